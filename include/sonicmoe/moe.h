@@ -1,0 +1,113 @@
+// The MoE layer: O[t] = sum_k s_k * (W2_e act(W1_e x_t + b1_e) + b2_e), forward and backward.
+//
+// The method (SonicMoE, arXiv 2512.14080) keeps only X, H and routing metadata for backward. Every
+// output element is written for every routing; equal inputs give equal bits on every run. Rounding
+// points are stated in docs/method.md.
+//
+// A training step:
+//   Sizes f = moe_sizes(problem, Pass::kForward), b = moe_sizes(problem, Pass::kBackward);
+//   moe_forward(problem, {x, routing, weights, out, h, saved, scratch}, exec);
+//   moe_backward(problem, {x, routing, weights, dout, h, saved, scratch, grads...}, exec);
+#pragma once
+
+#include "sonicmoe/types.h"
+
+namespace sonicmoe {
+
+/// How tokens find their experts.
+enum class RoutingForm : std::int32_t {
+  kIds = 0,      ///< ids and weights (T, K); C = T*K
+  kPairs = 1,    ///< lists of (token, expert, weight), any order, any number a token; C = length
+  kGrouped = 2,  ///< x already grouped by expert: rows of expert e begin at row_begin[e]; C = T
+};
+
+/// Everything the host must know before it launches. Device-side counts are never read back.
+struct Problem {
+  std::int64_t tokens = 0;    ///< T: rows of x and of the output; 0 is allowed
+  std::int64_t hidden = 0;    ///< d >= 1
+  std::int64_t width = 0;     ///< n >= 1
+  std::int64_t experts = 0;   ///< E >= 1
+  std::int64_t top_k = 0;     ///< K of the kIds form, 1 <= K <= E unless ids may repeat; else 0
+  std::int64_t capacity = 0;  ///< C of the kPairs form; 0 (derived) for the others
+  RoutingForm form = RoutingForm::kIds;
+  DType dtype =
+      DType::kF32;  ///< of x, weights, biases and outputs; scores are fp32, or fp64 in fp64
+  Activation activation;
+};
+
+/// C, the rows that buffers are sized for: T*K, the pair list's length, or T. Refuses C >= 2^31.
+SONICMOE_API std::int64_t row_capacity(const Problem& problem);
+
+/// Routing values, on the device of the call. What is out of range is skipped, never refused.
+struct Routing {
+  Tensor ids;      ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
+  Tensor weights;  ///< kIds (T, K), kPairs (C): fp32 (fp64 beside fp64); kGrouped: (T) or none = 1
+  Tensor token;    ///< kPairs: (C) i32 or i64; out of [0, T) is an empty slot
+  Tensor expert;   ///< kPairs: (C) i32 or i64; out of [0, E) is an empty slot
+  Tensor row_begin;  ///< kGrouped: (E) i32 or i64
+  Tensor row_count;  ///< kGrouped: (E) i32 or i64; ranges are clamped to the buffer
+};
+
+/// Expert weights as strided views, so that concatenated, interleaved, separate and transposed
+/// tensors are one form. Activations without a gate use `up` alone and leave `gate` empty. The same
+/// struct holds gradients: an absent one is not computed.
+struct Weights {
+  Tensor gate;    ///< (E, n, d)
+  Tensor up;      ///< (E, n, d)
+  Tensor down;    ///< (E, d, n)
+  Tensor b_gate;  ///< (E, n), optional; gated: both b_gate and b_up, or neither
+  Tensor b_up;    ///< (E, n), optional
+  Tensor b_down;  ///< (E, d), optional
+};
+
+enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
+
+/// Bytes the caller must lend. h and saved are written by forward and only read by backward;
+/// scratch is dead once the call's work is done. Inference keeps nothing: h = saved = 0.
+struct Sizes {
+  std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype
+  std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
+  std::int64_t scratch_bytes = 0;  ///< of the pass asked for
+};
+SONICMOE_API Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec = {});
+
+struct ForwardArgs {
+  Tensor x;  ///< (T, d)
+  Routing routing;
+  Weights weights;
+  Tensor out;  ///< (T, d); kGrouped: out[p] = row weight * Y[p], rows in no group zero
+  Buffer h;    ///< empty together with saved: inference
+  Buffer saved;
+  Buffer scratch;
+};
+
+/// Forward. With h and saved it trains (and keeps H and metadata), without both it infers; the
+/// output bits are the same. Throws Error before any work on a bad argument.
+SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
+                              const Exec& exec = {});
+
+/// What happens to the weight gradients.
+enum class GradMode : std::int32_t {
+  kWrite = 0,       ///< dW in the weights' dtype (or fp32); experts without rows get zero
+  kAccumulate = 1,  ///< fp32 buffers, dW added once; experts without rows are left untouched
+};
+
+struct BackwardArgs {
+  Tensor x;         ///< as in forward
+  Routing routing;  ///< as in forward
+  Weights weights;  ///< as in forward
+  Tensor dout;      ///< (T, d)
+  Buffer h;         ///< as forward left it; not written
+  Buffer saved;     ///< as forward left it; not written
+  Buffer scratch;
+  Tensor dx;        ///< (T, d), optional
+  Tensor dweights;  ///< shape and dtype of routing.weights, optional; empty slots get 0
+  Weights grads;    ///< any subset; shapes and (free) strides as weights
+  GradMode grad_mode = GradMode::kWrite;
+};
+
+/// Backward of moe_forward. May be called twice in a row on the same saved state.
+SONICMOE_API void moe_backward(const Problem& problem, const BackwardArgs& args,
+                               const Exec& exec = {});
+
+}  // namespace sonicmoe

@@ -1,0 +1,33 @@
+// Errors: every refused call says, in one sentence, which argument, what it got and what is
+// allowed.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace sonicmoe {
+
+/// What went wrong. The values are part of the C ABI and never change.
+enum class Status : std::int32_t {
+  kOk = 0,
+  kInvalidArgument = 1,    ///< a shape, stride, dtype, name or pointer that no backend accepts
+  kUnsupported = 2,        ///< a valid request that this build or device cannot serve
+  kOutOfRange = 3,         ///< a count that overflows its type
+  kWorkspaceTooSmall = 4,  ///< a caller's buffer smaller than moe_sizes() says
+  kCuda = 5,               ///< the CUDA runtime reported an error
+  kInternal = 6,           ///< a defect of this library
+};
+
+/// Thrown by every C++ entry point before any work begins: after it, no output has been written.
+class Error : public std::runtime_error {
+ public:
+  Error(Status status, const std::string& sentence)
+      : std::runtime_error(sentence), status_(status) {}
+  Status status() const noexcept { return status_; }
+
+ private:
+  Status status_;
+};
+
+}  // namespace sonicmoe

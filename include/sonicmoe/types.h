@@ -1,0 +1,103 @@
+// Plain descriptions shared by every entry point: tensors, activations, buffers, where to run.
+//
+// Letters, here and everywhere: T tokens, d model width, n expert width, E experts, K experts per
+// token, R routed rows, C row capacity, G gate factor (2 for gated activations, else 1).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sonicmoe/status.h"
+
+#if defined(_WIN32)
+#define SONICMOE_API
+#else
+#define SONICMOE_API __attribute__((visibility("default")))
+#endif
+
+namespace sonicmoe {
+
+/// Element types. Zero-initialised descriptions mean fp32.
+enum class DType : std::int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kI32 = 4, kI64 = 5 };
+
+/// Bytes of one element.
+constexpr std::int64_t dtype_bytes(DType t) {
+  return t == DType::kF64 || t == DType::kI64 ? 8 : t == DType::kBF16 || t == DType::kF16 ? 2 : 4;
+}
+
+/// A strided view of memory that the caller owns. Strides count elements. `data == nullptr` means
+/// "not given" where an argument is optional. Inputs are never written, whatever the pointer type.
+struct Tensor {
+  void* data = nullptr;
+  DType dtype = DType::kF32;
+  std::int32_t rank = 0;
+  std::int64_t shape[3] = {0, 0, 0};
+  std::int64_t stride[3] = {0, 0, 0};
+};
+
+/// Contiguous views.
+constexpr Tensor tensor1(void* data, DType t, std::int64_t n0) {
+  return {data, t, 1, {n0, 0, 0}, {1, 0, 0}};
+}
+constexpr Tensor tensor2(void* data, DType t, std::int64_t n0, std::int64_t n1) {
+  return {data, t, 2, {n0, n1, 0}, {n1, 1, 0}};
+}
+constexpr Tensor tensor3(void* data, DType t, std::int64_t n0, std::int64_t n1, std::int64_t n2) {
+  return {data, t, 3, {n0, n1, n2}, {n1 * n2, n2, 1}};
+}
+
+/// Memory that the caller lends for one call (scratch) or from forward to backward (h, saved).
+/// Alignment 256 bytes.
+struct Buffer {
+  void* data = nullptr;
+  std::int64_t bytes = 0;
+};
+
+/// The activation between the two projections. Gated kinds act on (gate, up), the others on one
+/// input. docs/method.md has the formulas and their derivatives.
+enum class ActivationKind : std::int32_t {
+  kSwiGLU = 0,     ///< silu(gate) * up
+  kSwiGLUOai = 1,  ///< g' sigmoid(alpha g') (u' + 1), g' = min(gate, limit), u' = clamp(up)
+  kGeGLU = 2,      ///< gelu(gate) * up, exact erf
+  kGeGLUTanh = 3,  ///< gelu(gate) * up, tanh form
+  kReGLU = 4,      ///< relu(gate) * up
+  kSiLU = 5,       ///< silu(x)
+  kGELU = 6,       ///< gelu(x), exact erf
+  kGELUTanh = 7,   ///< gelu(x), tanh form
+  kReLU = 8,       ///< max(x, 0)
+  kReLU2 = 9,      ///< max(x, 0)^2
+};
+inline constexpr std::int32_t kActivationCount = 10;
+
+/// alpha and limit belong to kSwiGLUOai alone (0 = its defaults, 1.702 and 7) and are refused
+/// for every other kind.
+struct Activation {
+  ActivationKind kind = ActivationKind::kSwiGLU;
+  double alpha = 0.0;
+  double limit = 0.0;
+};
+
+constexpr bool is_gated(ActivationKind kind) {
+  return static_cast<std::int32_t>(kind) <= static_cast<std::int32_t>(ActivationKind::kReGLU);
+}
+/// G: 2 for gated activations, else 1.
+constexpr std::int64_t gate_factor(ActivationKind kind) { return is_gated(kind) ? 2 : 1; }
+
+/// The public name ("swiglu_oai") of a kind, and back; an unknown name is refused by Error.
+SONICMOE_API const char* activation_name(ActivationKind kind);
+SONICMOE_API ActivationKind activation_from_name(const char* name);
+/// "f32", "bf16", "f16", "f64", "i32", "i64", and back.
+SONICMOE_API const char* dtype_name(DType dtype);
+SONICMOE_API DType dtype_from_name(const char* name);
+
+enum class Backend : std::int32_t { kCpu = 0, kCuda = 1 };
+
+/// Where a call runs. The CPU backend gives the same bits for every num_threads.
+struct Exec {
+  Backend backend = Backend::kCpu;
+  std::int32_t num_threads = 0;  ///< CPU: 0 means every core this process may use
+  const void* device = nullptr;  ///< CUDA: handle of smoe_device_open
+  void* stream = nullptr;        ///< CUDA: a cudaStream_t
+};
+
+}  // namespace sonicmoe

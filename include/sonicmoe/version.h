@@ -1,0 +1,16 @@
+// The version of these headers; version_string() is that of the library linked.
+#pragma once
+
+#include "sonicmoe/types.h"
+
+#define SONICMOE_VERSION_MAJOR 0
+#define SONICMOE_VERSION_MINOR 1
+#define SONICMOE_VERSION_PATCH 0
+#define SONICMOE_VERSION_STRING "0.1.0"
+
+namespace sonicmoe {
+
+/// "0.1.0" of the library that is running.
+SONICMOE_API const char* version_string();
+
+}  // namespace sonicmoe
