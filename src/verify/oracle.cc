@@ -1,0 +1,262 @@
+#include "verify/oracle.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "verify/oracle_formulas.h"
+
+namespace sonicmoe::oracle {
+namespace {
+
+bool in_range(std::int64_t value, std::int64_t end) { return value >= 0 && value < end; }
+
+std::vector<Row> rows_of_ids(const Problem& p, const Routing& routing) {
+  std::vector<Row> rows;
+  for (std::int64_t slot = 0; slot < p.tokens * p.top_k; ++slot) {
+    const std::int64_t expert = load_integer(routing.ids, slot);
+    if (in_range(expert, p.experts)) rows.push_back({slot / p.top_k, expert, slot, 0.0});
+  }
+  return rows;
+}
+
+std::vector<Row> rows_of_pairs(const Problem& p, const Routing& routing) {
+  std::vector<Row> rows;
+  for (std::int64_t slot = 0; slot < p.capacity; ++slot) {
+    const std::int64_t token = load_integer(routing.token, slot);
+    const std::int64_t expert = load_integer(routing.expert, slot);
+    if (in_range(token, p.tokens) && in_range(expert, p.experts)) {
+      rows.push_back({token, expert, slot, 0.0});
+    }
+  }
+  return rows;
+}
+
+// Ranges are clamped to the buffer without computing begin + count, which may overflow.
+std::vector<Row> rows_of_groups(const Problem& p, const Routing& routing) {
+  std::vector<Row> rows;
+  for (std::int64_t e = 0; e < p.experts; ++e) {
+    const std::int64_t begin = load_integer(routing.row_begin, e);
+    const std::int64_t count = std::max<std::int64_t>(load_integer(routing.row_count, e), 0);
+    for (std::int64_t t = 0; t < p.tokens; ++t) {
+      if (t >= begin && (begin >= 0 ? t - begin < count : t < begin + count)) {
+        rows.push_back({t, e, t, 1.0});
+      }
+    }
+  }
+  return rows;
+}
+
+Matrix<double> read_expert(const Tensor& t, std::int64_t expert) {
+  Matrix<double> m(t.shape[1], t.shape[2]);
+  const std::int64_t count = t.shape[1] * t.shape[2];
+  for (std::int64_t i = 0; i < count; ++i) {
+    m.values[i] = load(t.data, t.dtype, element_offset(t, expert * count + i));
+  }
+  return m;
+}
+
+std::vector<Matrix<double>> read_experts(const Tensor& t) {
+  std::vector<Matrix<double>> experts;
+  if (t.data == nullptr) return experts;
+  for (std::int64_t e = 0; e < t.shape[0]; ++e) experts.push_back(read_expert(t, e));
+  return experts;
+}
+
+// The layer's inputs in the type of the sums, and the steps over its experts.
+template <class Real>
+class Run {
+ public:
+  Run(const Layer& layer, DType storage, DType grad_storage)
+      : layer_(layer), problem_(layer.problem), storage_(storage), grad_storage_(grad_storage) {
+    first_.assign(static_cast<std::size_t>(problem_.experts) + 1, 0);
+    for (const Row& row : layer.rows) ++first_[row.expert + 1];
+    for (std::int64_t e = 0; e < problem_.experts; ++e) first_[e + 1] += first_[e];
+  }
+
+  Forward forward() const {
+    Forward result;
+    const auto row_count = static_cast<std::int64_t>(layer_.rows.size());
+    result.h.up = Matrix<double>(row_count, problem_.width);
+    if (!layer_.gate.empty()) result.h.gate = Matrix<double>(row_count, problem_.width);
+    Matrix<Real> y(row_count, problem_.hidden);
+    const bool grouped = problem_.form == RoutingForm::kGrouped;
+    for (std::int64_t e = 0; e < problem_.experts; ++e) {
+      const Matrix<Real> x = gathered(layer_.x, e);
+      Hidden<Real> h;
+      if (!layer_.gate.empty()) {
+        h.gate = up_projection(storage_, x, weight(layer_.gate, e), bias(layer_.b_gate, e));
+        put_rows(h.gate, e, result.h.gate);
+      }
+      h.up = up_projection(storage_, x, weight(layer_.up, e), bias(layer_.b_up, e));
+      put_rows(h.up, e, result.h.up);
+      const Matrix<Real> a = activated(storage_, problem_.activation, h);
+      Matrix<Real> sum = down_projection_sum(a, weight(layer_.down, e), bias(layer_.b_down, e));
+      // Grouped rows are scaled before their only rounding; the others round Y, then O.
+      put_rows(grouped ? std::move(sum) : rounded(storage_, std::move(sum)), e, y);
+    }
+    result.out = cast<double>(sum_by_token(y, scores(0, row_count)));
+    return result;
+  }
+
+  Backward backward(const HiddenRows& hidden, const Matrix<double>& dout_tokens) const {
+    Backward result;
+    result.dweights.assign(static_cast<std::size_t>(layer_.slots), 0.0);
+    if (!layer_.gate.empty()) result.db_gate = Matrix<double>(problem_.experts, problem_.width);
+    result.db_up = Matrix<double>(problem_.experts, problem_.width);
+    result.db_down = Matrix<double>(problem_.experts, problem_.hidden);
+    const auto row_count = static_cast<std::int64_t>(layer_.rows.size());
+    Matrix<Real> dx_rows(row_count, problem_.hidden);
+    for (std::int64_t e = 0; e < problem_.experts; ++e) {
+      const Matrix<Real> x = gathered(layer_.x, e);
+      const Matrix<Real> dout = gathered(dout_tokens, e);
+      Hidden<Real> h;
+      h.up = take_rows(hidden.up, e);
+      if (!layer_.gate.empty()) h.gate = take_rows(hidden.gate, e);
+      const std::vector<Real> s = scores(first_[e], first_[e + 1]);
+      const ActivationGrad<Real> grad =
+          activation_grad(storage_, problem_.activation, h, dout, weight(layer_.down, e), s);
+      put_dscores(grad.dscores, dout, e, result);
+      result.ddown.push_back(cast<double>(weight_grad(grad_storage_, dout, grad.scaled)));
+      result.dup.push_back(cast<double>(weight_grad(grad_storage_, grad.dh.up, x)));
+      put_bias(up_bias_grad(grad_storage_, grad.dh.up), e, result.db_up);
+      put_bias(down_bias_grad(grad_storage_, dout, s), e, result.db_down);
+      Matrix<Real> w_gate;
+      if (!layer_.gate.empty()) {
+        result.dgate.push_back(cast<double>(weight_grad(grad_storage_, grad.dh.gate, x)));
+        put_bias(up_bias_grad(grad_storage_, grad.dh.gate), e, result.db_gate);
+        w_gate = weight(layer_.gate, e);
+      }
+      put_rows(input_grad(storage_, grad.dh, w_gate, weight(layer_.up, e)), e, dx_rows);
+    }
+    result.dx = cast<double>(sum_by_token(dx_rows, std::vector<Real>(layer_.rows.size(), Real(1))));
+    return result;
+  }
+
+ private:
+  Matrix<Real> gathered(const Matrix<double>& tokens, std::int64_t e) const {
+    Matrix<Real> out(first_[e + 1] - first_[e], tokens.cols);
+    for (std::int64_t i = 0; i < out.rows; ++i) {
+      const double* from = tokens.row(layer_.rows[first_[e] + i].token);
+      std::transform(from, from + out.cols, out.row(i), [](double v) { return Real(v); });
+    }
+    return out;
+  }
+  Matrix<Real> weight(const std::vector<Matrix<double>>& experts, std::int64_t e) const {
+    return cast<Real>(experts[e]);
+  }
+  std::vector<Real> bias(const Matrix<double>& b, std::int64_t e) const {
+    if (b.empty()) return {};
+    return std::vector<Real>(b.row(e), b.row(e) + b.cols);
+  }
+  std::vector<Real> scores(std::int64_t begin, std::int64_t end) const {
+    std::vector<Real> s;
+    for (std::int64_t i = begin; i < end; ++i) s.push_back(Real(layer_.rows[i].weight));
+    return s;
+  }
+  template <class To>
+  void put_rows(const Matrix<Real>& m, std::int64_t e, Matrix<To>& all) const {
+    std::transform(m.values.begin(), m.values.end(), all.row(first_[e]),
+                   [](Real v) { return static_cast<To>(v); });
+  }
+  Matrix<Real> take_rows(const Matrix<double>& all, std::int64_t e) const {
+    Matrix<Real> m(first_[e + 1] - first_[e], all.cols);
+    std::transform(all.row(first_[e]), all.row(first_[e + 1]), m.values.begin(),
+                   [](double v) { return Real(v); });
+    return m;
+  }
+  static void put_bias(const std::vector<Real>& b, std::int64_t e, Matrix<double>& all) {
+    std::transform(b.begin(), b.end(), all.row(e), [](Real v) { return static_cast<double>(v); });
+  }
+  void put_dscores(const std::vector<Real>& dscores, const Matrix<Real>& dout, std::int64_t e,
+                   Backward& result) const {
+    std::vector<Real> share(dscores.size(), Real(0));
+    if (!layer_.b_down.empty()) share = bias_share_of_dscores(dout, bias(layer_.b_down, e));
+    for (std::size_t i = 0; i < dscores.size(); ++i) {
+      result.dweights[layer_.rows[first_[e] + i].slot] = static_cast<double>(dscores[i] + share[i]);
+    }
+  }
+  // Kernels O and dX: r(sum over a token's rows), in slot order for ids, else in row order.
+  Matrix<Real> sum_by_token(const Matrix<Real>& rows, const std::vector<Real>& factors) const {
+    std::vector<std::int64_t> order(layer_.rows.size());
+    for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
+    if (problem_.form == RoutingForm::kIds) {
+      std::sort(order.begin(), order.end(), [this](std::int64_t a, std::int64_t b) {
+        return layer_.rows[a].slot < layer_.rows[b].slot;
+      });
+    }
+    Matrix<Real> sum(problem_.tokens, problem_.hidden);
+    for (const std::int64_t p : order) {
+      Real* out = sum.row(layer_.rows[p].token);
+      for (std::int64_t j = 0; j < sum.cols; ++j) out[j] += factors[p] * rows(p, j);
+    }
+    return rounded(storage_, std::move(sum));
+  }
+
+  const Layer& layer_;
+  const Problem& problem_;
+  const DType storage_;
+  const DType grad_storage_;
+  std::vector<std::int64_t> first_;  // first row of each expert
+};
+
+// Calls f with the Run that the precision asks for.
+template <class F>
+auto with_run(const Layer& layer, Precision precision, F f) {
+  const DType dtype = layer.problem.dtype;
+  if (precision == Precision::kExact) {
+    return dtype == DType::kF64 ? f(Run<long double>(layer, DType::kF64, DType::kF64))
+                                : f(Run<double>(layer, DType::kF64, DType::kF64));
+  }
+  return dtype == DType::kF64 ? f(Run<double>(layer, DType::kF64, DType::kF64))
+                              : f(Run<float>(layer, dtype, layer.grad_dtype));
+}
+
+}  // namespace
+
+Matrix<double> read_matrix(const Tensor& t) {
+  Matrix<double> m;
+  if (t.data == nullptr) return m;
+  m.rows = t.shape[0];
+  m.cols = t.rank == 1 ? 1 : t.shape[1];
+  m.values = read(t);
+  return m;
+}
+
+Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
+                 const Weights& weights) {
+  Layer layer;
+  layer.problem = problem;
+  layer.grad_dtype = problem.dtype;
+  layer.rows = problem.form == RoutingForm::kIds     ? rows_of_ids(problem, routing)
+               : problem.form == RoutingForm::kPairs ? rows_of_pairs(problem, routing)
+                                                     : rows_of_groups(problem, routing);
+  layer.slots = problem.form == RoutingForm::kIds     ? problem.tokens * problem.top_k
+                : problem.form == RoutingForm::kPairs ? problem.capacity
+                                                      : problem.tokens;
+  for (Row& row : layer.rows) {
+    const Tensor& w = routing.weights;
+    if (w.data != nullptr) row.weight = load(w.data, w.dtype, element_offset(w, row.slot));
+  }
+  std::sort(layer.rows.begin(), layer.rows.end(), [](const Row& a, const Row& b) {
+    return std::tie(a.expert, a.token, a.slot) < std::tie(b.expert, b.token, b.slot);
+  });
+  layer.x = read_matrix(x);
+  if (is_gated(problem.activation.kind)) layer.gate = read_experts(weights.gate);
+  layer.up = read_experts(weights.up);
+  layer.down = read_experts(weights.down);
+  layer.b_gate = read_matrix(weights.b_gate);
+  layer.b_up = read_matrix(weights.b_up);
+  layer.b_down = read_matrix(weights.b_down);
+  return layer;
+}
+
+Forward forward(const Layer& layer, Precision precision) {
+  return with_run(layer, precision, [](const auto& run) { return run.forward(); });
+}
+
+Backward backward(const Layer& layer, const HiddenRows& h, const Matrix<double>& dout,
+                  Precision precision) {
+  return with_run(layer, precision, [&](const auto& run) { return run.backward(h, dout); });
+}
+
+}  // namespace sonicmoe::oracle

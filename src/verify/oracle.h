@@ -1,0 +1,65 @@
+// The layer composed of the formulas of oracle_formulas.h, from public descriptors on the host to
+// doubles: the truth that every backend is held against.
+#pragma once
+
+#include "sonicmoe/moe.h"
+#include "verify/matrix.h"
+
+namespace sonicmoe::oracle {
+
+/// One routed row: the `slot`-th entry of the caller's routing sends `token` to `expert`.
+struct Row {
+  std::int64_t token = 0;
+  std::int64_t expert = 0;
+  std::int64_t slot = 0;
+  double weight = 1.0;
+};
+
+/// A problem with its values, dense and in fp64.
+struct Layer {
+  Problem problem;
+  std::vector<Row> rows;                       ///< sorted by (expert, token, slot)
+  std::int64_t slots = 0;                      ///< entries of the caller's routing weights
+  Matrix<double> x;                            ///< (T, d)
+  std::vector<Matrix<double>> gate, up, down;  ///< one an expert; gate empty without a gate
+  Matrix<double> b_gate, b_up, b_down;         ///< (E, n), (E, n), (E, d), or empty
+  DType grad_dtype = DType::kF32;              ///< of the weight and bias gradients
+};
+
+/// Reads descriptors of host memory. Empty slots, and the rows of x and weights behind them, are
+/// never read.
+Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
+                 const Weights& weights);
+
+enum class Precision {
+  kExact,  ///< fp64 sums and no rounding (extended sums when the tensors are fp64)
+  kSame,   ///< the contract's rounding points; fp32 sums (fp64 for fp64) in one fixed order
+};
+
+/// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n).
+struct HiddenRows {
+  Matrix<double> gate;
+  Matrix<double> up;
+};
+
+struct Forward {
+  Matrix<double> out;  ///< (T, d)
+  HiddenRows h;
+};
+
+struct Backward {
+  Matrix<double> dx;             ///< (T, d)
+  std::vector<double> dweights;  ///< (slots)
+  std::vector<Matrix<double>> dgate, dup, ddown;
+  Matrix<double> db_gate, db_up, db_down;  ///< also when there are no biases
+};
+
+Forward forward(const Layer& layer, Precision precision);
+/// `h` as forward returned it, in the same precision.
+Backward backward(const Layer& layer, const HiddenRows& h, const Matrix<double>& dout,
+                  Precision precision);
+
+/// A (rows, cols) or (rows) tensor as a matrix; a vector is one column.
+Matrix<double> read_matrix(const Tensor& t);
+
+}  // namespace sonicmoe::oracle

@@ -1,0 +1,187 @@
+// The kernels of the layer, one plain function per formula, for the rows of one expert:
+//
+//   A    H = r(X W1^T + b1), A = r(act(H))         dH   dA' = dO W2, dA = s dA', dH = r(act'(H) dA)
+//   Y    Y = r(A W2^T + b2)                             A' = r(s act(H)), dS = sum dA' r(act(H))
+//   dW2  r(dO^T A')     dW1  r(dH^T X)             dX~  r(dH W1)     db1, db2  r(column sums)
+//
+// O and dX, sums over a token's rows, stand in oracle.cc with the layer. Real is the type of sums
+// and epilogues, r(.) rounds to `storage`; Real = double with storage kF64 rounds nothing. Sums run
+// in ascending order of their index: one fixed order. Inputs X and dO are the gathered rows.
+#pragma once
+
+#include "verify/convert.h"
+#include "verify/matrix.h"
+#include "verify/oracle_activation.h"
+
+namespace sonicmoe::oracle {
+
+template <class Real>
+Real rounded(DType storage, Real v) {
+  return storage == DType::kF64 ? v : static_cast<Real>(round_to(storage, static_cast<double>(v)));
+}
+
+template <class Real>
+Matrix<Real> rounded(DType storage, Matrix<Real> m) {
+  for (Real& v : m.values) v = rounded(storage, v);
+  return m;
+}
+
+template <class Real>
+Matrix<Real> transposed(const Matrix<Real>& m) {
+  Matrix<Real> out(m.cols, m.rows);
+  for (std::int64_t i = 0; i < m.rows; ++i) {
+    for (std::int64_t j = 0; j < m.cols; ++j) out(j, i) = m(i, j);
+  }
+  return out;
+}
+
+/// sum += a b. Every element of the sum takes its terms in ascending order of a's column.
+template <class Real>
+void add_product(Matrix<Real>& sum, const Matrix<Real>& a, const Matrix<Real>& b) {
+  for (std::int64_t i = 0; i < a.rows; ++i) {
+    Real* out = sum.row(i);
+    for (std::int64_t k = 0; k < a.cols; ++k) {
+      const Real factor = a(i, k);
+      const Real* in = b.row(k);
+      for (std::int64_t j = 0; j < b.cols; ++j) out[j] += factor * in[j];
+    }
+  }
+}
+
+template <class Real>
+Matrix<Real> product(const Matrix<Real>& a, const Matrix<Real>& b) {
+  Matrix<Real> out(a.rows, b.cols);
+  add_product(out, a, b);
+  return out;
+}
+
+/// r(sum + bias), the bias one value a column or empty.
+template <class Real>
+Matrix<Real> rounded_with_bias(DType storage, Matrix<Real> sum, const std::vector<Real>& bias) {
+  if (!bias.empty()) {
+    for (std::int64_t i = 0; i < sum.rows; ++i) {
+      for (std::int64_t j = 0; j < sum.cols; ++j) sum(i, j) += bias[j];
+    }
+  }
+  return rounded(storage, std::move(sum));
+}
+
+/// One expert's pre-activation: H's gate half (empty without a gate) and its up half, (m, n) each.
+template <class Real>
+struct Hidden {
+  Matrix<Real> gate;
+  Matrix<Real> up;
+
+  Real gate_at(std::int64_t i, std::int64_t j) const { return gate.empty() ? Real(0) : gate(i, j); }
+};
+
+/// Kernel A, first half, for gate or up alone: x (m, d), w (n, d) -> (m, n).
+template <class Real>
+Matrix<Real> up_projection(DType storage, const Matrix<Real>& x, const Matrix<Real>& w,
+                           const std::vector<Real>& bias) {
+  return rounded_with_bias(storage, product(x, transposed(w)), bias);
+}
+
+/// Kernel A, second half: A = r(act(H)).
+template <class Real>
+Matrix<Real> activated(DType storage, const Activation& activation, const Hidden<Real>& h) {
+  Matrix<Real> a(h.up.rows, h.up.cols);
+  for (std::int64_t i = 0; i < a.rows; ++i) {
+    for (std::int64_t j = 0; j < a.cols; ++j) {
+      a(i, j) = rounded(storage, activate(activation, h.gate_at(i, j), h.up(i, j)).value);
+    }
+  }
+  return a;
+}
+
+/// Kernel Y before its rounding: a (m, n), w2 (d, n) -> (m, d). The grouped form scales this sum.
+template <class Real>
+Matrix<Real> down_projection_sum(const Matrix<Real>& a, const Matrix<Real>& w2,
+                                 const std::vector<Real>& bias) {
+  return rounded_with_bias(DType::kF64, product(a, transposed(w2)), bias);
+}
+
+/// What kernel dH writes for one expert.
+template <class Real>
+struct ActivationGrad {
+  Hidden<Real> dh;            ///< dH = r(act'(H) dA)
+  Matrix<Real> scaled;        ///< A' = r(s act(H))
+  std::vector<Real> dscores;  ///< dS, without the share of b2
+};
+
+/// Kernel dH: dout (m, d), w2 (d, n), scores (m).
+template <class Real>
+ActivationGrad<Real> activation_grad(DType storage, const Activation& activation,
+                                     const Hidden<Real>& h, const Matrix<Real>& dout,
+                                     const Matrix<Real>& w2, const std::vector<Real>& scores) {
+  const Matrix<Real> da_unscaled = product(dout, w2);
+  const std::int64_t m = h.up.rows;
+  const std::int64_t n = h.up.cols;
+  ActivationGrad<Real> out;
+  out.dh.up = Matrix<Real>(m, n);
+  if (!h.gate.empty()) out.dh.gate = Matrix<Real>(m, n);
+  out.scaled = Matrix<Real>(m, n);
+  out.dscores.assign(static_cast<std::size_t>(m), Real(0));
+  for (std::int64_t i = 0; i < m; ++i) {
+    for (std::int64_t j = 0; j < n; ++j) {
+      const Activated<Real> act = activate(activation, h.gate_at(i, j), h.up(i, j));
+      const Real da = scores[i] * da_unscaled(i, j);
+      out.dh.up(i, j) = rounded(storage, act.by_up * da);
+      if (!h.gate.empty()) out.dh.gate(i, j) = rounded(storage, act.by_gate * da);
+      out.scaled(i, j) = rounded(storage, scores[i] * act.value);
+      out.dscores[i] += da_unscaled(i, j) * rounded(storage, act.value);
+    }
+  }
+  return out;
+}
+
+/// The share of b2 in dS: <dO, b2> for each row.
+template <class Real>
+std::vector<Real> bias_share_of_dscores(const Matrix<Real>& dout, const std::vector<Real>& b2) {
+  std::vector<Real> share(static_cast<std::size_t>(dout.rows), Real(0));
+  for (std::int64_t i = 0; i < dout.rows; ++i) {
+    for (std::int64_t j = 0; j < dout.cols; ++j) share[i] += dout(i, j) * b2[j];
+  }
+  return share;
+}
+
+/// Kernels dW2 (dout (m, d), A' (m, n) -> (d, n)) and dW1 (dH (m, n), x (m, d) -> (n, d)).
+template <class Real>
+Matrix<Real> weight_grad(DType storage, const Matrix<Real>& left, const Matrix<Real>& right) {
+  return rounded(storage, product(transposed(left), right));
+}
+
+/// Kernel dX~: one sum over gate and up, rounded once.
+template <class Real>
+Matrix<Real> input_grad(DType storage, const Hidden<Real>& dh, const Matrix<Real>& w_gate,
+                        const Matrix<Real>& w_up) {
+  Matrix<Real> sum(dh.up.rows, w_up.cols);
+  if (!dh.gate.empty()) add_product(sum, dh.gate, w_gate);
+  add_product(sum, dh.up, w_up);
+  return rounded(storage, std::move(sum));
+}
+
+/// db1: the column sums of dH (m, n).
+template <class Real>
+std::vector<Real> up_bias_grad(DType storage, const Matrix<Real>& dh) {
+  std::vector<Real> sum(static_cast<std::size_t>(dh.cols), Real(0));
+  for (std::int64_t i = 0; i < dh.rows; ++i) {
+    for (std::int64_t j = 0; j < dh.cols; ++j) sum[j] += dh(i, j);
+  }
+  for (Real& v : sum) v = rounded(storage, v);
+  return sum;
+}
+
+/// db2: sum over rows of s dO.
+template <class Real>
+std::vector<Real> down_bias_grad(DType storage, const Matrix<Real>& dout,
+                                 const std::vector<Real>& scores) {
+  std::vector<Real> sum(static_cast<std::size_t>(dout.cols), Real(0));
+  for (std::int64_t i = 0; i < dout.rows; ++i) {
+    for (std::int64_t j = 0; j < dout.cols; ++j) sum[j] += scores[i] * dout(i, j);
+  }
+  for (Real& v : sum) v = rounded(storage, v);
+  return sum;
+}
+
+}  // namespace sonicmoe::oracle

@@ -1,0 +1,217 @@
+#include "verify/oracle_router.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "verify/convert.h"
+#include "verify/oracle_activation.h"
+
+namespace sonicmoe::oracle {
+namespace {
+
+constexpr double kNever = -std::numeric_limits<double>::infinity();
+constexpr double kRenormalizeEpsilon = 1e-20;
+
+// NaN ranks as -inf, +inf counts as the largest finite value.
+std::vector<double> cleaned(const double* logits, std::int64_t experts) {
+  std::vector<double> out(logits, logits + experts);
+  for (double& v : out) {
+    if (std::isnan(v)) v = kNever;
+    if (v == std::numeric_limits<double>::infinity()) v = std::numeric_limits<float>::max();
+  }
+  return out;
+}
+
+double log_sum_exp(const std::vector<double>& logits) {
+  const double top = *std::max_element(logits.begin(), logits.end());
+  if (top == kNever) return kNever;
+  double sum = 0.0;
+  for (const double v : logits) sum += std::exp(v - top);
+  return top + std::log(sum);
+}
+
+std::vector<double> softmax(const std::vector<double>& logits) {
+  std::vector<double> p(logits.size(), 0.0);
+  const double top = *std::max_element(logits.begin(), logits.end());
+  if (top == kNever) return p;
+  double sum = 0.0;
+  for (std::size_t e = 0; e < p.size(); ++e) sum += p[e] = std::exp(logits[e] - top);
+  for (double& v : p) v /= sum;
+  return p;
+}
+
+std::vector<double> softmax_backward(const std::vector<double>& p, const std::vector<double>& dp) {
+  const double mean = std::inner_product(p.begin(), p.end(), dp.begin(), 0.0);
+  std::vector<double> dlogits(p.size());
+  for (std::size_t e = 0; e < p.size(); ++e) dlogits[e] = p[e] * (dp[e] - mean);
+  return dlogits;
+}
+
+// Indices of the k largest values, ties to the lower index; -inf is never among them.
+std::vector<std::int64_t> largest(const std::vector<double>& values, std::int64_t k) {
+  std::vector<std::int64_t> order(values.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int64_t a, std::int64_t b) { return values[a] > values[b]; });
+  std::erase_if(order, [&](std::int64_t e) { return values[e] == kNever; });
+  order.resize(std::min(order.size(), static_cast<std::size_t>(k)));
+  return order;
+}
+
+// Leaves only the best groups to choose from.
+void keep_best_groups(const RouteOptions& options, std::vector<double>& values) {
+  const auto size = static_cast<std::int64_t>(values.size()) / options.n_group;
+  std::vector<double> group_values;
+  for (std::int64_t g = 0; g < options.n_group; ++g) {
+    std::vector<double> group(values.begin() + g * size, values.begin() + (g + 1) * size);
+    std::sort(group.rbegin(), group.rend());
+    group_values.push_back(size == 1 ? group[0] : group[0] + group[1]);
+  }
+  const std::vector<std::int64_t> kept = largest(group_values, options.topk_group);
+  for (std::int64_t e = 0; e < static_cast<std::int64_t>(values.size()); ++e) {
+    if (std::find(kept.begin(), kept.end(), e / size) == kept.end()) values[e] = kNever;
+  }
+}
+
+// What a logit is worth before renormalisation: score per expert, given the experts chosen.
+std::vector<double> scores(const RouteOptions& options, const std::vector<double>& logits,
+                           const std::int64_t* ids) {
+  if (options.score == ScoreMode::kSigmoid) {
+    std::vector<double> p(logits.size());
+    std::transform(logits.begin(), logits.end(), p.begin(), sigmoid<double>);
+    return p;
+  }
+  if (options.score == ScoreMode::kSoftmaxBeforeTopK) return softmax(logits);
+  std::vector<double> chosen(logits.size(), kNever);
+  for (std::int64_t k = 0; k < options.top_k; ++k) {
+    if (ids[k] >= 0) chosen[ids[k]] = logits[ids[k]];
+  }
+  return softmax(chosen);
+}
+
+}  // namespace
+
+Routed route(const RouteOptions& options, const Matrix<double>& logits) {
+  Routed out;
+  out.ids = Matrix<std::int64_t>(logits.rows, options.top_k);
+  for (std::int64_t t = 0; t < logits.rows; ++t) {
+    std::vector<double> values = cleaned(logits.row(t), logits.cols);
+    if (options.score == ScoreMode::kSigmoid) {
+      for (std::int64_t e = 0; e < logits.cols; ++e) {
+        if (values[e] == kNever) continue;
+        const Tensor& bias = options.bias;
+        values[e] = sigmoid(values[e]);
+        if (bias.data != nullptr) values[e] += load(bias.data, bias.dtype, element_offset(bias, e));
+      }
+    }
+    if (options.n_group > 0) keep_best_groups(options, values);
+    const std::vector<std::int64_t> chosen = largest(values, options.top_k);
+    std::fill_n(out.ids.row(t), options.top_k, std::int64_t{-1});
+    std::copy(chosen.begin(), chosen.end(), out.ids.row(t));
+  }
+  out.weights = route_weights(options, logits, out.ids);
+  return out;
+}
+
+Matrix<double> route_weights(const RouteOptions& options, const Matrix<double>& logits,
+                             const Matrix<std::int64_t>& ids) {
+  Matrix<double> weights(ids.rows, ids.cols);
+  for (std::int64_t t = 0; t < ids.rows; ++t) {
+    const std::vector<double> p = scores(options, cleaned(logits.row(t), logits.cols), ids.row(t));
+    double sum = kRenormalizeEpsilon;
+    for (std::int64_t k = 0; k < ids.cols; ++k) sum += ids(t, k) < 0 ? 0.0 : p[ids(t, k)];
+    const double factor = options.renormalize != 0 ? options.scale / sum : options.scale;
+    for (std::int64_t k = 0; k < ids.cols; ++k) {
+      weights(t, k) = ids(t, k) < 0 ? 0.0 : p[ids(t, k)] * factor;
+    }
+  }
+  return weights;
+}
+
+Matrix<double> route_backward(const RouteOptions& options, const Matrix<double>& logits,
+                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights) {
+  Matrix<double> dlogits(logits.rows, logits.cols);
+  for (std::int64_t t = 0; t < logits.rows; ++t) {
+    const std::vector<double> p = scores(options, cleaned(logits.row(t), logits.cols), ids.row(t));
+    std::vector<double> dp(p.size(), 0.0);
+    double sum = kRenormalizeEpsilon;
+    double weighted = 0.0;
+    for (std::int64_t k = 0; k < ids.cols; ++k) {
+      const std::int64_t e = ids(t, k);
+      if (e < 0) continue;
+      dp[e] = options.scale * dweights(t, k);
+      sum += p[e];
+      weighted += dp[e] * p[e];
+    }
+    if (options.renormalize != 0) {
+      for (std::int64_t k = 0; k < ids.cols; ++k) {
+        const std::int64_t e = ids(t, k);
+        if (e >= 0) dp[e] = (dp[e] - weighted / sum) / sum;
+      }
+    }
+    if (options.score == ScoreMode::kSigmoid) {
+      for (std::size_t e = 0; e < p.size(); ++e) dp[e] *= p[e] * (1.0 - p[e]);
+    } else {
+      dp = softmax_backward(p, dp);
+    }
+    std::copy(dp.begin(), dp.end(), dlogits.row(t));
+  }
+  return dlogits;
+}
+
+Losses router_losses(const RouteOptions& options, const Matrix<double>& logits,
+                     const Matrix<std::int64_t>& ids) {
+  Losses out;
+  out.tokens_per_expert.assign(static_cast<std::size_t>(logits.cols), 0);
+  for (const std::int64_t e : ids.values) {
+    if (e >= 0 && e < logits.cols) ++out.tokens_per_expert[e];
+  }
+  const auto tokens = static_cast<double>(logits.rows);
+  const auto experts = static_cast<double>(logits.cols);
+  for (std::int64_t t = 0; t < logits.rows; ++t) {
+    const std::vector<double> clean = cleaned(logits.row(t), logits.cols);
+    const std::vector<double> p =
+        options.score == ScoreMode::kSigmoid ? scores(options, clean, ids.row(t)) : softmax(clean);
+    for (std::int64_t e = 0; e < logits.cols; ++e) {
+      const double share = static_cast<double>(out.tokens_per_expert[e]) /
+                           (tokens * static_cast<double>(options.top_k));
+      out.load_balancing += experts * share * p[e] / tokens;
+    }
+    const double lse = log_sum_exp(clean);
+    out.z += lse * lse / tokens;
+  }
+  return out;
+}
+
+Matrix<double> router_losses_backward(const RouteOptions& options, const Matrix<double>& logits,
+                                      const std::vector<std::int64_t>& tokens_per_expert,
+                                      double dload_balancing, double dz) {
+  Matrix<double> dlogits(logits.rows, logits.cols);
+  const auto tokens = static_cast<double>(logits.rows);
+  const auto experts = static_cast<double>(logits.cols);
+  for (std::int64_t t = 0; t < logits.rows; ++t) {
+    const std::vector<double> clean = cleaned(logits.row(t), logits.cols);
+    const std::vector<double> p = softmax(clean);
+    std::vector<double> dp(p.size());
+    for (std::size_t e = 0; e < p.size(); ++e) {
+      dp[e] = dload_balancing * experts * static_cast<double>(tokens_per_expert[e]) /
+              (tokens * tokens * static_cast<double>(options.top_k));
+    }
+    std::vector<double> by_p(p.size());
+    if (options.score == ScoreMode::kSigmoid) {
+      for (std::size_t e = 0; e < p.size(); ++e) {
+        const double s = sigmoid(clean[e]);
+        by_p[e] = dp[e] * s * (1.0 - s);
+      }
+    } else {
+      by_p = softmax_backward(p, dp);
+    }
+    const double by_lse = dz * 2.0 * log_sum_exp(clean) / tokens;
+    for (std::size_t e = 0; e < p.size(); ++e) dlogits(t, e) = by_p[e] + by_lse * p[e];
+  }
+  return dlogits;
+}
+
+}  // namespace sonicmoe::oracle

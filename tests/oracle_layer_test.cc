@@ -1,0 +1,220 @@
+// The oracle's backward against central finite differences of its forward, through the whole layer.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "verify/oracle.h"
+#include "verify/oracle_activation.h"
+
+namespace sonicmoe::oracle {
+namespace {
+
+constexpr double kStep = 1e-5;
+constexpr double kAwayFromKinks = 1e-3;
+
+struct Variant {
+  ActivationKind kind;
+  bool bias;
+};
+
+void fill(std::mt19937_64& engine, std::vector<double>& values) {
+  std::normal_distribution<double> normal;
+  for (double& v : values) v = normal(engine);
+}
+
+void fill(std::mt19937_64& engine, std::vector<Matrix<double>>& experts, std::int64_t rows,
+          std::int64_t cols) {
+  for (Matrix<double>& m : experts) {
+    m = Matrix<double>(rows, cols);
+    fill(engine, m.values);
+  }
+}
+
+// Tokens of 0, 1, 2 and 3 rows, one of them twice at the same expert; expert 2 has no rows.
+Layer random_layer(Variant variant, std::uint64_t seed) {
+  constexpr std::int64_t kTokens = 5, kHidden = 3, kWidth = 4, kExperts = 4;
+  std::mt19937_64 engine(seed);
+  Layer layer;
+  Problem& p = layer.problem;
+  p.tokens = kTokens;
+  p.hidden = kHidden;
+  p.width = kWidth;
+  p.experts = kExperts;
+  p.form = RoutingForm::kPairs;
+  p.capacity = layer.slots = 9;
+  p.dtype = DType::kF64;
+  p.activation.kind = variant.kind;
+  if (variant.kind == ActivationKind::kSwiGLUOai) {
+    p.activation.alpha = 1.3;
+    p.activation.limit = 1.1;  // small enough for both clamps to act
+  }
+  layer.rows = {{0, 0, 3}, {1, 0, 0}, {3, 0, 8}, {3, 0, 1},
+                {0, 1, 2}, {4, 1, 6}, {0, 3, 7}, {3, 3, 5}};
+  std::uniform_real_distribution<double> uniform(0.1, 1.0);
+  for (Row& row : layer.rows) row.weight = uniform(engine);
+  layer.x = Matrix<double>(kTokens, kHidden);
+  fill(engine, layer.x.values);
+  layer.up.resize(kExperts);
+  layer.down.resize(kExperts);
+  if (is_gated(variant.kind)) {
+    layer.gate.resize(kExperts);
+    fill(engine, layer.gate, kWidth, kHidden);
+  }
+  fill(engine, layer.up, kWidth, kHidden);
+  fill(engine, layer.down, kHidden, kWidth);
+  if (variant.bias) {
+    layer.b_up = Matrix<double>(kExperts, kWidth);
+    layer.b_down = Matrix<double>(kExperts, kHidden);
+    fill(engine, layer.b_up.values);
+    fill(engine, layer.b_down.values);
+    if (is_gated(variant.kind)) {
+      layer.b_gate = Matrix<double>(kExperts, kWidth);
+      fill(engine, layer.b_gate.values);
+    }
+  }
+  return layer;
+}
+
+bool near_kink(const Layer& layer) {
+  const HiddenRows h = forward(layer, Precision::kExact).h;
+  const double limit = layer.problem.activation.limit;
+  const auto near = [&](double v) {
+    return std::abs(v) < kAwayFromKinks || std::abs(std::abs(v) - limit) < kAwayFromKinks;
+  };
+  return std::any_of(h.gate.values.begin(), h.gate.values.end(), near) ||
+         std::any_of(h.up.values.begin(), h.up.values.end(), near);
+}
+
+double loss(const Layer& layer, const Matrix<double>& dout) {
+  const Matrix<double> out = forward(layer, Precision::kExact).out;
+  double sum = 0.0;
+  for (std::size_t i = 0; i < out.values.size(); ++i) sum += out.values[i] * dout.values[i];
+  return sum;
+}
+
+// Moves one input both ways and compares the slope of the loss with the gradient claimed.
+void expect_slope(const Layer& layer, const Matrix<double>& dout, double& input, double gradient,
+                  const char* what) {
+  const double before = input;
+  input = before + kStep;
+  const double above = loss(layer, dout);
+  input = before - kStep;
+  const double below = loss(layer, dout);
+  input = before;
+  EXPECT_NEAR((above - below) / (2.0 * kStep), gradient, 2e-8 * (1.0 + std::abs(gradient))) << what;
+}
+
+void expect_slopes(const Layer& layer, const Matrix<double>& dout, std::vector<double>& inputs,
+                   const std::vector<double>& gradients, const char* what) {
+  ASSERT_LE(inputs.size(), gradients.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    expect_slope(layer, dout, inputs[i], gradients[i], what);
+  }
+}
+
+class OracleLayer : public ::testing::TestWithParam<Variant> {};
+
+TEST_P(OracleLayer, BackwardIsTheSlopeOfForward) {
+  std::uint64_t seed = 1;
+  Layer layer = random_layer(GetParam(), seed);
+  while (near_kink(layer)) layer = random_layer(GetParam(), ++seed);
+  std::mt19937_64 engine(99);
+  Matrix<double> dout(layer.problem.tokens, layer.problem.hidden);
+  fill(engine, dout.values);
+  const HiddenRows h = forward(layer, Precision::kExact).h;
+  const Backward grad = backward(layer, h, dout, Precision::kExact);
+
+  expect_slopes(layer, dout, layer.x.values, grad.dx.values, "x");
+  for (Row& row : layer.rows) {
+    expect_slope(layer, dout, row.weight, grad.dweights[row.slot], "routing weight");
+  }
+  EXPECT_EQ(grad.dweights[4], 0.0) << "an empty slot";
+  ASSERT_EQ(grad.dgate.size(), layer.gate.size());
+  for (std::size_t e = 0; e < layer.up.size(); ++e) {
+    if (!layer.gate.empty()) {
+      expect_slopes(layer, dout, layer.gate[e].values, grad.dgate[e].values, "gate");
+    }
+    expect_slopes(layer, dout, layer.up[e].values, grad.dup[e].values, "up");
+    expect_slopes(layer, dout, layer.down[e].values, grad.ddown[e].values, "down");
+  }
+  expect_slopes(layer, dout, layer.b_gate.values, grad.db_gate.values, "b_gate");
+  expect_slopes(layer, dout, layer.b_up.values, grad.db_up.values, "b_up");
+  expect_slopes(layer, dout, layer.b_down.values, grad.db_down.values, "b_down");
+}
+
+std::vector<Variant> all_variants() {
+  std::vector<Variant> variants;
+  for (std::int32_t kind = 0; kind < kActivationCount; ++kind) {
+    variants.push_back({static_cast<ActivationKind>(kind), false});
+    variants.push_back({static_cast<ActivationKind>(kind), true});
+  }
+  return variants;
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryActivation, OracleLayer, ::testing::ValuesIn(all_variants()),
+                         [](const auto& info) {
+                           return std::string(activation_name(info.param.kind)) +
+                                  (info.param.bias ? "_bias" : "");
+                         });
+
+// A layer small enough to work out by hand: one expert, d = n = 1, relu2, two tokens.
+TEST(OracleLayer, MatchesAComputationByHand) {
+  Layer layer;
+  Problem& p = layer.problem;
+  p.tokens = 2;
+  p.hidden = p.width = p.experts = p.top_k = 1;
+  p.activation.kind = ActivationKind::kReLU2;
+  layer.slots = 2;
+  layer.rows = {{0, 0, 0, 0.5}, {1, 0, 1, 2.0}};
+  layer.x = Matrix<double>(2, 1);
+  layer.x.values = {3.0, -1.0};
+  layer.up = layer.down = {Matrix<double>(1, 1)};
+  layer.up[0].values = {2.0};
+  layer.down[0].values = {5.0};
+  layer.b_up = layer.b_down = Matrix<double>(1, 1);
+  layer.b_up.values = {1.0};
+  layer.b_down.values = {-4.0};
+  const Forward f = forward(layer, Precision::kExact);
+  EXPECT_EQ(f.h.up.values, (std::vector<double>{7.0, -1.0}));
+  EXPECT_EQ(f.out.values, (std::vector<double>{0.5 * (5.0 * 49.0 - 4.0), 2.0 * -4.0}));
+
+  Matrix<double> dout(2, 1);
+  dout.values = {1.0, 3.0};
+  const Backward b = backward(layer, f.h, dout, Precision::kExact);
+  EXPECT_EQ(b.dweights, (std::vector<double>{241.0, -12.0}));
+  const double dh = 2.0 * 7.0 * 0.5 * 5.0;
+  EXPECT_EQ(b.dx.values, (std::vector<double>{2.0 * dh, 0.0}));
+  EXPECT_EQ(b.dup[0].values, (std::vector<double>{3.0 * dh}));
+  EXPECT_EQ(b.ddown[0].values, (std::vector<double>{0.5 * 49.0}));
+  EXPECT_EQ(b.db_up.values, (std::vector<double>{dh}));
+  EXPECT_EQ(b.db_down.values, (std::vector<double>{0.5 * 1.0 + 2.0 * 3.0}));
+}
+
+// The rounding points of the contract, each with a number that bf16 (8 bits) cannot hold.
+TEST(OracleLayer, RoundsWhereTheContractSays) {
+  Layer layer;
+  Problem& p = layer.problem;
+  p.tokens = p.hidden = p.width = p.experts = p.top_k = 1;
+  p.activation.kind = ActivationKind::kReLU2;
+  p.dtype = layer.grad_dtype = DType::kBF16;
+  layer.slots = 1;
+  layer.rows = {{0, 0, 0, 9.0}};
+  layer.x = Matrix<double>(1, 1);
+  layer.x.values = {1.0};
+  layer.up = layer.down = {Matrix<double>(1, 1)};
+  layer.up[0].values = {23.0};
+  layer.down[0].values = {1.0};
+  const Forward f = forward(layer, Precision::kSame);
+  EXPECT_EQ(f.h.up.values[0], 23.0);
+  EXPECT_EQ(f.out.values[0], 4736.0) << "A = r(529) = 528, O = r(9 * 528 = 4752)";
+  Matrix<double> dout(1, 1);
+  dout.values = {1.0};
+  const Backward b = backward(layer, f.h, dout, Precision::kSame);
+  EXPECT_EQ(b.dweights[0], 528.0) << "dS takes r(act(H))";
+  EXPECT_EQ(b.ddown[0].values[0], 4768.0) << "A' = r(9 * 529 = 4761), from the unrounded act(H)";
+  EXPECT_EQ(b.dup[0].values[0], 2.0 * 23.0 * 9.0);
+}
+
+}  // namespace
+}  // namespace sonicmoe::oracle
