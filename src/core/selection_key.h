@@ -1,0 +1,129 @@
+// What decides who goes where: the same bits on the CPU and on the GPU.
+//
+// Everything here is fp32 with a stated order of operations: explicit fma where a product meets a
+// sum, nothing else that a compiler may contract, no library function. Exponentials below -80 are
+// zero, so that no value here is ever subnormal and flush-to-zero modes change nothing (E <= 1024).
+//
+//   exp32       2^n * P(r), x = n ln2 + r, |r| <= ln2/2, P of degree 6; at most 1 ulp off on [-80,
+//   0] sigmoid32   1/(1 + e) or e/(1 + e), e = exp32(-|x|) softmax     p_i = exp32(x_i - max) *
+//   (1/sum), the sum by the tree below tree sum    S(0, P), P the least power of two >= n; S(i, 1)
+//   = v_i (0 from n on);
+//               S(i, 2m) = S(i, m) + S(i + m, m). Any layout of consecutive blocks over lanes can
+//               follow it: first within a lane, then between neighbours (shuffle xor 1, 2, 4, ...).
+#pragma once
+
+#include <cstdint>
+#if !defined(__CUDA_ARCH__)
+#include <bit>
+#endif
+
+#if defined(__CUDACC__)
+#define SONICMOE_HD static __host__ __device__ __forceinline__
+#else
+// Internal linkage: translation units with different instruction sets must not share one copy.
+#define SONICMOE_HD [[gnu::always_inline]] static inline
+#endif
+
+namespace sonicmoe::key {
+
+SONICMOE_HD std::uint32_t bits_of(float v) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(v);
+#else
+  return std::bit_cast<std::uint32_t>(v);
+#endif
+}
+
+SONICMOE_HD float float_of(std::uint32_t u) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(u);
+#else
+  return std::bit_cast<float>(u);
+#endif
+}
+
+#if defined(__CUDA_ARCH__)
+SONICMOE_HD float fma32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+SONICMOE_HD float add32(float a, float b) { return __fadd_rn(a, b); }
+SONICMOE_HD float mul32(float a, float b) { return __fmul_rn(a, b); }
+SONICMOE_HD float div32(float a, float b) { return __fdiv_rn(a, b); }
+#else
+SONICMOE_HD float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SONICMOE_HD float add32(float a, float b) { return a + b; }
+SONICMOE_HD float mul32(float a, float b) { return a * b; }
+SONICMOE_HD float div32(float a, float b) { return a / b; }
+#endif
+
+SONICMOE_HD float minus_infinity() { return float_of(0xff800000u); }
+
+/// The largest finite value of each logits dtype: what +inf counts as.
+inline constexpr float kLargestF32 = 0x1.fffffep+127f;
+inline constexpr float kLargestBF16 = 0x1.fep+127f;
+inline constexpr float kLargestF16 = 65504.0f;
+
+/// A logit as routing sees it: NaN is -inf, +inf is the largest finite value.
+SONICMOE_HD float clean(float v, float largest) {
+  const float capped = v < largest ? v : largest;
+  return v == v ? capped : minus_infinity();
+}
+
+/// Unsigned order = numeric order; -0 and +0 are one value.
+SONICMOE_HD std::uint32_t order_bits(float v) {
+  const std::uint32_t u = bits_of(add32(v, 0.0f));
+  const std::uint32_t negative = 0u - (u >> 31);
+  return u ^ (negative | 0x80000000u);
+}
+SONICMOE_HD float from_order_bits(std::uint32_t k) {
+  const std::uint32_t positive = 0u - (k >> 31);
+  return float_of(k ^ (~positive | 0x80000000u));
+}
+/// order_bits(-inf): a key that is not greater can never be chosen.
+inline constexpr std::uint32_t kUnavailable = 0x007fffffu;
+
+/// e^x for x <= 0, -inf included.
+SONICMOE_HD float exp32(float x) {
+  const float shifted = fma32(x, 0x1.715476p+0f, 0x1.8p+23f);  // the low bits are n
+  const float n = add32(shifted, -0x1.8p+23f);
+  float r = fma32(n, -0x1.63p-1f, x);
+  r = fma32(n, 0x1.bd0106p-13f, r);
+  float p = 0x1.6a23acp-10f;
+  p = fma32(p, r, 0x1.123a1cp-7f);
+  p = fma32(p, r, 0x1.5558f4p-5f);
+  p = fma32(p, r, 0x1.555492p-3f);
+  p = fma32(p, r, 0x1.fffffcp-2f);
+  p = fma32(p, r, 1.0f);
+  p = fma32(p, r, 1.0f);
+  const float scaled = float_of(bits_of(p) + (bits_of(shifted) << 23));
+  return x < -80.0f ? 0.0f : scaled;
+}
+
+/// 1/(1 + e^-x); 0 for -inf.
+SONICMOE_HD float sigmoid32(float x) {
+  const float e = exp32(x < 0.0f ? x : -x);
+  return div32(x < 0.0f ? e : 1.0f, add32(1.0f, e));
+}
+
+/// Sigmoid routing chooses by sigmoid + bias; a logit of -inf stays unavailable whatever the bias.
+SONICMOE_HD float biased(float logit, float sigmoid, float bias) {
+  const float v = clean(add32(sigmoid, bias), kLargestF32);
+  return logit == minus_infinity() ? logit : v;
+}
+
+/// A group's value: its two largest selection values added, -inf counting as the lowest finite one.
+SONICMOE_HD float group_value(float best, float second) {
+  const float a = best < -kLargestF32 ? -kLargestF32 : best;
+  const float b = second < -kLargestF32 ? -kLargestF32 : second;
+  return add32(a, b);
+}
+
+/// Token rounding ranks an expert's pairs by (chosen, p), lower token first on ties. p in [0, 1]
+/// is never negative, so its bits are ordered and the top bit is free for `chosen`.
+inline constexpr std::uint32_t kChosen = 0x80000000u;
+SONICMOE_HD std::uint32_t rank_key(float p, std::uint32_t chosen_bit) {
+  return bits_of(p) | chosen_bit;
+}
+
+/// Score mass as a fixed-point number with 40 fraction bits (cut off): sums have no order.
+SONICMOE_HD std::uint64_t mass(float p) { return static_cast<std::uint64_t>(mul32(p, 0x1p40f)); }
+
+}  // namespace sonicmoe::key

@@ -1,0 +1,23 @@
+// Row loops of routing for any processor, and the choice between the tables.
+#include "cpu/route_simd.h"
+
+#include "core/selection_key.h"
+
+namespace sonicmoe::cpu {
+namespace {
+#include "cpu/route_simd_body.h"
+}  // namespace
+
+extern const RouteSimd kRouteSimdPortable = {load_row, order_row, softmax_row, sigmoid_row,
+                                             above_row};
+
+const RouteSimd& route_simd() {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    return kRouteSimdAvx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kRouteSimdAvx2;
+  return kRouteSimdPortable;
+}
+
+}  // namespace sonicmoe::cpu

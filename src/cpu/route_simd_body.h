@@ -1,0 +1,84 @@
+// The loops of route_simd.h. Included once by each instruction set's file, inside an unnamed
+// namespace, and written for the compiler's vectoriser. No standard library here: its templates
+// would be shared between instruction sets.
+
+inline void load_row(const void* logits, DType dtype, std::int64_t n, float* x) {
+  if (dtype == DType::kF32) {
+    const auto* v = static_cast<const float*>(logits);
+    for (std::int64_t i = 0; i < n; ++i) x[i] = key::clean(v[i], key::kLargestF32);
+  } else if (dtype == DType::kBF16) {
+    const auto* v = static_cast<const std::uint16_t*>(logits);
+    for (std::int64_t i = 0; i < n; ++i) {
+      x[i] = key::clean(key::float_of(std::uint32_t{v[i]} << 16), key::kLargestBF16);
+    }
+  } else {
+    const auto* v = static_cast<const std::uint16_t*>(logits);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::uint32_t magnitude = std::uint32_t{v[i]} & 0x7fffu;
+      const std::uint32_t sign = (std::uint32_t{v[i]} & 0x8000u) << 16;
+      const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f;
+      const std::uint32_t bias = magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u;
+      const std::uint32_t normal = (magnitude << 13) + bias;  // infinity and NaN keep all ones
+      const std::uint32_t bits = magnitude < 0x400u ? key::bits_of(subnormal) : normal;
+      x[i] = key::clean(key::float_of(bits | sign), key::kLargestF16);
+    }
+  }
+}
+
+inline void order_row(const float* __restrict v, std::int64_t n, std::uint32_t* __restrict keys) {
+  for (std::int64_t i = 0; i < n; ++i) keys[i] = key::order_bits(v[i]);
+}
+
+inline void fold(const float* __restrict from, std::int64_t half, float* __restrict to) {
+  for (std::int64_t i = 0; i < half; ++i) to[i] = from[2 * i] + from[2 * i + 1];
+}
+
+// The tree of core/selection_key.h: an odd last element meets a zero, which changes nothing.
+inline float tree_sum_row(const float* v, std::int64_t n, float* tmp) {
+  float* to = tmp;
+  float* next = tmp + (n + 1) / 2;
+  while (n > 1) {
+    fold(v, n / 2, to);
+    if (n % 2 != 0) to[n / 2] = v[n - 1];
+    n = (n + 1) / 2;
+    v = to;
+    to = next;
+    next = const_cast<float*>(v);
+  }
+  return n == 1 ? v[0] : 0.0f;
+}
+
+inline float softmax_row(const float* __restrict x, std::int64_t n, float* __restrict p, float* tmp,
+                         float* top) {
+  std::uint32_t best = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t k = key::order_bits(x[i]);
+    best = k > best ? k : best;
+  }
+  if (best <= key::kUnavailable) {
+    for (std::int64_t i = 0; i < n; ++i) p[i] = 0.0f;
+    *top = key::minus_infinity();
+    return 0.0f;
+  }
+  const float largest = key::from_order_bits(best);
+  for (std::int64_t i = 0; i < n; ++i) p[i] = key::exp32(x[i] - largest);
+  const float sum = tree_sum_row(p, n, tmp);
+  const float inverse = 1.0f / sum;
+  for (std::int64_t i = 0; i < n; ++i) p[i] *= inverse;
+  *top = largest;
+  return sum;
+}
+
+inline void sigmoid_row(const float* __restrict x, std::int64_t n, float* __restrict s) {
+  for (std::int64_t i = 0; i < n; ++i) s[i] = key::sigmoid32(x[i]);
+}
+
+inline std::int64_t above_row(const std::uint32_t* keys, std::int64_t n, std::uint32_t floor,
+                              std::int32_t* indices) {
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    indices[count] = static_cast<std::int32_t>(i);
+    count += keys[i] > floor ? 1 : 0;
+  }
+  return count;
+}
