@@ -1,0 +1,58 @@
+// How many rows an expert keeps under each rounding mode: integers only, for host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "core/philox.h"
+#include "core/selection_key.h"
+#include "sonicmoe/routing.h"
+
+namespace sonicmoe {
+
+/// An expert's top-K count f and the two counts it may be rounded to.
+struct RoundBounds {
+  std::int64_t f = 0;
+  std::int64_t lo = 0;
+  std::int64_t hi = 0;
+};
+
+SONICMOE_HD RoundBounds round_bounds(std::int64_t f, std::int64_t tile, std::int64_t tokens) {
+  const std::int64_t lo = f / tile * tile;
+  if (lo == f) return {f, f, f};
+  // tile <= tokens - lo, written so that a huge tile cannot overflow.
+  return {f, lo, tile < tokens - lo ? lo + tile : tokens};
+}
+
+/// The closer of lo and hi; a tie goes to the even multiple of the tile.
+SONICMOE_HD std::int64_t nearest_count(const RoundBounds& b, std::int64_t tile) {
+  const std::int64_t down = b.f - b.lo;
+  const std::int64_t up = b.hi - b.f;
+  if (down != up) return down < up ? b.lo : b.hi;
+  return b.lo / tile % 2 == 0 ? b.lo : b.hi;
+}
+
+/// hi with probability (f - lo)/(hi - lo), decided by 32 random bits.
+SONICMOE_HD std::int64_t stochastic_count(const RoundBounds& b, std::uint32_t draw) {
+  const auto gap = static_cast<std::uint64_t>(b.hi - b.lo);
+  const auto part = static_cast<std::uint64_t>(b.f - b.lo);
+  return draw * gap < part << 32 ? b.hi : b.lo;
+}
+
+/// hi iff the mass it gains is less than the mass that lo loses.
+SONICMOE_HD std::int64_t score_count(const RoundBounds& b, std::uint64_t gained,
+                                     std::uint64_t lost) {
+  return gained < lost ? b.hi : b.lo;
+}
+
+/// The choice that keeps |running| small, running = sum of (kept - f) over the experts before.
+SONICMOE_HD std::int64_t balanced_count(const RoundBounds& b, std::int64_t tile,
+                                        std::int64_t running) {
+  const std::int64_t with_lo = running + b.lo - b.f;
+  const std::int64_t with_hi = running + b.hi - b.f;
+  const std::int64_t abs_lo = with_lo < 0 ? -with_lo : with_lo;
+  const std::int64_t abs_hi = with_hi < 0 ? -with_hi : with_hi;
+  if (abs_lo != abs_hi) return abs_lo < abs_hi ? b.lo : b.hi;
+  return nearest_count(b, tile);
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,99 @@
+// Expert choice: every expert takes its best tokens by softmax over E.
+#include <vector>
+
+#include "core/backend.h"
+#include "cpu/pair_lists.h"
+#include "cpu/round_select.h"
+#include "cpu/route_row.h"
+#include "cpu/routing_access.h"
+#include "cpu/routing_parallel.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+// Only softmax over E is asked of the rows; no token chooses.
+RouteOptions softmax_only() {
+  RouteOptions options;
+  options.top_k = 1;
+  options.score = ScoreMode::kSoftmaxBeforeTopK;
+  return options;
+}
+
+template <class Real>
+void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, const Exec& exec) {
+  using Key = KeyOf<Real>;
+  const std::int64_t tokens = logits.shape[0];
+  const std::int64_t experts = logits.shape[1];
+  const std::int64_t count = std::min(capacity, tokens);
+  std::vector<Key> keys(experts * tokens);
+  for_ranges(tokens, kTokenBlock, exec, [&](Range range) {
+    RouteRow<Real> row(softmax_only(), experts);
+    for (std::int64_t t = range.begin; t < range.end; ++t) {
+      row.load(logits, t);
+      row.compute_softmax();
+      for (std::int64_t e = 0; e < experts; ++e) {
+        keys[e * tokens + t] = probability_bits(row.probabilities()[e]);
+      }
+    }
+  });
+  for_ranges(experts, kExpertBlock, exec, [&](Range range) {
+    for (std::int64_t e = range.begin; e < range.end; ++e) {
+      const Key* column = keys.data() + e * tokens;
+      const Ranked<Key> last = ColumnRanking<Key>(column, tokens).last_kept(count, 0);
+      std::int64_t at = e * count;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        if (last.before({column[t], t})) continue;
+        element<std::int32_t>(pairs.token, at) = static_cast<std::int32_t>(t);
+        element<std::int32_t>(pairs.expert, at) = static_cast<std::int32_t>(e);
+        element<Real>(pairs.weight, at) = bits_probability(column[t]);
+        ++at;
+      }
+    }
+  });
+  for (std::int64_t e = 0; e <= experts; ++e) element<std::int64_t>(pairs.offsets, e) = e * count;
+  close_pairs<Real>(pairs, experts * count, experts);
+}
+
+template <class Real>
+void choose_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
+                     const Tensor& dlogits, const Exec& exec) {
+  const std::int64_t experts = logits.shape[1];
+  const PairsByToken by_token(pairs, logits.shape[0], experts);
+  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range range) {
+    RouteRow<Real> row(softmax_only(), experts);
+    std::vector<double> dp(experts), gradient(experts);
+    for (std::int64_t t = range.begin; t < range.end; ++t) {
+      row.load(logits, t);
+      row.compute_softmax();
+      std::fill(dp.begin(), dp.end(), 0.0);
+      std::fill(gradient.begin(), gradient.end(), 0.0);
+      for (const std::int64_t* i = by_token.begin(t); i != by_token.end(t); ++i) {
+        dp[element<std::int32_t>(pairs.expert, *i)] += element<Real>(dweight, *i);
+      }
+      row.add_softmax_gradient(dp.data(), gradient.data());
+      store_row(dlogits, t, gradient.data(), experts);
+    }
+  });
+}
+
+}  // namespace
+
+void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
+                   const Exec& exec) {
+  if (logits.dtype == DType::kF64) {
+    choose<double>(logits, capacity, pairs, exec);
+  } else {
+    choose<float>(logits, capacity, pairs, exec);
+  }
+}
+
+void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
+                            const Tensor& dlogits, const Exec& exec) {
+  if (logits.dtype == DType::kF64) {
+    choose_backward<double>(logits, pairs, dweight, dlogits, exec);
+  } else {
+    choose_backward<float>(logits, pairs, dweight, dlogits, exec);
+  }
+}
+
+}  // namespace sonicmoe::cpu

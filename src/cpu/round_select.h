@@ -1,0 +1,122 @@
+// The best c of one expert's tokens by rank key, lower token first on ties.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "cpu/route_row.h"
+
+namespace sonicmoe::cpu {
+
+/// A place in an expert's ranking: higher key first, then lower token.
+template <class Key>
+struct Ranked {
+  Key key;
+  std::int64_t token;
+
+  bool before(const Ranked& other) const {
+    return key != other.key ? key > other.key : token < other.token;
+  }
+};
+
+/// The last place that is still kept; nothing is when `token` is -1 and key the largest.
+template <class Key>
+constexpr Ranked<Key> keep_nothing() {
+  return {std::numeric_limits<Key>::max(), -1};
+}
+
+/// Reads a column of rank keys (one expert, T tokens).
+template <class Key>
+class ColumnRanking {
+ public:
+  ColumnRanking(const Key* keys, std::int64_t tokens) : keys_(keys), tokens_(tokens) {}
+
+  std::int64_t chosen_count() const {
+    std::int64_t count = 0;
+    for (std::int64_t t = 0; t < tokens_; ++t) count += keys_[t] >= kChosenBit<Key> ? 1 : 0;
+    return count;
+  }
+
+  /// The c-th ranked, where f are chosen. Afterwards boundary() holds the pairs between c and f.
+  Ranked<Key> last_kept(std::int64_t c, std::int64_t f) {
+    boundary_.clear();
+    if (c == 0) return keep_nothing<Key>();
+    if (c == f) return {kChosenBit<Key>, tokens_};
+    return c > f ? best_others(c - f) : best_chosen(c);
+  }
+  /// The pairs that last_kept() added (c > f), in no order.
+  const std::vector<Ranked<Key>>& added() const { return boundary_; }
+
+  /// Mass of the m best that are not chosen.
+  std::uint64_t mass_of_best_others(std::int64_t m) {
+    std::uint64_t mass = 0;
+    if (m == 0) return mass;
+    best_others(m);
+    for (const auto& r : boundary_) mass += mass_of(r.key);
+    return mass;
+  }
+
+  /// Mass of the chosen that fall away when c of them stay.
+  std::uint64_t mass_of_worst_chosen(std::int64_t c) {
+    collect_chosen();
+    const auto first = boundary_.begin() + c;
+    std::nth_element(boundary_.begin(), first, boundary_.end(), order);
+    std::uint64_t mass = 0;
+    for (auto r = first; r != boundary_.end(); ++r) mass += mass_of(r->key);
+    return mass;
+  }
+
+ private:
+  static bool order(const Ranked<Key>& a, const Ranked<Key>& b) { return a.before(b); }
+  static std::uint64_t mass_of(Key key) {
+    return probability_mass(bits_probability(static_cast<Key>(key & ~kChosenBit<Key>)));
+  }
+
+  void collect_chosen() {
+    boundary_.clear();
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      if (keys_[t] >= kChosenBit<Key>) boundary_.push_back({keys_[t], t});
+    }
+  }
+
+  Ranked<Key> best_chosen(std::int64_t c) {
+    collect_chosen();
+    const auto last = boundary_.begin() + (c - 1);
+    std::nth_element(boundary_.begin(), last, boundary_.end(), order);
+    return *last;
+  }
+
+  // Keeps at most 2m candidates and the m-th best so far as the bar that the next ones must pass.
+  // Tokens come in ascending order, so an equal key later is always the worse one.
+  Ranked<Key> best_others(std::int64_t m) {
+    boundary_.clear();
+    bool barred = false;
+    Key bar = 0;
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      const Key k = keys_[t];
+      if (k >= kChosenBit<Key> || (barred && k <= bar)) continue;
+      boundary_.push_back({k, t});
+      if (static_cast<std::int64_t>(boundary_.size()) == 2 * m) {
+        bar = cut_to(m).key;
+        barred = true;
+      }
+    }
+    return cut_to(m);
+  }
+
+  Ranked<Key> cut_to(std::int64_t m) {
+    const auto last = boundary_.begin() + (m - 1);
+    std::nth_element(boundary_.begin(), last, boundary_.end(), order);
+    const Ranked<Key> result = *last;
+    boundary_.resize(m);
+    return result;
+  }
+
+  const Key* keys_;
+  std::int64_t tokens_;
+  std::vector<Ranked<Key>> boundary_;
+};
+
+}  // namespace sonicmoe::cpu

@@ -1,0 +1,125 @@
+// Load-balancing and z losses of a router, and their gradient.
+#include <cmath>
+#include <vector>
+
+#include "core/backend.h"
+#include "cpu/route_row.h"
+#include "cpu/routing_access.h"
+#include "cpu/routing_parallel.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+/// A block's part of the sums; blocks are added in order, whatever thread made them.
+struct LossPart {
+  std::vector<double> probability;  // (E), summed over the block's tokens
+  double z = 0.0;
+};
+
+// A row without any available expert has no logsumexp and adds nothing.
+template <class Real>
+double logsumexp(const ExpSum<Real>& parts) {
+  return parts.sum > 0 ? parts.top + std::log(static_cast<double>(parts.sum)) : 0.0;
+}
+
+template <class Real>
+LossPart sum_block(const RouteOptions& options, const Tensor& logits, Range tokens) {
+  const std::int64_t experts = logits.shape[1];
+  RouteRow<Real> row(options, experts);
+  LossPart part{std::vector<double>(experts, 0.0), 0.0};
+  for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
+    row.load(logits, t);
+    const double lse = logsumexp(row.compute_softmax());
+    if (options.score == ScoreMode::kSigmoid) row.compute_probabilities();
+    for (std::int64_t e = 0; e < experts; ++e) part.probability[e] += row.probabilities()[e];
+    part.z += lse * lse;
+  }
+  return part;
+}
+
+template <class Real>
+void losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+            const RouterLosses& out, const Exec& exec) {
+  const std::int64_t tokens = logits.shape[0];
+  const std::int64_t experts = logits.shape[1];
+  std::vector<std::int64_t> count(experts, 0);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (std::int64_t k = 0; k < options.top_k; ++k) {
+      const std::int64_t e = index_at(ids, t, k);
+      if (e >= 0 && e < experts) ++count[e];
+    }
+  }
+  std::vector<LossPart> parts((tokens + kTokenBlock - 1) / kTokenBlock);
+  for_ranges(tokens, kTokenBlock, exec, [&](Range range) {
+    parts[range.begin / kTokenBlock] = sum_block<Real>(options, logits, range);
+  });
+  double balance = 0.0;
+  double z = 0.0;
+  for (const LossPart& part : parts) {
+    for (std::int64_t e = 0; e < experts; ++e) {
+      balance += static_cast<double>(count[e]) * part.probability[e];
+    }
+    z += part.z;
+  }
+  const auto t = static_cast<double>(tokens);
+  const auto pairs = t * static_cast<double>(options.top_k);
+  const bool any = tokens > 0;
+  element<Real>(out.values, 0) =
+      static_cast<Real>(any ? static_cast<double>(experts) * balance / pairs / t : 0.0);
+  element<Real>(out.values, 1) = static_cast<Real>(any ? z / t : 0.0);
+  for (std::int64_t e = 0; e < experts; ++e) {
+    element<std::int64_t>(out.tokens_per_expert, e) = count[e];
+  }
+}
+
+template <class Real>
+void losses_backward(const RouteOptions& options, const Tensor& logits, const Tensor& counts,
+                     const Tensor& dvalues, const Tensor& dlogits, const Exec& exec) {
+  const std::int64_t experts = logits.shape[1];
+  const auto tokens = static_cast<double>(logits.shape[0]);
+  const double dbalance = element<Real>(dvalues, 0);
+  const double dz = element<Real>(dvalues, 1);
+  std::vector<double> dp(experts);
+  for (std::int64_t e = 0; e < experts; ++e) {
+    dp[e] = dbalance * static_cast<double>(experts) *
+            static_cast<double>(element<std::int64_t>(counts, e)) /
+            (tokens * static_cast<double>(options.top_k)) / tokens;
+  }
+  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range range) {
+    RouteRow<Real> row(options, experts);
+    std::vector<double> gradient(experts);
+    for (std::int64_t t = range.begin; t < range.end; ++t) {
+      row.load(logits, t);
+      const double through_lse = dz * 2.0 * logsumexp(row.compute_softmax()) / tokens;
+      for (std::int64_t e = 0; e < experts; ++e) {
+        gradient[e] = through_lse * row.probabilities()[e];
+      }
+      if (options.score == ScoreMode::kSigmoid) row.compute_probabilities();
+      row.add_probability_gradient(dp.data(), gradient.data());
+      store_row(dlogits, t, gradient.data(), experts);
+    }
+  });
+}
+
+}  // namespace
+
+void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                   const RouterLosses& out, const Exec& exec) {
+  if (logits.dtype == DType::kF64) {
+    losses<double>(options, logits, ids, out, exec);
+  } else {
+    losses<float>(options, logits, ids, out, exec);
+  }
+}
+
+void router_losses_backward(const RouteOptions& options, const Tensor& logits,
+                            const Tensor& tokens_per_expert, const Tensor& dvalues,
+                            const Tensor& dlogits, const Exec& exec) {
+  if (logits.dtype == DType::kF64) {
+    losses_backward<double>(options, logits, tokens_per_expert, dvalues, dlogits, exec);
+  } else {
+    losses_backward<float>(options, logits, tokens_per_expert, dvalues, dlogits, exec);
+  }
+}
+
+}  // namespace sonicmoe::cpu

@@ -1,0 +1,57 @@
+// Strided reads and writes of the small tensors of routing.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "core/numeric.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::cpu {
+
+template <class T>
+T& element(const Tensor& t, std::int64_t i) {
+  return static_cast<T*>(t.data)[i * t.stride[0]];
+}
+template <class T>
+T& element(const Tensor& t, std::int64_t i, std::int64_t j) {
+  return static_cast<T*>(t.data)[i * t.stride[0] + j * t.stride[1]];
+}
+
+/// An index tensor's value, i32 or i64.
+inline std::int64_t index_at(const Tensor& t, std::int64_t i) {
+  return t.dtype == DType::kI64 ? element<std::int64_t>(t, i) : element<std::int32_t>(t, i);
+}
+inline std::int64_t index_at(const Tensor& t, std::int64_t i, std::int64_t j) {
+  return t.dtype == DType::kI64 ? element<std::int64_t>(t, i, j) : element<std::int32_t>(t, i, j);
+}
+inline void set_index(const Tensor& t, std::int64_t i, std::int64_t j, std::int64_t value) {
+  if (t.dtype == DType::kI64) {
+    element<std::int64_t>(t, i, j) = value;
+  } else {
+    element<std::int32_t>(t, i, j) = static_cast<std::int32_t>(value);
+  }
+}
+
+/// Writes row i of a float tensor from fp64 values, rounded once for fp64 and fp32; a 16-bit
+/// element is rounded from fp32.
+inline void store_row(const Tensor& t, std::int64_t i, const double* values, std::int64_t n) {
+  for (std::int64_t j = 0; j < n; ++j) {
+    switch (t.dtype) {
+      case DType::kF64:
+        element<double>(t, i, j) = values[j];
+        break;
+      case DType::kBF16:
+        element<BF16>(t, i, j) = to_bf16(static_cast<float>(values[j]));
+        break;
+      case DType::kF16:
+        element<F16>(t, i, j) = to_f16(static_cast<float>(values[j]));
+        break;
+      default:
+        element<float>(t, i, j) = static_cast<float>(values[j]);
+    }
+  }
+}
+
+}  // namespace sonicmoe::cpu
