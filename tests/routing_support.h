@@ -19,7 +19,8 @@ namespace sonicmoe::testing {
 /// `count` elements of a dtype between two guards. Starts as 0xFF (NaN, or -1 as an index).
 class Guarded {
  public:
-  Guarded(DType dtype, std::int64_t count)
+  // Not inlined: GCC 12 would warn about lengths that it cannot bound.
+  [[gnu::noinline]] Guarded(DType dtype, std::int64_t count)
       : dtype_(dtype), count_(count), bytes_(kGuard, kPattern) {
     bytes_.resize(bytes_.size() + static_cast<std::size_t>(count * dtype_bytes(dtype)), 0xFF);
     bytes_.resize(bytes_.size() + kGuard, kPattern);
