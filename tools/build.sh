@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds library, command and C++ tests into the given folder and installs the Python package into
+# the active environment. Called by `make build`; does nothing twice.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly BUILD=${1:?usage: tools/build.sh BUILD_FOLDER}
+readonly PACKAGE_STAMP=.setup/package
+
+cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release --log-level=WARNING >/dev/null
+cmake --build "$BUILD"
+
+# The wheel holds the library: it is stale when any source of either is newer than its stamp.
+if [ -e "$PACKAGE_STAMP" ] && python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("sonicmoe_cpp"))' &&
+  [ -z "$(find src include python cmake CMakeLists.txt pyproject.toml -newer "$PACKAGE_STAMP" -not -name '*.pyc' -type f -print -quit)" ]; then
+  exit 0
+fi
+echo "build: Python package sonicmoe_cpp"
+began=$(mktemp)
+trap 'rm -f "$began"' EXIT
+# No isolation: the build reads the headers of the torch that the package will run with.
+python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
+mkdir -p "$(dirname "$PACKAGE_STAMP")"
+touch -r "$began" "$PACKAGE_STAMP" # sources edited during the build are newer than this

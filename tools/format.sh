@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# --fix rewrites sources in the project's format; --check reports what it would change, and what
+# ruff finds, and fails if there is anything.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+case ${1:-} in
+  --fix) clang=(-i) ruff_lint=(--fix) ruff_format=() ;;
+  --check) clang=(--dry-run -Werror) ruff_lint=() ruff_format=(--check) ;;
+  *) echo "usage: tools/format.sh --fix | --check" >&2 && exit 2 ;;
+esac
+
+status=0
+find . \( -name 'build*' -o -name '.*' ! -name . -o -name out -o -name dist \) -type d -prune -o -type f \
+  \( -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
+  xargs -0 -r -n 16 clang-format --style=file "${clang[@]}" || status=1
+ruff check --quiet "${ruff_lint[@]}" . || status=1
+ruff format --quiet "${ruff_format[@]}" . || status=1
+exit $status

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every check of `make test`, all of them even after a failure, and a summary at the end.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+readonly BUILD=${1:?usage: tools/run_tests.sh BUILD_FOLDER}
+summary=()
+failed=0
+
+check() { # NAME COMMAND...
+  local name=$1 began=$SECONDS verdict=passed
+  shift
+  echo "== $name"
+  "$@" || { verdict=FAILED && failed=$((failed + 1)); }
+  summary+=("$(printf '%-8s %-28s %4d s' "$verdict" "$name" $((SECONDS - began)))")
+}
+
+check "format and lint" tools/format.sh --check
+check "structure" python tools/check_structure.py
+check "C++ tests" ctest --test-dir "$BUILD" --output-on-failure --no-tests=error -j "$(nproc)"
+check "Python tests" python -m pytest -q tests/python
+
+echo "== summary"
+printf '%s\n' "${summary[@]}"
+exit $((failed > 0))

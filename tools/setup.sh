@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Prepares this machine for `make build`, `make test` and `make demo`: compiler and libraries from the
+# system's packages, everything Python in .venv. Runs again at no cost: .setup/ready holds a digest
+# of what was prepared, and nothing is done while it still matches.
+#
+#   PYTHON=python3.12 tools/setup.sh     takes that interpreter (3.10 or later) instead of python3
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly TORCH_VERSION=2.13.0
+readonly VENV=.venv
+readonly STAMP=.setup/ready
+
+fail() {
+  echo "tools/setup.sh: $1" >&2
+  exit 2
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      "$candidate" -c 'import sys; print(sys.executable)'
+      return
+    fi
+  done
+  fail "needs Python 3.10 or later and found none (tried: ${PYTHON:-python3}); on Debian or Ubuntu: sudo apt-get install python3 python3-venv"
+}
+
+has_header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1; }
+
+# Prints the names of the system packages that are missing, judged by what is usable rather than by
+# a package database, so that a compiler or a header from elsewhere counts.
+missing_packages() {
+  command -v g++ >/dev/null || echo g++
+  command -v git >/dev/null || echo git
+  command -v pkg-config >/dev/null || echo pkg-config
+  has_header gtest/gtest.h || echo libgtest-dev
+  has_header nlohmann/json.hpp || echo nlohmann-json3-dev
+  has_header CLI/CLI.hpp || echo libcli11-dev
+  "$1" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+}
+
+install_system_packages() {
+  local python=$1 missing
+  missing=$(missing_packages "$python" | xargs)
+  [ -n "$missing" ] || return 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    fail "these system packages are missing: sudo apt-get install $missing"
+  fi
+  echo "setup: apt-get install $missing"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  # shellcheck disable=SC2086  # a list of package names
+  apt-get install -y -qq --no-install-recommends $missing >/dev/null
+  missing=$(missing_packages "$python" | xargs)
+  [ -z "$missing" ] || fail "still missing after apt-get install: $missing"
+}
+
+# An installed torch of 2.10 or later is used as it is (it may be built for this machine's GPU): the
+# site folders of its interpreter are appended to those of the new environment, whose pins go first.
+reuse_torch() {
+  local python=$1
+  "$python" - "$VENV" <<'PY'
+import glob, importlib.metadata, os, sys
+try:
+    version = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit(1)
+if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < (2, 10):
+    sys.exit(1)
+(site,) = glob.glob(os.path.join(sys.argv[1], "lib", "python3*", "site-packages"))
+with open(os.path.join(site, "reused_torch.pth"), "w") as file:
+    file.writelines(f"{path}\n" for path in sys.path if path.endswith("-packages"))
+print(f"setup: using the installed torch {version}")
+PY
+}
+
+make_environment() {
+  local python=$1
+  echo "setup: Python environment in $VENV"
+  rm -rf "$VENV"
+  "$python" -m venv "$VENV"
+  local pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check)
+  if ! reuse_torch "$python"; then
+    echo "setup: pip install torch==$TORCH_VERSION (the largest download)"
+    "${pip[@]}" "torch==$TORCH_VERSION" || fail "pip could not install torch==$TORCH_VERSION"
+  fi
+  "${pip[@]}" -r tools/requirements.txt -r tools/requirements-dev.txt ||
+    fail "pip could not install tools/requirements.txt and tools/requirements-dev.txt"
+  "$VENV/bin/python" -c 'import torch' || fail "torch is installed in $VENV but cannot be imported"
+}
+
+main() {
+  local python digest
+  python=$(find_python)
+  digest=$({ "$python" -VV; echo "$python"; cat tools/setup.sh tools/requirements*.txt; } | sha256sum)
+  if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$digest" ]; then
+    return 0
+  fi
+  install_system_packages "$python"
+  make_environment "$python"
+  mkdir -p "$(dirname "$STAMP")"
+  echo "$digest" >"$STAMP"
+}
+
+main
