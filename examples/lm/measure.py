@@ -1,0 +1,70 @@
+"""What the report says about memory and padding, measured on the model that was trained."""
+
+from typing import Any
+
+import sonicmoe_cpp
+import torch
+from torch import nn
+
+from lm.config import Config
+
+
+def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a layer's forward keeps for its backward: every storage once, no parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(x)  # held, so that no storage is freed and counted twice
+    total = sum(kept.values())
+    del output
+    return total
+
+
+def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, Any]:
+    """One MoE layer in training: bytes measured, bytes predicted, bytes of keeping everything."""
+    tokens = config.batch * config.context
+    generator = torch.Generator().manual_seed(config.seed)
+    x = torch.randn(tokens, config.width, generator=generator).requires_grad_()
+    size = x.element_size()
+    rows = tokens * config.top_k
+    capacity = rows
+    if run == "rounded":  # H is allocated for the most rows that rounding can give
+        slack = {"down": 0, "nearest": config.tile // 2}.get(config.rounding, config.tile)
+        capacity = min(tokens * config.experts, rows + config.experts * slack)
+    d, n = config.width, config.expert_width
+    layer.train()
+    return {
+        "bytes_measured": saved_for_backward(layer, x),
+        "bytes_predicted": size * (tokens * d + 2 * capacity * n),
+        "bytes_keeping_everything": size * (tokens * d + rows * (d + 2 * n + n + d)),
+        "tokens": tokens,
+        "row_capacity": capacity,
+    }
+
+
+@torch.no_grad()
+def padding(config: Config, auxes: list[Any]) -> dict[str, int]:
+    """Rows of one step, all layers: routed by top-K and by rounding, and as whole tiles."""
+
+    def whole_tiles(rows: torch.Tensor) -> int:
+        return int((-(-rows // config.tile) * config.tile).sum())
+
+    total = {"topk_rows": 0, "topk_tiled": 0, "rounded_rows": 0, "rounded_tiled": 0}
+    for aux in auxes:
+        topk = aux.tokens_per_expert
+        pairs = sonicmoe_cpp.token_round(
+            aux.logits.detach(), config.top_k, tile=config.tile, mode=config.rounding
+        )
+        rounded = pairs.offsets.diff()
+        total["topk_rows"] += int(topk.sum())
+        total["topk_tiled"] += whole_tiles(topk)
+        total["rounded_rows"] += int(rounded.sum())
+        total["rounded_tiled"] += whole_tiles(rounded)
+    return total

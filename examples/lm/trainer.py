@@ -1,0 +1,208 @@
+"""One training run: schedule, steps, evaluation, progress, checkpoints."""
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from lm import checkpoint, measure
+from lm.config import Config
+from lm.data import Batches, Corpus, validation_windows
+from lm.errors import UserError
+from lm.model import build
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up, then half a cosine down to final_lr of the peak."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (
+        config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    )
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves norms alone."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim >= 2]},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(0.9, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, inputs: np.ndarray, targets: np.ndarray, batch: int) -> float:
+    """Mean nats a token over (windows, context) arrays; an MoE in eval mode routes by top-K."""
+    model.eval()
+    total = 0.0
+    for i in range(0, len(inputs), batch):
+        logits, _ = model(torch.from_numpy(inputs[i : i + batch]))
+        wanted = torch.from_numpy(targets[i : i + batch])
+        total += F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum").item()
+    return total / targets.size
+
+
+class StopSignal:
+    """Turns the first Ctrl-C (or SIGTERM) into a flag, so that a step ends before the run does.
+
+    A second one interrupts at once; checkpoints survive that, too.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        return self.number != 0
+
+    def _note(self, number: int, _frame: object) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+@dataclass
+class History:
+    """What happened so far; saved with every checkpoint."""
+
+    train_loss: list[float] = field(default_factory=list)  # every step
+    val_steps: list[int] = field(default_factory=list)
+    val_loss: list[float] = field(default_factory=list)
+    padding: list[dict[str, int]] = field(default_factory=list)  # at the steps of val_steps > 0
+    seconds: float = 0.0  # in training steps, without evaluation
+
+
+class Run:
+    """The model of one routing, from its initial weights or its last checkpoint to the end."""
+
+    def __init__(self, name: str, config: Config, corpus: Corpus, folder: Path):
+        self.name = name
+        self.config = config
+        self.folder = folder
+        self.model = build(config, name)
+        self.optimizer = make_optimizer(self.model, config)
+        self.history = History()
+        self.step = 0
+        self._digest = corpus.digest()
+        self._batches = Batches(corpus.train, config)
+        self._validation = validation_windows(corpus.validation, config.context)
+        every = max(1, len(self._validation[0]) // config.eval_sequences)
+        self._sampled = tuple(part[::every][: config.eval_sequences] for part in self._validation)
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.config.steps
+
+    def restore(self) -> bool:
+        """Continues from the newest checkpoint; False if there is none."""
+        found = checkpoint.checkpoints(self.folder)
+        if not found:
+            return False
+        state = checkpoint.load_checkpoint(found[-1], self.model, self.optimizer, self.config)
+        if state["text"] != self._digest:
+            raise UserError(f"checkpoint {found[-1]} was trained on other text than is here now")
+        self.step = state["step"]
+        self.history = History(**state["history"])
+        return True
+
+    def save(self) -> Path:
+        state = {
+            "run": self.name,
+            "step": self.step,
+            "text": self._digest,
+            "torch": torch.__version__,
+            "config": asdict(self.config),
+            "history": asdict(self.history),
+        }
+        try:
+            return checkpoint.save_checkpoint(self.folder, self.model, self.optimizer, state)
+        except OSError as error:
+            raise UserError(
+                f"cannot write a checkpoint to {self.folder}: {error.strerror}; the one before it "
+                "is intact"
+            ) from error
+
+    def final_loss(self) -> float:
+        """On the whole validation split."""
+        return evaluate(self.model, *self._validation, self.config.batch)
+
+    def train(self, stop: Callable[[], bool]) -> bool:
+        """Trains to the last step, or until `stop` says so; saves either way. True if finished."""
+        if self.step == 0:
+            self._note_validation()
+        with tqdm(
+            total=self.config.steps,
+            initial=self.step,
+            desc=f"{self.name:>7}",
+            unit="step",
+            disable=None,  # only on a terminal; logs get the plain lines of _note_validation
+        ) as bar:
+            while not self.finished and not stop():
+                auxes = self._train_step()
+                bar.update()
+                loss, speed = self.history.train_loss[-1], self.tokens_per_second()
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+                if self.step % self.config.eval_every == 0 or self.finished:
+                    self.history.padding.append(measure.padding(self.config, auxes))
+                    self._note_validation()
+                if self.step % self.config.save_every == 0:
+                    self.save()
+        self.save()
+        return self.finished
+
+    def tokens_per_second(self) -> float:
+        tokens = self.step * self.config.batch * self.config.context
+        return tokens / self.history.seconds if self.history.seconds else 0.0
+
+    def _train_step(self) -> list[Any]:
+        began = time.perf_counter()
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, self.step)
+        inputs, targets = self._batches[self.step]
+        logits, auxes = self.model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss + sum(aux.loss for aux in auxes)).backward()
+        if self.config.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.history.train_loss.append(loss.item())
+        self.history.seconds += time.perf_counter() - began
+        self.step += 1
+        return auxes
+
+    def _note_validation(self) -> None:
+        loss = evaluate(self.model, *self._sampled, self.config.batch)
+        self.history.val_steps.append(self.step)
+        self.history.val_loss.append(loss)
+        if not sys.stderr.isatty():
+            print(
+                f"{self.name:>7}  step {self.step:5d} of {self.config.steps}  validation "
+                f"{loss:.3f}  {self.tokens_per_second():7,.0f} tokens/s",
+                flush=True,
+            )

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Trains a small mixture-of-experts language model on text, twice: with top-K routing and with
+token rounding. Compares both with n-gram baselines and writes a report.
+
+    python examples/train_lm.py                        the Python standard library's sources
+    python examples/train_lm.py --data FOLDER          any folder of text
+    python examples/train_lm.py --config settings.yaml --steps 2000
+    python examples/train_lm.py --resume               after Ctrl-C
+
+Exit codes: 0 done, 1 a short run whose loss did not fall, 2 bad input, 130 interrupted and saved.
+docs/demo.md explains the figures.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
+
+import torch
+from lm import baselines, measure, report
+from lm.config import Config, Request, parse
+from lm.data import Corpus, load_corpus, validation_windows
+from lm.errors import UserError
+from lm.model import ROUTINGS, generate
+from lm.trainer import Run, StopSignal
+
+PROMPT = "def "
+
+
+def prepare_output(config: Config) -> Path:
+    """The output folder, known to be writable before anything is computed."""
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write to output folder {out}: {error.strerror}") from error
+    return out
+
+
+def measure_baselines(corpus: Corpus, config: Config) -> dict[str, float]:
+    """Both n-gram losses on the tokens that the model is scored on."""
+    inputs, targets = validation_windows(corpus.validation, config.context)
+    return {
+        "unigram": baselines.unigram_loss(corpus.train, targets, config.vocab),
+        "bigram": baselines.bigram_loss(corpus.train, inputs, targets, config.vocab),
+    }
+
+
+def open_runs(request: Request, corpus: Corpus, out: Path) -> list[Run]:
+    """Both runs, at their last checkpoint or at the start."""
+    folder = out / "checkpoints"
+    if not request.resume and folder.exists():
+        print(f"starting afresh: the checkpoints in {folder} are removed (--resume continues)")
+        shutil.rmtree(folder)
+    runs = [Run(name, request.config, corpus, folder / name) for name in ROUTINGS]
+    if request.resume:
+        for run in runs:
+            if run.restore():
+                print(f"{run.name}: continuing at step {run.step} of {request.config.steps}")
+            else:
+                print(f"{run.name}: no checkpoint yet, starting at step 0")
+    return runs
+
+
+def finish_run(run: Run) -> dict[str, Any]:
+    """The final figures of a trained run."""
+    val_loss = run.final_loss()
+    memory = measure.activation_memory(run.config, run.model.blocks[0].moe, run.name)
+    print(f"{run.name:>7}: validation loss {val_loss:.3f} on the whole split", flush=True)
+    return report.describe_run(run, val_loss, memory)
+
+
+def write_sample(run: Run, corpus: Corpus) -> str:
+    """Text that the trained model continues the prompt with."""
+    prompt = corpus.tokenizer.encode(PROMPT, add_special_tokens=False).ids
+    tokens = generate(run.model, prompt, run.config.sample_tokens, run.config)
+    return corpus.tokenizer.decode(tokens)
+
+
+def loss_fell(result: dict[str, Any]) -> bool:
+    """Whether a run learned anything at all: half a nat below its untrained loss."""
+    return result["val_loss"] < result["history"]["val_loss"][0] - 0.5
+
+
+def main(argv: list[str]) -> int:
+    """Runs the whole demo; returns the exit code."""
+    began = time.monotonic()
+    request = parse(argv)
+    config = request.config
+    out = prepare_output(config)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+
+    corpus = load_corpus(config)
+    corpus.tokenizer.save(str(out / "tokenizer.json"))
+    print(
+        f"{corpus.train_files} training files, {len(corpus.train):,} tokens; "
+        f"{corpus.validation_files} validation files, {len(corpus.validation):,} tokens"
+    )
+    levels = measure_baselines(corpus, config)
+    print(
+        f"unigram {levels['unigram']:.3f}, bigram {levels['bigram']:.3f} nats a token", flush=True
+    )
+
+    runs = open_runs(request, corpus, out)
+    earlier = sum(run.history.seconds for run in runs)
+    results = {}
+    with StopSignal() as stop:
+        for run in runs:
+            if not run.train(stop):
+                print(
+                    f"stopped: {run.name} is saved at step {run.step} of {config.steps}; continue "
+                    "with --resume (make demo RESUME=1)"
+                )
+                return 128 + stop.number
+            results[run.name] = finish_run(run)
+
+    document = report.build_report(config, corpus, results, levels)
+    sample = write_sample(runs[0], corpus)
+    document["seconds"] = earlier + time.monotonic() - began
+    report.write(document, sample, out)
+    for name, result in results.items():
+        print(f"{name}: {result['val_loss']:.3f}, {result['below_bigram']:+.3f} below the bigram")
+    print(f"{document['seconds']:.0f} s; {out / 'report.md'}, {out / 'loss.png'}")
+    if request.short and not all(loss_fell(result) for result in results.values()):
+        print("error: the loss did not fall", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; what was saved before is intact", file=sys.stderr)
+        sys.exit(130)
