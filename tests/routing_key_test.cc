@@ -130,6 +130,36 @@ TEST(RouteSimd, EveryTableGivesTheStatedBits) {
   }
 }
 
+TEST(RouteSimd, TopTakesTheLargestAndTheLowerIndex) {
+  std::mt19937_64 random(13);
+  for (const std::int64_t n : {1, 2, 15, 16, 17, 64, 100, 256}) {
+    for (const std::uint32_t values : {2u, 5u, 1000000u}) {
+      std::vector<std::uint32_t> keys(n);
+      for (auto& k : keys) k = static_cast<std::uint32_t>(random() % values);
+      std::vector<std::int32_t> want(n);
+      std::iota(want.begin(), want.end(), 0);
+      std::stable_sort(want.begin(), want.end(), [&](int a, int b) { return keys[a] > keys[b]; });
+      for (auto& i : want) i = keys[i] > 1 ? i : -1;
+      for (const cpu::RouteSimd* table : tables()) {
+        for (const std::int64_t k : {std::int64_t{1}, (n + 1) / 2, n}) {
+          std::vector<std::uint32_t> keys32(n + cpu::kTopBlock, 0xffffffffu);
+          std::vector<std::uint64_t> keys64(n + cpu::kTopBlock, ~0ull);
+          std::copy(keys.begin(), keys.end(), keys32.begin());
+          std::copy(keys.begin(), keys.end(), keys64.begin());
+          std::vector<std::uint32_t> max32(n / cpu::kTopBlock + 1);
+          std::vector<std::uint64_t> max64(n / cpu::kTopBlock + 1);
+          std::vector<std::int32_t> ids32(k, -7), ids64(k, -7);
+          table->top32(keys32.data(), n, k, 1, max32.data(), ids32.data());
+          table->top64(keys64.data(), n, k, 1, max64.data(), ids64.data());
+          const std::vector<std::int32_t> head(want.begin(), want.begin() + k);
+          ASSERT_EQ(ids32, head);
+          ASSERT_EQ(ids64, head);
+        }
+      }
+    }
+  }
+}
+
 TEST(RouteSimd, LoadsEverySixteenBitPattern) {
   std::vector<std::uint16_t> every(65536);
   for (std::size_t i = 0; i < every.size(); ++i) every[i] = static_cast<std::uint16_t>(i);

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
-#include <vector>
 
 #include "core/numeric.h"
 #include "sonicmoe/routing.h"
@@ -19,16 +19,19 @@ namespace sonicmoe::testing {
 /// `count` elements of a dtype between two guards. Starts as 0xFF (NaN, or -1 as an index).
 class Guarded {
  public:
-  // Not inlined: GCC 12 would warn about lengths that it cannot bound.
-  [[gnu::noinline]] Guarded(DType dtype, std::int64_t count)
-      : dtype_(dtype), count_(count), bytes_(kGuard, kPattern) {
-    bytes_.resize(bytes_.size() + static_cast<std::size_t>(count * dtype_bytes(dtype)), 0xFF);
-    bytes_.resize(bytes_.size() + kGuard, kPattern);
+  Guarded(DType dtype, std::int64_t count)
+      : dtype_(dtype),
+        count_(count),
+        size_(static_cast<std::size_t>(count * dtype_bytes(dtype) + 2 * kGuard)),
+        bytes_(std::make_unique<unsigned char[]>(size_)) {
+    for (std::size_t i = 0; i < size_; ++i) {
+      bytes_[i] = i < kGuard || i >= size_ - kGuard ? kPattern : 0xFF;
+    }
   }
   ~Guarded() { EXPECT_TRUE(intact()) << "a guard was overwritten"; }
   Guarded(const Guarded&) = delete;
 
-  void* data() { return bytes_.data() + kGuard; }
+  void* data() { return bytes_.get() + kGuard; }
   std::int64_t count() const { return count_; }
   Tensor vector() { return tensor1(data(), dtype_, count_); }
   Tensor matrix(std::int64_t rows, std::int64_t columns) {
@@ -74,12 +77,11 @@ class Guarded {
     }
   }
   bool same_bytes(Guarded& other) {
-    return bytes_.size() == other.bytes_.size() &&
-           std::memcmp(bytes_.data(), other.bytes_.data(), bytes_.size()) == 0;
+    return size_ == other.size_ && std::memcmp(bytes_.get(), other.bytes_.get(), size_) == 0;
   }
 
  private:
-  static constexpr std::int64_t kGuard = 256;
+  static constexpr std::size_t kGuard = 256;
   static constexpr unsigned char kPattern = 0xA5;
 
   template <class T>
@@ -87,15 +89,16 @@ class Guarded {
     return static_cast<T*>(data())[i];
   }
   bool intact() const {
-    for (std::int64_t i = 0; i < kGuard; ++i) {
-      if (bytes_[i] != kPattern || bytes_[bytes_.size() - 1 - i] != kPattern) return false;
+    for (std::size_t i = 0; i < kGuard; ++i) {
+      if (bytes_[i] != kPattern || bytes_[size_ - 1 - i] != kPattern) return false;
     }
     return true;
   }
 
   DType dtype_;
   std::int64_t count_;
-  std::vector<unsigned char> bytes_;
+  std::size_t size_;
+  std::unique_ptr<unsigned char[]> bytes_;
 };
 
 /// What random logits look like.

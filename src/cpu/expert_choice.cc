@@ -39,11 +39,10 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
   for_ranges(experts, kExpertBlock, exec, [&](Range range) {
     for (std::int64_t e = range.begin; e < range.end; ++e) {
       const Key* column = keys.data() + e * tokens;
-      const Ranked<Key> last = ColumnRanking<Key>(column, tokens).last_kept(count, 0);
+      ColumnRanking<Key> ranking(column, tokens);
       std::int64_t at = e * count;
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        if (last.before({column[t], t})) continue;
-        element<std::int32_t>(pairs.token, at) = static_cast<std::int32_t>(t);
+      for (const std::int32_t t : ranking.kept(ranking.last_kept(count, 0))) {
+        element<std::int32_t>(pairs.token, at) = t;
         element<std::int32_t>(pairs.expert, at) = static_cast<std::int32_t>(e);
         element<Real>(pairs.weight, at) = bits_probability(column[t]);
         ++at;

@@ -140,10 +140,8 @@ class TokenRounding {
   void write_expert(const Pairs& pairs, std::int64_t e, std::int64_t at) {
     const Key* keys = column(e);
     ColumnRanking<Key> ranking(keys, tokens_);
-    const Ranked<Key> last = ranking.last_kept(kept_[e], bounds_[e].f);
-    for (std::int64_t t = 0; t < tokens_; ++t) {
-      if (last.before({keys[t], t})) continue;
-      element<std::int32_t>(pairs.token, at) = static_cast<std::int32_t>(t);
+    for (const std::int32_t t : ranking.kept(ranking.last_kept(kept_[e], bounds_[e].f))) {
+      element<std::int32_t>(pairs.token, at) = t;
       element<std::int32_t>(pairs.expert, at) = static_cast<std::int32_t>(e);
       element<Real>(pairs.weight, at) = weight_of(keys[t], t, e);
       ++at;

@@ -34,20 +34,30 @@ class ColumnRanking {
   ColumnRanking(const Key* keys, std::int64_t tokens) : keys_(keys), tokens_(tokens) {}
 
   std::int64_t chosen_count() const {
-    std::int64_t count = 0;
-    for (std::int64_t t = 0; t < tokens_; ++t) count += keys_[t] >= kChosenBit<Key> ? 1 : 0;
-    return count;
+    constexpr int kTopBit = 8 * static_cast<int>(sizeof(Key)) - 1;
+    Key count = 0;
+    for (std::int64_t t = 0; t < tokens_; ++t) count += keys_[t] >> kTopBit;
+    return static_cast<std::int64_t>(count);
   }
 
-  /// The c-th ranked, where f are chosen. Afterwards boundary() holds the pairs between c and f.
+  /// The c-th ranked, where f are chosen.
   Ranked<Key> last_kept(std::int64_t c, std::int64_t f) {
     boundary_.clear();
     if (c == 0) return keep_nothing<Key>();
     if (c == f) return {kChosenBit<Key>, tokens_};
     return c > f ? best_others(c - f) : best_chosen(c);
   }
-  /// The pairs that last_kept() added (c > f), in no order.
-  const std::vector<Ranked<Key>>& added() const { return boundary_; }
+  /// Tokens up to and including `last`, in ascending order.
+  const std::vector<std::int32_t>& kept(const Ranked<Key>& last) {
+    kept_.resize(tokens_ + 1);
+    std::int64_t count = 0;
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      kept_[count] = static_cast<std::int32_t>(t);
+      count += (keys_[t] > last.key) | ((keys_[t] == last.key) & (t <= last.token));
+    }
+    kept_.resize(count);
+    return kept_;
+  }
 
   /// Mass of the m best that are not chosen.
   std::uint64_t mass_of_best_others(std::int64_t m) {
@@ -88,20 +98,18 @@ class ColumnRanking {
     return *last;
   }
 
-  // Keeps at most 2m candidates and the m-th best so far as the bar that the next ones must pass.
-  // Tokens come in ascending order, so an equal key later is always the worse one.
+  // Collects candidates and, whenever there are many, cuts them to the best m: the worst of those
+  // is the bar that the next ones must pass. Tokens come in ascending order, so an equal key later
+  // is always the worse one.
   Ranked<Key> best_others(std::int64_t m) {
+    const auto many = static_cast<std::size_t>(std::max(2 * m, kFewCandidates));
     boundary_.clear();
-    bool barred = false;
-    Key bar = 0;
+    Key low = 0;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       const Key k = keys_[t];
-      if (k >= kChosenBit<Key> || (barred && k <= bar)) continue;
+      if (static_cast<Key>(k - low) >= static_cast<Key>(kChosenBit<Key> - low)) continue;
       boundary_.push_back({k, t});
-      if (static_cast<std::int64_t>(boundary_.size()) == 2 * m) {
-        bar = cut_to(m).key;
-        barred = true;
-      }
+      if (boundary_.size() == many) low = static_cast<Key>(cut_to(m).key + 1);
     }
     return cut_to(m);
   }
@@ -114,9 +122,12 @@ class ColumnRanking {
     return result;
   }
 
+  static constexpr std::int64_t kFewCandidates = 256;
+
   const Key* keys_;
   std::int64_t tokens_;
   std::vector<Ranked<Key>> boundary_;
+  std::vector<std::int32_t> kept_;
 };
 
 }  // namespace sonicmoe::cpu

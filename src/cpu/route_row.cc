@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include "core/selection_key.h"
@@ -14,8 +13,6 @@ namespace sonicmoe::cpu {
 namespace {
 
 constexpr double kRenormalizeEpsilon = 1e-20;
-// Up to here a sorted list by insertion is the faster way to the best K.
-constexpr std::int64_t kInsertionLimit = 32;
 
 double clean(double v) {
   if (std::isnan(v)) return -std::numeric_limits<double>::infinity();
@@ -96,9 +93,8 @@ RouteRow<Real>::RouteRow(const RouteOptions& options, std::int64_t experts)
       p_(experts),
       v_(experts),
       tmp_(2 * experts),
-      keys_(experts),
-      best_(options.top_k),
-      candidates_(experts),
+      keys_(experts + kTopBlock),
+      block_max_(experts / kTopBlock + 1),
       slot_(options.top_k),
       raw_(options.top_k),
       draw_(options.top_k) {}
@@ -181,30 +177,10 @@ void RouteRow<Real>::select(std::int32_t* ids) {
   if (options_.n_group > 0) keep_best_groups();
   const std::int64_t k = options_.top_k;
   const auto none = order_bits(-std::numeric_limits<Real>::infinity());
-  if (k > kInsertionLimit) {
-    std::iota(candidates_.begin(), candidates_.end(), 0);
-    std::partial_sort(candidates_.begin(), candidates_.begin() + k, candidates_.end(),
-                      [this](std::int32_t a, std::int32_t b) {
-                        return keys_[a] != keys_[b] ? keys_[a] > keys_[b] : a < b;
-                      });
-    for (std::int64_t j = 0; j < k; ++j) {
-      ids[j] = keys_[candidates_[j]] > none ? candidates_[j] : -1;
-    }
-    return;
-  }
-  // Ascending experts and a strict comparison: on ties the lower expert stays in front.
-  std::fill(best_.begin(), best_.end(), none);
-  std::fill(ids, ids + k, -1);
-  for (std::int64_t e = 0; e < experts_; ++e) {
-    const auto candidate = keys_[e];
-    if (candidate <= best_[k - 1]) continue;
-    std::int64_t j = k - 1;
-    for (; j > 0 && best_[j - 1] < candidate; --j) {
-      best_[j] = best_[j - 1];
-      ids[j] = ids[j - 1];
-    }
-    best_[j] = candidate;
-    ids[j] = static_cast<std::int32_t>(e);
+  if constexpr (std::is_same_v<Real, float>) {
+    route_simd().top32(keys_.data(), experts_, k, none, block_max_.data(), ids);
+  } else {
+    route_simd().top64(keys_.data(), experts_, k, none, block_max_.data(), ids);
   }
 }
 

@@ -61,8 +61,7 @@ class RouteRow {
   RouteOptions options_;
   std::int64_t experts_;
   std::vector<Real> x_, p_, v_, tmp_;
-  std::vector<KeyOf<Real>> keys_, best_;
-  std::vector<std::int32_t> candidates_;
+  std::vector<KeyOf<Real>> keys_, block_max_;
   std::vector<Real> slot_, raw_;  // K values each
   std::vector<double> draw_;      // K
 };

@@ -8,8 +8,8 @@ namespace {
 #include "cpu/route_simd_body.h"
 }  // namespace
 
-extern const RouteSimd kRouteSimdPortable = {load_row, order_row, softmax_row, sigmoid_row,
-                                             above_row};
+extern const RouteSimd kRouteSimdPortable = {
+    load_row, order_row, softmax_row, sigmoid_row, top_row<std::uint32_t>, top_row<std::uint64_t>};
 
 const RouteSimd& route_simd() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -8,6 +8,9 @@
 
 namespace sonicmoe::cpu {
 
+/// Keys that top32 and top64 look at together.
+inline constexpr std::int64_t kTopBlock = 16;
+
 /// n <= buffer sizes; buffers do not overlap. See core/selection_key.h for the values.
 struct RouteSimd {
   /// Contiguous logits of a dtype (not fp64) -> clean fp32 values.
@@ -16,9 +19,13 @@ struct RouteSimd {
   /// p from x; tmp holds 2 * n floats. Returns the sum of exponentials and, in *top, the maximum.
   float (*softmax)(const float* x, std::int64_t n, float* p, float* tmp, float* top);
   void (*sigmoid)(const float* x, std::int64_t n, float* s);
-  /// Writes the indices of keys above the floor in ascending order, returns how many.
-  std::int64_t (*above)(const std::uint32_t* keys, std::int64_t n, std::uint32_t floor,
-                        std::int32_t* indices);
+  /// The k largest keys above the floor, largest first and lower index first on ties, -1 when
+  /// there are no more. keys has room for n rounded up to kTopBlock, and is destroyed; block_max
+  /// has room for n / kTopBlock + 1.
+  void (*top32)(std::uint32_t* keys, std::int64_t n, std::int64_t k, std::uint32_t floor,
+                std::uint32_t* block_max, std::int32_t* ids);
+  void (*top64)(std::uint64_t* keys, std::int64_t n, std::int64_t k, std::uint64_t floor,
+                std::uint64_t* block_max, std::int32_t* ids);
 };
 
 extern const RouteSimd kRouteSimdPortable;

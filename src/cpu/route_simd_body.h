@@ -73,12 +73,45 @@ inline void sigmoid_row(const float* __restrict x, std::int64_t n, float* __rest
   for (std::int64_t i = 0; i < n; ++i) s[i] = key::sigmoid32(x[i]);
 }
 
-inline std::int64_t above_row(const std::uint32_t* keys, std::int64_t n, std::uint32_t floor,
-                              std::int32_t* indices) {
-  std::int64_t count = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
-    indices[count] = static_cast<std::int32_t>(i);
-    count += keys[i] > floor ? 1 : 0;
+template <class Key>
+inline Key block_top(const Key* keys) {
+  Key best = 0;
+  for (std::int64_t i = 0; i < kTopBlock; ++i) best = keys[i] > best ? keys[i] : best;
+  return best;
+}
+
+template <class Key>
+inline std::int64_t first_equal(const Key* keys, Key wanted) {
+  Key first = kTopBlock;
+  for (std::int64_t i = 0; i < kTopBlock; ++i) {
+    const Key here = keys[i] == wanted ? static_cast<Key>(i) : static_cast<Key>(kTopBlock);
+    first = here < first ? here : first;
   }
-  return count;
+  return static_cast<std::int64_t>(first);
+}
+
+// A tournament over blocks: each winner costs one look at the block maxima and one at its block.
+template <class Key>
+inline void top_row(Key* keys, std::int64_t n, std::int64_t k, Key floor, Key* block_max,
+                    std::int32_t* ids) {
+  const std::int64_t blocks = (n + kTopBlock - 1) / kTopBlock;
+  for (std::int64_t i = n; i < blocks * kTopBlock; ++i) keys[i] = 0;
+  for (std::int64_t b = 0; b < blocks; ++b) block_max[b] = block_top(keys + b * kTopBlock);
+  for (std::int64_t j = 0; j < k; ++j) {
+    Key best = floor;
+    std::int64_t block = -1;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      block = block_max[b] > best ? b : block;
+      best = block_max[b] > best ? block_max[b] : best;
+    }
+    if (block < 0) {
+      for (; j < k; ++j) ids[j] = -1;
+      return;
+    }
+    Key* winner = keys + block * kTopBlock;
+    const std::int64_t i = first_equal(winner, best);
+    ids[j] = static_cast<std::int32_t>(block * kTopBlock + i);
+    winner[i] = 0;
+    block_max[block] = block_top(winner);
+  }
 }

@@ -37,20 +37,24 @@ inline void set_index(const Tensor& t, std::int64_t i, std::int64_t j, std::int6
 /// Writes row i of a float tensor from fp64 values, rounded once for fp64 and fp32; a 16-bit
 /// element is rounded from fp32.
 inline void store_row(const Tensor& t, std::int64_t i, const double* values, std::int64_t n) {
-  for (std::int64_t j = 0; j < n; ++j) {
-    switch (t.dtype) {
-      case DType::kF64:
-        element<double>(t, i, j) = values[j];
-        break;
-      case DType::kBF16:
+  switch (t.dtype) {
+    case DType::kF64:
+      for (std::int64_t j = 0; j < n; ++j) element<double>(t, i, j) = values[j];
+      break;
+    case DType::kBF16:
+      for (std::int64_t j = 0; j < n; ++j) {
         element<BF16>(t, i, j) = to_bf16(static_cast<float>(values[j]));
-        break;
-      case DType::kF16:
+      }
+      break;
+    case DType::kF16:
+      for (std::int64_t j = 0; j < n; ++j) {
         element<F16>(t, i, j) = to_f16(static_cast<float>(values[j]));
-        break;
-      default:
+      }
+      break;
+    default:
+      for (std::int64_t j = 0; j < n; ++j) {
         element<float>(t, i, j) = static_cast<float>(values[j]);
-    }
+      }
   }
 }
 
