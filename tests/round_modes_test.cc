@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "core/backend.h"
+#include "core/round_rule.h"
 #include "routing_reference.h"
 
 namespace sonicmoe {
@@ -213,6 +214,14 @@ TEST(RoundingRules, NeverMoreThanEveryToken) {
   EXPECT_EQ(rounded_counts(options_of(RoundingMode::kUp, 1000, 1), {5, 2}), (Counts{7, 7}));
   EXPECT_EQ(rounded_counts(options_of(RoundingMode::kUp, std::int64_t{1} << 32, 1), {5, 2}),
             (Counts{7, 7}));
+}
+
+TEST(RoundingRules, StochasticDecidesAtTheStatedDraw) {
+  const RoundBounds b = round_bounds(6, 8, 100);  // three quarters
+  EXPECT_EQ(stochastic_count(b, 0), 8);
+  EXPECT_EQ(stochastic_count(b, 0xbfffffffu), 8);
+  EXPECT_EQ(stochastic_count(b, 0xc0000000u), 0);
+  EXPECT_EQ(stochastic_count(b, 0xffffffffu), 0);
 }
 
 TEST(RoundingRules, StochasticIsFairAndSeeded) {
