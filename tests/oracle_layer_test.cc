@@ -197,7 +197,7 @@ TEST(OracleLayer, RoundsWhereTheContractSays) {
   Problem& p = layer.problem;
   p.tokens = p.hidden = p.width = p.experts = p.top_k = 1;
   p.activation.kind = ActivationKind::kReLU2;
-  p.dtype = layer.grad_dtype = DType::kBF16;
+  p.dtype = DType::kBF16;
   layer.slots = 1;
   layer.rows = {{0, 0, 0, 9.0}};
   layer.x = Matrix<double>(1, 1);

@@ -66,8 +66,8 @@ std::vector<Matrix<double>> read_experts(const Tensor& t) {
 template <class Real>
 class Run {
  public:
-  Run(const Layer& layer, DType storage, DType grad_storage)
-      : layer_(layer), problem_(layer.problem), storage_(storage), grad_storage_(grad_storage) {
+  Run(const Layer& layer, DType storage)
+      : layer_(layer), problem_(layer.problem), storage_(storage) {
     first_.assign(static_cast<std::size_t>(problem_.experts) + 1, 0);
     for (const Row& row : layer.rows) ++first_[row.expert + 1];
     for (std::int64_t e = 0; e < problem_.experts; ++e) first_[e + 1] += first_[e];
@@ -116,14 +116,14 @@ class Run {
       const ActivationGrad<Real> grad =
           activation_grad(storage_, problem_.activation, h, dout, weight(layer_.down, e), s);
       put_dscores(grad.dscores, dout, e, result);
-      result.ddown.push_back(cast<double>(weight_grad(grad_storage_, dout, grad.scaled)));
-      result.dup.push_back(cast<double>(weight_grad(grad_storage_, grad.dh.up, x)));
-      put_bias(up_bias_grad(grad_storage_, grad.dh.up), e, result.db_up);
-      put_bias(down_bias_grad(grad_storage_, dout, s), e, result.db_down);
+      result.ddown.push_back(cast<double>(weight_grad(dout, grad.scaled)));
+      result.dup.push_back(cast<double>(weight_grad(grad.dh.up, x)));
+      put_bias(up_bias_grad(grad.dh.up), e, result.db_up);
+      put_bias(down_bias_grad(dout, s), e, result.db_down);
       Matrix<Real> w_gate;
       if (!layer_.gate.empty()) {
-        result.dgate.push_back(cast<double>(weight_grad(grad_storage_, grad.dh.gate, x)));
-        put_bias(up_bias_grad(grad_storage_, grad.dh.gate), e, result.db_gate);
+        result.dgate.push_back(cast<double>(weight_grad(grad.dh.gate, x)));
+        put_bias(up_bias_grad(grad.dh.gate), e, result.db_gate);
         w_gate = weight(layer_.gate, e);
       }
       put_rows(input_grad(storage_, grad.dh, w_gate, weight(layer_.up, e)), e, dx_rows);
@@ -195,7 +195,6 @@ class Run {
   const Layer& layer_;
   const Problem& problem_;
   const DType storage_;
-  const DType grad_storage_;
   std::vector<std::int64_t> first_;  // first row of each expert
 };
 
@@ -204,11 +203,13 @@ template <class F>
 auto with_run(const Layer& layer, Precision precision, F f) {
   const DType dtype = layer.problem.dtype;
   if (precision == Precision::kExact) {
-    return dtype == DType::kF64 ? f(Run<long double>(layer, DType::kF64, DType::kF64))
-                                : f(Run<double>(layer, DType::kF64, DType::kF64));
+    return dtype == DType::kF64 ? f(Run<long double>(layer, DType::kF64))
+                                : f(Run<double>(layer, DType::kF64));
   }
-  return dtype == DType::kF64 ? f(Run<double>(layer, DType::kF64, DType::kF64))
-                              : f(Run<float>(layer, dtype, layer.grad_dtype));
+  if (precision == Precision::kRounded || dtype == DType::kF64) {
+    return f(Run<double>(layer, dtype));
+  }
+  return f(Run<float>(layer, dtype));
 }
 
 }  // namespace
@@ -222,14 +223,21 @@ Matrix<double> read_matrix(const Tensor& t) {
   return m;
 }
 
+std::vector<Row> routed_rows(const Problem& problem, const Routing& routing) {
+  std::vector<Row> rows = problem.form == RoutingForm::kIds     ? rows_of_ids(problem, routing)
+                          : problem.form == RoutingForm::kPairs ? rows_of_pairs(problem, routing)
+                                                                : rows_of_groups(problem, routing);
+  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) {
+    return std::tie(a.expert, a.token, a.slot) < std::tie(b.expert, b.token, b.slot);
+  });
+  return rows;
+}
+
 Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
                  const Weights& weights) {
   Layer layer;
   layer.problem = problem;
-  layer.grad_dtype = problem.dtype;
-  layer.rows = problem.form == RoutingForm::kIds     ? rows_of_ids(problem, routing)
-               : problem.form == RoutingForm::kPairs ? rows_of_pairs(problem, routing)
-                                                     : rows_of_groups(problem, routing);
+  layer.rows = routed_rows(problem, routing);
   layer.slots = problem.form == RoutingForm::kIds     ? problem.tokens * problem.top_k
                 : problem.form == RoutingForm::kPairs ? problem.capacity
                                                       : problem.tokens;
@@ -237,9 +245,6 @@ Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing
     const Tensor& w = routing.weights;
     if (w.data != nullptr) row.weight = load(w.data, w.dtype, element_offset(w, row.slot));
   }
-  std::sort(layer.rows.begin(), layer.rows.end(), [](const Row& a, const Row& b) {
-    return std::tie(a.expert, a.token, a.slot) < std::tie(b.expert, b.token, b.slot);
-  });
   layer.x = read_matrix(x);
   if (is_gated(problem.activation.kind)) layer.gate = read_experts(weights.gate);
   layer.up = read_experts(weights.up);

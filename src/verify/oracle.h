@@ -23,8 +23,10 @@ struct Layer {
   Matrix<double> x;                            ///< (T, d)
   std::vector<Matrix<double>> gate, up, down;  ///< one an expert; gate empty without a gate
   Matrix<double> b_gate, b_up, b_down;         ///< (E, n), (E, n), (E, d), or empty
-  DType grad_dtype = DType::kF32;              ///< of the weight and bias gradients
 };
+
+/// The rows that a routing on the host gives, sorted by (expert, token, slot); weights not read.
+std::vector<Row> routed_rows(const Problem& problem, const Routing& routing);
 
 /// Reads descriptors of host memory. Empty slots, and the rows of x and weights behind them, are
 /// never read.
@@ -32,8 +34,9 @@ Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing
                  const Weights& weights);
 
 enum class Precision {
-  kExact,  ///< fp64 sums and no rounding (extended sums when the tensors are fp64)
-  kSame,   ///< the contract's rounding points; fp32 sums (fp64 for fp64) in one fixed order
+  kExact,    ///< fp64 sums and no rounding (extended sums when the tensors are fp64)
+  kRounded,  ///< the contract's rounding points, fp64 sums
+  kSame,     ///< the contract's rounding points; fp32 sums (fp64 for fp64) in one fixed order
 };
 
 /// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n).
@@ -47,6 +50,8 @@ struct Forward {
   HiddenRows h;
 };
 
+/// Gradients of weights and biases are left in the sums' type: whoever compares them rounds them to
+/// the dtype they are stored in.
 struct Backward {
   Matrix<double> dx;             ///< (T, d)
   std::vector<double> dweights;  ///< (slots)

@@ -2,11 +2,12 @@
 //
 //   A    H = r(X W1^T + b1), A = r(act(H))         dH   dA' = dO W2, dA = s dA', dH = r(act'(H) dA)
 //   Y    Y = r(A W2^T + b2)                             A' = r(s act(H)), dS = sum dA' r(act(H))
-//   dW2  r(dO^T A')     dW1  r(dH^T X)             dX~  r(dH W1)     db1, db2  r(column sums)
+//   dW2  dO^T A'     dW1  dH^T X             dX~  r(dH W1)     db1, db2  column sums
 //
-// O and dX, sums over a token's rows, stand in oracle.cc with the layer. Real is the type of sums
-// and epilogues, r(.) rounds to `storage`; Real = double with storage kF64 rounds nothing. Sums run
-// in ascending order of their index: one fixed order. Inputs X and dO are the gathered rows.
+// Gradients of weights and biases are rounded when they are stored. O and dX, sums over a token's
+// rows, stand in oracle.cc with the layer. Real is the type of sums and epilogues, r(.) rounds to
+// `storage`; Real = double with storage kF64 rounds nothing. Sums run in ascending order of their
+// index: one fixed order. Inputs X and dO are the gathered rows.
 #pragma once
 
 #include "verify/convert.h"
@@ -147,8 +148,8 @@ std::vector<Real> bias_share_of_dscores(const Matrix<Real>& dout, const std::vec
 
 /// Kernels dW2 (dout (m, d), A' (m, n) -> (d, n)) and dW1 (dH (m, n), x (m, d) -> (n, d)).
 template <class Real>
-Matrix<Real> weight_grad(DType storage, const Matrix<Real>& left, const Matrix<Real>& right) {
-  return rounded(storage, product(transposed(left), right));
+Matrix<Real> weight_grad(const Matrix<Real>& left, const Matrix<Real>& right) {
+  return product(transposed(left), right);
 }
 
 /// Kernel dX~: one sum over gate and up, rounded once.
@@ -163,24 +164,21 @@ Matrix<Real> input_grad(DType storage, const Hidden<Real>& dh, const Matrix<Real
 
 /// db1: the column sums of dH (m, n).
 template <class Real>
-std::vector<Real> up_bias_grad(DType storage, const Matrix<Real>& dh) {
+std::vector<Real> up_bias_grad(const Matrix<Real>& dh) {
   std::vector<Real> sum(static_cast<std::size_t>(dh.cols), Real(0));
   for (std::int64_t i = 0; i < dh.rows; ++i) {
     for (std::int64_t j = 0; j < dh.cols; ++j) sum[j] += dh(i, j);
   }
-  for (Real& v : sum) v = rounded(storage, v);
   return sum;
 }
 
 /// db2: sum over rows of s dO.
 template <class Real>
-std::vector<Real> down_bias_grad(DType storage, const Matrix<Real>& dout,
-                                 const std::vector<Real>& scores) {
+std::vector<Real> down_bias_grad(const Matrix<Real>& dout, const std::vector<Real>& scores) {
   std::vector<Real> sum(static_cast<std::size_t>(dout.cols), Real(0));
   for (std::int64_t i = 0; i < dout.rows; ++i) {
     for (std::int64_t j = 0; j < dout.cols; ++j) sum[j] += scores[i] * dout(i, j);
   }
-  for (Real& v : sum) v = rounded(storage, v);
   return sum;
 }
 

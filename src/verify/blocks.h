@@ -1,0 +1,92 @@
+// Guarded memory: every buffer lies between sentinels, knows which of its bytes may change, and can
+// say afterwards which others did.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "verify/implementation.h"
+
+namespace sonicmoe::verify {
+
+/// All bits set: NaN in every float type, -1 in integers; what guards and unwritten memory hold.
+inline constexpr std::uint8_t kPoison = 0xff;
+/// A second filling, finite and large: a result that depends on the filling differs between runs.
+inline constexpr std::uint8_t kOtherPoison = 0x55;
+
+/// Bytes on the device with a guard before and after, and their image on the host.
+class Block {
+ public:
+  Block(const Memory& memory, std::string what, std::int64_t bytes);
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  const std::string& what() const { return what_; }
+  std::int64_t bytes() const { return bytes_; }
+  std::uint8_t* host() { return image_.data() + kGuard; }
+  std::uint8_t* device() { return device_ + kGuard; }
+
+  /// Lets the implementation write these bytes; all others must stay as they are.
+  void allow(std::int64_t offset, std::int64_t bytes);
+  void allow_all();
+  void allow_none();
+  /// Fills what may be written.
+  void poison(std::uint8_t filling);
+  /// Image to device.
+  void upload();
+  /// Device to image. Says where a byte changed that was not allowed to, relative to the body.
+  std::optional<std::int64_t> download();
+
+ private:
+  static constexpr std::int64_t kGuard = 1024;
+  const Memory& memory_;
+  std::string what_;
+  std::int64_t bytes_;
+  std::vector<std::uint8_t> image_;    // guards and body
+  std::vector<std::uint8_t> allowed_;  // 1: may change
+  std::uint8_t* device_;
+};
+
+/// A view into a block, absent when it has none.
+struct Placed {
+  Block* block = nullptr;
+  Tensor view;  ///< data is null
+  std::int64_t offset = 0;
+
+  Tensor on_host() const { return at(block == nullptr ? nullptr : block->host()); }
+  Tensor on_device() const { return at(block == nullptr ? nullptr : block->device()); }
+  /// Allows exactly the elements of this view to be written.
+  void allow() const;
+
+ private:
+  Tensor at(std::uint8_t* base) const {
+    Tensor t = view;
+    if (base != nullptr) t.data = base + offset * dtype_bytes(view.dtype);
+    return t;
+  }
+};
+
+/// Owns the blocks of one case.
+class Blocks {
+ public:
+  explicit Blocks(const Memory& memory) : memory_(memory) {}
+  Block& add(const std::string& what, std::int64_t bytes) {
+    return blocks_.emplace_back(memory_, what, bytes);
+  }
+  /// A block that holds exactly this view.
+  Placed place(const std::string& what, const Tensor& view);
+  std::deque<Block>& all() { return blocks_; }
+
+ private:
+  const Memory& memory_;
+  std::deque<Block> blocks_;
+};
+
+/// Elements from a view's first to its last, the last included; 0 when it has none.
+std::int64_t extent(const Tensor& view);
+
+}  // namespace sonicmoe::verify

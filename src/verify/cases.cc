@@ -1,0 +1,281 @@
+#include "verify/cases.h"
+
+#include <algorithm>
+
+namespace sonicmoe::verify {
+namespace {
+
+constexpr ActivationKind kIntegerGated = ActivationKind::kReGLU;
+constexpr ActivationKind kIntegerPlain = ActivationKind::kReLU2;
+constexpr DType kDTypes[] = {DType::kBF16, DType::kF16, DType::kF32, DType::kF64};
+
+// Around every multiple of the tile sizes in use, and a tail beyond.
+const std::vector<std::int64_t> kEdgeCounts = {0, 1, 63, 64, 65, 127, 128, 129};
+const std::vector<std::int64_t> kMoreEdgeCounts = {0, 255, 256, 257, 3, 511, 0, 31};
+
+std::int64_t total(const std::vector<std::int64_t>& counts) {
+  std::int64_t sum = 0;
+  for (const std::int64_t count : counts) sum += count;
+  return sum;
+}
+
+struct Sizes5 {
+  std::int64_t tokens, hidden, width, experts, top_k;
+};
+
+Case make_case(std::string name, Sizes5 s, DType dtype, ActivationKind kind, Data data) {
+  Case c;
+  c.problem.tokens = s.tokens;
+  c.problem.hidden = s.hidden;
+  c.problem.width = s.width;
+  c.problem.experts = s.experts;
+  c.problem.top_k = s.top_k;
+  c.problem.dtype = c.grad_dtype = dtype;
+  c.problem.activation.kind = kind;
+  c.data = data;
+  c.name = std::move(name);
+  return c;
+}
+
+const char* data_name(Data data) {
+  constexpr const char* kNames[] = {"integers", "roundings", "random"};
+  return kNames[static_cast<int>(data)];
+}
+
+// A routing without its data: what every routing case below starts from.
+struct RoutingShape {
+  const char* name;
+  RoutingForm form;
+  Pattern pattern;
+  Sizes5 sizes;  // top_k is the capacity for pairs
+  std::vector<std::int64_t> counts;
+  DType index_dtype = DType::kI64;
+  bool row_weights = true;
+};
+
+std::vector<RoutingShape> routing_shapes() {
+  using enum Pattern;
+  constexpr RoutingForm kIds = RoutingForm::kIds, kPairs = RoutingForm::kPairs,
+                        kGrouped = RoutingForm::kGrouped;
+  const std::int64_t edge = total(kEdgeCounts);
+  const std::int64_t more = total(kMoreEdgeCounts);
+  return {
+      {"ids_distinct", kIds, kDistinct, {97, 24, 40, 8, 3}, {}},
+      {"ids_i32", kIds, kDistinct, {97, 24, 40, 8, 3}, {}, DType::kI32},
+      {"ids_repeated", kIds, kRepeated, {61, 24, 40, 5, 4}, {}},
+      {"ids_edges_k1", kIds, kCounts, {edge + 5, 24, 40, 8, 1}, kEdgeCounts},
+      {"ids_edges_k4", kIds, kCounts, {edge / 4 + 9, 24, 40, 8, 4}, kEdgeCounts},
+      {"ids_more_edges_k2", kIds, kCounts, {more / 2 + 1, 16, 24, 8, 2}, kMoreEdgeCounts},
+      {"ids_hot", kIds, kHot, {301, 24, 40, 16, 2}, {}},
+      {"ids_one_expert_has_all", kIds, kCounts, {150, 24, 40, 6, 2}, {0, 0, 0, 300, 0, 0}},
+      {"ids_empty", kIds, kEmpty, {19, 24, 40, 4, 2}, {}},
+      {"ids_sentinels", kIds, kSentinels, {97, 24, 40, 8, 3}, {}},
+      {"ids_sentinels_i32", kIds, kSentinels, {97, 24, 40, 8, 3}, {}, DType::kI32},
+      {"ids_aliases", kIds, kAliases, {97, 24, 40, 8, 3}, {}},
+      {"ids_no_tokens", kIds, kDistinct, {0, 24, 40, 8, 3}, {}},
+      {"ids_one_token", kIds, kDistinct, {1, 24, 40, 8, 2}, {}},
+      {"ids_k_is_e", kIds, kDistinct, {37, 24, 40, 4, 4}, {}},
+      {"ids_one_expert", kIds, kDistinct, {131, 24, 40, 1, 1}, {}},
+      {"ids_many_experts", kIds, kDistinct, {50, 16, 24, 300, 2}, {}},
+      {"pairs_shuffled", kPairs, kShuffled, {53, 24, 40, 7, 200}, {}},
+      {"pairs_shuffled_i32", kPairs, kShuffled, {53, 24, 40, 7, 200}, {}, DType::kI32},
+      {"pairs_sorted", kPairs, kSorted, {80, 24, 40, 6, 333}, {}, DType::kI32},
+      {"pairs_empty", kPairs, kEmpty, {11, 24, 40, 3, 20}, {}},
+      {"pairs_no_capacity", kPairs, kShuffled, {11, 24, 40, 3, 0}, {}},
+      {"pairs_no_tokens", kPairs, kShuffled, {0, 24, 40, 3, 9}, {}},
+      {"grouped_edges", kGrouped, kContiguous, {edge + 7, 24, 40, 8, 0}, kEdgeCounts},
+      {"grouped_gaps", kGrouped, kGaps, {edge + 150, 24, 40, 8, 0}, kEdgeCounts, DType::kI32},
+      {"grouped_no_weights", kGrouped, kGaps, {90, 24, 40, 3, 0}, {17, 0, 33}, DType::kI64, false},
+      {"grouped_overlong", kGrouped, kOverlong, {91, 24, 40, 6, 0}, {}},
+      {"grouped_overlong_i32", kGrouped, kOverlong, {91, 24, 40, 6, 0}, {}, DType::kI32},
+      {"grouped_empty", kGrouped, kEmpty, {21, 24, 40, 4, 0}, {}},
+      {"grouped_no_tokens", kGrouped, kContiguous, {0, 24, 40, 2, 0}, {0, 0}},
+  };
+}
+
+Case routing_case(const RoutingShape& shape, DType dtype, Data data) {
+  const ActivationKind kind = data == Data::kRandom      ? ActivationKind::kSwiGLU
+                              : data == Data::kRoundings ? kIntegerPlain
+                                                         : kIntegerGated;
+  Case c = make_case(
+      std::string("routing/") + shape.name + "/" + dtype_name(dtype) + "/" + data_name(data),
+      shape.sizes, dtype, kind, data);
+  c.problem.form = shape.form;
+  if (shape.form == RoutingForm::kPairs) c.problem.capacity = shape.sizes.top_k;
+  if (shape.form != RoutingForm::kIds) c.problem.top_k = 0;
+  c.pattern = shape.pattern;
+  c.counts = shape.counts;
+  c.index_dtype = shape.index_dtype;
+  c.row_weights = shape.row_weights;
+  return c;
+}
+
+void add_routings(Extent extent, std::vector<Case>& cases) {
+  for (const RoutingShape& shape : routing_shapes()) {
+    cases.push_back(routing_case(shape, DType::kBF16, Data::kIntegers));
+    cases.push_back(routing_case(shape, DType::kBF16, Data::kRoundings));
+    cases.push_back(routing_case(shape, DType::kBF16, Data::kRandom));
+    cases.push_back(routing_case(shape, DType::kF32, Data::kRandom));
+    if (extent == Extent::kQuick) continue;
+    cases.push_back(routing_case(shape, DType::kF32, Data::kIntegers));
+    cases.push_back(routing_case(shape, DType::kF16, Data::kRandom));
+    cases.push_back(routing_case(shape, DType::kF16, Data::kRoundings));
+    cases.push_back(routing_case(shape, DType::kF64, Data::kRandom));
+  }
+}
+
+void add_shape(std::int64_t d, std::int64_t n, Layout layout, DType dtype, Data data,
+               std::vector<Case>& cases) {
+  const ActivationKind kind = data == Data::kRandom ? ActivationKind::kSwiGLU : kIntegerGated;
+  Case c = make_case("shape/d" + std::to_string(d) + "_n" + std::to_string(n) +
+                         (layout == Layout::kTransposed ? "_transposed/" : "/") +
+                         dtype_name(dtype) + "/" + data_name(data),
+                     {67, d, n, 3, 2}, dtype, kind, data);
+  c.layout = layout;
+  c.cpu_only = d % 8 != 0 || n % 8 != 0;
+  cases.push_back(c);
+}
+
+void add_shapes(Extent extent, std::vector<Case>& cases) {
+  constexpr std::int64_t kSizes[] = {8, 24, 56, 72, 200, 264};
+  for (std::size_t i = 0; i < std::size(kSizes); ++i) {
+    for (std::size_t j = 0; j < std::size(kSizes); ++j) {
+      // Quick: every size once on either side, full: every pair.
+      if (extent == Extent::kQuick && j != (i * 2 + 1) % 7 % std::size(kSizes)) continue;
+      for (const Layout layout : {Layout::kConcatenated, Layout::kTransposed}) {
+        add_shape(kSizes[i], kSizes[j], layout, DType::kBF16, Data::kIntegers, cases);
+        add_shape(kSizes[i], kSizes[j], layout, DType::kBF16, Data::kRandom, cases);
+        add_shape(kSizes[i], kSizes[j], layout, DType::kF32, Data::kRandom, cases);
+      }
+    }
+  }
+  constexpr std::int64_t kOdd[][2] = {{1, 1}, {7, 13}, {33, 5}, {17, 65}};
+  for (const auto& [d, n] : kOdd) {
+    for (const DType dtype : kDTypes) {
+      add_shape(d, n, Layout::kConcatenated, dtype, Data::kRandom, cases);
+      add_shape(d, n, Layout::kTransposed, dtype, Data::kIntegers, cases);
+    }
+  }
+  if (extent == Extent::kQuick) return;
+  for (const Layout layout : {Layout::kConcatenated, Layout::kTransposed}) {
+    add_shape(2880, 24, layout, DType::kBF16, Data::kRandom, cases);
+    add_shape(24, 2880, layout, DType::kBF16, Data::kRandom, cases);
+    add_shape(2880, 24, layout, DType::kF32, Data::kRandom, cases);
+    add_shape(24, 2880, layout, DType::kF32, Data::kRandom, cases);
+  }
+}
+
+void add_activations(std::vector<Case>& cases) {
+  for (std::int32_t index = 0; index < kActivationCount; ++index) {
+    const auto kind = static_cast<ActivationKind>(index);
+    for (const DType dtype : kDTypes) {
+      for (const char* bias : {"", "_bias"}) {
+        Case c = make_case(std::string("activation/") + activation_name(kind) + bias + "/" +
+                               dtype_name(dtype) + "/random",
+                           {150, 40, 24, 5, 2}, dtype, kind, Data::kRandom);
+        c.bias = *bias != '\0';
+        cases.push_back(c);
+      }
+    }
+  }
+  // Clamps that act on many values, and another slope.
+  for (const DType dtype : kDTypes) {
+    Case c = make_case(std::string("activation/swiglu_oai_limits/") + dtype_name(dtype) + "/random",
+                       {150, 40, 24, 5, 2}, dtype, ActivationKind::kSwiGLUOai, Data::kRandom);
+    c.problem.activation.alpha = 1.25;
+    c.problem.activation.limit = 0.8;
+    c.bias = true;
+    cases.push_back(c);
+  }
+  // H and Y round only where values are large: biases make them so.
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Case c = make_case(std::string("activation/relu_bias/") + dtype_name(dtype) + "/roundings",
+                       {150, 40, 24, 5, 2}, dtype, ActivationKind::kReLU, Data::kRoundings);
+    c.bias = true;
+    c.grad_dtype = DType::kF32;  // sums of such values leave fp16
+    cases.push_back(c);
+  }
+  // Gates about -3, where the two gelus differ by a tenth: 16-bit rounding hides it elsewhere.
+  for (const ActivationKind kind : {ActivationKind::kGeGLU, ActivationKind::kGeGLUTanh,
+                                    ActivationKind::kGELU, ActivationKind::kGELUTanh}) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      Case c = make_case(std::string("activation/") + activation_name(kind) + "_tail/" +
+                             dtype_name(dtype) + "/random",
+                         {150, 40, 24, 5, 2}, dtype, kind, Data::kRandom);
+      c.bias = true;
+      c.bias_shift = -3.0;
+      cases.push_back(c);
+    }
+  }
+}
+
+void add_layouts(std::vector<Case>& cases) {
+  constexpr const char* kNames[] = {"separate", "concatenated", "interleaved", "transposed",
+                                    "paired",   "padded",       "reversed"};
+  for (std::size_t index = 0; index < std::size(kNames); ++index) {
+    for (const bool gated : {true, false}) {
+      for (const Data data : {Data::kIntegers, Data::kRandom}) {
+        const ActivationKind kind = data == Data::kRandom
+                                        ? (gated ? ActivationKind::kGeGLU : ActivationKind::kSiLU)
+                                        : (gated ? kIntegerGated : kIntegerPlain);
+        Case c = make_case(std::string("layout/") + kNames[index] + (gated ? "_gated" : "_plain") +
+                               "/bf16/" + data_name(data),
+                           {75, 32, 48, 4, 2}, DType::kBF16, kind, data);
+        c.layout = static_cast<Layout>(index);
+        c.cpu_only = c.layout == Layout::kReversed;
+        c.bias = true;
+        cases.push_back(c);
+      }
+    }
+  }
+}
+
+void add_grads(std::vector<Case>& cases) {
+  const auto add = [&](const char* what, DType dtype, GradMode mode, Data data, Layout layout) {
+    Case c =
+        make_case(std::string("grads/") + what + "/" + dtype_name(dtype) + "/" + data_name(data),
+                  {90, 32, 24, 6, 2}, dtype,
+                  data == Data::kRandom ? ActivationKind::kSwiGLU : kIntegerGated, data);
+    c.pattern = Pattern::kCounts;
+    c.counts = {40, 0, 65, 1, 0, 70};  // experts 1 and 4 have no rows
+    c.grad_dtype = DType::kF32;
+    c.grad_mode = mode;
+    c.layout = layout;
+    cases.push_back(c);
+  };
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const Data data : {Data::kIntegers, Data::kRandom}) {
+      add("accumulated", dtype, GradMode::kAccumulate, data, Layout::kConcatenated);
+      add("accumulated_paired", dtype, GradMode::kAccumulate, data, Layout::kPaired);
+      add("accumulated_padded", dtype, GradMode::kAccumulate, data, Layout::kPadded);
+      if (dtype != DType::kF32) add("fp32", dtype, GradMode::kWrite, data, Layout::kInterleaved);
+    }
+  }
+}
+
+// R = 2^17: more rows than any 16-bit or grid-sized counter holds.
+void add_large(std::vector<Case>& cases) {
+  for (const Data data : {Data::kIntegers, Data::kRandom}) {
+    Case c = make_case(std::string("large/rows_131072/bf16/") + data_name(data),
+                       {16384, 8, 8, 32, 8}, DType::kBF16,
+                       data == Data::kRandom ? ActivationKind::kSwiGLU : kIntegerGated, data);
+    c.grad_dtype = DType::kF32;
+    cases.push_back(c);
+  }
+}
+
+}  // namespace
+
+std::vector<Case> layer_cases(Extent extent, const std::string& filter) {
+  std::vector<Case> cases;
+  add_routings(extent, cases);
+  add_shapes(extent, cases);
+  add_activations(cases);
+  add_layouts(cases);
+  add_grads(cases);
+  if (extent == Extent::kFull) add_large(cases);
+  std::erase_if(cases, [&](const Case& c) { return c.name.find(filter) == std::string::npos; });
+  return cases;
+}
+
+}  // namespace sonicmoe::verify

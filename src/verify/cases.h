@@ -1,0 +1,66 @@
+// The table of cases: shapes, routings, layouts, dtypes and data, each under a name.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::verify {
+
+/// What the values are, and therefore how results are judged.
+enum class Data {
+  kIntegers,   ///< small integers, no sum ever rounds: equality
+  kRoundings,  ///< integers whose fp32 sums are exact but whose r(.) rounds: equality to the bit
+  kRandom,     ///< x, dO ~ N(0, 1), W ~ N(0, 1)/sqrt(fan-in): the twice-the-error rule
+};
+
+/// Who goes where.
+enum class Pattern {
+  kDistinct,    ///< ids: K distinct experts a token
+  kRepeated,    ///< ids: with replacement, so that a token may name an expert twice
+  kCounts,      ///< ids: Case::counts rows an expert in random slots, the other slots empty
+  kHot,         ///< ids: every token's first slot at expert 0
+  kEmpty,       ///< ids, pairs, grouped: no row at all
+  kSentinels,   ///< ids: a third of the slots out of range on either side
+  kAliases,     ///< ids: int64 values that are valid experts once narrowed to 32 bits
+  kShuffled,    ///< pairs: any number a token, random order, empty slots in between
+  kSorted,      ///< pairs: by (expert, token) with an empty tail, as token_round makes them
+  kContiguous,  ///< grouped: Case::counts, one after the other, a tail in no group
+  kGaps,        ///< grouped: Case::counts, begins aligned to 16, experts in reverse order
+  kOverlong,    ///< grouped: ranges beyond either end of the buffer, negative counts
+};
+
+/// How weights lie in memory. Gradients lie the same way unless the case says otherwise.
+enum class Layout {
+  kSeparate,      ///< gate, up (E, n, d), down (E, d, n), each contiguous
+  kConcatenated,  ///< W1 (E, 2n, d) = [gate; up]
+  kInterleaved,   ///< W1 (E, 2n, d), gate and up rows alternate
+  kTransposed,    ///< W1 (E, d, 2n) = [gate | up], W2 (E, n, d)
+  kPaired,        ///< W1 (E, d, 2n), gate and up columns alternate, W2 (E, n, d)
+  kPadded,        ///< as kSeparate, every row of every tensor followed by 8 foreign elements
+  kReversed,      ///< everything in reverse order of dimensions: nothing has a last stride of 1
+};
+
+struct Case {
+  std::string name;
+  Problem problem;
+  Pattern pattern = Pattern::kDistinct;
+  std::vector<std::int64_t> counts;
+  Data data = Data::kRandom;
+  Layout layout = Layout::kSeparate;
+  DType index_dtype = DType::kI64;
+  DType grad_dtype = DType::kF32;  ///< of dW; biases' gradients have the tensors' dtype
+  GradMode grad_mode = GradMode::kWrite;
+  bool bias = false;
+  double bias_shift = 0.0;  ///< added to the random bias of what the activation bends
+  bool row_weights = true;  ///< grouped: with weights
+  bool cpu_only = false;    ///< sizes or strides that only the CPU takes
+};
+
+enum class Extent { kQuick, kFull };
+
+/// The layer's cases whose names contain `filter`.
+std::vector<Case> layer_cases(Extent extent, const std::string& filter);
+
+}  // namespace sonicmoe::verify

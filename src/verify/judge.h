@@ -1,0 +1,58 @@
+// Verdicts on one output tensor: equality, or the twice-the-error rule.
+#pragma once
+
+#include <string>
+
+#include "verify/blocks.h"
+#include "verify/cases.h"
+#include "verify/matrix.h"
+
+namespace sonicmoe::verify {
+
+/// Why a result was rejected.
+enum class Fault {
+  kNone,
+  kUnwritten,      ///< an output element still holds the poison
+  kOutside,        ///< a byte outside the outputs changed
+  kInputChanged,   ///< an input, or state kept for backward, changed
+  kNotRepeatable,  ///< equal inputs gave different bits
+  kUnequal,        ///< integers differ
+  kInaccurate,     ///< an error above twice the same-precision formula's
+  kNotZero,        ///< not exactly zero (or untouched) where no row contributes
+  kSizes,          ///< moe_sizes breaks its promises
+  kThrew,          ///< the call threw
+  kBadCase,        ///< the case itself is wrong: its integers are not exact
+};
+const char* fault_name(Fault fault);
+
+/// Errors of one tensor's rows over the rms row norm, and what is allowed.
+struct Measure {
+  std::string tensor;
+  double max_error = 0.0;
+  double max_allowed = 0.0;
+  double mean_error = 0.0;
+  double mean_allowed = 0.0;
+
+  /// Above 1: rejected.
+  double ratio() const;
+};
+
+struct Verdict {
+  Fault fault = Fault::kNone;
+  std::string message;
+};
+
+/// What an output must be. Rows in runs of `group_rows` share a norm: an expert's rows for dW.
+struct Expected {
+  std::string what;
+  Placed placed;
+  oracle::Matrix<double> exact;  ///< fp64
+  oracle::Matrix<double> same;   ///< the same formula in the same precision
+  std::int64_t group_rows = 0;
+};
+
+/// The output has been downloaded; `filling` is what it held before.
+Verdict judge_equal(const Expected& expected, std::uint8_t filling);
+Verdict judge_error(const Expected& expected, std::uint8_t filling, Measure& measure);
+
+}  // namespace sonicmoe::verify

@@ -1,0 +1,473 @@
+#include "verify/negative.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "verify/convert.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+using Break = std::function<Implementation(const Implementation&)>;
+
+struct Expectation {
+  const char* case_name;
+  Fault fault;
+};
+
+struct Control {
+  const char* name;
+  std::vector<Expectation> expectations;
+  Break breakage;
+};
+
+// --- Changing memory of the device.
+
+// Lets f change the elements of a view on the host.
+template <class F>
+void edit(const Memory& memory, Tensor t, F f) {
+  const std::int64_t bytes = extent(t) * dtype_bytes(t.dtype);
+  std::vector<std::uint8_t> image(static_cast<std::size_t>(bytes));
+  void* device = t.data;
+  memory.download(image.data(), device, bytes);
+  t.data = image.data();
+  f(t);
+  memory.upload(device, image.data(), bytes);
+}
+
+// One byte outside a view or a buffer.
+void scribble(const Memory& memory, void* data, std::int64_t offset) {
+  const std::uint8_t value = 0;
+  memory.upload(static_cast<std::uint8_t*>(data) + offset, &value, 1);
+}
+
+std::int64_t row_length(const Tensor& t) { return t.shape[t.rank - 1]; }
+std::int64_t row_count(const Tensor& t) { return oracle::element_count(t) / row_length(t); }
+
+void zero_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t i = begin * row_length(t); i < end * row_length(t); ++i) {
+    oracle::store(t.data, t.dtype, oracle::element_offset(t, i), 0.0);
+  }
+}
+void zero(const Tensor& t) { zero_rows(t, 0, row_count(t)); }
+void zero_middle_row(const Tensor& t) { zero_rows(t, row_count(t) / 2, row_count(t) / 2 + 1); }
+// Rows move by one from `begin` on, the last to the front.
+void rotate_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
+  std::vector<double> values = oracle::read(t);
+  const std::int64_t n = row_length(t);
+  std::rotate(values.begin() + begin * n, values.begin() + (end - 1) * n, values.begin() + end * n);
+  oracle::write(t, values);
+}
+void swap_middle_rows(const Tensor& t) { rotate_rows(t, row_count(t) / 2, row_count(t) / 2 + 2); }
+void shift_rows(const Tensor& t) { rotate_rows(t, 0, row_count(t)); }
+void flip_last_bit(const Tensor& t) { static_cast<std::uint8_t*>(t.data)[0] ^= 1; }
+
+// --- Where a breakage acts.
+
+using ForwardHook = std::function<void(const Memory&, const Problem&, const ForwardArgs&)>;
+using BackwardHook = std::function<void(const Memory&, const Problem&, const BackwardArgs&)>;
+
+Break after_forward(ForwardHook hook) {
+  return [hook](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_forward = [sound, hook](const Problem& p, const ForwardArgs& args) {
+      sound.moe_forward(p, args);
+      hook(sound.memory, p, args);
+    };
+    return broken;
+  };
+}
+
+Break after_backward(BackwardHook hook) {
+  return [hook](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_backward = [sound, hook](const Problem& p, const BackwardArgs& args) {
+      sound.moe_backward(p, args);
+      hook(sound.memory, p, args);
+    };
+    return broken;
+  };
+}
+
+using Edit = void (*)(const Tensor&);
+
+Break edit_out(Edit f) {
+  return after_forward([f](const Memory& memory, const Problem&, const ForwardArgs& args) {
+    edit(memory, args.out, f);
+  });
+}
+Break edit_dx(Edit f) {
+  return after_backward([f](const Memory& memory, const Problem&, const BackwardArgs& args) {
+    edit(memory, args.dx, f);
+  });
+}
+Break edit_grad(Tensor Weights::* which, Edit f) {
+  return after_backward([=](const Memory& memory, const Problem&, const BackwardArgs& args) {
+    edit(memory, args.grads.*which, f);
+  });
+}
+
+// What stood in a view before the call stands there again: never written.
+Break unwritten(Tensor (*view)(const BackwardArgs&)) {
+  return [view](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_backward = [sound, view](const Problem& p, const BackwardArgs& args) {
+      std::vector<double> before;
+      edit(sound.memory, view(args), [&](const Tensor& t) { before = oracle::read(t); });
+      sound.moe_backward(p, args);
+      edit(sound.memory, view(args), [&](const Tensor& t) { oracle::write(t, before); });
+    };
+    return broken;
+  };
+}
+
+Tensor last_row_of_dx(const BackwardArgs& args) {
+  Tensor t = args.dx;
+  t.data =
+      static_cast<std::uint8_t*>(t.data) + (t.shape[0] - 1) * t.stride[0] * dtype_bytes(t.dtype);
+  t.shape[0] = 1;
+  return t;
+}
+Tensor second_expert_of_ddown(const BackwardArgs& args) {
+  Tensor t = args.grads.down;
+  t.data = static_cast<std::uint8_t*>(t.data) + t.stride[0] * dtype_bytes(t.dtype);
+  t.shape[0] = 1;
+  return t;
+}
+
+// --- Breakages that pass other arguments to a sound implementation.
+
+// Device memory for one call.
+class Lent {
+ public:
+  explicit Lent(const Memory& memory) : memory_(memory) {}
+  ~Lent() {
+    for (void* address : addresses_) memory_.release(address);
+  }
+  // A contiguous copy of a view with changed values; none stays none.
+  template <class F>
+  Tensor changed(const Tensor& t, F f) {
+    if (t.data == nullptr) return t;
+    Tensor copy = t;
+    const std::int64_t bytes = extent(t) * dtype_bytes(t.dtype);
+    copy.data = memory_.allocate(bytes);
+    addresses_.push_back(copy.data);
+    std::vector<std::uint8_t> image(static_cast<std::size_t>(bytes));
+    memory_.download(image.data(), t.data, bytes);
+    memory_.upload(copy.data, image.data(), bytes);
+    edit(memory_, copy, f);
+    return copy;
+  }
+
+ private:
+  const Memory& memory_;
+  std::vector<void*> addresses_;
+};
+
+// f changes the problem, the routing and the weights of every call.
+template <class F>
+Break with_inputs(F f) {
+  return [f](const Implementation& sound) {
+    Implementation broken = sound;
+    const auto change = [f](Lent& lent, Problem& p, auto& args) { f(lent, p, args); };
+    broken.moe_forward = [=](Problem p, ForwardArgs args) {
+      Lent lent(sound.memory);
+      change(lent, p, args);
+      sound.moe_forward(p, args);
+    };
+    broken.moe_backward = [=](Problem p, BackwardArgs args) {
+      Lent lent(sound.memory);
+      change(lent, p, args);
+      sound.moe_backward(p, args);
+    };
+    return broken;
+  };
+}
+
+template <class F>
+Break with_ids(F f) {
+  return with_inputs([f](Lent& lent, Problem&, auto& args) {
+    args.routing.ids = lent.changed(args.routing.ids, [&](const Tensor& t) {
+      auto* ids = static_cast<std::int64_t*>(t.data);
+      f(ids, t.shape[0], t.shape[1]);
+    });
+  });
+}
+
+void drop_expert(std::int64_t* ids, std::int64_t tokens, std::int64_t k) {
+  std::replace(ids, ids + tokens * k, std::int64_t{2}, std::int64_t{-1});
+}
+void narrow(std::int64_t* ids, std::int64_t tokens, std::int64_t k) {
+  for (std::int64_t i = 0; i < tokens * k; ++i) ids[i] = static_cast<std::int32_t>(ids[i]);
+}
+void deduplicate(std::int64_t* ids, std::int64_t tokens, std::int64_t k) {
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (std::int64_t i = 1; i < k; ++i) {
+      std::int64_t* row = ids + t * k;
+      if (std::find(row, row + i, row[i]) != row + i) row[i] = -1;
+    }
+  }
+}
+void to_bf16_values(const Tensor& t) {
+  std::vector<double> values = oracle::read(t);
+  for (double& v : values) v = oracle::round_to(DType::kBF16, v);
+  oracle::write(t, values);
+}
+
+// --- The table.
+
+constexpr const char* kIntegers = "routing/ids_distinct/bf16/integers";
+constexpr const char* kRandom = "routing/ids_distinct/bf16/random";
+constexpr const char* kLarge = "large/rows_131072/bf16/random";
+constexpr const char* kRoundings = "routing/ids_distinct/bf16/roundings";
+constexpr const char* kEmptyExperts = "grads/fp32/bf16/random";
+constexpr const char* kAccumulated = "grads/accumulated/bf16/random";
+
+std::vector<Control> controls_of_values() {
+  const auto both = [](Fault integers, Fault random) {
+    return std::vector<Expectation>{{kIntegers, integers}, {kRandom, random}, {kLarge, random}};
+  };
+  const std::vector<Expectation> wrong = both(Fault::kUnequal, Fault::kInaccurate);
+  return {
+      {"out is all zeros", wrong, edit_out(zero)},
+      {"one row of out is zero", wrong, edit_out(zero_middle_row)},
+      {"two neighbouring rows of out are swapped", wrong, edit_out(swap_middle_rows)},
+      {"out is shifted by one row", wrong, edit_out(shift_rows)},
+      {"dx is all zeros", wrong, edit_dx(zero)},
+      {"one row of dx is zero", wrong, edit_dx(zero_middle_row)},
+      {"two neighbouring rows of dx are swapped", wrong, edit_dx(swap_middle_rows)},
+      {"dx is shifted by one row", wrong, edit_dx(shift_rows)},
+      {"dgate is all zeros", wrong, edit_grad(&Weights::gate, zero)},
+      {"one row of dup is zero",
+       {{kRandom, Fault::kInaccurate}, {kLarge, Fault::kInaccurate}},
+       edit_grad(&Weights::up, zero_middle_row)},
+      {"ddown is shifted by one row", wrong, edit_grad(&Weights::down, shift_rows)},
+      {"an expert is dropped", wrong, with_ids(drop_expert)},
+      {"dS is scaled by the score",
+       {{kRandom, Fault::kInaccurate}},
+       after_backward([](const Memory& memory, const Problem&, const BackwardArgs& args) {
+         std::vector<double> scores;
+         edit(memory, args.routing.weights, [&](const Tensor& t) { scores = oracle::read(t); });
+         edit(memory, args.dweights, [&](const Tensor& t) {
+           std::vector<double> values = oracle::read(t);
+           for (std::size_t i = 0; i < values.size(); ++i) values[i] *= scores[i];
+           oracle::write(t, values);
+         });
+       })},
+      {"ids are narrowed before they are compared",
+       {{"routing/ids_aliases/bf16/integers", Fault::kUnequal},
+        {"routing/ids_aliases/bf16/random", Fault::kInaccurate}},
+       with_ids(narrow)},
+      {"a repeated expert counts once",
+       {{"routing/ids_repeated/bf16/random", Fault::kInaccurate}},
+       with_ids(deduplicate)},
+      {"dW of an expert without rows is not zero",
+       {{kEmptyExperts, Fault::kNotZero}},
+       after_backward([](const Memory& memory, const Problem&, const BackwardArgs& args) {
+         edit(memory, second_expert_of_ddown(args),
+              [](const Tensor& t) { oracle::store(t.data, t.dtype, 0, 1e-30); });
+       })},
+  };
+}
+
+std::vector<Control> controls_of_formulas() {
+  return {
+      {"the tanh form of gelu instead of erf",
+       {{"activation/geglu/f32/random", Fault::kInaccurate},
+        {"activation/geglu_tail/bf16/random", Fault::kInaccurate}},
+       with_inputs(
+           [](Lent&, Problem& p, auto&) { p.activation.kind = ActivationKind::kGeGLUTanh; })},
+      {"clamps are dropped",
+       {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
+       with_inputs([](Lent&, Problem& p, auto&) { p.activation.limit = 1e9; })},
+      {"alpha is ignored",
+       {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
+       with_inputs([](Lent&, Problem& p, auto&) { p.activation.alpha = 0.0; })},
+      {"b1 is ignored",
+       {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
+       with_inputs([](Lent& lent, Problem&, auto& args) {
+         args.weights.b_gate = lent.changed(args.weights.b_gate, zero);
+         args.weights.b_up = lent.changed(args.weights.b_up, zero);
+       })},
+      {"b2 is ignored",
+       {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
+       with_inputs([](Lent& lent, Problem&, auto& args) {
+         args.weights.b_down = lent.changed(args.weights.b_down, zero);
+       })},
+      {"b2 has no share in dS",
+       {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.moe_backward = [sound](const Problem& p, BackwardArgs args) {
+           Lent lent(sound.memory);
+           args.weights.b_down = lent.changed(args.weights.b_down, zero);
+           sound.moe_backward(p, args);
+         };
+         return broken;
+       }},
+      {"fp32 weights are cut to bf16",
+       {{"activation/swiglu/f32/random", Fault::kInaccurate}},
+       with_inputs([](Lent& lent, Problem&, auto& args) {
+         args.weights.up = lent.changed(args.weights.up, to_bf16_values);
+       })},
+      {"gate and up are exchanged",
+       {{kRandom, Fault::kInaccurate}},
+       with_inputs(
+           [](Lent&, Problem&, auto& args) { std::swap(args.weights.gate, args.weights.up); })},
+      {"dW is added twice",
+       {{kAccumulated, Fault::kInaccurate}},
+       after_backward([](const Memory& memory, const Problem&, const BackwardArgs& args) {
+         edit(memory, args.grads.up, [](const Tensor& t) {
+           std::vector<double> values = oracle::read(t);
+           for (double& v : values) v *= 2.0;
+           oracle::write(t, values);
+         });
+       })},
+      {"dW is written where it is to be added",
+       {{kAccumulated, Fault::kInaccurate}},
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.moe_backward = [sound](const Problem& p, BackwardArgs args) {
+           args.grad_mode = GradMode::kWrite;
+           sound.moe_backward(p, args);
+         };
+         return broken;
+       }},
+  };
+}
+
+std::vector<Control> controls_of_memory() {
+  const auto at = [](const char* name, Fault fault) {
+    return std::vector<Expectation>{{name, fault}};
+  };
+  return {
+      {"the last row of dx is not written", at(kRandom, Fault::kUnwritten),
+       unwritten(last_row_of_dx)},
+      {"dW of an expert without rows is not written", at(kEmptyExperts, Fault::kUnwritten),
+       unwritten(second_expert_of_ddown)},
+      {"a write past the end of out", at(kRandom, Fault::kOutside),
+       after_forward([](const Memory& memory, const Problem&, const ForwardArgs& args) {
+         scribble(memory, args.out.data, extent(args.out) * dtype_bytes(args.out.dtype));
+       })},
+      {"a write before the beginning of dx", at(kRandom, Fault::kOutside),
+       after_backward([](const Memory& memory, const Problem&, const BackwardArgs& args) {
+         scribble(memory, args.dx.data, -1);
+       })},
+      {"a write past the end of h", at(kRandom, Fault::kOutside),
+       after_forward([](const Memory& memory, const Problem&, const ForwardArgs& args) {
+         if (args.h.data != nullptr) scribble(memory, args.h.data, args.h.bytes);
+       })},
+      {"a write past the end of the scratch", at(kRandom, Fault::kOutside),
+       after_backward([](const Memory& memory, const Problem&, const BackwardArgs& args) {
+         scribble(memory, args.scratch.data, args.scratch.bytes);
+       })},
+      {"a write into the gap between rows of a padded output",
+       at("layout/padded_gated/bf16/random", Fault::kOutside),
+       after_forward([](const Memory& memory, const Problem& p, const ForwardArgs& args) {
+         scribble(memory, args.out.data, p.hidden * dtype_bytes(args.out.dtype));
+       })},
+      {"x is changed", at(kRandom, Fault::kInputChanged),
+       after_forward([](const Memory& memory, const Problem&, const ForwardArgs& args) {
+         edit(memory, args.x, flip_last_bit);
+       })},
+      {"backward changes h", at(kRandom, Fault::kInputChanged),
+       after_backward([](const Memory& memory, const Problem& p, const BackwardArgs& args) {
+         edit(memory, tensor1(args.h.data, p.dtype, 1), flip_last_bit);
+       })},
+      {"every second result differs in one bit", at(kRandom, Fault::kNotRepeatable),
+       [](const Implementation& sound) {
+         const auto calls = std::make_shared<int>(0);
+         return after_forward(
+             [calls](const Memory& memory, const Problem&, const ForwardArgs& args) {
+               if (++*calls % 2 == 0) edit(memory, args.out, flip_last_bit);
+             })(sound);
+       }},
+      {"inference has other bits than training", at(kRandom, Fault::kNotRepeatable),
+       after_forward([](const Memory& memory, const Problem&, const ForwardArgs& args) {
+         if (args.h.data == nullptr) edit(memory, args.out, flip_last_bit);
+       })},
+      {"h is larger than G*C*n elements", at(kRandom, Fault::kSizes),
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.moe_sizes = [sound](const Problem& p, Pass pass) {
+           Sizes sizes = sound.moe_sizes(p, pass);
+           sizes.h_bytes *= 2;
+           return sizes;
+         };
+         return broken;
+       }},
+      {"the call throws", at(kRandom, Fault::kThrew),
+       after_forward([](const Memory&, const Problem&, const ForwardArgs&) {
+         throw Error(Status::kInternal, "broken on purpose");
+       })},
+  };
+}
+
+// The outputs that `keep` leaves in the arguments come from formulas that round nothing in between.
+Break with_exact(void (*keep)(BackwardArgs&)) {
+  return [keep](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_backward = [sound, keep](const Problem& p, BackwardArgs args) {
+      sound.moe_backward(p, args);
+      keep(args);
+      oracle_implementation(oracle::Precision::kExact).moe_backward(p, args);
+    };
+    return broken;
+  };
+}
+
+// These break the oracle, whatever is under test: they need its formulas.
+std::vector<Control> controls_of_roundings() {
+  const Implementation unrounded = oracle_implementation(oracle::Precision::kExact);
+  return {
+      {"nothing is rounded before the output",
+       {{kRoundings, Fault::kUnequal}},
+       [unrounded](const Implementation&) { return unrounded; }},
+      {"dS is taken from the unrounded act(H)",
+       {{kRoundings, Fault::kUnequal}},
+       with_exact([](BackwardArgs& args) {
+         args.dx = {};
+         args.grads = {};
+       })},
+      {"A' is not rounded", {{kRoundings, Fault::kUnequal}}, with_exact([](BackwardArgs& args) {
+         args.dx = args.dweights = {};
+         const Tensor down = args.grads.down;
+         args.grads = {};
+         args.grads.down = down;
+       })},
+  };
+}
+
+void judge(const Control& control, const Implementation& sound, const VerifyOptions& options,
+           const ControlProgress& progress, std::vector<ControlResult>& results) {
+  const Implementation broken = control.breakage(sound);
+  for (const Expectation& expectation : control.expectations) {
+    for (const Case& c : layer_cases(options.extent, expectation.case_name)) {
+      if (c.name != expectation.case_name || (sound.serves && !sound.serves(c))) continue;
+      const CaseResult result = run_layer_case(c, broken);
+      results.push_back({control.name, c.name, expectation.fault, result.fault, result.message});
+      if (progress) progress(results.back());
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<ControlResult> negative_controls(const VerifyOptions& options,
+                                             const Implementation& sound,
+                                             const ControlProgress& progress) {
+  std::vector<ControlResult> results;
+  const auto judge_all = [&](const std::vector<Control>& controls, const Implementation& base) {
+    for (const Control& control : controls) {
+      if (std::string(control.name).find(options.filter) == std::string::npos) continue;
+      judge(control, base, options, progress, results);
+    }
+  };
+  judge_all(controls_of_values(), sound);
+  judge_all(controls_of_formulas(), sound);
+  judge_all(controls_of_memory(), sound);
+  judge_all(controls_of_roundings(), oracle_implementation(oracle::Precision::kSame));
+  return results;
+}
+
+}  // namespace sonicmoe::verify

@@ -1,0 +1,27 @@
+// Negative controls: implementations broken on purpose, each of which the harness must reject.
+#pragma once
+
+#include "verify/harness.h"
+
+namespace sonicmoe::verify {
+
+struct ControlResult {
+  std::string name;  ///< what is broken
+  std::string case_name;
+  Fault expected = Fault::kNone;
+  Fault fault = Fault::kNone;  ///< what the harness found; kNone: it was fooled
+  std::string message;
+
+  bool rejected() const { return fault != Fault::kNone; }
+  bool for_the_right_reason() const { return fault == expected; }
+};
+
+using ControlProgress = std::function<void(const ControlResult&)>;
+
+/// Breaks `sound` in every known way and judges each on the cases that show it, as far as `sound`
+/// serves them.
+std::vector<ControlResult> negative_controls(const VerifyOptions& options,
+                                             const Implementation& sound,
+                                             const ControlProgress& progress = {});
+
+}  // namespace sonicmoe::verify
