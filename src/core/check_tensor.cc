@@ -1,0 +1,183 @@
+#include "core/check_tensor.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+namespace sonicmoe::checks {
+namespace {
+
+constexpr std::int64_t kBufferAlignment = 256;
+
+std::string numbers(const std::int64_t* values, std::int32_t count) {
+  std::string text = "(";
+  for (std::int32_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
+  return text + ")";
+}
+
+std::string letters(const Shape& shape) {
+  std::string text = "(";
+  for (std::int32_t i = 0; i < shape.rank; ++i) {
+    text += std::string(i == 0 ? "" : ", ") + shape.dims[i].letter;
+  }
+  return text + ")";
+}
+
+std::int64_t magnitude(std::int64_t v) { return v < 0 ? -v : v; }
+
+bool same_shape(const Tensor& tensor, const Shape& shape) {
+  for (std::int32_t i = 0; i < shape.rank; ++i) {
+    if (tensor.shape[i] != shape.dims[i].size) return false;
+  }
+  return true;
+}
+
+bool has_elements(const Tensor& tensor) {
+  return std::all_of(tensor.shape, tensor.shape + tensor.rank, [](auto n) { return n > 0; });
+}
+
+// The bytes between the first and the last element must be countable, whatever the strides.
+void reach(const Tensor& tensor, const char* name) {
+  std::int64_t bytes = dtype_bytes(tensor.dtype);
+  for (std::int32_t i = 0; i < tensor.rank; ++i) {
+    std::int64_t step = 0;
+    const bool overflow =
+        tensor.stride[i] == INT64_MIN ||
+        __builtin_mul_overflow(tensor.shape[i] - 1, magnitude(tensor.stride[i]), &step) ||
+        __builtin_mul_overflow(step, dtype_bytes(tensor.dtype), &step) ||
+        __builtin_add_overflow(bytes, step, &bytes);
+    if (overflow) {
+      refuse(Status::kOutOfRange, std::string(name) + " has strides " +
+                                      numbers(tensor.stride, tensor.rank) +
+                                      ", must span fewer than 2^63 bytes");
+    }
+  }
+}
+
+// Sufficient, not necessary: each stride must step over everything the smaller ones reach.
+bool overlaps_itself(const Tensor& tensor) {
+  std::array<std::pair<std::int64_t, std::int64_t>, 3> dims{};  // {stride, extent}
+  for (std::int32_t i = 0; i < tensor.rank; ++i) {
+    dims[i] = {magnitude(tensor.stride[i]), tensor.shape[i]};
+  }
+  std::sort(dims.begin(), dims.end());
+  std::int64_t last = 0;
+  for (const auto& [stride, extent] : dims) {
+    if (extent <= 1) continue;
+    if (stride <= last) return true;
+    last += (extent - 1) * stride;
+  }
+  return false;
+}
+
+}  // namespace
+
+void refuse(const std::string& sentence) { refuse(Status::kInvalidArgument, sentence); }
+void refuse(Status status, const std::string& sentence) { throw Error(status, sentence); }
+
+std::string DTypes::text() const {
+  std::string text;
+  for (std::int32_t i = 0; i <= static_cast<std::int32_t>(DType::kI64); ++i) {
+    const auto t = static_cast<DType>(i);
+    if (contains(t)) text += (text.empty() ? "" : " or ") + std::string(dtype_name(t));
+  }
+  return text;
+}
+
+void rank(const Tensor& tensor, const char* name, const char* letters, std::int32_t rank) {
+  if (tensor.rank != rank) {
+    refuse(std::string(name) + " has rank " + std::to_string(tensor.rank) + ", must be " +
+           std::to_string(rank) + ": " + letters);
+  }
+}
+
+void input(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes) {
+  rank(tensor, name, letters(shape).c_str(), shape.rank);
+  if (!same_shape(tensor, shape)) {
+    std::array<std::int64_t, 3> wanted{};
+    for (std::int32_t i = 0; i < shape.rank; ++i) wanted[i] = shape.dims[i].size;
+    refuse(std::string(name) + " has shape " + numbers(tensor.shape, tensor.rank) + ", must be " +
+           letters(shape) + " = " + numbers(wanted.data(), shape.rank));
+  }
+  if (!dtypes.contains(tensor.dtype)) {
+    refuse(std::string(name) + " is " + dtype_name(tensor.dtype) + ", must be " + dtypes.text());
+  }
+  if (!has_elements(tensor)) return;
+  if (tensor.data == nullptr) {
+    refuse(std::string(name) + " is null, must point to " + letters(shape) + " = " +
+           numbers(tensor.shape, tensor.rank) + " elements");
+  }
+  reach(tensor, name);
+}
+
+void output(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes) {
+  input(tensor, name, shape, dtypes);
+  if (has_elements(tensor) && overlaps_itself(tensor)) {
+    refuse(std::string(name) + " has strides " + numbers(tensor.stride, tensor.rank) +
+           " for shape " + numbers(tensor.shape, tensor.rank) +
+           ", must not overlap itself because it is written");
+  }
+}
+
+void absent(const Tensor& tensor, const std::string& name, const char* reason) {
+  if (given(tensor)) refuse(name + " is given, must be empty: " + reason);
+}
+
+void at_least(const char* name, std::int64_t value, std::int64_t least) {
+  if (value < least) {
+    refuse(std::string(name) + " is " + std::to_string(value) + ", must be at least " +
+           std::to_string(least));
+  }
+}
+
+void below_2_31(const char* name, std::int64_t value) {
+  if (value > INT32_MAX) {
+    refuse(Status::kOutOfRange,
+           std::string(name) + " is " + std::to_string(value) + ", must be below 2^31");
+  }
+}
+
+void finite(const char* name, double value) {
+  if (!std::isfinite(value)) {
+    refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite");
+  }
+}
+
+void known(const char* name, std::int32_t value, std::int32_t count) {
+  if (value < 0 || value >= count) {
+    refuse(std::string(name) + " is " + std::to_string(value) + ", must be in 0 to " +
+           std::to_string(count - 1));
+  }
+}
+
+std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors) {
+  std::int64_t result = 1;
+  for (std::int64_t factor : factors) {
+    if (__builtin_mul_overflow(result, factor, &result)) {
+      std::string text;
+      for (std::int64_t f : factors) text += (text.empty() ? "" : " * ") + std::to_string(f);
+      refuse(Status::kOutOfRange, std::string(name) + " is " + text + ", must be below 2^63");
+    }
+  }
+  return result;
+}
+
+void buffer(const Buffer& buffer, const char* name, std::int64_t needed) {
+  const std::string least = ", must have at least " + std::to_string(needed) + " bytes";
+  if (buffer.data == nullptr) {
+    if (needed > 0) refuse(Status::kWorkspaceTooSmall, std::string(name) + " is missing" + least);
+    return;
+  }
+  if (buffer.bytes < needed) {
+    refuse(Status::kWorkspaceTooSmall,
+           std::string(name) + " has " + std::to_string(buffer.bytes) + " bytes" + least);
+  }
+  const auto offset = reinterpret_cast<std::uintptr_t>(buffer.data) % kBufferAlignment;
+  if (needed > 0 && offset != 0) {
+    refuse(std::string(name) + " begins " + std::to_string(offset) +
+           " bytes past a multiple of 256, must be aligned to 256 bytes");
+  }
+}
+
+}  // namespace sonicmoe::checks

@@ -1,0 +1,68 @@
+// The vocabulary of the checks: one rule per argument, one sentence per refusal.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::checks {
+
+[[noreturn]] void refuse(const std::string& sentence);
+[[noreturn]] void refuse(Status status, const std::string& sentence);
+
+/// A set of element types, one bit each.
+class DTypes {
+ public:
+  constexpr DTypes(DType one) : bits_(1u << static_cast<std::uint32_t>(one)) {}
+  constexpr DTypes(std::initializer_list<DType> list) {
+    for (DType t : list) bits_ |= 1u << static_cast<std::uint32_t>(t);
+  }
+  constexpr bool contains(DType t) const {
+    const auto index = static_cast<std::uint32_t>(t);
+    return index < 32u && (bits_ >> index & 1u) != 0;
+  }
+  std::string text() const;
+
+ private:
+  std::uint32_t bits_ = 0;
+};
+inline constexpr DTypes kFloats = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
+inline constexpr DTypes kIndices = {DType::kI32, DType::kI64};
+
+/// A dimension by its letter, so that a sentence can say both "(T, d)" and "(4, 8)".
+struct Dim {
+  const char* letter;
+  std::int64_t size;
+};
+struct Shape {
+  Shape(std::initializer_list<Dim> list) {
+    for (const Dim& d : list) dims[rank++] = d;
+  }
+  std::int32_t rank = 0;
+  Dim dims[3] = {};
+};
+
+/// Rank only, for tensors whose extents define T, E or R.
+void rank(const Tensor& tensor, const char* name, const char* letters, std::int32_t rank);
+/// Shape, dtype, data and the reach of the strides.
+void input(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
+/// As input, and no two elements may share memory.
+void output(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
+/// An argument that has no meaning here, e.g. a gate for silu.
+void absent(const Tensor& tensor, const std::string& name, const char* reason);
+
+inline bool given(const Tensor& tensor) { return tensor.data != nullptr; }
+
+void at_least(const char* name, std::int64_t value, std::int64_t least);
+/// For counts and indices that are stored in 32 bits.
+void below_2_31(const char* name, std::int64_t value);
+void finite(const char* name, double value);
+void known(const char* name, std::int32_t value, std::int32_t count);
+/// a*b*c, refused by name when it passes 2^63.
+std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors);
+
+void buffer(const Buffer& buffer, const char* name, std::int64_t needed);
+
+}  // namespace sonicmoe::checks

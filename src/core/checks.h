@@ -1,0 +1,48 @@
+// What every public function refuses before it begins: all that the host can see of its arguments.
+// Values that live on the device (ids, offsets, counts) are defined for every bit pattern instead.
+#pragma once
+
+#include "sonicmoe/grouped_gemm.h"
+#include "sonicmoe/moe.h"
+#include "sonicmoe/routing.h"
+
+namespace sonicmoe::checks {
+
+void exec(const Exec& exec);
+
+/// C by the form alone; the other fields need not make sense yet.
+std::int64_t rows(const Problem& problem);
+void problem(const Problem& problem);
+void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
+/// The tensors only; the buffers need the backend's sizes and are checked by forward_buffers.
+void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
+/// Which pass the buffers of a forward ask for: training as soon as h or saved is given.
+Pass forward_pass(const ForwardArgs& args);
+void forward_buffers(const ForwardArgs& args, const Sizes& needed);
+void backward_buffers(const BackwardArgs& args, const Sizes& needed);
+
+void grouped_gemm(const GroupedGemm& args, const Exec& exec);
+void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);
+
+void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+           const Tensor& weights, const Exec& exec);
+void route_backward(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                    const Tensor& dweights, const Tensor& dlogits, const Exec& exec);
+/// Options and sizes of a rounding, without its tensors.
+void round_options(const RoundOptions& options, std::int64_t tokens, std::int64_t experts);
+void token_round(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
+                 const Exec& exec);
+void token_round_backward(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
+                          const Tensor& dweight, const Tensor& dlogits, const Exec& exec);
+void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
+                   const Exec& exec);
+void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
+                            const Tensor& dlogits, const Exec& exec);
+void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                   const RouterLosses& out, const Exec& exec);
+void router_losses_backward(const RouteOptions& options, const Tensor& logits,
+                            const Tensor& tokens_per_expert, const Tensor& dvalues,
+                            const Tensor& dlogits, const Exec& exec);
+
+}  // namespace sonicmoe::checks

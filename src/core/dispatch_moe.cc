@@ -1,0 +1,41 @@
+// Public functions of the layer and of the grouped GEMM: check, then hand over to the backend.
+#include "core/backend_table.h"
+#include "core/checks.h"
+
+namespace sonicmoe {
+namespace {
+
+Sizes sizes_of(const Problem& problem, Pass pass, const Exec& exec) {
+  return serve(exec, "moe_sizes", &cpu::moe_sizes, &CudaBackend::moe_sizes)(problem, pass, exec);
+}
+
+}  // namespace
+
+Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec) {
+  checks::moe_sizes(problem, pass, exec);
+  return sizes_of(problem, pass, exec);
+}
+
+void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
+  checks::moe_forward(problem, args, exec);
+  checks::forward_buffers(args, sizes_of(problem, checks::forward_pass(args), exec));
+  serve(exec, "moe_forward", &cpu::moe_forward, &CudaBackend::moe_forward)(problem, args, exec);
+}
+
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
+  checks::moe_backward(problem, args, exec);
+  checks::backward_buffers(args, sizes_of(problem, Pass::kBackward, exec));
+  serve(exec, "moe_backward", &cpu::moe_backward, &CudaBackend::moe_backward)(problem, args, exec);
+}
+
+void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
+  checks::grouped_gemm(args, exec);
+  serve(exec, "grouped_gemm", &cpu::grouped_gemm, &CudaBackend::grouped_gemm)(args, exec);
+}
+
+void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
+  checks::grouped_gemm_k(args, exec);
+  serve(exec, "grouped_gemm_k", &cpu::grouped_gemm_k, &CudaBackend::grouped_gemm_k)(args, exec);
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,11 @@
+// C of the layer, from what the host knows.
+#include "core/checks.h"
+
+namespace sonicmoe {
+
+std::int64_t row_capacity(const Problem& problem) {
+  checks::problem(problem);
+  return checks::rows(problem);
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,126 @@
+// What the checks tests share: a backend that only counts its calls (defined here, so the real one
+// is never linked), and memory that must keep every byte of its pattern through a refusal.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/backend_table.h"
+#include "core/workspace.h"
+
+namespace sonicmoe::test {
+
+inline int backend_calls = 0;
+inline constexpr Sizes kFakeSizes = {1024, 512, 768};
+inline constexpr std::int64_t kFakeRoundScratch = 640;
+
+/// One aligned block; every tensor of a test is carved from it.
+class Memory {
+ public:
+  Memory() : storage_(kBytes + Arena::kAlignment) {
+    const auto address = reinterpret_cast<std::uintptr_t>(storage_.data());
+    base_ = storage_.data() + (Arena::kAlignment - address % Arena::kAlignment) % Arena::kAlignment;
+    arena_ = Arena(Buffer{base_, kBytes});
+    std::memset(base_, 0xA5, kBytes);
+  }
+
+  Buffer buffer(std::int64_t bytes) {
+    Buffer result{arena_.carve<std::byte>(bytes), bytes};
+    EXPECT_LE(arena_.bytes(), kBytes);
+    return result;
+  }
+  Tensor tensor(DType t, std::vector<std::int64_t> shape) {
+    std::int64_t count = 1;
+    for (std::int64_t n : shape) count *= n;
+    void* data = buffer(count * dtype_bytes(t)).data;
+    if (shape.size() == 1) return tensor1(data, t, shape[0]);
+    if (shape.size() == 2) return tensor2(data, t, shape[0], shape[1]);
+    return tensor3(data, t, shape[0], shape[1], shape[2]);
+  }
+  bool untouched() const {
+    return std::all_of(base_, base_ + kBytes, [](std::byte b) { return b == std::byte{0xA5}; });
+  }
+
+ private:
+  static constexpr std::int64_t kBytes = 1 << 16;
+  std::vector<std::byte> storage_;
+  std::byte* base_ = nullptr;
+  Arena arena_;
+};
+
+/// One line of a table: what is broken, and the whole sentence that must come back.
+template <class Call>
+struct Refusal {
+  std::function<void(Call&)> spoil;
+  const char* sentence;
+  Status status = Status::kInvalidArgument;
+};
+
+/// Every line must be refused with its own sentence, without a backend call or a written byte.
+/// Call has a Memory `memory` and a function run(); unspoilt it must reach the backend.
+template <class Call>
+void expect_refusals(const std::vector<Refusal<Call>>& table) {
+  {
+    Call good;
+    backend_calls = 0;
+    EXPECT_NO_THROW(good.run());
+    EXPECT_EQ(backend_calls, 1);
+  }
+  for (const Refusal<Call>& line : table) {
+    SCOPED_TRACE(line.sentence);
+    Call call;
+    line.spoil(call);
+    backend_calls = 0;
+    try {
+      call.run();
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& e) {
+      EXPECT_STREQ(e.what(), line.sentence);
+      EXPECT_EQ(e.status(), line.status);
+    }
+    EXPECT_EQ(backend_calls, 0);
+    EXPECT_TRUE(call.memory.untouched());
+  }
+}
+
+}  // namespace sonicmoe::test
+
+namespace sonicmoe::cpu {
+
+#define SONICMOE_COUNT_CALL \
+  {                         \
+    ++test::backend_calls;  \
+  }
+Sizes moe_sizes(const Problem&, Pass pass, const Exec&) {
+  return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes} : test::kFakeSizes;
+}
+std::int64_t round_scratch_bytes(const RoundOptions&, std::int64_t, std::int64_t, const Exec&) {
+  return test::kFakeRoundScratch;
+}
+void moe_forward(const Problem&, const ForwardArgs&, const Exec&) SONICMOE_COUNT_CALL
+    void moe_backward(const Problem&, const BackwardArgs&, const Exec&) SONICMOE_COUNT_CALL
+    void grouped_gemm(const GroupedGemm&, const Exec&) SONICMOE_COUNT_CALL
+    void grouped_gemm_k(const GroupedGemmK&, const Exec&) SONICMOE_COUNT_CALL
+    void route(const RouteOptions&, const Tensor&, const Tensor&, const Tensor&,
+               const Exec&) SONICMOE_COUNT_CALL
+    void route_backward(const RouteOptions&, const Tensor&, const Tensor&, const Tensor&,
+                        const Tensor&, const Exec&) SONICMOE_COUNT_CALL
+    void token_round(const RoundOptions&, const Tensor&, const Pairs&, Buffer,
+                     const Exec&) SONICMOE_COUNT_CALL
+    void token_round_backward(const RoundOptions&, const Tensor&, const Pairs&, const Tensor&,
+                              const Tensor&, Buffer, const Exec&) SONICMOE_COUNT_CALL
+    void expert_choice(const Tensor&, std::int64_t, const Pairs&, const Exec&) SONICMOE_COUNT_CALL
+    void expert_choice_backward(const Tensor&, const Pairs&, const Tensor&, const Tensor&,
+                                const Exec&) SONICMOE_COUNT_CALL
+    void router_losses(const RouteOptions&, const Tensor&, const Tensor&, const RouterLosses&,
+                       const Exec&) SONICMOE_COUNT_CALL
+    void router_losses_backward(const RouteOptions&, const Tensor&, const Tensor&, const Tensor&,
+                                const Tensor&, const Exec&) SONICMOE_COUNT_CALL
+#undef SONICMOE_COUNT_CALL
+
+}  // namespace sonicmoe::cpu
