@@ -109,8 +109,8 @@ struct Rounding {
 TEST(ChecksRouting, TokenRoundRefusals) {
   expect_refusals<Rounding>({
       {[](Rounding& r) { r.options.tile = 0; }, "tile is 0, must be at least 1"},
-      {[](Rounding& r) { r.options.tile = 1LL << 31; }, "tile is 2147483648, must be below 2^31",
-       Status::kOutOfRange},
+      {[](Rounding& r) { r.options.tile = 1LL << 61; },
+       "experts * tile is 4 * 2305843009213693952, must be below 2^63", Status::kOutOfRange},
       {[](Rounding& r) { r.options.mode = static_cast<RoundingMode>(6); },
        "mode is 6, must be in 0 to 5"},
       {[](Rounding& r) { r.options.route.top_k = 9; }, "top_k is 9, must be at most E = 4"},

@@ -123,7 +123,6 @@ void round_options(const RoundOptions& o, std::int64_t tokens, std::int64_t expe
   below_2_31("experts", experts);
   route_options(o.route, experts);
   at_least("tile", o.tile, 1);
-  below_2_31("tile", o.tile);
   known("mode", static_cast<std::int32_t>(o.mode), kRoundingModeCount);
 }
 
