@@ -1,0 +1,85 @@
+// From libtorch's boxed calling convention to a function of one struct: an operator with fourteen
+// arguments stays readable, and every error leaves as an exception that Python understands.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "sonicmoe/status.h"
+
+namespace sonicmoe_torch {
+
+/// Python turns std::invalid_argument into ValueError by itself, also out of a compiled graph. What
+/// it has no C++ type for carries its name in front (_library.py takes it off again).
+[[noreturn]] inline void rethrow(const sonicmoe::Error& error) {
+  switch (error.status()) {
+    case sonicmoe::Status::kInvalidArgument:
+    case sonicmoe::Status::kOutOfRange:
+    case sonicmoe::Status::kWorkspaceTooSmall:
+      throw std::invalid_argument(error.what());
+    case sonicmoe::Status::kUnsupported:
+      throw std::runtime_error(std::string("NotImplementedError: ") + error.what());
+    default:
+      throw std::runtime_error(error.what());
+  }
+}
+
+template <class Function>
+struct ArgumentOf;
+template <class Result, class Argument>
+struct ArgumentOf<Result (*)(Argument&)> {
+  using type = Argument;
+};
+
+template <class T>
+struct IsTuple : std::false_type {};
+template <class... T>
+struct IsTuple<std::tuple<T...>> : std::true_type {};
+
+/// The boxed kernel of kFunction: `Result f(Args&)`, where Args::fields() ties its members in the
+/// order of the schema's arguments, and Result is a value or a tuple of values.
+template <auto kFunction>
+void box(StableIValue* stack, std::uint64_t num_args, std::uint64_t num_outputs) {
+  typename ArgumentOf<decltype(kFunction)>::type args;
+  auto fields = args.fields();
+  constexpr std::size_t kArgs = std::tuple_size_v<decltype(fields)>;
+  STD_TORCH_CHECK(num_args == kArgs, "the schema has ", num_args, " arguments, its kernel ", kArgs);
+  // Every argument is taken off the stack before anything may throw: taking is owning.
+  std::apply(
+      [&](auto&... field) {
+        std::size_t i = 0;
+        ((field = torch::stable::detail::to<std::remove_reference_t<decltype(field)>>(stack[i++])),
+         ...);
+      },
+      fields);
+  auto results = [&] {
+    try {
+      auto result = kFunction(args);
+      if constexpr (IsTuple<decltype(result)>::value) {
+        return result;
+      } else {
+        return std::make_tuple(std::move(result));
+      }
+    } catch (const sonicmoe::Error& error) {
+      rethrow(error);
+    }
+  }();
+  constexpr std::size_t kResults = std::tuple_size_v<decltype(results)>;
+  STD_TORCH_CHECK(num_outputs == kResults, "the schema has ", num_outputs, " results, its kernel ",
+                  kResults);
+  std::apply(
+      [&](auto&... result) {
+        std::size_t i = 0;
+        ((stack[i++] = torch::stable::detail::from(result)), ...);
+      },
+      results);
+}
+
+}  // namespace sonicmoe_torch

@@ -1,0 +1,63 @@
+"""Mixture-of-Experts layers for training, on PyTorch tensors (docs/pytorch.md).
+
+Importing never compiles anything and never touches a GPU. Where the library cannot be loaded the
+import still works, and unsupported_reason() says why.
+"""
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(
+        "sonicmoe_cpp needs PyTorch 2.10 or later, which this Python cannot import: install torch "
+        "(https://pytorch.org/get-started), then import sonicmoe_cpp again"
+    ) from error
+
+from importlib import metadata
+
+from . import _library
+from ._library import is_available, unsupported_reason
+from .layer import Activation, moe, moe_grouped, moe_pairs
+from .module import MoE, MoEAux
+from .routing import Pairs, expert_choice, route, token_round
+
+__all__ = [
+    "Activation",
+    "MoE",
+    "MoEAux",
+    "Pairs",
+    "__version__",
+    "expert_choice",
+    "is_available",
+    "moe",
+    "moe_grouped",
+    "moe_pairs",
+    "route",
+    "show_config",
+    "token_round",
+    "unsupported_reason",
+]
+
+
+def _version() -> str:
+    if _library.PROBLEM is None:
+        return torch.ops.sonicmoe_cpp.version()
+    try:
+        return metadata.version("sonicmoe-cpp")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+__version__ = _version()
+
+
+def show_config() -> str:
+    """Versions, library, devices and threads, as text for a bug report."""
+    reason = unsupported_reason()
+    lines = {
+        "sonicmoe_cpp": __version__,
+        "torch": torch.__version__,
+        "library": _library.path(),
+        "cpu": f"available, {torch.get_num_threads()} threads" if reason is None else reason,
+        "cuda": unsupported_reason("cuda") or "available",
+    }
+    return "\n".join(f"{name}: {value}" for name, value in lines.items())

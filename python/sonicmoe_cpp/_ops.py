@@ -1,0 +1,278 @@
+"""What torch must know beyond the kernels: shapes of results (fakes) and derivatives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+ops = torch.ops.sonicmoe_cpp
+
+GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
+UNGATED = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+# The arguments that every operator of the layer takes, in the schema's order.
+LAYER = ["x", "index", "second", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down"]
+LAYER += ["form", "activation", "alpha", "limit", "gate_layout"]
+LAYER_TENSORS = LAYER[:9]
+# The bit of each differentiable argument in `needs`.
+NEEDS = {
+    name: 1 << bit
+    for bit, name in enumerate(("x", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down"))
+}
+
+
+def score_dtype(t: Tensor) -> torch.dtype:
+    """Scores are fp32, and fp64 beside fp64 tensors."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+def row_capacity(x: Tensor, index: Tensor, form: str):
+    """C: the rows that buffers are sized for."""
+    return x.shape[0] if form == "grouped" else index.numel()
+
+
+def saved_bytes(tokens, rows, experts):
+    """Bytes of metadata kept for backward, as in ops.cc."""
+    return 20 * rows + 16 * tokens + 1024 * experts
+
+
+def _like_x(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_inference(*layer):
+    return _like_x(layer[0])
+
+
+def _fake_forward(*arguments):
+    a = dict(zip(LAYER, arguments, strict=False))
+    x, w_down = a["x"], a["w_down"]
+    rows = row_capacity(x, a["index"], a["form"])
+    factor = 2 if a["activation"] in GATED else 1
+    h = x.new_empty((rows, factor * w_down.shape[2]))
+    size = saved_bytes(x.shape[0], rows, w_down.shape[0])
+    return _like_x(x), h, x.new_empty((size,), dtype=torch.uint8)
+
+
+def _fake_gradient(a: dict, needs: int, name: str) -> Tensor:
+    if a[name] is None or not needs & NEEDS[name]:
+        return a["x"].new_empty((0,))
+    return torch.empty_like(a[name])
+
+
+def _fake_backward(dout, *arguments):
+    a = dict(zip(LAYER, arguments, strict=False))
+    needs = arguments[len(LAYER) + 2]
+    return tuple(_fake_gradient(a, needs, name) for name in NEEDS)
+
+
+def _fake_backward_accumulate(dout, *arguments):
+    a = dict(zip(LAYER, arguments, strict=False))
+    needs = arguments[len(LAYER) + 2]
+
+    def bias(name):
+        if a[name] is None or not needs & NEEDS[name]:
+            return a["x"].new_empty((0,))
+        return torch.empty(a[name].shape, dtype=torch.float32, device=a["x"].device)
+
+    fresh = [_fake_gradient(a, needs, name) for name in ("x", "weights")]
+    return (*fresh, bias("b_up"), bias("b_down"))
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """`t` itself when its rows lie one after the other, else a copy (weights are never copied)."""
+    if t.stride(1) == 1 and t.stride(0) >= t.shape[1]:
+        return t
+    return t.contiguous()
+
+
+def _setup_layer(ctx, inputs, output):
+    # Main gradients are kept by reference: another backward may add to them in between, which
+    # saved tensors would take for an error.
+    ctx.main_gradients = inputs[len(LAYER) :]
+    ctx.options = inputs[len(LAYER_TENSORS) : len(LAYER)]
+    _, h, saved = output
+    ctx.mark_non_differentiable(h, saved)
+    ctx.save_for_backward(*inputs[: len(LAYER_TENSORS)], h, saved)
+
+
+def _layer_backward(ctx, dout, *_unused):
+    *tensors, h, saved = ctx.saved_tensors
+    wanted = dict(zip(LAYER, ctx.needs_input_grad, strict=False))
+    g_gate, g_up, g_down = ctx.main_gradients
+    accumulate = g_up is not None
+    if accumulate:
+        wanted.update(w_gate=g_gate is not None, w_up=True, w_down=True)
+    needs = sum(bit for name, bit in NEEDS.items() if wanted[name])
+    arguments = (rows_of(dout), *tensors, *ctx.options, h, saved, needs)
+    if accumulate:
+        dx, dweights, *biases = ops.moe_backward_accumulate(*arguments, g_gate, g_up, g_down)
+        biases = (b.to(dx.dtype) for b in biases)
+        results = (dx, dweights, None, None, None, *biases)
+        wanted.update(w_gate=False, w_up=False, w_down=False)
+    else:
+        results = ops.moe_backward(*arguments)
+    gradients = dict(zip(NEEDS, results, strict=True))
+    ordered = [gradients[name] if name in NEEDS and wanted[name] else None for name in LAYER]
+    return (*ordered, None, None, None)
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+def round_capacity(tokens, experts: int, k: int, tile: int, mode: str):
+    """C of token_round; tokens may be symbolic."""
+    if mode == "down":
+        return tokens * k
+    if mode == "nearest":
+        return tokens * k + experts * tile // 2
+    return torch.sym_min(tokens * experts, tokens * k + experts * tile)
+
+
+def _fake_pairs(logits: Tensor, capacity):
+    return (
+        logits.new_empty((capacity,), dtype=torch.int32),
+        logits.new_empty((capacity,), dtype=torch.int32),
+        logits.new_empty((capacity,), dtype=score_dtype(logits)),
+        logits.new_empty((logits.shape[1] + 1,), dtype=torch.int64),
+    )
+
+
+def _fake_route(logits, bias, k, *options):
+    shape = (logits.shape[0], k)
+    return (
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty(shape, dtype=score_dtype(logits)),
+    )
+
+
+def _fake_token_round(logits, bias, k, score, renormalize, scale, n_group, topk_group, seed, *rule):
+    return _fake_pairs(logits, round_capacity(logits.shape[0], logits.shape[1], k, *rule))
+
+
+def _fake_expert_choice(logits, capacity):
+    return _fake_pairs(logits, logits.shape[1] * torch.sym_min(capacity, logits.shape[0]))
+
+
+def _fake_router_losses(ids, logits, *options):
+    return (
+        logits.new_empty((2,), dtype=score_dtype(logits)),
+        logits.new_empty((logits.shape[1],), dtype=torch.int64),
+    )
+
+
+def _setup_route(ctx, inputs, output):
+    logits, bias, *ctx.options = inputs
+    ids, _ = output
+    ctx.mark_non_differentiable(ids)
+    ctx.save_for_backward(logits, bias, ids)
+
+
+def _route_backward(ctx, _dids, dweights):
+    logits, bias, ids = ctx.saved_tensors
+    dlogits = ops.route_backward(dweights.contiguous(), ids, logits, bias, *ctx.options)
+    return (dlogits, *[None] * (1 + len(ctx.options)))
+
+
+def _setup_token_round(ctx, inputs, output):
+    logits, bias, *options, seed, tile, mode = inputs
+    ctx.options, ctx.rule = options, (tile, mode)
+    token, expert, _, offsets = output
+    ctx.mark_non_differentiable(token, expert, offsets)
+    ctx.save_for_backward(*output, logits, bias, seed)
+
+
+def _token_round_backward(ctx, _dtoken, _dexpert, dweight, _doffsets):
+    *pairs, logits, bias, seed = ctx.saved_tensors
+    dlogits = ops.token_round_backward(
+        dweight.contiguous(), *pairs, logits, bias, *ctx.options, seed, *ctx.rule
+    )
+    return (dlogits, *[None] * (4 + len(ctx.options)))
+
+
+def _setup_expert_choice(ctx, inputs, output):
+    token, expert, _, offsets = output
+    ctx.mark_non_differentiable(token, expert, offsets)
+    ctx.save_for_backward(*output, inputs[0])
+
+
+def _expert_choice_backward(ctx, _dtoken, _dexpert, dweight, _doffsets):
+    *pairs, logits = ctx.saved_tensors
+    return ops.expert_choice_backward(dweight.contiguous(), *pairs, logits), None
+
+
+def _setup_router_losses(ctx, inputs, output):
+    _, logits, bias, *ctx.options = inputs
+    _, counts = output
+    ctx.mark_non_differentiable(counts)
+    ctx.save_for_backward(counts, logits, bias)
+
+
+def _router_losses_backward(ctx, dvalues, _dcounts):
+    counts, logits, bias = ctx.saved_tensors
+    dlogits = ops.router_losses_backward(dvalues.contiguous(), counts, logits, bias, *ctx.options)
+    return (None, dlogits, *[None] * (1 + len(ctx.options)))
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+def _once(name: str):
+    """A backward that refuses to be differentiated, by a sentence instead of a missing kernel."""
+
+    def setup(ctx, inputs, output):
+        ctx.arguments = len(inputs)
+
+    def refuse(ctx, *_gradients):
+        raise NotImplementedError(f"sonicmoe_cpp.{name} has no second derivative")
+
+    return setup, refuse
+
+
+FAKES = {
+    "moe_inference": _fake_inference,
+    "moe_forward": _fake_forward,
+    "moe_backward": _fake_backward,
+    "moe_backward_accumulate": _fake_backward_accumulate,
+    "route": _fake_route,
+    "route_backward": lambda dweights, ids, logits, *options: _like_x(logits),
+    "token_round": _fake_token_round,
+    "token_round_backward": lambda dweight, t, e, w, o, logits, *options: _like_x(logits),
+    "expert_choice": _fake_expert_choice,
+    "expert_choice_backward": lambda dweight, t, e, w, o, logits: _like_x(logits),
+    "router_losses": _fake_router_losses,
+    "router_losses_backward": lambda dvalues, counts, logits, *options: _like_x(logits),
+}
+DERIVATIVES = {
+    "moe_forward": (_setup_layer, _layer_backward),
+    "route": (_setup_route, _route_backward),
+    "token_round": (_setup_token_round, _token_round_backward),
+    "expert_choice": (_setup_expert_choice, _expert_choice_backward),
+    "router_losses": (_setup_router_losses, _router_losses_backward),
+} | {
+    name: _once(name)
+    for name in (
+        "moe_backward",
+        "route_backward",
+        "token_round_backward",
+        "expert_choice_backward",
+        "router_losses_backward",
+    )
+}
+
+
+def register() -> None:
+    """Tells torch about fakes and derivatives, once the library has been loaded."""
+    for name, fake in FAKES.items():
+        torch.library.register_fake(f"sonicmoe_cpp::{name}", fake)
+    for name, (setup, backward) in DERIVATIVES.items():
+        torch.library.register_autograd(f"sonicmoe_cpp::{name}", backward, setup_context=setup)
+
+
+if _library.PROBLEM is None:
+    register()

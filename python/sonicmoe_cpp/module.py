@@ -1,0 +1,175 @@
+"""The whole layer as a module: router, experts and the router's losses."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _checks, _ops
+from .layer import LAYOUTS, Activation, _activation, moe, moe_pairs
+from .routing import MODES, SCORES, route, router_losses, token_round
+
+ROUTINGS = ("topk", "token_rounding")
+
+
+class MoEAux(NamedTuple):
+    """What a MoE says beside its output."""
+
+    loss: Tensor  # () lb_coef * load_balancing + z_coef * z: add it to the model's loss
+    load_balancing: Tensor  # ()
+    z: Tensor  # ()
+    tokens_per_expert: Tensor  # (E,) int64, the top-k choice before rounding
+    logits: Tensor  # (T, E)
+
+
+@functools.cache
+def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
+    warnings.warn(
+        f"token rounding needs T*K >= E*tile/2 = {num_experts * tile // 2} rows "
+        f"(E={num_experts}, K={top_k}, tile={tile}): smaller batches use plain top-k",
+        stacklevel=3,
+    )
+
+
+# Compiled code warns while it is traced.
+_warn_few_tokens_once = torch.compiler.assume_constant_result(_warn_few_tokens)
+
+
+class MoE(nn.Module):
+    """A router and E experts, K of them a token. forward(x) returns (out, MoEAux).
+
+    routing="token_rounding" rounds every expert's tokens to multiples of `tile` by `rounding` while
+    training; evaluation always uses plain top-k. rounding="stochastic" draws its seed from torch's
+    CPU generator on every step (torch.manual_seed reproduces a run, and recomputation under
+    activation checkpointing sees the same draw); `seed` is mixed in.
+
+    Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n) and, with bias=True,
+    b_up (E, G*n), b_down (E, d). gate_layout says where gate and up lie in w_up and b_up.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        gate_layout: str = "concatenated",
+        routing: str = "topk",
+        score: str = "softmax_after_topk",
+        renormalize: bool = False,
+        scale: float = 1.0,
+        n_group: int | None = None,
+        topk_group: int | None = None,
+        tile: int = 128,
+        rounding: str = "nearest",
+        seed: int = 0,
+        lb_coef: float = 0.0,
+        z_coef: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        sizes = {"num_experts": num_experts, "hidden_size": hidden_size}
+        sizes |= {"intermediate_size": intermediate_size, "tile": tile}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}, must be at least 1")
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k is {top_k}, must be between 1 and num_experts = {num_experts}")
+        for name, value, allowed in (
+            ("gate_layout", gate_layout, LAYOUTS),
+            ("routing", routing, ROUTINGS),
+            ("score", score, SCORES),
+            ("rounding", rounding, MODES),
+        ):
+            _checks.one_of(name, value, allowed)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation = _activation(activation)
+        self.gate_layout = gate_layout
+        self.routing = routing
+        self.route_options = {"score": score, "renormalize": renormalize, "scale": scale}
+        self.route_options |= {"n_group": n_group, "topk_group": topk_group}
+        self.tile = tile
+        self.rounding = rounding
+        self.seed = seed
+        self.lb_coef = lb_coef
+        self.z_coef = z_coef
+
+        where = {"device": device, "dtype": dtype}
+        rows = intermediate_size * (2 if self.activation.name in _ops.GATED else 1)
+        self.router = nn.Linear(hidden_size, num_experts, bias=False, **where)
+        self.w_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size, **where))
+        self.w_down = nn.Parameter(
+            torch.empty(num_experts, hidden_size, intermediate_size, **where)
+        )
+        if bias:
+            self.b_up = nn.Parameter(torch.empty(num_experts, rows, **where))
+            self.b_down = nn.Parameter(torch.empty(num_experts, hidden_size, **where))
+        else:
+            self.register_parameter("b_up", None)
+            self.register_parameter("b_down", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights ~ N(0, 1/fan_in), router too; biases zero."""
+        for weight in (self.router.weight, self.w_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        for bias in (self.b_up, self.b_down):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def extra_repr(self) -> str:
+        text = (
+            f"num_experts={self.num_experts}, top_k={self.top_k}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation.name}, "
+            f"bias={self.b_up is not None}, routing={self.routing}"
+        )
+        if self.routing == "token_rounding":
+            text += f", tile={self.tile}, rounding={self.rounding}"
+        return text
+
+    def _rounds(self, tokens) -> bool:
+        if not self.training or self.routing != "token_rounding":
+            return False
+        if 2 * tokens * self.top_k >= self.num_experts * self.tile:
+            return True
+        if tokens > 0:
+            _warn_few_tokens_once(self.num_experts, self.top_k, self.tile)
+        return False
+
+    def _seed(self) -> Tensor | int:
+        if self.rounding != "stochastic":
+            return 0
+        return torch.randint(2**62, (), dtype=torch.int64) ^ self.seed
+
+    def forward(self, x: Tensor, *, selection_bias: Tensor | None = None) -> tuple[Tensor, MoEAux]:
+        """x (..., d) -> out (..., d), MoEAux. selection_bias (E,) needs score="sigmoid"."""
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, its last dimension must be {self.hidden_size}"
+            )
+        rows = x.reshape(-1, self.hidden_size)
+        logits = self.router(rows)
+        options = self.route_options | {"bias": selection_bias}
+        ids, weights = route(logits, self.top_k, **options)
+        experts = {"b_up": self.b_up, "b_down": self.b_down, "activation": self.activation}
+        experts |= {"gate_layout": self.gate_layout}
+        if self._rounds(rows.shape[0]):
+            rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
+            pairs = token_round(logits, self.top_k, **rule, **options)
+            out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
+        else:
+            out = moe(rows, ids, weights, self.w_up, self.w_down, **experts)
+        load_balancing, z, counts = router_losses(logits, ids, **options)
+        loss = self.lb_coef * load_balancing + self.z_coef * z
+        return out.reshape(x.shape), MoEAux(loss, load_balancing, z, counts, logits)
