@@ -220,8 +220,8 @@ TEST(ChecksMoe, ExecAndBufferRefusals) {
        Status::kWorkspaceTooSmall},
       {[](Forward& f) { f.args.saved = {}; }, "saved is missing, must have at least 512 bytes",
        Status::kWorkspaceTooSmall},
-      {[](Forward& f) { f.args.saved.data = static_cast<std::byte*>(f.args.saved.data) + 64; },
-       "saved begins 64 bytes past a multiple of 256, must be aligned to 256 bytes"},
+      {[](Forward& f) { f.args.saved.data = static_cast<std::byte*>(f.args.saved.data) + 32; },
+       "saved begins 32 bytes past a multiple of 64, must be aligned to 64 bytes"},
   });
 }
 

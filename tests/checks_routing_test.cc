@@ -148,7 +148,7 @@ TEST(ChecksRouting, TokenRoundBackwardRefusals) {
       {[](RoundingBackward& r) { r.dlogits.shape[1] = 3; },
        "dlogits has shape (6, 3), must be (T, E) = (6, 4)"},
       {[](RoundingBackward& r) { r.scratch.data = static_cast<std::byte*>(r.scratch.data) + 8; },
-       "scratch begins 8 bytes past a multiple of 256, must be aligned to 256 bytes"},
+       "scratch begins 8 bytes past a multiple of 64, must be aligned to 64 bytes"},
   });
 }
 

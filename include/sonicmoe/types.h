@@ -47,7 +47,7 @@ constexpr Tensor tensor3(void* data, DType t, std::int64_t n0, std::int64_t n1, 
 }
 
 /// Memory that the caller lends for one call (scratch) or from forward to backward (h, saved).
-/// Alignment 256 bytes.
+/// Alignment 256 bytes; on the CPU 64, which is what host allocators of tensors give.
 struct Buffer {
   void* data = nullptr;
   std::int64_t bytes = 0;

@@ -8,7 +8,8 @@
 namespace sonicmoe::checks {
 namespace {
 
-constexpr std::int64_t kBufferAlignment = 256;
+constexpr std::int64_t kCpuAlignment = 64;
+constexpr std::int64_t kCudaAlignment = 256;
 
 std::string numbers(const std::int64_t* values, std::int32_t count) {
   std::string text = "(";
@@ -163,7 +164,7 @@ std::int64_t product(const char* name, std::initializer_list<std::int64_t> facto
   return result;
 }
 
-void buffer(const Buffer& buffer, const char* name, std::int64_t needed) {
+void buffer(const Buffer& buffer, const char* name, std::int64_t needed, const Exec& exec) {
   const std::string least = ", must have at least " + std::to_string(needed) + " bytes";
   if (buffer.data == nullptr) {
     if (needed > 0) refuse(Status::kWorkspaceTooSmall, std::string(name) + " is missing" + least);
@@ -173,10 +174,12 @@ void buffer(const Buffer& buffer, const char* name, std::int64_t needed) {
     refuse(Status::kWorkspaceTooSmall,
            std::string(name) + " has " + std::to_string(buffer.bytes) + " bytes" + least);
   }
-  const auto offset = reinterpret_cast<std::uintptr_t>(buffer.data) % kBufferAlignment;
+  const auto alignment = exec.backend == Backend::kCpu ? kCpuAlignment : kCudaAlignment;
+  const auto offset = reinterpret_cast<std::uintptr_t>(buffer.data) % alignment;
   if (needed > 0 && offset != 0) {
-    refuse(std::string(name) + " begins " + std::to_string(offset) +
-           " bytes past a multiple of 256, must be aligned to 256 bytes");
+    const std::string bytes = std::to_string(alignment);
+    refuse(std::string(name) + " begins " + std::to_string(offset) + " bytes past a multiple of " +
+           bytes + ", must be aligned to " + bytes + " bytes");
   }
 }
 

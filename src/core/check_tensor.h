@@ -63,6 +63,6 @@ void known(const char* name, std::int32_t value, std::int32_t count);
 /// a*b*c, refused by name when it passes 2^63.
 std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors);
 
-void buffer(const Buffer& buffer, const char* name, std::int64_t needed);
+void buffer(const Buffer& buffer, const char* name, std::int64_t needed, const Exec& exec);
 
 }  // namespace sonicmoe::checks

@@ -19,8 +19,8 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
 /// Which pass the buffers of a forward ask for: training as soon as h or saved is given.
 Pass forward_pass(const ForwardArgs& args);
-void forward_buffers(const ForwardArgs& args, const Sizes& needed);
-void backward_buffers(const BackwardArgs& args, const Sizes& needed);
+void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);
+void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec);
 
 void grouped_gemm(const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);

@@ -233,16 +233,16 @@ Pass forward_pass(const ForwardArgs& args) {
   return training ? Pass::kForward : Pass::kInference;
 }
 
-void forward_buffers(const ForwardArgs& args, const Sizes& needed) {
-  buffer(args.h, "h", needed.h_bytes);
-  buffer(args.saved, "saved", needed.saved_bytes);
-  buffer(args.scratch, "scratch", needed.scratch_bytes);
+void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec) {
+  buffer(args.h, "h", needed.h_bytes, exec);
+  buffer(args.saved, "saved", needed.saved_bytes, exec);
+  buffer(args.scratch, "scratch", needed.scratch_bytes, exec);
 }
 
-void backward_buffers(const BackwardArgs& args, const Sizes& needed) {
-  buffer(args.h, "h", needed.h_bytes);
-  buffer(args.saved, "saved", needed.saved_bytes);
-  buffer(args.scratch, "scratch", needed.scratch_bytes);
+void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec) {
+  buffer(args.h, "h", needed.h_bytes, exec);
+  buffer(args.saved, "saved", needed.saved_bytes, exec);
+  buffer(args.scratch, "scratch", needed.scratch_bytes, exec);
 }
 
 }  // namespace sonicmoe::checks

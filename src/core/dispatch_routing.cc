@@ -14,7 +14,8 @@ std::int64_t scratch_of(const RoundOptions& options, std::int64_t tokens, std::i
 
 void check_scratch(const RoundOptions& options, const Tensor& logits, Buffer scratch,
                    const Exec& exec) {
-  checks::buffer(scratch, "scratch", scratch_of(options, logits.shape[0], logits.shape[1], exec));
+  checks::buffer(scratch, "scratch", scratch_of(options, logits.shape[0], logits.shape[1], exec),
+                 exec);
 }
 
 }  // namespace
