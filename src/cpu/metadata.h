@@ -1,0 +1,28 @@
+// Routing metadata: the rows of every expert and, per token, the rows that are its own. One stable
+// sort by (expert, token, slot) serves ids, pairs and grouped rows.
+#pragma once
+
+#include <cstdint>
+
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cpu {
+
+/// Arrays in the caller's `saved` buffer. A row's source is its place in the routing weights
+/// (t * K + slot, the pair, or the grouped row).
+struct Metadata {
+  std::int64_t* offsets = nullptr;     ///< (E+1): rows of expert e are [offsets[e], offsets[e+1])
+  std::int32_t* row_token = nullptr;   ///< (C): the row of x
+  std::int32_t* row_source = nullptr;  ///< (C)
+  std::int32_t* token_offsets = nullptr;  ///< (T+1)
+  std::int32_t* token_rows = nullptr;     ///< (C): rows of token t, in slot order
+};
+
+std::int64_t metadata_bytes(const Problem& problem);
+Metadata metadata_at(const Problem& problem, void* base);
+void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata);
+
+/// The routing weight behind a source; 1 where grouped rows have none.
+double source_weight(const Problem& problem, const Tensor& weights, std::int64_t source);
+
+}  // namespace sonicmoe::cpu
