@@ -1,0 +1,199 @@
+// The two grouped GEMMs that every kernel of the layer is: rows of an expert times its matrix
+// (varlen-M), and sums over the rows of an expert (varlen-K). Gathers happen while packing, at most
+// kPanelRows rows at a time; what happens to a finished tile is the caller's epilogue.
+//
+// Every element is one chain of additions in ascending k whatever the blocking, so neither the
+// number of threads nor the split into tasks changes a bit.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "cpu/gemm_kernels.h"
+#include "cpu/threads.h"
+
+namespace sonicmoe::cpu {
+
+/// Gathered rows packed at a time.
+inline constexpr std::int64_t kPanelRows = 256;
+
+/// One matrix an expert, (n, k) by strides in elements.
+struct ExpertMatrix {
+  const void* data = nullptr;
+  std::int64_t stride_e = 0;
+  std::int64_t stride_n = 0;
+  std::int64_t stride_k = 0;
+};
+
+/// Memory of a worker, 64-byte aligned.
+class Panel {
+ public:
+  explicit Panel(std::int64_t bytes);
+  std::byte* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const;
+  };
+  std::unique_ptr<std::byte, Free> data_;
+};
+
+/// Rows [begin, end) of one expert.
+struct RowTask {
+  std::int64_t expert = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+/// Splits every expert's rows so that `workers` have enough to share.
+std::vector<RowTask> split_rows(std::span<const std::int64_t> offsets, std::int32_t workers);
+
+/// Varlen-M. acc[g](p, j) = sum over s, k of a(p, s * seg_k + k) * b(j, k), where b is matrices[g]
+/// with several groups (gate and up side by side) and matrices[s] with several segments (gate and
+/// up in one sum).
+struct RowGemm {
+  const Kernels* kernels = nullptr;
+  Operand a;
+  ExpertMatrix matrices[2];
+  std::int64_t groups = 1;
+  std::int64_t segments = 1;
+  std::int64_t n = 0;
+  std::int64_t seg_k = 0;
+};
+
+/// A finished tile: rows [row, row + rows) and columns [col, col + cols) of one expert.
+struct RowTile {
+  std::int64_t expert = 0;
+  std::int64_t row = 0;
+  std::int64_t col = 0;
+  Tile acc[2];  ///< by group
+};
+
+/// Packs and multiplies for one worker. `Visit` is called as visit(const RowTile&).
+class RowGemmWorker {
+ public:
+  explicit RowGemmWorker(const RowGemm& gemm);
+
+  template <class Visit>
+  void run(const RowTask& task, Visit&& visit) {
+    const std::int64_t blocks = (gemm_.n + kernels_.nr - 1) / kernels_.nr;
+    const bool one_panel = task.end - task.begin <= panel_rows_;
+    for (std::int64_t first = 0; first < blocks; first += chunk_blocks_) {
+      const std::int64_t last = std::min(blocks, first + chunk_blocks_);
+      pack_b(task.expert, first, last);
+      for (std::int64_t row = task.begin; row < task.end; row += panel_rows_) {
+        const std::int64_t rows = std::min(panel_rows_, task.end - row);
+        if (first == 0 || !one_panel) pack_a(row, rows);
+        for (std::int64_t block = first; block < last; ++block) {
+          for (std::int64_t r = 0; r < rows; r += kernels_.mr) {
+            visit(multiply(task.expert, row, r, std::min(kernels_.mr, rows - r), block, first));
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  void pack_a(std::int64_t row, std::int64_t rows);
+  void pack_b(std::int64_t expert, std::int64_t first, std::int64_t last);
+  RowTile multiply(std::int64_t expert, std::int64_t row, std::int64_t r, std::int64_t rows,
+                   std::int64_t block, std::int64_t first);
+
+  const RowGemm gemm_;
+  const Kernels& kernels_;
+  const std::int64_t panel_rows_;     ///< a multiple of mr
+  const std::int64_t seg_groups_;     ///< packed k of a segment
+  const std::int64_t a_panel_bytes_;  ///< of mr rows
+  const std::int64_t b_panel_bytes_;  ///< of nr columns
+  const std::int64_t chunk_blocks_;   ///< column blocks whose b panels are kept
+  Panel a_;
+  Panel b_;
+  Panel tile_;
+};
+
+/// Varlen-K. acc[s](i, j) = sum over rows p of one expert of a(p, s * m + i) * b(p, j).
+struct ColGemm {
+  const Kernels* kernels = nullptr;
+  Operand a;
+  Operand b;
+  std::int64_t segments = 1;
+  std::int64_t m = 0;
+  std::int64_t n = 0;
+};
+
+/// Rows [m0, m1) of every segment and columns [n0, n1) of one expert's matrix.
+struct ColTask {
+  std::int64_t expert = 0;
+  std::int64_t m0 = 0;
+  std::int64_t m1 = 0;
+  std::int64_t n0 = 0;
+  std::int64_t n1 = 0;
+};
+
+struct ColTile {
+  std::int64_t segment = 0;
+  std::int64_t row = 0;
+  std::int64_t col = 0;
+  Tile acc;
+};
+
+std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t experts);
+
+class ColGemmWorker {
+ public:
+  explicit ColGemmWorker(const ColGemm& gemm);
+
+  /// Visits every tile of the task once; all are zero where the expert has no rows.
+  template <class Visit>
+  void run(const ColTask& task, std::int64_t row_begin, std::int64_t row_end, Visit&& visit) {
+    accumulate(task, row_begin, row_end);
+    const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
+    const std::byte* tile = acc_.data();
+    for (std::int64_t n = task.n0; n < task.n1; n += kernels_.nr) {
+      for (std::int64_t s = 0; s < gemm_.segments; ++s) {
+        for (std::int64_t m = task.m0; m < task.m1; m += kernels_.mr) {
+          visit(ColTile{s, m, n,
+                        Tile{tile, kernels_.nr, std::min(kernels_.mr, task.m1 - m),
+                             std::min(kernels_.nr, task.n1 - n)}});
+          tile += tile_bytes;
+        }
+      }
+    }
+  }
+
+ private:
+  void accumulate(const ColTask& task, std::int64_t row_begin, std::int64_t row_end);
+
+  const ColGemm gemm_;
+  const Kernels& kernels_;
+  Panel a_;
+  Panel b_;
+  Panel acc_;
+};
+
+/// Columns and rows of a varlen-K task.
+std::int64_t col_task_rows(const ColGemm& gemm);
+std::int64_t col_task_cols(const ColGemm& gemm);
+
+/// One worker of each kind per thread of the team, made on the thread's first task.
+template <class Worker, class Gemm>
+class Workers {
+ public:
+  Workers(const Team& team, const Gemm& gemm)
+      : gemm_(gemm), workers_(static_cast<std::size_t>(team.size())) {}
+  Worker& operator[](std::int32_t worker) {
+    auto& slot = workers_[static_cast<std::size_t>(worker)];
+    if (!slot) slot = std::make_unique<Worker>(gemm_);
+    return *slot;
+  }
+
+ private:
+  const Gemm& gemm_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace sonicmoe::cpu

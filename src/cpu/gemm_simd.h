@@ -1,0 +1,180 @@
+// Vectors of the widest registers that a translation unit is compiled for: a thin layer over the
+// compiler's vector types, so that every loop above it is written once.
+//
+// Included only by gemm_<isa>.cc, which define SONICMOE_ISA first: everything lives in a namespace
+// of that name, so that the same templates built for two instruction sets never meet in the linker.
+#pragma once
+
+#ifndef SONICMOE_ISA
+#error "define SONICMOE_ISA before including gemm_simd.h"
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/numeric.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace sonicmoe::cpu::SONICMOE_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+inline constexpr int kLanes32 = kVectorBytes / 4;
+inline constexpr int kLanes64 = kVectorBytes / 8;
+
+typedef float F32V __attribute__((vector_size(kVectorBytes)));
+typedef double F64V __attribute__((vector_size(kVectorBytes)));
+typedef std::int32_t I32V __attribute__((vector_size(kVectorBytes)));
+typedef std::uint32_t U32V __attribute__((vector_size(kVectorBytes)));
+typedef std::uint16_t U16V __attribute__((vector_size(kVectorBytes / 2)));
+
+/// The accumulator and its vector behind a storage type.
+template <class S>
+struct Lane {
+  using Acc = float;
+  using V = F32V;
+  static constexpr int kCount = kLanes32;
+};
+template <>
+struct Lane<double> {
+  using Acc = double;
+  using V = F64V;
+  static constexpr int kCount = kLanes64;
+};
+
+inline F32V splat(float v) { return v - F32V{}; }
+inline F64V splat(double v) { return v - F64V{}; }
+
+inline F32V fma(F32V a, F32V b, F32V c) {
+#if defined(__AVX512F__)
+  return (F32V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (F32V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+inline F64V fma(F64V a, F64V b, F64V c) {
+#if defined(__AVX512F__)
+  return (F64V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+  return (F64V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  return a * b + c;
+#endif
+}
+
+template <class V, class T>
+inline V load_raw(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V, class T>
+inline void store_raw(T* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+inline F32V load(const float* p) { return load_raw<F32V>(p); }
+inline F64V load(const double* p) { return load_raw<F64V>(p); }
+inline F32V load(const BF16* p) {
+  const U32V wide = __builtin_convertvector(load_raw<U16V>(p), U32V) << 16;
+  return (F32V)wide;
+}
+inline F32V load(const F16* p) {
+#if defined(__AVX512F__)
+  return (F32V)_mm512_maskz_cvtph_ps(0xffff,
+                                     _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (F32V)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  F32V v;
+  for (int i = 0; i < kLanes32; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+inline void store(float* p, F32V v) { store_raw(p, v); }
+inline void store(double* p, F64V v) { store_raw(p, v); }
+inline void store(BF16* p, F32V v) {
+  const U32V u = (U32V)v;
+  const U32V rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U32V quiet = (u >> 16) | 0x40u;
+  const U32V bits = (u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
+#if defined(__AVX512F__)
+  store_raw(p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
+#else
+  store_raw(p, __builtin_convertvector(bits, U16V));
+#endif
+}
+inline void store(F16* p, F32V v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes32; ++i) p[i] = to_f16(v[i]);
+#endif
+}
+
+/// The first n of a vector's lanes; the others read as zero and are not written.
+template <class S>
+inline typename Lane<S>::V load_n(const S* p, std::int64_t n) {
+  if (n >= Lane<S>::kCount) return load(p);
+  S lanes[Lane<S>::kCount] = {};
+  for (std::int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <class S>
+inline void store_n(S* p, typename Lane<S>::V v, std::int64_t n) {
+  if (n >= Lane<S>::kCount) return store(p, v);
+  S lanes[Lane<S>::kCount];
+  store(lanes, v);
+  for (std::int64_t i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+/// r(.): to the storage type and back.
+template <class S, class V>
+inline V round_to(V v) {
+  S lanes[Lane<S>::kCount];
+  store(lanes, v);
+  return load(lanes);
+}
+template <>
+inline F32V round_to<float>(F32V v) {
+  return v;
+}
+template <>
+inline F64V round_to<double>(F64V v) {
+  return v;
+}
+template <>
+inline F32V round_to<BF16>(F32V v) {
+  const U32V u = (U32V)v;
+  const U32V rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+  const U32V quiet = (u & 0xffff0000u) | 0x400000u;
+  return (F32V)((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+/// Lanes are added in one fixed tree.
+template <class V>
+inline auto sum_lanes(V v) {
+  using T = decltype(v[0] + v[0]);
+  T part[sizeof(V) / sizeof(T)];
+  std::memcpy(part, &v, sizeof v);
+  for (int half = sizeof(V) / sizeof(T) / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  }
+  return part[0];
+}
+
+}  // namespace sonicmoe::cpu::SONICMOE_ISA
