@@ -1,0 +1,113 @@
+#include "cpu/moe_layer.h"
+
+#include "core/backend.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+constexpr std::int64_t kTokenTask = 64;
+
+/// Hands out aligned pieces of a buffer.
+struct Carver {
+  std::int64_t used = 0;
+  std::int64_t take(std::int64_t bytes) {
+    const std::int64_t at = used;
+    used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return at;
+  }
+};
+
+}  // namespace
+
+ForwardScratch forward_scratch(const Problem& p, Pass pass) {
+  const std::int64_t element = dtype_bytes(p.dtype);
+  const std::int64_t rows = row_capacity(p);
+  Carver carver;
+  ForwardScratch s;
+  s.a = carver.take(rows * p.width * element);
+  s.y = carver.take(p.form == RoutingForm::kGrouped ? 0 : rows * p.hidden * element);
+  s.metadata = carver.take(pass == Pass::kInference ? metadata_bytes(p) : 0);
+  s.bytes = carver.used;
+  return s;
+}
+
+BackwardScratch backward_scratch(const Problem& p) {
+  const std::int64_t element = dtype_bytes(p.dtype);
+  const std::int64_t rows = row_capacity(p);
+  const std::int64_t dx_rows = p.form == RoutingForm::kGrouped ? 0 : rows * p.hidden;
+  Carver carver;
+  BackwardScratch s;
+  s.dh = carver.take(rows * gate_factor(p.activation.kind) * p.width * element);
+  s.shared = carver.take(std::max(rows * p.width, dx_rows) * element);
+  s.bytes = carver.used;
+  return s;
+}
+
+Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
+  Sizes sizes;
+  sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch(problem).bytes
+                                                : forward_scratch(problem, pass).bytes;
+  if (pass == Pass::kInference) return sizes;
+  sizes.h_bytes = gate_factor(problem.activation.kind) * row_capacity(problem) * problem.width *
+                  dtype_bytes(problem.dtype);
+  sizes.saved_bytes = metadata_bytes(problem);
+  return sizes;
+}
+
+void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
+  moe_forward_on(best_isa(), problem, args, exec);
+}
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
+  moe_backward_on(best_isa(), problem, args, exec);
+}
+void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
+  grouped_gemm_on(best_isa(), args, exec);
+}
+void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
+  grouped_gemm_k_on(best_isa(), args, exec);
+}
+
+void sum_tokens(Team& team, const TokenSum& sum) {
+  const Problem& p = *sum.problem;
+  const Metadata& m = *sum.metadata;
+  const std::int64_t tasks = (p.tokens + kTokenTask - 1) / kTokenTask;
+  team.run(tasks, [&](std::int64_t task, std::int32_t) {
+    std::vector<double> weights;
+    const std::int64_t end = std::min(p.tokens, (task + 1) * kTokenTask);
+    for (std::int64_t t = task * kTokenTask; t < end; ++t) {
+      const std::int32_t* rows = m.token_rows + m.token_offsets[t];
+      const std::int64_t count = m.token_offsets[t + 1] - m.token_offsets[t];
+      if (sum.weights != nullptr) {
+        weights.resize(static_cast<std::size_t>(count));
+        for (std::int64_t i = 0; i < count; ++i) {
+          weights[i] = source_weight(p, *sum.weights, m.row_source[rows[i]]);
+        }
+      }
+      sum.kernels->sum_rows(
+          {sum.rows, p.hidden, rows, sum.weights != nullptr ? weights.data() : nullptr, count,
+           p.hidden, at_element(sum.out.data, t * sum.out.stride[0], sum.kernels->element_bytes),
+           sum.out.stride[1]});
+    }
+  });
+}
+
+void zero_unowned(const Problem& problem, const Kernels& kernels, const Metadata& metadata,
+                  const Tensor& out) {
+  for (std::int64_t t = 0; t < problem.tokens; ++t) {
+    if (metadata.token_offsets[t] != metadata.token_offsets[t + 1]) continue;
+    kernels.sum_rows({nullptr, 0, nullptr, nullptr, 0, problem.hidden,
+                      at_element(out.data, t * out.stride[0], kernels.element_bytes),
+                      out.stride[1]});
+  }
+}
+
+void load_scores(const Problem& problem, const Metadata& metadata, const Tensor& weights,
+                 std::int64_t begin, std::int64_t end, std::vector<double>& out) {
+  out.resize(static_cast<std::size_t>(end - begin));
+  for (std::int64_t p = begin; p < end; ++p) {
+    out[p - begin] = source_weight(problem, weights, metadata.row_source[p]);
+  }
+}
+
+}  // namespace sonicmoe::cpu

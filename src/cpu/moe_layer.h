@@ -1,0 +1,96 @@
+// What forward and backward share: views of strided tensors, scratch layout, and the entry points
+// with the instruction set as an argument, so that tests can ask for each.
+#pragma once
+
+#include <cstddef>
+
+#include "cpu/gemm_engine.h"
+#include "cpu/metadata.h"
+#include "sonicmoe/grouped_gemm.h"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cpu {
+
+void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, const Exec& exec);
+void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, const Exec& exec);
+void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec);
+void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec);
+
+/// Tensors are handed out from the caller's scratch one after the other, 256-byte aligned.
+struct ForwardScratch {
+  std::int64_t a = 0;         ///< A (C, n)
+  std::int64_t y = 0;         ///< Y (C, d); grouped rows go straight to the output
+  std::int64_t metadata = 0;  ///< inference only: training keeps it in `saved`
+  std::int64_t bytes = 0;
+};
+ForwardScratch forward_scratch(const Problem& problem, Pass pass);
+
+struct BackwardScratch {
+  std::int64_t dh = 0;      ///< dH (C, G*n)
+  std::int64_t shared = 0;  ///< A' (C, n), and once dW2 has read it dX~ (C, d)
+  std::int64_t bytes = 0;
+};
+BackwardScratch backward_scratch(const Problem& problem);
+
+inline void* at_byte(const Buffer& buffer, std::int64_t offset) {
+  return static_cast<std::byte*>(buffer.data) + offset;
+}
+inline void* at_element(void* data, std::int64_t offset, std::int64_t element_bytes) {
+  return static_cast<std::byte*>(data) + offset * element_bytes;
+}
+inline const void* at_element(const void* data, std::int64_t offset, std::int64_t element_bytes) {
+  return static_cast<const std::byte*>(data) + offset * element_bytes;
+}
+
+/// Rows of a (rows, cols) tensor, renamed by `index` where it is given.
+inline Operand rows_of(const Tensor& t, const std::int32_t* index) {
+  return {t.data, index, t.stride[0], t.stride[1]};
+}
+/// Rows of a dense matrix in scratch.
+inline Operand dense_rows(const void* data, std::int64_t row_stride) {
+  return {data, nullptr, row_stride, 1};
+}
+/// W (E, n, k) of a product with rows of k values.
+inline ExpertMatrix expert_matrix(const Tensor& w) {
+  return {w.data, w.stride[0], w.stride[1], w.stride[2]};
+}
+/// The same W used the other way round: products with rows of n values.
+inline ExpertMatrix transposed_expert_matrix(const Tensor& w) {
+  return {w.data, w.stride[0], w.stride[2], w.stride[1]};
+}
+
+/// Room for one tile row of an (E, cols) bias as accumulators (fp64 at most).
+struct BiasTile {
+  alignas(64) std::byte values[64 * sizeof(double)];
+
+  /// Columns [col, col + n) of expert e, or null without a bias.
+  const void* load(const Kernels& k, const Tensor& bias, std::int64_t e, std::int64_t col,
+                   std::int64_t n) {
+    if (bias.data == nullptr) return nullptr;
+    const std::int64_t at = e * bias.stride[0] + col * bias.stride[1];
+    k.widen(at_element(bias.data, at, k.element_bytes), bias.stride[1], n, values);
+    return values;
+  }
+};
+
+/// out[t] = sum over the token's rows of weight * rows, tokens without rows zero. `weights` null:
+/// plain sums.
+struct TokenSum {
+  const Problem* problem = nullptr;
+  const Kernels* kernels = nullptr;
+  const Metadata* metadata = nullptr;
+  const void* rows = nullptr;  ///< (C, d)
+  const Tensor* weights = nullptr;
+  Tensor out;
+};
+void sum_tokens(Team& team, const TokenSum& sum);
+
+/// Zeroes the rows of out that no group owns (grouped form).
+void zero_unowned(const Problem& problem, const Kernels& kernels, const Metadata& metadata,
+                  const Tensor& out);
+
+/// The row weights of rows [begin, end).
+void load_scores(const Problem& problem, const Metadata& metadata, const Tensor& weights,
+                 std::int64_t begin, std::int64_t end, std::vector<double>& out);
+
+}  // namespace sonicmoe::cpu
