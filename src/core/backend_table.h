@@ -9,6 +9,10 @@ namespace sonicmoe {
 
 /// An entry that is null has no CUDA kernel yet and is refused by name.
 struct CudaBackend {
+  /// What smoe_device_open returns: an immutable handle, given back to device_close.
+  void* (*device_open)(std::int32_t ordinal) = nullptr;
+  void (*device_close)(void* device) = nullptr;
+
   decltype(&cpu::moe_sizes) moe_sizes = nullptr;
   decltype(&cpu::moe_forward) moe_forward = nullptr;
   decltype(&cpu::moe_backward) moe_backward = nullptr;

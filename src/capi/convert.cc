@@ -1,0 +1,136 @@
+#include "capi/convert.h"
+
+#include <algorithm>
+
+namespace sonicmoe::capi {
+namespace {
+
+// A size beyond this is an uninitialised struct, not a newer one.
+constexpr std::size_t kLargestStruct = 4096;
+
+[[noreturn]] void refuse(Status status, const std::string& sentence) {
+  throw Error(status, sentence);
+}
+
+void reserved(std::int64_t value, const char* name) {
+  if (value != 0) {
+    refuse(Status::kInvalidArgument,
+           std::string(name) + ".reserved is " + std::to_string(value) + ", must be 0");
+  }
+}
+
+Tensor convert(const smoe_tensor* given, const char* name) {
+  const smoe_tensor t = read(given, name);
+  reserved(t.reserved, name);
+  Tensor result{t.data, static_cast<DType>(t.dtype), t.rank, {}, {}};
+  std::copy_n(t.shape, 3, result.shape);
+  std::copy_n(t.stride, 3, result.stride);
+  return result;
+}
+
+}  // namespace
+
+void refuse_null(const void* pointer, const char* name) {
+  if (pointer == nullptr) {
+    refuse(Status::kInvalidArgument, std::string(name) + " is null, must not be null");
+  }
+}
+
+void check_size(const void* data, const char* name, std::size_t known) {
+  std::uint32_t size = 0;
+  std::memcpy(&size, data, sizeof(size));
+  if (size < known || size > kLargestStruct) {
+    refuse(Status::kInvalidArgument, std::string(name) + ".size is " + std::to_string(size) +
+                                         ", must be sizeof the struct, " + std::to_string(known));
+  }
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  for (std::size_t i = known; i < size; ++i) {
+    if (bytes[i] != 0) {
+      refuse(Status::kUnsupported, std::string(name) + " uses byte " + std::to_string(i) +
+                                       ", must be zero from byte " + std::to_string(known) +
+                                       " on in version " SONICMOE_VERSION_STRING);
+    }
+  }
+}
+
+Tensor required(const smoe_tensor* given, const char* name) { return convert(given, name); }
+
+Tensor optional(const smoe_tensor* given, const char* name) {
+  return given == nullptr ? Tensor{} : convert(given, name);
+}
+
+Exec exec(const smoe_exec* given) {
+  if (given == nullptr) return {};
+  const smoe_exec e = read(given, "exec");
+  reserved(e.reserved, "exec");
+  return {static_cast<Backend>(e.backend), e.num_threads, e.device, e.stream};
+}
+
+Problem problem(const smoe_problem* given) {
+  const smoe_problem p = read(given, "problem");
+  Problem result;
+  result.tokens = p.tokens;
+  result.hidden = p.hidden;
+  result.width = p.width;
+  result.experts = p.experts;
+  result.top_k = p.top_k;
+  result.capacity = p.capacity;
+  result.form = static_cast<RoutingForm>(p.form);
+  result.dtype = static_cast<DType>(p.dtype);
+  result.activation = {static_cast<ActivationKind>(p.activation), p.alpha, p.limit};
+  return result;
+}
+
+Routing routing(const smoe_routing* given) {
+  const smoe_routing r = read(given, "routing");
+  reserved(r.reserved, "routing");
+  return {optional(r.ids, "routing.ids"),
+          optional(r.weights, "routing.weights"),
+          optional(r.token, "routing.token"),
+          optional(r.expert, "routing.expert"),
+          optional(r.row_begin, "routing.row_begin"),
+          optional(r.row_count, "routing.row_count")};
+}
+
+Weights weights(const smoe_weights* given, const char* name) {
+  const smoe_weights w = read(given, name);
+  reserved(w.reserved, name);
+  const auto member = [name](const smoe_tensor* t, const char* field) {
+    return optional(t, (std::string(name) + field).c_str());
+  };
+  return {member(w.gate, ".gate"),     member(w.up, ".up"),     member(w.down, ".down"),
+          member(w.b_gate, ".b_gate"), member(w.b_up, ".b_up"), member(w.b_down, ".b_down")};
+}
+
+RouteOptions route_options(const smoe_route_options* given) {
+  const smoe_route_options o = read(given, "route options");
+  reserved(o.reserved, "route options");
+  RouteOptions result;
+  result.top_k = o.top_k;
+  result.score = static_cast<ScoreMode>(o.score);
+  result.renormalize = o.renormalize;
+  if (o.scale != 0.0) result.scale = o.scale;
+  result.bias = optional(o.bias, "bias");
+  result.n_group = o.n_group;
+  result.topk_group = o.topk_group;
+  return result;
+}
+
+RoundOptions round_options(const smoe_round_options* given) {
+  const smoe_round_options o = read(given, "round options");
+  RoundOptions result;
+  result.route = route_options(o.route);
+  if (o.tile != 0) result.tile = o.tile;
+  result.mode = static_cast<RoundingMode>(o.mode);
+  result.seed = o.seed;
+  return result;
+}
+
+Pairs pairs(const smoe_pairs* given) {
+  const smoe_pairs p = read(given, "pairs");
+  reserved(p.reserved, "pairs");
+  return {required(p.token, "pairs.token"), required(p.expert, "pairs.expert"),
+          required(p.weight, "pairs.weight"), required(p.offsets, "pairs.offsets")};
+}
+
+}  // namespace sonicmoe::capi

@@ -1,0 +1,88 @@
+// The layer and the grouped GEMM in C.
+#include "capi/convert.h"
+
+using namespace sonicmoe;
+
+namespace {
+
+// h and saved are inputs of backward; Buffer has one pointer type for both directions.
+Buffer input_buffer(const void* data, std::int64_t bytes) {
+  return {const_cast<void*>(data), bytes};
+}
+
+// GroupedGemm and GroupedGemmK have the same members, with other shapes.
+template <class Args>
+Args gemm_args(const smoe_grouped_gemm_args* given) {
+  const smoe_grouped_gemm_args a = capi::read(given, "args");
+  return {capi::required(a.a, "a"), capi::required(a.b, "b"), capi::required(a.d, "d"),
+          capi::required(a.offsets, "offsets"), capi::optional(a.gather, "gather")};
+}
+
+}  // namespace
+
+extern "C" {
+
+smoe_status smoe_row_capacity(const smoe_problem* problem, int64_t* capacity) {
+  return capi::guarded([&] {
+    capi::refuse_null(capacity, "capacity");
+    *capacity = row_capacity(capi::problem(problem));
+  });
+}
+
+smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass, const smoe_exec* exec,
+                           smoe_sizes* sizes) {
+  return capi::guarded([&] {
+    smoe_sizes result = capi::read(static_cast<const smoe_sizes*>(sizes), "sizes");
+    const Sizes s = moe_sizes(capi::problem(problem), static_cast<Pass>(pass), capi::exec(exec));
+    result.h_bytes = s.h_bytes;
+    result.saved_bytes = s.saved_bytes;
+    result.scratch_bytes = s.scratch_bytes;
+    *sizes = result;
+  });
+}
+
+smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
+                             const smoe_exec* exec) {
+  return capi::guarded([&] {
+    const smoe_forward_args a = capi::read(args, "args");
+    ForwardArgs forward;
+    forward.x = capi::required(a.x, "x");
+    forward.routing = capi::routing(a.routing);
+    forward.weights = capi::weights(a.weights, "weights");
+    forward.out = capi::required(a.out, "out");
+    forward.h = {a.h, a.h_bytes};
+    forward.saved = {a.saved, a.saved_bytes};
+    forward.scratch = {a.scratch, a.scratch_bytes};
+    moe_forward(capi::problem(problem), forward, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,
+                              const smoe_exec* exec) {
+  return capi::guarded([&] {
+    const smoe_backward_args a = capi::read(args, "args");
+    BackwardArgs backward;
+    backward.x = capi::required(a.x, "x");
+    backward.routing = capi::routing(a.routing);
+    backward.weights = capi::weights(a.weights, "weights");
+    backward.dout = capi::required(a.dout, "dout");
+    backward.h = input_buffer(a.h, a.h_bytes);
+    backward.saved = input_buffer(a.saved, a.saved_bytes);
+    backward.scratch = {a.scratch, a.scratch_bytes};
+    backward.dx = capi::optional(a.dx, "dx");
+    backward.dweights = capi::optional(a.dweights, "dweights");
+    if (a.grads != nullptr) backward.grads = capi::weights(a.grads, "grads");
+    backward.grad_mode = static_cast<GradMode>(a.grad_mode);
+    moe_backward(capi::problem(problem), backward, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_grouped_gemm(const smoe_grouped_gemm_args* args, const smoe_exec* exec) {
+  return capi::guarded([&] { grouped_gemm(gemm_args<GroupedGemm>(args), capi::exec(exec)); });
+}
+
+smoe_status smoe_grouped_gemm_k(const smoe_grouped_gemm_args* args, const smoe_exec* exec) {
+  return capi::guarded([&] { grouped_gemm_k(gemm_args<GroupedGemmK>(args), capi::exec(exec)); });
+}
+
+}  // extern "C"

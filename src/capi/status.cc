@@ -1,0 +1,104 @@
+// Status, version and device: the parts of the C interface that take no tensors.
+#include <cstdio>
+
+#include "capi/convert.h"
+#include "core/backend_table.h"
+#include "core/check_tensor.h"
+
+namespace sonicmoe::capi {
+namespace {
+
+// Fixed storage, because reporting an error must not be able to fail.
+struct LastError {
+  char sentence[1024] = "";
+};
+LastError& last_error() noexcept {
+  thread_local LastError instance;
+  return instance;
+}
+
+#define SONICMOE_SAME(c_name, cpp_value) \
+  static_assert(static_cast<int>(c_name) == static_cast<int>(cpp_value))
+SONICMOE_SAME(SMOE_OK, Status::kOk);
+SONICMOE_SAME(SMOE_INVALID_ARGUMENT, Status::kInvalidArgument);
+SONICMOE_SAME(SMOE_UNSUPPORTED, Status::kUnsupported);
+SONICMOE_SAME(SMOE_OUT_OF_RANGE, Status::kOutOfRange);
+SONICMOE_SAME(SMOE_WORKSPACE_TOO_SMALL, Status::kWorkspaceTooSmall);
+SONICMOE_SAME(SMOE_CUDA, Status::kCuda);
+SONICMOE_SAME(SMOE_INTERNAL, Status::kInternal);
+SONICMOE_SAME(SMOE_F32, DType::kF32);
+SONICMOE_SAME(SMOE_BF16, DType::kBF16);
+SONICMOE_SAME(SMOE_F16, DType::kF16);
+SONICMOE_SAME(SMOE_F64, DType::kF64);
+SONICMOE_SAME(SMOE_I32, DType::kI32);
+SONICMOE_SAME(SMOE_I64, DType::kI64);
+SONICMOE_SAME(SMOE_SWIGLU, ActivationKind::kSwiGLU);
+SONICMOE_SAME(SMOE_SWIGLU_OAI, ActivationKind::kSwiGLUOai);
+SONICMOE_SAME(SMOE_GEGLU, ActivationKind::kGeGLU);
+SONICMOE_SAME(SMOE_GEGLU_TANH, ActivationKind::kGeGLUTanh);
+SONICMOE_SAME(SMOE_REGLU, ActivationKind::kReGLU);
+SONICMOE_SAME(SMOE_SILU, ActivationKind::kSiLU);
+SONICMOE_SAME(SMOE_GELU, ActivationKind::kGELU);
+SONICMOE_SAME(SMOE_GELU_TANH, ActivationKind::kGELUTanh);
+SONICMOE_SAME(SMOE_RELU, ActivationKind::kReLU);
+SONICMOE_SAME(SMOE_RELU2, ActivationKind::kReLU2);
+SONICMOE_SAME(SMOE_CPU_BACKEND, Backend::kCpu);
+SONICMOE_SAME(SMOE_CUDA_BACKEND, Backend::kCuda);
+SONICMOE_SAME(SMOE_FORM_IDS, RoutingForm::kIds);
+SONICMOE_SAME(SMOE_FORM_PAIRS, RoutingForm::kPairs);
+SONICMOE_SAME(SMOE_FORM_GROUPED, RoutingForm::kGrouped);
+SONICMOE_SAME(SMOE_INFERENCE, Pass::kInference);
+SONICMOE_SAME(SMOE_FORWARD, Pass::kForward);
+SONICMOE_SAME(SMOE_BACKWARD, Pass::kBackward);
+SONICMOE_SAME(SMOE_GRAD_WRITE, GradMode::kWrite);
+SONICMOE_SAME(SMOE_GRAD_ACCUMULATE, GradMode::kAccumulate);
+SONICMOE_SAME(SMOE_SCORE_SOFTMAX_AFTER_TOPK, ScoreMode::kSoftmaxAfterTopK);
+SONICMOE_SAME(SMOE_SCORE_SOFTMAX_BEFORE_TOPK, ScoreMode::kSoftmaxBeforeTopK);
+SONICMOE_SAME(SMOE_SCORE_SIGMOID, ScoreMode::kSigmoid);
+SONICMOE_SAME(SMOE_ROUND_NEAREST, RoundingMode::kNearest);
+SONICMOE_SAME(SMOE_ROUND_UP, RoundingMode::kUp);
+SONICMOE_SAME(SMOE_ROUND_DOWN, RoundingMode::kDown);
+SONICMOE_SAME(SMOE_ROUND_SCORE, RoundingMode::kScore);
+SONICMOE_SAME(SMOE_ROUND_STOCHASTIC, RoundingMode::kStochastic);
+SONICMOE_SAME(SMOE_ROUND_BALANCED, RoundingMode::kBalanced);
+#undef SONICMOE_SAME
+
+const CudaBackend& cuda() {
+  const CudaBackend* backend = cuda_backend();
+  if (backend == nullptr || backend->device_open == nullptr) {
+    checks::refuse(Status::kUnsupported, "this build has no CUDA backend, no device can be opened");
+  }
+  return *backend;
+}
+
+}  // namespace
+
+void set_last_error(const char* sentence) noexcept {
+  std::snprintf(last_error().sentence, sizeof(LastError::sentence), "%s", sentence);
+}
+
+}  // namespace sonicmoe::capi
+
+using namespace sonicmoe;
+
+extern "C" {
+
+const char* smoe_version(void) { return version_string(); }
+
+const char* smoe_last_error(void) { return capi::last_error().sentence; }
+
+smoe_status smoe_device_open(int32_t ordinal, smoe_device** device) {
+  return capi::guarded([&] {
+    capi::refuse_null(device, "device");
+    checks::at_least("ordinal", ordinal, 0);
+    *device = static_cast<smoe_device*>(capi::cuda().device_open(ordinal));
+  });
+}
+
+smoe_status smoe_device_close(smoe_device* device) {
+  return capi::guarded([&] {
+    if (device != nullptr) capi::cuda().device_close(device);
+  });
+}
+
+}  // extern "C"
