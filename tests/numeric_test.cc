@@ -11,8 +11,12 @@ TEST(Numeric, EverySixteenBitPatternRoundTrips) {
   for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
     const BF16 b{static_cast<std::uint16_t>(bits)};
     const F16 h{static_cast<std::uint16_t>(bits)};
-    if (!std::isnan(to_float(b))) EXPECT_EQ(to_bf16(to_float(b)).bits, b.bits);
-    if (!std::isnan(to_float(h))) EXPECT_EQ(to_f16(to_float(h)).bits, h.bits);
+    if (!std::isnan(to_float(b))) {
+      EXPECT_EQ(to_bf16(to_float(b)).bits, b.bits);
+    }
+    if (!std::isnan(to_float(h))) {
+      EXPECT_EQ(to_f16(to_float(h)).bits, h.bits);
+    }
     EXPECT_EQ(std::isnan(to_float(to_bf16(to_float(b)))), std::isnan(to_float(b)));
     EXPECT_EQ(std::isnan(to_float(to_f16(to_float(h)))), std::isnan(to_float(h)));
   }
