@@ -1,0 +1,46 @@
+# Installs the build into a fresh tree, moves it, and builds the consumer against it both ways.
+# Arguments: BUILD, SOURCE, WORK, CXX, CC, NM, PKG_CONFIG (may be NOTFOUND), FLAGS.
+function(step)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output
+                  ERROR_VARIABLE output)
+  if(NOT result EQUAL 0)
+    list(JOIN ARGN " " command)
+    message(FATAL_ERROR "failed (${result}): ${command}\n${output}")
+  endif()
+endfunction()
+
+file(REMOVE_RECURSE ${WORK})
+step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/installed)
+file(RENAME ${WORK}/installed ${WORK}/moved) # nothing may remember where it was installed
+set(prefix ${WORK}/moved)
+
+step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${prefix}
+     -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_CXX_FLAGS=${FLAGS} -DCMAKE_BUILD_TYPE=Release)
+step(${CMAKE_COMMAND} --build ${WORK}/build)
+step(${WORK}/build/consumer_core)
+step(${WORK}/build/consumer_core_static)
+
+# Every exported name is of the interface and carries its version.
+file(GLOB_RECURSE library ${prefix}/*/libsonicmoe.so)
+execute_process(COMMAND ${NM} -D --defined-only ${library} OUTPUT_VARIABLE names
+                COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL "[^\n]+" names "${names}")
+foreach(line IN LISTS names)
+  if(NOT line MATCHES "( smoe_[a-z_]+@@SONICMOE_0.1$)|( _Z.*sonicmoe.*@@SONICMOE_CXX_0.1$)|( A SONICMOE_)")
+    message(FATAL_ERROR "libsonicmoe.so exports a name that is not of its interface: ${line}")
+  endif()
+endforeach()
+
+if(NOT PKG_CONFIG)
+  message(STATUS "pkg-config is not installed: its half of this test is skipped")
+  return()
+endif()
+get_filename_component(lib_dir ${library} DIRECTORY)
+set(ENV{PKG_CONFIG_PATH} ${lib_dir}/pkgconfig)
+execute_process(COMMAND ${PKG_CONFIG} --cflags --libs sonicmoe OUTPUT_VARIABLE flags
+                COMMAND_ERROR_IS_FATAL ANY)
+separate_arguments(flags UNIX_COMMAND "${flags}")
+separate_arguments(extra UNIX_COMMAND "${FLAGS}")
+step(${CC} -std=c99 -pedantic -Wall -Werror ${extra} ${SOURCE}/main.c -o ${WORK}/c_consumer
+     ${flags} -Wl,-rpath,${lib_dir})
+step(${WORK}/c_consumer)
