@@ -52,7 +52,7 @@ HOST_DEVICE = re.compile(r"\b__(?:host|device)__\b")
 FUNCTION = re.compile(
     r"(?P<name>[~\w:]+|operator[^\s(]+)\s*\((?P<parameters>[^;{}]*)\)"
     r"(?:\s*(?:const|noexcept|override|final|mutable|->\s*[\w:<>*&, ]+|requires[^{;]*))*"
-    r"(?:\s*:\s*[^;{}]*(?:\{[^{}]*\}[^;{}]*)*)?\s*\{$",
+    r"(?:\s*:\s*[^;{}]*(?:\{[^{}]*\}[^;{}]*)*(?<=[)}]))?\s*\{$",
     re.S,
 )
 NOT_FUNCTIONS = {"if", "for", "while", "switch", "catch", "return", "sizeof", "decltype"}
