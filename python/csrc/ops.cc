@@ -159,7 +159,8 @@ std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
   const std::int64_t width = sonicmoe::gate_factor(c.problem.activation.kind) * c.problem.width;
   Array out = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
   Array h = empty(x, {rows, width}, x.scalar_type());
-  Array saved = empty(x, {saved_capacity(c.problem)}, ScalarType::Byte);
+  // Zeros: what the backend leaves untouched must not differ between a run and its recomputation.
+  Array saved = torch::stable::new_zeros(x, {saved_capacity(c.problem)}, ScalarType::Byte);
   const Scratch scratch(x, sizes.scratch_bytes);
   sonicmoe::moe_forward(
       c.problem,
@@ -305,7 +306,7 @@ std::tuple<Array, Array> route(RouteCall& a) {
   Array weights = empty(a.logits, {a.logits.size(0), slots}, score_dtype(a.logits));
   sonicmoe::route(options, view(a.logits, "logits"), view(ids, "ids"), view(weights, "weights"),
                   exec());
-  return {ids, weights};
+  return {weights, ids};
 }
 
 struct RouteBackwardCall {
@@ -322,24 +323,25 @@ Array route_backward(RouteBackwardCall& a) {
   return dlogits;
 }
 
+/// Weights come first, as in every operator here: what is differentiable stands before indices.
 struct PairArrays {
+  Array weight;
   Array token;
   Array expert;
-  Array weight;
   Array offsets;
-  auto fields() { return std::tie(token, expert, weight, offsets); }
+  auto fields() { return std::tie(weight, token, expert, offsets); }
   sonicmoe::Pairs views() const {
     return {view(token, "token"), view(expert, "expert"), view(weight, "weight"),
             view(offsets, "offsets")};
   }
   std::tuple<Array, Array, Array, Array> results() const {
-    return {token, expert, weight, offsets};
+    return {weight, token, expert, offsets};
   }
 };
 
 PairArrays new_pairs(const Array& logits, std::int64_t capacity) {
-  return {empty(logits, {capacity}, ScalarType::Int), empty(logits, {capacity}, ScalarType::Int),
-          empty(logits, {capacity}, score_dtype(logits)),
+  return {empty(logits, {capacity}, score_dtype(logits)),
+          empty(logits, {capacity}, ScalarType::Int), empty(logits, {capacity}, ScalarType::Int),
           empty(logits, {logits.size(1) + 1}, ScalarType::Long)};
 }
 
@@ -465,7 +467,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   const auto def = [&m](const std::string& schema) { m.def(schema.c_str()); };
   const std::string layer = sonicmoe_torch::kLayerSchema;
   const std::string options = sonicmoe_torch::kRouteSchema;
-  const std::string pairs = "Tensor token, Tensor expert, Tensor weight, Tensor offsets";
+  const std::string pairs = "Tensor weight, Tensor token, Tensor expert, Tensor offsets";
   const std::string rounding = options + ", Tensor seed, int tile, str mode";
   const std::string backward = "Tensor dout, " + layer + ", Tensor h, Tensor saved, int needs";
 
@@ -477,7 +479,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("moe_backward_accumulate(" + backward +
       ", Tensor(a!)? g_gate, Tensor(b!) g_up, Tensor(c!) g_down) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
-  def("route(" + options + ") -> (Tensor ids, Tensor weights)");
+  def("route(" + options + ") -> (Tensor weights, Tensor ids)");
   def("route_backward(Tensor dweights, Tensor ids, " + options + ") -> Tensor");
   def("token_round(" + rounding + ") -> (" + pairs + ")");
   def("token_round_backward(Tensor dweight, " + pairs + ", " + rounding + ") -> Tensor");

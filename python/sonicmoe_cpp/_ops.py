@@ -136,9 +136,9 @@ def round_capacity(tokens, experts: int, k: int, tile: int, mode: str):
 
 def _fake_pairs(logits: Tensor, capacity):
     return (
-        logits.new_empty((capacity,), dtype=torch.int32),
-        logits.new_empty((capacity,), dtype=torch.int32),
         logits.new_empty((capacity,), dtype=score_dtype(logits)),
+        logits.new_empty((capacity,), dtype=torch.int32),
+        logits.new_empty((capacity,), dtype=torch.int32),
         logits.new_empty((logits.shape[1] + 1,), dtype=torch.int64),
     )
 
@@ -146,8 +146,8 @@ def _fake_pairs(logits: Tensor, capacity):
 def _fake_route(logits, bias, k, *options):
     shape = (logits.shape[0], k)
     return (
-        logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty(shape, dtype=score_dtype(logits)),
+        logits.new_empty(shape, dtype=torch.int64),
     )
 
 
@@ -168,12 +168,12 @@ def _fake_router_losses(ids, logits, *options):
 
 def _setup_route(ctx, inputs, output):
     logits, bias, *ctx.options = inputs
-    ids, _ = output
+    _, ids = output
     ctx.mark_non_differentiable(ids)
     ctx.save_for_backward(logits, bias, ids)
 
 
-def _route_backward(ctx, _dids, dweights):
+def _route_backward(ctx, dweights, _dids):
     logits, bias, ids = ctx.saved_tensors
     dlogits = ops.route_backward(dweights.contiguous(), ids, logits, bias, *ctx.options)
     return (dlogits, *[None] * (1 + len(ctx.options)))
@@ -182,12 +182,12 @@ def _route_backward(ctx, _dids, dweights):
 def _setup_token_round(ctx, inputs, output):
     logits, bias, *options, seed, tile, mode = inputs
     ctx.options, ctx.rule = options, (tile, mode)
-    token, expert, _, offsets = output
+    _, token, expert, offsets = output
     ctx.mark_non_differentiable(token, expert, offsets)
     ctx.save_for_backward(*output, logits, bias, seed)
 
 
-def _token_round_backward(ctx, _dtoken, _dexpert, dweight, _doffsets):
+def _token_round_backward(ctx, dweight, *_dindices):
     *pairs, logits, bias, seed = ctx.saved_tensors
     dlogits = ops.token_round_backward(
         dweight.contiguous(), *pairs, logits, bias, *ctx.options, seed, *ctx.rule
@@ -196,12 +196,12 @@ def _token_round_backward(ctx, _dtoken, _dexpert, dweight, _doffsets):
 
 
 def _setup_expert_choice(ctx, inputs, output):
-    token, expert, _, offsets = output
+    _, token, expert, offsets = output
     ctx.mark_non_differentiable(token, expert, offsets)
     ctx.save_for_backward(*output, inputs[0])
 
 
-def _expert_choice_backward(ctx, _dtoken, _dexpert, dweight, _doffsets):
+def _expert_choice_backward(ctx, dweight, *_dindices):
     *pairs, logits = ctx.saved_tensors
     return ops.expert_choice_backward(dweight.contiguous(), *pairs, logits), None
 
@@ -242,9 +242,9 @@ FAKES = {
     "route": _fake_route,
     "route_backward": lambda dweights, ids, logits, *options: _like_x(logits),
     "token_round": _fake_token_round,
-    "token_round_backward": lambda dweight, t, e, w, o, logits, *options: _like_x(logits),
+    "token_round_backward": lambda dweight, w, t, e, o, logits, *options: _like_x(logits),
     "expert_choice": _fake_expert_choice,
-    "expert_choice_backward": lambda dweight, t, e, w, o, logits: _like_x(logits),
+    "expert_choice_backward": lambda dweight, w, t, e, o, logits: _like_x(logits),
     "router_losses": _fake_router_losses,
     "router_losses_backward": lambda dvalues, counts, logits, *options: _like_x(logits),
 }

@@ -31,6 +31,11 @@ class Pairs(NamedTuple):
         return Pairs(self.token[:used], self.expert[:used], self.weight[:used], self.offsets)
 
 
+def _pairs(weight, token, expert, offsets) -> Pairs:
+    """Pairs of an operator's results, which come with the weight first."""
+    return Pairs(token, expert, weight, offsets)
+
+
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
     """The arguments that every routing operator takes, checked."""
     _checks.tensor("logits", logits)
@@ -66,7 +71,8 @@ def route(
     selection only, and with score="sigmoid" only.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
-    return _library.call("route", *options)
+    weights, ids = _library.call("route", *options)
+    return ids, weights
 
 
 def token_round(
@@ -92,7 +98,7 @@ def token_round(
     _checks.one_of("mode", mode, MODES)
     if not isinstance(seed, Tensor):
         seed = torch.full((), seed, dtype=torch.int64)
-    return Pairs(*_library.call("token_round", *options, seed, tile, mode))
+    return _pairs(*_library.call("token_round", *options, seed, tile, mode))
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
@@ -103,7 +109,7 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
     _checks.tensor("logits", logits)
     _checks.supported(logits)
     _checks.shape("logits", logits, "(T, E)", (None, None))
-    return Pairs(*_library.call("expert_choice", logits, capacity))
+    return _pairs(*_library.call("expert_choice", logits, capacity))
 
 
 def router_losses(logits: Tensor, ids: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,12 @@
+"""One thread for every test: two OpenMP teams on few cores mostly wait for each other."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
