@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <span>
 
 #include "core/numeric.h"
 #include "sonicmoe/routing.h"
@@ -33,6 +34,8 @@ class Guarded {
 
   void* data() { return bytes_.get() + kGuard; }
   std::int64_t count() const { return count_; }
+  /// Everything, guards included.
+  std::span<unsigned char> all() { return {bytes_.get(), size_}; }
   Tensor vector() { return tensor1(data(), dtype_, count_); }
   Tensor matrix(std::int64_t rows, std::int64_t columns) {
     return tensor2(data(), dtype_, rows, columns);

@@ -1,0 +1,124 @@
+// Gradient of token rounding on CUDA: the pairs' gradients as a (T, E) matrix, then a row a token.
+#include "cuda/routing/launch.cuh"
+#include "cuda/routing/routing.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kScatterThreads = 256;
+
+struct PairGradients {
+  const std::int32_t* token;
+  const std::int32_t* expert;
+  const float* dweight;
+  std::int64_t token_stride;
+  std::int64_t expert_stride;
+  std::int64_t dweight_stride;
+  std::int64_t capacity;
+};
+
+__global__ void __launch_bounds__(kScatterThreads)
+    scatter_pairs(PairGradients in, std::int64_t tokens, int experts, float* dense) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kScatterThreads + threadIdx.x;
+  if (i >= in.capacity) return;
+  const std::int32_t t = in.token[i * in.token_stride];
+  const std::int32_t e = in.expert[i * in.expert_stride];
+  if (t < 0 || t >= tokens || e < 0 || e >= experts) return;
+  dense[static_cast<std::int64_t>(t) * experts + e] = in.dweight[i * in.dweight_stride];
+}
+
+template <class R, class Item>
+__global__ void __launch_bounds__(kRowThreads)
+    round_rows_backward(RouteParams p, const float* dense, LogitsView dlogits) {
+  extern __shared__ std::uint32_t groups[];
+  const std::int64_t row =
+      static_cast<std::int64_t>(blockIdx.x) * (kRowThreads / R::kLanes) + threadIdx.x / R::kLanes;
+  const std::int64_t token = min(row, p.tokens - 1);
+  const float* dpairs = dense + token * p.experts;
+  R r;
+  r.load(p, token);
+  Softmax all{};
+  if (p.score != ScoreMode::kSigmoid) all = r.softmax();
+  int ids[R::kSlots];
+  r.template select<Item>(p, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), ids);
+  float slot_x[R::kSlots];
+  float raw[R::kSlots];
+  float d[R::kSlots];
+#pragma unroll
+  for (int s = 0; s < R::kSlots; s++) {
+    slot_x[s] = R::reload(p, token, ids[s]);
+    d[s] = ids[s] < 0 ? 0.0f : dpairs[ids[s]];
+  }
+  R::raw_scores(p, all, ids, slot_x, raw);
+  const SlotGradient through = slot_gradient<R>(p, ids, raw, d);
+
+  float dp[R::kValues];
+  float gradient[R::kValues];
+#pragma unroll
+  for (int v = 0; v < R::kValues; v++) {
+    const int e = R::first() + v;
+    dp[v] = e < p.experts ? dpairs[e] * p.scale : 0.0f;
+    gradient[v] = 0.0f;
+  }
+#pragma unroll
+  for (int s = 0; s < R::kSlots; s++) {
+#pragma unroll 1
+    for (int i = 0; i < R::kLanes && s * R::kLanes + i < p.top_k; i++) {
+      const int place = R::from_lane(ids[s], i) - R::first();
+      const float value = R::from_lane(d[s], i);
+#pragma unroll
+      for (int v = 0; v < R::kValues; v++) {
+        if (place != v) continue;
+        gradient[v] += value;
+        dp[v] = 0.0f;
+      }
+    }
+  }
+  float probability[R::kValues];
+  r.probabilities(p, all, probability);
+  float mean = 0.0f;
+#pragma unroll
+  for (int v = 0; v < R::kValues; v++) mean += dp[v] * probability[v];
+  mean = lanes_sum<R::kLanes>(mean) + through.mean;
+#pragma unroll
+  for (int v = 0; v < R::kValues; v++) {
+    gradient[v] += p.score == ScoreMode::kSigmoid ? dp[v] * probability[v] * (1.0f - probability[v])
+                                                  : probability[v] * (dp[v] - mean);
+  }
+  if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
+}
+
+}  // namespace
+
+void token_round_backward(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
+                          const Tensor& dweight, const Tensor& dlogits, Buffer scratch,
+                          const Exec& exec) {
+  const RouteParams p = params_of(options.route, logits);
+  if (p.tokens == 0) return;
+  const auto stream = static_cast<cudaStream_t>(exec.stream);
+  auto* dense = static_cast<float*>(scratch.data);  // (T, E), where the forward kept its keys
+  const PairGradients in{static_cast<const std::int32_t*>(pairs.token.data),
+                         static_cast<const std::int32_t*>(pairs.expert.data),
+                         static_cast<const float*>(dweight.data),
+                         pairs.token.stride[0],
+                         pairs.expert.stride[0],
+                         dweight.stride[0],
+                         pairs.token.shape[0]};
+  check_launch("clearing gradients",
+               cudaMemsetAsync(dense, 0, p.tokens * p.experts * sizeof(float), stream));
+  if (in.capacity > 0) {
+    scatter_pairs<<<blocks_of(in.capacity, kScatterThreads), kScatterThreads, 0, stream>>>(
+        in, p.tokens, p.experts, dense);
+  }
+  with_row(p, logits.dtype, [&](auto choice) {
+    using R = typename decltype(choice)::R;
+    using Item = typename decltype(choice)::Item;
+    constexpr int kRows = kRowThreads / R::kLanes;
+    const std::size_t shared = R::group_words(p.n_group) * kRows * sizeof(std::uint32_t);
+    round_rows_backward<R, Item>
+        <<<blocks_of(p.tokens, kRows), kRowThreads, shared, stream>>>(p, dense, view_of(dlogits));
+  });
+  check_launch("the launches of token_round_backward");
+}
+
+}  // namespace sonicmoe::cuda

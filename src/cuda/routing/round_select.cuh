@@ -1,0 +1,114 @@
+// The best c of one expert's rank keys: radix selection over integers, so no order of events
+// matters.
+#pragma once
+
+#include <cstdint>
+
+#include "core/selection_key.h"
+#include "cuda/routing/block.cuh"
+
+namespace sonicmoe::cuda {
+
+inline constexpr int kSelectThreads = 1024;
+
+/// What an expert keeps: keys above `key`, and the first `take` tokens whose key equals it.
+struct Threshold {
+  std::uint32_t key;
+  std::int32_t take;
+  std::int32_t ties;  ///< 1: more tokens equal `key` than are taken
+  std::int32_t rows;  ///< c
+};
+
+/// Rank keys of an expert, `stride` of them with the last ones unused.
+struct Column {
+  const std::uint32_t* keys;
+  std::int32_t tokens;
+
+  /// Calls body(key, token) for every token; a thread gets four neighbours.
+  template <class Body>
+  __device__ void each(const Body& body) const {
+    for (int t = threadIdx.x * 4; t < tokens; t += kSelectThreads * 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(keys + t);
+      body(four.x, t);
+      if (t + 1 < tokens) body(four.y, t + 1);
+      if (t + 2 < tokens) body(four.z, t + 2);
+      if (t + 3 < tokens) body(four.w, t + 3);
+    }
+  }
+};
+
+/// Finds the m-th largest key (m >= 1) of one class (chosen or not). Shared memory: kBins counters.
+class RadixSelect {
+ public:
+  static constexpr int kBins = 2048;
+
+  __device__ RadixSelect(std::uint32_t class_bit, int m, std::uint32_t* bins)
+      : class_bit_(class_bit), rank_(m), bins_(bins) {}
+
+  /// 31 bits in three digits, the highest first.
+  __device__ Threshold run(const Column& column) {
+    digit<20, 11>(column);
+    digit<10, 10>(column);
+    digit<0, 10>(column);
+    return {class_bit_ | prefix_, rank_, count_ > rank_ ? 1 : 0, 0};
+  }
+
+ private:
+  template <int kShift, int kBits>
+  __device__ void digit(const Column& column) {
+    constexpr int kCount = 1 << kBits;
+    constexpr int kPerThread = kCount / kSelectThreads;
+    __shared__ int found[3];
+    for (int b = threadIdx.x; b < kCount; b += kSelectThreads) bins_[b] = 0;
+    __syncthreads();
+    column.each([&](std::uint32_t k, int) {
+      const bool mine = (k & key::kChosen) == class_bit_;
+      const std::uint32_t bits = k & ~key::kChosen;
+      if (mine &&
+          static_cast<std::uint64_t>(bits) >> (kShift + kBits) == prefix_ >> (kShift + kBits)) {
+        atomicAdd(&bins_[bits >> kShift & (kCount - 1)], 1u);
+      }
+    });
+    __syncthreads();
+    // Thread i counts from the top: bins kCount - 1 - i * kPerThread downwards.
+    const int top = kCount - 1 - static_cast<int>(threadIdx.x) * kPerThread;
+    int own = 0;
+    for (int b = 0; b < kPerThread; b++) own += static_cast<int>(bins_[top - b]);
+    int total = 0;
+    int before = block_prefix<kSelectThreads>(own, &total);
+    if (before < rank_ && rank_ <= before + own) {
+      int b = top;
+      while (before + static_cast<int>(bins_[b]) < rank_) before += static_cast<int>(bins_[b--]);
+      found[0] = b;
+      found[1] = rank_ - before;
+      found[2] = static_cast<int>(bins_[b]);
+    }
+    __syncthreads();
+    prefix_ |= static_cast<std::uint32_t>(found[0]) << kShift;
+    rank_ = found[1];
+    count_ = found[2];
+    __syncthreads();
+  }
+
+  std::uint32_t class_bit_;
+  std::uint32_t prefix_ = 0;
+  int rank_;
+  int count_ = 0;
+  std::uint32_t* bins_;
+};
+
+/// The first c ranked of a column in which f are chosen.
+__device__ inline Threshold select_rows(const Column& column, int c, int f, std::uint32_t* bins) {
+  const Threshold keep_chosen = {key::kChosen - 1, 0, 0, 0};
+  const Threshold keep_nothing = {0xffffffffu, 0, 0, 0};
+  Threshold result = c == f ? keep_chosen : keep_nothing;
+  if (c > f) {
+    result = RadixSelect(0, c - f, bins).run(column);
+  } else if (c < f && c > 0) {
+    result = RadixSelect(key::kChosen, c, bins).run(column);
+  }
+  result.rows = c;
+  return result;
+}
+
+}  // namespace sonicmoe::cuda
