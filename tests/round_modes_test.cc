@@ -250,7 +250,7 @@ TEST(RoundingRules, CapacityIsAsStated) {
 }
 
 TEST(RoundingRules, ThreadsDoNotChangeABit) {
-  constexpr std::int64_t kTokens = 1500, kExperts = 13;
+  constexpr std::int64_t kTokens = 6000, kExperts = 21;  // enough for several threads
   std::mt19937_64 random(5);
   Guarded logits(DType::kBF16, kTokens * kExperts);
   fill_logits(&logits, kExperts, Flavour::kSpecials, &random);

@@ -154,7 +154,7 @@ TEST(RouterLosses, NoTokensCostNothing) {
 }
 
 TEST(RouterLosses, ThreadsDoNotChangeABit) {
-  constexpr std::int64_t kTokens = 1300, kExperts = 9;
+  constexpr std::int64_t kTokens = 6000, kExperts = 21;  // enough for several threads
   std::mt19937_64 random(41);
   Guarded logits(DType::kF32, kTokens * kExperts), ids(DType::kI64, kTokens);
   fill_logits(&logits, kExperts, Flavour::kNormal, &random);

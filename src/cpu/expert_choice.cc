@@ -26,7 +26,8 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
   const std::int64_t experts = logits.shape[1];
   const std::int64_t count = std::min(capacity, tokens);
   std::vector<Key> keys(experts * tokens);
-  for_ranges(tokens, kTokenBlock, exec, [&](Range range) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, tokens, kTokenBlock, [&](Range range) {
     RouteRow<Real> row(softmax_only(), experts);
     for (std::int64_t t = range.begin; t < range.end; ++t) {
       row.load(logits, t);
@@ -36,7 +37,7 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
       }
     }
   });
-  for_ranges(experts, kExpertBlock, exec, [&](Range range) {
+  for_ranges(&team, experts, kExpertBlock, [&](Range range) {
     for (std::int64_t e = range.begin; e < range.end; ++e) {
       const Key* column = keys.data() + e * tokens;
       ColumnRanking<Key> ranking(column, tokens);
@@ -58,7 +59,8 @@ void choose_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dwe
                      const Tensor& dlogits, const Exec& exec) {
   const std::int64_t experts = logits.shape[1];
   const PairsByToken by_token(pairs, logits.shape[0], experts);
-  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range range) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range range) {
     RouteRow<Real> row(softmax_only(), experts);
     std::vector<double> dp(experts), gradient(experts);
     for (std::int64_t t = range.begin; t < range.end; ++t) {

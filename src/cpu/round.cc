@@ -48,7 +48,7 @@ class TokenRounding {
   TokenRounding(const RoundOptions& options, const Tensor& logits, Buffer scratch, const Exec& exec)
       : options_(options),
         logits_(logits),
-        exec_(exec),
+        team_(routing_threads(exec, logits)),
         tokens_(logits.shape[0]),
         experts_(logits.shape[1]),
         scratch_(scratch.data, tokens_, experts_, options.route.top_k),
@@ -56,8 +56,8 @@ class TokenRounding {
         bounds_(experts_) {}
 
   void run(const Pairs& pairs) {
-    for_ranges(tokens_, kTokenBlock, exec_, [&](Range tokens) { rank_tokens(tokens); });
-    for_ranges(experts_, kExpertBlock, exec_, [&](Range experts) { count_experts(experts); });
+    for_ranges(&team_, tokens_, kTokenBlock, [&](Range tokens) { rank_tokens(tokens); });
+    for_ranges(&team_, experts_, kExpertBlock, [&](Range experts) { count_experts(experts); });
     if (options_.mode == RoundingMode::kBalanced) balance();
     auto* offsets = &element<std::int64_t>(pairs.offsets, 0);
     const std::int64_t step = pairs.offsets.stride[0];
@@ -65,7 +65,7 @@ class TokenRounding {
     for (std::int64_t e = 0; e < experts_; ++e) {
       offsets[(e + 1) * step] = offsets[e * step] + kept_[e];
     }
-    for_ranges(experts_, kExpertBlock, exec_, [&](Range experts) {
+    for_ranges(&team_, experts_, kExpertBlock, [&](Range experts) {
       for (std::int64_t e = experts.begin; e < experts.end; ++e) {
         write_expert(pairs, e, offsets[e * step]);
       }
@@ -162,7 +162,7 @@ class TokenRounding {
 
   const RoundOptions& options_;
   const Tensor& logits_;
-  const Exec& exec_;
+  Team team_;
   std::int64_t tokens_;
   std::int64_t experts_;
   RoundScratch<Real> scratch_;
@@ -176,7 +176,8 @@ void round_backward(const RoundOptions& options, const Tensor& logits, const Pai
   const std::int64_t experts = logits.shape[1];
   const std::int64_t top_k = options.route.top_k;
   const PairsByToken by_token(pairs, logits.shape[0], experts);
-  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range tokens) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range tokens) {
     RouteRow<Real> row(options.route, experts);
     std::vector<std::int32_t> ids(top_k);
     std::vector<double> dchosen(top_k), dp(experts), gradient(experts);

@@ -53,7 +53,8 @@ void route_tokens_backward(const RouteOptions& options, const Tensor& logits, co
 
 void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec) {
-  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range tokens) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range tokens) {
     if (logits.dtype == DType::kF64) {
       route_tokens<double>(options, logits, ids, weights, tokens);
     } else {
@@ -64,7 +65,8 @@ void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
 
 void route_backward(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                     const Tensor& dweights, const Tensor& dlogits, const Exec& exec) {
-  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range tokens) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range tokens) {
     if (logits.dtype == DType::kF64) {
       route_tokens_backward<double>(options, logits, ids, dweights, dlogits, tokens);
     } else {

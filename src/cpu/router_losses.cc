@@ -50,7 +50,8 @@ void losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids
     }
   }
   std::vector<LossPart> parts((tokens + kTokenBlock - 1) / kTokenBlock);
-  for_ranges(tokens, kTokenBlock, exec, [&](Range range) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, tokens, kTokenBlock, [&](Range range) {
     parts[range.begin / kTokenBlock] = sum_block<Real>(options, logits, range);
   });
   double balance = 0.0;
@@ -85,7 +86,8 @@ void losses_backward(const RouteOptions& options, const Tensor& logits, const Te
             static_cast<double>(element<std::int64_t>(counts, e)) /
             (tokens * static_cast<double>(options.top_k)) / tokens;
   }
-  for_ranges(logits.shape[0], kTokenBlock, exec, [&](Range range) {
+  Team team(routing_threads(exec, logits));
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range range) {
     RouteRow<Real> row(options, experts);
     std::vector<double> gradient(experts);
     for (std::int64_t t = range.begin; t < range.end; ++t) {
