@@ -23,6 +23,32 @@ const void* advance(const void* data, std::int64_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
 
+// Rows swept at a time when panels take neighbouring columns: few enough to stay in the first cache
+// while every panel takes its share of them.
+constexpr std::int64_t kSweepRows = 16;
+
+/// Panels of `width` columns each from rows [row0, row0 + rows), panel_bytes apart.
+struct Sweep {
+  Operand source;
+  std::int64_t col0;
+  std::int64_t cols;
+  std::int64_t width;
+  std::int64_t row0;
+  std::int64_t rows;
+  std::byte* out;
+  std::int64_t panel_bytes;
+};
+
+void sweep_columns(const Kernels& k, const Sweep& s) {
+  for (std::int64_t r = 0; r < s.rows; r += kSweepRows) {
+    std::byte* out = s.out + r / k.k_group * s.width * k.packed_bytes;
+    for (std::int64_t c = 0; c < s.cols; c += s.width, out += s.panel_bytes) {
+      k.pack_cols({s.source, s.col0 + c, std::min(s.width, s.cols - c), s.width, s.row0 + r,
+                   std::min(kSweepRows, s.rows - r), out});
+    }
+  }
+}
+
 }  // namespace
 
 Panel::Panel(std::int64_t bytes)
@@ -73,49 +99,60 @@ void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows) {
 }
 
 void RowGemmWorker::pack_b(std::int64_t expert, std::int64_t first, std::int64_t last) {
-  const std::int64_t seg_bytes = seg_groups_ * kernels_.nr * kernels_.packed_bytes;
+  const std::int64_t col0 = first * kernels_.nr;
+  const std::int64_t cols = std::min(gemm_.n, last * kernels_.nr) - col0;
+  const std::int64_t parts = gemm_.groups * gemm_.segments;
+  const std::int64_t part_bytes = seg_groups_ * kernels_.nr * kernels_.packed_bytes;
+  for (std::int64_t i = 0; i < parts; ++i) {
+    const ExpertMatrix& m = gemm_.matrices[i];
+    if (m.stride_n != 1 || m.stride_k == 1) continue;
+    const void* data = advance(m.data, expert * m.stride_e * kernels_.element_bytes);
+    sweep_columns(kernels_, {{data, nullptr, m.stride_k, m.stride_n},
+                             col0,
+                             cols,
+                             kernels_.nr,
+                             0,
+                             gemm_.seg_k,
+                             b_.data() + i * part_bytes,
+                             parts * part_bytes});
+  }
   std::byte* out = b_.data();
-  for (std::int64_t block = first; block < last; ++block) {
-    const std::int64_t col = block * kernels_.nr;
-    for (std::int64_t i = 0; i < gemm_.groups * gemm_.segments; ++i) {
+  for (std::int64_t c = 0; c < cols; c += kernels_.nr) {
+    for (std::int64_t i = 0; i < parts; ++i, out += part_bytes) {
       const ExpertMatrix& m = gemm_.matrices[i];
+      if (m.stride_n == 1 && m.stride_k != 1) continue;
       const void* data = advance(m.data, expert * m.stride_e * kernels_.element_bytes);
-      const std::int64_t lanes = std::min(kernels_.nr, gemm_.n - col);
-      if (m.stride_n == 1 && m.stride_k != 1) {
-        kernels_.pack_cols({{data, nullptr, m.stride_k, m.stride_n},
-                            col,
-                            lanes,
-                            kernels_.nr,
-                            0,
-                            gemm_.seg_k,
-                            out});
-      } else {
-        kernels_.pack_rows({{data, nullptr, m.stride_n, m.stride_k},
-                            col,
-                            lanes,
-                            kernels_.nr,
-                            0,
-                            gemm_.seg_k,
-                            out});
-      }
-      out += seg_bytes;
+      kernels_.pack_rows({{data, nullptr, m.stride_n, m.stride_k},
+                          col0 + c,
+                          std::min(kernels_.nr, cols - c),
+                          kernels_.nr,
+                          0,
+                          gemm_.seg_k,
+                          out});
     }
   }
 }
 
-RowTile RowGemmWorker::multiply(std::int64_t expert, std::int64_t row, std::int64_t r,
-                                std::int64_t rows, std::int64_t block, std::int64_t first) {
+RowTile RowGemmWorker::place(std::int64_t expert, std::int64_t row, std::int64_t rows,
+                             std::int64_t block) const {
   const std::int64_t col = block * kernels_.nr;
   const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
-  RowTile tile{expert, row + r, col, {}};
+  RowTile tile{expert, row, col, {}};
   for (std::int64_t g = 0; g < gemm_.groups; ++g) {
-    std::byte* acc = tile_.data() + g * tile_bytes;
-    kernels_.product({a_.data() + r / kernels_.mr * a_panel_bytes_,
-                      b_.data() + ((block - first) * gemm_.groups + g) * b_panel_bytes_,
-                      gemm_.segments * seg_groups_, rows, Start::kZero, acc});
-    tile.acc[g] = {acc, kernels_.nr, rows, std::min(kernels_.nr, gemm_.n - col)};
+    tile.acc[g] = {tile_.data() + g * tile_bytes, kernels_.nr, rows,
+                   std::min(kernels_.nr, gemm_.n - col)};
   }
   return tile;
+}
+
+void RowGemmWorker::multiply(std::int64_t a_panel, std::int64_t b_panel, const RowTile& tile) {
+  const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
+  for (std::int64_t g = 0; g < gemm_.groups; ++g) {
+    kernels_.product({a_.data() + a_panel * a_panel_bytes_,
+                      b_.data() + (b_panel * gemm_.groups + g) * b_panel_bytes_,
+                      gemm_.segments * seg_groups_, tile.acc[g].rows, Start::kZero,
+                      tile_.data() + g * tile_bytes});
+  }
 }
 
 std::int64_t col_task_rows(const ColGemm& gemm) {
@@ -148,41 +185,39 @@ ColGemmWorker::ColGemmWorker(const ColGemm& gemm)
       acc_(gemm.segments * ceil_div(col_task_rows(gemm), kernels_.mr) * kernels_.mr *
            ceil_div(col_task_cols(gemm), kernels_.nr) * kernels_.nr * kernels_.acc_bytes) {}
 
-void ColGemmWorker::accumulate(const ColTask& task, std::int64_t row_begin, std::int64_t row_end) {
+void ColGemmWorker::clear_tile() {
+  const std::int64_t bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
+  std::memset(acc_.data(), 0, static_cast<std::size_t>(bytes));
+}
+
+void ColGemmWorker::pack(const ColTask& task, std::int64_t row, std::int64_t rows) {
   const Kernels& k = kernels_;
+  const std::int64_t groups = ceil_div(rows, k.k_group);
+  const std::int64_t a_bytes = groups * k.mr * k.packed_bytes;
   const std::int64_t m_panels = ceil_div(task.m1 - task.m0, k.mr);
-  const std::int64_t n_panels = ceil_div(task.n1 - task.n0, k.nr);
-  const std::int64_t tile_bytes = k.mr * k.nr * k.acc_bytes;
-  if (row_begin == row_end) {
-    std::memset(acc_.data(), 0,
-                static_cast<std::size_t>(gemm_.segments * m_panels * n_panels * tile_bytes));
-    return;
+  for (std::int64_t s = 0; s < gemm_.segments; ++s) {
+    sweep_columns(k, {gemm_.a, s * gemm_.m + task.m0, task.m1 - task.m0, k.mr, row, rows,
+                      a_.data() + s * m_panels * a_bytes, a_bytes});
   }
-  for (std::int64_t row = row_begin; row < row_end; row += kPanelRows) {
-    const std::int64_t rows = std::min(kPanelRows, row_end - row);
-    const std::int64_t groups = ceil_div(rows, k.k_group);
-    const std::int64_t a_bytes = groups * k.mr * k.packed_bytes;
-    const std::int64_t b_bytes = groups * k.nr * k.packed_bytes;
-    std::byte* a = a_.data();
-    for (std::int64_t s = 0; s < gemm_.segments; ++s) {
-      for (std::int64_t m = task.m0; m < task.m1; m += k.mr, a += a_bytes) {
-        k.pack_cols({gemm_.a, s * gemm_.m + m, std::min(k.mr, task.m1 - m), k.mr, row, rows, a});
-      }
-    }
-    std::byte* b = b_.data();
-    for (std::int64_t n = task.n0; n < task.n1; n += k.nr, b += b_bytes) {
-      k.pack_cols({gemm_.b, n, std::min(k.nr, task.n1 - n), k.nr, row, rows, b});
-    }
-    const Start start = row == row_begin ? Start::kZero : Start::kAdd;
-    std::byte* tile = acc_.data();
-    for (std::int64_t j = 0; j < n_panels; ++j) {
-      for (std::int64_t i = 0; i < gemm_.segments * m_panels; ++i, tile += tile_bytes) {
-        const std::int64_t in_segment = i % m_panels * k.mr;
-        k.product({a_.data() + i * a_bytes, b_.data() + j * b_bytes, groups,
-                   std::min(k.mr, task.m1 - task.m0 - in_segment), start, tile});
-      }
-    }
-  }
+  sweep_columns(k, {gemm_.b, task.n0, task.n1 - task.n0, k.nr, row, rows, b_.data(),
+                    groups * k.nr * k.packed_bytes});
+}
+
+ColTile ColGemmWorker::place(const ColTask& task, std::int64_t segment, std::int64_t m,
+                             std::int64_t n, std::int64_t index) const {
+  const Kernels& k = kernels_;
+  return {segment, m, n,
+          Tile{acc_.data() + index * k.mr * k.nr * k.acc_bytes, k.nr, std::min(k.mr, task.m1 - m),
+               std::min(k.nr, task.n1 - n)}};
+}
+
+void ColGemmWorker::multiply(const Step& step, const ColTile& tile) {
+  const Kernels& k = kernels_;
+  const std::int64_t groups = ceil_div(step.k, k.k_group);
+  const std::int64_t offset = static_cast<const std::byte*>(tile.acc.values) - acc_.data();
+  k.product({a_.data() + step.a_panel * groups * k.mr * k.packed_bytes,
+             b_.data() + step.b_panel * groups * k.nr * k.packed_bytes, groups, tile.acc.rows,
+             step.start, acc_.data() + offset});
 }
 
 }  // namespace sonicmoe::cpu

@@ -73,13 +73,15 @@ struct RowTile {
   Tile acc[2];  ///< by group
 };
 
-/// Packs and multiplies for one worker. `Visit` is called as visit(const RowTile&).
+/// Packs and multiplies for one worker.
 class RowGemmWorker {
  public:
   explicit RowGemmWorker(const RowGemm& gemm);
 
-  template <class Visit>
-  void run(const RowTask& task, Visit&& visit) {
+  /// Calls prepare(tile) before a tile is multiplied, when memory that its epilogue needs is worth
+  /// fetching, and finish(tile) after.
+  template <class Prepare, class Finish>
+  void run(const RowTask& task, Prepare&& prepare, Finish&& finish) {
     const std::int64_t blocks = (gemm_.n + kernels_.nr - 1) / kernels_.nr;
     const bool one_panel = task.end - task.begin <= panel_rows_;
     for (std::int64_t first = 0; first < blocks; first += chunk_blocks_) {
@@ -90,7 +92,11 @@ class RowGemmWorker {
         if (first == 0 || !one_panel) pack_a(row, rows);
         for (std::int64_t block = first; block < last; ++block) {
           for (std::int64_t r = 0; r < rows; r += kernels_.mr) {
-            visit(multiply(task.expert, row, r, std::min(kernels_.mr, rows - r), block, first));
+            const RowTile tile =
+                place(task.expert, row + r, std::min(kernels_.mr, rows - r), block);
+            prepare(tile);
+            multiply(r / kernels_.mr, block - first, tile);
+            finish(tile);
           }
         }
       }
@@ -100,8 +106,8 @@ class RowGemmWorker {
  private:
   void pack_a(std::int64_t row, std::int64_t rows);
   void pack_b(std::int64_t expert, std::int64_t first, std::int64_t last);
-  RowTile multiply(std::int64_t expert, std::int64_t row, std::int64_t r, std::int64_t rows,
-                   std::int64_t block, std::int64_t first);
+  RowTile place(std::int64_t expert, std::int64_t row, std::int64_t rows, std::int64_t block) const;
+  void multiply(std::int64_t a_panel, std::int64_t b_panel, const RowTile& tile);
 
   const RowGemm gemm_;
   const Kernels& kernels_;
@@ -147,26 +153,45 @@ class ColGemmWorker {
  public:
   explicit ColGemmWorker(const ColGemm& gemm);
 
-  /// Visits every tile of the task once; all are zero where the expert has no rows.
-  template <class Visit>
-  void run(const ColTask& task, std::int64_t row_begin, std::int64_t row_end, Visit&& visit) {
-    accumulate(task, row_begin, row_end);
-    const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
-    const std::byte* tile = acc_.data();
-    for (std::int64_t n = task.n0; n < task.n1; n += kernels_.nr) {
-      for (std::int64_t s = 0; s < gemm_.segments; ++s) {
-        for (std::int64_t m = task.m0; m < task.m1; m += kernels_.mr) {
-          visit(ColTile{s, m, n,
-                        Tile{tile, kernels_.nr, std::min(kernels_.mr, task.m1 - m),
-                             std::min(kernels_.nr, task.n1 - n)}});
-          tile += tile_bytes;
+  /// Calls finish(tile) once for every tile of the task, all zero where the expert has no rows,
+  /// and prepare(tile) before its last multiplication.
+  template <class Prepare, class Finish>
+  void run(const ColTask& task, const RowTask& rows, Prepare&& prepare, Finish&& finish) {
+    if (rows.begin == rows.end) clear_tile();
+    for (std::int64_t row = rows.begin; row < rows.end || row == rows.begin; row += kPanelRows) {
+      const std::int64_t count = std::min(kPanelRows, rows.end - row);
+      const bool last = row + count == rows.end;
+      pack(task, row, count);
+      const Start start = row == rows.begin ? Start::kZero : Start::kAdd;
+      std::int64_t index = 0;
+      for (std::int64_t n = task.n0; n < task.n1; n += kernels_.nr) {
+        std::int64_t a_panel = 0;
+        for (std::int64_t s = 0; s < gemm_.segments; ++s) {
+          for (std::int64_t m = task.m0; m < task.m1; m += kernels_.mr, ++a_panel, ++index) {
+            const ColTile tile = place(task, s, m, n, count == 0 ? 0 : index);
+            if (last) prepare(tile);
+            if (count != 0) {
+              multiply({a_panel, (n - task.n0) / kernels_.nr, count, start}, tile);
+            }
+            if (last) finish(tile);
+          }
         }
       }
     }
   }
 
  private:
-  void accumulate(const ColTask& task, std::int64_t row_begin, std::int64_t row_end);
+  struct Step {
+    std::int64_t a_panel;
+    std::int64_t b_panel;
+    std::int64_t k;
+    Start start;
+  };
+  void clear_tile();
+  void pack(const ColTask& task, std::int64_t row, std::int64_t rows);
+  ColTile place(const ColTask& task, std::int64_t segment, std::int64_t m, std::int64_t n,
+                std::int64_t index) const;
+  void multiply(const Step& step, const ColTile& tile);
 
   const ColGemm gemm_;
   const Kernels& kernels_;

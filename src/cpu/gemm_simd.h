@@ -126,13 +126,37 @@ inline void store(F16* p, F32V v) {
 #endif
 }
 
-/// The first n of a vector's lanes; the others read as zero and are not written.
+#if defined(__AVX512F__)
+/// The first n of sixteen (eight) lanes.
+inline __mmask16 first_lanes(std::int64_t n) {
+  return n >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << n) - 1u);
+}
+inline F32V load_masked(const float* p, std::int64_t n) {
+  return (F32V)_mm512_maskz_loadu_ps(first_lanes(n), p);
+}
+inline F64V load_masked(const double* p, std::int64_t n) {
+  return (F64V)_mm512_maskz_loadu_pd(static_cast<__mmask8>(first_lanes(n)), p);
+}
+inline F32V load_masked(const BF16* p, std::int64_t n) {
+  const __m256i v = _mm256_maskz_loadu_epi16(first_lanes(n), p);
+  return (F32V)((U32V)_mm512_maskz_cvtepu16_epi32(0xffff, v) << 16);
+}
+inline F32V load_masked(const F16* p, std::int64_t n) {
+  return (F32V)_mm512_maskz_cvtph_ps(0xffff, _mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+#else
 template <class S>
-inline typename Lane<S>::V load_n(const S* p, std::int64_t n) {
-  if (n >= Lane<S>::kCount) return load(p);
+inline typename Lane<S>::V load_masked(const S* p, std::int64_t n) {
   S lanes[Lane<S>::kCount] = {};
   for (std::int64_t i = 0; i < n; ++i) lanes[i] = p[i];
   return load(lanes);
+}
+#endif
+
+/// The first n of a vector's lanes; the others read as zero and are not written.
+template <class S>
+inline typename Lane<S>::V load_n(const S* p, std::int64_t n) {
+  return n >= Lane<S>::kCount ? load(p) : load_masked(p, n);
 }
 template <class S>
 inline void store_n(S* p, typename Lane<S>::V v, std::int64_t n) {

@@ -1,38 +1,10 @@
-// Packing, the register-tiled product and the plain epilogues, as templates over the storage type
-// and the kind of multiplication. Included by gemm_<isa>.cc through gemm_table.h.
+// The register-tiled product and the plain epilogues, as templates over the storage type and the
+// kind of multiplication. Included by gemm_<isa>.cc through gemm_table.h.
 #pragma once
 
-#include "cpu/gemm_kernels.h"
-#include "cpu/gemm_simd.h"
+#include "cpu/gemm_pack.h"
 
 namespace sonicmoe::cpu::SONICMOE_ISA {
-
-/// Multiplies accumulators' own type: one k a packed element.
-template <class T>
-struct PlainDot {
-  using Packed = T;
-  using Acc = T;
-  using V = typename Lane<T>::V;
-  static constexpr std::int64_t kGroup = 1;
-  static V broadcast(const T* a) { return splat(*a); }
-  static V load(const T* b) { return SONICMOE_ISA::load(b); }
-  static V madd(V a, V b, V c) { return fma(a, b, c); }
-};
-
-#if defined(__AVX512BF16__)
-/// Two bf16 k a packed element, added to fp32 by one instruction (which flushes denormals).
-struct PairDot {
-  using Packed = std::uint32_t;
-  using Acc = float;
-  using V = F32V;
-  static constexpr std::int64_t kGroup = 2;
-  static U32V broadcast(const std::uint32_t* a) { return *a + U32V{}; }
-  static U32V load(const std::uint32_t* b) { return load_raw<U32V>(b); }
-  static V madd(U32V a, U32V b, V c) {
-    return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-  }
-};
-#endif
 
 /// Register tile of an instruction set: kRows x (kVectors * lanes) accumulators.
 struct TileShape {
@@ -93,57 +65,6 @@ void product(const ProductJob& job) {
     if (job.rows < kRows) return product<Dot, kRows - 1>(job);
   }
   product_rows<Dot, kRows>(job);
-}
-
-inline float widen_one(float v) { return v; }
-inline double widen_one(double v) { return v; }
-inline float widen_one(BF16 v) { return to_float(v); }
-inline float widen_one(F16 v) { return to_float(v); }
-
-/// One lane's values of a panel, k after k.
-template <class S, class Dot>
-inline void put_value(typename Dot::Packed* panel, std::int64_t width, std::int64_t lane,
-                      std::int64_t k, S value) {
-  if constexpr (Dot::kGroup == 1) {
-    panel[k * width + lane] = widen_one(value);
-  } else {
-    reinterpret_cast<S*>(panel + (k / 2) * width + lane)[k % 2] = value;
-  }
-}
-
-template <class Dot>
-inline std::int64_t groups_of(std::int64_t k) {
-  return (k + Dot::kGroup - 1) / Dot::kGroup;
-}
-
-/// The element-by-element form, for lanes or k that are not contiguous.
-template <class S, class Dot>
-void pack_strided(const PackJob& job, std::int64_t lane_row, std::int64_t lane_col) {
-  auto* panel = static_cast<typename Dot::Packed*>(job.out);
-  const S* data = static_cast<const S*>(job.source.data);
-  const std::int64_t padded_k = groups_of<Dot>(job.k) * Dot::kGroup;
-  for (std::int64_t lane = 0; lane < job.width; ++lane) {
-    for (std::int64_t k = 0; k < padded_k; ++k) {
-      S value{};
-      if (lane < job.lanes && k < job.k) {
-        const std::int64_t l = job.lane0 + lane;
-        const std::int64_t kk = job.k0 + k;
-        value = data[element_offset(job.source, lane_row * l + lane_col * kk,
-                                    lane_row * kk + lane_col * l)];
-      }
-      put_value<S, Dot>(panel, job.width, lane, k, value);
-    }
-  }
-}
-
-template <class S, class Dot>
-void pack_rows(const PackJob& job) {
-  pack_strided<S, Dot>(job, 1, 0);
-}
-
-template <class S, class Dot>
-void pack_cols(const PackJob& job) {
-  pack_strided<S, Dot>(job, 0, 1);
 }
 
 template <class S>

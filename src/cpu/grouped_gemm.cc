@@ -40,14 +40,16 @@ void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec) {
   const auto tasks = split_rows(offsets, team.size());
   Workers<RowGemmWorker, RowGemm> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
-    workers[worker].run(tasks[task], [&](const RowTile& tile) {
-      StoreTile t{.tile = tile.acc[0]};
-      t.out =
-          at_element(d.data, tile.row * d.stride[0] + tile.col * d.stride[1], dtype_bytes(d.dtype));
-      t.row_stride = d.stride[0];
-      t.col_stride = d.stride[1];
-      kernels(d.dtype, isa).store_tile(t);
-    });
+    workers[worker].run(
+        tasks[task], [](const RowTile&) {},
+        [&](const RowTile& tile) {
+          StoreTile t{.tile = tile.acc[0]};
+          t.out = at_element(d.data, tile.row * d.stride[0] + tile.col * d.stride[1],
+                             dtype_bytes(d.dtype));
+          t.row_stride = d.stride[0];
+          t.col_stride = d.stride[1];
+          kernels(d.dtype, isa).store_tile(t);
+        });
   });
 }
 
@@ -65,15 +67,18 @@ void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec) {
   Workers<ColGemmWorker, ColGemm> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     const ColTask& c = tasks[task];
-    workers[worker].run(c, offsets[c.expert], offsets[c.expert + 1], [&](const ColTile& tile) {
-      StoreTile t{.tile = tile.acc};
-      const std::int64_t at =
-          c.expert * d.stride[0] + tile.row * d.stride[1] + tile.col * d.stride[2];
-      t.out = at_element(d.data, at, dtype_bytes(d.dtype));
-      t.row_stride = d.stride[1];
-      t.col_stride = d.stride[2];
-      kernels(d.dtype, isa).store_tile(t);
-    });
+    const RowTask rows{c.expert, offsets[c.expert], offsets[c.expert + 1]};
+    workers[worker].run(
+        c, rows, [](const ColTile&) {},
+        [&](const ColTile& tile) {
+          StoreTile t{.tile = tile.acc};
+          const std::int64_t at =
+              c.expert * d.stride[0] + tile.row * d.stride[1] + tile.col * d.stride[2];
+          t.out = at_element(d.data, at, dtype_bytes(d.dtype));
+          t.row_stride = d.stride[1];
+          t.col_stride = d.stride[2];
+          kernels(d.dtype, isa).store_tile(t);
+        });
   });
 }
 

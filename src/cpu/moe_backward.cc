@@ -77,7 +77,23 @@ void kernel_dh(Team& team, const Backward& b) {
     RowScores s;
     load_scores(p, b.metadata, b.args.routing.weights, rows.begin, rows.end, s.scores);
     s.dscores.assign(s.scores.size(), 0.0);
-    workers[worker].run(rows, [&](const RowTile& tile) {
+    const auto prepare = [&](const RowTile& tile) {
+      const Tile& da = tile.acc[0];
+      const std::int64_t bytes = da.cols * k.element_bytes;
+      const std::int64_t stride = p.width * k.element_bytes;
+      const std::int64_t at = tile.row * gates * p.width + tile.col;
+      for (std::int64_t g = 0; g < gates; ++g) {
+        const std::int64_t offset = at + g * p.width;
+        prefetch_rows(at_element(b.args.h.data, offset, k.element_bytes), da.rows, gates * stride,
+                      bytes);
+        if (!wants_dh) continue;
+        prefetch_rows(at_element(b.dh, offset, k.element_bytes), da.rows, gates * stride, bytes);
+      }
+      if (!wants_scaled) return;
+      prefetch_rows(at_element(b.shared, tile.row * p.width + tile.col, k.element_bytes), da.rows,
+                    stride, bytes);
+    };
+    workers[worker].run(rows, prepare, [&](const RowTile& tile) {
       const std::int64_t gate_at = tile.row * gates * p.width + tile.col;
       const std::int64_t up_at = gate_at + (gates - 1) * p.width;
       BackwardTile t{.activation = p.activation, .da = tile.acc[0]};
@@ -111,13 +127,23 @@ void weight_gradient(Team& team, const Backward& b, const ColGemm& gemm,
     const std::int64_t begin = b.metadata.offsets[c.expert];
     const std::int64_t end = b.metadata.offsets[c.expert + 1];
     if (adds && begin == end) return;
-    workers[worker].run(c, begin, end, [&](const ColTile& tile) {
+    const auto place = [&](const ColTile& tile) {
       const Tensor& out = grads[tile.segment];
-      if (out.data == nullptr) return;
       const std::int64_t at =
           c.expert * out.stride[0] + tile.row * out.stride[1] + tile.col * out.stride[2];
+      return at_element(out.data, at, dtype_bytes(out.dtype));
+    };
+    const auto prepare = [&](const ColTile& tile) {
+      const Tensor& out = grads[tile.segment];
+      if (out.data == nullptr || out.stride[2] != 1) return;
+      prefetch_rows(place(tile), tile.acc.rows, out.stride[1] * dtype_bytes(out.dtype),
+                    tile.acc.cols * dtype_bytes(out.dtype));
+    };
+    workers[worker].run(c, {c.expert, begin, end}, prepare, [&](const ColTile& tile) {
+      const Tensor& out = grads[tile.segment];
+      if (out.data == nullptr) return;
       StoreTile t{.tile = tile.acc};
-      t.out = at_element(out.data, at, dtype_bytes(out.dtype));
+      t.out = place(tile);
       t.row_stride = out.stride[1];
       t.col_stride = out.stride[2];
       t.mode = adds ? StoreMode::kAdd : StoreMode::kWrite;
@@ -167,7 +193,13 @@ void kernel_dx_rows(Team& team, const Backward& b) {
   gemm.matrices[1] = transposed_expert_matrix(w.up);
   Workers<RowGemmWorker, RowGemm> workers(team, gemm);
   team.run(std::ssize(b.tasks), [&](std::int64_t task, std::int32_t worker) {
-    workers[worker].run(b.tasks[task], [&](const RowTile& tile) {
+    const auto prepare = [&](const RowTile& tile) {
+      if (grouped) return;
+      prefetch_rows(at_element(b.shared, tile.row * p.hidden + tile.col, k.element_bytes),
+                    tile.acc[0].rows, p.hidden * k.element_bytes,
+                    tile.acc[0].cols * k.element_bytes);
+    };
+    workers[worker].run(b.tasks[task], prepare, [&](const RowTile& tile) {
       StoreTile t{.tile = tile.acc[0]};
       t.index = grouped ? b.metadata.row_token + tile.row : nullptr;
       const std::int64_t row = grouped ? 0 : tile.row;

@@ -27,7 +27,20 @@ void kernel_a(Team& team, const Forward& f) {
   team.run(std::ssize(f.tasks), [&](std::int64_t task, std::int32_t worker) {
     BiasTile gate_bias;
     BiasTile up_bias;
-    workers[worker].run(f.tasks[task], [&](const RowTile& tile) {
+    const auto prepare = [&](const RowTile& tile) {
+      const Tile& up = tile.acc[0];
+      const std::int64_t bytes = up.cols * k.element_bytes;
+      const std::int64_t stride = p.width * k.element_bytes;
+      prefetch_rows(at_element(f.a, tile.row * p.width + tile.col, k.element_bytes), up.rows,
+                    stride, bytes);
+      if (f.args.h.data == nullptr) return;
+      const std::int64_t h_at = tile.row * gates * p.width + tile.col;
+      for (std::int64_t g = 0; g < gates; ++g) {
+        prefetch_rows(at_element(f.args.h.data, h_at + g * p.width, k.element_bytes), up.rows,
+                      gates * stride, bytes);
+      }
+    };
+    workers[worker].run(f.tasks[task], prepare, [&](const RowTile& tile) {
       const Tile& up = tile.acc[gates - 1];
       const std::int64_t h_at = tile.row * gates * p.width + tile.col;
       ForwardTile t{.activation = p.activation, .gate = tile.acc[0], .up = up};
@@ -61,7 +74,13 @@ void kernel_y(Team& team, const Forward& f) {
     if (grouped && f.args.routing.weights.data != nullptr) {
       load_scores(p, f.metadata, f.args.routing.weights, rows.begin, rows.end, scores);
     }
-    workers[worker].run(rows, [&](const RowTile& tile) {
+    const auto prepare = [&](const RowTile& tile) {
+      if (grouped) return;
+      prefetch_rows(at_element(f.y, tile.row * p.hidden + tile.col, k.element_bytes),
+                    tile.acc[0].rows, p.hidden * k.element_bytes,
+                    tile.acc[0].cols * k.element_bytes);
+    };
+    workers[worker].run(rows, prepare, [&](const RowTile& tile) {
       StoreTile t{.tile = tile.acc[0]};
       t.bias = bias.load(k, w.b_down, tile.expert, tile.col, t.tile.cols);
       t.scale = scores.empty() ? nullptr : scores.data() + (tile.row - rows.begin);

@@ -59,6 +59,16 @@ inline ExpertMatrix transposed_expert_matrix(const Tensor& w) {
   return {w.data, w.stride[0], w.stride[2], w.stride[1]};
 }
 
+/// Asks for a block of memory while a tile is multiplied, so that its epilogue does not wait.
+inline void prefetch_rows(const void* first, std::int64_t rows, std::int64_t stride_bytes,
+                          std::int64_t bytes) {
+  constexpr std::int64_t kLine = 64;
+  const auto* row = static_cast<const std::byte*>(first);
+  for (std::int64_t r = 0; r < rows; ++r, row += stride_bytes) {
+    for (std::int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(row + b);
+  }
+}
+
 /// Room for one tile row of an (E, cols) bias as accumulators (fp64 at most).
 struct BiasTile {
   alignas(64) std::byte values[64 * sizeof(double)];

@@ -1,0 +1,211 @@
+// Packing: strided, gathered rows of any storage type to the panels of gemm_kernels.h. Included by
+// gemm_<isa>.cc through gemm_table.h.
+//
+// pack_rows may write past the end of its panel: panels are packed in ascending order of address
+// and the engine leaves slack behind the last. pack_cols writes nothing but its k of its panel.
+#pragma once
+
+#include <utility>
+
+#include "cpu/gemm_kernels.h"
+#include "cpu/gemm_simd.h"
+
+namespace sonicmoe::cpu::SONICMOE_ISA {
+
+/// Multiplies accumulators' own type: one k a packed element.
+template <class T>
+struct PlainDot {
+  using Packed = T;
+  using Acc = T;
+  using V = typename Lane<T>::V;
+  static constexpr std::int64_t kGroup = 1;
+  static V broadcast(const T* a) { return splat(*a); }
+  static V load(const T* b) { return SONICMOE_ISA::load(b); }
+  static V madd(V a, V b, V c) { return fma(a, b, c); }
+};
+
+#if defined(__AVX512BF16__)
+/// Two bf16 k a packed element, added to fp32 by one instruction (which flushes denormals).
+struct PairDot {
+  using Packed = std::uint32_t;
+  using Acc = float;
+  using V = F32V;
+  static constexpr std::int64_t kGroup = 2;
+  static U32V broadcast(const std::uint32_t* a) { return *a + U32V{}; }
+  static U32V load(const std::uint32_t* b) { return load_raw<U32V>(b); }
+  static V madd(U32V a, U32V b, V c) {
+    return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+inline float widen_one(float v) { return v; }
+inline double widen_one(double v) { return v; }
+inline float widen_one(BF16 v) { return to_float(v); }
+inline float widen_one(F16 v) { return to_float(v); }
+
+/// One lane's values of a panel, k after k.
+template <class S, class Dot>
+inline void put_value(typename Dot::Packed* panel, std::int64_t width, std::int64_t lane,
+                      std::int64_t k, S value) {
+  if constexpr (Dot::kGroup == 1) {
+    panel[k * width + lane] = widen_one(value);
+  } else {
+    reinterpret_cast<S*>(panel + (k / 2) * width + lane)[k % 2] = value;
+  }
+}
+
+template <class Dot>
+inline std::int64_t groups_of(std::int64_t k) {
+  return (k + Dot::kGroup - 1) / Dot::kGroup;
+}
+
+/// The element-by-element form, for lanes or k that are not contiguous.
+template <class S, class Dot>
+void pack_strided(const PackJob& job, std::int64_t lane_row, std::int64_t lane_col) {
+  auto* panel = static_cast<typename Dot::Packed*>(job.out);
+  const S* data = static_cast<const S*>(job.source.data);
+  const std::int64_t padded_k = groups_of<Dot>(job.k) * Dot::kGroup;
+  for (std::int64_t lane = 0; lane < job.width; ++lane) {
+    for (std::int64_t k = 0; k < padded_k; ++k) {
+      S value{};
+      if (lane < job.lanes && k < job.k) {
+        const std::int64_t l = job.lane0 + lane;
+        const std::int64_t kk = job.k0 + k;
+        value = data[element_offset(job.source, lane_row * l + lane_col * kk,
+                                    lane_row * kk + lane_col * l)];
+      }
+      put_value<S, Dot>(panel, job.width, lane, k, value);
+    }
+  }
+}
+
+/// Lanes of one packed vector and how many k a row of storage elements behind it holds.
+template <class Dot>
+inline constexpr int kPackedLanes = kVectorBytes / static_cast<int>(sizeof(typename Dot::Packed));
+
+/// A vector whose lanes are the groups of k of one row: n storage elements from p, zeros beyond.
+template <class S, class Dot>
+inline auto load_groups(const S* p, std::int64_t n) {
+  if constexpr (Dot::kGroup == 1) {
+    return load_n(p, n);
+  } else {
+    constexpr std::int64_t kCount = kVectorBytes / sizeof(S);
+    if (n >= kCount) return load_raw<U32V>(p);
+    S values[kCount] = {};
+    for (std::int64_t i = 0; i < n; ++i) values[i] = p[i];
+    return load_raw<U32V>(values);
+  }
+}
+
+/// One step of a transposition: swaps the off-diagonal blocks of kBlock x kBlock between two rows.
+template <int kBlock, class V, int... kLane>
+inline void exchange(V& upper, V& lower, std::integer_sequence<int, kLane...>) {
+  constexpr int kCount = sizeof...(kLane);
+  const V a = upper;
+  const V b = lower;
+  upper =
+      __builtin_shufflevector(a, b, ((kLane & kBlock) == 0 ? kLane : kCount + kLane - kBlock)...);
+  lower =
+      __builtin_shufflevector(a, b, ((kLane & kBlock) == 0 ? kLane + kBlock : kCount + kLane)...);
+}
+
+template <int kBlock, int kCount, class V>
+inline void transpose(V (&rows)[kCount]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount; ++i) {
+    if ((i & kBlock) == 0) {
+      exchange<kBlock>(rows[i], rows[i + kBlock], std::make_integer_sequence<int, kCount>());
+    }
+  }
+  if constexpr (kBlock > 1) transpose<kBlock / 2>(rows);
+}
+
+/// Lanes [first, first + kCount) of a panel from rows of contiguous k.
+template <class S, class Dot>
+void pack_row_block(const PackJob& job, std::int64_t first) {
+  constexpr int kCount = kPackedLanes<Dot>;
+  using V = decltype(load_groups<S, Dot>(nullptr, 0));
+  const S* rows[kCount];
+  const std::int64_t lanes = job.lanes - first;
+  for (int i = 0; i < kCount; ++i) {
+    const std::int64_t row = job.lane0 + first + (i < lanes ? i : 0);
+    rows[i] = static_cast<const S*>(job.source.data) + element_offset(job.source, row, job.k0);
+  }
+  auto* out = static_cast<typename Dot::Packed*>(job.out) + first;
+  constexpr std::int64_t kStep = kCount * Dot::kGroup;
+  for (std::int64_t k = 0; k < job.k; k += kStep, out += kCount * job.width) {
+    V v[kCount];
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount; ++i) {
+      v[i] = i < lanes ? load_groups<S, Dot>(rows[i] + k, job.k - k) : V{};
+    }
+    transpose<kCount / 2>(v);
+    if (job.k - k >= kStep) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kCount; ++i) store_raw(out + i * job.width, v[i]);
+    } else {
+      for (std::int64_t i = 0; i < groups_of<Dot>(job.k - k); ++i) {
+        store_raw(out + i * job.width, v[i]);
+      }
+    }
+  }
+}
+
+template <class S, class Dot>
+void pack_rows(const PackJob& job) {
+  if (job.source.col_stride != 1) return pack_strided<S, Dot>(job, 1, 0);
+  constexpr int kCount = kPackedLanes<Dot>;
+  // The last block comes first: what it spills into the next k the others then overwrite.
+  for (std::int64_t first = (job.width - 1) / kCount * kCount; first >= 0; first -= kCount) {
+    pack_row_block<S, Dot>(job, first);
+  }
+}
+
+/// A vector of packed values whose lanes are neighbouring columns, from one row or a pair of rows.
+template <class S, class Dot>
+inline auto load_columns(const S* row, const S* next, std::int64_t n) {
+  if constexpr (Dot::kGroup == 1) {
+    return load_n(row, n);
+  } else {
+    const U32V low = (U32V)load_n(row, n) >> 16;  // bf16 loads leave the low half zero
+    return next != nullptr ? low | (U32V)load_n(next, n) : low;
+  }
+}
+
+/// Stores the first n lanes; with `spill` the others may be written too.
+enum class Spill { kNo, kYes };
+template <class P, class V>
+inline void store_lanes(P* p, V v, std::int64_t n, Spill spill) {
+  constexpr std::int64_t kCount = sizeof(V) / sizeof(P);
+  if (n >= kCount || spill == Spill::kYes) return store_raw(p, v);
+  std::memcpy(p, &v, static_cast<std::size_t>(n) * sizeof(P));
+}
+
+template <class S, class Dot>
+void pack_cols(const PackJob& job) {
+  if (job.source.col_stride != 1) return pack_strided<S, Dot>(job, 0, 1);
+  constexpr int kCount = kPackedLanes<Dot>;
+  const S* data = static_cast<const S*>(job.source.data);
+  auto* out = static_cast<typename Dot::Packed*>(job.out);
+  for (std::int64_t k = 0; k < job.k; k += Dot::kGroup, out += job.width) {
+    const S* row = data + element_offset(job.source, job.k0 + k, job.lane0);
+    const S* next = nullptr;
+    if (Dot::kGroup == 2 && k + 1 < job.k) {
+      next = data + element_offset(job.source, job.k0 + k + 1, job.lane0);
+    }
+    // What a store spills over is written by the next k of this call, so the last may not spill.
+    const Spill spill = k + Dot::kGroup < job.k ? Spill::kYes : Spill::kNo;
+    for (std::int64_t i = 0; i < job.width; i += kCount) {
+      const std::int64_t n = job.lanes - i;
+      if (n <= 0) {
+        store_lanes(out + i, typename Dot::V{}, job.width - i, spill);
+      } else {
+        const auto v = load_columns<S, Dot>(row + i, next == nullptr ? next : next + i, n);
+        store_lanes(out + i, v, job.width - i, spill);
+      }
+    }
+  }
+}
+
+}  // namespace sonicmoe::cpu::SONICMOE_ISA
