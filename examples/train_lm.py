@@ -89,10 +89,9 @@ def loss_fell(result: dict[str, Any]) -> bool:
     return result["val_loss"] < result["history"]["val_loss"][0] - 0.5
 
 
-def main(argv: list[str]) -> int:
-    """Runs the whole demo; returns the exit code."""
+def demo(request: Request) -> int:
+    """Both runs and their report; returns the exit code."""
     began = time.monotonic()
-    request = parse(argv)
     config = request.config
     out = prepare_output(config)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -134,12 +133,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
+    """The command: failures that the user can mend are one sentence."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        return demo(parse(argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; what was saved before is intact", file=sys.stderr)
-        sys.exit(130)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

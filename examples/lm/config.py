@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import sonicmoe_cpp
+import torch
 import yaml
 
 from lm.errors import UserError
@@ -48,6 +50,8 @@ class Config:
     lb_coef: float = _setting(0.01, "weight of the load-balancing loss", 0)
     z_coef: float = _setting(1e-4, "weight of the router z-loss", 0)
     seed: int = _setting(0, "seed of initialisation, data order and sampling", 0)
+    device: str = _setting("", "cpu or cuda; empty: cuda where sonicmoe_cpp computes there")
+    precision: str = _setting("", "fp32 or bf16 (autocast); empty: bf16 on cuda, else fp32")
     # Habits that do not change the result.
     eval_every: int = _setting(100, "steps between validation points of the plot", 1)
     eval_sequences: int = _setting(64, "validation sequences of those points; the end takes all", 1)
@@ -60,6 +64,16 @@ class Config:
 FREE_KEYS = frozenset({"out", "save_every", "sample_tokens", "threads"})
 # These decide the shapes of the tensors.
 SHAPE_KEYS = ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width")
+# A GPU has time for more; its tiles have 128 rows.
+LARGER = {
+    "batch": 32,
+    "width": 256,
+    "layers": 4,
+    "heads": 8,
+    "expert_width": 128,
+    "tile": 128,
+    "lr": 2e-3,
+}
 # `--short`: completion and a falling loss, for CI.
 SHORT = {"steps": 60, "warmup": 10, "eval_every": 30, "save_every": 30, "eval_sequences": 16}
 ROUNDING_MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
@@ -135,11 +149,24 @@ def validate(config: Config) -> Config:
         raise UserError(
             f"rounding is '{config.rounding}'; it must be one of {', '.join(ROUNDING_MODES)}"
         )
+    if config.precision not in ("fp32", "bf16"):
+        raise UserError(f"precision is '{config.precision}'; it must be fp32 or bf16")
     return config
 
 
+def resolve_device(asked: str) -> str:
+    """The device to train on: what was asked for, if it can be had."""
+    if asked not in ("", "cpu", "cuda"):
+        raise UserError(f"device is '{asked}'; it must be cpu or cuda")
+    usable = torch.cuda.is_available() and sonicmoe_cpp.is_available("cuda")
+    if asked == "cuda" and not usable:
+        reason = sonicmoe_cpp.unsupported_reason("cuda") or "torch finds no usable GPU"
+        raise UserError(f"device cuda cannot be used: {reason}")
+    return asked or ("cuda" if usable else "cpu")
+
+
 def parse(argv: list[str]) -> Request:
-    """Defaults, then --short, then --config, then the other flags."""
+    """Defaults, then those of the device, --short, --config, and the other flags."""
     parser = _Parser(
         description="Trains the same small MoE language model with top-K routing and with token "
         "rounding, and compares both with n-gram baselines."
@@ -156,7 +183,9 @@ def parse(argv: list[str]) -> Request:
         )
     flags = vars(parser.parse_args(argv))
     file, short, resume = (flags.pop(name) for name in ("config", "short", "resume"))
-    settings = dict(SHORT) if short else {}
-    if file:
-        settings |= read_yaml(file)
-    return Request(validate(Config(**(settings | flags))), resume, short)
+    settings = (read_yaml(file) if file else {}) | flags
+    device = resolve_device(settings.get("device", ""))
+    settings = (LARGER if device == "cuda" else {}) | (SHORT if short else {}) | settings
+    settings["device"] = device
+    settings["precision"] = settings.get("precision") or ("bf16" if device == "cuda" else "fp32")
+    return Request(validate(Config(**settings)), resume, short)

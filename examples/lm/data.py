@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lm.config import Config
@@ -181,12 +180,12 @@ class Batches:
             self._epoch = epoch
         return int(self._starts[place])
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets (batch, context) int64 of a step."""
         batch, context = self._config.batch, self._config.context
         starts = [self._start(step * batch + i) for i in range(batch)]
         rows = np.stack([self._tokens[s : s + context + 1] for s in starts]).astype(np.int64)
-        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+        return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
 def validation_windows(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

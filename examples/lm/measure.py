@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lm.config import Config
+from lm.model import autocast
 
 
 def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
@@ -31,7 +32,9 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
     """One MoE layer in training: bytes measured, bytes predicted, bytes of keeping everything."""
     tokens = config.batch * config.context
     generator = torch.Generator().manual_seed(config.seed)
-    x = torch.randn(tokens, config.width, generator=generator).requires_grad_()
+    x = torch.randn(tokens, config.width, generator=generator)
+    x = x.to(config.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    x.requires_grad_()
     size = x.element_size()
     rows = tokens * config.top_k
     capacity = rows
@@ -40,8 +43,10 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
         capacity = min(tokens * config.experts, rows + config.experts * slack)
     d, n = config.width, config.expert_width
     layer.train()
+    with autocast(config):
+        measured = saved_for_backward(layer, x)
     return {
-        "bytes_measured": saved_for_backward(layer, x),
+        "bytes_measured": measured,
         "bytes_predicted": size * (tokens * d + 2 * capacity * n),
         "bytes_keeping_everything": size * (tokens * d + rows * (d + 2 * n + n + d)),
         "tokens": tokens,

@@ -105,9 +105,14 @@ class LanguageModel(nn.Module):
 
 
 def build(config: Config, run: str) -> LanguageModel:
-    """The model of a run; every run starts from the same weights."""
+    """The model of a run; every run starts from the same weights, whatever the device."""
     torch.manual_seed(config.seed)
-    return LanguageModel(config, ROUTINGS[run])
+    return LanguageModel(config, ROUTINGS[run]).to(config.device)
+
+
+def autocast(config: Config) -> torch.autocast:
+    """The precision that matrices are multiplied in; weights stay fp32."""
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16")
 
 
 @torch.no_grad()
@@ -117,7 +122,8 @@ def generate(model: LanguageModel, prompt: list[int], count: int, config: Config
     generator = torch.Generator().manual_seed(config.seed)
     tokens = list(prompt)
     for _ in range(count):
-        logits, _ = model(torch.tensor([tokens[-config.context :]]))
-        weights = torch.softmax(logits[0, -1].float() / 0.8, dim=-1)
+        with autocast(config):
+            logits, _ = model(torch.tensor([tokens[-config.context :]], device=config.device))
+        weights = torch.softmax(logits[0, -1].float().cpu() / 0.8, dim=-1)
         tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
     return tokens

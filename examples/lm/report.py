@@ -75,6 +75,7 @@ def build_report(
             "torch": torch.__version__,
             "sonicmoe_cpp": sonicmoe_cpp.__version__,
             "machine": platform.machine(),
+            "device": config.device,
             "cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
         },
@@ -86,14 +87,20 @@ def plot(report: dict[str, Any], path: Path) -> None:
     config = report["config"]
     per_step = config["batch"] * config["context"] / 1e6
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
-    for (name, run), colour in zip(report["runs"].items(), ("#1f5fa8", "#d1662a"), strict=True):
+    # The runs lie close together: the first is drawn broad, the second narrow on top of it.
+    looks = (
+        {"color": "#7fb0e0", "linewidth": 4, "marker": "o", "markersize": 8},
+        {"color": "#b3431a", "linewidth": 1.4, "marker": "s", "markersize": 4},
+    )
+    for (name, run), look in zip(report["runs"].items(), looks, strict=True):
         history = run["history"]
         train = smooth(history["train_loss"])
         x = np.arange(1, len(train) + 1) * per_step
-        axes.plot(x, train, color=colour, alpha=0.35, linewidth=1)
+        axes.plot(x, train, color=look["color"], alpha=0.5, linewidth=look["linewidth"] / 2)
         label = f"{LABELS[name]}: {run['val_loss']:.3f}"
-        marks = np.array(history["val_steps"]) * per_step
-        axes.plot(marks, history["val_loss"], color=colour, marker="o", markersize=4, label=label)
+        axes.plot(
+            np.array(history["val_steps"]) * per_step, history["val_loss"], label=label, **look
+        )
     for (name, loss), style in zip(report["baselines"].items(), (":", "--"), strict=True):
         axes.axhline(
             loss, color="#444444", linestyle=style, linewidth=1.2, label=f"{name}: {loss:.3f}"

@@ -19,7 +19,7 @@ from lm import checkpoint, measure
 from lm.config import Config
 from lm.data import Batches, Corpus, validation_windows
 from lm.errors import UserError
-from lm.model import build
+from lm.model import autocast, build
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -47,15 +47,25 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     )
 
 
+def cross_entropy(
+    model: nn.Module, inputs: np.ndarray, targets: np.ndarray, config: Config
+) -> tuple[torch.Tensor, list[Any]]:
+    """Mean nats a token of (rows, context) int64 arrays, and what each MoE layer says beside."""
+    with autocast(config):
+        logits, auxes = model(torch.from_numpy(inputs).to(config.device))
+    wanted = torch.from_numpy(targets).to(config.device)
+    return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()), auxes
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, inputs: np.ndarray, targets: np.ndarray, batch: int) -> float:
+def evaluate(model: nn.Module, inputs: np.ndarray, targets: np.ndarray, config: Config) -> float:
     """Mean nats a token over (windows, context) arrays; an MoE in eval mode routes by top-K."""
     model.eval()
     total = 0.0
-    for i in range(0, len(inputs), batch):
-        logits, _ = model(torch.from_numpy(inputs[i : i + batch]))
-        wanted = torch.from_numpy(targets[i : i + batch])
-        total += F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum").item()
+    for i in range(0, len(inputs), config.batch):
+        rows = slice(i, i + config.batch)
+        loss, _ = cross_entropy(model, inputs[rows], targets[rows], config)
+        total += loss.item() * targets[rows].size
     return total / targets.size
 
 
@@ -148,7 +158,7 @@ class Run:
 
     def final_loss(self) -> float:
         """On the whole validation split."""
-        return evaluate(self.model, *self._validation, self.config.batch)
+        return evaluate(self.model, *self._validation, self.config)
 
     def train(self, stop: Callable[[], bool]) -> bool:
         """Trains to the last step, or until `stop` says so; saves either way. True if finished."""
@@ -184,8 +194,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
         inputs, targets = self._batches[self.step]
-        logits, auxes = self.model(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss, auxes = cross_entropy(self.model, inputs, targets, self.config)
         (loss + sum(aux.loss for aux in auxes)).backward()
         if self.config.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
@@ -197,7 +206,7 @@ class Run:
         return auxes
 
     def _note_validation(self) -> None:
-        loss = evaluate(self.model, *self._sampled, self.config.batch)
+        loss = evaluate(self.model, *self._sampled, self.config)
         self.history.val_steps.append(self.step)
         self.history.val_loss.append(loss)
         if not sys.stderr.isatty():
