@@ -5,7 +5,6 @@
 #   make setup PYTHON=python3.12   takes that interpreter
 SHELL := /bin/bash
 VENV := .venv
-BUILD := build/release
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH
 
@@ -19,13 +18,13 @@ setup: ## system packages and the Python environment .venv
 	@tools/setup.sh
 
 build: setup ## the C++ library, the command and their tests; the Python package into .venv
-	@tools/build.sh $(BUILD)
+	@tools/build.sh
 
 demo: build ## train a small MoE language model twice, report in out/demo (about 7 minutes)
 	@python examples/train_lm.py $(if $(RESUME),--resume) $(ARGS)
 
 test: build ## every test of C++ and Python, the structure and the format
-	@tools/run_tests.sh $(BUILD)
+	@tools/run_tests.sh
 
 format: setup ## rewrite sources in the project's format
 	@tools/format.sh --fix

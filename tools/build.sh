@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Builds library, command and C++ tests into the given folder and installs the Python package into
-# the active environment. Called by `make build`; does nothing twice.
+# Builds library, command and C++ tests into build/release and installs the Python package into the
+# active environment. Called by `make build`; does nothing twice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly BUILD=${1:?usage: tools/build.sh BUILD_FOLDER}
 readonly PACKAGE_STAMP=.setup/package
 
-cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release --log-level=WARNING >/dev/null
-cmake --build "$BUILD"
+cmake --preset release --log-level=WARNING >/dev/null
+cmake --build --preset release
 
 # The wheel holds the library: it is stale when any source of either is newer than its stamp.
 if [ -e "$PACKAGE_STAMP" ] && python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("sonicmoe_cpp"))' &&

@@ -3,7 +3,6 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-readonly BUILD=${1:?usage: tools/run_tests.sh BUILD_FOLDER}
 summary=()
 failed=0
 
@@ -17,7 +16,7 @@ check() { # NAME COMMAND...
 
 check "format and lint" tools/format.sh --check
 check "structure" python tools/check_structure.py
-check "C++ tests" ctest --test-dir "$BUILD" --output-on-failure --no-tests=error -j "$(nproc)"
+check "C++ tests" ctest --preset release --no-tests=error -j "$(nproc)"
 check "Python tests" python -m pytest -q tests/python
 
 echo "== summary"

@@ -10,6 +10,8 @@ cd "$(dirname "$0")/.."
 readonly TORCH_VERSION=2.13.0
 readonly VENV=.venv
 readonly STAMP=.setup/ready
+# The environment is made by an interpreter from outside of it, even when it is the active one.
+PATH=${PATH//"$PWD/$VENV/bin:"/}
 
 fail() {
   echo "tools/setup.sh: $1" >&2

@@ -40,7 +40,7 @@ class Config:
     tile: int = _setting(64, "rows that token rounding rounds to", 1)
     rounding: str = _setting("nearest", "token rounding mode")
     # Training.
-    steps: int = _setting(850, "optimiser steps of each run", 1)
+    steps: int = _setting(1000, "optimiser steps of each run", 1)
     warmup: int = _setting(50, "steps of linear warm-up", 0)
     lr: float = _setting(4e-3, "peak learning rate", 0)
     final_lr: float = _setting(0.05, "learning rate at the end, as a share of the peak", 0, 1)
@@ -55,7 +55,7 @@ class Config:
     # Habits that do not change the result.
     eval_every: int = _setting(100, "steps between validation points of the plot", 1)
     eval_sequences: int = _setting(64, "validation sequences of those points; the end takes all", 1)
-    save_every: int = _setting(200, "steps between checkpoints", 1)
+    save_every: int = _setting(250, "steps between checkpoints", 1)
     sample_tokens: int = _setting(160, "tokens of generated text", 0)
     threads: int = _setting(0, "CPU threads; 0: all that this process may use", 0)
 
