@@ -32,7 +32,7 @@ struct Problem {
   RoutingForm form = RoutingForm::kIds;
   DType dtype =
       DType::kF32;  ///< of x, weights, biases and outputs; scores are fp32, or fp64 in fp64
-  Activation activation;
+  Activation activation{};
 };
 
 /// C, the rows that buffers are sized for: T*K, the pair list's length, or T. Refuses C >= 2^31.
@@ -40,24 +40,25 @@ SONICMOE_API std::int64_t row_capacity(const Problem& problem);
 
 /// Routing values, on the device of the call. What is out of range is skipped, never refused.
 struct Routing {
-  Tensor ids;      ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
-  Tensor weights;  ///< kIds (T, K), kPairs (C): fp32 (fp64 beside fp64); kGrouped: (T) or none = 1
-  Tensor token;    ///< kPairs: (C) i32 or i64; out of [0, T) is an empty slot
-  Tensor expert;   ///< kPairs: (C) i32 or i64; out of [0, E) is an empty slot
-  Tensor row_begin;  ///< kGrouped: (E) i32 or i64
-  Tensor row_count;  ///< kGrouped: (E) i32 or i64; ranges are clamped to the buffer
+  Tensor ids{};  ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
+  Tensor
+      weights{};    ///< kIds (T, K), kPairs (C): fp32 (fp64 beside fp64); kGrouped: (T) or none = 1
+  Tensor token{};   ///< kPairs: (C) i32 or i64; out of [0, T) is an empty slot
+  Tensor expert{};  ///< kPairs: (C) i32 or i64; out of [0, E) is an empty slot
+  Tensor row_begin{};  ///< kGrouped: (E) i32 or i64
+  Tensor row_count{};  ///< kGrouped: (E) i32 or i64; ranges are clamped to the buffer
 };
 
 /// Expert weights as strided views, so that concatenated, interleaved, separate and transposed
 /// tensors are one form. Activations without a gate use `up` alone and leave `gate` empty. The same
 /// struct holds gradients: an absent one is not computed.
 struct Weights {
-  Tensor gate;    ///< (E, n, d)
-  Tensor up;      ///< (E, n, d)
-  Tensor down;    ///< (E, d, n)
-  Tensor b_gate;  ///< (E, n), optional; gated: both b_gate and b_up, or neither
-  Tensor b_up;    ///< (E, n), optional
-  Tensor b_down;  ///< (E, d), optional
+  Tensor gate{};    ///< (E, n, d)
+  Tensor up{};      ///< (E, n, d)
+  Tensor down{};    ///< (E, d, n)
+  Tensor b_gate{};  ///< (E, n), optional; gated: both b_gate and b_up, or neither
+  Tensor b_up{};    ///< (E, n), optional
+  Tensor b_down{};  ///< (E, d), optional
 };
 
 enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
@@ -72,13 +73,13 @@ struct Sizes {
 SONICMOE_API Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec = {});
 
 struct ForwardArgs {
-  Tensor x;  ///< (T, d)
-  Routing routing;
-  Weights weights;
-  Tensor out;  ///< (T, d); kGrouped: out[p] = row weight * Y[p], rows in no group zero
-  Buffer h;    ///< empty together with saved: inference
-  Buffer saved;
-  Buffer scratch;
+  Tensor x{};  ///< (T, d)
+  Routing routing{};
+  Weights weights{};
+  Tensor out{};  ///< (T, d); kGrouped: out[p] = row weight * Y[p], rows in no group zero
+  Buffer h{};    ///< empty together with saved: inference
+  Buffer saved{};
+  Buffer scratch{};
 };
 
 /// Forward. With h and saved it trains (and keeps H and metadata), without both it infers; the
@@ -93,16 +94,16 @@ enum class GradMode : std::int32_t {
 };
 
 struct BackwardArgs {
-  Tensor x;         ///< as in forward
-  Routing routing;  ///< as in forward
-  Weights weights;  ///< as in forward
-  Tensor dout;      ///< (T, d)
-  Buffer h;         ///< as forward left it; not written
-  Buffer saved;     ///< as forward left it; not written
-  Buffer scratch;
-  Tensor dx;        ///< (T, d), optional
-  Tensor dweights;  ///< shape and dtype of routing.weights, optional; empty slots get 0
-  Weights grads;    ///< any subset; shapes and (free) strides as weights
+  Tensor x{};         ///< as in forward
+  Routing routing{};  ///< as in forward
+  Weights weights{};  ///< as in forward
+  Tensor dout{};      ///< (T, d)
+  Buffer h{};         ///< as forward left it; not written
+  Buffer saved{};     ///< as forward left it; not written
+  Buffer scratch{};
+  Tensor dx{};        ///< (T, d), optional
+  Tensor dweights{};  ///< shape and dtype of routing.weights, optional; empty slots get 0
+  Weights grads{};    ///< any subset; shapes and (free) strides as weights
   GradMode grad_mode = GradMode::kWrite;
 };
 

@@ -21,7 +21,7 @@ struct RouteOptions {
   ScoreMode score = ScoreMode::kSoftmaxAfterTopK;
   std::int32_t renormalize = 0;  ///< 1: weights / (sum over the K chosen + 1e-20)
   double scale = 1.0;            ///< finite; multiplies the weights last
-  Tensor bias;                   ///< (E) fp32, sigmoid only, optional: added for selection only
+  Tensor bias{};                 ///< (E) fp32, sigmoid only, optional: added for selection only
   std::int64_t n_group = 0;      ///< 0: no groups. Else E % n_group == 0 and
   std::int64_t topk_group = 0;   ///< the best topk_group groups (by the sum of their two largest
                                  ///< selection values) are the ones to choose from
@@ -40,10 +40,10 @@ SONICMOE_API void route_backward(const RouteOptions& options, const Tensor& logi
 /// (token, expert, weight) lists sorted by (expert, token). Entries at or past offsets[E] hold
 /// token -1, expert E, weight 0.
 struct Pairs {
-  Tensor token;    ///< (C) i32
-  Tensor expert;   ///< (C) i32
-  Tensor weight;   ///< (C) fp32 (fp64 for fp64 logits)
-  Tensor offsets;  ///< (E+1) i64
+  Tensor token{};    ///< (C) i32
+  Tensor expert{};   ///< (C) i32
+  Tensor weight{};   ///< (C) fp32 (fp64 for fp64 logits)
+  Tensor offsets{};  ///< (E+1) i64
 };
 
 /// How an expert's top-K count f becomes a multiple of the tile: lo = floor(f/tile)*tile and
@@ -58,7 +58,7 @@ enum class RoundingMode : std::int32_t {
 };
 
 struct RoundOptions {
-  RouteOptions route;
+  RouteOptions route{};
   std::int64_t tile = 128;
   RoundingMode mode = RoundingMode::kNearest;
   std::uint64_t seed = 0;
@@ -93,8 +93,8 @@ SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pair
 /// load_balancing = E * sum_e count_e/(T*K) * mean_t p[t,e]; z = mean_t logsumexp(logits_t)^2.
 /// Both are 0 at T = 0.
 struct RouterLosses {
-  Tensor values;             ///< (2) fp32 (fp64 for fp64 logits): load_balancing, z
-  Tensor tokens_per_expert;  ///< (E) i64: top-K counts before rounding
+  Tensor values{};             ///< (2) fp32 (fp64 for fp64 logits): load_balancing, z
+  Tensor tokens_per_expert{};  ///< (E) i64: top-K counts before rounding
 };
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, const Exec& exec = {});
