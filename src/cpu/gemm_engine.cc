@@ -1,7 +1,9 @@
 #include "cpu/gemm_engine.h"
 
 #include <cstring>
+#include <limits>
 #include <new>
+#include <utility>
 
 namespace sonicmoe::cpu {
 namespace {
@@ -23,6 +25,9 @@ const void* advance(const void* data, std::int64_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
 
+// The finest split of an expert's rows, and the rows of a group for each worker.
+constexpr std::int64_t kSplitRows = 64;
+constexpr std::int64_t kGroupBytes = 6 << 20;
 // Rows swept at a time when panels take neighbouring columns: few enough to stay in the first cache
 // while every panel takes its share of them.
 constexpr std::int64_t kSweepRows = 16;
@@ -49,6 +54,11 @@ void sweep_columns(const Kernels& k, const Sweep& s) {
   }
 }
 
+/// Where an operand keeps row `row` of a task that begins at `origin`.
+std::int64_t stored_row(const Operand& m, std::int64_t row, std::int64_t origin) {
+  return m.index != nullptr ? row : row - origin;
+}
+
 }  // namespace
 
 Panel::Panel(std::int64_t bytes)
@@ -59,18 +69,41 @@ void Panel::Free::operator()(std::byte* p) const {
   ::operator delete(p, std::align_val_t{kAlignment});
 }
 
-std::vector<RowTask> split_rows(std::span<const std::int64_t> offsets, std::int32_t workers) {
-  const std::int64_t experts = static_cast<std::int64_t>(offsets.size()) - 1;
-  const std::int64_t share = offsets.back() / (4 * std::int64_t{workers});
-  const std::int64_t rows =
-      workers == 1 ? kTaskRows : std::clamp(share / 64 * 64, std::int64_t{64}, kTaskRows);
-  std::vector<RowTask> tasks;
-  for (std::int64_t e = 0; e < experts; ++e) {
-    for (std::int64_t p = offsets[e]; p < offsets[e + 1]; p += rows) {
-      tasks.push_back({e, p, std::min(offsets[e + 1], p + rows)});
+std::vector<ExpertGroup> group_experts(std::span<const std::int64_t> offsets,
+                                       std::int64_t row_bytes, std::int32_t workers) {
+  const std::int64_t experts = std::ssize(offsets) - 1;
+  const std::int64_t enough =
+      row_bytes == 0 ? std::numeric_limits<std::int64_t>::max() : kGroupBytes * workers / row_bytes;
+  std::vector<ExpertGroup> groups;
+  for (std::int64_t e = 0; e < experts;) {
+    ExpertGroup group;
+    group.first = e;
+    group.begin = offsets[e];
+    do {
+      ++e;
+    } while (e < experts && offsets[e] - group.begin < enough);
+    group.last = e;
+    group.end = offsets[e];
+    const std::int64_t share = (group.end - group.begin) / (4 * std::int64_t{workers});
+    const std::int64_t rows =
+        workers == 1 ? kTaskRows
+                     : std::clamp(share / kSplitRows * kSplitRows, kSplitRows, kTaskRows);
+    for (std::int64_t i = group.first; i < group.last; ++i) {
+      for (std::int64_t p = offsets[i]; p < offsets[i + 1]; p += rows) {
+        group.tasks.push_back({i, p, std::min(offsets[i + 1], p + rows), group.begin});
+      }
     }
+    groups.push_back(std::move(group));
   }
-  return tasks;
+  return groups;
+}
+
+ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t workers) {
+  std::vector<ExpertGroup> groups = group_experts(offsets, 0, workers);
+  if (groups.empty()) return {};
+  ExpertGroup group = std::move(groups.front());
+  for (RowTask& task : group.tasks) task.origin = 0;
+  return group;
 }
 
 RowGemmWorker::RowGemmWorker(const RowGemm& gemm)
@@ -86,12 +119,13 @@ RowGemmWorker::RowGemmWorker(const RowGemm& gemm)
       b_(chunk_blocks_ * gemm.groups * b_panel_bytes_),
       tile_(gemm.groups * kernels_.mr * kernels_.nr * kernels_.acc_bytes) {}
 
-void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows) {
+void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin) {
+  const std::int64_t row0 = stored_row(gemm_.a, row, origin);
   const std::int64_t seg_bytes = seg_groups_ * kernels_.mr * kernels_.packed_bytes;
   std::byte* out = a_.data();
   for (std::int64_t r = 0; r < rows; r += kernels_.mr) {
     for (std::int64_t s = 0; s < gemm_.segments; ++s) {
-      kernels_.pack_rows({gemm_.a, row + r, std::min(kernels_.mr, rows - r), kernels_.mr,
+      kernels_.pack_rows({gemm_.a, row0 + r, std::min(kernels_.mr, rows - r), kernels_.mr,
                           s * gemm_.seg_k, gemm_.seg_k, out});
       out += seg_bytes;
     }
@@ -161,11 +195,11 @@ std::int64_t col_task_rows(const ColGemm& gemm) {
 }
 std::int64_t col_task_cols(const ColGemm& gemm) { return std::min(gemm.n, kColTaskCols); }
 
-std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t experts) {
+std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t first, std::int64_t last) {
   const std::int64_t rows = col_task_rows(gemm);
   const std::int64_t cols = col_task_cols(gemm);
   std::vector<ColTask> tasks;
-  for (std::int64_t e = 0; e < experts; ++e) {
+  for (std::int64_t e = first; e < last; ++e) {
     for (std::int64_t m = 0; m < gemm.m; m += rows) {
       for (std::int64_t n = 0; n < gemm.n; n += cols) {
         tasks.push_back({e, m, std::min(gemm.m, m + rows), n, std::min(gemm.n, n + cols)});
@@ -190,17 +224,19 @@ void ColGemmWorker::clear_tile() {
   std::memset(acc_.data(), 0, static_cast<std::size_t>(bytes));
 }
 
-void ColGemmWorker::pack(const ColTask& task, std::int64_t row, std::int64_t rows) {
+void ColGemmWorker::pack(const ColTask& task, std::int64_t row, std::int64_t rows,
+                         std::int64_t origin) {
   const Kernels& k = kernels_;
   const std::int64_t groups = ceil_div(rows, k.k_group);
   const std::int64_t a_bytes = groups * k.mr * k.packed_bytes;
   const std::int64_t m_panels = ceil_div(task.m1 - task.m0, k.mr);
   for (std::int64_t s = 0; s < gemm_.segments; ++s) {
-    sweep_columns(k, {gemm_.a, s * gemm_.m + task.m0, task.m1 - task.m0, k.mr, row, rows,
-                      a_.data() + s * m_panels * a_bytes, a_bytes});
+    sweep_columns(
+        k, {gemm_.a, s * gemm_.m + task.m0, task.m1 - task.m0, k.mr,
+            stored_row(gemm_.a, row, origin), rows, a_.data() + s * m_panels * a_bytes, a_bytes});
   }
-  sweep_columns(k, {gemm_.b, task.n0, task.n1 - task.n0, k.nr, row, rows, b_.data(),
-                    groups * k.nr * k.packed_bytes});
+  sweep_columns(k, {gemm_.b, task.n0, task.n1 - task.n0, k.nr, stored_row(gemm_.b, row, origin),
+                    rows, b_.data(), groups * k.nr * k.packed_bytes});
 }
 
 ColTile ColGemmWorker::place(const ColTask& task, std::int64_t segment, std::int64_t m,

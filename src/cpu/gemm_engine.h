@@ -42,15 +42,30 @@ class Panel {
   std::unique_ptr<std::byte, Free> data_;
 };
 
-/// Rows [begin, end) of one expert.
+/// Rows [begin, end) of one expert. Operands without an index are stored from row `origin` on.
 struct RowTask {
   std::int64_t expert = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  std::int64_t origin = 0;
 };
 
-/// Splits every expert's rows so that `workers` have enough to share.
-std::vector<RowTask> split_rows(std::span<const std::int64_t> offsets, std::int32_t workers);
+/// Neighbouring experts that pass through all kernels together, so that what one kernel writes the
+/// next finds in the caches. Their rows are [begin, end), in tasks that the team can share.
+struct ExpertGroup {
+  std::int64_t first = 0;
+  std::int64_t last = 0;  ///< past the last expert
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::vector<RowTask> tasks;
+};
+
+/// All experts in groups of about `bytes` of rows for each of `workers`.
+std::vector<ExpertGroup> group_experts(std::span<const std::int64_t> offsets,
+                                       std::int64_t row_bytes, std::int32_t workers);
+
+/// Every expert's rows in tasks that `workers` can share, as one group.
+ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t workers);
 
 /// Varlen-M. acc[g](p, j) = sum over s, k of a(p, s * seg_k + k) * b(j, k), where b is matrices[g]
 /// with several groups (gate and up side by side) and matrices[s] with several segments (gate and
@@ -89,7 +104,7 @@ class RowGemmWorker {
       pack_b(task.expert, first, last);
       for (std::int64_t row = task.begin; row < task.end; row += panel_rows_) {
         const std::int64_t rows = std::min(panel_rows_, task.end - row);
-        if (first == 0 || !one_panel) pack_a(row, rows);
+        if (first == 0 || !one_panel) pack_a(row, rows, task.origin);
         for (std::int64_t block = first; block < last; ++block) {
           for (std::int64_t r = 0; r < rows; r += kernels_.mr) {
             const RowTile tile =
@@ -104,7 +119,7 @@ class RowGemmWorker {
   }
 
  private:
-  void pack_a(std::int64_t row, std::int64_t rows);
+  void pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin);
   void pack_b(std::int64_t expert, std::int64_t first, std::int64_t last);
   RowTile place(std::int64_t expert, std::int64_t row, std::int64_t rows, std::int64_t block) const;
   void multiply(std::int64_t a_panel, std::int64_t b_panel, const RowTile& tile);
@@ -147,7 +162,8 @@ struct ColTile {
   Tile acc;
 };
 
-std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t experts);
+/// The tasks of experts [first, last).
+std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t first, std::int64_t last);
 
 class ColGemmWorker {
  public:
@@ -161,7 +177,7 @@ class ColGemmWorker {
     for (std::int64_t row = rows.begin; row < rows.end || row == rows.begin; row += kPanelRows) {
       const std::int64_t count = std::min(kPanelRows, rows.end - row);
       const bool last = row + count == rows.end;
-      pack(task, row, count);
+      pack(task, row, count, rows.origin);
       const Start start = row == rows.begin ? Start::kZero : Start::kAdd;
       std::int64_t index = 0;
       for (std::int64_t n = task.n0; n < task.n1; n += kernels_.nr) {
@@ -188,7 +204,7 @@ class ColGemmWorker {
     Start start;
   };
   void clear_tile();
-  void pack(const ColTask& task, std::int64_t row, std::int64_t rows);
+  void pack(const ColTask& task, std::int64_t row, std::int64_t rows, std::int64_t origin);
   ColTile place(const ColTask& task, std::int64_t segment, std::int64_t m, std::int64_t n,
                 std::int64_t index) const;
   void multiply(const Step& step, const ColTile& tile);

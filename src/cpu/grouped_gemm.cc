@@ -37,7 +37,7 @@ void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec) {
                      args.b.shape[2]};
   const double rows = static_cast<double>(offsets.back() - offsets.front());
   Team team(thread_count(exec, 2.0 * rows * static_cast<double>(gemm.n * gemm.seg_k)));
-  const auto tasks = split_rows(offsets, team.size());
+  const auto tasks = one_group(offsets, team.size()).tasks;
   Workers<RowGemmWorker, RowGemm> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     workers[worker].run(
@@ -63,7 +63,7 @@ void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec) {
                      1,  args.a.shape[1],         args.b.shape[1]};
   const double rows = static_cast<double>(offsets.back() - offsets.front());
   Team team(thread_count(exec, 2.0 * rows * static_cast<double>(gemm.m * gemm.n)));
-  const auto tasks = split_cols(gemm, d.shape[0]);
+  const auto tasks = split_cols(gemm, 0, d.shape[0]);
   Workers<ColGemmWorker, ColGemm> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     const ColTask& c = tasks[task];

@@ -1,4 +1,6 @@
 // Kernels dH, dW2, dW1, dX~ and dX, with the bias gradients.
+#include <array>
+
 #include "cpu/moe_layer.h"
 
 namespace sonicmoe::cpu {
@@ -10,9 +12,9 @@ struct Backward {
   const Kernels& kernels;
   const Isa isa;
   const Metadata metadata;
-  std::span<const RowTask> tasks;
-  void* dh;
-  void* shared;  ///< A', later dX~
+  void* dh;      ///< dH of one group of experts
+  void* scaled;  ///< A' of one group of experts
+  void* dx_rows;
 
   std::int64_t gates() const { return gate_factor(problem.activation.kind); }
   bool wants_dh() const {
@@ -20,6 +22,9 @@ struct Backward {
     return args.dx.data != nullptr || g.gate.data != nullptr || g.up.data != nullptr ||
            g.b_gate.data != nullptr || g.b_up.data != nullptr;
   }
+  bool adds() const { return args.grad_mode == GradMode::kAccumulate; }
+  Operand x_rows() const { return rows_of(args.x, metadata.row_token); }
+  Operand dout_rows() const { return rows_of(args.dout, metadata.row_token); }
 };
 
 void store_dweight(const Backward& b, std::int64_t source, double value) {
@@ -35,12 +40,6 @@ void store_dweight(const Backward& b, std::int64_t source, double value) {
   }
 }
 
-/// What a task of kernel dH keeps per row while it walks the columns.
-struct RowScores {
-  std::vector<double> scores;
-  std::vector<double> dscores;
-};
-
 void finish_dscores(const Backward& b, const RowTask& rows, std::vector<double>& dscores) {
   const Problem& p = b.problem;
   const Kernels& k = b.kernels;
@@ -49,7 +48,7 @@ void finish_dscores(const Backward& b, const RowTask& rows, std::vector<double>&
     const Panel wide(p.hidden * k.acc_bytes);
     k.widen(at_element(bias.data, rows.expert * bias.stride[0], k.element_bytes), bias.stride[1],
             p.hidden, wide.data());
-    const Operand dout = rows_of(b.args.dout, b.metadata.row_token);
+    const Operand dout = b.dout_rows();
     for (std::int64_t r = rows.begin; r < rows.end; ++r) {
       const void* row = at_element(dout.data, element_offset(dout, r, 0), k.element_bytes);
       dscores[r - rows.begin] += k.dot(row, dout.col_stride, wide.data(), p.hidden);
@@ -61,155 +60,234 @@ void finish_dscores(const Backward& b, const RowTask& rows, std::vector<double>&
 }
 
 /// dA' = dO W2 in accumulators; dH, A' and dS in its epilogue.
-void kernel_dh(Team& team, const Backward& b) {
-  const Problem& p = b.problem;
-  const Kernels& k = b.kernels;
-  const std::int64_t gates = b.gates();
-  const bool wants_dh = b.wants_dh();
-  const bool wants_dscores = b.args.dweights.data != nullptr;
-  const bool wants_scaled = b.args.grads.down.data != nullptr;
-  if (!wants_dh && !wants_dscores && !wants_scaled) return;
-  RowGemm gemm{&k, rows_of(b.args.dout, b.metadata.row_token), {}, 1, 1, p.width, p.hidden};
-  gemm.matrices[0] = transposed_expert_matrix(b.args.weights.down);
-  Workers<RowGemmWorker, RowGemm> workers(team, gemm);
-  team.run(std::ssize(b.tasks), [&](std::int64_t task, std::int32_t worker) {
-    const RowTask& rows = b.tasks[task];
-    RowScores s;
-    load_scores(p, b.metadata, b.args.routing.weights, rows.begin, rows.end, s.scores);
-    s.dscores.assign(s.scores.size(), 0.0);
-    const auto prepare = [&](const RowTile& tile) {
-      const Tile& da = tile.acc[0];
-      const std::int64_t bytes = da.cols * k.element_bytes;
-      const std::int64_t stride = p.width * k.element_bytes;
-      const std::int64_t at = tile.row * gates * p.width + tile.col;
-      for (std::int64_t g = 0; g < gates; ++g) {
-        const std::int64_t offset = at + g * p.width;
-        prefetch_rows(at_element(b.args.h.data, offset, k.element_bytes), da.rows, gates * stride,
-                      bytes);
-        if (!wants_dh) continue;
-        prefetch_rows(at_element(b.dh, offset, k.element_bytes), da.rows, gates * stride, bytes);
-      }
-      if (!wants_scaled) return;
-      prefetch_rows(at_element(b.shared, tile.row * p.width + tile.col, k.element_bytes), da.rows,
-                    stride, bytes);
-    };
-    workers[worker].run(rows, prepare, [&](const RowTile& tile) {
-      const std::int64_t gate_at = tile.row * gates * p.width + tile.col;
-      const std::int64_t up_at = gate_at + (gates - 1) * p.width;
-      BackwardTile t{.activation = p.activation, .da = tile.acc[0]};
-      t.h_gate = at_element(b.args.h.data, gate_at, k.element_bytes);
-      t.h_up = at_element(b.args.h.data, up_at, k.element_bytes);
-      t.h_stride = t.dh_stride = gates * p.width;
-      t.scores = s.scores.data() + (tile.row - rows.begin);
-      if (wants_dh) {
-        t.dh_gate = at_element(b.dh, gate_at, k.element_bytes);
-        t.dh_up = at_element(b.dh, up_at, k.element_bytes);
-      }
-      if (wants_scaled) {
-        t.scaled = at_element(b.shared, tile.row * p.width + tile.col, k.element_bytes);
-        t.scaled_stride = p.width;
-      }
-      if (wants_dscores) t.dscores = s.dscores.data() + (tile.row - rows.begin);
-      k.backward_tile(t);
-    });
-    if (wants_dscores) finish_dscores(b, rows, s.dscores);
-  });
-}
+class KernelDh {
+ public:
+  KernelDh(Team& team, const Backward& b)
+      : team_(team),
+        b_(b),
+        dh_(b.wants_dh() ? b.dh : nullptr),
+        scaled_(b.args.grads.down.data != nullptr ? b.scaled : nullptr),
+        gemm_{&b.kernels,
+              b.dout_rows(),
+              {transposed_expert_matrix(b.args.weights.down), {}},
+              1,
+              1,
+              b.problem.width,
+              b.problem.hidden},
+        workers_(team, gemm_) {}
 
-/// One weight gradient: grads[s] (E, m, n) from a's columns [s*m, (s+1)*m) and b.
-void weight_gradient(Team& team, const Backward& b, const ColGemm& gemm,
-                     std::span<const Tensor> grads) {
-  const auto tasks = split_cols(gemm, b.problem.experts);
-  const bool adds = b.args.grad_mode == GradMode::kAccumulate;
-  Workers<ColGemmWorker, ColGemm> workers(team, gemm);
-  team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
-    const ColTask& c = tasks[task];
-    const std::int64_t begin = b.metadata.offsets[c.expert];
-    const std::int64_t end = b.metadata.offsets[c.expert + 1];
-    if (adds && begin == end) return;
-    const auto place = [&](const ColTile& tile) {
-      const Tensor& out = grads[tile.segment];
-      const std::int64_t at =
-          c.expert * out.stride[0] + tile.row * out.stride[1] + tile.col * out.stride[2];
-      return at_element(out.data, at, dtype_bytes(out.dtype));
-    };
-    const auto prepare = [&](const ColTile& tile) {
-      const Tensor& out = grads[tile.segment];
-      if (out.data == nullptr || out.stride[2] != 1) return;
-      prefetch_rows(place(tile), tile.acc.rows, out.stride[1] * dtype_bytes(out.dtype),
-                    tile.acc.cols * dtype_bytes(out.dtype));
-    };
-    workers[worker].run(c, {c.expert, begin, end}, prepare, [&](const ColTile& tile) {
-      const Tensor& out = grads[tile.segment];
-      if (out.data == nullptr) return;
-      StoreTile t{.tile = tile.acc};
-      t.out = place(tile);
-      t.row_stride = out.stride[1];
-      t.col_stride = out.stride[2];
-      t.mode = adds ? StoreMode::kAdd : StoreMode::kWrite;
-      kernels(out.dtype, b.isa).store_tile(t);
+  void run(const ExpertGroup& group) {
+    const bool wants_dscores = b_.args.dweights.data != nullptr;
+    if (dh_ == nullptr && scaled_ == nullptr && !wants_dscores) return;
+    team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
+      const RowTask& rows = group.tasks[task];
+      std::vector<double> scores;
+      load_scores(b_.problem, b_.metadata, b_.args.routing.weights, rows.begin, rows.end, scores);
+      std::vector<double> dscores(scores.size(), 0.0);
+      workers_[worker].run(
+          rows, [&](const RowTile& tile) { prepare(tile, rows.origin); },
+          [&](const RowTile& tile) {
+            BackwardTile t = describe(tile, rows.origin);
+            t.scores = scores.data() + (tile.row - rows.begin);
+            if (wants_dscores) t.dscores = dscores.data() + (tile.row - rows.begin);
+            b_.kernels.backward_tile(t);
+          });
+      if (wants_dscores) finish_dscores(b_, rows, dscores);
     });
-  });
-}
+  }
 
-/// A bias gradient (E, cols): column sums of `rows`, scaled by the scores where `scaled` says so.
+ private:
+  /// Row `row` of a matrix of H's shape, in its gate (half 0) or up part; null of null.
+  template <class T>
+  T* half_at(T* data, std::int64_t row, std::int64_t half, std::int64_t col) const {
+    const std::int64_t n = b_.problem.width;
+    return data == nullptr
+               ? data
+               : at_element(data, (row * b_.gates() + half) * n + col, b_.kernels.element_bytes);
+  }
+  void* scaled_at(std::int64_t row, std::int64_t col) const {
+    return scaled_ == nullptr
+               ? nullptr
+               : at_element(scaled_, row * b_.problem.width + col, b_.kernels.element_bytes);
+  }
+
+  BackwardTile describe(const RowTile& tile, std::int64_t origin) const {
+    const std::int64_t up = b_.gates() - 1;
+    BackwardTile t{.activation = b_.problem.activation, .da = tile.acc[0]};
+    t.h_gate = half_at(b_.args.h.data, tile.row, 0, tile.col);
+    t.h_up = half_at(b_.args.h.data, tile.row, up, tile.col);
+    t.dh_gate = half_at(dh_, tile.row - origin, 0, tile.col);
+    t.dh_up = half_at(dh_, tile.row - origin, up, tile.col);
+    t.h_stride = t.dh_stride = b_.gates() * b_.problem.width;
+    t.scaled = scaled_at(tile.row - origin, tile.col);
+    t.scaled_stride = b_.problem.width;
+    return t;
+  }
+
+  void prepare(const RowTile& tile, std::int64_t origin) const {
+    const BackwardTile t = describe(tile, origin);
+    const std::int64_t element = b_.kernels.element_bytes;
+    const std::int64_t bytes = t.da.cols * element;
+    for (const void* h : {t.h_gate, t.h_up}) {
+      prefetch_rows(h, t.da.rows, t.h_stride * element, bytes);
+    }
+    for (const void* dh : {t.dh_gate, t.dh_up}) {
+      if (dh != nullptr) prefetch_rows(dh, t.da.rows, t.dh_stride * element, bytes);
+    }
+    if (t.scaled != nullptr) {
+      prefetch_rows(t.scaled, t.da.rows, t.scaled_stride * element, bytes);
+    }
+  }
+
+  Team& team_;
+  const Backward& b_;
+  void* const dh_;
+  void* const scaled_;
+  const RowGemm gemm_;
+  Workers<RowGemmWorker, RowGemm> workers_;
+};
+
+/// dW2 or dW1: grads[s] (E, m, n) from a's columns [s*m, (s+1)*m) and b.
+class WeightGradient {
+ public:
+  WeightGradient(Team& team, const Backward& b, const ColGemm& gemm, std::array<Tensor, 2> grads)
+      : team_(team), b_(b), gemm_(gemm), grads_(grads), workers_(team, gemm_) {}
+
+  void run(const ExpertGroup& group) {
+    if (grads_[0].data == nullptr && grads_[1].data == nullptr) return;
+    const auto tasks = split_cols(gemm_, group.first, group.last);
+    team_.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
+      const std::int64_t e = tasks[task].expert;
+      const RowTask rows{e, b_.metadata.offsets[e], b_.metadata.offsets[e + 1], group.begin};
+      if (b_.adds() && rows.begin == rows.end) return;
+      workers_[worker].run(
+          tasks[task], rows, [&](const ColTile& tile) { prepare(e, tile); },
+          [&](const ColTile& tile) { finish(e, tile); });
+    });
+  }
+
+ private:
+  static void* place(const Tensor& out, std::int64_t e, const ColTile& tile) {
+    const std::int64_t at = e * out.stride[0] + tile.row * out.stride[1] + tile.col * out.stride[2];
+    return at_element(out.data, at, dtype_bytes(out.dtype));
+  }
+  void prepare(std::int64_t e, const ColTile& tile) const {
+    const Tensor& out = grads_[tile.segment];
+    if (out.data == nullptr || out.stride[2] != 1) return;
+    const std::int64_t element = dtype_bytes(out.dtype);
+    prefetch_rows(place(out, e, tile), tile.acc.rows, out.stride[1] * element,
+                  tile.acc.cols * element);
+  }
+  void finish(std::int64_t e, const ColTile& tile) const {
+    const Tensor& out = grads_[tile.segment];
+    if (out.data == nullptr) return;
+    StoreTile t{.tile = tile.acc};
+    t.out = place(out, e, tile);
+    t.row_stride = out.stride[1];
+    t.col_stride = out.stride[2];
+    t.mode = b_.adds() ? StoreMode::kAdd : StoreMode::kWrite;
+    kernels(out.dtype, b_.isa).store_tile(t);
+  }
+
+  Team& team_;
+  const Backward& b_;
+  const ColGemm gemm_;
+  const std::array<Tensor, 2> grads_;
+  Workers<ColGemmWorker, ColGemm> workers_;
+};
+
+/// A bias gradient (E, cols): the column sums of `rows`, scaled by the scores or as they are.
 enum class Scaled { kNo, kYes };
-void bias_gradient(Team& team, const Backward& b, const Operand& rows, Scaled scaled,
-                   const Tensor& out) {
+struct BiasGradient {
+  Operand rows;
+  Scaled scaled;
+  Tensor out;
+};
+
+void bias_gradient(Team& team, const Backward& b, const ExpertGroup& group,
+                   const BiasGradient& bias) {
+  const Tensor& out = bias.out;
   if (out.data == nullptr) return;
   const Kernels& k = b.kernels;
   const std::int64_t cols = out.shape[1];
-  const bool adds = b.args.grad_mode == GradMode::kAccumulate;
-  team.run(b.problem.experts, [&](std::int64_t e, std::int32_t) {
+  const std::int64_t origin = bias.rows.index == nullptr ? group.begin : 0;
+  team.run(group.last - group.first, [&](std::int64_t task, std::int32_t) {
+    const std::int64_t e = group.first + task;
     const std::int64_t begin = b.metadata.offsets[e];
     const std::int64_t end = b.metadata.offsets[e + 1];
-    if (adds && begin == end) return;
+    if (b.adds() && begin == end) return;
     const Panel sum(cols * k.acc_bytes);
     std::fill_n(sum.data(), cols * k.acc_bytes, std::byte{0});
     std::vector<double> scores;
-    if (scaled == Scaled::kYes) {
+    if (bias.scaled == Scaled::kYes) {
       load_scores(b.problem, b.metadata, b.args.routing.weights, begin, end, scores);
     }
-    k.column_sum(
-        {rows, begin, end - begin, cols, scores.empty() ? nullptr : scores.data(), sum.data()});
+    k.column_sum({bias.rows, begin - origin, end - begin, cols,
+                  scores.empty() ? nullptr : scores.data(), sum.data()});
     StoreTile t{.tile = {sum.data(), cols, 1, cols}};
     t.out = at_element(out.data, e * out.stride[0], dtype_bytes(out.dtype));
     t.col_stride = out.stride[1];
-    t.mode = adds ? StoreMode::kAdd : StoreMode::kWrite;
+    t.mode = b.adds() ? StoreMode::kAdd : StoreMode::kWrite;
     kernels(out.dtype, b.isa).store_tile(t);
   });
 }
 
-/// dX~ = r(dH W1), one sum over gate and up. Grouped rows are their tokens' gradient.
-void kernel_dx_rows(Team& team, const Backward& b) {
-  const Problem& p = b.problem;
-  const Weights& w = b.args.weights;
-  const Kernels& k = b.kernels;
-  const std::int64_t gates = b.gates();
-  const bool grouped = p.form == RoutingForm::kGrouped;
-  const Tensor dx = grouped ? b.args.dx : tensor2(b.shared, p.dtype, row_capacity(p), p.hidden);
-  RowGemm gemm{&k, dense_rows(b.dh, gates * p.width), {}, 1, gates, p.hidden, p.width};
-  gemm.matrices[0] = transposed_expert_matrix(gates == 2 ? w.gate : w.up);
-  gemm.matrices[1] = transposed_expert_matrix(w.up);
-  Workers<RowGemmWorker, RowGemm> workers(team, gemm);
-  team.run(std::ssize(b.tasks), [&](std::int64_t task, std::int32_t worker) {
-    const auto prepare = [&](const RowTile& tile) {
-      if (grouped) return;
-      prefetch_rows(at_element(b.shared, tile.row * p.hidden + tile.col, k.element_bytes),
-                    tile.acc[0].rows, p.hidden * k.element_bytes,
-                    tile.acc[0].cols * k.element_bytes);
-    };
-    workers[worker].run(b.tasks[task], prepare, [&](const RowTile& tile) {
-      StoreTile t{.tile = tile.acc[0]};
-      t.index = grouped ? b.metadata.row_token + tile.row : nullptr;
-      const std::int64_t row = grouped ? 0 : tile.row;
-      t.out = at_element(dx.data, row * dx.stride[0] + tile.col * dx.stride[1], k.element_bytes);
-      t.row_stride = dx.stride[0];
-      t.col_stride = dx.stride[1];
-      k.store_tile(t);
-    });
-  });
+void bias_gradients(Team& team, const Backward& b, const ExpertGroup& group) {
+  const Weights& g = b.args.grads;
+  const std::int64_t stride = b.gates() * b.problem.width;
+  const void* up =
+      at_element(static_cast<const void*>(b.dh), stride - b.problem.width, b.kernels.element_bytes);
+  bias_gradient(team, b, group, {b.dout_rows(), Scaled::kYes, g.b_down});
+  bias_gradient(team, b, group, {dense_rows(up, stride), Scaled::kNo, g.b_up});
+  if (b.gates() == 1) return;
+  bias_gradient(team, b, group, {dense_rows(b.dh, stride), Scaled::kNo, g.b_gate});
 }
+
+/// dX~ = r(dH W1), one sum over gate and up. Grouped rows are their tokens' gradient.
+class KernelDxRows {
+ public:
+  KernelDxRows(Team& team, const Backward& b)
+      : team_(team),
+        b_(b),
+        grouped_(b.problem.form == RoutingForm::kGrouped),
+        dx_(grouped_
+                ? b.args.dx
+                : tensor2(b.dx_rows, b.problem.dtype, row_capacity(b.problem), b.problem.hidden)),
+        gemm_(describe(b)),
+        workers_(team, gemm_) {}
+
+  void run(const ExpertGroup& group) {
+    if (b_.args.dx.data == nullptr) return;
+    const Kernels& k = b_.kernels;
+    team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
+      workers_[worker].run(
+          group.tasks[task], [&](const RowTile& tile) { prefetch_row_tile(k, dx_, tile); },
+          [&](const RowTile& tile) {
+            StoreTile t = row_store(k, dx_, tile);
+            if (grouped_) scatter(k, dx_, b_.metadata.row_token, tile, t);
+            k.store_tile(t);
+          });
+    });
+  }
+
+ private:
+  static RowGemm describe(const Backward& b) {
+    const Problem& p = b.problem;
+    const Weights& w = b.args.weights;
+    RowGemm gemm{&b.kernels, dense_rows(b.dh, b.gates() * p.width), {}, 1, b.gates(), p.hidden,
+                 p.width};
+    gemm.matrices[0] = transposed_expert_matrix(b.gates() == 2 ? w.gate : w.up);
+    gemm.matrices[1] = transposed_expert_matrix(w.up);
+    return gemm;
+  }
+
+  Team& team_;
+  const Backward& b_;
+  const bool grouped_;
+  const Tensor dx_;
+  const RowGemm gemm_;
+  Workers<RowGemmWorker, RowGemm> workers_;
+};
 
 void clear_dweights(const Backward& b) {
   if (b.args.dweights.data == nullptr) return;
@@ -217,26 +295,14 @@ void clear_dweights(const Backward& b) {
   for (std::int64_t s = 0; s < sources; ++s) store_dweight(b, s, 0.0);
 }
 
-void weight_gradients(Team& team, const Backward& b) {
+ColGemm describe_dw2(const Backward& b) {
   const Problem& p = b.problem;
-  const Weights& g = b.args.grads;
-  const std::int64_t gates = b.gates();
-  const Operand dout = rows_of(b.args.dout, b.metadata.row_token);
-  const Operand x = rows_of(b.args.x, b.metadata.row_token);
-  const Operand dh = dense_rows(b.dh, gates * p.width);
-  const void* dh_up = at_element(b.dh, (gates - 1) * p.width, b.kernels.element_bytes);
-  if (g.down.data != nullptr) {
-    const ColGemm gemm{&b.kernels, dout, dense_rows(b.shared, p.width), 1, p.hidden, p.width};
-    weight_gradient(team, b, gemm, std::span(&g.down, 1));
-  }
-  if (g.gate.data != nullptr || g.up.data != nullptr) {
-    const ColGemm gemm{&b.kernels, dh, x, gates, p.width, p.hidden};
-    const Tensor both[2] = {gates == 2 ? g.gate : g.up, g.up};
-    weight_gradient(team, b, gemm, both);
-  }
-  bias_gradient(team, b, dout, Scaled::kYes, g.b_down);
-  bias_gradient(team, b, dense_rows(dh_up, gates * p.width), Scaled::kNo, g.b_up);
-  if (gates == 2) bias_gradient(team, b, dh, Scaled::kNo, g.b_gate);
+  return {&b.kernels, b.dout_rows(), dense_rows(b.scaled, p.width), 1, p.hidden, p.width};
+}
+ColGemm describe_dw1(const Backward& b) {
+  const Problem& p = b.problem;
+  return {&b.kernels, dense_rows(b.dh, b.gates() * p.width), b.x_rows(), b.gates(), p.width,
+          p.hidden};
 }
 
 }  // namespace
@@ -247,20 +313,32 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
   const double rows = static_cast<double>(metadata.offsets[problem.experts]);
   const double flops = 12.0 * rows * static_cast<double>(problem.hidden * problem.width);
   Team team(thread_count(exec, flops));
-  const auto tasks =
-      split_rows({metadata.offsets, static_cast<std::size_t>(problem.experts) + 1}, team.size());
-  const Backward b{
-      problem,  args,  kernels(problem.dtype, isa),       isa,
-      metadata, tasks, at_byte(args.scratch, scratch.dh), at_byte(args.scratch, scratch.shared)};
+  const Backward b{problem,
+                   args,
+                   kernels(problem.dtype, isa),
+                   isa,
+                   metadata,
+                   at_byte(args.scratch, scratch.dh),
+                   at_byte(args.scratch, scratch.scaled),
+                   at_byte(args.scratch, scratch.dx_rows)};
+  const Weights& g = args.grads;
+  KernelDh dh(team, b);
+  WeightGradient dw2(team, b, describe_dw2(b), {g.down, {}});
+  WeightGradient dw1(team, b, describe_dw1(b), {b.gates() == 2 ? g.gate : g.up, g.up});
+  KernelDxRows dx_rows(team, b);
   clear_dweights(b);
-  kernel_dh(team, b);
-  weight_gradients(team, b);
+  for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
+    dh.run(group);
+    dw2.run(group);
+    dw1.run(group);
+    bias_gradients(team, b, group);
+    dx_rows.run(group);
+  }
   if (args.dx.data == nullptr) return;
-  kernel_dx_rows(team, b);
   if (problem.form == RoutingForm::kGrouped) {
     zero_unowned(problem, b.kernels, metadata, args.dx);
   } else {
-    sum_tokens(team, {&problem, &b.kernels, &metadata, b.shared, nullptr, args.dx});
+    sum_tokens(team, {&problem, &b.kernels, &metadata, b.dx_rows, nullptr, args.dx});
   }
 }
 

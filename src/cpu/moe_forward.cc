@@ -9,90 +9,137 @@ struct Forward {
   const ForwardArgs& args;
   const Kernels& kernels;
   const Metadata metadata;
-  std::span<const RowTask> tasks;
-  void* a;
+  void* a;  ///< A of one group of experts
   void* y;
+
+  std::int64_t gates() const { return gate_factor(problem.activation.kind); }
 };
 
 /// H = r(X W1^T + b1), A = r(act(H)), gate and up side by side.
-void kernel_a(Team& team, const Forward& f) {
-  const Problem& p = f.problem;
-  const Weights& w = f.args.weights;
-  const Kernels& k = f.kernels;
-  const std::int64_t gates = gate_factor(p.activation.kind);
-  RowGemm gemm{&k, rows_of(f.args.x, f.metadata.row_token), {}, gates, 1, p.width, p.hidden};
-  gemm.matrices[0] = expert_matrix(gates == 2 ? w.gate : w.up);
-  gemm.matrices[1] = expert_matrix(w.up);
-  Workers<RowGemmWorker, RowGemm> workers(team, gemm);
-  team.run(std::ssize(f.tasks), [&](std::int64_t task, std::int32_t worker) {
+class KernelA {
+ public:
+  KernelA(Team& team, const Forward& f)
+      : team_(team), f_(f), gemm_(describe(f)), workers_(team, gemm_) {}
+
+  void run(const ExpertGroup& group) {
+    team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
+      const std::int64_t origin = group.begin;
+      workers_[worker].run(
+          group.tasks[task], [&](const RowTile& tile) { prepare(tile, origin); },
+          [&](const RowTile& tile) { finish(tile, origin); });
+    });
+  }
+
+ private:
+  static RowGemm describe(const Forward& f) {
+    const Problem& p = f.problem;
+    const Weights& w = f.args.weights;
+    RowGemm gemm{&f.kernels, rows_of(f.args.x, f.metadata.row_token), {}, f.gates(), 1, p.width,
+                 p.hidden};
+    gemm.matrices[0] = expert_matrix(f.gates() == 2 ? w.gate : w.up);
+    gemm.matrices[1] = expert_matrix(w.up);
+    return gemm;
+  }
+
+  void* a_at(const RowTile& tile, std::int64_t origin) const {
+    return at_element(f_.a, (tile.row - origin) * f_.problem.width + tile.col,
+                      f_.kernels.element_bytes);
+  }
+  /// The tile's place in the gate (half 0) or up part of H.
+  void* h_at(const RowTile& tile, std::int64_t half) const {
+    const std::int64_t n = f_.problem.width;
+    return at_element(f_.args.h.data, (tile.row * f_.gates() + half) * n + tile.col,
+                      f_.kernels.element_bytes);
+  }
+
+  void prepare(const RowTile& tile, std::int64_t origin) const {
+    const Tile& acc = tile.acc[0];
+    const std::int64_t bytes = acc.cols * f_.kernels.element_bytes;
+    const std::int64_t stride = f_.problem.width * f_.kernels.element_bytes;
+    prefetch_rows(a_at(tile, origin), acc.rows, stride, bytes);
+    if (f_.args.h.data == nullptr) return;
+    for (std::int64_t half = 0; half < f_.gates(); ++half) {
+      prefetch_rows(h_at(tile, half), acc.rows, f_.gates() * stride, bytes);
+    }
+  }
+
+  void finish(const RowTile& tile, std::int64_t origin) const {
+    const Weights& w = f_.args.weights;
+    const Tile& up = tile.acc[f_.gates() - 1];
     BiasTile gate_bias;
     BiasTile up_bias;
-    const auto prepare = [&](const RowTile& tile) {
-      const Tile& up = tile.acc[0];
-      const std::int64_t bytes = up.cols * k.element_bytes;
-      const std::int64_t stride = p.width * k.element_bytes;
-      prefetch_rows(at_element(f.a, tile.row * p.width + tile.col, k.element_bytes), up.rows,
-                    stride, bytes);
-      if (f.args.h.data == nullptr) return;
-      const std::int64_t h_at = tile.row * gates * p.width + tile.col;
-      for (std::int64_t g = 0; g < gates; ++g) {
-        prefetch_rows(at_element(f.args.h.data, h_at + g * p.width, k.element_bytes), up.rows,
-                      gates * stride, bytes);
-      }
-    };
-    workers[worker].run(f.tasks[task], prepare, [&](const RowTile& tile) {
-      const Tile& up = tile.acc[gates - 1];
-      const std::int64_t h_at = tile.row * gates * p.width + tile.col;
-      ForwardTile t{.activation = p.activation, .gate = tile.acc[0], .up = up};
-      t.up_bias = up_bias.load(k, w.b_up, tile.expert, tile.col, up.cols);
-      if (gates == 2) t.gate_bias = gate_bias.load(k, w.b_gate, tile.expert, tile.col, up.cols);
-      if (f.args.h.data != nullptr) {
-        t.h_gate = at_element(f.args.h.data, h_at, k.element_bytes);
-        t.h_up = at_element(f.args.h.data, h_at + (gates - 1) * p.width, k.element_bytes);
-      }
-      t.h_stride = gates * p.width;
-      t.a = at_element(f.a, tile.row * p.width + tile.col, k.element_bytes);
-      t.a_stride = p.width;
-      k.forward_tile(t);
-    });
-  });
-}
+    ForwardTile t{.activation = f_.problem.activation, .gate = tile.acc[0], .up = up};
+    t.up_bias = up_bias.load(f_.kernels, w.b_up, tile.expert, tile.col, up.cols);
+    if (f_.gates() == 2) {
+      t.gate_bias = gate_bias.load(f_.kernels, w.b_gate, tile.expert, tile.col, up.cols);
+    }
+    if (f_.args.h.data != nullptr) {
+      t.h_gate = h_at(tile, 0);
+      t.h_up = h_at(tile, f_.gates() - 1);
+    }
+    t.h_stride = f_.gates() * f_.problem.width;
+    t.a = a_at(tile, origin);
+    t.a_stride = f_.problem.width;
+    f_.kernels.forward_tile(t);
+  }
+
+  Team& team_;
+  const Forward& f_;
+  const RowGemm gemm_;
+  Workers<RowGemmWorker, RowGemm> workers_;
+};
 
 /// Y = r(A W2^T + b2); grouped rows are scaled before that rounding and are the output.
-void kernel_y(Team& team, const Forward& f) {
-  const Problem& p = f.problem;
-  const Weights& w = f.args.weights;
-  const Kernels& k = f.kernels;
-  const bool grouped = p.form == RoutingForm::kGrouped;
-  const Tensor y = grouped ? f.args.out : tensor2(f.y, p.dtype, row_capacity(p), p.hidden);
-  RowGemm gemm{&k, dense_rows(f.a, p.width), {expert_matrix(w.down), {}}, 1, 1, p.hidden, p.width};
-  Workers<RowGemmWorker, RowGemm> workers(team, gemm);
-  team.run(std::ssize(f.tasks), [&](std::int64_t task, std::int32_t worker) {
-    BiasTile bias;
-    std::vector<double> scores;
-    const RowTask& rows = f.tasks[task];
-    if (grouped && f.args.routing.weights.data != nullptr) {
-      load_scores(p, f.metadata, f.args.routing.weights, rows.begin, rows.end, scores);
-    }
-    const auto prepare = [&](const RowTile& tile) {
-      if (grouped) return;
-      prefetch_rows(at_element(f.y, tile.row * p.hidden + tile.col, k.element_bytes),
-                    tile.acc[0].rows, p.hidden * k.element_bytes,
-                    tile.acc[0].cols * k.element_bytes);
-    };
-    workers[worker].run(rows, prepare, [&](const RowTile& tile) {
-      StoreTile t{.tile = tile.acc[0]};
-      t.bias = bias.load(k, w.b_down, tile.expert, tile.col, t.tile.cols);
-      t.scale = scores.empty() ? nullptr : scores.data() + (tile.row - rows.begin);
-      t.index = grouped ? f.metadata.row_token + tile.row : nullptr;
-      const std::int64_t row = grouped ? 0 : tile.row;
-      t.out = at_element(y.data, row * y.stride[0] + tile.col * y.stride[1], k.element_bytes);
-      t.row_stride = y.stride[0];
-      t.col_stride = y.stride[1];
-      k.store_tile(t);
+class KernelY {
+ public:
+  KernelY(Team& team, const Forward& f)
+      : team_(team),
+        f_(f),
+        grouped_(f.problem.form == RoutingForm::kGrouped),
+        y_(grouped_ ? f.args.out
+                    : tensor2(f.y, f.problem.dtype, row_capacity(f.problem), f.problem.hidden)),
+        gemm_{&f.kernels,
+              dense_rows(f.a, f.problem.width),
+              {expert_matrix(f.args.weights.down), {}},
+              1,
+              1,
+              f.problem.hidden,
+              f.problem.width},
+        workers_(team, gemm_) {}
+
+  void run(const ExpertGroup& group) {
+    team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
+      std::vector<double> scores;
+      const RowTask& rows = group.tasks[task];
+      const Tensor& weights = f_.args.routing.weights;
+      if (grouped_ && weights.data != nullptr) {
+        load_scores(f_.problem, f_.metadata, weights, rows.begin, rows.end, scores);
+      }
+      workers_[worker].run(
+          rows, [&](const RowTile& tile) { prefetch_row_tile(f_.kernels, y_, tile); },
+          [&](const RowTile& tile) {
+            finish(tile, scores.empty() ? nullptr : scores.data() + (tile.row - rows.begin));
+          });
     });
-  });
-}
+  }
+
+ private:
+  void finish(const RowTile& tile, const double* scale) const {
+    BiasTile bias;
+    StoreTile t = row_store(f_.kernels, y_, tile);
+    t.bias = bias.load(f_.kernels, f_.args.weights.b_down, tile.expert, tile.col, t.tile.cols);
+    t.scale = scale;
+    if (grouped_) scatter(f_.kernels, y_, f_.metadata.row_token, tile, t);
+    f_.kernels.store_tile(t);
+  }
+
+  Team& team_;
+  const Forward& f_;
+  const bool grouped_;
+  const Tensor y_;
+  const RowGemm gemm_;
+  Workers<RowGemmWorker, RowGemm> workers_;
+};
 
 }  // namespace
 
@@ -108,17 +155,18 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   const double rows = static_cast<double>(metadata.offsets[problem.experts]);
   const double flops = 6.0 * rows * static_cast<double>(problem.hidden * problem.width);
   Team team(thread_count(exec, flops));
-  const auto tasks =
-      split_rows({metadata.offsets, static_cast<std::size_t>(problem.experts) + 1}, team.size());
   const Forward f{problem,
                   args,
                   k,
                   metadata,
-                  tasks,
                   at_byte(args.scratch, scratch.a),
                   at_byte(args.scratch, scratch.y)};
-  kernel_a(team, f);
-  kernel_y(team, f);
+  KernelA up(team, f);
+  KernelY down(team, f);
+  for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
+    up.run(group);
+    down.run(group);
+  }
   if (problem.form == RoutingForm::kGrouped) {
     zero_unowned(problem, k, metadata, args.out);
   } else {

@@ -39,9 +39,18 @@ BackwardScratch backward_scratch(const Problem& p) {
   Carver carver;
   BackwardScratch s;
   s.dh = carver.take(rows * gate_factor(p.activation.kind) * p.width * element);
-  s.shared = carver.take(std::max(rows * p.width, dx_rows) * element);
+  s.scaled = carver.take(rows * p.width * element);
+  s.dx_rows = carver.take(dx_rows * element);
   s.bytes = carver.used;
   return s;
+}
+
+std::vector<ExpertGroup> group_rows(const Problem& p, const Metadata& metadata,
+                                    std::int32_t workers) {
+  const std::int64_t row_bytes =
+      (gate_factor(p.activation.kind) + 1) * p.width * dtype_bytes(p.dtype);
+  return group_experts({metadata.offsets, static_cast<std::size_t>(p.experts) + 1}, row_bytes,
+                       workers);
 }
 
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {

@@ -18,7 +18,7 @@ void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec);
 
 /// Tensors are handed out from the caller's scratch one after the other, 256-byte aligned.
 struct ForwardScratch {
-  std::int64_t a = 0;         ///< A (C, n)
+  std::int64_t a = 0;         ///< A (C, n), of which a group of experts uses the beginning
   std::int64_t y = 0;         ///< Y (C, d); grouped rows go straight to the output
   std::int64_t metadata = 0;  ///< inference only: training keeps it in `saved`
   std::int64_t bytes = 0;
@@ -26,8 +26,9 @@ struct ForwardScratch {
 ForwardScratch forward_scratch(const Problem& problem, Pass pass);
 
 struct BackwardScratch {
-  std::int64_t dh = 0;      ///< dH (C, G*n)
-  std::int64_t shared = 0;  ///< A' (C, n), and once dW2 has read it dX~ (C, d)
+  std::int64_t dh = 0;       ///< dH (C, G*n), of which a group of experts uses the beginning
+  std::int64_t scaled = 0;   ///< A' (C, n), likewise
+  std::int64_t dx_rows = 0;  ///< dX~ (C, d)
   std::int64_t bytes = 0;
 };
 BackwardScratch backward_scratch(const Problem& problem);
@@ -68,6 +69,32 @@ inline void prefetch_rows(const void* first, std::int64_t rows, std::int64_t str
     for (std::int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(row + b);
   }
 }
+
+/// Stores a tile to its rows and columns of `out`.
+inline StoreTile row_store(const Kernels& k, const Tensor& out, const RowTile& tile) {
+  StoreTile t{.tile = tile.acc[0]};
+  t.out =
+      at_element(out.data, tile.row * out.stride[0] + tile.col * out.stride[1], k.element_bytes);
+  t.row_stride = out.stride[0];
+  t.col_stride = out.stride[1];
+  return t;
+}
+/// The same, to the rows that `index` names for the tile's.
+inline void scatter(const Kernels& k, const Tensor& out, const std::int32_t* index,
+                    const RowTile& tile, StoreTile& t) {
+  t.index = index + tile.row;
+  t.out = at_element(out.data, tile.col * out.stride[1], k.element_bytes);
+}
+inline void prefetch_row_tile(const Kernels& k, const Tensor& out, const RowTile& tile) {
+  if (out.stride[1] != 1) return;
+  prefetch_rows(at_element(out.data, tile.row * out.stride[0] + tile.col, k.element_bytes),
+                tile.acc[0].rows, out.stride[0] * k.element_bytes,
+                tile.acc[0].cols * k.element_bytes);
+}
+
+/// The groups of experts that go through the kernels of a pass one after the other.
+std::vector<ExpertGroup> group_rows(const Problem& problem, const Metadata& metadata,
+                                    std::int32_t workers);
 
 /// Room for one tile row of an (E, cols) bias as accumulators (fp64 at most).
 struct BiasTile {
