@@ -65,17 +65,6 @@ def expert_loop(x, ids, weights, w_up, w_down):
     return out
 
 
-def sorted_loop(x, ids, weights, w_up, w_down):
-    """The loop over rows sorted once, without a search an expert."""
-    experts, k = w_up.shape[0], ids.shape[1]
-    flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=experts).tolist()
-    blocks = x[order // k].split(counts)
-    ys = [F.linear(swiglu(F.linear(block, w_up[e])), w_down[e]) for e, block in enumerate(blocks)]
-    return unsort(torch.cat(ys), order, weights)
-
-
 def unsort(y, order, weights):
     """Rows in expert order back to (T, K, d), weighted and summed."""
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
@@ -115,10 +104,13 @@ def compiled(function):
 WAYS = {
     OURS: ours,
     "expert loop": expert_loop,
-    "sorted loop": sorted_loop,
     "sort + grouped_mm": grouped,
     "sort + grouped_mm, compiled": compiled(grouped),
 }
+
+
+# On a busy machine the time of this process's threads says more than the time on the wall.
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Layer:
@@ -176,14 +168,14 @@ def check(layer, names, dtype_name):
     return errors
 
 
-def measure_time(layer, names, rounds):
+def measure_time(layer, names, rounds, clock):
     """Milliseconds of every round, interleaved."""
     times = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
-            start = time.perf_counter()
+            start = clock()
             layer.step(WAYS[name])
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (clock() - start))
     return times
 
 
@@ -241,7 +233,7 @@ def measure_row(arguments, names, dtype_name, threads):
     torch.set_num_threads(threads)
     layer = Layer(arguments.shape, DTYPES[dtype_name])
     errors = check(layer, names, dtype_name)
-    times = measure_time(layer, names, arguments.rounds)
+    times = measure_time(layer, names, arguments.rounds, CLOCKS[arguments.clock])
     row = {"dtype": dtype_name, "threads": threads, "rounds": arguments.rounds, "ways": {}}
     for name in names:
         way = {"ms": statistics.median(times[name]), "all_ms": times[name], "error": errors[name]}
@@ -268,8 +260,9 @@ def table(record):
     tokens, hidden, width, experts, k = record["shape"]
     lines = [
         f"T,d,n,E,K = {tokens},{hidden},{width},{experts},{k}, swiglu, forward + backward, "
-        f"median of {record['rows'][0]['rounds']} interleaved rounds, {record['device']}, "
-        f"torch {record['torch']}, {record['date'][:10]}. Peak memory is what one step adds.",
+        f"median {record['clock']} time of {record['rows'][0]['rounds']} interleaved rounds, "
+        f"{record['device']}, torch {record['torch']}, {record['date'][:10]}. "
+        "Peak memory is what one step adds.",
         "",
         "| dtype | threads | way | ms | times ours | peak MiB |",
         "|---|---:|---|---:|---:|---:|",
@@ -301,6 +294,7 @@ def parse():
     parser.add_argument("--threads", default="1,2", help="one row for each number")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "; "), help="a;b or a,b")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall is judged")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/cpu/layer.json"))
     parser.add_argument("--update-readme", action="store_true")
@@ -325,6 +319,7 @@ def main():
         "torch": torch.__version__,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "clock": arguments.clock,
         "shape": arguments.shape,
         "rows": [],
     }
