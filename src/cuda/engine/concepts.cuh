@@ -1,0 +1,121 @@
+// What a plug of the engine must offer, and the staging through which epilogues store.
+#pragma once
+
+#include <concepts>
+
+#include "cuda/engine/scheduler.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+
+namespace sonicmoe::cuda {
+
+/// A producer also offers run<Gemm>(params, cta, tile_count), executed by the whole producer
+/// warpgroup.
+template <class P>
+concept RowProducer = requires(const typename P::Params& p) {
+  { P::kCopyArrivals } -> std::convertible_to<int>;
+  { P::kProducerRegisters } -> std::convertible_to<int>;
+  { P::kConsumerRegisters } -> std::convertible_to<int>;
+  { P::kHasSpareWarp } -> std::convertible_to<bool>;
+  { P::kNeedsProxyFence } -> std::convertible_to<bool>;
+  P::prefetch(p);
+};
+
+/// A 64x64 block of results in fragment form: [2i] holds rows 0-7, [2i + 1] rows 8-15 of this
+/// warp's 16, columns 8i + 2 (lane % 4) and the next, packed in one word.
+using Fragment = std::uint32_t[16];
+
+/// Store boxes of one consumer warpgroup. A batch: begin(), write() each box, publish(), then the
+/// elected thread issues the stores and commit()s.
+template <TileShape kShape>
+class Staging {
+ public:
+  __device__ __forceinline__ explicit Staging(const Cta<kShape>& cta) : base_(cta.base) {
+    for (int i = threadIdx.x & 127; i < kShape.n; i += kWarpgroup) set_bias(i, 0);
+    for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup)
+      set_scale(i, 1.0f);
+    sync();
+  }
+
+  __device__ __forceinline__ bool elected() const { return (threadIdx.x & 127) == 0; }
+  __device__ __forceinline__ std::uint32_t box(int i) const {
+    return base_ + SharedLayout<kShape>::kStaging + (warpgroup() * kShape.boxes + i) * kBoxBytes;
+  }
+
+  __device__ __forceinline__ void sync() const { ptx::named_sync(1 + warpgroup(), kWarpgroup); }
+
+  /// The bias of accumulator column i, as bits of the element; zero until it is set. sync() lies
+  /// between setting and reading, publish() between reading and the next tile.
+  __device__ __forceinline__ void set_bias(int i, std::uint16_t bits) const {
+    ptx::store_half_word(bias() + i * kElementBytes, bits);
+  }
+  /// Of this lane's two columns among the eight from column i on.
+  __device__ __forceinline__ std::uint32_t bias_pair(int i) const {
+    return ptx::load_word(bias() + (threadIdx.x & 3) * 4 + i * kElementBytes);
+  }
+
+  /// The factor of row i of this warpgroup; 1 until it is set, on the same terms.
+  __device__ __forceinline__ void set_scale(int i, float value) const {
+    ptx::store_float(scale() + i * 4, value);
+  }
+  /// Of this lane's first row (0) or second row (1) in a 64-row half.
+  __device__ __forceinline__ float row_scale(int half, int which) const {
+    const int row =
+        half * 64 + ((threadIdx.x >> 5) & 3) * 16 + which * 8 + ((threadIdx.x & 31) >> 2);
+    return ptx::load_float(scale() + row * 4);
+  }
+
+  /// Until the boxes may be overwritten.
+  __device__ __forceinline__ void begin() const {
+    if (elected()) ptx::tma_wait_read();
+    sync();
+  }
+  __device__ __forceinline__ void write(int i, const Fragment& block) const {
+    const int lane = threadIdx.x & 31;
+    const int matrix = lane >> 3;
+    const int swizzle = lane & 7;
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + (matrix & 1) * 8 + swizzle;
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) {
+      const std::uint32_t words[4] = {block[2 * c], block[2 * c + 1], block[2 * c + 2],
+                                      block[2 * c + 3]};
+      const int chunk = (c + (matrix >> 1)) ^ swizzle;
+      ptx::store_matrices(box(i) + row * 128 + (chunk << 4), words);
+    }
+  }
+  /// Makes the boxes visible to the copy engine.
+  __device__ __forceinline__ void publish() const {
+    ptx::fence_async_shared();
+    sync();
+  }
+  __device__ __forceinline__ void commit() const { ptx::tma_commit(); }
+  /// Until everything stored is in memory.
+  __device__ __forceinline__ void drain() const {
+    if (elected()) ptx::tma_wait_done();
+    __syncwarp();
+  }
+
+ private:
+  // Derived anew at each use: registers are scarcer than integer arithmetic here.
+  static __device__ __forceinline__ int warpgroup() {
+    return static_cast<int>(threadIdx.x) / kWarpgroup - 1;
+  }
+  __device__ __forceinline__ std::uint32_t scale() const {
+    return base_ + SharedLayout<kShape>::kScale + warpgroup() * kShape.scale_bytes();
+  }
+  __device__ __forceinline__ std::uint32_t bias() const {
+    return base_ + SharedLayout<kShape>::kBias + warpgroup() * kShape.bias_bytes();
+  }
+
+  std::uint32_t base_;
+};
+
+/// An epilogue consumes the accumulator of `halves` 64-row halves whose first row is `offset` rows
+/// into the cluster's tile.
+template <class E, TileShape kShape>
+concept TileEpilogue =
+    requires(const typename E::Params& p, float (&acc)[kShape.halves()][kShape.n / 2],
+             const Work& work, const Staging<kShape>& staging, int offset,
+             int halves) { E::run(p, acc, work, staging, offset, halves); };
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,145 @@
+// The one grouped GEMM kernel: a producer warpgroup and two consumer warpgroups around a ring of
+// mbarriers. Producer, scheduler and epilogue are plugs; docs/engine.md has roles, arrival counts
+// and the timeline of a tile.
+#pragma once
+
+#include "cuda/engine/concepts.cuh"
+#include "cuda/engine/mainloop.cuh"
+#include "cuda/engine/operand_b.cuh"
+
+namespace sonicmoe::cuda {
+
+/// Kernel arguments. They depend on the kinds of plugs alone, so that the host fills one type for
+/// all instances of a role.
+template <class ProducerParams, class SchedulerParams, class EpilogueParams>
+struct GemmParams {
+  ProducerParams producer;
+  OperandBMaps b;
+  SchedulerParams tiles;
+  EpilogueParams epilogue;
+};
+
+/// Binds the plugs and the compile-time choices of one kernel.
+template <class Element_, TileShape kShape_, class Producer_, class Scheduler_, class Epilogue_,
+          BSource kSource, Major kMajorB_>
+  requires TileScheduler<Scheduler_> && RowProducer<Producer_> && TileEpilogue<Epilogue_, kShape_>
+struct GroupedGemmKernel {
+  using Element = Element_;
+  using Producer = Producer_;
+  using Scheduler = Scheduler_;
+  using Epilogue = Epilogue_;
+  static constexpr TileShape kShape = kShape_;
+  static constexpr Major kMajorA = Major::kK;
+  static constexpr Major kMajorB = kMajorB_;
+  using B = OperandB<kShape, kSource, kMajorB>;
+  static_assert(kShape.order == Order::kStatic || Producer::kHasSpareWarp,
+                "this producer has no warp left to draw tile numbers");
+  static_assert(!kShape.ping_pong() || kShape.stages >= 3);
+
+  using Params =
+      GemmParams<typename Producer::Params, typename Scheduler::Params, typename Epilogue::Params>;
+};
+
+/// Named barriers 1 and 2 belong to the warpgroups' staging, 3 and 4 to their turns at the
+/// products.
+inline constexpr int kTurnBarrier = 3;
+
+template <class Gemm>
+__device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
+  constexpr TileShape kShape = Gemm::kShape;
+  constexpr int kReaders = kShape.ping_pong() ? 4 : 8;  // warps that consume a stage
+  for (int s = 0; s < kShape.stages; s++) {
+    cta.full(s).init(1 + Gemm::Producer::kCopyArrivals);
+    cta.empty(s).init(kReaders * kShape.cluster);
+  }
+  for (int s = 0; s < kSlots; s++) {
+    cta.slot_full(s).init(1);
+    cta.slot_empty(s).init(slot_readers(kShape));
+  }
+  ptx::fence_barrier_init();
+}
+
+template <class Gemm>
+__device__ __forceinline__ void consume(const typename Gemm::Params& p,
+                                        const Cta<Gemm::kShape>& cta, int count) {
+  constexpr TileShape kShape = Gemm::kShape;
+  using Loop = Mainloop<Gemm>;
+  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles);
+  typename Loop::Accumulator acc;
+  typename Loop::Ring ring;
+  const Staging<kShape> staging(cta);
+  TileStream<kShape> stream(cta, count);
+  // In ping-pong a warpgroup passes over the stages of the other one's tile.
+  const auto skip_other = [&] {
+    const int other = Gemm::Scheduler::k_tiles(p.tiles);
+    ring.skip(other % Gemm::kShape.stages, other / Gemm::kShape.stages);
+  };
+  if (kShape.ping_pong() && warpgroup == 1) {
+    if (!stream.done()) stream.next();
+    skip_other();
+    ptx::named_arrive(kTurnBarrier, 2 * kWarpgroup);
+  }
+  while (!stream.done()) {
+    const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile());
+    const int offset =
+        cta.rank() * kShape.m + (kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows());
+    if constexpr (kShape.ping_pong()) {
+      ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+    }
+    const auto hand_over = [&] {
+      if (Gemm::kShape.ping_pong()) {
+        ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
+      }
+    };
+    // Halves without a valid row are neither multiplied nor stored.
+    const int left = work.left - offset;
+    const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
+    if (halves == kShape.halves()) {
+      Loop::template run<kShape.halves()>(acc, cta, ring, warpgroup, k_tiles, hand_over);
+    } else if (kShape.halves() > 1 && halves == 1) {
+      Loop::template run<1>(acc, cta, ring, warpgroup, k_tiles, hand_over);
+    } else {
+      Loop::template run<0>(acc, cta, ring, warpgroup, k_tiles, hand_over);
+    }
+    if constexpr (kShape.ping_pong()) skip_other();
+    if (halves > 0) Gemm::Epilogue::run(p.epilogue, acc, work, staging, offset, halves);
+    stream.next();
+    if (kShape.ping_pong() && !stream.done()) stream.next();
+  }
+  staging.drain();
+}
+
+template <class Gemm>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_kernel(const __grid_constant__ typename Gemm::Params p) {
+  constexpr TileShape kShape = Gemm::kShape;
+  extern __shared__ std::uint8_t shared[];
+  Cta<kShape> cta;
+  cta.base = (ptx::shared_address(shared) + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    init_barriers<Gemm>(cta);
+    Gemm::Producer::prefetch(p.producer);
+    ptx::prefetch_map(&p.b.map[0]);
+  }
+  if constexpr (kShape.cluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  ptx::wait_for_previous_kernel();
+  const int count = Gemm::Scheduler::count(p.tiles);
+  if (threadIdx.x < kWarpgroup) {
+    ptx::shrink_registers<Gemm::Producer::kProducerRegisters>();
+    Gemm::Producer::template run<Gemm>(p, cta, count);
+    ptx::launch_next_kernel();
+    __syncwarp();
+  } else {
+    ptx::grow_registers<Gemm::Producer::kConsumerRegisters>();
+    consume<Gemm>(p, cta, count);
+  }
+  // A CTA may not leave while its neighbour can still reach its barriers and stages.
+  if constexpr (kShape.cluster > 1) ptx::cluster_sync();
+}
+
+}  // namespace sonicmoe::cuda

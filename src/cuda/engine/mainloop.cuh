@@ -1,0 +1,71 @@
+// The consumers' loop over K: wait for a stage, four k16 steps of wgmma, give back the stage
+// before.
+#pragma once
+
+#include "cuda/engine/pipeline.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "wgmma_generated.cuh"
+
+namespace sonicmoe::cuda {
+
+/// Bytes from one k16 step to the next inside a stage, and the descriptor's leading offset.
+constexpr int k16_bytes(Major major) { return major == Major::kK ? 32 : 2048; }
+constexpr int leading_bytes(Major major) { return major == Major::kK ? 16 : kBoxBytes; }
+
+template <class Gemm>
+struct Mainloop {
+  static constexpr TileShape kShape = Gemm::kShape;
+  using Accumulator = float[kShape.halves()][kShape.n / 2];
+  using Ring = RingPosition<kShape.stages>;
+
+  /// Multiplies the first kHalves 64-row halves of this warpgroup's rows; with none of them valid
+  /// the stages are only passed on. `hand_over` runs once the last product has been issued.
+  template <int kHalves, class HandOver>
+  static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
+                                             int warpgroup, int k_tiles, HandOver hand_over) {
+    int previous = 0;
+    for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
+      cta.full(ring.stage).wait(ring.parity);
+      if constexpr (kHalves == 0) {
+        release_stage(cta, ring.stage);
+      } else {
+        if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+        step<kHalves>(acc, cta, ring.stage, warpgroup, kt != 0);
+        ptx::wgmma_wait<1>();
+        if (kt > 0) release_stage(cta, previous);
+        previous = ring.stage;
+      }
+    }
+    hand_over();
+    if constexpr (kHalves > 0) {
+      ptx::wgmma_wait<0>();
+      release_stage(cta, previous);
+    }
+  }
+
+ private:
+  template <int kHalves>
+  static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
+                                              int warpgroup, bool accumulate) {
+    const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
+    const std::uint32_t a = cta.a(stage) + rows_before * (kDepth * kElementBytes);
+    const std::uint32_t b = cta.b(stage);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++) {
+      const std::uint64_t b_part =
+          ptx::swizzled_descriptor(b + k * k16_bytes(Gemm::kMajorB), leading_bytes(Gemm::kMajorB));
+#pragma unroll
+      for (int h = 0; h < kHalves; h++) {
+        const std::uint64_t a_part = ptx::swizzled_descriptor(
+            a + h * kBoxBytes + k * k16_bytes(Gemm::kMajorA), leading_bytes(Gemm::kMajorA));
+        ptx::Wgmma<typename Gemm::Element, kShape.n, Gemm::kMajorA == Major::kMN,
+                   Gemm::kMajorB == Major::kMN>::run(acc[h], a_part, b_part, accumulate || k != 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,16 @@
+// What the metadata hands to the scheduler.
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda {
+
+/// Rows of one expert that start at a multiple of kRecordRows.
+struct TileRecord {
+  std::int32_t expert;
+  std::int32_t begin;  ///< first row of the expert
+  std::int32_t rows;   ///< rows of the expert
+  std::int32_t first;  ///< index of the expert's first record
+};
+
+}  // namespace sonicmoe::cuda

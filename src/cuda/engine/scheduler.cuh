@@ -1,0 +1,116 @@
+// Schedulers: which tile is number t, and how a cluster walks through the numbers.
+#pragma once
+
+#include <concepts>
+
+#include "cuda/engine/pipeline.cuh"
+#include "cuda/engine/records.h"
+
+namespace sonicmoe::cuda {
+
+/// One tile of a cluster.
+struct Work {
+  int expert;
+  int row;     ///< first row of the cluster's tile, in the grouped rows
+  int left;    ///< rows of the expert from `row` on
+  int column;  ///< first output column
+};
+
+/// Tiles over grouped rows (M varies by expert, K is fixed), from the list built on the device.
+struct RowTiles {
+  struct Params {
+    const TileRecord* records;
+    const std::int32_t* record_count;
+    unsigned* counter;          ///< zero before the launch; dynamic order only
+    std::int32_t column_tiles;  ///< tiles along N
+    std::int32_t column_step;   ///< output columns of a tile
+    std::int32_t rows_fastest;  ///< within an expert: 1 M fastest, 0 N fastest
+    std::int32_t k_tiles;       ///< k tiles of one part of K
+    std::int32_t k_parts;       ///< 2: K runs through gate, then up
+  };
+
+  static __device__ __forceinline__ int count(const Params& p) {
+    return __ldg(p.record_count) * p.column_tiles;
+  }
+  static __device__ __forceinline__ int k_tiles(const Params& p) { return p.k_tiles * p.k_parts; }
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ Work work(const Params& p, int t) {
+    const auto across = static_cast<unsigned>(p.column_tiles);
+    const int index = static_cast<unsigned>(t) / across;
+    const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
+    const TileRecord record{raw.x, raw.y, raw.z, raw.w};
+    int m = index - record.first;
+    int n = t - index * p.column_tiles;
+    if (p.rows_fastest != 0) {
+      const unsigned tall =
+          (static_cast<unsigned>(record.rows) + kShape.cluster_rows() - 1) / kShape.cluster_rows();
+      const unsigned local = t - record.first * across;
+      n = local / tall;
+      m = local - n * tall;
+    }
+    const int offset = m * kShape.cluster_rows();
+    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step};
+  }
+};
+
+template <class S>
+concept TileScheduler = requires(const typename S::Params& p, int t) {
+  { S::count(p) } -> std::same_as<int>;
+  { S::k_tiles(p) } -> std::same_as<int>;
+  { S::template work<TileShape{128, 256, 4, 1, 2, Schedule::kCooperative, Order::kStatic}>(p, t) };
+};
+
+inline constexpr int kSlots = 2;  // tile numbers that the counter runs ahead
+
+/// The walk of one thread (producer) or one warp (consumer) through its cluster's tiles.
+template <TileShape kShape>
+class TileStream {
+ public:
+  __device__ __forceinline__ TileStream(const Cta<kShape>& cta, int count)
+      : cta_(cta), count_(count), tile_(cta.cluster()) {}
+  __device__ __forceinline__ bool done() const { return tile_ >= count_; }
+  __device__ __forceinline__ int tile() const { return tile_; }
+
+  __device__ __forceinline__ void next() {
+    if constexpr (kShape.order == Order::kStatic) {
+      tile_ += cta_.clusters();
+    } else {
+      cta_.slot_full(taken_ & 1).wait_cluster(taken_ >> 1 & 1);
+      tile_ = ptx::load_word(cta_.slot(taken_ & 1));
+      release();
+      taken_++;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void release() const {
+    // The producer is a single thread; of a consumer warp, one lane speaks for all.
+    const bool producer = threadIdx.x < kWarpgroup;
+    if (!producer) __syncwarp();
+    if (producer || (threadIdx.x & 31) == 0) cta_.slot_empty(taken_ & 1).arrive_at(0);
+  }
+
+  const Cta<kShape>& cta_;
+  int count_;
+  int tile_;
+  std::uint32_t taken_ = 0;  // slots read: bit 0 is the slot, bit 1 its parity
+};
+
+/// Arrivals that free a slot: the loading thread and eight consumer warps of every CTA.
+constexpr int slot_readers(const TileShape& shape) { return (1 + 8) * shape.cluster; }
+
+/// The scheduler warp (one thread of rank 0): draws numbers and posts them to the whole cluster.
+template <TileShape kShape>
+__device__ __forceinline__ void draw_tiles(const Cta<kShape>& cta, int count, unsigned* counter) {
+  RingPosition<kSlots> position;
+  for (int tile = cta.cluster(); tile < count; position.next()) {
+    cta.slot_empty(position.stage).wait_cluster(position.parity ^ 1);
+    tile = static_cast<int>(atomicAdd(counter, 1u)) + cta.clusters();
+    for (int c = 0; c < kShape.cluster; c++) {
+      ptx::post_word(cta.slot(position.stage), cta.slot_full(position.stage), c, tile);
+    }
+  }
+}
+
+}  // namespace sonicmoe::cuda

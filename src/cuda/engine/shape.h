@@ -1,0 +1,86 @@
+// The compile-time description of one grouped GEMM: tile, ring, cluster, schedule, operand forms.
+// Plain C++: the host's tile table and the kernels share it.
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda {
+
+/// How the two consumer warpgroups share work: half a tile each, or whole tiles in turn, so that
+/// one runs its epilogue under the other's products.
+enum class Schedule : int { kCooperative = 0, kPingPong = 1 };
+
+/// Who decides which tile a cluster takes next: its index, or a counter that a spare warp draws
+/// from. The counter keeps the active window of weights inside L2; static order costs nothing.
+enum class Order : int { kStatic = 0, kDynamic = 1 };
+
+/// The contiguous dimension of an operand in memory.
+enum class Major : int { kK = 0, kMN = 1 };
+
+/// Where the N x K operand comes from.
+enum class BSource : int {
+  kWeights = 0,        ///< one tensor of expert matrices
+  kWeightHalves = 1,   ///< columns [0, n/2) of a tile from the gate, the rest from up
+  kWeightsInTurn = 2,  ///< K runs through the gate first, then through up
+};
+
+inline constexpr int kDepth = 64;  // K elements of a stage: one 128-byte swizzled row
+inline constexpr int kElementBytes = 2;
+inline constexpr int kBoxBytes = 64 * 64 * kElementBytes;  // a 64x64 store box
+inline constexpr int kWarpgroup = 128;
+inline constexpr int kConsumers = 2;  // consumer warpgroups
+inline constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+
+struct TileShape {
+  int m;        ///< rows of a CTA's tile
+  int n;        ///< columns of B in a tile
+  int stages;   ///< depth of the ring
+  int cluster;  ///< CTAs along M that share B by multicast: 1 or 2
+  int boxes;    ///< store boxes that each consumer warpgroup stages at once
+  Schedule schedule;
+  Order order;
+
+  constexpr bool ping_pong() const { return schedule == Schedule::kPingPong; }
+  constexpr int cluster_rows() const { return m * cluster; }
+  constexpr int warpgroup_rows() const { return ping_pong() ? m : m / kConsumers; }
+  constexpr int halves() const { return warpgroup_rows() / 64; }
+  constexpr int a_bytes() const { return m * kDepth * kElementBytes; }
+  constexpr int b_bytes() const { return n * kDepth * kElementBytes; }
+  constexpr int bias_bytes() const { return n * kElementBytes; }
+  constexpr int scale_bytes() const { return warpgroup_rows() * 4; }
+  constexpr int staging_bytes() const { return kConsumers * boxes * kBoxBytes; }
+};
+
+/// MN-major B: the part of a 64-column group that one load brings, in k. Clusters split a stage by
+/// groups where their number is even, else each CTA brings half the k of every group.
+constexpr bool splits_by_group(const TileShape& s) { return (s.n / 64) % s.cluster == 0; }
+constexpr int mn_box_depth(const TileShape& s) {
+  return splits_by_group(s) ? kDepth : kDepth / s.cluster;
+}
+
+/// Dynamic shared memory of a CTA (SharedLayout, for the host).
+constexpr int shared_bytes(const TileShape& s) {
+  return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
+         kConsumers * (s.bias_bytes() + s.scale_bytes()) + 40 + 1024;
+}
+
+/// Shared memory of a CTA, offsets from a 1024-byte aligned base.
+template <TileShape kShape>
+struct SharedLayout {
+  static constexpr int kA = 0;
+  static constexpr int kB = kA + kShape.stages * kShape.a_bytes();
+  static constexpr int kStaging = kB + kShape.stages * kShape.b_bytes();
+  static constexpr int kBias = kStaging + kShape.staging_bytes();
+  static constexpr int kScale = kBias + kConsumers * kShape.bias_bytes();
+  static constexpr int kFull = kScale + kConsumers * kShape.scale_bytes();
+  static constexpr int kEmpty = kFull + kShape.stages * 8;
+  static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
+  static constexpr int kSlotEmpty = kSlotFull + 2 * 8;
+  static constexpr int kSlots = kSlotEmpty + 2 * 8;
+  static constexpr int kEnd = kSlots + 2 * 4;
+  static constexpr int kBytes = kEnd + 1024;  // the base is aligned by hand
+  static_assert(kBytes == shared_bytes(kShape));
+  static_assert(kBytes <= 232448, "more shared memory than a CTA of sm_90 has");
+};
+
+}  // namespace sonicmoe::cuda

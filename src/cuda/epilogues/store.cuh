@@ -1,0 +1,86 @@
+// Epilogue: (+ bias), round, store. Y = r(acc + b2), dX~ = r(acc).
+#pragma once
+
+#include "cuda/epilogues/element.cuh"
+
+namespace sonicmoe::cuda {
+
+/// A store map that ends where an expert ends: dimensions (column, part, row, base) where row and
+/// base have the same stride and the map's address lies `reach` rows before the tensor. A store at
+/// row = reach - left, base = first row + left covers the rows from `first row` on, and the
+/// hardware clips it at `left` rows, without a map per expert.
+struct RaggedMap {
+  CUtensorMap map;
+  std::int32_t reach;
+};
+
+__device__ __forceinline__ void store_ragged(const RaggedMap& to, std::uint32_t box, int column,
+                                             int part, const Work& work, int offset) {
+  ptx::tma_store(&to.map, box,
+                 ptx::Coord4{column, part, to.reach - work.left + offset, work.row + work.left});
+}
+
+struct StoreRowsParams {
+  RaggedMap out;
+  Bias bias;
+  const float* row_scale;  ///< of a grouped row, by scale_stride; RowScale::kWeights only
+  std::int64_t scale_stride;
+  std::int32_t width;  ///< output columns
+};
+
+/// Whether rows are scaled before their one rounding: grouped rows with weights. Its two registers
+/// are two more than the widest ping-pong tile has.
+enum class RowScale { kNone, kWeights };
+
+template <class Element, RowScale kScale = RowScale::kNone>
+struct StoreRows {
+  using Params = StoreRowsParams;
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void run(const Params& p,
+                                             float (&acc)[kShape.halves()][kShape.n / 2],
+                                             const Work& work, const Staging<kShape>& staging,
+                                             int offset, int halves) {
+    constexpr int kAcross = kShape.n / 64;
+    constexpr int kBlocks = kShape.halves() * kAcross;
+    static_assert(kBlocks % kShape.boxes == 0);
+    if (p.bias.data != nullptr) {
+      stage_bias(staging, p.bias, work.expert, work.column, p.width, 0, kShape.n);
+    }
+    if constexpr (kScale == RowScale::kWeights) {
+      for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
+        const int row = offset + i;
+        const std::int64_t at = (work.row + row) * p.scale_stride;
+        staging.set_scale(i, row < work.left ? __ldg(p.row_scale + at) : 0.0f);
+      }
+    }
+    if (p.bias.data != nullptr || kScale == RowScale::kWeights) staging.sync();
+#pragma unroll
+    for (int first = 0; first < kBlocks; first += kShape.boxes) {
+      if (first / kAcross >= halves) break;
+      staging.begin();
+#pragma unroll
+      for (int i = first; i < first + kShape.boxes; i++) {
+        Fragment rounded;
+        const float* block = &acc[i / kAcross][i % kAcross * 32];
+        if constexpr (kScale == RowScale::kWeights) {
+          round_scaled_block<Element>(rounded, block, staging, i % kAcross * 64, i / kAcross);
+        } else {
+          round_block<Element>(rounded, block, staging, i % kAcross * 64);
+        }
+        staging.write(i - first, rounded);
+      }
+      staging.publish();
+      if (staging.elected()) {
+#pragma unroll
+        for (int i = first; i < first + kShape.boxes; i++) {
+          store_ragged(p.out, staging.box(i - first), work.column + i % kAcross * 64, 0, work,
+                       offset + i / kAcross * 64);
+        }
+        staging.commit();
+      }
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,62 @@
+// Warpgroup matrix products and the fragment moves around them. The products themselves are
+// generated (generate_wgmma.py): wgmma<Element, N, A order, B order>(accumulator, a, b,
+// accumulate).
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda::ptx {
+
+/// Shared-memory matrix descriptor of a 128-byte-swizzled operand at `address` (start, leading and
+/// stride byte offsets in units of 16, swizzle mode 1 at bit 62).
+///   K-major:  rows of 128 bytes (64 k); 8 rows = 1024 bytes; 16 k further = +32 bytes;
+///   MN-major: groups of 64 mn x 64 k of 8192 bytes; 8 k = 1024 bytes; 16 k further = +2048 bytes.
+__device__ __forceinline__ std::uint64_t swizzled_descriptor(std::uint32_t address,
+                                                             std::uint32_t leading) {
+  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) |
+         (static_cast<std::uint64_t>(leading >> 4) << 16) |
+         (static_cast<std::uint64_t>(1024 >> 4) << 32) | (std::uint64_t{1} << 62);
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Until at most kPending committed groups are still running.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+/// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices_transposed(std::uint32_t address,
+                                                          const std::uint32_t (&m)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+      : "memory");
+}
+__device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
+/// 16 bytes that no kernel in flight writes.
+__device__ __forceinline__ uint4 load_constant16(const void* pointer) {
+  uint4 r;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(pointer));
+  return r;
+}
+
+}  // namespace sonicmoe::cuda::ptx

@@ -1,0 +1,31 @@
+// Roles of the engine: which producer, scheduler and epilogue make up, down, ...
+#pragma once
+
+#include "cuda/engine/kernel.cuh"
+#include "cuda/epilogues/act.cuh"
+#include "cuda/epilogues/store.cuh"
+#include "cuda/producers/gather_rows.cuh"
+#include "cuda/producers/tma_rows.cuh"
+#include "cuda/roles.h"
+
+namespace sonicmoe::cuda {
+
+/// H = X[token] W1^T, A = act(H).
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using UpKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, ActRows<Element, kKind>,
+                      is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights, kB>;
+using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>;
+
+/// Y = A W2^T.
+template <class Element, TileShape kShape, Major kB>
+using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, RowTiles, StoreRows<Element>,
+                                     BSource::kWeights, kB>;
+/// As DownKernel, rows scaled by their weight: the grouped form.
+template <class Element, TileShape kShape, Major kB>
+using DownScaledKernel =
+    GroupedGemmKernel<Element, kShape, TmaRows, RowTiles, StoreRows<Element, RowScale::kWeights>,
+                      BSource::kWeights, kB>;
+using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
+
+}  // namespace sonicmoe::cuda

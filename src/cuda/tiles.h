@@ -1,0 +1,64 @@
+// The one tile table: every tile that is built, with its reason, and the choice among them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/engine/shape.h"
+
+namespace sonicmoe::cuda {
+
+// Two CTAs of 128 rows share 256 columns of B by multicast. The best energy per flop of the tiles
+// that fit: without multicast its L2 traffic exceeds what L2 gives. 4 stages and 2 store boxes per
+// warpgroup fill the shared memory. Gathers have no warp left to draw tiles, so order is static.
+inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative, Order::kStatic};
+
+// The same with tiles drawn from a counter, which keeps the active weights inside L2: worth up to
+// 8 % where a tile runs through K >= 512.
+inline constexpr TileShape kCoop128x256Dynamic{
+    128, 256, 4, 2, 2, Schedule::kCooperative, Order::kDynamic};
+
+// Short K exposes the epilogue of cooperative tiles; ping-pong hides it (+14 % over cuBLAS at
+// K = 256). Drawing tiles there costs more than it saves.
+inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPong, Order::kStatic};
+
+// Ping-pong from K = 512 on.
+inline constexpr TileShape kPingPong128x192Dynamic{
+    128, 192, 4, 2, 3, Schedule::kPingPong, Order::kDynamic};
+
+/// Tiles by index, as kernels are listed.
+enum class TileId : int {
+  kCoop128x256 = 0,
+  kCoop128x256Dynamic = 1,
+  kPingPong128x192 = 2,
+  kPingPong128x192Dynamic = 3,
+};
+
+constexpr TileShape tile_shape(TileId id) {
+  constexpr TileShape kShapes[] = {kCoop128x256, kCoop128x256Dynamic, kPingPong128x192,
+                                   kPingPong128x192Dynamic};
+  return kShapes[static_cast<int>(id)];
+}
+
+/// The up projection gathers, over d.
+constexpr TileId up_tile() { return TileId::kCoop128x256; }
+
+/// Products over rows in order: `columns` of output, `depth` of K. 192 columns unless they waste
+/// more than 1/16 of the work.
+constexpr TileId row_tile(std::int64_t columns, std::int64_t depth) {
+  const std::int64_t waste = (columns + 191) / 192 * 192 - columns;
+  const bool drawn = depth >= 512;
+  if (waste * 16 > columns) return drawn ? TileId::kCoop128x256Dynamic : TileId::kCoop128x256;
+  return drawn ? TileId::kPingPong128x192Dynamic : TileId::kPingPong128x192;
+}
+
+/// The same where rows are scaled, which the ping-pong tile has no registers for.
+constexpr TileId scaled_row_tile(std::int64_t depth) {
+  return depth >= 512 ? TileId::kCoop128x256Dynamic : TileId::kCoop128x256;
+}
+
+/// Rows that a tile record covers: the same for every tile, so that one list serves all kernels.
+inline constexpr int kRecordRows = 256;
+static_assert(kCoop128x256.cluster_rows() == kRecordRows);
+static_assert(kPingPong128x192.cluster_rows() == kRecordRows);
+
+}  // namespace sonicmoe::cuda
