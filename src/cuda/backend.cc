@@ -1,0 +1,30 @@
+#include "cuda/backend.h"
+
+#include "core/backend_table.h"
+#include "cuda/device.h"
+#include "cuda/routing/routing.h"
+
+namespace sonicmoe {
+
+const CudaBackend* cuda_backend() {
+  static constexpr CudaBackend kBackend = [] {
+    CudaBackend backend;
+    backend.device_open = [](std::int32_t ordinal) -> void* {
+      return const_cast<cuda::Device*>(cuda::open_device(ordinal));
+    };
+    backend.device_close = [](void* device) {
+      cuda::close_device(static_cast<const cuda::Device*>(device));
+    };
+    backend.moe_sizes = &cuda::moe_sizes;
+    backend.moe_forward = &cuda::moe_forward;
+    backend.route = &cuda::route;
+    backend.route_backward = &cuda::route_backward;
+    backend.round_scratch_bytes = &cuda::round_scratch_bytes;
+    backend.token_round = &cuda::token_round;
+    backend.token_round_backward = &cuda::token_round_backward;
+    return backend;
+  }();
+  return &kBackend;
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,11 @@
+// The functions of core/backend.h that CUDA serves.
+#pragma once
+
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cuda {
+
+Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
+void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,40 @@
+// The layer on CUDA, in pieces that forward and backward share.
+#pragma once
+
+#include "cuda/device.h"
+#include "cuda/metadata.h"
+#include "cuda/roles.cuh"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cuda {
+
+/// Refuses what CUDA cannot serve although another backend could: dtypes, sizes that are no
+/// multiple of 8, strides and pointers that TMA does not take.
+void check_problem(const Problem& problem);
+void check_rows(const char* name, const Tensor& rows);
+void check_weights(const Problem& problem, const Weights& weights);
+
+/// The contiguous dimension of a weight view (E, rows, depth), as the operand of a product over
+/// `depth`.
+Major major_of(const Tensor& weight);
+
+/// Loads of expert matrices (E, columns, depth) with `share` columns a box where they are K-major.
+CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);
+
+/// Loads of grouped rows: (C, parts, width) in one contiguous buffer.
+CUtensorMap rows_map(const Device& device, DType dtype, const void* rows, std::int64_t capacity,
+                     std::int64_t parts, std::int64_t width, const TileShape& shape);
+
+/// Stores of rows (C, width) or (C, parts, width), any row stride, that end where an expert ends.
+RaggedMap ragged_map(const Device& device, const Tensor& rows);
+
+/// Tiles of a row product over the metadata's list.
+RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int column_step,
+                           std::int64_t depth, unsigned* counter);
+
+/// Upper bound of the clusters' tiles, from what the host knows.
+std::int64_t most_tiles(const Problem& problem, const RowTiles::Params& tiles);
+
+inline Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,134 @@
+// Checks, tensor maps and tile lists that the passes of the layer share.
+#include <algorithm>
+#include <string>
+
+#include "cuda/moe.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr std::int64_t kMaxExperts = 1024;
+constexpr std::int64_t kMaxRowStride = std::int64_t{1} << 30;
+
+[[noreturn]] void refuse(const std::string& sentence, Status status = Status::kUnsupported) {
+  throw Error(status, sentence);
+}
+
+void check_aligned(const char* name, const Tensor& t) {
+  if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) {
+    refuse(std::string(name) + " is not 16-byte aligned but CUDA tensors must be.");
+  }
+}
+
+void check_weight(const char* name, const Tensor& t) {
+  check_aligned(name, t);
+  const bool last = t.stride[2] == 1;
+  const bool middle = t.stride[1] == 1;
+  const std::int64_t other = last ? t.stride[1] : t.stride[2];
+  if (!last && !middle) {
+    refuse(std::string(name) + " has strides " + std::to_string(t.stride[1]) + " and " +
+           std::to_string(t.stride[2]) + " but CUDA needs one of its last two to be 1.");
+  }
+  if (other <= 0 || other % 8 != 0 || (t.shape[0] > 1 && (t.stride[0] <= 0 || t.stride[0] % 8))) {
+    refuse(std::string(name) + " has strides " + std::to_string(t.stride[0]) + " and " +
+           std::to_string(other) + " but CUDA needs positive multiples of 8 beside the 1.");
+  }
+}
+
+}  // namespace
+
+void check_problem(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
+    refuse(std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes bf16 or f16.");
+  }
+  if (p.hidden % 8 != 0 || p.width % 8 != 0) {
+    refuse("hidden is " + std::to_string(p.hidden) + " and width " + std::to_string(p.width) +
+           " but CUDA needs multiples of 8.");
+  }
+  if (p.experts > kMaxExperts) {
+    refuse("experts is " + std::to_string(p.experts) + " but CUDA takes at most " +
+           std::to_string(kMaxExperts) + ".");
+  }
+}
+
+void check_rows(const char* name, const Tensor& rows) {
+  check_aligned(name, rows);
+  if (rows.stride[1] != 1 ||
+      (rows.shape[0] > 1 &&
+       (rows.stride[0] <= 0 || rows.stride[0] % 8 != 0 || rows.stride[0] >= kMaxRowStride))) {
+    refuse(std::string(name) + " has strides " + std::to_string(rows.stride[0]) + " and " +
+           std::to_string(rows.stride[1]) +
+           " but CUDA needs a positive multiple of 8 below 2^30 and a last stride of 1.");
+  }
+}
+
+void check_weights(const Problem& p, const Weights& w) {
+  const bool gated = is_gated(p.activation.kind);
+  check_weight("up", w.up);
+  check_weight("down", w.down);
+  if (!gated) return;
+  check_weight("gate", w.gate);
+  if (major_of(w.gate) != major_of(w.up)) {
+    refuse("gate and up have different contiguous dimensions but CUDA needs the same one.");
+  }
+}
+
+Major major_of(const Tensor& weight) { return weight.stride[2] == 1 ? Major::kK : Major::kMN; }
+
+CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape) {
+  const auto e = weight.shape[0];
+  const MapDim experts{e, weight.stride[0], 1};
+  if (major_of(weight) == Major::kK) {
+    return encode_map(
+        device, weight.dtype, weight.data,
+        {{weight.shape[2], 1, kDepth}, {weight.shape[1], weight.stride[1], shape.n / 2}, experts});
+  }
+  return encode_map(device, weight.dtype, weight.data,
+                    {{weight.shape[1], 1, 64},
+                     {weight.shape[2], weight.stride[2], mn_box_depth(shape)},
+                     experts});
+}
+
+CUtensorMap rows_map(const Device& device, DType dtype, const void* rows, std::int64_t capacity,
+                     std::int64_t parts, std::int64_t width, const TileShape& shape) {
+  return encode_map(device, dtype, rows,
+                    {{width, 1, kDepth}, {parts, width, 1}, {capacity, parts * width, shape.m}});
+}
+
+RaggedMap ragged_map(const Device& device, const Tensor& rows) {
+  const bool parted = rows.rank == 3;
+  const std::int64_t capacity = rows.shape[0];
+  const std::int64_t width = rows.shape[parted ? 2 : 1];
+  const MapDim parts{parted ? rows.shape[1] : 1, parted ? rows.stride[1] : width, 1};
+  // The address may leave the allocation: only addresses of clipped boxes are ever formed.
+  const std::uintptr_t base =
+      reinterpret_cast<std::uintptr_t>(rows.data) -
+      static_cast<std::uintptr_t>(capacity * rows.stride[0] * kElementBytes);
+  return {encode_map(device, rows.dtype, reinterpret_cast<const void*>(base),
+                     {{width, 1, 64},
+                      parts,
+                      {capacity, rows.stride[0], 64},
+                      {capacity + 1, rows.stride[0], 1}}),
+          static_cast<std::int32_t>(capacity)};
+}
+
+RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int column_step,
+                           std::int64_t depth, unsigned* counter) {
+  RowTiles::Params tiles{};
+  tiles.records = metadata.records;
+  tiles.record_count = metadata.record_count;
+  tiles.counter = counter;
+  tiles.column_tiles = static_cast<std::int32_t>((columns + column_step - 1) / column_step);
+  tiles.column_step = column_step;
+  tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
+  tiles.k_parts = 1;
+  return tiles;
+}
+
+std::int64_t most_tiles(const Problem& problem, const RowTiles::Params& tiles) {
+  const std::int64_t rows = row_capacity(problem);
+  const std::int64_t records = std::min(rows, rows / kRecordRows + problem.experts);
+  return std::max<std::int64_t>(1, records * tiles.column_tiles);
+}
+
+}  // namespace sonicmoe::cuda

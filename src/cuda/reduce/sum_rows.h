@@ -1,0 +1,18 @@
+// Rows of a token, weighted and summed: O, and dX without weights.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/metadata.h"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cuda {
+
+/// out[t] = r(sum over the positions of t, in order, of weight * rows[position_row]). Weights
+/// without data count as 1. Tokens without rows get zero.
+void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows,
+              const Tensor& weights, const Tensor& out, cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda
