@@ -1,0 +1,86 @@
+# The CUDA backend: sm_90a only (wgmma for another target compiles and then fails to load), runtime
+# linked statically, nothing of libcuda linked. AUTO builds it where nvcc is found.
+set(SONICMOE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO, ON or OFF")
+set_property(CACHE SONICMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(SONICMOE_WITH_CUDA OFF)
+if(SONICMOE_CUDA STREQUAL "OFF")
+  message(STATUS "CUDA backend: off")
+  return()
+endif()
+
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(SONICMOE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "SONICMOE_CUDA is ON but no nvcc was found (set CUDACXX).")
+  endif()
+  message(STATUS "CUDA backend: off, no nvcc was found; this build is CPU only")
+  return()
+endif()
+set(CMAKE_CUDA_ARCHITECTURES OFF) # the code options below say sm_90a, which CMake 3.25 cannot
+enable_language(CUDA)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know that nvcc speaks C++20
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+endif()
+find_package(CUDAToolkit 12.3 REQUIRED)
+find_package(Python3 COMPONENTS Interpreter REQUIRED)
+set(SONICMOE_WITH_CUDA ON)
+message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
+
+# The core's answer for builds without CUDA; src/cuda/backend.cc has the other one.
+set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY ON)
+
+set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
+set(cuda_build ${CMAKE_CURRENT_BINARY_DIR}/cuda)
+set(wgmma_script ${cuda_source}/ptx/generate_wgmma.py)
+set(instance_script ${cuda_source}/instances/generate.py)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} ${instance_script})
+file(MAKE_DIRECTORY ${cuda_build})
+execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh
+                COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/instances
+                OUTPUT_VARIABLE instances COMMAND_ERROR_IS_FATAL ANY)
+string(REPLACE "\n" ";" instances "${instances}")
+list(FILTER instances EXCLUDE REGEX "^$")
+
+file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${cuda_source}/*.cc)
+add_library(sonicmoe_cuda_objects OBJECT ${SONICMOE_CUDA_SOURCES} ${instances})
+target_include_directories(sonicmoe_cuda_objects PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include
+                                                         ${CMAKE_CURRENT_SOURCE_DIR}/src
+                                                         ${cuda_build} ${CUDAToolkit_INCLUDE_DIRS})
+target_compile_options(
+  sonicmoe_cuda_objects
+  PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
+          $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
+          -Xptxas=-v -Xcompiler=-Wall>)
+set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF)
+set(launcher ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
+if(CCACHE)
+  list(APPEND launcher ${CCACHE})
+endif()
+set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
+
+foreach(lib sonicmoe_shared sonicmoe_static)
+  target_sources(${lib} PRIVATE $<TARGET_OBJECTS:sonicmoe_cuda_objects>)
+  target_link_libraries(${lib} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
+endforeach()
+
+# One executable with every device test: it needs a GPU, so ctest does not know it.
+if(SONICMOE_BUILD_TESTS)
+  find_package(GTest REQUIRED)
+  file(GLOB SONICMOE_CUDA_TESTS CONFIGURE_DEPENDS tests/cuda/*.cc)
+  add_executable(sonicmoe_cuda_tests ${SONICMOE_CUDA_TESTS})
+  target_include_directories(sonicmoe_cuda_tests PRIVATE src tests ${CUDAToolkit_INCLUDE_DIRS})
+  target_compile_options(sonicmoe_cuda_tests PRIVATE -Wall -Wextra -ffp-contract=off)
+  target_link_libraries(sonicmoe_cuda_tests PRIVATE sonicmoe_verify CUDA::cudart_static
+                                                    GTest::gtest GTest::gtest_main)
+  target_link_options(sonicmoe_cuda_tests PRIVATE -static-libstdc++ -static-libgcc)
+endif()
+
+if(SONICMOE_BUILD_TESTS)
+  add_executable(h200_layer benchmarks/h200_layer.cc)
+  target_include_directories(h200_layer PRIVATE src ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(h200_layer PRIVATE sonicmoe_static CUDA::cudart_static)
+  target_link_options(h200_layer PRIVATE -static-libstdc++ -static-libgcc)
+endif()

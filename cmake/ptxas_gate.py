@@ -1,0 +1,47 @@
+"""Runs an nvcc command and fails it where ptxas gave up performance.
+
+usage: ptxas_gate.py COMMAND...
+A build of the engine must not contain a register spill or a wgmma that ptxas had to serialise
+(advisories C7500 to C7599): both compile silently and cost up to half the speed.
+"""
+
+import re
+import subprocess
+import sys
+
+ADVISORY = re.compile(r"\bC75\d\d\b")
+SPILL = re.compile(r"(\d+) bytes spill stores")
+FUNCTION = re.compile(r"Function properties for (\S+)")
+
+
+def verdict(lines: list[str]) -> list[str]:
+    """What is wrong with the code that ptxas reports on."""
+    faults = []
+    function = "?"
+    for line in lines:
+        if found := FUNCTION.search(line):
+            function = found.group(1)
+        if ADVISORY.search(line):
+            faults.append(line)
+        if (found := SPILL.search(line)) and int(found.group(1)) > 0:
+            faults.append(f"{line.strip()} in {function}")
+    return faults
+
+
+def main() -> int:
+    run = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE, text=True, check=False)
+    lines = run.stderr.splitlines()
+    info = ("ptxas info", "    0 bytes stack frame")
+    for line in lines:
+        if run.returncode != 0 or not line.startswith(info):
+            print(line, file=sys.stderr)
+    if run.returncode != 0:
+        return run.returncode
+    faults = verdict(lines)
+    for fault in faults:
+        print(f"ptxas gate: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
