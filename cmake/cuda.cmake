@@ -56,8 +56,9 @@ target_compile_options(
           -Xptxas=-v -Xcompiler=-Wall>)
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF)
 set(launcher ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
-if(CCACHE)
-  list(APPEND launcher ${CCACHE})
+if(CCACHE) # paths below the source tree are hashed as relative, so that checkouts share results
+  list(APPEND launcher ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR}
+       CCACHE_NOHASHDIR=1 ${CCACHE})
 endif()
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
 
