@@ -31,7 +31,7 @@ HOST_DEVICE_HEADERS = {"src/core/selection_key.h", "src/core/philox.h", "src/cor
 SELF = {"tools/check_structure.py", "tests/structure_test.py"}
 
 FORBIDDEN = [
-    (re.compile(r"(?<![\w.~])/(?:work|root|home/\w+|mnt)/"), "a path of one machine"),
+    (re.compile(r"(?<![\w.~])/(?:work|root|mnt)/"), "a path of one machine"),
     (re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"), "a note to self"),
 ]
 # A comment that ends like a statement is code that was switched off; examples are indented further.

@@ -1,0 +1,125 @@
+#include "core/plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/check_tensor.h"
+#include "core/checks.h"
+
+namespace sonicmoe {
+namespace {
+
+// Dense 16-bit rates of the vendor's data sheets.
+const Machine kMachines[] = {
+    {"h100", 989.4e12, 3.35e12, "NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s dense bf16, 3.35 TB/s"},
+    {"h200", 989.4e12, 4.8e12, "NVIDIA H200 SXM data sheet: 989.4 TFLOP/s dense bf16, 4.8 TB/s"},
+    {"b200", 2250e12, 8.0e12, "NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense bf16, 8 TB/s"},
+};
+
+}  // namespace
+
+Machine machine_from_name(const std::string& name) {
+  std::string known;
+  for (const Machine& m : kMachines) {
+    if (m.name == name) return m;
+    known += m.name + ", ";
+  }
+  checks::refuse("device is \"" + name + "\", must be one of: " + known + "cpu");
+}
+
+Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activation) {
+  Problem p;
+  p.tokens = shape.tokens;
+  p.hidden = shape.hidden;
+  p.width = shape.width;
+  p.experts = shape.experts;
+  p.top_k = shape.top_k;
+  p.dtype = dtype;
+  p.activation = activation;
+  checks::problem(p);
+  if (p.top_k > p.experts) {
+    checks::refuse("top_k is " + std::to_string(p.top_k) +
+                   ", must be at most E = " + std::to_string(p.experts));
+  }
+  return p;
+}
+
+std::vector<KernelCost> kernel_costs(const Problem& p, const Machine& machine) {
+  const auto T = static_cast<double>(p.tokens), d = static_cast<double>(p.hidden);
+  const auto n = static_cast<double>(p.width), E = static_cast<double>(p.experts);
+  const auto G = static_cast<double>(gate_factor(p.activation.kind));
+  const auto element = static_cast<double>(dtype_bytes(p.dtype));
+  const double score = p.dtype == DType::kF64 ? 8 : 4, index = 4;
+  const double rows = T * static_cast<double>(p.top_k);
+  // Tensors in bytes: x stands for X and dO, row_* for what has one row a (token, expert) pair.
+  const double x = T * d * element, row_d = rows * d * element, row_n = rows * n * element;
+  const double row_h = G * row_n, w_down = E * n * d * element, w_up = G * w_down;
+  const double up = 2 * rows * d * G * n, down = 2 * rows * d * n;
+  const double dscore_partials = score * rows * std::ceil(n / 128);
+  std::vector<KernelCost> costs = {
+      {"A", false, up, x + w_up + row_h + row_n + index * rows},
+      {"Y", false, down, row_n + w_down + row_d},
+      {"O", false, 2 * rows * d, row_d + x + (index + score) * rows},
+      {"dH", true, down,
+       x + w_down + 2 * row_h + row_n + index * rows + dscore_partials + 2 * score * rows},
+      {"dW2", true, down, x + row_n + w_down + index * rows},
+      {"dX~", true, up, row_h + w_up + row_d},
+      {"dW1", true, up, x + row_h + w_up + index * rows},
+      {"dX", true, rows * d, row_d + x + index * rows},
+  };
+  for (KernelCost& c : costs) {
+    const double compute = c.flops / machine.flops_per_second;
+    const double memory = c.bytes / machine.bytes_per_second;
+    c.memory_bound = memory > compute;
+    c.seconds = std::max(compute, memory);
+  }
+  return costs;
+}
+
+double expected_padding(const LayerShape& s, std::int64_t tile) {
+  checks::at_least("tile", tile, 1);
+  const auto T = static_cast<double>(s.tokens);
+  const double p = static_cast<double>(s.top_k) / static_cast<double>(s.experts);
+  const double mean = T * p;
+  if (s.tokens == 0) return 0.0;
+  const auto padded = [tile](std::int64_t f) { return (f + tile - 1) / tile * tile; };
+  if (p >= 1.0) return static_cast<double>(padded(s.tokens)) / T - 1.0;
+  // Twelve standard deviations on each side hold all of the mass that a double can see.
+  const double reach = 12.0 * std::sqrt(mean * (1.0 - p)) + 16.0;
+  const auto first = static_cast<std::int64_t>(std::max(0.0, std::floor(mean - reach)));
+  const auto last = static_cast<std::int64_t>(std::min(T, std::ceil(mean + reach)));
+  double rows = 0.0;
+  for (std::int64_t f = first; f <= last; ++f) {
+    const auto k = static_cast<double>(f);
+    const double log_mass = std::lgamma(T + 1) - std::lgamma(k + 1) - std::lgamma(T - k + 1) +
+                            k * std::log(p) + (T - k) * std::log1p(-p);
+    rows += std::exp(log_mass) * static_cast<double>(padded(f) - f);
+  }
+  return rows / mean;
+}
+
+MemoryCost memory_cost(const Problem& p) {
+  const std::int64_t element = dtype_bytes(p.dtype), G = gate_factor(p.activation.kind);
+  const std::int64_t rows = p.tokens * p.top_k;
+  const Sizes sizes = moe_sizes(p, Pass::kForward);
+  MemoryCost m;
+  m.x = p.tokens * p.hidden * element;
+  m.h = sizes.h_bytes;
+  m.metadata = sizes.saved_bytes;
+  m.callers = rows * (8 + 4) + p.tokens * p.experts * element;
+  m.cache_everything = rows * (2 * p.hidden + (G + 1) * p.width) * element;
+  m.scatter_style = rows * (p.hidden + 2 * G * p.width) * element;
+  return m;
+}
+
+std::vector<LayerShape> granularity_sweep(const LayerShape& s) {
+  std::vector<LayerShape> sweep;
+  for (std::int64_t k = 1; k <= 64; k *= 2) {
+    const bool whole = s.top_k * s.width % k == 0 && s.experts * k % s.top_k == 0;
+    const LayerShape at{s.tokens, s.hidden, s.top_k * s.width / k, s.experts * k / s.top_k, k};
+    if (whole && at.width >= 1 && at.experts >= k) sweep.push_back(at);
+  }
+  return sweep;
+}
+
+}  // namespace sonicmoe

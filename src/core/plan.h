@@ -1,0 +1,60 @@
+// What a layer costs before anything runs: operations, bytes, time at the roofline, padding, and
+// the memory that different methods keep for backward. Pure arithmetic.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/configs.h"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe {
+
+/// Peak rates of a device. 16-bit tensor inputs with fp32 accumulation, dense.
+struct Machine {
+  std::string name;
+  double flops_per_second = 0.0;
+  double bytes_per_second = 0.0;
+  std::string source;
+};
+/// "h100", "h200" or "b200"; refuses other names ("cpu" is measured by the caller).
+Machine machine_from_name(const std::string& name);
+
+/// The ids form of a shape. Refuses what moe_forward would refuse, and K > E.
+Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activation);
+
+struct KernelCost {
+  const char* name;  ///< "A", "Y", "O", "dH", "dW2", "dX~", "dW1", "dX"
+  bool backward = false;
+  double flops = 0.0;
+  double bytes = 0.0;  ///< every operand once; a gathered row once a token
+  double seconds = 0.0;
+  bool memory_bound = false;
+};
+/// The eight kernels in order of execution, with their time on `machine`.
+std::vector<KernelCost> kernel_costs(const Problem& problem, const Machine& machine);
+
+/// Rows added by padding every expert to a multiple of `tile`, over the routed rows, when T tokens
+/// choose K of E experts evenly: experts' counts are then binomial(T, K/E).
+double expected_padding(const LayerShape& shape, std::int64_t tile);
+
+/// Bytes kept from forward to backward.
+struct MemoryCost {
+  std::int64_t x = 0;         ///< T*d: every method keeps it
+  std::int64_t h = 0;         ///< ours: G*T*K*n
+  std::int64_t metadata = 0;  ///< ours: exactly what moe_sizes asks for
+  std::int64_t callers = 0;   ///< ids (int64), weights (fp32) and logits (dtype) of the router
+  /// Gathered X, H, A and Y: T*K*(2d + (G+1)n), as grouped-GEMM layers under autograd keep.
+  std::int64_t cache_everything = 0;
+  /// Y, H, A and the activation's factors, X gathered again: T*K*(d + 2Gn).
+  std::int64_t scatter_style = 0;
+
+  std::int64_t ours() const { return h + metadata; }
+};
+MemoryCost memory_cost(const Problem& problem);
+
+/// The same layer at other granularities: n*K, E*n and the flops stay, K runs over powers of two.
+std::vector<LayerShape> granularity_sweep(const LayerShape& shape);
+
+}  // namespace sonicmoe
