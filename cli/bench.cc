@@ -1,0 +1,224 @@
+// sonicmoe bench: checks a slice of the layer against the oracle, then measures it.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+
+#include "bench_layer.h"
+#include "command.h"
+#include "core/check_tensor.h"
+#include "cpu/threads.h"
+#include "peak.h"
+#include "verify/harness.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+struct Options {
+  ShapeOptions shape;
+  LayerOptions layer;
+  std::string backend = "cpu";
+  std::string pass = "both";
+  std::string routing = "topk";
+  std::int32_t threads = 0;
+  std::int32_t repeats = 7;
+  bool kernels = false;
+  bool json = false;
+};
+
+BenchRouting routing_from_name(const std::string& name) {
+  if (name == "topk") return BenchRouting::kTopK;
+  if (name == "rounded") return BenchRouting::kRounded;
+  if (name == "skewed") return BenchRouting::kSkewed;
+  checks::refuse("routing is \"" + name + "\", must be one of: topk, rounded, skewed");
+}
+
+struct Measurement {
+  const char* pass;
+  std::vector<double> seconds;
+  double flops = 0.0;     ///< of the rows that exist
+  double roofline = 0.0;  ///< seconds at the measured peak of this machine
+
+  double median_seconds() const { return median(seconds); }
+};
+
+struct Report {
+  LayerShape shape;
+  Machine machine;
+  std::int64_t rows = 0;
+  std::int32_t threads = 0;
+  verify::CaseResult check;
+  std::vector<Measurement> passes;
+};
+
+// The same kernels on a slice that the oracle can follow: everything at most 64 wide and long.
+verify::CaseResult check_slice(const Problem& problem, const Exec& exec) {
+  verify::Case c;
+  c.name = "slice";
+  c.problem = problem;
+  c.problem.tokens = std::min<std::int64_t>(problem.tokens, 200);
+  c.problem.hidden = std::min<std::int64_t>(problem.hidden, 64);
+  c.problem.width = std::min<std::int64_t>(problem.width, 64);
+  c.problem.experts = std::min<std::int64_t>(problem.experts, 16);
+  c.problem.top_k = std::min(problem.top_k, c.problem.experts);
+  c.grad_dtype = problem.dtype;
+  return verify::run_layer_case(c, verify::public_api(exec));
+}
+
+void refuse_too_large(const Problem& problem) {
+  const double needed = bench_bytes(problem);
+  const double present =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  if (needed > 0.9 * present) {
+    checks::refuse("shape needs about " + bytes_text(needed) + " of memory, must fit in the " +
+                   bytes_text(present) + " of this machine");
+  }
+}
+
+double seconds_of(const std::function<void()>& work) {
+  const auto begin = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+Measurement empty_measurement(bool backward, const Report& r, const Problem& problem) {
+  Measurement m{backward ? "backward" : "forward", {}};
+  const double share =
+      r.shape.tokens == 0
+          ? 0.0
+          : static_cast<double>(r.rows) / static_cast<double>(r.shape.tokens * r.shape.top_k);
+  for (const KernelCost& k : kernel_costs(problem, r.machine)) {
+    if (k.backward != backward) continue;
+    m.flops += k.flops * share;
+    m.roofline += k.seconds * share;
+  }
+  return m;
+}
+
+void measure(const Options& o, const BenchLayer& layer, const Problem& problem, Report& report) {
+  ProgressLine progress;
+  Measurement forward = empty_measurement(false, report, problem);
+  Measurement backward = empty_measurement(true, report, problem);
+  layer.forward();  // pages, caches and what backward reads
+  if (o.pass != "fwd") layer.backward();
+  for (std::int32_t i = 0; i < o.repeats; ++i) {
+    progress.show("measuring " + std::to_string(i + 1) + "/" + std::to_string(o.repeats));
+    if (o.pass != "bwd") forward.seconds.push_back(seconds_of([&] { layer.forward(); }));
+    if (o.pass != "fwd") backward.seconds.push_back(seconds_of([&] { layer.backward(); }));
+  }
+  if (o.pass != "bwd") report.passes.push_back(forward);
+  if (o.pass != "fwd") report.passes.push_back(backward);
+  if (o.pass != "both") return;
+  Measurement both{
+      "both", {}, forward.flops + backward.flops, forward.roofline + backward.roofline};
+  for (std::size_t i = 0; i < forward.seconds.size(); ++i) {
+    both.seconds.push_back(forward.seconds[i] + backward.seconds[i]);
+  }
+  report.passes.push_back(both);
+}
+
+Report run(const Options& o) {
+  if (o.pass != "fwd" && o.pass != "bwd" && o.pass != "both") {
+    checks::refuse("pass is \"" + o.pass + "\", must be one of: fwd, bwd, both");
+  }
+  checks::at_least("repeats", o.repeats, 1);
+  const BenchRouting routing = routing_from_name(o.routing);
+  const Exec exec = exec_from_options(o.backend, o.threads);
+  if (o.kernels) {
+    checks::refuse(Status::kUnsupported,
+                   "kernels is given, must be left out with backend cpu: its phases overlap in "
+                   "one pass and have no times of their own");
+  }
+  Report report;
+  report.shape = o.shape.resolve("laptop");
+  const Problem problem = problem_of(report.shape, dtype_from_name(o.layer.dtype.c_str()),
+                                     {activation_from_name(o.layer.activation.c_str())});
+  refuse_too_large(problem);
+  ProgressLine progress;
+  progress.show("checking a slice against the oracle");
+  report.check = check_slice(problem, exec);
+  if (!report.check.passed()) return report;
+  progress.show("measuring the peak of this CPU");
+  report.machine = measured_cpu(problem.dtype, exec);
+  report.threads = cpu::thread_count(exec, 1e18);
+  progress.show("drawing values");
+  const BenchLayer layer(report.shape, problem, routing, exec);
+  report.rows = layer.rows();
+  progress.clear();
+  measure(o, layer, problem, report);
+  return report;
+}
+
+Json document(const Options& o, const Report& r) {
+  Json passes = Json::array();
+  for (const Measurement& m : r.passes) {
+    const double median_s = m.median_seconds();
+    const auto [low, high] = std::minmax_element(m.seconds.begin(), m.seconds.end());
+    passes.push_back({{"pass", m.pass},
+                      {"median_ms", 1e3 * median_s},
+                      {"min_ms", 1e3 * *low},
+                      {"max_ms", 1e3 * *high},
+                      {"gflops", m.flops / median_s / 1e9},
+                      {"share_of_roofline", m.roofline / median_s}});
+  }
+  return {{"config", o.shape.label()},
+          {"shape", to_json(r.shape)},
+          {"dtype", o.layer.dtype},
+          {"activation", o.layer.activation},
+          {"backend", o.backend},
+          {"routing", o.routing},
+          {"rows", r.rows},
+          {"threads", r.threads},
+          {"repeats", o.repeats},
+          {"check", {{"passed", r.check.passed()}, {"message", r.check.message}}},
+          {"machine",
+           {{"gflops", r.machine.flops_per_second / 1e9},
+            {"gbytes_per_second", r.machine.bytes_per_second / 1e9},
+            {"source", r.machine.source}}},
+          {"passes", passes}};
+}
+
+void print_text(const Options& o, const Report& r) {
+  if (!r.check.passed()) {
+    std::printf("the check failed, nothing was measured: %s\n", r.check.message.c_str());
+    return;
+  }
+  std::printf("%s, %s, %s, routing %s (%lld rows), %d thread%s\n", to_text(r.shape).c_str(),
+              o.layer.dtype.c_str(), o.layer.activation.c_str(), o.routing.c_str(),
+              static_cast<long long>(r.rows), r.threads, r.threads == 1 ? "" : "s");
+  std::printf("checked against the oracle on a slice; peak %.0f GFLOP/s, %.1f GB/s (%s)\n\n",
+              r.machine.flops_per_second / 1e9, r.machine.bytes_per_second / 1e9,
+              r.machine.source.c_str());
+  std::printf("%-10s %12s %12s %14s\n", "pass", "median ms", "GFLOP/s", "of roofline");
+  for (const Measurement& m : r.passes) {
+    const double seconds = m.median_seconds();
+    std::printf("%-10s %12.3f %12.1f %13.1f%%\n", m.pass, 1e3 * seconds, m.flops / seconds / 1e9,
+                100 * m.roofline / seconds);
+  }
+}
+
+}  // namespace
+
+Command add_bench(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("bench", "Check a layer, then measure it");
+  auto o = std::make_shared<Options>();
+  o->shape.add_to(*sub);
+  o->layer.add_to(*sub);
+  sub->add_option("--backend", o->backend, "cpu or cuda")->capture_default_str();
+  sub->add_option("--pass", o->pass, "fwd, bwd or both")->capture_default_str();
+  sub->add_option("--routing", o->routing, "topk, rounded or skewed")->capture_default_str();
+  sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
+  sub->add_option("--repeats", o->repeats, "Runs, of which the median counts")
+      ->capture_default_str();
+  sub->add_flag("--kernels", o->kernels, "Time every kernel apart, where the backend can");
+  sub->add_flag("--json", o->json, "One JSON document on stdout");
+  return {sub, [o] {
+            const Report report = run(*o);
+            o->json ? print_json(document(*o, report)) : print_text(*o, report);
+            return report.check.passed() ? kGood : kCheckFailed;
+          }};
+}
+
+}  // namespace sonicmoe::cli

@@ -1,0 +1,38 @@
+// A layer with random values, ready to be run forward and backward again and again.
+#pragma once
+
+#include "core/plan.h"
+#include "inputs.h"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cli {
+
+enum class BenchRouting { kTopK, kRounded, kSkewed };
+
+class BenchLayer {
+ public:
+  BenchLayer(const LayerShape& shape, const Problem& problem, BenchRouting routing,
+             const Exec& exec);
+  void forward() const { moe_forward(problem_, forward_, exec_); }
+  void backward() const { moe_backward(problem_, backward_, exec_); }
+  /// (token, expert) rows that this routing really has.
+  std::int64_t rows() const { return rows_; }
+
+ private:
+  void route_tokens(const LayerShape& shape, BenchRouting routing);
+  void fill_pairs(const LayerShape& shape, const Tensor& logits);
+
+  Problem problem_;
+  Exec exec_;
+  std::int64_t rows_ = 0;
+  OwnedTensor x_, dout_, out_, dx_, gate_, up_, down_, dgate_, dup_, ddown_;
+  OwnedTensor ids_, weights_, dweights_, token_, expert_, offsets_;
+  Block h_, saved_, scratch_;
+  ForwardArgs forward_;
+  BackwardArgs backward_;
+};
+
+/// Bytes that a BenchLayer of this problem allocates, scratch apart.
+double bench_bytes(const Problem& problem);
+
+}  // namespace sonicmoe::cli

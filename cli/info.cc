@@ -1,0 +1,110 @@
+// sonicmoe info: what this build is and what it can run on.
+#include <cstdio>
+#include <fstream>
+#include <memory>
+
+#include "command.h"
+#include "core/backend_table.h"
+#include "cpu/gemm_kernels.h"
+#include "cpu/threads.h"
+#include "sonicmoe/c_api.h"
+#include "sonicmoe/version.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+std::string cpu_model() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    const auto colon = line.find(": ");
+    if (line.rfind("model name", 0) == 0 && colon != std::string::npos) {
+      return line.substr(colon + 2);
+    }
+  }
+  return "unknown";
+}
+
+std::vector<std::string> cpu_features() {
+  std::vector<std::string> found;
+#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+#define SONICMOE_FEATURE(name) \
+  if (__builtin_cpu_supports(name)) found.emplace_back(name);
+  SONICMOE_FEATURE("avx2")
+  SONICMOE_FEATURE("fma")
+  SONICMOE_FEATURE("avx512f")
+  SONICMOE_FEATURE("avx512bw")
+  SONICMOE_FEATURE("avx512vl")
+  SONICMOE_FEATURE("avx512dq")
+  SONICMOE_FEATURE("avx512bf16")
+#undef SONICMOE_FEATURE
+#endif
+  return found;
+}
+
+std::vector<std::string> words(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), {}};
+}
+
+// Opens the first device and gives it back, to learn whether it can be used.
+Json cuda_state() {
+  Json state = {{"usable", false}, {"reason", ""}, {"archs", words(SONICMOE_CUDA_ARCHS)}};
+  smoe_device* device = nullptr;
+  if (smoe_device_open(0, &device) != SMOE_OK) {
+    state["reason"] = smoe_last_error();
+    return state;
+  }
+  smoe_device_close(device);
+  state["usable"] = true;
+  return state;
+}
+
+Json document() {
+  return {{"version", version_string()},
+          {"build_type", SONICMOE_BUILD_TYPE},
+          {"compiler", SONICMOE_COMPILER},
+          {"cpu",
+           {{"model", cpu_model()},
+            {"features", cpu_features()},
+            {"instruction_set", cpu::isa_name(cpu::best_isa())},
+            {"threads", cpu::thread_count({}, 1e18)}}},
+          {"cuda", cuda_state()}};
+}
+
+std::string joined(const Json& list) {
+  std::string text;
+  for (const auto& item : list) text += (text.empty() ? "" : " ") + item.get<std::string>();
+  return text.empty() ? "none" : text;
+}
+
+void print_text(const Json& d) {
+  const Json& cpu = d["cpu"];
+  const Json& cuda = d["cuda"];
+  const auto line = [](const char* name, const std::string& value) {
+    std::printf("%-16s %s\n", name, value.c_str());
+  };
+  line("sonicmoe", d["version"]);
+  line("build", d["build_type"].get<std::string>() + ", " + d["compiler"].get<std::string>());
+  line("CPU", cpu["model"]);
+  line("  features", joined(cpu["features"]));
+  line("  uses", cpu["instruction_set"]);
+  line("  threads", std::to_string(cpu["threads"].get<int>()));
+  line("CUDA", cuda["usable"].get<bool>() ? "usable" : cuda["reason"].get<std::string>());
+  line("  archs", joined(cuda["archs"]));
+}
+
+}  // namespace
+
+Command add_info(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("info", "Version, build, CPU features, threads, CUDA");
+  auto json = std::make_shared<bool>(false);
+  sub->add_flag("--json", *json, "One JSON document on stdout");
+  return {sub, [json] {
+            const Json d = document();
+            *json ? print_json(d) : print_text(d);
+            return kGood;
+          }};
+}
+
+}  // namespace sonicmoe::cli

@@ -1,0 +1,173 @@
+// sonicmoe plan: what a layer costs, before anything runs.
+#include "core/plan.h"
+
+#include <cstdio>
+#include <memory>
+
+#include "command.h"
+#include "core/check_tensor.h"
+#include "peak.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+struct Options {
+  ShapeOptions shape;
+  LayerOptions layer;
+  std::string device = "h200";
+  std::int64_t tile = 128;
+  bool json = false;
+};
+
+struct Plan {
+  LayerShape shape;
+  Problem problem;
+  Machine machine;
+  std::vector<KernelCost> kernels;
+  double padding = 0.0;
+  MemoryCost memory;
+};
+
+Plan make_plan(const Options& o) {
+  Plan p;
+  p.shape = o.shape.resolve();
+  p.problem = problem_of(p.shape, dtype_from_name(o.layer.dtype.c_str()),
+                         {activation_from_name(o.layer.activation.c_str())});
+  p.padding = expected_padding(p.shape, o.tile);
+  p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
+  p.kernels = kernel_costs(p.problem, p.machine);
+  p.memory = memory_cost(p.problem);
+  return p;
+}
+
+struct PassTotal {
+  double flops = 0.0, bytes = 0.0, seconds = 0.0;
+};
+PassTotal total(const Plan& p, bool backward) {
+  PassTotal t;
+  for (const KernelCost& k : p.kernels) {
+    if (k.backward != backward) continue;
+    t.flops += k.flops;
+    t.bytes += k.bytes;
+    t.seconds += k.seconds;
+  }
+  return t;
+}
+
+Json to_json(const MemoryCost& m) {
+  return {{"x", m.x},
+          {"ours", m.ours()},
+          {"ours_h", m.h},
+          {"ours_metadata", m.metadata},
+          {"cache_everything", m.cache_everything},
+          {"scatter_style", m.scatter_style},
+          {"callers", m.callers}};
+}
+
+Json to_json(const PassTotal& t) {
+  return {{"flops", t.flops}, {"bytes", t.bytes}, {"us", t.seconds * 1e6}};
+}
+
+Json document(const Options& o, const Plan& p) {
+  Json kernels = Json::array(), sweep = Json::array();
+  for (const KernelCost& k : p.kernels) {
+    kernels.push_back({{"name", k.name},
+                       {"pass", k.backward ? "backward" : "forward"},
+                       {"flops", k.flops},
+                       {"bytes", k.bytes},
+                       {"us", k.seconds * 1e6},
+                       {"bound", k.memory_bound ? "memory" : "compute"}});
+  }
+  for (const LayerShape& s : granularity_sweep(p.shape)) {
+    Json entry = cli::to_json(s);
+    entry["kept_bytes"] =
+        to_json(memory_cost(problem_of(s, p.problem.dtype, p.problem.activation)));
+    sweep.push_back(entry);
+  }
+  return {{"shape", cli::to_json(p.shape)},
+          {"dtype", o.layer.dtype},
+          {"activation", o.layer.activation},
+          {"device",
+           {{"name", p.machine.name},
+            {"flops_per_second", p.machine.flops_per_second},
+            {"bytes_per_second", p.machine.bytes_per_second},
+            {"source", p.machine.source}}},
+          {"kernels", kernels},
+          {"forward", to_json(total(p, false))},
+          {"backward", to_json(total(p, true))},
+          {"tile", o.tile},
+          {"expected_padding", p.padding},
+          {"kept_bytes", to_json(p.memory)},
+          {"granularity", sweep}};
+}
+
+void print_kernels(const Plan& p) {
+  std::printf("%-10s %12s %12s %12s  %s\n", "kernel", "GFLOP", "MB", "us", "bound by");
+  for (const KernelCost& k : p.kernels) {
+    std::printf("%-10s %12.2f %12.2f %12.1f  %s\n", k.name, k.flops / 1e9, k.bytes / 1e6,
+                k.seconds * 1e6, k.memory_bound ? "memory" : "compute");
+  }
+  for (const bool backward : {false, true}) {
+    const PassTotal t = total(p, backward);
+    std::printf("%-10s %12.2f %12.2f %12.1f\n", backward ? "backward" : "forward", t.flops / 1e9,
+                t.bytes / 1e6, t.seconds * 1e6);
+  }
+}
+
+void print_memory(const Plan& p) {
+  const auto line = [](const char* what, std::int64_t bytes, const char* formula) {
+    std::printf("  %-26s %12s  %s\n", what, bytes_text(static_cast<double>(bytes)).c_str(),
+                formula);
+  };
+  const MemoryCost& m = p.memory;
+  std::printf("\nkept for backward, beside X (%s, which every method keeps)\n",
+              bytes_text(static_cast<double>(m.x)).c_str());
+  line("this library", m.ours(), "H: G*T*K*n elements, and metadata");
+  line("  of that metadata", m.metadata, "");
+  line("cache everything", m.cache_everything, "gathered X, H, A, Y: T*K*(2d + (G+1)n)");
+  line("ScatterMoE style", m.scatter_style, "Y, H, A, its factors: T*K*(d + 2Gn)");
+  line("the caller's", m.callers, "ids, routing weights, logits");
+
+  std::printf("\nthe same at other granularities: K*n, E*n and flops constant\n");
+  std::printf("  %6s %6s %6s %14s %18s %18s\n", "K", "n", "E", "this library", "cache everything",
+              "ScatterMoE style");
+  for (const LayerShape& s : granularity_sweep(p.shape)) {
+    const MemoryCost at = memory_cost(problem_of(s, p.problem.dtype, p.problem.activation));
+    std::printf("  %6lld %6lld %6lld %14s %18s %18s\n", static_cast<long long>(s.top_k),
+                static_cast<long long>(s.width), static_cast<long long>(s.experts),
+                bytes_text(static_cast<double>(at.ours())).c_str(),
+                bytes_text(static_cast<double>(at.cache_everything)).c_str(),
+                bytes_text(static_cast<double>(at.scatter_style)).c_str());
+  }
+}
+
+void print_text(const Options& o, const Plan& p) {
+  std::printf("%s, %s, %s\n", to_text(p.shape).c_str(), o.layer.dtype.c_str(),
+              o.layer.activation.c_str());
+  std::printf("roofline of %s (%s)\n\n", p.machine.name.c_str(), p.machine.source.c_str());
+  print_kernels(p);
+  std::printf("\npadding to tiles of %lld rows: %.1f%% more rows, at even random routing\n",
+              static_cast<long long>(o.tile), 100 * p.padding);
+  print_memory(p);
+}
+
+}  // namespace
+
+Command add_plan(CLI::App& app) {
+  CLI::App* sub =
+      app.add_subcommand("plan", "Flops, bytes, roofline, padding and memory of a layer");
+  auto o = std::make_shared<Options>();
+  o->shape.add_to(*sub);
+  o->layer.add_to(*sub);
+  sub->add_option("--device", o->device, "h100, h200, b200 or cpu (measured)")
+      ->capture_default_str();
+  sub->add_option("--tile", o->tile, "Rows of a tile, for the padding")->capture_default_str();
+  sub->add_flag("--json", o->json, "One JSON document on stdout");
+  return {sub, [o] {
+            const Plan p = make_plan(*o);
+            o->json ? print_json(document(*o, p)) : print_text(*o, p);
+            return kGood;
+          }};
+}
+
+}  // namespace sonicmoe::cli

@@ -1,0 +1,170 @@
+// sonicmoe route: how tokens spread over experts, and what padding costs, for top-K and for every
+// rounding mode, on random logits.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+
+#include "command.h"
+#include "core/check_tensor.h"
+#include "core/plan.h"
+#include "inputs.h"
+#include "sonicmoe/routing.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+constexpr std::int32_t kModes = 6;
+
+struct Options {
+  ShapeOptions shape;
+  std::string score = "softmax_after_topk";
+  std::int64_t tile = 128;
+  double skew = 0.0;
+  std::uint64_t seed = 0;
+  std::int32_t threads = 0;
+  bool json = false;
+};
+
+using Counts = std::vector<std::int64_t>;
+
+struct Spread {
+  std::string method;
+  std::int64_t rows = 0, smallest = 0, largest = 0, padded = 0, empty = 0;
+  std::int64_t moved = 0;  ///< pairs added or dropped against top-K, summed over experts
+  double padding() const {
+    return rows == 0 ? 0.0 : static_cast<double>(padded - rows) / static_cast<double>(rows);
+  }
+};
+
+Spread spread_of(const std::string& method, const Counts& counts, const Counts& chosen,
+                 std::int64_t tile) {
+  Spread s;
+  s.method = method;
+  s.smallest = *std::min_element(counts.begin(), counts.end());
+  s.largest = *std::max_element(counts.begin(), counts.end());
+  for (std::size_t e = 0; e < counts.size(); ++e) {
+    s.rows += counts[e];
+    s.padded += (counts[e] + tile - 1) / tile * tile;
+    s.empty += counts[e] == 0 ? 1 : 0;
+    s.moved += std::abs(counts[e] - chosen[e]);
+  }
+  return s;
+}
+
+Counts top_k_counts(const LayerShape& shape, const RouteOptions& route_options,
+                    const Tensor& logits, const Exec& exec) {
+  const OwnedTensor ids(DType::kI32, {shape.tokens, shape.top_k});
+  const OwnedTensor weights(DType::kF32, {shape.tokens, shape.top_k});
+  route(route_options, logits, ids.view(), weights.view(), exec);
+  Counts counts(static_cast<std::size_t>(shape.experts));
+  for (std::int64_t i = 0; i < shape.tokens * shape.top_k; ++i) {
+    const std::int32_t e = ids.data<std::int32_t>()[i];
+    if (e >= 0) ++counts[static_cast<std::size_t>(e)];
+  }
+  return counts;
+}
+
+Counts rounded_counts(const LayerShape& shape, const RoundOptions& options, const Tensor& logits,
+                      const Exec& exec) {
+  const std::int64_t rows = round_capacity(options, shape.tokens, shape.experts);
+  const OwnedTensor token(DType::kI32, {rows}), expert(DType::kI32, {rows});
+  const OwnedTensor weight(DType::kF32, {rows}), offsets(DType::kI64, {shape.experts + 1});
+  const Block scratch(round_scratch_bytes(options, shape.tokens, shape.experts, exec));
+  token_round(options, logits, {token.view(), expert.view(), weight.view(), offsets.view()},
+              scratch.buffer(), exec);
+  Counts counts;
+  const auto* begin = offsets.data<std::int64_t>();
+  for (std::int64_t e = 0; e < shape.experts; ++e) counts.push_back(begin[e + 1] - begin[e]);
+  return counts;
+}
+
+std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
+  const Exec exec = exec_from_options("cpu", o.threads);
+  RoundOptions options;
+  options.route.top_k = shape.top_k;
+  options.route.score = score_mode_from_name(o.score.c_str());
+  options.tile = o.tile;
+  options.seed = o.seed;
+  round_capacity(options, shape.tokens, shape.experts);  // refuses before the work begins
+  checks::finite("skew", o.skew);
+
+  ProgressLine progress;
+  progress.show("drawing logits");
+  const OwnedTensor logits = random_logits(shape, DType::kBF16, o.skew, o.seed);
+  progress.show("top-k");
+  const Counts chosen = top_k_counts(shape, options.route, logits.view(), exec);
+  std::vector<Spread> result = {spread_of("topk", chosen, chosen, o.tile)};
+  for (std::int32_t mode = 0; mode < kModes; ++mode) {
+    options.mode = static_cast<RoundingMode>(mode);
+    const char* name = rounding_mode_name(options.mode);
+    progress.show(std::string("rounding: ") + name);
+    const Counts rounded = rounded_counts(shape, options, logits.view(), exec);
+    result.push_back(spread_of(name, rounded, chosen, o.tile));
+  }
+  return result;
+}
+
+double mean_rows(const Spread& s, const LayerShape& shape) {
+  return static_cast<double>(s.rows) / static_cast<double>(shape.experts);
+}
+
+Json document(const Options& o, const LayerShape& shape, const std::vector<Spread>& all) {
+  Json methods = Json::array();
+  for (const Spread& s : all) {
+    methods.push_back({{"method", s.method},
+                       {"rows", s.rows},
+                       {"tokens_per_expert",
+                        {{"min", s.smallest}, {"mean", mean_rows(s, shape)}, {"max", s.largest}}},
+                       {"empty_experts", s.empty},
+                       {"padded_rows", s.padded},
+                       {"padding", s.padding()},
+                       {"moved_pairs", s.moved}});
+  }
+  return {{"shape", to_json(shape)}, {"score", o.score}, {"tile", o.tile},
+          {"skew", o.skew},          {"seed", o.seed},   {"methods", methods}};
+}
+
+void print_text(const Options& o, const LayerShape& shape, const std::vector<Spread>& all) {
+  std::printf("%s, %s, tiles of %lld rows, skew %g, seed %llu\n\n", to_text(shape).c_str(),
+              o.score.c_str(), static_cast<long long>(o.tile), o.skew,
+              static_cast<unsigned long long>(o.seed));
+  std::printf("%-12s %10s %8s %10s %8s %8s %10s %10s\n", "method", "rows", "min", "mean", "max",
+              "empty", "padding", "moved");
+  for (const Spread& s : all) {
+    std::printf("%-12s %10lld %8lld %10.1f %8lld %8lld %9.2f%% %10lld\n", s.method.c_str(),
+                static_cast<long long>(s.rows), static_cast<long long>(s.smallest),
+                mean_rows(s, shape), static_cast<long long>(s.largest),
+                static_cast<long long>(s.empty), 100 * s.padding(),
+                static_cast<long long>(s.moved));
+  }
+  std::printf(
+      "\nrows, min, mean, max: rows an expert gets. padding: rows added to fill tiles.\n"
+      "moved: (token, expert) pairs that rounding adds or drops.\n");
+}
+
+}  // namespace
+
+Command add_route(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand(
+      "route", "Tokens per expert and padding: top-K against every rounding mode");
+  auto o = std::make_shared<Options>();
+  o->shape.add_to(*sub);
+  sub->add_option("--score", o->score, "softmax_after_topk, softmax_before_topk or sigmoid")
+      ->capture_default_str();
+  sub->add_option("--tile", o->tile, "Rows of a tile")->capture_default_str();
+  sub->add_option("--skew", o->skew, "How much experts differ: shift of their logits")
+      ->capture_default_str();
+  sub->add_option("--seed", o->seed, "Of the logits and of stochastic rounding")
+      ->capture_default_str();
+  sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
+  sub->add_flag("--json", o->json, "One JSON document on stdout");
+  return {sub, [o] {
+            const LayerShape shape = o->shape.resolve();
+            problem_of(shape, DType::kBF16, {});  // refuses what is no layer
+            const std::vector<Spread> all = spreads(*o, shape);
+            o->json ? print_json(document(*o, shape, all)) : print_text(*o, shape, all);
+            return kGood;
+          }};
+}
+
+}  // namespace sonicmoe::cli

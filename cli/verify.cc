@@ -1,0 +1,123 @@
+// sonicmoe verify: every kernel against the oracle, and broken kernels that must be rejected.
+#include <cstdio>
+#include <memory>
+
+#include "command.h"
+#include "verify/harness.h"
+#include "verify/negative.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+struct Options {
+  std::string backend = "cpu";
+  std::string filter;
+  std::int32_t threads = 0;
+  bool full = false;
+  bool negative = true;
+  bool json = false;
+};
+
+struct Outcome {
+  std::vector<verify::CaseResult> cases;
+  std::vector<verify::ControlResult> controls;
+
+  bool good() const {
+    for (const auto& c : cases) {
+      if (!c.passed()) return false;
+    }
+    for (const auto& c : controls) {
+      if (!c.rejected()) return false;
+    }
+    return true;
+  }
+};
+
+Outcome run(const Options& o) {
+  const Exec exec = exec_from_options(o.backend, o.threads);
+  const verify::Implementation implementation = verify::public_api(exec);
+  const verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick,
+                                      o.filter};
+  ProgressLine progress;
+  Outcome outcome;
+  const auto show = [&](const verify::CaseResult& r, std::size_t done, std::size_t total) {
+    progress.show("[" + std::to_string(done) + "/" + std::to_string(total) + "] " + r.name);
+  };
+  outcome.cases = verify::verify(options, implementation, show);
+  if (o.negative) {
+    const auto control = [&](const verify::ControlResult& r) {
+      progress.show("broken on purpose: " + r.name);
+    };
+    outcome.controls = verify::negative_controls(options, implementation, control);
+  }
+  return outcome;
+}
+
+Json document(const Options& o, const Outcome& outcome) {
+  Json cases = Json::array(), controls = Json::array();
+  for (const auto& r : outcome.cases) {
+    cases.push_back({{"name", r.name},
+                     {"passed", r.passed()},
+                     {"fault", r.passed() ? "" : verify::fault_name(r.fault)},
+                     {"message", r.message},
+                     {"worst_ratio", r.worst_ratio()},
+                     {"seconds", r.seconds}});
+  }
+  for (const auto& r : outcome.controls) {
+    controls.push_back({{"name", r.name},
+                        {"case", r.case_name},
+                        {"rejected", r.rejected()},
+                        {"expected_fault", verify::fault_name(r.expected)},
+                        {"fault", verify::fault_name(r.fault)}});
+  }
+  return {{"backend", o.backend},
+          {"passed", outcome.good()},
+          {"cases", cases},
+          {"negative_controls", controls}};
+}
+
+void print_text(const Outcome& outcome) {
+  std::size_t failed = 0, fooled = 0;
+  double worst = 0.0;
+  for (const auto& r : outcome.cases) {
+    worst = std::max(worst, r.worst_ratio());
+    if (r.passed()) continue;
+    ++failed;
+    std::printf("FAILED %s: %s: %s\n", r.name.c_str(), verify::fault_name(r.fault),
+                r.message.c_str());
+  }
+  for (const auto& r : outcome.controls) {
+    if (r.rejected()) continue;
+    ++fooled;
+    std::printf("FOOLED by %s on %s\n", r.name.c_str(), r.case_name.c_str());
+  }
+  std::printf("%zu cases, %zu failed; largest error %.2f of what is allowed\n",
+              outcome.cases.size(), failed, worst);
+  std::printf("%zu broken implementations, %zu accepted by mistake\n", outcome.controls.size(),
+              fooled);
+}
+
+}  // namespace
+
+Command add_verify(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("verify", "Every kernel against the oracle");
+  auto o = std::make_shared<Options>();
+  sub->add_option("--backend", o->backend, "cpu or cuda")->capture_default_str();
+  sub->add_option("--filter", o->filter, "Only cases whose names contain this");
+  sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
+  sub->add_flag("--full", o->full, "The long list of cases too");
+  sub->add_flag("--negative,!--no-negative", o->negative,
+                "Also check that broken implementations are rejected (default)");
+  sub->add_flag("--json", o->json, "One JSON document on stdout");
+  return {sub, [o] {
+            const Outcome outcome = run(*o);
+            if (outcome.cases.empty() && outcome.controls.empty()) {
+              throw Error(Status::kInvalidArgument,
+                          "filter is \"" + o->filter + "\", must be part of a case's name");
+            }
+            o->json ? print_json(document(*o, outcome)) : print_text(outcome);
+            return outcome.good() ? kGood : kCheckFailed;
+          }};
+}
+
+}  // namespace sonicmoe::cli

@@ -1,0 +1,164 @@
+"""The command from outside: exit codes, --json documents and nothing else, sentences on stderr.
+
+python tests/cli_test.py PATH_OF_SONICMOE
+"""
+
+import json
+import subprocess
+import sys
+import unittest
+
+COMMAND = ""
+SMALL = ["--shape", "60,24,16,6,2"]
+
+
+def run(*arguments):
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+class CliTest(unittest.TestCase):
+    def document(self, *arguments):
+        code, out, err = run(*arguments, "--json")
+        self.assertEqual((code, err), (0, ""), arguments)
+        return json.loads(out)  # anything beside the one document would not parse
+
+    def refused(self, sentence, *arguments):
+        code, out, err = run(*arguments)
+        self.assertEqual((code, out, err), (2, "", f"sonicmoe: {sentence}\n"))
+
+    def test_info(self):
+        info = self.document("info")
+        self.assertEqual(info["version"], "0.1.0")
+        self.assertGreaterEqual(info["cpu"]["threads"], 1)
+        self.assertEqual(info["cuda"]["usable"], info["cuda"]["reason"] == "")
+        self.assertEqual(run("--version"), (0, "sonicmoe 0.1.0\n", ""))
+        self.assertIn("threads", run("info")[1])
+
+    def test_plan(self):
+        plan = self.document("plan", "--shape", "24576,1536,256,128,8")
+        self.assertEqual(
+            [k["name"] for k in plan["kernels"]], ["A", "Y", "O", "dH", "dW2", "dX~", "dW1", "dX"]
+        )
+        self.assertEqual(plan["kept_bytes"]["ours_h"], 192 << 20)
+        self.assertEqual({g["kept_bytes"]["ours_h"] for g in plan["granularity"]}, {192 << 20})
+        same = self.document("plan", "--config", "7B-n256", "--device", "b200")
+        self.assertEqual(same["shape"], plan["shape"])
+        self.assertLess(same["forward"]["us"], plan["forward"]["us"])
+        here = self.document("plan", *SMALL, "--device", "cpu", "--dtype", "f32")
+        self.assertGreater(here["device"]["flops_per_second"], 1e8)
+        code, out, _ = run("plan", "--config", "olmoe")
+        self.assertEqual(code, 0)
+        self.assertIn("ScatterMoE style", out)
+
+    def test_route(self):
+        routed = self.document("route", "--shape", "1000,8,8,16,4", "--tile", "32", "--skew", "1")
+        methods = {m["method"]: m for m in routed["methods"]}
+        self.assertEqual(
+            list(methods), ["topk", "nearest", "up", "down", "score", "stochastic", "balanced"]
+        )
+        self.assertEqual(methods["topk"]["rows"], 4000)
+        self.assertGreater(methods["topk"]["padding"], 0)
+        self.assertEqual(methods["nearest"]["padding"], 0)
+        self.assertLessEqual(methods["down"]["rows"], 4000)
+        self.assertGreaterEqual(methods["up"]["rows"], 4000)
+        again = self.document("route", "--shape", "1000,8,8,16,4", "--tile", "32", "--skew", "1")
+        self.assertEqual(routed, again)
+
+    def test_bench(self):
+        for routing in ("topk", "rounded", "skewed"):
+            bench = self.document("bench", *SMALL, "--routing", routing, "--repeats", "3")
+            self.assertTrue(bench["check"]["passed"])
+            self.assertTrue(bench["rows"] == 120 or routing == "rounded")
+            self.assertEqual([p["pass"] for p in bench["passes"]], ["forward", "backward", "both"])
+            for measured in bench["passes"]:
+                self.assertGreater(measured["median_ms"], 0)
+                # Rounding to tiles of 128 may leave nothing of so few rows.
+                self.assertEqual(measured["gflops"] > 0, bench["rows"] > 0)
+                self.assertLess(measured["share_of_roofline"], 1.05)
+        for dtype in ("f32", "f16", "f64"):
+            bench = self.document(
+                "bench",
+                *SMALL,
+                "--dtype",
+                dtype,
+                "--activation",
+                "relu2",
+                "--pass",
+                "fwd",
+                "--repeats",
+                "1",
+                "--threads",
+                "1",
+            )
+            self.assertEqual([p["pass"] for p in bench["passes"]], ["forward"])
+
+    def test_verify(self):
+        verified = self.document("verify", "--filter", "silu", "--no-negative")
+        self.assertTrue(verified["passed"])
+        self.assertTrue(verified["cases"])
+        for case in verified["cases"]:
+            self.assertLessEqual(case["worst_ratio"], 1, case["name"])
+
+    def test_refusals(self):
+        self.refused(
+            'command is "train", must be one of: info, verify, bench, plan, route', "train"
+        )
+        self.refused("A subcommand is required")
+        self.refused("shape is missing, must be --shape T,d,n,E,K or --config NAME", "plan")
+        self.refused(
+            'shape is "1,2", must be T,d,n,E,K: five integers and commas', "plan", "--shape", "1,2"
+        )
+        self.refused(
+            "config and shape are both given, must be one of them",
+            "plan",
+            *SMALL,
+            "--config",
+            "olmoe",
+        )
+        self.refused("top_k is 9, must be at most E = 4", "route", "--shape", "8,8,8,4,9")
+        self.refused("hidden is 0, must be at least 1", "bench", "--shape", "8,0,8,4,2")
+        self.refused("tile is 0, must be at least 1", "route", *SMALL, "--tile", "0")
+        self.refused("repeats is 0, must be at least 1", "bench", *SMALL, "--repeats", "0")
+        self.refused(
+            'dtype is "int8", must be one of: f32, bf16, f16, f64, i32, i64',
+            "plan",
+            *SMALL,
+            "--dtype",
+            "int8",
+        )
+        self.refused(
+            "dtype is i32, must be f32 or bf16 or f16 or f64", "bench", *SMALL, "--dtype", "i32"
+        )
+        self.refused(
+            'device is "a100", must be one of: h100, h200, b200, cpu',
+            "plan",
+            *SMALL,
+            "--device",
+            "a100",
+        )
+        self.refused('pass is "all", must be one of: fwd, bwd, both', "bench", "--pass", "all")
+        self.refused(
+            'routing is "even", must be one of: topk, rounded, skewed', "bench", "--routing", "even"
+        )
+        self.refused('backend is "tpu", must be one of: cpu, cuda', "verify", "--backend", "tpu")
+        self.refused(
+            'filter is "no such case", must be part of a case\'s name',
+            "verify",
+            "--filter",
+            "no such case",
+        )
+        self.refused("num_threads is -1, must be at least 0", "bench", "--threads", "-1")
+        code, out, err = run("plan", "--config", "gpt-7")
+        self.assertEqual((code, out), (2, ""))
+        self.assertTrue(err.startswith('sonicmoe: config is "gpt-7", must be one of: 1.4B-n256'))
+        code, out, err = run("bench", "--kernels")
+        self.assertEqual((code, out, err.count("\n")), (2, "", 1))
+        for arguments in (["plan", "--unknown"], ["bench", "--repeats", "many"]):
+            code, out, err = run(*arguments)
+            self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)
+
+
+if __name__ == "__main__":
+    COMMAND = sys.argv.pop(1)
+    unittest.main()
