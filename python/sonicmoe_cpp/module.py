@@ -35,15 +35,12 @@ def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
     )
 
 
-# Compiled code warns while it is traced.
-_warn_few_tokens_once = torch.compiler.assume_constant_result(_warn_few_tokens)
-
-
 class MoE(nn.Module):
     """A router and E experts, K of them a token. forward(x) returns (out, MoEAux).
 
     routing="token_rounding" rounds every expert's tokens to multiples of `tile` by `rounding` while
-    training; evaluation always uses plain top-k. rounding="stochastic" draws its seed from torch's
+    training; evaluation always uses plain top-k, and so do batches with T*K < E*tile/2 (with one
+    warning, which compiled code leaves out). rounding="stochastic" draws its seed from torch's
     CPU generator on every step (torch.manual_seed reproduces a run, and recomputation under
     activation checkpointing sees the same draw); `seed` is mixed in.
 
@@ -143,8 +140,8 @@ class MoE(nn.Module):
             return False
         if 2 * tokens * self.top_k >= self.num_experts * self.tile:
             return True
-        if tokens > 0:
-            _warn_few_tokens_once(self.num_experts, self.top_k, self.tile)
+        if tokens > 0 and not torch.compiler.is_compiling():  # dynamo cannot trace warnings
+            _warn_few_tokens(self.num_experts, self.top_k, self.tile)
         return False
 
     def _seed(self) -> Tensor | int:
@@ -172,4 +169,6 @@ class MoE(nn.Module):
             out = moe(rows, ids, weights, self.w_up, self.w_down, **experts)
         load_balancing, z, counts = router_losses(logits, ids, **options)
         loss = self.lb_coef * load_balancing + self.z_coef * z
-        return out.reshape(x.shape), MoEAux(loss, load_balancing, z, counts, logits)
+        if x.dim() != 2:  # not a view where none is needed: FSDP2 warns about views
+            out = out.view(x.shape)
+        return out, MoEAux(loss, load_balancing, z, counts, logits)

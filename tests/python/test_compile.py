@@ -109,6 +109,13 @@ def test_module(routing):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_module_with_few_tokens():
+    module = sonicmoe_cpp.MoE(E, K, D, N, routing="token_rounding", tile=256)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    x = torch.randn(20, D)
+    assert torch.equal(compiled(x)[0], module.eval()(x)[0])
+
+
 def test_inference():
     compiled = torch.compile(topk, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.no_grad():

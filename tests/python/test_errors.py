@@ -1,0 +1,232 @@
+"""Refusals: one sentence that names the argument, what it got and what is allowed."""
+
+import re
+
+import pytest
+import sonicmoe_cpp
+import torch
+
+T, D, N, E, K = 6, 8, 4, 3, 2
+
+
+def arguments(**changes):
+    values = {
+        "x": torch.randn(T, D),
+        "topk_ids": torch.zeros(T, K, dtype=torch.int64),
+        "topk_weights": torch.ones(T, K),
+        "w_up": torch.randn(E, 2 * N, D),
+        "w_down": torch.randn(E, D, N),
+    }
+    return values | changes
+
+
+def moe(**changes):
+    return lambda: sonicmoe_cpp.moe(**arguments(**changes))
+
+
+def pairs(*chosen):
+    values = arguments()
+    experts = values["w_up"], values["w_down"]
+    return lambda: sonicmoe_cpp.moe_pairs(values["x"], chosen, *experts)
+
+
+def grouped(offsets, **options):
+    values = arguments()
+    experts = values["w_up"], values["w_down"]
+    return lambda: sonicmoe_cpp.moe_grouped(values["x"], offsets, *experts, **options)
+
+
+def route(k=K, logits=None, **options):
+    logits = torch.randn(T, E) if logits is None else logits
+    return lambda: sonicmoe_cpp.route(logits, k, **options)
+
+
+def rounding(**options):
+    return lambda: sonicmoe_cpp.token_round(torch.randn(T, E), K, **options)
+
+
+def module(*sizes, **options):
+    return lambda: sonicmoe_cpp.MoE(*(sizes or (E, K, D, N)), **options)
+
+
+def ints(*size):
+    return torch.zeros(*size, dtype=torch.int64)
+
+
+oai = sonicmoe_cpp.Activation
+CASES = [
+    (moe(x=[1.0]), TypeError, "x is list, must be a torch.Tensor"),
+    (
+        moe(x=torch.zeros(T, D, dtype=torch.int32)),
+        TypeError,
+        "x has dtype int32, must be bfloat16, float16, float32, float64",
+    ),
+    (moe(x=torch.randn(D)), ValueError, "x has shape (8,), must be (T, d) = (any, any)"),
+    (
+        moe(topk_ids=torch.zeros(T, K)),
+        TypeError,
+        "topk_ids has dtype float32, must be int32, int64",
+    ),
+    (moe(topk_ids=ints(5, K)), ValueError, "topk_ids has shape (5, 2), must be (T, K) = (6, any)"),
+    (
+        moe(topk_weights=torch.ones(T, 3)),
+        ValueError,
+        "topk_weights has shape (6, 3), must be topk_ids' shape (T, K) = (6, 2)",
+    ),
+    (moe(topk_weights=ints(T, K)), TypeError, "topk_weights has dtype int64, must be bfloat16,"),
+    (moe(w_up=None), TypeError, "w_up is NoneType, must be a torch.Tensor"),
+    (
+        moe(w_up=torch.randn(E, 2 * N - 1, D)),
+        ValueError,
+        "w_up has shape (3, 7, 8), must be (E, 2*n, d) = (3, 8, 8)",
+    ),
+    (
+        moe(w_up=torch.randn(E, 2 * N, D), activation="relu"),
+        ValueError,
+        "w_up has shape (3, 8, 8), must be (E, n, d) = (3, 4, 8)",
+    ),
+    (
+        moe(w_up=(torch.randn(E, N, D),) * 3),
+        ValueError,
+        "w_up has 3 tensors, must be a tensor or (gate, up)",
+    ),
+    (
+        moe(w_up=(torch.randn(E, N, D),) * 2, activation="relu"),
+        ValueError,
+        "w_up is a pair (gate, up), must be one tensor: no gate here",
+    ),
+    (
+        moe(w_up=torch.randn(E, 2 * N, D).bfloat16()),
+        TypeError,
+        "w_up has dtype bfloat16, must be x's float32",
+    ),
+    (
+        moe(w_down=torch.randn(E, D - 1, N)),
+        ValueError,
+        "w_down has shape (3, 7, 4), must be (E, d, n) = (any, 8, any)",
+    ),
+    (
+        moe(b_up=torch.zeros(E, N)),
+        ValueError,
+        "b_up has shape (3, 4), must be (E, 2*n) = (3, 8)",
+    ),
+    (moe(b_down=torch.zeros(D)), ValueError, "b_down has shape (8,), must be (E, d) = (3, 8)"),
+    (
+        moe(activation="swish"),
+        ValueError,
+        'activation is "swish", must be one of: swiglu, swiglu_oai, geglu, geglu_tanh, reglu, '
+        "silu, gelu, gelu_tanh, relu, relu2",
+    ),
+    (moe(activation=3), TypeError, "activation is int, must be a name or an Activation"),
+    (
+        moe(activation=oai("swiglu", alpha=1.5)),
+        ValueError,
+        "activation alpha is 1.500000 for swiglu, must be 0: only swiglu_oai has it",
+    ),
+    (
+        moe(activation=oai("swiglu_oai", limit=-1.0)),
+        ValueError,
+        "activation.limit is -1.0, must be positive and finite",
+    ),
+    (
+        moe(gate_layout="halves"),
+        ValueError,
+        'gate_layout is "halves", must be one of: concatenated, interleaved',
+    ),
+    (
+        moe(grad_accum=torch.zeros(3)),
+        ValueError,
+        "grad_accum must be (g_up, g_down), in the form of (w_up, w_down)",
+    ),
+    (
+        moe(grad_accum=(torch.zeros(E, 2 * N, D).half(), torch.zeros(E, D, N))),
+        TypeError,
+        "grad_accum[0] has dtype float16, must be float32",
+    ),
+    (
+        moe(grad_accum=(torch.zeros(E, 2 * N, D), torch.zeros(E, N, D))),
+        ValueError,
+        "grad_accum[1] has shape (3, 4, 8), must be its weight's shape = (3, 8, 4)",
+    ),
+    (pairs(ints(4), ints(4)), TypeError, "pairs must be Pairs, or a tuple (token, expert, weight)"),
+    (
+        pairs(ints(4), ints(5), torch.ones(4)),
+        ValueError,
+        "pairs.expert has shape (5,), must be (C,) = (4,)".replace("(4,)", "(4)"),
+    ),
+    (
+        grouped(ints(3)),
+        ValueError,
+        "expert_offsets has shape (3,), must be (E+1,) = (4)",
+    ),
+    (grouped((ints(3), ints(2))), ValueError, "count has shape (2,), must be (E,) = (3)"),
+    (
+        grouped(ints(4), row_weights=torch.ones(5)),
+        ValueError,
+        "row_weights has shape (5,), must be (R,) = (6)",
+    ),
+    (route(9), ValueError, "top_k is 9, must be at most E = 3"),
+    (route(0), ValueError, "top_k is 0, must be at least 1"),
+    (
+        route(score="softmax"),
+        ValueError,
+        'score is "softmax", must be one of: softmax_after_topk, softmax_before_topk, sigmoid',
+    ),
+    (route(scale=float("inf")), ValueError, "scale is inf, must be finite"),
+    (route(logits=ints(T, E)), TypeError, "logits has dtype int64, must be bfloat16,"),
+    (route(n_group=3), ValueError, "n_group and topk_group must be given together"),
+    (route(n_group=2, topk_group=1), ValueError, "n_group is 2,"),
+    (route(bias=torch.zeros(E)), ValueError, "bias is given"),
+    (
+        rounding(mode="even"),
+        ValueError,
+        'mode is "even", must be one of: nearest, up, down, score, stochastic, balanced',
+    ),
+    (rounding(tile=0), ValueError, "tile is 0, must be at least 1"),
+    (rounding(seed=torch.zeros(2)), ValueError, "seed must be an int or one int64 element"),
+    (
+        lambda: sonicmoe_cpp.expert_choice(torch.randn(T, E), 0),
+        ValueError,
+        "capacity is 0, must be at least 1",
+    ),
+    (module(4, 5, 8, 8), ValueError, "top_k is 5, must be between 1 and num_experts = 4"),
+    (module(4, 2, 0, 8), ValueError, "hidden_size is 0, must be at least 1"),
+    (module(routing="random"), ValueError, 'routing is "random", must be one of: topk, token'),
+    (lambda: module()()(torch.randn(5, 7)), ValueError, "its last dimension must be 8"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "sentence"), CASES, ids=lambda v: None)
+def test_refusal(call, kind, sentence):
+    with pytest.raises(kind, match=re.escape(sentence)) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+
+
+def test_another_device_is_not_implemented():
+    if not sonicmoe_cpp.is_available("xpu"):
+        assert "must" not in sonicmoe_cpp.unsupported_reason("xpu")
+        assert "this build of sonicmoe_cpp computes on: cpu" in sonicmoe_cpp.unsupported_reason(
+            "xpu"
+        )
+
+
+def test_mixed_devices_are_refused():
+    with pytest.raises(ValueError, match="w_down is on cpu, must be on x's device meta"):
+        moe(x=torch.empty(T, D, device="meta"))()
+
+
+def test_operators_check_for_themselves():
+    ops = torch.ops.sonicmoe_cpp
+    x, ids, weights, w_up, w_down = arguments().values()
+    tail = ("ids", "swiglu", 0.0, 0.0, "concatenated")
+    with pytest.raises(ValueError, match="w_up has 7 rows an expert, must be an even number"):
+        ops.moe_inference(x, ids, None, weights, None, w_up[:, :7], w_down, None, None, *tail)
+    with pytest.raises(ValueError, match="x has 1 dimensions, must have 2"):
+        ops.moe_inference(x[0], ids, None, weights, None, w_up, w_down, None, None, *tail)
+    with pytest.raises(ValueError, match=r"routing.weights has shape \(6, 1\)"):
+        bad = weights[:, :1]
+        ops.moe_inference(x, ids, None, bad, None, w_up, w_down, None, None, *tail)
+    with pytest.raises(ValueError, match="form is"):
+        ops.moe_inference(x, ids, None, weights, None, w_up, w_down, None, None, "rows", *tail[1:])
