@@ -5,7 +5,6 @@
 
 #include "core/check_tensor.h"
 #include "core/numeric.h"
-#include "core/workspace.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -36,7 +35,7 @@ std::int64_t count_of(const Tensor& t) {
 }  // namespace
 
 Block::Block(std::int64_t bytes) : bytes_(bytes) {
-  constexpr std::int64_t align = Arena::kAlignment;
+  constexpr std::int64_t align = 256;  // what every backend accepts
   const std::int64_t whole = (std::max<std::int64_t>(bytes, 1) + align - 1) / align * align;
   data_.reset(std::aligned_alloc(align, static_cast<std::size_t>(whole)));
   if (data_ == nullptr) throw std::bad_alloc();

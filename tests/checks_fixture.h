@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "core/backend_table.h"
-#include "core/workspace.h"
 
 namespace sonicmoe::test {
 
@@ -22,16 +21,16 @@ inline constexpr std::int64_t kFakeRoundScratch = 640;
 /// One aligned block; every tensor of a test is carved from it.
 class Memory {
  public:
-  Memory() : storage_(kBytes + Arena::kAlignment) {
+  Memory() : storage_(kBytes + kAlignment) {
     const auto address = reinterpret_cast<std::uintptr_t>(storage_.data());
-    base_ = storage_.data() + (Arena::kAlignment - address % Arena::kAlignment) % Arena::kAlignment;
-    arena_ = Arena(Buffer{base_, kBytes});
+    base_ = storage_.data() + (kAlignment - address % kAlignment) % kAlignment;
     std::memset(base_, 0xA5, kBytes);
   }
 
   Buffer buffer(std::int64_t bytes) {
-    Buffer result{arena_.carve<std::byte>(bytes), bytes};
-    EXPECT_LE(arena_.bytes(), kBytes);
+    const Buffer result{base_ + used_, bytes};
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    EXPECT_LE(used_, kBytes);
     return result;
   }
   Tensor tensor(DType t, std::vector<std::int64_t> shape) {
@@ -48,9 +47,10 @@ class Memory {
 
  private:
   static constexpr std::int64_t kBytes = 1 << 16;
+  static constexpr std::int64_t kAlignment = 256;
   std::vector<std::byte> storage_;
   std::byte* base_ = nullptr;
-  Arena arena_;
+  std::int64_t used_ = 0;
 };
 
 /// One line of a table: what is broken, and the whole sentence that must come back.

@@ -25,10 +25,10 @@ struct Forward {
     args.routing.ids = memory.tensor(DType::kI32, {T, K});
     args.routing.weights = memory.tensor(DType::kF32, {T, K});
     args.weights = all_weights(memory, DType::kF32);
-    args.out = memory.tensor(DType::kF32, {T, d});
     args.h = memory.buffer(kFakeSizes.h_bytes);
     args.saved = memory.buffer(kFakeSizes.saved_bytes);
     args.scratch = memory.buffer(kFakeSizes.scratch_bytes);
+    args.out = memory.tensor(DType::kF32, {T, d});
   }
   void run() { moe_forward(problem, args, exec); }
 
@@ -225,6 +225,27 @@ TEST(ChecksMoe, ExecAndBufferRefusals) {
   });
 }
 
+TEST(ChecksMoe, MemoryLentTwiceIsRefused) {
+  expect_refusals<Forward>({
+      {[](Forward& f) { f.args.out.data = f.args.x.data; },
+       "out overlaps x, must be memory of its own"},
+      {[](Forward& f) { f.args.saved.data = f.args.h.data; },
+       "h overlaps saved, must be memory of its own"},
+      {[](Forward& f) { f.args.scratch.data = static_cast<std::byte*>(f.args.h.data) + 256; },
+       "h overlaps scratch, must be memory of its own"},
+      {[](Forward& f) { f.args.scratch.data = f.args.out.data; },
+       "scratch overlaps out, must be memory of its own"},
+      {[](Forward& f) { f.args.saved.data = f.args.weights.down.data; },
+       "saved overlaps weights.down, must be memory of its own"},
+      {[](Forward& f) {  // reversed: the first element is the last in memory
+         f.args.x.data = static_cast<float*>(f.args.x.data) + (T - 1) * d;
+         f.args.x.stride[0] = -d;
+         f.args.scratch.data = static_cast<float*>(f.args.x.data) - (T - 1) * d;
+       },
+       "scratch overlaps x, must be memory of its own"},
+  });
+}
+
 TEST(ChecksMoe, ABuildWithoutCudaRefusesIt) {
   if (cuda_backend() != nullptr) GTEST_SKIP() << "this build has CUDA";
   expect_refusals<Forward>({
@@ -284,6 +305,21 @@ TEST(ChecksMoe, BackwardRefusals) {
        "saved has 1 bytes, must have at least 512 bytes", Status::kWorkspaceTooSmall},
       {[](Backward& b) { b.args.h = {}; }, "h is missing, must have at least 1024 bytes",
        Status::kWorkspaceTooSmall},
+  });
+}
+
+TEST(ChecksMoe, GradientsLentTwiceAreRefused) {
+  expect_refusals<Backward>({
+      {[](Backward& b) { b.args.dx.data = b.args.dout.data; },
+       "dx overlaps dout, must be memory of its own"},
+      {[](Backward& b) { b.args.grads.up.data = b.args.grads.gate.data; },
+       "grads.gate overlaps grads.up, must be memory of its own"},
+      {[](Backward& b) { b.args.dweights.data = b.args.routing.weights.data; },
+       "dweights overlaps routing.weights, must be memory of its own"},
+      {[](Backward& b) { b.args.scratch.data = b.args.h.data; },
+       "h overlaps scratch, must be memory of its own"},
+      {[](Backward& b) { b.args.scratch.data = b.args.grads.down.data; },
+       "scratch overlaps grads.down, must be memory of its own"},
   });
 }
 

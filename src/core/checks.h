@@ -21,6 +21,10 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
 Pass forward_pass(const ForwardArgs& args);
 void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);
 void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec);
+/// After everything else: no buffer shares memory with anything, no output begins where another
+/// argument does.
+void forward_overlap(const ForwardArgs& args);
+void backward_overlap(const BackwardArgs& args);
 
 void grouped_gemm(const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);

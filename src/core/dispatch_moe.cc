@@ -19,12 +19,14 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec) {
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
   checks::moe_forward(problem, args, exec);
   checks::forward_buffers(args, sizes_of(problem, checks::forward_pass(args), exec), exec);
+  checks::forward_overlap(args);
   serve(exec, "moe_forward", &cpu::moe_forward, &CudaBackend::moe_forward)(problem, args, exec);
 }
 
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
   checks::moe_backward(problem, args, exec);
   checks::backward_buffers(args, sizes_of(problem, Pass::kBackward, exec), exec);
+  checks::backward_overlap(args);
   serve(exec, "moe_backward", &cpu::moe_backward, &CudaBackend::moe_backward)(problem, args, exec);
 }
 
