@@ -12,12 +12,12 @@ import time
 import numpy as np
 import pytest
 import torch
-import train_lm
 from demo_support import SCRIPT, TINY, flags, write_text
 from lm import checkpoint, data, measure, trainer
 from lm.config import Config
 from lm.errors import UserError
-from lm.model import ROUTINGS, build, generate
+from lm.model import ROUTINGS, build, generate, rotary_table, rotate
+from train_lm import main
 
 
 @pytest.fixture(autouse=True)
@@ -195,10 +195,24 @@ def test_the_model_is_causal_and_knows_positions(text):
     a, b = model(tokens)[0], model(changed)[0]
     assert torch.equal(a[:, :9], b[:, :9])
     assert not torch.allclose(a[:, 9:], b[:, 9:])
-    same = torch.full((1, 16), 5)  # attention averages equal values: position cannot matter
-    swapped = torch.tensor([[5, 6, 7, 8] + [9] * 12]), torch.tensor([[6, 5, 7, 8] + [9] * 12])
-    assert torch.allclose(model(same)[0][0, 0], model(same)[0][0, 5], atol=1e-5)
-    assert not torch.allclose(model(swapped[0])[0][0, 15], model(swapped[1])[0][0, 15])
+    # In one layer nothing but the rotation tells the order of what came before.
+    model = build(tiny(text, layers=1), "topk").eval()
+    torch.nn.init.normal_(model.head.weight)
+    swapped = tokens.clone()
+    swapped[0, [0, 1]] = tokens[0, [1, 0]]
+    assert tokens[0, 0] != tokens[0, 1]
+    assert not torch.allclose(model(tokens)[0][0, 15], model(swapped)[0][0, 15], atol=1e-3)
+
+
+def test_attention_depends_on_distances_alone():
+    q, k = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
+    table = rotary_table(32, 8)
+    q, k = (rotate(x.expand(32, 8), table) for x in (q, k))
+    scores = q @ k.T
+    for distance in range(1, 31):
+        band = scores.diagonal(-distance)
+        assert torch.allclose(band, band[0].expand_as(band), atol=1e-5)
+    assert not torch.allclose(scores.diagonal(-1)[0], scores.diagonal(-2)[0])
 
 
 def test_generation_is_reproducible_and_outgrows_the_context(text):
@@ -257,7 +271,7 @@ def test_ctrl_c_saves_and_resuming_ends_at_the_same_report(tmp_path, text):
         if "topk  step    40" in line:
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "stopped: topk is saved at step" in out
     assert "Traceback" not in err
@@ -265,7 +279,7 @@ def test_ctrl_c_saves_and_resuming_ends_at_the_same_report(tmp_path, text):
     whole = start(text, tmp_path / "whole", **long)
     resumed = start(text, tmp_path / "parts", "--resume", **long)
     for process in (whole, resumed):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     assert "topk: continuing at step" in out and "rounded: no checkpoint yet" in out
     for run in ROUTINGS:
@@ -312,12 +326,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, text, capfd):
         (["--data", str(text), "--out", str(tmp_path / "file" / "out")], "cannot write to output"),
         (["--top-k", "65", "--out", out], "top_k is 65; it must be at most experts = 64"),
     ):
-        assert train_lm.main(argv) == 2
+        assert main(argv) == 2
         err = capfd.readouterr().err
         assert sentence in err
         assert err.startswith("error: ") and err.count("\n") == 1
     process = start(text, tmp_path / "out", "--colour", "red")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert err == "error: unrecognized arguments: --colour red; --help lists the options\n"
 
