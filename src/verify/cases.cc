@@ -238,17 +238,60 @@ void add_grads(std::vector<Case>& cases) {
                   data == Data::kRandom ? ActivationKind::kSwiGLU : kIntegerGated, data);
     c.pattern = Pattern::kCounts;
     c.counts = {40, 0, 65, 1, 0, 70};  // experts 1 and 4 have no rows
-    c.grad_dtype = DType::kF32;
+    c.grad_dtype = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+    c.bias = true;
     c.grad_mode = mode;
     c.layout = layout;
     cases.push_back(c);
   };
-  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+  for (const DType dtype : kDTypes) {
     for (const Data data : {Data::kIntegers, Data::kRandom}) {
       add("accumulated", dtype, GradMode::kAccumulate, data, Layout::kConcatenated);
       add("accumulated_paired", dtype, GradMode::kAccumulate, data, Layout::kPaired);
       add("accumulated_padded", dtype, GradMode::kAccumulate, data, Layout::kPadded);
-      if (dtype != DType::kF32) add("fp32", dtype, GradMode::kWrite, data, Layout::kInterleaved);
+      if (dtype_bytes(dtype) == 2) {
+        add("fp32", dtype, GradMode::kWrite, data, Layout::kInterleaved);
+      }
+    }
+  }
+}
+
+void add_grouped_gemm(Subject subject, Layout layout, bool gather, DType dtype, Data data,
+                      std::int64_t left, std::int64_t right, std::vector<Case>& cases) {
+  constexpr std::int64_t kTail = 5;  // rows past offsets[E]
+  const bool over_k = subject == Subject::kGroupedGemmK;
+  Case c = make_case(std::string(over_k ? "gemm_k/" : "gemm/") + std::to_string(left) + "x" +
+                         std::to_string(right) + (gather ? "_gather" : "") +
+                         (layout == Layout::kTransposed ? "_transposed"
+                          : layout == Layout::kPadded   ? "_padded"
+                          : layout == Layout::kReversed ? "_reversed"
+                                                        : "") +
+                         "/" + dtype_name(dtype) + "/" + data_name(data),
+                     {total(kEdgeCounts) + kTail, left, right, 8, 0}, dtype, ActivationKind::kReLU,
+                     data);
+  c.subject = subject;
+  c.counts = kEdgeCounts;
+  c.layout = layout;
+  c.gather = gather;
+  c.cpu_only = layout == Layout::kReversed || left % 8 != 0 || right % 8 != 0;
+  cases.push_back(c);
+}
+
+void add_grouped_gemms(Extent extent, std::vector<Case>& cases) {
+  constexpr std::int64_t kSizes[][2] = {{24, 40}, {72, 8}, {8, 264}, {7, 13}, {200, 56}};
+  for (const Subject subject : {Subject::kGroupedGemm, Subject::kGroupedGemmK}) {
+    for (const DType dtype : kDTypes) {
+      for (const bool gather : {false, true}) {
+        for (const auto& [left, right] : kSizes) {
+          add_grouped_gemm(subject, Layout::kSeparate, gather, dtype, Data::kIntegers, left, right,
+                           cases);
+          add_grouped_gemm(subject, Layout::kTransposed, gather, dtype, Data::kRandom, left, right,
+                           cases);
+          if (extent == Extent::kQuick) break;
+        }
+        add_grouped_gemm(subject, Layout::kPadded, gather, dtype, Data::kRandom, 16, 24, cases);
+      }
+      add_grouped_gemm(subject, Layout::kReversed, true, dtype, Data::kRandom, 16, 24, cases);
     }
   }
 }
@@ -266,13 +309,14 @@ void add_large(std::vector<Case>& cases) {
 
 }  // namespace
 
-std::vector<Case> layer_cases(Extent extent, const std::string& filter) {
+std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   std::vector<Case> cases;
   add_routings(extent, cases);
   add_shapes(extent, cases);
   add_activations(cases);
   add_layouts(cases);
   add_grads(cases);
+  add_grouped_gemms(extent, cases);
   if (extent == Extent::kFull) add_large(cases);
   std::erase_if(cases, [&](const Case& c) { return c.name.find(filter) == std::string::npos; });
   return cases;

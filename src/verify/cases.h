@@ -42,25 +42,31 @@ enum class Layout {
   kReversed,      ///< everything in reverse order of dimensions: nothing has a last stride of 1
 };
 
+/// What a case runs. Grouped GEMMs read `problem` in their own letters: T rows R, d the left width
+/// (k, or m of varlen-K), n the right one, Case::counts rows an expert.
+enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK };
+
 struct Case {
   std::string name;
+  Subject subject = Subject::kLayer;
   Problem problem;
   Pattern pattern = Pattern::kDistinct;
   std::vector<std::int64_t> counts;
   Data data = Data::kRandom;
   Layout layout = Layout::kSeparate;
   DType index_dtype = DType::kI64;
-  DType grad_dtype = DType::kF32;  ///< of dW; biases' gradients have the tensors' dtype
+  DType grad_dtype = DType::kF32;  ///< of dW; db has it too when accumulated, else the tensors'
   GradMode grad_mode = GradMode::kWrite;
   bool bias = false;
   double bias_shift = 0.0;  ///< added to the random bias of what the activation bends
+  bool gather = false;      ///< grouped GEMMs: rows of a through an index
   bool row_weights = true;  ///< grouped: with weights
   bool cpu_only = false;    ///< sizes or strides that only the CPU takes
 };
 
 enum class Extent { kQuick, kFull };
 
-/// The layer's cases whose names contain `filter`.
-std::vector<Case> layer_cases(Extent extent, const std::string& filter);
+/// The cases whose names contain `filter`.
+std::vector<Case> all_cases(Extent extent, const std::string& filter);
 
 }  // namespace sonicmoe::verify

@@ -120,6 +120,7 @@ ExpectedLayer expect_layer(const Case& c, const Tensors& t) {
                             const Matrix<double>& b) {
     if (placed.block == nullptr) return;
     outputs.push_back({what, placed, a, b, 1});
+    if (c.grad_mode == GradMode::kAccumulate) add_initial(outputs.back());
     round_to_storage(outputs.back());
   };
   add_bias("db_gate", t.grads.b_gate, exact.backward.db_gate, same.backward.db_gate);

@@ -33,7 +33,9 @@ using Progress = std::function<void(const CaseResult&, std::size_t done, std::si
 std::vector<CaseResult> verify(const VerifyOptions& options, const Implementation& implementation,
                                const Progress& progress = {});
 
-/// One case of the layer: forward twice, backward three times, inference once.
-CaseResult run_layer_case(const Case& c, const Implementation& implementation);
+/// Whether the implementation has the part that the case needs, and promises to serve it.
+bool serves(const Implementation& implementation, const Case& c);
+
+CaseResult run_case(const Case& c, const Implementation& implementation);
 
 }  // namespace sonicmoe::verify

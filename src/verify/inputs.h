@@ -1,24 +1,9 @@
 // The tensors of one case: placed in guarded blocks as its layout says, filled as its data says.
 #pragma once
 
-#include "verify/blocks.h"
-#include "verify/cases.h"
+#include "verify/placing.h"
 
 namespace sonicmoe::verify {
-
-struct PlacedWeights {
-  Placed gate, up, down, b_gate, b_up, b_down;
-
-  Weights on_host() const;
-  Weights on_device() const;
-};
-
-struct PlacedRouting {
-  Placed ids, weights, token, expert, row_begin, row_count;
-
-  Routing on_host() const;
-  Routing on_device() const;
-};
 
 struct Tensors {
   Placed x, dout;
@@ -32,6 +17,9 @@ struct Tensors {
 /// Places and fills the inputs on the host. Whatever no row needs is NaN: rows of x and dout that
 /// are routed nowhere, weights of empty slots, the gaps of padded layouts.
 Tensors make_tensors(const Case& c, Blocks& blocks);
+
+/// The operands of a grouped GEMM: a as rows, b as weights (varlen-M) or as rows.
+void fill_operands(const Case& c, const Placed& a, const Placed& b);
 
 /// What gradients that are accumulated hold beforehand; the same on every call.
 void fill_initial_grads(const Case& c, const PlacedWeights& grads);

@@ -386,6 +386,31 @@ std::vector<Control> controls_of_memory() {
        after_forward([](const Memory& memory, const Problem&, const ForwardArgs& args) {
          if (args.h.data == nullptr) edit(memory, args.out, flip_last_bit);
        })},
+      {"the grouped GEMM writes rows past its last offset",
+       at("gemm/24x40/bf16/integers", Fault::kOutside),
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.grouped_gemm = [sound](const GroupedGemm& args) {
+           sound.grouped_gemm(args);
+           edit(sound.memory, args.d,
+                [](const Tensor& t) { zero_rows(t, row_count(t) - 1, row_count(t)); });
+         };
+         return broken;
+       }},
+      {"one row of the grouped GEMM comes from its neighbour",
+       at("gemm_k/24x40_gather/bf16/integers", Fault::kUnequal),
+       [](const Implementation& sound) {
+         Implementation broken = sound;
+         broken.grouped_gemm_k = [sound](const GroupedGemmK& args) {
+           Lent lent(sound.memory);
+           GroupedGemmK shifted = args;
+           shifted.gather = lent.changed(args.gather, [](const Tensor& t) {
+             static_cast<std::int32_t*>(t.data)[t.shape[0] / 2] ^= 1;
+           });
+           sound.grouped_gemm_k(shifted);
+         };
+         return broken;
+       }},
       {"h is larger than G*C*n elements", at(kRandom, Fault::kSizes),
        [](const Implementation& sound) {
          Implementation broken = sound;
@@ -442,9 +467,9 @@ void judge(const Control& control, const Implementation& sound, const VerifyOpti
            const ControlProgress& progress, std::vector<ControlResult>& results) {
   const Implementation broken = control.breakage(sound);
   for (const Expectation& expectation : control.expectations) {
-    for (const Case& c : layer_cases(options.extent, expectation.case_name)) {
-      if (c.name != expectation.case_name || (sound.serves && !sound.serves(c))) continue;
-      const CaseResult result = run_layer_case(c, broken);
+    for (const Case& c : all_cases(options.extent, expectation.case_name)) {
+      if (c.name != expectation.case_name || !serves(sound, c)) continue;
+      const CaseResult result = run_case(c, broken);
       results.push_back({control.name, c.name, expectation.fault, result.fault, result.message});
       if (progress) progress(results.back());
     }

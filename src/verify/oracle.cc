@@ -223,6 +223,12 @@ Matrix<double> read_matrix(const Tensor& t) {
   return m;
 }
 
+std::int64_t slot_count(const Problem& problem) {
+  return problem.form == RoutingForm::kIds     ? problem.tokens * problem.top_k
+         : problem.form == RoutingForm::kPairs ? problem.capacity
+                                               : problem.tokens;
+}
+
 std::vector<Row> routed_rows(const Problem& problem, const Routing& routing) {
   std::vector<Row> rows = problem.form == RoutingForm::kIds     ? rows_of_ids(problem, routing)
                           : problem.form == RoutingForm::kPairs ? rows_of_pairs(problem, routing)
@@ -238,9 +244,7 @@ Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing
   Layer layer;
   layer.problem = problem;
   layer.rows = routed_rows(problem, routing);
-  layer.slots = problem.form == RoutingForm::kIds     ? problem.tokens * problem.top_k
-                : problem.form == RoutingForm::kPairs ? problem.capacity
-                                                      : problem.tokens;
+  layer.slots = slot_count(problem);
   for (Row& row : layer.rows) {
     const Tensor& w = routing.weights;
     if (w.data != nullptr) row.weight = load(w.data, w.dtype, element_offset(w, row.slot));

@@ -25,6 +25,9 @@ struct Layer {
   Matrix<double> b_gate, b_up, b_down;         ///< (E, n), (E, n), (E, d), or empty
 };
 
+/// Entries of the caller's routing weights: C.
+std::int64_t slot_count(const Problem& problem);
+
 /// The rows that a routing on the host gives, sorted by (expert, token, slot); weights not read.
 std::vector<Row> routed_rows(const Problem& problem, const Routing& routing);
 

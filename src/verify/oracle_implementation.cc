@@ -5,6 +5,7 @@
 #include "verify/convert.h"
 #include "verify/implementation.h"
 #include "verify/oracle.h"
+#include "verify/oracle_gemm.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -33,20 +34,40 @@ void forward(Precision precision, const Problem& problem, const ForwardArgs& arg
   }
 }
 
-void put_weight(const Tensor& grad, const std::vector<Matrix<double>>& experts,
-                const std::vector<char>& has_rows, GradMode mode) {
-  if (grad.data == nullptr) return;
-  const std::int64_t count = grad.shape[1] * grad.shape[2];
-  for (std::int64_t e = 0; e < grad.shape[0]; ++e) {
-    if (mode == GradMode::kAccumulate && has_rows[e] == 0) continue;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t offset = oracle::element_offset(grad, e * count + i);
-      const double before =
-          mode == GradMode::kAccumulate ? oracle::load(grad.data, grad.dtype, offset) : 0.0;
-      oracle::store(grad.data, grad.dtype, offset, before + experts[e].values[i]);
+// Gradients by expert: added, or written for experts without rows too.
+class GradWriter {
+ public:
+  GradWriter(const oracle::Layer& layer, GradMode mode)
+      : adds_(mode == GradMode::kAccumulate),
+        has_rows_(static_cast<std::size_t>(layer.problem.experts), 0) {
+    for (const oracle::Row& row : layer.rows) has_rows_[row.expert] = 1;
+  }
+
+  void put(const Tensor& grad, const std::vector<Matrix<double>>& experts) const {
+    for (std::size_t e = 0; grad.data != nullptr && e < experts.size(); ++e) {
+      put_expert(grad, static_cast<std::int64_t>(e), experts[e].values.data());
     }
   }
-}
+  void put(const Tensor& grad, const Matrix<double>& experts) const {
+    for (std::int64_t e = 0; grad.data != nullptr && e < experts.rows; ++e) {
+      put_expert(grad, e, experts.row(e));
+    }
+  }
+
+ private:
+  void put_expert(const Tensor& grad, std::int64_t e, const double* values) const {
+    if (adds_ && has_rows_[e] == 0) return;
+    const std::int64_t count = oracle::element_count(grad) / grad.shape[0];
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t offset = oracle::element_offset(grad, e * count + i);
+      const double before = adds_ ? oracle::load(grad.data, grad.dtype, offset) : 0.0;
+      oracle::store(grad.data, grad.dtype, offset, before + values[i]);
+    }
+  }
+
+  bool adds_;
+  std::vector<char> has_rows_;
+};
 
 void backward(Precision precision, const Problem& problem, const BackwardArgs& args) {
   const oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights);
@@ -56,25 +77,22 @@ void backward(Precision precision, const Problem& problem, const BackwardArgs& a
   if (!layer.gate.empty()) h.gate = oracle::read_matrix(hidden_view(problem, args.h, rows, 1));
   const oracle::Backward result =
       oracle::backward(layer, h, oracle::read_matrix(args.dout), precision);
-  std::vector<char> has_rows(static_cast<std::size_t>(problem.experts), 0);
-  for (const oracle::Row& row : layer.rows) has_rows[row.expert] = 1;
   put(args.dx, result.dx.values);
   put(args.dweights, result.dweights);
-  put_weight(args.grads.gate, result.dgate, has_rows, args.grad_mode);
-  put_weight(args.grads.up, result.dup, has_rows, args.grad_mode);
-  put_weight(args.grads.down, result.ddown, has_rows, args.grad_mode);
-  put(args.grads.b_gate, result.db_gate.values);
-  put(args.grads.b_up, result.db_up.values);
-  put(args.grads.b_down, result.db_down.values);
+  const GradWriter writer(layer, args.grad_mode);
+  writer.put(args.grads.gate, result.dgate);
+  writer.put(args.grads.up, result.dup);
+  writer.put(args.grads.down, result.ddown);
+  writer.put(args.grads.b_gate, result.db_gate);
+  writer.put(args.grads.b_up, result.db_up);
+  writer.put(args.grads.b_down, result.db_down);
 }
 
 Sizes sizes(const Problem& p, Pass pass) {
-  const std::int64_t capacity = p.form == RoutingForm::kIds     ? p.tokens * p.top_k
-                                : p.form == RoutingForm::kPairs ? p.capacity
-                                                                : p.tokens;
   Sizes s;
   if (pass != Pass::kInference) {
-    s.h_bytes = gate_factor(p.activation.kind) * capacity * p.width * dtype_bytes(p.dtype);
+    s.h_bytes =
+        gate_factor(p.activation.kind) * oracle::slot_count(p) * p.width * dtype_bytes(p.dtype);
   }
   return s;
 }
@@ -91,6 +109,15 @@ Implementation oracle_implementation(Precision precision) {
   };
   i.moe_backward = [precision](const Problem& p, const BackwardArgs& args) {
     backward(precision, p, args);
+  };
+  i.grouped_gemm = [precision](const GroupedGemm& args) {
+    Tensor written = args.d;
+    const Matrix<double> d = oracle::grouped_gemm(args, precision);
+    written.shape[0] = d.rows;
+    oracle::write(written, d.values);
+  };
+  i.grouped_gemm_k = [precision](const GroupedGemmK& args) {
+    oracle::write(args.d, oracle::grouped_gemm_k(args, precision).values);
   };
   return i;
 }

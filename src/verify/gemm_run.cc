@@ -1,0 +1,96 @@
+// One case of a grouped GEMM: twice, with other garbage in its output the second time.
+#include <algorithm>
+
+#include "verify/caller.h"
+#include "verify/convert.h"
+#include "verify/inputs.h"
+#include "verify/oracle_gemm.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+using oracle::Matrix;
+using oracle::Precision;
+
+// A case's sizes: R rows, gathered from fewer so that many are taken twice.
+struct Shape {
+  std::int64_t experts, rows, source_rows, left, right;
+  std::vector<std::int64_t> offsets;
+};
+
+Shape shape_of(const Case& c) {
+  const Problem& p = c.problem;
+  Shape s{p.experts, p.tokens, p.tokens, p.hidden, p.width, {0}};
+  for (const std::int64_t count : c.counts) s.offsets.push_back(s.offsets.back() + count);
+  if (c.gather) s.source_rows = std::max<std::int64_t>(1, s.rows / 3);
+  return s;
+}
+
+std::vector<std::int64_t> gathered_rows(const Shape& s) {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(s.rows));
+  for (std::int64_t p = 0; p < s.rows; ++p) order[p] = p * 7919 % s.source_rows;
+  return order;
+}
+
+Expected expect(const Placed& d, std::int64_t group_rows, Matrix<double> exact,
+                Matrix<double> same) {
+  for (double& v : same.values) v = oracle::round_to(d.view.dtype, v);
+  return {"d", d, std::move(exact), std::move(same), group_rows};
+}
+
+void run_twice(Caller& caller, const Expected& expected, const std::function<void()>& run) {
+  const std::vector<Expected> outputs = {expected};
+  caller.call({"the grouped GEMM", kPoison, {}, {}}, outputs, run);
+  caller.judge(outputs, kPoison);
+  const Caller::Bits bits = Caller::bits(outputs);
+  caller.call({"the grouped GEMM", kOtherPoison, {}, {}}, outputs, run);
+  Caller::require_same(bits, outputs, "a call on other garbage");
+}
+
+}  // namespace
+
+void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseResult& result) {
+  const Shape s = shape_of(c);
+  const DType dtype = c.problem.dtype;
+  Caller caller(c, implementation, result);
+  Blocks& blocks = caller.blocks();
+  const bool over_k = c.subject == Subject::kGroupedGemmK;
+  const auto rows = [&](const char* what, std::int64_t count, std::int64_t cols) {
+    return blocks.place(what, laid_out(c.layout, dtype, {count, cols}));
+  };
+  const auto experts = [&](const char* what, std::int64_t m, std::int64_t n) {
+    return place_expert_matrices(c, what, dtype, {s.experts, m, n}, blocks);
+  };
+  const Placed a = rows("a", s.source_rows, s.left);
+  const Placed b = over_k ? rows("b", s.rows, s.right) : experts("b", s.right, s.left);
+  Placed d = over_k ? experts("d", s.left, s.right) : rows("d", s.rows, s.right);
+  const Placed offsets =
+      place_integers("offsets", tensor1(nullptr, DType::kI64, s.experts + 1), s.offsets, blocks);
+  Placed gather;
+  if (c.gather) {
+    gather =
+        place_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(s), blocks);
+  }
+  fill_operands(c, a, b);
+  const auto bound = [&]<class Args>(Tensor (Placed::*where)() const) {
+    return Args{(a.*where)(), (b.*where)(), (d.*where)(), (offsets.*where)(), (gather.*where)()};
+  };
+  if (over_k) {
+    const auto host = bound.template operator()<GroupedGemmK>(&Placed::on_host);
+    const auto device = bound.template operator()<GroupedGemmK>(&Placed::on_device);
+    run_twice(caller,
+              expect(d, s.left, oracle::grouped_gemm_k(host, Precision::kExact),
+                     oracle::grouped_gemm_k(host, Precision::kSame)),
+              [&] { implementation.grouped_gemm_k(device); });
+  } else {
+    const auto host = bound.template operator()<GroupedGemm>(&Placed::on_host);
+    const auto device = bound.template operator()<GroupedGemm>(&Placed::on_device);
+    d.view.shape[0] = s.offsets.back();  // rows beyond are nobody's and must stay as they are
+    run_twice(caller,
+              expect(d, s.offsets.back(), oracle::grouped_gemm(host, Precision::kExact),
+                     oracle::grouped_gemm(host, Precision::kSame)),
+              [&] { implementation.grouped_gemm(device); });
+  }
+}
+
+}  // namespace sonicmoe::verify

@@ -1,0 +1,130 @@
+// One case of the layer: forward twice, backward three times, inference once.
+#include "verify/caller.h"
+#include "verify/expected.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+class LayerRun {
+ public:
+  LayerRun(const Case& c, const Implementation& implementation, CaseResult& result)
+      : case_(c),
+        implementation_(implementation),
+        caller_(c, implementation, result),
+        tensors_(make_tensors(c, caller_.blocks())),
+        expected_(expect_layer(c, tensors_)) {}
+
+  void run() {
+    if (expected_.sound.fault != Fault::kNone) throw Rejected{expected_.sound};
+    lend_buffers();
+    forward(kPoison);
+    caller_.judge(expected_.forward, kPoison);
+    const Caller::Bits out = Caller::bits(expected_.forward);
+    backward(kPoison);
+    caller_.judge(expected_.backward, kPoison);
+    const Caller::Bits grads = Caller::bits(expected_.backward);
+    // Other garbage in every buffer, then the same saved state once more.
+    forward(kOtherPoison);
+    Caller::require_same(out, expected_.forward, "forward on other garbage");
+    backward(kOtherPoison);
+    Caller::require_same(grads, expected_.backward, "backward on other garbage");
+    backward(kPoison);
+    Caller::require_same(grads, expected_.backward, "backward on the same saved state");
+    infer(kPoison);
+    Caller::require_same(out, expected_.forward, "inference");
+  }
+
+ private:
+  // Buffers of exactly the bytes that moe_sizes names, after holding the sizes to their promises.
+  void lend_buffers() {
+    const Problem& p = case_.problem;
+    const Sizes forward = implementation_.moe_sizes(p, Pass::kForward);
+    const Sizes backward = implementation_.moe_sizes(p, Pass::kBackward);
+    const Sizes inference = implementation_.moe_sizes(p, Pass::kInference);
+    const std::int64_t capacity = oracle::slot_count(p);
+    const std::int64_t h_bytes =
+        gate_factor(p.activation.kind) * capacity * p.width * dtype_bytes(p.dtype);
+    require(
+        forward.h_bytes == h_bytes, Fault::kSizes,
+        "h_bytes is " + std::to_string(forward.h_bytes) + ", must be " + std::to_string(h_bytes));
+    const std::int64_t most = 20 * capacity + 16 * p.tokens + 1024 * p.experts;
+    require(forward.saved_bytes <= most, Fault::kSizes,
+            "saved_bytes is " + std::to_string(forward.saved_bytes) + ", must be at most " +
+                std::to_string(most));
+    require(inference.h_bytes == 0 && inference.saved_bytes == 0, Fault::kSizes,
+            "inference keeps h or saved");
+    Blocks& blocks = caller_.blocks();
+    h_ = &blocks.add("h", forward.h_bytes);
+    saved_ = &blocks.add("saved", forward.saved_bytes);
+    forward_scratch_ = &blocks.add("scratch of forward", forward.scratch_bytes);
+    backward_scratch_ = &blocks.add("scratch of backward", backward.scratch_bytes);
+    inference_scratch_ = &blocks.add("scratch of inference", inference.scratch_bytes);
+  }
+
+  static Buffer lent(Block* block) { return {block->device(), block->bytes()}; }
+
+  ForwardArgs forward_args() const {
+    ForwardArgs args;
+    args.x = tensors_.x.on_device();
+    args.routing = tensors_.routing.on_device();
+    args.weights = tensors_.weights.on_device();
+    args.out = tensors_.out.on_device();
+    return args;
+  }
+
+  void forward(std::uint8_t filling) {
+    ForwardArgs args = forward_args();
+    args.h = lent(h_);
+    args.saved = lent(saved_);
+    args.scratch = lent(forward_scratch_);
+    caller_.call({"forward", filling, {h_, saved_, forward_scratch_}, {}}, expected_.forward,
+                 [&] { implementation_.moe_forward(case_.problem, args); });
+  }
+
+  void infer(std::uint8_t filling) {
+    ForwardArgs args = forward_args();
+    args.scratch = lent(inference_scratch_);
+    caller_.call({"inference", filling, {inference_scratch_}, {}}, expected_.forward,
+                 [&] { implementation_.moe_forward(case_.problem, args); });
+  }
+
+  void backward(std::uint8_t filling) {
+    BackwardArgs args;
+    args.x = tensors_.x.on_device();
+    args.routing = tensors_.routing.on_device();
+    args.weights = tensors_.weights.on_device();
+    args.dout = tensors_.dout.on_device();
+    args.h = lent(h_);
+    args.saved = lent(saved_);
+    args.scratch = lent(backward_scratch_);
+    args.dx = tensors_.dx.on_device();
+    args.dweights = tensors_.dweights.on_device();
+    args.grads = tensors_.grads.on_device();
+    args.grad_mode = case_.grad_mode;
+    std::function<void()> prepare;
+    if (case_.grad_mode == GradMode::kAccumulate) {
+      prepare = [this] { fill_initial_grads(case_, tensors_.grads); };
+    }
+    caller_.call({"backward", filling, {backward_scratch_}, prepare}, expected_.backward,
+                 [&] { implementation_.moe_backward(case_.problem, args); });
+  }
+
+  const Case& case_;
+  const Implementation& implementation_;
+  Caller caller_;
+  Tensors tensors_;
+  ExpectedLayer expected_;
+  Block* h_ = nullptr;
+  Block* saved_ = nullptr;
+  Block* forward_scratch_ = nullptr;
+  Block* backward_scratch_ = nullptr;
+  Block* inference_scratch_ = nullptr;
+};
+
+}  // namespace
+
+void run_layer(const Case& c, const Implementation& implementation, CaseResult& result) {
+  LayerRun(c, implementation, result).run();
+}
+
+}  // namespace sonicmoe::verify

@@ -1,0 +1,78 @@
+#include "verify/oracle_gemm.h"
+
+#include <algorithm>
+
+#include "verify/oracle_formulas.h"
+
+namespace sonicmoe::oracle {
+namespace {
+
+// Rows [begin, end) of a tensor, through the gather if there is one.
+template <class Real>
+Matrix<Real> rows_of(const Tensor& t, const Tensor& gather, std::int64_t begin, std::int64_t end) {
+  Matrix<Real> out(end - begin, t.shape[1]);
+  for (std::int64_t p = begin; p < end; ++p) {
+    const std::int64_t row = gather.data == nullptr ? p : load_integer(gather, p);
+    for (std::int64_t j = 0; j < out.cols; ++j) {
+      out(p - begin, j) = Real(load(t.data, t.dtype, element_offset(t, row * out.cols + j)));
+    }
+  }
+  return out;
+}
+
+// Calls f with the type of the sums.
+template <class F>
+Matrix<double> with_sums(DType dtype, Precision precision, F f) {
+  const bool wide = precision == Precision::kExact;
+  if (dtype == DType::kF64) {
+    return wide ? f.template operator()<long double>() : f.template operator()<double>();
+  }
+  return wide ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+template <class Real>
+void put_rows(const Matrix<Real>& from, std::int64_t row, Matrix<double>& to) {
+  std::transform(from.values.begin(), from.values.end(), to.row(row),
+                 [](Real v) { return static_cast<double>(v); });
+}
+
+}  // namespace
+
+Matrix<double> grouped_gemm(const GroupedGemm& args, Precision precision) {
+  return with_sums(args.a.dtype, precision, [&]<class Real>() {
+    const std::int64_t experts = args.b.shape[0];
+    const std::int64_t width = args.b.shape[1];
+    Matrix<double> d(load_integer(args.offsets, experts), width);
+    for (std::int64_t e = 0; e < experts; ++e) {
+      const std::int64_t begin = load_integer(args.offsets, e);
+      const std::int64_t end = load_integer(args.offsets, e + 1);
+      Tensor b = args.b;  // expert e's (n, k)
+      b.data = static_cast<std::uint8_t*>(b.data) + e * b.stride[0] * dtype_bytes(b.dtype);
+      b.rank = 2;
+      std::copy(args.b.shape + 1, args.b.shape + 3, b.shape);
+      std::copy(args.b.stride + 1, args.b.stride + 3, b.stride);
+      put_rows(product(rows_of<Real>(args.a, args.gather, begin, end),
+                       transposed(rows_of<Real>(b, {}, 0, width))),
+               begin, d);
+    }
+    return d;
+  });
+}
+
+Matrix<double> grouped_gemm_k(const GroupedGemmK& args, Precision precision) {
+  return with_sums(args.a.dtype, precision, [&]<class Real>() {
+    const std::int64_t experts = args.d.shape[0];
+    const std::int64_t left = args.d.shape[1];
+    Matrix<double> d(experts * left, args.d.shape[2]);
+    for (std::int64_t e = 0; e < experts; ++e) {
+      const std::int64_t begin = load_integer(args.offsets, e);
+      const std::int64_t end = load_integer(args.offsets, e + 1);
+      put_rows(weight_grad(rows_of<Real>(args.a, args.gather, begin, end),
+                           rows_of<Real>(args.b, {}, begin, end)),
+               e * left, d);
+    }
+    return d;
+  });
+}
+
+}  // namespace sonicmoe::oracle
