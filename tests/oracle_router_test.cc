@@ -150,6 +150,9 @@ TEST(OracleRouter, GroupsLimitTheChoice) {
   // Group sums of the two best: 5 + 0, 3 + 3, 4 + 1.5.
   const Routed routed = route(options, row({5.0, 0.0, 3.0, 3.0, 4.0, 1.5}));
   EXPECT_EQ(routed.ids.values, (std::vector<std::int64_t>{2, 3}));
+  options.topk_group = 3;
+  EXPECT_EQ(route(options, row({-kInf, 9.0, 3.0, 3.0, -kInf, 4.0})).ids.values,
+            (std::vector<std::int64_t>{1, 5}));
 }
 
 }  // namespace

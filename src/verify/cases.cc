@@ -296,6 +296,18 @@ void add_grouped_gemms(Extent extent, std::vector<Case>& cases) {
   }
 }
 
+// Frozen parts: a gradient that is not asked for must not disturb those that are.
+void add_subsets(std::vector<Case>& cases) {
+  for (const char* name :
+       {"dx", "dweights", "dgate", "dup", "ddown", "db_gate", "db_up", "db_down"}) {
+    Case c = make_case(std::string("grads/only_") + name + "/bf16/integers", {90, 32, 24, 6, 2},
+                       DType::kBF16, kIntegerGated, Data::kIntegers);
+    c.bias = true;
+    c.wanted = {name};
+    cases.push_back(c);
+  }
+}
+
 // R = 2^17: more rows than any 16-bit or grid-sized counter holds.
 void add_large(std::vector<Case>& cases) {
   for (const Data data : {Data::kIntegers, Data::kRandom}) {
@@ -309,6 +321,10 @@ void add_large(std::vector<Case>& cases) {
 
 }  // namespace
 
+bool wants(const Case& c, const std::string& output) {
+  return c.wanted.empty() || std::find(c.wanted.begin(), c.wanted.end(), output) != c.wanted.end();
+}
+
 std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   std::vector<Case> cases;
   add_routings(extent, cases);
@@ -316,6 +332,7 @@ std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   add_activations(cases);
   add_layouts(cases);
   add_grads(cases);
+  add_subsets(cases);
   add_grouped_gemms(extent, cases);
   if (extent == Extent::kFull) add_large(cases);
   std::erase_if(cases, [&](const Case& c) { return c.name.find(filter) == std::string::npos; });

@@ -58,11 +58,15 @@ struct Case {
   DType grad_dtype = DType::kF32;  ///< of dW; db has it too when accumulated, else the tensors'
   GradMode grad_mode = GradMode::kWrite;
   bool bias = false;
-  double bias_shift = 0.0;  ///< added to the random bias of what the activation bends
-  bool gather = false;      ///< grouped GEMMs: rows of a through an index
-  bool row_weights = true;  ///< grouped: with weights
-  bool cpu_only = false;    ///< sizes or strides that only the CPU takes
+  std::vector<std::string> wanted;  ///< the only gradients asked for, as "dx", "dgate"; none: all
+  double bias_shift = 0.0;          ///< added to the random bias of what the activation bends
+  bool gather = false;              ///< grouped GEMMs: rows of a through an index
+  bool row_weights = true;          ///< grouped: with weights
+  bool cpu_only = false;            ///< sizes or strides that only the CPU takes
 };
+
+/// Whether the case asks for this gradient.
+bool wants(const Case& c, const std::string& output);
 
 enum class Extent { kQuick, kFull };
 

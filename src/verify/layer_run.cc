@@ -97,9 +97,18 @@ class LayerRun {
     args.h = lent(h_);
     args.saved = lent(saved_);
     args.scratch = lent(backward_scratch_);
-    args.dx = tensors_.dx.on_device();
-    args.dweights = tensors_.dweights.on_device();
-    args.grads = tensors_.grads.on_device();
+    const auto wanted = [&](const char* name, const Placed& placed) {
+      return wants(case_, name) ? placed.on_device() : Tensor{};
+    };
+    const PlacedWeights& grads = tensors_.grads;
+    args.dx = wanted("dx", tensors_.dx);
+    args.dweights = wanted("dweights", tensors_.dweights);
+    args.grads.gate = wanted("dgate", grads.gate);
+    args.grads.up = wanted("dup", grads.up);
+    args.grads.down = wanted("ddown", grads.down);
+    args.grads.b_gate = wanted("db_gate", grads.b_gate);
+    args.grads.b_up = wanted("db_up", grads.b_up);
+    args.grads.b_down = wanted("db_down", grads.b_down);
     args.grad_mode = case_.grad_mode;
     std::function<void()> prepare;
     if (case_.grad_mode == GradMode::kAccumulate) {

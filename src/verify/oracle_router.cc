@@ -66,6 +66,8 @@ void keep_best_groups(const RouteOptions& options, std::vector<double>& values) 
   std::vector<double> group_values;
   for (std::int64_t g = 0; g < options.n_group; ++g) {
     std::vector<double> group(values.begin() + g * size, values.begin() + (g + 1) * size);
+    // One expert that may not be chosen does not bar its group.
+    for (double& v : group) v = std::max<double>(v, std::numeric_limits<float>::lowest());
     std::sort(group.rbegin(), group.rend());
     group_values.push_back(size == 1 ? group[0] : group[0] + group[1]);
   }
