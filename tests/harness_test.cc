@@ -19,7 +19,7 @@ TEST(Harness, AcceptsTheOracle) {
 
 TEST(Harness, CaseNamesAreUnique) {
   std::set<std::string> names;
-  for (const Case& c : layer_cases(Extent::kFull, "")) {
+  for (const Case& c : all_cases(Extent::kFull, "")) {
     EXPECT_TRUE(names.insert(c.name).second) << c.name;
   }
 }
