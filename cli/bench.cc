@@ -64,7 +64,7 @@ verify::CaseResult check_slice(const Problem& problem, const Exec& exec) {
   c.problem.experts = std::min<std::int64_t>(problem.experts, 16);
   c.problem.top_k = std::min(problem.top_k, c.problem.experts);
   c.grad_dtype = problem.dtype;
-  return verify::run_layer_case(c, verify::public_api(exec));
+  return verify::run_case(c, verify::public_api(exec));
 }
 
 void refuse_too_large(const Problem& problem) {
