@@ -61,7 +61,7 @@ def expert_loop(x, ids, weights, w_up, w_down):
         token, slot = torch.where(ids == expert)
         h = F.linear(x[token], up)
         y = F.linear(swiglu(h), down)
-        out = out.index_add(0, token, y * weights[token, slot, None].to(y.dtype))
+        out.index_add_(0, token, y * weights[token, slot, None].to(y.dtype))
     return out
 
 
