@@ -10,7 +10,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kInFlight = 4;  // rows loaded before the first is summed
+constexpr int kInFlight = 8;  // rows looked up, then loaded, before the first is summed
+
+constexpr int kMostThreads = 512;  // of a block; wider rows take several rounds
 
 struct SumArgs {
   const void* rows;  // (C, d), contiguous
@@ -45,7 +47,7 @@ __device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& v, floa
 }
 
 template <class Element>
-__global__ void sum_rows_kernel(const SumArgs a) {
+__global__ void __launch_bounds__(kMostThreads) sum_rows_kernel(const SumArgs a) {
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= a.tokens) return;
   const bool listed = a.token_offsets != nullptr;
@@ -60,13 +62,14 @@ __global__ void sum_rows_kernel(const SumArgs a) {
       std::int32_t row[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; i++) {
-        row[i] = k0 + i < count ? __ldg(a.position_row + begin + k0 + i) : -1;
+        const bool valid = k0 + i < count;
+        row[i] = valid ? __ldg(a.position_row + begin + k0 + i) : -1;
+        weight[i] = valid ? a.weight(token, k0 + i, begin + k0 + i) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; i++) {
         if (row[i] < 0) continue;
         value[i] = ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks);
-        weight[i] = a.weight(token, k0 + i, begin + k0 + i);
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; i++) {
@@ -102,7 +105,8 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.weight_strides[0] = weights.stride[0];
   args.weight_strides[1] = weights.stride[1];
   args.by_token = problem.form == RoutingForm::kIds ? 1 : 0;
-  const int across = std::min(args.chunks, 1024);
+  const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
+  const int across = (args.chunks + rounds - 1) / rounds;
   const int down = std::max(1, 64 / across);
   const auto grid = static_cast<unsigned>((problem.tokens + down - 1) / down);
   const auto kernel =
