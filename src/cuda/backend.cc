@@ -17,6 +17,7 @@ const CudaBackend* cuda_backend() {
     };
     backend.moe_sizes = &cuda::moe_sizes;
     backend.moe_forward = &cuda::moe_forward;
+    backend.moe_backward = &cuda::moe_backward;
     backend.route = &cuda::route;
     backend.route_backward = &cuda::route_backward;
     backend.round_scratch_bytes = &cuda::round_scratch_bytes;

@@ -8,4 +8,6 @@ namespace sonicmoe::cuda {
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
+
 }  // namespace sonicmoe::cuda

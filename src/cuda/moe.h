@@ -13,6 +13,15 @@ namespace sonicmoe::cuda {
 void check_problem(const Problem& problem);
 void check_rows(const char* name, const Tensor& rows);
 void check_weights(const Problem& problem, const Weights& weights);
+void check_grads(const Weights& grads);
+
+/// Scratch of moe_backward.
+std::int64_t backward_scratch_bytes(const Problem& problem);
+
+/// Room for the counters of products in dynamic order.
+inline constexpr std::int64_t kCounterBytes = 256;
+
+ActivationScalars scalars_of(const Activation& activation);
 
 /// The contiguous dimension of a weight view (E, rows, depth), as the operand of a product over
 /// `depth`.
@@ -21,9 +30,8 @@ Major major_of(const Tensor& weight);
 /// Loads of expert matrices (E, columns, depth) with `share` columns a box where they are K-major.
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);
 
-/// Loads of grouped rows: (C, parts, width) in one contiguous buffer.
-CUtensorMap rows_map(const Device& device, DType dtype, const void* rows, std::int64_t capacity,
-                     std::int64_t parts, std::int64_t width, const TileShape& shape);
+/// Loads of grouped rows (C, width) or (C, parts, width), 64 columns and `box_rows` rows a box.
+CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows);
 
 /// Stores of rows (C, width) or (C, parts, width), any row stride, that end where an expert ends.
 RaggedMap ragged_map(const Device& device, const Tensor& rows);

@@ -35,6 +35,11 @@ void check_weight(const char* name, const Tensor& t) {
   }
 }
 
+/// fp32 gradients are stored element by element: any strides serve.
+void check_grad(const char* name, const Tensor& t) {
+  if (t.dtype != DType::kF32) check_weight(name, t);
+}
+
 }  // namespace
 
 void check_problem(const Problem& p) {
@@ -73,6 +78,18 @@ void check_weights(const Problem& p, const Weights& w) {
   }
 }
 
+void check_grads(const Weights& grads) {
+  if (grads.gate.data != nullptr) check_grad("grads.gate", grads.gate);
+  if (grads.up.data != nullptr) check_grad("grads.up", grads.up);
+  if (grads.down.data != nullptr) check_grad("grads.down", grads.down);
+}
+
+ActivationScalars scalars_of(const Activation& activation) {
+  if (activation.kind != ActivationKind::kSwiGLUOai) return {0.0f, 0.0f};
+  return {activation.alpha == 0.0 ? 1.702f : static_cast<float>(activation.alpha),
+          activation.limit == 0.0 ? 7.0f : static_cast<float>(activation.limit)};
+}
+
 Major major_of(const Tensor& weight) { return weight.stride[2] == 1 ? Major::kK : Major::kMN; }
 
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape) {
@@ -89,10 +106,12 @@ CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileSha
                      experts});
 }
 
-CUtensorMap rows_map(const Device& device, DType dtype, const void* rows, std::int64_t capacity,
-                     std::int64_t parts, std::int64_t width, const TileShape& shape) {
-  return encode_map(device, dtype, rows,
-                    {{width, 1, kDepth}, {parts, width, 1}, {capacity, parts * width, shape.m}});
+CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows) {
+  const bool parted = rows.rank == 3;
+  const std::int64_t width = rows.shape[parted ? 2 : 1];
+  const MapDim parts{parted ? rows.shape[1] : 1, parted ? rows.stride[1] : width, 1};
+  return encode_map(device, rows.dtype, rows.data,
+                    {{width, 1, 64}, parts, {rows.shape[0], rows.stride[0], box_rows}});
 }
 
 RaggedMap ragged_map(const Device& device, const Tensor& rows) {

@@ -22,8 +22,6 @@ struct ForwardScratch {
   std::int64_t bytes;
 };
 
-constexpr std::int64_t kCounterBytes = 256;
-
 ForwardScratch scratch_layout(const Problem& p, bool training) {
   const std::int64_t capacity = row_capacity(p);
   ForwardScratch s{};
@@ -44,12 +42,6 @@ ForwardScratch scratch_layout(const Problem& p, bool training) {
 
 void* offset(const Buffer& buffer, std::int64_t bytes) {
   return static_cast<std::uint8_t*>(buffer.data) + bytes;
-}
-
-ActivationScalars scalars_of(const Activation& activation) {
-  if (activation.kind != ActivationKind::kSwiGLUOai) return {0.0f, 0.0f};
-  return {activation.alpha == 0.0 ? 1.702f : static_cast<float>(activation.alpha),
-          activation.limit == 0.0 ? 7.0f : static_cast<float>(activation.limit)};
 }
 
 void clear_rows(const Problem& p, const Tensor& out, cudaStream_t stream) {
@@ -95,7 +87,7 @@ void launch_up(const Call& c, void* h, void* a) {
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
-void launch_down(const Call& c, const void* a, const Tensor& y, unsigned* counter) {
+void launch_down(const Call& c, void* a, const Tensor& y, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool scaled = p.form == RoutingForm::kGrouped && c.args.routing.weights.data != nullptr;
@@ -103,7 +95,7 @@ void launch_down(const Call& c, const void* a, const Tensor& y, unsigned* counte
   const TileShape shape = tile_shape(tile);
   const std::int64_t capacity = row_capacity(p);
   DownParams params{};
-  params.producer.rows = rows_map(c.device, p.dtype, a, capacity, 1, p.width, shape);
+  params.producer.rows = rows_map(c.device, tensor2(a, p.dtype, capacity, p.width), shape.m);
   params.b.map[0] = weight_map(c.device, w.down, shape);
   params.tiles = row_tiles(c.metadata, p.hidden, shape.n, p.width, counter);
   params.epilogue.out = ragged_map(c.device, y);
@@ -129,7 +121,8 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
     sizes.h_bytes = gate_factor(problem.activation.kind) * capacity * problem.width * kElementBytes;
     sizes.saved_bytes = metadata_layout(problem, nullptr).bytes;
   }
-  sizes.scratch_bytes = scratch_layout(problem, training).bytes;
+  sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch_bytes(problem)
+                                                : scratch_layout(problem, training).bytes;
   return sizes;
 }
 

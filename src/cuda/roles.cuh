@@ -3,7 +3,10 @@
 
 #include "cuda/engine/kernel.cuh"
 #include "cuda/epilogues/act.cuh"
+#include "cuda/epilogues/act_grad.cuh"
 #include "cuda/epilogues/store.cuh"
+#include "cuda/epilogues/store_expert.cuh"
+#include "cuda/producers/gather_depth.cuh"
 #include "cuda/producers/gather_rows.cuh"
 #include "cuda/producers/tma_rows.cuh"
 #include "cuda/roles.h"
@@ -20,12 +23,25 @@ using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>
 /// Y = A W2^T.
 template <class Element, TileShape kShape, Major kB>
 using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, RowTiles, StoreRows<Element>,
-                                     BSource::kWeights, kB>;
+                                     BSource::kWeightsInTurn, kB>;
 /// As DownKernel, rows scaled by their weight: the grouped form.
 template <class Element, TileShape kShape, Major kB>
 using DownScaledKernel =
     GroupedGemmKernel<Element, kShape, TmaRows, RowTiles, StoreRows<Element, RowScale::kWeights>,
-                      BSource::kWeights, kB>;
+                      BSource::kWeightsInTurn, kB>;
 using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
+
+/// dH = act'(H) s dO[token] W2, with A' and dS.
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using HiddenGradKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                                           ActGrad<Element, kKind>, BSource::kWeights, kB>;
+using HiddenGradParams = GemmParams<GatherRows::Params, RowTiles::Params, ActGradParams>;
+
+/// dW = rows[token]^T grad, a matrix an expert; kOut says whether its columns (kK) or its rows
+/// (kMN) are contiguous.
+template <class Element, TileShape kShape, Major kOut>
+using WeightGradKernel = GroupedGemmKernel<Element, kShape, GatherDepth, ExpertTiles,
+                                           StoreExpert<Element, kOut>, BSource::kRows, Major::kMN>;
+using WeightGradParams = GemmParams<GatherDepth::Params, ExpertTiles::Params, StoreExpertParams>;
 
 }  // namespace sonicmoe::cuda

@@ -12,6 +12,8 @@ enum class Role : int {
   kUp = 0,          ///< gathered rows x W1, activation
   kDown = 1,        ///< rows x W2
   kDownScaled = 2,  ///< the same, rows scaled by their weight
+  kHiddenGrad = 3,  ///< gathered rows x W2, derivative of the activation
+  kWeightGrad = 4,  ///< gathered rows^T x rows, for every expert; `b` is the output's order
 };
 
 struct KernelKey {

@@ -25,22 +25,30 @@ inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPo
 inline constexpr TileShape kPingPong128x192Dynamic{
     128, 192, 4, 2, 3, Schedule::kPingPong, Order::kDynamic};
 
+// dH has the heaviest epilogue: ping-pong hides it. 64x64 boxes of H for two column blocks, and A'.
+inline constexpr TileShape kPingPong128x128{128, 128, 4, 2, 6, Schedule::kPingPong, Order::kStatic};
+
 /// Tiles by index, as kernels are listed.
 enum class TileId : int {
   kCoop128x256 = 0,
   kCoop128x256Dynamic = 1,
   kPingPong128x192 = 2,
   kPingPong128x192Dynamic = 3,
+  kPingPong128x128 = 4,
 };
 
 constexpr TileShape tile_shape(TileId id) {
   constexpr TileShape kShapes[] = {kCoop128x256, kCoop128x256Dynamic, kPingPong128x192,
-                                   kPingPong128x192Dynamic};
+                                   kPingPong128x192Dynamic, kPingPong128x128};
   return kShapes[static_cast<int>(id)];
 }
 
 /// The up projection gathers, over d.
 constexpr TileId up_tile() { return TileId::kCoop128x256; }
+
+/// The gradient of the hidden layer, and those of the weights.
+constexpr TileId hidden_grad_tile() { return TileId::kPingPong128x128; }
+constexpr TileId weight_grad_tile() { return TileId::kCoop128x256; }
 
 /// Products over rows in order: `columns` of output, `depth` of K. 192 columns unless they waste
 /// more than 1/16 of the work.
@@ -60,5 +68,6 @@ constexpr TileId scaled_row_tile(std::int64_t depth) {
 inline constexpr int kRecordRows = 256;
 static_assert(kCoop128x256.cluster_rows() == kRecordRows);
 static_assert(kPingPong128x192.cluster_rows() == kRecordRows);
+static_assert(kPingPong128x128.cluster_rows() == kRecordRows);
 
 }  // namespace sonicmoe::cuda

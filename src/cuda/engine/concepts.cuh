@@ -21,6 +21,12 @@ concept RowProducer = requires(const typename P::Params& p) {
   P::prefetch(p);
 };
 
+/// The rows of one warpgroup in its cluster's tile.
+struct Rows {
+  int offset;  ///< first
+  int halves;  ///< 64-row halves with at least one valid row
+};
+
 /// A 64x64 block of results in fragment form: [2i] holds rows 0-7, [2i + 1] rows 8-15 of this
 /// warp's 16, columns 8i + 2 (lane % 4) and the next, packed in one word.
 using Fragment = std::uint32_t[16];
@@ -70,18 +76,39 @@ class Staging {
     if (elected()) ptx::tma_wait_read();
     sync();
   }
-  __device__ __forceinline__ void write(int i, const Fragment& block) const {
+  /// This lane's address of columns 8c.. in box i: row lane % 8 of matrix lane / 8, swizzled.
+  __device__ __forceinline__ std::uint32_t place(int i, int c) const {
     const int lane = threadIdx.x & 31;
     const int matrix = lane >> 3;
     const int swizzle = lane & 7;
     const int row = ((threadIdx.x >> 5) & 3) * 16 + (matrix & 1) * 8 + swizzle;
+    return box(i) + row * 128 + (((c + (matrix >> 1)) ^ swizzle) << 4);
+  }
+  __device__ __forceinline__ void write(int i, const Fragment& block) const {
 #pragma unroll
     for (int c = 0; c < 8; c += 2) {
       const std::uint32_t words[4] = {block[2 * c], block[2 * c + 1], block[2 * c + 2],
                                       block[2 * c + 3]};
-      const int chunk = (c + (matrix >> 1)) ^ swizzle;
-      ptx::store_matrices(box(i) + row * 128 + (chunk << 4), words);
+      ptx::store_matrices(place(i, c), words);
     }
+  }
+  /// Writes the block transposed: box row c holds column c.
+  __device__ __forceinline__ void write_transposed(int i, const Fragment& block) const {
+    const int lane = threadIdx.x & 31;
+    const int matrix = lane >> 3;
+    const int swizzle = lane & 7;
+    const int chunk = ((threadIdx.x >> 5) & 3) * 2 + (matrix & 1);
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) {
+      const std::uint32_t words[4] = {block[2 * c], block[2 * c + 1], block[2 * c + 2],
+                                      block[2 * c + 3]};
+      const int row = (c + (matrix >> 1)) * 8 + swizzle;
+      ptx::store_matrices_transposed(box(i) + row * 128 + ((chunk ^ swizzle) << 4), words);
+    }
+  }
+  /// Barrier `set` (0 or 1) of this warpgroup's loads into boxes.
+  __device__ __forceinline__ ptx::Mbarrier loaded(int set) const {
+    return ptx::Mbarrier(base_ + SharedLayout<kShape>::kLoads + (warpgroup() * 2 + set) * 8);
   }
   /// Makes the boxes visible to the copy engine.
   __device__ __forceinline__ void publish() const {
@@ -110,12 +137,17 @@ class Staging {
   std::uint32_t base_;
 };
 
-/// An epilogue consumes the accumulator of `halves` 64-row halves whose first row is `offset` rows
-/// into the cluster's tile.
+/// begin() runs before the products of a tile (loads may start there), run() consumes the
+/// accumulator. State is one warpgroup's, from tile to tile.
 template <class E, TileShape kShape>
-concept TileEpilogue =
-    requires(const typename E::Params& p, float (&acc)[kShape.halves()][kShape.n / 2],
-             const Work& work, const Staging<kShape>& staging, int offset,
-             int halves) { E::run(p, acc, work, staging, offset, halves); };
+concept TileEpilogue = requires(const typename E::Params& p, typename E::State& state,
+                                float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,
+                                const Staging<kShape>& staging, Rows rows) {
+  E::begin(p, state, work, staging, rows);
+  E::run(p, state, acc, work, staging, rows);
+};
+
+/// For epilogues that load nothing.
+struct NoState {};
 
 }  // namespace sonicmoe::cuda

@@ -29,12 +29,13 @@ struct GroupedGemmKernel {
   using Scheduler = Scheduler_;
   using Epilogue = Epilogue_;
   static constexpr TileShape kShape = kShape_;
-  static constexpr Major kMajorA = Major::kK;
+  static constexpr Major kMajorA = Scheduler::kFixedDepth ? Major::kK : Major::kMN;
   static constexpr Major kMajorB = kMajorB_;
   using B = OperandB<kShape, kSource, kMajorB>;
   static_assert(kShape.order == Order::kStatic || Producer::kHasSpareWarp,
                 "this producer has no warp left to draw tile numbers");
-  static_assert(!kShape.ping_pong() || kShape.stages >= 3);
+  static_assert(!kShape.ping_pong() || Scheduler::kFixedDepth,
+                "in ping-pong a warpgroup must know how far the other one's tile moves the ring");
 
   using Params =
       GemmParams<typename Producer::Params, typename Scheduler::Params, typename Epilogue::Params>;
@@ -56,6 +57,9 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
     cta.slot_full(s).init(1);
     cta.slot_empty(s).init(slot_readers(kShape));
   }
+  for (int i = 0; i < kConsumers * 2; i++) {
+    ptx::Mbarrier(cta.base + SharedLayout<kShape>::kLoads + i * 8).init(1);
+  }
   ptx::fence_barrier_init();
 }
 
@@ -65,14 +69,14 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   const int warpgroup = threadIdx.x / kWarpgroup - 1;
-  const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles);
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
+  typename Gemm::Epilogue::State state{};
   TileStream<kShape> stream(cta, count);
   // In ping-pong a warpgroup passes over the stages of the other one's tile.
   const auto skip_other = [&] {
-    const int other = Gemm::Scheduler::k_tiles(p.tiles);
+    const int other = Gemm::Scheduler::k_tiles(p.tiles, Work{});
     ring.skip(other % Gemm::kShape.stages, other / Gemm::kShape.stages);
   };
   if (kShape.ping_pong() && warpgroup == 1) {
@@ -84,6 +88,11 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile());
     const int offset =
         cta.rank() * kShape.m + (kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows());
+    const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
+    // Halves without a valid row are neither multiplied nor stored.
+    const int left = work.left - offset;
+    const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
+    if (halves > 0) Gemm::Epilogue::begin(p.epilogue, state, work, staging, {offset, halves});
     if constexpr (kShape.ping_pong()) {
       ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
     }
@@ -92,18 +101,18 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
         ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
       }
     };
-    // Halves without a valid row are neither multiplied nor stored.
-    const int left = work.left - offset;
-    const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
-    if (halves == kShape.halves()) {
-      Loop::template run<kShape.halves()>(acc, cta, ring, warpgroup, k_tiles, hand_over);
+    const Span span{k_tiles, work.depth};
+    if (!Gemm::Scheduler::kFixedDepth && k_tiles == 0) {
+      // An expert without rows: the epilogue stores zeros.
+    } else if (halves == kShape.halves()) {
+      Loop::template run<kShape.halves()>(acc, cta, ring, warpgroup, span, hand_over);
     } else if (kShape.halves() > 1 && halves == 1) {
-      Loop::template run<1>(acc, cta, ring, warpgroup, k_tiles, hand_over);
+      Loop::template run<1>(acc, cta, ring, warpgroup, span, hand_over);
     } else {
-      Loop::template run<0>(acc, cta, ring, warpgroup, k_tiles, hand_over);
+      Loop::template run<0>(acc, cta, ring, warpgroup, span, hand_over);
     }
     if constexpr (kShape.ping_pong()) skip_other();
-    if (halves > 0) Gemm::Epilogue::run(p.epilogue, acc, work, staging, offset, halves);
+    if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }

@@ -13,6 +13,14 @@ namespace sonicmoe::cuda {
 constexpr int k16_bytes(Major major) { return major == Major::kK ? 32 : 2048; }
 constexpr int leading_bytes(Major major) { return major == Major::kK ? 16 : kBoxBytes; }
 
+inline constexpr int kTailBarrier = 5;  // named barrier of both consumer warpgroups
+
+/// How far a tile runs through K.
+struct Span {
+  int k_tiles;
+  int depth;  ///< rows, where rows are K
+};
+
 template <class Gemm>
 struct Mainloop {
   static constexpr TileShape kShape = Gemm::kShape;
@@ -23,10 +31,11 @@ struct Mainloop {
   /// the stages are only passed on. `hand_over` runs once the last product has been issued.
   template <int kHalves, class HandOver>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
-                                             int warpgroup, int k_tiles, HandOver hand_over) {
+                                             int warpgroup, Span span, HandOver hand_over) {
     int previous = 0;
-    for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
+    for (int kt = 0; kt < span.k_tiles; kt++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
+      if constexpr (!Gemm::Scheduler::kFixedDepth) clear_tail(cta, ring.stage, span, kt);
       if constexpr (kHalves == 0) {
         release_stage(cta, ring.stage);
       } else {
@@ -45,6 +54,23 @@ struct Mainloop {
   }
 
  private:
+  /// Rows of B past the expert are its neighbour's, or unset: zero times NaN would be NaN. Both
+  /// warpgroups read them, so both wait.
+  static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, Span span,
+                                                    int kt) {
+    const int valid = span.depth - kt * kDepth;
+    if (valid >= kDepth) return;
+    constexpr int kChunks = kShape.n / 8;  // 16-byte chunks of a row
+    const int thread = threadIdx.x - kWarpgroup;
+    for (int i = thread; i < (kDepth - valid) * kChunks; i += kConsumers * kWarpgroup) {
+      const int row = valid + i / kChunks;
+      const int chunk = i % kChunks;
+      ptx::store_zero16(cta.b(stage) + chunk / 8 * kBoxBytes + row * 128 + chunk % 8 * 16);
+    }
+    ptx::fence_async_shared();
+    ptx::named_sync(kTailBarrier, kConsumers * kWarpgroup);
+  }
+
   template <int kHalves>
   static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
                                               int warpgroup, bool accumulate) {

@@ -7,9 +7,11 @@
 namespace sonicmoe::cuda {
 
 /// Maps of the expert matrices: [0] alone, or gate and up. K-major: (k, n, expert), box 64 x n/2;
-/// MN-major: (n, k, expert), box 64 x mn_box_depth.
+/// MN-major: (n, k, expert), box 64 x mn_box_depth. Rows: (column, part, row), box 64 x 1 x 64, of
+/// which part `first_part` is the operand.
 struct OperandBMaps {
   CUtensorMap map[2];
+  std::int32_t first_part;
 };
 
 template <TileShape kShape, BSource kSource, Major kMajor>
@@ -31,7 +33,16 @@ struct OperandB {
                                               int rank) {
     const int part = kSource == BSource::kWeightsInTurn && kt >= k_tiles ? 1 : 0;
     const int k = (kt - part * k_tiles) * kDepth;
-    if constexpr (kMajor == Major::kK) {
+    if constexpr (kSource == BSource::kRows) {
+      constexpr int kMine = kShape.n / 64 / kShape.cluster;
+      static_assert(kMajor == Major::kMN && kMine * 64 * kShape.cluster == kShape.n);
+#pragma unroll
+      for (int i = 0; i < kMine; i++) {
+        const int group = rank * kMine + i;
+        box(&maps.map[0], target + group * kBoxBytes, full,
+            {work.column + group * 64, maps.first_part, work.row + k});
+      }
+    } else if constexpr (kMajor == Major::kK) {
 #pragma unroll
       for (int i = 0; i < 2 / kShape.cluster; i++) {
         const int half = kShape.cluster > 1 ? rank : i;

@@ -11,9 +11,11 @@ namespace sonicmoe::cuda {
 /// One tile of a cluster.
 struct Work {
   int expert;
-  int row;     ///< first row of the cluster's tile, in the grouped rows
-  int left;    ///< rows of the expert from `row` on
+  int row;     ///< in the grouped rows: first of the tile, or of the expert where rows are K
+  int left;    ///< output rows from the tile's first on
   int column;  ///< first output column
+  int m;       ///< where rows are K: first output row
+  int depth;   ///< where rows are K: rows of the expert
 };
 
 /// Tiles over grouped rows (M varies by expert, K is fixed), from the list built on the device.
@@ -32,7 +34,10 @@ struct RowTiles {
   static __device__ __forceinline__ int count(const Params& p) {
     return __ldg(p.record_count) * p.column_tiles;
   }
-  static __device__ __forceinline__ int k_tiles(const Params& p) { return p.k_tiles * p.k_parts; }
+  static constexpr bool kFixedDepth = true;
+  static __device__ __forceinline__ int k_tiles(const Params& p, const Work&) {
+    return p.k_tiles * p.k_parts;
+  }
 
   template <TileShape kShape>
   static __device__ __forceinline__ Work work(const Params& p, int t) {
@@ -50,14 +55,53 @@ struct RowTiles {
       m = local - n * tall;
     }
     const int offset = m * kShape.cluster_rows();
-    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step};
+    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0};
+  }
+};
+
+/// Tiles of one matrix an expert, (M, N) with K its rows.
+struct ExpertTiles {
+  struct Params {
+    const std::int32_t* expert_begin;
+    const std::int32_t* expert_rows;
+    std::int32_t experts;
+    std::int32_t rows;       ///< M
+    std::int32_t row_tiles;  ///< of a cluster, along M
+    std::int32_t column_tiles;
+    std::int32_t column_step;
+  };
+  static constexpr bool kFixedDepth = false;
+
+  static __device__ __forceinline__ int count(const Params& p) {
+    return p.experts * p.row_tiles * p.column_tiles;
+  }
+  static __device__ __forceinline__ int k_tiles(const Params&, const Work& work) {
+    return (work.depth + kDepth - 1) / kDepth;
+  }
+  /// Columns fastest: neighbours share the gathered rows, which are the dearer operand.
+  template <TileShape kShape>
+  static __device__ __forceinline__ Work work(const Params& p, int t) {
+    const unsigned across = static_cast<unsigned>(p.column_tiles);
+    const unsigned line = static_cast<unsigned>(t) / across;
+    const int n = t - line * across;
+    const unsigned expert = line / static_cast<unsigned>(p.row_tiles);
+    const int m = (line - expert * p.row_tiles) * kShape.cluster_rows();
+    Work work{};
+    work.expert = expert;
+    work.row = __ldg(p.expert_begin + expert);
+    work.left = p.rows - m;
+    work.column = n * p.column_step;
+    work.m = m;
+    work.depth = __ldg(p.expert_rows + expert);
+    return work;
   }
 };
 
 template <class S>
 concept TileScheduler = requires(const typename S::Params& p, int t) {
   { S::count(p) } -> std::same_as<int>;
-  { S::k_tiles(p) } -> std::same_as<int>;
+  { S::k_tiles(p, Work{}) } -> std::same_as<int>;
+  { S::kFixedDepth } -> std::convertible_to<bool>;
   { S::template work<TileShape{128, 256, 4, 1, 2, Schedule::kCooperative, Order::kStatic}>(p, t) };
 };
 

@@ -21,7 +21,8 @@ enum class Major : int { kK = 0, kMN = 1 };
 enum class BSource : int {
   kWeights = 0,        ///< one tensor of expert matrices
   kWeightHalves = 1,   ///< columns [0, n/2) of a tile from the gate, the rest from up
-  kWeightsInTurn = 2,  ///< K runs through the gate first, then through up
+  kWeightsInTurn = 2,  ///< K runs through the gate first, then through up (or one of them only)
+  kRows = 3,           ///< grouped rows, which are K; MN-major
 };
 
 inline constexpr int kDepth = 64;  // K elements of a stage: one 128-byte swizzled row
@@ -61,7 +62,7 @@ constexpr int mn_box_depth(const TileShape& s) {
 /// Dynamic shared memory of a CTA (SharedLayout, for the host).
 constexpr int shared_bytes(const TileShape& s) {
   return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
-         kConsumers * (s.bias_bytes() + s.scale_bytes()) + 40 + 1024;
+         kConsumers * (s.bias_bytes() + s.scale_bytes()) + 72 + 1024;
 }
 
 /// Shared memory of a CTA, offsets from a 1024-byte aligned base.
@@ -77,7 +78,8 @@ struct SharedLayout {
   static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
   static constexpr int kSlotEmpty = kSlotFull + 2 * 8;
   static constexpr int kSlots = kSlotEmpty + 2 * 8;
-  static constexpr int kEnd = kSlots + 2 * 4;
+  static constexpr int kLoads = kSlots + 2 * 4;  // epilogues that load: two a warpgroup
+  static constexpr int kEnd = kLoads + kConsumers * 2 * 8;
   static constexpr int kBytes = kEnd + 1024;  // the base is aligned by hand
   static_assert(kBytes == shared_bytes(kShape));
   static_assert(kBytes <= 232448, "more shared memory than a CTA of sm_90 has");

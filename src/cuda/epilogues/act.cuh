@@ -22,11 +22,17 @@ struct ActRows {
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
 
+  using State = NoState;
+
   template <TileShape kShape>
-  static __device__ __forceinline__ void run(const Params& p,
+  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
+                                               const Staging<kShape>&, Rows) {}
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void run(const Params& p, State&,
                                              float (&acc)[kShape.halves()][kShape.n / 2],
                                              const Work& work, const Staging<kShape>& staging,
-                                             int offset, int halves) {
+                                             Rows rows) {
     static_assert(kShape.boxes == 2);
     constexpr int kAcross = kShape.n / 64 / (is_gated(kKind) ? 2 : 1);
     static_assert(!is_gated(kKind) || kAcross % 2 == 0);
@@ -40,18 +46,19 @@ struct ActRows {
     }
 #pragma unroll
     for (int half = 0; half < kShape.halves(); half++) {
-      if (half >= halves) break;
+      if (half >= rows.halves) break;
       if constexpr (is_gated(kKind)) {
 #pragma unroll
         for (int pair = 0; pair < kAcross; pair += 2) {
           const float* gate = &acc[half][pair * 32];
           gated(p, gate, gate + kAcross * 32, work, staging, work.column + pair * 64,
-                offset + half * 64);
+                rows.offset + half * 64);
         }
       } else {
 #pragma unroll
         for (int j = 0; j < kAcross; j++) {
-          plain(p, &acc[half][j * 32], work, staging, work.column + j * 64, offset + half * 64);
+          plain(p, &acc[half][j * 32], work, staging, work.column + j * 64,
+                rows.offset + half * 64);
         }
       }
     }

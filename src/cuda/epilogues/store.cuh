@@ -36,11 +36,17 @@ template <class Element, RowScale kScale = RowScale::kNone>
 struct StoreRows {
   using Params = StoreRowsParams;
 
+  using State = NoState;
+
   template <TileShape kShape>
-  static __device__ __forceinline__ void run(const Params& p,
+  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
+                                               const Staging<kShape>&, Rows) {}
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void run(const Params& p, State&,
                                              float (&acc)[kShape.halves()][kShape.n / 2],
                                              const Work& work, const Staging<kShape>& staging,
-                                             int offset, int halves) {
+                                             Rows rows) {
     constexpr int kAcross = kShape.n / 64;
     constexpr int kBlocks = kShape.halves() * kAcross;
     static_assert(kBlocks % kShape.boxes == 0);
@@ -49,7 +55,7 @@ struct StoreRows {
     }
     if constexpr (kScale == RowScale::kWeights) {
       for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
-        const int row = offset + i;
+        const int row = rows.offset + i;
         const std::int64_t at = (work.row + row) * p.scale_stride;
         staging.set_scale(i, row < work.left ? __ldg(p.row_scale + at) : 0.0f);
       }
@@ -57,7 +63,7 @@ struct StoreRows {
     if (p.bias.data != nullptr || kScale == RowScale::kWeights) staging.sync();
 #pragma unroll
     for (int first = 0; first < kBlocks; first += kShape.boxes) {
-      if (first / kAcross >= halves) break;
+      if (first / kAcross >= rows.halves) break;
       staging.begin();
 #pragma unroll
       for (int i = first; i < first + kShape.boxes; i++) {
@@ -75,7 +81,7 @@ struct StoreRows {
 #pragma unroll
         for (int i = first; i < first + kShape.boxes; i++) {
           store_ragged(p.out, staging.box(i - first), work.column + i % kAcross * 64, 0, work,
-                       offset + i / kAcross * 64);
+                       rows.offset + i / kAcross * 64);
         }
         staging.commit();
       }

@@ -30,6 +30,33 @@ def instances():
                 for major in MAJORS
             ],
         )
+    for kind in GATED + PLAIN:
+        yield (
+            f"hidden_grad_{kind}",
+            [
+                (
+                    f"HiddenGradKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
+                    f"{{Role::kHiddenGrad, {dtype}, TileId::k{tile}, {major}, "
+                    f"ActivationKind::k{kind}}}",
+                )
+                for tile in ("PingPong128x128",)
+                for element, dtype in TYPES
+                for major in MAJORS
+            ],
+        )
+    yield (
+        "weight_grad",
+        [
+            (
+                f"WeightGradKernel<{element}, k{tile}, {major}>",
+                f"{{Role::kWeightGrad, {dtype}, TileId::k{tile}, {major}, "
+                "ActivationKind::kSwiGLU}",
+            )
+            for tile in ("Coop128x256",)
+            for element, dtype in TYPES
+            for major in MAJORS
+        ],
+    )
     for role, tiles in (("Down", DOWN_TILES), ("DownScaled", COOPERATIVE_TILES)):
         for tile in tiles:
             yield (

@@ -15,8 +15,8 @@ struct GatherRows {
     std::int32_t width;         ///< K, a multiple of 8
   };
   static constexpr int kCopyArrivals = kWarpgroup;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
   static constexpr bool kHasSpareWarp = false;
   static constexpr bool kNeedsProxyFence = true;  // cp.async writes through the generic proxy
 
@@ -50,7 +50,7 @@ struct GatherRows {
         }
         from[i] = source + index * p.producer.row_bytes;
       }
-      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles);
+      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
         const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);

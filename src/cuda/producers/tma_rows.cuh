@@ -30,7 +30,7 @@ struct TmaRows {
     for (TileStream<kShape> stream(cta, count); !stream.done(); stream.next()) {
       const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile());
       const int row = work.row + cta.rank() * kShape.m;
-      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles);
+      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
         const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);

@@ -87,6 +87,9 @@ __device__ __forceinline__ std::int32_t load_word(std::uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ void store_zero16(std::uint32_t address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
 __device__ __forceinline__ float load_float(std::uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

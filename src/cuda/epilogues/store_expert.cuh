@@ -1,0 +1,94 @@
+// Epilogue of the weight gradients: one matrix an expert, (M, N) with N contiguous, or transposed
+// with M contiguous. 16-bit results go through TMA; fp32 results, written or accumulated, go
+// straight from the registers. Experts without rows get zero, or are left alone.
+#pragma once
+
+#include "cuda/epilogues/element.cuh"
+
+namespace sonicmoe::cuda {
+
+enum class GradStore : std::int32_t { kElement = 0, kFloat = 1, kAccumulate = 2 };
+
+struct StoreExpertParams {
+  CUtensorMap map;  ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
+  GradStore mode;
+  float* data;              ///< kFloat, kAccumulate
+  std::int64_t strides[3];  ///< of (expert, M, N), elements
+  std::int32_t rows;        ///< M
+  std::int32_t columns;     ///< N
+};
+
+template <class Element, Major kOut>
+struct StoreExpert {
+  using Params = StoreExpertParams;
+  using State = NoState;
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
+                                               const Staging<kShape>&, Rows) {}
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void run(const Params& p, State&,
+                                             float (&acc)[kShape.halves()][kShape.n / 2],
+                                             const Work& work, const Staging<kShape>& staging,
+                                             Rows rows) {
+    static_assert(kShape.halves() == 1);
+    const bool empty = work.depth == 0;
+    if (p.mode != GradStore::kElement) {
+      if (empty && p.mode == GradStore::kAccumulate) return;
+      store_floats<kShape>(p, acc[0], work, rows.offset, empty);
+      return;
+    }
+#pragma unroll
+    for (int first = 0; first < kShape.n / 64; first += kShape.boxes) {
+      staging.begin();
+#pragma unroll
+      for (int i = 0; i < kShape.boxes; i++) {
+        Fragment block;
+#pragma unroll
+        for (int w = 0; w < 16; w++) {
+          const float* pair = &acc[0][(first + i) * 32 + 2 * w];
+          block[w] = empty ? 0u : Pair<Element>::pack(pair[0], pair[1]);
+        }
+        if constexpr (kOut == Major::kK) {
+          staging.write(i, block);
+        } else {
+          staging.write_transposed(i, block);
+        }
+      }
+      staging.publish();
+      if (staging.elected()) {
+#pragma unroll
+        for (int i = 0; i < kShape.boxes; i++) {
+          const int m = work.m + rows.offset;
+          const int n = work.column + (first + i) * 64;
+          ptx::tma_store(
+              &p.map, staging.box(i),
+              kOut == Major::kK ? ptx::Coord3{n, m, work.expert} : ptx::Coord3{m, n, work.expert});
+        }
+        staging.commit();
+      }
+    }
+  }
+
+ private:
+  template <TileShape kShape>
+  static __device__ __forceinline__ void store_floats(const Params& p, const float* acc,
+                                                      const Work& work, int offset, bool empty) {
+    const int lane = threadIdx.x & 31;
+    const int m0 = work.m + offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
+    const int n0 = work.column + (lane & 3) * 2;
+    float* expert = p.data + work.expert * p.strides[0];
+#pragma unroll
+    for (int i = 0; i < kShape.n / 2; i++) {
+      const int m = m0 + (i >> 1 & 1) * 8;
+      const int n = n0 + i / 4 * 8 + (i & 1);
+      if (m >= p.rows || n >= p.columns) continue;
+      float* at = expert + m * p.strides[1] + n * p.strides[2];
+      const float value = empty ? 0.0f : acc[i];
+      *at = p.mode == GradStore::kAccumulate ? *at + value : value;
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

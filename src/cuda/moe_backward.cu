@@ -1,0 +1,259 @@
+// Backward on CUDA: dH (with A' and dS), dW2, dX~, dW1, dX, and the biases.
+#include <algorithm>
+
+#include "cuda/backend.h"
+#include "cuda/moe.h"
+#include "cuda/reduce/gradients.h"
+#include "cuda/reduce/sum_rows.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+struct BackwardScratch {
+  std::int64_t dh;       // (C, G, n)
+  std::int64_t a;        // (C, n) A'
+  std::int64_t dx;       // (C, d) dX~
+  std::int64_t weights;  // (C) scores by row
+  std::int64_t parts;    // (C, score tiles)
+  std::int64_t counters;
+  std::int64_t bytes;
+};
+
+std::int32_t score_tiles(const Problem& p) {
+  const int across = tile_shape(hidden_grad_tile()).n;
+  return static_cast<std::int32_t>((p.width + across - 1) / across);
+}
+
+BackwardScratch scratch_layout(const Problem& p) {
+  const std::int64_t capacity = row_capacity(p);
+  BackwardScratch s{};
+  std::int64_t at = 0;
+  const auto take = [&](std::int64_t bytes) {
+    const std::int64_t offset = at;
+    at += (bytes + 255) / 256 * 256;
+    return offset;
+  };
+  s.dh = take(gate_factor(p.activation.kind) * capacity * p.width * kElementBytes);
+  s.a = take(capacity * p.width * kElementBytes);
+  s.dx = take(capacity * p.hidden * kElementBytes);
+  s.weights = take(capacity * 4);
+  s.parts = take(capacity * score_tiles(p) * 4);
+  s.counters = take(kCounterBytes);
+  s.bytes = at;
+  return s;
+}
+
+/// The matrices of a weight, seen as the operand of a product over its other dimension.
+Tensor swapped(const Tensor& weight) {
+  Tensor t = weight;
+  std::swap(t.shape[1], t.shape[2]);
+  std::swap(t.stride[1], t.stride[2]);
+  return t;
+}
+
+struct Call {
+  const Problem& problem;
+  const BackwardArgs& args;
+  const Device& device;
+  const Metadata& metadata;
+  cudaStream_t stream;
+  Tensor dh;           // (C, G, n)
+  Tensor a;            // (C, n)
+  Tensor dx;           // (C, d)
+  float* row_weights;  // (C)
+  float* parts;
+  unsigned* counter;
+};
+
+bool gated(const Call& c) { return is_gated(c.problem.activation.kind); }
+
+GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t width) {
+  return {rows.data, c.metadata.row_token,
+          static_cast<std::int32_t>(rows.stride[0] * kElementBytes),
+          static_cast<std::int32_t>(width)};
+}
+
+void launch_hidden_grad(const Call& c) {
+  const Problem& p = c.problem;
+  const TileId tile = hidden_grad_tile();
+  const TileShape shape = tile_shape(tile);
+  const Tensor down = swapped(c.args.weights.down);
+  Tensor h = c.dh;
+  h.data = c.args.h.data;
+  HiddenGradParams params{};
+  params.producer = gathered(c, c.args.dout, p.hidden);
+  params.b.map[0] = weight_map(c.device, down, shape);
+  params.tiles = row_tiles(c.metadata, p.width, shape.n, p.hidden, nullptr);
+  params.epilogue.h_in = rows_map(c.device, h, 64);
+  params.epilogue.dh = ragged_map(c.device, c.dh);
+  params.epilogue.a = ragged_map(c.device, c.a);
+  params.epilogue.row_weight = c.row_weights;
+  params.epilogue.score_parts = c.parts;
+  params.epilogue.score_tiles = score_tiles(p);
+  params.epilogue.scalars = scalars_of(p.activation);
+  const KernelEntry& kernel =
+      find_kernel({Role::kHiddenGrad, p.dtype, tile, major_of(down), p.activation.kind});
+  launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
+}
+
+/// dX~ = dH W1: K runs through the gate, then through up.
+void launch_input_grad(const Call& c) {
+  const Problem& p = c.problem;
+  const Weights& w = c.args.weights;
+  const TileId tile = row_tile(p.hidden, p.width * (gated(c) ? 2 : 1));
+  const TileShape shape = tile_shape(tile);
+  const Tensor first = swapped(gated(c) ? w.gate : w.up);
+  DownParams params{};
+  params.producer.rows = rows_map(c.device, c.dh, shape.m);
+  params.b.map[0] = weight_map(c.device, first, shape);
+  if (gated(c)) params.b.map[1] = weight_map(c.device, swapped(w.up), shape);
+  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, p.width, c.counter);
+  params.tiles.k_parts = gated(c) ? 2 : 1;
+  params.epilogue.out = ragged_map(c.device, c.dx);
+  params.epilogue.width = static_cast<std::int32_t>(p.hidden);
+  const KernelEntry& kernel =
+      find_kernel({Role::kDown, p.dtype, tile, major_of(first), ActivationKind::kSwiGLU});
+  launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
+}
+
+/// One weight gradient: `out` seen as (E, M = d, N = n), from gathered rows (T, d) and part `part`
+/// of grouped rows (C, parts, n).
+struct WeightGrad {
+  Tensor gathered;
+  Tensor rows;
+  std::int32_t part;
+  Tensor out;
+};
+
+void launch_weight_grad(const Call& c, const WeightGrad& g) {
+  const Problem& p = c.problem;
+  const TileId tile = weight_grad_tile();
+  const TileShape shape = tile_shape(tile);
+  const Major order = major_of(g.out);
+  WeightGradParams params{};
+  params.producer = gathered(c, g.gathered, p.hidden);
+  params.b.map[0] = rows_map(c.device, g.rows, kDepth);
+  params.b.first_part = g.part;
+  ExpertTiles::Params& tiles = params.tiles;
+  tiles.expert_begin = c.metadata.expert_begin;
+  tiles.expert_rows = c.metadata.expert_rows;
+  tiles.experts = static_cast<std::int32_t>(p.experts);
+  tiles.rows = static_cast<std::int32_t>(p.hidden);
+  tiles.row_tiles = (tiles.rows + shape.cluster_rows() - 1) / shape.cluster_rows();
+  tiles.column_step = shape.n;
+  tiles.column_tiles = static_cast<std::int32_t>((p.width + shape.n - 1) / shape.n);
+  StoreExpertParams& out = params.epilogue;
+  out.rows = tiles.rows;
+  out.columns = static_cast<std::int32_t>(p.width);
+  if (g.out.dtype == DType::kF32) {
+    out.mode =
+        c.args.grad_mode == GradMode::kAccumulate ? GradStore::kAccumulate : GradStore::kFloat;
+    out.data = static_cast<float*>(g.out.data);
+    std::copy_n(g.out.stride, 3, out.strides);
+  } else {
+    const Tensor lines = order == Major::kK ? g.out : swapped(g.out);
+    out.map = encode_map(c.device, p.dtype, lines.data,
+                         {{lines.shape[2], 1, 64},
+                          {lines.shape[1], lines.stride[1], 64},
+                          {lines.shape[0], lines.stride[0], 1}});
+  }
+  const KernelEntry& kernel =
+      find_kernel({Role::kWeightGrad, p.dtype, tile, order, ActivationKind::kSwiGLU});
+  launch_gemm(c.device, kernel, &params, p.experts * tiles.row_tiles * tiles.column_tiles,
+              c.stream);
+}
+
+void launch_weight_grads(const Call& c) {
+  const Weights& g = c.args.grads;
+  const Tensor a_rows = c.a;
+  if (g.down.data != nullptr) launch_weight_grad(c, {c.args.dout, a_rows, 0, g.down});
+  if (g.gate.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, 0, swapped(g.gate)});
+  if (g.up.data != nullptr) {
+    launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, swapped(g.up)});
+  }
+}
+
+void launch_bias_grads(const Call& c) {
+  const Weights& g = c.args.grads;
+  const std::int64_t n = c.problem.width;
+  const auto hidden = [&](const Tensor& out, std::int64_t part) {
+    if (out.data == nullptr) return;
+    const auto* rows = static_cast<const std::uint16_t*>(c.dh.data) + part * n;
+    sum_columns(c.problem, c.metadata,
+                {rows, c.dh.stride[0], nullptr, nullptr, out, c.args.grad_mode}, c.stream);
+  };
+  hidden(g.b_gate, 0);
+  hidden(g.b_up, gated(c) ? 1 : 0);
+  if (g.b_down.data != nullptr) {
+    sum_columns(c.problem, c.metadata,
+                {c.args.dout.data, c.args.dout.stride[0], c.metadata.row_token, c.row_weights,
+                 g.b_down, c.args.grad_mode},
+                c.stream);
+  }
+}
+
+/// No rows at all: every gradient that is written is zero.
+void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
+  if (args.dx.data != nullptr) clear(args.dx, stream);
+  if (args.dweights.data != nullptr) clear(args.dweights, stream);
+  if (args.grad_mode == GradMode::kAccumulate) return;
+  const Weights& g = args.grads;
+  for (const Tensor* t : {&g.gate, &g.up, &g.down, &g.b_gate, &g.b_up, &g.b_down}) {
+    if (t->data != nullptr) clear(*t, stream);
+  }
+}
+
+}  // namespace
+
+std::int64_t backward_scratch_bytes(const Problem& problem) {
+  return scratch_layout(problem).bytes;
+}
+
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
+  const Device& device = device_of(exec);
+  check_problem(problem);
+  check_rows("x", args.x);
+  check_rows("dout", args.dout);
+  if (args.dx.data != nullptr) check_rows("dx", args.dx);
+  check_weights(problem, args.weights);
+  check_grads(args.grads);
+  const cudaStream_t stream = stream_of(exec);
+  const std::int64_t capacity = row_capacity(problem);
+  if (capacity == 0 || problem.tokens == 0) {
+    clear_gradients(args, stream);
+    return;
+  }
+  const BackwardScratch s = scratch_layout(problem);
+  const Metadata metadata = metadata_layout(problem, args.saved.data);
+  const auto at = [&](std::int64_t offset) {
+    return static_cast<void*>(static_cast<std::uint8_t*>(args.scratch.data) + offset);
+  };
+  const std::int64_t parts = gate_factor(problem.activation.kind);
+  const Call call{problem,
+                  args,
+                  device,
+                  metadata,
+                  stream,
+                  tensor3(at(s.dh), problem.dtype, capacity, parts, problem.width),
+                  tensor2(at(s.a), problem.dtype, capacity, problem.width),
+                  tensor2(at(s.dx), problem.dtype, capacity, problem.hidden),
+                  static_cast<float*>(at(s.weights)),
+                  static_cast<float*>(at(s.parts)),
+                  static_cast<unsigned*>(at(s.counters))};
+  check_cuda(cudaMemsetAsync(call.counter, 0, kCounterBytes, stream), "clearing counters");
+  gather_row_weights(problem, metadata, args.routing.weights, call.row_weights, stream);
+  launch_hidden_grad(call);
+  if (args.dweights.data != nullptr) {
+    finish_scores(problem, metadata,
+                  {call.parts, score_tiles(problem), args.dout, args.weights.b_down, args.dweights},
+                  stream);
+  }
+  launch_weight_grads(call);
+  launch_bias_grads(call);
+  if (args.dx.data != nullptr) {
+    launch_input_grad(call);
+    sum_rows(problem, metadata, call.dx.data, Tensor{}, args.dx, stream);
+  }
+}
+
+}  // namespace sonicmoe::cuda

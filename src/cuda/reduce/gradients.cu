@@ -1,0 +1,225 @@
+#include <algorithm>
+
+#include "cuda/device.h"
+#include "cuda/epilogues/element.cuh"
+#include "cuda/reduce/gradients.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kBlock = 256;
+constexpr int kRowBlocks = 16;  // blocks that share an expert's rows
+
+/// Where the value of a slot lies: (T, K) by two strides, or a list by one.
+struct SlotView {
+  float* data;
+  std::int64_t strides[2];
+  std::int32_t columns;
+
+  __device__ float* at(std::int64_t slot) const {
+    const auto s = static_cast<unsigned>(slot);
+    const unsigned row = s / static_cast<unsigned>(columns);
+    return data + row * strides[0] + (s - row * static_cast<unsigned>(columns)) * strides[1];
+  }
+};
+
+SlotView slots_of(const Tensor& t) {
+  const bool matrix = t.rank == 2;
+  return {static_cast<float*>(t.data),
+          {t.stride[0], matrix ? t.stride[1] : 0},
+          matrix ? static_cast<std::int32_t>(t.shape[1]) : 1};
+}
+
+__global__ void row_weights_kernel(const Metadata m, const SlotView weights, float* out) {
+  const std::int32_t begin = m.expert_begin[blockIdx.x];
+  const std::int32_t rows = m.expert_rows[blockIdx.x];
+  for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += kRowBlocks * kBlock) {
+    const std::int32_t row = begin + i;
+    out[row] = weights.data == nullptr ? 1.0f : *weights.at(m.row_slot[row]);
+  }
+}
+
+struct ScoreKernel {
+  const float* parts;
+  std::int32_t tiles;
+  std::int32_t hidden;
+  const void* dout;
+  std::int64_t dout_stride;
+  Bias b_down;
+  SlotView out;
+};
+
+/// Without a bias the parts are all there is: a thread a row.
+__global__ void score_parts_kernel(const Metadata m, const ScoreKernel a) {
+  const std::int32_t begin = m.expert_begin[blockIdx.x];
+  const std::int32_t rows = m.expert_rows[blockIdx.x];
+  for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += kRowBlocks * kBlock) {
+    const std::int64_t row = begin + i;
+    float parts = 0.0f;
+    for (int t = 0; t < a.tiles; t++) parts += a.parts[row * a.tiles + t];
+    *a.out.at(m.row_slot[row]) = parts;
+  }
+}
+
+/// A warp a row: lanes share the dot product with the bias, then add up in a fixed order.
+template <class Element>
+__global__ void scores_kernel(const Metadata m, const ScoreKernel a) {
+  const int expert = blockIdx.x;
+  const std::int32_t begin = m.expert_begin[expert];
+  const std::int32_t rows = m.expert_rows[expert];
+  const int lane = threadIdx.x & 31;
+  const int warp = (blockIdx.y * kBlock + threadIdx.x) / 32;
+  const auto* bias = static_cast<const Element*>(a.b_down.data) + expert * a.b_down.expert_stride;
+  for (int i = warp; i < rows; i += kRowBlocks * kBlock / 32) {
+    const std::int64_t row = begin + i;
+    float sum = 0.0f;
+    const auto* dout = static_cast<const Element*>(a.dout) + m.row_token[row] * a.dout_stride;
+    for (int c = lane; c < a.hidden; c += 32) {
+      sum = fmaf(static_cast<float>(dout[c]), static_cast<float>(bias[c * a.b_down.column_stride]),
+                 sum);
+    }
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if (lane != 0) continue;
+    float parts = 0.0f;
+    for (int t = 0; t < a.tiles; t++) parts += a.parts[row * a.tiles + t];
+    *a.out.at(m.row_slot[row]) = parts + sum;
+  }
+}
+
+struct ColumnKernel {
+  const void* source;
+  std::int64_t row_stride;
+  const std::int32_t* index;
+  const float* weights;
+  void* out;
+  std::int64_t strides[2];
+  std::int32_t columns;
+  std::int32_t floats;  // output is fp32
+  std::int32_t accumulate;
+};
+
+/// 64 columns of an expert: 8 threads across, 32 down, each over every 32nd row.
+template <class Element>
+__global__ void columns_kernel(const Metadata m, const ColumnKernel a) {
+  __shared__ float sums[32][65];
+  const int expert = blockIdx.y;
+  const std::int32_t begin = m.expert_begin[expert];
+  const std::int32_t rows = m.expert_rows[expert];
+  const int down = threadIdx.x >> 3;
+  const int column = blockIdx.x * 64 + (threadIdx.x & 7) * 8;
+  float sum[8] = {};
+  for (int i = down; i < rows && column < a.columns; i += 32) {
+    const std::int32_t row = begin + i;
+    const std::int64_t from = a.index != nullptr ? a.index[row] : row;
+    const float weight = a.weights != nullptr ? a.weights[row] : 1.0f;
+    const uint4 v = *reinterpret_cast<const uint4*>(static_cast<const Element*>(a.source) +
+                                                    from * a.row_stride + column);
+    const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      sum[2 * w] = fmaf(weight, Pair<Element>::low(words[w]), sum[2 * w]);
+      sum[2 * w + 1] = fmaf(weight, Pair<Element>::high(words[w]), sum[2 * w + 1]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 8; j++) sums[down][(threadIdx.x & 7) * 8 + j] = sum[j];
+  __syncthreads();
+  const int c = blockIdx.x * 64 + threadIdx.x;
+  if (threadIdx.x >= 64 || c >= a.columns || (a.accumulate != 0 && rows == 0)) return;
+  float total = 0.0f;
+  for (int r = 0; r < 32; r++) total += sums[r][threadIdx.x];
+  const std::int64_t at = expert * a.strides[0] + c * a.strides[1];
+  if (a.floats == 0) {
+    static_cast<Element*>(a.out)[at] = static_cast<Element>(total);
+  } else {
+    float* out = static_cast<float*>(a.out) + at;
+    *out = a.accumulate != 0 ? *out + total : total;
+  }
+}
+
+struct ClearKernel {
+  void* data;
+  std::int64_t shape[3];
+  std::int64_t stride[3];
+  std::int32_t bytes;
+};
+
+__global__ void clear_kernel(const ClearKernel a) {
+  const std::int64_t count = a.shape[0] * a.shape[1] * a.shape[2];
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += step) {
+    const std::int64_t line = i / a.shape[2];
+    const std::int64_t at = line / a.shape[1] * a.stride[0] + line % a.shape[1] * a.stride[1] +
+                            i % a.shape[2] * a.stride[2];
+    if (a.bytes == 2) {
+      static_cast<std::uint16_t*>(a.data)[at] = 0;
+    } else {
+      static_cast<std::uint32_t*>(a.data)[at] = 0;
+    }
+  }
+}
+
+dim3 expert_grid(const Problem& p) { return dim3(static_cast<unsigned>(p.experts), kRowBlocks); }
+
+}  // namespace
+
+void gather_row_weights(const Problem& problem, const Metadata& metadata, const Tensor& weights,
+                        float* out, cudaStream_t stream) {
+  row_weights_kernel<<<expert_grid(problem), kBlock, 0, stream>>>(metadata, slots_of(weights), out);
+  check_cuda(cudaGetLastError(), "launching the row weights");
+}
+
+void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
+                   cudaStream_t stream) {
+  clear(args.out, stream);
+  const ScoreKernel a{args.parts,
+                      args.tiles,
+                      static_cast<std::int32_t>(problem.hidden),
+                      args.dout.data,
+                      args.dout.stride[0],
+                      {args.b_down.data, args.b_down.stride[0], args.b_down.stride[1]},
+                      slots_of(args.out)};
+  const auto kernel = args.b_down.data == nullptr     ? score_parts_kernel
+                      : problem.dtype == DType::kBF16 ? scores_kernel<__nv_bfloat16>
+                                                      : scores_kernel<__half>;
+  kernel<<<expert_grid(problem), kBlock, 0, stream>>>(metadata, a);
+  check_cuda(cudaGetLastError(), "launching the gradient of the scores");
+}
+
+void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnSum& args,
+                 cudaStream_t stream) {
+  const auto columns = static_cast<std::int32_t>(args.out.shape[1]);
+  const ColumnKernel a{args.source,
+                       args.row_stride,
+                       args.index,
+                       args.weights,
+                       args.out.data,
+                       {args.out.stride[0], args.out.stride[1]},
+                       columns,
+                       args.out.dtype == DType::kF32 ? 1 : 0,
+                       args.mode == GradMode::kAccumulate ? 1 : 0};
+  const auto kernel =
+      problem.dtype == DType::kBF16 ? columns_kernel<__nv_bfloat16> : columns_kernel<__half>;
+  const dim3 grid(static_cast<unsigned>((columns + 63) / 64),
+                  static_cast<unsigned>(problem.experts));
+  kernel<<<grid, kBlock, 0, stream>>>(metadata, a);
+  check_cuda(cudaGetLastError(), "launching the gradient of a bias");
+}
+
+void clear(const Tensor& t, cudaStream_t stream) {
+  ClearKernel a{t.data, {1, 1, 1}, {0, 0, 0}, static_cast<std::int32_t>(dtype_bytes(t.dtype))};
+  std::int64_t count = 1;
+  for (std::int32_t i = 0; i < t.rank; i++) {
+    a.shape[3 - t.rank + i] = t.shape[i];
+    a.stride[3 - t.rank + i] = t.stride[i];
+    count *= t.shape[i];
+  }
+  if (count == 0) return;
+  const auto grid =
+      static_cast<unsigned>(std::min<std::int64_t>((count + kBlock - 1) / kBlock, 4096));
+  clear_kernel<<<grid, kBlock, 0, stream>>>(a);
+  check_cuda(cudaGetLastError(), "launching a clear");
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,43 @@
+// The small gradients: scores, biases, and zeros where nothing was routed.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/metadata.h"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cuda {
+
+/// out[row] = the routing weight of the row (1 where there are none).
+void gather_row_weights(const Problem& problem, const Metadata& metadata, const Tensor& weights,
+                        float* out, cudaStream_t stream);
+
+/// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>); 0 for empty slots.
+struct ScoreGrad {
+  const float* parts;  ///< (C, tiles)
+  std::int32_t tiles;
+  Tensor dout;    ///< (T, d)
+  Tensor b_down;  ///< (E, d) or absent
+  Tensor out;     ///< dweights
+};
+void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
+                   cudaStream_t stream);
+
+/// out[e] = sum over the rows of e of weight * source[index[row]], in a fixed order.
+struct ColumnSum {
+  const void* source;         ///< rows of 16-bit elements
+  std::int64_t row_stride;    ///< elements
+  const std::int32_t* index;  ///< null: the row itself
+  const float* weights;       ///< by row; null: 1
+  Tensor out;                 ///< (E, columns), elements or fp32
+  GradMode mode;
+};
+void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnSum& args,
+                 cudaStream_t stream);
+
+/// Zero in every element of a view of any strides.
+void clear(const Tensor& tensor, cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda
