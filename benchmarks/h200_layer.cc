@@ -1,9 +1,10 @@
 // Times the layer on one CUDA device through the C++ interface.
 //
 // usage: h200_layer [CONFIG...]
-// One line a configuration: milliseconds and TFLOP/s of forward (6 T K n d flops), hot (back to
-// back, the first 40 % of a burst dropped) and cool (30 ms of idling, one warm call, one timed).
-// Routing is top-K of uniform noise. Compare with a bound measured in the same session only.
+// One line a configuration: milliseconds and TFLOP/s of forward (6 T K n d flops) and backward
+// (12), hot (back to back, the first 40 % of a burst dropped) and cool (30 ms of idling, one warm
+// call, one timed). Routing is top-K of uniform noise. Compare with a bound measured in the same
+// session only.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -209,9 +210,36 @@ void measure(const Config& c, const cuda::Device* device, cudaStream_t stream) {
   const double host =
       std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
   must(cudaStreamSynchronize(stream), "forward");
+  const Sizes back = moe_sizes(problem, Pass::kBackward, exec);
+  DeviceBuffer back_scratch(back.scratch_bytes), dout(x_count * 2), dx(x_count * 2);
+  DeviceBuffer dw1(w1_count * 2), dw2(w1_count),
+      dweights(static_cast<std::int64_t>(host_ids.size()) * 4);
+  fill_normal(dout, x_count, 1.0f, 4);
+  BackwardArgs grads;
+  grads.x = args.x;
+  grads.routing = args.routing;
+  grads.weights = args.weights;
+  grads.dout = tensor2(dout.data(), kType, c.tokens, c.hidden);
+  grads.h = args.h;
+  grads.saved = args.saved;
+  grads.scratch = back_scratch.buffer();
+  grads.dx = tensor2(dx.data(), kType, c.tokens, c.hidden);
+  grads.dweights = tensor2(dweights.data(), DType::kF32, c.tokens, c.top_k);
+  grads.grads = args.weights;
+  grads.grads.gate.data = dw1.data();
+  grads.grads.up.data = static_cast<std::uint16_t*>(dw1.data()) + c.width * c.hidden;
+  grads.grads.down.data = dw2.data();
+  const auto backward = [&] { moe_backward(problem, grads, exec); };
+  backward();
+  must(cudaStreamSynchronize(stream), "the first backward");
+  const double back_hot = hot_ms(timer, backward);
+  const double back_cool = cool_ms(timer, backward);
   const double flops = 6.0 * static_cast<double>(c.tokens * c.top_k) * c.width * c.hidden;
-  std::printf("%-12s fwd hot %8.4f ms %6.1f TFLOP/s  cool %8.4f ms %6.1f TFLOP/s  host %5.1f us\n",
-              c.name, hot, flops / hot * 1e-9, cool, flops / cool * 1e-9, host / 20);
+  std::printf(
+      "%-12s fwd hot %8.4f ms %6.1f cool %8.4f ms %6.1f TFLOP/s, host %5.1f us; bwd hot "
+      "%8.4f ms %6.1f cool %8.4f ms %6.1f TFLOP/s\n",
+      c.name, hot, flops / hot * 1e-9, cool, flops / cool * 1e-9, host / 20, back_hot,
+      2 * flops / back_hot * 1e-9, back_cool, 2 * flops / back_cool * 1e-9);
   std::fflush(stdout);
 }
 

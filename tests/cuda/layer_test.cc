@@ -45,7 +45,8 @@ Implementation cuda_implementation(const cuda::Device* device) {
   Implementation implementation = public_api(exec);
   implementation.memory = device_memory();
   implementation.serves = serves;
-  if (cuda_backend()->moe_backward == nullptr) implementation.moe_backward = nullptr;
+  if (cuda_backend()->grouped_gemm == nullptr) implementation.grouped_gemm = nullptr;
+  if (cuda_backend()->grouped_gemm_k == nullptr) implementation.grouped_gemm_k = nullptr;
   return implementation;
 }
 
