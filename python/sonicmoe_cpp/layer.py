@@ -98,7 +98,7 @@ def _main_gradients(grad_accum, weights: _Weights) -> tuple:
         ("grad_accum[1]", grad_accum[1], weights.w_down),
     ):
         if g is not None:
-            _checks.tensor(name, g, (torch.float32,))
+            _checks.tensor(name, g, (_ops.score_dtype(w),))
             _checks.shape(name, g, "its weight's shape", tuple(w.shape))
             _checks.on_device(name, g, w)
     return g_gate, g_up, grad_accum[1]
@@ -175,8 +175,8 @@ def moe(
     x (T, d); topk_ids (T, K) int32 or int64, an id < 0 or >= E is an empty slot; topk_weights
     (T, K); w_up (E, G*n, d), or a tuple (gate, up) of (E, n, d); w_down (E, d, n); b_up (E, G*n);
     b_down (E, d). Weights may have any non-overlapping strides and are never copied.
-    grad_accum=(g_up, g_down) are fp32 buffers of the weights' shapes: backward adds the weights'
-    gradients to them and gives None to the weights. Returns (T, d).
+    grad_accum=(g_up, g_down) are fp32 buffers (fp64 beside fp64) of the weights' shapes: backward
+    adds the weights' gradients to them and gives None to the weights. Returns (T, d).
     """
     options = {"b_up": b_up, "b_down": b_down, "activation": activation}
     options |= {"gate_layout": gate_layout, "grad_accum": grad_accum}
