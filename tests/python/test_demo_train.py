@@ -20,15 +20,6 @@ from lm.model import ROUTINGS, build, generate, rotary_table, rotate
 from train_lm import main
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These models are too small to share out; idle threads would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def text(tmp_path):
     """A folder of text."""
