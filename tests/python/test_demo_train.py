@@ -68,8 +68,9 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, text, name, pau
     assert len(whole.history.train_loss) == config.steps
 
 
-def test_both_runs_start_equal_and_differ_by_their_routing(tmp_path, text):
-    config = tiny(text)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_runs_start_equal_and_differ_by_their_routing(tmp_path, text, precision):
+    config = tiny(text, precision=precision)
     corpus = data.load_corpus(config)
     runs = [trainer.Run(name, config, corpus, tmp_path / name) for name in ROUTINGS]
     assert same_bits(weights(runs[0]), weights(runs[1]))
