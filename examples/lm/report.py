@@ -105,11 +105,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.axhline(
             loss, color="#444444", linestyle=style, linewidth=1.2, label=f"{name}: {loss:.3f}"
         )
-    top = max(report["baselines"].values()) + 0.6
-    lowest = min(
-        min(run["history"]["val_loss"] + [run["val_loss"]]) for run in report["runs"].values()
-    )
-    axes.set_ylim(min(lowest, report["baselines"]["bigram"]) - 0.3, top)
+    lowest = [report["baselines"]["bigram"]]
+    for run in report["runs"].values():
+        lowest += [*smooth(run["history"]["train_loss"]), *run["history"]["val_loss"]]
+    axes.set_ylim(min(lowest) - 0.15, max(report["baselines"].values()) + 0.6)
     axes.set_xlim(left=0)
     axes.set_xlabel("training tokens (millions)")
     axes.set_ylabel("loss (nats per token)")
