@@ -101,16 +101,19 @@ void launch_gemm(const Device& device, const KernelEntry& kernel, const void* pa
       "setting a kernel's shared memory");
   const std::int64_t clusters =
       std::min<std::int64_t>(device.multiprocessors / shape.cluster, tiles);
-  cudaLaunchAttribute attributes[1];
+  cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  // The kernel waits for the one before it itself, so its prologue may overlap that one's end.
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(clusters * shape.cluster));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = 1;
+  config.numAttrs = 2;
   void* arguments[] = {const_cast<void*>(params)};
   check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments), "launching a kernel");
 }

@@ -26,7 +26,6 @@ struct RowTiles {
     unsigned* counter;          ///< zero before the launch; dynamic order only
     std::int32_t column_tiles;  ///< tiles along N
     std::int32_t column_step;   ///< output columns of a tile
-    std::int32_t rows_fastest;  ///< within an expert: 1 M fastest, 0 N fastest
     std::int32_t k_tiles;       ///< k tiles of one part of K
     std::int32_t k_parts;       ///< 2: K runs through gate, then up
   };
@@ -43,18 +42,10 @@ struct RowTiles {
   static __device__ __forceinline__ Work work(const Params& p, int t) {
     const auto across = static_cast<unsigned>(p.column_tiles);
     const int index = static_cast<unsigned>(t) / across;
+    const int n = t - index * across;
     const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
     const TileRecord record{raw.x, raw.y, raw.z, raw.w};
-    int m = index - record.first;
-    int n = t - index * p.column_tiles;
-    if (p.rows_fastest != 0) {
-      const unsigned tall =
-          (static_cast<unsigned>(record.rows) + kShape.cluster_rows() - 1) / kShape.cluster_rows();
-      const unsigned local = t - record.first * across;
-      n = local / tall;
-      m = local - n * tall;
-    }
-    const int offset = m * kShape.cluster_rows();
+    const int offset = (index - record.first) * kShape.cluster_rows();
     return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0};
   }
 };
