@@ -44,15 +44,19 @@ SONICMOE_HD std::int64_t score_count(const RoundBounds& b, std::uint64_t gained,
   return gained < lost ? b.hi : b.lo;
 }
 
-/// The choice that keeps |running| small, running = sum of (kept - f) over the experts before.
+/// Balanced: of the changes -down = lo - f and up = hi - f, the one that keeps |running + change|
+/// smaller, running = sum of the changes of the experts before; a tie goes to `nearest`.
+template <class Int>
+SONICMOE_HD Int balanced_change(Int down, Int up, Int nearest, Int running) {
+  const Int with_lo = running > down ? running - down : down - running;
+  const Int with_hi = running + up < 0 ? -(running + up) : running + up;
+  const Int closer = with_lo < with_hi ? -down : up;
+  return with_lo == with_hi ? nearest : closer;
+}
+
 SONICMOE_HD std::int64_t balanced_count(const RoundBounds& b, std::int64_t tile,
                                         std::int64_t running) {
-  const std::int64_t with_lo = running + b.lo - b.f;
-  const std::int64_t with_hi = running + b.hi - b.f;
-  const std::int64_t abs_lo = with_lo < 0 ? -with_lo : with_lo;
-  const std::int64_t abs_hi = with_hi < 0 ? -with_hi : with_hi;
-  if (abs_lo != abs_hi) return abs_lo < abs_hi ? b.lo : b.hi;
-  return nearest_count(b, tile);
+  return b.f + balanced_change(b.f - b.lo, b.hi - b.f, nearest_count(b, tile) - b.f, running);
 }
 
 }  // namespace sonicmoe

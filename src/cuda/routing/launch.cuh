@@ -59,36 +59,42 @@ struct RowChoice {
   using Item = ItemType;
 };
 
-template <class Logit, class Item, class Body>
-void with_experts(int experts, const Body& body) {
-  if (experts <= 64) {
-    body(RowChoice<Row<Logit, 8, 8>, Item>{});
-  } else if (experts <= 128) {
-    body(RowChoice<Row<Logit, 16, 8>, Item>{});
-  } else if (experts <= 256) {
-    body(RowChoice<Row<Logit, 32, 8>, Item>{});
-  } else if (experts <= 512) {
-    body(RowChoice<Row<Logit, 32, 16>, Item>{});
+/// How a warp's rows are finished: kTogether needs Row::kPasses, kOneByOne has one pass.
+enum class Finish { kTogether, kOneByOne };
+
+template <class Logit, class Item, Finish kFinish, class Body>
+void with_experts(const RouteParams& p, const Body& body) {
+  constexpr int kFew = kFinish == Finish::kTogether ? 8 : 32;
+  if (p.experts <= 64 && p.top_k <= 8) {
+    body(RowChoice<Row<Logit, 8, 8, 8>, Item>{});
+  } else if (p.experts <= 128 && p.top_k <= 16) {
+    body(RowChoice<Row<Logit, 16, 8, 16>, Item>{});
+  } else if (p.experts <= 256 && p.top_k <= 8) {
+    body(RowChoice<Row<Logit, 32, 8, kFew>, Item>{});
+  } else if (p.experts <= 256) {
+    body(RowChoice<Row<Logit, 32, 8, 32>, Item>{});
+  } else if (p.experts <= 512) {
+    body(RowChoice<Row<Logit, 32, 16, 32>, Item>{});
   } else {
-    body(RowChoice<Row<Logit, 32, 32>, Item>{});
+    body(RowChoice<Row<Logit, 32, 32, 32>, Item>{});
   }
 }
 
-/// Calls body(RowChoice) for the logits' dtype and E. bf16 logits that are themselves the selection
-/// value are compared as 16 bits.
-template <class Body>
+/// Calls body(RowChoice) for the logits' dtype, E and K. bf16 logits that are themselves the
+/// selection value are compared as 16 bits.
+template <Finish kFinish, class Body>
 void with_row(const RouteParams& p, DType dtype, const Body& body) {
   if (dtype == DType::kF32) {
-    with_experts<float, std::uint64_t>(p.experts, body);
+    with_experts<float, std::uint64_t, kFinish>(p, body);
   } else if (dtype == DType::kF16) {
-    with_experts<__half, std::uint64_t>(p.experts, body);
+    with_experts<__half, std::uint64_t, kFinish>(p, body);
   } else if (dtype != DType::kBF16) {
     throw Error(Status::kUnsupported, std::string("logits is ") + dtype_name(dtype) +
                                           ", routing on CUDA takes bf16, f16 or f32");
   } else if (p.score == ScoreMode::kSigmoid || p.n_group > 0) {
-    with_experts<__nv_bfloat16, std::uint64_t>(p.experts, body);
+    with_experts<__nv_bfloat16, std::uint64_t, kFinish>(p, body);
   } else {
-    with_experts<__nv_bfloat16, std::uint32_t>(p.experts, body);
+    with_experts<__nv_bfloat16, std::uint32_t, kFinish>(p, body);
   }
 }
 
@@ -98,7 +104,13 @@ void with_plain_row(const RouteParams& p, DType dtype, const Body& body) {
   RouteParams plain = p;
   plain.score = ScoreMode::kSoftmaxBeforeTopK;
   plain.n_group = 0;
-  with_row(plain, dtype, body);
+  with_row<Finish::kOneByOne>(plain, dtype, body);
+}
+
+/// Rows that a block of `threads` finishes.
+template <class R>
+constexpr int rows_of_block(int threads) {
+  return threads / 32 * R::kRowsPerWarp;
 }
 
 inline unsigned blocks_of(std::int64_t items, std::int64_t per_block) {

@@ -54,62 +54,65 @@ std::size_t rank_shared(const RouteParams& p) {
          static_cast<std::size_t>(p.experts) * 4;
 }
 
-/// One token: its route, and its keys as a row of the tile.
-template <class R, class Item>
-__device__ void rank_token(const RouteParams& p, const RoundScratch& s, std::int64_t token,
-                           std::uint32_t* keys, std::uint32_t* groups, std::int32_t* seen) {
-  const bool real = token < p.tokens;
-  if (!real) token = p.tokens - 1;
-  R r;
-  r.load(p, token);
-  Softmax all{};
-  if (p.score != ScoreMode::kSigmoid) all = r.softmax();
+/// A lane's probabilities as rank keys, nobody chosen yet.
+template <class R>
+__device__ void store_keys(const RouteParams& p, const R& r, const Softmax& s,
+                           std::uint32_t* keys) {
   float probability[R::kValues];
-  r.probabilities(p, all, probability);
+  r.probabilities(p, s, probability);
 #pragma unroll
   for (int v = 0; v < R::kValues; v += 4) {
     const uint4 four = {key::rank_key(probability[v], 0), key::rank_key(probability[v + 1], 0),
                         key::rank_key(probability[v + 2], 0), key::rank_key(probability[v + 3], 0)};
     *reinterpret_cast<uint4*>(keys + R::first() + v) = four;
   }
-  int ids[R::kSlots];
-  r.template select<Item>(p, groups, ids);
-  float slot_x[R::kSlots];
-  float raw[R::kSlots];
-  float weights[R::kSlots];
-#pragma unroll
-  for (int i = 0; i < R::kSlots; i++) slot_x[i] = R::reload(p, token, ids[i]);
-  R::raw_scores(p, all, ids, slot_x, raw);
-  R::weigh(p, ids, raw, weights);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < R::kSlots; i++) {
-    const int k = i * R::kLanes + R::lane();
-    if (k >= p.top_k || !real) continue;
-    s.ids[token * p.top_k + k] = ids[i];
-    s.weights[token * p.top_k + k] = weights[i];
-    if (ids[i] < 0) continue;
-    keys[ids[i]] |= key::kChosen;
-    atomicAdd(&seen[ids[i]], 1);
+}
+
+/// A warp's rows from `first` on: their routes, and their keys as rows of the tile.
+template <class R, class Item>
+__device__ void rank_rows(const RouteParams& p, const RoundScratch& s, std::int64_t first,
+                          std::uint32_t* tile, std::uint32_t* groups, std::int32_t* seen) {
+  constexpr int kStride = tile_stride(R::kLanes * R::kValues);
+  Softmax all{};
+  Item mine = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < R::kPasses; pass++) {
+    const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
+    Softmax own{};
+    const R r = read_row<R>(p, token, groups, pass, p.score != ScoreMode::kSigmoid, &own, &mine);
+    store_keys(p, r, own, tile + R::read_row(pass) * kStride);
+    if (R::in_pass(pass)) all = own;
   }
+  __syncwarp();
+  const std::int64_t row = first + R::slot_row();
+  const std::int64_t token = min(row, p.tokens - 1);
+  const int id = item_expert(mine);
+  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float weight = R::weigh(p, id, raw);
+  if (R::slot() >= p.top_k || row >= p.tokens) return;
+  s.ids[token * p.top_k + R::slot()] = id;
+  s.weights[token * p.top_k + R::slot()] = weight;
+  if (id < 0) return;
+  tile[R::slot_row() * kStride + id] |= key::kChosen;
+  atomicAdd(&seen[id], 1);
 }
 
 template <class R, class Item>
-__global__ void __launch_bounds__(kRankThreads) rank_tokens(RouteParams p, RoundScratch s) {
-  extern __shared__ __align__(16) std::uint32_t shared[];
+__global__ void __launch_bounds__(kRankThreads, R::kValues == 8 ? 3 : 1)
+    rank_tokens(RouteParams p, RoundScratch s) {
+  extern __shared__ __align__(16) std::uint32_t tile[];
   constexpr int kStride = tile_stride(R::kLanes * R::kValues);
-  constexpr int kRows = kRankThreads / R::kLanes;  // tokens at a time
-  std::uint32_t* tile = shared;
-  std::uint32_t* groups =
-      tile + kRankTokens * kStride + threadIdx.x / R::kLanes * R::group_words(p.n_group);
-  auto* seen = reinterpret_cast<std::int32_t*>(tile + kRankTokens * kStride +
-                                               kRows * R::group_words(p.n_group));
+  std::uint32_t* groups = tile + kRankTokens * kStride;
+  auto* seen = reinterpret_cast<std::int32_t*>(groups + kRankThreads / R::kLanes *
+                                                            R::group_words(p.n_group));
   for (int e = threadIdx.x; e < p.experts; e += kRankThreads) seen[e] = 0;
   __syncthreads();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kRankTokens;
 #pragma unroll 1
-  for (int i = threadIdx.x / R::kLanes; i < kRankTokens; i += kRows) {
-    rank_token<R, Item>(p, s, first + i, tile + i * kStride, groups, seen);
+  for (int i = threadIdx.x / 32 * R::kRowsPerWarp; i < kRankTokens;
+       i += rows_of_block<R>(kRankThreads)) {
+    rank_rows<R, Item>(p, s, first + i, tile + i * kStride,
+                       groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), seen);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < p.experts; e += kRankThreads) {
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_tokens(RouteParams p, Round
   }
 }
 
-/// Numbers that select and write share.
+/// What the kernels by expert need to know.
 struct RoundParams {
   std::int64_t tile;
   std::uint64_t seed;
@@ -139,23 +142,34 @@ struct RoundParams {
   float scale;
 };
 
-/// The running sum of the experts before this one; every thread gets it.
-__device__ std::int64_t balance_before(const RoundParams& p, const std::int32_t* counts) {
-  __shared__ std::int32_t all[kMaxExperts];
-  __shared__ std::int64_t result;
-  for (int e = threadIdx.x; e < static_cast<int>(blockIdx.x); e += kSelectThreads)
-    all[e] = counts[e];
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    std::int64_t running = 0;
-    for (int e = 0; e < static_cast<int>(blockIdx.x); e++) {
-      const RoundBounds b = round_bounds(all[e], p.tile, p.tokens);
-      running += balanced_count(b, p.tile, running) - b.f;
+/// Rows that every expert keeps, into rows[E]; not for the score mode, which looks at masses.
+__device__ void count_rows(const RoundParams& p, const std::int32_t* counts, std::int32_t* rows) {
+  __shared__ int3 changes[kMaxExperts];  // balanced: f - lo, hi - f, nearest - f
+  const int e = threadIdx.x;
+  if (e < p.experts) {
+    const RoundBounds b = round_bounds(counts[e], p.tile, p.tokens);
+    const std::int64_t nearest = nearest_count(b, p.tile);
+    changes[e] = {static_cast<int>(b.f - b.lo), static_cast<int>(b.hi - b.f),
+                  static_cast<int>(nearest - b.f)};
+    std::int64_t c = p.mode == RoundingMode::kBalanced ? b.f : nearest;
+    if (p.mode == RoundingMode::kUp) c = b.hi;
+    if (p.mode == RoundingMode::kDown) c = b.lo;
+    if (p.mode == RoundingMode::kStochastic) {
+      c = stochastic_count(b, expert_draw(p.seed, static_cast<std::uint32_t>(e)));
     }
-    result = running;
+    rows[e] = static_cast<std::int32_t>(b.lo == b.hi ? b.f : c);
   }
   __syncthreads();
-  return result;
+  if (p.mode == RoundingMode::kBalanced && threadIdx.x == 0) {
+    int running = 0;
+#pragma unroll 4
+    for (int i = 0; i < p.experts; i++) {
+      const int change = balanced_change(changes[i].x, changes[i].y, changes[i].z, running);
+      rows[i] += change;
+      running += change;
+    }
+  }
+  __syncthreads();
 }
 
 /// Both candidates of the score mode, and the one that wins.
@@ -164,53 +178,39 @@ __device__ Threshold select_by_score(const Column& column, const RoundBounds& b,
   const auto hi = static_cast<int>(b.hi);
   const auto lo = static_cast<int>(b.lo);
   const auto f = static_cast<int>(b.f);
+  if (lo == hi) return select_rows(column, f, f, bins);
   const Threshold more = select_rows(column, hi, f, bins);
   const Threshold less = select_rows(column, lo, f, bins);
   std::uint64_t gained = 0;
   std::uint64_t lost = 0;
-  std::uint64_t kept = 0;  // chosen keys that equal the last kept one
-  column.each([&](std::uint32_t k, int) {
+  std::uint64_t equal = 0;  // chosen keys that equal the last kept one
+  column.each([&](std::uint32_t k) {
     const std::uint64_t mass = key::mass(key::float_of(k & ~key::kChosen));
     if (k < key::kChosen) {
       if (k > more.key) gained += mass;
     } else if (k < less.key) {
       lost += mass;
     } else if (k == less.key) {
-      kept += 1;
+      equal += 1;
     }
   });
   gained = block_sum<kSelectThreads>(gained);
   lost = block_sum<kSelectThreads>(lost);
-  kept = block_sum<kSelectThreads>(kept);
+  equal = block_sum<kSelectThreads>(equal);
   gained += key::mass(key::float_of(more.key)) * static_cast<std::uint64_t>(more.take);
   if (less.take > 0) {
     lost += key::mass(key::float_of(less.key & ~key::kChosen)) *
-            (kept - static_cast<std::uint64_t>(less.take));
+            (equal - static_cast<std::uint64_t>(less.take));
   }
   return score_count(b, gained, lost) == b.hi ? more : less;
 }
 
-__global__ void __launch_bounds__(kSelectThreads) select_experts(RoundParams p, RoundScratch s) {
+__global__ void __launch_bounds__(kSelectThreads) select_scores(RoundParams p, RoundScratch s) {
   __shared__ std::uint32_t bins[RadixSelect::kBins];
   const int e = blockIdx.x;
-  const Column column{s.keys + e * s.key_stride, p.tokens};
+  const Column column(s.keys + e * s.key_stride, p.tokens);
   const RoundBounds b = round_bounds(s.counts[e], p.tile, p.tokens);
-  Threshold result{};
-  if (p.mode == RoundingMode::kScore && b.lo != b.hi) {
-    result = select_by_score(column, b, bins);
-  } else {
-    std::int64_t c = b.f;
-    if (p.mode == RoundingMode::kBalanced) {
-      c = balanced_count(b, p.tile, balance_before(p, s.counts));
-    } else if (b.lo != b.hi) {
-      c = p.mode == RoundingMode::kUp     ? b.hi
-          : p.mode == RoundingMode::kDown ? b.lo
-          : p.mode == RoundingMode::kStochastic
-              ? stochastic_count(b, expert_draw(p.seed, static_cast<std::uint32_t>(e)))
-              : nearest_count(b, p.tile);
-    }
-    result = select_rows(column, static_cast<int>(c), static_cast<int>(b.f), bins);
-  }
+  const Threshold result = select_by_score(column, b, bins);
   if (threadIdx.x == 0) s.thresholds[e] = result;
 }
 
@@ -251,18 +251,18 @@ __device__ float pair_weight(const RoundParams& p, const RoundScratch& s, std::u
   if (k < key::kChosen) return key::mul32(key::float_of(k), p.scale);
   const std::int64_t first = static_cast<std::int64_t>(token) * p.top_k;
   int slot = 0;
-  while (s.ids[first + slot] != expert) slot++;
+#pragma unroll 8  // all reads at once: no early end
+  for (int k = 1; k < p.top_k; k++) slot = s.ids[first + k] == expert ? k : slot;
   return s.weights[first + slot];
 }
 
-/// Offset of this block's expert; block 0 writes them all. *total is offsets[E].
-__device__ std::int64_t expert_offset(const RoundParams& p, const RoundScratch& s,
-                                      const PairsView& out, std::int64_t* total) {
+/// Turns rows[E] into this block's first pair; block 0 writes all offsets. *total is offsets[E].
+__device__ int expert_offset(const RoundParams& p, const PairsView& out, const std::int32_t* rows,
+                             int* total) {
   __shared__ int own;
   const int e = threadIdx.x;
-  const int rows = e < p.experts ? s.thresholds[e].rows : 0;
   int sum = 0;
-  const int before = block_prefix<kSelectThreads>(rows, &sum);
+  const int before = block_prefix<kSelectThreads>(e < p.experts ? rows[e] : 0, &sum);
   if (e == static_cast<int>(blockIdx.x)) own = before;
   if (blockIdx.x == 0) {
     if (e < p.experts) out.offsets[e * out.offsets_stride] = before;
@@ -273,57 +273,138 @@ __device__ std::int64_t expert_offset(const RoundParams& p, const RoundScratch& 
   return own;
 }
 
-__global__ void __launch_bounds__(kSelectThreads)
-    write_pairs(RoundParams p, RoundScratch s, PairsView out) {
-  constexpr int kChunk = kSelectThreads * 4;
-  __shared__ std::uint32_t kept_key[kChunk];
-  __shared__ std::int32_t kept_token[kChunk];
-  const int e = blockIdx.x;
-  std::int64_t total = 0;
-  std::int64_t at = expert_offset(p, s, out, &total);
-  for (std::int64_t i =
-           total + static_cast<std::int64_t>(blockIdx.x) * kSelectThreads + threadIdx.x;
-       i < out.capacity; i += static_cast<std::int64_t>(gridDim.x) * kSelectThreads) {
-    out.set(i, -1, p.experts, 0.0f);
-  }
-  const Threshold last = s.thresholds[e];
-  const std::uint32_t* keys = s.keys + e * s.key_stride;
-  int equal_before = 0;
-  for (int first = 0; first < p.tokens; first += kChunk) {
-    const int token = first + static_cast<int>(threadIdx.x) * 4;
-    std::uint32_t k[4] = {};
-    if (token < p.tokens) {
-      const uint4 four = *reinterpret_cast<const uint4*>(keys + token);
-      k[0] = four.x;
-      k[1] = four.y;
-      k[2] = four.z;
-      k[3] = four.w;
-    }
-    int equal = 0;
-    if (last.ties != 0) {  // the same for the whole block
-      for (int i = 0; i < 4; i++) equal += token + i < p.tokens && k[i] == last.key ? 1 : 0;
-      int sum = 0;
-      equal = equal_before + block_prefix<kSelectThreads>(equal, &sum);
-      equal_before += sum;
-    }
-    bool keep[4];
-    int count = 0;
-    for (int i = 0; i < 4; i++) {
-      const bool tie = k[i] == last.key && last.take > 0 && (last.ties == 0 || equal < last.take);
-      keep[i] = token + i < p.tokens && (k[i] > last.key || tie);
-      equal += token + i < p.tokens && k[i] == last.key ? 1 : 0;
-      count += keep[i] ? 1 : 0;
-    }
-    int kept = 0;
-    int place = block_prefix<kSelectThreads>(count, &kept);
-    for (int i = 0; i < 4; i++) {
-      if (!keep[i]) continue;
-      kept_key[place] = k[i];
-      kept_token[place++] = token + i;
+/// Counts of a thread's chunks, a byte each, at most 4 for the threads and 128 for a warp.
+struct ChunkCounts {
+  unsigned word[Column::kStretchChunks / 4];
+
+  __device__ int of(int chunk) const { return word[chunk / 4] >> 8 * (chunk % 4) & 0xff; }
+  __device__ void add(int chunk, bool one) { word[chunk / 4] += one ? 1u << 8 * (chunk % 4) : 0u; }
+};
+
+/// Puts the counted tokens of a stretch of the column in order. Afterwards place() is how many come
+/// before this thread's first in a chunk.
+class StretchOrder {
+ public:
+  static constexpr int kEntries = Column::kStretchChunks * kSelectThreads / 32;
+
+  /// `warps` is shared memory, kEntries ints, that stays in use. *total receives the sum.
+  __device__ StretchOrder(const ChunkCounts& own, int* warps, int* total) : warps_(warps) {
+    const int lane = threadIdx.x % 32;
+    __syncthreads();  // the last user of `warps` is done
+#pragma unroll
+    for (int w = 0; w < Column::kStretchChunks / 4; w++) {
+      unsigned sum = own.word[w];
+      for (int d = 1; d < 32; d *= 2) {
+        const unsigned below = __shfl_up_sync(kAllLanes, sum, d);
+        if (lane >= d) sum += below;
+      }
+      before_.word[w] = sum - own.word[w];
+      if (lane == 31) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) warps[entry(4 * w + i)] = static_cast<int>(sum >> 8 * i & 0xff);
+      }
     }
     __syncthreads();
+    const int mine = threadIdx.x < kEntries ? warps[threadIdx.x] : 0;
+    const int before = block_prefix<kSelectThreads>(mine, total);
+    if (threadIdx.x < kEntries) warps[threadIdx.x] = before;
+    __syncthreads();
+  }
+  __device__ int place(int chunk) const { return warps_[entry(chunk)] + before_.of(chunk); }
+
+ private:
+  static __device__ int entry(int chunk) {
+    return chunk * (kSelectThreads / 32) + static_cast<int>(threadIdx.x / 32);
+  }
+
+  int* warps_;
+  ChunkCounts before_{};
+};
+
+/// Lists the kept tokens of a stretch in order; `get(c)` gives this thread's keys of chunk c.
+/// Returns how many; *equal counts the ties met so far.
+template <class Get>
+__device__ int list_kept(const Threshold& last, const Get& get, int* equal, std::uint16_t* list) {
+  __shared__ int tie_warps[StretchOrder::kEntries];
+  __shared__ int kept_warps[StretchOrder::kEntries];
+  const auto each_key = [&](const auto& body) {
+#pragma unroll
+    for (int c = 0; c < Column::kStretchChunks; c++) {
+      const uint4 four = get(c);
+      body(c, 0, four.x);
+      body(c, 1, four.y);
+      body(c, 2, four.z);
+      body(c, 3, four.w);
+    }
+  };
+  unsigned kept = 0;  // a bit for each of the 32 keys
+  ChunkCounts count{};
+  const auto keep = [&](int c, int i) {
+    kept |= 1u << (4 * c + i);
+    count.add(c, true);
+  };
+  if (last.ties == 0) {  // the same for the whole block
+    const std::uint32_t bound = last.take > 0 ? last.key : last.key + 1;
+    each_key([&](int c, int i, std::uint32_t k) {
+      if (k >= bound && k != Column::kNone) keep(c, i);
+    });
+  } else {
+    ChunkCounts ties{};
+    each_key([&](int c, int, std::uint32_t k) { ties.add(c, k == last.key); });
+    int met = 0;
+    const StretchOrder order(ties, tie_warps, &met);
+    ChunkCounts seen{};
+    each_key([&](int c, int i, std::uint32_t k) {
+      const bool tie = k == last.key && *equal + order.place(c) + seen.of(c) < last.take;
+      if ((k > last.key && k != Column::kNone) || tie) keep(c, i);
+      seen.add(c, k == last.key);
+    });
+    *equal += met;
+  }
+  int total = 0;
+  const StretchOrder order(count, kept_warps, &total);
+#pragma unroll
+  for (int c = 0; c < Column::kStretchChunks; c++) {
+    int place = order.place(c);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if ((kept >> (4 * c + i) & 1) == 0) continue;
+      list[place++] = static_cast<std::uint16_t>(c * Column::kChunk + threadIdx.x * 4 + i);
+    }
+  }
+  __syncthreads();
+  return total;
+}
+
+/// Thresholds (score mode: given) to lists: one block an expert.
+__global__ void __launch_bounds__(kSelectThreads)
+    write_pairs(RoundParams p, RoundScratch s, PairsView out) {
+  extern __shared__ std::uint16_t list[];  // kStretch
+  __shared__ std::uint32_t bins[RadixSelect::kBins];
+  __shared__ std::int32_t rows[kMaxExperts];
+  static_assert(Column::kStretch <= 65536);
+  const int e = blockIdx.x;
+  const Column column(s.keys + e * s.key_stride, p.tokens);
+  if (p.mode != RoundingMode::kScore) {
+    count_rows(p, s.counts, rows);
+  } else if (static_cast<int>(threadIdx.x) < p.experts) {
+    rows[threadIdx.x] = s.thresholds[threadIdx.x].rows;
+  }
+  int total = 0;
+  int at = expert_offset(p, out, rows, &total);
+  for (std::int64_t i = total + static_cast<std::int64_t>(e) * kSelectThreads + threadIdx.x;
+       i < out.capacity; i += gridDim.x * kSelectThreads) {
+    out.set(i, -1, p.experts, 0.0f);
+  }
+  const Threshold last = p.mode == RoundingMode::kScore
+                             ? s.thresholds[e]
+                             : select_rows(column, rows[e], s.counts[e], bins);
+  int equal = 0;
+  for (int first = 0; first < p.tokens; first += Column::kStretch) {
+    const int kept = list_kept(last, [&](int c) { return column.read(first, c); }, &equal, list);
     for (int i = threadIdx.x; i < kept; i += kSelectThreads) {
-      out.set(at + i, kept_token[i], e, pair_weight(p, s, kept_key[i], kept_token[i], e));
+      const int token = first + list[i];
+      out.set(at + i, token, e, pair_weight(p, s, column.key(token), token, e));
     }
     at += kept;
     __syncthreads();
@@ -333,6 +414,13 @@ __global__ void __launch_bounds__(kSelectThreads)
 RoundParams round_params(const RoundOptions& o, const RouteParams& p) {
   return {o.tile,  o.seed, static_cast<std::int32_t>(p.tokens), p.experts,
           p.top_k, o.mode, static_cast<float>(o.route.scale)};
+}
+
+template <class Kernel>
+void allow_shared(Kernel* kernel, std::size_t bytes) {
+  check_launch("shared memory of token_round",
+               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes)));
 }
 
 }  // namespace
@@ -349,21 +437,22 @@ void token_round(const RoundOptions& options, const Tensor& logits, const Pairs&
   const RoundScratch s = scratch_at(scratch.data, p.tokens, p.experts, p.top_k);
   check_launch("clearing counts", cudaMemsetAsync(s.counts, 0, p.experts * 4, stream));
   if (p.tokens > 0) {
-    with_row(p, logits.dtype, [&](auto choice) {
+    with_row<Finish::kTogether>(p, logits.dtype, [&](auto choice) {
       using R = typename decltype(choice)::R;
       using Item = typename decltype(choice)::Item;
       const std::size_t shared = rank_shared<R>(p);
-      check_launch(
-          "shared memory of token_round",
-          cudaFuncSetAttribute(rank_tokens<R, Item>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)));
+      allow_shared(rank_tokens<R, Item>, shared);
       rank_tokens<R, Item>
           <<<blocks_of(p.tokens, kRankTokens), kRankThreads, shared, stream>>>(p, s);
     });
   }
   const RoundParams r = round_params(options, p);
-  select_experts<<<p.experts, kSelectThreads, 0, stream>>>(r, s);
-  write_pairs<<<p.experts, kSelectThreads, 0, stream>>>(r, s, view_of(pairs));
+  if (r.mode == RoundingMode::kScore) {
+    select_scores<<<p.experts, kSelectThreads, 0, stream>>>(r, s);
+  }
+  constexpr std::size_t kList = Column::kStretch * sizeof(std::uint16_t);
+  allow_shared(write_pairs, kList);
+  write_pairs<<<p.experts, kSelectThreads, kList, stream>>>(r, s, view_of(pairs));
   check_launch("the launches of token_round");
 }
 

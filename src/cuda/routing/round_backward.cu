@@ -31,26 +31,17 @@ template <class R, class Item>
 __global__ void __launch_bounds__(kRowThreads)
     round_rows_backward(RouteParams p, const float* dense, LogitsView dlogits) {
   extern __shared__ std::uint32_t groups[];
-  const std::int64_t row =
-      static_cast<std::int64_t>(blockIdx.x) * (kRowThreads / R::kLanes) + threadIdx.x / R::kLanes;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * rows_of_block<R>(kRowThreads) +
+                           threadIdx.x / 32 * R::kRowsPerWarp + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   const float* dpairs = dense + token * p.experts;
-  R r;
-  r.load(p, token);
   Softmax all{};
-  if (p.score != ScoreMode::kSigmoid) all = r.softmax();
-  int ids[R::kSlots];
-  r.template select<Item>(p, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), ids);
-  float slot_x[R::kSlots];
-  float raw[R::kSlots];
-  float d[R::kSlots];
-#pragma unroll
-  for (int s = 0; s < R::kSlots; s++) {
-    slot_x[s] = R::reload(p, token, ids[s]);
-    d[s] = ids[s] < 0 ? 0.0f : dpairs[ids[s]];
-  }
-  R::raw_scores(p, all, ids, slot_x, raw);
-  const SlotGradient through = slot_gradient<R>(p, ids, raw, d);
+  Item mine = 0;
+  R r = read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), 0, true,
+                    &all, &mine);
+  const int id = item_expert(mine);
+  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dpairs[id]);
 
   float dp[R::kValues];
   float gradient[R::kValues];
@@ -60,18 +51,14 @@ __global__ void __launch_bounds__(kRowThreads)
     dp[v] = e < p.experts ? dpairs[e] * p.scale : 0.0f;
     gradient[v] = 0.0f;
   }
+#pragma unroll 2
+  for (int k = 0; k < p.top_k; k++) {
+    const int place = R::from_slot(id, k) - R::first();
+    const float value = R::from_slot(through.slot, k);
 #pragma unroll
-  for (int s = 0; s < R::kSlots; s++) {
-#pragma unroll 1
-    for (int i = 0; i < R::kLanes && s * R::kLanes + i < p.top_k; i++) {
-      const int place = R::from_lane(ids[s], i) - R::first();
-      const float value = R::from_lane(d[s], i);
-#pragma unroll
-      for (int v = 0; v < R::kValues; v++) {
-        if (place != v) continue;
-        gradient[v] += value;
-        dp[v] = 0.0f;
-      }
+    for (int v = 0; v < R::kValues; v++) {
+      gradient[v] += place == v ? value : 0.0f;
+      dp[v] = place == v ? 0.0f : dp[v];
     }
   }
   float probability[R::kValues];
@@ -110,11 +97,12 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
     scatter_pairs<<<blocks_of(in.capacity, kScatterThreads), kScatterThreads, 0, stream>>>(
         in, p.tokens, p.experts, dense);
   }
-  with_row(p, logits.dtype, [&](auto choice) {
+  with_row<Finish::kOneByOne>(p, logits.dtype, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
-    constexpr int kRows = kRowThreads / R::kLanes;
-    const std::size_t shared = R::group_words(p.n_group) * kRows * sizeof(std::uint32_t);
+    constexpr int kRows = rows_of_block<R>(kRowThreads);
+    const std::size_t shared =
+        R::group_words(p.n_group) * (kRowThreads / R::kLanes) * sizeof(std::uint32_t);
     round_rows_backward<R, Item>
         <<<blocks_of(p.tokens, kRows), kRowThreads, shared, stream>>>(p, dense, view_of(dlogits));
   });

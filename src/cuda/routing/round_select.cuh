@@ -19,22 +19,61 @@ struct Threshold {
   std::int32_t rows;  ///< c
 };
 
-/// Rank keys of an expert, `stride` of them with the last ones unused.
-struct Column {
-  const std::uint32_t* keys;
-  std::int32_t tokens;
+/// Rank keys of an expert. The first kCached of them stay in registers (as many as 64 registers a
+/// thread allow), the others are read again each time.
+class Column {
+ public:
+  static constexpr int kChunk = kSelectThreads * 4;
+  static constexpr int kCachedChunks = 3;
+  static constexpr int kCached = kChunk * kCachedChunks;
+  static constexpr int kStretchChunks = 8;  // what is put in order together
+  static constexpr int kStretch = kChunk * kStretchChunks;
 
-  /// Calls body(key, token) for every token; a thread gets four neighbours.
+  __device__ Column(const std::uint32_t* keys, int tokens) : keys_(keys), tokens_(tokens) {
+#pragma unroll
+    for (int c = 0; c < kCachedChunks; c++) cached_[c] = read(c * kChunk);
+  }
+
+  __device__ int tokens() const { return tokens_; }
+  __device__ std::uint32_t key(int token) const { return keys_[token]; }
+
+  /// This thread's four keys of the chunk that begins at `first`; keys past the last are kNone.
+  __device__ uint4 read(int first) const {
+    const int token = first + static_cast<int>(threadIdx.x) * 4;
+    if (token >= tokens_) return {kNone, kNone, kNone, kNone};
+    uint4 four = *reinterpret_cast<const uint4*>(keys_ + token);
+    if (token + 1 >= tokens_) four.y = kNone;
+    if (token + 2 >= tokens_) four.z = kNone;
+    if (token + 3 >= tokens_) four.w = kNone;
+    return four;
+  }
+  /// The same for chunk c of the stretch that begins at `first`; c is known at compile time.
+  __device__ uint4 read(int first, int c) const {
+    return first == 0 && c < kCachedChunks ? cached_[c] : read(first + c * kChunk);
+  }
+
+  /// Calls body(key) for every token, in no order.
   template <class Body>
   __device__ void each(const Body& body) const {
-    for (int t = threadIdx.x * 4; t < tokens; t += kSelectThreads * 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(keys + t);
-      body(four.x, t);
-      if (t + 1 < tokens) body(four.y, t + 1);
-      if (t + 2 < tokens) body(four.z, t + 2);
-      if (t + 3 < tokens) body(four.w, t + 3);
-    }
+    const auto four_times = [&](const uint4& four) {
+      if (four.x != kNone) body(four.x);
+      if (four.y != kNone) body(four.y);
+      if (four.z != kNone) body(four.z);
+      if (four.w != kNone) body(four.w);
+    };
+#pragma unroll
+    for (int c = 0; c < kCachedChunks; c++) four_times(cached_[c]);
+#pragma unroll 1  // more would spill
+    for (int first = kCached; first < tokens_; first += kChunk) four_times(read(first));
   }
+
+  /// No rank key: p is at most 1.
+  static constexpr std::uint32_t kNone = 0xffffffffu;
+
+ private:
+  const std::uint32_t* keys_;
+  int tokens_;
+  uint4 cached_[kCachedChunks];
 };
 
 /// Finds the m-th largest key (m >= 1) of one class (chosen or not). Shared memory: kBins counters.
@@ -61,11 +100,11 @@ class RadixSelect {
     __shared__ int found[3];
     for (int b = threadIdx.x; b < kCount; b += kSelectThreads) bins_[b] = 0;
     __syncthreads();
-    column.each([&](std::uint32_t k, int) {
+    column.each([&](std::uint32_t k) {
       const bool mine = (k & key::kChosen) == class_bit_;
       const std::uint32_t bits = k & ~key::kChosen;
-      if (mine &&
-          static_cast<std::uint64_t>(bits) >> (kShift + kBits) == prefix_ >> (kShift + kBits)) {
+      // The first digit's shift is 31, so its prefix is 0 on both sides.
+      if (mine && bits >> (kShift + kBits) == prefix_ >> (kShift + kBits)) {
         atomicAdd(&bins_[bits >> kShift & (kCount - 1)], 1u);
       }
     });
@@ -99,8 +138,9 @@ class RadixSelect {
 
 /// The first c ranked of a column in which f are chosen.
 __device__ inline Threshold select_rows(const Column& column, int c, int f, std::uint32_t* bins) {
+  // No key lies between the bits of 1.0f, chosen or not, and these bounds.
   const Threshold keep_chosen = {key::kChosen - 1, 0, 0, 0};
-  const Threshold keep_nothing = {0xffffffffu, 0, 0, 0};
+  const Threshold keep_nothing = {Column::kNone - 1, 0, 0, 0};
   Threshold result = c == f ? keep_chosen : keep_nothing;
   if (c > f) {
     result = RadixSelect(0, c - f, bins).run(column);

@@ -41,44 +41,41 @@ SlotsView slots_of(const Tensor& ids, const Tensor& weights) {
           ids.dtype == DType::kI64 ? 1 : 0};
 }
 
-/// The row of this thread's lanes; rows past the last repeat it and must not be written.
+/// The first row of this thread's warp.
 template <class R>
-__device__ std::int64_t row_of_warp() {
-  const int group = threadIdx.x / R::kLanes;
-  return static_cast<std::int64_t>(blockIdx.x) * (kRowThreads / R::kLanes) + group;
+__device__ std::int64_t first_row() {
+  return static_cast<std::int64_t>(blockIdx.x) * rows_of_block<R>(kRowThreads) +
+         threadIdx.x / 32 * R::kRowsPerWarp;
 }
 
 template <class R, class Item>
 __global__ void __launch_bounds__(kRowThreads) route_rows(RouteParams p, SlotsView out) {
   extern __shared__ std::uint32_t groups[];
-  const std::int64_t row = row_of_warp<R>();
-  const std::int64_t token = min(row, p.tokens - 1);
-  R r;
-  r.load(p, token);
+  const std::int64_t first = first_row<R>();
   Softmax all{};
-  if (p.score == ScoreMode::kSoftmaxBeforeTopK) all = r.softmax();
-  int ids[R::kSlots];
-  r.template select<Item>(p, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), ids);
-  float slot_x[R::kSlots];
-#pragma unroll
-  for (int s = 0; s < R::kSlots; s++) slot_x[s] = R::reload(p, token, ids[s]);
-  float raw[R::kSlots];
-  float weights[R::kSlots];
-  R::raw_scores(p, all, ids, slot_x, raw);
-  R::weigh(p, ids, raw, weights);
-#pragma unroll
-  for (int s = 0; s < R::kSlots; s++) {
-    const int k = s * R::kLanes + R::lane();
-    if (k >= p.top_k || row >= p.tokens) continue;
-    out.set_id(token, k, ids[s]);
-    out.weight(token, k) = weights[s];
+  Item mine = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < R::kPasses; pass++) {
+    const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
+    Softmax own{};
+    read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), pass,
+                p.score == ScoreMode::kSoftmaxBeforeTopK, &own, &mine);
+    if (R::in_pass(pass)) all = own;
   }
+  const std::int64_t row = first + R::slot_row();
+  const std::int64_t token = min(row, p.tokens - 1);
+  const int id = item_expert(mine);
+  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float weight = R::weigh(p, id, raw);
+  if (R::slot() >= p.top_k || row >= p.tokens) return;
+  out.set_id(token, R::slot(), id);
+  out.weight(token, R::slot()) = weight;
 }
 
 template <class R>
 __global__ void __launch_bounds__(kRowThreads)
     route_rows_backward(RouteParams p, SlotsView in, LogitsView dlogits) {
-  const std::int64_t row = row_of_warp<R>();
+  const std::int64_t row = first_row<R>() + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   R r;
   Softmax all{};
@@ -86,33 +83,21 @@ __global__ void __launch_bounds__(kRowThreads)
     r.load(p, token);
     all = r.softmax();
   }
-  int ids[R::kSlots];
-  float slot_x[R::kSlots];
-  float raw[R::kSlots];
-  float d[R::kSlots];
-#pragma unroll
-  for (int s = 0; s < R::kSlots; s++) {
-    const int k = s * R::kLanes + R::lane();
-    ids[s] = k < p.top_k ? in.id(token, k, p.experts) : -1;
-    slot_x[s] = R::reload(p, token, ids[s]);
-    d[s] = ids[s] < 0 ? 0.0f : in.weight(token, k);
-  }
-  R::raw_scores(p, all, ids, slot_x, raw);
-  const SlotGradient through = slot_gradient<R>(p, ids, raw, d);
+  const int id = R::slot() < p.top_k ? in.id(token, R::slot(), p.experts) : -1;
+  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float dweight = id < 0 ? 0.0f : in.weight(token, R::slot());
+  const SlotGradient through = slot_gradient<R>(p, id, raw, dweight);
   float gradient[R::kValues];
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) {
     gradient[v] = p.score == ScoreMode::kSoftmaxBeforeTopK ? -through.mean * all(r.x[v]) : 0.0f;
   }
+#pragma unroll 2
+  for (int k = 0; k < p.top_k; k++) {
+    const int place = R::from_slot(id, k) - R::first();
+    const float value = R::from_slot(through.slot, k);
 #pragma unroll
-  for (int s = 0; s < R::kSlots; s++) {
-#pragma unroll 1
-    for (int i = 0; i < R::kLanes && s * R::kLanes + i < p.top_k; i++) {
-      const int place = R::from_lane(ids[s], i) - R::first();
-      const float value = R::from_lane(d[s], i);
-#pragma unroll
-      for (int v = 0; v < R::kValues; v++) gradient[v] += place == v ? value : 0.0f;
-    }
+    for (int v = 0; v < R::kValues; v++) gradient[v] += place == v ? value : 0.0f;
   }
   if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
 }
@@ -123,11 +108,12 @@ void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec) {
   const RouteParams p = params_of(options, logits);
   if (p.tokens == 0) return;
-  with_row(p, logits.dtype, [&](auto choice) {
+  with_row<Finish::kTogether>(p, logits.dtype, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
-    constexpr int kRows = kRowThreads / R::kLanes;
-    const std::size_t shared = R::group_words(p.n_group) * kRows * sizeof(std::uint32_t);
+    const std::size_t shared =
+        R::group_words(p.n_group) * (kRowThreads / R::kLanes) * sizeof(std::uint32_t);
+    constexpr int kRows = rows_of_block<R>(kRowThreads);
     route_rows<R, Item><<<blocks_of(p.tokens, kRows), kRowThreads, shared,
                           static_cast<cudaStream_t>(exec.stream)>>>(p, slots_of(ids, weights));
   });
@@ -140,7 +126,7 @@ void route_backward(const RouteOptions& options, const Tensor& logits, const Ten
   if (p.tokens == 0) return;
   with_plain_row(p, logits.dtype, [&](auto choice) {
     using R = typename decltype(choice)::R;
-    constexpr int kRows = kRowThreads / R::kLanes;
+    constexpr int kRows = rows_of_block<R>(kRowThreads);
     route_rows_backward<R>
         <<<blocks_of(p.tokens, kRows), kRowThreads, 0, static_cast<cudaStream_t>(exec.stream)>>>(
             p, slots_of(ids, dweights), view_of(dlogits));

@@ -78,25 +78,16 @@ inline constexpr float kLargest<__nv_bfloat16> = key::kLargestBF16;
 template <>
 inline constexpr float kLargest<__half> = key::kLargestF16;
 
-/// What is compared in selection: larger is better, and no two experts are equal.
-/// u32: the upper 16 order bits of a bf16 logit; u64: all 32. The rest is the expert, lower better.
-template <class Item>
-__device__ Item make_item(std::uint32_t order, int expert) {
-  if constexpr (sizeof(Item) == 4) {
-    return (order & 0xffff0000u) | (0xffffu - static_cast<std::uint32_t>(expert));
-  } else {
-    return static_cast<Item>(order) << 32 | (0xffffffffu - static_cast<std::uint32_t>(expert));
-  }
-}
-/// The expert of an item, or -1 if it is not available.
+/// What is compared in selection: larger is better, no two available experts are equal, and what is
+/// not available is below. u64: order bits, then the expert, lower better. u32, for bf16 logits:
+/// the upper 16 order bits plus 1 (so that NaN, all ones, becomes 0), then the expert.
 template <class Item>
 __device__ int item_expert(Item item) {
   if constexpr (sizeof(Item) == 4) {
-    return item >> 16 > key::kUnavailable >> 16 ? static_cast<int>(0xffffu - (item & 0xffffu)) : -1;
+    return item >> 16 > (key::kUnavailable >> 16) + 1 ? static_cast<int>(~item & 0xffffu) : -1;
   } else {
-    return item >> 32 > key::kUnavailable
-               ? static_cast<int>(0xffffffffu - static_cast<std::uint32_t>(item))
-               : -1;
+    return item >> 32 > key::kUnavailable ? static_cast<int>(~static_cast<std::uint32_t>(item))
+                                          : -1;
   }
 }
 
@@ -136,47 +127,86 @@ struct Softmax {
   }
 };
 
-template <class LogitType, int kLaneCount, int kValueCount>
+template <class LogitType, int kLaneCount, int kValueCount, int kSlotWidth>
 struct Row {
   using Logit = LogitType;
   static constexpr int kLanes = kLaneCount;
   static constexpr int kValues = kValueCount;
-  static constexpr int kRowsPerWarp = 32 / kLanes;
-  /// Slots of the top K that a lane holds: slot k lies in lane k % kLanes, register k / kLanes.
-  static constexpr int kSlots = kMaxTopK / kLanes;
+  static constexpr int kWidth = kSlotWidth;
+  static constexpr int kPasses = kLanes / kWidth;
+  static constexpr int kRowsPerWarp = 32 / kWidth;
 
   float x[kValues];
 
+  /// This lane's place among those of its row, and its first expert.
   static __device__ int lane() { return threadIdx.x % kLanes; }
   static __device__ int first() { return lane() * kValues; }
-  /// The value that a lane of this row holds.
+  /// Of a warp's rows, the one that this lane reads in a pass, and the one whose slot it holds.
+  static __device__ int read_row(int pass) {
+    return pass * (32 / kLanes) + threadIdx.x % 32 / kLanes;
+  }
+  static __device__ int slot_row() { return threadIdx.x % 32 / kWidth; }
+  static __device__ int slot() { return threadIdx.x % kWidth; }
+  /// Whether this lane's slot is of the row that it reads in this pass.
+  static __device__ bool in_pass(int pass) { return lane() / kWidth == pass; }
+  /// What the lane with slot k of the row being read holds.
   template <class T>
-  static __device__ T from_lane(T v, int source) {
-    return __shfl_sync(kAllLanes, v, source, kLanes);
+  static __device__ T from_slot(T v, int k) {
+    static_assert(kPasses == 1);
+    return __shfl_sync(kAllLanes, v, k, kLanes);
+  }
+
+  /// The logits as they lie in memory, two bf16 a word; NaN past the last expert.
+  using Words = std::uint32_t[kValues / 2];
+
+  static __device__ void load_words(const RouteParams& p, std::int64_t token, Words& words) {
+    const auto* row =
+        static_cast<const std::uint16_t*>(p.logits.data) + token * p.logits.row_stride;
+    if (p.logits.vectors != 0) {
+#pragma unroll
+      for (int v = 0; v < kValues; v += 8) {
+        uint4 four = {kTwoNaN, kTwoNaN, kTwoNaN, kTwoNaN};
+        if (first() + v < p.experts) four = *reinterpret_cast<const uint4*>(row + first() + v);
+        words[v / 2] = four.x;
+        words[v / 2 + 1] = four.y;
+        words[v / 2 + 2] = four.z;
+        words[v / 2 + 3] = four.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int v = 0; v < kValues; v += 2) {
+      const int e = first() + v;
+      const std::uint32_t low = e < p.experts ? row[e * p.logits.column_stride] : kTwoNaN >> 16;
+      const std::uint32_t high =
+          e + 1 < p.experts ? row[(e + 1) * p.logits.column_stride] : kTwoNaN >> 16;
+      words[v / 2] = high << 16 | low;
+    }
+  }
+
+  /// Cleans two logits at once: -0 becomes +0, +inf the largest, NaN the one NaN that is all ones.
+  static __device__ std::uint32_t clean_words(std::uint32_t word) {
+    const __nv_bfloat162 largest = __float2bfloat162_rn(key::kLargestBF16);
+    const __nv_bfloat162 zero = __float2bfloat162_rn(0.0f);
+    __nv_bfloat162 two = *reinterpret_cast<const __nv_bfloat162*>(&word);
+    two = __hmin2_nan(__hadd2(two, zero), largest);
+    return *reinterpret_cast<const std::uint32_t*>(&two);
   }
 
   __device__ void load(const RouteParams& p, std::int64_t token) {
-    const Logit* row = static_cast<const Logit*>(p.logits.data) + token * p.logits.row_stride;
-    if (p.logits.vectors != 0) {
-      constexpr int kPerVector = 16 / sizeof(Logit);
-#pragma unroll
-      for (int v = 0; v < kValues; v += kPerVector) {
-        uint4 bytes{};
-        if (first() + v < p.experts) bytes = *reinterpret_cast<const uint4*>(row + first() + v);
-        const Logit* values = reinterpret_cast<const Logit*>(&bytes);
-#pragma unroll
-        for (int i = 0; i < kPerVector; i++) x[v + i] = widen(values[i]);
-      }
+    if constexpr (sizeof(Logit) == 4) {
+      load_floats(p, token);
     } else {
-#pragma unroll
-      for (int v = 0; v < kValues; v++) {
-        const int e = first() + v;
-        x[v] = e < p.experts ? widen(row[e * p.logits.column_stride]) : 0.0f;
-      }
+      Words words;
+      load_words(p, token, words);
+      widen_words(words);
     }
+  }
+  __device__ void widen_words(const Words& words) {
 #pragma unroll
-    for (int v = 0; v < kValues; v++) {
-      x[v] = first() + v < p.experts ? key::clean(x[v], kLargest<Logit>) : key::minus_infinity();
+    for (int v = 0; v < kValues; v += 2) {
+      x[v] = key::clean(low_of(words[v / 2]), kLargest<Logit>);
+      x[v + 1] = key::clean(high_of(words[v / 2]), kLargest<Logit>);
     }
   }
 
@@ -213,14 +243,14 @@ struct Row {
     }
   }
 
-  /// Chooses K experts: slot k's expert, or -1. `groups` is shared memory of this row
-  /// (group_words() words) where n_group > 0.
-  template <class Item>
-  __device__ void select(const RouteParams& p, std::uint32_t* groups, int (&ids)[kSlots]) const {
+  /// Chooses K experts: slot k's lane of the row being read keeps the k-th best in `mine`. `groups`
+  /// is shared memory of the row (group_words() words) where n_group > 0.
+  __device__ void select(const RouteParams& p, std::uint32_t* groups, int pass,
+                         std::uint64_t* mine) const {
     float value[kValues];
 #pragma unroll
     for (int v = 0; v < kValues; v++) value[v] = x[v];
-    if (sizeof(Item) == 8 && p.score == ScoreMode::kSigmoid) {
+    if (p.score == ScoreMode::kSigmoid) {
 #pragma unroll
       for (int v = 0; v < kValues; v++) {
         const int e = first() + v;
@@ -228,77 +258,55 @@ struct Row {
         value[v] = key::biased(x[v], key::sigmoid32(x[v]), bias);
       }
     }
-    if (sizeof(Item) == 8 && p.n_group > 0) keep_best_groups(p, groups, value);
-    Item item[kValues];
+    if (p.n_group > 0) keep_best_groups(p, groups, value);
+    std::uint64_t item[kValues];
 #pragma unroll
     for (int v = 0; v < kValues; v++) {
-      item[v] = make_item<Item>(key::order_bits(value[v]), first() + v);
+      item[v] = static_cast<std::uint64_t>(key::order_bits(value[v])) << 32 |
+                ~static_cast<std::uint32_t>(first() + v);
     }
-    sort_descending(item);
-#pragma unroll
-    for (int r = 0; r < kSlots; r++) {
-      Item mine = 0;
-#pragma unroll 1
-      for (int i = 0; i < kLanes && r * kLanes + i < p.top_k; i++) {
-        const Item best = lanes_max<kLanes>(item[0]);
-        if (lane() == i) mine = best;
-        if (item[0] == best) {
-#pragma unroll
-          for (int v = 0; v + 1 < kValues; v++) item[v] = item[v + 1];
-          item[kValues - 1] = 0;
-        }
-      }
-      ids[r] = item_expert(mine);
-    }
+    take_best(item, p.top_k, pass, mine);
   }
 
-  /// Scores of the slots before renormalisation and scale; 0 for empty ones.
-  static __device__ void raw_scores(const RouteParams& p, const Softmax& all,
-                                    const int (&ids)[kSlots], const float (&slot_x)[kSlots],
-                                    float (&raw)[kSlots]) {
+  /// The same for bf16 logits that are themselves the selection value, straight from the words.
+  static __device__ void select(const RouteParams& p, const Words& words, int pass,
+                                std::uint32_t* mine) {
+    const std::uint32_t tie = 0x1ffffu - static_cast<std::uint32_t>(first());
+    std::uint32_t item[kValues];
+#pragma unroll
+    for (int v = 0; v < kValues; v += 2) {
+      const std::uint32_t word = clean_words(words[v / 2]);
+      const std::uint32_t negative = (word >> 15 & 0x00010001u) * 0x7fffu;
+      const std::uint32_t order = word ^ (negative | 0x80008000u);
+      item[v] = order * 0x10000u + (tie - v);
+      item[v + 1] = (order & 0xffff0000u) + (tie - v - 1);
+    }
+    take_best(item, p.top_k, pass, mine);
+  }
+
+  /// Score of a slot before renormalisation and scale; 0 for an empty one.
+  static __device__ float raw_score(const RouteParams& p, const Softmax& all, int id,
+                                    float slot_x) {
     Softmax s = all;
     if (p.score == ScoreMode::kSoftmaxAfterTopK) s = slots_softmax(slot_x);
-#pragma unroll
-    for (int r = 0; r < kSlots; r++) {
-      const float score = p.score == ScoreMode::kSigmoid ? key::sigmoid32(slot_x[r]) : s(slot_x[r]);
-      raw[r] = ids[r] < 0 ? 0.0f : score;
-    }
+    const float score = p.score == ScoreMode::kSigmoid ? key::sigmoid32(slot_x) : s(slot_x);
+    return id < 0 ? 0.0f : score;
   }
 
   /// Sum over the K slots, by the tree.
-  static __device__ float slots_sum(const float (&v)[kSlots]) {
-    float part[kSlots];
-#pragma unroll
-    for (int r = 0; r < kSlots; r++) part[r] = lanes_sum<kLanes>(v[r]);
-#pragma unroll
-    for (int d = 1; d < kSlots; d *= 2) {
-#pragma unroll
-      for (int r = 0; r < kSlots; r += 2 * d) part[r] = key::add32(part[r], part[r + d]);
-    }
-    return part[0];
-  }
+  static __device__ float slots_sum(float v) { return lanes_sum<kWidth>(v); }
 
-  static __device__ Softmax slots_softmax(const float (&slot_x)[kSlots]) {
-    float top = slot_x[0];
-#pragma unroll
-    for (int r = 1; r < kSlots; r++) top = fmaxf(top, slot_x[r]);
-    top = lanes_max<kLanes>(top);
+  static __device__ Softmax slots_softmax(float slot_x) {
+    float top = lanes_max<kWidth>(slot_x);
     if (!(top > key::minus_infinity())) top = 0.0f;
-    float e[kSlots];
-#pragma unroll
-    for (int r = 0; r < kSlots; r++) e[r] = key::exp32(slot_x[r] - top);
-    const float sum = slots_sum(e);
+    const float sum = slots_sum(key::exp32(slot_x - top));
     return {top, sum > 0.0f ? key::div32(1.0f, sum) : 0.0f};
   }
 
-  static __device__ void weigh(const RouteParams& p, const int (&ids)[kSlots],
-                               const float (&raw)[kSlots], float (&weights)[kSlots]) {
-    const float sum = p.renormalize != 0 ? key::add32(slots_sum(raw), 1e-20f) : 1.0f;
-#pragma unroll
-    for (int r = 0; r < kSlots; r++) {
-      const float share = p.renormalize != 0 ? key::div32(raw[r], sum) : raw[r];
-      weights[r] = ids[r] < 0 ? 0.0f : key::mul32(share, p.scale);
-    }
+  static __device__ float weigh(const RouteParams& p, int id, float raw) {
+    float share = raw;
+    if (p.renormalize != 0) share = key::div32(raw, key::add32(slots_sum(raw), 1e-20f));
+    return id < 0 ? 0.0f : key::mul32(share, p.scale);
   }
 
   /// Words of shared memory that select() needs for a row.
@@ -307,6 +315,54 @@ struct Row {
   }
 
  private:
+  static constexpr std::uint32_t kTwoNaN = 0x7fff7fffu;
+
+  static __device__ float low_of(std::uint32_t word) {
+    return widen(*reinterpret_cast<const Logit*>(&word));
+  }
+  static __device__ float high_of(std::uint32_t word) { return low_of(word >> 16); }
+
+  __device__ void load_floats(const RouteParams& p, std::int64_t token) {
+    const float* row = static_cast<const float*>(p.logits.data) + token * p.logits.row_stride;
+#pragma unroll
+    for (int v = 0; v < kValues; v += 4) {
+      float4 four{};
+      const int e = first() + v;
+      if (p.logits.vectors != 0) {
+        if (e < p.experts) four = *reinterpret_cast<const float4*>(row + e);
+      } else {
+        const std::int64_t step = p.logits.column_stride;
+        if (e < p.experts) four.x = row[e * step];
+        if (e + 1 < p.experts) four.y = row[(e + 1) * step];
+        if (e + 2 < p.experts) four.z = row[(e + 2) * step];
+        if (e + 3 < p.experts) four.w = row[(e + 3) * step];
+      }
+      x[v] = four.x;
+      x[v + 1] = four.y;
+      x[v + 2] = four.z;
+      x[v + 3] = four.w;
+    }
+#pragma unroll
+    for (int v = 0; v < kValues; v++) {
+      x[v] = first() + v < p.experts ? key::clean(x[v], key::kLargestF32) : key::minus_infinity();
+    }
+  }
+
+  // Each lane sorts its own; the best of all heads is taken K times.
+  template <class Item>
+  static __device__ void take_best(Item (&item)[kValues], int top_k, int pass, Item* mine) {
+    sort_descending(item);
+#pragma unroll 4
+    for (int k = 0; k < top_k; k++) {
+      const Item best = lanes_max<kLanes>(item[0]);
+      if (lane() == pass * kWidth + k) *mine = best;
+      const bool taken = item[0] == best;
+#pragma unroll
+      for (int v = 0; v + 1 < kValues; v++) item[v] = taken ? item[v + 1] : item[v];
+      item[kValues - 1] = taken ? 0 : item[kValues - 1];
+    }
+  }
+
   // The lanes of a row look at its groups through shared memory: groups need not match lanes.
   static __device__ void keep_best_groups(const RouteParams& p, std::uint32_t* groups,
                                           float (&value)[kValues]) {
@@ -344,61 +400,69 @@ struct Row {
     }
   }
 
-  // Bitonic: the indices are known at compile time, so the items stay in registers.
-  template <class Item>
+  // Batcher's odd-even merge sort: the places are known at compile time, so the items stay in
+  // registers.
+  template <int kRun = 1, int kStep = 1, class Item>
   static __device__ void sort_descending(Item (&item)[kValues]) {
 #pragma unroll
-    for (int run = 2; run <= kValues; run *= 2) {
-#pragma unroll
-      for (int d = run / 2; d > 0; d /= 2) {
-#pragma unroll
-        for (int v = 0; v < kValues; v++) {
-          if ((v & d) != 0) continue;
-          const Item a = item[v];
-          const Item b = item[v + d];
-          const bool descending = (v & run) == 0;
-          item[v] = descending ? max(a, b) : min(a, b);
-          item[v + d] = descending ? min(a, b) : max(a, b);
-        }
-      }
+    for (int v = 0; v + kStep < kValues; v++) {
+      constexpr int kSkip = kStep % kRun;
+      if (v < kSkip || (v - kSkip) / kStep % 2 != 0) continue;
+      if (v / (2 * kRun) != (v + kStep) / (2 * kRun)) continue;
+      const Item a = item[v];
+      const Item b = item[v + kStep];
+      item[v] = max(a, b);
+      item[v + kStep] = min(a, b);
+    }
+    if constexpr (kStep > 1) {
+      sort_descending<kRun, kStep / 2>(item);
+    } else if constexpr (2 * kRun < kValues) {
+      sort_descending<2 * kRun, 2 * kRun>(item);
     }
   }
 };
 
-/// Gradient of the weights, slot by slot.
+/// One pass over a row: its softmax if wanted (for all its lanes) and its selection (kept by the
+/// lanes that hold its slots). Returns the row where Item is u64 or a softmax was wanted.
+template <class R, class Item>
+__device__ R read_row(const RouteParams& p, std::int64_t token, std::uint32_t* groups, int pass,
+                      bool with_softmax, Softmax* softmax, Item* mine) {
+  R r;
+  if constexpr (sizeof(Item) == 4) {
+    typename R::Words words;
+    R::load_words(p, token, words);
+    if (with_softmax) {
+      r.widen_words(words);
+      *softmax = r.softmax();
+    }
+    R::select(p, words, pass, mine);
+  } else {
+    r.load(p, token);
+    if (with_softmax) *softmax = r.softmax();
+    r.select(p, groups, pass, mine);
+  }
+  return r;
+}
+
+/// What a slot adds to its logit, and what softmax over all E takes from everyone.
 struct SlotGradient {
-  float mean;  ///< sum of d(raw) * raw; softmax over all E subtracts mean * p everywhere
+  float slot;
+  float mean;  ///< sum of d(raw) * raw for kSoftmaxBeforeTopK: mean * p is subtracted everywhere
 };
 
-/// dweights -> what each slot adds to its logit (in place), and the mean for kSoftmaxBeforeTopK.
+/// The weight's gradient -> the logit's.
 template <class R>
-__device__ SlotGradient slot_gradient(const RouteParams& p, const int (&ids)[R::kSlots],
-                                      const float (&raw)[R::kSlots], float (&d)[R::kSlots]) {
-  float part[R::kSlots];
-  float sum = 1.0f;
-  float through_sum = 0.0f;
-#pragma unroll
-  for (int r = 0; r < R::kSlots; r++) d[r] = ids[r] < 0 ? 0.0f : d[r] * p.scale;
+__device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, float dweight) {
+  float d = id < 0 ? 0.0f : dweight * p.scale;
   if (p.renormalize != 0) {
-    sum = R::slots_sum(raw) + 1e-20f;
-#pragma unroll
-    for (int r = 0; r < R::kSlots; r++) part[r] = d[r] * (raw[r] / sum);
-    through_sum = R::slots_sum(part);
+    const float sum = R::slots_sum(raw) + 1e-20f;
+    d = (d - R::slots_sum(d * (raw / sum))) / sum;
   }
-#pragma unroll
-  for (int r = 0; r < R::kSlots; r++) {
-    d[r] = ids[r] < 0 ? 0.0f : (d[r] - through_sum) / sum;
-    part[r] = d[r] * raw[r];
-  }
-  const float mean = R::slots_sum(part);
-#pragma unroll
-  for (int r = 0; r < R::kSlots; r++) {
-    float factor = d[r];
-    if (p.score == ScoreMode::kSigmoid) factor *= 1.0f - raw[r];
-    if (p.score == ScoreMode::kSoftmaxAfterTopK) factor -= mean;
-    d[r] = ids[r] < 0 ? 0.0f : raw[r] * factor;
-  }
-  return {p.score == ScoreMode::kSoftmaxBeforeTopK ? mean : 0.0f};
+  if (id < 0) d = 0.0f;
+  const float mean = R::slots_sum(d * raw);
+  if (p.score == ScoreMode::kSigmoid) d *= 1.0f - raw;
+  if (p.score == ScoreMode::kSoftmaxAfterTopK) d -= mean;
+  return {id < 0 ? 0.0f : raw * d, p.score == ScoreMode::kSoftmaxBeforeTopK ? mean : 0.0f};
 }
 
 /// Writes a lane's part of a row of gradients.
