@@ -63,6 +63,7 @@ endif()
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
 
 foreach(lib sonicmoe_shared sonicmoe_static)
+  set_target_properties(${lib} PROPERTIES CUDA_ARCHITECTURES OFF) # made before the language was on
   target_sources(${lib} PRIVATE $<TARGET_OBJECTS:sonicmoe_cuda_objects>)
   target_link_libraries(${lib} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
 endforeach()
