@@ -109,13 +109,12 @@ ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t worker
 RowGemmWorker::RowGemmWorker(const RowGemm& gemm)
     : gemm_(gemm),
       kernels_(*gemm.kernels),
-      panel_rows_(kPanelRows / kernels_.mr * kernels_.mr),
       seg_groups_(ceil_div(gemm.seg_k, kernels_.k_group)),
       a_panel_bytes_(gemm.segments * seg_groups_ * kernels_.mr * kernels_.packed_bytes),
       b_panel_bytes_(gemm.segments * seg_groups_ * kernels_.nr * kernels_.packed_bytes),
       chunk_blocks_(std::clamp(kChunkBytes / (gemm.groups * b_panel_bytes_), std::int64_t{1},
                                ceil_div(gemm.n, kernels_.nr))),
-      a_(panel_rows_ / kernels_.mr * a_panel_bytes_),
+      a_(a_panel_bytes_),
       b_(chunk_blocks_ * gemm.groups * b_panel_bytes_),
       tile_(gemm.groups * kernels_.mr * kernels_.nr * kernels_.acc_bytes) {}
 
@@ -123,12 +122,8 @@ void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows, std::int64_t ori
   const std::int64_t row0 = stored_row(gemm_.a, row, origin);
   const std::int64_t seg_bytes = seg_groups_ * kernels_.mr * kernels_.packed_bytes;
   std::byte* out = a_.data();
-  for (std::int64_t r = 0; r < rows; r += kernels_.mr) {
-    for (std::int64_t s = 0; s < gemm_.segments; ++s) {
-      kernels_.pack_rows({gemm_.a, row0 + r, std::min(kernels_.mr, rows - r), kernels_.mr,
-                          s * gemm_.seg_k, gemm_.seg_k, out});
-      out += seg_bytes;
-    }
+  for (std::int64_t s = 0; s < gemm_.segments; ++s, out += seg_bytes) {
+    kernels_.pack_rows({gemm_.a, row0, rows, kernels_.mr, s * gemm_.seg_k, gemm_.seg_k, out});
   }
 }
 
@@ -179,19 +174,19 @@ RowTile RowGemmWorker::place(std::int64_t expert, std::int64_t row, std::int64_t
   return tile;
 }
 
-void RowGemmWorker::multiply(std::int64_t a_panel, std::int64_t b_panel, const RowTile& tile) {
+void RowGemmWorker::multiply(std::int64_t b_panel, const RowTile& tile) {
   const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
   for (std::int64_t g = 0; g < gemm_.groups; ++g) {
-    kernels_.product({a_.data() + a_panel * a_panel_bytes_,
-                      b_.data() + (b_panel * gemm_.groups + g) * b_panel_bytes_,
+    kernels_.product({a_.data(), b_.data() + (b_panel * gemm_.groups + g) * b_panel_bytes_,
                       gemm_.segments * seg_groups_, tile.acc[g].rows, Start::kZero,
                       tile_.data() + g * tile_bytes});
   }
 }
 
 std::int64_t col_task_rows(const ColGemm& gemm) {
+  // Whole tiles, one begun tile included: a task of its rest alone would pack all of b again.
   const std::int64_t mr = gemm.kernels->mr;
-  return std::min(gemm.m, kColTaskRows / gemm.segments / mr * mr);
+  return std::min(gemm.m, ceil_div(kColTaskRows / gemm.segments, mr) * mr);
 }
 std::int64_t col_task_cols(const ColGemm& gemm) { return std::min(gemm.n, kColTaskCols); }
 

@@ -88,7 +88,8 @@ struct RowTile {
   Tile acc[2];  ///< by group
 };
 
-/// Packs and multiplies for one worker.
+/// Packs and multiplies for one worker: mr rows at a time, which stay in the first cache while they
+/// meet every column, so that finished rows leave and enter memory whole.
 class RowGemmWorker {
  public:
   explicit RowGemmWorker(const RowGemm& gemm);
@@ -98,21 +99,17 @@ class RowGemmWorker {
   template <class Prepare, class Finish>
   void run(const RowTask& task, Prepare&& prepare, Finish&& finish) {
     const std::int64_t blocks = (gemm_.n + kernels_.nr - 1) / kernels_.nr;
-    const bool one_panel = task.end - task.begin <= panel_rows_;
     for (std::int64_t first = 0; first < blocks; first += chunk_blocks_) {
       const std::int64_t last = std::min(blocks, first + chunk_blocks_);
       pack_b(task.expert, first, last);
-      for (std::int64_t row = task.begin; row < task.end; row += panel_rows_) {
-        const std::int64_t rows = std::min(panel_rows_, task.end - row);
-        if (first == 0 || !one_panel) pack_a(row, rows, task.origin);
+      for (std::int64_t row = task.begin; row < task.end; row += kernels_.mr) {
+        const std::int64_t rows = std::min(kernels_.mr, task.end - row);
+        pack_a(row, rows, task.origin);
         for (std::int64_t block = first; block < last; ++block) {
-          for (std::int64_t r = 0; r < rows; r += kernels_.mr) {
-            const RowTile tile =
-                place(task.expert, row + r, std::min(kernels_.mr, rows - r), block);
-            prepare(tile);
-            multiply(r / kernels_.mr, block - first, tile);
-            finish(tile);
-          }
+          const RowTile tile = place(task.expert, row, rows, block);
+          prepare(tile);
+          multiply(block - first, tile);
+          finish(tile);
         }
       }
     }
@@ -122,11 +119,10 @@ class RowGemmWorker {
   void pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin);
   void pack_b(std::int64_t expert, std::int64_t first, std::int64_t last);
   RowTile place(std::int64_t expert, std::int64_t row, std::int64_t rows, std::int64_t block) const;
-  void multiply(std::int64_t a_panel, std::int64_t b_panel, const RowTile& tile);
+  void multiply(std::int64_t b_panel, const RowTile& tile);
 
   const RowGemm gemm_;
   const Kernels& kernels_;
-  const std::int64_t panel_rows_;     ///< a multiple of mr
   const std::int64_t seg_groups_;     ///< packed k of a segment
   const std::int64_t a_panel_bytes_;  ///< of mr rows
   const std::int64_t b_panel_bytes_;  ///< of nr columns
