@@ -327,6 +327,8 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
   WeightGradient dw1(team, b, describe_dw1(b), {b.gates() == 2 ? g.gate : g.up, g.up});
   KernelDxRows dx_rows(team, b);
   clear_dweights(b);
+  prefer_large_pages(args.scratch);
+  for (const Tensor& out : {args.dx, g.gate, g.up, g.down}) prefer_large_pages(out);
   for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
     dh.run(group);
     dw2.run(group);

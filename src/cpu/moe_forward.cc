@@ -151,6 +151,9 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   const Metadata metadata =
       metadata_at(problem, training ? args.saved.data : at_byte(args.scratch, scratch.metadata));
   build_metadata(problem, args.routing, metadata);
+  prefer_large_pages(args.h);
+  prefer_large_pages(args.scratch);
+  prefer_large_pages(args.out);
 
   const double rows = static_cast<double>(metadata.offsets[problem.experts]);
   const double flops = 6.0 * rows * static_cast<double>(problem.hidden * problem.width);

@@ -1,6 +1,11 @@
 #include "cpu/moe_layer.h"
 
+#include <cstdint>
+
 #include "core/backend.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace sonicmoe::cpu {
 namespace {
@@ -75,6 +80,29 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
 }
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
   grouped_gemm_k_on(best_isa(), args, exec);
+}
+
+void prefer_large_pages(const Buffer& memory) {
+#if defined(MADV_HUGEPAGE)
+  constexpr std::uintptr_t kPage = 2 << 20;
+  // Whole pages inside the buffer only: the neighbours belong to somebody else.
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory.data);
+  const std::uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const std::uintptr_t last = (begin + static_cast<std::uintptr_t>(memory.bytes)) / kPage * kPage;
+  if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)memory;
+#endif
+}
+
+void prefer_large_pages(const Tensor& tensor) {
+  if (tensor.data == nullptr) return;
+  std::int64_t extent = 1;
+  for (std::int32_t i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] == 0 || tensor.stride[i] < 0) return;
+    extent += (tensor.shape[i] - 1) * tensor.stride[i];
+  }
+  prefer_large_pages(Buffer{tensor.data, extent * dtype_bytes(tensor.dtype)});
 }
 
 void sum_tokens(Team& team, const TokenSum& sum) {

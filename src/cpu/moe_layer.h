@@ -43,6 +43,11 @@ inline const void* at_element(const void* data, std::int64_t offset, std::int64_
   return static_cast<const std::byte*>(data) + offset * element_bytes;
 }
 
+/// Asks the system to back large memory that is about to be written by large pages: fresh pages of
+/// 4 KiB cost more to map than some kernels take to fill them. A hint: contents never change.
+void prefer_large_pages(const Buffer& memory);
+void prefer_large_pages(const Tensor& tensor);
+
 /// Rows of a (rows, cols) tensor, renamed by `index` where it is given.
 inline Operand rows_of(const Tensor& t, const std::int32_t* index) {
   return {t.data, index, t.stride[0], t.stride[1]};
