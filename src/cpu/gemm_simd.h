@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "core/numeric.h"
 #if defined(__AVX2__)
@@ -103,17 +104,30 @@ inline F32V load(const F16* p) {
 
 inline void store(float* p, F32V v) { store_raw(p, v); }
 inline void store(double* p, F64V v) { store_raw(p, v); }
-inline void store(BF16* p, F32V v) {
+/// The bits of r(v) in the upper half of each lane.
+inline U32V rounded_bf16(F32V v) {
   const U32V u = (U32V)v;
-  const U32V rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const U32V quiet = (u >> 16) | 0x40u;
-  const U32V bits = (u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
-#if defined(__AVX512F__)
-  store_raw(p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
-#else
-  store_raw(p, __builtin_convertvector(bits, U16V));
-#endif
+  const U32V rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+  const U32V quiet = (u & 0xffff0000u) | 0x400000u;
+  return (u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
 }
+#if defined(__AVX512BF16__)
+/// One instruction does it, but for denormals, which it flushes.
+inline U16V to_bf16(F32V v) {
+  constexpr int kExponent = 0x7f800000;
+  if (_mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(kExponent)) == 0xffff) [[likely]] {
+    return (U16V)_mm512_cvtneps_pbh((__m512)v);
+  }
+  return (U16V)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(rounded_bf16(v) >> 16));
+}
+#elif defined(__AVX512F__)
+inline U16V to_bf16(F32V v) {
+  return (U16V)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(rounded_bf16(v) >> 16));
+}
+#else
+inline U16V to_bf16(F32V v) { return __builtin_convertvector(rounded_bf16(v) >> 16, U16V); }
+#endif
+inline void store(BF16* p, F32V v) { store_raw(p, to_bf16(v)); }
 inline void store(F16* p, F32V v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
@@ -160,7 +174,8 @@ inline typename Lane<S>::V load_n(const S* p, std::int64_t n) {
 }
 template <class S>
 inline void store_n(S* p, typename Lane<S>::V v, std::int64_t n) {
-  if (n >= Lane<S>::kCount) return store(p, v);
+  if (n >= Lane<S>::kCount) [[likely]]
+    return store(p, v);
   S lanes[Lane<S>::kCount];
   store(lanes, v);
   for (std::int64_t i = 0; i < n; ++i) p[i] = lanes[i];
@@ -183,22 +198,23 @@ inline F64V round_to<double>(F64V v) {
 }
 template <>
 inline F32V round_to<BF16>(F32V v) {
-  const U32V u = (U32V)v;
-  const U32V rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
-  const U32V quiet = (u & 0xffff0000u) | 0x400000u;
-  return (F32V)((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  return (F32V)(__builtin_convertvector(to_bf16(v), U32V) << 16);
 }
 
-/// Lanes are added in one fixed tree.
+/// Lanes are added in one fixed tree: the upper half to the lower, until one is left.
+template <int kHalf, class V, int... kLane>
+inline auto sum_halves(V v, std::integer_sequence<int, kLane...> lanes) {
+  const V sum = v + __builtin_shufflevector(v, v, (kLane % kHalf + kHalf)...);
+  if constexpr (kHalf > 1) {
+    return sum_halves<kHalf / 2>(sum, lanes);
+  } else {
+    return sum[0];
+  }
+}
 template <class V>
 inline auto sum_lanes(V v) {
-  using T = decltype(v[0] + v[0]);
-  T part[sizeof(V) / sizeof(T)];
-  std::memcpy(part, &v, sizeof v);
-  for (int half = sizeof(V) / sizeof(T) / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  }
-  return part[0];
+  constexpr int kCount = sizeof(V) / sizeof(v[0]);
+  return sum_halves<kCount / 2>(v, std::make_integer_sequence<int, kCount>());
 }
 
 }  // namespace sonicmoe::cpu::SONICMOE_ISA

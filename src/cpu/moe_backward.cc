@@ -85,7 +85,7 @@ class KernelDh {
       load_scores(b_.problem, b_.metadata, b_.args.routing.weights, rows.begin, rows.end, scores);
       std::vector<double> dscores(scores.size(), 0.0);
       workers_[worker].run(
-          rows, [&](const RowTile& tile) { prepare(tile, rows.origin); },
+          rows, [&](const RowTile& tile) { prepare(tile, rows); },
           [&](const RowTile& tile) {
             BackwardTile t = describe(tile, rows.origin);
             t.scores = scores.data() + (tile.row - rows.begin);
@@ -124,12 +124,15 @@ class KernelDh {
     return t;
   }
 
-  void prepare(const RowTile& tile, std::int64_t origin) const {
-    const BackwardTile t = describe(tile, origin);
+  void prepare(const RowTile& tile, const RowTask& task) const {
+    const BackwardTile t = describe(tile, task.origin);
     const std::int64_t element = b_.kernels.element_bytes;
     const std::int64_t bytes = t.da.cols * element;
+    // H comes from far: the tile below this one, a sweep over the columns ahead.
+    const std::int64_t below = std::min(t.da.rows, task.end - tile.row - t.da.rows);
+    const std::int64_t step = t.da.rows * t.h_stride;
     for (const void* h : {t.h_gate, t.h_up}) {
-      prefetch_rows(h, t.da.rows, t.h_stride * element, bytes);
+      prefetch_rows(at_element(h, step, element), below, t.h_stride * element, bytes);
     }
     for (const void* dh : {t.dh_gate, t.dh_up}) {
       if (dh != nullptr) prefetch_rows(dh, t.da.rows, t.dh_stride * element, bytes);
