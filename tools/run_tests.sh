@@ -16,6 +16,7 @@ check() { # NAME COMMAND...
 
 check "format and lint" tools/format.sh --check
 check "structure" python tools/check_structure.py
+check "API reference" python tools/api_reference.py --check
 check "C++ tests" ctest --preset release --no-tests=error -j "$(nproc)"
 check "Python tests" python -m pytest -q tests/python
 
