@@ -129,7 +129,7 @@ void pack_row_block(const PackJob& job, std::int64_t first) {
   const S* rows[kCount];
   const std::int64_t lanes = job.lanes - first;
   for (int i = 0; i < kCount; ++i) {
-    const std::int64_t row = job.lane0 + first + (i < lanes ? i : 0);
+    const std::int64_t row = job.lane0 + (i < lanes ? first + i : 0);  // absent: any that exists
     rows[i] = static_cast<const S*>(job.source.data) + element_offset(job.source, row, job.k0);
   }
   auto* out = static_cast<typename Dot::Packed*>(job.out) + first;
