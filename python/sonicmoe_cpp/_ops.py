@@ -222,6 +222,23 @@ def _router_losses_backward(ctx, dvalues, _dcounts):
 # ---- registration --------------------------------------------------------------------------------
 
 
+def _of_first_output(setup, backward):
+    """A derivative in the first output alone: the others are not differentiable."""
+
+    def setup_once(ctx, inputs, output):
+        # Else autograd fills a zero gradient for every other output, H's size among them.
+        ctx.set_materialize_grads(False)
+        ctx.inputs = len(inputs)
+        setup(ctx, inputs, output)
+
+    def differentiate(ctx, gradient, *others):
+        if gradient is None:
+            return (None,) * ctx.inputs
+        return backward(ctx, gradient, *others)
+
+    return setup_once, differentiate
+
+
 def _once(name: str):
     """A backward that refuses to be differentiated, by a sentence instead of a missing kernel."""
 
@@ -249,11 +266,11 @@ FAKES = {
     "router_losses_backward": lambda dvalues, counts, logits, *options: _like_x(logits),
 }
 DERIVATIVES = {
-    "moe_forward": (_setup_layer, _layer_backward),
-    "route": (_setup_route, _route_backward),
-    "token_round": (_setup_token_round, _token_round_backward),
-    "expert_choice": (_setup_expert_choice, _expert_choice_backward),
-    "router_losses": (_setup_router_losses, _router_losses_backward),
+    "moe_forward": _of_first_output(_setup_layer, _layer_backward),
+    "route": _of_first_output(_setup_route, _route_backward),
+    "token_round": _of_first_output(_setup_token_round, _token_round_backward),
+    "expert_choice": _of_first_output(_setup_expert_choice, _expert_choice_backward),
+    "router_losses": _of_first_output(_setup_router_losses, _router_losses_backward),
 } | {
     name: _once(name)
     for name in (

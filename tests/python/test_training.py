@@ -8,6 +8,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from reference import Layer
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -90,6 +91,48 @@ def test_nothing_is_kept_without_gradients():
     for leaf in layer.leaves().values():
         leaf.requires_grad_(False)
     assert saved_bytes(lambda: layer.call(sonicmoe_cpp.moe)) == 0
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the largest tensor that each operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for t in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(t, torch.Tensor):
+                name = str(function)
+                self.largest[name] = max(self.largest.get(name, 0), t.nbytes)
+        return result
+
+
+def test_backward_makes_nothing_of_the_size_of_h():
+    layer = Layer(128, 8, 64, 4, 4, torch.float32)
+    out = layer.call(sonicmoe_cpp.moe)
+    with Allocations() as made:
+        torch.autograd.grad(out, list(layer.leaves().values()), layer.dout)
+    assert "sonicmoe_cpp.moe_backward.default" in made.largest
+    assert max(made.largest.values()) < 128 * 4 * 2 * 64 * 4, made.largest
+
+
+class Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _gradient):
+        return None
+
+
+def test_no_gradient_in_is_no_gradient_out():
+    layer = Layer(16, 8, 8, 4, 2, torch.float32)
+    out = Dropped.apply(layer.call(sonicmoe_cpp.moe))
+    leaves = list(layer.leaves().values())
+    assert torch.autograd.grad(out.sum(), leaves, allow_unused=True) == (None,) * len(leaves)
 
 
 def test_autocast():
