@@ -1,0 +1,298 @@
+"""The layer on one CUDA device beside the cuBLAS bound and the compiled grouped_mm layer.
+
+    python benchmarks/h200.py --library build/cuda/libsonicmoe.so --out build/records
+    python benchmarks/h200.py --library old=A.so --library new=B.so --peers bound --configs olmoe
+    python benchmarks/h200.py --merge DIR DIR...         parts of one run into one record a state
+
+Forward includes top-k routing and its metadata, backward the router's gradient; never the router's
+matmul. Model flops are counted: 6 T K n d forward, 12 backward. Everything that is compared runs in
+one process, in turn, on the same values (three seeds); results are checked against torch first.
+
+hot      bursts one after the other in random order, 40 % of each dropped, median over the seeds:
+         the chip at the clock that its power limit leaves. This decides.
+cool     30 ms of idling, a warm call, a timed call; median of 5.
+flushed  for small work: L2 flushed before each call, events around one call, median of 200. Small
+         rows appear in the hot record only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from h200_bench import capi, check, rivals, timing
+from h200_bench.layer import Data, Ours, Shape
+
+HERE = Path(__file__).resolve().parent
+PEERS_MEASURED = json.loads((HERE / "data/peers-h200.json").read_text())
+CONFIGS = {
+    row["config"]: Shape(*(row[k] for k in ("T", "d", "n", "E", "K")))
+    for row in PEERS_MEASURED["rows"]
+}
+SMALL = ("7B-T2048", "olmoe-T64")
+DEFAULT = [name for name in CONFIGS if name != "qwen3-235b-T4096"]
+SEEDS = (0, 1, 2)
+COOL_ROUNDS = (2, 2, 1)  # calls after each seed
+FLUSHED_CALLS = 70  # of each seed
+PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet: faster is a measuring error
+
+
+class Contenders:
+    """Everything that is timed on one configuration, by name and pass."""
+
+    def __init__(self, arguments, shape, libraries):
+        self.data = Data(shape, torch.device("cuda"))
+        self.ours = {name: Ours(library, self.data) for name, library in libraries.items()}
+        self.rivals = {}
+        if "bound" in arguments.peers:
+            self.rivals["bound"] = rivals.Bound(self.data)
+        if "torch" in arguments.peers:
+            layer = rivals.grouped_mm_layer(shape)
+            self.rivals["torch"] = rivals.Autograd(self.data, layer)
+        if "ours_torch" in arguments.peers:
+            try:
+                layer = rivals.torch_front_end(shape)
+                self.rivals["ours_torch"] = rivals.Autograd(self.data, layer)
+            except ImportError as absent:
+                print(f"ours_torch is absent: {absent}", file=sys.stderr)
+
+    def draw(self, seed):
+        self.data.draw(seed)
+        for rival in self.rivals.values():
+            rival.draw()
+
+    def check(self):
+        """Every contender's results, the bound's apart: it has other data."""
+        checker = check.Checker(self.data)
+        worst = 0.0
+        for name, ours in self.ours.items():
+            self.data.poison()
+            ours.forward()
+            ours.backward()
+            worst = max(worst, *checker.check_ours(name).values())
+        for name, rival in self.rivals.items():
+            if hasattr(rival, "both"):
+                out, grads = rival.both()
+                checker.check_autograd(name, out, grads)
+        return worst
+
+    def runs(self, passes):
+        """name -> call; an autograd layer's backward is what `both` takes beyond `fwd`."""
+        runs = {}
+        for name, contender in (self.ours | self.rivals).items():
+            contender.forward()  # leaves what backward reads
+            if "fwd" in passes or hasattr(contender, "both"):
+                runs[name, "fwd"] = contender.forward
+            if "bwd" in passes:
+                last = "both" if hasattr(contender, "both") else "bwd"
+                runs[name, last] = contender.both if last == "both" else contender.backward
+        return runs
+
+
+def measure(arguments, name, shape, libraries):
+    """state -> {(contender, pass): milliseconds}, and the largest error found."""
+    torch._dynamo.reset()
+    contenders = Contenders(arguments, shape, libraries)
+    small = name in SMALL
+    flush = timing.Flusher(contenders.data.device) if small else None
+    times = {"flushed": {}} if small else {state: {} for state in arguments.states}
+    for seed, cool_calls in zip(SEEDS, COOL_ROUNDS, strict=True):
+        contenders.draw(seed)
+        if seed == SEEDS[0]:
+            error = contenders.check()
+        runs = contenders.runs(arguments.passes)
+        if "flushed" in times:
+            timing.flushed_round(runs, FLUSHED_CALLS, flush, times["flushed"])
+        if "hot" in times:
+            timing.hot_round(runs, arguments.burst, times["hot"])
+        if "cool" in times:
+            for _ in range(cool_calls):
+                timing.cool_round(runs, times["cool"])
+    medians = {
+        state: {key: statistics.median(samples) for key, samples in of_state.items()}
+        for state, of_state in times.items()
+    }
+    return medians, error
+
+
+def figures(name, shape, medians):
+    """A record's part of one contender: milliseconds and TFLOP/s of each pass."""
+    result = {}
+    ms = {which: medians.get((name, which)) for which in ("fwd", "bwd", "both")}
+    if ms["both"] is not None:
+        ms["bwd"] = ms["both"] - ms["fwd"]
+    for which in ("fwd", "bwd"):
+        if ms[which] is None:
+            continue
+        seconds = 1e-3 * ms[which]
+        least = max(shape.flops(which) / PEAK_FLOPS, shape.least_bytes(which) / PEAK_BYTES)
+        if name not in ("bound", "torch") and seconds < least:
+            raise SystemExit(f"{name} {which} took {seconds:.6f} s, less than {least:.6f} is wrong")
+        result[f"{which}_ms"] = round(ms[which], 5)
+        result[f"{which}_tflops"] = round(shape.flops(which) / seconds / 1e12, 1)
+    return result
+
+
+def row_of(config, shape, medians):
+    row = {"config": config, "T": shape.T, "d": shape.d, "n": shape.n, "E": shape.E, "K": shape.K}
+    for name in dict.fromkeys(name for name, _ in medians):
+        row[name] = figures(name, shape, medians)
+    return row
+
+
+def driver():
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def commit():
+    if "SONICMOE_COMMIT" in os.environ:  # where the library travels without its repository
+        return os.environ["SONICMOE_COMMIT"]
+    command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
+
+
+def header():
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def sonic_ratio(config, which):
+    """sonic-moe's speed over the bound's, as measured on another day."""
+    row = next(row for row in PEERS_MEASURED["rows"] if row["config"] == config)
+    return row["sonicmoe"][f"{which}_tflops"] / row["bound"][f"{which}_tflops"]
+
+
+def print_row(state, row, took):
+    print(f"{row['config']:<17} {state:<8}", end="")
+    for which in ("fwd", "bwd"):
+        cells = []
+        bound = row.get("bound", {}).get(f"{which}_ms")
+        for name, part in row.items():
+            if isinstance(part, dict) and f"{which}_ms" in part:
+                text = f"{name} {part[f'{which}_ms']:.4f} ms {part[f'{which}_tflops']:.0f}"
+                if bound and name != "bound":
+                    text += f" ({bound / part[f'{which}_ms']:.3f})"
+                cells.append(text)
+        sonic = f"sonic-moe ({sonic_ratio(row['config'], which):.3f})"
+        print(f" | {which}: {', '.join([*cells, sonic])}" if cells else "", end="")
+    print(f" [{took:.1f} s]", flush=True)
+
+
+def print_means(records):
+    """Geometric mean of (our ratio to the bound over sonic-moe's), large rows."""
+    for state in ("hot", "cool"):
+        rows = [row for row in records[state]["rows"] if row["config"] not in SMALL]
+        names = {n for row in rows for n in row if isinstance(row[n], dict)} - {"bound", "torch"}
+        for name in sorted(names):
+            for which in ("fwd", "bwd"):
+                key = f"{which}_ms"
+                found = [
+                    row["bound"][key] / row[name][key] / sonic_ratio(row["config"], which)
+                    for row in rows
+                    if key in row.get("bound", {}) and key in row.get(name, {})
+                ]
+                if found:
+                    mean = statistics.geometric_mean(found)
+                    print(
+                        f"{state} {name} {which}: over sonic-moe's ratio {mean:.3f} in the mean of "
+                        f"{len(found)} rows, {min(found):.3f} at least"
+                    )
+
+
+def write(records, folder):
+    for state, record in records.items():
+        if record["rows"]:
+            path = Path(folder) / f"{state}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def merge(folders, out):
+    """Rows of several parts under the header of the last; rows of later parts replace earlier."""
+    for state in ("hot", "cool"):
+        found = [Path(folder) / f"{state}.json" for folder in folders]
+        parts = [json.loads(path.read_text()) for path in found if path.exists()]
+        if not parts:
+            continue
+        if len({part["commit"] for part in parts}) > 1:
+            raise SystemExit(f"{state} records are of different commits, must be of one")
+        rows = {row["config"]: row for part in parts for row in part["rows"]}
+        rows = [rows[name] for name in CONFIGS if name in rows]
+        write({state: parts[-1] | {"rows": rows}}, out)
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--library", action="append", default=[], help="PATH or NAME=PATH")
+    parser.add_argument("--configs", default=",".join(DEFAULT))
+    parser.add_argument("--peers", default="bound,torch,ours_torch", help="what else is timed")
+    parser.add_argument("--states", default="hot,cool")
+    parser.add_argument("--passes", default="fwd,bwd")
+    parser.add_argument("--burst", type=float, default=90.0, help="milliseconds of a hot burst")
+    parser.add_argument("--out", default="", help="folder for hot.json and cool.json")
+    parser.add_argument("--merge", nargs="+", metavar="DIR")
+    arguments = parser.parse_args()
+    for name in ("configs", "peers", "states", "passes"):
+        setattr(arguments, name, [v for v in getattr(arguments, name).split(",") if v])
+    for config in arguments.configs:
+        if config not in CONFIGS:
+            parser.error(f'configs has "{config}", must be of: {", ".join(CONFIGS)}')
+    return arguments
+
+
+def open_libraries(given):
+    libraries = {}
+    for text in given:
+        name, _, path = text.rpartition("=")
+        libraries[name or "ours_cpp"] = capi.Library(path, torch.device("cuda"))
+    return libraries
+
+
+def main():
+    arguments = parse()
+    if arguments.merge:
+        return merge(arguments.merge, arguments.out)
+    libraries = open_libraries(arguments.library)
+    records = {state: header() | {"state": state, "rows": []} for state in ("hot", "cool")}
+    print(json.dumps(header()), flush=True)
+    for config in arguments.configs:
+        began = time.perf_counter()
+        shape = CONFIGS[config]
+        medians, error = measure(arguments, config, shape, libraries)
+        for state, of_state in medians.items():
+            row = row_of(config, shape, of_state)
+            record = records["hot" if state == "flushed" else state]
+            record["rows"].append(row | ({"l2": "flushed"} if state == "flushed" else {}))
+            print_row(state, row, time.perf_counter() - began)
+        print(f"{config:<17} checked: largest error of a row {error:.1e}", flush=True)
+        if arguments.out:
+            write(records, arguments.out)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print_means(records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Inputs and outputs of one measurement, and the library's calls on them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from . import capi
+
+BF = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    T: int
+    d: int
+    n: int
+    E: int
+    K: int
+
+    @property
+    def rows(self):
+        return self.T * self.K
+
+    def flops(self, which):
+        return {"fwd": 6, "bwd": 12}[which] * self.rows * self.n * self.d
+
+    def least_bytes(self, which):
+        """What every implementation has to move: the weights that are used, x, out; gradients."""
+        weights = 3 * min(self.E, self.rows) * self.n * self.d * 2
+        tokens = 2 * self.T * self.d * 2
+        return {"fwd": weights + tokens, "bwd": 2 * (weights + tokens)}[which]
+
+
+class Data:
+    """x, dout ~ N(0, 1), W ~ N(0, 1)/sqrt(fan-in), logits ~ N(0, 1), all bf16."""
+
+    def __init__(self, shape: Shape, device: torch.device):
+        T, d, n, E, K = shape.T, shape.d, shape.n, shape.E, shape.K
+        self.shape, self.device = shape, device
+
+        def empty(*size, dtype=BF):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        self.x, self.dout, self.out, self.dx = (empty(T, d) for _ in range(4))
+        self.w_up, self.w_down = empty(E, 2 * n, d), empty(E, d, n)
+        self.dw_up, self.dw_down = empty(E, 2 * n, d), empty(E, d, n)
+        self.logits, self.dlogits = empty(T, E), empty(T, E)
+        self.ids = empty(T, K, dtype=torch.int64)
+        self.weights, self.dweights = (empty(T, K, dtype=torch.float32) for _ in range(2))
+
+    def draw(self, seed: int, shift: torch.Tensor | None = None):
+        """Equal seeds give equal values; `shift` (E) makes experts more or less popular."""
+        torch.manual_seed(seed)
+        self.x.normal_()
+        self.dout.normal_()
+        self.w_up.normal_(std=self.shape.d**-0.5)
+        self.w_down.normal_(std=self.shape.n**-0.5)
+        self.logits.normal_()
+        if shift is not None:
+            self.logits += shift
+
+    def poison(self):
+        """NaN wherever a result has to appear."""
+        results = (self.out, self.dx, self.dw_up, self.dw_down, self.dlogits)
+        for t in (*results, self.weights, self.dweights):
+            t.fill_(float("nan"))
+        self.ids.fill_(-1)
+
+
+def halves(w_up: torch.Tensor):
+    """Gate and up of [gate; up] (E, 2n, d)."""
+    n = w_up.shape[1] // 2
+    return w_up[:, :n], w_up[:, n:]
+
+
+def weights_of(w_up, w_down):
+    gate, up = halves(w_up)
+    return capi.Weights(gate=gate, up=up, down=w_down)
+
+
+class Ours:
+    """forward = route and the layer; backward = the layer's and the router's, every gradient."""
+
+    def __init__(self, library: capi.Library, data: Data):
+        self.library, self.data = library, data
+        s = data.shape
+        self.options = capi.RouteOptions(top_k=s.K)
+        self.problem = capi.Problem(
+            form=capi.FORM_IDS,
+            dtype=capi.BF16,
+            tokens=s.T,
+            hidden=s.d,
+            width=s.n,
+            experts=s.E,
+            top_k=s.K,
+        )
+        routing = capi.Routing(ids=data.ids, weights=data.weights)
+        ids, weights = capi.view(data.ids), capi.view(data.weights)
+        logits, dlogits = capi.view(data.logits), capi.view(data.dlogits)
+        dweights = capi.view(data.dweights)
+        call, exec_ = library.bound_call, library.exec
+        self.route = call("smoe_route", self.options, logits, ids, weights, exec_)
+        self.route_backward = call(
+            "smoe_route_backward", self.options, logits, ids, dweights, dlogits, exec_
+        )
+        self.layer, self.layer_backward = layer_calls(library, data, self.problem, routing)
+        self.forward = capi.in_turn(self.route, self.layer)
+        self.backward = capi.in_turn(self.layer_backward, self.route_backward)
+
+
+def layer_calls(library, data, problem, routing):
+    """moe_forward and moe_backward on this routing, on buffers of their own."""
+    forward_sizes = library.sizes(problem, capi.FORWARD)
+    backward_sizes = library.sizes(problem, capi.BACKWARD)
+
+    def lend(size):
+        return torch.empty(max(size, 256), dtype=torch.uint8, device=data.device)
+
+    h, saved = lend(forward_sizes.h_bytes), lend(forward_sizes.saved_bytes)
+    scratch = lend(max(forward_sizes.scratch_bytes, backward_sizes.scratch_bytes))
+    pointer = ctypes.pointer
+    state = {
+        "x": pointer(capi.view(data.x)),
+        "routing": pointer(routing),
+        "weights": pointer(weights_of(data.w_up, data.w_down)),
+        "h": h.data_ptr(),
+        "h_bytes": forward_sizes.h_bytes,
+        "saved": saved.data_ptr(),
+        "saved_bytes": forward_sizes.saved_bytes,
+        "scratch": scratch.data_ptr(),
+        "scratch_bytes": scratch.numel(),
+    }
+    forward_args = capi.ForwardArgs(out=pointer(capi.view(data.out)), **state)
+    dweights = data.dweights if problem.form == capi.FORM_IDS else None
+    backward_args = capi.BackwardArgs(
+        dout=pointer(capi.view(data.dout)),
+        dx=pointer(capi.view(data.dx)),
+        dweights=None if dweights is None else pointer(capi.view(dweights)),
+        grads=pointer(weights_of(data.dw_up, data.dw_down)),
+        **state,
+    )
+    forward = library.bound_call("smoe_moe_forward", problem, forward_args, library.exec)
+    backward = library.bound_call("smoe_moe_backward", problem, backward_args, library.exec)
+    forward.lent = backward.lent = (h, saved, scratch, state)
+    return forward, backward

@@ -1,0 +1,89 @@
+"""How a call is timed: hot (the chip limited by its power), cool (after idling), or alone."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+
+import torch
+
+DROPPED = 0.4  # of a burst, from its begin: the clock needs that long to settle
+
+
+def elapsed(calls, run):
+    """Milliseconds of `calls` calls, one after the other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def burst(run, milliseconds, once):
+    """Milliseconds a call in the later part of a burst."""
+    calls = max(3, round(milliseconds / once))
+    dropped = max(1, round(DROPPED * calls))
+    for _ in range(dropped):
+        run()
+    return elapsed(calls - dropped, run)
+
+
+def hot_round(runs: dict, milliseconds: float, times: dict):
+    """One burst of each, back to back, in random order; appended to `times`."""
+    once = {name: elapsed(1, run) for name, run in runs.items()}
+    names = list(runs)
+    random.shuffle(names)
+    for name in names:
+        times.setdefault(name, []).append(burst(runs[name], milliseconds, once[name]))
+
+
+def cool_round(runs: dict, times: dict, idle=0.03):
+    """One call of each after idling and one warm call."""
+    for name, run in runs.items():
+        torch.cuda.synchronize()
+        time.sleep(idle)
+        run()
+        times.setdefault(name, []).append(elapsed(1, run))
+
+
+class Flusher:
+    """Writes more than L2 holds, so that the next call finds nothing of its own there."""
+
+    def __init__(self, device, mebibytes=256):
+        self.block = torch.empty(mebibytes << 20, dtype=torch.uint8, device=device)
+
+    def __call__(self):
+        self.block.zero_()
+
+
+def flushed_round(runs: dict, calls: int, flush, times: dict):
+    """Events around single calls, L2 flushed before each; appends the median."""
+    samples = {name: [] for name in runs}
+    for _ in range(calls):
+        for name, run in runs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush()
+            begin.record()
+            run()
+            end.record()
+            samples[name].append((begin, end))
+    torch.cuda.synchronize()
+    for name, pairs in samples.items():
+        median = statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+        times.setdefault(name, []).append(median)
+
+
+def host_microseconds(run, calls=50):
+    """What a call costs the host, the device being busy or not."""
+    run()
+    torch.cuda.synchronize()
+    costs = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        run()
+        costs.append(1e6 * (time.perf_counter() - begin))
+        torch.cuda.synchronize()
+    return statistics.median(costs)
