@@ -106,12 +106,14 @@ class Ours:
         self.route_backward = call(
             "smoe_route_backward", self.options, logits, ids, dweights, dlogits, exec_
         )
-        self.layer, self.layer_backward = layer_calls(library, data, self.problem, routing)
+        self.layer, self.layer_backward = layer_calls(
+            library, data, self.problem, routing, data.dweights
+        )
         self.forward = capi.in_turn(self.route, self.layer)
         self.backward = capi.in_turn(self.layer_backward, self.route_backward)
 
 
-def layer_calls(library, data, problem, routing):
+def layer_calls(library, data, problem, routing, dweights):
     """moe_forward and moe_backward on this routing, on buffers of their own."""
     forward_sizes = library.sizes(problem, capi.FORWARD)
     backward_sizes = library.sizes(problem, capi.BACKWARD)
@@ -134,11 +136,10 @@ def layer_calls(library, data, problem, routing):
         "scratch_bytes": scratch.numel(),
     }
     forward_args = capi.ForwardArgs(out=pointer(capi.view(data.out)), **state)
-    dweights = data.dweights if problem.form == capi.FORM_IDS else None
     backward_args = capi.BackwardArgs(
         dout=pointer(capi.view(data.dout)),
         dx=pointer(capi.view(data.dx)),
-        dweights=None if dweights is None else pointer(capi.view(dweights)),
+        dweights=pointer(capi.view(dweights)),
         grads=pointer(weights_of(data.dw_up, data.dw_down)),
         **state,
     )
@@ -146,3 +147,58 @@ def layer_calls(library, data, problem, routing):
     backward = library.bound_call("smoe_moe_backward", problem, backward_args, library.exec)
     forward.lent = backward.lent = (h, saved, scratch, state)
     return forward, backward
+
+
+class Rounded:
+    """As Ours, with token rounding (tile 128) instead of top-k."""
+
+    def __init__(self, library: capi.Library, data: Data, mode: str):
+        s = data.shape
+        self.route_options = capi.RouteOptions(top_k=s.K)
+        pointer = ctypes.pointer
+        options = capi.RoundOptions(mode=capi.ROUNDING[mode], route=pointer(self.route_options))
+        capacity, scratch_bytes = ctypes.c_int64(), ctypes.c_int64()
+        byref = ctypes.byref
+        library.call("smoe_round_capacity", byref(options), s.T, s.E, byref(capacity))
+        library.call(
+            "smoe_round_scratch_bytes",
+            byref(options),
+            s.T,
+            s.E,
+            byref(library.exec),
+            byref(scratch_bytes),
+        )
+        rows, device = capacity.value, data.device
+
+        def empty(size, dtype):
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.token, self.expert = (empty(rows, torch.int32) for _ in range(2))
+        self.weight, self.dweight = (empty(rows, torch.float32) for _ in range(2))
+        self.offsets = empty(s.E + 1, torch.int64)
+        scratch = empty(max(scratch_bytes.value, 256), torch.uint8)
+        lent = (ctypes.c_void_p(scratch.data_ptr()), ctypes.c_int64(scratch.numel()))
+        pairs = capi.Pairs(
+            token=self.token, expert=self.expert, weight=self.weight, offsets=self.offsets
+        )
+        problem = capi.Problem(
+            form=capi.FORM_PAIRS,
+            dtype=capi.BF16,
+            tokens=s.T,
+            hidden=s.d,
+            width=s.n,
+            experts=s.E,
+            capacity=rows,
+        )
+        routing = capi.Routing(token=self.token, expert=self.expert, weights=self.weight)
+        logits, dlogits = capi.view(data.logits), capi.view(data.dlogits)
+        dweight = capi.view(self.dweight)
+        call, exec_ = library.bound_call, library.exec
+        self.round = call("smoe_token_round", options, logits, pairs, *lent, exec_)
+        self.round_backward = call(
+            "smoe_token_round_backward", options, logits, pairs, dweight, dlogits, *lent, exec_
+        )
+        self.kept = scratch
+        self.layer, self.layer_backward = layer_calls(library, data, problem, routing, self.dweight)
+        self.forward = capi.in_turn(self.round, self.layer)
+        self.backward = capi.in_turn(self.layer_backward, self.round_backward)

@@ -1,0 +1,129 @@
+"""Times of single kernels, by CUPTI, beside torch.bmm of the same shapes in the same bursts."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from . import timing
+
+
+def role_of(which, name):
+    """Which of the method's kernels this is; the rest is routing, metadata and the like."""
+    low = name.lower()
+    if "up_" in low or "upkernel" in low:
+        return "A"
+    if "hidden_grad" in low:
+        return "dH"
+    if "weight_grad" in low:
+        return "dW"
+    if "down" in low or "input_grad" in low:
+        return "Y" if which == "fwd" else "dX~"
+    if "sum_rows" in low or "sum_token" in low:
+        return "O" if which == "fwd" else "dX"
+    return "rest"
+
+
+class Products:
+    """torch.bmm on already gathered, balanced rows: the products of each role."""
+
+    def __init__(self, bound):
+        s = bound.shape
+        self.bound, self.flops = bound, s.rows * s.n * s.d
+        rows = s.rows // s.E
+        self.a = torch.randn(s.E, rows, s.n, device="cuda").bfloat16()
+        self.h = torch.randn(s.E, rows, 2 * s.n, device="cuda").bfloat16()
+
+    def calls(self):
+        """role -> (flops, call); dW is both weight gradients."""
+        b, bmm = self.bound, torch.bmm
+        w1, w2 = b.w1.transpose(1, 2), b.w2.transpose(1, 2)
+        xe, a = b.xe.transpose(1, 2), self.a.transpose(1, 2)
+        return {
+            "A": (4 * self.flops, lambda: bmm(b.xe, b.w1)),
+            "Y": (2 * self.flops, lambda: bmm(self.a, b.w2)),
+            "dH": (2 * self.flops, lambda: bmm(b.doe, w2)),
+            "dW": (6 * self.flops, lambda: (bmm(a, b.doe), bmm(xe, self.h))),
+            "dX~": (4 * self.flops, lambda: bmm(self.h, w1)),
+        }
+
+
+def marker(tensor):
+    """A kernel that nothing else here launches, to cut the trace into bursts."""
+    torch.lgamma(tensor)
+
+
+def traced(bursts):
+    """[(name, microseconds)] of the kernels of each burst, in order of their begin."""
+    tensor = torch.ones(1, device="cuda")
+    marker(tensor)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for calls, run in bursts:
+            for _ in range(calls):
+                run()
+            marker(tensor)
+        torch.cuda.synchronize()
+    events = [
+        (e.start_ns(), e.name(), e.duration_ns() * 1e-3)
+        for e in profile.profiler.kineto_results.events()
+        if str(e.device_type()).endswith("CUDA") and not e.name().startswith("Mem")
+    ]
+    parts = [[]]
+    for _, name, duration in sorted(events):
+        if "lgamma" in name:
+            parts.append([])
+        else:
+            parts[-1].append((name, duration))
+    return parts[:-1]
+
+
+def by_role(which, kernels, calls, dropped):
+    """role -> microseconds a call, calls up to `dropped` left out."""
+    each = len(kernels) // calls
+    if each * calls != len(kernels):
+        raise SystemExit(f"{len(kernels)} kernels in {calls} calls: the calls differ")
+    totals = [{} for _ in range(calls)]
+    for i, (name, duration) in enumerate(kernels):
+        role = role_of(which, name)
+        of_call = totals[i // each]
+        of_call[role] = of_call.get(role, 0.0) + duration
+    kept = totals[dropped:]
+    return {role: statistics.median(t[role] for t in kept) for role in kept[0]}
+
+
+def kernel_rates(ours, bound, burst_ms):
+    """role -> microseconds and TFLOP/s of ours and of torch.bmm, hot, interleaved."""
+    products = Products(bound).calls()
+    passes = {"fwd": ours.forward, "bwd": ours.backward}
+    plan = []
+    for which, run in passes.items():
+        run()
+        plan.append((which, None, run))
+    for role, (flops, run) in products.items():
+        run()
+        plan.append((role, flops, run))
+    torch.cuda.synchronize()
+    bursts = []
+    for _, _, run in plan:
+        bursts.append((max(3, round(burst_ms / timing.elapsed(1, run))), run))
+    result = {}
+    for (name, flops, _), (calls, _), kernels in zip(plan, bursts, traced(bursts), strict=True):
+        dropped = max(1, round(timing.DROPPED * calls))
+        if flops is None:
+            for role, us in by_role(name, kernels, calls, dropped).items():
+                key = role if role != "rest" else f"rest of {name}"
+                result.setdefault(key, {})["us"] = round(us, 2)
+                if role in products:
+                    result[key]["tflops"] = round(products[role][0] / us * 1e-6, 1)
+            continue
+        each = len(kernels) // calls
+        total = [sum(d for _, d in kernels[i * each : (i + 1) * each]) for i in range(calls)]
+        us = statistics.median(total[dropped:])
+        result.setdefault(name, {})["bmm_us"] = round(us, 2)
+        result[name]["bmm_tflops"] = round(flops / us * 1e-6, 1)
+    for part in result.values():
+        if "us" in part and "bmm_us" in part:
+            part["of_bmm"] = round(part["bmm_us"] / part["us"], 3)
+    return result
