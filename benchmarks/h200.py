@@ -8,6 +8,8 @@ Forward includes top-k routing and its metadata, backward the router's gradient;
 matmul. Model flops are counted: 6 T K n d forward, 12 backward. Everything that is compared runs in
 one process, in turn, on the same values (three seeds); results are checked against torch first.
 
+Without a state nothing is timed: torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
+
 hot      bursts one after the other in random order, 40 % of each dropped, median over the seeds:
          the chip at the clock that its power limit leaves. This decides.
 cool     30 ms of idling, a warm call, a timed call; median of 5.
@@ -95,6 +97,8 @@ class Contenders:
             if "bwd" in passes:
                 last = "both" if hasattr(contender, "both") else "bwd"
                 runs[name, last] = contender.both if last == "both" else contender.backward
+        for run in runs.values():  # compiled and loaded by now
+            run()
         return runs
 
 
@@ -102,7 +106,7 @@ def measure(arguments, name, shape, libraries):
     """state -> {(contender, pass): milliseconds}, and the largest error found."""
     torch._dynamo.reset()
     contenders = Contenders(arguments, shape, libraries)
-    small = name in SMALL
+    small = name in SMALL and bool(arguments.states)
     flush = timing.Flusher(contenders.data.device) if small else None
     times = {"flushed": {}} if small else {state: {} for state in arguments.states}
     for seed, cool_calls in zip(SEEDS, COOL_ROUNDS, strict=True):

@@ -7,8 +7,9 @@ import torch
 from .layer import Data
 
 # The error of a row over the root mean square norm of all rows: the largest and the mean one.
-# bf16 rounds H, A, Y, dH and the result, each by up to 2^-9.
-LARGEST, MEAN = 4e-2, 1e-2
+# bf16 rounds H, A, Y, dH and the result, each by up to 2^-9, and few rows an expert leave large
+# rows of dW among small ones; a row that is zero, swapped or somebody else's is off by about 1.
+LARGEST, MEAN = 1.2e-1, 1e-2
 
 
 def stable_topk(logits, k):
