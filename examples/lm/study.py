@@ -1,0 +1,155 @@
+"""The runs of the rounding study, their results on disk, and the table and plot drawn from them."""
+
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from lm.checkpoint import write_file
+from lm.config import Config
+from lm.errors import UserError
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# What may differ between two sittings of one study.
+HABITS = ("out", "save_every", "sample_tokens", "threads", "eval_every", "eval_sequences")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. `ratio` is T_e / tile, the mean rows of an expert in tiles; 0: top-K."""
+
+    mode: str
+    ratio: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.mode}-ratio{self.ratio}-seed{self.seed}" if self.ratio else f"topk-{self.seed}"
+        )
+
+    def config(self, config: Config) -> Config:
+        """The settings of this run: all the same but seed, rounding mode and tile."""
+        if not self.ratio:
+            return replace(config, seed=self.seed)
+        tile = rows_of_expert(config) // self.ratio
+        return replace(config, seed=self.seed, rounding=self.mode, tile=tile)
+
+
+def rows_of_expert(config: Config) -> int:
+    """T_e = T K / E, the mean rows of an expert in a step."""
+    return config.batch * config.context * config.top_k // config.experts
+
+
+def cases(config: Config, modes: list[str], ratios: list[int], seeds: int) -> list[Case]:
+    """Every run, top-K first, seed by seed: a study that is stopped early compares what it has."""
+    rows = rows_of_expert(config)
+    for ratio in ratios:
+        if ratio < 1 or rows % ratio:
+            raise UserError(
+                f"ratio is {ratio}; it must divide the {rows} rows that an expert gets on average"
+            )
+    rounded = [(mode, ratio) for ratio in ratios for mode in modes]
+    return [
+        Case(mode, ratio, seed) for seed in range(seeds) for mode, ratio in [("topk", 0), *rounded]
+    ]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """What every run of one study has in common."""
+    left_out = {*HABITS, "seed", "rounding", "tile"}
+    return {key: value for key, value in asdict(config).items() if key not in left_out}
+
+
+def result_file(out: Path, case: Case) -> Path:
+    return out / "runs" / f"{case.name}.json"
+
+
+def save_result(out: Path, case: Case, result: dict[str, Any]) -> None:
+    path = result_file(out, case)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, (json.dumps(asdict(case) | result, indent=1) + "\n").encode())
+
+
+def load_result(out: Path, case: Case, config: Config) -> dict[str, Any] | None:
+    """The result of a run that an earlier sitting finished, else None."""
+    path = result_file(out, case)
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["settings"] != settings(config):
+        raise UserError(f"{path} is of a study with other settings; choose another --out")
+    return result
+
+
+def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each mode and ratio: the loss over seeds, and its distance from top-K's loss with
+    the same seed, with the sample standard deviation of that distance."""
+    topk = {r["seed"]: r["val_loss"] for r in results if not r["ratio"]}
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for r in results:
+        groups.setdefault((r["ratio"], r["mode"]), []).append(r)
+    rows = []
+    for (ratio, mode), members in sorted(groups.items()):
+        losses = [r["val_loss"] for r in members]
+        gaps = [r["val_loss"] - topk[r["seed"]] for r in members if r["seed"] in topk]
+        rows.append(
+            {
+                "mode": mode,
+                "ratio": ratio,
+                "tile": members[0]["tile"] if ratio else None,
+                "seeds": len(members),
+                "loss": statistics.fmean(losses),
+                "lowest": min(losses),
+                "highest": max(losses),
+                "gap": statistics.fmean(gaps) if gaps else math.nan,
+                "gap_std": statistics.stdev(gaps) if len(gaps) > 1 else math.nan,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| routing in training | T_e / tile | tile | seeds | validation loss (lowest to highest) | "
+        "beyond top-K, mean ± std over seeds |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        place = ["-", "-"] if not r["ratio"] else [str(r["ratio"]), str(r["tile"])]
+        loss = f"{r['loss']:.4f} ({r['lowest']:.4f} to {r['highest']:.4f})"
+        gap = f"{r['gap']:+.4f} ± {r['gap_std']:.4f}" if r["ratio"] else "0"
+        lines.append("| " + " | ".join([r["mode"], *place, str(r["seeds"]), loss, gap]) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Distance from top-K over T_e / tile, a line for each mode with its spread over seeds."""
+    rounded = [r for r in rows if r["ratio"]]
+    modes = sorted({r["mode"] for r in rounded})
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.axhline(0, color="black", linewidth=1, label="top-K")
+    spread = next(r for r in rows if not r["ratio"])
+    half = (spread["highest"] - spread["lowest"]) / 2
+    axes.axhspan(-half, half, color="0.9", label="top-K, spread between seeds")
+    for i, mode in enumerate(modes):
+        points = [r for r in rounded if r["mode"] == mode]
+        # A little apart, so that the bars of neighbours stay readable.
+        x = np.array([r["ratio"] for r in points]) * 1.04 ** (i - (len(modes) - 1) / 2)
+        bars = [0.0 if math.isnan(r["gap_std"]) else r["gap_std"] for r in points]
+        axes.errorbar(x, [r["gap"] for r in points], bars, marker="o", capsize=3, label=mode)
+    ratios = sorted({r["ratio"] for r in rounded})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ratios, [str(r) for r in ratios])
+    axes.set_xlabel("T_e / tile: mean rows of an expert, in tiles")
+    axes.set_ylabel("validation loss beyond top-K, nats a token")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""What token rounding costs in quality: the same model on the same text with top-K routing and with
+each rounding mode, several seeds each, all evaluated with top-K.
+
+    python examples/rounding_study.py --out out/study                3 seeds, nearest, up and down
+    python examples/rounding_study.py --jobs 8 --steps 400           eight runs at a time
+    python examples/rounding_study.py --modes nearest,balanced --ratios 1,2,4
+
+Any setting of train_lm.py is a flag here too. A study that was interrupted continues where it
+stopped: finished runs are read from --out, begun ones go on from their last checkpoint. Writes
+study.json, study.md and study.png. Exit codes: 0 done, 2 bad input, 130 interrupted.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
+
+import torch
+from lm import study
+from lm.checkpoint import write_file
+from lm.config import ROUNDING_MODES, Config, parse
+from lm.data import Corpus, load_corpus
+from lm.errors import UserError
+from lm.trainer import Run, StopSignal
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a process needs to train one run."""
+
+    case: study.Case
+    config: Config
+    out: Path
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a process of the pool is given once."""
+
+    corpus: Corpus
+    threads: int
+    stop: Event
+
+
+_worker: Worker
+
+
+def begin_worker(worker: Worker) -> None:
+    global _worker
+    _worker = worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; only `stop` counts
+    torch.set_num_threads(worker.threads)
+
+
+def run_job(job: Job) -> study.Case | None:
+    """Trains one run and saves its result; None if it was interrupted before its end."""
+    config = job.case.config(job.config)
+    routing = "rounded" if job.case.ratio else "topk"
+    run = Run(routing, config, _worker.corpus, job.out / "checkpoints" / job.case.name)
+    run.restore()
+    if not run.train(_worker.stop.is_set):
+        return None
+    result = {
+        "val_loss": run.final_loss(),
+        "tile": config.tile,
+        "train_seconds": run.history.seconds,
+        "settings": study.settings(job.config),
+    }
+    study.save_result(job.out, job.case, result)
+    return job.case
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--modes", default="nearest,up,down", help=", ".join(ROUNDING_MODES))
+    parser.add_argument("--ratios", default="1,2,4", help="T_e / tile, the tile follows from it")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    own, rest = parser.parse_known_args(argv)
+    own.modes = own.modes.split(",")
+    for mode in own.modes:
+        if mode not in ROUNDING_MODES:
+            raise UserError(f"mode is '{mode}'; it must be one of {', '.join(ROUNDING_MODES)}")
+    try:
+        own.ratios = [int(r) for r in own.ratios.split(",")]
+    except ValueError:
+        raise UserError(f"ratios are '{own.ratios}'; they must be integers, as in 1,2,4") from None
+    for name in ("seeds", "jobs"):
+        if getattr(own, name) < 1:
+            raise UserError(f"{name} is {getattr(own, name)}; it must be at least 1")
+    return own, parse(["--out", "out/study", *rest]).config
+
+
+def train_missing(own: argparse.Namespace, config: Config, planned: list[study.Case]) -> bool:
+    """Trains what has no result yet; False if it was interrupted."""
+    out = Path(config.out)
+    jobs = [Job(case, config, out) for case in planned if not study.load_result(out, case, config)]
+    if not jobs:
+        return True
+    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // own.jobs)
+    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+    worker = Worker(load_corpus(config), threads, context.Event())
+    with (
+        StopSignal() as stop,
+        context.Pool(min(own.jobs, len(jobs)), begin_worker, (worker,)) as pool,
+        tqdm(total=len(planned), initial=len(planned) - len(jobs), unit="run", disable=None) as bar,
+    ):
+        running = [pool.apply_async(run_job, (job,)) for job in jobs]
+        for result in running:
+            while not result.ready():
+                result.wait(0.2)
+                if stop():
+                    worker.stop.set()  # every process saves its run and gives up the others
+            if result.get() is not None:
+                bar.update()
+    return not stop()
+
+
+def write_report(config: Config, results: list[dict[str, Any]]) -> None:
+    out = Path(config.out)
+    rows = study.summarise(results)
+    document = {"settings": study.settings(config), "rows": rows, "runs": results}
+    write_file(out / "study.json", (json.dumps(document, indent=1) + "\n").encode())
+    write_file(out / "study.md", (study.table(rows) + "\n").encode())
+    study.plot(rows, out / "study.png")
+    print(study.table(rows))
+
+
+def main(argv: list[str]) -> int:
+    try:
+        own, config = parse_arguments(argv)
+        planned = study.cases(config, own.modes, own.ratios, own.seeds)
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        complete = train_missing(own, config, planned)
+        found = [study.load_result(Path(config.out), case, config) for case in planned]
+        results = [result for result in found if result is not None]
+        if results:
+            write_report(config, results)
+        if not complete:
+            print("interrupted; the same command continues", file=sys.stderr)
+        return 0 if complete else 130
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

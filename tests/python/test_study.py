@@ -1,0 +1,118 @@
+"""The rounding study: its plan, its arithmetic, and a small one from start to report."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+
+import pytest
+from demo_support import EXAMPLES, TINY, flags, write_text
+from lm import study
+from lm.config import Config
+from lm.errors import UserError
+from rounding_study import main
+
+SCRIPT = EXAMPLES / "rounding_study.py"
+# T K / E = 4 * 16 * 2 / 4 = 32 rows an expert.
+CONFIG = Config(**TINY)
+
+
+def result(mode, ratio, seed, loss):
+    return {
+        "mode": mode,
+        "ratio": ratio,
+        "seed": seed,
+        "val_loss": loss,
+        "tile": 32 // (ratio or 1),
+    }
+
+
+def test_every_seed_has_its_own_topk_run_first():
+    planned = study.cases(CONFIG, ["nearest", "up"], [1, 4], 2)
+    assert len(planned) == 2 * (1 + 2 * 2) == len({case.name for case in planned})
+    assert [case.seed for case in planned if not case.ratio] == [0, 1]
+    assert not planned[0].ratio
+    tiles = {case.ratio: case.config(CONFIG).tile for case in planned if case.ratio}
+    assert tiles == {1: 32, 4: 8}
+
+
+@pytest.mark.parametrize("ratio", [0, 3, 64])
+def test_a_ratio_without_a_tile_is_refused(ratio):
+    with pytest.raises(UserError, match=f"ratio is {ratio}; it must divide the 32 rows"):
+        study.cases(CONFIG, ["up"], [ratio], 1)
+
+
+def test_gaps_are_taken_seed_by_seed():
+    rows = study.summarise(
+        [
+            result("topk", 0, 0, 3.0),
+            result("topk", 0, 1, 4.0),
+            result("up", 2, 0, 3.5),
+            result("up", 2, 1, 4.25),
+            result("down", 2, 1, 3.5),
+        ]
+    )
+    by_name = {(r["mode"], r["ratio"]): r for r in rows}
+    up = by_name["up", 2]
+    assert (up["loss"], up["lowest"], up["highest"]) == (3.875, 3.5, 4.25)
+    assert up["gap"] == 0.375 and up["gap_std"] == pytest.approx(0.25 / math.sqrt(2))
+    down = by_name["down", 2]
+    assert down["gap"] == -0.5 and math.isnan(down["gap_std"]) and down["seeds"] == 1
+    assert "| up | 2 | 16 | 2 | 3.8750 (3.5000 to 4.2500) | +0.3750 ± 0.1768 |" in study.table(rows)
+
+
+def arguments(tmp_path, **settings):
+    text = write_text(tmp_path / "text")
+    given = TINY | {"data": text, "out": tmp_path / "study"} | settings
+    given.pop("tile")  # the study sets it
+    return ["--seeds", "2", "--ratios", "4", "--modes", "nearest", *flags(**given)]
+
+
+def test_a_study_is_trained_once_and_reported(tmp_path, capsys):
+    given = arguments(tmp_path, steps=4)
+    assert main(given) == 0
+    out = tmp_path / "study"
+    document = json.loads((out / "study.json").read_text())
+    assert [(r["mode"], r["seeds"]) for r in document["rows"]] == [("topk", 2), ("nearest", 2)]
+    assert (out / "study.png").stat().st_size > 5000
+    assert (out / "study.md").read_text() in capsys.readouterr().out
+
+    one = out / "runs" / "topk-1.json"
+    one.unlink()
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
+    assert main(given) == 0
+    assert one.exists() and all(path.stat().st_mtime_ns == at for path, at in before.items())
+    assert json.loads((out / "study.json").read_text())["runs"] == document["runs"]
+
+    assert main([*given, "--layers", "1"]) == 2
+    assert "of a study with other settings" in capsys.readouterr().err
+
+
+def test_ctrl_c_saves_and_the_study_goes_on(tmp_path):
+    given = arguments(tmp_path, steps=100_000, save_every=100_000)
+    command = [sys.executable, SCRIPT, *given]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert "step     0 of" in process.stdout.readline()  # training begins
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "the same command continues" in errors
+    # Checkpoints are far apart, so the one that is there is the signal's.
+    assert len(list((tmp_path / "study" / "checkpoints" / "topk-0").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--modes", "sideways"], "mode is 'sideways'"),
+        (["--ratios", "one"], "ratios are 'one'"),
+        (["--seeds", "0"], "seeds is 0"),
+        (["--data", "/nowhere"], "/nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence(given, message, tmp_path, capsys):
+    assert main([*given, "--out", str(tmp_path), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
