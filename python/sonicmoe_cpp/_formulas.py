@@ -1,0 +1,75 @@
+"""The activations in plain PyTorch: what their names mean, with derivatives.
+
+The kernels have formulas of their own. These serve what lies around them: recognising the
+activation of a foreign module, and the low-rank path, whose products are separate.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ALPHA, LIMIT = 1.702, 7.0
+
+
+def _gelu_tanh(u: Tensor) -> Tensor:
+    return F.gelu(u, approximate="tanh")
+
+
+def _relu2(u: Tensor) -> Tensor:
+    return F.relu(u).square()
+
+
+UNARY = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu, "relu2": _relu2}
+# act(gate) * up; swiglu_oai is not of this form.
+GATE_OF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+
+def gated(name: str, gate: Tensor, up: Tensor, alpha: float = ALPHA, limit: float = LIMIT):
+    if name == "swiglu_oai":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return UNARY[GATE_OF[name]](gate) * up
+
+
+def _silu_slope(u: Tensor, alpha: float = 1.0) -> Tensor:
+    s = torch.sigmoid(alpha * u)
+    return s * (1 + alpha * u * (1 - s))
+
+
+def _gelu_slope(u: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(u / math.sqrt(2))) + u * density
+
+
+def _gelu_tanh_slope(u: Tensor) -> Tensor:
+    c, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(c * (u + cubic * u * u * u))
+    return 0.5 * (1 + t) + 0.5 * u * (1 - t * t) * c * (1 + 3 * cubic * u * u)
+
+
+def _relu_slope(u: Tensor) -> Tensor:
+    return (u > 0).to(u.dtype)
+
+
+SLOPE = {
+    "silu": _silu_slope,
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "relu": _relu_slope,
+    "relu2": lambda u: 2 * F.relu(u),
+}
+
+
+def gated_slopes(name: str, gate: Tensor, up: Tensor, alpha: float = ALPHA, limit: float = LIMIT):
+    """(d act / d gate, d act / d up). Clamps pass the gradient at equality, as in torch."""
+    if name != "swiglu_oai":
+        unary = GATE_OF[name]
+        return SLOPE[unary](gate) * up, UNARY[unary](gate)
+    inside_gate, inside_up = gate <= limit, up.abs() <= limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    by_gate = _silu_slope(gate, alpha) * (up + 1) * inside_gate
+    return by_gate, gate * torch.sigmoid(alpha * gate) * inside_up

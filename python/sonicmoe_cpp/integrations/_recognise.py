@@ -1,0 +1,97 @@
+"""Which of the library's activations a foreign function computes, found by evaluating it.
+
+Names do not say enough: "gelu" is erf in one project and tanh in another, and a class may clamp,
+scale or shift around its activation. So the function is run once, in fp64 on the CPU, over a grid
+that reaches far past any clamp, and compared with every formula. What matches none is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import _formulas
+from ..layer import Activation
+
+# Far points tell a clamp, near ones a formula: gelu's two forms differ by 5e-4 around |u| = 2.
+_NEAR = torch.linspace(-9, 9, 37, dtype=torch.float64)
+_FAR = torch.tensor([-1e4, -300.0, -40.0, -17.0, 17.0, 40.0, 300.0, 1e4], dtype=torch.float64)
+_POINTS = torch.cat([_NEAR, _FAR])
+_BEYOND_ANY_CLAMP = 1e12
+_NO_CLAMP = 1e6
+
+
+def _two_rows(values: Tensor) -> Tensor:
+    """Twice the same values in another order, so that a function over whole rows is noticed."""
+    return torch.stack([values, values.flip(0)])
+
+
+def _grid() -> tuple[Tensor, Tensor]:
+    gate, up = torch.meshgrid(_POINTS, _POINTS, indexing="ij")
+    return _two_rows(gate.flatten()), _two_rows(up.flatten())
+
+
+def _same(got: Tensor, want: Tensor) -> bool:
+    """Up to fp32: the function may compute in it whatever it is given."""
+    return got.shape == want.shape and torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def _value(function: Callable[[Tensor, Tensor], Tensor], gate: float, up: float) -> float:
+    def scalar(value):
+        return torch.full((1, 1), value, dtype=torch.float64)
+
+    return function(scalar(gate), scalar(up)).double().item()
+
+
+def _six_digits(value: float) -> float:
+    """What somebody wrote down, out of what fp32 arithmetic made of it."""
+    return float(f"{value:.6g}")
+
+
+def _clamped_swiglu(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
+    """gate * sigmoid(alpha * gate) * (up + 1), clamped at limit: solved for limit, then alpha."""
+    one = _value(function, 1.0, 0.0)
+    if not 0 < one < 1:
+        return None
+    limit = _six_digits(_value(function, 1.0, _BEYOND_ANY_CLAMP) / one - 1)
+    if not 0 < limit < _NO_CLAMP:
+        return None
+    gate = min(1.0, limit)
+    share = one / gate
+    if not 0.5 < share < 1:
+        return None
+    alpha = _six_digits(math.log(share / (1 - share)) / gate)
+    return Activation("swiglu_oai", alpha=alpha, limit=limit)
+
+
+def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
+    yield from map(Activation, _formulas.GATE_OF)
+    clamped = _clamped_swiglu(function)
+    if clamped is not None:
+        yield clamped
+
+
+@torch.no_grad()
+def gated(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
+    """The activation that `function(gate, up)` computes elementwise, or None."""
+    gate, up = _grid()
+    got = function(gate, up)
+    for candidate in _candidates(function):
+        parameters = (candidate.alpha, candidate.limit) if candidate.alpha else ()
+        if _same(got, _formulas.gated(candidate.name, gate, up, *parameters)):
+            return candidate
+    return None
+
+
+@torch.no_grad()
+def ungated(function: Callable[[Tensor], Tensor]) -> Activation | None:
+    """The activation that `function(u)` computes elementwise, or None."""
+    points = _two_rows(_POINTS)
+    got = function(points)
+    for name, formula in _formulas.UNARY.items():
+        if _same(got, formula(points)):
+            return Activation(name)
+    return None

@@ -1,0 +1,332 @@
+"""transformers with experts_implementation="sonicmoe_cpp" against its own eager experts."""
+
+import contextlib
+import copy
+import sys
+
+import pytest
+import torch
+from devices import DEVICES, DTYPES
+from reference import assert_twice, error
+from sonicmoe_cpp import Activation
+from sonicmoe_cpp.integrations import hf
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import hf_models  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
+from transformers.integrations.moe import (  # noqa: E402
+    batched_mm_experts_forward,
+    use_experts_implementation,
+)
+
+hf.register()
+SWIGLU_OAI = Activation("swiglu_oai", alpha=1.702, limit=7.0)
+
+
+def gradients(model, implementation, ids, labels):
+    model.set_experts_implementation(implementation)
+    model.zero_grad(set_to_none=True)
+    out = model(ids, labels=labels)
+    out.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(g is not None for g in grads.values())
+    return {"logits": out.logits.detach()} | grads
+
+
+@contextlib.contextmanager
+def choices(recorded: list):
+    """Records what every torch.topk of a router chose, or repeats it where something is recorded:
+    the same token must not go elsewhere because its logits were rounded."""
+    replay, topk, calls = bool(recorded), torch.topk, 0
+
+    def chosen(values, *arguments, **options):
+        nonlocal calls
+        if not replay:
+            recorded.append(topk(values, *arguments, **options)[1].cpu())
+        calls += 1
+        indices = recorded[calls - 1].to(values.device)
+        return values.gather(-1, indices), indices
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "topk", chosen)
+        yield
+    assert calls == len(recorded) > 0
+
+
+@pytest.mark.parametrize("device,dtype", DTYPES)
+@pytest.mark.parametrize("architecture", hf_models.ARCHITECTURES)
+def test_model(architecture, device, dtype):
+    """Logits and every gradient of a whole model, at most twice as far off as eager's."""
+    model = hf_models.build(architecture)
+    ids = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(2))
+    recorded = []
+    with choices(recorded):
+        exact = gradients(model.double(), "eager", ids, ids)
+    rounded = copy.deepcopy(model).to(device, dtype)
+    ids = ids.to(device)
+    results = []
+    for implementation in ("eager", "sonicmoe_cpp"):
+        with choices(recorded):
+            results.append(gradients(rounded, implementation, ids, ids))
+    eager, ours = results
+    for name, want in exact.items():
+        if dtype == torch.float32:
+            assert error(ours[name], eager[name]) < 1e-5, name
+        else:
+            assert_twice(name, ours[name].cpu(), eager[name].cpu(), want, dtype)
+
+
+def test_models_are_built_with_it_and_generate():
+    model = hf_models.build("qwen3_moe")
+    assert model.config._experts_implementation == "sonicmoe_cpp"
+    ids = torch.tensor([[5, 9, 2, 77]])
+    options = {"max_new_tokens": 4, "do_sample": False}
+    ours = model.generate(ids, **options)
+    model.set_experts_implementation("eager")
+    assert torch.equal(ours, model.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "architecture,plan",
+    [
+        ("qwen3_moe", hf.Plan(Activation("swiglu"), "concatenated")),
+        ("gpt_oss", hf.Plan(SWIGLU_OAI, "interleaved")),
+    ],
+)
+def test_plan(architecture, plan):
+    for _, experts in hf_models.experts_of(hf_models.build(architecture)):
+        assert hf.plan_of(experts) == plan
+
+
+class Config:
+    _experts_implementation = "sonicmoe_cpp"
+    num_experts, hidden, width = 5, 16, 8
+
+
+def make_experts(act="silu", gate=None, init=None, **flags):
+    """Experts as a model file writes them; gate(self, gate, up) replaces the default."""
+
+    class Experts(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts = config.num_experts
+            self.act_fn = ACT2FN[act] if isinstance(act, str) else act
+            for name, value in (init or {}).items():
+                setattr(self, name, value)
+            gated = flags.get("has_gate", True)
+            rows, up = config.width * (1 + gated), "gate_up_proj" if gated else "up_proj"
+            g = torch.Generator().manual_seed(0)
+            for name, n, k in (
+                (up, rows, config.hidden),
+                ("down_proj", config.hidden, config.width),
+            ):
+                shape = (k, n) if flags.get("is_transposed") else (n, k)
+                weight = torch.randn(self.num_experts, *shape, generator=g) * k**-0.5
+                setattr(self, name, nn.Parameter(weight))
+                bias = torch.randn(self.num_experts, n, generator=g)
+                if flags.get("has_bias"):
+                    setattr(self, f"{name}_bias", nn.Parameter(bias))
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            raise AssertionError("the eager forward must not run")
+
+    if gate is not None:
+
+        def _apply_gate(self, gate_up):
+            if flags.get("is_concatenated", True):
+                return gate(self, *gate_up.chunk(2, dim=-1))
+            return gate(self, gate_up[..., ::2], gate_up[..., 1::2])
+
+        Experts._apply_gate = _apply_gate
+    return use_experts_implementation(Experts, **flags)(Config())
+
+
+def default_gate(self, gate, up):
+    return self.act_fn(gate) * up
+
+
+def routing(tokens=23, k=2, sentinels=False):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, Config.hidden, generator=g)
+    ids = torch.randint(Config.num_experts, (tokens, k), generator=g)
+    weights = torch.rand(tokens, k, generator=g)
+    if sentinels:
+        ids[::3, 0] = Config.num_experts
+        ids[5] = Config.num_experts
+        weights[ids == Config.num_experts] = 0
+    return x, ids, weights
+
+
+def compare(experts, x, ids, weights, reference=batched_mm_experts_forward):
+    results = []
+    for function in (type(experts).forward, reference):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        leaves += experts.parameters()
+        out = function(experts, leaves[0], ids, leaves[1])
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+        grads = torch.autograd.grad(out, leaves, dout.to(out))
+        results.append((out, *grads))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and error(got, want) < 1e-5
+    return results[0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("concatenated", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("sentinels", [False, True])
+def test_flags(transposed, concatenated, bias, has_gate, sentinels):
+    flags = {"is_transposed": transposed, "is_concatenated": concatenated}
+    flags |= {"has_bias": bias, "has_gate": has_gate}
+    experts = make_experts(gate=default_gate, **flags)
+    experts._is_expert_parallel = sentinels
+    x, ids, weights = routing(sentinels=sentinels)
+    out, dx, dweights, *_ = compare(experts, x, ids, weights)
+    if sentinels:
+        assert (dweights[ids == Config.num_experts] == 0).all()
+        assert (out[5] == 0).all() and (dx[5] == 0).all()
+
+
+def test_layout_is_what_the_class_computes_not_what_it_declares():
+    def gate(self, first, second):
+        both = torch.cat([first, second], dim=-1)
+        return self.act_fn(both[..., ::2]) * both[..., 1::2]
+
+    experts = make_experts(gate=gate)  # is_concatenated says True
+    assert hf.plan_of(experts) == hf.Plan(Activation("swiglu"), "interleaved")
+    compare(experts, *routing())
+
+
+# Every name that transformers knows, as (gated, ungated); the others are refused. Several names are
+# one function: gelu_fast and gelu_accurate spell the tanh form with rounded constants.
+RECOGNISED = {
+    "silu": ("swiglu", "silu"),
+    "swish": ("swiglu", "silu"),
+    "gelu": ("geglu", "gelu"),
+    "gelu_python": ("geglu", "gelu"),
+    "gelu_new": ("geglu_tanh", "gelu_tanh"),
+    "gelu_fast": ("geglu_tanh", "gelu_tanh"),
+    "gelu_accurate": ("geglu_tanh", "gelu_tanh"),
+    "gelu_pytorch_tanh": ("geglu_tanh", "gelu_tanh"),
+    "gelu_python_tanh": ("geglu_tanh", "gelu_tanh"),
+    "relu": ("reglu", "relu"),
+    "relu2": (None, "relu2"),
+}
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("act", ACT2FN)
+def test_every_activation_of_transformers_is_recognised_or_refused(act, has_gate):
+    experts = make_experts(act, has_gate=has_gate)
+    known = RECOGNISED.get(act, (None, None))[0 if has_gate else 1]
+    if known is not None:
+        assert hf.plan_of(experts).activation == Activation(known)
+        return
+    with pytest.raises(NotImplementedError, match="activation of Experts") as refusal:
+        experts(*routing())
+    assert type(experts.act_fn).__name__ in str(refusal.value)
+
+
+def clamped(self, gate, up):
+    gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+    return gate * torch.sigmoid(gate * self.alpha) * (up + 1)
+
+
+@pytest.mark.parametrize("alpha,limit", [(1.702, 7.0), (1.0, 0.5), (2.25, 100.0)])
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
+    def gate(self, gate, up):
+        if in_fp32:
+            return clamped(self, gate.float(), up.float()).to(gate.dtype)
+        return clamped(self, gate, up)
+
+    experts = make_experts(gate=gate, init={"alpha": alpha, "limit": limit})
+    assert hf.plan_of(experts).activation == Activation("swiglu_oai", alpha=alpha, limit=limit)
+    compare(experts, *routing())
+    experts.limit = 3.0  # a changed module is looked at again
+    assert hf.plan_of(experts).activation == Activation("swiglu_oai", alpha=alpha, limit=3.0)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda self, gate, up: self.act_fn(gate).clamp(max=10) * up,
+        lambda self, gate, up: self.act_fn(gate.clamp(max=7)) * up.clamp(-7, 7),
+        lambda self, gate, up: self.act_fn(up) * gate,
+        lambda self, gate, up: self.act_fn(gate) * up * 1.001,
+        lambda self, gate, up: self.act_fn(gate) * up / up.norm(dim=-1, keepdim=True),
+        lambda self, gate, up: (self.act_fn(gate) * up)[..., :1],
+    ],
+    ids=["late clamp", "plain clamp", "swapped", "scaled", "normed", "one column"],
+)
+def test_almost_an_activation_is_refused(gate):
+    with pytest.raises(NotImplementedError, match=r"_apply_gate|SiLU"):
+        make_experts(gate=gate)(*routing())
+
+
+def test_post_expert_norm_is_refused():
+    experts = make_experts()
+    experts.has_post_expert_norm = True
+    with pytest.raises(NotImplementedError, match="has_post_expert_norm"):
+        experts(*routing())
+
+
+def test_dtypes_of_tokens_and_weights_may_differ():
+    experts = make_experts(has_bias=True).bfloat16()
+    experts.down_proj_bias.data = experts.down_proj_bias.float()
+    x, ids, weights = routing()
+    assert experts(x, ids, weights).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert make_experts()(x.bfloat16(), ids, weights).dtype == torch.bfloat16
+
+
+def test_weights_of_all_experts():
+    """Routers of transformers 5.0 may hand over (T, E)."""
+    experts = make_experts()
+    x, ids, weights = routing()
+    full = torch.zeros(len(x), Config.num_experts).scatter(1, ids, weights)
+    assert torch.equal(experts(x, ids, full), experts(x, ids, full.gather(1, ids)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_graph(device):
+    torch._dynamo.reset()
+    experts = make_experts(gate=clamped, init={"alpha": 1.702, "limit": 7.0}, has_bias=True)
+    experts = experts.to(device, torch.bfloat16)
+    x, ids, weights = (t.to(device) for t in routing())
+    x = x.bfloat16()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, experts):
+        out = function(x, ids, weights)
+        results.append((out, *torch.autograd.grad(out.sum(), list(experts.parameters()))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_distributed_weights_are_taken_locally():
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    experts = make_experts()
+    x, ids, weights = routing()
+    want = experts(x, ids, weights)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        for name, parameter in list(experts.named_parameters()):
+            whole = nn.Parameter(distribute_tensor(parameter.data, mesh, [Replicate()]))
+            setattr(experts, name, whole)
+        out = experts(x, ids, weights)
+        assert torch.equal(out, want)
+        out.sum().backward()
+        assert all(type(p.grad).__name__ == "DTensor" for p in experts.parameters())
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_without_transformers_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(ImportError, match=r"needs transformers 5\.0 or later"):
+        hf.register()
