@@ -1,0 +1,19 @@
+// The special function unit, without the branches that keep denormals: results below 2^-126 are 0.
+#pragma once
+
+namespace sonicmoe::cuda::ptx {
+
+/// 2^x to 2 ulp.
+__device__ __forceinline__ float exp2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+/// 1/x to 1 ulp.
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+}  // namespace sonicmoe::cuda::ptx
