@@ -116,24 +116,25 @@ void launch_input_grad(const Call& c) {
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
-/// One weight gradient: `out` seen as (E, M = d, N = n), from gathered rows (T, d) and part `part`
-/// of grouped rows (C, parts, n).
+/// Weight gradients side by side, seen as (E, M = d, N = n): from gathered rows (T, d) and the
+/// parts from `first_part` on of grouped rows (C, parts, n).
 struct WeightGrad {
   Tensor gathered;
   Tensor rows;
-  std::int32_t part;
-  Tensor out;
+  std::int32_t first_part;
+  std::int32_t parts;
+  Tensor out[2];
 };
 
 void launch_weight_grad(const Call& c, const WeightGrad& g) {
   const Problem& p = c.problem;
   const TileId tile = weight_grad_tile();
   const TileShape shape = tile_shape(tile);
-  const Major order = major_of(g.out);
+  const Major order = major_of(g.out[0]);
   WeightGradParams params{};
   params.producer = gathered(c, g.gathered, p.hidden);
   params.b.map[0] = rows_map(c.device, g.rows, kDepth);
-  params.b.first_part = g.part;
+  params.b.first_part = g.first_part;
   ExpertTiles::Params& tiles = params.tiles;
   tiles.expert_begin = c.metadata.expert_begin;
   tiles.expert_rows = c.metadata.expert_rows;
@@ -142,35 +143,43 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   tiles.row_tiles = (tiles.rows + shape.cluster_rows() - 1) / shape.cluster_rows();
   tiles.column_step = shape.n;
   tiles.column_tiles = static_cast<std::int32_t>((p.width + shape.n - 1) / shape.n);
-  StoreExpertParams& out = params.epilogue;
-  out.rows = tiles.rows;
-  out.columns = static_cast<std::int32_t>(p.width);
-  if (g.out.dtype == DType::kF32) {
-    out.mode =
-        c.args.grad_mode == GradMode::kAccumulate ? GradStore::kAccumulate : GradStore::kFloat;
-    out.data = static_cast<float*>(g.out.data);
-    std::copy_n(g.out.stride, 3, out.strides);
-  } else {
-    const Tensor lines = order == Major::kK ? g.out : swapped(g.out);
-    out.map = encode_map(c.device, p.dtype, lines.data,
-                         {{lines.shape[2], 1, 64},
-                          {lines.shape[1], lines.stride[1], 64},
-                          {lines.shape[0], lines.stride[0], 1}});
+  tiles.parts = g.parts;
+  StoreExpertParams& epilogue = params.epilogue;
+  epilogue.rows = tiles.rows;
+  epilogue.columns = static_cast<std::int32_t>(p.width);
+  for (int part = 0; part < g.parts; part++) {
+    const Tensor& out = g.out[part];
+    if (out.dtype == DType::kF32) {
+      epilogue.mode =
+          c.args.grad_mode == GradMode::kAccumulate ? GradStore::kAccumulate : GradStore::kFloat;
+      epilogue.floats[part].data = static_cast<float*>(out.data);
+      std::copy_n(out.stride, 3, epilogue.floats[part].strides);
+    } else {
+      const Tensor lines = order == Major::kK ? out : swapped(out);
+      epilogue.map[part] = encode_map(c.device, p.dtype, lines.data,
+                                      {{lines.shape[2], 1, 64},
+                                       {lines.shape[1], lines.stride[1], 64},
+                                       {lines.shape[0], lines.stride[0], 1}});
+    }
   }
   const KernelEntry& kernel =
       find_kernel({Role::kWeightGrad, p.dtype, tile, order, ActivationKind::kSwiGLU});
-  launch_gemm(c.device, kernel, &params, p.experts * tiles.row_tiles * tiles.column_tiles,
-              c.stream);
+  launch_gemm(c.device, kernel, &params,
+              p.experts * tiles.row_tiles * tiles.column_tiles * tiles.parts, c.stream);
 }
 
 void launch_weight_grads(const Call& c) {
   const Weights& g = c.args.grads;
-  const Tensor a_rows = c.a;
-  if (g.down.data != nullptr) launch_weight_grad(c, {c.args.dout, a_rows, 0, g.down});
-  if (g.gate.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, 0, swapped(g.gate)});
-  if (g.up.data != nullptr) {
-    launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, swapped(g.up)});
+  if (g.down.data != nullptr) launch_weight_grad(c, {c.args.dout, c.a, 0, 1, {g.down}});
+  const Tensor gate = swapped(g.gate);
+  const Tensor up = swapped(g.up);
+  const bool both = gate.data != nullptr && up.data != nullptr;
+  if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up)) {
+    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, {gate, up}});
+    return;
   }
+  if (gate.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, 0, 1, {gate}});
+  if (up.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, 1, {up}});
 }
 
 void launch_bias_grads(const Call& c) {

@@ -8,7 +8,7 @@ namespace sonicmoe::cuda {
 
 /// Maps of the expert matrices: [0] alone, or gate and up. K-major: (k, n, expert), box 64 x n/2;
 /// MN-major: (n, k, expert), box 64 x mn_box_depth. Rows: (column, part, row), box 64 x 1 x 64, of
-/// which part `first_part` is the operand.
+/// which parts from `first_part` on are the operand.
 struct OperandBMaps {
   CUtensorMap map[2];
   std::int32_t first_part;
@@ -40,7 +40,7 @@ struct OperandB {
       for (int i = 0; i < kMine; i++) {
         const int group = rank * kMine + i;
         box(&maps.map[0], target + group * kBoxBytes, full,
-            {work.column + group * 64, maps.first_part, work.row + k});
+            {work.column + group * 64, maps.first_part + work.part, work.row + k});
       }
     } else if constexpr (kMajor == Major::kK) {
 #pragma unroll

@@ -16,6 +16,7 @@ struct Work {
   int column;  ///< first output column
   int m;       ///< where rows are K: first output row
   int depth;   ///< where rows are K: rows of the expert
+  int part;    ///< where rows are K: which of the outputs side by side
 };
 
 /// Tiles over grouped rows (M varies by expert, K is fixed), from the list built on the device.
@@ -46,7 +47,7 @@ struct RowTiles {
     const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
     const TileRecord record{raw.x, raw.y, raw.z, raw.w};
     const int offset = (index - record.first) * kShape.cluster_rows();
-    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0};
+    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0, 0};
   }
 };
 
@@ -56,15 +57,16 @@ struct ExpertTiles {
     const std::int32_t* expert_begin;
     const std::int32_t* expert_rows;
     std::int32_t experts;
-    std::int32_t rows;       ///< M
-    std::int32_t row_tiles;  ///< of a cluster, along M
-    std::int32_t column_tiles;
+    std::int32_t rows;          ///< M
+    std::int32_t row_tiles;     ///< of a cluster, along M
+    std::int32_t column_tiles;  ///< along N, of one part
     std::int32_t column_step;
+    std::int32_t parts;  ///< outputs of the same rows side by side along N: gate and up
   };
   static constexpr bool kFixedDepth = false;
 
   static __device__ __forceinline__ int count(const Params& p) {
-    return p.experts * p.row_tiles * p.column_tiles;
+    return p.experts * p.row_tiles * p.column_tiles * p.parts;
   }
   static __device__ __forceinline__ int k_tiles(const Params&, const Work& work) {
     return (work.depth + kDepth - 1) / kDepth;
@@ -72,7 +74,7 @@ struct ExpertTiles {
   /// Columns fastest: neighbours share the gathered rows, which are the dearer operand.
   template <TileShape kShape>
   static __device__ __forceinline__ Work work(const Params& p, int t) {
-    const unsigned across = static_cast<unsigned>(p.column_tiles);
+    const unsigned across = static_cast<unsigned>(p.column_tiles * p.parts);
     const unsigned line = static_cast<unsigned>(t) / across;
     const int n = t - line * across;
     const unsigned expert = line / static_cast<unsigned>(p.row_tiles);
@@ -81,7 +83,8 @@ struct ExpertTiles {
     work.expert = expert;
     work.row = __ldg(p.expert_begin + expert);
     work.left = p.rows - m;
-    work.column = n * p.column_step;
+    work.part = n >= p.column_tiles ? 1 : 0;
+    work.column = (n - work.part * p.column_tiles) * p.column_step;
     work.m = m;
     work.depth = __ldg(p.expert_rows + expert);
     return work;

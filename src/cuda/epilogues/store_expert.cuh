@@ -9,13 +9,19 @@ namespace sonicmoe::cuda {
 
 enum class GradStore : std::int32_t { kElement = 0, kFloat = 1, kAccumulate = 2 };
 
+/// fp32 matrices (expert, M, N); strides in elements.
+struct FloatGrad {
+  float* data;
+  std::int64_t strides[3];
+};
+
+/// By part: gate and up, or one alone.
 struct StoreExpertParams {
-  CUtensorMap map;  ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
+  CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
+  FloatGrad floats[2];  ///< kFloat, kAccumulate
   GradStore mode;
-  float* data;              ///< kFloat, kAccumulate
-  std::int64_t strides[3];  ///< of (expert, M, N), elements
-  std::int32_t rows;        ///< M
-  std::int32_t columns;     ///< N
+  std::int32_t rows;     ///< M
+  std::int32_t columns;  ///< N, of a part
 };
 
 template <class Element, Major kOut>
@@ -63,7 +69,7 @@ struct StoreExpert {
           const int m = work.m + rows.offset;
           const int n = work.column + (first + i) * 64;
           ptx::tma_store(
-              &p.map, staging.box(i),
+              &p.map[work.part], staging.box(i),
               kOut == Major::kK ? ptx::Coord3{n, m, work.expert} : ptx::Coord3{m, n, work.expert});
         }
         staging.commit();
@@ -78,13 +84,14 @@ struct StoreExpert {
     const int lane = threadIdx.x & 31;
     const int m0 = work.m + offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
     const int n0 = work.column + (lane & 3) * 2;
-    float* expert = p.data + work.expert * p.strides[0];
+    const FloatGrad& out = p.floats[work.part];
+    float* expert = out.data + work.expert * out.strides[0];
 #pragma unroll
     for (int i = 0; i < kShape.n / 2; i++) {
       const int m = m0 + (i >> 1 & 1) * 8;
       const int n = n0 + i / 4 * 8 + (i & 1);
       if (m >= p.rows || n >= p.columns) continue;
-      float* at = expert + m * p.strides[1] + n * p.strides[2];
+      float* at = expert + m * out.strides[1] + n * out.strides[2];
       const float value = empty ? 0.0f : acc[i];
       *at = p.mode == GradStore::kAccumulate ? *at + value : value;
     }

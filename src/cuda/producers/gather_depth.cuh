@@ -22,9 +22,13 @@ struct GatherDepth {
                                              const Cta<Gemm::kShape>& cta, int count) {
     constexpr TileShape kShape = Gemm::kShape;
     static_assert(kShape.m == 128, "sixteen threads copy the 256 bytes of a row");
-    constexpr int kRows = kDepth / 8;  // of this thread
+    constexpr int kRows = kDepth / 8;  // that this thread copies of a k tile
+    const int lane = threadIdx.x & 31;
     const int first = threadIdx.x >> 4;
     const int chunk = threadIdx.x & 15;
+    // Sixteen lanes look up the sixteen rows of their warp, two k tiles ahead, and hand them round:
+    // a look-up by every thread would take longer than the products of a k tile.
+    const int looked_up = (threadIdx.x >> 5) * 2 + (lane & 1) + 8 * ((lane & 15) >> 1);
     const std::uint32_t target =
         (chunk >> 3) * kBoxBytes + first * 128 + (((chunk & 7) ^ (first & 7)) << 4);
     RingPosition<kShape.stages> ring;
@@ -34,39 +38,34 @@ struct GatherDepth {
       const bool inside = column < p.producer.width;
       const auto* source = static_cast<const std::uint8_t*>(p.producer.source) +
                            (inside ? column : 0) * static_cast<std::int64_t>(kElementBytes);
-      // Rows of the next k tile are looked up while this one waits for its stage.
-      int next[kRows];
-      const auto fetch = [&](int kt) {
-#pragma unroll
-        for (int i = 0; i < kRows; i++) {
-          const int row = kt * kDepth + first + 8 * i;
-          next[i] = -1;
-          if (row < work.depth && inside) {
-            next[i] = p.producer.index != nullptr ? __ldg(p.producer.index + work.row + row)
-                                                  : work.row + row;
-          }
-        }
+      const auto look_up = [&](int kt) {
+        const int row = kt * kDepth + looked_up;
+        if (row >= work.depth) return -1;
+        return p.producer.index != nullptr ? __ldg(p.producer.index + work.row + row)
+                                           : work.row + row;
       };
-      fetch(0);
+      int rows = look_up(0);
+      int next = look_up(1);
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
-        int from[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; i++) from[i] = next[i];
-        fetch(kt + 1);
+        const int after = look_up(kt + 2);
         const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);
         if (threadIdx.x == 0) {
           full.arrive_expecting(kShape.b_bytes());
           Gemm::B::load(p.b, work, kt, k_tiles, cta.b(ring.stage), full, cta.rank());
         }
+        __syncwarp();
         const std::uint32_t a = cta.a(ring.stage) + target;
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-          const std::int64_t row = static_cast<std::int64_t>(max(from[i], 0));
-          ptx::copy16(a + i * 1024, source + row * p.producer.row_bytes, from[i] >= 0);
+          const int row = __shfl_sync(~0u, rows, 2 * i + (lane >> 4));
+          const std::int64_t offset = static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
+          ptx::copy16(a + i * 1024, source + offset, row >= 0 && inside);
         }
         full.arrive_after_copies();
+        rows = next;
+        next = after;
       }
     }
   }
