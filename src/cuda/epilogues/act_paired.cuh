@@ -46,8 +46,8 @@ struct ActPairedRows {
 #pragma unroll
     for (int part = 0; part < 2; part++) {
       const Bias& bias = p.bias[part];
-      const auto* data = static_cast<const std::uint16_t*>(bias.data) +
-                         work.expert * bias.expert_stride;
+      const auto* data =
+          static_cast<const std::uint16_t*>(bias.data) + work.expert * bias.expert_stride;
       for (int i = threadIdx.x & 127; i < kShape.n / 2; i += kWarpgroup) {
         const int c = work.column / 2 + i;
         staging.set_bias(2 * i + part, c < p.width ? __ldg(data + c * bias.column_stride) : 0);
@@ -105,7 +105,8 @@ struct ActPairedRows {
   static __device__ __forceinline__ void write(std::uint32_t box, const std::uint32_t (&a)[16]) {
     const int lane = threadIdx.x & 31;
     const int swizzle = lane >> 2;
-    const std::uint32_t row = box + (((threadIdx.x >> 5) & 3) * 16 + swizzle) * 128 + (lane & 3) * 2;
+    const std::uint32_t row =
+        box + (((threadIdx.x >> 5) & 3) * 16 + swizzle) * 128 + (lane & 3) * 2;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       const std::uint32_t at = row + (((i >> 1) ^ swizzle) << 4) + (i & 1) * 8;

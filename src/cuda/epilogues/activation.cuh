@@ -42,7 +42,9 @@ struct GeluErf {
     const float tail = 0.5f * t * p * bell;
     return x < 0.0f ? tail : 1.0f - tail;
   }
-  static __device__ __forceinline__ float bell(float x) { return ptx::exp2(-0.5f * 1.4426950409f * x * x); }
+  static __device__ __forceinline__ float bell(float x) {
+    return ptx::exp2(-0.5f * 1.4426950409f * x * x);
+  }
   static __device__ __forceinline__ float value(float x) { return x * distribution(x, bell(x)); }
   static __device__ __forceinline__ float slope(float x) {
     constexpr float kInverseRootTwoPi = 0.3989422804f;
