@@ -1,0 +1,43 @@
+"""A stand-in for the package `sonicmoe`: same names, shapes, layouts and returns.
+
+docs/sonic-moe.md says what differs.
+
+    from sonicmoe_cpp.compat import sonicmoe
+    sonicmoe.install()      # from here on, `import sonicmoe` is this package
+"""
+
+import sys
+
+from ... import __version__
+from . import enums, functional, moe
+from .enums import KernelBackendMoE
+from .functional import enable_quack_gemm, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from .moe import MoE
+
+__all__ = [
+    "KernelBackendMoE",
+    "MoE",
+    "__version__",
+    "enable_quack_gemm",
+    "install",
+    "moe_TC_softmax_topk_layer",
+    "moe_general_routing_inputs",
+]
+
+NAME = "sonicmoe"
+
+
+def install() -> None:
+    """Makes `import sonicmoe` and its submodules mean this package, in this process.
+
+    Refused once another `sonicmoe` has been imported: code may hold on to parts of it already.
+    """
+    here = sys.modules[__name__]
+    if sys.modules.get(NAME, here) is not here:
+        raise RuntimeError(
+            f"{NAME} is imported already, from {sys.modules[NAME].__file__}: call "
+            "sonicmoe_cpp.compat.sonicmoe.install() before anything imports it"
+        )
+    sys.modules[NAME] = here
+    for part in (enums, functional, moe):
+        sys.modules[part.__name__.replace(__name__, NAME)] = part
