@@ -7,11 +7,13 @@ that reaches far past any clamp, and compared with every formula. What matches n
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _formulas
 from ..layer import Activation
@@ -95,3 +97,31 @@ def ungated(function: Callable[[Tensor], Tensor]) -> Activation | None:
         if _same(got, formula(points)):
             return Activation(name)
     return None
+
+
+def once_a_module(facts: Callable[[nn.Module], object]):
+    """Makes a function of a module be asked once, and again when `facts(module)` changes.
+
+    For compiled code the result is a constant: it is found while tracing, by running Python.
+    """
+
+    def decorate(find: Callable[[nn.Module], object]):
+        known: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
+
+        @torch._dynamo.assume_constant_result
+        @functools.wraps(find)
+        def ask(module: nn.Module):
+            now = facts(module)
+            before = known.get(module)
+            if before is None or before[0] != now:
+                before = known[module] = (now, find(module))
+            return before[1]
+
+        return ask
+
+    return decorate
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a DTensor; what comes with the tokens is this rank's already."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -9,7 +9,6 @@ docs/huggingface.md has what is supported. The model's own weights are used as t
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from .. import _ops
 from ..layer import LAYOUTS, Activation, moe
 from . import _recognise
+from ._recognise import local
 
 NAME = "sonicmoe_cpp"
 
@@ -43,9 +43,6 @@ class Plan(NamedTuple):
 
     activation: Activation
     gate_layout: str
-
-
-_plans: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
 
 
 def _join(gate: Tensor, up: Tensor, layout: str) -> Tensor:
@@ -87,26 +84,21 @@ def _refusal(module: nn.Module) -> NotImplementedError:
     )
 
 
-@torch._dynamo.assume_constant_result
-def plan_of(module: nn.Module) -> Plan:
-    """The activation and layout of an experts module, found once and again when it changes."""
+def _facts(module: nn.Module) -> tuple:
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float))}
-    facts = (getattr(module, "act_fn", None), type(module), numbers)
-    known = _plans.get(module)
-    if known is None or known[0] != facts:
-        try:
-            plan = _recognise_plan(module)
-        except Exception as error:  # whatever a foreign function raises on fp64 rows of the CPU
-            raise _refusal(module) from error
-        if plan is None:
-            raise _refusal(module)
-        known = _plans[module] = (facts, plan)
-    return known[1]
+    return getattr(module, "act_fn", None), type(module), numbers
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a DTensor; what comes with the tokens is this rank's already."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+@_recognise.once_a_module(_facts)
+def plan_of(module: nn.Module) -> Plan:
+    """The activation and layout of an experts module."""
+    try:
+        plan = _recognise_plan(module)
+    except Exception as error:  # whatever a foreign function raises on fp64 rows of the CPU
+        raise _refusal(module) from error
+    if plan is None:
+        raise _refusal(module)
+    return plan
 
 
 def _weights_of_slots(weights: Tensor, ids: Tensor) -> Tensor:
@@ -130,10 +122,10 @@ def experts_forward(
         )
     plan = plan_of(self)
     up = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
-    w_up, w_down = _local(getattr(self, up)), _local(self.down_proj)
+    w_up, w_down = local(getattr(self, up)), local(self.down_proj)
     b_up = b_down = None
     if self.has_bias:
-        b_up, b_down = _local(getattr(self, f"{up}_bias")), _local(self.down_proj_bias)
+        b_up, b_down = local(getattr(self, f"{up}_bias")), local(self.down_proj_bias)
         b_up, b_down = b_up.to(w_up.dtype), b_down.to(w_up.dtype)
     if self.is_transposed:
         w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)

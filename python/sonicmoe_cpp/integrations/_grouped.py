@@ -1,0 +1,12 @@
+"""Experts over rows that a dispatcher has grouped, as training frameworks call them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def offsets_of(num_tokens_per_expert: Tensor) -> Tensor:
+    """(E+1,) int64 from counts (E,) of any dtype: routers that count by histc give floats."""
+    return F.pad(num_tokens_per_expert.cumsum(0, dtype=torch.int64), (1, 0))

@@ -1,0 +1,82 @@
+"""prime-rl's expert compute: rows that its dispatcher has grouped in, rows out.
+
+An object of SonicMoECppExpertCompute is what prime-rl calls an ExpertCompute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..layer import Activation, moe_grouped
+from . import _recognise
+from ._grouped import offsets_of
+from ._recognise import local
+
+
+def _is_gated(experts: nn.Module) -> bool:
+    return experts.gate_up_proj is not None or experts.gate_proj is not None
+
+
+@_recognise.once_a_module(lambda experts: (experts.activation, _is_gated(experts)))
+def activation_of(experts: nn.Module) -> Activation:
+    """The library's activation that `experts.activation.apply(gate, up)` computes."""
+    apply = experts.activation.apply
+    if _is_gated(experts):
+        found = _recognise.gated(apply)
+    else:
+        found = _recognise.ungated(lambda up: apply(None, up))
+    if found is None:
+        name = getattr(experts.activation, "__name__", type(experts.activation).__name__)
+        raise NotImplementedError(
+            f"the experts' activation {name} is none that sonicmoe_cpp computes: use another "
+            "expert backend for this model"
+        )
+    return found
+
+
+def _both(b_gate: Tensor | None, b_up: Tensor | None) -> Tensor | None:
+    """(E, 2n) of two biases (E, n), either of which may be missing."""
+    if b_gate is None and b_up is None:
+        return None
+    b_gate = torch.zeros_like(b_up) if b_gate is None else b_gate
+    b_up = torch.zeros_like(b_gate) if b_up is None else b_up
+    return torch.cat([b_gate, b_up], dim=1)
+
+
+class SonicMoECppExpertCompute:
+    """Fused or separate gate and up, biases, and every activation of the library; in bf16.
+
+    Scores stay with the dispatcher. Groups may have any size, so the alignment is only what the
+    dispatcher makes of it; rows past the counts give zeros and are not read.
+    """
+
+    def __init__(self, token_group_alignment: int = 8) -> None:
+        self.token_group_alignment = token_group_alignment
+
+    def validate(self, experts: nn.Module) -> None:
+        """Refuses experts whose activation the library does not compute."""
+        activation_of(experts)
+
+    def __call__(self, experts: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        def get(name: str) -> Tensor | None:
+            tensor = local(getattr(experts, name))
+            return None if tensor is None else tensor.bfloat16()
+
+        w_up, b_up = get("gate_up_proj"), get("up_proj_bias")
+        if w_up is None:
+            gate, w_up = get("gate_proj"), get("up_proj")
+            w_up = w_up if gate is None else (gate, w_up)
+        if _is_gated(experts):
+            b_up = _both(get("gate_proj_bias"), b_up)
+        with torch.autocast(x.device.type, enabled=False):
+            out = moe_grouped(
+                x.bfloat16(),
+                offsets_of(num_tokens_per_expert),
+                w_up,
+                get("down_proj"),
+                b_up=b_up,
+                b_down=get("down_proj_bias"),
+                activation=activation_of(experts),
+            )
+        return out.type_as(x)
