@@ -109,7 +109,11 @@ TEST(RouterGradient, TokenRound) {
       };
       value();
       for (auto i = static_cast<std::int64_t>(offsets.value(kExperts)); i < capacity; ++i) {
-        dweight.set(i, std::nan(""));  // nobody's entries must not be read
+        dweight.set(i, std::nan(""));  // nobody's entries must not be read,
+        const bool no_expert = i % 4 == 3;
+        const double beyond[] = {kTokens, std::numeric_limits<std::int32_t>::max(), -7};
+        token.set(i, no_expert ? 0 : beyond[i % 4]);  // whichever index says so
+        expert.set(i, no_expert ? kExperts : 0);
       }
       cpu::token_round_backward(o, in.x(), pairs, dweight.vector(), in.dx(), scratch.buffer(), {});
       expect_finite_differences(&in.logits, &in.dlogits, value);
