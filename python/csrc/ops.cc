@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "boxing.h"
+#include "place.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
 #include "sonicmoe/version.h"
@@ -89,8 +90,9 @@ sonicmoe::RoutingForm form_of(const std::string& form) {
   throw std::invalid_argument("form is \"" + form + "\", must be one of: ids, pairs, grouped");
 }
 
-Call call_of(const Layer& a) {
+Call call_of(Layer& a) {
   expect_rank(a.x, 2, "x");
+  a.x = readable_rows(a.x);
   expect_rank(a.w_up, 3, "w_up");
   expect_rank(a.w_down, 3, "w_down");
   if (a.w_gate.has_value()) expect_rank(*a.w_gate, 3, "w_up");
@@ -127,12 +129,14 @@ Call call_of(const Layer& a) {
 }
 
 Array moe_inference(Layer& a) {
+  const Place place(a.x);
   const Call c = call_of(a);
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kInference, exec());
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kInference, place.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   const Scratch scratch(a.x, sizes.scratch_bytes);
-  sonicmoe::moe_forward(
-      c.problem, {c.x, c.routing, c.weights, view(out, "out"), {}, {}, scratch.buffer()}, exec());
+  sonicmoe::moe_forward(c.problem,
+                        {c.x, c.routing, c.weights, view(out, "out"), {}, {}, scratch.buffer()},
+                        place.exec());
   return out;
 }
 
@@ -151,21 +155,28 @@ std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }
 
+/// The CPU's are cleared: what the backend leaves untouched must not differ between a run and its
+/// recomputation. On CUDA that would be one more kernel, for bytes that no one compares.
+Array new_metadata(const Array& like, std::int64_t bytes) {
+  if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
+  return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
+}
+
 std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
-  const Array& x = a.layer.x;
+  const Place place(a.layer.x);
   const Call c = call_of(a.layer);
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kForward, exec());
+  const Array& x = a.layer.x;
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kForward, place.exec());
   const std::int64_t rows = sonicmoe::row_capacity(c.problem);
   const std::int64_t width = sonicmoe::gate_factor(c.problem.activation.kind) * c.problem.width;
   Array out = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
   Array h = empty(x, {rows, width}, x.scalar_type());
-  // Zeros: what the backend leaves untouched must not differ between a run and its recomputation.
-  Array saved = torch::stable::new_zeros(x, {saved_capacity(c.problem)}, ScalarType::Byte);
+  Array saved = new_metadata(x, saved_capacity(c.problem));
   const Scratch scratch(x, sizes.scratch_bytes);
   sonicmoe::moe_forward(
       c.problem,
       {c.x, c.routing, c.weights, view(out, "out"), lend(h), lend(saved), scratch.buffer()},
-      exec());
+      place.exec());
   return {out, h, saved};
 }
 
@@ -193,15 +204,24 @@ enum Need : std::int64_t {
 
 MaybeArray gradient_of(const BackwardCall& a, Need need, const MaybeArray& of) {
   if ((a.needs & need) == 0 || !of.has_value()) return std::nullopt;
-  return torch::stable::empty_like(*of);
+  return empty_beside(*of);
 }
 
 Array or_nothing(const MaybeArray& t, const Array& like) { return t ? *t : nothing(like); }
 
-void run_backward(const BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
+/// dx is contiguous whatever the strides of x.
+MaybeArray gradient_of_x(const BackwardCall& a) {
+  if ((a.needs & kNeedX) == 0) return std::nullopt;
+  const Array& x = a.layer.x;
+  return empty(x, {x.size(0), x.size(1)}, x.scalar_type());
+}
+
+void run_backward(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
                   const MaybeArray& dweights, sonicmoe::GradMode mode) {
+  const Place place(a.layer.x);
   const Call c = call_of(a.layer);
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, exec());
+  a.dout = readable_rows(a.dout);
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, place.exec());
   const Scratch scratch(a.layer.x, sizes.scratch_bytes);
   sonicmoe::BackwardArgs args;
   args.x = c.x;
@@ -215,14 +235,14 @@ void run_backward(const BackwardCall& a, const sonicmoe::Weights& grads, const M
   args.dweights = view(dweights, "dweights");
   args.grads = grads;
   args.grad_mode = mode;
-  sonicmoe::moe_backward(c.problem, args, exec());
+  sonicmoe::moe_backward(c.problem, args, place.exec());
 }
 
 using LayerGradients = std::tuple<Array, Array, Array, Array, Array, Array, Array>;
 
 LayerGradients moe_backward(BackwardCall& a) {
   const Layer& l = a.layer;
-  const MaybeArray dx = gradient_of(a, kNeedX, l.x);
+  const MaybeArray dx = gradient_of_x(a);
   const MaybeArray dweights = gradient_of(a, kNeedWeights, l.weights);
   const MaybeArray dgate = gradient_of(a, kNeedGate, l.w_gate);
   const MaybeArray dup = gradient_of(a, kNeedUp, l.w_up);
@@ -247,7 +267,7 @@ struct AccumulateCall {
 /// Adds the weights' gradients to g_*. Bias gradients are fresh, in fp32.
 std::tuple<Array, Array, Array, Array> moe_backward_accumulate(AccumulateCall& a) {
   const Layer& l = a.backward.layer;
-  const MaybeArray dx = gradient_of(a.backward, kNeedX, l.x);
+  const MaybeArray dx = gradient_of_x(a.backward);
   const MaybeArray dweights = gradient_of(a.backward, kNeedWeights, l.weights);
   const auto zeros = [&](Need need, const MaybeArray& of) -> MaybeArray {
     if ((a.backward.needs & need) == 0 || !of.has_value()) return std::nullopt;
@@ -305,7 +325,7 @@ std::tuple<Array, Array> route(RouteCall& a) {
   Array ids = empty(a.logits, {a.logits.size(0), slots}, ScalarType::Long);
   Array weights = empty(a.logits, {a.logits.size(0), slots}, score_dtype(a.logits));
   sonicmoe::route(options, view(a.logits, "logits"), view(ids, "ids"), view(weights, "weights"),
-                  exec());
+                  Place(a.logits).exec());
   return {weights, ids};
 }
 
@@ -319,7 +339,8 @@ struct RouteBackwardCall {
 Array route_backward(RouteBackwardCall& a) {
   Array dlogits = like_logits(a.route.logits);
   sonicmoe::route_backward(options_of(a.route), view(a.route.logits, "logits"), view(a.ids, "ids"),
-                           view(a.dweights, "dweights"), view(dlogits, "dlogits"), exec());
+                           view(a.dweights, "dweights"), view(dlogits, "dlogits"),
+                           Place(a.route.logits).exec());
   return dlogits;
 }
 
@@ -368,11 +389,14 @@ sonicmoe::RoundOptions options_of(const RoundCall& a) {
 std::tuple<Array, Array, Array, Array> token_round(RoundCall& a) {
   const sonicmoe::RoundOptions options = options_of(a);
   const Array& logits = a.route.logits;
+  const Place place(logits);
   const std::int64_t tokens = logits.size(0);
   const std::int64_t experts = logits.size(1);
   const PairArrays pairs = new_pairs(logits, sonicmoe::round_capacity(options, tokens, experts));
-  const Scratch scratch(logits, sonicmoe::round_scratch_bytes(options, tokens, experts, exec()));
-  sonicmoe::token_round(options, view(logits, "logits"), pairs.views(), scratch.buffer(), exec());
+  const Scratch scratch(logits,
+                        sonicmoe::round_scratch_bytes(options, tokens, experts, place.exec()));
+  sonicmoe::token_round(options, view(logits, "logits"), pairs.views(), scratch.buffer(),
+                        place.exec());
   return pairs.results();
 }
 
@@ -386,12 +410,13 @@ struct RoundBackwardCall {
 Array token_round_backward(RoundBackwardCall& a) {
   const sonicmoe::RoundOptions options = options_of(a.round);
   const Array& logits = a.round.route.logits;
+  const Place place(logits);
   Array dlogits = like_logits(logits);
   const Scratch scratch(
-      logits, sonicmoe::round_scratch_bytes(options, logits.size(0), logits.size(1), exec()));
+      logits, sonicmoe::round_scratch_bytes(options, logits.size(0), logits.size(1), place.exec()));
   sonicmoe::token_round_backward(options, view(logits, "logits"), a.pairs.views(),
                                  view(a.dweight, "dweight"), view(dlogits, "dlogits"),
-                                 scratch.buffer(), exec());
+                                 scratch.buffer(), place.exec());
   return dlogits;
 }
 
@@ -405,7 +430,8 @@ std::tuple<Array, Array, Array, Array> expert_choice(ExpertChoiceCall& a) {
   expect_rank(a.logits, 2, "logits");
   const std::int64_t each = std::max<std::int64_t>(0, std::min(a.capacity, a.logits.size(0)));
   const PairArrays pairs = new_pairs(a.logits, a.logits.size(1) * each);
-  sonicmoe::expert_choice(view(a.logits, "logits"), a.capacity, pairs.views(), exec());
+  sonicmoe::expert_choice(view(a.logits, "logits"), a.capacity, pairs.views(),
+                          Place(a.logits).exec());
   return pairs.results();
 }
 
@@ -419,7 +445,8 @@ struct ExpertChoiceBackwardCall {
 Array expert_choice_backward(ExpertChoiceBackwardCall& a) {
   Array dlogits = like_logits(a.logits);
   sonicmoe::expert_choice_backward(view(a.logits, "logits"), a.pairs.views(),
-                                   view(a.dweight, "dweight"), view(dlogits, "dlogits"), exec());
+                                   view(a.dweight, "dweight"), view(dlogits, "dlogits"),
+                                   Place(a.logits).exec());
   return dlogits;
 }
 
@@ -435,7 +462,8 @@ std::tuple<Array, Array> router_losses(LossesCall& a) {
   Array values = empty(logits, {2}, score_dtype(logits));
   Array counts = empty(logits, {logits.size(1)}, ScalarType::Long);
   sonicmoe::router_losses(options, view(logits, "logits"), view(a.ids, "ids"),
-                          {view(values, "values"), view(counts, "tokens_per_expert")}, exec());
+                          {view(values, "values"), view(counts, "tokens_per_expert")},
+                          Place(logits).exec());
   return {values, counts};
 }
 
@@ -450,7 +478,7 @@ Array router_losses_backward(LossesBackwardCall& a) {
   Array dlogits = like_logits(a.route.logits);
   sonicmoe::router_losses_backward(options_of(a.route), view(a.route.logits, "logits"),
                                    view(a.counts, "tokens_per_expert"), view(a.dvalues, "dvalues"),
-                                   view(dlogits, "dlogits"), exec());
+                                   view(dlogits, "dlogits"), Place(a.route.logits).exec());
   return dlogits;
 }
 
@@ -459,6 +487,36 @@ struct NoArguments {
 };
 
 std::string version(NoArguments&) { return sonicmoe::version_string(); }
+
+struct DeviceCall {
+  std::int64_t ordinal = 0;
+  auto fields() { return std::tie(ordinal); }
+};
+
+/// Why a CUDA device cannot be used, or nothing.
+std::string cuda_problem(DeviceCall& a) {
+  try {
+    device_handle(static_cast<std::int32_t>(a.ordinal));
+    return "";
+  } catch (const sonicmoe::Error& error) {
+    return error.what();
+  }
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("moe_inference", &box<&moe_inference>);
+  m.impl("moe_forward", &box<&moe_forward>);
+  m.impl("moe_backward", &box<&moe_backward>);
+  m.impl("moe_backward_accumulate", &box<&moe_backward_accumulate>);
+  m.impl("route", &box<&route>);
+  m.impl("route_backward", &box<&route_backward>);
+  m.impl("token_round", &box<&token_round>);
+  m.impl("token_round_backward", &box<&token_round_backward>);
+  m.impl("expert_choice", &box<&expert_choice>);
+  m.impl("expert_choice_backward", &box<&expert_choice_backward>);
+  m.impl("router_losses", &box<&router_losses>);
+  m.impl("router_losses_backward", &box<&router_losses_backward>);
+}
 
 }  // namespace
 }  // namespace sonicmoe_torch
@@ -472,6 +530,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   const std::string backward = "Tensor dout, " + layer + ", Tensor h, Tensor saved, int needs";
 
   def("version() -> str");
+  def("cuda_problem(int ordinal) -> str");
   def("moe_inference(" + layer + ") -> Tensor");
   def("moe_forward(" + layer + ", Tensor? g_gate, Tensor? g_up, Tensor? g_down) -> " +
       "(Tensor out, Tensor h, Tensor saved)");
@@ -493,20 +552,9 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CompositeExplicitAutograd, m) {
   using namespace sonicmoe_torch;
   m.impl("version", &box<&version>);
+  m.impl("cuda_problem", &box<&cuda_problem>);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CPU, m) {
-  using namespace sonicmoe_torch;
-  m.impl("moe_inference", &box<&moe_inference>);
-  m.impl("moe_forward", &box<&moe_forward>);
-  m.impl("moe_backward", &box<&moe_backward>);
-  m.impl("moe_backward_accumulate", &box<&moe_backward_accumulate>);
-  m.impl("route", &box<&route>);
-  m.impl("route_backward", &box<&route_backward>);
-  m.impl("token_round", &box<&token_round>);
-  m.impl("token_round_backward", &box<&token_round_backward>);
-  m.impl("expert_choice", &box<&expert_choice>);
-  m.impl("expert_choice_backward", &box<&expert_choice_backward>);
-  m.impl("router_losses", &box<&router_losses>);
-  m.impl("router_losses_backward", &box<&router_losses_backward>);
-}
+// One function serves both: the backend is that of the tensors (place.h).
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CPU, m) { sonicmoe_torch::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CUDA, m) { sonicmoe_torch::implement(m); }

@@ -1,10 +1,13 @@
 // Torch tensors as the library's views, and buffers from torch's allocator.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -49,7 +52,7 @@ inline void expect_rank(const Array& t, std::int64_t rank, const char* name) {
 /// A view of all of `t`. Torch hands out null for tensors without elements, where null would mean
 /// "not given": such a view points at a byte that nobody reads.
 inline sonicmoe::Tensor view(const Array& t, const char* name) {
-  static char unread[256];
+  alignas(256) static char unread[256];
   sonicmoe::Tensor v;
   if (t.dim() < 1 || t.dim() > 3) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(t.dim()) +
@@ -96,8 +99,46 @@ inline Halves split(const Array& fused, const std::string& layout, const char* n
   return {gate, up};
 }
 
+/// A contiguous tensor beside `like`. Straight to the allocator: the dispatcher, which the stable
+/// API goes through, takes longer than all the rest of an operator's bookkeeping.
 inline Array empty(const Array& like, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(shape), dtype);
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  std::int64_t strides[3] = {1, 1, 1};
+  for (std::size_t i = shape.size() - 1; i > 0; --i) {
+    strides[i - 1] = strides[i] * std::max<std::int64_t>(1, shape.begin()[i]);
+  }
+  std::int32_t type = 0;
+  std::int32_t index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.begin(), strides,
+                               to<std::int32_t>(from(dtype)), type, index, &made));
+  return Array(made);
+}
+
+/// As the empty_like of torch.
+inline Array empty_beside(const Array& t) {
+  const std::int64_t rank = t.dim();
+  if (!t.is_contiguous() || rank < 1 || rank > 3) return torch::stable::empty_like(t);
+  const ScalarType dtype = t.scalar_type();
+  if (rank == 1) return empty(t, {t.size(0)}, dtype);
+  if (rank == 2) return empty(t, {t.size(0), t.size(1)}, dtype);
+  return empty(t, {t.size(0), t.size(1), t.size(2)}, dtype);
+}
+
+/// Rows (T, d) as the kernels read them, one after the other and on CUDA by 16 bytes; others are
+/// copied.
+inline Array readable_rows(const Array& t) {
+  if (t.dim() != 2 || t.numel() == 0) return t;
+  const std::int64_t step = t.stride(0);
+  const bool cuda_reads = reinterpret_cast<std::uintptr_t>(t.data_ptr()) % 16 == 0 && step % 8 == 0;
+  if (t.stride(1) == 1 && step >= t.size(1) && (cuda_reads || !t.is_cuda())) return t;
+  Array copy = empty(t, {t.size(0), t.size(1)}, t.scalar_type());
+  torch::stable::copy_(copy, t);
+  return copy;
 }
 
 inline Array nothing(const Array& like) { return empty(like, {0}, like.scalar_type()); }
@@ -125,12 +166,6 @@ class Scratch {
 
 inline sonicmoe::Buffer lend(const Array& t) {
   return {t.data_ptr(), t.numel() * static_cast<std::int64_t>(t.element_size())};
-}
-
-inline sonicmoe::Exec exec() {
-  sonicmoe::Exec e;
-  e.num_threads = static_cast<std::int32_t>(torch::stable::get_num_threads());
-  return e;
 }
 
 }  // namespace sonicmoe_torch

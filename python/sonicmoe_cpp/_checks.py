@@ -6,6 +6,9 @@ library checks the rest (ranges, options, overlapping weights) with sentences of
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,28 +18,60 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
 
 
+class Facts(NamedTuple):
+    """What a tensor is, apart from its values: whatever the checks below look at."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+
+def facts(name: str, value) -> Facts:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {type(value).__name__}, must be a torch.Tensor")
+    return Facts(value.dtype, value.device, value.shape)
+
+
+def optional_facts(name: str, value) -> Facts | None:
+    return None if value is None else facts(name, value)
+
+
+def remembered(check):
+    """`check`, asked once for equal facts: a layer sees the same ones at every step. What it
+    refuses is not remembered, and neither is anything in a graph, where sizes may be symbolic."""
+    cached = functools.lru_cache(maxsize=1024)(check)
+
+    @functools.wraps(check)
+    def run(*arguments):
+        if torch.compiler.is_compiling():
+            return check(*arguments)
+        return cached(*arguments)
+
+    return run
+
+
 def _names(dtypes) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def tensor(name: str, value, dtypes=FLOATS) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is {type(value).__name__}, must be a torch.Tensor")
+def dtype(name: str, value: Facts | Tensor, dtypes=FLOATS) -> None:
     if value.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {_names([value.dtype])}, must be {_names(dtypes)}")
 
 
-def shape(name: str, value: Tensor, meaning: str, expected: tuple) -> None:
+def shape(name: str, value: Facts | Tensor, meaning: str, expected: tuple) -> None:
     """`expected` holds a size for every dimension, None where any size will do."""
-    good = value.dim() == len(expected) and all(
-        want is None or have == want for have, want in zip(value.shape, expected, strict=True)
-    )
-    if not good:
-        sizes = ", ".join("any" if want is None else str(want) for want in expected)
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, must be {meaning} = ({sizes})")
+    if len(value.shape) == len(expected):
+        for have, want in zip(value.shape, expected, strict=True):
+            if want is not None and have != want:
+                break
+        else:
+            return
+    sizes = ", ".join("any" if want is None else str(want) for want in expected)
+    raise ValueError(f"{name} has shape {tuple(value.shape)}, must be {meaning} = ({sizes})")
 
 
-def same(name: str, value: Tensor, x: Tensor) -> None:
+def same(name: str, value: Facts, x: Facts) -> None:
     if value.dtype != x.dtype:
         raise TypeError(
             f"{name} has dtype {_names([value.dtype])}, must be x's {_names([x.dtype])}"
@@ -44,13 +79,16 @@ def same(name: str, value: Tensor, x: Tensor) -> None:
     on_device(name, value, x)
 
 
-def on_device(name: str, value: Tensor, x: Tensor) -> None:
+def on_device(name: str, value: Facts | Tensor, x: Facts | Tensor) -> None:
     if value.device != x.device:
         raise ValueError(f"{name} is on {value.device}, must be on x's device {x.device}")
 
 
-def supported(t: Tensor) -> None:
-    reason = _library.unsupported_reason(t.device)
+def supported(device: torch.device) -> None:
+    # Devices are not asked about in a graph: what has no kernel is refused when it runs.
+    if torch.compiler.is_compiling() and _library.PROBLEM is None:
+        return
+    reason = _library.unsupported_reason(device)
     if reason is not None:
         raise NotImplementedError(reason)
 

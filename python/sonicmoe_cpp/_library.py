@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 
 OLDEST_TORCH = (2, 10)
 VARIABLE = "SONICMOE_CPP_LIBRARY"
-UNSUPPORTED = "NotImplementedError: "
 
 
 def path() -> Path:
@@ -38,30 +38,32 @@ def _load() -> str | None:
 PROBLEM = _load()
 
 
+@functools.cache
+def _cuda_problem(ordinal: int) -> str | None:
+    """Asks torch for the device and the library for its kernels; touches no CUDA context."""
+    device = f"device is cuda:{ordinal}"
+    if not torch.backends.cuda.is_built():
+        return f"{device}, but torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"{device}, but torch sees no usable CUDA device"
+    problem = torch.ops.sonicmoe_cpp.cuda_problem(ordinal)
+    return f"{device}, but {problem}" if problem else None
+
+
 def unsupported_reason(device: str | torch.device = "cpu") -> str | None:
     """Why tensors on `device` cannot be computed here, or None when they can."""
     if PROBLEM is not None:
         return PROBLEM
-    kind = torch.device(device).type
-    if kind in ("cpu", "meta"):
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
         return None
-    return f"device is {kind}, this build of sonicmoe_cpp computes on: cpu"
+    if device.type != "cuda":
+        return f"device is {device.type}, sonicmoe_cpp computes on: cpu, cuda"
+    if device.index is not None:
+        return _cuda_problem(device.index)
+    return _cuda_problem(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def is_available(device: str | torch.device = "cpu") -> bool:
     """Whether tensors on `device` can be computed here."""
     return unsupported_reason(device) is None
-
-
-def call(operator: str, *arguments):
-    """Calls an operator; what it does not support raises NotImplementedError outside of a graph."""
-    function = getattr(torch.ops.sonicmoe_cpp, operator)
-    if torch.compiler.is_compiling():
-        return function(*arguments)
-    try:
-        return function(*arguments)
-    except RuntimeError as error:
-        sentence = str(error)
-        if sentence.startswith(UNSUPPORTED):
-            raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
-        raise

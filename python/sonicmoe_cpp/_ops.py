@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from . import _library
 
 ops = torch.ops.sonicmoe_cpp
+# What the operators put before the sentence of a request that they cannot serve (boxing.h).
+UNSUPPORTED = "NotImplementedError: "
 
 GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -62,6 +66,8 @@ def _fake_forward(*arguments):
 def _fake_gradient(a: dict, needs: int, name: str) -> Tensor:
     if a[name] is None or not needs & NEEDS[name]:
         return a["x"].new_empty((0,))
+    if name == "x":
+        return _like_x(a["x"])
     return torch.empty_like(a[name])
 
 
@@ -84,13 +90,6 @@ def _fake_backward_accumulate(dout, *arguments):
     return (*fresh, bias("b_up"), bias("b_down"))
 
 
-def rows_of(t: Tensor) -> Tensor:
-    """`t` itself when its rows lie one after the other, else a copy (weights are never copied)."""
-    if t.stride(1) == 1 and t.stride(0) >= t.shape[1]:
-        return t
-    return t.contiguous()
-
-
 def _setup_layer(ctx, inputs, output):
     # Main gradients are kept by reference: another backward may add to them in between, which
     # saved tensors would take for an error.
@@ -109,14 +108,15 @@ def _layer_backward(ctx, dout, *_unused):
     if accumulate:
         wanted.update(w_gate=g_gate is not None, w_up=True, w_down=True)
     needs = sum(bit for name, bit in NEEDS.items() if wanted[name])
-    arguments = (rows_of(dout), *tensors, *ctx.options, h, saved, needs)
+    arguments = (dout, *tensors, *ctx.options, h, saved, needs)
     if accumulate:
-        dx, dweights, *biases = ops.moe_backward_accumulate(*arguments, g_gate, g_up, g_down)
+        arguments += (g_gate, g_up, g_down)
+        dx, dweights, *biases = call("moe_backward_accumulate", *arguments)
         biases = (b.to(dx.dtype) for b in biases)
         results = (dx, dweights, None, None, None, *biases)
         wanted.update(w_gate=False, w_up=False, w_down=False)
     else:
-        results = ops.moe_backward(*arguments)
+        results = call("moe_backward", *arguments)
     gradients = dict(zip(NEEDS, results, strict=True))
     ordered = [gradients[name] if name in NEEDS and wanted[name] else None for name in LAYER]
     return (*ordered, None, None, None)
@@ -175,7 +175,7 @@ def _setup_route(ctx, inputs, output):
 
 def _route_backward(ctx, dweights, _dids):
     logits, bias, ids = ctx.saved_tensors
-    dlogits = ops.route_backward(dweights.contiguous(), ids, logits, bias, *ctx.options)
+    dlogits = call("route_backward", dweights.contiguous(), ids, logits, bias, *ctx.options)
     return (dlogits, *[None] * (1 + len(ctx.options)))
 
 
@@ -189,9 +189,8 @@ def _setup_token_round(ctx, inputs, output):
 
 def _token_round_backward(ctx, dweight, *_dindices):
     *pairs, logits, bias, seed = ctx.saved_tensors
-    dlogits = ops.token_round_backward(
-        dweight.contiguous(), *pairs, logits, bias, *ctx.options, seed, *ctx.rule
-    )
+    rest = (logits, bias, *ctx.options, seed, *ctx.rule)
+    dlogits = call("token_round_backward", dweight.contiguous(), *pairs, *rest)
     return (dlogits, *[None] * (4 + len(ctx.options)))
 
 
@@ -203,7 +202,7 @@ def _setup_expert_choice(ctx, inputs, output):
 
 def _expert_choice_backward(ctx, dweight, *_dindices):
     *pairs, logits = ctx.saved_tensors
-    return ops.expert_choice_backward(dweight.contiguous(), *pairs, logits), None
+    return call("expert_choice_backward", dweight.contiguous(), *pairs, logits), None
 
 
 def _setup_router_losses(ctx, inputs, output):
@@ -215,7 +214,8 @@ def _setup_router_losses(ctx, inputs, output):
 
 def _router_losses_backward(ctx, dvalues, _dcounts):
     counts, logits, bias = ctx.saved_tensors
-    dlogits = ops.router_losses_backward(dvalues.contiguous(), counts, logits, bias, *ctx.options)
+    rest = (counts, logits, bias, *ctx.options)
+    dlogits = call("router_losses_backward", dvalues.contiguous(), *rest)
     return (None, dlogits, *[None] * (1 + len(ctx.options)))
 
 
@@ -289,6 +289,59 @@ def register() -> None:
         torch.library.register_fake(f"sonicmoe_cpp::{name}", fake)
     for name, (setup, backward) in DERIVATIVES.items():
         torch.library.register_autograd(f"sonicmoe_cpp::{name}", backward, setup_context=setup)
+
+
+# ---- calling -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernel(name: str):
+    """The operator without the steps that record derivatives."""
+    operator = getattr(ops, name).default
+
+    def run(*arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    return run
+
+
+@functools.cache
+def _recorded(name: str):
+    """The operator with its derivative, as what register_autograd makes of them: that costs the
+    host several times as much, so only graphs take it."""
+    setup, backward = DERIVATIVES[name]
+    kernel = _kernel(name)
+
+    def forward(ctx, *arguments):
+        output = kernel(*arguments)
+        setup(ctx, arguments, output)
+        return output
+
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), parts).apply
+
+
+def records(*arguments) -> bool:
+    """Whether a call with these arguments is one to differentiate."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+
+
+def call(name: str, *arguments):
+    """Calls an operator; what it does not support raises NotImplementedError outside of a graph."""
+    if torch.compiler.is_compiling():
+        return getattr(ops, name)(*arguments)
+    try:
+        if records(*arguments):
+            return _recorded(name)(*arguments)
+        return _kernel(name)(*arguments)
+    except RuntimeError as error:
+        sentence = str(error)
+        if sentence.startswith(UNSUPPORTED):
+            raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
+        raise
 
 
 if _library.PROBLEM is None:

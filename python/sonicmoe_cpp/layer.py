@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, _library, _ops
+from . import _checks, _ops
+from ._checks import Facts
 from .routing import Pairs
 
 LAYOUTS = ("concatenated", "interleaved")
@@ -60,17 +61,18 @@ def _up_shape(rows, gated: bool, separate: bool, hidden) -> tuple[str, tuple]:
     return ("(E, 2*n, d)", (2 * rows, hidden)) if gated else ("(E, n, d)", (rows, hidden))
 
 
-def _check_weights(x: Tensor, weights: _Weights, gated: bool) -> None:
+def _check_weights(hidden, weights: _Weights, gated: bool, x: Facts) -> None:
+    """`weights` holds Facts; x is (T, hidden) with any T."""
     w_gate, w_up, w_down, b_up, b_down = weights
-    _checks.tensor("w_down", w_down)
+    _checks.dtype("w_down", w_down)
     _checks.same("w_down", w_down, x)
-    _checks.shape("w_down", w_down, "(E, d, n)", (None, x.shape[1], None))
+    _checks.shape("w_down", w_down, "(E, d, n)", (None, hidden, None))
     experts, hidden, width = w_down.shape
     if w_gate is not None and not gated:
         raise ValueError("w_up is a pair (gate, up), must be one tensor: no gate here")
     meaning, up_shape = _up_shape(width, gated, w_gate is not None, hidden)
     for value in (w_up,) if w_gate is None else (w_gate, w_up):
-        _checks.tensor("w_up", value)
+        _checks.dtype("w_up", value)
         _checks.same("w_up", value, x)
         _checks.shape("w_up", value, meaning, (experts, *up_shape))
     for name, value, meaning, size in (
@@ -78,9 +80,20 @@ def _check_weights(x: Tensor, weights: _Weights, gated: bool) -> None:
         ("b_down", b_down, "(E, d)", hidden),
     ):
         if value is not None:
-            _checks.tensor(name, value)
+            _checks.dtype(name, value)
             _checks.same(name, value, x)
             _checks.shape(name, value, meaning, (experts, size))
+
+
+@_checks.remembered
+def _check_layer(name: str, x: Facts, weights: _Weights, activation, gate_layout) -> Activation:
+    """Everything but the number of tokens; x's shape is that of a row, weights are Facts."""
+    _checks.dtype(name, x)
+    _checks.supported(x.device)
+    activation = _activation(activation)
+    _checks.one_of("gate_layout", gate_layout, LAYOUTS)
+    _check_weights(x.shape[0], weights, activation.name in _ops.GATED, x)
+    return activation
 
 
 def _main_gradients(grad_accum, weights: _Weights) -> tuple:
@@ -98,9 +111,10 @@ def _main_gradients(grad_accum, weights: _Weights) -> tuple:
         ("grad_accum[1]", grad_accum[1], weights.w_down),
     ):
         if g is not None:
-            _checks.tensor(name, g, (_ops.score_dtype(w),))
-            _checks.shape(name, g, "its weight's shape", tuple(w.shape))
-            _checks.on_device(name, g, w)
+            got = _checks.facts(name, g)
+            _checks.dtype(name, got, (_ops.score_dtype(w),))
+            _checks.shape(name, got, "its weight's shape", tuple(w.shape))
+            _checks.on_device(name, got, w)
     return g_gate, g_up, grad_accum[1]
 
 
@@ -119,42 +133,50 @@ def _autocast(x: Tensor, weights: _Weights) -> tuple[Tensor, _Weights]:
 
 
 def _scores(name: str, weights: Tensor, x: Tensor, expected: tuple, meaning: str) -> Tensor:
-    _checks.tensor(name, weights)
-    _checks.shape(name, weights, meaning, expected)
-    _checks.on_device(name, weights, x)
-    return weights.to(_ops.score_dtype(x))
+    got = _checks.facts(name, weights)
+    _checks.dtype(name, got)
+    _checks.shape(name, got, meaning, expected)
+    _checks.on_device(name, got, x)
+    dtype = _ops.score_dtype(x)
+    return weights if got.dtype == dtype else weights.to(dtype)
 
 
 def _indices(name: str, value: Tensor, x: Tensor, expected: tuple, meaning: str) -> Tensor:
-    _checks.tensor(name, value, _checks.INDICES)
-    _checks.shape(name, value, meaning, expected)
-    _checks.on_device(name, value, x)
+    got = _checks.facts(name, value)
+    _checks.dtype(name, got, _checks.INDICES)
+    _checks.shape(name, got, meaning, expected)
+    _checks.on_device(name, got, x)
     return value
 
 
 def _prepare(name: str, x, w_up, w_down, options: dict):
     """x and the options of a call, checked and cast: (x, activation, weights, main gradients)."""
-    _checks.tensor(name, x)
-    _checks.supported(x)
-    _checks.shape(name, x, "(T, d)", (None, None))
-    activation = _activation(options["activation"])
-    _checks.one_of("gate_layout", options["gate_layout"], LAYOUTS)
+    got = _checks.facts(name, x)
+    if len(got.shape) != 2:
+        _checks.shape(name, got, "(T, d)", (None, None))
     given = _Weights(*_pair("w_up", w_up), w_down, options["b_up"], options["b_down"])
     x, weights = _autocast(x, given)
-    _check_weights(x, weights, activation.name in _ops.GATED)
-    main_gradients = _main_gradients(options["grad_accum"], weights)
-    return _ops.rows_of(x), activation, weights, main_gradients
+    described = _Weights(
+        _checks.optional_facts("w_up", weights.w_gate),
+        _checks.facts("w_up", weights.w_up),
+        _checks.facts("w_down", weights.w_down),
+        _checks.optional_facts("b_up", weights.b_up),
+        _checks.optional_facts("b_down", weights.b_down),
+    )
+    row = Facts(x.dtype, got.device, got.shape[1:])
+    activation = options["activation"]
+    activation = _check_layer(name, row, described, activation, options["gate_layout"])
+    return x, activation, weights, _main_gradients(options["grad_accum"], weights)
 
 
 def _run(prepared, form: str, routing: tuple, gate_layout: str) -> Tensor:
     x, activation, weights, main_gradients = prepared
     alpha, limit = activation.alpha or 0.0, activation.limit or 0.0
     arguments = (x, *routing, *weights, form, activation.name, alpha, limit, gate_layout)
-    tensors = (x, *routing, *weights)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        out, _, _ = _library.call("moe_forward", *arguments, *main_gradients)
+    if _ops.records(*arguments):
+        out, _, _ = _ops.call("moe_forward", *arguments, *main_gradients)
         return out
-    return _library.call("moe_inference", *arguments)
+    return _ops.call("moe_inference", *arguments)
 
 
 def moe(

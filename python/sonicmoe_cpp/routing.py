@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, _library
+from . import _checks, _ops
 
 SCORES = ("softmax_after_topk", "softmax_before_topk", "sigmoid")
 MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
@@ -36,16 +36,22 @@ def _pairs(weight, token, expert, offsets) -> Pairs:
     return Pairs(token, expert, weight, offsets)
 
 
+def _check_logits(logits) -> None:
+    got = _checks.facts("logits", logits)
+    _checks.dtype("logits", got)
+    _checks.supported(got.device)
+    _checks.shape("logits", got, "(T, E)", (None, None))
+
+
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
     """The arguments that every routing operator takes, checked."""
-    _checks.tensor("logits", logits)
-    _checks.supported(logits)
-    _checks.shape("logits", logits, "(T, E)", (None, None))
+    _check_logits(logits)
     _checks.one_of("score", score, SCORES)
     if bias is not None:
-        _checks.tensor("bias", bias, (torch.float32,))
-        _checks.shape("bias", bias, "(E,)", (logits.shape[1],))
-        _checks.on_device("bias", bias, logits)
+        got = _checks.facts("bias", bias)
+        _checks.dtype("bias", got, (torch.float32,))
+        _checks.shape("bias", got, "(E,)", (logits.shape[1],))
+        _checks.on_device("bias", got, logits)
         bias = bias.detach()
     if (n_group is None) != (topk_group is None):
         raise ValueError("n_group and topk_group must be given together")
@@ -71,7 +77,7 @@ def route(
     selection only, and with score="sigmoid" only.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
-    weights, ids = _library.call("route", *options)
+    weights, ids = _ops.call("route", *options)
     return ids, weights
 
 
@@ -98,7 +104,7 @@ def token_round(
     _checks.one_of("mode", mode, MODES)
     if not isinstance(seed, Tensor):
         seed = torch.full((), seed, dtype=torch.int64)
-    return _pairs(*_library.call("token_round", *options, seed, tile, mode))
+    return _pairs(*_ops.call("token_round", *options, seed, tile, mode))
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
@@ -106,10 +112,22 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
 
     The weight is that probability, differentiable in logits (T, E).
     """
-    _checks.tensor("logits", logits)
-    _checks.supported(logits)
-    _checks.shape("logits", logits, "(T, E)", (None, None))
-    return _pairs(*_library.call("expert_choice", logits, capacity))
+    _check_logits(logits)
+    return _pairs(*_ops.call("expert_choice", logits, capacity))
+
+
+def _losses_on_cuda(logits: Tensor, ids: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]:
+    """router_losses in torch's own operators."""
+    tokens, experts = logits.shape
+    logits = logits.float()
+    slots = torch.where((ids < 0) | (ids >= experts), experts, ids).flatten()
+    counts = slots.new_zeros(experts + 1).scatter_add_(0, slots, torch.ones_like(slots))[:-1]
+    p = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
+    some = torch.sym_max(tokens, 1)
+    share = counts * (experts / (some * ids.shape[1]))
+    load_balancing = (share * (p.sum(dim=0) / some)).sum()
+    z = logits.logsumexp(dim=1).square().sum() / some
+    return load_balancing, z, counts
 
 
 def router_losses(logits: Tensor, ids: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,6 +135,8 @@ def router_losses(logits: Tensor, ids: Tensor, **options) -> tuple[Tensor, Tenso
     arguments = {"score": "softmax_after_topk", "renormalize": False, "bias": None, "scale": 1.0}
     arguments |= {"n_group": None, "topk_group": None} | options
     packed = _router_options(logits, ids.shape[1], **arguments)
-    values, counts = _library.call("router_losses", ids, *packed)
+    if logits.is_cuda:
+        return _losses_on_cuda(logits, ids, arguments["score"])
+    values, counts = _ops.call("router_losses", ids, *packed)
     load_balancing, z = values.unbind()
     return load_balancing, z, counts

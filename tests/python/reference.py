@@ -65,7 +65,7 @@ def experts(x, token, expert, weight, w_up, w_down, **options) -> Tensor:
 
 def moe(x, ids, weights, w_up, w_down, **options) -> Tensor:
     """O over top-k ids."""
-    token = torch.arange(x.shape[0]).repeat_interleave(ids.shape[1])
+    token = torch.arange(x.shape[0], device=x.device).repeat_interleave(ids.shape[1])
     return experts(x, token, ids.flatten(), weights.flatten(), w_up, w_down, **options)
 
 
@@ -113,15 +113,17 @@ class Layer:
         values = {name: getattr(self, name) for name in self.NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
-    def to(self, dtype) -> Layer:
+    def to(self, dtype, device="cpu") -> Layer:
         """The same values in another dtype (weights in the score dtype that belongs to it)."""
         other = object.__new__(Layer)
-        other.options, other.ids, other.dout = self.options, self.ids, self.dout.to(dtype)
+        other.options, other.ids = self.options, self.ids.to(device)
+        other.dout = self.dout.to(device, dtype)
         for name in self.NAMES:
             value = getattr(self, name)
             if value is not None:
                 score = torch.float64 if dtype == torch.float64 else torch.float32
-                value = value.detach().to(score if name == "weights" else dtype).requires_grad_()
+                of = score if name == "weights" else dtype
+                value = value.detach().to(device, of).requires_grad_()
             setattr(other, name, value)
         return other
 

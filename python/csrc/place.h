@@ -1,0 +1,77 @@
+// Where an operator runs: the device of its tensors and torch's current stream there.
+#pragma once
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "sonicmoe/c_api.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe_torch {
+
+/// The library's handle of a CUDA device. Opened on the first call and kept as long as the process,
+/// as torch keeps its contexts: operators have no owner that could close it.
+inline const void* device_handle(std::int32_t ordinal) {
+  static std::mutex mutex;
+  static std::map<std::int32_t, const smoe_device*> opened;
+  const std::lock_guard lock(mutex);
+  const smoe_device*& handle = opened[ordinal];
+  if (handle != nullptr) return handle;
+  smoe_device* device = nullptr;
+  const smoe_status status = smoe_device_open(ordinal, &device);
+  if (status != SMOE_OK) {
+    throw sonicmoe::Error(static_cast<sonicmoe::Status>(status), smoe_last_error());
+  }
+  return handle = device;
+}
+
+/// torch's current stream on a CUDA device. Looked up in the libtorch_cuda that torch has loaded,
+/// never linked, so that the same file serves a torch without CUDA.
+inline void* current_stream(std::int32_t ordinal) {
+  using Get = AOTITorchError (*)(std::int32_t, void**);
+  static const auto get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    return library == nullptr
+               ? nullptr
+               : reinterpret_cast<Get>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  if (get == nullptr) {
+    throw sonicmoe::Error(sonicmoe::Status::kUnsupported,
+                          "torch has CUDA tensors but libtorch_cuda.so has no "
+                          "aoti_torch_get_current_cuda_stream: this torch build cannot be served");
+  }
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(get(ordinal, &stream));
+  return stream;
+}
+
+/// Holds the device of `like` as the current one, as kernel launches need it.
+class Place {
+ public:
+  explicit Place(const torch::stable::Tensor& like) {
+    if (!like.is_cuda()) {
+      exec_.num_threads = static_cast<std::int32_t>(torch::stable::get_num_threads());
+      return;
+    }
+    const std::int32_t ordinal = like.get_device_index();
+    guard_.emplace(ordinal);
+    exec_.backend = sonicmoe::Backend::kCuda;
+    exec_.device = device_handle(ordinal);
+    exec_.stream = current_stream(ordinal);
+  }
+  const sonicmoe::Exec& exec() const { return exec_; }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  sonicmoe::Exec exec_;
+};
+
+}  // namespace sonicmoe_torch
