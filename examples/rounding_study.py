@@ -74,6 +74,7 @@ def run_job(job: Job) -> study.Case | None:
         "val_loss": run.final_loss(),
         "tile": config.tile,
         "train_seconds": run.history.seconds,
+        "text": _worker.corpus.digest(),
         "settings": study.settings(job.config),
     }
     study.save_result(job.out, job.case, result)
@@ -108,12 +109,16 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 def train_missing(own: argparse.Namespace, config: Config, planned: list[study.Case]) -> bool:
     """Trains what has no result yet; False if it was interrupted."""
     out = Path(config.out)
-    jobs = [Job(case, config, out) for case in planned if not study.load_result(out, case, config)]
+    found = {case: study.load_result(out, case, config) for case in planned}
+    jobs = [Job(case, config, out) for case, result in found.items() if result is None]
     if not jobs:
         return True
+    corpus = load_corpus(config)
+    if {result["text"] for result in found.values() if result} - {corpus.digest()}:
+        raise UserError(f"the runs in {out} were trained on other text than is here now")
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // own.jobs)
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    worker = Worker(load_corpus(config), threads, context.Event())
+    worker = Worker(corpus, threads, context.Event())
     with (
         StopSignal() as stop,
         context.Pool(min(own.jobs, len(jobs)), begin_worker, (worker,)) as pool,

@@ -85,6 +85,11 @@ def test_a_study_is_trained_once_and_reported(tmp_path, capsys):
     assert one.exists() and all(path.stat().st_mtime_ns == at for path, at in before.items())
     assert json.loads((out / "study.json").read_text())["runs"] == document["runs"]
 
+    (tmp_path / "text" / "more.txt").write_text("more of it " * 50)
+    assert main(given) == 0  # all runs are there: nothing is read again
+    one.unlink()
+    assert main(given) == 2
+    assert "were trained on other text" in capsys.readouterr().err
     assert main([*given, "--layers", "1"]) == 2
     assert "of a study with other settings" in capsys.readouterr().err
 
