@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <memory>
 
@@ -11,6 +10,7 @@
 #include "core/check_tensor.h"
 #include "cpu/threads.h"
 #include "peak.h"
+#include "stopwatch.h"
 #include "verify/harness.h"
 
 namespace sonicmoe::cli {
@@ -44,6 +44,12 @@ struct Measurement {
   double median_seconds() const { return median(seconds); }
 };
 
+/// One kernel of the method beside its roofline; no flops and no roofline where the model has none.
+struct KernelTime {
+  std::string name;
+  double seconds = 0.0, flops = 0.0, roofline = 0.0;
+};
+
 struct Report {
   LayerShape shape;
   Machine machine;
@@ -51,10 +57,17 @@ struct Report {
   std::int32_t threads = 0;
   verify::CaseResult check;
   std::vector<Measurement> passes;
+  std::vector<KernelTime> kernels;
+
+  /// Rows that exist over T*K: what rounding leaves of flops and bytes.
+  double share() const {
+    if (shape.tokens == 0) return 0.0;
+    return static_cast<double>(rows) / static_cast<double>(shape.tokens * shape.top_k);
+  }
 };
 
 // The same kernels on a slice that the oracle can follow: everything at most 64 wide and long.
-verify::CaseResult check_slice(const Problem& problem, const Exec& exec) {
+verify::CaseResult check_slice(const Problem& problem, const Target& target) {
   verify::Case c;
   c.name = "slice";
   c.problem = problem;
@@ -64,40 +77,43 @@ verify::CaseResult check_slice(const Problem& problem, const Exec& exec) {
   c.problem.experts = std::min<std::int64_t>(problem.experts, 16);
   c.problem.top_k = std::min(problem.top_k, c.problem.experts);
   c.grad_dtype = problem.dtype;
-  return verify::run_case(c, verify::public_api(exec));
+  return verify::run_case(c, implementation_of(target));
 }
 
-void refuse_too_large(const Problem& problem) {
-  const double needed = bench_bytes(problem);
-  const double present =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+double memory_present(const Target& target) {
+  if (target.on_cuda()) return static_cast<double>(verify::device_info().free_bytes);
+  return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+}
+
+void refuse_too_large(const Problem& problem, const Target& target) {
+  const double needed = bench_bytes(problem, target.exec);
+  const double present = memory_present(target);
   if (needed > 0.9 * present) {
     checks::refuse("shape needs about " + bytes_text(needed) + " of memory, must fit in the " +
-                   bytes_text(present) + " of this machine");
+                   bytes_text(present) +
+                   (target.on_cuda() ? " free on the device" : " of this machine"));
   }
 }
 
-double seconds_of(const std::function<void()>& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+// The roofline of a GPU is its data sheet's, that of a CPU is measured.
+Machine machine_of(DType dtype, const Target& target) {
+  if (!target.on_cuda()) return measured_cpu(dtype, target.exec);
+  const bool h200 = verify::device_info().name.find("H200") != std::string::npos;
+  return machine_from_name(h200 ? "h200" : "h100");
 }
 
 Measurement empty_measurement(bool backward, const Report& r, const Problem& problem) {
   Measurement m{backward ? "backward" : "forward", {}};
-  const double share =
-      r.shape.tokens == 0
-          ? 0.0
-          : static_cast<double>(r.rows) / static_cast<double>(r.shape.tokens * r.shape.top_k);
   for (const KernelCost& k : kernel_costs(problem, r.machine)) {
     if (k.backward != backward) continue;
-    m.flops += k.flops * share;
-    m.roofline += k.seconds * share;
+    m.flops += k.flops * r.share();
+    m.roofline += k.seconds * r.share();
   }
   return m;
 }
 
-void measure(const Options& o, const BenchLayer& layer, const Problem& problem, Report& report) {
+void measure(const Options& o, const BenchLayer& layer, const Problem& problem,
+             verify::Clock& clock, Report& report) {
   ProgressLine progress;
   Measurement forward = empty_measurement(false, report, problem);
   Measurement backward = empty_measurement(true, report, problem);
@@ -105,8 +121,8 @@ void measure(const Options& o, const BenchLayer& layer, const Problem& problem, 
   if (o.pass != "fwd") layer.backward();
   for (std::int32_t i = 0; i < o.repeats; ++i) {
     progress.show("measuring " + std::to_string(i + 1) + "/" + std::to_string(o.repeats));
-    if (o.pass != "bwd") forward.seconds.push_back(seconds_of([&] { layer.forward(); }));
-    if (o.pass != "fwd") backward.seconds.push_back(seconds_of([&] { layer.backward(); }));
+    if (o.pass != "bwd") forward.seconds.push_back(seconds_of(clock, [&] { layer.forward(); }));
+    if (o.pass != "fwd") backward.seconds.push_back(seconds_of(clock, [&] { layer.backward(); }));
   }
   if (o.pass != "bwd") report.passes.push_back(forward);
   if (o.pass != "fwd") report.passes.push_back(backward);
@@ -119,35 +135,57 @@ void measure(const Options& o, const BenchLayer& layer, const Problem& problem, 
   report.passes.push_back(both);
 }
 
+void measure_kernels(const Options& o, const BenchLayer& layer, const Problem& problem,
+                     verify::Clock& clock, Report& report) {
+  ProgressLine progress;
+  progress.show("measuring every kernel");
+  clock.restart();
+  KernelTimes times(clock);
+  for (std::int32_t i = 0; i < o.repeats; ++i) {
+    layer.forward(&times);
+    times.finish_call();
+    if (o.pass == "fwd") continue;
+    layer.backward(&times);
+    times.finish_call();
+  }
+  const std::vector<KernelCost> costs = kernel_costs(problem, report.machine);
+  for (const std::string& name : times.names()) {
+    KernelTime k{name, times.median_seconds(name)};
+    for (const KernelCost& cost : costs) {
+      if (name != cost.name) continue;
+      k.flops = cost.flops * report.share();
+      k.roofline = cost.seconds * report.share();
+    }
+    report.kernels.push_back(k);
+  }
+}
+
 Report run(const Options& o) {
   if (o.pass != "fwd" && o.pass != "bwd" && o.pass != "both") {
     checks::refuse("pass is \"" + o.pass + "\", must be one of: fwd, bwd, both");
   }
   checks::at_least("repeats", o.repeats, 1);
   const BenchRouting routing = routing_from_name(o.routing);
-  const Exec exec = exec_from_options(o.backend, o.threads);
-  if (o.kernels) {
-    checks::refuse(Status::kUnsupported,
-                   "kernels is given, must be left out with backend cpu: its phases overlap in "
-                   "one pass and have no times of their own");
-  }
+  const Target target = target_from_options(o.backend, o.threads);
   Report report;
   report.shape = o.shape.resolve("laptop");
   const Problem problem = problem_of(report.shape, dtype_from_name(o.layer.dtype.c_str()),
                                      {activation_from_name(o.layer.activation.c_str())});
-  refuse_too_large(problem);
+  refuse_too_large(problem, target);
   ProgressLine progress;
   progress.show("checking a slice against the oracle");
-  report.check = check_slice(problem, exec);
+  report.check = check_slice(problem, target);
   if (!report.check.passed()) return report;
-  progress.show("measuring the peak of this CPU");
-  report.machine = measured_cpu(problem.dtype, exec);
-  report.threads = cpu::thread_count(exec, 1e18);
+  progress.show("measuring the peak of this machine");
+  report.machine = machine_of(problem.dtype, target);
+  report.threads = cpu::thread_count(target.exec, 1e18);
   progress.show("drawing values");
-  const BenchLayer layer(report.shape, problem, routing, exec);
+  const BenchLayer layer(report.shape, problem, routing, target);
   report.rows = layer.rows();
   progress.clear();
-  measure(o, layer, problem, report);
+  const std::unique_ptr<verify::Clock> clock = clock_of(target);
+  measure(o, layer, problem, *clock, report);
+  if (o.kernels) measure_kernels(o, layer, problem, *clock, report);
   return report;
 }
 
@@ -163,6 +201,16 @@ Json document(const Options& o, const Report& r) {
                       {"gflops", m.flops / median_s / 1e9},
                       {"share_of_roofline", m.roofline / median_s}});
   }
+  Json kernels = Json::array();
+  for (const KernelTime& k : r.kernels) {
+    Json entry = {{"name", k.name}, {"median_us", 1e6 * k.seconds}};
+    if (k.roofline > 0) {
+      entry["gflops"] = k.flops / k.seconds / 1e9;
+      entry["roofline_us"] = 1e6 * k.roofline;
+      entry["share_of_roofline"] = k.roofline / k.seconds;
+    }
+    kernels.push_back(entry);
+  }
   return {{"config", o.shape.label()},
           {"shape", to_json(r.shape)},
           {"dtype", o.layer.dtype},
@@ -177,7 +225,26 @@ Json document(const Options& o, const Report& r) {
            {{"gflops", r.machine.flops_per_second / 1e9},
             {"gbytes_per_second", r.machine.bytes_per_second / 1e9},
             {"source", r.machine.source}}},
-          {"passes", passes}};
+          {"passes", passes},
+          {"kernels", kernels}};
+}
+
+void print_kernels(const Report& r) {
+  std::printf("\n%-10s %12s %12s %12s %14s\n", "kernel", "median us", "GFLOP/s", "roofline us",
+              "of roofline");
+  for (const KernelTime& k : r.kernels) {
+    std::printf("%-10s %12.1f", k.name.c_str(), 1e6 * k.seconds);
+    if (k.roofline > 0) {
+      std::printf(" %12.1f %12.1f %13.1f%%", k.flops / k.seconds / 1e9, 1e6 * k.roofline,
+                  100 * k.roofline / k.seconds);
+    }
+    std::printf("\n");
+  }
+}
+
+std::string where(const Options& o, const Report& r) {
+  if (o.backend == "cuda") return "CUDA";
+  return std::to_string(r.threads) + (r.threads == 1 ? " thread" : " threads");
 }
 
 void print_text(const Options& o, const Report& r) {
@@ -185,9 +252,9 @@ void print_text(const Options& o, const Report& r) {
     std::printf("the check failed, nothing was measured: %s\n", r.check.message.c_str());
     return;
   }
-  std::printf("%s, %s, %s, routing %s (%lld rows), %d thread%s\n", to_text(r.shape).c_str(),
+  std::printf("%s, %s, %s, routing %s (%lld rows), %s\n", to_text(r.shape).c_str(),
               o.layer.dtype.c_str(), o.layer.activation.c_str(), o.routing.c_str(),
-              static_cast<long long>(r.rows), r.threads, r.threads == 1 ? "" : "s");
+              static_cast<long long>(r.rows), where(o, r).c_str());
   std::printf("checked against the oracle on a slice; peak %.0f GFLOP/s, %.1f GB/s (%s)\n\n",
               r.machine.flops_per_second / 1e9, r.machine.bytes_per_second / 1e9,
               r.machine.source.c_str());
@@ -197,6 +264,7 @@ void print_text(const Options& o, const Report& r) {
     std::printf("%-10s %12.3f %12.1f %13.1f%%\n", m.pass, 1e3 * seconds, m.flops / seconds / 1e9,
                 100 * m.roofline / seconds);
   }
+  if (!r.kernels.empty()) print_kernels(r);
 }
 
 }  // namespace
@@ -212,7 +280,7 @@ Command add_bench(CLI::App& app) {
   sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
   sub->add_option("--repeats", o->repeats, "Runs, of which the median counts")
       ->capture_default_str();
-  sub->add_flag("--kernels", o->kernels, "Time every kernel apart, where the backend can");
+  sub->add_flag("--kernels", o->kernels, "Time every kernel apart, too");
   sub->add_flag("--json", o->json, "One JSON document on stdout");
   return {sub, [o] {
             const Report report = run(*o);

@@ -1,6 +1,7 @@
 // A layer with random values, ready to be run forward and backward again and again.
 #pragma once
 
+#include "command.h"
 #include "core/plan.h"
 #include "inputs.h"
 #include "sonicmoe/moe.h"
@@ -12,9 +13,9 @@ enum class BenchRouting { kTopK, kRounded, kSkewed };
 class BenchLayer {
  public:
   BenchLayer(const LayerShape& shape, const Problem& problem, BenchRouting routing,
-             const Exec& exec);
-  void forward() const { moe_forward(problem_, forward_, exec_); }
-  void backward() const { moe_backward(problem_, backward_, exec_); }
+             const Target& target);
+  void forward(KernelObserver* observer = nullptr) const;
+  void backward(KernelObserver* observer = nullptr) const;
   /// (token, expert) rows that this routing really has.
   std::int64_t rows() const { return rows_; }
 
@@ -23,7 +24,7 @@ class BenchLayer {
   void fill_pairs(const LayerShape& shape, const Tensor& logits);
 
   Problem problem_;
-  Exec exec_;
+  Target target_;
   std::int64_t rows_ = 0;
   OwnedTensor x_, dout_, out_, dx_, gate_, up_, down_, dgate_, dup_, ddown_;
   OwnedTensor ids_, weights_, dweights_, token_, expert_, offsets_;
@@ -32,7 +33,7 @@ class BenchLayer {
   BackwardArgs backward_;
 };
 
-/// Bytes that a BenchLayer of this problem allocates, scratch apart.
-double bench_bytes(const Problem& problem);
+/// Bytes that a BenchLayer of this problem allocates.
+double bench_bytes(const Problem& problem, const Exec& exec);
 
 }  // namespace sonicmoe::cli

@@ -8,6 +8,7 @@
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/checks.h"
+#include "verify/device.h"
 
 namespace sonicmoe::cli {
 
@@ -39,20 +40,28 @@ void LayerOptions::add_to(CLI::App& app) {
   app.add_option("--activation", activation, "swiglu, geglu, silu, ...")->capture_default_str();
 }
 
-Exec exec_from_options(const std::string& backend, std::int32_t threads) {
-  Exec exec;
-  exec.num_threads = threads;
+Target target_from_options(const std::string& backend, std::int32_t threads) {
+  Target target;
+  target.exec.num_threads = threads;
   if (backend == "cuda") {
-    exec.backend = Backend::kCuda;
-    if (cuda_backend() != nullptr) {
-      checks::refuse(Status::kUnsupported,
-                     "backend is cuda, must be cpu: this command does not drive a GPU yet");
+    target.exec.backend = Backend::kCuda;
+    if (const CudaBackend* cuda = cuda_backend(); cuda != nullptr) {
+      target.device = {cuda->device_open(0), cuda->device_close};
+      target.exec.device = target.device.get();
+      target.memory = verify::device_memory();
     }
-  } else if (backend != "cpu") {
+  } else if (backend == "cpu") {
+    target.memory = verify::host_memory();
+  } else {
     checks::refuse("backend is \"" + backend + "\", must be one of: cpu, cuda");
   }
-  checks::exec(exec);
-  return exec;
+  checks::exec(target.exec);
+  return target;
+}
+
+verify::Implementation implementation_of(const Target& target) {
+  return target.on_cuda() ? verify::cuda_implementation(target.exec)
+                          : verify::public_api(target.exec);
 }
 
 void print_json(const Json& document) { std::printf("%s\n", document.dump(2).c_str()); }

@@ -3,11 +3,13 @@
 
 #include <CLI/CLI.hpp>
 #include <functional>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "core/configs.h"
 #include "sonicmoe/types.h"
+#include "verify/implementation.h"
 
 namespace sonicmoe::cli {
 
@@ -45,8 +47,19 @@ struct LayerOptions {
   void add_to(CLI::App& app);
 };
 
+/// Where a subcommand computes: an Exec with its device, closed with the last copy, and the memory
+/// to put tensors in.
+struct Target {
+  Exec exec;
+  std::shared_ptr<void> device;
+  verify::Memory memory;
+
+  bool on_cuda() const { return exec.backend == Backend::kCuda; }
+};
 /// Refuses a backend that this build or machine cannot serve.
-Exec exec_from_options(const std::string& backend, std::int32_t threads);
+Target target_from_options(const std::string& backend, std::int32_t threads);
+/// What the harness judges there.
+verify::Implementation implementation_of(const Target& target);
 
 /// The only thing a --json run writes to stdout.
 void print_json(const Json& document);

@@ -1,28 +1,25 @@
 // Owned tensors with random values, for the subcommands that run something.
 #pragma once
 
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include "core/configs.h"
 #include "sonicmoe/types.h"
+#include "verify/implementation.h"
 
 namespace sonicmoe::cli {
 
-/// Memory aligned as buffers must be.
+/// Memory of a backend, aligned as buffers must be.
 class Block {
  public:
   Block() = default;
-  explicit Block(std::int64_t bytes);
+  Block(const verify::Memory& memory, std::int64_t bytes);
   Buffer buffer() const { return {data_.get(), bytes_}; }
   void* data() const { return data_.get(); }
 
  private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> data_;
+  std::unique_ptr<void, std::function<void(void*)>> data_;
   std::int64_t bytes_ = 0;
 };
 
@@ -30,23 +27,32 @@ class Block {
 class OwnedTensor {
  public:
   OwnedTensor() = default;
-  OwnedTensor(DType dtype, std::vector<std::int64_t> shape);
+  OwnedTensor(const verify::Memory& memory, DType dtype, std::vector<std::int64_t> shape);
   const Tensor& view() const { return view_; }
+  /// Its elements, copied to the host.
   template <class T>
-  const T* data() const {
-    return static_cast<const T*>(block_.data());
+  std::vector<T> read() const {
+    std::vector<T> values(static_cast<std::size_t>(count()));
+    memory_.download(values.data(), block_.data(), count() * static_cast<std::int64_t>(sizeof(T)));
+    return values;
   }
 
-  /// N(0, 1) * scale, rounded to the dtype; equal seeds give equal values.
+  /// N(0, 1) * scale, rounded to the dtype; equal seeds give equal values. Large tensors repeat a
+  /// block of values, so that drawing them does not take longer than what is measured.
   void fill_normal(std::uint64_t seed, double scale);
+  void fill(const std::vector<double>& values);
 
  private:
+  std::int64_t count() const;
+
+  verify::Memory memory_;
   Block block_;
   Tensor view_;
 };
 
 /// Logits ~ N(0, 1) (T, E). With a skew, every expert's logits are shifted by skew * N(0, 1), so
 /// that some experts are in fashion.
-OwnedTensor random_logits(const LayerShape& shape, DType dtype, double skew, std::uint64_t seed);
+OwnedTensor random_logits(const verify::Memory& memory, const LayerShape& shape, DType dtype,
+                          double skew, std::uint64_t seed);
 
 }  // namespace sonicmoe::cli

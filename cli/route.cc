@@ -52,34 +52,36 @@ Spread spread_of(const std::string& method, const Counts& counts, const Counts& 
 }
 
 Counts top_k_counts(const LayerShape& shape, const RouteOptions& route_options,
-                    const Tensor& logits, const Exec& exec) {
-  const OwnedTensor ids(DType::kI32, {shape.tokens, shape.top_k});
-  const OwnedTensor weights(DType::kF32, {shape.tokens, shape.top_k});
-  route(route_options, logits, ids.view(), weights.view(), exec);
+                    const Tensor& logits, const Target& target) {
+  const OwnedTensor ids(target.memory, DType::kI32, {shape.tokens, shape.top_k});
+  const OwnedTensor weights(target.memory, DType::kF32, {shape.tokens, shape.top_k});
+  route(route_options, logits, ids.view(), weights.view(), target.exec);
   Counts counts(static_cast<std::size_t>(shape.experts));
-  for (std::int64_t i = 0; i < shape.tokens * shape.top_k; ++i) {
-    const std::int32_t e = ids.data<std::int32_t>()[i];
+  for (const std::int32_t e : ids.read<std::int32_t>()) {
     if (e >= 0) ++counts[static_cast<std::size_t>(e)];
   }
   return counts;
 }
 
 Counts rounded_counts(const LayerShape& shape, const RoundOptions& options, const Tensor& logits,
-                      const Exec& exec) {
+                      const Target& target) {
+  const verify::Memory& memory = target.memory;
   const std::int64_t rows = round_capacity(options, shape.tokens, shape.experts);
-  const OwnedTensor token(DType::kI32, {rows}), expert(DType::kI32, {rows});
-  const OwnedTensor weight(DType::kF32, {rows}), offsets(DType::kI64, {shape.experts + 1});
-  const Block scratch(round_scratch_bytes(options, shape.tokens, shape.experts, exec));
+  const OwnedTensor token(memory, DType::kI32, {rows}), expert(memory, DType::kI32, {rows});
+  const OwnedTensor weight(memory, DType::kF32, {rows}),
+      offsets(memory, DType::kI64, {shape.experts + 1});
+  const Block scratch(memory,
+                      round_scratch_bytes(options, shape.tokens, shape.experts, target.exec));
   token_round(options, logits, {token.view(), expert.view(), weight.view(), offsets.view()},
-              scratch.buffer(), exec);
+              scratch.buffer(), target.exec);
   Counts counts;
-  const auto* begin = offsets.data<std::int64_t>();
+  const std::vector<std::int64_t> begin = offsets.read<std::int64_t>();
   for (std::int64_t e = 0; e < shape.experts; ++e) counts.push_back(begin[e + 1] - begin[e]);
   return counts;
 }
 
 std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
-  const Exec exec = exec_from_options("cpu", o.threads);
+  const Target target = target_from_options("cpu", o.threads);
   RoundOptions options;
   options.route.top_k = shape.top_k;
   options.route.score = score_mode_from_name(o.score.c_str());
@@ -90,15 +92,15 @@ std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
 
   ProgressLine progress;
   progress.show("drawing logits");
-  const OwnedTensor logits = random_logits(shape, DType::kBF16, o.skew, o.seed);
+  const OwnedTensor logits = random_logits(target.memory, shape, DType::kBF16, o.skew, o.seed);
   progress.show("top-k");
-  const Counts chosen = top_k_counts(shape, options.route, logits.view(), exec);
+  const Counts chosen = top_k_counts(shape, options.route, logits.view(), target);
   std::vector<Spread> result = {spread_of("topk", chosen, chosen, o.tile)};
   for (std::int32_t mode = 0; mode < kModes; ++mode) {
     options.mode = static_cast<RoundingMode>(mode);
     const char* name = rounding_mode_name(options.mode);
     progress.show(std::string("rounding: ") + name);
-    const Counts rounded = rounded_counts(shape, options, logits.view(), exec);
+    const Counts rounded = rounded_counts(shape, options, logits.view(), target);
     result.push_back(spread_of(name, rounded, chosen, o.tile));
   }
   return result;

@@ -34,8 +34,8 @@ struct Outcome {
 };
 
 Outcome run(const Options& o) {
-  const Exec exec = exec_from_options(o.backend, o.threads);
-  const verify::Implementation implementation = verify::public_api(exec);
+  const Target target = target_from_options(o.backend, o.threads);
+  const verify::Implementation implementation = implementation_of(target);
   const verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick,
                                       o.filter};
   ProgressLine progress;

@@ -93,6 +93,24 @@ class CliTest(unittest.TestCase):
             )
             self.assertEqual([p["pass"] for p in bench["passes"]], ["forward"])
 
+    def test_bench_kernels(self):
+        bench = self.document("bench", *SMALL, "--kernels", "--repeats", "3")
+        kernels = {k["name"]: k for k in bench["kernels"]}
+        # Every kernel of the method, in the order of execution, and what the model has no cost of.
+        self.assertEqual(
+            list(kernels),
+            ["metadata", "A", "Y", "O", "dH", "dW2", "dW1", "biases", "dX~", "dX"],
+        )
+        for name, kernel in kernels.items():
+            self.assertGreater(kernel["median_us"], 0)
+            modelled = name not in ("metadata", "biases")
+            self.assertEqual("share_of_roofline" in kernel, modelled)
+        forward = next(p for p in bench["passes"] if p["pass"] == "forward")
+        parts = sum(kernels[name]["median_us"] for name in ("metadata", "A", "Y", "O"))
+        self.assertLess(parts, 3e3 * forward["median_ms"])
+        only = self.document("bench", *SMALL, "--kernels", "--pass", "fwd", "--repeats", "1")
+        self.assertEqual([k["name"] for k in only["kernels"]], ["metadata", "A", "Y", "O"])
+
     def test_verify(self):
         verified = self.document("verify", "--filter", "silu", "--no-negative")
         self.assertTrue(verified["passed"])
@@ -152,8 +170,6 @@ class CliTest(unittest.TestCase):
         code, out, err = run("plan", "--config", "gpt-7")
         self.assertEqual((code, out), (2, ""))
         self.assertTrue(err.startswith('sonicmoe: config is "gpt-7", must be one of: 1.4B-n256'))
-        code, out, err = run("bench", "--kernels")
-        self.assertEqual((code, out, err.count("\n")), (2, "", 1))
         for arguments in (["plan", "--unknown"], ["bench", "--repeats", "many"]):
             code, out, err = run(*arguments)
             self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)

@@ -92,12 +92,16 @@ SONICMOE_API DType dtype_from_name(const char* name);
 
 enum class Backend : std::int32_t { kCpu = 0, kCuda = 1 };
 
+/// Told where each kernel of the layer begins and ends; the command's own (`sonicmoe bench`).
+class KernelObserver;
+
 /// Where a call runs. The CPU backend gives the same bits for every num_threads.
 struct Exec {
   Backend backend = Backend::kCpu;
-  std::int32_t num_threads = 0;  ///< CPU: 0 means every core this process may use
-  const void* device = nullptr;  ///< CUDA: handle of smoe_device_open
-  void* stream = nullptr;        ///< CUDA: a cudaStream_t
+  std::int32_t num_threads = 0;        ///< CPU: 0 means every core this process may use
+  const void* device = nullptr;        ///< CUDA: handle of smoe_device_open
+  void* stream = nullptr;              ///< CUDA: a cudaStream_t
+  KernelObserver* observer = nullptr;  ///< leave it null
 };
 
 }  // namespace sonicmoe

@@ -333,18 +333,20 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
   prefer_large_pages(args.scratch);
   for (const Tensor& out : {args.dx, g.gate, g.up, g.down}) prefer_large_pages(out);
   for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
-    dh.run(group);
-    dw2.run(group);
-    dw1.run(group);
-    bias_gradients(team, b, group);
-    dx_rows.run(group);
+    observed(exec, "dH", [&] { dh.run(group); });
+    observed(exec, "dW2", [&] { dw2.run(group); });
+    observed(exec, "dW1", [&] { dw1.run(group); });
+    observed(exec, "biases", [&] { bias_gradients(team, b, group); });
+    observed(exec, "dX~", [&] { dx_rows.run(group); });
   }
   if (args.dx.data == nullptr) return;
-  if (problem.form == RoutingForm::kGrouped) {
-    zero_unowned(problem, b.kernels, metadata, args.dx);
-  } else {
-    sum_tokens(team, {&problem, &b.kernels, &metadata, b.dx_rows, nullptr, args.dx});
-  }
+  observed(exec, "dX", [&] {
+    if (problem.form == RoutingForm::kGrouped) {
+      zero_unowned(problem, b.kernels, metadata, args.dx);
+    } else {
+      sum_tokens(team, {&problem, &b.kernels, &metadata, b.dx_rows, nullptr, args.dx});
+    }
+  });
 }
 
 }  // namespace sonicmoe::cpu

@@ -150,7 +150,7 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   const Kernels& k = kernels(problem.dtype, isa);
   const Metadata metadata =
       metadata_at(problem, training ? args.saved.data : at_byte(args.scratch, scratch.metadata));
-  build_metadata(problem, args.routing, metadata);
+  observed(exec, "metadata", [&] { build_metadata(problem, args.routing, metadata); });
   prefer_large_pages(args.h);
   prefer_large_pages(args.scratch);
   prefer_large_pages(args.out);
@@ -167,14 +167,16 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   KernelA up(team, f);
   KernelY down(team, f);
   for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
-    up.run(group);
-    down.run(group);
+    observed(exec, "A", [&] { up.run(group); });
+    observed(exec, "Y", [&] { down.run(group); });
   }
-  if (problem.form == RoutingForm::kGrouped) {
-    zero_unowned(problem, k, metadata, args.out);
-  } else {
-    sum_tokens(team, {&problem, &k, &metadata, f.y, &args.routing.weights, args.out});
-  }
+  observed(exec, "O", [&] {
+    if (problem.form == RoutingForm::kGrouped) {
+      zero_unowned(problem, k, metadata, args.out);
+    } else {
+      sum_tokens(team, {&problem, &k, &metadata, f.y, &args.routing.weights, args.out});
+    }
+  });
 }
 
 }  // namespace sonicmoe::cpu

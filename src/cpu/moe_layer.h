@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "core/observer.h"
 #include "cpu/gemm_engine.h"
 #include "cpu/metadata.h"
 #include "sonicmoe/grouped_gemm.h"

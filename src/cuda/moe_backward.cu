@@ -1,6 +1,7 @@
 // Backward on CUDA: dH (with A' and dS), dW2, dX~, dW1, dX, and the biases.
 #include <algorithm>
 
+#include "core/observer.h"
 #include "cuda/backend.h"
 #include "cuda/moe.h"
 #include "cuda/reduce/gradients.h"
@@ -168,9 +169,13 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
               p.experts * tiles.row_tiles * tiles.column_tiles * tiles.parts, c.stream);
 }
 
-void launch_weight_grads(const Call& c) {
+void launch_down_grad(const Call& c) {
+  const Tensor& down = c.args.grads.down;
+  if (down.data != nullptr) launch_weight_grad(c, {c.args.dout, c.a, 0, 1, {down}});
+}
+
+void launch_up_grads(const Call& c) {
   const Weights& g = c.args.grads;
-  if (g.down.data != nullptr) launch_weight_grad(c, {c.args.dout, c.a, 0, 1, {g.down}});
   const Tensor gate = swapped(g.gate);
   const Tensor up = swapped(g.up);
   const bool both = gate.data != nullptr && up.data != nullptr;
@@ -250,18 +255,25 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
                   static_cast<float*>(at(s.parts)),
                   static_cast<unsigned*>(at(s.counters))};
   check_cuda(cudaMemsetAsync(call.counter, 0, kCounterBytes, stream), "clearing counters");
-  gather_row_weights(problem, metadata, args.routing.weights, call.row_weights, stream);
-  launch_hidden_grad(call);
+  observed(exec, "metadata", [&] {
+    gather_row_weights(problem, metadata, args.routing.weights, call.row_weights, stream);
+  });
+  observed(exec, "dH", [&] { launch_hidden_grad(call); });
   if (args.dweights.data != nullptr) {
-    finish_scores(problem, metadata,
-                  {call.parts, score_tiles(problem), args.dout, args.weights.b_down, args.dweights},
-                  stream);
+    observed(exec, "dS", [&] {
+      finish_scores(
+          problem, metadata,
+          {call.parts, score_tiles(problem), args.dout, args.weights.b_down, args.dweights},
+          stream);
+    });
   }
-  launch_weight_grads(call);
-  launch_bias_grads(call);
+  observed(exec, "dW2", [&] { launch_down_grad(call); });
+  observed(exec, "dW1", [&] { launch_up_grads(call); });
+  observed(exec, "biases", [&] { launch_bias_grads(call); });
   if (args.dx.data != nullptr) {
-    launch_input_grad(call);
-    sum_rows(problem, metadata, call.dx.data, Tensor{}, args.dx, stream);
+    observed(exec, "dX~", [&] { launch_input_grad(call); });
+    observed(exec, "dX",
+             [&] { sum_rows(problem, metadata, call.dx.data, Tensor{}, args.dx, stream); });
   }
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/observer.h"
 #include "cuda/backend.h"
 #include "cuda/moe.h"
 #include "cuda/reduce/sum_rows.h"
@@ -147,16 +148,20 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   auto* counter = static_cast<unsigned*>(offset(args.scratch, scratch.counters));
   const Call call{problem, args, device, metadata, stream};
   check_cuda(cudaMemsetAsync(counter, 0, kCounterBytes, stream), "clearing counters");
-  build_metadata(problem, args.routing, metadata, offset(args.scratch, scratch.metadata), stream);
-  launch_up(call, training ? args.h.data : nullptr, a);
+  observed(exec, "metadata", [&] {
+    build_metadata(problem, args.routing, metadata, offset(args.scratch, scratch.metadata), stream);
+  });
+  observed(exec, "A", [&] { launch_up(call, training ? args.h.data : nullptr, a); });
   if (problem.form == RoutingForm::kGrouped) {
     // Row p of Y is row p of the output; rows in no group are zero.
     clear_rows(problem, args.out, stream);
-    launch_down(call, a, args.out, counter);
+    observed(exec, "Y", [&] { launch_down(call, a, args.out, counter); });
     return;
   }
-  launch_down(call, a, tensor2(y, problem.dtype, row_capacity(problem), problem.hidden), counter);
-  sum_rows(problem, metadata, y, args.routing.weights, args.out, stream);
+  const Tensor rows = tensor2(y, problem.dtype, row_capacity(problem), problem.hidden);
+  observed(exec, "Y", [&] { launch_down(call, a, rows, counter); });
+  observed(exec, "O",
+           [&] { sum_rows(problem, metadata, y, args.routing.weights, args.out, stream); });
 }
 
 }  // namespace sonicmoe::cuda

@@ -1,0 +1,45 @@
+// Times of calls and of the kernels within them, on the host's clock or a stream's.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "command.h"
+#include "core/observer.h"
+#include "verify/device.h"
+
+namespace sonicmoe::cli {
+
+/// The host's clock on the CPU, that of the stream on CUDA.
+std::unique_ptr<verify::Clock> clock_of(const Target& target);
+
+double seconds_of(verify::Clock& clock, const std::function<void()>& work);
+
+/// What the kernels of observed calls take. On CUDA kernels do not overlap while they are observed.
+class KernelTimes final : public KernelObserver {
+ public:
+  explicit KernelTimes(verify::Clock& clock) : clock_(clock) {}
+  void begin(const char* kernel) override;
+  void end() override;
+  /// Ends one call: waits, and keeps each kernel's sum.
+  void finish_call();
+  /// Median seconds a call; 0 for what was never seen.
+  double median_seconds(const std::string& kernel) const;
+  /// Every kernel seen, in order of its first appearance.
+  const std::vector<std::string>& names() const { return names_; }
+
+ private:
+  struct Span {
+    std::string kernel;
+    std::size_t from, to;
+  };
+  verify::Clock& clock_;
+  std::vector<Span> spans_;
+  std::vector<std::string> names_;
+  std::map<std::string, std::vector<double>> seconds_;
+};
+
+}  // namespace sonicmoe::cli

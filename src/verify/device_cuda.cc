@@ -1,0 +1,94 @@
+#include <cuda_runtime.h>
+
+#include <vector>
+
+#include "core/backend_table.h"
+#include "cuda/device.h"
+#include "verify/device.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+using cuda::check_cuda;
+
+bool serves(const Case& c) {
+  const Problem& p = c.problem;
+  const bool dtype = p.dtype == DType::kBF16 || p.dtype == DType::kF16;
+  return dtype && !c.cpu_only && p.hidden % 8 == 0 && p.width % 8 == 0 &&
+         c.layout != Layout::kPaired && c.layout != Layout::kReversed;
+}
+
+class StreamClock final : public Clock {
+ public:
+  explicit StreamClock(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
+  ~StreamClock() override {
+    for (cudaEvent_t event : events_) cudaEventDestroy(event);
+  }
+
+  std::size_t mark() override {
+    if (used_ == events_.size()) {
+      cudaEvent_t event = nullptr;
+      check_cuda(cudaEventCreate(&event), "cudaEventCreate");
+      events_.push_back(event);
+    }
+    check_cuda(cudaEventRecord(events_[used_], stream_), "cudaEventRecord");
+    return used_++;
+  }
+  double seconds(std::size_t from, std::size_t to) override {
+    float milliseconds = 0.0f;
+    check_cuda(cudaEventSynchronize(events_[to]), "cudaEventSynchronize");
+    check_cuda(cudaEventElapsedTime(&milliseconds, events_[from], events_[to]),
+               "cudaEventElapsedTime");
+    return 1e-3 * static_cast<double>(milliseconds);
+  }
+  void restart() override { used_ = 0; }
+
+ private:
+  cudaStream_t stream_;
+  std::vector<cudaEvent_t> events_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace
+
+Memory device_memory() {
+  Memory memory;
+  memory.allocate = [](std::int64_t bytes) {
+    void* address = nullptr;
+    check_cuda(cudaMalloc(&address, static_cast<std::size_t>(bytes)), "cudaMalloc");
+    return address;
+  };
+  memory.release = [](void* address) { cudaFree(address); };
+  memory.upload = [](void* to, const void* from, std::int64_t bytes) {
+    check_cuda(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
+               "copying to the device");
+  };
+  memory.download = [](void* to, const void* from, std::int64_t bytes) {
+    check_cuda(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost),
+               "copying from the device");
+  };
+  return memory;
+}
+
+Implementation cuda_implementation(const Exec& exec) {
+  Implementation implementation = public_api(exec);
+  implementation.memory = device_memory();
+  implementation.serves = serves;
+  if (cuda_backend()->grouped_gemm == nullptr) implementation.grouped_gemm = nullptr;
+  if (cuda_backend()->grouped_gemm_k == nullptr) implementation.grouped_gemm_k = nullptr;
+  return implementation;
+}
+
+DeviceInfo device_info() {
+  cudaDeviceProp properties{};
+  int ordinal = 0;
+  std::size_t free = 0, total = 0;
+  check_cuda(cudaGetDevice(&ordinal), "cudaGetDevice");
+  check_cuda(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties");
+  check_cuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return {properties.name, static_cast<std::int64_t>(free)};
+}
+
+std::unique_ptr<Clock> stream_clock(void* stream) { return std::make_unique<StreamClock>(stream); }
+
+}  // namespace sonicmoe::verify
