@@ -113,6 +113,7 @@ def measure(arguments, name, shape, libraries):
         contenders.draw(seed)
         if seed == SEEDS[0]:
             error = contenders.check()
+            torch.cuda.empty_cache()
         runs = contenders.runs(arguments.passes)
         if "flushed" in times:
             timing.flushed_round(runs, FLUSHED_CALLS, flush, times["flushed"])
