@@ -50,5 +50,7 @@ class Caller {
 /// The bodies of run_case; they throw Rejected.
 void run_layer(const Case& c, const Implementation& implementation, CaseResult& result);
 void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseResult& result);
+void run_route(const Case& c, const Implementation& implementation, CaseResult& result);
+void run_token_round(const Case& c, const Implementation& implementation, CaseResult& result);
 
 }  // namespace sonicmoe::verify

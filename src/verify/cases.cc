@@ -308,6 +308,69 @@ void add_subsets(std::vector<Case>& cases) {
   }
 }
 
+struct RouterShape {
+  std::int64_t tokens, experts, top_k, n_group, topk_group;
+};
+constexpr RouterShape kRouterShapes[] = {
+    {0, 8, 2, 4, 2},    {1, 1, 1, 1, 1},       {67, 8, 2, 4, 2},        {129, 64, 8, 8, 3},
+    {77, 65, 5, 5, 2},  {33, 100, 32, 10, 8},  {300, 256, 8, 8, 4},     {65, 512, 10, 64, 8},
+    {40, 384, 8, 8, 4}, {18, 1000, 17, 10, 4}, {31, 1024, 32, 256, 200}};
+constexpr const char* kLogitsNames[] = {"normal", "few_values", "specials", "empty_rows",
+                                        "one_hot"};
+
+// Every score, with and without renormalisation, scale, bias and groups, by number.
+RouterCase router_options(const RouterShape& s, unsigned variant) {
+  RouterCase r;
+  r.options.top_k = s.top_k;
+  r.options.score = static_cast<ScoreMode>(variant % 3);
+  r.options.renormalize = static_cast<std::int32_t>(variant / 3 % 2);
+  r.options.scale = variant / 6 % 2 == 0 ? 1.0 : 2.5;
+  r.bias = r.options.score == ScoreMode::kSigmoid && variant / 6 % 2 == 1;
+  if (variant / 12 % 2 == 1) {
+    r.options.n_group = s.n_group;
+    r.options.topk_group = s.topk_group;
+  }
+  return r;
+}
+
+Case router_case(Subject subject, const RouterShape& s, DType dtype, const RouterCase& router,
+                 unsigned variant) {
+  const bool rounds = subject == Subject::kTokenRound;
+  std::string name = rounds ? "round/" + std::string(rounding_mode_name(router.mode)) + "_tile" +
+                                  std::to_string(router.tile) + "/"
+                            : "route/";
+  name += "t" + std::to_string(s.tokens) + "_e" + std::to_string(s.experts) + "_k" +
+          std::to_string(s.top_k) + "_options" + std::to_string(variant) + "_" +
+          kLogitsNames[static_cast<int>(router.logits)] + "/" + dtype_name(dtype);
+  Case c = make_case(name, {s.tokens, 8, 8, s.experts, s.top_k}, dtype, ActivationKind::kSwiGLU,
+                     Data::kRandom);
+  c.subject = subject;
+  c.router = router;
+  c.index_dtype = variant % 2 == 0 ? DType::kI64 : DType::kI32;
+  return c;
+}
+
+// Flavours, dtypes, modes and tiles walk through options and shapes at different paces, so that the
+// quick fifth of the options still meets all of each.
+void add_routers(Extent extent, std::vector<Case>& cases) {
+  constexpr DType kLogitDTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
+  constexpr std::int64_t kTiles[] = {16, 1, 128, 3};
+  constexpr unsigned kVariants = 24, kFlavours = 5, kModes = 6, kStep = 5;
+  for (unsigned i = 0; i < std::size(kRouterShapes); ++i) {
+    const RouterShape& s = kRouterShapes[i];
+    for (unsigned variant = 0; variant < kVariants;
+         variant += extent == Extent::kFull ? 1 : kStep) {
+      RouterCase router = router_options(s, variant);
+      router.logits = static_cast<Logits>((variant + variant / kStep + i) % kFlavours);
+      const DType dtype = kLogitDTypes[(variant + i) % 3];
+      cases.push_back(router_case(Subject::kRoute, s, dtype, router, variant));
+      router.mode = static_cast<RoundingMode>((variant + i) % kModes);
+      router.tile = kTiles[(variant / kStep + i) % std::size(kTiles)];
+      cases.push_back(router_case(Subject::kTokenRound, s, dtype, router, variant));
+    }
+  }
+}
+
 // R = 2^17: more rows than any 16-bit or grid-sized counter holds.
 void add_large(std::vector<Case>& cases) {
   for (const Data data : {Data::kIntegers, Data::kRandom}) {
@@ -334,6 +397,7 @@ std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   add_grads(cases);
   add_subsets(cases);
   add_grouped_gemms(extent, cases);
+  add_routers(extent, cases);
   if (extent == Extent::kFull) add_large(cases);
   std::erase_if(cases, [&](const Case& c) { return c.name.find(filter) == std::string::npos; });
   return cases;

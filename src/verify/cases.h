@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sonicmoe/moe.h"
+#include "sonicmoe/routing.h"
 
 namespace sonicmoe::verify {
 
@@ -42,9 +43,27 @@ enum class Layout {
   kReversed,      ///< everything in reverse order of dimensions: nothing has a last stride of 1
 };
 
+/// What logits look like. Each is a way of being awkward; ids are exact on all of them.
+enum class Logits {
+  kNormal,     ///< N(0, 1)
+  kFewValues,  ///< three values: ties everywhere
+  kSpecials,   ///< with infinities, NaN, both zeros and huge values
+  kEmptyRows,  ///< rows with at most one expert to choose
+  kOneHot,     ///< one expert that nearly every token chooses
+};
+
+/// What a case of the router runs, beside `problem`'s T, E, K and dtype (of the logits).
+struct RouterCase {
+  RouteOptions options{};  ///< without its bias
+  Logits logits = Logits::kNormal;
+  bool bias = false;
+  RoundingMode mode = RoundingMode::kNearest;
+  std::int64_t tile = 0;
+};
+
 /// What a case runs. Grouped GEMMs read `problem` in their own letters: T rows R, d the left width
 /// (k, or m of varlen-K), n the right one, Case::counts rows an expert.
-enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK };
+enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK, kRoute, kTokenRound };
 
 struct Case {
   std::string name;
@@ -62,7 +81,8 @@ struct Case {
   double bias_shift = 0.0;          ///< added to the random bias of what the activation bends
   bool gather = false;              ///< grouped GEMMs: rows of a through an index
   bool row_weights = true;          ///< grouped: with weights
-  bool cpu_only = false;            ///< sizes or strides that only the CPU takes
+  RouterCase router;
+  bool cpu_only = false;  ///< sizes or strides that only the CPU takes
 };
 
 /// Whether the case asks for this gradient.

@@ -13,6 +13,9 @@ using cuda::check_cuda;
 
 bool serves(const Case& c) {
   const Problem& p = c.problem;
+  if (c.subject == Subject::kRoute || c.subject == Subject::kTokenRound) {
+    return p.dtype != DType::kF64;
+  }
   const bool dtype = p.dtype == DType::kBF16 || p.dtype == DType::kF16;
   return dtype && !c.cpu_only && p.hidden % 8 == 0 && p.width % 8 == 0 &&
          c.layout != Layout::kPaired && c.layout != Layout::kReversed;

@@ -9,6 +9,8 @@ namespace sonicmoe::verify {
 bool serves(const Implementation& implementation, const Case& c) {
   if (c.subject == Subject::kGroupedGemm && !implementation.grouped_gemm) return false;
   if (c.subject == Subject::kGroupedGemmK && !implementation.grouped_gemm_k) return false;
+  if (c.subject == Subject::kRoute && !implementation.route) return false;
+  if (c.subject == Subject::kTokenRound && !implementation.token_round) return false;
   return !implementation.serves || implementation.serves(c);
 }
 
@@ -23,10 +25,18 @@ CaseResult run_case(const Case& c, const Implementation& implementation) {
   CaseResult result;
   result.name = c.name;
   try {
-    if (c.subject == Subject::kLayer) {
-      run_layer(c, implementation, result);
-    } else {
-      run_grouped_gemm(c, implementation, result);
+    switch (c.subject) {
+      case Subject::kLayer:
+        run_layer(c, implementation, result);
+        break;
+      case Subject::kRoute:
+        run_route(c, implementation, result);
+        break;
+      case Subject::kTokenRound:
+        run_token_round(c, implementation, result);
+        break;
+      default:
+        run_grouped_gemm(c, implementation, result);
     }
   } catch (const Rejected& rejected) {
     result.fault = rejected.verdict.fault;

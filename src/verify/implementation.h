@@ -34,6 +34,19 @@ struct Implementation {
   std::function<void(const Problem&, const BackwardArgs&)> moe_backward;
   std::function<void(const GroupedGemm&)> grouped_gemm;
   std::function<void(const GroupedGemmK&)> grouped_gemm_k;
+  std::function<void(const RouteOptions&, const Tensor& logits, const Tensor& ids,
+                     const Tensor& weights)>
+      route;
+  std::function<void(const RouteOptions&, const Tensor& logits, const Tensor& ids,
+                     const Tensor& dweights, const Tensor& dlogits)>
+      route_backward;
+  std::function<std::int64_t(const RoundOptions&, std::int64_t tokens, std::int64_t experts)>
+      round_scratch_bytes;
+  std::function<void(const RoundOptions&, const Tensor& logits, const Pairs&, Buffer scratch)>
+      token_round;
+  std::function<void(const RoundOptions&, const Tensor& logits, const Pairs&, const Tensor& dweight,
+                     const Tensor& dlogits, Buffer scratch)>
+      token_round_backward;
   /// Which cases this backend promises to serve; empty: all of them.
   std::function<bool(const Case&)> serves;
 };

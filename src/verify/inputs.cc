@@ -47,6 +47,25 @@ class Filler {
     fill(placed,
          [&] { return random() ? shift + spread * normal_(engine_) : integer(-reach, reach); });
   }
+  void fill_logits(const Placed& placed) {
+    constexpr double kInf = std::numeric_limits<double>::infinity();
+    constexpr double kSpecials[] = {kInf, -kInf, kNaN, 0.0, -0.0, 1e4, -1e4, 1e-7};
+    const std::int64_t experts = case_.problem.experts;
+    const Logits flavour = case_.router.logits;
+    std::int64_t i = 0;
+    fill(placed, [&] {
+      const std::int64_t token = i / experts, expert = i % experts;
+      ++i;
+      double v = normal_(engine_);
+      if (flavour == Logits::kFewValues) v = integer(-1, 1);
+      if (flavour == Logits::kSpecials && engine_() % 3 == 0) v = kSpecials[engine_() % 8];
+      if (flavour == Logits::kEmptyRows && token % 3 != 0 && expert != token % (experts + 1)) {
+        v = token % 2 == 0 ? -kInf : kNaN;
+      }
+      if (flavour == Logits::kOneHot && expert == experts / 2) v += 20.0;
+      return v;
+    });
+  }
   void fill_scores(const Placed& placed) {
     if (placed.block == nullptr) return;
     std::uniform_real_distribution<double> uniform(0.1, 1.0);
@@ -160,6 +179,12 @@ void fill_operands(const Case& c, const Placed& a, const Placed& b) {
   } else {
     filler.fill_rows(b);
   }
+}
+
+void fill_logits(const Case& c, const Placed& logits) { Filler(c, 0).fill_logits(logits); }
+
+void fill_normal(const Case& c, std::uint64_t stream, const Placed& placed) {
+  Filler(c, stream).fill_rows(placed);
 }
 
 void fill_initial_grads(const Case& c, const PlacedWeights& grads) {

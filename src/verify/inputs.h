@@ -21,6 +21,10 @@ Tensors make_tensors(const Case& c, Blocks& blocks);
 /// The operands of a grouped GEMM: a as rows, b as weights (varlen-M) or as rows.
 void fill_operands(const Case& c, const Placed& a, const Placed& b);
 
+/// Logits as the case's router wants them, and normal values.
+void fill_logits(const Case& c, const Placed& logits);
+void fill_normal(const Case& c, std::uint64_t stream, const Placed& placed);
+
 /// What gradients that are accumulated hold beforehand; the same on every call.
 void fill_initial_grads(const Case& c, const PlacedWeights& grads);
 

@@ -3,62 +3,12 @@
 #include <algorithm>
 #include <memory>
 
-#include "verify/convert.h"
+#include "verify/breakage.h"
 
 namespace sonicmoe::verify {
 namespace {
 
-using Break = std::function<Implementation(const Implementation&)>;
-
-struct Expectation {
-  const char* case_name;
-  Fault fault;
-};
-
-struct Control {
-  const char* name;
-  std::vector<Expectation> expectations;
-  Break breakage;
-};
-
-// --- Changing memory of the device.
-
-// Lets f change the elements of a view on the host.
-template <class F>
-void edit(const Memory& memory, Tensor t, F f) {
-  const std::int64_t bytes = extent(t) * dtype_bytes(t.dtype);
-  std::vector<std::uint8_t> image(static_cast<std::size_t>(bytes));
-  void* device = t.data;
-  memory.download(image.data(), device, bytes);
-  t.data = image.data();
-  f(t);
-  memory.upload(device, image.data(), bytes);
-}
-
-// One byte outside a view or a buffer.
-void scribble(const Memory& memory, void* data, std::int64_t offset) {
-  const std::uint8_t value = 0;
-  memory.upload(static_cast<std::uint8_t*>(data) + offset, &value, 1);
-}
-
-std::int64_t row_length(const Tensor& t) { return t.shape[t.rank - 1]; }
-std::int64_t row_count(const Tensor& t) { return oracle::element_count(t) / row_length(t); }
-
-void zero_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
-  for (std::int64_t i = begin * row_length(t); i < end * row_length(t); ++i) {
-    oracle::store(t.data, t.dtype, oracle::element_offset(t, i), 0.0);
-  }
-}
 void zero(const Tensor& t) { zero_rows(t, 0, row_count(t)); }
-void zero_middle_row(const Tensor& t) { zero_rows(t, row_count(t) / 2, row_count(t) / 2 + 1); }
-// Rows move by one from `begin` on, the last to the front.
-void rotate_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
-  std::vector<double> values = oracle::read(t);
-  const std::int64_t n = row_length(t);
-  std::rotate(values.begin() + begin * n, values.begin() + (end - 1) * n, values.begin() + end * n);
-  oracle::write(t, values);
-}
-void swap_middle_rows(const Tensor& t) { rotate_rows(t, row_count(t) / 2, row_count(t) / 2 + 2); }
 void shift_rows(const Tensor& t) { rotate_rows(t, 0, row_count(t)); }
 void flip_last_bit(const Tensor& t) { static_cast<std::uint8_t*>(t.data)[0] ^= 1; }
 
@@ -491,6 +441,7 @@ std::vector<ControlResult> negative_controls(const VerifyOptions& options,
   judge_all(controls_of_values(), sound);
   judge_all(controls_of_formulas(), sound);
   judge_all(controls_of_memory(), sound);
+  judge_all(controls_of_the_router(), sound);
   judge_all(controls_of_roundings(), oracle_implementation(oracle::Precision::kSame));
   return results;
 }

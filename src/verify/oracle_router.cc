@@ -32,19 +32,21 @@ double log_sum_exp(const std::vector<double>& logits) {
   return top + std::log(sum);
 }
 
-std::vector<double> softmax(const std::vector<double>& logits) {
-  std::vector<double> p(logits.size(), 0.0);
-  const double top = *std::max_element(logits.begin(), logits.end());
-  if (top == kNever) return p;
-  double sum = 0.0;
+template <class Real>
+std::vector<Real> softmax(const std::vector<Real>& logits) {
+  std::vector<Real> p(logits.size(), Real{0});
+  const Real top = *std::max_element(logits.begin(), logits.end());
+  if (std::isinf(top)) return p;
+  Real sum = 0;
   for (std::size_t e = 0; e < p.size(); ++e) sum += p[e] = std::exp(logits[e] - top);
-  for (double& v : p) v /= sum;
+  for (Real& v : p) v /= sum;
   return p;
 }
 
-std::vector<double> softmax_backward(const std::vector<double>& p, const std::vector<double>& dp) {
-  const double mean = std::inner_product(p.begin(), p.end(), dp.begin(), 0.0);
-  std::vector<double> dlogits(p.size());
+template <class Real>
+std::vector<Real> softmax_backward(const std::vector<Real>& p, const std::vector<Real>& dp) {
+  const Real mean = std::inner_product(p.begin(), p.end(), dp.begin(), Real{0});
+  std::vector<Real> dlogits(p.size());
   for (std::size_t e = 0; e < p.size(); ++e) dlogits[e] = p[e] * (dp[e] - mean);
   return dlogits;
 }
@@ -77,20 +79,92 @@ void keep_best_groups(const RouteOptions& options, std::vector<double>& values) 
   }
 }
 
+template <class Real>
+std::vector<Real> sigmoids(const std::vector<Real>& logits) {
+  std::vector<Real> p(logits.size());
+  std::transform(logits.begin(), logits.end(), p.begin(), sigmoid<Real>);
+  return p;
+}
+
 // What a logit is worth before renormalisation: score per expert, given the experts chosen.
-std::vector<double> scores(const RouteOptions& options, const std::vector<double>& logits,
-                           const std::int64_t* ids) {
-  if (options.score == ScoreMode::kSigmoid) {
-    std::vector<double> p(logits.size());
-    std::transform(logits.begin(), logits.end(), p.begin(), sigmoid<double>);
-    return p;
-  }
+template <class Real>
+std::vector<Real> scores(const RouteOptions& options, const std::vector<Real>& logits,
+                         const std::int64_t* ids) {
   if (options.score == ScoreMode::kSoftmaxBeforeTopK) return softmax(logits);
-  std::vector<double> chosen(logits.size(), kNever);
+  if (options.score == ScoreMode::kSigmoid) return sigmoids(logits);
+  std::vector<Real> chosen(logits.size(), -std::numeric_limits<Real>::infinity());
   for (std::int64_t k = 0; k < options.top_k; ++k) {
     if (ids[k] >= 0) chosen[ids[k]] = logits[ids[k]];
   }
   return softmax(chosen);
+}
+
+template <class Real>
+std::vector<Real> row_in(const Matrix<double>& logits, std::int64_t t) {
+  const std::vector<double> clean = cleaned(logits.row(t), logits.cols);
+  return {clean.begin(), clean.end()};
+}
+
+// d(scores)/d(logits) of one token.
+template <class Real>
+std::vector<Real> scores_backward(const RouteOptions& options, const std::vector<Real>& p,
+                                  std::vector<Real> dp) {
+  if (options.score != ScoreMode::kSigmoid) return softmax_backward(p, dp);
+  for (std::size_t e = 0; e < p.size(); ++e) dp[e] *= p[e] * (1 - p[e]);
+  return dp;
+}
+
+template <class Real>
+std::vector<Real> route_row_backward(const RouteOptions& options, const std::vector<Real>& logits,
+                                     const std::int64_t* ids, const std::vector<Real>& dweights) {
+  const std::vector<Real> p = scores(options, logits, ids);
+  std::vector<Real> dp(p.size(), Real{0});
+  Real sum = static_cast<Real>(kRenormalizeEpsilon);
+  Real weighted = 0;
+  for (std::size_t k = 0; k < dweights.size(); ++k) {
+    if (ids[k] < 0) continue;
+    dp[ids[k]] = static_cast<Real>(options.scale) * dweights[k];
+    sum += p[ids[k]];
+    weighted += dp[ids[k]] * p[ids[k]];
+  }
+  for (std::size_t k = 0; options.renormalize != 0 && k < dweights.size(); ++k) {
+    if (ids[k] >= 0) dp[ids[k]] = (dp[ids[k]] - weighted / sum) / sum;
+  }
+  return scores_backward(options, p, dp);
+}
+
+template <class Real>
+Matrix<double> route_backward_in(const RouteOptions& options, const Matrix<double>& logits,
+                                 const Matrix<std::int64_t>& ids, const Matrix<double>& dweights) {
+  Matrix<double> dlogits(logits.rows, logits.cols);
+  for (std::int64_t t = 0; t < logits.rows; ++t) {
+    const std::vector<Real> dw(dweights.row(t), dweights.row(t) + dweights.cols);
+    const auto row = route_row_backward(options, row_in<Real>(logits, t), ids.row(t), dw);
+    std::copy(row.begin(), row.end(), dlogits.row(t));
+  }
+  return dlogits;
+}
+
+template <class Real>
+Matrix<double> round_backward_in(const RouteOptions& options, const Matrix<double>& logits,
+                                 const Matrix<std::int64_t>& ids, const Matrix<double>& dweights) {
+  Matrix<double> dlogits(logits.rows, logits.cols);
+  for (std::int64_t t = 0; t < logits.rows; ++t) {
+    const std::vector<Real> x = row_in<Real>(logits, t);
+    std::vector<Real> added(dweights.row(t), dweights.row(t) + dweights.cols);
+    std::vector<Real> chosen(static_cast<std::size_t>(ids.cols), Real{0});
+    for (std::int64_t k = 0; k < ids.cols; ++k) {
+      if (ids(t, k) >= 0) std::swap(chosen[k], added[ids(t, k)]);
+    }
+    for (Real& v : added) v *= static_cast<Real>(options.scale);
+    const bool sigmoid = options.score == ScoreMode::kSigmoid;
+    const auto by_added = scores_backward(options, sigmoid ? sigmoids(x) : softmax(x), added);
+    const auto by_chosen = route_row_backward(options, x, ids.row(t), chosen);
+    for (std::size_t e = 0; e < x.size(); ++e) {
+      dlogits(t, static_cast<std::int64_t>(e)) = by_chosen[e] + by_added[e];
+    }
+  }
+  return dlogits;
 }
 
 }  // namespace
@@ -133,34 +207,17 @@ Matrix<double> route_weights(const RouteOptions& options, const Matrix<double>& 
 }
 
 Matrix<double> route_backward(const RouteOptions& options, const Matrix<double>& logits,
-                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights) {
-  Matrix<double> dlogits(logits.rows, logits.cols);
-  for (std::int64_t t = 0; t < logits.rows; ++t) {
-    const std::vector<double> p = scores(options, cleaned(logits.row(t), logits.cols), ids.row(t));
-    std::vector<double> dp(p.size(), 0.0);
-    double sum = kRenormalizeEpsilon;
-    double weighted = 0.0;
-    for (std::int64_t k = 0; k < ids.cols; ++k) {
-      const std::int64_t e = ids(t, k);
-      if (e < 0) continue;
-      dp[e] = options.scale * dweights(t, k);
-      sum += p[e];
-      weighted += dp[e] * p[e];
-    }
-    if (options.renormalize != 0) {
-      for (std::int64_t k = 0; k < ids.cols; ++k) {
-        const std::int64_t e = ids(t, k);
-        if (e >= 0) dp[e] = (dp[e] - weighted / sum) / sum;
-      }
-    }
-    if (options.score == ScoreMode::kSigmoid) {
-      for (std::size_t e = 0; e < p.size(); ++e) dp[e] *= p[e] * (1.0 - p[e]);
-    } else {
-      dp = softmax_backward(p, dp);
-    }
-    std::copy(dp.begin(), dp.end(), dlogits.row(t));
-  }
-  return dlogits;
+                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
+                              Precision precision) {
+  return precision == Precision::kExact ? route_backward_in<double>(options, logits, ids, dweights)
+                                        : route_backward_in<float>(options, logits, ids, dweights);
+}
+
+Matrix<double> round_backward(const RouteOptions& options, const Matrix<double>& logits,
+                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
+                              Precision precision) {
+  return precision == Precision::kExact ? round_backward_in<double>(options, logits, ids, dweights)
+                                        : round_backward_in<float>(options, logits, ids, dweights);
 }
 
 Losses router_losses(const RouteOptions& options, const Matrix<double>& logits,

@@ -4,6 +4,7 @@
 
 #include "sonicmoe/routing.h"
 #include "verify/matrix.h"
+#include "verify/oracle.h"
 
 namespace sonicmoe::oracle {
 
@@ -19,9 +20,16 @@ Routed route(const RouteOptions& options, const Matrix<double>& logits);
 Matrix<double> route_weights(const RouteOptions& options, const Matrix<double>& logits,
                              const Matrix<std::int64_t>& ids);
 
-/// d(weights)/d(logits) at fixed ids: dweights (T, K) -> dlogits (T, E).
+/// d(weights)/d(logits) at fixed ids: dweights (T, K) -> dlogits (T, E). kSame: every step in fp32.
 Matrix<double> route_backward(const RouteOptions& options, const Matrix<double>& logits,
-                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights);
+                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
+                              Precision precision = Precision::kExact);
+
+/// The same for rounded pairs: dweights (T, E), 0 where there is no pair. Pairs that are not among
+/// `ids` carry p * scale, p over all E.
+Matrix<double> round_backward(const RouteOptions& options, const Matrix<double>& logits,
+                              const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
+                              Precision precision);
 
 struct Losses {
   double load_balancing = 0.0;

@@ -16,6 +16,23 @@ Implementation public_api(const Exec& exec) {
   };
   i.grouped_gemm = [exec](const GroupedGemm& args) { sonicmoe::grouped_gemm(args, exec); };
   i.grouped_gemm_k = [exec](const GroupedGemmK& args) { sonicmoe::grouped_gemm_k(args, exec); };
+  i.route = [exec](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
+                   const Tensor& weights) { sonicmoe::route(o, logits, ids, weights, exec); };
+  i.route_backward = [exec](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
+                            const Tensor& dweights, const Tensor& dlogits) {
+    sonicmoe::route_backward(o, logits, ids, dweights, dlogits, exec);
+  };
+  i.round_scratch_bytes = [exec](const RoundOptions& o, std::int64_t tokens, std::int64_t experts) {
+    return sonicmoe::round_scratch_bytes(o, tokens, experts, exec);
+  };
+  i.token_round = [exec](const RoundOptions& o, const Tensor& logits, const Pairs& pairs,
+                         Buffer scratch) {
+    sonicmoe::token_round(o, logits, pairs, scratch, exec);
+  };
+  i.token_round_backward = [exec](const RoundOptions& o, const Tensor& logits, const Pairs& pairs,
+                                  const Tensor& dweight, const Tensor& dlogits, Buffer scratch) {
+    sonicmoe::token_round_backward(o, logits, pairs, dweight, dlogits, scratch, exec);
+  };
   return i;
 }
 
