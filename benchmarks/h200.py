@@ -12,7 +12,8 @@ Without a state nothing is timed: torch.compile's cache (TORCHINDUCTOR_CACHE_DIR
 
 hot      bursts one after the other in random order, 40 % of each dropped, median over the seeds:
          the chip at the clock that its power limit leaves. This decides.
-cool     30 ms of idling, a warm call, a timed call; median of 5.
+cool     30 ms of idling, a warm call, a timed call; median of 5. Not for layers under autograd,
+         whose backward is a difference of two times.
 flushed  for small work: L2 flushed before each call, events around one call, median of 200. Small
          rows appear in the hot record only.
 """
@@ -87,6 +88,13 @@ class Contenders:
                 checker.check_autograd(name, out, grads)
         return worst
 
+    def apart(self, runs):
+        """Those whose forward and backward are calls of their own."""
+        return {key: run for key, run in runs.items() if not self.under_autograd(key[0])}
+
+    def under_autograd(self, name):
+        return hasattr(self.rivals.get(name), "both")
+
     def runs(self, passes):
         """name -> call; an autograd layer's backward is what `both` takes beyond `fwd`."""
         runs = {}
@@ -121,7 +129,7 @@ def measure(arguments, name, shape, libraries):
             timing.hot_round(runs, arguments.burst, times["hot"])
         if "cool" in times:
             for _ in range(cool_calls):
-                timing.cool_round(runs, times["cool"])
+                timing.cool_round(contenders.apart(runs), times["cool"])
     medians = {
         state: {key: statistics.median(samples) for key, samples in of_state.items()}
         for state, of_state in times.items()

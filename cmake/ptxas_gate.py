@@ -2,12 +2,17 @@
 
 usage: ptxas_gate.py COMMAND...
 A build of the engine must not contain a register spill or a wgmma that ptxas had to serialise
-(advisories C7500 to C7599): both compile silently and cost up to half the speed.
+(advisories C7500 to C7599): both compile silently and cost up to half the speed. Beside the object
+file, FILE.cost says how many kernels it holds and how many CPU seconds they took, for
+tools/check_kernels.py.
 """
 
+import json
 import re
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 ADVISORY = re.compile(r"\bC75\d\d\b")
 SPILL = re.compile(r"(\d+) bytes spill stores")
@@ -28,6 +33,16 @@ def verdict(lines: list[str]) -> list[str]:
     return faults
 
 
+def write_cost(command: list[str], lines: list[str]) -> None:
+    if "-o" not in command[:-1]:
+        return
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    kernels = sum("Compiling entry function" in line for line in lines)
+    cost = {"kernels": kernels, "cpu_seconds": round(spent.ru_utime + spent.ru_stime, 2)}
+    target = command[command.index("-o") + 1]
+    Path(target + ".cost").write_text(json.dumps(cost) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     run = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE, text=True, check=False)
     lines = run.stderr.splitlines()
@@ -37,6 +52,7 @@ def main() -> int:
             print(line, file=sys.stderr)
     if run.returncode != 0:
         return run.returncode
+    write_cost(sys.argv[1:], lines)
     faults = verdict(lines)
     for fault in faults:
         print(f"ptxas gate: {fault}", file=sys.stderr)

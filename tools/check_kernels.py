@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Holds the CUDA kernels of a build to their budget: how many, how long to compile, how large.
+
+    python tools/check_kernels.py BUILD_DIRECTORY
+
+Every kernel is an instance of one engine, so that one more axis multiplies them silently. Counts
+and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects, the size from
+the shared library. Files that ccache had are counted but took no time, which is then said.
+"""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+MAX_KERNELS = 260
+MAX_CPU_SECONDS = 6 * 60
+MAX_BYTES = 24 << 20
+CACHED_SECONDS = 1.0  # no compilation is that quick
+
+
+def section_bytes(path, wanted):
+    """Size of a section of a 64-bit little-endian ELF file, 0 when it has none."""
+    data = path.read_bytes()
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise SystemExit(f"{path} is no 64-bit little-endian ELF file")
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    entry, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry) for i in range(count)]
+    start = headers[names][4]
+    for name, _, _, _, _, size in headers:
+        end = data.index(b"\0", start + name)
+        if data[start + name : end].decode() == wanted:
+            return size
+    return 0
+
+
+def main(arguments):
+    build = Path(arguments[0])
+    costs = [json.loads(path.read_text()) for path in build.rglob("*.o.cost")]
+    if not costs:
+        raise SystemExit(f"{build} holds no compiled CUDA file")
+    kernels = sum(cost["kernels"] for cost in costs)
+    compiled = [cost for cost in costs if cost["cpu_seconds"] >= CACHED_SECONDS]
+    seconds = sum(cost["cpu_seconds"] for cost in compiled)
+    size = section_bytes(build / "libsonicmoe.so", ".nv_fatbin")
+    cached = len(costs) - len(compiled)
+    print(
+        f"{kernels} kernels of at most {MAX_KERNELS}; {seconds / 60:.1f} CPU minutes of at most "
+        f"{MAX_CPU_SECONDS / 60:.0f}, {cached} of {len(costs)} files from a cache; "
+        f"{size / 2**20:.1f} MiB of at most {MAX_BYTES >> 20}"
+    )
+    return 1 if kernels > MAX_KERNELS or seconds > MAX_CPU_SECONDS or size > MAX_BYTES else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
