@@ -1,7 +1,7 @@
 """Checks that README.md shows what it claims to show.
 
-The CPU table must be the one drawn from the newest record in benchmarks/results/cpu/, and the C++
-example the marked part of examples/layer.cc.
+The tables must be those drawn from the newest records in benchmarks/results/, and the C++ example
+the marked part of examples/layer.cc.
 
     python benchmarks/check_figures.py         compare; exit 1 on a difference
     python benchmarks/check_figures.py --fix   rewrite README.md
@@ -13,6 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import h200_figures
 from cpu_layer import MARKERS, ROOT, table
 
 EXAMPLE = ("<!-- example:begin -->", "<!-- example:end -->")
@@ -48,6 +49,7 @@ def main():
     stale = []
     for markers, what, content in (
         (MARKERS, "the CPU table", table(newest_record())),
+        (h200_figures.MARKERS, "the H200 table", h200_figures.table(h200_figures.newest("hot"))),
         (EXAMPLE, "the C++ example", example()),
     ):
         begin, end = between(text, markers, "README.md")

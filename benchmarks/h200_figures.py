@@ -57,44 +57,47 @@ def mean_over_sonic(record, which, name="ours_cpp"):
     return statistics.geometric_mean(found) if found else None
 
 
-def cells(row, which):
-    """TFLOP/s of the bound, ours, sonic-moe's ratio and the others'."""
+def pair(row, name):
+    """TFLOP/s forward/backward."""
+    values = [row.get(name, {}).get(f"{which}_tflops") for which in PASSES]
+    return "-" if None in values else "/".join(f"{value:.0f}" for value in values)
 
-    def tflops(name):
-        value = row.get(name, {}).get(f"{which}_tflops")
-        return "-" if value is None else f"{value:.0f}"
 
-    ours = ratio(row, which)
-    sonic = f"{sonic_ratio(row, which):.2f}"
-    return [tflops("bound"), tflops("ours_cpp"), f"{ours:.2f}" if ours else "-", sonic,
-            tflops("ours_torch"), tflops("torch")]  # fmt: skip
+def ratios(row):
+    """Ours and sonic-moe's, forward then backward."""
+    for which in PASSES:
+        ours = ratio(row, which)
+        yield f"{ours:.2f}" if ours else "-"
+        yield f"{sonic_ratio(row, which):.2f}"
 
 
 def table(hot):
     if hot is None:
         return "No record yet."
-    lines = []
-    for which, name in PASSES.items():
-        mean = mean_over_sonic(hot, which)
-        lines += [
-            f"**{name.capitalize()}**, TFLOP/s, hot; ratios are speed over the bound's. Geometric "
-            f"mean of (our ratio / sonic-moe's) over the {len(large(hot))} large rows: {mean:.2f}.",
-            "",
-            "| layer T,d,n,E,K | bound | ours | ratio | sonic-moe's ratio | ours from PyTorch "
-            "| compiled grouped_mm |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-        ]
-        for row in hot["rows"]:
-            shape = ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
-            mark = ", L2 flushed" if "l2" in row else ""
-            lines.append(
-                "| " + " | ".join([f"{row['config']} {shape}{mark}", *cells(row, which)]) + " |"
-            )
-        lines.append("")
-    lines.append(
-        f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
-        f"commit {hot['commit']}."
-    )
+    means = [mean_over_sonic(hot, which) for which in PASSES]
+    lines = [
+        "TFLOP/s forward/backward (6 T K n d and 12 T K n d flops), hot: bursts one after the "
+        "other, so that the chip's power limit holds. Ratios are speed over the bound's. The "
+        f"geometric mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
+        f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
+        "",
+        "| layer | T,d,n,E,K | bound | ours | fwd ratio | sonic-moe's | bwd ratio | sonic-moe's "
+        "| ours in PyTorch | compiled grouped_mm |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = sorted(hot["rows"], key=lambda row: list(PEERS).index(row["config"]))
+    for row in rows:
+        shape = ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
+        cells = [row["config"], shape, pair(row, "bound"), pair(row, "ours_cpp"), *ratios(row),
+                 pair(row, "ours_torch"), pair(row, "torch")]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    small = ", ".join(row["config"] for row in rows if "l2" in row)
+    lines += [
+        "",
+        f"{small}: L2 flushed before each call, single calls from an idle stream. {hot['device']}, "
+        f"driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, commit "
+        f"{hot['commit']}.",
+    ]
     return "\n".join(lines)
 
 
