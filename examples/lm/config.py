@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import sonicmoe_cpp
-import torch
 import yaml
 
+from lm.device import choose
 from lm.errors import UserError
 
 
@@ -64,16 +63,6 @@ class Config:
 FREE_KEYS = frozenset({"out", "save_every", "sample_tokens", "threads"})
 # These decide the shapes of the tensors.
 SHAPE_KEYS = ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width")
-# A GPU has time for more; its tiles have 128 rows.
-LARGER = {
-    "batch": 32,
-    "width": 256,
-    "layers": 4,
-    "heads": 8,
-    "expert_width": 128,
-    "tile": 128,
-    "lr": 2e-3,
-}
 # `--short`: completion and a falling loss, for CI.
 SHORT = {"steps": 60, "warmup": 10, "eval_every": 30, "save_every": 30, "eval_sequences": 16}
 ROUNDING_MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
@@ -154,17 +143,6 @@ def validate(config: Config) -> Config:
     return config
 
 
-def resolve_device(asked: str) -> str:
-    """The device to train on: what was asked for, if it can be had."""
-    if asked not in ("", "cpu", "cuda"):
-        raise UserError(f"device is '{asked}'; it must be cpu or cuda")
-    usable = torch.cuda.is_available() and sonicmoe_cpp.is_available("cuda")
-    if asked == "cuda" and not usable:
-        reason = sonicmoe_cpp.unsupported_reason("cuda") or "torch finds no usable GPU"
-        raise UserError(f"device cuda cannot be used: {reason}")
-    return asked or ("cuda" if usable else "cpu")
-
-
 def parse(argv: list[str]) -> Request:
     """Defaults, then those of the device, --short, --config, and the other flags."""
     parser = _Parser(
@@ -184,8 +162,8 @@ def parse(argv: list[str]) -> Request:
     flags = vars(parser.parse_args(argv))
     file, short, resume = (flags.pop(name) for name in ("config", "short", "resume"))
     settings = (read_yaml(file) if file else {}) | flags
-    device = resolve_device(settings.get("device", ""))
-    settings = (LARGER if device == "cuda" else {}) | (SHORT if short else {}) | settings
-    settings["device"] = device
-    settings["precision"] = settings.get("precision") or ("bf16" if device == "cuda" else "fp32")
+    device = choose(settings.get("device", ""))
+    settings = device.settings | (SHORT if short else {}) | settings
+    settings["device"] = device.name
+    settings["precision"] = settings.get("precision") or device.precision
     return Request(validate(Config(**settings)), resume, short)

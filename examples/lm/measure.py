@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lm.config import Config
-from lm.model import autocast
+from lm.device import autocast
 
 
 def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
@@ -43,7 +43,7 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
         capacity = min(tokens * config.experts, rows + config.experts * slack)
     d, n = config.width, config.expert_width
     layer.train()
-    with autocast(config):
+    with autocast(config.device, config.precision):
         measured = saved_for_backward(layer, x)
     return {
         "bytes_measured": measured,

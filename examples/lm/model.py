@@ -6,6 +6,7 @@ from sonicmoe_cpp import MoE
 from torch import nn
 
 from lm.config import Config
+from lm.device import autocast
 
 ROUTINGS = {"topk": "topk", "rounded": "token_rounding"}
 
@@ -110,11 +111,6 @@ def build(config: Config, run: str) -> LanguageModel:
     return LanguageModel(config, ROUTINGS[run]).to(config.device)
 
 
-def autocast(config: Config) -> torch.autocast:
-    """The precision that matrices are multiplied in; weights stay fp32."""
-    return torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16")
-
-
 @torch.no_grad()
 def generate(model: LanguageModel, prompt: list[int], count: int, config: Config) -> list[int]:
     """Samples `count` tokens after the prompt at temperature 0.8, the same for the same seed."""
@@ -122,7 +118,7 @@ def generate(model: LanguageModel, prompt: list[int], count: int, config: Config
     generator = torch.Generator().manual_seed(config.seed)
     tokens = list(prompt)
     for _ in range(count):
-        with autocast(config):
+        with autocast(config.device, config.precision):
             logits, _ = model(torch.tensor([tokens[-config.context :]], device=config.device))
         weights = torch.softmax(logits[0, -1].float().cpu() / 0.8, dim=-1)
         tokens.append(int(torch.multinomial(weights, 1, generator=generator)))

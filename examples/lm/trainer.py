@@ -18,8 +18,9 @@ from tqdm import tqdm
 from lm import checkpoint, measure
 from lm.config import Config
 from lm.data import Batches, Corpus, validation_windows
+from lm.device import autocast
 from lm.errors import UserError
-from lm.model import autocast, build
+from lm.model import build
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -51,7 +52,7 @@ def cross_entropy(
     model: nn.Module, inputs: np.ndarray, targets: np.ndarray, config: Config
 ) -> tuple[torch.Tensor, list[Any]]:
     """Mean nats a token of (rows, context) int64 arrays, and what each MoE layer says beside."""
-    with autocast(config):
+    with autocast(config.device, config.precision):
         logits, auxes = model(torch.from_numpy(inputs).to(config.device))
     wanted = torch.from_numpy(targets).to(config.device)
     return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()), auxes

@@ -132,7 +132,7 @@ inline Array empty_beside(const Array& t) {
 /// Rows (T, d) as the kernels read them, one after the other and on CUDA by 16 bytes; others are
 /// copied.
 inline Array readable_rows(const Array& t) {
-  if (t.dim() != 2 || t.numel() == 0) return t;
+  if (t.dim() != 2) return t;
   const std::int64_t step = t.stride(0);
   const bool cuda_reads = reinterpret_cast<std::uintptr_t>(t.data_ptr()) % 16 == 0 && step % 8 == 0;
   if (t.stride(1) == 1 && step >= t.size(1) && (cuda_reads || !t.is_cuda())) return t;

@@ -25,6 +25,9 @@ NEEDS = {
     name: 1 << bit
     for bit, name in enumerate(("x", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down"))
 }
+# ... with its place among the arguments.
+_PLACES = tuple((bit, LAYER.index(name)) for name, bit in NEEDS.items())
+_NEEDS_ACCUMULATED = NEEDS["w_gate"] | NEEDS["w_up"] | NEEDS["w_down"]
 
 
 def score_dtype(t: Tensor) -> torch.dtype:
@@ -102,24 +105,23 @@ def _setup_layer(ctx, inputs, output):
 
 def _layer_backward(ctx, dout, *_unused):
     *tensors, h, saved = ctx.saved_tensors
-    wanted = dict(zip(LAYER, ctx.needs_input_grad, strict=False))
+    wanted = ctx.needs_input_grad
     g_gate, g_up, g_down = ctx.main_gradients
     accumulate = g_up is not None
+    needs = sum([bit for bit, at in _PLACES if wanted[at]])
+    arguments = (dout, *tensors, *ctx.options, h, saved)
     if accumulate:
-        wanted.update(w_gate=g_gate is not None, w_up=True, w_down=True)
-    needs = sum(bit for name, bit in NEEDS.items() if wanted[name])
-    arguments = (dout, *tensors, *ctx.options, h, saved, needs)
-    if accumulate:
-        arguments += (g_gate, g_up, g_down)
-        dx, dweights, *biases = call("moe_backward_accumulate", *arguments)
-        biases = (b.to(dx.dtype) for b in biases)
-        results = (dx, dweights, None, None, None, *biases)
-        wanted.update(w_gate=False, w_up=False, w_down=False)
+        needs |= _NEEDS_ACCUMULATED
+        results = call("moe_backward_accumulate", *arguments, needs, g_gate, g_up, g_down)
+        dx, dweights, *biases = results
+        results = (dx, dweights, None, None, None, *(b.to(dx.dtype) for b in biases))
     else:
-        results = call("moe_backward", *arguments)
-    gradients = dict(zip(NEEDS, results, strict=True))
-    ordered = [gradients[name] if name in NEEDS and wanted[name] else None for name in LAYER]
-    return (*ordered, None, None, None)
+        results = call("moe_backward", *arguments, needs)
+    gradients = [None] * (len(LAYER) + 3)
+    for (_, at), gradient in zip(_PLACES, results, strict=True):
+        if wanted[at]:
+            gradients[at] = gradient
+    return tuple(gradients)
 
 
 # ---- routing -------------------------------------------------------------------------------------
@@ -296,12 +298,19 @@ def register() -> None:
 
 @functools.cache
 def _kernel(name: str):
-    """The operator without the steps that record derivatives."""
+    """The operator without the steps that record derivatives. What it does not support raises
+    NotImplementedError."""
     operator = getattr(ops, name).default
 
     def run(*arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*arguments)
+        except RuntimeError as error:
+            sentence = str(error)
+            if sentence.startswith(UNSUPPORTED):
+                raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
+            raise
 
     return run
 
@@ -319,7 +328,15 @@ def _recorded(name: str):
         return output
 
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), parts).apply
+    function = type(name, (torch.autograd.Function,), parts)
+    # Past the Python of Function.apply, which serves functorch's transforms.
+    plain = super(torch.autograd.Function, function).apply
+
+    def apply(*arguments):
+        transformed = torch._C._are_functorch_transforms_active()
+        return (function.apply if transformed else plain)(*arguments)
+
+    return apply
 
 
 def records(*arguments) -> bool:
@@ -329,19 +346,23 @@ def records(*arguments) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
 
 
-def call(name: str, *arguments):
-    """Calls an operator; what it does not support raises NotImplementedError outside of a graph."""
+def run(name: str, *arguments):
+    """Calls an operator without its derivative."""
     if torch.compiler.is_compiling():
         return getattr(ops, name)(*arguments)
-    try:
-        if records(*arguments):
-            return _recorded(name)(*arguments)
-        return _kernel(name)(*arguments)
-    except RuntimeError as error:
-        sentence = str(error)
-        if sentence.startswith(UNSUPPORTED):
-            raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
-        raise
+    return _kernel(name)(*arguments)
+
+
+def record(name: str, *arguments):
+    """Calls an operator that autograd is to differentiate."""
+    if torch.compiler.is_compiling():
+        return getattr(ops, name)(*arguments)
+    return _recorded(name)(*arguments)
+
+
+def call(name: str, *arguments):
+    """Calls an operator, with its derivative where one is wanted."""
+    return (record if records(*arguments) else run)(name, *arguments)
 
 
 if _library.PROBLEM is None:

@@ -86,13 +86,15 @@ def _check_weights(hidden, weights: _Weights, gated: bool, x: Facts) -> None:
 
 
 @_checks.remembered
-def _check_layer(name: str, x: Facts, weights: _Weights, activation, gate_layout) -> Activation:
-    """Everything but the number of tokens; x's shape is that of a row, weights are Facts."""
+def _check_layer(name: str, x: tuple, weights: tuple, activation, gate_layout) -> Activation:
+    """Everything but the number of tokens: x and weights are keys, x's shape that of a row."""
+    x = Facts(*x)
+    described = _Weights(*(None if w is None else Facts(*w) for w in weights))
     _checks.dtype(name, x)
     _checks.supported(x.device)
     activation = _activation(activation)
     _checks.one_of("gate_layout", gate_layout, LAYOUTS)
-    _check_weights(x.shape[0], weights, activation.name in _ops.GATED, x)
+    _check_weights(x.shape[0], described, activation.name in _ops.GATED, x)
     return activation
 
 
@@ -111,10 +113,10 @@ def _main_gradients(grad_accum, weights: _Weights) -> tuple:
         ("grad_accum[1]", grad_accum[1], weights.w_down),
     ):
         if g is not None:
-            got = _checks.facts(name, g)
-            _checks.dtype(name, got, (_ops.score_dtype(w),))
-            _checks.shape(name, got, "its weight's shape", tuple(w.shape))
-            _checks.on_device(name, got, w)
+            _checks.tensor(name, g)
+            _checks.dtype(name, g, (_ops.score_dtype(w),))
+            _checks.shape(name, g, "its weight's shape", tuple(w.shape))
+            _checks.on_device(name, g, w)
     return g_gate, g_up, grad_accum[1]
 
 
@@ -133,39 +135,38 @@ def _autocast(x: Tensor, weights: _Weights) -> tuple[Tensor, _Weights]:
 
 
 def _scores(name: str, weights: Tensor, x: Tensor, expected: tuple, meaning: str) -> Tensor:
-    got = _checks.facts(name, weights)
-    _checks.dtype(name, got)
-    _checks.shape(name, got, meaning, expected)
-    _checks.on_device(name, got, x)
+    _checks.tensor(name, weights)
+    _checks.dtype(name, weights)
+    _checks.shape(name, weights, meaning, expected)
+    _checks.on_device(name, weights, x)
     dtype = _ops.score_dtype(x)
-    return weights if got.dtype == dtype else weights.to(dtype)
+    return weights if weights.dtype == dtype else weights.to(dtype)
 
 
 def _indices(name: str, value: Tensor, x: Tensor, expected: tuple, meaning: str) -> Tensor:
-    got = _checks.facts(name, value)
-    _checks.dtype(name, got, _checks.INDICES)
-    _checks.shape(name, got, meaning, expected)
-    _checks.on_device(name, got, x)
+    _checks.tensor(name, value)
+    _checks.dtype(name, value, _checks.INDICES)
+    _checks.shape(name, value, meaning, expected)
+    _checks.on_device(name, value, x)
     return value
 
 
 def _prepare(name: str, x, w_up, w_down, options: dict):
     """x and the options of a call, checked and cast: (x, activation, weights, main gradients)."""
-    got = _checks.facts(name, x)
-    if len(got.shape) != 2:
-        _checks.shape(name, got, "(T, d)", (None, None))
+    _checks.tensor(name, x)
+    if x.dim() != 2:
+        _checks.shape(name, x, "(T, d)", (None, None))
     given = _Weights(*_pair("w_up", w_up), w_down, options["b_up"], options["b_down"])
     x, weights = _autocast(x, given)
-    described = _Weights(
-        _checks.optional_facts("w_up", weights.w_gate),
-        _checks.facts("w_up", weights.w_up),
-        _checks.facts("w_down", weights.w_down),
-        _checks.optional_facts("b_up", weights.b_up),
-        _checks.optional_facts("b_down", weights.b_down),
+    keys = (
+        _checks.optional_key("w_up", weights.w_gate),
+        _checks.key("w_up", weights.w_up),
+        _checks.key("w_down", weights.w_down),
+        _checks.optional_key("b_up", weights.b_up),
+        _checks.optional_key("b_down", weights.b_down),
     )
-    row = Facts(x.dtype, got.device, got.shape[1:])
-    activation = options["activation"]
-    activation = _check_layer(name, row, described, activation, options["gate_layout"])
+    row = (x.dtype, x.device, x.shape[1:])
+    activation = _check_layer(name, row, keys, options["activation"], options["gate_layout"])
     return x, activation, weights, _main_gradients(options["grad_accum"], weights)
 
 
@@ -174,9 +175,9 @@ def _run(prepared, form: str, routing: tuple, gate_layout: str) -> Tensor:
     alpha, limit = activation.alpha or 0.0, activation.limit or 0.0
     arguments = (x, *routing, *weights, form, activation.name, alpha, limit, gate_layout)
     if _ops.records(*arguments):
-        out, _, _ = _ops.call("moe_forward", *arguments, *main_gradients)
+        out, _, _ = _ops.record("moe_forward", *arguments, *main_gradients)
         return out
-    return _ops.call("moe_inference", *arguments)
+    return _ops.run("moe_inference", *arguments)
 
 
 def moe(

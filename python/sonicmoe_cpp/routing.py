@@ -37,10 +37,11 @@ def _pairs(weight, token, expert, offsets) -> Pairs:
 
 
 def _check_logits(logits) -> None:
-    got = _checks.facts("logits", logits)
-    _checks.dtype("logits", got)
-    _checks.supported(got.device)
-    _checks.shape("logits", got, "(T, E)", (None, None))
+    _checks.tensor("logits", logits)
+    _checks.dtype("logits", logits)
+    _checks.supported(logits.device)
+    if logits.dim() != 2:
+        _checks.shape("logits", logits, "(T, E)", (None, None))
 
 
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
@@ -48,10 +49,10 @@ def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_gr
     _check_logits(logits)
     _checks.one_of("score", score, SCORES)
     if bias is not None:
-        got = _checks.facts("bias", bias)
-        _checks.dtype("bias", got, (torch.float32,))
-        _checks.shape("bias", got, "(E,)", (logits.shape[1],))
-        _checks.on_device("bias", got, logits)
+        _checks.tensor("bias", bias)
+        _checks.dtype("bias", bias, (torch.float32,))
+        _checks.shape("bias", bias, "(E,)", (logits.shape[1],))
+        _checks.on_device("bias", bias, logits)
         bias = bias.detach()
     if (n_group is None) != (topk_group is None):
         raise ValueError("n_group and topk_group must be given together")

@@ -165,7 +165,7 @@ def test_layouts_and_strides(form, transposed):
     down = layer.w_down.detach().clone()
     if transposed:
         down = down.transpose(1, 2).contiguous().transpose(1, 2)
-    up_halves = (half.detach() for half in layer.w_up.chunk(2, dim=1))
+    up_halves = (half.detach().clone() for half in layer.w_up.chunk(2, dim=1))
     tensors = [t.requires_grad_() for t in (*stored(*up_halves, form, transposed), down)]
     w_up = tuple(tensors[:2]) if form == "separate" else tensors[0]
     gate_layout = "interleaved" if form == "interleaved" else "concatenated"

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from demo_support import TINY, write_text
-from lm import baselines, config, data
+from lm import baselines, data, device
 from lm.config import SHORT, Config, parse
 from lm.errors import UserError
 
@@ -200,14 +200,12 @@ def test_validation_windows_pair_every_target_with_its_predecessor():
 
 
 def test_the_device_is_chosen_by_what_can_be_computed(monkeypatch):
-    monkeypatch.setattr(config.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(config.sonicmoe_cpp, "is_available", lambda device: True)
+    monkeypatch.setattr(device.sonicmoe_cpp, "unsupported_reason", lambda device: None)
     large = parse(["--heads", "2"]).config
     assert (large.device, large.precision) == ("cuda", "bf16")
-    assert large.width == config.LARGER["width"] and large.heads == 2
+    assert large.width == device.LARGER["width"] and large.heads == 2
     assert parse(["--device", "cpu"]).config.width == Config().width
-    monkeypatch.setattr(config.sonicmoe_cpp, "is_available", lambda device: False)
-    monkeypatch.setattr(config.sonicmoe_cpp, "unsupported_reason", lambda device: "no kernels")
+    monkeypatch.setattr(device.sonicmoe_cpp, "unsupported_reason", lambda device: "no kernels")
     assert parse([]).config.device == "cpu"
     with pytest.raises(UserError, match="device cuda cannot be used: no kernels"):
         parse(["--device", "cuda"])

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""What a call costs the host: microseconds of CPU time of moe(), its backward and route().
+
+    python benchmarks/host_cost.py [--device cuda] [--profile] [--out FILE]
+
+Shapes are tiny (T=64), calls are queued a few at a time and the device is waited for in between,
+so that a queue is never full and no call waits for the work of another. The limits are those of
+docs/pytorch.md. --profile adds where the time goes.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from datetime import date
+from pathlib import Path
+
+import sonicmoe_cpp
+import torch
+
+T, D, N, E, K = 64, 256, 128, 16, 4
+QUEUED = 32  # calls between two waits
+LIMITS = {"forward": 60.0, "forward + backward": 200.0, "route": 30.0}
+
+
+def calls(device: str) -> dict:
+    """The measured calls by name."""
+    dtype = torch.bfloat16
+
+    def leaf(*size, scale=1.0, of=dtype):
+        return (scale * torch.randn(*size)).to(device, of).requires_grad_()
+
+    x, w_up, w_down = leaf(T, D), leaf(E, 2 * N, D, scale=D**-0.5), leaf(E, D, N, scale=N**-0.5)
+    logits, dout = leaf(T, E), leaf(T, D).detach()
+    ids, weights = sonicmoe_cpp.route(logits.detach(), K)
+    weights.requires_grad_()
+    leaves = (x, weights, w_up, w_down)
+
+    def forward():
+        return sonicmoe_cpp.moe(x, ids, weights, w_up, w_down)
+
+    def inference():
+        with torch.no_grad():
+            forward()
+
+    def both():
+        forward().backward(dout)
+        for t in leaves:
+            t.grad = None
+
+    return {
+        "forward": forward,
+        "forward + backward": both,
+        "inference": inference,
+        "route": lambda: sonicmoe_cpp.route(logits, K),
+        "token_round": lambda: sonicmoe_cpp.token_round(logits, K, tile=16),
+        "torch.empty": lambda: torch.empty(T, D, device=device, dtype=dtype),
+        "torch linear": lambda: torch.nn.functional.linear(x, w_up[0]),
+    }
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(call, device: str, rounds: int = 60) -> float:
+    """Median microseconds a call."""
+    for _ in range(20):
+        call()
+    samples = []
+    for _ in range(rounds):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(QUEUED):
+            call()
+        samples.append((time.perf_counter() - began) / QUEUED * 1e6)
+    wait(device)
+    return statistics.median(samples)
+
+
+def show_profile(call, device: str) -> None:
+    profile = cProfile.Profile()
+    for _ in range(40):
+        wait(device)
+        profile.enable()
+        for _ in range(QUEUED):
+            call()
+        profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    device = arguments.device
+    reason = sonicmoe_cpp.unsupported_reason(device)
+    if reason is not None:
+        parser.error(reason)
+    measured = {name: measure(call, device) for name, call in calls(device).items()}
+    for name, microseconds in measured.items():
+        limit = f"   limit {LIMITS[name]:.0f}" if name in LIMITS else ""
+        print(f"{name:20} {microseconds:8.1f} us{limit}")
+    if arguments.profile:
+        for name in ("forward", "forward + backward"):
+            show_profile(calls(device)[name], device)
+    if arguments.out:
+        record = {
+            "date": date.today().isoformat(),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "shape": {"T": T, "d": D, "n": N, "E": E, "K": K},
+            "microseconds": {name: round(value, 1) for name, value in measured.items()},
+        }
+        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
