@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "boxing.h"
+#include "grouped_gemm.h"
 #include "place.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
@@ -508,6 +509,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("moe_forward", &box<&moe_forward>);
   m.impl("moe_backward", &box<&moe_backward>);
   m.impl("moe_backward_accumulate", &box<&moe_backward_accumulate>);
+  m.impl("grouped_gemm", &box<&grouped_gemm>);
+  m.impl("grouped_gemm_k", &box<&grouped_gemm_k>);
   m.impl("route", &box<&route>);
   m.impl("route_backward", &box<&route_backward>);
   m.impl("token_round", &box<&token_round>);
@@ -524,6 +527,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
 STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   const auto def = [&m](const std::string& schema) { m.def(schema.c_str()); };
   const std::string layer = sonicmoe_torch::kLayerSchema;
+  const std::string gemm = sonicmoe_torch::kGroupedGemmSchema;
   const std::string options = sonicmoe_torch::kRouteSchema;
   const std::string pairs = "Tensor weight, Tensor token, Tensor expert, Tensor offsets";
   const std::string rounding = options + ", Tensor seed, int tile, str mode";
@@ -538,6 +542,8 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("moe_backward_accumulate(" + backward +
       ", Tensor(a!)? g_gate, Tensor(b!) g_up, Tensor(c!) g_down) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
+  def("grouped_gemm(" + gemm + ") -> Tensor");
+  def("grouped_gemm_k(" + gemm + ") -> Tensor");
   def("route(" + options + ") -> (Tensor weights, Tensor ids)");
   def("route_backward(Tensor dweights, Tensor ids, " + options + ") -> Tensor");
   def("token_round(" + rounding + ") -> (" + pairs + ")");

@@ -17,17 +17,21 @@ from importlib import metadata
 from . import _library
 from ._library import is_available, unsupported_reason
 from .layer import Activation, moe, moe_grouped, moe_pairs
+from .lora import LoRA, LowRank, lora_moe
 from .module import MoE, MoEAux
 from .routing import Pairs, expert_choice, route, token_round
 
 __all__ = [
     "Activation",
+    "LoRA",
+    "LowRank",
     "MoE",
     "MoEAux",
     "Pairs",
     "__version__",
     "expert_choice",
     "is_available",
+    "lora_moe",
     "moe",
     "moe_grouped",
     "moe_pairs",

@@ -224,6 +224,14 @@ def _router_losses_backward(ctx, dvalues, _dcounts):
 # ---- registration --------------------------------------------------------------------------------
 
 
+def _fake_grouped_gemm(a, b, offsets, gather):
+    return a.new_empty((a.shape[0] if gather is None else gather.shape[0], b.shape[1]))
+
+
+def _fake_grouped_gemm_k(a, b, offsets, gather):
+    return a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
+
+
 def _of_first_output(setup, backward):
     """A derivative in the first output alone: the others are not differentiable."""
 
@@ -258,6 +266,8 @@ FAKES = {
     "moe_forward": _fake_forward,
     "moe_backward": _fake_backward,
     "moe_backward_accumulate": _fake_backward_accumulate,
+    "grouped_gemm": _fake_grouped_gemm,
+    "grouped_gemm_k": _fake_grouped_gemm_k,
     "route": _fake_route,
     "route_backward": lambda dweights, ids, logits, *options: _like_x(logits),
     "token_round": _fake_token_round,

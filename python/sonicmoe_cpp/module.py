@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import _checks, _ops
 from .layer import LAYOUTS, Activation, _activation, moe, moe_pairs
+from .lora import LoRA, lora_moe
 from .routing import MODES, SCORES, route, router_losses, token_round
 
 ROUTINGS = ("topk", "token_rounding")
@@ -115,6 +116,7 @@ class MoE(nn.Module):
         else:
             self.register_parameter("b_up", None)
             self.register_parameter("b_down", None)
+        self.lora: LoRA | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,6 +126,20 @@ class MoE(nn.Module):
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
+
+    def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
+        """Freezes the experts and trains low-rank factors beside them: parameters lora.*.
+
+        scale = alpha / rank. Not for routing="token_rounding".
+        """
+        if self.routing == "token_rounding":
+            raise NotImplementedError(
+                'routing is "token_rounding", low-rank factors need routing="topk"'
+            )
+        for parameter in (self.w_up, self.w_down, self.b_up, self.b_down):
+            if parameter is not None:
+                parameter.requires_grad_(False)
+        self.lora = LoRA(self.w_up, self.w_down, rank, alpha, dtype)
 
     def extra_repr(self) -> str:
         text = (
@@ -165,8 +181,11 @@ class MoE(nn.Module):
             rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
             pairs = token_round(logits, self.top_k, **rule, **options)
             out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
-        else:
+        elif self.lora is None:
             out = moe(rows, ids, weights, self.w_up, self.w_down, **experts)
+        else:
+            experts |= self.lora.factors()
+            out = lora_moe(rows, ids, weights, self.w_up, self.w_down, **experts)
         load_balancing, z, counts = router_losses(logits, ids, **options)
         loss = self.lb_coef * load_balancing + self.z_coef * z
         if x.dim() != 2:  # not a view where none is needed: FSDP2 warns about views

@@ -330,3 +330,56 @@ def test_without_transformers_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     with pytest.raises(ImportError, match=r"needs transformers 5\.0 or later"):
         hf.register()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_low_rank_factors(architecture):
+    """Against eager experts whose weights hold W + B A."""
+    model = hf_models.build(architecture).double()
+    names = hf.add_lora(model, rank=3, alpha=6.0)
+    assert names == [name for name, _ in hf_models.experts_of(model)]
+    factors = {n: p for n, p in model.named_parameters() if ".lora." in n}
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in factors.values():
+            p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
+    ids = torch.randint(96, (2, 11), generator=g)
+    out = model(ids, labels=ids)
+    got = torch.autograd.grad(out.loss, list(factors.values()))
+    merged = hf_models.build(architecture).double()
+    merged.set_experts_implementation("eager")
+    weights = []
+    for (_, adapted), (_, plain) in zip(
+        hf_models.experts_of(model), hf_models.experts_of(merged), strict=True
+    ):
+        for target, name in (("up", "gate_up_proj"), ("down", "down_proj")):
+            low = getattr(adapted.lora, f"{target}_a"), getattr(adapted.lora, f"{target}_b")
+            delta = 2.0 * low[1] @ low[0]
+            delta = delta.transpose(1, 2) if plain.is_transposed else delta
+            weight = (getattr(plain, name) + delta).detach().requires_grad_()
+            setattr(plain, name, nn.Parameter(weight))
+            weights.append((getattr(plain, name), low, plain.is_transposed))
+    want = merged(ids, labels=ids)
+    torch.testing.assert_close(out.logits, want.logits)
+    want.loss.backward()
+    expected = []
+    for weight, (a, b), transposed in weights:
+        dw = weight.grad.transpose(1, 2) if transposed else weight.grad
+        expected += [2.0 * b.transpose(1, 2) @ dw, 2.0 * dw @ a.transpose(1, 2)]
+    for name, value, grad in zip(factors, expected, got, strict=True):
+        torch.testing.assert_close(grad, value, msg=name)
+
+
+def test_factors_are_not_left_out_silently():
+    model = hf_models.build("qwen3_moe")
+    hf.add_lora(model, rank=2, alpha=2)
+    assert not any(
+        p.requires_grad
+        for n, p in model.named_parameters()
+        if n.endswith("down_proj") and "experts" in n
+    )
+    model.set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match='experts_implementation is "eager", which leaves out'):
+        model(torch.tensor([[1, 2]]))
+    with pytest.raises(ValueError, match="Linear has no experts"):
+        hf.add_lora(nn.Linear(2, 2), rank=2, alpha=2)

@@ -16,10 +16,17 @@ from torch import Tensor, nn
 
 from .. import _ops
 from ..layer import LAYOUTS, Activation, moe
+from ..lora import LoRA, lora_moe
 from . import _recognise
 from ._recognise import local
 
 NAME = "sonicmoe_cpp"
+
+
+def _interface():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ALL_EXPERTS_FUNCTIONS
 
 
 def register(name: str = NAME) -> str:
@@ -28,13 +35,13 @@ def register(name: str = NAME) -> str:
     Registering again does no harm, and registering as "sonicmoe" replaces transformers' own.
     """
     try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        interface = _interface()
     except ImportError as error:
         raise ImportError(
             "sonicmoe_cpp.integrations.hf needs transformers 5.0 or later, whose experts can be "
             "replaced (pip install 'transformers>=5'): " + str(error)
         ) from error
-    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    interface.register(name, experts_forward)
     return name
 
 
@@ -108,6 +115,19 @@ def _weights_of_slots(weights: Tensor, ids: Tensor) -> Tensor:
     return weights.gather(1, ids.clamp(0, weights.shape[1] - 1))
 
 
+def _weights(module: nn.Module) -> tuple[Tensor | None, ...]:
+    """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down) as they lie, one dtype."""
+    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    w_up, w_down = local(getattr(module, up)), local(module.down_proj)
+    b_up = b_down = None
+    if module.has_bias:
+        b_up, b_down = local(getattr(module, f"{up}_bias")), local(module.down_proj_bias)
+        b_up, b_down = b_up.to(w_up.dtype), b_down.to(w_up.dtype)
+    if module.is_transposed:
+        w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+    return w_up, w_down, b_up, b_down
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -121,18 +141,13 @@ def experts_forward(
             "sonicmoe_cpp does not compute: use another experts_implementation for this model"
         )
     plan = plan_of(self)
-    up = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
-    w_up, w_down = local(getattr(self, up)), local(self.down_proj)
-    b_up = b_down = None
-    if self.has_bias:
-        b_up, b_down = local(getattr(self, f"{up}_bias")), local(self.down_proj_bias)
-        b_up, b_down = b_up.to(w_up.dtype), b_down.to(w_up.dtype)
-    if self.is_transposed:
-        w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+    w_up, w_down, b_up, b_down = _weights(self)
     x = hidden_states
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(w_up.dtype)
-    out = moe(
+    lora = getattr(self, "lora", None)
+    compute, factors = (moe, {}) if lora is None else (lora_moe, lora.factors())
+    out = compute(
         x,
         top_k_index,
         _weights_of_slots(top_k_weights, top_k_index),
@@ -142,5 +157,37 @@ def experts_forward(
         b_down=b_down,
         activation=plan.activation,
         gate_layout=plan.gate_layout,
+        **factors,
     )
     return out.to(hidden_states.dtype)
+
+
+def _check_implementation(module: nn.Module, _arguments) -> None:
+    name = module.config._experts_implementation
+    if name not in _interface() or _interface()[name] is not experts_forward:
+        raise RuntimeError(
+            f'experts_implementation is "{name}", which leaves out the low-rank factors of '
+            f'{type(module).__name__}: must be "{NAME}"'
+        )
+
+
+def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[str]:
+    """Freezes every experts module of `model` and trains low-rank factors beside it.
+
+    The factors are parameters of the experts: lora.up_a, lora.up_b, lora.down_a, lora.down_b, with
+    scale = alpha / rank. What else is trained stays as it is. Returns the modules' names. The model
+    must run with this experts_implementation.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if not (hasattr(module, "is_transposed") and hasattr(module, "down_proj")):
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(False)
+        w_up, w_down, *_ = _weights(module)
+        module.lora = LoRA(w_up, w_down, rank, alpha, dtype)
+        module.register_forward_pre_hook(_check_implementation)
+        names.append(name)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no experts that transformers can replace")
+    return names

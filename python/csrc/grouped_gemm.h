@@ -1,0 +1,61 @@
+// The grouped GEMMs as operators. Rows past the last offset are not written: callers skip them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "boxing.h"
+#include "place.h"
+#include "sonicmoe/grouped_gemm.h"
+#include "views.h"
+
+namespace sonicmoe_torch {
+
+struct GroupedGemmCall {
+  Array a;
+  Array b;
+  Array offsets;      // (E+1) int64
+  MaybeArray gather;  // (R) int32: rows of a
+  auto fields() { return std::tie(a, b, offsets, gather); }
+};
+constexpr const char* kGroupedGemmSchema = "Tensor a, Tensor b, Tensor offsets, Tensor? gather";
+
+/// a (rows, k), b (E, n, k) -> (R, n)
+inline Array grouped_gemm(GroupedGemmCall& call) {
+  const Place place(call.a);
+  expect_rank(call.a, 2, "a");
+  expect_rank(call.b, 3, "b");
+  const Array a = readable_rows(call.a);
+  const std::int64_t rows = call.gather ? call.gather->size(0) : a.size(0);
+  const Array d = empty(a, {rows, call.b.size(1)}, a.scalar_type());
+  sonicmoe::GroupedGemm args;
+  args.a = view(a, "a");
+  args.b = view(call.b, "b");
+  args.d = view(d, "d");
+  args.offsets = view(call.offsets, "offsets");
+  args.gather = view(call.gather, "gather");
+  sonicmoe::grouped_gemm(args, place.exec());
+  return d;
+}
+
+/// a (rows, m), b (R, n) -> (E, m, n); zero for experts without rows
+inline Array grouped_gemm_k(GroupedGemmCall& call) {
+  const Place place(call.a);
+  expect_rank(call.a, 2, "a");
+  expect_rank(call.b, 2, "b");
+  expect_rank(call.offsets, 1, "offsets");
+  const Array a = readable_rows(call.a);
+  const Array b = readable_rows(call.b);
+  const Array d = empty(a, {call.offsets.size(0) - 1, a.size(1), b.size(1)}, a.scalar_type());
+  sonicmoe::GroupedGemmK args;
+  args.a = view(a, "a");
+  args.b = view(b, "b");
+  args.d = view(d, "d");
+  args.offsets = view(call.offsets, "offsets");
+  args.gather = view(call.gather, "gather");
+  sonicmoe::grouped_gemm_k(args, place.exec());
+  return d;
+}
+
+}  // namespace sonicmoe_torch

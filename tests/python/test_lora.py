@@ -1,0 +1,348 @@
+"""Low-rank factors beside frozen experts, against merged weights in plain PyTorch."""
+
+import pytest
+import reference
+import sonicmoe_cpp
+import torch
+from devices import DEVICES, DTYPES
+from reference import Layer, assert_twice
+from sonicmoe_cpp import LowRank, lora_moe
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+E, D, N, R = 5, 24, 16, 8
+FACTORS = ("up_a", "up_b", "down_a", "down_b")
+
+
+class Adapted(Layer):
+    """A layer whose weights are frozen, with factors beside them."""
+
+    NAMES = (*Layer.NAMES, *FACTORS)
+
+    def __init__(self, tokens=40, rank=R, only=None, **options):
+        super().__init__(tokens, D, N, E, 2, torch.float64, **options)
+        g = torch.Generator().manual_seed(9)
+        up, down = self.w_up.shape, self.w_down.shape
+        shapes = [(E, rank, D), (E, up[1], rank), (E, rank, down[2]), (E, D, rank)]
+        for name, shape in zip(FACTORS, shapes, strict=True):
+            value = torch.randn(shape, generator=g, dtype=torch.float64) * shape[2] ** -0.5
+            used = only is None or name.startswith(only)
+            setattr(self, name, value.requires_grad_() if used else None)
+        self.ids[::5, 1] = E
+        self.freeze()
+
+    def freeze(self):
+        for name in ("w_up", "w_down", "b_up", "b_down"):
+            if getattr(self, name) is not None:
+                getattr(self, name).requires_grad_(False)
+
+    def on(self, device, dtype):
+        other = self.to(dtype)
+        other.__class__ = Adapted
+        other.ids, other.dout = other.ids.to(device), other.dout.to(device)
+        for name in self.NAMES:
+            value = getattr(other, name)
+            if value is not None:
+                setattr(other, name, value.detach().to(device).requires_grad_())
+        other.freeze()
+        return other
+
+    def leaves(self):
+        return {name: value for name, value in super().leaves().items() if value.requires_grad}
+
+    def options_with_bias(self):
+        return {"b_up": self.b_up, "b_down": self.b_down} | self.options
+
+    def ours(self):
+        up = None if self.up_a is None else LowRank(self.up_a, self.up_b, 0.5)
+        down = None if self.down_a is None else LowRank(self.down_a, self.down_b, 2.0)
+        inputs = (self.x, self.ids, self.weights, self.w_up, self.w_down)
+        return lora_moe(*inputs, up=up, down=down, **self.options_with_bias())
+
+    def merged(self):
+        w_up, w_down = self.w_up, self.w_down
+        if self.up_a is not None:
+            w_up = w_up + 0.5 * self.up_b @ self.up_a
+        if self.down_a is not None:
+            w_down = w_down + 2.0 * self.down_b @ self.down_a
+        inputs = (self.x, self.ids, self.weights, w_up, w_down)
+        return reference.moe(*inputs, **self.options_with_bias())
+
+    def gradients(self, out):
+        leaves = self.leaves()
+        grads = torch.autograd.grad(out, list(leaves.values()), self.dout)
+        return {"out": out.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def need_products(device):
+    """A build may have no grouped GEMM for a device."""
+    try:
+        Adapted(8).on(device, torch.bfloat16).ours()
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("device,dtype", DTYPES)
+def test_output_and_gradients(device, dtype, activation, bias, layout):
+    need_products(device)
+    layer = Adapted(activation=activation, bias=bias, gate_layout=layout)
+    exact = layer.gradients(layer.merged())
+    rounded = layer.on("cpu", dtype)
+    plain = rounded.gradients(rounded.merged())
+    rounded = layer.on(device, dtype)
+    got = rounded.gradients(rounded.ours())
+    assert set(got) == {"out", "x", "weights", *FACTORS}
+    for name, want in exact.items():
+        assert_twice(name, got[name].cpu(), plain[name], want, dtype)
+    assert (got["weights"].cpu()[layer.ids == E] == 0).all()
+
+
+@pytest.mark.parametrize("only", ["up", "down"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_one_projection(only, rank):
+    layer = Adapted(only=only, rank=rank)
+    want, got = layer.gradients(layer.merged()), layer.gradients(layer.ours())
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+
+
+def test_without_factors_it_is_the_layer():
+    layer = Adapted(only="neither", bias=True)
+    inputs = (layer.x, layer.ids, layer.weights, layer.w_up, layer.w_down)
+    layers = sonicmoe_cpp.moe(*inputs, **layer.options_with_bias())
+    want, got = layer.gradients(layers), layer.gradients(layer.ours())
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "geglu", "gelu_tanh", "relu2"])
+def test_finite_differences(activation):
+    layer = Adapted(4, rank=2, activation=activation, bias=True)
+    names = list(layer.leaves())
+
+    def call(*values):
+        for name, value in zip(names, values, strict=True):
+            setattr(layer, name, value)
+        return layer.ours()
+
+    assert torch.autograd.gradcheck(call, list(layer.leaves().values()))
+
+
+def test_layouts_and_strides():
+    layer = Adapted(gate_layout="interleaved")
+    want = layer.gradients(layer.ours())
+    for name in ("w_up", "w_down"):
+        w = getattr(layer, name)
+        setattr(layer, name, w.transpose(1, 2).contiguous().transpose(1, 2))
+    layer.x = layer.x.detach().t().contiguous().t().requires_grad_()
+    got = layer.gradients(layer.ours())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_several_blocks_are_as_one(monkeypatch):
+    layer = Adapted(bias=True)
+    want = layer.gradients(layer.ours())
+    monkeypatch.setattr("sonicmoe_cpp.lora.BLOCK", 7 * 2 * N)
+    got = layer.gradients(layer.ours())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_odd_routings():
+    layer = Adapted()
+    layer.ids = torch.full_like(layer.ids, 3)  # an expert twice in every token, the others idle
+    want, got = layer.gradients(layer.merged()), layer.gradients(layer.ours())
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+    layer.ids.fill_(-1)
+    with torch.no_grad():
+        layer.weights.fill_(float("nan"))
+    assert all((value == 0).all() for value in layer.gradients(layer.ours()).values())
+    none = Adapted(3)
+    for name in ("x", "ids", "weights", "dout"):
+        value = getattr(none, name).detach()[:0]
+        setattr(none, name, value.requires_grad_(name in ("x", "weights")))
+    assert all((value == 0).all() for value in none.gradients(none.ours()).values())
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operator made; views of the leaves are not made."""
+
+    def __init__(self, leaves):
+        super().__init__()
+        self.given = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.given:
+                self.bytes = max(self.bytes, t.nbytes)
+        return result
+
+
+def wide_layer():
+    """Few tokens beside large weights, so that a copy of a weight stands out."""
+    layer = Adapted(4)
+    g = torch.Generator().manual_seed(1)
+    for name in Adapted.NAMES:
+        value = getattr(layer, name)
+        if value is not None and value.dim() == 3:
+            more = torch.randn(16 * E, *value.shape[1:], generator=g, dtype=torch.float64)
+            setattr(layer, name, more.requires_grad_(value.requires_grad))
+    return layer
+
+
+def test_the_sum_of_weight_and_factors_is_never_formed():
+    layer = wide_layer()
+    weights = (layer.w_up, layer.w_down)
+    with Largest(weights) as seen:
+        layer.gradients(layer.ours())
+    assert seen.bytes == layer.up_b.nbytes < layer.w_down.nbytes  # a gradient of the factors
+    with Largest(weights) as seen:
+        layer.gradients(layer.merged())
+    assert seen.bytes >= layer.w_up.nbytes
+
+
+def kept(function, *leaves):
+    """Bytes that the graph of function() keeps, apart from the leaves."""
+    storages = {}
+
+    def pack(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        out = function()
+    for leaf in leaves:
+        storages.pop(leaf.untyped_storage().data_ptr(), None)
+    del out
+    return sum(storages.values())
+
+
+def test_memory_kept_for_backward():
+    layer = Adapted().on("cpu", torch.bfloat16)
+    leaves = [v for n in Adapted.NAMES if (v := getattr(layer, n)) is not None]
+    rows = layer.ids.numel()
+    h, low = 2 * rows * 2 * N, 2 * rows * R
+    metadata = rows * (8 + 4 + 8 + 8 + 1) + 8 * (E + 1)
+    assert kept(layer.ours, *leaves, layer.ids) == h + low + metadata
+
+
+def test_checkpointing_recomputes_the_same_bits():
+    layer = Adapted(bias=True).on("cpu", torch.bfloat16)
+    want = layer.gradients(layer.ours())
+    got = layer.gradients(checkpoint(layer.ours, use_reentrant=False))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_graph(device):
+    need_products(device)
+    torch._dynamo.reset()
+    layer = Adapted(bias=True).on(device, torch.bfloat16)
+
+    def call(x):
+        layer.x = x
+        return layer.ours()
+
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(layer.x)
+    got, want = layer.gradients(out), layer.gradients(layer.ours())
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+
+
+def test_autocast_casts_what_it_is_given():
+    layer = Adapted().on("cpu", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer.gradients(layer.ours().float())
+    want = layer.gradients(layer.ours())
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype
+        assert 1e-5 < reference.error(got[name], value) < 2e-2
+
+
+def test_factors_may_be_kept_in_fp32():
+    layer = Adapted().on("cpu", torch.bfloat16)
+    for name in FACTORS:
+        setattr(layer, name, getattr(layer, name).detach().float().requires_grad_())
+    got = layer.gradients(layer.ours())
+    assert got["out"].dtype == torch.bfloat16
+    assert all(got[name].dtype == torch.float32 for name in FACTORS)
+
+
+def test_refusals():
+    layer = Adapted(bias=True)
+    layer.w_up.requires_grad_()
+    with pytest.raises(ValueError, match="w_up requires a gradient, must be frozen"):
+        layer.ours()
+    layer.freeze()
+    layer.up_b = layer.up_b.detach()[:, :, :-1]
+    with pytest.raises(ValueError, match=r"up\.b has shape .* must be \(E, 2\*n, r\)"):
+        layer.ours()
+    inputs = (layer.x, layer.ids, layer.weights)
+    with pytest.raises(TypeError, match=r"w_up is a pair \(gate, up\), must be one tensor"):
+        lora_moe(*inputs, tuple(layer.w_up.chunk(2, 1)), layer.w_down)
+    with pytest.raises(TypeError, match="up is tuple, must be a LowRank or None"):
+        lora_moe(*inputs, layer.w_up, layer.w_down, up=(layer.up_a, layer.up_b))
+    with pytest.raises(TypeError, match="w_down has dtype"):
+        lora_moe(*inputs, layer.w_up, layer.w_down.float())
+
+
+# ---- frozen experts and modules ------------------------------------------------------------------
+
+
+class Outputs(TorchDispatchMode):
+    """The shapes that an operator returned."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.shapes = operator, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.name() == self.operator:
+            self.shapes = [tuple(t.shape) for t in result]
+        return result
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frozen_experts_get_no_gradient_and_none_is_computed(device):
+    layer = Adapted(only="neither").on(device, torch.bfloat16)
+    inputs = (layer.x, layer.ids, layer.weights, layer.w_up, layer.w_down)
+    with Outputs("sonicmoe_cpp::moe_backward") as seen:
+        sonicmoe_cpp.moe(*inputs).backward(layer.dout)
+    assert layer.w_up.grad is None and layer.w_down.grad is None
+    assert seen.shapes == [(40, D), (40, 2), (0,), (0,), (0,), (0,), (0,)]
+
+
+def test_module_trains_its_factors_only():
+    torch.manual_seed(0)
+    module = sonicmoe_cpp.MoE(E, 2, D, N, bias=True)
+    x, target = torch.randn(64, D), torch.randn(64, D)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    plain = module(x)[0]
+    module.add_lora(rank=4, alpha=8.0)
+    assert module.lora.scale == 2.0
+    torch.testing.assert_close(module(x)[0], plain)  # B is zero at first
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trained == {"router.weight", *(f"lora.{name}" for name in FACTORS)}
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (module(x)[0] - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    for name in ("w_up", "w_down", "b_up", "b_down"):
+        assert torch.equal(getattr(module, name), before[name])
+
+
+def test_module_refuses_token_rounding():
+    with pytest.raises(NotImplementedError, match='need routing="topk"'):
+        sonicmoe_cpp.MoE(E, 2, D, N, routing="token_rounding").add_lora(4, 8)
