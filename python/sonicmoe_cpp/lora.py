@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import _checks, _formulas, _ops
-from .layer import LAYOUTS, Activation, _activation
+from .layer import LAYOUTS, Activation, _activation, _indices, _scores
 
 # Elements of a block of rows in the elementwise parts, which work in fp32.
 BLOCK = 1 << 22
@@ -64,12 +64,12 @@ def _group(ids: Tensor, experts: int) -> _Rows:
 
 def _product(a: Tensor, weight: Tensor, rows: _Rows, gather: Tensor | None = None) -> Tensor:
     """(C, out): row times its expert's weight (E, out, in), rows of `a` through `gather`."""
-    return _ops.call("grouped_gemm", a, weight, rows.offsets, gather)
+    return _ops.run("grouped_gemm", a, weight, rows.offsets, gather)
 
 
 def _outer(a: Tensor, b: Tensor, rows: _Rows, gather: Tensor | None = None) -> Tensor:
     """(E, columns of a, columns of b): the sum over every expert's rows of a^T b."""
-    return _ops.call("grouped_gemm_k", a, b, rows.offsets, gather)
+    return _ops.run("grouped_gemm_k", a, b, rows.offsets, gather)
 
 
 def _beside(out: Tensor, inner: Tensor | None, factor: Tensor | None, rows: _Rows) -> Tensor:
@@ -245,7 +245,8 @@ class _Layer(torch.autograd.Function):
 def _check(name: str, value: Tensor | None, x: Tensor, shape: tuple, meaning: str) -> None:
     if value is None:
         return
-    _checks.dtype(name, _checks.facts(name, value))
+    _checks.tensor(name, value)
+    _checks.dtype(name, value)
     _checks.shape(name, value, meaning, shape)
     _checks.on_device(name, value, x)
 
@@ -305,7 +306,8 @@ def lora_moe(
     (E, r, n), down.b (E, d, r), in any float dtype; rows of up.b lie as gate_layout says. The rest
     as in moe(), except that w_up is one tensor. On CUDA r must be a multiple of 8.
     """
-    _checks.dtype("x", _checks.facts("x", x))
+    _checks.tensor("x", x)
+    _checks.dtype("x", x)
     _checks.supported(x.device)
     activation = _activation(activation)
     _checks.one_of("gate_layout", gate_layout, LAYOUTS)
@@ -316,12 +318,9 @@ def lora_moe(
             raise TypeError(f"{name} is {type(factors).__name__}, must be a LowRank or None")
     none = LowRank(None, None)
     (up_a, up_b, up_scale), (down_a, down_b, down_scale) = up or none, down or none
-    ids = _checks.facts("topk_ids", topk_ids)
-    _checks.dtype("topk_ids", ids, _checks.INDICES)
-    _checks.shape("topk_ids", ids, "(T, K)", (x.shape[0], None))
-    _check("topk_weights", topk_weights, x, tuple(ids.shape), "topk_ids' shape (T, K)")
+    ids = _indices("topk_ids", topk_ids, x, (x.shape[0], None), "(T, K)")
+    weights = _scores("topk_weights", topk_weights, x, tuple(ids.shape), "topk_ids' shape (T, K)")
     _check_frozen({"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down})
-    weights = topk_weights.to(_ops.score_dtype(x))
     t = _Tensors(x, weights, up_a, up_b, down_a, down_b, w_up, w_down, b_up, b_down)
     _check_shapes(x, t, activation.name in _ops.GATED)
     for name, value in (("w_up", w_up), ("w_down", w_down)):
@@ -330,7 +329,7 @@ def lora_moe(
     dtype = _dtype(x)
     cast = [v if n == "weights" or v is None else v.to(dtype) for n, v in t._asdict().items()]
     form = _Form(activation, gate_layout, up_scale, down_scale)
-    return _Layer.apply(form, topk_ids, *cast)
+    return _Layer.apply(form, ids, *cast)
 
 
 class LoRA(nn.Module):
