@@ -312,9 +312,9 @@ struct RouterShape {
   std::int64_t tokens, experts, top_k, n_group, topk_group;
 };
 constexpr RouterShape kRouterShapes[] = {
-    {0, 8, 2, 4, 2},    {1, 1, 1, 1, 1},       {67, 8, 2, 4, 2},        {129, 64, 8, 8, 3},
-    {77, 65, 5, 5, 2},  {33, 100, 32, 10, 8},  {300, 256, 8, 8, 4},     {65, 512, 10, 64, 8},
-    {40, 384, 8, 8, 4}, {18, 1000, 17, 10, 4}, {31, 1024, 32, 256, 200}};
+    {0, 8, 2, 4, 2},     {1, 1, 1, 1, 1},        {1067, 8, 2, 4, 2},       {929, 64, 8, 8, 3},
+    {577, 65, 5, 5, 2},  {333, 100, 32, 10, 8},  {300, 256, 8, 8, 4},      {265, 512, 10, 64, 8},
+    {440, 384, 8, 8, 4}, {218, 1000, 17, 10, 4}, {131, 1024, 32, 256, 200}};
 constexpr const char* kLogitsNames[] = {"normal", "few_values", "specials", "empty_rows",
                                         "one_hot"};
 
@@ -335,10 +335,12 @@ RouterCase router_options(const RouterShape& s, unsigned variant) {
 
 Case router_case(Subject subject, const RouterShape& s, DType dtype, const RouterCase& router,
                  unsigned variant) {
-  const bool rounds = subject == Subject::kTokenRound;
-  std::string name = rounds ? "round/" + std::string(rounding_mode_name(router.mode)) + "_tile" +
-                                  std::to_string(router.tile) + "/"
-                            : "route/";
+  std::string name = "route/";
+  if (subject == Subject::kTokenRound) {
+    name = "round/";
+    name += rounding_mode_name(router.mode);
+    name += "_tile" + std::to_string(router.tile) + "/";
+  }
   name += "t" + std::to_string(s.tokens) + "_e" + std::to_string(s.experts) + "_k" +
           std::to_string(s.top_k) + "_options" + std::to_string(variant) + "_" +
           kLogitsNames[static_cast<int>(router.logits)] + "/" + dtype_name(dtype);

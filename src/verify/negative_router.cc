@@ -73,13 +73,13 @@ std::vector<Control> controls_of_the_router() {
   const auto at = [](const char* name, Fault fault) {
     return std::vector<Expectation>{{name, fault}};
   };
-  constexpr const char* kRoute = "route/t129_e64_k8_options10_normal/f16";
-  constexpr const char* kTies = "route/t129_e64_k8_options15_few_values/bf16";
+  constexpr const char* kRoute = "route/t929_e64_k8_options10_normal/f16";
+  constexpr const char* kTies = "route/t929_e64_k8_options15_few_values/bf16";
   constexpr const char* kBiased = "route/t300_e256_k8_options20_normal/f32";
-  constexpr const char* kUp = "round/up_tile1/t40_e384_k8_options5_one_hot/f16";
+  constexpr const char* kUp = "round/up_tile1/t440_e384_k8_options5_one_hot/f16";
   constexpr const char* kNearest = "round/nearest_tile128/t300_e256_k8_options0_few_values/bf16";
-  constexpr const char* kScore = "round/score_tile3/t129_e64_k8_options0_empty_rows/bf16";
-  constexpr const char* kBalanced = "round/balanced_tile3/t129_e64_k8_options20_specials/f32";
+  constexpr const char* kScore = "round/score_tile3/t929_e64_k8_options0_empty_rows/bf16";
+  constexpr const char* kBalanced = "round/balanced_tile3/t929_e64_k8_options20_specials/f32";
   return {
       {"two chosen experts are in the wrong order", at(kTies, Fault::kUnequal),
        after_route([](const Memory& memory, const Tensor& ids, const Tensor&) {

@@ -7,6 +7,7 @@
 
 #include "verify/convert.h"
 #include "verify/oracle_activation.h"
+#include "verify/routing_reference.h"
 
 namespace sonicmoe::oracle {
 namespace {
@@ -32,14 +33,16 @@ double log_sum_exp(const std::vector<double>& logits) {
   return top + std::log(sum);
 }
 
-template <class Real>
-std::vector<Real> softmax(const std::vector<Real>& logits) {
-  std::vector<Real> p(logits.size(), Real{0});
-  const Real top = *std::max_element(logits.begin(), logits.end());
-  if (std::isinf(top)) return p;
-  Real sum = 0;
+// In fp32 the exponential and the order of the sum are part of the definition of routing.
+std::vector<float> softmax(const std::vector<float>& logits) { return reference::softmax(logits); }
+
+std::vector<double> softmax(const std::vector<double>& logits) {
+  std::vector<double> p(logits.size(), 0.0);
+  const double top = *std::max_element(logits.begin(), logits.end());
+  if (top == kNever) return p;
+  double sum = 0.0;
   for (std::size_t e = 0; e < p.size(); ++e) sum += p[e] = std::exp(logits[e] - top);
-  for (Real& v : p) v /= sum;
+  for (double& v : p) v /= sum;
   return p;
 }
 
@@ -79,10 +82,11 @@ void keep_best_groups(const RouteOptions& options, std::vector<double>& values) 
   }
 }
 
-template <class Real>
-std::vector<Real> sigmoids(const std::vector<Real>& logits) {
-  std::vector<Real> p(logits.size());
-  std::transform(logits.begin(), logits.end(), p.begin(), sigmoid<Real>);
+std::vector<float> sigmoids(const std::vector<float>& logits) { return reference::sigmoid(logits); }
+
+std::vector<double> sigmoids(const std::vector<double>& logits) {
+  std::vector<double> p(logits.size());
+  std::transform(logits.begin(), logits.end(), p.begin(), sigmoid<double>);
   return p;
 }
 
