@@ -1,10 +1,10 @@
-"""Checks that README.md shows what it claims to show.
+"""Checks that README.md and docs/performance.md show what they claim to show.
 
 The tables must be those drawn from the newest records in benchmarks/results/, and the C++ example
 the marked part of examples/layer.cc.
 
     python benchmarks/check_figures.py         compare; exit 1 on a difference
-    python benchmarks/check_figures.py --fix   rewrite README.md
+    python benchmarks/check_figures.py --fix   rewrite them
 """
 
 import argparse
@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import h200_figures
+import h200_page
 from cpu_layer import MARKERS, ROOT, table
 
 EXAMPLE = ("<!-- example:begin -->", "<!-- example:end -->")
@@ -40,28 +41,47 @@ def example():
     return f"```cpp\n{textwrap.dedent(source[begin:end])}```"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fix", action="store_true")
-    fix = parser.parse_args().fix
-    readme = Path(ROOT / "README.md")
-    text = readme.read_text()
+def readme_parts():
+    """(markers, what stands between them, the content)"""
+    hot = h200_figures.newest("hot")
+    yield MARKERS, "the CPU table", table(newest_record())
+    yield h200_figures.MARKERS, "the H200 table", h200_figures.table(hot)
+    yield EXAMPLE, "the C++ example", example()
+
+
+def performance_parts():
+    for name, draw in h200_page.TABLES.items():
+        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", draw()
+
+
+DOCUMENTS = {"README.md": readme_parts, "docs/performance.md": performance_parts}
+
+
+def stale_parts(path, parts, fix):
+    document = Path(ROOT / path)
+    text = document.read_text()
     stale = []
-    for markers, what, content in (
-        (MARKERS, "the CPU table", table(newest_record())),
-        (h200_figures.MARKERS, "the H200 table", h200_figures.table(h200_figures.newest("hot"))),
-        (EXAMPLE, "the C++ example", example()),
-    ):
-        begin, end = between(text, markers, "README.md")
+    for markers, what, content in parts():
+        begin, end = between(text, markers, path)
         if text[begin:end].strip() != content.strip():
             stale.append(what)
             text = f"{text[:begin]}\n{content}\n{text[end:]}"
     if fix:
-        readme.write_text(text)
-    elif stale:
-        print(f"README.md: {' and '.join(stale)} differ from their source", file=sys.stderr)
-        return 1
-    return 0
+        document.write_text(text)
+    return stale
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fix", action="store_true")
+    fix = parser.parse_args().fix
+    status = 0
+    for path, parts in DOCUMENTS.items():
+        stale = stale_parts(path, parts, fix)
+        if stale and not fix:
+            print(f"{path}: {' and '.join(stale)} differ from their source", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

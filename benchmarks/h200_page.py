@@ -1,0 +1,107 @@
+"""The tables of docs/performance.md, from the records in benchmarks/results/h200/."""
+
+from __future__ import annotations
+
+import statistics
+
+from h200_figures import PASSES, extra, mean_over_sonic, newest, pair, ratios
+
+PRODUCTS = ("A", "Y", "dH", "dW", "dX~")
+
+
+def grid(columns, rows):
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
+def source(record):
+    where = f"{record['device']}, torch {record['torch']}"
+    return f"{where}, {record['date'][:10]}, commit {record['commit']}."
+
+
+def cool():
+    record = newest("cool")
+    columns = ["layer", "bound", "ours", "fwd ratio", "sonic-moe's", "bwd ratio", "sonic-moe's"]
+    rows = [
+        [r["config"], pair(r, "bound"), pair(r, "ours_cpp"), *ratios(r)] for r in record["rows"]
+    ]
+    means = " and ".join(f"{mean_over_sonic(record, which):.2f} {n}" for which, n in PASSES.items())
+    return f"{grid(columns, rows)}\n\nMean of our ratio over sonic-moe's: {means}. {source(record)}"
+
+
+def kernels():
+    record = extra("kernels")
+    rows = []
+    for row in record["rows"]:
+        found = row["kernels"]
+        cells = [f"{found[k]['tflops']:.0f} ({found[k]['of_bmm']:.2f})" for k in PRODUCTS]
+        sums = [f"{found[k]['us']:.0f}" for k in ("O", "dX")]
+        rest = [f"{found[f'rest of {which}']['us']:.0f}" for which in PASSES]
+        rows.append([row["config"], *cells, *sums, *rest])
+    means = [
+        statistics.geometric_mean(row["kernels"][k]["of_bmm"] for row in record["rows"])
+        for k in PRODUCTS
+    ]
+    rows.append(["geometric mean", *(f"({mean:.2f})" for mean in means), "", "", "", ""])
+    columns = ["layer", *PRODUCTS, "O us", "dX us", "routing fwd us", "routing bwd us"]
+    return f"{grid(columns, rows)}\n\n{source(record)}"
+
+
+def skew():
+    record = extra("skew")
+    rows = [
+        [row["config"], name, row[name]["most_rows_over_mean"]]
+        + [row[name][f"{which}_over_uniform"] for which in PASSES]
+        for row in record["rows"]
+        for name in ("one hot expert", "zipf")
+    ]
+    columns = ["layer", "routing", "most rows / mean", "forward / even", "backward / even"]
+    return f"{grid(columns, rows)}\n\n{source(record)}"
+
+
+def rounding():
+    record = extra("rounding")
+    rows = []
+    for row in record["rows"]:
+        shape = ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
+        mean = row["rows"]["topk"] / row["E"] / 128
+        rows.append([shape, f"{mean:g}", row["rows"]["topk"], row["rows"]["rounded"]]
+                    + [f"{row[w]['rounded_over_topk_a_row']:.3f}" for w in PASSES])  # fmt: skip
+    columns = ["T,d,n,E,K", "mean rows / 128", "rows of top-k", "rounded", "forward", "backward"]
+    return f"{grid(columns, rows)}\n\n{source(record)}"
+
+
+def memory():
+    record = extra("memory")
+    rows = []
+    for row in record["rows"]:
+        ours = row.get("ours_torch", {}).get("kept_MiB", "-")
+        rows.append([f"{row['n']}, {row['E']}, {row['K']}", row["formula_MiB"],
+                     row["ours_cpp"]["kept_MiB"], ours, row["ours_cpp"]["workspace_MiB"],
+                     row["torch"]["kept_MiB"], row["scattermoe_formula_MiB"]])  # fmt: skip
+    columns = ["n, E, K", "4TKn", "ours, C", "ours, PyTorch", "workspace, C",
+               "compiled grouped_mm", "ScatterMoE (formula)"]  # fmt: skip
+    first = record["rows"][0]
+    return f"MiB, T {first['T']}, d {first['d']}.\n\n{grid(columns, rows)}\n\n{source(record)}"
+
+
+def host():
+    record = extra("host")
+    calls = ", ".join(f"{name} {us} us" for name, us in record["host_us"].items())
+    first = record["first_call_s"]
+    return (
+        f"A call costs the host: {calls} (C interface, called by ctypes). The first forward of a "
+        f"process, opening the device and loading the kernels included, takes "
+        f"{1e3 * first['forward']:.0f} ms, with its backward "
+        f"{1e3 * first['forward_backward']:.0f} ms. {source(record)}"
+    )
+
+
+TABLES = {
+    "cool": cool,
+    "kernels": kernels,
+    "skew": skew,
+    "rounding": rounding,
+    "memory": memory,
+    "host": host,
+}
