@@ -82,10 +82,17 @@ class Contenders:
             ours.forward()
             ours.backward()
             worst = max(worst, *checker.check_ours(name).values())
-        for name, rival in self.rivals.items():
-            if hasattr(rival, "both"):
+        for name, rival in list(self.rivals.items()):
+            if not hasattr(rival, "both"):
+                continue
+            try:
                 out, grads = rival.both()
+            except (RuntimeError, NotImplementedError) as error:  # out of memory is one of them
+                print(f"{name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
+                del self.rivals[name]
+            else:
                 checker.check_autograd(name, out, grads)
+                del out, grads
         return worst
 
     def apart(self, runs):

@@ -40,20 +40,23 @@ void LayerOptions::add_to(CLI::App& app) {
   app.add_option("--activation", activation, "swiglu, geglu, silu, ...")->capture_default_str();
 }
 
+Backend backend_from_name(const std::string& name) {
+  if (name == "cpu") return Backend::kCpu;
+  if (name == "cuda") return Backend::kCuda;
+  checks::refuse("backend is \"" + name + "\", must be one of: cpu, cuda");
+}
+
 Target target_from_options(const std::string& backend, std::int32_t threads) {
   Target target;
   target.exec.num_threads = threads;
-  if (backend == "cuda") {
-    target.exec.backend = Backend::kCuda;
+  target.exec.backend = backend_from_name(backend);
+  target.memory = verify::host_memory();
+  if (target.on_cuda()) {
     if (const CudaBackend* cuda = cuda_backend(); cuda != nullptr) {
       target.device = {cuda->device_open(0), cuda->device_close};
       target.exec.device = target.device.get();
       target.memory = verify::device_memory();
     }
-  } else if (backend == "cpu") {
-    target.memory = verify::host_memory();
-  } else {
-    checks::refuse("backend is \"" + backend + "\", must be one of: cpu, cuda");
   }
   checks::exec(target.exec);
   return target;

@@ -15,6 +15,7 @@ struct Options {
   ShapeOptions shape;
   LayerOptions layer;
   std::string device = "h200";
+  std::string backend = "cpu";
   std::int64_t tile = 128;
   bool json = false;
 };
@@ -26,6 +27,7 @@ struct Plan {
   std::vector<KernelCost> kernels;
   double padding = 0.0;
   MemoryCost memory;
+  WorkspaceCost workspace;
 };
 
 Plan make_plan(const Options& o) {
@@ -37,6 +39,7 @@ Plan make_plan(const Options& o) {
   p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
+  p.workspace = workspace_cost(p.problem, backend_from_name(o.backend));
   return p;
 }
 
@@ -98,6 +101,11 @@ Json document(const Options& o, const Plan& p) {
           {"tile", o.tile},
           {"expected_padding", p.padding},
           {"kept_bytes", to_json(p.memory)},
+          {"backend", o.backend},
+          {"workspace_bytes",
+           {{"forward", p.workspace.forward},
+            {"backward", p.workspace.backward},
+            {"inference", p.workspace.inference}}},
           {"granularity", sweep}};
 }
 
@@ -114,7 +122,7 @@ void print_kernels(const Plan& p) {
   }
 }
 
-void print_memory(const Plan& p) {
+void print_memory(const std::string& backend, const Plan& p) {
   const auto line = [](const char* what, std::int64_t bytes, const char* formula) {
     std::printf("  %-26s %12s  %s\n", what, bytes_text(static_cast<double>(bytes)).c_str(),
                 formula);
@@ -128,6 +136,10 @@ void print_memory(const Plan& p) {
   line("ScatterMoE style", m.scatter_style, "Y, H, A, its factors: T*K*(d + 2Gn)");
   line("the caller's", m.callers, "ids, routing weights, logits");
 
+  std::printf("\nworkspace during a call (%s): forward %s, backward %s, inference %s\n",
+              backend.c_str(), bytes_text(static_cast<double>(p.workspace.forward)).c_str(),
+              bytes_text(static_cast<double>(p.workspace.backward)).c_str(),
+              bytes_text(static_cast<double>(p.workspace.inference)).c_str());
   std::printf("\nthe same at other granularities: K*n, E*n and flops constant\n");
   std::printf("  %6s %6s %6s %14s %18s %18s\n", "K", "n", "E", "this library", "cache everything",
               "ScatterMoE style");
@@ -148,7 +160,7 @@ void print_text(const Options& o, const Plan& p) {
   print_kernels(p);
   std::printf("\npadding to tiles of %lld rows: %.1f%% more rows, at even random routing\n",
               static_cast<long long>(o.tile), 100 * p.padding);
-  print_memory(p);
+  print_memory(o.backend, p);
 }
 
 }  // namespace
@@ -161,6 +173,7 @@ Command add_plan(CLI::App& app) {
   o->layer.add_to(*sub);
   sub->add_option("--device", o->device, "h100, h200, b200 or cpu (measured)")
       ->capture_default_str();
+  sub->add_option("--backend", o->backend, "Whose workspace: cpu or cuda")->capture_default_str();
   sub->add_option("--tile", o->tile, "Rows of a tile, for the padding")->capture_default_str();
   sub->add_flag("--json", o->json, "One JSON document on stdout");
   return {sub, [o] {

@@ -42,6 +42,11 @@ class CliTest(unittest.TestCase):
         )
         self.assertEqual(plan["kept_bytes"]["ours_h"], 192 << 20)
         self.assertEqual({g["kept_bytes"]["ours_h"] for g in plan["granularity"]}, {192 << 20})
+        # A, Y and metadata of forward; dH, A' and dX~ of backward, at least.
+        rows, element = 24576 * 8, 2
+        workspace = plan["workspace_bytes"]
+        self.assertGreaterEqual(workspace["backward"], rows * (3 * 256 + 1536) * element)
+        self.assertGreaterEqual(workspace["inference"], workspace["forward"])
         same = self.document("plan", "--config", "7B-n256", "--device", "b200")
         self.assertEqual(same["shape"], plan["shape"])
         self.assertLess(same["forward"]["us"], plan["forward"]["us"])

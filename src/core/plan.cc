@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/checks.h"
 
@@ -110,6 +111,17 @@ MemoryCost memory_cost(const Problem& p) {
   m.cache_everything = rows * (2 * p.hidden + (G + 1) * p.width) * element;
   m.scatter_style = rows * (p.hidden + 2 * G * p.width) * element;
   return m;
+}
+
+WorkspaceCost workspace_cost(const Problem& p, Backend backend) {
+  const CudaBackend* cuda = cuda_backend();
+  if (backend == Backend::kCuda && cuda == nullptr) {
+    checks::refuse(Status::kUnsupported,
+                   "backend is cuda, must be cpu: this build has no CUDA backend");
+  }
+  const auto sizes = backend == Backend::kCpu ? &cpu::moe_sizes : cuda->moe_sizes;
+  const auto scratch = [&](Pass pass) { return sizes(p, pass, {}).scratch_bytes; };
+  return {scratch(Pass::kForward), scratch(Pass::kBackward), scratch(Pass::kInference)};
 }
 
 std::vector<LayerShape> granularity_sweep(const LayerShape& s) {

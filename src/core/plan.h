@@ -54,6 +54,13 @@ struct MemoryCost {
 };
 MemoryCost memory_cost(const Problem& problem);
 
+/// Scratch that the calls of a backend ask for: peak workspace, dead once each call is done.
+struct WorkspaceCost {
+  std::int64_t forward = 0, backward = 0, inference = 0;
+};
+/// Needs no device. Refuses cuda in a build without it.
+WorkspaceCost workspace_cost(const Problem& problem, Backend backend);
+
 /// The same layer at other granularities: n*K, E*n and the flops stay, K runs over powers of two.
 std::vector<LayerShape> granularity_sweep(const LayerShape& shape);
 
