@@ -44,6 +44,7 @@ CONFIGS = {
 SMALL = ("7B-T2048", "olmoe-T64")
 DEFAULT = [name for name in CONFIGS if name != "qwen3-235b-T4096"]
 SEEDS = (0, 1, 2)
+PASSES = ("fwd", "bwd")
 COOL_ROUNDS = (2, 2, 1)  # calls after each seed
 FLUSHED_CALLS = 70  # of each seed
 PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet: faster is a measuring error
@@ -58,15 +59,13 @@ class Contenders:
         self.rivals = {}
         if "bound" in arguments.peers:
             self.rivals["bound"] = rivals.Bound(self.data)
-        if "torch" in arguments.peers:
-            layer = rivals.grouped_mm_layer(shape)
-            self.rivals["torch"] = rivals.Autograd(self.data, layer)
-        if "ours_torch" in arguments.peers:
+        for name in rivals.LAYERS.keys() & set(arguments.peers):
             try:
-                layer = rivals.torch_front_end(shape)
-                self.rivals["ours_torch"] = rivals.Autograd(self.data, layer)
+                layer = rivals.LAYERS[name](shape)
             except ImportError as absent:
-                print(f"ours_torch is absent: {absent}", file=sys.stderr)
+                print(f"{name} is absent: {absent}", file=sys.stderr)
+            else:
+                self.rivals[name] = rivals.Autograd(self.data, layer)
 
     def draw(self, seed):
         self.data.draw(seed)
@@ -275,6 +274,8 @@ def parse():
     arguments = parser.parse_args()
     for name in ("configs", "peers", "states", "passes"):
         setattr(arguments, name, [v for v in getattr(arguments, name).split(",") if v])
+    for peer in set(arguments.peers) - {"bound", *rivals.LAYERS}:
+        parser.error(f'peers has "{peer}", must be of: bound, {", ".join(rivals.LAYERS)}')
     for config in arguments.configs:
         if config not in CONFIGS:
             parser.error(f'configs has "{config}", must be of: {", ".join(CONFIGS)}')

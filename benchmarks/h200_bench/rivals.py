@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 import torch.nn.functional as F
 
@@ -109,11 +111,11 @@ def grouped_mm_layer(shape):
     return torch.compile(layer)
 
 
-def torch_front_end(shape):
+def torch_front_end(shape, device="cuda"):
     """This library through its PyTorch package, or why that cannot be."""
     import sonicmoe_cpp
 
-    reason = sonicmoe_cpp.unsupported_reason("cuda")
+    reason = sonicmoe_cpp.unsupported_reason(device)
     if reason is not None:
         raise ImportError(reason)
 
@@ -122,3 +124,69 @@ def torch_front_end(shape):
         return sonicmoe_cpp.moe(x, ids, weights, w_up, w_down)
 
     return layer
+
+
+def topk_softmax(logits, k):
+    chosen, ids = logits.topk(k, dim=-1)
+    return ids, F.softmax(chosen.float(), dim=-1)
+
+
+def transformers_layer(shape):
+    """The grouped_mm experts of Hugging Face transformers 5, as its models call them."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    experts = types.SimpleNamespace(
+        num_experts=shape.E,
+        has_gate=True,
+        has_bias=False,
+        has_post_expert_norm=False,
+        is_transposed=False,
+        is_concatenated=True,
+        _is_expert_parallel=False,
+        _apply_gate=lambda h: F.silu(h[..., : shape.n]) * h[..., shape.n :],
+    )
+
+    def layer(x, logits, w_up, w_down):
+        experts.gate_up_proj, experts.down_proj = w_up, w_down
+        ids, weights = topk_softmax(logits, shape.K)
+        return grouped_mm_experts_forward(experts, x, ids, weights.to(x.dtype))
+
+    return layer
+
+
+def sonicmoe_layer(shape):
+    """The package sonicmoe (github.com/Dao-AILab/sonic-moe), on lists of routed pairs."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_general_routing_inputs
+
+    def layer(x, logits, w_up, w_down):
+        ids, weights = topk_softmax(logits, shape.K)
+        token = torch.arange(shape.T, device=x.device, dtype=torch.int32)
+        out, _ = moe_general_routing_inputs(
+            x,
+            weights.flatten(),
+            token.repeat_interleave(shape.K),
+            ids.flatten().to(torch.int32),
+            w_up.permute(1, 2, 0),
+            None,
+            w_down.permute(1, 2, 0),
+            None,
+            shape.E,
+            None,
+            ActivationType.SWIGLU,
+            concat_layout=True,
+        )
+        return out
+
+    return layer
+
+
+# Layers (x, logits, w_up, w_down) -> out by name; what is not installed raises ImportError.
+LAYERS = {
+    "torch": grouped_mm_layer,
+    "ours_torch": torch_front_end,
+    "transformers": transformers_layer,
+    "sonicmoe": sonicmoe_layer,
+}
+# Known peers without an adapter here: named, not timed.
+NOT_ADAPTED = {"scattermoe": "scattermoe", "momoe": "momoe", "DeepGEMM": "deep_gemm"}
