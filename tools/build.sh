@@ -6,7 +6,9 @@ cd "$(dirname "$0")/.."
 
 readonly PACKAGE_STAMP=.setup/package
 
-cmake --preset release --log-level=WARNING >/dev/null
+# The interpreter is named as the Python package's build names it: commands of kernels contain it.
+cmake --preset release --log-level=WARNING \
+  -DPython3_EXECUTABLE="$(python -c 'import sys; print(sys.executable)')" >/dev/null
 cmake --build --preset release
 
 # The wheel holds the library: it is stale when any source of either is newer than its stamp.
@@ -17,7 +19,10 @@ fi
 echo "build: Python package sonicmoe_cpp"
 began=$(mktemp)
 trap 'rm -f "$began"' EXIT
-# No isolation: the build reads the headers of the torch that the package will run with.
-python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
+# No isolation: the build reads the headers of the torch that the package will run with. In the same
+# folder with the same options, so that no kernel is compiled twice.
+python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+  -C build-dir=build/release -C cmake.define.SONICMOE_BUILD_TESTS=ON \
+  -C cmake.define.SONICMOE_BUILD_CLI=ON .
 mkdir -p "$(dirname "$PACKAGE_STAMP")"
 touch -r "$began" "$PACKAGE_STAMP" # sources edited during the build are newer than this

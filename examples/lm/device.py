@@ -17,8 +17,7 @@ LARGER = {
     "heads": 12,
     "expert_width": 128,
     "tile": 128,
-    "steps": 800,
-    "warmup": 80,
+    "steps": 400,
     "lr": 1e-3,
 }
 

@@ -3,6 +3,7 @@
 usage: generate_wgmma.py OUTPUT
 """
 
+import pathlib
 import sys
 
 WIDTHS = (64, 128, 192, 256)
@@ -37,12 +38,12 @@ def wrapper(element: str, name: str, n: int) -> str:
 
 
 def main() -> None:
-    with open(sys.argv[1], "w", encoding="utf-8") as out:
-        out.write(HEAD)
-        for element, name in TYPES.items():
-            for n in WIDTHS:
-                out.write(wrapper(element, name, n))
-        out.write("}  // namespace sonicmoe::cuda::ptx\n")
+    wrappers = [wrapper(element, name, n) for element, name in TYPES.items() for n in WIDTHS]
+    text = HEAD + "".join(wrappers) + "}  // namespace sonicmoe::cuda::ptx\n"
+    path = pathlib.Path(sys.argv[1])
+    # An unchanged file keeps its date, so that configuring again compiles nothing again.
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
