@@ -50,9 +50,32 @@ def calls(device: str) -> dict:
         for t in leaves:
             t.grad = None
 
+    def one_thread():
+        with torch.autograd.set_multithreading_enabled(False):
+            both()
+
+    class Nothing(torch.autograd.Function):
+        """What autograd itself takes: no work at all, the same leaves."""
+
+        @staticmethod
+        def forward(ctx, *tensors):
+            ctx.save_for_backward(*tensors)
+            return dout.detach()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ctx.saved_tensors
+
+    def nothing():
+        Nothing.apply(*leaves).backward(dout)
+        for t in leaves:
+            t.grad = None
+
     return {
         "forward": forward,
         "forward + backward": both,
+        "forward + backward, autograd on one thread": one_thread,
+        "autograd alone, forward + backward": nothing,
         "inference": inference,
         "route": lambda: sonicmoe_cpp.route(logits, K),
         "token_round": lambda: sonicmoe_cpp.token_round(logits, K, tile=16),
@@ -105,7 +128,7 @@ def main() -> None:
     measured = {name: measure(call, device) for name, call in calls(device).items()}
     for name, microseconds in measured.items():
         limit = f"   limit {LIMITS[name]:.0f}" if name in LIMITS else ""
-        print(f"{name:20} {microseconds:8.1f} us{limit}")
+        print(f"{name:44} {microseconds:8.1f} us{limit}")
     if arguments.profile:
         for name in ("forward", "forward + backward"):
             show_profile(calls(device)[name], device)

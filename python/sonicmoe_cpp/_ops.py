@@ -99,11 +99,10 @@ def _setup_layer(ctx, inputs, output):
     ctx.main_gradients = inputs[len(LAYER) :]
     ctx.options = inputs[len(LAYER_TENSORS) : len(LAYER)]
     _, h, saved = output
-    ctx.mark_non_differentiable(h, saved)
     ctx.save_for_backward(*inputs[: len(LAYER_TENSORS)], h, saved)
 
 
-def _layer_backward(ctx, dout, *_unused):
+def _layer_backward(ctx, dout):
     *tensors, h, saved = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     g_gate, g_up, g_down = ctx.main_gradients
@@ -171,11 +170,10 @@ def _fake_router_losses(ids, logits, *options):
 def _setup_route(ctx, inputs, output):
     logits, bias, *ctx.options = inputs
     _, ids = output
-    ctx.mark_non_differentiable(ids)
     ctx.save_for_backward(logits, bias, ids)
 
 
-def _route_backward(ctx, dweights, _dids):
+def _route_backward(ctx, dweights):
     logits, bias, ids = ctx.saved_tensors
     dlogits = call("route_backward", dweights.contiguous(), ids, logits, bias, *ctx.options)
     return (dlogits, *[None] * (1 + len(ctx.options)))
@@ -184,12 +182,10 @@ def _route_backward(ctx, dweights, _dids):
 def _setup_token_round(ctx, inputs, output):
     logits, bias, *options, seed, tile, mode = inputs
     ctx.options, ctx.rule = options, (tile, mode)
-    _, token, expert, offsets = output
-    ctx.mark_non_differentiable(token, expert, offsets)
     ctx.save_for_backward(*output, logits, bias, seed)
 
 
-def _token_round_backward(ctx, dweight, *_dindices):
+def _token_round_backward(ctx, dweight):
     *pairs, logits, bias, seed = ctx.saved_tensors
     rest = (logits, bias, *ctx.options, seed, *ctx.rule)
     dlogits = call("token_round_backward", dweight.contiguous(), *pairs, *rest)
@@ -197,12 +193,10 @@ def _token_round_backward(ctx, dweight, *_dindices):
 
 
 def _setup_expert_choice(ctx, inputs, output):
-    _, token, expert, offsets = output
-    ctx.mark_non_differentiable(token, expert, offsets)
     ctx.save_for_backward(*output, inputs[0])
 
 
-def _expert_choice_backward(ctx, dweight, *_dindices):
+def _expert_choice_backward(ctx, dweight):
     *pairs, logits = ctx.saved_tensors
     return call("expert_choice_backward", dweight.contiguous(), *pairs, logits), None
 
@@ -210,11 +204,10 @@ def _expert_choice_backward(ctx, dweight, *_dindices):
 def _setup_router_losses(ctx, inputs, output):
     _, logits, bias, *ctx.options = inputs
     _, counts = output
-    ctx.mark_non_differentiable(counts)
     ctx.save_for_backward(counts, logits, bias)
 
 
-def _router_losses_backward(ctx, dvalues, _dcounts):
+def _router_losses_backward(ctx, dvalues):
     counts, logits, bias = ctx.saved_tensors
     rest = (counts, logits, bias, *ctx.options)
     dlogits = call("router_losses_backward", dvalues.contiguous(), *rest)
@@ -232,19 +225,24 @@ def _fake_grouped_gemm_k(a, b, offsets, gather):
     return a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
 
 
+def _begin(ctx, inputs) -> None:
+    # Else autograd fills a zero gradient for every unused output, H's size among them.
+    ctx.set_materialize_grads(False)
+    ctx.inputs = len(inputs)
+
+
 def _of_first_output(setup, backward):
     """A derivative in the first output alone: the others are not differentiable."""
 
     def setup_once(ctx, inputs, output):
-        # Else autograd fills a zero gradient for every other output, H's size among them.
-        ctx.set_materialize_grads(False)
-        ctx.inputs = len(inputs)
+        _begin(ctx, inputs)
+        ctx.mark_non_differentiable(*output[1:])
         setup(ctx, inputs, output)
 
     def differentiate(ctx, gradient, *others):
         if gradient is None:
             return (None,) * ctx.inputs
-        return backward(ctx, gradient, *others)
+        return backward(ctx, gradient)
 
     return setup_once, differentiate
 
@@ -325,18 +323,9 @@ def _kernel(name: str):
     return run
 
 
-@functools.cache
-def _recorded(name: str):
-    """The operator with its derivative, as what register_autograd makes of them: that costs the
-    host several times as much, so only graphs take it."""
-    setup, backward = DERIVATIVES[name]
-    kernel = _kernel(name)
-
-    def forward(ctx, *arguments):
-        output = kernel(*arguments)
-        setup(ctx, arguments, output)
-        return output
-
+def _function(name: str, forward, backward):
+    """What records a call, as register_autograd would make it: that costs the host several times as
+    much, so only graphs take it."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), parts)
     # Past the Python of Function.apply, which serves functorch's transforms.
@@ -347,6 +336,34 @@ def _recorded(name: str):
         return (function.apply if transformed else plain)(*arguments)
 
     return apply
+
+
+@functools.cache
+def _recorded(name: str):
+    """The operator with its derivative."""
+    setup, backward = DERIVATIVES[name]
+    kernel = _kernel(name)
+
+    def forward(ctx, *arguments):
+        output = kernel(*arguments)
+        setup(ctx, arguments, output)
+        return output
+
+    return _function(name, forward, backward)
+
+
+@functools.cache
+def _recorded_layer():
+    """moe_forward with its derivative, giving `out` alone: another output takes time to wrap."""
+    kernel = _kernel("moe_forward")
+
+    def forward(ctx, *arguments):
+        output = kernel(*arguments)
+        _begin(ctx, arguments)
+        _setup_layer(ctx, arguments, output)
+        return output[0]
+
+    return _function("moe_forward", forward, DERIVATIVES["moe_forward"][1])
 
 
 def records(*arguments) -> bool:
@@ -363,16 +380,20 @@ def run(name: str, *arguments):
     return _kernel(name)(*arguments)
 
 
-def record(name: str, *arguments):
-    """Calls an operator that autograd is to differentiate."""
-    if torch.compiler.is_compiling():
-        return getattr(ops, name)(*arguments)
-    return _recorded(name)(*arguments)
-
-
 def call(name: str, *arguments):
     """Calls an operator, with its derivative where one is wanted."""
-    return (record if records(*arguments) else run)(name, *arguments)
+    if torch.compiler.is_compiling():
+        return getattr(ops, name)(*arguments)
+    return (_recorded if records(*arguments) else _kernel)(name)(*arguments)
+
+
+def layer(arguments: tuple, main_gradients: tuple) -> Tensor:
+    """The output of the layer; what its backward needs is kept where one is wanted."""
+    if not records(*arguments):
+        return run("moe_inference", *arguments)
+    if torch.compiler.is_compiling():
+        return ops.moe_forward(*arguments, *main_gradients)[0]
+    return _recorded_layer()(*arguments, *main_gradients)
 
 
 if _library.PROBLEM is None:

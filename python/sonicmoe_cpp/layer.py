@@ -174,10 +174,7 @@ def _run(prepared, form: str, routing: tuple, gate_layout: str) -> Tensor:
     x, activation, weights, main_gradients = prepared
     alpha, limit = activation.alpha or 0.0, activation.limit or 0.0
     arguments = (x, *routing, *weights, form, activation.name, alpha, limit, gate_layout)
-    if _ops.records(*arguments):
-        out, _, _ = _ops.record("moe_forward", *arguments, *main_gradients)
-        return out
-    return _ops.run("moe_inference", *arguments)
+    return _ops.layer(arguments, main_gradients)
 
 
 def moe(

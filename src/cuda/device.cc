@@ -13,7 +13,11 @@ void check_cuda(cudaError_t status, const char* what) {
 
 const Device* open_device(int ordinal) {
   int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  const cudaError_t counted = cudaGetDeviceCount(&count);
+  if (counted != cudaSuccess && counted != cudaErrorNoDevice) {
+    throw Error(Status::kUnsupported,
+                std::string("no CUDA device can be used: ") + cudaGetErrorString(counted) + ".");
+  }
   if (ordinal < 0 || ordinal >= count) {
     throw Error(Status::kInvalidArgument, "ordinal is " + std::to_string(ordinal) +
                                               " but this machine has " + std::to_string(count) +
@@ -41,6 +45,7 @@ const Device* open_device(int ordinal) {
                                               cudaEnableDefault, &found),
              "looking up cuTensorMapEncodeTiled");
   device->encode = reinterpret_cast<Device::Encode>(entry);
+  device->prepared = std::make_unique<std::atomic<bool>[]>(kernel_list().size());
   return device.release();
 }
 
@@ -96,9 +101,14 @@ void launch_gemm(const Device& device, const KernelEntry& kernel, const void* pa
                  std::int64_t tiles, cudaStream_t stream) {
   const TileShape shape = tile_shape(kernel.key.tile);
   const int bytes = shared_bytes(shape);
-  check_cuda(
-      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-      "setting a kernel's shared memory");
+  // On first use: asking for every kernel when the device is opened would load them all.
+  std::atomic<bool>& prepared = device.prepared[&kernel - kernel_list().data()];
+  if (!prepared.load(std::memory_order_relaxed)) {
+    check_cuda(
+        cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "setting a kernel's shared memory");
+    prepared.store(true, std::memory_order_relaxed);
+  }
   const std::int64_t clusters =
       std::min<std::int64_t>(device.multiprocessors / shape.cluster, tiles);
   cudaLaunchAttribute attributes[2];

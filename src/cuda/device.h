@@ -4,15 +4,17 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 
 #include "cuda/roles.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe::cuda {
 
-/// Immutable once opened, so any thread may use it.
+/// Immutable once opened, so any thread may use it; `prepared` only remembers what was done.
 struct Device {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                               const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -21,6 +23,8 @@ struct Device {
   int ordinal = 0;
   int multiprocessors = 0;
   Encode encode = nullptr;
+  /// By place in kernel_list(): whether the kernel may take its shared memory on this device.
+  std::unique_ptr<std::atomic<bool>[]> prepared;
 };
 
 /// Refuses an ordinal without a Hopper GPU behind it. The result is Exec::device.
