@@ -9,6 +9,7 @@ docs/huggingface.md has what is supported. The model's own weights are used as t
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from . import _recognise
 from ._recognise import local
 
 NAME = "sonicmoe_cpp"
+OLDEST = (5, 7)
+_NEEDS = "sonicmoe_cpp.integrations.hf needs transformers 5.7 or later"
 
 
 def _interface():
@@ -35,12 +38,12 @@ def register(name: str = NAME) -> str:
     Registering again does no harm, and registering as "sonicmoe" replaces transformers' own.
     """
     try:
+        version = metadata.version("transformers")
         interface = _interface()
-    except ImportError as error:
-        raise ImportError(
-            "sonicmoe_cpp.integrations.hf needs transformers 5.0 or later, whose experts can be "
-            "replaced (pip install 'transformers>=5'): " + str(error)
-        ) from error
+    except (ImportError, metadata.PackageNotFoundError) as error:
+        raise ImportError(f"{_NEEDS}: {error}") from error
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise ImportError(f"{_NEEDS}: {version} is installed, which knows only its own experts")
     interface.register(name, experts_forward)
     return name
 
@@ -66,13 +69,13 @@ def _name_of_activation(module: nn.Module) -> str:
 
 
 def _recognise_plan(module: nn.Module) -> Plan | None:
-    if not getattr(module, "has_gate", True):
+    if not module.has_gate:
         activation = _recognise.ungated(module.act_fn)
         if activation is not None:
             return Plan(activation, "concatenated")
     else:
         # The flag is a promise, _apply_gate is what the model was trained with: the latter decides.
-        for layout in LAYOUTS if getattr(module, "is_concatenated", True) else LAYOUTS[::-1]:
+        for layout in LAYOUTS if module.is_concatenated else LAYOUTS[::-1]:
 
             def apply(gate, up, layout=layout):
                 return module._apply_gate(_join(gate, up, layout))
@@ -84,7 +87,7 @@ def _recognise_plan(module: nn.Module) -> Plan | None:
 
 
 def _refusal(module: nn.Module) -> NotImplementedError:
-    supported = ", ".join(_ops.GATED if getattr(module, "has_gate", True) else _ops.UNGATED)
+    supported = ", ".join(_ops.GATED if module.has_gate else _ops.UNGATED)
     return NotImplementedError(
         f"the activation of {type(module).__name__} ({_name_of_activation(module)}) is none that "
         f"sonicmoe_cpp computes ({supported}): use another experts_implementation for this model"
@@ -108,16 +111,9 @@ def plan_of(module: nn.Module) -> Plan:
     return plan
 
 
-def _weights_of_slots(weights: Tensor, ids: Tensor) -> Tensor:
-    """(T, K). Routers of transformers 5.0 may give the weights of all experts, (T, E)."""
-    if weights.shape == ids.shape:
-        return weights
-    return weights.gather(1, ids.clamp(0, weights.shape[1] - 1))
-
-
 def _weights(module: nn.Module) -> tuple[Tensor | None, ...]:
     """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down) as they lie, one dtype."""
-    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    up = "gate_up_proj" if module.has_gate else "up_proj"
     w_up, w_down = local(getattr(module, up)), local(module.down_proj)
     b_up = b_down = None
     if module.has_bias:
@@ -150,7 +146,7 @@ def experts_forward(
     out = compute(
         x,
         top_k_index,
-        _weights_of_slots(top_k_weights, top_k_index),
+        top_k_weights,
         w_up,
         w_down,
         b_up=b_up,
