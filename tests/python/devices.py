@@ -3,6 +3,7 @@
 import pytest
 import sonicmoe_cpp
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def _param(device: str):
@@ -19,3 +20,23 @@ DTYPES = [
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     if (device.values[0], name) != ("cuda", "fp32")
 ]
+
+
+class Waits(TorchDispatchMode):
+    """The operators called that would make the host wait for a device, found on any device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        masks = name.startswith("aten::index") and any(
+            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in (args[1] if isinstance(args[1], (list, tuple)) else ())
+        )
+        if masks or name.removeprefix("aten::").startswith(self.NAMES):
+            self.calls.append(name)
+        return function(*args, **(kwargs or {}))

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICES
+from devices import DEVICES, Waits
 from reference import assert_twice, error
 from sonicmoe_cpp import Activation
 from sonicmoe_cpp.compat.sonicmoe import moe_general_routing_inputs
@@ -336,3 +336,15 @@ def test_one_graph(device):
     assert torch.equal(got, backend(x, counts))
     gate, up = experts.gate_up_proj.chunk(2, dim=1)
     assert error(got, loop(x, COUNTS, gate, up, experts.down_proj)) < 1e-2
+
+
+def test_nothing_waits_for_the_device():
+    titan = titan_module(True)
+    torchtitan.replace(titan)
+    prime = Backend(PrimeExperts(dtype=torch.bfloat16), prime_rl.SonicMoECppExpertCompute())
+    prime.compute.validate(prime.experts)
+    x, counts = rows(29, torch.bfloat16), torch.tensor(COUNTS)
+    for experts in (TitanExperts(titan, torch.bfloat16), prime):
+        with Waits() as seen:
+            step(experts, x, counts, x)
+        assert seen.calls == []

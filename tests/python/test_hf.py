@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from devices import DEVICES, DTYPES
+from devices import DEVICES, DTYPES, Waits
 from reference import assert_twice, error
 from sonicmoe_cpp import Activation
 from sonicmoe_cpp.integrations import hf
@@ -282,14 +282,6 @@ def test_dtypes_of_tokens_and_weights_may_differ():
         assert make_experts()(x.bfloat16(), ids, weights).dtype == torch.bfloat16
 
 
-def test_weights_of_all_experts():
-    """Routers of transformers 5.0 may hand over (T, E)."""
-    experts = make_experts()
-    x, ids, weights = routing()
-    full = torch.zeros(len(x), Config.num_experts).scatter(1, ids, weights)
-    assert torch.equal(experts(x, ids, full), experts(x, ids, full.gather(1, ids)))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_graph(device):
     torch._dynamo.reset()
@@ -326,9 +318,24 @@ def test_distributed_weights_are_taken_locally():
         distributed.destroy_process_group()
 
 
+def test_nothing_waits_for_the_device():
+    experts = make_experts(has_bias=True)
+    x, ids, weights = routing(sentinels=True)
+    hf.plan_of(experts)  # once a module, on the CPU
+    with Waits() as seen:
+        experts(x, ids, weights).sum().backward()
+    assert seen.calls == []
+
+
 def test_without_transformers_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
-    with pytest.raises(ImportError, match=r"needs transformers 5\.0 or later"):
+    with pytest.raises(ImportError, match=r"needs transformers 5\.7 or later"):
+        hf.register()
+
+
+def test_an_old_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr(hf.metadata, "version", lambda name: "5.6.2")
+    with pytest.raises(ImportError, match=r"5\.7 or later: 5\.6\.2 is installed"):
         hf.register()
 
 

@@ -4,7 +4,7 @@ import pytest
 import reference
 import sonicmoe_cpp
 import torch
-from devices import DEVICES, DTYPES
+from devices import DEVICES, DTYPES, Waits
 from reference import Layer, assert_twice
 from sonicmoe_cpp import LowRank, lora_moe
 from torch.autograd.graph import saved_tensors_hooks
@@ -272,6 +272,16 @@ def test_factors_may_be_kept_in_fp32():
     got = layer.gradients(layer.ours())
     assert got["out"].dtype == torch.bfloat16
     assert all(got[name].dtype == torch.float32 for name in FACTORS)
+
+
+def test_nothing_waits_for_the_device():
+    layer = Adapted(bias=True)
+    with Waits() as seen:
+        layer.gradients(layer.ours())
+    assert seen.calls == []
+    with Waits() as seen:
+        layer.gradients(layer.merged())
+    assert seen.calls
 
 
 def test_refusals():

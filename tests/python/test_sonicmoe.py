@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from devices import DEVICES, DTYPES
+from devices import DEVICES, DTYPES, Waits
 from reference import Layer, assert_twice
 from sonicmoe_cpp.compat import sonicmoe
 from sonicmoe_cpp.compat.sonicmoe import KernelBackendMoE, MoE
@@ -226,6 +226,17 @@ def test_one_graph_of_the_function():
     out, frequency = torch.compile(call, fullgraph=True, backend="aot_eager")(layer.x, score)
     want, counts = call(layer.x, score)
     assert torch.equal(out, want) and torch.equal(frequency, counts)
+
+
+def test_nothing_waits_for_the_device():
+    layer, x = module(), torch.randn(12, 24, dtype=torch.float64)
+    with Waits() as seen:
+        out, aux = layer(x)
+        (out.sum() + aux).backward()
+    assert seen.calls == []
+    with Waits() as seen:
+        layer(x, kernel_backend_moe=KernelBackendMoE.torch)
+    assert seen.calls
 
 
 def test_refusals():
