@@ -1,0 +1,53 @@
+"""The kernel budget can fail, and reads what a build leaves."""
+
+import json
+import os
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import check_kernels
+
+
+class BudgetTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.build = Path(folder.name)
+        # Any shared object or program will do: it holds no kernels.
+        (self.build / "libsonicmoe.so").symlink_to(os.path.realpath(sys.executable))
+
+    def verdict(self, *costs):
+        for i, (kernels, seconds) in enumerate(costs):
+            cost = {"kernels": kernels, "cpu_seconds": seconds}
+            (self.build / f"{i}.cu.o.cost").write_text(json.dumps(cost))
+        return check_kernels.main([str(self.build)])
+
+    def test_within_the_budget(self):
+        self.assertEqual(self.verdict((100, 100.0), (160, 260.0)), 0)
+
+    def test_too_many_kernels(self):
+        self.assertEqual(self.verdict((100, 0.0), (161, 0.0)), 1)
+
+    def test_too_long_to_compile(self):
+        self.assertEqual(self.verdict((1, 100.0), (1, 260.5)), 1)
+
+    def test_too_large(self):
+        self.addCleanup(setattr, check_kernels, "MAX_BYTES", check_kernels.MAX_BYTES)
+        check_kernels.MAX_BYTES = -1
+        self.assertEqual(self.verdict((1, 1.0)), 1)
+
+    def test_nothing_was_compiled(self):
+        with self.assertRaises(SystemExit):
+            self.verdict()
+
+    def test_sections(self):
+        program = Path(os.path.realpath(sys.executable))
+        self.assertGreater(check_kernels.section_bytes(program, ".text"), 0)
+        self.assertEqual(check_kernels.section_bytes(program, ".nv_fatbin"), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
