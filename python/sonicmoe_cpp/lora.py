@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -278,6 +279,14 @@ def _check_shapes(x: Tensor, t: _Tensors, gated: bool) -> None:
             _check(f"{name}.b", b, x, (experts, outer, a.shape[1]), f"(E, {sizes[0]}, r)")
 
 
+def _padded(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The factors at a rank of a multiple of 8, which CUDA's products need: zeros add nothing."""
+    if a is None or a.shape[1] % 8 == 0:
+        return a, b
+    more = -a.shape[1] % 8
+    return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+
+
 def _dtype(x: Tensor) -> torch.dtype:
     """What all is computed in: autocast's dtype under autocast, else x's."""
     kind = x.device.type
@@ -304,7 +313,7 @@ def lora_moe(
 
     Differentiable in x, topk_weights and the factors: up.a (E, r, d), up.b (E, G*n, r), down.a
     (E, r, n), down.b (E, d, r), in any float dtype; rows of up.b lie as gate_layout says. The rest
-    as in moe(), except that w_up is one tensor. On CUDA r must be a multiple of 8.
+    as in moe(), except that w_up is one tensor. A rank that is no multiple of 8 is padded to one.
     """
     _checks.tensor("x", x)
     _checks.dtype("x", x)
@@ -326,6 +335,9 @@ def lora_moe(
     for name, value in (("w_up", w_up), ("w_down", w_down)):
         if _dtype(x) == x.dtype and value.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {value.dtype}, must be x's {x.dtype}")
+    up_a, up_b = _padded(up_a, up_b)
+    down_a, down_b = _padded(down_a, down_b)
+    t = t._replace(up_a=up_a, up_b=up_b, down_a=down_a, down_b=down_b)
     dtype = _dtype(x)
     cast = [v if n == "weights" or v is None else v.to(dtype) for n, v in t._asdict().items()]
     form = _Form(activation, gate_layout, up_scale, down_scale)

@@ -122,7 +122,7 @@ def test_the_wheel_serves_every_python(wheel, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     package = [name for name in names if ".dist-info/" not in name]
     assert all(re.fullmatch(r"sonicmoe_cpp/([\w/]+\.py|py\.typed|\w+\.so)", n) for n in package)
-    assert "sonicmoe_cpp/libsonicmoe_torch.so" in package
+    assert {"sonicmoe_cpp/libsonicmoe_torch.so", "sonicmoe_cpp/integrations/hf.py"} <= set(package)
 
     # A fresh environment that sees this one's torch only.
     venv = tmp_path / "venv"
