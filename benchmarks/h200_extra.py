@@ -1,13 +1,13 @@
-"""More than throughput on one CUDA device; each subcommand writes one record.
+"""More than throughput on one CUDA device; each measurement writes one record.
 
-    python benchmarks/h200_extra.py SUBCOMMAND --library build/cuda/libsonicmoe.so --out DIR
+    python benchmarks/h200_extra.py kernels skew --library build/cuda/libsonicmoe.so --out DIR
 
 kernels    every kernel's time beside torch.bmm on gathered, balanced rows, hot, in one run
 skew       uneven routings beside an even one with as many rows
 rounding   token rounding (nearest) beside top-k, time per routed row, over sparsity
 memory     bytes kept for backward and peak workspace over granularity, beside grouped_mm's
 tokens     time over T
-host       what a call costs the host, and the first call of a fresh process
+host       what a call costs the host, and the first call of a fresh process (alone, or first)
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def measure_kernels(arguments, library):
         bound.draw()
         found = kernels.kernel_rates(Ours(library, data), bound, arguments.burst)
         rows.append({"config": config, "kernels": found})
+        write(arguments.out, "kernels", {"state": "hot", "rows": rows})  # a long run may be cut off
         text = ", ".join(
             f"{role} {k['us']:.0f} us" + (f" ({k['of_bmm']:.3f} of bmm)" if "of_bmm" in k else "")
             for role, k in found.items()
@@ -91,7 +92,7 @@ def zipf(logits):
 
 def measure_skew(arguments, library):
     rows = []
-    for config in arguments.configs or SKEWED:
+    for config in SKEWED:
         shape = CONFIGS[config]
         layers = {}
         for name in ("uniform", "one hot expert", "zipf"):
@@ -252,7 +253,7 @@ def measure_tokens(arguments, library):
     return {"state": "flushed", **shape, "rows": rows}
 
 
-def measure_host(arguments, library_path):
+def measure_host(arguments):
     """Of a small layer, so that the device never holds the host up."""
     torch.empty(1, device=CUDA)
     torch.cuda.synchronize()
@@ -260,7 +261,7 @@ def measure_host(arguments, library_path):
     data.draw(SEEDS[0])
     torch.cuda.synchronize()
     began = time.perf_counter()
-    library = open_libraries([library_path])["ours_cpp"]
+    library = open_libraries([arguments.library])["ours_cpp"]
     ours = Ours(library, data)
     ours.forward()
     torch.cuda.synchronize()
@@ -291,26 +292,33 @@ MEASURES = {
 }
 
 
+def write(folder, what, result):
+    if folder:
+        path = Path(folder) / f"{what}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(header() | {"what": what} | result, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=[*MEASURES, "host"])
+    parser.add_argument("what", nargs="+", choices=["host", *MEASURES])
     parser.add_argument("--library", required=True)
-    parser.add_argument("--configs", default="")
+    parser.add_argument("--configs", default="", help="of kernels")
     parser.add_argument("--burst", type=float, default=60.0, help="milliseconds of a hot burst")
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
+    if "host" in arguments.what[1:]:
+        parser.error("host is not the first, must be: it times the first call of the process")
     arguments.configs = [v for v in arguments.configs.split(",") if v]
-    if arguments.what == "host":
-        result = measure_host(arguments, arguments.library)
-    else:
-        library = open_libraries([arguments.library])["ours_cpp"]
-        result = MEASURES[arguments.what](arguments, library)
-    if arguments.out:
-        path = Path(arguments.out) / f"{arguments.what}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(header() | {"what": arguments.what} | result, indent=1) + "\n")
+    library = None
+    for what in arguments.what:
+        if what == "host":
+            write(arguments.out, what, measure_host(arguments))
+            continue
+        library = library or open_libraries([arguments.library])["ours_cpp"]
+        write(arguments.out, what, MEASURES[what](arguments, library))
     return 0
 
 
