@@ -289,6 +289,22 @@ def open_libraries(given):
     return libraries
 
 
+def add_rows(arguments, config, libraries, records):
+    """Measures one configuration into the record of each state."""
+    began = time.perf_counter()
+    shape = CONFIGS[config]
+    medians, error = measure(arguments, config, shape, libraries)
+    rows = {state: row_of(config, shape, of_state) for state, of_state in medians.items()}
+    for state, row in rows.items():
+        small = state == "flushed"
+        record = records["hot" if small else state]
+        record["rows"].append(row | ({"l2": "flushed"} if small else {}))
+        print_row(state, row, time.perf_counter() - began)
+    print(f"{config:<17} checked: largest error of a row {error:.1e}", flush=True)
+    if arguments.out:
+        write(records, arguments.out)
+
+
 def main():
     arguments = parse()
     if arguments.merge:
@@ -296,21 +312,16 @@ def main():
     libraries = open_libraries(arguments.library)
     records = {state: header() | {"state": state, "rows": []} for state in ("hot", "cool")}
     print(json.dumps(header()), flush=True)
+    failed = 0
     for config in arguments.configs:
-        began = time.perf_counter()
-        shape = CONFIGS[config]
-        medians, error = measure(arguments, config, shape, libraries)
-        for state, of_state in medians.items():
-            row = row_of(config, shape, of_state)
-            record = records["hot" if state == "flushed" else state]
-            record["rows"].append(row | ({"l2": "flushed"} if state == "flushed" else {}))
-            print_row(state, row, time.perf_counter() - began)
-        print(f"{config:<17} checked: largest error of a row {error:.1e}", flush=True)
-        if arguments.out:
-            write(records, arguments.out)
+        try:
+            add_rows(arguments, config, libraries, records)
+        except SystemExit as wrong:  # this row is no record, the others may be
+            failed += 1
+            print(f"{config:<17} FAILED: {wrong}", flush=True)
         gc.collect()  # the allocator keeps the memory: mapping it anew takes seconds
     print_means(records)
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
