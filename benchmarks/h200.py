@@ -162,7 +162,8 @@ def figures(name, shape, medians):
 
 def row_of(config, shape, medians):
     row = {"config": config, "T": shape.T, "d": shape.d, "n": shape.n, "E": shape.E, "K": shape.K}
-    for name in dict.fromkeys(name for name, _ in medians):
+    names = {name for name, _ in medians}
+    for name in sorted(names, key=lambda n: (n != "bound", not n.startswith("ours"), n)):
         row[name] = figures(name, shape, medians)
     return row
 
@@ -316,7 +317,7 @@ def main():
     for config in arguments.configs:
         try:
             add_rows(arguments, config, libraries, records)
-        except SystemExit as wrong:  # this row is no record, the others may be
+        except (SystemExit, RuntimeError) as wrong:  # this row is no record, others may be
             failed += 1
             print(f"{config:<17} FAILED: {wrong}", flush=True)
         gc.collect()  # the allocator keeps the memory: mapping it anew takes seconds
