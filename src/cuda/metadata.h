@@ -33,8 +33,16 @@ Metadata metadata_layout(const Problem& problem, void* base);
 /// Bytes of scratch that build_metadata needs.
 std::int64_t metadata_scratch(const Problem& problem);
 
-/// Fills `metadata` from the routing.
+/// Device memory that build_metadata may use beside its result.
+struct MetadataWork {
+  void* scratch;                   ///< metadata_scratch() bytes
+  unsigned* counters = nullptr;    ///< cleared on the way, for the products that follow
+  std::int32_t counter_words = 0;  ///< at most 1024
+};
+
+/// Fills `metadata` from the routing. Its launches, and the one after them, may overlap
+/// (programmatic dependent launch): each waits for the one before itself.
 void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata,
-                    void* scratch, cudaStream_t stream);
+                    const MetadataWork& work, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda

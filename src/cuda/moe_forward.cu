@@ -147,9 +147,9 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   void* y = offset(args.scratch, scratch.y);
   auto* counter = static_cast<unsigned*>(offset(args.scratch, scratch.counters));
   const Call call{problem, args, device, metadata, stream};
-  check_cuda(cudaMemsetAsync(counter, 0, kCounterBytes, stream), "clearing counters");
   observed(exec, "metadata", [&] {
-    build_metadata(problem, args.routing, metadata, offset(args.scratch, scratch.metadata), stream);
+    build_metadata(problem, args.routing, metadata,
+                   {offset(args.scratch, scratch.metadata), counter, kCounterBytes / 4}, stream);
   });
   observed(exec, "A", [&] { launch_up(call, training ? args.h.data : nullptr, a); });
   if (problem.form == RoutingForm::kGrouped) {

@@ -28,15 +28,15 @@ __device__ int block_prefix(int value, int* total) {
   return before + sum - value;
 }
 
-/// Sum over kThreads threads, for every thread.
-template <int kThreads>
-__device__ std::uint64_t block_sum(std::uint64_t value) {
+/// Sum over kThreads threads in a fixed order, for every thread.
+template <int kThreads, class T>
+__device__ T block_sum(T value) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ std::uint64_t warps[kWarps];
+  __shared__ T warps[kWarps];
   for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(0xffffffffu, value, d);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
-  std::uint64_t sum = 0;
+  T sum = 0;
   for (int w = 0; w < kWarps; w++) sum += warps[w];
   __syncthreads();
   return sum;

@@ -1,0 +1,70 @@
+// From the rows of every expert to the tile list that the products walk.
+#pragma once
+
+#include "cuda/metadata.h"
+#include "cuda/routing/block.cuh"
+#include "cuda/tiles.h"
+
+namespace sonicmoe::cuda {
+
+inline constexpr int kPlaceThreads = 1024;  // of every block that calls write_experts
+inline constexpr int kMostPlaced = 1024;    // experts
+
+/// Of the products that follow.
+struct Counters {
+  unsigned* words;
+  std::int32_t count;
+
+  /// By the first block.
+  __device__ void clear() const {
+    if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < count) words[threadIdx.x] = 0;
+  }
+};
+
+__device__ inline int records_of(int rows) { return (rows + kRecordRows - 1) / kRecordRows; }
+
+/// Rows of thread e's expert.
+struct RowRange {
+  int begin;
+  int rows;
+};
+
+/// Shared memory with an entry for every expert.
+struct ExpertArrays {
+  std::int32_t* first_record;
+  std::int32_t* rows;
+  std::int32_t* begin;
+};
+
+/// All blocks together: experts and tile records, from thread e's rows.
+__device__ inline void write_experts(const Metadata& out, int experts, RowRange own,
+                                     const ExpertArrays& all) {
+  const int e = threadIdx.x;
+  int count = 0;
+  const int first = block_prefix<kPlaceThreads>(e < experts ? records_of(own.rows) : 0, &count);
+  if (e < experts) {
+    all.first_record[e] = first;
+    all.rows[e] = own.rows;
+    all.begin[e] = own.begin;
+  }
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    if (e == 0) *out.record_count = min(count, out.most_records);
+    if (e < experts) {
+      out.expert_begin[e] = own.begin;
+      out.expert_rows[e] = own.rows;
+    }
+  }
+  // Overlapping groups could ask for more records than there is room for.
+  const int last = min(count, out.most_records);
+  for (int i = blockIdx.x * kPlaceThreads + threadIdx.x; i < last; i += gridDim.x * kPlaceThreads) {
+    int low = 0;  // the last expert whose first record is not past i
+    for (int high = experts; high - low > 1;) {
+      const int middle = (low + high) / 2;
+      (all.first_record[middle] <= i ? low : high) = middle;
+    }
+    out.records[i] = {low, all.begin[low], all.rows[low], all.first_record[low]};
+  }
+}
+
+}  // namespace sonicmoe::cuda
