@@ -1,6 +1,7 @@
 /* One MoE layer through the C interface alone: forward and backward against plain loops, refusals,
  * and the rule of struct sizes. Prints what differs; the exit code counts the failures. */
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -350,6 +351,71 @@ static void test_routing(void) {
                   "top_k is 9, must be at most E = 3");
 }
 
+/* Scratch came later than these calls: the old forms stay, the new ones ask for nothing here. */
+static void test_scratch(void) {
+  const float logits[3 * 2] = {0.0f, 2.0f, 1.0f, 3.0f, 0.0f, -1.0f};
+  const float a[2 * 2] = {1.0f, 2.0f, 3.0f, 4.0f}, b[2] = {1.0f, 10.0f};
+  const int64_t offsets[2] = {0, 2};
+  int32_t token[2] = {-9, -9}, expert[2] = {-9, -9};
+  float weight[2] = {-9.0f, -9.0f}, d[2] = {0.0f, 0.0f}, values[2] = {-9.0f, -9.0f};
+  int64_t ends[3] = {-9, -9, -9}, counts[2] = {-9, -9}, ids[3] = {0, 1, 1}, bytes = -1;
+  const smoe_tensor t_logits = dense(logits, SMOE_F32, 2, 3, 2, 0);
+  const smoe_tensor t_token = dense(token, SMOE_I32, 1, 2, 0, 0);
+  const smoe_tensor t_expert = dense(expert, SMOE_I32, 1, 2, 0, 0);
+  const smoe_tensor t_weight = dense(weight, SMOE_F32, 1, 2, 0, 0);
+  const smoe_tensor t_ends = dense(ends, SMOE_I64, 1, 3, 0, 0);
+  const smoe_tensor t_ids = dense(ids, SMOE_I64, 2, 3, 1, 0);
+  const smoe_tensor t_values = dense(values, SMOE_F32, 1, 2, 0, 0);
+  const smoe_tensor t_counts = dense(counts, SMOE_I64, 1, 2, 0, 0);
+  const smoe_tensor t_a = dense(a, SMOE_F32, 2, 2, 2, 0);
+  const smoe_tensor t_b = dense(b, SMOE_F32, 3, 1, 1, 2);
+  const smoe_tensor t_d = dense(d, SMOE_F32, 2, 2, 1, 0);
+  const smoe_tensor t_offsets = dense(offsets, SMOE_I64, 1, 2, 0, 0);
+  smoe_pairs pairs;
+  smoe_route_options options;
+  smoe_grouped_gemm_args gemm;
+
+  memset(&pairs, 0, sizeof(pairs));
+  pairs.size = sizeof(pairs);
+  pairs.token = &t_token;
+  pairs.expert = &t_expert;
+  pairs.weight = &t_weight;
+  pairs.offsets = &t_ends;
+  expect(smoe_expert_choice_scratch_bytes(3, 2, NULL, &bytes) == SMOE_OK && bytes == 0,
+         "expert choice needs no scratch here");
+  expect(smoe_expert_choice_in_scratch(&t_logits, 1, &pairs, NULL, 0, NULL) == SMOE_OK &&
+             token[0] == 2 && token[1] == 0,
+         "smoe_expert_choice_in_scratch");
+
+  memset(&options, 0, sizeof(options));
+  options.size = sizeof(options);
+  options.top_k = 1;
+  bytes = -1;
+  expect(smoe_router_losses_scratch_bytes(3, 2, NULL, &bytes) == SMOE_OK && bytes == 0,
+         "the losses need no scratch here");
+  expect(smoe_router_losses_in_scratch(&options, &t_logits, &t_ids, &t_values, &t_counts, NULL, 0,
+                                       NULL) == SMOE_OK &&
+             counts[0] == 1 && counts[1] == 2,
+         "smoe_router_losses_in_scratch");
+
+  memset(&gemm, 0, sizeof(gemm));
+  gemm.size = offsetof(smoe_grouped_gemm_args, scratch); /* as the first version had it */
+  gemm.a = &t_a;
+  gemm.b = &t_b;
+  gemm.d = &t_d;
+  gemm.offsets = &t_offsets;
+  gemm.scratch_bytes = -77; /* not read */
+  expect(smoe_grouped_gemm(&gemm, NULL) == SMOE_OK && d[0] == 21.0f && d[1] == 43.0f,
+         "a struct of the first version");
+  bytes = -1;
+  expect(smoe_grouped_gemm_scratch_bytes(2, 1, NULL, &bytes) == SMOE_OK && bytes == 0,
+         "the grouped GEMM needs no scratch here");
+  expect_sentence(smoe_grouped_gemm_scratch_bytes(2, 0, NULL, &bytes), SMOE_INVALID_ARGUMENT,
+                  "experts is 0, must be at least 1");
+  gemm.size = (uint32_t)offsetof(smoe_grouped_gemm_args, scratch) - 1;
+  expect(smoe_grouped_gemm(&gemm, NULL) == SMOE_INVALID_ARGUMENT, "a struct of no version");
+}
+
 int main(void) {
   expect(strcmp(smoe_last_error(), "") == 0, "no error before the first call");
   expect(strcmp(smoe_version(), "0.1.0") == 0, "smoe_version");
@@ -357,6 +423,7 @@ int main(void) {
   test_refusals();
   test_struct_sizes();
   test_routing();
+  test_scratch();
   if (failures == 0) puts("every check holds");
   return failures != 0;
 }

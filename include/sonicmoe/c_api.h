@@ -241,6 +241,16 @@ SMOE_API smoe_status smoe_expert_choice_backward(const smoe_tensor* logits, cons
                                                  const smoe_tensor* dweight,
                                                  const smoe_tensor* dlogits, const smoe_exec* exec);
 
+/* The same with scratch, which CUDA needs. */
+SMOE_API smoe_status smoe_expert_choice_scratch_bytes(int64_t tokens, int64_t experts,
+                                                      const smoe_exec* exec, int64_t* bytes);
+SMOE_API smoe_status smoe_expert_choice_in_scratch(const smoe_tensor* logits, int64_t capacity,
+                                                   const smoe_pairs* pairs, void* scratch,
+                                                   int64_t scratch_bytes, const smoe_exec* exec);
+SMOE_API smoe_status smoe_expert_choice_backward_in_scratch(
+    const smoe_tensor* logits, const smoe_pairs* pairs, const smoe_tensor* dweight,
+    const smoe_tensor* dlogits, void* scratch, int64_t scratch_bytes, const smoe_exec* exec);
+
 SMOE_API smoe_status smoe_router_losses(const smoe_route_options* options,
                                         const smoe_tensor* logits, const smoe_tensor* ids,
                                         const smoe_tensor* values,
@@ -252,6 +262,14 @@ SMOE_API smoe_status smoe_router_losses_backward(const smoe_route_options* optio
                                                  const smoe_tensor* dvalues,
                                                  const smoe_tensor* dlogits, const smoe_exec* exec);
 
+/* router_losses with scratch, which CUDA needs; its backward needs none. */
+SMOE_API smoe_status smoe_router_losses_scratch_bytes(int64_t tokens, int64_t experts,
+                                                      const smoe_exec* exec, int64_t* bytes);
+SMOE_API smoe_status smoe_router_losses_in_scratch(
+    const smoe_route_options* options, const smoe_tensor* logits, const smoe_tensor* ids,
+    const smoe_tensor* values, const smoe_tensor* tokens_per_expert, void* scratch,
+    int64_t scratch_bytes, const smoe_exec* exec);
+
 typedef struct smoe_grouped_gemm_args {
   uint32_t size;
   uint32_t reserved; /* 0 */
@@ -260,8 +278,12 @@ typedef struct smoe_grouped_gemm_args {
   const smoe_tensor* d;
   const smoe_tensor* offsets;
   const smoe_tensor* gather; /* optional */
+  void* scratch;             /* smoe_grouped_gemm_scratch_bytes; NULL where that is 0 */
+  int64_t scratch_bytes;
 } smoe_grouped_gemm_args;
 
+SMOE_API smoe_status smoe_grouped_gemm_scratch_bytes(int64_t rows, int64_t experts,
+                                                     const smoe_exec* exec, int64_t* bytes);
 SMOE_API smoe_status smoe_grouped_gemm(const smoe_grouped_gemm_args* args, const smoe_exec* exec);
 SMOE_API smoe_status smoe_grouped_gemm_k(const smoe_grouped_gemm_args* args, const smoe_exec* exec);
 

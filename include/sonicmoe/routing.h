@@ -67,7 +67,7 @@ struct RoundOptions {
 /// C of token_round: T*K (down), T*K + E*tile/2 (nearest), else min(T*E, T*K + E*tile).
 SONICMOE_API std::int64_t round_capacity(const RoundOptions& options, std::int64_t tokens,
                                          std::int64_t experts);
-/// Bytes of scratch that token_round, its backward and expert_choice need.
+/// Bytes of scratch that token_round and its backward need.
 SONICMOE_API std::int64_t round_scratch_bytes(const RoundOptions& options, std::int64_t tokens,
                                               std::int64_t experts, const Exec& exec = {});
 
@@ -81,8 +81,18 @@ SONICMOE_API void token_round_backward(const RoundOptions& options, const Tensor
                                        const Tensor& dlogits, Buffer scratch,
                                        const Exec& exec = {});
 
+/// Bytes of scratch that expert_choice and its backward need; 0 on the CPU.
+SONICMOE_API std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::int64_t experts,
+                                                      const Exec& exec = {});
+
 /// Expert choice: every expert takes its `capacity` best tokens by softmax over E, weight = that
 /// probability. Pairs have C = E*min(capacity, T).
+SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
+                                Buffer scratch, const Exec& exec);
+SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
+                                         const Tensor& dweight, const Tensor& dlogits,
+                                         Buffer scratch, const Exec& exec);
+/// The same where no scratch is needed.
 SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
                                 const Exec& exec = {});
 SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
@@ -96,6 +106,13 @@ struct RouterLosses {
   Tensor values{};             ///< (2) fp32 (fp64 for fp64 logits): load_balancing, z
   Tensor tokens_per_expert{};  ///< (E) i64: top-K counts before rounding
 };
+/// Bytes of scratch that router_losses needs; 0 on the CPU. Its backward needs none.
+SONICMOE_API std::int64_t router_losses_scratch_bytes(std::int64_t tokens, std::int64_t experts,
+                                                      const Exec& exec = {});
+SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
+                                const Tensor& ids, const RouterLosses& out, Buffer scratch,
+                                const Exec& exec);
+/// The same where no scratch is needed.
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, const Exec& exec = {});
 /// dvalues (2) -> dlogits (T, E), all written; counts are constants.

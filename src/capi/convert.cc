@@ -36,10 +36,10 @@ void refuse_null(const void* pointer, const char* name) {
   }
 }
 
-void check_size(const void* data, const char* name, std::size_t known) {
+std::size_t check_size(const void* data, const char* name, std::size_t first, std::size_t known) {
   std::uint32_t size = 0;
   std::memcpy(&size, data, sizeof(size));
-  if (size < known || size > kLargestStruct) {
+  if (size < first || size > kLargestStruct) {
     refuse(Status::kInvalidArgument, std::string(name) + ".size is " + std::to_string(size) +
                                          ", must be sizeof the struct, " + std::to_string(known));
   }
@@ -51,6 +51,7 @@ void check_size(const void* data, const char* name, std::size_t known) {
                                        " on in version " SONICMOE_VERSION_STRING);
     }
   }
+  return std::min<std::size_t>(size, known);
 }
 
 Tensor required(const smoe_tensor* given, const char* name) { return convert(given, name); }

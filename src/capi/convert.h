@@ -41,16 +41,19 @@ smoe_status guarded(F&& call) noexcept {
 }
 
 void refuse_null(const void* pointer, const char* name);
-/// The rule of struct sizes: at least this version's, the first, and no unknown byte in use.
-void check_size(const void* data, const char* name, std::size_t known);
+/// The rule of struct sizes: at least that of the first version, `first`, and no byte past this
+/// version's, `known`, in use. Returns how many bytes the caller's struct and this version share.
+std::size_t check_size(const void* data, const char* name, std::size_t first, std::size_t known);
 
-/// The caller's struct as this version knows it; fields it does not have are zero.
+/// The caller's struct as this version knows it; fields it does not have are zero. `first` is its
+/// size in the version that brought it.
 template <class T>
-T read(const T* given, const char* name) {
+T read(const T* given, const char* name, std::size_t first = sizeof(T)) {
   static_assert(std::is_trivially_copyable_v<T> && offsetof(T, size) == 0);
   refuse_null(given, name);
-  check_size(given, name, sizeof(T));
-  return *given;
+  T result{};
+  std::memcpy(&result, given, check_size(given, name, first, sizeof(T)));
+  return result;
 }
 
 /// Refuses null. An absent optional tensor goes through `optional` and becomes an empty one.

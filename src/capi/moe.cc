@@ -13,9 +13,12 @@ Buffer input_buffer(const void* data, std::int64_t bytes) {
 // GroupedGemm and GroupedGemmK have the same members, with other shapes.
 template <class Args>
 Args gemm_args(const smoe_grouped_gemm_args* given) {
-  const smoe_grouped_gemm_args a = capi::read(given, "args");
-  return {capi::required(a.a, "a"), capi::required(a.b, "b"), capi::required(a.d, "d"),
-          capi::required(a.offsets, "offsets"), capi::optional(a.gather, "gather")};
+  // Callers of the first version end before the scratch.
+  constexpr std::size_t kFirst = offsetof(smoe_grouped_gemm_args, scratch);
+  const smoe_grouped_gemm_args a = capi::read(given, "args", kFirst);
+  return {capi::required(a.a, "a"),           capi::required(a.b, "b"),
+          capi::required(a.d, "d"),           capi::required(a.offsets, "offsets"),
+          capi::optional(a.gather, "gather"), {a.scratch, a.scratch_bytes}};
 }
 
 }  // namespace
@@ -74,6 +77,14 @@ smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_a
     if (a.grads != nullptr) backward.grads = capi::weights(a.grads, "grads");
     backward.grad_mode = static_cast<GradMode>(a.grad_mode);
     moe_backward(capi::problem(problem), backward, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_grouped_gemm_scratch_bytes(int64_t rows, int64_t experts, const smoe_exec* exec,
+                                            int64_t* bytes) {
+  return capi::guarded([&] {
+    capi::refuse_null(bytes, "bytes");
+    *bytes = grouped_gemm_scratch_bytes(rows, experts, capi::exec(exec));
   });
 }
 

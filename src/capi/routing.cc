@@ -77,6 +77,57 @@ smoe_status smoe_expert_choice_backward(const smoe_tensor* logits, const smoe_pa
   });
 }
 
+smoe_status smoe_expert_choice_scratch_bytes(int64_t tokens, int64_t experts, const smoe_exec* exec,
+                                             int64_t* bytes) {
+  return capi::guarded([&] {
+    capi::refuse_null(bytes, "bytes");
+    *bytes = expert_choice_scratch_bytes(tokens, experts, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_expert_choice_in_scratch(const smoe_tensor* logits, int64_t capacity,
+                                          const smoe_pairs* pairs, void* scratch,
+                                          int64_t scratch_bytes, const smoe_exec* exec) {
+  return capi::guarded([&] {
+    expert_choice(capi::required(logits, "logits"), capacity, capi::pairs(pairs),
+                  Buffer{scratch, scratch_bytes}, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_expert_choice_backward_in_scratch(const smoe_tensor* logits,
+                                                   const smoe_pairs* pairs,
+                                                   const smoe_tensor* dweight,
+                                                   const smoe_tensor* dlogits, void* scratch,
+                                                   int64_t scratch_bytes, const smoe_exec* exec) {
+  return capi::guarded([&] {
+    expert_choice_backward(capi::required(logits, "logits"), capi::pairs(pairs),
+                           capi::required(dweight, "dweight"), capi::required(dlogits, "dlogits"),
+                           Buffer{scratch, scratch_bytes}, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_router_losses_scratch_bytes(int64_t tokens, int64_t experts, const smoe_exec* exec,
+                                             int64_t* bytes) {
+  return capi::guarded([&] {
+    capi::refuse_null(bytes, "bytes");
+    *bytes = router_losses_scratch_bytes(tokens, experts, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_router_losses_in_scratch(const smoe_route_options* options,
+                                          const smoe_tensor* logits, const smoe_tensor* ids,
+                                          const smoe_tensor* values,
+                                          const smoe_tensor* tokens_per_expert, void* scratch,
+                                          int64_t scratch_bytes, const smoe_exec* exec) {
+  return capi::guarded([&] {
+    const RouterLosses out{capi::required(values, "values"),
+                           capi::required(tokens_per_expert, "tokens_per_expert")};
+    router_losses(capi::route_options(options), capi::required(logits, "logits"),
+                  capi::required(ids, "ids"), out, Buffer{scratch, scratch_bytes},
+                  capi::exec(exec));
+  });
+}
+
 smoe_status smoe_router_losses(const smoe_route_options* options, const smoe_tensor* logits,
                                const smoe_tensor* ids, const smoe_tensor* values,
                                const smoe_tensor* tokens_per_expert, const smoe_exec* exec) {

@@ -3,6 +3,8 @@
 // nvcc), so the core has no conditional compilation.
 #pragma once
 
+#include <type_traits>
+
 #include "core/backend.h"
 
 namespace sonicmoe {
@@ -18,14 +20,21 @@ struct CudaBackend {
   decltype(&cpu::moe_backward) moe_backward = nullptr;
   decltype(&cpu::grouped_gemm) grouped_gemm = nullptr;
   decltype(&cpu::grouped_gemm_k) grouped_gemm_k = nullptr;
+  std::int64_t (*grouped_gemm_scratch_bytes)(std::int64_t rows, std::int64_t experts) = nullptr;
   decltype(&cpu::route) route = nullptr;
   decltype(&cpu::route_backward) route_backward = nullptr;
   decltype(&cpu::round_scratch_bytes) round_scratch_bytes = nullptr;
   decltype(&cpu::token_round) token_round = nullptr;
   decltype(&cpu::token_round_backward) token_round_backward = nullptr;
-  decltype(&cpu::expert_choice) expert_choice = nullptr;
-  decltype(&cpu::expert_choice_backward) expert_choice_backward = nullptr;
-  decltype(&cpu::router_losses) router_losses = nullptr;
+  // The CPU needs no scratch for these.
+  std::int64_t (*expert_choice_scratch_bytes)(std::int64_t tokens, std::int64_t experts) = nullptr;
+  void (*expert_choice)(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
+                        Buffer scratch, const Exec& exec) = nullptr;
+  void (*expert_choice_backward)(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
+                                 const Tensor& dlogits, Buffer scratch, const Exec& exec) = nullptr;
+  std::int64_t (*router_losses_scratch_bytes)(std::int64_t tokens, std::int64_t experts) = nullptr;
+  void (*router_losses)(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                        const RouterLosses& out, Buffer scratch, const Exec& exec) = nullptr;
   decltype(&cpu::router_losses_backward) router_losses_backward = nullptr;
 };
 
@@ -34,7 +43,8 @@ const CudaBackend* cuda_backend();
 
 /// The function that serves exec: the CPU's own, or the table's entry.
 template <class F>
-F* serve(const Exec& exec, const char* name, F* cpu_function, F* CudaBackend::* entry) {
+F* serve(const Exec& exec, const char* name, std::type_identity_t<F>* cpu_function,
+         F* CudaBackend::* entry) {
   if (exec.backend == Backend::kCpu) return cpu_function;
   const CudaBackend* cuda = cuda_backend();
   if (cuda == nullptr || cuda->*entry == nullptr) {

@@ -28,6 +28,7 @@ void backward_overlap(const BackwardArgs& args);
 
 void grouped_gemm(const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);
+void grouped_gemm_sizes(std::int64_t rows, std::int64_t experts, const Exec& exec);
 
 void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec);
@@ -43,6 +44,8 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
                    const Exec& exec);
 void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                             const Tensor& dlogits, const Exec& exec);
+/// T and E of a query for scratch.
+void routing_sizes(std::int64_t tokens, std::int64_t experts, const Exec& exec);
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                    const RouterLosses& out, const Exec& exec);
 void router_losses_backward(const RouteOptions& options, const Tensor& logits,

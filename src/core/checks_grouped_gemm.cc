@@ -25,6 +25,14 @@ void rows_and_gather(const Tensor& a, std::int64_t rows, const Tensor& gather) {
 
 }  // namespace
 
+void grouped_gemm_sizes(std::int64_t rows, std::int64_t experts, const Exec& e) {
+  exec(e);
+  at_least("rows", rows, 0);
+  at_least("experts", experts, 1);
+  below_2_31("rows", rows);
+  below_2_31("experts", experts);
+}
+
 void grouped_gemm(const GroupedGemm& args, const Exec& e) {
   exec(e);
   rank(args.a, "a", "(rows, k)", 2);

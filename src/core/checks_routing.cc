@@ -167,6 +167,14 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
   output(dlogits, "dlogits", {s.T, s.E}, logits.dtype);
 }
 
+void routing_sizes(std::int64_t tokens, std::int64_t experts, const Exec& e) {
+  exec(e);
+  at_least("tokens", tokens, 0);
+  at_least("experts", experts, 1);
+  below_2_31("tokens", tokens);
+  below_2_31("experts", experts);
+}
+
 void router_losses(const RouteOptions& o, const Tensor& logits, const Tensor& ids,
                    const RouterLosses& out, const Exec& e) {
   exec(e);

@@ -1,5 +1,6 @@
 // Public functions of the layer and of the grouped GEMM: check, then hand over to the backend.
 #include "core/backend_table.h"
+#include "core/check_tensor.h"
 #include "core/checks.h"
 
 namespace sonicmoe {
@@ -7,6 +8,12 @@ namespace {
 
 Sizes sizes_of(const Problem& problem, Pass pass, const Exec& exec) {
   return serve(exec, "moe_sizes", &cpu::moe_sizes, &CudaBackend::moe_sizes)(problem, pass, exec);
+}
+
+std::int64_t gemm_scratch(std::int64_t rows, std::int64_t experts, const Exec& exec) {
+  return serve(
+      exec, "grouped_gemm", [](std::int64_t, std::int64_t) -> std::int64_t { return 0; },
+      &CudaBackend::grouped_gemm_scratch_bytes)(rows, experts);
 }
 
 }  // namespace
@@ -30,13 +37,22 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   serve(exec, "moe_backward", &cpu::moe_backward, &CudaBackend::moe_backward)(problem, args, exec);
 }
 
+std::int64_t grouped_gemm_scratch_bytes(std::int64_t rows, std::int64_t experts, const Exec& exec) {
+  checks::grouped_gemm_sizes(rows, experts, exec);
+  return gemm_scratch(rows, experts, exec);
+}
+
 void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   checks::grouped_gemm(args, exec);
+  checks::buffer(args.scratch, "scratch", gemm_scratch(args.d.shape[0], args.b.shape[0], exec),
+                 exec);
   serve(exec, "grouped_gemm", &cpu::grouped_gemm, &CudaBackend::grouped_gemm)(args, exec);
 }
 
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
   checks::grouped_gemm_k(args, exec);
+  checks::buffer(args.scratch, "scratch", gemm_scratch(args.b.shape[0], args.d.shape[0], exec),
+                 exec);
   serve(exec, "grouped_gemm_k", &cpu::grouped_gemm_k, &CudaBackend::grouped_gemm_k)(args, exec);
 }
 

@@ -18,6 +18,16 @@ void check_scratch(const RoundOptions& options, const Tensor& logits, Buffer scr
                  exec);
 }
 
+std::int64_t no_scratch(std::int64_t, std::int64_t) { return 0; }
+std::int64_t choice_scratch(std::int64_t tokens, std::int64_t experts, const Exec& exec) {
+  return serve(exec, "expert_choice", &no_scratch, &CudaBackend::expert_choice_scratch_bytes)(
+      tokens, experts);
+}
+std::int64_t losses_scratch(std::int64_t tokens, std::int64_t experts, const Exec& exec) {
+  return serve(exec, "router_losses", &no_scratch, &CudaBackend::router_losses_scratch_bytes)(
+      tokens, experts);
+}
+
 }  // namespace
 
 void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
@@ -58,25 +68,63 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
                                             exec);
 }
 
-void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
+std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::int64_t experts,
+                                         const Exec& exec) {
+  checks::routing_sizes(tokens, experts, exec);
+  return choice_scratch(tokens, experts, exec);
+}
+
+void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, Buffer scratch,
                    const Exec& exec) {
   checks::expert_choice(logits, capacity, pairs, exec);
-  serve(exec, "expert_choice", &cpu::expert_choice, &CudaBackend::expert_choice)(logits, capacity,
-                                                                                 pairs, exec);
+  checks::buffer(scratch, "scratch", choice_scratch(logits.shape[0], logits.shape[1], exec), exec);
+  const auto cpu = [](const Tensor& l, std::int64_t c, const Pairs& p, Buffer, const Exec& e) {
+    cpu::expert_choice(l, c, p, e);
+  };
+  serve(exec, "expert_choice", cpu, &CudaBackend::expert_choice)(logits, capacity, pairs, scratch,
+                                                                 exec);
+}
+
+void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
+                   const Exec& exec) {
+  expert_choice(logits, capacity, pairs, Buffer{}, exec);
+}
+
+void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
+                            const Tensor& dlogits, Buffer scratch, const Exec& exec) {
+  checks::expert_choice_backward(logits, pairs, dweight, dlogits, exec);
+  checks::buffer(scratch, "scratch", choice_scratch(logits.shape[0], logits.shape[1], exec), exec);
+  const auto cpu = [](const Tensor& l, const Pairs& p, const Tensor& dw, const Tensor& dl, Buffer,
+                      const Exec& e) { cpu::expert_choice_backward(l, p, dw, dl, e); };
+  serve(exec, "expert_choice_backward", cpu, &CudaBackend::expert_choice_backward)(
+      logits, pairs, dweight, dlogits, scratch, exec);
 }
 
 void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                             const Tensor& dlogits, const Exec& exec) {
-  checks::expert_choice_backward(logits, pairs, dweight, dlogits, exec);
-  serve(exec, "expert_choice_backward", &cpu::expert_choice_backward,
-        &CudaBackend::expert_choice_backward)(logits, pairs, dweight, dlogits, exec);
+  expert_choice_backward(logits, pairs, dweight, dlogits, Buffer{}, exec);
+}
+
+std::int64_t router_losses_scratch_bytes(std::int64_t tokens, std::int64_t experts,
+                                         const Exec& exec) {
+  checks::routing_sizes(tokens, experts, exec);
+  return losses_scratch(tokens, experts, exec);
+}
+
+void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                   const RouterLosses& out, Buffer scratch, const Exec& exec) {
+  checks::router_losses(options, logits, ids, out, exec);
+  checks::buffer(scratch, "scratch", losses_scratch(logits.shape[0], logits.shape[1], exec), exec);
+  const auto cpu = [](const RouteOptions& o, const Tensor& l, const Tensor& i,
+                      const RouterLosses& r, Buffer,
+                      const Exec& e) { cpu::router_losses(o, l, i, r, e); };
+  serve(exec, "router_losses", cpu, &CudaBackend::router_losses)(options, logits, ids, out, scratch,
+                                                                 exec);
 }
 
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                    const RouterLosses& out, const Exec& exec) {
-  checks::router_losses(options, logits, ids, out, exec);
-  serve(exec, "router_losses", &cpu::router_losses, &CudaBackend::router_losses)(options, logits,
-                                                                                 ids, out, exec);
+  router_losses(options, logits, ids, out, Buffer{}, exec);
 }
 
 void router_losses_backward(const RouteOptions& options, const Tensor& logits,

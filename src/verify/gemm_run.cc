@@ -38,12 +38,15 @@ Expected expect(const Placed& d, std::int64_t group_rows, Matrix<double> exact,
   return {"d", d, std::move(exact), std::move(same), group_rows};
 }
 
-void run_twice(Caller& caller, const Expected& expected, const std::function<void()>& run) {
+void run_twice(Caller& caller, const Expected& expected, Block* scratch,
+               const std::function<void()>& run) {
   const std::vector<Expected> outputs = {expected};
-  caller.call({"the grouped GEMM", kPoison, {}, {}}, outputs, run);
+  std::vector<Block*> buffers;
+  if (scratch != nullptr) buffers.push_back(scratch);
+  caller.call({"the grouped GEMM", kPoison, buffers, {}}, outputs, run);
   caller.judge(outputs, kPoison);
   const Caller::Bits bits = Caller::bits(outputs);
-  caller.call({"the grouped GEMM", kOtherPoison, {}, {}}, outputs, run);
+  caller.call({"the grouped GEMM", kOtherPoison, buffers, {}}, outputs, run);
   Caller::require_same(bits, outputs, "a call on other garbage");
 }
 
@@ -72,8 +75,15 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
         place_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(s), blocks);
   }
   fill_operands(c, a, b);
+  Block* scratch = nullptr;
+  if (implementation.grouped_gemm_scratch) {
+    const std::int64_t bytes = implementation.grouped_gemm_scratch(s.rows, s.experts);
+    if (bytes > 0) scratch = &blocks.add("scratch of the grouped GEMM", bytes);
+  }
   const auto bound = [&]<class Args>(Tensor (Placed::*where)() const) {
-    return Args{(a.*where)(), (b.*where)(), (d.*where)(), (offsets.*where)(), (gather.*where)()};
+    Args args{(a.*where)(), (b.*where)(), (d.*where)(), (offsets.*where)(), (gather.*where)(), {}};
+    if (scratch != nullptr) args.scratch = {scratch->device(), scratch->bytes()};
+    return args;
   };
   if (over_k) {
     const auto host = bound.template operator()<GroupedGemmK>(&Placed::on_host);
@@ -81,7 +91,7 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
     run_twice(caller,
               expect(d, s.left, oracle::grouped_gemm_k(host, Precision::kExact),
                      oracle::grouped_gemm_k(host, Precision::kSame)),
-              [&] { implementation.grouped_gemm_k(device); });
+              scratch, [&] { implementation.grouped_gemm_k(device); });
   } else {
     const auto host = bound.template operator()<GroupedGemm>(&Placed::on_host);
     const auto device = bound.template operator()<GroupedGemm>(&Placed::on_device);
@@ -89,7 +99,7 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
     run_twice(caller,
               expect(d, s.offsets.back(), oracle::grouped_gemm(host, Precision::kExact),
                      oracle::grouped_gemm(host, Precision::kSame)),
-              [&] { implementation.grouped_gemm(device); });
+              scratch, [&] { implementation.grouped_gemm(device); });
   }
 }
 

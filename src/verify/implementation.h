@@ -34,6 +34,8 @@ struct Implementation {
   std::function<void(const Problem&, const BackwardArgs&)> moe_backward;
   std::function<void(const GroupedGemm&)> grouped_gemm;
   std::function<void(const GroupedGemmK&)> grouped_gemm_k;
+  /// Scratch of either, by R and E; empty: none.
+  std::function<std::int64_t(std::int64_t, std::int64_t)> grouped_gemm_scratch;
   std::function<void(const RouteOptions&, const Tensor& logits, const Tensor& ids,
                      const Tensor& weights)>
       route;

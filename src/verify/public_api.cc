@@ -16,6 +16,9 @@ Implementation public_api(const Exec& exec) {
   };
   i.grouped_gemm = [exec](const GroupedGemm& args) { sonicmoe::grouped_gemm(args, exec); };
   i.grouped_gemm_k = [exec](const GroupedGemmK& args) { sonicmoe::grouped_gemm_k(args, exec); };
+  i.grouped_gemm_scratch = [exec](std::int64_t rows, std::int64_t experts) {
+    return sonicmoe::grouped_gemm_scratch_bytes(rows, experts, exec);
+  };
   i.route = [exec](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
                    const Tensor& weights) { sonicmoe::route(o, logits, ids, weights, exec); };
   i.route_backward = [exec](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
