@@ -12,6 +12,7 @@ namespace sonicmoe::cuda {
 /// multiple of 8, strides and pointers that TMA does not take.
 void check_problem(const Problem& problem);
 void check_rows(const char* name, const Tensor& rows);
+void check_weight(const char* name, const Tensor& weight);
 void check_weights(const Problem& problem, const Weights& weights);
 void check_grads(const Weights& grads);
 
@@ -39,6 +40,13 @@ RaggedMap ragged_map(const Device& device, const Tensor& rows);
 /// Tiles of a row product over the metadata's list.
 RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int column_step,
                            std::int64_t depth, unsigned* counter);
+
+/// Tiles of one matrix (E, M, N) an expert, its rows being K.
+ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrices,
+                                 const TileShape& shape);
+
+/// Stores of matrices (E, M, N) that have one contiguous dimension, 64 by 64 elements a box.
+CUtensorMap matrices_map(const Device& device, const Tensor& matrices);
 
 /// Upper bound of the clusters' tiles, from what the host knows.
 std::int64_t most_tiles(const Problem& problem, const RowTiles::Params& tiles);

@@ -136,17 +136,10 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   params.producer = gathered(c, g.gathered, p.hidden);
   params.b.map[0] = rows_map(c.device, g.rows, kDepth);
   params.b.first_part = g.first_part;
-  ExpertTiles::Params& tiles = params.tiles;
-  tiles.expert_begin = c.metadata.expert_begin;
-  tiles.expert_rows = c.metadata.expert_rows;
-  tiles.experts = static_cast<std::int32_t>(p.experts);
-  tiles.rows = static_cast<std::int32_t>(p.hidden);
-  tiles.row_tiles = (tiles.rows + shape.cluster_rows() - 1) / shape.cluster_rows();
-  tiles.column_step = shape.n;
-  tiles.column_tiles = static_cast<std::int32_t>((p.width + shape.n - 1) / shape.n);
-  tiles.parts = g.parts;
+  params.tiles = expert_tiles(c.metadata, g.out[0], shape);
+  params.tiles.parts = g.parts;
   StoreExpertParams& epilogue = params.epilogue;
-  epilogue.rows = tiles.rows;
+  epilogue.rows = params.tiles.rows;
   epilogue.columns = static_cast<std::int32_t>(p.width);
   for (int part = 0; part < g.parts; part++) {
     const Tensor& out = g.out[part];
@@ -156,17 +149,13 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
       epilogue.floats[part].data = static_cast<float*>(out.data);
       std::copy_n(out.stride, 3, epilogue.floats[part].strides);
     } else {
-      const Tensor lines = order == Major::kK ? out : swapped(out);
-      epilogue.map[part] = encode_map(c.device, p.dtype, lines.data,
-                                      {{lines.shape[2], 1, 64},
-                                       {lines.shape[1], lines.stride[1], 64},
-                                       {lines.shape[0], lines.stride[0], 1}});
+      epilogue.map[part] = matrices_map(c.device, out);
     }
   }
   const KernelEntry& kernel =
       find_kernel({Role::kWeightGrad, p.dtype, tile, order, ActivationKind::kSwiGLU});
   launch_gemm(c.device, kernel, &params,
-              p.experts * tiles.row_tiles * tiles.column_tiles * tiles.parts, c.stream);
+              p.experts * params.tiles.row_tiles * params.tiles.column_tiles * g.parts, c.stream);
 }
 
 void launch_down_grad(const Call& c) {

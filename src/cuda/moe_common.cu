@@ -20,6 +20,8 @@ void check_aligned(const char* name, const Tensor& t) {
   }
 }
 
+}  // namespace
+
 void check_weight(const char* name, const Tensor& t) {
   check_aligned(name, t);
   const bool last = t.stride[2] == 1;
@@ -34,13 +36,6 @@ void check_weight(const char* name, const Tensor& t) {
            std::to_string(other) + " but CUDA needs positive multiples of 8 beside the 1.");
   }
 }
-
-/// fp32 gradients are stored element by element: any strides serve.
-void check_grad(const char* name, const Tensor& t) {
-  if (t.dtype != DType::kF32) check_weight(name, t);
-}
-
-}  // namespace
 
 void check_problem(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
@@ -79,9 +74,13 @@ void check_weights(const Problem& p, const Weights& w) {
 }
 
 void check_grads(const Weights& grads) {
-  if (grads.gate.data != nullptr) check_grad("grads.gate", grads.gate);
-  if (grads.up.data != nullptr) check_grad("grads.up", grads.up);
-  if (grads.down.data != nullptr) check_grad("grads.down", grads.down);
+  const auto check = [](const char* name, const Tensor& t) {
+    // fp32 gradients are stored element by element: any strides serve.
+    if (t.data != nullptr && t.dtype != DType::kF32) check_weight(name, t);
+  };
+  check("grads.gate", grads.gate);
+  check("grads.up", grads.up);
+  check("grads.down", grads.down);
 }
 
 ActivationScalars scalars_of(const Activation& activation) {
@@ -142,6 +141,28 @@ RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int c
   tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
   tiles.k_parts = 1;
   return tiles;
+}
+
+ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrices,
+                                 const TileShape& shape) {
+  ExpertTiles::Params tiles{};
+  tiles.expert_begin = metadata.expert_begin;
+  tiles.expert_rows = metadata.expert_rows;
+  tiles.experts = static_cast<std::int32_t>(matrices.shape[0]);
+  tiles.rows = static_cast<std::int32_t>(matrices.shape[1]);
+  tiles.row_tiles = (tiles.rows + shape.cluster_rows() - 1) / shape.cluster_rows();
+  tiles.column_step = shape.n;
+  tiles.column_tiles = static_cast<std::int32_t>((matrices.shape[2] + shape.n - 1) / shape.n);
+  tiles.parts = 1;
+  return tiles;
+}
+
+CUtensorMap matrices_map(const Device& device, const Tensor& t) {
+  const int fast = major_of(t) == Major::kK ? 2 : 1;
+  const int slow = 3 - fast;
+  return encode_map(
+      device, t.dtype, t.data,
+      {{t.shape[fast], 1, 64}, {t.shape[slow], t.stride[slow], 64}, {t.shape[0], t.stride[0], 1}});
 }
 
 std::int64_t most_tiles(const Problem& problem, const RowTiles::Params& tiles) {

@@ -31,6 +31,12 @@ using DownScaledKernel =
                       BSource::kWeightsInTurn, kB>;
 using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
 
+/// D = A[gather] B^T: the grouped GEMM by itself.
+template <class Element, TileShape kShape, Major kB>
+using GatherStoreKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                                            StoreRows<Element>, BSource::kWeights, kB>;
+using GatherStoreParams = GemmParams<GatherRows::Params, RowTiles::Params, StoreRowsParams>;
+
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using HiddenGradKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,

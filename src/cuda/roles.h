@@ -14,6 +14,7 @@ enum class Role : int {
   kDownScaled = 2,  ///< the same, rows scaled by their weight
   kHiddenGrad = 3,  ///< gathered rows x W2, derivative of the activation
   kWeightGrad = 4,  ///< gathered rows^T x rows, for every expert; `b` is the output's order
+  kGather = 5,      ///< gathered rows x weights, as they are: the grouped GEMM
 };
 
 struct KernelKey {

@@ -57,6 +57,18 @@ def instances():
             for major in MAJORS
         ],
     )
+    yield (
+        "gather_store",
+        [
+            (
+                f"GatherStoreKernel<{element}, kCoop128x256, {major}>",
+                f"{{Role::kGather, {dtype}, TileId::kCoop128x256, {major}, "
+                "ActivationKind::kSwiGLU}",
+            )
+            for element, dtype in TYPES
+            for major in MAJORS
+        ],
+    )
     for role, tiles in (("Down", DOWN_TILES), ("DownScaled", COOPERATIVE_TILES)):
         for tile in tiles:
             yield (

@@ -5,15 +5,13 @@
 #include "core/round_rule.h"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"
+#include "cuda/routing/round_keys.cuh"
+#include "cuda/routing/round_lists.cuh"
 #include "cuda/routing/round_select.cuh"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe::cuda {
 namespace {
-
-constexpr int kRankTokens = 32;  // tokens of a block, one for each lane when columns are written
-constexpr int kRankWarps = 8;
-constexpr int kRankThreads = 32 * kRankWarps;
 
 /// The caller's scratch.
 struct RoundScratch {
@@ -34,7 +32,7 @@ RoundScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts, s
     return at;
   };
   RoundScratch s{};
-  s.key_stride = (tokens + 3) / 4 * 4;
+  s.key_stride = key_stride_of(tokens);
   s.keys = static_cast<std::uint32_t*>(take(experts * s.key_stride * 4));
   s.ids = static_cast<std::int32_t*>(take(tokens * top_k * 4));
   s.weights = static_cast<float*>(take(tokens * top_k * 4));
@@ -44,28 +42,11 @@ RoundScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts, s
   return s;
 }
 
-/// Words between the tokens of a block's tile of keys: 16-byte reads by 32 tokens hit all banks.
-constexpr int tile_stride(int experts) { return (experts + 31) / 32 * 32 + 4; }
-
 template <class R>
 std::size_t rank_shared(const RouteParams& p) {
   const int groups = R::group_words(p.n_group) * (kRankThreads / R::kLanes);
   return static_cast<std::size_t>(kRankTokens * tile_stride(R::kLanes * R::kValues) + groups) * 4 +
          static_cast<std::size_t>(p.experts) * 4;
-}
-
-/// A lane's probabilities as rank keys, nobody chosen yet.
-template <class R>
-__device__ void store_keys(const RouteParams& p, const R& r, const Softmax& s,
-                           std::uint32_t* keys) {
-  float probability[R::kValues];
-  r.probabilities(p, s, probability);
-#pragma unroll
-  for (int v = 0; v < R::kValues; v += 4) {
-    const uint4 four = {key::rank_key(probability[v], 0), key::rank_key(probability[v + 1], 0),
-                        key::rank_key(probability[v + 2], 0), key::rank_key(probability[v + 3], 0)};
-    *reinterpret_cast<uint4*>(keys + R::first() + v) = four;
-  }
 }
 
 /// A warp's rows from `first` on: their routes, and their keys as rows of the tile.
@@ -118,17 +99,7 @@ __global__ void __launch_bounds__(kRankThreads, R::kValues == 8 ? 3 : 1)
   for (int e = threadIdx.x; e < p.experts; e += kRankThreads) {
     if (seen[e] != 0) atomicAdd(&s.counts[e], seen[e]);
   }
-  const std::int64_t token = first + threadIdx.x % 32;
-  if (token >= p.tokens) return;
-  const std::uint32_t* mine = tile + threadIdx.x % 32 * kStride;
-  for (int e = threadIdx.x / 32 * 4; e < p.experts; e += kRankWarps * 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(mine + e);
-    std::uint32_t* to = s.keys + e * s.key_stride + token;
-    to[0] = four.x;
-    if (e + 1 < p.experts) to[s.key_stride] = four.y;
-    if (e + 2 < p.experts) to[2 * s.key_stride] = four.z;
-    if (e + 3 < p.experts) to[3 * s.key_stride] = four.w;
-  }
+  write_columns(p, tile, kStride, {s.keys, s.key_stride}, first);
 }
 
 /// What the kernels by expert need to know.
@@ -214,37 +185,6 @@ __global__ void __launch_bounds__(kSelectThreads) select_scores(RoundParams p, R
   if (threadIdx.x == 0) s.thresholds[e] = result;
 }
 
-/// The caller's lists.
-struct PairsView {
-  std::int32_t* token;
-  std::int32_t* expert;
-  float* weight;
-  std::int64_t* offsets;
-  std::int64_t token_stride;
-  std::int64_t expert_stride;
-  std::int64_t weight_stride;
-  std::int64_t offsets_stride;
-  std::int64_t capacity;
-
-  __device__ void set(std::int64_t i, int t, int e, float w) const {
-    token[i * token_stride] = t;
-    expert[i * expert_stride] = e;
-    weight[i * weight_stride] = w;
-  }
-};
-
-PairsView view_of(const Pairs& pairs) {
-  return {static_cast<std::int32_t*>(pairs.token.data),
-          static_cast<std::int32_t*>(pairs.expert.data),
-          static_cast<float*>(pairs.weight.data),
-          static_cast<std::int64_t*>(pairs.offsets.data),
-          pairs.token.stride[0],
-          pairs.expert.stride[0],
-          pairs.weight.stride[0],
-          pairs.offsets.stride[0],
-          pairs.token.shape[0]};
-}
-
 /// Chosen pairs keep route()'s weight, added ones carry p * scale.
 __device__ float pair_weight(const RoundParams& p, const RoundScratch& s, std::uint32_t k,
                              int token, int expert) {
@@ -271,109 +211,6 @@ __device__ int expert_offset(const RoundParams& p, const PairsView& out, const s
   __syncthreads();
   *total = sum;
   return own;
-}
-
-/// Counts of a thread's chunks, a byte each, at most 4 for the threads and 128 for a warp.
-struct ChunkCounts {
-  unsigned word[Column::kStretchChunks / 4];
-
-  __device__ int of(int chunk) const { return word[chunk / 4] >> 8 * (chunk % 4) & 0xff; }
-  __device__ void add(int chunk, bool one) { word[chunk / 4] += one ? 1u << 8 * (chunk % 4) : 0u; }
-};
-
-/// Puts the counted tokens of a stretch of the column in order. Afterwards place() is how many come
-/// before this thread's first in a chunk.
-class StretchOrder {
- public:
-  static constexpr int kEntries = Column::kStretchChunks * kSelectThreads / 32;
-
-  /// `warps` is shared memory, kEntries ints, that stays in use. *total receives the sum.
-  __device__ StretchOrder(const ChunkCounts& own, int* warps, int* total) : warps_(warps) {
-    const int lane = threadIdx.x % 32;
-    __syncthreads();  // the last user of `warps` is done
-#pragma unroll
-    for (int w = 0; w < Column::kStretchChunks / 4; w++) {
-      unsigned sum = own.word[w];
-      for (int d = 1; d < 32; d *= 2) {
-        const unsigned below = __shfl_up_sync(kAllLanes, sum, d);
-        if (lane >= d) sum += below;
-      }
-      before_.word[w] = sum - own.word[w];
-      if (lane == 31) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) warps[entry(4 * w + i)] = static_cast<int>(sum >> 8 * i & 0xff);
-      }
-    }
-    __syncthreads();
-    const int mine = threadIdx.x < kEntries ? warps[threadIdx.x] : 0;
-    const int before = block_prefix<kSelectThreads>(mine, total);
-    if (threadIdx.x < kEntries) warps[threadIdx.x] = before;
-    __syncthreads();
-  }
-  __device__ int place(int chunk) const { return warps_[entry(chunk)] + before_.of(chunk); }
-
- private:
-  static __device__ int entry(int chunk) {
-    return chunk * (kSelectThreads / 32) + static_cast<int>(threadIdx.x / 32);
-  }
-
-  int* warps_;
-  ChunkCounts before_{};
-};
-
-/// Lists the kept tokens of a stretch in order; `get(c)` gives this thread's keys of chunk c.
-/// Returns how many; *equal counts the ties met so far.
-template <class Get>
-__device__ int list_kept(const Threshold& last, const Get& get, int* equal, std::uint16_t* list) {
-  __shared__ int tie_warps[StretchOrder::kEntries];
-  __shared__ int kept_warps[StretchOrder::kEntries];
-  const auto each_key = [&](const auto& body) {
-#pragma unroll
-    for (int c = 0; c < Column::kStretchChunks; c++) {
-      const uint4 four = get(c);
-      body(c, 0, four.x);
-      body(c, 1, four.y);
-      body(c, 2, four.z);
-      body(c, 3, four.w);
-    }
-  };
-  unsigned kept = 0;  // a bit for each of the 32 keys
-  ChunkCounts count{};
-  const auto keep = [&](int c, int i) {
-    kept |= 1u << (4 * c + i);
-    count.add(c, true);
-  };
-  if (last.ties == 0) {  // the same for the whole block
-    const std::uint32_t bound = last.take > 0 ? last.key : last.key + 1;
-    each_key([&](int c, int i, std::uint32_t k) {
-      if (k >= bound && k != Column::kNone) keep(c, i);
-    });
-  } else {
-    ChunkCounts ties{};
-    each_key([&](int c, int, std::uint32_t k) { ties.add(c, k == last.key); });
-    int met = 0;
-    const StretchOrder order(ties, tie_warps, &met);
-    ChunkCounts seen{};
-    each_key([&](int c, int i, std::uint32_t k) {
-      const bool tie = k == last.key && *equal + order.place(c) + seen.of(c) < last.take;
-      if ((k > last.key && k != Column::kNone) || tie) keep(c, i);
-      seen.add(c, k == last.key);
-    });
-    *equal += met;
-  }
-  int total = 0;
-  const StretchOrder order(count, kept_warps, &total);
-#pragma unroll
-  for (int c = 0; c < Column::kStretchChunks; c++) {
-    int place = order.place(c);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if ((kept >> (4 * c + i) & 1) == 0) continue;
-      list[place++] = static_cast<std::uint16_t>(c * Column::kChunk + threadIdx.x * 4 + i);
-    }
-  }
-  __syncthreads();
-  return total;
 }
 
 /// Thresholds (score mode: given) to lists: one block an expert.
@@ -414,13 +251,6 @@ __global__ void __launch_bounds__(kSelectThreads)
 RoundParams round_params(const RoundOptions& o, const RouteParams& p) {
   return {o.tile,  o.seed, static_cast<std::int32_t>(p.tokens), p.experts,
           p.top_k, o.mode, static_cast<float>(o.route.scale)};
-}
-
-template <class Kernel>
-void allow_shared(Kernel* kernel, std::size_t bytes) {
-  check_launch("shared memory of token_round",
-               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(bytes)));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Gradient of token rounding on CUDA: the pairs' gradients as a (T, E) matrix, then a row a token.
 #include "cuda/routing/launch.cuh"
+#include "cuda/routing/pair_gradients.h"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe::cuda {
@@ -77,13 +78,8 @@ __global__ void __launch_bounds__(kRowThreads)
 
 }  // namespace
 
-void token_round_backward(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
-                          const Tensor& dweight, const Tensor& dlogits, Buffer scratch,
-                          const Exec& exec) {
-  const RouteParams p = params_of(options.route, logits);
-  if (p.tokens == 0) return;
-  const auto stream = static_cast<cudaStream_t>(exec.stream);
-  auto* dense = static_cast<float*>(scratch.data);  // (T, E), where the forward kept its keys
+void spread_gradients(const RouteParams& p, const Pairs& pairs, const Tensor& dweight, float* dense,
+                      cudaStream_t stream) {
   const PairGradients in{static_cast<const std::int32_t*>(pairs.token.data),
                          static_cast<const std::int32_t*>(pairs.expert.data),
                          static_cast<const float*>(dweight.data),
@@ -97,6 +93,16 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
     scatter_pairs<<<blocks_of(in.capacity, kScatterThreads), kScatterThreads, 0, stream>>>(
         in, p.tokens, p.experts, dense);
   }
+}
+
+void token_round_backward(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
+                          const Tensor& dweight, const Tensor& dlogits, Buffer scratch,
+                          const Exec& exec) {
+  const RouteParams p = params_of(options.route, logits);
+  if (p.tokens == 0) return;
+  const auto stream = static_cast<cudaStream_t>(exec.stream);
+  auto* dense = static_cast<float*>(scratch.data);  // (T, E), where the forward kept its keys
+  spread_gradients(p, pairs, dweight, dense, stream);
   with_row<Finish::kOneByOne>(p, logits.dtype, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
