@@ -431,8 +431,11 @@ std::tuple<Array, Array, Array, Array> expert_choice(ExpertChoiceCall& a) {
   expect_rank(a.logits, 2, "logits");
   const std::int64_t each = std::max<std::int64_t>(0, std::min(a.capacity, a.logits.size(0)));
   const PairArrays pairs = new_pairs(a.logits, a.logits.size(1) * each);
-  sonicmoe::expert_choice(view(a.logits, "logits"), a.capacity, pairs.views(),
-                          Place(a.logits).exec());
+  const Place place(a.logits);
+  const Scratch scratch(a.logits, sonicmoe::expert_choice_scratch_bytes(
+                                      a.logits.size(0), a.logits.size(1), place.exec()));
+  sonicmoe::expert_choice(view(a.logits, "logits"), a.capacity, pairs.views(), scratch.buffer(),
+                          place.exec());
   return pairs.results();
 }
 
@@ -445,9 +448,12 @@ struct ExpertChoiceBackwardCall {
 
 Array expert_choice_backward(ExpertChoiceBackwardCall& a) {
   Array dlogits = like_logits(a.logits);
+  const Place place(a.logits);
+  const Scratch scratch(a.logits, sonicmoe::expert_choice_scratch_bytes(
+                                      a.logits.size(0), a.logits.size(1), place.exec()));
   sonicmoe::expert_choice_backward(view(a.logits, "logits"), a.pairs.views(),
                                    view(a.dweight, "dweight"), view(dlogits, "dlogits"),
-                                   Place(a.logits).exec());
+                                   scratch.buffer(), place.exec());
   return dlogits;
 }
 
@@ -462,9 +468,12 @@ std::tuple<Array, Array> router_losses(LossesCall& a) {
   const sonicmoe::RouteOptions options = options_of(a.route);
   Array values = empty(logits, {2}, score_dtype(logits));
   Array counts = empty(logits, {logits.size(1)}, ScalarType::Long);
+  const Place place(logits);
+  const Scratch scratch(logits, sonicmoe::router_losses_scratch_bytes(
+                                    logits.size(0), logits.size(1), place.exec()));
   sonicmoe::router_losses(options, view(logits, "logits"), view(a.ids, "ids"),
                           {view(values, "values"), view(counts, "tokens_per_expert")},
-                          Place(logits).exec());
+                          scratch.buffer(), place.exec());
   return {values, counts};
 }
 

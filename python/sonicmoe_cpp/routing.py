@@ -117,27 +117,11 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
     return _pairs(*_ops.call("expert_choice", logits, capacity))
 
 
-def _losses_on_cuda(logits: Tensor, ids: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]:
-    """router_losses in torch's own operators."""
-    tokens, experts = logits.shape
-    logits = logits.float()
-    slots = torch.where((ids < 0) | (ids >= experts), experts, ids).flatten()
-    counts = slots.new_zeros(experts + 1).scatter_add_(0, slots, torch.ones_like(slots))[:-1]
-    p = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
-    some = torch.sym_max(tokens, 1)
-    share = counts * (experts / (some * ids.shape[1]))
-    load_balancing = (share * (p.sum(dim=0) / some)).sum()
-    z = logits.logsumexp(dim=1).square().sum() / some
-    return load_balancing, z, counts
-
-
 def router_losses(logits: Tensor, ids: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
     """(load_balancing, z, tokens_per_expert) of a routing by route(logits, k, **options)."""
     arguments = {"score": "softmax_after_topk", "renormalize": False, "bias": None, "scale": 1.0}
     arguments |= {"n_group": None, "topk_group": None} | options
     packed = _router_options(logits, ids.shape[1], **arguments)
-    if logits.is_cuda:
-        return _losses_on_cuda(logits, ids, arguments["score"])
     values, counts = _ops.call("router_losses", ids, *packed)
     load_balancing, z = values.unbind()
     return load_balancing, z, counts

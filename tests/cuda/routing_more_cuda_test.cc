@@ -55,15 +55,12 @@ void expect_same(Guarded& want, Guarded& got, const char* what) {
   }
 }
 
-/// To rounding, against the largest element: small ones may cancel.
+/// To rounding; what comes in has unit scale, and elements that cancel to less are held to that.
 void expect_close(Guarded& want, Guarded& got, double relative) {
-  double largest = 0.0;
-  for (std::int64_t i = 0; i < want.count(); ++i) {
-    largest = std::max(largest, std::abs(want.value(i)));
-  }
   for (std::int64_t i = 0; i < want.count(); ++i) {
     const double w = want.value(i);
-    ASSERT_NEAR(w, got.value(i), relative * std::abs(w) + 1e-6 * largest) << "at " << i;
+    if (w == got.value(i)) continue;  // infinities too
+    ASSERT_NEAR(w, got.value(i), relative * std::abs(w) + 4e-6) << "at " << i;
   }
 }
 
@@ -173,6 +170,7 @@ TEST_F(CudaRouter, LossesEqualTheCpu) {
           copy(d_counts, counts2);
           expect_same(counts, counts2, "tokens_per_expert");
           for (int i = 0; i < 2; ++i) {
+            if (values.value(i) == values2.value(i)) continue;  // infinities too
             ASSERT_NEAR(values.value(i), values2.value(i), 1e-6 * std::abs(values.value(i)));
           }
 

@@ -166,7 +166,8 @@ __global__ void __launch_bounds__(kRowThreads)
   R r;
   r.load(p, token);
   const Softmax s = r.softmax();
-  const auto through = static_cast<float>(in.dvalues[in.value_stride] * 2.0 * log_sum(s) / tokens);
+  // In fp64: logits of 1e38 overflow it in fp32, and infinity times a p of 0 would be NaN.
+  const double through = in.dvalues[in.value_stride] * 2.0 * log_sum(s) / tokens;
   float dp[R::kValues];
   float gradient[R::kValues];
   float probability[R::kValues];
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kRowThreads)
     const int e = R::first() + v;
     const std::int64_t count = e < p.experts ? in.counts[e * in.count_stride] : 0;
     dp[v] = static_cast<float>(share * static_cast<double>(count));
-    gradient[v] = through * s(r.x[v]);
+    gradient[v] = static_cast<float>(through * s(r.x[v]));
   }
   r.probabilities(p, s, probability);
   float mean = 0.0f;
