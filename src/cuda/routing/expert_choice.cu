@@ -23,7 +23,10 @@ __global__ void __launch_bounds__(kRankThreads) rank_softmax(RouteParams p, KeyC
     const int row = i + R::slot_row();
     R r;
     r.load(p, min(first + row, p.tokens - 1));
-    store_keys(p, r, r.softmax(), tile + row * kStride);
+    Softmax s{};
+    float probability[R::kValues];
+    r.probabilities(p, probability, &s);
+    store_keys<R>(probability, tile + row * kStride);
   }
   __syncthreads();
   write_columns(p, tile, kStride, out, first);
@@ -31,11 +34,12 @@ __global__ void __launch_bounds__(kRankThreads) rank_softmax(RouteParams p, KeyC
 
 __global__ void __launch_bounds__(kSelectThreads)
     choose_tokens(KeyColumns columns, int tokens, int count, PairsView out) {
-  extern __shared__ std::uint16_t list[];  // Column::kStretch
+  extern __shared__ __align__(16) std::uint32_t room[];  // the column; then kStretch places
   __shared__ std::uint32_t bins[RadixSelect::kBins];
   ptx::wait_for_previous_kernel();
   const int e = blockIdx.x;
-  const Column column(columns.keys + e * columns.stride, tokens);
+  const Column column = Column::stage(columns.keys + e * columns.stride, tokens, room);
+  auto* list = reinterpret_cast<std::uint16_t*>(column.end_of(room));
   std::int64_t at = static_cast<std::int64_t>(e) * count;
   if (threadIdx.x == 0) {
     out.offsets[e * out.offsets_stride] = at;
@@ -45,7 +49,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   const Threshold last = select_rows(column, count, 0, bins);
   int equal = 0;
   for (int first = 0; first < tokens; first += Column::kStretch) {
-    const int kept = list_kept(last, [&](int c) { return column.read(first, c); }, &equal, list);
+    const int kept = list_kept(
+        last, [&](int c) { return column.read(first + c * Column::kChunk); }, &equal, list);
     for (int i = threadIdx.x; i < kept; i += kSelectThreads) {
       const int token = first + list[i];
       out.set(at + i, token, e, key::float_of(column.key(token)));
@@ -102,7 +107,7 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
   const KeyColumns columns{static_cast<std::uint32_t*>(scratch.data), key_stride_of(p.tokens)};
   const char* what = "launching expert_choice";
   if (p.tokens > 0) {
-    with_plain_row(p, logits.dtype, [&](auto choice) {
+    with_wide_row(p, logits.dtype, [&](auto choice) {
       using R = typename decltype(choice)::R;
       constexpr std::size_t kTile = kRankTokens * tile_stride(R::kLanes * R::kValues) * 4;
       launch_dependent(what, rank_softmax<R>,
@@ -110,7 +115,7 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
     });
   }
   const LaunchShape shape{static_cast<unsigned>(p.experts), kSelectThreads,
-                          Column::kStretch * sizeof(std::uint16_t)};
+                          list_shared_bytes(p.tokens)};
   launch_dependent(what, choose_tokens, shape, stream, columns, static_cast<int>(p.tokens),
                    static_cast<int>(std::min(capacity, p.tokens)), view_of(pairs));
 }
@@ -122,7 +127,7 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
   const auto stream = static_cast<cudaStream_t>(exec.stream);
   auto* dense = static_cast<float*>(scratch.data);
   spread_gradients(p, pairs, dweight, dense, stream);
-  with_plain_row(p, logits.dtype, [&](auto choice) {
+  with_wide_row(p, logits.dtype, [&](auto choice) {
     using R = typename decltype(choice)::R;
     launch_dependent("launching expert_choice_backward", choice_rows_backward<R>,
                      {blocks_of(p.tokens, rows_of_block<R>(kRowThreads)), kRowThreads}, stream, p,

@@ -80,6 +80,11 @@ void with_experts(const RouteParams& p, const Body& body) {
   }
 }
 
+[[noreturn]] inline void refuse_logits(DType dtype) {
+  throw Error(Status::kUnsupported, std::string("logits is ") + dtype_name(dtype) +
+                                        ", routing on CUDA takes bf16, f16 or f32");
+}
+
 /// Calls body(RowChoice) for the logits' dtype, E and K. bf16 logits that are themselves the
 /// selection value are compared as 16 bits.
 template <Finish kFinish, class Body>
@@ -89,8 +94,7 @@ void with_row(const RouteParams& p, DType dtype, const Body& body) {
   } else if (dtype == DType::kF16) {
     with_experts<__half, std::uint64_t, kFinish>(p, body);
   } else if (dtype != DType::kBF16) {
-    throw Error(Status::kUnsupported, std::string("logits is ") + dtype_name(dtype) +
-                                          ", routing on CUDA takes bf16, f16 or f32");
+    refuse_logits(dtype);
   } else if (p.score == ScoreMode::kSigmoid || p.n_group > 0) {
     with_experts<__nv_bfloat16, std::uint64_t, kFinish>(p, body);
   } else {
@@ -105,6 +109,28 @@ void with_plain_row(const RouteParams& p, DType dtype, const Body& body) {
   plain.score = ScoreMode::kSoftmaxBeforeTopK;
   plain.n_group = 0;
   with_row<Finish::kOneByOne>(plain, dtype, body);
+}
+
+/// As with_plain_row, with a warp for every row: fewer kernels where their speed matters less.
+template <class Body>
+void with_wide_row(const RouteParams& p, DType dtype, const Body& body) {
+  const auto by_experts = [&](auto logit) {
+    using Logit = decltype(logit);
+    if (p.experts <= 256) {
+      body(RowChoice<Row<Logit, 32, 8, 32>, std::uint64_t>{});
+    } else {
+      body(RowChoice<Row<Logit, 32, 32, 32>, std::uint64_t>{});
+    }
+  };
+  if (dtype == DType::kF32) {
+    by_experts(float{});
+  } else if (dtype == DType::kF16) {
+    by_experts(__half{});
+  } else if (dtype == DType::kBF16) {
+    by_experts(__nv_bfloat16{});
+  } else {
+    refuse_logits(dtype);
+  }
 }
 
 /// Rows that a block of `threads` finishes.

@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "core/round_rule.h"
+#include "cuda/launch.h"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/round_keys.cuh"
@@ -60,8 +62,11 @@ __device__ void rank_rows(const RouteParams& p, const RoundScratch& s, std::int6
   for (int pass = 0; pass < R::kPasses; pass++) {
     const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
     Softmax own{};
-    const R r = read_row<R>(p, token, groups, pass, p.score != ScoreMode::kSigmoid, &own, &mine);
-    store_keys(p, r, own, tile + R::read_row(pass) * kStride);
+    read_row<R>(p, token, groups, pass, &mine, [&](const auto& row) {
+      float probability[R::kValues];
+      row().probabilities(p, probability, &own);
+      store_keys<R>(probability, tile + R::read_row(pass) * kStride);
+    });
     if (R::in_pass(pass)) all = own;
   }
   __syncwarp();
@@ -83,6 +88,8 @@ __global__ void __launch_bounds__(kRankThreads, R::kValues == 8 ? 3 : 1)
     rank_tokens(RouteParams p, RoundScratch s) {
   extern __shared__ __align__(16) std::uint32_t tile[];
   constexpr int kStride = tile_stride(R::kLanes * R::kValues);
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   std::uint32_t* groups = tile + kRankTokens * kStride;
   auto* seen = reinterpret_cast<std::int32_t*>(groups + kRankThreads / R::kLanes *
                                                             R::group_words(p.n_group));
@@ -133,7 +140,7 @@ __device__ void count_rows(const RoundParams& p, const std::int32_t* counts, std
   __syncthreads();
   if (p.mode == RoundingMode::kBalanced && threadIdx.x == 0) {
     int running = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < p.experts; i++) {
       const int change = balanced_change(changes[i].x, changes[i].y, changes[i].z, running);
       rows[i] += change;
@@ -141,6 +148,19 @@ __device__ void count_rows(const RoundParams& p, const std::int32_t* counts, std
     }
   }
   __syncthreads();
+}
+
+/// Modes whose rows are found before the lists are written, by a kernel of their own.
+__device__ bool decided_before(RoundingMode mode) {
+  return mode == RoundingMode::kScore || mode == RoundingMode::kBalanced;
+}
+
+/// Rows of the balanced mode, which goes through the experts one by one: once, not in every block.
+__global__ void __launch_bounds__(kMaxExperts) decide_rows(RoundParams p, RoundScratch s) {
+  __shared__ std::int32_t rows[kMaxExperts];
+  ptx::wait_for_previous_kernel();
+  count_rows(p, s.counts, rows);
+  if (static_cast<int>(threadIdx.x) < p.experts) s.thresholds[threadIdx.x].rows = rows[threadIdx.x];
 }
 
 /// Both candidates of the score mode, and the one that wins.
@@ -177,9 +197,11 @@ __device__ Threshold select_by_score(const Column& column, const RoundBounds& b,
 }
 
 __global__ void __launch_bounds__(kSelectThreads) select_scores(RoundParams p, RoundScratch s) {
+  extern __shared__ __align__(16) std::uint32_t room[];  // the column
   __shared__ std::uint32_t bins[RadixSelect::kBins];
+  ptx::wait_for_previous_kernel();
   const int e = blockIdx.x;
-  const Column column(s.keys + e * s.key_stride, p.tokens);
+  const Column column = Column::stage(s.keys + e * s.key_stride, p.tokens, room);
   const RoundBounds b = round_bounds(s.counts[e], p.tile, p.tokens);
   const Threshold result = select_by_score(column, b, bins);
   if (threadIdx.x == 0) s.thresholds[e] = result;
@@ -213,16 +235,19 @@ __device__ int expert_offset(const RoundParams& p, const PairsView& out, const s
   return own;
 }
 
-/// Thresholds (score mode: given) to lists: one block an expert.
+/// Thresholds (score mode: given) to lists: one block an expert. Rows of the modes that decide
+/// before are given too.
 __global__ void __launch_bounds__(kSelectThreads)
     write_pairs(RoundParams p, RoundScratch s, PairsView out) {
-  extern __shared__ std::uint16_t list[];  // kStretch
+  extern __shared__ __align__(16) std::uint32_t room[];  // the column; then kStretch places
   __shared__ std::uint32_t bins[RadixSelect::kBins];
   __shared__ std::int32_t rows[kMaxExperts];
   static_assert(Column::kStretch <= 65536);
+  ptx::wait_for_previous_kernel();
   const int e = blockIdx.x;
-  const Column column(s.keys + e * s.key_stride, p.tokens);
-  if (p.mode != RoundingMode::kScore) {
+  const Column column = Column::stage(s.keys + e * s.key_stride, p.tokens, room);
+  auto* list = reinterpret_cast<std::uint16_t*>(column.end_of(room));
+  if (!decided_before(p.mode)) {
     count_rows(p, s.counts, rows);
   } else if (static_cast<int>(threadIdx.x) < p.experts) {
     rows[threadIdx.x] = s.thresholds[threadIdx.x].rows;
@@ -238,7 +263,8 @@ __global__ void __launch_bounds__(kSelectThreads)
                              : select_rows(column, rows[e], s.counts[e], bins);
   int equal = 0;
   for (int first = 0; first < p.tokens; first += Column::kStretch) {
-    const int kept = list_kept(last, [&](int c) { return column.read(first, c); }, &equal, list);
+    const int kept = list_kept(
+        last, [&](int c) { return column.read(first + c * Column::kChunk); }, &equal, list);
     for (int i = threadIdx.x; i < kept; i += kSelectThreads) {
       const int token = first + list[i];
       out.set(at + i, token, e, pair_weight(p, s, column.key(token), token, e));
@@ -271,19 +297,21 @@ void token_round(const RoundOptions& options, const Tensor& logits, const Pairs&
       using R = typename decltype(choice)::R;
       using Item = typename decltype(choice)::Item;
       const std::size_t shared = rank_shared<R>(p);
-      allow_shared(rank_tokens<R, Item>, shared);
-      rank_tokens<R, Item>
-          <<<blocks_of(p.tokens, kRankTokens), kRankThreads, shared, stream>>>(p, s);
+      launch_dependent("launching token_round", rank_tokens<R, Item>,
+                       {blocks_of(p.tokens, kRankTokens), kRankThreads, shared}, stream, p, s);
     });
   }
   const RoundParams r = round_params(options, p);
+  const char* what = "launching token_round";
+  const auto experts = static_cast<unsigned>(p.experts);
   if (r.mode == RoundingMode::kScore) {
-    select_scores<<<p.experts, kSelectThreads, 0, stream>>>(r, s);
+    launch_dependent(what, select_scores, {experts, kSelectThreads, Column::staged_bytes(p.tokens)},
+                     stream, r, s);
+  } else if (r.mode == RoundingMode::kBalanced) {
+    launch_dependent(what, decide_rows, {1, kMaxExperts}, stream, r, s);
   }
-  constexpr std::size_t kList = Column::kStretch * sizeof(std::uint16_t);
-  allow_shared(write_pairs, kList);
-  write_pairs<<<p.experts, kSelectThreads, kList, stream>>>(r, s, view_of(pairs));
-  check_launch("the launches of token_round");
+  launch_dependent(what, write_pairs, {experts, kSelectThreads, list_shared_bytes(p.tokens)},
+                   stream, r, s, view_of(pairs));
 }
 
 }  // namespace sonicmoe::cuda

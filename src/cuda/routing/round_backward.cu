@@ -38,8 +38,12 @@ __global__ void __launch_bounds__(kRowThreads)
   const float* dpairs = dense + token * p.experts;
   Softmax all{};
   Item mine = 0;
-  R r = read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), 0, true,
-                    &all, &mine);
+  R r;
+  read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), 0, &mine,
+              [&](const auto& row) {
+                r = row();
+                all = r.softmax();
+              });
   const int id = item_expert(mine);
   const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
   const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dpairs[id]);
@@ -62,7 +66,7 @@ __global__ void __launch_bounds__(kRowThreads)
       dp[v] = place == v ? 0.0f : dp[v];
     }
   }
-  float probability[R::kValues];
+  float probability[R::kValues];  // found again: kept, they would spill
   r.probabilities(p, all, probability);
   float mean = 0.0f;
 #pragma unroll

@@ -15,10 +15,7 @@ constexpr int tile_stride(int experts) { return (experts + 31) / 32 * 32 + 4; }
 
 /// A lane's probabilities as rank keys, nobody chosen yet.
 template <class R>
-__device__ void store_keys(const RouteParams& p, const R& r, const Softmax& s,
-                           std::uint32_t* keys) {
-  float probability[R::kValues];
-  r.probabilities(p, s, probability);
+__device__ void store_keys(const float (&probability)[R::kValues], std::uint32_t* keys) {
 #pragma unroll
   for (int v = 0; v < R::kValues; v += 4) {
     const uint4 four = {key::rank_key(probability[v], 0), key::rank_key(probability[v + 1], 0),

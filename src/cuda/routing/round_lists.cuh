@@ -141,11 +141,9 @@ __device__ int list_kept(const Threshold& last, const Get& get, int* equal, std:
   return total;
 }
 
-template <class Kernel>
-void allow_shared(Kernel* kernel, std::size_t bytes) {
-  check_launch("shared memory of token_round",
-               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(bytes)));
+/// Shared memory of a block that stages a column and lists it.
+inline std::size_t list_shared_bytes(std::int64_t tokens) {
+  return Column::staged_bytes(tokens) + Column::kStretch * sizeof(std::uint16_t);
 }
 
 }  // namespace sonicmoe::cuda

@@ -19,19 +19,36 @@ struct Threshold {
   std::int32_t rows;  ///< c
 };
 
-/// Rank keys of an expert. The first kCached of them stay in registers (as many as 64 registers a
-/// thread allow), the others are read again each time.
+/// Rank keys of an expert, in global memory or staged in shared memory, where they are read many
+/// times.
 class Column {
  public:
   static constexpr int kChunk = kSelectThreads * 4;
-  static constexpr int kCachedChunks = 3;
-  static constexpr int kCached = kChunk * kCachedChunks;
   static constexpr int kStretchChunks = 8;  // what is put in order together
   static constexpr int kStretch = kChunk * kStretchChunks;
+  /// Tokens of a column that fits shared memory beside a list of a stretch.
+  static constexpr int kMostStaged = 34 * 1024;
 
-  __device__ Column(const std::uint32_t* keys, int tokens) : keys_(keys), tokens_(tokens) {
-#pragma unroll
-    for (int c = 0; c < kCachedChunks; c++) cached_[c] = read(c * kChunk);
+  __device__ Column(const std::uint32_t* keys, int tokens) : keys_(keys), tokens_(tokens) {}
+
+  /// Bytes of shared memory that stage() takes; 0 where the column does not fit.
+  static std::size_t staged_bytes(std::int64_t tokens) {
+    return tokens <= kMostStaged ? static_cast<std::size_t>(tokens + 3) / 4 * 16 : 0;
+  }
+  /// A copy in `room`, or the column itself where it does not fit.
+  static __device__ Column stage(const std::uint32_t* keys, int tokens, std::uint32_t* room) {
+    if (tokens > kMostStaged) return {keys, tokens};
+#pragma unroll 8
+    for (int at = static_cast<int>(threadIdx.x) * 4; at < tokens; at += kChunk) {
+      *reinterpret_cast<uint4*>(room + at) = *reinterpret_cast<const uint4*>(keys + at);
+    }
+    __syncthreads();
+    return {room, tokens};
+  }
+
+  /// Where shared memory goes on behind a staged column.
+  __device__ std::uint32_t* end_of(std::uint32_t* room) const {
+    return keys_ == room ? room + (tokens_ + 3) / 4 * 4 : room;
   }
 
   __device__ int tokens() const { return tokens_; }
@@ -47,24 +64,18 @@ class Column {
     if (token + 3 >= tokens_) four.w = kNone;
     return four;
   }
-  /// The same for chunk c of the stretch that begins at `first`; c is known at compile time.
-  __device__ uint4 read(int first, int c) const {
-    return first == 0 && c < kCachedChunks ? cached_[c] : read(first + c * kChunk);
-  }
 
   /// Calls body(key) for every token, in no order.
   template <class Body>
   __device__ void each(const Body& body) const {
-    const auto four_times = [&](const uint4& four) {
+#pragma unroll 4
+    for (int first = 0; first < tokens_; first += kChunk) {
+      const uint4 four = read(first);
       if (four.x != kNone) body(four.x);
       if (four.y != kNone) body(four.y);
       if (four.z != kNone) body(four.z);
       if (four.w != kNone) body(four.w);
-    };
-#pragma unroll
-    for (int c = 0; c < kCachedChunks; c++) four_times(cached_[c]);
-#pragma unroll 1  // more would spill
-    for (int first = kCached; first < tokens_; first += kChunk) four_times(read(first));
+    }
   }
 
   /// No rank key: p is at most 1.
@@ -73,7 +84,6 @@ class Column {
  private:
   const std::uint32_t* keys_;
   int tokens_;
-  uint4 cached_[kCachedChunks];
 };
 
 /// Finds the m-th largest key (m >= 1) of one class (chosen or not). Shared memory: kBins counters.

@@ -1,4 +1,6 @@
 // Top-k on CUDA, and its gradient: a warp, or a part of one, for each token.
+#include "cuda/launch.h"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
 #include "cuda/routing/slots.cuh"
@@ -16,6 +18,8 @@ __device__ std::int64_t first_row() {
 template <class R, class Item>
 __global__ void __launch_bounds__(kRowThreads) route_rows(RouteParams p, SlotsView out) {
   extern __shared__ std::uint32_t groups[];
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   const std::int64_t first = first_row<R>();
   Softmax all{};
   Item mine = 0;
@@ -23,8 +27,10 @@ __global__ void __launch_bounds__(kRowThreads) route_rows(RouteParams p, SlotsVi
   for (int pass = 0; pass < R::kPasses; pass++) {
     const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
     Softmax own{};
-    read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), pass,
-                p.score == ScoreMode::kSoftmaxBeforeTopK, &own, &mine);
+    read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), pass, &mine,
+                [&](const auto& row) {
+                  if (p.score == ScoreMode::kSoftmaxBeforeTopK) own = row().softmax();
+                });
     if (R::in_pass(pass)) all = own;
   }
   const std::int64_t row = first + R::slot_row();
@@ -79,10 +85,10 @@ void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
     const std::size_t shared =
         R::group_words(p.n_group) * (kRowThreads / R::kLanes) * sizeof(std::uint32_t);
     constexpr int kRows = rows_of_block<R>(kRowThreads);
-    route_rows<R, Item><<<blocks_of(p.tokens, kRows), kRowThreads, shared,
-                          static_cast<cudaStream_t>(exec.stream)>>>(p, slots_of(ids, weights));
+    launch_dependent("launching route", route_rows<R, Item>,
+                     {blocks_of(p.tokens, kRows), kRowThreads, shared},
+                     static_cast<cudaStream_t>(exec.stream), p, slots_of(ids, weights));
   });
-  check_launch("the launch of route");
 }
 
 void route_backward(const RouteOptions& options, const Tensor& logits, const Tensor& ids,

@@ -218,23 +218,38 @@ struct Row {
   }
 
   __device__ Softmax softmax() const {
+    float e[kValues];
+    return softmax(e);
+  }
+  /// The same, and the exponentials: p = e * inverse.
+  __device__ Softmax softmax(float (&e)[kValues]) const {
     float top = x[0];
 #pragma unroll
     for (int v = 1; v < kValues; v++) top = fmaxf(top, x[v]);
     top = lanes_max<kLanes>(top);
     if (!(top > key::minus_infinity())) top = 0.0f;  // every exponential is then 0
-    float e[kValues];
+    float part[kValues];
 #pragma unroll
-    for (int v = 0; v < kValues; v++) e[v] = key::exp32(x[v] - top);
+    for (int v = 0; v < kValues; v++) part[v] = e[v] = key::exp32(x[v] - top);
 #pragma unroll
     for (int d = 1; d < kValues; d *= 2) {
 #pragma unroll
-      for (int v = 0; v < kValues; v += 2 * d) e[v] = key::add32(e[v], e[v + d]);
+      for (int v = 0; v < kValues; v += 2 * d) part[v] = key::add32(part[v], part[v + d]);
     }
-    const float sum = lanes_sum<kLanes>(e[0]);
+    const float sum = lanes_sum<kLanes>(part[0]);
     return {top, sum > 0.0f ? key::div32(1.0f, sum) : 0.0f};
   }
 
+  /// p of every expert of this lane, and the softmax (of no use for sigmoid routing).
+  __device__ void probabilities(const RouteParams& p, float* out, Softmax* own) const {
+    float e[kValues];
+    *own = p.score == ScoreMode::kSigmoid ? Softmax{0.0f, 1.0f} : softmax(e);
+#pragma unroll
+    for (int v = 0; v < kValues; v++) {
+      out[v] =
+          p.score == ScoreMode::kSigmoid ? key::sigmoid32(x[v]) : key::mul32(e[v], own->inverse);
+    }
+  }
   /// p of every expert of this lane: softmax, or the sigmoid for sigmoid routing.
   __device__ void probabilities(const RouteParams& p, const Softmax& s, float* out) const {
 #pragma unroll
@@ -422,26 +437,26 @@ struct Row {
   }
 };
 
-/// One pass over a row: its softmax if wanted (for all its lanes) and its selection (kept by the
-/// lanes that hold its slots). Returns the row where Item is u64 or a softmax was wanted.
-template <class R, class Item>
-__device__ R read_row(const RouteParams& p, std::int64_t token, std::uint32_t* groups, int pass,
-                      bool with_softmax, Softmax* softmax, Item* mine) {
-  R r;
+/// One pass over a row: `visit` gets a function that returns the row, and the lanes that hold its
+/// slots keep its selection. A row that nobody asks for is not widened where Item is u32.
+template <class R, class Item, class Visit>
+__device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* groups, int pass,
+                         Item* mine, const Visit& visit) {
   if constexpr (sizeof(Item) == 4) {
     typename R::Words words;
     R::load_words(p, token, words);
-    if (with_softmax) {
+    visit([&] {
+      R r;
       r.widen_words(words);
-      *softmax = r.softmax();
-    }
+      return r;
+    });
     R::select(p, words, pass, mine);
   } else {
+    R r;
     r.load(p, token);
-    if (with_softmax) *softmax = r.softmax();
+    visit([&]() -> const R& { return r; });
     r.select(p, groups, pass, mine);
   }
-  return r;
 }
 
 /// What a slot adds to its logit, and what softmax over all E takes from everyone.
