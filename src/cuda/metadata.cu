@@ -194,7 +194,7 @@ void place(const PlaceParams& params, const PlacePlan& plan, cudaStream_t stream
     launch_dependent(what, place_positions<Placing::kWhole>, shape, stream, params);
     return;
   }
-  launch_dependent(what, count_positions, {shape.grid, shape.block}, stream, params);
+  launch_dependent(what, count_positions, {shape.grid, kCountThreads}, stream, params);
   launch_dependent(what, place_positions<Placing::kAfterCount>, shape, stream, params);
 }
 

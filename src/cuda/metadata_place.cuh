@@ -11,6 +11,9 @@
 namespace sonicmoe::cuda {
 
 inline constexpr int kPlaceWarps = kPlaceThreads / 32;
+inline constexpr int kCountThreads = 256;
+// 1024 threads of them and a counting block fit one multiprocessor.
+inline constexpr int kPlaceRegisters = 56;
 inline constexpr int kPlaceTurns = 4;                      // positions of a thread, at once
 inline constexpr int kSpan = kPlaceThreads * kPlaceTurns;  // positions of a block, at once
 
@@ -122,24 +125,23 @@ __device__ inline void sum_table(const PlaceParams& p, const PlaceShared& s) {
   }
 }
 
-/// Counts the positions of a block's chunk.
-__global__ void __launch_bounds__(kPlaceThreads) count_positions(const PlaceParams p) {
+/// Counts the positions of a block's chunk. Small, so that a placing block has room beside it.
+__global__ void __launch_bounds__(kCountThreads) count_positions(const PlaceParams p) {
   __shared__ int seen[kMostPlaced];
-  const int e = threadIdx.x;
-  seen[e] = 0;
+  for (int e = threadIdx.x; e < p.columns; e += kCountThreads) seen[e] = 0;
   ptx::wait_for_previous_kernel();
   // Only from here on: whoever starts early may rely on what this kernel waited for.
   ptx::launch_next_kernel();
   __syncthreads();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * p.chunk;
   const std::int64_t end = min(p.positions.end(), first + p.chunk);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < p.chunk; i += kPlaceThreads) {
+#pragma unroll 8
+  for (int i = threadIdx.x; i < p.chunk; i += kCountThreads) {
     const int expert = p.positions.expert_at(first + i, end);
     if (expert >= 0) atomicAdd(&seen[expert], 1);
   }
   __syncthreads();
-  if (e < p.columns) {
+  for (int e = threadIdx.x; e < p.columns; e += kCountThreads) {
     p.table[static_cast<std::int64_t>(blockIdx.x) * p.columns + e] =
         static_cast<std::uint16_t>(seen[e]);
   }
@@ -202,7 +204,7 @@ __device__ inline int rank_span(const PlaceParams& p, const PlaceShared& s, cons
   __syncthreads();
   int count = 0;
   if (static_cast<int>(threadIdx.x) < p.columns) {
-#pragma unroll
+#pragma unroll 16
     for (int w = 0; w < kPlaceWarps; w++) {
       std::uint16_t& own = s.in_warp[w * p.columns + threadIdx.x];
       const int value = own;
@@ -251,7 +253,7 @@ __device__ inline void write_span(const PlaceParams& p, const PlaceShared& s, co
 }
 
 template <Placing kPlacing>
-__global__ void __launch_bounds__(kPlaceThreads) place_positions(const PlaceParams p) {
+__global__ void __maxnreg__(kPlaceRegisters) place_positions(const PlaceParams p) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   const PlaceShared s(shared, p.columns);
   const int e = threadIdx.x;
