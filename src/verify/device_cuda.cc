@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "core/backend_table.h"
 #include "cuda/device.h"
 #include "verify/device.h"
 
@@ -77,8 +76,6 @@ Implementation cuda_implementation(const Exec& exec) {
   Implementation implementation = public_api(exec);
   implementation.memory = device_memory();
   implementation.serves = serves;
-  if (cuda_backend()->grouped_gemm == nullptr) implementation.grouped_gemm = nullptr;
-  if (cuda_backend()->grouped_gemm_k == nullptr) implementation.grouped_gemm_k = nullptr;
   return implementation;
 }
 
