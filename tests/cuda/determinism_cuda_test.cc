@@ -1,0 +1,146 @@
+// Equal inputs give equal bits whatever share of the device a call gets: fewer multiprocessors than
+// there are, or neighbours on another stream.
+#include <random>
+
+#include "device_layer.h"
+#include "sonicmoe/routing.h"
+
+namespace sonicmoe {
+namespace {
+
+using testing::DeviceArray;
+using testing::DeviceLayer;
+using testing::LayerShape;
+using testing::LayerWeights;
+using testing::must;
+using testing::Periodic;
+
+using Bits = std::vector<std::vector<std::uint8_t>>;
+
+/// A layer with inputs of its own.
+struct WholeLayer {
+  WholeLayer(const LayerShape& s, const Exec& exec)
+      : weights(s),
+        x(s.tokens * s.hidden, 1),
+        dout(s.tokens * s.hidden, 2),
+        ids(s.tokens * s.top_k * 4),
+        scores(s.tokens * s.top_k * 4),
+        layer(s, weights, {x.data(), dout.data(), ids.data(), scores.data()}, exec) {
+    std::mt19937 random(8);
+    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
+    std::vector<std::int32_t> experts;
+    std::vector<float> values;
+    for (std::int64_t i = 0; i < s.tokens * s.top_k; ++i) {
+      // Skewed: a third of all slots to the first expert.
+      const auto any = static_cast<std::int32_t>(random() % s.experts);
+      experts.push_back(random() % 3 == 0 ? 0 : any);
+      values.push_back(uniform(random));  // sums over slots round, so that their order would show
+    }
+    ids.set(experts);
+    scores.set(values);
+  }
+  Bits run(const Exec& exec) {
+    layer.spoil();
+    layer.step(exec);
+    must(cudaDeviceSynchronize());
+    Bits bits;
+    for (const DeviceArray* a : layer.results()) bits.push_back(a->get());
+    return bits;
+  }
+
+  LayerWeights weights;
+  Periodic x, dout;
+  DeviceArray ids, scores;
+  DeviceLayer layer;
+};
+
+class CudaDeterminism : public ::testing::Test {
+ protected:
+  CudaDeterminism() : device_(cuda::open_device(0)) {
+    exec_.backend = Backend::kCuda;
+    exec_.device = device_;
+    must(cudaStreamCreateWithFlags(&busy_, cudaStreamNonBlocking));
+    must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  }
+  ~CudaDeterminism() override {
+    cudaStreamDestroy(busy_);
+    cudaStreamDestroy(stream_);
+    cuda::close_device(device_);
+  }
+
+  const cuda::Device* device_;
+  Exec exec_;
+  cudaStream_t busy_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+};
+
+TEST_F(CudaDeterminism, LayerOnFewerMultiprocessors) {
+  WholeLayer whole({3001, 264, 200, 40, 4}, exec_);
+  const Bits want = whole.run(exec_);
+  for (const int multiprocessors : {2, 3, 34, 130}) {
+    cuda::Device fewer = *device_;
+    fewer.multiprocessors = multiprocessors;
+    Exec exec = exec_;
+    exec.device = &fewer;
+    ASSERT_EQ(whole.run(exec), want) << multiprocessors << " multiprocessors";
+  }
+}
+
+TEST_F(CudaDeterminism, LayerBesideAnother) {
+  WholeLayer whole({3001, 264, 200, 40, 4}, exec_);
+  WholeLayer neighbour({2000, 512, 512, 8, 2}, exec_);
+  const Bits want = whole.run(exec_);
+  Exec beside = exec_;
+  beside.stream = stream_;
+  Exec busy = exec_;
+  busy.stream = busy_;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    whole.layer.spoil();
+    for (int i = 0; i < 20; ++i) neighbour.layer.step(busy);
+    whole.layer.step(beside);
+    must(cudaDeviceSynchronize());
+    Bits bits;
+    for (const DeviceArray* a : whole.layer.results()) bits.push_back(a->get());
+    ASSERT_EQ(bits, want);
+  }
+}
+
+TEST_F(CudaDeterminism, RoutingBesideALayer) {
+  constexpr std::int64_t kT = 9001, kE = 96, kK = 6;
+  WholeLayer neighbour({2000, 512, 512, 8, 2}, exec_);
+  const Periodic logits(kT * kE, 5);  // three values: ties everywhere
+  RoundOptions options;
+  options.route.top_k = kK;
+  options.mode = RoundingMode::kScore;
+  const std::int64_t capacity = round_capacity(options, kT, kE);
+  DeviceArray ids(kT * kK * 8), weights(kT * kK * 4), lists(3 * capacity * 4), offsets(97 * 8);
+  DeviceArray scratch(round_scratch_bytes(options, kT, kE, exec_));
+  const Tensor x = tensor2(logits.data(), DType::kBF16, kT, kE);
+  auto* words = static_cast<std::int32_t*>(lists.data());
+  const Pairs pairs{tensor1(words, DType::kI32, capacity),
+                    tensor1(words + capacity, DType::kI32, capacity),
+                    tensor1(words + 2 * capacity, DType::kF32, capacity),
+                    tensor1(offsets.data(), DType::kI64, kE + 1)};
+  const auto run = [&](const Exec& exec) {
+    for (DeviceArray* a : {&ids, &weights, &lists, &offsets, &scratch}) a->fill(0xff);
+    must(cudaStreamSynchronize(nullptr));
+    route(options.route, x, tensor2(ids.data(), DType::kI64, kT, kK),
+          tensor2(weights.data(), DType::kF32, kT, kK), exec);
+    token_round(options, x, pairs, scratch.buffer(), exec);
+    must(cudaStreamSynchronize(static_cast<cudaStream_t>(exec.stream)));
+    return Bits{ids.get(), weights.get(), lists.get(), offsets.get()};
+  };
+  const Bits want = run(exec_);
+  Exec beside = exec_;
+  beside.stream = stream_;
+  Exec busy = exec_;
+  busy.stream = busy_;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    for (int i = 0; i < 20; ++i) neighbour.layer.step(busy);
+    ASSERT_EQ(run(beside), want);
+    must(cudaDeviceSynchronize());
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe
