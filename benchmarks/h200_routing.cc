@@ -1,6 +1,6 @@
 // Times routing on one CUDA device: top-k, the metadata, token rounding, alone and as a chain.
 //
-// usage: h200_routing [ROUNDS]
+// usage: h200_routing [ROUNDS [NAME...]]
 // One line a shape and logits: microseconds of every stage, hot (back to back for 20 ms) and cool
 // (5 ms of idling, one warm call, one timed), medians over interleaved rounds. Logits are N(0, 1)
 // in bf16, or skewed: "hot-expert" gives one expert ten times the mean, "zipf" draws without
@@ -318,7 +318,13 @@ void measure(const Shape& shape, Skew skew, int rounds) {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 7;
+  const auto wanted = [&](const char* name) {
+    return argc <= 2 || std::any_of(argv + 2, argv + argc, [&](const char* argument) {
+             return std::string(name) == argument;
+           });
+  };
   for (const Shape& shape : kShapes) {
+    if (!wanted(shape.name)) continue;
     for (const Skew skew : {Skew::kUniform, Skew::kHotExpert, Skew::kZipf}) {
       if (skew != Skew::kUniform && shape.tokens < 10000) continue;
       measure(shape, skew, rounds);
