@@ -469,8 +469,8 @@ std::tuple<Array, Array> router_losses(LossesCall& a) {
   Array values = empty(logits, {2}, score_dtype(logits));
   Array counts = empty(logits, {logits.size(1)}, ScalarType::Long);
   const Place place(logits);
-  const Scratch scratch(logits, sonicmoe::router_losses_scratch_bytes(
-                                    logits.size(0), logits.size(1), place.exec()));
+  const Scratch scratch(
+      logits, sonicmoe::router_losses_scratch_bytes(logits.size(0), logits.size(1), place.exec()));
   sonicmoe::router_losses(options, view(logits, "logits"), view(a.ids, "ids"),
                           {view(values, "values"), view(counts, "tokens_per_expert")},
                           scratch.buffer(), place.exec());
