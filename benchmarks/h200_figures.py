@@ -42,9 +42,14 @@ def ratio(row, which, name="ours_cpp"):
     return row["bound"][key] / row[name][key]
 
 
-def sonic_ratio(row, which):
+def peer_ratio(row, which, name):
+    """A peer's speed over the bound's, from a run of its own."""
     peer = PEERS[row["config"]]
-    return peer["sonicmoe"][f"{which}_tflops"] / peer["bound"][f"{which}_tflops"]
+    return peer[name][f"{which}_tflops"] / peer["bound"][f"{which}_tflops"]
+
+
+def sonic_ratio(row, which):
+    return peer_ratio(row, which, "sonicmoe")
 
 
 def large(record):
@@ -64,41 +69,48 @@ def pair(row, name):
 
 
 def ratios(row):
-    """Ours and sonic-moe's, forward then backward."""
+    """Ours, sonic-moe's and grouped_mm's, forward then backward."""
     for which in PASSES:
         ours = ratio(row, which)
         yield f"{ours:.2f}" if ours else "-"
         yield f"{sonic_ratio(row, which):.2f}"
+        yield f"{peer_ratio(row, which, 'torch'):.2f}"
+
+
+RATIO_COLUMNS = [f"{w}: {name}" for w in PASSES for name in ("ours", "sonic-moe", "grouped_mm")]
+
+
+def grid(columns, rows, words=1):
+    """A Markdown table; `words` columns are left-aligned."""
+    lines = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def table(hot):
     if hot is None:
         return "No record yet."
     means = [mean_over_sonic(hot, which) for which in PASSES]
-    lines = [
-        "TFLOP/s forward/backward (6 T K n d and 12 T K n d flops), hot: bursts one after the "
-        "other, so that the chip's power limit holds. Ratios are speed over the bound's. The "
-        f"geometric mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
-        f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
-        "",
-        "| layer | T,d,n,E,K | bound | ours | fwd ratio | sonic-moe's | bwd ratio | sonic-moe's "
-        "| ours in PyTorch | compiled grouped_mm |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
     rows = sorted(hot["rows"], key=lambda row: list(PEERS).index(row["config"]))
-    for row in rows:
-        shape = ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
-        cells = [row["config"], shape, pair(row, "bound"), pair(row, "ours_cpp"), *ratios(row),
-                 pair(row, "ours_torch"), pair(row, "torch")]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    small = ", ".join(row["config"] for row in rows if "l2" in row)
-    lines += [
-        "",
-        f"{small}: L2 flushed before each call, single calls from an idle stream. {hot['device']}, "
-        f"driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, commit "
-        f"{hot['commit']}.",
+    cells = [
+        [row["config"], ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))]
+        + [pair(row, name) for name in ("bound", "ours_cpp", "ours_torch")]
+        + list(ratios(row))
+        for row in rows
     ]
-    return "\n".join(lines)
+    columns = ["layer", "T,d,n,E,K", "bound", "ours", "ours in PyTorch", *RATIO_COLUMNS]
+    small = ", ".join(row["config"] for row in rows if "l2" in row)
+    return "\n\n".join(
+        [
+            "TFLOP/s forward/backward (6 T K n d and 12 T K n d flops), then speed over the "
+            "bound's, hot: bursts one after the other, so that the chip's power limit holds. The geometric "
+            f"mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
+            f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
+            grid(columns, cells, words=2),
+            f"{small}: L2 flushed before each call, single calls from an idle stream. "
+            f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
+            f"commit {hot['commit']}.",
+        ]
+    )
 
 
 def bars(axes, hot, which):
@@ -111,7 +123,10 @@ def bars(axes, hot, which):
             "sonic-moe (its ratio times this bound)",
             [row["bound"][f"{which}_tflops"] * sonic_ratio(row, which) for row in rows],
         ),
-        ("compiled grouped_mm", [row.get("torch", {}).get(f"{which}_tflops", 0) for row in rows]),
+        (
+            "compiled grouped_mm (likewise)",
+            [row["bound"][f"{which}_tflops"] * peer_ratio(row, which, "torch") for row in rows],
+        ),
     ]
     width = 0.8 / len(series)
     for i, (label, values) in enumerate(series):

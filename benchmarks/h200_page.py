@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import statistics
 
-from h200_figures import PASSES, extra, mean_over_sonic, newest, pair, ratios
+from h200_figures import (
+    PASSES,
+    RATIO_COLUMNS,
+    extra,
+    grid,
+    mean_over_sonic,
+    newest,
+    pair,
+    ratios,
+)
 
 PRODUCTS = ("A", "Y", "dH", "dW", "dX~")
-
-
-def grid(columns, rows):
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
 
 
 def source(record):
@@ -21,7 +25,7 @@ def source(record):
 
 def cool():
     record = newest("cool")
-    columns = ["layer", "bound", "ours", "fwd ratio", "sonic-moe's", "bwd ratio", "sonic-moe's"]
+    columns = ["layer", "bound", "ours", *RATIO_COLUMNS]
     rows = [
         [r["config"], pair(r, "bound"), pair(r, "ours_cpp"), *ratios(r)] for r in record["rows"]
     ]
