@@ -11,6 +11,7 @@ from reference import assert_twice, error
 from sonicmoe_cpp import Activation
 from sonicmoe_cpp.integrations import hf
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import hf_models  # noqa: E402
@@ -295,6 +296,26 @@ def test_one_graph(device):
         out = function(x, ids, weights)
         results.append((out, *torch.autograd.grad(out.sum(), list(experts.parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_layers_of_one_class_share_a_graph_when_they_are_alike():
+    """Layer by layer, as models are compiled; another limit is another graph, not a wrong one."""
+    torch._dynamo.reset()
+    layers = [
+        make_experts(gate=clamped, init={"alpha": 1.702, "limit": limit})
+        for limit in (7.0, 7.0, 0.5)
+    ]
+    x, ids, weights = routing()
+    want = [layer(x, ids, weights) for layer in layers]
+    assert not torch.equal(want[0], want[2])
+    counter = CompileCounterWithBackend("aot_eager")
+    graphs = []
+    for layer, expected in zip(layers, want, strict=True):
+        layer.__class__ = type(layers[0])
+        out = torch.compile(layer, fullgraph=True, backend=counter)(x, ids, weights)
+        assert torch.equal(out, expected)
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1] < graphs[2]
 
 
 def test_distributed_weights_are_taken_locally():

@@ -7,6 +7,7 @@ that reaches far past any clamp, and compared with every formula. What matches n
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import weakref
@@ -99,23 +100,32 @@ def ungated(function: Callable[[Tensor], Tensor]) -> Activation | None:
     return None
 
 
-def once_a_module(facts: Callable[[nn.Module], object]):
+def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
     """Makes a function of a module be asked once, and again when `facts(module)` changes.
 
-    For compiled code the result is a constant: it is found while tracing, by running Python.
+    The answer is left on the module as `attribute`: compiled code reads it there and guards its
+    value, so that layers which are alike share a graph. A module that never ran is asked about
+    while tracing, and its graph is its own.
     """
 
     def decorate(find: Callable[[nn.Module], object]):
-        known: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
+        seen: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 
         @torch._dynamo.assume_constant_result
+        def find_at(address: int):
+            # A module cannot be a constant of a graph, its address can; the caller holds it.
+            return find(ctypes.cast(address, ctypes.py_object).value)
+
         @functools.wraps(find)
         def ask(module: nn.Module):
+            if torch.compiler.is_compiling():
+                known = getattr(module, attribute, None)
+                return find_at(id(module)) if known is None else known
             now = facts(module)
-            before = known.get(module)
-            if before is None or before[0] != now:
-                before = known[module] = (now, find(module))
-            return before[1]
+            if module not in seen or seen[module] != now:
+                module.__dict__[attribute] = find(module)
+                seen[module] = now
+            return module.__dict__[attribute]
 
         return ask
 

@@ -99,7 +99,7 @@ def _facts(module: nn.Module) -> tuple:
     return getattr(module, "act_fn", None), type(module), numbers
 
 
-@_recognise.once_a_module(_facts)
+@_recognise.once_a_module("_sonicmoe_cpp_plan", _facts)
 def plan_of(module: nn.Module) -> Plan:
     """The activation and layout of an experts module."""
     try:

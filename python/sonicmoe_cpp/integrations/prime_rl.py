@@ -18,7 +18,11 @@ def _is_gated(experts: nn.Module) -> bool:
     return experts.gate_up_proj is not None or experts.gate_proj is not None
 
 
-@_recognise.once_a_module(lambda experts: (experts.activation, _is_gated(experts)))
+def _facts(experts: nn.Module) -> tuple:
+    return experts.activation, _is_gated(experts)
+
+
+@_recognise.once_a_module("_sonicmoe_cpp_activation", _facts)
 def activation_of(experts: nn.Module) -> Activation:
     """The library's activation that `experts.activation.apply(gate, up)` computes."""
     apply = experts.activation.apply
