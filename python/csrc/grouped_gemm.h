@@ -35,6 +35,9 @@ inline Array grouped_gemm(GroupedGemmCall& call) {
   args.d = view(d, "d");
   args.offsets = view(call.offsets, "offsets");
   args.gather = view(call.gather, "gather");
+  const Scratch scratch(a,
+                        sonicmoe::grouped_gemm_scratch_bytes(rows, call.b.size(0), place.exec()));
+  args.scratch = scratch.buffer();
   sonicmoe::grouped_gemm(args, place.exec());
   return d;
 }
@@ -54,6 +57,9 @@ inline Array grouped_gemm_k(GroupedGemmCall& call) {
   args.d = view(d, "d");
   args.offsets = view(call.offsets, "offsets");
   args.gather = view(call.gather, "gather");
+  const Scratch scratch(a,
+                        sonicmoe::grouped_gemm_scratch_bytes(b.size(0), d.size(0), place.exec()));
+  args.scratch = scratch.buffer();
   sonicmoe::grouped_gemm_k(args, place.exec());
   return d;
 }
