@@ -100,20 +100,20 @@ def commit() -> str:
     )
 
 
-def measure(call, device: str, rounds: int = 60) -> tuple[float, float]:
+def measure(named: dict, device: str, rounds: int = 80) -> dict[str, tuple[float, float]]:
     """Microseconds a call: the best round and the median one. The host runs other things too, which
-    the best round saw least of."""
-    for _ in range(20):
-        call()
-    samples = []
-    for _ in range(rounds):
-        wait(device)
-        began = time.perf_counter()
-        for _ in range(QUEUED):
-            call()
-        samples.append((time.perf_counter() - began) / QUEUED * 1e6)
+    the best round saw least of; rounds of all calls alternate, so that all meet the same host."""
+    samples = {name: [] for name in named}
+    for turn in range(rounds + 2):
+        for name, call in named.items():
+            wait(device)
+            began = time.perf_counter()
+            for _ in range(QUEUED):
+                call()
+            if turn >= 2:  # the first ones load kernels and fill caches
+                samples[name].append((time.perf_counter() - began) / QUEUED * 1e6)
     wait(device)
-    return min(samples), statistics.median(samples)
+    return {name: (min(values), statistics.median(values)) for name, values in samples.items()}
 
 
 def show_profile(call, device: str) -> None:
@@ -137,7 +137,7 @@ def main() -> None:
     reason = sonicmoe_cpp.unsupported_reason(device)
     if reason is not None:
         parser.error(reason)
-    measured = {name: measure(call, device) for name, call in calls(device).items()}
+    measured = measure(calls(device), device)
     for name, (best, median) in measured.items():
         limit = f"   limit {LIMITS[name]:.0f}" if name in LIMITS else ""
         print(f"{name:44} {best:8.1f} us best {median:8.1f} median{limit}")

@@ -76,6 +76,14 @@ def test_token_round(mode, score):
     assert_same(*both(call, logits_of(700, 16, torch.bfloat16), results=2))
 
 
+@pytest.mark.parametrize("capacity", [1, 50, 2000])
+def test_expert_choice(capacity):
+    finite = torch.randn(700, 16, generator=torch.Generator().manual_seed(3))
+    assert_same(
+        *both(lambda logits: sonicmoe_cpp.expert_choice(logits, capacity), finite, results=2)
+    )
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("tokens", [0, 1, 500])
 def test_losses(tokens, score):
