@@ -86,3 +86,26 @@ def test_expert_choice(capacity):
     opcheck(ops.expert_choice, (logits, capacity))
     pairs = ops.expert_choice(logits.detach(), capacity)
     opcheck(ops.expert_choice_backward, (torch.randn_like(pairs[0]), *pairs, logits.detach()))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_gemm(dtype, gathers):
+    """Groups of 3, 0 and 5 rows; the ninth row belongs to none and is left out."""
+    g = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 3, 3, 8])
+    gather = torch.randint(12, (9,), generator=g, dtype=torch.int32) if gathers else None
+    a = torch.randn(12 if gathers else 9, 16, generator=g).to(dtype)
+    weight, b = (torch.randn(*size, generator=g).to(dtype) for size in ((3, 24, 16), (9, 8)))
+    for operator, other in ((ops.grouped_gemm, weight), (ops.grouped_gemm_k, b)):
+        # Rows of no group are not written, so that runs are not compared here.
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        opcheck(operator, (a, other, offsets, gather), test_utils=checks)
+    rows = a[gather.long()] if gathers else a
+    out, outer = (
+        f(a, o, offsets, gather) for f, o in ((ops.grouped_gemm, weight), (ops.grouped_gemm_k, b))
+    )
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    for e, (begin, end) in enumerate([(0, 3), (3, 3), (3, 8)]):
+        torch.testing.assert_close(out[begin:end], rows[begin:end] @ weight[e].t(), **close)
+        torch.testing.assert_close(outer[e], rows[begin:end].t() @ b[begin:end], **close)
