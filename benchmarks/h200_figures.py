@@ -102,8 +102,8 @@ def table(hot):
     return "\n\n".join(
         [
             "TFLOP/s forward/backward (6 T K n d and 12 T K n d flops), then speed over the "
-            "bound's, hot: bursts one after the other, so that the chip's power limit holds. The geometric "
-            f"mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
+            "bound's, hot: bursts one after the other, so that the chip's power limit holds. The "
+            f"geometric mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
             f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
             grid(columns, cells, words=2),
             f"{small}: L2 flushed before each call, single calls from an idle stream. "
