@@ -242,5 +242,25 @@ TEST(ChecksRouting, LossesBackwardRefusals) {
   });
 }
 
+// The CPU needs no scratch; what a query refuses is the same everywhere.
+TEST(ChecksRouting, ScratchQueries) {
+  using Query = std::int64_t (*)(std::int64_t, std::int64_t, const Exec&);
+  const auto sentence = [](Query query, std::int64_t rows, std::int64_t experts) -> std::string {
+    try {
+      return std::to_string(query(rows, experts, {})) + " bytes";
+    } catch (const Error& e) {
+      return e.what();
+    }
+  };
+  for (const Query query : {&expert_choice_scratch_bytes, &router_losses_scratch_bytes}) {
+    EXPECT_EQ(sentence(query, 6, 4), "0 bytes");
+    EXPECT_EQ(sentence(query, -1, 4), "tokens is -1, must be at least 0");
+    EXPECT_EQ(sentence(query, 6, 0), "experts is 0, must be at least 1");
+    EXPECT_EQ(sentence(query, 1LL << 31, 4), "tokens is 2147483648, must be below 2^31");
+  }
+  EXPECT_EQ(sentence(&grouped_gemm_scratch_bytes, 6, 4), "0 bytes");
+  EXPECT_EQ(sentence(&grouped_gemm_scratch_bytes, -3, 4), "rows is -3, must be at least 0");
+}
+
 }  // namespace
 }  // namespace sonicmoe::test
