@@ -14,7 +14,7 @@ void check_problem(const Problem& problem);
 void check_rows(const char* name, const Tensor& rows);
 void check_weight(const char* name, const Tensor& weight);
 void check_weights(const Problem& problem, const Weights& weights);
-void check_grads(const Weights& grads);
+void check_grads(const Problem& problem, const Weights& weights, const Weights& grads);
 
 /// Scratch of moe_backward.
 std::int64_t backward_scratch_bytes(const Problem& problem);
@@ -22,7 +22,16 @@ std::int64_t backward_scratch_bytes(const Problem& problem);
 /// Room for the counters of products in dynamic order.
 inline constexpr std::int64_t kCounterBytes = 256;
 
+/// Whether gate and up are the paired form: they alternate along n, up one element after gate.
+bool is_paired(const Tensor& gate, const Tensor& up);
+
+/// The tensor (E, 2n, d) whose even rows are the gate of the paired form.
+Tensor pairs_of(const Tensor& gate);
+
 ActivationScalars scalars_of(const Activation& activation);
+
+/// H or dH at `data`: (C, G, n), or (C, 2n) with columns that alternate as those of paired weights.
+Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 
 /// The contiguous dimension of a weight view (E, rows, depth), as the operand of a product over
 /// `depth`.

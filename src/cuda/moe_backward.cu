@@ -21,7 +21,7 @@ struct BackwardScratch {
 };
 
 std::int32_t score_tiles(const Problem& p) {
-  const int across = tile_shape(hidden_grad_tile()).n;
+  const int across = tile_shape(hidden_grad_tile(p.width)).n;
   return static_cast<std::int32_t>((p.width + across - 1) / across);
 }
 
@@ -58,7 +58,7 @@ struct Call {
   const Device& device;
   const Metadata& metadata;
   cudaStream_t stream;
-  Tensor dh;           // (C, G, n)
+  Tensor dh;           // h_rows()
   Tensor a;            // (C, n)
   Tensor dx;           // (C, d)
   float* row_weights;  // (C)
@@ -67,6 +67,7 @@ struct Call {
 };
 
 bool gated(const Call& c) { return is_gated(c.problem.activation.kind); }
+bool paired(const Call& c) { return gated(c) && is_paired(c.args.weights.gate, c.args.weights.up); }
 
 GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t width) {
   return {rows.data, c.metadata.row_token,
@@ -76,7 +77,7 @@ GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t widt
 
 void launch_hidden_grad(const Call& c) {
   const Problem& p = c.problem;
-  const TileId tile = hidden_grad_tile();
+  const TileId tile = hidden_grad_tile(p.width);
   const TileShape shape = tile_shape(tile);
   const Tensor down = swapped(c.args.weights.down);
   Tensor h = c.dh;
@@ -92,24 +93,25 @@ void launch_hidden_grad(const Call& c) {
   params.epilogue.score_parts = c.parts;
   params.epilogue.score_tiles = score_tiles(p);
   params.epilogue.scalars = scalars_of(p.activation);
-  const KernelEntry& kernel =
-      find_kernel({Role::kHiddenGrad, p.dtype, tile, major_of(down), p.activation.kind});
+  const KernelEntry& kernel = find_kernel({paired(c) ? Role::kHiddenGradPaired : Role::kHiddenGrad,
+                                           p.dtype, tile, major_of(down), p.activation.kind});
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
-/// dX~ = dH W1: K runs through the gate, then through up.
+/// dX~ = dH W1: K runs through the gate, then through up, or through both as they alternate.
 void launch_input_grad(const Call& c) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const TileId tile = row_tile(p.hidden, p.width * (gated(c) ? 2 : 1));
   const TileShape shape = tile_shape(tile);
-  const Tensor first = swapped(gated(c) ? w.gate : w.up);
+  const bool in_turn = gated(c) && !paired(c);
+  const Tensor first = swapped(paired(c) ? pairs_of(w.gate) : gated(c) ? w.gate : w.up);
   DownParams params{};
   params.producer.rows = rows_map(c.device, c.dh, shape.m);
   params.b.map[0] = weight_map(c.device, first, shape);
-  if (gated(c)) params.b.map[1] = weight_map(c.device, swapped(w.up), shape);
-  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, p.width, c.counter);
-  params.tiles.k_parts = gated(c) ? 2 : 1;
+  if (in_turn) params.b.map[1] = weight_map(c.device, swapped(w.up), shape);
+  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], c.counter);
+  params.tiles.k_parts = in_turn ? 2 : 1;
   params.epilogue.out = ragged_map(c.device, c.dx);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
   const KernelEntry& kernel =
@@ -117,13 +119,15 @@ void launch_input_grad(const Call& c) {
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
-/// Weight gradients side by side, seen as (E, M = d, N = n): from gathered rows (T, d) and the
-/// parts from `first_part` on of grouped rows (C, parts, n).
+/// Weight gradients side by side, seen as (E, M = d, N): from gathered rows (T, d) and the parts
+/// from `first_part` on of grouped rows (C, parts, N), or, with columns that alternate between the
+/// two, from one part (C, N).
 struct WeightGrad {
   Tensor gathered;
   Tensor rows;
   std::int32_t first_part;
   std::int32_t parts;
+  std::int32_t alternate;
   Tensor out[2];
 };
 
@@ -132,17 +136,21 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   const TileId tile = weight_grad_tile();
   const TileShape shape = tile_shape(tile);
   const Major order = major_of(g.out[0]);
+  const std::int64_t columns = g.rows.shape[g.rows.rank - 1];
   WeightGradParams params{};
   params.producer = gathered(c, g.gathered, p.hidden);
   params.b.map[0] = rows_map(c.device, g.rows, kDepth);
   params.b.first_part = g.first_part;
-  params.tiles = expert_tiles(c.metadata, g.out[0], shape);
+  params.tiles =
+      expert_tiles(c.metadata, tensor3(nullptr, p.dtype, p.experts, p.hidden, columns), shape);
   params.tiles.parts = g.parts;
   StoreExpertParams& epilogue = params.epilogue;
   epilogue.rows = params.tiles.rows;
-  epilogue.columns = static_cast<std::int32_t>(p.width);
-  for (int part = 0; part < g.parts; part++) {
+  epilogue.columns = static_cast<std::int32_t>(columns);
+  epilogue.alternate = g.alternate;
+  for (int part = 0; part < 2; part++) {
     const Tensor& out = g.out[part];
+    if (out.data == nullptr) continue;
     if (out.dtype == DType::kF32) {
       epilogue.mode =
           c.args.grad_mode == GradMode::kAccumulate ? GradStore::kAccumulate : GradStore::kFloat;
@@ -160,33 +168,45 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
 
 void launch_down_grad(const Call& c) {
   const Tensor& down = c.args.grads.down;
-  if (down.data != nullptr) launch_weight_grad(c, {c.args.dout, c.a, 0, 1, {down}});
+  if (down.data != nullptr) launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, {down}});
 }
 
 void launch_up_grads(const Call& c) {
   const Weights& g = c.args.grads;
   const Tensor gate = swapped(g.gate);
   const Tensor up = swapped(g.up);
-  const bool both = gate.data != nullptr && up.data != nullptr;
-  if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up)) {
-    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, {gate, up}});
+  const bool any = gate.data != nullptr || up.data != nullptr;
+  if (any && paired(c)) {
+    const bool floats = (gate.data != nullptr ? gate : up).dtype == DType::kF32;
+    const Tensor pairs = swapped(pairs_of(g.gate));
+    launch_weight_grad(c,
+                       {c.args.x, c.dh, 0, 1, 1, {floats ? gate : pairs, floats ? up : Tensor{}}});
     return;
   }
-  if (gate.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, 0, 1, {gate}});
-  if (up.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, 1, {up}});
+  const bool both = gate.data != nullptr && up.data != nullptr;
+  if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up)) {
+    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, 0, {gate, up}});
+    return;
+  }
+  if (gate.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, 0, 1, 0, {gate}});
+  if (up.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, 1, 0, {up}});
 }
 
 void launch_bias_grads(const Call& c) {
   const Weights& g = c.args.grads;
   const std::int64_t n = c.problem.width;
-  const auto hidden = [&](const Tensor& out, std::int64_t part) {
-    if (out.data == nullptr) return;
+  const auto hidden = [&](const Tensor& out, std::int64_t part, const Tensor* odd) {
+    if (out.data == nullptr && (odd == nullptr || odd->data == nullptr)) return;
     const auto* rows = static_cast<const std::uint16_t*>(c.dh.data) + part * n;
     sum_columns(c.problem, c.metadata,
-                {rows, c.dh.stride[0], nullptr, nullptr, out, c.args.grad_mode}, c.stream);
+                {rows, c.dh.stride[0], nullptr, nullptr, out, c.args.grad_mode, odd}, c.stream);
   };
-  hidden(g.b_gate, 0);
-  hidden(g.b_up, gated(c) ? 1 : 0);
+  if (paired(c)) {
+    hidden(g.b_gate, 0, &g.b_up);
+  } else {
+    hidden(g.b_gate, 0, nullptr);
+    hidden(g.b_up, gated(c) ? 1 : 0, nullptr);
+  }
   if (g.b_down.data != nullptr) {
     sum_columns(c.problem, c.metadata,
                 {c.args.dout.data, c.args.dout.stride[0], c.metadata.row_token, c.row_weights,
@@ -219,7 +239,7 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   check_rows("dout", args.dout);
   if (args.dx.data != nullptr) check_rows("dx", args.dx);
   check_weights(problem, args.weights);
-  check_grads(args.grads);
+  check_grads(problem, args.weights, args.grads);
   const cudaStream_t stream = stream_of(exec);
   const std::int64_t capacity = row_capacity(problem);
   if (capacity == 0 || problem.tokens == 0) {
@@ -231,13 +251,12 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   const auto at = [&](std::int64_t offset) {
     return static_cast<void*>(static_cast<std::uint8_t*>(args.scratch.data) + offset);
   };
-  const std::int64_t parts = gate_factor(problem.activation.kind);
   const Call call{problem,
                   args,
                   device,
                   metadata,
                   stream,
-                  tensor3(at(s.dh), problem.dtype, capacity, parts, problem.width),
+                  h_rows(problem, args.weights, at(s.dh)),
                   tensor2(at(s.a), problem.dtype, capacity, problem.width),
                   tensor2(at(s.dx), problem.dtype, capacity, problem.hidden),
                   static_cast<float*>(at(s.weights)),

@@ -37,6 +37,31 @@ void check_weight(const char* name, const Tensor& t) {
   }
 }
 
+namespace {
+
+/// fp32 gradients are stored element by element: any strides serve.
+void check_grad(const char* name, const Tensor& t) {
+  if (t.data != nullptr && t.dtype != DType::kF32) check_weight(name, t);
+}
+
+/// H and dH alternate as paired weights do, so 16-bit gradients must alternate too.
+void check_paired_grads(const Weights& grads) {
+  const Tensor& gate = grads.gate;
+  const Tensor& up = grads.up;
+  const bool absent = gate.data == nullptr || up.data == nullptr;
+  const bool floats = (gate.data == nullptr || gate.dtype == DType::kF32) &&
+                      (up.data == nullptr || up.dtype == DType::kF32);
+  if (floats) return;
+  if (absent || !is_paired(gate, up)) {
+    refuse(
+        "grads.gate and grads.up do not alternate as the paired weights do, which CUDA needs "
+        "unless they are fp32.");
+  }
+  check_weight("grads.gate", pairs_of(gate));
+}
+
+}  // namespace
+
 void check_problem(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
     refuse(std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes bf16 or f16.");
@@ -64,8 +89,12 @@ void check_rows(const char* name, const Tensor& rows) {
 
 void check_weights(const Problem& p, const Weights& w) {
   const bool gated = is_gated(p.activation.kind);
-  check_weight("up", w.up);
   check_weight("down", w.down);
+  if (gated && is_paired(w.gate, w.up)) {
+    check_weight("gate", pairs_of(w.gate));
+    return;
+  }
+  check_weight("up", w.up);
   if (!gated) return;
   check_weight("gate", w.gate);
   if (major_of(w.gate) != major_of(w.up)) {
@@ -73,14 +102,34 @@ void check_weights(const Problem& p, const Weights& w) {
   }
 }
 
-void check_grads(const Weights& grads) {
-  const auto check = [](const char* name, const Tensor& t) {
-    // fp32 gradients are stored element by element: any strides serve.
-    if (t.data != nullptr && t.dtype != DType::kF32) check_weight(name, t);
-  };
-  check("grads.gate", grads.gate);
-  check("grads.up", grads.up);
-  check("grads.down", grads.down);
+void check_grads(const Problem& p, const Weights& weights, const Weights& grads) {
+  check_grad("grads.down", grads.down);
+  if (is_gated(p.activation.kind) && is_paired(weights.gate, weights.up)) {
+    check_paired_grads(grads);
+    return;
+  }
+  check_grad("grads.gate", grads.gate);
+  check_grad("grads.up", grads.up);
+}
+
+bool is_paired(const Tensor& gate, const Tensor& up) {
+  const auto* first = static_cast<const std::uint16_t*>(gate.data);
+  return gate.data != nullptr && up.data == first + 1 && gate.dtype == up.dtype &&
+         gate.stride[1] == 2 && std::equal(gate.stride, gate.stride + 3, up.stride);
+}
+
+Tensor pairs_of(const Tensor& gate) {
+  Tensor t = gate;
+  t.shape[1] *= 2;
+  t.stride[1] = 1;
+  return t;
+}
+
+Tensor h_rows(const Problem& p, const Weights& w, void* data) {
+  const std::int64_t capacity = row_capacity(p);
+  const bool gated = is_gated(p.activation.kind);
+  if (gated && is_paired(w.gate, w.up)) return tensor2(data, p.dtype, capacity, 2 * p.width);
+  return tensor3(data, p.dtype, capacity, gated ? 2 : 1, p.width);
 }
 
 ActivationScalars scalars_of(const Activation& activation) {

@@ -66,25 +66,28 @@ void launch_up(const Call& c, void* h, void* a) {
   const TileId tile = up_tile();
   const TileShape shape = tile_shape(tile);
   const std::int64_t capacity = row_capacity(p);
-  const Tensor& first = gated ? w.gate : w.up;
+  const bool paired = gated && is_paired(w.gate, w.up);
+  const Tensor first = paired ? pairs_of(w.gate) : gated ? w.gate : w.up;
   UpParams params{};
   params.producer = {c.args.x.data, c.metadata.row_token,
                      static_cast<std::int32_t>(c.args.x.stride[0] * kElementBytes),
                      static_cast<std::int32_t>(p.hidden)};
   params.b.map[0] = weight_map(c.device, first, shape);
-  if (gated) params.b.map[1] = weight_map(c.device, w.up, shape);
-  params.tiles = row_tiles(c.metadata, p.width, gated ? shape.n / 2 : shape.n, p.hidden, nullptr);
+  if (gated && !paired) params.b.map[1] = weight_map(c.device, w.up, shape);
+  params.tiles =
+      paired ? row_tiles(c.metadata, 2 * p.width, shape.n, p.hidden, nullptr)
+             : row_tiles(c.metadata, p.width, gated ? shape.n / 2 : shape.n, p.hidden, nullptr);
   params.epilogue.keep_h = h != nullptr ? 1 : 0;
   if (h != nullptr) {
-    params.epilogue.h = ragged_map(c.device, tensor3(h, p.dtype, capacity, gated ? 2 : 1, p.width));
+    params.epilogue.h = ragged_map(c.device, h_rows(p, w, h));
   }
   params.epilogue.a = ragged_map(c.device, tensor2(a, p.dtype, capacity, p.width));
   params.epilogue.bias[0] = bias_of(gated ? w.b_gate : w.b_up);
   params.epilogue.bias[1] = bias_of(w.b_up);
   params.epilogue.scalars = scalars_of(p.activation);
   params.epilogue.width = static_cast<std::int32_t>(p.width);
-  const KernelEntry& kernel =
-      find_kernel({Role::kUp, p.dtype, tile, major_of(first), p.activation.kind});
+  const KernelEntry& kernel = find_kernel(
+      {paired ? Role::kUpPaired : Role::kUp, p.dtype, tile, major_of(first), p.activation.kind});
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 

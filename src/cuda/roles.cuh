@@ -4,6 +4,7 @@
 #include "cuda/engine/kernel.cuh"
 #include "cuda/epilogues/act.cuh"
 #include "cuda/epilogues/act_grad.cuh"
+#include "cuda/epilogues/act_paired.cuh"
 #include "cuda/epilogues/store.cuh"
 #include "cuda/epilogues/store_expert.cuh"
 #include "cuda/producers/gather_depth.cuh"
@@ -19,6 +20,11 @@ using UpKernel =
     GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, ActRows<Element, kKind>,
                       is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights, kB>;
 using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>;
+
+/// The same where gate and up alternate in W1, which is MN-major then, and in H.
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using UpPairedKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                                         ActPairedRows<Element, kKind>, BSource::kWeights, kB>;
 
 /// Y = A W2^T.
 template <class Element, TileShape kShape, Major kB>
@@ -39,8 +45,14 @@ using GatherStoreParams = GemmParams<GatherRows::Params, RowTiles::Params, Store
 
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
-using HiddenGradKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
-                                           ActGrad<Element, kKind>, BSource::kWeights, kB>;
+using HiddenGradKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      ActGrad<Element, kKind, HLayout::kSplit>, BSource::kWeights, kB>;
+/// The same where gate and up alternate in H and dH.
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using HiddenGradPairedKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      ActGrad<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
 using HiddenGradParams = GemmParams<GatherRows::Params, RowTiles::Params, ActGradParams>;
 
 /// dW = rows[token]^T grad, a matrix an expert; kOut says whether its columns (kK) or its rows

@@ -9,12 +9,14 @@
 namespace sonicmoe::cuda {
 
 enum class Role : int {
-  kUp = 0,          ///< gathered rows x W1, activation
-  kDown = 1,        ///< rows x W2
-  kDownScaled = 2,  ///< the same, rows scaled by their weight
-  kHiddenGrad = 3,  ///< gathered rows x W2, derivative of the activation
-  kWeightGrad = 4,  ///< gathered rows^T x rows, for every expert; `b` is the output's order
-  kGather = 5,      ///< gathered rows x weights, as they are: the grouped GEMM
+  kUp = 0,                ///< gathered rows x W1, activation
+  kDown = 1,              ///< rows x W2
+  kDownScaled = 2,        ///< the same, rows scaled by their weight
+  kHiddenGrad = 3,        ///< gathered rows x W2, derivative of the activation
+  kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert; `b` is the output's order
+  kGather = 5,            ///< gathered rows x weights, as they are: the grouped GEMM
+  kUpPaired = 6,          ///< kUp where gate and up alternate in W1 and H
+  kHiddenGradPaired = 7,  ///< kHiddenGrad where they alternate in H
 };
 
 struct KernelKey {

@@ -28,6 +28,11 @@ inline constexpr TileShape kPingPong128x192Dynamic{
 // dH has the heaviest epilogue: ping-pong hides it. 64x64 boxes of H for two column blocks, and A'.
 inline constexpr TileShape kPingPong128x128{128, 128, 4, 2, 6, Schedule::kPingPong, Order::kStatic};
 
+// The same where it wastes little of N: what two CTAs of 256 columns save in loads outweighs what
+// ping-pong hides of the epilogue. Boxes for two blocks of H and one of A' leave 3 stages.
+inline constexpr TileShape kCoop128x256Grad{128,           256, 3, 2, 5, Schedule::kCooperative,
+                                            Order::kStatic};
+
 /// Tiles by index, as kernels are listed.
 enum class TileId : int {
   kCoop128x256 = 0,
@@ -35,19 +40,24 @@ enum class TileId : int {
   kPingPong128x192 = 2,
   kPingPong128x192Dynamic = 3,
   kPingPong128x128 = 4,
+  kCoop128x256Grad = 5,
 };
 
 constexpr TileShape tile_shape(TileId id) {
-  constexpr TileShape kShapes[] = {kCoop128x256, kCoop128x256Dynamic, kPingPong128x192,
-                                   kPingPong128x192Dynamic, kPingPong128x128};
+  constexpr TileShape kShapes[] = {kCoop128x256,     kCoop128x256Dynamic,
+                                   kPingPong128x192, kPingPong128x192Dynamic,
+                                   kPingPong128x128, kCoop128x256Grad};
   return kShapes[static_cast<int>(id)];
 }
 
 /// The up projection gathers, over d.
 constexpr TileId up_tile() { return TileId::kCoop128x256; }
 
-/// The gradient of the hidden layer, and those of the weights.
-constexpr TileId hidden_grad_tile() { return TileId::kPingPong128x128; }
+/// The gradient of the hidden layer, over `columns` = n, and those of the weights.
+constexpr TileId hidden_grad_tile(std::int64_t columns) {
+  const std::int64_t waste = (columns + 255) / 256 * 256 - columns;
+  return waste * 8 > columns ? TileId::kPingPong128x128 : TileId::kCoop128x256Grad;
+}
 constexpr TileId weight_grad_tile() { return TileId::kCoop128x256; }
 
 /// Products over rows in order: `columns` of output, `depth` of K. 192 columns unless they waste
@@ -69,5 +79,6 @@ inline constexpr int kRecordRows = 256;
 static_assert(kCoop128x256.cluster_rows() == kRecordRows);
 static_assert(kPingPong128x192.cluster_rows() == kRecordRows);
 static_assert(kPingPong128x128.cluster_rows() == kRecordRows);
+static_assert(kCoop128x256Grad.cluster_rows() == kRecordRows);
 
 }  // namespace sonicmoe::cuda

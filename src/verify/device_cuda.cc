@@ -17,7 +17,7 @@ bool serves(const Case& c) {
   }
   const bool dtype = p.dtype == DType::kBF16 || p.dtype == DType::kF16;
   return dtype && !c.cpu_only && p.hidden % 8 == 0 && p.width % 8 == 0 &&
-         c.layout != Layout::kPaired && c.layout != Layout::kReversed;
+         c.layout != Layout::kReversed;
 }
 
 class StreamClock final : public Clock {

@@ -20,8 +20,9 @@ struct StoreExpertParams {
   CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
   FloatGrad floats[2];  ///< kFloat, kAccumulate
   GradStore mode;
-  std::int32_t rows;     ///< M
-  std::int32_t columns;  ///< N, of a part
+  std::int32_t alternate;  ///< fp32: even columns go to [0], odd ones to [1]
+  std::int32_t rows;       ///< M
+  std::int32_t columns;    ///< N, of a part
 };
 
 template <class Element, Major kOut>
@@ -84,14 +85,18 @@ struct StoreExpert {
     const int lane = threadIdx.x & 31;
     const int m0 = work.m + offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
     const int n0 = work.column + (lane & 3) * 2;
-    const FloatGrad& out = p.floats[work.part];
-    float* expert = out.data + work.expert * out.strides[0];
+    // Outputs of even and of odd columns: the same, unless columns alternate.
+    const bool alternate = p.alternate != 0;
+    const FloatGrad& even = alternate || work.part == 0 ? p.floats[0] : p.floats[1];
+    const FloatGrad& odd = alternate || work.part == 1 ? p.floats[1] : p.floats[0];
 #pragma unroll
     for (int i = 0; i < kShape.n / 2; i++) {
+      const FloatGrad& out = i % 2 == 0 ? even : odd;
       const int m = m0 + (i >> 1 & 1) * 8;
       const int n = n0 + i / 4 * 8 + (i & 1);
-      if (m >= p.rows || n >= p.columns) continue;
-      float* at = expert + m * out.strides[1] + n * out.strides[2];
+      if (m >= p.rows || n >= p.columns || out.data == nullptr) continue;
+      float* at = out.data + work.expert * out.strides[0] + m * out.strides[1] +
+                  (alternate ? n / 2 : n) * out.strides[2];
       const float value = empty ? 0.0f : acc[i];
       *at = p.mode == GradStore::kAccumulate ? *at + value : value;
     }

@@ -12,6 +12,7 @@ PLAIN = ("SiLU", "GELU", "GELUTanh", "ReLU", "ReLU2")
 TYPES = (("__nv_bfloat16", "DType::kBF16"), ("__half", "DType::kF16"))
 MAJORS = ("Major::kK", "Major::kMN")
 COOPERATIVE_TILES = ("Coop128x256", "Coop128x256Dynamic")
+HIDDEN_GRAD_TILES = ("PingPong128x128", "Coop128x256Grad")
 DOWN_TILES = (*COOPERATIVE_TILES, "PingPong128x192", "PingPong128x192Dynamic")
 
 
@@ -39,7 +40,33 @@ def instances():
                     f"{{Role::kHiddenGrad, {dtype}, TileId::k{tile}, {major}, "
                     f"ActivationKind::k{kind}}}",
                 )
-                for tile in ("PingPong128x128",)
+                for tile in HIDDEN_GRAD_TILES
+                for element, dtype in TYPES
+                for major in MAJORS
+            ],
+        )
+    for kind in GATED:
+        yield (
+            f"up_paired_{kind}",
+            [
+                (
+                    f"UpPairedKernel<{element}, k{tile}, ActivationKind::k{kind}, Major::kMN>",
+                    f"{{Role::kUpPaired, {dtype}, TileId::k{tile}, Major::kMN, "
+                    f"ActivationKind::k{kind}}}",
+                )
+                for tile in ("Coop128x256",)
+                for element, dtype in TYPES
+            ],
+        )
+        yield (
+            f"hidden_grad_paired_{kind}",
+            [
+                (
+                    f"HiddenGradPairedKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
+                    f"{{Role::kHiddenGradPaired, {dtype}, TileId::k{tile}, {major}, "
+                    f"ActivationKind::k{kind}}}",
+                )
+                for tile in HIDDEN_GRAD_TILES
                 for element, dtype in TYPES
                 for major in MAJORS
             ],

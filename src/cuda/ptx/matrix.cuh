@@ -36,17 +36,23 @@ __device__ __forceinline__ void store_matrices(std::uint32_t address, const std:
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
-/// Two matrices: the addresses of lanes 0 to 15 count.
-__device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&m)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(m[0]),
-               "r"(m[1])
-               : "memory");
-}
-__device__ __forceinline__ void load_matrices(std::uint32_t (&m)[2], std::uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(m[0]), "=r"(m[1])
+__device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address)
                : "memory");
+}
+/// Two words, 8 bytes aligned.
+__device__ __forceinline__ void load_words(std::uint32_t& low, std::uint32_t& high,
+                                           std::uint32_t address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(low), "=r"(high)
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_words(std::uint32_t address, std::uint32_t low,
+                                            std::uint32_t high) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
 }
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address,
                                                           const std::uint32_t (&m)[4]) {

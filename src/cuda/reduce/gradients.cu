@@ -86,21 +86,30 @@ __global__ void scores_kernel(const Metadata m, const ScoreKernel a) {
   }
 }
 
+struct ColumnOut {
+  void* data;
+  std::int64_t strides[2];
+  std::int32_t floats;  // fp32
+};
+
+ColumnOut column_out(const Tensor& t) {
+  return {t.data, {t.stride[0], t.stride[1]}, t.dtype == DType::kF32 ? 1 : 0};
+}
+
 struct ColumnKernel {
   const void* source;
   std::int64_t row_stride;
   const std::int32_t* index;
   const float* weights;
-  void* out;
-  std::int64_t strides[2];
+  ColumnOut out[2];
   std::int32_t columns;
-  std::int32_t floats;  // output is fp32
+  std::int32_t alternate;  // columns between out[0] and out[1]
   std::int32_t accumulate;
 };
 
 /// 64 columns of an expert: 8 threads across, 32 down, each over every 32nd row.
 template <class Element>
-__global__ void columns_kernel(const Metadata m, const ColumnKernel a) {
+__global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnKernel a) {
   __shared__ float sums[32][65];
   const int expert = blockIdx.y;
   const std::int32_t begin = m.expert_begin[expert];
@@ -128,11 +137,13 @@ __global__ void columns_kernel(const Metadata m, const ColumnKernel a) {
   if (threadIdx.x >= 64 || c >= a.columns || (a.accumulate != 0 && rows == 0)) return;
   float total = 0.0f;
   for (int r = 0; r < 32; r++) total += sums[r][threadIdx.x];
-  const std::int64_t at = expert * a.strides[0] + c * a.strides[1];
-  if (a.floats == 0) {
-    static_cast<Element*>(a.out)[at] = static_cast<Element>(total);
+  const ColumnOut& to = a.out[a.alternate != 0 ? c & 1 : 0];
+  if (to.data == nullptr) return;
+  const std::int64_t at = expert * to.strides[0] + (a.alternate != 0 ? c / 2 : c) * to.strides[1];
+  if (to.floats == 0) {
+    static_cast<Element*>(to.data)[at] = static_cast<Element>(total);
   } else {
-    float* out = static_cast<float*>(a.out) + at;
+    float* out = static_cast<float*>(to.data) + at;
     *out = a.accumulate != 0 ? *out + total : total;
   }
 }
@@ -189,15 +200,16 @@ void finish_scores(const Problem& problem, const Metadata& metadata, const Score
 
 void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnSum& args,
                  cudaStream_t stream) {
-  const auto columns = static_cast<std::int32_t>(args.out.shape[1]);
+  const bool alternate = args.odd != nullptr;
+  const Tensor& shaped = alternate && args.out.data == nullptr ? *args.odd : args.out;
+  const auto columns = static_cast<std::int32_t>(shaped.shape[1] * (alternate ? 2 : 1));
   const ColumnKernel a{args.source,
                        args.row_stride,
                        args.index,
                        args.weights,
-                       args.out.data,
-                       {args.out.stride[0], args.out.stride[1]},
+                       {column_out(args.out), alternate ? column_out(*args.odd) : ColumnOut{}},
                        columns,
-                       args.out.dtype == DType::kF32 ? 1 : 0,
+                       alternate ? 1 : 0,
                        args.mode == GradMode::kAccumulate ? 1 : 0};
   const auto kernel =
       problem.dtype == DType::kBF16 ? columns_kernel<__nv_bfloat16> : columns_kernel<__half>;

@@ -25,7 +25,8 @@ struct ScoreGrad {
 void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
                    cudaStream_t stream);
 
-/// out[e] = sum over the rows of e of weight * source[index[row]], in a fixed order.
+/// out[e] = sum over the rows of e of weight * source[index[row]], in a fixed order. With `odd`,
+/// columns alternate: even ones go to `out`, odd ones to `odd`, and either may have no data.
 struct ColumnSum {
   const void* source;         ///< rows of 16-bit elements
   std::int64_t row_stride;    ///< elements
@@ -33,6 +34,7 @@ struct ColumnSum {
   const float* weights;       ///< by row; null: 1
   Tensor out;                 ///< (E, columns), elements or fp32
   GradMode mode;
+  const Tensor* odd = nullptr;
 };
 void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnSum& args,
                  cudaStream_t stream);
