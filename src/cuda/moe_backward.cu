@@ -20,8 +20,8 @@ struct BackwardScratch {
   std::int64_t bytes;
 };
 
-std::int32_t score_tiles(const Problem& p) {
-  const int across = tile_shape(hidden_grad_tile(p.width)).n;
+std::int32_t score_tiles(const Problem& p, TileId tile) {
+  const int across = tile_shape(tile).n;
   return static_cast<std::int32_t>((p.width + across - 1) / across);
 }
 
@@ -38,7 +38,8 @@ BackwardScratch scratch_layout(const Problem& p) {
   s.a = take(capacity * p.width * kElementBytes);
   s.dx = take(capacity * p.hidden * kElementBytes);
   s.weights = take(capacity * 4);
-  s.parts = take(capacity * score_tiles(p) * 4);
+  // Paired weights may take the wider tile, which has no more parts.
+  s.parts = take(capacity * score_tiles(p, hidden_grad_tile(p.width)) * 4);
   s.counters = take(kCounterBytes);
   s.bytes = at;
   return s;
@@ -69,6 +70,10 @@ struct Call {
 bool gated(const Call& c) { return is_gated(c.problem.activation.kind); }
 bool paired(const Call& c) { return gated(c) && is_paired(c.args.weights.gate, c.args.weights.up); }
 
+TileId grad_tile(const Call& c) {
+  return paired(c) ? TileId::kCoop128x256Grad : hidden_grad_tile(c.problem.width);
+}
+
 GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t width) {
   return {rows.data, c.metadata.row_token,
           static_cast<std::int32_t>(rows.stride[0] * kElementBytes),
@@ -77,7 +82,7 @@ GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t widt
 
 void launch_hidden_grad(const Call& c) {
   const Problem& p = c.problem;
-  const TileId tile = hidden_grad_tile(p.width);
+  const TileId tile = grad_tile(c);
   const TileShape shape = tile_shape(tile);
   const Tensor down = swapped(c.args.weights.down);
   Tensor h = c.dh;
@@ -91,7 +96,7 @@ void launch_hidden_grad(const Call& c) {
   params.epilogue.a = ragged_map(c.device, c.a);
   params.epilogue.row_weight = c.row_weights;
   params.epilogue.score_parts = c.parts;
-  params.epilogue.score_tiles = score_tiles(p);
+  params.epilogue.score_tiles = score_tiles(p, tile);
   params.epilogue.scalars = scalars_of(p.activation);
   const KernelEntry& kernel = find_kernel({paired(c) ? Role::kHiddenGradPaired : Role::kHiddenGrad,
                                            p.dtype, tile, major_of(down), p.activation.kind});
@@ -269,10 +274,10 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   observed(exec, "dH", [&] { launch_hidden_grad(call); });
   if (args.dweights.data != nullptr) {
     observed(exec, "dS", [&] {
-      finish_scores(
-          problem, metadata,
-          {call.parts, score_tiles(problem), args.dout, args.weights.b_down, args.dweights},
-          stream);
+      finish_scores(problem, metadata,
+                    {call.parts, score_tiles(problem, grad_tile(call)), args.dout,
+                     args.weights.b_down, args.dweights},
+                    stream);
     });
   }
   observed(exec, "dW2", [&] { launch_down_grad(call); });

@@ -66,7 +66,7 @@ def instances():
                     f"{{Role::kHiddenGradPaired, {dtype}, TileId::k{tile}, {major}, "
                     f"ActivationKind::k{kind}}}",
                 )
-                for tile in HIDDEN_GRAD_TILES
+                for tile in ("Coop128x256Grad",)
                 for element, dtype in TYPES
                 for major in MAJORS
             ],
