@@ -209,6 +209,36 @@ void add_activations(std::vector<Case>& cases) {
   }
 }
 
+// Widths that fill the widest tiles, over experts that end everywhere in them.
+void add_wide(Extent extent, std::vector<Case>& cases) {
+  const std::int64_t edge = total(kEdgeCounts);
+  const auto add = [&](std::int64_t n, ActivationKind kind, Layout layout, DType dtype, Data data) {
+    constexpr const char* kLayouts[] = {"separate", "concatenated", "interleaved", "transposed",
+                                        "paired"};
+    Case c =
+        make_case("wide/n" + std::to_string(n) + "_" + kLayouts[static_cast<int>(layout)] + "_" +
+                      activation_name(kind) + "/" + dtype_name(dtype) + "/" + data_name(data),
+                  {edge + 5, 72, n, 8, 1}, dtype, kind, data);
+    c.pattern = Pattern::kCounts;
+    c.counts = kEdgeCounts;
+    c.layout = layout;
+    c.bias = true;
+    cases.push_back(c);
+  };
+  for (const Layout layout : {Layout::kConcatenated, Layout::kTransposed, Layout::kPaired}) {
+    for (const std::int64_t n : {248, 480}) {
+      add(n, kIntegerGated, layout, DType::kBF16, Data::kIntegers);
+      add(n, ActivationKind::kSwiGLU, layout, DType::kF16, Data::kRandom);
+    }
+  }
+  if (extent == Extent::kQuick) return;
+  for (std::int32_t index = 0; index < kActivationCount; ++index) {
+    const auto kind = static_cast<ActivationKind>(index);
+    add(248, kind, Layout::kConcatenated, DType::kBF16, Data::kRandom);
+    if (is_gated(kind)) add(248, kind, Layout::kPaired, DType::kBF16, Data::kRandom);
+  }
+}
+
 void add_layouts(std::vector<Case>& cases) {
   constexpr const char* kNames[] = {"separate", "concatenated", "interleaved", "transposed",
                                     "paired",   "padded",       "reversed"};
@@ -396,6 +426,7 @@ std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   add_shapes(extent, cases);
   add_activations(cases);
   add_layouts(cases);
+  add_wide(extent, cases);
   add_grads(cases);
   add_subsets(cases);
   add_grouped_gemms(extent, cases);
