@@ -161,7 +161,7 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   const std::int64_t n = b.shape[1];
   const std::int64_t k = b.shape[2];
   const bool gathers = gather.data != nullptr;
-  const TileId tile = gathers ? TileId::kCoop128x256 : row_tile(n, k);
+  const TileId tile = gathers ? TileId::kCoop128x256 : row_tile(n, k, sizes.rows / sizes.experts);
   const TileShape shape = tile_shape(tile);
   const RowTiles::Params tiles = row_tiles(s.groups, n, shape.n, k, s.counter);
   const KernelEntry& kernel = find_kernel(

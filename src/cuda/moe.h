@@ -57,6 +57,9 @@ ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrice
 /// Stores of matrices (E, M, N) that have one contiguous dimension, 64 by 64 elements a box.
 CUtensorMap matrices_map(const Device& device, const Tensor& matrices);
 
+/// Rows of an expert in the mean, as far as the host knows.
+std::int64_t mean_rows(const Problem& problem);
+
 /// Upper bound of the clusters' tiles, from what the host knows.
 std::int64_t most_tiles(const Problem& problem, const RowTiles::Params& tiles);
 

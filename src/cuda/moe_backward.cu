@@ -107,7 +107,7 @@ void launch_hidden_grad(const Call& c) {
 void launch_input_grad(const Call& c) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
-  const TileId tile = row_tile(p.hidden, p.width * (gated(c) ? 2 : 1));
+  const TileId tile = row_tile(p.hidden, p.width * (gated(c) ? 2 : 1), mean_rows(p));
   const TileShape shape = tile_shape(tile);
   const bool in_turn = gated(c) && !paired(c);
   const Tensor first = swapped(paired(c) ? pairs_of(w.gate) : gated(c) ? w.gate : w.up);

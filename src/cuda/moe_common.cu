@@ -214,6 +214,8 @@ CUtensorMap matrices_map(const Device& device, const Tensor& t) {
       {{t.shape[fast], 1, 64}, {t.shape[slow], t.stride[slow], 64}, {t.shape[0], t.stride[0], 1}});
 }
 
+std::int64_t mean_rows(const Problem& problem) { return row_capacity(problem) / problem.experts; }
+
 std::int64_t most_tiles(const Problem& problem, const RowTiles::Params& tiles) {
   const std::int64_t rows = row_capacity(problem);
   const std::int64_t records = std::min(rows, rows / kRecordRows + problem.experts);

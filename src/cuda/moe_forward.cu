@@ -59,11 +59,11 @@ struct Call {
   cudaStream_t stream;
 };
 
-void launch_up(const Call& c, void* h, void* a) {
+void launch_up(const Call& c, void* h, void* a, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool gated = is_gated(p.activation.kind);
-  const TileId tile = up_tile();
+  const TileId tile = up_tile(p.hidden, mean_rows(p));
   const TileShape shape = tile_shape(tile);
   const std::int64_t capacity = row_capacity(p);
   const bool paired = gated && is_paired(w.gate, w.up);
@@ -75,8 +75,8 @@ void launch_up(const Call& c, void* h, void* a) {
   params.b.map[0] = weight_map(c.device, first, shape);
   if (gated && !paired) params.b.map[1] = weight_map(c.device, w.up, shape);
   params.tiles =
-      paired ? row_tiles(c.metadata, 2 * p.width, shape.n, p.hidden, nullptr)
-             : row_tiles(c.metadata, p.width, gated ? shape.n / 2 : shape.n, p.hidden, nullptr);
+      paired ? row_tiles(c.metadata, 2 * p.width, shape.n, p.hidden, counter)
+             : row_tiles(c.metadata, p.width, gated ? shape.n / 2 : shape.n, p.hidden, counter);
   params.epilogue.keep_h = h != nullptr ? 1 : 0;
   if (h != nullptr) {
     params.epilogue.h = ragged_map(c.device, h_rows(p, w, h));
@@ -95,7 +95,7 @@ void launch_down(const Call& c, void* a, const Tensor& y, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool scaled = p.form == RoutingForm::kGrouped && c.args.routing.weights.data != nullptr;
-  const TileId tile = scaled ? scaled_row_tile(p.width) : row_tile(p.hidden, p.width);
+  const TileId tile = scaled ? scaled_row_tile(p.width) : row_tile(p.hidden, p.width, mean_rows(p));
   const TileShape shape = tile_shape(tile);
   const std::int64_t capacity = row_capacity(p);
   DownParams params{};
@@ -148,21 +148,21 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
       metadata_layout(problem, training ? args.saved.data : offset(args.scratch, scratch.saved));
   void* a = offset(args.scratch, scratch.a);
   void* y = offset(args.scratch, scratch.y);
-  auto* counter = static_cast<unsigned*>(offset(args.scratch, scratch.counters));
+  auto* counters = static_cast<unsigned*>(offset(args.scratch, scratch.counters));
   const Call call{problem, args, device, metadata, stream};
   observed(exec, "metadata", [&] {
     build_metadata(problem, args.routing, metadata,
-                   {offset(args.scratch, scratch.metadata), counter, kCounterBytes / 4}, stream);
+                   {offset(args.scratch, scratch.metadata), counters, kCounterBytes / 4}, stream);
   });
-  observed(exec, "A", [&] { launch_up(call, training ? args.h.data : nullptr, a); });
+  observed(exec, "A", [&] { launch_up(call, training ? args.h.data : nullptr, a, counters); });
   if (problem.form == RoutingForm::kGrouped) {
     // Row p of Y is row p of the output; rows in no group are zero.
     clear_rows(problem, args.out, stream);
-    observed(exec, "Y", [&] { launch_down(call, a, args.out, counter); });
+    observed(exec, "Y", [&] { launch_down(call, a, args.out, counters + 1); });
     return;
   }
   const Tensor rows = tensor2(y, problem.dtype, row_capacity(problem), problem.hidden);
-  observed(exec, "Y", [&] { launch_down(call, a, rows, counter); });
+  observed(exec, "Y", [&] { launch_down(call, a, rows, counters + 1); });
   observed(exec, "O",
            [&] { sum_rows(problem, metadata, y, args.routing.weights, args.out, stream); });
 }

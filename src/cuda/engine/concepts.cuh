@@ -14,14 +14,14 @@ namespace sonicmoe::cuda {
 template <class P>
 concept RowProducer = requires(const typename P::Params& p) {
   { P::kCopyArrivals } -> std::convertible_to<int>;
-  { P::kProducerRegisters } -> std::convertible_to<int>;
-  { P::kConsumerRegisters } -> std::convertible_to<int>;
-  { P::kHasSpareWarp } -> std::convertible_to<bool>;
+  { P::registers(kAnyShape) } -> std::same_as<Registers>;
+  { P::kTileReaders } -> std::convertible_to<int>;  // threads and warps that read tile numbers
   { P::kNeedsProxyFence } -> std::convertible_to<bool>;
+  { P::kDrawer } -> std::convertible_to<Drawer>;
   P::prefetch(p);
 };
 
-/// The rows of one warpgroup in its cluster's tile.
+/// The rows of one warpgroup in its CTA's tile.
 struct Rows {
   int offset;  ///< first
   int halves;  ///< 64-row halves with at least one valid row

@@ -32,8 +32,10 @@ struct GroupedGemmKernel {
   static constexpr Major kMajorA = Scheduler::kFixedDepth ? Major::kK : Major::kMN;
   static constexpr Major kMajorB = kMajorB_;
   using B = OperandB<kShape, kSource, kMajorB>;
-  static_assert(kShape.order == Order::kStatic || Producer::kHasSpareWarp,
-                "this producer has no warp left to draw tile numbers");
+  static constexpr bool kConsumerDraws =
+      kShape.order == Order::kDynamic && Producer::kDrawer == Drawer::kConsumer;
+  static_assert(!kConsumerDraws || !kShape.ping_pong(),
+                "the drawing warpgroup must take part in every tile");
   static_assert(!kShape.ping_pong() || Scheduler::kFixedDepth,
                 "in ping-pong a warpgroup must know how far the other one's tile moves the ring");
 
@@ -55,7 +57,7 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
   }
   for (int s = 0; s < kSlots; s++) {
     cta.slot_full(s).init(1);
-    cta.slot_empty(s).init(slot_readers(kShape));
+    cta.slot_empty(s).init((Gemm::Producer::kTileReaders + 8) * kShape.cluster);
   }
   for (int i = 0; i < kConsumers * 2; i++) {
     ptx::Mbarrier(cta.base + SharedLayout<kShape>::kLoads + i * 8).init(1);
@@ -73,7 +75,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
   typename Gemm::Epilogue::State state{};
-  TileStream<kShape> stream(cta, count);
+  TileStream<kShape, Walker::kWarp> stream(cta, count);
   // In ping-pong a warpgroup passes over the stages of the other one's tile.
   const auto skip_other = [&] {
     const int other = Gemm::Scheduler::k_tiles(p.tiles, Work{});
@@ -84,10 +86,18 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     skip_other();
     ptx::named_arrive(kTurnBarrier, 2 * kWarpgroup);
   }
+  TileDraw<kShape> draw(cta);
+  const auto draws = [&] { return threadIdx.x == kWarpgroup && cta.rank() == 0; };
+  if constexpr (Gemm::kConsumerDraws) {
+    if (!stream.done() && draws()) draw.start(p.tiles.counter);
+  }
   while (!stream.done()) {
-    const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile());
-    const int offset =
-        cta.rank() * kShape.m + (kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows());
+    if constexpr (Gemm::kConsumerDraws) {
+      if (draws()) draw.post(stream.taken(), p.tiles.counter);
+      __syncwarp();
+    }
+    const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+    const int offset = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
     const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
     // Halves without a valid row are neither multiplied nor stored.
     const int left = work.left - offset;
@@ -137,14 +147,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   ptx::wait_for_previous_kernel();
-  const int count = Gemm::Scheduler::count(p.tiles);
+  constexpr Registers kRegisters = Gemm::Producer::registers(kShape);
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <= 504);
+  const int count = Gemm::Scheduler::template count<kShape>(p.tiles);
   if (threadIdx.x < kWarpgroup) {
-    ptx::shrink_registers<Gemm::Producer::kProducerRegisters>();
+    ptx::shrink_registers<kRegisters.producer>();
     Gemm::Producer::template run<Gemm>(p, cta, count);
     ptx::launch_next_kernel();
     __syncwarp();
   } else {
-    ptx::grow_registers<Gemm::Producer::kConsumerRegisters>();
+    ptx::grow_registers<kRegisters.consumer>();
     consume<Gemm>(p, cta, count);
   }
   // A CTA may not leave while its neighbour can still reach its barriers and stages.

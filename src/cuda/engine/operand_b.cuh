@@ -16,54 +16,59 @@ struct OperandBMaps {
 
 template <TileShape kShape, BSource kSource, Major kMajor>
 struct OperandB {
+  static_assert(kSource != BSource::kRows || kMajor == Major::kMN);
+  static constexpr int kGroups = kShape.n / 64;
+  /// Boxes of a stage. Those from rank * kShared on are what a CTA brings to its cluster.
+  static constexpr int kBoxes =
+      kMajor == Major::kK ? 2 : (splits_by_group(kShape) ? kGroups : kGroups * kShape.cluster);
+  static constexpr int kShared = kBoxes / kShape.cluster;
   static constexpr std::uint16_t kEveryCta = (1 << kShape.cluster) - 1;
 
-  static __device__ __forceinline__ void box(const CUtensorMap* map, std::uint32_t target,
-                                             ptx::Mbarrier full, ptx::Coord3 at) {
-    if constexpr (kShape.cluster > 1) {
-      ptx::tma_load_multicast(target, map, full, at, kEveryCta);
-    } else {
-      ptx::tma_load(target, map, full, at);
-    }
-  }
-
-  /// Issues this CTA's share of k tile `kt`; `k_tiles` are those of one part of K.
+  /// Issues this CTA's share of k tile `kt`, or all of it where the CTA is alone; `k_tiles` are
+  /// those of one part of K.
   static __device__ __forceinline__ void load(const OperandBMaps& maps, const Work& work, int kt,
                                               int k_tiles, std::uint32_t target, ptx::Mbarrier full,
                                               int rank) {
     const int part = kSource == BSource::kWeightsInTurn && kt >= k_tiles ? 1 : 0;
     const int k = (kt - part * k_tiles) * kDepth;
-    if constexpr (kSource == BSource::kRows) {
-      constexpr int kMine = kShape.n / 64 / kShape.cluster;
-      static_assert(kMajor == Major::kMN && kMine * 64 * kShape.cluster == kShape.n);
-#pragma unroll
-      for (int i = 0; i < kMine; i++) {
-        const int group = rank * kMine + i;
-        box(&maps.map[0], target + group * kBoxBytes, full,
-            {work.column + group * 64, maps.first_part + work.part, work.row + k});
-      }
-    } else if constexpr (kMajor == Major::kK) {
-#pragma unroll
-      for (int i = 0; i < 2 / kShape.cluster; i++) {
-        const int half = kShape.cluster > 1 ? rank : i;
-        const bool halves = kSource == BSource::kWeightHalves;
-        const int row = work.column + (halves ? 0 : half * (kShape.n / 2));
-        box(&maps.map[halves ? half : part], target + half * (kShape.b_bytes() / 2), full,
-            {k, row, work.expert});
-      }
-    } else {
-      constexpr int kGroups = kShape.n / 64;
-      constexpr bool kByGroup = splits_by_group(kShape);
-      constexpr int kMine = kByGroup ? kGroups / kShape.cluster : kGroups;
+    const bool alone = kShape.cluster == 1 || work.alone;
+    const int first = alone ? 0 : rank * kShared;
 #pragma unroll 1
-      for (int i = 0; i < kMine; i++) {
-        const int group = kByGroup ? rank * kMine + i : i;
-        const int skip = kByGroup ? 0 : rank * mn_box_depth(kShape);
-        const bool second = kSource == BSource::kWeightHalves && group >= kGroups / 2;
-        const int column = work.column + (second ? group - kGroups / 2 : group) * 64;
-        box(&maps.map[second ? 1 : part], target + group * kBoxBytes + skip * 128, full,
-            {column, k + skip, work.expert});
+    for (int i = first; i < first + (alone ? kBoxes : kShared); i++) {
+      const Box box = box_at(maps, work, part, k, i);
+      if (alone) {
+        ptx::tma_load(target + box.offset, box.map, full, box.at);
+      } else {
+        ptx::tma_load_multicast(target + box.offset, box.map, full, box.at, kEveryCta);
       }
+    }
+  }
+
+ private:
+  struct Box {
+    const CUtensorMap* map;
+    int offset;  ///< in the stage
+    ptx::Coord3 at;
+  };
+
+  static __device__ __forceinline__ Box box_at(const OperandBMaps& maps, const Work& work, int part,
+                                               int k, int i) {
+    if constexpr (kSource == BSource::kRows) {
+      return {&maps.map[0],
+              i * kBoxBytes,
+              {work.column + i * 64, maps.first_part + work.part, work.row + k}};
+    } else if constexpr (kMajor == Major::kK) {
+      constexpr bool kHalves = kSource == BSource::kWeightHalves;
+      const int row = work.column + (kHalves ? 0 : i * (kShape.n / 2));
+      return {&maps.map[kHalves ? i : part], i * (kShape.b_bytes() / 2), {k, row, work.expert}};
+    } else {
+      const int group = i % kGroups;
+      const int skip = i / kGroups * mn_box_depth(kShape);
+      const bool second = kSource == BSource::kWeightHalves && group >= kGroups / 2;
+      const int column = work.column + (second ? group - kGroups / 2 : group) * 64;
+      return {&maps.map[second ? 1 : part],
+              group * kBoxBytes + skip * 128,
+              {column, k + skip, work.expert}};
     }
   }
 };

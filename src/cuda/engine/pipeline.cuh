@@ -60,7 +60,7 @@ struct Cta {
     return ptx::Mbarrier(base + Layout::kSlotEmpty + slot * 8);
   }
   __device__ __forceinline__ std::uint32_t slot(int slot) const {
-    return base + Layout::kSlots + slot * 4;
+    return base + Layout::kSlotWords + slot * 4;
   }
 };
 

@@ -5,7 +5,7 @@
 
 namespace sonicmoe::cuda {
 
-/// Rows of one expert that start at a multiple of kRecordRows.
+/// Up to kRecordRows rows of one expert, from a multiple of kRecordRows on.
 struct TileRecord {
   std::int32_t expert;
   std::int32_t begin;  ///< first row of the expert

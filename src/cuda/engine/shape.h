@@ -59,10 +59,22 @@ constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
+/// Slots of tile numbers (two barriers and a word each), and two load barriers a consumer
+/// warpgroup.
+inline constexpr int kSlots = 4;
+inline constexpr int kFixedBarrierBytes = kSlots * (2 * 8 + 4) + kConsumers * 2 * 8;
+
+/// Registers of a thread of the producer warpgroup and of the others. A launch gives 168 to each of
+/// 384 threads: 504 for one of the former and two of the latter together.
+struct Registers {
+  int producer;
+  int consumer;
+};
+
 /// Dynamic shared memory of a CTA (SharedLayout, for the host).
 constexpr int shared_bytes(const TileShape& s) {
   return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
-         kConsumers * (s.bias_bytes() + s.scale_bytes()) + 72 + 1024;
+         kConsumers * (s.bias_bytes() + s.scale_bytes()) + kFixedBarrierBytes + 1024;
 }
 
 /// Shared memory of a CTA, offsets from a 1024-byte aligned base.
@@ -76,9 +88,9 @@ struct SharedLayout {
   static constexpr int kFull = kScale + kConsumers * kShape.scale_bytes();
   static constexpr int kEmpty = kFull + kShape.stages * 8;
   static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
-  static constexpr int kSlotEmpty = kSlotFull + 2 * 8;
-  static constexpr int kSlots = kSlotEmpty + 2 * 8;
-  static constexpr int kLoads = kSlots + 2 * 4;  // epilogues that load: two a warpgroup
+  static constexpr int kSlotEmpty = kSlotFull + kSlots * 8;
+  static constexpr int kSlotWords = kSlotEmpty + kSlots * 8;
+  static constexpr int kLoads = kSlotWords + kSlots * 4;  // epilogues that load: two a warpgroup
   static constexpr int kEnd = kLoads + kConsumers * 2 * 8;
   static constexpr int kBytes = kEnd + 1024;  // the base is aligned by hand
   static_assert(kBytes == shared_bytes(kShape));

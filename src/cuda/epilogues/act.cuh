@@ -34,75 +34,109 @@ struct ActRows {
                                              const Work& work, const Staging<kShape>& staging,
                                              Rows rows) {
     static_assert(kShape.boxes == 2);
-    constexpr int kAcross = kShape.n / 64 / (is_gated(kKind) ? 2 : 1);
-    static_assert(!is_gated(kKind) || kAcross % 2 == 0);
-    if (p.bias[0].data != nullptr) {
-      constexpr int kColumns = kAcross * 64;
-      stage_bias(staging, p.bias[0], work.expert, work.column, p.width, 0, kColumns);
-      if constexpr (is_gated(kKind)) {
-        stage_bias(staging, p.bias[1], work.expert, work.column, p.width, kColumns, kColumns);
-      }
-      staging.sync();
+    if (p.bias[0].data == nullptr) {
+      round_and_act<BiasUse::kNone>(p, acc, work, staging, rows);
+      return;
     }
+    stage_bias(staging, p.bias[0], work.expert, work.column, p.width, 0, kColumns<kShape>);
+    if constexpr (is_gated(kKind)) {
+      stage_bias(staging, p.bias[1], work.expert, work.column, p.width, kColumns<kShape>,
+                 kColumns<kShape>);
+    }
+    staging.sync();
+    round_and_act<BiasUse::kStaged>(p, acc, work, staging, rows);
+  }
+
+ private:
+  /// Columns of A in a tile.
+  template <TileShape kShape>
+  static constexpr int kColumns = kShape.n / (is_gated(kKind) ? 2 : 1);
+
+  template <BiasUse kBias, TileShape kShape>
+  static __device__ __forceinline__ void round_and_act(const Params& p,
+                                                       float (&acc)[kShape.halves()][kShape.n / 2],
+                                                       const Work& work,
+                                                       const Staging<kShape>& staging, Rows rows) {
+    constexpr int kAcross = kColumns<kShape> / 64;
 #pragma unroll
     for (int half = 0; half < kShape.halves(); half++) {
       if (half >= rows.halves) break;
+      const int offset = rows.offset + half * 64;
       if constexpr (is_gated(kKind)) {
+        static_assert(kAcross % 2 == 0);
 #pragma unroll
         for (int pair = 0; pair < kAcross; pair += 2) {
           const float* gate = &acc[half][pair * 32];
-          gated(p, gate, gate + kAcross * 32, work, staging, work.column + pair * 64,
-                rows.offset + half * 64);
+          gated_pair<kBias>(p, gate, work, staging, pair * 64, offset);
         }
       } else {
 #pragma unroll
         for (int j = 0; j < kAcross; j++) {
-          plain(p, &acc[half][j * 32], work, staging, work.column + j * 64,
-                rows.offset + half * 64);
+          plain<kBias>(p, &acc[half][j * 32], work, staging, j * 64, offset);
         }
       }
     }
   }
 
- private:
-  /// Two column blocks: (gate, up) of each through the staging, then both blocks of A.
-  template <TileShape kShape>
-  static __device__ __forceinline__ void gated(const Params& p, const float* gate, const float* up,
-                                               const Work& work, const Staging<kShape>& staging,
-                                               int column, int offset) {
+  static __device__ __forceinline__ void activate(Fragment& a, const Fragment (&h)[2],
+                                                  const Params& p) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      a[i] = Two::pack(Act::value(Two::low(h[0][i]), Two::low(h[1][i]), p.scalars),
+                       Act::value(Two::high(h[0][i]), Two::high(h[1][i]), p.scalars));
+    }
+  }
+
+  /// Whether a block is activated after its H is on its way, so that the boxes drain under the
+  /// arithmetic (2 % at d = 768). The others would spill registers that way.
+  static constexpr bool kActivateLate =
+      kKind == ActivationKind::kSwiGLU || kKind == ActivationKind::kReGLU;
+
+  /// Two column blocks through two boxes: (gate, up) of each, then both blocks of A.
+  template <BiasUse kBias, TileShape kShape>
+  static __device__ __forceinline__ void gated_pair(const Params& p, const float* gate,
+                                                    const Work& work,
+                                                    const Staging<kShape>& staging, int local,
+                                                    int offset) {
+    const int column = work.column + local;
     Fragment a[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const int at = column + j * 64;
       Fragment h[2];
-      const int local = at - work.column;
-      round_block<Element>(h[0], gate + j * 32, staging, local);
-      round_block<Element>(h[1], up + j * 32, staging, local + kShape.n / 2);
-#pragma unroll
-      for (int i = 0; i < 16; i++) {
-        a[j][i] = Two::pack(Act::value(Two::low(h[0][i]), Two::low(h[1][i]), p.scalars),
-                            Act::value(Two::high(h[0][i]), Two::high(h[1][i]), p.scalars));
-      }
+      if (kActivateLate && p.keep_h != 0) staging.begin();
+      round_block<Element, kBias>(h[0], gate + j * 32, staging, local + j * 64);
+      round_block<Element, kBias>(h[1], gate + j * 32 + kShape.n / 4, staging,
+                                  local + j * 64 + kShape.n / 2);
+      if constexpr (!kActivateLate) activate(a[j], h, p);
       if (p.keep_h != 0) {
-        stage(staging, h);
+        if constexpr (!kActivateLate) staging.begin();
+        write_pair(staging, h);
         if (staging.elected()) {
-          store_ragged(p.h, staging.box(0), at, 0, work, offset);
-          store_ragged(p.h, staging.box(1), at, 1, work, offset);
+          store_ragged(p.h, staging.box(0), column + j * 64, 0, work, offset);
+          store_ragged(p.h, staging.box(1), column + j * 64, 1, work, offset);
           staging.commit();
         }
       }
+      if constexpr (kActivateLate) activate(a[j], h, p);
     }
-    store_pair(p.a, a, work, staging, column, offset);
+    staging.begin();
+    write_pair(staging, a);
+    if (staging.elected()) {
+      store_ragged(p.a, staging.box(0), column, 0, work, offset);
+      store_ragged(p.a, staging.box(1), column + 64, 0, work, offset);
+      staging.commit();
+    }
   }
 
-  /// One column block: H and A through the staging together.
-  template <TileShape kShape>
+  /// One column block without a gate: H and A through the staging together.
+  template <BiasUse kBias, TileShape kShape>
   static __device__ __forceinline__ void plain(const Params& p, const float* acc, const Work& work,
-                                               const Staging<kShape>& staging, int column,
+                                               const Staging<kShape>& staging, int local,
                                                int offset) {
+    const int column = work.column + local;
     Fragment h;
+    round_block<Element, kBias>(h, acc, staging, local);
     staging.begin();
-    round_block<Element>(h, acc, staging, column - work.column);
     staging.write(0, h);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -118,26 +152,11 @@ struct ActRows {
   }
 
   template <TileShape kShape>
-  static __device__ __forceinline__ void stage(const Staging<kShape>& staging,
-                                               const Fragment (&blocks)[2]) {
-    staging.begin();
+  static __device__ __forceinline__ void write_pair(const Staging<kShape>& staging,
+                                                    const Fragment (&blocks)[2]) {
     staging.write(0, blocks[0]);
     staging.write(1, blocks[1]);
     staging.publish();
-  }
-
-  /// Two neighbouring 64-column blocks of one matrix.
-  template <TileShape kShape>
-  static __device__ __forceinline__ void store_pair(const RaggedMap& to,
-                                                    const Fragment (&blocks)[2], const Work& work,
-                                                    const Staging<kShape>& staging, int column,
-                                                    int offset) {
-    stage(staging, blocks);
-    if (staging.elected()) {
-      store_ragged(to, staging.box(0), column, 0, work, offset);
-      store_ragged(to, staging.box(1), column + 64, 0, work, offset);
-      staging.commit();
-    }
   }
 };
 

@@ -68,7 +68,8 @@ struct ActPairedRows {
       staging.begin();
 #pragma unroll
       for (int b = 0; b < 2; b++) {
-        round_block<Element>(h[b], acc + (2 * j + b) * 32, staging, column + b * 64);
+        round_block<Element, BiasUse::kStaged>(h[b], acc + (2 * j + b) * 32, staging,
+                                               column + b * 64);
         if (p.keep_h != 0) staging.write(b, h[b]);
 #pragma unroll
         for (int i = 0; i < 8; i++) a[j][8 * b + i] = activated(p, h[b][2 * i], h[b][2 * i + 1]);

@@ -90,22 +90,16 @@ struct Gated {
 };
 
 struct GatedOai {
-  static __device__ __forceinline__ float clamp_low(float x, float limit) {
-    return x < -limit ? -limit : x;
-  }
-  static __device__ __forceinline__ float clamp_high(float x, float limit) {
-    return x > limit ? limit : x;
-  }
   static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars& c) {
-    const float g = clamp_high(gate, c.limit);
-    const float u = clamp_high(clamp_low(up, c.limit), c.limit);
+    const float g = ptx::smaller(gate, c.limit);
+    const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
     return g * sigmoid(c.alpha * g) * (u + 1.0f);
   }
   /// A clamp passes its gradient at equality.
   static __device__ __forceinline__ float2 gradient(float gate, float up,
                                                     const ActivationScalars& c) {
-    const float g = clamp_high(gate, c.limit);
-    const float u = clamp_high(clamp_low(up, c.limit), c.limit);
+    const float g = ptx::smaller(gate, c.limit);
+    const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
     const float s = sigmoid(c.alpha * g);
     const float by_gate = fmaf(c.alpha * (g * s), 1.0f - s, s) * (u + 1.0f);
     const bool outside = up > c.limit || up < -c.limit;

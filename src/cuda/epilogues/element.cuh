@@ -78,18 +78,27 @@ __device__ __forceinline__ void round_scaled_block(Fragment& block, const float*
   }
 }
 
+/// Whether a bias was staged: without one, neither its loads nor its additions are paid.
+enum class BiasUse { kNone, kStaged };
+
 /// Rounds 64 accumulator columns, bias added, to the element type. The accumulator itself stays as
 /// it is: wgmma wants to be its only writer.
-template <class Element, TileShape kShape>
+template <class Element, BiasUse kBias, TileShape kShape>
 __device__ __forceinline__ void round_block(Fragment& block, const float* acc,
                                             const Staging<kShape>& staging, int column) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const std::uint32_t bias = staging.bias_pair(column + i * 8);
-    const float low = Pair<Element>::low(bias);
-    const float high = Pair<Element>::high(bias);
-    block[2 * i] = Pair<Element>::pack(acc[4 * i] + low, acc[4 * i + 1] + high);
-    block[2 * i + 1] = Pair<Element>::pack(acc[4 * i + 2] + low, acc[4 * i + 3] + high);
+    const float* four = acc + 4 * i;
+    if constexpr (kBias == BiasUse::kNone) {
+      block[2 * i] = Pair<Element>::pack(four[0], four[1]);
+      block[2 * i + 1] = Pair<Element>::pack(four[2], four[3]);
+    } else {
+      const std::uint32_t bias = staging.bias_pair(column + i * 8);
+      const float low = Pair<Element>::low(bias);
+      const float high = Pair<Element>::high(bias);
+      block[2 * i] = Pair<Element>::pack(four[0] + low, four[1] + high);
+      block[2 * i + 1] = Pair<Element>::pack(four[2] + low, four[3] + high);
+    }
   }
 }
 

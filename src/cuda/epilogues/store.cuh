@@ -72,7 +72,7 @@ struct StoreRows {
         if constexpr (kScale == RowScale::kWeights) {
           round_scaled_block<Element>(rounded, block, staging, i % kAcross * 64, i / kAcross);
         } else {
-          round_block<Element>(rounded, block, staging, i % kAcross * 64);
+          round_block<Element, BiasUse::kStaged>(rounded, block, staging, i % kAcross * 64);
         }
         staging.write(i - first, rounded);
       }

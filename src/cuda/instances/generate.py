@@ -26,7 +26,7 @@ def instances():
                     f"UpKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
                     f"{{Role::kUp, {dtype}, TileId::k{tile}, {major}, ActivationKind::k{kind}}}",
                 )
-                for tile in ("Coop128x256",)
+                for tile in COOPERATIVE_TILES
                 for element, dtype in TYPES
                 for major in MAJORS
             ],
@@ -54,7 +54,7 @@ def instances():
                     f"{{Role::kUpPaired, {dtype}, TileId::k{tile}, Major::kMN, "
                     f"ActivationKind::k{kind}}}",
                 )
-                for tile in ("Coop128x256",)
+                for tile in COOPERATIVE_TILES
                 for element, dtype in TYPES
             ],
         )
@@ -79,7 +79,7 @@ def instances():
                 f"{{Role::kWeightGrad, {dtype}, TileId::k{tile}, {major}, "
                 "ActivationKind::kSwiGLU}",
             )
-            for tile in ("Coop128x256",)
+            for tile in COOPERATIVE_TILES
             for element, dtype in TYPES
             for major in MAJORS
         ],

@@ -10,9 +10,9 @@ namespace sonicmoe::cuda {
 struct GatherDepth {
   using Params = GatherRows::Params;  ///< width is M here
   static constexpr int kCopyArrivals = kWarpgroup;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
-  static constexpr bool kHasSpareWarp = false;
+  static constexpr int kTileReaders = kWarpgroup / 32;
+  static constexpr Drawer kDrawer = Drawer::kConsumer;
+  static constexpr Registers registers(const TileShape&) { return {56, 224}; }
   static constexpr bool kNeedsProxyFence = true;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
@@ -32,9 +32,9 @@ struct GatherDepth {
     const std::uint32_t target =
         (chunk >> 3) * kBoxBytes + first * 128 + (((chunk & 7) ^ (first & 7)) << 4);
     RingPosition<kShape.stages> ring;
-    for (TileStream<kShape> stream(cta, count); !stream.done(); stream.next()) {
-      const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile());
-      const int column = work.m + cta.rank() * kShape.m + chunk * 8;
+    for (TileStream<kShape, Walker::kWarp> stream(cta, count); !stream.done(); stream.next()) {
+      const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+      const int column = work.m + chunk * 8;
       const bool inside = column < p.producer.width;
       const auto* source = static_cast<const std::uint8_t*>(p.producer.source) +
                            (inside ? column : 0) * static_cast<std::int64_t>(kElementBytes);
@@ -61,7 +61,7 @@ struct GatherDepth {
         for (int i = 0; i < kRows; i++) {
           const int row = __shfl_sync(~0u, rows, 2 * i + (lane >> 4));
           const std::int64_t offset = static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
-          ptx::copy16(a + i * 1024, source + offset, row >= 0 && inside);
+          ptx::copy16(a + i * 1024, source + offset, row >= 0 && inside ? 1u : 0u);
         }
         full.arrive_after_copies();
         rows = next;

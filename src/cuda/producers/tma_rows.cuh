@@ -11,9 +11,9 @@ struct TmaRows {
     CUtensorMap rows;  ///< (k, part, row), box 64 x 1 x tile rows; part is 0 unless K has two parts
   };
   static constexpr int kCopyArrivals = 0;  // threads that arrive at a full barrier beside the TMA's
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
-  static constexpr bool kHasSpareWarp = true;
+  static constexpr int kTileReaders = 1;
+  static constexpr Drawer kDrawer = Drawer::kProducer;
+  static constexpr Registers registers(const TileShape&) { return {40, 232}; }
   static constexpr bool kNeedsProxyFence = false;
 
   static __device__ __forceinline__ void prefetch(const Params& p) { ptx::prefetch_map(&p.rows); }
@@ -27,9 +27,8 @@ struct TmaRows {
     }
     if (threadIdx.x != 0) return;
     RingPosition<kShape.stages> ring;
-    for (TileStream<kShape> stream(cta, count); !stream.done(); stream.next()) {
-      const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile());
-      const int row = work.row + cta.rank() * kShape.m;
+    for (TileStream<kShape, Walker::kThread> stream(cta, count); !stream.done(); stream.next()) {
+      const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
         const ptx::Mbarrier full = cta.full(ring.stage);
@@ -37,7 +36,7 @@ struct TmaRows {
         full.arrive_expecting(kShape.a_bytes() + kShape.b_bytes());
         const int part = kt >= p.tiles.k_tiles ? 1 : 0;
         ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full,
-                      {(kt - part * p.tiles.k_tiles) * kDepth, part, row});
+                      {(kt - part * p.tiles.k_tiles) * kDepth, part, work.row});
         Gemm::B::load(p.b, work, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
       }
     }

@@ -72,11 +72,21 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// 16 bytes, bypassing L1; with `valid` false the target is zeroed and the source is not read.
-__device__ __forceinline__ void copy16(std::uint32_t target, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(valid ? 16 : 0)
-               : "memory");
+/// 16 bytes, bypassing L1; with `valid` zero the target is zeroed and the source is not read.
+__device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
+                                       std::uint32_t valid) {
+  asm volatile(
+      "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}\n" ::"r"(target),
+      "l"(source), "r"(valid)
+      : "memory");
+}
+
+/// Moves a pointer in place. Added in C++, the halves of 64 bits come to lie in registers that are
+/// no pair, and each use copies them into one.
+template <int kBytes>
+__device__ __forceinline__ void advance(const std::uint8_t*& pointer) {
+  asm volatile("add.s64 %0, %0, %1;" : "+l"(pointer) : "n"(kBytes));
 }
 
 }  // namespace sonicmoe::cuda::ptx

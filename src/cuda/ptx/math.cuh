@@ -16,4 +16,16 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
+/// Minimum and maximum that keep a NaN.
+__device__ __forceinline__ float smaller(float x, float y) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+__device__ __forceinline__ float larger(float x, float y) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+
 }  // namespace sonicmoe::cuda::ptx
