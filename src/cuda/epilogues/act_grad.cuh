@@ -63,7 +63,6 @@ struct ActGrad {
 #pragma unroll
     for (int half = 0; half < kShape.halves(); half++) {
       if (half >= rows.halves) break;
-      const float scale[2] = {staging.row_scale(half, 0), staging.row_scale(half, 1)};
       float score[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int j = 0; j < kAcross; j++) {
@@ -77,7 +76,7 @@ struct ActGrad {
           }
           if (!kOwnBox<kShape>) staging.sync();
         };
-        block(p, &acc[half][j * 32], staging, b % 2, scale, score, ahead);
+        block(p, &acc[half][j * 32], staging, {half, b % 2}, score, ahead);
         staging.publish();
         if (staging.elected()) store(p, work, staging, rows.offset, b);
         if (b % 2 == 1) state.parity ^= 1;
@@ -137,16 +136,21 @@ struct ActGrad {
     staging.commit();
   }
 
+  struct Place {
+    int half;
+    int set;
+  };
+
   /// One 64x64 block: H in boxes becomes dH, A' beside it. Sixteen columns at a time, because the
-  /// accumulator leaves no room for more.
+  /// accumulator leaves no room for more; not even for the rows' scales, which are read each time.
   template <TileShape kShape, class Ahead>
   static __device__ __forceinline__ void block(const Params& p, const float* acc,
-                                               const Staging<kShape>& staging, int set,
-                                               const float (&scale)[2], float (&score)[2],
-                                               Ahead ahead) {
-    const int box = h_box<kShape>(set);
+                                               const Staging<kShape>& staging, Place at,
+                                               float (&score)[2], Ahead ahead) {
+    const int box = h_box<kShape>(at.set);
 #pragma unroll
     for (int c = 0; c < 4; c++) {
+      const float scale[2] = {staging.row_scale(at.half, 0), staging.row_scale(at.half, 1)};
       Words gate, up, a;
       read(staging, box, c, gate, up);
 #pragma unroll
@@ -156,7 +160,7 @@ struct ActGrad {
       }
       write(staging, box, c, gate, up);
       if (c == 0) ahead();
-      ptx::store_matrices(staging.place(a_box<kShape>(set), 2 * c), a);
+      ptx::store_matrices(staging.place(a_box<kShape>(at.set), 2 * c), a);
     }
   }
 
