@@ -39,7 +39,7 @@ BackwardScratch scratch_layout(const Problem& p) {
   s.dx = take(capacity * p.hidden * kElementBytes);
   s.weights = take(capacity * 4);
   // Paired weights may take the wider tile, which has no more parts.
-  s.parts = take(capacity * score_tiles(p, hidden_grad_tile(p.width)) * 4);
+  s.parts = take(capacity * score_tiles(p, hidden_grad_tile(p.activation.kind, p.width)) * 4);
   s.counters = take(kCounterBytes);
   s.bytes = at;
   return s;
@@ -71,7 +71,8 @@ bool gated(const Call& c) { return is_gated(c.problem.activation.kind); }
 bool paired(const Call& c) { return gated(c) && is_paired(c.args.weights.gate, c.args.weights.up); }
 
 TileId grad_tile(const Call& c) {
-  return paired(c) ? TileId::kCoop128x256Grad : hidden_grad_tile(c.problem.width);
+  return paired(c) ? TileId::kCoop128x256Grad
+                   : hidden_grad_tile(c.problem.activation.kind, c.problem.width);
 }
 
 GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t width) {

@@ -63,7 +63,7 @@ void launch_up(const Call& c, void* h, void* a, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool gated = is_gated(p.activation.kind);
-  const TileId tile = up_tile(p.hidden, mean_rows(p));
+  const TileId tile = up_tile(p.activation.kind, p.hidden, mean_rows(p));
   const TileShape shape = tile_shape(tile);
   const std::int64_t capacity = row_capacity(p);
   const bool paired = gated && is_paired(w.gate, w.up);

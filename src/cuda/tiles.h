@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/engine/shape.h"
+#include "sonicmoe/types.h"
 
 namespace sonicmoe::cuda {
 
@@ -50,17 +51,26 @@ constexpr TileShape tile_shape(TileId id) {
   return kShapes[static_cast<int>(id)];
 }
 
+/// Activations whose kernels are built for every tile that pays; the others have the one that
+/// serves all shapes. Every tile of every activation would double the kernels for models that
+/// nobody trains.
+constexpr bool has_every_tile(ActivationKind kind) {
+  return kind == ActivationKind::kSwiGLU || kind == ActivationKind::kSwiGLUOai;
+}
+
 /// The up projection gathers, over d = `depth`, `rows` of an expert in the mean. Drawn tiles win 2
 /// to 6 % from 1536 on; they lose 2 % at 768, where a tile is short beside what reading its number
 /// costs, and 2 to 4 % where few rows make few tiles.
-constexpr TileId up_tile(std::int64_t depth, std::int64_t rows) {
-  return depth >= 1536 && rows >= 256 ? TileId::kCoop128x256Dynamic : TileId::kCoop128x256;
+constexpr TileId up_tile(ActivationKind kind, std::int64_t depth, std::int64_t rows) {
+  const bool drawn = depth >= 1536 && rows >= 256 && has_every_tile(kind);
+  return drawn ? TileId::kCoop128x256Dynamic : TileId::kCoop128x256;
 }
 
 /// The gradient of the hidden layer, over `columns` = n, and those of the weights.
-constexpr TileId hidden_grad_tile(std::int64_t columns) {
+constexpr TileId hidden_grad_tile(ActivationKind kind, std::int64_t columns) {
   const std::int64_t waste = (columns + 255) / 256 * 256 - columns;
-  return waste * 8 > columns ? TileId::kPingPong128x128 : TileId::kCoop128x256Grad;
+  const bool narrow = waste * 8 > columns && has_every_tile(kind);
+  return narrow ? TileId::kPingPong128x128 : TileId::kCoop128x256Grad;
 }
 constexpr TileId weight_grad_tile() { return TileId::kCoop128x256; }
 

@@ -12,8 +12,15 @@ PLAIN = ("SiLU", "GELU", "GELUTanh", "ReLU", "ReLU2")
 TYPES = (("__nv_bfloat16", "DType::kBF16"), ("__half", "DType::kF16"))
 MAJORS = ("Major::kK", "Major::kMN")
 COOPERATIVE_TILES = ("Coop128x256", "Coop128x256Dynamic")
-HIDDEN_GRAD_TILES = ("PingPong128x128", "Coop128x256Grad")
+HIDDEN_GRAD_TILES = ("Coop128x256Grad", "PingPong128x128")
 DOWN_TILES = (*COOPERATIVE_TILES, "PingPong128x192", "PingPong128x192Dynamic")
+
+# Of the tiles of a role, the rarer activations have the first alone (has_every_tile in tiles.h).
+EVERY_TILE = ("SwiGLU", "SwiGLUOai")
+
+
+def tiles_of(kind, tiles):
+    return tiles if kind in EVERY_TILE else tiles[:1]
 
 
 def instances():
@@ -26,7 +33,7 @@ def instances():
                     f"UpKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
                     f"{{Role::kUp, {dtype}, TileId::k{tile}, {major}, ActivationKind::k{kind}}}",
                 )
-                for tile in COOPERATIVE_TILES
+                for tile in tiles_of(kind, COOPERATIVE_TILES)
                 for element, dtype in TYPES
                 for major in MAJORS
             ],
@@ -40,7 +47,7 @@ def instances():
                     f"{{Role::kHiddenGrad, {dtype}, TileId::k{tile}, {major}, "
                     f"ActivationKind::k{kind}}}",
                 )
-                for tile in HIDDEN_GRAD_TILES
+                for tile in tiles_of(kind, HIDDEN_GRAD_TILES)
                 for element, dtype in TYPES
                 for major in MAJORS
             ],
@@ -54,7 +61,7 @@ def instances():
                     f"{{Role::kUpPaired, {dtype}, TileId::k{tile}, Major::kMN, "
                     f"ActivationKind::k{kind}}}",
                 )
-                for tile in COOPERATIVE_TILES
+                for tile in tiles_of(kind, COOPERATIVE_TILES)
                 for element, dtype in TYPES
             ],
         )
@@ -75,11 +82,10 @@ def instances():
         "weight_grad",
         [
             (
-                f"WeightGradKernel<{element}, k{tile}, {major}>",
-                f"{{Role::kWeightGrad, {dtype}, TileId::k{tile}, {major}, "
+                f"WeightGradKernel<{element}, kCoop128x256, {major}>",
+                f"{{Role::kWeightGrad, {dtype}, TileId::kCoop128x256, {major}, "
                 "ActivationKind::kSwiGLU}",
             )
-            for tile in COOPERATIVE_TILES
             for element, dtype in TYPES
             for major in MAJORS
         ],
