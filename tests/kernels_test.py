@@ -19,17 +19,21 @@ class BudgetTest(unittest.TestCase):
         # Any shared object or program will do: it holds no kernels.
         (self.build / "libsonicmoe.so").symlink_to(os.path.realpath(sys.executable))
 
-    def verdict(self, *costs):
+    def verdict(self, *costs, folder="instances"):
+        (self.build / folder).mkdir()
         for i, (kernels, seconds) in enumerate(costs):
             cost = {"kernels": kernels, "cpu_seconds": seconds}
-            (self.build / f"{i}.cu.o.cost").write_text(json.dumps(cost))
+            (self.build / folder / f"{i}.cu.o.cost").write_text(json.dumps(cost))
         return check_kernels.main([str(self.build)])
 
     def test_within_the_budget(self):
         self.assertEqual(self.verdict((100, 100.0), (160, 260.0)), 0)
 
-    def test_too_many_kernels(self):
+    def test_too_many_instances(self):
         self.assertEqual(self.verdict((100, 0.0), (161, 0.0)), 1)
+
+    def test_other_kernels_are_no_instances(self):
+        self.assertEqual(self.verdict((100, 0.0), (161, 0.0), folder="routing"), 0)
 
     def test_too_long_to_compile(self):
         self.assertEqual(self.verdict((1, 100.0), (1, 260.5)), 1)
