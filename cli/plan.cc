@@ -28,6 +28,12 @@ struct Plan {
   double padding = 0.0;
   MemoryCost memory;
   WorkspaceCost workspace;
+  std::map<std::string, std::string> tiles;  ///< by kernel, where the backend has them
+
+  std::string tile(const KernelCost& k) const {
+    const auto found = tiles.find(k.name);
+    return found == tiles.end() ? "" : found->second;
+  }
 };
 
 Plan make_plan(const Options& o) {
@@ -39,7 +45,9 @@ Plan make_plan(const Options& o) {
   p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
-  p.workspace = workspace_cost(p.problem, backend_from_name(o.backend));
+  const Backend backend = backend_from_name(o.backend);
+  p.workspace = workspace_cost(p.problem, backend);
+  p.tiles = chosen_tiles(p.problem, backend);
   return p;
 }
 
@@ -80,6 +88,7 @@ Json document(const Options& o, const Plan& p) {
                        {"bytes", k.bytes},
                        {"us", k.seconds * 1e6},
                        {"bound", k.memory_bound ? "memory" : "compute"}});
+    if (const std::string tile = p.tile(k); !tile.empty()) kernels.back()["tile"] = tile;
   }
   for (const LayerShape& s : granularity_sweep(p.shape)) {
     Json entry = cli::to_json(s);
@@ -112,8 +121,8 @@ Json document(const Options& o, const Plan& p) {
 void print_kernels(const Plan& p) {
   std::printf("%-10s %12s %12s %12s  %s\n", "kernel", "GFLOP", "MB", "us", "bound by");
   for (const KernelCost& k : p.kernels) {
-    std::printf("%-10s %12.2f %12.2f %12.1f  %s\n", k.name, k.flops / 1e9, k.bytes / 1e6,
-                k.seconds * 1e6, k.memory_bound ? "memory" : "compute");
+    std::printf("%-10s %12.2f %12.2f %12.1f  %-9s %s\n", k.name, k.flops / 1e9, k.bytes / 1e6,
+                k.seconds * 1e6, k.memory_bound ? "memory" : "compute", p.tile(k).c_str());
   }
   for (const bool backward : {false, true}) {
     const PassTotal t = total(p, backward);
@@ -173,7 +182,8 @@ Command add_plan(CLI::App& app) {
   o->layer.add_to(*sub);
   sub->add_option("--device", o->device, "h100, h200, b200 or cpu (measured)")
       ->capture_default_str();
-  sub->add_option("--backend", o->backend, "Whose workspace: cpu or cuda")->capture_default_str();
+  sub->add_option("--backend", o->backend, "Whose tiles and workspace: cpu or cuda")
+      ->capture_default_str();
   sub->add_option("--tile", o->tile, "Rows of a tile, for the padding")->capture_default_str();
   sub->add_flag("--json", o->json, "One JSON document on stdout");
   return {sub, [o] {

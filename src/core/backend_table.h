@@ -3,17 +3,28 @@
 // nvcc), so the core has no conditional compilation.
 #pragma once
 
+#include <string>
 #include <type_traits>
+#include <vector>
 
 #include "core/backend.h"
 
 namespace sonicmoe {
+
+/// A product of the layer and the tile of the engine that it runs on, in words.
+struct TileChoice {
+  const char* kernel;
+  std::string tile;
+};
 
 /// An entry that is null has no CUDA kernel yet and is refused by name.
 struct CudaBackend {
   /// What smoe_device_open returns: an immutable handle, given back to device_close.
   void* (*device_open)(std::int32_t ordinal) = nullptr;
   void (*device_close)(void* device) = nullptr;
+
+  /// The tiles of a problem whose gate and up are apart. Needs no device.
+  std::vector<TileChoice> (*layer_tiles)(const Problem& problem) = nullptr;
 
   decltype(&cpu::moe_sizes) moe_sizes = nullptr;
   decltype(&cpu::moe_forward) moe_forward = nullptr;

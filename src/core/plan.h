@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,9 @@ struct WorkspaceCost {
 };
 /// Needs no device. Refuses cuda in a build without it.
 WorkspaceCost workspace_cost(const Problem& problem, Backend backend);
+
+/// The tile of each product by the kernel's name; empty for the CPU. Refuses as workspace_cost.
+std::map<std::string, std::string> chosen_tiles(const Problem& problem, Backend backend);
 
 /// The same layer at other granularities: n*K, E*n and the flops stay, K runs over powers of two.
 std::vector<LayerShape> granularity_sweep(const LayerShape& shape);

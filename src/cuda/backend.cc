@@ -16,6 +16,7 @@ const CudaBackend* cuda_backend() {
     backend.device_close = [](void* device) {
       cuda::close_device(static_cast<const cuda::Device*>(device));
     };
+    backend.layer_tiles = &cuda::layer_tiles;
     backend.moe_sizes = &cuda::moe_sizes;
     backend.moe_forward = &cuda::moe_forward;
     backend.moe_backward = &cuda::moe_backward;

@@ -1,10 +1,11 @@
 // The functions of core/backend.h that CUDA serves.
 #pragma once
 
-#include "sonicmoe/moe.h"
+#include "core/backend_table.h"
 
 namespace sonicmoe::cuda {
 
+std::vector<TileChoice> layer_tiles(const Problem& problem);
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 
