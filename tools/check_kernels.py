@@ -5,8 +5,9 @@
 
 The products are instances of one engine over roles, tiles, types and activations: one more axis
 multiplies them silently, so their number has a limit, and all kernels share one of CPU time and one
-of size. Counts and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects, the size from
-the shared library. Files that ccache had are counted but took no time, which is then said.
+of size. Counts and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects,
+the size from the shared library. Files that ccache had are counted but took no time, which is then
+said.
 """
 
 import json
@@ -43,16 +44,15 @@ def main(arguments):
     if not costs:
         raise SystemExit(f"{build} holds no compiled CUDA file")
     kernels = sum(cost["kernels"] for cost in costs)
-    instances = sum(
-        cost["kernels"] for cost, path in zip(costs, files, strict=True) if "instances" in path.parts
-    )
+    pairs = zip(costs, files, strict=True)
+    instances = sum(cost["kernels"] for cost, path in pairs if "instances" in path.parts)
     compiled = [cost for cost in costs if cost["cpu_seconds"] >= CACHED_SECONDS]
     seconds = sum(cost["cpu_seconds"] for cost in compiled)
     size = section_bytes(build / "libsonicmoe.so", ".nv_fatbin")
     cached = len(costs) - len(compiled)
     print(
-        f"{instances} instances of the engine of at most {MAX_INSTANCES}, {kernels} kernels in all; "
-        f"{seconds / 60:.1f} CPU minutes of at most "
+        f"{instances} instances of the engine of at most {MAX_INSTANCES}, {kernels} kernels in "
+        f"all; {seconds / 60:.1f} CPU minutes of at most "
         f"{MAX_CPU_SECONDS / 60:.0f}, {cached} of {len(costs)} files from a cache; "
         f"{size / 2**20:.1f} MiB of at most {MAX_BYTES >> 20}"
     )
