@@ -20,13 +20,11 @@ UNGATED = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 LAYER = ["x", "index", "second", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down"]
 LAYER += ["form", "activation", "alpha", "limit", "gate_layout"]
 LAYER_TENSORS = LAYER[:9]
-# The bit of each differentiable argument in `needs`.
-NEEDS = {
-    name: 1 << bit
-    for bit, name in enumerate(("x", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down"))
-}
+# What a derivative is taken in, and the bit of each in `needs`.
+DIFFERENTIABLE = ("x", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down")
+NEEDS = {name: 1 << bit for bit, name in enumerate(DIFFERENTIABLE)}
 # ... with its place among the arguments.
-_PLACES = tuple((bit, LAYER.index(name)) for name, bit in NEEDS.items())
+_PLACES = tuple(LAYER.index(name) for name in DIFFERENTIABLE)
 _NEEDS_ACCUMULATED = NEEDS["w_gate"] | NEEDS["w_up"] | NEEDS["w_down"]
 
 
@@ -93,6 +91,22 @@ def _fake_backward_accumulate(dout, *arguments):
     return (*fresh, bias("b_up"), bias("b_down"))
 
 
+@functools.cache
+def _needs(wanted: tuple) -> int:
+    """The bits of the gradients that are wanted: a truth for each of DIFFERENTIABLE."""
+    return sum(bit for bit, want in zip(NEEDS.values(), wanted, strict=True) if want)
+
+
+def _gradients(dout, layer: tuple, needs: int, h, saved, main_gradients: tuple):
+    """The gradients of DIFFERENTIABLE, empty or None where `needs` has none."""
+    if main_gradients[1] is None:
+        return call("moe_backward", dout, *layer, h, saved, needs)
+    needs |= _NEEDS_ACCUMULATED
+    found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
+    dx, dweights, *biases = found
+    return dx, dweights, None, None, None, *(b.to(dx.dtype) for b in biases)
+
+
 def _setup_layer(ctx, inputs, output):
     # Main gradients are kept by reference: another backward may add to them in between, which
     # saved tensors would take for an error.
@@ -104,21 +118,12 @@ def _setup_layer(ctx, inputs, output):
 
 def _layer_backward(ctx, dout):
     *tensors, h, saved = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    g_gate, g_up, g_down = ctx.main_gradients
-    accumulate = g_up is not None
-    needs = sum([bit for bit, at in _PLACES if wanted[at]])
-    arguments = (dout, *tensors, *ctx.options, h, saved)
-    if accumulate:
-        needs |= _NEEDS_ACCUMULATED
-        results = call("moe_backward_accumulate", *arguments, needs, g_gate, g_up, g_down)
-        dx, dweights, *biases = results
-        results = (dx, dweights, None, None, None, *(b.to(dx.dtype) for b in biases))
-    else:
-        results = call("moe_backward", *arguments, needs)
-    gradients = [None] * (len(LAYER) + 3)
-    for (_, at), gradient in zip(_PLACES, results, strict=True):
-        if wanted[at]:
+    wanted = tuple([ctx.needs_input_grad[at] for at in _PLACES])
+    layer = (*tensors, *ctx.options)
+    found = _gradients(dout, layer, _needs(wanted), h, saved, ctx.main_gradients)
+    gradients = [None] * ctx.inputs
+    for at, want, gradient in zip(_PLACES, wanted, found, strict=True):
+        if want:
             gradients[at] = gradient
     return tuple(gradients)
 
@@ -354,16 +359,31 @@ def _recorded(name: str):
 
 @functools.cache
 def _recorded_layer():
-    """moe_forward with its derivative, giving `out` alone: another output takes time to wrap."""
+    """moe_forward with its derivative, as a function of DIFFERENTIABLE and of one tuple with the
+    rest: (index, second), options, main gradients. Gives `out` alone. Every further argument and
+    output of a Function takes time."""
     kernel = _kernel("moe_forward")
 
-    def forward(ctx, *arguments):
-        output = kernel(*arguments)
-        _begin(ctx, arguments)
-        _setup_layer(ctx, arguments, output)
-        return output[0]
+    def forward(ctx, x, weights, w_gate, w_up, w_down, b_up, b_down, rest):
+        routing, options, main_gradients = rest
+        tensors = (x, *routing, weights, w_gate, w_up, w_down, b_up, b_down)
+        out, h, saved = kernel(*tensors, *options, *main_gradients)
+        ctx.set_materialize_grads(False)
+        ctx.rest = options, main_gradients
+        ctx.save_for_backward(*tensors, h, saved)
+        return out
 
-    return _function("moe_forward", forward, DERIVATIVES["moe_forward"][1])
+    def backward(ctx, dout):
+        if dout is None:
+            return (None,) * 8
+        *tensors, h, saved = ctx.saved_tensors
+        options, main_gradients = ctx.rest
+        wanted = ctx.needs_input_grad[:7]
+        layer = (*tensors, *options)
+        found = _gradients(dout, layer, _needs(wanted), h, saved, main_gradients)
+        return *[g if want else None for g, want in zip(found, wanted, strict=True)], None
+
+    return _function("moe_forward", forward, backward)
 
 
 def records(*arguments) -> bool:
@@ -387,13 +407,15 @@ def call(name: str, *arguments):
     return (_recorded if records(*arguments) else _kernel)(name)(*arguments)
 
 
-def layer(arguments: tuple, main_gradients: tuple) -> Tensor:
-    """The output of the layer; what its backward needs is kept where one is wanted."""
-    if not records(*arguments):
-        return run("moe_inference", *arguments)
+def layer(x, routing: tuple, experts: tuple, options: tuple, main_gradients: tuple) -> Tensor:
+    """The output of the layer; what its backward needs is kept where one is wanted. routing is
+    (index, second, weights), experts the five tensors from w_gate on."""
+    *indices, weights = routing
+    if not records(x, weights, *experts):
+        return run("moe_inference", x, *routing, *experts, *options)
     if torch.compiler.is_compiling():
-        return ops.moe_forward(*arguments, *main_gradients)[0]
-    return _recorded_layer()(*arguments, *main_gradients)
+        return ops.moe_forward(x, *routing, *experts, *options, *main_gradients)[0]
+    return _recorded_layer()(x, weights, *experts, (indices, options, main_gradients))
 
 
 if _library.PROBLEM is None:

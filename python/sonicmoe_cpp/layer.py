@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _checks, _ops
-from ._checks import Facts
+from ._checks import FLOATS, INDICES, Facts
 from .routing import Pairs
 
 LAYOUTS = ("concatenated", "interleaved")
@@ -22,14 +23,11 @@ class Activation(NamedTuple):
     limit: float | None = None
 
 
-class _Weights(NamedTuple):
-    """The weights as the operators take them, in the schema's order."""
+class _Plan(NamedTuple):
+    """What the facts of a call lead to."""
 
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-    b_up: Tensor | None
-    b_down: Tensor | None
+    options: tuple  # form, activation, alpha, limit, gate_layout: as the operators take them
+    scores: torch.dtype  # that routing weights are cast to
 
 
 def _activation(value) -> Activation:
@@ -61,9 +59,11 @@ def _up_shape(rows, gated: bool, separate: bool, hidden) -> tuple[str, tuple]:
     return ("(E, 2*n, d)", (2 * rows, hidden)) if gated else ("(E, n, d)", (rows, hidden))
 
 
-def _check_weights(hidden, weights: _Weights, gated: bool, x: Facts) -> None:
+def _check_weights(hidden, weights: list, gated: bool, x: Facts) -> None:
     """`weights` holds Facts; x is (T, hidden) with any T."""
     w_gate, w_up, w_down, b_up, b_down = weights
+    _checks.given("w_up", w_up)
+    _checks.given("w_down", w_down)
     _checks.dtype("w_down", w_down)
     _checks.same("w_down", w_down, x)
     _checks.shape("w_down", w_down, "(E, d, n)", (None, hidden, None))
@@ -85,34 +85,76 @@ def _check_weights(hidden, weights: _Weights, gated: bool, x: Facts) -> None:
             _checks.shape(name, value, meaning, (experts, size))
 
 
+def _check_routing(name: str, value, x, expected: tuple, meaning: str, dtypes) -> None:
+    """value and x are Facts or tensors; dtypes FLOATS for weights, INDICES for the others."""
+    _checks.given(name, value)
+    _checks.dtype(name, value, dtypes)
+    _checks.shape(name, value, meaning, expected)
+    _checks.on_device(name, value, x)
+
+
+def _check_ids(x: Facts, ids: Facts, _, weights: Facts) -> None:
+    _check_routing("topk_ids", ids, x, (x.shape[0], None), "(T, K)", INDICES)
+    meaning = "topk_ids' shape (T, K)"
+    _check_routing("topk_weights", weights, x, tuple(ids.shape), meaning, FLOATS)
+
+
+def _check_pairs(x: Facts, token: Facts, expert: Facts, weight: Facts) -> None:
+    _check_routing("pairs.token", token, x, (None,), "(C,)", INDICES)
+    _check_routing("pairs.expert", expert, x, tuple(token.shape), "(C,)", INDICES)
+    _check_routing("pairs.weight", weight, x, tuple(token.shape), "(C,)", FLOATS)
+
+
+def _check_grouped(rows: Facts, begin: Facts, count: Facts, row_weights: Facts | None) -> None:
+    if row_weights is not None:  # moe_grouped has checked the others
+        _check_routing("row_weights", row_weights, rows, (rows.shape[0],), "(R,)", FLOATS)
+
+
+class _Form(NamedTuple):
+    """A form of input: its tensors' names, the order that of the operators, and their check."""
+
+    names: tuple
+    check: Callable
+
+
+_EXPERTS = ("w_up", "w_up", "w_down", "b_up", "b_down")
+_FORMS = {
+    "ids": _Form(("x", "topk_ids", "", "topk_weights", *_EXPERTS), _check_ids),
+    "pairs": _Form(("x", "pairs.token", "pairs.expert", "pairs.weight", *_EXPERTS), _check_pairs),
+    "grouped": _Form(("rows", "begin", "count", "row_weights", *_EXPERTS), _check_grouped),
+}
+
+
 @_checks.remembered
-def _check_layer(name: str, x: tuple, weights: tuple, activation, gate_layout) -> Activation:
-    """Everything but the number of tokens: x and weights are keys, x's shape that of a row."""
-    x = Facts(*x)
-    described = _Weights(*(None if w is None else Facts(*w) for w in weights))
+def _plan(form: str, activation, gate_layout, facts: tuple) -> _Plan:
+    """Checks everything but main gradients, by the keys of all tensors."""
+    x, *routing = (None if f is None else Facts(*f) for f in facts)
+    routing, experts = routing[:3], routing[3:]
+    name = _FORMS[form].names[0]
     _checks.dtype(name, x)
+    _checks.shape(name, x, "(T, d)", (None, None))
     _checks.supported(x.device)
     activation = _activation(activation)
     _checks.one_of("gate_layout", gate_layout, LAYOUTS)
-    _check_weights(x.shape[0], described, activation.name in _ops.GATED, x)
-    return activation
+    _check_weights(x.shape[1], experts, activation.name in _ops.GATED, x)
+    _FORMS[form].check(x, *routing)
+    alpha, limit = activation.alpha or 0.0, activation.limit or 0.0
+    return _Plan((form, activation.name, alpha, limit, gate_layout), _ops.score_dtype(x))
 
 
-def _main_gradients(grad_accum, weights: _Weights) -> tuple:
-    """(g_gate, g_up, g_down), all None without grad_accum."""
-    if grad_accum is None:
-        return None, None, None
+def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
+    """(g_gate, g_up, g_down)."""
     if not isinstance(grad_accum, (tuple, list)) or len(grad_accum) != 2:
         raise ValueError("grad_accum must be (g_up, g_down), in the form of (w_up, w_down)")
     g_gate, g_up = _pair("grad_accum[0]", grad_accum[0])
-    if (g_gate is None) != (weights.w_gate is None):
+    if (g_gate is None) != (w_gate is None):
         raise ValueError("grad_accum[0] must be a tensor or (gate, up), like w_up")
     for name, g, w in (
-        ("grad_accum[0]", g_gate, weights.w_gate),
-        ("grad_accum[0]", g_up, weights.w_up),
-        ("grad_accum[1]", grad_accum[1], weights.w_down),
+        ("grad_accum[0]", g_gate, w_gate),
+        ("grad_accum[0]", g_up, w_up),
+        ("grad_accum[1]", grad_accum[1], w_down),
     ):
-        if g is not None:
+        if w is not None:
             _checks.tensor(name, g)
             _checks.dtype(name, g, (_ops.score_dtype(w),))
             _checks.shape(name, g, "its weight's shape", tuple(w.shape))
@@ -120,61 +162,36 @@ def _main_gradients(grad_accum, weights: _Weights) -> tuple:
     return g_gate, g_up, grad_accum[1]
 
 
-def _autocast(x: Tensor, weights: _Weights) -> tuple[Tensor, _Weights]:
+def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
     """Under autocast, x, weights and biases go to its dtype (fp64 stays, as in torch's own ops)."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x, weights
+        return x, experts
     dtype = torch.get_autocast_dtype(kind)
 
     def cast(t):
         keep = t is None or not isinstance(t, Tensor) or not t.is_floating_point()
         return t if keep or t.dtype == torch.float64 else t.to(dtype)
 
-    return cast(x), _Weights(*map(cast, weights))
+    return cast(x), tuple(map(cast, experts))
 
 
-def _scores(name: str, weights: Tensor, x: Tensor, expected: tuple, meaning: str) -> Tensor:
-    _checks.tensor(name, weights)
-    _checks.dtype(name, weights)
-    _checks.shape(name, weights, meaning, expected)
-    _checks.on_device(name, weights, x)
-    dtype = _ops.score_dtype(x)
-    return weights if weights.dtype == dtype else weights.to(dtype)
-
-
-def _indices(name: str, value: Tensor, x: Tensor, expected: tuple, meaning: str) -> Tensor:
-    _checks.tensor(name, value)
-    _checks.dtype(name, value, _checks.INDICES)
-    _checks.shape(name, value, meaning, expected)
-    _checks.on_device(name, value, x)
-    return value
-
-
-def _prepare(name: str, x, w_up, w_down, options: dict):
-    """x and the options of a call, checked and cast: (x, activation, weights, main gradients)."""
-    _checks.tensor(name, x)
-    if x.dim() != 2:
-        _checks.shape(name, x, "(T, d)", (None, None))
-    given = _Weights(*_pair("w_up", w_up), w_down, options["b_up"], options["b_down"])
-    x, weights = _autocast(x, given)
-    keys = (
-        _checks.optional_key("w_up", weights.w_gate),
-        _checks.key("w_up", weights.w_up),
-        _checks.key("w_down", weights.w_down),
-        _checks.optional_key("b_up", weights.b_up),
-        _checks.optional_key("b_down", weights.b_down),
-    )
-    row = (x.dtype, x.device, x.shape[1:])
-    activation = _check_layer(name, row, keys, options["activation"], options["gate_layout"])
-    return x, activation, weights, _main_gradients(options["grad_accum"], weights)
-
-
-def _run(prepared, form: str, routing: tuple, gate_layout: str) -> Tensor:
-    x, activation, weights, main_gradients = prepared
-    alpha, limit = activation.alpha or 0.0, activation.limit or 0.0
-    arguments = (x, *routing, *weights, form, activation.name, alpha, limit, gate_layout)
-    return _ops.layer(arguments, main_gradients)
+def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum) -> Tensor:
+    """routing is (index, second, weights), experts (w_up, w_down, b_up, b_down), style (activation,
+    gate_layout). What costs time here costs it in every call: all that can be known from dtypes,
+    devices and shapes is in _plan, which remembers."""
+    names = _FORMS[form].names
+    _checks.tensor(names[0], x)
+    w_up, *others = experts
+    x, experts = _autocast(x, (*_pair("w_up", w_up), *others))
+    plan = _plan(form, *style, _checks.keys(names, (x, *routing, *experts)))
+    index, second, weights = routing
+    if weights is not None and weights.dtype != plan.scores:
+        weights = weights.to(plan.scores)
+    main_gradients = (None, None, None)
+    if grad_accum is not None:
+        main_gradients = _main_gradients(grad_accum, *experts[:3])
+    return _ops.layer(x, (index, second, weights), experts, plan.options, main_gradients)
 
 
 def moe(
@@ -198,13 +215,8 @@ def moe(
     grad_accum=(g_up, g_down) are fp32 buffers (fp64 beside fp64) of the weights' shapes: backward
     adds the weights' gradients to them and gives None to the weights. Returns (T, d).
     """
-    options = {"b_up": b_up, "b_down": b_down, "activation": activation}
-    options |= {"gate_layout": gate_layout, "grad_accum": grad_accum}
-    prepared = _prepare("x", x, w_up, w_down, options)
-    x = prepared[0]
-    ids = _indices("topk_ids", topk_ids, x, (x.shape[0], None), "(T, K)")
-    weights = _scores("topk_weights", topk_weights, x, tuple(ids.shape), "topk_ids' shape (T, K)")
-    return _run(prepared, "ids", (ids, None, weights), gate_layout)
+    routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
+    return _run("ids", x, routing, experts, (activation, gate_layout), grad_accum)
 
 
 def moe_pairs(
@@ -224,16 +236,10 @@ def moe_pairs(
     `pairs` is a Pairs, or any (token (C,), expert (C,), weight (C,), ...) of tensors. A pair whose
     token is outside [0, T) or whose expert is outside [0, E) is empty.
     """
-    options = {"b_up": b_up, "b_down": b_down, "activation": activation}
-    options |= {"gate_layout": gate_layout, "grad_accum": grad_accum}
-    prepared = _prepare("x", x, w_up, w_down, options)
-    x = prepared[0]
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
-    token = _indices("pairs.token", pairs[0], x, (None,), "(C,)")
-    expert = _indices("pairs.expert", pairs[1], x, (token.shape[0],), "(C,)")
-    weight = _scores("pairs.weight", pairs[2], x, (token.shape[0],), "(C,)")
-    return _run(prepared, "pairs", (token, expert, weight), gate_layout)
+    routing, experts = tuple(pairs[:3]), (w_up, w_down, b_up, b_down)
+    return _run("pairs", x, routing, experts, (activation, gate_layout), grad_accum)
 
 
 def moe_grouped(
@@ -255,21 +261,19 @@ def moe_grouped(
     (begin (E,), count (E,)). Row p of the result is row_weights[p] (none: 1) times the expert's
     output for row p; rows of no expert give zero and are never read.
     """
-    options = {"b_up": b_up, "b_down": b_down, "activation": activation}
-    options |= {"gate_layout": gate_layout, "grad_accum": grad_accum}
-    prepared = _prepare("rows", rows, w_up, w_down, options)
-    rows = prepared[0]
-    experts = w_down.shape[0]
+    _checks.tensor("rows", rows)
+    _checks.tensor("w_down", w_down)
+    number = w_down.shape[0]
     if isinstance(expert_offsets, (tuple, list)):
         if len(expert_offsets) != 2:
             raise ValueError("expert_offsets must be a tensor (E+1,) or a tuple (begin, count)")
-        begin, count = (
-            _indices(name, value, rows, (experts,), "(E,)")
-            for name, value in zip(("begin", "count"), expert_offsets, strict=True)
-        )
+        begin, count = expert_offsets
+        for name, value in (("begin", begin), ("count", count)):
+            _checks.tensor(name, value)
+            _check_routing(name, value, rows, (number,), "(E,)", INDICES)
     else:
-        offsets = _indices("expert_offsets", expert_offsets, rows, (experts + 1,), "(E+1,)")
-        begin, count = offsets[:-1], offsets.diff()
-    if row_weights is not None:
-        row_weights = _scores("row_weights", row_weights, rows, (rows.shape[0],), "(R,)")
-    return _run(prepared, "grouped", (begin, count, row_weights), gate_layout)
+        _checks.tensor("expert_offsets", expert_offsets)
+        _check_routing("expert_offsets", expert_offsets, rows, (number + 1,), "(E+1,)", INDICES)
+        begin, count = expert_offsets[:-1], expert_offsets.diff()
+    routing, experts = (begin, count, row_weights), (w_up, w_down, b_up, b_down)
+    return _run("grouped", rows, routing, experts, (activation, gate_layout), grad_accum)

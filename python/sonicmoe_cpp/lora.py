@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import _checks, _formulas, _ops
-from .layer import LAYOUTS, Activation, _activation, _indices, _scores
+from .layer import LAYOUTS, Activation, _activation, _check_ids
 
 # Elements of a block of rows in the elementwise parts, which work in fp32.
 BLOCK = 1 << 22
@@ -327,8 +327,10 @@ def lora_moe(
             raise TypeError(f"{name} is {type(factors).__name__}, must be a LowRank or None")
     none = LowRank(None, None)
     (up_a, up_b, up_scale), (down_a, down_b, down_scale) = up or none, down or none
-    ids = _indices("topk_ids", topk_ids, x, (x.shape[0], None), "(T, K)")
-    weights = _scores("topk_weights", topk_weights, x, tuple(ids.shape), "topk_ids' shape (T, K)")
+    _checks.tensor("topk_ids", topk_ids)
+    _checks.tensor("topk_weights", topk_weights)
+    _check_ids(x, topk_ids, None, topk_weights)
+    weights = topk_weights.to(_ops.score_dtype(x))
     _check_frozen({"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down})
     t = _Tensors(x, weights, up_a, up_b, down_a, down_b, w_up, w_down, b_up, b_down)
     _check_shapes(x, t, activation.name in _ops.GATED)
@@ -341,7 +343,7 @@ def lora_moe(
     dtype = _dtype(x)
     cast = [v if n == "weights" or v is None else v.to(dtype) for n, v in t._asdict().items()]
     form = _Form(activation, gate_layout, up_scale, down_scale)
-    return _Layer.apply(form, ids, *cast)
+    return _Layer.apply(form, topk_ids, *cast)
 
 
 class LoRA(nn.Module):
