@@ -107,6 +107,38 @@ def test_a_captured_training_step_follows_its_routing(options):
     assert_equal(module.parameters(), eager.parameters())
 
 
+def test_expert_choice_waits_for_nothing_and_can_be_captured(waiting_raises):
+    """A replay follows the logits it finds, not those it was captured with."""
+    module, x = build(), rows(320)
+    weights = [w.detach().requires_grad_() for w in (module.w_up, module.w_down)]
+    draws = [torch.randn(320, E, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+    logits = draws[0].cuda().requires_grad_()
+
+    def step(logits):
+        out = chosen(x, logits, *weights)
+        return out, *torch.autograd.grad(out.float().square().sum(), (logits, *weights))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(logits)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    waiting_raises()
+    step(logits)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(logits)
+    for draw in draws:
+        with torch.no_grad():
+            logits.copy_(draw)
+        graph.replay()
+        assert_equal(captured, step(logits))
+
+
 def topk(x, logits, w_up, w_down):
     ids, weights = sonicmoe_cpp.route(logits, K)
     return sonicmoe_cpp.moe(x, ids, weights, w_up, w_down)
@@ -123,8 +155,13 @@ def grouped(x, logits, w_up, w_down):
     return sonicmoe_cpp.moe_grouped(x, offsets, w_up, w_down, row_weights=row_weights)
 
 
+def chosen(x, logits, w_up, w_down):
+    pairs = sonicmoe_cpp.expert_choice(logits, x.shape[0] * K // E)
+    return sonicmoe_cpp.moe_pairs(x, pairs, w_up, w_down)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("function", [topk, rounded, grouped])
+@pytest.mark.parametrize("function", [topk, rounded, grouped, chosen])
 def test_one_graph_for_every_number_of_tokens(function, backend):
     torch._dynamo.reset()
     module = build()
