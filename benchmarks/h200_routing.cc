@@ -154,6 +154,7 @@ class Bench {
   Bench(const Shape& s, Skew skew)
       : shape_(s),
         logits_(s.tokens * s.experts * 2),
+        dlogits_(s.tokens * s.experts * 2),
         ids_(s.tokens * s.top_k * 8),
         weights_(s.tokens * s.top_k * 4),
         list_(4 * most_pairs() * 4),
@@ -172,6 +173,8 @@ class Bench {
     list.push_back(
         {"route", [this](cudaStream_t s) { run_route(s, ScoreMode::kSoftmaxAfterTopK); }});
     list.push_back({"sigmoid", [this](cudaStream_t s) { run_route(s, ScoreMode::kSigmoid); }});
+    list.push_back({"route-bwd", [this](cudaStream_t s) { run_route_backward(s); }});
+    list.push_back({"round-bwd", [this](cudaStream_t s) { run_round_backward(s); }});
     list.push_back({"meta-ids", [this](cudaStream_t s) { run_ids(s); }});
     list.push_back({"route+meta", [this](cudaStream_t s) {
                       run_route(s, ScoreMode::kSoftmaxAfterTopK);
@@ -236,6 +239,9 @@ class Bench {
   Tensor logits() const {
     return tensor2(logits_.data(), DType::kBF16, shape_.tokens, shape_.experts);
   }
+  Tensor dlogits() const {
+    return tensor2(dlogits_.data(), DType::kBF16, shape_.tokens, shape_.experts);
+  }
   Tensor ids() const { return tensor2(ids_.data(), DType::kI64, shape_.tokens, shape_.top_k); }
   Pairs pairs(std::int64_t capacity) const {
     auto* words = static_cast<std::int32_t*>(list_.data());
@@ -252,6 +258,19 @@ class Bench {
     cuda::route(o, logits(), ids(),
                 tensor2(weights_.data(), DType::kF32, shape_.tokens, shape_.top_k),
                 {Backend::kCuda, 0, nullptr, stream});
+  }
+  void run_route_backward(cudaStream_t stream) {
+    RouteOptions o;
+    o.top_k = shape_.top_k;
+    cuda::route_backward(o, logits(), ids(),
+                         tensor2(weights_.data(), DType::kF32, shape_.tokens, shape_.top_k),
+                         dlogits(), {Backend::kCuda, 0, nullptr, stream});
+  }
+  void run_round_backward(cudaStream_t stream) {
+    const RoundOptions o = rounding(RoundingMode::kNearest);
+    const Pairs lists = pairs(round_capacity(o, shape_.tokens, shape_.experts));
+    cuda::token_round_backward(o, logits(), lists, lists.weight, dlogits(), round_scratch_.buffer(),
+                               {Backend::kCuda, 0, nullptr, stream});
   }
   void run_round(cudaStream_t stream, RoundingMode mode) {
     cuda::token_round(rounding(mode), logits(),
@@ -277,7 +296,7 @@ class Bench {
   }
 
   Shape shape_;
-  DeviceBuffer logits_, ids_, weights_, list_, offsets_, round_scratch_, saved_, scratch_,
+  DeviceBuffer logits_, dlogits_, ids_, weights_, list_, offsets_, round_scratch_, saved_, scratch_,
       counters_;
 };
 

@@ -43,10 +43,17 @@ std::int32_t columns_of(const Problem& p) {
   return static_cast<std::int32_t>(divided(p.experts, 4) * 4);
 }
 
+/// Tokens whose slots are counted together.
 std::int64_t span_of(const Problem& p) {
-  return divided(p.tokens + 1, std::int64_t{kTokenSpan} * kMostSpans) * kTokenSpan;
+  return divided(p.tokens, std::int64_t{kTokenSpan} * kMostSpans) * kTokenSpan;
 }
-std::int64_t spans_of(const Problem& p) { return divided(p.tokens + 1, span_of(p)); }
+
+/// Slots of a token's bin: twice the mean, so that few tokens have more.
+std::int32_t bin_of(const Problem& p) {
+  const std::int64_t most = std::max<std::int64_t>(p.tokens, 1);
+  return static_cast<std::int32_t>(std::clamp<std::int64_t>(
+      divided(2 * row_capacity(p), most * kOrderLanes) * kOrderLanes, kOrderLanes, kMostBin));
+}
 
 struct Groups {
   Ids row_begin;
@@ -112,13 +119,10 @@ class Carver {
 };
 
 struct Scratch {
-  std::uint16_t* table;           // (blocks, columns)
-  std::int32_t* per_token;        // (T)      kPairs, as are the rest
-  std::int32_t* span_sums;        // (spans), right behind
-  std::int32_t* arrival;          // (C)
-  std::int32_t* unordered;        // (C)
-  std::int32_t* position_expert;  // (C)
-  std::int32_t* position_token;   // (C)
+  std::uint16_t* table;  // (blocks, columns)
+  PairParams pairs;      // kPairs: where its memory is
+  std::int32_t* zero;    // what of it is zero at the start
+  std::int64_t zero_words;
   std::int64_t bytes;
 };
 
@@ -128,47 +132,46 @@ Scratch scratch_layout(const Problem& p, void* base) {
   Scratch s{};
   s.table = carver.take<std::uint16_t>(place_plan(capacity).blocks * columns_of(p));
   if (p.form == RoutingForm::kPairs) {
-    s.per_token = carver.take<std::int32_t>(p.tokens + spans_of(p));
-    s.span_sums = s.per_token + p.tokens;
-    s.arrival = carver.take<std::int32_t>(capacity);
-    s.unordered = carver.take<std::int32_t>(capacity);
-    s.position_expert = carver.take<std::int32_t>(capacity);
-    s.position_token = carver.take<std::int32_t>(capacity);
+    s.zero_words = 2 * (p.tokens + p.experts) + kMostSpans + 1;
+    s.zero = carver.take<std::int32_t>(s.zero_words);
+    PairCounters& zero = s.pairs.zero;
+    zero.per_token = s.zero;
+    zero.overflow = zero.per_token + p.tokens;
+    zero.span_sums = zero.overflow + p.tokens;
+    zero.ranges.begin = zero.span_sums + kMostSpans;
+    zero.ranges.end = zero.ranges.begin + p.experts;
+    zero.ranges.unsorted = zero.ranges.end + p.experts;
+    s.pairs.bins = carver.take<std::int32_t>(p.tokens * bin_of(p));
+    s.pairs.link = carver.take<std::int32_t>(capacity);
+    s.pairs.unordered = carver.take<std::int32_t>(capacity);
+    s.pairs.position_expert = carver.take<std::int32_t>(capacity);
+    s.pairs.position_token = carver.take<std::int32_t>(capacity);
   }
   s.bytes = carver.used();
   return s;
 }
 
-/// kPairs: positions in token order.
+/// kPairs: positions in token order, and rows where the pairs are sorted.
 void order_by_token(const Problem& p, const Routing& routing, const Metadata& out, const Scratch& s,
                     cudaStream_t stream) {
-  PairParams params{};
+  PairParams params = s.pairs;
   params.expert = ids_of(routing.expert);
   params.token = ids_of(routing.token);
   params.count = row_capacity(p);
   params.tokens = p.tokens;
   params.experts = static_cast<std::int32_t>(p.experts);
-  params.span = static_cast<std::int32_t>(span_of(p));
-  params.spans = static_cast<std::int32_t>(spans_of(p));
-  params.per_token = s.per_token;
-  params.span_sums = s.span_sums;
-  params.arrival = s.arrival;
-  params.unordered = s.unordered;
-  params.offsets = out.token_offsets;
-  params.slot = out.position_slot;
-  params.position_expert = s.position_expert;
-  params.position_token = s.position_token;
-  check_cuda(
-      cudaMemsetAsync(s.per_token, 0, (p.tokens + params.spans) * sizeof(std::int32_t), stream),
-      "clearing counts");
+  params.span = static_cast<std::int32_t>(std::max<std::int64_t>(span_of(p), 1));
+  params.spans = static_cast<std::int32_t>(divided(p.tokens, params.span));
+  params.bin = bin_of(p);
+  params.out = out;
   const char* what = "launching the order by token";
-  const LaunchShape by_slot{blocks(params.count, kPlaceThreads), kPlaceThreads};
-  launch_dependent(what, count_tokens, by_slot, stream, params);
-  launch_dependent(what, scan_tokens, {static_cast<unsigned>(params.spans), kPlaceThreads}, stream,
+  const std::int64_t clearing = std::min(kPlaceBlocks, divided(s.zero_words, kPlaceThreads));
+  launch_dependent(what, clear_counters, {static_cast<unsigned>(clearing), kPlaceThreads}, stream,
+                   s.zero, s.zero_words);
+  launch_dependent(what, collect_slots, {blocks(params.count, kPlaceThreads), kPlaceThreads},
+                   stream, params);
+  launch_dependent(what, order_tokens, {blocks(p.tokens + 1, kOrderTokens), kPlaceThreads}, stream,
                    params);
-  launch_dependent(what, scatter_slots, by_slot, stream, params);
-  launch_dependent(what, order_tokens,
-                   {blocks(p.tokens * kOrderLanes, kOrderThreads), kOrderThreads}, stream, params);
 }
 
 void build_grouped(const Problem& p, const Routing& routing, const Metadata& out,
@@ -245,8 +248,9 @@ void build_metadata(const Problem& p, const Routing& routing, const Metadata& ou
     positions.top_k = static_cast<std::int32_t>(p.top_k);
   } else {
     order_by_token(p, routing, out, s, stream);
-    positions.expert = ids_of(tensor1(s.position_expert, DType::kI32, capacity));
-    positions.token = s.position_token;
+    params.ranges = s.pairs.zero.ranges;
+    positions.expert = ids_of(tensor1(s.pairs.position_expert, DType::kI32, capacity));
+    positions.token = s.pairs.position_token;
     positions.slot = out.position_slot;
     positions.valid = out.token_offsets + p.tokens;
   }

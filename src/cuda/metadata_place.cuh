@@ -65,8 +65,24 @@ struct Positions {
   }
 };
 
+/// What the collection of pairs finds out about their order.
+struct PairRanges {
+  std::int32_t* begin;     // (E) the expert's first slot
+  std::int32_t* end;       // (E) the one past its last; begin where it has none
+  std::int32_t* unsorted;  // 0: pairs are sorted by (expert, token), unusable ones last
+
+  /// Whether rows are slots, so that nothing is left to place. Never for ids.
+  __device__ bool sorted() const { return unsorted != nullptr && *unsorted == 0; }
+  /// Rows of thread e's expert.
+  __device__ int rows(int experts) const {
+    const int e = threadIdx.x;
+    return e < experts ? end[e] - begin[e] : 0;
+  }
+};
+
 struct PlaceParams {
   Positions positions;
+  PairRanges ranges;
   std::uint16_t* table;  // (blocks, columns): positions of an expert in a block's chunk
   std::int32_t columns;  // E rounded up to a multiple of 4
   std::int32_t chunk;    // positions of a block, below 2^16
@@ -132,6 +148,7 @@ __global__ void __launch_bounds__(kCountThreads) count_positions(const PlacePara
   ptx::wait_for_previous_kernel();
   // Only from here on: whoever starts early may rely on what this kernel waited for.
   ptx::launch_next_kernel();
+  if (p.ranges.sorted()) return;
   __syncthreads();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * p.chunk;
   const std::int64_t end = min(p.positions.end(), first + p.chunk);
@@ -252,6 +269,16 @@ __device__ inline void write_span(const PlaceParams& p, const PlaceShared& s, co
   }
 }
 
+/// Experts and records from the rows of thread e's expert, which lie one behind the other. Returns
+/// the first.
+__device__ inline int write_rows(const Metadata& out, int experts, int rows,
+                                 const ExpertArrays& room) {
+  int all = 0;
+  const int begin = block_prefix<kPlaceThreads>(rows, &all);
+  write_experts(out, experts, {begin, rows}, room);
+  return begin;
+}
+
 template <Placing kPlacing>
 __global__ void __maxnreg__(kPlaceRegisters) place_positions(const PlaceParams p) {
   extern __shared__ __align__(16) std::uint8_t shared[];
@@ -260,6 +287,13 @@ __global__ void __maxnreg__(kPlaceRegisters) place_positions(const PlaceParams p
   const int experts = p.positions.experts;
   if (e < p.columns) s.total[e] = s.before[e] = 0;
   if (kPlacing == Placing::kWhole) ptx::wait_for_previous_kernel();
+  if (p.ranges.sorted()) {  // known before the counts are
+    ptx::wait_for_previous_kernel();
+    ptx::launch_next_kernel();
+    p.counters.clear();
+    write_rows(p.out, experts, p.ranges.rows(experts), {s.before, s.total, s.local});
+    return;
+  }
   Chunk chunk{};
   chunk.first = static_cast<std::int64_t>(blockIdx.x) * p.chunk;
   chunk.end = min(p.positions.count, chunk.first + p.chunk);
@@ -282,10 +316,9 @@ __global__ void __maxnreg__(kPlaceRegisters) place_positions(const PlaceParams p
   sum_table(p, s);
   __syncthreads();
   const int rows = e < experts ? s.total[e] : 0;
-  int all = 0;
-  const int begin = block_prefix<kPlaceThreads>(rows, &all);
-  if (e < p.columns) s.start[e] = begin + s.before[e];
-  write_experts(p.out, experts, {begin, rows}, {s.before, s.total, s.local});
+  const int before = e < p.columns ? s.before[e] : 0;
+  const int begin = write_rows(p.out, experts, rows, {s.before, s.total, s.local});
+  if (e < p.columns) s.start[e] = begin + before;
   __syncthreads();
   for (;;) {
     write_span(p, s, chunk, count, turns);
