@@ -175,6 +175,38 @@ static void make_layer(layer* l) {
   l->s[4] = l->s[9] = (float)NAN; /* weights of empty slots never reach an output */
 }
 
+/* H of the first rows: expert 0 has tokens 0, 2 and 3, in this order. */
+static void test_h_views(const layer* l, const views* v, void* h, int64_t bytes) {
+  static const int token[3] = {0, 2, 3};
+  smoe_problem p = make_problem();
+  smoe_weights weights = v->weights;
+  smoe_tensor gate = dense(NULL, 0, 1, 0, 0, 0), up = gate;
+  int row, j;
+  expect(smoe_h_views(&p, &weights, h, bytes, NULL, &gate, &up) == SMOE_OK, "smoe_h_views");
+  expect(gate.rank == 2 && gate.shape[0] == T * K && gate.shape[1] == N, "the shape of gate");
+  expect(up.rank == 2 && up.shape[0] == T * K && up.shape[1] == N, "the shape of up");
+  for (row = 0; row < 3; ++row) {
+    for (j = 0; j < N; ++j) {
+      const double g = dot(l->x + token[row] * D, l->gate + j * D);
+      const double u = dot(l->x + token[row] * D, l->up + j * D);
+      expect_near((float*)gate.data + row * gate.stride[0] + j * gate.stride[1], &g, 1, "gate");
+      expect_near((float*)up.data + row * up.stride[0] + j * up.stride[1], &u, 1, "up");
+    }
+  }
+  expect(smoe_h_views(&p, &weights, NULL, 0, NULL, &gate, &up) == SMOE_OK && gate.data == NULL &&
+             up.data == NULL && up.shape[1] == N,
+         "views without data");
+  expect(smoe_h_views(&p, &weights, h, bytes - 1, NULL, &gate, &up) == SMOE_WORKSPACE_TOO_SMALL,
+         "an h that is too small");
+  expect_sentence(smoe_h_views(&p, &weights, h, bytes, NULL, NULL, &up), SMOE_INVALID_ARGUMENT,
+                  "gate is null, must not be null");
+  p.activation = SMOE_SILU;
+  weights.gate = NULL;
+  expect(smoe_h_views(&p, &weights, h, bytes, NULL, &gate, &up) == SMOE_OK && gate.rank == 0 &&
+             gate.data == NULL && up.data == h,
+         "no gate");
+}
+
 static void test_forward_and_backward(void) {
   static layer l;
   static result want;
@@ -206,6 +238,7 @@ static void test_forward_and_backward(void) {
   f.scratch = aligned_block(f.scratch_bytes = forward.scratch_bytes, &block[2]);
   expect(smoe_moe_forward(&p, &f, NULL) == SMOE_OK, "smoe_moe_forward");
   expect_near(out, want.out, T * D, "out");
+  test_h_views(&l, &v, f.h, f.h_bytes);
 
   t_dout = dense(l.dout, SMOE_F32, 2, T, D, 0);
   t_dx = dense(dx, SMOE_F32, 2, T, D, 0);

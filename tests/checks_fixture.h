@@ -99,6 +99,11 @@ namespace sonicmoe::cpu {
 Sizes moe_sizes(const Problem&, Pass pass, const Exec&) {
   return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes} : test::kFakeSizes;
 }
+/// As a backend whose gate and up alternate, which the CPU's do not.
+Tensor h_rows(const Problem& p, const Weights&, void* data) {
+  ++test::backend_calls;
+  return tensor2(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind) * p.width);
+}
 std::int64_t round_scratch_bytes(const RoundOptions&, std::int64_t, std::int64_t, const Exec&) {
   return test::kFakeRoundScratch;
 }

@@ -400,5 +400,38 @@ TEST(ChecksMoe, CapacityFollowsTheForm) {
   EXPECT_THROW(moe_sizes(ids.problem, static_cast<Pass>(3)), Error);
 }
 
+struct Query : Forward {
+  HViews run() { return h_views(problem, args.weights, args.h, exec); }
+};
+
+TEST(ChecksMoe, ViewsOfH) {
+  Query q;
+  q.args.weights.down = q.args.weights.b_up = {};  // not looked at
+  const HViews views = q.run();
+  for (const Tensor& t : {views.gate, views.up}) {
+    EXPECT_EQ(t.rank, 2);
+    EXPECT_EQ(t.dtype, DType::kF32);
+    EXPECT_EQ(std::vector(t.shape, t.shape + 2), (std::vector<std::int64_t>{T * K, n}));
+    EXPECT_EQ(std::vector(t.stride, t.stride + 2), (std::vector<std::int64_t>{2 * n, 2}));
+  }
+  EXPECT_EQ(views.gate.data, q.args.h.data);
+  EXPECT_EQ(views.up.data, static_cast<float*>(q.args.h.data) + 1);
+  q.args.h = {};
+  EXPECT_EQ(q.run().up.data, nullptr);
+  EXPECT_EQ(q.run().up.stride[0], 2 * n);
+}
+
+TEST(ChecksMoe, ViewsOfHRefusals) {
+  expect_refusals<Query>({
+      {[](Query& q) { q.problem.tokens = -1; }, "tokens is -1, must be at least 0"},
+      {[](Query& q) { q.exec.num_threads = -2; }, "num_threads is -2, must be at least 0"},
+      {[](Query& q) { q.args.weights.gate.data = nullptr; },
+       "weights.gate is null, must point to (E, n, d) = (3, 6, 8) elements"},
+      {[](Query& q) { q.args.weights.up.dtype = DType::kBF16; }, "weights.up is bf16, must be f32"},
+      {[](Query& q) { q.args.h.bytes = 7; }, "h has 7 bytes, must have at least 1024 bytes",
+       Status::kWorkspaceTooSmall},
+  });
+}
+
 }  // namespace
 }  // namespace sonicmoe::test

@@ -179,6 +179,11 @@ typedef struct smoe_backward_args {
 SMOE_API smoe_status smoe_row_capacity(const smoe_problem* problem, int64_t* capacity);
 SMOE_API smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass,
                                     const smoe_exec* exec, smoe_sizes* sizes);
+/* Where gate and up lie in the h that smoe_moe_forward wrote: views (C, n), as h_views() of moe.h
+ * says. gate has rank 0 for activations without a gate; h may be NULL: views without data. */
+SMOE_API smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weights, void* h,
+                                  int64_t h_bytes, const smoe_exec* exec, smoe_tensor* gate,
+                                  smoe_tensor* up);
 SMOE_API smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
                                       const smoe_exec* exec);
 SMOE_API smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,

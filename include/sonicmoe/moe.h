@@ -87,6 +87,20 @@ struct ForwardArgs {
 SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
                               const Exec& exec = {});
 
+/// The parts of H as views (C, n) of the buffer that forward wrote.
+struct HViews {
+  Tensor gate{};  ///< empty without a gate
+  Tensor up{};
+};
+/// Where forward leaves gate and up before the activation, biases added. Row r is the r-th row in
+/// the order of the experts; within an expert ids lie by (token, slot), pairs by (token, place in
+/// the list), groups as in x. Rows past the last routed one are not written. The parts lie side by
+/// side
+/// ([gate | up]); on CUDA they alternate where the weights do, up one element after gate along a
+/// contiguous n. Of `weights` only gate and up are looked at; h without data gives views without.
+SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
+                            const Exec& exec = {});
+
 /// What happens to the weight gradients.
 enum class GradMode : std::int32_t {
   kWrite = 0,       ///< dW in the weights' dtype (or fp32); experts without rows get zero

@@ -14,6 +14,7 @@
 
 #include "boxing.h"
 #include "grouped_gemm.h"
+#include "h_views.h"
 #include "place.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
@@ -64,14 +65,9 @@ sonicmoe::Weights weights_of(const Layer& a, const MaybeArray& w_gate, const May
                              const MaybeArray& b_down) {
   const bool gated = sonicmoe::is_gated(sonicmoe::activation_from_name(a.activation.c_str()));
   sonicmoe::Weights w;
-  if (w_up.has_value() && gated && !a.w_gate.has_value()) {
-    const Halves halves = split(*w_up, a.gate_layout, "w_up");
-    w.gate = halves.gate;
-    w.up = halves.up;
-  } else {
-    w.gate = view(w_gate, "w_up");
-    w.up = view(w_up, "w_up");
-  }
+  const Halves first = gate_and_up(w_gate, w_up, gated && !a.w_gate.has_value(), a.gate_layout);
+  w.gate = first.gate;
+  w.up = first.up;
   if (b_up.has_value() && gated) {
     const Halves halves = split(*b_up, a.gate_layout, "b_up");
     w.b_gate = halves.gate;
@@ -518,6 +514,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("moe_forward", &box<&moe_forward>);
   m.impl("moe_backward", &box<&moe_backward>);
   m.impl("moe_backward_accumulate", &box<&moe_backward_accumulate>);
+  m.impl("h_views", &box<&h_views>);
   m.impl("grouped_gemm", &box<&grouped_gemm>);
   m.impl("grouped_gemm_k", &box<&grouped_gemm_k>);
   m.impl("route", &box<&route>);
@@ -551,6 +548,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("moe_backward_accumulate(" + backward +
       ", Tensor(a!)? g_gate, Tensor(b!) g_up, Tensor(c!) g_down) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
+  def(std::string("h_views(") + sonicmoe_torch::kHViewsSchema + ") -> (int, int, int)");
   def("grouped_gemm(" + gemm + ") -> Tensor");
   def("grouped_gemm_k(" + gemm + ") -> Tensor");
   def("route(" + options + ") -> (Tensor weights, Tensor ids)");

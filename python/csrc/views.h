@@ -99,6 +99,13 @@ inline Halves split(const Array& fused, const std::string& layout, const char* n
   return {gate, up};
 }
 
+/// The gate and up projections of a layer; fused: w_up holds both.
+inline Halves gate_and_up(const MaybeArray& w_gate, const MaybeArray& w_up, bool fused,
+                          const std::string& layout) {
+  if (fused && w_up.has_value()) return split(*w_up, layout, "w_up");
+  return {view(w_gate, "w_up"), view(w_up, "w_up")};
+}
+
 /// A contiguous tensor beside `like`. Straight to the allocator: the dispatcher, which the stable
 /// API goes through, takes longer than all the rest of an operator's bookkeeping.
 inline Array empty(const Array& like, std::initializer_list<std::int64_t> shape, ScalarType dtype) {

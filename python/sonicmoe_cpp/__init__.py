@@ -16,7 +16,7 @@ from importlib import metadata
 
 from . import _library
 from ._library import is_available, unsupported_reason
-from .layer import Activation, moe, moe_grouped, moe_pairs
+from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
 from .lora import LoRA, LowRank, lora_moe
 from .module import MoE, MoEAux
 from .routing import Pairs, expert_choice, route, token_round
@@ -30,6 +30,7 @@ __all__ = [
     "Pairs",
     "__version__",
     "expert_choice",
+    "h_views",
     "is_available",
     "lora_moe",
     "moe",

@@ -277,3 +277,31 @@ def moe_grouped(
         begin, count = expert_offsets[:-1], expert_offsets.diff()
     routing, experts = (begin, count, row_weights), (w_up, w_down, b_up, b_down)
     return _run("grouped", rows, routing, experts, (activation, gate_layout), grad_accum)
+
+
+def h_views(
+    h: Tensor,
+    w_up: Tensor | tuple[Tensor, Tensor],
+    *,
+    activation: str | Activation = "swiglu",
+    gate_layout: str = "concatenated",
+) -> tuple[Tensor | None, Tensor]:
+    """Gate and up before the activation, biases added: views (C, n) of the H (C, G*n) that a
+    forward with these weights kept; no gate: None and up.
+
+    Rows are in the order of the experts, within one by (token, slot), by (token, place in the
+    list), or as in the grouped rows; those past the last routed row are not written.
+    """
+    w_gate, w_up = _pair("w_up", w_up)
+    for name, value in (("h", h), ("w_up", w_up)):
+        _checks.tensor(name, value)
+    name = _activation(activation).name
+    gated = name in _ops.GATED
+    width = w_up.shape[1] * (2 if w_gate is not None else 1)
+    _checks.shape("h", h, "(C, 2*n)" if gated else "(C, n)", (None, width))
+    if not h.is_contiguous():
+        raise ValueError(f"h has strides {h.stride()}, must be contiguous, as forward made it")
+    begin, row, column = _ops.ops.h_views(h, w_gate, w_up, name, gate_layout)
+    size = (h.shape[0], width // (2 if gated else 1))
+    up = h.as_strided(size, (row, column), h.storage_offset() + begin)
+    return h.as_strided(size, (row, column)) if gated else None, up

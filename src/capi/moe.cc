@@ -1,4 +1,6 @@
 // The layer and the grouped GEMM in C.
+#include <algorithm>
+
 #include "capi/convert.h"
 
 using namespace sonicmoe;
@@ -21,6 +23,14 @@ Args gemm_args(const smoe_grouped_gemm_args* given) {
           capi::optional(a.gather, "gather"), {a.scratch, a.scratch_bytes}};
 }
 
+void write_view(const Tensor& view, smoe_tensor* tensor) {
+  tensor->dtype = static_cast<std::int32_t>(view.dtype);
+  tensor->rank = view.rank;
+  tensor->data = view.data;
+  std::copy(view.shape, view.shape + 3, tensor->shape);
+  std::copy(view.stride, view.stride + 3, tensor->stride);
+}
+
 }  // namespace
 
 extern "C" {
@@ -41,6 +51,19 @@ smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass, const smoe
     result.saved_bytes = s.saved_bytes;
     result.scratch_bytes = s.scratch_bytes;
     *sizes = result;
+  });
+}
+
+smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weights, void* h,
+                         int64_t h_bytes, const smoe_exec* exec, smoe_tensor* gate,
+                         smoe_tensor* up) {
+  return capi::guarded([&] {
+    capi::read(static_cast<const smoe_tensor*>(gate), "gate");
+    capi::read(static_cast<const smoe_tensor*>(up), "up");
+    const HViews views = h_views(capi::problem(problem), capi::weights(weights, "weights"),
+                                 {h, h_bytes}, capi::exec(exec));
+    write_view(views.gate, gate);
+    write_view(views.up, up);
   });
 }
 

@@ -9,6 +9,8 @@
 namespace sonicmoe::cpu {
 
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
+/// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.
+Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
 

@@ -27,6 +27,7 @@ struct CudaBackend {
   std::vector<TileChoice> (*layer_tiles)(const Problem& problem) = nullptr;
 
   decltype(&cpu::moe_sizes) moe_sizes = nullptr;
+  decltype(&cpu::h_rows) h_rows = nullptr;
   decltype(&cpu::moe_forward) moe_forward = nullptr;
   decltype(&cpu::moe_backward) moe_backward = nullptr;
   decltype(&cpu::grouped_gemm) grouped_gemm = nullptr;

@@ -17,6 +17,8 @@ void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 /// The tensors only; the buffers need the backend's sizes and are checked by forward_buffers.
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
+/// Gate and up alone.
+void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
 /// Which pass the buffers of a forward ask for: training as soon as h or saved is given.
 Pass forward_pass(const ForwardArgs& args);
 void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);

@@ -228,6 +228,16 @@ void moe_backward(const Problem& p, const BackwardArgs& args, const Exec& e) {
   grads(p, args);
 }
 
+void h_views(const Problem& p, const Weights& w, const Exec& e) {
+  exec(e);
+  problem(p);
+  for (const WeightRule& r : weight_rules(p).rule) {
+    const bool looked_at =
+        r.member == &Weights::up || (r.member == &Weights::gate && is_gated(p.activation.kind));
+    if (looked_at) input(w.*r.member, r.name, r.shape, p.dtype);
+  }
+}
+
 Pass forward_pass(const ForwardArgs& args) {
   const bool training = args.h.data != nullptr || args.saved.data != nullptr;
   return training ? Pass::kForward : Pass::kInference;

@@ -23,6 +23,29 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec) {
   return sizes_of(problem, pass, exec);
 }
 
+HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h, const Exec& exec) {
+  checks::h_views(problem, weights, exec);
+  if (h.data != nullptr) {
+    checks::buffer(h, "h", sizes_of(problem, Pass::kForward, exec).h_bytes, exec);
+  }
+  const Tensor rows =
+      serve(exec, "h_views", &cpu::h_rows, &CudaBackend::h_rows)(problem, weights, h.data);
+  const bool alternate = rows.rank == 2;
+  const std::int64_t to_up =
+      alternate ? 1 : (gate_factor(problem.activation.kind) - 1) * problem.width;
+  const Tensor first{rows.data,
+                     rows.dtype,
+                     2,
+                     {rows.shape[0], problem.width, 0},
+                     {rows.stride[0], alternate ? 2 : 1, 0}};
+  HViews views{.gate = {}, .up = first};
+  if (is_gated(problem.activation.kind)) views.gate = first;
+  if (h.data != nullptr) {
+    views.up.data = static_cast<char*>(h.data) + to_up * dtype_bytes(problem.dtype);
+  }
+  return views;
+}
+
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
   checks::moe_forward(problem, args, exec);
   checks::forward_buffers(args, sizes_of(problem, checks::forward_pass(args), exec), exec);

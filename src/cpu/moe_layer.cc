@@ -69,6 +69,10 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
   return sizes;
 }
 
+Tensor h_rows(const Problem& p, const Weights&, void* data) {
+  return tensor3(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind), p.width);
+}
+
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
   moe_forward_on(best_isa(), problem, args, exec);
 }

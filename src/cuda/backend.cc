@@ -18,6 +18,7 @@ const CudaBackend* cuda_backend() {
     };
     backend.layer_tiles = &cuda::layer_tiles;
     backend.moe_sizes = &cuda::moe_sizes;
+    backend.h_rows = &cuda::h_rows;
     backend.moe_forward = &cuda::moe_forward;
     backend.moe_backward = &cuda::moe_backward;
     backend.grouped_gemm_scratch_bytes = &cuda::grouped_gemm_scratch_bytes;

@@ -1,6 +1,7 @@
 // The layer on CUDA, in pieces that forward and backward share.
 #pragma once
 
+#include "cuda/backend.h"
 #include "cuda/device.h"
 #include "cuda/metadata.h"
 #include "cuda/roles.cuh"
@@ -29,9 +30,6 @@ bool is_paired(const Tensor& gate, const Tensor& up);
 Tensor pairs_of(const Tensor& gate);
 
 ActivationScalars scalars_of(const Activation& activation);
-
-/// H or dH at `data`: (C, G, n), or (C, 2n) with columns that alternate as those of paired weights.
-Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 
 /// The contiguous dimension of a weight view (E, rows, depth), as the operand of a product over
 /// `depth`.
