@@ -18,10 +18,10 @@ template <TileShape kShape, BSource kSource, Major kMajor>
 struct OperandB {
   static_assert(kSource != BSource::kRows || kMajor == Major::kMN);
   static constexpr int kGroups = kShape.n / 64;
-  /// Boxes of a stage. Those from rank * kShared on are what a CTA brings to its cluster.
-  static constexpr int kBoxes =
-      kMajor == Major::kK ? 2 : (splits_by_group(kShape) ? kGroups : kGroups * kShape.cluster);
-  static constexpr int kShared = kBoxes / kShape.cluster;
+  static constexpr bool kByGroup = kMajor == Major::kK || splits_by_group(kShape);
+  /// Boxes that a CTA brings of every stage.
+  static constexpr int kShare =
+      kMajor == Major::kK ? 2 / kShape.cluster : (kByGroup ? kGroups / kShape.cluster : kGroups);
   static constexpr std::uint16_t kEveryCta = (1 << kShape.cluster) - 1;
 
   /// Issues this CTA's share of k tile `kt`, or all of it where the CTA is alone; `k_tiles` are
@@ -31,16 +31,17 @@ struct OperandB {
                                               int rank) {
     const int part = kSource == BSource::kWeightsInTurn && kt >= k_tiles ? 1 : 0;
     const int k = (kt - part * k_tiles) * kDepth;
-    const bool alone = kShape.cluster == 1 || work.alone;
-    const int first = alone ? 0 : rank * kShared;
-#pragma unroll 1
-    for (int i = first; i < first + (alone ? kBoxes : kShared); i++) {
-      const Box box = box_at(maps, work, part, k, i);
-      if (alone) {
-        ptx::tma_load(target + box.offset, box.map, full, box.at);
-      } else {
+    if (kShape.cluster > 1 && !work.alone) {
+      for_each_box(maps, work, part, k, rank, [&](const Box& box) {
         ptx::tma_load_multicast(target + box.offset, box.map, full, box.at, kEveryCta);
-      }
+      });
+      return;
+    }
+#pragma unroll 1
+    for (int share = 0; share < kShape.cluster; share++) {
+      for_each_box(maps, work, part, k, share, [&](const Box& box) {
+        ptx::tma_load(target + box.offset, box.map, full, box.at);
+      });
     }
   }
 
@@ -51,24 +52,31 @@ struct OperandB {
     ptx::Coord3 at;
   };
 
-  static __device__ __forceinline__ Box box_at(const OperandBMaps& maps, const Work& work, int part,
-                                               int k, int i) {
-    if constexpr (kSource == BSource::kRows) {
-      return {&maps.map[0],
-              i * kBoxBytes,
-              {work.column + i * 64, maps.first_part + work.part, work.row + k}};
-    } else if constexpr (kMajor == Major::kK) {
-      constexpr bool kHalves = kSource == BSource::kWeightHalves;
-      const int row = work.column + (kHalves ? 0 : i * (kShape.n / 2));
-      return {&maps.map[kHalves ? i : part], i * (kShape.b_bytes() / 2), {k, row, work.expert}};
-    } else {
-      const int group = i % kGroups;
-      const int skip = i / kGroups * mn_box_depth(kShape);
-      const bool second = kSource == BSource::kWeightHalves && group >= kGroups / 2;
-      const int column = work.column + (second ? group - kGroups / 2 : group) * 64;
-      return {&maps.map[second ? 1 : part],
-              group * kBoxBytes + skip * 128,
-              {column, k + skip, work.expert}};
+  /// The boxes that CTA `share` of a cluster brings. Unrolled, because one thread issues them all.
+  template <class F>
+  static __device__ __forceinline__ void for_each_box(const OperandBMaps& maps, const Work& work,
+                                                      int part, int k, int share, F issue) {
+#pragma unroll
+    for (int i = 0; i < kShare; i++) {
+      const int group = kByGroup ? share * kShare + i : i;
+      if constexpr (kSource == BSource::kRows) {
+        issue(Box{&maps.map[0],
+                  group * kBoxBytes,
+                  {work.column + group * 64, maps.first_part + work.part, work.row + k}});
+      } else if constexpr (kMajor == Major::kK) {
+        constexpr bool kHalves = kSource == BSource::kWeightHalves;
+        const int row = work.column + (kHalves ? 0 : group * (kShape.n / 2));
+        issue(Box{&maps.map[kHalves ? group : part],
+                  group * (kShape.b_bytes() / 2),
+                  {k, row, work.expert}});
+      } else {
+        const int skip = kByGroup ? 0 : share * mn_box_depth(kShape);
+        const bool second = kSource == BSource::kWeightHalves && group >= kGroups / 2;
+        const int column = work.column + (second ? group - kGroups / 2 : group) * 64;
+        issue(Box{&maps.map[second ? 1 : part],
+                  group * kBoxBytes + skip * 128,
+                  {column, k + skip, work.expert}});
+      }
     }
   }
 };
