@@ -106,24 +106,37 @@ inline Halves gate_and_up(const MaybeArray& w_gate, const MaybeArray& w_up, bool
   return {view(w_gate, "w_up"), view(w_up, "w_up")};
 }
 
-/// A contiguous tensor beside `like`. Straight to the allocator: the dispatcher, which the stable
+/// Where a tensor is, as the shim counts devices.
+struct Spot {
+  std::int32_t type = aoti_torch_device_type_cpu();
+  std::int32_t index = 0;
+};
+
+inline Spot spot_of(const Array& t) {
+  Spot spot;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &spot.type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &spot.index));
+  return spot;
+}
+
+/// A contiguous tensor. Straight to the allocator: the dispatcher, which the stable
 /// API goes through, takes longer than all the rest of an operator's bookkeeping.
-inline Array empty(const Array& like, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
+inline Array empty(Spot spot, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   std::int64_t strides[3] = {1, 1, 1};
   for (std::size_t i = shape.size() - 1; i > 0; --i) {
     strides[i - 1] = strides[i] * std::max<std::int64_t>(1, shape.begin()[i]);
   }
-  std::int32_t type = 0;
-  std::int32_t index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
   AtenTensorHandle made = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.begin(), strides,
-                               to<std::int32_t>(from(dtype)), type, index, &made));
+                               to<std::int32_t>(from(dtype)), spot.type, spot.index, &made));
   return Array(made);
+}
+
+inline Array empty(const Array& like, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
+  return empty(spot_of(like), shape, dtype);
 }
 
 /// As the empty_like of torch.
@@ -148,7 +161,8 @@ inline Array readable_rows(const Array& t) {
   return copy;
 }
 
-inline Array nothing(const Array& like) { return empty(like, {0}, like.scalar_type()); }
+/// Stands for a result that nobody asked for. In host memory, which is had faster.
+inline Array nothing(const Array& like) { return empty(Spot{}, {0}, like.scalar_type()); }
 
 inline ScalarType score_dtype(const Array& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;

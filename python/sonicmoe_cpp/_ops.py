@@ -64,9 +64,14 @@ def _fake_forward(*arguments):
     return _like_x(x), h, x.new_empty((size,), dtype=torch.uint8)
 
 
+def _nothing(a: dict) -> Tensor:
+    """Stands for a gradient that nobody asked for; in host memory, as in views.h."""
+    return torch.empty((0,), dtype=a["x"].dtype, device="cpu")
+
+
 def _fake_gradient(a: dict, needs: int, name: str) -> Tensor:
     if a[name] is None or not needs & NEEDS[name]:
-        return a["x"].new_empty((0,))
+        return _nothing(a)
     if name == "x":
         return _like_x(a["x"])
     return torch.empty_like(a[name])
@@ -84,7 +89,7 @@ def _fake_backward_accumulate(dout, *arguments):
 
     def bias(name):
         if a[name] is None or not needs & NEEDS[name]:
-            return a["x"].new_empty((0,))
+            return _nothing(a)
         return torch.empty(a[name].shape, dtype=torch.float32, device=a["x"].device)
 
     fresh = [_fake_gradient(a, needs, name) for name in ("x", "weights")]
