@@ -218,25 +218,31 @@ def measure_memory(arguments, library):
     return {"rows": rows}
 
 
+def token_runs(shape, library):
+    """(contender, pass) -> call, for every contender that is here."""
+    data = Data(shape, CUDA)
+    data.draw(SEEDS[0])
+    ours, bound = Ours(library, data), rivals.Bound(data)
+    bound.draw()
+    runs = {}
+    for name, contender in (("ours_cpp", ours), ("bound", bound)):
+        runs[name, "fwd"], runs[name, "bwd"] = contender.forward, contender.backward
+    for name in ("ours_torch", "torch"):
+        try:
+            layer = rivals.Autograd(data, rivals.LAYERS[name](shape))
+        except ImportError as absent:
+            print(f"{name} is absent: {absent}", file=sys.stderr)
+        else:
+            runs[name, "fwd"], runs[name, "both"] = layer.forward, layer.both
+    return runs
+
+
 def measure_tokens(arguments, library):
     base = CONFIGS["7B-n256"]
     rows = []
     for tokens in TOKENS:
         torch._dynamo.reset()
-        shape = Shape(tokens, base.d, base.n, base.E, base.K)
-        data = Data(shape, CUDA)
-        data.draw(SEEDS[0])
-        ours, bound = Ours(library, data), rivals.Bound(data)
-        bound.draw()
-        grouped = rivals.Autograd(data, rivals.grouped_mm_layer(shape))
-        runs = {
-            ("ours_cpp", "fwd"): ours.forward,
-            ("ours_cpp", "bwd"): ours.backward,
-            ("bound", "fwd"): bound.forward,
-            ("bound", "bwd"): bound.backward,
-            ("torch", "fwd"): grouped.forward,
-            ("torch", "both"): grouped.both,
-        }
+        runs = token_runs(Shape(tokens, base.d, base.n, base.E, base.K), library)
         for run in runs.values():
             run()
         times = {}
@@ -244,10 +250,12 @@ def measure_tokens(arguments, library):
         row = {"T": tokens}
         for (name, which), ms in medians(times).items():
             row.setdefault(name, {})[f"{which}_ms"] = round(ms, 5)
-        row["torch"]["bwd_ms"] = round(row["torch"].pop("both_ms") - row["torch"]["fwd_ms"], 5)
+        for part in row.values():
+            if isinstance(part, dict) and "both_ms" in part:
+                part["bwd_ms"] = round(part.pop("both_ms") - part["fwd_ms"], 5)
         rows.append(row)
         print(json.dumps(row), flush=True)
-        del data, ours, bound, grouped, runs
+        del runs
         free()
     shape = {k: v for k, v in vars(base).items() if k != "T"}
     return {"state": "flushed", **shape, "rows": rows}

@@ -20,6 +20,15 @@ PEERS = {
     for row in json.loads((ROOT / "benchmarks/data/peers-h200.json").read_text())["rows"]
 }
 PASSES = {"fwd": "forward", "bwd": "backward"}
+# What is timed, as plots and tables call it.
+CONTENDERS = {
+    "bound": "bound (cuBLAS)",
+    "ours_cpp": "sonicmoe.cpp",
+    "ours_torch": "sonicmoe.cpp in PyTorch",
+    "torch": "compiled grouped_mm",
+    "transformers": "transformers grouped_mm",
+    "sonicmoe": "sonic-moe",
+}
 
 
 def newest(state):
@@ -42,14 +51,29 @@ def ratio(row, which, name="ours_cpp"):
     return row["bound"][key] / row[name][key]
 
 
-def peer_ratio(row, which, name):
+def earlier_ratio(row, which, name):
     """A peer's speed over the bound's, from a run of its own."""
     peer = PEERS[row["config"]]
     return peer[name][f"{which}_tflops"] / peer["bound"][f"{which}_tflops"]
 
 
 def sonic_ratio(row, which):
-    return peer_ratio(row, which, "sonicmoe")
+    return earlier_ratio(row, which, "sonicmoe")
+
+
+def grouped_ratio(row, which):
+    """The compiled grouped_mm layer's, of the same run where it was in it."""
+    own = ratio(row, which, "torch")
+    return earlier_ratio(row, which, "torch") if own is None else own
+
+
+def grouped_source(record):
+    """A sentence on where grouped_mm's ratios are from."""
+    missing = [row["config"] for row in record["rows"] if "torch" not in row]
+    if not missing:
+        return "grouped_mm ran in the same run."
+    which = "" if len(missing) == len(record["rows"]) else f" of {', '.join(missing)}"
+    return f"The ratios of grouped_mm{which} are from a run of its own, beside its own bound."
 
 
 def large(record):
@@ -74,7 +98,7 @@ def ratios(row):
         ours = ratio(row, which)
         yield f"{ours:.2f}" if ours else "-"
         yield f"{sonic_ratio(row, which):.2f}"
-        yield f"{peer_ratio(row, which, 'torch'):.2f}"
+        yield f"{grouped_ratio(row, which):.2f}"
 
 
 RATIO_COLUMNS = [f"{w}: {name}" for w in PASSES for name in ("ours", "sonic-moe", "grouped_mm")]
@@ -107,6 +131,7 @@ def table(hot):
             f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
             grid(columns, cells, words=2),
             f"{small}: L2 flushed before each call, single calls from an idle stream. "
+            f"{grouped_source(hot)} "
             f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
             f"commit {hot['commit']}.",
         ]
@@ -124,8 +149,8 @@ def bars(axes, hot, which):
             [row["bound"][f"{which}_tflops"] * sonic_ratio(row, which) for row in rows],
         ),
         (
-            "compiled grouped_mm (likewise)",
-            [row["bound"][f"{which}_tflops"] * peer_ratio(row, which, "torch") for row in rows],
+            "compiled grouped_mm",
+            [row["bound"][f"{which}_tflops"] * grouped_ratio(row, which) for row in rows],
         ),
     ]
     width = 0.8 / len(series)
@@ -168,14 +193,38 @@ def plot_memory(plt, record):
 def plot_tokens(plt, record):
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2))
     x = [row["T"] for row in record["rows"]]
-    labels = {"ours_cpp": "sonicmoe.cpp", "bound": "bound", "torch": "compiled grouped_mm"}
+    names = [name for name in CONTENDERS if name in record["rows"][0]]
     for axes, (which, title) in zip(panels, PASSES.items(), strict=True):
-        for name, label in labels.items():
-            axes.plot(x, [row[name][f"{which}_ms"] for row in record["rows"]], "o-", label=label)
+        for name in names:
+            ms = [row[name][f"{which}_ms"] for row in record["rows"]]
+            axes.plot(x, ms, "o-", label=CONTENDERS[name])
         shape = ", ".join(f"{k}={record[k]}" for k in ("d", "n", "E", "K"))
         axes.set(xscale="log", yscale="log", xlabel="T", ylabel="ms", title=f"{title}, {shape}")
     panels[0].legend(fontsize=8)
     return figure
+
+
+def plot_peers(plt, record):
+    rows, names = record["rows"], timed(record)
+    figure, panels = plt.subplots(3, 1, figsize=(9, 10))
+    kinds = {f"{which}_tflops": f"{title}, TFLOP/s" for which, title in PASSES.items()}
+    kinds["kept_MiB"] = "kept for backward beside X, MiB"
+    width = 0.8 / len(names)
+    for axes, (key, label) in zip(panels, kinds.items(), strict=True):
+        for i, name in enumerate(names):
+            places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(rows))]
+            values = [row.get(name, {}).get(key, 0) for row in rows]
+            axes.bar(places, values, width, label=CONTENDERS[name])
+        axes.set_xticks(range(len(rows)), [row["config"] for row in rows])
+        axes.set_ylabel(label)
+    panels[2].set_yscale("log")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def timed(record):
+    """The contenders of a record, in the order of CONTENDERS."""
+    return [name for name in CONTENDERS if any(name in row for row in record["rows"])]
 
 
 def plot_rounding(plt, record):
@@ -206,6 +255,7 @@ def main():
         "h200-throughput": (plot_throughput, newest("hot")),
         "h200-memory": (plot_memory, extra("memory")),
         "h200-tokens": (plot_tokens, extra("tokens")),
+        "h200-peers": (plot_peers, extra("peers")),
         "h200-rounding": (plot_rounding, extra("rounding")),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from h200_figures import (
+    CONTENDERS,
     PASSES,
     RATIO_COLUMNS,
     extra,
@@ -13,6 +14,7 @@ from h200_figures import (
     newest,
     pair,
     ratios,
+    timed,
 )
 
 PRODUCTS = ("A", "Y", "dH", "dW", "dX~")
@@ -89,6 +91,50 @@ def memory():
     return f"MiB, T {first['T']}, d {first['d']}.\n\n{grid(columns, rows)}\n\n{source(record)}"
 
 
+def tokens():
+    record = extra("tokens")
+    if record is None:
+        return "No record yet."
+    names = timed(record)
+    rows = [
+        [row["T"]] + [f"{row[n]['fwd_ms']:.3f}/{row[n]['bwd_ms']:.3f}" for n in names]
+        for row in record["rows"]
+    ]
+    shape = ", ".join(f"{k} {record[k]}" for k in ("d", "n", "E", "K"))
+    table = grid(["T", *(CONTENDERS[n] for n in names)], rows)
+    plot = "![Time over T](images/h200-tokens.svg)"
+    return f"{shape}; ms forward/backward.\n\n{table}\n\n{source(record)}\n\n{plot}"
+
+
+def peers():
+    record = extra("peers")
+    if record is None:
+        return "No record yet."
+    names = timed(record)
+    columns = ["layer", *(CONTENDERS[n] for n in names)]
+    speed = [[row["config"], *(pair(row, n) for n in names)] for row in record["rows"]]
+    keeping = [n for n in names if any("kept_MiB" in row.get(n, {}) for row in record["rows"])]
+    memory = [
+        [row["config"], *(row.get(n, {}).get("kept_MiB", "-") for n in keeping)]
+        for row in record["rows"]
+    ]
+    first = record["first_call"]
+    calls = ", ".join(f"{CONTENDERS[n]} {s:.2f} s" for n, s in first["seconds"].items())
+    absent = {n: state for n, state in record["peers"].items() if state != "timed"}
+    missing = ", ".join(f"{n} ({state.split(':')[0]})" for n, state in absent.items())
+    return "\n\n".join(
+        [
+            "TFLOP/s forward/backward:",
+            grid(columns, speed),
+            "MiB kept from forward to backward beside X:",
+            grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
+            f"First forward and backward of the process, {first['config']}, nothing compiled "
+            f"before: {calls}. Not timed: {missing or 'none'}. {source(record)}",
+            "![Beside other implementations](images/h200-peers.svg)",
+        ]
+    )
+
+
 def host():
     record = extra("host")
     calls = ", ".join(f"{name} {us} us" for name, us in record["host_us"].items())
@@ -107,5 +153,7 @@ TABLES = {
     "skew": skew,
     "rounding": rounding,
     "memory": memory,
+    "tokens": tokens,
+    "peers": peers,
     "host": host,
 }

@@ -2,9 +2,10 @@
 
     python benchmarks/peers.py --library build/cuda/libsonicmoe.so --out DIR
 
-For each layer: all results compared with torch, then the first call, forward and backward hot (or,
-for small work, with L2 flushed), and what a layer keeps for backward. Peers that are not installed,
-or that nothing here knows how to call, are named in the record: none is skipped silently.
+All results are compared with torch, then forward and backward timed hot (small work: with L2
+flushed), and what a layer keeps for backward; the first call of each on the smallest layer, with
+nothing compiled before. Peers that are not installed, or that nothing here knows how to call, are
+named in the record: none is skipped silently.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from pathlib import Path
 
 import h200
 import torch
+import torch._inductor.config
 from h200_bench import rivals
 from h200_bench.layer import Data
 from h200_extra import free, kept_by
 
-CONFIGS = "7B-n256,olmoe,qwen3-next,120B-n1024,7B-T2048"
+CONFIGS = "7B-T2048,olmoe-T64,7B-n256,olmoe,qwen3-next,120B-n1024"
+FIRST = "7B-T2048"
 
 
 def installed(module):
@@ -44,23 +47,28 @@ def availability(shape):
 
 
 def first_calls(names, shape):
-    """Seconds of the first forward and backward of each layer in this process, and MiB kept."""
-    result = {}
-    for name in names:
-        torch._dynamo.reset()
-        data = Data(shape, torch.device("cuda"))
-        data.draw(0)
-        layer = rivals.LAYERS[name](shape)
-        contender = rivals.Autograd(data, layer)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        contender.both()
-        torch.cuda.synchronize()
-        result[name] = {"first_call_s": round(time.perf_counter() - began, 3)}
-        result[name] |= kept_by(layer, data)
-        del data, contender, layer
-        free()
-    return result
+    """Seconds of each layer's first forward and backward here, nothing compiled before."""
+    found = {}
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for name in names:
+            torch._dynamo.reset()
+            data = Data(shape, torch.device("cuda"))
+            data.draw(0)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            rivals.Autograd(data, rivals.LAYERS[name](shape)).both()
+            torch.cuda.synchronize()
+            found[name] = round(time.perf_counter() - began, 3)
+            del data
+            free()
+    return found
+
+
+def kept(names, shape):
+    """What each layer keeps for backward, and what it needs meanwhile, in MiB."""
+    data = Data(shape, torch.device("cuda"))
+    data.draw(0)
+    return {name: kept_by(rivals.LAYERS[name](shape), data) for name in names}
 
 
 def main():
@@ -72,26 +80,31 @@ def main():
     parser.add_argument("--burst", type=float, default=60.0, help="milliseconds of a hot burst")
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
-    peers = availability(h200.CONFIGS["7B-T2048"])
+    peers = availability(h200.CONFIGS[FIRST])
     for name, state in peers.items():
         print(f"{name}: {state}")
     timed = [name for name, state in peers.items() if state == "timed"]
     arguments.peers, arguments.states, arguments.passes = ["bound", *timed], ["hot"], h200.PASSES
+    first = first_calls(timed, h200.CONFIGS[FIRST])
+    print(f"first call, s: {json.dumps(first)}", flush=True)
     libraries = h200.open_libraries([arguments.library])
     rows = []
     for config in arguments.configs.split(","):
+        began = time.perf_counter()
         shape = h200.CONFIGS[config]
-        first = first_calls(timed, shape)
+        memory = kept(timed, shape)
+        free()
         medians, _ = h200.measure(arguments, config, shape, libraries)
         for state, of_state in medians.items():
             row = h200.row_of(config, shape, of_state) | {"state": state}
-            for name, part in first.items():
+            for name, part in memory.items():
                 row.setdefault(name, {}).update(part)
             rows.append(row)
-            print(json.dumps(row), flush=True)
+            h200.print_row(state, row, time.perf_counter() - began)
         free()
     if arguments.out:
-        record = h200.header() | {"what": "peers", "peers": peers, "rows": rows}
+        record = h200.header() | {"what": "peers", "state": "hot", "peers": peers}
+        record |= {"first_call": {"config": FIRST, "seconds": first}, "rows": rows}
         path = Path(arguments.out) / "peers.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
