@@ -29,9 +29,11 @@ from lm import study
 from lm.checkpoint import write_file
 from lm.config import ROUNDING_MODES, Config, parse
 from lm.data import Corpus, load_corpus
-from lm.errors import UserError
+from lm.errors import UserError, exit_code
 from lm.trainer import Run, StopSignal
 from tqdm import tqdm
+
+INTERRUPTED = "interrupted; the same command continues"
 
 
 @dataclass(frozen=True)
@@ -145,25 +147,23 @@ def write_report(config: Config, results: list[dict[str, Any]]) -> None:
     print(study.table(rows))
 
 
+def run_study(argv: list[str]) -> int:
+    own, config = parse_arguments(argv)
+    out = Path(config.out)
+    planned = study.cases(config, own.modes, own.ratios, own.seeds)
+    out.mkdir(parents=True, exist_ok=True)
+    complete = train_missing(own, config, planned)
+    found = [study.load_result(out, case, config) for case in planned]
+    results = [result for result in found if result is not None]
+    if results:
+        write_report(config, results)
+    if not complete:
+        print(INTERRUPTED, file=sys.stderr)
+    return 0 if complete else 130
+
+
 def main(argv: list[str]) -> int:
-    try:
-        own, config = parse_arguments(argv)
-        planned = study.cases(config, own.modes, own.ratios, own.seeds)
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        complete = train_missing(own, config, planned)
-        found = [study.load_result(Path(config.out), case, config) for case in planned]
-        results = [result for result in found if result is not None]
-        if results:
-            write_report(config, results)
-        if not complete:
-            print("interrupted; the same command continues", file=sys.stderr)
-        return 0 if complete else 130
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run_study(argv), INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from lm import baselines, measure, report
 from lm.config import Config, Request, parse
 from lm.data import Corpus, load_corpus, validation_windows
-from lm.errors import UserError
+from lm.errors import UserError, exit_code
 from lm.model import ROUTINGS, generate
 from lm.trainer import Run, StopSignal
 
@@ -134,15 +134,9 @@ def demo(request: Request) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The command: failures that the user can mend are one sentence."""
-    try:
-        return demo(parse(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; what was saved before is intact", file=sys.stderr)
-        return 130
+    return exit_code(
+        lambda: demo(parse(argv)), interrupted="interrupted; what was saved before is intact"
+    )
 
 
 if __name__ == "__main__":

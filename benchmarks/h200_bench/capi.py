@@ -96,37 +96,23 @@ Weights = views_struct("Weights", "gate up down b_gate b_up b_down")
 Pairs = views_struct("Pairs", "token expert weight offsets")
 
 
+def layer_fields(second: str, tensor: str) -> tuple:
+    """What the arguments of both passes begin with."""
+    views = (("x", Tensor), ("routing", Routing), ("weights", Weights), (tensor, Tensor))
+    fields = [("size", c_uint32), (second, c_int32)]
+    fields += [(name, POINTER(kind)) for name, kind in views]
+    for name in ("h", "saved", "scratch"):
+        fields += [(name, c_void_p), (f"{name}_bytes", c_int64)]
+    return tuple(fields)
+
+
 class ForwardArgs(Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("reserved", c_uint32),
-        ("x", POINTER(Tensor)),
-        ("routing", POINTER(Routing)),
-        ("weights", POINTER(Weights)),
-        ("out", POINTER(Tensor)),
-        ("h", c_void_p),
-        ("h_bytes", c_int64),
-        ("saved", c_void_p),
-        ("saved_bytes", c_int64),
-        ("scratch", c_void_p),
-        ("scratch_bytes", c_int64),
-    )
+    _fields_ = layer_fields("reserved", "out")
 
 
 class BackwardArgs(Struct):
     _fields_ = (
-        ("size", c_uint32),
-        ("grad_mode", c_int32),
-        ("x", POINTER(Tensor)),
-        ("routing", POINTER(Routing)),
-        ("weights", POINTER(Weights)),
-        ("dout", POINTER(Tensor)),
-        ("h", c_void_p),
-        ("h_bytes", c_int64),
-        ("saved", c_void_p),
-        ("saved_bytes", c_int64),
-        ("scratch", c_void_p),
-        ("scratch_bytes", c_int64),
+        *layer_fields("grad_mode", "dout"),
         ("dx", POINTER(Tensor)),
         ("dweights", POINTER(Tensor)),
         ("grads", POINTER(Weights)),
