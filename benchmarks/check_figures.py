@@ -1,4 +1,4 @@
-"""Checks that README.md and docs/performance.md show what they claim to show.
+"""Checks that README.md, docs/performance.md and docs/demo.md show what they claim to show.
 
 The tables must be those drawn from the newest records in benchmarks/results/, and the C++ example
 the marked part of examples/layer.cc.
@@ -54,7 +54,17 @@ def performance_parts():
         yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", draw()
 
 
-DOCUMENTS = {"README.md": readme_parts, "docs/performance.md": performance_parts}
+def demo_parts():
+    """The table as examples/rounding_study.py wrote it beside its record."""
+    markers = ("<!-- study:begin -->", "<!-- study:end -->")
+    yield markers, "the study's table", (ROOT / "benchmarks/results/study/study.md").read_text()
+
+
+DOCUMENTS = {
+    "README.md": readme_parts,
+    "docs/performance.md": performance_parts,
+    "docs/demo.md": demo_parts,
+}
 
 
 def stale_parts(path, parts, fix):

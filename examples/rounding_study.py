@@ -16,8 +16,10 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import date
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -137,10 +139,23 @@ def train_missing(own: argparse.Namespace, config: Config, planned: list[study.C
     return not stop()
 
 
+def origin(config: Config) -> dict[str, str]:
+    """Where and of what a study is; SONICMOE_COMMIT names sources that travel without history."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = os.environ.get("SONICMOE_COMMIT")
+    if commit is None:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() or "unknown"
+    device = torch.cuda.get_device_name() if config.device == "cuda" else "cpu"
+    today = date.today().isoformat()
+    return {"device": device, "torch": torch.__version__, "commit": commit, "date": today}
+
+
 def write_report(config: Config, results: list[dict[str, Any]]) -> None:
     out = Path(config.out)
     rows = study.summarise(results)
-    document = {"settings": study.settings(config), "rows": rows, "runs": results}
+    document = origin(config) | {"settings": study.settings(config)}
+    document |= {"rows": rows, "runs": results}
     write_file(out / "study.json", (json.dumps(document, indent=1) + "\n").encode())
     write_file(out / "study.md", (study.table(rows) + "\n").encode())
     study.plot(rows, out / "study.png")

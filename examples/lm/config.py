@@ -27,9 +27,12 @@ class Config:
     out: str = _setting("out/demo", "folder that receives report, plot, sample and checkpoints")
     val_fraction: float = _setting(0.04, "share of the text, by file, kept for validation", 0, 0.5)
     vocab: int = _setting(2048, "entries of the byte-level BPE", 257, 1 << 20)
-    # Model: T = batch * context tokens a step, d = width, n = expert_width.
+    # Model: T = batch * context / accumulate tokens at once, d = width, n = expert_width.
     context: int = _setting(256, "tokens a sequence", 8)
     batch: int = _setting(8, "sequences a step", 1)
+    accumulate: int = _setting(
+        1, "parts that a step's batch is taken in, their gradients summed", 1
+    )
     width: int = _setting(128, "model width d", 2)
     layers: int = _setting(2, "transformer blocks", 1)
     heads: int = _setting(4, "attention heads", 1)
@@ -57,6 +60,11 @@ class Config:
     save_every: int = _setting(250, "steps between checkpoints", 1)
     sample_tokens: int = _setting(160, "tokens of generated text", 0)
     threads: int = _setting(0, "CPU threads; 0: all that this process may use", 0)
+
+    @property
+    def tokens(self) -> int:
+        """T: the tokens that a layer sees at once."""
+        return self.batch // self.accumulate * self.context
 
 
 # A resumed run may differ from its checkpoint in these alone.
@@ -127,6 +135,8 @@ def validate(config: Config) -> Config:
         if f.type is not str and not low <= value <= high:
             bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise UserError(f"{f.name} is {value}; it must be {bounds}")
+    if config.batch % config.accumulate:
+        raise UserError(f"accumulate is {config.accumulate}; it must divide batch = {config.batch}")
     if config.top_k > config.experts:
         raise UserError(f"top_k is {config.top_k}; it must be at most experts = {config.experts}")
     if config.width % (2 * config.heads):

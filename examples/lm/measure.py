@@ -30,7 +30,7 @@ def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
 
 def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, Any]:
     """One MoE layer in training: bytes measured, bytes predicted, bytes of keeping everything."""
-    tokens = config.batch * config.context
+    tokens = config.tokens
     generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(tokens, config.width, generator=generator)
     x = x.to(config.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)

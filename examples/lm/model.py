@@ -44,6 +44,17 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
+def main_gradients(moe: MoE) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The experts' .grad, in fp32: backward adds to it in place. Otherwise autocast's bf16 weights
+    would get bf16 gradients, to be cast and added."""
+    if not torch.is_grad_enabled():
+        return None
+    for weight in (moe.w_up, moe.w_down):
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    return moe.w_up.grad, moe.w_down.grad
+
+
 class Block(nn.Module):
     """Attention, then a mixture of experts, each behind a norm and beside a residual."""
 
@@ -66,7 +77,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor):
         x = x + self.attention(self.attention_norm(x), table)
-        out, aux = self.moe(self.moe_norm(x))
+        out, aux = self.moe(self.moe_norm(x), grad_accum=main_gradients(self.moe))
         return x + out, aux
 
 

@@ -44,8 +44,8 @@ class Case:
 
 
 def rows_of_expert(config: Config) -> int:
-    """T_e = T K / E, the mean rows of an expert in a step."""
-    return config.batch * config.context * config.top_k // config.experts
+    """T_e = T K / E, the mean rows of an expert."""
+    return config.tokens * config.top_k // config.experts
 
 
 def cases(config: Config, modes: list[str], ratios: list[int], seeds: int) -> list[Case]:

@@ -194,14 +194,20 @@ class Run:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
-        inputs, targets = self._batches[self.step]
-        loss, auxes = cross_entropy(self.model, inputs, targets, self.config)
-        (loss + sum(aux.loss for aux in auxes)).backward()
+        parts = self.config.accumulate
+        losses, auxes = [], []
+        for inputs, targets in zip(
+            *(np.split(part, parts) for part in self._batches[self.step]), strict=True
+        ):
+            loss, of_layers = cross_entropy(self.model, inputs, targets, self.config)
+            ((loss + sum(aux.loss for aux in of_layers)) / parts).backward()
+            losses.append(loss.detach())
+            auxes += of_layers
         if self.config.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.history.train_loss.append(loss.item())
+        self.history.train_loss.append(torch.stack(losses).mean().item())
         self.history.seconds += time.perf_counter() - began
         self.step += 1
         return auxes

@@ -165,8 +165,13 @@ class MoE(nn.Module):
             return 0
         return torch.randint(2**62, (), dtype=torch.int64) ^ self.seed
 
-    def forward(self, x: Tensor, *, selection_bias: Tensor | None = None) -> tuple[Tensor, MoEAux]:
-        """x (..., d) -> out (..., d), MoEAux. selection_bias (E,) needs score="sigmoid"."""
+    def forward(
+        self, x: Tensor, *, selection_bias: Tensor | None = None, grad_accum: tuple | None = None
+    ) -> tuple[Tensor, MoEAux]:
+        """x (..., d) -> out (..., d), MoEAux. selection_bias (E,) needs score="sigmoid".
+
+        grad_accum=(g_up, g_down) as in moe(): backward adds to these buffers.
+        """
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, its last dimension must be {self.hidden_size}"
@@ -177,6 +182,10 @@ class MoE(nn.Module):
         ids, weights = route(logits, self.top_k, **options)
         experts = {"b_up": self.b_up, "b_down": self.b_down, "activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
+        if grad_accum is not None:
+            if self.lora is not None:
+                raise ValueError("grad_accum is given, but the experts are frozen beside lora")
+            experts["grad_accum"] = grad_accum
         if self._rounds(rows.shape[0]):
             rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
             pairs = token_round(logits, self.top_k, **rule, **options)

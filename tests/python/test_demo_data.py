@@ -60,6 +60,7 @@ def test_a_bad_file_is_refused(tmp_path, content, sentence):
         (["--val-fraction", "0.7"], "val_fraction is 0.7; it must be from 0 to 0.5"),
         (["--width", "100", "--heads", "8"], "a multiple of 2 * heads = 16"),
         (["--rounding", "sideways"], "rounding is 'sideways'; it must be one of nearest"),
+        (["--accumulate", "3"], "accumulate is 3; it must divide batch = 8"),
         (["--device", "abacus"], "device is 'abacus'; it must be cpu or cuda"),
         (["--precision", "int1"], "precision is 'int1'; it must be fp32 or bf16"),
         (["--steps", "ten"], "invalid int value: 'ten'"),

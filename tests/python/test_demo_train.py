@@ -14,6 +14,7 @@ import pytest
 import torch
 from demo_support import SCRIPT, TINY, flags, write_text
 from lm import checkpoint, data, measure, trainer
+from lm import model as model_module
 from lm.config import Config
 from lm.errors import UserError
 from lm.model import ROUTINGS, build, generate, rotary_table, rotate
@@ -79,6 +80,49 @@ def test_both_runs_start_equal_and_differ_by_their_routing(tmp_path, text, preci
         assert run.history.val_loss[-1] < run.history.val_loss[0] - 0.3
     assert runs[0].history.val_loss[0] == runs[1].history.val_loss[0]
     assert not same_bits(weights(runs[0]), weights(runs[1]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_batch_in_parts_gives_the_same_training(tmp_path, text, precision):
+    """No load balancing: its loss is not a sum over tokens. The first step moves by the gradient's
+    sign alone, later ones by its size too."""
+    losses = []
+    for parts in (1, 2, 4):
+        config = tiny(text, accumulate=parts, lb_coef=0.0, steps=6, precision=precision)
+        run = trainer.Run("topk", config, data.load_corpus(config), tmp_path / str(parts))
+        run.train(stop_at(run, math.inf))
+        losses.append(run.history.train_loss)
+        tokens = config.tokens * config.layers * config.top_k
+        assert all(p["topk_rows"] == tokens * parts for p in run.history.padding)
+    assert losses[0][-1] < losses[0][0]
+    limit = 1e-5 if precision == "fp32" else 2e-3
+    assert np.abs(np.diff(losses, axis=0)).max() < limit
+
+
+def test_gradients_of_experts_are_summed_in_place(text, monkeypatch):
+    config = tiny(text)
+    inputs, targets = data.Batches(data.load_corpus(config).train, config)[0]
+
+    def gradients():
+        model = build(config, "topk")
+        for _ in range(2):
+            loss, _ = trainer.cross_entropy(model, inputs, targets, config)
+            loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    summed = []
+    kept = model_module.main_gradients
+
+    def watch(moe):
+        summed.append(kept(moe))
+        return summed[-1]
+
+    monkeypatch.setattr(model_module, "main_gradients", watch)
+    found = gradients()
+    assert len(summed) == 2 * config.layers and summed[0][0] is summed[config.layers][0]
+    assert found["blocks.0.moe.w_up"] is summed[0][0]
+    monkeypatch.setattr(model_module, "main_gradients", lambda moe: None)
+    assert same_bits(found, gradients())
 
 
 def test_a_checkpoint_holds_plain_weights_and_replaces_the_one_before(tmp_path, text):

@@ -24,6 +24,26 @@ def test_state_dict_has_plain_names():
     assert "num_experts=4" in repr(module) and "activation=swiglu" in repr(module)
 
 
+@pytest.mark.parametrize("routing", ["topk", "token_rounding"])
+def test_main_gradients(routing):
+    module = sonicmoe_cpp.MoE(4, 2, 16, 8, bias=True, routing=routing, tile=8)
+    x = torch.randn(40, 16)
+    module(x)[0].square().sum().backward()
+    plain = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    buffers = torch.ones_like(module.w_up), torch.ones_like(module.w_down)
+    module(x, grad_accum=buffers)[0].square().sum().backward()
+    assert module.w_up.grad is None and module.w_down.grad is None
+    for buffer, name in zip(buffers, ("w_up", "w_down"), strict=True):
+        torch.testing.assert_close(buffer - 1, plain[name], rtol=1e-5, atol=1e-5)
+    for name in ("router.weight", "b_up", "b_down"):
+        assert torch.equal(module.get_parameter(name).grad, plain[name])
+    if routing == "topk":
+        module.add_lora(4, 8.0)
+        with pytest.raises(ValueError, match="grad_accum is given, but the experts are frozen"):
+            module(x, grad_accum=buffers)
+
+
 def test_meta_device_and_reset():
     module = sonicmoe_cpp.MoE(4, 2, 16, 8, bias=True, device="meta")
     out, aux = module(torch.empty(2, 5, 16, device="meta"))
