@@ -181,6 +181,29 @@ def test_one_graph_for_every_number_of_tokens(function, backend):
                 torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
+def test_compiled_code_becomes_cuda_graphs():
+    """Nothing in it, forward or backward, makes torch give up on them."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    module = build()
+    compiled = torch.compile(topk, fullgraph=True, mode="reduce-overhead")
+    logits = torch.randn(240, E, generator=torch.Generator().manual_seed(2)).cuda()
+    leaves = [rows(240).requires_grad_(), logits.requires_grad_(), module.w_up, module.w_down]
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        results = []
+        for function in (compiled, topk):
+            out = function(*leaves)
+            grads = torch.autograd.grad(out.float().square().sum(), leaves)
+            results.append([t.detach().clone() for t in (out, *grads)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
 @pytest.mark.parametrize("routing", ["topk", "token_rounding"])
 def test_the_module_compiles(routing):
     torch._dynamo.reset()
