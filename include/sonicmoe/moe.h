@@ -92,10 +92,11 @@ struct HViews {
   Tensor gate{};  ///< empty without a gate
   Tensor up{};
 };
-/// Where forward leaves gate and up before the activation, biases added. Row r is the r-th row in
-/// the order of the experts; within an expert ids lie by (token, slot), pairs by (token, place in
-/// the list), groups as in x. Rows past the last routed one are not written. The parts lie side by
-/// side
+/// Where forward leaves gate and up before the activation, biases added. Rows lie in the order of
+/// the experts: within one, ids by (token, slot), pairs by (token, place in the list), groups as in
+/// x. On CUDA row p of H belongs to row p of x for groups, the same where they follow each other
+/// without a gap. Rows past the last routed one, or of no group, are not written. The parts lie
+/// side by side
 /// ([gate | up]); on CUDA they alternate where the weights do, up one element after gate along a
 /// contiguous n. Of `weights` only gate and up are looked at; h without data gives views without.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,

@@ -289,8 +289,9 @@ def h_views(
     """Gate and up before the activation, biases added: views (C, n) of the H (C, G*n) that a
     forward with these weights kept; no gate: None and up.
 
-    Rows are in the order of the experts, within one by (token, slot), by (token, place in the
-    list), or as in the grouped rows; those past the last routed row are not written.
+    Rows are in the order of the experts, within one by (token, slot) or (token, place in the list).
+    Of grouped rows: in their order within the expert, on CUDA each at its own place. Rows past the
+    last routed one, or of no group, are not written.
     """
     w_gate, w_up = _pair("w_up", w_up)
     for name, value in (("h", h), ("w_up", w_up)):
