@@ -31,12 +31,16 @@ class DeviceArray {
   void* data() const { return static_cast<std::uint8_t*>(base_) + kGuard; }
   std::int64_t bytes() const { return bytes_; }
   Buffer buffer() const { return {data(), bytes_}; }
-  void fill(int byte) { must(cudaMemset(data(), byte, static_cast<std::size_t>(bytes_))); }
+  void fill(int byte) {
+    must(cudaMemset(data(), byte, static_cast<std::size_t>(bytes_)));
+    settle();
+  }
   template <class T>
   void set(const std::vector<T>& values) {
     ASSERT_EQ(static_cast<std::int64_t>(values.size() * sizeof(T)), bytes_);
     if (bytes_ == 0) return;
     must(cudaMemcpy(data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    settle();
   }
   template <class T = std::uint8_t>
   std::vector<T> get() const {
@@ -45,6 +49,10 @@ class DeviceArray {
     must(cudaMemcpy(values.data(), data(), values.size() * sizeof(T), cudaMemcpyDeviceToHost));
     return values;
   }
+
+  /// Calls on the default stream may return before the device is done, and streams that do not
+  /// block would not wait for them.
+  static void settle() { must(cudaStreamSynchronize(nullptr)); }
 
  private:
   static constexpr std::int64_t kGuard = 1024;

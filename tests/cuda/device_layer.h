@@ -38,6 +38,7 @@ class Periodic {
                       static_cast<std::size_t>(part * 2), cudaMemcpyDefault));
       done += part;
     }
+    DeviceArray::settle();
   }
   void* data() const { return array_.data(); }
   int value(std::int64_t i) const {

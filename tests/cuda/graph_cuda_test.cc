@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/device.h"
+#include "cuda/device_array.h"
 #include "sonicmoe/moe.h"
 
 namespace sonicmoe {
@@ -15,34 +16,8 @@ namespace {
 
 constexpr std::int64_t kT = 301, kD = 200, kN = 72, kE = 9, kK = 3;
 
-void must(cudaError_t status) { cuda::check_cuda(status, "a CUDA call of the test"); }
-
-/// Device memory of 16-bit or other elements, freed with the test.
-class Array {
- public:
-  explicit Array(std::int64_t bytes) : bytes_(bytes) {
-    must(cudaMalloc(&data_, static_cast<std::size_t>(bytes)));
-    must(cudaMemset(data_, 0xff, static_cast<std::size_t>(bytes)));
-  }
-  ~Array() { cudaFree(data_); }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-  void* data() const { return data_; }
-  Buffer buffer() const { return {data_, bytes_}; }
-  template <class T>
-  void set(const std::vector<T>& values) {
-    must(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  std::vector<std::uint8_t> get() const {
-    std::vector<std::uint8_t> bytes(static_cast<std::size_t>(bytes_));
-    must(cudaMemcpy(bytes.data(), data_, bytes.size(), cudaMemcpyDeviceToHost));
-    return bytes;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::int64_t bytes_;
-};
+using testing::must;
+using Array = testing::DeviceArray;
 
 /// Random bf16 values in [-1, 1) by their bits.
 std::vector<std::uint16_t> values(std::int64_t count, unsigned seed) {
@@ -142,9 +117,7 @@ TEST(CudaGraph, ReplaysOverOtherRoutings) {
     must(cudaStreamSynchronize(stream));
     const std::vector<std::vector<std::uint8_t>> direct = {out.get(), dx.get(), dw1.get(),
                                                            dw2.get(), dweights.get()};
-    for (const Array* a : {&out, &dx, &dw1, &dw2, &dweights}) {
-      must(cudaMemset(a->data(), 0xff, static_cast<std::size_t>(a->buffer().bytes)));
-    }
+    for (Array* a : {&out, &dx, &dw1, &dw2, &dweights}) a->fill(0xff);
     must(cudaGraphLaunch(replay, stream));
     must(cudaStreamSynchronize(stream));
     EXPECT_EQ(direct[0], out.get());
