@@ -34,6 +34,7 @@ SPARSE = {
     "2048-n512-E512-K10": Shape(32768, 2048, 512, 512, 10),
     **{f"2048-n1024-E{E}-K8": Shape(16384, 2048, 1024, E, 8) for E in (32, 64, 128, 256, 512)},
 }
+RATES = ("of_bmm", "of_copy")  # a kernel's rate over another's
 TOKENS = (256, 1024, 4096, 16384, 65536)
 GRANULARITY = [Shape(24576, 1536, 2048 // K, 16 * K, K) for K in (2, 4, 8, 16, 32)]
 
@@ -59,7 +60,8 @@ def measure_kernels(arguments, library):
         rows.append({"config": config, "kernels": found})
         write(arguments.out, "kernels", {"state": "hot", "rows": rows})  # a long run may be cut off
         text = ", ".join(
-            f"{role} {k['us']:.0f} us" + (f" ({k['of_bmm']:.3f} of bmm)" if "of_bmm" in k else "")
+            f"{role} {k['us']:.0f} us"
+            + "".join(f" ({k[of]:.3f} {of.replace('_', ' ')})" for of in RATES if of in k)
             for role, k in found.items()
             if "us" in k
         )

@@ -35,13 +35,18 @@ def cool():
     return f"{grid(columns, rows)}\n\nMean of our ratio over sonic-moe's: {means}. {source(record)}"
 
 
+def time_and_share(kernel):
+    share = f" ({kernel['of_copy']:.2f})" if "of_copy" in kernel else ""
+    return f"{kernel['us']:.0f}{share}"
+
+
 def kernels():
     record = extra("kernels")
     rows = []
     for row in record["rows"]:
         found = row["kernels"]
         cells = [f"{found[k]['tflops']:.0f} ({found[k]['of_bmm']:.2f})" for k in PRODUCTS]
-        sums = [f"{found[k]['us']:.0f}" for k in ("O", "dX")]
+        sums = [time_and_share(found[k]) for k in ("O", "dX")]
         rest = [f"{found[f'rest of {which}']['us']:.0f}" for which in PASSES]
         rows.append([row["config"], *cells, *sums, *rest])
     means = [

@@ -48,6 +48,13 @@ class Products:
             "dX~": (4 * self.flops, lambda: bmm(self.h, w1)),
         }
 
+    def copy(self):
+        """A copy that reads and writes together as many bytes as the sum over a token's rows."""
+        s = self.bound.shape
+        source = self.bound.xe.flatten()
+        target = torch.empty((s.rows + s.T) * s.d // 2, dtype=source.dtype, device=source.device)
+        return lambda: target.copy_(source[: len(target)])
+
 
 def marker(tensor):
     """A kernel that nothing else here launches, to cut the trace into bursts."""
@@ -68,7 +75,7 @@ def traced(bursts):
     events = [
         (e.start_ns(), e.name(), e.duration_ns() * 1e-3)
         for e in profile.profiler.kineto_results.events()
-        if str(e.device_type()).endswith("CUDA") and not e.name().startswith("Mem")
+        if str(e.device_type()).endswith("CUDA") and not e.name().startswith("Memset")
     ]
     parts = [[]]
     for _, name, duration in sorted(events):
@@ -94,8 +101,10 @@ def by_role(which, kernels, calls, dropped):
 
 
 def kernel_rates(ours, bound, burst_ms):
-    """role -> microseconds and TFLOP/s of ours and of torch.bmm, hot, interleaved."""
-    products = Products(bound).calls()
+    """role -> microseconds and TFLOP/s of ours and of torch.bmm, hot, interleaved; of the sums over
+    rows their share of a copy's rate."""
+    bound_products = Products(bound)
+    products = bound_products.calls()
     passes = {"fwd": ours.forward, "bwd": ours.backward}
     plan = []
     for which, run in passes.items():
@@ -104,6 +113,7 @@ def kernel_rates(ours, bound, burst_ms):
     for role, (flops, run) in products.items():
         run()
         plan.append((role, flops, run))
+    plan.append(("copy", 0, bound_products.copy()))
     torch.cuda.synchronize()
     bursts = []
     for _, _, run in plan:
@@ -121,6 +131,10 @@ def kernel_rates(ours, bound, burst_ms):
         each = len(kernels) // calls
         total = [sum(d for _, d in kernels[i * each : (i + 1) * each]) for i in range(calls)]
         us = statistics.median(total[dropped:])
+        if name == "copy":
+            for role in ("O", "dX"):
+                result[role]["of_copy"] = round(us / result[role]["us"], 3)
+            continue
         result.setdefault(name, {})["bmm_us"] = round(us, 2)
         result[name]["bmm_tflops"] = round(flops / us * 1e-6, 1)
     for part in result.values():
