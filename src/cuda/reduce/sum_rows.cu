@@ -1,18 +1,20 @@
 // One token a block (several where d is small), 16 bytes a thread and row, plain loads and stores:
-// this runs at the copy bandwidth. The order of the sum is fixed.
+// this runs at the copy bandwidth as long as enough bytes are on their way, which few registers a
+// thread allow. So kernels differ in how many rows they load at once. The order of the sum is
+// fixed.
 #include <algorithm>
 
 #include "cuda/device.h"
 #include "cuda/epilogues/element.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/reduce/sum_rows.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kInFlight = 8;  // rows looked up, then loaded, before the first is summed
-
-constexpr int kMostThreads = 512;  // of a block; wider rows take several rounds
+constexpr int kMostThreads = 256;  // of a block; wider rows take several rounds
 
 struct SumArgs {
   const void* rows;  // (C, d), contiguous
@@ -25,15 +27,9 @@ struct SumArgs {
   const std::int32_t* position_slot;
   const std::int32_t* token_offsets;
   const float* weights;
-  std::int64_t weight_strides[2];  // of (token, k), or of the slot in [0]
-  std::int32_t by_token;           // weights are (T, K)
-
-  __device__ float weight(std::int64_t token, int k, std::int64_t position) const {
-    if (weights == nullptr) return 1.0f;
-    if (by_token != 0) return __ldg(weights + token * weight_strides[0] + k * weight_strides[1]);
-    const std::int64_t slot = position_slot != nullptr ? position_slot[position] : position;
-    return __ldg(weights + slot * weight_strides[0]);
-  }
+  std::int64_t token_stride;   // of weights, where tokens have no list
+  std::int64_t weight_stride;  // from one k, or one slot, to the next
+  std::int32_t half;           // elements are fp16, else bf16
 };
 
 template <class Element>
@@ -47,12 +43,30 @@ __device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& v, floa
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kMostThreads) sum_rows_kernel(const SumArgs a) {
+__device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
+  return {Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3]),
+          Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
+}
+
+/// kInFlight: rows looked up, then loaded, before the first is summed. kBlocks: blocks that a
+/// multiprocessor is to hold, which bounds the registers.
+template <int kInFlight, int kBlocks>
+__global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const SumArgs a) {
+  ptx::wait_for_previous_kernel();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= a.tokens) return;
   const bool listed = a.token_offsets != nullptr;
   const std::int64_t begin = listed ? a.token_offsets[token] : token * a.top_k;
   const int count = listed ? static_cast<int>(a.token_offsets[token + 1] - begin) : a.top_k;
+  const std::int32_t* look_up = a.position_row + begin;
+  const std::int32_t* slots = a.position_slot != nullptr ? a.position_slot + begin : nullptr;
+  const float* weights = a.weights;
+  if (!listed) {
+    weights += token * a.token_stride;
+  } else if (slots == nullptr) {
+    weights += begin * a.weight_stride;
+  }
+  auto* out = static_cast<std::uint16_t*>(a.out) + token * a.out_stride;
   for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
     const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
     float sum[8] = {};
@@ -62,27 +76,29 @@ __global__ void __launch_bounds__(kMostThreads) sum_rows_kernel(const SumArgs a)
       std::int32_t row[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; i++) {
-        const bool valid = k0 + i < count;
-        row[i] = valid ? __ldg(a.position_row + begin + k0 + i) : -1;
-        weight[i] = valid ? a.weight(token, k0 + i, begin + k0 + i) : 0.0f;
+        row[i] = k0 + i < count ? __ldg(look_up + k0 + i) : -1;
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; i++) {
         if (row[i] < 0) continue;
         value[i] = ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks);
+        weight[i] = 1.0f;
+        if (a.weights == nullptr) continue;
+        const int slot = slots != nullptr ? __ldg(slots + k0 + i) : k0 + i;
+        weight[i] = __ldg(weights + slot * a.weight_stride);
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; i++) {
-        if (row[i] >= 0) accumulate<Element>(sum, value[i], weight[i]);
+        if (row[i] < 0) continue;
+        if (a.half != 0) {
+          accumulate<__half>(sum, value[i], weight[i]);
+        } else {
+          accumulate<__nv_bfloat16>(sum, value[i], weight[i]);
+        }
       }
     }
-    uint4 packed;
-    packed.x = Pair<Element>::pack(sum[0], sum[1]);
-    packed.y = Pair<Element>::pack(sum[2], sum[3]);
-    packed.z = Pair<Element>::pack(sum[4], sum[5]);
-    packed.w = Pair<Element>::pack(sum[6], sum[7]);
-    auto* out = static_cast<std::uint16_t*>(a.out) + token * a.out_stride;
-    reinterpret_cast<uint4*>(out)[chunk] = packed;
+    reinterpret_cast<uint4*>(out)[chunk] =
+        a.half != 0 ? rounded<__half>(sum) : rounded<__nv_bfloat16>(sum);
   }
 }
 
@@ -102,17 +118,19 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.position_slot = metadata.position_slot;
   args.token_offsets = metadata.token_offsets;
   args.weights = static_cast<const float*>(weights.data);
-  args.weight_strides[0] = weights.stride[0];
-  args.weight_strides[1] = weights.stride[1];
-  args.by_token = problem.form == RoutingForm::kIds ? 1 : 0;
+  args.token_stride = weights.stride[0];
+  args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
+  args.half = problem.dtype == DType::kF16 ? 1 : 0;
   const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
   const int across = (args.chunks + rounds - 1) / rounds;
   const int down = std::max(1, 64 / across);
-  const auto grid = static_cast<unsigned>((problem.tokens + down - 1) / down);
-  const auto kernel =
-      problem.dtype == DType::kBF16 ? sum_rows_kernel<__nv_bfloat16> : sum_rows_kernel<__half>;
-  kernel<<<grid, dim3(across, down), 0, stream>>>(args);
-  check_cuda(cudaGetLastError(), "launching the sum over a token's rows");
+  const std::int64_t grid = (problem.tokens + down - 1) / down;
+  const std::int64_t mean = row_capacity(problem) / problem.tokens;  // rows of a token
+  const auto kernel = mean <= 2   ? sum_rows_kernel<2, 6>
+                      : mean <= 4 ? sum_rows_kernel<4, 4>
+                                  : sum_rows_kernel<8, 3>;
+  launch_dependent("launching the sum over a token's rows", kernel,
+                   {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 
 }  // namespace sonicmoe::cuda
