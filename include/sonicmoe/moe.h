@@ -96,9 +96,9 @@ struct HViews {
 /// the experts: within one, ids by (token, slot), pairs by (token, place in the list), groups as in
 /// x. On CUDA row p of H belongs to row p of x for groups, the same where they follow each other
 /// without a gap. Rows past the last routed one, or of no group, are not written. The parts lie
-/// side by side
-/// ([gate | up]); on CUDA they alternate where the weights do, up one element after gate along a
-/// contiguous n. Of `weights` only gate and up are looked at; h without data gives views without.
+/// side by side ([gate | up]); on CUDA they alternate where the weights do, up one element after
+/// gate along a contiguous n. Of `weights` only gate and up are looked at; h without data gives
+/// views without.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 
