@@ -215,6 +215,7 @@ def measure_memory(arguments, library):
         row["scattermoe_formula_MiB"] = round(scatter / 2**20, 2)
         rows.append(row)
         print(json.dumps(row), flush=True)
+        write(arguments.out, "memory", {"rows": rows})
         del data
         free()
     return {"rows": rows}
@@ -242,6 +243,8 @@ def token_runs(shape, library):
 def measure_tokens(arguments, library):
     base = CONFIGS["7B-n256"]
     rows = []
+    record = {"state": "flushed", "rows": rows}
+    record |= {k: v for k, v in vars(base).items() if k != "T"}
     for tokens in TOKENS:
         torch._dynamo.reset()
         runs = token_runs(Shape(tokens, base.d, base.n, base.E, base.K), library)
@@ -257,10 +260,10 @@ def measure_tokens(arguments, library):
                 part["bwd_ms"] = round(part.pop("both_ms") - part["fwd_ms"], 5)
         rows.append(row)
         print(json.dumps(row), flush=True)
+        write(arguments.out, "tokens", record)
         del runs
         free()
-    shape = {k: v for k, v in vars(base).items() if k != "T"}
-    return {"state": "flushed", **shape, "rows": rows}
+    return record
 
 
 def measure_host(arguments):

@@ -15,14 +15,13 @@ import importlib.util
 import json
 import sys
 import time
-from pathlib import Path
 
 import h200
 import torch
 import torch._inductor.config
 from h200_bench import rivals
 from h200_bench.layer import Data
-from h200_extra import free, kept_by
+from h200_extra import free, kept_by, write
 
 CONFIGS = "7B-T2048,olmoe-T64,7B-n256,olmoe,qwen3-next,120B-n1024"
 FIRST = "7B-T2048"
@@ -101,13 +100,10 @@ def main():
                 row.setdefault(name, {}).update(part)
             rows.append(row)
             h200.print_row(state, row, time.perf_counter() - began)
+        record = {"state": "hot", "peers": peers, "rows": rows}
+        record |= {"first_call": {"config": FIRST, "seconds": first}}
+        write(arguments.out, "peers", record)  # a long run may be cut off
         free()
-    if arguments.out:
-        record = h200.header() | {"what": "peers", "state": "hot", "peers": peers}
-        record |= {"first_call": {"config": FIRST, "seconds": first}, "rows": rows}
-        path = Path(arguments.out) / "peers.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
