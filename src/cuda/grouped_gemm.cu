@@ -53,24 +53,14 @@ struct Groups {
 /// Offsets to experts and records, indices to what the producers take. Values are clamped.
 __global__ void __launch_bounds__(kPlaceThreads)
     take_offsets(Groups g, Counters counters, GemmScratch s) {
-  __shared__ std::int32_t first_record[kMostPlaced];
-  __shared__ std::int32_t rows_of[kMostPlaced];
-  __shared__ std::int32_t begin_of[kMostPlaced];
-  ptx::wait_for_previous_kernel();
-  ptx::launch_next_kernel();
-  counters.clear();
-  const int e = threadIdx.x;
-  RowRange own{0, 0};
-  if (e < g.experts) {
+  take_ranges(s.groups, g.experts, counters, [&](int e) {
     const auto offset = [&](int i) {
-      return min(max(g.offsets[i * g.offset_stride], std::int64_t{0}), g.rows);
+      return static_cast<int>(min(max(g.offsets[i * g.offset_stride], std::int64_t{0}), g.rows));
     };
-    own.begin = static_cast<int>(offset(e));
-    own.rows = max(0, static_cast<int>(offset(e + 1)) - own.begin);
-  }
-  write_experts(s.groups, g.experts, own, {first_record, rows_of, begin_of});
+    return RowRange{offset(e), max(0, offset(e + 1) - offset(e))};
+  });
   if (g.gather == nullptr) return;
-  for (std::int64_t i = blockIdx.x * kPlaceThreads + e; i < g.rows;
+  for (std::int64_t i = blockIdx.x * kPlaceThreads + threadIdx.x; i < g.rows;
        i += gridDim.x * kPlaceThreads) {
     const std::int64_t row = g.gather[i * g.gather_stride];
     s.index[i] = static_cast<std::int32_t>(min(max(row, std::int64_t{0}), g.source_rows - 1));

@@ -65,27 +65,17 @@ struct Groups {
 /// kGrouped: ranges clamped to the buffer.
 __global__ void __launch_bounds__(kPlaceThreads)
     take_groups(Groups groups, Counters counters, Metadata out) {
-  __shared__ std::int32_t first_record[kMostPlaced];
-  __shared__ std::int32_t rows_of[kMostPlaced];
-  __shared__ std::int32_t begin_of[kMostPlaced];
-  ptx::wait_for_previous_kernel();
-  ptx::launch_next_kernel();
-  counters.clear();
-  const int e = threadIdx.x;
-  std::int64_t begin = 0;
-  std::int64_t rows = 0;
-  if (e < groups.experts && groups.row_count.at(e) > 0) {
-    begin = groups.row_begin.at(e);
-    rows = groups.row_count.at(e);
+  take_ranges(out, groups.experts, counters, [&](int e) {
+    std::int64_t begin = groups.row_begin.at(e);
+    std::int64_t rows = max(std::int64_t{0}, groups.row_count.at(e));
     if (begin < 0) {  // what reaches into the buffer is kept; the sum of opposite signs is safe
       rows = max(std::int64_t{0}, begin + rows);
       begin = 0;
     }
     begin = min(begin, groups.capacity);
     rows = min(rows, groups.capacity - begin);
-  }
-  write_experts(out, groups.experts, {static_cast<int>(begin), static_cast<int>(rows)},
-                {first_record, rows_of, begin_of});
+    return rows > 0 ? RowRange{static_cast<int>(begin), static_cast<int>(rows)} : RowRange{0, 0};
+  });
 }
 
 /// kGrouped: rows of a group are their own token, slot and position.
@@ -130,7 +120,8 @@ Scratch scratch_layout(const Problem& p, void* base) {
   const std::int64_t capacity = row_capacity(p);
   Carver carver(base);
   Scratch s{};
-  s.table = carver.take<std::uint16_t>(place_plan(capacity).blocks * columns_of(p));
+  const PlacePlan plan = place_plan(capacity);
+  s.table = carver.take<std::uint16_t>(plan.whole ? 0 : plan.blocks * columns_of(p));
   if (p.form == RoutingForm::kPairs) {
     s.zero_words = 2 * (p.tokens + p.experts) + kMostSpans + 1;
     s.zero = carver.take<std::int32_t>(s.zero_words);

@@ -5,6 +5,8 @@
 // Few positions: one cluster, one launch. Many: a launch that counts, and one that places.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include "cuda/metadata_records.cuh"
 #include "cuda/ptx/barrier.cuh"
 
@@ -94,8 +96,10 @@ struct PlaceParams {
 struct PlaceShared {
   std::int32_t* start;     // (columns) row of the block's next position of an expert
   std::int32_t* local;     // (columns) the same within the span
-  std::int32_t* before;    // (columns) rows in earlier blocks, then the first record
+  std::int32_t* before;    // (columns) rows in earlier blocks
   std::int32_t* total;     // (columns)
+  std::int32_t* record;    // (columns) first record
+  std::int32_t* counted;   // (columns) of this block, for the others of its cluster
   std::uint32_t* sorted;   // (kSpan) position in the span | expert << 16
   std::uint16_t* in_warp;  // (warps, columns)
 
@@ -104,10 +108,12 @@ struct PlaceShared {
         local(start + columns),
         before(local + columns),
         total(before + columns),
-        sorted(reinterpret_cast<std::uint32_t*>(total + columns)),
+        record(total + columns),
+        counted(record + columns),
+        sorted(reinterpret_cast<std::uint32_t*>(counted + columns)),
         in_warp(reinterpret_cast<std::uint16_t*>(sorted + kSpan)) {}
   static std::size_t bytes(int columns) {
-    return static_cast<std::size_t>(columns) * 4 * 4 + kSpan * 4 +
+    return static_cast<std::size_t>(columns) * 6 * 4 + kSpan * 4 +
            static_cast<std::size_t>(columns) * kPlaceWarps * 2;
   }
 };
@@ -141,6 +147,26 @@ __device__ inline void sum_table(const PlaceParams& p, const PlaceShared& s) {
   }
 }
 
+/// The same among the blocks of a cluster, from each other's shared memory, which has to stay until
+/// all have read it.
+__device__ inline void sum_cluster(const PlaceParams& p, const PlaceShared& s, int count) {
+  const auto cluster = cooperative_groups::this_cluster();
+  const int e = threadIdx.x;
+  if (e < p.columns) s.counted[e] = count;
+  cluster.sync();
+  if (e >= p.columns) return;
+  int total = 0;
+  int before = 0;
+#pragma unroll 8
+  for (unsigned b = 0; b < gridDim.x; b++) {
+    const int other = cluster.map_shared_rank(s.counted, b)[e];
+    total += other;
+    before += b < blockIdx.x ? other : 0;
+  }
+  s.total[e] = total;
+  s.before[e] = before;
+}
+
 /// Counts the positions of a block's chunk. Small, so that a placing block has room beside it.
 __global__ void __launch_bounds__(kCountThreads) count_positions(const PlaceParams p) {
   __shared__ int seen[kMostPlaced];
@@ -171,8 +197,9 @@ enum class Placing { kWhole, kAfterCount };
 /// A thread's positions of a span: 32 * turns consecutive ones for every warp.
 struct Turns {
   int expert[kPlaceTurns];
-  int rank[kPlaceTurns];  // among the warp's positions of the same expert
+  int rank[kPlaceTurns];  // among the warp's positions of the same expert, then the span's
   int per_warp;
+  int valid;  // of the span, with an expert
 
   __device__ int local(int turn) const {
     return static_cast<int>(threadIdx.x) / 32 * per_warp + turn * 32 +
@@ -189,8 +216,8 @@ struct Chunk {
 
 /// Ranks within warps; in_warp becomes the positions of an expert in the warps before. Returns how
 /// many thread e's expert has in the span.
-__device__ inline int rank_span(const PlaceParams& p, const PlaceShared& s, const Chunk& chunk,
-                                Turns* turns) {
+__device__ inline int rank_in_warps(const PlaceParams& p, const PlaceShared& s, const Chunk& chunk,
+                                    Turns* turns) {
   const int lane = threadIdx.x % 32;
   std::uint16_t* mine = s.in_warp + threadIdx.x / 32 * p.columns;
   const auto left =
@@ -221,42 +248,54 @@ __device__ inline int rank_span(const PlaceParams& p, const PlaceShared& s, cons
   __syncthreads();
   int count = 0;
   if (static_cast<int>(threadIdx.x) < p.columns) {
-#pragma unroll 16
-    for (int w = 0; w < kPlaceWarps; w++) {
-      std::uint16_t& own = s.in_warp[w * p.columns + threadIdx.x];
-      const int value = own;
-      own = static_cast<std::uint16_t>(count);
-      count += value;
+    constexpr int kAtOnce = 8;  // read before any is written, so that the reads overlap
+#pragma unroll 1
+    for (int w = 0; w < kPlaceWarps; w += kAtOnce) {
+      std::uint16_t* own = s.in_warp + w * p.columns + threadIdx.x;
+      int value[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) value[i] = own[i * p.columns];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        own[i * p.columns] = static_cast<std::uint16_t>(count);
+        count += value[i];
+      }
     }
   }
   return count;
 }
 
-/// Writes a ranked span: positions in order, rows in runs of one expert.
-__device__ inline void write_span(const PlaceParams& p, const PlaceShared& s, const Chunk& chunk,
-                                  int count, const Turns& turns) {
-  const Positions& positions = p.positions;
-  int valid = 0;
-  const int local = block_prefix<kPlaceThreads>(count, &valid);
+/// Sorts a span by expert in shared memory. Returns how many thread e's expert has in it.
+__device__ inline int sort_span(const PlaceParams& p, const PlaceShared& s, const Chunk& chunk,
+                                Turns* turns) {
+  const int count = rank_in_warps(p, s, chunk, turns);
+  const int local = block_prefix<kPlaceThreads>(count, &turns->valid);
   if (static_cast<int>(threadIdx.x) < p.columns) s.local[threadIdx.x] = local;
   __syncthreads();
   const std::uint16_t* earlier = s.in_warp + threadIdx.x / 32 * p.columns;
 #pragma unroll
   for (int i = 0; i < kPlaceTurns; i++) {
+    const int expert = turns->expert[i];
+    if (i * 32 >= turns->per_warp || expert < 0) continue;
+    turns->rank[i] += earlier[expert];
+    s.sorted[s.local[expert] + turns->rank[i]] =
+        static_cast<std::uint32_t>(expert) << 16 | static_cast<std::uint32_t>(turns->local(i));
+  }
+  return count;
+}
+
+/// Writes a sorted span: positions in order, rows in runs of one expert.
+__device__ inline void write_span(const PlaceParams& p, const PlaceShared& s, const Chunk& chunk,
+                                  const Turns& turns) {
+  const Positions& positions = p.positions;
+#pragma unroll
+  for (int i = 0; i < kPlaceTurns; i++) {
     const std::int64_t position = chunk.first + turns.local(i);
     if (i * 32 >= turns.per_warp || position >= chunk.end) break;
     const int expert = turns.expert[i];
-    std::int32_t row = -1;
-    if (expert >= 0) {
-      const int rank = earlier[expert] + turns.rank[i];
-      s.sorted[s.local[expert] + rank] =
-          static_cast<std::uint32_t>(expert) << 16 | static_cast<std::uint32_t>(turns.local(i));
-      row = s.start[expert] + rank;
-    }
-    p.out.position_row[position] = row;
+    p.out.position_row[position] = expert >= 0 ? s.start[expert] + turns.rank[i] : -1;
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < valid; i += kPlaceThreads) {
+  for (int i = threadIdx.x; i < turns.valid; i += kPlaceThreads) {
     const std::uint32_t entry = s.sorted[i];
     const int expert = static_cast<int>(entry >> 16);
     const std::int32_t row = s.start[expert] + i - s.local[expert];
@@ -285,13 +324,16 @@ __global__ void __maxnreg__(kPlaceRegisters) place_positions(const PlaceParams p
   const PlaceShared s(shared, p.columns);
   const int e = threadIdx.x;
   const int experts = p.positions.experts;
-  if (e < p.columns) s.total[e] = s.before[e] = 0;
-  if (kPlacing == Placing::kWhole) ptx::wait_for_previous_kernel();
+  if (kPlacing == Placing::kWhole) {
+    ptx::wait_for_previous_kernel();
+  } else if (e < p.columns) {
+    s.total[e] = s.before[e] = 0;
+  }
   if (p.ranges.sorted()) {  // known before the counts are
     ptx::wait_for_previous_kernel();
     ptx::launch_next_kernel();
     p.counters.clear();
-    write_rows(p.out, experts, p.ranges.rows(experts), {s.before, s.total, s.local});
+    write_rows(p.out, experts, p.ranges.rows(experts), {s.record, s.total, s.before});
     return;
   }
   Chunk chunk{};
@@ -299,35 +341,32 @@ __global__ void __maxnreg__(kPlaceRegisters) place_positions(const PlaceParams p
   chunk.end = min(p.positions.count, chunk.first + p.chunk);
   chunk.valid = min(p.positions.end(), chunk.end);
   Turns turns;
-  int count = rank_span(p, s, chunk, &turns);
-  if (kPlacing == Placing::kWhole) {
-    if (e < p.columns) {
-      p.table[static_cast<std::int64_t>(blockIdx.x) * p.columns + e] =
-          static_cast<std::uint16_t>(count);
-    }
-    __threadfence();
-    ptx::cluster_sync();
-  } else {
-    ptx::wait_for_previous_kernel();
-    __syncthreads();
-  }
+  int count = sort_span(p, s, chunk, &turns);
+  if (kPlacing == Placing::kAfterCount) ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   p.counters.clear();
-  sum_table(p, s);
+  if (kPlacing == Placing::kAfterCount) {
+    __syncthreads();
+    sum_table(p, s);
+  } else {
+    sum_cluster(p, s, count);
+  }
   __syncthreads();
   const int rows = e < experts ? s.total[e] : 0;
   const int before = e < p.columns ? s.before[e] : 0;
-  const int begin = write_rows(p.out, experts, rows, {s.before, s.total, s.local});
+  const int begin = write_rows(p.out, experts, rows, {s.record, s.total, s.before});
   if (e < p.columns) s.start[e] = begin + before;
   __syncthreads();
   for (;;) {
-    write_span(p, s, chunk, count, turns);
+    write_span(p, s, chunk, turns);
     chunk.first += kSpan;
     if (chunk.first >= chunk.end) break;
     __syncthreads();
     if (e < p.columns) s.start[e] += count;
-    count = rank_span(p, s, chunk, &turns);
+    count = sort_span(p, s, chunk, &turns);
+    __syncthreads();
   }
+  if (kPlacing == Placing::kWhole) ptx::cluster_sync();
 }
 
 }  // namespace sonicmoe::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/metadata.h"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/tiles.h"
 
@@ -65,6 +66,21 @@ __device__ inline void write_experts(const Metadata& out, int experts, RowRange 
     }
     out.records[i] = {low, all.begin[low], all.rows[low], all.first_record[low]};
   }
+}
+
+/// The whole of a kernel that finds its experts' rows without sorting: waits for the kernel before,
+/// clears the counters, and takes range(e) for every expert.
+template <class Range>
+__device__ void take_ranges(const Metadata& out, int experts, const Counters& counters,
+                            const Range& range) {
+  __shared__ std::int32_t first_record[kMostPlaced];
+  __shared__ std::int32_t rows[kMostPlaced];
+  __shared__ std::int32_t begin[kMostPlaced];
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  counters.clear();
+  const int e = threadIdx.x;
+  write_experts(out, experts, e < experts ? range(e) : RowRange{0, 0}, {first_record, rows, begin});
 }
 
 }  // namespace sonicmoe::cuda
