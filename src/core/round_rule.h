@@ -48,10 +48,9 @@ SONICMOE_HD std::int64_t score_count(const RoundBounds& b, std::uint64_t gained,
 /// smaller, running = sum of the changes of the experts before; a tie goes to `nearest`.
 template <class Int>
 SONICMOE_HD Int balanced_change(Int down, Int up, Int nearest, Int running) {
-  const Int with_lo = running > down ? running - down : down - running;
-  const Int with_hi = running + up < 0 ? -(running + up) : running + up;
-  const Int closer = with_lo < with_hi ? -down : up;
-  return with_lo == with_hi ? nearest : closer;
+  const Int middle = 2 * running + up - down;  // |running + up| < |running - down| where negative
+  const Int closer = middle < 0 ? up : -down;
+  return middle == 0 ? nearest : closer;
 }
 
 SONICMOE_HD std::int64_t balanced_count(const RoundBounds& b, std::int64_t tile,

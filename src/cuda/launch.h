@@ -17,8 +17,8 @@ struct LaunchShape {
   unsigned cluster = 1;  ///< CTAs of a cluster along x
 };
 
-/// Shared memory that a kernel may use without asking.
-inline constexpr std::size_t kPlainShared = 48 * 1024;
+/// Shared memory that a kernel may use without asking, beside 16 KB of its own arrays.
+inline constexpr std::size_t kPlainShared = 32 * 1024;
 
 /// Launches `kernel`, which must call ptx::wait_for_previous_kernel() before it touches what an
 /// earlier kernel may still use. Throws Error(kCuda) that names `what`.

@@ -220,22 +220,24 @@ TEST(CudaRouting, TokenRoundingEqualsTheCpu) {
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
-// Columns longer than one chunk, crowded with equal probabilities and with chosen ones; the longest
-// do not fit shared memory.
+// Columns longer than one chunk, crowded with equal probabilities, with some that differ in their
+// last bits alone, and with chosen ones. The longest do not fit shared memory; the larger tile asks
+// for more tokens than are looked for one by one.
 TEST(CudaRouting, LongColumnsEqualTheCpu) {
   std::mt19937_64 random(7);
   for (const Flavour flavour : testing::kFlavours) {
     for (const DType dtype : {DType::kBF16, DType::kF32}) {
       const bool fits = dtype == DType::kBF16;
-      const Shape s = {fits ? 20001 : 36001, fits ? 48 : 20, 4, 0, 0};
+      const Shape s = {fits ? 20001 : 83001, fits ? 48 : 9, 4, 0, 0};
       Guarded logits(dtype, s.tokens * s.experts);
       fill_logits(&logits, s.experts, flavour, &random);
       for (int mode = 0; mode < 6; ++mode) {
-        SCOPED_TRACE(::testing::Message()
-                     << "mode " << mode << " flavour " << static_cast<int>(flavour));
         RoundOptions o;
+        o.tile = mode % 2 == static_cast<int>(flavour) % 2 ? 128 : 3000;
         o.mode = static_cast<RoundingMode>(mode);
         o.route.top_k = s.top_k;
+        SCOPED_TRACE(::testing::Message() << "mode " << mode << " tile " << o.tile << " flavour "
+                                          << static_cast<int>(flavour));
         check_rounding(o, o, s, dtype, &logits, &random);
         if (HasFatalFailure()) return;
       }

@@ -11,9 +11,27 @@
 namespace sonicmoe::cuda {
 namespace {
 
+/// The caller's scratch.
+struct ChoiceScratch {
+  KeyColumns columns;
+  Softmax* softmax;  // (T)
+  std::int64_t bytes;
+};
+
+ChoiceScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts) {
+  ChoiceScratch s{};
+  s.columns.stride = key_stride_of(tokens);
+  s.columns.keys = static_cast<CutKey*>(base);
+  const std::int64_t keys = experts * s.columns.stride;  // even: the softmaxes are aligned
+  s.softmax = reinterpret_cast<Softmax*>(s.columns.keys + keys);
+  s.bytes = std::max(keys * std::int64_t{sizeof(CutKey)} + tokens * std::int64_t{sizeof(Softmax)},
+                     tokens * experts * std::int64_t{sizeof(float)});  // the gradient's
+  return s;
+}
+
 template <class R>
-__global__ void __launch_bounds__(kRankThreads) rank_softmax(RouteParams p, KeyColumns out) {
-  extern __shared__ __align__(16) std::uint32_t tile[];
+__global__ void __launch_bounds__(kRankThreads) rank_softmax(RouteParams p, ChoiceScratch out) {
+  extern __shared__ __align__(16) CutKey tile[];
   constexpr int kStride = tile_stride(R::kLanes * R::kValues);
   ptx::wait_for_previous_kernel();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kRankTokens;
@@ -26,34 +44,39 @@ __global__ void __launch_bounds__(kRankThreads) rank_softmax(RouteParams p, KeyC
     Softmax s{};
     float probability[R::kValues];
     r.probabilities(p, probability, &s);
-    store_keys<R>(probability, tile + row * kStride);
+    store_keys<R>(probability, tile + tile_row(row) * kStride);
+    if (R::slot() == 0 && first + row < p.tokens) out.softmax[first + row] = s;
   }
   __syncthreads();
-  write_columns(p, tile, kStride, out, first);
+  write_columns(p, tile, kStride, out.columns, first);
 }
 
-__global__ void __launch_bounds__(kSelectThreads)
-    choose_tokens(KeyColumns columns, int tokens, int count, PairsView out) {
-  extern __shared__ __align__(16) std::uint32_t room[];  // the column; then kStretch places
-  __shared__ std::uint32_t bins[RadixSelect::kBins];
+__global__ void __launch_bounds__(kSelectThreads, 2)
+    choose_tokens(RouteParams p, ChoiceScratch s, int count, PairsView out) {
+  extern __shared__ __align__(16) CutKey keys[];  // the column; then kStretch places
+  __shared__ SelectRoom room;
   ptx::wait_for_previous_kernel();
   const int e = blockIdx.x;
-  const Column column = Column::stage(columns.keys + e * columns.stride, tokens, room);
-  auto* list = reinterpret_cast<std::uint16_t*>(column.end_of(room));
+  const auto tokens = static_cast<int>(p.tokens);
+  const Ranking ranking{Column::stage(s.columns.keys + e * s.columns.stride, tokens, keys),
+                        {p.logits, s.softmax, p.score},
+                        e};
+  std::uint16_t* list = ranking.column.end_of(keys);
   std::int64_t at = static_cast<std::int64_t>(e) * count;
   if (threadIdx.x == 0) {
     out.offsets[e * out.offsets_stride] = at;
     if (e + 1 == static_cast<int>(gridDim.x))
       out.offsets[(e + 1) * out.offsets_stride] = at + count;
   }
-  const Threshold last = select_rows(column, count, 0, bins);
+  Column::wait_for_copy();
+  const Threshold last = select_rows(ranking, count, 0, &room);
   int equal = 0;
   for (int first = 0; first < tokens; first += Column::kStretch) {
-    const int kept = list_kept(
-        last, [&](int c) { return column.read(first + c * Column::kChunk); }, &equal, list);
+    const int kept = list_kept(ranking, last, first, &equal, list);
     for (int i = threadIdx.x; i < kept; i += kSelectThreads) {
       const int token = first + list[i];
-      out.set(at + i, token, e, key::float_of(column.key(token)));
+      out.set(at + i, token, e);
+      out.weight[(at + i) * out.weight_stride] = ranking.p(token);
     }
     at += kept;
     __syncthreads();
@@ -97,26 +120,27 @@ RouteParams softmax_params(const Tensor& logits) {
 }  // namespace
 
 std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::int64_t experts) {
-  return experts * key_stride_of(tokens) * 4;  // keys, or gradients (T, E)
+  return scratch_at(nullptr, tokens, experts).bytes;
 }
 
 void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, Buffer scratch,
                    const Exec& exec) {
   const RouteParams p = softmax_params(logits);
   const auto stream = static_cast<cudaStream_t>(exec.stream);
-  const KeyColumns columns{static_cast<std::uint32_t*>(scratch.data), key_stride_of(p.tokens)};
+  const ChoiceScratch s = scratch_at(scratch.data, p.tokens, p.experts);
   const char* what = "launching expert_choice";
   if (p.tokens > 0) {
-    with_wide_row(p, logits.dtype, [&](auto choice) {
+    with_wide_row(p, [&](auto choice) {
       using R = typename decltype(choice)::R;
-      constexpr std::size_t kTile = kRankTokens * tile_stride(R::kLanes * R::kValues) * 4;
+      constexpr std::size_t kTile =
+          kRankTokens * tile_stride(R::kLanes * R::kValues) * sizeof(CutKey);
       launch_dependent(what, rank_softmax<R>,
-                       {blocks_of(p.tokens, kRankTokens), kRankThreads, kTile}, stream, p, columns);
+                       {blocks_of(p.tokens, kRankTokens), kRankThreads, kTile}, stream, p, s);
     });
   }
   const LaunchShape shape{static_cast<unsigned>(p.experts), kSelectThreads,
                           list_shared_bytes(p.tokens)};
-  launch_dependent(what, choose_tokens, shape, stream, columns, static_cast<int>(p.tokens),
+  launch_dependent(what, choose_tokens, shape, stream, p, s,
                    static_cast<int>(std::min(capacity, p.tokens)), view_of(pairs));
 }
 
@@ -127,7 +151,7 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
   const auto stream = static_cast<cudaStream_t>(exec.stream);
   auto* dense = static_cast<float*>(scratch.data);
   spread_gradients(p, pairs, dweight, dense, stream);
-  with_wide_row(p, logits.dtype, [&](auto choice) {
+  with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     launch_dependent("launching expert_choice_backward", choice_rows_backward<R>,
                      {blocks_of(p.tokens, rows_of_block<R>(kRowThreads)), kRowThreads}, stream, p,

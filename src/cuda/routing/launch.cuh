@@ -18,10 +18,14 @@ inline LogitsView view_of(const Tensor& t) {
   const bool vectors = t.stride[1] == 1 && t.shape[1] % per_vector == 0 &&
                        t.stride[0] % per_vector == 0 &&
                        reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-  return {t.data, t.stride[0], t.stride[1], vectors ? 1 : 0};
+  return {t.data, t.stride[0], t.stride[1], vectors ? 1 : 0, t.dtype};
 }
 
 inline RouteParams params_of(const RouteOptions& o, const Tensor& logits) {
+  if (logits.dtype != DType::kBF16 && logits.dtype != DType::kF16 && logits.dtype != DType::kF32) {
+    throw Error(Status::kUnsupported, std::string("logits is ") + dtype_name(logits.dtype) +
+                                          ", routing on CUDA takes bf16, f16 or f32");
+  }
   if (logits.shape[1] > kMaxExperts) {
     throw Error(Status::kUnsupported, "experts is " + std::to_string(logits.shape[1]) +
                                           ", routing on CUDA takes at most " +
@@ -59,77 +63,54 @@ struct RowChoice {
   using Item = ItemType;
 };
 
-/// How a warp's rows are finished: kTogether needs Row::kPasses, kOneByOne has one pass.
-enum class Finish { kTogether, kOneByOne };
+/// bf16 logits that are themselves the selection value are compared as 16 bits.
+inline bool selects_by_word(const RouteParams& p) {
+  return p.logits.dtype == DType::kBF16 && p.score != ScoreMode::kSigmoid && p.n_group == 0;
+}
 
-template <class Logit, class Item, Finish kFinish, class Body>
-void with_experts(const RouteParams& p, const Body& body) {
-  constexpr int kFew = kFinish == Finish::kTogether ? 8 : 32;
+template <class Item, class Body>
+void with_narrow_row(const RouteParams& p, const Body& body) {
   if (p.experts <= 64 && p.top_k <= 8) {
-    body(RowChoice<Row<Logit, 8, 8, 8>, Item>{});
+    body(RowChoice<Row<8, 8, 8>, Item>{});
   } else if (p.experts <= 128 && p.top_k <= 16) {
-    body(RowChoice<Row<Logit, 16, 8, 16>, Item>{});
+    body(RowChoice<Row<16, 8, 16>, Item>{});
   } else if (p.experts <= 256 && p.top_k <= 8) {
-    body(RowChoice<Row<Logit, 32, 8, kFew>, Item>{});
+    body(RowChoice<Row<32, 8, 8>, Item>{});
   } else if (p.experts <= 256) {
-    body(RowChoice<Row<Logit, 32, 8, 32>, Item>{});
+    body(RowChoice<Row<32, 8, 32>, Item>{});
   } else if (p.experts <= 512) {
-    body(RowChoice<Row<Logit, 32, 16, 32>, Item>{});
+    body(RowChoice<Row<32, 16, 32>, Item>{});
   } else {
-    body(RowChoice<Row<Logit, 32, 32, 32>, Item>{});
+    body(RowChoice<Row<32, 32, 32>, Item>{});
   }
 }
 
-[[noreturn]] inline void refuse_logits(DType dtype) {
-  throw Error(Status::kUnsupported, std::string("logits is ") + dtype_name(dtype) +
-                                        ", routing on CUDA takes bf16, f16 or f32");
-}
-
-/// Calls body(RowChoice) for the logits' dtype, E and K. bf16 logits that are themselves the
-/// selection value are compared as 16 bits.
-template <Finish kFinish, class Body>
-void with_row(const RouteParams& p, DType dtype, const Body& body) {
-  if (dtype == DType::kF32) {
-    with_experts<float, std::uint64_t, kFinish>(p, body);
-  } else if (dtype == DType::kF16) {
-    with_experts<__half, std::uint64_t, kFinish>(p, body);
-  } else if (dtype != DType::kBF16) {
-    refuse_logits(dtype);
-  } else if (p.score == ScoreMode::kSigmoid || p.n_group > 0) {
-    with_experts<__nv_bfloat16, std::uint64_t, kFinish>(p, body);
+/// Calls body(RowChoice) for the logits, E and K.
+template <class Body>
+void with_row(const RouteParams& p, const Body& body) {
+  if (selects_by_word(p)) {
+    with_narrow_row<std::uint32_t>(p, body);
   } else {
-    with_experts<__nv_bfloat16, std::uint32_t, kFinish>(p, body);
+    with_narrow_row<std::uint64_t>(p, body);
   }
 }
 
-/// As with_row, where nothing is selected.
-template <class Body>
-void with_plain_row(const RouteParams& p, DType dtype, const Body& body) {
-  RouteParams plain = p;
-  plain.score = ScoreMode::kSoftmaxBeforeTopK;
-  plain.n_group = 0;
-  with_row<Finish::kOneByOne>(plain, dtype, body);
+template <class Item, class Body>
+void with_wide_row(const RouteParams& p, const Body& body) {
+  if (p.experts <= 256) {
+    body(RowChoice<Row<32, 8, 32>, Item>{});
+  } else {
+    body(RowChoice<Row<32, 32, 32>, Item>{});
+  }
 }
 
-/// As with_plain_row, with a warp for every row: fewer kernels where their speed matters less.
+/// As with_row, with a warp for every row: fewer kernels where their speed matters less.
 template <class Body>
-void with_wide_row(const RouteParams& p, DType dtype, const Body& body) {
-  const auto by_experts = [&](auto logit) {
-    using Logit = decltype(logit);
-    if (p.experts <= 256) {
-      body(RowChoice<Row<Logit, 32, 8, 32>, std::uint64_t>{});
-    } else {
-      body(RowChoice<Row<Logit, 32, 32, 32>, std::uint64_t>{});
-    }
-  };
-  if (dtype == DType::kF32) {
-    by_experts(float{});
-  } else if (dtype == DType::kF16) {
-    by_experts(__half{});
-  } else if (dtype == DType::kBF16) {
-    by_experts(__nv_bfloat16{});
+void with_wide_row(const RouteParams& p, const Body& body) {
+  if (selects_by_word(p)) {
+    with_wide_row<std::uint32_t>(p, body);
   } else {
-    refuse_logits(dtype);
+    with_wide_row<std::uint64_t>(p, body);
   }
 }
 

@@ -203,7 +203,7 @@ void router_losses(const RouteOptions& options, const Tensor& logits, const Tens
   const auto stream = static_cast<cudaStream_t>(exec.stream);
   const LossParts parts = parts_at(scratch.data, p.tokens, p.experts);
   const char* what = "launching the router's losses";
-  with_wide_row(p, logits.dtype, [&](auto choice) {
+  with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     if (parts.blocks == 0) return;
     launch_dependent(what, loss_parts<R>, {static_cast<unsigned>(parts.blocks), kLossThreads},
@@ -224,7 +224,7 @@ void router_losses_backward(const RouteOptions& options, const Tensor& logits,
   const LossGradients in{static_cast<const float*>(dvalues.data),
                          static_cast<const std::int64_t*>(tokens_per_expert.data),
                          dvalues.stride[0], tokens_per_expert.stride[0]};
-  with_wide_row(p, logits.dtype, [&](auto choice) {
+  with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     launch_dependent("launching the gradient of the router's losses", loss_rows_backward<R>,
                      {blocks_of(p.tokens, kRowThreads / R::kLanes), kRowThreads},

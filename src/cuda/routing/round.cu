@@ -1,5 +1,5 @@
-// Token rounding on CUDA, three kernels: rank (top-K of every token, rank keys as columns by
-// expert), select (how many rows an expert keeps, and the last of them), write (the sorted lists).
+// Token rounding on CUDA: rank (top-K of every token, rank keys as columns by expert), select (how
+// many rows an expert keeps, and the last of them), list (the sorted lists), weigh (their weights).
 #include <algorithm>
 
 #include "core/round_rule.h"
@@ -15,14 +15,16 @@
 namespace sonicmoe::cuda {
 namespace {
 
+constexpr int kWeighThreads = 256;
+
 /// The caller's scratch.
 struct RoundScratch {
-  std::uint32_t* keys;    // (E, key_stride)
+  KeyColumns columns;
+  Softmax* softmax;       // (T)
   std::int32_t* ids;      // (T, K)
   float* weights;         // (T, K)
   std::int32_t* counts;   // (E) f
   Threshold* thresholds;  // (E)
-  std::int64_t key_stride;
   std::int64_t bytes;
 };
 
@@ -34,27 +36,38 @@ RoundScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts, s
     return at;
   };
   RoundScratch s{};
-  s.key_stride = key_stride_of(tokens);
-  s.keys = static_cast<std::uint32_t*>(take(experts * s.key_stride * 4));
+  s.columns.stride = key_stride_of(tokens);
+  s.columns.keys =
+      static_cast<CutKey*>(take(experts * s.columns.stride * std::int64_t{sizeof(CutKey)}));
+  s.softmax = static_cast<Softmax*>(take(tokens * std::int64_t{sizeof(Softmax)}));
   s.ids = static_cast<std::int32_t*>(take(tokens * top_k * 4));
   s.weights = static_cast<float*>(take(tokens * top_k * 4));
   s.counts = static_cast<std::int32_t*>(take(experts * 4));
   s.thresholds = static_cast<Threshold*>(take(experts * std::int64_t{sizeof(Threshold)}));
-  s.bytes = used;
+  s.bytes = std::max(used, tokens * experts * std::int64_t{sizeof(float)});  // the gradient's
   return s;
 }
 
-template <class R>
+/// A kernel and not cudaMemsetAsync, over which no launch could overlap.
+__global__ void __launch_bounds__(kMaxExperts) clear_counts(int experts, std::int32_t* counts) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  if (static_cast<int>(threadIdx.x) < experts) counts[threadIdx.x] = 0;
+}
+
+/// A block's shared memory: the tile, room for selecting, and counts by expert.
+template <class R, class Item>
 std::size_t rank_shared(const RouteParams& p) {
-  const int groups = R::group_words(p.n_group) * (kRankThreads / R::kLanes);
-  return static_cast<std::size_t>(kRankTokens * tile_stride(R::kLanes * R::kValues) + groups) * 4 +
+  return kRankTokens * tile_stride(R::kLanes * R::kValues) * sizeof(CutKey) +
+         R::template room_bytes<Item>(kRankThreads, p.n_group) +
          static_cast<std::size_t>(p.experts) * 4;
 }
 
-/// A warp's rows from `first` on: their routes, and their keys as rows of the tile.
+/// A warp's rows from `first` on: their routes, and their keys as rows of the tile, in which
+/// `first` is token `place`.
 template <class R, class Item>
 __device__ void rank_rows(const RouteParams& p, const RoundScratch& s, std::int64_t first,
-                          std::uint32_t* tile, std::uint32_t* groups, std::int32_t* seen) {
+                          int place, CutKey* tile, std::uint32_t* room, std::int32_t* seen) {
   constexpr int kStride = tile_stride(R::kLanes * R::kValues);
   Softmax all{};
   Item mine = 0;
@@ -62,10 +75,10 @@ __device__ void rank_rows(const RouteParams& p, const RoundScratch& s, std::int6
   for (int pass = 0; pass < R::kPasses; pass++) {
     const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
     Softmax own{};
-    read_row<R>(p, token, groups, pass, &mine, [&](const auto& row) {
+    read_row<R>(p, token, room, pass, &mine, [&](const auto& row) {
       float probability[R::kValues];
       row().probabilities(p, probability, &own);
-      store_keys<R>(probability, tile + R::read_row(pass) * kStride);
+      store_keys<R>(probability, tile + tile_row(place + R::read_row(pass)) * kStride);
     });
     if (R::in_pass(pass)) all = own;
   }
@@ -73,40 +86,43 @@ __device__ void rank_rows(const RouteParams& p, const RoundScratch& s, std::int6
   const std::int64_t row = first + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   const int id = item_expert(mine);
-  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
   const float weight = R::weigh(p, id, raw);
   if (R::slot() >= p.top_k || row >= p.tokens) return;
+  if (R::slot() == 0) s.softmax[token] = all;
   s.ids[token * p.top_k + R::slot()] = id;
   s.weights[token * p.top_k + R::slot()] = weight;
   if (id < 0) return;
-  tile[R::slot_row() * kStride + id] |= key::kChosen;
+  tile[tile_row(place + R::slot_row()) * kStride + id] |= kCutChosen;
   atomicAdd(&seen[id], 1);
 }
 
 template <class R, class Item>
-__global__ void __launch_bounds__(kRankThreads, R::kValues == 8 ? 3 : 1)
+__global__ void __launch_bounds__(kRankThreads, R::kValues > 8      ? 1
+                                                : sizeof(Item) == 4 ? 4
+                                                                    : 3)
     rank_tokens(RouteParams p, RoundScratch s) {
-  extern __shared__ __align__(16) std::uint32_t tile[];
+  extern __shared__ __align__(16) std::uint32_t shared[];
   constexpr int kStride = tile_stride(R::kLanes * R::kValues);
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  std::uint32_t* groups = tile + kRankTokens * kStride;
-  auto* seen = reinterpret_cast<std::int32_t*>(groups + kRankThreads / R::kLanes *
-                                                            R::group_words(p.n_group));
+  auto* tile = reinterpret_cast<CutKey*>(shared);
+  std::uint32_t* room = shared + kRankTokens * kStride / 2;
+  auto* seen = reinterpret_cast<std::int32_t*>(room + kRankThreads / R::kLanes *
+                                                          R::template room_words<Item>(p.n_group));
   for (int e = threadIdx.x; e < p.experts; e += kRankThreads) seen[e] = 0;
   __syncthreads();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kRankTokens;
 #pragma unroll 1
   for (int i = threadIdx.x / 32 * R::kRowsPerWarp; i < kRankTokens;
        i += rows_of_block<R>(kRankThreads)) {
-    rank_rows<R, Item>(p, s, first + i, tile + i * kStride,
-                       groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), seen);
+    rank_rows<R, Item>(p, s, first + i, i, tile, R::template room_of<Item>(room, p.n_group), seen);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < p.experts; e += kRankThreads) {
     if (seen[e] != 0) atomicAdd(&s.counts[e], seen[e]);
   }
-  write_columns(p, tile, kStride, {s.keys, s.key_stride}, first);
+  write_columns(p, tile, kStride, s.columns, first);
 }
 
 /// What the kernels by expert need to know.
@@ -118,36 +134,28 @@ struct RoundParams {
   std::int32_t top_k;
   RoundingMode mode;
   float scale;
+  Probabilities probabilities;
 };
 
-/// Rows that every expert keeps, into rows[E]; not for the score mode, which looks at masses.
-__device__ void count_rows(const RoundParams& p, const std::int32_t* counts, std::int32_t* rows) {
-  __shared__ int3 changes[kMaxExperts];  // balanced: f - lo, hi - f, nearest - f
-  const int e = threadIdx.x;
-  if (e < p.experts) {
-    const RoundBounds b = round_bounds(counts[e], p.tile, p.tokens);
-    const std::int64_t nearest = nearest_count(b, p.tile);
-    changes[e] = {static_cast<int>(b.f - b.lo), static_cast<int>(b.hi - b.f),
-                  static_cast<int>(nearest - b.f)};
-    std::int64_t c = p.mode == RoundingMode::kBalanced ? b.f : nearest;
-    if (p.mode == RoundingMode::kUp) c = b.hi;
-    if (p.mode == RoundingMode::kDown) c = b.lo;
-    if (p.mode == RoundingMode::kStochastic) {
-      c = stochastic_count(b, expert_draw(p.seed, static_cast<std::uint32_t>(e)));
-    }
-    rows[e] = static_cast<std::int32_t>(b.lo == b.hi ? b.f : c);
+/// What decides how many rows an expert keeps, but for its tokens.
+struct RowRule {
+  RoundingMode mode;
+  std::int64_t tile;
+  std::uint64_t seed;
+  std::int32_t tokens;
+};
+
+/// Rows of an expert with f chosen tokens under the modes that look at nothing else. Not inlined:
+/// kernels that run once through their code wait for each line of it.
+__device__ __noinline__ int rows_by_count(RowRule rule, int f, int expert) {
+  const RoundBounds b = round_bounds(f, rule.tile, rule.tokens);
+  if (rule.mode == RoundingMode::kUp) return static_cast<int>(b.hi);
+  if (rule.mode == RoundingMode::kDown || b.lo == b.hi) return static_cast<int>(b.lo);
+  if (rule.mode == RoundingMode::kStochastic) {
+    return static_cast<int>(
+        stochastic_count(b, expert_draw(rule.seed, static_cast<std::uint32_t>(expert))));
   }
-  __syncthreads();
-  if (p.mode == RoundingMode::kBalanced && threadIdx.x == 0) {
-    int running = 0;
-#pragma unroll 8
-    for (int i = 0; i < p.experts; i++) {
-      const int change = balanced_change(changes[i].x, changes[i].y, changes[i].z, running);
-      rows[i] += change;
-      running += change;
-    }
-  }
-  __syncthreads();
+  return static_cast<int>(nearest_count(b, rule.tile));
 }
 
 /// Modes whose rows are found before the lists are written, by a kernel of their own.
@@ -157,126 +165,180 @@ __device__ bool decided_before(RoundingMode mode) {
 
 /// Rows of the balanced mode, which goes through the experts one by one: once, not in every block.
 __global__ void __launch_bounds__(kMaxExperts) decide_rows(RoundParams p, RoundScratch s) {
-  __shared__ std::int32_t rows[kMaxExperts];
+  __shared__ int4 changes[kMaxExperts];  // f, and f - lo, hi - f, nearest - f
   ptx::wait_for_previous_kernel();
-  count_rows(p, s.counts, rows);
-  if (static_cast<int>(threadIdx.x) < p.experts) s.thresholds[threadIdx.x].rows = rows[threadIdx.x];
+  ptx::launch_next_kernel();
+  const int e = threadIdx.x;
+  if (e < p.experts) {
+    const RoundBounds b = round_bounds(s.counts[e], p.tile, p.tokens);
+    changes[e] = {static_cast<int>(b.f), static_cast<int>(b.f - b.lo), static_cast<int>(b.hi - b.f),
+                  static_cast<int>(nearest_count(b, p.tile) - b.f)};
+  }
+  __syncthreads();
+  if (e == 0) {
+    int running = 0;
+#pragma unroll 8
+    for (int i = 0; i < p.experts; i++) {
+      const int4 own = changes[i];
+      const int change = balanced_change(own.y, own.z, own.w, running);
+      changes[i].x = own.x + change;
+      running += change;
+    }
+  }
+  __syncthreads();
+  if (e < p.experts) s.thresholds[e].rows = changes[e].x;
+}
+
+/// The chosen bit aside, whether a key is kept; `low` are the bits below the cut.
+__device__ bool is_above(const Threshold& t, unsigned key, unsigned low) {
+  if (key != t.cut) return key > t.cut;
+  return t.ties != 0 ? low > t.low : low >= t.low;
 }
 
 /// Both candidates of the score mode, and the one that wins.
-__device__ Threshold select_by_score(const Column& column, const RoundBounds& b,
-                                     std::uint32_t* bins) {
+__device__ Threshold select_by_score(const Ranking& r, const RoundBounds& b, SelectRoom* room) {
   const auto hi = static_cast<int>(b.hi);
   const auto lo = static_cast<int>(b.lo);
   const auto f = static_cast<int>(b.f);
-  if (lo == hi) return select_rows(column, f, f, bins);
-  const Threshold more = select_rows(column, hi, f, bins);
-  const Threshold less = select_rows(column, lo, f, bins);
+  if (lo == hi) return select_rows(r, f, f, room);
+  const Threshold more = select_rows(r, hi, f, room);
+  const Threshold less = select_rows(r, lo, f, room);
   std::uint64_t gained = 0;
   std::uint64_t lost = 0;
   std::uint64_t equal = 0;  // chosen keys that equal the last kept one
-  column.each([&](std::uint32_t k) {
-    const std::uint64_t mass = key::mass(key::float_of(k & ~key::kChosen));
-    if (k < key::kChosen) {
-      if (k > more.key) gained += mass;
-    } else if (k < less.key) {
-      lost += mass;
-    } else if (k == less.key) {
+  const auto undecided = [&](unsigned k) { return k < kCutChosen ? k >= more.cut : k <= less.cut; };
+  r.column.where(undecided, [&](unsigned k, int token) {
+    const float p = r.p(token);
+    const unsigned low = low_key(p);
+    if (k < kCutChosen) {
+      gained += is_above(more, k, low) ? key::mass(p) : 0;
+    } else if (k == less.cut && low == less.low && less.ties != 0) {
       equal += 1;
+    } else {
+      lost += is_above(less, k, low) ? 0 : key::mass(p);
     }
   });
   gained = block_sum<kSelectThreads>(gained);
   lost = block_sum<kSelectThreads>(lost);
   equal = block_sum<kSelectThreads>(equal);
-  gained += key::mass(key::float_of(more.key)) * static_cast<std::uint64_t>(more.take);
-  if (less.take > 0) {
-    lost += key::mass(key::float_of(less.key & ~key::kChosen)) *
-            (equal - static_cast<std::uint64_t>(less.take));
-  }
+  const auto edge = [](const Threshold& t) {
+    return key::mass(key::float_of((t.cut & kCutMask) << kCutBits | t.low));
+  };
+  if (more.ties != 0) gained += edge(more) * static_cast<std::uint64_t>(more.take);
+  if (less.ties != 0) lost += edge(less) * (equal - static_cast<std::uint64_t>(less.take));
   return score_count(b, gained, lost) == b.hi ? more : less;
 }
 
-__global__ void __launch_bounds__(kSelectThreads) select_scores(RoundParams p, RoundScratch s) {
-  extern __shared__ __align__(16) std::uint32_t room[];  // the column
-  __shared__ std::uint32_t bins[RadixSelect::kBins];
+__global__ void __launch_bounds__(kSelectThreads, 2) select_scores(RoundParams p, RoundScratch s) {
+  extern __shared__ __align__(16) CutKey keys[];  // the column
+  __shared__ SelectRoom room;
   ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   const int e = blockIdx.x;
-  const Column column = Column::stage(s.keys + e * s.key_stride, p.tokens, room);
+  const Ranking ranking{Column::stage(s.columns.keys + e * s.columns.stride, p.tokens, keys),
+                        p.probabilities, e};
   const RoundBounds b = round_bounds(s.counts[e], p.tile, p.tokens);
-  const Threshold result = select_by_score(column, b, bins);
+  Column::wait_for_copy();
+  const Threshold result = select_by_score(ranking, b, &room);
   if (threadIdx.x == 0) s.thresholds[e] = result;
 }
 
-/// Chosen pairs keep route()'s weight, added ones carry p * scale.
-__device__ float pair_weight(const RoundParams& p, const RoundScratch& s, std::uint32_t k,
-                             int token, int expert) {
-  if (k < key::kChosen) return key::mul32(key::float_of(k), p.scale);
-  const std::int64_t first = static_cast<std::int64_t>(token) * p.top_k;
-  int slot = 0;
-#pragma unroll 8  // all reads at once: no early end
-  for (int k = 1; k < p.top_k; k++) slot = s.ids[first + k] == expert ? k : slot;
-  return s.weights[first + slot];
-}
+/// What a block knows of its list and of all.
+struct ListPlace {
+  int rows;
+  int first;  // pair
+};
 
-/// Turns rows[E] into this block's first pair; block 0 writes all offsets. *total is offsets[E].
-__device__ int expert_offset(const RoundParams& p, const PairsView& out, const std::int32_t* rows,
-                             int* total) {
-  __shared__ int own;
-  const int e = threadIdx.x;
+/// Rows of every expert to this block's first pair; block 0 writes all offsets.
+__device__ ListPlace list_place(const RoundParams& p, const RoundScratch& s, const PairsView& out) {
+  constexpr int kEach = kMaxExperts / kSelectThreads;
+  __shared__ int own[2];
+  int rows[kEach];
   int sum = 0;
-  const int before = block_prefix<kSelectThreads>(e < p.experts ? rows[e] : 0, &sum);
-  if (e == static_cast<int>(blockIdx.x)) own = before;
-  if (blockIdx.x == 0) {
-    if (e < p.experts) out.offsets[e * out.offsets_stride] = before;
-    if (e == 0) out.offsets[p.experts * out.offsets_stride] = sum;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int e = static_cast<int>(threadIdx.x) * kEach + i;
+    rows[i] = 0;
+    if (e < p.experts) {
+      rows[i] = decided_before(p.mode)
+                    ? s.thresholds[e].rows
+                    : rows_by_count({p.mode, p.tile, p.seed, p.tokens}, s.counts[e], e);
+    }
+    sum += rows[i];
   }
+  int all = 0;
+  int before = block_prefix<kSelectThreads>(sum, &all);
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int e = static_cast<int>(threadIdx.x) * kEach + i;
+    if (e == static_cast<int>(blockIdx.x)) {
+      own[0] = rows[i];
+      own[1] = before;
+    }
+    if (blockIdx.x == 0 && e < p.experts) out.offsets[e * out.offsets_stride] = before;
+    before += rows[i];
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) out.offsets[p.experts * out.offsets_stride] = all;
   __syncthreads();
-  *total = sum;
-  return own;
+  return {own[0], own[1]};
 }
 
 /// Thresholds (score mode: given) to lists: one block an expert. Rows of the modes that decide
 /// before are given too.
-__global__ void __launch_bounds__(kSelectThreads)
-    write_pairs(RoundParams p, RoundScratch s, PairsView out) {
-  extern __shared__ __align__(16) std::uint32_t room[];  // the column; then kStretch places
-  __shared__ std::uint32_t bins[RadixSelect::kBins];
-  __shared__ std::int32_t rows[kMaxExperts];
+__global__ void __launch_bounds__(kSelectThreads, 2)
+    list_pairs(RoundParams p, RoundScratch s, PairsView out) {
+  extern __shared__ __align__(16) CutKey keys[];  // the column; then kStretch places
+  __shared__ SelectRoom room;
   static_assert(Column::kStretch <= 65536);
   ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   const int e = blockIdx.x;
-  const Column column = Column::stage(s.keys + e * s.key_stride, p.tokens, room);
-  auto* list = reinterpret_cast<std::uint16_t*>(column.end_of(room));
-  if (!decided_before(p.mode)) {
-    count_rows(p, s.counts, rows);
-  } else if (static_cast<int>(threadIdx.x) < p.experts) {
-    rows[threadIdx.x] = s.thresholds[threadIdx.x].rows;
-  }
-  int total = 0;
-  int at = expert_offset(p, out, rows, &total);
-  for (std::int64_t i = total + static_cast<std::int64_t>(e) * kSelectThreads + threadIdx.x;
-       i < out.capacity; i += gridDim.x * kSelectThreads) {
-    out.set(i, -1, p.experts, 0.0f);
-  }
+  const Ranking ranking{Column::stage(s.columns.keys + e * s.columns.stride, p.tokens, keys),
+                        p.probabilities, e};
+  std::uint16_t* list = ranking.column.end_of(keys);
+  const ListPlace place = list_place(p, s, out);
+  Column::wait_for_copy();
   const Threshold last = p.mode == RoundingMode::kScore
                              ? s.thresholds[e]
-                             : select_rows(column, rows[e], s.counts[e], bins);
+                             : select_rows(ranking, place.rows, s.counts[e], &room);
   int equal = 0;
+  int at = place.first;
   for (int first = 0; first < p.tokens; first += Column::kStretch) {
-    const int kept = list_kept(
-        last, [&](int c) { return column.read(first + c * Column::kChunk); }, &equal, list);
-    for (int i = threadIdx.x; i < kept; i += kSelectThreads) {
-      const int token = first + list[i];
-      out.set(at + i, token, e, pair_weight(p, s, column.key(token), token, e));
-    }
+    const int kept = list_kept(ranking, last, first, &equal, list);
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kept; i += kSelectThreads) out.set(at + i, first + list[i], e);
     at += kept;
     __syncthreads();
   }
 }
 
-RoundParams round_params(const RoundOptions& o, const RouteParams& p) {
+/// Weights, and what stands past the last pair. Pairs among their token's top K keep route()'s
+/// weight, added ones carry p * scale. Pair by pair, so that the list of a crowded expert does not
+/// wait for one block.
+__global__ void __launch_bounds__(kWeighThreads)
+    weigh_pairs(RoundParams p, RoundScratch s, PairsView out) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWeighThreads + threadIdx.x;
+  if (i >= out.capacity) return;
+  if (i >= out.offsets[p.experts * out.offsets_stride]) {
+    out.set(i, -1, p.experts);
+    out.weight[i * out.weight_stride] = 0.0f;
+    return;
+  }
+  const int token = out.token[i * out.token_stride];
+  const int expert = out.expert[i * out.expert_stride];
+  const std::int64_t first = static_cast<std::int64_t>(token) * p.top_k;
+  int slot = -1;
+#pragma unroll 8  // all reads at once: no early end
+  for (int k = 0; k < p.top_k; k++) slot = s.ids[first + k] == expert ? k : slot;
+  out.weight[i * out.weight_stride] =
+      slot >= 0 ? s.weights[first + slot] : key::mul32(p.probabilities.of(token, expert), p.scale);
+}
+
+RoundParams round_params(const RoundOptions& o, const RouteParams& p, const RoundScratch& s) {
   return {o.tile,  o.seed, static_cast<std::int32_t>(p.tokens), p.experts,
-          p.top_k, o.mode, static_cast<float>(o.route.scale)};
+          p.top_k, o.mode, static_cast<float>(o.route.scale),   {p.logits, s.softmax, p.score}};
 }
 
 }  // namespace
@@ -291,18 +353,18 @@ void token_round(const RoundOptions& options, const Tensor& logits, const Pairs&
   const RouteParams p = params_of(options.route, logits);
   const auto stream = static_cast<cudaStream_t>(exec.stream);
   const RoundScratch s = scratch_at(scratch.data, p.tokens, p.experts, p.top_k);
-  check_launch("clearing counts", cudaMemsetAsync(s.counts, 0, p.experts * 4, stream));
+  const char* what = "launching token_round";
+  launch_dependent(what, clear_counts, {1, kMaxExperts}, stream, p.experts, s.counts);
   if (p.tokens > 0) {
-    with_row<Finish::kTogether>(p, logits.dtype, [&](auto choice) {
+    with_row(p, [&](auto choice) {
       using R = typename decltype(choice)::R;
       using Item = typename decltype(choice)::Item;
-      const std::size_t shared = rank_shared<R>(p);
-      launch_dependent("launching token_round", rank_tokens<R, Item>,
+      const std::size_t shared = rank_shared<R, Item>(p);
+      launch_dependent(what, rank_tokens<R, Item>,
                        {blocks_of(p.tokens, kRankTokens), kRankThreads, shared}, stream, p, s);
     });
   }
-  const RoundParams r = round_params(options, p);
-  const char* what = "launching token_round";
+  const RoundParams r = round_params(options, p, s);
   const auto experts = static_cast<unsigned>(p.experts);
   if (r.mode == RoundingMode::kScore) {
     launch_dependent(what, select_scores, {experts, kSelectThreads, Column::staged_bytes(p.tokens)},
@@ -310,8 +372,12 @@ void token_round(const RoundOptions& options, const Tensor& logits, const Pairs&
   } else if (r.mode == RoundingMode::kBalanced) {
     launch_dependent(what, decide_rows, {1, kMaxExperts}, stream, r, s);
   }
-  launch_dependent(what, write_pairs, {experts, kSelectThreads, list_shared_bytes(p.tokens)},
-                   stream, r, s, view_of(pairs));
+  launch_dependent(what, list_pairs, {experts, kSelectThreads, list_shared_bytes(p.tokens)}, stream,
+                   r, s, view_of(pairs));
+  launch_dependent(
+      what, weigh_pairs,
+      {blocks_of(std::max<std::int64_t>(pairs.token.shape[0], 1), kWeighThreads), kWeighThreads},
+      stream, r, s, view_of(pairs));
 }
 
 }  // namespace sonicmoe::cuda

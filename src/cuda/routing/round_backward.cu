@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kScatterThreads)
 template <class R, class Item>
 __global__ void __launch_bounds__(kRowThreads)
     round_rows_backward(RouteParams p, const float* dense, LogitsView dlogits) {
-  extern __shared__ std::uint32_t groups[];
+  extern __shared__ __align__(8) std::uint32_t shared[];
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * rows_of_block<R>(kRowThreads) +
                            threadIdx.x / 32 * R::kRowsPerWarp + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
@@ -39,13 +39,13 @@ __global__ void __launch_bounds__(kRowThreads)
   Softmax all{};
   Item mine = 0;
   R r;
-  read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), 0, &mine,
+  read_row<R>(p, token, R::template room_of<Item>(shared, p.n_group), 0, &mine,
               [&](const auto& row) {
                 r = row();
                 all = r.softmax();
               });
   const int id = item_expert(mine);
-  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
   const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dpairs[id]);
 
   float dp[R::kValues];
@@ -107,12 +107,11 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
   const auto stream = static_cast<cudaStream_t>(exec.stream);
   auto* dense = static_cast<float*>(scratch.data);  // (T, E), where the forward kept its keys
   spread_gradients(p, pairs, dweight, dense, stream);
-  with_row<Finish::kOneByOne>(p, logits.dtype, [&](auto choice) {
+  with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
     constexpr int kRows = rows_of_block<R>(kRowThreads);
-    const std::size_t shared =
-        R::group_words(p.n_group) * (kRowThreads / R::kLanes) * sizeof(std::uint32_t);
+    const std::size_t shared = R::template room_bytes<Item>(kRowThreads, p.n_group);
     round_rows_backward<R, Item>
         <<<blocks_of(p.tokens, kRows), kRowThreads, shared, stream>>>(p, dense, view_of(dlogits));
   });

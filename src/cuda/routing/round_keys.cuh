@@ -1,52 +1,90 @@
 // Rank keys of a block of tokens: collected as rows in shared memory, written as columns by expert.
+//
+// A column keeps the upper 16 bits of a rank key, without the sign that p never has: they settle
+// all but a few tokens, whose p is found again from the logit.
 #pragma once
 
 #include "cuda/routing/launch.cuh"
 
 namespace sonicmoe::cuda {
 
-inline constexpr int kRankTokens =
-    32;  // tokens of a block, one for each lane when columns are written
+using CutKey = std::uint16_t;
+inline constexpr int kCutBits = 15;  // of p, and as many are cut off
+inline constexpr unsigned kCutMask = (1u << kCutBits) - 1;
+inline constexpr unsigned kCutChosen = 1u << kCutBits;
+
+/// The upper bits of p, which is in [0, 1], and the lower ones.
+__device__ inline unsigned cut_key(float p) { return key::rank_key(p, 0) >> kCutBits; }
+__device__ inline unsigned low_key(float p) { return key::rank_key(p, 0) & kCutMask; }
+
+inline constexpr int kRankTokens = 64;  // of a block, two for each lane when columns are written
 inline constexpr int kRankWarps = 8;
 inline constexpr int kRankThreads = 32 * kRankWarps;
 
-/// Words between the tokens of a block's tile of keys: 16-byte reads by 32 tokens hit all banks.
-constexpr int tile_stride(int experts) { return (experts + 31) / 32 * 32 + 4; }
+/// Keys between the rows of a block's tile: 16-byte reads by 32 rows hit all banks.
+constexpr int tile_stride(int experts) { return (experts + 63) / 64 * 64 + 8; }
 
-/// A lane's probabilities as rank keys, nobody chosen yet.
+/// A token's row in the tile: even tokens first, so that a lane's two tokens are 32 rows apart and
+/// neighbouring lanes read neighbouring rows.
+__device__ inline int tile_row(int token) { return token % 2 * 32 + token / 2; }
+
+/// A lane's probabilities as cut keys, nobody chosen yet.
 template <class R>
-__device__ void store_keys(const float (&probability)[R::kValues], std::uint32_t* keys) {
+__device__ void store_keys(const float (&probability)[R::kValues], CutKey* keys) {
 #pragma unroll
-  for (int v = 0; v < R::kValues; v += 4) {
-    const uint4 four = {key::rank_key(probability[v], 0), key::rank_key(probability[v + 1], 0),
-                        key::rank_key(probability[v + 2], 0), key::rank_key(probability[v + 3], 0)};
-    *reinterpret_cast<uint4*>(keys + R::first() + v) = four;
+  for (int v = 0; v < R::kValues; v += 8) {
+    std::uint32_t two[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      two[i] = cut_key(probability[v + 2 * i]) | cut_key(probability[v + 2 * i + 1]) << 16;
+    }
+    *reinterpret_cast<uint4*>(keys + R::first() + v) = {two[0], two[1], two[2], two[3]};
   }
 }
 
 /// Where the columns are.
 struct KeyColumns {
-  std::uint32_t* keys;  // (E, stride)
+  CutKey* keys;  // (E, stride)
   std::int64_t stride;
 };
 
-/// Column strides are multiples of 4, so that four keys can be read at once.
-inline std::int64_t key_stride_of(std::int64_t tokens) { return (tokens + 3) / 4 * 4; }
+/// Column strides are multiples of 8, so that eight keys can be read at once.
+inline std::int64_t key_stride_of(std::int64_t tokens) { return (tokens + 7) / 8 * 8; }
 
-/// A block's tile, rows `tile_row` words apart, to columns: tokens `first` and the 31 after it.
-__device__ inline void write_columns(const RouteParams& p, const std::uint32_t* tile, int tile_row,
+/// A block's tile, rows `row_keys` apart, to columns: tokens `first` and the 63 after it.
+__device__ inline void write_columns(const RouteParams& p, const CutKey* tile, int row_keys,
                                      const KeyColumns& out, std::int64_t first) {
-  const std::int64_t token = first + threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
+  const std::int64_t token = first + 2 * lane;
   if (token >= p.tokens) return;
-  const std::uint32_t* mine = tile + threadIdx.x % 32 * tile_row;
-  for (int e = threadIdx.x / 32 * 4; e < p.experts; e += kRankWarps * 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(mine + e);
-    std::uint32_t* to = out.keys + e * out.stride + token;
-    to[0] = four.x;
-    if (e + 1 < p.experts) to[out.stride] = four.y;
-    if (e + 2 < p.experts) to[2 * out.stride] = four.z;
-    if (e + 3 < p.experts) to[3 * out.stride] = four.w;
+  for (int e = threadIdx.x / 32 * 8; e < p.experts; e += kRankWarps * 8) {
+    const uint4 even = *reinterpret_cast<const uint4*>(tile + lane * row_keys + e);
+    const uint4 odd = *reinterpret_cast<const uint4*>(tile + (lane + 32) * row_keys + e);
+    const unsigned a[4] = {even.x, even.y, even.z, even.w};
+    const unsigned b[4] = {odd.x, odd.y, odd.z, odd.w};
+    CutKey* to = out.keys + e * out.stride + token;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const unsigned two = __byte_perm(a[i / 2], b[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+      if (e + i < p.experts) *reinterpret_cast<std::uint32_t*>(to + i * out.stride) = two;
+    }
   }
 }
+
+/// p of a token and an expert once more.
+struct Probabilities {
+  LogitsView logits;
+  const Softmax* softmax;  // (T); of no use for sigmoid routing
+  ScoreMode score;
+
+  __device__ float of(int token, int expert) const { return found(*this, token, expert); }
+
+ private:
+  // Not inlined: it is wanted in many places, seldom, by kernels that wait for their code.
+  static __device__ __noinline__ float found(Probabilities p, int token, int expert) {
+    const float x = logit_at(p.logits, token, expert);
+    return p.score == ScoreMode::kSigmoid ? key::sigmoid32(x) : p.softmax[token](x);
+  }
+};
 
 }  // namespace sonicmoe::cuda

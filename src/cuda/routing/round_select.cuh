@@ -2,163 +2,303 @@
 // matters.
 #pragma once
 
+#include <cuda_pipeline.h>
+
 #include <cstdint>
 
-#include "core/selection_key.h"
 #include "cuda/routing/block.cuh"
+#include "cuda/routing/round_keys.cuh"
 
 namespace sonicmoe::cuda {
 
-inline constexpr int kSelectThreads = 1024;
+inline constexpr int kSelectThreads = 512;  // two blocks fit one multiprocessor
 
-/// What an expert keeps: keys above `key`, and the first `take` tokens whose key equals it.
+/// What an expert keeps: cut keys above `cut`, those that equal it if the bits below are above
+/// `low`, and the first `take` tokens that equal both.
 struct Threshold {
-  std::uint32_t key;
+  std::uint32_t cut;
+  std::uint32_t low;
   std::int32_t take;
-  std::int32_t ties;  ///< 1: more tokens equal `key` than are taken
+  std::int32_t ties;  ///< 1: more tokens equal both than are taken; 0: all of them are
   std::int32_t rows;  ///< c
+
+  /// Whether nobody has to look below the cut.
+  __device__ bool is_coarse() const { return low == 0 && ties == 0; }
 };
 
-/// Rank keys of an expert, in global memory or staged in shared memory, where they are read many
-/// times.
+/// Cut rank keys of an expert, in global memory or staged in shared memory, where they are read
+/// many times.
 class Column {
  public:
   static constexpr int kChunk = kSelectThreads * 4;
   static constexpr int kStretchChunks = 8;  // what is put in order together
   static constexpr int kStretch = kChunk * kStretchChunks;
   /// Tokens of a column that fits shared memory beside a list of a stretch.
-  static constexpr int kMostStaged = 34 * 1024;
+  static constexpr int kMostStaged = 80 * 1024;
 
-  __device__ Column(const std::uint32_t* keys, int tokens) : keys_(keys), tokens_(tokens) {}
+  __device__ Column(const CutKey* keys, int tokens) : keys_(keys), tokens_(tokens) {}
 
   /// Bytes of shared memory that stage() takes; 0 where the column does not fit.
   static std::size_t staged_bytes(std::int64_t tokens) {
-    return tokens <= kMostStaged ? static_cast<std::size_t>(tokens + 3) / 4 * 16 : 0;
+    return tokens <= kMostStaged ? static_cast<std::size_t>(key_stride_of(tokens)) * 2 : 0;
   }
-  /// A copy in `room`, or the column itself where it does not fit.
-  static __device__ Column stage(const std::uint32_t* keys, int tokens, std::uint32_t* room) {
+  /// A copy in `room`, or the column itself where it does not fit. Not to be read before
+  /// wait_for_copy(), which the whole block calls.
+  static __device__ Column stage(const CutKey* keys, int tokens, CutKey* room) {
     if (tokens > kMostStaged) return {keys, tokens};
-#pragma unroll 8
-    for (int at = static_cast<int>(threadIdx.x) * 4; at < tokens; at += kChunk) {
-      *reinterpret_cast<uint4*>(room + at) = *reinterpret_cast<const uint4*>(keys + at);
+#pragma unroll 4
+    for (int at = static_cast<int>(threadIdx.x) * 8; at < tokens; at += kSelectThreads * 8) {
+      __pipeline_memcpy_async(room + at, keys + at, 16);
     }
-    __syncthreads();
+    __pipeline_commit();
     return {room, tokens};
+  }
+  static __device__ void wait_for_copy() {
+    __pipeline_wait_prior(0);
+    __syncthreads();
   }
 
   /// Where shared memory goes on behind a staged column.
-  __device__ std::uint32_t* end_of(std::uint32_t* room) const {
-    return keys_ == room ? room + (tokens_ + 3) / 4 * 4 : room;
+  __device__ CutKey* end_of(CutKey* room) const {
+    return keys_ == room ? room + (tokens_ + 7) / 8 * 8 : room;
   }
 
   __device__ int tokens() const { return tokens_; }
-  __device__ std::uint32_t key(int token) const { return keys_[token]; }
+  __device__ unsigned key(int token) const { return keys_[token]; }
 
   /// This thread's four keys of the chunk that begins at `first`; keys past the last are kNone.
   __device__ uint4 read(int first) const {
     const int token = first + static_cast<int>(threadIdx.x) * 4;
     if (token >= tokens_) return {kNone, kNone, kNone, kNone};
-    uint4 four = *reinterpret_cast<const uint4*>(keys_ + token);
+    const uint2 words = *reinterpret_cast<const uint2*>(keys_ + token);
+    uint4 four = {words.x & 0xffffu, words.x >> 16, words.y & 0xffffu, words.y >> 16};
     if (token + 1 >= tokens_) four.y = kNone;
     if (token + 2 >= tokens_) four.z = kNone;
     if (token + 3 >= tokens_) four.w = kNone;
     return four;
   }
 
-  /// Calls body(key) for every token, in no order.
-  template <class Body>
-  __device__ void each(const Body& body) const {
-#pragma unroll 4
-    for (int first = 0; first < tokens_; first += kChunk) {
-      const uint4 four = read(first);
-      if (four.x != kNone) body(four.x);
-      if (four.y != kNone) body(four.y);
-      if (four.z != kNone) body(four.z);
-      if (four.w != kNone) body(four.w);
+  /// Calls body(key, token) for the tokens with wanted(key), in no order. They are expected to be
+  /// few: `body` stands once in the code, not eight times.
+  template <class Wanted, class Body>
+  __device__ void where(const Wanted& wanted, const Body& body) const {
+#pragma unroll 1
+    for (int token = static_cast<int>(threadIdx.x) * 8; token < tokens_;
+         token += kSelectThreads * 8) {
+      const Eight keys(keys_ + token);
+      unsigned found = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) found |= wanted(keys.at(i)) ? 1u << i : 0;
+      if (token + 8 > tokens_) found &= (1u << (tokens_ - token)) - 1;
+      for (; found != 0; found &= found - 1) {
+        const int at = token + __ffs(static_cast<int>(found)) - 1;
+        body(key(at), at);
+      }
     }
   }
 
-  /// No rank key: p is at most 1.
+  /// The largest value(key) of this thread's tokens, 0 where it has none.
+  template <class Value>
+  __device__ unsigned largest(const Value& value) const {
+    unsigned best = 0;
+#pragma unroll 1
+    for (int token = static_cast<int>(threadIdx.x) * 8; token < tokens_;
+         token += kSelectThreads * 8) {
+      const Eight keys(keys_ + token);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        if (token + i < tokens_) best = max(best, value(keys.at(i)));
+      }
+    }
+    return best;
+  }
+
+  /// No cut key: p is at most 1.
   static constexpr std::uint32_t kNone = 0xffffffffu;
 
  private:
-  const std::uint32_t* keys_;
+  /// Eight keys at once.
+  struct Eight {
+    uint4 words;
+
+    __device__ explicit Eight(const CutKey* keys) : words(*reinterpret_cast<const uint4*>(keys)) {}
+    __device__ unsigned at(int i) const {
+      const unsigned all[4] = {words.x, words.y, words.z, words.w};
+      return i % 2 == 0 ? all[i / 2] & 0xffffu : all[i / 2] >> 16;
+    }
+  };
+
+  const CutKey* keys_;
   int tokens_;
 };
 
-/// Finds the m-th largest key (m >= 1) of one class (chosen or not). Shared memory: kBins counters.
+/// One of a set of 15-bit values, by its place from the top.
+struct Selected {
+  unsigned value;
+  int rank;   // its place among those that equal it, from 1
+  int count;  // how many equal it
+};
+
+/// Finds the m-th largest (m >= 1) of 15-bit values. Shared memory: kBins counters.
 class RadixSelect {
  public:
   static constexpr int kBins = 2048;
 
-  __device__ RadixSelect(std::uint32_t class_bit, int m, std::uint32_t* bins)
-      : class_bit_(class_bit), rank_(m), bins_(bins) {}
+  __device__ explicit RadixSelect(unsigned* bins) : bins_(bins) {}
 
-  /// 31 bits in three digits, the highest first.
-  __device__ Threshold run(const Column& column) {
-    digit<20, 11>(column);
-    digit<10, 10>(column);
-    digit<0, 10>(column);
-    return {class_bit_ | prefix_, rank_, count_ > rank_ ? 1 : 0, 0};
+  /// `visit(body)` calls body(value) for every value, in any order, from any thread.
+  template <class Visit>
+  __device__ Selected run(int m, const Visit& visit) const {
+    Selected s{0, m, 0};
+    int bits = kFirstBits;
+#pragma unroll 1
+    for (int shift = kCutBits - kFirstBits; shift >= 0; shift -= kCutBits - kFirstBits) {
+#pragma unroll 1
+      for (int b = threadIdx.x; b < 1 << bits; b += kSelectThreads) bins_[b] = 0;
+      __syncthreads();
+      visit([&](unsigned value) {
+        if (value >> (shift + bits) == s.value >> (shift + bits)) {
+          atomicAdd(&bins_[value >> shift & ((1 << bits) - 1)], 1u);
+        }
+      });
+      __syncthreads();
+      take_digit(1 << bits, shift, &s);
+      bits = kCutBits - kFirstBits;
+    }
+    return s;
   }
 
  private:
-  template <int kShift, int kBits>
-  __device__ void digit(const Column& column) {
-    constexpr int kCount = 1 << kBits;
-    constexpr int kPerThread = kCount / kSelectThreads;
+  static constexpr int kFirstBits = 11;
+  static_assert(1 << kFirstBits == kBins && 2 * (kCutBits - kFirstBits) <= kFirstBits);
+
+  __device__ void take_digit(int bins, int shift, Selected* s) const {
+    constexpr int kPerThread = kBins / kSelectThreads;
     __shared__ int found[3];
-    for (int b = threadIdx.x; b < kCount; b += kSelectThreads) bins_[b] = 0;
-    __syncthreads();
-    column.each([&](std::uint32_t k) {
-      const bool mine = (k & key::kChosen) == class_bit_;
-      const std::uint32_t bits = k & ~key::kChosen;
-      // The first digit's shift is 31, so its prefix is 0 on both sides.
-      if (mine && bits >> (kShift + kBits) == prefix_ >> (kShift + kBits)) {
-        atomicAdd(&bins_[bits >> kShift & (kCount - 1)], 1u);
-      }
-    });
-    __syncthreads();
-    // Thread i counts from the top: bins kCount - 1 - i * kPerThread downwards.
-    const int top = kCount - 1 - static_cast<int>(threadIdx.x) * kPerThread;
+    // Thread i counts from the top: bins - 1 - i * kPerThread downwards.
+    const int top = bins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
     int own = 0;
-    for (int b = 0; b < kPerThread; b++) own += static_cast<int>(bins_[top - b]);
+#pragma unroll
+    for (int b = 0; b < kPerThread; b++) {
+      own += b <= top ? static_cast<int>(bins_[top - b]) : 0;
+    }
     int total = 0;
     int before = block_prefix<kSelectThreads>(own, &total);
-    if (before < rank_ && rank_ <= before + own) {
+    if (before < s->rank && s->rank <= before + own) {
       int b = top;
-      while (before + static_cast<int>(bins_[b]) < rank_) before += static_cast<int>(bins_[b--]);
+      while (before + static_cast<int>(bins_[b]) < s->rank) before += static_cast<int>(bins_[b--]);
       found[0] = b;
-      found[1] = rank_ - before;
+      found[1] = s->rank - before;
       found[2] = static_cast<int>(bins_[b]);
     }
     __syncthreads();
-    prefix_ |= static_cast<std::uint32_t>(found[0]) << kShift;
-    rank_ = found[1];
-    count_ = found[2];
+    s->value |= static_cast<unsigned>(found[0]) << shift;
+    s->rank = found[1];
+    s->count = found[2];
     __syncthreads();
   }
 
-  std::uint32_t class_bit_;
-  std::uint32_t prefix_ = 0;
-  int rank_;
-  int count_ = 0;
-  std::uint32_t* bins_;
+  unsigned* bins_;
+};
+
+/// Shared memory of a selection.
+struct SelectRoom {
+  static constexpr int kMostFound = 1024;
+  unsigned bins[RadixSelect::kBins];
+  int found[kMostFound];  // tokens
+  int count;
+};
+
+/// Which tokens are searched: those that were not chosen, from the best, or those that were, from
+/// the worst, whose bits are turned over so that the worst is the largest.
+struct Side {
+  unsigned chosen;  // the bit
+  unsigned flip;    // 0 or kCutMask
+
+  __device__ bool has(unsigned key) const { return (key & kCutChosen) == chosen; }
+  __device__ unsigned value(unsigned bits) const { return (bits & kCutMask) ^ flip; }
+};
+
+/// A column, and p of its tokens where the cut keys are not enough.
+struct Ranking {
+  Column column;
+  Probabilities probabilities;
+  int expert;
+
+  __device__ float p(int token) const { return probabilities.of(token, expert); }
+};
+
+/// Calls body(key, token) for the tokens of one side that may be among its m first: all that are
+/// not below the m-th best of the best that each thread has.
+class Candidates {
+ public:
+  __device__ Candidates(const Ranking& r, const Side& side, int m, SelectRoom* room)
+      : ranking_(r), side_(side), room_(room) {
+    if (threadIdx.x == 0) room->count = m <= kSelectThreads ? 0 : SelectRoom::kMostFound + 1;
+    if (m <= kSelectThreads) find(m);
+    __syncthreads();
+  }
+
+  template <class Body>
+  __device__ void each(const Body& body) const {
+    const int count = room_->count;
+    if (count > SelectRoom::kMostFound) {
+      ranking_.column.where([&](unsigned key) { return passes(key); }, body);
+      return;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+      body(ranking_.column.key(room_->found[i]), room_->found[i]);
+    }
+  }
+
+ private:
+  __device__ void find(int m) {
+    const unsigned best = ranking_.column.largest(
+        [&](unsigned key) { return side_.has(key) ? side_.value(key) : 0; });
+    floor_ = RadixSelect(room_->bins).run(m, [&](const auto& body) { body(best); }).value;
+    ranking_.column.where([&](unsigned key) { return passes(key); },
+                          [&](unsigned, int token) {
+                            const int place = atomicAdd(&room_->count, 1);
+                            if (place < SelectRoom::kMostFound) room_->found[place] = token;
+                          });
+  }
+  __device__ bool passes(unsigned key) const {
+    return side_.has(key) && side_.value(key) >= floor_;
+  }
+
+  const Ranking& ranking_;
+  const Side& side_;
+  SelectRoom* room_;
+  unsigned floor_ = 0;
 };
 
 /// The first c ranked of a column in which f are chosen.
-__device__ inline Threshold select_rows(const Column& column, int c, int f, std::uint32_t* bins) {
-  // No key lies between the bits of 1.0f, chosen or not, and these bounds.
-  const Threshold keep_chosen = {key::kChosen - 1, 0, 0, 0};
-  const Threshold keep_nothing = {Column::kNone - 1, 0, 0, 0};
-  Threshold result = c == f ? keep_chosen : keep_nothing;
-  if (c > f) {
-    result = RadixSelect(0, c - f, bins).run(column);
-  } else if (c < f && c > 0) {
-    result = RadixSelect(key::kChosen, c, bins).run(column);
-  }
-  result.rows = c;
-  return result;
+__device__ inline Threshold select_rows(const Ranking& r, int c, int f, SelectRoom* room) {
+  // No cut key lies between the bits of 1.0f, chosen or not, and these bounds.
+  if (c == f) return {kCutChosen - 1, 0, 0, 0, c};
+  if (c == 0) return {kCutChosen | kCutMask, 0, 0, 0, c};
+  const bool more = c > f;
+  const Side side = more ? Side{0, 0} : Side{kCutChosen, kCutMask};
+  const int m = more ? c - f : f - c + 1;
+  const Candidates candidates(r, side, m, room);
+  const RadixSelect radix(room->bins);
+  // Of those that equal the last one, from the best: how many are kept.
+  const auto kept = [&](const Selected& s) { return more ? s.rank : s.count - s.rank + 1; };
+  const Selected cut = radix.run(m, [&](const auto& body) {
+    candidates.each([&](unsigned key, int) { body(side.value(key)); });
+  });
+  Threshold t{side.chosen | side.value(cut.value), 0, 0, 0, c};
+  if (kept(cut) == cut.count) return t;
+  const Selected low = radix.run(cut.rank, [&](const auto& body) {
+    candidates.each([&](unsigned key, int token) {
+      if (key == t.cut) body(side.value(low_key(r.p(token))));
+    });
+  });
+  t.low = side.value(low.value);
+  t.take = kept(low);
+  t.ties = t.take < low.count ? 1 : 0;
+  return t;
 }
 
 }  // namespace sonicmoe::cuda

@@ -16,8 +16,9 @@ __device__ std::int64_t first_row() {
 }
 
 template <class R, class Item>
-__global__ void __launch_bounds__(kRowThreads) route_rows(RouteParams p, SlotsView out) {
-  extern __shared__ std::uint32_t groups[];
+__global__ void __launch_bounds__(kRowThreads, R::kValues == 8 && sizeof(Item) == 4 ? 16 : 1)
+    route_rows(RouteParams p, SlotsView out) {
+  extern __shared__ __align__(8) std::uint32_t shared[];
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const std::int64_t first = first_row<R>();
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kRowThreads) route_rows(RouteParams p, SlotsVi
   for (int pass = 0; pass < R::kPasses; pass++) {
     const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
     Softmax own{};
-    read_row<R>(p, token, groups + threadIdx.x / R::kLanes * R::group_words(p.n_group), pass, &mine,
+    read_row<R>(p, token, R::template room_of<Item>(shared, p.n_group), pass, &mine,
                 [&](const auto& row) {
                   if (p.score == ScoreMode::kSoftmaxBeforeTopK) own = row().softmax();
                 });
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kRowThreads) route_rows(RouteParams p, SlotsVi
   const std::int64_t row = first + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   const int id = item_expert(mine);
-  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
   const float weight = R::weigh(p, id, raw);
   if (R::slot() >= p.top_k || row >= p.tokens) return;
   out.set_id(token, R::slot(), id);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads)
     all = r.softmax();
   }
   const int id = R::slot() < p.top_k ? in.id(token, R::slot(), p.experts) : -1;
-  const float raw = R::raw_score(p, all, id, R::reload(p, token, id));
+  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
   const float dweight = id < 0 ? 0.0f : in.weight(token, R::slot());
   const SlotGradient through = slot_gradient<R>(p, id, raw, dweight);
   float gradient[R::kValues];
@@ -79,11 +80,10 @@ void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec) {
   const RouteParams p = params_of(options, logits);
   if (p.tokens == 0) return;
-  with_row<Finish::kTogether>(p, logits.dtype, [&](auto choice) {
+  with_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
-    const std::size_t shared =
-        R::group_words(p.n_group) * (kRowThreads / R::kLanes) * sizeof(std::uint32_t);
+    const std::size_t shared = R::template room_bytes<Item>(kRowThreads, p.n_group);
     constexpr int kRows = rows_of_block<R>(kRowThreads);
     launch_dependent("launching route", route_rows<R, Item>,
                      {blocks_of(p.tokens, kRows), kRowThreads, shared},
@@ -95,7 +95,7 @@ void route_backward(const RouteOptions& options, const Tensor& logits, const Ten
                     const Tensor& dweights, const Tensor& dlogits, const Exec& exec) {
   const RouteParams p = params_of(options, logits);
   if (p.tokens == 0) return;
-  with_plain_row(p, logits.dtype, [&](auto choice) {
+  with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     constexpr int kRows = rows_of_block<R>(kRowThreads);
     route_rows_backward<R>

@@ -26,6 +26,7 @@ struct LogitsView {
   std::int64_t row_stride;
   std::int64_t column_stride;
   std::int32_t vectors;  ///< 1: kValues elements of a lane may be moved 16 bytes at a time
+  DType dtype;           ///< bf16, f16 or f32
 };
 
 /// RouteOptions as the kernels see them.
@@ -44,18 +45,14 @@ struct RouteParams {
 };
 
 template <class Logit>
-__device__ float widen(Logit v);
+__device__ float widen(std::uint32_t bits);
 template <>
-__device__ inline float widen<float>(float v) {
-  return v;
+__device__ inline float widen<__nv_bfloat16>(std::uint32_t bits) {
+  return key::float_of(bits << 16);
 }
 template <>
-__device__ inline float widen<__nv_bfloat16>(__nv_bfloat16 v) {
-  return __bfloat162float(v);
-}
-template <>
-__device__ inline float widen<__half>(__half v) {
-  return __half2float(v);
+__device__ inline float widen<__half>(std::uint32_t bits) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 template <class Logit>
 __device__ Logit narrow(float v);
@@ -71,12 +68,36 @@ template <>
 __device__ inline __half narrow<__half>(float v) {
   return __float2half_rn(v);
 }
+
+/// Two 16-bit logits of a word as routing sees them: key::clean() for both at once.
 template <class Logit>
-inline constexpr float kLargest = key::kLargestF32;
+__device__ float2 clean_two(std::uint32_t word);
 template <>
-inline constexpr float kLargest<__nv_bfloat16> = key::kLargestBF16;
+__device__ inline float2 clean_two<__nv_bfloat16>(std::uint32_t word) {
+  const __nv_bfloat162 lowest = __float2bfloat162_rn(key::minus_infinity());
+  const __nv_bfloat162 largest = __float2bfloat162_rn(key::kLargestBF16);
+  const __nv_bfloat162 two = *reinterpret_cast<const __nv_bfloat162*>(&word);
+  return __bfloat1622float2(__hmin2(__hmax2(two, lowest), largest));  // max: not the NaN
+}
 template <>
-inline constexpr float kLargest<__half> = key::kLargestF16;
+__device__ inline float2 clean_two<__half>(std::uint32_t word) {
+  const __half2 lowest = __float2half2_rn(key::minus_infinity());
+  const __half2 largest = __float2half2_rn(key::kLargestF16);
+  const __half2 two = *reinterpret_cast<const __half2*>(&word);
+  return __half22float2(__hmin2(__hmax2(two, lowest), largest));
+}
+
+/// One logit, as routing sees it; -inf for expert -1.
+__device__ inline float logit_at(const LogitsView& logits, std::int64_t token, int expert) {
+  if (expert < 0) return key::minus_infinity();
+  const std::int64_t at = token * logits.row_stride + expert * logits.column_stride;
+  if (logits.dtype == DType::kF32) {
+    return key::clean(static_cast<const float*>(logits.data)[at], key::kLargestF32);
+  }
+  const std::uint32_t bits = static_cast<const std::uint16_t*>(logits.data)[at];
+  return logits.dtype == DType::kF16 ? key::clean(widen<__half>(bits), key::kLargestF16)
+                                     : key::clean(widen<__nv_bfloat16>(bits), key::kLargestBF16);
+}
 
 /// What is compared in selection: larger is better, no two available experts are equal, and what is
 /// not available is below. u64: order bits, then the expert, lower better. u32, for bf16 logits:
@@ -127,9 +148,10 @@ struct Softmax {
   }
 };
 
-template <class LogitType, int kLaneCount, int kValueCount, int kSlotWidth>
+/// The dtype of the logits is looked at while they are loaded: a type of its own for each would
+/// triple the kernels and save nothing.
+template <int kLaneCount, int kValueCount, int kSlotWidth>
 struct Row {
-  using Logit = LogitType;
   static constexpr int kLanes = kLaneCount;
   static constexpr int kValues = kValueCount;
   static constexpr int kWidth = kSlotWidth;
@@ -194,27 +216,26 @@ struct Row {
   }
 
   __device__ void load(const RouteParams& p, std::int64_t token) {
-    if constexpr (sizeof(Logit) == 4) {
+    if (p.logits.dtype == DType::kF32) {
       load_floats(p, token);
+      return;
+    }
+    Words words;
+    load_words(p, token, words);
+    if (p.logits.dtype == DType::kF16) {
+      widen_words<__half>(words);
     } else {
-      Words words;
-      load_words(p, token, words);
-      widen_words(words);
+      widen_words<__nv_bfloat16>(words);
     }
   }
+  template <class Logit>
   __device__ void widen_words(const Words& words) {
 #pragma unroll
     for (int v = 0; v < kValues; v += 2) {
-      x[v] = key::clean(low_of(words[v / 2]), kLargest<Logit>);
-      x[v + 1] = key::clean(high_of(words[v / 2]), kLargest<Logit>);
+      const float2 two = clean_two<Logit>(words[v / 2]);
+      x[v] = two.x;
+      x[v + 1] = two.y;
     }
-  }
-
-  /// One logit again, by the lane that needs it; -inf for expert -1.
-  static __device__ float reload(const RouteParams& p, std::int64_t token, int expert) {
-    if (expert < 0) return key::minus_infinity();
-    const Logit* row = static_cast<const Logit*>(p.logits.data) + token * p.logits.row_stride;
-    return key::clean(widen(row[expert * p.logits.column_stride]), kLargest<Logit>);
   }
 
   __device__ Softmax softmax() const {
@@ -258,9 +279,9 @@ struct Row {
     }
   }
 
-  /// Chooses K experts: slot k's lane of the row being read keeps the k-th best in `mine`. `groups`
-  /// is shared memory of the row (group_words() words) where n_group > 0.
-  __device__ void select(const RouteParams& p, std::uint32_t* groups, int pass,
+  /// Chooses K experts: slot k's lane of the row being read keeps the k-th best in `mine`. `room`
+  /// is shared memory of the row, room_words<Item>() words.
+  __device__ void select(const RouteParams& p, std::uint32_t* room, int pass,
                          std::uint64_t* mine) const {
     float value[kValues];
 #pragma unroll
@@ -273,19 +294,19 @@ struct Row {
         value[v] = key::biased(x[v], key::sigmoid32(x[v]), bias);
       }
     }
-    if (p.n_group > 0) keep_best_groups(p, groups, value);
+    if (p.n_group > 0) keep_best_groups(p, room, value);
     std::uint64_t item[kValues];
 #pragma unroll
     for (int v = 0; v < kValues; v++) {
       item[v] = static_cast<std::uint64_t>(key::order_bits(value[v])) << 32 |
                 ~static_cast<std::uint32_t>(first() + v);
     }
-    take_best(item, p.top_k, pass, mine);
+    take_best(item, {p.top_k, pass}, reinterpret_cast<std::uint64_t*>(room), mine);
   }
 
   /// The same for bf16 logits that are themselves the selection value, straight from the words.
-  static __device__ void select(const RouteParams& p, const Words& words, int pass,
-                                std::uint32_t* mine) {
+  static __device__ void select(const RouteParams& p, const Words& words, std::uint32_t* room,
+                                int pass, std::uint32_t* mine) {
     const std::uint32_t tie = 0x1ffffu - static_cast<std::uint32_t>(first());
     std::uint32_t item[kValues];
 #pragma unroll
@@ -296,7 +317,7 @@ struct Row {
       item[v] = order * 0x10000u + (tie - v);
       item[v + 1] = (order & 0xffff0000u) + (tie - v - 1);
     }
-    take_best(item, p.top_k, pass, mine);
+    take_best(item, {p.top_k, pass}, room, mine);
   }
 
   /// Score of a slot before renormalisation and scale; 0 for an empty one.
@@ -324,18 +345,25 @@ struct Row {
     return id < 0 ? 0.0f : key::mul32(share, p.scale);
   }
 
-  /// Words of shared memory that select() needs for a row.
-  static __host__ __device__ int group_words(int n_group) {
-    return n_group > 0 ? kLanes * kValues + 2 * n_group : 0;
+  /// Words of shared memory that select() needs for the lanes of a row, an even number.
+  template <class Item>
+  static __host__ __device__ int room_words(int n_group) {
+    return (kItems + kWidth) * static_cast<int>(sizeof(Item)) / 4 + 2 * n_group;
+  }
+  /// This thread's, in a block's memory.
+  template <class Item>
+  static __device__ std::uint32_t* room_of(std::uint32_t* shared, int n_group) {
+    return shared + threadIdx.x / kLanes * room_words<Item>(n_group);
+  }
+  /// Bytes of it for a block.
+  template <class Item>
+  static std::size_t room_bytes(int threads, int n_group) {
+    return static_cast<std::size_t>(threads / kLanes * room_words<Item>(n_group)) * 4;
   }
 
  private:
   static constexpr std::uint32_t kTwoNaN = 0x7fff7fffu;
-
-  static __device__ float low_of(std::uint32_t word) {
-    return widen(*reinterpret_cast<const Logit*>(&word));
-  }
-  static __device__ float high_of(std::uint32_t word) { return low_of(word >> 16); }
+  static constexpr int kItems = kLanes * kValues;
 
   __device__ void load_floats(const RouteParams& p, std::int64_t token) {
     const float* row = static_cast<const float*>(p.logits.data) + token * p.logits.row_stride;
@@ -363,26 +391,42 @@ struct Row {
     }
   }
 
-  // Each lane sorts its own; the best of all heads is taken K times.
+  struct Turn {
+    int top_k;
+    int pass;
+  };
+
+  // Each lane sorts its own; the best of all heads is taken K times. All but the heads wait in
+  // shared memory, and so do the chosen: moved in registers, they would keep the slower half of the
+  // adders busy.
   template <class Item>
-  static __device__ void take_best(Item (&item)[kValues], int top_k, int pass, Item* mine) {
+  static __device__ void take_best(Item (&item)[kValues], Turn turn, Item* room, Item* mine) {
     sort_descending(item);
-#pragma unroll 4
-    for (int k = 0; k < top_k; k++) {
-      const Item best = lanes_max<kLanes>(item[0]);
-      if (lane() == pass * kWidth + k) *mine = best;
-      const bool taken = item[0] == best;
+    Item* next = room + lane();
+    Item* chosen = room + kItems;
 #pragma unroll
-      for (int v = 0; v + 1 < kValues; v++) item[v] = taken ? item[v + 1] : item[v];
-      item[kValues - 1] = taken ? 0 : item[kValues - 1];
+    for (int v = 1; v < kValues; v++) next[(v - 1) * kLanes] = item[v];
+    next[(kValues - 1) * kLanes] = 0;  // items differ and are not 0, so nobody goes beyond
+    Item head = item[0];
+    __syncwarp();  // the row before has been read
+#pragma unroll 4
+    for (int k = 0; k < turn.top_k; k++) {
+      const Item best = lanes_max<kLanes>(head);
+      if (head == best) {
+        chosen[k] = best;
+        head = *next;
+        next += kLanes;
+      }
     }
+    __syncwarp();
+    if (in_pass(turn.pass) && slot() < turn.top_k) *mine = chosen[slot()];
   }
 
   // The lanes of a row look at its groups through shared memory: groups need not match lanes.
-  static __device__ void keep_best_groups(const RouteParams& p, std::uint32_t* groups,
+  static __device__ void keep_best_groups(const RouteParams& p, std::uint32_t* room,
                                           float (&value)[kValues]) {
-    auto* values = reinterpret_cast<float*>(groups);
-    std::uint32_t* order = groups + kLanes * kValues;
+    auto* values = reinterpret_cast<float*>(room);  // where the items come later
+    std::uint32_t* order = room + room_words<std::uint64_t>(0);
     std::uint32_t* keep = order + p.n_group;
     const int size = p.experts / p.n_group;
     __syncwarp();
@@ -440,22 +484,22 @@ struct Row {
 /// One pass over a row: `visit` gets a function that returns the row, and the lanes that hold its
 /// slots keep its selection. A row that nobody asks for is not widened where Item is u32.
 template <class R, class Item, class Visit>
-__device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* groups, int pass,
+__device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* room, int pass,
                          Item* mine, const Visit& visit) {
   if constexpr (sizeof(Item) == 4) {
     typename R::Words words;
     R::load_words(p, token, words);
     visit([&] {
       R r;
-      r.widen_words(words);
+      r.template widen_words<__nv_bfloat16>(words);
       return r;
     });
-    R::select(p, words, pass, mine);
+    R::select(p, words, room, pass, mine);
   } else {
     R r;
     r.load(p, token);
     visit([&]() -> const R& { return r; });
-    r.select(p, groups, pass, mine);
+    r.select(p, room, pass, mine);
   }
 }
 
@@ -481,10 +525,9 @@ __device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, f
 }
 
 /// Writes a lane's part of a row of gradients.
-template <class R>
-__device__ void store_gradient(const LogitsView& out, std::int64_t token, int experts,
-                               const float (&d)[R::kValues]) {
-  using Logit = typename R::Logit;
+template <class R, class Logit>
+__device__ void store_gradient_as(const LogitsView& out, std::int64_t token, int experts,
+                                  const float (&d)[R::kValues]) {
   Logit* row = static_cast<Logit*>(out.data) + token * out.row_stride;
   if (out.vectors != 0) {
     constexpr int kPerVector = 16 / sizeof(Logit);
@@ -502,6 +545,17 @@ __device__ void store_gradient(const LogitsView& out, std::int64_t token, int ex
   for (int v = 0; v < R::kValues; v++) {
     const int e = R::first() + v;
     if (e < experts) row[e * out.column_stride] = narrow<Logit>(d[v]);
+  }
+}
+template <class R>
+__device__ void store_gradient(const LogitsView& out, std::int64_t token, int experts,
+                               const float (&d)[R::kValues]) {
+  if (out.dtype == DType::kF32) {
+    store_gradient_as<R, float>(out, token, experts, d);
+  } else if (out.dtype == DType::kF16) {
+    store_gradient_as<R, __half>(out, token, experts, d);
+  } else {
+    store_gradient_as<R, __nv_bfloat16>(out, token, experts, d);
   }
 }
 
