@@ -1,5 +1,6 @@
 """What the report says about memory and padding, measured on the model that was trained."""
 
+import copy
 from typing import Any
 
 import sonicmoe_cpp
@@ -7,7 +8,6 @@ import torch
 from torch import nn
 
 from lm.config import Config
-from lm.device import autocast
 
 
 def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
@@ -42,9 +42,9 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
         slack = {"down": 0, "nearest": config.tile // 2}.get(config.rounding, config.tile)
         capacity = min(tokens * config.experts, rows + config.experts * slack)
     d, n = config.width, config.expert_width
-    layer.train()
-    with autocast(config.device, config.precision):
-        measured = saved_for_backward(layer, x)
+    if config.precision == "bf16":  # as autocast computes, without its copies of the weights
+        layer = copy.deepcopy(layer).to(torch.bfloat16)
+    measured = saved_for_backward(layer.train(), x)
     return {
         "bytes_measured": measured,
         "bytes_predicted": size * (tokens * d + 2 * capacity * n),

@@ -289,6 +289,16 @@ def test_memory_and_padding_are_measured(text):
         assert rows["rounded_rows"] == rows["rounded_tiled"]
 
 
+def test_memory_in_bf16_is_without_copies_of_weights(text):
+    """What is kept beside X and H is no more than in fp32, where there are no copies."""
+    beside = {}
+    for precision in ("fp32", "bf16"):
+        config = tiny(text, precision=precision)
+        memory = measure.activation_memory(config, build(config, "topk").blocks[0].moe, "topk")
+        beside[precision] = memory["bytes_measured"] - memory["bytes_predicted"]
+    assert 0 < beside["bf16"] <= beside["fp32"]
+
+
 def start(text, out, *more, **settings):
     """The script as a user starts it."""
     argv = [sys.executable, str(SCRIPT), *flags(**(TINY | settings)), "--data", str(text)]
