@@ -1,7 +1,8 @@
-// One token a block (several where d is small), 16 bytes a thread and row, plain loads and stores:
-// this runs at the copy bandwidth as long as enough bytes are on their way, which few registers a
-// thread allow. So kernels differ in how many rows they load at once. The order of the sum is
-// fixed.
+// One token a block (several where d is small), plain loads and stores: this runs at the copy
+// bandwidth as long as enough bytes are on their way. What decides is how many threads a
+// multiprocessor holds, so a thread loads two rows at a time, 32 bytes of each, whatever K is; four
+// or eight rows at once take registers that threads then lack (a tenth to a half slower). The order
+// of the sum is fixed.
 #include <algorithm>
 
 #include "cuda/device.h"
@@ -15,6 +16,9 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kMostThreads = 256;  // of a block; wider rows take several rounds
+constexpr int kBlocks = 4;         // that a multiprocessor is to hold
+constexpr int kRows = 2;           // loaded before the first is summed
+constexpr int kPieces = 2;         // of 16 bytes, of a row and thread, blockDim.x apart
 
 struct SumArgs {
   const void* rows;  // (C, d), contiguous
@@ -48,9 +52,19 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
           Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
 }
 
-/// kInFlight: rows looked up, then loaded, before the first is summed. kBlocks: blocks that a
-/// multiprocessor is to hold, which bounds the registers.
-template <int kInFlight, int kBlocks>
+template <class Element>
+__device__ __forceinline__ void accumulate_rows(float (&sum)[kPieces][8],
+                                                const uint4 (&value)[kRows][kPieces],
+                                                const std::int32_t (&row)[kRows],
+                                                const float (&weight)[kRows]) {
+#pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    if (row[i] < 0) continue;
+#pragma unroll
+    for (int c = 0; c < kPieces; c++) accumulate<Element>(sum[c], value[i][c], weight[i]);
+  }
+}
+
 __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const SumArgs a) {
   ptx::wait_for_previous_kernel();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -66,39 +80,43 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const S
   } else if (slots == nullptr) {
     weights += begin * a.weight_stride;
   }
-  auto* out = static_cast<std::uint16_t*>(a.out) + token * a.out_stride;
-  for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
-    const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
-    float sum[8] = {};
-    for (int k0 = 0; k0 < count; k0 += kInFlight) {
-      uint4 value[kInFlight];
-      float weight[kInFlight];
-      std::int32_t row[kInFlight];
+  auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
+  const int step = blockDim.x;
+  for (int first = threadIdx.x; first < a.chunks; first += kPieces * step) {
+    const uint4* rows = static_cast<const uint4*>(a.rows) + first;
+    float sum[kPieces][8] = {};
+    for (int k0 = 0; k0 < count; k0 += kRows) {
+      uint4 value[kRows][kPieces];
+      float weight[kRows];
+      std::int32_t row[kRows];
 #pragma unroll
-      for (int i = 0; i < kInFlight; i++) {
-        row[i] = k0 + i < count ? __ldg(look_up + k0 + i) : -1;
-      }
+      for (int i = 0; i < kRows; i++) row[i] = k0 + i < count ? __ldg(look_up + k0 + i) : -1;
 #pragma unroll
-      for (int i = 0; i < kInFlight; i++) {
+      for (int i = 0; i < kRows; i++) {
         if (row[i] < 0) continue;
-        value[i] = ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks);
+#pragma unroll
+        for (int c = 0; c < kPieces; c++) {
+          if (first + c * step >= a.chunks) break;
+          value[i][c] =
+              ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks + c * step);
+        }
         weight[i] = 1.0f;
         if (a.weights == nullptr) continue;
         const int slot = slots != nullptr ? __ldg(slots + k0 + i) : k0 + i;
         weight[i] = __ldg(weights + slot * a.weight_stride);
       }
-#pragma unroll
-      for (int i = 0; i < kInFlight; i++) {
-        if (row[i] < 0) continue;
-        if (a.half != 0) {
-          accumulate<__half>(sum, value[i], weight[i]);
-        } else {
-          accumulate<__nv_bfloat16>(sum, value[i], weight[i]);
-        }
+      if (a.half != 0) {
+        accumulate_rows<__half>(sum, value, row, weight);
+      } else {
+        accumulate_rows<__nv_bfloat16>(sum, value, row, weight);
       }
     }
-    reinterpret_cast<uint4*>(out)[chunk] =
-        a.half != 0 ? rounded<__half>(sum) : rounded<__nv_bfloat16>(sum);
+#pragma unroll
+    for (int c = 0; c < kPieces; c++) {
+      if (first + c * step >= a.chunks) break;
+      out[first + c * step] =
+          a.half != 0 ? rounded<__half>(sum[c]) : rounded<__nv_bfloat16>(sum[c]);
+    }
   }
 }
 
@@ -121,15 +139,12 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.token_stride = weights.stride[0];
   args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
-  const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
-  const int across = (args.chunks + rounds - 1) / rounds;
+  const int pieces = (args.chunks + kPieces - 1) / kPieces;
+  const int rounds = (pieces + kMostThreads - 1) / kMostThreads;
+  const int across = ((pieces + rounds - 1) / rounds + 31) / 32 * 32;  // whole warps
   const int down = std::max(1, 64 / across);
   const std::int64_t grid = (problem.tokens + down - 1) / down;
-  const std::int64_t mean = row_capacity(problem) / problem.tokens;  // rows of a token
-  const auto kernel = mean <= 2   ? sum_rows_kernel<2, 6>
-                      : mean <= 4 ? sum_rows_kernel<4, 4>
-                                  : sum_rows_kernel<8, 3>;
-  launch_dependent("launching the sum over a token's rows", kernel,
+  launch_dependent("launching the sum over a token's rows", sum_rows_kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 
