@@ -31,11 +31,11 @@ class BudgetTest(unittest.TestCase):
             self.verdict((100, 100.0), (160, check_kernels.MAX_CPU_SECONDS - 100.0)), 0
         )
 
-    def test_too_many_instances(self):
+    def test_too_many_kernels(self):
         self.assertEqual(self.verdict((100, 0.0), (161, 0.0)), 1)
 
-    def test_other_kernels_are_no_instances(self):
-        self.assertEqual(self.verdict((100, 0.0), (161, 0.0), folder="routing"), 0)
+    def test_kernels_beside_the_engine_count(self):
+        self.assertEqual(self.verdict((100, 0.0), (161, 0.0), folder="routing"), 1)
 
     def test_too_long_to_compile(self):
         self.assertEqual(self.verdict((1, 100.0), (1, check_kernels.MAX_CPU_SECONDS - 99.5)), 1)
