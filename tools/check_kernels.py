@@ -4,9 +4,9 @@
     python tools/check_kernels.py BUILD_DIRECTORY
 
 The products are instances of one engine over roles, tiles, types and activations: one more axis
-multiplies them silently. So all kernels together have a limit of number, CPU time and size. Counts and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects,
-the size from the shared library. Files that ccache had are counted but took no time, which is then
-said.
+multiplies them silently. So all kernels together have a limit of number, CPU time and size. Counts
+and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects, the size from
+the shared library. Files that ccache had are counted but took no time, which is then said.
 """
 
 import json
