@@ -76,13 +76,15 @@ CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
     if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride) * kElementBytes;
     rank++;
   }
+  // The swizzle spans a row of the box.
+  const bool narrow = boxes[0] * kElementBytes <= 64;
   CUtensorMap map;
   const CUresult result = device.encode(
       &map,
       dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       rank, const_cast<void*>(base), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(Status::kInternal, "the driver refused a tensor map (code " +
                                        std::to_string(static_cast<int>(result)) + ").");

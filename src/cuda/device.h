@@ -44,6 +44,7 @@ struct MapDim {
   std::int64_t stride;  ///< elements
   std::int32_t box;
 };
+/// Boxes are swizzled in shared memory by 64 bytes where a row of theirs is no longer, else by 128.
 CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
                        std::initializer_list<MapDim> dims);
 

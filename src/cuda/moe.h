@@ -38,11 +38,12 @@ Major major_of(const Tensor& weight);
 /// Loads of expert matrices (E, columns, depth) with `share` columns a box where they are K-major.
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);
 
-/// Loads of grouped rows (C, width) or (C, parts, width), 64 columns and `box_rows` rows a box.
-CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows);
+/// Loads of grouped rows (C, width) or (C, parts, width).
+CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
+                     std::int32_t box_columns = 64);
 
 /// Stores of rows (C, width) or (C, parts, width), any row stride, that end where an expert ends.
-RaggedMap ragged_map(const Device& device, const Tensor& rows);
+RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns = 64);
 
 /// Tiles of a row product over the metadata's list.
 RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int column_step,

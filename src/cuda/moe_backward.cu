@@ -92,9 +92,9 @@ void launch_hidden_grad(const Call& c) {
   params.producer = gathered(c, c.args.dout, p.hidden);
   params.b.map[0] = weight_map(c.device, down, shape);
   params.tiles = row_tiles(c.metadata, p.width, shape.n, p.hidden, nullptr);
-  params.epilogue.h_in = rows_map(c.device, h, 64);
-  params.epilogue.dh = ragged_map(c.device, c.dh);
-  params.epilogue.a = ragged_map(c.device, c.a);
+  params.epilogue.h_in = rows_map(c.device, h, 64, kGradColumns);
+  params.epilogue.dh = ragged_map(c.device, c.dh, kGradColumns);
+  params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
   params.epilogue.row_weight = c.row_weights;
   params.epilogue.score_parts = c.parts;
   params.epilogue.score_tiles = score_tiles(p, tile);

@@ -154,15 +154,16 @@ CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileSha
                      experts});
 }
 
-CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows) {
+CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
+                     std::int32_t box_columns) {
   const bool parted = rows.rank == 3;
   const std::int64_t width = rows.shape[parted ? 2 : 1];
   const MapDim parts{parted ? rows.shape[1] : 1, parted ? rows.stride[1] : width, 1};
   return encode_map(device, rows.dtype, rows.data,
-                    {{width, 1, 64}, parts, {rows.shape[0], rows.stride[0], box_rows}});
+                    {{width, 1, box_columns}, parts, {rows.shape[0], rows.stride[0], box_rows}});
 }
 
-RaggedMap ragged_map(const Device& device, const Tensor& rows) {
+RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns) {
   const bool parted = rows.rank == 3;
   const std::int64_t capacity = rows.shape[0];
   const std::int64_t width = rows.shape[parted ? 2 : 1];
@@ -172,7 +173,7 @@ RaggedMap ragged_map(const Device& device, const Tensor& rows) {
       reinterpret_cast<std::uintptr_t>(rows.data) -
       static_cast<std::uintptr_t>(capacity * rows.stride[0] * kElementBytes);
   return {encode_map(device, rows.dtype, reinterpret_cast<const void*>(base),
-                     {{width, 1, 64},
+                     {{width, 1, box_columns},
                       parts,
                       {capacity, rows.stride[0], 64},
                       {capacity + 1, rows.stride[0], 1}}),

@@ -26,8 +26,8 @@ inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPo
 inline constexpr TileShape kPingPong128x192Dynamic{
     128, 192, 4, 2, 3, Schedule::kPingPong, Order::kDynamic};
 
-// dH has the heaviest epilogue: ping-pong hides it. 64x64 boxes of H for two column blocks, and A'.
-inline constexpr TileShape kPingPong128x128{128, 128, 4, 2, 6, Schedule::kPingPong, Order::kStatic};
+// dH has the heaviest epilogue: ping-pong hides it. Room for four blocks of H and two of A'.
+inline constexpr TileShape kPingPong128x128{128, 128, 4, 2, 5, Schedule::kPingPong, Order::kStatic};
 
 // The same where it wastes little of N: what two CTAs of 256 columns save in loads outweighs what
 // ping-pong hides of the epilogue. Boxes for two blocks of H and one of A' leave 3 stages.

@@ -106,9 +106,10 @@ class Staging {
       ptx::store_matrices_transposed(box(i) + row * 128 + ((chunk ^ swizzle) << 4), words);
     }
   }
-  /// Barrier `set` (0 or 1) of this warpgroup's loads into boxes.
+  /// Barrier `set` of this warpgroup's loads into boxes.
   __device__ __forceinline__ ptx::Mbarrier loaded(int set) const {
-    return ptx::Mbarrier(base_ + SharedLayout<kShape>::kLoads + (warpgroup() * 2 + set) * 8);
+    return ptx::Mbarrier(base_ + SharedLayout<kShape>::kLoads +
+                         (warpgroup() * kLoadSets + set) * 8);
   }
   /// Makes the boxes visible to the copy engine.
   __device__ __forceinline__ void publish() const {

@@ -59,7 +59,7 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
     cta.slot_full(s).init(1);
     cta.slot_empty(s).init((Gemm::Producer::kTileReaders + 8) * kShape.cluster);
   }
-  for (int i = 0; i < kConsumers * 2; i++) {
+  for (int i = 0; i < kConsumers * kLoadSets; i++) {
     ptx::Mbarrier(cta.base + SharedLayout<kShape>::kLoads + i * 8).init(1);
   }
   ptx::fence_barrier_init();

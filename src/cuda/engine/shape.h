@@ -59,10 +59,11 @@ constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
-/// Slots of tile numbers (two barriers and a word each), and two load barriers a consumer
+/// Slots of tile numbers (two barriers and a word each), and the load barriers of a consumer
 /// warpgroup.
 inline constexpr int kSlots = 4;
-inline constexpr int kFixedBarrierBytes = kSlots * (2 * 8 + 4) + kConsumers * 2 * 8;
+inline constexpr int kLoadSets = 4;
+inline constexpr int kFixedBarrierBytes = kSlots * (2 * 8 + 4) + kConsumers * kLoadSets * 8;
 
 /// Registers of a thread of the producer warpgroup and of the others. A launch gives 168 to each of
 /// 384 threads: 504 for one of the former and two of the latter together.
@@ -90,8 +91,8 @@ struct SharedLayout {
   static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
   static constexpr int kSlotEmpty = kSlotFull + kSlots * 8;
   static constexpr int kSlotWords = kSlotEmpty + kSlots * 8;
-  static constexpr int kLoads = kSlotWords + kSlots * 4;  // epilogues that load: two a warpgroup
-  static constexpr int kEnd = kLoads + kConsumers * 2 * 8;
+  static constexpr int kLoads = kSlotWords + kSlots * 4;  // of epilogues that load
+  static constexpr int kEnd = kLoads + kConsumers * kLoadSets * 8;
   static constexpr int kBytes = kEnd + 1024;  // the base is aligned by hand
   static_assert(kBytes == shared_bytes(kShape));
   static_assert(kBytes <= 232448, "more shared memory than a CTA of sm_90 has");

@@ -1,8 +1,9 @@
 // Epilogue of dH. The accumulator is dA' = dO W2, never rounded. From H (loaded under the products)
 // and the row's score s: dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)).
 //
-// Blocks of 64x64 alternate between two sets of boxes; dH overwrites H in place. The loads of the
-// first two blocks start before the products of the tile, the next one's while a block is computed.
+// Blocks of 64 rows by 32 columns of A go round four sets of boxes, in which dH overwrites H, and
+// two boxes of A'. The loads of the first three start before the products of the tile, that of
+// block b + 3 once the stores of block b - 1 have been read: two blocks before it is needed.
 #pragma once
 
 #include "cuda/epilogues/activation.cuh"
@@ -13,8 +14,11 @@ namespace sonicmoe::cuda {
 /// How gate and up lie in H and dH: columns [gate | up], or alternating (the paired form).
 enum class HLayout { kSplit, kPaired };
 
+/// Columns of A in a block, and of a box.
+inline constexpr int kGradColumns = 32;
+
 struct ActGradParams {
-  CUtensorMap h_in;  ///< (column, part, row), box 64 x 1 x 64; kPaired: one part of 2n columns
+  CUtensorMap h_in;  ///< (column, part, row), box 32 x 1 x 64; kPaired: one part of 2n columns
   RaggedMap dh;      ///< (column, part, row, base), the same
   RaggedMap a;       ///< A'
   const float* row_weight;  ///< (C) s; null: 1
@@ -34,16 +38,17 @@ struct ActGrad {
   static_assert(kGated || !kPaired);
 
   struct State {
-    std::uint32_t parity;  ///< of the next load of either set
+    std::uint32_t parity;  ///< of the next load of every set
   };
 
   template <TileShape kShape>
   static __device__ __forceinline__ void begin(const Params& p, State&, const Work& work,
                                                const Staging<kShape>& staging, Rows rows) {
-    if (staging.elected()) {
-      ptx::tma_wait_read();
-      load(p, work, staging, rows.offset, 0);
-      load(p, work, staging, rows.offset, 1);
+    static_assert(kShape.boxes * kBoxBytes >= (2 * kLoadSets + kOwnBoxes) * kHalfBox);
+    // The boxes of these sets were read before the last block of the tile before was published.
+    if (loads()) {
+#pragma unroll
+      for (int b = 0; b < kAhead; b++) load(p, work, staging, rows.offset, b);
     }
     for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
       const int row = rows.offset + i;
@@ -57,8 +62,8 @@ struct ActGrad {
                                              float (&acc)[kShape.halves()][kShape.n / 2],
                                              const Work& work, const Staging<kShape>& staging,
                                              Rows rows) {
-    constexpr int kAcross = kShape.n / 64;
-    static_assert(kShape.n % 128 == 0, "the sets take turns");
+    constexpr int kAcross = kShape.n / kGradColumns;
+    static_assert(kAcross % kLoadSets == 0, "the sets take turns");
     staging.sync();  // the scales are set
 #pragma unroll
     for (int half = 0; half < kShape.halves(); half++) {
@@ -67,56 +72,56 @@ struct ActGrad {
 #pragma unroll
       for (int j = 0; j < kAcross; j++) {
         const int b = half * kAcross + j;
-        staging.loaded(b % 2).wait(state.parity);
-        const auto ahead = [&] {
-          if (b == 0) return;
-          if (staging.elected()) {
-            ptx::tma_wait_read();  // of the block before
-            if (b + 1 < rows.halves * kAcross) load(p, work, staging, rows.offset, b + 1);
-          }
-          if (!kOwnBox<kShape>) staging.sync();
-        };
-        block(p, &acc[half][j * 32], staging, {half, b % 2}, score, ahead);
+        staging.loaded(b % kLoadSets).wait(state.parity);
+        block(p, &acc[half][j * (kGradColumns / 2)], staging, half, b, score);
+        if (staging.elected()) ptx::tma_wait_read();  // of the block before
         staging.publish();
         if (staging.elected()) store(p, work, staging, rows.offset, b);
-        if (b % 2 == 1) state.parity ^= 1;
+        if (loads() && b + kAhead < rows.halves * kAcross) {
+          load(p, work, staging, rows.offset, b + kAhead);
+        }
+        if (b % kLoadSets == kLoadSets - 1) state.parity ^= 1;
       }
       put_scores<kShape>(p, work, rows.offset + half * 64, score);
     }
   }
 
  private:
-  /// Sixteen columns of a 64x64 block, words as in Fragment.
+  /// Sixteen columns of a block, words as in Fragment.
   using Words = std::uint32_t[4];
 
-  /// Whether every set has a box for A', or both share the last.
+  static constexpr int kHalfBox = kBoxBytes / 2;  // 64 rows of 64 bytes
+  static constexpr int kOwnBoxes = 2;             // of A'
+  static constexpr int kAhead = kLoadSets - 1;
+
+  /// The thread that loads: not the one that stores, whose warp would hold up the others.
+  static __device__ __forceinline__ bool loads() { return (threadIdx.x & 127) == 32; }
+
+  /// Boxes of H (by part) and of A' of block b.
   template <TileShape kShape>
-  static constexpr bool kOwnBox = kShape.boxes == 6;
-  template <TileShape kShape>
-  static constexpr int h_box(int set) {
-    static_assert(kShape.boxes == 5 || kShape.boxes == 6);
-    return set * (kOwnBox<kShape> ? 3 : 2);
+  static __device__ __forceinline__ std::uint32_t h_box(const Staging<kShape>& staging, int b) {
+    return staging.box(0) + b % kLoadSets * 2 * kHalfBox;
   }
   template <TileShape kShape>
-  static constexpr int a_box(int set) {
-    return kOwnBox<kShape> ? set * 3 + 2 : 4;
+  static __device__ __forceinline__ std::uint32_t a_box(const Staging<kShape>& staging, int b) {
+    return staging.box(0) + (2 * kLoadSets + b % kOwnBoxes) * kHalfBox;
   }
   /// First column and part of box `part` of a block whose first column of A is `column`.
   static __device__ __forceinline__ int h_column(int column, int part) {
-    return kPaired ? 2 * column + 64 * part : column;
+    return kPaired ? 2 * column + kGradColumns * part : column;
   }
   static constexpr int h_part(int part) { return kPaired ? 0 : part; }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void load(const Params& p, const Work& work,
                                               const Staging<kShape>& staging, int offset, int b) {
-    constexpr int kAcross = kShape.n / 64;
-    const int column = work.column + b % kAcross * 64;
-    const ptx::Mbarrier loaded = staging.loaded(b % 2);
-    loaded.arrive_expecting(kParts * kBoxBytes);
+    constexpr int kAcross = kShape.n / kGradColumns;
+    const int column = work.column + b % kAcross * kGradColumns;
+    const ptx::Mbarrier loaded = staging.loaded(b % kLoadSets);
+    loaded.arrive_expecting(kParts * kHalfBox);
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
-      ptx::tma_load(staging.box(h_box<kShape>(b % 2) + part), &p.h_in, loaded,
+      ptx::tma_load(h_box(staging, b) + part * kHalfBox, &p.h_in, loaded,
                     {h_column(column, part), h_part(part), work.row + offset + b / kAcross * 64});
     }
   }
@@ -124,83 +129,80 @@ struct ActGrad {
   template <TileShape kShape>
   static __device__ __forceinline__ void store(const Params& p, const Work& work,
                                                const Staging<kShape>& staging, int offset, int b) {
-    constexpr int kAcross = kShape.n / 64;
-    const int column = work.column + b % kAcross * 64;
+    constexpr int kAcross = kShape.n / kGradColumns;
+    const int column = work.column + b % kAcross * kGradColumns;
     const int row = offset + b / kAcross * 64;
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
-      store_ragged(p.dh, staging.box(h_box<kShape>(b % 2) + part), h_column(column, part),
-                   h_part(part), work, row);
+      store_ragged(p.dh, h_box(staging, b) + part * kHalfBox, h_column(column, part), h_part(part),
+                   work, row);
     }
-    store_ragged(p.a, staging.box(a_box<kShape>(b % 2)), column, 0, work, row);
+    store_ragged(p.a, a_box(staging, b), column, 0, work, row);
     staging.commit();
   }
 
-  struct Place {
-    int half;
-    int set;
-  };
-
-  /// One 64x64 block: H in boxes becomes dH, A' beside it. Sixteen columns at a time, because the
+  /// One block: H in boxes becomes dH, A' beside it. Sixteen columns at a time, because the
   /// accumulator leaves no room for more; not even for the rows' scales, which are read each time.
-  template <TileShape kShape, class Ahead>
+  template <TileShape kShape>
   static __device__ __forceinline__ void block(const Params& p, const float* acc,
-                                               const Staging<kShape>& staging, Place at,
-                                               float (&score)[2], Ahead ahead) {
-    const int box = h_box<kShape>(at.set);
+                                               const Staging<kShape>& staging, int half, int b,
+                                               float (&score)[2]) {
+    const std::uint32_t h = h_box(staging, b);
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const float scale[2] = {staging.row_scale(at.half, 0), staging.row_scale(at.half, 1)};
+    for (int c = 0; c < kGradColumns / 16; c++) {
+      const float scale[2] = {staging.row_scale(half, 0), staging.row_scale(half, 1)};
       Words gate, up, a;
-      read(staging, box, c, gate, up);
+      read(h, c, gate, up);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* pair = acc + c * 8 + 2 * i;
         a[i] = element_pair(p, gate[i], up[i], pair, scale[i & 1], score[i & 1]);
       }
-      write(staging, box, c, gate, up);
-      if (c == 0) ahead();
-      ptx::store_matrices(staging.place(a_box<kShape>(at.set), 2 * c), a);
+      write(h, c, gate, up);
+      ptx::store_matrices(place(a_box(staging, b), c), a);
     }
   }
 
-  template <TileShape kShape>
-  static __device__ __forceinline__ void read(const Staging<kShape>& staging, int box, int c,
-                                              Words& gate, Words& up) {
+  static __device__ __forceinline__ void read(std::uint32_t h, int c, Words& gate, Words& up) {
     if constexpr (kPaired) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         std::uint32_t low, high;  // (gate, up) of two neighbouring columns
-        ptx::load_words(low, high, pair_place(staging.box(box + c / 2), c % 2 * 4 + i));
+        ptx::load_words(low, high, pair_place(h + c * kHalfBox, i));
         gate[i] = __byte_perm(low, high, 0x5410);
         up[i] = __byte_perm(low, high, 0x7632);
       }
     } else {
-      ptx::load_matrices(gate, staging.place(box, 2 * c));
-      if constexpr (kGated) ptx::load_matrices(up, staging.place(box + 1, 2 * c));
+      ptx::load_matrices(gate, place(h, c));
+      if constexpr (kGated) ptx::load_matrices(up, place(h + kHalfBox, c));
     }
   }
-  template <TileShape kShape>
-  static __device__ __forceinline__ void write(const Staging<kShape>& staging, int box, int c,
-                                               const Words& gate, const Words& up) {
+  static __device__ __forceinline__ void write(std::uint32_t h, int c, const Words& gate,
+                                               const Words& up) {
     if constexpr (kPaired) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        ptx::store_words(pair_place(staging.box(box + c / 2), c % 2 * 4 + i),
-                         __byte_perm(gate[i], up[i], 0x5410), __byte_perm(gate[i], up[i], 0x7632));
+        ptx::store_words(pair_place(h + c * kHalfBox, i), __byte_perm(gate[i], up[i], 0x5410),
+                         __byte_perm(gate[i], up[i], 0x7632));
       }
     } else {
-      ptx::store_matrices(staging.place(box, 2 * c), gate);
-      if constexpr (kGated) ptx::store_matrices(staging.place(box + 1, 2 * c), up);
+      ptx::store_matrices(place(h, c), gate);
+      if constexpr (kGated) ptx::store_matrices(place(h + kHalfBox, c), up);
     }
   }
-  /// Of word i in a box of alternating columns, which 32 columns of A fill.
+  /// This lane's address of columns 16c.. in a box: row lane % 8 of matrix lane / 8, swizzled.
+  static __device__ __forceinline__ std::uint32_t place(std::uint32_t box, int c) {
+    const int lane = threadIdx.x & 31;
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
+    const int chunk = 2 * c + (lane >> 4);
+    return box + row * 64 + ((chunk ^ (lane >> 1 & 3)) << 4);
+  }
+  /// Of word i in a box of alternating columns, which sixteen columns of A fill.
   static __device__ __forceinline__ std::uint32_t pair_place(std::uint32_t box, int i) {
     const int lane = threadIdx.x & 31;
-    const int swizzle = lane >> 2;
-    const int row = ((threadIdx.x >> 5) & 3) * 16 + (i & 1) * 8 + swizzle;
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + (i & 1) * 8 + (lane >> 2);
     const int chunk = (i >> 1) * 2 + ((lane & 3) >> 1);
-    return box + row * 128 + ((chunk ^ swizzle) << 4) + (lane & 1) * 8;
+    return box + row * 64 + ((chunk ^ (lane >> 3)) << 4) + (lane & 1) * 8;
   }
 
   /// Two neighbouring elements: H becomes dH; returns A'.
