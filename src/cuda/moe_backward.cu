@@ -98,6 +98,7 @@ void launch_hidden_grad(const Call& c) {
   params.epilogue.row_weight = c.row_weights;
   params.epilogue.score_parts = c.parts;
   params.epilogue.score_tiles = score_tiles(p, tile);
+  params.epilogue.width = static_cast<std::int32_t>(p.width);
   params.epilogue.scalars = scalars_of(p.activation);
   const KernelEntry& kernel = find_kernel({paired(c) ? Role::kHiddenGradPaired : Role::kHiddenGrad,
                                            p.dtype, tile, major_of(down), p.activation.kind});

@@ -186,6 +186,7 @@ RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int c
   tiles.records = metadata.records;
   tiles.record_count = metadata.record_count;
   tiles.counter = counter;
+  tiles.columns = static_cast<std::int32_t>(columns);
   tiles.column_tiles = static_cast<std::int32_t>((columns + column_step - 1) / column_step);
   tiles.column_step = column_step;
   tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
@@ -201,6 +202,7 @@ ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrice
   tiles.experts = static_cast<std::int32_t>(matrices.shape[0]);
   tiles.rows = static_cast<std::int32_t>(matrices.shape[1]);
   tiles.row_tiles = (tiles.rows + shape.cluster_rows() - 1) / shape.cluster_rows();
+  tiles.columns = static_cast<std::int32_t>(matrices.shape[2]);
   tiles.column_step = shape.n;
   tiles.column_tiles = static_cast<std::int32_t>((matrices.shape[2] + shape.n - 1) / shape.n);
   tiles.parts = 1;

@@ -32,6 +32,8 @@ struct GroupedGemmKernel {
   static constexpr Major kMajorA = Scheduler::kFixedDepth ? Major::kK : Major::kMN;
   static constexpr Major kMajorB = kMajorB_;
   using B = OperandB<kShape, kSource, kMajorB>;
+  /// Whether the columns of a tile lie as they do in the output.
+  static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
   static constexpr bool kConsumerDraws =
       kShape.order == Order::kDynamic && Producer::kDrawer == Drawer::kConsumer;
   static_assert(!kConsumerDraws || !kShape.ping_pong(),
@@ -115,11 +117,20 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     if (!Gemm::Scheduler::kFixedDepth && k_tiles == 0) {
       // An expert without rows: the epilogue stores zeros.
     } else if (halves == kShape.halves()) {
-      Loop::template run<kShape.halves()>(acc, cta, ring, warpgroup, span, hand_over);
+      // The last tile of columns may have only 64 or 128 of them.
+      const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
+      constexpr int kHalves = kShape.halves();
+      if (Gemm::kNarrows && columns <= 64) {
+        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, hand_over);
+      } else if (Gemm::kNarrows && columns <= 128 && kShape.n > 128) {
+        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, hand_over);
+      } else {
+        Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, hand_over);
+      }
     } else if (kShape.halves() > 1 && halves == 1) {
-      Loop::template run<1>(acc, cta, ring, warpgroup, span, hand_over);
+      Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, hand_over);
     } else {
-      Loop::template run<0>(acc, cta, ring, warpgroup, span, hand_over);
+      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, hand_over);
     }
     if constexpr (kShape.ping_pong()) skip_other();
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});

@@ -27,9 +27,10 @@ struct Mainloop {
   using Accumulator = float[kShape.halves()][kShape.n / 2];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Multiplies the first kHalves 64-row halves of this warpgroup's rows; with none of them valid
-  /// the stages are only passed on. `hand_over` runs once the last product has been issued.
-  template <int kHalves, class HandOver>
+  /// Multiplies the first kHalves 64-row halves of this warpgroup's rows by the first kColumns
+  /// columns; with no half valid the stages are only passed on. `hand_over` runs once the last
+  /// product has been issued.
+  template <int kHalves, int kColumns, class HandOver>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
                                              int warpgroup, Span span, HandOver hand_over) {
     int previous = 0;
@@ -40,7 +41,7 @@ struct Mainloop {
         release_stage(cta, ring.stage);
       } else {
         if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-        step<kHalves>(acc, cta, ring.stage, warpgroup, kt != 0);
+        step<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, kt != 0);
         ptx::wgmma_wait<1>();
         if (kt > 0) release_stage(cta, previous);
         previous = ring.stage;
@@ -71,7 +72,7 @@ struct Mainloop {
     ptx::named_sync(kTailBarrier, kConsumers * kWarpgroup);
   }
 
-  template <int kHalves>
+  template <int kHalves, int kColumns>
   static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
                                               int warpgroup, bool accumulate) {
     const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
@@ -86,8 +87,9 @@ struct Mainloop {
       for (int h = 0; h < kHalves; h++) {
         const std::uint64_t a_part = ptx::swizzled_descriptor(
             a + h * kBoxBytes + k * k16_bytes(Gemm::kMajorA), leading_bytes(Gemm::kMajorA));
-        ptx::Wgmma<typename Gemm::Element, kShape.n, Gemm::kMajorA == Major::kMN,
-                   Gemm::kMajorB == Major::kMN>::run(acc[h], a_part, b_part, accumulate || k != 0);
+        auto& part = reinterpret_cast<float(&)[kColumns / 2]>(acc[h]);
+        ptx::Wgmma<typename Gemm::Element, kColumns, Gemm::kMajorA == Major::kMN,
+                   Gemm::kMajorB == Major::kMN>::run(part, a_part, b_part, accumulate || k != 0);
       }
     }
     ptx::wgmma_commit();

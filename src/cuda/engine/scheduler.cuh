@@ -36,6 +36,7 @@ struct RowTiles {
     const TileRecord* records;
     const std::int32_t* record_count;
     unsigned* counter;          ///< zero before the launch; dynamic order only
+    std::int32_t columns;       ///< N
     std::int32_t column_tiles;  ///< tiles along N
     std::int32_t column_step;   ///< output columns of a tile
     std::int32_t k_tiles;       ///< k tiles of one part of K
@@ -89,6 +90,7 @@ struct ExpertTiles {
     unsigned* counter;  ///< zero before the launch; dynamic order only
     std::int32_t experts;
     std::int32_t rows;          ///< M
+    std::int32_t columns;       ///< N, of one part
     std::int32_t row_tiles;     ///< of a cluster, along M
     std::int32_t column_tiles;  ///< along N, of one part
     std::int32_t column_step;

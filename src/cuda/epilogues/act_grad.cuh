@@ -24,6 +24,7 @@ struct ActGradParams {
   const float* row_weight;  ///< (C) s; null: 1
   float* score_parts;       ///< (C, score_tiles): dS of a row and tile of columns
   std::int32_t score_tiles;
+  std::int32_t width;  ///< n
   ActivationScalars scalars;
 };
 
@@ -73,7 +74,10 @@ struct ActGrad {
       for (int j = 0; j < kAcross; j++) {
         const int b = half * kAcross + j;
         staging.loaded(b % kLoadSets).wait(state.parity);
-        block(p, &acc[half][j * (kGradColumns / 2)], staging, half, b, score);
+        // Columns past the width may not have been multiplied.
+        if (work.column + j * kGradColumns < p.width) {
+          block(p, &acc[half][j * (kGradColumns / 2)], staging, half, b, score);
+        }
         if (staging.elected()) ptx::tma_wait_read();  // of the block before
         staging.publish();
         if (staging.elected()) store(p, work, staging, rows.offset, b);
