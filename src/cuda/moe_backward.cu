@@ -16,12 +16,13 @@ struct BackwardScratch {
   std::int64_t dx;       // (C, d) dX~
   std::int64_t weights;  // (C) scores by row
   std::int64_t parts;    // (C, score tiles)
+  std::int64_t experts;  // (E)
   std::int64_t counters;
   std::int64_t bytes;
 };
 
-std::int32_t score_tiles(const Problem& p, TileId tile) {
-  const int across = tile_shape(tile).n;
+std::int32_t score_tiles(const Problem& p) {
+  constexpr int across = tile_shape(hidden_grad_tile()).n;
   return static_cast<std::int32_t>((p.width + across - 1) / across);
 }
 
@@ -38,8 +39,8 @@ BackwardScratch scratch_layout(const Problem& p) {
   s.a = take(capacity * p.width * kElementBytes);
   s.dx = take(capacity * p.hidden * kElementBytes);
   s.weights = take(capacity * 4);
-  // Paired weights may take the wider tile, which has no more parts.
-  s.parts = take(capacity * score_tiles(p, hidden_grad_tile(p.activation.kind, p.width)) * 4);
+  s.parts = take(capacity * score_tiles(p) * 4);
+  s.experts = take(p.experts * static_cast<std::int64_t>(sizeof(ExpertRecord)));
   s.counters = take(kCounterBytes);
   s.bytes = at;
   return s;
@@ -64,16 +65,12 @@ struct Call {
   Tensor dx;           // (C, d)
   float* row_weights;  // (C)
   float* parts;
-  unsigned* counter;
+  const ExpertRecord* experts;
+  unsigned* counters;  // one a product
 };
 
 bool gated(const Call& c) { return is_gated(c.problem.activation.kind); }
 bool paired(const Call& c) { return gated(c) && is_paired(c.args.weights.gate, c.args.weights.up); }
-
-TileId grad_tile(const Call& c) {
-  return paired(c) ? TileId::kCoop128x256Grad
-                   : hidden_grad_tile(c.problem.activation.kind, c.problem.width);
-}
 
 GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t width) {
   return {rows.data, c.metadata.row_token,
@@ -83,7 +80,7 @@ GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t widt
 
 void launch_hidden_grad(const Call& c) {
   const Problem& p = c.problem;
-  const TileId tile = grad_tile(c);
+  const TileId tile = hidden_grad_tile();
   const TileShape shape = tile_shape(tile);
   const Tensor down = swapped(c.args.weights.down);
   Tensor h = c.dh;
@@ -97,7 +94,7 @@ void launch_hidden_grad(const Call& c) {
   params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
   params.epilogue.row_weight = c.row_weights;
   params.epilogue.score_parts = c.parts;
-  params.epilogue.score_tiles = score_tiles(p, tile);
+  params.epilogue.score_tiles = score_tiles(p);
   params.epilogue.width = static_cast<std::int32_t>(p.width);
   params.epilogue.scalars = scalars_of(p.activation);
   const KernelEntry& kernel = find_kernel({paired(c) ? Role::kHiddenGradPaired : Role::kHiddenGrad,
@@ -117,7 +114,7 @@ void launch_input_grad(const Call& c) {
   params.producer.rows = rows_map(c.device, c.dh, shape.m);
   params.b.map[0] = weight_map(c.device, first, shape);
   if (in_turn) params.b.map[1] = weight_map(c.device, swapped(w.up), shape);
-  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], c.counter);
+  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], c.counters);
   params.tiles.k_parts = in_turn ? 2 : 1;
   params.epilogue.out = ragged_map(c.device, c.dx);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
@@ -135,12 +132,13 @@ struct WeightGrad {
   std::int32_t first_part;
   std::int32_t parts;
   std::int32_t alternate;
+  unsigned* counter;
   Tensor out[2];
 };
 
 void launch_weight_grad(const Call& c, const WeightGrad& g) {
   const Problem& p = c.problem;
-  const TileId tile = weight_grad_tile();
+  const TileId tile = weight_grad_tile(mean_rows(p));
   const TileShape shape = tile_shape(tile);
   const Major order = major_of(g.out[0]);
   const std::int64_t columns = g.rows.shape[g.rows.rank - 1];
@@ -150,6 +148,8 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   params.b.first_part = g.first_part;
   params.tiles =
       expert_tiles(c.metadata, tensor3(nullptr, p.dtype, p.experts, p.hidden, columns), shape);
+  params.tiles.order = c.experts;
+  params.tiles.counter = g.counter;
   params.tiles.parts = g.parts;
   StoreExpertParams& epilogue = params.epilogue;
   epilogue.rows = params.tiles.rows;
@@ -175,7 +175,8 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
 
 void launch_down_grad(const Call& c) {
   const Tensor& down = c.args.grads.down;
-  if (down.data != nullptr) launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, {down}});
+  if (down.data != nullptr)
+    launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, c.counters + 1, {down}});
 }
 
 void launch_up_grads(const Call& c) {
@@ -186,17 +187,22 @@ void launch_up_grads(const Call& c) {
   if (any && paired(c)) {
     const bool floats = (gate.data != nullptr ? gate : up).dtype == DType::kF32;
     const Tensor pairs = swapped(pairs_of(g.gate));
-    launch_weight_grad(c,
-                       {c.args.x, c.dh, 0, 1, 1, {floats ? gate : pairs, floats ? up : Tensor{}}});
+    launch_weight_grad(
+        c,
+        {c.args.x, c.dh, 0, 1, 1, c.counters + 2, {floats ? gate : pairs, floats ? up : Tensor{}}});
     return;
   }
   const bool both = gate.data != nullptr && up.data != nullptr;
   if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up)) {
-    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, 0, {gate, up}});
+    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, 0, c.counters + 2, {gate, up}});
     return;
   }
-  if (gate.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, 0, 1, 0, {gate}});
-  if (up.data != nullptr) launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, 1, 0, {up}});
+  if (gate.data != nullptr) {
+    launch_weight_grad(c, {c.args.x, c.dh, 0, 1, 0, c.counters + 2, {gate}});
+  }
+  if (up.data != nullptr) {
+    launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, 1, 0, c.counters + 3, {up}});
+  }
 }
 
 void launch_bias_grads(const Call& c) {
@@ -268,18 +274,21 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
                   tensor2(at(s.dx), problem.dtype, capacity, problem.hidden),
                   static_cast<float*>(at(s.weights)),
                   static_cast<float*>(at(s.parts)),
+                  static_cast<const ExpertRecord*>(at(s.experts)),
                   static_cast<unsigned*>(at(s.counters))};
-  check_cuda(cudaMemsetAsync(call.counter, 0, kCounterBytes, stream), "clearing counters");
   observed(exec, "metadata", [&] {
-    gather_row_weights(problem, metadata, args.routing.weights, call.row_weights, stream);
+    make_row_lists(problem, metadata, args.routing.weights,
+                   {call.row_weights, static_cast<ExpertRecord*>(at(s.experts)), call.counters,
+                    kCounterBytes / 4},
+                   stream);
   });
   observed(exec, "dH", [&] { launch_hidden_grad(call); });
   if (args.dweights.data != nullptr) {
     observed(exec, "dS", [&] {
-      finish_scores(problem, metadata,
-                    {call.parts, score_tiles(problem, grad_tile(call)), args.dout,
-                     args.weights.b_down, args.dweights},
-                    stream);
+      finish_scores(
+          problem, metadata,
+          {call.parts, score_tiles(problem), args.dout, args.weights.b_down, args.dweights},
+          stream);
     });
   }
   observed(exec, "dW2", [&] { launch_down_grad(call); });

@@ -21,10 +21,10 @@ std::vector<TileChoice> layer_tiles(const Problem& p) {
   const std::int64_t rows = mean_rows(p), gates = gate_factor(kind);
   return {{"A", words(up_tile(kind, p.hidden, rows))},
           {"Y", words(row_tile(p.hidden, p.width, rows))},
-          {"dH", words(hidden_grad_tile(kind, p.width))},
-          {"dW2", words(weight_grad_tile())},
+          {"dH", words(hidden_grad_tile())},
+          {"dW2", words(weight_grad_tile(rows))},
           {"dX~", words(row_tile(p.hidden, gates * p.width, rows))},
-          {"dW1", words(weight_grad_tile())}};
+          {"dW1", words(weight_grad_tile(rows))}};
 }
 
 }  // namespace sonicmoe::cuda

@@ -13,4 +13,12 @@ struct TileRecord {
   std::int32_t first;  ///< index of the expert's first record
 };
 
+/// An expert, in the order in which products over its rows take them.
+struct ExpertRecord {
+  std::int32_t expert;
+  std::int32_t begin;  ///< first row
+  std::int32_t rows;
+  std::int32_t unused;  ///< records are read as 16 bytes
+};
+
 }  // namespace sonicmoe::cuda

@@ -85,6 +85,7 @@ struct RowTiles {
 /// Tiles of one matrix an expert, (M, N) with K its rows.
 struct ExpertTiles {
   struct Params {
+    const ExpertRecord* order;  ///< long experts first; null: as they are numbered
     const std::int32_t* expert_begin;
     const std::int32_t* expert_rows;
     unsigned* counter;  ///< zero before the launch; dynamic order only
@@ -105,22 +106,31 @@ struct ExpertTiles {
   static __device__ __forceinline__ int k_tiles(const Params&, const Work& work) {
     return (work.depth + kDepth - 1) / kDepth;
   }
-  /// Columns fastest: neighbours share the gathered rows, which are the dearer operand.
+  /// Columns fastest: neighbours share the gathered rows, which are the dearer operand. A tile runs
+  /// through all rows of its expert, so that a long expert taken late would leave the others
+  /// waiting.
   template <TileShape kShape>
   static __device__ __forceinline__ Work work(const Params& p, int t, int rank) {
     const unsigned across = static_cast<unsigned>(p.column_tiles * p.parts);
     const unsigned line = static_cast<unsigned>(t) / across;
     const int n = t - line * across;
-    const unsigned expert = line / static_cast<unsigned>(p.row_tiles);
-    const int m = (line - expert * p.row_tiles) * kShape.cluster_rows() + rank * kShape.m;
+    const unsigned index = line / static_cast<unsigned>(p.row_tiles);
+    const int m = (line - index * p.row_tiles) * kShape.cluster_rows() + rank * kShape.m;
     Work work{};
-    work.expert = expert;
-    work.row = __ldg(p.expert_begin + expert);
+    if (p.order != nullptr) {
+      const int4 record = __ldg(reinterpret_cast<const int4*>(p.order) + index);
+      work.expert = record.x;
+      work.row = record.y;
+      work.depth = record.z;
+    } else {
+      work.expert = index;
+      work.row = __ldg(p.expert_begin + index);
+      work.depth = __ldg(p.expert_rows + index);
+    }
     work.left = p.rows - m;
     work.part = n >= p.column_tiles ? 1 : 0;
     work.column = (n - work.part * p.column_tiles) * p.column_step;
     work.m = m;
-    work.depth = __ldg(p.expert_rows + expert);
     return work;
   }
 };

@@ -12,7 +12,6 @@ PLAIN = ("SiLU", "GELU", "GELUTanh", "ReLU", "ReLU2")
 TYPES = (("__nv_bfloat16", "DType::kBF16"), ("__half", "DType::kF16"))
 MAJORS = ("Major::kK", "Major::kMN")
 COOPERATIVE_TILES = ("Coop128x256", "Coop128x256Dynamic")
-HIDDEN_GRAD_TILES = ("Coop128x256Grad", "PingPong128x128")
 DOWN_TILES = (*COOPERATIVE_TILES, "PingPong128x192", "PingPong128x192Dynamic")
 
 # Of the tiles of a role, the rarer activations have the first alone (has_every_tile in tiles.h).
@@ -47,7 +46,7 @@ def instances():
                     f"{{Role::kHiddenGrad, {dtype}, TileId::k{tile}, {major}, "
                     f"ActivationKind::k{kind}}}",
                 )
-                for tile in tiles_of(kind, HIDDEN_GRAD_TILES)
+                for tile in ("Coop128x256Grad",)
                 for element, dtype in TYPES
                 for major in MAJORS
             ],
@@ -82,10 +81,11 @@ def instances():
         "weight_grad",
         [
             (
-                f"WeightGradKernel<{element}, kCoop128x256, {major}>",
-                f"{{Role::kWeightGrad, {dtype}, TileId::kCoop128x256, {major}, "
+                f"WeightGradKernel<{element}, k{tile}, {major}>",
+                f"{{Role::kWeightGrad, {dtype}, TileId::k{tile}, {major}, "
                 "ActivationKind::kSwiGLU}",
             )
+            for tile in COOPERATIVE_TILES
             for element, dtype in TYPES
             for major in MAJORS
         ],

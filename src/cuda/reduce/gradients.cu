@@ -30,7 +30,26 @@ SlotView slots_of(const Tensor& t) {
           matrix ? static_cast<std::int32_t>(t.shape[1]) : 1};
 }
 
-__global__ void row_weights_kernel(const Metadata m, const SlotView weights, float* out) {
+/// Puts expert blockIdx.x in its place: behind those with more rows. By one block.
+__device__ void place_expert(const Metadata& m, ExpertRecord* out) {
+  const auto experts = static_cast<int>(gridDim.x);
+  const auto expert = static_cast<int>(blockIdx.x);
+  const std::int32_t rows = m.expert_rows[expert];
+  int before = 0;
+  for (int first = 0; first < experts; first += kBlock) {
+    const int other = first + static_cast<int>(threadIdx.x);
+    const std::int32_t others = other < experts ? m.expert_rows[other] : -1;
+    before += __syncthreads_count(others > rows || (others == rows && other < expert));
+  }
+  if (threadIdx.x == 0) out[before] = {expert, m.expert_begin[expert], rows, 0};
+}
+
+__global__ void row_lists_kernel(const Metadata m, const SlotView weights, const RowLists lists) {
+  if (blockIdx.y == 0) place_expert(m, lists.experts);
+  if (blockIdx.x == 0 && blockIdx.y == 0) {
+    for (int i = threadIdx.x; i < lists.counter_count; i += kBlock) lists.counters[i] = 0;
+  }
+  float* out = lists.weights;
   const std::int32_t begin = m.expert_begin[blockIdx.x];
   const std::int32_t rows = m.expert_rows[blockIdx.x];
   for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += kRowBlocks * kBlock) {
@@ -175,10 +194,10 @@ dim3 expert_grid(const Problem& p) { return dim3(static_cast<unsigned>(p.experts
 
 }  // namespace
 
-void gather_row_weights(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                        float* out, cudaStream_t stream) {
-  row_weights_kernel<<<expert_grid(problem), kBlock, 0, stream>>>(metadata, slots_of(weights), out);
-  check_cuda(cudaGetLastError(), "launching the row weights");
+void make_row_lists(const Problem& problem, const Metadata& metadata, const Tensor& weights,
+                    const RowLists& lists, cudaStream_t stream) {
+  row_lists_kernel<<<expert_grid(problem), kBlock, 0, stream>>>(metadata, slots_of(weights), lists);
+  check_cuda(cudaGetLastError(), "launching the row lists");
 }
 
 void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,

@@ -10,9 +10,15 @@
 
 namespace sonicmoe::cuda {
 
-/// out[row] = the routing weight of the row (1 where there are none).
-void gather_row_weights(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                        float* out, cudaStream_t stream);
+/// What the products of backward read beside the metadata.
+struct RowLists {
+  float* weights;         ///< (C): the routing weight of every row (1 where there are none)
+  ExpertRecord* experts;  ///< (E): the longest first, equally long ones as they are numbered
+  unsigned* counters;     ///< cleared
+  std::int32_t counter_count;
+};
+void make_row_lists(const Problem& problem, const Metadata& metadata, const Tensor& weights,
+                    const RowLists& lists, cudaStream_t stream);
 
 /// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>); 0 for empty slots.
 struct ScoreGrad {
