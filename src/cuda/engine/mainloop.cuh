@@ -26,6 +26,9 @@ struct Mainloop {
   static constexpr TileShape kShape = Gemm::kShape;
   using Accumulator = float[kShape.halves()][kShape.n / 2];
   using Ring = RingPosition<kShape.stages>;
+  /// A short ring has a stage back as soon as its own products are done, so that one more is being
+  /// filled; the other warpgroup keeps the tensor cores busy meanwhile.
+  static constexpr bool kAtOnce = kShape.stages < 4;
 
   /// Multiplies the first kHalves 64-row halves of this warpgroup's rows by the first kColumns
   /// columns; with no half valid the stages are only passed on. `hand_over` runs once the last
@@ -42,13 +45,13 @@ struct Mainloop {
       } else {
         if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
         step<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, kt != 0);
-        ptx::wgmma_wait<1>();
-        if (kt > 0) release_stage(cta, previous);
+        ptx::wgmma_wait<kAtOnce ? 0 : 1>();
+        if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : previous);
         previous = ring.stage;
       }
     }
     hand_over();
-    if constexpr (kHalves > 0) {
+    if constexpr (kHalves > 0 && !kAtOnce) {
       ptx::wgmma_wait<0>();
       release_stage(cta, previous);
     }
