@@ -62,7 +62,11 @@ def marker(tensor):
 
 
 def traced(bursts):
-    """[(name, microseconds)] of the kernels of each burst, in order of their begin."""
+    """[(name, microseconds)] of the kernels of each burst, in order of their begin.
+
+    A kernel that begins under the tail of the one before it, and waits there, is timed from that
+    one's end on: the times of a burst add up to what it took.
+    """
     tensor = torch.ones(1, device="cuda")
     marker(tensor)
     torch.cuda.synchronize()
@@ -73,16 +77,18 @@ def traced(bursts):
             marker(tensor)
         torch.cuda.synchronize()
     events = [
-        (e.start_ns(), e.name(), e.duration_ns() * 1e-3)
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
         for e in profile.profiler.kineto_results.events()
         if str(e.device_type()).endswith("CUDA") and not e.name().startswith("Memset")
     ]
     parts = [[]]
-    for _, name, duration in sorted(events):
+    reached = 0
+    for start, end, name in sorted(events):
         if "lgamma" in name:
             parts.append([])
         else:
-            parts[-1].append((name, duration))
+            parts[-1].append((name, max(0, end - max(start, reached)) * 1e-3))
+        reached = max(reached, end)
     return parts[:-1]
 
 
