@@ -141,8 +141,8 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
   const int pieces = (args.chunks + kPieces - 1) / kPieces;
   const int rounds = (pieces + kMostThreads - 1) / kMostThreads;
-  const int across = ((pieces + rounds - 1) / rounds + 31) / 32 * 32;  // whole warps
-  const int down = std::max(1, 64 / across);
+  const int across = (pieces + rounds - 1) / rounds;
+  const int down = across < 64 ? 96 / across : 1;
   const std::int64_t grid = (problem.tokens + down - 1) / down;
   launch_dependent("launching the sum over a token's rows", sum_rows_kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
