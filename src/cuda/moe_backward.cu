@@ -116,6 +116,9 @@ void launch_input_grad(const Call& c) {
   if (in_turn) params.b.map[1] = weight_map(c.device, swapped(w.up), shape);
   params.tiles = row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], c.counters);
   params.tiles.k_parts = in_turn ? 2 : 1;
+  const Weights& g = c.args.grads;
+  const bool alone = g.gate.data == nullptr && g.up.data == nullptr && g.down.data == nullptr;
+  params.independent = alone ? 0 : 1;  // of the weight gradients
   params.epilogue.out = ragged_map(c.device, c.dx);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
   const KernelEntry& kernel =
@@ -133,6 +136,7 @@ struct WeightGrad {
   std::int32_t parts;
   std::int32_t alternate;
   unsigned* counter;
+  bool independent;  // of the kernel before
   Tensor out[2];
 };
 
@@ -148,6 +152,7 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   params.b.first_part = g.first_part;
   params.tiles =
       expert_tiles(c.metadata, tensor3(nullptr, p.dtype, p.experts, p.hidden, columns), shape);
+  params.independent = g.independent ? 1 : 0;
   params.tiles.order = c.experts;
   params.tiles.counter = g.counter;
   params.tiles.parts = g.parts;
@@ -176,7 +181,7 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
 void launch_down_grad(const Call& c) {
   const Tensor& down = c.args.grads.down;
   if (down.data != nullptr)
-    launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, c.counters + 1, {down}});
+    launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, c.counters + 1, false, {down}});
 }
 
 void launch_up_grads(const Call& c) {
@@ -184,24 +189,37 @@ void launch_up_grads(const Call& c) {
   const Tensor gate = swapped(g.gate);
   const Tensor up = swapped(g.up);
   const bool any = gate.data != nullptr || up.data != nullptr;
+  const bool second = c.args.grads.down.data != nullptr;  // of the products that read dH
   if (any && paired(c)) {
     const bool floats = (gate.data != nullptr ? gate : up).dtype == DType::kF32;
     const Tensor pairs = swapped(pairs_of(g.gate));
-    launch_weight_grad(
-        c,
-        {c.args.x, c.dh, 0, 1, 1, c.counters + 2, {floats ? gate : pairs, floats ? up : Tensor{}}});
+    launch_weight_grad(c, {c.args.x,
+                           c.dh,
+                           0,
+                           1,
+                           1,
+                           c.counters + 2,
+                           second,
+                           {floats ? gate : pairs, floats ? up : Tensor{}}});
     return;
   }
   const bool both = gate.data != nullptr && up.data != nullptr;
   if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up)) {
-    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, 0, c.counters + 2, {gate, up}});
+    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, 0, c.counters + 2, second, {gate, up}});
     return;
   }
   if (gate.data != nullptr) {
-    launch_weight_grad(c, {c.args.x, c.dh, 0, 1, 0, c.counters + 2, {gate}});
+    launch_weight_grad(c, {c.args.x, c.dh, 0, 1, 0, c.counters + 2, second, {gate}});
   }
   if (up.data != nullptr) {
-    launch_weight_grad(c, {c.args.x, c.dh, gated(c) ? 1 : 0, 1, 0, c.counters + 3, {up}});
+    launch_weight_grad(c, {c.args.x,
+                           c.dh,
+                           gated(c) ? 1 : 0,
+                           1,
+                           0,
+                           c.counters + 3,
+                           second || gate.data != nullptr,
+                           {up}});
   }
 }
 

@@ -11,12 +11,17 @@ namespace sonicmoe::cuda {
 
 /// Kernel arguments. They depend on the kinds of plugs alone, so that the host fills one type for
 /// all instances of a role.
+///
+/// A kernel that is `independent` reads nothing that the kernel before it writes, nor is read by
+/// it: its tiles begin beside that one's last ones. The kernel before must have waited for all
+/// before it.
 template <class ProducerParams, class SchedulerParams, class EpilogueParams>
 struct GemmParams {
   ProducerParams producer;
   OperandBMaps b;
   SchedulerParams tiles;
   EpilogueParams epilogue;
+  std::int32_t independent;
 };
 
 /// Binds the plugs and the compile-time choices of one kernel.
@@ -157,19 +162,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  ptx::wait_for_previous_kernel();
+  if (p.independent == 0) ptx::wait_for_previous_kernel();
+  // From here on the next kernel's CTAs take the multiprocessors that these leave.
+  ptx::launch_next_kernel();
   constexpr Registers kRegisters = Gemm::Producer::registers(kShape);
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <= 504);
   const int count = Gemm::Scheduler::template count<kShape>(p.tiles);
   if (threadIdx.x < kWarpgroup) {
     ptx::shrink_registers<kRegisters.producer>();
     Gemm::Producer::template run<Gemm>(p, cta, count);
-    ptx::launch_next_kernel();
     __syncwarp();
   } else {
     ptx::grow_registers<kRegisters.consumer>();
     consume<Gemm>(p, cta, count);
   }
+  // Whoever waits for this kernel waits for those before it too.
+  if (p.independent != 0) ptx::wait_for_previous_kernel();
   // A CTA may not leave while its neighbour can still reach its barriers and stages.
   if constexpr (kShape.cluster > 1) ptx::cluster_sync();
 }
