@@ -1,8 +1,9 @@
 // One token a block (several where d is small), plain loads and stores: this runs at the copy
 // bandwidth as long as enough bytes are on their way. What decides is how many threads a
 // multiprocessor holds, so a thread loads two rows at a time, 32 bytes of each, whatever K is; four
-// or eight rows at once take registers that threads then lack (a tenth to a half slower). The order
-// of the sum is fixed.
+// or eight rows at once take registers that threads then lack (a tenth to a half slower). Few
+// tokens do not fill the multiprocessors anyway: there eight rows at once save round trips. The
+// order of the sum is fixed.
 #include <algorithm>
 
 #include "cuda/device.h"
@@ -15,10 +16,17 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;  // of a block; wider rows take several rounds
-constexpr int kBlocks = 4;         // that a multiprocessor is to hold
-constexpr int kRows = 2;           // loaded before the first is summed
-constexpr int kPieces = 2;         // of 16 bytes, of a row and thread, blockDim.x apart
+constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
+constexpr std::int64_t kFewChunks = 1 << 20;  // of 16 bytes, of all tokens
+
+// How a thread loads: kRows before the first is summed, of each kPieces of 16 bytes, blockDim.x
+// apart, with kBlocks on a multiprocessor.
+struct ManyTokens {
+  static constexpr int kRows = 2, kPieces = 2, kBlocks = 4;
+};
+struct FewTokens {
+  static constexpr int kRows = 8, kPieces = 1, kBlocks = 2;
+};
 
 struct SumArgs {
   const void* rows;  // (C, d), contiguous
@@ -52,7 +60,7 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
           Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
 }
 
-template <class Element>
+template <class Element, int kRows, int kPieces>
 __device__ __forceinline__ void accumulate_rows(float (&sum)[kPieces][8],
                                                 const uint4 (&value)[kRows][kPieces],
                                                 const std::int32_t (&row)[kRows],
@@ -65,7 +73,10 @@ __device__ __forceinline__ void accumulate_rows(float (&sum)[kPieces][8],
   }
 }
 
-__global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const SumArgs a) {
+template <class Load>
+__global__ void __launch_bounds__(kMostThreads, Load::kBlocks) sum_rows_kernel(const SumArgs a) {
+  constexpr int kRows = Load::kRows;
+  constexpr int kPieces = Load::kPieces;
   ptx::wait_for_previous_kernel();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= a.tokens) return;
@@ -139,12 +150,15 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.token_stride = weights.stride[0];
   args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
-  const int pieces = (args.chunks + kPieces - 1) / kPieces;
+  const bool few = problem.tokens * args.chunks < kFewChunks;
+  const auto kernel = few ? sum_rows_kernel<FewTokens> : sum_rows_kernel<ManyTokens>;
+  const int pieces_each = few ? FewTokens::kPieces : ManyTokens::kPieces;
+  const int pieces = (args.chunks + pieces_each - 1) / pieces_each;
   const int rounds = (pieces + kMostThreads - 1) / kMostThreads;
   const int across = (pieces + rounds - 1) / rounds;
   const int down = across < 64 ? 96 / across : 1;
   const std::int64_t grid = (problem.tokens + down - 1) / down;
-  launch_dependent("launching the sum over a token's rows", sum_rows_kernel,
+  launch_dependent("launching the sum over a token's rows", kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 
