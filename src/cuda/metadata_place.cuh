@@ -312,10 +312,11 @@ __device__ inline void write_span(const PlaceParams& p, const PlaceShared& s, co
 /// the first.
 __device__ inline int write_rows(const Metadata& out, int experts, int rows,
                                  const ExpertArrays& room) {
-  int all = 0;
-  const int begin = block_prefix<kPlaceThreads>(rows, &all);
-  write_experts(out, experts, {begin, rows}, room);
-  return begin;
+  int sums[2] = {rows, records_of(rows)};
+  int totals[2];
+  block_prefix<kPlaceThreads>(sums, totals);
+  write_records(out, experts, {sums[0], rows}, {sums[1], totals[1]}, room);
+  return sums[0];
 }
 
 template <Placing kPlacing>

@@ -37,27 +37,31 @@ struct ExpertArrays {
   std::int32_t* begin;
 };
 
+/// Where thread e's records begin, and how many there are in all.
+struct RecordPlace {
+  int first;
+  int count;
+};
+
 /// All blocks together: experts and tile records, from thread e's rows.
-__device__ inline void write_experts(const Metadata& out, int experts, RowRange own,
-                                     const ExpertArrays& all) {
+__device__ inline void write_records(const Metadata& out, int experts, RowRange own,
+                                     RecordPlace place, const ExpertArrays& all) {
   const int e = threadIdx.x;
-  int count = 0;
-  const int first = block_prefix<kPlaceThreads>(e < experts ? records_of(own.rows) : 0, &count);
   if (e < experts) {
-    all.first_record[e] = first;
+    all.first_record[e] = place.first;
     all.rows[e] = own.rows;
     all.begin[e] = own.begin;
   }
   __syncthreads();
   if (blockIdx.x == 0) {
-    if (e == 0) *out.record_count = min(count, out.most_records);
+    if (e == 0) *out.record_count = min(place.count, out.most_records);
     if (e < experts) {
       out.expert_begin[e] = own.begin;
       out.expert_rows[e] = own.rows;
     }
   }
   // Overlapping groups could ask for more records than there is room for.
-  const int last = min(count, out.most_records);
+  const int last = min(place.count, out.most_records);
   for (int i = blockIdx.x * kPlaceThreads + threadIdx.x; i < last; i += gridDim.x * kPlaceThreads) {
     int low = 0;  // the last expert whose first record is not past i
     for (int high = experts; high - low > 1;) {
@@ -66,6 +70,14 @@ __device__ inline void write_experts(const Metadata& out, int experts, RowRange 
     }
     out.records[i] = {low, all.begin[low], all.rows[low], all.first_record[low]};
   }
+}
+
+/// The same, and where the records begin.
+__device__ inline void write_experts(const Metadata& out, int experts, RowRange own,
+                                     const ExpertArrays& all) {
+  RecordPlace place{};
+  place.first = block_prefix<kPlaceThreads>(records_of(own.rows), &place.count);
+  write_records(out, experts, own, place, all);
 }
 
 /// The whole of a kernel that finds its experts' rows without sorting: waits for the kernel before,

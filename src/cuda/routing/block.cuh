@@ -5,27 +5,44 @@
 
 namespace sonicmoe::cuda {
 
-/// Exclusive prefix sum over kThreads threads; *total receives the sum. Ends with a barrier, so
-/// that calls may follow each other.
-template <int kThreads>
-__device__ int block_prefix(int value, int* total) {
+/// Exclusive prefix sums of kCount values over kThreads threads, in place; totals[] receives the
+/// sums. Ends with a barrier, so that calls may follow each other.
+template <int kThreads, int kCount>
+__device__ void block_prefix(int (&values)[kCount], int (&totals)[kCount]) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kWarps <= 32);
-  __shared__ int warps[kWarps];
+  __shared__ int warps[kCount][kWarps];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  int sum = value;
-  for (int d = 1; d < 32; d *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, sum, d);
-    if (lane >= d) sum += below;
+  int sums[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    sums[i] = values[i];
+    for (int d = 1; d < 32; d *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, sums[i], d);
+      if (lane >= d) sums[i] += below;
+    }
+    if (lane == 31) warps[i][warp] = sums[i];
   }
-  if (lane == 31) warps[warp] = sum;
   __syncthreads();
-  const int mine = lane < kWarps ? warps[lane] : 0;
-  *total = __reduce_add_sync(0xffffffffu, mine);
-  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? mine : 0);
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const int mine = lane < kWarps ? warps[i][lane] : 0;
+    totals[i] = __reduce_add_sync(0xffffffffu, mine);
+    const int before = __reduce_add_sync(0xffffffffu, lane < warp ? mine : 0);
+    values[i] = before + sums[i] - values[i];
+  }
   __syncthreads();
-  return before + sum - value;
+}
+
+/// The same for one value, which is returned.
+template <int kThreads>
+__device__ int block_prefix(int value, int* total) {
+  int values[1] = {value};
+  int totals[1];
+  block_prefix<kThreads>(values, totals);
+  *total = totals[0];
+  return values[0];
 }
 
 /// Sum over kThreads threads in a fixed order, for every thread.
