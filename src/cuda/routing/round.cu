@@ -206,13 +206,16 @@ __device__ Threshold select_by_score(const Ranking& r, const RoundBounds& b, Sel
   std::uint64_t gained = 0;
   std::uint64_t lost = 0;
   std::uint64_t equal = 0;  // chosen keys that equal the last kept one
-  const auto undecided = [&](unsigned k) { return k < kCutChosen ? k >= more.cut : k <= less.cut; };
-  r.column.where(undecided, [&](unsigned k, int token) {
+  const Side others = Side::others();
+  r.column.from(others, others.turned(more.cut), [&](unsigned k, int token) {
+    const float p = r.p(token);
+    gained += is_above(more, k, low_key(p)) ? key::mass(p) : 0;
+  });
+  const Side chosen = Side::chosen();
+  r.column.from(chosen, chosen.turned(less.cut), [&](unsigned k, int token) {
     const float p = r.p(token);
     const unsigned low = low_key(p);
-    if (k < kCutChosen) {
-      gained += is_above(more, k, low) ? key::mass(p) : 0;
-    } else if (k == less.cut && low == less.low && less.ties != 0) {
+    if (k == less.cut && low == less.low && less.ties != 0) {
       equal += 1;
     } else {
       lost += is_above(less, k, low) ? 0 : key::mass(p);
@@ -298,9 +301,12 @@ __global__ void __launch_bounds__(kSelectThreads, 2)
   std::uint16_t* list = ranking.column.end_of(keys);
   const ListPlace place = list_place(p, s, out);
   Column::wait_for_copy();
-  const Threshold last = p.mode == RoundingMode::kScore
-                             ? s.thresholds[e]
-                             : select_rows(ranking, place.rows, s.counts[e], &room);
+  Threshold last = keep_chosen(place.rows);
+  if (p.mode == RoundingMode::kScore) {
+    last = s.thresholds[e];
+  } else if (list == keys || !turn_bits(ranking, place.rows, s.counts[e], keys, &room)) {
+    last = select_rows(ranking, place.rows, s.counts[e], &room);
+  }
   int equal = 0;
   int at = place.first;
   for (int first = 0; first < p.tokens; first += Column::kStretch) {

@@ -13,9 +13,12 @@ inline constexpr int kCutBits = 15;  // of p, and as many are cut off
 inline constexpr unsigned kCutMask = (1u << kCutBits) - 1;
 inline constexpr unsigned kCutChosen = 1u << kCutBits;
 
-/// The upper bits of p, which is in [0, 1], and the lower ones.
-__device__ inline unsigned cut_key(float p) { return key::rank_key(p, 0) >> kCutBits; }
+/// The bits of p, which is in [0, 1], below its cut key.
 __device__ inline unsigned low_key(float p) { return key::rank_key(p, 0) & kCutMask; }
+/// The cut keys of two, side by side: the upper halves without the sign.
+__device__ inline std::uint32_t two_cut_keys(float first, float second) {
+  return __byte_perm(key::rank_key(first, 0) << 1, key::rank_key(second, 0) << 1, 0x7632);
+}
 
 inline constexpr int kRankTokens = 64;  // of a block, two for each lane when columns are written
 inline constexpr int kRankWarps = 8;
@@ -36,7 +39,7 @@ __device__ void store_keys(const float (&probability)[R::kValues], CutKey* keys)
     std::uint32_t two[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      two[i] = cut_key(probability[v + 2 * i]) | cut_key(probability[v + 2 * i + 1]) << 16;
+      two[i] = two_cut_keys(probability[v + 2 * i], probability[v + 2 * i + 1]);
     }
     *reinterpret_cast<uint4*>(keys + R::first() + v) = {two[0], two[1], two[2], two[3]};
   }

@@ -26,6 +26,21 @@ struct Threshold {
   __device__ bool is_coarse() const { return low == 0 && ties == 0; }
 };
 
+/// Which tokens are searched: those that were not chosen, from the best, or those that were, from
+/// the worst. Turned, the keys of that side have the upper bit and are the larger the earlier they
+/// are found.
+struct Side {
+  unsigned turn;
+
+  static __device__ Side others() { return {kCutChosen}; }
+  static __device__ Side chosen() { return {kCutMask}; }
+  __device__ unsigned turned(unsigned key) const { return key ^ turn; }
+  __device__ unsigned two_turned(unsigned keys) const { return keys ^ (turn << 16 | turn); }
+  /// Of the bits below the upper one, or of those below the cut.
+  __device__ unsigned value(unsigned bits) const { return (bits ^ turn) & kCutMask; }
+  __device__ unsigned key(unsigned value) const { return (kCutChosen | value) ^ turn; }
+};
+
 /// Cut rank keys of an expert, in global memory or staged in shared memory, where they are read
 /// many times.
 class Column {
@@ -78,55 +93,47 @@ class Column {
     return four;
   }
 
-  /// Calls body(key, token) for the tokens with wanted(key), in no order. They are expected to be
-  /// few: `body` stands once in the code, not eight times.
-  template <class Wanted, class Body>
-  __device__ void where(const Wanted& wanted, const Body& body) const {
+  /// Calls body(key, token) for the tokens of a side whose turned key is `bound` or above, in no
+  /// order. They are expected to be few: eight are passed over at once, and `body` stands once in
+  /// the code.
+  template <class Body>
+  __device__ void from(const Side& side, unsigned bound, const Body& body) const {
 #pragma unroll 1
     for (int token = static_cast<int>(threadIdx.x) * 8; token < tokens_;
          token += kSelectThreads * 8) {
-      const Eight keys(keys_ + token);
-      unsigned found = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i++) found |= wanted(keys.at(i)) ? 1u << i : 0;
-      if (token + 8 > tokens_) found &= (1u << (tokens_ - token)) - 1;
-      for (; found != 0; found &= found - 1) {
-        const int at = token + __ffs(static_cast<int>(found)) - 1;
-        body(key(at), at);
+      const uint4 keys = *reinterpret_cast<const uint4*>(keys_ + token);
+      if (largest_of(side, keys) < bound) continue;
+      for (int at = token; at < min(token + 8, tokens_); at++) {
+        if (side.turned(key(at)) >= bound) body(key(at), at);
       }
     }
   }
 
-  /// The largest value(key) of this thread's tokens, 0 where it has none.
-  template <class Value>
-  __device__ unsigned largest(const Value& value) const {
+  /// The largest value of this thread's tokens of a side, 0 where it has none.
+  __device__ unsigned largest(const Side& side) const {
     unsigned best = 0;
-#pragma unroll 1
+#pragma unroll 2
     for (int token = static_cast<int>(threadIdx.x) * 8; token < tokens_;
          token += kSelectThreads * 8) {
-      const Eight keys(keys_ + token);
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        if (token + i < tokens_) best = max(best, value(keys.at(i)));
+      if (token + 8 <= tokens_) {
+        best = max(best, largest_of(side, *reinterpret_cast<const uint4*>(keys_ + token)));
+      } else {
+        for (int at = token; at < tokens_; at++) best = max(best, side.turned(key(at)));
       }
     }
-    return best;
+    return best >= kCutChosen ? best & kCutMask : 0;
   }
 
   /// No cut key: p is at most 1.
   static constexpr std::uint32_t kNone = 0xffffffffu;
 
  private:
-  /// Eight keys at once.
-  struct Eight {
-    uint4 words;
-
-    __device__ explicit Eight(const CutKey* keys) : words(*reinterpret_cast<const uint4*>(keys)) {}
-    __device__ unsigned at(int i) const {
-      const unsigned all[4] = {words.x, words.y, words.z, words.w};
-      return i % 2 == 0 ? all[i / 2] & 0xffffu : all[i / 2] >> 16;
-    }
-  };
+  /// Of eight keys, turned.
+  static __device__ unsigned largest_of(const Side& side, const uint4& keys) {
+    const unsigned two = __vmaxu2(__vmaxu2(side.two_turned(keys.x), side.two_turned(keys.y)),
+                                  __vmaxu2(side.two_turned(keys.z), side.two_turned(keys.w)));
+    return max(two & 0xffffu, two >> 16);
+  }
 
   const CutKey* keys_;
   int tokens_;
@@ -149,10 +156,26 @@ class RadixSelect {
   /// `visit(body)` calls body(value) for every value, in any order, from any thread.
   template <class Visit>
   __device__ Selected run(int m, const Visit& visit) const {
+    return digits(m, visit, 0);
+  }
+  /// A value that the m-th largest is not below, and few others lie between: half the work.
+  template <class Visit>
+  __device__ unsigned bound(int m, const Visit& visit) const {
+    return digits(m, visit, kSecondBits).value;
+  }
+
+ private:
+  static constexpr int kFirstBits = 11;
+  static constexpr int kSecondBits = kCutBits - kFirstBits;
+  static_assert(1 << kFirstBits == kBins && kSecondBits <= kFirstBits);
+
+  /// Down to the bit `last`.
+  template <class Visit>
+  __device__ Selected digits(int m, const Visit& visit, int last) const {
     Selected s{0, m, 0};
     int bits = kFirstBits;
 #pragma unroll 1
-    for (int shift = kCutBits - kFirstBits; shift >= 0; shift -= kCutBits - kFirstBits) {
+    for (int shift = kSecondBits; shift >= last; shift -= kSecondBits) {
 #pragma unroll 1
       for (int b = threadIdx.x; b < 1 << bits; b += kSelectThreads) bins_[b] = 0;
       __syncthreads();
@@ -163,14 +186,10 @@ class RadixSelect {
       });
       __syncthreads();
       take_digit(1 << bits, shift, &s);
-      bits = kCutBits - kFirstBits;
+      bits = kSecondBits;
     }
     return s;
   }
-
- private:
-  static constexpr int kFirstBits = 11;
-  static_assert(1 << kFirstBits == kBins && 2 * (kCutBits - kFirstBits) <= kFirstBits);
 
   __device__ void take_digit(int bins, int shift, Selected* s) const {
     constexpr int kPerThread = kBins / kSelectThreads;
@@ -203,20 +222,13 @@ class RadixSelect {
 
 /// Shared memory of a selection.
 struct SelectRoom {
-  static constexpr int kMostFound = 1024;
-  unsigned bins[RadixSelect::kBins];
+  static constexpr int kMostFound = RadixSelect::kBins / 2;
+  union {
+    unsigned bins[RadixSelect::kBins];
+    std::uint64_t order[kMostFound];
+  };
   int found[kMostFound];  // tokens
   int count;
-};
-
-/// Which tokens are searched: those that were not chosen, from the best, or those that were, from
-/// the worst, whose bits are turned over so that the worst is the largest.
-struct Side {
-  unsigned chosen;  // the bit
-  unsigned flip;    // 0 or kCutMask
-
-  __device__ bool has(unsigned key) const { return (key & kCutChosen) == chosen; }
-  __device__ unsigned value(unsigned bits) const { return (bits & kCutMask) ^ flip; }
 };
 
 /// A column, and p of its tokens where the cut keys are not enough.
@@ -243,7 +255,7 @@ class Candidates {
   __device__ void each(const Body& body) const {
     const int count = room_->count;
     if (count > SelectRoom::kMostFound) {
-      ranking_.column.where([&](unsigned key) { return passes(key); }, body);
+      ranking_.column.from(side_, kCutChosen | floor_, body);
       return;
     }
 #pragma unroll 1
@@ -254,17 +266,12 @@ class Candidates {
 
  private:
   __device__ void find(int m) {
-    const unsigned best = ranking_.column.largest(
-        [&](unsigned key) { return side_.has(key) ? side_.value(key) : 0; });
-    floor_ = RadixSelect(room_->bins).run(m, [&](const auto& body) { body(best); }).value;
-    ranking_.column.where([&](unsigned key) { return passes(key); },
-                          [&](unsigned, int token) {
-                            const int place = atomicAdd(&room_->count, 1);
-                            if (place < SelectRoom::kMostFound) room_->found[place] = token;
-                          });
-  }
-  __device__ bool passes(unsigned key) const {
-    return side_.has(key) && side_.value(key) >= floor_;
+    const unsigned best = ranking_.column.largest(side_);
+    floor_ = RadixSelect(room_->bins).bound(m, [&](const auto& body) { body(best); });
+    ranking_.column.from(side_, kCutChosen | floor_, [&](unsigned, int token) {
+      const int place = atomicAdd(&room_->count, 1);
+      if (place < SelectRoom::kMostFound) room_->found[place] = token;
+    });
   }
 
   const Ranking& ranking_;
@@ -273,13 +280,47 @@ class Candidates {
   unsigned floor_ = 0;
 };
 
+/// What keeps those whose chosen bit is set: no cut key lies between that of 1.0f and this.
+__device__ inline Threshold keep_chosen(int c) { return {kCutChosen - 1, 0, 0, 0, c}; }
+
+/// Turns the chosen bits of a staged column, `keys`, so that they tell its first c ranked, of which
+/// f were chosen before. False, and nothing done, where too many would have to be looked at.
+__device__ inline bool turn_bits(const Ranking& r, int c, int f, CutKey* keys, SelectRoom* room) {
+  const bool more = c > f;
+  const int m = more ? c - f : f - c;
+  if (m == 0) return true;
+  if (m > kSelectThreads) return false;
+  const Side side = more ? Side::others() : Side::chosen();
+  const Candidates candidates(r, side, m, room);
+  const int count = room->count;
+  if (count > SelectRoom::kMostFound) return false;
+  // p, then the lower token, the larger the better; or all of it turned over.
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+    const int token = room->found[i];
+    const std::uint64_t rank = static_cast<std::uint64_t>(key::rank_key(r.p(token), 0)) << 32 |
+                               ~static_cast<std::uint32_t>(token);
+    room->order[i] = more ? rank : ~rank;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+    const std::uint64_t own = room->order[i];
+    int before = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; j++) before += room->order[j] > own ? 1 : 0;
+    if (before < m) keys[room->found[i]] ^= kCutChosen;
+  }
+  __syncthreads();
+  return true;
+}
+
 /// The first c ranked of a column in which f are chosen.
 __device__ inline Threshold select_rows(const Ranking& r, int c, int f, SelectRoom* room) {
-  // No cut key lies between the bits of 1.0f, chosen or not, and these bounds.
-  if (c == f) return {kCutChosen - 1, 0, 0, 0, c};
+  if (c == f) return keep_chosen(c);
   if (c == 0) return {kCutChosen | kCutMask, 0, 0, 0, c};
   const bool more = c > f;
-  const Side side = more ? Side{0, 0} : Side{kCutChosen, kCutMask};
+  const Side side = more ? Side::others() : Side::chosen();
   const int m = more ? c - f : f - c + 1;
   const Candidates candidates(r, side, m, room);
   const RadixSelect radix(room->bins);
@@ -288,7 +329,7 @@ __device__ inline Threshold select_rows(const Ranking& r, int c, int f, SelectRo
   const Selected cut = radix.run(m, [&](const auto& body) {
     candidates.each([&](unsigned key, int) { body(side.value(key)); });
   });
-  Threshold t{side.chosen | side.value(cut.value), 0, 0, 0, c};
+  Threshold t{side.key(cut.value), 0, 0, 0, c};
   if (kept(cut) == cut.count) return t;
   const Selected low = radix.run(cut.rank, [&](const auto& body) {
     candidates.each([&](unsigned key, int token) {
