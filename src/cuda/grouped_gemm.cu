@@ -151,11 +151,12 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   const std::int64_t n = b.shape[1];
   const std::int64_t k = b.shape[2];
   const bool gathers = gather.data != nullptr;
-  const TileId tile = gathers ? TileId::kCoop128x256 : row_tile(n, k, sizes.rows / sizes.experts);
-  const TileShape shape = tile_shape(tile);
-  const RowTiles::Params tiles = row_tiles(s.groups, n, shape.n, k, s.counter);
-  const KernelEntry& kernel = find_kernel(
-      {gathers ? Role::kGather : Role::kDown, a.dtype, tile, major_of(b), ActivationKind::kSwiGLU});
+  const Tiling tiling = gathers ? Tiling{TileId::kCoop128x256, Order::kStatic}
+                                : row_tiling(n, k, sizes.rows / sizes.experts);
+  const TileShape shape = tiling.shape();
+  const RowTiles::Params tiles = row_tiles(s.groups, n, shape.n, k, tiling.counter(s.counter));
+  const KernelEntry& kernel = find_kernel({gathers ? Role::kGather : Role::kDown, a.dtype,
+                                           tiling.tile, major_of(b), ActivationKind::kSwiGLU});
   if (gathers) {
     GatherStoreParams params{};
     params.producer = {a.data, s.index, static_cast<std::int32_t>(a.stride[0] * kElementBytes),

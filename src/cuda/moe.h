@@ -20,7 +20,7 @@ void check_grads(const Problem& problem, const Weights& weights, const Weights& 
 /// Scratch of moe_backward.
 std::int64_t backward_scratch_bytes(const Problem& problem);
 
-/// Room for the counters of products in dynamic order.
+/// Room for the counters of products in drawn order.
 inline constexpr std::int64_t kCounterBytes = 256;
 
 /// Whether gate and up are the paired form: they alternate along n, up one element after gate.

@@ -106,15 +106,16 @@ void launch_hidden_grad(const Call& c) {
 void launch_input_grad(const Call& c) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
-  const TileId tile = row_tile(p.hidden, p.width * (gated(c) ? 2 : 1), mean_rows(p));
-  const TileShape shape = tile_shape(tile);
+  const Tiling tiling = row_tiling(p.hidden, p.width * (gated(c) ? 2 : 1), mean_rows(p));
+  const TileShape shape = tiling.shape();
   const bool in_turn = gated(c) && !paired(c);
   const Tensor first = swapped(paired(c) ? pairs_of(w.gate) : gated(c) ? w.gate : w.up);
   DownParams params{};
   params.producer.rows = rows_map(c.device, c.dh, shape.m);
   params.b.map[0] = weight_map(c.device, first, shape);
   if (in_turn) params.b.map[1] = weight_map(c.device, swapped(w.up), shape);
-  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], c.counters);
+  params.tiles =
+      row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], tiling.counter(c.counters));
   params.tiles.k_parts = in_turn ? 2 : 1;
   const Weights& g = c.args.grads;
   const bool alone = g.gate.data == nullptr && g.up.data == nullptr && g.down.data == nullptr;
@@ -122,7 +123,7 @@ void launch_input_grad(const Call& c) {
   params.epilogue.out = ragged_map(c.device, c.dx);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
   const KernelEntry& kernel =
-      find_kernel({Role::kDown, p.dtype, tile, major_of(first), ActivationKind::kSwiGLU});
+      find_kernel({Role::kDown, p.dtype, tiling.tile, major_of(first), ActivationKind::kSwiGLU});
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
@@ -142,8 +143,8 @@ struct WeightGrad {
 
 void launch_weight_grad(const Call& c, const WeightGrad& g) {
   const Problem& p = c.problem;
-  const TileId tile = weight_grad_tile(mean_rows(p));
-  const TileShape shape = tile_shape(tile);
+  const Tiling tiling = weight_grad_tiling(mean_rows(p));
+  const TileShape shape = tiling.shape();
   const Major order = major_of(g.out[0]);
   const std::int64_t columns = g.rows.shape[g.rows.rank - 1];
   WeightGradParams params{};
@@ -154,7 +155,7 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
       expert_tiles(c.metadata, tensor3(nullptr, p.dtype, p.experts, p.hidden, columns), shape);
   params.independent = g.independent ? 1 : 0;
   params.tiles.order = c.experts;
-  params.tiles.counter = g.counter;
+  params.tiles.counter = tiling.counter(g.counter);
   params.tiles.parts = g.parts;
   StoreExpertParams& epilogue = params.epilogue;
   epilogue.rows = params.tiles.rows;
@@ -173,7 +174,7 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
     }
   }
   const KernelEntry& kernel =
-      find_kernel({Role::kWeightGrad, p.dtype, tile, order, ActivationKind::kSwiGLU});
+      find_kernel({Role::kWeightGrad, p.dtype, tiling.tile, order, ActivationKind::kSwiGLU});
   launch_gemm(c.device, kernel, &params,
               p.experts * params.tiles.row_tiles * params.tiles.column_tiles * g.parts, c.stream);
 }

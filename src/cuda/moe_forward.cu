@@ -17,7 +17,7 @@ std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
 struct ForwardScratch {
   std::int64_t a;         // (C, n)
   std::int64_t y;         // (C, d)
-  std::int64_t counters;  // one for each product in dynamic order
+  std::int64_t counters;  // one for each product in drawn order
   std::int64_t metadata;  // its working memory
   std::int64_t saved;     // the metadata themselves, at inference
   std::int64_t bytes;
@@ -63,8 +63,8 @@ void launch_up(const Call& c, void* h, void* a, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool gated = is_gated(p.activation.kind);
-  const TileId tile = up_tile(p.activation.kind, p.hidden, mean_rows(p));
-  const TileShape shape = tile_shape(tile);
+  const Tiling tiling = up_tiling(p.hidden, mean_rows(p));
+  const TileShape shape = tiling.shape();
   const std::int64_t capacity = row_capacity(p);
   const bool paired = gated && is_paired(w.gate, w.up);
   const Tensor first = paired ? pairs_of(w.gate) : gated ? w.gate : w.up;
@@ -74,9 +74,10 @@ void launch_up(const Call& c, void* h, void* a, unsigned* counter) {
                      static_cast<std::int32_t>(p.hidden)};
   params.b.map[0] = weight_map(c.device, first, shape);
   if (gated && !paired) params.b.map[1] = weight_map(c.device, w.up, shape);
+  unsigned* drawn = tiling.counter(counter);
   params.tiles =
-      paired ? row_tiles(c.metadata, 2 * p.width, shape.n, p.hidden, counter)
-             : row_tiles(c.metadata, p.width, gated ? shape.n / 2 : shape.n, p.hidden, counter);
+      paired ? row_tiles(c.metadata, 2 * p.width, shape.n, p.hidden, drawn)
+             : row_tiles(c.metadata, p.width, gated ? shape.n / 2 : shape.n, p.hidden, drawn);
   params.epilogue.keep_h = h != nullptr ? 1 : 0;
   if (h != nullptr) {
     params.epilogue.h = ragged_map(c.device, h_rows(p, w, h));
@@ -86,8 +87,8 @@ void launch_up(const Call& c, void* h, void* a, unsigned* counter) {
   params.epilogue.bias[1] = bias_of(w.b_up);
   params.epilogue.scalars = scalars_of(p.activation);
   params.epilogue.width = static_cast<std::int32_t>(p.width);
-  const KernelEntry& kernel = find_kernel(
-      {paired ? Role::kUpPaired : Role::kUp, p.dtype, tile, major_of(first), p.activation.kind});
+  const KernelEntry& kernel = find_kernel({paired ? Role::kUpPaired : Role::kUp, p.dtype,
+                                           tiling.tile, major_of(first), p.activation.kind});
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
@@ -95,13 +96,14 @@ void launch_down(const Call& c, void* a, const Tensor& y, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool scaled = p.form == RoutingForm::kGrouped && c.args.routing.weights.data != nullptr;
-  const TileId tile = scaled ? scaled_row_tile(p.width) : row_tile(p.hidden, p.width, mean_rows(p));
-  const TileShape shape = tile_shape(tile);
+  const Tiling tiling =
+      scaled ? scaled_row_tiling(p.width) : row_tiling(p.hidden, p.width, mean_rows(p));
+  const TileShape shape = tiling.shape();
   const std::int64_t capacity = row_capacity(p);
   DownParams params{};
   params.producer.rows = rows_map(c.device, tensor2(a, p.dtype, capacity, p.width), shape.m);
   params.b.map[0] = weight_map(c.device, w.down, shape);
-  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, p.width, counter);
+  params.tiles = row_tiles(c.metadata, p.hidden, shape.n, p.width, tiling.counter(counter));
   params.epilogue.out = ragged_map(c.device, y);
   if (scaled) {
     params.epilogue.row_scale = static_cast<const float*>(c.args.routing.weights.data);
@@ -109,8 +111,8 @@ void launch_down(const Call& c, void* a, const Tensor& y, unsigned* counter) {
   }
   params.epilogue.bias = bias_of(w.b_down);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
-  const KernelEntry& kernel = find_kernel({scaled ? Role::kDownScaled : Role::kDown, p.dtype, tile,
-                                           major_of(w.down), ActivationKind::kSwiGLU});
+  const KernelEntry& kernel = find_kernel({scaled ? Role::kDownScaled : Role::kDown, p.dtype,
+                                           tiling.tile, major_of(w.down), ActivationKind::kSwiGLU});
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 

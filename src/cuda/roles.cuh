@@ -4,7 +4,7 @@
 #include "cuda/engine/kernel.cuh"
 #include "cuda/epilogues/act.cuh"
 #include "cuda/epilogues/act_grad.cuh"
-#include "cuda/epilogues/act_paired.cuh"
+#include "cuda/epilogues/act_plain.cuh"
 #include "cuda/epilogues/store.cuh"
 #include "cuda/epilogues/store_expert.cuh"
 #include "cuda/producers/gather_depth.cuh"
@@ -16,15 +16,19 @@ namespace sonicmoe::cuda {
 
 /// H = X[token] W1^T, A = act(H).
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
-using UpKernel =
-    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, ActRows<Element, kKind>,
-                      is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights, kB>;
+using UpKernel = std::conditional_t<
+    is_gated(kKind),
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      ActRows<Element, kKind, HLayout::kSplit>, BSource::kWeightHalves, kB>,
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, ActPlainRows<Element, kKind>,
+                      BSource::kWeights, kB>>;
 using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>;
 
 /// The same where gate and up alternate in W1, which is MN-major then, and in H.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
-using UpPairedKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
-                                         ActPairedRows<Element, kKind>, BSource::kWeights, kB>;
+using UpPairedKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      ActRows<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
 
 /// Y = A W2^T.
 template <class Element, TileShape kShape, Major kB>

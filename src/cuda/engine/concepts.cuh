@@ -9,7 +9,7 @@
 
 namespace sonicmoe::cuda {
 
-/// A producer also offers run<Gemm>(params, cta, tile_count), executed by the whole producer
+/// A producer also offers run<Gemm>(params, cta), executed by the whole producer
 /// warpgroup.
 template <class P>
 concept RowProducer = requires(const typename P::Params& p) {
@@ -30,6 +30,13 @@ struct Rows {
 /// A 64x64 block of results in fragment form: [2i] holds rows 0-7, [2i + 1] rows 8-15 of this
 /// warp's 16, columns 8i + 2 (lane % 4) and the next, packed in one word.
 using Fragment = std::uint32_t[16];
+
+/// Where a warpgroup's part of a tile lies in its output.
+struct Place {
+  int column;  ///< first
+  int below;   ///< first row less the rows that are left, not positive
+  int end;     ///< one past the expert's last row
+};
 
 /// Store boxes of one consumer warpgroup. A batch: begin(), write() each box, publish(), then the
 /// elected thread issues the stores and commit()s.
@@ -71,26 +78,44 @@ class Staging {
     return ptx::load_float(scale() + row * 4);
   }
 
+  /// The expert of the tile that is multiplied; all may read it after a sync().
+  __device__ __forceinline__ void note_expert(int expert) const {
+    ptx::store_float(place_words() + 12, __int_as_float(expert));
+  }
+  __device__ __forceinline__ int noted_expert() const { return ptx::load_word(place_words() + 12); }
+  /// What the elected thread writes down, and reads back.
+  __device__ __forceinline__ void note(const Place& place) const {
+    const std::uint32_t at = place_words();
+    ptx::store_words(at, place.column, place.below);
+    ptx::store_float(at + 8, __int_as_float(place.end));
+  }
+  __device__ __forceinline__ Place noted() const {
+    const std::uint32_t at = place_words();
+    return {ptx::load_word(at), ptx::load_word(at + 4), ptx::load_word(at + 8)};
+  }
+
   /// Until the boxes may be overwritten.
   __device__ __forceinline__ void begin() const {
     if (elected()) ptx::tma_wait_read();
     sync();
   }
-  /// This lane's address of columns 8c.. in box i: row lane % 8 of matrix lane / 8, swizzled.
+  /// This lane's address of columns 8c.. (c even) in box i: row lane % 8 of matrix lane / 8,
+  /// swizzled.
   __device__ __forceinline__ std::uint32_t place(int i, int c) const {
     const int lane = threadIdx.x & 31;
     const int matrix = lane >> 3;
     const int swizzle = lane & 7;
     const int row = ((threadIdx.x >> 5) & 3) * 16 + (matrix & 1) * 8 + swizzle;
-    return box(i) + row * 128 + (((c + (matrix >> 1)) ^ swizzle) << 4);
+    return (box(i) + row * 128 + ((swizzle ^ (matrix >> 1)) << 4)) ^ c << 4;
   }
   __device__ __forceinline__ void write(int i, const Fragment& block) const {
 #pragma unroll
-    for (int c = 0; c < 8; c += 2) {
-      const std::uint32_t words[4] = {block[2 * c], block[2 * c + 1], block[2 * c + 2],
-                                      block[2 * c + 3]};
-      ptx::store_matrices(place(i, c), words);
-    }
+    for (int word = 0; word < 16; word += 4) write_part(i, block, word);
+  }
+  /// Four words of it, from `word` on.
+  __device__ __forceinline__ void write_part(int i, const Fragment& block, int word) const {
+    const std::uint32_t words[4] = {block[word], block[word + 1], block[word + 2], block[word + 3]};
+    ptx::store_matrices(place(i, word / 2), words);
   }
   /// Writes the block transposed: box row c holds column c.
   __device__ __forceinline__ void write_transposed(int i, const Fragment& block) const {
@@ -131,6 +156,9 @@ class Staging {
   __device__ __forceinline__ std::uint32_t scale() const {
     return base_ + SharedLayout<kShape>::kScale + warpgroup() * kShape.scale_bytes();
   }
+  __device__ __forceinline__ std::uint32_t place_words() const {
+    return base_ + SharedLayout<kShape>::kPlace + warpgroup() * kPlaceBytes;
+  }
   __device__ __forceinline__ std::uint32_t bias() const {
     return base_ + SharedLayout<kShape>::kBias + warpgroup() * kShape.bias_bytes();
   }
@@ -138,15 +166,32 @@ class Staging {
   std::uint32_t base_;
 };
 
-/// begin() runs before the products of a tile (loads may start there), run() consumes the
-/// accumulator. State is one warpgroup's, from tile to tile.
+/// An epilogue that runs between the products of two tiles: begin() before the products of a tile
+/// (loads may start there), run() consumes the accumulator. State is one warpgroup's, from tile to
+/// tile.
 template <class E, TileShape kShape>
-concept TileEpilogue = requires(const typename E::Params& p, typename E::State& state,
-                                float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,
-                                const Staging<kShape>& staging, Rows rows) {
+concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::State& state,
+                                     float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,
+                                     const Staging<kShape>& staging, Rows rows) {
   E::begin(p, state, work, staging, rows);
   E::run(p, state, acc, work, staging, rows);
 };
+
+/// One that stores a tile while the next is multiplied: take() moves what is needed from the
+/// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside each k tile.
+template <class E, TileShape kShape>
+concept DeferredEpilogue =
+    !kShape.ping_pong() && requires(const typename E::Params& p, typename E::State& state,
+                                    const float (&acc)[kShape.halves()][kShape.n / 2],
+                                    const Work& work, const Staging<kShape>& staging, Rows rows) {
+      E::take(p, state, acc, work, staging, rows);
+      E::template piece<0>(p, state, staging);
+      { E::kPieces } -> std::convertible_to<int>;
+      E::State::close(staging);
+    };
+
+template <class E, TileShape kShape>
+concept TileEpilogue = ImmediateEpilogue<E, kShape> || DeferredEpilogue<E, kShape>;
 
 /// For epilogues that load nothing.
 struct NoState {};

@@ -39,10 +39,9 @@ struct GroupedGemmKernel {
   using B = OperandB<kShape, kSource, kMajorB>;
   /// Whether the columns of a tile lie as they do in the output.
   static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
+  /// The drawing warpgroup must take part in every tile: gathers in ping-pong are static.
   static constexpr bool kConsumerDraws =
-      kShape.order == Order::kDynamic && Producer::kDrawer == Drawer::kConsumer;
-  static_assert(!kConsumerDraws || !kShape.ping_pong(),
-                "the drawing warpgroup must take part in every tile");
+      Producer::kDrawer == Drawer::kConsumer && !kShape.ping_pong();
   static_assert(!kShape.ping_pong() || Scheduler::kFixedDepth,
                 "in ping-pong a warpgroup must know how far the other one's tile moves the ring");
 
@@ -74,7 +73,7 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
 
 template <class Gemm>
 __device__ __forceinline__ void consume(const typename Gemm::Params& p,
-                                        const Cta<Gemm::kShape>& cta, int count) {
+                                        const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   const int warpgroup = threadIdx.x / kWarpgroup - 1;
@@ -82,7 +81,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
   typename Gemm::Epilogue::State state{};
-  TileStream<kShape, Walker::kWarp> stream(cta, count);
+  TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
   // In ping-pong a warpgroup passes over the stages of the other one's tile.
   const auto skip_other = [&] {
     const int other = Gemm::Scheduler::k_tiles(p.tiles, Work{});
@@ -93,16 +92,13 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     skip_other();
     ptx::named_arrive(kTurnBarrier, 2 * kWarpgroup);
   }
-  TileDraw<kShape> draw(cta);
-  const auto draws = [&] { return threadIdx.x == kWarpgroup && cta.rank() == 0; };
-  if constexpr (Gemm::kConsumerDraws) {
-    if (!stream.done() && draws()) draw.start(p.tiles.counter);
+  TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
+  if (Gemm::kConsumerDraws && !stream.done()) {
+    draw.ask();
+    draw.post(0);
   }
   while (!stream.done()) {
-    if constexpr (Gemm::kConsumerDraws) {
-      if (draws()) draw.post(stream.taken(), p.tiles.counter);
-      __syncwarp();
-    }
+    if (Gemm::kConsumerDraws) draw.ask();
     const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
     const int offset = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
     const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
@@ -114,13 +110,14 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
       ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
     }
     const auto hand_over = [&] {
+      if (Gemm::kConsumerDraws) draw.post(stream.taken() + 1);
       if (Gemm::kShape.ping_pong()) {
         ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
       }
     };
     const Span span{k_tiles, work.depth};
     if (!Gemm::Scheduler::kFixedDepth && k_tiles == 0) {
-      // An expert without rows: the epilogue stores zeros.
+      hand_over();  // an expert without rows: the epilogue stores zeros
     } else if (halves == kShape.halves()) {
       // The last tile of columns may have only 64 or 128 of them.
       const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
@@ -141,6 +138,73 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
+  }
+  staging.drain();
+}
+
+/// As consume(), where the epilogue of a tile runs beside the products of the next one.
+template <class Gemm>
+__device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p,
+                                                  const Cta<Gemm::kShape>& cta) {
+  constexpr TileShape kShape = Gemm::kShape;
+  using Loop = Mainloop<Gemm>;
+  using Epilogue = typename Gemm::Epilogue;
+  constexpr int kPieces = Epilogue::kPieces;
+  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int offset = warpgroup * kShape.warpgroup_rows();
+  typename Loop::Accumulator acc;
+  typename Loop::Ring ring;
+  const Staging<kShape> staging(cta);
+  typename Epilogue::State state{};
+  state.close(staging);
+  const auto piece = [&]<int kPiece>(std::integral_constant<int, kPiece>) {
+    Epilogue::template piece<kPiece>(p.epilogue, state, staging);
+    if constexpr (kPiece == kPieces - 1) state.close(staging);
+  };
+  TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
+  TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
+  if (!stream.done()) {
+    draw.ask();
+    draw.post(0);
+  }
+  const auto work_of = [&](int tile) {
+    return Gemm::Scheduler::template work<kShape>(p.tiles, tile, cta.rank());
+  };
+  Work next{};
+  if (!stream.done()) next = work_of(stream.tile());
+  while (true) {
+    const bool more = !stream.done();
+    const Work work = next;
+    const bool valid = more && work.left > offset;
+    const Span span{Gemm::Scheduler::k_tiles(p.tiles, work), work.depth};
+    const bool beside = valid && span.k_tiles >= kPieces;
+    if (!beside) {
+      // A question before each piece keeps the compiler from mixing them, which takes registers.
+      staging.sync();
+      for_each_index<kPieces>([&](auto index) {
+        if (!state.empty(staging)) piece(index);
+      });
+      staging.sync();
+    }
+    if (!more) break;
+    if (staging.elected()) staging.note_expert(work.expert);
+    // The next tile is looked up under the last products.
+    const auto ask = [&] { draw.ask(); };
+    const auto look_up = [&] {
+      draw.post(stream.taken() + 1);
+      stream.next();
+      if (!stream.done()) next = work_of(stream.tile());
+    };
+    if (beside) {
+      Loop::template run_beside<kPieces>(acc, cta, ring, warpgroup, span, piece, ask, look_up);
+    } else if (valid) {
+      ask();
+      Loop::template run<kShape.halves(), kShape.n>(acc, cta, ring, warpgroup, span, look_up);
+    } else {
+      ask();
+      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, look_up);
+    }
+    if (valid) Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
   }
   staging.drain();
 }
@@ -167,14 +231,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::launch_next_kernel();
   constexpr Registers kRegisters = Gemm::Producer::registers(kShape);
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <= 504);
-  const int count = Gemm::Scheduler::template count<kShape>(p.tiles);
   if (threadIdx.x < kWarpgroup) {
     ptx::shrink_registers<kRegisters.producer>();
-    Gemm::Producer::template run<Gemm>(p, cta, count);
+    Gemm::Producer::template run<Gemm>(p, cta);
     __syncwarp();
   } else {
     ptx::grow_registers<kRegisters.consumer>();
-    consume<Gemm>(p, cta, count);
+    if constexpr (DeferredEpilogue<typename Gemm::Epilogue, kShape>) {
+      consume_deferring<Gemm>(p, cta);
+    } else {
+      consume<Gemm>(p, cta);
+    }
   }
   // Whoever waits for this kernel waits for those before it too.
   if (p.independent != 0) ptx::wait_for_previous_kernel();

@@ -2,6 +2,8 @@
 // before.
 #pragma once
 
+#include <utility>
+
 #include "cuda/engine/pipeline.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
@@ -21,6 +23,14 @@ struct Span {
   int depth;  ///< rows, where rows are K
 };
 
+/// Calls f with the constants 0 .. kCount - 1.
+template <int kCount, class F>
+__device__ __forceinline__ void for_each_index(F f) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    (f(std::integral_constant<int, kIndex>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
 template <class Gemm>
 struct Mainloop {
   static constexpr TileShape kShape = Gemm::kShape;
@@ -36,7 +46,6 @@ struct Mainloop {
   template <int kHalves, int kColumns, class HandOver>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
                                              int warpgroup, Span span, HandOver hand_over) {
-    int previous = 0;
     for (int kt = 0; kt < span.k_tiles; kt++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
       if constexpr (!Gemm::Scheduler::kFixedDepth) clear_tail(cta, ring.stage, span, kt);
@@ -46,15 +55,43 @@ struct Mainloop {
         if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
         step<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, kt != 0);
         ptx::wgmma_wait<kAtOnce ? 0 : 1>();
-        if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : previous);
-        previous = ring.stage;
+        if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : ring.before());
       }
     }
     hand_over();
     if constexpr (kHalves > 0 && !kAtOnce) {
       ptx::wgmma_wait<0>();
-      release_stage(cta, previous);
+      release_stage(cta, ring.before());
     }
+  }
+
+  /// As run over all halves and at least kPieces k tiles: piece(i) of other work is done while the
+  /// products of k tile i run.
+  template <int kPieces, class Piece, class Between, class HandOver>
+  static __device__ __forceinline__ void run_beside(Accumulator& acc, const Cta<kShape>& cta,
+                                                    Ring& ring, int warpgroup, Span span,
+                                                    Piece piece, Between between,
+                                                    HandOver hand_over) {
+    for_each_index<kPieces>([&]<int kPiece>(std::integral_constant<int, kPiece> index) {
+      cta.full(ring.stage).wait(ring.parity);
+      if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+      step<kShape.halves(), kShape.n>(acc, cta, ring.stage, warpgroup, kPiece != 0);
+      ptx::wgmma_wait<1>();
+      if constexpr (kPiece > 0) release_stage(cta, ring.before());
+      ring.next();
+      piece(index);
+    });
+    between();
+    for (int kt = kPieces; kt < span.k_tiles; kt++, ring.next()) {
+      cta.full(ring.stage).wait(ring.parity);
+      if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+      step<kShape.halves(), kShape.n>(acc, cta, ring.stage, warpgroup, true);
+      ptx::wgmma_wait<1>();
+      release_stage(cta, ring.before());
+    }
+    hand_over();
+    ptx::wgmma_wait<0>();
+    release_stage(cta, ring.before());
   }
 
  private:

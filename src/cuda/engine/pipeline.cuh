@@ -19,6 +19,8 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  /// The stage before this one.
+  __device__ __forceinline__ int before() const { return (stage == 0 ? kStages : stage) - 1; }
   /// Past `stages` stages (less than a round) and `rounds` whole rounds (only its parity counts).
   __device__ __forceinline__ void skip(int stages, std::uint32_t rounds) {
     stage += stages;

@@ -5,11 +5,12 @@
 
 #include "cuda/engine/pipeline.cuh"
 #include "cuda/engine/records.h"
+#include "cuda/ptx/matrix.cuh"
 
 namespace sonicmoe::cuda {
 
 /// For checking concepts.
-inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative, Order::kStatic};
+inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative, Orders::kEither};
 
 /// What one CTA does in a tile of its cluster.
 struct Work {
@@ -35,7 +36,7 @@ struct RowTiles {
   struct Params {
     const TileRecord* records;
     const std::int32_t* record_count;
-    unsigned* counter;          ///< zero before the launch; dynamic order only
+    unsigned* counter;          ///< of drawn order, zero before the launch; null: static order
     std::int32_t columns;       ///< N
     std::int32_t column_tiles;  ///< tiles along N
     std::int32_t column_step;   ///< output columns of a tile
@@ -45,7 +46,7 @@ struct RowTiles {
 
   template <TileShape kShape>
   static __device__ __forceinline__ int count(const Params& p) {
-    const int shares = __ldg(p.record_count) * p.column_tiles;
+    const int shares = ptx::load_again(p.record_count) * p.column_tiles;
     return (shares + kShape.cluster - 1) / kShape.cluster;
   }
   static constexpr bool kFixedDepth = true;
@@ -88,7 +89,7 @@ struct ExpertTiles {
     const ExpertRecord* order;  ///< long experts first; null: as they are numbered
     const std::int32_t* expert_begin;
     const std::int32_t* expert_rows;
-    unsigned* counter;  ///< zero before the launch; dynamic order only
+    unsigned* counter;  ///< of drawn order, zero before the launch; null: static order
     std::int32_t experts;
     std::int32_t rows;          ///< M
     std::int32_t columns;       ///< N, of one part
@@ -147,41 +148,52 @@ concept TileScheduler = requires(const typename S::Params& p, int t) {
 /// must cover it, and a ping-pong warpgroup that lags behind the loads by two tiles.
 inline constexpr int kDrawnAhead = 2;
 
-/// Who draws tile numbers in dynamic order.
+/// Who draws tile numbers in drawn order.
 enum class Drawer { kProducer, kConsumer };
 
 /// Who walks: a single thread, or a warp of which one lane speaks for all.
 enum class Walker { kThread, kWarp };
 
-/// The walk through a cluster's tiles.
-template <TileShape kShape, Walker kWalker>
+/// The number after the last tile's. How many tiles there are is asked anew each time: who walks
+/// has no register to hold it.
+inline constexpr int kNoTile = -1;
+
+template <class Scheduler, TileShape kShape>
+__device__ __forceinline__ int tile_or_none(const typename Scheduler::Params& tiles, int tile) {
+  return tile < Scheduler::template count<kShape>(tiles) ? tile : kNoTile;
+}
+
+/// The walk through a cluster's tiles: in static order it strides over the clusters, in drawn order
+/// the numbers come from a counter, which keeps the active window of weights inside L2.
+template <class Scheduler, TileShape kShape, Walker kWalker>
 class TileStream {
  public:
-  __device__ __forceinline__ TileStream(const Cta<kShape>& cta, int count)
-      : cta_(cta), count_(count), tile_(cta.cluster()) {}
-  __device__ __forceinline__ bool done() const { return tile_ >= count_; }
+  using Params = typename Scheduler::Params;
+  __device__ __forceinline__ TileStream(const Cta<kShape>& cta, const Params& tiles)
+      : cta_(cta), tiles_(tiles), tile_(tile_or_none<Scheduler, kShape>(tiles, cta.cluster())) {}
+  __device__ __forceinline__ bool done() const { return tile_ == kNoTile; }
   __device__ __forceinline__ int tile() const { return tile_; }
-  /// How many tiles came before; in dynamic order only.
+  /// How many tiles came before; in drawn order only.
   __device__ __forceinline__ std::uint32_t taken() const { return taken_; }
 
   __device__ __forceinline__ void next() {
-    if constexpr (kShape.order == Order::kStatic) {
-      tile_ += cta_.clusters();
-    } else {
-      const int slot = taken_ % kSlots;
-      cta_.slot_full(slot).wait_cluster(taken_ / kSlots & 1);
-      tile_ = ptx::load_word(cta_.slot(slot));
-      if constexpr (kWalker == Walker::kWarp) __syncwarp();
-      if (kWalker == Walker::kThread || (threadIdx.x & 31) == 0) {
-        cta_.slot_empty(slot).arrive_at(0);
-      }
-      taken_++;
+    if (kShape.orders == Orders::kStatic || tiles_.counter == nullptr) {
+      tile_ = tile_or_none<Scheduler, kShape>(tiles_, tile_ + cta_.clusters());
+      return;
     }
+    const int slot = taken_ % kSlots;
+    cta_.slot_full(slot).wait_cluster(taken_ / kSlots & 1);
+    tile_ = ptx::load_word(cta_.slot(slot));
+    if constexpr (kWalker == Walker::kWarp) __syncwarp();
+    if (kWalker == Walker::kThread || (threadIdx.x & 31) == 0) {
+      cta_.slot_empty(slot).arrive_at(0);
+    }
+    taken_++;
   }
 
  private:
   const Cta<kShape>& cta_;
-  int count_;
+  const Params& tiles_;
   int tile_;
   std::uint32_t taken_ = 0;  // slots read
 };
@@ -195,45 +207,56 @@ __device__ __forceinline__ void post_tile(const Cta<kShape>& cta, int slot, int 
 }
 
 /// A warp that does nothing else (one thread of rank 0): draws numbers and posts them.
-template <TileShape kShape>
-__device__ __forceinline__ void draw_tiles(const Cta<kShape>& cta, int count, unsigned* counter) {
+template <class Scheduler, TileShape kShape>
+__device__ __forceinline__ void draw_tiles(const Cta<kShape>& cta,
+                                           const typename Scheduler::Params& tiles) {
   RingPosition<kSlots> position;
   RingPosition<kSlots> oldest;  // that may still be unread
   int posted = 0;
-  for (int tile = cta.cluster(); tile < count; position.next()) {
+  for (int tile = tile_or_none<Scheduler, kShape>(tiles, cta.cluster()); tile != kNoTile;
+       position.next()) {
     if (posted++ >= kDrawnAhead) {
       cta.slot_empty(oldest.stage).wait_cluster(oldest.parity);
       oldest.next();
     }
-    tile = static_cast<int>(atomicAdd(counter, 1u)) + cta.clusters();
+    const int drawn = static_cast<int>(atomicAdd(tiles.counter, 1u)) + cta.clusters();
+    tile = tile_or_none<Scheduler, kShape>(tiles, drawn);
     post_tile(cta, position.stage, tile);
   }
 }
 
 /// The same beside the products, for producers whose warps all load: a consumer thread of rank 0
-/// calls post(t) at the beginning of its t-th tile. That posts the number of tile t + 2, drawn a
-/// tile ago, and draws another, so that the counter's latency passes under products.
-template <TileShape kShape>
+/// asks for a number during a tile, and posts it under the tile's last products. Number t + 2 is
+/// posted in tile t; number 1 before the first one.
+template <class Scheduler, TileShape kShape>
 class TileDraw {
  public:
-  __device__ __forceinline__ explicit TileDraw(const Cta<kShape>& cta) : cta_(cta) {}
-  /// Before the first tile: posts the number of tile 1.
-  __device__ __forceinline__ void start(unsigned* counter) {
-    drawn_ = atomicAdd(counter, 1u);
-    put(0, counter);
+  using Params = typename Scheduler::Params;
+  __device__ __forceinline__ TileDraw(const Cta<kShape>& cta, const Params& tiles)
+      : cta_(cta), tiles_(tiles) {}
+  __device__ __forceinline__ void ask() {
+    drawn_ = draws() ? atomicAdd(tiles_.counter, 1u) : 0;  // never what an earlier tile left
   }
-  __device__ __forceinline__ void post(std::uint32_t t, unsigned* counter) { put(t + 1, counter); }
+  /// What was asked for, as number t + 1.
+  __device__ __forceinline__ void post(std::uint32_t t) const {
+    if (draws()) {
+      const int slot = t % kSlots;
+      cta_.slot_empty(slot).wait_cluster((t / kSlots & 1) ^ 1);
+      const int tile = static_cast<int>(drawn_) + cta_.clusters();
+      post_tile(cta_, slot, tile_or_none<Scheduler, kShape>(tiles_, tile));
+    }
+    __syncwarp();
+  }
 
  private:
-  __device__ __forceinline__ void put(std::uint32_t use, unsigned* counter) {
-    const int slot = use % kSlots;
-    cta_.slot_empty(slot).wait_cluster((use / kSlots & 1) ^ 1);
-    post_tile(cta_, slot, static_cast<int>(drawn_) + cta_.clusters());
-    drawn_ = atomicAdd(counter, 1u);
+  __device__ __forceinline__ bool draws() const {
+    return kShape.orders == Orders::kEither && tiles_.counter != nullptr &&
+           threadIdx.x == kWarpgroup && cta_.rank() == 0;
   }
 
   const Cta<kShape>& cta_;
-  unsigned drawn_ = 0;
+  const Params& tiles_;
+  unsigned drawn_;
 };
 
 }  // namespace sonicmoe::cuda

@@ -10,9 +10,9 @@ namespace sonicmoe::cuda {
 /// one runs its epilogue under the other's products.
 enum class Schedule : int { kCooperative = 0, kPingPong = 1 };
 
-/// Who decides which tile a cluster takes next: its index, or a counter that a spare warp draws
-/// from. The counter keeps the active window of weights inside L2; static order costs nothing.
-enum class Order : int { kStatic = 0, kDynamic = 1 };
+/// Who may decide which tile a cluster takes next: its index, or a counter too, as a launch
+/// chooses.
+enum class Orders : int { kStatic = 0, kEither = 1 };
 
 /// The contiguous dimension of an operand in memory.
 enum class Major : int { kK = 0, kMN = 1 };
@@ -39,7 +39,7 @@ struct TileShape {
   int cluster;  ///< CTAs along M that share B by multicast: 1 or 2
   int boxes;    ///< store boxes that each consumer warpgroup stages at once
   Schedule schedule;
-  Order order;
+  Orders orders;
 
   constexpr bool ping_pong() const { return schedule == Schedule::kPingPong; }
   constexpr int cluster_rows() const { return m * cluster; }
@@ -59,6 +59,8 @@ constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
+inline constexpr int kPlaceBytes = 16;  // where a warpgroup's unstored tile lies
+
 /// Slots of tile numbers (two barriers and a word each), and the load barriers of a consumer
 /// warpgroup.
 inline constexpr int kSlots = 4;
@@ -75,7 +77,7 @@ struct Registers {
 /// Dynamic shared memory of a CTA (SharedLayout, for the host).
 constexpr int shared_bytes(const TileShape& s) {
   return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
-         kConsumers * (s.bias_bytes() + s.scale_bytes()) + kFixedBarrierBytes + 1024;
+         kConsumers * (s.bias_bytes() + s.scale_bytes() + kPlaceBytes) + kFixedBarrierBytes + 1024;
 }
 
 /// Shared memory of a CTA, offsets from a 1024-byte aligned base.
@@ -86,7 +88,8 @@ struct SharedLayout {
   static constexpr int kStaging = kB + kShape.stages * kShape.b_bytes();
   static constexpr int kBias = kStaging + kShape.staging_bytes();
   static constexpr int kScale = kBias + kConsumers * kShape.bias_bytes();
-  static constexpr int kFull = kScale + kConsumers * kShape.scale_bytes();
+  static constexpr int kPlace = kScale + kConsumers * kShape.scale_bytes();
+  static constexpr int kFull = kPlace + kConsumers * kPlaceBytes;
   static constexpr int kEmpty = kFull + kShape.stages * 8;
   static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
   static constexpr int kSlotEmpty = kSlotFull + kSlots * 8;

@@ -1,14 +1,19 @@
-// Epilogue of the up projection: H = r(acc + b1), A = r(act(H)) from the rounded H. Inference
-// leaves H out. Gate and up of one column lie in one thread, half the accumulator apart.
+// Epilogue of the gated up projection: H = r(acc + b1), A = r(act(H)) from the rounded H, under the
+// products of the next tile. Inference leaves H out. In the split form gate and up of one column
+// lie in one thread, half the accumulator apart. In the paired form, where gate and up columns
+// alternate in the weights as they lie, they meet in neighbouring accumulators; H keeps the
+// alternating columns, 128 of which become 64 of A.
 #pragma once
 
 #include "cuda/epilogues/activation.cuh"
-#include "cuda/epilogues/store.cuh"
+#include "cuda/epilogues/held.cuh"
+#include "cuda/epilogues/ragged.cuh"
 
 namespace sonicmoe::cuda {
 
 struct ActRowsParams {
-  RaggedMap h;  ///< (column, part, row, base): part 0 is the gate (or the only one), part 1 up
+  RaggedMap h;  ///< (column, part, row, base): part 0 is the gate (or the only one), part 1 up;
+                ///< paired: one part of 2n columns
   RaggedMap a;
   Bias bias[2];  ///< gate, up; without a gate [0] alone
   ActivationScalars scalars;
@@ -16,147 +21,133 @@ struct ActRowsParams {
   std::int32_t keep_h;  ///< 0: inference
 };
 
-template <class Element, ActivationKind kKind>
+template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActRows {
   using Params = ActRowsParams;
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
+  using State = HeldTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 the other one
+  static constexpr bool kPaired = kLayout == HLayout::kPaired;
+  /// Two boxes of H, their activation in parts; the same again; two boxes of A. More at once does
+  /// not fit the registers beside a tile's products.
+  static constexpr int kParts = 2;
+  static constexpr int kPieces = 2 * (1 + kParts) + 1;
 
-  using State = NoState;
-
+  /// Rounds a tile's products, which frees the accumulator.
   template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
-                                               const Staging<kShape>&, Rows) {}
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ void run(const Params& p, State&,
-                                             float (&acc)[kShape.halves()][kShape.n / 2],
-                                             const Work& work, const Staging<kShape>& staging,
-                                             Rows rows) {
-    static_assert(kShape.boxes == 2);
+  static __device__ __forceinline__ void take(const Params& p, State& state,
+                                              const float (&acc)[kShape.halves()][kShape.n / 2],
+                                              const Work& work, const Staging<kShape>& staging,
+                                              Rows rows) {
+    state.open(work, staging, rows);
     if (p.bias[0].data == nullptr) {
-      round_and_act<BiasUse::kNone>(p, acc, work, staging, rows);
+      round<BiasUse::kNone>(state, acc[0], staging);
       return;
     }
-    stage_bias(staging, p.bias[0], work.expert, work.column, p.width, 0, kColumns<kShape>);
-    if constexpr (is_gated(kKind)) {
-      stage_bias(staging, p.bias[1], work.expert, work.column, p.width, kColumns<kShape>,
-                 kColumns<kShape>);
+    staging.sync();
+    const int expert = staging.noted_expert();
+    constexpr int kEach = kShape.n / 2;
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      const BiasPlace place =
+          kPaired ? BiasPlace{part, 2, kEach} : BiasPlace{part * kEach, 1, kEach};
+      stage_bias(staging, p.bias[part], expert, kPaired ? work.column / 2 : work.column, p.width,
+                 place);
     }
     staging.sync();
-    round_and_act<BiasUse::kStaged>(p, acc, work, staging, rows);
+    round<BiasUse::kStaged>(state, acc[0], staging);
+  }
+
+  template <int kPiece, TileShape kShape>
+  static __device__ __forceinline__ void piece(const Params& p, State& state,
+                                               const Staging<kShape>& staging) {
+    if constexpr (kPiece == kPieces - 1) {
+      store_a(p, state, staging);
+    } else if constexpr (kPiece % (1 + kParts) == 0) {
+      store_h<kPiece / (1 + kParts)>(p, state, staging);
+    } else {
+      activate<kPiece / (1 + kParts), kPiece % (1 + kParts) - 1>(p, state);
+    }
   }
 
  private:
-  /// Columns of A in a tile.
-  template <TileShape kShape>
-  static constexpr int kColumns = kShape.n / (is_gated(kKind) ? 2 : 1);
-
   template <BiasUse kBias, TileShape kShape>
-  static __device__ __forceinline__ void round_and_act(const Params& p,
-                                                       float (&acc)[kShape.halves()][kShape.n / 2],
-                                                       const Work& work,
-                                                       const Staging<kShape>& staging, Rows rows) {
-    constexpr int kAcross = kColumns<kShape> / 64;
+  static __device__ __forceinline__ void round(State& state, const float (&acc)[kShape.n / 2],
+                                               const Staging<kShape>& staging) {
 #pragma unroll
-    for (int half = 0; half < kShape.halves(); half++) {
-      if (half >= rows.halves) break;
-      const int offset = rows.offset + half * 64;
-      if constexpr (is_gated(kKind)) {
-        static_assert(kAcross % 2 == 0);
+    for (int i = 0; i < 4; i++) {
+      const int block = kPaired ? i : i / 2 + i % 2 * 2;  // the gates fill half of a split tile
+      round_block<Element, kBias>(state.block[i], acc + block * 32, staging, block * 64);
+    }
+  }
+
+  template <int kBlock, TileShape kShape>
+  static __device__ __forceinline__ void store_h(const Params& p, const State& state,
+                                                 const Staging<kShape>& staging) {
+    if (p.keep_h == 0) return;
+    staging.begin();
+    staging.write(0, state.block[2 * kBlock]);
+    staging.write(1, state.block[2 * kBlock + 1]);
+    state.send(staging, [&](const Place& place) {
+      const int column = place.column + kBlock * (kPaired ? 128 : 64);
+      store_ragged(p.h, staging.box(0), column, 0, place);
+      store_ragged(p.h, staging.box(1), kPaired ? column + 64 : column, kPaired ? 0 : 1, place);
+    });
+  }
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void store_a(const Params& p, const State& state,
+                                                 const Staging<kShape>& staging) {
+    staging.begin();
 #pragma unroll
-        for (int pair = 0; pair < kAcross; pair += 2) {
-          const float* gate = &acc[half][pair * 32];
-          gated_pair<kBias>(p, gate, work, staging, pair * 64, offset);
-        }
+    for (int i = 0; i < 2; i++) {
+      if constexpr (kPaired) {
+        write_apart(staging.box(i), state.block[2 * i]);
       } else {
+        staging.write(i, state.block[2 * i]);
+      }
+    }
+    state.send(staging, [&](const Place& place) {
+      const int column = kPaired ? place.column / 2 : place.column;
+      store_ragged(p.a, staging.box(0), column, 0, place);
+      store_ragged(p.a, staging.box(1), column + 64, 0, place);
+    });
+  }
+
+  /// A part of a block of A, in place of H. Paired, a word is one column in rows 0-7 (low) and 8-15
+  /// (high), four columns from the next word's.
+  template <int kBlock, int kPart>
+  static __device__ __forceinline__ void activate(const Params& p, State& state) {
+    constexpr int kWords = 16 / kParts;
+    Fragment& to = state.block[2 * kBlock];
 #pragma unroll
-        for (int j = 0; j < kAcross; j++) {
-          plain<kBias>(p, &acc[half][j * 32], work, staging, j * 64, offset);
-        }
+    for (int i = kWords * kPart; i < kWords * (kPart + 1); i++) {
+      if constexpr (kPaired) {
+        const Fragment& h = state.block[2 * kBlock + i / 8];
+        const std::uint32_t first = h[2 * (i % 8)];
+        const std::uint32_t second = h[2 * (i % 8) + 1];
+        to[i] = Two::pack(Act::value(Two::low(first), Two::high(first), p.scalars),
+                          Act::value(Two::low(second), Two::high(second), p.scalars));
+      } else {
+        const std::uint32_t up = state.block[2 * kBlock + 1][i];
+        to[i] = Two::pack(Act::value(Two::low(to[i]), Two::low(up), p.scalars),
+                          Act::value(Two::high(to[i]), Two::high(up), p.scalars));
       }
     }
   }
 
-  static __device__ __forceinline__ void activate(Fragment& a, const Fragment (&h)[2],
-                                                  const Params& p) {
+  /// A thread's columns are four apart, which stmatrix cannot place: elements one by one.
+  static __device__ __forceinline__ void write_apart(std::uint32_t box, const Fragment& a) {
+    const int lane = threadIdx.x & 31;
+    const int swizzle = lane >> 2;
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + swizzle;
+    const std::uint32_t first = box + row * 128 + (swizzle << 4) + (lane & 3) * 2;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      a[i] = Two::pack(Act::value(Two::low(h[0][i]), Two::low(h[1][i]), p.scalars),
-                       Act::value(Two::high(h[0][i]), Two::high(h[1][i]), p.scalars));
+      const std::uint32_t at = (first ^ (i >> 1) << 4) + (i & 1) * 8;
+      ptx::store_half_word(at, static_cast<std::uint16_t>(a[i]));
+      ptx::store_half_word(at + 8 * 128, static_cast<std::uint16_t>(a[i] >> 16));
     }
-  }
-
-  /// Whether a block is activated after its H is on its way, so that the boxes drain under the
-  /// arithmetic (2 % at d = 768). The others would spill registers that way.
-  static constexpr bool kActivateLate =
-      kKind == ActivationKind::kSwiGLU || kKind == ActivationKind::kReGLU;
-
-  /// Two column blocks through two boxes: (gate, up) of each, then both blocks of A.
-  template <BiasUse kBias, TileShape kShape>
-  static __device__ __forceinline__ void gated_pair(const Params& p, const float* gate,
-                                                    const Work& work,
-                                                    const Staging<kShape>& staging, int local,
-                                                    int offset) {
-    const int column = work.column + local;
-    Fragment a[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      Fragment h[2];
-      if (kActivateLate && p.keep_h != 0) staging.begin();
-      round_block<Element, kBias>(h[0], gate + j * 32, staging, local + j * 64);
-      round_block<Element, kBias>(h[1], gate + j * 32 + kShape.n / 4, staging,
-                                  local + j * 64 + kShape.n / 2);
-      if constexpr (!kActivateLate) activate(a[j], h, p);
-      if (p.keep_h != 0) {
-        if constexpr (!kActivateLate) staging.begin();
-        write_pair(staging, h);
-        if (staging.elected()) {
-          store_ragged(p.h, staging.box(0), column + j * 64, 0, work, offset);
-          store_ragged(p.h, staging.box(1), column + j * 64, 1, work, offset);
-          staging.commit();
-        }
-      }
-      if constexpr (kActivateLate) activate(a[j], h, p);
-    }
-    staging.begin();
-    write_pair(staging, a);
-    if (staging.elected()) {
-      store_ragged(p.a, staging.box(0), column, 0, work, offset);
-      store_ragged(p.a, staging.box(1), column + 64, 0, work, offset);
-      staging.commit();
-    }
-  }
-
-  /// One column block without a gate: H and A through the staging together.
-  template <BiasUse kBias, TileShape kShape>
-  static __device__ __forceinline__ void plain(const Params& p, const float* acc, const Work& work,
-                                               const Staging<kShape>& staging, int local,
-                                               int offset) {
-    const int column = work.column + local;
-    Fragment h;
-    round_block<Element, kBias>(h, acc, staging, local);
-    staging.begin();
-    staging.write(0, h);
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      h[i] = Two::pack(Act::value(Two::low(h[i])), Act::value(Two::high(h[i])));
-    }
-    staging.write(1, h);
-    staging.publish();
-    if (staging.elected()) {
-      if (p.keep_h != 0) store_ragged(p.h, staging.box(0), column, 0, work, offset);
-      store_ragged(p.a, staging.box(1), column, 0, work, offset);
-      staging.commit();
-    }
-  }
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ void write_pair(const Staging<kShape>& staging,
-                                                    const Fragment (&blocks)[2]) {
-    staging.write(0, blocks[0]);
-    staging.write(1, blocks[1]);
-    staging.publish();
   }
 };
 

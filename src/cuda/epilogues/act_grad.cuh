@@ -11,9 +11,6 @@
 
 namespace sonicmoe::cuda {
 
-/// How gate and up lie in H and dH: columns [gate | up], or alternating (the paired form).
-enum class HLayout { kSplit, kPaired };
-
 /// Columns of A in a block, and of a box.
 inline constexpr int kGradColumns = 32;
 

@@ -9,6 +9,9 @@
 
 namespace sonicmoe::cuda {
 
+/// How gate and up lie in H and dH: columns [gate | up], or alternating (the paired form).
+enum class HLayout { kSplit, kPaired };
+
 /// Constants of swiglu_oai; unused by the others.
 struct ActivationScalars {
   float alpha;

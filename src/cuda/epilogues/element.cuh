@@ -46,17 +46,24 @@ struct Bias {
   std::int64_t column_stride;
 };
 
-/// Puts the bias of output columns column.. of `width` at accumulator columns first.. + count.
-/// Through shared memory, because an unrolled epilogue with 192 accumulators has no registers left
-/// to hold biases; the caller syncs.
+/// Accumulator columns that a bias is for: first, first + step, ...
+struct BiasPlace {
+  int first;
+  int step;
+  int count;
+};
+
+/// Puts the bias of output columns column.. of `width` at `place`. Through shared memory, because
+/// an unrolled epilogue with 192 accumulators has no registers left to hold biases; the caller
+/// syncs.
 template <TileShape kShape>
 __device__ __forceinline__ void stage_bias(const Staging<kShape>& staging, const Bias& bias,
-                                           int expert, int column, int width, int first,
-                                           int count) {
+                                           int expert, int column, int width, BiasPlace place) {
   const auto* data = static_cast<const std::uint16_t*>(bias.data) + expert * bias.expert_stride;
-  for (int i = threadIdx.x & 127; i < count; i += kWarpgroup) {
+  for (int i = threadIdx.x & 127; i < place.count; i += kWarpgroup) {
     const int c = column + i;
-    staging.set_bias(first + i, c < width ? __ldg(data + c * bias.column_stride) : 0);
+    staging.set_bias(place.first + i * place.step,
+                     c < width ? __ldg(data + c * bias.column_stride) : 0);
   }
 }
 

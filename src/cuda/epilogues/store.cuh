@@ -2,23 +2,9 @@
 #pragma once
 
 #include "cuda/epilogues/element.cuh"
+#include "cuda/epilogues/ragged.cuh"
 
 namespace sonicmoe::cuda {
-
-/// A store map that ends where an expert ends: dimensions (column, part, row, base) where row and
-/// base have the same stride and the map's address lies `reach` rows before the tensor. A store at
-/// row = reach - left, base = first row + left covers the rows from `first row` on, and the
-/// hardware clips it at `left` rows, without a map per expert.
-struct RaggedMap {
-  CUtensorMap map;
-  std::int32_t reach;
-};
-
-__device__ __forceinline__ void store_ragged(const RaggedMap& to, std::uint32_t box, int column,
-                                             int part, const Work& work, int offset) {
-  ptx::tma_store(&to.map, box,
-                 ptx::Coord4{column, part, to.reach - work.left + offset, work.row + work.left});
-}
 
 struct StoreRowsParams {
   RaggedMap out;
@@ -51,7 +37,7 @@ struct StoreRows {
     constexpr int kBlocks = kShape.halves() * kAcross;
     static_assert(kBlocks % kShape.boxes == 0);
     if (p.bias.data != nullptr) {
-      stage_bias(staging, p.bias, work.expert, work.column, p.width, 0, kShape.n);
+      stage_bias(staging, p.bias, work.expert, work.column, p.width, {0, 1, kShape.n});
     }
     if constexpr (kScale == RowScale::kWeights) {
       for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {

@@ -1,121 +1,60 @@
-"""Writes the kernel instances: one .cu for each role, tile and activation, and the list of all.
+"""Writes the kernel instances, one .cu for all of an activation and one for the products without,
+and the list of all kernels.
 
 usage: generate.py OUTPUT_DIRECTORY
-Prints the files, one a line, for CMake. Files that would not change are left alone.
+Prints the files, one a line, for CMake. Files that would not change are left alone. Reading the
+engine takes nvcc longer than compiling a kernel: hence many kernels a file.
 """
 
+import itertools
 import pathlib
+import re
 import sys
 
 GATED = ("SwiGLU", "SwiGLUOai", "GeGLU", "GeGLUTanh", "ReGLU")
 PLAIN = ("SiLU", "GELU", "GELUTanh", "ReLU", "ReLU2")
 TYPES = (("__nv_bfloat16", "DType::kBF16"), ("__half", "DType::kF16"))
 MAJORS = ("Major::kK", "Major::kMN")
-COOPERATIVE_TILES = ("Coop128x256", "Coop128x256Dynamic")
-DOWN_TILES = (*COOPERATIVE_TILES, "PingPong128x192", "PingPong128x192Dynamic")
+COOPERATIVE = "Coop128x256"
 
-# Of the tiles of a role, the rarer activations have the first alone (has_every_tile in tiles.h).
-EVERY_TILE = ("SwiGLU", "SwiGLUOai")
+# (role, kernel, tiles, orders of B). Paired weights of the up projection are always MN-major.
+GATED_ROLES = (
+    ("Up", "Up", (COOPERATIVE,), MAJORS),
+    ("UpPaired", "UpPaired", (COOPERATIVE,), MAJORS[1:]),
+    ("HiddenGrad", "HiddenGrad", ("Coop128x256Grad",), MAJORS),
+    ("HiddenGradPaired", "HiddenGradPaired", ("Coop128x256Grad",), MAJORS),
+)
+PLAIN_ROLES = (GATED_ROLES[0], GATED_ROLES[2])
+OTHER_ROLES = (
+    ("Down", "Down", (COOPERATIVE, "PingPong128x192"), MAJORS),
+    ("DownScaled", "DownScaled", (COOPERATIVE,), MAJORS),
+    ("Gather", "GatherStore", (COOPERATIVE,), MAJORS),
+    ("WeightGrad", "WeightGrad", (COOPERATIVE,), MAJORS),
+)
 
 
-def tiles_of(kind, tiles):
-    return tiles if kind in EVERY_TILE else tiles[:1]
+def entries(roles, kind=None):
+    """(name, kernel type, key) of each kernel; without an activation keys say SwiGLU."""
+    activation = f"ActivationKind::k{kind}, " if kind else ""
+    for role, kernel, tiles, majors in roles:
+        stem = re.sub(r"(?<!^)(?=[A-Z])", "_", role).lower() + (f"_{kind}" if kind else "")
+        variants = itertools.product(tiles, TYPES, majors)
+        for i, (tile, (element, dtype), major) in enumerate(variants):
+            yield (
+                f"{stem}_{i}",
+                f"{kernel}Kernel<{element}, k{tile}, {activation}{major}>",
+                f"{{Role::k{role}, {dtype}, TileId::k{tile}, {major}, "
+                f"ActivationKind::k{kind or 'SwiGLU'}}}",
+            )
 
 
 def instances():
-    """(file stem, [(kernel type, key)])"""
-    for kind in GATED + PLAIN:
-        yield (
-            f"up_{kind}",
-            [
-                (
-                    f"UpKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
-                    f"{{Role::kUp, {dtype}, TileId::k{tile}, {major}, ActivationKind::k{kind}}}",
-                )
-                for tile in tiles_of(kind, COOPERATIVE_TILES)
-                for element, dtype in TYPES
-                for major in MAJORS
-            ],
-        )
-    for kind in GATED + PLAIN:
-        yield (
-            f"hidden_grad_{kind}",
-            [
-                (
-                    f"HiddenGradKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
-                    f"{{Role::kHiddenGrad, {dtype}, TileId::k{tile}, {major}, "
-                    f"ActivationKind::k{kind}}}",
-                )
-                for tile in ("Coop128x256Grad",)
-                for element, dtype in TYPES
-                for major in MAJORS
-            ],
-        )
+    """(file stem, [(name, kernel type, key)])"""
     for kind in GATED:
-        yield (
-            f"up_paired_{kind}",
-            [
-                (
-                    f"UpPairedKernel<{element}, k{tile}, ActivationKind::k{kind}, Major::kMN>",
-                    f"{{Role::kUpPaired, {dtype}, TileId::k{tile}, Major::kMN, "
-                    f"ActivationKind::k{kind}}}",
-                )
-                for tile in tiles_of(kind, COOPERATIVE_TILES)
-                for element, dtype in TYPES
-            ],
-        )
-        yield (
-            f"hidden_grad_paired_{kind}",
-            [
-                (
-                    f"HiddenGradPairedKernel<{element}, k{tile}, ActivationKind::k{kind}, {major}>",
-                    f"{{Role::kHiddenGradPaired, {dtype}, TileId::k{tile}, {major}, "
-                    f"ActivationKind::k{kind}}}",
-                )
-                for tile in ("Coop128x256Grad",)
-                for element, dtype in TYPES
-                for major in MAJORS
-            ],
-        )
-    yield (
-        "weight_grad",
-        [
-            (
-                f"WeightGradKernel<{element}, k{tile}, {major}>",
-                f"{{Role::kWeightGrad, {dtype}, TileId::k{tile}, {major}, "
-                "ActivationKind::kSwiGLU}",
-            )
-            for tile in COOPERATIVE_TILES
-            for element, dtype in TYPES
-            for major in MAJORS
-        ],
-    )
-    yield (
-        "gather_store",
-        [
-            (
-                f"GatherStoreKernel<{element}, kCoop128x256, {major}>",
-                f"{{Role::kGather, {dtype}, TileId::kCoop128x256, {major}, "
-                "ActivationKind::kSwiGLU}",
-            )
-            for element, dtype in TYPES
-            for major in MAJORS
-        ],
-    )
-    for role, tiles in (("Down", DOWN_TILES), ("DownScaled", COOPERATIVE_TILES)):
-        for tile in tiles:
-            yield (
-                f"{role}_{tile}",
-                [
-                    (
-                        f"{role}Kernel<{element}, k{tile}, {major}>",
-                        f"{{Role::k{role}, {dtype}, TileId::k{tile}, {major}, "
-                        "ActivationKind::kSwiGLU}",
-                    )
-                    for element, dtype in TYPES
-                    for major in MAJORS
-                ],
-            )
+        yield f"layer_{kind}", list(entries(GATED_ROLES, kind))
+    for kind in PLAIN:
+        yield f"layer_{kind}", list(entries(PLAIN_ROLES, kind))
+    yield "products", list(entries(OTHER_ROLES))
 
 
 def write(path: pathlib.Path, text: str) -> None:
@@ -127,15 +66,13 @@ def write(path: pathlib.Path, text: str) -> None:
 def main() -> None:
     out = pathlib.Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    declarations, copies = [], []
-    for stem, entries in instances():
+    counts = {}
+    for stem, kernels in instances():
         # Named types: nvcc's host stubs cannot spell a tile shape as a template argument.
-        types = "".join(
-            f"struct {stem}_{i} : {kernel} {{}};\n" for i, (kernel, _) in enumerate(entries)
-        )
+        types = "".join(f"struct {name} : {kernel} {{}};\n" for name, kernel, _ in kernels)
         body = ",\n".join(
-            f"      {{{key}, reinterpret_cast<const void*>(&grouped_gemm_kernel<{stem}_{i}>)}}"
-            for i, (_, key) in enumerate(entries)
+            f"      {{{key}, reinterpret_cast<const void*>(&grouped_gemm_kernel<{name}>)}}"
+            for name, _, key in kernels
         )
         write(
             out / f"{stem}.cu",
@@ -147,20 +84,20 @@ def main() -> None:
             "  for (const KernelEntry& entry : entries) *out++ = entry;\n}\n"
             "}  // namespace sonicmoe::cuda\n",
         )
-        declarations.append(f"void list_{stem}(KernelEntry* out);")
-        copies.append((stem, len(entries)))
-    total = sum(count for _, count in copies)
+        counts[stem] = len(kernels)
     lines, at = [], 0
-    for stem, count in copies:
+    for stem, count in counts.items():
         lines.append(f"    list_{stem}(list.data() + {at});")
         at += count
+    declarations = "".join(f"void list_{stem}(KernelEntry* out);\n" for stem in counts)
     write(
         out / "kernel_list.cc",
         '// Generated by generate.py.\n#include <array>\n\n#include "cuda/roles.h"\n\n'
-        "namespace sonicmoe::cuda {\n" + "\n".join(declarations) + "\n"
-        "std::span<const KernelEntry> kernel_list() {\n"
-        f"  static const std::array<KernelEntry, {total}> kList = [] {{\n"
-        f"    std::array<KernelEntry, {total}> list;\n" + "\n".join(lines) + "\n"
+        "namespace sonicmoe::cuda {\n"
+        + declarations
+        + "std::span<const KernelEntry> kernel_list() {\n"
+        f"  static const std::array<KernelEntry, {at}> kList = [] {{\n"
+        f"    std::array<KernelEntry, {at}> list;\n" + "\n".join(lines) + "\n"
         "    return list;\n  }();\n  return kList;\n}\n"
         "}  // namespace sonicmoe::cuda\n",
     )

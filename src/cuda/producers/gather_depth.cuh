@@ -19,7 +19,7 @@ struct GatherDepth {
 
   template <class Gemm>
   static __device__ __forceinline__ void run(const typename Gemm::Params& p,
-                                             const Cta<Gemm::kShape>& cta, int count) {
+                                             const Cta<Gemm::kShape>& cta) {
     constexpr TileShape kShape = Gemm::kShape;
     static_assert(kShape.m == 128, "sixteen threads copy the 256 bytes of a row");
     const int lane = threadIdx.x & 31;
@@ -32,7 +32,8 @@ struct GatherDepth {
     // by every thread would take longer than the products of a k tile.
     const int looked_up = (lane >> 3 & 1) * kDepth + first + 8 * (lane & 7);
     RingPosition<kShape.stages> ring;
-    for (TileStream<kShape, Walker::kWarp> stream(cta, count); !stream.done(); stream.next()) {
+    for (TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
+         !stream.done(); stream.next()) {
       const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
       const int column = work.m + chunk * 8;
       const bool inside = column < p.producer.width;

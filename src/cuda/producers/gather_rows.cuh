@@ -17,44 +17,58 @@ struct GatherRows {
   static constexpr int kCopyArrivals = kWarpgroup;
   static constexpr int kTileReaders = kWarpgroup / 32;
   static constexpr Drawer kDrawer = Drawer::kConsumer;
-  static constexpr Registers registers(const TileShape&) { return {72, 216}; }
+  static constexpr Registers registers(const TileShape&) { return {56, 224}; }
   static constexpr bool kNeedsProxyFence = true;  // cp.async writes through the generic proxy
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
 
   template <class Gemm>
   static __device__ __forceinline__ void run(const typename Gemm::Params& p,
-                                             const Cta<Gemm::kShape>& cta, int count) {
+                                             const Cta<Gemm::kShape>& cta) {
     constexpr TileShape kShape = Gemm::kShape;
     constexpr int kRows = kShape.m / 16;  // of this thread: eight threads copy a 128-byte row
     constexpr int kTogether = 4;          // k tiles whose copies differ by a constant
     constexpr int kStep = kDepth * kElementBytes;
+    static_assert(kRows * 4 == 32, "a warp copies as many rows as it has lanes");
+    const int lane = threadIdx.x & 31;
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
     const std::uint32_t target = first * 128 + ((chunk ^ (first & 7)) << 4);
     const auto* source = static_cast<const std::uint8_t*>(p.producer.source) + chunk * 16;
 
+    TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
+    // What the next tile needs is looked up while this one is copied: the stages in flight do not
+    // cover it. A lane looks up a row for its warp.
+    int next_row = kNoRow;
+    int next_expert = 0;
+    int next_column = 0;  // complemented where the CTA is alone: registers are scarce
+    const auto look_up = [&] {
+      if (stream.done()) return;
+      const Work next = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+      const int row = (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2) * 16;
+      next_row = source_row(p.producer, next, row);
+      next_expert = next.expert;
+      next_column = next.alone ? ~next.column : next.column;
+    };
     RingPosition<kShape.stages> ring;
-    for (TileStream<kShape, Walker::kWarp> stream(cta, count); !stream.done(); stream.next()) {
-      const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
-      // The stages in flight cover the latency of these indices; fetching them a tile ahead would
-      // cost registers that a producer does not have. Whole pointers are held, in registers that
-      // only change every few k tiles: computed anew, or moved at each, they would be free again
-      // only once a copy has read them, and copies would wait for each other (5 to 9 % slower).
+    look_up();
+    while (!stream.done()) {
+      // Whole pointers are held, in registers that only change every few k tiles: computed anew, or
+      // moved at each, they would be free again only once a copy has read them, and copies would
+      // wait for each other (5 to 9 % slower).
       const std::uint8_t* from[kRows];
       std::uint32_t present = 0;
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
-        const int row = first + 16 * i;
-        std::int64_t index = 0;
-        if (row < work.left) {
-          present |= 1u << i;
-          index = work.row + row;
-          if (p.producer.index != nullptr) index = __ldg(p.producer.index + index);
-        }
-        from[i] = source + index * p.producer.row_bytes;
+        const int row = __shfl_sync(~0u, next_row, i * 4 + (lane >> 3));
+        if (row != kNoRow) present |= 1u << i;
+        from[i] = source + static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
       }
-      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
+      Work tile{};  // as far as B asks
+      tile.expert = next_expert;
+      tile.alone = next_column < 0;
+      tile.column = tile.alone ? ~next_column : next_column;
+      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
       for (int kt = 0; kt < k_tiles; kt += kTogether) {
 #pragma unroll
         for (int u = 0; u < kTogether; u++) {
@@ -63,7 +77,7 @@ struct GatherRows {
           cta.empty(ring.stage).wait(ring.parity ^ 1);
           if (threadIdx.x == 0) {
             full.arrive_expecting(kShape.b_bytes());
-            Gemm::B::load(p.b, work, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
+            Gemm::B::load(p.b, tile, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
           }
           if ((kt + u) * kDepth + chunk * 8 >= p.producer.width) present = 0;  // the last k tile
           const std::uint32_t a = cta.a(ring.stage) + target;
@@ -74,10 +88,23 @@ struct GatherRows {
           full.arrive_after_copies();
           ring.next();
         }
+        if (kt == 0) {
+          stream.next();
+          look_up();
+        }
 #pragma unroll
         for (int i = 0; i < kRows; i++) ptx::advance<kTogether * kStep>(from[i]);
       }
     }
+  }
+
+ private:
+  static constexpr int kNoRow = -1;
+
+  /// Where row `row` of a tile lies in the source.
+  static __device__ __forceinline__ int source_row(const Params& p, const Work& work, int row) {
+    if (row >= work.left) return kNoRow;
+    return p.index != nullptr ? __ldg(p.index + work.row + row) : work.row + row;
   }
 };
 

@@ -1,5 +1,5 @@
 // Producer: rows that already lie in expert order, loaded by TMA. One thread issues everything;
-// in dynamic order a second warp draws tile numbers.
+// in drawn order a second warp draws tile numbers.
 #pragma once
 
 #include "cuda/engine/operand_b.cuh"
@@ -20,15 +20,21 @@ struct TmaRows {
 
   template <class Gemm>
   static __device__ __forceinline__ void run(const typename Gemm::Params& p,
-                                             const Cta<Gemm::kShape>& cta, int count) {
+                                             const Cta<Gemm::kShape>& cta) {
     constexpr TileShape kShape = Gemm::kShape;
-    if (threadIdx.x == 32 && kShape.order == Order::kDynamic && cta.rank() == 0) {
-      draw_tiles(cta, count, p.tiles.counter);
+    if (threadIdx.x == 32 && p.tiles.counter != nullptr && cta.rank() == 0) {
+      draw_tiles<typename Gemm::Scheduler>(cta, p.tiles);
     }
     if (threadIdx.x != 0) return;
     RingPosition<kShape.stages> ring;
-    for (TileStream<kShape, Walker::kThread> stream(cta, count); !stream.done(); stream.next()) {
-      const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+    TileStream<typename Gemm::Scheduler, kShape, Walker::kThread> stream(cta, p.tiles);
+    const auto look_up = [&] {
+      return Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+    };
+    Work next{};
+    if (!stream.done()) next = look_up();
+    while (!stream.done()) {
+      const Work work = next;
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
         const ptx::Mbarrier full = cta.full(ring.stage);
@@ -38,6 +44,10 @@ struct TmaRows {
         ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full,
                       {(kt - part * p.tiles.k_tiles) * kDepth, part, work.row});
         Gemm::B::load(p.b, work, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
+        if (kt == k_tiles / 2) {  // the stages in flight do not cover it
+          stream.next();
+          if (!stream.done()) next = look_up();
+        }
       }
     }
   }

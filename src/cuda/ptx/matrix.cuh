@@ -61,6 +61,12 @@ __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address,
       "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
       : "memory");
 }
+/// A word that no kernel in flight writes. Loaded at each use: a register holds it no longer.
+__device__ __forceinline__ std::int32_t load_again(const std::int32_t* pointer) {
+  std::int32_t value;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
+  return value;
+}
 /// 16 bytes that no kernel in flight writes.
 __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
   uint4 r;
