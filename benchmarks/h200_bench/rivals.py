@@ -181,12 +181,30 @@ def sonicmoe_layer(shape):
     return layer
 
 
+def scattermoe_layer(shape):
+    """The grouped products of the package scattermoe (github.com/shawntan/scattermoe) around a
+    SwiGLU: its own layer takes the gate as the second half."""
+    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
+
+    def layer(x, logits, w_up, w_down):
+        ids, weights = topk_softmax(logits, shape.K)
+        order = flatten_sort_count(ids, num_experts=shape.E)  # experts, pairs, ends of experts
+        up, down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+        h = parallel_linear(x, up, shape.K, *order, grouped_out=True)
+        gate, linear = h.chunk(2, dim=-1)
+        a = F.silu(gate) * linear
+        return parallel_linear(a, down, 1, *order, grouped_in=True, gates=weights.to(x.dtype))
+
+    return layer
+
+
 # Layers (x, logits, w_up, w_down) -> out by name; what is not installed raises ImportError.
 LAYERS = {
     "torch": grouped_mm_layer,
     "ours_torch": torch_front_end,
     "transformers": transformers_layer,
     "sonicmoe": sonicmoe_layer,
+    "scattermoe": scattermoe_layer,
 }
-# Known peers without an adapter here: named, not timed.
-NOT_ADAPTED = {"scattermoe": "scattermoe", "momoe": "momoe", "DeepGEMM": "deep_gemm"}
+# Known peers without an adapter here: named, not timed. DeepGEMM has products, no layer.
+NOT_ADAPTED = {"momoe": "momoe", "DeepGEMM": "deep_gemm"}

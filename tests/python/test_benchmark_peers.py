@@ -1,6 +1,7 @@
 """What benchmarks/ times beside ours computes what its checker expects, and that can tell."""
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,37 @@ def test_transformers_agrees(bench):
     pytest.importorskip("transformers.integrations.moe")
     rivals, checker = bench
     run(rivals, checker, rivals.transformers_layer(checker.data.shape))
+
+
+def sorted_pairs(expert_idxs, num_experts):
+    """What scattermoe returns: experts in order, the pairs in that order, where experts end."""
+    experts, pairs = expert_idxs.flatten().sort()
+    return experts, pairs, expert_idxs.flatten().bincount(minlength=num_experts).cumsum(-1)
+
+
+def products_by_expert(
+    inputs, weights, k, experts, pairs, ends, biases=None, gates=None,
+    grouped_in=False, grouped_out=False,
+):  # fmt: skip
+    """scattermoe's grouped product: rows by token and pair (k of a token) or by expert."""
+    rows = inputs if grouped_in else inputs[pairs // k]
+    out = torch.einsum("ri,rio->ro", rows, weights[experts])
+    if not grouped_out:
+        out = torch.zeros_like(out).index_copy(0, pairs, out)
+    if gates is not None:
+        out = (gates.unsqueeze(-1) * out.view(*gates.shape, -1)).sum(1)
+    return out
+
+
+def test_the_layer_around_scattermoe_agrees(bench, monkeypatch):
+    rivals, checker = bench
+    with pytest.raises(ImportError):
+        rivals.scattermoe_layer(checker.data.shape)
+    products = types.ModuleType("scattermoe.parallel_experts")
+    products.flatten_sort_count, products.parallel_linear = sorted_pairs, products_by_expert
+    monkeypatch.setitem(sys.modules, "scattermoe", types.ModuleType("scattermoe"))
+    monkeypatch.setitem(sys.modules, "scattermoe.parallel_experts", products)
+    run(rivals, checker, rivals.scattermoe_layer(checker.data.shape))
 
 
 @pytest.mark.parametrize("which", range(5))
