@@ -256,7 +256,8 @@ def merge(folders, out):
             raise SystemExit(f"{state} records are of different commits, must be of one")
         rows = {row["config"]: row for part in parts for row in part["rows"]}
         rows = [rows[name] for name in CONFIGS if name in rows]
-        write({state: parts[-1] | {"rows": rows}}, out)
+        # Each part has one chip and one process; what stands in a row was measured in one of them.
+        write({state: parts[-1] | {"parts": len(parts), "rows": rows}}, out)
 
 
 def parse():
