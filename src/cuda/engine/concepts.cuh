@@ -193,7 +193,13 @@ concept DeferredEpilogue =
 template <class E, TileShape kShape>
 concept TileEpilogue = ImmediateEpilogue<E, kShape> || DeferredEpilogue<E, kShape>;
 
-/// For epilogues that load nothing.
-struct NoState {};
+/// For immediate epilogues that load nothing.
+struct LoadsNothing {
+  struct State {};
+
+  template <class Params, TileShape kShape>
+  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
+                                               const Staging<kShape>&, Rows) {}
+};
 
 }  // namespace sonicmoe::cuda

@@ -7,15 +7,10 @@
 namespace sonicmoe::cuda {
 
 template <class Element, ActivationKind kKind>
-struct ActPlainRows {
+struct ActPlainRows : LoadsNothing {
   using Params = ActRowsParams;
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
-  using State = NoState;
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
-                                               const Staging<kShape>&, Rows) {}
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State&,

@@ -19,14 +19,8 @@ struct StoreRowsParams {
 enum class RowScale { kNone, kWeights };
 
 template <class Element, RowScale kScale = RowScale::kNone>
-struct StoreRows {
+struct StoreRows : LoadsNothing {
   using Params = StoreRowsParams;
-
-  using State = NoState;
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
-                                               const Staging<kShape>&, Rows) {}
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State&,

@@ -26,13 +26,8 @@ struct StoreExpertParams {
 };
 
 template <class Element, Major kOut>
-struct StoreExpert {
+struct StoreExpert : LoadsNothing {
   using Params = StoreExpertParams;
-  using State = NoState;
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
-                                               const Staging<kShape>&, Rows) {}
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State&,
