@@ -53,9 +53,10 @@ void check_paired_grads(const Weights& grads) {
                       (up.data == nullptr || up.dtype == DType::kF32);
   if (floats) return;
   if (absent || !is_paired(gate, up)) {
-    refuse(
-        "grads.gate and grads.up do not alternate as the paired weights do, which CUDA needs "
-        "unless they are fp32.");
+    refuse("grads.gate has strides " + std::to_string(gate.stride[1]) + " and " +
+           std::to_string(gate.stride[2]) + " and grads.up " + std::to_string(up.stride[1]) +
+           " and " + std::to_string(up.stride[2]) +
+           " but CUDA needs them to alternate along n as the paired weights do, or to be fp32.");
   }
   check_weight("grads.gate", pairs_of(gate));
 }
@@ -98,7 +99,10 @@ void check_weights(const Problem& p, const Weights& w) {
   if (!gated) return;
   check_weight("gate", w.gate);
   if (major_of(w.gate) != major_of(w.up)) {
-    refuse("gate and up have different contiguous dimensions but CUDA needs the same one.");
+    refuse("gate has strides " + std::to_string(w.gate.stride[1]) + " and " +
+           std::to_string(w.gate.stride[2]) + " and up " + std::to_string(w.up.stride[1]) +
+           " and " + std::to_string(w.up.stride[2]) +
+           " but CUDA needs the same one of them to be 1.");
   }
 }
 
