@@ -412,6 +412,22 @@ void add_large(std::vector<Case>& cases) {
     c.grad_dtype = DType::kF32;
     cases.push_back(c);
   }
+  // 2^20 pieces of 16 bytes: sums over a token's rows are then computed by another kernel on CUDA.
+  const RoutingShape shapes[] = {
+      {"ids_sentinels_t4200", RoutingForm::kIds, Pattern::kSentinels, {4200, 2000, 8, 5, 3}, {}},
+      {"pairs_shuffled_t4200",
+       RoutingForm::kPairs,
+       Pattern::kShuffled,
+       {4200, 2000, 8, 5, 9001},
+       {}}};
+  for (const RoutingShape& shape : shapes) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      Case c = routing_case(shape, dtype, dtype == DType::kBF16 ? Data::kIntegers : Data::kRandom);
+      c.name = "large/" + c.name;
+      c.grad_dtype = DType::kF32;
+      cases.push_back(c);
+    }
+  }
 }
 
 }  // namespace
