@@ -36,8 +36,7 @@ def cool():
 
 
 def time_and_share(kernel):
-    share = f" ({kernel['of_copy']:.2f})" if "of_copy" in kernel else ""
-    return f"{kernel['us']:.0f}{share}"
+    return f"{kernel['us']:.0f} ({kernel['of_copy']:.2f})"
 
 
 def kernels():
@@ -98,8 +97,6 @@ def memory():
 
 def tokens():
     record = extra("tokens")
-    if record is None:
-        return "No record yet."
     names = timed(record)
     rows = [
         [row["T"]] + [f"{row[n]['fwd_ms']:.3f}/{row[n]['bwd_ms']:.3f}" for n in names]
@@ -113,8 +110,6 @@ def tokens():
 
 def peers():
     record = extra("peers")
-    if record is None:
-        return "No record yet."
     names = timed(record)
     columns = ["layer", *(CONTENDERS[n] for n in names)]
     speed = [[row["config"], *(pair(row, n) for n in names)] for row in record["rows"]]
