@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 import torch
-from h200_bench import capi, check, rivals, timing
+from h200_bench import capi, check, packages, rivals, timing
 from h200_bench.layer import Data, Ours, Shape
 
 HERE = Path(__file__).resolve().parent
@@ -65,7 +65,8 @@ class Contenders:
             except ImportError as absent:
                 print(f"{name} is absent: {absent}", file=sys.stderr)
             else:
-                self.rivals[name] = rivals.Autograd(self.data, layer)
+                self.rivals[name] = rivals.contender(self.data, layer)
+        self.left_out = {}  # name -> why it could not be measured here
 
     def draw(self, seed):
         self.data.draw(seed)
@@ -82,24 +83,22 @@ class Contenders:
             ours.backward()
             worst = max(worst, *checker.check_ours(name).values())
         for name, rival in list(self.rivals.items()):
-            if not hasattr(rival, "both"):
+            if name == "bound":
                 continue
+            # Out of memory is a RuntimeError; other people's packages may fail in any way.
+            theirs = (Exception, SystemExit) if name in packages.LAYERS else RuntimeError
             try:
-                out, grads = rival.both()
-            except (RuntimeError, NotImplementedError) as error:  # out of memory is one of them
-                print(f"{name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
+                checker.check_autograd(name, *rival.results())
+            except theirs as error:
+                self.left_out[name] = packages.first_line(error)
+                print(f"{name} is left out: {self.left_out[name]}", file=sys.stderr)
                 del self.rivals[name]
-            else:
-                checker.check_autograd(name, out, grads)
-                del out, grads
         return worst
 
     def apart(self, runs):
         """Those whose forward and backward are calls of their own."""
-        return {key: run for key, run in runs.items() if not self.under_autograd(key[0])}
-
-    def under_autograd(self, name):
-        return hasattr(self.rivals.get(name), "both")
+        layers = {name for name, rival in self.rivals.items() if isinstance(rival, rivals.Forward)}
+        return {key: run for key, run in runs.items() if key[0] not in layers}
 
     def runs(self, passes):
         """name -> call; an autograd layer's backward is what `both` takes beyond `fwd`."""
@@ -108,16 +107,16 @@ class Contenders:
             contender.forward()  # leaves what backward reads
             if "fwd" in passes or hasattr(contender, "both"):
                 runs[name, "fwd"] = contender.forward
-            if "bwd" in passes:
-                last = "both" if hasattr(contender, "both") else "bwd"
-                runs[name, last] = contender.both if last == "both" else contender.backward
+            for last, call in (("both", "both"), ("bwd", "backward")):
+                if "bwd" in passes and hasattr(contender, call):
+                    runs[name, last] = getattr(contender, call)
         for run in runs.values():  # compiled and loaded by now
             run()
         return runs
 
 
 def measure(arguments, name, shape, libraries):
-    """state -> {(contender, pass): milliseconds}, and the largest error found."""
+    """state -> {(contender, pass): milliseconds}, the largest error found, and who was left out."""
     torch._dynamo.reset()
     contenders = Contenders(arguments, shape, libraries)
     small = name in SMALL and bool(arguments.states)
@@ -139,7 +138,7 @@ def measure(arguments, name, shape, libraries):
         state: {key: statistics.median(samples) for key, samples in of_state.items()}
         for state, of_state in times.items()
     }
-    return medians, error
+    return medians, error, contenders.left_out
 
 
 def figures(name, shape, medians):
@@ -295,7 +294,7 @@ def add_rows(arguments, config, libraries, records):
     """Measures one configuration into the record of each state."""
     began = time.perf_counter()
     shape = CONFIGS[config]
-    medians, error = measure(arguments, config, shape, libraries)
+    medians, error, _ = measure(arguments, config, shape, libraries)
     rows = {state: row_of(config, shape, of_state) for state, of_state in medians.items()}
     for state, row in rows.items():
         small = state == "flushed"

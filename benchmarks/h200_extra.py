@@ -166,7 +166,7 @@ def measure_rounding(arguments, library):
 
 def kept_by(layer, data):
     """MiB that a differentiable layer keeps after its forward, its output excluded, and at peak."""
-    contender = rivals.Autograd(data, layer)
+    contender = rivals.contender(data, layer)
     contender.forward()
     free()
     torch.cuda.synchronize()

@@ -28,6 +28,10 @@ CONTENDERS = {
     "torch": "compiled grouped_mm",
     "transformers": "transformers grouped_mm",
     "sonicmoe": "sonic-moe",
+    "scattermoe": "ScatterMoE",
+    "momoe": "MoMoE",
+    "momoe_saving": "MoMoE, all saved",
+    "deep_gemm": "DeepGEMM",
 }
 
 

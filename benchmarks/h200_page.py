@@ -120,7 +120,7 @@ def peers():
     ]
     first = record["first_call"]
     calls = ", ".join(f"{CONTENDERS[n]} {s:.2f} s" for n, s in first["seconds"].items())
-    absent = {n: state for n, state in record["peers"].items() if state != "timed"}
+    absent = {n: state for n, state in record["peers"].items() if not state.startswith("timed")}
     missing = ", ".join(f"{n} ({state.split(':')[0]})" for n, state in absent.items())
     return "\n\n".join(
         [

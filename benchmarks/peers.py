@@ -4,14 +4,13 @@
 
 All results are compared with torch, then forward and backward timed hot (small work: with L2
 flushed), and what a layer keeps for backward; the first call of each on the smallest layer, with
-nothing compiled before. Peers that are not installed, or that nothing here knows how to call, are
-named in the record: none is skipped silently.
+nothing compiled before. What is not installed, and what cannot be called as these adapters do or
+gives wrong results, is named in the record with the reason: none is skipped silently.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -19,7 +18,7 @@ import time
 import h200
 import torch
 import torch._inductor.config
-from h200_bench import rivals
+from h200_bench import check, packages, rivals
 from h200_bench.layer import Data
 from h200_extra import free, kept_by, write
 
@@ -27,47 +26,68 @@ CONFIGS = "7B-T2048,olmoe-T64,7B-n256,olmoe,qwen3-next,120B-n1024"
 FIRST = "7B-T2048"
 
 
-def installed(module):
-    return importlib.util.find_spec(module) is not None
-
-
 def availability(shape):
-    """name -> "timed", or why not."""
+    """name -> "timed", "timed, forward only: ...", or why not."""
     found = {}
     for name, make in rivals.LAYERS.items():
         try:
-            make(shape)
-            found[name] = "timed"
-        except ImportError as absent:
-            found[name] = f"absent: {absent}"
-    for name, module in rivals.NOT_ADAPTED.items():
-        found[name] = "installed, but nothing here calls it" if installed(module) else "absent"
+            layer = make(shape)
+        except (
+            Exception
+        ) as error:  # whatever a version of a package does when it is not as expected
+            found[name] = packages.problem(name, error)
+        else:
+            only = getattr(layer, "no_backward", None)
+            found[name] = f"timed, forward only: {only}" if only else "timed"
     return found
 
 
-def first_calls(names, shape):
-    """Seconds of each layer's first forward and backward here, nothing compiled before."""
+def timed(peers):
+    return [name for name, state in peers.items() if state.startswith("timed")]
+
+
+def first_calls(peers, shape, device="cuda"):
+    """Seconds of each layer's first forward and backward here, nothing compiled before. A package
+    whose calls fail or are wrong is no longer timed: `peers` says why."""
     found = {}
     with torch._inductor.config.patch(force_disable_caches=True):
-        for name in names:
+        for name in timed(peers):
             torch._dynamo.reset()
-            data = Data(shape, torch.device("cuda"))
+            data = Data(shape, torch.device(device))
             data.draw(0)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            rivals.Autograd(data, rivals.LAYERS[name](shape)).both()
-            torch.cuda.synchronize()
-            found[name] = round(time.perf_counter() - began, 3)
+            try:
+                found[name] = first_call(rivals.contender(data, rivals.LAYERS[name](shape)), name)
+            except (Exception, SystemExit) as error:
+                if name not in packages.LAYERS:
+                    raise
+                peers[name] = packages.problem(name, error)
             del data
             free()
     return found
+
+
+def first_call(contender, name):
+    wait = getattr(torch, contender.data.device.type).synchronize
+    wait()
+    began = time.perf_counter()
+    results = contender.results()
+    wait()
+    seconds = time.perf_counter() - began
+    check.Checker(contender.data).check_autograd(name, *results)
+    return round(seconds, 3)
 
 
 def kept(names, shape):
     """What each layer keeps for backward, and what it needs meanwhile, in MiB."""
     data = Data(shape, torch.device("cuda"))
     data.draw(0)
-    return {name: kept_by(rivals.LAYERS[name](shape), data) for name in names}
+    found = {}
+    for name in names:
+        try:
+            found[name] = kept_by(rivals.LAYERS[name](shape), data)
+        except RuntimeError as error:  # out of memory is one
+            print(f"{name} keeps nothing that can be told: {packages.first_line(error)}")
+    return found
 
 
 def main():
@@ -80,22 +100,23 @@ def main():
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
     peers = availability(h200.CONFIGS[FIRST])
+    first = first_calls(peers, h200.CONFIGS[FIRST])
     for name, state in peers.items():
         print(f"{name}: {state}")
-    timed = [name for name, state in peers.items() if state == "timed"]
-    arguments.peers, arguments.states, arguments.passes = ["bound", *timed], ["hot"], h200.PASSES
-    first = first_calls(timed, h200.CONFIGS[FIRST])
+    names = timed(peers)
+    arguments.peers, arguments.states, arguments.passes = ["bound", *names], ["hot"], h200.PASSES
     print(f"first call, s: {json.dumps(first)}", flush=True)
     libraries = h200.open_libraries([arguments.library])
     rows = []
     for config in arguments.configs.split(","):
         began = time.perf_counter()
         shape = h200.CONFIGS[config]
-        memory = kept(timed, shape)
+        memory = kept(names, shape)
         free()
-        medians, _ = h200.measure(arguments, config, shape, libraries)
+        medians, _, left_out = h200.measure(arguments, config, shape, libraries)
         for state, of_state in medians.items():
             row = h200.row_of(config, shape, of_state) | {"state": state}
+            row |= {"left_out": left_out} if left_out else {}
             for name, part in memory.items():
                 row.setdefault(name, {}).update(part)
             rows.append(row)

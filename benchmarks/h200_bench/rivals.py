@@ -1,11 +1,11 @@
-"""What the library is timed beside: the cuBLAS bound and the compiled grouped_mm layer."""
+"""What the library is timed beside: the cuBLAS bound, and layers as training code calls them."""
 
 from __future__ import annotations
 
-import types
-
 import torch
 import torch.nn.functional as F
+
+from . import packages
 
 BF = torch.bfloat16
 
@@ -71,23 +71,54 @@ class Bound:
         return dw1, dw2, self.aggregate_plain(dxe.view(-1, self.shape.d))
 
 
-class Autograd:
-    """A differentiable layer (x, logits, w_up, w_down) -> out, called as training code would."""
+class Forward:
+    """A layer (x, logits, w_up, w_down) -> out whose backward cannot be called."""
 
     def __init__(self, data, layer):
         self.data, self.layer = data, layer
-        self.leaves = [data.x, data.logits, data.w_up, data.w_down]
-        self.leaves = [t.detach().requires_grad_() for t in self.leaves]
+        self.up_first = getattr(layer, "up_first", False)
+        w_up = data.w_up.clone() if self.up_first else data.w_up
+        self.leaves = [data.x, data.logits, w_up, data.w_down]
+        self.draw()
 
     def draw(self):
-        """Its leaves are the data's memory."""
+        """Its leaves are the data's memory, but for a w_up in an order of its own."""
+        if self.up_first:
+            with torch.no_grad():
+                self.leaves[2].copy_(swap_halves(self.data.w_up))
 
     def forward(self):
         return self.layer(*self.leaves)
 
+    def results(self):
+        """(out, gradients) of one call, in the data's order."""
+        return self.forward(), None
+
+
+class Autograd(Forward):
+    """A differentiable layer, called as training code would."""
+
+    def __init__(self, data, layer):
+        super().__init__(data, layer)
+        self.leaves = [t.detach().requires_grad_() for t in self.leaves]
+
     def both(self):
         out = self.layer(*self.leaves)
         return out, torch.autograd.grad(out, self.leaves, self.data.dout)
+
+    def results(self):
+        out, (dx, dlogits, dw_up, dw_down) = self.both()
+        return out, (dx, dlogits, swap_halves(dw_up) if self.up_first else dw_up, dw_down)
+
+
+def contender(data, layer):
+    """What is timed of a layer: its attribute `no_backward`, if any, says why only the forward."""
+    return (Forward if getattr(layer, "no_backward", None) else Autograd)(data, layer)
+
+
+def swap_halves(w_up):
+    """[gate; up] of every expert as [up; gate], and back."""
+    return torch.cat(w_up.chunk(2, dim=1)[::-1], dim=1)
 
 
 def grouped_mm_layer(shape):
@@ -126,85 +157,6 @@ def torch_front_end(shape, device="cuda"):
     return layer
 
 
-def topk_softmax(logits, k):
-    chosen, ids = logits.topk(k, dim=-1)
-    return ids, F.softmax(chosen.float(), dim=-1)
-
-
-def transformers_layer(shape):
-    """The grouped_mm experts of Hugging Face transformers 5, as its models call them."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    experts = types.SimpleNamespace(
-        num_experts=shape.E,
-        has_gate=True,
-        has_bias=False,
-        has_post_expert_norm=False,
-        is_transposed=False,
-        is_concatenated=True,
-        _is_expert_parallel=False,
-        _apply_gate=lambda h: F.silu(h[..., : shape.n]) * h[..., shape.n :],
-    )
-
-    def layer(x, logits, w_up, w_down):
-        experts.gate_up_proj, experts.down_proj = w_up, w_down
-        ids, weights = topk_softmax(logits, shape.K)
-        return grouped_mm_experts_forward(experts, x, ids, weights.to(x.dtype))
-
-    return layer
-
-
-def sonicmoe_layer(shape):
-    """The package sonicmoe (github.com/Dao-AILab/sonic-moe), on lists of routed pairs."""
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_general_routing_inputs
-
-    def layer(x, logits, w_up, w_down):
-        ids, weights = topk_softmax(logits, shape.K)
-        token = torch.arange(shape.T, device=x.device, dtype=torch.int32)
-        out, _ = moe_general_routing_inputs(
-            x,
-            weights.flatten(),
-            token.repeat_interleave(shape.K),
-            ids.flatten().to(torch.int32),
-            w_up.permute(1, 2, 0),
-            None,
-            w_down.permute(1, 2, 0),
-            None,
-            shape.E,
-            None,
-            ActivationType.SWIGLU,
-            concat_layout=True,
-        )
-        return out
-
-    return layer
-
-
-def scattermoe_layer(shape):
-    """The grouped products of the package scattermoe (github.com/shawntan/scattermoe) around a
-    SwiGLU: its own layer takes the gate as the second half."""
-    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
-
-    def layer(x, logits, w_up, w_down):
-        ids, weights = topk_softmax(logits, shape.K)
-        order = flatten_sort_count(ids, num_experts=shape.E)  # experts, pairs, ends of experts
-        up, down = w_up.transpose(1, 2), w_down.transpose(1, 2)
-        h = parallel_linear(x, up, shape.K, *order, grouped_out=True)
-        gate, linear = h.chunk(2, dim=-1)
-        a = F.silu(gate) * linear
-        return parallel_linear(a, down, 1, *order, grouped_in=True, gates=weights.to(x.dtype))
-
-    return layer
-
-
-# Layers (x, logits, w_up, w_down) -> out by name; what is not installed raises ImportError.
-LAYERS = {
-    "torch": grouped_mm_layer,
-    "ours_torch": torch_front_end,
-    "transformers": transformers_layer,
-    "sonicmoe": sonicmoe_layer,
-    "scattermoe": scattermoe_layer,
-}
-# Known peers without an adapter here: named, not timed. DeepGEMM has products, no layer.
-NOT_ADAPTED = {"momoe": "momoe", "DeepGEMM": "deep_gemm"}
+# Layers by name: make(shape) gives (x, logits, w_up, w_down) -> out. What is not installed raises
+# ImportError. A layer with `up_first` is handed w_up as [up; gate].
+LAYERS = {"torch": grouped_mm_layer, "ours_torch": torch_front_end, **packages.LAYERS}

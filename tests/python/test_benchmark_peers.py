@@ -1,5 +1,6 @@
 """What benchmarks/ times beside ours computes what its checker expects, and that can tell."""
 
+import importlib.machinery
 import sys
 import types
 from pathlib import Path
@@ -25,9 +26,7 @@ def bench(monkeypatch):
 
 
 def run(rivals, checker, layer):
-    out, grads = rivals.Autograd(checker.data, layer).both()
-    checker.check_autograd("layer", out, grads)
-    return out, grads
+    checker.check_autograd("layer", *rivals.contender(checker.data, layer).results())
 
 
 def test_our_front_end_agrees(bench):
@@ -43,13 +42,13 @@ def test_the_stand_in_for_sonicmoe_agrees(bench, monkeypatch):
     modules = {"sonicmoe": stand_in, "sonicmoe.enums": enums, "sonicmoe.functional": functional}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    run(rivals, checker, rivals.sonicmoe_layer(checker.data.shape))
+    run(rivals, checker, rivals.LAYERS["sonicmoe"](checker.data.shape))
 
 
 def test_transformers_agrees(bench):
     pytest.importorskip("transformers.integrations.moe")
     rivals, checker = bench
-    run(rivals, checker, rivals.transformers_layer(checker.data.shape))
+    run(rivals, checker, rivals.LAYERS["transformers"](checker.data.shape))
 
 
 def sorted_pairs(expert_idxs, num_experts):
@@ -75,19 +74,203 @@ def products_by_expert(
 def test_the_layer_around_scattermoe_agrees(bench, monkeypatch):
     rivals, checker = bench
     with pytest.raises(ImportError):
-        rivals.scattermoe_layer(checker.data.shape)
+        rivals.LAYERS["scattermoe"](checker.data.shape)
     products = types.ModuleType("scattermoe.parallel_experts")
     products.flatten_sort_count, products.parallel_linear = sorted_pairs, products_by_expert
     monkeypatch.setitem(sys.modules, "scattermoe", types.ModuleType("scattermoe"))
     monkeypatch.setitem(sys.modules, "scattermoe.parallel_experts", products)
-    run(rivals, checker, rivals.scattermoe_layer(checker.data.shape))
+    run(rivals, checker, rivals.LAYERS["scattermoe"](checker.data.shape))
+
+
+class MoMoE(torch.nn.Module):
+    """momoe's layer: weights (E, d, 2n) with the gate second, every expert's mask and scores."""
+
+    def __init__(
+        self, embedding_dim, intermediate_dim, num_experts, num_chosen_experts, save_percent=0,
+        Wl1_ND2H=None, Wl2_NHD=None,
+    ):  # fmt: skip
+        super().__init__()
+        assert 0 <= save_percent <= 100
+        self.K, self.H = num_chosen_experts, intermediate_dim
+        self.Wl1_ND2H = torch.nn.Parameter(Wl1_ND2H.clone())
+        self.Wl2_NHD = torch.nn.Parameter(Wl2_NHD.clone())
+
+    def forward(self, x_BSD, mask_NM, s_NM):
+        assert mask_NM.dtype == torch.int32 and (mask_NM.sum(0) == self.K).all()
+        x = x_BSD.flatten(0, 1)
+        out = torch.zeros(x.shape)
+        for e, mask in enumerate(mask_NM.bool()):
+            linear, gate = (x[mask] @ self.Wl1_ND2H[e]).split(self.H, dim=-1)
+            y = (torch.nn.functional.silu(gate) * linear) @ self.Wl2_NHD[e]
+            out[mask] = out[mask] + y.float() * s_NM[e, mask, None]
+        return out.to(x.dtype).view(x_BSD.shape), mask_NM.sum(1)
+
+
+@pytest.mark.parametrize("name", ["momoe", "momoe_saving"])
+def test_the_layer_around_momoe_agrees(bench, monkeypatch, name):
+    rivals, checker = bench
+    with pytest.raises(ImportError):
+        rivals.LAYERS[name](checker.data.shape)
+    monkeypatch.setitem(sys.modules, "momoe", types.SimpleNamespace(MoMoE=MoMoE))
+    run(rivals, checker, rivals.LAYERS[name](checker.data.shape))
+
+
+ALIGNMENT = 64
+
+
+def blocks_of(layout):
+    """(expert, rows) of each block that is computed: its first row decides."""
+    assert layout.dtype == torch.int32 and layout.is_contiguous()
+    assert layout.numel() % ALIGNMENT == 0
+    for begin in range(0, layout.numel(), ALIGNMENT):
+        block = layout[begin : begin + ALIGNMENT]
+        assert ((block == block[0]) | (block == -1)).all(), "experts begin between blocks"
+        if block[0] >= 0:
+            yield block[0].item(), slice(begin, begin + ALIGNMENT)
+
+
+def grouped_nt(a, b, d, grouped_layout):
+    """DeepGEMM's product of rows; what it skips is not written, here NaN."""
+    assert a.is_contiguous() and d.is_contiguous() and a.dtype == b.dtype == d.dtype
+    assert 1 in b.stride()[1:] and a.shape[1] == b.shape[2]
+    d.fill_(float("nan"))
+    for e, rows in blocks_of(grouped_layout):
+        d[rows] = a[rows] @ b[e].T
+
+
+def grouped_over_rows(a, b, d, ks, ks_tensor, c):
+    """DeepGEMM's product over rows, on Hopper: sizes on both sides, sums into fp32 alone."""
+    assert a.is_contiguous() and b.is_contiguous() and d.dtype == torch.float32 and c is d
+    assert ks == ks_tensor.tolist() and ks_tensor.dtype == torch.int32
+    assert sum(ks) == a.shape[0] == b.shape[0] and not any(k % 128 for k in ks)
+    ends = torch.tensor(ks).cumsum(0).tolist()
+    for e, (k, end) in enumerate(zip(ks, ends, strict=True)):
+        d[e] += a[end - k : end].float().T @ b[end - k : end].float()
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch):
+    """A stand-in for the package, in sys.modules; the parts around its products run uncompiled."""
+    module = types.ModuleType("deep_gemm")
+    module.m_grouped_bf16_gemm_nt_contiguous = grouped_nt
+    module.k_grouped_bf16_gemm_tn_contiguous = grouped_over_rows
+    module.get_mk_alignment_for_contiguous_layout = lambda: ALIGNMENT
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    return module
+
+
+def test_the_layer_around_deep_gemm_agrees(bench, deep_gemm):
+    rivals, checker = bench
+    run(rivals, checker, rivals.LAYERS["deep_gemm"](checker.data.shape))
+
+
+def test_the_layer_around_deep_gemm_takes_any_routing(bench, deep_gemm):
+    from h200_bench import deepgemm
+
+    for counts in ([0, 1, 127, 128, 129, 0], [0, 0, 0, 0, 0, 300], [0] * 6):
+        ids = torch.arange(6).repeat_interleave(torch.tensor(counts)).unsqueeze(-1)
+        rows = deepgemm.arrange(ids, 6, 128)
+        assert rows.sizes.tolist() == [-(-count // 128) * 128 for count in counts]
+        assert torch.equal(rows.expert[rows.place], ids.int())
+        assert torch.equal(rows.token[rows.place].flatten(), torch.arange(len(ids)))
+        assert (rows.expert >= 0).sum() == rows.sizes.sum()
+
+
+def test_without_weight_gradients_deep_gemm_is_timed_forward_only(bench, deep_gemm, peers):
+    rivals, checker = bench
+    del deep_gemm.k_grouped_bf16_gemm_tn_contiguous
+    layer = rivals.LAYERS["deep_gemm"](checker.data.shape)
+    found = rivals.contender(checker.data, layer)
+    assert not hasattr(found, "both")
+    checker.check_autograd("deep_gemm", *found.results())
+    state = peers.availability(checker.data.shape)["deep_gemm"]
+    assert state.startswith("timed, forward only: it has no k_grouped_bf16_gemm_tn_contiguous")
+
+
+@pytest.fixture
+def peers(bench, monkeypatch):
+    """benchmarks/peers.py, with our layer and those of other packages on the CPU."""
+    import peers
+
+    rivals, _ = bench
+    ours = {"ours_torch": lambda shape: rivals.torch_front_end(shape, "cpu")}
+    monkeypatch.setattr(rivals, "LAYERS", ours | rivals.packages.LAYERS)
+    return peers
+
+
+def test_absent_peers_are_named(bench, peers):
+    rivals, checker = bench
+    found = peers.availability(checker.data.shape)
+    assert found.keys() == rivals.LAYERS.keys()
+    assert found["momoe"] == found["momoe_saving"] == found["deep_gemm"] == "absent"
+    assert found["ours_torch"] == "timed"
+
+
+def other_signature(a, b, d):
+    """As an older or newer version may have it."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"m_grouped_bf16_gemm_nt_contiguous": None}, "ImportError: cannot import name"),
+        ({"m_grouped_bf16_gemm_nt_contiguous": other_signature}, "TypeError: other_signature()"),
+        ({"m_grouped_bf16_gemm_nt_contiguous": lambda a, b, d, layout: d.zero_()}, "SystemExit: "),
+    ],
+    ids=["a name is missing", "other arguments", "wrong results"],
+)
+def test_versions_that_do_not_fit_are_named(bench, deep_gemm, peers, changes, reason):
+    _, checker = bench
+    for name, value in changes.items():
+        delattr(deep_gemm, name)
+        if value is not None:
+            setattr(deep_gemm, name, value)
+    found = peers.availability(checker.data.shape)
+    seconds = peers.first_calls(found, checker.data.shape, "cpu")
+    sentence = "installed, but this version does not fit: "
+    assert found["deep_gemm"].startswith(sentence + reason)
+    assert "ours_torch" in seconds and "deep_gemm" not in seconds
+
+
+def test_our_own_failure_ends_the_run(bench, peers, monkeypatch):
+    rivals, checker = bench
+
+    def zeros(x, logits, w_up, w_down):
+        return 0 * (x + (logits.sum() + w_up.sum() + w_down.sum()))
+
+    monkeypatch.setitem(rivals.LAYERS, "ours_torch", lambda shape: zeros)
+    found = peers.availability(checker.data.shape)
+    with pytest.raises(SystemExit, match="ours_torch: out is wrong"):
+        peers.first_calls(found, checker.data.shape, "cpu")
+
+
+def test_a_peer_that_fails_on_one_layer_is_left_out_of_it(bench, deep_gemm, monkeypatch):
+    import h200
+
+    rivals, checker = bench
+    contenders = h200.Contenders.__new__(h200.Contenders)
+    contenders.data, contenders.ours, contenders.left_out = checker.data, {}, {}
+    layers = {"ours_torch": rivals.torch_front_end(checker.data.shape, "cpu")}
+    layers["deep_gemm"] = rivals.LAYERS["deep_gemm"](checker.data.shape)
+    contenders.rivals = {n: rivals.contender(checker.data, it) for n, it in layers.items()}
+
+    def refuse(*_):
+        raise AssertionError("k % 64 == 0")
+
+    monkeypatch.setattr(contenders.rivals["deep_gemm"], "layer", refuse)
+    contenders.check()
+    assert contenders.rivals.keys() == {"ours_torch"}
+    assert contenders.left_out == {"deep_gemm": "AssertionError: k % 64 == 0"}
+    assert {name for name, _ in contenders.runs(("fwd", "bwd"))} == {"ours_torch"}
 
 
 @pytest.mark.parametrize("which", range(5))
 def test_one_wrong_result_is_rejected(bench, which):
     rivals, checker = bench
     layer = rivals.torch_front_end(checker.data.shape, "cpu")
-    out, grads = rivals.Autograd(checker.data, layer).both()
+    out, grads = rivals.contender(checker.data, layer).results()
     results = [t.detach().clone() for t in (out, *grads)]
     rows = results[which].view(-1, results[which].shape[-1])
     rows[: rows.shape[0] // 2] = rows[: rows.shape[0] // 2].flip(0)
