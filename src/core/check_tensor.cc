@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <utility>
 
 namespace sonicmoe::checks {
@@ -94,7 +93,7 @@ void rank(const Tensor& tensor, const char* name, const char* letters, std::int3
 }
 
 void input(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes) {
-  rank(tensor, name, letters(shape).c_str(), shape.rank);
+  if (tensor.rank != shape.rank) rank(tensor, name, letters(shape).c_str(), shape.rank);
   if (!same_shape(tensor, shape)) {
     std::array<std::int64_t, 3> wanted{};
     for (std::int32_t i = 0; i < shape.rank; ++i) wanted[i] = shape.dims[i].size;
@@ -125,54 +124,40 @@ void absent(const Tensor& tensor, const std::string& name, const char* reason) {
   if (given(tensor)) refuse(name + " is given, must be empty: " + reason);
 }
 
-void at_least(const char* name, std::int64_t value, std::int64_t least) {
-  if (value < least) {
-    refuse(std::string(name) + " is " + std::to_string(value) + ", must be at least " +
-           std::to_string(least));
-  }
+void refuse_below(const char* name, std::int64_t value, std::int64_t least) {
+  refuse(std::string(name) + " is " + std::to_string(value) + ", must be at least " +
+         std::to_string(least));
 }
 
-void below_2_31(const char* name, std::int64_t value) {
-  if (value > INT32_MAX) {
-    refuse(Status::kOutOfRange,
-           std::string(name) + " is " + std::to_string(value) + ", must be below 2^31");
-  }
+void refuse_past_31_bits(const char* name, std::int64_t value) {
+  refuse(Status::kOutOfRange,
+         std::string(name) + " is " + std::to_string(value) + ", must be below 2^31");
 }
 
-void finite(const char* name, double value) {
-  if (!std::isfinite(value)) {
-    refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite");
-  }
+void refuse_not_finite(const char* name, double value) {
+  refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite");
 }
 
-void known(const char* name, std::int32_t value, std::int32_t count) {
-  if (value < 0 || value >= count) {
-    refuse(std::string(name) + " is " + std::to_string(value) + ", must be in 0 to " +
-           std::to_string(count - 1));
-  }
+void refuse_unknown(const char* name, std::int32_t value, std::int32_t count) {
+  refuse(std::string(name) + " is " + std::to_string(value) + ", must be in 0 to " +
+         std::to_string(count - 1));
 }
 
-std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors) {
-  std::int64_t result = 1;
-  for (std::int64_t factor : factors) {
-    if (__builtin_mul_overflow(result, factor, &result)) {
-      std::string text;
-      for (std::int64_t f : factors) text += (text.empty() ? "" : " * ") + std::to_string(f);
-      refuse(Status::kOutOfRange, std::string(name) + " is " + text + ", must be below 2^63");
-    }
-  }
-  return result;
+void refuse_product(const char* name, std::initializer_list<std::int64_t> factors) {
+  std::string text;
+  for (std::int64_t f : factors) text += (text.empty() ? "" : " * ") + std::to_string(f);
+  refuse(Status::kOutOfRange, std::string(name) + " is " + text + ", must be below 2^63");
 }
 
 void buffer(const Buffer& buffer, const char* name, std::int64_t needed, const Exec& exec) {
-  const std::string least = ", must have at least " + std::to_string(needed) + " bytes";
+  const auto least = [&] { return ", must have at least " + std::to_string(needed) + " bytes"; };
   if (buffer.data == nullptr) {
-    if (needed > 0) refuse(Status::kWorkspaceTooSmall, std::string(name) + " is missing" + least);
+    if (needed > 0) refuse(Status::kWorkspaceTooSmall, std::string(name) + " is missing" + least());
     return;
   }
   if (buffer.bytes < needed) {
     refuse(Status::kWorkspaceTooSmall,
-           std::string(name) + " has " + std::to_string(buffer.bytes) + " bytes" + least);
+           std::string(name) + " has " + std::to_string(buffer.bytes) + " bytes" + least());
   }
   const auto alignment = exec.backend == Backend::kCpu ? kCpuAlignment : kCudaAlignment;
   const auto offset = reinterpret_cast<std::uintptr_t>(buffer.data) % alignment;

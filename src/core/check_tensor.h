@@ -1,6 +1,7 @@
 // The vocabulary of the checks: one rule per argument, one sentence per refusal.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -55,13 +56,40 @@ void absent(const Tensor& tensor, const std::string& name, const char* reason);
 
 inline bool given(const Tensor& tensor) { return tensor.data != nullptr; }
 
-void at_least(const char* name, std::int64_t value, std::int64_t least);
+// Every call passes dozens of these, so what holds is decided in place; only what does not leaves
+// it.
+
+[[noreturn]] void refuse_below(const char* name, std::int64_t value, std::int64_t least);
+[[noreturn]] void refuse_past_31_bits(const char* name, std::int64_t value);
+[[noreturn]] void refuse_not_finite(const char* name, double value);
+[[noreturn]] void refuse_unknown(const char* name, std::int32_t value, std::int32_t count);
+[[noreturn]] void refuse_product(const char* name, std::initializer_list<std::int64_t> factors);
+
+inline void at_least(const char* name, std::int64_t value, std::int64_t least) {
+  if (value < least) refuse_below(name, value, least);
+}
+
 /// For counts and indices that are stored in 32 bits.
-void below_2_31(const char* name, std::int64_t value);
-void finite(const char* name, double value);
-void known(const char* name, std::int32_t value, std::int32_t count);
+inline void below_2_31(const char* name, std::int64_t value) {
+  if (value > INT32_MAX) refuse_past_31_bits(name, value);
+}
+
+inline void finite(const char* name, double value) {
+  if (!std::isfinite(value)) refuse_not_finite(name, value);
+}
+
+inline void known(const char* name, std::int32_t value, std::int32_t count) {
+  if (value < 0 || value >= count) refuse_unknown(name, value, count);
+}
+
 /// a*b*c, refused by name when it passes 2^63.
-std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors);
+inline std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors) {
+  std::int64_t result = 1;
+  for (std::int64_t factor : factors) {
+    if (__builtin_mul_overflow(result, factor, &result)) refuse_product(name, factors);
+  }
+  return result;
+}
 
 void buffer(const Buffer& buffer, const char* name, std::int64_t needed, const Exec& exec);
 

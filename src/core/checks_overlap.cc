@@ -1,5 +1,5 @@
 // Refusals of memory that is lent twice: a call may write its outputs and buffers in any order.
-#include <vector>
+#include <array>
 
 #include "core/check_tensor.h"
 #include "core/checks.h"
@@ -9,18 +9,9 @@ namespace {
 
 enum class Use { kRead, kWritten };
 
-struct NamedTensor {
-  const char* name;
-  Tensor tensor;
-  Use use = Use::kRead;
-};
-struct NamedBuffer {
-  const char* name;
-  Buffer buffer;
-};
-
 struct Range {
   std::uintptr_t begin = 0, end = 0;
+  bool empty() const { return begin == end; }
   bool overlaps(const Range& other) const { return begin < other.end && other.begin < end; }
 };
 
@@ -45,75 +36,93 @@ Range range_of(const Tensor& t) {
   refuse(std::string(name) + " overlaps " + other + ", must be memory of its own");
 }
 
-// Tensors may interleave (gate and up rows of one gradient), so among them only a common first
-// element counts; a buffer may share nothing.
-void own_memory(const std::vector<NamedTensor>& tensors, const std::vector<NamedBuffer>& buffers) {
-  for (std::size_t i = 0; i < buffers.size(); ++i) {
-    const Range range = range_of(buffers[i].buffer);
-    if (range.begin == range.end) continue;
-    for (std::size_t j = i + 1; j < buffers.size(); ++j) {
-      if (range.overlaps(range_of(buffers[j].buffer))) {
-        refuse_shared(buffers[i].name, buffers[j].name);
-      }
-    }
-    for (const NamedTensor& t : tensors) {
-      if (given(t.tensor) && range.overlaps(range_of(t.tensor))) {
-        refuse_shared(buffers[i].name, t.name);
-      }
-    }
+// What a call is lent, by name. Every call builds one: no allocation.
+class Lent {
+ public:
+  void add(const char* name, const Tensor& tensor, Use use = Use::kRead) {
+    if (given(tensor)) tensors_[count_++] = {name, tensor.data, range_of(tensor), use};
   }
-  for (const NamedTensor& written : tensors) {
-    if (written.use != Use::kWritten || !given(written.tensor)) continue;
-    if (const Range r = range_of(written.tensor); r.begin == r.end) continue;
-    for (const NamedTensor& other : tensors) {
-      if (&other != &written && other.tensor.data == written.tensor.data) {
-        refuse_shared(written.name, other.name);
-      }
-    }
-  }
-}
 
-void add_inputs(const Routing& r, const Weights& w, std::vector<NamedTensor>& list) {
-  const NamedTensor inputs[] = {
-      {"routing.ids", r.ids},
-      {"routing.weights", r.weights},
-      {"routing.token", r.token},
-      {"routing.expert", r.expert},
-      {"routing.row_begin", r.row_begin},
-      {"routing.row_count", r.row_count},
-      {"weights.gate", w.gate},
-      {"weights.up", w.up},
-      {"weights.down", w.down},
-      {"weights.b_gate", w.b_gate},
-      {"weights.b_up", w.b_up},
-      {"weights.b_down", w.b_down},
+  void add(const Routing& r, const Weights& w) {
+    add("routing.ids", r.ids);
+    add("routing.weights", r.weights);
+    add("routing.token", r.token);
+    add("routing.expert", r.expert);
+    add("routing.row_begin", r.row_begin);
+    add("routing.row_count", r.row_count);
+    add("weights.gate", w.gate);
+    add("weights.up", w.up);
+    add("weights.down", w.down);
+    add("weights.b_gate", w.b_gate);
+    add("weights.b_up", w.b_up);
+    add("weights.b_down", w.b_down);
+  }
+
+  // Tensors may interleave (gate and up rows of one gradient), so among them only a common first
+  // element counts; a buffer may share nothing.
+  void own_memory(const Buffer& h, const Buffer& saved, const Buffer& scratch) const {
+    const NamedRange buffers[] = {
+        {"h", range_of(h)}, {"saved", range_of(saved)}, {"scratch", range_of(scratch)}};
+    for (const NamedRange& buffer : buffers) {
+      if (buffer.range.empty()) continue;
+      for (const NamedRange* other = &buffer + 1; other != std::end(buffers); ++other) {
+        if (buffer.range.overlaps(other->range)) refuse_shared(buffer.name, other->name);
+      }
+      for (std::size_t i = 0; i < count_; ++i) {
+        if (buffer.range.overlaps(tensors_[i].range)) refuse_shared(buffer.name, tensors_[i].name);
+      }
+    }
+    for (std::size_t i = 0; i < count_; ++i) {
+      const NamedTensor& written = tensors_[i];
+      if (written.use != Use::kWritten || written.range.empty()) continue;
+      for (std::size_t j = 0; j < count_; ++j) {
+        if (i != j && tensors_[j].data == written.data) {
+          refuse_shared(written.name, tensors_[j].name);
+        }
+      }
+    }
+  }
+
+ private:
+  struct NamedRange {
+    const char* name;
+    Range range;
   };
-  list.insert(list.end(), std::begin(inputs), std::end(inputs));
-}
+  struct NamedTensor {
+    const char* name;
+    const void* data;
+    Range range;
+    Use use;
+  };
+
+  std::array<NamedTensor, 22> tensors_;
+  std::size_t count_ = 0;
+};
 
 }  // namespace
 
 void forward_overlap(const ForwardArgs& args) {
-  std::vector<NamedTensor> tensors = {{"out", args.out, Use::kWritten}, {"x", args.x}};
-  add_inputs(args.routing, args.weights, tensors);
-  own_memory(tensors, {{"h", args.h}, {"saved", args.saved}, {"scratch", args.scratch}});
+  Lent lent;
+  lent.add("out", args.out, Use::kWritten);
+  lent.add("x", args.x);
+  lent.add(args.routing, args.weights);
+  lent.own_memory(args.h, args.saved, args.scratch);
 }
 
 void backward_overlap(const BackwardArgs& args) {
-  std::vector<NamedTensor> tensors = {
-      {"dx", args.dx, Use::kWritten},
-      {"dweights", args.dweights, Use::kWritten},
-      {"grads.gate", args.grads.gate, Use::kWritten},
-      {"grads.up", args.grads.up, Use::kWritten},
-      {"grads.down", args.grads.down, Use::kWritten},
-      {"grads.b_gate", args.grads.b_gate, Use::kWritten},
-      {"grads.b_up", args.grads.b_up, Use::kWritten},
-      {"grads.b_down", args.grads.b_down, Use::kWritten},
-      {"x", args.x},
-      {"dout", args.dout},
-  };
-  add_inputs(args.routing, args.weights, tensors);
-  own_memory(tensors, {{"h", args.h}, {"saved", args.saved}, {"scratch", args.scratch}});
+  Lent lent;
+  lent.add("dx", args.dx, Use::kWritten);
+  lent.add("dweights", args.dweights, Use::kWritten);
+  lent.add("grads.gate", args.grads.gate, Use::kWritten);
+  lent.add("grads.up", args.grads.up, Use::kWritten);
+  lent.add("grads.down", args.grads.down, Use::kWritten);
+  lent.add("grads.b_gate", args.grads.b_gate, Use::kWritten);
+  lent.add("grads.b_up", args.grads.b_up, Use::kWritten);
+  lent.add("grads.b_down", args.grads.b_down, Use::kWritten);
+  lent.add("x", args.x);
+  lent.add("dout", args.dout);
+  lent.add(args.routing, args.weights);
+  lent.own_memory(args.h, args.saved, args.scratch);
 }
 
 }  // namespace sonicmoe::checks
