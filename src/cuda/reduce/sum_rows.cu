@@ -1,8 +1,9 @@
 // One token a block (several where d is small), plain loads and stores: this runs at the copy
 // bandwidth as long as enough bytes are on their way. What decides is how many threads a
 // multiprocessor holds, so a thread loads two rows at a time, 32 bytes of each, whatever K is; four
-// or eight rows at once take registers that threads then lack (a tenth to a half slower), and save
-// less than a microsecond where few tokens leave the chip idle. The order of the sum is fixed.
+// or eight rows at once take registers that threads then lack (a tenth to a half slower). A handful
+// of tokens leaves the chip idle anyway: there eight rows at once save round trips. The order of
+// the sum is fixed.
 #include <algorithm>
 
 #include "cuda/device.h"
@@ -15,11 +16,17 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;  // of a block; wider rows take several rounds
-constexpr int kBlocks = 4;         // of so many threads, on a multiprocessor
-// A thread loads kRows before the first is summed, of each kPieces of 16 bytes, blockDim.x apart.
-constexpr int kRows = 2;
-constexpr int kPieces = 2;
+constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
+constexpr std::int64_t kFewChunks = 1 << 16;  // of 16 bytes, of all tokens
+
+// How a thread loads: kRows before the first is summed, of each kPieces of 16 bytes, blockDim.x
+// apart, with kBlocks on a multiprocessor.
+struct ManyTokens {
+  static constexpr int kRows = 2, kPieces = 2, kBlocks = 4;
+};
+struct FewTokens {
+  static constexpr int kRows = 8, kPieces = 1, kBlocks = 2;
+};
 
 struct SumArgs {
   const void* rows;  // (C, d), contiguous
@@ -53,7 +60,7 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
           Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
 }
 
-template <class Element>
+template <class Element, int kRows, int kPieces>
 __device__ __forceinline__ void accumulate_rows(float (&sum)[kPieces][8],
                                                 const uint4 (&value)[kRows][kPieces],
                                                 const std::int32_t (&row)[kRows],
@@ -66,30 +73,10 @@ __device__ __forceinline__ void accumulate_rows(float (&sum)[kPieces][8],
   }
 }
 
-/// Those of positions k0.., 1 where there are none; `slots` (may be null) says where they are. All
-/// before the rows are loaded: a look-up among these loads waits for those before it.
-__device__ __forceinline__ void look_up_weights(float (&weight)[kRows], const float* weights,
-                                                std::int64_t stride, const std::int32_t* slots,
-                                                int k0, int count) {
-#pragma unroll
-  for (int i = 0; i < kRows; i++) weight[i] = 1.0f;
-  if (weights == nullptr) return;
-  std::int32_t slot[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; i++) slot[i] = k0 + i;
-  if (slots != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      if (k0 + i < count) slot[i] = __ldg(slots + k0 + i);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; i++) {
-    if (k0 + i < count) weight[i] = __ldg(weights + slot[i] * stride);
-  }
-}
-
-__global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const SumArgs a) {
+template <class Load>
+__global__ void __launch_bounds__(kMostThreads, Load::kBlocks) sum_rows_kernel(const SumArgs a) {
+  constexpr int kRows = Load::kRows;
+  constexpr int kPieces = Load::kPieces;
   ptx::wait_for_previous_kernel();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= a.tokens) return;
@@ -99,24 +86,25 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const S
   const std::int32_t* look_up = a.position_row + begin;
   const std::int32_t* slots = a.position_slot != nullptr ? a.position_slot + begin : nullptr;
   const float* weights = a.weights;
-  if (!listed) {
-    weights += token * a.token_stride;
-  } else if (slots == nullptr) {
-    weights += begin * a.weight_stride;
-  }
+  if (weights != nullptr && !listed) weights += token * a.token_stride;
+  if (weights != nullptr && listed && slots == nullptr) weights += begin * a.weight_stride;
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
   const int step = blockDim.x;
   for (int first = threadIdx.x; first < a.chunks; first += kPieces * step) {
     const uint4* rows = static_cast<const uint4*>(a.rows) + first;
     float sum[kPieces][8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
+      // In this order: a look-up after the loads of a row would wait for them, and rows that come
+      // after weights would wait for these.
+      std::int32_t row[kRows];
+      std::int32_t slot[kRows];
       uint4 value[kRows][kPieces];
       float weight[kRows];
-      std::int32_t row[kRows];
 #pragma unroll
-      for (int i = 0; i < kRows; i++) row[i] = k0 + i < count ? __ldg(look_up + k0 + i) : -1;
-      look_up_weights(weight, a.weights != nullptr ? weights : nullptr, a.weight_stride, slots, k0,
-                      count);
+      for (int i = 0; i < kRows; i++) {
+        row[i] = k0 + i < count ? __ldg(look_up + k0 + i) : -1;
+        slot[i] = k0 + i < count && slots != nullptr ? __ldg(slots + k0 + i) : k0 + i;
+      }
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
 #pragma unroll
@@ -125,6 +113,11 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_kernel(const S
           value[i][c] =
               ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks + c * step);
         }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        weight[i] =
+            row[i] >= 0 && weights != nullptr ? __ldg(weights + slot[i] * a.weight_stride) : 1.0f;
       }
       if (a.half != 0) {
         accumulate_rows<__half>(sum, value, row, weight);
@@ -160,12 +153,15 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.token_stride = weights.stride[0];
   args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
-  const int pieces = (args.chunks + kPieces - 1) / kPieces;
+  const bool few = problem.tokens * args.chunks <= kFewChunks;
+  const auto kernel = few ? sum_rows_kernel<FewTokens> : sum_rows_kernel<ManyTokens>;
+  const int pieces_each = few ? FewTokens::kPieces : ManyTokens::kPieces;
+  const int pieces = (args.chunks + pieces_each - 1) / pieces_each;
   const int rounds = (pieces + kMostThreads - 1) / kMostThreads;
   const int across = (pieces + rounds - 1) / rounds;
   const int down = across < 64 ? 96 / across : 1;
   const std::int64_t grid = (problem.tokens + down - 1) / down;
-  launch_dependent("launching the sum over a token's rows", sum_rows_kernel,
+  launch_dependent("launching the sum over a token's rows", kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 
