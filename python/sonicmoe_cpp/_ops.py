@@ -102,14 +102,17 @@ def _needs(wanted: tuple) -> int:
     return sum(bit for bit, want in zip(NEEDS.values(), wanted, strict=True) if want)
 
 
-def _gradients(dout, layer: tuple, needs: int, h, saved, main_gradients: tuple):
-    """The gradients of DIFFERENTIABLE, empty or None where `needs` has none."""
+def _gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple) -> list:
+    """The gradients of DIFFERENTIABLE, None where they are not wanted."""
+    needs = _needs(wanted)
     if main_gradients[1] is None:
-        return call("moe_backward", dout, *layer, h, saved, needs)
-    needs |= _NEEDS_ACCUMULATED
-    found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
-    dx, dweights, *biases = found
-    return dx, dweights, None, None, None, *(b.to(dx.dtype) for b in biases)
+        found = call("moe_backward", dout, *layer, h, saved, needs)
+    else:
+        needs |= _NEEDS_ACCUMULATED
+        found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
+        dx, dweights, *biases = found
+        found = (dx, dweights, None, None, None, *(b.to(dx.dtype) for b in biases))
+    return [g if want else None for g, want in zip(found, wanted, strict=True)]
 
 
 def _setup_layer(ctx, inputs, output):
@@ -125,11 +128,10 @@ def _layer_backward(ctx, dout):
     *tensors, h, saved = ctx.saved_tensors
     wanted = tuple([ctx.needs_input_grad[at] for at in _PLACES])
     layer = (*tensors, *ctx.options)
-    found = _gradients(dout, layer, _needs(wanted), h, saved, ctx.main_gradients)
+    found = _gradients(dout, layer, wanted, h, saved, ctx.main_gradients)
     gradients = [None] * ctx.inputs
-    for at, want, gradient in zip(_PLACES, wanted, found, strict=True):
-        if want:
-            gradients[at] = gradient
+    for at, gradient in zip(_PLACES, found, strict=True):
+        gradients[at] = gradient
     return tuple(gradients)
 
 
@@ -384,9 +386,7 @@ def _recorded_layer():
         *tensors, h, saved = ctx.saved_tensors
         options, main_gradients = ctx.rest
         wanted = ctx.needs_input_grad[:7]
-        layer = (*tensors, *options)
-        found = _gradients(dout, layer, _needs(wanted), h, saved, main_gradients)
-        return *[g if want else None for g, want in zip(found, wanted, strict=True)], None
+        return *_gradients(dout, (*tensors, *options), wanted, h, saved, main_gradients), None
 
     return _function("moe_forward", forward, backward)
 
@@ -415,12 +415,12 @@ def call(name: str, *arguments):
 def layer(x, routing: tuple, experts: tuple, options: tuple, main_gradients: tuple) -> Tensor:
     """The output of the layer; what its backward needs is kept where one is wanted. routing is
     (index, second, weights), experts the five tensors from w_gate on."""
-    *indices, weights = routing
+    index, second, weights = routing
     if not records(x, weights, *experts):
         return run("moe_inference", x, *routing, *experts, *options)
     if torch.compiler.is_compiling():
         return ops.moe_forward(x, *routing, *experts, *options, *main_gradients)[0]
-    return _recorded_layer()(x, weights, *experts, (indices, options, main_gradients))
+    return _recorded_layer()(x, weights, *experts, ((index, second), options, main_gradients))
 
 
 if _library.PROBLEM is None:
