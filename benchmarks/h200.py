@@ -14,8 +14,8 @@ hot      bursts one after the other in random order, 40 % of each dropped, media
          the chip at the clock that its power limit leaves. This decides.
 cool     30 ms of idling, a warm call, a timed call; median of 5. Not for layers under autograd,
          whose backward is a difference of two times.
-flushed  for small work: L2 flushed before each call, events around one call, median of 200. Small
-         rows appear in the hot record only.
+flushed  for small work: L2 flushed before each call for long enough that the host is ahead, events
+         around one call, median of 200. Small rows appear in the hot record only.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def table(hot):
             f"geometric mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
             f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
             grid(columns, cells, words=2),
-            f"{small}: L2 flushed before each call, single calls from an idle stream. "
+            f"{small}: single calls, L2 flushed before each. "
             f"{grouped_source(hot)} "
             f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
             f"commit {hot['commit']}.",

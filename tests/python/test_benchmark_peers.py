@@ -266,6 +266,20 @@ def test_a_peer_that_fails_on_one_layer_is_left_out_of_it(bench, deep_gemm, monk
     assert {name for name, _ in contenders.runs(("fwd", "bwd"))} == {"ours_torch"}
 
 
+def test_small_work_is_timed_with_the_host_ahead(bench, monkeypatch):
+    from h200_bench import timing
+
+    now = [0.0]  # seconds
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "elapsed", lambda calls, run: 0.5)  # milliseconds of a flush
+
+    def call():
+        now[0] += 2e-3
+
+    assert 0.5 * timing.lead_over(call, None) > 1.5 * 2.0
+
+
 @pytest.mark.parametrize("which", range(5))
 def test_one_wrong_result_is_rejected(bench, which):
     rivals, checker = bench
