@@ -7,6 +7,7 @@ library checks the rest (ranges, options, overlapping weights) with sentences of
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -64,13 +65,13 @@ def remembered(check):
     return run
 
 
-def _names(dtypes) -> str:
+def names(dtypes) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
 def dtype(name: str, value: Facts | Tensor, dtypes=FLOATS) -> None:
     if value.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {_names([value.dtype])}, must be {_names(dtypes)}")
+        raise TypeError(f"{name} has dtype {names([value.dtype])}, must be {names(dtypes)}")
 
 
 def shape(name: str, value: Facts | Tensor, meaning: str, expected: tuple) -> None:
@@ -87,9 +88,7 @@ def shape(name: str, value: Facts | Tensor, meaning: str, expected: tuple) -> No
 
 def same(name: str, value: Facts, x: Facts) -> None:
     if value.dtype != x.dtype:
-        raise TypeError(
-            f"{name} has dtype {_names([value.dtype])}, must be x's {_names([x.dtype])}"
-        )
+        raise TypeError(f"{name} has dtype {names([value.dtype])}, must be x's {names([x.dtype])}")
     on_device(name, value, x)
 
 
@@ -105,6 +104,11 @@ def supported(device: torch.device) -> None:
     reason = _library.unsupported_reason(device)
     if reason is not None:
         raise NotImplementedError(reason)
+
+
+def integer(name: str, value) -> None:
+    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {type(value).__name__}, must be an int")
 
 
 def one_of(name: str, value, allowed) -> None:

@@ -162,12 +162,19 @@ def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
     return g_gate, g_up, grad_accum[1]
 
 
-def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
-    """Under autocast, x, weights and biases go to its dtype (fp64 stays, as in torch's own ops)."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast, where it is enabled for the device of x, casts to."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
+    """Under autocast, x, weights and biases go to its dtype (fp64 stays, as in torch's own ops)."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return x, experts
-    dtype = torch.get_autocast_dtype(kind)
 
     def cast(t):
         keep = t is None or not isinstance(t, Tensor) or not t.is_floating_point()

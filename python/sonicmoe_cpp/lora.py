@@ -369,3 +369,12 @@ class LoRA(nn.Module):
             "up": LowRank(self.up_a, self.up_b, self.scale),
             "down": LowRank(self.down_a, self.down_b, self.scale),
         }
+
+
+def new_factors(module: nn.Module, weights: tuple, rank: int, alpha: float, dtype) -> LoRA:
+    """Factors for the weights (w_up, w_down) of a module that has none yet."""
+    if getattr(module, "lora", None) is not None:
+        raise ValueError(
+            f"{type(module).__name__} has low-rank factors already, which would be lost"
+        )
+    return LoRA(*weights, rank, alpha, dtype)

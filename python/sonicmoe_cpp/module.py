@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from . import _checks, _ops
-from .layer import LAYOUTS, Activation, _activation, moe, moe_pairs
-from .lora import LoRA, lora_moe
+from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_pairs
+from .lora import LoRA, lora_moe, new_factors
 from .routing import MODES, SCORES, route, router_losses, token_round
 
 ROUTINGS = ("topk", "token_rounding")
@@ -136,10 +136,10 @@ class MoE(nn.Module):
             raise NotImplementedError(
                 'routing is "token_rounding", low-rank factors need routing="topk"'
             )
+        self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype)
         for parameter in (self.w_up, self.w_down, self.b_up, self.b_down):
             if parameter is not None:
                 parameter.requires_grad_(False)
-        self.lora = LoRA(self.w_up, self.w_down, rank, alpha, dtype)
 
     def extra_repr(self) -> str:
         text = (
@@ -172,6 +172,12 @@ class MoE(nn.Module):
 
         grad_accum=(g_up, g_down) as in moe(): backward adds to these buffers.
         """
+        _checks.tensor("x", x)
+        if x.dtype != self.router.weight.dtype and autocast_dtype(x) is None:
+            raise TypeError(
+                f"x has dtype {_checks.names([x.dtype])}, must be the module's "
+                f"{_checks.names([self.router.weight.dtype])}, or cast by autocast"
+            )
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, its last dimension must be {self.hidden_size}"

@@ -47,6 +47,7 @@ def _check_logits(logits) -> None:
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
     """The arguments that every routing operator takes, checked."""
     _check_logits(logits)
+    _checks.integer("k", k)
     _checks.one_of("score", score, SCORES)
     if bias is not None:
         _checks.tensor("bias", bias)
@@ -56,6 +57,9 @@ def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_gr
         bias = bias.detach()
     if (n_group is None) != (topk_group is None):
         raise ValueError("n_group and topk_group must be given together")
+    if n_group is not None:
+        _checks.integer("n_group", n_group)
+        _checks.integer("topk_group", topk_group)
     options = (score, bool(renormalize), float(scale), n_group or 0, topk_group or 0)
     return (logits, bias, k, *options)
 
@@ -102,8 +106,10 @@ def token_round(
     int, or an int64 tensor of one element in host memory (whose changes never recompile).
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
+    _checks.integer("tile", tile)
     _checks.one_of("mode", mode, MODES)
     if not isinstance(seed, Tensor):
+        _checks.integer("seed", seed)
         seed = torch.full((), seed, dtype=torch.int64)
     return _pairs(*_ops.call("token_round", *options, seed, tile, mode))
 
@@ -114,6 +120,7 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
     The weight is that probability, differentiable in logits (T, E).
     """
     _check_logits(logits)
+    _checks.integer("capacity", capacity)
     return _pairs(*_ops.call("expert_choice", logits, capacity))
 
 

@@ -175,6 +175,9 @@ CASES = [
     ),
     (route(9), ValueError, "top_k is 9, must be at most E = 3"),
     (route(0), ValueError, "top_k is 0, must be at least 1"),
+    (route(2.0), TypeError, "k is float, must be an int"),
+    (route(n_group=1.5, topk_group=1), TypeError, "n_group is float, must be an int"),
+    (route(n_group=1, topk_group="1"), TypeError, "topk_group is str, must be an int"),
     (
         route(score="softmax"),
         ValueError,
@@ -190,6 +193,8 @@ CASES = [
         ValueError,
         'mode is "even", must be one of: nearest, up, down, score, stochastic, balanced',
     ),
+    (rounding(tile=2.5), TypeError, "tile is float, must be an int"),
+    (rounding(seed=1.5), TypeError, "seed is float, must be an int"),
     (rounding(tile=0), ValueError, "tile is 0, must be at least 1"),
     (rounding(seed=torch.zeros(2)), ValueError, "seed must be an int or one int64 element"),
     (
@@ -197,10 +202,21 @@ CASES = [
         ValueError,
         "capacity is 0, must be at least 1",
     ),
+    (
+        lambda: sonicmoe_cpp.expert_choice(torch.randn(T, E), 1.0),
+        TypeError,
+        "capacity is float, must be an int",
+    ),
     (module(4, 5, 8, 8), ValueError, "top_k is 5, must be between 1 and num_experts = 4"),
     (module(4, 2, 0, 8), ValueError, "hidden_size is 0, must be at least 1"),
     (module(routing="random"), ValueError, 'routing is "random", must be one of: topk, token'),
     (lambda: module()()(torch.randn(5, 7)), ValueError, "its last dimension must be 8"),
+    (lambda: module()()([1.0]), TypeError, "x is list, must be a torch.Tensor"),
+    (
+        lambda: module()()(torch.randn(5, D).bfloat16()),
+        TypeError,
+        "x has dtype bfloat16, must be the module's float32, or cast by autocast",
+    ),
 ]
 
 

@@ -411,3 +411,15 @@ def test_factors_are_not_left_out_silently():
         model(torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="Linear has no experts"):
         hf.add_lora(nn.Linear(2, 2), rank=2, alpha=2)
+
+
+def test_refused_factors_change_nothing():
+    model = hf_models.build("qwen3_moe")
+    with pytest.raises(ValueError, match="rank is 0"):
+        hf.add_lora(model, rank=0, alpha=2)
+    assert all(p.requires_grad for p in model.parameters())
+    hf.add_lora(model, rank=2, alpha=2)
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="Qwen3MoeExperts has low-rank factors already"):
+        hf.add_lora(model, rank=4, alpha=2)
+    assert dict(model.named_parameters()) == before

@@ -356,3 +356,14 @@ def test_module_trains_its_factors_only():
 def test_module_refuses_token_rounding():
     with pytest.raises(NotImplementedError, match='need routing="topk"'):
         sonicmoe_cpp.MoE(E, 2, D, N, routing="token_rounding").add_lora(4, 8)
+
+
+def test_module_keeps_the_factors_it_has():
+    module = sonicmoe_cpp.MoE(E, 2, D, N)
+    with pytest.raises(ValueError, match="rank is 0"):
+        module.add_lora(0, 8)
+    assert module.w_up.requires_grad
+    module.add_lora(4, 8)
+    with pytest.raises(ValueError, match="MoE has low-rank factors already"):
+        module.add_lora(2, 8)
+    assert module.lora.up_a.shape[1] == 4

@@ -251,6 +251,13 @@ def test_refusals():
         w1, w2 = layer.w_up.permute(1, 2, 0), layer.w_down.permute(1, 2, 0)
         token, expert, score = sorted_lists(layer)
         moe_general_routing_inputs(layer.x, score, token, expert, w1, None, w2, None, 3)
+    router = torch.randn(4, 16)
+    with pytest.raises(
+        ValueError, match=r"w1 has shape \(4, .*, must be \(2I, H, E\) = \(16, 16, 4"
+    ):
+        sonicmoe.moe_TC_softmax_topk_layer(layer.x, router, layer.w_up, None, w2, None, 1)
+    with pytest.raises(ValueError, match=r"w2 has shape \(4, .*, must be \(H, I, E\) = \(16, any"):
+        sonicmoe.moe_TC_softmax_topk_layer(layer.x, router, w1, None, layer.w_down, None, 1)
     with pytest.raises(NotImplementedError, match="scattermoe"):
         module()(torch.randn(4, 24).double(), KernelBackendMoE.scattermoe)
 

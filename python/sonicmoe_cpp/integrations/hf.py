@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from ..layer import LAYOUTS, Activation, moe
-from ..lora import LoRA, lora_moe
+from ..layer import LAYOUTS, Activation, autocast_dtype, moe
+from ..lora import lora_moe, new_factors
 from . import _recognise
 from ._recognise import local
 
@@ -139,7 +139,7 @@ def experts_forward(
     plan = plan_of(self)
     w_up, w_down, b_up, b_down = _weights(self)
     x = hidden_states
-    if not torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x) is None:
         x = x.to(w_up.dtype)
     lora = getattr(self, "lora", None)
     compute, factors = (moe, {}) if lora is None else (lora_moe, lora.factors())
@@ -174,16 +174,17 @@ def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[s
     scale = alpha / rank. What else is trained stays as it is. Returns the modules' names. The model
     must run with this experts_implementation.
     """
-    names = []
-    for name, module in model.named_modules():
-        if not (hasattr(module, "is_transposed") and hasattr(module, "down_proj")):
-            continue
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+    }
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts that transformers can replace")
+    factors = [new_factors(m, _weights(m)[:2], rank, alpha, dtype) for m in found.values()]
+    for module, lora in zip(found.values(), factors, strict=True):
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(False)
-        w_up, w_down, *_ = _weights(module)
-        module.lora = LoRA(w_up, w_down, rank, alpha, dtype)
+        module.lora = lora
         module.register_forward_pre_hook(_check_implementation)
-        names.append(name)
-    if not names:
-        raise ValueError(f"{type(model).__name__} has no experts that transformers can replace")
-    return names
+    return list(found)

@@ -12,13 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import _checks
+from ..._ops import GATED
 from ...layer import moe, moe_pairs
 from ...routing import route
 from .enums import ActivationType, activation
 
 
-def _experts(w1, b1, w2, b2, kind, concat_layout) -> dict:
-    """Weights and options as this library's layer takes them."""
+def _experts(x, w1, b1, w2, b2, kind, concat_layout) -> dict:
+    """Weights and options as this library's layer takes them; x is (T, H)."""
+    name, hidden = activation(kind), x.shape[-1]
+    for what, value in (("w1", w1), ("w2", w2)):
+        _checks.tensor(what, value)
+    _checks.shape("w2", w2, "(H, I, E)", (hidden, None, None))
+    _, width, experts = w2.shape
+    rows, meaning = (2 * width, "2I") if name in GATED else (width, "I")
+    _checks.shape("w1", w1, f"({meaning}, H, E)", (rows, hidden, experts))
     if (b1 is None) != (b2 is None):
         given, missing = ("b1", "b2") if b2 is None else ("b2", "b1")
         raise ValueError(f"{given} is given but {missing} is None, must be both or neither")
@@ -27,7 +36,7 @@ def _experts(w1, b1, w2, b2, kind, concat_layout) -> dict:
         "w_down": w2.permute(2, 0, 1),
         "b_up": b1,
         "b_down": b2,
-        "activation": activation(kind),
+        "activation": name,
         "gate_layout": "concatenated" if concat_layout else "interleaved",
     }
 
@@ -71,7 +80,7 @@ def moe_TC_softmax_topk_layer(
     is_softmax_over_topk=False takes the softmax over all experts before the choice, and then
     norm_topk_probs makes the chosen ones sum to 1.
     """
-    experts = _experts(w1, b1, w2, b2, activation_type, concat_layout)
+    experts = _experts(x, w1, b1, w2, b2, activation_type, concat_layout)
     logits = F.linear(x, router_w)
     rule = {"score": "softmax_after_topk"}
     if not is_softmax_over_topk:
@@ -101,9 +110,9 @@ def moe_general_routing_inputs(
 
     The lists may come in any order; entries whose expert is outside of [0, E) are skipped.
     """
+    experts = _experts(x, w1, b1, w2, b2, activation_type, concat_layout)
     if w2.shape[2] != E:
         raise ValueError(f"E is {E}, must be the number of experts in w2 (H, I, E) = {w2.shape[2]}")
-    experts = _experts(w1, b1, w2, b2, activation_type, concat_layout)
     pairs = (token_indices, expert_indices, router_scores)
     with _as_sonicmoe(x.device, is_inference_mode_enabled):
         out = moe_pairs(x, pairs, **experts)
