@@ -344,8 +344,12 @@ def _function(name: str, forward, backward):
     plain = super(torch.autograd.Function, function).apply
 
     def apply(*arguments):
-        transformed = torch._C._are_functorch_transforms_active()
-        return (function.apply if transformed else plain)(*arguments)
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"sonicmoe_cpp.{name} is called under torch.func (grad, vmap, ...), which it has no "
+                "rules for: use torch.autograd"
+            )
+        return plain(*arguments)
 
     return apply
 

@@ -228,6 +228,13 @@ def test_refusal(call, kind, sentence):
     assert "\n" not in str(caught.value)
 
 
+def test_torch_func_is_not_supported():
+    values = arguments()
+    x = values.pop("x")
+    with pytest.raises(NotImplementedError, match=r"sonicmoe_cpp.moe_forward .* under torch.func"):
+        torch.func.grad(lambda t: sonicmoe_cpp.moe(t, **values).sum())(x)
+
+
 def test_another_device_is_not_supported():
     sentence = "device is xpu, sonicmoe_cpp computes on: cpu, cuda"
     assert sonicmoe_cpp.unsupported_reason("xpu") == sentence
