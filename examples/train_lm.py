@@ -11,12 +11,13 @@ Exit codes: 0 done, 1 a short run whose loss did not fall, 2 bad input, 130 inte
 docs/demo.md explains the figures.
 """
 
+import contextlib
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
 
@@ -89,8 +90,8 @@ def loss_fell(result: dict[str, Any]) -> bool:
     return result["val_loss"] < result["history"]["val_loss"][0] - 0.5
 
 
-def demo(request: Request) -> int:
-    """Both runs and their report; returns the exit code."""
+def demo(request: Request, stdout: TextIO) -> int:
+    """Both runs and their report, with --json on `stdout` too; returns the exit code."""
     began = time.monotonic()
     config = request.config
     out = prepare_output(config)
@@ -125,8 +126,12 @@ def demo(request: Request) -> int:
     document["seconds"] = earlier + time.monotonic() - began
     report.write(document, sample, out)
     for name, result in results.items():
-        print(f"{name}: {result['val_loss']:.3f}, {result['below_bigram']:+.3f} below the bigram")
-    print(f"{document['seconds']:.0f} s; {out / 'report.md'}, {out / 'loss.png'}")
+        below = result["below_bigram"]
+        side = "below" if below >= 0 else "above"
+        print(f"{name}: {result['val_loss']:.3f}, {abs(below):.3f} {side} the bigram")
+    print(f"{document['seconds']:.0f} s; {out / 'report.md'}, {out / 'loss.png'}", flush=True)
+    if request.json:
+        stdout.write(report.as_json(document))
     if request.short and not all(loss_fell(result) for result in results.values()):
         print("error: the loss did not fall", file=sys.stderr)
         return 1
@@ -134,9 +139,13 @@ def demo(request: Request) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return exit_code(
-        lambda: demo(parse(argv)), interrupted="interrupted; what was saved before is intact"
-    )
+    def command() -> int:
+        request, stdout = parse(argv), sys.stdout
+        # What is printed on the way goes to stderr where stdout is for the report alone.
+        with contextlib.redirect_stdout(sys.stderr if request.json else stdout):
+            return demo(request, stdout)
+
+    return exit_code(command, interrupted="interrupted; what was saved before is intact")
 
 
 if __name__ == "__main__":

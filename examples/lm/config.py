@@ -83,6 +83,7 @@ class Request:
     config: Config
     resume: bool
     short: bool
+    json: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -162,6 +163,9 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("--config", metavar="FILE", default="", help="YAML file of settings")
     parser.add_argument("--short", action="store_true", help="a minute instead of several")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints")
+    parser.add_argument(
+        "--json", action="store_true", help="the report on stdout, all else on stderr"
+    )
     for f in dataclasses.fields(Config):
         parser.add_argument(
             "--" + f.name.replace("_", "-"),
@@ -170,10 +174,11 @@ def parse(argv: list[str]) -> Request:
             help=f"{f.metadata['help']} (default: {f.default!r})",
         )
     flags = vars(parser.parse_args(argv))
-    file, short, resume = (flags.pop(name) for name in ("config", "short", "resume"))
+    file, *given = (flags.pop(name) for name in ("config", "short", "resume", "json"))
+    short, resume, as_json = given
     settings = (read_yaml(file) if file else {}) | flags
     device = choose(settings.get("device", ""))
     settings = device.settings | (SHORT if short else {}) | settings
     settings["device"] = device.name
     settings["precision"] = settings.get("precision") or device.precision
-    return Request(validate(Config(**settings)), resume, short)
+    return Request(validate(Config(**settings)), resume, short, as_json)

@@ -224,9 +224,14 @@ def markdown(report: dict[str, Any], sample: str) -> str:
     return "\n".join(parts)
 
 
+def as_json(report: dict[str, Any]) -> str:
+    """What report.json holds."""
+    return json.dumps(report, indent=1) + "\n"
+
+
 def write(report: dict[str, Any], sample: str, out: Path) -> None:
     """All files of the report, each replaced as a whole."""
     plot(report, out / "loss.png")
     write_file(out / "sample.txt", (sample + "\n").encode())
-    write_file(out / "report.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_file(out / "report.json", as_json(report).encode())
     write_file(out / "report.md", markdown(report, sample).encode())

@@ -346,8 +346,8 @@ def _function(name: str, forward, backward):
     def apply(*arguments):
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
-                f"sonicmoe_cpp.{name} is called under torch.func (grad, vmap, ...), which it has no "
-                "rules for: use torch.autograd"
+                f"sonicmoe_cpp.{name} is called under torch.func (grad, vmap, ...), for which it "
+                "has no rules: use torch.autograd"
             )
         return plain(*arguments)
 

@@ -322,11 +322,14 @@ def test_ctrl_c_saves_and_resuming_ends_at_the_same_report(tmp_path, text):
     assert "stopped: topk is saved at step" in out
     assert "Traceback" not in err
 
-    whole = start(text, tmp_path / "whole", **long)
+    whole = start(text, tmp_path / "whole", "--json", **long)
     resumed = start(text, tmp_path / "parts", "--resume", **long)
-    for process in (whole, resumed):
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+    document, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+    assert "topk  step    40" in err  # stdout is the report alone
+    assert document == (tmp_path / "whole" / "report.json").read_text()
+    out, err = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, err
     assert "topk: continuing at step" in out and "rounded: no checkpoint yet" in out
     for run in ROUTINGS:
         path = f"checkpoints/{run}/step-00000240/model.safetensors"
