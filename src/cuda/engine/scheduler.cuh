@@ -219,7 +219,7 @@ __device__ __forceinline__ void draw_tiles(const Cta<kShape>& cta,
       cta.slot_empty(oldest.stage).wait_cluster(oldest.parity);
       oldest.next();
     }
-    const int drawn = static_cast<int>(atomicAdd(tiles.counter, 1u)) + cta.clusters();
+    const int drawn = static_cast<int>(ptx::count_up(tiles.counter)) + cta.clusters();
     tile = tile_or_none<Scheduler, kShape>(tiles, drawn);
     post_tile(cta, position.stage, tile);
   }
@@ -235,7 +235,7 @@ class TileDraw {
   __device__ __forceinline__ TileDraw(const Cta<kShape>& cta, const Params& tiles)
       : cta_(cta), tiles_(tiles) {}
   __device__ __forceinline__ void ask() {
-    drawn_ = draws() ? atomicAdd(tiles_.counter, 1u) : 0;  // never what an earlier tile left
+    drawn_ = draws() ? ptx::count_up(tiles_.counter) : 0;  // never what an earlier tile left
   }
   /// What was asked for, as number t + 1.
   __device__ __forceinline__ void post(std::uint32_t t) const {

@@ -67,6 +67,17 @@ __device__ __forceinline__ std::int32_t load_again(const std::int32_t* pointer) 
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
   return value;
 }
+/// Adds 1 to a number below 2^31 and returns what was there; the warp goes on until that is used.
+/// An addition would not do: ptxas gathers those of a warp into one and hands the result round, for
+/// which the warp waits on the spot.
+__device__ __forceinline__ std::uint32_t count_up(std::uint32_t* counter) {
+  std::uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
 /// 16 bytes that no kernel in flight writes.
 __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
   uint4 r;
