@@ -187,10 +187,14 @@ class Bench {
     }
     list.push_back(
         {"meta-pairs", [this](cudaStream_t s) { run_pairs(s, RoundingMode::kNearest); }});
-    list.push_back({"nearest+meta", [this](cudaStream_t s) {
-                      run_round(s, RoundingMode::kNearest);
-                      run_pairs(s, RoundingMode::kNearest);
-                    }});
+    for (int m = 0; m < 6; ++m) {
+      const auto mode = static_cast<RoundingMode>(m);
+      list.push_back(
+          {std::string(rounding_mode_name(mode)) + "+meta", [this, mode](cudaStream_t s) {
+             run_round(s, mode);
+             run_pairs(s, mode);
+           }});
+    }
     return list;
   }
   /// Brings ids and pairs to where the stages that only read them expect them.
@@ -228,13 +232,19 @@ class Bench {
     return p;
   }
   std::int64_t metadata_bytes() const {
-    return std::max(
-        cuda::metadata_layout(problem(RoutingForm::kIds, {}), nullptr).bytes,
-        cuda::metadata_layout(problem(RoutingForm::kPairs, RoundingMode::kNearest), nullptr).bytes);
+    std::int64_t bytes = cuda::metadata_layout(problem(RoutingForm::kIds, {}), nullptr).bytes;
+    for (const RoundingMode mode : {RoundingMode::kUp, RoundingMode::kNearest}) {
+      const Problem p = problem(RoutingForm::kPairs, mode);
+      bytes = std::max(bytes, cuda::metadata_layout(p, nullptr).bytes);
+    }
+    return bytes;
   }
   std::int64_t scratch_bytes() const {
-    return std::max(cuda::metadata_scratch(problem(RoutingForm::kIds, {})),
-                    cuda::metadata_scratch(problem(RoutingForm::kPairs, RoundingMode::kNearest)));
+    std::int64_t bytes = cuda::metadata_scratch(problem(RoutingForm::kIds, {}));
+    for (const RoundingMode mode : {RoundingMode::kUp, RoundingMode::kNearest}) {
+      bytes = std::max(bytes, cuda::metadata_scratch(problem(RoutingForm::kPairs, mode)));
+    }
+    return bytes;
   }
   Tensor logits() const {
     return tensor2(logits_.data(), DType::kBF16, shape_.tokens, shape_.experts);

@@ -182,9 +182,9 @@ TEST(CudaMetadata, IdsEqualASort) {
   }
 }
 
-/// kSorted: by expert and token, unusable ones last, as token rounding hands them over. kNearly:
-/// the same, but for one pair that is not in its place.
-enum class Order { kAny, kSorted, kNearly };
+/// kSorted: by expert and token, unusable ones last. kUnique: the same without repetitions, as
+/// token rounding hands them over. kNearly: the latter, but for one pair that is not in its place.
+enum class Order { kAny, kSorted, kUnique, kNearly };
 
 void put_in_order(const Problem& p, Order order, std::mt19937_64& random,
                   std::vector<Slot>* slots) {
@@ -192,10 +192,18 @@ void put_in_order(const Problem& p, Order order, std::mt19937_64& random,
   const auto unusable = [&](const Slot& s) {
     return s.expert < 0 || s.expert >= p.experts || s.token < 0 || s.token >= p.tokens;
   };
-  std::sort(slots->begin(), slots->end(), [&](const Slot& a, const Slot& b) {
+  const auto before = [&](const Slot& a, const Slot& b) {
     return std::make_tuple(unusable(a), a.expert, a.token) <
            std::make_tuple(unusable(b), b.expert, b.token);
-  });
+  };
+  std::sort(slots->begin(), slots->end(), before);
+  if (order != Order::kSorted) {
+    for (std::size_t i = slots->size() - 1; i > 0; --i) {
+      Slot& own = (*slots)[i];
+      if (!before((*slots)[i - 1], own)) own = {p.experts, -1};
+    }
+    std::sort(slots->begin(), slots->end(), before);
+  }
   if (order == Order::kNearly) {
     const std::size_t i = random() % slots->size();
     slots->push_back((*slots)[i]);
@@ -225,7 +233,7 @@ TEST(CudaMetadata, PairsEqualASort) {
   std::mt19937_64 random(4);
   for (const Shape& s : kShapes) {
     for (const Skew skew : kSkews) {
-      for (const Order order : {Order::kAny, Order::kSorted, Order::kNearly}) {
+      for (const Order order : {Order::kAny, Order::kSorted, Order::kUnique, Order::kNearly}) {
         SCOPED_TRACE(::testing::Message()
                      << "T " << s.tokens << " E " << s.experts << " K " << s.top_k << " skew "
                      << static_cast<int>(skew) << " order " << static_cast<int>(order));

@@ -1,11 +1,11 @@
-// Expert choice on CUDA: softmax over E as columns by expert, then the best tokens of every column.
+// Expert choice on CUDA: softmax over E as marks by expert, then the best tokens of every expert.
 #include <algorithm>
 
 #include "cuda/launch.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/pair_gradients.h"
-#include "cuda/routing/round_keys.cuh"
 #include "cuda/routing/round_lists.cuh"
+#include "cuda/routing/round_turn.cuh"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe::cuda {
@@ -13,74 +13,73 @@ namespace {
 
 /// The caller's scratch.
 struct ChoiceScratch {
-  KeyColumns columns;
-  Softmax* softmax;  // (T)
+  TokenShares* shares;  // (T)
+  TileMarks* marks;     // (E, tiles)
+  KeptTokens kept;
   std::int64_t bytes;
 };
 
 ChoiceScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts) {
   ChoiceScratch s{};
-  s.columns.stride = key_stride_of(tokens);
-  s.columns.keys = static_cast<CutKey*>(base);
-  const std::int64_t keys = experts * s.columns.stride;  // even: the softmaxes are aligned
-  s.softmax = reinterpret_cast<Softmax*>(s.columns.keys + keys);
-  s.bytes = std::max(keys * std::int64_t{sizeof(CutKey)} + tokens * std::int64_t{sizeof(Softmax)},
-                     tokens * experts * std::int64_t{sizeof(float)});  // the gradient's
+  ScratchCarver carver(base);
+  s.shares = carver.take<TokenShares>(tokens);
+  s.kept = kept_tokens(tokens);
+  s.marks = carver.take<TileMarks>(experts * s.kept.tiles);
+  carve_kept(&carver, experts, &s.kept);
+  s.bytes = std::max(carver.used(), tokens * experts * std::int64_t{sizeof(float)});  // gradient's
   return s;
 }
 
 template <class R>
-__global__ void __launch_bounds__(kRankThreads) rank_softmax(RouteParams p, ChoiceScratch out) {
-  extern __shared__ __align__(16) CutKey tile[];
-  constexpr int kStride = tile_stride(R::kLanes * R::kValues);
+__global__ void __launch_bounds__(RankTile::kThreads)
+    rank_softmax(RouteParams p, ChoiceScratch out) {
+  extern __shared__ __align__(16) std::uint8_t shared[];
+  const TileRoom<R, RankTile> tile(shared);
+  tile.clear();
   ptx::wait_for_previous_kernel();
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kRankTokens;
+  ptx::launch_next_kernel();
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kTileTokens +
+                             threadIdx.x / 32 * RankTile::kWarpTokens;
+  static_assert(R::kRowsPerWarp == 1);
+  std::uint32_t best[R::kValues / 2] = {};
 #pragma unroll 1
-  for (int i = threadIdx.x / 32 * R::kRowsPerWarp; i < kRankTokens;
-       i += rows_of_block<R>(kRankThreads)) {
-    const int row = i + R::slot_row();
+  for (int i = 0; i < RankTile::kWarpTokens && first + i < p.tokens; i++) {
     R r;
-    r.load(p, min(first + row, p.tokens - 1));
-    Softmax s{};
+    r.load(p, first + i);
+    const Softmax s = r.softmax();
     float probability[R::kValues];
-    r.probabilities(p, probability, &s);
-    store_keys<R>(probability, tile + tile_row(row) * kStride);
-    if (R::slot() == 0 && first + row < p.tokens) out.softmax[first + row] = s;
+    r.probabilities(p, s, probability);
+#pragma unroll
+    for (int v = 0; v < R::kValues; v += 2) {
+      best[v / 2] = __vmaxu2(best[v / 2], two_cuts(probability[v], probability[v + 1]));
+    }
+    if (R::slot() == 0) out.shares[first + i] = {s, s, 1.0f};
   }
+  tile.store_best(best);
   __syncthreads();
-  write_columns(p, tile, kStride, out.columns, first);
+  tile.write_all(p.experts, out.marks, out.kept.tiles);
 }
 
-__global__ void __launch_bounds__(kSelectThreads, 2)
-    choose_tokens(RouteParams p, ChoiceScratch s, int count, PairsView out) {
-  extern __shared__ __align__(16) CutKey keys[];  // the column; then kStretch places
+PairScores scores_of(const RouteParams& p, const ChoiceScratch& s) {
+  return {p.logits, s.shares, p.score, p.renormalize, p.scale};
+}
+
+__global__ void __launch_bounds__(kSearchThreads, 2)
+    choose_tokens(PairScores scores, ChoiceScratch s, int tokens, int count) {
   __shared__ SelectRoom room;
   ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   const int e = blockIdx.x;
-  const auto tokens = static_cast<int>(p.tokens);
-  const Ranking ranking{Column::stage(s.columns.keys + e * s.columns.stride, tokens, keys),
-                        {p.logits, s.softmax, p.score},
-                        e};
-  std::uint16_t* list = ranking.column.end_of(keys);
-  std::int64_t at = static_cast<std::int64_t>(e) * count;
-  if (threadIdx.x == 0) {
-    out.offsets[e * out.offsets_stride] = at;
-    if (e + 1 == static_cast<int>(gridDim.x))
-      out.offsets[(e + 1) * out.offsets_stride] = at + count;
-  }
-  Column::wait_for_copy();
-  const Threshold last = select_rows(ranking, count, 0, &room);
-  int equal = 0;
-  for (int first = 0; first < tokens; first += Column::kStretch) {
-    const int kept = list_kept(ranking, last, first, &equal, list);
-    for (int i = threadIdx.x; i < kept; i += kSelectThreads) {
-      const int token = first + list[i];
-      out.set(at + i, token, e);
-      out.weight[(at + i) * out.weight_stride] = ranking.p(token);
-    }
-    at += kept;
-    __syncthreads();
-  }
+  const Turning t{{s.marks + e * s.kept.tiles, scores, e, tokens}, s.kept.of(e), &room};
+  keep_chosen(t);  // nobody
+  if (count > 0) t.turn(Side::kOthers, count);
+  t.finish(count);
+}
+
+__global__ void __launch_bounds__(kListThreads)
+    list_choices(PairScores scores, const TileMarks* marks, KeptTokens kept, PairsView out) {
+  ptx::wait_for_previous_kernel();
+  list_range(scores, marks, kept, out);
 }
 
 template <class R>
@@ -132,16 +131,18 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
   if (p.tokens > 0) {
     with_wide_row(p, [&](auto choice) {
       using R = typename decltype(choice)::R;
-      constexpr std::size_t kTile =
-          kRankTokens * tile_stride(R::kLanes * R::kValues) * sizeof(CutKey);
-      launch_dependent(what, rank_softmax<R>,
-                       {blocks_of(p.tokens, kRankTokens), kRankThreads, kTile}, stream, p, s);
+      launch_dependent(
+          what, rank_softmax<R>,
+          {blocks_of(p.tokens, kTileTokens), RankTile::kThreads, TileRoom<R, RankTile>::kBytes},
+          stream, p, s);
     });
   }
-  const LaunchShape shape{static_cast<unsigned>(p.experts), kSelectThreads,
-                          list_shared_bytes(p.tokens)};
-  launch_dependent(what, choose_tokens, shape, stream, p, s,
-                   static_cast<int>(std::min(capacity, p.tokens)), view_of(pairs));
+  const PairScores scores = scores_of(p, s);
+  const auto experts = static_cast<unsigned>(p.experts);
+  launch_dependent(what, choose_tokens, {experts, kSearchThreads}, stream, scores, s,
+                   static_cast<int>(p.tokens), static_cast<int>(std::min(capacity, p.tokens)));
+  launch_dependent(what, list_choices, {dim3(experts, s.kept.range_count), kListThreads}, stream,
+                   scores, static_cast<const TileMarks*>(s.marks), s.kept, view_of(pairs));
 }
 
 void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,

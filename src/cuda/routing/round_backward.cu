@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kRowThreads)
                 all = r.softmax();
               });
   const int id = item_expert(mine);
-  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
+  const float x = logit_at(p.logits, token, id);
+  const float raw = R::raw_score(p, R::score_softmax(p, all, x), id, x);
   const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dpairs[id]);
 
   float dp[R::kValues];
@@ -105,7 +106,7 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
   const RouteParams p = params_of(options.route, logits);
   if (p.tokens == 0) return;
   const auto stream = static_cast<cudaStream_t>(exec.stream);
-  auto* dense = static_cast<float*>(scratch.data);  // (T, E), where the forward kept its keys
+  auto* dense = static_cast<float*>(scratch.data);  // (T, E)
   spread_gradients(p, pairs, dweight, dense, stream);
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;

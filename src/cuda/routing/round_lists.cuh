@@ -1,8 +1,8 @@
-// From a column of rank keys and its threshold to the sorted list of an expert's tokens.
+// From the tokens that every expert keeps to the sorted lists of pairs, with their weights.
 #pragma once
 
-#include "cuda/routing/launch.cuh"
-#include "cuda/routing/round_select.cuh"
+#include "cuda/routing/block.cuh"
+#include "cuda/routing/round_marks.cuh"
 #include "sonicmoe/routing.h"
 
 namespace sonicmoe::cuda {
@@ -19,9 +19,10 @@ struct PairsView {
   std::int64_t offsets_stride;
   std::int64_t capacity;
 
-  __device__ void set(std::int64_t i, int t, int e) const {
+  __device__ void set(std::int64_t i, int t, int e, float w) const {
     token[i * token_stride] = t;
     expert[i * expert_stride] = e;
+    weight[i * weight_stride] = w;
   }
 };
 
@@ -37,120 +38,136 @@ inline PairsView view_of(const Pairs& pairs) {
           pairs.token.shape[0]};
 }
 
-/// How many of a thread's keys are set in each chunk, a byte each: at most 4, and 128 for a warp.
-__device__ inline std::uint64_t chunk_counts(unsigned bits) {
-  static_assert(Column::kStretchChunks == 8);
-  std::uint64_t counts = 0;
-#pragma unroll
-  for (int c = 0; c < Column::kStretchChunks; c++) {
-    counts |= static_cast<std::uint64_t>(__popc(bits >> 4 * c & 0xfu)) << 8 * c;
-  }
-  return counts;
-}
+/// A thread's part of a stretch.
+struct StretchBits {
+  std::uint32_t kept;
+  std::uint32_t chosen;
 
-/// Puts the tokens of a stretch whose bit is set in order.
-class StretchOrder {
- public:
-  static constexpr int kEntries = Column::kStretchChunks * kSelectThreads / 32;
-
-  /// `bits` has 4 for each chunk of this thread. `warps` is shared memory, kEntries ints, that
-  /// stays in use.
-  __device__ StretchOrder(unsigned bits, int* warps) : bits_(bits), warps_(warps) {
-    const int lane = threadIdx.x % 32;
-    const std::uint64_t own = chunk_counts(bits);
-    __syncthreads();  // the last user of `warps` is done
-    std::uint64_t sum = own;
-    for (int d = 1; d < 32; d *= 2) {
-      const std::uint64_t below = __shfl_up_sync(kAllLanes, sum, d);
-      if (lane >= d) sum += below;
-    }
-    before_ = sum - own;
-    if (lane == 31) {
-#pragma unroll
-      for (int c = 0; c < Column::kStretchChunks; c++) warps[entry(c)] = byte_of(sum, c);
-    }
-    __syncthreads();
-    const int mine = threadIdx.x < kEntries ? warps[threadIdx.x] : 0;
-    const int before = block_prefix<kSelectThreads>(mine, &total_);
-    if (threadIdx.x < kEntries) warps[threadIdx.x] = before;
-    __syncthreads();
+  __device__ StretchBits(const TileMarks* marks, const KeptTokens& kept_tokens, std::int64_t first)
+      : kept(0), chosen(0) {
+    const std::int64_t tile = first + threadIdx.x / 2;
+    const int half = static_cast<int>(threadIdx.x % 2) * 32;
+    if (tile >= kept_tokens.tiles) return;
+    kept = static_cast<std::uint32_t>(kept_tokens.bits[tile] >> half);
+    chosen = static_cast<std::uint32_t>(marks[tile].chosen >> half);
   }
-
-  __device__ int total() const { return total_; }
-  /// Calls body(i, place) for this thread's tokens: bit i, and how many come before it.
-  template <class Body>
-  __device__ void each(const Body& body) const {
-    for (unsigned left = bits_; left != 0; left &= left - 1) {
-      const int i = __ffs(static_cast<int>(left)) - 1;
-      const int chunk = i / 4;
-      const unsigned earlier = bits_ & ((1u << i) - 1) & 0xfu << 4 * chunk;
-      body(i, warps_[entry(chunk)] + byte_of(before_, chunk) + __popc(earlier));
-    }
-  }
-
- private:
-  static __device__ int byte_of(std::uint64_t counts, int chunk) {
-    return static_cast<int>(counts >> 8 * chunk & 0xff);
-  }
-  static __device__ int entry(int chunk) {
-    return chunk * (kSelectThreads / 32) + static_cast<int>(threadIdx.x / 32);
-  }
-
-  unsigned bits_;
-  int* warps_;
-  int total_ = 0;
-  std::uint64_t before_ = 0;
 };
 
-/// Lists the kept tokens of the stretch that begins at `first`, in order. Returns how many; *equal
-/// counts the ties met so far.
-__device__ inline int list_kept(const Ranking& r, const Threshold& last, int first, int* equal,
-                                std::uint16_t* list) {
-  __shared__ int warps[StretchOrder::kEntries];
-  const bool coarse = last.is_coarse();
-  const auto token_of = [](int i) { return i / 4 * Column::kChunk + threadIdx.x * 4 + i % 4; };
-  unsigned kept = 0;  // a bit for each of the 32 keys
-  unsigned edge = 0;  // those that equal the cut
-#pragma unroll
-  for (int c = 0; c < Column::kStretchChunks; c++) {
-    const uint4 four = r.column.read(first + c * Column::kChunk);
-    const unsigned keys[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const unsigned bit = 1u << (4 * c + i);
-      if (keys[i] > last.cut && keys[i] != Column::kNone) kept |= bit;
-      if (keys[i] == last.cut) edge |= bit;
-    }
+/// A listed token: its place in the stretch, and whether top-k did not choose it.
+inline constexpr unsigned kAdded = 0x8000u;
+static_assert(kStretchTokens <= kAdded);
+
+/// Lists this thread's tokens from `place` on.
+__device__ inline void list_bits(const StretchBits& bits, int place, std::uint16_t* list) {
+  for (std::uint32_t left = bits.kept; left != 0; left &= left - 1) {
+    const int bit = __ffs(static_cast<int>(left)) - 1;
+    const unsigned added = (bits.chosen >> bit & 1) != 0 ? 0 : kAdded;
+    list[place++] = static_cast<std::uint16_t>(threadIdx.x * 32 + bit + added);
   }
-  if (coarse) {
-    kept |= edge;
-  } else {
-    unsigned ties = 0;
-    for (unsigned left = edge; left != 0; left &= left - 1) {
-      const int i = __ffs(static_cast<int>(left)) - 1;
-      const unsigned low = low_key(r.p(first + static_cast<int>(token_of(i))));
-      if (low > last.low) kept |= 1u << i;
-      if (low == last.low) ties |= 1u << i;
-    }
-    if (last.ties == 0) {  // the same for the whole block
-      kept |= ties;
-    } else {
-      const StretchOrder order(ties, warps);
-      order.each([&](int i, int place) {
-        if (*equal + place < last.take) kept |= 1u << i;
-      });
-      *equal += order.total();
-    }
-  }
-  const StretchOrder order(kept, warps);
-  order.each([&](int i, int place) { list[place] = static_cast<std::uint16_t>(token_of(i)); });
-  __syncthreads();
-  return order.total();
 }
 
-/// Shared memory of a block that stages a column and lists it.
-inline std::size_t list_shared_bytes(std::int64_t tokens) {
-  return Column::staged_bytes(tokens) + Column::kStretch * sizeof(std::uint16_t);
+/// What a block knows of its list and of all.
+struct ListPlace {
+  std::int64_t first;  // pair of the block's range
+  std::int64_t all;
+  int place;  // of this thread's first token in the first stretch
+  int count;  // of the first stretch
+};
+
+/// Rows of all experts to this block's first pair; the first block writes all offsets. All sums of
+/// a block in one go.
+__device__ inline ListPlace list_place(const KeptTokens& kept, const PairsView& out,
+                                       const StretchBits& bits) {
+  constexpr int kEach = kMaxExperts / kListThreads;
+  __shared__ int own;
+  const int e = blockIdx.x;
+  const int experts = gridDim.x;
+  const bool writes = blockIdx.x == 0 && blockIdx.y == 0;
+  int values[3] = {0, 0, __popc(bits.kept)};
+  int rows[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int other = static_cast<int>(threadIdx.x) * kEach + i;
+    rows[i] = other < experts ? kept.rows[other] : 0;
+    values[0] += rows[i];
+  }
+  for (int r = threadIdx.x; r < static_cast<int>(blockIdx.y); r += kListThreads) {
+    values[1] += kept.ranges[e * kept.range_count + r];
+  }
+  int totals[3];
+  block_prefix<kListThreads>(values, totals);
+  int before = values[0];
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int other = static_cast<int>(threadIdx.x) * kEach + i;
+    if (other == e) own = before;
+    if (writes && other < experts) out.offsets[other * out.offsets_stride] = before;
+    before += rows[i];
+  }
+  if (writes && threadIdx.x == 0) out.offsets[experts * out.offsets_stride] = totals[0];
+  __syncthreads();
+  return {std::int64_t{own} + totals[1], totals[0], values[2], totals[2]};
+}
+
+/// Writes kAtOnce of a thread's pairs, whose reads overlap.
+template <int kAtOnce>
+__device__ void write_pairs(const PairScores& scores, const PairsView& out, std::int64_t at,
+                            int first, int count, const std::uint16_t* list) {
+  const int e = blockIdx.x;
+  int token[kAtOnce];
+  float weight[kAtOnce];
+#pragma unroll
+  for (int k = 0; k < kAtOnce; k++) {
+    const unsigned entry = list[min(k * kListThreads, count - 1)];
+    token[k] = first + static_cast<int>(entry % kAdded);
+    weight[k] = scores.weight(token[k], e, entry < kAdded);
+  }
+#pragma unroll
+  for (int k = 0; k < kAtOnce; k++) {
+    if (k * kListThreads < count) out.set(at + k * kListThreads, token[k], e, weight[k]);
+  }
+}
+
+/// The pairs of one expert (blockIdx.x) and one range of tokens (blockIdx.y); all blocks together
+/// fill what stands past the last pair.
+__device__ inline void list_range(const PairScores& scores, const TileMarks* marks,
+                                  const KeptTokens& all, const PairsView& out) {
+  __shared__ std::uint16_t list[kStretchTokens];
+  const int e = blockIdx.x;
+  const KeptTokens kept = all.of(e);
+  const TileMarks* own = marks + e * all.tiles;
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * all.range_tiles;
+  const std::int64_t end = min(begin + all.range_tiles, all.tiles);
+  StretchBits bits(own, kept, begin);
+  ListPlace place = list_place(all, out, bits);
+  std::int64_t at = place.first;
+  for (std::int64_t tile = begin; tile < end; tile += kStretchTiles) {
+    if (tile > begin) {
+      bits = StretchBits(own, kept, tile);
+      place.place = block_prefix<kListThreads>(__popc(bits.kept), &place.count);
+    }
+    list_bits(bits, place.place, list);
+    __syncthreads();
+    const auto first = static_cast<int>(tile * kTileTokens);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < place.count; i += 2 * kListThreads) {
+      const int left = place.count - i;
+      if (left + static_cast<int>(threadIdx.x % 32) > kListThreads) {
+        write_pairs<2>(scores, out, at + i, first, left, list + i);
+      } else {
+        write_pairs<1>(scores, out, at + i, first, left, list + i);
+      }
+    }
+    at += place.count;
+    __syncthreads();
+  }
+  const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * gridDim.y * kListThreads;
+  for (std::int64_t i = place.all +
+                        (static_cast<std::int64_t>(blockIdx.y) * gridDim.x + e) * kListThreads +
+                        threadIdx.x;
+       i < out.capacity; i += threads) {
+    out.set(i, -1, static_cast<int>(gridDim.x), 0.0f);
+  }
 }
 
 }  // namespace sonicmoe::cuda

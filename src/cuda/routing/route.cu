@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kRowThreads, R::kValues == 8 && sizeof(Item) =
   const std::int64_t row = first + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   const int id = item_expert(mine);
-  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
+  const float x = slot_logit(p, token, mine);
+  const float raw = R::raw_score(p, R::score_softmax(p, all, x), id, x);
   const float weight = R::weigh(p, id, raw);
   if (R::slot() >= p.top_k || row >= p.tokens) return;
   out.set_id(token, R::slot(), id);
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__(kRowThreads)
     all = r.softmax();
   }
   const int id = R::slot() < p.top_k ? in.id(token, R::slot(), p.experts) : -1;
-  const float raw = R::raw_score(p, all, id, logit_at(p.logits, token, id));
+  const float x = logit_at(p.logits, token, id);
+  const float raw = R::raw_score(p, R::score_softmax(p, all, x), id, x);
   const float dweight = id < 0 ? 0.0f : in.weight(token, R::slot());
   const SlotGradient through = slot_gradient<R>(p, id, raw, dweight);
   float gradient[R::kValues];

@@ -5,148 +5,10 @@
 // lanes. All 32 lanes take part in every call; rows past the last are repeated and not written.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
-#include "core/selection_key.h"
-#include "sonicmoe/routing.h"
+#include "cuda/ptx/bits.cuh"
+#include "cuda/routing/row_values.cuh"
 
 namespace sonicmoe::cuda {
-
-inline constexpr unsigned kAllLanes = 0xffffffffu;
-inline constexpr int kMaxTopK = 32;
-inline constexpr int kMaxExperts = 1024;
-inline constexpr int kMaxGroups = 256;  // shared memory of select()
-
-/// A matrix of logits or of their gradients.
-struct LogitsView {
-  void* data;
-  std::int64_t row_stride;
-  std::int64_t column_stride;
-  std::int32_t vectors;  ///< 1: kValues elements of a lane may be moved 16 bytes at a time
-  DType dtype;           ///< bf16, f16 or f32
-};
-
-/// RouteOptions as the kernels see them.
-struct RouteParams {
-  LogitsView logits;
-  std::int64_t tokens;
-  std::int32_t experts;
-  std::int32_t top_k;
-  ScoreMode score;
-  std::int32_t renormalize;
-  float scale;
-  const float* bias;
-  std::int64_t bias_stride;
-  std::int32_t n_group;
-  std::int32_t topk_group;
-};
-
-template <class Logit>
-__device__ float widen(std::uint32_t bits);
-template <>
-__device__ inline float widen<__nv_bfloat16>(std::uint32_t bits) {
-  return key::float_of(bits << 16);
-}
-template <>
-__device__ inline float widen<__half>(std::uint32_t bits) {
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-}
-template <class Logit>
-__device__ Logit narrow(float v);
-template <>
-__device__ inline float narrow<float>(float v) {
-  return v;
-}
-template <>
-__device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
-template <>
-__device__ inline __half narrow<__half>(float v) {
-  return __float2half_rn(v);
-}
-
-/// Two 16-bit logits of a word as routing sees them: key::clean() for both at once.
-template <class Logit>
-__device__ float2 clean_two(std::uint32_t word);
-template <>
-__device__ inline float2 clean_two<__nv_bfloat16>(std::uint32_t word) {
-  const __nv_bfloat162 lowest = __float2bfloat162_rn(key::minus_infinity());
-  const __nv_bfloat162 largest = __float2bfloat162_rn(key::kLargestBF16);
-  const __nv_bfloat162 two = *reinterpret_cast<const __nv_bfloat162*>(&word);
-  return __bfloat1622float2(__hmin2(__hmax2(two, lowest), largest));  // max: not the NaN
-}
-template <>
-__device__ inline float2 clean_two<__half>(std::uint32_t word) {
-  const __half2 lowest = __float2half2_rn(key::minus_infinity());
-  const __half2 largest = __float2half2_rn(key::kLargestF16);
-  const __half2 two = *reinterpret_cast<const __half2*>(&word);
-  return __half22float2(__hmin2(__hmax2(two, lowest), largest));
-}
-
-/// One logit, as routing sees it; -inf for expert -1.
-__device__ inline float logit_at(const LogitsView& logits, std::int64_t token, int expert) {
-  if (expert < 0) return key::minus_infinity();
-  const std::int64_t at = token * logits.row_stride + expert * logits.column_stride;
-  if (logits.dtype == DType::kF32) {
-    return key::clean(static_cast<const float*>(logits.data)[at], key::kLargestF32);
-  }
-  const std::uint32_t bits = static_cast<const std::uint16_t*>(logits.data)[at];
-  return logits.dtype == DType::kF16 ? key::clean(widen<__half>(bits), key::kLargestF16)
-                                     : key::clean(widen<__nv_bfloat16>(bits), key::kLargestBF16);
-}
-
-/// What is compared in selection: larger is better, no two available experts are equal, and what is
-/// not available is below. u64: order bits, then the expert, lower better. u32, for bf16 logits:
-/// the upper 16 order bits plus 1 (so that NaN, all ones, becomes 0), then the expert.
-template <class Item>
-__device__ int item_expert(Item item) {
-  if constexpr (sizeof(Item) == 4) {
-    return item >> 16 > (key::kUnavailable >> 16) + 1 ? static_cast<int>(~item & 0xffffu) : -1;
-  } else {
-    return item >> 32 > key::kUnavailable ? static_cast<int>(~static_cast<std::uint32_t>(item))
-                                          : -1;
-  }
-}
-
-template <int kLanes>
-__device__ std::uint32_t lanes_max(std::uint32_t v) {
-  if constexpr (kLanes == 32) {
-    return __reduce_max_sync(kAllLanes, v);
-  } else {
-    for (int d = 1; d < kLanes; d *= 2) v = max(v, __shfl_xor_sync(kAllLanes, v, d));
-    return v;
-  }
-}
-template <int kLanes>
-__device__ std::uint64_t lanes_max(std::uint64_t v) {
-  const auto high = static_cast<std::uint32_t>(v >> 32);
-  const std::uint32_t best = lanes_max<kLanes>(high);
-  const std::uint32_t low = lanes_max<kLanes>(high == best ? static_cast<std::uint32_t>(v) : 0u);
-  return static_cast<std::uint64_t>(best) << 32 | low;
-}
-template <int kLanes>
-__device__ float lanes_max(float v) {
-  for (int d = 1; d < kLanes; d *= 2) v = fmaxf(v, __shfl_xor_sync(kAllLanes, v, d));
-  return v;
-}
-template <int kLanes>
-__device__ float lanes_sum(float v) {
-  for (int d = 1; d < kLanes; d *= 2) v = key::add32(v, __shfl_xor_sync(kAllLanes, v, d));
-  return v;
-}
-
-/// A row's softmax: p = exp32(x - top) * inverse; inverse is 0 where nothing is available.
-struct Softmax {
-  float top;
-  float inverse;
-  __device__ float operator()(float x) const {
-    return inverse == 0.0f ? 0.0f : key::mul32(key::exp32(x - top), inverse);
-  }
-};
 
 /// The dtype of the logits is looked at while they are loaded: a type of its own for each would
 /// triple the kernels and save nothing.
@@ -206,13 +68,30 @@ struct Row {
     }
   }
 
-  /// Cleans two logits at once: -0 becomes +0, +inf the largest, NaN the one NaN that is all ones.
+  /// Cleans two logits of a word at once: -0 becomes +0, +inf the largest, NaN the one NaN that is
+  /// all ones.
   static __device__ std::uint32_t clean_words(std::uint32_t word) {
     const __nv_bfloat162 largest = __float2bfloat162_rn(key::kLargestBF16);
     const __nv_bfloat162 zero = __float2bfloat162_rn(0.0f);
     __nv_bfloat162 two = *reinterpret_cast<const __nv_bfloat162*>(&word);
     two = __hmin2_nan(__hadd2(two, zero), largest);
     return *reinterpret_cast<const std::uint32_t*>(&two);
+  }
+
+  static __device__ void clean_all(Words& words) {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; i++) words[i] = clean_words(words[i]);
+  }
+  __device__ void widen_cleaned(const Words& words) {
+    const __nv_bfloat162 lowest = __float2bfloat162_rn(key::minus_infinity());
+#pragma unroll
+    for (int v = 0; v < kValues; v += 2) {
+      const __nv_bfloat162 two =  // max: not the NaN
+          __hmax2(*reinterpret_cast<const __nv_bfloat162*>(&words[v / 2]), lowest);
+      const float2 wide = two_floats(*reinterpret_cast<const std::uint32_t*>(&two));
+      x[v] = wide.x;
+      x[v + 1] = wide.y;
+    }
   }
 
   __device__ void load(const RouteParams& p, std::int64_t token) {
@@ -247,7 +126,10 @@ struct Row {
     float top = x[0];
 #pragma unroll
     for (int v = 1; v < kValues; v++) top = fmaxf(top, x[v]);
-    top = lanes_max<kLanes>(top);
+    return softmax(lanes_max<kLanes>(top), e);
+  }
+  /// The same where the largest logit is known.
+  __device__ Softmax softmax(float top, float (&e)[kValues]) const {
     if (!(top > key::minus_infinity())) top = 0.0f;  // every exponential is then 0
     float part[kValues];
 #pragma unroll
@@ -261,14 +143,22 @@ struct Row {
     return {top, sum > 0.0f ? key::div32(1.0f, sum) : 0.0f};
   }
 
-  /// p of every expert of this lane, and the softmax (of no use for sigmoid routing).
-  __device__ void probabilities(const RouteParams& p, float* out, Softmax* own) const {
+  /// p of every expert of this lane, and the softmax (of no use for sigmoid routing). `chosen` are
+  /// the row's items, which may know the largest logit.
+  template <class Item>
+  __device__ void probabilities(const RouteParams& p, const Item* chosen, float* out,
+                                Softmax* own) const {
     float e[kValues];
-    *own = p.score == ScoreMode::kSigmoid ? Softmax{0.0f, 1.0f} : softmax(e);
+    *own = {0.0f, 1.0f};
+    if constexpr (sizeof(Item) == 4) {
+      *own = softmax(item_logit(chosen[0]), e);
+    } else if (p.score != ScoreMode::kSigmoid) {
+      *own = softmax(e);
+    }
+    const bool sigmoid = sizeof(Item) != 4 && p.score == ScoreMode::kSigmoid;
 #pragma unroll
     for (int v = 0; v < kValues; v++) {
-      out[v] =
-          p.score == ScoreMode::kSigmoid ? key::sigmoid32(x[v]) : key::mul32(e[v], own->inverse);
+      out[v] = sigmoid ? key::sigmoid32(x[v]) : key::mul32(e[v], own->inverse);
     }
   }
   /// p of every expert of this lane: softmax, or the sigmoid for sigmoid routing.
@@ -304,27 +194,27 @@ struct Row {
     take_best(item, {p.top_k, pass}, reinterpret_cast<std::uint64_t*>(room), mine);
   }
 
-  /// The same for bf16 logits that are themselves the selection value, straight from the words.
+  /// The same for bf16 logits that are themselves the selection value, straight from cleaned words.
   static __device__ void select(const RouteParams& p, const Words& words, std::uint32_t* room,
                                 int pass, std::uint32_t* mine) {
     const std::uint32_t tie = 0x1ffffu - static_cast<std::uint32_t>(first());
     std::uint32_t item[kValues];
 #pragma unroll
     for (int v = 0; v < kValues; v += 2) {
-      const std::uint32_t word = clean_words(words[v / 2]);
-      const std::uint32_t negative = (word >> 15 & 0x00010001u) * 0x7fffu;
-      const std::uint32_t order = word ^ (negative | 0x80008000u);
+      const std::uint32_t word = words[v / 2];
+      const std::uint32_t order = word ^ (ptx::signs_of_halves(word) | 0x80008000u);
       item[v] = order * 0x10000u + (tie - v);
       item[v + 1] = (order & 0xffff0000u) + (tie - v - 1);
     }
     take_best(item, {p.top_k, pass}, room, mine);
   }
 
+  /// The softmax that scores the slots.
+  static __device__ Softmax score_softmax(const RouteParams& p, const Softmax& all, float slot_x) {
+    return p.score == ScoreMode::kSoftmaxAfterTopK ? slots_softmax(slot_x) : all;
+  }
   /// Score of a slot before renormalisation and scale; 0 for an empty one.
-  static __device__ float raw_score(const RouteParams& p, const Softmax& all, int id,
-                                    float slot_x) {
-    Softmax s = all;
-    if (p.score == ScoreMode::kSoftmaxAfterTopK) s = slots_softmax(slot_x);
+  static __device__ float raw_score(const RouteParams& p, const Softmax& s, int id, float slot_x) {
     const float score = p.score == ScoreMode::kSigmoid ? key::sigmoid32(slot_x) : s(slot_x);
     return id < 0 ? 0.0f : score;
   }
@@ -341,8 +231,16 @@ struct Row {
 
   static __device__ float weigh(const RouteParams& p, int id, float raw) {
     float share = raw;
-    if (p.renormalize != 0) share = key::div32(raw, key::add32(slots_sum(raw), 1e-20f));
+    if (p.renormalize != 0) share = key::div32(raw, divisor(raw));
     return id < 0 ? 0.0f : key::mul32(share, p.scale);
+  }
+  /// What renormalisation divides by.
+  static __device__ float divisor(float raw) { return key::add32(slots_sum(raw), 1e-20f); }
+
+  /// The best items of the row that was selected last, in select()'s memory.
+  template <class Item>
+  static __device__ const Item* chosen_in(const std::uint32_t* room) {
+    return reinterpret_cast<const Item*>(room) + kItems;
   }
 
   /// Words of shared memory that select() needs for the lanes of a row, an even number.
@@ -481,26 +379,48 @@ struct Row {
   }
 };
 
+/// A row on its way from memory to the registers that selection wants: bf16 as words, or floats.
+template <class R, class Item>
+struct RowSource {
+  static constexpr bool kSmall = false;
+  R row;
+
+  __device__ void load(const RouteParams& p, std::int64_t token) { row.load(p, token); }
+  __device__ void clean() {}
+  __device__ void select(const RouteParams& p, std::uint32_t* room, int pass, Item* mine) const {
+    row.select(p, room, pass, mine);
+  }
+  __device__ const R& widened() const { return row; }
+};
+template <class R>
+struct RowSource<R, std::uint32_t> {
+  static constexpr bool kSmall = true;  // a second one may be on its way
+  typename R::Words words;
+
+  __device__ void load(const RouteParams& p, std::int64_t token) { R::load_words(p, token, words); }
+  /// Before anything else; not while loading, so that nobody waits for the load.
+  __device__ void clean() { R::clean_all(words); }
+  __device__ void select(const RouteParams& p, std::uint32_t* room, int pass,
+                         std::uint32_t* mine) const {
+    R::select(p, words, room, pass, mine);
+  }
+  __device__ R widened() const {
+    R r;
+    r.widen_cleaned(words);
+    return r;
+  }
+};
+
 /// One pass over a row: `visit` gets a function that returns the row, and the lanes that hold its
 /// slots keep its selection. A row that nobody asks for is not widened where Item is u32.
 template <class R, class Item, class Visit>
 __device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* room, int pass,
                          Item* mine, const Visit& visit) {
-  if constexpr (sizeof(Item) == 4) {
-    typename R::Words words;
-    R::load_words(p, token, words);
-    visit([&] {
-      R r;
-      r.template widen_words<__nv_bfloat16>(words);
-      return r;
-    });
-    R::select(p, words, room, pass, mine);
-  } else {
-    R r;
-    r.load(p, token);
-    visit([&]() -> const R& { return r; });
-    r.select(p, room, pass, mine);
-  }
+  RowSource<R, Item> source;
+  source.load(p, token);
+  source.clean();
+  visit([&]() -> decltype(auto) { return source.widened(); });
+  source.select(p, room, pass, mine);
 }
 
 /// What a slot adds to its logit, and what softmax over all E takes from everyone.

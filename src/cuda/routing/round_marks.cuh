@@ -1,0 +1,209 @@
+// What the ranking leaves behind: 64 tokens of an expert as a few words, and of every token what p
+// and a weight are found again from. The logits themselves stay the only matrix.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/routing/launch.cuh"
+
+namespace sonicmoe::cuda {
+
+inline constexpr int kTileTokens = 64;
+inline constexpr int kGroupTokens = 16;
+inline constexpr int kTileGroups = kTileTokens / kGroupTokens;
+
+/// The upper half of a p, which is at most 1.
+inline constexpr int kCutBits = 14;
+__device__ inline unsigned cut_of(float p) { return key::bits_of(p) >> 16; }
+__device__ inline std::uint32_t two_cuts(float first, float second) {
+  return __byte_perm(key::bits_of(first), key::bits_of(second), 0x7632);
+}
+/// The same turned over, the larger the smaller p is; never 0.
+__device__ inline unsigned turned_cut_of(float p) { return cut_of(p) ^ ((1u << kCutBits) - 1); }
+
+/// A tile of one expert's tokens. Of every group the cuts tell where to look; 0: there is nobody,
+/// or p is 0.
+struct TileMarks {
+  std::uint64_t chosen;              ///< a bit for each token
+  std::uint16_t best[kTileGroups];   ///< the largest cut of the tokens that did not choose
+  std::uint16_t worst[kTileGroups];  ///< the largest turned cut of those that did
+};
+
+/// One token's softmaxes, in one sector.
+struct alignas(32) TokenShares {
+  Softmax all;    ///< p of any expert
+  Softmax slots;  ///< the score of a chosen one
+  float divisor;  ///< what renormalisation divides by
+};
+
+/// p and weights of pairs, bit for bit as the rows found them.
+struct PairScores {
+  LogitsView logits;
+  const TokenShares* shares;  // (T)
+  ScoreMode score;
+  std::int32_t renormalize;
+  float scale;
+
+  __device__ float p(int token, int expert) const {
+    const Softmax all = shares[token].all;
+    const float x = logit_at(logits, token, expert);
+    return score == ScoreMode::kSigmoid ? key::sigmoid32(x) : all(x);
+  }
+  /// Of a pair among its token's top K; of one that was added.
+  __device__ float weight(int token, int expert, bool chosen) const {
+    const TokenShares own = shares[token];
+    const float x = logit_at(logits, token, expert);
+    Softmax softmax = own.all;
+    if (chosen) softmax = own.slots;
+    const float raw = score == ScoreMode::kSigmoid ? key::sigmoid32(x) : softmax(x);
+    const float share = chosen && renormalize != 0 ? key::div32(raw, own.divisor) : raw;
+    return key::mul32(share, scale);
+  }
+};
+
+/// How a block ranks: a tile, or where tokens are few one group.
+template <int kWarpCount, int kTokenCount>
+struct RankShape {
+  static constexpr int kWarps = kWarpCount;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kTokens = kTokenCount;
+  static constexpr int kWarpTokens = kTokens / kWarps;
+  static constexpr int kGroups = kTokens / kGroupTokens;
+};
+using RankTile = RankShape<8, kTileTokens>;
+using RankGroup = RankShape<4, kGroupTokens>;
+
+/// A block's marks in shared memory, by expert.
+template <class R, class Shape>
+struct TileRoom {
+  static constexpr int kExperts = R::kLanes * R::kValues;
+  static constexpr int kRows = 32 / R::kLanes;  // that a warp reads at once
+  static constexpr int kChosenWords = (Shape::kTokens + 31) / 32;
+  static constexpr int kZeroWords =
+      kExperts * (kChosenWords + Shape::kGroups + Shape::kWarps * kRows / 2);
+  static constexpr int kBytes = kZeroWords * 4 + Shape::kWarps * kExperts * 2;
+
+  std::uint32_t* chosen;  // (kChosenWords, kExperts): a bit for each token
+  std::uint32_t* worst;   // (kGroups, kExperts)
+  std::uint16_t* taken;   // (warps, kRows, kExperts): ones where the row being read chose
+  std::uint16_t* best;    // (warps, kExperts)
+
+  __device__ explicit TileRoom(void* base)
+      : chosen(static_cast<std::uint32_t*>(base)),
+        worst(chosen + kChosenWords * kExperts),
+        taken(reinterpret_cast<std::uint16_t*>(worst + Shape::kGroups * kExperts)),
+        best(taken + Shape::kWarps * kRows * kExperts) {}
+
+  __device__ void clear() const {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kZeroWords; i += Shape::kThreads) chosen[i] = 0;
+  }
+  /// Of the row that this lane reads.
+  __device__ std::uint16_t* taken_here() const {
+    return taken + static_cast<int>(threadIdx.x) / R::kLanes * kExperts;
+  }
+  /// A pair that top-k chose; `place` is its token in the block.
+  __device__ void choose(int place, int e, float p) const {
+    atomicOr(&chosen[place / 32 * kExperts + e], 1u << place % 32);
+    atomicMax(&worst[place / kGroupTokens * kExperts + e], turned_cut_of(p));
+  }
+  /// This lane's experts' largest cuts, two a word, over the lanes that hold the same experts.
+  __device__ void store_best(std::uint32_t (&two)[R::kValues / 2]) const {
+#pragma unroll
+    for (int i = 0; i < R::kValues / 2; i++) {
+      for (int d = R::kLanes; d < 32; d *= 2) {
+        two[i] = __vmaxu2(two[i], __shfl_xor_sync(kAllLanes, two[i], d));
+      }
+    }
+    auto* to = reinterpret_cast<uint4*>(best + threadIdx.x / 32 * kExperts + R::first());
+    if (threadIdx.x % 32 >= R::kLanes) return;
+#pragma unroll
+    for (int i = 0; i < R::kValues / 8; i++) {
+      to[i] = {two[4 * i], two[4 * i + 1], two[4 * i + 2], two[4 * i + 3]};
+    }
+  }
+  /// Writes an expert's marks: of the whole tile, or of the group that the block has of it.
+  __device__ void write(int e, TileMarks* to) const {
+    TileMarks marks{};
+    constexpr int kWarps = Shape::kWarps / Shape::kGroups;  // of a group
+#pragma unroll
+    for (int g = 0; g < Shape::kGroups; g++) {
+      marks.worst[g] = static_cast<std::uint16_t>(worst[g * kExperts + e]);
+#pragma unroll
+      for (int w = g * kWarps; w < (g + 1) * kWarps; w++) {
+        marks.best[g] = max(marks.best[g], best[w * kExperts + e]);
+      }
+    }
+    if constexpr (Shape::kGroups == 1) {
+      const int g = static_cast<int>(blockIdx.x) % kTileGroups;
+      reinterpret_cast<std::uint16_t*>(&to->chosen)[g] = static_cast<std::uint16_t>(chosen[e]);
+      to->best[g] = marks.best[0];
+      to->worst[g] = marks.worst[0];
+    } else {
+      marks.chosen = std::uint64_t{chosen[kExperts + e]} << 32 | chosen[e];
+      *to = marks;
+    }
+  }
+  /// The end of a kernel that ranks: all experts' marks.
+  __device__ void write_all(int experts, TileMarks* marks, std::int64_t tiles) const {
+    const std::int64_t tile = static_cast<std::int64_t>(blockIdx.x) * Shape::kTokens / kTileTokens;
+    for (int e = threadIdx.x; e < experts; e += Shape::kThreads) write(e, marks + e * tiles + tile);
+  }
+};
+
+inline constexpr int kListThreads = 256;
+inline constexpr int kStretchTiles = kListThreads / 2;  // listed at once: 32 tokens a thread
+inline constexpr int kStretchTokens = kStretchTiles * kTileTokens;
+inline constexpr int kMostRanges = 256;
+
+/// The tokens that are kept. A range of tokens is what one block lists.
+struct KeptTokens {
+  std::uint64_t* bits;   // (E, tiles)
+  std::int32_t* ranges;  // (E, range_count): how many of a range are kept
+  std::int32_t* rows;    // (E)
+  std::int64_t tiles;
+  std::int32_t range_tiles;  // a multiple of kStretchTiles
+  std::int32_t range_count;  // at least 1, at most kMostRanges
+
+  __device__ int range_of(int token) const { return token / kTileTokens / range_tiles; }
+  /// One expert's.
+  __device__ KeptTokens of(int e) const {
+    return {bits + e * tiles, ranges + e * range_count, rows + e, tiles, range_tiles, range_count};
+  }
+};
+
+inline KeptTokens kept_tokens(std::int64_t tokens) {
+  constexpr std::int64_t kMost = std::int64_t{kStretchTiles} * kMostRanges;
+  KeptTokens kept{};
+  kept.tiles = (tokens + kTileTokens - 1) / kTileTokens;
+  kept.range_tiles = static_cast<std::int32_t>(
+      std::max<std::int64_t>(1, (kept.tiles + kMost - 1) / kMost) * kStretchTiles);
+  kept.range_count = static_cast<std::int32_t>(
+      std::max<std::int64_t>(1, (kept.tiles + kept.range_tiles - 1) / kept.range_tiles));
+  return kept;
+}
+
+/// Carves arrays out of the caller's scratch.
+class ScratchCarver {
+ public:
+  explicit ScratchCarver(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(std::int64_t count) {
+    T* array = reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * static_cast<std::int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return array;
+  }
+  std::int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  std::int64_t used_ = 0;
+};
+
+inline void carve_kept(ScratchCarver* carver, std::int64_t experts, KeptTokens* kept) {
+  kept->bits = carver->take<std::uint64_t>(experts * kept->tiles);
+  kept->ranges = carver->take<std::int32_t>(experts * kept->range_count);
+  kept->rows = carver->take<std::int32_t>(experts);
+}
+
+}  // namespace sonicmoe::cuda
