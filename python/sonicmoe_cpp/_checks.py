@@ -54,13 +54,16 @@ def keys(names: tuple, values: tuple) -> tuple:
 def remembered(check):
     """`check`, asked once for equal facts: a layer sees the same ones at every step. What it
     refuses is not remembered, and neither is anything in a graph, where sizes may be symbolic."""
-    cached = functools.lru_cache(maxsize=1024)(check)
+    cached = functools.lru_cache(maxsize=1024, typed=True)(check)
 
     @functools.wraps(check)
     def run(*arguments):
         if torch.compiler.is_compiling():
             return check(*arguments)
-        return cached(*arguments)
+        try:
+            return cached(*arguments)
+        except TypeError:  # refused, or facts that cannot be looked up: no string, say
+            return check(*arguments)
 
     return run
 

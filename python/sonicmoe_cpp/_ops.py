@@ -395,11 +395,46 @@ def _recorded_layer():
     return _function("moe_forward", forward, backward)
 
 
+@functools.cache
+def _recorded_route():
+    """As _recorded("route") without a bias: a function of the logits and of one tuple with the
+    rest of the arguments."""
+    kernel = _kernel("route")
+
+    def forward(ctx, logits, rule):
+        weights, ids = kernel(logits, None, *rule)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids)
+        ctx.rule = rule
+        ctx.save_for_backward(logits, ids)
+        return weights, ids
+
+    def backward(ctx, dweights, _ids):
+        if dweights is None:
+            return None, None
+        logits, ids = ctx.saved_tensors
+        arguments = (dweights.contiguous(), ids, logits, None, *ctx.rule)
+        return call("route_backward", *arguments), None
+
+    return _function("route", forward, backward)
+
+
+# The functions below run at every step of everybody's training: no generators, no helpers that one
+# `if` can stand for.
+
+
+def may_autocast() -> bool:
+    """Whether autocast may be enabled for any device; a graph has to ask for the one."""
+    return torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+
+
 def records(*arguments) -> bool:
     """Whether a call with these arguments is one to differentiate."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+    if torch.is_grad_enabled():
+        for a in arguments:
+            if isinstance(a, Tensor) and a.requires_grad:
+                return True
+    return False
 
 
 def run(name: str, *arguments):
@@ -414,6 +449,13 @@ def call(name: str, *arguments):
     if torch.compiler.is_compiling():
         return getattr(ops, name)(*arguments)
     return (_recorded if records(*arguments) else _kernel)(name)(*arguments)
+
+
+def route(logits: Tensor, bias: Tensor | None, *rule) -> tuple[Tensor, Tensor]:
+    """(weights, ids)."""
+    if bias is not None or torch.compiler.is_compiling() or not records(logits):
+        return call("route", logits, bias, *rule)
+    return _recorded_route()(logits, rule)
 
 
 def layer(x, routing: tuple, experts: tuple, options: tuple, main_gradients: tuple) -> Tensor:

@@ -189,8 +189,10 @@ def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum)
     devices and shapes is in _plan, which remembers."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
-    w_up, *others = experts
-    x, experts = _autocast(x, (*_pair("w_up", w_up), *others))
+    w_up, w_down, b_up, b_down = experts
+    experts = (*_pair("w_up", w_up), w_down, b_up, b_down)
+    if _ops.may_autocast():
+        x, experts = _autocast(x, experts)
     plan = _plan(form, *style, _checks.keys(names, (x, *routing, *experts)))
     index, second, weights = routing
     if weights is not None and weights.dtype != plan.scores:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops
+from ._checks import Facts
 
 SCORES = ("softmax_after_topk", "softmax_before_topk", "sigmoid")
 MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
@@ -36,32 +37,38 @@ def _pairs(weight, token, expert, offsets) -> Pairs:
     return Pairs(token, expert, weight, offsets)
 
 
-def _check_logits(logits) -> None:
-    _checks.tensor("logits", logits)
+def _check_logits(logits: Facts | Tensor) -> None:
     _checks.dtype("logits", logits)
     _checks.supported(logits.device)
-    if logits.dim() != 2:
-        _checks.shape("logits", logits, "(T, E)", (None, None))
+    _checks.shape("logits", logits, "(T, E)", (None, None))
+
+
+@_checks.remembered
+def _rule(logits: tuple, k, score, renormalize, scale, n_group, topk_group) -> tuple:
+    """k and what follows it among the arguments of a routing operator, checked; logits is a key."""
+    _check_logits(Facts(*logits))
+    _checks.integer("k", k)
+    _checks.one_of("score", score, SCORES)
+    if (n_group is None) != (topk_group is None):
+        raise ValueError("n_group and topk_group must be given together")
+    if n_group is not None:
+        _checks.integer("n_group", n_group)
+        _checks.integer("topk_group", topk_group)
+    return (k, score, bool(renormalize), float(scale), n_group or 0, topk_group or 0)
 
 
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
     """The arguments that every routing operator takes, checked."""
-    _check_logits(logits)
-    _checks.integer("k", k)
-    _checks.one_of("score", score, SCORES)
+    _checks.tensor("logits", logits)
+    facts = (logits.dtype, logits.device, logits.shape)
+    rule = _rule(facts, k, score, renormalize, scale, n_group, topk_group)
     if bias is not None:
         _checks.tensor("bias", bias)
         _checks.dtype("bias", bias, (torch.float32,))
         _checks.shape("bias", bias, "(E,)", (logits.shape[1],))
         _checks.on_device("bias", bias, logits)
         bias = bias.detach()
-    if (n_group is None) != (topk_group is None):
-        raise ValueError("n_group and topk_group must be given together")
-    if n_group is not None:
-        _checks.integer("n_group", n_group)
-        _checks.integer("topk_group", topk_group)
-    options = (score, bool(renormalize), float(scale), n_group or 0, topk_group or 0)
-    return (logits, bias, k, *options)
+    return (logits, bias, *rule)
 
 
 def route(
@@ -82,7 +89,7 @@ def route(
     selection only, and with score="sigmoid" only.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
-    weights, ids = _ops.call("route", *options)
+    weights, ids = _ops.route(*options)
     return ids, weights
 
 
@@ -119,6 +126,7 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
 
     The weight is that probability, differentiable in logits (T, E).
     """
+    _checks.tensor("logits", logits)
     _check_logits(logits)
     _checks.integer("capacity", capacity)
     return _pairs(*_ops.call("expert_choice", logits, capacity))

@@ -183,6 +183,7 @@ CASES = [
         ValueError,
         'score is "softmax", must be one of: softmax_after_topk, softmax_before_topk, sigmoid',
     ),
+    (route(score=["sigmoid"]), ValueError, "score is \"['sigmoid']\", must be one of: softmax"),
     (route(scale=float("inf")), ValueError, "scale is inf, must be finite"),
     (route(logits=ints(T, E)), TypeError, "logits has dtype int64, must be bfloat16,"),
     (route(n_group=3), ValueError, "n_group and topk_group must be given together"),
@@ -226,6 +227,14 @@ def test_refusal(call, kind, sentence):
         call()
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_remembered_does_not_let_others_pass():
+    logits = torch.randn(T, E)
+    sonicmoe_cpp.route(logits, 1)
+    for other in (1.0, "1"):
+        with pytest.raises(TypeError, match="must be an int"):
+            sonicmoe_cpp.route(logits, other)
 
 
 def test_torch_func_is_not_supported():
