@@ -259,6 +259,18 @@ def merge(folders, out):
         write({state: parts[-1] | {"parts": len(parts), "rows": rows}}, out)
 
 
+def check_machine(parser, libraries, configs):
+    """Ends with a sentence where nothing can be measured."""
+    for config in configs:
+        if config not in CONFIGS:
+            parser.error(f'configs has "{config}", must be of: {", ".join(CONFIGS)}')
+    for library in libraries:
+        if not Path(library).is_file():
+            parser.error(f'library is "{library}", must be a file: libsonicmoe.so of a CUDA build')
+    if not torch.cuda.is_available():
+        parser.error("torch sees no usable CUDA device here")
+
+
 def parse():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,9 +288,9 @@ def parse():
         setattr(arguments, name, [v for v in getattr(arguments, name).split(",") if v])
     for peer in set(arguments.peers) - {"bound", *rivals.LAYERS}:
         parser.error(f'peers has "{peer}", must be of: bound, {", ".join(rivals.LAYERS)}')
-    for config in arguments.configs:
-        if config not in CONFIGS:
-            parser.error(f'configs has "{config}", must be of: {", ".join(CONFIGS)}')
+    if not arguments.merge:
+        paths = [text.rpartition("=")[2] for text in arguments.library]
+        check_machine(parser, paths, arguments.configs)
     return arguments
 
 

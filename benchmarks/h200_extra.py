@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from h200 import CONFIGS, SEEDS, SMALL, header, open_libraries
+from h200 import CONFIGS, SEEDS, SMALL, check_machine, header, open_libraries
 from h200_bench import capi, kernels, rivals, timing
 from h200_bench.layer import Data, Ours, Rounded, Shape
 
@@ -325,6 +325,7 @@ def main():
     if "host" in arguments.what[1:]:
         parser.error("host is not the first, must be: it times the first call of the process")
     arguments.configs = [v for v in arguments.configs.split(",") if v]
+    check_machine(parser, [arguments.library], arguments.configs)
     library = None
     for what in arguments.what:
         if what == "host":

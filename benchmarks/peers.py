@@ -99,6 +99,8 @@ def main():
     parser.add_argument("--burst", type=float, default=60.0, help="milliseconds of a hot burst")
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
+    configs = arguments.configs.split(",")
+    h200.check_machine(parser, [arguments.library], configs)
     peers = availability(h200.CONFIGS[FIRST])
     first = first_calls(peers, h200.CONFIGS[FIRST])
     for name, state in peers.items():
@@ -108,7 +110,7 @@ def main():
     print(f"first call, s: {json.dumps(first)}", flush=True)
     libraries = h200.open_libraries([arguments.library])
     rows = []
-    for config in arguments.configs.split(","):
+    for config in configs:
         began = time.perf_counter()
         shape = h200.CONFIGS[config]
         memory = kept(names, shape)

@@ -1,5 +1,6 @@
 """What benchmarks/ times beside ours computes what its checker expects, and that can tell."""
 
+import importlib
 import importlib.machinery
 import sys
 import types
@@ -264,6 +265,26 @@ def test_a_peer_that_fails_on_one_layer_is_left_out_of_it(bench, deep_gemm, monk
     assert contenders.rivals.keys() == {"ours_torch"}
     assert contenders.left_out == {"deep_gemm": "AssertionError: k % 64 == 0"}
     assert {name for name, _ in contenders.runs(("fwd", "bwd"))} == {"ours_torch"}
+
+
+@pytest.mark.parametrize("script", ["h200", "h200_extra", "peers"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--library", __file__, "--configs", "7B"], 'configs has "7B", must be of: '),
+        (["--library", "missing.so"], 'library is "missing.so", must be a file'),
+        (["--library", __file__], "torch sees no usable CUDA device here"),
+    ],
+    ids=["config", "library", "device"],
+)
+def test_where_nothing_can_be_measured(bench, monkeypatch, capsys, script, arguments, sentence):
+    what = ["kernels"] if script == "h200_extra" else []
+    monkeypatch.setattr(sys, "argv", [script, *what, *arguments])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main()
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_small_work_is_timed_with_the_host_ahead(bench, monkeypatch):
