@@ -221,6 +221,30 @@ def worker(rank, port, results):
         dist.all_reduce(losses)
         if rank == 0:
             results.put((name, losses.tolist()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mixed_worker(rank, port, results):
+    """One step with parameters gathered in bf16 and gradients reduced in fp32."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = build()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.first, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    x, target = (t.chunk(2)[rank] for t in data())
+    out, _ = model.first(x)
+    ((out.float() - target).square().mean()).backward()
+    grads = {n: p.grad.full_tensor() for n, p in model.first.named_parameters()}
+    if rank == 0:
+        kinds = {out.dtype, *(g.dtype for g in grads.values())}
+        results.put((kinds, {n: g.tolist() for n, g in grads.items()}))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -241,3 +265,17 @@ def test_fsdp2_gives_the_loss_of_one_process():
     for _ in TOKENS:
         name, losses = results.get()
         torch.testing.assert_close(torch.tensor(losses), want, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_fsdp2_mixed_precision():
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(mixed_worker, (free_port(), results), nprocs=2)
+    kinds, grads = results.get()
+    assert kinds == {torch.bfloat16, torch.float32}  # of the output; of the gradients
+    model = build()
+    x, target = data()
+    (model.first(x)[0] - target).square().mean().backward()
+    for name, parameter in model.first.named_parameters():
+        error = torch.tensor(grads[name]) - parameter.grad
+        assert error.norm() < 2e-2 * parameter.grad.norm(), name
