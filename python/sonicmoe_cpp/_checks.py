@@ -114,6 +114,11 @@ def integer(name: str, value) -> None:
         raise TypeError(f"{name} is {type(value).__name__}, must be an int")
 
 
+def number(name: str, value) -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {type(value).__name__}, must be a number")
+
+
 def one_of(name: str, value, allowed) -> None:
     if value not in allowed:
         raise ValueError(f'{name} is "{value}", must be one of: {", ".join(allowed)}')

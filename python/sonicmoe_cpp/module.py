@@ -76,7 +76,9 @@ class MoE(nn.Module):
         super().__init__()
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size}
         sizes |= {"intermediate_size": intermediate_size, "tile": tile}
+        _checks.integer("top_k", top_k)
         for name, size in sizes.items():
+            _checks.integer(name, size)
             if size < 1:
                 raise ValueError(f"{name} is {size}, must be at least 1")
         if not 1 <= top_k <= num_experts:

@@ -46,8 +46,13 @@ def _check_logits(logits: Facts | Tensor) -> None:
 @_checks.remembered
 def _rule(logits: tuple, k, score, renormalize, scale, n_group, topk_group) -> tuple:
     """k and what follows it among the arguments of a routing operator, checked; logits is a key."""
-    _check_logits(Facts(*logits))
+    logits = Facts(*logits)
+    _check_logits(logits)
     _checks.integer("k", k)
+    experts = logits.shape[1]
+    if not 1 <= k <= experts:
+        raise ValueError(f"k is {k}, must be from 1 to E = {experts}")
+    _checks.number("scale", scale)
     _checks.one_of("score", score, SCORES)
     if (n_group is None) != (topk_group is None):
         raise ValueError("n_group and topk_group must be given together")
