@@ -36,7 +36,8 @@ def cool():
 
 
 def time_and_share(kernel):
-    return f"{kernel['us']:.0f} ({kernel['of_copy']:.2f})"
+    share = f" ({kernel['of_copy']:.2f})" if "of_copy" in kernel else ""
+    return f"{kernel['us']:.0f}{share}"
 
 
 def kernels():

@@ -107,11 +107,12 @@ def by_role(which, kernels, calls, dropped):
 
 
 def kernel_rates(ours, bound, burst_ms):
-    """role -> microseconds and TFLOP/s of ours and of torch.bmm, hot, interleaved; of the sums over
-    rows their share of a copy's rate."""
+    """role -> microseconds and TFLOP/s of ours and of torch.bmm, hot, interleaved; of the sum over
+    rows in forward its share of a copy's rate. dX's runs beside dW1: it counts with what it takes
+    longer, and dW is timed in a backward without dX."""
     bound_products = Products(bound)
     products = bound_products.calls()
-    passes = {"fwd": ours.forward, "bwd": ours.backward}
+    passes = {"fwd": ours.forward, "bwd": ours.backward, "dW": ours.layer_backward.without_dx}
     plan = []
     for which, run in passes.items():
         run()
@@ -129,6 +130,8 @@ def kernel_rates(ours, bound, burst_ms):
         dropped = max(1, round(timing.DROPPED * calls))
         if flops is None:
             for role, us in by_role(name, kernels, calls, dropped).items():
+                if name == "dW" and role != "dW":
+                    continue
                 key = role if role != "rest" else f"rest of {name}"
                 result.setdefault(key, {})["us"] = round(us, 2)
                 if role in products:
@@ -138,8 +141,7 @@ def kernel_rates(ours, bound, burst_ms):
         total = [sum(d for _, d in kernels[i * each : (i + 1) * each]) for i in range(calls)]
         us = statistics.median(total[dropped:])
         if name == "copy":
-            for role in ("O", "dX"):
-                result[role]["of_copy"] = round(us / result[role]["us"], 3)
+            result["O"]["of_copy"] = round(us / result["O"]["us"], 3)
             continue
         result.setdefault(name, {})["bmm_us"] = round(us, 2)
         result[name]["bmm_tflops"] = round(flops / us * 1e-6, 1)

@@ -114,7 +114,8 @@ class Ours:
 
 
 def layer_calls(library, data, problem, routing, dweights):
-    """moe_forward and moe_backward on this routing, on buffers of their own."""
+    """moe_forward and moe_backward on this routing, on buffers of their own. The latter has another
+    one at hand, `without_dx`."""
     forward_sizes = library.sizes(problem, capi.FORWARD)
     backward_sizes = library.sizes(problem, capi.BACKWARD)
 
@@ -136,15 +137,20 @@ def layer_calls(library, data, problem, routing, dweights):
         "scratch_bytes": scratch.numel(),
     }
     forward_args = capi.ForwardArgs(out=pointer(capi.view(data.out)), **state)
-    backward_args = capi.BackwardArgs(
-        dout=pointer(capi.view(data.dout)),
-        dx=pointer(capi.view(data.dx)),
-        dweights=pointer(capi.view(dweights)),
-        grads=pointer(weights_of(data.dw_up, data.dw_down)),
-        **state,
-    )
+
+    def backward_call(**outputs):
+        arguments = capi.BackwardArgs(
+            dout=pointer(capi.view(data.dout)),
+            dweights=pointer(capi.view(dweights)),
+            grads=pointer(weights_of(data.dw_up, data.dw_down)),
+            **outputs,
+            **state,
+        )
+        return library.bound_call("smoe_moe_backward", problem, arguments, library.exec)
+
     forward = library.bound_call("smoe_moe_forward", problem, forward_args, library.exec)
-    backward = library.bound_call("smoe_moe_backward", problem, backward_args, library.exec)
+    backward = backward_call(dx=pointer(capi.view(data.dx)))
+    backward.without_dx = backward_call()
     forward.lent = backward.lent = (h, saved, scratch, state)
     return forward, backward
 
