@@ -20,6 +20,11 @@ struct LaunchShape {
 /// Shared memory that a kernel may use without asking, beside 16 KB of its own arrays.
 inline constexpr std::size_t kPlainShared = 32 * 1024;
 
+/// A block that finds room beside a weight gradient has so many threads, with 32 registers each,
+/// and no shared memory. A multiprocessor that has nothing else to do holds so many such blocks.
+inline constexpr int kBesideThreads = 128;
+inline constexpr int kBesideBlocks = 16;
+
 /// Launches `kernel`, which must call ptx::wait_for_previous_kernel() before it touches what an
 /// earlier kernel may still use. Throws Error(kCuda) that names `what`.
 template <class... Params, class... Args>

@@ -67,7 +67,11 @@ struct Call {
   float* parts;
   const ExpertRecord* experts;
   unsigned* counters;  // one a product
+  bool input_first;    // dX~ before the weight gradients, which end beside the sums
 };
+
+bool has_up_grads(const Weights& g) { return g.gate.data != nullptr || g.up.data != nullptr; }
+bool has_weight_grads(const Weights& g) { return has_up_grads(g) || g.down.data != nullptr; }
 
 bool gated(const Call& c) { return is_gated(c.problem.activation.kind); }
 bool paired(const Call& c) { return gated(c) && is_paired(c.args.weights.gate, c.args.weights.up); }
@@ -117,9 +121,7 @@ void launch_input_grad(const Call& c) {
   params.tiles =
       row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], tiling.counter(c.counters));
   params.tiles.k_parts = in_turn ? 2 : 1;
-  const Weights& g = c.args.grads;
-  const bool alone = g.gate.data == nullptr && g.up.data == nullptr && g.down.data == nullptr;
-  params.independent = alone ? 0 : 1;  // of the weight gradients
+  params.independent = !c.input_first && has_weight_grads(c.args.grads) ? 1 : 0;
   params.epilogue.out = ragged_map(c.device, c.dx);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
   const KernelEntry& kernel =
@@ -181,17 +183,17 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
 
 void launch_down_grad(const Call& c) {
   const Tensor& down = c.args.grads.down;
-  if (down.data != nullptr)
-    launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, c.counters + 1, false, {down}});
+  if (down.data == nullptr) return;
+  launch_weight_grad(c, {c.args.dout, c.a, 0, 1, 0, c.counters + 1, c.input_first, {down}});
 }
 
 void launch_up_grads(const Call& c) {
   const Weights& g = c.args.grads;
   const Tensor gate = swapped(g.gate);
   const Tensor up = swapped(g.up);
-  const bool any = gate.data != nullptr || up.data != nullptr;
-  const bool second = c.args.grads.down.data != nullptr;  // of the products that read dH
-  if (any && paired(c)) {
+  // Whether another product that reads dH came before.
+  const bool second = c.input_first || g.down.data != nullptr;
+  if (has_up_grads(g) && paired(c)) {
     const bool floats = (gate.data != nullptr ? gate : up).dtype == DType::kF32;
     const Tensor pairs = swapped(pairs_of(g.gate));
     launch_weight_grad(c, {c.args.x,
@@ -224,6 +226,12 @@ void launch_up_grads(const Call& c) {
   }
 }
 
+/// Few rows make weight gradients that only stream: nothing fits beside them.
+bool input_goes_first(const Problem& p, const BackwardArgs& args) {
+  constexpr std::int64_t kFewRows = 256;
+  return args.dx.data != nullptr && has_weight_grads(args.grads) && mean_rows(p) >= kFewRows;
+}
+
 void launch_bias_grads(const Call& c) {
   const Weights& g = c.args.grads;
   const std::int64_t n = c.problem.width;
@@ -244,6 +252,22 @@ void launch_bias_grads(const Call& c) {
                 {c.args.dout.data, c.args.dout.stride[0], c.metadata.row_token, c.row_weights,
                  g.b_down, c.args.grad_mode},
                 c.stream);
+  }
+}
+
+void launch_scores(const Call& c) {
+  if (c.args.dweights.data == nullptr) return;
+  finish_scores(c.problem, c.metadata,
+                {c.parts, score_tiles(c.problem), c.args.dout, c.args.weights.b_down,
+                 c.args.dweights, c.input_first},
+                c.stream);
+}
+
+void launch_input_sum(const Call& c) {
+  if (c.input_first) {
+    sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, c.stream);
+  } else {
+    sum_rows(c.problem, c.metadata, c.dx.data, Tensor{}, c.args.dx, c.stream);
   }
 }
 
@@ -294,30 +318,24 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
                   static_cast<float*>(at(s.weights)),
                   static_cast<float*>(at(s.parts)),
                   static_cast<const ExpertRecord*>(at(s.experts)),
-                  static_cast<unsigned*>(at(s.counters))};
+                  static_cast<unsigned*>(at(s.counters)),
+                  input_goes_first(problem, args)};
   observed(exec, "metadata", [&] {
     make_row_lists(problem, metadata, args.routing.weights,
                    {call.row_weights, static_cast<ExpertRecord*>(at(s.experts)), call.counters,
                     kCounterBytes / 4},
-                   stream);
+                   args.dweights, stream);
   });
   observed(exec, "dH", [&] { launch_hidden_grad(call); });
-  if (args.dweights.data != nullptr) {
-    observed(exec, "dS", [&] {
-      finish_scores(
-          problem, metadata,
-          {call.parts, score_tiles(problem), args.dout, args.weights.b_down, args.dweights},
-          stream);
-    });
-  }
+  observed(exec, "biases", [&] { launch_bias_grads(call); });
+  if (!call.input_first) observed(exec, "dS", [&] { launch_scores(call); });
+  if (call.input_first) observed(exec, "dX~", [&] { launch_input_grad(call); });
   observed(exec, "dW2", [&] { launch_down_grad(call); });
   observed(exec, "dW1", [&] { launch_up_grads(call); });
-  observed(exec, "biases", [&] { launch_bias_grads(call); });
-  if (args.dx.data != nullptr) {
-    observed(exec, "dX~", [&] { launch_input_grad(call); });
-    observed(exec, "dX",
-             [&] { sum_rows(problem, metadata, call.dx.data, Tensor{}, args.dx, stream); });
-  }
+  if (call.input_first) observed(exec, "dS", [&] { launch_scores(call); });
+  if (args.dx.data == nullptr) return;
+  if (!call.input_first) observed(exec, "dX~", [&] { launch_input_grad(call); });
+  observed(exec, "dX", [&] { launch_input_sum(call); });
 }
 
 }  // namespace sonicmoe::cuda

@@ -27,6 +27,10 @@ inline constexpr TileShape kPingPong128x192{
 inline constexpr TileShape kCoop128x256Grad{
     128, 256, 3, 2, 5, Schedule::kCooperative, Orders::kStatic};
 
+// Beside a weight gradient a multiprocessor has room for the 1 KB that a block without shared
+// memory of its own takes (as each block takes beside its own).
+static_assert(shared_bytes(kCoop128x256) + 2 * 1024 <= 228 * 1024);
+
 /// Tiles by index, as kernels are listed.
 enum class TileId : int {
   kCoop128x256 = 0,

@@ -77,6 +77,12 @@ std::vector<RoutingShape> routing_shapes() {
       {"ids_k_is_e", kIds, kDistinct, {37, 24, 40, 4, 4}, {}},
       {"ids_one_expert", kIds, kDistinct, {131, 24, 40, 1, 1}, {}},
       {"ids_many_experts", kIds, kDistinct, {50, 16, 24, 300, 2}, {}},
+      // From 256 rows of an expert in the mean on, CUDA orders backward otherwise; tokens of more
+      // than 32 rows are summed otherwise then.
+      {"ids_sentinels_k11", kIds, kSentinels, {290, 264, 40, 5, 11}, {}},
+      {"ids_repeated_k45", kIds, kRepeated, {37, 264, 40, 3, 45}, {}},
+      {"pairs_many_of_each", kPairs, kShuffled, {25, 264, 40, 3, 1100}, {}},
+      {"grouped_long", kGrouped, kGaps, {1100, 264, 40, 3, 0}, {333, 0, 601}},
       {"pairs_shuffled", kPairs, kShuffled, {53, 24, 40, 7, 200}, {}},
       {"pairs_shuffled_i32", kPairs, kShuffled, {53, 24, 40, 7, 200}, {}, DType::kI32},
       {"pairs_sorted", kPairs, kSorted, {80, 24, 40, 6, 333}, {}, DType::kI32},

@@ -12,9 +12,9 @@ namespace sonicmoe::cuda {
 /// Kernel arguments. They depend on the kinds of plugs alone, so that the host fills one type for
 /// all instances of a role.
 ///
-/// A kernel that is `independent` reads nothing that the kernel before it writes, nor is read by
-/// it: its tiles begin beside that one's last ones. The kernel before must have waited for all
-/// before it.
+/// A kernel that is `independent` reads nothing that the kernel before it writes: its tiles begin
+/// beside that one's last ones. The kernel before must have waited for all before it. What comes
+/// next may begin when everything before this kernel is complete.
 template <class ProducerParams, class SchedulerParams, class EpilogueParams>
 struct GemmParams {
   ProducerParams producer;
@@ -37,6 +37,8 @@ struct GroupedGemmKernel {
   static constexpr Major kMajorA = Scheduler::kFixedDepth ? Major::kK : Major::kMN;
   static constexpr Major kMajorB = kMajorB_;
   using B = OperandB<kShape, kSource, kMajorB>;
+  static constexpr int kRegistersAtLaunch =
+      Scheduler::kFixedDepth ? kLaunchRegisters : kLaunchRegistersBeside;
   /// Whether the columns of a tile lie as they do in the output.
   static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
   /// The drawing warpgroup must take part in every tile: gathers in ping-pong are static.
@@ -69,6 +71,13 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
     ptx::Mbarrier(cta.base + SharedLayout<kShape>::kLoads + i * 8).init(1);
   }
   ptx::fence_barrier_init();
+}
+
+/// From here on the next kernel's CTAs take the room that this one leaves, all before it being
+/// complete. Every CTA calls it, or ends.
+__device__ __forceinline__ void let_next_begin() {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
 }
 
 template <class Gemm>
@@ -136,6 +145,8 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     }
     if constexpr (kShape.ping_pong()) skip_other();
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});
+    // By now the kernel before has ended, or its last tiles are about to.
+    if (p.independent != 0 && threadIdx.x == kWarpgroup) let_next_begin();
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
@@ -210,12 +221,12 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
 }
 
 template <class Gemm>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
     grouped_gemm_kernel(const __grid_constant__ typename Gemm::Params p) {
   constexpr TileShape kShape = Gemm::kShape;
-  extern __shared__ std::uint8_t shared[];
+  extern __shared__ __align__(1024) std::uint8_t shared[];
   Cta<kShape> cta;
-  cta.base = (ptx::shared_address(shared) + 1023) & ~1023u;
+  cta.base = ptx::shared_address(shared);
   if (threadIdx.x == 0) {
     init_barriers<Gemm>(cta);
     Gemm::Producer::prefetch(p.producer);
@@ -226,11 +237,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  if (p.independent == 0) ptx::wait_for_previous_kernel();
-  // From here on the next kernel's CTAs take the multiprocessors that these leave.
-  ptx::launch_next_kernel();
+  if (p.independent == 0) let_next_begin();
   constexpr Registers kRegisters = Gemm::Producer::registers(kShape);
-  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <= 504);
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
+                3 * Gemm::kRegistersAtLaunch);
   if (threadIdx.x < kWarpgroup) {
     ptx::shrink_registers<kRegisters.producer>();
     Gemm::Producer::template run<Gemm>(p, cta);

@@ -67,8 +67,14 @@ inline constexpr int kSlots = 4;
 inline constexpr int kLoadSets = 4;
 inline constexpr int kFixedBarrierBytes = kSlots * (2 * 8 + 4) + kConsumers * kLoadSets * 8;
 
-/// Registers of a thread of the producer warpgroup and of the others. A launch gives 168 to each of
-/// 384 threads: 504 for one of the former and two of the latter together.
+/// Registers that a launch gives to each of 384 threads: all there are, or what leaves room for a
+/// block of 128 threads with 32 each beside them. ptxas needs 154 for a product of 256 columns.
+inline constexpr int kLaunchRegisters = 168;
+inline constexpr int kLaunchRegistersBeside = 160;
+static_assert(kThreads * kLaunchRegistersBeside + 128 * 32 <= 65536);
+
+/// Registers of a thread of the producer warpgroup and of the others. One of the former and two of
+/// the latter share what three threads were launched with.
 struct Registers {
   int producer;
   int consumer;
@@ -77,7 +83,7 @@ struct Registers {
 /// Dynamic shared memory of a CTA (SharedLayout, for the host).
 constexpr int shared_bytes(const TileShape& s) {
   return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
-         kConsumers * (s.bias_bytes() + s.scale_bytes() + kPlaceBytes) + kFixedBarrierBytes + 1024;
+         kConsumers * (s.bias_bytes() + s.scale_bytes() + kPlaceBytes) + kFixedBarrierBytes;
 }
 
 /// Shared memory of a CTA, offsets from a 1024-byte aligned base.
@@ -96,9 +102,8 @@ struct SharedLayout {
   static constexpr int kSlotWords = kSlotEmpty + kSlots * 8;
   static constexpr int kLoads = kSlotWords + kSlots * 4;  // of epilogues that load
   static constexpr int kEnd = kLoads + kConsumers * kLoadSets * 8;
-  static constexpr int kBytes = kEnd + 1024;  // the base is aligned by hand
-  static_assert(kBytes == shared_bytes(kShape));
-  static_assert(kBytes <= 232448, "more shared memory than a CTA of sm_90 has");
+  static_assert(kEnd == shared_bytes(kShape));
+  static_assert(kEnd <= 232448, "more shared memory than a CTA of sm_90 has");
 };
 
 }  // namespace sonicmoe::cuda

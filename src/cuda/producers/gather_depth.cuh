@@ -12,7 +12,7 @@ struct GatherDepth {
   static constexpr int kCopyArrivals = kWarpgroup;
   static constexpr int kTileReaders = kWarpgroup / 32;
   static constexpr Drawer kDrawer = Drawer::kConsumer;
-  static constexpr Registers registers(const TileShape&) { return {56, 224}; }
+  static constexpr Registers registers(const TileShape&) { return {56, 208}; }
   static constexpr bool kNeedsProxyFence = true;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}

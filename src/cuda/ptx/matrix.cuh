@@ -86,5 +86,11 @@ __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
                : "l"(pointer));
   return r;
 }
+/// 8 of them.
+__device__ __forceinline__ uint2 load_constant8(const void* pointer) {
+  uint2 r;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(pointer));
+  return r;
+}
 
 }  // namespace sonicmoe::cuda::ptx

@@ -2,13 +2,15 @@
 
 #include "cuda/device.h"
 #include "cuda/epilogues/element.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/reduce/gradients.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kRowBlocks = 16;  // blocks that share an expert's rows
+constexpr int kMostRowBlocks = 16;  // that share an expert's rows
 
 /// Where the value of a slot lies: (T, K) by two strides, or a list by one.
 struct SlotView {
@@ -30,6 +32,38 @@ SlotView slots_of(const Tensor& t) {
           matrix ? static_cast<std::int32_t>(t.shape[1]) : 1};
 }
 
+/// A view to be filled with zeros.
+struct ClearArgs {
+  void* data;
+  std::int64_t shape[3];
+  std::int64_t stride[3];
+  std::int32_t bytes;
+
+  /// The share of block `block` of `blocks`, each of one dimension.
+  __device__ void clear(std::int64_t block, std::int64_t blocks) const {
+    const std::int64_t count = shape[0] * shape[1] * shape[2];
+    for (std::int64_t i = block * blockDim.x + threadIdx.x; i < count; i += blocks * blockDim.x) {
+      const std::int64_t line = i / shape[2];
+      const std::int64_t at =
+          line / shape[1] * stride[0] + line % shape[1] * stride[1] + i % shape[2] * stride[2];
+      if (bytes == 2) {
+        static_cast<std::uint16_t*>(data)[at] = 0;
+      } else {
+        static_cast<std::uint32_t*>(data)[at] = 0;
+      }
+    }
+  }
+};
+
+ClearArgs clear_args(const Tensor& t) {
+  ClearArgs a{t.data, {1, 1, 1}, {0, 0, 0}, static_cast<std::int32_t>(dtype_bytes(t.dtype))};
+  for (std::int32_t i = 0; i < t.rank; i++) {
+    a.shape[3 - t.rank + i] = t.shape[i];
+    a.stride[3 - t.rank + i] = t.stride[i];
+  }
+  return a;
+}
+
 /// Puts expert blockIdx.x in its place: behind those with more rows. By one block.
 __device__ void place_expert(const Metadata& m, ExpertRecord* out) {
   const auto experts = static_cast<int>(gridDim.x);
@@ -44,7 +78,12 @@ __device__ void place_expert(const Metadata& m, ExpertRecord* out) {
   if (threadIdx.x == 0) out[before] = {expert, m.expert_begin[expert], rows, 0};
 }
 
-__global__ void row_lists_kernel(const Metadata m, const SlotView weights, const RowLists lists) {
+__global__ void row_lists_kernel(const Metadata m, const SlotView weights, const RowLists lists,
+                                 const ClearArgs scores) {
+  ptx::wait_for_previous_kernel();
+  if (scores.data != nullptr) {
+    scores.clear(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
+  }
   if (blockIdx.y == 0) place_expert(m, lists.experts);
   if (blockIdx.x == 0 && blockIdx.y == 0) {
     for (int i = threadIdx.x; i < lists.counter_count; i += kBlock) lists.counters[i] = 0;
@@ -52,7 +91,7 @@ __global__ void row_lists_kernel(const Metadata m, const SlotView weights, const
   float* out = lists.weights;
   const std::int32_t begin = m.expert_begin[blockIdx.x];
   const std::int32_t rows = m.expert_rows[blockIdx.x];
-  for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += kRowBlocks * kBlock) {
+  for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += gridDim.y * kBlock) {
     const std::int32_t row = begin + i;
     out[row] = weights.data == nullptr ? 1.0f : *weights.at(m.row_slot[row]);
   }
@@ -66,33 +105,53 @@ struct ScoreKernel {
   std::int64_t dout_stride;
   Bias b_down;
   SlotView out;
+  std::int32_t beside;
 };
 
+__device__ __forceinline__ void begin_scores(const ScoreKernel& a) {
+  if (a.beside == 0) ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+}
+
+/// Whoever waits for this kernel waits for those before it too.
+__device__ __forceinline__ void end_scores(const ScoreKernel& a) {
+  const bool last = blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y;
+  if (a.beside != 0 && last) ptx::wait_for_previous_kernel();
+}
+
 /// Without a bias the parts are all there is: a thread a row.
-__global__ void score_parts_kernel(const Metadata m, const ScoreKernel a) {
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
+    score_parts_kernel(const Metadata m, const ScoreKernel a) {
+  begin_scores(a);
   const std::int32_t begin = m.expert_begin[blockIdx.x];
   const std::int32_t rows = m.expert_rows[blockIdx.x];
-  for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += kRowBlocks * kBlock) {
+#pragma unroll 4
+  for (int i = blockIdx.y * kBesideThreads + threadIdx.x; i < rows;
+       i += gridDim.y * kBesideThreads) {
     const std::int64_t row = begin + i;
     float parts = 0.0f;
     for (int t = 0; t < a.tiles; t++) parts += a.parts[row * a.tiles + t];
     *a.out.at(m.row_slot[row]) = parts;
   }
+  end_scores(a);
 }
 
 /// A warp a row: lanes share the dot product with the bias, then add up in a fixed order.
 template <class Element>
-__global__ void scores_kernel(const Metadata m, const ScoreKernel a) {
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
+    scores_kernel(const Metadata m, const ScoreKernel a) {
+  begin_scores(a);
   const int expert = blockIdx.x;
   const std::int32_t begin = m.expert_begin[expert];
   const std::int32_t rows = m.expert_rows[expert];
   const int lane = threadIdx.x & 31;
-  const int warp = (blockIdx.y * kBlock + threadIdx.x) / 32;
+  const int warp = (blockIdx.y * kBesideThreads + threadIdx.x) / 32;
   const auto* bias = static_cast<const Element*>(a.b_down.data) + expert * a.b_down.expert_stride;
-  for (int i = warp; i < rows; i += kRowBlocks * kBlock / 32) {
+  for (int i = warp; i < rows; i += gridDim.y * kBesideThreads / 32) {
     const std::int64_t row = begin + i;
     float sum = 0.0f;
     const auto* dout = static_cast<const Element*>(a.dout) + m.row_token[row] * a.dout_stride;
+#pragma unroll 2
     for (int c = lane; c < a.hidden; c += 32) {
       sum = fmaf(static_cast<float>(dout[c]), static_cast<float>(bias[c * a.b_down.column_stride]),
                  sum);
@@ -103,6 +162,7 @@ __global__ void scores_kernel(const Metadata m, const ScoreKernel a) {
     for (int t = 0; t < a.tiles; t++) parts += a.parts[row * a.tiles + t];
     *a.out.at(m.row_slot[row]) = parts + sum;
   }
+  end_scores(a);
 }
 
 struct ColumnOut {
@@ -167,54 +227,41 @@ __global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnK
   }
 }
 
-struct ClearKernel {
-  void* data;
-  std::int64_t shape[3];
-  std::int64_t stride[3];
-  std::int32_t bytes;
-};
+__global__ void clear_kernel(const ClearArgs a) { a.clear(blockIdx.x, gridDim.x); }
 
-__global__ void clear_kernel(const ClearKernel a) {
-  const std::int64_t count = a.shape[0] * a.shape[1] * a.shape[2];
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += step) {
-    const std::int64_t line = i / a.shape[2];
-    const std::int64_t at = line / a.shape[1] * a.stride[0] + line % a.shape[1] * a.stride[1] +
-                            i % a.shape[2] * a.stride[2];
-    if (a.bytes == 2) {
-      static_cast<std::uint16_t*>(a.data)[at] = 0;
-    } else {
-      static_cast<std::uint32_t*>(a.data)[at] = 0;
-    }
-  }
+/// Blocks that share an expert's rows, each about `rows` of them.
+dim3 expert_grid(const Problem& p, std::int64_t rows) {
+  const std::int64_t blocks = row_capacity(p) / p.experts / rows;
+  return dim3(static_cast<unsigned>(p.experts),
+              static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, kMostRowBlocks)));
 }
-
-dim3 expert_grid(const Problem& p) { return dim3(static_cast<unsigned>(p.experts), kRowBlocks); }
 
 }  // namespace
 
 void make_row_lists(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                    const RowLists& lists, cudaStream_t stream) {
-  row_lists_kernel<<<expert_grid(problem), kBlock, 0, stream>>>(metadata, slots_of(weights), lists);
-  check_cuda(cudaGetLastError(), "launching the row lists");
+                    const RowLists& lists, const Tensor& dweights, cudaStream_t stream) {
+  launch_dependent("launching the row lists", row_lists_kernel,
+                   {expert_grid(problem, kBlock / 2), kBlock}, stream, metadata, slots_of(weights),
+                   lists, clear_args(dweights));
 }
 
 void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
                    cudaStream_t stream) {
-  clear(args.out, stream);
   const ScoreKernel a{args.parts,
                       args.tiles,
                       static_cast<std::int32_t>(problem.hidden),
                       args.dout.data,
                       args.dout.stride[0],
                       {args.b_down.data, args.b_down.stride[0], args.b_down.stride[1]},
-                      slots_of(args.out)};
+                      slots_of(args.out),
+                      args.beside ? 1 : 0};
   const auto kernel = args.b_down.data == nullptr     ? score_parts_kernel
                       : problem.dtype == DType::kBF16 ? scores_kernel<__nv_bfloat16>
                                                       : scores_kernel<__half>;
-  kernel<<<expert_grid(problem), kBlock, 0, stream>>>(metadata, a);
-  check_cuda(cudaGetLastError(), "launching the gradient of the scores");
+  // Beside a product few blocks run at a time, each of which had better have much to do.
+  const std::int64_t rows = args.b_down.data == nullptr ? 4 * kBesideThreads : kBesideThreads;
+  launch_dependent("launching the gradient of the scores", kernel,
+                   {expert_grid(problem, rows), kBesideThreads}, stream, metadata, a);
 }
 
 void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnSum& args,
@@ -239,13 +286,8 @@ void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnS
 }
 
 void clear(const Tensor& t, cudaStream_t stream) {
-  ClearKernel a{t.data, {1, 1, 1}, {0, 0, 0}, static_cast<std::int32_t>(dtype_bytes(t.dtype))};
-  std::int64_t count = 1;
-  for (std::int32_t i = 0; i < t.rank; i++) {
-    a.shape[3 - t.rank + i] = t.shape[i];
-    a.stride[3 - t.rank + i] = t.stride[i];
-    count *= t.shape[i];
-  }
+  const ClearArgs a = clear_args(t);
+  const std::int64_t count = a.shape[0] * a.shape[1] * a.shape[2];
   if (count == 0) return;
   const auto grid =
       static_cast<unsigned>(std::min<std::int64_t>((count + kBlock - 1) / kBlock, 4096));

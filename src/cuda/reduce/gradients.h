@@ -17,16 +17,21 @@ struct RowLists {
   unsigned* counters;     ///< cleared
   std::int32_t counter_count;
 };
+/// Also clears `dweights`, unless it is absent.
 void make_row_lists(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                    const RowLists& lists, cudaStream_t stream);
+                    const RowLists& lists, const Tensor& dweights, cudaStream_t stream);
 
-/// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>); 0 for empty slots.
+/// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>). Empty slots keep what
+/// they have.
 struct ScoreGrad {
   const float* parts;  ///< (C, tiles)
   std::int32_t tiles;
   Tensor dout;    ///< (T, d)
   Tensor b_down;  ///< (E, d) or absent
   Tensor out;     ///< dweights
+  /// The kernel before is an independent weight gradient: `parts` are complete when it lets the
+  /// next one begin.
+  bool beside;
 };
 void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
                    cudaStream_t stream);
