@@ -93,7 +93,9 @@ def mean_over_sonic(record, which, name="ours_cpp"):
 def pair(row, name):
     """TFLOP/s forward/backward."""
     values = [row.get(name, {}).get(f"{which}_tflops") for which in PASSES]
-    return "-" if None in values else "/".join(f"{value:.0f}" for value in values)
+    if not any(values):
+        return "-"
+    return "/".join("-" if value is None else f"{value:.0f}" for value in values)
 
 
 def ratios(row):

@@ -123,6 +123,11 @@ def peers():
     calls = ", ".join(f"{CONTENDERS[n]} {s:.2f} s" for n, s in first["seconds"].items())
     absent = {n: state for n, state in record["peers"].items() if not state.startswith("timed")}
     missing = ", ".join(f"{n} ({state.split(':')[0]})" for n, state in absent.items())
+    left_out = [
+        f" {name} on {row['config']}: {reason}."
+        for row in record["rows"]
+        for name, reason in row.get("left_out", {}).items()
+    ]
     return "\n\n".join(
         [
             "TFLOP/s forward/backward:",
@@ -130,7 +135,7 @@ def peers():
             "MiB kept from forward to backward beside X:",
             grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
             f"First forward and backward of the process, {first['config']}, nothing compiled "
-            f"before: {calls}. Not timed: {missing or 'none'}. {source(record)}",
+            f"before: {calls}. Not timed: {missing or 'none'}.{''.join(left_out)} {source(record)}",
             "![Beside other implementations](images/h200-peers.svg)",
         ]
     )

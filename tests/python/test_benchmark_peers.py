@@ -235,6 +235,24 @@ def test_versions_that_do_not_fit_are_named(bench, deep_gemm, peers, changes, re
     assert "ours_torch" in seconds and "deep_gemm" not in seconds
 
 
+def test_the_page_tells_who_was_not_timed(bench, monkeypatch):
+    import h200_page
+
+    shape = dict(zip("TdnEK", SHAPE, strict=True))
+    row = {"config": "small", **shape, "ours_torch": {"fwd_tflops": 90.4, "bwd_tflops": 80.6}}
+    row |= {"deep_gemm": {"fwd_tflops": 70.2, "kept_MiB": 3.0}}
+    row |= {"left_out": {"momoe": "RuntimeError: out of memory"}}
+    record = {"rows": [row], "first_call": {"config": "small", "seconds": {"ours_torch": 0.01}}}
+    states = {"ours_torch": "timed", "deep_gemm": "timed, forward only: no k", "momoe": "timed"}
+    states |= {"scattermoe": "absent", "sonicmoe": "installed, but it does not fit: TypeError: f()"}
+    record |= {"peers": states, "device": "H200", "torch": "2", "date": "2026-11-21", "commit": "c"}
+    monkeypatch.setattr(h200_page, "extra", lambda what: record)
+    text = h200_page.peers()
+    assert "| small | 90/81 | 70/- |" in text
+    assert "Not timed: scattermoe (absent), sonicmoe (installed, but it does not fit)." in text
+    assert "momoe on small: RuntimeError: out of memory." in text
+
+
 def test_our_own_failure_ends_the_run(bench, peers, monkeypatch):
     rivals, checker = bench
 
