@@ -349,3 +349,21 @@ def test_nothing_waits_for_the_device():
         with Waits() as seen:
             step(experts, x, counts, x)
         assert seen.calls == []
+
+
+def titan_rows(counts):
+    return torchtitan.run_experts(
+        **parameters(("w1", "w2", "w3")), x=rows(6), num_tokens_per_expert=counts
+    )
+
+
+def prime_rows(counts):
+    return prime_rl.SonicMoECppExpertCompute()(PrimeExperts(), rows(6), counts)
+
+
+@pytest.mark.parametrize("run", [titan_rows, prime_rows], ids=["torchtitan", "prime-rl"])
+def test_counts_are_checked(run):
+    with pytest.raises(TypeError, match="num_tokens_per_expert is list, must be"):
+        run([3, 1, 2, 0])
+    with pytest.raises(ValueError, match=r"num_tokens_per_expert has shape \(3,\), must be \(E,\)"):
+        run(torch.tensor([3, 1, 2]))

@@ -358,6 +358,8 @@ def test_an_old_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(hf.metadata, "version", lambda name: "5.6.2")
     with pytest.raises(ImportError, match=r"5\.7 or later: 5\.6\.2 is installed"):
         hf.register()
+    monkeypatch.setattr(hf.metadata, "version", lambda name: "5.10rc1")
+    assert hf.register() == "sonicmoe_cpp"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])

@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _checks
 
-def offsets_of(num_tokens_per_expert: Tensor) -> Tensor:
+
+def offsets_of(num_tokens_per_expert: Tensor, experts: int) -> Tensor:
     """(E+1,) int64 from counts (E,) of any dtype: routers that count by histc give floats."""
+    name = "num_tokens_per_expert"
+    _checks.tensor(name, num_tokens_per_expert)
+    _checks.shape(name, num_tokens_per_expert, "(E,)", (experts,))
     return F.pad(num_tokens_per_expert.cumsum(0, dtype=torch.int64), (1, 0))

@@ -9,6 +9,7 @@ docs/huggingface.md has what is supported. The model's own weights are used as t
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ def register(name: str = NAME) -> str:
         interface = _interface()
     except (ImportError, metadata.PackageNotFoundError) as error:
         raise ImportError(f"{_NEEDS}: {error}") from error
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:  # also of 5.10rc1
         raise ImportError(f"{_NEEDS}: {version} is installed, which knows only its own experts")
     interface.register(name, experts_forward)
     return name

@@ -73,12 +73,13 @@ class SonicMoECppExpertCompute:
             w_up = w_up if gate is None else (gate, w_up)
         if _is_gated(experts):
             b_up = _both(get("gate_proj_bias"), b_up)
+        w_down = get("down_proj")
         with torch.autocast(x.device.type, enabled=False):
             out = moe_grouped(
                 x.bfloat16(),
-                offsets_of(num_tokens_per_expert),
+                offsets_of(num_tokens_per_expert, w_down.shape[0]),
                 w_up,
-                get("down_proj"),
+                w_down,
                 b_up=b_up,
                 b_down=get("down_proj_bias"),
                 activation=activation_of(experts),

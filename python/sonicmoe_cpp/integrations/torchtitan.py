@@ -30,9 +30,9 @@ def run_experts(
     (E,) on the device. Rows past the counts give zeros and are not read. Groups need no alignment.
     """
     gate, down, up = (local(w).bfloat16() for w in (w1, w2, w3))
-    rows = x.bfloat16()
+    rows, offsets = x.bfloat16(), offsets_of(num_tokens_per_expert, down.shape[0])
     with torch.autocast(x.device.type, enabled=False):
-        out = moe_grouped(rows, offsets_of(num_tokens_per_expert), (gate, up), down)
+        out = moe_grouped(rows, offsets, (gate, up), down)
     return out.type_as(x)
 
 
