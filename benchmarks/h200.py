@@ -57,16 +57,19 @@ class Contenders:
         self.data = Data(shape, torch.device("cuda"))
         self.ours = {name: Ours(library, self.data) for name, library in libraries.items()}
         self.rivals = {}
+        self.left_out = {}  # name -> why it could not be measured here
         if "bound" in arguments.peers:
             self.rivals["bound"] = rivals.Bound(self.data)
         for name in rivals.LAYERS.keys() & set(arguments.peers):
             try:
                 layer = rivals.LAYERS[name](shape)
-            except ImportError as absent:
-                print(f"{name} is absent: {absent}", file=sys.stderr)
+            except Exception as error:
+                if name not in packages.LAYERS and not isinstance(error, ImportError):
+                    raise
+                self.left_out[name] = packages.problem(name, error)
+                print(f"{name} is left out: {self.left_out[name]}", file=sys.stderr)
             else:
                 self.rivals[name] = rivals.contender(self.data, layer)
-        self.left_out = {}  # name -> why it could not be measured here
 
     def draw(self, seed):
         self.data.draw(seed)
