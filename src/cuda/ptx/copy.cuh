@@ -82,6 +82,16 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
       : "memory");
 }
 
+/// `bytes` (a multiple of 16) into shared memory, completed at `barrier`; both ends on 16 bytes.
+__device__ __forceinline__ void bulk_load(std::uint32_t target, const void* source,
+                                          std::uint32_t bytes, Mbarrier barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier.address())
+      : "memory");
+}
+
 /// Moves a pointer in place. Added in C++, the halves of 64 bits come to lie in registers that are
 /// no pair, and each use copies them into one.
 template <int kBytes>

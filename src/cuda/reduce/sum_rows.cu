@@ -1,82 +1,35 @@
-// One token a block (several where d is small), plain loads and stores: this runs at the copy
-// bandwidth as long as enough bytes are on their way. What decides is how many threads a
-// multiprocessor holds, so a thread loads two rows at a time, 32 bytes of each, whatever K is; four
-// or eight rows at once take registers that threads then lack (a tenth to a half slower). A handful
-// of tokens leaves the chip idle anyway: there eight rows at once save round trips. The order of
-// the sum is fixed.
+// Large sums run from rings in shared memory (sum_ring.cuh). A handful of tokens leaves the chip
+// idle anyway: there a block takes a token by plain loads, eight rows at once, which spares the
+// ring's beginning. The order of the sum is fixed and the same in both.
 #include <algorithm>
 
 #include "cuda/device.h"
-#include "cuda/epilogues/element.cuh"
 #include "cuda/launch.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/reduce/sum_args.cuh"
+#include "cuda/reduce/sum_ring.cuh"
 #include "cuda/reduce/sum_rows.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
 constexpr std::int64_t kFewChunks = 1 << 16;  // of 16 bytes, of all tokens
-
-// How a thread loads: kRows before the first is summed, of each kPieces of 16 bytes, blockDim.x
-// apart, with kBlocks on a multiprocessor.
-struct ManyTokens {
-  static constexpr int kRows = 2, kPieces = 2, kBlocks = 4;
-};
-struct FewTokens {
-  static constexpr int kRows = 8, kPieces = 1, kBlocks = 2;
-};
-
-struct SumArgs {
-  const void* rows;  // (C, d), contiguous
-  void* out;
-  std::int64_t out_stride;
-  std::int64_t tokens;
-  std::int32_t chunks;  // d / 8
-  std::int32_t top_k;   // positions of a token where it has no list
-  const std::int32_t* position_row;
-  const std::int32_t* position_slot;
-  const std::int32_t* token_offsets;
-  const float* weights;
-  std::int64_t token_stride;   // of weights, where tokens have no list
-  std::int64_t weight_stride;  // from one k, or one slot, to the next
-  std::int32_t half;           // elements are fp16, else bf16
-};
+constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
+constexpr int kBlocks = 2;                    // of these, on a multiprocessor
+constexpr int kRows = 8;                      // loaded before the first is summed
 
 template <class Element>
-__device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& v, float weight) {
-  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    sum[2 * i] = fmaf(weight, Pair<Element>::low(words[i]), sum[2 * i]);
-    sum[2 * i + 1] = fmaf(weight, Pair<Element>::high(words[i]), sum[2 * i + 1]);
-  }
-}
-
-template <class Element>
-__device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
-  return {Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3]),
-          Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
-}
-
-template <class Element, int kRows, int kPieces>
-__device__ __forceinline__ void accumulate_rows(float (&sum)[kPieces][8],
-                                                const uint4 (&value)[kRows][kPieces],
+__device__ __forceinline__ void accumulate_rows(float (&sum)[8], const uint4 (&value)[kRows],
                                                 const std::int32_t (&row)[kRows],
                                                 const float (&weight)[kRows]) {
 #pragma unroll
   for (int i = 0; i < kRows; i++) {
-    if (row[i] < 0) continue;
-#pragma unroll
-    for (int c = 0; c < kPieces; c++) accumulate<Element>(sum[c], value[i][c], weight[i]);
+    if (row[i] >= 0) accumulate<Element>(sum, value[i], weight[i]);
   }
 }
 
-template <class Load>
-__global__ void __launch_bounds__(kMostThreads, Load::kBlocks) sum_rows_kernel(const SumArgs a) {
-  constexpr int kRows = Load::kRows;
-  constexpr int kPieces = Load::kPieces;
+__global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(const SumArgs a) {
   ptx::wait_for_previous_kernel();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= a.tokens) return;
@@ -89,16 +42,15 @@ __global__ void __launch_bounds__(kMostThreads, Load::kBlocks) sum_rows_kernel(c
   if (weights != nullptr && !listed) weights += token * a.token_stride;
   if (weights != nullptr && listed && slots == nullptr) weights += begin * a.weight_stride;
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
-  const int step = blockDim.x;
-  for (int first = threadIdx.x; first < a.chunks; first += kPieces * step) {
-    const uint4* rows = static_cast<const uint4*>(a.rows) + first;
-    float sum[kPieces][8] = {};
+  for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
+    const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
+    float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
       // In this order: a look-up after the loads of a row would wait for them, and rows that come
       // after weights would wait for these.
       std::int32_t row[kRows];
       std::int32_t slot[kRows];
-      uint4 value[kRows][kPieces];
+      uint4 value[kRows];
       float weight[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
@@ -107,12 +59,8 @@ __global__ void __launch_bounds__(kMostThreads, Load::kBlocks) sum_rows_kernel(c
       }
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
-#pragma unroll
-        for (int c = 0; c < kPieces; c++) {
-          if (row[i] < 0 || first + c * step >= a.chunks) continue;
-          value[i][c] =
-              ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks + c * step);
-        }
+        if (row[i] < 0) continue;
+        value[i] = ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks);
       }
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
@@ -125,13 +73,17 @@ __global__ void __launch_bounds__(kMostThreads, Load::kBlocks) sum_rows_kernel(c
         accumulate_rows<__nv_bfloat16>(sum, value, row, weight);
       }
     }
-#pragma unroll
-    for (int c = 0; c < kPieces; c++) {
-      if (first + c * step >= a.chunks) break;
-      out[first + c * step] =
-          a.half != 0 ? rounded<__half>(sum[c]) : rounded<__nv_bfloat16>(sum[c]);
-    }
+    out[chunk] = rounded(a, sum);
   }
+}
+
+int multiprocessors() {
+  int device = 0;
+  int count = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "reading device attributes");
+  return count;
 }
 
 }  // namespace
@@ -153,15 +105,20 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.token_stride = weights.stride[0];
   args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
-  const bool few = problem.tokens * args.chunks <= kFewChunks;
-  const auto kernel = few ? sum_rows_kernel<FewTokens> : sum_rows_kernel<ManyTokens>;
-  const int pieces_each = few ? FewTokens::kPieces : ManyTokens::kPieces;
-  const int pieces = (args.chunks + pieces_each - 1) / pieces_each;
-  const int rounds = (pieces + kMostThreads - 1) / kMostThreads;
-  const int across = (pieces + rounds - 1) / rounds;
+  const char* what = "launching the sum over a token's rows";
+  if (problem.tokens * args.chunks > kFewChunks) {
+    const RingLaunch ring(args, multiprocessors());
+    launch_dependent(what, sum_rows_ring_kernel,
+                     {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
+                      static_cast<std::size_t>(ring.shared_bytes)},
+                     stream, ring.args);
+    return;
+  }
+  const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
+  const int across = (args.chunks + rounds - 1) / rounds;
   const int down = across < 64 ? 96 / across : 1;
   const std::int64_t grid = (problem.tokens + down - 1) / down;
-  launch_dependent("launching the sum over a token's rows", kernel,
+  launch_dependent(what, sum_rows_few_kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 
