@@ -263,9 +263,25 @@ void launch_scores(const Call& c) {
                 c.stream);
 }
 
-void launch_input_sum(const Call& c) {
+/// How many tokens are summed beside dW2 already. Where experts are narrow the weight gradients are
+/// short: dW1 covers half of the sum at n = 256, and dW2 half as much.
+std::int64_t tokens_beside_down(const Call& c) {
+  constexpr std::int64_t kNarrow = 768;
+  const Weights& g = c.args.grads;
+  const bool split = c.input_first && g.down.data != nullptr && has_up_grads(g);
+  return split && c.problem.width < kNarrow ? c.problem.tokens / 5 : 0;
+}
+
+void launch_first_sum(const Call& c) {
+  sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, {0, tokens_beside_down(c)},
+                  c.stream);
+}
+
+void launch_last_sum(const Call& c) {
   if (c.input_first) {
-    sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, c.stream);
+    const std::int64_t first = tokens_beside_down(c);
+    sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, {first, c.problem.tokens - first},
+                    c.stream);
   } else {
     sum_rows(c.problem, c.metadata, c.dx.data, Tensor{}, c.args.dx, c.stream);
   }
@@ -331,11 +347,12 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   if (!call.input_first) observed(exec, "dS", [&] { launch_scores(call); });
   if (call.input_first) observed(exec, "dX~", [&] { launch_input_grad(call); });
   observed(exec, "dW2", [&] { launch_down_grad(call); });
+  if (tokens_beside_down(call) > 0) observed(exec, "dX", [&] { launch_first_sum(call); });
   observed(exec, "dW1", [&] { launch_up_grads(call); });
   if (call.input_first) observed(exec, "dS", [&] { launch_scores(call); });
   if (args.dx.data == nullptr) return;
   if (!call.input_first) observed(exec, "dX~", [&] { launch_input_grad(call); });
-  observed(exec, "dX", [&] { launch_input_sum(call); });
+  observed(exec, "dX", [&] { launch_last_sum(call); });
 }
 
 }  // namespace sonicmoe::cuda

@@ -23,6 +23,7 @@ struct BesideArgs {
   const std::uint8_t* rows;  // (C, d), contiguous
   std::uint8_t* out;
   std::int64_t out_bytes;  // from one row to the next
+  std::uint32_t first_token;
   std::uint32_t tokens;
   std::uint32_t row_bytes;
   std::int32_t top_k;  // positions of a token where it has no list
@@ -146,8 +147,8 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_rows_beside_kernel(const BesideArgs a) {
   ptx::launch_next_kernel();
   // Said to be uniform, so that what depends on it takes no registers.
-  const std::uint32_t token = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  if (token < a.tokens) sum_part<Element>(a, token, blockIdx.y);
+  const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  if (i < a.tokens) sum_part<Element>(a, a.first_token + i, blockIdx.y);
   // Whoever waits for this kernel waits for those before it too.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
 }
@@ -155,14 +156,15 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
 }  // namespace
 
 void sum_rows_beside(const Problem& problem, const Metadata& metadata, const void* rows,
-                     const Tensor& out, cudaStream_t stream) {
-  if (problem.tokens == 0) return;
+                     const Tensor& out, const TokenRange& tokens, cudaStream_t stream) {
+  if (tokens.count == 0) return;
   BesideArgs args{};
   args.rows = static_cast<const std::uint8_t*>(rows);
   args.out = static_cast<std::uint8_t*>(out.data);
   args.out_bytes = out.stride[0] * 2;
   args.row_bytes = static_cast<std::uint32_t>(problem.hidden * 2);
-  args.tokens = static_cast<std::uint32_t>(problem.tokens);
+  args.first_token = static_cast<std::uint32_t>(tokens.first);
+  args.tokens = static_cast<std::uint32_t>(tokens.count);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
   args.position_row = metadata.position_row;
   args.token_offsets = metadata.token_offsets;

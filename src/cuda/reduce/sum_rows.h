@@ -15,9 +15,14 @@ namespace sonicmoe::cuda {
 void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows,
               const Tensor& weights, const Tensor& out, cudaStream_t stream);
 
-/// The same without weights, beside an independent weight gradient: `rows` must be complete when
-/// the kernel before lets this one begin.
+struct TokenRange {
+  std::int64_t first;
+  std::int64_t count;
+};
+
+/// The same for some tokens and without weights, beside an independent weight gradient: `rows` must
+/// be complete when the kernel before lets this one begin.
 void sum_rows_beside(const Problem& problem, const Metadata& metadata, const void* rows,
-                     const Tensor& out, cudaStream_t stream);
+                     const Tensor& out, const TokenRange& tokens, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda
