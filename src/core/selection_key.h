@@ -116,13 +116,6 @@ SONICMOE_HD float group_value(float best, float second) {
   return add32(a, b);
 }
 
-/// Token rounding ranks an expert's pairs by (chosen, p), lower token first on ties. p in [0, 1]
-/// is never negative, so its bits are ordered and the top bit is free for `chosen`.
-inline constexpr std::uint32_t kChosen = 0x80000000u;
-SONICMOE_HD std::uint32_t rank_key(float p, std::uint32_t chosen_bit) {
-  return bits_of(p) | chosen_bit;
-}
-
 /// Score mass as a fixed-point number with 40 fraction bits (cut off): sums have no order.
 SONICMOE_HD std::uint64_t mass(float p) { return static_cast<std::uint64_t>(mul32(p, 0x1p40f)); }
 
