@@ -10,7 +10,7 @@ one process, in turn, on the same values (three seeds); results are checked agai
 
 Without a state nothing is timed: torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
 
-hot      bursts one after the other in random order, 40 % of each dropped, median over the seeds:
+hot      bursts one after the other in random order, 40 % of each dropped, median of 5 over 3 seeds:
          the chip at the clock that its power limit leaves. This decides.
 cool     30 ms of idling, a warm call, a timed call; median of 5. Not for layers under autograd,
          whose backward is a difference of two times.
@@ -45,7 +45,7 @@ SMALL = ("7B-T2048", "olmoe-T64")
 DEFAULT = [name for name in CONFIGS if name != "qwen3-235b-T4096"]
 SEEDS = (0, 1, 2)
 PASSES = ("fwd", "bwd")
-COOL_ROUNDS = (2, 2, 1)  # calls after each seed
+ROUNDS = (2, 2, 1)  # bursts or cool calls after each seed: five outvote two odd ones
 FLUSHED_CALLS = 70  # of each seed
 PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet: faster is a measuring error
 
@@ -125,7 +125,7 @@ def measure(arguments, name, shape, libraries):
     small = name in SMALL and bool(arguments.states)
     flush = timing.Flusher(contenders.data.device) if small else None
     times = {"flushed": {}} if small else {state: {} for state in arguments.states}
-    for seed, cool_calls in zip(SEEDS, COOL_ROUNDS, strict=True):
+    for seed, rounds in zip(SEEDS, ROUNDS, strict=True):
         contenders.draw(seed)
         if seed == SEEDS[0]:
             error = contenders.check()
@@ -133,9 +133,10 @@ def measure(arguments, name, shape, libraries):
         if "flushed" in times:
             timing.flushed_round(runs, FLUSHED_CALLS, flush, times["flushed"])
         if "hot" in times:
-            timing.hot_round(runs, arguments.burst, times["hot"])
+            for _ in range(rounds):
+                timing.hot_round(runs, arguments.burst, times["hot"])
         if "cool" in times:
-            for _ in range(cool_calls):
+            for _ in range(rounds):
                 timing.cool_round(contenders.apart(runs), times["cool"])
     medians = {
         state: {key: statistics.median(samples) for key, samples in of_state.items()}
@@ -283,7 +284,7 @@ def parse():
     parser.add_argument("--peers", default="bound,torch,ours_torch", help="what else is timed")
     parser.add_argument("--states", default="hot,cool")
     parser.add_argument("--passes", default="fwd,bwd")
-    parser.add_argument("--burst", type=float, default=90.0, help="milliseconds of a hot burst")
+    parser.add_argument("--burst", type=float, default=70.0, help="milliseconds of a hot burst")
     parser.add_argument("--out", default="", help="folder for hot.json and cool.json")
     parser.add_argument("--merge", nargs="+", metavar="DIR")
     arguments = parser.parse_args()
