@@ -18,7 +18,13 @@ check "format and lint" tools/format.sh --check
 check "structure" python tools/check_structure.py
 check "API reference" python tools/api_reference.py --check
 check "C++ tests" ctest --preset release --no-tests=error -j "$(nproc)"
-check "Python tests" python -m pytest -q tests/python
+poison=$PWD/build/release/tests/libsonicmoe_poison.so
+if [[ $poison == *[[:space:]:]* ]]; then # as LD_PRELOAD cannot name it
+  copy=$(mktemp)
+  trap 'rm -f "$copy"' EXIT
+  cp "$poison" "$copy" && poison=$copy
+fi
+check "Python tests" env SONICMOE_POISON=1 LD_PRELOAD="$poison" python -m pytest -q tests/python
 
 echo "== summary"
 printf '%s\n' "${summary[@]}"
