@@ -2,6 +2,7 @@
 // by expert (metadata_place.cuh); groups of rows are taken as they are.
 #include <algorithm>
 
+#include "cuda/carver.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/metadata.h"
@@ -90,23 +91,9 @@ __global__ void __launch_bounds__(kPlaceThreads) mark_groups(Metadata out) {
   }
 }
 
-/// Carves arrays out of one block of memory. Only 16 bytes apart: saved memory has a promised bound
-/// that holds for one token and one expert too.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<std::uint8_t*>(base)) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    T* array = reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * static_cast<std::int64_t>(sizeof(T)) + 15) / 16 * 16;
-    return array;
-  }
-  std::int64_t used() const { return used_; }
-
- private:
-  std::uint8_t* base_;
-  std::int64_t used_ = 0;
-};
+/// Only 16 bytes apart: saved memory has a promised bound that holds for one token and one expert
+/// too.
+using TightCarver = Carver<16>;
 
 struct Scratch {
   std::uint16_t* table;  // (blocks, columns)
@@ -118,7 +105,7 @@ struct Scratch {
 
 Scratch scratch_layout(const Problem& p, void* base) {
   const std::int64_t capacity = row_capacity(p);
-  Carver carver(base);
+  TightCarver carver(base);
   Scratch s{};
   const PlacePlan plan = place_plan(capacity);
   s.table = carver.take<std::uint16_t>(plan.whole ? 0 : plan.blocks * columns_of(p));
@@ -196,7 +183,7 @@ void place(const PlaceParams& params, const PlacePlan& plan, cudaStream_t stream
 
 Metadata metadata_layout(const Problem& p, void* base) {
   const std::int64_t capacity = row_capacity(p);
-  Carver carver(base);
+  TightCarver carver(base);
   Metadata m{};
   m.row_token = carver.take<std::int32_t>(capacity);
   m.row_slot = carver.take<std::int32_t>(capacity);

@@ -283,7 +283,7 @@ void launch_last_sum(const Call& c) {
     sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, {first, c.problem.tokens - first},
                     c.stream);
   } else {
-    sum_rows(c.problem, c.metadata, c.dx.data, Tensor{}, c.args.dx, c.stream);
+    sum_rows(c.device, c.problem, c.metadata, c.dx.data, Tensor{}, c.args.dx, c.stream);
   }
 }
 

@@ -166,7 +166,7 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   const Tensor rows = tensor2(y, problem.dtype, row_capacity(problem), problem.hidden);
   observed(exec, "Y", [&] { launch_down(call, a, rows, counters + 1); });
   observed(exec, "O",
-           [&] { sum_rows(problem, metadata, y, args.routing.weights, args.out, stream); });
+           [&] { sum_rows(device, problem, metadata, y, args.routing.weights, args.out, stream); });
 }
 
 }  // namespace sonicmoe::cuda

@@ -77,19 +77,10 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
   }
 }
 
-int multiprocessors() {
-  int device = 0;
-  int count = 0;
-  check_cuda(cudaGetDevice(&device), "asking for the current device");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-             "reading device attributes");
-  return count;
-}
-
 }  // namespace
 
-void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows,
-              const Tensor& weights, const Tensor& out, cudaStream_t stream) {
+void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
+              const void* rows, const Tensor& weights, const Tensor& out, cudaStream_t stream) {
   if (problem.tokens == 0) return;
   SumArgs args{};
   args.rows = rows;
@@ -107,7 +98,7 @@ void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
   const char* what = "launching the sum over a token's rows";
   if (problem.tokens * args.chunks > kFewChunks) {
-    const RingLaunch ring(args, multiprocessors());
+    const RingLaunch ring(args, device.multiprocessors);
     launch_dependent(what, sum_rows_ring_kernel,
                      {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
                       static_cast<std::size_t>(ring.shared_bytes)},

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/device.h"
 #include "cuda/metadata.h"
 #include "sonicmoe/moe.h"
 
@@ -12,8 +13,8 @@ namespace sonicmoe::cuda {
 
 /// out[t] = r(sum over the positions of t, in order, of weight * rows[position_row]). Weights
 /// without data count as 1. Tokens without rows get zero.
-void sum_rows(const Problem& problem, const Metadata& metadata, const void* rows,
-              const Tensor& weights, const Tensor& out, cudaStream_t stream);
+void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
+              const void* rows, const Tensor& weights, const Tensor& out, cudaStream_t stream);
 
 struct TokenRange {
   std::int64_t first;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/carver.h"
 #include "cuda/routing/launch.cuh"
 
 namespace sonicmoe::cuda {
@@ -183,22 +184,8 @@ inline KeptTokens kept_tokens(std::int64_t tokens) {
   return kept;
 }
 
-/// Carves arrays out of the caller's scratch.
-class ScratchCarver {
- public:
-  explicit ScratchCarver(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    T* array = reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * static_cast<std::int64_t>(sizeof(T)) + 255) / 256 * 256;
-    return array;
-  }
-  std::int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  std::int64_t used_ = 0;
-};
+/// Arrays of the caller's scratch.
+using ScratchCarver = Carver<256>;
 
 inline void carve_kept(ScratchCarver* carver, std::int64_t experts, KeptTokens* kept) {
   kept->bits = carver->take<std::uint64_t>(experts * kept->tiles);
