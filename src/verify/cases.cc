@@ -427,6 +427,10 @@ void add_large(std::vector<Case>& cases) {
     c.grad_dtype = DType::kF32;
     cases.push_back(c);
   }
+  // Several hundred rows for each of more experts than CUDA has clusters at work: half of a tile of
+  // dW is stored late in the next one.
+  cases.push_back(make_case("large/deep_experts/bf16/random", {5000, 72, 136, 70, 8}, DType::kBF16,
+                            ActivationKind::kSwiGLU, Data::kRandom));
   // 2^16 pieces of 16 bytes: sums over a token's rows are then computed by another kernel on CUDA.
   const RoutingShape shapes[] = {
       {"ids_sentinels_t4200", RoutingForm::kIds, Pattern::kSentinels, {4200, 2000, 8, 5, 3}, {}},

@@ -168,7 +168,7 @@ class Staging {
 
 /// An epilogue that runs between the products of two tiles: begin() before the products of a tile
 /// (loads may start there), run() consumes the accumulator. State is one warpgroup's, from tile to
-/// tile.
+/// tile. What run() keeps back, if `state.held`, late() stores kLateAt k tiles into the next tile.
 template <class E, TileShape kShape>
 concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::State& state,
                                      float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,
@@ -192,6 +192,12 @@ concept DeferredEpilogue =
 
 template <class E, TileShape kShape>
 concept TileEpilogue = ImmediateEpilogue<E, kShape> || DeferredEpilogue<E, kShape>;
+
+/// Of immediate epilogues: those that keep something back.
+template <class E>
+concept StoresLate = requires {
+  { E::kLateAt } -> std::convertible_to<int>;
+};
 
 /// For immediate epilogues that load nothing.
 struct LoadsNothing {

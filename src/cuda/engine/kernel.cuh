@@ -106,6 +106,11 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     draw.ask();
     draw.post(0);
   }
+  const auto store_late = [&] {
+    if constexpr (StoresLate<typename Gemm::Epilogue>) {
+      if (state.held) Gemm::Epilogue::late(p.epilogue, state, staging);
+    }
+  };
   while (!stream.done()) {
     if (Gemm::kConsumerDraws) draw.ask();
     const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
@@ -124,6 +129,11 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
         ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
       }
     };
+    const auto beside = [&](int kt) {
+      if constexpr (StoresLate<typename Gemm::Epilogue>) {
+        if (kt == Gemm::Epilogue::kLateAt) store_late();
+      }
+    };
     const Span span{k_tiles, work.depth};
     if (!Gemm::Scheduler::kFixedDepth && k_tiles == 0) {
       hand_over();  // an expert without rows: the epilogue stores zeros
@@ -132,24 +142,26 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
       const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
       constexpr int kHalves = kShape.halves();
       if (Gemm::kNarrows && columns <= 64) {
-        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, hand_over);
+        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, beside, hand_over);
       } else if (Gemm::kNarrows && columns <= 128 && kShape.n > 128) {
-        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, hand_over);
+        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, beside, hand_over);
       } else {
-        Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, hand_over);
+        Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
       }
     } else if (kShape.halves() > 1 && halves == 1) {
-      Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, hand_over);
+      Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
     } else {
-      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, hand_over);
+      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
     }
     if constexpr (kShape.ping_pong()) skip_other();
+    store_late();
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});
     // By now the kernel before has ended, or its last tiles are about to.
     if (p.independent != 0 && threadIdx.x == kWarpgroup) let_next_begin();
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
+  store_late();
   staging.drain();
 }
 
@@ -201,6 +213,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     if (staging.elected()) staging.note_expert(work.expert);
     // The next tile is looked up under the last products.
     const auto ask = [&] { draw.ask(); };
+    const auto nothing = [](int) {};
     const auto look_up = [&] {
       draw.post(stream.taken() + 1);
       stream.next();
@@ -210,10 +223,11 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
       Loop::template run_beside<kPieces>(acc, cta, ring, warpgroup, span, piece, ask, look_up);
     } else if (valid) {
       ask();
-      Loop::template run<kShape.halves(), kShape.n>(acc, cta, ring, warpgroup, span, look_up);
+      Loop::template run<kShape.halves(), kShape.n>(acc, cta, ring, warpgroup, span, nothing,
+                                                    look_up);
     } else {
       ask();
-      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, look_up);
+      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, look_up);
     }
     if (valid) Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
   }

@@ -41,11 +41,12 @@ struct Mainloop {
   static constexpr bool kAtOnce = kShape.stages < 4;
 
   /// Multiplies the first kHalves 64-row halves of this warpgroup's rows by the first kColumns
-  /// columns; with no half valid the stages are only passed on. `hand_over` runs once the last
-  /// product has been issued.
-  template <int kHalves, int kColumns, class HandOver>
+  /// columns; with no half valid the stages are only passed on. `beside` runs under the products of
+  /// each k tile, `hand_over` once the last product has been issued.
+  template <int kHalves, int kColumns, class Beside, class HandOver>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
-                                             int warpgroup, Span span, HandOver hand_over) {
+                                             int warpgroup, Span span, Beside beside,
+                                             HandOver hand_over) {
     for (int kt = 0; kt < span.k_tiles; kt++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
       if constexpr (!Gemm::Scheduler::kFixedDepth) clear_tail(cta, ring.stage, span, kt);
@@ -56,6 +57,7 @@ struct Mainloop {
         step<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, kt != 0);
         ptx::wgmma_wait<kAtOnce ? 0 : 1>();
         if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : ring.before());
+        beside(kt);
       }
     }
     hand_over();

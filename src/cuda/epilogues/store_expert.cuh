@@ -26,54 +26,92 @@ struct StoreExpertParams {
 };
 
 template <class Element, Major kOut>
-struct StoreExpert : LoadsNothing {
+struct StoreExpert {
   using Params = StoreExpertParams;
+  /// The second half of a tile, rounded. Where it goes only the elected thread asks: it writes that
+  /// down.
+  struct State {
+    Fragment block[2];
+    bool held;
+  };
+  /// All clusters end their tiles at about the same time, and what they store at once keeps the
+  /// next tiles' loads waiting. More than half of a tile does not fit the registers beside its
+  /// products.
+  static constexpr int kLateAt = 7;
 
   template <TileShape kShape>
-  static __device__ __forceinline__ void run(const Params& p, State&,
+  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
+                                               const Staging<kShape>&, Rows) {}
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void run(const Params& p, State& state,
                                              float (&acc)[kShape.halves()][kShape.n / 2],
                                              const Work& work, const Staging<kShape>& staging,
                                              Rows rows) {
-    static_assert(kShape.halves() == 1);
+    static_assert(kShape.halves() == 1 && kShape.boxes == 2 && kShape.n == 256);
     const bool empty = work.depth == 0;
     if (p.mode != GradStore::kElement) {
       if (empty && p.mode == GradStore::kAccumulate) return;
       store_floats<kShape>(p, acc[0], work, rows.offset, empty);
       return;
     }
+    Fragment first[2];
 #pragma unroll
-    for (int first = 0; first < kShape.n / 64; first += kShape.boxes) {
-      staging.begin();
-#pragma unroll
-      for (int i = 0; i < kShape.boxes; i++) {
-        Fragment block;
-#pragma unroll
-        for (int w = 0; w < 16; w++) {
-          const float* pair = &acc[0][(first + i) * 32 + 2 * w];
-          block[w] = empty ? 0u : Pair<Element>::pack(pair[0], pair[1]);
-        }
-        if constexpr (kOut == Major::kK) {
-          staging.write(i, block);
-        } else {
-          staging.write_transposed(i, block);
-        }
-      }
-      staging.publish();
-      if (staging.elected()) {
-#pragma unroll
-        for (int i = 0; i < kShape.boxes; i++) {
-          const int m = work.m + rows.offset;
-          const int n = work.column + (first + i) * 64;
-          ptx::tma_store(
-              &p.map[work.part], staging.box(i),
-              kOut == Major::kK ? ptx::Coord3{n, m, work.expert} : ptx::Coord3{m, n, work.expert});
-        }
-        staging.commit();
-      }
+    for (int i = 0; i < 2; i++) {
+      round(first[i], &acc[0][i * 32], empty);
+      round(state.block[i], &acc[0][(2 + i) * 32], empty);
     }
+    const int m = work.m + rows.offset;
+    const int matrix = 2 * work.expert + work.part;
+    store(p, first, staging, [&] { return Place{work.column, m, matrix}; });
+    if (staging.elected()) staging.note({work.column + 128, m, matrix});
+    state.held = true;
+  }
+
+  /// Stores the other half.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void late(const Params& p, State& state,
+                                              const Staging<kShape>& staging) {
+    store(p, state.block, staging, [&] { return staging.noted(); });
+    state.held = false;
   }
 
  private:
+  static __device__ __forceinline__ void round(Fragment& block, const float* acc, bool empty) {
+#pragma unroll
+    for (int w = 0; w < 16; w++) {
+      block[w] = empty ? 0u : Pair<Element>::pack(acc[2 * w], acc[2 * w + 1]);
+    }
+  }
+
+  /// Two blocks of 64 columns from column where() on, `below` being their first row and `end` the
+  /// matrix. Only the elected thread asks.
+  template <TileShape kShape, class Where>
+  static __device__ __forceinline__ void store(const Params& p, const Fragment (&blocks)[2],
+                                               const Staging<kShape>& staging, Where where) {
+    staging.begin();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if constexpr (kOut == Major::kK) {
+        staging.write(i, blocks[i]);
+      } else {
+        staging.write_transposed(i, blocks[i]);
+      }
+    }
+    staging.publish();
+    if (!staging.elected()) return;
+    const Place place = where();
+    const int expert = place.end >> 1;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int m = place.below;
+      const int n = place.column + i * 64;
+      ptx::tma_store(&p.map[place.end & 1], staging.box(i),
+                     kOut == Major::kK ? ptx::Coord3{n, m, expert} : ptx::Coord3{m, n, expert});
+    }
+    staging.commit();
+  }
+
   template <TileShape kShape>
   static __device__ __forceinline__ void store_floats(const Params& p, const float* acc,
                                                       const Work& work, int offset, bool empty) {
