@@ -45,27 +45,86 @@ __global__ void __launch_bounds__(kRowThreads, R::kValues == 8 && sizeof(Item) =
   out.weight(token, R::slot()) = weight;
 }
 
+/// Zero in every element of `rows` rows. By a warp.
+__device__ void clear_rows(const LogitsView& out, std::int64_t first, int rows, int experts) {
+  const int lane = threadIdx.x % 32;
+  const int bytes = out.dtype == DType::kF32 ? 4 : 2;
+  auto* data = static_cast<std::uint8_t*>(out.data) + first * out.row_stride * bytes;
+  int length = experts;
+  if (out.vectors != 0 && out.row_stride == experts) {  // one run of memory
+    length *= rows;
+    rows = 1;
+  }
+  for (int r = 0; r < rows; r++, data += out.row_stride * bytes) {
+    if (out.vectors != 0) {
+      for (int i = lane; i < length * bytes / 16; i += 32) {
+        reinterpret_cast<uint4*>(data)[i] = uint4{};
+      }
+    } else if (bytes == 4) {
+      for (int e = lane; e < length; e += 32) {
+        reinterpret_cast<float*>(data)[e * out.column_stride] = 0.0f;
+      }
+    } else {
+      for (int e = lane; e < length; e += 32) {
+        reinterpret_cast<std::uint16_t*>(data)[e * out.column_stride] = 0;
+      }
+    }
+  }
+}
+
+/// Only what was chosen has a gradient: rows are cleared, then every slot puts its own in its
+/// place. kWidth lanes hold the slots of a token.
+template <int kWidth>
+__global__ void __launch_bounds__(kRowThreads, 16)
+    route_slots_backward(RouteParams p, SlotsView in, LogitsView dlogits) {
+  using R = Row<kWidth, 8, kWidth>;
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  const std::int64_t first = first_row<R>();
+  if (first >= p.tokens) return;
+  const std::int64_t row = first + R::slot_row();
+  const std::int64_t token = min(row, p.tokens - 1);
+  const bool slot = R::slot() < p.top_k;
+  const int id = slot ? in.id(token, R::slot(), p.experts) : -1;
+  const float dweight = slot ? in.weight(token, R::slot()) : 0.0f;
+  clear_rows(dlogits, first, static_cast<int>(min(p.tokens - first, std::int64_t{R::kRowsPerWarp})),
+             p.experts);
+  const float x = logit_at(p.logits, token, id);
+  const float raw = R::raw_score(p, R::score_softmax(p, Softmax{}, x), id, x);
+  const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dweight);
+  // Slots may name an expert twice: the first one of them puts the sum.
+  float sum = 0.0f;
+  bool mine = id >= 0 && row < p.tokens;
+#pragma unroll 2
+  for (int k = 0; k < p.top_k; k++) {
+    const bool same = R::from_slot(id, k) == id;
+    const float value = R::from_slot(through.slot, k);
+    if (same) sum += value;
+    if (same && k < R::slot()) mine = false;
+  }
+  __syncwarp();  // the rows are clear
+  if (mine) store_logit(dlogits, token, id, sum);
+}
+
+/// Softmax over all experts gives each of them a gradient.
 template <class R>
 __global__ void __launch_bounds__(kRowThreads)
     route_rows_backward(RouteParams p, SlotsView in, LogitsView dlogits) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   const std::int64_t row = first_row<R>() + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   R r;
-  Softmax all{};
-  if (p.score == ScoreMode::kSoftmaxBeforeTopK) {
-    r.load(p, token);
-    all = r.softmax();
-  }
+  r.load(p, token);
+  const Softmax all = r.softmax();
   const int id = R::slot() < p.top_k ? in.id(token, R::slot(), p.experts) : -1;
   const float x = logit_at(p.logits, token, id);
-  const float raw = R::raw_score(p, R::score_softmax(p, all, x), id, x);
+  const float raw = R::raw_score(p, all, id, x);
   const float dweight = id < 0 ? 0.0f : in.weight(token, R::slot());
   const SlotGradient through = slot_gradient<R>(p, id, raw, dweight);
   float gradient[R::kValues];
 #pragma unroll
-  for (int v = 0; v < R::kValues; v++) {
-    gradient[v] = p.score == ScoreMode::kSoftmaxBeforeTopK ? -through.mean * all(r.x[v]) : 0.0f;
-  }
+  for (int v = 0; v < R::kValues; v++) gradient[v] = -through.mean * all(r.x[v]);
 #pragma unroll 2
   for (int k = 0; k < p.top_k; k++) {
     const int place = R::from_slot(id, k) - R::first();
@@ -97,14 +156,24 @@ void route_backward(const RouteOptions& options, const Tensor& logits, const Ten
                     const Tensor& dweights, const Tensor& dlogits, const Exec& exec) {
   const RouteParams p = params_of(options, logits);
   if (p.tokens == 0) return;
-  with_wide_row(p, [&](auto choice) {
-    using R = typename decltype(choice)::R;
-    constexpr int kRows = rows_of_block<R>(kRowThreads);
-    route_rows_backward<R>
-        <<<blocks_of(p.tokens, kRows), kRowThreads, 0, static_cast<cudaStream_t>(exec.stream)>>>(
-            p, slots_of(ids, dweights), view_of(dlogits));
-  });
-  check_launch("the launch of route_backward");
+  const auto launch = [&](auto* kernel, int rows_of_warp) {
+    launch_dependent("launching route_backward", kernel,
+                     {blocks_of(p.tokens, kRowWarps * rows_of_warp), kRowThreads},
+                     static_cast<cudaStream_t>(exec.stream), p, slots_of(ids, dweights),
+                     view_of(dlogits));
+  };
+  if (p.score == ScoreMode::kSoftmaxBeforeTopK) {
+    with_wide_row(p, [&](auto choice) {
+      using R = typename decltype(choice)::R;
+      launch(route_rows_backward<R>, R::kRowsPerWarp);
+    });
+  } else if (p.top_k <= 8) {
+    launch(route_slots_backward<8>, 4);
+  } else if (p.top_k <= 16) {
+    launch(route_slots_backward<16>, 2);
+  } else {
+    launch(route_slots_backward<32>, 1);
+  }
 }
 
 }  // namespace sonicmoe::cuda

@@ -444,6 +444,18 @@ __device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, f
   return {id < 0 ? 0.0f : raw * d, p.score == ScoreMode::kSoftmaxBeforeTopK ? mean : 0.0f};
 }
 
+/// Writes one gradient.
+__device__ inline void store_logit(const LogitsView& out, std::int64_t token, int expert, float d) {
+  const std::int64_t at = token * out.row_stride + expert * out.column_stride;
+  if (out.dtype == DType::kF32) {
+    static_cast<float*>(out.data)[at] = d;
+  } else if (out.dtype == DType::kF16) {
+    static_cast<__half*>(out.data)[at] = narrow<__half>(d);
+  } else {
+    static_cast<__nv_bfloat16*>(out.data)[at] = narrow<__nv_bfloat16>(d);
+  }
+}
+
 /// Writes a lane's part of a row of gradients.
 template <class R, class Logit>
 __device__ void store_gradient_as(const LogitsView& out, std::int64_t token, int experts,
