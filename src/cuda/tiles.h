@@ -17,8 +17,8 @@ enum class Order : int { kStatic = 0, kDrawn = 1 };
 // warpgroup fill the shared memory.
 inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative, Orders::kEither};
 
-// Short K exposes the epilogue of cooperative tiles; ping-pong hides it (+14 % over cuBLAS at
-// K = 256).
+// Very short K exposes even what little of a deferred epilogue is left between two tiles of this
+// form; in ping-pong one tile's epilogue runs under the other one's products.
 inline constexpr TileShape kPingPong128x192{
     128, 192, 4, 2, 3, Schedule::kPingPong, Orders::kEither};
 
@@ -72,19 +72,20 @@ constexpr Tiling weight_grad_tiling(std::int64_t rows) {
 }
 
 /// Products over rows in order: `columns` of output, `depth` of K, `rows` of an expert in the mean.
-/// 192 columns unless they waste more than 1/16 of the work; drawn from K = 512 on, where it is
-/// worth up to 8 %. A handful of rows only streams the weights: then 256 columns, of which more
-/// bytes are on their way at a time.
+/// Ping-pong wins 3 to 7 % below K = 512, and keeps up where 256 columns would waste more than 1/16
+/// of the work and 192 do not. Drawn tiles are worth up to 5 % from K = 1024 on. A handful of rows
+/// only streams the weights: then 256 columns, of which more bytes are on their way at a time.
 constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64_t rows) {
   if (rows <= 64) return {TileId::kCoop128x256, Order::kStatic};
-  const std::int64_t waste = (columns + 191) / 192 * 192 - columns;
-  return {waste * 16 > columns ? TileId::kCoop128x256 : TileId::kPingPong128x192,
-          depth >= 512 ? Order::kDrawn : Order::kStatic};
+  const auto fits = [&](int tile) { return (tile - columns % tile) % tile * 16 <= columns; };
+  const bool ping_pong = fits(192) && (depth < 512 || !fits(256));
+  return {ping_pong ? TileId::kPingPong128x192 : TileId::kCoop128x256,
+          depth >= 1024 ? Order::kDrawn : Order::kStatic};
 }
 
 /// The same where rows are scaled, which the ping-pong tile has no registers for.
 constexpr Tiling scaled_row_tiling(std::int64_t depth) {
-  return {TileId::kCoop128x256, depth >= 512 ? Order::kDrawn : Order::kStatic};
+  return {TileId::kCoop128x256, depth >= 1024 ? Order::kDrawn : Order::kStatic};
 }
 
 /// Rows that a tile record covers: those of a CTA's tile, the same for every tile, so that one list

@@ -431,6 +431,21 @@ void add_large(std::vector<Case>& cases) {
   // dW is stored late in the next one.
   cases.push_back(make_case("large/deep_experts/bf16/random", {5000, 72, 136, 70, 8}, DType::kBF16,
                             ActivationKind::kSwiGLU, Data::kRandom));
+  // More tiles than CUDA has clusters, through enough of K: stored beside the next tile's products.
+  cases.push_back(make_case("large/stored_beside/bf16/random", {1600, 264, 264, 70, 4},
+                            DType::kBF16, ActivationKind::kSwiGLU, Data::kRandom));
+  for (const Layout layout : {Layout::kSeparate, Layout::kTransposed}) {
+    add_grouped_gemm(Subject::kGroupedGemm, layout, false, DType::kBF16, Data::kRandom, 1032, 520,
+                     cases);
+    Case& c = cases.back();
+    c.counts.clear();
+    for (int i = 0; i < 12; i++) {
+      c.counts.insert(c.counts.end(), kEdgeCounts.begin(), kEdgeCounts.end());
+    }
+    c.problem.experts = static_cast<std::int64_t>(c.counts.size());
+    c.problem.tokens = total(c.counts) + 5;
+    c.name = "large/" + c.name;
+  }
   // 2^16 pieces of 16 bytes: sums over a token's rows are then computed by another kernel on CUDA.
   const RoutingShape shapes[] = {
       {"ids_sentinels_t4200", RoutingForm::kIds, Pattern::kSentinels, {4200, 2000, 8, 5, 3}, {}},

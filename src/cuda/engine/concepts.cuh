@@ -178,7 +178,8 @@ concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::St
 };
 
 /// One that stores a tile while the next is multiplied: take() moves what is needed from the
-/// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside each k tile.
+/// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside every so many of
+/// the next tile's k tiles, where it has kPieces or more.
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() && requires(const typename E::Params& p, typename E::State& state,
@@ -187,6 +188,7 @@ concept DeferredEpilogue =
       E::take(p, state, acc, work, staging, rows);
       E::template piece<0>(p, state, staging);
       { E::kPieces } -> std::convertible_to<int>;
+      { E::every(E::kPieces) } -> std::same_as<int>;
       E::State::close(staging);
     };
 
@@ -203,8 +205,8 @@ concept StoresLate = requires {
 struct LoadsNothing {
   struct State {};
 
-  template <class Params, TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
+  template <class Params, class AnyState, TileShape kShape>
+  static __device__ __forceinline__ void begin(const Params&, AnyState&, const Work&,
                                                const Staging<kShape>&, Rows) {}
 };
 

@@ -186,7 +186,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   };
   TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
   TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
-  if (!stream.done()) {
+  if (Gemm::kConsumerDraws && !stream.done()) {
     draw.ask();
     draw.post(0);
   }
@@ -200,7 +200,9 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     const Work work = next;
     const bool valid = more && work.left > offset;
     const Span span{Gemm::Scheduler::k_tiles(p.tiles, work), work.depth};
-    const bool beside = valid && span.k_tiles >= kPieces;
+    // The last tile of columns may have only 64 or 128 of them.
+    const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
+    const bool beside = valid && span.k_tiles >= kPieces && columns > 128;
     if (!beside) {
       // A question before each piece keeps the compiler from mixing them, which takes registers.
       staging.sync();
@@ -211,25 +213,35 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     }
     if (!more) break;
     if (staging.elected()) staging.note_expert(work.expert);
-    // The next tile is looked up under the last products.
-    const auto ask = [&] { draw.ask(); };
+    const auto ask = [&] {
+      if (Gemm::kConsumerDraws) draw.ask();
+    };
     const auto nothing = [](int) {};
+    // The next tile is looked up under the last products.
     const auto look_up = [&] {
-      draw.post(stream.taken() + 1);
+      if (Gemm::kConsumerDraws) draw.post(stream.taken() + 1);
       stream.next();
       if (!stream.done()) next = work_of(stream.tile());
     };
     if (beside) {
-      Loop::template run_beside<kPieces>(acc, cta, ring, warpgroup, span, piece, ask, look_up);
-    } else if (valid) {
-      ask();
-      Loop::template run<kShape.halves(), kShape.n>(acc, cta, ring, warpgroup, span, nothing,
-                                                    look_up);
+      const Beside at{warpgroup, span.k_tiles, Epilogue::every(span.k_tiles)};
+      Loop::template run_beside<kPieces>(acc, cta, ring, at, piece, ask, look_up);
     } else {
       ask();
-      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, look_up);
+      constexpr int kHalves = kShape.halves();
+      if (!valid) {
+        Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, look_up);
+      } else if (columns <= 64) {
+        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, nothing, look_up);
+      } else if (columns <= 128) {
+        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, nothing, look_up);
+      } else {
+        Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, nothing, look_up);
+      }
     }
     if (valid) Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
+    // Up projections are never independent, and have no register for the question.
+    if (!Gemm::kConsumerDraws && p.independent != 0 && threadIdx.x == kWarpgroup) let_next_begin();
   }
   staging.drain();
 }

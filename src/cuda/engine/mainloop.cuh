@@ -23,6 +23,13 @@ struct Span {
   int depth;  ///< rows, where rows are K
 };
 
+/// What is multiplied beside other work, and after how many k tiles the next piece of that comes.
+struct Beside {
+  int warpgroup;
+  int k_tiles;
+  int every;
+};
+
 /// Calls f with the constants 0 .. kCount - 1.
 template <int kCount, class F>
 __device__ __forceinline__ void for_each_index(F f) {
@@ -67,30 +74,29 @@ struct Mainloop {
     }
   }
 
-  /// As run over all halves and at least kPieces k tiles: piece(i) of other work is done while the
-  /// products of k tile i run.
+  /// As run over all halves: piece(i) of other work is done while the products of k tile i *
+  /// `every` run, which lies inside the tile for all of kPieces.
   template <int kPieces, class Piece, class Between, class HandOver>
   static __device__ __forceinline__ void run_beside(Accumulator& acc, const Cta<kShape>& cta,
-                                                    Ring& ring, int warpgroup, Span span,
-                                                    Piece piece, Between between,
-                                                    HandOver hand_over) {
-    for_each_index<kPieces>([&]<int kPiece>(std::integral_constant<int, kPiece> index) {
+                                                    Ring& ring, const Beside& at, Piece piece,
+                                                    Between between, HandOver hand_over) {
+    const auto multiply = [&](bool accumulate) {
       cta.full(ring.stage).wait(ring.parity);
       if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-      step<kShape.halves(), kShape.n>(acc, cta, ring.stage, warpgroup, kPiece != 0);
+      step<kShape.halves(), kShape.n>(acc, cta, ring.stage, at.warpgroup, accumulate);
       ptx::wgmma_wait<1>();
-      if constexpr (kPiece > 0) release_stage(cta, ring.before());
+      if (accumulate) release_stage(cta, ring.before());
       ring.next();
+    };
+    for_each_index<kPieces>([&]<int kPiece>(std::integral_constant<int, kPiece> index) {
+      multiply(kPiece != 0);
       piece(index);
+      if constexpr (kPiece < kPieces - 1) {
+        for (int i = 1; i < at.every; i++) multiply(true);
+      }
     });
     between();
-    for (int kt = kPieces; kt < span.k_tiles; kt++, ring.next()) {
-      cta.full(ring.stage).wait(ring.parity);
-      if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-      step<kShape.halves(), kShape.n>(acc, cta, ring.stage, warpgroup, true);
-      ptx::wgmma_wait<1>();
-      release_stage(cta, ring.before());
-    }
+    for (int kt = (kPieces - 1) * at.every + 1; kt < at.k_tiles; kt++) multiply(true);
     hand_over();
     ptx::wgmma_wait<0>();
     release_stage(cta, ring.before());

@@ -32,6 +32,7 @@ struct ActRows {
   /// not fit the registers beside a tile's products.
   static constexpr int kParts = 2;
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
+  static __device__ __forceinline__ int every(int) { return 1; }
 
   /// Rounds a tile's products, which frees the accumulator.
   template <TileShape kShape>
