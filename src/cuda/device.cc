@@ -99,6 +99,10 @@ const KernelEntry& find_kernel(const KernelKey& key) {
   throw Error(Status::kInternal, "a kernel is missing from this build.");
 }
 
+std::int64_t clusters_of(const Device& device, const TileShape& shape, std::int64_t tiles) {
+  return std::min<std::int64_t>(device.multiprocessors / shape.cluster, tiles);
+}
+
 void launch_gemm(const Device& device, const KernelEntry& kernel, const void* params,
                  std::int64_t tiles, cudaStream_t stream) {
   const TileShape shape = tile_shape(kernel.key.tile);
@@ -111,8 +115,7 @@ void launch_gemm(const Device& device, const KernelEntry& kernel, const void* pa
         "setting a kernel's shared memory");
     prepared.store(true, std::memory_order_relaxed);
   }
-  const std::int64_t clusters =
-      std::min<std::int64_t>(device.multiprocessors / shape.cluster, tiles);
+  const std::int64_t clusters = clusters_of(device, shape, tiles);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};

@@ -48,6 +48,9 @@ struct MapDim {
 CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
                        std::initializer_list<MapDim> dims);
 
+/// How many clusters a launch of so many tiles (an upper bound) has.
+std::int64_t clusters_of(const Device& device, const TileShape& shape, std::int64_t tiles);
+
 /// Launches a kernel of the engine on all multiprocessors, or fewer where `tiles` (an upper bound
 /// of the clusters' tiles) says so.
 void launch_gemm(const Device& device, const KernelEntry& kernel, const void* params,

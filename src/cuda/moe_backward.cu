@@ -82,6 +82,33 @@ GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t widt
           static_cast<std::int32_t>(width)};
 }
 
+constexpr std::int64_t kNarrowest = 512;  // columns of A: below, dX~ moves more than it multiplies
+
+/// How many tiles of dH, the first quarter, dX~ finds in memory when it is launched: beside the
+/// last tiles, which are worth it where a cluster has few and dX~ does not need their bandwidth.
+std::int64_t told_tiles(const Call& c, const RowTiles::Params& tiles, const TileShape& shape) {
+  constexpr std::int64_t kFewTiles = 24;
+  if (!c.input_first || c.problem.width < kNarrowest) return 0;
+  const std::int64_t clusters = clusters_of(c.device, shape, most_tiles(c.problem, tiles));
+  const std::int64_t shares = row_capacity(c.problem) / kRecordRows * tiles.column_tiles;
+  const std::int64_t each = shares / shape.cluster / clusters;
+  return each < kFewTiles ? each / 4 * clusters : 0;
+}
+
+RowTiles::Params hidden_grad_tiles(const Call& c) {
+  return row_tiles(c.metadata, c.problem.width, tile_shape(hidden_grad_tile()).n, c.problem.hidden,
+                   nullptr);
+}
+
+/// Tiles of dX~ whose rows lie in those tiles of dH. A pair of records may straddle either's end.
+std::int64_t early_tiles(const Call& c, const RowTiles::Params& tiles, const TileShape& shape) {
+  const RowTiles::Params grad = hidden_grad_tiles(c);
+  const TileShape grad_shape = tile_shape(hidden_grad_tile());
+  const std::int64_t shares = told_tiles(c, grad, grad_shape) * grad_shape.cluster;
+  const std::int64_t records = shares / grad.column_tiles - 4;
+  return std::max<std::int64_t>(0, records * tiles.column_tiles / shape.cluster);
+}
+
 void launch_hidden_grad(const Call& c) {
   const Problem& p = c.problem;
   const TileId tile = hidden_grad_tile();
@@ -92,7 +119,8 @@ void launch_hidden_grad(const Call& c) {
   HiddenGradParams params{};
   params.producer = gathered(c, c.args.dout, p.hidden);
   params.b.map[0] = weight_map(c.device, down, shape);
-  params.tiles = row_tiles(c.metadata, p.width, shape.n, p.hidden, nullptr);
+  params.tiles = hidden_grad_tiles(c);
+  params.told_tiles = static_cast<std::int32_t>(told_tiles(c, params.tiles, shape));
   params.epilogue.h_in = rows_map(c.device, h, 64, kGradColumns);
   params.epilogue.dh = ragged_map(c.device, c.dh, kGradColumns);
   params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
@@ -121,7 +149,12 @@ void launch_input_grad(const Call& c) {
   params.tiles =
       row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], tiling.counter(c.counters));
   params.tiles.k_parts = in_turn ? 2 : 1;
-  params.independent = !c.input_first && has_weight_grads(c.args.grads) ? 1 : 0;
+  params.early_tiles = static_cast<std::int32_t>(early_tiles(c, params.tiles, shape));
+  if (params.early_tiles > 0) {
+    params.begins = Begins::kEarly;
+  } else if (!c.input_first && has_weight_grads(c.args.grads)) {
+    params.begins = Begins::kIndependent;
+  }
   params.epilogue.out = ragged_map(c.device, c.dx);
   params.epilogue.width = static_cast<std::int32_t>(p.hidden);
   const KernelEntry& kernel =
@@ -155,7 +188,7 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   params.b.first_part = g.first_part;
   params.tiles =
       expert_tiles(c.metadata, tensor3(nullptr, p.dtype, p.experts, p.hidden, columns), shape);
-  params.independent = g.independent ? 1 : 0;
+  params.begins = g.independent ? Begins::kIndependent : Begins::kLate;
   params.tiles.order = c.experts;
   params.tiles.counter = tiling.counter(g.counter);
   params.tiles.parts = g.parts;

@@ -9,19 +9,26 @@
 
 namespace sonicmoe::cuda {
 
+/// When the tiles of a kernel begin: when the kernel before is complete, or beside its last tiles,
+/// as all of them, or those numbered below `early_tiles`, read nothing that it may still write.
+enum class Begins : int { kLate = 0, kIndependent = 1, kEarly = 2 };
+
 /// Kernel arguments. They depend on the kinds of plugs alone, so that the host fills one type for
 /// all instances of a role.
 ///
-/// A kernel that is `independent` reads nothing that the kernel before it writes: its tiles begin
-/// beside that one's last ones. The kernel before must have waited for all before it. What comes
-/// next may begin when everything before this kernel is complete.
+/// What comes next may begin when everything before this kernel is complete, unless `told_tiles`
+/// says more. The kernel before must have waited for all before it.
 template <class ProducerParams, class SchedulerParams, class EpilogueParams>
 struct GemmParams {
   ProducerParams producer;
   OperandBMaps b;
   SchedulerParams tiles;
   EpilogueParams epilogue;
-  std::int32_t independent;
+  Begins begins;
+  std::int32_t early_tiles;  ///< of kEarly, by TmaRows
+  /// Where the order is always static: what comes next may begin when the tiles numbered below it
+  /// are in memory; 0: at once.
+  std::int32_t told_tiles;
 };
 
 /// Binds the plugs and the compile-time choices of one kernel.
@@ -54,6 +61,7 @@ struct GroupedGemmKernel {
 /// Named barriers 1 and 2 belong to the warpgroups' staging, 3 and 4 to their turns at the
 /// products.
 inline constexpr int kTurnBarrier = 3;
+inline constexpr int kToldBarrier = 6;
 
 template <class Gemm>
 __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
@@ -73,11 +81,13 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
   ptx::fence_barrier_init();
 }
 
-/// From here on the next kernel's CTAs take the room that this one leaves, all before it being
-/// complete. Every CTA calls it, or ends.
-__device__ __forceinline__ void let_next_begin() {
-  ptx::wait_for_previous_kernel();
-  ptx::launch_next_kernel();
+/// The same, and what this CTA has stored so far is in memory. By both consumer warpgroups.
+template <TileShape kShape>
+__device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging) {
+  staging.drain();
+  __threadfence();
+  ptx::named_sync(kToldBarrier, kConsumers * kWarpgroup);
+  if (threadIdx.x == kWarpgroup) ptx::launch_next_kernel();
 }
 
 template <class Gemm>
@@ -155,14 +165,22 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     }
     if constexpr (kShape.ping_pong()) skip_other();
     store_late();
+    if constexpr (kShape.orders == Orders::kStatic) {
+      if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
+        tell_of_stores(staging);
+      }
+    }
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});
     // By now the kernel before has ended, or its last tiles are about to.
-    if (p.independent != 0 && threadIdx.x == kWarpgroup) let_next_begin();
+    if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup) let_next_begin();
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
   store_late();
   staging.drain();
+  if constexpr (kShape.orders == Orders::kStatic) {
+    if (p.told_tiles != 0) __threadfence();  // its end tells as well
+  }
 }
 
 /// As consume(), where the epilogue of a tile runs beside the products of the next one.
@@ -241,7 +259,8 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     }
     if (valid) Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
     // Up projections are never independent, and have no register for the question.
-    if (!Gemm::kConsumerDraws && p.independent != 0 && threadIdx.x == kWarpgroup) let_next_begin();
+    if (!Gemm::kConsumerDraws && p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
+      let_next_begin();
   }
   staging.drain();
 }
@@ -263,7 +282,11 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
   } else {
     __syncthreads();
   }
-  if (p.independent == 0) let_next_begin();
+  if (kShape.orders == Orders::kStatic && p.told_tiles != 0) {
+    ptx::wait_for_previous_kernel();
+  } else if (p.begins == Begins::kLate) {
+    let_next_begin();
+  }
   constexpr Registers kRegisters = Gemm::Producer::registers(kShape);
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                 3 * Gemm::kRegistersAtLaunch);
@@ -280,7 +303,7 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
     }
   }
   // Whoever waits for this kernel waits for those before it too.
-  if (p.independent != 0) ptx::wait_for_previous_kernel();
+  if (p.begins != Begins::kLate) ptx::wait_for_previous_kernel();
   // A CTA may not leave while its neighbour can still reach its barriers and stages.
   if constexpr (kShape.cluster > 1) ptx::cluster_sync();
 }

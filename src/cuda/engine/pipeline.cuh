@@ -77,4 +77,11 @@ __device__ __forceinline__ void release_stage(const Cta<kShape>& cta, int stage)
   }
 }
 
+/// From here on the next kernel's CTAs take the room that this one leaves, all before it being
+/// complete. Every CTA calls it, or ends.
+__device__ __forceinline__ void let_next_begin() {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+}
+
 }  // namespace sonicmoe::cuda

@@ -33,7 +33,13 @@ struct TmaRows {
     };
     Work next{};
     if (!stream.done()) next = look_up();
+    bool waits = p.begins == Begins::kEarly;
+    if (waits) ptx::fence_async();
     while (!stream.done()) {
+      if (waits && stream.tile() >= p.early_tiles) {
+        let_next_begin();
+        waits = false;
+      }
       const Work work = next;
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
@@ -50,6 +56,7 @@ struct TmaRows {
         }
       }
     }
+    if (waits) let_next_begin();
   }
 };
 

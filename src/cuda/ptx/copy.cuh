@@ -72,6 +72,9 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/// Orders ordinary accesses before later ones by TMA, and the other way round.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 /// 16 bytes, bypassing L1; with `valid` zero the target is zeroed and the source is not read.
 __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
                                        std::uint32_t valid) {
