@@ -176,6 +176,13 @@ struct WeightGrad {
   Tensor out[2];
 };
 
+/// Where experts are narrow the weight gradients are short: at n = 256 they cover three quarters of
+/// the sum beside them, and more if they leave it some multiprocessors of its own.
+bool leaves_room(const Call& c, std::int64_t clusters) {
+  constexpr std::int64_t kMany = 64;
+  return c.input_first && c.problem.width < kNarrowest && clusters > kMany;
+}
+
 void launch_weight_grad(const Call& c, const WeightGrad& g) {
   const Problem& p = c.problem;
   const Tiling tiling = weight_grad_tiling(mean_rows(p));
@@ -210,8 +217,10 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   }
   const KernelEntry& kernel =
       find_kernel({Role::kWeightGrad, p.dtype, tiling.tile, order, ActivationKind::kSwiGLU});
-  launch_gemm(c.device, kernel, &params,
-              p.experts * params.tiles.row_tiles * params.tiles.column_tiles * g.parts, c.stream);
+  const std::int64_t tiles =
+      p.experts * params.tiles.row_tiles * params.tiles.column_tiles * g.parts;
+  const std::int64_t clusters = clusters_of(c.device, shape, tiles);
+  launch_gemm(c.device, kernel, &params, clusters - (leaves_room(c, clusters) ? 2 : 0), c.stream);
 }
 
 void launch_down_grad(const Call& c) {
@@ -296,13 +305,13 @@ void launch_scores(const Call& c) {
                 c.stream);
 }
 
-/// How many tokens are summed beside dW2 already. Where experts are narrow the weight gradients are
-/// short: dW1 covers half of the sum at n = 256, and dW2 half as much.
+/// How many tokens are summed beside dW2 already.
 std::int64_t tokens_beside_down(const Call& c) {
   constexpr std::int64_t kNarrow = 768;
   const Weights& g = c.args.grads;
   const bool split = c.input_first && g.down.data != nullptr && has_up_grads(g);
-  return split && c.problem.width < kNarrow ? c.problem.tokens / 5 : 0;
+  if (!split || c.problem.width >= kNarrow) return 0;
+  return c.problem.tokens / (c.problem.width < kNarrowest ? 4 : 5);
 }
 
 void launch_first_sum(const Call& c) {
