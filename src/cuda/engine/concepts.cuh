@@ -71,6 +71,10 @@ class Staging {
   __device__ __forceinline__ void set_scale(int i, float value) const {
     ptx::store_float(scale() + i * 4, value);
   }
+  /// The same by cp.async.
+  __device__ __forceinline__ void copy_scale(int i, const float* value) const {
+    ptx::copy4(scale() + i * 4, value);
+  }
   /// Of this lane's first row (0) or second row (1) in a 64-row half.
   __device__ __forceinline__ float row_scale(int half, int which) const {
     const int row =
@@ -142,9 +146,9 @@ class Staging {
     sync();
   }
   __device__ __forceinline__ void commit() const { ptx::tma_commit(); }
-  /// Until everything stored is in memory.
+  /// Until everything stored is in memory; a warp's first thread may have stored.
   __device__ __forceinline__ void drain() const {
-    if (elected()) ptx::tma_wait_done();
+    if ((threadIdx.x & 31) == 0) ptx::tma_wait_done();
     __syncwarp();
   }
 
@@ -168,7 +172,8 @@ class Staging {
 
 /// An epilogue that runs between the products of two tiles: begin() before the products of a tile
 /// (loads may start there), run() consumes the accumulator. State is one warpgroup's, from tile to
-/// tile. What run() keeps back, if `state.held`, late() stores kLateAt k tiles into the next tile.
+/// tile. What run() keeps back, if `state.held`, late() finishes kLateAt k tiles into the next
+/// tile, which it is told too: there may be no row of it.
 template <class E, TileShape kShape>
 concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::State& state,
                                      float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,

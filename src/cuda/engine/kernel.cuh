@@ -116,9 +116,9 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     draw.ask();
     draw.post(0);
   }
-  const auto store_late = [&] {
+  const auto store_late = [&](const Work& work, Rows rows) {
     if constexpr (StoresLate<typename Gemm::Epilogue>) {
-      if (state.held) Gemm::Epilogue::late(p.epilogue, state, staging);
+      if (state.held) Gemm::Epilogue::late(p.epilogue, state, work, staging, rows);
     }
   };
   while (!stream.done()) {
@@ -129,7 +129,8 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     // Halves without a valid row are neither multiplied nor stored.
     const int left = work.left - offset;
     const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
-    if (halves > 0) Gemm::Epilogue::begin(p.epilogue, state, work, staging, {offset, halves});
+    const Rows rows{offset, halves};
+    if (halves > 0) Gemm::Epilogue::begin(p.epilogue, state, work, staging, rows);
     if constexpr (kShape.ping_pong()) {
       ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
     }
@@ -141,9 +142,10 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     };
     const auto beside = [&](int kt) {
       if constexpr (StoresLate<typename Gemm::Epilogue>) {
-        if (kt == Gemm::Epilogue::kLateAt) store_late();
+        if (kt == Gemm::Epilogue::kLateAt) store_late(work, rows);
       }
     };
+    const auto nothing = [](int) {};
     const Span span{k_tiles, work.depth};
     if (!Gemm::Scheduler::kFixedDepth && k_tiles == 0) {
       hand_over();  // an expert without rows: the epilogue stores zeros
@@ -152,31 +154,31 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
       const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
       constexpr int kHalves = kShape.halves();
       if (Gemm::kNarrows && columns <= 64) {
-        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, beside, hand_over);
+        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, nothing, hand_over);
       } else if (Gemm::kNarrows && columns <= 128 && kShape.n > 128) {
-        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, beside, hand_over);
+        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, nothing, hand_over);
       } else {
         Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
       }
     } else if (kShape.halves() > 1 && halves == 1) {
-      Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
+      Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, nothing, hand_over);
     } else {
-      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
+      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, hand_over);
     }
     if constexpr (kShape.ping_pong()) skip_other();
-    store_late();
+    store_late(work, rows);
     if constexpr (kShape.orders == Orders::kStatic) {
       if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
         tell_of_stores(staging);
       }
     }
-    if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, {offset, halves});
+    if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, rows);
     // By now the kernel before has ended, or its last tiles are about to.
     if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup) let_next_begin();
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
-  store_late();
+  store_late(Work{}, Rows{});
   staging.drain();
   if constexpr (kShape.orders == Orders::kStatic) {
     if (p.told_tiles != 0) __threadfence();  // its end tells as well

@@ -62,9 +62,10 @@ struct Mainloop {
       } else {
         if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
         step<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, kt != 0);
+        if constexpr (kAtOnce) beside(kt);
         ptx::wgmma_wait<kAtOnce ? 0 : 1>();
         if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : ring.before());
-        beside(kt);
+        if constexpr (!kAtOnce) beside(kt);
       }
     }
     hand_over();

@@ -3,7 +3,10 @@
 //
 // Blocks of 64 rows by 32 columns of A go round four sets of boxes, in which dH overwrites H, and
 // two boxes of A'. The loads of the first three start before the products of the tile, that of
-// block b + 3 once the stores of block b - 1 have been read: two blocks before it is needed.
+// block b + 3 once the stores of block b - 1 have been read: two blocks before it is needed. The
+// last block is held in fp32 and follows under the next tile's products, whose third load, coming
+// after it, continues the round. One thread of each warp issues copies: a copy holds its warp up
+// for some hundred clocks, and the others at the next barrier.
 #pragma once
 
 #include "cuda/epilogues/activation.cuh"
@@ -36,22 +39,31 @@ struct ActGrad {
   static_assert(kGated || !kPaired);
 
   struct State {
-    std::uint32_t parity;  ///< of the next load of every set
+    float products[kGradColumns / 2];  ///< of the last block, fp32
+    float scale[2];                    ///< of this lane's rows
+    float score[2];                    ///< of the blocks before it
+    std::uint32_t parity;              ///< of the next load of every set
+    bool held;
   };
+  static constexpr int kLateAt = 2;
 
   template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params& p, State&, const Work& work,
-                                               const Staging<kShape>& staging, Rows rows) {
+  static __device__ __forceinline__ void begin(const Params& p, const State& state,
+                                               const Work& work, const Staging<kShape>& staging,
+                                               Rows rows) {
+    static_assert(kShape.n == kBlocks * kGradColumns && kShape.halves() == 1);
     static_assert(kShape.boxes * kBoxBytes >= (2 * kLoadSets + kOwnBoxes) * kHalfBox);
-    // The boxes of these sets were read before the last block of the tile before was published.
-    if (loads()) {
-#pragma unroll
-      for (int b = 0; b < kAhead; b++) load(p, work, staging, rows.offset, b);
+    // Of the tile before, the stores of the last block but one may still be read where one is held.
+    if (leads() && warp() == kLoadingWarp) {
+      for (int b = 0; b < (state.held ? kAhead - 1 : kAhead); b++) {
+        load(p, work, staging, rows.offset, b);
+      }
     }
-    for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
-      const int row = rows.offset + i;
-      const bool weighted = p.row_weight != nullptr && row < work.left;
-      staging.set_scale(i, weighted ? __ldg(p.row_weight + work.row + row) : 1.0f);
+    // By cp.async, which nothing waits for before the epilogue; a warp's own rows.
+    const int lane = threadIdx.x & 31;
+    const int row = rows.offset + warp() * 16 + lane;
+    if (p.row_weight != nullptr && lane < 16 && row < work.left) {
+      staging.copy_scale(warp() * 16 + lane, p.row_weight + work.row + row);
     }
   }
 
@@ -60,31 +72,55 @@ struct ActGrad {
                                              float (&acc)[kShape.halves()][kShape.n / 2],
                                              const Work& work, const Staging<kShape>& staging,
                                              Rows rows) {
-    constexpr int kAcross = kShape.n / kGradColumns;
-    static_assert(kAcross % kLoadSets == 0, "the sets take turns");
-    staging.sync();  // the scales are set
+    ptx::copies_wait();  // the scales are set
+    __syncwarp();
+    float score[2] = {0.0f, 0.0f};
+    // Sixteen columns ask for the scales anew: the accumulator leaves no registers for them.
+    const auto scale = [&](int which) { return staging.row_scale(0, which); };
 #pragma unroll
-    for (int half = 0; half < kShape.halves(); half++) {
-      if (half >= rows.halves) break;
-      float score[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int j = 0; j < kAcross; j++) {
-        const int b = half * kAcross + j;
-        staging.loaded(b % kLoadSets).wait(state.parity);
-        // Columns past the width may not have been multiplied.
-        if (work.column + j * kGradColumns < p.width) {
-          block(p, &acc[half][j * (kGradColumns / 2)], staging, half, b, score);
-        }
-        if (staging.elected()) ptx::tma_wait_read();  // of the block before
-        staging.publish();
-        if (staging.elected()) store(p, work, staging, rows.offset, b);
-        if (loads() && b + kAhead < rows.halves * kAcross) {
-          load(p, work, staging, rows.offset, b + kAhead);
-        }
-        if (b % kLoadSets == kLoadSets - 1) state.parity ^= 1;
+    for (int b = 0; b < kHeldBlock; b++) {
+      staging.loaded(b % kLoadSets).wait(state.parity);
+      // Columns past the width may not have been multiplied.
+      if (work.column + b * kGradColumns < p.width) {
+        block(p, &acc[0][b * (kGradColumns / 2)], staging, b, scale, score);
       }
-      put_scores<kShape>(p, work, rows.offset + half * 64, score);
+      const Place place{work.column, rows.offset - work.left, work.row + work.left};
+      // What late() did is behind all warps now.
+      if (b == kHeldBlock - 1 && staging.elected()) staging.note(place);
+      publish(staging);
+      store(p, staging, b, place);
+      if (b + kAhead < kBlocks) load_next(p, work, staging, rows.offset, b + kAhead);
+      if (b % kLoadSets == kLoadSets - 1) state.parity ^= 1;
     }
+#pragma unroll
+    for (int i = 0; i < kGradColumns / 2; i++) {
+      state.products[i] = acc[0][kHeldBlock * (kGradColumns / 2) + i];
+    }
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+      state.scale[which] = scale(which);
+      state.score[which] = score[which];
+    }
+    __syncwarp();  // the next tile's scales may come
+    state.held = true;
+  }
+
+  /// Finishes the tile before, then loads the block of `work` that had no room yet.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void late(const Params& p, State& state, const Work& work,
+                                              const Staging<kShape>& staging, Rows rows) {
+    staging.loaded(kHeldBlock % kLoadSets).wait(state.parity);
+    if (staging.noted().column + kHeldBlock * kGradColumns < p.width) {
+      const auto scale = [&](int which) { return state.scale[which]; };
+      block(p, state.products, staging, kHeldBlock, scale, state.score);
+    }
+    publish(staging);
+    const Place place = staging.noted();
+    store(p, staging, kHeldBlock, place);
+    if (rows.halves > 0) load_next(p, work, staging, rows.offset, kAhead - 1);
+    put_scores<kShape>(p, place, state.score);
+    state.parity ^= 1;
+    state.held = false;
   }
 
  private:
@@ -94,9 +130,15 @@ struct ActGrad {
   static constexpr int kHalfBox = kBoxBytes / 2;  // 64 rows of 64 bytes
   static constexpr int kOwnBoxes = 2;             // of A'
   static constexpr int kAhead = kLoadSets - 1;
+  static constexpr int kBlocks = 256 / kGradColumns;
+  static constexpr int kHeldBlock = kBlocks - 1;
+  static_assert(kBlocks % kLoadSets == 0, "the sets take turns");
 
-  /// The thread that loads: not the one that stores, whose warp would hold up the others.
-  static __device__ __forceinline__ bool loads() { return (threadIdx.x & 127) == 32; }
+  /// Who issues what.
+  static constexpr int kOwnWarp = 2;  // stores A'; the ones below store dH, by part
+  static constexpr int kLoadingWarp = 3;
+  static __device__ __forceinline__ bool leads() { return (threadIdx.x & 31) == 0; }
+  static __device__ __forceinline__ int warp() { return (threadIdx.x >> 5) & 3; }
 
   /// Boxes of H (by part) and of A' of block b.
   template <TileShape kShape>
@@ -116,42 +158,51 @@ struct ActGrad {
   template <TileShape kShape>
   static __device__ __forceinline__ void load(const Params& p, const Work& work,
                                               const Staging<kShape>& staging, int offset, int b) {
-    constexpr int kAcross = kShape.n / kGradColumns;
-    const int column = work.column + b % kAcross * kGradColumns;
+    const int column = work.column + b * kGradColumns;
     const ptx::Mbarrier loaded = staging.loaded(b % kLoadSets);
     loaded.arrive_expecting(kParts * kHalfBox);
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
       ptx::tma_load(h_box(staging, b) + part * kHalfBox, &p.h_in, loaded,
-                    {h_column(column, part), h_part(part), work.row + offset + b / kAcross * 64});
+                    {h_column(column, part), h_part(part), work.row + offset});
     }
   }
-
+  /// After publish(), which frees the boxes.
   template <TileShape kShape>
-  static __device__ __forceinline__ void store(const Params& p, const Work& work,
-                                               const Staging<kShape>& staging, int offset, int b) {
-    constexpr int kAcross = kShape.n / kGradColumns;
-    const int column = work.column + b % kAcross * kGradColumns;
-    const int row = offset + b / kAcross * 64;
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      store_ragged(p.dh, h_box(staging, b) + part * kHalfBox, h_column(column, part), h_part(part),
-                   work, row);
-    }
-    store_ragged(p.a, a_box(staging, b), column, 0, work, row);
+  static __device__ __forceinline__ void load_next(const Params& p, const Work& work,
+                                                   const Staging<kShape>& staging, int offset,
+                                                   int b) {
+    if (leads() && warp() == kLoadingWarp) load(p, work, staging, offset, b);
+  }
+
+  /// A block is written, and the stores of the one before have been read.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void publish(const Staging<kShape>& staging) {
+    if (leads()) ptx::tma_wait_read();
+    staging.publish();
+  }
+  template <TileShape kShape>
+  static __device__ __forceinline__ void store(const Params& p, const Staging<kShape>& staging,
+                                               int b, const Place& place) {
+    const bool own = warp() == kOwnWarp;
+    const int part = own ? 0 : warp();
+    if (!leads() || part >= kParts) return;
+    const int column = place.column + b * kGradColumns;
+    store_ragged(own ? p.a : p.dh, own ? a_box(staging, b) : h_box(staging, b) + part * kHalfBox,
+                 own ? column : h_column(column, part), own ? 0 : h_part(part), place);
     staging.commit();
   }
 
   /// One block: H in boxes becomes dH, A' beside it. Sixteen columns at a time, because the
-  /// accumulator leaves no room for more; not even for the rows' scales, which are read each time.
-  template <TileShape kShape>
+  /// accumulator leaves no room for more.
+  template <TileShape kShape, class Scale>
   static __device__ __forceinline__ void block(const Params& p, const float* acc,
-                                               const Staging<kShape>& staging, int half, int b,
-                                               float (&score)[2]) {
+                                               const Staging<kShape>& staging, int b,
+                                               Scale row_scale, float (&score)[2]) {
     const std::uint32_t h = h_box(staging, b);
 #pragma unroll
     for (int c = 0; c < kGradColumns / 16; c++) {
-      const float scale[2] = {staging.row_scale(half, 0), staging.row_scale(half, 1)};
+      const float scale[2] = {row_scale(0), row_scale(1)};
       Words gate, up, a;
       read(h, c, gate, up);
 #pragma unroll
@@ -238,7 +289,7 @@ struct ActGrad {
 
   /// Sums over the four lanes of a row, in a fixed order, and writes this tile's part.
   template <TileShape kShape>
-  static __device__ __forceinline__ void put_scores(const Params& p, const Work& work, int offset,
+  static __device__ __forceinline__ void put_scores(const Params& p, const Place& place,
                                                     const float (&score)[2]) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -246,10 +297,10 @@ struct ActGrad {
       float sum = score[which];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = offset + ((threadIdx.x >> 5) & 3) * 16 + which * 8 + (lane >> 2);
-      if ((lane & 3) == 0 && row < work.left) {
-        const std::int64_t at = static_cast<std::int64_t>(work.row + row) * p.score_tiles;
-        p.score_parts[at + work.column / kShape.n] = sum;
+      const int row = place.below + warp() * 16 + which * 8 + (lane >> 2);
+      if ((lane & 3) == 0 && row < 0) {
+        const std::int64_t at = static_cast<std::int64_t>(place.end + row) * p.score_tiles;
+        p.score_parts[at + place.column / kShape.n] = sum;
       }
     }
   }

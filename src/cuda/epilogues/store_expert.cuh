@@ -70,8 +70,8 @@ struct StoreExpert {
 
   /// Stores the other half.
   template <TileShape kShape>
-  static __device__ __forceinline__ void late(const Params& p, State& state,
-                                              const Staging<kShape>& staging) {
+  static __device__ __forceinline__ void late(const Params& p, State& state, const Work&,
+                                              const Staging<kShape>& staging, Rows) {
     store(p, state.block, staging, [&] { return staging.noted(); });
     state.held = false;
   }

@@ -85,6 +85,13 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
       : "memory");
 }
 
+/// 4 bytes.
+__device__ __forceinline__ void copy4(std::uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+/// Until what this thread copied by cp.async has landed.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// `bytes` (a multiple of 16) into shared memory, completed at `barrier`; both ends on 16 bytes.
 __device__ __forceinline__ void bulk_load(std::uint32_t target, const void* source,
                                           std::uint32_t bytes, Mbarrier barrier) {
