@@ -432,8 +432,22 @@ void add_large(std::vector<Case>& cases) {
   cases.push_back(make_case("large/deep_experts/bf16/random", {5000, 72, 136, 70, 8}, DType::kBF16,
                             ActivationKind::kSwiGLU, Data::kRandom));
   // More tiles than CUDA has clusters, through enough of K: stored beside the next tile's products.
-  cases.push_back(make_case("large/stored_beside/bf16/random", {1600, 264, 264, 70, 4},
-                            DType::kBF16, ActivationKind::kSwiGLU, Data::kRandom));
+  struct Beside {
+    const char* name;
+    DType dtype;
+    ActivationKind kind;
+    Layout layout;
+  };
+  for (const Beside& b :
+       {Beside{"", DType::kBF16, ActivationKind::kSwiGLU, Layout::kSeparate},
+        Beside{"_plain", DType::kF16, ActivationKind::kGELU, Layout::kTransposed},
+        Beside{"_paired", DType::kBF16, ActivationKind::kSwiGLUOai, Layout::kPaired}}) {
+    Case c = make_case(
+        std::string("large/stored_beside") + b.name + "/" + dtype_name(b.dtype) + "/random",
+        {1600, 264, 264, 70, 4}, b.dtype, b.kind, Data::kRandom);
+    c.layout = b.layout;
+    cases.push_back(c);
+  }
   for (const Layout layout : {Layout::kSeparate, Layout::kTransposed}) {
     add_grouped_gemm(Subject::kGroupedGemm, layout, false, DType::kBF16, Data::kRandom, 1032, 520,
                      cases);
