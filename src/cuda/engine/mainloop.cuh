@@ -56,12 +56,16 @@ struct Mainloop {
                                              HandOver hand_over) {
     for (int kt = 0; kt < span.k_tiles; kt++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
-      if constexpr (!Gemm::Scheduler::kFixedDepth) clear_tail(cta, ring.stage, span, kt);
+      int rows = kDepth;
+      if constexpr (!Gemm::Scheduler::kFixedDepth) {
+        rows = min(kDepth, span.depth - kt * kDepth);
+        if (rows < kDepth) clear_tail(cta, ring.stage, rows);
+      }
       if constexpr (kHalves == 0) {
         release_stage(cta, ring.stage);
       } else {
         if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-        step<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, kt != 0);
+        steps<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, rows, kt != 0);
         if constexpr (kAtOnce) beside(kt);
         ptx::wgmma_wait<kAtOnce ? 0 : 1>();
         if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : ring.before());
@@ -84,7 +88,7 @@ struct Mainloop {
     const auto multiply = [&](bool accumulate) {
       cta.full(ring.stage).wait(ring.parity);
       if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-      step<kShape.halves(), kShape.n>(acc, cta, ring.stage, at.warpgroup, accumulate);
+      step<kShape.halves(), kShape.n, kDepth / 16>(acc, cta, ring.stage, at.warpgroup, accumulate);
       ptx::wgmma_wait<1>();
       if (accumulate) release_stage(cta, ring.before());
       ring.next();
@@ -104,24 +108,40 @@ struct Mainloop {
   }
 
  private:
-  /// Rows of B past the expert are its neighbour's, or unset: zero times NaN would be NaN. Both
-  /// warpgroups read them, so both wait.
-  static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, Span span,
-                                                    int kt) {
-    const int valid = span.depth - kt * kDepth;
-    if (valid >= kDepth) return;
+  /// Rows of B past the expert are its neighbour's, or unset: zero times NaN would be NaN. Of the
+  /// sixteen rows of the last step, both warpgroups clear what is past it; both read them, so both
+  /// wait.
+  static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, int rows) {
     constexpr int kChunks = kShape.n / 8;  // 16-byte chunks of a row
-    const int thread = threadIdx.x - kWarpgroup;
-    for (int i = thread; i < (kDepth - valid) * kChunks; i += kConsumers * kWarpgroup) {
-      const int row = valid + i / kChunks;
-      const int chunk = i % kChunks;
-      ptx::store_zero16(cta.b(stage) + chunk / 8 * kBoxBytes + row * 128 + chunk % 8 * 16);
+    static_assert(kChunks == 32, "a row by each warp");
+    const int chunk = threadIdx.x & 31;
+    const std::uint32_t at = cta.b(stage) + chunk / 8 * kBoxBytes + chunk % 8 * 16;
+    const int end = (rows + 15) / 16 * 16;
+#pragma unroll 1
+    for (int row = rows + threadIdx.x / 32 - kWarpgroup / 32; row < end; row += 2 * 4) {
+      ptx::store_zero16(at + row * 128);
     }
     ptx::fence_async_shared();
     ptx::named_sync(kTailBarrier, kConsumers * kWarpgroup);
   }
 
+  /// The steps that hold the first `rows` of a k tile.
   template <int kHalves, int kColumns>
+  static __device__ __forceinline__ void steps(Accumulator& acc, const Cta<kShape>& cta, int stage,
+                                               int warpgroup, int rows, bool accumulate) {
+    if (Gemm::Scheduler::kFixedDepth || rows > 48) {
+      step<kHalves, kColumns, 4>(acc, cta, stage, warpgroup, accumulate);
+    } else if (rows > 32) {
+      step<kHalves, kColumns, 3>(acc, cta, stage, warpgroup, accumulate);
+    } else if (rows > 16) {
+      step<kHalves, kColumns, 2>(acc, cta, stage, warpgroup, accumulate);
+    } else {
+      step<kHalves, kColumns, 1>(acc, cta, stage, warpgroup, accumulate);
+    }
+  }
+
+  /// kSteps of sixteen.
+  template <int kHalves, int kColumns, int kSteps>
   static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
                                               int warpgroup, bool accumulate) {
     const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
@@ -129,7 +149,7 @@ struct Mainloop {
     const std::uint32_t b = cta.b(stage);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kDepth / 16; k++) {
+    for (int k = 0; k < kSteps; k++) {
       const std::uint64_t b_part =
           ptx::swizzled_descriptor(b + k * k16_bytes(Gemm::kMajorB), leading_bytes(Gemm::kMajorB));
 #pragma unroll
