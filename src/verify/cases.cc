@@ -429,7 +429,7 @@ void add_large(std::vector<Case>& cases) {
   }
   // Several hundred rows for each of more experts than CUDA has clusters at work: half of a tile of
   // dW is stored late in the next one.
-  cases.push_back(make_case("large/deep_experts/bf16/random", {5000, 72, 136, 70, 8}, DType::kBF16,
+  cases.push_back(make_case("large/deep_experts/bf16/random", {7000, 72, 136, 70, 8}, DType::kBF16,
                             ActivationKind::kSwiGLU, Data::kRandom));
   // More tiles than CUDA has clusters, through enough of K: stored beside the next tile's products.
   struct Beside {

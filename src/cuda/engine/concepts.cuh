@@ -172,8 +172,8 @@ class Staging {
 
 /// An epilogue that runs between the products of two tiles: begin() before the products of a tile
 /// (loads may start there), run() consumes the accumulator. State is one warpgroup's, from tile to
-/// tile. What run() keeps back, if `state.held`, late() finishes kLateAt k tiles into the next
-/// tile, which it is told too: there may be no row of it.
+/// tile. What run() keeps back, if `state.held`, late() finishes under the next tile's k tile
+/// late_at(), and is told that tile too: there may be no row of it.
 template <class E, TileShape kShape>
 concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::State& state,
                                      float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,
@@ -203,7 +203,7 @@ concept TileEpilogue = ImmediateEpilogue<E, kShape> || DeferredEpilogue<E, kShap
 /// Of immediate epilogues: those that keep something back.
 template <class E>
 concept StoresLate = requires {
-  { E::kLateAt } -> std::convertible_to<int>;
+  { E::late_at(0, 0) } -> std::convertible_to<int>;
 };
 
 /// For immediate epilogues that load nothing.

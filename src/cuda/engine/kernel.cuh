@@ -142,7 +142,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     };
     const auto beside = [&](int kt) {
       if constexpr (StoresLate<typename Gemm::Epilogue>) {
-        if (kt == Gemm::Epilogue::kLateAt) store_late(work, rows);
+        if (kt == Gemm::Epilogue::late_at(k_tiles, warpgroup)) store_late(work, rows);
       }
     };
     const auto nothing = [](int) {};

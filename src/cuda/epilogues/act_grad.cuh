@@ -45,7 +45,7 @@ struct ActGrad {
     std::uint32_t parity;              ///< of the next load of every set
     bool held;
   };
-  static constexpr int kLateAt = 2;
+  static constexpr int late_at(int, int) { return 2; }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void begin(const Params& p, const State& state,

@@ -35,9 +35,12 @@ struct StoreExpert {
     bool held;
   };
   /// All clusters end their tiles at about the same time, and what they store at once keeps the
-  /// next tiles' loads waiting. More than half of a tile does not fit the registers beside its
-  /// products.
-  static constexpr int kLateAt = 7;
+  /// next tiles' loads waiting. So half of it waits, the warpgroups' halves for different k tiles;
+  /// with a whole tile held the products are slower. A short tile is stored at once: there is not
+  /// much to overtake.
+  static __device__ __forceinline__ int late_at(int k_tiles, int warpgroup) {
+    return k_tiles <= 10 ? 0 : 4 + 5 * warpgroup;
+  }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
