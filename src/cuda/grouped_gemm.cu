@@ -154,7 +154,8 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   const Tiling tiling = gathers ? Tiling{TileId::kCoop128x256, Order::kStatic}
                                 : row_tiling(n, k, sizes.rows / sizes.experts);
   const TileShape shape = tiling.shape();
-  const RowTiles::Params tiles = row_tiles(s.groups, n, shape.n, k, tiling.counter(s.counter));
+  RowTiles::Params tiles = row_tiles(s.groups, n, shape.n, k, tiling.counter(s.counter));
+  tiles.band = row_band(n, k);
   const KernelEntry& kernel = find_kernel({gathers ? Role::kGather : Role::kDown, a.dtype,
                                            tiling.tile, major_of(b), ActivationKind::kSwiGLU});
   if (gathers) {

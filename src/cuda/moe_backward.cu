@@ -100,12 +100,13 @@ RowTiles::Params hidden_grad_tiles(const Call& c) {
                    nullptr);
 }
 
-/// Tiles of dX~ whose rows lie in those tiles of dH. A pair of records may straddle either's end.
+/// Tiles of dX~ whose rows lie in those tiles of dH. A pair of records may straddle dH's end, a
+/// band of pairs that of dX~.
 std::int64_t early_tiles(const Call& c, const RowTiles::Params& tiles, const TileShape& shape) {
   const RowTiles::Params grad = hidden_grad_tiles(c);
   const TileShape grad_shape = tile_shape(hidden_grad_tile());
   const std::int64_t shares = told_tiles(c, grad, grad_shape) * grad_shape.cluster;
-  const std::int64_t records = shares / grad.column_tiles - 4;
+  const std::int64_t records = shares / grad.column_tiles - 2 - 2 * tiles.band;
   return std::max<std::int64_t>(0, records * tiles.column_tiles / shape.cluster);
 }
 
@@ -149,6 +150,7 @@ void launch_input_grad(const Call& c) {
   params.tiles =
       row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], tiling.counter(c.counters));
   params.tiles.k_parts = in_turn ? 2 : 1;
+  params.tiles.band = row_band(p.hidden, p.width * (gated(c) ? 2 : 1));
   params.early_tiles = static_cast<std::int32_t>(early_tiles(c, params.tiles, shape));
   if (params.early_tiles > 0) {
     params.begins = Begins::kEarly;

@@ -195,6 +195,7 @@ RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int c
   tiles.column_step = column_step;
   tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
   tiles.k_parts = 1;
+  tiles.band = 1;
   return tiles;
 }
 

@@ -104,6 +104,7 @@ void launch_down(const Call& c, void* a, const Tensor& y, unsigned* counter) {
   params.producer.rows = rows_map(c.device, tensor2(a, p.dtype, capacity, p.width), shape.m);
   params.b.map[0] = weight_map(c.device, w.down, shape);
   params.tiles = row_tiles(c.metadata, p.hidden, shape.n, p.width, tiling.counter(counter));
+  params.tiles.band = row_band(p.hidden, p.width);
   params.epilogue.out = ragged_map(c.device, y);
   if (scaled) {
     params.epilogue.row_scale = static_cast<const float*>(c.args.routing.weights.data);

@@ -32,13 +32,13 @@ using UpPairedKernel =
 
 /// Y = A W2^T.
 template <class Element, TileShape kShape, Major kB>
-using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, RowTiles, StoreRows<Element>,
+using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, BandedRowTiles, StoreRows<Element>,
                                      BSource::kWeightsInTurn, kB>;
 /// As DownKernel, rows scaled by their weight: the grouped form.
 template <class Element, TileShape kShape, Major kB>
 using DownScaledKernel =
-    GroupedGemmKernel<Element, kShape, TmaRows, RowTiles, StoreRows<Element, RowScale::kWeights>,
-                      BSource::kWeightsInTurn, kB>;
+    GroupedGemmKernel<Element, kShape, TmaRows, BandedRowTiles,
+                      StoreRows<Element, RowScale::kWeights>, BSource::kWeightsInTurn, kB>;
 using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
 
 /// D = A[gather] B^T: the grouped GEMM by itself.

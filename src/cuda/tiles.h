@@ -83,6 +83,12 @@ constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64
           depth >= 1024 ? Order::kDrawn : Order::kStatic};
 }
 
+/// Pairs of records that go through the columns together. Where a matrix of an expert takes more
+/// than half of L2, pairs in turn would load much of it anew (d = 7168, n = 2048: 2 to 3 %).
+constexpr std::int32_t row_band(std::int64_t columns, std::int64_t depth) {
+  return columns * depth * kElementBytes > (std::int64_t{24} << 20) ? 8 : 1;
+}
+
 /// The same where rows are scaled, which the ping-pong tile has no registers for.
 constexpr Tiling scaled_row_tiling(std::int64_t depth) {
   return {TileId::kCoop128x256, depth >= 1024 ? Order::kDrawn : Order::kStatic};

@@ -448,6 +448,8 @@ void add_large(std::vector<Case>& cases) {
     c.layout = b.layout;
     cases.push_back(c);
   }
+  cases.push_back(make_case("large/spread_beside/bf16/random", {1600, 904, 392, 40, 2},
+                            DType::kBF16, ActivationKind::kSwiGLU, Data::kRandom));
   for (const Layout layout : {Layout::kSeparate, Layout::kTransposed}) {
     add_grouped_gemm(Subject::kGroupedGemm, layout, false, DType::kBF16, Data::kRandom, 1032, 520,
                      cases);

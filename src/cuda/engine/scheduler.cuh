@@ -31,18 +31,23 @@ struct Work {
 /// CTA and share their columns of B. An odd last record has no partner: its tiles give two tiles of
 /// columns to the CTAs, each with its own B, so that no CTA idles for want of rows. Where a pair
 /// begins at an odd share, its first and its last share are the halves of neighbouring tiles, each
-/// with its own B too.
-struct RowTiles {
-  struct Params {
-    const TileRecord* records;
-    const std::int32_t* record_count;
-    unsigned* counter;          ///< of drawn order, zero before the launch; null: static order
-    std::int32_t columns;       ///< N
-    std::int32_t column_tiles;  ///< tiles along N
-    std::int32_t column_step;   ///< output columns of a tile
-    std::int32_t k_tiles;       ///< k tiles of one part of K
-    std::int32_t k_parts;       ///< 2: K runs through gate, then up
-  };
+/// with its own B too. Where kBands, so are those of a band: pairs that go through the columns
+/// together, because a pair's columns would not stay in L2 for the next one.
+struct RowTilesParams {
+  const TileRecord* records;
+  const std::int32_t* record_count;
+  unsigned* counter;          ///< of drawn order, zero before the launch; null: static order
+  std::int32_t columns;       ///< N
+  std::int32_t column_tiles;  ///< tiles along N
+  std::int32_t column_step;   ///< output columns of a tile
+  std::int32_t k_tiles;       ///< k tiles of one part of K
+  std::int32_t k_parts;       ///< 2: K runs through gate, then up
+  std::int32_t band;          ///< most pairs of a band, a power of two
+};
+
+template <bool kBands>
+struct RowTilesOf {
+  using Params = RowTilesParams;
 
   template <TileShape kShape>
   static __device__ __forceinline__ int count(const Params& p) {
@@ -66,15 +71,21 @@ struct RowTiles {
     int n = share - index * across;
     bool alone = true;
     if constexpr (kShape.cluster > 1) {
-      const int first = index - (local & 1);  // of the pair, if there is one
       const bool paired = (local & 1) != 0 || (local + 1) * kShape.m < record.rows;
       if (paired) {
+        const int band = kBands ? 2 * p.band : 2;        // records of a whole one
+        const int first = index - (local & (band - 1));  // of the band
+        local &= ~(band - 1);
+        const int pairs =
+            kBands ? min(p.band, (record.rows + kShape.m - 1) / kShape.cluster_rows() - local / 2)
+                   : 1;
         const int begin = first * across;
         const int at = share - begin;
         const int odd = begin & 1;
-        alone = odd != 0 && (at == 0 || at == 2 * across - 1);
-        n = alone ? 0 : (at + odd) >> 1;
-        local = (local & ~1) + (alone ? rank ^ 1 : rank);
+        alone = odd != 0 && (at == 0 || at == 2 * across * pairs - 1);
+        const int tile = alone ? 0 : (at + odd) >> 1;
+        n = static_cast<unsigned>(tile) / static_cast<unsigned>(pairs);
+        local += 2 * (tile - n * pairs) + (alone ? rank ^ 1 : rank);
       }
     }
     const int offset = local * kShape.m;
@@ -82,6 +93,10 @@ struct RowTiles {
             alone};
   }
 };
+
+using RowTiles = RowTilesOf<false>;
+/// Those of kernels that have the registers.
+using BandedRowTiles = RowTilesOf<true>;
 
 /// Tiles of one matrix an expert, (M, N) with K its rows.
 struct ExpertTiles {
