@@ -82,6 +82,8 @@ GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t widt
           static_cast<std::int32_t>(width)};
 }
 
+constexpr int kToldCounter = 8;  // behind those of the products
+
 constexpr std::int64_t kNarrowest = 512;  // columns of A: below, dX~ moves more than it multiplies
 
 /// How many tiles of dH, the first quarter, dX~ finds in memory when it is launched: beside the
@@ -98,6 +100,14 @@ std::int64_t told_tiles(const Call& c, const RowTiles::Params& tiles, const Tile
 RowTiles::Params hidden_grad_tiles(const Call& c) {
   return row_tiles(c.metadata, c.problem.width, tile_shape(hidden_grad_tile()).n, c.problem.hidden,
                    nullptr);
+}
+
+/// Which of them have told so, and how many there are.
+unsigned* told_counter(const Call& c) { return c.counters + kToldCounter; }
+std::int32_t hidden_grad_ctas(const Call& c) {
+  const TileShape shape = tile_shape(hidden_grad_tile());
+  const std::int64_t tiles = most_tiles(c.problem, hidden_grad_tiles(c));
+  return static_cast<std::int32_t>(clusters_of(c.device, shape, tiles) * shape.cluster);
 }
 
 /// Tiles of dX~ whose rows lie in those tiles of dH. A pair of records may straddle dH's end, a
@@ -122,6 +132,7 @@ void launch_hidden_grad(const Call& c) {
   params.b.map[0] = weight_map(c.device, down, shape);
   params.tiles = hidden_grad_tiles(c);
   params.told_tiles = static_cast<std::int32_t>(told_tiles(c, params.tiles, shape));
+  params.told = told_counter(c);
   params.epilogue.h_in = rows_map(c.device, h, 64, kGradColumns);
   params.epilogue.dh = ragged_map(c.device, c.dh, kGradColumns);
   params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
@@ -154,6 +165,8 @@ void launch_input_grad(const Call& c) {
   params.early_tiles = static_cast<std::int32_t>(early_tiles(c, params.tiles, shape));
   if (params.early_tiles > 0) {
     params.begins = Begins::kEarly;
+    params.told = told_counter(c);
+    params.tellers = hidden_grad_ctas(c);
   } else if (!c.input_first && has_weight_grads(c.args.grads)) {
     params.begins = Begins::kIndependent;
   }

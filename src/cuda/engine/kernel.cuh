@@ -29,6 +29,10 @@ struct GemmParams {
   /// Where the order is always static: what comes next may begin when the tiles numbered below it
   /// are in memory; 0: at once.
   std::int32_t told_tiles;
+  /// CTAs that have told so, zero before their launch. A launch by itself makes no store visible:
+  /// kEarly tiles begin only where all `tellers` are counted.
+  unsigned* told;
+  std::int32_t tellers;
 };
 
 /// Binds the plugs and the compile-time choices of one kernel.
@@ -81,13 +85,17 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
   ptx::fence_barrier_init();
 }
 
-/// The same, and what this CTA has stored so far is in memory. By both consumer warpgroups.
+/// What this CTA has stored so far is in memory, so that the next kernel may begin. By both consumer
+/// warpgroups, once.
 template <TileShape kShape>
-__device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging) {
+__device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, unsigned* told) {
   staging.drain();
-  __threadfence();
+  ptx::fence_async();
   ptx::named_sync(kToldBarrier, kConsumers * kWarpgroup);
-  if (threadIdx.x == kWarpgroup) ptx::launch_next_kernel();
+  if (threadIdx.x == kWarpgroup) {
+    ptx::release_one(told);
+    ptx::launch_next_kernel();
+  }
 }
 
 template <class Gemm>
@@ -169,7 +177,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     store_late(work, rows);
     if constexpr (kShape.orders == Orders::kStatic) {
       if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
-        tell_of_stores(staging);
+        tell_of_stores(staging, p.told);
       }
     }
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, rows);
@@ -181,7 +189,12 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   store_late(Work{}, Rows{});
   staging.drain();
   if constexpr (kShape.orders == Orders::kStatic) {
-    if (p.told_tiles != 0) __threadfence();  // its end tells as well
+    // A cluster of fewer tiles has not told yet.
+    if (p.told_tiles != 0 &&
+        tile_or_none<typename Gemm::Scheduler, kShape>(p.tiles, cta.cluster() + p.told_tiles) ==
+            kNoTile) {
+      tell_of_stores(staging, p.told);
+    }
   }
 }
 

@@ -34,6 +34,10 @@ struct TmaRows {
     Work next{};
     if (!stream.done()) next = look_up();
     bool waits = p.begins == Begins::kEarly;
+    if (waits && ptx::acquire_word(p.told) != static_cast<unsigned>(p.tellers)) {
+      let_next_begin();
+      waits = false;
+    }
     if (waits) ptx::fence_async();
     while (!stream.done()) {
       if (waits && stream.tile() >= p.early_tiles) {

@@ -126,6 +126,17 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+/// Counts up a word that another kernel reads by acquire_word(): whoever sees the number sees what
+/// this thread, and those it has met at a barrier, wrote before.
+__device__ __forceinline__ void release_one(unsigned* word) {
+  asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+}
+__device__ __forceinline__ unsigned acquire_word(const unsigned* word) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 /// Programmatic dependent launch: wait until the kernels before this one have finished, and let
 /// the next one start its prologue.
 __device__ __forceinline__ void wait_for_previous_kernel() {
