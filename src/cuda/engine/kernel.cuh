@@ -85,8 +85,8 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
   ptx::fence_barrier_init();
 }
 
-/// What this CTA has stored so far is in memory, so that the next kernel may begin. By both consumer
-/// warpgroups, once.
+/// What this CTA has stored so far is in memory, so that the next kernel may begin. By both
+/// consumer warpgroups, once.
 template <TileShape kShape>
 __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, unsigned* told) {
   staging.drain();
@@ -190,9 +190,8 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   staging.drain();
   if constexpr (kShape.orders == Orders::kStatic) {
     // A cluster of fewer tiles has not told yet.
-    if (p.told_tiles != 0 &&
-        tile_or_none<typename Gemm::Scheduler, kShape>(p.tiles, cta.cluster() + p.told_tiles) ==
-            kNoTile) {
+    if (p.told_tiles != 0 && tile_or_none<typename Gemm::Scheduler, kShape>(
+                                 p.tiles, cta.cluster() + p.told_tiles) == kNoTile) {
       tell_of_stores(staging, p.told);
     }
   }

@@ -129,7 +129,8 @@ __device__ __forceinline__ void cluster_sync() {
 /// Counts up a word that another kernel reads by acquire_word(): whoever sees the number sees what
 /// this thread, and those it has met at a barrier, wrote before.
 __device__ __forceinline__ void release_one(unsigned* word) {
-  asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+  asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(word)
+               : "memory");
 }
 __device__ __forceinline__ unsigned acquire_word(const unsigned* word) {
   unsigned value;
