@@ -32,10 +32,9 @@ struct ActRows {
   /// not fit the registers beside a tile's products.
   static constexpr int kParts = 2;
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
-  /// Spread over half of the tile (StoreRows says why), where there is a register to count.
-  static __device__ __forceinline__ int every(int k_tiles) {
-    return kPaired ? 1 : k_tiles / 14 + 1;
-  }
+  /// Not spread over the tile as those of StoreRows: the loops between them are code that a launch
+  /// of few tiles waits for.
+  static __device__ __forceinline__ constexpr int every(int) { return 1; }
 
   /// Rounds a tile's products, which frees the accumulator.
   template <TileShape kShape>
