@@ -133,7 +133,7 @@ void launch_hidden_grad(const Call& c) {
   params.tiles = hidden_grad_tiles(c);
   params.told_tiles = static_cast<std::int32_t>(told_tiles(c, params.tiles, shape));
   params.told = told_counter(c);
-  params.epilogue.h_in = rows_map(c.device, h, 64, kGradColumns);
+  params.epilogue.h_in = rows_map(c.device, h, shape.m, kGradColumns);
   params.epilogue.dh = ragged_map(c.device, c.dh, kGradColumns);
   params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
   params.epilogue.row_weight = c.row_weights;

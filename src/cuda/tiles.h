@@ -23,9 +23,9 @@ inline constexpr TileShape kPingPong128x192{
     128, 192, 4, 2, 3, Schedule::kPingPong, Orders::kEither};
 
 // dH has the heaviest epilogue. Ping-pong by 128x128 hides it, but what two CTAs of 256 columns
-// save in loads outweighs that. Boxes for four blocks of H and two of A' leave 3 stages.
+// save in loads outweighs that. H comes through the ring, and is stored from there: no boxes.
 inline constexpr TileShape kCoop128x256Grad{
-    128, 256, 3, 2, 5, Schedule::kCooperative, Orders::kStatic};
+    128, 256, 4, 2, 0, Schedule::kCooperative, Orders::kStatic};
 
 // Beside a weight gradient a multiprocessor has room for the 1 KB that a block without shared
 // memory of its own takes (as each block takes beside its own).

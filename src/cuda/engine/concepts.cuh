@@ -135,11 +135,6 @@ class Staging {
       ptx::store_matrices_transposed(box(i) + row * 128 + ((chunk ^ swizzle) << 4), words);
     }
   }
-  /// Barrier `set` of this warpgroup's loads into boxes.
-  __device__ __forceinline__ ptx::Mbarrier loaded(int set) const {
-    return ptx::Mbarrier(base_ + SharedLayout<kShape>::kLoads +
-                         (warpgroup() * kLoadSets + set) * 8);
-  }
   /// Makes the boxes visible to the copy engine.
   __device__ __forceinline__ void publish() const {
     ptx::fence_async_shared();
@@ -170,17 +165,14 @@ class Staging {
   std::uint32_t base_;
 };
 
-/// An epilogue that runs between the products of two tiles: begin() before the products of a tile
-/// (loads may start there), run() consumes the accumulator. State is one warpgroup's, from tile to
-/// tile. What run() keeps back, if `state.held`, late() finishes under the next tile's k tile
-/// late_at(), and is told that tile too: there may be no row of it.
+/// An epilogue that runs between the products of two tiles: run() consumes the accumulator. State
+/// is one warpgroup's, from tile to tile. What run() keeps back, if `state.held`, late() finishes
+/// under the next tile's k tile late_at().
 template <class E, TileShape kShape>
 concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::State& state,
                                      float (&acc)[kShape.halves()][kShape.n / 2], const Work& work,
-                                     const Staging<kShape>& staging, Rows rows) {
-  E::begin(p, state, work, staging, rows);
-  E::run(p, state, acc, work, staging, rows);
-};
+                                     const Staging<kShape>& staging,
+                                     Rows rows) { E::run(p, state, acc, work, staging, rows); };
 
 /// One that stores a tile while the next is multiplied: take() moves what is needed from the
 /// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside every so many of
@@ -197,22 +189,30 @@ concept DeferredEpilogue =
       E::State::close(staging);
     };
 
+/// One whose input comes through the ring: the producer loads kInputTiles stages by load_input()
+/// behind a tile's products, run() takes them beside the accumulator and may store out of them. The
+/// last one still is its own then, until give_back() under the next tile's first products.
 template <class E, TileShape kShape>
-concept TileEpilogue = ImmediateEpilogue<E, kShape> || DeferredEpilogue<E, kShape>;
+concept RingEpilogue =
+    !kShape.ping_pong() &&
+    requires(const typename E::Params& p, float (&acc)[kShape.halves()][kShape.n / 2],
+             const Work& work, const Staging<kShape>& staging, Rows rows, const Cta<kShape>& cta,
+             RingPosition<kShape.stages>& ring) {
+      { E::kInputTiles } -> std::convertible_to<int>;
+      E::template load_input<kShape>(p, work, 0, cta.b(0), cta.full(0));
+      E::begin(p, work, staging, rows);
+      E::run(p, acc, work, staging, rows, cta, ring);
+      E::give_back(cta, 0);
+    };
+
+template <class E, TileShape kShape>
+concept TileEpilogue =
+    ImmediateEpilogue<E, kShape> || DeferredEpilogue<E, kShape> || RingEpilogue<E, kShape>;
 
 /// Of immediate epilogues: those that keep something back.
 template <class E>
 concept StoresLate = requires {
   { E::late_at(0, 0) } -> std::convertible_to<int>;
-};
-
-/// For immediate epilogues that load nothing.
-struct LoadsNothing {
-  struct State {};
-
-  template <class Params, class AnyState, TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, AnyState&, const Work&,
-                                               const Staging<kShape>&, Rows) {}
 };
 
 }  // namespace sonicmoe::cuda

@@ -26,8 +26,8 @@ struct GemmParams {
   EpilogueParams epilogue;
   Begins begins;
   std::int32_t early_tiles;  ///< of kEarly, by TmaRows
-  /// Where the order is always static: what comes next may begin when the tiles numbered below it
-  /// are in memory; 0: at once.
+  /// Where the epilogue's input comes through the ring: what comes next may begin when the tiles
+  /// numbered below it are in memory; 0: at once.
   std::int32_t told_tiles;
   /// CTAs that have told so, zero before their launch. A launch by itself makes no store visible:
   /// kEarly tiles begin only where all `tellers` are counted.
@@ -79,9 +79,6 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
     cta.slot_full(s).init(1);
     cta.slot_empty(s).init((Gemm::Producer::kTileReaders + 8) * kShape.cluster);
   }
-  for (int i = 0; i < kConsumers * kLoadSets; i++) {
-    ptx::Mbarrier(cta.base + SharedLayout<kShape>::kLoads + i * 8).init(1);
-  }
   ptx::fence_barrier_init();
 }
 
@@ -124,9 +121,9 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     draw.ask();
     draw.post(0);
   }
-  const auto store_late = [&](const Work& work, Rows rows) {
+  const auto store_late = [&] {
     if constexpr (StoresLate<typename Gemm::Epilogue>) {
-      if (state.held) Gemm::Epilogue::late(p.epilogue, state, work, staging, rows);
+      if (state.held) Gemm::Epilogue::late(p.epilogue, state, staging);
     }
   };
   while (!stream.done()) {
@@ -138,7 +135,6 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     const int left = work.left - offset;
     const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
     const Rows rows{offset, halves};
-    if (halves > 0) Gemm::Epilogue::begin(p.epilogue, state, work, staging, rows);
     if constexpr (kShape.ping_pong()) {
       ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
     }
@@ -150,7 +146,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     };
     const auto beside = [&](int kt) {
       if constexpr (StoresLate<typename Gemm::Epilogue>) {
-        if (kt == Gemm::Epilogue::late_at(k_tiles, warpgroup)) store_late(work, rows);
+        if (kt == Gemm::Epilogue::late_at(k_tiles, warpgroup)) store_late();
       }
     };
     const auto nothing = [](int) {};
@@ -174,27 +170,15 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
       Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, hand_over);
     }
     if constexpr (kShape.ping_pong()) skip_other();
-    store_late(work, rows);
-    if constexpr (kShape.orders == Orders::kStatic) {
-      if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
-        tell_of_stores(staging, p.told);
-      }
-    }
+    store_late();
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, rows);
     // By now the kernel before has ended, or its last tiles are about to.
     if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup) let_next_begin();
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
-  store_late(Work{}, Rows{});
+  store_late();
   staging.drain();
-  if constexpr (kShape.orders == Orders::kStatic) {
-    // A cluster of fewer tiles has not told yet.
-    if (p.told_tiles != 0 && tile_or_none<typename Gemm::Scheduler, kShape>(
-                                 p.tiles, cta.cluster() + p.told_tiles) == kNoTile) {
-      tell_of_stores(staging, p.told);
-    }
-  }
 }
 
 /// As consume(), where the epilogue of a tile runs beside the products of the next one.
@@ -279,6 +263,61 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   staging.drain();
 }
 
+/// As consume(), where the epilogue's input comes through the ring.
+template <class Gemm>
+__device__ __forceinline__ void consume_with_input(const typename Gemm::Params& p,
+                                                   const Cta<Gemm::kShape>& cta) {
+  constexpr TileShape kShape = Gemm::kShape;
+  using Loop = Mainloop<Gemm>;
+  using Epilogue = typename Gemm::Epilogue;
+  static_assert(kShape.orders == Orders::kStatic && kShape.halves() == 1);
+  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int offset = warpgroup * kShape.warpgroup_rows();
+  typename Loop::Accumulator acc;
+  typename Loop::Ring ring;
+  const Staging<kShape> staging(cta);
+  bool owes = false;  // the tile's warpgroup still has the stage before
+  TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
+  while (!stream.done()) {
+    const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+    const Rows rows{offset, work.left > offset ? 1 : 0};
+    const auto pay = [&](int kt) {
+      if (kt == 0 && owes) Epilogue::give_back(cta, ring.before());
+    };
+    const auto nothing = [](int) {};
+    const auto last = [] {};
+    const Span span{Gemm::Scheduler::k_tiles(p.tiles, work), work.depth};
+    if (rows.halves == 0) {
+      pay(0);
+      const Span all{span.k_tiles + Epilogue::kInputTiles, 0};
+      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, all, nothing, last);
+    } else {
+      Epilogue::begin(p.epilogue, work, staging, rows);
+      // The last tile of columns may have only 64 or 128 of them.
+      const int columns = p.tiles.columns - work.column;
+      if (columns <= 64) {
+        Loop::template run<1, 64>(acc, cta, ring, warpgroup, span, pay, last);
+      } else if (columns <= 128) {
+        Loop::template run<1, 128>(acc, cta, ring, warpgroup, span, pay, last);
+      } else {
+        Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, pay, last);
+      }
+    }
+    if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
+      tell_of_stores(staging, p.told);
+    }
+    owes = rows.halves > 0;
+    if (owes) Epilogue::run(p.epilogue, acc, work, staging, rows, cta, ring);
+    stream.next();
+  }
+  staging.drain();
+  // A cluster of fewer tiles has not told yet.
+  if (p.told_tiles != 0 && tile_or_none<typename Gemm::Scheduler, kShape>(
+                               p.tiles, cta.cluster() + p.told_tiles) == kNoTile) {
+    tell_of_stores(staging, p.told);
+  }
+}
+
 template <class Gemm>
 __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
     grouped_gemm_kernel(const __grid_constant__ typename Gemm::Params p) {
@@ -312,6 +351,8 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
     ptx::grow_registers<kRegisters.consumer>();
     if constexpr (DeferredEpilogue<typename Gemm::Epilogue, kShape>) {
       consume_deferring<Gemm>(p, cta);
+    } else if constexpr (RingEpilogue<typename Gemm::Epilogue, kShape>) {
+      consume_with_input<Gemm>(p, cta);
     } else {
       consume<Gemm>(p, cta);
     }

@@ -43,9 +43,6 @@ struct Mainloop {
   static constexpr TileShape kShape = Gemm::kShape;
   using Accumulator = float[kShape.halves()][kShape.n / 2];
   using Ring = RingPosition<kShape.stages>;
-  /// A short ring has a stage back as soon as its own products are done, so that one more is being
-  /// filled; the other warpgroup keeps the tensor cores busy meanwhile.
-  static constexpr bool kAtOnce = kShape.stages < 4;
 
   /// Multiplies the first kHalves 64-row halves of this warpgroup's rows by the first kColumns
   /// columns; with no half valid the stages are only passed on. `beside` runs under the products of
@@ -66,14 +63,13 @@ struct Mainloop {
       } else {
         if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
         steps<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, rows, kt != 0);
-        if constexpr (kAtOnce) beside(kt);
-        ptx::wgmma_wait<kAtOnce ? 0 : 1>();
-        if (kAtOnce || kt > 0) release_stage(cta, kAtOnce ? ring.stage : ring.before());
-        if constexpr (!kAtOnce) beside(kt);
+        ptx::wgmma_wait<1>();
+        if (kt > 0) release_stage(cta, ring.before());
+        beside(kt);
       }
     }
     hand_over();
-    if constexpr (kHalves > 0 && !kAtOnce) {
+    if constexpr (kHalves > 0) {
       ptx::wgmma_wait<0>();
       release_stage(cta, ring.before());
     }

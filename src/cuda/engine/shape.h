@@ -61,11 +61,9 @@ constexpr int mn_box_depth(const TileShape& s) {
 
 inline constexpr int kPlaceBytes = 16;  // where a warpgroup's unstored tile lies
 
-/// Slots of tile numbers (two barriers and a word each), and the load barriers of a consumer
-/// warpgroup.
+/// Slots of tile numbers: two barriers and a word each.
 inline constexpr int kSlots = 4;
-inline constexpr int kLoadSets = 4;
-inline constexpr int kFixedBarrierBytes = kSlots * (2 * 8 + 4) + kConsumers * kLoadSets * 8;
+inline constexpr int kSlotBytes = 2 * 8 + 4;
 
 /// Registers that a launch gives to each of 384 threads: all there are, or what leaves room for a
 /// block of 128 threads with 32 each beside them. ptxas needs 154 for a product of 256 columns.
@@ -83,7 +81,7 @@ struct Registers {
 /// Dynamic shared memory of a CTA (SharedLayout, for the host).
 constexpr int shared_bytes(const TileShape& s) {
   return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
-         kConsumers * (s.bias_bytes() + s.scale_bytes() + kPlaceBytes) + kFixedBarrierBytes;
+         kConsumers * (s.bias_bytes() + s.scale_bytes() + kPlaceBytes) + kSlots * kSlotBytes;
 }
 
 /// Shared memory of a CTA, offsets from a 1024-byte aligned base.
@@ -100,8 +98,7 @@ struct SharedLayout {
   static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
   static constexpr int kSlotEmpty = kSlotFull + kSlots * 8;
   static constexpr int kSlotWords = kSlotEmpty + kSlots * 8;
-  static constexpr int kLoads = kSlotWords + kSlots * 4;  // of epilogues that load
-  static constexpr int kEnd = kLoads + kConsumers * kLoadSets * 8;
+  static constexpr int kEnd = kSlotWords + kSlots * 4;
   static_assert(kEnd == shared_bytes(kShape));
   static_assert(kEnd <= 232448, "more shared memory than a CTA of sm_90 has");
 };

@@ -7,10 +7,11 @@
 namespace sonicmoe::cuda {
 
 template <class Element, ActivationKind kKind>
-struct ActPlainRows : LoadsNothing {
+struct ActPlainRows {
   using Params = ActRowsParams;
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
+  struct State {};
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State&,

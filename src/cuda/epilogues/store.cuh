@@ -20,7 +20,7 @@ struct StoreRowsParams {
 enum class RowScale { kNone, kWeights };
 
 template <class Element, RowScale kScale = RowScale::kNone>
-struct StoreRows : LoadsNothing {
+struct StoreRows {
   using Params = StoreRowsParams;
   using State = HeldTile;
   static constexpr int kPieces = 4;  // boxes

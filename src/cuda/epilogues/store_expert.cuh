@@ -43,10 +43,6 @@ struct StoreExpert {
   }
 
   template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params&, State&, const Work&,
-                                               const Staging<kShape>&, Rows) {}
-
-  template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State& state,
                                              float (&acc)[kShape.halves()][kShape.n / 2],
                                              const Work& work, const Staging<kShape>& staging,
@@ -73,8 +69,8 @@ struct StoreExpert {
 
   /// Stores the other half.
   template <TileShape kShape>
-  static __device__ __forceinline__ void late(const Params& p, State& state, const Work&,
-                                              const Staging<kShape>& staging, Rows) {
+  static __device__ __forceinline__ void late(const Params& p, State& state,
+                                              const Staging<kShape>& staging) {
     store(p, state.block, staging, [&] { return staging.noted(); });
     state.held = false;
   }

@@ -30,6 +30,7 @@ struct GatherRows {
     constexpr int kTogether = 4;          // k tiles whose copies differ by a constant
     constexpr int kStep = kDepth * kElementBytes;
     static_assert(kRows * 4 == 32, "a warp copies as many rows as it has lanes");
+    constexpr bool kFeeds = RingEpilogue<typename Gemm::Epilogue, kShape>;
     const int lane = threadIdx.x & 31;
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
@@ -38,10 +39,12 @@ struct GatherRows {
 
     TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
     // What the next tile needs is looked up while this one is copied: the stages in flight do not
-    // cover it. A lane looks up a row for its warp.
+    // cover it. Where stages are filled for the epilogue too, it is looked up behind these, under
+    // the epilogue: a tile begins with no stage to spare. A lane looks up a row for its warp.
     int next_row = kNoRow;
     int next_expert = 0;
     int next_column = 0;  // complemented where the CTA is alone: registers are scarce
+    int next_begin = 0;   // complemented where there are no rows
     const auto look_up = [&] {
       if (stream.done()) return;
       const Work next = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
@@ -49,6 +52,11 @@ struct GatherRows {
       next_row = source_row(p.producer, next, row);
       next_expert = next.expert;
       next_column = next.alone ? ~next.column : next.column;
+      if (kFeeds) next_begin = next.left > 0 ? next.row : ~next.row;
+    };
+    const auto go_on = [&] {
+      stream.next();
+      look_up();
     };
     RingPosition<kShape.stages> ring;
     look_up();
@@ -64,10 +72,12 @@ struct GatherRows {
         if (row != kNoRow) present |= 1u << i;
         from[i] = source + static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
       }
-      Work tile{};  // as far as B asks
+      Work tile{};  // as far as B and the epilogue's input ask
       tile.expert = next_expert;
       tile.alone = next_column < 0;
       tile.column = tile.alone ? ~next_column : next_column;
+      tile.left = next_begin < 0 ? 0 : 1;
+      tile.row = next_begin;
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
       for (int kt = 0; kt < k_tiles; kt += kTogether) {
 #pragma unroll
@@ -88,18 +98,38 @@ struct GatherRows {
           full.arrive_after_copies();
           ring.next();
         }
-        if (kt == 0) {
-          stream.next();
-          look_up();
-        }
+        if (!kFeeds && kt == 0) go_on();
 #pragma unroll
         for (int i = 0; i < kRows; i++) ptx::advance<kTogether * kStep>(from[i]);
+      }
+      if constexpr (kFeeds) {
+        feed<Gemm>(p, cta, ring, tile);
+        go_on();
       }
     }
   }
 
  private:
   static constexpr int kNoRow = -1;
+
+  /// The epilogue's input, behind the tile's products. Every copying thread arrives at its stages
+  /// too.
+  template <class Gemm>
+  static __device__ __forceinline__ void feed(const typename Gemm::Params& p,
+                                              const Cta<Gemm::kShape>& cta,
+                                              RingPosition<Gemm::kShape.stages>& ring,
+                                              const Work& tile) {
+#pragma unroll 1
+    for (int i = 0; i < Gemm::Epilogue::kInputTiles; i++, ring.next()) {
+      const ptx::Mbarrier full = cta.full(ring.stage);
+      cta.empty(ring.stage).wait(ring.parity ^ 1);
+      if (threadIdx.x == 0) {
+        Gemm::Epilogue::template load_input<Gemm::kShape>(p.epilogue, tile, i, cta.b(ring.stage),
+                                                          full);
+      }
+      full.arrive();
+    }
+  }
 
   /// Where row `row` of a tile lies in the source.
   static __device__ __forceinline__ int source_row(const Params& p, const Work& work, int row) {
