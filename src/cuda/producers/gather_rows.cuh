@@ -1,6 +1,6 @@
 // Producer: rows of a token matrix gathered by index, copied by four warps of cp.async while one
-// thread also issues B by TMA. Rows past the expert and k past the width are zeroed by the copy
-// itself, so that no ordinary store meets the ring.
+// thread also issues B by TMA, and what the epilogue reads. Rows past the expert and k past the
+// width are zeroed by the copy itself, so that no ordinary store of a producer meets the ring.
 #pragma once
 
 #include "cuda/engine/operand_b.cuh"
