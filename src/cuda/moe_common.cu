@@ -1,5 +1,6 @@
 // Checks, tensor maps and tile lists that the passes of the layer share.
 #include <algorithm>
+#include <numbers>
 #include <string>
 
 #include "cuda/moe.h"
@@ -137,9 +138,11 @@ Tensor h_rows(const Problem& p, const Weights& w, void* data) {
 }
 
 ActivationScalars scalars_of(const Activation& activation) {
-  if (activation.kind != ActivationKind::kSwiGLUOai) return {0.0f, 0.0f};
-  return {activation.alpha == 0.0 ? 1.702f : static_cast<float>(activation.alpha),
-          activation.limit == 0.0 ? 7.0f : static_cast<float>(activation.limit)};
+  if (activation.kind != ActivationKind::kSwiGLUOai) return {};
+  const double alpha = activation.alpha == 0.0 ? 1.702 : activation.alpha;
+  return {static_cast<float>(alpha),
+          activation.limit == 0.0 ? 7.0f : static_cast<float>(activation.limit),
+          static_cast<float>(-alpha * std::numbers::log2e)};
 }
 
 Major major_of(const Tensor& weight) { return weight.stride[2] == 1 ? Major::kK : Major::kMN; }

@@ -146,49 +146,41 @@ struct ActGrad {
                                                const Boxes& boxes, const float (&scale)[2],
                                                float (&score)[2]) {
     constexpr int kSteps = kGradColumns / 16;
-    Words gates[2], ups[2];
-    read(boxes.h, 0, gates[0], ups[0]);
+    Words first[2], second[2];
+    read(boxes.h, 0, first[0], second[0]);
 #pragma unroll
     for (int c = 0; c < kSteps; c++) {
-      Words& gate = gates[c & 1];
-      Words& up = ups[c & 1];
-      if (c + 1 < kSteps) read(boxes.h, c + 1, gates[(c + 1) & 1], ups[(c + 1) & 1]);
+      if (c + 1 < kSteps) read(boxes.h, c + 1, first[(c + 1) & 1], second[(c + 1) & 1]);
       Words a;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float* pair = acc + c * 8 + 2 * i;
-        a[i] = element_pair(p, gate[i], up[i], pair, scale[i & 1], score[i & 1]);
+        const float* grad = acc + c * 8 + 2 * i;
+        a[i] = two_columns(p, first[c & 1][i], second[c & 1][i], grad, scale[i & 1], score[i & 1]);
       }
-      write(boxes.h, c, gate, up);
+      write(boxes.h, c, first[c & 1], second[c & 1]);
       ptx::store_matrices(place(boxes.a, c), a);
     }
   }
 
-  static __device__ __forceinline__ void read(std::uint32_t h, int c, Words& gate, Words& up) {
+  /// Words of H: gates of two columns and their ups, or (kPaired) a column's gate and up and the
+  /// next one's.
+  static __device__ __forceinline__ void read(std::uint32_t h, int c, Words& first, Words& second) {
     if constexpr (kPaired) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        std::uint32_t low, high;  // (gate, up) of two neighbouring columns
-        ptx::load_words(low, high, pair_place(h, c, i));
-        gate[i] = __byte_perm(low, high, 0x5410);
-        up[i] = __byte_perm(low, high, 0x7632);
-      }
+      for (int i = 0; i < 4; i++) ptx::load_words(first[i], second[i], pair_place(h, c, i));
     } else {
-      ptx::load_matrices(gate, place(h, c));
-      if constexpr (kGated) ptx::load_matrices(up, place(h + kPartBytes, c));
+      ptx::load_matrices(first, place(h, c));
+      if constexpr (kGated) ptx::load_matrices(second, place(h + kPartBytes, c));
     }
   }
-  static __device__ __forceinline__ void write(std::uint32_t h, int c, const Words& gate,
-                                               const Words& up) {
+  static __device__ __forceinline__ void write(std::uint32_t h, int c, const Words& first,
+                                               const Words& second) {
     if constexpr (kPaired) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        ptx::store_words(pair_place(h, c, i), __byte_perm(gate[i], up[i], 0x5410),
-                         __byte_perm(gate[i], up[i], 0x7632));
-      }
+      for (int i = 0; i < 4; i++) ptx::store_words(pair_place(h, c, i), first[i], second[i]);
     } else {
-      ptx::store_matrices(place(h, c), gate);
-      if constexpr (kGated) ptx::store_matrices(place(h + kPartBytes, c), up);
+      ptx::store_matrices(place(h, c), first);
+      if constexpr (kGated) ptx::store_matrices(place(h + kPartBytes, c), second);
     }
   }
   /// This lane's address of columns 16c.. in a box: row lane % 8 of matrix lane / 8, swizzled.
@@ -205,34 +197,31 @@ struct ActGrad {
     return box + (c >> 1) * kPartBytes + row * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 1) * 8;
   }
 
-  /// Two neighbouring elements: H becomes dH; returns A'.
-  static __device__ __forceinline__ std::uint32_t element_pair(const Params& p,
-                                                               std::uint32_t& first,
-                                                               std::uint32_t& second,
-                                                               const float* grad, float s,
-                                                               float& score) {
-    const float low = grad[0];
-    const float high = grad[1];
-    float value[2];
-    if constexpr (kGated) {
-      const float gate[2] = {Two::low(first), Two::high(first)};
-      const float up[2] = {Two::low(second), Two::high(second)};
-      const float2 by_low = Act::gradient(gate[0], up[0], p.scalars);
-      const float2 by_high = Act::gradient(gate[1], up[1], p.scalars);
-      value[0] = Act::value(gate[0], up[0], p.scalars);
-      value[1] = Act::value(gate[1], up[1], p.scalars);
-      first = Two::pack(by_low.x * (s * low), by_high.x * (s * high));
-      second = Two::pack(by_low.y * (s * low), by_high.y * (s * high));
+  /// Two neighbouring columns: H becomes dH; returns A'.
+  static __device__ __forceinline__ std::uint32_t two_columns(const Params& p, std::uint32_t& first,
+                                                              std::uint32_t& second,
+                                                              const float* grad, float s,
+                                                              float& score) {
+    Gradient of[2];
+    if constexpr (!kGated) {
+      of[0] = Act::gradient(Two::low(first), s * grad[0]);
+      of[1] = Act::gradient(Two::high(first), s * grad[1]);
+      first = Two::pack(of[0].by_gate, of[1].by_gate);
+    } else if constexpr (kPaired) {
+      of[0] = Act::gradient(Two::low(first), Two::high(first), s * grad[0], p.scalars);
+      of[1] = Act::gradient(Two::low(second), Two::high(second), s * grad[1], p.scalars);
+      first = Two::pack(of[0].by_gate, of[0].by_up);
+      second = Two::pack(of[1].by_gate, of[1].by_up);
     } else {
-      const float x[2] = {Two::low(first), Two::high(first)};
-      value[0] = Act::value(x[0]);
-      value[1] = Act::value(x[1]);
-      first = Two::pack(Act::gradient(x[0]) * (s * low), Act::gradient(x[1]) * (s * high));
+      of[0] = Act::gradient(Two::low(first), Two::low(second), s * grad[0], p.scalars);
+      of[1] = Act::gradient(Two::high(first), Two::high(second), s * grad[1], p.scalars);
+      first = Two::pack(of[0].by_gate, of[1].by_gate);
+      second = Two::pack(of[0].by_up, of[1].by_up);
     }
-    const std::uint32_t rounded = Two::pack(value[0], value[1]);
-    score = fmaf(low, Two::low(rounded), score);
-    score = fmaf(high, Two::high(rounded), score);
-    return Two::pack(s * value[0], s * value[1]);
+    const float2 rounded = Two::round(of[0].value, of[1].value);
+    score = fmaf(grad[0], rounded.x, score);
+    score = fmaf(grad[1], rounded.y, score);
+    return Two::pack(s * of[0].value, s * of[1].value);
   }
 
   /// Sums over the four lanes of a row, in a fixed order, and writes this tile's part.

@@ -16,20 +16,32 @@ enum class HLayout { kSplit, kPaired };
 struct ActivationScalars {
   float alpha;
   float limit;
+  float power;  ///< -alpha / ln 2: a product would have to be held in a register
 };
 
-/// To about 2 ulp of fp32, far below the rounding of a 16-bit result; 0 below -88.
-__device__ __forceinline__ float sigmoid(float x) {
-  constexpr float kLog2E = 1.4426950409f;
-  return ptx::reciprocal(1.0f + ptx::exp2(-kLog2E * x));
+inline constexpr float kLog2E = 1.4426950409f;
+
+/// 1 / (1 + 2^x): the sigmoid of -x / kLog2E, to about 2 ulp of fp32; 0 above 127.
+__device__ __forceinline__ float sigmoid_of_power(float x) {
+  return ptx::reciprocal(1.0f + ptx::exp2(x));
 }
 
-/// The function inside a gate (or alone), with its derivative.
+/// f(x) as forward computes it, and f'(x) g.
+struct Slope {
+  float value;
+  float times;
+};
+
+/// The function inside a gate (or alone), and its derivative times g. What gates share with it (f
+/// g) is spelt alike, so that it is computed once. Forward and backward must find the same value:
+/// where a product meets a sum, fmaf says whether it is rounded.
 struct Silu {
+  static __device__ __forceinline__ float sigmoid(float x) { return sigmoid_of_power(-kLog2E * x); }
   static __device__ __forceinline__ float value(float x) { return x * sigmoid(x); }
-  static __device__ __forceinline__ float slope(float x) {
+  static __device__ __forceinline__ Slope slope(float x, float g) {
     const float s = sigmoid(x);
-    return fmaf(x * s, 1.0f - s, s);
+    const float f = x * s;
+    return {f, fmaf(s, g, fmaf(-(f * g), s, f * g))};
   }
 };
 
@@ -38,21 +50,22 @@ struct Silu {
 struct GeluErf {
   static __device__ __forceinline__ float distribution(float x, float bell) {
     const float t = ptx::reciprocal(fmaf(0.3275911f * 0.70710678f, fabsf(x), 1.0f));
-    float p = fmaf(t, 1.061405429f, -1.453152027f);
-    p = fmaf(t, p, 1.421413741f);
-    p = fmaf(t, p, -0.284496736f);
-    p = fmaf(t, p, 0.254829592f);
-    const float tail = 0.5f * t * p * bell;
-    return x < 0.0f ? tail : 1.0f - tail;
+    float p = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
+    p = fmaf(t, p, 0.5f * 1.421413741f);
+    p = fmaf(t, p, 0.5f * -0.284496736f);
+    p = fmaf(t, p, 0.5f * 0.254829592f);
+    const float tail = t * p * bell;
+    return x < 0.0f ? tail : __fadd_rn(1.0f, -tail);
   }
   static __device__ __forceinline__ float bell(float x) {
-    return ptx::exp2(-0.5f * 1.4426950409f * x * x);
+    return ptx::exp2(-0.5f * kLog2E * x * x);
   }
   static __device__ __forceinline__ float value(float x) { return x * distribution(x, bell(x)); }
-  static __device__ __forceinline__ float slope(float x) {
+  static __device__ __forceinline__ Slope slope(float x, float g) {
     constexpr float kInverseRootTwoPi = 0.3989422804f;
     const float b = bell(x);
-    return distribution(x, b) + x * kInverseRootTwoPi * b;
+    const float d = distribution(x, b);
+    return {x * d, fmaf(x * kInverseRootTwoPi, b, d) * g};
   }
 };
 
@@ -60,24 +73,39 @@ struct GeluErf {
 struct GeluTanh {
   static constexpr float kTwoRootTwoOverPi = 1.5957691216f;
   static constexpr float kCubic = 0.044715f;
-  static __device__ __forceinline__ float value(float x) {
-    return x * sigmoid(kTwoRootTwoOverPi * x * (1.0f + kCubic * x * x));
+  static __device__ __forceinline__ float sigmoid(float x) {
+    constexpr float kRate = -kLog2E * kTwoRootTwoOverPi;
+    return sigmoid_of_power(x * fmaf(kRate * kCubic, x * x, kRate));
   }
-  static __device__ __forceinline__ float slope(float x) {
-    const float s = sigmoid(kTwoRootTwoOverPi * x * (1.0f + kCubic * x * x));
-    return fmaf(x * s, (1.0f - s) * kTwoRootTwoOverPi * fmaf(3.0f * kCubic, x * x, 1.0f), s);
+  static __device__ __forceinline__ float value(float x) { return x * sigmoid(x); }
+  static __device__ __forceinline__ Slope slope(float x, float g) {
+    const float s = sigmoid(x);
+    const float f = x * s;
+    const float inner = fmaf(3.0f * kCubic * kTwoRootTwoOverPi, x * x, kTwoRootTwoOverPi);
+    return {f, fmaf(inner, fmaf(-(f * g), s, f * g), s * g)};
   }
 };
 
 /// NaN stays NaN; the slope at 0 is 0.
 struct Relu {
   static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x; }
-  static __device__ __forceinline__ float slope(float x) { return x > 0.0f ? 1.0f : 0.0f; }
+  static __device__ __forceinline__ Slope slope(float x, float g) {
+    return {value(x), x > 0.0f ? g : 0.0f};
+  }
 };
 
 struct Relu2 {
   static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
-  static __device__ __forceinline__ float slope(float x) { return x > 0.0f ? 2.0f * x : 0.0f; }
+  static __device__ __forceinline__ Slope slope(float x, float g) {
+    return {value(x), x > 0.0f ? 2.0f * x * g : 0.0f};
+  }
+};
+
+/// act(H) and its derivatives times g; by_up is unused without a gate.
+struct Gradient {
+  float value;
+  float by_gate;
+  float by_up;
 };
 
 /// f(gate) * up.
@@ -86,34 +114,44 @@ struct Gated {
   static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars&) {
     return Function::value(gate) * up;
   }
-  static __device__ __forceinline__ float2 gradient(float gate, float up,
-                                                    const ActivationScalars&) {
-    return {Function::slope(gate) * up, Function::value(gate)};
+  static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
+                                                      const ActivationScalars&) {
+    const Slope slope = Function::slope(gate, g);
+    return {slope.value * up, slope.times * up, slope.value * g};
   }
 };
 
 struct GatedOai {
   static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars& c) {
-    const float g = ptx::smaller(gate, c.limit);
+    const float x = ptx::smaller(gate, c.limit);
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
-    return g * sigmoid(c.alpha * g) * (u + 1.0f);
+    return x * sigmoid(x, c) * (u + 1.0f);
   }
   /// A clamp passes its gradient at equality.
-  static __device__ __forceinline__ float2 gradient(float gate, float up,
-                                                    const ActivationScalars& c) {
-    const float g = ptx::smaller(gate, c.limit);
+  static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
+                                                      const ActivationScalars& c) {
+    const float x = ptx::smaller(gate, c.limit);
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
-    const float s = sigmoid(c.alpha * g);
-    const float by_gate = fmaf(c.alpha * (g * s), 1.0f - s, s) * (u + 1.0f);
-    const bool outside = up > c.limit || up < -c.limit;
-    return {gate > c.limit ? 0.0f : by_gate, outside ? 0.0f : g * s};
+    const float s = sigmoid(x, c);
+    const float f = x * s;
+    const float slope = fmaf(c.alpha, fmaf(-(f * g), s, f * g), s * g);
+    return {f * (u + 1.0f), gate > c.limit ? 0.0f : slope * (u + 1.0f),
+            fabsf(up) > c.limit ? 0.0f : f * g};
+  }
+
+ private:
+  static __device__ __forceinline__ float sigmoid(float x, const ActivationScalars& c) {
+    return sigmoid_of_power(c.power * x);
   }
 };
 
 template <class Function>
 struct Plain {
   static __device__ __forceinline__ float value(float x) { return Function::value(x); }
-  static __device__ __forceinline__ float gradient(float x) { return Function::slope(x); }
+  static __device__ __forceinline__ Gradient gradient(float x, float g) {
+    const Slope slope = Function::slope(x, g);
+    return {slope.value, slope.times, 0.0f};
+  }
 };
 
 template <ActivationKind kKind>

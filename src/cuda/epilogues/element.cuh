@@ -23,6 +23,10 @@ struct Pair<__nv_bfloat16> {
   static __device__ __forceinline__ float high(std::uint32_t v) {
     return __uint_as_float(v & 0xffff0000u);
   }
+  /// To the element type and back.
+  static __device__ __forceinline__ float2 round(float low, float high) {
+    return {__uint_as_float(pack(0.0f, low)), __uint_as_float(pack(0.0f, high))};
+  }
 };
 
 template <>
@@ -36,6 +40,9 @@ struct Pair<__half> {
   }
   static __device__ __forceinline__ float high(std::uint32_t v) {
     return __high2float(*reinterpret_cast<const __half2*>(&v));
+  }
+  static __device__ __forceinline__ float2 round(float low, float high) {
+    return __half22float2(__floats2half2_rn(low, high));
   }
 };
 
