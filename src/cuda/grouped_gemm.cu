@@ -201,11 +201,11 @@ void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
   params.tiles = expert_tiles(s.groups, d, shape);
   params.epilogue.rows = static_cast<std::int32_t>(d.shape[1]);
   params.epilogue.columns = static_cast<std::int32_t>(d.shape[2]);
+  params.epilogue.border = params.tiles.column_tiles * shape.n;
   params.epilogue.map[0] = matrices_map(device, d);
   const KernelEntry& kernel =
       find_kernel({Role::kWeightGrad, a.dtype, tile, order, ActivationKind::kSwiGLU});
-  launch_gemm(device, kernel, &params,
-              sizes.experts * params.tiles.row_tiles * params.tiles.column_tiles, stream);
+  launch_gemm(device, kernel, &params, sizes.experts * params.tiles.each.by, stream);
 }
 
 }  // namespace sonicmoe::cuda

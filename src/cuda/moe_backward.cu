@@ -177,14 +177,14 @@ void launch_input_grad(const Call& c) {
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
-/// Weight gradients side by side, seen as (E, M = d, N): from gathered rows (T, d) and the parts
-/// from `first_part` on of grouped rows (C, parts, N), or, with columns that alternate between the
-/// two, from one part (C, N).
+/// A weight gradient, seen as (E, M = d, N), from gathered rows (T, d) and grouped rows (C, N), or
+/// `part` of (C, parts, N). It is `outputs` matrices side by side along N, or two whose columns
+/// alternate.
 struct WeightGrad {
   Tensor gathered;
   Tensor rows;
-  std::int32_t first_part;
-  std::int32_t parts;
+  std::int32_t part;
+  std::int32_t outputs;
   std::int32_t alternate;
   unsigned* counter;
   bool independent;  // of the kernel before
@@ -207,16 +207,16 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   WeightGradParams params{};
   params.producer = gathered(c, g.gathered, p.hidden);
   params.b.map[0] = rows_map(c.device, g.rows, kDepth);
-  params.b.first_part = g.first_part;
+  params.b.part = g.part;
   params.tiles =
       expert_tiles(c.metadata, tensor3(nullptr, p.dtype, p.experts, p.hidden, columns), shape);
   params.begins = g.independent ? Begins::kIndependent : Begins::kLate;
   params.tiles.order = c.experts;
   params.tiles.counter = tiling.counter(g.counter);
-  params.tiles.parts = g.parts;
   StoreExpertParams& epilogue = params.epilogue;
   epilogue.rows = params.tiles.rows;
   epilogue.columns = static_cast<std::int32_t>(columns);
+  epilogue.border = g.outputs == 2 ? epilogue.columns / 2 : params.tiles.column_tiles * shape.n;
   epilogue.alternate = g.alternate;
   for (int part = 0; part < 2; part++) {
     const Tensor& out = g.out[part];
@@ -232,9 +232,7 @@ void launch_weight_grad(const Call& c, const WeightGrad& g) {
   }
   const KernelEntry& kernel =
       find_kernel({Role::kWeightGrad, p.dtype, tiling.tile, order, ActivationKind::kSwiGLU});
-  const std::int64_t tiles =
-      p.experts * params.tiles.row_tiles * params.tiles.column_tiles * g.parts;
-  const std::int64_t clusters = clusters_of(c.device, shape, tiles);
+  const std::int64_t clusters = clusters_of(c.device, shape, p.experts * params.tiles.each.by);
   launch_gemm(c.device, kernel, &params, clusters - (leaves_room(c, clusters) ? 2 : 0), c.stream);
 }
 
@@ -245,6 +243,7 @@ void launch_down_grad(const Call& c) {
 }
 
 void launch_up_grads(const Call& c) {
+  const Problem& p = c.problem;
   const Weights& g = c.args.grads;
   const Tensor gate = swapped(g.gate);
   const Tensor up = swapped(g.up);
@@ -264,8 +263,9 @@ void launch_up_grads(const Call& c) {
     return;
   }
   const bool both = gate.data != nullptr && up.data != nullptr;
-  if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up)) {
-    launch_weight_grad(c, {c.args.x, c.dh, 0, 2, 0, c.counters + 2, second, {gate, up}});
+  if (both && gate.dtype == up.dtype && major_of(gate) == major_of(up) && p.width % 64 == 0) {
+    const Tensor rows = tensor2(c.dh.data, p.dtype, c.dh.shape[0], 2 * p.width);
+    launch_weight_grad(c, {c.args.x, rows, 0, 2, 0, c.counters + 2, second, {gate, up}});
     return;
   }
   if (gate.data != nullptr) {

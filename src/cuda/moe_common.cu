@@ -202,6 +202,15 @@ RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int c
   return tiles;
 }
 
+namespace {
+
+Divisor divisor(std::int32_t by) {
+  const auto value = static_cast<std::uint32_t>(by);
+  return {value, value == 1 ? ~0u : static_cast<std::uint32_t>((std::uint64_t{1} << 32) / value)};
+}
+
+}  // namespace
+
 ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrices,
                                  const TileShape& shape) {
   ExpertTiles::Params tiles{};
@@ -209,11 +218,16 @@ ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrice
   tiles.expert_rows = metadata.expert_rows;
   tiles.experts = static_cast<std::int32_t>(matrices.shape[0]);
   tiles.rows = static_cast<std::int32_t>(matrices.shape[1]);
-  tiles.row_tiles = (tiles.rows + shape.cluster_rows() - 1) / shape.cluster_rows();
   tiles.columns = static_cast<std::int32_t>(matrices.shape[2]);
   tiles.column_step = shape.n;
   tiles.column_tiles = static_cast<std::int32_t>((matrices.shape[2] + shape.n - 1) / shape.n);
-  tiles.parts = 1;
+  const std::int32_t ctas = (tiles.rows + shape.m - 1) / shape.m;
+  const std::int32_t odd = ctas % 2;
+  tiles.lines = ctas / 2;
+  tiles.each = divisor(tiles.lines * tiles.column_tiles + odd * (tiles.column_tiles + 1) / 2);
+  const bool columns_fastest = fast_columns(tiles.lines, tiles.column_tiles);
+  tiles.columns_fastest = columns_fastest ? 1 : 0;
+  tiles.group = divisor(columns_fastest ? tiles.column_tiles : 2 * tiles.lines + odd);
   return tiles;
 }
 

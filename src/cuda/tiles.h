@@ -71,6 +71,13 @@ constexpr Tiling weight_grad_tiling(std::int64_t rows) {
   return {TileId::kCoop128x256, rows >= 256 ? Order::kDrawn : Order::kStatic};
 }
 
+/// The order of an expert's tiles, `lines` of them along M and `across` along N. Columns fastest:
+/// neighbours share the gathered rows, the dearer operand. Past sixteen tiles of columns those at
+/// work would cover few lines, and load the grouped rows for each few of them anew.
+constexpr bool fast_columns(std::int64_t lines, std::int64_t across) {
+  return across <= 16 || across <= lines;
+}
+
 /// Products over rows in order: `columns` of output, `depth` of K, `rows` of an expert in the mean.
 /// Ping-pong wins 3 to 7 % below K = 512, and keeps up where 256 columns would waste more than 1/16
 /// of the work and 192 do not. Drawn tiles are worth up to 5 % from K = 1024 on. A handful of rows

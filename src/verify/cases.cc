@@ -164,6 +164,14 @@ void add_shapes(Extent extent, std::vector<Case>& cases) {
       }
     }
   }
+  // Multiples of 64: CUDA computes the gradients of gate and up as one matrix.
+  constexpr std::int64_t kWhole[][2] = {{72, 192}, {136, 64}};
+  for (const auto& [d, n] : kWhole) {
+    for (const Layout layout : {Layout::kConcatenated, Layout::kTransposed}) {
+      add_shape(d, n, layout, DType::kBF16, Data::kIntegers, cases);
+      add_shape(d, n, layout, DType::kBF16, Data::kRandom, cases);
+    }
+  }
   constexpr std::int64_t kOdd[][2] = {{1, 1}, {7, 13}, {33, 5}, {17, 65}};
   for (const auto& [d, n] : kOdd) {
     for (const DType dtype : kDTypes) {
@@ -276,10 +284,11 @@ void add_layouts(std::vector<Case>& cases) {
 }
 
 void add_grads(std::vector<Case>& cases) {
-  const auto add = [&](const char* what, DType dtype, GradMode mode, Data data, Layout layout) {
+  const auto add = [&](const char* what, DType dtype, GradMode mode, Data data, Layout layout,
+                       std::int64_t width = 24) {
     Case c =
         make_case(std::string("grads/") + what + "/" + dtype_name(dtype) + "/" + data_name(data),
-                  {90, 32, 24, 6, 2}, dtype,
+                  {90, 32, width, 6, 2}, dtype,
                   data == Data::kRandom ? ActivationKind::kSwiGLU : kIntegerGated, data);
     c.pattern = Pattern::kCounts;
     c.counts = {40, 0, 65, 1, 0, 70};  // experts 1 and 4 have no rows
@@ -296,6 +305,8 @@ void add_grads(std::vector<Case>& cases) {
       add("accumulated_padded", dtype, GradMode::kAccumulate, data, Layout::kPadded);
       if (dtype_bytes(dtype) == 2) {
         add("fp32", dtype, GradMode::kWrite, data, Layout::kInterleaved);
+        add("fp32_n192", dtype, GradMode::kWrite, data, Layout::kTransposed, 192);
+        add("accumulated_n192", dtype, GradMode::kAccumulate, data, Layout::kConcatenated, 192);
       }
     }
   }
@@ -431,6 +442,18 @@ void add_large(std::vector<Case>& cases) {
   // dW is stored late in the next one.
   cases.push_back(make_case("large/deep_experts/bf16/random", {7000, 72, 136, 70, 8}, DType::kBF16,
                             ActivationKind::kSwiGLU, Data::kRandom));
+  // Three tiles of 128 rows along d, several tiles a cluster: where dW's third one has two tiles of
+  // columns for its two CTAs, and where an odd one is left. Gate ends inside a tile of columns.
+  for (const std::int64_t n : {320, 448}) {
+    for (const Layout layout : {Layout::kSeparate, Layout::kTransposed}) {
+      Case c =
+          make_case("large/odd_rows_n" + std::to_string(n) +
+                        (layout == Layout::kTransposed ? "_transposed" : "") + "/bf16/random",
+                    {2400, 328, n, 24, 3}, DType::kBF16, ActivationKind::kSwiGLU, Data::kRandom);
+      c.layout = layout;
+      cases.push_back(c);
+    }
+  }
   // More tiles than CUDA has clusters, through enough of K: stored beside the next tile's products.
   struct Beside {
     const char* name;

@@ -8,10 +8,10 @@ namespace sonicmoe::cuda {
 
 /// Maps of the expert matrices: [0] alone, or gate and up. K-major: (k, n, expert), box 64 x n/2;
 /// MN-major: (n, k, expert), box 64 x mn_box_depth. Rows: (column, part, row), box 64 x 1 x 64, of
-/// which parts from `first_part` on are the operand.
+/// which `part` is the operand.
 struct OperandBMaps {
   CUtensorMap map[2];
-  std::int32_t first_part;
+  std::int32_t part;
 };
 
 template <TileShape kShape, BSource kSource, Major kMajor>
@@ -60,9 +60,8 @@ struct OperandB {
     for (int i = 0; i < kShare; i++) {
       const int group = kByGroup ? share * kShare + i : i;
       if constexpr (kSource == BSource::kRows) {
-        issue(Box{&maps.map[0],
-                  group * kBoxBytes,
-                  {work.column + group * 64, maps.first_part + work.part, work.row + k}});
+        issue(Box{
+            &maps.map[0], group * kBoxBytes, {work.column + group * 64, maps.part, work.row + k}});
       } else if constexpr (kMajor == Major::kK) {
         constexpr bool kHalves = kSource == BSource::kWeightHalves;
         const int row = work.column + (kHalves ? 0 : group * (kShape.n / 2));

@@ -20,7 +20,6 @@ struct Work {
   int column;  ///< first output column
   int m;       ///< where rows are K: first output row of the CTA
   int depth;   ///< where rows are K: rows of the expert
-  int part;    ///< where rows are K: which of the outputs side by side
   bool alone;  ///< the CTAs of the cluster share no B in this tile
 };
 
@@ -64,7 +63,7 @@ struct RowTilesOf {
     const int across = p.column_tiles;
     const int share = t * kShape.cluster + rank;
     const int index = static_cast<unsigned>(share) / static_cast<unsigned>(across);
-    if (kShape.cluster > 1 && index >= __ldg(p.record_count)) return {0, 0, 0, 0, 0, 0, 0, true};
+    if (kShape.cluster > 1 && index >= __ldg(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
     const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
     const TileRecord record{raw.x, raw.y, raw.z, raw.w};
     int local = index - record.first;
@@ -89,7 +88,7 @@ struct RowTilesOf {
       }
     }
     const int offset = local * kShape.m;
-    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0, 0,
+    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0,
             alone};
   }
 };
@@ -98,7 +97,31 @@ using RowTiles = RowTilesOf<false>;
 /// Those of kernels that have the registers.
 using BandedRowTiles = RowTilesOf<true>;
 
+/// A divisor that is known before the launch.
+struct Divisor {
+  std::uint32_t by;
+  std::uint32_t inverse;  ///< 2^32 / by, rounded down; at most 2^32 - 1
+
+  struct Result {
+    int quotient;
+    int rest;
+  };
+  __device__ __forceinline__ Result divide(std::uint32_t value) const {
+    std::uint32_t quotient = __umulhi(value, inverse);  // at most one too small
+    std::uint32_t rest = value - quotient * by;
+    if (rest >= by) {
+      quotient++;
+      rest -= by;
+    }
+    return {static_cast<int>(quotient), static_cast<int>(rest)};
+  }
+};
+
 /// Tiles of one matrix an expert, (M, N) with K its rows.
+///
+/// A cluster's tile is rows for each of its two CTAs, over columns that they share. Where M ends
+/// with rows for one CTA only (`odd`), the last line of tiles is these rows for both CTAs, over two
+/// tiles of columns, each with its own B; an odd last tile of columns leaves the second CTA idle.
 struct ExpertTiles {
   struct Params {
     const ExpertRecord* order;  ///< long experts first; null: as they are numbered
@@ -107,46 +130,58 @@ struct ExpertTiles {
     unsigned* counter;  ///< of drawn order, zero before the launch; null: static order
     std::int32_t experts;
     std::int32_t rows;          ///< M
-    std::int32_t columns;       ///< N, of one part
-    std::int32_t row_tiles;     ///< of a cluster, along M
-    std::int32_t column_tiles;  ///< along N, of one part
+    std::int32_t columns;       ///< N
+    std::int32_t lines;         ///< of tiles along M that have rows for both CTAs
+    std::int32_t column_tiles;  ///< along N
     std::int32_t column_step;
-    std::int32_t parts;  ///< outputs of the same rows side by side along N: gate and up
+    Divisor each;  ///< tiles of an expert
+    /// Columns fastest: the tiles of a line. Else those of two tiles of columns, the last line's
+    /// included.
+    Divisor group;
+    std::int32_t columns_fastest;
   };
   static constexpr bool kFixedDepth = false;
 
   template <TileShape kShape>
   static __device__ __forceinline__ int count(const Params& p) {
-    return p.experts * p.row_tiles * p.column_tiles * p.parts;
+    return p.experts * static_cast<int>(p.each.by);
   }
   static __device__ __forceinline__ int k_tiles(const Params&, const Work& work) {
     return (work.depth + kDepth - 1) / kDepth;
   }
-  /// Columns fastest: neighbours share the gathered rows, which are the dearer operand. A tile runs
-  /// through all rows of its expert, so that a long expert taken late would leave the others
-  /// waiting.
+  /// A tile runs through all rows of its expert, so that a long expert taken late would leave the
+  /// others waiting.
   template <TileShape kShape>
   static __device__ __forceinline__ Work work(const Params& p, int t, int rank) {
-    const unsigned across = static_cast<unsigned>(p.column_tiles * p.parts);
-    const unsigned line = static_cast<unsigned>(t) / across;
-    const int n = t - line * across;
-    const unsigned index = line / static_cast<unsigned>(p.row_tiles);
-    const int m = (line - index * p.row_tiles) * kShape.cluster_rows() + rank * kShape.m;
+    static_assert(kShape.cluster == 2);
+    const Divisor::Result expert = p.each.divide(t);
+    const Divisor::Result at = p.group.divide(expert.rest);
+    int line = at.quotient;
+    int n = at.rest;
+    if (p.columns_fastest == 0) {
+      n = 2 * at.quotient + (at.rest >= p.lines ? 1 : 0);
+      line = at.rest >= p.lines ? at.rest - p.lines : at.rest;
+      if (n == p.column_tiles) line = p.lines;  // of an odd last tile of columns
+    }
     Work work{};
+    if (line == p.lines) {
+      n = 2 * (p.columns_fastest == 0 ? at.quotient : at.rest);
+      work.alone = n + 1 < p.column_tiles;
+      if (work.alone) n += rank;
+    }
     if (p.order != nullptr) {
-      const int4 record = __ldg(reinterpret_cast<const int4*>(p.order) + index);
+      const int4 record = __ldg(reinterpret_cast<const int4*>(p.order) + expert.quotient);
       work.expert = record.x;
       work.row = record.y;
       work.depth = record.z;
     } else {
-      work.expert = index;
-      work.row = __ldg(p.expert_begin + index);
-      work.depth = __ldg(p.expert_rows + index);
+      work.expert = expert.quotient;
+      work.row = __ldg(p.expert_begin + expert.quotient);
+      work.depth = __ldg(p.expert_rows + expert.quotient);
     }
-    work.left = p.rows - m;
-    work.part = n >= p.column_tiles ? 1 : 0;
-    work.column = (n - work.part * p.column_tiles) * p.column_step;
-    work.m = m;
+    work.m = line * kShape.cluster_rows() + (work.alone ? 0 : rank * kShape.m);
+    work.left = p.rows - work.m;
+    work.column = n * p.column_step;
     return work;
   }
 };

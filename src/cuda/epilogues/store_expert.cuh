@@ -15,14 +15,17 @@ struct FloatGrad {
   std::int64_t strides[3];
 };
 
-/// By part: gate and up, or one alone.
+/// By output: gate and up, or one alone.
 struct StoreExpertParams {
   CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
   FloatGrad floats[2];  ///< kFloat, kAccumulate
   GradStore mode;
   std::int32_t alternate;  ///< fp32: even columns go to [0], odd ones to [1]
   std::int32_t rows;       ///< M
-  std::int32_t columns;    ///< N, of a part
+  std::int32_t columns;    ///< N
+  /// First column that goes to [1], past all tiles where there is none. With kElement a multiple of
+  /// 64: a store may end past its output, but not begin before it.
+  std::int32_t border;
 };
 
 template <class Element, Major kOut>
@@ -61,9 +64,8 @@ struct StoreExpert {
       round(state.block[i], &acc[0][(2 + i) * 32], empty);
     }
     const int m = work.m + rows.offset;
-    const int matrix = 2 * work.expert + work.part;
-    store(p, first, staging, [&] { return Place{work.column, m, matrix}; });
-    if (staging.elected()) staging.note({work.column + 128, m, matrix});
+    store(p, first, staging, [&] { return Place{work.column, m, work.expert}; });
+    if (staging.elected()) staging.note({work.column + 128, m, work.expert});
     state.held = true;
   }
 
@@ -84,7 +86,7 @@ struct StoreExpert {
   }
 
   /// Two blocks of 64 columns from column where() on, `below` being their first row and `end` the
-  /// matrix. Only the elected thread asks.
+  /// expert. Only the elected thread asks.
   template <TileShape kShape, class Where>
   static __device__ __forceinline__ void store(const Params& p, const Fragment (&blocks)[2],
                                                const Staging<kShape>& staging, Where where) {
@@ -100,13 +102,15 @@ struct StoreExpert {
     staging.publish();
     if (!staging.elected()) return;
     const Place place = where();
-    const int expert = place.end >> 1;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+      const int column = place.column + i * 64;
+      const int output = column < p.border ? 0 : 1;
+      const int n = column - (output == 0 ? 0 : p.border);
       const int m = place.below;
-      const int n = place.column + i * 64;
-      ptx::tma_store(&p.map[place.end & 1], staging.box(i),
-                     kOut == Major::kK ? ptx::Coord3{n, m, expert} : ptx::Coord3{m, n, expert});
+      ptx::tma_store(
+          &p.map[output], staging.box(i),
+          kOut == Major::kK ? ptx::Coord3{n, m, place.end} : ptx::Coord3{m, n, place.end});
     }
     staging.commit();
   }
@@ -117,20 +121,23 @@ struct StoreExpert {
     const int lane = threadIdx.x & 31;
     const int m0 = work.m + offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
     const int n0 = work.column + (lane & 3) * 2;
-    // Outputs of even and of odd columns: the same, unless columns alternate.
     const bool alternate = p.alternate != 0;
-    const FloatGrad& even = alternate || work.part == 0 ? p.floats[0] : p.floats[1];
-    const FloatGrad& odd = alternate || work.part == 1 ? p.floats[1] : p.floats[0];
+#pragma unroll 1
+    for (int output = 0; output < 2; output++) {
+      const FloatGrad& out = p.floats[output];
+      if (out.data == nullptr) continue;
+      const int first = alternate || output == 0 ? 0 : p.border;
+      const int width = min(p.border, p.columns - first);
 #pragma unroll
-    for (int i = 0; i < kShape.n / 2; i++) {
-      const FloatGrad& out = i % 2 == 0 ? even : odd;
-      const int m = m0 + (i >> 1 & 1) * 8;
-      const int n = n0 + i / 4 * 8 + (i & 1);
-      if (m >= p.rows || n >= p.columns || out.data == nullptr) continue;
-      float* at = out.data + work.expert * out.strides[0] + m * out.strides[1] +
-                  (alternate ? n / 2 : n) * out.strides[2];
-      const float value = empty ? 0.0f : acc[i];
-      *at = p.mode == GradStore::kAccumulate ? *at + value : value;
+      for (int i = 0; i < kShape.n / 2; i++) {
+        const int m = m0 + (i >> 1 & 1) * 8;
+        const int n = n0 + i / 4 * 8 + (i & 1) - first;
+        if (m >= p.rows || n < 0 || n >= width || (alternate && i % 2 != output)) continue;
+        float* at = out.data + work.expert * out.strides[0] + m * out.strides[1] +
+                    (alternate ? n / 2 : n) * out.strides[2];
+        const float value = empty ? 0.0f : acc[i];
+        *at = p.mode == GradStore::kAccumulate ? *at + value : value;
+      }
     }
   }
 };
