@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 MAX_KERNELS = 260
-MAX_CPU_SECONDS = 8 * 60
+MAX_CPU_SECONDS = 6 * 60
 MAX_BYTES = 24 << 20
 CACHED_SECONDS = 1.0  # no compilation is that quick
 

@@ -175,8 +175,8 @@ concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::St
                                      Rows rows) { E::run(p, state, acc, work, staging, rows); };
 
 /// One that stores a tile while the next is multiplied: take() moves what is needed from the
-/// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside every so many of
-/// the next tile's k tiles, where it has kPieces or more.
+/// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside each `every` of
+/// the next tile's k tiles, and after the last one what is left.
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() && requires(const typename E::Params& p, typename E::State& state,
@@ -186,7 +186,6 @@ concept DeferredEpilogue =
       E::template piece<0>(p, state, staging);
       { E::kPieces } -> std::convertible_to<int>;
       { E::every(E::kPieces) } -> std::same_as<int>;
-      E::State::close(staging);
     };
 
 /// One whose input comes through the ring: the producer loads kInputTiles stages by load_input()

@@ -3,9 +3,11 @@
 // and the timeline of a tile.
 #pragma once
 
+#include "cuda/engine/beside.cuh"
 #include "cuda/engine/concepts.cuh"
 #include "cuda/engine/mainloop.cuh"
 #include "cuda/engine/operand_b.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -95,12 +97,22 @@ __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, u
   }
 }
 
+/// What a tile is; whether there is something to do in it, and for how long, decides over branches.
+template <class Gemm>
+__device__ __forceinline__ Work work_of(const typename Gemm::Params& p,
+                                        const Cta<Gemm::kShape>& cta, int tile) {
+  Work work = Gemm::Scheduler::template work<Gemm::kShape>(p.tiles, tile, cta.rank());
+  work.left = ptx::uniform(work.left);
+  if (!Gemm::Scheduler::kFixedDepth) work.depth = ptx::uniform(work.depth);
+  return work;
+}
+
 template <class Gemm>
 __device__ __forceinline__ void consume(const typename Gemm::Params& p,
                                         const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
-  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup - 1);
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
@@ -121,16 +133,13 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     draw.ask();
     draw.post(0);
   }
-  const auto store_late = [&] {
-    if constexpr (StoresLate<typename Gemm::Epilogue>) {
-      if (state.held) Gemm::Epilogue::late(p.epilogue, state, staging);
-    }
-  };
-  while (!stream.done()) {
-    if (Gemm::kConsumerDraws) draw.ask();
-    const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+  Late<Gemm> late{p.epilogue, staging, warpgroup, state};
+  while (true) {
+    const bool more = !stream.done();
+    if (!more && !late.pending()) break;
+    if (Gemm::kConsumerDraws && more) draw.ask();
+    const Work work = more ? work_of<Gemm>(p, cta, stream.tile()) : Work{};
     const int offset = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
-    const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
     // Halves without a valid row are neither multiplied nor stored.
     const int left = work.left - offset;
     const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
@@ -138,46 +147,23 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     if constexpr (kShape.ping_pong()) {
       ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
     }
-    const auto hand_over = [&] {
-      if (Gemm::kConsumerDraws) draw.post(stream.taken() + 1);
-      if (Gemm::kShape.ping_pong()) {
-        ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
-      }
-    };
-    const auto beside = [&](int kt) {
-      if constexpr (StoresLate<typename Gemm::Epilogue>) {
-        if (kt == Gemm::Epilogue::late_at(k_tiles, warpgroup)) store_late();
-      }
-    };
-    const auto nothing = [](int) {};
-    const Span span{k_tiles, work.depth};
-    if (!Gemm::Scheduler::kFixedDepth && k_tiles == 0) {
-      hand_over();  // an expert without rows: the epilogue stores zeros
-    } else if (halves == kShape.halves()) {
-      // The last tile of columns may have only 64 or 128 of them.
-      const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
-      constexpr int kHalves = kShape.halves();
-      if (Gemm::kNarrows && columns <= 64) {
-        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, nothing, hand_over);
-      } else if (Gemm::kNarrows && columns <= 128 && kShape.n > 128) {
-        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, nothing, hand_over);
-      } else {
-        Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, beside, hand_over);
-      }
-    } else if (kShape.halves() > 1 && halves == 1) {
-      Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, nothing, hand_over);
-    } else {
-      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, hand_over);
+    const Part part{warpgroup, halves, Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
+                    more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
+    late.next(part.k_tiles);
+    Loop::run(acc, cta, ring, part, late);
+    if (Gemm::kConsumerDraws && more) draw.post(stream.taken() + 1);
+    if (Gemm::kShape.ping_pong()) {
+      ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
     }
+    Loop::finish(cta, ring, part);
+    if (!more) break;
     if constexpr (kShape.ping_pong()) skip_other();
-    store_late();
     if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, rows);
     // By now the kernel before has ended, or its last tiles are about to.
     if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup) let_next_begin();
     stream.next();
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
-  store_late();
   staging.drain();
 }
 
@@ -188,74 +174,45 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
-  constexpr int kPieces = Epilogue::kPieces;
-  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup - 1);
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
   typename Epilogue::State state{};
-  state.close(staging);
-  const auto piece = [&]<int kPiece>(std::integral_constant<int, kPiece>) {
-    Epilogue::template piece<kPiece>(p.epilogue, state, staging);
-    if constexpr (kPiece == kPieces - 1) state.close(staging);
-  };
+  HeldPieces<Gemm> pieces{p.epilogue, staging, state};
   TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
   TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
   if (Gemm::kConsumerDraws && !stream.done()) {
     draw.ask();
     draw.post(0);
   }
-  const auto work_of = [&](int tile) {
-    return Gemm::Scheduler::template work<kShape>(p.tiles, tile, cta.rank());
-  };
   Work next{};
-  if (!stream.done()) next = work_of(stream.tile());
+  if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
   while (true) {
     const bool more = !stream.done();
     const Work work = next;
     const bool valid = more && work.left > offset;
-    const Span span{Gemm::Scheduler::k_tiles(p.tiles, work), work.depth};
-    // The last tile of columns may have only 64 or 128 of them.
-    const int columns = Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n;
-    const bool beside = valid && span.k_tiles >= kPieces && columns > 128;
-    if (!beside) {
-      // A question before each piece keeps the compiler from mixing them, which takes registers.
-      staging.sync();
-      for_each_index<kPieces>([&](auto index) {
-        if (!state.empty(staging)) piece(index);
-      });
-      staging.sync();
-    }
-    if (!more) break;
+    if (!more && !pieces.pending()) break;
     if (staging.elected()) staging.note_expert(work.expert);
-    const auto ask = [&] {
-      if (Gemm::kConsumerDraws) draw.ask();
-    };
-    const auto nothing = [](int) {};
+    if (Gemm::kConsumerDraws && more) draw.ask();
+    const Part part{warpgroup, valid ? kShape.halves() : 0,
+                    Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
+                    more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
+    pieces.every = Epilogue::every(part.k_tiles);
+    Loop::run(acc, cta, ring, part, pieces);
     // The next tile is looked up under the last products.
-    const auto look_up = [&] {
+    if (more) {
       if (Gemm::kConsumerDraws) draw.post(stream.taken() + 1);
       stream.next();
-      if (!stream.done()) next = work_of(stream.tile());
-    };
-    if (beside) {
-      const Beside at{warpgroup, span.k_tiles, Epilogue::every(span.k_tiles)};
-      Loop::template run_beside<kPieces>(acc, cta, ring, at, piece, ask, look_up);
-    } else {
-      ask();
-      constexpr int kHalves = kShape.halves();
-      if (!valid) {
-        Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, span, nothing, look_up);
-      } else if (columns <= 64) {
-        Loop::template run<kHalves, 64>(acc, cta, ring, warpgroup, span, nothing, look_up);
-      } else if (columns <= 128) {
-        Loop::template run<kHalves, 128>(acc, cta, ring, warpgroup, span, nothing, look_up);
-      } else {
-        Loop::template run<kHalves, kShape.n>(acc, cta, ring, warpgroup, span, nothing, look_up);
-      }
+      if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
     }
-    if (valid) Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
+    Loop::finish(cta, ring, part);
+    if (!more) break;
+    if (valid) {
+      Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
+      pieces.done = 0;
+    }
     // Up projections are never independent, and have no register for the question.
     if (!Gemm::kConsumerDraws && p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
       let_next_begin();
@@ -271,43 +228,28 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
   static_assert(kShape.orders == Orders::kStatic && kShape.halves() == 1);
-  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup - 1);
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
-  bool owes = false;  // the tile's warpgroup still has the stage before
+  OwedStage<Gemm> stage{cta, ring};
   TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
   while (!stream.done()) {
-    const Work work = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+    const Work work = work_of<Gemm>(p, cta, stream.tile());
     const Rows rows{offset, work.left > offset ? 1 : 0};
-    const auto pay = [&](int kt) {
-      if (kt == 0 && owes) Epilogue::give_back(cta, ring.before());
-    };
-    const auto nothing = [](int) {};
-    const auto last = [] {};
-    const Span span{Gemm::Scheduler::k_tiles(p.tiles, work), work.depth};
-    if (rows.halves == 0) {
-      pay(0);
-      const Span all{span.k_tiles + Epilogue::kInputTiles, 0};
-      Loop::template run<0, kShape.n>(acc, cta, ring, warpgroup, all, nothing, last);
-    } else {
-      Epilogue::begin(p.epilogue, work, staging, rows);
-      // The last tile of columns may have only 64 or 128 of them.
-      const int columns = p.tiles.columns - work.column;
-      if (columns <= 64) {
-        Loop::template run<1, 64>(acc, cta, ring, warpgroup, span, pay, last);
-      } else if (columns <= 128) {
-        Loop::template run<1, 128>(acc, cta, ring, warpgroup, span, pay, last);
-      } else {
-        Loop::template run<1, kShape.n>(acc, cta, ring, warpgroup, span, pay, last);
-      }
-    }
+    if (rows.halves > 0) Epilogue::begin(p.epilogue, work, staging, rows);
+    // Without rows the epilogue's stages are passed on too.
+    const int more = rows.halves > 0 ? 0 : Epilogue::kInputTiles;
+    const Part part{warpgroup, rows.halves, p.tiles.columns - work.column,
+                    Gemm::Scheduler::k_tiles(p.tiles, work) + more, work.depth};
+    Loop::run(acc, cta, ring, part, stage);
+    Loop::finish(cta, ring, part);
     if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
       tell_of_stores(staging, p.told);
     }
-    owes = rows.halves > 0;
-    if (owes) Epilogue::run(p.epilogue, acc, work, staging, rows, cta, ring);
+    stage.owes = rows.halves > 0;
+    if (stage.owes) Epilogue::run(p.epilogue, acc, work, staging, rows, cta, ring);
     stream.next();
   }
   staging.drain();

@@ -17,17 +17,13 @@ constexpr int leading_bytes(Major major) { return major == Major::kK ? 16 : kBox
 
 inline constexpr int kTailBarrier = 5;  // named barrier of both consumer warpgroups
 
-/// How far a tile runs through K.
-struct Span {
+/// What a consumer warpgroup multiplies of a tile.
+struct Part {
+  int warpgroup;
+  int halves;   ///< 64-row halves, all of them valid; none: the stages are only passed on
+  int columns;  ///< that the output has from the tile's first on
   int k_tiles;
   int depth;  ///< rows, where rows are K
-};
-
-/// What is multiplied beside other work, and after how many k tiles the next piece of that comes.
-struct Beside {
-  int warpgroup;
-  int k_tiles;
-  int every;
 };
 
 /// Calls f with the constants 0 .. kCount - 1.
@@ -44,63 +40,38 @@ struct Mainloop {
   using Accumulator = float[kShape.halves()][kShape.n / 2];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Multiplies the first kHalves 64-row halves of this warpgroup's rows by the first kColumns
-  /// columns; with no half valid the stages are only passed on. `beside` runs under the products of
-  /// each k tile, `hand_over` once the last product has been issued.
-  template <int kHalves, int kColumns, class Beside, class HandOver>
+  /// Issues the products of a part. `beside` is other work: beside.run(kt) is called under the
+  /// products of k tile kt, and past the last one for as long as beside.pending(). One loop with
+  /// questions in it, because code is fetched anew where little is multiplied, and compiled for
+  /// every kernel.
+  template <class Beside>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
-                                             int warpgroup, Span span, Beside beside,
-                                             HandOver hand_over) {
-    for (int kt = 0; kt < span.k_tiles; kt++, ring.next()) {
-      cta.full(ring.stage).wait(ring.parity);
-      int rows = kDepth;
-      if constexpr (!Gemm::Scheduler::kFixedDepth) {
-        rows = min(kDepth, span.depth - kt * kDepth);
-        if (rows < kDepth) clear_tail(cta, ring.stage, rows);
-      }
-      if constexpr (kHalves == 0) {
-        release_stage(cta, ring.stage);
-      } else {
-        if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-        steps<kHalves, kColumns>(acc, cta, ring.stage, warpgroup, rows, kt != 0);
+                                             const Part& part, Beside& beside) {
+    const int whole = whole_k_tiles(part);
+#pragma unroll 1
+    for (int kt = 0; kt < part.k_tiles || beside.pending(); kt++) {
+      const bool multiplies = kt < part.k_tiles;
+      if (multiplies) {
+        cta.full(ring.stage).wait(ring.parity);
+        if (kt < whole) {
+          if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+          multiply(acc, cta, ring.stage, part.warpgroup, kt != 0);
+        } else {
+          multiply_some(acc, cta, ring.stage, part, kt);
+        }
         ptx::wgmma_wait<1>();
         if (kt > 0) release_stage(cta, ring.before());
-        beside(kt);
       }
-    }
-    hand_over();
-    if constexpr (kHalves > 0) {
-      ptx::wgmma_wait<0>();
-      release_stage(cta, ring.before());
+      if (beside.pending()) beside.run(kt);
+      if (multiplies) ring.next();
     }
   }
 
-  /// As run over all halves: piece(i) of other work is done while the products of k tile i *
-  /// `every` run, which lies inside the tile for all of kPieces.
-  template <int kPieces, class Piece, class Between, class HandOver>
-  static __device__ __forceinline__ void run_beside(Accumulator& acc, const Cta<kShape>& cta,
-                                                    Ring& ring, const Beside& at, Piece piece,
-                                                    Between between, HandOver hand_over) {
-    const auto multiply = [&](bool accumulate) {
-      cta.full(ring.stage).wait(ring.parity);
-      if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-      step<kShape.halves(), kShape.n, kDepth / 16>(acc, cta, ring.stage, at.warpgroup, accumulate);
-      ptx::wgmma_wait<1>();
-      if (accumulate) release_stage(cta, ring.before());
-      ring.next();
-    };
-    for_each_index<kPieces>([&]<int kPiece>(std::integral_constant<int, kPiece> index) {
-      multiply(kPiece != 0);
-      piece(index);
-      if constexpr (kPiece < kPieces - 1) {
-        for (int i = 1; i < at.every; i++) multiply(true);
-      }
-    });
-    between();
-    for (int kt = (kPieces - 1) * at.every + 1; kt < at.k_tiles; kt++) multiply(true);
-    hand_over();
+  /// Until the products are done. ptxas must see that every path from run() comes here.
+  static __device__ __forceinline__ void finish(const Cta<kShape>& cta, const Ring& ring,
+                                                const Part& part) {
     ptx::wgmma_wait<0>();
-    release_stage(cta, ring.before());
+    if (part.k_tiles > 0) release_stage(cta, ring.before());
   }
 
  private:
@@ -121,43 +92,74 @@ struct Mainloop {
     ptx::named_sync(kTailBarrier, kConsumers * kWarpgroup);
   }
 
-  /// The steps that hold the first `rows` of a k tile.
-  template <int kHalves, int kColumns>
-  static __device__ __forceinline__ void steps(Accumulator& acc, const Cta<kShape>& cta, int stage,
-                                               int warpgroup, int rows, bool accumulate) {
-    if (Gemm::Scheduler::kFixedDepth || rows > 48) {
-      step<kHalves, kColumns, 4>(acc, cta, stage, warpgroup, accumulate);
-    } else if (rows > 32) {
-      step<kHalves, kColumns, 3>(acc, cta, stage, warpgroup, accumulate);
-    } else if (rows > 16) {
-      step<kHalves, kColumns, 2>(acc, cta, stage, warpgroup, accumulate);
-    } else {
-      step<kHalves, kColumns, 1>(acc, cta, stage, warpgroup, accumulate);
+  /// How many k tiles, from the first on, are multiplied in all rows, columns and depth: one
+  /// question for what is frequent.
+  static __device__ __forceinline__ int whole_k_tiles(const Part& part) {
+    constexpr int kNarrow = kShape.n > 128 ? 128 : 64;
+    if (part.halves < kShape.halves() || (Gemm::kNarrows && part.columns <= kNarrow)) return 0;
+    return Gemm::Scheduler::kFixedDepth ? part.k_tiles : part.depth / kDepth;
+  }
+
+  static __device__ __forceinline__ void multiply(Accumulator& acc, const Cta<kShape>& cta,
+                                                  int stage, int warpgroup, bool accumulate) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; k++) {
+      step<kShape.halves(), kShape.n>(acc, cta, stage, warpgroup, k, accumulate || k != 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  /// What k tile `kt` has of rows, columns and depth; none of the first: the stage is passed on.
+  static __device__ __forceinline__ void multiply_some(Accumulator& acc, const Cta<kShape>& cta,
+                                                       int stage, const Part& part, int kt) {
+    int depth = kDepth;
+    if constexpr (!Gemm::Scheduler::kFixedDepth) {
+      depth = min(kDepth, part.depth - kt * kDepth);
+      if (depth < kDepth) clear_tail(cta, stage, depth);
+    }
+    if (part.halves == 0) return;
+    if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+#pragma unroll 1
+    for (int k = 0; k * 16 < depth; k++) {
+      const bool accumulate = kt != 0 || k != 0;
+      if (Gemm::kNarrows && part.columns <= 64) {
+        step_alone<kShape.halves(), 64>(acc, cta, stage, part.warpgroup, k, accumulate);
+      } else if (Gemm::kNarrows && kShape.n > 128 && part.columns <= 128) {
+        step_alone<kShape.halves(), 128>(acc, cta, stage, part.warpgroup, k, accumulate);
+      } else if constexpr (kShape.halves() > 1 || !Gemm::Scheduler::kFixedDepth) {
+        step_alone<1, kShape.n>(acc, cta, stage, part.warpgroup, k, accumulate);
+      }
     }
   }
 
-  /// kSteps of sixteen.
-  template <int kHalves, int kColumns, int kSteps>
-  static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
-                                              int warpgroup, bool accumulate) {
-    const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
-    const std::uint32_t a = cta.a(stage) + rows_before * (kDepth * kElementBytes);
-    const std::uint32_t b = cta.b(stage);
+  /// ptxas wants products, the fence before them and the commit after them on one path.
+  template <int kHalves, int kColumns>
+  static __device__ __forceinline__ void step_alone(Accumulator& acc, const Cta<kShape>& cta,
+                                                    int stage, int warpgroup, int k,
+                                                    bool accumulate) {
     ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kSteps; k++) {
-      const std::uint64_t b_part =
-          ptx::swizzled_descriptor(b + k * k16_bytes(Gemm::kMajorB), leading_bytes(Gemm::kMajorB));
-#pragma unroll
-      for (int h = 0; h < kHalves; h++) {
-        const std::uint64_t a_part = ptx::swizzled_descriptor(
-            a + h * kBoxBytes + k * k16_bytes(Gemm::kMajorA), leading_bytes(Gemm::kMajorA));
-        auto& part = reinterpret_cast<float(&)[kColumns / 2]>(acc[h]);
-        ptx::Wgmma<typename Gemm::Element, kColumns, Gemm::kMajorA == Major::kMN,
-                   Gemm::kMajorB == Major::kMN>::run(part, a_part, b_part, accumulate || k != 0);
-      }
-    }
+    step<kHalves, kColumns>(acc, cta, stage, warpgroup, k, accumulate);
     ptx::wgmma_commit();
+  }
+
+  /// Sixteen of depth, the k-th of a stage.
+  template <int kHalves, int kColumns>
+  static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
+                                              int warpgroup, int k, bool accumulate) {
+    const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
+    const std::uint32_t a =
+        cta.a(stage) + rows_before * (kDepth * kElementBytes) + k * k16_bytes(Gemm::kMajorA);
+    const std::uint64_t b_part = ptx::swizzled_descriptor(
+        cta.b(stage) + k * k16_bytes(Gemm::kMajorB), leading_bytes(Gemm::kMajorB));
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) {
+      const std::uint64_t a_part =
+          ptx::swizzled_descriptor(a + h * kBoxBytes, leading_bytes(Gemm::kMajorA));
+      auto& part = reinterpret_cast<float(&)[kColumns / 2]>(acc[h]);
+      ptx::Wgmma<typename Gemm::Element, kColumns, Gemm::kMajorA == Major::kMN,
+                 Gemm::kMajorB == Major::kMN>::run(part, a_part, b_part, accumulate);
+    }
   }
 };
 

@@ -8,6 +8,7 @@
 #include "cuda/epilogues/activation.cuh"
 #include "cuda/epilogues/held.cuh"
 #include "cuda/epilogues/ragged.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -30,11 +31,10 @@ struct ActRows {
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
   /// Two boxes of H, their activation in parts; the same again; two boxes of A. More at once does
   /// not fit the registers beside a tile's products.
-  static constexpr int kParts = 2;
+  static constexpr int kParts = 4;
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
-  /// Not spread over the tile as those of StoreRows: the loops between them are code that a launch
-  /// of few tiles waits for.
-  static __device__ __forceinline__ constexpr int every(int) { return 1; }
+  /// Over half of the tile, as those of StoreRows.
+  static __device__ __forceinline__ int every(int k_tiles) { return k_tiles / 32 + 1; }
 
   /// Rounds a tile's products, which frees the accumulator.
   template <TileShape kShape>
@@ -127,21 +127,22 @@ struct ActRows {
     for (int i = kWords * kPart; i < kWords * (kPart + 1); i++) {
       if constexpr (kPaired) {
         const Fragment& h = state.block[2 * kBlock + i / 8];
-        const std::uint32_t first = h[2 * (i % 8)];
-        const std::uint32_t second = h[2 * (i % 8) + 1];
+        const std::uint32_t first = ptx::pinned(h[2 * (i % 8)]);
+        const std::uint32_t second = ptx::pinned(h[2 * (i % 8) + 1]);
         to[i] = Two::pack(Act::value(Two::low(first), Two::high(first), p.scalars),
                           Act::value(Two::low(second), Two::high(second), p.scalars));
       } else {
-        const std::uint32_t up = state.block[2 * kBlock + 1][i];
-        to[i] = Two::pack(Act::value(Two::low(to[i]), Two::low(up), p.scalars),
-                          Act::value(Two::high(to[i]), Two::high(up), p.scalars));
+        const std::uint32_t gate = ptx::pinned(to[i]);
+        const std::uint32_t up = ptx::pinned(state.block[2 * kBlock + 1][i]);
+        to[i] = Two::pack(Act::value(Two::low(gate), Two::low(up), p.scalars),
+                          Act::value(Two::high(gate), Two::high(up), p.scalars));
       }
     }
   }
 
   /// A thread's columns are four apart, which stmatrix cannot place: elements one by one.
   static __device__ __forceinline__ void write_apart(std::uint32_t box, const Fragment& a) {
-    const int lane = threadIdx.x & 31;
+    const int lane = ptx::lane();  // or all addresses are held from tile to tile
     const int swizzle = lane >> 2;
     const int row = ((threadIdx.x >> 5) & 3) * 16 + swizzle;
     const std::uint32_t first = box + row * 128 + (swizzle << 4) + (lane & 3) * 2;

@@ -19,16 +19,6 @@ struct HeldTile {
       staging.note({work.column, rows.offset - work.left, work.row + work.left});
     }
   }
-  /// After a sync(); of no more use once the last stores are issued.
-  template <TileShape kShape>
-  static __device__ __forceinline__ bool empty(const Staging<kShape>& staging) {
-    return staging.noted().below == 0;
-  }
-  /// Nothing is held: stores end before their first row.
-  template <TileShape kShape>
-  static __device__ __forceinline__ void close(const Staging<kShape>& staging) {
-    if (staging.elected()) staging.note({0, 0, 0});
-  }
 
   /// Written boxes go where issue(place) stores them.
   template <TileShape kShape, class Issue>

@@ -1,9 +1,10 @@
 // Epilogue of the weight gradients: one matrix an expert, (M, N) with N contiguous, or transposed
-// with M contiguous. 16-bit results go through TMA; fp32 results, written or accumulated, go
-// straight from the registers. Experts without rows get zero, or are left alone.
+// with M contiguous. 16-bit results go through TMA; fp32 results, written or accumulated, through
+// the boxes element by element. Experts without rows get zero, or are left alone.
 #pragma once
 
 #include "cuda/epilogues/element.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -54,7 +55,8 @@ struct StoreExpert {
     const bool empty = work.depth == 0;
     if (p.mode != GradStore::kElement) {
       if (empty && p.mode == GradStore::kAccumulate) return;
-      store_floats<kShape>(p, acc[0], work, rows.offset, empty);
+      store_floats(p, acc[0], work, staging, rows.offset);
+      state = {};  // so that it takes no registers meanwhile
       return;
     }
     Fragment first[2];
@@ -115,29 +117,96 @@ struct StoreExpert {
     staging.commit();
   }
 
+  static constexpr int kFloatRow = 64 * 4;  // bytes; a block of 64 by 64 fills two boxes
+  static constexpr int kWarpRows = 16;
+
+  /// A block of 64 columns at a time, each warp its own rows: written as lanes hold them, read back
+  /// as they lie in the output. Addressing all of a thread's elements in line would be most of the
+  /// kernel's code.
   template <TileShape kShape>
-  static __device__ __forceinline__ void store_floats(const Params& p, const float* acc,
-                                                      const Work& work, int offset, bool empty) {
-    const int lane = threadIdx.x & 31;
-    const int m0 = work.m + offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
-    const int n0 = work.column + (lane & 3) * 2;
-    const bool alternate = p.alternate != 0;
+  static __device__ __forceinline__ void store_floats(const Params& p, const float (&acc)[128],
+                                                      const Work& work,
+                                                      const Staging<kShape>& staging, int offset) {
+    static_assert(kWarpRows * 4 * kFloatRow == 2 * kBoxBytes);
+    const int warp_row = ((threadIdx.x >> 5) & 3) * kWarpRows;
+    const std::uint32_t rows = staging.box(0) + warp_row * kFloatRow;
 #pragma unroll 1
-    for (int output = 0; output < 2; output++) {
-      const FloatGrad& out = p.floats[output];
-      if (out.data == nullptr) continue;
-      const int first = alternate || output == 0 ? 0 : p.border;
-      const int width = min(p.border, p.columns - first);
-#pragma unroll
-      for (int i = 0; i < kShape.n / 2; i++) {
-        const int m = m0 + (i >> 1 & 1) * 8;
-        const int n = n0 + i / 4 * 8 + (i & 1) - first;
-        if (m >= p.rows || n < 0 || n >= width || (alternate && i % 2 != output)) continue;
-        float* at = out.data + work.expert * out.strides[0] + m * out.strides[1] +
-                    (alternate ? n / 2 : n) * out.strides[2];
-        const float value = empty ? 0.0f : acc[i];
-        *at = p.mode == GradStore::kAccumulate ? *at + value : value;
+    for (int i = 0; i < kShape.n / 64; i++) {
+      for_each_index<kShape.n / 64>([&]<int kBlock>(std::integral_constant<int, kBlock>) {
+        if (i == kBlock) write_floats(rows, acc + kBlock * 32, work.depth == 0);
+      });
+      __syncwarp();
+      const int m0 = work.m + offset + warp_row;
+#pragma unroll 1
+      for (int output = 0; output < 2; output++) {
+        copy_floats(p, rows, output, work.expert, m0, work.column + i * 64);
       }
+      __syncwarp();
+    }
+  }
+
+  /// Of column c in row r; eight rows are turned against each other, so that they do not meet in
+  /// the banks.
+  static __device__ __forceinline__ std::uint32_t float_place(std::uint32_t rows, int r, int c) {
+    return rows + r * kFloatRow + ((c >> 1 ^ (r & 7) << 2) << 3) + (c & 1) * 4;
+  }
+  static __device__ __forceinline__ void write_floats(std::uint32_t rows, const float* acc,
+                                                      bool empty) {
+    const int lane = ptx::lane();
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int row = i % 2 * 8 + (lane >> 2);
+      const int column = i / 2 * 8 + (lane & 3) * 2;
+      ptx::store_floats(float_place(rows, row, column), empty ? 0.0f : acc[2 * i],
+                        empty ? 0.0f : acc[2 * i + 1]);
+    }
+  }
+  /// What an output gets of a warp's rows of a block, from row m0 and column n0 on. Lanes lie along
+  /// what is contiguous; a lane's columns are all even or all odd.
+  static __device__ __forceinline__ void copy_floats(const Params& p, std::uint32_t rows,
+                                                     int output, int expert, int m0, int n0) {
+    constexpr bool kAcross = kOut == Major::kK;
+    constexpr int kBatch = 8;  // whose loads are on their way together
+    const int lane = ptx::lane();
+    const int row = kAcross ? 0 : lane & 15;
+    const int column = kAcross ? lane : lane >> 4;
+    const bool alternate = p.alternate != 0;
+    const FloatGrad& out = p.floats[output];
+    const int border = alternate || output == 0 ? 0 : p.border;
+    const int width = min(p.border, p.columns - border);
+    n0 -= border;
+    if (out.data == nullptr || n0 >= width || n0 + 64 <= 0) return;
+    if (alternate && (column & 1) != output) return;
+    const int shift = alternate ? 1 : 0;
+    const std::int64_t down = out.strides[1];
+    const std::int64_t across = ((kAcross ? 32 : 2) >> shift) * out.strides[2];
+    float* at = out.data + expert * out.strides[0] + (m0 + row) * down +
+                ((n0 + column) >> shift) * out.strides[2];
+#pragma unroll 1
+    for (int first = 0; first < 2 * kWarpRows; first += kBatch) {
+      bool inside[kBatch];
+      float value[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        const int r = row + (kAcross ? (first + i) / 2 : 0);
+        const int c = column + (kAcross ? i % 2 * 32 : (first + i) * 2);
+        inside[i] = m0 + r < p.rows && n0 + c >= 0 && n0 + c < width;
+        value[i] = ptx::load_float(float_place(rows, r, c));
+      }
+      const auto place = [&](int i) {
+        return kAcross ? at + i / 2 * down + i % 2 * across : at + i * across;
+      };
+      if (p.mode == GradStore::kAccumulate) {
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) {
+          if (inside[i]) value[i] += *place(i);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        if (inside[i]) *place(i) = value[i];
+      }
+      at += kAcross ? kBatch / 2 * down : kBatch * across;
     }
   }
 };

@@ -1,5 +1,5 @@
-"""Writes the kernel instances, one .cu for all of an activation and one for the products without,
-and the list of all kernels.
+"""Writes the kernel instances, one .cu for all of a gated activation, one for those without a gate
+and one for the products without any, and the list of all kernels.
 
 usage: generate.py OUTPUT_DIRECTORY
 Prints the files, one a line, for CMake. Files that would not change are left alone. Reading the
@@ -52,8 +52,7 @@ def instances():
     """(file stem, [(name, kernel type, key)])"""
     for kind in GATED:
         yield f"layer_{kind}", list(entries(GATED_ROLES, kind))
-    for kind in PLAIN:
-        yield f"layer_{kind}", list(entries(PLAIN_ROLES, kind))
+    yield "layer_plain", [entry for kind in PLAIN for entry in entries(PLAIN_ROLES, kind)]
     yield "products", list(entries(OTHER_ROLES))
 
 

@@ -1,0 +1,81 @@
+// What is left of a tile when the next one begins, as Mainloop::run calls it beside its products.
+#pragma once
+
+#include "cuda/engine/concepts.cuh"
+
+namespace sonicmoe::cuda {
+
+/// What an immediate epilogue has kept back.
+template <class Gemm>
+struct Late {
+  using Epilogue = typename Gemm::Epilogue;
+
+  const typename Epilogue::Params& p;
+  const Staging<Gemm::kShape>& staging;
+  int warpgroup;
+  typename Epilogue::State& state;
+  int at = 0;
+
+  __device__ __forceinline__ bool pending() const {
+    if constexpr (StoresLate<Epilogue>) return state.held;
+    return false;
+  }
+  __device__ __forceinline__ void next(int k_tiles) {
+    if constexpr (StoresLate<Epilogue>) at = Epilogue::late_at(k_tiles, warpgroup);
+  }
+  __device__ __forceinline__ void run(int kt) {
+    if constexpr (StoresLate<Epilogue>) {
+      if (kt == at) Epilogue::late(p, state, staging);
+    }
+  }
+};
+
+/// The pieces of a deferred one, one beside each `every` k tiles.
+template <class Gemm>
+struct HeldPieces {
+  using Epilogue = typename Gemm::Epilogue;
+
+  const typename Epilogue::Params& p;
+  const Staging<Gemm::kShape>& staging;
+  typename Epilogue::State& state;
+  int every = 1;
+  int done = Epilogue::kPieces;
+
+  __device__ __forceinline__ bool pending() const { return done < Epilogue::kPieces; }
+  __device__ __forceinline__ void run(int kt) {
+    if (kt < done * every) return;
+    choose<0, Epilogue::kPieces>();
+    done++;
+  }
+
+ private:
+  /// One of the pieces in a range; halving it takes fewer branches than asking for each.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void choose() {
+    constexpr int kMiddle = (kFirst + kEnd) / 2;
+    if constexpr (kEnd - kFirst == 1) {
+      Epilogue::template piece<kFirst>(p, state, staging);
+    } else if (done < kMiddle) {
+      choose<kFirst, kMiddle>();
+    } else {
+      choose<kMiddle, kEnd>();
+    }
+  }
+};
+
+/// The stage that an epilogue with input of its own still has.
+template <class Gemm>
+struct OwedStage {
+  const Cta<Gemm::kShape>& cta;
+  const RingPosition<Gemm::kShape.stages>& ring;
+  bool owes = false;
+
+  __device__ __forceinline__ bool pending() const { return owes; }
+  /// Under the first k tile.
+  __device__ __forceinline__ void run(int) {
+    Gemm::Epilogue::give_back(cta, ring.before());
+    owes = false;
+  }
+};
+
+}  // namespace sonicmoe::cuda
