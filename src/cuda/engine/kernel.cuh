@@ -190,7 +190,9 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   Work next{};
   if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
   while (true) {
-    const bool more = !stream.done();
+    // Where rows are gathered the loop counts in ordinary registers; elsewhere the shuffle would
+    // take its counters out of uniform ones.
+    const bool more = Gemm::kConsumerDraws ? ptx::uniform(!stream.done()) != 0 : !stream.done();
     const Work work = next;
     const bool valid = more && work.left > offset;
     if (!more && !pieces.pending()) break;

@@ -55,7 +55,7 @@ struct Mainloop {
         cta.full(ring.stage).wait(ring.parity);
         if (kt < whole) {
           if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-          multiply(acc, cta, ring.stage, part.warpgroup, kt != 0);
+          multiply<kShape.n>(acc, cta, ring.stage, part.warpgroup, kt != 0);
         } else {
           multiply_some(acc, cta, ring.stage, part, kt);
         }
@@ -100,12 +100,13 @@ struct Mainloop {
     return Gemm::Scheduler::kFixedDepth ? part.k_tiles : part.depth / kDepth;
   }
 
+  template <int kColumns>
   static __device__ __forceinline__ void multiply(Accumulator& acc, const Cta<kShape>& cta,
                                                   int stage, int warpgroup, bool accumulate) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; k++) {
-      step<kShape.halves(), kShape.n>(acc, cta, stage, warpgroup, k, accumulate || k != 0);
+      step<kShape.halves(), kColumns>(acc, cta, stage, warpgroup, k, accumulate || k != 0);
     }
     ptx::wgmma_commit();
   }
@@ -120,27 +121,19 @@ struct Mainloop {
     }
     if (part.halves == 0) return;
     if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+    // ptxas wants products, the fence before them and the commit after them on one path.
+    if (Gemm::kNarrows && part.columns <= 64 && depth == kDepth) {
+      multiply<64>(acc, cta, stage, part.warpgroup, kt != 0);
+    } else if (Gemm::kNarrows && kShape.n > 128 && part.columns <= 128 && depth == kDepth) {
+      multiply<128>(acc, cta, stage, part.warpgroup, kt != 0);
+    } else if constexpr (kShape.halves() > 1 || !Gemm::Scheduler::kFixedDepth) {
 #pragma unroll 1
-    for (int k = 0; k * 16 < depth; k++) {
-      const bool accumulate = kt != 0 || k != 0;
-      if (Gemm::kNarrows && part.columns <= 64) {
-        step_alone<kShape.halves(), 64>(acc, cta, stage, part.warpgroup, k, accumulate);
-      } else if (Gemm::kNarrows && kShape.n > 128 && part.columns <= 128) {
-        step_alone<kShape.halves(), 128>(acc, cta, stage, part.warpgroup, k, accumulate);
-      } else if constexpr (kShape.halves() > 1 || !Gemm::Scheduler::kFixedDepth) {
-        step_alone<1, kShape.n>(acc, cta, stage, part.warpgroup, k, accumulate);
+      for (int k = 0; k * 16 < depth; k++) {
+        ptx::wgmma_fence();
+        step<1, kShape.n>(acc, cta, stage, part.warpgroup, k, kt != 0 || k != 0);
+        ptx::wgmma_commit();
       }
     }
-  }
-
-  /// ptxas wants products, the fence before them and the commit after them on one path.
-  template <int kHalves, int kColumns>
-  static __device__ __forceinline__ void step_alone(Accumulator& acc, const Cta<kShape>& cta,
-                                                    int stage, int warpgroup, int k,
-                                                    bool accumulate) {
-    ptx::wgmma_fence();
-    step<kHalves, kColumns>(acc, cta, stage, warpgroup, k, accumulate);
-    ptx::wgmma_commit();
   }
 
   /// Sixteen of depth, the k-th of a stage.
