@@ -78,13 +78,17 @@ TEST_F(CudaDeterminism, LayerOnFewerMultiprocessors) {
   auto* fewer = const_cast<cuda::Device*>(cuda::open_device(0));  // a handle of the test's own
   Exec exec = exec_;
   exec.device = fewer;
-  // On 34 multiprocessors the wide layer has so few tiles each that dX~ begins beside dH.
-  for (const std::int64_t width : {200, 520}) {
-    WholeLayer whole({3001, 264, width, 40, 4}, exec_);
+  // On 34 multiprocessors the second layer has so few tiles each that dX~ begins beside dH. The
+  // third draws its tiles of A: on few multiprocessors, more than it begins with.
+  const LayerShape shapes[] = {
+      {3001, 264, 200, 40, 4}, {3001, 264, 520, 40, 4}, {700, 2312, 136, 2, 1}};
+  for (const LayerShape& shape : shapes) {
+    WholeLayer whole(shape, exec_);
     const Bits want = whole.run(exec_);
     for (const int multiprocessors : {2, 3, 34, 130}) {
       fewer->multiprocessors = multiprocessors;
-      ASSERT_EQ(whole.run(exec), want) << multiprocessors << " multiprocessors, width " << width;
+      ASSERT_EQ(whole.run(exec), want)
+          << multiprocessors << " multiprocessors, d = " << shape.hidden << ", n = " << shape.width;
     }
   }
   cuda::close_device(fewer);

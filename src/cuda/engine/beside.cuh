@@ -2,8 +2,15 @@
 #pragma once
 
 #include "cuda/engine/concepts.cuh"
+#include "cuda/engine/mainloop.cuh"
 
 namespace sonicmoe::cuda {
+
+/// Where nothing is.
+struct Nothing {
+  static __device__ __forceinline__ bool pending() { return false; }
+  static __device__ __forceinline__ void run(int) {}
+};
 
 /// What an immediate epilogue has kept back.
 template <class Gemm>
@@ -43,12 +50,42 @@ struct HeldPieces {
 
   __device__ __forceinline__ bool pending() const { return done < Epilogue::kPieces; }
   __device__ __forceinline__ void run(int kt) {
-    if (kt < done * every) return;
-    choose<0, Epilogue::kPieces>();
-    done++;
+    if (kt >= done * every) step();
+  }
+  /// All that are left, with no products beside them.
+  __device__ __forceinline__ void flush() {
+#pragma unroll 1
+    while (pending()) step();
+  }
+  /// The products of a part, and the pieces. between() is called when there are registers for what
+  /// it asks, before the last products.
+  template <class Loop, class Between>
+  __device__ __forceinline__ void multiply(typename Loop::Accumulator& acc,
+                                           const Cta<Gemm::kShape>& cta, typename Loop::Ring& ring,
+                                           const Part& part, Between between) {
+    if constexpr (!UnrolledEpilogue<Epilogue>) {
+      between();
+      Loop::run(acc, cta, ring, part, *this);
+    } else if (pending() && part.k_tiles >= Epilogue::kPieces && Loop::whole(part)) {
+      Loop::template run_unrolled<Epilogue::kPieces>(
+          acc, cta, ring, part, [&]<int kPiece>(std::integral_constant<int, kPiece>) {
+            Epilogue::template piece<kPiece>(p, state, staging);
+            if constexpr (kPiece == Epilogue::kPieces - 1) between();
+          });
+      done = Epilogue::kPieces;
+    } else {
+      flush();
+      between();
+      Nothing nothing;
+      Loop::run(acc, cta, ring, part, nothing);
+    }
   }
 
  private:
+  __device__ __forceinline__ void step() {
+    choose<0, Epilogue::kPieces>();
+    done++;
+  }
   /// One of the pieces in a range; halving it takes fewer branches than asking for each.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void choose() {

@@ -176,7 +176,7 @@ concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::St
 
 /// One that stores a tile while the next is multiplied: take() moves what is needed from the
 /// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside each `every` of
-/// the next tile's k tiles, and after the last one what is left.
+/// the next tile's k tiles, and what is left after the last tile.
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() && requires(const typename E::Params& p, typename E::State& state,
@@ -203,6 +203,11 @@ concept RingEpilogue =
       E::run(p, acc, work, staging, rows, cta, ring);
       E::give_back(cta, 0);
     };
+
+/// Of these: pieces that are long, and slower where branches pick them, have code of their own
+/// where there is a k tile for each.
+template <class E>
+concept UnrolledEpilogue = requires { requires E::kUnrolls; };
 
 template <class E, TileShape kShape>
 concept TileEpilogue =

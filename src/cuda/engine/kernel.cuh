@@ -97,12 +97,22 @@ __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, u
   }
 }
 
+/// Whether a warp is told what it agrees on. Unrolled pieces leave no registers for that.
+template <class Gemm>
+inline constexpr bool kAgrees = !UnrolledEpilogue<typename Gemm::Epilogue>;
+
+template <class Gemm>
+__device__ __forceinline__ int consumer() {
+  const int warpgroup = threadIdx.x / kWarpgroup - 1;
+  return kAgrees<Gemm> ? ptx::uniform(warpgroup) : warpgroup;
+}
+
 /// What a tile is; whether there is something to do in it, and for how long, decides over branches.
 template <class Gemm>
 __device__ __forceinline__ Work work_of(const typename Gemm::Params& p,
                                         const Cta<Gemm::kShape>& cta, int tile) {
   Work work = Gemm::Scheduler::template work<Gemm::kShape>(p.tiles, tile, cta.rank());
-  work.left = ptx::uniform(work.left);
+  if (kAgrees<Gemm>) work.left = ptx::uniform(work.left);
   if (!Gemm::Scheduler::kFixedDepth) work.depth = ptx::uniform(work.depth);
   return work;
 }
@@ -112,7 +122,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
                                         const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
-  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup - 1);
+  const int warpgroup = consumer<Gemm>();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
@@ -174,7 +184,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
-  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup - 1);
+  const int warpgroup = consumer<Gemm>();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
@@ -190,19 +200,19 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   Work next{};
   if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
   while (true) {
-    // Where rows are gathered the loop counts in ordinary registers; elsewhere the shuffle would
-    // take its counters out of uniform ones.
-    const bool more = Gemm::kConsumerDraws ? ptx::uniform(!stream.done()) != 0 : !stream.done();
+    const bool more = !stream.done();
+    // The last pieces run in code that is there already, unless what is unrolled has none.
+    if (!more && (!kAgrees<Gemm> || !pieces.pending())) break;
     const Work work = next;
     const bool valid = more && work.left > offset;
-    if (!more && !pieces.pending()) break;
     if (staging.elected()) staging.note_expert(work.expert);
-    if (Gemm::kConsumerDraws && more) draw.ask();
     const Part part{warpgroup, valid ? kShape.halves() : 0,
                     Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
                     more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
     pieces.every = Epilogue::every(part.k_tiles);
-    Loop::run(acc, cta, ring, part, pieces);
+    pieces.template multiply<Loop>(acc, cta, ring, part, [&] {
+      if (Gemm::kConsumerDraws && more) draw.ask();
+    });
     // The next tile is looked up under the last products.
     if (more) {
       if (Gemm::kConsumerDraws) draw.post(stream.taken() + 1);
@@ -219,6 +229,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     if (!Gemm::kConsumerDraws && p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
       let_next_begin();
   }
+  if constexpr (!kAgrees<Gemm>) pieces.flush();
   staging.drain();
 }
 
@@ -230,7 +241,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
   static_assert(kShape.orders == Orders::kStatic && kShape.halves() == 1);
-  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup - 1);
+  const int warpgroup = consumer<Gemm>();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;

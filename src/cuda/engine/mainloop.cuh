@@ -67,6 +67,30 @@ struct Mainloop {
     }
   }
 
+  /// As run() where all k tiles are whole(), kPieces or more: piece(0), piece(1) ... under the
+  /// first ones, unrolled.
+  template <int kPieces, class Piece>
+  static __device__ __forceinline__ void run_unrolled(Accumulator& acc, const Cta<kShape>& cta,
+                                                      Ring& ring, const Part& part, Piece piece) {
+    const auto next = [&](bool accumulate) {
+      cta.full(ring.stage).wait(ring.parity);
+      if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
+      multiply<kShape.n>(acc, cta, ring.stage, part.warpgroup, accumulate);
+      ptx::wgmma_wait<1>();
+      if (accumulate) release_stage(cta, ring.before());
+      ring.next();
+    };
+    for_each_index<kPieces>([&]<int kPiece>(std::integral_constant<int, kPiece> index) {
+      next(kPiece != 0);
+      piece(index);
+    });
+#pragma unroll 1
+    for (int kt = kPieces; kt < part.k_tiles; kt++) next(true);
+  }
+  static __device__ __forceinline__ bool whole(const Part& part) {
+    return whole_k_tiles(part) == part.k_tiles;
+  }
+
   /// Until the products are done. ptxas must see that every path from run() comes here.
   static __device__ __forceinline__ void finish(const Cta<kShape>& cta, const Ring& ring,
                                                 const Part& part) {
