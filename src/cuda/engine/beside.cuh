@@ -6,7 +6,7 @@
 
 namespace sonicmoe::cuda {
 
-/// Where nothing is.
+/// No work beside the products.
 struct Nothing {
   static __device__ __forceinline__ bool pending() { return false; }
   static __device__ __forceinline__ void run(int) {}

@@ -204,8 +204,8 @@ concept RingEpilogue =
       E::give_back(cta, 0);
     };
 
-/// Of these: pieces that are long, and slower where branches pick them, have code of their own
-/// where there is a k tile for each.
+/// Of deferred ones: pieces that are long, and slower where branches pick them, have code of their
+/// own where there is a k tile for each.
 template <class E>
 concept UnrolledEpilogue = requires { requires E::kUnrolls; };
 

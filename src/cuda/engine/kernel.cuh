@@ -201,7 +201,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
   while (true) {
     const bool more = !stream.done();
-    // The last pieces run in code that is there already, unless what is unrolled has none.
+    // What is left after the last tile runs in the loop's own code, which unrolled pieces lack.
     if (!more && (!kAgrees<Gemm> || !pieces.pending())) break;
     const Work work = next;
     const bool valid = more && work.left > offset;

@@ -4,6 +4,7 @@
 
 #include "cuda/engine/operand_b.cuh"
 #include "cuda/producers/gather_rows.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -36,13 +37,13 @@ struct GatherDepth {
     TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
     const auto work_of = [&] {
       if (stream.done()) return Work{};
-      const int tile = uniform(stream.tile());
+      const int tile = ptx::uniform(stream.tile());
       Work work = Gemm::Scheduler::template work<kShape>(p.tiles, tile, cta.rank());
       // All lanes have the same. Told so, the compiler keeps it out of their registers: 0.2 %.
-      work.row = uniform(work.row);
-      work.depth = uniform(work.depth);
-      work.column = uniform(work.column);
-      work.m = uniform(work.m);
+      work.row = ptx::uniform(work.row);
+      work.depth = ptx::uniform(work.depth);
+      work.column = ptx::uniform(work.column);
+      work.m = ptx::uniform(work.m);
       return work;
     };
     const auto look_up = [&](const Work& work, int kt) {
@@ -108,9 +109,6 @@ struct GatherDepth {
   }
 
  private:
-  /// Lane 0's.
-  static __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
   static constexpr int kRows = kDepth / 16;            // that a thread copies of a k tile
   static constexpr int kTogether = 2;                  // k tiles looked up together
   static constexpr int kNextBox = 64 * kElementBytes;  // from a copy's source to the other one's
