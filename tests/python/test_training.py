@@ -202,6 +202,17 @@ def build():
     return Model()
 
 
+def leave():
+    """Ends a rank. FSDP keeps its process group, whose threads may hold tensors that have Python
+    references; an interpreter that is torn down meanwhile now and then aborts
+    (github.com/pytorch/pytorch/pull/179291). So it is not."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
 def worker(rank, port, results):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -221,8 +232,7 @@ def worker(rank, port, results):
         dist.all_reduce(losses)
         if rank == 0:
             results.put((name, losses.tolist()))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def mixed_worker(rank, port, results):
@@ -244,8 +254,7 @@ def mixed_worker(rank, port, results):
     if rank == 0:
         kinds = {out.dtype, *(g.dtype for g in grads.values())}
         results.put((kinds, {n: g.tolist() for n, g in grads.items()}))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def free_port():
