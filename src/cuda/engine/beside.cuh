@@ -37,7 +37,8 @@ struct Late {
   }
 };
 
-/// The pieces of a deferred one, one beside each `every` k tiles.
+/// The pieces of a deferred one: one beside each `every` k tiles or, unrolled, beside each of the
+/// first ones.
 template <class Gemm>
 struct HeldPieces {
   using Epilogue = typename Gemm::Epilogue;
@@ -64,6 +65,7 @@ struct HeldPieces {
                                            const Cta<Gemm::kShape>& cta, typename Loop::Ring& ring,
                                            const Part& part, Between between) {
     if constexpr (!UnrolledEpilogue<Epilogue>) {
+      every = Epilogue::every(part.k_tiles);
       between();
       Loop::run(acc, cta, ring, part, *this);
     } else if (pending() && part.k_tiles >= Epilogue::kPieces && Loop::whole(part)) {

@@ -174,9 +174,15 @@ concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::St
                                      const Staging<kShape>& staging,
                                      Rows rows) { E::run(p, state, acc, work, staging, rows); };
 
+/// Of deferred epilogues: pieces that are long, and slower where branches pick them, have code of
+/// their own where there is a k tile for each.
+template <class E>
+concept UnrolledEpilogue = requires { requires E::kUnrolls; };
+
 /// One that stores a tile while the next is multiplied: take() moves what is needed from the
 /// accumulator into the state, piece<0 .. kPieces - 1>() do the rest, one beside each `every` of
-/// the next tile's k tiles, and what is left after the last tile.
+/// the next tile's k tiles or, unrolled, each of the first ones, and what is left after the last
+/// tile.
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() && requires(const typename E::Params& p, typename E::State& state,
@@ -185,7 +191,9 @@ concept DeferredEpilogue =
       E::take(p, state, acc, work, staging, rows);
       E::template piece<0>(p, state, staging);
       { E::kPieces } -> std::convertible_to<int>;
-      { E::every(E::kPieces) } -> std::same_as<int>;
+      requires UnrolledEpilogue<E> || requires {
+        { E::every(E::kPieces) } -> std::same_as<int>;
+      };
     };
 
 /// One whose input comes through the ring: the producer loads kInputTiles stages by load_input()
@@ -203,11 +211,6 @@ concept RingEpilogue =
       E::run(p, acc, work, staging, rows, cta, ring);
       E::give_back(cta, 0);
     };
-
-/// Of deferred ones: pieces that are long, and slower where branches pick them, have code of their
-/// own where there is a k tile for each.
-template <class E>
-concept UnrolledEpilogue = requires { requires E::kUnrolls; };
 
 template <class E, TileShape kShape>
 concept TileEpilogue =

@@ -101,6 +101,7 @@ __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, u
 template <class Gemm>
 inline constexpr bool kAgrees = !UnrolledEpilogue<typename Gemm::Epilogue>;
 
+/// Which of the consumer warpgroups the thread is in.
 template <class Gemm>
 __device__ __forceinline__ int consumer() {
   const int warpgroup = threadIdx.x / kWarpgroup - 1;
@@ -202,14 +203,13 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   while (true) {
     const bool more = !stream.done();
     // What is left after the last tile runs in the loop's own code, which unrolled pieces lack.
-    if (!more && (!kAgrees<Gemm> || !pieces.pending())) break;
+    if (!more && (UnrolledEpilogue<Epilogue> || !pieces.pending())) break;
     const Work work = next;
     const bool valid = more && work.left > offset;
     if (staging.elected()) staging.note_expert(work.expert);
     const Part part{warpgroup, valid ? kShape.halves() : 0,
                     Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
                     more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
-    pieces.every = Epilogue::every(part.k_tiles);
     pieces.template multiply<Loop>(acc, cta, ring, part, [&] {
       if (Gemm::kConsumerDraws && more) draw.ask();
     });
@@ -229,7 +229,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     if (!Gemm::kConsumerDraws && p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
       let_next_begin();
   }
-  if constexpr (!kAgrees<Gemm>) pieces.flush();
+  if constexpr (UnrolledEpilogue<Epilogue>) pieces.flush();
   staging.drain();
 }
 

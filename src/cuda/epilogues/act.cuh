@@ -35,7 +35,6 @@ struct ActRows {
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
   /// The pieces are long: picked by branches, up to 9 % slower where a tile has 12 k tiles.
   static constexpr bool kUnrolls = true;
-  static __device__ __forceinline__ constexpr int every(int) { return 1; }
 
   /// Rounds a tile's products, which frees the accumulator.
   template <TileShape kShape>
