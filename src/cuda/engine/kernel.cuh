@@ -97,23 +97,15 @@ __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, u
   }
 }
 
-/// Whether a warp is told what it agrees on. Unrolled pieces leave no registers for that.
-template <class Gemm>
-inline constexpr bool kAgrees = !UnrolledEpilogue<typename Gemm::Epilogue>;
-
 /// Which of the consumer warpgroups the thread is in.
-template <class Gemm>
-__device__ __forceinline__ int consumer() {
-  const int warpgroup = threadIdx.x / kWarpgroup - 1;
-  return kAgrees<Gemm> ? ptx::uniform(warpgroup) : warpgroup;
-}
+__device__ __forceinline__ int consumer() { return ptx::uniform(threadIdx.x / kWarpgroup - 1); }
 
 /// What a tile is; whether there is something to do in it, and for how long, decides over branches.
 template <class Gemm>
 __device__ __forceinline__ Work work_of(const typename Gemm::Params& p,
                                         const Cta<Gemm::kShape>& cta, int tile) {
   Work work = Gemm::Scheduler::template work<Gemm::kShape>(p.tiles, tile, cta.rank());
-  if (kAgrees<Gemm>) work.left = ptx::uniform(work.left);
+  work.left = ptx::uniform(work.left);
   if (!Gemm::Scheduler::kFixedDepth) work.depth = ptx::uniform(work.depth);
   return work;
 }
@@ -123,7 +115,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
                                         const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
-  const int warpgroup = consumer<Gemm>();
+  const int warpgroup = consumer();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
@@ -140,10 +132,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     ptx::named_arrive(kTurnBarrier, 2 * kWarpgroup);
   }
   TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
-  if (Gemm::kConsumerDraws && !stream.done()) {
-    draw.ask();
-    draw.post(0);
-  }
+  if (Gemm::kConsumerDraws && !stream.done()) draw.begin();
   Late<Gemm> late{p.epilogue, staging, warpgroup, state};
   while (true) {
     const bool more = !stream.done();
@@ -185,7 +174,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
-  const int warpgroup = consumer<Gemm>();
+  const int warpgroup = consumer();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
@@ -194,10 +183,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   HeldPieces<Gemm> pieces{p.epilogue, staging, state};
   TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
   TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
-  if (Gemm::kConsumerDraws && !stream.done()) {
-    draw.ask();
-    draw.post(0);
-  }
+  if (Gemm::kConsumerDraws && !stream.done()) draw.begin();
   Work next{};
   if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
   while (true) {
@@ -210,6 +196,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     const Part part{warpgroup, valid ? kShape.halves() : 0,
                     Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
                     more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
+    ring.agree();
     pieces.template multiply<Loop>(acc, cta, ring, part, [&] {
       if (Gemm::kConsumerDraws && more) draw.ask();
     });
@@ -241,7 +228,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
   static_assert(kShape.orders == Orders::kStatic && kShape.halves() == 1);
-  const int warpgroup = consumer<Gemm>();
+  const int warpgroup = consumer();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;

@@ -127,10 +127,11 @@ struct Mainloop {
   template <int kColumns>
   static __device__ __forceinline__ void multiply(Accumulator& acc, const Cta<kShape>& cta,
                                                   int stage, int warpgroup, bool accumulate) {
+    const Operands from = operands(cta, stage, warpgroup);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; k++) {
-      step<kShape.halves(), kColumns>(acc, cta, stage, warpgroup, k, accumulate || k != 0);
+      step<kShape.halves(), kColumns>(acc, from, k, accumulate || k != 0);
     }
     ptx::wgmma_commit();
   }
@@ -151,31 +152,40 @@ struct Mainloop {
     } else if (Gemm::kNarrows && kShape.n > 128 && part.columns <= 128 && depth == kDepth) {
       multiply<128>(acc, cta, stage, part.warpgroup, kt != 0);
     } else if constexpr (kShape.halves() > 1 || !Gemm::Scheduler::kFixedDepth) {
+      const Operands from = operands(cta, stage, part.warpgroup);
 #pragma unroll 1
       for (int k = 0; k * 16 < depth; k++) {
         ptx::wgmma_fence();
-        step<1, kShape.n>(acc, cta, stage, part.warpgroup, k, kt != 0 || k != 0);
+        step<1, kShape.n>(acc, from, k, kt != 0 || k != 0);
         ptx::wgmma_commit();
       }
     }
   }
 
+  struct Operands {
+    ptx::SwizzledOperand a;
+    ptx::SwizzledOperand b;
+  };
+  static __device__ __forceinline__ Operands operands(const Cta<kShape>& cta, int stage,
+                                                      int warpgroup) {
+    const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
+    return {{cta.a(stage) + rows_before * (kDepth * kElementBytes), leading_bytes(Gemm::kMajorA)},
+            {cta.b(stage), leading_bytes(Gemm::kMajorB)}};
+  }
+
   /// Sixteen of depth, the k-th of a stage.
   template <int kHalves, int kColumns>
-  static __device__ __forceinline__ void step(Accumulator& acc, const Cta<kShape>& cta, int stage,
-                                              int warpgroup, int k, bool accumulate) {
-    const int rows_before = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
-    const std::uint32_t a =
-        cta.a(stage) + rows_before * (kDepth * kElementBytes) + k * k16_bytes(Gemm::kMajorA);
-    const std::uint64_t b_part = ptx::swizzled_descriptor(
-        cta.b(stage) + k * k16_bytes(Gemm::kMajorB), leading_bytes(Gemm::kMajorB));
+  static __device__ __forceinline__ void step(Accumulator& acc, const Operands& from, int k,
+                                              bool accumulate) {
 #pragma unroll
     for (int h = 0; h < kHalves; h++) {
-      const std::uint64_t a_part =
-          ptx::swizzled_descriptor(a + h * kBoxBytes, leading_bytes(Gemm::kMajorA));
       auto& part = reinterpret_cast<float(&)[kColumns / 2]>(acc[h]);
       ptx::Wgmma<typename Gemm::Element, kColumns, Gemm::kMajorA == Major::kMN,
-                 Gemm::kMajorB == Major::kMN>::run(part, a_part, b_part, accumulate);
+                 Gemm::kMajorB == Major::kMN>::run(part,
+                                                   from.a.at(k * k16_bytes(Gemm::kMajorA) +
+                                                             h * kBoxBytes),
+                                                   from.b.at(k * k16_bytes(Gemm::kMajorB)),
+                                                   accumulate);
     }
   }
 };

@@ -3,6 +3,7 @@
 
 #include "cuda/engine/shape.h"
 #include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -18,6 +19,11 @@ struct RingPosition {
       stage = 0;
       parity ^= 1;
     }
+  }
+  /// The same for all lanes, said so.
+  __device__ __forceinline__ void agree() {
+    stage = ptx::uniform(stage);
+    parity = ptx::uniform(parity);
   }
   /// The stage before this one.
   __device__ __forceinline__ int before() const { return (stage == 0 ? kStages : stage) - 1; }

@@ -284,6 +284,12 @@ class TileDraw {
   using Params = typename Scheduler::Params;
   __device__ __forceinline__ TileDraw(const Cta<kShape>& cta, const Params& tiles)
       : cta_(cta), tiles_(tiles) {}
+  /// Number 1, whose slot is free.
+  __device__ __forceinline__ void begin() {
+    ask();
+    if (draws()) post_in(0);
+    __syncwarp();
+  }
   __device__ __forceinline__ void ask() {
     drawn_ = draws() ? ptx::count_up(tiles_.counter) : 0;  // never what an earlier tile left
   }
@@ -292,8 +298,7 @@ class TileDraw {
     if (draws()) {
       const int slot = t % kSlots;
       cta_.slot_empty(slot).wait_cluster((t / kSlots & 1) ^ 1);
-      const int tile = static_cast<int>(drawn_) + cta_.clusters();
-      post_tile(cta_, slot, tile_or_none<Scheduler, kShape>(tiles_, tile));
+      post_in(slot);
     }
     __syncwarp();
   }
@@ -302,6 +307,10 @@ class TileDraw {
   __device__ __forceinline__ bool draws() const {
     return kShape.orders == Orders::kEither && tiles_.counter != nullptr &&
            threadIdx.x == kWarpgroup && cta_.rank() == 0;
+  }
+  __device__ __forceinline__ void post_in(int slot) const {
+    const int tile = static_cast<int>(drawn_) + cta_.clusters();
+    post_tile(cta_, slot, tile_or_none<Scheduler, kShape>(tiles_, tile));
   }
 
   const Cta<kShape>& cta_;

@@ -7,16 +7,23 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Shared-memory matrix descriptor of a 128-byte-swizzled operand at `address` (start, leading and
-/// stride byte offsets in units of 16, swizzle mode 1 at bit 62).
+/// Shared-memory matrix descriptor of a 128-byte-swizzled operand (start, leading and stride byte
+/// offsets in units of 16, swizzle mode 1 at bit 62).
 ///   K-major:  rows of 128 bytes (64 k); 8 rows = 1024 bytes; 16 k further = +32 bytes;
 ///   MN-major: groups of 64 mn x 64 k of 8192 bytes; 8 k = 1024 bytes; 16 k further = +2048 bytes.
-__device__ __forceinline__ std::uint64_t swizzled_descriptor(std::uint32_t address,
-                                                             std::uint32_t leading) {
-  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) |
-         (static_cast<std::uint64_t>(leading >> 4) << 16) |
-         (static_cast<std::uint64_t>(1024 >> 4) << 32) | (std::uint64_t{1} << 62);
-}
+/// Only the start changes from one to the next. It has 18 bits without the CTA's rank in its
+/// cluster, which addresses carry above them, and never reaches their end: one addition moves it.
+struct SwizzledOperand {
+  std::uint32_t low;
+
+  __device__ __forceinline__ SwizzledOperand(std::uint32_t address, std::uint32_t leading)
+      : low((address & 0x3ffff) >> 4 | leading >> 4 << 16) {}
+  /// Of what lies `bytes` further.
+  __device__ __forceinline__ std::uint64_t at(std::uint32_t bytes) const {
+    constexpr std::uint64_t kHigh = std::uint64_t{1024 >> 4} | std::uint64_t{1} << 30;
+    return (low + (bytes >> 4)) | kHigh << 32;
+  }
+};
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
