@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 
 import torch
 
 from . import timing
+
+ROUNDS = 3  # bursts of each: single ones differ by 2 to 3 %
 
 
 def role_of(which, name):
@@ -106,46 +109,57 @@ def by_role(which, kernels, calls, dropped):
     return {role: statistics.median(t[role] for t in kept) for role in kept[0]}
 
 
-def kernel_rates(ours, bound, burst_ms):
-    """role -> microseconds and TFLOP/s of ours and of torch.bmm, hot, interleaved; of the sum over
-    rows in forward its share of a copy's rate. dX's runs beside dW1: it counts with what it takes
+def sum_of_call(kernels, calls, dropped):
+    """Microseconds a call, calls up to `dropped` left out."""
+    each = len(kernels) // calls
+    total = [sum(d for _, d in kernels[i * each : (i + 1) * each]) for i in range(calls)]
+    return statistics.median(total[dropped:])
+
+
+def kernel_times(ours, products, burst_ms):
+    """(ours or torch, role) -> microseconds, hot: medians of ROUNDS bursts of everything, in random
+    order. The sum of forward is beside a copy. dX's runs beside dW1: it counts with what it takes
     longer, and dW is timed in a backward without dX."""
-    bound_products = Products(bound)
-    products = bound_products.calls()
+    calls = {name: call for name, (_, call) in products.calls().items()} | {"O": products.copy()}
+    runs = {("torch", role): call for role, call in calls.items()}
     passes = {"fwd": ours.forward, "bwd": ours.backward, "dW": ours.layer_backward.without_dx}
-    plan = []
-    for which, run in passes.items():
+    runs |= {("ours", name): run for name, run in passes.items()}
+    for run in runs.values():
         run()
-        plan.append((which, None, run))
-    for role, (flops, run) in products.items():
-        run()
-        plan.append((role, flops, run))
-    plan.append(("copy", 0, bound_products.copy()))
-    torch.cuda.synchronize()
-    bursts = []
-    for _, _, run in plan:
-        bursts.append((max(3, round(burst_ms / timing.elapsed(1, run))), run))
-    result = {}
-    for (name, flops, _), (calls, _), kernels in zip(plan, bursts, traced(bursts), strict=True):
-        dropped = max(1, round(timing.DROPPED * calls))
-        if flops is None:
-            for role, us in by_role(name, kernels, calls, dropped).items():
-                if name == "dW" and role != "dW":
-                    continue
-                key = role if role != "rest" else f"rest of {name}"
-                result.setdefault(key, {})["us"] = round(us, 2)
-                if role in products:
-                    result[key]["tflops"] = round(products[role][0] / us * 1e-6, 1)
+    lengths = {k: max(3, round(burst_ms / timing.elapsed(1, run))) for k, run in runs.items()}
+    plan = [k for _ in range(ROUNDS) for k in random.sample(list(runs), len(runs))]
+    times = {}
+    for key, kernels in zip(plan, traced([(lengths[k], runs[k]) for k in plan]), strict=True):
+        who, name = key
+        dropped = max(1, round(timing.DROPPED * lengths[key]))
+        if who == "torch":
+            found = {name: sum_of_call(kernels, lengths[key], dropped)}
+        else:
+            found = by_role(name, kernels, lengths[key], dropped)
+            alone = found.pop("dW", None)
+            found[f"rest of {name}"] = found.pop("rest")
+            if name == "dW":
+                found = {"dW": alone}
+        for role, us in found.items():
+            times.setdefault((who, role), []).append(us)
+    return {key: statistics.median(samples) for key, samples in times.items()}
+
+
+def kernel_rates(ours, bound, burst_ms):
+    """role -> microseconds and TFLOP/s of ours and of torch.bmm, and the former's share."""
+    products = Products(bound)
+    flops = {role: count for role, (count, _) in products.calls().items()}
+    times = kernel_times(ours, products, burst_ms)
+    result = {role: {"us": round(us, 2)} for (who, role), us in times.items() if who == "ours"}
+    for (who, role), us in times.items():
+        if who != "torch":
             continue
-        each = len(kernels) // calls
-        total = [sum(d for _, d in kernels[i * each : (i + 1) * each]) for i in range(calls)]
-        us = statistics.median(total[dropped:])
-        if name == "copy":
-            result["O"]["of_copy"] = round(us / result["O"]["us"], 3)
+        part = result[role]
+        if role not in flops:
+            part["of_copy"] = round(us / part["us"], 3)
             continue
-        result.setdefault(name, {})["bmm_us"] = round(us, 2)
-        result[name]["bmm_tflops"] = round(flops / us * 1e-6, 1)
-    for part in result.values():
-        if "us" in part and "bmm_us" in part:
-            part["of_bmm"] = round(part["bmm_us"] / part["us"], 3)
+        part["tflops"] = round(flops[role] / part["us"] * 1e-6, 1)
+        part["bmm_us"] = round(us, 2)
+        part["bmm_tflops"] = round(flops[role] / us * 1e-6, 1)
+        part["of_bmm"] = round(us / part["us"], 3)
     return result
