@@ -1,9 +1,11 @@
-"""Times of single kernels, by CUPTI, beside torch.bmm of the same shapes in the same bursts."""
+"""Times of single kernels, by CUPTI, beside torch.bmm of the same shapes in like passes."""
 
 from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 
@@ -95,53 +97,79 @@ def traced(bursts):
     return parts[:-1]
 
 
-def by_role(which, kernels, calls, dropped):
-    """role -> microseconds a call, calls up to `dropped` left out."""
+def by_role(roles, kernels, calls, dropped):
+    """role -> microseconds a call, calls up to `dropped` left out. `roles` gives those of the kernels
+    of a call, in order."""
     each = len(kernels) // calls
     if each * calls != len(kernels):
         raise SystemExit(f"{len(kernels)} kernels in {calls} calls: the calls differ")
-    totals = [{} for _ in range(calls)]
-    for i, (name, duration) in enumerate(kernels):
-        role = role_of(which, name)
-        of_call = totals[i // each]
-        of_call[role] = of_call.get(role, 0.0) + duration
+    totals = []
+    for call in range(calls):
+        of_call = {}
+        part = kernels[call * each : (call + 1) * each]
+        for role, (_, duration) in zip(roles(part), part, strict=True):
+            of_call[role] = of_call.get(role, 0.0) + duration
+        totals.append(of_call)
     kept = totals[dropped:]
     return {role: statistics.median(t[role] for t in kept) for role in kept[0]}
 
 
-def sum_of_call(kernels, calls, dropped):
-    """Microseconds a call, calls up to `dropped` left out."""
-    each = len(kernels) // calls
-    total = [sum(d for _, d in kernels[i * each : (i + 1) * each]) for i in range(calls)]
-    return statistics.median(total[dropped:])
+@dataclass(frozen=True)
+class Pass:
+    run: Callable[[], None]
+    roles: Callable[[list], list]  # of the kernels of a call
+    keeps: Collection[str]  # roles that this pass times
+
+
+def ours_in(which, run, keeps):
+    return Pass(run, lambda part: [role_of(which, name) for name, _ in part], keeps)
+
+
+def torch_in(calls):
+    """The products of a pass, one after the other as ours are, so that they meet the same clock."""
+    for call in calls.values():
+        call()
+    counts = [len(part) for part in traced([(1, call) for call in calls.values()])]
+    roles = [role for role, count in zip(calls, counts, strict=True) for _ in range(count)]
+
+    def run():
+        for call in calls.values():
+            call()
+
+    return Pass(run, lambda _: roles, calls)
+
+
+def passes_of(ours, products):
+    """(ours or torch, pass) -> Pass. dX's sum runs beside dW1: it counts with what it takes longer,
+    and dW is timed in a backward without dX. The sum of forward is beside a copy."""
+    calls = {name: call for name, (_, call) in products.calls().items()} | {"O": products.copy()}
+    without_dx = ours.layer_backward.without_dx
+    return {
+        ("ours", "fwd"): ours_in("fwd", ours.forward, ("A", "Y", "O", "rest")),
+        ("ours", "bwd"): ours_in("bwd", ours.backward, ("dH", "dX~", "dX", "rest")),
+        ("ours", "dW"): ours_in("bwd", without_dx, ("dW",)),
+        ("torch", "fwd"): torch_in({role: calls[role] for role in ("A", "Y", "O")}),
+        ("torch", "bwd"): torch_in({role: calls[role] for role in ("dH", "dX~", "dW")}),
+    }
 
 
 def kernel_times(ours, products, burst_ms):
-    """(ours or torch, role) -> microseconds, hot: medians of ROUNDS bursts of everything, in random
-    order. The sum of forward is beside a copy. dX's runs beside dW1: it counts with what it takes
-    longer, and dW is timed in a backward without dX."""
-    calls = {name: call for name, (_, call) in products.calls().items()} | {"O": products.copy()}
-    runs = {("torch", role): call for role, call in calls.items()}
-    passes = {"fwd": ours.forward, "bwd": ours.backward, "dW": ours.layer_backward.without_dx}
-    runs |= {("ours", name): run for name, run in passes.items()}
-    for run in runs.values():
-        run()
-    lengths = {k: max(3, round(burst_ms / timing.elapsed(1, run))) for k, run in runs.items()}
-    plan = [k for _ in range(ROUNDS) for k in random.sample(list(runs), len(runs))]
+    """(ours or torch, role) -> microseconds, hot: medians of ROUNDS bursts of each pass, in random
+    order."""
+    passes = passes_of(ours, products)
+    for one in passes.values():
+        one.run()
+    lengths = {k: max(3, round(burst_ms / timing.elapsed(1, p.run))) for k, p in passes.items()}
+    plan = [k for _ in range(ROUNDS) for k in random.sample(list(passes), len(passes))]
     times = {}
-    for key, kernels in zip(plan, traced([(lengths[k], runs[k]) for k in plan]), strict=True):
-        who, name = key
+    bursts = traced([(lengths[k], passes[k].run) for k in plan])
+    for key, kernels in zip(plan, bursts, strict=True):
         dropped = max(1, round(timing.DROPPED * lengths[key]))
-        if who == "torch":
-            found = {name: sum_of_call(kernels, lengths[key], dropped)}
-        else:
-            found = by_role(name, kernels, lengths[key], dropped)
-            alone = found.pop("dW", None)
-            found[f"rest of {name}"] = found.pop("rest")
-            if name == "dW":
-                found = {"dW": alone}
-        for role, us in found.items():
-            times.setdefault((who, role), []).append(us)
+        who, which = key
+        for role, us in by_role(passes[key].roles, kernels, lengths[key], dropped).items():
+            if role in passes[key].keeps:
+                name = role if role != "rest" else f"rest of {which}"
+                times.setdefault((who, name), []).append(us)
     return {key: statistics.median(samples) for key, samples in times.items()}
 
 
