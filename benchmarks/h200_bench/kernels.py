@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import timing
+from . import capi, timing
 
 ROUNDS = 3  # bursts of each: single ones differ by 2 to 3 %
 
@@ -127,15 +127,10 @@ def ours_in(which, run, keeps):
 
 def torch_in(calls):
     """The products of a pass, one after the other as ours are, so that they meet the same clock."""
-    for call in calls.values():
-        call()
+    run = capi.in_turn(*calls.values())
+    run()
     counts = [len(part) for part in traced([(1, call) for call in calls.values()])]
     roles = [role for role, count in zip(calls, counts, strict=True) for _ in range(count)]
-
-    def run():
-        for call in calls.values():
-            call()
-
     return Pass(run, lambda _: roles, calls)
 
 

@@ -162,6 +162,7 @@ struct Mainloop {
     }
   }
 
+  /// Of a stage, a warpgroup's rows of A and all of B.
   struct Operands {
     ptx::SwizzledOperand a;
     ptx::SwizzledOperand b;
