@@ -98,8 +98,8 @@ def traced(bursts):
 
 
 def by_role(roles, kernels, calls, dropped):
-    """role -> microseconds a call, calls up to `dropped` left out. `roles` gives those of the kernels
-    of a call, in order."""
+    """role -> microseconds a call, calls up to `dropped` left out. `roles` gives the role of each
+    kernel of a call."""
     each = len(kernels) // calls
     if each * calls != len(kernels):
         raise SystemExit(f"{len(kernels)} kernels in {calls} calls: the calls differ")

@@ -319,6 +319,60 @@ def test_small_work_is_timed_with_the_host_ahead(bench, monkeypatch):
     assert 0.5 * timing.lead_over(call, None) > 1.5 * 2.0
 
 
+def test_kernels_are_timed_by_role(bench, monkeypatch):
+    from h200_bench import capi, kernels, timing
+
+    launched = []
+
+    def kernel(name, microseconds):
+        return lambda: launched.append((name, microseconds))
+
+    def traced(bursts):
+        parts = []
+        for calls, run in bursts:
+            parts.append([])
+            for call in range(calls):
+                launched.clear()
+                run()
+                slower = 100 if call == 0 else 1  # the first call of a burst does not count
+                parts[-1] += [(name, slower * us) for name, us in launched]
+        return parts
+
+    def gemms(*times):
+        return 1, capi.in_turn(*(kernel("gemm", us) for us in times))
+
+    rest = kernel("route", 0.5)
+    ours = types.SimpleNamespace(
+        forward=capi.in_turn(
+            rest, kernel("up_SwiGLU", 5), kernel("down", 3), kernel("sum_rows", 1)
+        ),
+        backward=capi.in_turn(
+            kernel("hidden_grad", 4), kernel("down", 6), kernel("weight_grad", 9),
+            kernel("sum_rows", 2), kernel("weight_grad", 9), rest,
+        ),
+        layer_backward=types.SimpleNamespace(
+            without_dx=capi.in_turn(kernel("hidden_grad", 4), rest, kernel("weight_grad", 7))
+        ),
+    )  # fmt: skip
+    products = types.SimpleNamespace(
+        calls=lambda: {
+            "A": gemms(10), "Y": gemms(11), "dH": gemms(12), "dX~": gemms(13), "dW": gemms(14, 15)
+        },
+        copy=lambda: kernel("copy", 16),
+    )  # fmt: skip
+    monkeypatch.setattr(kernels, "traced", traced)
+    monkeypatch.setattr(timing, "elapsed", lambda calls, run: 20.0)
+    assert kernels.kernel_times(ours, products, 60.0) == {
+        **{("ours", "A"): 5, ("ours", "Y"): 3, ("ours", "O"): 1, ("ours", "rest of fwd"): 0.5},
+        **{("ours", "dH"): 4, ("ours", "dX~"): 6, ("ours", "dX"): 2, ("ours", "rest of bwd"): 0.5},
+        ("ours", "dW"): 7,
+        **{("torch", "A"): 10, ("torch", "Y"): 11, ("torch", "O"): 16},
+        **{("torch", "dH"): 12, ("torch", "dX~"): 13, ("torch", "dW"): 29},
+    }
+    with pytest.raises(SystemExit, match="the calls differ"):
+        kernels.by_role(lambda part: ["A"] * len(part), [("up", 1.0)] * 4, 3, 1)
+
+
 @pytest.mark.parametrize("which", range(5))
 def test_one_wrong_result_is_rejected(bench, which):
     rivals, checker = bench
