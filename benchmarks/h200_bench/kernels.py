@@ -116,6 +116,8 @@ def by_role(roles, kernels, calls, dropped):
 
 @dataclass(frozen=True)
 class Pass:
+    """Kernels that run one behind the other, as in a layer."""
+
     run: Callable[[], None]
     roles: Callable[[list], list]  # of the kernels of a call
     keeps: Collection[str]  # roles that this pass times

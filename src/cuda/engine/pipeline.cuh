@@ -20,7 +20,8 @@ struct RingPosition {
       parity ^= 1;
     }
   }
-  /// The same for all lanes, said so.
+  /// The same for all lanes, said so: behind a wait by one thread alone the compiler counts on, and
+  /// forms descriptors, in every lane's registers.
   __device__ __forceinline__ void agree() {
     stage = ptx::uniform(stage);
     parity = ptx::uniform(parity);

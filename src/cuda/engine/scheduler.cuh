@@ -284,7 +284,7 @@ class TileDraw {
   using Params = typename Scheduler::Params;
   __device__ __forceinline__ TileDraw(const Cta<kShape>& cta, const Params& tiles)
       : cta_(cta), tiles_(tiles) {}
-  /// Number 1, whose slot is free.
+  /// Number 1. Its slot is free, and asked for without a wait: see RingPosition::agree().
   __device__ __forceinline__ void begin() {
     ask();
     if (draws()) post_in(0);
