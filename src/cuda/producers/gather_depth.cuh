@@ -88,11 +88,6 @@ struct GatherDepth {
           const int present_too = inside_too ? left : 0;
           const ptx::Mbarrier full = cta.full(ring.stage);
           cta.empty(ring.stage).wait(ring.parity ^ 1);
-          if (threadIdx.x == 0) {
-            full.arrive_expecting(kShape.b_bytes());
-            Gemm::B::load(p.b, work, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
-          }
-          __syncwarp();
           const std::uint32_t a = cta.a(ring.stage) + target;
 #pragma unroll
           for (int i = 0; i < kRows; i++) {
@@ -101,6 +96,11 @@ struct GatherDepth {
                         16 * i < present_too ? 1u : 0u);
           }
           full.arrive_after_copies();
+          if (threadIdx.x == 0) {
+            full.arrive_expecting(kShape.b_bytes());
+            Gemm::B::load(p.b, work, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
+          }
+          __syncwarp();
           ring.next();
         }
         rows = next;

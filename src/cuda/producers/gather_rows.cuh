@@ -89,10 +89,6 @@ struct GatherRows {
           if (kt + u >= k_tiles) break;
           const ptx::Mbarrier full = cta.full(ring.stage);
           cta.empty(ring.stage).wait(ring.parity ^ 1);
-          if (threadIdx.x == 0) {
-            full.arrive_expecting(kShape.b_bytes());
-            Gemm::B::load(p.b, tile, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
-          }
           if ((kt + u) * kDepth + chunk * 8 >= p.producer.width) present = 0;  // the last k tile
           const std::uint32_t a = cta.a(ring.stage) + target;
 #pragma unroll
@@ -100,6 +96,10 @@ struct GatherRows {
             ptx::copy16(a + i * 2048, from[i] + u * kStep, present & 1u << i);
           }
           full.arrive_after_copies();
+          if (threadIdx.x == 0) {
+            full.arrive_expecting(kShape.b_bytes());
+            Gemm::B::load(p.b, tile, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
+          }
           ring.next();
         }
         if (!kFeeds && kt == 0) go_on();
