@@ -232,7 +232,7 @@ class TileStream {
       return;
     }
     const int slot = taken_ % kSlots;
-    cta_.slot_full(slot).wait_cluster(taken_ / kSlots & 1);
+    cta_.slot_full(slot).wait(taken_ / kSlots & 1);
     tile_ = ptx::load_word(cta_.slot(slot));
     if constexpr (kWalker == Walker::kWarp) __syncwarp();
     if (kWalker == Walker::kThread || (threadIdx.x & 31) == 0) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void draw_tiles(const Cta<kShape>& cta,
   for (int tile = tile_or_none<Scheduler, kShape>(tiles, cta.cluster()); tile != kNoTile;
        position.next()) {
     if (posted++ >= kDrawnAhead) {
-      cta.slot_empty(oldest.stage).wait_cluster(oldest.parity);
+      cta.slot_empty(oldest.stage).wait(oldest.parity);
       oldest.next();
     }
     const int drawn = static_cast<int>(ptx::count_up(tiles.counter)) + cta.clusters();
@@ -297,7 +297,7 @@ class TileDraw {
   __device__ __forceinline__ void post(std::uint32_t t) const {
     if (draws()) {
       const int slot = t % kSlots;
-      cta_.slot_empty(slot).wait_cluster((t / kSlots & 1) ^ 1);
+      cta_.slot_empty(slot).wait((t / kSlots & 1) ^ 1);
       post_in(slot);
     }
     __syncwarp();
