@@ -200,7 +200,7 @@ bool leaves_room(const Call& c, std::int64_t clusters) {
 
 void launch_weight_grad(const Call& c, const WeightGrad& g) {
   const Problem& p = c.problem;
-  const Tiling tiling = weight_grad_tiling(mean_rows(p));
+  const Tiling tiling = gathered_tiling(mean_rows(p));
   const TileShape shape = tiling.shape();
   const Major order = major_of(g.out[0]);
   const std::int64_t columns = g.rows.shape[g.rows.rank - 1];

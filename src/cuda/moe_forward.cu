@@ -63,7 +63,7 @@ void launch_up(const Call& c, void* h, void* a, unsigned* counter) {
   const Problem& p = c.problem;
   const Weights& w = c.args.weights;
   const bool gated = is_gated(p.activation.kind);
-  const Tiling tiling = up_tiling(p.hidden, mean_rows(p));
+  const Tiling tiling = gathered_tiling(mean_rows(p));
   const TileShape shape = tiling.shape();
   const std::int64_t capacity = row_capacity(p);
   const bool paired = gated && is_paired(w.gate, w.up);

@@ -55,19 +55,13 @@ struct Tiling {
   }
 };
 
-/// The up projection gathers, over d = `depth`, `rows` of an expert in the mean. Drawn tiles save 3
-/// to 6 % where L2 does not hold the weights of a few experts and the rows they take; below d =
-/// 2304 it does, and they lose up to 5 %. Few rows make few tiles.
-constexpr Tiling up_tiling(std::int64_t depth, std::int64_t rows) {
-  return {TileId::kCoop128x256, depth >= 2304 && rows >= 256 ? Order::kDrawn : Order::kStatic};
-}
-
 /// The gradient of the hidden layer.
 constexpr TileId hidden_grad_tile() { return TileId::kCoop128x256Grad; }
 
-/// Those of the weights, from `rows` of an expert in the mean. Drawn tiles even out experts of
-/// different length; with few rows a tile is short beside what reading its number costs.
-constexpr Tiling weight_grad_tiling(std::int64_t rows) {
+/// The up projection and the gradients of the weights, which gather `rows` of an expert in the
+/// mean. Drawn tiles even out experts of different length, and clusters that drift apart. Few rows
+/// make few or short tiles, for which reading a number costs more.
+constexpr Tiling gathered_tiling(std::int64_t rows) {
   return {TileId::kCoop128x256, rows >= 256 ? Order::kDrawn : Order::kStatic};
 }
 
