@@ -28,11 +28,12 @@ struct Late {
     return false;
   }
   __device__ __forceinline__ void next(int k_tiles) {
-    if constexpr (StoresLate<Epilogue>) at = Epilogue::late_at(k_tiles, warpgroup);
+    if constexpr (StoresLate<Epilogue>) at = Epilogue::late_at(state, k_tiles, warpgroup);
   }
   __device__ __forceinline__ void run(int kt) {
     if constexpr (StoresLate<Epilogue>) {
-      if (kt == at) Epilogue::late(p, state, staging);
+      const int half = kt == at ? 1 : 0;
+      if (half == 1 || (kt == 0 && !state.sent)) Epilogue::late(p, state, staging, half);
     }
   }
 };

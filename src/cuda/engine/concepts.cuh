@@ -218,8 +218,8 @@ concept TileEpilogue =
 
 /// Of immediate epilogues: those that keep something back.
 template <class E>
-concept StoresLate = requires {
-  { E::late_at(0, 0) } -> std::convertible_to<int>;
+concept StoresLate = requires(const typename E::State& state) {
+  { E::late_at(state, 0, 0) } -> std::convertible_to<int>;
 };
 
 }  // namespace sonicmoe::cuda

@@ -32,18 +32,21 @@ struct StoreExpertParams {
 template <class Element, Major kOut>
 struct StoreExpert {
   using Params = StoreExpertParams;
-  /// The second half of a tile, rounded. Where it goes only the elected thread asks: it writes that
-  /// down.
+  /// What is left of a tile. Where it goes only the elected thread asks: it writes that down.
   struct State {
-    Fragment block[2];
-    bool held;
+    Fragment block[2];  ///< the second half, rounded
+    bool held;          ///< until it is stored
+    bool sent;          ///< the first half; else it waits in the boxes
   };
+  /// The k tile under which the second half is stored. The first one, where it waits, is stored
+  /// under k tile 0: between two tiles nothing is multiplied.
+  ///
   /// All clusters end their tiles at about the same time, and what they store at once keeps the
-  /// next tiles' loads waiting. So half of it waits, the warpgroups' halves for different k tiles;
-  /// with a whole tile held the products are slower. A short tile is stored at once: there is not
-  /// much to overtake.
-  static __device__ __forceinline__ int late_at(int k_tiles, int warpgroup) {
-    return k_tiles <= 10 ? 0 : 4 + 5 * warpgroup;
+  /// next tiles' loads waiting. So the second half waits, the warpgroups' halves for different k
+  /// tiles; with a whole tile held the products are slower. A short tile is stored at once: there
+  /// is not much to overtake.
+  static __device__ __forceinline__ int late_at(const State& state, int k_tiles, int warpgroup) {
+    return k_tiles > kShort ? 4 + 5 * warpgroup : (state.sent ? 0 : 1);
   }
 
   template <TileShape kShape>
@@ -65,18 +68,23 @@ struct StoreExpert {
       round(first[i], &acc[0][i * 32], empty);
       round(state.block[i], &acc[0][(2 + i) * 32], empty);
     }
-    const int m = work.m + rows.offset;
-    store(p, first, staging, [&] { return Place{work.column, m, work.expert}; });
-    if (staging.elected()) staging.note({work.column + 128, m, work.expert});
+    put(first, staging);
+    if (staging.elected()) staging.note({work.column, work.m + rows.offset, work.expert});
     state.held = true;
+    state.sent = work.depth <= kShort * kDepth;
+    if (state.sent) send(p, staging, 0);
   }
 
-  /// Stores the other half.
+  /// Stores half 0, or 1. One text for both: with two of them the compiler no longer believes that
+  /// a warp agrees on the ring.
   template <TileShape kShape>
   static __device__ __forceinline__ void late(const Params& p, State& state,
-                                              const Staging<kShape>& staging) {
-    store(p, state.block, staging, [&] { return staging.noted(); });
-    state.held = false;
+                                              const Staging<kShape>& staging, int half) {
+    if (half == 1) {
+      put(state.block, staging);
+      state.held = false;
+    }
+    send(p, staging, half);
   }
 
  private:
@@ -87,11 +95,10 @@ struct StoreExpert {
     }
   }
 
-  /// Two blocks of 64 columns from column where() on, `below` being their first row and `end` the
-  /// expert. Only the elected thread asks.
-  template <TileShape kShape, class Where>
-  static __device__ __forceinline__ void store(const Params& p, const Fragment (&blocks)[2],
-                                               const Staging<kShape>& staging, Where where) {
+  /// Two blocks of 64 columns, into the boxes.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void put(const Fragment (&blocks)[2],
+                                             const Staging<kShape>& staging) {
     staging.begin();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -101,22 +108,28 @@ struct StoreExpert {
         staging.write_transposed(i, blocks[i]);
       }
     }
+  }
+
+  /// Stores them as half 0 or 1 of the tile whose column, row and expert were noted.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void send(const Params& p, const Staging<kShape>& staging,
+                                              int half) {
     staging.publish();
     if (!staging.elected()) return;
-    const Place place = where();
+    const Place tile = staging.noted();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int column = place.column + i * 64;
+      const int column = tile.column + half * 128 + i * 64;
       const int output = column < p.border ? 0 : 1;
       const int n = column - (output == 0 ? 0 : p.border);
-      const int m = place.below;
-      ptx::tma_store(
-          &p.map[output], staging.box(i),
-          kOut == Major::kK ? ptx::Coord3{n, m, place.end} : ptx::Coord3{m, n, place.end});
+      const int m = tile.below;
+      ptx::tma_store(&p.map[output], staging.box(i),
+                     kOut == Major::kK ? ptx::Coord3{n, m, tile.end} : ptx::Coord3{m, n, tile.end});
     }
     staging.commit();
   }
 
+  static constexpr int kShort = 10;         // k tiles
   static constexpr int kFloatRow = 64 * 4;  // bytes; a block of 64 by 64 fills two boxes
   static constexpr int kWarpRows = 16;
 
