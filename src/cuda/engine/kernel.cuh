@@ -100,6 +100,16 @@ __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, u
 /// Which of the consumer warpgroups the thread is in.
 __device__ __forceinline__ int consumer() { return ptx::uniform(threadIdx.x / kWarpgroup - 1); }
 
+/// Where consumers draw, nobody reads the number behind a cluster's last one. A CTA may not end
+/// before it has come: only its barrier says so.
+template <class Gemm, class Stream>
+__device__ __forceinline__ void await_unread(const Cta<Gemm::kShape>& cta, const Stream& stream) {
+  if constexpr (Gemm::kConsumerDraws) {
+    const std::uint32_t number = stream.taken();  // none taken: static order, or no tiles
+    if (number > 0) cta.slot_full(number % kSlots).wait(number / kSlots & 1);
+  }
+}
+
 /// What a tile is; whether there is something to do in it, and for how long, decides over branches.
 template <class Gemm>
 __device__ __forceinline__ Work work_of(const typename Gemm::Params& p,
@@ -165,6 +175,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     if (kShape.ping_pong() && !stream.done()) stream.next();
   }
   staging.drain();
+  await_unread<Gemm>(cta, stream);
 }
 
 /// As consume(), where the epilogue of a tile runs beside the products of the next one.
@@ -218,6 +229,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   }
   if constexpr (UnrolledEpilogue<Epilogue>) pieces.flush();
   staging.drain();
+  await_unread<Gemm>(cta, stream);
 }
 
 /// As consume(), where the epilogue's input comes through the ring.
