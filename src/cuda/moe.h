@@ -45,6 +45,9 @@ CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_
 /// Stores of rows (C, width) or (C, parts, width), any row stride, that end where an expert ends.
 RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns = 64);
 
+/// `by` at least 1 and below 2^31.
+Divisor divisor(std::int64_t by);
+
 /// Tiles of a row product over the metadata's list.
 RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int column_step,
                            std::int64_t depth, unsigned* counter);

@@ -22,7 +22,7 @@ struct BackwardScratch {
 };
 
 std::int32_t score_tiles(const Problem& p) {
-  constexpr int across = tile_shape(hidden_grad_tile()).n;
+  constexpr int across = kCoop128x256Grad.n;
   return static_cast<std::int32_t>((p.width + across - 1) / across);
 }
 
@@ -82,57 +82,67 @@ GatherRows::Params gathered(const Call& c, const Tensor& rows, std::int64_t widt
           static_cast<std::int32_t>(width)};
 }
 
+constexpr int kHiddenGradCounter = 4;
 constexpr int kToldCounter = 8;  // behind those of the products
 
 constexpr std::int64_t kNarrowest = 512;  // columns of A: below, dX~ moves more than it multiplies
 
-/// How many tiles of dH, the first quarter, dX~ finds in memory when it is launched: beside the
-/// last tiles, which are worth it where a cluster has few and dX~ does not need their bandwidth.
-std::int64_t told_tiles(const Call& c, const RowTiles::Params& tiles, const TileShape& shape) {
+/// The tiles of dH, and those of them, the first quarter, that dX~ finds in memory when it is
+/// launched: beside the last tiles.
+struct HiddenGradTiles {
+  Tiling tiling;
+  RowTiles::Params params;
+  std::int64_t clusters;
+  std::int64_t told;
+  unsigned* told_by;  // counts CTAs that have told so
+
+  std::int32_t tellers() const {
+    return static_cast<std::int32_t>(clusters * tiling.shape().cluster);
+  }
+};
+
+HiddenGradTiles hidden_grad_tiles(const Call& c) {
+  const Problem& p = c.problem;
+  const std::int64_t rows = mean_rows(p);
+  HiddenGradTiles tiles{};
+  tiles.tiling = hidden_grad_tiling(rows);
+  const TileShape shape = tiles.tiling.shape();
+  tiles.params = row_tiles(c.metadata, p.width, shape.n, p.hidden,
+                           tiles.tiling.counter(c.counters + kHiddenGradCounter));
+  tiles.clusters = clusters_of(c.device, shape, most_tiles(p, tiles.params));
+  if (cuts_last_round(rows)) tiles.params.round = divisor(tiles.clusters);
+  // Worth it where a cluster has few tiles and dX~ does not need their bandwidth.
   constexpr std::int64_t kFewTiles = 24;
-  if (!c.input_first || c.problem.width < kNarrowest) return 0;
-  const std::int64_t clusters = clusters_of(c.device, shape, most_tiles(c.problem, tiles));
-  const std::int64_t shares = row_capacity(c.problem) / kRecordRows * tiles.column_tiles;
-  const std::int64_t each = shares / shape.cluster / clusters;
-  return each < kFewTiles ? each / 4 * clusters : 0;
-}
-
-RowTiles::Params hidden_grad_tiles(const Call& c) {
-  return row_tiles(c.metadata, c.problem.width, tile_shape(hidden_grad_tile()).n, c.problem.hidden,
-                   nullptr);
-}
-
-/// Which of them have told so, and how many there are.
-unsigned* told_counter(const Call& c) { return c.counters + kToldCounter; }
-std::int32_t hidden_grad_ctas(const Call& c) {
-  const TileShape shape = tile_shape(hidden_grad_tile());
-  const std::int64_t tiles = most_tiles(c.problem, hidden_grad_tiles(c));
-  return static_cast<std::int32_t>(clusters_of(c.device, shape, tiles) * shape.cluster);
+  const std::int64_t shares = row_capacity(p) / kRecordRows * tiles.params.column_tiles;
+  const std::int64_t each = shares / shape.cluster / tiles.clusters;
+  const bool tells = c.input_first && p.width >= kNarrowest && each < kFewTiles;
+  tiles.told = tells ? each / 4 * tiles.clusters : 0;
+  tiles.told_by = c.counters + kToldCounter;
+  return tiles;
 }
 
 /// Tiles of dX~ whose rows lie in those tiles of dH. A pair of records may straddle dH's end, a
 /// band of pairs that of dX~.
-std::int64_t early_tiles(const Call& c, const RowTiles::Params& tiles, const TileShape& shape) {
-  const RowTiles::Params grad = hidden_grad_tiles(c);
-  const TileShape grad_shape = tile_shape(hidden_grad_tile());
-  const std::int64_t shares = told_tiles(c, grad, grad_shape) * grad_shape.cluster;
-  const std::int64_t records = shares / grad.column_tiles - 2 - 2 * tiles.band;
+std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTiles::Params& tiles,
+                         const TileShape& shape) {
+  const std::int64_t shares = grad.told * grad.tiling.shape().cluster;
+  const std::int64_t records = shares / grad.params.column_tiles - 2 - 2 * tiles.band;
   return std::max<std::int64_t>(0, records * tiles.column_tiles / shape.cluster);
 }
 
 void launch_hidden_grad(const Call& c) {
   const Problem& p = c.problem;
-  const TileId tile = hidden_grad_tile();
-  const TileShape shape = tile_shape(tile);
+  const HiddenGradTiles tiles = hidden_grad_tiles(c);
+  const TileShape shape = tiles.tiling.shape();
   const Tensor down = swapped(c.args.weights.down);
   Tensor h = c.dh;
   h.data = c.args.h.data;
   HiddenGradParams params{};
   params.producer = gathered(c, c.args.dout, p.hidden);
   params.b.map[0] = weight_map(c.device, down, shape);
-  params.tiles = hidden_grad_tiles(c);
-  params.told_tiles = static_cast<std::int32_t>(told_tiles(c, params.tiles, shape));
-  params.told = told_counter(c);
+  params.tiles = tiles.params;
+  params.told_tiles = static_cast<std::int32_t>(tiles.told);
+  params.told = tiles.told_by;
   params.epilogue.h_in = rows_map(c.device, h, shape.m, kGradColumns);
   params.epilogue.dh = ragged_map(c.device, c.dh, kGradColumns);
   params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
@@ -141,8 +151,9 @@ void launch_hidden_grad(const Call& c) {
   params.epilogue.score_tiles = score_tiles(p);
   params.epilogue.width = static_cast<std::int32_t>(p.width);
   params.epilogue.scalars = scalars_of(p.activation);
-  const KernelEntry& kernel = find_kernel({paired(c) ? Role::kHiddenGradPaired : Role::kHiddenGrad,
-                                           p.dtype, tile, major_of(down), p.activation.kind});
+  const KernelEntry& kernel =
+      find_kernel({paired(c) ? Role::kHiddenGradPaired : Role::kHiddenGrad, p.dtype,
+                   tiles.tiling.tile, major_of(down), p.activation.kind});
   launch_gemm(c.device, kernel, &params, most_tiles(p, params.tiles), c.stream);
 }
 
@@ -162,11 +173,12 @@ void launch_input_grad(const Call& c) {
       row_tiles(c.metadata, p.hidden, shape.n, first.shape[2], tiling.counter(c.counters));
   params.tiles.k_parts = in_turn ? 2 : 1;
   params.tiles.band = row_band(p.hidden, p.width * (gated(c) ? 2 : 1));
-  params.early_tiles = static_cast<std::int32_t>(early_tiles(c, params.tiles, shape));
+  const HiddenGradTiles before = hidden_grad_tiles(c);
+  params.early_tiles = static_cast<std::int32_t>(early_tiles(before, params.tiles, shape));
   if (params.early_tiles > 0) {
     params.begins = Begins::kEarly;
-    params.told = told_counter(c);
-    params.tellers = hidden_grad_ctas(c);
+    params.told = before.told_by;
+    params.tellers = before.tellers();
   } else if (!c.input_first && has_weight_grads(c.args.grads)) {
     params.begins = Begins::kIndependent;
   }

@@ -187,6 +187,11 @@ RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_
           static_cast<std::int32_t>(capacity)};
 }
 
+Divisor divisor(std::int64_t by) {
+  return {static_cast<std::uint32_t>(by),
+          by == 1 ? ~0u : static_cast<std::uint32_t>((std::int64_t{1} << 32) / by)};
+}
+
 RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int column_step,
                            std::int64_t depth, unsigned* counter) {
   RowTiles::Params tiles{};
@@ -199,17 +204,9 @@ RowTiles::Params row_tiles(const Metadata& metadata, std::int64_t columns, int c
   tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
   tiles.k_parts = 1;
   tiles.band = 1;
+  tiles.round = divisor(1);
   return tiles;
 }
-
-namespace {
-
-Divisor divisor(std::int32_t by) {
-  const auto value = static_cast<std::uint32_t>(by);
-  return {value, value == 1 ? ~0u : static_cast<std::uint32_t>((std::uint64_t{1} << 32) / value)};
-}
-
-}  // namespace
 
 ExpertTiles::Params expert_tiles(const Metadata& metadata, const Tensor& matrices,
                                  const TileShape& shape) {

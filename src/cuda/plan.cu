@@ -21,7 +21,7 @@ std::vector<TileChoice> layer_tiles(const Problem& p) {
   const std::int64_t rows = mean_rows(p), gates = gate_factor(kind);
   return {{"A", words(gathered_tiling(rows))},
           {"Y", words(row_tiling(p.hidden, p.width, rows))},
-          {"dH", words({hidden_grad_tile(), Order::kStatic})},
+          {"dH", words(hidden_grad_tiling(rows))},
           {"dW2", words(gathered_tiling(rows))},
           {"dX~", words(row_tiling(p.hidden, gates * p.width, rows))},
           {"dW1", words(gathered_tiling(rows))}};

@@ -50,12 +50,12 @@ using GatherStoreParams = GemmParams<GatherRows::Params, RowTiles::Params, Store
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using HiddenGradKernel =
-    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+    GroupedGemmKernel<Element, kShape, GatherRows, CutRowTiles,
                       ActGrad<Element, kKind, HLayout::kSplit>, BSource::kWeights, kB>;
 /// The same where gate and up alternate in H and dH.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using HiddenGradPairedKernel =
-    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+    GroupedGemmKernel<Element, kShape, GatherRows, CutRowTiles,
                       ActGrad<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
 using HiddenGradParams = GemmParams<GatherRows::Params, RowTiles::Params, ActGradParams>;
 

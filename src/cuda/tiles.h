@@ -15,17 +15,15 @@ enum class Order : int { kStatic = 0, kDrawn = 1 };
 // Two CTAs of 128 rows share 256 columns of B by multicast. The best energy per flop of the tiles
 // that fit: without multicast its L2 traffic exceeds what L2 gives. 4 stages and 2 store boxes per
 // warpgroup fill the shared memory.
-inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative, Orders::kEither};
+inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative};
 
 // Very short K exposes even what little of a deferred epilogue is left between two tiles of this
 // form; in ping-pong one tile's epilogue runs under the other one's products.
-inline constexpr TileShape kPingPong128x192{
-    128, 192, 4, 2, 3, Schedule::kPingPong, Orders::kEither};
+inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPong};
 
 // dH has the heaviest epilogue. Ping-pong by 128x128 hides it, but what two CTAs of 256 columns
 // save in loads outweighs that. H comes through the ring, and is stored from there: no boxes.
-inline constexpr TileShape kCoop128x256Grad{
-    128, 256, 4, 2, 0, Schedule::kCooperative, Orders::kStatic};
+inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooperative};
 
 // Beside a weight gradient a multiprocessor has room for the 1 KB that a block without shared
 // memory of its own takes (as each block takes beside its own).
@@ -55,15 +53,26 @@ struct Tiling {
   }
 };
 
-/// The gradient of the hidden layer.
-constexpr TileId hidden_grad_tile() { return TileId::kCoop128x256Grad; }
-
-/// The up projection and the gradients of the weights, which gather `rows` of an expert in the
-/// mean. Drawn tiles even out experts of different length, and clusters that drift apart. Few rows
-/// make few or short tiles, for which reading a number costs more.
-constexpr Tiling gathered_tiling(std::int64_t rows) {
-  return {TileId::kCoop128x256, rows >= 256 ? Order::kDrawn : Order::kStatic};
+/// Products that gather `rows` of an expert in the mean. Drawn tiles even out experts of different
+/// length, and clusters that drift apart. Few rows make few or short tiles, for which reading a
+/// number costs more.
+constexpr Order gathered_order(std::int64_t rows) {
+  return rows >= 256 ? Order::kDrawn : Order::kStatic;
 }
+
+/// The up projection and the gradients of the weights.
+constexpr Tiling gathered_tiling(std::int64_t rows) {
+  return {TileId::kCoop128x256, gathered_order(rows)};
+}
+
+/// The gradient of the hidden layer.
+constexpr Tiling hidden_grad_tiling(std::int64_t rows) {
+  return {TileId::kCoop128x256Grad, gathered_order(rows)};
+}
+
+/// Whether the last round of tiles of the hidden layer's gradient may be cut in halves of rows.
+/// Where experts have no second half, both load the expert's matrix for one.
+constexpr bool cuts_last_round(std::int64_t rows) { return rows > 64; }
 
 /// The order of an expert's tiles, `lines` of them along M and `across` along N. Columns fastest:
 /// neighbours share the gathered rows, the dearer operand. Past sixteen tiles of columns those at

@@ -239,7 +239,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
-  static_assert(kShape.orders == Orders::kStatic && kShape.halves() == 1);
+  static_assert(kShape.halves() == 1);
   const int warpgroup = consumer();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
@@ -247,7 +247,10 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
   const Staging<kShape> staging(cta);
   OwedStage<Gemm> stage{cta, ring};
   TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
+  TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
+  bool tells = p.told_tiles != 0;
   while (!stream.done()) {
+    draw.ask();
     const Work work = work_of<Gemm>(p, cta, stream.tile());
     const Rows rows{offset, work.left > offset ? 1 : 0};
     if (rows.halves > 0) Epilogue::begin(p.epilogue, work, staging, rows);
@@ -256,20 +259,18 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
     const Part part{warpgroup, rows.halves, p.tiles.columns - work.column,
                     Gemm::Scheduler::k_tiles(p.tiles, work) + more, work.depth};
     Loop::run(acc, cta, ring, part, stage);
+    draw.post(stream.taken());
     Loop::finish(cta, ring, part);
-    if (p.told_tiles != 0 && stream.tile() == cta.cluster() + p.told_tiles) {
+    if (tells && stream.tile() >= p.told_tiles) {
       tell_of_stores(staging, p.told);
+      tells = false;
     }
     stage.owes = rows.halves > 0;
     if (stage.owes) Epilogue::run(p.epilogue, acc, work, staging, rows, cta, ring);
     stream.next();
   }
   staging.drain();
-  // A cluster of fewer tiles has not told yet.
-  if (p.told_tiles != 0 && tile_or_none<typename Gemm::Scheduler, kShape>(
-                               p.tiles, cta.cluster() + p.told_tiles) == kNoTile) {
-    tell_of_stores(staging, p.told);
-  }
+  if (tells) tell_of_stores(staging, p.told);  // a cluster of fewer tiles
 }
 
 template <class Gemm>
@@ -289,7 +290,7 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
   } else {
     __syncthreads();
   }
-  if (kShape.orders == Orders::kStatic && p.told_tiles != 0) {
+  if (RingEpilogue<typename Gemm::Epilogue, kShape> && p.told_tiles != 0) {
     ptx::wait_for_previous_kernel();
   } else if (p.begins == Begins::kLate) {
     let_next_begin();

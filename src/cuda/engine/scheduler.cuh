@@ -10,7 +10,7 @@
 namespace sonicmoe::cuda {
 
 /// For checking concepts.
-inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative, Orders::kEither};
+inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative};
 
 /// What one CTA does in a tile of its cluster.
 struct Work {
@@ -22,80 +22,6 @@ struct Work {
   int depth;   ///< where rows are K: rows of the expert
   bool alone;  ///< the CTAs of the cluster share no B in this tile
 };
-
-/// Tiles over grouped rows (M varies by expert, K is fixed), from the list built on the device.
-///
-/// In clusters of two, what is numbered are shares: (record, tile of columns), records slowest, two
-/// shares a tile. Records 2i and 2i + 1 of an expert form a pair: its tiles give one record to each
-/// CTA and share their columns of B. An odd last record has no partner: its tiles give two tiles of
-/// columns to the CTAs, each with its own B, so that no CTA idles for want of rows. Where a pair
-/// begins at an odd share, its first and its last share are the halves of neighbouring tiles, each
-/// with its own B too. Where kBands, so are those of a band: pairs that go through the columns
-/// together, because a pair's columns would not stay in L2 for the next one.
-struct RowTilesParams {
-  const TileRecord* records;
-  const std::int32_t* record_count;
-  unsigned* counter;          ///< of drawn order, zero before the launch; null: static order
-  std::int32_t columns;       ///< N
-  std::int32_t column_tiles;  ///< tiles along N
-  std::int32_t column_step;   ///< output columns of a tile
-  std::int32_t k_tiles;       ///< k tiles of one part of K
-  std::int32_t k_parts;       ///< 2: K runs through gate, then up
-  std::int32_t band;          ///< most pairs of a band, a power of two
-};
-
-template <bool kBands>
-struct RowTilesOf {
-  using Params = RowTilesParams;
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ int count(const Params& p) {
-    const int shares = ptx::load_again(p.record_count) * p.column_tiles;
-    return (shares + kShape.cluster - 1) / kShape.cluster;
-  }
-  static constexpr bool kFixedDepth = true;
-  static __device__ __forceinline__ int k_tiles(const Params& p, const Work&) {
-    return p.k_tiles * p.k_parts;
-  }
-
-  template <TileShape kShape>
-  static __device__ __forceinline__ Work work(const Params& p, int t, int rank) {
-    const int across = p.column_tiles;
-    const int share = t * kShape.cluster + rank;
-    const int index = static_cast<unsigned>(share) / static_cast<unsigned>(across);
-    if (kShape.cluster > 1 && index >= __ldg(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
-    const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
-    const TileRecord record{raw.x, raw.y, raw.z, raw.w};
-    int local = index - record.first;
-    int n = share - index * across;
-    bool alone = true;
-    if constexpr (kShape.cluster > 1) {
-      const bool paired = (local & 1) != 0 || (local + 1) * kShape.m < record.rows;
-      if (paired) {
-        const int band = kBands ? 2 * p.band : 2;        // records of a whole one
-        const int first = index - (local & (band - 1));  // of the band
-        local &= ~(band - 1);
-        const int pairs =
-            kBands ? min(p.band, (record.rows + kShape.m - 1) / kShape.cluster_rows() - local / 2)
-                   : 1;
-        const int begin = first * across;
-        const int at = share - begin;
-        const int odd = begin & 1;
-        alone = odd != 0 && (at == 0 || at == 2 * across * pairs - 1);
-        const int tile = alone ? 0 : (at + odd) >> 1;
-        n = static_cast<unsigned>(tile) / static_cast<unsigned>(pairs);
-        local += 2 * (tile - n * pairs) + (alone ? rank ^ 1 : rank);
-      }
-    }
-    const int offset = local * kShape.m;
-    return {record.expert, record.begin + offset, record.rows - offset, n * p.column_step, 0, 0,
-            alone};
-  }
-};
-
-using RowTiles = RowTilesOf<false>;
-/// Those of kernels that have the registers.
-using BandedRowTiles = RowTilesOf<true>;
 
 /// A divisor that is known before the launch.
 struct Divisor {
@@ -116,6 +42,115 @@ struct Divisor {
     return {static_cast<int>(quotient), static_cast<int>(rest)};
   }
 };
+
+/// Tiles over grouped rows (M varies by expert, K is fixed), from the list built on the device.
+///
+/// In clusters of two, what is numbered are shares: (record, tile of columns), records slowest, two
+/// shares a tile. Records 2i and 2i + 1 of an expert form a pair: its tiles give one record to each
+/// CTA and share their columns of B. An odd last record has no partner: its tiles give two tiles of
+/// columns to the CTAs, each with its own B, so that no CTA idles for want of rows. Where a pair
+/// begins at an odd share, its first and its last share are the halves of neighbouring tiles, each
+/// with its own B too. Where kBands, so are those of a band: pairs that go through the columns
+/// together, because a pair's columns would not stay in L2 for the next one.
+struct RowTilesParams {
+  const TileRecord* records;
+  const std::int32_t* record_count;
+  unsigned* counter;          ///< of drawn order, zero before the launch; null: static order
+  std::int32_t columns;       ///< N
+  std::int32_t column_tiles;  ///< tiles along N
+  std::int32_t column_step;   ///< output columns of a tile
+  std::int32_t k_tiles;       ///< k tiles of one part of K
+  std::int32_t k_parts;       ///< 2: K runs through gate, then up
+  std::int32_t band;          ///< of kBands: most pairs of a band, a power of two
+  Divisor round;              ///< of kCutLast: clusters of the launch, or 1: nothing is cut
+};
+
+enum class RowWalk { kPairs, kBands, kCutLast };
+
+template <RowWalk kWalk>
+struct RowTilesOf {
+  using Params = RowTilesParams;
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ int count(const Params& p) {
+    const Cut cut = cut_of<kShape>(p, ptx::load_again(p.record_count));
+    return cut.begin + 2 * cut.tiles;
+  }
+  static constexpr bool kFixedDepth = true;
+  static __device__ __forceinline__ int k_tiles(const Params& p, const Work&) {
+    return p.k_tiles * p.k_parts;
+  }
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ Work work(const Params& p, int t, int rank) {
+    const int across = p.column_tiles;
+    int half = kWhole;
+    if constexpr (kWalk == RowWalk::kCutLast) {
+      const int begin = cut_of<kShape>(p, __ldg(p.record_count)).begin;
+      if (t >= begin) {
+        half = (t - begin) % 2;
+        t = begin + (t - begin) / 2;
+      }
+    }
+    const int share = t * kShape.cluster + rank;
+    const int index = static_cast<unsigned>(share) / static_cast<unsigned>(across);
+    if (kShape.cluster > 1 && index >= __ldg(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
+    const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
+    const TileRecord record{raw.x, raw.y, raw.z, raw.w};
+    int local = index - record.first;
+    int n = share - index * across;
+    bool alone = true;
+    if constexpr (kShape.cluster > 1) {
+      const bool paired = (local & 1) != 0 || (local + 1) * kShape.m < record.rows;
+      if (paired) {
+        const int band = kWalk == RowWalk::kBands ? 2 * p.band : 2;  // records of a whole one
+        const int first = index - (local & (band - 1));              // of the band
+        local &= ~(band - 1);
+        const int pairs =
+            kWalk == RowWalk::kBands
+                ? min(p.band, (record.rows + kShape.m - 1) / kShape.cluster_rows() - local / 2)
+                : 1;
+        const int begin = first * across;
+        const int at = share - begin;
+        const int odd = begin & 1;
+        alone = odd != 0 && (at == 0 || at == 2 * across * pairs - 1);
+        const int tile = alone ? 0 : (at + odd) >> 1;
+        n = static_cast<unsigned>(tile) / static_cast<unsigned>(pairs);
+        local += 2 * (tile - n * pairs) + (alone ? rank ^ 1 : rank);
+      }
+    }
+    int offset = local * kShape.m;
+    int left = record.rows - offset;
+    if (half != kWhole) {
+      offset += half * (kShape.m / 2);
+      left = min(left - half * (kShape.m / 2), kShape.m / 2);
+    }
+    return {record.expert, record.begin + offset, left, n * p.column_step, 0, 0, alone};
+  }
+
+ private:
+  static constexpr int kWhole = -1;  // not a half of a tile
+
+  /// The last tiles, of which each is two.
+  struct Cut {
+    int begin;
+    int tiles;
+  };
+  template <TileShape kShape>
+  static __device__ __forceinline__ Cut cut_of(const Params& p, int records) {
+    const int tiles = (records * p.column_tiles + kShape.cluster - 1) / kShape.cluster;
+    if constexpr (kWalk != RowWalk::kCutLast) return {tiles, 0};
+    const int rest = p.round.divide(tiles).rest;
+    const int cut = 2 * rest <= static_cast<int>(p.round.by) ? rest : 0;
+    return {tiles - cut, cut};
+  }
+};
+
+using RowTiles = RowTilesOf<RowWalk::kPairs>;
+/// Those of kernels that have the registers.
+using BandedRowTiles = RowTilesOf<RowWalk::kBands>;
+/// Those of kernels that find a tile's place beside an epilogue.
+using CutRowTiles = RowTilesOf<RowWalk::kCutLast>;
 
 /// Tiles of one matrix an expert, (M, N) with K its rows.
 ///
@@ -227,7 +262,7 @@ class TileStream {
   __device__ __forceinline__ std::uint32_t taken() const { return taken_; }
 
   __device__ __forceinline__ void next() {
-    if (kShape.orders == Orders::kStatic || tiles_.counter == nullptr) {
+    if (tiles_.counter == nullptr) {
       tile_ = tile_or_none<Scheduler, kShape>(tiles_, tile_ + cta_.clusters());
       return;
     }
@@ -276,8 +311,9 @@ __device__ __forceinline__ void draw_tiles(const Cta<kShape>& cta,
 }
 
 /// The same beside the products, for producers whose warps all load: a consumer thread of rank 0
-/// asks for a number during a tile, and posts it under the tile's last products. Number t + 2 is
-/// posted in tile t; number 1 before the first one.
+/// asks for a number during a tile, and posts it under the tile's last products. Where producers
+/// look the next tile up beside a tile, number t + 2 is posted in tile t, and number 1 before the
+/// first one; where they do behind it, number t + 1.
 template <class Scheduler, TileShape kShape>
 class TileDraw {
  public:
@@ -305,8 +341,7 @@ class TileDraw {
 
  private:
   __device__ __forceinline__ bool draws() const {
-    return kShape.orders == Orders::kEither && tiles_.counter != nullptr &&
-           threadIdx.x == kWarpgroup && cta_.rank() == 0;
+    return tiles_.counter != nullptr && threadIdx.x == kWarpgroup && cta_.rank() == 0;
   }
   __device__ __forceinline__ void post_in(int slot) const {
     const int tile = static_cast<int>(drawn_) + cta_.clusters();

@@ -10,10 +10,6 @@ namespace sonicmoe::cuda {
 /// one runs its epilogue under the other's products.
 enum class Schedule : int { kCooperative = 0, kPingPong = 1 };
 
-/// Who may decide which tile a cluster takes next: its index, or a counter too, as a launch
-/// chooses.
-enum class Orders : int { kStatic = 0, kEither = 1 };
-
 /// The contiguous dimension of an operand in memory.
 enum class Major : int { kK = 0, kMN = 1 };
 
@@ -39,7 +35,6 @@ struct TileShape {
   int cluster;  ///< CTAs along M that share B by multicast: 1 or 2
   int boxes;    ///< store boxes that each consumer warpgroup stages at once
   Schedule schedule;
-  Orders orders;
 
   constexpr bool ping_pong() const { return schedule == Schedule::kPingPong; }
   constexpr int cluster_rows() const { return m * cluster; }
