@@ -141,7 +141,31 @@ struct TokenSlots {
   }
 };
 
-/// A warp orders a token of more than kOrderLanes slots.
+/// Where `mine`, kOrderLanes lanes order the slots of one token, all in its bin, by (expert, slot):
+/// each lane has at most kEach, and counts those before its own.
+template <int kEach>
+__device__ inline void order_brief(const PairParams& p, const TokenSlots& slots, bool mine) {
+  const int lane = threadIdx.x % kOrderLanes;
+  std::uint64_t keys[kEach];
+  int ranks[kEach] = {};
+#pragma unroll
+  for (int own = 0; own < kEach; own++) {
+    keys[own] = mine ? slots.key(p, own * kOrderLanes + lane) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kEach * kOrderLanes; i++) {
+    const std::uint64_t other =
+        __shfl_sync(~0u, keys[i / kOrderLanes], i % kOrderLanes, kOrderLanes);
+#pragma unroll
+    for (int own = 0; own < kEach; own++) ranks[own] += other < keys[own] ? 1 : 0;
+  }
+#pragma unroll
+  for (int own = 0; own < kEach; own++) {
+    if (mine && own * kOrderLanes + lane < slots.count) slots.put(p, keys[own], ranks[own]);
+  }
+}
+
+/// A warp orders a token of more slots, or of more than its bin has room for.
 __device__ inline void order_long(const PairParams& p, const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
   if (lane == 0 && slots.count > p.bin) {
@@ -178,8 +202,7 @@ __device__ inline int first_positions(const PairParams& p, std::int64_t first, i
   return base + block_prefix<kPlaceThreads>(own, &total);
 }
 
-/// kOrderLanes lanes order the slots of one token by (expert, slot): each counts those before its
-/// own.
+/// The slots of every token in order, its positions, and where they begin.
 __global__ void __launch_bounds__(kPlaceThreads, 2) order_tokens(const PairParams p) {
   __shared__ int begins[kOrderTokens];
   __shared__ int counts[kOrderTokens];
@@ -200,14 +223,12 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) order_tokens(const PairParam
   const int place = static_cast<int>(threadIdx.x) / kOrderLanes;
   const TokenSlots slots{first + place, begins[place], counts[place], sorted};
   const int lane = threadIdx.x % kOrderLanes;
-  const bool brief = slots.count <= kOrderLanes;
-  const std::uint64_t key = brief ? slots.key(p, lane) : 0;
-  int rank = 0;
-#pragma unroll
-  for (int i = 0; i < kOrderLanes; i++) {
-    rank += __shfl_sync(~0u, key, i, kOrderLanes) < key ? 1 : 0;
+  const bool brief = slots.count <= min(p.bin, 2 * kOrderLanes);
+  if (__any_sync(~0u, brief && slots.count > kOrderLanes)) {
+    order_brief<2>(p, slots, brief);
+  } else {
+    order_brief<1>(p, slots, brief);
   }
-  if (brief && lane < slots.count) slots.put(p, key, rank);
   for (unsigned left = __ballot_sync(~0u, !brief && lane == 0); left != 0; left &= left - 1) {
     const int from = __ffs(static_cast<int>(left)) - 1;
     order_long(p, {__shfl_sync(~0u, slots.token, from), __shfl_sync(~0u, slots.begin, from),
