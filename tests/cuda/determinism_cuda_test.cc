@@ -79,13 +79,15 @@ TEST_F(CudaDeterminism, LayerOnFewerMultiprocessors) {
   Exec exec = exec_;
   exec.device = fewer;
   // On 34 multiprocessors the second layer has so few tiles each that dX~ begins beside dH. The
-  // third draws its tiles of A: on few multiprocessors, more than it begins with.
+  // third draws its tiles of A: on few multiprocessors, more than it begins with. The last
+  // round of dH's tiles, drawn in the first two, is short enough to be cut on 54, the first one's
+  // on 34 too.
   const LayerShape shapes[] = {
       {3001, 264, 200, 40, 4}, {3001, 264, 520, 40, 4}, {700, 2312, 136, 2, 1}};
   for (const LayerShape& shape : shapes) {
     WholeLayer whole(shape, exec_);
     const Bits want = whole.run(exec_);
-    for (const int multiprocessors : {2, 3, 34, 130}) {
+    for (const int multiprocessors : {2, 3, 34, 54, 130}) {
       fewer->multiprocessors = multiprocessors;
       ASSERT_EQ(whole.run(exec), want)
           << multiprocessors << " multiprocessors, d = " << shape.hidden << ", n = " << shape.width;
