@@ -87,14 +87,17 @@ constexpr int kToldCounter = 8;  // behind those of the products
 
 constexpr std::int64_t kNarrowest = 512;  // columns of A: below, dX~ moves more than it multiplies
 
+/// Counts the CTAs of dH that have told.
+unsigned* told_counter(const Call& c) { return c.counters + kToldCounter; }
+
 /// The tiles of dH, and those of them, the first quarter, that dX~ finds in memory when it is
-/// launched: beside the last tiles.
+/// launched: beside the last tiles. These are whole rounds, so that none of them is a cut one even
+/// where most rows turn out to be unused.
 struct HiddenGradTiles {
   Tiling tiling;
   RowTiles::Params params;
   std::int64_t clusters;
   std::int64_t told;
-  unsigned* told_by;  // counts CTAs that have told so
 
   std::int32_t tellers() const {
     return static_cast<std::int32_t>(clusters * tiling.shape().cluster);
@@ -117,7 +120,6 @@ HiddenGradTiles hidden_grad_tiles(const Call& c) {
   const std::int64_t each = shares / shape.cluster / tiles.clusters;
   const bool tells = c.input_first && p.width >= kNarrowest && each < kFewTiles;
   tiles.told = tells ? each / 4 * tiles.clusters : 0;
-  tiles.told_by = c.counters + kToldCounter;
   return tiles;
 }
 
@@ -142,7 +144,7 @@ void launch_hidden_grad(const Call& c) {
   params.b.map[0] = weight_map(c.device, down, shape);
   params.tiles = tiles.params;
   params.told_tiles = static_cast<std::int32_t>(tiles.told);
-  params.told = tiles.told_by;
+  params.told = told_counter(c);
   params.epilogue.h_in = rows_map(c.device, h, shape.m, kGradColumns);
   params.epilogue.dh = ragged_map(c.device, c.dh, kGradColumns);
   params.epilogue.a = ragged_map(c.device, c.a, kGradColumns);
@@ -177,7 +179,7 @@ void launch_input_grad(const Call& c) {
   params.early_tiles = static_cast<std::int32_t>(early_tiles(before, params.tiles, shape));
   if (params.early_tiles > 0) {
     params.begins = Begins::kEarly;
-    params.told = before.told_by;
+    params.told = told_counter(c);
     params.tellers = before.tellers();
   } else if (!c.input_first && has_weight_grads(c.args.grads)) {
     params.begins = Begins::kIndependent;
