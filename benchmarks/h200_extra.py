@@ -184,6 +184,18 @@ def requested():
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
+def check_lent(run):
+    """Ends with a sentence where a call keeps device memory that nobody lent it."""
+    run()  # the first one loads kernels
+    torch.cuda.synchronize()
+    free_before = torch.cuda.mem_get_info()[0]
+    run()
+    torch.cuda.synchronize()
+    taken = free_before - torch.cuda.mem_get_info()[0]
+    if taken > 0:
+        raise SystemExit(f"forward and backward took {taken} bytes, must be none but those lent")
+
+
 def measure_memory(arguments, library):
     rows = []
     for shape in GRANULARITY:
@@ -200,6 +212,7 @@ def measure_memory(arguments, library):
         scratch = max(sizes.scratch_bytes, backward.scratch_bytes)
         if lent != kept + scratch:
             raise SystemExit(f"{lent} bytes were lent, the library named {kept + scratch}")
+        check_lent(capi.in_turn(ours.forward, ours.backward))
         least = 4 * shape.rows * shape.n
         most = least + 20 * shape.rows + 16 * shape.T + 1024 * shape.E
         row = {**vars(shape), "formula_MiB": round(least / 2**20, 2)}

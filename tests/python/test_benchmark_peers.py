@@ -319,6 +319,23 @@ def test_small_work_is_timed_with_the_host_ahead(bench, monkeypatch):
     assert 0.5 * timing.lead_over(call, None) > 1.5 * 2.0
 
 
+@pytest.mark.parametrize(("first", "later", "ends"), [(64, 0, False), (64, 8, True)])
+def test_memory_that_nobody_lent_is_found(bench, monkeypatch, first, later, ends):
+    import h200_extra
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000 - sum(taken), 1000))
+
+    def call():
+        taken.append(later if taken else first)  # the first call loads its kernels
+
+    if not ends:
+        return h200_extra.check_lent(call)
+    with pytest.raises(SystemExit, match="took 8 bytes"):
+        h200_extra.check_lent(call)
+
+
 def test_kernels_are_timed_by_role(bench, monkeypatch):
     from h200_bench import capi, kernels, timing
 
