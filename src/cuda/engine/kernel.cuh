@@ -100,8 +100,8 @@ __device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, u
 /// Which of the consumer warpgroups the thread is in.
 __device__ __forceinline__ int consumer() { return ptx::uniform(threadIdx.x / kWarpgroup - 1); }
 
-/// Where consumers draw, nobody reads the number behind a cluster's last one. A CTA may not end
-/// before it has come: only its barrier says so.
+/// Where consumers draw two numbers ahead, nobody reads the one behind a cluster's last. A CTA may
+/// not end before it has come: only its barrier says so.
 template <class Gemm, class Stream>
 __device__ __forceinline__ void await_unread(const Cta<Gemm::kShape>& cta, const Stream& stream) {
   if constexpr (Gemm::kConsumerDraws) {
