@@ -27,9 +27,7 @@ class BudgetTest(unittest.TestCase):
         return check_kernels.main([str(self.build)])
 
     def test_within_the_budget(self):
-        self.assertEqual(
-            self.verdict((100, 100.0), (160, check_kernels.MAX_CPU_SECONDS - 100.0)), 0
-        )
+        self.assertEqual(self.verdict((0, 5.0), (100, 100.0), (160, 200.0)), 0)
 
     def test_too_many_kernels(self):
         self.assertEqual(self.verdict((100, 0.0), (161, 0.0)), 1)
@@ -38,7 +36,15 @@ class BudgetTest(unittest.TestCase):
         self.assertEqual(self.verdict((100, 0.0), (161, 0.0), folder="routing"), 1)
 
     def test_too_long_to_compile(self):
-        self.assertEqual(self.verdict((1, 100.0), (1, check_kernels.MAX_CPU_SECONDS - 99.5)), 1)
+        headers, rest = 4.0, 4.0 * check_kernels.MAX_COMPILATIONS
+        self.assertEqual(self.verdict((0, headers), (1, rest)), 1)
+
+    def test_a_slower_machine_is_slower_at_both(self):
+        rest = 8.0 * (check_kernels.MAX_COMPILATIONS - 2)
+        self.assertEqual(self.verdict((0, 8.0), (1, rest)), 0)
+
+    def test_time_is_not_judged_by_files_from_a_cache(self):
+        self.assertEqual(self.verdict((0, 0.03), (1, 1000.0)), 0)
 
     def test_too_large(self):
         self.addCleanup(setattr, check_kernels, "MAX_BYTES", check_kernels.MAX_BYTES)

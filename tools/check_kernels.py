@@ -7,15 +7,21 @@ The products are instances of one engine over roles, tiles, types and activation
 multiplies them silently. So all kernels together have a limit of number, CPU time and size. Counts
 and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects, the size from
 the shared library. Files that ccache had are counted but took no time, which is then said.
+
+The same kernels take 200 CPU seconds on one machine and 400 on another with busy neighbours. So
+their time is counted in compilations of the engine's headers alone: in what a file of the same
+build takes that includes them and has no kernel. Where ccache had every such file, time is not
+judged.
 """
 
 import json
+import statistics
 import struct
 import sys
 from pathlib import Path
 
 MAX_KERNELS = 260
-MAX_CPU_SECONDS = 6 * 60
+MAX_COMPILATIONS = 80.0  # of the headers alone
 MAX_BYTES = 24 << 20
 CACHED_SECONDS = 1.0  # no compilation is that quick
 
@@ -47,15 +53,19 @@ def main(arguments):
     instances = sum(cost["kernels"] for cost, path in pairs if "instances" in path.parts)
     compiled = [cost for cost in costs if cost["cpu_seconds"] >= CACHED_SECONDS]
     seconds = sum(cost["cpu_seconds"] for cost in compiled)
+    headers = [cost["cpu_seconds"] for cost in compiled if cost["kernels"] == 0]
+    compilations = seconds / statistics.median(headers) if headers else 0.0
     size = section_bytes(build / "libsonicmoe.so", ".nv_fatbin")
     cached = len(costs) - len(compiled)
+    times = f"{compilations:.0f} times" if headers else "not measured by"
     print(
         f"{kernels} kernels of at most {MAX_KERNELS}, {instances} of them instances of the engine; "
-        f"{seconds / 60:.1f} CPU minutes of at most "
-        f"{MAX_CPU_SECONDS / 60:.0f}, {cached} of {len(costs)} files from a cache; "
+        f"{seconds / 60:.1f} CPU minutes, {times} the headers' (at most {MAX_COMPILATIONS:.0f} "
+        f"times), {cached} of {len(costs)} files from a cache; "
         f"{size / 2**20:.1f} MiB of at most {MAX_BYTES >> 20}"
     )
-    return 1 if kernels > MAX_KERNELS or seconds > MAX_CPU_SECONDS or size > MAX_BYTES else 0
+    over = kernels > MAX_KERNELS or compilations > MAX_COMPILATIONS or size > MAX_BYTES
+    return 1 if over else 0
 
 
 if __name__ == "__main__":
