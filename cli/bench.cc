@@ -11,6 +11,7 @@
 #include "cpu/threads.h"
 #include "peak.h"
 #include "stopwatch.h"
+#include "target.h"
 #include "verify/harness.h"
 
 namespace sonicmoe::cli {
@@ -270,23 +271,23 @@ void print_text(const Options& o, const Report& r) {
 }  // namespace
 
 Command add_bench(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("bench", "Check a layer, then measure it");
+  Command command(app, "bench", "Check a layer, then measure it");
   auto o = std::make_shared<Options>();
-  o->shape.add_to(*sub);
-  o->layer.add_to(*sub);
-  sub->add_option("--backend", o->backend, "cpu or cuda")->capture_default_str();
-  sub->add_option("--pass", o->pass, "fwd, bwd or both")->capture_default_str();
-  sub->add_option("--routing", o->routing, "topk, rounded or skewed")->capture_default_str();
-  sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
-  sub->add_option("--repeats", o->repeats, "Runs, of which the median counts")
-      ->capture_default_str();
-  sub->add_flag("--kernels", o->kernels, "Time every kernel apart, too");
-  sub->add_flag("--json", o->json, "One JSON document on stdout");
-  return {sub, [o] {
-            const Report report = run(*o);
-            o->json ? print_json(document(*o, report)) : print_text(*o, report);
-            return report.check.passed() ? kGood : kCheckFailed;
-          }};
+  o->shape.add_to(command);
+  o->layer.add_to(command);
+  command.option("--backend", o->backend, "cpu or cuda");
+  command.option("--pass", o->pass, "fwd, bwd or both");
+  command.option("--routing", o->routing, "topk, rounded or skewed");
+  command.option("--threads", o->threads, "0: every core");
+  command.option("--repeats", o->repeats, "Runs, of which the median counts");
+  command.flag("--kernels", o->kernels, "Time every kernel apart, too");
+  command.flag("--json", o->json, "One JSON document on stdout");
+  command.run = [o] {
+    const Report report = run(*o);
+    o->json ? print_json(document(*o, report)) : print_text(*o, report);
+    return report.check.passed() ? kGood : kCheckFailed;
+  };
+  return command;
 }
 
 }  // namespace sonicmoe::cli

@@ -1,10 +1,10 @@
 // A layer with random values, ready to be run forward and backward again and again.
 #pragma once
 
-#include "command.h"
 #include "core/plan.h"
 #include "inputs.h"
 #include "sonicmoe/moe.h"
+#include "target.h"
 
 namespace sonicmoe::cli {
 

@@ -1,15 +1,16 @@
 // What the subcommands share: how each presents itself to main, shapes, output and progress.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include <cstdint>
 #include <functional>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "core/configs.h"
-#include "sonicmoe/types.h"
-#include "verify/implementation.h"
+
+namespace CLI {
+class App;
+}
 
 namespace sonicmoe::cli {
 
@@ -17,10 +18,23 @@ using Json = nlohmann::ordered_json;
 
 enum ExitCode : int { kGood = 0, kCheckFailed = 1, kBadUsage = 2 };
 
-/// A subcommand and what runs it once its options are parsed.
-struct Command {
-  CLI::App* app = nullptr;
+/// A subcommand, its options, and what runs it once they are parsed. Only main.cc includes the
+/// parser: it costs a file 8 seconds of compilation, 27 with sanitizers.
+class Command {
+ public:
+  Command(CLI::App& app, const char* name, const char* description);
+  /// `value` as it comes in is the default. T: std::string, std::int32_t, std::int64_t,
+  /// std::uint64_t or double.
+  template <class T>
+  void option(const char* name, T& value, const char* description);
+  /// "--x", or "--x,!--no-x".
+  void flag(const char* names, bool& value, const char* description);
+  bool chosen() const;
+
   std::function<ExitCode()> run;
+
+ private:
+  CLI::App* app_;
 };
 Command add_info(CLI::App& app);
 Command add_verify(CLI::App& app);
@@ -33,7 +47,7 @@ struct ShapeOptions {
   std::string config;
   std::string shape;
 
-  void add_to(CLI::App& app);
+  void add_to(Command& command);
   /// The shape asked for, or that of `fallback`; without a fallback one of the two is required.
   LayerShape resolve(const char* fallback = nullptr) const;
   std::string label() const;
@@ -44,24 +58,8 @@ struct LayerOptions {
   std::string dtype = "bf16";
   std::string activation = "swiglu";
 
-  void add_to(CLI::App& app);
+  void add_to(Command& command);
 };
-
-/// Where a subcommand computes: an Exec with its device, closed with the last copy, and the memory
-/// to put tensors in.
-struct Target {
-  Exec exec;
-  std::shared_ptr<void> device;
-  verify::Memory memory;
-
-  bool on_cuda() const { return exec.backend == Backend::kCuda; }
-};
-/// "cpu" or "cuda"; refuses other names.
-Backend backend_from_name(const std::string& name);
-/// Refuses a backend that this build or machine cannot serve.
-Target target_from_options(const std::string& backend, std::int32_t threads);
-/// What the harness judges there.
-verify::Implementation implementation_of(const Target& target);
 
 /// The only thing a --json run writes to stdout.
 void print_json(const Json& document);
@@ -79,7 +77,6 @@ class ProgressLine {
   bool shown_ = false;
 };
 
-double median(std::vector<double> values);
 /// "1.23 GiB".
 std::string bytes_text(double bytes);
 std::string fixed(double value, int digits);

@@ -74,7 +74,10 @@ Json document() {
 
 std::string joined(const Json& list) {
   std::string text;
-  for (const auto& item : list) text += (text.empty() ? "" : " ") + item.get<std::string>();
+  for (const auto& item : list) {
+    if (!text.empty()) text += ' ';
+    text += item.get<std::string>();
+  }
   return text.empty() ? "none" : text;
 }
 
@@ -97,14 +100,15 @@ void print_text(const Json& d) {
 }  // namespace
 
 Command add_info(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("info", "Version, build, CPU features, threads, CUDA");
+  Command command(app, "info", "Version, build, CPU features, threads, CUDA");
   auto json = std::make_shared<bool>(false);
-  sub->add_flag("--json", *json, "One JSON document on stdout");
-  return {sub, [json] {
-            const Json d = document();
-            *json ? print_json(d) : print_text(d);
-            return kGood;
-          }};
+  command.flag("--json", *json, "One JSON document on stdout");
+  command.run = [json] {
+    const Json d = document();
+    *json ? print_json(d) : print_text(d);
+    return kGood;
+  };
+  return command;
 }
 
 }  // namespace sonicmoe::cli

@@ -1,9 +1,33 @@
 // The command sonicmoe. Exit codes: 0 good, 1 a check failed, 2 bad usage or a refused argument.
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
 
 #include "command.h"
 #include "sonicmoe/version.h"
+
+namespace sonicmoe::cli {
+
+Command::Command(CLI::App& app, const char* name, const char* description)
+    : app_(app.add_subcommand(name, description)) {}
+
+template <class T>
+void Command::option(const char* name, T& value, const char* description) {
+  app_->add_option(name, value, description)->capture_default_str();
+}
+template void Command::option(const char*, std::string&, const char*);
+template void Command::option(const char*, std::int32_t&, const char*);
+template void Command::option(const char*, std::int64_t&, const char*);
+template void Command::option(const char*, std::uint64_t&, const char*);
+template void Command::option(const char*, double&, const char*);
+
+void Command::flag(const char* names, bool& value, const char* description) {
+  app_->add_flag(names, value, description);
+}
+
+bool Command::chosen() const { return app_->parsed(); }
+
+}  // namespace sonicmoe::cli
 
 namespace {
 
@@ -33,7 +57,7 @@ int run(int argc, char** argv) {
     return complain(e.what());
   }
   for (const cli::Command& command : commands) {
-    if (command.app->parsed()) return command.run();
+    if (command.chosen()) return command.run();
   }
   return cli::kBadUsage;
 }

@@ -7,6 +7,7 @@
 #include "command.h"
 #include "core/check_tensor.h"
 #include "peak.h"
+#include "target.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -175,22 +176,20 @@ void print_text(const Options& o, const Plan& p) {
 }  // namespace
 
 Command add_plan(CLI::App& app) {
-  CLI::App* sub =
-      app.add_subcommand("plan", "Flops, bytes, roofline, padding and memory of a layer");
+  Command command(app, "plan", "Flops, bytes, roofline, padding and memory of a layer");
   auto o = std::make_shared<Options>();
-  o->shape.add_to(*sub);
-  o->layer.add_to(*sub);
-  sub->add_option("--device", o->device, "h100, h200, b200 or cpu (measured)")
-      ->capture_default_str();
-  sub->add_option("--backend", o->backend, "Whose tiles and workspace: cpu or cuda")
-      ->capture_default_str();
-  sub->add_option("--tile", o->tile, "Rows of a tile, for the padding")->capture_default_str();
-  sub->add_flag("--json", o->json, "One JSON document on stdout");
-  return {sub, [o] {
-            const Plan p = make_plan(*o);
-            o->json ? print_json(document(*o, p)) : print_text(*o, p);
-            return kGood;
-          }};
+  o->shape.add_to(command);
+  o->layer.add_to(command);
+  command.option("--device", o->device, "h100, h200, b200 or cpu (measured)");
+  command.option("--backend", o->backend, "Whose tiles and workspace: cpu or cuda");
+  command.option("--tile", o->tile, "Rows of a tile, for the padding");
+  command.flag("--json", o->json, "One JSON document on stdout");
+  command.run = [o] {
+    const Plan p = make_plan(*o);
+    o->json ? print_json(document(*o, p)) : print_text(*o, p);
+    return kGood;
+  };
+  return command;
 }
 
 }  // namespace sonicmoe::cli

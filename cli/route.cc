@@ -9,6 +9,7 @@
 #include "core/plan.h"
 #include "inputs.h"
 #include "sonicmoe/routing.h"
+#include "target.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -147,26 +148,23 @@ void print_text(const Options& o, const LayerShape& shape, const std::vector<Spr
 }  // namespace
 
 Command add_route(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand(
-      "route", "Tokens per expert and padding: top-K against every rounding mode");
+  Command command(app, "route", "Tokens per expert and padding: top-K against every rounding mode");
   auto o = std::make_shared<Options>();
-  o->shape.add_to(*sub);
-  sub->add_option("--score", o->score, "softmax_after_topk, softmax_before_topk or sigmoid")
-      ->capture_default_str();
-  sub->add_option("--tile", o->tile, "Rows of a tile")->capture_default_str();
-  sub->add_option("--skew", o->skew, "How much experts differ: shift of their logits")
-      ->capture_default_str();
-  sub->add_option("--seed", o->seed, "Of the logits and of stochastic rounding")
-      ->capture_default_str();
-  sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
-  sub->add_flag("--json", o->json, "One JSON document on stdout");
-  return {sub, [o] {
-            const LayerShape shape = o->shape.resolve();
-            problem_of(shape, DType::kBF16, {});  // refuses what is no layer
-            const std::vector<Spread> all = spreads(*o, shape);
-            o->json ? print_json(document(*o, shape, all)) : print_text(*o, shape, all);
-            return kGood;
-          }};
+  o->shape.add_to(command);
+  command.option("--score", o->score, "softmax_after_topk, softmax_before_topk or sigmoid");
+  command.option("--tile", o->tile, "Rows of a tile");
+  command.option("--skew", o->skew, "How much experts differ: shift of their logits");
+  command.option("--seed", o->seed, "Of the logits and of stochastic rounding");
+  command.option("--threads", o->threads, "0: every core");
+  command.flag("--json", o->json, "One JSON document on stdout");
+  command.run = [o] {
+    const LayerShape shape = o->shape.resolve();
+    problem_of(shape, DType::kBF16, {});  // refuses what is no layer
+    const std::vector<Spread> all = spreads(*o, shape);
+    o->json ? print_json(document(*o, shape, all)) : print_text(*o, shape, all);
+    return kGood;
+  };
+  return command;
 }
 
 }  // namespace sonicmoe::cli

@@ -35,6 +35,12 @@ double seconds_of(verify::Clock& clock, const std::function<void()>& work) {
   return clock.seconds(from, clock.mark());
 }
 
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
 void KernelTimes::begin(const char* kernel) { spans_.push_back({kernel, clock_.mark(), 0}); }
 
 void KernelTimes::end() { spans_.back().to = clock_.mark(); }

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "command.h"
 #include "core/observer.h"
+#include "target.h"
 #include "verify/device.h"
 
 namespace sonicmoe::cli {
@@ -17,6 +17,8 @@ namespace sonicmoe::cli {
 std::unique_ptr<verify::Clock> clock_of(const Target& target);
 
 double seconds_of(verify::Clock& clock, const std::function<void()>& work);
+
+double median(std::vector<double> values);
 
 /// What the kernels of observed calls take. On CUDA kernels do not overlap while they are observed.
 class KernelTimes final : public KernelObserver {

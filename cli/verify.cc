@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "command.h"
+#include "target.h"
 #include "verify/harness.h"
 #include "verify/negative.h"
 
@@ -41,7 +42,8 @@ Outcome run(const Options& o) {
   ProgressLine progress;
   Outcome outcome;
   const auto show = [&](const verify::CaseResult& r, std::size_t done, std::size_t total) {
-    progress.show("[" + std::to_string(done) + "/" + std::to_string(total) + "] " + r.name);
+    const std::string count = std::to_string(done) + "/" + std::to_string(total);
+    progress.show(count + " " + r.name);
   };
   outcome.cases = verify::verify(options, implementation, show);
   if (outcome.cases.empty()) {
@@ -105,20 +107,21 @@ void print_text(const Outcome& outcome) {
 }  // namespace
 
 Command add_verify(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("verify", "Every kernel against the oracle");
+  Command command(app, "verify", "Every kernel against the oracle");
   auto o = std::make_shared<Options>();
-  sub->add_option("--backend", o->backend, "cpu or cuda")->capture_default_str();
-  sub->add_option("--filter", o->filter, "Only cases whose names contain this");
-  sub->add_option("--threads", o->threads, "0: every core")->capture_default_str();
-  sub->add_flag("--full", o->full, "The long list of cases too");
-  sub->add_flag("--negative,!--no-negative", o->negative,
-                "Also check that broken implementations are rejected (default)");
-  sub->add_flag("--json", o->json, "One JSON document on stdout");
-  return {sub, [o] {
-            const Outcome outcome = run(*o);
-            o->json ? print_json(document(*o, outcome)) : print_text(outcome);
-            return outcome.good() ? kGood : kCheckFailed;
-          }};
+  command.option("--backend", o->backend, "cpu or cuda");
+  command.option("--filter", o->filter, "Only cases whose names contain this");
+  command.option("--threads", o->threads, "0: every core");
+  command.flag("--full", o->full, "The long list of cases too");
+  command.flag("--negative,!--no-negative", o->negative,
+               "Also check that broken implementations are rejected (default)");
+  command.flag("--json", o->json, "One JSON document on stdout");
+  command.run = [o] {
+    const Outcome outcome = run(*o);
+    o->json ? print_json(document(*o, outcome)) : print_text(outcome);
+    return outcome.good() ? kGood : kCheckFailed;
+  };
+  return command;
 }
 
 }  // namespace sonicmoe::cli

@@ -1,0 +1,28 @@
+// Where a subcommand computes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "sonicmoe/types.h"
+#include "verify/implementation.h"
+
+namespace sonicmoe::cli {
+
+/// An Exec with its device, closed with the last copy, and the memory to put tensors in.
+struct Target {
+  Exec exec;
+  std::shared_ptr<void> device;
+  verify::Memory memory;
+
+  bool on_cuda() const { return exec.backend == Backend::kCuda; }
+};
+/// "cpu" or "cuda"; refuses other names.
+Backend backend_from_name(const std::string& name);
+/// Refuses a backend that this build or machine cannot serve.
+Target target_from_options(const std::string& backend, std::int32_t threads);
+/// What the harness judges there.
+verify::Implementation implementation_of(const Target& target);
+
+}  // namespace sonicmoe::cli
