@@ -18,6 +18,17 @@ fail() {
   exit 2
 }
 
+can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+install_packages() { # NAME...
+  can_install || fail "these system packages are missing: sudo apt-get install $*"
+  echo "setup: apt-get install $*"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# Prints the path of a Python that is recent enough, nothing if there is none.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
@@ -26,35 +37,44 @@ find_python() {
       return
     fi
   done
-  fail "needs Python 3.10 or later and found none (tried: ${PYTHON:-python3}); on Debian or Ubuntu: sudo apt-get install python3 python3-venv"
+}
+
+need_python() {
+  if [ -z "${PYTHON:-}" ] && [ -z "$(find_python)" ] && can_install; then
+    install_packages python3
+  fi
+  [ -n "$(find_python)" ] ||
+    fail "needs Python 3.10 or later and found none (tried: ${PYTHON:-python3}); on Debian or Ubuntu: sudo apt-get install python3"
 }
 
 has_header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1; }
 
+# Exit status: whether Python.h lies beside this Python; torch.compile needs it on the CPU.
+readonly HAS_PYTHON_HEADER='
+import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+
 # Prints the names of the system packages that are missing, judged by what is usable rather than by
 # a package database, so that a compiler or a header from elsewhere counts.
 missing_packages() {
+  local version
+  version=$("$1" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
   command -v g++ >/dev/null || echo g++
   command -v git >/dev/null || echo git
   command -v pkg-config >/dev/null || echo pkg-config
   has_header gtest/gtest.h || echo libgtest-dev
   has_header nlohmann/json.hpp || echo nlohmann-json3-dev
   has_header CLI/CLI.hpp || echo libcli11-dev
-  "$1" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+  "$1" -c 'import ensurepip, venv' 2>/dev/null || echo "$version-venv"
+  "$1" -c "$HAS_PYTHON_HEADER" || echo "$version-dev"
 }
 
-install_system_packages() {
+install_missing_packages() {
   local python=$1 missing
   missing=$(missing_packages "$python" | xargs)
   [ -n "$missing" ] || return 0
-  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    fail "these system packages are missing: sudo apt-get install $missing"
-  fi
-  echo "setup: apt-get install $missing"
-  export DEBIAN_FRONTEND=noninteractive
-  apt-get update -qq
   # shellcheck disable=SC2086  # a list of package names
-  apt-get install -y -qq --no-install-recommends $missing >/dev/null
+  install_packages $missing
   missing=$(missing_packages "$python" | xargs)
   [ -z "$missing" ] || fail "still missing after apt-get install: $missing"
 }
@@ -95,12 +115,13 @@ make_environment() {
 
 main() {
   local python digest
+  need_python
   python=$(find_python)
   digest=$({ "$python" -VV; echo "$python"; cat tools/setup.sh tools/requirements*.txt; } | sha256sum)
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$digest" ]; then
     return 0
   fi
-  install_system_packages "$python"
+  install_missing_packages "$python"
   make_environment "$python"
   mkdir -p "$(dirname "$STAMP")"
   echo "$digest" >"$STAMP"
