@@ -173,8 +173,8 @@ TEST(OracleLayer, MatchesAComputationByHand) {
   layer.up[0].values = {2.0};
   layer.down[0].values = {5.0};
   layer.b_up = layer.b_down = Matrix<double>(1, 1);
-  layer.b_up.values = {1.0};
-  layer.b_down.values = {-4.0};
+  layer.b_up.values[0] = 1.0;
+  layer.b_down.values[0] = -4.0;
   const Forward f = forward(layer, Precision::kExact);
   EXPECT_EQ(f.h.up.values, (std::vector<double>{7.0, -1.0}));
   EXPECT_EQ(f.out.values, (std::vector<double>{0.5 * (5.0 * 49.0 - 4.0), 2.0 * -4.0}));
