@@ -121,6 +121,7 @@ main() {
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$digest" ]; then
     return 0
   fi
+  rm -f "$STAMP" # an interrupted run leaves no stamp of an earlier one beside half an environment
   install_missing_packages "$python"
   make_environment "$python"
   mkdir -p "$(dirname "$STAMP")"
