@@ -104,10 +104,8 @@ inline void exchange(V& upper, V& lower, std::integer_sequence<int, kLane...>) {
   constexpr int kCount = sizeof...(kLane);
   const V a = upper;
   const V b = lower;
-  upper =
-      __builtin_shufflevector(a, b, ((kLane & kBlock) == 0 ? kLane : kCount + kLane - kBlock)...);
-  lower =
-      __builtin_shufflevector(a, b, ((kLane & kBlock) == 0 ? kLane + kBlock : kCount + kLane)...);
+  upper = lanes_of<((kLane & kBlock) == 0 ? kLane : kCount + kLane - kBlock)...>(a, b);
+  lower = lanes_of<((kLane & kBlock) == 0 ? kLane + kBlock : kCount + kLane)...>(a, b);
 }
 
 template <int kBlock, int kCount, class V>

@@ -201,10 +201,20 @@ inline F32V round_to<BF16>(F32V v) {
   return (F32V)(__builtin_convertvector(to_bf16(v), U32V) << 16);
 }
 
+/// The lanes of a and, after them, b that have these numbers.
+template <int... kLane, class V>
+inline V lanes_of(V a, V b) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, kLane...);
+#else  // GCC before 12
+  return __builtin_shuffle(a, b, decltype(a < b){kLane...});
+#endif
+}
+
 /// Lanes are added in one fixed tree: the upper half to the lower, until one is left.
 template <int kHalf, class V, int... kLane>
 inline auto sum_halves(V v, std::integer_sequence<int, kLane...> lanes) {
-  const V sum = v + __builtin_shufflevector(v, v, (kLane % kHalf + kHalf)...);
+  const V sum = v + lanes_of<(kLane % kHalf + kHalf)...>(v, v);
   if constexpr (kHalf > 1) {
     return sum_halves<kHalf / 2>(sum, lanes);
   } else {
