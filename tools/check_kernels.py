@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 MAX_KERNELS = 260
-MAX_COMPILATIONS = 80.0  # of the headers alone
+MAX_COMPILATIONS = 70.0  # of the headers alone; 55 to 56 were measured
 MAX_BYTES = 24 << 20
 CACHED_SECONDS = 1.0  # no compilation is that quick
 
