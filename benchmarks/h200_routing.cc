@@ -19,8 +19,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/device.h"
-#include "cuda/metadata.h"
+#include "cuda/device/device.h"
+#include "cuda/metadata/metadata.h"
 #include "cuda/routing/routing.h"
 
 namespace {

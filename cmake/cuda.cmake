@@ -28,13 +28,13 @@ find_package(Python3 COMPONENTS Interpreter REQUIRED)
 set(SONICMOE_WITH_CUDA ON)
 message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
 
-# The core's answer for builds without CUDA; src/cuda/backend.cc has the other one.
+# The core's answer for builds without CUDA; src/cuda/layer/backend.cc has the other one.
 set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY ON)
 
 set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
 set(cuda_build ${CMAKE_CURRENT_BINARY_DIR}/cuda)
 set(wgmma_script ${cuda_source}/ptx/generate_wgmma.py)
-set(instance_script ${cuda_source}/instances/generate.py)
+set(instance_script ${cuda_source}/hopper/instances/generate.py)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} ${instance_script})
 file(MAKE_DIRECTORY ${cuda_build})
 execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "verify/device.h"
 
 namespace sonicmoe::verify {

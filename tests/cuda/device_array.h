@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe::testing {

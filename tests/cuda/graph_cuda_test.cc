@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "cuda/device_array.h"
 #include "sonicmoe/moe.h"
 

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <iostream>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "verify/device.h"
 #include "verify/harness.h"
 

@@ -4,8 +4,8 @@
 #include <random>
 #include <tuple>
 
-#include "cuda/metadata.h"
-#include "cuda/tiles.h"
+#include "cuda/hopper/tiles.h"
+#include "cuda/metadata/metadata.h"
 #include "device_array.h"
 
 namespace sonicmoe::cuda {

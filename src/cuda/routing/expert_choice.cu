@@ -1,7 +1,7 @@
 // Expert choice on CUDA: softmax over E as marks by expert, then the best tokens of every expert.
 #include <algorithm>
 
-#include "cuda/launch.h"
+#include "cuda/device/launch.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/pair_gradients.h"
 #include "cuda/routing/round_lists.cuh"

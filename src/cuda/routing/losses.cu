@@ -2,7 +2,7 @@
 // of tokens in a fixed order, one block then adds up the blocks.
 #include <algorithm>
 
-#include "cuda/launch.h"
+#include "cuda/device/launch.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"

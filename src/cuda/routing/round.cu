@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/round_rule.h"
-#include "cuda/launch.h"
+#include "cuda/device/launch.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"

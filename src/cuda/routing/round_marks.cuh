@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/carver.h"
+#include "cuda/device/carver.h"
 #include "cuda/routing/launch.cuh"
 
 namespace sonicmoe::cuda {

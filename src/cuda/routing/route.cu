@@ -1,5 +1,5 @@
 // Top-k on CUDA, and its gradient: a warp, or a part of one, for each token.
-#include "cuda/launch.h"
+#include "cuda/device/launch.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"

@@ -1,0 +1,51 @@
+// Epilogue of the up projection without a gate: H = r(acc + b1), A = r(act(H)), block by block at
+// once. H and A of a whole tile do not fit the registers beside the next one's products.
+#pragma once
+
+#include "cuda/hopper/epilogues/act.cuh"
+
+namespace sonicmoe::cuda {
+
+template <class Element, ActivationKind kKind>
+struct ActPlainRows {
+  using Params = ActRowsParams;
+  using Act = ActivationOf<kKind>;
+  using Two = Pair<Element>;
+  struct State {};
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void run(const Params& p, State&,
+                                             float (&acc)[kShape.halves()][kShape.n / 2],
+                                             const Work& work, const Staging<kShape>& staging,
+                                             Rows rows) {
+    static_assert(kShape.boxes == 2 && kShape.halves() == 1);
+    if (p.bias[0].data != nullptr) {
+      stage_bias(staging, p.bias[0], work.expert, work.column, p.width, {0, 1, kShape.n});
+      staging.sync();
+    }
+#pragma unroll
+    for (int i = 0; i < kShape.n / 64; i++) {
+      Fragment block;
+      round_block<Element, BiasUse::kStaged>(block, acc[0] + i * 32, staging, i * 64);
+      staging.begin();
+      staging.write(0, block);
+#pragma unroll
+      for (int j = 0; j < 16; j += 4) {
+#pragma unroll
+        for (int c = j; c < j + 4; c++) {
+          block[c] = Two::pack(Act::value(Two::low(block[c])), Act::value(Two::high(block[c])));
+        }
+        staging.write_part(1, block, j);
+      }
+      staging.publish();
+      if (staging.elected()) {
+        const int column = work.column + i * 64;
+        if (p.keep_h != 0) store_ragged(p.h, staging.box(0), column, 0, work, rows.offset);
+        store_ragged(p.a, staging.box(1), column, 0, work, rows.offset);
+        staging.commit();
+      }
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,117 @@
+// Epilogue: (+ bias), (scale), round, store. Y = r(acc + b2), dX~ = r(acc). Cooperative tiles are
+// stored under the products of the next one, ping-pong tiles under those of the other warpgroup.
+#pragma once
+
+#include "cuda/hopper/epilogues/held.cuh"
+#include "cuda/hopper/epilogues/ragged.cuh"
+
+namespace sonicmoe::cuda {
+
+struct StoreRowsParams {
+  RaggedMap out;
+  Bias bias;
+  const float* row_scale;  ///< of a grouped row, by scale_stride; RowScale::kWeights only
+  std::int64_t scale_stride;
+  std::int32_t width;  ///< output columns
+};
+
+/// Whether rows are scaled before their one rounding: grouped rows with weights, cooperative tiles
+/// only.
+enum class RowScale { kNone, kWeights };
+
+template <class Element, RowScale kScale = RowScale::kNone>
+struct StoreRows {
+  using Params = StoreRowsParams;
+  using State = HeldTile;
+  static constexpr int kPieces = 4;  // boxes
+
+  /// Clusters end their tiles at about the same time: stores spread over half of the next tile keep
+  /// its loads waiting less than stores that follow each other.
+  static __device__ __forceinline__ int every(int k_tiles) { return k_tiles / 8 + 1; }
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void take(const Params& p, State& state,
+                                              const float (&acc)[kShape.halves()][kShape.n / 2],
+                                              const Work& work, const Staging<kShape>& staging,
+                                              Rows rows) {
+    state.open(work, staging, rows);
+    if (kScale == RowScale::kNone && p.bias.data == nullptr) {
+      round_tile<BiasUse::kNone>(state, acc[0], staging);
+      return;
+    }
+    staging.sync();
+    if (p.bias.data != nullptr) {
+      stage_bias(staging, p.bias, staging.noted_expert(), work.column, p.width, {0, 1, kShape.n});
+    }
+    if constexpr (kScale == RowScale::kWeights) {
+      for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
+        const int row = rows.offset + i;
+        const std::int64_t at = (work.row + row) * p.scale_stride;
+        staging.set_scale(i, row < work.left ? __ldg(p.row_scale + at) : 0.0f);
+      }
+    }
+    staging.sync();
+    round_tile<BiasUse::kStaged>(state, acc[0], staging);
+  }
+
+  template <int kPiece, TileShape kShape>
+  static __device__ __forceinline__ void piece(const Params& p, State& state,
+                                               const Staging<kShape>& staging) {
+    constexpr int kBox = kPiece % kShape.boxes;
+    staging.begin();
+    staging.write(kBox, state.block[kPiece]);
+    state.send(staging, [&](const Place& place) {
+      store_ragged(p.out, staging.box(kBox), place.column + kPiece * 64, 0, place);
+    });
+  }
+
+  template <TileShape kShape>
+    requires(kShape.ping_pong() && kScale == RowScale::kNone)
+  static __device__ __forceinline__ void run(const Params& p, State&,
+                                             float (&acc)[kShape.halves()][kShape.n / 2],
+                                             const Work& work, const Staging<kShape>& staging,
+                                             Rows rows) {
+    constexpr int kAcross = kShape.n / 64;
+    static_assert(kAcross == kShape.boxes);
+    if (p.bias.data != nullptr) {
+      stage_bias(staging, p.bias, work.expert, work.column, p.width, {0, 1, kShape.n});
+      staging.sync();
+    }
+#pragma unroll
+    for (int half = 0; half < kShape.halves(); half++) {
+      if (half >= rows.halves) break;
+      staging.begin();
+#pragma unroll
+      for (int i = 0; i < kAcross; i++) {
+        Fragment rounded;
+        round_block<Element, BiasUse::kStaged>(rounded, &acc[half][i * 32], staging, i * 64);
+        staging.write(i, rounded);
+      }
+      staging.publish();
+      if (staging.elected()) {
+#pragma unroll
+        for (int i = 0; i < kAcross; i++) {
+          store_ragged(p.out, staging.box(i), work.column + i * 64, 0, work,
+                       rows.offset + half * 64);
+        }
+        staging.commit();
+      }
+    }
+  }
+
+ private:
+  template <BiasUse kBias, TileShape kShape>
+  static __device__ __forceinline__ void round_tile(State& state, const float (&acc)[kShape.n / 2],
+                                                    const Staging<kShape>& staging) {
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      if constexpr (kScale == RowScale::kWeights) {
+        round_scaled_block<Element>(state.block[i], acc + i * 32, staging, i * 64, 0);
+      } else {
+        round_block<Element, kBias>(state.block[i], acc + i * 32, staging, i * 64);
+      }
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,30 @@
+// What the tile table chooses for a problem, for people to read.
+#include "cuda/hopper/tiles.h"
+#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+std::string words(Tiling tiling) {
+  const TileShape s = tiling.shape();
+  std::string text = std::to_string(s.m) + "x" + std::to_string(s.n);
+  if (s.cluster > 1) text += ", clusters of " + std::to_string(s.cluster);
+  text += s.ping_pong() ? ", ping-pong" : ", cooperative";
+  return text + (tiling.order == Order::kDrawn ? ", drawn order" : ", static order");
+}
+
+}  // namespace
+
+std::vector<TileChoice> layer_tiles(const Problem& p) {
+  const ActivationKind kind = p.activation.kind;
+  const std::int64_t rows = mean_rows(p), gates = gate_factor(kind);
+  return {{"A", words(gathered_tiling(rows))},
+          {"Y", words(row_tiling(p.hidden, p.width, rows))},
+          {"dH", words(hidden_grad_tiling(rows))},
+          {"dW2", words(gathered_tiling(rows))},
+          {"dX~", words(row_tiling(p.hidden, gates * p.width, rows))},
+          {"dW1", words(gathered_tiling(rows))}};
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,69 @@
+// Roles of the engine: which producer, scheduler and epilogue make up, down, ...
+#pragma once
+
+#include "cuda/hopper/engine/kernel.cuh"
+#include "cuda/hopper/epilogues/act.cuh"
+#include "cuda/hopper/epilogues/act_grad.cuh"
+#include "cuda/hopper/epilogues/act_plain.cuh"
+#include "cuda/hopper/epilogues/store.cuh"
+#include "cuda/hopper/epilogues/store_expert.cuh"
+#include "cuda/hopper/producers/gather_depth.cuh"
+#include "cuda/hopper/producers/gather_rows.cuh"
+#include "cuda/hopper/producers/tma_rows.cuh"
+#include "cuda/hopper/roles.h"
+
+namespace sonicmoe::cuda {
+
+/// H = X[token] W1^T, A = act(H).
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using UpKernel = std::conditional_t<
+    is_gated(kKind),
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      ActRows<Element, kKind, HLayout::kSplit>, BSource::kWeightHalves, kB>,
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, ActPlainRows<Element, kKind>,
+                      BSource::kWeights, kB>>;
+using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>;
+
+/// The same where gate and up alternate in W1, which is MN-major then, and in H.
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using UpPairedKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      ActRows<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
+
+/// Y = A W2^T.
+template <class Element, TileShape kShape, Major kB>
+using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, BandedRowTiles, StoreRows<Element>,
+                                     BSource::kWeightsInTurn, kB>;
+/// As DownKernel, rows scaled by their weight: the grouped form.
+template <class Element, TileShape kShape, Major kB>
+using DownScaledKernel =
+    GroupedGemmKernel<Element, kShape, TmaRows, BandedRowTiles,
+                      StoreRows<Element, RowScale::kWeights>, BSource::kWeightsInTurn, kB>;
+using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
+
+/// D = A[gather] B^T: the grouped GEMM by itself.
+template <class Element, TileShape kShape, Major kB>
+using GatherStoreKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                                            StoreRows<Element>, BSource::kWeights, kB>;
+using GatherStoreParams = GemmParams<GatherRows::Params, RowTiles::Params, StoreRowsParams>;
+
+/// dH = act'(H) s dO[token] W2, with A' and dS.
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using HiddenGradKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, CutRowTiles,
+                      ActGrad<Element, kKind, HLayout::kSplit>, BSource::kWeights, kB>;
+/// The same where gate and up alternate in H and dH.
+template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
+using HiddenGradPairedKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, CutRowTiles,
+                      ActGrad<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
+using HiddenGradParams = GemmParams<GatherRows::Params, RowTiles::Params, ActGradParams>;
+
+/// dW = rows[token]^T grad, a matrix an expert; kOut says whether its columns (kK) or its rows
+/// (kMN) are contiguous.
+template <class Element, TileShape kShape, Major kOut>
+using WeightGradKernel = GroupedGemmKernel<Element, kShape, GatherDepth, ExpertTiles,
+                                           StoreExpert<Element, kOut>, BSource::kRows, Major::kMN>;
+using WeightGradParams = GemmParams<GatherDepth::Params, ExpertTiles::Params, StoreExpertParams>;
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,42 @@
+// The list of compiled kernels, by what they compute. Host only; instances/ fills it.
+#pragma once
+
+#include <span>
+
+#include "cuda/hopper/tiles.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::cuda {
+
+enum class Role : int {
+  kUp = 0,                ///< gathered rows x W1, activation
+  kDown = 1,              ///< rows x W2
+  kDownScaled = 2,        ///< the same, rows scaled by their weight
+  kHiddenGrad = 3,        ///< gathered rows x W2, derivative of the activation
+  kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert; `b` is the output's order
+  kGather = 5,            ///< gathered rows x weights, as they are: the grouped GEMM
+  kUpPaired = 6,          ///< kUp where gate and up alternate in W1 and H
+  kHiddenGradPaired = 7,  ///< kHiddenGrad where they alternate in H
+};
+
+struct KernelKey {
+  Role role;
+  DType dtype;  ///< kBF16 or kF16
+  TileId tile;
+  Major b;                    ///< of the weights
+  ActivationKind activation;  ///< kSwiGLU where the role has none
+  bool operator==(const KernelKey&) const = default;
+};
+
+struct KernelEntry {
+  KernelKey key;
+  const void* function;
+};
+
+/// Every kernel of the build (generated).
+std::span<const KernelEntry> kernel_list();
+
+/// The kernel of a key; a missing one is a defect of the build.
+const KernelEntry& find_kernel(const KernelKey& key);
+
+}  // namespace sonicmoe::cuda

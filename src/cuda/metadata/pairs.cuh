@@ -1,0 +1,247 @@
+// Pairs in any order to positions in token order: slots are collected in a bin a token, then every
+// token's few slots are put in order. Pairs that come sorted by (expert, token), as token rounding
+// hands them over, are recognised on the way: their rows are the slots, and nothing is left to
+// place.
+#pragma once
+
+#include "cuda/metadata/place.cuh"
+
+namespace sonicmoe::cuda {
+
+inline constexpr int kTokenSpan = 4096;  // tokens whose slots are counted together, at least
+inline constexpr int kMostSpans = 1024;
+inline constexpr int kOrderLanes = 8;                             // of a token
+inline constexpr int kOrderTokens = kPlaceThreads / kOrderLanes;  // of a block
+inline constexpr int kMostBin = 64;
+
+/// Working memory that is zero at the start, in one piece.
+struct PairCounters {
+  std::int32_t* per_token;  // (T)
+  std::int32_t* overflow;   // (T) 1 + the last slot that its token's bin had no room for
+  std::int32_t* span_sums;  // (spans)
+  PairRanges ranges;
+};
+
+struct PairParams {
+  Ids expert;
+  Ids token;
+  std::int64_t count;  // C
+  std::int64_t tokens;
+  std::int32_t experts;
+  std::int32_t span;   // tokens of a span, a multiple of kTokenSpan
+  std::int32_t spans;  // at most kMostSpans
+  std::int32_t bin;    // slots of a bin, kOrderLanes to kMostBin
+  PairCounters zero;
+  std::int32_t* bins;       // (T, bin)
+  std::int32_t* link;       // (C) 1 + the slot before in overflow
+  std::int32_t* unordered;  // (C) slots of tokens whose bin has no room, by position
+  std::int32_t* position_expert;
+  std::int32_t* position_token;
+  Metadata out;
+};
+
+__global__ void __launch_bounds__(kPlaceThreads)
+    clear_counters(std::int32_t* words, std::int64_t count) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPlaceThreads + threadIdx.x;
+       i < count; i += static_cast<std::int64_t>(gridDim.x) * kPlaceThreads) {
+    words[i] = 0;
+  }
+}
+
+/// A slot as the sort sees it; what is unusable comes last.
+struct PairKey {
+  static constexpr std::uint64_t kUnusable = ~std::uint64_t{0};
+  std::uint64_t bits;
+
+  __device__ PairKey(const PairParams& p, std::int64_t slot) : bits(kUnusable) {
+    if (slot >= p.count) return;
+    const std::int64_t e = p.expert.at(slot);
+    const std::int64_t t = p.token.at(slot);
+    const bool usable = e >= 0 && e < p.experts && t >= 0 && t < p.tokens;
+    if (usable) bits = static_cast<std::uint64_t>(e) << 32 | static_cast<std::uint32_t>(t);
+  }
+  __device__ explicit PairKey(std::uint64_t b) : bits(b) {}
+  __device__ bool usable() const { return bits != kUnusable; }
+  __device__ int expert() const { return static_cast<int>(bits >> 32); }
+  __device__ int token() const { return static_cast<int>(bits); }
+};
+
+/// Where an expert's slots begin and end, if this warp's are sorted and all others are.
+__device__ inline bool mark_ranges(const PairParams& p, std::int64_t slot, const PairKey& key) {
+  const int lane = threadIdx.x % 32;
+  std::uint64_t next = __shfl_down_sync(~0u, key.bits, 1);
+  if (lane == 31) next = PairKey(p, slot + 1).bits;
+  const bool sorted = __all_sync(~0u, key.bits <= next);
+  const PairKey after(next);
+  if (sorted && key.usable()) {
+    if (slot == 0) p.zero.ranges.begin[key.expert()] = 0;
+    if (!after.usable() || after.expert() != key.expert()) {
+      p.zero.ranges.end[key.expert()] = static_cast<std::int32_t>(slot + 1);
+      if (after.usable()) p.zero.ranges.begin[after.expert()] = static_cast<std::int32_t>(slot + 1);
+    }
+  }
+  return sorted;
+}
+
+/// Slots to their tokens' bins. Which one comes first changes from run to run: order_tokens makes
+/// up for it. Rows are written as if the pairs were sorted.
+__global__ void __launch_bounds__(kPlaceThreads) collect_slots(const PairParams p) {
+  __shared__ std::int32_t sums[kMostSpans];
+  sums[threadIdx.x] = 0;
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * kPlaceThreads + threadIdx.x;
+  const PairKey key(p, slot);
+  const bool sorted = mark_ranges(p, slot, key);
+  const bool any_unsorted = __syncthreads_or(sorted ? 0 : 1) != 0;
+  if (any_unsorted && threadIdx.x == 0) *p.zero.ranges.unsorted = 1;
+  if (key.usable()) {
+    const int token = key.token();
+    const auto entry = static_cast<std::int32_t>(slot);
+    const std::int32_t arrival = atomicAdd(&p.zero.per_token[token], 1);
+    atomicAdd(&sums[token / p.span], 1);
+    if (arrival < p.bin) {
+      p.bins[static_cast<std::int64_t>(token) * p.bin + arrival] = entry;
+    } else {
+      p.link[slot] = atomicExch(&p.zero.overflow[token], entry + 1);
+    }
+    p.out.row_token[slot] = token;
+    p.out.row_slot[slot] = entry;
+  }
+  __syncthreads();
+  const std::int32_t sum = sums[threadIdx.x];
+  if (sum != 0) atomicAdd(&p.zero.span_sums[threadIdx.x], sum);
+}
+
+/// The slots of one token.
+struct TokenSlots {
+  std::int64_t token;
+  std::int32_t begin;
+  std::int32_t count;
+  bool sorted;  ///< slots are in order of expert
+
+  /// By expert, then by slot: what they are put in order by.
+  __device__ std::uint64_t key(const PairParams& p, int i) const {
+    if (i >= count) return ~std::uint64_t{0};
+    const std::int32_t slot = i < p.bin ? p.bins[token * p.bin + i] : p.unordered[begin + i];
+    const std::uint64_t expert = sorted ? 0 : static_cast<std::uint64_t>(p.expert.at(slot));
+    return expert << 32 | static_cast<std::uint32_t>(slot);
+  }
+  __device__ void put(const PairParams& p, std::uint64_t key, int rank) const {
+    const auto slot = static_cast<std::int32_t>(key);
+    p.out.position_slot[begin + rank] = slot;
+    if (sorted) {
+      p.out.position_row[begin + rank] = slot;
+    } else {
+      p.position_expert[begin + rank] = static_cast<std::int32_t>(key >> 32);
+      p.position_token[begin + rank] = static_cast<std::int32_t>(token);
+    }
+  }
+};
+
+/// Where `mine`, kOrderLanes lanes order the slots of one token, all in its bin, by (expert, slot):
+/// each lane has at most kEach, and counts those before its own.
+template <int kEach>
+__device__ inline void order_brief(const PairParams& p, const TokenSlots& slots, bool mine) {
+  const int lane = threadIdx.x % kOrderLanes;
+  std::uint64_t keys[kEach];
+  int ranks[kEach] = {};
+#pragma unroll
+  for (int own = 0; own < kEach; own++) {
+    keys[own] = mine ? slots.key(p, own * kOrderLanes + lane) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kEach * kOrderLanes; i++) {
+    const std::uint64_t other =
+        __shfl_sync(~0u, keys[i / kOrderLanes], i % kOrderLanes, kOrderLanes);
+#pragma unroll
+    for (int own = 0; own < kEach; own++) ranks[own] += other < keys[own] ? 1 : 0;
+  }
+#pragma unroll
+  for (int own = 0; own < kEach; own++) {
+    if (mine && own * kOrderLanes + lane < slots.count) slots.put(p, keys[own], ranks[own]);
+  }
+}
+
+/// A warp orders a token of more slots, or of more than its bin has room for.
+__device__ inline void order_long(const PairParams& p, const TokenSlots& slots) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0 && slots.count > p.bin) {
+    std::int32_t slot = p.zero.overflow[slots.token] - 1;
+    for (int i = p.bin; i < slots.count; i++) {
+      p.unordered[slots.begin + i] = slot;
+      slot = p.link[slot] - 1;
+    }
+  }
+  __syncwarp();
+  for (int i = 0; i < slots.count; i += 32) {
+    const std::uint64_t own = slots.key(p, i + lane);
+    int rank = 0;
+    for (int j = 0; j < slots.count; j += 32) {
+      const std::uint64_t other = slots.key(p, j + lane);
+#pragma unroll
+      for (int k = 0; k < 32; k++) rank += __shfl_sync(~0u, other, k) < own ? 1 : 0;
+    }
+    if (i + lane < slots.count) slots.put(p, own, rank);
+  }
+}
+
+/// A block's tokens: where the slots of each begin. Thread i < kOrderTokens gets token first + i.
+__device__ inline int first_positions(const PairParams& p, std::int64_t first, int own) {
+  const auto span = static_cast<int>(first / p.span);
+  const bool earlier = static_cast<int>(threadIdx.x) < span;
+  int base = earlier ? p.zero.span_sums[threadIdx.x] : 0;
+  for (std::int64_t t = static_cast<std::int64_t>(span) * p.span + threadIdx.x; t < first;
+       t += kPlaceThreads) {
+    base += p.zero.per_token[t];
+  }
+  base = block_sum<kPlaceThreads>(base);
+  int total = 0;
+  return base + block_prefix<kPlaceThreads>(own, &total);
+}
+
+/// The slots of every token in order, its positions, and where they begin.
+__global__ void __launch_bounds__(kPlaceThreads, 2) order_tokens(const PairParams p) {
+  __shared__ int begins[kOrderTokens];
+  __shared__ int counts[kOrderTokens];
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  const bool sorted = *p.zero.ranges.unsorted == 0;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kOrderTokens;
+  const std::int64_t own = first + threadIdx.x;
+  const bool scans = threadIdx.x < kOrderTokens;
+  const int count = scans && own < p.tokens ? p.zero.per_token[own] : 0;
+  const int begin = first_positions(p, first, count);
+  if (scans) {
+    begins[threadIdx.x] = begin;
+    counts[threadIdx.x] = count;
+    if (own <= p.tokens) p.out.token_offsets[own] = begin;
+  }
+  __syncthreads();
+  const int place = static_cast<int>(threadIdx.x) / kOrderLanes;
+  const TokenSlots slots{first + place, begins[place], counts[place], sorted};
+  const int lane = threadIdx.x % kOrderLanes;
+  const bool brief = slots.count <= min(p.bin, 2 * kOrderLanes);
+  if (__any_sync(~0u, brief && slots.count > kOrderLanes)) {
+    order_brief<2>(p, slots, brief);
+  } else {
+    order_brief<1>(p, slots, brief);
+  }
+  for (unsigned left = __ballot_sync(~0u, !brief && lane == 0); left != 0; left &= left - 1) {
+    const int from = __ffs(static_cast<int>(left)) - 1;
+    order_long(p, {__shfl_sync(~0u, slots.token, from), __shfl_sync(~0u, slots.begin, from),
+                   __shfl_sync(~0u, slots.count, from), sorted});
+  }
+  if (!sorted) return;
+  int total = 0;
+  block_prefix<kPlaceThreads>(
+      static_cast<int>(threadIdx.x) < p.spans ? p.zero.span_sums[threadIdx.x] : 0, &total);
+  for (std::int64_t i = total + first / kOrderTokens * kPlaceThreads + threadIdx.x; i < p.count;
+       i += static_cast<std::int64_t>(gridDim.x) * kPlaceThreads) {
+    p.out.position_row[i] = -1;
+  }
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,178 @@
+// dX beside the last weight gradient, which leaves a multiprocessor one block of 128 threads with
+// 32 registers and no shared memory. So few threads must keep many bytes on their way: a warp takes
+// 2 KB of a token's rows, 8 bytes of eight rows a thread at once. Blocks are small and many: as the
+// products end, more of them come and fill the multiprocessors.
+#include "cuda/device/device.h"
+#include "cuda/device/launch.h"
+#include "cuda/hopper/epilogues/element.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/sums/sum_rows.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kWarps = kBesideThreads / 32;
+constexpr std::uint32_t kBytes = 8;            // of a row and thread
+constexpr std::uint32_t kPiece = 32 * kBytes;  // of a row and warp
+constexpr std::uint32_t kPart = 8 * kPiece;    // of a row, of a warp in all
+
+struct BesideArgs {
+  const std::uint8_t* rows;  // (C, d), contiguous
+  std::uint8_t* out;
+  std::int64_t out_bytes;  // from one row to the next
+  std::uint32_t first_token;
+  std::uint32_t tokens;
+  std::uint32_t row_bytes;
+  std::int32_t top_k;  // positions of a token where it has no list
+  const std::int32_t* position_row;
+  const std::int32_t* token_offsets;
+  std::uint32_t zero;  // 0, which the compiler does not know
+};
+
+template <class Element>
+__device__ __forceinline__ void add(float (&sum)[4], const uint2& v) {
+  sum[0] += Pair<Element>::low(v.x);
+  sum[1] += Pair<Element>::high(v.x);
+  sum[2] += Pair<Element>::low(v.y);
+  sum[3] += Pair<Element>::high(v.y);
+}
+
+template <class Element>
+__device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, std::uint32_t byte,
+                                      const float (&sum)[4]) {
+  *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = {
+      Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3])};
+}
+
+/// Adds the kRows rows that lanes `first` and following hold to the sum.
+template <class Element, int kRows>
+__device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* from,
+                                         std::int32_t rows, int first, std::uint32_t row_bytes,
+                                         std::uint32_t zero) {
+  uint2 value[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    const std::int32_t row = __shfl_sync(~0u, rows, first + i);
+    value[i] = ptx::load_constant8(ptx::row_address(from, row, row_bytes));
+  }
+  // Else the compiler, to save registers, adds some rows before it asks for the others.
+  std::uint32_t nothing = 0;
+#pragma unroll
+  for (int i = 1; i < kRows; i++) nothing |= value[i].y;
+  value[0].x |= nothing & zero;
+  value[0].y |= nothing & zero;
+#pragma unroll
+  for (int i = 0; i < kRows; i++) add<Element>(sum, value[i]);
+}
+
+/// A token of at most 32 positions. Lanes hold its rows and hand them round: looked up anew for
+/// each piece, they would cost another round trip.
+template <class Element>
+__device__ __forceinline__ void sum_short(const BesideArgs& a, std::uint32_t token,
+                                          std::uint32_t begin, std::uint32_t end,
+                                          const std::int32_t* look_up, int count) {
+  const std::int32_t rows = ptx::lane() < count ? __ldg(look_up + ptx::lane()) : -1;
+  const std::uint32_t present = __shfl_sync(~0u, __ballot_sync(~0u, rows >= 0), 0);
+#pragma unroll 1
+  for (std::uint32_t first = begin; first < end; first += kPiece) {
+    const std::uint32_t asked = first + ptx::lane() * kBytes;
+    const std::uint8_t* from = a.rows + (asked < a.row_bytes ? asked : 0);
+    float sum[4] = {};
+#pragma unroll 1
+    for (int k = 0; present >> k != 0;) {
+      const std::uint32_t next = present >> k;
+      if ((next & 0xff) == 0xff) {
+        add_rows<Element, 8>(sum, from, rows, k, a.row_bytes, a.zero);
+        k += 8;
+      } else if ((next & 0xf) == 0xf) {
+        add_rows<Element, 4>(sum, from, rows, k, a.row_bytes, a.zero);
+        k += 4;
+      } else if ((next & 3) == 3) {
+        add_rows<Element, 2>(sum, from, rows, k, a.row_bytes, a.zero);
+        k += 2;
+      } else {
+        if ((next & 1) != 0) add_rows<Element, 1>(sum, from, rows, k, a.row_bytes, a.zero);
+        k++;
+      }
+      if (k == 32) break;
+    }
+    const std::uint32_t byte = first + ptx::lane() * kBytes;
+    if (byte < a.row_bytes) store<Element>(a, token, byte, sum);
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void sum_long(const BesideArgs& a, std::uint32_t token,
+                                         std::uint32_t begin, std::uint32_t end,
+                                         const std::int32_t* look_up, int count) {
+#pragma unroll 1
+  for (std::uint32_t byte = begin + ptx::lane() * kBytes; byte < end; byte += kPiece) {
+    float sum[4] = {};
+#pragma unroll 1
+    for (int k = 0; k < count; k++) {
+      const std::int32_t row = __ldg(look_up + k);
+      if (row >= 0)
+        add<Element>(sum, ptx::load_constant8(ptx::row_address(a.rows + byte, row, a.row_bytes)));
+    }
+    store<Element>(a, token, byte, sum);
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void sum_part(const BesideArgs& a, std::uint32_t token,
+                                         std::uint32_t part) {
+  const std::uint32_t first = part * kPart;
+  const std::uint32_t end = min(first + kPart, a.row_bytes);
+  const std::int32_t* look_up = a.position_row;
+  int count = a.top_k;
+  if (a.token_offsets != nullptr) {
+    const std::int32_t begin = __ldg(a.token_offsets + token);
+    count = __ldg(a.token_offsets + token + 1) - begin;
+    look_up += begin;
+  } else {
+    look_up += static_cast<std::int64_t>(token) * count;
+  }
+  if (count <= 32) {
+    sum_short<Element>(a, token, first, end, look_up, count);
+  } else {
+    sum_long<Element>(a, token, first, end, look_up, count);
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
+    sum_rows_beside_kernel(const BesideArgs a) {
+  ptx::launch_next_kernel();
+  // Said to be uniform, so that what depends on it takes no registers.
+  const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  if (i < a.tokens) sum_part<Element>(a, a.first_token + i, blockIdx.y);
+  // Whoever waits for this kernel waits for those before it too.
+  if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
+}
+
+}  // namespace
+
+void sum_rows_beside(const Problem& problem, const Metadata& metadata, const void* rows,
+                     const Tensor& out, const TokenRange& tokens, cudaStream_t stream) {
+  if (tokens.count == 0) return;
+  BesideArgs args{};
+  args.rows = static_cast<const std::uint8_t*>(rows);
+  args.out = static_cast<std::uint8_t*>(out.data);
+  args.out_bytes = out.stride[0] * 2;
+  args.row_bytes = static_cast<std::uint32_t>(problem.hidden * 2);
+  args.first_token = static_cast<std::uint32_t>(tokens.first);
+  args.tokens = static_cast<std::uint32_t>(tokens.count);
+  args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
+  args.position_row = metadata.position_row;
+  args.token_offsets = metadata.token_offsets;
+  const auto kernel = problem.dtype == DType::kF16 ? sum_rows_beside_kernel<__half>
+                                                   : sum_rows_beside_kernel<__nv_bfloat16>;
+  const dim3 grid((args.tokens + kWarps - 1) / kWarps, (args.row_bytes + kPart - 1) / kPart);
+  launch_dependent("launching the sum over a token's rows", kernel, {grid, kBesideThreads}, stream,
+                   args);
+}
+
+}  // namespace sonicmoe::cuda

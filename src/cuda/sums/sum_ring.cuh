@@ -1,0 +1,272 @@
+// Sums of rows from rings in shared memory. Every warp is on its own: bulk copies bring the rows of
+// its next batches while it sums those of one, so that a multiprocessor has 200 KB on their way
+// whatever its clock is. Nothing is looked up while a row is waited for.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/sums/sum_args.cuh"
+
+namespace sonicmoe::cuda {
+
+/// A token's columns are cut into parts, the unit that a warp sums at a time, and the rows of a
+/// part into batches.
+struct RingArgs {
+  SumArgs sum;
+  std::int32_t width;  ///< chunks of 16 bytes of a part; the last one of a token may have fewer
+  std::int32_t parts;  ///< of a token
+  std::int32_t depth;  ///< batches of a ring, at least 2
+  std::int32_t step_tokens;  ///< from one part of a warp to its next one
+  std::int32_t step_parts;
+};
+
+struct SumRing {
+  static constexpr int kWarps = 4;   // of a block
+  static constexpr int kBlocks = 3;  // on a multiprocessor
+  static constexpr int kRows = 4;    // of a batch
+  static constexpr int kPieces = 4;  // chunks of a part that a lane sums, 32 apart
+  static constexpr int kMostWidth = 32 * kPieces;
+  static constexpr int kMostDepth = 8;
+  static constexpr int kSharedBytes = 227 * 1024 / kBlocks - 1024;
+  // Beside the rows of a batch: its barrier, which rows it has and whether it is the part's last
+  // one, and the rows' weights.
+  static constexpr int kHeader = 8;
+  static constexpr int kWeights = 16;
+  static constexpr int kMarkBytes = kWeights + kRows * 4;
+  static constexpr std::uint32_t kLast = 1u << 31;
+
+  static constexpr int batch_bytes(int width) { return kRows * width * 16 + kMarkBytes; }
+
+  /// A warp's way through its parts, parts of a token first.
+  struct Walk {
+    std::int64_t token;
+    std::int32_t part;
+
+    __device__ __forceinline__ explicit Walk(const RingArgs& a) {
+      const int warp = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+      token = warp / a.parts;
+      part = warp % a.parts;
+    }
+    __device__ __forceinline__ void next(const RingArgs& a) {
+      token += a.step_tokens;
+      part += a.step_parts;
+      if (part >= a.parts) {
+        part -= a.parts;
+        token++;
+      }
+    }
+    __device__ __forceinline__ int chunks(const RingArgs& a) const {
+      return min(a.width, a.sum.chunks - part * a.width);
+    }
+  };
+
+  /// Where this warp's batches lie.
+  struct Places {
+    std::uint32_t rows;
+    std::uint32_t marks;
+
+    __device__ __forceinline__ Places(const RingArgs& a, std::uint32_t base) {
+      const int warp = threadIdx.x >> 5;
+      const int bytes = a.depth * (batch_bytes(a.width) - kMarkBytes);
+      rows = base + warp * bytes;
+      marks = base + kWarps * bytes + warp * a.depth * kMarkBytes;
+    }
+    __device__ __forceinline__ std::uint32_t row(const RingArgs& a, int stage, int i) const {
+      return rows + (stage * kRows + i) * a.width * 16;
+    }
+    __device__ __forceinline__ std::uint32_t mark(int stage) const {
+      return marks + stage * kMarkBytes;
+    }
+    __device__ __forceinline__ ptx::Mbarrier full(int stage) const {
+      return ptx::Mbarrier(mark(stage));
+    }
+  };
+
+  /// The loading half of a warp: lane i looks up row i of a batch, one batch before it is loaded,
+  /// and its weight when it is loaded. Weights are put down one batch later still.
+  class Loads {
+   public:
+    __device__ __forceinline__ Loads(const RingArgs& a, const Places& places)
+        : a_(a), places_(places), at_(a), after_(at_) {
+      begin_ = bounds(at_.token, count_);
+      after_.next(a_);
+      after_begin_ = bounds(after_.token, after_count_);
+      look_up();
+    }
+
+    __device__ __forceinline__ void load(int stage) {
+      const SumArgs& s = a_.sum;
+      if (weight_place_ != 0 && lane() < kRows) ptx::store_float(weight_place_, weight_);
+      weight_place_ = 0;
+      if (at_.token >= s.tokens) return;
+      const std::uint32_t rows = __ballot_sync(~0u, row_ >= 0);
+      const bool last = k_ + kRows >= count_;
+      const int bytes = at_.chunks(a_) * 16;
+      if (lane() == 0) {
+        ptx::store_word(places_.mark(stage) + kHeader, rows | (last ? kLast : 0));
+        places_.full(stage).arrive_expecting(__popc(rows) * bytes);
+      }
+      __syncwarp();
+      if (row_ >= 0) {
+        const std::int64_t chunk = static_cast<std::int64_t>(row_) * s.chunks + at_.part * a_.width;
+        ptx::bulk_load(places_.row(a_, stage, lane()), static_cast<const uint4*>(s.rows) + chunk,
+                       bytes, places_.full(stage));
+        if (s.weights != nullptr) weight_ = __ldg(s.weights + weight_index_);
+      }
+      weight_place_ = places_.mark(stage) + kWeights + lane() * 4;
+      k_ += kRows;
+      if (last) next_part();
+      look_up();
+    }
+
+   private:
+    static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
+
+    __device__ __forceinline__ std::int64_t bounds(std::int64_t token, int& count) const {
+      const SumArgs& s = a_.sum;
+      count = s.top_k;
+      if (s.token_offsets == nullptr || token >= s.tokens) return token * s.top_k;
+      const std::int64_t begin = s.token_offsets[token];
+      count = static_cast<int>(s.token_offsets[token + 1] - begin);
+      return begin;
+    }
+
+    __device__ __forceinline__ void next_part() {
+      k_ = 0;
+      at_ = after_;
+      begin_ = after_begin_;
+      count_ = after_count_;
+      after_.next(a_);
+      after_begin_ = bounds(after_.token, after_count_);
+    }
+
+    __device__ __forceinline__ void look_up() {
+      const SumArgs& s = a_.sum;
+      const int k = k_ + lane();
+      row_ = -1;
+      if (at_.token >= s.tokens || lane() >= kRows || k >= count_) return;
+      row_ = __ldg(s.position_row + begin_ + k);
+      if (s.token_offsets == nullptr) {
+        weight_index_ = at_.token * s.token_stride + k * s.weight_stride;
+      } else {
+        const std::int64_t slot =
+            s.position_slot != nullptr ? __ldg(s.position_slot + begin_ + k) : begin_ + k;
+        weight_index_ = slot * s.weight_stride;
+      }
+    }
+
+    const RingArgs& a_;
+    const Places& places_;
+    Walk at_;  // the part of the batch to be loaded next
+    Walk after_;
+    std::int64_t begin_;  // its positions
+    std::int64_t after_begin_;
+    int count_;
+    int after_count_;
+    int k_ = 0;    // first position of the batch
+    int row_ = 0;  // of this lane
+    std::int64_t weight_index_ = 0;
+    float weight_ = 1.0f;
+    std::uint32_t weight_place_ = 0;
+  };
+
+  /// Adds the rows of a batch.
+  template <class Element>
+  static __device__ __forceinline__ void add(float (&sum)[kPieces][8], const RingArgs& a,
+                                             const Places& places, int stage, int chunks,
+                                             std::uint32_t rows) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      if ((rows >> i & 1) == 0) continue;
+      const float weight = ptx::load_float(places.mark(stage) + kWeights + i * 4);
+      const std::uint32_t from = places.row(a, stage, i) + lane * 16;
+      uint4 value[kPieces];
+#pragma unroll
+      for (int c = 0; c < kPieces; c++) {
+        if (lane + 32 * c < chunks) value[c] = ptx::load_shared16(from + c * 512);
+      }
+#pragma unroll
+      for (int c = 0; c < kPieces; c++) {
+        if (lane + 32 * c < chunks) accumulate<Element>(sum[c], value[c], weight);
+      }
+    }
+  }
+};
+static_assert(2 * SumRing::kWarps * SumRing::batch_bytes(SumRing::kMostWidth) <=
+              SumRing::kSharedBytes);
+
+__global__ void __launch_bounds__(SumRing::kWarps * 32, SumRing::kBlocks)
+    sum_rows_ring_kernel(const __grid_constant__ RingArgs a) {
+  extern __shared__ __align__(128) std::uint8_t ring[];
+  const SumArgs& s = a.sum;
+  const int lane = threadIdx.x & 31;
+  const SumRing::Places places(a, ptx::shared_address(ring));
+  if (lane < a.depth) places.full(lane).init(1);
+  ptx::fence_barrier_init();
+  ptx::fence_async_shared();
+  __syncwarp();
+  ptx::wait_for_previous_kernel();
+  SumRing::Loads loads(a, places);
+  for (int stage = 0; stage < a.depth; stage++) loads.load(stage);
+  int stage = 0;
+  std::uint32_t parity = 0;
+  for (SumRing::Walk at(a); at.token < s.tokens; at.next(a)) {
+    const int chunks = at.chunks(a);
+    float sum[SumRing::kPieces][8] = {};
+    std::uint32_t header = 0;
+    while ((header & SumRing::kLast) == 0) {
+      places.full(stage).wait(parity);
+      __syncwarp();
+      header = ptx::load_word(places.mark(stage) + SumRing::kHeader);
+      if (s.half != 0) {
+        SumRing::add<__half>(sum, a, places, stage, chunks, header);
+      } else {
+        SumRing::add<__nv_bfloat16>(sum, a, places, stage, chunks, header);
+      }
+      __syncwarp();
+      loads.load(stage);
+      if (++stage == a.depth) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    auto* out =
+        reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(s.out) + at.token * s.out_stride) +
+        at.part * a.width + lane;
+#pragma unroll
+    for (int c = 0; c < SumRing::kPieces; c++) {
+      if (lane + 32 * c < chunks) out[32 * c] = rounded(s, sum[c]);
+    }
+  }
+}
+
+/// The launch's grid and arguments on `multiprocessors`.
+struct RingLaunch {
+  RingArgs args{};
+  unsigned blocks = 0;
+  int shared_bytes = 0;
+
+  RingLaunch(const SumArgs& sum, int multiprocessors) {
+    const std::int64_t most = std::int64_t{multiprocessors} * SumRing::kBlocks;
+    const auto across = [&](int parts) { return (sum.chunks + parts - 1) / parts; };
+    int parts = across(SumRing::kMostWidth);
+    // With few tokens, narrower parts keep every warp busy.
+    while (sum.tokens * parts * 2 <= most * SumRing::kWarps && across(parts) > 32) parts *= 2;
+    args.sum = sum;
+    args.width = across(parts);
+    args.parts = across(args.width);
+    const int batch = SumRing::kWarps * SumRing::batch_bytes(args.width);
+    args.depth = std::min(SumRing::kSharedBytes / batch, SumRing::kMostDepth);
+    shared_bytes = args.depth * batch;
+    const std::int64_t needed = (sum.tokens * args.parts + SumRing::kWarps - 1) / SumRing::kWarps;
+    blocks = static_cast<unsigned>(std::min(needed, most));
+    const int stride = static_cast<int>(blocks) * SumRing::kWarps;
+    args.step_tokens = stride / args.parts;
+    args.step_parts = stride % args.parts;
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,116 @@
+// Large sums run from rings in shared memory (sum_ring.cuh). A handful of tokens leaves the chip
+// idle anyway: there a block takes a token by plain loads, eight rows at once, which spares the
+// ring's beginning. The order of the sum is fixed and the same in both.
+#include <algorithm>
+
+#include "cuda/device/device.h"
+#include "cuda/device/launch.h"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/sums/sum_args.cuh"
+#include "cuda/sums/sum_ring.cuh"
+#include "cuda/sums/sum_rows.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr std::int64_t kFewChunks = 1 << 16;  // of 16 bytes, of all tokens
+constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
+constexpr int kBlocks = 2;                    // of these, on a multiprocessor
+constexpr int kRows = 8;                      // loaded before the first is summed
+
+template <class Element>
+__device__ __forceinline__ void accumulate_rows(float (&sum)[8], const uint4 (&value)[kRows],
+                                                const std::int32_t (&row)[kRows],
+                                                const float (&weight)[kRows]) {
+#pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    if (row[i] >= 0) accumulate<Element>(sum, value[i], weight[i]);
+  }
+}
+
+__global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(const SumArgs a) {
+  ptx::wait_for_previous_kernel();
+  const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (token >= a.tokens) return;
+  const bool listed = a.token_offsets != nullptr;
+  const std::int64_t begin = listed ? a.token_offsets[token] : token * a.top_k;
+  const int count = listed ? static_cast<int>(a.token_offsets[token + 1] - begin) : a.top_k;
+  const std::int32_t* look_up = a.position_row + begin;
+  const std::int32_t* slots = a.position_slot != nullptr ? a.position_slot + begin : nullptr;
+  const float* weights = a.weights;
+  if (weights != nullptr && !listed) weights += token * a.token_stride;
+  if (weights != nullptr && listed && slots == nullptr) weights += begin * a.weight_stride;
+  auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
+  for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
+    const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
+    float sum[8] = {};
+    for (int k0 = 0; k0 < count; k0 += kRows) {
+      // In this order: a look-up after the loads of a row would wait for them, and rows that come
+      // after weights would wait for these.
+      std::int32_t row[kRows];
+      std::int32_t slot[kRows];
+      uint4 value[kRows];
+      float weight[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        row[i] = k0 + i < count ? __ldg(look_up + k0 + i) : -1;
+        slot[i] = k0 + i < count && slots != nullptr ? __ldg(slots + k0 + i) : k0 + i;
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        if (row[i] < 0) continue;
+        value[i] = ptx::load_constant16(rows + static_cast<std::int64_t>(row[i]) * a.chunks);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        weight[i] =
+            row[i] >= 0 && weights != nullptr ? __ldg(weights + slot[i] * a.weight_stride) : 1.0f;
+      }
+      if (a.half != 0) {
+        accumulate_rows<__half>(sum, value, row, weight);
+      } else {
+        accumulate_rows<__nv_bfloat16>(sum, value, row, weight);
+      }
+    }
+    out[chunk] = rounded(a, sum);
+  }
+}
+
+}  // namespace
+
+void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
+              const void* rows, const Tensor& weights, const Tensor& out, cudaStream_t stream) {
+  if (problem.tokens == 0) return;
+  SumArgs args{};
+  args.rows = rows;
+  args.out = out.data;
+  args.out_stride = out.stride[0];
+  args.tokens = problem.tokens;
+  args.chunks = static_cast<std::int32_t>(problem.hidden / 8);
+  args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
+  args.position_row = metadata.position_row;
+  args.position_slot = metadata.position_slot;
+  args.token_offsets = metadata.token_offsets;
+  args.weights = static_cast<const float*>(weights.data);
+  args.token_stride = weights.stride[0];
+  args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
+  args.half = problem.dtype == DType::kF16 ? 1 : 0;
+  const char* what = "launching the sum over a token's rows";
+  if (problem.tokens * args.chunks > kFewChunks) {
+    const RingLaunch ring(args, device.multiprocessors);
+    launch_dependent(what, sum_rows_ring_kernel,
+                     {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
+                      static_cast<std::size_t>(ring.shared_bytes)},
+                     stream, ring.args);
+    return;
+  }
+  const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
+  const int across = (args.chunks + rounds - 1) / rounds;
+  const int down = across < 64 ? 96 / across : 1;
+  const std::int64_t grid = (problem.tokens + down - 1) / down;
+  launch_dependent(what, sum_rows_few_kernel,
+                   {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,29 @@
+// Rows of a token, weighted and summed: O, and dX without weights.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device/device.h"
+#include "cuda/metadata/metadata.h"
+#include "sonicmoe/moe.h"
+
+namespace sonicmoe::cuda {
+
+/// out[t] = r(sum over the positions of t, in order, of weight * rows[position_row]). Weights
+/// without data count as 1. Tokens without rows get zero.
+void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
+              const void* rows, const Tensor& weights, const Tensor& out, cudaStream_t stream);
+
+struct TokenRange {
+  std::int64_t first;
+  std::int64_t count;
+};
+
+/// The same for some tokens and without weights, beside an independent weight gradient: `rows` must
+/// be complete when the kernel before lets this one begin.
+void sum_rows_beside(const Problem& problem, const Metadata& metadata, const void* rows,
+                     const Tensor& out, const TokenRange& tokens, cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda
