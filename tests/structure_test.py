@@ -43,9 +43,7 @@ class StructureTest(unittest.TestCase):
 
     def test_layers(self):
         self.expect("src/cpu/a.cc", "#include <torch/all.h>\n", "1: a Torch header outside python/")
-        self.expect(
-            "src/a.cc", 'void f() {\n asm volatile("");\n}\n', "2: asm outside src/cuda/ptx/"
-        )
+        self.expect("src/a.cc", 'void f() {\n asm volatile("");\n}\n', "2: asm outside ptx/")
         self.expect("src/cuda/ptx/a.cuh", 'inline void f() { asm(""); }\n')
         self.expect("src/core/a.h", "#include <cuda_runtime.h>\n", "1: CUDA outside src/cuda/")
         self.expect("src/cpu/a.cc", "\n__global__ void f();\n", "2: CUDA outside src/cuda/")
