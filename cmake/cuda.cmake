@@ -33,7 +33,7 @@ set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY 
 
 set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
 set(cuda_build ${CMAKE_CURRENT_BINARY_DIR}/cuda)
-set(wgmma_script ${cuda_source}/ptx/generate_wgmma.py)
+set(wgmma_script ${cuda_source}/hopper/ptx/generate_wgmma.py)
 set(instance_script ${cuda_source}/hopper/instances/generate.py)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} ${instance_script})
 file(MAKE_DIRECTORY ${cuda_build})

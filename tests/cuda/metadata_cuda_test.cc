@@ -4,7 +4,6 @@
 #include <random>
 #include <tuple>
 
-#include "cuda/hopper/tiles.h"
 #include "cuda/metadata/metadata.h"
 #include "device_array.h"
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/hopper/engine/shape.h"
+#include "cuda/metadata/tile_record.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe::cuda {
@@ -104,10 +105,7 @@ constexpr Tiling scaled_row_tiling(std::int64_t depth) {
   return {TileId::kCoop128x256, depth >= 1024 ? Order::kDrawn : Order::kStatic};
 }
 
-/// Rows that a tile record covers: those of a CTA's tile, the same for every tile, so that one list
-/// serves all kernels. An odd last record of an expert does not leave half a cluster idle
-/// (engine/scheduler.cuh).
-inline constexpr int kRecordRows = 128;
+// One list of tile records serves every tile: a record has the rows of a CTA's tile.
 static_assert(kCoop128x256.m == kRecordRows);
 static_assert(kPingPong128x192.m == kRecordRows);
 static_assert(kCoop128x256Grad.m == kRecordRows);

@@ -5,10 +5,9 @@
 // Few positions: one cluster, one launch. Many: a launch that counts, and one that places.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "cuda/metadata/records.cuh"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -150,16 +149,15 @@ __device__ inline void sum_table(const PlaceParams& p, const PlaceShared& s) {
 /// The same among the blocks of a cluster, from each other's shared memory, which has to stay until
 /// all have read it.
 __device__ inline void sum_cluster(const PlaceParams& p, const PlaceShared& s, int count) {
-  const auto cluster = cooperative_groups::this_cluster();
   const int e = threadIdx.x;
   if (e < p.columns) s.counted[e] = count;
-  cluster.sync();
+  ptx::cluster_sync();
   if (e >= p.columns) return;
   int total = 0;
   int before = 0;
 #pragma unroll 8
   for (unsigned b = 0; b < gridDim.x; b++) {
-    const int other = cluster.map_shared_rank(s.counted, b)[e];
+    const int other = ptx::cluster_shared(s.counted, b)[e];
     total += other;
     before += b < blockIdx.x ? other : 0;
   }

@@ -1,9 +1,8 @@
 // From the rows of every expert to the tile list that the products walk.
 #pragma once
 
-#include "cuda/hopper/tiles.h"
 #include "cuda/metadata/metadata.h"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/block.cuh"
 
 namespace sonicmoe::cuda {

@@ -5,6 +5,9 @@
 
 namespace sonicmoe::cuda {
 
+/// Rows that a tile record covers.
+inline constexpr int kRecordRows = 128;
+
 /// Up to kRecordRows rows of one expert, from a multiple of kRecordRows on.
 struct TileRecord {
   std::int32_t expert;

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.h"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/pair_gradients.h"
 #include "cuda/routing/round_lists.cuh"
 #include "cuda/routing/round_turn.cuh"

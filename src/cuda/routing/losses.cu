@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.h"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"

@@ -4,7 +4,7 @@
 
 #include "core/round_rule.h"
 #include "cuda/device/launch.h"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/round_lists.cuh"

@@ -1,6 +1,6 @@
 // Top-k on CUDA, and its gradient: a warp, or a part of one, for each token.
 #include "cuda/device/launch.h"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
 #include "cuda/routing/slots.cuh"

@@ -2,8 +2,8 @@
 
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/epilogues/element.cuh"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/math/pair.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/sums/gradients.h"
 
 namespace sonicmoe::cuda {
@@ -97,13 +97,20 @@ __global__ void row_lists_kernel(const Metadata m, const SlotView weights, const
   }
 }
 
+/// The bias of every expert's columns, strides in elements; null: none.
+struct ColumnBias {
+  const void* data;
+  std::int64_t expert_stride;
+  std::int64_t column_stride;
+};
+
 struct ScoreKernel {
   const float* parts;
   std::int32_t tiles;
   std::int32_t hidden;
   const void* dout;
   std::int64_t dout_stride;
-  Bias b_down;
+  ColumnBias b_down;
   SlotView out;
   std::int32_t beside;
 };

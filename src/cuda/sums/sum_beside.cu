@@ -4,11 +4,11 @@
 // products end, more of them come and fill the multiprocessors.
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/epilogues/element.cuh"
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/copy.cuh"
+#include "cuda/math/pair.cuh"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
-#include "cuda/ptx/matrix.cuh"
 #include "cuda/sums/sum_rows.h"
 
 namespace sonicmoe::cuda {

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/sm90.cuh"
 #include "cuda/sums/sum_args.cuh"
 
 namespace sonicmoe::cuda {

@@ -5,8 +5,8 @@
 
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/sums/sum_args.cuh"
 #include "cuda/sums/sum_ring.cuh"
 #include "cuda/sums/sum_rows.h"

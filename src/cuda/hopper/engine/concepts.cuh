@@ -4,8 +4,11 @@
 #include <concepts>
 
 #include "cuda/hopper/engine/scheduler.cuh"
+#include "cuda/hopper/ptx/stmatrix.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/copy.cuh"
-#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -7,7 +7,13 @@
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/mainloop.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/ptx/registers.cuh"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -5,8 +5,10 @@
 #include <utility>
 
 #include "cuda/hopper/engine/pipeline.cuh"
-#include "cuda/ptx/copy.cuh"
-#include "cuda/ptx/matrix.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/hopper/ptx/wgmma.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/shared.cuh"
 #include "wgmma_generated.cuh"
 
 namespace sonicmoe::cuda {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/hopper/engine/scheduler.cuh"
-#include "cuda/ptx/copy.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "cuda/hopper/engine/shape.h"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {

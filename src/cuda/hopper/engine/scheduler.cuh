@@ -4,8 +4,10 @@
 #include <concepts>
 
 #include "cuda/hopper/engine/pipeline.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/metadata/tile_record.h"
-#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 

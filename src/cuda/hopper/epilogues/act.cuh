@@ -9,6 +9,7 @@
 #include "cuda/hopper/epilogues/ragged.cuh"
 #include "cuda/math/activation.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 

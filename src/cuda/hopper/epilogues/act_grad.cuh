@@ -9,7 +9,12 @@
 #pragma once
 
 #include "cuda/hopper/epilogues/store.cuh"
+#include "cuda/hopper/ptx/stmatrix.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/math/activation.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

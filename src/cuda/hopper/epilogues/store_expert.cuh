@@ -4,7 +4,9 @@
 #pragma once
 
 #include "cuda/hopper/epilogues/element.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -4,6 +4,8 @@
 
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/producers/gather_rows.cuh"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {

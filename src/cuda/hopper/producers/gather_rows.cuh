@@ -4,6 +4,8 @@
 #pragma once
 
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/copy.cuh"
 
 namespace sonicmoe::cuda {
 

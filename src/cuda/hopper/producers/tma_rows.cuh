@@ -3,6 +3,8 @@
 #pragma once
 
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/global.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -1,0 +1,88 @@
+// Copies by the TMA unit, and the fences between its accesses and ordinary ones.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/hopper/ptx/mbarrier.cuh"
+
+namespace sonicmoe::cuda::ptx {
+
+/// Box coordinates, fastest dimension first.
+struct Coord3 {
+  std::int32_t x, y, z;
+};
+struct Coord4 {
+  std::int32_t x, y, z, w;
+};
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/// Box of a rank-3 map into shared memory of this CTA; completes `bytes of the box` at `barrier`.
+__device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap* map,
+                                         Mbarrier barrier, Coord3 at) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+      "l"(map), "r"(barrier.address()), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+
+/// As tma_load, into the same shared address of every CTA in `mask`, each at its own barrier.
+__device__ __forceinline__ void tma_load_multicast(std::uint32_t target, const CUtensorMap* map,
+                                                   Mbarrier barrier, Coord3 at,
+                                                   std::uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
+      "l"(map), "r"(barrier.address()), "r"(at.x), "r"(at.y), "r"(at.z), "h"(mask)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, std::uint32_t source, Coord3 at) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(source), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, std::uint32_t source, Coord4 at) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(source), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w)
+      : "memory");
+}
+__device__ __forceinline__ void tma_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/// Until this thread's stores have read their shared memory.
+__device__ __forceinline__ void tma_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+/// Until this thread's stores are complete in memory.
+__device__ __forceinline__ void tma_wait_done() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/// Orders ordinary and cp.async writes to shared memory before later reads by TMA and wgmma.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// Orders ordinary accesses before later ones by TMA, and the other way round.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+/// `bytes` (a multiple of 16) into shared memory, completed at `barrier`; both ends on 16 bytes.
+__device__ __forceinline__ void bulk_load(std::uint32_t target, const void* source,
+                                          std::uint32_t bytes, Mbarrier barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier.address())
+      : "memory");
+}
+
+}  // namespace sonicmoe::cuda::ptx

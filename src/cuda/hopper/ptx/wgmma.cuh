@@ -1,0 +1,39 @@
+// Warpgroup matrix products. The products themselves are generated (generate_wgmma.py):
+// Wgmma<Element, N, A order, B order>::run(accumulator, a, b, accumulate).
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda::ptx {
+
+/// Shared-memory matrix descriptor of a 128-byte-swizzled operand (start, leading and stride byte
+/// offsets in units of 16, swizzle mode 1 at bit 62).
+///   K-major:  rows of 128 bytes (64 k); 8 rows = 1024 bytes; 16 k further = +32 bytes;
+///   MN-major: groups of 64 mn x 64 k of 8192 bytes; 8 k = 1024 bytes; 16 k further = +2048 bytes.
+/// Only the start changes from one to the next. It has 18 bits without the CTA's rank in its
+/// cluster, which addresses carry above them, and never reaches their end: one addition moves it.
+struct SwizzledOperand {
+  std::uint32_t low;
+
+  __device__ __forceinline__ SwizzledOperand(std::uint32_t address, std::uint32_t leading)
+      : low((address & 0x3ffff) >> 4 | leading >> 4 << 16) {}
+  /// Of what lies `bytes` further.
+  __device__ __forceinline__ std::uint64_t at(std::uint32_t bytes) const {
+    constexpr std::uint64_t kHigh = std::uint64_t{1024 >> 4} | std::uint64_t{1} << 30;
+    return (low + (bytes >> 4)) | kHigh << 32;
+  }
+};
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Until at most kPending committed groups are still running.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace sonicmoe::cuda::ptx
