@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -261,34 +262,41 @@ class Bench {
             tensor1(offsets_.data(), DType::kI64, shape_.experts + 1)};
   }
 
+  Exec exec(cudaStream_t stream) const {
+    Exec exec;
+    exec.backend = Backend::kCuda;
+    exec.device = device_.get();
+    exec.stream = stream;
+    return exec;
+  }
+
   void run_route(cudaStream_t stream, ScoreMode score) {
     RouteOptions o;
     o.top_k = shape_.top_k;
     o.score = score;
     cuda::route(o, logits(), ids(),
-                tensor2(weights_.data(), DType::kF32, shape_.tokens, shape_.top_k),
-                {Backend::kCuda, 0, nullptr, stream});
+                tensor2(weights_.data(), DType::kF32, shape_.tokens, shape_.top_k), exec(stream));
   }
   void run_route_backward(cudaStream_t stream) {
     RouteOptions o;
     o.top_k = shape_.top_k;
     cuda::route_backward(o, logits(), ids(),
                          tensor2(weights_.data(), DType::kF32, shape_.tokens, shape_.top_k),
-                         dlogits(), {Backend::kCuda, 0, nullptr, stream});
+                         dlogits(), exec(stream));
   }
   void run_round_backward(cudaStream_t stream) {
     const RoundOptions o = rounding(RoundingMode::kNearest);
     const Pairs lists = pairs(round_capacity(o, shape_.tokens, shape_.experts));
     cuda::token_round_backward(o, logits(), lists, lists.weight, dlogits(), round_scratch_.buffer(),
-                               {Backend::kCuda, 0, nullptr, stream});
+                               exec(stream));
   }
   void run_round(cudaStream_t stream, RoundingMode mode) {
     cuda::token_round(rounding(mode), logits(),
                       pairs(round_capacity(rounding(mode), shape_.tokens, shape_.experts)),
-                      round_scratch_.buffer(), {Backend::kCuda, 0, nullptr, stream});
+                      round_scratch_.buffer(), exec(stream));
   }
   void build(const Problem& p, const Routing& routing, cudaStream_t stream) {
-    cuda::build_metadata(p, routing, cuda::metadata_layout(p, saved_.data()),
+    cuda::build_metadata(*device_, p, routing, cuda::metadata_layout(p, saved_.data()),
                          {scratch_.data(), static_cast<unsigned*>(counters_.data()), 64}, stream);
   }
   void run_ids(cudaStream_t stream) {
@@ -305,6 +313,7 @@ class Bench {
     build(p, routing, stream);
   }
 
+  std::shared_ptr<const cuda::Device> device_{cuda::open_device(0), cuda::close_device};
   Shape shape_;
   DeviceBuffer logits_, dlogits_, ids_, weights_, list_, offsets_, round_scratch_, saved_, scratch_,
       counters_;

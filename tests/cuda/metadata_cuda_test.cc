@@ -6,6 +6,7 @@
 
 #include "cuda/metadata/metadata.h"
 #include "device_array.h"
+#include "test_device.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -89,8 +90,8 @@ void check(const Problem& p, const Routing& routing, const std::vector<Slot>& sl
     DeviceArray scratch(metadata_scratch(p), poison);
     DeviceArray counters(64, poison);
     const Metadata m = metadata_layout(p, saved.data());
-    build_metadata(p, routing, m, {scratch.data(), static_cast<unsigned*>(counters.data()), 16},
-                   nullptr);
+    build_metadata(testing::test_device(), p, routing, m,
+                   {scratch.data(), static_cast<unsigned*>(counters.data()), 16}, nullptr);
     testing::must(cudaDeviceSynchronize());
     const auto get = [](const std::int32_t* a, std::size_t n) { return words(a, 4, n); };
     ASSERT_EQ(counters.get<std::uint32_t>(), std::vector<std::uint32_t>(16, 0));

@@ -9,6 +9,7 @@
 #include "../routing_support.h"
 #include "core/backend.h"
 #include "cuda/routing/routing.h"
+#include "test_device.h"
 
 namespace sonicmoe {
 namespace {
@@ -49,7 +50,6 @@ class OnDevice {
 };
 
 constexpr DType kDTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
-constexpr Exec kCuda = {Backend::kCuda};
 
 struct Shape {
   std::int64_t tokens, experts, top_k, n_group, topk_group;
@@ -132,7 +132,7 @@ TEST(CudaRouting, TopKEqualsTheCpu) {
     const auto x2 = d_logits.matrix(s.tokens, s.experts);
     cpu::route(o, x, ids.matrix(s.tokens, s.top_k), weights.matrix(s.tokens, s.top_k), {});
     cuda::route(o2, x2, d_ids.matrix(s.tokens, s.top_k), d_weights.matrix(s.tokens, s.top_k),
-                kCuda);
+                testing::test_exec());
     d_ids.download();
     d_weights.download();
     expect_same(&ids, &ids2, "ids");
@@ -147,7 +147,7 @@ TEST(CudaRouting, TopKEqualsTheCpu) {
                         grad.matrix(s.tokens, s.experts), {});
     cuda::route_backward(o2, x2, d_ids.matrix(s.tokens, s.top_k),
                          d_dweights.matrix(s.tokens, s.top_k), d_grad.matrix(s.tokens, s.experts),
-                         kCuda);
+                         testing::test_exec());
     d_grad.download();
     expect_close(&grad, &grad2, dtype);
   });
@@ -170,7 +170,8 @@ void check_rounding(const RoundOptions& o, const RoundOptions& o2, const Shape& 
   const std::int64_t capacity = round_capacity(o, s.tokens, s.experts);
   Lists lists(capacity, s.experts), lists2(capacity, s.experts);
   Guarded scratch(DType::kI64, cpu::round_scratch_bytes(o, s.tokens, s.experts, {}) / 8);
-  Guarded scratch2(DType::kI64, cuda::round_scratch_bytes(o, s.tokens, s.experts, kCuda) / 8);
+  Guarded scratch2(DType::kI64,
+                   cuda::round_scratch_bytes(o, s.tokens, s.experts, testing::test_exec()) / 8);
   Guarded grad(dtype, logits->count()), grad2(dtype, logits->count());
   Guarded dweight(DType::kF32, capacity);
   OnDevice token(&lists2.token), expert(&lists2.expert), weight(&lists2.weight);
@@ -179,7 +180,7 @@ void check_rounding(const RoundOptions& o, const RoundOptions& o2, const Shape& 
   const auto x = logits->matrix(s.tokens, s.experts);
   const auto x2 = d_logits.matrix(s.tokens, s.experts);
   cpu::token_round(o, x, lists.pairs(), scratch.buffer(), {});
-  cuda::token_round(o2, x2, on_device, d_scratch.buffer(), kCuda);
+  cuda::token_round(o2, x2, on_device, d_scratch.buffer(), testing::test_exec());
   for (OnDevice* d : {&token, &expert, &weight, &offsets, &d_scratch}) d->download();
   expect_same(&lists.offsets, &lists2.offsets, "offsets");
   expect_same(&lists.token, &lists2.token, "token");
@@ -194,7 +195,8 @@ void check_rounding(const RoundOptions& o, const RoundOptions& o2, const Shape& 
   cpu::token_round_backward(o, x, lists.pairs(), dweight.vector(), grad.matrix(s.tokens, s.experts),
                             scratch.buffer(), {});
   cuda::token_round_backward(o2, x2, on_device, d_dweight.vector(),
-                             d_grad.matrix(s.tokens, s.experts), d_scratch.buffer(), kCuda);
+                             d_grad.matrix(s.tokens, s.experts), d_scratch.buffer(),
+                             testing::test_exec());
   d_grad.download();
   expect_close(&grad, &grad2, dtype);
 }
@@ -264,7 +266,7 @@ TEST(CudaRouting, StridedLogitsGiveTheSame) {
   cpu::route(o, turned(logits.matrix(kTokens, kExperts)), ids.matrix(kTokens, kTop),
              weights.matrix(kTokens, kTop), {});
   cuda::route(o, turned(d_logits.matrix(kTokens, kExperts)), d_ids.matrix(kTokens, kTop),
-              d_weights.matrix(kTokens, kTop), kCuda);
+              d_weights.matrix(kTokens, kTop), testing::test_exec());
   d_ids.download();
   d_weights.download();
   expect_same(&ids, &ids2, "ids");
@@ -275,13 +277,13 @@ TEST(CudaRouting, RefusesWhatItCannotServe) {
   Tensor logits = tensor2(nullptr, DType::kF64, 4, 8);
   RouteOptions o;
   o.top_k = 2;
-  EXPECT_THROW(cuda::route(o, logits, {}, {}, kCuda), Error);
+  EXPECT_THROW(cuda::route(o, logits, {}, {}, testing::test_exec()), Error);
   logits.dtype = DType::kF32;
   logits.shape[1] = 2000;
-  EXPECT_THROW(cuda::route(o, logits, {}, {}, kCuda), Error);
+  EXPECT_THROW(cuda::route(o, logits, {}, {}, testing::test_exec()), Error);
   logits.shape[1] = 64;
   o.top_k = 33;
-  EXPECT_THROW(cuda::route(o, logits, {}, {}, kCuda), Error);
+  EXPECT_THROW(cuda::route(o, logits, {}, {}, testing::test_exec()), Error);
 }
 
 }  // namespace

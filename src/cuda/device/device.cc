@@ -32,6 +32,7 @@ const Device* open_device(int ordinal) {
   };
   attribute(&major, cudaDevAttrComputeCapabilityMajor);
   attribute(&minor, cudaDevAttrComputeCapabilityMinor);
+  device->capability = 10 * major + minor;
   attribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
   if (major != 9 || minor != 0) {
     throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +

@@ -22,6 +22,7 @@ struct Device {
                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   int ordinal = 0;
   int multiprocessors = 0;
+  int capability = 0;  ///< 90: compute capability 9.0
   Encode encode = nullptr;
   /// By place in kernel_list(): whether the kernel may take its shared memory on this device.
   std::unique_ptr<std::atomic<bool>[]> prepared;

@@ -25,11 +25,15 @@ inline constexpr std::size_t kPlainShared = 32 * 1024;
 inline constexpr int kBesideThreads = 128;
 inline constexpr int kBesideBlocks = 16;
 
+/// Clusters, programmatic launches and bulk copies: cuda/ptx/sm90.cuh on the host's side.
+inline bool has_sm90(const Device& device) { return device.capability >= 90; }
+
 /// Launches `kernel`, which must call ptx::wait_for_previous_kernel() before it touches what an
-/// earlier kernel may still use. Throws Error(kCuda) that names `what`.
+/// earlier kernel may still use. Before sm_90 the launch has no attribute, and `shape` no cluster:
+/// kernels then run one after the other. Throws Error(kCuda) that names `what`.
 template <class... Params, class... Args>
-void launch_dependent(const char* what, void (*kernel)(Params...), const LaunchShape& shape,
-                      cudaStream_t stream, const Args&... args) {
+void launch_dependent(const Device& device, const char* what, void (*kernel)(Params...),
+                      const LaunchShape& shape, cudaStream_t stream, const Args&... args) {
   if (shape.shared > kPlainShared) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shape.shared)),
@@ -46,7 +50,7 @@ void launch_dependent(const char* what, void (*kernel)(Params...), const LaunchS
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = shape.cluster > 1 ? 2 : 1;
+  config.numAttrs = !has_sm90(device) ? 0 : shape.cluster > 1 ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), what);
 }
 

@@ -51,7 +51,7 @@ struct Groups {
 };
 
 /// Offsets to experts and records, indices to what the producers take. Values are clamped.
-__global__ void __launch_bounds__(kPlaceThreads)
+__global__ void __launch_bounds__(kMetadataThreads)
     take_offsets(Groups g, Counters counters, GemmScratch s) {
   take_ranges(s.groups, g.experts, counters, [&](int e) {
     const auto offset = [&](int i) {
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kPlaceThreads)
     return RowRange{offset(e), max(0, offset(e + 1) - offset(e))};
   });
   if (g.gather == nullptr) return;
-  for (std::int64_t i = blockIdx.x * kPlaceThreads + threadIdx.x; i < g.rows;
-       i += gridDim.x * kPlaceThreads) {
+  for (std::int64_t i = blockIdx.x * kMetadataThreads + threadIdx.x; i < g.rows;
+       i += gridDim.x * kMetadataThreads) {
     const std::int64_t row = g.gather[i * g.gather_stride];
     s.index[i] = static_cast<std::int32_t>(min(max(row, std::int64_t{0}), g.source_rows - 1));
   }
@@ -71,8 +71,9 @@ struct Sizes64 {
   std::int64_t rows, experts;
 };
 
-GemmScratch take_groups(const Tensor& offsets, const Tensor& gather, const Tensor& a, Sizes64 sizes,
-                        const Buffer& scratch, cudaStream_t stream) {
+GemmScratch take_groups(const Device& device, const Tensor& offsets, const Tensor& gather,
+                        const Tensor& a, Sizes64 sizes, const Buffer& scratch,
+                        cudaStream_t stream) {
   const GemmScratch s = scratch_at(scratch.data, sizes.rows, sizes.experts);
   const Groups groups{static_cast<const std::int64_t*>(offsets.data),
                       static_cast<const std::int32_t*>(gather.data),
@@ -82,8 +83,8 @@ GemmScratch take_groups(const Tensor& offsets, const Tensor& gather, const Tenso
                       a.shape[0],
                       static_cast<std::int32_t>(sizes.experts)};
   const unsigned blocks = gather.data == nullptr ? 1 : kIndexBlocks;
-  launch_dependent("launching the tile list", take_offsets, {blocks, kPlaceThreads}, stream, groups,
-                   Counters{s.counter, kCounterBytes / 4}, s);
+  launch_dependent(device, "launching the tile list", take_offsets, {blocks, kMetadataThreads},
+                   stream, groups, Counters{s.counter, kCounterBytes / 4}, s);
   return s;
 }
 
@@ -98,10 +99,10 @@ void check_sizes(const Tensor& a, std::int64_t experts,
     throw Error(Status::kUnsupported, "an extent is " + std::to_string(width) +
                                           " but CUDA needs multiples of 8 for k, m and n.");
   }
-  if (experts > kMostPlaced) {
+  if (experts > kMaxMetadataExperts) {
     throw Error(Status::kUnsupported, "E is " + std::to_string(experts) +
-                                          " but CUDA takes at most " + std::to_string(kMostPlaced) +
-                                          ".");
+                                          " but CUDA takes at most " +
+                                          std::to_string(kMaxMetadataExperts) + ".");
   }
 }
 
@@ -147,7 +148,7 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   check_weight("b", b);
   if (sizes.rows == 0 || a.shape[0] == 0) return;
   const cudaStream_t stream = stream_of(exec);
-  const GemmScratch s = take_groups(offsets, gather, a, sizes, scratch, stream);
+  const GemmScratch s = take_groups(device, offsets, gather, a, sizes, scratch, stream);
   const std::int64_t n = b.shape[1];
   const std::int64_t k = b.shape[2];
   const bool gathers = gather.data != nullptr;
@@ -189,7 +190,7 @@ void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
     clear_matrices(d, stream);
     return;
   }
-  const GemmScratch s = take_groups(offsets, gather, a, sizes, scratch, stream);
+  const GemmScratch s = take_groups(device, offsets, gather, a, sizes, scratch, stream);
   const TileId tile = TileId::kCoop128x256;
   const TileShape shape = tile_shape(tile);
   const Major order = major_of(d);

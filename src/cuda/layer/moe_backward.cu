@@ -328,7 +328,7 @@ void launch_bias_grads(const Call& c) {
 
 void launch_scores(const Call& c) {
   if (c.args.dweights.data == nullptr) return;
-  finish_scores(c.problem, c.metadata,
+  finish_scores(c.device, c.problem, c.metadata,
                 {c.parts, score_tiles(c.problem), c.args.dout, c.args.weights.b_down,
                  c.args.dweights, c.input_first},
                 c.stream);
@@ -344,15 +344,15 @@ std::int64_t tokens_beside_down(const Call& c) {
 }
 
 void launch_first_sum(const Call& c) {
-  sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, {0, tokens_beside_down(c)},
+  sum_rows_beside(c.device, c.problem, c.metadata, c.dx.data, c.args.dx, {0, tokens_beside_down(c)},
                   c.stream);
 }
 
 void launch_last_sum(const Call& c) {
   if (c.input_first) {
     const std::int64_t first = tokens_beside_down(c);
-    sum_rows_beside(c.problem, c.metadata, c.dx.data, c.args.dx, {first, c.problem.tokens - first},
-                    c.stream);
+    sum_rows_beside(c.device, c.problem, c.metadata, c.dx.data, c.args.dx,
+                    {first, c.problem.tokens - first}, c.stream);
   } else {
     sum_rows(c.device, c.problem, c.metadata, c.dx.data, Tensor{}, c.args.dx, c.stream);
   }
@@ -408,7 +408,7 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
                   static_cast<unsigned*>(at(s.counters)),
                   input_goes_first(problem, args)};
   observed(exec, "metadata", [&] {
-    make_row_lists(problem, metadata, args.routing.weights,
+    make_row_lists(device, problem, metadata, args.routing.weights,
                    {call.row_weights, static_cast<ExpertRecord*>(at(s.experts)), call.counters,
                     kCounterBytes / 4},
                    args.dweights, stream);

@@ -154,7 +154,7 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   auto* counters = static_cast<unsigned*>(offset(args.scratch, scratch.counters));
   const Call call{problem, args, device, metadata, stream};
   observed(exec, "metadata", [&] {
-    build_metadata(problem, args.routing, metadata,
+    build_metadata(device, problem, args.routing, metadata,
                    {offset(args.scratch, scratch.metadata), counters, kCounterBytes / 4}, stream);
   });
   observed(exec, "A", [&] { launch_up(call, training ? args.h.data : nullptr, a, counters); });

@@ -1,21 +1,22 @@
-// Metadata: pairs are put in token order first (metadata_pairs.cuh); ids and pairs are then placed
-// by expert (metadata_place.cuh); groups of rows are taken as they are.
+// The launches of build_metadata. Ids are sorted by expert (expert_sort.cuh); pairs are put in
+// token order before that (pairs.cuh); groups of rows are taken as they are.
 #include <algorithm>
 
 #include "cuda/device/carver.h"
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
+#include "cuda/metadata/expert_sort.cuh"
 #include "cuda/metadata/metadata.h"
 #include "cuda/metadata/pairs.cuh"
-#include "cuda/metadata/place.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr std::int64_t kClusterPositions = 8 * kSpan;  // what one cluster places
-constexpr std::int64_t kMostChunk = 61440;             // counts of a chunk fit 16 bits
-constexpr std::int64_t kPlaceBlocks = 128;             // about one a multiprocessor
-constexpr int kGroupBlocks = 8;                        // blocks of a group of rows
+constexpr std::int64_t kClusterBlocks = 8;
+constexpr std::int64_t kClusterPositions = kClusterBlocks * kSpan;  // of a sort in one launch
+constexpr std::int64_t kMostChunk = 61440;                          // counts of a chunk fit 16 bits
+constexpr std::int64_t kSortBlocks = 128;                           // about one a multiprocessor
+constexpr int kGroupBlocks = 8;                                     // of each group of rows
 
 std::int64_t divided(std::int64_t items, std::int64_t by) { return (items + by - 1) / by; }
 unsigned blocks(std::int64_t items, std::int64_t per_block) {
@@ -23,18 +24,19 @@ unsigned blocks(std::int64_t items, std::int64_t per_block) {
 }
 
 /// How C positions are cut into chunks.
-struct PlacePlan {
+struct SortPlan {
+  Counting counting;
   std::int64_t blocks;
   std::int64_t chunk;
-  bool whole;  // in one launch
 };
 
-PlacePlan place_plan(std::int64_t capacity) {
-  PlacePlan plan{1, 0, capacity <= kClusterPositions};
-  if (plan.whole) {
-    while (plan.blocks < 8 && plan.blocks * kSpan / 2 < capacity) plan.blocks *= 2;
+SortPlan sort_plan(std::int64_t capacity) {
+  SortPlan plan{Counting::kInSort, 1, 0};
+  if (capacity <= kClusterPositions) {
+    while (plan.blocks < kClusterBlocks && plan.blocks * kSpan / 2 < capacity) plan.blocks *= 2;
   } else {
-    plan.blocks = std::max(kPlaceBlocks, divided(capacity, kMostChunk));
+    plan.counting = Counting::kBeforeSort;
+    plan.blocks = std::max(kSortBlocks, divided(capacity, kMostChunk));
   }
   plan.chunk = divided(divided(capacity, plan.blocks), 32) * 32;
   return plan;
@@ -44,12 +46,12 @@ std::int32_t columns_of(const Problem& p) {
   return static_cast<std::int32_t>(divided(p.experts, 4) * 4);
 }
 
-/// Tokens whose slots are counted together.
+/// Tokens of a span, whose slots are counted in one sum.
 std::int64_t span_of(const Problem& p) {
   return divided(p.tokens, std::int64_t{kTokenSpan} * kMostSpans) * kTokenSpan;
 }
 
-/// Slots of a token's bin: twice the mean, so that few tokens have more.
+/// Slots of a token's bin: twice the mean, so that few tokens overflow it.
 std::int32_t bin_of(const Problem& p) {
   const std::int64_t most = std::max<std::int64_t>(p.tokens, 1);
   return static_cast<std::int32_t>(std::clamp<std::int64_t>(
@@ -57,19 +59,19 @@ std::int32_t bin_of(const Problem& p) {
 }
 
 struct Groups {
-  Ids row_begin;
-  Ids row_count;
+  SlotView row_begin;  // (E)
+  SlotView row_count;  // (E)
   std::int64_t capacity;
   std::int32_t experts;
 };
 
 /// kGrouped: ranges clamped to the buffer.
-__global__ void __launch_bounds__(kPlaceThreads)
+__global__ void __launch_bounds__(kMetadataThreads)
     take_groups(Groups groups, Counters counters, Metadata out) {
   take_ranges(out, groups.experts, counters, [&](int e) {
-    std::int64_t begin = groups.row_begin.at(e);
-    std::int64_t rows = max(std::int64_t{0}, groups.row_count.at(e));
-    if (begin < 0) {  // what reaches into the buffer is kept; the sum of opposite signs is safe
+    std::int64_t begin = groups.row_begin.integer(groups.row_begin.offset(e));
+    std::int64_t rows = max(std::int64_t{0}, groups.row_count.integer(groups.row_count.offset(e)));
+    if (begin < 0) {  // the rows from 0 on stay; a sum of opposite signs cannot overflow
       rows = max(std::int64_t{0}, begin + rows);
       begin = 0;
     }
@@ -79,46 +81,53 @@ __global__ void __launch_bounds__(kPlaceThreads)
   });
 }
 
-/// kGrouped: rows of a group are their own token, slot and position.
-__global__ void __launch_bounds__(kPlaceThreads) mark_groups(Metadata out) {
+/// kGrouped: a row of a group is also its token, slot and position.
+__global__ void __launch_bounds__(kMetadataThreads) mark_groups(Metadata out) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const std::int32_t begin = out.expert_begin[blockIdx.x];
   const std::int32_t rows = out.expert_rows[blockIdx.x];
-  for (int i = blockIdx.y * kPlaceThreads + threadIdx.x; i < rows; i += gridDim.y * kPlaceThreads) {
+  for (int i = blockIdx.y * kMetadataThreads + threadIdx.x; i < rows;
+       i += gridDim.y * kMetadataThreads) {
     const std::int32_t row = begin + i;
     out.row_token[row] = out.row_slot[row] = out.position_row[row] = row;
   }
 }
 
-/// Only 16 bytes apart: saved memory has a promised bound that holds for one token and one expert
-/// too.
+/// Arrays begin only 16 bytes apart: saved memory has a promised bound, which holds for one token
+/// and one expert too.
 using TightCarver = Carver<16>;
 
-struct Scratch {
+/// The counters of the order by token: words without gaps from `base` on, so that one kernel zeroes
+/// them.
+PairCounters pair_counters(const Problem& p, void* base) {
+  Carver<sizeof(std::int32_t)> carver(base);
+  PairCounters zero{};
+  zero.per_token = carver.take<std::int32_t>(p.tokens);
+  zero.overflow = carver.take<std::int32_t>(p.tokens);
+  zero.span_sums = carver.take<std::int32_t>(kMostSpans);
+  zero.ranges.begin = carver.take<std::int32_t>(p.experts);
+  zero.ranges.end = carver.take<std::int32_t>(p.experts);
+  zero.ranges.unsorted = carver.take<std::int32_t>(1);
+  zero.words = carver.used() / static_cast<std::int64_t>(sizeof(std::int32_t));
+  return zero;
+}
+
+struct MetadataScratch {
   std::uint16_t* table;  // (blocks, columns)
-  PairParams pairs;      // kPairs: where its memory is
-  std::int32_t* zero;    // what of it is zero at the start
-  std::int64_t zero_words;
+  PairArrays pairs;      // kPairs
   std::int64_t bytes;
 };
 
-Scratch scratch_layout(const Problem& p, void* base) {
+MetadataScratch scratch_layout(const Problem& p, void* base) {
   const std::int64_t capacity = row_capacity(p);
   TightCarver carver(base);
-  Scratch s{};
-  const PlacePlan plan = place_plan(capacity);
-  s.table = carver.take<std::uint16_t>(plan.whole ? 0 : plan.blocks * columns_of(p));
+  MetadataScratch s{};
+  const SortPlan plan = sort_plan(capacity);
+  const bool counts_before = plan.counting == Counting::kBeforeSort;
+  s.table = carver.take<std::uint16_t>(counts_before ? plan.blocks * columns_of(p) : 0);
   if (p.form == RoutingForm::kPairs) {
-    s.zero_words = 2 * (p.tokens + p.experts) + kMostSpans + 1;
-    s.zero = carver.take<std::int32_t>(s.zero_words);
-    PairCounters& zero = s.pairs.zero;
-    zero.per_token = s.zero;
-    zero.overflow = zero.per_token + p.tokens;
-    zero.span_sums = zero.overflow + p.tokens;
-    zero.ranges.begin = zero.span_sums + kMostSpans;
-    zero.ranges.end = zero.ranges.begin + p.experts;
-    zero.ranges.unsorted = zero.ranges.end + p.experts;
+    s.pairs.zero = pair_counters(p, carver.take<std::int32_t>(pair_counters(p, nullptr).words));
     s.pairs.bins = carver.take<std::int32_t>(p.tokens * bin_of(p));
     s.pairs.link = carver.take<std::int32_t>(capacity);
     s.pairs.unordered = carver.take<std::int32_t>(capacity);
@@ -130,11 +139,12 @@ Scratch scratch_layout(const Problem& p, void* base) {
 }
 
 /// kPairs: positions in token order, and rows where the pairs are sorted.
-void order_by_token(const Problem& p, const Routing& routing, const Metadata& out, const Scratch& s,
-                    cudaStream_t stream) {
-  PairParams params = s.pairs;
-  params.expert = ids_of(routing.expert);
-  params.token = ids_of(routing.token);
+void order_by_token(const Device& device, const Problem& p, const Routing& routing,
+                    const Metadata& out, const PairArrays& arrays, cudaStream_t stream) {
+  PairParams params{};
+  params.arrays = arrays;
+  params.expert = slot_view(routing.expert);
+  params.token = slot_view(routing.token);
   params.count = row_capacity(p);
   params.tokens = p.tokens;
   params.experts = static_cast<std::int32_t>(p.experts);
@@ -143,40 +153,42 @@ void order_by_token(const Problem& p, const Routing& routing, const Metadata& ou
   params.bin = bin_of(p);
   params.out = out;
   const char* what = "launching the order by token";
-  const std::int64_t clearing = std::min(kPlaceBlocks, divided(s.zero_words, kPlaceThreads));
-  launch_dependent(what, clear_counters, {static_cast<unsigned>(clearing), kPlaceThreads}, stream,
-                   s.zero, s.zero_words);
-  launch_dependent(what, collect_slots, {blocks(params.count, kPlaceThreads), kPlaceThreads},
-                   stream, params);
-  launch_dependent(what, order_tokens, {blocks(p.tokens + 1, kOrderTokens), kPlaceThreads}, stream,
-                   params);
+  const std::int64_t clearing = std::min(kSortBlocks, divided(arrays.zero.words, kMetadataThreads));
+  launch_dependent(device, what, clear_words, {static_cast<unsigned>(clearing), kMetadataThreads},
+                   stream, arrays.zero.per_token, arrays.zero.words);
+  launch_dependent(device, what, collect_slots,
+                   {blocks(params.count, kMetadataThreads), kMetadataThreads}, stream, params);
+  launch_dependent(device, what, order_tokens,
+                   {blocks(p.tokens + 1, kOrderTokens), kMetadataThreads}, stream, params);
 }
 
-void build_grouped(const Problem& p, const Routing& routing, const Metadata& out,
-                   const MetadataWork& work, cudaStream_t stream) {
+void build_grouped(const Device& device, const Problem& p, const Routing& routing,
+                   const Metadata& out, const MetadataWork& work, cudaStream_t stream) {
   const std::int64_t capacity = row_capacity(p);
   check_cuda(cudaMemsetAsync(out.position_row, 0xff, capacity * sizeof(std::int32_t), stream),
              "clearing rows");
   const auto experts = static_cast<unsigned>(p.experts);
   const char* what = "launching the metadata of groups";
-  launch_dependent(what, take_groups, {1, kPlaceThreads}, stream,
-                   Groups{ids_of(routing.row_begin), ids_of(routing.row_count), capacity,
+  launch_dependent(device, what, take_groups, {1, kMetadataThreads}, stream,
+                   Groups{slot_view(routing.row_begin), slot_view(routing.row_count), capacity,
                           static_cast<std::int32_t>(experts)},
                    Counters{work.counters, work.counter_words}, out);
-  launch_dependent(what, mark_groups, {dim3(experts, kGroupBlocks), kPlaceThreads}, stream, out);
+  launch_dependent(device, what, mark_groups, {dim3(experts, kGroupBlocks), kMetadataThreads},
+                   stream, out);
 }
 
-void place(const PlaceParams& params, const PlacePlan& plan, cudaStream_t stream) {
+void sort_by_expert(const Device& device, const SortParams& params, const SortPlan& plan,
+                    cudaStream_t stream) {
   const char* what = "launching the routing metadata";
-  LaunchShape shape{static_cast<unsigned>(plan.blocks), kPlaceThreads,
-                    PlaceShared::bytes(params.columns)};
-  if (plan.whole) {
-    shape.cluster = shape.grid.x;
-    launch_dependent(what, place_positions<Placing::kWhole>, shape, stream, params);
+  LaunchShape shape{static_cast<unsigned>(plan.blocks), kMetadataThreads,
+                    SortShared::bytes(params.columns)};
+  if (plan.counting == Counting::kInSort) {
+    if (has_sm90(device)) shape.cluster = shape.grid.x;
+    launch_dependent(device, what, sort_positions<Counting::kInSort>, shape, stream, params);
     return;
   }
-  launch_dependent(what, count_positions, {shape.grid, kCountThreads}, stream, params);
-  launch_dependent(what, place_positions<Placing::kAfterCount>, shape, stream, params);
+  launch_dependent(device, what, count_positions, {shape.grid, kCountThreads}, stream, params);
+  launch_dependent(device, what, sort_positions<Counting::kBeforeSort>, shape, stream, params);
 }
 
 }  // namespace
@@ -203,16 +215,16 @@ Metadata metadata_layout(const Problem& p, void* base) {
 
 std::int64_t metadata_scratch(const Problem& p) { return scratch_layout(p, nullptr).bytes; }
 
-void build_metadata(const Problem& p, const Routing& routing, const Metadata& out,
-                    const MetadataWork& work, cudaStream_t stream) {
+void build_metadata(const Device& device, const Problem& p, const Routing& routing,
+                    const Metadata& out, const MetadataWork& work, cudaStream_t stream) {
   if (p.form == RoutingForm::kGrouped) {
-    build_grouped(p, routing, out, work, stream);
+    build_grouped(device, p, routing, out, work, stream);
     return;
   }
-  const Scratch s = scratch_layout(p, work.scratch);
+  const MetadataScratch s = scratch_layout(p, work.scratch);
   const std::int64_t capacity = row_capacity(p);
-  const PlacePlan plan = place_plan(capacity);
-  PlaceParams params{};
+  const SortPlan plan = sort_plan(capacity);
+  SortParams params{};
   params.table = s.table;
   params.columns = columns_of(p);
   params.chunk = static_cast<std::int32_t>(plan.chunk);
@@ -222,17 +234,17 @@ void build_metadata(const Problem& p, const Routing& routing, const Metadata& ou
   positions.count = capacity;
   positions.experts = static_cast<std::int32_t>(p.experts);
   if (p.form == RoutingForm::kIds) {
-    positions.expert = ids_of(routing.ids);
+    positions.expert = slot_view(routing.ids);
     positions.top_k = static_cast<std::int32_t>(p.top_k);
   } else {
-    order_by_token(p, routing, out, s, stream);
+    order_by_token(device, p, routing, out, s.pairs, stream);
     params.ranges = s.pairs.zero.ranges;
-    positions.expert = ids_of(tensor1(s.pairs.position_expert, DType::kI32, capacity));
+    positions.expert = slot_view(tensor1(s.pairs.position_expert, DType::kI32, capacity));
     positions.token = s.pairs.position_token;
     positions.slot = out.position_slot;
     positions.valid = out.token_offsets + p.tokens;
   }
-  place(params, plan, stream);
+  sort_by_expert(device, params, plan, stream);
 }
 
 }  // namespace sonicmoe::cuda

@@ -1,64 +1,69 @@
-// Pairs in any order to positions in token order: slots are collected in a bin a token, then every
-// token's few slots are put in order. Pairs that come sorted by (expert, token), as token rounding
-// hands them over, are recognised on the way: their rows are the slots, and nothing is left to
-// place.
+// Pairs in any order to positions in token order: every token collects its slots in a bin, then its
+// few slots are put in order. Pairs that come sorted by (expert, token), as token rounding writes
+// them, are recognised on the way: their rows are the slots, and nothing is left to sort by expert.
 #pragma once
 
-#include "cuda/metadata/place.cuh"
+#include "cuda/metadata/expert_sort.cuh"
 
 namespace sonicmoe::cuda {
 
 inline constexpr int kTokenSpan = 4096;  // tokens whose slots are counted together, at least
 inline constexpr int kMostSpans = 1024;
-inline constexpr int kOrderLanes = 8;                             // of a token
-inline constexpr int kOrderTokens = kPlaceThreads / kOrderLanes;  // of a block
+inline constexpr int kOrderLanes = 8;                                // that order one token
+inline constexpr int kOrderTokens = kMetadataThreads / kOrderLanes;  // of a block
 inline constexpr int kMostBin = 64;
 
-/// Working memory that is zero at the start, in one piece.
+/// Working memory that clear_words() zeroes, in one piece.
 struct PairCounters {
   std::int32_t* per_token;  // (T)
   std::int32_t* overflow;   // (T) 1 + the last slot that its token's bin had no room for
-  std::int32_t* span_sums;  // (spans)
+  std::int32_t* span_sums;  // (kMostSpans) slots of a span's tokens
   PairRanges ranges;
+  std::int64_t words;  // of all of them, from per_token on
+};
+
+/// Working memory of the order by token.
+struct PairArrays {
+  PairCounters zero;
+  std::int32_t* bins;             // (T, bin) a token's slots, in the order of their arrival
+  std::int32_t* link;             // (C) 1 + the slot before in overflow
+  std::int32_t* unordered;        // (C) slots of tokens whose bin has no room, by position
+  std::int32_t* position_expert;  // (C)
+  std::int32_t* position_token;   // (C)
 };
 
 struct PairParams {
-  Ids expert;
-  Ids token;
+  SlotView expert;     // (C)
+  SlotView token;      // (C)
   std::int64_t count;  // C
   std::int64_t tokens;
   std::int32_t experts;
   std::int32_t span;   // tokens of a span, a multiple of kTokenSpan
   std::int32_t spans;  // at most kMostSpans
   std::int32_t bin;    // slots of a bin, kOrderLanes to kMostBin
-  PairCounters zero;
-  std::int32_t* bins;       // (T, bin)
-  std::int32_t* link;       // (C) 1 + the slot before in overflow
-  std::int32_t* unordered;  // (C) slots of tokens whose bin has no room, by position
-  std::int32_t* position_expert;
-  std::int32_t* position_token;
+  PairArrays arrays;
   Metadata out;
 };
 
-__global__ void __launch_bounds__(kPlaceThreads)
-    clear_counters(std::int32_t* words, std::int64_t count) {
+__global__ void __launch_bounds__(kMetadataThreads)
+    clear_words(std::int32_t* words, std::int64_t count) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPlaceThreads + threadIdx.x;
-       i < count; i += static_cast<std::int64_t>(gridDim.x) * kPlaceThreads) {
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kMetadataThreads + threadIdx.x;
+       i < count; i += static_cast<std::int64_t>(gridDim.x) * kMetadataThreads) {
     words[i] = 0;
   }
 }
 
-/// A slot as the sort sees it; what is unusable comes last.
+/// A slot's expert and token as one number to compare; unusable slots come last.
 struct PairKey {
   static constexpr std::uint64_t kUnusable = ~std::uint64_t{0};
   std::uint64_t bits;
 
   __device__ PairKey(const PairParams& p, std::int64_t slot) : bits(kUnusable) {
     if (slot >= p.count) return;
-    const std::int64_t e = p.expert.at(slot);
-    const std::int64_t t = p.token.at(slot);
+    const std::int64_t e = p.expert.integer(p.expert.offset(slot));
+    const std::int64_t t = p.token.integer(p.token.offset(slot));
     const bool usable = e >= 0 && e < p.experts && t >= 0 && t < p.tokens;
     if (usable) bits = static_cast<std::uint64_t>(e) << 32 | static_cast<std::uint32_t>(t);
   }
@@ -68,7 +73,9 @@ struct PairKey {
   __device__ int token() const { return static_cast<int>(bits); }
 };
 
-/// Where an expert's slots begin and end, if this warp's are sorted and all others are.
+/// Notes where experts begin and end among this warp's slots, if the warp's slots are sorted. The
+/// ranges hold if all warps' are. Returns whether this warp's are, its last and the next one
+/// included.
 __device__ inline bool mark_ranges(const PairParams& p, std::int64_t slot, const PairKey& key) {
   const int lane = threadIdx.x % 32;
   std::uint64_t next = __shfl_down_sync(~0u, key.bits, 1);
@@ -76,43 +83,45 @@ __device__ inline bool mark_ranges(const PairParams& p, std::int64_t slot, const
   const bool sorted = __all_sync(~0u, key.bits <= next);
   const PairKey after(next);
   if (sorted && key.usable()) {
-    if (slot == 0) p.zero.ranges.begin[key.expert()] = 0;
+    if (slot == 0) p.arrays.zero.ranges.begin[key.expert()] = 0;
     if (!after.usable() || after.expert() != key.expert()) {
-      p.zero.ranges.end[key.expert()] = static_cast<std::int32_t>(slot + 1);
-      if (after.usable()) p.zero.ranges.begin[after.expert()] = static_cast<std::int32_t>(slot + 1);
+      p.arrays.zero.ranges.end[key.expert()] = static_cast<std::int32_t>(slot + 1);
+      if (after.usable())
+        p.arrays.zero.ranges.begin[after.expert()] = static_cast<std::int32_t>(slot + 1);
     }
   }
   return sorted;
 }
 
-/// Slots to their tokens' bins. Which one comes first changes from run to run: order_tokens makes
-/// up for it. Rows are written as if the pairs were sorted.
-__global__ void __launch_bounds__(kPlaceThreads) collect_slots(const PairParams p) {
+/// Puts slots into their tokens' bins. Their order in a bin changes from run to run; order_tokens
+/// sorts it. Rows are written as if the pairs were sorted; if they are not, sort_positions writes
+/// them again.
+__global__ void __launch_bounds__(kMetadataThreads) collect_slots(const PairParams p) {
   __shared__ std::int32_t sums[kMostSpans];
   sums[threadIdx.x] = 0;
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * kPlaceThreads + threadIdx.x;
+  const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * kMetadataThreads + threadIdx.x;
   const PairKey key(p, slot);
   const bool sorted = mark_ranges(p, slot, key);
   const bool any_unsorted = __syncthreads_or(sorted ? 0 : 1) != 0;
-  if (any_unsorted && threadIdx.x == 0) *p.zero.ranges.unsorted = 1;
+  if (any_unsorted && threadIdx.x == 0) *p.arrays.zero.ranges.unsorted = 1;
   if (key.usable()) {
     const int token = key.token();
     const auto entry = static_cast<std::int32_t>(slot);
-    const std::int32_t arrival = atomicAdd(&p.zero.per_token[token], 1);
+    const std::int32_t arrival = atomicAdd(&p.arrays.zero.per_token[token], 1);
     atomicAdd(&sums[token / p.span], 1);
     if (arrival < p.bin) {
-      p.bins[static_cast<std::int64_t>(token) * p.bin + arrival] = entry;
+      p.arrays.bins[static_cast<std::int64_t>(token) * p.bin + arrival] = entry;
     } else {
-      p.link[slot] = atomicExch(&p.zero.overflow[token], entry + 1);
+      p.arrays.link[slot] = atomicExch(&p.arrays.zero.overflow[token], entry + 1);
     }
     p.out.row_token[slot] = token;
     p.out.row_slot[slot] = entry;
   }
   __syncthreads();
   const std::int32_t sum = sums[threadIdx.x];
-  if (sum != 0) atomicAdd(&p.zero.span_sums[threadIdx.x], sum);
+  if (sum != 0) atomicAdd(&p.arrays.zero.span_sums[threadIdx.x], sum);
 }
 
 /// The slots of one token.
@@ -122,11 +131,13 @@ struct TokenSlots {
   std::int32_t count;
   bool sorted;  ///< slots are in order of expert
 
-  /// By expert, then by slot: what they are put in order by.
+  /// What slots are ordered by: expert, then slot.
   __device__ std::uint64_t key(const PairParams& p, int i) const {
     if (i >= count) return ~std::uint64_t{0};
-    const std::int32_t slot = i < p.bin ? p.bins[token * p.bin + i] : p.unordered[begin + i];
-    const std::uint64_t expert = sorted ? 0 : static_cast<std::uint64_t>(p.expert.at(slot));
+    const std::int32_t slot =
+        i < p.bin ? p.arrays.bins[token * p.bin + i] : p.arrays.unordered[begin + i];
+    const std::uint64_t expert =
+        sorted ? 0 : static_cast<std::uint64_t>(p.expert.integer(p.expert.offset(slot)));
     return expert << 32 | static_cast<std::uint32_t>(slot);
   }
   __device__ void put(const PairParams& p, std::uint64_t key, int rank) const {
@@ -135,22 +146,22 @@ struct TokenSlots {
     if (sorted) {
       p.out.position_row[begin + rank] = slot;
     } else {
-      p.position_expert[begin + rank] = static_cast<std::int32_t>(key >> 32);
-      p.position_token[begin + rank] = static_cast<std::int32_t>(token);
+      p.arrays.position_expert[begin + rank] = static_cast<std::int32_t>(key >> 32);
+      p.arrays.position_token[begin + rank] = static_cast<std::int32_t>(token);
     }
   }
 };
 
-/// Where `mine`, kOrderLanes lanes order the slots of one token, all in its bin, by (expert, slot):
-/// each lane has at most kEach, and counts those before its own.
+/// kOrderLanes lanes order the slots of one token, all in its bin, by (expert, slot): each lane has
+/// at most kEach, and counts the slots before its own. Lanes without `active` only take part.
 template <int kEach>
-__device__ inline void order_brief(const PairParams& p, const TokenSlots& slots, bool mine) {
+__device__ inline void order_brief(const PairParams& p, const TokenSlots& slots, bool active) {
   const int lane = threadIdx.x % kOrderLanes;
   std::uint64_t keys[kEach];
   int ranks[kEach] = {};
 #pragma unroll
   for (int own = 0; own < kEach; own++) {
-    keys[own] = mine ? slots.key(p, own * kOrderLanes + lane) : 0;
+    keys[own] = active ? slots.key(p, own * kOrderLanes + lane) : 0;
   }
 #pragma unroll
   for (int i = 0; i < kEach * kOrderLanes; i++) {
@@ -161,18 +172,18 @@ __device__ inline void order_brief(const PairParams& p, const TokenSlots& slots,
   }
 #pragma unroll
   for (int own = 0; own < kEach; own++) {
-    if (mine && own * kOrderLanes + lane < slots.count) slots.put(p, keys[own], ranks[own]);
+    if (active && own * kOrderLanes + lane < slots.count) slots.put(p, keys[own], ranks[own]);
   }
 }
 
-/// A warp orders a token of more slots, or of more than its bin has room for.
+/// A warp orders a token whose slots are too many for order_brief, or for its bin.
 __device__ inline void order_long(const PairParams& p, const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
   if (lane == 0 && slots.count > p.bin) {
-    std::int32_t slot = p.zero.overflow[slots.token] - 1;
+    std::int32_t slot = p.arrays.zero.overflow[slots.token] - 1;
     for (int i = p.bin; i < slots.count; i++) {
-      p.unordered[slots.begin + i] = slot;
-      slot = p.link[slot] - 1;
+      p.arrays.unordered[slots.begin + i] = slot;
+      slot = p.arrays.link[slot] - 1;
     }
   }
   __syncwarp();
@@ -188,31 +199,32 @@ __device__ inline void order_long(const PairParams& p, const TokenSlots& slots) 
   }
 }
 
-/// A block's tokens: where the slots of each begin. Thread i < kOrderTokens gets token first + i.
+/// The first position of each of a block's tokens, from the counts of all tokens before. Thread
+/// i < kOrderTokens brings the count of token first + i and gets its first position.
 __device__ inline int first_positions(const PairParams& p, std::int64_t first, int own) {
   const auto span = static_cast<int>(first / p.span);
   const bool earlier = static_cast<int>(threadIdx.x) < span;
-  int base = earlier ? p.zero.span_sums[threadIdx.x] : 0;
+  int base = earlier ? p.arrays.zero.span_sums[threadIdx.x] : 0;
   for (std::int64_t t = static_cast<std::int64_t>(span) * p.span + threadIdx.x; t < first;
-       t += kPlaceThreads) {
-    base += p.zero.per_token[t];
+       t += kMetadataThreads) {
+    base += p.arrays.zero.per_token[t];
   }
-  base = block_sum<kPlaceThreads>(base);
+  base = block_sum<kMetadataThreads>(base);
   int total = 0;
-  return base + block_prefix<kPlaceThreads>(own, &total);
+  return base + block_prefix<kMetadataThreads>(own, &total);
 }
 
-/// The slots of every token in order, its positions, and where they begin.
-__global__ void __launch_bounds__(kPlaceThreads, 2) order_tokens(const PairParams p) {
+/// Puts the slots of every token in order and writes positions and token_offsets.
+__global__ void __launch_bounds__(kMetadataThreads, 2) order_tokens(const PairParams p) {
   __shared__ int begins[kOrderTokens];
   __shared__ int counts[kOrderTokens];
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  const bool sorted = *p.zero.ranges.unsorted == 0;
+  const bool sorted = *p.arrays.zero.ranges.unsorted == 0;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kOrderTokens;
   const std::int64_t own = first + threadIdx.x;
   const bool scans = threadIdx.x < kOrderTokens;
-  const int count = scans && own < p.tokens ? p.zero.per_token[own] : 0;
+  const int count = scans && own < p.tokens ? p.arrays.zero.per_token[own] : 0;
   const int begin = first_positions(p, first, count);
   if (scans) {
     begins[threadIdx.x] = begin;
@@ -220,8 +232,8 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) order_tokens(const PairParam
     if (own <= p.tokens) p.out.token_offsets[own] = begin;
   }
   __syncthreads();
-  const int place = static_cast<int>(threadIdx.x) / kOrderLanes;
-  const TokenSlots slots{first + place, begins[place], counts[place], sorted};
+  const int i = static_cast<int>(threadIdx.x) / kOrderLanes;  // token of the block
+  const TokenSlots slots{first + i, begins[i], counts[i], sorted};
   const int lane = threadIdx.x % kOrderLanes;
   const bool brief = slots.count <= min(p.bin, 2 * kOrderLanes);
   if (__any_sync(~0u, brief && slots.count > kOrderLanes)) {
@@ -236,10 +248,10 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) order_tokens(const PairParam
   }
   if (!sorted) return;
   int total = 0;
-  block_prefix<kPlaceThreads>(
-      static_cast<int>(threadIdx.x) < p.spans ? p.zero.span_sums[threadIdx.x] : 0, &total);
-  for (std::int64_t i = total + first / kOrderTokens * kPlaceThreads + threadIdx.x; i < p.count;
-       i += static_cast<std::int64_t>(gridDim.x) * kPlaceThreads) {
+  block_prefix<kMetadataThreads>(
+      static_cast<int>(threadIdx.x) < p.spans ? p.arrays.zero.span_sums[threadIdx.x] : 0, &total);
+  for (std::int64_t i = total + first / kOrderTokens * kMetadataThreads + threadIdx.x; i < p.count;
+       i += static_cast<std::int64_t>(gridDim.x) * kMetadataThreads) {
     p.out.position_row[i] = -1;
   }
 }

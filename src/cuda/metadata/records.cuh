@@ -1,4 +1,4 @@
-// From the rows of every expert to the tile list that the products walk.
+// From the rows of every expert to the list of tile records that the products walk.
 #pragma once
 
 #include "cuda/metadata/metadata.h"
@@ -7,15 +7,16 @@
 
 namespace sonicmoe::cuda {
 
-inline constexpr int kPlaceThreads = 1024;  // of every block that calls write_experts
-inline constexpr int kMostPlaced = 1024;    // experts
+/// Threads of a block that writes records: one for each expert.
+inline constexpr int kMetadataThreads = 1024;
+inline constexpr int kMaxMetadataExperts = kMetadataThreads;
 
-/// Of the products that follow.
+/// Counters of the products that follow, which must be zero before their launch.
 struct Counters {
   unsigned* words;
   std::int32_t count;
 
-  /// By the first block.
+  /// The first block clears them; the others do nothing.
   __device__ void clear() const {
     if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < count) words[threadIdx.x] = 0;
   }
@@ -23,7 +24,7 @@ struct Counters {
 
 __device__ inline int records_of(int rows) { return (rows + kRecordRows - 1) / kRecordRows; }
 
-/// Rows of thread e's expert.
+/// The rows of one expert.
 struct RowRange {
   int begin;
   int rows;
@@ -36,32 +37,34 @@ struct ExpertArrays {
   std::int32_t* begin;
 };
 
-/// Where thread e's records begin, and how many there are in all.
-struct RecordPlace {
+/// The index of an expert's first record, and how many records all experts have.
+struct RecordIndex {
   int first;
-  int count;
+  int total;
 };
 
-/// All blocks together: experts and tile records, from thread e's rows.
+/// Writes experts and tile records. All threads of all blocks call it; thread e brings the rows and
+/// the record index of expert e.
 __device__ inline void write_records(const Metadata& out, int experts, RowRange own,
-                                     RecordPlace place, const ExpertArrays& all) {
+                                     RecordIndex index, const ExpertArrays& all) {
   const int e = threadIdx.x;
   if (e < experts) {
-    all.first_record[e] = place.first;
+    all.first_record[e] = index.first;
     all.rows[e] = own.rows;
     all.begin[e] = own.begin;
   }
   __syncthreads();
   if (blockIdx.x == 0) {
-    if (e == 0) *out.record_count = min(place.count, out.most_records);
+    if (e == 0) *out.record_count = min(index.total, out.most_records);
     if (e < experts) {
       out.expert_begin[e] = own.begin;
       out.expert_rows[e] = own.rows;
     }
   }
-  // Overlapping groups could ask for more records than there is room for.
-  const int last = min(place.count, out.most_records);
-  for (int i = blockIdx.x * kPlaceThreads + threadIdx.x; i < last; i += gridDim.x * kPlaceThreads) {
+  // Groups that overlap can ask for more records than there is memory for.
+  const int last = min(index.total, out.most_records);
+  for (int i = blockIdx.x * kMetadataThreads + threadIdx.x; i < last;
+       i += gridDim.x * kMetadataThreads) {
     int low = 0;  // the last expert whose first record is not past i
     for (int high = experts; high - low > 1;) {
       const int middle = (low + high) / 2;
@@ -71,22 +74,22 @@ __device__ inline void write_records(const Metadata& out, int experts, RowRange 
   }
 }
 
-/// The same, and where the records begin.
+/// As write_records, which it calls with the index that it sums up.
 __device__ inline void write_experts(const Metadata& out, int experts, RowRange own,
                                      const ExpertArrays& all) {
-  RecordPlace place{};
-  place.first = block_prefix<kPlaceThreads>(records_of(own.rows), &place.count);
-  write_records(out, experts, own, place, all);
+  RecordIndex index{};
+  index.first = block_prefix<kMetadataThreads>(records_of(own.rows), &index.total);
+  write_records(out, experts, own, index, all);
 }
 
-/// The whole of a kernel that finds its experts' rows without sorting: waits for the kernel before,
-/// clears the counters, and takes range(e) for every expert.
+/// The body of a kernel whose experts' rows need no sort: waits for the previous kernel, clears the
+/// counters, and writes experts and records of range(e) for every expert e.
 template <class Range>
 __device__ void take_ranges(const Metadata& out, int experts, const Counters& counters,
                             const Range& range) {
-  __shared__ std::int32_t first_record[kMostPlaced];
-  __shared__ std::int32_t rows[kMostPlaced];
-  __shared__ std::int32_t begin[kMostPlaced];
+  __shared__ std::int32_t first_record[kMaxMetadataExperts];
+  __shared__ std::int32_t rows[kMaxMetadataExperts];
+  __shared__ std::int32_t begin[kMaxMetadataExperts];
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   counters.clear();

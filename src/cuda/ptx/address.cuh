@@ -10,20 +10,20 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// Moves a pointer in place. Added in C++, the halves of 64 bits come to lie in registers that are
-/// no pair, and each use copies them into one.
+/// Moves a pointer in place. After an addition in C++ ptxas may hold the two halves in registers
+/// that are no pair, and copy them into a pair at each use.
 template <int kBytes>
 __device__ __forceinline__ void advance(const std::uint8_t*& pointer) {
   asm volatile("add.s64 %0, %0, %1;" : "+l"(pointer) : "n"(kBytes));
 }
 
-/// The same pointer, about which the compiler knows nothing.
+/// The same pointer, without what the compiler knows about it.
 __device__ __forceinline__ const std::uint8_t* opaque(const std::uint8_t* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
 
-/// base + row * row_bytes in one instruction, kept where it is written.
+/// base + row * row_bytes in one instruction, which stays where it is written.
 __device__ __forceinline__ const std::uint8_t* row_address(const std::uint8_t* base, int row,
                                                            int row_bytes) {
   const std::uint8_t* at;

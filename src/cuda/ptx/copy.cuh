@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
 __device__ __forceinline__ void copy4(std::uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
-/// Until what this thread copied by cp.async has landed.
+/// Until all cp.async copies of this thread are in shared memory.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace sonicmoe::cuda::ptx

@@ -1,19 +1,19 @@
 // Programmatic dependent launch (sm_90 and later): a kernel starts beside the end of the kernel
 // before it in the stream. Elsewhere kernels run one after the other and both calls do nothing.
 //
-// What a kernel may read. P, W, S follow each other in a stream; every kernel is launched with the
-// programmatic attribute. The rules are PTX's (griddepcontrol; memory synchronization, API part).
-//  1. After wait_for_previous_kernel() in W, P has completed and its writes are visible to W. W
-//     may then load them in any way, ld.global.nc included: W has cached nothing of them before.
-//  2. S starts only when every CTA of W has called launch_next_kernel() or has exited. If W's CTAs
-//     call it after the wait of rule 1, P has completed before S starts. Completion of P
-//     synchronizes with the start of S, a later task of the same stream; the attribute gives up
-//     this edge only for a kernel that S overlaps, which is W. So S may load P's results without
-//     a wait, by ld.global: the memory model leaves ld.global.nc out.
-//  3. launch_next_kernel() is no release: S may read what W writes only after its own wait, or
-//     after it has acquired a word that W released (acquire_word(), release_one()).
-//  4. Every kernel waits in at least one CTA before it ends. So whoever waits for a kernel waits
-//     for all kernels before it, and rules 1 and 2 hold for all that precede P.
+// What a kernel may read, for kernels P, W, S that follow each other in a stream, all launched with
+// the programmatic attribute; by PTX's chapters on griddepcontrol and on memory synchronization:
+//  1. When the wait in W returns, P has completed and its writes are visible to W. W may load them
+//     in any way, by ld.global.nc too: no earlier load of W has cached them.
+//  2. S starts when every CTA of W has called launch_next_kernel() or has exited. If these calls
+//     come after W's wait, P has completed before S starts, and completion of a task synchronizes
+//     with the start of later tasks of its stream; the attribute gives this up for the kernel that
+//     S overlaps, W, and for no other. So S may load P's results without a wait, by ld.global; the
+//     memory model does not cover ld.global.nc. If W does not wait first, S may load what W may.
+//  3. launch_next_kernel() releases nothing. S may load W's results only after its own wait, or
+//     after it has acquired a word that W has released (acquire_word(), release_one()).
+//  4. Every kernel waits in at least one CTA before it ends, so that whoever waits for a kernel
+//     waits for all kernels before it, and rules 1 and 2 hold for all of them.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {

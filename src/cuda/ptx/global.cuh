@@ -5,15 +5,15 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// A word that no kernel in flight writes. Loaded at each use: a register holds it no longer.
+/// A word that no kernel in flight writes, loaded at each use so that no register holds it.
 __device__ __forceinline__ std::int32_t load_again(const std::int32_t* pointer) {
   std::int32_t value;
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
   return value;
 }
-/// Adds 1 to a number below 2^31 and returns what was there; the warp goes on until that is used.
-/// An addition would not do: ptxas gathers those of a warp into one and hands the result round, for
-/// which the warp waits on the spot.
+/// Adds 1 to a number below 2^31 and returns its old value; the warp waits only where that is used.
+/// An atomic addition would wait on the spot: ptxas combines those of a warp into one and shuffles
+/// the result to the lanes.
 __device__ __forceinline__ std::uint32_t count_up(std::uint32_t* counter) {
   std::uint32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
@@ -22,7 +22,7 @@ __device__ __forceinline__ std::uint32_t count_up(std::uint32_t* counter) {
                : "memory");
   return before;
 }
-/// 16 bytes that no kernel in flight writes.
+/// 16 bytes by ld.global.nc: only after wait_for_previous_kernel() (ptx/dependent.cuh).
 __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
   uint4 r;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -30,15 +30,22 @@ __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
                : "l"(pointer));
   return r;
 }
-/// 8 of them.
-__device__ __forceinline__ uint2 load_constant8(const void* pointer) {
+/// A word by an ordinary load, which the compiler may move or repeat past stores.
+__device__ __forceinline__ std::int32_t load4(const std::int32_t* pointer) {
+  std::int32_t value;
+  asm("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
+  return value;
+}
+/// 8 bytes, by an ordinary load that stays where it is written.
+__device__ __forceinline__ uint2 load8(const void* pointer) {
   uint2 r;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(pointer));
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(pointer));
   return r;
 }
 
-/// Counts up a word that another kernel reads by acquire_word(): whoever sees the number sees what
-/// this thread, and those it has met at a barrier, wrote before.
+/// Adds 1 to a word that another kernel reads by acquire_word(). A thread that acquires the new
+/// number also sees what this thread wrote before, and what threads wrote that it has met at a
+/// barrier since.
 __device__ __forceinline__ void release_one(unsigned* word) {
   asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(word)
                : "memory");

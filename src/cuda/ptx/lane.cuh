@@ -1,23 +1,23 @@
-// Special registers, and what all lanes of a warp agree on.
+// The lane number, and hints about values that all lanes share.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda::ptx {
 
-/// Asked for anew each time: a special register is cheaper than a held one.
+/// The lane, read anew at each call: a special register is cheaper than a register that is held.
 __device__ __forceinline__ int lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-/// A value that all lanes have, said so: the compiler branches on it, and counts with it, once for
-/// the warp.
+/// A value that is the same in all lanes. The shuffle tells the compiler so: it then branches on
+/// the value, and computes with it, once for the warp.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-/// The value, of which nothing is computed ahead of here: compilers work beforehand through what
-/// stands in a branch.
+/// The same value. What is computed from it is not computed before this point: without it the
+/// compiler moves work out of branches, ahead of the code that should run first.
 __device__ __forceinline__ std::uint32_t pinned(std::uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;

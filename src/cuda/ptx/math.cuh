@@ -1,4 +1,5 @@
-// The special function unit, without the branches that keep denormals: results below 2^-126 are 0.
+// Functions of the special function unit without the code that keeps denormals: results below
+// 2^-126 are 0.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {

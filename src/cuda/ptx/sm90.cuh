@@ -1,5 +1,6 @@
-// What else kernels for every GPU use of sm_90: clusters and bulk copies. A kernel asks kHasSm90
-// and has a plain form beside the one that needs them; the host asks Device::capability.
+// Clusters and bulk copies, which kernels for every GPU use on sm_90 and later. A kernel asks
+// kHasSm90 and has a plain form; the host asks has_sm90(Device). Both must say the same: a build
+// needs code of sm_90 or later, not only PTX of compute_80, for every device from 9.0 on.
 #pragma once
 
 #include <cstdint>

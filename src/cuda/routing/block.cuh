@@ -5,8 +5,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Exclusive prefix sums of kCount values over kThreads threads, in place; totals[] receives the
-/// sums. Ends with a barrier, so that calls may follow each other.
+/// Replaces each of kCount values by its exclusive prefix sum over kThreads threads; totals[]
+/// receives the sums. Ends with a barrier, so that calls may follow each other.
 template <int kThreads, int kCount>
 __device__ void block_prefix(int (&values)[kCount], int (&totals)[kCount]) {
   constexpr int kWarps = kThreads / 32;
@@ -35,7 +35,7 @@ __device__ void block_prefix(int (&values)[kCount], int (&totals)[kCount]) {
   __syncthreads();
 }
 
-/// The same for one value, which is returned.
+/// The same for one value; returns the prefix sum.
 template <int kThreads>
 __device__ int block_prefix(int value, int* total) {
   int values[1] = {value};
@@ -45,7 +45,7 @@ __device__ int block_prefix(int value, int* total) {
   return values[0];
 }
 
-/// Sum over kThreads threads in a fixed order, for every thread.
+/// The sum over kThreads threads, added in a fixed order, in every thread.
 template <int kThreads, class T>
 __device__ T block_sum(T value) {
   constexpr int kWarps = kThreads / 32;

@@ -1,11 +1,11 @@
-// Expert choice on CUDA: softmax over E as marks by expert, then the best tokens of every expert.
+// Expert choice on CUDA: softmax over E and marks by expert, then the best tokens of every expert.
 #include <algorithm>
 
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/routing/pair_gradients.h"
+#include "cuda/routing/kept_set.cuh"
+#include "cuda/routing/pair_gradients.cuh"
 #include "cuda/routing/round_lists.cuh"
-#include "cuda/routing/round_turn.cuh"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe::cuda {
@@ -13,8 +13,8 @@ namespace {
 
 /// The caller's scratch.
 struct ChoiceScratch {
-  TokenShares* shares;  // (T)
-  TileMarks* marks;     // (E, tiles)
+  TokenSoftmaxes* softmaxes;  // (T)
+  TileMarks* marks;           // (E, tiles)
   KeptTokens kept;
   std::int64_t bytes;
 };
@@ -22,11 +22,11 @@ struct ChoiceScratch {
 ChoiceScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts) {
   ChoiceScratch s{};
   ScratchCarver carver(base);
-  s.shares = carver.take<TokenShares>(tokens);
+  s.softmaxes = carver.take<TokenSoftmaxes>(tokens);
   s.kept = kept_tokens(tokens);
   s.marks = carver.take<TileMarks>(experts * s.kept.tiles);
   carve_kept(&carver, experts, &s.kept);
-  s.bytes = std::max(carver.used(), tokens * experts * std::int64_t{sizeof(float)});  // gradient's
+  s.bytes = carver.used();
   return s;
 }
 
@@ -34,7 +34,7 @@ template <class R>
 __global__ void __launch_bounds__(RankTile::kThreads)
     rank_softmax(RouteParams p, ChoiceScratch out) {
   extern __shared__ __align__(16) std::uint8_t shared[];
-  const TileRoom<R, RankTile> tile(shared);
+  const TileSmem<R, RankTile> tile(shared);
   tile.clear();
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(RankTile::kThreads)
     for (int v = 0; v < R::kValues; v += 2) {
       best[v / 2] = __vmaxu2(best[v / 2], two_cuts(probability[v], probability[v + 1]));
     }
-    if (R::slot() == 0) out.shares[first + i] = {s, s, 1.0f};
+    if (R::slot() == 0) out.softmaxes[first + i] = {s, s, 1.0f};
   }
   tile.store_best(best);
   __syncthreads();
@@ -61,18 +61,18 @@ __global__ void __launch_bounds__(RankTile::kThreads)
 }
 
 PairScores scores_of(const RouteParams& p, const ChoiceScratch& s) {
-  return {p.logits, s.shares, p.score, p.renormalize, p.scale};
+  return {p.logits, s.softmaxes, p.score, p.renormalize, p.scale};
 }
 
 __global__ void __launch_bounds__(kSearchThreads, 2)
     choose_tokens(PairScores scores, ChoiceScratch s, int tokens, int count) {
-  __shared__ SelectRoom room;
+  __shared__ SelectSmem smem;
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const int e = blockIdx.x;
-  const Turning t{{s.marks + e * s.kept.tiles, scores, e, tokens}, s.kept.of(e), &room};
-  keep_chosen(t);  // nobody
-  if (count > 0) t.turn(Side::kOthers, count);
+  const KeptSet t{{s.marks + e * s.kept.tiles, scores, e, tokens}, s.kept.of(e), &smem};
+  keep_chosen(t);  // none: no token chose
+  if (count > 0) t.toggle(Side::kOthers, count);
   t.finish(count);
 }
 
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kRowThreads)
   if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
 }
 
-/// Only softmax over E is asked of the rows; no token chooses.
+/// Options under which rows compute softmax over E; no token chooses an expert.
 RouteParams softmax_params(const Tensor& logits) {
   RouteOptions options;
   options.top_k = 1;
@@ -119,42 +119,44 @@ RouteParams softmax_params(const Tensor& logits) {
 }  // namespace
 
 std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::int64_t experts) {
-  return scratch_at(nullptr, tokens, experts).bytes;
+  return std::max(scratch_at(nullptr, tokens, experts).bytes,
+                  gradient_scratch(nullptr, tokens, experts).bytes);
 }
 
 void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, Buffer scratch,
                    const Exec& exec) {
   const RouteParams p = softmax_params(logits);
-  const auto stream = static_cast<cudaStream_t>(exec.stream);
+  const auto stream = stream_of(exec);
   const ChoiceScratch s = scratch_at(scratch.data, p.tokens, p.experts);
   const char* what = "launching expert_choice";
   if (p.tokens > 0) {
     with_wide_row(p, [&](auto choice) {
       using R = typename decltype(choice)::R;
       launch_dependent(
-          what, rank_softmax<R>,
-          {blocks_of(p.tokens, kTileTokens), RankTile::kThreads, TileRoom<R, RankTile>::kBytes},
+          device_of(exec), what, rank_softmax<R>,
+          {blocks_of(p.tokens, kTileTokens), RankTile::kThreads, TileSmem<R, RankTile>::kBytes},
           stream, p, s);
     });
   }
   const PairScores scores = scores_of(p, s);
   const auto experts = static_cast<unsigned>(p.experts);
-  launch_dependent(what, choose_tokens, {experts, kSearchThreads}, stream, scores, s,
-                   static_cast<int>(p.tokens), static_cast<int>(std::min(capacity, p.tokens)));
-  launch_dependent(what, list_choices, {dim3(experts, s.kept.range_count), kListThreads}, stream,
-                   scores, static_cast<const TileMarks*>(s.marks), s.kept, view_of(pairs));
+  launch_dependent(device_of(exec), what, choose_tokens, {experts, kSearchThreads}, stream, scores,
+                   s, static_cast<int>(p.tokens), static_cast<int>(std::min(capacity, p.tokens)));
+  launch_dependent(device_of(exec), what, list_choices,
+                   {dim3(experts, s.kept.range_count), kListThreads}, stream, scores,
+                   static_cast<const TileMarks*>(s.marks), s.kept, view_of(pairs));
 }
 
 void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                             const Tensor& dlogits, Buffer scratch, const Exec& exec) {
   const RouteParams p = softmax_params(logits);
   if (p.tokens == 0) return;
-  const auto stream = static_cast<cudaStream_t>(exec.stream);
-  auto* dense = static_cast<float*>(scratch.data);
+  const auto stream = stream_of(exec);
+  float* dense = gradient_scratch(scratch.data, p.tokens, p.experts).dense;
   spread_gradients(p, pairs, dweight, dense, stream);
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
-    launch_dependent("launching expert_choice_backward", choice_rows_backward<R>,
+    launch_dependent(device_of(exec), "launching expert_choice_backward", choice_rows_backward<R>,
                      {blocks_of(p.tokens, rows_of_block<R>(kRowThreads)), kRowThreads}, stream, p,
                      static_cast<const float*>(dense), view_of(dlogits));
   });

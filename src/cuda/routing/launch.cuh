@@ -104,7 +104,7 @@ void with_wide_row(const RouteParams& p, const Body& body) {
   }
 }
 
-/// As with_row, with a warp for every row: fewer kernels where their speed matters less.
+/// As with_row, with a warp for every row. Fewer kernels, for launches whose time matters less.
 template <class Body>
 void with_wide_row(const RouteParams& p, const Body& body) {
   if (selects_by_word(p)) {

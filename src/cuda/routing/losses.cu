@@ -1,13 +1,14 @@
-// Load-balancing and z losses on CUDA, and their gradient. Sums are fp64: a block adds up its run
-// of tokens in a fixed order, one block then adds up the blocks.
+// Load-balancing and z losses on CUDA, and their gradient. Sums are fp64: every block adds up its
+// tokens in a fixed order, then one block adds up the blocks' sums.
 #include <algorithm>
 
+#include "cuda/device/carver.h"
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/block.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
-#include "cuda/routing/slots.cuh"
+#include "cuda/routing/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -17,7 +18,7 @@ constexpr int kSumThreads = 1024;
 constexpr std::int64_t kMostBlocks = 256;
 constexpr std::int64_t kLeastTokens = 64;  // of a block
 
-/// What the blocks hand over.
+/// The sums of every block, in the caller's scratch.
 struct LossParts {
   double* probability;  // (blocks, E)
   double* z;            // (blocks)
@@ -31,10 +32,11 @@ LossParts parts_at(void* base, std::int64_t tokens, std::int64_t experts) {
   LossParts parts{};
   parts.tokens = std::max(kLeastTokens, (tokens + kMostBlocks - 1) / kMostBlocks);
   parts.blocks = (tokens + parts.tokens - 1) / parts.tokens;
-  parts.probability = static_cast<double*>(base);
-  parts.z = parts.probability + parts.blocks * experts;
-  parts.count = reinterpret_cast<std::int32_t*>(parts.z + parts.blocks);
-  parts.bytes = parts.blocks * (experts * 12 + 8);
+  Carver<alignof(double)> carver(base);
+  parts.probability = carver.take<double>(parts.blocks * experts);
+  parts.z = carver.take<double>(parts.blocks);
+  parts.count = carver.take<std::int32_t>(parts.blocks * experts);
+  parts.bytes = carver.used();
   return parts;
 }
 
@@ -45,7 +47,7 @@ __device__ double log_sum(const Softmax& s) {
 
 template <class R>
 __global__ void __launch_bounds__(kLossThreads)
-    loss_parts(RouteParams p, SlotsView ids, LossParts parts) {
+    loss_parts(RouteParams p, SlotView ids, LossParts parts) {
   constexpr int kAll = R::kLanes * R::kValues;
   __shared__ double sums[kAll];
   __shared__ double z_sum;
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kLossThreads)
   }
   const auto slots = static_cast<int>(end - begin) * p.top_k;
   for (int i = threadIdx.x; i < slots; i += kLossThreads) {
-    const int e = ids.id(begin + i / p.top_k, i % p.top_k, p.experts);
+    const int e = ids.expert(ids.offset(begin + i / p.top_k, i % p.top_k), p.experts);
     if (e >= 0) atomicAdd(&seen[e], 1);
   }
   __syncthreads();
@@ -108,7 +110,7 @@ struct LossOutputs {
   std::int64_t count_stride;
 };
 
-/// One block: every expert's parts in the order of the blocks, by groups of threads.
+/// One block sums every expert's parts in the order of the blocks, by groups of threads.
 __global__ void __launch_bounds__(kSumThreads)
     sum_losses(LossParts parts, LossOutputs out, double tokens, int experts, int top_k) {
   __shared__ double sums[kSumThreads];
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(kRowThreads)
                            threadIdx.x / 32 * kRows + threadIdx.x % 32 / R::kLanes;
   const std::int64_t token = min(row, p.tokens - 1);
   const auto tokens = static_cast<double>(p.tokens);
-  const double share = in.dvalues[0] * p.experts / (tokens * p.top_k) / tokens;
+  const double per_token = in.dvalues[0] * p.experts / (tokens * p.top_k) / tokens;
   R r;
   r.load(p, token);
   const Softmax s = r.softmax();
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int v = 0; v < R::kValues; v++) {
     const int e = R::first() + v;
     const std::int64_t count = e < p.experts ? in.counts[e * in.count_stride] : 0;
-    dp[v] = static_cast<float>(share * static_cast<double>(count));
+    dp[v] = static_cast<float>(per_token * static_cast<double>(count));
     gradient[v] = static_cast<float>(through * s(r.x[v]));
   }
   r.probabilities(p, s, probability);
@@ -200,19 +202,20 @@ std::int64_t router_losses_scratch_bytes(std::int64_t tokens, std::int64_t exper
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                    const RouterLosses& out, Buffer scratch, const Exec& exec) {
   const RouteParams p = params_of(options, logits);
-  const auto stream = static_cast<cudaStream_t>(exec.stream);
+  const auto stream = stream_of(exec);
   const LossParts parts = parts_at(scratch.data, p.tokens, p.experts);
   const char* what = "launching the router's losses";
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     if (parts.blocks == 0) return;
-    launch_dependent(what, loss_parts<R>, {static_cast<unsigned>(parts.blocks), kLossThreads},
-                     stream, p, slots_of(ids, Tensor{}), parts);
+    launch_dependent(device_of(exec), what, loss_parts<R>,
+                     {static_cast<unsigned>(parts.blocks), kLossThreads}, stream, p, slot_view(ids),
+                     parts);
   });
   const LossOutputs outputs{static_cast<float*>(out.values.data),
                             static_cast<std::int64_t*>(out.tokens_per_expert.data),
                             out.values.stride[0], out.tokens_per_expert.stride[0]};
-  launch_dependent(what, sum_losses, {1, kSumThreads}, stream, parts, outputs,
+  launch_dependent(device_of(exec), what, sum_losses, {1, kSumThreads}, stream, parts, outputs,
                    static_cast<double>(p.tokens), p.experts, p.top_k);
 }
 
@@ -226,9 +229,10 @@ void router_losses_backward(const RouteOptions& options, const Tensor& logits,
                          dvalues.stride[0], tokens_per_expert.stride[0]};
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
-    launch_dependent("launching the gradient of the router's losses", loss_rows_backward<R>,
-                     {blocks_of(p.tokens, kRowThreads / R::kLanes), kRowThreads},
-                     static_cast<cudaStream_t>(exec.stream), p, in, view_of(dlogits));
+    launch_dependent(device_of(exec), "launching the gradient of the router's losses",
+                     loss_rows_backward<R>,
+                     {blocks_of(p.tokens, kRowThreads / R::kLanes), kRowThreads}, stream_of(exec),
+                     p, in, view_of(dlogits));
   });
 }
 

@@ -1,15 +1,17 @@
-// Token rounding on CUDA: rank (top-K of every token, marks by expert), select (how many rows an
-// expert keeps, and which tokens come or go for that), list (the sorted lists and their weights).
+// Token rounding on CUDA, in three steps: rank (top-K of every token, marks by expert), select (how
+// many rows an expert keeps, and which tokens it adds or removes for that), list (the pairs,
+// sorted, with their weights).
 #include <algorithm>
 
 #include "core/round_rule.h"
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/block.cuh"
+#include "cuda/routing/kept_set.cuh"
 #include "cuda/routing/launch.cuh"
+#include "cuda/routing/pair_gradients.cuh"
 #include "cuda/routing/round_lists.cuh"
 #include "cuda/routing/round_marks.cuh"
-#include "cuda/routing/round_turn.cuh"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe::cuda {
@@ -19,8 +21,8 @@ constexpr int kCountThreads = 128;
 
 /// The caller's scratch.
 struct RoundScratch {
-  TokenShares* shares;  // (T)
-  TileMarks* marks;     // (E, tiles)
+  TokenSoftmaxes* softmaxes;  // (T)
+  TileMarks* marks;           // (E, tiles)
   KeptTokens kept;
   std::int32_t* counts;  // (E) f, where the mode needs all of them at once
   std::int64_t bytes;
@@ -29,24 +31,24 @@ struct RoundScratch {
 RoundScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts) {
   RoundScratch s{};
   ScratchCarver carver(base);
-  s.shares = carver.take<TokenShares>(tokens);
+  s.softmaxes = carver.take<TokenSoftmaxes>(tokens);
   s.kept = kept_tokens(tokens);
   s.marks = carver.take<TileMarks>(experts * s.kept.tiles);
   carve_kept(&carver, experts, &s.kept);
   s.counts = carver.take<std::int32_t>(experts);
-  s.bytes = std::max(carver.used(), tokens * experts * std::int64_t{sizeof(float)});  // gradient's
+  s.bytes = carver.used();
   return s;
 }
 
-/// A block's shared memory: the marks, and room for selecting.
+/// Bytes of a block's shared memory: the marks, and what select() needs.
 template <class R, class Item, class Shape>
 std::size_t rank_shared(const RouteParams& p) {
-  return TileRoom<R, Shape>::kBytes + R::template room_bytes<Item>(Shape::kThreads, p.n_group);
+  return TileSmem<R, Shape>::kBytes + R::template smem_bytes<Item>(Shape::kThreads, p.n_group);
 }
 
-/// Keeps the best p of those that the row of this pass has not chosen, where it exists.
+/// Updates the best p of the experts that the row of this pass did not choose, if the row exists.
 template <class R, class Shape, class Item>
-__device__ void keep_best(const RouteParams& p, const TileRoom<R, Shape>& tile, const Item* chosen,
+__device__ void keep_best(const RouteParams& p, const TileSmem<R, Shape>& tile, const Item* chosen,
                           bool exists, const float (&probability)[R::kValues],
                           std::uint32_t (&best)[R::kValues / 2]) {
   const std::uint32_t all = exists ? ~0u : 0u;
@@ -72,12 +74,13 @@ __device__ void keep_best(const RouteParams& p, const TileRoom<R, Shape>& tile, 
 template <class R>
 constexpr int kRowsAtOnce = 32 / R::kLanes;
 
-/// A warp's rows from `first` on, which is token `place` of the tile. Small rows are loaded one
-/// ahead: the first ones are in `next`, and afterwards those behind the last.
+/// Ranks a warp's rows from `first` on, which is token `in_block` of the block. Small rows are
+/// loaded one ahead: `next` brings the first rows, and receives those behind the last.
 template <class R, class Item, class Shape>
-__device__ void rank_rows(const RouteParams& p, const TileRoom<R, Shape>& tile, TokenShares* shares,
-                          std::int64_t first, int place, std::uint32_t* room,
-                          RowSource<R, Item>* next, std::uint32_t (&best)[R::kValues / 2]) {
+__device__ void rank_rows(const RouteParams& p, const TileSmem<R, Shape>& tile,
+                          TokenSoftmaxes* softmaxes, std::int64_t first, int in_block,
+                          std::uint32_t* smem, RowSource<R, Item>* next,
+                          std::uint32_t (&best)[R::kValues / 2]) {
   Softmax all{};
   Item mine = 0;
 #pragma unroll 1
@@ -91,8 +94,8 @@ __device__ void rank_rows(const RouteParams& p, const TileRoom<R, Shape>& tile, 
       source.load(p, min(row, p.tokens - 1));
     }
     source.clean();
-    source.select(p, room, pass, &mine);
-    const Item* chosen = R::template chosen_in<Item>(room);
+    source.select(p, smem, pass, &mine);
+    const Item* chosen = R::template chosen_in<Item>(smem);
     Softmax own{};
     float probability[R::kValues];
     source.widened().probabilities(p, chosen, probability, &own);
@@ -105,9 +108,9 @@ __device__ void rank_rows(const RouteParams& p, const TileRoom<R, Shape>& tile, 
   const Softmax slots = R::score_softmax(p, all, x);
   const float divisor = p.renormalize != 0 ? R::divisor(R::raw_score(p, slots, id, x)) : 1.0f;
   if (R::slot() >= p.top_k || row >= p.tokens) return;
-  if (R::slot() == 0) shares[row] = {all, slots, divisor};
+  if (R::slot() == 0) softmaxes[row] = {all, slots, divisor};
   const float own = p.score == ScoreMode::kSigmoid ? key::sigmoid32(x) : all(x);
-  if (id >= 0) tile.choose(place + R::slot_row(), id, own);
+  if (id >= 0) tile.choose(in_block + R::slot_row(), id, own);
 }
 
 /// Blocks of kThreads that should fit one multiprocessor.
@@ -121,28 +124,28 @@ template <class R, class Item, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, rank_blocks<R, Item, Shape>())
     rank_tokens(RouteParams p, RoundScratch s) {
   extern __shared__ __align__(16) std::uint8_t shared[];
-  const TileRoom<R, Shape> tile(shared);
-  auto* room = reinterpret_cast<std::uint32_t*>(shared + TileRoom<R, Shape>::kBytes);
+  const TileSmem<R, Shape> tile(shared);
+  auto* smem = reinterpret_cast<std::uint32_t*>(shared + TileSmem<R, Shape>::kBytes);
   tile.clear();
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  const int place = static_cast<int>(threadIdx.x) / 32 * Shape::kWarpTokens;
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * Shape::kTokens + place;
+  const int in_block = static_cast<int>(threadIdx.x) / 32 * Shape::kWarpTokens;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * Shape::kTokens + in_block;
   RowSource<R, Item> next;
   if constexpr (next.kSmall) next.load(p, min(first + R::read_row(0), p.tokens - 1));
   __syncthreads();
   std::uint32_t best[R::kValues / 2] = {};
 #pragma unroll 1
   for (int i = 0; i < Shape::kWarpTokens; i += R::kRowsPerWarp) {
-    rank_rows<R, Item>(p, tile, s.shares, first + i, place + i,
-                       R::template room_of<Item>(room, p.n_group), &next, best);
+    rank_rows<R, Item>(p, tile, s.softmaxes, first + i, in_block + i,
+                       R::template smem_of<Item>(smem, p.n_group), &next, best);
   }
   tile.store_best(best);
   __syncthreads();
   tile.write_all(p.experts, s.marks, s.kept.tiles);
 }
 
-/// What the kernels by expert need to know.
+/// Parameters of the kernels that work by expert.
 struct RoundParams {
   std::int64_t tile;
   std::uint64_t seed;
@@ -152,7 +155,7 @@ struct RoundParams {
   PairScores scores;
 };
 
-/// Rows of an expert with f chosen tokens under the modes that look at nothing else.
+/// Rows of an expert with f chosen tokens, for modes that need only f.
 __device__ std::int64_t rows_by_count(const RoundParams& p, const RoundBounds& b, int expert) {
   if (p.mode == RoundingMode::kUp) return b.hi;
   if (p.mode == RoundingMode::kDown || b.lo == b.hi) return b.lo;
@@ -162,7 +165,7 @@ __device__ std::int64_t rows_by_count(const RoundParams& p, const RoundBounds& b
   return nearest_count(b, p.tile);
 }
 
-/// f of every expert.
+/// Writes f, the number of tokens that chose the expert, for every expert.
 __global__ void __launch_bounds__(kCountThreads) count_chosen(RoundScratch s) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
@@ -175,7 +178,8 @@ __global__ void __launch_bounds__(kCountThreads) count_chosen(RoundScratch s) {
   if (threadIdx.x == 0) s.counts[blockIdx.x] = count;
 }
 
-/// Rows of the balanced mode, which goes through the experts one by one: once, not in every block.
+/// Rows of all experts in the balanced mode. It goes through the experts one by one, so one block
+/// does it for all.
 __global__ void __launch_bounds__(kMaxExperts) decide_rows(RoundParams p, RoundScratch s) {
   __shared__ int4 changes[kMaxExperts];  // f, and f - lo, hi - f, nearest - f
   ptx::wait_for_previous_kernel();
@@ -201,45 +205,45 @@ __global__ void __launch_bounds__(kMaxExperts) decide_rows(RoundParams p, RoundS
   if (e < p.experts) s.kept.rows[e] = changes[e].x;
 }
 
-/// The score mode: rows that the expert keeps.
-__device__ std::int64_t turn_by_score(const Turning& t, const RoundBounds& b) {
+/// The score mode: selects the tokens and returns the rows that the expert keeps.
+__device__ std::int64_t round_by_score(const KeptSet& t, const RoundBounds& b) {
   if (b.lo == b.hi) return b.f;
   const auto more = static_cast<int>(b.hi - b.f);
   const auto less = static_cast<int>(b.f - b.lo);
   std::uint64_t lost = 0;
   {
-    const TokenSearch search(t.x, Side::kChosen, less, &t.room->search);
-    lost = Turning::mass(search, Side::kChosen, search.last(less));
+    const TokenSearch search(t.x, Side::kChosen, less, &t.smem->search);
+    lost = KeptSet::mass(search, Side::kChosen, search.last(less));
   }
   {
-    const TokenSearch search(t.x, Side::kOthers, more, &t.room->search);
+    const TokenSearch search(t.x, Side::kOthers, more, &t.smem->search);
     const std::uint64_t last = search.last(more);
-    const std::uint64_t gained = Turning::mass(search, Side::kOthers, last);
+    const std::uint64_t gained = KeptSet::mass(search, Side::kOthers, last);
     if (score_count(b, gained, lost) == b.hi) {
-      t.turn(search, Side::kOthers, last);
+      t.toggle(search, Side::kOthers, last);
       return b.hi;
     }
   }
-  t.turn(Side::kChosen, less);
+  t.toggle(Side::kChosen, less);
   return b.lo;
 }
 
-/// From marks to the tokens that are kept: one block an expert.
+/// From marks to the kept tokens. One block for each expert.
 __global__ void __launch_bounds__(kSearchThreads, 2) select_tokens(RoundParams p, RoundScratch s) {
-  __shared__ SelectRoom room;
+  __shared__ SelectSmem smem;
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const int e = blockIdx.x;
-  const Turning t{{s.marks + e * s.kept.tiles, p.scores, e, p.tokens}, s.kept.of(e), &room};
+  const KeptSet t{{s.marks + e * s.kept.tiles, p.scores, e, p.tokens}, s.kept.of(e), &smem};
   const int f = keep_chosen(t);
   const RoundBounds b = round_bounds(f, p.tile, p.tokens);
   std::int64_t rows = 0;
   if (p.mode == RoundingMode::kScore) {
-    rows = turn_by_score(t, b);
+    rows = round_by_score(t, b);
   } else {
     rows = p.mode == RoundingMode::kBalanced ? *t.kept.rows : rows_by_count(p, b, e);
-    if (rows > f) t.turn(Side::kOthers, static_cast<int>(rows - f));
-    if (rows < f) t.turn(Side::kChosen, static_cast<int>(f - rows));
+    if (rows > f) t.toggle(Side::kOthers, static_cast<int>(rows - f));
+    if (rows < f) t.toggle(Side::kChosen, static_cast<int>(f - rows));
   }
   t.finish(static_cast<int>(rows));
 }
@@ -253,28 +257,28 @@ __global__ void __launch_bounds__(kListThreads)
 
 RoundParams round_params(const RoundOptions& o, const RouteParams& p, const RoundScratch& s) {
   return {o.tile,    o.seed, static_cast<std::int32_t>(p.tokens),
-          p.experts, o.mode, {p.logits, s.shares, p.score, p.renormalize, p.scale}};
+          p.experts, o.mode, {p.logits, s.softmaxes, p.score, p.renormalize, p.scale}};
 }
 
 template <class R, class Item, class Shape>
-void launch_rank(const RouteParams& p, const RoundScratch& s, cudaStream_t stream) {
-  // Whole tiles: where groups are ranked apart, those past the last token are marked as well.
+void launch_rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
+  // Whole tiles: blocks of one group also write the marks of groups past the last token.
   constexpr unsigned kParts = kTileTokens / Shape::kTokens;
   launch_dependent(
-      "launching token_round", rank_tokens<R, Item, Shape>,
+      device_of(exec), "launching token_round", rank_tokens<R, Item, Shape>,
       {blocks_of(p.tokens, kTileTokens) * kParts, Shape::kThreads, rank_shared<R, Item, Shape>(p)},
-      stream, p, s);
+      stream_of(exec), p, s);
 }
 
-void rank(const RouteParams& p, const RoundScratch& s, cudaStream_t stream) {
+void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
   constexpr std::int64_t kFewTokens = 8192;  // fewer tiles than multiprocessors
   with_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
     if constexpr (R::kLanes < 32) {  // rows whose groups fit four warps at a time
-      if (p.tokens <= kFewTokens) return launch_rank<R, Item, RankGroup>(p, s, stream);
+      if (p.tokens <= kFewTokens) return launch_rank<R, Item, RankGroup>(p, s, exec);
     }
-    launch_rank<R, Item, RankTile>(p, s, stream);
+    launch_rank<R, Item, RankTile>(p, s, exec);
   });
 }
 
@@ -282,25 +286,27 @@ void rank(const RouteParams& p, const RoundScratch& s, cudaStream_t stream) {
 
 std::int64_t round_scratch_bytes(const RoundOptions&, std::int64_t tokens, std::int64_t experts,
                                  const Exec&) {
-  return scratch_at(nullptr, tokens, experts).bytes;
+  return std::max(scratch_at(nullptr, tokens, experts).bytes,
+                  gradient_scratch(nullptr, tokens, experts).bytes);
 }
 
 void token_round(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
                  Buffer scratch, const Exec& exec) {
   const RouteParams p = params_of(options.route, logits);
-  const auto stream = static_cast<cudaStream_t>(exec.stream);
+  const auto stream = stream_of(exec);
   const RoundScratch s = scratch_at(scratch.data, p.tokens, p.experts);
-  if (p.tokens > 0) rank(p, s, stream);
+  if (p.tokens > 0) rank(p, s, exec);
   const char* what = "launching token_round";
   const RoundParams r = round_params(options, p, s);
   const auto experts = static_cast<unsigned>(p.experts);
   if (r.mode == RoundingMode::kBalanced) {
-    launch_dependent(what, count_chosen, {experts, kCountThreads}, stream, s);
-    launch_dependent(what, decide_rows, {1, kMaxExperts}, stream, r, s);
+    launch_dependent(device_of(exec), what, count_chosen, {experts, kCountThreads}, stream, s);
+    launch_dependent(device_of(exec), what, decide_rows, {1, kMaxExperts}, stream, r, s);
   }
-  launch_dependent(what, select_tokens, {experts, kSearchThreads}, stream, r, s);
-  launch_dependent(what, list_pairs, {dim3(experts, s.kept.range_count), kListThreads}, stream,
-                   r.scores, static_cast<const TileMarks*>(s.marks), s.kept, view_of(pairs));
+  launch_dependent(device_of(exec), what, select_tokens, {experts, kSearchThreads}, stream, r, s);
+  launch_dependent(device_of(exec), what, list_pairs,
+                   {dim3(experts, s.kept.range_count), kListThreads}, stream, r.scores,
+                   static_cast<const TileMarks*>(s.marks), s.kept, view_of(pairs));
 }
 
 }  // namespace sonicmoe::cuda

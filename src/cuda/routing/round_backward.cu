@@ -1,6 +1,7 @@
 // Gradient of token rounding on CUDA: the pairs' gradients as a (T, E) matrix, then a row a token.
+#include "cuda/device/device.h"
 #include "cuda/routing/launch.cuh"
-#include "cuda/routing/pair_gradients.h"
+#include "cuda/routing/pair_gradients.cuh"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe::cuda {
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kRowThreads)
   Softmax all{};
   Item mine = 0;
   R r;
-  read_row<R>(p, token, R::template room_of<Item>(shared, p.n_group), 0, &mine,
+  read_row<R>(p, token, R::template smem_of<Item>(shared, p.n_group), 0, &mine,
               [&](const auto& row) {
                 r = row();
                 all = r.softmax();
@@ -59,15 +60,15 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 #pragma unroll 2
   for (int k = 0; k < p.top_k; k++) {
-    const int place = R::from_slot(id, k) - R::first();
+    const int own = R::from_slot(id, k) - R::first();  // value of this lane
     const float value = R::from_slot(through.slot, k);
 #pragma unroll
     for (int v = 0; v < R::kValues; v++) {
-      gradient[v] += place == v ? value : 0.0f;
-      dp[v] = place == v ? 0.0f : dp[v];
+      gradient[v] += own == v ? value : 0.0f;
+      dp[v] = own == v ? 0.0f : dp[v];
     }
   }
-  float probability[R::kValues];  // found again: kept, they would spill
+  float probability[R::kValues];  // computed again: kept, they would spill
   r.probabilities(p, all, probability);
   float mean = 0.0f;
 #pragma unroll
@@ -105,14 +106,14 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
                           const Exec& exec) {
   const RouteParams p = params_of(options.route, logits);
   if (p.tokens == 0) return;
-  const auto stream = static_cast<cudaStream_t>(exec.stream);
-  auto* dense = static_cast<float*>(scratch.data);  // (T, E)
+  const auto stream = stream_of(exec);
+  float* dense = gradient_scratch(scratch.data, p.tokens, p.experts).dense;
   spread_gradients(p, pairs, dweight, dense, stream);
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
     constexpr int kRows = rows_of_block<R>(kRowThreads);
-    const std::size_t shared = R::template room_bytes<Item>(kRowThreads, p.n_group);
+    const std::size_t shared = R::template smem_bytes<Item>(kRowThreads, p.n_group);
     round_rows_backward<R, Item>
         <<<blocks_of(p.tokens, kRows), kRowThreads, shared, stream>>>(p, dense, view_of(dlogits));
   });

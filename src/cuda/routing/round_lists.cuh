@@ -38,7 +38,7 @@ inline PairsView view_of(const Pairs& pairs) {
           pairs.token.shape[0]};
 }
 
-/// A thread's part of a stretch.
+/// The bits of a thread's 32 tokens in a stretch.
 struct StretchBits {
   std::uint32_t kept;
   std::uint32_t chosen;
@@ -53,30 +53,30 @@ struct StretchBits {
   }
 };
 
-/// A listed token: its place in the stretch, and whether top-k did not choose it.
+/// A listed token is its index in the stretch, plus kAdded if top-k did not choose it.
 inline constexpr unsigned kAdded = 0x8000u;
 static_assert(kStretchTokens <= kAdded);
 
-/// Lists this thread's tokens from `place` on.
-__device__ inline void list_bits(const StretchBits& bits, int place, std::uint16_t* list) {
+/// Lists this thread's kept tokens from list[index] on.
+__device__ inline void list_bits(const StretchBits& bits, int index, std::uint16_t* list) {
   for (std::uint32_t left = bits.kept; left != 0; left &= left - 1) {
     const int bit = __ffs(static_cast<int>(left)) - 1;
     const unsigned added = (bits.chosen >> bit & 1) != 0 ? 0 : kAdded;
-    list[place++] = static_cast<std::uint16_t>(threadIdx.x * 32 + bit + added);
+    list[index++] = static_cast<std::uint16_t>(threadIdx.x * 32 + bit + added);
   }
 }
 
-/// What a block knows of its list and of all.
-struct ListPlace {
-  std::int64_t first;  // pair of the block's range
-  std::int64_t all;
-  int place;  // of this thread's first token in the first stretch
-  int count;  // of the first stretch
+/// Indices of a block's pairs.
+struct ListIndex {
+  std::int64_t first;  // first pair of the block's range
+  std::int64_t all;    // pairs of all experts
+  int own;             // this thread's first token in the list of the stretch
+  int count;           // tokens in the list of the stretch
 };
 
-/// Rows of all experts to this block's first pair; the first block writes all offsets. All sums of
-/// a block in one go.
-__device__ inline ListPlace list_place(const KeptTokens& kept, const PairsView& out,
+/// From the rows of all experts to this block's first pair. The first block writes all offsets. One
+/// prefix sum serves everything that the block needs.
+__device__ inline ListIndex list_index(const KeptTokens& kept, const PairsView& out,
                                        const StretchBits& bits) {
   constexpr int kEach = kMaxExperts / kListThreads;
   __shared__ int own;
@@ -109,7 +109,7 @@ __device__ inline ListPlace list_place(const KeptTokens& kept, const PairsView& 
   return {std::int64_t{own} + totals[1], totals[0], values[2], totals[2]};
 }
 
-/// Writes kAtOnce of a thread's pairs, whose reads overlap.
+/// Writes kAtOnce of a thread's pairs; their loads overlap.
 template <int kAtOnce>
 __device__ void write_pairs(const PairScores& scores, const PairsView& out, std::int64_t at,
                             int first, int count, const std::uint16_t* list) {
@@ -128,8 +128,8 @@ __device__ void write_pairs(const PairScores& scores, const PairsView& out, std:
   }
 }
 
-/// The pairs of one expert (blockIdx.x) and one range of tokens (blockIdx.y); all blocks together
-/// fill what stands past the last pair.
+/// Writes the pairs of one expert (blockIdx.x) and one range of tokens (blockIdx.y). All blocks
+/// together mark the entries past the last pair as empty.
 __device__ inline void list_range(const PairScores& scores, const TileMarks* marks,
                                   const KeptTokens& all, const PairsView& out) {
   __shared__ std::uint16_t list[kStretchTokens];
@@ -139,30 +139,30 @@ __device__ inline void list_range(const PairScores& scores, const TileMarks* mar
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * all.range_tiles;
   const std::int64_t end = min(begin + all.range_tiles, all.tiles);
   StretchBits bits(own, kept, begin);
-  ListPlace place = list_place(all, out, bits);
-  std::int64_t at = place.first;
+  ListIndex index = list_index(all, out, bits);
+  std::int64_t at = index.first;
   for (std::int64_t tile = begin; tile < end; tile += kStretchTiles) {
     if (tile > begin) {
       bits = StretchBits(own, kept, tile);
-      place.place = block_prefix<kListThreads>(__popc(bits.kept), &place.count);
+      index.own = block_prefix<kListThreads>(__popc(bits.kept), &index.count);
     }
-    list_bits(bits, place.place, list);
+    list_bits(bits, index.own, list);
     __syncthreads();
     const auto first = static_cast<int>(tile * kTileTokens);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < place.count; i += 2 * kListThreads) {
-      const int left = place.count - i;
+    for (int i = threadIdx.x; i < index.count; i += 2 * kListThreads) {
+      const int left = index.count - i;
       if (left + static_cast<int>(threadIdx.x % 32) > kListThreads) {
         write_pairs<2>(scores, out, at + i, first, left, list + i);
       } else {
         write_pairs<1>(scores, out, at + i, first, left, list + i);
       }
     }
-    at += place.count;
+    at += index.count;
     __syncthreads();
   }
   const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * gridDim.y * kListThreads;
-  for (std::int64_t i = place.all +
+  for (std::int64_t i = index.all +
                         (static_cast<std::int64_t>(blockIdx.y) * gridDim.x + e) * kListThreads +
                         threadIdx.x;
        i < out.capacity; i += threads) {

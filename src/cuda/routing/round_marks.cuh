@@ -1,5 +1,5 @@
-// What the ranking leaves behind: 64 tokens of an expert as a few words, and of every token what p
-// and a weight are found again from. The logits themselves stay the only matrix.
+// Results of the ranking: a few words for each expert and 64 tokens, and for every token the
+// softmaxes from which p and weights are computed again. The logits stay the only (T, E) matrix.
 #pragma once
 
 #include <algorithm>
@@ -13,56 +13,56 @@ inline constexpr int kTileTokens = 64;
 inline constexpr int kGroupTokens = 16;
 inline constexpr int kTileGroups = kTileTokens / kGroupTokens;
 
-/// The upper half of a p, which is at most 1.
+/// The cut of p, which is at most 1: the upper half of its bits.
 inline constexpr int kCutBits = 14;
 __device__ inline unsigned cut_of(float p) { return key::bits_of(p) >> 16; }
 __device__ inline std::uint32_t two_cuts(float first, float second) {
   return __byte_perm(key::bits_of(first), key::bits_of(second), 0x7632);
 }
-/// The same turned over, the larger the smaller p is; never 0.
-__device__ inline unsigned turned_cut_of(float p) { return cut_of(p) ^ ((1u << kCutBits) - 1); }
+/// The cut inverted: the larger, the smaller p is; never 0.
+__device__ inline unsigned inverted_cut_of(float p) { return cut_of(p) ^ ((1u << kCutBits) - 1); }
 
-/// A tile of one expert's tokens. Of every group the cuts tell where to look; 0: there is nobody,
-/// or p is 0.
+/// A tile of one expert's tokens. The cuts of a group bound the p of its tokens, so that a search
+/// looks only into groups that can have what it wants. 0: the group has no such token, or p is 0.
 struct TileMarks {
   std::uint64_t chosen;              ///< a bit for each token
   std::uint16_t best[kTileGroups];   ///< the largest cut of the tokens that did not choose
-  std::uint16_t worst[kTileGroups];  ///< the largest turned cut of those that did
+  std::uint16_t worst[kTileGroups];  ///< the largest inverted cut of those that did
 };
 
-/// One token's softmaxes, in one sector.
-struct alignas(32) TokenShares {
+/// One token's softmaxes, in one 32-byte sector.
+struct alignas(32) TokenSoftmaxes {
   Softmax all;    ///< p of any expert
-  Softmax slots;  ///< the score of a chosen one
-  float divisor;  ///< what renormalisation divides by
+  Softmax slots;  ///< the score of a chosen expert
+  float divisor;  ///< of renormalisation
 };
 
-/// p and weights of pairs, bit for bit as the rows found them.
+/// p and weights of pairs, bit for bit as the ranking computed them.
 struct PairScores {
   LogitsView logits;
-  const TokenShares* shares;  // (T)
+  const TokenSoftmaxes* softmaxes;  // (T)
   ScoreMode score;
   std::int32_t renormalize;
   float scale;
 
   __device__ float p(int token, int expert) const {
-    const Softmax all = shares[token].all;
+    const Softmax all = softmaxes[token].all;
     const float x = logit_at(logits, token, expert);
     return score == ScoreMode::kSigmoid ? key::sigmoid32(x) : all(x);
   }
-  /// Of a pair among its token's top K; of one that was added.
+  /// The weight of a pair that top-k chose, or of one that rounding added.
   __device__ float weight(int token, int expert, bool chosen) const {
-    const TokenShares own = shares[token];
+    const TokenSoftmaxes own = softmaxes[token];
     const float x = logit_at(logits, token, expert);
     Softmax softmax = own.all;
     if (chosen) softmax = own.slots;
     const float raw = score == ScoreMode::kSigmoid ? key::sigmoid32(x) : softmax(x);
-    const float share = chosen && renormalize != 0 ? key::div32(raw, own.divisor) : raw;
-    return key::mul32(share, scale);
+    const float normalized = chosen && renormalize != 0 ? key::div32(raw, own.divisor) : raw;
+    return key::mul32(normalized, scale);
   }
 };
 
-/// How a block ranks: a tile, or where tokens are few one group.
+/// The tokens that a block ranks: a tile, or one group where tokens are few.
 template <int kWarpCount, int kTokenCount>
 struct RankShape {
   static constexpr int kWarps = kWarpCount;
@@ -76,7 +76,7 @@ using RankGroup = RankShape<4, kGroupTokens>;
 
 /// A block's marks in shared memory, by expert.
 template <class R, class Shape>
-struct TileRoom {
+struct TileSmem {
   static constexpr int kExperts = R::kLanes * R::kValues;
   static constexpr int kRows = 32 / R::kLanes;  // that a warp reads at once
   static constexpr int kChosenWords = (Shape::kTokens + 31) / 32;
@@ -86,10 +86,10 @@ struct TileRoom {
 
   std::uint32_t* chosen;  // (kChosenWords, kExperts): a bit for each token
   std::uint32_t* worst;   // (kGroups, kExperts)
-  std::uint16_t* taken;   // (warps, kRows, kExperts): ones where the row being read chose
+  std::uint16_t* taken;   // (warps, kRows, kExperts): all ones where the row being read chose
   std::uint16_t* best;    // (warps, kExperts)
 
-  __device__ explicit TileRoom(void* base)
+  __device__ explicit TileSmem(void* base)
       : chosen(static_cast<std::uint32_t*>(base)),
         worst(chosen + kChosenWords * kExperts),
         taken(reinterpret_cast<std::uint16_t*>(worst + Shape::kGroups * kExperts)),
@@ -99,14 +99,14 @@ struct TileRoom {
 #pragma unroll 4
     for (int i = threadIdx.x; i < kZeroWords; i += Shape::kThreads) chosen[i] = 0;
   }
-  /// Of the row that this lane reads.
+  /// `taken` of the row that this lane reads.
   __device__ std::uint16_t* taken_here() const {
     return taken + static_cast<int>(threadIdx.x) / R::kLanes * kExperts;
   }
-  /// A pair that top-k chose; `place` is its token in the block.
-  __device__ void choose(int place, int e, float p) const {
-    atomicOr(&chosen[place / 32 * kExperts + e], 1u << place % 32);
-    atomicMax(&worst[place / kGroupTokens * kExperts + e], turned_cut_of(p));
+  /// Marks a pair that top-k chose; `token` counts from the block's first.
+  __device__ void choose(int token, int e, float p) const {
+    atomicOr(&chosen[token / 32 * kExperts + e], 1u << token % 32);
+    atomicMax(&worst[token / kGroupTokens * kExperts + e], inverted_cut_of(p));
   }
   /// This lane's experts' largest cuts, two a word, over the lanes that hold the same experts.
   __device__ void store_best(std::uint32_t (&two)[R::kValues / 2]) const {
@@ -123,7 +123,7 @@ struct TileRoom {
       to[i] = {two[4 * i], two[4 * i + 1], two[4 * i + 2], two[4 * i + 3]};
     }
   }
-  /// Writes an expert's marks: of the whole tile, or of the group that the block has of it.
+  /// Writes an expert's marks: those of the whole tile, or of the block's group.
   __device__ void write(int e, TileMarks* to) const {
     TileMarks marks{};
     constexpr int kWarps = Shape::kWarps / Shape::kGroups;  // of a group
@@ -145,7 +145,7 @@ struct TileRoom {
       *to = marks;
     }
   }
-  /// The end of a kernel that ranks: all experts' marks.
+  /// Writes all experts' marks.
   __device__ void write_all(int experts, TileMarks* marks, std::int64_t tiles) const {
     const std::int64_t tile = static_cast<std::int64_t>(blockIdx.x) * Shape::kTokens / kTileTokens;
     for (int e = threadIdx.x; e < experts; e += Shape::kThreads) write(e, marks + e * tiles + tile);
@@ -157,7 +157,7 @@ inline constexpr int kStretchTiles = kListThreads / 2;  // listed at once: 32 to
 inline constexpr int kStretchTokens = kStretchTiles * kTileTokens;
 inline constexpr int kMostRanges = 256;
 
-/// The tokens that are kept. A range of tokens is what one block lists.
+/// The tokens that experts keep. One block lists one range of tokens.
 struct KeptTokens {
   std::uint64_t* bits;   // (E, tiles)
   std::int32_t* ranges;  // (E, range_count): how many of a range are kept
@@ -167,7 +167,7 @@ struct KeptTokens {
   std::int32_t range_count;  // at least 1, at most kMostRanges
 
   __device__ int range_of(int token) const { return token / kTileTokens / range_tiles; }
-  /// One expert's.
+  /// The view of one expert.
   __device__ KeptTokens of(int e) const {
     return {bits + e * tiles, ranges + e * range_count, rows + e, tiles, range_tiles, range_count};
   }
@@ -184,7 +184,7 @@ inline KeptTokens kept_tokens(std::int64_t tokens) {
   return kept;
 }
 
-/// Arrays of the caller's scratch.
+/// Carves the caller's scratch.
 using ScratchCarver = Carver<256>;
 
 inline void carve_kept(ScratchCarver* carver, std::int64_t experts, KeptTokens* kept) {

@@ -1,5 +1,5 @@
-// The first m of one expert's tokens in the order of rounding, among those that top-k chose or
-// among the others: radix selection over integers, so no order of events matters.
+// Finds the first m of one expert's tokens in the order of rounding, among those that top-k chose
+// or among the others. Radix selection over integers: the result does not depend on timing.
 #pragma once
 
 #include "cuda/routing/block.cuh"
@@ -9,12 +9,12 @@ namespace sonicmoe::cuda {
 
 inline constexpr int kSearchThreads = 512;  // two blocks fit one multiprocessor
 
-/// Who is searched: the tokens that were not chosen, from the best, or those that were, from the
-/// worst.
+/// The tokens that are searched: those that top-k did not choose, from the best p on, or those that
+/// it chose, from the worst p on.
 enum class Side { kOthers, kChosen };
 
-/// A token's place in the order of a side, the larger the earlier it is found: p, then the lower
-/// token; turned over for the chosen. No two are equal.
+/// A token's key in the order of a side; larger keys come first. p, then the lower token; inverted
+/// for chosen tokens. No two are equal.
 struct TokenOrder {
   static constexpr int kTokenBits = 31;
   static constexpr int kBits = kTokenBits + 30;  // p is at most 1
@@ -30,7 +30,7 @@ struct TokenOrder {
     const auto low = static_cast<std::uint32_t>(order) & kTokens;
     return static_cast<int>(side == Side::kOthers ? low ^ kTokens : low);
   }
-  /// As tiles have it, turned for the chosen.
+  /// The cut, as TileMarks has it: inverted for chosen tokens.
   static __device__ unsigned cut(std::uint64_t order) {
     return static_cast<unsigned>(order >> (kBits - kCutBits));
   }
@@ -54,14 +54,14 @@ struct ExpertTokens {
 };
 
 /// Shared memory of a search.
-struct SearchRoom {
+struct SearchSmem {
   static constexpr int kBinBits = 11;
   static constexpr int kBins = 1 << kBinBits;
   static constexpr int kMost = 2048;
 
   unsigned bins[kBins];
-  int places[kMost];            // where to look: groups
-  std::uint64_t orders[kMost];  // what was found there
+  int groups[kMost];            // groups to look into
+  std::uint64_t orders[kMost];  // keys of tokens that were found there
   int listed;
   int stored;
   std::uint64_t last;
@@ -70,15 +70,15 @@ struct SearchRoom {
 /// One digit of a value that is looked for.
 struct Digit {
   int bin;    // -1: there are fewer values
-  int rank;   // its place from the top among those that share the digit, from 1
-  int count;  // how many share it
+  int rank;   // rank from the top among the values with this digit, from 1
+  int count;  // values with this digit
 };
 
 /// The digit of the m-th largest value: `visit(add)` calls add(digit) for every value, in any
 /// order, from any thread.
 template <class Visit>
 __device__ Digit find_digit(unsigned* bins, int m, const Visit& visit) {
-  constexpr int kPerThread = SearchRoom::kBins / kSearchThreads;
+  constexpr int kPerThread = SearchSmem::kBins / kSearchThreads;
   __shared__ Digit found;
 #pragma unroll
   for (int b = 0; b < kPerThread; b++) bins[b * kSearchThreads + threadIdx.x] = 0;
@@ -87,7 +87,7 @@ __device__ Digit find_digit(unsigned* bins, int m, const Visit& visit) {
   visit([&](unsigned digit) { atomicAdd(&bins[digit], 1u); });
   __syncthreads();
   // Thread i counts from the top, kPerThread bins from kBins - 1 - i * kPerThread downwards.
-  const int last = SearchRoom::kBins - kPerThread * (static_cast<int>(threadIdx.x) + 1);
+  const int last = SearchSmem::kBins - kPerThread * (static_cast<int>(threadIdx.x) + 1);
   const uint4 four = *reinterpret_cast<const uint4*>(bins + last);
   static_assert(kPerThread == 4);
   const int counts[kPerThread] = {static_cast<int>(four.w), static_cast<int>(four.z),
@@ -113,53 +113,53 @@ __device__ Digit find_digit(unsigned* bins, int m, const Visit& visit) {
 /// Looks for the first m of a side. All threads of the block call everything together.
 class TokenSearch {
  public:
-  __device__ TokenSearch(const ExpertTokens& x, Side side, int m, SearchRoom* room)
-      : x_(x), side_(side), room_(room) {
-    __syncthreads();  // a search before this one is over
-    if (threadIdx.x == 0) room->listed = room->stored = 0;
+  __device__ TokenSearch(const ExpertTokens& x, Side side, int m, SearchSmem* smem)
+      : x_(x), side_(side), smem_(smem) {
+    __syncthreads();  // all threads have left the search before this one
+    if (threadIdx.x == 0) smem->listed = smem->stored = 0;
     list_groups(m);
     evaluate([&](std::uint64_t order) {
-      const int at = atomicAdd(&room->stored, 1);
-      if (at < SearchRoom::kMost) room->orders[at] = order;
+      const int at = atomicAdd(&smem->stored, 1);
+      if (at < SearchSmem::kMost) smem->orders[at] = order;
     });
     __syncthreads();
   }
 
-  /// The order of the m-th, or what lies between it and the next.
+  /// The key of the m-th token, or a value between it and the next key.
   __device__ std::uint64_t last(int m) const {
-    return room_->stored <= kFew ? last_of_few(m) : last_of_many(m);
+    return smem_->stored <= kFew ? last_of_few(m) : last_of_many(m);
   }
 
-  /// Calls body(order) for all that may be among the first m, in no order.
+  /// Calls body(key) for all tokens that may be among the first m, in no order.
   template <class Body>
   __device__ void each(const Body& body) const {
-    if (room_->stored > SearchRoom::kMost) {
+    if (smem_->stored > SearchSmem::kMost) {
       evaluate(body);
       return;
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < room_->stored; i += kSearchThreads) body(room_->orders[i]);
+    for (int i = threadIdx.x; i < smem_->stored; i += kSearchThreads) body(smem_->orders[i]);
   }
 
  private:
-  static constexpr int kCutShift = kCutBits - SearchRoom::kBinBits;
+  static constexpr int kCutShift = kCutBits - SearchSmem::kBinBits;
   static constexpr int kFew = 128;
   static constexpr int kParts = 4;  // lanes that compare one with all others
 
-  /// Groups whose best is not below the m-th best of all groups: no other can have one of the m
-  /// first.
+  /// Lists the groups whose best cut is not below the m-th best of all groups. No other group can
+  /// have one of the first m tokens.
   __device__ void list_groups(int m) {
-    const Digit digit = find_digit(room_->bins, m, [&](const auto& add) {
+    const Digit digit = find_digit(smem_->bins, m, [&](const auto& add) {
       each_group([&](int, unsigned best) {
         if (best != 0) add(best >> kCutShift);
       });
     });
     floor_ = digit.bin < 0 ? 0 : static_cast<unsigned>(digit.bin) << kCutShift;
-    const unsigned least = side_ == Side::kOthers ? floor_ : max(floor_, 1u);  // 0: nobody chose
+    const unsigned least = side_ == Side::kOthers ? floor_ : max(floor_, 1u);  // 0: no token chose
     each_group([&](int group, unsigned best) {
       if (best < least) return;
-      const int at = atomicAdd(&room_->listed, 1);
-      if (at < SearchRoom::kMost) room_->places[at] = group;
+      const int at = atomicAdd(&smem_->listed, 1);
+      if (at < SearchSmem::kMost) smem_->groups[at] = group;
     });
     __syncthreads();
   }
@@ -176,13 +176,12 @@ class TokenSearch {
     }
   }
 
-  /// The same as each(), from the logits. Where the groups do not fit their list, all tokens are
-  /// looked at.
+  /// As each(), from the logits. If the groups did not fit their list, it visits all tokens.
   template <class Body>
   __device__ void evaluate(const Body& body) const {
-    constexpr int kAtOnce = 4;  // so that their reads overlap
-    const bool listed = room_->listed <= SearchRoom::kMost;
-    const int count = listed ? room_->listed * kGroupTokens : x_.tokens;
+    constexpr int kAtOnce = 4;  // tokens whose loads overlap
+    const bool listed = smem_->listed <= SearchSmem::kMost;
+    const int count = listed ? smem_->listed * kGroupTokens : x_.tokens;
 #pragma unroll 1
     for (int first = threadIdx.x; first < count; first += kAtOnce * kSearchThreads) {
       int token[kAtOnce];
@@ -191,10 +190,9 @@ class TokenSearch {
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++) {
         const int at = first + i * kSearchThreads;
-        const int place = at < count ? at : first;
-        token[i] = listed
-                       ? room_->places[place / kGroupTokens] * kGroupTokens + place % kGroupTokens
-                       : place;
+        const int i_th = at < count ? at : first;
+        token[i] =
+            listed ? smem_->groups[i_th / kGroupTokens] * kGroupTokens + i_th % kGroupTokens : i_th;
         wanted[i] = at < count && token[i] < x_.tokens;
         token[i] = min(token[i], x_.tokens - 1);
       }
@@ -211,29 +209,29 @@ class TokenSearch {
     }
   }
 
-  /// By counting who comes before.
+  /// Counts for every key the keys that come before it.
   __device__ std::uint64_t last_of_few(int m) const {
     const int part = threadIdx.x % kParts;
-    const int count = room_->stored;
+    const int count = smem_->stored;
     for (int first = 0; first < count; first += kSearchThreads / kParts) {
       const int i = first + static_cast<int>(threadIdx.x) / kParts;
-      const std::uint64_t own = room_->orders[min(i, count - 1)];
+      const std::uint64_t own = smem_->orders[min(i, count - 1)];
       int before = 0;
 #pragma unroll 4
-      for (int j = part; j < count; j += kParts) before += room_->orders[j] > own ? 1 : 0;
+      for (int j = part; j < count; j += kParts) before += smem_->orders[j] > own ? 1 : 0;
       for (int d = 1; d < kParts; d *= 2) before += __shfl_xor_sync(kAllLanes, before, d);
-      if (i < count && before == m - 1) room_->last = own;
+      if (i < count && before == m - 1) smem_->last = own;
     }
     __syncthreads();
-    return room_->last;
+    return smem_->last;
   }
   __device__ std::uint64_t last_of_many(int m) const {
     std::uint64_t value = 0;
     int top = TokenOrder::kBits;
     while (top > 0) {
-      const int bits = min(SearchRoom::kBinBits, top);
+      const int bits = min(SearchSmem::kBinBits, top);
       const int shift = top - bits;
-      const Digit digit = find_digit(room_->bins, m, [&](const auto& add) {
+      const Digit digit = find_digit(smem_->bins, m, [&](const auto& add) {
         each([&](std::uint64_t order) {
           if (order >> top != value >> top) return;
           add(static_cast<unsigned>(order >> shift) & ((1u << bits) - 1));
@@ -249,7 +247,7 @@ class TokenSearch {
 
   const ExpertTokens& x_;
   Side side_;
-  SearchRoom* room_;
+  SearchSmem* smem_;
   unsigned floor_ = 0;
 };
 

@@ -3,7 +3,7 @@
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
-#include "cuda/routing/slots.cuh"
+#include "cuda/routing/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -17,7 +17,7 @@ __device__ std::int64_t first_row() {
 
 template <class R, class Item>
 __global__ void __launch_bounds__(kRowThreads, R::kValues == 8 && sizeof(Item) == 4 ? 16 : 1)
-    route_rows(RouteParams p, SlotsView out) {
+    route_rows(RouteParams p, SlotView ids, SlotView weights) {
   extern __shared__ __align__(8) std::uint32_t shared[];
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kRowThreads, R::kValues == 8 && sizeof(Item) =
   for (int pass = 0; pass < R::kPasses; pass++) {
     const std::int64_t token = min(first + R::read_row(pass), p.tokens - 1);
     Softmax own{};
-    read_row<R>(p, token, R::template room_of<Item>(shared, p.n_group), pass, &mine,
+    read_row<R>(p, token, R::template smem_of<Item>(shared, p.n_group), pass, &mine,
                 [&](const auto& row) {
                   if (p.score == ScoreMode::kSoftmaxBeforeTopK) own = row().softmax();
                 });
@@ -41,11 +41,11 @@ __global__ void __launch_bounds__(kRowThreads, R::kValues == 8 && sizeof(Item) =
   const float raw = R::raw_score(p, R::score_softmax(p, all, x), id, x);
   const float weight = R::weigh(p, id, raw);
   if (R::slot() >= p.top_k || row >= p.tokens) return;
-  out.set_id(token, R::slot(), id);
-  out.weight(token, R::slot()) = weight;
+  ids.set_expert(ids.offset(token, R::slot()), id);
+  weights.weight(weights.offset(token, R::slot())) = weight;
 }
 
-/// Zero in every element of `rows` rows. By a warp.
+/// A warp zeroes `rows` rows.
 __device__ void clear_rows(const LogitsView& out, std::int64_t first, int rows, int experts) {
   const int lane = threadIdx.x % 32;
   const int bytes = out.dtype == DType::kF32 ? 4 : 2;
@@ -72,11 +72,11 @@ __device__ void clear_rows(const LogitsView& out, std::int64_t first, int rows, 
   }
 }
 
-/// Only what was chosen has a gradient: rows are cleared, then every slot puts its own in its
-/// place. kWidth lanes hold the slots of a token.
+/// Only chosen experts have a gradient: rows are zeroed, then every slot stores the gradient of its
+/// expert. kWidth lanes hold the slots of a token.
 template <int kWidth>
 __global__ void __launch_bounds__(kRowThreads, 16)
-    route_slots_backward(RouteParams p, SlotsView in, LogitsView dlogits) {
+    route_slots_backward(RouteParams p, SlotView ids, SlotView dweights, LogitsView dlogits) {
   using R = Row<kWidth, 8, kWidth>;
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
@@ -85,14 +85,14 @@ __global__ void __launch_bounds__(kRowThreads, 16)
   const std::int64_t row = first + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
   const bool slot = R::slot() < p.top_k;
-  const int id = slot ? in.id(token, R::slot(), p.experts) : -1;
-  const float dweight = slot ? in.weight(token, R::slot()) : 0.0f;
+  const int id = slot ? ids.expert(ids.offset(token, R::slot()), p.experts) : -1;
+  const float dweight = slot ? dweights.weight(dweights.offset(token, R::slot())) : 0.0f;
   clear_rows(dlogits, first, static_cast<int>(min(p.tokens - first, std::int64_t{R::kRowsPerWarp})),
              p.experts);
   const float x = logit_at(p.logits, token, id);
   const float raw = R::raw_score(p, R::score_softmax(p, Softmax{}, x), id, x);
   const SlotGradient through = slot_gradient<R>(p, id, raw, id < 0 ? 0.0f : dweight);
-  // Slots may name an expert twice: the first one of them puts the sum.
+  // Two slots may name one expert: the first of them stores the sum.
   float sum = 0.0f;
   bool mine = id >= 0 && row < p.tokens;
 #pragma unroll 2
@@ -102,14 +102,14 @@ __global__ void __launch_bounds__(kRowThreads, 16)
     if (same) sum += value;
     if (same && k < R::slot()) mine = false;
   }
-  __syncwarp();  // the rows are clear
+  __syncwarp();  // the rows are zeroed
   if (mine) store_logit(dlogits, token, id, sum);
 }
 
-/// Softmax over all experts gives each of them a gradient.
+/// Of softmax over all E, which gives every expert a gradient.
 template <class R>
 __global__ void __launch_bounds__(kRowThreads)
-    route_rows_backward(RouteParams p, SlotsView in, LogitsView dlogits) {
+    route_rows_backward(RouteParams p, SlotView ids, SlotView dweights, LogitsView dlogits) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const std::int64_t row = first_row<R>() + R::slot_row();
@@ -117,20 +117,20 @@ __global__ void __launch_bounds__(kRowThreads)
   R r;
   r.load(p, token);
   const Softmax all = r.softmax();
-  const int id = R::slot() < p.top_k ? in.id(token, R::slot(), p.experts) : -1;
+  const int id = R::slot() < p.top_k ? ids.expert(ids.offset(token, R::slot()), p.experts) : -1;
   const float x = logit_at(p.logits, token, id);
   const float raw = R::raw_score(p, all, id, x);
-  const float dweight = id < 0 ? 0.0f : in.weight(token, R::slot());
+  const float dweight = id < 0 ? 0.0f : dweights.weight(dweights.offset(token, R::slot()));
   const SlotGradient through = slot_gradient<R>(p, id, raw, dweight);
   float gradient[R::kValues];
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) gradient[v] = -through.mean * all(r.x[v]);
 #pragma unroll 2
   for (int k = 0; k < p.top_k; k++) {
-    const int place = R::from_slot(id, k) - R::first();
+    const int own = R::from_slot(id, k) - R::first();  // value of this lane
     const float value = R::from_slot(through.slot, k);
 #pragma unroll
-    for (int v = 0; v < R::kValues; v++) gradient[v] += place == v ? value : 0.0f;
+    for (int v = 0; v < R::kValues; v++) gradient[v] += own == v ? value : 0.0f;
   }
   if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
 }
@@ -144,11 +144,11 @@ void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
   with_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
-    const std::size_t shared = R::template room_bytes<Item>(kRowThreads, p.n_group);
+    const std::size_t shared = R::template smem_bytes<Item>(kRowThreads, p.n_group);
     constexpr int kRows = rows_of_block<R>(kRowThreads);
-    launch_dependent("launching route", route_rows<R, Item>,
-                     {blocks_of(p.tokens, kRows), kRowThreads, shared},
-                     static_cast<cudaStream_t>(exec.stream), p, slots_of(ids, weights));
+    launch_dependent(device_of(exec), "launching route", route_rows<R, Item>,
+                     {blocks_of(p.tokens, kRows), kRowThreads, shared}, stream_of(exec), p,
+                     slot_view(ids), slot_view(weights));
   });
 }
 
@@ -157,10 +157,9 @@ void route_backward(const RouteOptions& options, const Tensor& logits, const Ten
   const RouteParams p = params_of(options, logits);
   if (p.tokens == 0) return;
   const auto launch = [&](auto* kernel, int rows_of_warp) {
-    launch_dependent("launching route_backward", kernel,
-                     {blocks_of(p.tokens, kRowWarps * rows_of_warp), kRowThreads},
-                     static_cast<cudaStream_t>(exec.stream), p, slots_of(ids, dweights),
-                     view_of(dlogits));
+    launch_dependent(device_of(exec), "launching route_backward", kernel,
+                     {blocks_of(p.tokens, kRowWarps * rows_of_warp), kRowThreads}, stream_of(exec),
+                     p, slot_view(ids), slot_view(dweights), view_of(dlogits));
   };
   if (p.score == ScoreMode::kSoftmaxBeforeTopK) {
     with_wide_row(p, [&](auto choice) {

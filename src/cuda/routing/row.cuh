@@ -1,8 +1,8 @@
 // One token's logits over the lanes of a warp: values, sums, selection, weights.
 //
-// kLanes lanes share a row (32 / kLanes rows a warp); each holds kValues consecutive experts, so
-// that the tree of core/selection_key.h is: pairs within a lane, then shuffles over 1, 2, 4, ...
-// lanes. All 32 lanes take part in every call; rows past the last are repeated and not written.
+// kLanes lanes hold a row (32 / kLanes rows a warp), each kValues consecutive experts. So the sum
+// tree of core/selection_key.h is: pairs within a lane, then shuffles over 1, 2, 4, ... lanes. All
+// 32 lanes take part in every call. Warps past the last row repeat it and write nothing.
 #pragma once
 
 #include "cuda/ptx/bits.cuh"
@@ -10,8 +10,9 @@
 
 namespace sonicmoe::cuda {
 
-/// The dtype of the logits is looked at while they are loaded: a type of its own for each would
-/// triple the kernels and save nothing.
+/// kWidth lanes hold the K slots of a row after the selection, in kPasses passes over the rows of a
+/// warp. The dtype of the logits is a run-time branch of the load: a template parameter would
+/// triple the kernels and save no time.
 template <int kLaneCount, int kValueCount, int kSlotWidth>
 struct Row {
   static constexpr int kLanes = kLaneCount;
@@ -22,25 +23,25 @@ struct Row {
 
   float x[kValues];
 
-  /// This lane's place among those of its row, and its first expert.
+  /// This lane's index among the lanes of its row, and its first expert.
   static __device__ int lane() { return threadIdx.x % kLanes; }
   static __device__ int first() { return lane() * kValues; }
-  /// Of a warp's rows, the one that this lane reads in a pass, and the one whose slot it holds.
+  /// The row of the warp that this lane reads in a pass, and the row whose slot it holds.
   static __device__ int read_row(int pass) {
     return pass * (32 / kLanes) + threadIdx.x % 32 / kLanes;
   }
   static __device__ int slot_row() { return threadIdx.x % 32 / kWidth; }
   static __device__ int slot() { return threadIdx.x % kWidth; }
-  /// Whether this lane's slot is of the row that it reads in this pass.
+  /// Whether this lane's slot belongs to the row that it reads in this pass.
   static __device__ bool in_pass(int pass) { return lane() / kWidth == pass; }
-  /// What the lane with slot k of the row being read holds.
+  /// The value of the lane that holds slot k of the row being read.
   template <class T>
   static __device__ T from_slot(T v, int k) {
     static_assert(kPasses == 1);
     return __shfl_sync(kAllLanes, v, k, kLanes);
   }
 
-  /// The logits as they lie in memory, two bf16 a word; NaN past the last expert.
+  /// The logits as they lie in memory, two 16-bit values a word; NaN past the last expert.
   using Words = std::uint32_t[kValues / 2];
 
   static __device__ void load_words(const RouteParams& p, std::int64_t token, Words& words) {
@@ -86,7 +87,7 @@ struct Row {
     const __nv_bfloat162 lowest = __float2bfloat162_rn(key::minus_infinity());
 #pragma unroll
     for (int v = 0; v < kValues; v += 2) {
-      const __nv_bfloat162 two =  // max: not the NaN
+      const __nv_bfloat162 two =  // the maximum drops a NaN
           __hmax2(*reinterpret_cast<const __nv_bfloat162*>(&words[v / 2]), lowest);
       const float2 wide = two_floats(*reinterpret_cast<const std::uint32_t*>(&two));
       x[v] = wide.x;
@@ -121,14 +122,14 @@ struct Row {
     float e[kValues];
     return softmax(e);
   }
-  /// The same, and the exponentials: p = e * inverse.
+  /// The softmax, and the exponentials e of which p = e * inverse.
   __device__ Softmax softmax(float (&e)[kValues]) const {
     float top = x[0];
 #pragma unroll
     for (int v = 1; v < kValues; v++) top = fmaxf(top, x[v]);
     return softmax(lanes_max<kLanes>(top), e);
   }
-  /// The same where the largest logit is known.
+  /// As above, where the row's largest logit is known.
   __device__ Softmax softmax(float top, float (&e)[kValues]) const {
     if (!(top > key::minus_infinity())) top = 0.0f;  // every exponential is then 0
     float part[kValues];
@@ -143,8 +144,8 @@ struct Row {
     return {top, sum > 0.0f ? key::div32(1.0f, sum) : 0.0f};
   }
 
-  /// p of every expert of this lane, and the softmax (of no use for sigmoid routing). `chosen` are
-  /// the row's items, which may know the largest logit.
+  /// p of every expert of this lane, and the softmax (unused for sigmoid routing). `chosen` are
+  /// the row's items; where they are bf16 logits the first is the largest logit.
   template <class Item>
   __device__ void probabilities(const RouteParams& p, const Item* chosen, float* out,
                                 Softmax* own) const {
@@ -169,9 +170,9 @@ struct Row {
     }
   }
 
-  /// Chooses K experts: slot k's lane of the row being read keeps the k-th best in `mine`. `room`
-  /// is shared memory of the row, room_words<Item>() words.
-  __device__ void select(const RouteParams& p, std::uint32_t* room, int pass,
+  /// Chooses K experts: slot k's lane of the row being read keeps the k-th best in `mine`. `smem`
+  /// is shared memory of the row, smem_words<Item>() words.
+  __device__ void select(const RouteParams& p, std::uint32_t* smem, int pass,
                          std::uint64_t* mine) const {
     float value[kValues];
 #pragma unroll
@@ -184,18 +185,18 @@ struct Row {
         value[v] = key::biased(x[v], key::sigmoid32(x[v]), bias);
       }
     }
-    if (p.n_group > 0) keep_best_groups(p, room, value);
+    if (p.n_group > 0) keep_best_groups(p, smem, value);
     std::uint64_t item[kValues];
 #pragma unroll
     for (int v = 0; v < kValues; v++) {
       item[v] = static_cast<std::uint64_t>(key::order_bits(value[v])) << 32 |
                 ~static_cast<std::uint32_t>(first() + v);
     }
-    take_best(item, {p.top_k, pass}, reinterpret_cast<std::uint64_t*>(room), mine);
+    take_best(item, {p.top_k, pass}, reinterpret_cast<std::uint64_t*>(smem), mine);
   }
 
-  /// The same for bf16 logits that are themselves the selection value, straight from cleaned words.
-  static __device__ void select(const RouteParams& p, const Words& words, std::uint32_t* room,
+  /// The same for bf16 logits that are themselves the selection value, from cleaned words.
+  static __device__ void select(const RouteParams& p, const Words& words, std::uint32_t* smem,
                                 int pass, std::uint32_t* mine) {
     const std::uint32_t tie = 0x1ffffu - static_cast<std::uint32_t>(first());
     std::uint32_t item[kValues];
@@ -206,7 +207,7 @@ struct Row {
       item[v] = order * 0x10000u + (tie - v);
       item[v + 1] = (order & 0xffff0000u) + (tie - v - 1);
     }
-    take_best(item, {p.top_k, pass}, room, mine);
+    take_best(item, {p.top_k, pass}, smem, mine);
   }
 
   /// The softmax that scores the slots.
@@ -230,33 +231,33 @@ struct Row {
   }
 
   static __device__ float weigh(const RouteParams& p, int id, float raw) {
-    float share = raw;
-    if (p.renormalize != 0) share = key::div32(raw, divisor(raw));
-    return id < 0 ? 0.0f : key::mul32(share, p.scale);
+    float normalized = raw;
+    if (p.renormalize != 0) normalized = key::div32(raw, divisor(raw));
+    return id < 0 ? 0.0f : key::mul32(normalized, p.scale);
   }
-  /// What renormalisation divides by.
+  /// The divisor of renormalisation.
   static __device__ float divisor(float raw) { return key::add32(slots_sum(raw), 1e-20f); }
 
-  /// The best items of the row that was selected last, in select()'s memory.
+  /// The best items of the last selected row, in select()'s shared memory.
   template <class Item>
-  static __device__ const Item* chosen_in(const std::uint32_t* room) {
-    return reinterpret_cast<const Item*>(room) + kItems;
+  static __device__ const Item* chosen_in(const std::uint32_t* smem) {
+    return reinterpret_cast<const Item*>(smem) + kItems;
   }
 
   /// Words of shared memory that select() needs for the lanes of a row, an even number.
   template <class Item>
-  static __host__ __device__ int room_words(int n_group) {
+  static __host__ __device__ int smem_words(int n_group) {
     return (kItems + kWidth) * static_cast<int>(sizeof(Item)) / 4 + 2 * n_group;
   }
-  /// This thread's, in a block's memory.
+  /// The part of a block's shared memory that belongs to this thread's row.
   template <class Item>
-  static __device__ std::uint32_t* room_of(std::uint32_t* shared, int n_group) {
-    return shared + threadIdx.x / kLanes * room_words<Item>(n_group);
+  static __device__ std::uint32_t* smem_of(std::uint32_t* shared, int n_group) {
+    return shared + threadIdx.x / kLanes * smem_words<Item>(n_group);
   }
-  /// Bytes of it for a block.
+  /// Bytes of shared memory that a block's rows need.
   template <class Item>
-  static std::size_t room_bytes(int threads, int n_group) {
-    return static_cast<std::size_t>(threads / kLanes * room_words<Item>(n_group)) * 4;
+  static std::size_t smem_bytes(int threads, int n_group) {
+    return static_cast<std::size_t>(threads / kLanes * smem_words<Item>(n_group)) * 4;
   }
 
  private:
@@ -289,26 +290,27 @@ struct Row {
     }
   }
 
-  struct Turn {
+  struct Selection {
     int top_k;
     int pass;
   };
 
-  // Each lane sorts its own; the best of all heads is taken K times. All but the heads wait in
-  // shared memory, and so do the chosen: moved in registers, they would keep the slower half of the
-  // adders busy.
+  // Each lane sorts its items; the best of all lanes' first items is taken K times. The other items
+  // and the chosen ones are in shared memory: as register moves they would fill the slower half of
+  // the integer pipe.
   template <class Item>
-  static __device__ void take_best(Item (&item)[kValues], Turn turn, Item* room, Item* mine) {
+  static __device__ void take_best(Item (&item)[kValues], Selection selection, Item* smem,
+                                   Item* mine) {
     sort_descending(item);
-    Item* next = room + lane();
-    Item* chosen = room + kItems;
+    Item* next = smem + lane();
+    Item* chosen = smem + kItems;
 #pragma unroll
     for (int v = 1; v < kValues; v++) next[(v - 1) * kLanes] = item[v];
-    next[(kValues - 1) * kLanes] = 0;  // items differ and are not 0, so nobody goes beyond
+    next[(kValues - 1) * kLanes] = 0;  // items differ and are not 0: no lane reads past this
     Item head = item[0];
-    __syncwarp();  // the row before has been read
+    __syncwarp();  // all lanes have read the row before
 #pragma unroll 4
-    for (int k = 0; k < turn.top_k; k++) {
+    for (int k = 0; k < selection.top_k; k++) {
       const Item best = lanes_max<kLanes>(head);
       if (head == best) {
         chosen[k] = best;
@@ -317,14 +319,14 @@ struct Row {
       }
     }
     __syncwarp();
-    if (in_pass(turn.pass) && slot() < turn.top_k) *mine = chosen[slot()];
+    if (in_pass(selection.pass) && slot() < selection.top_k) *mine = chosen[slot()];
   }
 
-  // The lanes of a row look at its groups through shared memory: groups need not match lanes.
-  static __device__ void keep_best_groups(const RouteParams& p, std::uint32_t* room,
+  // The lanes of a row read its groups from shared memory: a group need not be one lane's experts.
+  static __device__ void keep_best_groups(const RouteParams& p, std::uint32_t* smem,
                                           float (&value)[kValues]) {
-    auto* values = reinterpret_cast<float*>(room);  // where the items come later
-    std::uint32_t* order = room + room_words<std::uint64_t>(0);
+    auto* values = reinterpret_cast<float*>(smem);  // select() stores items here afterwards
+    std::uint32_t* order = smem + smem_words<std::uint64_t>(0);
     std::uint32_t* keep = order + p.n_group;
     const int size = p.experts / p.n_group;
     __syncwarp();
@@ -357,7 +359,7 @@ struct Row {
     }
   }
 
-  // Batcher's odd-even merge sort: the places are known at compile time, so the items stay in
+  // Batcher's odd-even merge sort: its indices are compile-time constants, so the items stay in
   // registers.
   template <int kRun = 1, int kStep = 1, class Item>
   static __device__ void sort_descending(Item (&item)[kValues]) {
@@ -379,7 +381,7 @@ struct Row {
   }
 };
 
-/// A row on its way from memory to the registers that selection wants: bf16 as words, or floats.
+/// A row as it is loaded for selection: bf16 logits as packed words, or floats.
 template <class R, class Item>
 struct RowSource {
   static constexpr bool kSmall = false;
@@ -387,22 +389,22 @@ struct RowSource {
 
   __device__ void load(const RouteParams& p, std::int64_t token) { row.load(p, token); }
   __device__ void clean() {}
-  __device__ void select(const RouteParams& p, std::uint32_t* room, int pass, Item* mine) const {
-    row.select(p, room, pass, mine);
+  __device__ void select(const RouteParams& p, std::uint32_t* smem, int pass, Item* mine) const {
+    row.select(p, smem, pass, mine);
   }
   __device__ const R& widened() const { return row; }
 };
 template <class R>
 struct RowSource<R, std::uint32_t> {
-  static constexpr bool kSmall = true;  // a second one may be on its way
+  static constexpr bool kSmall = true;  // registers suffice for a second row in flight
   typename R::Words words;
 
   __device__ void load(const RouteParams& p, std::int64_t token) { R::load_words(p, token, words); }
-  /// Before anything else; not while loading, so that nobody waits for the load.
+  /// Called before select() and widened(). Apart from load(), so that work can run under the load.
   __device__ void clean() { R::clean_all(words); }
-  __device__ void select(const RouteParams& p, std::uint32_t* room, int pass,
+  __device__ void select(const RouteParams& p, std::uint32_t* smem, int pass,
                          std::uint32_t* mine) const {
-    R::select(p, words, room, pass, mine);
+    R::select(p, words, smem, pass, mine);
   }
   __device__ R widened() const {
     R r;
@@ -411,25 +413,25 @@ struct RowSource<R, std::uint32_t> {
   }
 };
 
-/// One pass over a row: `visit` gets a function that returns the row, and the lanes that hold its
-/// slots keep its selection. A row that nobody asks for is not widened where Item is u32.
+/// One pass over a row. `visit` gets a function that returns the row in fp32; where Item is u32 the
+/// row is widened only if `visit` calls it. The lanes that hold the row's slots keep its selection.
 template <class R, class Item, class Visit>
-__device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* room, int pass,
+__device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* smem, int pass,
                          Item* mine, const Visit& visit) {
   RowSource<R, Item> source;
   source.load(p, token);
   source.clean();
   visit([&]() -> decltype(auto) { return source.widened(); });
-  source.select(p, room, pass, mine);
+  source.select(p, smem, pass, mine);
 }
 
-/// What a slot adds to its logit, and what softmax over all E takes from everyone.
+/// The gradient of a slot's logit, and the part that softmax over all E subtracts from every logit.
 struct SlotGradient {
   float slot;
   float mean;  ///< sum of d(raw) * raw for kSoftmaxBeforeTopK: mean * p is subtracted everywhere
 };
 
-/// The weight's gradient -> the logit's.
+/// From the gradient of a slot's weight to that of its logit.
 template <class R>
 __device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, float dweight) {
   float d = id < 0 ? 0.0f : dweight * p.scale;
@@ -444,7 +446,7 @@ __device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, f
   return {id < 0 ? 0.0f : raw * d, p.score == ScoreMode::kSoftmaxBeforeTopK ? mean : 0.0f};
 }
 
-/// Writes one gradient.
+/// Stores one logit's gradient.
 __device__ inline void store_logit(const LogitsView& out, std::int64_t token, int expert, float d) {
   const std::int64_t at = token * out.row_stride + expert * out.column_stride;
   if (out.dtype == DType::kF32) {

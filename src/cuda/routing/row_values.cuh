@@ -1,5 +1,5 @@
-// What rows of logits are made of: how they lie in memory, one logit, the items that selection
-// compares, and sums over the lanes that share a row.
+// Parts of a row of logits: the view of its memory, one logit, the items that selection compares,
+// and sums over the lanes that hold a row.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,14 +15,14 @@ namespace sonicmoe::cuda {
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 inline constexpr int kMaxTopK = 32;
 inline constexpr int kMaxExperts = 1024;
-inline constexpr int kMaxGroups = 256;  // shared memory of select()
+inline constexpr int kMaxGroups = 256;  // by the shared memory of select()
 
 /// A matrix of logits or of their gradients.
 struct LogitsView {
   void* data;
   std::int64_t row_stride;
   std::int64_t column_stride;
-  std::int32_t vectors;  ///< 1: kValues elements of a lane may be moved 16 bytes at a time
+  std::int32_t vectors;  ///< 1: a lane may load and store its elements 16 bytes at a time
   DType dtype;           ///< bf16, f16 or f32
 };
 
@@ -66,7 +66,7 @@ __device__ inline __half narrow<__half>(float v) {
   return __float2half_rn(v);
 }
 
-/// Two bf16 of a word: the compiler's own conversion takes twice the operations.
+/// Two bf16 of a word to fp32. The compiler's own conversion takes twice the operations.
 __device__ inline float2 two_floats(std::uint32_t word) {
   return {key::float_of(word << 16), key::float_of(word & 0xffff0000u)};
 }
@@ -79,7 +79,7 @@ __device__ inline float2 clean_two<__nv_bfloat16>(std::uint32_t word) {
   const __nv_bfloat162 lowest = __float2bfloat162_rn(key::minus_infinity());
   const __nv_bfloat162 largest = __float2bfloat162_rn(key::kLargestBF16);
   __nv_bfloat162 two = *reinterpret_cast<const __nv_bfloat162*>(&word);
-  two = __hmin2(__hmax2(two, lowest), largest);  // max: not the NaN
+  two = __hmin2(__hmax2(two, lowest), largest);  // the maximum drops a NaN
   return two_floats(*reinterpret_cast<const std::uint32_t*>(&two));
 }
 template <>
@@ -102,9 +102,10 @@ __device__ inline float logit_at(const LogitsView& logits, std::int64_t token, i
                                      : key::clean(widen<__nv_bfloat16>(bits), key::kLargestBF16);
 }
 
-/// What is compared in selection: larger is better, no two available experts are equal, and what is
-/// not available is below. u64: order bits, then the expert, lower better. u32, for bf16 logits:
-/// the upper 16 order bits plus 1 (so that NaN, all ones, becomes 0), then the expert.
+/// An item is an expert as selection compares it: larger is better, no two available experts are
+/// equal, and unavailable ones are smaller. u64: order bits, then the expert, lower numbers first.
+/// u32, for bf16 logits: the upper 16 order bits plus 1 (so that NaN, all ones, becomes 0), then
+/// the expert. Returns the item's expert, -1 for an unavailable one.
 template <class Item>
 __device__ int item_expert(Item item) {
   if constexpr (sizeof(Item) == 4) {

@@ -2,44 +2,26 @@
 
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/math/pair.cuh"
+#include "cuda/math/bias.h"
+#include "cuda/math/element.cuh"
 #include "cuda/ptx/dependent.cuh"
+#include "cuda/routing/slot_view.cuh"
 #include "cuda/sums/gradients.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kMostRowBlocks = 16;  // that share an expert's rows
+constexpr int kMostRowBlocks = 16;  // that split an expert's rows
 
-/// Where the value of a slot lies: (T, K) by two strides, or a list by one.
-struct SlotView {
-  float* data;
-  std::int64_t strides[2];
-  std::int32_t columns;
-
-  __device__ float* at(std::int64_t slot) const {
-    const auto s = static_cast<unsigned>(slot);
-    const unsigned row = s / static_cast<unsigned>(columns);
-    return data + row * strides[0] + (s - row * static_cast<unsigned>(columns)) * strides[1];
-  }
-};
-
-SlotView slots_of(const Tensor& t) {
-  const bool matrix = t.rank == 2;
-  return {static_cast<float*>(t.data),
-          {t.stride[0], matrix ? t.stride[1] : 0},
-          matrix ? static_cast<std::int32_t>(t.shape[1]) : 1};
-}
-
-/// A view to be filled with zeros.
+/// A view that is filled with zeros.
 struct ClearArgs {
   void* data;
   std::int64_t shape[3];
   std::int64_t stride[3];
   std::int32_t bytes;
 
-  /// The share of block `block` of `blocks`, each of one dimension.
+  /// Zeroes what falls to block `block` of `blocks`; blocks have one dimension.
   __device__ void clear(std::int64_t block, std::int64_t blocks) const {
     const std::int64_t count = shape[0] * shape[1] * shape[2];
     for (std::int64_t i = block * blockDim.x + threadIdx.x; i < count; i += blocks * blockDim.x) {
@@ -64,8 +46,8 @@ ClearArgs clear_args(const Tensor& t) {
   return a;
 }
 
-/// Puts expert blockIdx.x in its place: behind those with more rows. By one block.
-__device__ void place_expert(const Metadata& m, ExpertRecord* out) {
+/// Writes expert blockIdx.x behind all experts that have more rows. Called by one block an expert.
+__device__ void rank_expert(const Metadata& m, ExpertRecord* out) {
   const auto experts = static_cast<int>(gridDim.x);
   const auto expert = static_cast<int>(blockIdx.x);
   const std::int32_t rows = m.expert_rows[expert];
@@ -84,7 +66,7 @@ __global__ void row_lists_kernel(const Metadata m, const SlotView weights, const
   if (scores.data != nullptr) {
     scores.clear(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
   }
-  if (blockIdx.y == 0) place_expert(m, lists.experts);
+  if (blockIdx.y == 0) rank_expert(m, lists.experts);
   if (blockIdx.x == 0 && blockIdx.y == 0) {
     for (int i = threadIdx.x; i < lists.counter_count; i += kBlock) lists.counters[i] = 0;
   }
@@ -93,16 +75,9 @@ __global__ void row_lists_kernel(const Metadata m, const SlotView weights, const
   const std::int32_t rows = m.expert_rows[blockIdx.x];
   for (int i = blockIdx.y * kBlock + threadIdx.x; i < rows; i += gridDim.y * kBlock) {
     const std::int32_t row = begin + i;
-    out[row] = weights.data == nullptr ? 1.0f : *weights.at(m.row_slot[row]);
+    out[row] = weights.data == nullptr ? 1.0f : weights.weight(weights.offset(m.row_slot[row]));
   }
 }
-
-/// The bias of every expert's columns, strides in elements; null: none.
-struct ColumnBias {
-  const void* data;
-  std::int64_t expert_stride;
-  std::int64_t column_stride;
-};
 
 struct ScoreKernel {
   const float* parts;
@@ -110,23 +85,25 @@ struct ScoreKernel {
   std::int32_t hidden;
   const void* dout;
   std::int64_t dout_stride;
-  ColumnBias b_down;
+  Bias b_down;
   SlotView out;
   std::int32_t beside;
 };
 
+/// Beside a weight gradient nothing is waited for: rule 2 of ptx/dependent.cuh, because the weight
+/// gradient has waited for the kernel that writes `parts`. So no load may be ld.global.nc.
 __device__ __forceinline__ void begin_scores(const ScoreKernel& a) {
   if (a.beside == 0) ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
 }
 
-/// Whoever waits for this kernel waits for those before it too.
+/// Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
 __device__ __forceinline__ void end_scores(const ScoreKernel& a) {
   const bool last = blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y;
   if (a.beside != 0 && last) ptx::wait_for_previous_kernel();
 }
 
-/// Without a bias the parts are all there is: a thread a row.
+/// Without a bias: one thread sums the parts of a row.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     score_parts_kernel(const Metadata m, const ScoreKernel a) {
   begin_scores(a);
@@ -138,12 +115,12 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     const std::int64_t row = begin + i;
     float parts = 0.0f;
     for (int t = 0; t < a.tiles; t++) parts += a.parts[row * a.tiles + t];
-    *a.out.at(m.row_slot[row]) = parts;
+    a.out.weight(a.out.offset(m.row_slot[row])) = parts;
   }
   end_scores(a);
 }
 
-/// A warp a row: lanes share the dot product with the bias, then add up in a fixed order.
+/// With a bias: a warp for each row. Lanes split the dot product, then add up in a fixed order.
 template <class Element>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     scores_kernel(const Metadata m, const ScoreKernel a) {
@@ -167,7 +144,7 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     if (lane != 0) continue;
     float parts = 0.0f;
     for (int t = 0; t < a.tiles; t++) parts += a.parts[row * a.tiles + t];
-    *a.out.at(m.row_slot[row]) = parts + sum;
+    a.out.weight(a.out.offset(m.row_slot[row])) = parts + sum;
   }
   end_scores(a);
 }
@@ -175,7 +152,7 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
 struct ColumnOut {
   void* data;
   std::int64_t strides[2];
-  std::int32_t floats;  // fp32
+  std::int32_t floats;  // 1: fp32, 0: elements
 };
 
 ColumnOut column_out(const Tensor& t) {
@@ -189,11 +166,11 @@ struct ColumnKernel {
   const float* weights;
   ColumnOut out[2];
   std::int32_t columns;
-  std::int32_t alternate;  // columns between out[0] and out[1]
+  std::int32_t alternate;  // 1: even columns go to out[0], odd ones to out[1]
   std::int32_t accumulate;
 };
 
-/// 64 columns of an expert: 8 threads across, 32 down, each over every 32nd row.
+/// Sums 64 columns of an expert with 8 threads across and 32 down, each over every 32nd row.
 template <class Element>
 __global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnKernel a) {
   __shared__ float sums[32][65];
@@ -236,7 +213,7 @@ __global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnK
 
 __global__ void clear_kernel(const ClearArgs a) { a.clear(blockIdx.x, gridDim.x); }
 
-/// Blocks that share an expert's rows, each about `rows` of them.
+/// Blocks that split an expert's rows, about `rows` for each.
 dim3 expert_grid(const Problem& p, std::int64_t rows) {
   const std::int64_t blocks = row_capacity(p) / p.experts / rows;
   return dim3(static_cast<unsigned>(p.experts),
@@ -245,29 +222,30 @@ dim3 expert_grid(const Problem& p, std::int64_t rows) {
 
 }  // namespace
 
-void make_row_lists(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                    const RowLists& lists, const Tensor& dweights, cudaStream_t stream) {
-  launch_dependent("launching the row lists", row_lists_kernel,
-                   {expert_grid(problem, kBlock / 2), kBlock}, stream, metadata, slots_of(weights),
+void make_row_lists(const Device& device, const Problem& problem, const Metadata& metadata,
+                    const Tensor& weights, const RowLists& lists, const Tensor& dweights,
+                    cudaStream_t stream) {
+  launch_dependent(device, "launching the row lists", row_lists_kernel,
+                   {expert_grid(problem, kBlock / 2), kBlock}, stream, metadata, slot_view(weights),
                    lists, clear_args(dweights));
 }
 
-void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
-                   cudaStream_t stream) {
+void finish_scores(const Device& device, const Problem& problem, const Metadata& metadata,
+                   const ScoreGrad& args, cudaStream_t stream) {
   const ScoreKernel a{args.parts,
                       args.tiles,
                       static_cast<std::int32_t>(problem.hidden),
                       args.dout.data,
                       args.dout.stride[0],
                       {args.b_down.data, args.b_down.stride[0], args.b_down.stride[1]},
-                      slots_of(args.out),
+                      slot_view(args.out),
                       args.beside ? 1 : 0};
   const auto kernel = args.b_down.data == nullptr     ? score_parts_kernel
                       : problem.dtype == DType::kBF16 ? scores_kernel<__nv_bfloat16>
                                                       : scores_kernel<__half>;
-  // Beside a product few blocks run at a time, each of which had better have much to do.
+  // Beside a product few blocks run at a time: a block gets many rows, to pay for its start.
   const std::int64_t rows = args.b_down.data == nullptr ? 4 * kBesideThreads : kBesideThreads;
-  launch_dependent("launching the gradient of the scores", kernel,
+  launch_dependent(device, "launching the gradient of the scores", kernel,
                    {expert_grid(problem, rows), kBesideThreads}, stream, metadata, a);
 }
 

@@ -1,40 +1,42 @@
-// The small gradients: scores, biases, and zeros where nothing was routed.
+// The gradients that are no products: routing weights, biases, and zeros where nothing was routed.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "cuda/device/device.h"
 #include "cuda/metadata/metadata.h"
 #include "sonicmoe/moe.h"
 
 namespace sonicmoe::cuda {
 
-/// What the products of backward read beside the metadata.
+/// Lists that the products of backward read beside the metadata.
 struct RowLists {
   float* weights;         ///< (C): the routing weight of every row (1 where there are none)
   ExpertRecord* experts;  ///< (E): the longest first, equally long ones as they are numbered
-  unsigned* counters;     ///< cleared
+  unsigned* counters;     ///< zeroed
   std::int32_t counter_count;
 };
-/// Also clears `dweights`, unless it is absent.
-void make_row_lists(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                    const RowLists& lists, const Tensor& dweights, cudaStream_t stream);
+/// Also zeroes `dweights`, unless it is absent.
+void make_row_lists(const Device& device, const Problem& problem, const Metadata& metadata,
+                    const Tensor& weights, const RowLists& lists, const Tensor& dweights,
+                    cudaStream_t stream);
 
-/// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>). Empty slots keep what
-/// they have.
+/// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>). Empty slots are not
+/// written.
 struct ScoreGrad {
   const float* parts;  ///< (C, tiles)
   std::int32_t tiles;
   Tensor dout;    ///< (T, d)
   Tensor b_down;  ///< (E, d) or absent
   Tensor out;     ///< dweights
-  /// The kernel before is an independent weight gradient: `parts` are complete when it lets the
-  /// next one begin.
+  /// Runs beside the kernel before, an independent weight gradient that lets this one start only
+  /// after it has waited for the kernel that writes `parts`.
   bool beside;
 };
-void finish_scores(const Problem& problem, const Metadata& metadata, const ScoreGrad& args,
-                   cudaStream_t stream);
+void finish_scores(const Device& device, const Problem& problem, const Metadata& metadata,
+                   const ScoreGrad& args, cudaStream_t stream);
 
 /// out[e] = sum over the rows of e of weight * source[index[row]], in a fixed order. With `odd`,
 /// columns alternate: even ones go to `out`, odd ones to `odd`, and either may have no data.
@@ -50,7 +52,7 @@ struct ColumnSum {
 void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnSum& args,
                  cudaStream_t stream);
 
-/// Zero in every element of a view of any strides.
+/// Zeroes every element of a view of any strides.
 void clear(const Tensor& tensor, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda

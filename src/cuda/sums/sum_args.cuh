@@ -1,9 +1,10 @@
-// What the kernels that sum a token's rows share.
+// Arguments and arithmetic of the kernels that sum a token's rows.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/math/pair.cuh"
+#include "cuda/math/element.cuh"
+#include "cuda/routing/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -13,14 +14,12 @@ struct SumArgs {
   std::int64_t out_stride;
   std::int64_t tokens;
   std::int32_t chunks;  // d / 8
-  std::int32_t top_k;   // positions of a token where it has no list
+  std::int32_t top_k;   // positions of a token where token_offsets is null
   const std::int32_t* position_row;
   const std::int32_t* position_slot;
   const std::int32_t* token_offsets;
-  const float* weights;
-  std::int64_t token_stride;   // of weights, where tokens have no list
-  std::int64_t weight_stride;  // from one k, or one slot, to the next
-  std::int32_t half;           // elements are fp16, else bf16
+  SlotView weights;   // without data: 1
+  std::int32_t half;  // elements are fp16, else bf16
 };
 
 template <class Element>

@@ -1,10 +1,14 @@
-// dX beside the last weight gradient, which leaves a multiprocessor one block of 128 threads with
-// 32 registers and no shared memory. So few threads must keep many bytes on their way: a warp takes
-// 2 KB of a token's rows, 8 bytes of eight rows a thread at once. Blocks are small and many: as the
-// products end, more of them come and fill the multiprocessors.
+// The sum of dX that runs beside a weight gradient, which leaves a multiprocessor room for one
+// block of 128 threads with 32 registers and no shared memory. So few threads must keep many bytes
+// in flight: a warp sums 2 KB of a token's rows, and a thread loads 8 bytes of eight rows before it
+// adds the first. Blocks are small and many: as the CTAs of the weight gradient exit, more blocks
+// run on each multiprocessor.
+//
+// The kernel reads its rows without a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has
+// waited for them before it lets this kernel start. So no load here may be ld.global.nc.
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/math/pair.cuh"
+#include "cuda/math/element.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/global.cuh"
@@ -17,7 +21,7 @@ namespace {
 constexpr int kWarps = kBesideThreads / 32;
 constexpr std::uint32_t kBytes = 8;            // of a row and thread
 constexpr std::uint32_t kPiece = 32 * kBytes;  // of a row and warp
-constexpr std::uint32_t kPart = 8 * kPiece;    // of a row, of a warp in all
+constexpr std::uint32_t kPart = 8 * kPiece;    // of a row and warp in all
 
 struct BesideArgs {
   const std::uint8_t* rows;  // (C, d), contiguous
@@ -26,10 +30,10 @@ struct BesideArgs {
   std::uint32_t first_token;
   std::uint32_t tokens;
   std::uint32_t row_bytes;
-  std::int32_t top_k;  // positions of a token where it has no list
+  std::int32_t top_k;  // positions of a token where token_offsets is null
   const std::int32_t* position_row;
   const std::int32_t* token_offsets;
-  std::uint32_t zero;  // 0, which the compiler does not know
+  std::uint32_t zero;  // 0, a value that the compiler cannot know
 };
 
 template <class Element>
@@ -47,7 +51,7 @@ __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, 
       Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3])};
 }
 
-/// Adds the kRows rows that lanes `first` and following hold to the sum.
+/// Adds kRows rows to the sum: those that lanes `first` and following hold.
 template <class Element, int kRows>
 __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* from,
                                          std::int32_t rows, int first, std::uint32_t row_bytes,
@@ -56,9 +60,10 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
 #pragma unroll
   for (int i = 0; i < kRows; i++) {
     const std::int32_t row = __shfl_sync(~0u, rows, first + i);
-    value[i] = ptx::load_constant8(ptx::row_address(from, row, row_bytes));
+    value[i] = ptx::load8(ptx::row_address(from, row, row_bytes));
   }
-  // Else the compiler, to save registers, adds some rows before it asks for the others.
+  // The first sum depends on all loads. Else the compiler, to save registers, adds some rows before
+  // it loads the others, and fewer bytes are in flight.
   std::uint32_t nothing = 0;
 #pragma unroll
   for (int i = 1; i < kRows; i++) nothing |= value[i].y;
@@ -68,18 +73,18 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
   for (int i = 0; i < kRows; i++) add<Element>(sum, value[i]);
 }
 
-/// A token of at most 32 positions. Lanes hold its rows and hand them round: looked up anew for
-/// each piece, they would cost another round trip.
+/// A token of at most 32 positions. Each lane looks up one row and shuffles it to the others;
+/// looked up for each piece, rows would cost another round trip to memory.
 template <class Element>
 __device__ __forceinline__ void sum_short(const BesideArgs& a, std::uint32_t token,
                                           std::uint32_t begin, std::uint32_t end,
                                           const std::int32_t* look_up, int count) {
-  const std::int32_t rows = ptx::lane() < count ? __ldg(look_up + ptx::lane()) : -1;
+  const std::int32_t rows = ptx::lane() < count ? ptx::load4(look_up + ptx::lane()) : -1;
   const std::uint32_t present = __shfl_sync(~0u, __ballot_sync(~0u, rows >= 0), 0);
 #pragma unroll 1
   for (std::uint32_t first = begin; first < end; first += kPiece) {
-    const std::uint32_t asked = first + ptx::lane() * kBytes;
-    const std::uint8_t* from = a.rows + (asked < a.row_bytes ? asked : 0);
+    const std::uint32_t wanted = first + ptx::lane() * kBytes;
+    const std::uint8_t* from = a.rows + (wanted < a.row_bytes ? wanted : 0);
     float sum[4] = {};
 #pragma unroll 1
     for (int k = 0; present >> k != 0;) {
@@ -113,9 +118,9 @@ __device__ __forceinline__ void sum_long(const BesideArgs& a, std::uint32_t toke
     float sum[4] = {};
 #pragma unroll 1
     for (int k = 0; k < count; k++) {
-      const std::int32_t row = __ldg(look_up + k);
+      const std::int32_t row = ptx::load4(look_up + k);
       if (row >= 0)
-        add<Element>(sum, ptx::load_constant8(ptx::row_address(a.rows + byte, row, a.row_bytes)));
+        add<Element>(sum, ptx::load8(ptx::row_address(a.rows + byte, row, a.row_bytes)));
     }
     store<Element>(a, token, byte, sum);
   }
@@ -129,8 +134,8 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, std::uint32_t toke
   const std::int32_t* look_up = a.position_row;
   int count = a.top_k;
   if (a.token_offsets != nullptr) {
-    const std::int32_t begin = __ldg(a.token_offsets + token);
-    count = __ldg(a.token_offsets + token + 1) - begin;
+    const std::int32_t begin = ptx::load4(a.token_offsets + token);
+    count = ptx::load4(a.token_offsets + token + 1) - begin;
     look_up += begin;
   } else {
     look_up += static_cast<std::int64_t>(token) * count;
@@ -146,17 +151,18 @@ template <class Element>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_rows_beside_kernel(const BesideArgs a) {
   ptx::launch_next_kernel();
-  // Said to be uniform, so that what depends on it takes no registers.
+  // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (i < a.tokens) sum_part<Element>(a, a.first_token + i, blockIdx.y);
-  // Whoever waits for this kernel waits for those before it too.
+  // Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
 }
 
 }  // namespace
 
-void sum_rows_beside(const Problem& problem, const Metadata& metadata, const void* rows,
-                     const Tensor& out, const TokenRange& tokens, cudaStream_t stream) {
+void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
+                     const void* rows, const Tensor& out, const TokenRange& tokens,
+                     cudaStream_t stream) {
   if (tokens.count == 0) return;
   BesideArgs args{};
   args.rows = static_cast<const std::uint8_t*>(rows);
@@ -171,8 +177,8 @@ void sum_rows_beside(const Problem& problem, const Metadata& metadata, const voi
   const auto kernel = problem.dtype == DType::kF16 ? sum_rows_beside_kernel<__half>
                                                    : sum_rows_beside_kernel<__nv_bfloat16>;
   const dim3 grid((args.tokens + kWarps - 1) / kWarps, (args.row_bytes + kPart - 1) / kPart);
-  launch_dependent("launching the sum over a token's rows", kernel, {grid, kBesideThreads}, stream,
-                   args);
+  launch_dependent(device, "launching the sum over a token's rows", kernel, {grid, kBesideThreads},
+                   stream, args);
 }
 
 }  // namespace sonicmoe::cuda

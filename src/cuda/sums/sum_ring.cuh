@@ -1,6 +1,6 @@
-// Sums of rows from rings in shared memory. Every warp is on its own: bulk copies bring the rows of
-// its next batches while it sums those of one, so that a multiprocessor has 200 KB on their way
-// whatever its clock is. Nothing is looked up while a row is waited for.
+// Sums of rows from rings in shared memory, for sm_90 and later. Every warp has a ring of its own:
+// bulk copies load the rows of its next batches while it sums one batch, so that a multiprocessor
+// has 200 KB in flight whatever its clock is. Row numbers are loaded one batch ahead of the rows.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,7 @@
 
 namespace sonicmoe::cuda {
 
-/// A token's columns are cut into parts, the unit that a warp sums at a time, and the rows of a
-/// part into batches.
+/// A token's columns are cut into parts. A warp sums one part at a time, its rows in batches.
 struct RingArgs {
   SumArgs sum;
   std::int32_t width;  ///< chunks of 16 bytes of a part; the last one of a token may have fewer
@@ -32,16 +31,16 @@ struct SumRing {
   static constexpr int kMostWidth = 32 * kPieces;
   static constexpr int kMostDepth = 8;
   static constexpr int kSharedBytes = 227 * 1024 / kBlocks - 1024;
-  // Beside the rows of a batch: its barrier, which rows it has and whether it is the part's last
-  // one, and the rows' weights.
+  // Beside the rows of a batch, at these offsets: its barrier, a header (a bit for each row that it
+  // has, and kLast if it is the part's last batch), and the rows' weights.
   static constexpr int kHeader = 8;
   static constexpr int kWeights = 16;
-  static constexpr int kMarkBytes = kWeights + kRows * 4;
+  static constexpr int kBatchInfoBytes = kWeights + kRows * 4;
   static constexpr std::uint32_t kLast = 1u << 31;
 
-  static constexpr int batch_bytes(int width) { return kRows * width * 16 + kMarkBytes; }
+  static constexpr int batch_bytes(int width) { return kRows * width * 16 + kBatchInfoBytes; }
 
-  /// A warp's way through its parts, parts of a token first.
+  /// The walk of a warp through its parts, parts of a token first.
   struct Walk {
     std::int64_t token;
     std::int32_t part;
@@ -64,34 +63,35 @@ struct SumRing {
     }
   };
 
-  /// Where this warp's batches lie.
-  struct Places {
+  /// Shared addresses of this warp's ring.
+  struct WarpRing {
     std::uint32_t rows;
-    std::uint32_t marks;
+    std::uint32_t infos;
 
-    __device__ __forceinline__ Places(const RingArgs& a, std::uint32_t base) {
+    __device__ __forceinline__ WarpRing(const RingArgs& a, std::uint32_t base) {
       const int warp = threadIdx.x >> 5;
-      const int bytes = a.depth * (batch_bytes(a.width) - kMarkBytes);
+      const int bytes = a.depth * (batch_bytes(a.width) - kBatchInfoBytes);
       rows = base + warp * bytes;
-      marks = base + kWarps * bytes + warp * a.depth * kMarkBytes;
+      infos = base + kWarps * bytes + warp * a.depth * kBatchInfoBytes;
     }
     __device__ __forceinline__ std::uint32_t row(const RingArgs& a, int stage, int i) const {
       return rows + (stage * kRows + i) * a.width * 16;
     }
-    __device__ __forceinline__ std::uint32_t mark(int stage) const {
-      return marks + stage * kMarkBytes;
+    __device__ __forceinline__ std::uint32_t info(int stage) const {
+      return infos + stage * kBatchInfoBytes;
     }
     __device__ __forceinline__ ptx::Mbarrier full(int stage) const {
-      return ptx::Mbarrier(mark(stage));
+      return ptx::Mbarrier(info(stage));
     }
   };
 
-  /// The loading half of a warp: lane i looks up row i of a batch, one batch before it is loaded,
-  /// and its weight when it is loaded. Weights are put down one batch later still.
+  /// The loads of a warp: lane i loads the number of row i of a batch one batch before the row, and
+  /// the row's weight beside the row. It stores the weight to the ring one batch later, when the
+  /// load has returned.
   class Loads {
    public:
-    __device__ __forceinline__ Loads(const RingArgs& a, const Places& places)
-        : a_(a), places_(places), at_(a), after_(at_) {
+    __device__ __forceinline__ Loads(const RingArgs& a, const WarpRing& ring)
+        : a_(a), ring_(ring), at_(a), after_(at_) {
       begin_ = bounds(at_.token, count_);
       after_.next(a_);
       after_begin_ = bounds(after_.token, after_count_);
@@ -100,24 +100,26 @@ struct SumRing {
 
     __device__ __forceinline__ void load(int stage) {
       const SumArgs& s = a_.sum;
-      if (weight_place_ != 0 && lane() < kRows) ptx::store_float(weight_place_, weight_);
-      weight_place_ = 0;
+      if (weight_address_ != 0 && lane() < kRows) ptx::store_float(weight_address_, weight_);
+      weight_address_ = 0;
       if (at_.token >= s.tokens) return;
       const std::uint32_t rows = __ballot_sync(~0u, row_ >= 0);
       const bool last = k_ + kRows >= count_;
       const int bytes = at_.chunks(a_) * 16;
       if (lane() == 0) {
-        ptx::store_word(places_.mark(stage) + kHeader, rows | (last ? kLast : 0));
-        places_.full(stage).arrive_expecting(__popc(rows) * bytes);
+        ptx::store_word(ring_.info(stage) + kHeader, rows | (last ? kLast : 0));
+        ring_.full(stage).arrive_expecting(__popc(rows) * bytes);
       }
       __syncwarp();
       if (row_ >= 0) {
         const std::int64_t chunk = static_cast<std::int64_t>(row_) * s.chunks + at_.part * a_.width;
-        ptx::bulk_load(places_.row(a_, stage, lane()), static_cast<const uint4*>(s.rows) + chunk,
-                       bytes, places_.full(stage));
-        if (s.weights != nullptr) weight_ = __ldg(s.weights + weight_index_);
+        ptx::bulk_load(ring_.row(a_, stage, lane()), static_cast<const uint4*>(s.rows) + chunk,
+                       bytes, ring_.full(stage));
+        if (s.weights.data != nullptr) {
+          weight_ = __ldg(static_cast<const float*>(s.weights.data) + weight_offset_);
+        }
       }
-      weight_place_ = places_.mark(stage) + kWeights + lane() * 4;
+      weight_address_ = ring_.info(stage) + kWeights + lane() * 4;
       k_ += kRows;
       if (last) next_part();
       look_up();
@@ -151,40 +153,40 @@ struct SumRing {
       if (at_.token >= s.tokens || lane() >= kRows || k >= count_) return;
       row_ = __ldg(s.position_row + begin_ + k);
       if (s.token_offsets == nullptr) {
-        weight_index_ = at_.token * s.token_stride + k * s.weight_stride;
+        weight_offset_ = s.weights.offset(at_.token, k);
       } else {
         const std::int64_t slot =
             s.position_slot != nullptr ? __ldg(s.position_slot + begin_ + k) : begin_ + k;
-        weight_index_ = slot * s.weight_stride;
+        weight_offset_ = slot * s.weights.column;
       }
     }
 
     const RingArgs& a_;
-    const Places& places_;
-    Walk at_;  // the part of the batch to be loaded next
-    Walk after_;
-    std::int64_t begin_;  // its positions
+    const WarpRing& ring_;
+    Walk at_;             // part of the batch that is loaded next
+    Walk after_;          // the part after it
+    std::int64_t begin_;  // first position of the part's token
     std::int64_t after_begin_;
-    int count_;
+    int count_;  // positions of the part's token
     int after_count_;
-    int k_ = 0;    // first position of the batch
+    int k_ = 0;    // first position of the batch, in the token
     int row_ = 0;  // of this lane
-    std::int64_t weight_index_ = 0;
+    std::int64_t weight_offset_ = 0;
     float weight_ = 1.0f;
-    std::uint32_t weight_place_ = 0;
+    std::uint32_t weight_address_ = 0;  // 0: no weight to store
   };
 
   /// Adds the rows of a batch.
   template <class Element>
   static __device__ __forceinline__ void add(float (&sum)[kPieces][8], const RingArgs& a,
-                                             const Places& places, int stage, int chunks,
+                                             const WarpRing& ring, int stage, int chunks,
                                              std::uint32_t rows) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       if ((rows >> i & 1) == 0) continue;
-      const float weight = ptx::load_float(places.mark(stage) + kWeights + i * 4);
-      const std::uint32_t from = places.row(a, stage, i) + lane * 16;
+      const float weight = ptx::load_float(ring.info(stage) + kWeights + i * 4);
+      const std::uint32_t from = ring.row(a, stage, i) + lane * 16;
       uint4 value[kPieces];
 #pragma unroll
       for (int c = 0; c < kPieces; c++) {
@@ -200,18 +202,18 @@ struct SumRing {
 static_assert(2 * SumRing::kWarps * SumRing::batch_bytes(SumRing::kMostWidth) <=
               SumRing::kSharedBytes);
 
-__global__ void __launch_bounds__(SumRing::kWarps * 32, SumRing::kBlocks)
-    sum_rows_ring_kernel(const __grid_constant__ RingArgs a) {
-  extern __shared__ __align__(128) std::uint8_t ring[];
+/// Each warp sums its parts in turn, from its ring.
+__device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
   const SumArgs& s = a.sum;
   const int lane = threadIdx.x & 31;
-  const SumRing::Places places(a, ptx::shared_address(ring));
-  if (lane < a.depth) places.full(lane).init(1);
+  const SumRing::WarpRing ring(a, ptx::shared_address(shared));
+  if (lane < a.depth) ring.full(lane).init(1);
   ptx::fence_barrier_init();
   ptx::fence_async_shared();
   __syncwarp();
   ptx::wait_for_previous_kernel();
-  SumRing::Loads loads(a, places);
+  SumRing::Loads loads(a, ring);
   for (int stage = 0; stage < a.depth; stage++) loads.load(stage);
   int stage = 0;
   std::uint32_t parity = 0;
@@ -220,13 +222,13 @@ __global__ void __launch_bounds__(SumRing::kWarps * 32, SumRing::kBlocks)
     float sum[SumRing::kPieces][8] = {};
     std::uint32_t header = 0;
     while ((header & SumRing::kLast) == 0) {
-      places.full(stage).wait(parity);
+      ring.full(stage).wait(parity);
       __syncwarp();
-      header = ptx::load_word(places.mark(stage) + SumRing::kHeader);
+      header = ptx::load_word(ring.info(stage) + SumRing::kHeader);
       if (s.half != 0) {
-        SumRing::add<__half>(sum, a, places, stage, chunks, header);
+        SumRing::add<__half>(sum, a, ring, stage, chunks, header);
       } else {
-        SumRing::add<__nv_bfloat16>(sum, a, places, stage, chunks, header);
+        SumRing::add<__nv_bfloat16>(sum, a, ring, stage, chunks, header);
       }
       __syncwarp();
       loads.load(stage);
@@ -242,6 +244,15 @@ __global__ void __launch_bounds__(SumRing::kWarps * 32, SumRing::kBlocks)
     for (int c = 0; c < SumRing::kPieces; c++) {
       if (lane + 32 * c < chunks) out[32 * c] = rounded(s, sum[c]);
     }
+  }
+}
+
+__global__ void __launch_bounds__(SumRing::kWarps * 32, SumRing::kBlocks)
+    sum_rows_ring_kernel(const __grid_constant__ RingArgs a) {
+  if constexpr (ptx::kHasSm90) {
+    sum_from_ring(a);
+  } else {
+    __trap();  // sum_rows launches sum_rows_few_kernel there
   }
 }
 

@@ -1,6 +1,6 @@
-// Large sums run from rings in shared memory (sum_ring.cuh). A handful of tokens leaves the chip
-// idle anyway: there a block takes a token by plain loads, eight rows at once, which spares the
-// ring's beginning. The order of the sum is fixed and the same in both.
+// Large sums run from rings in shared memory (sum_ring.cuh). A few tokens do not fill the GPU, and
+// before sm_90 there are no bulk copies: then a block sums a token by plain loads, eight rows at
+// once, without the time that a ring takes to fill. Both sum in the same order.
 #include <algorithm>
 
 #include "cuda/device/device.h"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kFewChunks = 1 << 16;  // of 16 bytes, of all tokens
 constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
-constexpr int kBlocks = 2;                    // of these, on a multiprocessor
+constexpr int kBlocks = 2;                    // on a multiprocessor, at kMostThreads
 constexpr int kRows = 8;                      // loaded before the first is summed
 
 template <class Element>
@@ -38,16 +38,16 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
   const int count = listed ? static_cast<int>(a.token_offsets[token + 1] - begin) : a.top_k;
   const std::int32_t* look_up = a.position_row + begin;
   const std::int32_t* slots = a.position_slot != nullptr ? a.position_slot + begin : nullptr;
-  const float* weights = a.weights;
-  if (weights != nullptr && !listed) weights += token * a.token_stride;
-  if (weights != nullptr && listed && slots == nullptr) weights += begin * a.weight_stride;
+  const auto* weights = static_cast<const float*>(a.weights.data);
+  if (weights != nullptr && !listed) weights += token * a.weights.row;
+  if (weights != nullptr && listed && slots == nullptr) weights += begin * a.weights.column;
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
   for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
     const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
     float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
-      // In this order: a look-up after the loads of a row would wait for them, and rows that come
-      // after weights would wait for these.
+      // Loads in this order: a look-up after the loads of a row would wait for them, and rows after
+      // the weights would wait for those.
       std::int32_t row[kRows];
       std::int32_t slot[kRows];
       uint4 value[kRows];
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
         weight[i] =
-            row[i] >= 0 && weights != nullptr ? __ldg(weights + slot[i] * a.weight_stride) : 1.0f;
+            row[i] >= 0 && weights != nullptr ? __ldg(weights + slot[i] * a.weights.column) : 1.0f;
       }
       if (a.half != 0) {
         accumulate_rows<__half>(sum, value, row, weight);
@@ -92,14 +92,12 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
   args.position_row = metadata.position_row;
   args.position_slot = metadata.position_slot;
   args.token_offsets = metadata.token_offsets;
-  args.weights = static_cast<const float*>(weights.data);
-  args.token_stride = weights.stride[0];
-  args.weight_stride = weights.stride[problem.form == RoutingForm::kIds ? 1 : 0];
+  args.weights = slot_view(weights);
   args.half = problem.dtype == DType::kF16 ? 1 : 0;
   const char* what = "launching the sum over a token's rows";
-  if (problem.tokens * args.chunks > kFewChunks) {
+  if (has_sm90(device) && problem.tokens * args.chunks > kFewChunks) {
     const RingLaunch ring(args, device.multiprocessors);
-    launch_dependent(what, sum_rows_ring_kernel,
+    launch_dependent(device, what, sum_rows_ring_kernel,
                      {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
                       static_cast<std::size_t>(ring.shared_bytes)},
                      stream, ring.args);
@@ -109,7 +107,7 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
   const int across = (args.chunks + rounds - 1) / rounds;
   const int down = across < 64 ? 96 / across : 1;
   const std::int64_t grid = (problem.tokens + down - 1) / down;
-  launch_dependent(what, sum_rows_few_kernel,
+  launch_dependent(device, what, sum_rows_few_kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 

@@ -1,4 +1,4 @@
-// Rows of a token, weighted and summed: O, and dX without weights.
+// Sums over a token's rows: O with the routing weights, dX without.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,9 +21,10 @@ struct TokenRange {
   std::int64_t count;
 };
 
-/// The same for some tokens and without weights, beside an independent weight gradient: `rows` must
-/// be complete when the kernel before lets this one begin.
-void sum_rows_beside(const Problem& problem, const Metadata& metadata, const void* rows,
-                     const Tensor& out, const TokenRange& tokens, cudaStream_t stream);
+/// The same for some tokens and without weights, beside an independent weight gradient. The kernel
+/// before must let this one start only after it has waited for the kernel that writes `rows`.
+void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
+                     const void* rows, const Tensor& out, const TokenRange& tokens,
+                     cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda

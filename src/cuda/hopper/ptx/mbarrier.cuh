@@ -56,9 +56,9 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Stores a word into CTA `cta` of the cluster at `slot`, and arrives at its barrier: the phase
-/// ends when the word is there. Nothing is waited for. (A store and an arrival that releases it to
-/// the cluster would wait for all that the thread has written, 600 clocks.)
+/// Stores a word into CTA `cta` of the cluster at `slot`, and arrives at the barrier of that CTA:
+/// its phase ends when the word is there. The thread waits for nothing. (A store and an arrival
+/// that releases it to the cluster would wait for all earlier stores of the thread, 600 clocks.)
 __device__ __forceinline__ void post_word(std::uint32_t slot, Mbarrier barrier, std::uint32_t cta,
                                           std::int32_t value) {
   asm volatile(

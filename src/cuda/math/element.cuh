@@ -1,4 +1,4 @@
-// The 16-bit element types, packed in pairs as fragments hold them: two to a 32-bit word.
+// The 16-bit element types, packed in pairs as fragments hold them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,6 +8,7 @@
 
 namespace sonicmoe::cuda {
 
+/// Two elements in a 32-bit word; `low` has the lower column. Rounds to nearest even.
 template <class Element>
 struct Pair;
 
@@ -21,7 +22,7 @@ struct Pair<__nv_bfloat16> {
   static __device__ __forceinline__ float high(std::uint32_t v) {
     return __uint_as_float(v & 0xffff0000u);
   }
-  /// To the element type and back.
+  /// Both values rounded to the element type, as fp32.
   static __device__ __forceinline__ float2 round(float low, float high) {
     return {__uint_as_float(pack(0.0f, low)), __uint_as_float(pack(0.0f, high))};
   }
@@ -39,6 +40,7 @@ struct Pair<__half> {
   static __device__ __forceinline__ float high(std::uint32_t v) {
     return __high2float(*reinterpret_cast<const __half2*>(&v));
   }
+  /// Both values rounded to the element type, as fp32.
   static __device__ __forceinline__ float2 round(float low, float high) {
     return __half22float2(__floats2half2_rn(low, high));
   }

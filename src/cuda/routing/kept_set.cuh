@@ -1,35 +1,37 @@
-// Which of one expert's tokens are kept: those that were chosen, until some are turned.
+// The set of tokens that one expert keeps: those that top-k chose, with some added or removed.
 #pragma once
 
 #include "cuda/routing/round_search.cuh"
 
 namespace sonicmoe::cuda {
 
-/// Shared memory of a block that selects.
-struct SelectRoom {
-  SearchRoom search;
+/// Shared memory of a block that selects tokens.
+struct SelectSmem {
+  SearchSmem search;
   std::int32_t kept[kMostRanges];  // of every range
 };
 
-/// One expert's tokens and what becomes of them.
-struct Turning {
+/// One expert's tokens and which of them it keeps.
+struct KeptSet {
   ExpertTokens x;
   KeptTokens kept;  // of this expert
-  SelectRoom* room;
+  SelectSmem* smem;
 
-  /// Turns the first m of a side, which end with `last`.
-  __device__ void turn(const TokenSearch& search, Side side, std::uint64_t last) const {
+  /// Adds the first tokens of kOthers, or removes those of kChosen, up to the one with key `last`.
+  __device__ void toggle(const TokenSearch& search, Side side, std::uint64_t last) const {
     search.each([&](std::uint64_t order) {
       if (order < last) return;
       const int token = TokenOrder::token(side, order);
       atomicXor(reinterpret_cast<unsigned*>(kept.bits) + token / 32, 1u << token % 32);
-      atomicAdd(&room->kept[kept.range_of(token)], side == Side::kOthers ? 1 : -1);
+      atomicAdd(&smem->kept[kept.range_of(token)], side == Side::kOthers ? 1 : -1);
     });
   }
-  __device__ void turn(Side side, int m) const {
-    const TokenSearch search(x, side, m, &room->search);
-    turn(search, side, search.last(m));
+  /// The same for the first m tokens.
+  __device__ void toggle(Side side, int m) const {
+    const TokenSearch search(x, side, m, &smem->search);
+    toggle(search, side, search.last(m));
   }
+  /// The sum of p over the same tokens, in fixed point.
   static __device__ std::uint64_t mass(const TokenSearch& search, Side side, std::uint64_t last) {
     std::uint64_t sum = 0;
     search.each([&](std::uint64_t order) {
@@ -37,19 +39,19 @@ struct Turning {
     });
     return block_sum<kSearchThreads>(sum);
   }
-  /// Hands over how many rows are kept.
+  /// Writes the number of kept tokens, of each range and in all.
   __device__ void finish(int rows) const {
     __syncthreads();
     for (int r = threadIdx.x; r < kept.range_count; r += kSearchThreads) {
-      kept.ranges[r] = room->kept[r];
+      kept.ranges[r] = smem->kept[r];
     }
     if (threadIdx.x == 0) *kept.rows = rows;
   }
 };
 
-/// Everybody who was chosen is kept, to begin with. Returns how many they are.
-__device__ inline int keep_chosen(const Turning& t) {
-  for (int r = threadIdx.x; r < t.kept.range_count; r += kSearchThreads) t.room->kept[r] = 0;
+/// Begins with the tokens that top-k chose. Returns their number.
+__device__ inline int keep_chosen(const KeptSet& t) {
+  for (int r = threadIdx.x; r < t.kept.range_count; r += kSearchThreads) t.smem->kept[r] = 0;
   __syncthreads();
   int count = 0;
   for (std::int64_t first = threadIdx.x / 32 * 32; first < t.kept.tiles; first += kSearchThreads) {
@@ -59,7 +61,7 @@ __device__ inline int keep_chosen(const Turning& t) {
     const int warp = __reduce_add_sync(kAllLanes, __popcll(chosen));
     if (threadIdx.x % 32 != 0 || warp == 0) continue;
     count += warp;
-    atomicAdd(&t.room->kept[first / t.kept.range_tiles], warp);
+    atomicAdd(&t.smem->kept[first / t.kept.range_tiles], warp);
   }
   return block_sum<kSearchThreads>(count);
 }

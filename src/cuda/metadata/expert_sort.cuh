@@ -1,0 +1,370 @@
+// A stable counting sort of positions by expert: position in, row out. Every block counts its chunk
+// of the positions, learns the counts of all blocks, and scatters its own chunk. Ranks come from
+// warp votes and prefix sums, never from the order in which atomics land, so that the result is the
+// same in every run.
+//
+//   positions      launches       how a block learns the other blocks' counts
+//   <= 8 * kSpan   sort           one cluster: from the others' shared memory (sum_cluster);
+//                                 before sm_90: it counts all positions itself (count_all)
+//   more           count, sort    from a table in global memory (sum_table)
+#pragma once
+
+#include "cuda/metadata/records.cuh"
+#include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "cuda/routing/slot_view.cuh"
+
+namespace sonicmoe::cuda {
+
+inline constexpr int kSortWarps = kMetadataThreads / 32;
+inline constexpr int kCountThreads = 256;
+// 1024 threads of them and a counting block fit one multiprocessor.
+inline constexpr int kSortRegisters = 56;
+inline constexpr int kThreadPositions = 4;  // of a thread in a span
+/// Positions that a block ranks in shared memory at once.
+inline constexpr int kSpan = kMetadataThreads * kThreadPositions;
+
+/// What is sorted: positions in token order, each with an expert.
+struct Positions {
+  SlotView expert;
+  const std::int32_t* token;  // null: position / top_k
+  const std::int32_t* slot;   // null: the position
+  const std::int32_t* valid;  // how many are in use; null: all
+  std::int64_t count;         // C
+  std::int32_t experts;
+  std::int32_t top_k;
+
+  /// The expert of a position, -1 where there is none or where the position is past `end`.
+  __device__ int expert_at(std::int64_t position, std::int64_t end) const {
+    return position >= end ? -1 : expert.expert(expert.offset(position), experts);
+  }
+  __device__ std::int64_t end() const {
+    return valid == nullptr ? count : min(count, static_cast<std::int64_t>(*valid));
+  }
+};
+
+/// What the collection of pairs finds out about their order.
+struct PairRanges {
+  std::int32_t* begin;     // (E) the expert's first slot
+  std::int32_t* end;       // (E) the one past its last; begin where it has none
+  std::int32_t* unsorted;  // 0: pairs are sorted by (expert, token), unusable ones last
+
+  /// Whether rows are slots, so that nothing is left to sort. Never for ids.
+  __device__ bool sorted() const { return unsorted != nullptr && *unsorted == 0; }
+  /// Rows of thread e's expert.
+  __device__ int rows(int experts) const {
+    const int e = threadIdx.x;
+    return e < experts ? end[e] - begin[e] : 0;
+  }
+};
+
+struct SortParams {
+  Positions positions;
+  PairRanges ranges;
+  std::uint16_t* table;  // (blocks, columns): positions of an expert in a block's chunk
+  std::int32_t columns;  // E rounded up to a multiple of 4
+  std::int32_t chunk;    // positions of a block, below 2^16
+  Counters counters;
+  Metadata out;
+};
+
+/// Shared memory of a sorting block.
+struct SortShared {
+  std::int32_t* start;     // (columns) row of the block's next position of an expert
+  std::int32_t* local;     // (columns) index of an expert's first position in the sorted span
+  std::int32_t* before;    // (columns) positions of an expert in earlier blocks
+  std::int32_t* total;     // (columns) positions of an expert in all blocks
+  std::int32_t* record;    // (columns) first record
+  std::int32_t* counted;   // (columns) counts of this block, which its cluster reads
+  std::uint32_t* sorted;   // (kSpan) index in the span | expert << 16
+  std::uint16_t* in_warp;  // (warps, columns)
+
+  __device__ SortShared(void* base, int columns)
+      : start(static_cast<std::int32_t*>(base)),
+        local(start + columns),
+        before(local + columns),
+        total(before + columns),
+        record(total + columns),
+        counted(record + columns),
+        sorted(reinterpret_cast<std::uint32_t*>(counted + columns)),
+        in_warp(reinterpret_cast<std::uint16_t*>(sorted + kSpan)) {}
+  static std::size_t bytes(int columns) {
+    return static_cast<std::size_t>(columns) * 6 * 4 + kSpan * 4 +
+           static_cast<std::size_t>(columns) * kSortWarps * 2;
+  }
+};
+
+/// Sums the table: `total` and `before` of every expert, which are zero at the start.
+__device__ inline void sum_table(const SortParams& p, const SortShared& s) {
+  constexpr int kMostGroups = 32;  // more would only collide in the sums
+  const int quads = p.columns / 4;
+  const int groups = min(kMetadataThreads / quads, kMostGroups);
+  const int column = static_cast<int>(threadIdx.x) % quads;
+  const int group = static_cast<int>(threadIdx.x) / quads;
+  if (group >= groups) return;
+  int total[4] = {};
+  int before[4] = {};
+#pragma unroll 4
+  for (int b = group; b < static_cast<int>(gridDim.x); b += groups) {
+    const auto* row = reinterpret_cast<const uint2*>(p.table + std::int64_t{b} * p.columns);
+    const uint2 four = __ldcg(row + column);
+    const unsigned counts[4] = {four.x & 0xffff, four.x >> 16, four.y & 0xffff, four.y >> 16};
+    const bool earlier = b < static_cast<int>(blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      total[i] += static_cast<int>(counts[i]);
+      before[i] += earlier ? static_cast<int>(counts[i]) : 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    atomicAdd(&s.total[column * 4 + i], total[i]);
+    atomicAdd(&s.before[column * 4 + i], before[i]);
+  }
+}
+
+/// The same among the blocks of a cluster, from each other's shared memory. No block may exit
+/// before all have read it. Thread e brings its block's `count` of expert e.
+__device__ inline void sum_cluster(const SortParams& p, const SortShared& s, int count) {
+  const int e = threadIdx.x;
+  if (e < p.columns) s.counted[e] = count;
+  ptx::cluster_sync();
+  if (e >= p.columns) return;
+  int total = 0;
+  int before = 0;
+#pragma unroll 8
+  for (unsigned b = 0; b < gridDim.x; b++) {
+    const int other = ptx::cluster_shared(s.counted, b)[e];
+    total += other;
+    before += b < blockIdx.x ? other : 0;
+  }
+  s.total[e] = total;
+  s.before[e] = before;
+}
+
+/// The plain form of sum_cluster: every block counts all positions.
+__device__ inline void count_all(const SortParams& p, const SortShared& s) {
+  const int e = threadIdx.x;
+  if (e < p.columns) s.total[e] = s.before[e] = 0;
+  __syncthreads();
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * p.chunk;
+  const std::int64_t end = p.positions.end();
+  for (std::int64_t i = threadIdx.x; i < end; i += kMetadataThreads) {
+    const int expert = p.positions.expert_at(i, end);
+    if (expert < 0) continue;
+    atomicAdd(&s.total[expert], 1);
+    if (i < first) atomicAdd(&s.before[expert], 1);
+  }
+}
+
+/// Counts the positions of a block's chunk. The block is small, so that a sorting block fits beside
+/// it on a multiprocessor.
+__global__ void __launch_bounds__(kCountThreads) count_positions(const SortParams p) {
+  __shared__ int seen[kMaxMetadataExperts];
+  for (int e = threadIdx.x; e < p.columns; e += kCountThreads) seen[e] = 0;
+  ptx::wait_for_previous_kernel();
+  // Not earlier: the sorting kernel starts from here on and reads positions without a wait
+  // (ptx/dependent.cuh, rule 2).
+  ptx::launch_next_kernel();
+  if (p.ranges.sorted()) return;
+  __syncthreads();
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * p.chunk;
+  const std::int64_t end = min(p.positions.end(), first + p.chunk);
+#pragma unroll 8
+  for (int i = threadIdx.x; i < p.chunk; i += kCountThreads) {
+    const int expert = p.positions.expert_at(first + i, end);
+    if (expert >= 0) atomicAdd(&seen[expert], 1);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < p.columns; e += kCountThreads) {
+    p.table[static_cast<std::int64_t>(blockIdx.x) * p.columns + e] =
+        static_cast<std::uint16_t>(seen[e]);
+  }
+}
+
+/// Where the sum of all blocks' counts comes from: this kernel, or the table that count_positions
+/// fills. With the table, positions are ranked while count_positions still runs.
+enum class Counting { kInSort, kBeforeSort };
+
+/// A thread's positions of a span. A warp has 32 * n consecutive ones, 32 at a time.
+struct ThreadPositions {
+  int expert[kThreadPositions];
+  int rank[kThreadPositions];  // among the warp's positions of the same expert, then the span's
+  int per_warp;
+  int valid;  // positions of the span that have an expert
+
+  /// The index in the span of the thread's position i.
+  __device__ int index(int i) const {
+    return static_cast<int>(threadIdx.x) / 32 * per_warp + i * 32 +
+           static_cast<int>(threadIdx.x) % 32;
+  }
+};
+
+/// What is left of a block's chunk.
+struct Chunk {
+  std::int64_t first;
+  std::int64_t end;    // of positions, which all get a row or -1
+  std::int64_t valid;  // end of those in use
+};
+
+/// Ranks positions within their warps; in_warp becomes the positions of an expert in the warps
+/// before. Returns how many positions of expert threadIdx.x the span has.
+__device__ inline int rank_in_warps(const SortParams& p, const SortShared& s, const Chunk& chunk,
+                                    ThreadPositions* own) {
+  const int lane = threadIdx.x % 32;
+  std::uint16_t* counts = s.in_warp + threadIdx.x / 32 * p.columns;
+  const auto left =
+      static_cast<int>(min(chunk.end - chunk.first, static_cast<std::int64_t>(kSpan)));
+  own->per_warp = (max(left, 0) + kMetadataThreads - 1) / kMetadataThreads * 32;
+#pragma unroll
+  for (int i = 0; i < kThreadPositions; i++) {
+    own->expert[i] = i * 32 < own->per_warp
+                         ? p.positions.expert_at(chunk.first + own->index(i), chunk.valid)
+                         : -1;
+  }
+  for (int i = lane; i < p.columns; i += 32) counts[i] = 0;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kThreadPositions; i++) {
+    if (i * 32 >= own->per_warp) break;
+    const int expert = own->expert[i];
+    const unsigned peers = __match_any_sync(~0u, expert);
+    const int leader = __ffs(static_cast<int>(peers)) - 1;
+    int base = 0;
+    if (lane == leader && expert >= 0) {
+      base = counts[expert];
+      counts[expert] = static_cast<std::uint16_t>(base + __popc(peers));
+    }
+    own->rank[i] = __shfl_sync(~0u, base, leader) + __popc(peers & ((1u << lane) - 1));
+    __syncwarp();
+  }
+  __syncthreads();
+  int count = 0;
+  if (static_cast<int>(threadIdx.x) < p.columns) {
+    constexpr int kAtOnce = 8;  // read before any is written, so that the reads overlap
+#pragma unroll 1
+    for (int w = 0; w < kSortWarps; w += kAtOnce) {
+      std::uint16_t* column = s.in_warp + w * p.columns + threadIdx.x;
+      int value[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) value[i] = column[i * p.columns];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        column[i * p.columns] = static_cast<std::uint16_t>(count);
+        count += value[i];
+      }
+    }
+  }
+  return count;
+}
+
+/// Sorts a span by expert in shared memory. Returns how many positions of expert threadIdx.x it
+/// has.
+__device__ inline int sort_span(const SortParams& p, const SortShared& s, const Chunk& chunk,
+                                ThreadPositions* own) {
+  const int count = rank_in_warps(p, s, chunk, own);
+  const int local = block_prefix<kMetadataThreads>(count, &own->valid);
+  if (static_cast<int>(threadIdx.x) < p.columns) s.local[threadIdx.x] = local;
+  __syncthreads();
+  const std::uint16_t* earlier = s.in_warp + threadIdx.x / 32 * p.columns;
+#pragma unroll
+  for (int i = 0; i < kThreadPositions; i++) {
+    const int expert = own->expert[i];
+    if (i * 32 >= own->per_warp || expert < 0) continue;
+    own->rank[i] += earlier[expert];
+    s.sorted[s.local[expert] + own->rank[i]] =
+        static_cast<std::uint32_t>(expert) << 16 | static_cast<std::uint32_t>(own->index(i));
+  }
+  return count;
+}
+
+/// Writes a sorted span: what is listed by position in the order of positions, what is listed by
+/// row in runs of one expert, so that both stores are coalesced.
+__device__ inline void write_span(const SortParams& p, const SortShared& s, const Chunk& chunk,
+                                  const ThreadPositions& own) {
+  const Positions& positions = p.positions;
+#pragma unroll
+  for (int i = 0; i < kThreadPositions; i++) {
+    const std::int64_t position = chunk.first + own.index(i);
+    if (i * 32 >= own.per_warp || position >= chunk.end) break;
+    const int expert = own.expert[i];
+    p.out.position_row[position] = expert >= 0 ? s.start[expert] + own.rank[i] : -1;
+  }
+  for (int i = threadIdx.x; i < own.valid; i += kMetadataThreads) {
+    const std::uint32_t entry = s.sorted[i];
+    const int expert = static_cast<int>(entry >> 16);
+    const std::int32_t row = s.start[expert] + i - s.local[expert];
+    const auto position = static_cast<std::int32_t>(chunk.first + (entry & 0xffff));
+    p.out.row_token[row] = positions.token != nullptr
+                               ? positions.token[position]
+                               : static_cast<std::int32_t>(static_cast<unsigned>(position) /
+                                                           static_cast<unsigned>(positions.top_k));
+    p.out.row_slot[row] = positions.slot != nullptr ? positions.slot[position] : position;
+  }
+}
+
+/// Writes experts and records of experts whose rows lie one behind the other. Thread e brings the
+/// rows of expert e; returns its first row.
+__device__ inline int write_rows(const Metadata& out, int experts, int rows,
+                                 const ExpertArrays& all) {
+  int sums[2] = {rows, records_of(rows)};
+  int totals[2];
+  block_prefix<kMetadataThreads>(sums, totals);
+  write_records(out, experts, {sums[0], rows}, {sums[1], totals[1]}, all);
+  return sums[0];
+}
+
+template <Counting kCounting>
+__global__ void __maxnreg__(kSortRegisters) sort_positions(const SortParams p) {
+  extern __shared__ __align__(16) std::uint8_t shared[];
+  const SortShared s(shared, p.columns);
+  const int e = threadIdx.x;
+  const int experts = p.positions.experts;
+  if (kCounting == Counting::kInSort) {
+    ptx::wait_for_previous_kernel();
+  } else if (e < p.columns) {
+    s.total[e] = s.before[e] = 0;
+  }
+  if (p.ranges.sorted()) {  // known before the counts are
+    ptx::wait_for_previous_kernel();
+    ptx::launch_next_kernel();
+    p.counters.clear();
+    write_rows(p.out, experts, p.ranges.rows(experts), {s.record, s.total, s.before});
+    return;
+  }
+  Chunk chunk{};
+  chunk.first = static_cast<std::int64_t>(blockIdx.x) * p.chunk;
+  chunk.end = min(p.positions.count, chunk.first + p.chunk);
+  chunk.valid = min(p.positions.end(), chunk.end);
+  ThreadPositions own;
+  int count = sort_span(p, s, chunk, &own);
+  if (kCounting == Counting::kBeforeSort) ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  p.counters.clear();
+  if constexpr (kCounting == Counting::kBeforeSort) {
+    __syncthreads();
+    sum_table(p, s);
+  } else if constexpr (ptx::kHasSm90) {
+    sum_cluster(p, s, count);
+  } else {
+    count_all(p, s);
+  }
+  __syncthreads();
+  const int rows = e < experts ? s.total[e] : 0;
+  const int before = e < p.columns ? s.before[e] : 0;
+  const int begin = write_rows(p.out, experts, rows, {s.record, s.total, s.before});
+  if (e < p.columns) s.start[e] = begin + before;
+  __syncthreads();
+  for (;;) {
+    write_span(p, s, chunk, own);
+    chunk.first += kSpan;
+    if (chunk.first >= chunk.end) break;
+    __syncthreads();
+    if (e < p.columns) s.start[e] += count;
+    count = sort_span(p, s, chunk, &own);
+    __syncthreads();
+  }
+  if (kCounting == Counting::kInSort) ptx::cluster_sync();  // others may still read s.counted
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,41 @@
+// The device of the tests that call metadata, routing and sums by themselves.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/device.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::testing {
+
+/// Device 0. A build of these kernels for another target defines SONICMOE_TEST_CAPABILITY: the host
+/// then launches them as it does on a GPU of that capability.
+inline const cuda::Device& test_device() {
+  static const cuda::Device device = [] {
+    cuda::Device d;
+    d.ordinal = 0;
+    const auto attribute = [](cudaDeviceAttr which) {
+      int value = 0;
+      cuda::check_cuda(cudaDeviceGetAttribute(&value, which, 0), "reading device attributes");
+      return value;
+    };
+    d.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+#if defined(SONICMOE_TEST_CAPABILITY)
+    d.capability = SONICMOE_TEST_CAPABILITY;
+#else
+    d.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                   attribute(cudaDevAttrComputeCapabilityMinor);
+#endif
+    return d;
+  }();
+  return device;
+}
+
+inline Exec test_exec() {
+  Exec exec;
+  exec.backend = Backend::kCuda;
+  exec.device = &test_device();
+  return exec;
+}
+
+}  // namespace sonicmoe::testing
