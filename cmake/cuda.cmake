@@ -80,6 +80,27 @@ if(SONICMOE_BUILD_TESTS)
   target_link_options(sonicmoe_cuda_tests PRIVATE -static-libstdc++ -static-libgcc)
 endif()
 
+# Metadata, routing and sums build for every GPU from sm_80 on. Compiled for sm_80 they show that they
+# need nothing newer; from PTX of compute_80 their tests run the plain forms on any GPU.
+if(SONICMOE_BUILD_TESTS)
+  file(GLOB sm80_sources CONFIGURE_DEPENDS ${cuda_source}/metadata/*.cu ${cuda_source}/routing/*.cu
+       ${cuda_source}/sums/*.cu)
+  add_executable(
+    sonicmoe_cuda_sm80_tests ${sm80_sources} tests/cuda/metadata_cuda_test.cc
+                             tests/cuda/routing_cuda_test.cc tests/cuda/sums_cuda_test.cc)
+  target_include_directories(sonicmoe_cuda_sm80_tests PRIVATE src tests ${CUDAToolkit_INCLUDE_DIRS})
+  target_compile_definitions(sonicmoe_cuda_sm80_tests PRIVATE SONICMOE_TEST_CAPABILITY=80)
+  target_compile_options(
+    sonicmoe_cuda_sm80_tests
+    PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
+            $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_80,code=sm_80
+            -gencode=arch=compute_80,code=compute_80 --expt-relaxed-constexpr -Xcompiler=-Wall>)
+  set_target_properties(sonicmoe_cuda_sm80_tests PROPERTIES CUDA_STANDARD 20)
+  target_link_libraries(sonicmoe_cuda_sm80_tests PRIVATE sonicmoe_verify CUDA::cudart_static
+                                                         GTest::gtest GTest::gtest_main)
+  target_link_options(sonicmoe_cuda_sm80_tests PRIVATE -static-libstdc++ -static-libgcc)
+endif()
+
 if(SONICMOE_BUILD_TESTS)
   add_executable(h200_routing benchmarks/h200_routing.cc)
   target_include_directories(h200_routing PRIVATE src ${CUDAToolkit_INCLUDE_DIRS})
