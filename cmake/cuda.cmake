@@ -55,11 +55,12 @@ target_compile_options(
           $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
           -Xptxas=-v -Xcompiler=-Wall>)
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF)
-set(launcher ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
+set(cached)
 if(CCACHE) # paths below the source tree are hashed as relative, so that checkouts share results
-  list(APPEND launcher ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR}
-       CCACHE_NOHASHDIR=1 ${CCACHE})
+  set(cached ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR} CCACHE_NOHASHDIR=1
+      ${CCACHE})
 endif()
+set(launcher ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py ${cached})
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
 
 foreach(lib sonicmoe_shared sonicmoe_static)
@@ -95,7 +96,8 @@ if(SONICMOE_BUILD_TESTS)
     PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
             $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_80,code=sm_80
             -gencode=arch=compute_80,code=compute_80 --expt-relaxed-constexpr -Xcompiler=-Wall>)
-  set_target_properties(sonicmoe_cuda_sm80_tests PROPERTIES CUDA_STANDARD 20)
+  set_target_properties(sonicmoe_cuda_sm80_tests PROPERTIES CUDA_STANDARD 20
+                                                            CUDA_COMPILER_LAUNCHER "${cached}")
   target_link_libraries(sonicmoe_cuda_sm80_tests PRIVATE sonicmoe_verify CUDA::cudart_static
                                                          GTest::gtest GTest::gtest_main)
   target_link_options(sonicmoe_cuda_sm80_tests PRIVATE -static-libstdc++ -static-libgcc)
