@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "command.h"
+#include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "peak.h"
 #include "target.h"

@@ -250,7 +250,7 @@ TEST(ChecksMoe, ABuildWithoutCudaRefusesIt) {
   if (cuda_backend() != nullptr) GTEST_SKIP() << "this build has CUDA";
   expect_refusals<Forward>({
       {[](Forward& f) { f.exec.backend = Backend::kCuda; },
-       "backend is cuda, must be cpu: this build has no CUDA backend", Status::kUnsupported},
+       "backend is cuda, must be cpu: this build has no cuda backend", Status::kUnsupported},
   });
 }
 

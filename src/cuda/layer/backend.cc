@@ -7,9 +7,11 @@
 
 namespace sonicmoe {
 
-const CudaBackend* cuda_backend() {
-  static constexpr CudaBackend kBackend = [] {
-    CudaBackend backend;
+const BackendTable* cuda_backend() {
+  static constexpr BackendTable kBackend = [] {
+    BackendTable backend;
+    backend.name = "cuda";
+    backend.buffer_alignment = 256;
     backend.device_open = [](std::int32_t ordinal) -> void* {
       return const_cast<cuda::Device*>(cuda::open_device(ordinal));
     };

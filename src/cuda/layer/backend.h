@@ -1,4 +1,4 @@
-// The functions of core/backend.h that CUDA serves.
+// The layer's functions of the CUDA backend; backend.cc puts them in its table.
 #pragma once
 
 #include "core/backend_table.h"
