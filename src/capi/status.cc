@@ -86,6 +86,11 @@ extern "C" {
 
 const char* smoe_version(void) { return version_string(); }
 
+int32_t smoe_activation_is_gated(int32_t activation) {
+  if (activation < 0 || activation >= kActivationCount) return -1;
+  return is_gated(static_cast<ActivationKind>(activation)) ? 1 : 0;
+}
+
 const char* smoe_last_error(void) { return capi::last_error().sentence; }
 
 smoe_status smoe_device_open(int32_t ordinal, smoe_device** device) {
