@@ -14,7 +14,9 @@ const BackendTable* cpu_backend() {
     table.name = "stand-in";
     table.buffer_alignment = 16;
     table.device_open = [](std::int32_t) -> void* { return nullptr; };
-    table.layer_tiles = [](const Problem&) { return std::vector<TileChoice>{{"A", "3x5"}}; };
+    table.layer_tiles = [](const Problem&, const Exec&) {
+      return std::vector<TileChoice>{{"A", "3x5"}};
+    };
     table.moe_sizes = [](const Problem&, Pass, const Exec&) { return Sizes{1, 2, 3}; };
     table.grouped_gemm_scratch_bytes = [](std::int64_t rows, std::int64_t) { return rows; };
     return table;
@@ -58,8 +60,8 @@ TEST(BackendTable, SaysWhetherADeviceIsNeeded) {
 
 TEST(BackendTable, AnswersThePlan) {
   const Problem p = problem_of({4, 8, 8, 2, 1}, DType::kF32, {});
-  EXPECT_EQ(workspace_cost(p, Backend::kCpu).backward, 3);
-  EXPECT_EQ(chosen_tiles(p, Backend::kCpu).at("A"), "3x5");
+  EXPECT_EQ(workspace_cost(p, {}).backward, 3);
+  EXPECT_EQ(chosen_tiles(p, {}).at("A"), "3x5");
 }
 
 TEST(BackendTable, FindsBackendsByNameAndRefusesUnknownOnes) {

@@ -31,8 +31,17 @@ struct BackendTable {
   void* (*device_open)(std::int32_t ordinal) = nullptr;
   void (*device_close)(void* device) = nullptr;
 
+  /// A handle for the sizes and plans of a device that need not be there; launches refuse it. By
+  /// compute capability (90 is 9.0); null where this build has no kernels for it.
+  const void* (*device_model)(std::int32_t capability) = nullptr;
+  /// Which engine multiplies on a device: "hopper".
+  const char* (*engine_name)(const void* device) = nullptr;
+
   /// The tiles of a problem whose gate and up are apart. Null: the backend has no fixed tiles.
-  std::vector<TileChoice> (*layer_tiles)(const Problem& problem) = nullptr;
+  std::vector<TileChoice> (*layer_tiles)(const Problem& problem, const Exec& exec) = nullptr;
+  /// Why the device of `exec` cannot compute a problem that is well formed, empty if it can. Null:
+  /// it can compute all.
+  std::string (*refusal)(const Problem& problem, const Exec& exec) = nullptr;
 
   Sizes (*moe_sizes)(const Problem& problem, Pass pass, const Exec& exec) = nullptr;
   /// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.

@@ -113,17 +113,17 @@ MemoryCost memory_cost(const Problem& p) {
   return m;
 }
 
-WorkspaceCost workspace_cost(const Problem& p, Backend backend) {
-  const BackendTable& table = backend_table(backend);
-  const auto scratch = [&](Pass pass) { return table.moe_sizes(p, pass, {}).scratch_bytes; };
+WorkspaceCost workspace_cost(const Problem& p, const Exec& exec) {
+  const BackendTable& table = backend_table(exec.backend);
+  const auto scratch = [&](Pass pass) { return table.moe_sizes(p, pass, exec).scratch_bytes; };
   return {scratch(Pass::kForward), scratch(Pass::kBackward), scratch(Pass::kInference)};
 }
 
-std::map<std::string, std::string> chosen_tiles(const Problem& p, Backend backend) {
+std::map<std::string, std::string> chosen_tiles(const Problem& p, const Exec& exec) {
   std::map<std::string, std::string> tiles;
-  const BackendTable& table = backend_table(backend);
+  const BackendTable& table = backend_table(exec.backend);
   if (table.layer_tiles == nullptr) return tiles;
-  for (const TileChoice& c : table.layer_tiles(p)) tiles[c.kernel] = c.tile;
+  for (const TileChoice& c : table.layer_tiles(p, exec)) tiles[c.kernel] = c.tile;
   return tiles;
 }
 

@@ -25,16 +25,18 @@ inline constexpr std::size_t kPlainShared = 32 * 1024;
 inline constexpr int kBesideThreads = 128;
 inline constexpr int kBesideBlocks = 16;
 
+/// Lets `function` take as much dynamic shared memory as the current device has for a CTA. The
+/// limit of a function belongs to the device: one that follows the size of each launch would let a
+/// small launch of one thread refuse a large one of another. Set once a function and device; any
+/// thread.
+void allow_shared_memory(const void* function);
+
 /// Launches `kernel`, which must call ptx::wait_for_previous_kernel() before it touches what an
 /// earlier kernel may still use. Throws Error(kCuda) that names `what`.
 template <class... Params, class... Args>
 void launch_dependent(const char* what, void (*kernel)(Params...), const LaunchShape& shape,
                       cudaStream_t stream, const Args&... args) {
-  if (shape.shared > kPlainShared) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared)),
-               what);
-  }
+  if (shape.shared > kPlainShared) allow_shared_memory(reinterpret_cast<const void*>(kernel));
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -7,10 +7,10 @@
 #include "cuda/hopper/epilogues/act_plain.cuh"
 #include "cuda/hopper/epilogues/store.cuh"
 #include "cuda/hopper/epilogues/store_expert.cuh"
+#include "cuda/hopper/kernels.h"
 #include "cuda/hopper/producers/gather_depth.cuh"
 #include "cuda/hopper/producers/gather_rows.cuh"
 #include "cuda/hopper/producers/tma_rows.cuh"
-#include "cuda/hopper/roles.h"
 
 namespace sonicmoe::cuda {
 
