@@ -39,7 +39,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} $
 file(MAKE_DIRECTORY ${cuda_build})
 execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh
                 COMMAND_ERROR_IS_FATAL ANY)
-execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/instances
+execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/hopper/instances
                 OUTPUT_VARIABLE instances COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE "\n" ";" instances "${instances}")
 list(FILTER instances EXCLUDE REGEX "^$")
