@@ -23,7 +23,7 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know that nvc
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
-find_package(CUDAToolkit 12.4 REQUIRED)
+find_package(CUDAToolkit 12.9 REQUIRED)
 find_package(Python3 COMPONENTS Interpreter REQUIRED)
 set(SONICMOE_WITH_CUDA ON)
 message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
