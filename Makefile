@@ -12,7 +12,7 @@ unexport PYTHONPATH
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: ## system packages and the Python environment .venv
 	@tools/setup.sh
