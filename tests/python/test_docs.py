@@ -42,3 +42,12 @@ def test_reference_names_all_that_headers_declare():
     found = {a or b for h in headers for a, b in declared.findall(h.read_text())}
     assert {"smoe_moe_forward", "smoe_tensor", "tensor3", "Pass", "Backend"} <= found
     assert found <= headings
+
+
+def test_hooks_have_the_pinned_versions():
+    hooks = ROOT / ".pre-commit-config.yaml"
+    if not hooks.is_file():
+        pytest.skip("this copy has no hooks")
+    pins = set((ROOT / "tools/requirements-dev.txt").read_text().split())
+    used = re.findall(r"additional_dependencies: \[(.*)\]", hooks.read_text())
+    assert len(used) == 3 and set(used) <= pins
