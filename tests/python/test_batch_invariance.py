@@ -6,9 +6,9 @@ import sonicmoe_cpp as smoe
 import torch
 from devices import DEVICES, DTYPES
 
-# (T, d, n, E, K), and numbers of tokens that are cut out of the batch. On CUDA tiles, their order and
-# what overlaps change with the mean rows of an expert (T*K/E) and with n: the cuts take an expert
-# from 1 to 2048 rows.
+# (T, d, n, E, K), and numbers of tokens that are cut out of the batch. On CUDA tiles, their order
+# and what overlaps change with the mean rows of an expert (T*K/E) and with n: the cuts take an
+# expert from 1 to 2048 rows.
 SMALL = ((300, 72, 40, 8, 2), (1, 4, 43, 150))
 STEPS = ((8192, 512, 256, 8, 2), (1, 4, 160, 400, 600, 800, 1200, 2800, 4400))
 WIDE = ((6144, 768, 512, 12, 4), (4, 200, 400, 800, 3100))
