@@ -152,8 +152,18 @@ def shape_text(row):
     return ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
 
 
+def span_over_reference(hot):
+    """Our least and greatest speed over the reference's, by pass."""
+    spans = []
+    for which, title in PASSES.items():
+        found = [ratio(row, which) for row in hot["rows"]]
+        spans.append(f"{min(found):.2f} to {max(found):.2f} in the {title} pass")
+    return " and ".join(spans)
+
+
 def readme_table():
     """Five layers of the record that has sonic-moe and ours in one process."""
+    hot = newest("hot")
     rows = [TOGETHER_ROWS[config] for config in README_ROWS]
     cells = [
         [row["config"], shape_text(row)]
@@ -167,7 +177,9 @@ def readme_table():
         [
             grid(["layer", "T,d,n,E,K", *names], cells, words=2),
             f"TFLOP/s and speed-up, forward/backward. {TOGETHER['device']}, torch "
-            f"{TOGETHER['torch']}, {TOGETHER['date'][:10]}, commit {TOGETHER['commit']}.",
+            f"{TOGETHER['torch']}, {TOGETHER['date'][:10]}, commit {TOGETHER['commit']}. Over the "
+            f"reference on all {len(hot['rows'])} layers (C interface, commit {hot['commit']}): "
+            f"{span_over_reference(hot)}.",
         ]
     )
 
