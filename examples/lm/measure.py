@@ -1,4 +1,4 @@
-"""What the report says about memory and padding, measured on the model that was trained."""
+"""Memory and padding for the report, measured on the model that was trained."""
 
 import copy
 from typing import Any
