@@ -83,6 +83,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return found
 
 
+def newest(folder: Path) -> Path | None:
+    """The last checkpoint in a folder, whatever else is there; None if there is none."""
+    return next(filter(_is_ours, reversed(_named(folder))), None)
+
+
 def any_checkpoint(folder: Path) -> bool:
     """Whether a run below this folder, folder/RUN/step-N, has a checkpoint."""
     return any(_is_ours(path) for path in folder.glob("*/step-*") if _NAME.fullmatch(path.name))

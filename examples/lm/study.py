@@ -1,4 +1,4 @@
-"""The runs of the rounding study, their results on disk, and the table and plot drawn from them."""
+"""The runs of the rounding study, their results on disk, and the table and plot of the results."""
 
 import io
 import json

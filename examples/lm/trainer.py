@@ -210,10 +210,8 @@ class Run:
 
     def _kept(self) -> str:
         """What a failed run leaves behind, for its sentence."""
-        found = checkpoint.checkpoints(self.folder)
-        if not found:
-            return "no checkpoint was saved before"
-        return f"the checkpoint {found[-1]} is kept"
+        path = checkpoint.newest(self.folder)
+        return f"the checkpoint {path} is kept" if path else "no checkpoint was saved before"
 
     def _diverged(self, what: str) -> TrainingFailed:
         return TrainingFailed(

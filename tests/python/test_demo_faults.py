@@ -466,6 +466,7 @@ def test_a_run_that_diverges_ends_with_a_sentence(tmp_path, text, capfd):
 
 def test_a_loss_that_is_not_finite_is_named_at_its_step(tmp_path, text, corpus):
     run, path = trained(text, corpus, tmp_path / "run", 5)
+    (tmp_path / "run" / "step-00000009").mkdir()  # somebody else's; it hides no sentence
     with torch.no_grad():
         run.model.head.weight[3, 2] = float("inf")
     with pytest.raises(
@@ -473,6 +474,7 @@ def test_a_loss_that_is_not_finite_is_named_at_its_step(tmp_path, text, corpus):
     ) as caught:
         run.train(lambda: False)
     assert caught.value.status == 1 and f"{path} is kept" in str(caught.value)
+    (tmp_path / "run" / "step-00000009").rmdir()
     assert run.restore() and run.step == 5
 
 
