@@ -31,6 +31,7 @@ import torch
 from lm import checkpoint, study
 from lm.config import ROUNDING_MODES, Config, Parser, parse
 from lm.data import Corpus, load_corpus
+from lm.device import startable_threads
 from lm.errors import UserError, exit_code
 from lm.files import claim, write_file
 from lm.trainer import Run, StopSignal
@@ -67,7 +68,7 @@ def begin_worker(worker: Worker) -> None:
     _worker = worker
     # Ctrl-C reaches every process of the terminal; workers stop by the parent's event alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(worker.threads)
+    torch.set_num_threads(startable_threads(worker.threads))
 
 
 def run_job(job: Job) -> study.Case | None:

@@ -25,6 +25,7 @@ import torch
 from lm import baselines, checkpoint, measure, report
 from lm.config import Config, Request, parse
 from lm.data import Corpus, load_corpus, validation_windows
+from lm.device import startable_threads
 from lm.errors import UserError, exit_code
 from lm.files import claim, write_file
 from lm.model import ROUTINGS, generate
@@ -100,7 +101,7 @@ def demo(request: Request, stdout: TextIO) -> int:
     began = time.monotonic()
     config = request.config
     out = prepare_output(config)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(startable_threads(config.threads or len(os.sched_getaffinity(0))))
 
     corpus = load_corpus(config)
     save_tokenizer(corpus, out / TOKENIZER)

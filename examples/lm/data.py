@@ -1,11 +1,16 @@
 """Text to tokens: find files, split them, train a byte-level BPE, cut batches."""
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+# Threads of its own save the tokeniser no time, and it panics where none can be started.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lm.config import Config

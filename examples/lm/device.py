@@ -1,6 +1,7 @@
 """The device that the demo trains on, its precision, memory and threads, and a GPU's defaults."""
 
 import os
+import threading
 from dataclasses import dataclass, field
 
 import sonicmoe_cpp
@@ -56,6 +57,26 @@ def memory_bytes(name: str) -> int:
 def most_threads() -> int:
     """More CPU threads than this only wait for each other."""
     return 4 * len(os.sched_getaffinity(0))
+
+
+def startable_threads(wanted: int) -> int:
+    """How many of these CPU threads the system lets this process have, the calling one included.
+
+    libgomp ends the process if it cannot start a thread that torch asks for.
+    """
+    done = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(wanted - 1):
+            thread = threading.Thread(target=done.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # a limit on the user's or the container's processes
+        print(f"only {len(started) + 1} of {wanted} threads can be started")
+    done.set()
+    for thread in started:
+        thread.join()
+    return len(started) + 1
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

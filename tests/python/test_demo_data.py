@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 
 import numpy as np
 import pytest
-from demo_support import TINY, write_text
+from demo_support import EXAMPLES, TINY, write_text
 from lm import baselines, config, data, device
 from lm.config import SHORT, Config, parse
 from lm.errors import UserError
@@ -211,6 +214,32 @@ def test_validation_windows_pair_every_target_with_its_predecessor():
     assert inputs.shape == (2, 16)
     assert (targets == inputs + 1).all()
     assert inputs.ravel().tolist() == list(range(32))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, 1), (2, 3), (9, 4)])
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch, limit, expected):
+    started = []
+    start = device.threading.Thread.start
+
+    def limited(thread):
+        if len(started) == limit:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(device.threading.Thread, "start", limited)
+    assert device.startable_threads(4) == expected
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_the_tokeniser_starts_no_threads(text):
+    program = "import lm.data as d, os, sys; d.train_tokenizer(['some text'] * 500, 260); "
+    program += "print(len(os.listdir('/proc/self/task')))"
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES), "OPENBLAS_NUM_THREADS": "1"}
+    environment.pop("TOKENIZERS_PARALLELISM", None)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"
 
 
 def test_the_device_is_chosen_by_what_can_be_computed(monkeypatch):
