@@ -25,7 +25,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle torch threads must not spin
 
 import torch
 from lm import checkpoint, study

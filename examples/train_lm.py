@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle torch threads must not spin
 
 import torch
 from lm import baselines, checkpoint, measure, report
@@ -85,14 +85,14 @@ def finish_run(run: Run) -> dict[str, Any]:
 
 
 def write_sample(run: Run, corpus: Corpus) -> str:
-    """Text that the trained model continues the prompt with."""
+    """The prompt and the text that the trained model writes after it."""
     prompt = corpus.tokenizer.encode(PROMPT, add_special_tokens=False).ids
     tokens = generate(run.model, prompt, run.config.sample_tokens, run.config)
     return corpus.tokenizer.decode(tokens)
 
 
 def loss_fell(result: dict[str, Any]) -> bool:
-    """Whether a run learned anything at all: half a nat below its untrained loss."""
+    """Whether the loss ended at least half a nat below that of the untrained model."""
     return result["val_loss"] < result["history"]["val_loss"][0] - 0.5
 
 
@@ -147,7 +147,7 @@ def demo(request: Request, stdout: TextIO) -> int:
 def main(argv: list[str]) -> int:
     def command() -> int:
         request, stdout = parse(argv), sys.stdout
-        # What is printed on the way goes to stderr where stdout is for the report alone.
+        # With --json stdout holds only the report; progress goes to stderr.
         with contextlib.redirect_stdout(sys.stderr if request.json else stdout):
             return demo(request, stdout)
 

@@ -86,11 +86,11 @@ class Config:
         return 16 * self.parameters + self.tokens * (8 * self.vocab + kept)
 
 
-# A resumed run may differ from its checkpoint in these alone.
+# A resumed run may change these settings and no other.
 FREE_KEYS = frozenset({"out", "save_every", "sample_tokens", "threads"})
 # These decide the shapes of the tensors.
 SHAPE_KEYS = ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width")
-# `--short`: completion and a falling loss, for CI.
+# `--short`: enough steps for CI to see that the demo completes and that the loss falls.
 SHORT = {"steps": 60, "warmup": 10, "eval_every": 30, "save_every": 30, "eval_sequences": 16}
 ROUNDING_MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
 
@@ -171,7 +171,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read config file {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML lets errors of its constructors out as they are: 2001-99-99, !!int "", !!bool maybe
+        # PyYAML does not wrap the errors of its constructors: 2001-99-99, !!int "", !!bool maybe
         raise UserError(f"config file {path} is not valid YAML") from error
     kinds = {f.name: f.type for f in dataclasses.fields(Config)}
     for key in content:
@@ -183,7 +183,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _check_text(name: str, value: str) -> None:
-    """Refuses strings that no file can be named by."""
+    """Refuses a string that cannot be part of a file name."""
     try:
         usable = b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -195,7 +195,7 @@ def _check_text(name: str, value: str) -> None:
 
 
 def validate(config: Config) -> Config:
-    """Refuses what the model or the trainer cannot work with."""
+    """Refuses settings that the model or the trainer cannot use."""
     for f in dataclasses.fields(Config):
         value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
         if f.type is str:

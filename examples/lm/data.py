@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Threads of its own save the tokeniser no time, and it panics where none can be started.
+# The tokeniser's threads save no time here, and it panics if it cannot start them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,7 +24,7 @@ LONGEST_WORD = 256
 _LONG_WORD = "|".join(
     f"{kind}{{{LONGEST_WORD}}}" for kind in (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
 )
-# Folders of the standard library that are tests, generated tables, or belong to somebody else.
+# Folders of the standard library that hold tests, generated tables or installed packages.
 LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 )
@@ -32,7 +32,7 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Split:
-    """Files as text, on the two sides of the split; no file stands on both."""
+    """The texts of both sides of the split; no file is on both."""
 
     train: list[str]
     validation: list[str]
@@ -117,7 +117,7 @@ def split_by_file(texts: list[str], fraction: float) -> Split:
             budget -= len(text)
         else:
             train.append(text)
-    if not validation:  # no file is as small as the share: give up the smallest
+    if not validation:  # every file is larger than the share: take the smallest
         smallest = min(train, key=len)
         train.remove(smallest)
         validation.append(smallest)
@@ -125,7 +125,7 @@ def split_by_file(texts: list[str], fraction: float) -> Split:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab` entries: no text is ever unknown to it."""
+    """A byte-level BPE of exactly `vocab` entries, which can encode every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -160,7 +160,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def load_corpus(config: Config) -> Corpus:
-    """Everything from the folder to the tokens."""
+    """Reads, splits and tokenises the text of a run."""
     texts = read_texts(find_files(config.data, config.glob))
     where = config.data or "the standard library"
     if not texts:
@@ -196,7 +196,7 @@ class Batches:
     def __init__(self, tokens: np.ndarray, config: Config):
         self._tokens = tokens
         self._config = config
-        # One window less than would fit, so that every offset below `context` works.
+        # One window fewer than would fit: every offset below `context` then stays in the text.
         self._windows = (len(tokens) - config.context) // config.context
         self._epoch = -1
         self._starts = np.empty(0, dtype=np.int64)

@@ -20,7 +20,7 @@ def rotary_table(context: int, head_width: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (x[i], x[i + half]) of every head by their position's angles."""
+    """Rotates the pairs (x[i], x[i + half]) of every head by the angles of their position."""
     cos, sin = table[:, : x.shape[-2]].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -59,7 +59,7 @@ def main_gradients(moe: MoE) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 class Block(nn.Module):
-    """Attention, then a mixture of experts, each behind a norm and beside a residual."""
+    """Attention, then a mixture of experts; each has a norm before it and a residual."""
 
     def __init__(self, config: Config, routing: str):
         super().__init__()

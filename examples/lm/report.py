@@ -90,7 +90,7 @@ def plot(report: dict[str, Any]) -> bytes:
     config = report["config"]
     per_step = config["batch"] * config["context"] / 1e6
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
-    # The runs lie close together: the first is drawn broad, the second narrow on top of it.
+    # The curves nearly coincide: the first is drawn thick, the second thin on top of it.
     looks = (
         {"color": "#7fb0e0", "linewidth": 4, "marker": "o", "markersize": 8},
         {"color": "#b3431a", "linewidth": 1.4, "marker": "s", "markersize": 4},

@@ -50,7 +50,7 @@ def rows_of_expert(config: Config) -> int:
 
 
 def cases(config: Config, modes: list[str], ratios: list[int], seeds: int) -> list[Case]:
-    """Every run, top-K first, seed by seed: a study that is stopped early compares what it has."""
+    """Every run, seed by seed and top-K first, so that a study stopped early can be compared."""
     rows = rows_of_expert(config)
     for ratio in ratios:
         if ratio < 1 or rows % ratio:

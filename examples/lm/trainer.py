@@ -34,7 +34,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
+    """AdamW with weight decay for matrices and none for norms."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -165,7 +165,7 @@ class Run:
             ) from error
 
     def final_loss(self) -> float:
-        """On the whole validation split."""
+        """Mean nats a token of the whole validation split."""
         return self._evaluate(*self._validation)
 
     def train(self, stop: Callable[[], bool]) -> bool:
@@ -191,7 +191,7 @@ class Run:
             initial=self.step,
             desc=f"{self.name:>7}",
             unit="step",
-            disable=None,  # only on a terminal; logs get the plain lines of _note_validation
+            disable=None,  # shown on a terminal only; _note_validation prints lines to a log
         ) as bar:
             while not self.finished and not stop():
                 auxes = self._train_step()
@@ -209,7 +209,7 @@ class Run:
         return tokens / self.history.seconds if self.history.seconds else 0.0
 
     def _kept(self) -> str:
-        """What a failed run leaves behind, for its sentence."""
+        """The checkpoint that a failed run can continue from, as part of a sentence."""
         path = checkpoint.newest(self.folder)
         return f"the checkpoint {path} is kept" if path else "no checkpoint was saved before"
 
