@@ -2,7 +2,8 @@
 
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/epilogues/element.cuh"
+#include "cuda/math/bias.h"
+#include "cuda/math/element.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/sums/gradients.h"
 

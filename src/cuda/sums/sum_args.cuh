@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/epilogues/element.cuh"
+#include "cuda/math/element.cuh"
 
 namespace sonicmoe::cuda {
 

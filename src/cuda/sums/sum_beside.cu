@@ -4,7 +4,7 @@
 // products end, more of them come and fill the multiprocessors.
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/epilogues/element.cuh"
+#include "cuda/math/element.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/lane.cuh"

@@ -4,6 +4,7 @@
 #include <concepts>
 
 #include "cuda/hopper/engine/scheduler.cuh"
+#include "cuda/math/fragment.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
 
@@ -26,10 +27,6 @@ struct Rows {
   int offset;  ///< first
   int halves;  ///< 64-row halves with at least one valid row
 };
-
-/// A 64x64 block of results in fragment form: [2i] holds rows 0-7, [2i + 1] rows 8-15 of this
-/// warp's 16, columns 8i + 2 (lane % 4) and the next, packed in one word.
-using Fragment = std::uint32_t[16];
 
 /// Where a warpgroup's part of a tile lies in its output.
 struct Place {

@@ -7,7 +7,7 @@
 
 #include "cuda/hopper/epilogues/held.cuh"
 #include "cuda/hopper/epilogues/ragged.cuh"
-#include "cuda/math/activation.cuh"
+#include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
@@ -25,8 +25,7 @@ struct ActRowsParams {
 template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActRows {
   using Params = ActRowsParams;
-  using Act = ActivationOf<kKind>;
-  using Two = Pair<Element>;
+  using Act = ActivationWords<Element, kKind>;
   using State = HeldTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 the other one
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
   /// Two boxes of H, their activation in parts; the same again; two boxes of A. More at once does
@@ -129,13 +128,11 @@ struct ActRows {
         const Fragment& h = state.block[2 * kBlock + i / 8];
         const std::uint32_t first = ptx::pinned(h[2 * (i % 8)]);
         const std::uint32_t second = ptx::pinned(h[2 * (i % 8) + 1]);
-        to[i] = Two::pack(Act::value(Two::low(first), Two::high(first), p.scalars),
-                          Act::value(Two::low(second), Two::high(second), p.scalars));
+        to[i] = Act::paired(first, second, p.scalars);
       } else {
         const std::uint32_t gate = ptx::pinned(to[i]);
         const std::uint32_t up = ptx::pinned(state.block[2 * kBlock + 1][i]);
-        to[i] = Two::pack(Act::value(Two::low(gate), Two::low(up), p.scalars),
-                          Act::value(Two::high(gate), Two::high(up), p.scalars));
+        to[i] = Act::split(gate, up, p.scalars);
       }
     }
   }

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cuda/hopper/epilogues/store.cuh"
-#include "cuda/math/activation.cuh"
+#include "cuda/math/activation_words.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -30,8 +30,7 @@ struct ActGradParams {
 template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActGrad {
   using Params = ActGradParams;
-  using Act = ActivationOf<kKind>;
-  using Two = Pair<Element>;
+  using Act = ActivationGradientWords<Element, kKind, kLayout>;
   static constexpr bool kGated = is_gated(kKind);
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
   static constexpr int kParts = kGated ? 2 : 1;
@@ -155,7 +154,8 @@ struct ActGrad {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* grad = acc + c * 8 + 2 * i;
-        a[i] = two_columns(p, first[c & 1][i], second[c & 1][i], grad, scale[i & 1], score[i & 1]);
+        a[i] = Act::run(p.scalars, first[c & 1][i], second[c & 1][i], grad, scale[i & 1],
+                        score[i & 1]);
       }
       write(boxes.h, c, first[c & 1], second[c & 1]);
       ptx::store_matrices(place(boxes.a, c), a);
@@ -195,33 +195,6 @@ struct ActGrad {
     const int row = warp() * 16 + (i & 1) * 8 + (lane >> 2);
     const int chunk = (c & 1) * 4 + (i >> 1) * 2 + ((lane & 3) >> 1);
     return box + (c >> 1) * kPartBytes + row * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 1) * 8;
-  }
-
-  /// Two neighbouring columns: H becomes dH; returns A'.
-  static __device__ __forceinline__ std::uint32_t two_columns(const Params& p, std::uint32_t& first,
-                                                              std::uint32_t& second,
-                                                              const float* grad, float s,
-                                                              float& score) {
-    Gradient of[2];
-    if constexpr (!kGated) {
-      of[0] = Act::gradient(Two::low(first), s * grad[0]);
-      of[1] = Act::gradient(Two::high(first), s * grad[1]);
-      first = Two::pack(of[0].by_gate, of[1].by_gate);
-    } else if constexpr (kPaired) {
-      of[0] = Act::gradient(Two::low(first), Two::high(first), s * grad[0], p.scalars);
-      of[1] = Act::gradient(Two::low(second), Two::high(second), s * grad[1], p.scalars);
-      first = Two::pack(of[0].by_gate, of[0].by_up);
-      second = Two::pack(of[1].by_gate, of[1].by_up);
-    } else {
-      of[0] = Act::gradient(Two::low(first), Two::low(second), s * grad[0], p.scalars);
-      of[1] = Act::gradient(Two::high(first), Two::high(second), s * grad[1], p.scalars);
-      first = Two::pack(of[0].by_gate, of[1].by_gate);
-      second = Two::pack(of[0].by_up, of[1].by_up);
-    }
-    const float2 rounded = Two::round(of[0].value, of[1].value);
-    score = fmaf(grad[0], rounded.x, score);
-    score = fmaf(grad[1], rounded.y, score);
-    return Two::pack(s * of[0].value, s * of[1].value);
   }
 
   /// Sums over the four lanes of a row, in a fixed order, and writes this tile's part.

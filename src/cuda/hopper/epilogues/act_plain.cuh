@@ -9,8 +9,7 @@ namespace sonicmoe::cuda {
 template <class Element, ActivationKind kKind>
 struct ActPlainRows {
   using Params = ActRowsParams;
-  using Act = ActivationOf<kKind>;
-  using Two = Pair<Element>;
+  using Act = ActivationWords<Element, kKind>;
   struct State {};
 
   template <TileShape kShape>
@@ -32,9 +31,7 @@ struct ActPlainRows {
 #pragma unroll
       for (int j = 0; j < 16; j += 4) {
 #pragma unroll
-        for (int c = j; c < j + 4; c++) {
-          block[c] = Two::pack(Act::value(Two::low(block[c])), Act::value(Two::high(block[c])));
-        }
+        for (int c = j; c < j + 4; c++) block[c] = Act::plain(block[c]);
         staging.write_part(1, block, j);
       }
       staging.publish();

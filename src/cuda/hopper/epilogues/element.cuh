@@ -1,57 +1,11 @@
-// The 16-bit element types, packed in pairs as fragments hold them.
+// From the accumulator to blocks in the element type, with biases and scales in shared memory.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
 #include "cuda/hopper/engine/concepts.cuh"
+#include "cuda/math/bias.h"
+#include "cuda/math/fragment.cuh"
 
 namespace sonicmoe::cuda {
-
-template <class Element>
-struct Pair;
-
-template <>
-struct Pair<__nv_bfloat16> {
-  static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const std::uint32_t*>(&v);
-  }
-  static __device__ __forceinline__ float low(std::uint32_t v) { return __uint_as_float(v << 16); }
-  static __device__ __forceinline__ float high(std::uint32_t v) {
-    return __uint_as_float(v & 0xffff0000u);
-  }
-  /// To the element type and back.
-  static __device__ __forceinline__ float2 round(float low, float high) {
-    return {__uint_as_float(pack(0.0f, low)), __uint_as_float(pack(0.0f, high))};
-  }
-};
-
-template <>
-struct Pair<__half> {
-  static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
-    const __half2 v = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const std::uint32_t*>(&v);
-  }
-  static __device__ __forceinline__ float low(std::uint32_t v) {
-    return __low2float(*reinterpret_cast<const __half2*>(&v));
-  }
-  static __device__ __forceinline__ float high(std::uint32_t v) {
-    return __high2float(*reinterpret_cast<const __half2*>(&v));
-  }
-  static __device__ __forceinline__ float2 round(float low, float high) {
-    return __half22float2(__floats2half2_rn(low, high));
-  }
-};
-
-/// A bias of every expert's columns, strides in elements; null: none.
-struct Bias {
-  const void* data;
-  std::int64_t expert_stride;
-  std::int64_t column_stride;
-};
 
 /// Accumulator columns that a bias is for: first, first + step, ...
 struct BiasPlace {
@@ -83,12 +37,8 @@ __device__ __forceinline__ void round_scaled_block(Fragment& block, const float*
   const float second = staging.row_scale(half, 1);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const std::uint32_t bias = staging.bias_pair(column + i * 8);
-    const float low = Pair<Element>::low(bias);
-    const float high = Pair<Element>::high(bias);
-    block[2 * i] = Pair<Element>::pack((acc[4 * i] + low) * first, (acc[4 * i + 1] + high) * first);
-    block[2 * i + 1] =
-        Pair<Element>::pack((acc[4 * i + 2] + low) * second, (acc[4 * i + 3] + high) * second);
+    round_words<Element>(block + 2 * i, acc + 4 * i, staging.bias_pair(column + i * 8), first,
+                         second);
   }
 }
 
@@ -102,16 +52,10 @@ __device__ __forceinline__ void round_block(Fragment& block, const float* acc,
                                             const Staging<kShape>& staging, int column) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const float* four = acc + 4 * i;
     if constexpr (kBias == BiasUse::kNone) {
-      block[2 * i] = Pair<Element>::pack(four[0], four[1]);
-      block[2 * i + 1] = Pair<Element>::pack(four[2], four[3]);
+      round_words<Element>(block + 2 * i, acc + 4 * i);
     } else {
-      const std::uint32_t bias = staging.bias_pair(column + i * 8);
-      const float low = Pair<Element>::low(bias);
-      const float high = Pair<Element>::high(bias);
-      block[2 * i] = Pair<Element>::pack(four[0] + low, four[1] + high);
-      block[2 * i + 1] = Pair<Element>::pack(four[2] + low, four[3] + high);
+      round_words<Element>(block + 2 * i, acc + 4 * i, staging.bias_pair(column + i * 8));
     }
   }
 }

@@ -1,0 +1,15 @@
+// The biases of an operator's experts, as epilogues and sums take them.
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda {
+
+/// One vector for every expert; strides in elements. Null: no bias.
+struct Bias {
+  const void* data;
+  std::int64_t expert_stride;
+  std::int64_t column_stride;
+};
+
+}  // namespace sonicmoe::cuda
