@@ -52,13 +52,13 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
   params.b.map[0] = rows_map(device, product.right, kDepth);
   params.b.part = product.right_part;
   params.tiles = expert_tiles(product.groups, rows, columns, shape);
-  params.tiles.counter = tiling.counter(product.hints.tile_counter);
-  params.begins = product.hints.start == Start::kIndependent ? Begins::kIndependent : Begins::kLate;
+  params.tiles.tile_counter = tiling.counter(product.hints.tile_counter);
+  params.begins = product.hints.start == Start::kIndependent ? Begins::kIndependent : Begins::kAfterPrevious;
   params.epilogue = store_params(device, product, params.tiles);
   const KernelEntry& kernel = find_kernel({Role::kWeightGrad, product.dtype, tiling.tile,
                                            major_of(product.out[0]), ActivationKind::kSwiGLU});
   const std::int64_t clusters =
-      clusters_of(device, shape, product.groups.experts * params.tiles.each.by);
+      clusters_of(device, shape, product.groups.experts * params.tiles.tiles_per_expert.by);
   launch_product(device, kernel, &params, clusters - clusters_left(product.companion, clusters),
                  stream);
 }

@@ -96,7 +96,7 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
   tiles.params = row_tiles(product.groups, columns, shape.n, product.weights.first.shape[2],
                            tiles.tiling.counter(product.hints.tile_counter));
   tiles.clusters = clusters_of(device, shape, most_tiles(product.groups, tiles.params));
-  if (cuts_last_round(rows)) tiles.params.round = divisor(tiles.clusters);
+  if (cuts_last_round(rows)) tiles.params.wave = divisor(tiles.clusters);
   // Early release pays where a cluster has few tiles and dX~ does not need their bandwidth.
   constexpr std::int64_t kFewTiles = 24;
   const std::int64_t cta_tiles = product.groups.capacity / kRecordRows * tiles.params.column_tiles;
@@ -112,7 +112,7 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
 std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTiles::Params& tiles,
                          const TileShape& shape) {
   const std::int64_t cta_tiles = grad.early_release * grad.tiling.shape().cluster;
-  const std::int64_t records = cta_tiles / grad.params.column_tiles - 2 - 2 * tiles.band;
+  const std::int64_t records = cta_tiles / grad.params.column_tiles - 2 - 2 * tiles.raster_group;
   return std::max<std::int64_t>(0, records * tiles.column_tiles / shape.cluster);
 }
 
@@ -123,8 +123,8 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   params.producer = gathered(launch.product.rows, launch.depth());
   params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
   params.tiles = tiles.params;
-  params.told_tiles = static_cast<std::int32_t>(tiles.early_release);
-  params.told = launch.product.hints.release_counter;
+  params.early_release_tiles = static_cast<std::int32_t>(tiles.early_release);
+  params.early_release_count = launch.product.hints.release_counter;
   params.epilogue.h_in = rows_map(launch.device, e.h, shape.m, kGradColumns);
   params.epilogue.dh = ragged_map(launch.device, e.dh, kGradColumns);
   params.epilogue.a = ragged_map(launch.device, e.a, kGradColumns);
@@ -144,11 +144,11 @@ void set_start(const Launch& launch, const TileShape& shape, DownParams* params)
   if (hints.start == Start::kIndependent) params->begins = Begins::kIndependent;
   if (hints.start != Start::kWithRowsOf) return;
   const HiddenGradTiles before = hidden_grad_tiles(launch.device, *hints.source);
-  params->early_tiles = static_cast<std::int32_t>(early_tiles(before, params->tiles, shape));
-  if (params->early_tiles == 0) return;
+  params->early_start_tiles = static_cast<std::int32_t>(early_tiles(before, params->tiles, shape));
+  if (params->early_start_tiles == 0) return;
   params->begins = Begins::kEarly;
-  params->told = hints.source->hints.release_counter;
-  params->tellers = before.ctas();
+  params->early_release_count = hints.source->hints.release_counter;
+  params->early_release_ctas = before.ctas();
 }
 
 StoreRowsParams store_params(const Launch& launch, const StoreOutput& e) {
@@ -177,7 +177,7 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
                            launch.counter(tiling));
   params.tiles.k_parts = two ? 2 : 1;
-  params.tiles.band = row_band(launch.columns(), depth);
+  params.tiles.raster_group = row_band(launch.columns(), depth);
   set_start(launch, shape, &params);
   params.epilogue = store_params(launch, e);
   launch.run(launch.key(scaled ? Role::kDownScaled : Role::kDown, tiling, kNoActivation), params);

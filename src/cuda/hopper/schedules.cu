@@ -15,21 +15,21 @@ RowTiles::Params row_tiles(const RowGroups& groups, std::int64_t columns, int co
   RowTiles::Params tiles{};
   tiles.records = groups.lists->records;
   tiles.record_count = groups.lists->record_count;
-  tiles.counter = counter;
+  tiles.tile_counter = counter;
   tiles.columns = static_cast<std::int32_t>(columns);
   tiles.column_tiles = static_cast<std::int32_t>((columns + column_step - 1) / column_step);
   tiles.column_step = column_step;
   tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
   tiles.k_parts = 1;
-  tiles.band = 1;
-  tiles.round = divisor(1);
+  tiles.raster_group = 1;
+  tiles.wave = divisor(1);
   return tiles;
 }
 
 ExpertTiles::Params expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
                                  const TileShape& shape) {
   ExpertTiles::Params tiles{};
-  tiles.order = groups.longest_first;
+  tiles.longest_first = groups.longest_first;
   tiles.expert_begin = groups.lists->expert_begin;
   tiles.expert_rows = groups.lists->expert_rows;
   tiles.experts = static_cast<std::int32_t>(groups.experts);
@@ -39,11 +39,11 @@ ExpertTiles::Params expert_tiles(const RowGroups& groups, std::int64_t rows, std
   tiles.column_tiles = static_cast<std::int32_t>((columns + shape.n - 1) / shape.n);
   const std::int32_t ctas = (tiles.rows + shape.m - 1) / shape.m;
   const std::int32_t odd = ctas % 2;
-  tiles.lines = ctas / 2;
-  tiles.each = divisor(tiles.lines * tiles.column_tiles + odd * (tiles.column_tiles + 1) / 2);
-  const bool columns_fastest = fast_columns(tiles.lines, tiles.column_tiles);
+  tiles.row_tiles = ctas / 2;
+  tiles.tiles_per_expert = divisor(tiles.row_tiles * tiles.column_tiles + odd * (tiles.column_tiles + 1) / 2);
+  const bool columns_fastest = fast_columns(tiles.row_tiles, tiles.column_tiles);
   tiles.columns_fastest = columns_fastest ? 1 : 0;
-  tiles.group = divisor(columns_fastest ? tiles.column_tiles : 2 * tiles.lines + odd);
+  tiles.raster_group = divisor(columns_fastest ? tiles.column_tiles : 2 * tiles.row_tiles + odd);
   return tiles;
 }
 

@@ -109,7 +109,7 @@ constexpr Tiling scaled_row_tiling(std::int64_t depth) {
 
 /// Rows that a tile record covers: those of a CTA's tile, the same for every tile, so that one list
 /// serves all kernels. An odd last record of an expert does not leave half a cluster idle
-/// (engine/scheduler.cuh).
+/// (engine/row_tiles.cuh).
 inline constexpr int kRecordRows = 128;
 static_assert(kCoop128x256.m == kRecordRows);
 static_assert(kPingPong128x192.m == kRecordRows);
