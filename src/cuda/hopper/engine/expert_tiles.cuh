@@ -42,7 +42,8 @@ struct ExpertTiles {
     return (tile.depth + kDepth - 1) / kDepth;
   }
   /// A tile runs through all rows of its expert. So long experts come first: one that was taken
-  /// last would leave the other clusters waiting for it.
+  /// last would leave the other clusters waiting for it. Loads are coherent, because the kernel may
+  /// run before its griddepcontrol.wait (Begins).
   template <TileShape kShape>
   static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
     static_assert(kShape.cluster == 2);
@@ -63,14 +64,14 @@ struct ExpertTiles {
       if (tile.own_b) n += rank;
     }
     if (p.longest_first != nullptr) {
-      const int4 record = __ldg(reinterpret_cast<const int4*>(p.longest_first) + expert.quotient);
+      const int4 record = __ldca(reinterpret_cast<const int4*>(p.longest_first) + expert.quotient);
       tile.expert = record.x;
       tile.row = record.y;
       tile.depth = record.z;
     } else {
       tile.expert = expert.quotient;
-      tile.row = __ldg(p.expert_begin + expert.quotient);
-      tile.depth = __ldg(p.expert_rows + expert.quotient);
+      tile.row = __ldca(p.expert_begin + expert.quotient);
+      tile.depth = __ldca(p.expert_rows + expert.quotient);
     }
     tile.output_row = m * kShape.cluster_rows() + (tile.own_b ? 0 : rank * kShape.m);
     tile.valid_rows = p.rows - tile.output_row;

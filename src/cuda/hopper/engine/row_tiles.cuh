@@ -53,7 +53,7 @@ struct RowTilesOf {
 
   template <TileShape kShape>
   static __device__ __forceinline__ int count(const Params& p) {
-    const LastWave last = last_wave<kShape>(p, ptx::load_again(p.record_count));
+    const LastWave last = last_wave<kShape>(p, load_count(p));
     return last.begin + 2 * last.split_tiles;
   }
   static __device__ __forceinline__ int k_tiles(const Params& p, const CtaTile&) {
@@ -73,8 +73,8 @@ struct RowTilesOf {
     }
     const int cta_tile = t * kShape.cluster + rank;
     const int index = static_cast<unsigned>(cta_tile) / static_cast<unsigned>(across);
-    if (kShape.cluster > 1 && index >= __ldg(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
-    const int4 raw = __ldg(reinterpret_cast<const int4*>(p.records) + index);
+    if (kShape.cluster > 1 && index >= load(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
+    const int4 raw = load(reinterpret_cast<const int4*>(p.records) + index);
     const TileRecord record{raw.x, raw.y, raw.z, raw.w};
     int local = index - record.first;  // record of the expert
     int n = cta_tile - index * across;
@@ -110,6 +110,24 @@ struct RowTilesOf {
 
  private:
   static constexpr int kWhole = -1;  // the tile is not split
+
+  /// kGrouped is the order of kernels that may read before their griddepcontrol.wait, and so need
+  /// coherent loads (Begins): ld.global.ca. The others wait first and use ld.global.nc.
+  template <class T>
+  static __device__ __forceinline__ T load(const T* pointer) {
+    if constexpr (kOrder == RasterOrder::kGrouped) {
+      return __ldca(pointer);
+    } else {
+      return __ldg(pointer);
+    }
+  }
+  static __device__ __forceinline__ int load_count(const Params& p) {
+    if constexpr (kOrder == RasterOrder::kGrouped) {
+      return __ldca(p.record_count);
+    } else {
+      return ptx::load_again(p.record_count);
+    }
+  }
 
   /// The tiles that are split into two: tile `begin` and those after it.
   struct LastWave {

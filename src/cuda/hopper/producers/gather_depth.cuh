@@ -35,6 +35,7 @@ struct GatherDepth {
     // of them (H200), because shuffles use the shared memory that wgmma reads.
     const int looked_up =
         (lane >> 4) * kDepth + (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2 & 3) * 16;
+    if (threadIdx.x == 0 && p.begins == Begins::kIndependent) ptx::fence_async();
     RingPosition<kShape.stages> ring;
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
     const auto tile_of = [&] {
@@ -48,10 +49,11 @@ struct GatherDepth {
       tile.output_row = ptx::uniform(tile.output_row);
       return tile;
     };
+    // Coherent loads: the kernel may run before its griddepcontrol.wait (Begins).
     const auto look_up = [&](const CtaTile& tile, int kt) {
       const int row = kt * kDepth + looked_up;
       if (row >= tile.depth) return 0;
-      return p.producer.index != nullptr ? __ldg(p.producer.index + tile.row + row)
+      return p.producer.index != nullptr ? __ldca(p.producer.index + tile.row + row)
                                          : tile.row + row;
     };
     CtaTile next_tile = tile_of();

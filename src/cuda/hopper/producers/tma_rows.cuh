@@ -41,7 +41,7 @@ struct TmaRows {
       launch_dependents_after_wait();
       early = false;
     }
-    if (early) ptx::fence_async();
+    if (p.begins != Begins::kAfterPrevious) ptx::fence_async();
     while (!tiles.done()) {
       if (early && tiles.index() >= p.early_start_tiles) {
         launch_dependents_after_wait();
