@@ -14,6 +14,7 @@ concept RowProducer = requires(const typename P::Params& p) {
   { P::kCopyArrivals } -> std::convertible_to<int>;  // threads that arrive at `full` after copying
   { P::kQueueReaders } -> std::convertible_to<int>;  // threads or warps that read tile indices
   { P::kNeedsProxyFence } -> std::convertible_to<bool>;  // it writes A through the generic proxy
+  { P::kMayStartEarly } -> std::convertible_to<bool>;    // its kernels take any Begins
   { P::kScheduler } -> std::convertible_to<SchedulerThread>;
   { P::registers(kAnyShape) } -> std::same_as<Registers>;
   P::prefetch(p);

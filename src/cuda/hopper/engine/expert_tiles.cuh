@@ -33,6 +33,7 @@ struct ExpertTiles {
     std::int32_t columns_fastest;
   };
   static constexpr bool kFixedDepth = false;
+  static constexpr bool kCoherent = true;
 
   template <TileShape kShape>
   static __device__ __forceinline__ int count(const Params& p) {
@@ -42,8 +43,7 @@ struct ExpertTiles {
     return (tile.depth + kDepth - 1) / kDepth;
   }
   /// A tile runs through all rows of its expert. So long experts come first: one that was taken
-  /// last would leave the other clusters waiting for it. Loads are coherent, because the kernel may
-  /// run before its griddepcontrol.wait (Begins).
+  /// last would leave the other clusters waiting for it.
   template <TileShape kShape>
   static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
     static_assert(kShape.cluster == 2);

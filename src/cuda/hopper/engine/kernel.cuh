@@ -68,6 +68,8 @@ struct GroupedGemmKernel {
   /// ping-pong are launched in static order.
   static constexpr bool kConsumerSchedules =
       Producer::kScheduler == SchedulerThread::kConsumer && !kShape.ping_pong();
+  static_assert(!Producer::kMayStartEarly || Scheduler::kCoherent,
+                "before griddepcontrol.wait earlier results may not be read by ld.global.nc");
   static_assert(
       !kShape.ping_pong() || Scheduler::kFixedDepth,
       "in ping-pong a warpgroup skips the other one's stages, so it must know their number");
@@ -171,7 +173,6 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
     if (!more) break;
     if constexpr (kShape.ping_pong()) skip_other();
     if (blocks > 0) Gemm::Epilogue::run(p.epilogue, state, acc, tile, staging, rows);
-    // After a tile, when the previous kernel is complete or about to be: the wait is short.
     if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
       launch_dependents_after_wait();
     tiles.next();
@@ -226,8 +227,9 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
       Epilogue::take(p.epilogue, state, acc, tile, staging, {offset, kShape.row_blocks()});
       pieces.done = 0;
     }
-    // Kernels that gather rows are always kAfterPrevious, and have no register for the comparison.
-    if (!Gemm::kConsumerSchedules && p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
+    // Up projections, which never start early, have no register for the comparison.
+    if (Gemm::Producer::kMayStartEarly && p.begins == Begins::kIndependent &&
+        threadIdx.x == kWarpgroup)
       launch_dependents_after_wait();
   }
   if constexpr (UnrolledEpilogue<Epilogue>) pieces.flush();
@@ -294,8 +296,6 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
   } else {
     __syncthreads();
   }
-  // Others launch the next kernel later: release_early(), or consume() after its first tile, or
-  // TmaRows before its first tile that is not early.
   if (RingEpilogue<typename Gemm::Epilogue, kShape> && p.early_release_tiles != 0) {
     ptx::wait_for_previous_kernel();
   } else if (p.begins == Begins::kAfterPrevious) {

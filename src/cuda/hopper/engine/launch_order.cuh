@@ -30,9 +30,14 @@ enum class Begins : int {
                        ///< what they read, the others after griddepcontrol.wait; TmaRows only
 };
 
-/// Lets the next kernel start on multiprocessors that this one leaves. In every CTA one thread
-/// calls it, or the CTA exits. It waits first: the next kernel may then read all that was written
-/// before this one (Begins).
+/// Lets the next kernel start on multiprocessors that this one leaves, when all CTAs have called it
+/// or ended. It waits first: the next kernel may then read what was written before this one.
+///
+///   | this kernel                                | a CTA calls it                                |
+///   | kAfterPrevious                             | at its beginning                              |
+///   | kAfterPrevious with early_release_tiles    | release_early(): after its last early tile    |
+///   | kIndependent                               | after its first tile: the wait is short then  |
+///   | kEarly                                     | before its first tile that is not early       |
 __device__ __forceinline__ void launch_dependents_after_wait() {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();

@@ -50,6 +50,7 @@ template <RasterOrder kOrder>
 struct RowTilesOf {
   using Params = RowTilesParams;
   static constexpr bool kFixedDepth = true;
+  static constexpr bool kCoherent = kOrder == RasterOrder::kGrouped;
 
   template <TileShape kShape>
   static __device__ __forceinline__ int count(const Params& p) {
@@ -111,18 +112,18 @@ struct RowTilesOf {
  private:
   static constexpr int kWhole = -1;  // the tile is not split
 
-  /// kGrouped is the order of kernels that may read before their griddepcontrol.wait, and so need
-  /// coherent loads (Begins): ld.global.ca. The others wait first and use ld.global.nc.
+  /// Coherent loads (ld.global.ca) for kernels that may read before their griddepcontrol.wait; the
+  /// others wait first and use ld.global.nc.
   template <class T>
   static __device__ __forceinline__ T load(const T* pointer) {
-    if constexpr (kOrder == RasterOrder::kGrouped) {
+    if constexpr (kCoherent) {
       return __ldca(pointer);
     } else {
       return __ldg(pointer);
     }
   }
   static __device__ __forceinline__ int load_count(const Params& p) {
-    if constexpr (kOrder == RasterOrder::kGrouped) {
+    if constexpr (kCoherent) {
       return __ldca(p.record_count);
     } else {
       return ptx::load_again(p.record_count);

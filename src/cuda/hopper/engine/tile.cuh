@@ -46,6 +46,7 @@ template <class S>
 concept TileScheduler = requires(const typename S::Params& p, int t) {
   { S::k_tiles(p, CtaTile{}) } -> std::same_as<int>;
   { S::kFixedDepth } -> std::convertible_to<bool>;  // all tiles have the same number of k tiles
+  { S::kCoherent } -> std::convertible_to<bool>;    // reads nothing by ld.global.nc (Begins)
   { S::template count<kAnyShape>(p) } -> std::same_as<int>;
   { S::template tile<kAnyShape>(p, t, t) } -> std::same_as<CtaTile>;
 };

@@ -104,9 +104,9 @@ __device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
 /// under the tile's last products, so that it never waits for the atomic. All consumer warps call
 /// these functions; only the scheduler thread acts.
 ///
-///   | producers look the next tile up  | during tile t | sent before tile 0 | sent in tile t |
-///   | while they copy this one         | two ahead     | entry of tile 1    | of tile t + 2  |
-///   | behind this one (RingEpilogue)   | one ahead     | nothing            | of tile t + 1  |
+///   | producers look the next tile up | sent before tile 0 | sent in the cluster's tile t |
+///   | while they copy this one        | index 1            | index t + 2                  |
+///   | behind this one (RingEpilogue)  | nothing            | index t + 1                  |
 template <class Scheduler, TileShape kShape>
 class InlineScheduler {
  public:

@@ -16,6 +16,7 @@ struct GatherDepth {
   static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;
   static constexpr Registers registers(const TileShape&) { return {56, 208}; }
   static constexpr bool kNeedsProxyFence = true;
+  static constexpr bool kMayStartEarly = true;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
 

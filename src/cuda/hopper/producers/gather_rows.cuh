@@ -25,6 +25,7 @@ struct GatherRows {
     return shape.boxes == 0 ? Registers{56, 224} : Registers{40, 232};
   }
   static constexpr bool kNeedsProxyFence = true;
+  static constexpr bool kMayStartEarly = false;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
 

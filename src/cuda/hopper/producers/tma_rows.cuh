@@ -17,6 +17,7 @@ struct TmaRows {
   static constexpr SchedulerThread kScheduler = SchedulerThread::kProducer;
   static constexpr Registers registers(const TileShape&) { return {40, 232}; }
   static constexpr bool kNeedsProxyFence = false;
+  static constexpr bool kMayStartEarly = true;
 
   static __device__ __forceinline__ void prefetch(const Params& p) { ptx::prefetch_map(&p.rows); }
 
