@@ -1,12 +1,12 @@
-// The kernels by role: which producer, tile scheduler, epilogue and B source each product takes.
+// The kernels by role: the producer, tile scheduler, epilogue and B source of each product.
 //
-//   | role       | producer    | scheduler       | epilogue           | B | | up         |
-//   GatherRows  | RowTiles        | ActRows, ActPlain  | W1: gate and up as halves   | | up paired
-//   | GatherRows  | RowTiles        | ActRows            | W1 as it lies               | | down,
-//   dX~  | TmaRows     | GroupedRowTiles | StoreRows          | W2; gate, then up along K   | |
-//   gather     | GatherRows  | RowTiles        | StoreRows          | any matrices                |
-//   | dH         | GatherRows  | SplitRowTiles   | ActGrad            | W2 | | dW         |
-//   GatherDepth | ExpertTiles     | StoreExpert        | grouped rows                |
+//   | role      | producer    | scheduler       | epilogue              | B                      |
+//   | up        | GatherRows  | RowTiles        | ActRows, ActPlainRows | W1: gate, up by halves |
+//   | up paired | GatherRows  | RowTiles        | ActRows               | W1: gate, up alternate |
+//   | down, dX~ | TmaRows     | GroupedRowTiles | StoreRows             | W2; gate, up along K   |
+//   | gather    | GatherRows  | RowTiles        | StoreRows             | any matrices           |
+//   | dH        | GatherRows  | SplitRowTiles   | ActGrad               | W2                     |
+//   | dW        | GatherDepth | ExpertTiles     | StoreExpert           | grouped rows           |
 //
 // The host fills the ...Params types.
 #pragma once

@@ -49,9 +49,9 @@ struct StoreExpert {
   ///   | long   | k tile 0            | k tile 4 (warpgroup 0) or 9 (1)    | k tile 1        |
   ///
   /// All clusters end their tiles at about the same time, and stores at that moment delay the next
-  /// tiles' loads: so they are spread. Nothing is fenced or issued between two tiles, while nothing
-  /// is multiplied. To keep both halves in registers would make the products slower. A short tile
-  /// has little to store under.
+  /// tiles' loads: so they are spread. The first half waits for k tile 0 because between two tiles
+  /// no product hides its fence and its stores. Both halves in registers would make the products
+  /// slower. After a short tile there is little to gain.
   static __device__ __forceinline__ int deferred_k_tile(const State& state, int k_tiles,
                                                         int warpgroup) {
     return k_tiles > kShort ? 4 + 5 * warpgroup : (state.first_stored ? 0 : 1);
