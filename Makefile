@@ -8,11 +8,11 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help setup build demo test test-cpp test-python check format lint clean
+.PHONY: help setup build demo test sanitize-gpu format lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: ## system packages and the Python environment .venv
 	@tools/setup.sh
@@ -25,6 +25,9 @@ demo: build ## train a small MoE language model twice, report in out/demo (about
 
 test: build ## every test of C++ and Python, the structure and the format
 	@tools/run_tests.sh
+
+sanitize-gpu: build ## the device tests under compute-sanitizer's four tools; needs a GPU
+	@python tools/sanitize_gpu.py $(ARGS)
 
 format: setup ## rewrite sources in the project's format
 	@tools/format.sh --fix

@@ -1,7 +1,7 @@
 """One MoE layer on the CPU, forward and backward: sonicmoe_cpp against PyTorch's own ways.
 
     python benchmarks/cpu_layer.py                          the judged run: 4096,512,256,64,8
-    python benchmarks/cpu_layer.py --update-readme          ... and rewrite the table in README.md
+    python benchmarks/cpu_layer.py --update-page            ... and rewrite its table in the docs
     python benchmarks/cpu_layer.py --shape 512,256,128,16,4 --threads 1 --rounds 3 --out ''
 
 Every way gets the same x, ids, weights and output gradient and gives the gradients of x, of the
@@ -277,14 +277,14 @@ def table(record):
     return "\n".join(lines)
 
 
-def update_readme(text):
-    readme = ROOT / "README.md"
-    content = readme.read_text()
+def update_page(text):
+    page = ROOT / "docs/performance.md"
+    content = page.read_text()
     begin, end = (content.find(marker) for marker in MARKERS)
     if not 0 <= begin < end:
-        raise SystemExit(f"README.md has no {MARKERS[0]} ... {MARKERS[1]}")
+        raise SystemExit(f"{page.name} has no {MARKERS[0]} ... {MARKERS[1]}")
     head, tail = content[: begin + len(MARKERS[0])], content[end:]
-    readme.write_text(f"{head}\n{text}\n{tail}")
+    page.write_text(f"{head}\n{text}\n{tail}")
 
 
 def parse():
@@ -297,7 +297,7 @@ def parse():
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall is judged")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/cpu/layer.json"))
-    parser.add_argument("--update-readme", action="store_true")
+    parser.add_argument("--update-page", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.shape = [int(size) for size in arguments.shape.split(",")]
@@ -342,8 +342,8 @@ def main():
     if arguments.out:
         Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.out).write_text(json.dumps(record, indent=1) + "\n")
-    if arguments.update_readme:
-        update_readme(text)
+    if arguments.update_page:
+        update_page(text)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Tables and plots of the H200 records, nothing measured here.
 
 python benchmarks/h200_figures.py            draw the plots into docs/images/
-python benchmarks/check_figures.py --fix     put the table into README.md
+python benchmarks/check_figures.py --fix     put the tables into README.md and docs/performance.md
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks/results/h200"
 IMAGES = ROOT / "docs/images"
 MARKERS = ("<!-- h200-bench:begin -->", "<!-- h200-bench:end -->")
-PEERS = {
-    row["config"]: row
-    for row in json.loads((ROOT / "benchmarks/data/peers-h200.json").read_text())["rows"]
-}
+DATA = ROOT / "benchmarks/data"
+PEERS = {row["config"]: row for row in json.loads((DATA / "peers-h200.json").read_text())["rows"]}
+# The cuBLAS reference, sonic-moe and ours through PyTorch, interleaved in one process.
+TOGETHER = json.loads((DATA / "side-by-side-h200.json").read_text())
+TOGETHER_ROWS = {row["config"]: row for row in TOGETHER["rows"]}
+README_ROWS = ("30B-n1024", "120B-n1024", "gpt-oss-20b", "qwen3-next", "dsv3.2")
 PASSES = {"fwd": "forward", "bwd": "backward"}
 # What is timed, as plots and tables call it.
 CONTENDERS = {
-    "bound": "bound (cuBLAS)",
+    "bound": "cuBLAS reference",
     "ours_cpp": "sonicmoe.cpp",
     "ours_torch": "sonicmoe.cpp in PyTorch",
     "torch": "compiled grouped_mm",
@@ -32,6 +34,20 @@ CONTENDERS = {
     "momoe": "MoMoE",
     "momoe_saving": "MoMoE, all saved",
     "deep_gemm": "DeepGEMM",
+}
+# Ours has one colour in every plot, peers are muted.
+OURS = "#c4451c"
+COLOURS = {
+    "bound": "#4d4d4d",
+    "ours_cpp": OURS,
+    "ours_torch": OURS,
+    "torch": "#b9c4cf",
+    "transformers": "#d9d9d9",
+    "sonicmoe": "#8095a8",
+    "scattermoe": "#c9bfa8",
+    "momoe": "#a9bda9",
+    "momoe_saving": "#cddccd",
+    "deep_gemm": "#b3a5bd",
 }
 
 
@@ -48,7 +64,7 @@ def extra(what):
 
 
 def ratio(row, which, name="ours_cpp"):
-    """Speed over the bound's, or None where either was not timed."""
+    """Speed over the reference's, or None where either was not timed."""
     key = f"{which}_ms"
     if key not in row.get(name, {}) or key not in row.get("bound", {}):
         return None
@@ -56,13 +72,18 @@ def ratio(row, which, name="ours_cpp"):
 
 
 def earlier_ratio(row, which, name):
-    """A peer's speed over the bound's, from a run of its own."""
+    """A peer's speed over the reference's, from a run of its own."""
     peer = PEERS[row["config"]]
     return peer[name][f"{which}_tflops"] / peer["bound"][f"{which}_tflops"]
 
 
-def sonic_ratio(row, which):
-    return earlier_ratio(row, which, "sonicmoe")
+def over_sonic(row, which, state="hot"):
+    """Our speed over sonic-moe's: of one process, else by each one's speed over the reference."""
+    together = TOGETHER_ROWS.get(row["config"])
+    if together is None:
+        return ratio(row, which) / earlier_ratio(row, which, "sonicmoe")
+    key = f"{which}_ms" if state == "hot" else f"cool_{which}_ms"
+    return together["sonicmoe"][key] / together["ours_torch"][key]
 
 
 def grouped_ratio(row, which):
@@ -77,17 +98,29 @@ def grouped_source(record):
     if not missing:
         return "grouped_mm ran in the same run."
     which = "" if len(missing) == len(record["rows"]) else f" of {', '.join(missing)}"
-    return f"The ratios of grouped_mm{which} are from a run of its own, beside its own bound."
+    return f"The ratios of grouped_mm{which} are from a run of its own, beside its own reference."
+
+
+def waits_for_host(config):
+    """Whether sonic-moe's time is its host's: a rested chip does not shorten it."""
+    sonic = TOGETHER_ROWS.get(config, {}).get("sonicmoe")
+    return sonic is not None and sonic["cool_fwd_ms"] > sonic["fwd_ms"]
+
+
+def marked(config):
+    """* measured in one process with sonic-moe, † where sonic-moe waits for its host."""
+    return config + ("*" if config in TOGETHER_ROWS else "") + ("†" * waits_for_host(config))
 
 
 def large(record):
     return [row for row in record["rows"] if "l2" not in row]
 
 
-def mean_over_sonic(record, which, name="ours_cpp"):
-    found = [(ratio(row, which, name), sonic_ratio(row, which)) for row in large(record)]
-    found = [ours / sonic for ours, sonic in found if ours is not None]
-    return statistics.geometric_mean(found) if found else None
+def mean_over_sonic(record, which, rows=None):
+    """Geometric mean of our speed over sonic-moe's where both times are the device's."""
+    rows = [row for row in rows or large(record) if not waits_for_host(row["config"])]
+    state = record["state"]
+    return statistics.geometric_mean(over_sonic(row, which, state) for row in rows)
 
 
 def pair(row, name):
@@ -98,16 +131,15 @@ def pair(row, name):
     return "/".join("-" if value is None else f"{value:.0f}" for value in values)
 
 
-def ratios(row):
-    """Ours, sonic-moe's and grouped_mm's, forward then backward."""
-    for which in PASSES:
-        ours = ratio(row, which)
-        yield f"{ours:.2f}" if ours else "-"
-        yield f"{sonic_ratio(row, which):.2f}"
-        yield f"{grouped_ratio(row, which):.2f}"
+def speeds(row, state):
+    """Our speed over the reference's, sonic-moe's and grouped_mm's, forward/backward."""
+    own = {which: ratio(row, which) for which in PASSES}
+    over = [own, {w: over_sonic(row, w, state) for w in PASSES}]
+    over.append({which: own[which] / grouped_ratio(row, which) for which in PASSES})
+    return ["/".join(f"{each[which]:.2f}" for which in PASSES) for each in over]
 
 
-RATIO_COLUMNS = [f"{w}: {name}" for w in PASSES for name in ("ours", "sonic-moe", "grouped_mm")]
+SPEED_COLUMNS = [f"over {name}" for name in ("reference", "sonic-moe", "grouped_mm")]
 
 
 def grid(columns, rows, words=1):
@@ -116,115 +148,163 @@ def grid(columns, rows, words=1):
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def table(hot):
+def shape_text(row):
+    return ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
+
+
+def span_over_reference(hot):
+    """Our least and greatest speed over the reference's, by pass."""
+    spans = []
+    for which, title in PASSES.items():
+        found = [ratio(row, which) for row in hot["rows"]]
+        spans.append(f"{min(found):.2f} to {max(found):.2f} in the {title} pass")
+    return " and ".join(spans)
+
+
+def readme_table():
+    """Five layers of the record that has sonic-moe and ours in one process."""
+    hot = newest("hot")
+    rows = [TOGETHER_ROWS[config] for config in README_ROWS]
+    cells = [
+        [row["config"], shape_text(row)]
+        + [pair(row, name) for name in ("bound", "sonicmoe", "ours_torch")]
+        + ["/".join(f"{ratio(row, which, 'ours_torch'):.2f}" for which in PASSES)]
+        + ["/".join(f"{over_sonic(row, which):.2f}" for which in PASSES)]
+        for row in rows
+    ]
+    names = [CONTENDERS["bound"], "sonic-moe", "sonicmoe.cpp", *SPEED_COLUMNS[:2]]
+    return "\n\n".join(
+        [
+            grid(["layer", "T,d,n,E,K", *names], cells, words=2),
+            f"TFLOP/s and speed-up, forward/backward. {TOGETHER['device']}, torch "
+            f"{TOGETHER['torch']}, {TOGETHER['date'][:10]}, commit {TOGETHER['commit']}. Over the "
+            f"reference on all {len(hot['rows'])} layers (C interface, commit {hot['commit']}): "
+            f"{span_over_reference(hot)}.",
+        ]
+    )
+
+
+def hot_table(hot):
     if hot is None:
         return "No record yet."
     means = [mean_over_sonic(hot, which) for which in PASSES]
     rows = sorted(hot["rows"], key=lambda row: list(PEERS).index(row["config"]))
     cells = [
-        [row["config"], ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))]
+        [marked(row["config"]), shape_text(row)]
         + [pair(row, name) for name in ("bound", "ours_cpp", "ours_torch")]
-        + list(ratios(row))
+        + speeds(row, "hot")
         for row in rows
     ]
-    columns = ["layer", "T,d,n,E,K", "bound", "ours", "ours in PyTorch", *RATIO_COLUMNS]
+    columns = ["layer", "T,d,n,E,K", "reference", "ours", "ours in PyTorch", *SPEED_COLUMNS]
     small = ", ".join(row["config"] for row in rows if "l2" in row)
     return "\n\n".join(
         [
-            "TFLOP/s forward/backward (6 T K n d and 12 T K n d flops), then speed over the "
-            "bound's, hot: bursts one after the other, so that the chip's power limit holds. The "
-            f"geometric mean of our ratio over sonic-moe's on the {len(large(hot))} large rows is "
-            f"{means[0]:.2f} forward and {means[1]:.2f} backward.",
             grid(columns, cells, words=2),
-            f"{small}: single calls, L2 flushed before each. "
-            f"{grouped_source(hot)} "
+            f"Geometric mean over sonic-moe on the large layers without †: {means[0]:.2f} forward, "
+            f"{means[1]:.2f} backward.",
+            f"{small}: single calls, L2 flushed before each. {grouped_source(hot)} "
             f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
-            f"commit {hot['commit']}.",
+            f"commit {hot['commit']}; \\*: commit {TOGETHER['commit']}, {TOGETHER['date'][:10]}.",
         ]
     )
 
 
-def bars(axes, hot, which):
-    rows = hot["rows"]
-    names = [row["config"] for row in rows]
-    series = [
-        ("bound (cuBLAS)", [row.get("bound", {}).get(f"{which}_tflops", 0) for row in rows]),
-        ("sonicmoe.cpp", [row.get("ours_cpp", {}).get(f"{which}_tflops", 0) for row in rows]),
-        (
-            "sonic-moe (its ratio times this bound)",
-            [row["bound"][f"{which}_tflops"] * sonic_ratio(row, which) for row in rows],
-        ),
-        (
-            "compiled grouped_mm",
-            [row["bound"][f"{which}_tflops"] * grouped_ratio(row, which) for row in rows],
-        ),
-    ]
-    width = 0.8 / len(series)
-    for i, (label, values) in enumerate(series):
-        places = [x + (i - (len(series) - 1) / 2) * width for x in range(len(rows))]
-        axes.bar(places, values, width, label=label)
-    axes.set_xticks(range(len(rows)), names, rotation=60, ha="right", fontsize=8)
-    axes.set_ylabel("TFLOP/s (model flops)")
-    axes.set_title(f"{PASSES[which]}, routing included, one H200, hot")
+def tflops(row, which):
+    """{contender: TFLOP/s} through PyTorch, of one process where there is such a record."""
+    key = f"{which}_tflops"
+    together = TOGETHER_ROWS.get(row["config"])
+    source = together or row
+    found = {name: source[name][key] for name in ("bound", "ours_torch")}
+    found["torch"] = found["bound"] * grouped_ratio(row, which)
+    sonic = found["bound"] * earlier_ratio(row, which, "sonicmoe")
+    found["sonicmoe"] = together["sonicmoe"][key] if together else sonic
+    return found
+
+
+def bars(axes, names, values, labels):
+    """Groups of bars: values[i] holds {name: height} of the group labels[i]."""
+    width = 0.84 / len(names)
+    for i, name in enumerate(names):
+        places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(labels))]
+        heights = [group.get(name, 0) for group in values]
+        hatch = "///" if name == "ours_torch" and "ours_cpp" in names else None
+        style = {"color": COLOURS[name], "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
+        axes.bar(places, heights, width, label=CONTENDERS[name], **style)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_above(figure, axes):
+    """One legend above all panels, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=9, frameon=False)
 
 
 def plot_throughput(plt, hot):
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 9))
-    bars(top, hot, "fwd")
-    bars(bottom, hot, "bwd")
-    top.legend(fontsize=8, loc="lower right")
+    figure, panels = plt.subplots(2, 1, figsize=(11, 6.2), layout="constrained")
+    names = ("bound", "torch", "sonicmoe", "ours_torch")
+    rows = large(hot)
+    labels = [marked(row["config"]) for row in rows]
+    for axes, (which, title) in zip(panels, PASSES.items(), strict=True):
+        bars(axes, names, [tflops(row, which) for row in rows], labels)
+        axes.tick_params(axis="x", rotation=40, labelsize=8)
+        where = "one H200 at its power limit; routing included, not in the reference"
+        axes.set(ylabel="TFLOP/s", title=f"{title}, {where}")
+    legend_above(figure, panels[0])
     return figure
 
 
+def lines(axes, x, series):
+    """{contender or label: values} over x."""
+    for name, values in series.items():
+        colour = COLOURS.get(name, COLOURS["scattermoe"] if "ScatterMoE" in name else "black")
+        style = ":" if name == "4TKn" else "o-"
+        style = "o--" if name == "ours_torch" and "ours_cpp" in series else style
+        axes.plot(x, values, style, color=colour, label=CONTENDERS.get(name, name))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def plot_memory(plt, record):
-    figure, axes = plt.subplots(figsize=(6.4, 4.2))
-    x = [row["d"] / row["n"] for row in record["rows"]]
-    series = {
-        "sonicmoe.cpp": [row["ours_cpp"]["kept_MiB"] for row in record["rows"]],
-        "compiled grouped_mm": [row["torch"]["kept_MiB"] for row in record["rows"]],
-        "ScatterMoE (formula)": [row["scattermoe_formula_MiB"] for row in record["rows"]],
-        "4TKn": [row["formula_MiB"] for row in record["rows"]],
-    }
-    for label, values in series.items():
-        axes.plot(x, values, "--" if label == "4TKn" else "o-", label=label)
-    first = record["rows"][0]
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+    rows = record["rows"]
+    x = [row["d"] / row["n"] for row in rows]
+    series = {name: [row[name]["kept_MiB"] for row in rows] for name in ("torch", "ours_cpp")}
+    series["ScatterMoE (formula)"] = [row["scattermoe_formula_MiB"] for row in rows]
+    series["4TKn"] = [row["formula_MiB"] for row in rows]
+    lines(axes, x, series)
+    first = rows[0]
     axes.set(xscale="log", ylim=(0, None), xlabel="granularity d/n", ylabel="MiB for backward")
     axes.set_xticks(x, [f"{v:g}" for v in x])
     axes.minorticks_off()
     axes.set_title(f"kept beside X: T={first['T']}, d={first['d']}, K*n={first['K'] * first['n']}")
-    axes.legend(fontsize=8)
+    legend_above(figure, axes)
     return figure
 
 
 def plot_tokens(plt, record):
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2))
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     x = [row["T"] for row in record["rows"]]
-    names = [name for name in CONTENDERS if name in record["rows"][0]]
     for axes, (which, title) in zip(panels, PASSES.items(), strict=True):
-        for name in names:
-            ms = [row[name][f"{which}_ms"] for row in record["rows"]]
-            axes.plot(x, ms, "o-", label=CONTENDERS[name])
+        ms = {n: [row[n][f"{which}_ms"] for row in record["rows"]] for n in timed(record)}
+        lines(axes, x, ms)
         shape = ", ".join(f"{k}={record[k]}" for k in ("d", "n", "E", "K"))
         axes.set(xscale="log", yscale="log", xlabel="T", ylabel="ms", title=f"{title}, {shape}")
-    panels[0].legend(fontsize=8)
+    legend_above(figure, panels[0])
     return figure
 
 
 def plot_peers(plt, record):
     rows, names = record["rows"], timed(record)
-    figure, panels = plt.subplots(3, 1, figsize=(9, 10))
+    figure, panels = plt.subplots(3, 1, figsize=(9, 10), layout="constrained")
     kinds = {f"{which}_tflops": f"{title}, TFLOP/s" for which, title in PASSES.items()}
     kinds["kept_MiB"] = "kept for backward beside X, MiB"
-    width = 0.8 / len(names)
     for axes, (key, label) in zip(panels, kinds.items(), strict=True):
-        for i, name in enumerate(names):
-            places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(rows))]
-            values = [row.get(name, {}).get(key, 0) for row in rows]
-            axes.bar(places, values, width, label=CONTENDERS[name])
-        axes.set_xticks(range(len(rows)), [row["config"] for row in rows])
+        values = [{name: row.get(name, {}).get(key, 0) for name in names} for row in rows]
+        bars(axes, names, values, [row["config"] for row in rows])
         axes.set_ylabel(label)
     panels[2].set_yscale("log")
-    panels[0].legend(fontsize=8)
+    legend_above(figure, panels[0])
     return figure
 
 
@@ -234,19 +314,21 @@ def timed(record):
 
 
 def plot_rounding(plt, record):
-    figure, axes = plt.subplots(figsize=(6.4, 4.2))
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
     rows = [row for row in record["rows"] if row["config"].startswith("2048-n1024")]
     x = [row["rows"]["topk"] / row["E"] / 128 for row in rows]
-    for which, title in PASSES.items():
-        axes.plot(x, [row[which]["rounded_over_topk_a_row"] for row in rows], "o-", label=title)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
+    for (which, title), style in zip(PASSES.items(), ("o-", "s--"), strict=True):
+        values = [row[which]["rounded_over_topk_a_row"] for row in rows]
+        axes.plot(x, values, style, color=OURS, label=title)
+    axes.axhline(1.0, color=COLOURS["bound"], linewidth=0.8, label="top-k")
     axes.set(xscale="log", xlabel="mean rows an expert / tile (128)", ylabel="rounded / top-k")
     axes.set_xticks(x, [f"{v:g}" for v in x])
     axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
     first = rows[0]
     shape = ", ".join(f"{k}={first[k]}" for k in ("T", "d", "n", "K"))
     axes.set_title(f"time a routed row, nearest, {shape}, E varies")
-    axes.legend(fontsize=8)
+    legend_above(figure, axes)
     return figure
 
 
@@ -270,7 +352,6 @@ def main():
             print(f"{name}: no record", file=sys.stderr)
             continue
         figure = draw(plt, record)
-        figure.tight_layout()
         figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
     return 0

@@ -7,13 +7,16 @@ import statistics
 from h200_figures import (
     CONTENDERS,
     PASSES,
-    RATIO_COLUMNS,
+    SPEED_COLUMNS,
     extra,
     grid,
+    hot_table,
+    marked,
     mean_over_sonic,
     newest,
     pair,
-    ratios,
+    shape_text,
+    speeds,
     timed,
 )
 
@@ -25,14 +28,22 @@ def source(record):
     return f"{where}, {record['date'][:10]}, commit {record['commit']}."
 
 
+def hot():
+    return hot_table(newest("hot"))
+
+
 def cool():
     record = newest("cool")
-    columns = ["layer", "bound", "ours", *RATIO_COLUMNS]
+    columns = ["layer", "reference", "ours", *SPEED_COLUMNS]
     rows = [
-        [r["config"], pair(r, "bound"), pair(r, "ours_cpp"), *ratios(r)] for r in record["rows"]
+        [marked(r["config"]), pair(r, "bound"), pair(r, "ours_cpp"), *speeds(r, "cool")]
+        for r in record["rows"]
     ]
-    means = " and ".join(f"{mean_over_sonic(record, which):.2f} {n}" for which, n in PASSES.items())
-    return f"{grid(columns, rows)}\n\nMean of our ratio over sonic-moe's: {means}. {source(record)}"
+    means = ", ".join(f"{mean_over_sonic(record, which):.2f} {n}" for which, n in PASSES.items())
+    return (
+        f"{grid(columns, rows)}\n\nGeometric mean over sonic-moe on the layers without †: {means}. "
+        f"{source(record)}"
+    )
 
 
 def time_and_share(kernel):
@@ -74,9 +85,8 @@ def rounding():
     record = extra("rounding")
     rows = []
     for row in record["rows"]:
-        shape = ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
         mean = row["rows"]["topk"] / row["E"] / 128
-        rows.append([shape, f"{mean:g}", row["rows"]["topk"], row["rows"]["rounded"]]
+        rows.append([shape_text(row), f"{mean:g}", row["rows"]["topk"], row["rows"]["rounded"]]
                     + [f"{row[w]['rounded_over_topk_a_row']:.3f}" for w in PASSES])  # fmt: skip
     columns = ["T,d,n,E,K", "mean rows / 128", "rows of top-k", "rounded", "forward", "backward"]
     return f"{grid(columns, rows)}\n\n{source(record)}"
@@ -154,6 +164,7 @@ def host():
 
 
 TABLES = {
+    "hot": hot,
     "cool": cool,
     "kernels": kernels,
     "skew": skew,

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "command.h"
+#include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "peak.h"
 #include "target.h"
@@ -47,8 +48,8 @@ Plan make_plan(const Options& o) {
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
   const Backend backend = backend_from_name(o.backend);
-  p.workspace = workspace_cost(p.problem, backend);
-  p.tiles = chosen_tiles(p.problem, backend);
+  p.workspace = workspace_cost(p.problem, {.backend = backend});
+  p.tiles = chosen_tiles(p.problem, {.backend = backend});
   return p;
 }
 

@@ -18,8 +18,6 @@ struct Target {
 
   bool on_cuda() const { return exec.backend == Backend::kCuda; }
 };
-/// "cpu" or "cuda"; refuses other names.
-Backend backend_from_name(const std::string& name);
 /// Refuses a backend that this build or machine cannot serve.
 Target target_from_options(const std::string& backend, std::int32_t threads);
 /// What the harness judges there.

@@ -23,7 +23,7 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know that nvc
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
-find_package(CUDAToolkit 12.4 REQUIRED)
+find_package(CUDAToolkit 12.9 REQUIRED)
 find_package(Python3 COMPONENTS Interpreter REQUIRED)
 set(SONICMOE_WITH_CUDA ON)
 message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
@@ -39,7 +39,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} $
 file(MAKE_DIRECTORY ${cuda_build})
 execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh
                 COMMAND_ERROR_IS_FATAL ANY)
-execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/instances
+execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/hopper/instances
                 OUTPUT_VARIABLE instances COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE "\n" ";" instances "${instances}")
 list(FILTER instances EXCLUDE REGEX "^$")

@@ -1,4 +1,4 @@
-// One MoE layer from C++: route, forward, backward. The README shows this file's body.
+// One MoE layer from C++: route, forward, backward. docs/cpp.md shows this file's body.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -8,7 +8,8 @@ each rounding mode, several seeds each, all evaluated with top-K.
 
 Any setting of train_lm.py is a flag here too. A study that was interrupted continues where it
 stopped: finished runs are read from --out, begun ones go on from their last checkpoint. Writes
-study.json, study.md and study.png. Exit codes: 0 done, 2 bad input, 130 interrupted.
+study.json, study.md and study.png. Exit codes: 0 done, 1 a run that diverged or failed, 2
+bad input or a disk that cannot be written, 130 interrupted.
 """
 
 import argparse
@@ -24,18 +25,21 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle torch threads must not spin
 
 import torch
-from lm import study
-from lm.checkpoint import write_file
-from lm.config import ROUNDING_MODES, Config, parse
+from lm import checkpoint, study
+from lm.config import ROUNDING_MODES, Config, Parser, parse
 from lm.data import Corpus, load_corpus
+from lm.device import startable_threads
 from lm.errors import UserError, exit_code
+from lm.files import claim, write_file
 from lm.trainer import Run, StopSignal
 from tqdm import tqdm
 
 INTERRUPTED = "interrupted; the same command continues"
+MARKER = ".rounding_study"  # this file in the output folder says that a study wrote to it before
+FILES = ("study.json", "study.md", "study.png")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Worker:
-    """What a process of the pool is given once."""
+    """What each process of the pool gets at its start."""
 
     corpus: Corpus
     threads: int
@@ -62,8 +66,9 @@ _worker: Worker
 def begin_worker(worker: Worker) -> None:
     global _worker
     _worker = worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; only `stop` counts
-    torch.set_num_threads(worker.threads)
+    # Ctrl-C reaches every process of the terminal; workers stop by the parent's event alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(startable_threads(worker.threads))
 
 
 def run_job(job: Job) -> study.Case | None:
@@ -86,7 +91,7 @@ def run_job(job: Job) -> study.Case | None:
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -96,17 +101,17 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     own, rest = parser.parse_known_args(argv)
-    own.modes = own.modes.split(",")
+    own.modes = list(dict.fromkeys(own.modes.split(",")))
     for mode in own.modes:
         if mode not in ROUNDING_MODES:
             raise UserError(f"mode is '{mode}'; it must be one of {', '.join(ROUNDING_MODES)}")
     try:
-        own.ratios = [int(r) for r in own.ratios.split(",")]
+        own.ratios = list(dict.fromkeys(int(r) for r in own.ratios.split(",")))
     except ValueError:
         raise UserError(f"ratios are '{own.ratios}'; they must be integers, as in 1,2,4") from None
-    for name in ("seeds", "jobs"):
-        if getattr(own, name) < 1:
-            raise UserError(f"{name} is {getattr(own, name)}; it must be at least 1")
+    for name, most in (("seeds", 1000), ("jobs", 256)):
+        if not 1 <= getattr(own, name) <= most:
+            raise UserError(f"{name} is {getattr(own, name)}; it must be from 1 to {most}")
     return own, parse(["--out", "out/study", *rest]).config
 
 
@@ -128,19 +133,29 @@ def train_missing(own: argparse.Namespace, config: Config, planned: list[study.C
         context.Pool(min(own.jobs, len(jobs)), begin_worker, (worker,)) as pool,
         tqdm(total=len(planned), initial=len(planned) - len(jobs), unit="run", disable=None) as bar,
     ):
+        failure: UserError | None = None
         running = [pool.apply_async(run_job, (job,)) for job in jobs]
         for result in running:
             while not result.ready():
                 result.wait(0.2)
                 if stop():
-                    worker.stop.set()  # every process saves its run and gives up the others
-            if result.get() is not None:
+                    worker.stop.set()  # every process saves its run and starts no other
+            try:
+                trained = result.get()
+            except UserError as error:
+                worker.stop.set()  # the other runs are saved, then the study ends
+                failure = failure or error
+                continue
+            if trained is not None:
                 bar.update()
+    if failure:
+        raise failure
     return not stop()
 
 
 def origin(config: Config) -> dict[str, str]:
-    """Where and of what a study is; SONICMOE_COMMIT names sources that travel without history."""
+    """Device, versions and date of a study; SONICMOE_COMMIT names the commit where there is no git
+    history."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = os.environ.get("SONICMOE_COMMIT")
     if commit is None:
@@ -156,9 +171,16 @@ def write_report(config: Config, results: list[dict[str, Any]]) -> None:
     rows = study.summarise(results)
     document = origin(config) | {"settings": study.settings(config)}
     document |= {"rows": rows, "runs": results}
-    write_file(out / "study.json", (json.dumps(document, indent=1) + "\n").encode())
-    write_file(out / "study.md", (study.table(rows) + "\n").encode())
-    study.plot(rows, out / "study.png")
+    texts = json.dumps(document, indent=1) + "\n", study.table(rows) + "\n"
+    contents = *(text.encode(errors="surrogateescape") for text in texts), study.plot(rows)
+    try:
+        for name, content in zip(FILES, contents, strict=True):
+            write_file(out / name, content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the report to {out}: {error.strerror}; the results are saved, and the "
+            "same command writes it again"
+        ) from error
     print(study.table(rows))
 
 
@@ -166,7 +188,7 @@ def run_study(argv: list[str]) -> int:
     own, config = parse_arguments(argv)
     out = Path(config.out)
     planned = study.cases(config, own.modes, own.ratios, own.seeds)
-    out.mkdir(parents=True, exist_ok=True)
+    claim(out, MARKER, FILES, checkpoint.any_checkpoint(out / "checkpoints"))
     complete = train_missing(own, config, planned)
     found = [study.load_result(out, case, config) for case in planned]
     results = [result for result in found if result is not None]

@@ -7,42 +7,48 @@ token rounding. Compares both with n-gram baselines and writes a report.
     python examples/train_lm.py --config settings.yaml --steps 2000
     python examples/train_lm.py --resume               after Ctrl-C
 
-Exit codes: 0 done, 1 a short run whose loss did not fall, 2 bad input, 130 interrupted and saved.
+Exit codes: 0 done; 1 a run that diverged or failed, or a short run whose loss did not fall; 2 bad
+input or a disk that cannot be written; 130 interrupted and saved, 143 by SIGTERM.
 docs/demo.md explains the figures.
 """
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads leave the cores to ours
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle torch threads must not spin
 
 import torch
-from lm import baselines, measure, report
+from lm import baselines, checkpoint, measure, report
 from lm.config import Config, Request, parse
 from lm.data import Corpus, load_corpus, validation_windows
+from lm.device import startable_threads
 from lm.errors import UserError, exit_code
+from lm.files import claim, write_file
 from lm.model import ROUTINGS, generate
 from lm.trainer import Run, StopSignal
 
 PROMPT = "def "
+MARKER = ".train_lm"  # this file in the output folder says that the demo wrote to it before
+TOKENIZER = "tokenizer.json"
 
 
 def prepare_output(config: Config) -> Path:
-    """The output folder, known to be writable before anything is computed."""
+    """The output folder, known to be writable and the demo's own before anything is computed."""
     out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to output folder {out}: {error.strerror}") from error
+    earlier = checkpoint.any_checkpoint(out / "checkpoints")
+    claim(out, MARKER, (*report.FILES, TOKENIZER), earlier)
     return out
+
+
+def save_tokenizer(corpus: Corpus, path: Path) -> None:
+    try:
+        write_file(path, corpus.tokenizer.to_str(pretty=True).encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def measure_baselines(corpus: Corpus, config: Config) -> dict[str, float]:
@@ -57,11 +63,11 @@ def measure_baselines(corpus: Corpus, config: Config) -> dict[str, float]:
 def open_runs(request: Request, corpus: Corpus, out: Path) -> list[Run]:
     """Both runs, at their last checkpoint or at the start."""
     folder = out / "checkpoints"
-    if not request.resume and folder.exists():
-        print(f"starting afresh: the checkpoints in {folder} are removed (--resume continues)")
-        shutil.rmtree(folder)
     runs = [Run(name, request.config, corpus, folder / name) for name in ROUTINGS]
-    if request.resume:
+    if not request.resume:
+        if checkpoint.remove_all([run.folder for run in runs]):
+            print(f"starting afresh: the checkpoints in {folder} were removed (--resume continues)")
+    else:
         for run in runs:
             if run.restore():
                 print(f"{run.name}: continuing at step {run.step} of {request.config.steps}")
@@ -79,14 +85,14 @@ def finish_run(run: Run) -> dict[str, Any]:
 
 
 def write_sample(run: Run, corpus: Corpus) -> str:
-    """Text that the trained model continues the prompt with."""
+    """The prompt and the text that the trained model writes after it."""
     prompt = corpus.tokenizer.encode(PROMPT, add_special_tokens=False).ids
     tokens = generate(run.model, prompt, run.config.sample_tokens, run.config)
     return corpus.tokenizer.decode(tokens)
 
 
 def loss_fell(result: dict[str, Any]) -> bool:
-    """Whether a run learned anything at all: half a nat below its untrained loss."""
+    """Whether the loss ended at least half a nat below that of the untrained model."""
     return result["val_loss"] < result["history"]["val_loss"][0] - 0.5
 
 
@@ -95,10 +101,10 @@ def demo(request: Request, stdout: TextIO) -> int:
     began = time.monotonic()
     config = request.config
     out = prepare_output(config)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(startable_threads(config.threads or len(os.sched_getaffinity(0))))
 
     corpus = load_corpus(config)
-    corpus.tokenizer.save(str(out / "tokenizer.json"))
+    save_tokenizer(corpus, out / TOKENIZER)
     print(
         f"{corpus.train_files} training files, {len(corpus.train):,} tokens; "
         f"{corpus.validation_files} validation files, {len(corpus.validation):,} tokens"
@@ -141,7 +147,7 @@ def demo(request: Request, stdout: TextIO) -> int:
 def main(argv: list[str]) -> int:
     def command() -> int:
         request, stdout = parse(argv), sys.stdout
-        # What is printed on the way goes to stderr where stdout is for the report alone.
+        # With --json stdout holds only the report; progress goes to stderr.
         with contextlib.redirect_stdout(sys.stderr if request.json else stdout):
             return demo(request, stdout)
 

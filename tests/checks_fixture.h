@@ -18,6 +18,11 @@ inline int backend_calls = 0;
 inline constexpr Sizes kFakeSizes = {1024, 512, 768};
 inline constexpr std::int64_t kFakeRoundScratch = 640;
 
+template <class... Args>
+void count_call(Args...) {
+  ++backend_calls;
+}
+
 /// One aligned block; every tensor of a test is carved from it.
 class Memory {
  public:
@@ -90,42 +95,45 @@ void expect_refusals(const std::vector<Refusal<Call>>& table) {
 
 }  // namespace sonicmoe::test
 
-namespace sonicmoe::cpu {
+namespace sonicmoe {
 
-#define SONICMOE_COUNT_CALL \
-  {                         \
-    ++test::backend_calls;  \
-  }
-Sizes moe_sizes(const Problem&, Pass pass, const Exec&) {
-  return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes} : test::kFakeSizes;
+// Takes the place of src/cpu/backend.cc, whose object is then not linked from the static library.
+const BackendTable* cpu_backend() {
+  static constexpr BackendTable kBackend = [] {
+    const auto no_scratch = [](std::int64_t, std::int64_t) -> std::int64_t { return 0; };
+    BackendTable backend;
+    backend.name = "cpu";
+    backend.buffer_alignment = 64;
+    backend.moe_sizes = [](const Problem&, Pass pass, const Exec&) {
+      return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes}
+                                      : test::kFakeSizes;
+    };
+    // As a backend whose gate and up alternate, which the CPU's do not.
+    backend.h_rows = [](const Problem& p, const Weights&, void* data) {
+      ++test::backend_calls;
+      return tensor2(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind) * p.width);
+    };
+    backend.moe_forward = &test::count_call;
+    backend.moe_backward = &test::count_call;
+    backend.grouped_gemm_scratch_bytes = no_scratch;
+    backend.grouped_gemm = &test::count_call;
+    backend.grouped_gemm_k = &test::count_call;
+    backend.route = &test::count_call;
+    backend.route_backward = &test::count_call;
+    backend.round_scratch_bytes = [](const RoundOptions&, std::int64_t, std::int64_t, const Exec&) {
+      return test::kFakeRoundScratch;
+    };
+    backend.token_round = &test::count_call;
+    backend.token_round_backward = &test::count_call;
+    backend.expert_choice_scratch_bytes = no_scratch;
+    backend.expert_choice = &test::count_call;
+    backend.expert_choice_backward = &test::count_call;
+    backend.router_losses_scratch_bytes = no_scratch;
+    backend.router_losses = &test::count_call;
+    backend.router_losses_backward = &test::count_call;
+    return backend;
+  }();
+  return &kBackend;
 }
-/// As a backend whose gate and up alternate, which the CPU's do not.
-Tensor h_rows(const Problem& p, const Weights&, void* data) {
-  ++test::backend_calls;
-  return tensor2(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind) * p.width);
-}
-std::int64_t round_scratch_bytes(const RoundOptions&, std::int64_t, std::int64_t, const Exec&) {
-  return test::kFakeRoundScratch;
-}
-void moe_forward(const Problem&, const ForwardArgs&, const Exec&) SONICMOE_COUNT_CALL
-    void moe_backward(const Problem&, const BackwardArgs&, const Exec&) SONICMOE_COUNT_CALL
-    void grouped_gemm(const GroupedGemm&, const Exec&) SONICMOE_COUNT_CALL
-    void grouped_gemm_k(const GroupedGemmK&, const Exec&) SONICMOE_COUNT_CALL
-    void route(const RouteOptions&, const Tensor&, const Tensor&, const Tensor&,
-               const Exec&) SONICMOE_COUNT_CALL
-    void route_backward(const RouteOptions&, const Tensor&, const Tensor&, const Tensor&,
-                        const Tensor&, const Exec&) SONICMOE_COUNT_CALL
-    void token_round(const RoundOptions&, const Tensor&, const Pairs&, Buffer,
-                     const Exec&) SONICMOE_COUNT_CALL
-    void token_round_backward(const RoundOptions&, const Tensor&, const Pairs&, const Tensor&,
-                              const Tensor&, Buffer, const Exec&) SONICMOE_COUNT_CALL
-    void expert_choice(const Tensor&, std::int64_t, const Pairs&, const Exec&) SONICMOE_COUNT_CALL
-    void expert_choice_backward(const Tensor&, const Pairs&, const Tensor&, const Tensor&,
-                                const Exec&) SONICMOE_COUNT_CALL
-    void router_losses(const RouteOptions&, const Tensor&, const Tensor&, const RouterLosses&,
-                       const Exec&) SONICMOE_COUNT_CALL
-    void router_losses_backward(const RouteOptions&, const Tensor&, const Tensor&, const Tensor&,
-                                const Tensor&, const Exec&) SONICMOE_COUNT_CALL
-#undef SONICMOE_COUNT_CALL
 
-}  // namespace sonicmoe::cpu
+}  // namespace sonicmoe

@@ -75,7 +75,7 @@ TEST(ChecksMoe, ProblemRefusals) {
       {[](Forward& f) { f.problem.activation.limit = 7; },
        "activation limit is 7.000000 for swiglu, must be 0: only swiglu_oai has it"},
       {[](Forward& f) { f.problem.activation = {ActivationKind::kSwiGLUOai, 1.0, -7}; },
-       "activation limit is -7.000000, must be above 0, or 0 for 7"},
+       "activation limit is -7.000000, must be above 0, or 0 for the default"},
       {[](Forward& f) { f.problem.tokens = -1; }, "tokens is -1, must be at least 0"},
       {[](Forward& f) { f.problem.hidden = 0; }, "hidden is 0, must be at least 1"},
       {[](Forward& f) { f.problem.width = 0; }, "width is 0, must be at least 1"},
@@ -250,7 +250,7 @@ TEST(ChecksMoe, ABuildWithoutCudaRefusesIt) {
   if (cuda_backend() != nullptr) GTEST_SKIP() << "this build has CUDA";
   expect_refusals<Forward>({
       {[](Forward& f) { f.exec.backend = Backend::kCuda; },
-       "backend is cuda, must be cpu: this build has no CUDA backend", Status::kUnsupported},
+       "backend is cuda, must be cpu: this build has no cuda backend", Status::kUnsupported},
   });
 }
 

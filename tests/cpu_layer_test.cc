@@ -1,7 +1,7 @@
 // The CPU layer on every instruction set that this processor has, under the harness.
 #include <gtest/gtest.h>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "cpu/moe_layer.h"
 #include "verify/harness.h"
 

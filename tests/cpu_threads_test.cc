@@ -4,7 +4,7 @@
 #include <random>
 #include <stdexcept>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "cpu/moe_layer.h"
 #include "cpu/threads.h"
 #include "verify/convert.h"

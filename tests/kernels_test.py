@@ -19,21 +19,25 @@ class BudgetTest(unittest.TestCase):
         # Any shared object or program will do: it holds no kernels.
         (self.build / "libsonicmoe.so").symlink_to(os.path.realpath(sys.executable))
 
-    def verdict(self, *costs, folder="instances"):
-        (self.build / folder).mkdir()
+    def verdict(self, *costs, folder="hopper/instances"):
+        (self.build / folder).mkdir(parents=True)
         for i, (kernels, seconds) in enumerate(costs):
             cost = {"kernels": kernels, "cpu_seconds": seconds}
             (self.build / folder / f"{i}.cu.o.cost").write_text(json.dumps(cost))
         return check_kernels.main([str(self.build)])
 
     def test_within_the_budget(self):
-        self.assertEqual(self.verdict((0, 5.0), (100, 100.0), (160, 200.0)), 0)
+        self.assertEqual(self.verdict((0, 5.0), (100, 100.0), (65, 200.0)), 0)
 
-    def test_too_many_kernels(self):
-        self.assertEqual(self.verdict((100, 0.0), (161, 0.0)), 1)
+    def test_too_many_kernels_of_an_engine(self):
+        self.assertEqual(self.verdict((100, 0.0), (66, 0.0)), 1)
 
-    def test_kernels_beside_the_engine_count(self):
-        self.assertEqual(self.verdict((100, 0.0), (161, 0.0), folder="routing"), 1)
+    def test_kernels_beside_the_engines_count(self):
+        self.assertEqual(self.verdict((95, 0.0), folder="routing"), 0)
+        self.assertEqual(self.verdict((1, 0.0), folder="sums"), 1)
+
+    def test_an_engine_needs_a_budget(self):
+        self.assertEqual(self.verdict((1, 0.0), folder="abacus/instances"), 1)
 
     def test_too_long_to_compile(self):
         headers, rest = 4.0, 4.0 * check_kernels.MAX_COMPILATIONS

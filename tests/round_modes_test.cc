@@ -7,8 +7,8 @@
 #include <set>
 #include <tuple>
 
-#include "core/backend.h"
 #include "core/round_rule.h"
+#include "cpu/backend.h"
 #include "routing_reference.h"
 
 namespace sonicmoe {

@@ -6,7 +6,7 @@
 #include <functional>
 #include <random>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "routing_support.h"
 
 namespace sonicmoe {

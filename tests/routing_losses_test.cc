@@ -4,7 +4,7 @@
 #include <cmath>
 #include <random>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "routing_reference.h"
 
 namespace sonicmoe {

@@ -5,7 +5,7 @@
 #include <random>
 #include <tuple>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "routing_reference.h"
 
 namespace sonicmoe {

@@ -1,8 +1,8 @@
 """Writes docs/api.md, the C++ and C reference, from the comments of include/sonicmoe/*.h.
 
-A header's opening comment introduces it; every struct, and every declaration with a `///` comment
-before it, is an entry: its comment, then its code as it stands in the header. The C interface says
-the same in other words: of it, only the rules are shown.
+A header's opening comment introduces it. Every declaration at namespace level is shown as it stands
+in the header, under the comment before it; declarations without a blank line between them share an
+entry.
 
     python tools/api_reference.py           rewrite docs/api.md
     python tools/api_reference.py --check   exit 1 where it is not current
@@ -16,7 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = ("status", "types", "moe", "routing", "grouped_gemm", "version", "c_api")
 TARGET = ROOT / "docs/api.md"
-NAME = re.compile(r"(?:struct|class|enum class|enum)\s+(\w+)\s*[{:;]|(\w+)\s*\(|(\w+)\s*(?:=|;)")
+NAME = re.compile(
+    r"(?:struct|class|enum class)\s+(\w+)\s*[{:;]|typedef (?:struct )?\w+ (\w+);|(\w+)\s*\("
+    r"|enum {\s*(\w+)|(\w+)\s*="
+)
+MACROS = re.compile(r"SONICMOE_API|SMOE_API|__attribute__\(\(.*?\)\)")
+# Lines that open or close a header's scopes and declare nothing.
+SCOPES = ("#", "namespace", 'extern "C"', "}", "//", "/* extern")
 
 
 def introduction(lines):
@@ -33,48 +39,70 @@ def declaration(lines, start):
     """The lines of the declaration that begins at `start`: to its `;` outside braces and parens."""
     depth = 0
     for end in range(start, len(lines)):
-        code = re.sub(r"//.*", "", lines[end]).rstrip()
+        code = re.sub(r"//.*|/\*.*?\*/", "", lines[end]).rstrip()
         depth += code.count("{") + code.count("(") - code.count("}") - code.count(")")
         if depth == 0 and code.endswith((";", "}")):
             return lines[start : end + 1]
     raise SystemExit(f"no end of the declaration: {lines[start]}")
 
 
+def comment_at(lines, start):
+    """The text and the number of lines of the documenting comment that begins at `start`."""
+    end = start
+    if lines[start].startswith("/* "):
+        while not lines[end].endswith("*/"):
+            end += 1
+        end += 1
+    while lines[end].startswith("///"):
+        end += 1
+    words = [re.sub(r"^(///|/\*| \*)|\*/$", "", line).strip() for line in lines[start:end]]
+    return " ".join(words), end - start
+
+
+def names_of(code):
+    """What a declaration declares."""
+    found = NAME.search(MACROS.sub("", " ".join(code)))
+    if not found:
+        raise SystemExit(f"no name in the declaration: {code[0]}")
+    return next(group for group in found.groups() if group)
+
+
 def entries(lines):
-    """(name, comment, code) of every documented declaration at namespace level."""
-    at = 0
-    while at < len(lines):
-        if not lines[at].startswith(("///", "struct ")):
-            at += 1
+    """(names, comment, code) of the declarations at namespace level, by entry."""
+    at = len(introduction(lines).splitlines())
+    names, comment, code = [], "", []
+    for end in range(at, len(lines) + 1):
+        if end < at:
             continue
-        comment = []
-        while lines[at].startswith("///"):
-            comment.append(lines[at][3:].strip())
-            at += 1
-        if lines[at].startswith("#"):
-            continue
-        code = declaration(lines, at)
-        at += len(code)
-        while at < len(lines) and lines[at].startswith("SONICMOE_API"):  # "and back"
-            more = declaration(lines, at)
+        line = lines[end] if end < len(lines) else ""
+        documents = line.startswith(("/// ", "/* ")) and not line.startswith("/* extern")
+        if (documents or not line.strip()) and code:
+            yield names, comment, code
+            names, comment, code = [], "", []
+        if documents:
+            comment, length = comment_at(lines, end)
+            at = end + length
+        elif line.strip() and not line.startswith((" ", *SCOPES)):
+            more = declaration(lines, end)
+            names.append(names_of(more))
             code += more
-            at += len(more)
-        found = NAME.search(re.sub(r"SONICMOE_API|SMOE_API|__attribute__\(\(.*?\)\)", "", code[0]))
-        name = next(group for group in found.groups() if group) if found else code[0].strip()
-        yield name, " ".join(comment), code
+            at = end + len(more)
 
 
 def reference():
     parts = [
         "# Reference",
-        "Written by `tools/api_reference.py` from the headers in `include/sonicmoe/`, which say the"
-        " same.",
+        "The C++ interface, then [the C interface](#sonicmoec_apih). Written by"
+        " `tools/api_reference.py` from the headers in `include/sonicmoe/`.",
     ]
     for header in HEADERS:
         lines = (ROOT / f"include/sonicmoe/{header}.h").read_text().splitlines()
         parts += [f"## sonicmoe/{header}.h", introduction(lines)]
-        for name, comment, code in entries(lines):
-            parts += [f"### `{name}`", comment, "```cpp\n" + "\n".join(code) + "\n```"]
+        language = "c" if header == "c_api" else "cpp"
+        for names, comment, code in entries(lines):
+            heading = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+            block = "\n".join(code)
+            parts += [f"### {heading}", comment, f"```{language}\n{block}\n```"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

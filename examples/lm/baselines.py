@@ -1,4 +1,4 @@
-"""The n-gram models that a trained model has to beat, scored on the same validation tokens."""
+"""The n-gram baselines, scored on the same validation tokens as the trained models."""
 
 import numpy as np
 

@@ -2,53 +2,148 @@
 
     step-00000400/model.safetensors      weights under the model's own names
                   optimizer.safetensors  AdamW's moments and the random state
-                  state.json             step, settings, history
+                  state.json             run, step, settings, history
 
-A checkpoint is written under another name, flushed to the disk and renamed; only then are older
-ones removed. So the newest folder is always whole.
+A checkpoint is written to the folder .writing, flushed to the disk and renamed; only then are older
+ones removed. So the newest checkpoint is always complete.
+
+A folder is taken for a checkpoint if its name is exactly step- and eight digits, and its state.json
+names the same step. Nothing else in the folder of a run is read, replaced or removed.
 """
 
 import json
 import os
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import nn
 
-from lm.config import FREE_KEYS, SHAPE_KEYS, Config
 from lm.errors import UserError
+from lm.files import UNFINISHED, flush_folder, make_folder, write_file
 
-_UNFINISHED = ".writing"
+MODEL, OPTIMIZER, STATE = FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+MOVE = "move it elsewhere or choose another --out"
+_NAME = re.compile(r"step-([0-9]{8})")
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's state.json."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"checkpoint {path} cannot be read: {error}; {MOVE}") from error
+    if not isinstance(state, dict):
+        raise UserError(f"checkpoint {path} cannot be read: {STATE} is no mapping; {MOVE}")
+    return state
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: readers see the old content or the new one."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    with open(unfinished, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+def _named(folder: Path) -> list[Path]:
+    """The entries whose name is that of a checkpoint, oldest first."""
+    try:
+        return [folder / name for name in sorted(os.listdir(folder)) if _NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from error
+
+
+def _check_ours(path: Path) -> None:
+    """Refuses a folder with the name of a checkpoint that is none."""
+    if path.is_symlink() or not path.is_dir():
+        raise UserError(f"{path} has the name of a checkpoint and is no folder; {MOVE}")
+    if not os.path.lexists(path / STATE):
+        raise UserError(f"{path} has the name of a checkpoint and no {STATE}; {MOVE}")
+    step = read_state(path).get("step")
+    if type(step) is not int or path.name != f"step-{step:08d}":
+        raise UserError(f"{path} has a {STATE} that does not name its step; {MOVE}")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        _check_ours(path)
+    except UserError:
+        return False
+    return True
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Names in a checkpoint's folder, or in an unfinished one, that were not written here."""
+    known = {*FILES, *(name + UNFINISHED for name in FILES)}
+    return sorted(set(os.listdir(folder)) - known)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("step-*"))
+    """The checkpoints in a folder, oldest first. Whatever else bears such a name is refused."""
+    found = _named(folder)
+    for path in found:
+        _check_ours(path)
+    return found
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def newest(folder: Path) -> Path | None:
+    """The last checkpoint in a folder, whatever else is there; None if there is none."""
+    return next(filter(_is_ours, reversed(_named(folder))), None)
+
+
+def any_checkpoint(folder: Path) -> bool:
+    """Whether a run below this folder, folder/RUN/step-N, has a checkpoint."""
+    return any(_is_ours(path) for path in folder.glob("*/step-*") if _NAME.fullmatch(path.name))
+
+
+def _clear(folder: Path) -> None:
+    """Removes the unfinished checkpoint that an interrupted process left."""
+    unfinished = folder / UNFINISHED
+    if not os.path.lexists(unfinished):
+        return
+    if unfinished.is_symlink() or not unfinished.is_dir() or _foreign(unfinished):
+        raise UserError(f"{unfinished} is in the way of checkpoints; {MOVE}")
+    for name in os.listdir(unfinished):
+        os.unlink(unfinished / name)
+    os.rmdir(unfinished)
+
+
+def open_folder(folder: Path) -> Path:
+    """Makes the folder of a run ready for checkpoints."""
+    make_folder(folder)
+    try:
+        _clear(folder)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
+    return folder
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint. It is renamed first: interrupted, it is an unfinished one."""
+    _clear(path.parent)
+    os.rename(path, path.parent / UNFINISHED)
+    _clear(path.parent)
+
+
+def remove_all(folders: list[Path]) -> bool:
+    """Removes the checkpoints of these folders, or none of them if one holds a foreign file.
+
+    False if there were none.
+    """
+    found = [path for folder in folders for path in checkpoints(folder)]
+    for path in found:
+        for name in _foreign(path):
+            raise UserError(
+                f"{path} holds {name}, which was not written by this program, and would be "
+                f"removed; {MOVE}"
+            )
+    try:
+        for path in found:
+            _remove(path)
+    except OSError as error:
+        raise UserError(f"cannot remove old checkpoints: {error}") from error
+    return bool(found)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's state as INDEX.KEY, the index that of the parameter."""
     state = optimizer.state_dict()["state"]
     return {f"{i}.{key}": value for i, item in state.items() for key, value in item.items()}
 
@@ -56,65 +151,26 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> Path:
-    """Writes the checkpoint of state["step"] and removes the ones before it."""
+    """Writes the checkpoint of state["step"] and removes the ones before it.
+
+    One that holds a file of somebody else stays as it is.
+    """
     final = folder / f"step-{state['step']:08d}"
-    if final.exists():  # the same run at the same step: the same bits
-        return final
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / _UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    tensors = _optimizer_tensors(optimizer) | {"rng": torch.get_rng_state()}
-    write_file(unfinished / "model.safetensors", save(model.state_dict()))
-    write_file(unfinished / "optimizer.safetensors", save(tensors))
-    write_file(unfinished / "state.json", json.dumps(state, indent=1).encode())
-    _flush_folder(unfinished)
-    older = checkpoints(folder)
+    if os.path.lexists(final):
+        _check_ours(final)
+        return final  # the same run at the same step: the same bits
+    _clear(folder)
+    unfinished = folder / UNFINISHED
+    unfinished.mkdir(parents=True)
+    tensors = optimizer_tensors(optimizer) | {"rng": torch.get_rng_state()}
+    write_file(unfinished / MODEL, save(model.state_dict()))
+    write_file(unfinished / OPTIMIZER, save(tensors))
+    write_file(unfinished / STATE, json.dumps(state, indent=1).encode())
+    flush_folder(unfinished)
+    older = _named(folder)
     os.rename(unfinished, final)
-    _flush_folder(folder)
+    flush_folder(folder)
     for path in older:
-        shutil.rmtree(path)
+        if _is_ours(path) and not _foreign(path):
+            _remove(path)
     return final
-
-
-def _check_settings(path: Path, saved: dict[str, Any], config: Config) -> None:
-    """A run continues only as the run that it was."""
-    wanted = vars(config)
-    for key in [*SHAPE_KEYS, *(k for k in wanted if k not in SHAPE_KEYS)]:
-        if key not in FREE_KEYS and saved.get(key) != wanted[key]:
-            kind = "shape" if key in SHAPE_KEYS else "run"
-            raise UserError(
-                f"checkpoint {path} is of another {kind}: it has {key} = {saved.get(key)}, "
-                f"asked for is {key} = {wanted[key]}; pass its setting or start afresh without "
-                "--resume"
-            )
-
-
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
-) -> dict[str, Any]:
-    """Fills model, optimizer and random state; returns what state.json holds."""
-    try:
-        state = json.loads((path / "state.json").read_bytes())
-        weights = load_file(path / "model.safetensors")
-        tensors = load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"checkpoint {path} cannot be read: {error}") from error
-    _check_settings(path, state["config"], config)
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise UserError(
-                f"checkpoint {path} is of another shape: {name} is {found.get(name)}, "
-                f"the model's is {expected.get(name)}"
-            )
-    model.load_state_dict(weights)
-    torch.set_rng_state(tensors.pop("rng"))
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in tensors.items():
-        index, key = name.split(".", 1)
-        moments.setdefault(int(index), {})[key] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": moments, "param_groups": groups})
-    return state

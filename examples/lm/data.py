@@ -1,18 +1,30 @@
-"""Text to tokens: find files, split them, train a byte-level BPE, draw batches."""
+"""Text to tokens: find files, split them, train a byte-level BPE, cut batches."""
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+# The tokeniser's threads save no time here, and it panics if it cannot start them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lm.config import Config
 from lm.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-# Folders of the standard library that are tests, generated tables, or belong to somebody else.
+# A run of letters, of digits, of other signs or of white space is one word to the BPE, and training
+# takes time quadratic in the length of a word. Runs are cut to words of this many characters; the
+# standard library has none of more than 80.
+LONGEST_WORD = 256
+_LONG_WORD = "|".join(
+    f"{kind}{{{LONGEST_WORD}}}" for kind in (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
+)
+# Folders of the standard library that hold tests, generated tables or installed packages.
 LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 )
@@ -20,7 +32,7 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Split:
-    """Files as text, on the two sides of the split; no file stands on both."""
+    """The texts of both sides of the split; no file is on both."""
 
     train: list[str]
     validation: list[str]
@@ -28,7 +40,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What training and the baselines see."""
+    """The tokens of both sides of the split, and their tokenizer."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # token ids, files in order, each followed by END_OF_TEXT
@@ -38,12 +50,11 @@ class Corpus:
     validation_bytes: int
 
     def digest(self) -> str:
-        """Names these tokens, so that a resumed run can tell that the text has changed."""
+        """A hash of these tokens: a resumed run refuses to continue on changed text."""
         return hashlib.sha256(self.train.tobytes() + b"|" + self.validation.tobytes()).hexdigest()
 
 
-def find_files(folder: str, pattern: str) -> list[Path]:
-    """The files asked for, in a fixed order."""
+def _find(folder: str, pattern: str) -> list[Path]:
     if not folder:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = root.rglob(pattern or "*.py")
@@ -54,6 +65,20 @@ def find_files(folder: str, pattern: str) -> list[Path]:
             raise UserError(f"data folder {folder} does not exist or is not a folder")
         found = root.rglob(pattern or "*")
     return sorted(p for p in found if p.is_file())
+
+
+def find_files(folder: str, pattern: str) -> list[Path]:
+    """The files asked for, in a fixed order."""
+    try:
+        return _find(folder, pattern)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+    except (ValueError, IndexError, NotImplementedError) as error:
+        raise UserError(
+            f"glob is '{pattern}'; it must be a pattern relative to the data folder: {error}"
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"data folder {folder} has too many levels") from error
 
 
 def read_texts(paths: list[Path]) -> list[str]:
@@ -92,7 +117,7 @@ def split_by_file(texts: list[str], fraction: float) -> Split:
             budget -= len(text)
         else:
             train.append(text)
-    if not validation:  # no file is as small as the share: give up the smallest
+    if not validation:  # every file is larger than the share: take the smallest
         smallest = min(train, key=len)
         train.remove(smallest)
         validation.append(smallest)
@@ -100,9 +125,14 @@ def split_by_file(texts: list[str], fraction: float) -> Split:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab` entries: no text is ever unknown to it."""
+    """A byte-level BPE of exactly `vocab` entries, which can encode every text."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_LONG_WORD), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -130,7 +160,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def load_corpus(config: Config) -> Corpus:
-    """Everything from the folder to the tokens."""
+    """Reads, splits and tokenises the text of a run."""
     texts = read_texts(find_files(config.data, config.glob))
     where = config.data or "the standard library"
     if not texts:
@@ -158,7 +188,7 @@ def load_corpus(config: Config) -> Corpus:
 
 
 class Batches:
-    """Training batches as a pure function of (seed, step): resuming needs no reader's state.
+    """Training batches as a pure function of (seed, step): a checkpoint needs no state of theirs.
 
     Each epoch walks all windows of the text once, in a fresh order and at a fresh offset.
     """
@@ -166,7 +196,7 @@ class Batches:
     def __init__(self, tokens: np.ndarray, config: Config):
         self._tokens = tokens
         self._config = config
-        # One window less than would fit, so that every offset below `context` works.
+        # One window fewer than would fit: every offset below `context` then stays in the text.
         self._windows = (len(tokens) - config.context) // config.context
         self._epoch = -1
         self._starts = np.empty(0, dtype=np.int64)
@@ -191,7 +221,7 @@ class Batches:
 def validation_windows(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (windows, context): the split from its start, a tail dropped.
 
-    The targets are the validation tokens that everybody, model or baseline, is scored on.
+    Models and baselines are scored on these targets.
     """
     windows = (len(tokens) - 1) // context
     inputs = tokens[: windows * context].reshape(windows, context).astype(np.int64)

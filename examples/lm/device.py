@@ -1,5 +1,7 @@
-"""Where the demo trains, in what precision, and what a GPU has time for."""
+"""The device that the demo trains on, its precision, memory and threads, and a GPU's defaults."""
 
+import os
+import threading
 from dataclasses import dataclass, field
 
 import sonicmoe_cpp
@@ -7,8 +9,8 @@ import torch
 
 from lm.errors import UserError
 
-# What --device cuda changes of the defaults: a larger model on more tokens a step, 2048 rows an
-# expert in the mean, rounded to the 128 rows of a tile.
+# The defaults that --device cuda changes: a larger model on more tokens a step. An expert gets 2048
+# rows on average, rounded to the 128 rows of a tile.
 LARGER = {
     "context": 512,
     "batch": 32,
@@ -36,13 +38,45 @@ CUDA = Device("cuda", "bf16", LARGER)
 
 
 def choose(asked: str) -> Device:
-    """The device to train on: what was asked for, if it can be had; a usable GPU by itself."""
+    """The device that was asked for; if none was, the GPU where sonicmoe_cpp computes on it."""
     if asked not in ("", "cpu", "cuda"):
         raise UserError(f"device is '{asked}'; it must be cpu or cuda")
     reason = sonicmoe_cpp.unsupported_reason("cuda")
     if asked == "cuda" and reason is not None:
         raise UserError(f"device cuda cannot be used: {reason}")
     return CUDA if asked != "cpu" and reason is None else CPU
+
+
+def memory_bytes(name: str) -> int:
+    """The memory that a device has in all."""
+    if name == "cuda":
+        return torch.cuda.get_device_properties("cuda").total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def most_threads() -> int:
+    """More CPU threads than this only wait for each other."""
+    return 4 * len(os.sched_getaffinity(0))
+
+
+def startable_threads(wanted: int) -> int:
+    """How many of these CPU threads the system lets this process have, the calling one included.
+
+    libgomp ends the process if it cannot start a thread that torch asks for.
+    """
+    done = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(wanted - 1):
+            thread = threading.Thread(target=done.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # a limit on the user's or the container's processes
+        print(f"only {len(started) + 1} of {wanted} threads can be started")
+    done.set()
+    for thread in started:
+        thread.join()
+    return len(started) + 1
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

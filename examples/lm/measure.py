@@ -1,4 +1,4 @@
-"""What the report says about memory and padding, measured on the model that was trained."""
+"""Memory and padding for the report, measured on the model that was trained."""
 
 import copy
 from typing import Any
@@ -22,7 +22,7 @@ def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(x)  # held, so that no storage is freed and counted twice
+        output = layer(x)  # kept alive: a freed storage's address could be counted for another
     total = sum(kept.values())
     del output
     return total
@@ -42,7 +42,7 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
         slack = {"down": 0, "nearest": config.tile // 2}.get(config.rounding, config.tile)
         capacity = min(tokens * config.experts, rows + config.experts * slack)
     d, n = config.width, config.expert_width
-    if config.precision == "bf16":  # as autocast computes, without its copies of the weights
+    if config.precision == "bf16":  # autocast would keep copies of fp32 weights
         layer = copy.deepcopy(layer).to(torch.bfloat16)
     measured = saved_for_backward(layer.train(), x)
     return {
@@ -56,7 +56,7 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
 
 @torch.no_grad()
 def padding(config: Config, auxes: list[Any]) -> dict[str, int]:
-    """Rows of one step, all layers: routed by top-K and by rounding, and as whole tiles."""
+    """Rows of one step in all layers, for top-K and for rounding: as routed, and in whole tiles."""
 
     def whole_tiles(rows: torch.Tensor) -> int:
         return int((-(-rows // config.tile) * config.tile).sum())

@@ -7,6 +7,7 @@ from torch import nn
 
 from lm.config import Config
 from lm.device import autocast
+from lm.errors import TrainingFailed
 
 ROUTINGS = {"topk": "topk", "rounded": "token_rounding"}
 
@@ -19,7 +20,7 @@ def rotary_table(context: int, head_width: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (x[i], x[i + half]) of every head by their position's angles."""
+    """Rotates the pairs (x[i], x[i + half]) of every head by the angles of their position."""
     cos, sin = table[:, : x.shape[-2]].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -45,8 +46,10 @@ class Attention(nn.Module):
 
 
 def main_gradients(moe: MoE) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The experts' .grad, in fp32: backward adds to it in place. Otherwise autocast's bf16 weights
-    would get bf16 gradients, to be cast and added."""
+    """The experts' .grad in fp32, for backward to add to in place.
+
+    Without it autocast's bf16 weights would get bf16 gradients, to be cast and added.
+    """
     if not torch.is_grad_enabled():
         return None
     for weight in (moe.w_up, moe.w_down):
@@ -56,7 +59,7 @@ def main_gradients(moe: MoE) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 class Block(nn.Module):
-    """Attention, then a mixture of experts, each behind a norm and beside a residual."""
+    """Attention, then a mixture of experts; each has a norm before it and a residual."""
 
     def __init__(self, config: Config, routing: str):
         super().__init__()
@@ -96,7 +99,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, config: Config) -> None:
-        """Unit-variance inputs stay so through every matrix; residual branches start small."""
+        """Every matrix keeps the variance of its input at one; residual branches start small."""
         branch = (2 * config.layers) ** -0.5
         nn.init.normal_(self.embedding.weight)
         nn.init.zeros_(self.head.weight)
@@ -117,7 +120,7 @@ class LanguageModel(nn.Module):
 
 
 def build(config: Config, run: str) -> LanguageModel:
-    """The model of a run; every run starts from the same weights, whatever the device."""
+    """The model of a run. Both runs start from the same weights, on every device."""
     torch.manual_seed(config.seed)
     return LanguageModel(config, ROUTINGS[run]).to(config.device)
 
@@ -132,5 +135,7 @@ def generate(model: LanguageModel, prompt: list[int], count: int, config: Config
         with autocast(config.device, config.precision):
             logits, _ = model(torch.tensor([tokens[-config.context :]], device=config.device))
         weights = torch.softmax(logits[0, -1].float().cpu() / 0.8, dim=-1)
+        if not weights.isfinite().all():
+            raise TrainingFailed("the model's logits are not finite: no sample can be written")
         tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
     return tokens

@@ -1,5 +1,6 @@
-"""What a finished demo leaves behind: report.json, report.md and the loss plot."""
+"""The report of a finished demo: report.json, report.md, the loss plot and a sample of text."""
 
+import io
 import json
 import math
 import os
@@ -13,14 +14,16 @@ import numpy as np
 import sonicmoe_cpp
 import torch
 
-from lm.checkpoint import write_file
 from lm.config import Config
 from lm.data import Corpus
+from lm.errors import UserError
+from lm.files import write_file
 from lm.trainer import Run
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+FILES = ("loss.png", "sample.txt", "report.json", "report.md")
 LABELS = {"topk": "top-K", "rounded": "token rounding"}
 
 
@@ -52,7 +55,7 @@ def describe_run(run: Run, val_loss: float, memory: dict[str, Any]) -> dict[str,
 def build_report(
     config: Config, corpus: Corpus, runs: dict[str, Any], baselines: dict[str, float]
 ) -> dict[str, Any]:
-    """Everything but the wall time, which is only known at the very end."""
+    """report.json without the wall time, which is known only at the end."""
     predicted = (len(corpus.validation) - 1) // config.context * config.context
     bytes_a_token = corpus.validation_bytes / len(corpus.validation)
     for run in runs.values():
@@ -82,12 +85,12 @@ def build_report(
     }
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Loss against tokens for both runs, with the baselines as lines."""
+def plot(report: dict[str, Any]) -> bytes:
+    """Loss against tokens for both runs, with the baselines as lines; a PNG."""
     config = report["config"]
     per_step = config["batch"] * config["context"] / 1e6
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
-    # The runs lie close together: the first is drawn broad, the second narrow on top of it.
+    # The curves nearly coincide: the first is drawn thick, the second thin on top of it.
     looks = (
         {"color": "#7fb0e0", "linewidth": 4, "marker": "o", "markersize": 8},
         {"color": "#b3431a", "linewidth": 1.4, "marker": "s", "markersize": 4},
@@ -116,10 +119,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.25)
     axes.legend(title="final validation loss")
     figure.tight_layout()
-    unfinished = path.with_name("unfinished-" + path.name)
-    figure.savefig(unfinished)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
     plt.close(figure)
-    os.replace(unfinished, path)
+    return image.getvalue()
 
 
 def _mib(count: int) -> str:
@@ -194,9 +197,9 @@ def markdown(report: dict[str, Any], sample: str) -> str:
         "",
         *_memory(report),
         "",
-        "X and H: the layer's input and its pre-activations, which is all that the method keeps; "
-        "what is measured beyond them is the router's and the routing's. Keeping everything adds "
-        "gathered X, the activation and Y.",
+        "X and H, the layer's input and its pre-activations, are all that the method keeps. The "
+        "measured bytes also hold the router's logits and the routing's metadata. Keeping "
+        "everything adds gathered X, the activation and Y.",
         "",
         "## Padding",
         "",
@@ -230,8 +233,17 @@ def as_json(report: dict[str, Any]) -> str:
 
 
 def write(report: dict[str, Any], sample: str, out: Path) -> None:
-    """All files of the report, each replaced as a whole."""
-    plot(report, out / "loss.png")
-    write_file(out / "sample.txt", (sample + "\n").encode())
-    write_file(out / "report.json", as_json(report).encode())
-    write_file(out / "report.md", markdown(report, sample).encode())
+    """All files of the report, each replaced as a whole.
+
+    The name of a data folder need not be UTF-8: report.md repeats its bytes.
+    """
+    text = sample + "\n", as_json(report), markdown(report, sample)
+    contents = plot(report), *(part.encode(errors="surrogateescape") for part in text)
+    try:
+        for name, content in zip(FILES, contents, strict=True):
+            write_file(out / name, content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the report to {out}: {error.strerror}; the trained runs are saved, and "
+            "--resume writes it again"
+        ) from error

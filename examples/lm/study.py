@@ -1,5 +1,6 @@
-"""The runs of the rounding study, their results on disk, and the table and plot drawn from them."""
+"""The runs of the rounding study, their results on disk, and the table and plot of the results."""
 
+import io
 import json
 import math
 import statistics
@@ -10,15 +11,15 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from lm.checkpoint import write_file
 from lm.config import Config
 from lm.errors import UserError
+from lm.files import write_file
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# What may differ between two sittings of one study.
-HABITS = ("out", "save_every", "sample_tokens", "threads", "eval_every", "eval_sequences")
+# The settings that may differ when a study is continued.
+FREE = ("out", "save_every", "sample_tokens", "threads", "eval_every", "eval_sequences")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def rows_of_expert(config: Config) -> int:
 
 
 def cases(config: Config, modes: list[str], ratios: list[int], seeds: int) -> list[Case]:
-    """Every run, top-K first, seed by seed: a study that is stopped early compares what it has."""
+    """Every run, seed by seed and top-K first, so that a study stopped early can be compared."""
     rows = rows_of_expert(config)
     for ratio in ratios:
         if ratio < 1 or rows % ratio:
@@ -64,7 +65,7 @@ def cases(config: Config, modes: list[str], ratios: list[int], seeds: int) -> li
 
 def settings(config: Config) -> dict[str, Any]:
     """What every run of one study has in common."""
-    left_out = {*HABITS, "seed", "rounding", "tile"}
+    left_out = {*FREE, "seed", "rounding", "tile"}
     return {key: value for key, value in asdict(config).items() if key not in left_out}
 
 
@@ -74,19 +75,47 @@ def result_file(out: Path, case: Case) -> Path:
 
 def save_result(out: Path, case: Case, result: dict[str, Any]) -> None:
     path = result_file(out, case)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, (json.dumps(asdict(case) | result, indent=1) + "\n").encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, (json.dumps(asdict(case) | result, indent=1) + "\n").encode())
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; the trained run is saved, and the same "
+            "command continues"
+        ) from error
 
 
 def load_result(out: Path, case: Case, config: Config) -> dict[str, Any] | None:
-    """The result of a run that an earlier sitting finished, else None."""
+    """The result of a run that was finished before, else None."""
     path = result_file(out, case)
-    if not path.exists():
+    try:
+        result = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return None
-    result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}; move it elsewhere") from error
+    if not _is_result(result, case):
+        raise UserError(f"{path} is no result of {case.name}; move it elsewhere")
     if result["settings"] != settings(config):
         raise UserError(f"{path} is of a study with other settings; choose another --out")
     return result
+
+
+def _is_result(result: Any, case: Case) -> bool:
+    """Whether a JSON value has the form of a run's result, as save_result writes it."""
+    if not isinstance(result, dict) or asdict(case).items() - _scalars(result):
+        return False
+    figures = [result.get("val_loss"), result.get("train_seconds")]
+    return (
+        all(type(x) in (int, float) and abs(x) < math.inf for x in figures)
+        and type(result.get("tile")) is int
+        and type(result.get("text")) is str
+        and "settings" in result
+    )
+
+
+def _scalars(result: dict[str, Any]) -> set[tuple[str, Any]]:
+    return {(key, value) for key, value in result.items() if type(value) in (int, str)}
 
 
 def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,18 +159,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Distance from top-K over T_e / tile, a line for each mode with its spread over seeds."""
+def plot(rows: list[dict[str, Any]]) -> bytes:
+    """A PNG: distance from top-K over T_e / tile, a line for each mode with its spread over
+    seeds."""
     rounded = [r for r in rows if r["ratio"]]
     modes = sorted({r["mode"] for r in rounded})
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     axes.axhline(0, color="black", linewidth=1, label="top-K")
-    spread = next(r for r in rows if not r["ratio"])
-    half = (spread["highest"] - spread["lowest"]) / 2
-    axes.axhspan(-half, half, color="0.9", label="top-K, spread between seeds")
+    for spread in (r for r in rows if not r["ratio"]):
+        half = (spread["highest"] - spread["lowest"]) / 2
+        axes.axhspan(-half, half, color="0.9", label="top-K, spread between seeds")
     for i, mode in enumerate(modes):
         points = [r for r in rounded if r["mode"] == mode]
-        # A little apart, so that the bars of neighbours stay readable.
+        # Each mode is moved a little sideways, so that the bars do not cover each other.
         x = np.array([r["ratio"] for r in points]) * 1.04 ** (i - (len(modes) - 1) / 2)
         bars = [0.0 if math.isnan(r["gap_std"]) else r["gap_std"] for r in points]
         axes.errorbar(x, [r["gap"] for r in points], bars, marker="o", capsize=3, label=mode)
@@ -151,5 +181,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("T_e / tile: mean rows of an expert, in tiles")
     axes.set_ylabel("validation loss beyond top-K, nats a token")
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
     plt.close(figure)
+    return image.getvalue()

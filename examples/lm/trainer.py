@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from lm import checkpoint, measure
+from lm import checkpoint, measure, restore
 from lm.config import Config
 from lm.data import Batches, Corpus, validation_windows
 from lm.device import autocast
-from lm.errors import UserError
+from lm.errors import TrainingFailed, UserError, first_line
 from lm.model import build
 
 
@@ -34,7 +34,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
+    """AdamW with weight decay for matrices and none for norms."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 def cross_entropy(
     model: nn.Module, inputs: np.ndarray, targets: np.ndarray, config: Config
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Mean nats a token of (rows, context) int64 arrays, and what each MoE layer says beside."""
+    """Mean nats a token of (rows, context) int64 arrays, and the MoEAux of each layer."""
     with autocast(config.device, config.precision):
         logits, auxes = model(torch.from_numpy(inputs).to(config.device))
     wanted = torch.from_numpy(targets).to(config.device)
@@ -71,7 +71,7 @@ def evaluate(model: nn.Module, inputs: np.ndarray, targets: np.ndarray, config: 
 
 
 class StopSignal:
-    """Turns the first Ctrl-C (or SIGTERM) into a flag, so that a step ends before the run does.
+    """Turns the first Ctrl-C (or SIGTERM) into a flag, so that the run ends after a whole step.
 
     A second one interrupts at once; checkpoints survive that, too.
     """
@@ -98,7 +98,7 @@ class StopSignal:
 
 @dataclass
 class History:
-    """What happened so far; saved with every checkpoint."""
+    """Losses, padding and time of the steps so far; saved with every checkpoint."""
 
     train_loss: list[float] = field(default_factory=list)  # every step
     val_steps: list[int] = field(default_factory=list)
@@ -113,8 +113,11 @@ class Run:
     def __init__(self, name: str, config: Config, corpus: Corpus, folder: Path):
         self.name = name
         self.config = config
-        self.folder = folder
-        self.model = build(config, name)
+        self.folder = checkpoint.open_folder(folder)
+        try:
+            self.model = build(config, name)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            raise UserError(f"the model cannot be built: {first_line(error)}") from error
         self.optimizer = make_optimizer(self.model, config)
         self.history = History()
         self.step = 0
@@ -133,20 +136,24 @@ class Run:
         found = checkpoint.checkpoints(self.folder)
         if not found:
             return False
-        state = checkpoint.load_checkpoint(found[-1], self.model, self.optimizer, self.config)
-        if state["text"] != self._digest:
-            raise UserError(f"checkpoint {found[-1]} was trained on other text than is here now")
+        state = restore.load_checkpoint(found[-1], self.model, self.optimizer, self._identity())
         self.step = state["step"]
         self.history = History(**state["history"])
         return True
 
+    def _identity(self) -> dict[str, Any]:
+        """The parts of a checkpoint's state that never change during a run."""
+        return {"run": self.name, "text": self._digest, "config": asdict(self.config)}
+
     def save(self) -> Path:
-        state = {
-            "run": self.name,
+        """Writes a checkpoint. A run that has diverged fails instead and keeps the last one."""
+        moments = checkpoint.optimizer_tensors(self.optimizer)
+        for values in (self.model.state_dict(), moments):
+            if not all(value.isfinite().all() for value in values.values()):
+                raise self._diverged(f"weights or moments are not finite after step {self.step}")
+        state = self._identity() | {
             "step": self.step,
-            "text": self._digest,
             "torch": torch.__version__,
-            "config": asdict(self.config),
             "history": asdict(self.history),
         }
         try:
@@ -158,19 +165,33 @@ class Run:
             ) from error
 
     def final_loss(self) -> float:
-        """On the whole validation split."""
-        return evaluate(self.model, *self._validation, self.config)
+        """Mean nats a token of the whole validation split."""
+        return self._evaluate(*self._validation)
 
     def train(self, stop: Callable[[], bool]) -> bool:
-        """Trains to the last step, or until `stop` says so; saves either way. True if finished."""
-        if self.step == 0:
+        """Trains to the last step, or until `stop` returns true, and saves. True if finished.
+
+        A run that diverges, or whose step cannot be computed, raises TrainingFailed.
+        """
+        try:
+            self._train_steps(stop)
+        except (RuntimeError, MemoryError) as error:
+            raise TrainingFailed(
+                f"{self.name}: training failed after step {self.step}: {first_line(error)}; "
+                f"{self._kept()}"
+            ) from error
+        self.save()
+        return self.finished
+
+    def _train_steps(self, stop: Callable[[], bool]) -> None:
+        if not self.history.val_steps:
             self._note_validation()
         with tqdm(
             total=self.config.steps,
             initial=self.step,
             desc=f"{self.name:>7}",
             unit="step",
-            disable=None,  # only on a terminal; logs get the plain lines of _note_validation
+            disable=None,  # shown on a terminal only; _note_validation prints lines to a log
         ) as bar:
             while not self.finished and not stop():
                 auxes = self._train_step()
@@ -182,38 +203,70 @@ class Run:
                     self._note_validation()
                 if self.step % self.config.save_every == 0:
                     self.save()
-        self.save()
-        return self.finished
 
     def tokens_per_second(self) -> float:
         tokens = self.step * self.config.batch * self.config.context
         return tokens / self.history.seconds if self.history.seconds else 0.0
+
+    def _kept(self) -> str:
+        """The checkpoint that a failed run can continue from, as part of a sentence."""
+        path = checkpoint.newest(self.folder)
+        return f"the checkpoint {path} is kept" if path else "no checkpoint was saved before"
+
+    def _diverged(self, what: str) -> TrainingFailed:
+        return TrainingFailed(
+            f"{self.name} diverged: {what}; {self._kept()}; a smaller --lr or --clip may help"
+        )
 
     def _train_step(self) -> list[Any]:
         began = time.perf_counter()
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
-        parts = self.config.accumulate
-        losses, auxes = [], []
-        for inputs, targets in zip(
-            *(np.split(part, parts) for part in self._batches[self.step]), strict=True
-        ):
-            loss, of_layers = cross_entropy(self.model, inputs, targets, self.config)
-            ((loss + sum(aux.loss for aux in of_layers)) / parts).backward()
-            losses.append(loss.detach())
-            auxes += of_layers
-        if self.config.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        random_state = torch.get_rng_state()
+        try:
+            losses, totals, auxes = self._gradients()
+        except (RuntimeError, MemoryError):
+            # The weights are still those of the step before, so its work can be saved.
+            torch.set_rng_state(random_state)
+            self.save()
+            raise
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.history.train_loss.append(torch.stack(losses).mean().item())
+        loss = torch.stack(losses).mean().item()
+        if not math.isfinite(loss + torch.stack(totals).sum().item()):
+            raise self._diverged(f"the loss of step {self.step + 1} is not finite ({loss})")
+        self.history.train_loss.append(loss)
         self.history.seconds += time.perf_counter() - began
         self.step += 1
         return auxes
 
+    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+        """Clipped gradients of a step: for each part of the batch its mean nats a token and the
+        total that is minimised, and for each layer and part its MoEAux."""
+        parts = self.config.accumulate
+        losses, totals, auxes = [], [], []
+        for inputs, targets in zip(
+            *(np.split(part, parts) for part in self._batches[self.step]), strict=True
+        ):
+            loss, of_layers = cross_entropy(self.model, inputs, targets, self.config)
+            total = (loss + sum(aux.loss for aux in of_layers)) / parts
+            total.backward()
+            losses.append(loss.detach())
+            totals.append(total.detach())
+            auxes += of_layers
+        if self.config.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        return losses, totals, auxes
+
+    def _evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> float:
+        loss = evaluate(self.model, inputs, targets, self.config)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the validation loss at step {self.step} is not finite ({loss})")
+        return loss
+
     def _note_validation(self) -> None:
-        loss = evaluate(self.model, *self._sampled, self.config)
+        loss = self._evaluate(*self._sampled)
         self.history.val_steps.append(self.step)
         self.history.val_loss.append(loss)
         if not sys.stderr.isatty():

@@ -70,6 +70,9 @@ enum {
   SMOE_ROUND_BALANCED = 5
 };
 
+/* 1: the activation acts on gate and up; 0: on one input; -1: the value is unknown. */
+SMOE_API int32_t smoe_activation_is_gated(int32_t activation);
+
 /* "0.1.0" of the library that is running. */
 SMOE_API const char* smoe_version(void);
 /* The sentence of this thread's last refused call; "" before the first. Never NULL. */

@@ -54,7 +54,8 @@ struct Buffer {
 };
 
 /// The activation between the two projections. Gated kinds act on (gate, up), the others on one
-/// input. docs/method.md has the formulas and their derivatives.
+/// input. docs/method.md has the formulas and their derivatives. The values are part of the C ABI:
+/// a new kind gets the next one, whatever its traits.
 enum class ActivationKind : std::int32_t {
   kSwiGLU = 0,     ///< silu(gate) * up
   kSwiGLUOai = 1,  ///< g' sigmoid(alpha g') (u' + 1), g' = min(gate, limit), u' = clamp(up)
@@ -69,19 +70,51 @@ enum class ActivationKind : std::int32_t {
 };
 inline constexpr std::int32_t kActivationCount = 10;
 
-/// alpha and limit belong to kSwiGLUOai alone (0 = its defaults, 1.702 and 7) and are refused
-/// for every other kind.
+/// A kind and its parameters. 0 means the kind's default; anything else is refused for a kind that
+/// does not have the parameter.
 struct Activation {
   ActivationKind kind = ActivationKind::kSwiGLU;
   double alpha = 0.0;
   double limit = 0.0;
 };
 
-constexpr bool is_gated(ActivationKind kind) {
-  return static_cast<std::int32_t>(kind) <= static_cast<std::int32_t>(ActivationKind::kReGLU);
+/// What the library must know of a kind beside its formula.
+struct ActivationTraits {
+  const char* name;  ///< the public name
+  bool gated;        ///< acts on (gate, up)
+  double alpha;      ///< default of Activation::alpha, 0 if the kind has none
+  double limit;      ///< default of Activation::limit, 0 if the kind has none
+};
+
+/// The table of kinds, by value. The table is inside the function so that device code may call it.
+constexpr ActivationTraits activation_traits(ActivationKind kind) {
+  constexpr ActivationTraits kTable[kActivationCount] = {
+      {"swiglu", true, 0.0, 0.0},        // 0
+      {"swiglu_oai", true, 1.702, 7.0},  // 1
+      {"geglu", true, 0.0, 0.0},         // 2
+      {"geglu_tanh", true, 0.0, 0.0},    // 3
+      {"reglu", true, 0.0, 0.0},         // 4
+      {"silu", false, 0.0, 0.0},         // 5
+      {"gelu", false, 0.0, 0.0},         // 6
+      {"gelu_tanh", false, 0.0, 0.0},    // 7
+      {"relu", false, 0.0, 0.0},         // 8
+      {"relu2", false, 0.0, 0.0},        // 9
+  };
+  const auto index = static_cast<std::int32_t>(kind);
+  return index >= 0 && index < kActivationCount ? kTable[index]
+                                                : ActivationTraits{"unknown", false, 0.0, 0.0};
 }
+
+constexpr bool is_gated(ActivationKind kind) { return activation_traits(kind).gated; }
 /// G: 2 for gated activations, else 1.
 constexpr std::int64_t gate_factor(ActivationKind kind) { return is_gated(kind) ? 2 : 1; }
+
+/// `activation` with its kind's defaults in place of zeros.
+constexpr Activation with_defaults(const Activation& activation) {
+  const ActivationTraits traits = activation_traits(activation.kind);
+  return {activation.kind, activation.alpha != 0.0 ? activation.alpha : traits.alpha,
+          activation.limit != 0.0 ? activation.limit : traits.limit};
+}
 
 /// The public name ("swiglu_oai") of a kind, and back; an unknown name is refused by Error.
 SONICMOE_API const char* activation_name(ActivationKind kind);

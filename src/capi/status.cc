@@ -63,9 +63,10 @@ SONICMOE_SAME(SMOE_ROUND_STOCHASTIC, RoundingMode::kStochastic);
 SONICMOE_SAME(SMOE_ROUND_BALANCED, RoundingMode::kBalanced);
 #undef SONICMOE_SAME
 
-const CudaBackend& cuda() {
-  const CudaBackend* backend = cuda_backend();
-  if (backend == nullptr || backend->device_open == nullptr) {
+/// The backend whose devices smoe_device_open opens.
+const BackendTable& device_backend() {
+  const BackendTable* backend = find_backend(Backend::kCuda);
+  if (backend == nullptr) {
     checks::refuse(Status::kUnsupported, "this build has no CUDA backend, no device can be opened");
   }
   return *backend;
@@ -85,19 +86,24 @@ extern "C" {
 
 const char* smoe_version(void) { return version_string(); }
 
+int32_t smoe_activation_is_gated(int32_t activation) {
+  if (activation < 0 || activation >= kActivationCount) return -1;
+  return is_gated(static_cast<ActivationKind>(activation)) ? 1 : 0;
+}
+
 const char* smoe_last_error(void) { return capi::last_error().sentence; }
 
 smoe_status smoe_device_open(int32_t ordinal, smoe_device** device) {
   return capi::guarded([&] {
     capi::refuse_null(device, "device");
     checks::at_least("ordinal", ordinal, 0);
-    *device = static_cast<smoe_device*>(capi::cuda().device_open(ordinal));
+    *device = static_cast<smoe_device*>(capi::device_backend().device_open(ordinal));
   });
 }
 
 smoe_status smoe_device_close(smoe_device* device) {
   return capi::guarded([&] {
-    if (device != nullptr) capi::cuda().device_close(device);
+    if (device != nullptr) capi::device_backend().device_close(device);
   });
 }
 

@@ -1,69 +1,107 @@
-// The CUDA backend as the core sees it: a table of the functions of backend.h, or nothing. Which of
-// the two definitions of cuda_backend() is linked is the build's choice (cuda_absent.cc without
-// nvcc), so the core has no conditional compilation.
+// A backend as the core sees it: a name, a few facts and a table of functions. The public functions
+// check every argument (core/checks.h), then call the table of Exec's backend, so a backend may
+// assume well-formed arguments. Adding a backend is a value of Backend, a table and a row in
+// backends.cc.
 #pragma once
 
 #include <string>
-#include <type_traits>
 #include <vector>
 
-#include "core/backend.h"
+#include "sonicmoe/grouped_gemm.h"
+#include "sonicmoe/moe.h"
+#include "sonicmoe/routing.h"
 
 namespace sonicmoe {
 
-/// A product of the layer and the tile of the engine that it runs on, in words.
+/// A product of the layer and the tile that the backend computes it with, in words.
 struct TileChoice {
   const char* kernel;
   std::string tile;
 };
 
-/// An entry that is null has no CUDA kernel yet and is refused by name.
-struct CudaBackend {
-  /// What smoe_device_open returns: an immutable handle, given back to device_close.
+/// A function that is null is not served: the call is refused by name. Functions named *_bytes and
+/// moe_sizes need no device; the others run on the one of `exec`.
+struct BackendTable {
+  const char* name = nullptr;
+  /// What the buffers of a call are aligned to, in bytes.
+  std::int64_t buffer_alignment = 0;
+
+  /// Opens a device: an immutable handle for Exec::device, given back to device_close. Null: the
+  /// backend has no devices.
   void* (*device_open)(std::int32_t ordinal) = nullptr;
   void (*device_close)(void* device) = nullptr;
 
-  /// The tiles of a problem whose gate and up are apart. Needs no device.
-  std::vector<TileChoice> (*layer_tiles)(const Problem& problem) = nullptr;
+  /// A handle for the sizes and plans of a device that need not be there; launches refuse it. By
+  /// compute capability (90 is 9.0); null where this build has no kernels for it.
+  const void* (*device_model)(std::int32_t capability) = nullptr;
+  /// Which engine multiplies on a device: "hopper".
+  const char* (*engine_name)(const void* device) = nullptr;
 
-  decltype(&cpu::moe_sizes) moe_sizes = nullptr;
-  decltype(&cpu::h_rows) h_rows = nullptr;
-  decltype(&cpu::moe_forward) moe_forward = nullptr;
-  decltype(&cpu::moe_backward) moe_backward = nullptr;
-  decltype(&cpu::grouped_gemm) grouped_gemm = nullptr;
-  decltype(&cpu::grouped_gemm_k) grouped_gemm_k = nullptr;
+  /// The tiles of a problem whose gate and up are apart. Null: the backend has no fixed tiles.
+  std::vector<TileChoice> (*layer_tiles)(const Problem& problem, const Exec& exec) = nullptr;
+  /// Why the device of `exec` cannot compute a problem that is well formed, empty if it can. Null:
+  /// it can compute all.
+  std::string (*refusal)(const Problem& problem, const Exec& exec) = nullptr;
+
+  Sizes (*moe_sizes)(const Problem& problem, Pass pass, const Exec& exec) = nullptr;
+  /// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.
+  Tensor (*h_rows)(const Problem& problem, const Weights& weights, void* data) = nullptr;
+  void (*moe_forward)(const Problem& problem, const ForwardArgs& args, const Exec& exec) = nullptr;
+  void (*moe_backward)(const Problem& problem, const BackwardArgs& args,
+                       const Exec& exec) = nullptr;
+
   std::int64_t (*grouped_gemm_scratch_bytes)(std::int64_t rows, std::int64_t experts) = nullptr;
-  decltype(&cpu::route) route = nullptr;
-  decltype(&cpu::route_backward) route_backward = nullptr;
-  decltype(&cpu::round_scratch_bytes) round_scratch_bytes = nullptr;
-  decltype(&cpu::token_round) token_round = nullptr;
-  decltype(&cpu::token_round_backward) token_round_backward = nullptr;
-  // The CPU needs no scratch for these.
+  void (*grouped_gemm)(const GroupedGemm& args, const Exec& exec) = nullptr;
+  void (*grouped_gemm_k)(const GroupedGemmK& args, const Exec& exec) = nullptr;
+
+  void (*route)(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                const Tensor& weights, const Exec& exec) = nullptr;
+  void (*route_backward)(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                         const Tensor& dweights, const Tensor& dlogits, const Exec& exec) = nullptr;
+
+  std::int64_t (*round_scratch_bytes)(const RoundOptions& options, std::int64_t tokens,
+                                      std::int64_t experts, const Exec& exec) = nullptr;
+  void (*token_round)(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
+                      Buffer scratch, const Exec& exec) = nullptr;
+  void (*token_round_backward)(const RoundOptions& options, const Tensor& logits,
+                               const Pairs& pairs, const Tensor& dweight, const Tensor& dlogits,
+                               Buffer scratch, const Exec& exec) = nullptr;
+
   std::int64_t (*expert_choice_scratch_bytes)(std::int64_t tokens, std::int64_t experts) = nullptr;
   void (*expert_choice)(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
                         Buffer scratch, const Exec& exec) = nullptr;
   void (*expert_choice_backward)(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                                  const Tensor& dlogits, Buffer scratch, const Exec& exec) = nullptr;
+
   std::int64_t (*router_losses_scratch_bytes)(std::int64_t tokens, std::int64_t experts) = nullptr;
   void (*router_losses)(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                         const RouterLosses& out, Buffer scratch, const Exec& exec) = nullptr;
-  decltype(&cpu::router_losses_backward) router_losses_backward = nullptr;
+  void (*router_losses_backward)(const RouteOptions& options, const Tensor& logits,
+                                 const Tensor& tokens_per_expert, const Tensor& dvalues,
+                                 const Tensor& dlogits, const Exec& exec) = nullptr;
 };
 
-/// Null in a build without CUDA.
-const CudaBackend* cuda_backend();
+/// One definition a backend. Null in a build without it: cuda_absent.cc or src/cuda is linked.
+const BackendTable* cpu_backend();
+const BackendTable* cuda_backend();
 
-/// The function that serves exec: the CPU's own, or the table's entry.
+/// "cpu", "cuda", and back; an unknown name is refused.
+const char* backend_name(Backend backend);
+Backend backend_from_name(const std::string& name);
+/// Null where this build does not have it.
+const BackendTable* find_backend(Backend backend);
+/// Refuses an unknown backend, and one that this build does not have.
+const BackendTable& backend_table(Backend backend);
+
+/// The function that serves a call on exec; refuses, by name, one that its backend lacks.
 template <class F>
-F* serve(const Exec& exec, const char* name, std::type_identity_t<F>* cpu_function,
-         F* CudaBackend::* entry) {
-  if (exec.backend == Backend::kCpu) return cpu_function;
-  const CudaBackend* cuda = cuda_backend();
-  if (cuda == nullptr || cuda->*entry == nullptr) {
-    throw Error(Status::kUnsupported, std::string("backend is cuda, must be cpu for ") + name +
-                                          ": this version has no CUDA kernel for it");
+F serve(const Exec& exec, const char* name, F BackendTable::* function) {
+  const BackendTable& table = backend_table(exec.backend);
+  if (table.*function == nullptr) {
+    throw Error(Status::kUnsupported, std::string(name) + " is not served by the backend " +
+                                          table.name + ", must run on another");
   }
-  return cuda->*entry;
+  return table.*function;
 }
 
 }  // namespace sonicmoe

@@ -4,11 +4,10 @@
 #include <array>
 #include <utility>
 
+#include "core/backend_table.h"
+
 namespace sonicmoe::checks {
 namespace {
-
-constexpr std::int64_t kCpuAlignment = 64;
-constexpr std::int64_t kCudaAlignment = 256;
 
 std::string numbers(const std::int64_t* values, std::int32_t count) {
   std::string text = "(";
@@ -159,7 +158,7 @@ void buffer(const Buffer& buffer, const char* name, std::int64_t needed, const E
     refuse(Status::kWorkspaceTooSmall,
            std::string(name) + " has " + std::to_string(buffer.bytes) + " bytes" + least());
   }
-  const auto alignment = exec.backend == Backend::kCpu ? kCpuAlignment : kCudaAlignment;
+  const auto alignment = backend_table(exec.backend).buffer_alignment;
   const auto offset = reinterpret_cast<std::uintptr_t>(buffer.data) % alignment;
   if (needed > 0 && offset != 0) {
     const std::string bytes = std::to_string(alignment);

@@ -5,14 +5,11 @@
 namespace sonicmoe::checks {
 
 void exec(const Exec& e) {
-  known("backend", static_cast<std::int32_t>(e.backend), 2);
+  const BackendTable& backend = backend_table(e.backend);
   at_least("num_threads", e.num_threads, 0);
-  if (e.backend == Backend::kCpu) return;
-  if (cuda_backend() == nullptr) {
-    refuse(Status::kUnsupported, "backend is cuda, must be cpu: this build has no CUDA backend");
-  }
-  if (e.device == nullptr) {
-    refuse("device is null, must be a handle of smoe_device_open for the cuda backend");
+  if (backend.device_open != nullptr && e.device == nullptr) {
+    refuse(std::string("device is null, must be a handle of smoe_device_open for the ") +
+           backend.name + " backend");
   }
 }
 

@@ -14,18 +14,28 @@ constexpr std::int32_t kDTypeCount = 6;
 
 DType score_dtype(const Problem& p) { return p.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
+// A kind whose default is 0 does not have the parameter.
+void activation_parameter(const char* name, const Activation& a, double value,
+                          double ActivationTraits::* of_kind) {
+  if (value == 0.0 || activation_traits(a.kind).*of_kind != 0.0) return;
+  std::string owners;
+  for (std::int32_t i = 0; i < kActivationCount; ++i) {
+    const ActivationTraits traits = activation_traits(static_cast<ActivationKind>(i));
+    if (traits.*of_kind != 0.0) owners += (owners.empty() ? "" : " or ") + std::string(traits.name);
+  }
+  refuse(std::string("activation ") + name + " is " + std::to_string(value) + " for " +
+         activation_name(a.kind) + ", must be 0: only " + owners + " has it");
+}
+
 void activation(const Activation& a) {
   known("activation", static_cast<std::int32_t>(a.kind), kActivationCount);
   finite("activation alpha", a.alpha);
   finite("activation limit", a.limit);
-  if (a.kind != ActivationKind::kSwiGLUOai && (a.alpha != 0.0 || a.limit != 0.0)) {
-    const bool alpha = a.alpha != 0.0;
-    refuse(std::string("activation ") + (alpha ? "alpha" : "limit") + " is " +
-           std::to_string(alpha ? a.alpha : a.limit) + " for " + activation_name(a.kind) +
-           ", must be 0: only swiglu_oai has it");
-  }
+  activation_parameter("alpha", a, a.alpha, &ActivationTraits::alpha);
+  activation_parameter("limit", a, a.limit, &ActivationTraits::limit);
   if (a.limit < 0.0) {
-    refuse("activation limit is " + std::to_string(a.limit) + ", must be above 0, or 0 for 7");
+    refuse("activation limit is " + std::to_string(a.limit) +
+           ", must be above 0, or 0 for the default");
   }
 }
 

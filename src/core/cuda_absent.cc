@@ -2,6 +2,6 @@
 
 namespace sonicmoe {
 
-const CudaBackend* cuda_backend() { return nullptr; }
+const BackendTable* cuda_backend() { return nullptr; }
 
 }  // namespace sonicmoe

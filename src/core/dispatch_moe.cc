@@ -7,13 +7,11 @@ namespace sonicmoe {
 namespace {
 
 Sizes sizes_of(const Problem& problem, Pass pass, const Exec& exec) {
-  return serve(exec, "moe_sizes", &cpu::moe_sizes, &CudaBackend::moe_sizes)(problem, pass, exec);
+  return serve(exec, "moe_sizes", &BackendTable::moe_sizes)(problem, pass, exec);
 }
 
 std::int64_t gemm_scratch(std::int64_t rows, std::int64_t experts, const Exec& exec) {
-  return serve(
-      exec, "grouped_gemm", [](std::int64_t, std::int64_t) -> std::int64_t { return 0; },
-      &CudaBackend::grouped_gemm_scratch_bytes)(rows, experts);
+  return serve(exec, "grouped_gemm", &BackendTable::grouped_gemm_scratch_bytes)(rows, experts);
 }
 
 }  // namespace
@@ -28,8 +26,7 @@ HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h, 
   if (h.data != nullptr) {
     checks::buffer(h, "h", sizes_of(problem, Pass::kForward, exec).h_bytes, exec);
   }
-  const Tensor rows =
-      serve(exec, "h_views", &cpu::h_rows, &CudaBackend::h_rows)(problem, weights, h.data);
+  const Tensor rows = serve(exec, "h_views", &BackendTable::h_rows)(problem, weights, h.data);
   const bool alternate = rows.rank == 2;
   const std::int64_t to_up =
       alternate ? 1 : (gate_factor(problem.activation.kind) - 1) * problem.width;
@@ -50,14 +47,14 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   checks::moe_forward(problem, args, exec);
   checks::forward_buffers(args, sizes_of(problem, checks::forward_pass(args), exec), exec);
   checks::forward_overlap(args);
-  serve(exec, "moe_forward", &cpu::moe_forward, &CudaBackend::moe_forward)(problem, args, exec);
+  serve(exec, "moe_forward", &BackendTable::moe_forward)(problem, args, exec);
 }
 
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
   checks::moe_backward(problem, args, exec);
   checks::backward_buffers(args, sizes_of(problem, Pass::kBackward, exec), exec);
   checks::backward_overlap(args);
-  serve(exec, "moe_backward", &cpu::moe_backward, &CudaBackend::moe_backward)(problem, args, exec);
+  serve(exec, "moe_backward", &BackendTable::moe_backward)(problem, args, exec);
 }
 
 std::int64_t grouped_gemm_scratch_bytes(std::int64_t rows, std::int64_t experts, const Exec& exec) {
@@ -69,14 +66,14 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   checks::grouped_gemm(args, exec);
   checks::buffer(args.scratch, "scratch", gemm_scratch(args.d.shape[0], args.b.shape[0], exec),
                  exec);
-  serve(exec, "grouped_gemm", &cpu::grouped_gemm, &CudaBackend::grouped_gemm)(args, exec);
+  serve(exec, "grouped_gemm", &BackendTable::grouped_gemm)(args, exec);
 }
 
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
   checks::grouped_gemm_k(args, exec);
   checks::buffer(args.scratch, "scratch", gemm_scratch(args.b.shape[0], args.d.shape[0], exec),
                  exec);
-  serve(exec, "grouped_gemm_k", &cpu::grouped_gemm_k, &CudaBackend::grouped_gemm_k)(args, exec);
+  serve(exec, "grouped_gemm_k", &BackendTable::grouped_gemm_k)(args, exec);
 }
 
 }  // namespace sonicmoe

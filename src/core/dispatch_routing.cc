@@ -8,8 +8,8 @@ namespace {
 
 std::int64_t scratch_of(const RoundOptions& options, std::int64_t tokens, std::int64_t experts,
                         const Exec& exec) {
-  return serve(exec, "round_scratch_bytes", &cpu::round_scratch_bytes,
-               &CudaBackend::round_scratch_bytes)(options, tokens, experts, exec);
+  return serve(exec, "round_scratch_bytes", &BackendTable::round_scratch_bytes)(options, tokens,
+                                                                                experts, exec);
 }
 
 void check_scratch(const RoundOptions& options, const Tensor& logits, Buffer scratch,
@@ -18,14 +18,11 @@ void check_scratch(const RoundOptions& options, const Tensor& logits, Buffer scr
                  exec);
 }
 
-std::int64_t no_scratch(std::int64_t, std::int64_t) { return 0; }
 std::int64_t choice_scratch(std::int64_t tokens, std::int64_t experts, const Exec& exec) {
-  return serve(exec, "expert_choice", &no_scratch, &CudaBackend::expert_choice_scratch_bytes)(
-      tokens, experts);
+  return serve(exec, "expert_choice", &BackendTable::expert_choice_scratch_bytes)(tokens, experts);
 }
 std::int64_t losses_scratch(std::int64_t tokens, std::int64_t experts, const Exec& exec) {
-  return serve(exec, "router_losses", &no_scratch, &CudaBackend::router_losses_scratch_bytes)(
-      tokens, experts);
+  return serve(exec, "router_losses", &BackendTable::router_losses_scratch_bytes)(tokens, experts);
 }
 
 }  // namespace
@@ -33,14 +30,14 @@ std::int64_t losses_scratch(std::int64_t tokens, std::int64_t experts, const Exe
 void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec) {
   checks::route(options, logits, ids, weights, exec);
-  serve(exec, "route", &cpu::route, &CudaBackend::route)(options, logits, ids, weights, exec);
+  serve(exec, "route", &BackendTable::route)(options, logits, ids, weights, exec);
 }
 
 void route_backward(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                     const Tensor& dweights, const Tensor& dlogits, const Exec& exec) {
   checks::route_backward(options, logits, ids, dweights, dlogits, exec);
-  serve(exec, "route_backward", &cpu::route_backward, &CudaBackend::route_backward)(
-      options, logits, ids, dweights, dlogits, exec);
+  serve(exec, "route_backward", &BackendTable::route_backward)(options, logits, ids, dweights,
+                                                               dlogits, exec);
 }
 
 std::int64_t round_scratch_bytes(const RoundOptions& options, std::int64_t tokens,
@@ -54,8 +51,7 @@ void token_round(const RoundOptions& options, const Tensor& logits, const Pairs&
                  Buffer scratch, const Exec& exec) {
   checks::token_round(options, logits, pairs, exec);
   check_scratch(options, logits, scratch, exec);
-  serve(exec, "token_round", &cpu::token_round, &CudaBackend::token_round)(options, logits, pairs,
-                                                                           scratch, exec);
+  serve(exec, "token_round", &BackendTable::token_round)(options, logits, pairs, scratch, exec);
 }
 
 void token_round_backward(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
@@ -63,9 +59,8 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
                           const Exec& exec) {
   checks::token_round_backward(options, logits, pairs, dweight, dlogits, exec);
   check_scratch(options, logits, scratch, exec);
-  serve(exec, "token_round_backward", &cpu::token_round_backward,
-        &CudaBackend::token_round_backward)(options, logits, pairs, dweight, dlogits, scratch,
-                                            exec);
+  serve(exec, "token_round_backward", &BackendTable::token_round_backward)(
+      options, logits, pairs, dweight, dlogits, scratch, exec);
 }
 
 std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::int64_t experts,
@@ -78,11 +73,8 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
                    const Exec& exec) {
   checks::expert_choice(logits, capacity, pairs, exec);
   checks::buffer(scratch, "scratch", choice_scratch(logits.shape[0], logits.shape[1], exec), exec);
-  const auto cpu = [](const Tensor& l, std::int64_t c, const Pairs& p, Buffer, const Exec& e) {
-    cpu::expert_choice(l, c, p, e);
-  };
-  serve(exec, "expert_choice", cpu, &CudaBackend::expert_choice)(logits, capacity, pairs, scratch,
-                                                                 exec);
+  serve(exec, "expert_choice", &BackendTable::expert_choice)(logits, capacity, pairs, scratch,
+                                                             exec);
 }
 
 void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
@@ -94,9 +86,7 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
                             const Tensor& dlogits, Buffer scratch, const Exec& exec) {
   checks::expert_choice_backward(logits, pairs, dweight, dlogits, exec);
   checks::buffer(scratch, "scratch", choice_scratch(logits.shape[0], logits.shape[1], exec), exec);
-  const auto cpu = [](const Tensor& l, const Pairs& p, const Tensor& dw, const Tensor& dl, Buffer,
-                      const Exec& e) { cpu::expert_choice_backward(l, p, dw, dl, e); };
-  serve(exec, "expert_choice_backward", cpu, &CudaBackend::expert_choice_backward)(
+  serve(exec, "expert_choice_backward", &BackendTable::expert_choice_backward)(
       logits, pairs, dweight, dlogits, scratch, exec);
 }
 
@@ -115,11 +105,8 @@ void router_losses(const RouteOptions& options, const Tensor& logits, const Tens
                    const RouterLosses& out, Buffer scratch, const Exec& exec) {
   checks::router_losses(options, logits, ids, out, exec);
   checks::buffer(scratch, "scratch", losses_scratch(logits.shape[0], logits.shape[1], exec), exec);
-  const auto cpu = [](const RouteOptions& o, const Tensor& l, const Tensor& i,
-                      const RouterLosses& r, Buffer,
-                      const Exec& e) { cpu::router_losses(o, l, i, r, e); };
-  serve(exec, "router_losses", cpu, &CudaBackend::router_losses)(options, logits, ids, out, scratch,
-                                                                 exec);
+  serve(exec, "router_losses", &BackendTable::router_losses)(options, logits, ids, out, scratch,
+                                                             exec);
 }
 
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
@@ -131,9 +118,8 @@ void router_losses_backward(const RouteOptions& options, const Tensor& logits,
                             const Tensor& tokens_per_expert, const Tensor& dvalues,
                             const Tensor& dlogits, const Exec& exec) {
   checks::router_losses_backward(options, logits, tokens_per_expert, dvalues, dlogits, exec);
-  serve(exec, "router_losses_backward", &cpu::router_losses_backward,
-        &CudaBackend::router_losses_backward)(options, logits, tokens_per_expert, dvalues, dlogits,
-                                              exec);
+  serve(exec, "router_losses_backward", &BackendTable::router_losses_backward)(
+      options, logits, tokens_per_expert, dvalues, dlogits, exec);
 }
 
 }  // namespace sonicmoe

@@ -10,9 +10,15 @@
 namespace sonicmoe {
 namespace {
 
-constexpr std::array kActivations = {"swiglu", "swiglu_oai", "geglu",     "geglu_tanh", "reglu",
-                                     "silu",   "gelu",       "gelu_tanh", "relu",       "relu2"};
-static_assert(kActivations.size() == kActivationCount);
+constexpr auto kActivations = [] {
+  std::array<const char*, kActivationCount> names{};
+  for (std::int32_t i = 0; i < kActivationCount; ++i) {
+    names[i] = activation_traits(static_cast<ActivationKind>(i)).name;
+  }
+  return names;
+}();
+// A kind without a row would have no name.
+static_assert(kActivations.back() != nullptr);
 constexpr std::array kDTypes = {"f32", "bf16", "f16", "f64", "i32", "i64"};
 constexpr std::array kScoreModes = {"softmax_after_topk", "softmax_before_topk", "sigmoid"};
 constexpr std::array kRoundingModes = {"nearest", "up", "down", "score", "stochastic", "balanced"};
@@ -36,9 +42,7 @@ std::int32_t index_of(const std::array<const char*, N>& table, const char* what,
 
 }  // namespace
 
-const char* activation_name(ActivationKind kind) {
-  return name_at(kActivations, static_cast<std::int32_t>(kind));
-}
+const char* activation_name(ActivationKind kind) { return activation_traits(kind).name; }
 ActivationKind activation_from_name(const char* name) {
   return static_cast<ActivationKind>(index_of(kActivations, "activation", name));
 }

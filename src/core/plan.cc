@@ -17,15 +17,6 @@ const Machine kMachines[] = {
     {"b200", 2250e12, 8.0e12, "NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense bf16, 8 TB/s"},
 };
 
-const CudaBackend& present_cuda_backend() {
-  const CudaBackend* cuda = cuda_backend();
-  if (cuda == nullptr) {
-    checks::refuse(Status::kUnsupported,
-                   "backend is cuda, must be cpu: this build has no CUDA backend");
-  }
-  return *cuda;
-}
-
 }  // namespace
 
 Machine machine_from_name(const std::string& name) {
@@ -122,16 +113,17 @@ MemoryCost memory_cost(const Problem& p) {
   return m;
 }
 
-WorkspaceCost workspace_cost(const Problem& p, Backend backend) {
-  const auto sizes = backend == Backend::kCpu ? &cpu::moe_sizes : present_cuda_backend().moe_sizes;
-  const auto scratch = [&](Pass pass) { return sizes(p, pass, {}).scratch_bytes; };
+WorkspaceCost workspace_cost(const Problem& p, const Exec& exec) {
+  const BackendTable& table = backend_table(exec.backend);
+  const auto scratch = [&](Pass pass) { return table.moe_sizes(p, pass, exec).scratch_bytes; };
   return {scratch(Pass::kForward), scratch(Pass::kBackward), scratch(Pass::kInference)};
 }
 
-std::map<std::string, std::string> chosen_tiles(const Problem& p, Backend backend) {
+std::map<std::string, std::string> chosen_tiles(const Problem& p, const Exec& exec) {
   std::map<std::string, std::string> tiles;
-  if (backend == Backend::kCpu) return tiles;
-  for (const TileChoice& c : present_cuda_backend().layer_tiles(p)) tiles[c.kernel] = c.tile;
+  const BackendTable& table = backend_table(exec.backend);
+  if (table.layer_tiles == nullptr) return tiles;
+  for (const TileChoice& c : table.layer_tiles(p, exec)) tiles[c.kernel] = c.tile;
   return tiles;
 }
 

@@ -59,11 +59,12 @@ MemoryCost memory_cost(const Problem& problem);
 struct WorkspaceCost {
   std::int64_t forward = 0, backward = 0, inference = 0;
 };
-/// Needs no device. Refuses cuda in a build without it.
-WorkspaceCost workspace_cost(const Problem& problem, Backend backend);
+/// Needs no device. Refuses a backend that this build does not have.
+WorkspaceCost workspace_cost(const Problem& problem, const Exec& exec);
 
-/// The tile of each product by the kernel's name; empty for the CPU. Refuses as workspace_cost.
-std::map<std::string, std::string> chosen_tiles(const Problem& problem, Backend backend);
+/// The tile of each product by the kernel's name; empty for a backend without fixed tiles. Refuses
+/// as workspace_cost.
+std::map<std::string, std::string> chosen_tiles(const Problem& problem, const Exec& exec);
 
 /// The same layer at other granularities: n*K, E*n and the flops stay, K runs over powers of two.
 std::vector<LayerShape> granularity_sweep(const LayerShape& shape);

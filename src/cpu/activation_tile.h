@@ -98,7 +98,7 @@ struct Plain {
 struct SwigluOai {
   static constexpr std::int64_t kGates = 2;
   explicit SwigluOai(const Activation& a)
-      : alpha(a.alpha != 0.0 ? a.alpha : 1.702), limit(a.limit != 0.0 ? a.limit : 7.0) {}
+      : alpha(with_defaults(a).alpha), limit(with_defaults(a).limit) {}
   template <class V>
   Activated<V> operator()(V gate, V up) const {
     const V zero{};

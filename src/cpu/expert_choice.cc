@@ -1,7 +1,7 @@
 // Expert choice: every expert takes its best tokens by softmax over E.
 #include <vector>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "cpu/pair_lists.h"
 #include "cpu/round_select.h"
 #include "cpu/route_row.h"

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif

@@ -1,8 +1,8 @@
 // Token rounding: every expert's rows become a multiple of the tile.
 #include <vector>
 
-#include "core/backend.h"
 #include "core/round_rule.h"
+#include "cpu/backend.h"
 #include "cpu/pair_lists.h"
 #include "cpu/round_select.h"
 #include "cpu/route_row.h"

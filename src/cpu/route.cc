@@ -1,7 +1,7 @@
 // Top-k routing and its gradient.
 #include <vector>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "cpu/route_row.h"
 #include "cpu/routing_access.h"
 #include "cpu/routing_parallel.h"

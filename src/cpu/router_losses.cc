@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "cpu/route_row.h"
 #include "cpu/routing_access.h"
 #include "cpu/routing_parallel.h"

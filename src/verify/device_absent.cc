@@ -4,7 +4,7 @@ namespace sonicmoe::verify {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw Error(Status::kUnsupported, "backend is cuda, must be cpu: this build has no CUDA backend");
+  throw Error(Status::kUnsupported, "backend is cuda, must be cpu: this build has no cuda backend");
 }
 
 }  // namespace

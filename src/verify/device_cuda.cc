@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "core/backend_table.h"
 #include "cuda/device/device.h"
 #include "verify/device.h"
 
@@ -10,14 +11,14 @@ namespace {
 
 using cuda::check_cuda;
 
-bool serves(const Case& c) {
+/// The router serves every type but fp64; the engine says what it multiplies.
+bool serves(const Case& c, const Exec& exec) {
   const Problem& p = c.problem;
   if (c.subject == Subject::kRoute || c.subject == Subject::kTokenRound) {
     return p.dtype != DType::kF64;
   }
-  const bool dtype = p.dtype == DType::kBF16 || p.dtype == DType::kF16;
-  return dtype && !c.cpu_only && p.hidden % 8 == 0 && p.width % 8 == 0 &&
-         c.layout != Layout::kReversed;
+  return !c.cpu_only && c.layout != Layout::kReversed &&
+         backend_table(exec.backend).refusal(p, exec).empty();
 }
 
 class StreamClock final : public Clock {
@@ -75,7 +76,7 @@ Memory device_memory() {
 Implementation cuda_implementation(const Exec& exec) {
   Implementation implementation = public_api(exec);
   implementation.memory = device_memory();
-  implementation.serves = serves;
+  implementation.serves = [exec](const Case& c) { return serves(c, exec); };
   return implementation;
 }
 

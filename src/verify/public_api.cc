@@ -1,11 +1,12 @@
 // Its own file, so that a program without a backend links the rest of the harness.
+#include "core/backend_table.h"
 #include "verify/implementation.h"
 
 namespace sonicmoe::verify {
 
 Implementation public_api(const Exec& exec) {
   Implementation i;
-  i.name = exec.backend == Backend::kCpu ? "cpu" : "cuda";
+  i.name = backend_name(exec.backend);
   i.memory = host_memory();
   i.moe_sizes = [exec](const Problem& p, Pass pass) { return sonicmoe::moe_sizes(p, pass, exec); };
   i.moe_forward = [exec](const Problem& p, const ForwardArgs& args) {

@@ -1,58 +1,18 @@
 // Equal inputs give equal bits whatever share of the device a call gets: fewer multiprocessors than
 // there are, or neighbours on another stream.
-#include <random>
-
 #include "device_layer.h"
 #include "sonicmoe/routing.h"
+#include "whole_layer.h"
 
 namespace sonicmoe {
 namespace {
 
+using testing::Bits;
 using testing::DeviceArray;
-using testing::DeviceLayer;
 using testing::LayerShape;
-using testing::LayerWeights;
 using testing::must;
 using testing::Periodic;
-
-using Bits = std::vector<std::vector<std::uint8_t>>;
-
-/// A layer with inputs of its own.
-struct WholeLayer {
-  WholeLayer(const LayerShape& s, const Exec& exec)
-      : weights(s),
-        x(s.tokens * s.hidden, 1),
-        dout(s.tokens * s.hidden, 2),
-        ids(s.tokens * s.top_k * 4),
-        scores(s.tokens * s.top_k * 4),
-        layer(s, weights, {x.data(), dout.data(), ids.data(), scores.data()}, exec) {
-    std::mt19937 random(8);
-    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
-    std::vector<std::int32_t> experts;
-    std::vector<float> values;
-    for (std::int64_t i = 0; i < s.tokens * s.top_k; ++i) {
-      // Skewed: a third of all slots to the first expert.
-      const auto any = static_cast<std::int32_t>(random() % s.experts);
-      experts.push_back(random() % 3 == 0 ? 0 : any);
-      values.push_back(uniform(random));  // sums over slots round, so that their order would show
-    }
-    ids.set(experts);
-    scores.set(values);
-  }
-  Bits run(const Exec& exec) {
-    layer.spoil();
-    layer.step(exec);
-    must(cudaDeviceSynchronize());
-    Bits bits;
-    for (const DeviceArray* a : layer.results()) bits.push_back(a->get());
-    return bits;
-  }
-
-  LayerWeights weights;
-  Periodic x, dout;
-  DeviceArray ids, scores;
-  DeviceLayer layer;
-};
+using testing::WholeLayer;
 
 class CudaDeterminism : public ::testing::Test {
  protected:

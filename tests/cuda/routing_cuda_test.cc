@@ -7,7 +7,7 @@
 #include <random>
 
 #include "../routing_support.h"
-#include "core/backend.h"
+#include "cpu/backend.h"
 #include "cuda/routing/routing.h"
 #include "test_device.h"
 

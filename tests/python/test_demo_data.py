@@ -3,12 +3,17 @@
 import dataclasses
 import itertools
 import math
+import os
+import random
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
-from demo_support import TINY, write_text
-from lm import baselines, data, device
+from demo_support import EXAMPLES, TINY, write_text
+from lm import baselines, config, data, device
 from lm.config import SHORT, Config, parse
 from lm.errors import UserError
 
@@ -38,7 +43,7 @@ def test_defaults_are_valid_and_a_flag_wins_over_the_file_over_short(tmp_path):
         ("step: 3", "unknown config key 'step'"),
         ("steps: many", "config key 'steps' takes an integer, got 'many'"),
         ("steps: true", "config key 'steps' takes an integer, got True"),
-        ("lr: [1]", "config key 'lr' takes a number, got [1]"),
+        ("lr: [1]", "config key 'lr' in"),
         ("- steps", "must hold 'key: value' lines"),
         ("a: b: c", "is not valid YAML"),
     ],
@@ -55,8 +60,8 @@ def test_a_bad_file_is_refused(tmp_path, content, sentence):
     ("argv", "sentence"),
     [
         (["--top-k", "65"], "top_k is 65; it must be at most experts = 64"),
-        (["--steps", "0"], "steps is 0; it must be at least 1"),
-        (["--lr", "nan"], "lr is nan; it must be at least 0"),
+        (["--steps", "0"], "steps is 0; it must be from 1 to 10000000"),
+        (["--lr", "nan"], "lr is nan; it must be finite and at least 0"),
         (["--val-fraction", "0.7"], "val_fraction is 0.7; it must be from 0 to 0.5"),
         (["--width", "100", "--heads", "8"], "a multiple of 2 * heads = 16"),
         (["--rounding", "sideways"], "rounding is 'sideways'; it must be one of nearest"),
@@ -116,6 +121,17 @@ def test_tokens_are_reversible_deterministic_and_separated(text):
     assert (corpus.validation == end).sum() == corpus.validation_files
     split = data.split_by_file(data.read_texts(data.find_files(str(text), "")), 0.04)
     assert corpus.tokenizer.decode(corpus.validation[:-1].tolist()) == split.validation[0]
+
+
+def test_long_runs_of_letters_take_no_quadratic_time():
+    rng = random.Random(0)
+    letters = "".join(rng.choices("abcdefghijklmnop", k=160_000))
+    began = time.process_time()
+    tokenizer = data.train_tokenizer([letters], 1024)
+    for signs in ("a", "7", "-", " ", "\n", "é"):
+        data.train_tokenizer([signs * 160_000], 260)
+    assert time.process_time() - began < 3  # it took 40 s
+    assert tokenizer.decode(tokenizer.encode(letters).ids) == letters
 
 
 @pytest.mark.parametrize(
@@ -200,8 +216,35 @@ def test_validation_windows_pair_every_target_with_its_predecessor():
     assert inputs.ravel().tolist() == list(range(32))
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(0, 1), (2, 3), (9, 4)])
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch, limit, expected):
+    started = []
+    start = device.threading.Thread.start
+
+    def limited(thread):
+        if len(started) == limit:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(device.threading.Thread, "start", limited)
+    assert device.startable_threads(4) == expected
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_the_tokeniser_starts_no_threads(text):
+    program = "import lm.data as d, os, sys; d.train_tokenizer(['some text'] * 500, 260); "
+    program += "print(len(os.listdir('/proc/self/task')))"
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES), "OPENBLAS_NUM_THREADS": "1"}
+    environment.pop("TOKENIZERS_PARALLELISM", None)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"
+
+
 def test_the_device_is_chosen_by_what_can_be_computed(monkeypatch):
     monkeypatch.setattr(device.sonicmoe_cpp, "unsupported_reason", lambda device: None)
+    monkeypatch.setattr(config, "memory_bytes", lambda device: 1 << 36)
     large = parse(["--heads", "2"]).config
     assert (large.device, large.precision) == ("cuda", "bf16")
     assert large.width == device.LARGER["width"] and large.heads == 2

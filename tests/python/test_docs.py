@@ -1,4 +1,4 @@
-"""The first example of a page runs as it stands there."""
+"""The first example of a page runs as it stands there; the reference has every name."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/pytorch.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/pytorch.md", "docs/determinism.md"])
 def test_first_example(page):
     if not (ROOT / page).is_file():
         pytest.skip("this copy has no documentation")
@@ -19,3 +19,35 @@ def test_first_example(page):
     x, out = names["x"], names["out"]
     assert out.shape[-1] == x.shape[-1] and out.numel() == x.numel()
     assert torch.isfinite(out).all() and out.abs().sum() > 0
+
+
+def test_reference_names_all_that_headers_declare():
+    if not (ROOT / "docs/api.md").is_file():
+        pytest.skip("this copy has no documentation")
+    headings = set(
+        re.findall(
+            r"`(\w+)`",
+            "\n".join(
+                line
+                for line in (ROOT / "docs/api.md").read_text().splitlines()
+                if line.startswith("###")
+            ),
+        )
+    )
+    declared = re.compile(
+        r"^(?:struct|class|enum class|typedef struct) (\w+)|^(?:\w+_API|constexpr) [^(]*?(\w+)\(",
+        re.MULTILINE,
+    )
+    headers = sorted((ROOT / "include/sonicmoe").glob("*.h"))
+    found = {a or b for h in headers for a, b in declared.findall(h.read_text())}
+    assert {"smoe_moe_forward", "smoe_tensor", "tensor3", "Pass", "Backend"} <= found
+    assert found <= headings
+
+
+def test_hooks_have_the_pinned_versions():
+    hooks = ROOT / ".pre-commit-config.yaml"
+    if not hooks.is_file():
+        pytest.skip("this copy has no hooks")
+    pins = set((ROOT / "tools/requirements-dev.txt").read_text().split())
+    used = re.findall(r"additional_dependencies: \[(.*)\]", hooks.read_text())
+    assert len(used) == 3 and set(used) <= pins

@@ -11,7 +11,7 @@ from demo_support import EXAMPLES, TINY, flags, write_text
 from lm import study
 from lm.config import Config
 from lm.errors import UserError
-from rounding_study import main
+from rounding_study import main, parse_arguments
 
 SCRIPT = EXAMPLES / "rounding_study.py"
 # T K / E = 4 * 16 * 2 / 4 = 32 rows an expert.
@@ -60,6 +60,42 @@ def test_gaps_are_taken_seed_by_seed():
     down = by_name["down", 2]
     assert down["gap"] == -0.5 and math.isnan(down["gap_std"]) and down["seeds"] == 1
     assert "| up | 2 | 16 | 2 | 3.8750 (3.5000 to 4.2500) | +0.3750 ± 0.1768 |" in study.table(rows)
+
+
+@pytest.mark.parametrize("modes", [["topk"], ["up"], ["up", "topk"]])
+def test_an_interrupted_study_is_drawn_from_what_there_is(modes):
+    found = [result(mode, int(mode != "topk"), 0, 3.0) for mode in modes]
+    assert study.plot(study.summarise(found)).startswith(b"\x89PNG")
+
+
+def test_a_mode_or_ratio_that_is_given_twice_is_trained_once():
+    own, _ = parse_arguments(["--modes", "up,up", "--ratios", "2,2", "--device", "cpu"])
+    assert (own.modes, own.ratios) == (["up"], [2])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"val_loss": math.nan}, "is no result of topk-0"),
+        ({"seed": 1}, "is no result of topk-0"),
+        ({"tile": None}, "is no result of topk-0"),
+        ({"settings": {}}, "is of a study with other settings"),
+        ("[1]", "is no result of topk-0"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_result_that_is_none_is_refused(tmp_path, change, sentence):
+    case = study.Case("topk", 0, 0)
+    whole = {"val_loss": 3.0, "train_seconds": 1.0, "tile": 8, "text": ""}
+    study.save_result(tmp_path, case, whole | {"settings": study.settings(CONFIG)})
+    assert study.load_result(tmp_path, case, CONFIG)["val_loss"] == 3.0
+    path = study.result_file(tmp_path, case)
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_text(change)
+    with pytest.raises(UserError, match=sentence):
+        study.load_result(tmp_path, case, CONFIG)
 
 
 def arguments(tmp_path, **settings):

@@ -25,6 +25,12 @@ inline constexpr std::size_t kPlainShared = 32 * 1024;
 inline constexpr int kBesideThreads = 128;
 inline constexpr int kBesideBlocks = 16;
 
+/// Lets `function` take as much dynamic shared memory as the current device has for a CTA. The
+/// limit of a function belongs to the device: one that follows the size of each launch would let a
+/// small launch of one thread refuse a large one of another. Set once a function and device; any
+/// thread.
+void allow_shared_memory(const void* function);
+
 /// Clusters, programmatic launches and bulk copies: cuda/ptx/sm90.cuh on the host's side.
 inline bool has_sm90(const Device& device) { return device.capability >= 90; }
 
@@ -34,11 +40,7 @@ inline bool has_sm90(const Device& device) { return device.capability >= 90; }
 template <class... Params, class... Args>
 void launch_dependent(const Device& device, const char* what, void (*kernel)(Params...),
                       const LaunchShape& shape, cudaStream_t stream, const Args&... args) {
-  if (shape.shared > kPlainShared) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared)),
-               what);
-  }
+  if (shape.shared > kPlainShared) allow_shared_memory(reinterpret_cast<const void*>(kernel));
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -1,16 +1,28 @@
-// Roles of the engine: which producer, scheduler and epilogue make up, down, ...
+// The kernels by role: the producer, tile scheduler, epilogue and B source of each product.
+//
+//   | role      | producer    | scheduler       | epilogue              | B                      |
+//   | up        | GatherRows  | RowTiles        | ActRows, ActPlainRows | W1: gate, up by halves |
+//   | up paired | GatherRows  | RowTiles        | ActRows               | W1: gate, up alternate |
+//   | down, dX~ | TmaRows     | GroupedRowTiles | StoreRows             | W2; gate, up along K   |
+//   | gather    | GatherRows  | RowTiles        | StoreRows             | any matrices           |
+//   | dH        | GatherRows  | SplitRowTiles   | ActGrad               | W2                     |
+//   | dW        | GatherDepth | ExpertTiles     | StoreExpert           | grouped rows           |
+//
+// The host fills the ...Params types.
 #pragma once
 
+#include "cuda/hopper/engine/expert_tiles.cuh"
 #include "cuda/hopper/engine/kernel.cuh"
+#include "cuda/hopper/engine/row_tiles.cuh"
 #include "cuda/hopper/epilogues/act.cuh"
 #include "cuda/hopper/epilogues/act_grad.cuh"
 #include "cuda/hopper/epilogues/act_plain.cuh"
 #include "cuda/hopper/epilogues/store.cuh"
 #include "cuda/hopper/epilogues/store_expert.cuh"
+#include "cuda/hopper/kernels.h"
 #include "cuda/hopper/producers/gather_depth.cuh"
 #include "cuda/hopper/producers/gather_rows.cuh"
 #include "cuda/hopper/producers/tma_rows.cuh"
-#include "cuda/hopper/roles.h"
 
 namespace sonicmoe::cuda {
 
@@ -24,7 +36,7 @@ using UpKernel = std::conditional_t<
                       BSource::kWeights, kB>>;
 using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>;
 
-/// The same where gate and up alternate in W1, which is MN-major then, and in H.
+/// UpKernel where gate and up alternate in W1 (which is then MN-major) and in H.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using UpPairedKernel =
     GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
@@ -32,16 +44,16 @@ using UpPairedKernel =
 
 /// Y = A W2^T.
 template <class Element, TileShape kShape, Major kB>
-using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, BandedRowTiles, StoreRows<Element>,
-                                     BSource::kWeightsInTurn, kB>;
-/// As DownKernel, rows scaled by their weight: the grouped form.
+using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, GroupedRowTiles, StoreRows<Element>,
+                                     BSource::kWeightsAlongK, kB>;
+/// DownKernel with each row scaled by its routing weight: the grouped form of routing.
 template <class Element, TileShape kShape, Major kB>
 using DownScaledKernel =
-    GroupedGemmKernel<Element, kShape, TmaRows, BandedRowTiles,
-                      StoreRows<Element, RowScale::kWeights>, BSource::kWeightsInTurn, kB>;
+    GroupedGemmKernel<Element, kShape, TmaRows, GroupedRowTiles,
+                      StoreRows<Element, RowScale::kWeights>, BSource::kWeightsAlongK, kB>;
 using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
 
-/// D = A[gather] B^T: the grouped GEMM by itself.
+/// D = A[gather] B^T: the public grouped GEMM.
 template <class Element, TileShape kShape, Major kB>
 using GatherStoreKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
                                             StoreRows<Element>, BSource::kWeights, kB>;
@@ -50,12 +62,12 @@ using GatherStoreParams = GemmParams<GatherRows::Params, RowTiles::Params, Store
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using HiddenGradKernel =
-    GroupedGemmKernel<Element, kShape, GatherRows, CutRowTiles,
+    GroupedGemmKernel<Element, kShape, GatherRows, SplitRowTiles,
                       ActGrad<Element, kKind, HLayout::kSplit>, BSource::kWeights, kB>;
-/// The same where gate and up alternate in H and dH.
+/// HiddenGradKernel where gate and up alternate in H and dH.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using HiddenGradPairedKernel =
-    GroupedGemmKernel<Element, kShape, GatherRows, CutRowTiles,
+    GroupedGemmKernel<Element, kShape, GatherRows, SplitRowTiles,
                       ActGrad<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
 using HiddenGradParams = GemmParams<GatherRows::Params, RowTiles::Params, ActGradParams>;
 

@@ -30,6 +30,9 @@ inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooper
 // memory of its own takes (as each block takes beside its own).
 static_assert(shared_bytes(kCoop128x256) + 2 * 1024 <= 228 * 1024);
 
+/// Columns of A below which an expert is narrow: its products move more than they multiply.
+inline constexpr std::int64_t kNarrowWidth = 512;
+
 /// Tiles by index, as kernels are listed.
 enum class TileId : int {
   kCoop128x256 = 0,

@@ -1,40 +1,72 @@
 #include "cuda/layer/backend.h"
 
+#include <tuple>
+
 #include "core/backend_table.h"
 #include "cuda/device/device.h"
+#include "cuda/layer/checks.h"
 #include "cuda/layer/grouped_gemm.h"
+#include "cuda/layer/views.h"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe {
+namespace {
 
-const CudaBackend* cuda_backend() {
-  static constexpr CudaBackend kBackend = [] {
-    CudaBackend backend;
+/// Calls a function whose last argument is Exec with the handle's device current.
+template <auto kFunction, class Signature = decltype(kFunction)>
+struct OnDevice;
+template <auto kFunction, class... Args>
+struct OnDevice<kFunction, void (*)(Args...)> {
+  static void call(Args... args) {
+    const Exec& exec = std::get<sizeof...(Args) - 1>(std::tie(args...));
+    const cuda::CurrentDevice current(cuda::device_of(exec));
+    kFunction(args...);
+  }
+};
+template <auto kFunction>
+inline constexpr auto on_device = &OnDevice<kFunction>::call;
+
+}  // namespace
+
+const BackendTable* cuda_backend() {
+  static constexpr BackendTable kBackend = [] {
+    BackendTable backend;
+    backend.name = "cuda";
+    backend.buffer_alignment = 256;
     backend.device_open = [](std::int32_t ordinal) -> void* {
       return const_cast<cuda::Device*>(cuda::open_device(ordinal));
     };
     backend.device_close = [](void* device) {
       cuda::close_device(static_cast<const cuda::Device*>(device));
     };
+    backend.device_model = [](std::int32_t capability) -> const void* {
+      return cuda::device_model(capability);
+    };
+    backend.engine_name = [](const void* device) {
+      return static_cast<const cuda::Device*>(device)->engine->name;
+    };
     backend.layer_tiles = &cuda::layer_tiles;
+    backend.refusal = [](const Problem& problem, const Exec& exec) {
+      return cuda::refusal(problem, cuda::engine_of(exec));
+    };
     backend.moe_sizes = &cuda::moe_sizes;
     backend.h_rows = &cuda::h_rows;
-    backend.moe_forward = &cuda::moe_forward;
-    backend.moe_backward = &cuda::moe_backward;
+    backend.moe_forward = on_device<&cuda::moe_forward>;
+    backend.moe_backward = on_device<&cuda::moe_backward>;
     backend.grouped_gemm_scratch_bytes = &cuda::grouped_gemm_scratch_bytes;
-    backend.grouped_gemm = &cuda::grouped_gemm;
-    backend.grouped_gemm_k = &cuda::grouped_gemm_k;
-    backend.route = &cuda::route;
-    backend.route_backward = &cuda::route_backward;
+    backend.grouped_gemm = on_device<&cuda::grouped_gemm>;
+    backend.grouped_gemm_k = on_device<&cuda::grouped_gemm_k>;
+    backend.route = on_device<&cuda::route>;
+    backend.route_backward = on_device<&cuda::route_backward>;
     backend.round_scratch_bytes = &cuda::round_scratch_bytes;
-    backend.token_round = &cuda::token_round;
-    backend.token_round_backward = &cuda::token_round_backward;
+    backend.token_round = on_device<&cuda::token_round>;
+    backend.token_round_backward = on_device<&cuda::token_round_backward>;
     backend.expert_choice_scratch_bytes = &cuda::expert_choice_scratch_bytes;
-    backend.expert_choice = &cuda::expert_choice;
-    backend.expert_choice_backward = &cuda::expert_choice_backward;
+    backend.expert_choice = on_device<&cuda::expert_choice>;
+    backend.expert_choice_backward = on_device<&cuda::expert_choice_backward>;
     backend.router_losses_scratch_bytes = &cuda::router_losses_scratch_bytes;
-    backend.router_losses = &cuda::router_losses;
-    backend.router_losses_backward = &cuda::router_losses_backward;
+    backend.router_losses = on_device<&cuda::router_losses>;
+    backend.router_losses_backward = on_device<&cuda::router_losses_backward>;
     return backend;
   }();
   return &kBackend;

@@ -1,14 +1,12 @@
-// The functions of core/backend.h that CUDA serves.
+// The layer's functions of the CUDA backend; backend.cc puts them in its table.
 #pragma once
 
 #include "core/backend_table.h"
 
 namespace sonicmoe::cuda {
 
-std::vector<TileChoice> layer_tiles(const Problem& problem);
+std::vector<TileChoice> layer_tiles(const Problem& problem, const Exec& exec);
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
-/// H or dH at `data`: (C, G, n), or (C, 2n) with columns that alternate as those of paired weights.
-Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
 

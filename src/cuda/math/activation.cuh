@@ -1,40 +1,44 @@
-// The activations and their derivatives, in fp32 from rounded H (docs/method.md has the formulas).
-// Adding one: a specialisation here and its twin in src/cpu/activation.
+// The activations and their derivatives on single fp32 values, which were rounded as H is
+// (docs/method.md has the formulas). To add one: specialise ActivationOf here and write the same
+// formula in src/cpu/activation_math.h.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "cuda/ptx/math.cuh"
 #include "sonicmoe/types.h"
+
+#include "cuda/ptx/math.cuh"
 
 namespace sonicmoe::cuda {
 
-/// How gate and up lie in H and dH: columns [gate | up], or alternating (the paired form).
+/// The columns of H and dH: [all gates | all ups], or gate and up alternating (paired weights).
 enum class HLayout { kSplit, kPaired };
 
-/// Constants of swiglu_oai; unused by the others.
+/// Constants of swiglu_oai; the others ignore them.
 struct ActivationScalars {
   float alpha;
   float limit;
-  float power;  ///< -alpha / ln 2: a product would have to be held in a register
+  float power;  ///< -alpha / ln 2, computed on the host: the kernel has no register for the product
 };
 
 inline constexpr float kLog2E = 1.4426950409f;
 
-/// 1 / (1 + 2^x): the sigmoid of -x / kLog2E, to about 2 ulp of fp32; 0 above 127.
+/// 1 / (1 + 2^x) = sigmoid(-x / kLog2E), to about 2 ulp of fp32; 0 where x is above 127.
 __device__ __forceinline__ float sigmoid_of_power(float x) {
   return ptx::reciprocal(1.0f + ptx::exp2(x));
 }
 
-/// f(x) as forward computes it, and f'(x) g.
+/// f(x), the same bits as in forward, and f'(x) g.
 struct Slope {
   float value;
   float times;
 };
 
-/// The function inside a gate (or alone), and its derivative times g. What gates share with it (f
-/// g) is spelt alike, so that it is computed once. Forward and backward must find the same value:
-/// where a product meets a sum, fmaf says whether it is rounded.
+// Functions of one value: alone, or of the gate in Gated below. slope() writes f g exactly as
+// Gated::gradient() does, so that the compiler computes the product once. Where a product is added
+// to something the code says fmaf or not: left to the compiler, value() and slope() could round
+// differently, and backward would see another A than forward stored.
+
 struct Silu {
   static __device__ __forceinline__ float sigmoid(float x) { return sigmoid_of_power(-kLog2E * x); }
   static __device__ __forceinline__ float value(float x) { return x * sigmoid(x); }
@@ -45,8 +49,8 @@ struct Silu {
   }
 };
 
-/// Phi(x) by the rational-exponential form of Abramowitz and Stegun 7.1.26: absolute error below
-/// 1e-7, small relative error in the negative tail, and no branch, which normcdff has.
+/// x Phi(x), with Phi by the rational-exponential form of Abramowitz and Stegun 7.1.26: absolute
+/// error below 1e-7, small relative error in the negative tail. normcdff would branch.
 struct GeluErf {
   static __device__ __forceinline__ float distribution(float x, float bell) {
     const float t = ptx::reciprocal(fmaf(0.3275911f * 0.70710678f, fabsf(x), 1.0f));
@@ -69,7 +73,7 @@ struct GeluErf {
   }
 };
 
-/// (1 + tanh(z)) / 2 = sigmoid(2z), which keeps the small tail exact.
+/// x (1 + tanh(z)) / 2, computed as x sigmoid(2z): 1 + tanh(z) would cancel in the negative tail.
 struct GeluTanh {
   static constexpr float kTwoRootTwoOverPi = 1.5957691216f;
   static constexpr float kCubic = 0.044715f;
@@ -86,7 +90,7 @@ struct GeluTanh {
   }
 };
 
-/// NaN stays NaN; the slope at 0 is 0.
+/// NaN stays NaN; the derivative at 0 is 0.
 struct Relu {
   static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x; }
   static __device__ __forceinline__ Slope slope(float x, float g) {
@@ -101,7 +105,7 @@ struct Relu2 {
   }
 };
 
-/// act(H) and its derivatives times g; by_up is unused without a gate.
+/// act(H), and g times its derivatives by gate and up; without a gate by_up is 0.
 struct Gradient {
   float value;
   float by_gate;
@@ -121,13 +125,14 @@ struct Gated {
   }
 };
 
+/// x sigmoid(alpha x) (u + 1), with x = min(gate, limit) and u = up clamped to [-limit, limit].
 struct GatedOai {
   static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars& c) {
     const float x = ptx::smaller(gate, c.limit);
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
     return x * sigmoid(x, c) * (u + 1.0f);
   }
-  /// A clamp passes its gradient at equality.
+  /// At the limit itself a clamp passes its gradient.
   static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
                                                       const ActivationScalars& c) {
     const float x = ptx::smaller(gate, c.limit);
@@ -145,6 +150,7 @@ struct GatedOai {
   }
 };
 
+/// f(x), without a gate.
 template <class Function>
 struct Plain {
   static __device__ __forceinline__ float value(float x) { return Function::value(x); }

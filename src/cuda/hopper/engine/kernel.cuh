@@ -1,31 +1,39 @@
-// The one grouped GEMM kernel: a producer warpgroup and two consumer warpgroups around a ring of
-// mbarriers. Producer, scheduler and epilogue are plugs; docs/engine.md has roles, arrival counts
-// and the timeline of a tile.
+// The one grouped GEMM kernel: a producer warpgroup and two consumer warpgroups around a pipeline
+// of shared memory stages. Producer, tile scheduler and epilogue are template arguments.
+//
+// Time in one CTA (to the right): cooperative tiles t and u of 8 k tiles each, whose numbers are
+// shown, and a deferred epilogue:
+//
+//   loads       t 0 1 2 3 4 5 6 7  u 0 1 2 3 4 5 6 7           up to 4 stages ahead
+//   wgmma             t 0 1 2 3 4 5 6 7    u 0 1 2 3 4 5 6 7
+//   rounding                           t                       accumulator to 16-bit words
+//   stores                                   t   t   t   t     one box at a time
+//   tile index        take         send                        two tiles ahead (InlineScheduler)
+//
+// Ping-pong: the warpgroups alternate at the tensor cores, so that no product waits for an
+// epilogue:
+//
+//   warpgroup 0   products t     | epilogue t     | products t + 2 | ...
+//   warpgroup 1   epilogue t - 1 | products t + 1 | epilogue t + 1 | ...
 #pragma once
 
-#include "cuda/hopper/engine/beside.cuh"
 #include "cuda/hopper/engine/concepts.cuh"
+#include "cuda/hopper/engine/deferred.cuh"
+#include "cuda/hopper/engine/launch_order.cuh"
 #include "cuda/hopper/engine/mainloop.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/registers.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/ptx/address.cuh"
-#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/sm90.cuh"
 
 namespace sonicmoe::cuda {
 
-/// When the tiles of a kernel begin: when the kernel before is complete, or beside its last tiles,
-/// as all of them, or those numbered below `early_tiles`, read nothing that it may still write.
-enum class Begins : int { kLate = 0, kIndependent = 1, kEarly = 2 };
-
-/// Kernel arguments. They depend on the kinds of plugs alone, so that the host fills one type for
-/// all instances of a role.
-///
-/// What comes next may begin when everything before this kernel is complete, unless `told_tiles`
-/// says more. The kernel before must have waited for all before it.
+/// Kernel arguments. They depend on the kinds of producer, scheduler and epilogue alone, so that
+/// the host fills one type for all instances of a role.
 template <class ProducerParams, class SchedulerParams, class EpilogueParams>
 struct GemmParams {
   ProducerParams producer;
@@ -33,17 +41,19 @@ struct GemmParams {
   SchedulerParams tiles;
   EpilogueParams epilogue;
   Begins begins;
-  std::int32_t early_tiles;  ///< of kEarly, by TmaRows
-  /// Where the epilogue's input comes through the ring: what comes next may begin when the tiles
-  /// numbered below it are in memory; 0: at once.
-  std::int32_t told_tiles;
-  /// CTAs that have told so, zero before their launch. A launch by itself makes no store visible:
-  /// kEarly tiles begin only where all `tellers` are counted.
-  unsigned* told;
-  std::int32_t tellers;
+  /// kEarly: tiles below it read only what the previous kernel releases early.
+  std::int32_t early_start_tiles;
+  /// 0: the next kernel is launched once this kernel's own predecessors are complete. More: it is
+  /// launched only when the first `early_release_tiles` tiles of this kernel are in memory.
+  /// RingEpilogue only.
+  std::int32_t early_release_tiles;
+  /// CTAs whose early tiles are in memory; 0 before the launch. This kernel counts it up if
+  /// early_release_tiles > 0; a kEarly kernel behind it reads it.
+  unsigned* early_release_count;
+  std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
 };
 
-/// Binds the plugs and the compile-time choices of one kernel.
+/// A kernel: producer, scheduler, epilogue and compile-time choices.
 template <class Element_, TileShape kShape_, class Producer_, class Scheduler_, class Epilogue_,
           BSource kSource, Major kMajorB_>
   requires TileScheduler<Scheduler_> && RowProducer<Producer_> && TileEpilogue<Epilogue_, kShape_>
@@ -57,226 +67,222 @@ struct GroupedGemmKernel {
   static constexpr Major kMajorB = kMajorB_;
   using B = OperandB<kShape, kSource, kMajorB>;
   static constexpr int kRegistersAtLaunch =
-      Scheduler::kFixedDepth ? kLaunchRegisters : kLaunchRegistersBeside;
-  /// Whether the columns of a tile lie as they do in the output.
+      Scheduler::kFixedDepth ? kLaunchRegisters : kLaunchRegistersCoresident;
+  /// Whether a tile at the end of N may multiply fewer columns: its columns lie as in the output.
   static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
-  /// The drawing warpgroup must take part in every tile: gathers in ping-pong are static.
-  static constexpr bool kConsumerDraws =
-      Producer::kDrawer == Drawer::kConsumer && !kShape.ping_pong();
-  static_assert(!kShape.ping_pong() || Scheduler::kFixedDepth,
-                "in ping-pong a warpgroup must know how far the other one's tile moves the ring");
+  /// Not in ping-pong, where the scheduler's warpgroup passes over every second tile: gathers in
+  /// ping-pong are launched in static order.
+  static constexpr bool kConsumerSchedules =
+      Producer::kScheduler == SchedulerThread::kConsumer && !kShape.ping_pong();
+  static_assert(!Producer::kMayStartEarly || Scheduler::kCoherent,
+                "before griddepcontrol.wait earlier results may not be read by ld.global.nc");
+  static_assert(
+      !kShape.ping_pong() || Scheduler::kFixedDepth,
+      "in ping-pong a warpgroup skips the other one's stages, so it must know their number");
 
   using Params =
       GemmParams<typename Producer::Params, typename Scheduler::Params, typename Epilogue::Params>;
 };
 
-/// Named barriers 1 and 2 belong to the warpgroups' staging, 3 and 4 to their turns at the
-/// products.
-inline constexpr int kTurnBarrier = 3;
-inline constexpr int kToldBarrier = 6;
-
 template <class Gemm>
 __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
-  constexpr int kReaders = kShape.ping_pong() ? 4 : 8;  // warps that consume a stage
+  constexpr int kConsumerWarps = kShape.ping_pong() ? 4 : 8;  // that consume one stage
   for (int s = 0; s < kShape.stages; s++) {
     cta.full(s).init(1 + Gemm::Producer::kCopyArrivals);
-    cta.empty(s).init(kReaders * kShape.cluster);
+    cta.empty(s).init(kConsumerWarps * kShape.cluster);
   }
-  for (int s = 0; s < kSlots; s++) {
-    cta.slot_full(s).init(1);
-    cta.slot_empty(s).init((Gemm::Producer::kTileReaders + 8) * kShape.cluster);
+  for (int s = 0; s < kQueueEntries; s++) {
+    cta.queue_full(s).init(1);
+    cta.queue_empty(s).init((Gemm::Producer::kQueueReaders + 8) * kShape.cluster);
   }
   ptx::fence_barrier_init();
 }
 
-/// What this CTA has stored so far is in memory, so that the next kernel may begin. By both
-/// consumer warpgroups, once.
-template <TileShape kShape>
-__device__ __forceinline__ void tell_of_stores(const Staging<kShape>& staging, unsigned* told) {
-  staging.drain();
-  ptx::fence_async();
-  ptx::named_sync(kToldBarrier, kConsumers * kWarpgroup);
-  if (threadIdx.x == kWarpgroup) {
-    ptx::release_one(told);
-    ptx::launch_next_kernel();
+/// 0 or 1: the thread's consumer warpgroup.
+__device__ __forceinline__ int consumer_warpgroup() {
+  return ptx::uniform(threadIdx.x / kWarpgroup - 1);
+}
+
+/// An inline scheduler sends indices two tiles ahead, so the last one sent to a cluster is never
+/// read. Its remote store (st.async) may still be in flight: wait for it before the CTA exits, or
+/// it would land in shared memory that belongs to another CTA by then.
+template <class Gemm, class Tiles>
+__device__ __forceinline__ void wait_for_unread_index(const Cta<Gemm::kShape>& cta,
+                                                      const Tiles& tiles) {
+  if constexpr (Gemm::kConsumerSchedules) {
+    const std::uint32_t entry = tiles.entries_read();  // 0: static order, or no tiles
+    if (entry > 0) cta.queue_full(entry % kQueueEntries).wait(entry / kQueueEntries & 1);
   }
 }
 
-/// Which of the consumer warpgroups the thread is in.
-__device__ __forceinline__ int consumer() { return ptx::uniform(threadIdx.x / kWarpgroup - 1); }
-
-/// Where consumers draw two numbers ahead, nobody reads the one behind a cluster's last. A CTA may
-/// not end before it has come: only its barrier says so.
-template <class Gemm, class Stream>
-__device__ __forceinline__ void await_unread(const Cta<Gemm::kShape>& cta, const Stream& stream) {
-  if constexpr (Gemm::kConsumerDraws) {
-    const std::uint32_t number = stream.taken();  // none taken: static order, or no tiles
-    if (number > 0) cta.slot_full(number % kSlots).wait(number / kSlots & 1);
-  }
-}
-
-/// What a tile is; whether there is something to do in it, and for how long, decides over branches.
+/// The CTA's tile. Branches depend on valid_rows and depth: made uniform, they cost no divergence
+/// handling.
 template <class Gemm>
-__device__ __forceinline__ Work work_of(const typename Gemm::Params& p,
-                                        const Cta<Gemm::kShape>& cta, int tile) {
-  Work work = Gemm::Scheduler::template work<Gemm::kShape>(p.tiles, tile, cta.rank());
-  work.left = ptx::uniform(work.left);
-  if (!Gemm::Scheduler::kFixedDepth) work.depth = ptx::uniform(work.depth);
-  return work;
+__device__ __forceinline__ CtaTile tile_of(const typename Gemm::Params& p,
+                                           const Cta<Gemm::kShape>& cta, int index) {
+  CtaTile tile = Gemm::Scheduler::template tile<Gemm::kShape>(p.tiles, index, cta.rank());
+  tile.valid_rows = ptx::uniform(tile.valid_rows);
+  if (!Gemm::Scheduler::kFixedDepth) tile.depth = ptx::uniform(tile.depth);
+  return tile;
 }
 
+/// The consumers of immediate epilogues.
 template <class Gemm>
 __device__ __forceinline__ void consume(const typename Gemm::Params& p,
                                         const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
-  const int warpgroup = consumer();
+  const int warpgroup = consumer_warpgroup();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
   typename Gemm::Epilogue::State state{};
-  TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
-  // In ping-pong a warpgroup passes over the stages of the other one's tile.
+  TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
+  // Ping-pong: passes over the stages of the other warpgroup's tile.
   const auto skip_other = [&] {
-    const int other = Gemm::Scheduler::k_tiles(p.tiles, Work{});
+    const int other = Gemm::Scheduler::k_tiles(p.tiles, CtaTile{});
     ring.skip(other % Gemm::kShape.stages, other / Gemm::kShape.stages);
   };
   if (kShape.ping_pong() && warpgroup == 1) {
-    if (!stream.done()) stream.next();
+    if (!tiles.done()) tiles.next();
     skip_other();
-    ptx::named_arrive(kTurnBarrier, 2 * kWarpgroup);
+    arrive(NamedBarrier::kProducts0, 2 * kWarpgroup);
   }
-  TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
-  if (Gemm::kConsumerDraws && !stream.done()) draw.begin();
-  Late<Gemm> late{p.epilogue, staging, warpgroup, state};
+  InlineScheduler<typename Gemm::Scheduler, kShape> scheduler(cta, p.tiles);
+  if (Gemm::kConsumerSchedules && !tiles.done()) scheduler.begin();
+  DeferredStores<Gemm> deferred{p.epilogue, staging, warpgroup, state};
   while (true) {
-    const bool more = !stream.done();
-    if (!more && !late.pending()) break;
-    if (Gemm::kConsumerDraws && more) draw.ask();
-    const Work work = more ? work_of<Gemm>(p, cta, stream.tile()) : Work{};
+    // One round more than there are tiles where stores of the last one are deferred.
+    const bool more = !tiles.done();
+    if (!more && !deferred.pending()) break;
+    if (Gemm::kConsumerSchedules && more) scheduler.take();
+    const CtaTile tile = more ? tile_of<Gemm>(p, cta, tiles.index()) : CtaTile{};
     const int offset = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
-    // Halves without a valid row are neither multiplied nor stored.
-    const int left = work.left - offset;
-    const int halves = left <= 0 ? 0 : min((left + 63) / 64, kShape.halves());
-    const Rows rows{offset, halves};
+    // Blocks of 64 rows without a valid one are neither multiplied nor stored.
+    const int valid = tile.valid_rows - offset;
+    const int blocks = valid <= 0 ? 0 : min((valid + 63) / 64, kShape.row_blocks());
+    const Rows rows{offset, blocks};
     if constexpr (kShape.ping_pong()) {
-      ptx::named_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+      sync(of_warpgroup(NamedBarrier::kProducts0, warpgroup), 2 * kWarpgroup);
     }
-    const Part part{warpgroup, halves, Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
-                    more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
-    late.next(part.k_tiles);
-    Loop::run(acc, cta, ring, part, late);
-    if (Gemm::kConsumerDraws && more) draw.post(stream.taken() + 1);
+    const WarpgroupTile part{warpgroup, blocks,
+                             Gemm::kNarrows ? p.tiles.columns - tile.column : kShape.n,
+                             more ? Gemm::Scheduler::k_tiles(p.tiles, tile) : 0, tile.depth};
+    deferred.begin(part.k_tiles);
+    Loop::run(acc, cta, ring, part, deferred);
+    if (Gemm::kConsumerSchedules && more) scheduler.send(tiles.entries_read() + 1);
     if (Gemm::kShape.ping_pong()) {
-      ptx::named_arrive(kTurnBarrier + (warpgroup ^ 1), 2 * kWarpgroup);
+      arrive(of_warpgroup(NamedBarrier::kProducts0, warpgroup ^ 1), 2 * kWarpgroup);
     }
     Loop::finish(cta, ring, part);
     if (!more) break;
     if constexpr (kShape.ping_pong()) skip_other();
-    if (halves > 0) Gemm::Epilogue::run(p.epilogue, state, acc, work, staging, rows);
-    // By now the kernel before has ended, or its last tiles are about to.
-    if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup) let_next_begin();
-    stream.next();
-    if (kShape.ping_pong() && !stream.done()) stream.next();
+    if (blocks > 0) Gemm::Epilogue::run(p.epilogue, state, acc, tile, staging, rows);
+    if (p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
+      launch_dependents_after_wait();
+    tiles.next();
+    if (kShape.ping_pong() && !tiles.done()) tiles.next();
   }
   staging.drain();
-  await_unread<Gemm>(cta, stream);
+  wait_for_unread_index<Gemm>(cta, tiles);
 }
 
-/// As consume(), where the epilogue of a tile runs beside the products of the next one.
+/// The consumers of deferred epilogues.
 template <class Gemm>
 __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p,
                                                   const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
-  const int warpgroup = consumer();
+  const int warpgroup = consumer_warpgroup();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
   typename Epilogue::State state{};
-  HeldPieces<Gemm> pieces{p.epilogue, staging, state};
-  TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
-  TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
-  if (Gemm::kConsumerDraws && !stream.done()) draw.begin();
-  Work next{};
-  if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
+  DeferredPieces<Gemm> pieces{p.epilogue, staging, state};
+  TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
+  InlineScheduler<typename Gemm::Scheduler, kShape> scheduler(cta, p.tiles);
+  if (Gemm::kConsumerSchedules && !tiles.done()) scheduler.begin();
+  CtaTile next{};
+  if (!tiles.done()) next = tile_of<Gemm>(p, cta, tiles.index());
   while (true) {
-    const bool more = !stream.done();
-    // What is left after the last tile runs in the loop's own code, which unrolled pieces lack.
+    const bool more = !tiles.done();
+    // The pieces of the last tile run in one more round, except unrolled ones: flush() below.
     if (!more && (UnrolledEpilogue<Epilogue> || !pieces.pending())) break;
-    const Work work = next;
-    const bool valid = more && work.left > offset;
-    if (staging.elected()) staging.note_expert(work.expert);
-    const Part part{warpgroup, valid ? kShape.halves() : 0,
-                    Gemm::kNarrows ? p.tiles.columns - work.column : kShape.n,
-                    more ? Gemm::Scheduler::k_tiles(p.tiles, work) : 0, work.depth};
-    ring.agree();
+    const CtaTile tile = next;
+    const bool valid = more && tile.valid_rows > offset;
+    if (staging.elected()) staging.save_expert(tile.expert);
+    const WarpgroupTile part{warpgroup, valid ? kShape.row_blocks() : 0,
+                             Gemm::kNarrows ? p.tiles.columns - tile.column : kShape.n,
+                             more ? Gemm::Scheduler::k_tiles(p.tiles, tile) : 0, tile.depth};
+    ring.make_uniform();
     pieces.template multiply<Loop>(acc, cta, ring, part, [&] {
-      if (Gemm::kConsumerDraws && more) draw.ask();
+      if (Gemm::kConsumerSchedules && more) scheduler.take();
     });
     // The next tile is looked up under the last products.
     if (more) {
-      if (Gemm::kConsumerDraws) draw.post(stream.taken() + 1);
-      stream.next();
-      if (!stream.done()) next = work_of<Gemm>(p, cta, stream.tile());
+      if (Gemm::kConsumerSchedules) scheduler.send(tiles.entries_read() + 1);
+      tiles.next();
+      if (!tiles.done()) next = tile_of<Gemm>(p, cta, tiles.index());
     }
     Loop::finish(cta, ring, part);
     if (!more) break;
     if (valid) {
-      Epilogue::take(p.epilogue, state, acc, work, staging, {offset, kShape.halves()});
+      Epilogue::take(p.epilogue, state, acc, tile, staging, {offset, kShape.row_blocks()});
       pieces.done = 0;
     }
-    // Up projections are never independent, and have no register for the question.
-    if (!Gemm::kConsumerDraws && p.begins == Begins::kIndependent && threadIdx.x == kWarpgroup)
-      let_next_begin();
+    // Up projections, which never start early, have no register for the comparison.
+    if (Gemm::Producer::kMayStartEarly && p.begins == Begins::kIndependent &&
+        threadIdx.x == kWarpgroup)
+      launch_dependents_after_wait();
   }
   if constexpr (UnrolledEpilogue<Epilogue>) pieces.flush();
   staging.drain();
-  await_unread<Gemm>(cta, stream);
+  wait_for_unread_index<Gemm>(cta, tiles);
 }
 
-/// As consume(), where the epilogue's input comes through the ring.
+/// The consumers of ring epilogues.
 template <class Gemm>
 __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& p,
                                                    const Cta<Gemm::kShape>& cta) {
   constexpr TileShape kShape = Gemm::kShape;
   using Loop = Mainloop<Gemm>;
   using Epilogue = typename Gemm::Epilogue;
-  static_assert(kShape.halves() == 1);
-  const int warpgroup = consumer();
+  static_assert(kShape.row_blocks() == 1);
+  const int warpgroup = consumer_warpgroup();
   const int offset = warpgroup * kShape.warpgroup_rows();
   typename Loop::Accumulator acc;
   typename Loop::Ring ring;
   const Staging<kShape> staging(cta);
-  OwedStage<Gemm> stage{cta, ring};
-  TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
-  TileDraw<typename Gemm::Scheduler, kShape> draw(cta, p.tiles);
-  bool tells = p.told_tiles != 0;
-  while (!stream.done()) {
-    draw.ask();
-    const Work work = work_of<Gemm>(p, cta, stream.tile());
-    const Rows rows{offset, work.left > offset ? 1 : 0};
-    if (rows.halves > 0) Epilogue::begin(p.epilogue, work, staging, rows);
-    // Without rows the epilogue's stages are passed on too.
-    const int more = rows.halves > 0 ? 0 : Epilogue::kInputTiles;
-    const Part part{warpgroup, rows.halves, p.tiles.columns - work.column,
-                    Gemm::Scheduler::k_tiles(p.tiles, work) + more, work.depth};
-    Loop::run(acc, cta, ring, part, stage);
-    draw.post(stream.taken());
+  DeferredRelease<Gemm> last_input{cta, ring};
+  TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
+  InlineScheduler<typename Gemm::Scheduler, kShape> scheduler(cta, p.tiles);
+  bool releases_early = p.early_release_tiles != 0;
+  while (!tiles.done()) {
+    scheduler.take();
+    const CtaTile tile = tile_of<Gemm>(p, cta, tiles.index());
+    const Rows rows{offset, tile.valid_rows > offset ? 1 : 0};
+    if (rows.blocks > 0) Epilogue::begin(p.epilogue, tile, staging, rows);
+    // A warpgroup without rows passes the input stages on as well.
+    const int input_tiles = rows.blocks > 0 ? 0 : Epilogue::kInputTiles;
+    const WarpgroupTile part{warpgroup, rows.blocks, p.tiles.columns - tile.column,
+                             Gemm::Scheduler::k_tiles(p.tiles, tile) + input_tiles, tile.depth};
+    Loop::run(acc, cta, ring, part, last_input);
+    scheduler.send(tiles.entries_read());
     Loop::finish(cta, ring, part);
-    if (tells && stream.tile() >= p.told_tiles) {
-      tell_of_stores(staging, p.told);
-      tells = false;
+    if (releases_early && tiles.index() >= p.early_release_tiles) {
+      release_early(staging, p.early_release_count);
+      releases_early = false;
     }
-    stage.owes = rows.halves > 0;
-    if (stage.owes) Epilogue::run(p.epilogue, acc, work, staging, rows, cta, ring);
-    stream.next();
+    last_input.unreleased = rows.blocks > 0;
+    if (rows.blocks > 0) Epilogue::run(p.epilogue, acc, tile, staging, rows, cta, ring);
+    tiles.next();
   }
   staging.drain();
-  if (tells) tell_of_stores(staging, p.told);  // a cluster of fewer tiles
+  // A cluster that had only early tiles.
+  if (releases_early) release_early(staging, p.early_release_count);
 }
 
 template <class Gemm>
@@ -296,10 +302,10 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
   } else {
     __syncthreads();
   }
-  if (RingEpilogue<typename Gemm::Epilogue, kShape> && p.told_tiles != 0) {
+  if (RingEpilogue<typename Gemm::Epilogue, kShape> && p.early_release_tiles != 0) {
     ptx::wait_for_previous_kernel();
-  } else if (p.begins == Begins::kLate) {
-    let_next_begin();
+  } else if (p.begins == Begins::kAfterPrevious) {
+    launch_dependents_after_wait();
   }
   constexpr Registers kRegisters = Gemm::Producer::registers(kShape);
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
@@ -318,9 +324,9 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
       consume<Gemm>(p, cta);
     }
   }
-  // Whoever waits for this kernel waits for those before it too.
-  if (p.begins != Begins::kLate) ptx::wait_for_previous_kernel();
-  // A CTA may not leave while its neighbour can still reach its barriers and stages.
+  // A kernel that waits for this one must find all earlier ones complete too (Begins).
+  if (p.begins != Begins::kAfterPrevious) ptx::wait_for_previous_kernel();
+  // The neighbour may still multicast into this CTA's stages and arrive at its mbarriers.
   if constexpr (kShape.cluster > 1) ptx::cluster_sync();
 }
 

@@ -1,4 +1,4 @@
-// The consumers' loop over K: wait for a stage, four k16 steps of wgmma, give back the stage
+// The consumers' loop over K: wait for a stage, issue four k16 steps of wgmma, release the stage
 // before.
 #pragma once
 
@@ -7,7 +7,6 @@
 #include "cuda/hopper/engine/pipeline.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/hopper/ptx/wgmma.cuh"
-#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "wgmma_generated.cuh"
 
@@ -17,15 +16,13 @@ namespace sonicmoe::cuda {
 constexpr int k16_bytes(Major major) { return major == Major::kK ? 32 : 2048; }
 constexpr int leading_bytes(Major major) { return major == Major::kK ? 16 : kBoxBytes; }
 
-inline constexpr int kTailBarrier = 5;  // named barrier of both consumer warpgroups
-
 /// What a consumer warpgroup multiplies of a tile.
-struct Part {
+struct WarpgroupTile {
   int warpgroup;
-  int halves;   ///< 64-row halves, all of them valid; none: the stages are only passed on
-  int columns;  ///< that the output has from the tile's first on
+  int row_blocks;  ///< of 64 rows; 0: the warpgroup only passes the stages on
+  int columns;     ///< of the output, from the tile's first one to the end
   int k_tiles;
-  int depth;  ///< rows, where rows are K
+  int depth;  ///< K, where it varies by expert
 };
 
 /// Calls f with the constants 0 .. kCount - 1.
@@ -39,47 +36,48 @@ __device__ __forceinline__ void for_each_index(F f) {
 template <class Gemm>
 struct Mainloop {
   static constexpr TileShape kShape = Gemm::kShape;
-  using Accumulator = float[kShape.halves()][kShape.n / 2];
+  using Accumulator = float[kShape.row_blocks()][kShape.n / 2];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Issues the products of a part. `beside` is other work: beside.run(kt) is called under the
-  /// products of k tile kt, and past the last one for as long as beside.pending(). One loop with
-  /// questions in it, because code is fetched anew where little is multiplied, and compiled for
-  /// every kernel.
-  template <class Beside>
+  /// Issues the products of a tile. deferred.run(kt) runs under the products of k tile kt while
+  /// deferred.pending(), and is called on after the last k tile until nothing is pending. All cases
+  /// share one loop with branches: several loops would be compiled into each of 130 kernels, and
+  /// their code fetched anew where tiles are short.
+  template <class Deferred>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
-                                             const Part& part, Beside& beside) {
-    const int whole = whole_k_tiles(part);
+                                             const WarpgroupTile& tile, Deferred& deferred) {
+    const int full = full_k_tiles(tile);
 #pragma unroll 1
-    for (int kt = 0; kt < part.k_tiles || beside.pending(); kt++) {
-      const bool multiplies = kt < part.k_tiles;
+    for (int kt = 0; kt < tile.k_tiles || deferred.pending(); kt++) {
+      const bool multiplies = kt < tile.k_tiles;
       if (multiplies) {
         cta.full(ring.stage).wait(ring.parity);
-        if (kt < whole) {
+        if (kt < full) {
           if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-          multiply<kShape.n>(acc, cta, ring.stage, part.warpgroup, kt != 0);
+          multiply<kShape.n>(acc, cta, ring.stage, tile.warpgroup, kt != 0);
         } else {
-          multiply_some(acc, cta, ring.stage, part, kt);
+          multiply_partial(acc, cta, ring.stage, tile, kt);
         }
         ptx::wgmma_wait<1>();
-        if (kt > 0) release_stage(cta, ring.before());
+        if (kt > 0) release_stage(cta, ring.previous_stage());
       }
-      if (beside.pending()) beside.run(kt);
+      if (deferred.pending()) deferred.run(kt);
       if (multiplies) ring.next();
     }
   }
 
-  /// As run() where all k tiles are whole(), kPieces or more: piece(0), piece(1) ... under the
-  /// first ones, unrolled.
+  /// As run(), for tiles of at least kPieces k tiles, all of them full: piece(0), piece(1), ... run
+  /// under the first k tiles, unrolled.
   template <int kPieces, class Piece>
   static __device__ __forceinline__ void run_unrolled(Accumulator& acc, const Cta<kShape>& cta,
-                                                      Ring& ring, const Part& part, Piece piece) {
+                                                      Ring& ring, const WarpgroupTile& tile,
+                                                      Piece piece) {
     const auto next = [&](bool accumulate) {
       cta.full(ring.stage).wait(ring.parity);
       if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-      multiply<kShape.n>(acc, cta, ring.stage, part.warpgroup, accumulate);
+      multiply<kShape.n>(acc, cta, ring.stage, tile.warpgroup, accumulate);
       ptx::wgmma_wait<1>();
-      if (accumulate) release_stage(cta, ring.before());
+      if (accumulate) release_stage(cta, ring.previous_stage());
       ring.next();
     };
     for_each_index<kPieces>([&]<int kPiece>(std::integral_constant<int, kPiece> index) {
@@ -87,26 +85,27 @@ struct Mainloop {
       piece(index);
     });
 #pragma unroll 1
-    for (int kt = kPieces; kt < part.k_tiles; kt++) next(true);
+    for (int kt = kPieces; kt < tile.k_tiles; kt++) next(true);
   }
-  static __device__ __forceinline__ bool whole(const Part& part) {
-    return whole_k_tiles(part) == part.k_tiles;
+  static __device__ __forceinline__ bool all_full(const WarpgroupTile& tile) {
+    return full_k_tiles(tile) == tile.k_tiles;
   }
 
-  /// Until the products are done. ptxas must see that every path from run() comes here.
+  /// Waits for the last products. Every path from run() must come here, visibly for ptxas: else it
+  /// serialises the wgmma.
   static __device__ __forceinline__ void finish(const Cta<kShape>& cta, const Ring& ring,
-                                                const Part& part) {
+                                                const WarpgroupTile& tile) {
     ptx::wgmma_wait<0>();
-    if (part.k_tiles > 0) release_stage(cta, ring.before());
+    if (tile.k_tiles > 0) release_stage(cta, ring.previous_stage());
   }
 
  private:
-  /// Rows of B past the expert are its neighbour's, or unset: zero times NaN would be NaN. Of the
-  /// sixteen rows of the last step, both warpgroups clear what is past it; both read them, so both
-  /// wait.
+  /// Zeroes the rows of B from `rows` to the end of its k16 step. They are another expert's, or
+  /// unset, and may hold NaN: A is zero there, but zero times NaN is NaN. Both warpgroups clear a
+  /// part and both read all, so both wait.
   static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, int rows) {
     constexpr int kChunks = kShape.n / 8;  // 16-byte chunks of a row
-    static_assert(kChunks == 32, "a row by each warp");
+    static_assert(kChunks == 32, "each warp clears a row");
     const int chunk = threadIdx.x & 31;
     const std::uint32_t at = cta.b(stage) + chunk / 8 * kBoxBytes + chunk % 8 * 16;
     const int end = (rows + 15) / 16 * 16;
@@ -115,15 +114,16 @@ struct Mainloop {
       ptx::store_zero16(at + row * 128);
     }
     ptx::fence_async_shared();
-    ptx::named_sync(kTailBarrier, kConsumers * kWarpgroup);
+    sync(NamedBarrier::kTail, kConsumers * kWarpgroup);
   }
 
-  /// How many k tiles, from the first on, are multiplied in all rows, columns and depth: one
-  /// question for what is frequent.
-  static __device__ __forceinline__ int whole_k_tiles(const Part& part) {
+  /// The number of k tiles that are multiplied in all rows, columns and depth; the others go
+  /// through multiply_partial(). One comparison a k tile for the frequent case.
+  static __device__ __forceinline__ int full_k_tiles(const WarpgroupTile& tile) {
     constexpr int kNarrow = kShape.n > 128 ? 128 : 64;
-    if (part.halves < kShape.halves() || (Gemm::kNarrows && part.columns <= kNarrow)) return 0;
-    return Gemm::Scheduler::kFixedDepth ? part.k_tiles : part.depth / kDepth;
+    if (tile.row_blocks < kShape.row_blocks() || (Gemm::kNarrows && tile.columns <= kNarrow))
+      return 0;
+    return Gemm::Scheduler::kFixedDepth ? tile.k_tiles : tile.depth / kDepth;
   }
 
   template <int kColumns>
@@ -133,28 +133,30 @@ struct Mainloop {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; k++) {
-      step<kShape.halves(), kColumns>(acc, from, k, accumulate || k != 0);
+      step<kShape.row_blocks(), kColumns>(acc, from, k, accumulate || k != 0);
     }
     ptx::wgmma_commit();
   }
 
-  /// What k tile `kt` has of rows, columns and depth; none of the first: the stage is passed on.
-  static __device__ __forceinline__ void multiply_some(Accumulator& acc, const Cta<kShape>& cta,
-                                                       int stage, const Part& part, int kt) {
+  /// Multiplies what k tile `kt` has of rows, columns and depth; without rows, nothing.
+  static __device__ __forceinline__ void multiply_partial(Accumulator& acc, const Cta<kShape>& cta,
+                                                          int stage, const WarpgroupTile& tile,
+                                                          int kt) {
     int depth = kDepth;
     if constexpr (!Gemm::Scheduler::kFixedDepth) {
-      depth = min(kDepth, part.depth - kt * kDepth);
+      depth = min(kDepth, tile.depth - kt * kDepth);
       if (depth < kDepth) clear_tail(cta, stage, depth);
     }
-    if (part.halves == 0) return;
+    if (tile.row_blocks == 0) return;
     if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-    // ptxas wants products, the fence before them and the commit after them on one path.
-    if (Gemm::kNarrows && part.columns <= 64 && depth == kDepth) {
-      multiply<64>(acc, cta, stage, part.warpgroup, kt != 0);
-    } else if (Gemm::kNarrows && kShape.n > 128 && part.columns <= 128 && depth == kDepth) {
-      multiply<128>(acc, cta, stage, part.warpgroup, kt != 0);
-    } else if constexpr (kShape.halves() > 1 || !Gemm::Scheduler::kFixedDepth) {
-      const Operands from = operands(cta, stage, part.warpgroup);
+    // Products, the fence before them and the commit after them lie on one path in each branch:
+    // else ptxas serialises the wgmma.
+    if (Gemm::kNarrows && tile.columns <= 64 && depth == kDepth) {
+      multiply<64>(acc, cta, stage, tile.warpgroup, kt != 0);
+    } else if (Gemm::kNarrows && kShape.n > 128 && tile.columns <= 128 && depth == kDepth) {
+      multiply<128>(acc, cta, stage, tile.warpgroup, kt != 0);
+    } else if constexpr (kShape.row_blocks() > 1 || !Gemm::Scheduler::kFixedDepth) {
+      const Operands from = operands(cta, stage, tile.warpgroup);
 #pragma unroll 1
       for (int k = 0; k * 16 < depth; k++) {
         ptx::wgmma_fence();
@@ -164,7 +166,7 @@ struct Mainloop {
     }
   }
 
-  /// Of a stage, a warpgroup's rows of A and all of B.
+  /// Of a stage: the warpgroup's rows of A, and all of B.
   struct Operands {
     ptx::SwizzledOperand a;
     ptx::SwizzledOperand b;
@@ -176,15 +178,15 @@ struct Mainloop {
             {cta.b(stage), leading_bytes(Gemm::kMajorB)}};
   }
 
-  /// Sixteen of depth, the k-th of a stage.
-  template <int kHalves, int kColumns>
+  /// The k-th k16 step of a stage.
+  template <int kRowBlocks, int kColumns>
   static __device__ __forceinline__ void step(Accumulator& acc, const Operands& from, int k,
                                               bool accumulate) {
 #pragma unroll
-    for (int h = 0; h < kHalves; h++) {
-      auto& part = reinterpret_cast<float(&)[kColumns / 2]>(acc[h]);
+    for (int h = 0; h < kRowBlocks; h++) {
+      auto& block = reinterpret_cast<float(&)[kColumns / 2]>(acc[h]);
       ptx::Wgmma<typename Gemm::Element, kColumns, Gemm::kMajorA == Major::kMN,
-                 Gemm::kMajorB == Major::kMN>::run(part,
+                 Gemm::kMajorB == Major::kMN>::run(block,
                                                    from.a.at(k * k16_bytes(Gemm::kMajorA) +
                                                              h * kBoxBytes),
                                                    from.b.at(k * k16_bytes(Gemm::kMajorB)),

@@ -1,15 +1,25 @@
-// The ring between producers and consumers, seen from one thread.
+// The operand pipeline between the producer and the consumers: a ring of stages in shared memory.
+//
+// The life of one stage, to the right ("full" and "empty" are its mbarriers):
+//
+//   producer    wait empty, issue loads |                      |                 | wait empty, ...
+//   TMA                                 | writes A and B, full |                 |
+//   consumers                           | wait full            | wgmma, k tile t | arrive at empty
+//
+// A consumer keeps one k tile's wgmma in flight: it issues those of k tile t, waits until those of
+// t - 1 are complete and only then releases the stage of t - 1.
 #pragma once
 
+#include "cuda/hopper/engine/barriers.cuh"
 #include "cuda/hopper/engine/shape.h"
 #include "cuda/hopper/ptx/mbarrier.cuh"
-#include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
-/// Stage and parity, counted rather than divided: `k % stages` with 3, 5 or 6 stages costs up to a
-/// fifth of the tensor throughput (docs/engine.md).
+/// A thread's position in a ring: the stage, and the parity of the phase that it waits for next.
+/// Counted, because `k % stages` with 3, 5 or 6 stages costs up to a fifth of the tensor throughput
+/// (H200).
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -21,15 +31,17 @@ struct RingPosition {
       parity ^= 1;
     }
   }
-  /// The same for all lanes, said so: behind a wait by one thread alone the compiler counts on, and
-  /// forms descriptors, in every lane's registers.
-  __device__ __forceinline__ void agree() {
+  /// Tells the compiler that all lanes have the same position. After a branch on one thread's wait
+  /// it could not see that, and would keep the position and the wgmma descriptors in registers of
+  /// every lane instead of uniform ones.
+  __device__ __forceinline__ void make_uniform() {
     stage = ptx::uniform(stage);
     parity = ptx::uniform(parity);
   }
-  /// The stage before this one.
-  __device__ __forceinline__ int before() const { return (stage == 0 ? kStages : stage) - 1; }
-  /// Past `stages` stages (less than a round) and `rounds` whole rounds (only its parity counts).
+  __device__ __forceinline__ int previous_stage() const {
+    return (stage == 0 ? kStages : stage) - 1;
+  }
+  /// Skips whole `rounds` of the ring and `stages` (fewer than kStages) more.
   __device__ __forceinline__ void skip(int stages, std::uint32_t rounds) {
     stage += stages;
     parity ^= rounds & 1;
@@ -40,13 +52,13 @@ struct RingPosition {
   }
 };
 
-/// What every role of a CTA knows: its shared memory and its place in the cluster and the grid.
+/// A CTA's shared memory, and its place in the cluster and the grid.
 template <TileShape kShape>
 struct Cta {
   using Layout = SharedLayout<kShape>;
   std::uint32_t base;
 
-  // Read anew where they are used: special registers are cheaper than held ones.
+  // Computed at every use: reading a special register costs less than keeping its value in one.
   __device__ __forceinline__ int rank() const { return blockIdx.x % kShape.cluster; }
   __device__ __forceinline__ int cluster() const { return blockIdx.x / kShape.cluster; }
   __device__ __forceinline__ int clusters() const { return gridDim.x / kShape.cluster; }
@@ -63,18 +75,19 @@ struct Cta {
   __device__ __forceinline__ ptx::Mbarrier empty(int stage) const {
     return ptx::Mbarrier(base + Layout::kEmpty + stage * 8);
   }
-  __device__ __forceinline__ ptx::Mbarrier slot_full(int slot) const {
-    return ptx::Mbarrier(base + Layout::kSlotFull + slot * 8);
+  __device__ __forceinline__ ptx::Mbarrier queue_full(int entry) const {
+    return ptx::Mbarrier(base + Layout::kQueueFull + entry * 8);
   }
-  __device__ __forceinline__ ptx::Mbarrier slot_empty(int slot) const {
-    return ptx::Mbarrier(base + Layout::kSlotEmpty + slot * 8);
+  __device__ __forceinline__ ptx::Mbarrier queue_empty(int entry) const {
+    return ptx::Mbarrier(base + Layout::kQueueEmpty + entry * 8);
   }
-  __device__ __forceinline__ std::uint32_t slot(int slot) const {
-    return base + Layout::kSlotWords + slot * 4;
+  __device__ __forceinline__ std::uint32_t queue_index(int entry) const {
+    return base + Layout::kQueueIndex + entry * 4;
   }
 };
 
-/// One warp of the consumers gives a stage back to every CTA that filled it.
+/// Called by every consumer warp: it has read the stage. Lane i arrives at CTA i of the cluster,
+/// because each CTA loads a part of B into both.
 template <TileShape kShape>
 __device__ __forceinline__ void release_stage(const Cta<kShape>& cta, int stage) {
   const int lane = threadIdx.x & 31;
@@ -83,13 +96,6 @@ __device__ __forceinline__ void release_stage(const Cta<kShape>& cta, int stage)
   } else {
     if (lane == 0) cta.empty(stage).arrive();
   }
-}
-
-/// From here on the next kernel's CTAs take the room that this one leaves, all before it being
-/// complete. Every CTA calls it, or ends.
-__device__ __forceinline__ void let_next_begin() {
-  ptx::wait_for_previous_kernel();
-  ptx::launch_next_kernel();
 }
 
 }  // namespace sonicmoe::cuda

@@ -1,14 +1,17 @@
-// The compile-time description of one grouped GEMM: tile, ring, cluster, schedule, operand forms.
-// Plain C++: the host's tile table and the kernels share it.
+// The compile-time description of a grouped GEMM kernel: tile, pipeline, cluster, operand layouts,
+// shared memory. Plain C++: the host's tile table and the kernels share it.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda {
 
-/// How the two consumer warpgroups share work: half a tile each, or whole tiles in turn, so that
-/// one runs its epilogue under the other's products.
-enum class Schedule : int { kCooperative = 0, kPingPong = 1 };
+/// How the two consumer warpgroups divide the tiles.
+enum class Schedule : int {
+  kCooperative = 0,  ///< each computes half of the rows of every tile
+  kPingPong = 1,     ///< each computes every second tile, and runs its epilogue under the other
+                     ///< one's products
+};
 
 /// The contiguous dimension of an operand in memory.
 enum class Major : int { kK = 0, kMN = 1 };
@@ -16,14 +19,14 @@ enum class Major : int { kK = 0, kMN = 1 };
 /// Where the N x K operand comes from.
 enum class BSource : int {
   kWeights = 0,        ///< one tensor of expert matrices
-  kWeightHalves = 1,   ///< columns [0, n/2) of a tile from the gate, the rest from up
-  kWeightsInTurn = 2,  ///< K runs through the gate first, then through up (or one of them only)
-  kRows = 3,           ///< grouped rows, which are K; MN-major
+  kWeightHalves = 1,   ///< columns [0, n/2) of a tile from the gate, the others from up
+  kWeightsAlongK = 2,  ///< K runs through one tensor, then through a second one if there is one
+  kRows = 3,           ///< grouped rows, whose number is K; MN-major
 };
 
 inline constexpr int kDepth = 64;  // K elements of a stage: one 128-byte swizzled row
 inline constexpr int kElementBytes = 2;
-inline constexpr int kBoxBytes = 64 * 64 * kElementBytes;  // a 64x64 store box
+inline constexpr int kBoxBytes = 64 * 64 * kElementBytes;  // a store box of 64 x 64 elements
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kConsumers = 2;  // consumer warpgroups
 inline constexpr int kThreads = kWarpgroup * (1 + kConsumers);
@@ -31,15 +34,16 @@ inline constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 struct TileShape {
   int m;        ///< rows of a CTA's tile
   int n;        ///< columns of B in a tile
-  int stages;   ///< depth of the ring
+  int stages;   ///< of the operand pipeline
   int cluster;  ///< CTAs along M that share B by multicast: 1 or 2
-  int boxes;    ///< store boxes that each consumer warpgroup stages at once
+  int boxes;    ///< store boxes that each consumer warpgroup has
   Schedule schedule;
 
   constexpr bool ping_pong() const { return schedule == Schedule::kPingPong; }
   constexpr int cluster_rows() const { return m * cluster; }
   constexpr int warpgroup_rows() const { return ping_pong() ? m : m / kConsumers; }
-  constexpr int halves() const { return warpgroup_rows() / 64; }
+  /// Blocks of 64 rows (M of one wgmma) that a warpgroup computes.
+  constexpr int row_blocks() const { return warpgroup_rows() / 64; }
   constexpr int a_bytes() const { return m * kDepth * kElementBytes; }
   constexpr int b_bytes() const { return n * kDepth * kElementBytes; }
   constexpr int bias_bytes() const { return n * kElementBytes; }
@@ -47,39 +51,42 @@ struct TileShape {
   constexpr int staging_bytes() const { return kConsumers * boxes * kBoxBytes; }
 };
 
-/// MN-major B: the part of a 64-column group that one load brings, in k. Clusters split a stage by
-/// groups where their number is even, else each CTA brings half the k of every group.
+/// MN-major B is loaded in boxes of 64 columns by mn_box_depth() of K. A cluster divides a stage by
+/// groups of 64 columns where their number is even; else each CTA loads half of K of every group.
 constexpr bool splits_by_group(const TileShape& s) { return (s.n / 64) % s.cluster == 0; }
 constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
-inline constexpr int kPlaceBytes = 16;  // where a warpgroup's unstored tile lies
+/// What a consumer warpgroup saves of a tile until its epilogue is finished (Staging::save).
+inline constexpr int kSavedTileBytes = 16;
 
-/// Slots of tile numbers: two barriers and a word each.
-inline constexpr int kSlots = 4;
-inline constexpr int kSlotBytes = 2 * 8 + 4;
+/// Entries of the tile index queue (tile_queue.cuh): two mbarriers and a 4-byte index each.
+inline constexpr int kQueueEntries = 4;
+inline constexpr int kQueueEntryBytes = 2 * 8 + 4;
 
-/// Registers that a launch gives to each of 384 threads: all there are, or what leaves room for a
-/// block of 128 threads with 32 each beside them. ptxas needs 154 for a product of 256 columns.
+/// Registers of each of the 384 threads at launch: all that a multiprocessor has, or
+/// (kLaunchRegistersCoresident) few enough that a block of 128 threads with 32 registers runs on
+/// the same multiprocessor (sums/). ptxas needs at least 154 for products of 256 columns.
 inline constexpr int kLaunchRegisters = 168;
-inline constexpr int kLaunchRegistersBeside = 160;
-static_assert(kThreads * kLaunchRegistersBeside + 128 * 32 <= 65536);
+inline constexpr int kLaunchRegistersCoresident = 160;
+static_assert(kThreads * kLaunchRegistersCoresident + 128 * 32 <= 65536);
 
-/// Registers of a thread of the producer warpgroup and of the others. One of the former and two of
-/// the latter share what three threads were launched with.
+/// Registers of a thread after setmaxnreg, by warpgroup. One producer and two consumer warpgroups
+/// divide what three had at launch: with a larger sum setmaxnreg.inc would wait for ever.
 struct Registers {
   int producer;
   int consumer;
 };
 
-/// Dynamic shared memory of a CTA (SharedLayout, for the host).
+/// Dynamic shared memory of a CTA: the size of SharedLayout, for the host.
 constexpr int shared_bytes(const TileShape& s) {
   return s.stages * (s.a_bytes() + s.b_bytes() + 16) + s.staging_bytes() +
-         kConsumers * (s.bias_bytes() + s.scale_bytes() + kPlaceBytes) + kSlots * kSlotBytes;
+         kConsumers * (s.bias_bytes() + s.scale_bytes() + kSavedTileBytes) +
+         kQueueEntries * kQueueEntryBytes;
 }
 
-/// Shared memory of a CTA, offsets from a 1024-byte aligned base.
+/// Shared memory of a CTA: offsets from a 1024-byte aligned base.
 template <TileShape kShape>
 struct SharedLayout {
   static constexpr int kA = 0;
@@ -87,13 +94,13 @@ struct SharedLayout {
   static constexpr int kStaging = kB + kShape.stages * kShape.b_bytes();
   static constexpr int kBias = kStaging + kShape.staging_bytes();
   static constexpr int kScale = kBias + kConsumers * kShape.bias_bytes();
-  static constexpr int kPlace = kScale + kConsumers * kShape.scale_bytes();
-  static constexpr int kFull = kPlace + kConsumers * kPlaceBytes;
+  static constexpr int kSavedTile = kScale + kConsumers * kShape.scale_bytes();
+  static constexpr int kFull = kSavedTile + kConsumers * kSavedTileBytes;
   static constexpr int kEmpty = kFull + kShape.stages * 8;
-  static constexpr int kSlotFull = kEmpty + kShape.stages * 8;
-  static constexpr int kSlotEmpty = kSlotFull + kSlots * 8;
-  static constexpr int kSlotWords = kSlotEmpty + kSlots * 8;
-  static constexpr int kEnd = kSlotWords + kSlots * 4;
+  static constexpr int kQueueFull = kEmpty + kShape.stages * 8;
+  static constexpr int kQueueEmpty = kQueueFull + kQueueEntries * 8;
+  static constexpr int kQueueIndex = kQueueEmpty + kQueueEntries * 8;
+  static constexpr int kEnd = kQueueIndex + kQueueEntries * 4;
   static_assert(kEnd == shared_bytes(kShape));
   static_assert(kEnd <= 232448, "more shared memory than a CTA of sm_90 has");
 };

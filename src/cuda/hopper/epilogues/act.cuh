@@ -1,13 +1,15 @@
-// Epilogue of the gated up projection: H = r(acc + b1), A = r(act(H)) from the rounded H, under the
-// products of the next tile. Inference leaves H out. In the split form gate and up of one column
-// lie in one thread, half the accumulator apart. In the paired form, where gate and up columns
-// alternate in the weights as they lie, they meet in neighbouring accumulators; H keeps the
-// alternating columns, 128 of which become 64 of A.
+// Epilogue of the gated up projection: H = r(acc + b1), A = r(act(H)) of the rounded H, under the
+// products of the next tile. Inference does not store H.
+//
+// Split layout: gate and up of one column are in one thread, half the accumulator apart. Paired
+// layout (gate and up columns alternate in W1): they are neighbours in the accumulator; H keeps the
+// alternating columns, and 128 of them become 64 of A.
 #pragma once
 
-#include "cuda/hopper/epilogues/held.cuh"
+#include "cuda/hopper/epilogues/deferred_tile.cuh"
 #include "cuda/hopper/epilogues/ragged.cuh"
-#include "cuda/math/activation.cuh"
+#include "cuda/hopper/epilogues/rounding.cuh"
+#include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared.cuh"
 
@@ -26,37 +28,35 @@ struct ActRowsParams {
 template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActRows {
   using Params = ActRowsParams;
-  using Act = ActivationOf<kKind>;
-  using Two = Pair<Element>;
-  using State = HeldTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 the other one
+  using Act = ActivationWords<Element, kKind>;
+  using State = DeferredTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 block 2
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
-  /// Two boxes of H, their activation in parts; the same again; two boxes of A. More at once does
-  /// not fit the registers beside a tile's products.
+  /// Pieces: store two boxes of H, activate them in kParts parts; the same for the other two; store
+  /// two boxes of A. More at once does not fit the registers beside a tile's products.
   static constexpr int kParts = 2;
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
-  /// The pieces are long: picked by branches, up to 9 % slower where a tile has 12 k tiles.
+  /// If branches chose the pieces, tiles of 12 k tiles would be up to 9 % slower (H200).
   static constexpr bool kUnrolls = true;
 
-  /// Rounds a tile's products, which frees the accumulator.
   template <TileShape kShape>
   static __device__ __forceinline__ void take(const Params& p, State& state,
-                                              const float (&acc)[kShape.halves()][kShape.n / 2],
-                                              const Work& work, const Staging<kShape>& staging,
+                                              const float (&acc)[kShape.row_blocks()][kShape.n / 2],
+                                              const CtaTile& tile, const Staging<kShape>& staging,
                                               Rows rows) {
-    state.open(work, staging, rows);
+    state.save_origin(tile, staging, rows);
     if (p.bias[0].data == nullptr) {
       round<BiasUse::kNone>(state, acc[0], staging);
       return;
     }
     staging.sync();
-    const int expert = staging.noted_expert();
+    const int expert = staging.saved_expert();
     constexpr int kEach = kShape.n / 2;
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-      const BiasPlace place =
-          kPaired ? BiasPlace{part, 2, kEach} : BiasPlace{part * kEach, 1, kEach};
-      stage_bias(staging, p.bias[part], expert, kPaired ? work.column / 2 : work.column, p.width,
-                 place);
+      const BiasColumns columns =
+          kPaired ? BiasColumns{part, 2, kEach} : BiasColumns{part * kEach, 1, kEach};
+      stage_bias(staging, p.bias[part], expert, kPaired ? tile.column / 2 : tile.column, p.width,
+                 columns);
     }
     staging.sync();
     round<BiasUse::kStaged>(state, acc[0], staging);
@@ -80,7 +80,8 @@ struct ActRows {
                                                const Staging<kShape>& staging) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int block = kPaired ? i : i / 2 + i % 2 * 2;  // the gates fill half of a split tile
+      // Split: the gates are accumulator blocks 0 and 1, their ups blocks 2 and 3.
+      const int block = kPaired ? i : i / 2 + i % 2 * 2;
       round_block<Element, kBias>(state.block[i], acc + block * 32, staging, block * 64);
     }
   }
@@ -92,10 +93,10 @@ struct ActRows {
     staging.begin();
     staging.write(0, state.block[2 * kBlock]);
     staging.write(1, state.block[2 * kBlock + 1]);
-    state.send(staging, [&](const Place& place) {
-      const int column = place.column + kBlock * (kPaired ? 128 : 64);
-      store_ragged(p.h, staging.box(0), column, 0, place);
-      store_ragged(p.h, staging.box(1), kPaired ? column + 64 : column, kPaired ? 0 : 1, place);
+    state.store(staging, [&](const TileOrigin& origin) {
+      const int column = origin.column + kBlock * (kPaired ? 128 : 64);
+      store_ragged(p.h, staging.box(0), column, 0, origin);
+      store_ragged(p.h, staging.box(1), kPaired ? column + 64 : column, kPaired ? 0 : 1, origin);
     });
   }
 
@@ -106,20 +107,21 @@ struct ActRows {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if constexpr (kPaired) {
-        write_apart(staging.box(i), state.block[2 * i]);
+        write_paired(staging.box(i), state.block[2 * i]);
       } else {
         staging.write(i, state.block[2 * i]);
       }
     }
-    state.send(staging, [&](const Place& place) {
-      const int column = kPaired ? place.column / 2 : place.column;
-      store_ragged(p.a, staging.box(0), column, 0, place);
-      store_ragged(p.a, staging.box(1), column + 64, 0, place);
+    state.store(staging, [&](const TileOrigin& origin) {
+      const int column = kPaired ? origin.column / 2 : origin.column;
+      store_ragged(p.a, staging.box(0), column, 0, origin);
+      store_ragged(p.a, staging.box(1), column + 64, 0, origin);
     });
   }
 
-  /// A part of a block of A, in place of H. Paired, a word is one column in rows 0-7 (low) and 8-15
-  /// (high), four columns from the next word's.
+  /// A part of a block of A, written over H. ptx::pinned keeps the compiler from computing ahead of
+  /// the k tile under which the piece runs. Paired: a word holds one column in rows 0-7 (low) and
+  /// 8-15 (high); the next word's column is four further.
   template <int kBlock, int kPart>
   static __device__ __forceinline__ void activate(const Params& p, State& state) {
     constexpr int kWords = 16 / kParts;
@@ -130,20 +132,20 @@ struct ActRows {
         const Fragment& h = state.block[2 * kBlock + i / 8];
         const std::uint32_t first = ptx::pinned(h[2 * (i % 8)]);
         const std::uint32_t second = ptx::pinned(h[2 * (i % 8) + 1]);
-        to[i] = Two::pack(Act::value(Two::low(first), Two::high(first), p.scalars),
-                          Act::value(Two::low(second), Two::high(second), p.scalars));
+        to[i] = Act::paired(first, second, p.scalars);
       } else {
         const std::uint32_t gate = ptx::pinned(to[i]);
         const std::uint32_t up = ptx::pinned(state.block[2 * kBlock + 1][i]);
-        to[i] = Two::pack(Act::value(Two::low(gate), Two::low(up), p.scalars),
-                          Act::value(Two::high(gate), Two::high(up), p.scalars));
+        to[i] = Act::split(gate, up, p.scalars);
       }
     }
   }
 
-  /// A thread's columns are four apart, which stmatrix cannot place: elements one by one.
-  static __device__ __forceinline__ void write_apart(std::uint32_t box, const Fragment& a) {
-    const int lane = ptx::lane();  // or all addresses are held from tile to tile
+  /// stmatrix takes two neighbouring columns a word; a thread's columns are four apart here, so the
+  /// elements are written one by one.
+  static __device__ __forceinline__ void write_paired(std::uint32_t box, const Fragment& a) {
+    // ptx::lane() is read anew, so that no address is kept in a register from tile to tile.
+    const int lane = ptx::lane();
     const int swizzle = lane >> 2;
     const int row = ((threadIdx.x >> 5) & 3) * 16 + swizzle;
     const std::uint32_t first = box + row * 128 + (swizzle << 4) + (lane & 3) * 2;

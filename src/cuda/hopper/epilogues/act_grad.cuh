@@ -1,24 +1,32 @@
-// Epilogue of dH. The accumulator is dA' = dO W2, never rounded. From H and the row's score s:
-// dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)).
+// Epilogue of dH. The accumulator is dA' = dO W2 and is never rounded. From H and the row's score
+// s: dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)).
 //
-// H comes through the ring, behind a tile's products, in chunks of 64 columns of A: both parts take
-// the place of B in a stage. dH overwrites them, A' takes the place of A, and all are stored out of
-// the stage, which is given back once the next chunk is worked through, that of the last chunk
-// under the next tile's first products. One thread of each warp issues copies: a copy holds its
-// warp up for some hundred clocks, and the others at the next barrier.
+// H comes through the operand pipeline: behind a tile's k tiles the producer fills one stage for
+// each 64 columns of A. A stage in use:
+//
+//   where B was, gate or first part   H  -> dH
+//   where B was, up or second part    H  -> dH
+//   where A was                       free -> A'
+//
+// The results are stored out of the stage. It is released when the next one has been worked
+// through, the last one under the next tile's first products: by then the stores have read it. In
+// each of three warps one thread issues one store: issuing takes a warp some hundred clocks, for
+// which the others would wait at the next barrier.
 #pragma once
 
-#include "cuda/hopper/epilogues/store.cuh"
+#include "cuda/hopper/engine/pipeline.cuh"
+#include "cuda/hopper/epilogues/ragged.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/stmatrix.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
-#include "cuda/math/activation.cuh"
+#include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 
-/// Columns of A in a chunk, and of a box.
+/// Columns of A in an input stage, and of a box.
 inline constexpr int kGradColumns = 64;
 
 struct ActGradParams {
@@ -35,8 +43,7 @@ struct ActGradParams {
 template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActGrad {
   using Params = ActGradParams;
-  using Act = ActivationOf<kKind>;
-  using Two = Pair<Element>;
+  using Act = ActivationGradientWords<Element, kKind, kLayout>;
   static constexpr bool kGated = is_gated(kKind);
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
   static constexpr int kParts = kGated ? 2 : 1;
@@ -44,13 +51,14 @@ struct ActGrad {
 
   static constexpr int kInputTiles = 256 / kGradColumns;
 
-  /// By the producer: chunk i of H for the rows of a CTA, where there are any.
+  /// By the producer: loads input stage i, of all rows of the CTA. Without rows, or past the width,
+  /// the stage goes round without a load: all CTAs count the same stages.
   template <TileShape kShape>
-  static __device__ __forceinline__ void load_input(const Params& p, const Work& work, int i,
+  static __device__ __forceinline__ void load_input(const Params& p, const CtaTile& tile, int i,
                                                     std::uint32_t target, ptx::Mbarrier full) {
     static_assert(kShape.m == 2 * 64 && kShape.b_bytes() == 2 * kPartBytes);
-    const int column = work.column + i * kGradColumns;
-    if (work.left <= 0 || column >= p.width) {
+    const int column = tile.column + i * kGradColumns;
+    if (tile.valid_rows <= 0 || column >= p.width) {
       full.arrive();
       return;
     }
@@ -58,63 +66,63 @@ struct ActGrad {
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
       ptx::tma_load(target + part * kPartBytes, &p.h_in, full,
-                    {h_column(column, part), h_part(part), work.row});
+                    {h_column(column, part), h_part(part), tile.row});
     }
   }
 
-  /// The rows' scales, by cp.async, which nothing waits for before run(); a warp's own rows.
+  /// Before the products: each warp copies its rows' scores by cp.async, which run() waits for.
   template <TileShape kShape>
-  static __device__ __forceinline__ void begin(const Params& p, const Work& work,
+  static __device__ __forceinline__ void begin(const Params& p, const CtaTile& tile,
                                                const Staging<kShape>& staging, Rows rows) {
     const int lane = threadIdx.x & 31;
     const int row = rows.offset + warp() * 16 + lane;
-    if (p.row_weight != nullptr && lane < 16 && row < work.left) {
-      staging.copy_scale(warp() * 16 + lane, p.row_weight + work.row + row);
+    if (p.row_weight != nullptr && lane < 16 && row < tile.valid_rows) {
+      staging.copy_scale(warp() * 16 + lane, p.row_weight + tile.row + row);
     }
   }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p,
-                                             float (&acc)[kShape.halves()][kShape.n / 2],
-                                             const Work& work, const Staging<kShape>& staging,
+                                             float (&acc)[kShape.row_blocks()][kShape.n / 2],
+                                             const CtaTile& tile, const Staging<kShape>& staging,
                                              Rows rows, const Cta<kShape>& cta,
                                              RingPosition<kShape.stages>& ring) {
-    static_assert(kShape.n == kInputTiles * kGradColumns && kShape.halves() == 1);
-    ptx::copies_wait();  // the scales are set
+    static_assert(kShape.n == kInputTiles * kGradColumns && kShape.row_blocks() == 1);
+    ptx::copies_wait();  // for begin()'s copies
     __syncwarp();
     float score[2] = {0.0f, 0.0f};
     const float scale[2] = {staging.row_scale(0, 0), staging.row_scale(0, 1)};
-    const Place place{work.column, rows.offset - work.left, work.row + work.left};
+    const TileOrigin origin{tile.column, rows.offset - tile.valid_rows, tile.row + tile.valid_rows};
 #pragma unroll
     for (int i = 0; i < kInputTiles; i++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
       const Boxes boxes{cta.b(ring.stage) + rows.offset * 128,
                         cta.a(ring.stage) + rows.offset * 128};
-      // Columns past the width may not have been multiplied.
-      const bool some = work.column + i * kGradColumns < p.width;
-      if (some) block(p, &acc[0][i * (kGradColumns / 2)], boxes, scale, score);
+      // Past the width accumulators may hold anything.
+      const bool inside = tile.column + i * kGradColumns < p.width;
+      if (inside) differentiate(p, &acc[0][i * (kGradColumns / 2)], boxes, scale, score);
       ptx::fence_async_shared();
-      if (i > 0) give_back(cta, ring.before());
+      if (i > 0) release_input(cta, ring.previous_stage());
       staging.sync();
-      if (some) store(p, staging, boxes, i, place);
+      if (inside) store(p, staging, boxes, i, origin);
     }
-    put_scores<kShape>(p, place, score);
-    __syncwarp();  // the next tile's scales may come
+    store_scores<kShape>(p, origin, score);
+    __syncwarp();  // all lanes have read their scales: begin() may overwrite them
   }
 
-  /// A stage, once this warp's stores out of it have been read.
+  /// Releases a stage once this warp's stores out of it have been read.
   template <TileShape kShape>
-  static __device__ __forceinline__ void give_back(const Cta<kShape>& cta, int stage) {
-    if (leads()) ptx::tma_wait_read();
+  static __device__ __forceinline__ void release_input(const Cta<kShape>& cta, int stage) {
+    if (issues()) ptx::tma_wait_read();
     __syncwarp();
     release_stage(cta, stage);
   }
 
  private:
-  /// Sixteen columns of a chunk, words as in Fragment.
+  /// Sixteen columns of a stage, words as in Fragment.
   using Words = std::uint32_t[4];
 
-  /// Of a warpgroup in a stage: of H, its first part, and of A'.
+  /// A warpgroup's rows in a stage: of H (its first part) and of A'.
   struct Boxes {
     std::uint32_t h;
     std::uint32_t a;
@@ -122,12 +130,12 @@ struct ActGrad {
 
   static constexpr int kPartBytes = 2 * kBoxBytes;  // of H in a stage: 128 rows of 128 bytes
 
-  /// Who issues what.
-  static constexpr int kOwnWarp = 2;  // stores A'; the ones below store dH, by part
-  static __device__ __forceinline__ bool leads() { return (threadIdx.x & 31) == 0; }
+  /// Warp 0 stores part 0 of dH, warp 1 part 1, this one A'.
+  static constexpr int kStoresA = 2;
+  static __device__ __forceinline__ bool issues() { return (threadIdx.x & 31) == 0; }
   static __device__ __forceinline__ int warp() { return (threadIdx.x >> 5) & 3; }
 
-  /// First column and part of box `part` of a chunk whose first column of A is `column`.
+  /// First column and part, in H, of box `part` of the stage whose first column of A is `column`.
   static __device__ __forceinline__ int h_column(int column, int part) {
     return kPaired ? 2 * column + kGradColumns * part : column;
   }
@@ -135,21 +143,22 @@ struct ActGrad {
 
   template <TileShape kShape>
   static __device__ __forceinline__ void store(const Params& p, const Staging<kShape>& staging,
-                                               const Boxes& boxes, int i, const Place& place) {
-    const bool own = warp() == kOwnWarp;
-    const int part = own ? 0 : warp();
-    if (!leads() || part >= kParts) return;
-    const int column = place.column + i * kGradColumns;
-    store_ragged(own ? p.a : p.dh, own ? boxes.a : boxes.h + part * kPartBytes,
-                 own ? column : h_column(column, part), own ? 0 : h_part(part), place);
+                                               const Boxes& boxes, int i,
+                                               const TileOrigin& origin) {
+    const bool stores_a = warp() == kStoresA;
+    const int part = stores_a ? 0 : warp();
+    if (!issues() || part >= kParts) return;
+    const int column = origin.column + i * kGradColumns;
+    store_ragged(stores_a ? p.a : p.dh, stores_a ? boxes.a : boxes.h + part * kPartBytes,
+                 stores_a ? column : h_column(column, part), stores_a ? 0 : h_part(part), origin);
     staging.commit();
   }
 
-  /// One chunk: H in boxes becomes dH, A' beside it. Sixteen columns at a time, because the
-  /// accumulator leaves no room for more; the next sixteen are read meanwhile.
-  static __device__ __forceinline__ void block(const Params& p, const float* acc,
-                                               const Boxes& boxes, const float (&scale)[2],
-                                               float (&score)[2]) {
+  /// One stage: H becomes dH, and A' is written. Sixteen columns at a time, because the accumulator
+  /// leaves no registers for more; the next sixteen are read meanwhile.
+  static __device__ __forceinline__ void differentiate(const Params& p, const float* acc,
+                                                       const Boxes& boxes, const float (&scale)[2],
+                                                       float (&score)[2]) {
     constexpr int kSteps = kGradColumns / 16;
     Words first[2], second[2];
     read(boxes.h, 0, first[0], second[0]);
@@ -160,89 +169,63 @@ struct ActGrad {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* grad = acc + c * 8 + 2 * i;
-        a[i] = two_columns(p, first[c & 1][i], second[c & 1][i], grad, scale[i & 1], score[i & 1]);
+        a[i] = Act::run(p.scalars, first[c & 1][i], second[c & 1][i], grad, scale[i & 1],
+                        score[i & 1]);
       }
       write(boxes.h, c, first[c & 1], second[c & 1]);
-      ptx::store_matrices(place(boxes.a, c), a);
+      ptx::store_matrices(matrix_address(boxes.a, c), a);
     }
   }
 
-  /// Words of H: gates of two columns and their ups, or (kPaired) a column's gate and up and the
-  /// next one's.
+  /// Words of H as ActivationGradientWords takes them.
   static __device__ __forceinline__ void read(std::uint32_t h, int c, Words& first, Words& second) {
     if constexpr (kPaired) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) ptx::load_words(first[i], second[i], pair_place(h, c, i));
+      for (int i = 0; i < 4; i++) ptx::load_words(first[i], second[i], pair_address(h, c, i));
     } else {
-      ptx::load_matrices(first, place(h, c));
-      if constexpr (kGated) ptx::load_matrices(second, place(h + kPartBytes, c));
+      ptx::load_matrices(first, matrix_address(h, c));
+      if constexpr (kGated) ptx::load_matrices(second, matrix_address(h + kPartBytes, c));
     }
   }
   static __device__ __forceinline__ void write(std::uint32_t h, int c, const Words& first,
                                                const Words& second) {
     if constexpr (kPaired) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) ptx::store_words(pair_place(h, c, i), first[i], second[i]);
+      for (int i = 0; i < 4; i++) ptx::store_words(pair_address(h, c, i), first[i], second[i]);
     } else {
-      ptx::store_matrices(place(h, c), first);
-      if constexpr (kGated) ptx::store_matrices(place(h + kPartBytes, c), second);
+      ptx::store_matrices(matrix_address(h, c), first);
+      if constexpr (kGated) ptx::store_matrices(matrix_address(h + kPartBytes, c), second);
     }
   }
-  /// This lane's address of columns 16c.. in a box: row lane % 8 of matrix lane / 8, swizzled.
-  static __device__ __forceinline__ std::uint32_t place(std::uint32_t box, int c) {
+  /// For ldmatrix and stmatrix: this lane's address of columns 16c .. in a box, row lane % 8 of
+  /// matrix lane / 8, swizzled.
+  static __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t box, int c) {
     const int lane = threadIdx.x & 31;
     const int row = warp() * 16 + (lane & 15);
     return box + row * 128 + (((2 * c + (lane >> 4)) ^ (lane & 7)) << 4);
   }
-  /// Of word i in boxes of alternating columns, of which sixteen columns of A fill half a one.
-  static __device__ __forceinline__ std::uint32_t pair_place(std::uint32_t box, int c, int i) {
+  /// Paired: the address of the 8 bytes of word i. Sixteen columns of A are 32 of H, half a box.
+  static __device__ __forceinline__ std::uint32_t pair_address(std::uint32_t box, int c, int i) {
     const int lane = threadIdx.x & 31;
     const int row = warp() * 16 + (i & 1) * 8 + (lane >> 2);
     const int chunk = (c & 1) * 4 + (i >> 1) * 2 + ((lane & 3) >> 1);
     return box + (c >> 1) * kPartBytes + row * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 1) * 8;
   }
 
-  /// Two neighbouring columns: H becomes dH; returns A'.
-  static __device__ __forceinline__ std::uint32_t two_columns(const Params& p, std::uint32_t& first,
-                                                              std::uint32_t& second,
-                                                              const float* grad, float s,
-                                                              float& score) {
-    Gradient of[2];
-    if constexpr (!kGated) {
-      of[0] = Act::gradient(Two::low(first), s * grad[0]);
-      of[1] = Act::gradient(Two::high(first), s * grad[1]);
-      first = Two::pack(of[0].by_gate, of[1].by_gate);
-    } else if constexpr (kPaired) {
-      of[0] = Act::gradient(Two::low(first), Two::high(first), s * grad[0], p.scalars);
-      of[1] = Act::gradient(Two::low(second), Two::high(second), s * grad[1], p.scalars);
-      first = Two::pack(of[0].by_gate, of[0].by_up);
-      second = Two::pack(of[1].by_gate, of[1].by_up);
-    } else {
-      of[0] = Act::gradient(Two::low(first), Two::low(second), s * grad[0], p.scalars);
-      of[1] = Act::gradient(Two::high(first), Two::high(second), s * grad[1], p.scalars);
-      first = Two::pack(of[0].by_gate, of[1].by_gate);
-      second = Two::pack(of[0].by_up, of[1].by_up);
-    }
-    const float2 rounded = Two::round(of[0].value, of[1].value);
-    score = fmaf(grad[0], rounded.x, score);
-    score = fmaf(grad[1], rounded.y, score);
-    return Two::pack(s * of[0].value, s * of[1].value);
-  }
-
-  /// Sums over the four lanes of a row, in a fixed order, and writes this tile's part.
+  /// Sums dS over the four lanes of a row, in a fixed order, and writes this tile's part of it.
   template <TileShape kShape>
-  static __device__ __forceinline__ void put_scores(const Params& p, const Place& place,
-                                                    const float (&score)[2]) {
+  static __device__ __forceinline__ void store_scores(const Params& p, const TileOrigin& origin,
+                                                      const float (&score)[2]) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
       float sum = score[which];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = place.below + warp() * 16 + which * 8 + (lane >> 2);
+      const int row = origin.row + warp() * 16 + which * 8 + (lane >> 2);
       if ((lane & 3) == 0 && row < 0) {
-        const std::int64_t at = static_cast<std::int64_t>(place.end + row) * p.score_tiles;
-        p.score_parts[at + place.column / kShape.n] = sum;
+        const std::int64_t at = static_cast<std::int64_t>(origin.base + row) * p.score_tiles;
+        p.score_parts[at + origin.column / kShape.n] = sum;
       }
     }
   }

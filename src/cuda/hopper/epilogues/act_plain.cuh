@@ -1,5 +1,6 @@
-// Epilogue of the up projection without a gate: H = r(acc + b1), A = r(act(H)), block by block at
-// once. H and A of a whole tile do not fit the registers beside the next one's products.
+// Epilogue of the up projection without a gate: H = r(acc + b1), A = r(act(H)), 64 columns at a
+// time, right after the products: H and A of a whole tile would not fit the registers beside the
+// next tile's products.
 #pragma once
 
 #include "cuda/hopper/epilogues/act.cuh"
@@ -9,18 +10,17 @@ namespace sonicmoe::cuda {
 template <class Element, ActivationKind kKind>
 struct ActPlainRows {
   using Params = ActRowsParams;
-  using Act = ActivationOf<kKind>;
-  using Two = Pair<Element>;
+  using Act = ActivationWords<Element, kKind>;
   struct State {};
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State&,
-                                             float (&acc)[kShape.halves()][kShape.n / 2],
-                                             const Work& work, const Staging<kShape>& staging,
+                                             float (&acc)[kShape.row_blocks()][kShape.n / 2],
+                                             const CtaTile& tile, const Staging<kShape>& staging,
                                              Rows rows) {
-    static_assert(kShape.boxes == 2 && kShape.halves() == 1);
+    static_assert(kShape.boxes == 2 && kShape.row_blocks() == 1);
     if (p.bias[0].data != nullptr) {
-      stage_bias(staging, p.bias[0], work.expert, work.column, p.width, {0, 1, kShape.n});
+      stage_bias(staging, p.bias[0], tile.expert, tile.column, p.width, {0, 1, kShape.n});
       staging.sync();
     }
 #pragma unroll
@@ -32,16 +32,14 @@ struct ActPlainRows {
 #pragma unroll
       for (int j = 0; j < 16; j += 4) {
 #pragma unroll
-        for (int c = j; c < j + 4; c++) {
-          block[c] = Two::pack(Act::value(Two::low(block[c])), Act::value(Two::high(block[c])));
-        }
-        staging.write_part(1, block, j);
+        for (int c = j; c < j + 4; c++) block[c] = Act::plain(block[c]);
+        staging.write_words(1, block, j);
       }
       staging.publish();
       if (staging.elected()) {
-        const int column = work.column + i * 64;
-        if (p.keep_h != 0) store_ragged(p.h, staging.box(0), column, 0, work, rows.offset);
-        store_ragged(p.a, staging.box(1), column, 0, work, rows.offset);
+        const int column = tile.column + i * 64;
+        if (p.keep_h != 0) store_ragged(p.h, staging.box(0), column, 0, tile, rows.offset);
+        store_ragged(p.a, staging.box(1), column, 0, tile, rows.offset);
         staging.commit();
       }
     }

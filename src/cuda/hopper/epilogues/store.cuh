@@ -1,9 +1,10 @@
 // Epilogue: (+ bias), (scale), round, store. Y = r(acc + b2), dX~ = r(acc). Cooperative tiles are
-// stored under the products of the next one, ping-pong tiles under those of the other warpgroup.
+// stored under the products of the next tile, ping-pong tiles under those of the other warpgroup.
 #pragma once
 
-#include "cuda/hopper/epilogues/held.cuh"
+#include "cuda/hopper/epilogues/deferred_tile.cuh"
 #include "cuda/hopper/epilogues/ragged.cuh"
+#include "cuda/hopper/epilogues/rounding.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -15,39 +16,39 @@ struct StoreRowsParams {
   std::int32_t width;  ///< output columns
 };
 
-/// Whether rows are scaled before their one rounding: grouped rows with weights, cooperative tiles
-/// only.
+/// kWeights: each row is multiplied by its routing weight before the one rounding. For grouped
+/// rows, in cooperative tiles only.
 enum class RowScale { kNone, kWeights };
 
 template <class Element, RowScale kScale = RowScale::kNone>
 struct StoreRows {
   using Params = StoreRowsParams;
-  using State = HeldTile;
-  static constexpr int kPieces = 4;  // boxes
+  using State = DeferredTile;
+  static constexpr int kPieces = 4;  // one box each
 
-  /// Clusters end their tiles at about the same time: stores spread over half of the next tile keep
-  /// its loads waiting less than stores that follow each other.
-  static __device__ __forceinline__ int every(int k_tiles) { return k_tiles / 8 + 1; }
+  /// Spreads the pieces over half of the next tile. All clusters end their tiles at about the same
+  /// time: stores that followed each other would delay the next tiles' loads more.
+  static __device__ __forceinline__ int k_tiles_per_piece(int k_tiles) { return k_tiles / 8 + 1; }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void take(const Params& p, State& state,
-                                              const float (&acc)[kShape.halves()][kShape.n / 2],
-                                              const Work& work, const Staging<kShape>& staging,
+                                              const float (&acc)[kShape.row_blocks()][kShape.n / 2],
+                                              const CtaTile& tile, const Staging<kShape>& staging,
                                               Rows rows) {
-    state.open(work, staging, rows);
+    state.save_origin(tile, staging, rows);
     if (kScale == RowScale::kNone && p.bias.data == nullptr) {
       round_tile<BiasUse::kNone>(state, acc[0], staging);
       return;
     }
     staging.sync();
     if (p.bias.data != nullptr) {
-      stage_bias(staging, p.bias, staging.noted_expert(), work.column, p.width, {0, 1, kShape.n});
+      stage_bias(staging, p.bias, staging.saved_expert(), tile.column, p.width, {0, 1, kShape.n});
     }
     if constexpr (kScale == RowScale::kWeights) {
       for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
         const int row = rows.offset + i;
-        const std::int64_t at = (work.row + row) * p.scale_stride;
-        staging.set_scale(i, row < work.left ? __ldg(p.row_scale + at) : 0.0f);
+        const std::int64_t at = (tile.row + row) * p.scale_stride;
+        staging.set_scale(i, row < tile.valid_rows ? __ldg(p.row_scale + at) : 0.0f);
       }
     }
     staging.sync();
@@ -60,39 +61,39 @@ struct StoreRows {
     constexpr int kBox = kPiece % kShape.boxes;
     staging.begin();
     staging.write(kBox, state.block[kPiece]);
-    state.send(staging, [&](const Place& place) {
-      store_ragged(p.out, staging.box(kBox), place.column + kPiece * 64, 0, place);
+    state.store(staging, [&](const TileOrigin& origin) {
+      store_ragged(p.out, staging.box(kBox), origin.column + kPiece * 64, 0, origin);
     });
   }
 
   template <TileShape kShape>
     requires(kShape.ping_pong() && kScale == RowScale::kNone)
   static __device__ __forceinline__ void run(const Params& p, State&,
-                                             float (&acc)[kShape.halves()][kShape.n / 2],
-                                             const Work& work, const Staging<kShape>& staging,
+                                             float (&acc)[kShape.row_blocks()][kShape.n / 2],
+                                             const CtaTile& tile, const Staging<kShape>& staging,
                                              Rows rows) {
     constexpr int kAcross = kShape.n / 64;
     static_assert(kAcross == kShape.boxes);
     if (p.bias.data != nullptr) {
-      stage_bias(staging, p.bias, work.expert, work.column, p.width, {0, 1, kShape.n});
+      stage_bias(staging, p.bias, tile.expert, tile.column, p.width, {0, 1, kShape.n});
       staging.sync();
     }
 #pragma unroll
-    for (int half = 0; half < kShape.halves(); half++) {
-      if (half >= rows.halves) break;
+    for (int block = 0; block < kShape.row_blocks(); block++) {
+      if (block >= rows.blocks) break;
       staging.begin();
 #pragma unroll
       for (int i = 0; i < kAcross; i++) {
         Fragment rounded;
-        round_block<Element, BiasUse::kStaged>(rounded, &acc[half][i * 32], staging, i * 64);
+        round_block<Element, BiasUse::kStaged>(rounded, &acc[block][i * 32], staging, i * 64);
         staging.write(i, rounded);
       }
       staging.publish();
       if (staging.elected()) {
 #pragma unroll
         for (int i = 0; i < kAcross; i++) {
-          store_ragged(p.out, staging.box(i), work.column + i * 64, 0, work,
-                       rows.offset + half * 64);
+          store_ragged(p.out, staging.box(i), tile.column + i * 64, 0, tile,
+                       rows.offset + block * 64);
         }
         staging.commit();
       }

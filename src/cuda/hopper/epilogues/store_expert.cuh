@@ -1,10 +1,14 @@
 // Epilogue of the weight gradients: one matrix an expert, (M, N) with N contiguous, or transposed
-// with M contiguous. 16-bit results go through TMA; fp32 results, written or accumulated, through
-// the boxes element by element. Experts without rows get zero, or are left alone.
+// with M contiguous. 16-bit results are stored by TMA; fp32 results, written or accumulated, are
+// rearranged in the boxes and stored element by element. An expert without rows gets zeros, and
+// nothing where gradients are accumulated.
 #pragma once
 
-#include "cuda/hopper/epilogues/element.cuh"
+#include "cuda/hopper/engine/mainloop.cuh"
+#include "cuda/hopper/engine/staging.cuh"
+#include "cuda/hopper/engine/tile.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/math/fragment.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared.cuh"
 
@@ -18,7 +22,7 @@ struct FloatGrad {
   std::int64_t strides[3];
 };
 
-/// By output: gate and up, or one alone.
+/// Entries [0] and [1] are the outputs: gate and up, or one matrix alone.
 struct StoreExpertParams {
   CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
   FloatGrad floats[2];  ///< kFloat, kAccumulate
@@ -26,42 +30,46 @@ struct StoreExpertParams {
   std::int32_t alternate;  ///< fp32: even columns go to [0], odd ones to [1]
   std::int32_t rows;       ///< M
   std::int32_t columns;    ///< N
-  /// First column that goes to [1], past all tiles where there is none. With kElement a multiple of
-  /// 64: a store may end past its output, but not begin before it.
+  /// First column that goes to [1]; past all tiles if there is one output. With kElement a multiple
+  /// of 64, because the hardware clips a box behind an output's end, not before its beginning.
   std::int32_t border;
 };
 
 template <class Element, Major kOut>
 struct StoreExpert {
   using Params = StoreExpertParams;
-  /// What is left of a tile. Where it goes only the elected thread asks: it writes that down.
+  /// The part of a tile that is stored under the next one's products (DefersStores).
   struct State {
-    Fragment block[2];  ///< the second half, rounded
-    bool held;          ///< until it is stored
-    bool sent;          ///< the first half; else it waits in the boxes
+    Fragment block[2];  ///< the second half of the columns, rounded
+    bool pending;       ///< until the second half is stored
+    bool first_stored;  ///< else the first half is in the boxes
   };
-  /// The k tile under which the second half is stored. The first one, where it waits, is stored
-  /// under k tile 0: between two tiles nothing is multiplied.
+  /// The k tile of the next tile (of k_tiles) under which the second half of tile t is stored.
   ///
-  /// All clusters end their tiles at about the same time, and what they store at once keeps the
-  /// next tiles' loads waiting. So the second half waits, the warpgroups' halves for different k
-  /// tiles; with a whole tile held the products are slower. A short tile is stored at once: there
-  /// is not much to overtake.
-  static __device__ __forceinline__ int late_at(const State& state, int k_tiles, int warpgroup) {
-    return k_tiles > kShort ? 4 + 5 * warpgroup : (state.sent ? 0 : 1);
+  ///   | tile t | first half          | second half, next tile long        | next tile short |
+  ///   | short  | at once             | k tile 4 (warpgroup 0) or 9 (1)    | k tile 0        |
+  ///   | long   | k tile 0            | k tile 4 (warpgroup 0) or 9 (1)    | k tile 1        |
+  ///
+  /// All clusters end their tiles at about the same time, and stores at that moment delay the next
+  /// tiles' loads: so they are spread. The first half waits for k tile 0 because between two tiles
+  /// no product hides its fence and its stores. Both halves in registers would make the products
+  /// slower. After a short tile there is little to gain.
+  static __device__ __forceinline__ int deferred_k_tile(const State& state, int k_tiles,
+                                                        int warpgroup) {
+    return k_tiles > kShort ? 4 + 5 * warpgroup : (state.first_stored ? 0 : 1);
   }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void run(const Params& p, State& state,
-                                             float (&acc)[kShape.halves()][kShape.n / 2],
-                                             const Work& work, const Staging<kShape>& staging,
+                                             float (&acc)[kShape.row_blocks()][kShape.n / 2],
+                                             const CtaTile& tile, const Staging<kShape>& staging,
                                              Rows rows) {
-    static_assert(kShape.halves() == 1 && kShape.boxes == 2 && kShape.n == 256);
-    const bool empty = work.depth == 0;
+    static_assert(kShape.row_blocks() == 1 && kShape.boxes == 2 && kShape.n == 256);
+    const bool empty = tile.depth == 0;
     if (p.mode != GradStore::kElement) {
       if (empty && p.mode == GradStore::kAccumulate) return;
-      store_floats(p, acc[0], work, staging, rows.offset);
-      state = {};  // so that it takes no registers meanwhile
+      store_floats(p, acc[0], tile, staging, rows.offset);
+      state = {};  // the old values would occupy registers
       return;
     }
     Fragment first[2];
@@ -70,23 +78,25 @@ struct StoreExpert {
       round(first[i], &acc[0][i * 32], empty);
       round(state.block[i], &acc[0][(2 + i) * 32], empty);
     }
-    put(first, staging);
-    if (staging.elected()) staging.note({work.column, work.m + rows.offset, work.expert});
-    state.held = true;
-    state.sent = work.depth <= kShort * kDepth;
-    if (state.sent) send(p, staging, 0);
+    write(first, staging);
+    if (staging.elected()) {
+      staging.save_origin({tile.column, tile.output_row + rows.offset, tile.expert});
+    }
+    state.pending = true;
+    state.first_stored = tile.depth <= kShort * kDepth;
+    if (state.first_stored) store(p, staging, 0);
   }
 
-  /// Stores half 0, or 1. One text for both: with two of them the compiler no longer believes that
-  /// a warp agrees on the ring.
+  /// Stores half 0 or 1. Both halves go through one function on purpose: if it is inlined twice,
+  /// ptxas takes the ring position for divergent and adds instructions to the main loop.
   template <TileShape kShape>
-  static __device__ __forceinline__ void late(const Params& p, State& state,
-                                              const Staging<kShape>& staging, int half) {
+  static __device__ __forceinline__ void store_deferred(const Params& p, State& state,
+                                                        const Staging<kShape>& staging, int half) {
     if (half == 1) {
-      put(state.block, staging);
-      state.held = false;
+      write(state.block, staging);
+      state.pending = false;
     }
-    send(p, staging, half);
+    store(p, staging, half);
   }
 
  private:
@@ -97,10 +107,10 @@ struct StoreExpert {
     }
   }
 
-  /// Two blocks of 64 columns, into the boxes.
+  /// Writes two blocks of 64 columns into the boxes.
   template <TileShape kShape>
-  static __device__ __forceinline__ void put(const Fragment (&blocks)[2],
-                                             const Staging<kShape>& staging) {
+  static __device__ __forceinline__ void write(const Fragment (&blocks)[2],
+                                               const Staging<kShape>& staging) {
     staging.begin();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -112,35 +122,36 @@ struct StoreExpert {
     }
   }
 
-  /// Stores them as half 0 or 1 of the tile whose column, row and expert were noted.
+  /// Stores the boxes as half 0 or 1 of the tile whose origin was saved.
   template <TileShape kShape>
-  static __device__ __forceinline__ void send(const Params& p, const Staging<kShape>& staging,
-                                              int half) {
+  static __device__ __forceinline__ void store(const Params& p, const Staging<kShape>& staging,
+                                               int half) {
     staging.publish();
     if (!staging.elected()) return;
-    const Place tile = staging.noted();
+    const TileOrigin tile = staging.saved_origin();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = tile.column + half * 128 + i * 64;
       const int output = column < p.border ? 0 : 1;
       const int n = column - (output == 0 ? 0 : p.border);
-      const int m = tile.below;
-      ptx::tma_store(&p.map[output], staging.box(i),
-                     kOut == Major::kK ? ptx::Coord3{n, m, tile.end} : ptx::Coord3{m, n, tile.end});
+      const int m = tile.row;
+      ptx::tma_store(
+          &p.map[output], staging.box(i),
+          kOut == Major::kK ? ptx::Coord3{n, m, tile.base} : ptx::Coord3{m, n, tile.base});
     }
     staging.commit();
   }
 
-  static constexpr int kShort = 10;         // k tiles
-  static constexpr int kFloatRow = 64 * 4;  // bytes; a block of 64 by 64 fills two boxes
+  static constexpr int kShort = 10;         // k tiles of a short tile, at most
+  static constexpr int kFloatRow = 64 * 4;  // bytes of a row; 64 x 64 fp32 values fill two boxes
   static constexpr int kWarpRows = 16;
 
-  /// A block of 64 columns at a time, each warp its own rows: written as lanes hold them, read back
-  /// as they lie in the output. Addressing all of a thread's elements in line would be most of the
-  /// kernel's code.
+  /// fp32: 64 columns at a time, each warp its own rows. Lanes write the boxes in accumulator order
+  /// and read them in output order. Loops that are not unrolled, because addresses of all elements
+  /// of a thread in line would be most of the kernel's code.
   template <TileShape kShape>
   static __device__ __forceinline__ void store_floats(const Params& p, const float (&acc)[128],
-                                                      const Work& work,
+                                                      const CtaTile& tile,
                                                       const Staging<kShape>& staging, int offset) {
     static_assert(kWarpRows * 4 * kFloatRow == 2 * kBoxBytes);
     const int warp_row = ((threadIdx.x >> 5) & 3) * kWarpRows;
@@ -148,21 +159,20 @@ struct StoreExpert {
 #pragma unroll 1
     for (int i = 0; i < kShape.n / 64; i++) {
       for_each_index<kShape.n / 64>([&]<int kBlock>(std::integral_constant<int, kBlock>) {
-        if (i == kBlock) write_floats(rows, acc + kBlock * 32, work.depth == 0);
+        if (i == kBlock) write_floats(rows, acc + kBlock * 32, tile.depth == 0);
       });
       __syncwarp();
-      const int m0 = work.m + offset + warp_row;
+      const int m0 = tile.output_row + offset + warp_row;
 #pragma unroll 1
       for (int output = 0; output < 2; output++) {
-        copy_floats(p, rows, output, work.expert, m0, work.column + i * 64);
+        copy_floats(p, rows, output, tile.expert, m0, tile.column + i * 64);
       }
       __syncwarp();
     }
   }
 
-  /// Of column c in row r; eight rows are turned against each other, so that they do not meet in
-  /// the banks.
-  static __device__ __forceinline__ std::uint32_t float_place(std::uint32_t rows, int r, int c) {
+  /// The address of column c in row r. Rows are swizzled by r % 8, against bank conflicts.
+  static __device__ __forceinline__ std::uint32_t float_address(std::uint32_t rows, int r, int c) {
     return rows + r * kFloatRow + ((c >> 1 ^ (r & 7) << 2) << 3) + (c & 1) * 4;
   }
   static __device__ __forceinline__ void write_floats(std::uint32_t rows, const float* acc,
@@ -172,16 +182,17 @@ struct StoreExpert {
     for (int i = 0; i < 16; i++) {
       const int row = i % 2 * 8 + (lane >> 2);
       const int column = i / 2 * 8 + (lane & 3) * 2;
-      ptx::store_floats(float_place(rows, row, column), empty ? 0.0f : acc[2 * i],
+      ptx::store_floats(float_address(rows, row, column), empty ? 0.0f : acc[2 * i],
                         empty ? 0.0f : acc[2 * i + 1]);
     }
   }
-  /// What an output gets of a warp's rows of a block, from row m0 and column n0 on. Lanes lie along
-  /// what is contiguous; a lane's columns are all even or all odd.
+  /// Copies a warp's rows of a block to an output: rows from m0 on, columns from n0 on, as far as
+  /// they are that output's. Lanes run along the contiguous dimension; a lane's columns are all
+  /// even or all odd, so that `alternate` decides once a lane.
   static __device__ __forceinline__ void copy_floats(const Params& p, std::uint32_t rows,
                                                      int output, int expert, int m0, int n0) {
     constexpr bool kAcross = kOut == Major::kK;
-    constexpr int kBatch = 8;  // whose loads are on their way together
+    constexpr int kBatch = 8;  // elements of a lane whose loads overlap
     const int lane = ptx::lane();
     const int row = kAcross ? 0 : lane & 15;
     const int column = kAcross ? lane : lane >> 4;
@@ -206,20 +217,20 @@ struct StoreExpert {
         const int r = row + (kAcross ? (first + i) / 2 : 0);
         const int c = column + (kAcross ? i % 2 * 32 : (first + i) * 2);
         inside[i] = m0 + r < p.rows && n0 + c >= 0 && n0 + c < width;
-        value[i] = ptx::load_float(float_place(rows, r, c));
+        value[i] = ptx::load_float(float_address(rows, r, c));
       }
-      const auto place = [&](int i) {
+      const auto address = [&](int i) {
         return kAcross ? at + i / 2 * down + i % 2 * across : at + i * across;
       };
       if (p.mode == GradStore::kAccumulate) {
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
-          if (inside[i]) value[i] += *place(i);
+          if (inside[i]) value[i] += *address(i);
         }
       }
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
-        if (inside[i]) *place(i) = value[i];
+        if (inside[i]) *address(i) = value[i];
       }
       at += kAcross ? kBatch / 2 * down : kBatch * across;
     }

@@ -1,9 +1,12 @@
-// Producer: gathered rows as K. A tile is 128 columns of the source by 64 gathered rows, MN-major.
-// Rows past the expert and columns past the width are zeroed by the copy.
+// Producer: gathered rows as K. A k tile of A is 128 columns of the source by 64 gathered rows,
+// MN-major. cp.async zeroes rows past the expert and columns past the width.
 #pragma once
 
+#include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/producers/gather_rows.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/lane.cuh"
@@ -13,10 +16,11 @@ namespace sonicmoe::cuda {
 struct GatherDepth {
   using Params = GatherRows::Params;  ///< width is M here
   static constexpr int kCopyArrivals = kWarpgroup;
-  static constexpr int kTileReaders = kWarpgroup / 32;
-  static constexpr Drawer kDrawer = Drawer::kConsumer;
+  static constexpr int kQueueReaders = kWarpgroup / 32;
+  static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;
   static constexpr Registers registers(const TileShape&) { return {56, 208}; }
   static constexpr bool kNeedsProxyFence = true;
+  static constexpr bool kMayStartEarly = true;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
 
@@ -29,65 +33,69 @@ struct GatherDepth {
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
     const std::uint32_t target = first * 128 + ((chunk ^ (first & 7)) << 4);
-    // Row i of this thread in a k tile is first + 16 i: 16 bytes of its first box, 16 of its
-    // second. Of the sixteen rows that a warp copies of each of two k tiles a lane looks up one, a
-    // pair of k tiles ahead, and hands it round. Look-ups by every thread would take longer than
-    // the products of a k tile, and a row handed round for each copy would cost 2 to 3 % of them.
+    // A thread copies rows first + 16 i of every k tile: 16 bytes of the first box, 16 of the
+    // second. A warp copies sixteen rows of a k tile; for two k tiles at once each lane looks up
+    // one of the 32 rows, two k tiles ahead, and shares it by a shuffle. Look-ups by every thread
+    // would take longer than a k tile's products, and one shuffle for each copy would cost 2 to 3 %
+    // of them (H200), because shuffles use the shared memory that wgmma reads.
     const int looked_up =
         (lane >> 4) * kDepth + (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2 & 3) * 16;
+    if (threadIdx.x == 0 && p.begins == Begins::kIndependent) ptx::fence_async();
     RingPosition<kShape.stages> ring;
-    TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
-    const auto work_of = [&] {
-      if (stream.done()) return Work{};
-      const int tile = ptx::uniform(stream.tile());
-      Work work = Gemm::Scheduler::template work<kShape>(p.tiles, tile, cta.rank());
-      // All lanes have the same. Told so, the compiler keeps it out of their registers: 0.2 %.
-      work.row = ptx::uniform(work.row);
-      work.depth = ptx::uniform(work.depth);
-      work.column = ptx::uniform(work.column);
-      work.m = ptx::uniform(work.m);
-      return work;
+    TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
+    const auto tile_of = [&] {
+      if (tiles.done()) return CtaTile{};
+      const int index = ptx::uniform(tiles.index());
+      CtaTile tile = Gemm::Scheduler::template tile<kShape>(p.tiles, index, cta.rank());
+      // Made uniform, these stay out of the lanes' registers: 0.2 % (H200).
+      tile.row = ptx::uniform(tile.row);
+      tile.depth = ptx::uniform(tile.depth);
+      tile.column = ptx::uniform(tile.column);
+      tile.output_row = ptx::uniform(tile.output_row);
+      return tile;
     };
-    const auto look_up = [&](const Work& work, int kt) {
+    // Coherent loads: the kernel may run before its griddepcontrol.wait (Begins).
+    const auto look_up = [&](const CtaTile& tile, int kt) {
       const int row = kt * kDepth + looked_up;
-      if (row >= work.depth) return 0;
-      return p.producer.index != nullptr ? __ldg(p.producer.index + work.row + row)
-                                         : work.row + row;
+      if (row >= tile.depth) return 0;
+      return p.producer.index != nullptr ? __ldca(p.producer.index + tile.row + row)
+                                         : tile.row + row;
     };
-    Work next_work = work_of();
-    int rows = look_up(next_work, 0);
-    while (!stream.done()) {
-      const Work work = next_work;
-      const int column = work.m + chunk * 8;
+    CtaTile next_tile = tile_of();
+    int rows = look_up(next_tile, 0);
+    while (!tiles.done()) {
+      const CtaTile tile = next_tile;
+      const int column = tile.output_row + chunk * 8;
       const bool inside = column < p.producer.width;
-      const bool inside_too = column + 64 < p.producer.width;
+      const bool second_inside = column + 64 < p.producer.width;
       const std::uint8_t* source = ptx::opaque(static_cast<const std::uint8_t*>(p.producer.source) +
                                                (inside ? column : 0) * kElementBytes);
-      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
-      // The next tile is looked up while this one is copied, its first rows beside the last k
-      // tiles: the stages in flight do not cover one access to L2 after the other. Its number is
-      // there once this tile's second pair of k tiles can be copied.
+      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
+      // The next tile is looked up while this one is copied, and its first rows with this one's
+      // last k tiles: the stages in flight do not cover two accesses to L2 in sequence. The next
+      // index has arrived when the second pair of k tiles is copied.
       const int ask_at = k_tiles > kTogether ? kTogether : 0;
       for (int kt = 0; kt == 0 || kt < k_tiles; kt += kTogether) {
         if (kt == ask_at) {
-          stream.next();
-          next_work = work_of();
+          tiles.next();
+          next_tile = tile_of();
         }
         const bool last = kt + kTogether >= k_tiles;
-        const int next = last ? look_up(next_work, 0) : look_up(work, kt + kTogether);
+        const int next = last ? look_up(next_tile, 0) : look_up(tile, kt + kTogether);
 #pragma unroll
         for (int u = 0; u < kTogether; u++) {
           if (kt + u >= k_tiles) break;
-          // All addresses before the wait, each in registers of its own.
+          // All addresses are computed before the wait, into registers of their own, so that the
+          // copies do not wait for each other.
           const std::uint8_t* from[kRows];
 #pragma unroll
           for (int i = 0; i < kRows; i++) {
             const int row = __shfl_sync(~0u, rows, (u * kRows + i) * 4 + (lane >> 3));
             from[i] = ptx::row_address(source, row, p.producer.row_bytes);
           }
-          const int left = work.depth - (kt + u) * kDepth - first;  // rows 16 i < left are present
+          const int left = tile.depth - (kt + u) * kDepth - first;  // rows 16 i < left are present
           const int present = inside ? left : 0;
-          const int present_too = inside_too ? left : 0;
+          const int second_present = second_inside ? left : 0;
           const ptx::Mbarrier full = cta.full(ring.stage);
           cta.empty(ring.stage).wait(ring.parity ^ 1);
           const std::uint32_t a = cta.a(ring.stage) + target;
@@ -95,12 +103,12 @@ struct GatherDepth {
           for (int i = 0; i < kRows; i++) {
             ptx::copy16(a + i * 2048, from[i], 16 * i < present ? 1u : 0u);
             ptx::copy16(a + kBoxBytes + i * 2048, from[i] + kNextBox,
-                        16 * i < present_too ? 1u : 0u);
+                        16 * i < second_present ? 1u : 0u);
           }
           full.arrive_after_copies();
           if (threadIdx.x == 0) {
             full.arrive_expecting(kShape.b_bytes());
-            Gemm::B::load(p.b, work, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
+            Gemm::B::load(p.b, tile, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
           }
           __syncwarp();
           ring.next();
@@ -113,7 +121,7 @@ struct GatherDepth {
  private:
   static constexpr int kRows = kDepth / 16;            // that a thread copies of a k tile
   static constexpr int kTogether = 2;                  // k tiles looked up together
-  static constexpr int kNextBox = 64 * kElementBytes;  // from a copy's source to the other one's
+  static constexpr int kNextBox = 64 * kElementBytes;  // from a row's first box to its second
 };
 
 }  // namespace sonicmoe::cuda

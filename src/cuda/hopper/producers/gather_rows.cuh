@@ -1,9 +1,12 @@
-// Producer: rows of a token matrix gathered by index, copied by four warps of cp.async while one
-// thread also issues B by TMA, and what the epilogue reads. Rows past the expert and k past the
-// width are zeroed by the copy itself, so that no ordinary store of a producer meets the ring.
+// Producer: rows of a token matrix gathered by index. All 128 threads copy A by cp.async; thread 0
+// also issues B, and what a ring epilogue reads, by TMA. cp.async itself zeroes rows past the
+// expert and k past the width, so the producer makes no ordinary store to a stage, which would need
+// a fence of its own.
 #pragma once
 
+#include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
 
@@ -17,14 +20,15 @@ struct GatherRows {
     std::int32_t width;         ///< K, a multiple of 8
   };
   static constexpr int kCopyArrivals = kWarpgroup;
-  static constexpr int kTileReaders = kWarpgroup / 32;
-  static constexpr Drawer kDrawer = Drawer::kConsumer;
-  /// What A holds of a tile needs 232. dH, which has no boxes, holds nothing, and its copies are
-  /// 0.5 % slower with 40.
+  static constexpr int kQueueReaders = kWarpgroup / 32;
+  static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;
+  /// The deferred epilogue of A needs 232. dH, which has no boxes, defers nothing, and its copies
+  /// are 0.5 % slower with 40 (H200).
   static constexpr Registers registers(const TileShape& shape) {
     return shape.boxes == 0 ? Registers{56, 224} : Registers{40, 232};
   }
-  static constexpr bool kNeedsProxyFence = true;  // cp.async writes through the generic proxy
+  static constexpr bool kNeedsProxyFence = true;
+  static constexpr bool kMayStartEarly = false;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
 
@@ -36,40 +40,42 @@ struct GatherRows {
     constexpr int kTogether = 4;          // k tiles whose copies differ by a constant
     constexpr int kStep = kDepth * kElementBytes;
     static_assert(kRows * 4 == 32, "a warp copies as many rows as it has lanes");
-    constexpr bool kFeeds = RingEpilogue<typename Gemm::Epilogue, kShape>;
+    constexpr bool kHasInput = RingEpilogue<typename Gemm::Epilogue, kShape>;
     const int lane = threadIdx.x & 31;
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
     const std::uint32_t target = first * 128 + ((chunk ^ (first & 7)) << 4);
     const auto* source = static_cast<const std::uint8_t*>(p.producer.source) + chunk * 16;
 
-    TileStream<typename Gemm::Scheduler, kShape, Walker::kWarp> stream(cta, p.tiles);
-    // What the next tile needs is looked up while this one is copied: the stages in flight do not
-    // cover it. Where stages are filled for the epilogue too, it is looked up behind these, under
-    // the epilogue: a tile begins with no stage to spare. A lane looks up a row for its warp.
+    TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
+    // The next tile is looked up while this one is copied, because the stages in flight do not
+    // cover the latency of the look-up. A ring epilogue's tile begins with no full stage to spare:
+    // there the look-up comes behind the input stages, under the epilogue. Each lane looks up one
+    // row and shares it with its warp by shuffles.
     int next_row = kNoRow;
     int next_expert = 0;
-    int next_column = 0;  // complemented where the CTA is alone: registers are scarce
-    int next_begin = 0;   // complemented where there are no rows
+    int next_column = 0;  // its complement where the CTA has its own B: registers are scarce
+    int next_begin = 0;   // its complement where there are no rows
     const auto look_up = [&] {
-      if (stream.done()) return;
-      const Work next = Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+      if (tiles.done()) return;
+      const CtaTile next =
+          Gemm::Scheduler::template tile<kShape>(p.tiles, tiles.index(), cta.rank());
       const int row = (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2) * 16;
       next_row = source_row(p.producer, next, row);
       next_expert = next.expert;
-      next_column = next.alone ? ~next.column : next.column;
-      if (kFeeds) next_begin = next.left > 0 ? next.row : ~next.row;
+      next_column = next.own_b ? ~next.column : next.column;
+      if (kHasInput) next_begin = next.valid_rows > 0 ? next.row : ~next.row;
     };
-    const auto go_on = [&] {
-      stream.next();
+    const auto advance_tile = [&] {
+      tiles.next();
       look_up();
     };
     RingPosition<kShape.stages> ring;
     look_up();
-    while (!stream.done()) {
-      // Whole pointers are held, in registers that only change every few k tiles: computed anew, or
-      // moved at each, they would be free again only once a copy has read them, and copies would
-      // wait for each other (5 to 9 % slower).
+    while (!tiles.done()) {
+      // Full pointers stay in registers for four k tiles. Computed or advanced for each k tile, a
+      // register would become free only when a copy has read it, and the copies of a stage would
+      // wait for each other (5 to 9 % slower on the H200).
       const std::uint8_t* from[kRows];
       std::uint32_t present = 0;
 #pragma unroll
@@ -78,11 +84,11 @@ struct GatherRows {
         if (row != kNoRow) present |= 1u << i;
         from[i] = source + static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
       }
-      Work tile{};  // as far as B and the epilogue's input ask
+      CtaTile tile{};  // only what B and the epilogue's input need
       tile.expert = next_expert;
-      tile.alone = next_column < 0;
-      tile.column = tile.alone ? ~next_column : next_column;
-      tile.left = next_begin < 0 ? 0 : 1;
+      tile.own_b = next_column < 0;
+      tile.column = tile.own_b ? ~next_column : next_column;
+      tile.valid_rows = next_begin < 0 ? 0 : 1;
       tile.row = next_begin;
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
       for (int kt = 0; kt < k_tiles; kt += kTogether) {
@@ -104,13 +110,13 @@ struct GatherRows {
           }
           ring.next();
         }
-        if (!kFeeds && kt == 0) go_on();
+        if (!kHasInput && kt == 0) advance_tile();
 #pragma unroll
         for (int i = 0; i < kRows; i++) ptx::advance<kTogether * kStep>(from[i]);
       }
-      if constexpr (kFeeds) {
-        feed<Gemm>(p, cta, ring, tile);
-        go_on();
+      if constexpr (kHasInput) {
+        load_epilogue_input<Gemm>(p, cta, ring, tile);
+        advance_tile();
       }
     }
   }
@@ -118,13 +124,12 @@ struct GatherRows {
  private:
   static constexpr int kNoRow = -1;
 
-  /// The epilogue's input, behind the tile's products. Every copying thread arrives at its stages
-  /// too.
+  /// Fills the epilogue's input stages, behind the tile's k tiles. `full` expects an arrival of
+  /// every copying thread in each phase, so all of them arrive.
   template <class Gemm>
-  static __device__ __forceinline__ void feed(const typename Gemm::Params& p,
-                                              const Cta<Gemm::kShape>& cta,
-                                              RingPosition<Gemm::kShape.stages>& ring,
-                                              const Work& tile) {
+  static __device__ __forceinline__ void load_epilogue_input(
+      const typename Gemm::Params& p, const Cta<Gemm::kShape>& cta,
+      RingPosition<Gemm::kShape.stages>& ring, const CtaTile& tile) {
 #pragma unroll 1
     for (int i = 0; i < Gemm::Epilogue::kInputTiles; i++, ring.next()) {
       const ptx::Mbarrier full = cta.full(ring.stage);
@@ -137,10 +142,10 @@ struct GatherRows {
     }
   }
 
-  /// Where row `row` of a tile lies in the source.
-  static __device__ __forceinline__ int source_row(const Params& p, const Work& work, int row) {
-    if (row >= work.left) return kNoRow;
-    return p.index != nullptr ? __ldg(p.index + work.row + row) : work.row + row;
+  /// The row of the source that is row `row` of a tile.
+  static __device__ __forceinline__ int source_row(const Params& p, const CtaTile& tile, int row) {
+    if (row >= tile.valid_rows) return kNoRow;
+    return p.index != nullptr ? __ldg(p.index + tile.row + row) : tile.row + row;
   }
 };
 

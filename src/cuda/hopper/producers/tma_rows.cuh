@@ -1,8 +1,11 @@
-// Producer: rows that already lie in expert order, loaded by TMA. One thread issues everything;
-// in drawn order a second warp draws tile numbers.
+// Producer: rows that already lie in expert order, loaded by TMA. Thread 0 issues both operands;
+// with the dynamic scheduler thread 32 of the cluster's first CTA takes the tile indices.
 #pragma once
 
+#include "cuda/hopper/engine/concepts.cuh"
+#include "cuda/hopper/engine/launch_order.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/ptx/global.cuh"
 
@@ -12,11 +15,12 @@ struct TmaRows {
   struct Params {
     CUtensorMap rows;  ///< (k, part, row), box 64 x 1 x tile rows; part is 0 unless K has two parts
   };
-  static constexpr int kCopyArrivals = 0;  // threads that arrive at a full barrier beside the TMA's
-  static constexpr int kTileReaders = 1;
-  static constexpr Drawer kDrawer = Drawer::kProducer;
+  static constexpr int kCopyArrivals = 0;
+  static constexpr int kQueueReaders = 1;
+  static constexpr SchedulerThread kScheduler = SchedulerThread::kProducer;
   static constexpr Registers registers(const TileShape&) { return {40, 232}; }
   static constexpr bool kNeedsProxyFence = false;
+  static constexpr bool kMayStartEarly = true;
 
   static __device__ __forceinline__ void prefetch(const Params& p) { ptx::prefetch_map(&p.rows); }
 
@@ -24,45 +28,47 @@ struct TmaRows {
   static __device__ __forceinline__ void run(const typename Gemm::Params& p,
                                              const Cta<Gemm::kShape>& cta) {
     constexpr TileShape kShape = Gemm::kShape;
-    if (threadIdx.x == 32 && p.tiles.counter != nullptr && cta.rank() == 0) {
-      draw_tiles<typename Gemm::Scheduler>(cta, p.tiles);
+    if (threadIdx.x == 32 && p.tiles.tile_counter != nullptr && cta.rank() == 0) {
+      run_scheduler<typename Gemm::Scheduler>(cta, p.tiles);
     }
     if (threadIdx.x != 0) return;
     RingPosition<kShape.stages> ring;
-    TileStream<typename Gemm::Scheduler, kShape, Walker::kThread> stream(cta, p.tiles);
+    TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kThread> tiles(cta, p.tiles);
     const auto look_up = [&] {
-      return Gemm::Scheduler::template work<kShape>(p.tiles, stream.tile(), cta.rank());
+      return Gemm::Scheduler::template tile<kShape>(p.tiles, tiles.index(), cta.rank());
     };
-    Work next{};
-    if (!stream.done()) next = look_up();
-    bool waits = p.begins == Begins::kEarly;
-    if (waits && ptx::acquire_word(p.told) != static_cast<unsigned>(p.tellers)) {
-      let_next_begin();
-      waits = false;
+    CtaTile next{};
+    if (!tiles.done()) next = look_up();
+    bool early = p.begins == Begins::kEarly;  // the previous kernel may still be running
+    if (early &&
+        ptx::acquire_word(p.early_release_count) != static_cast<unsigned>(p.early_release_ctas)) {
+      launch_dependents_after_wait();
+      early = false;
     }
-    if (waits) ptx::fence_async();
-    while (!stream.done()) {
-      if (waits && stream.tile() >= p.early_tiles) {
-        let_next_begin();
-        waits = false;
+    if (p.begins != Begins::kAfterPrevious) ptx::fence_async();
+    while (!tiles.done()) {
+      if (early && tiles.index() >= p.early_start_tiles) {
+        launch_dependents_after_wait();
+        early = false;
       }
-      const Work work = next;
-      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, work);
+      const CtaTile tile = next;
+      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
       for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
         const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);
         full.arrive_expecting(kShape.a_bytes() + kShape.b_bytes());
         const int part = kt >= p.tiles.k_tiles ? 1 : 0;
         ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full,
-                      {(kt - part * p.tiles.k_tiles) * kDepth, part, work.row});
-        Gemm::B::load(p.b, work, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
-        if (kt == k_tiles / 2) {  // the stages in flight do not cover it
-          stream.next();
-          if (!stream.done()) next = look_up();
+                      {(kt - part * p.tiles.k_tiles) * kDepth, part, tile.row});
+        Gemm::B::load(p.b, tile, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
+        // Half a tile ahead: the stages in flight do not cover the latency of the look-up.
+        if (kt == k_tiles / 2) {
+          tiles.next();
+          if (!tiles.done()) next = look_up();
         }
       }
     }
-    if (waits) let_next_begin();
+    if (early) launch_dependents_after_wait();
   }
 };
 

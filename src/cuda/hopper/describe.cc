@@ -1,7 +1,6 @@
-// What the tile table chooses for a problem, for people to read.
+// What the tile table chooses for a layer, for people to read.
+#include "cuda/hopper/products.h"
 #include "cuda/hopper/tiles.h"
-#include "cuda/layer/backend.h"
-#include "cuda/layer/moe.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -16,9 +15,9 @@ std::string words(Tiling tiling) {
 
 }  // namespace
 
-std::vector<TileChoice> layer_tiles(const Problem& p) {
+std::vector<TileChoice> hopper_tiles(const Problem& p) {
   const ActivationKind kind = p.activation.kind;
-  const std::int64_t rows = mean_rows(p), gates = gate_factor(kind);
+  const std::int64_t rows = row_capacity(p) / p.experts, gates = gate_factor(kind);
   return {{"A", words(gathered_tiling(rows))},
           {"Y", words(row_tiling(p.hidden, p.width, rows))},
           {"dH", words(hidden_grad_tiling(rows))},

@@ -36,7 +36,4 @@ struct KernelEntry {
 /// Every kernel of the build (generated).
 std::span<const KernelEntry> kernel_list();
 
-/// The kernel of a key; a missing one is a defect of the build.
-const KernelEntry& find_kernel(const KernelKey& key);
-
 }  // namespace sonicmoe::cuda

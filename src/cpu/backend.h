@@ -1,5 +1,4 @@
-// What a backend offers. The public functions check every argument (core/checks.h), then call the
-// backend of Exec; a backend may therefore assume well-formed arguments.
+// The functions of the CPU backend; backend.cc puts them in its table (core/backend_table.h).
 #pragma once
 
 #include "sonicmoe/grouped_gemm.h"

@@ -1,0 +1,51 @@
+// The list of backends: the only place of the core that names them.
+#include <iterator>
+
+#include "core/backend_table.h"
+#include "core/check_tensor.h"
+
+namespace sonicmoe {
+namespace {
+
+struct Row {
+  const char* name;
+  const BackendTable* (*table)();
+};
+// By the value of Backend.
+constexpr Row kBackends[] = {{"cpu", &cpu_backend}, {"cuda", &cuda_backend}};
+constexpr auto kBackendCount = static_cast<std::int32_t>(std::size(kBackends));
+
+const Row& row_of(Backend backend) {
+  const auto index = static_cast<std::int32_t>(backend);
+  checks::known("backend", index, kBackendCount);
+  return kBackends[index];
+}
+
+}  // namespace
+
+const char* backend_name(Backend backend) { return row_of(backend).name; }
+
+Backend backend_from_name(const std::string& name) {
+  std::string known;
+  for (std::int32_t i = 0; i < kBackendCount; ++i) {
+    if (name == kBackends[i].name) return static_cast<Backend>(i);
+    known += (i == 0 ? "" : ", ") + std::string(kBackends[i].name);
+  }
+  checks::refuse("backend is \"" + name + "\", must be one of: " + known);
+}
+
+const BackendTable* find_backend(Backend backend) { return row_of(backend).table(); }
+
+const BackendTable& backend_table(Backend backend) {
+  const BackendTable* table = find_backend(backend);
+  if (table != nullptr) return *table;
+  std::string present;
+  for (const Row& row : kBackends) {
+    if (row.table() != nullptr) present += (present.empty() ? "" : " or ") + std::string(row.name);
+  }
+  const std::string name = backend_name(backend);
+  checks::refuse(Status::kUnsupported, "backend is " + name + ", must be " + present +
+                                           ": this build has no " + name + " backend");
+}
+
+}  // namespace sonicmoe

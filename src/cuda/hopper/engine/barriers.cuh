@@ -1,0 +1,48 @@
+// Every barrier of the kernel and what it orders.
+//
+// mbarriers, in shared memory (Cta in pipeline.cuh gives them by these names):
+//
+//   name             arrivals a phase               who waits          what it orders
+//   full[stage]      1 with the TMA's bytes, and    consumers          loads of a stage before
+//                    128 where threads copy                            the wgmma that read it
+//   empty[stage]     1 a warp that consumes it,     the producer       reads of a stage before
+//                    in both CTAs of a cluster                         its next loads
+//   queue_full[i]    1 with the 4 bytes of          queue readers      a tile index before its
+//                    st.async                                          readers
+//   queue_empty[i]   1 a queue reader, in both      the scheduler      all reads of an index
+//                    CTAs; in the first CTA only    thread             before the next one
+//
+// Named barriers (bar.sync, bar.arrive): NamedBarrier. The cluster barrier runs twice: after the
+// mbarriers are initialised, and before a CTA exits, because its neighbour may still multicast into
+// its stages and arrive at its mbarriers.
+#pragma once
+
+#include "cuda/hopper/engine/shape.h"
+#include "cuda/ptx/barrier.cuh"
+
+namespace sonicmoe::cuda {
+
+/// Ids of bar.sync. Id 0 is __syncthreads().
+enum class NamedBarrier : int {
+  kStaging0 = 1,      ///< warpgroup 0: its writes to boxes, bias and scales before their readers
+  kStaging1 = 2,      ///< the same of warpgroup 1
+  kProducts0 = 3,     ///< ping-pong: warpgroup 1 has issued its tile's products, 0 may begin
+  kProducts1 = 4,     ///< the same the other way round
+  kTail = 5,          ///< both: the rows of B past the expert are zero before wgmma reads them
+  kEarlyRelease = 6,  ///< both: their stores are in memory before one thread counts the CTA
+};
+
+/// The barrier of `warpgroup`, where the one of warpgroup 0 is `first`.
+__device__ __forceinline__ NamedBarrier of_warpgroup(NamedBarrier first, int warpgroup) {
+  return static_cast<NamedBarrier>(static_cast<int>(first) + warpgroup);
+}
+
+/// `threads` are all that sync or arrive.
+__device__ __forceinline__ void sync(NamedBarrier barrier, int threads) {
+  ptx::named_sync(static_cast<int>(barrier), threads);
+}
+__device__ __forceinline__ void arrive(NamedBarrier barrier, int threads) {
+  ptx::named_arrive(static_cast<int>(barrier), threads);
+}
+
+}  // namespace sonicmoe::cuda

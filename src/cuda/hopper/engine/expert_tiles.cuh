@@ -1,0 +1,83 @@
+// Tile scheduler of products with one (M, N) output matrix an expert, whose K is the expert's rows:
+// the weight gradients.
+//
+// A cluster's tile is rows for each of its two CTAs over columns whose B they share. Where M ends
+// with rows for one CTA only, the last tiles of an expert are these rows for both CTAs, over two
+// column tiles, each with its own B; if the number of column tiles is odd, the second CTA computes
+// nothing in the last of them.
+//
+// Tiles are numbered by expert, then by raster group: with columns_fastest a group is one row of
+// tiles, else two columns of tiles (the row tiles of the first, those of the second, then the tile
+// whose rows both CTAs compute).
+#pragma once
+
+#include "cuda/hopper/engine/tile.cuh"
+#include "cuda/metadata/tile_record.h"
+
+namespace sonicmoe::cuda {
+
+struct ExpertTiles {
+  struct Params {
+    const ExpertRecord* longest_first;  ///< the experts by their rows; null: in their own order
+    const std::int32_t* expert_begin;
+    const std::int32_t* expert_rows;
+    unsigned* tile_counter;  ///< dynamic scheduler: 0 before the launch; null: static order
+    std::int32_t experts;
+    std::int32_t rows;          ///< M
+    std::int32_t columns;       ///< N
+    std::int32_t row_tiles;     ///< along M, those with rows for both CTAs
+    std::int32_t column_tiles;  ///< along N
+    std::int32_t column_step;
+    Divisor tiles_per_expert;
+    Divisor raster_group;  ///< tiles of a raster group
+    std::int32_t columns_fastest;
+  };
+  static constexpr bool kFixedDepth = false;
+  static constexpr bool kCoherent = true;
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ int count(const Params& p) {
+    return p.experts * static_cast<int>(p.tiles_per_expert.by);
+  }
+  static __device__ __forceinline__ int k_tiles(const Params&, const CtaTile& tile) {
+    return (tile.depth + kDepth - 1) / kDepth;
+  }
+  /// A tile runs through all rows of its expert. So long experts come first: one that was taken
+  /// last would leave the other clusters waiting for it.
+  template <TileShape kShape>
+  static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
+    static_assert(kShape.cluster == 2);
+    const Divisor::Result expert = p.tiles_per_expert.divide(t);
+    const Divisor::Result at = p.raster_group.divide(expert.rest);
+    int m = at.quotient;  // row tile
+    int n = at.rest;      // column tile
+    if (p.columns_fastest == 0) {
+      n = 2 * at.quotient + (at.rest >= p.row_tiles ? 1 : 0);
+      m = at.rest >= p.row_tiles ? at.rest - p.row_tiles : at.rest;
+      // A last group of one column tile: behind its row tiles comes the tile of shared rows.
+      if (n == p.column_tiles) m = p.row_tiles;
+    }
+    CtaTile tile{};
+    if (m == p.row_tiles) {
+      n = 2 * (p.columns_fastest == 0 ? at.quotient : at.rest);
+      tile.own_b = n + 1 < p.column_tiles;
+      if (tile.own_b) n += rank;
+    }
+    if (p.longest_first != nullptr) {
+      const int4 record = __ldca(reinterpret_cast<const int4*>(p.longest_first) + expert.quotient);
+      tile.expert = record.x;
+      tile.row = record.y;
+      tile.depth = record.z;
+    } else {
+      tile.expert = expert.quotient;
+      tile.row = __ldca(p.expert_begin + expert.quotient);
+      tile.depth = __ldca(p.expert_rows + expert.quotient);
+    }
+    tile.output_row = m * kShape.cluster_rows() + (tile.own_b ? 0 : rank * kShape.m);
+    tile.valid_rows = p.rows - tile.output_row;
+    tile.column = n * p.column_step;
+    return tile;
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,154 @@
+// Tile scheduler over grouped rows: M varies by expert, K is fixed. The tiles come from the list of
+// records, 128 rows of an expert each, that the metadata kernels write.
+//
+// A CTA tile is one record by one tile of columns; CTA tiles are numbered with records slowest, and
+// tile t of a cluster of two is CTA tiles 2t and 2t + 1. Records 2i and 2i + 1 of an expert are a
+// pair: their CTA tiles are dealt out again so that a cluster's tile is one record for each CTA
+// over the same columns, which share B by multicast. With three column tiles and the records r0, r1
+// (a pair) and r2 (an odd last one):
+//
+//   CTA tile        0  1 | 2  3 | 4  5 | 6  7 | 8  9
+//   record          r0 r1| r0 r1| r0 r1| r2 r2| r2 r3 (next expert)
+//   column tile     0  0 | 1  1 | 2  2 | 0  1 | 2  0
+//   B               shared for a pair  | each CTA its own
+//
+// An odd last record gives both CTAs work (two column tiles), so that none idles for want of rows.
+// A pair that begins at an odd CTA tile, as r3 does, has its column tile 0 computed by halves of
+// two neighbouring tiles, each with its own B; its other columns are paired as usual.
+#pragma once
+
+#include "cuda/hopper/engine/tile.cuh"
+#include "cuda/metadata/tile_record.h"
+#include "cuda/ptx/global.cuh"
+
+namespace sonicmoe::cuda {
+
+struct RowTilesParams {
+  const TileRecord* records;
+  const std::int32_t* record_count;
+  unsigned* tile_counter;     ///< dynamic scheduler: 0 before the launch; null: static order
+  std::int32_t columns;       ///< N
+  std::int32_t column_tiles;  ///< tiles along N
+  std::int32_t column_step;   ///< output columns of a tile
+  std::int32_t k_tiles;       ///< k tiles of one part of K
+  std::int32_t k_parts;       ///< 2: K runs through gate, then up
+  std::int32_t raster_group;  ///< of kGrouped: most pairs of a group, a power of two
+  Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
+};
+
+/// The order in which clusters take the tiles.
+enum class RasterOrder {
+  kColumns,        ///< a pair's column tiles follow each other
+  kGrouped,        ///< `raster_group` pairs of an expert form a group: all pairs visit column tile
+                   ///< j before any visits j + 1. Where an expert's matrix does not stay in L2, its
+                   ///< columns are then read once a group instead of once a pair.
+  kSplitLastWave,  ///< as kColumns; if the last wave fills at most half of the clusters, each of
+                   ///< its tiles is split into two of half the rows
+};
+
+template <RasterOrder kOrder>
+struct RowTilesOf {
+  using Params = RowTilesParams;
+  static constexpr bool kFixedDepth = true;
+  static constexpr bool kCoherent = kOrder == RasterOrder::kGrouped;
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ int count(const Params& p) {
+    const LastWave last = last_wave<kShape>(p, load_count(p));
+    return last.begin + 2 * last.split_tiles;
+  }
+  static __device__ __forceinline__ int k_tiles(const Params& p, const CtaTile&) {
+    return p.k_tiles * p.k_parts;
+  }
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
+    const int across = p.column_tiles;
+    int half = kWhole;
+    if constexpr (kOrder == RasterOrder::kSplitLastWave) {
+      const int begin = last_wave<kShape>(p, __ldg(p.record_count)).begin;
+      if (t >= begin) {
+        half = (t - begin) % 2;
+        t = begin + (t - begin) / 2;
+      }
+    }
+    const int cta_tile = t * kShape.cluster + rank;
+    const int index = static_cast<unsigned>(cta_tile) / static_cast<unsigned>(across);
+    if (kShape.cluster > 1 && index >= load(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
+    const int4 raw = load(reinterpret_cast<const int4*>(p.records) + index);
+    const TileRecord record{raw.x, raw.y, raw.z, raw.w};
+    int local = index - record.first;  // record of the expert
+    int n = cta_tile - index * across;
+    bool own_b = true;
+    if constexpr (kShape.cluster > 1) {
+      const bool paired = (local & 1) != 0 || (local + 1) * kShape.m < record.rows;
+      if (paired) {
+        constexpr bool kGrouped = kOrder == RasterOrder::kGrouped;
+        const int group = kGrouped ? 2 * p.raster_group : 2;  // records of a full group
+        const int first = index - (local & (group - 1));      // record of this group
+        local &= ~(group - 1);
+        const int pairs =
+            kGrouped ? min(p.raster_group,
+                           (record.rows + kShape.m - 1) / kShape.cluster_rows() - local / 2)
+                     : 1;
+        const int begin = first * across;
+        const int at = cta_tile - begin;
+        const int odd = begin & 1;
+        own_b = odd != 0 && (at == 0 || at == 2 * across * pairs - 1);
+        const int tile = own_b ? 0 : (at + odd) >> 1;
+        n = static_cast<unsigned>(tile) / static_cast<unsigned>(pairs);
+        local += 2 * (tile - n * pairs) + (own_b ? rank ^ 1 : rank);
+      }
+    }
+    int offset = local * kShape.m;
+    int valid_rows = record.rows - offset;
+    if (half != kWhole) {
+      offset += half * (kShape.m / 2);
+      valid_rows = min(valid_rows - half * (kShape.m / 2), kShape.m / 2);
+    }
+    return {record.expert, record.begin + offset, valid_rows, n * p.column_step, 0, 0, own_b};
+  }
+
+ private:
+  static constexpr int kWhole = -1;  // the tile is not split
+
+  /// Coherent loads (ld.global.ca) for kernels that may read before their griddepcontrol.wait; the
+  /// others wait first and use ld.global.nc.
+  template <class T>
+  static __device__ __forceinline__ T load(const T* pointer) {
+    if constexpr (kCoherent) {
+      return __ldca(pointer);
+    } else {
+      return __ldg(pointer);
+    }
+  }
+  static __device__ __forceinline__ int load_count(const Params& p) {
+    if constexpr (kCoherent) {
+      return __ldca(p.record_count);
+    } else {
+      return ptx::load_again(p.record_count);
+    }
+  }
+
+  /// The tiles that are split into two: tile `begin` and those after it.
+  struct LastWave {
+    int begin;
+    int split_tiles;
+  };
+  template <TileShape kShape>
+  static __device__ __forceinline__ LastWave last_wave(const Params& p, int records) {
+    const int tiles = (records * p.column_tiles + kShape.cluster - 1) / kShape.cluster;
+    if constexpr (kOrder != RasterOrder::kSplitLastWave) return {tiles, 0};
+    const int rest = p.wave.divide(tiles).rest;
+    const int split = 2 * rest <= static_cast<int>(p.wave.by) ? rest : 0;
+    return {tiles - split, split};
+  }
+};
+
+using RowTiles = RowTilesOf<RasterOrder::kColumns>;
+/// Finding a tile takes more registers: for kernels that have them.
+using GroupedRowTiles = RowTilesOf<RasterOrder::kGrouped>;
+/// Finding a tile takes longer: for kernels that do it under an epilogue.
+using SplitRowTiles = RowTilesOf<RasterOrder::kSplitLastWave>;
+
+}  // namespace sonicmoe::cuda

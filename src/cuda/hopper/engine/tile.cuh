@@ -1,0 +1,54 @@
+// What every tile scheduler gives: how many tiles there are, and what a CTA computes in tile t.
+#pragma once
+
+#include <concepts>
+
+#include "cuda/hopper/engine/pipeline.cuh"
+
+namespace sonicmoe::cuda {
+
+/// A shape with which concepts are checked.
+inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative};
+
+/// One CTA's part of its cluster's tile.
+struct CtaTile {
+  int expert;
+  int row;         ///< first grouped row of the CTA; of the expert where rows are K
+  int valid_rows;  ///< output rows from the CTA's first one to the end; not positive: none, the
+                   ///< CTA only passes the stages on
+  int column;      ///< first output column
+  int output_row;  ///< where rows are K: first output row of the CTA
+  int depth;       ///< where rows are K: rows of the expert
+  bool own_b;      ///< the CTA loads all of its B itself: its neighbour has other columns
+};
+
+/// A divisor that the host knows; division is a multiplication.
+struct Divisor {
+  std::uint32_t by;
+  std::uint32_t inverse;  ///< 2^32 / by, rounded down; at most 2^32 - 1
+
+  struct Result {
+    int quotient;
+    int rest;
+  };
+  __device__ __forceinline__ Result divide(std::uint32_t value) const {
+    std::uint32_t quotient = __umulhi(value, inverse);  // at most one too small
+    std::uint32_t rest = value - quotient * by;
+    if (rest >= by) {
+      quotient++;
+      rest -= by;
+    }
+    return {static_cast<int>(quotient), static_cast<int>(rest)};
+  }
+};
+
+template <class S>
+concept TileScheduler = requires(const typename S::Params& p, int t) {
+  { S::k_tiles(p, CtaTile{}) } -> std::same_as<int>;
+  { S::kFixedDepth } -> std::convertible_to<bool>;  // all tiles have the same number of k tiles
+  { S::kCoherent } -> std::convertible_to<bool>;    // reads nothing by ld.global.nc (Begins)
+  { S::template count<kAnyShape>(p) } -> std::same_as<int>;
+  { S::template tile<kAnyShape>(p, t, t) } -> std::same_as<CtaTile>;
+};
+
+}  // namespace sonicmoe::cuda

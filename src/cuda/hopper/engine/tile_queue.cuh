@@ -1,0 +1,154 @@
+// Which tiles a cluster computes: in static order every `clusters`-th one; with the dynamic tile
+// scheduler the next one that no cluster has taken, from a counter in global memory, which keeps
+// the weights in use inside L2 and evens out tiles of different length. The launch chooses: without
+// a counter the order is static.
+//
+// The dynamic scheduler is one thread of the cluster's first CTA. It takes an index from the
+// counter and writes it by st.async into the tile index queue of every CTA; the readers are the
+// threads that load and the warps that multiply. It runs up to kPrefetchDistance tiles ahead:
+//
+//   scheduler   takes index 1 | takes index 2 | takes index 3 | ...
+//   queue       entry 0       | entry 1       | entry 2       | ...   kQueueEntries, then entry 0
+//   readers     tile of the cluster's number  | of entry 0    | of entry 1 | ...
+#pragma once
+
+#include "cuda/hopper/engine/tile.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/shared.cuh"
+
+namespace sonicmoe::cuda {
+
+/// Tiles that the scheduler is ahead of the readers, which bounds how far clusters drift apart.
+/// kQueueEntries must cover it, and a ping-pong warpgroup that is two tiles behind the producer.
+inline constexpr int kPrefetchDistance = 2;
+
+/// The thread that runs the dynamic scheduler.
+enum class SchedulerThread {
+  kProducer,  ///< of a producer warp that does nothing else
+  kConsumer,  ///< of a consumer warp, where all producer warps copy
+};
+
+/// Who reads the queue: one thread, or a warp of which one lane releases the entries.
+enum class QueueReader { kThread, kWarp };
+
+/// Instead of an index: there are no more tiles.
+inline constexpr int kNoTile = -1;
+
+/// The number of tiles is computed at every call: the callers have no register to keep it in.
+template <class Scheduler, TileShape kShape>
+__device__ __forceinline__ int tile_or_none(const typename Scheduler::Params& tiles, int index) {
+  return index < Scheduler::template count<kShape>(tiles) ? index : kNoTile;
+}
+
+/// A reader's way through the tiles of its cluster.
+template <class Scheduler, TileShape kShape, QueueReader kReader>
+class TileIterator {
+ public:
+  using Params = typename Scheduler::Params;
+  __device__ __forceinline__ TileIterator(const Cta<kShape>& cta, const Params& tiles)
+      : cta_(cta), tiles_(tiles), index_(tile_or_none<Scheduler, kShape>(tiles, cta.cluster())) {}
+  __device__ __forceinline__ bool done() const { return index_ == kNoTile; }
+  __device__ __forceinline__ int index() const { return index_; }
+  /// Indices read from the queue; 0 in static order.
+  __device__ __forceinline__ std::uint32_t entries_read() const { return entries_read_; }
+
+  __device__ __forceinline__ void next() {
+    if (tiles_.tile_counter == nullptr) {
+      index_ = tile_or_none<Scheduler, kShape>(tiles_, index_ + cta_.clusters());
+      return;
+    }
+    const int entry = entries_read_ % kQueueEntries;
+    cta_.queue_full(entry).wait(entries_read_ / kQueueEntries & 1);
+    index_ = ptx::load_word(cta_.queue_index(entry));
+    if constexpr (kReader == QueueReader::kWarp) __syncwarp();
+    if (kReader == QueueReader::kThread || (threadIdx.x & 31) == 0) {
+      cta_.queue_empty(entry).arrive_at(0);
+    }
+    entries_read_++;
+  }
+
+ private:
+  const Cta<kShape>& cta_;
+  const Params& tiles_;
+  int index_;
+  std::uint32_t entries_read_ = 0;
+};
+
+/// Writes an index into an entry of every CTA's queue.
+template <TileShape kShape>
+__device__ __forceinline__ void send_index(const Cta<kShape>& cta, int entry, int index) {
+  for (int c = 0; c < kShape.cluster; c++) {
+    ptx::post_word(cta.queue_index(entry), cta.queue_full(entry), c, index);
+  }
+}
+
+/// SchedulerThread::kProducer: the thread's whole work.
+template <class Scheduler, TileShape kShape>
+__device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
+                                              const typename Scheduler::Params& tiles) {
+  RingPosition<kQueueEntries> entry;
+  RingPosition<kQueueEntries> oldest;  // entry that may still be unread
+  int sent = 0;
+  for (int index = tile_or_none<Scheduler, kShape>(tiles, cta.cluster()); index != kNoTile;
+       entry.next()) {
+    if (sent++ >= kPrefetchDistance) {
+      cta.queue_empty(oldest.stage).wait(oldest.parity);
+      oldest.next();
+    }
+    const int taken = static_cast<int>(ptx::count_up(tiles.tile_counter)) + cta.clusters();
+    index = tile_or_none<Scheduler, kShape>(tiles, taken);
+    send_index(cta, entry.stage, index);
+  }
+}
+
+/// SchedulerThread::kConsumer: the thread issues the atomic early in a tile and sends its result
+/// under the tile's last products, so that it never waits for the atomic. All consumer warps call
+/// these functions; only the scheduler thread acts.
+///
+///   | producers look the next tile up | sent before tile 0 | sent in the cluster's tile t |
+///   | while they copy this one        | index 1            | index t + 2                  |
+///   | behind this one (RingEpilogue)  | nothing            | index t + 1                  |
+template <class Scheduler, TileShape kShape>
+class InlineScheduler {
+ public:
+  using Params = typename Scheduler::Params;
+  __device__ __forceinline__ InlineScheduler(const Cta<kShape>& cta, const Params& tiles)
+      : cta_(cta), tiles_(tiles) {}
+  /// Sends tile 1. Its entry is free, and no wait is written here: see
+  /// RingPosition::make_uniform().
+  __device__ __forceinline__ void begin() {
+    take();
+    if (is_scheduler()) send_taken(0);
+    __syncwarp();
+  }
+  /// Issues the atomic.
+  __device__ __forceinline__ void take() {
+    // Set in every thread, or the compiler would keep the previous tile's value alive.
+    taken_ = is_scheduler() ? ptx::count_up(tiles_.tile_counter) : 0;
+  }
+  /// Sends what take() got, as entry `t` of the queue.
+  __device__ __forceinline__ void send(std::uint32_t t) const {
+    if (is_scheduler()) {
+      const int entry = t % kQueueEntries;
+      cta_.queue_empty(entry).wait((t / kQueueEntries & 1) ^ 1);
+      send_taken(entry);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ bool is_scheduler() const {
+    return tiles_.tile_counter != nullptr && threadIdx.x == kWarpgroup && cta_.rank() == 0;
+  }
+  __device__ __forceinline__ void send_taken(int entry) const {
+    const int index = static_cast<int>(taken_) + cta_.clusters();
+    send_index(cta_, entry, tile_or_none<Scheduler, kShape>(tiles_, index));
+  }
+
+  const Cta<kShape>& cta_;
+  const Params& tiles_;
+  unsigned taken_;
+};
+
+}  // namespace sonicmoe::cuda

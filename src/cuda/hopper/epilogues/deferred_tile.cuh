@@ -1,0 +1,35 @@
+// The state of a deferred epilogue: a tile's results in the element type. They take half the
+// registers of the accumulator, which the next tile's products then have.
+#pragma once
+
+#include "cuda/hopper/engine/staging.cuh"
+#include "cuda/hopper/engine/tile.cuh"
+
+namespace sonicmoe::cuda {
+
+/// One warpgroup's 64 rows of a tile of 256 columns. Only the elected thread needs to know where
+/// the tile goes; that is kept in shared memory.
+struct DeferredTile {
+  Fragment block[4];  ///< 64 columns each
+
+  template <TileShape kShape>
+  static __device__ __forceinline__ void save_origin(const CtaTile& tile,
+                                                     const Staging<kShape>& staging, Rows rows) {
+    static_assert(kShape.n == 256 && kShape.row_blocks() == 1 && kShape.boxes == 2);
+    if (staging.elected()) {
+      staging.save_origin({tile.column, rows.offset - tile.valid_rows, tile.row + tile.valid_rows});
+    }
+  }
+
+  /// Stores the boxes that were written, by issue(origin) in the elected thread.
+  template <TileShape kShape, class Issue>
+  static __device__ __forceinline__ void store(const Staging<kShape>& staging, Issue issue) {
+    staging.publish();
+    if (staging.elected()) {
+      issue(staging.saved_origin());
+      staging.commit();
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

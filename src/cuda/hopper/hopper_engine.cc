@@ -1,0 +1,48 @@
+#include "cuda/hopper/hopper_engine.h"
+
+#include "cuda/hopper/launch.h"
+#include "cuda/hopper/products.h"
+#include "cuda/hopper/tiles.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+bool has_weight_grads(const Weights& g) {
+  return g.gate.data != nullptr || g.up.data != nullptr || g.down.data != nullptr;
+}
+
+/// The sums into dX are limited by memory, the weight gradients by the tensor cores: they run
+/// beside each other. Weight gradients over few rows only stream their outputs; nothing fits beside
+/// them.
+BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
+  constexpr std::int64_t kFewRows = 256;
+  constexpr std::int64_t kNarrow = 768;
+  const Weights& g = args.grads;
+  BackwardOrder order{};
+  order.input_grad_first =
+      args.dx.data != nullptr && has_weight_grads(g) && row_capacity(p) / p.experts >= kFewRows;
+  if (!order.input_grad_first) return order;
+  // Where experts are narrow the weight gradients are short: at n = 256 they cover three quarters
+  // of the sum beside them, and more if they leave it multiprocessors of its own.
+  if (p.width < kNarrowWidth) order.companion = Companion::kTokenSum;
+  const bool split = g.down.data != nullptr && (g.gate.data != nullptr || g.up.data != nullptr);
+  if (split && p.width < kNarrow) {
+    order.tokens_beside_down_grad = p.tokens / (p.width < kNarrowWidth ? 4 : 5);
+  }
+  return order;
+}
+
+}  // namespace
+
+const Engine kHopperEngine = {
+    .name = "hopper",
+    .service = {.capabilities = {90, 90}, .dtypes = {DType::kBF16, DType::kF16}, .multiple = 8},
+    .weight_grad_columns = kCoop128x256Grad.n,
+    .open = &open_hopper,
+    .backward_order = &backward_order,
+    .multiply_rows = &hopper_multiply_rows,
+    .multiply_depth = &hopper_multiply_depth,
+    .describe = &hopper_tiles,
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,41 @@
+// Launches of Hopper's product kernels, and what a device keeps for them.
+#pragma once
+
+#include <cuda.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "cuda/device/device.h"
+#include "cuda/hopper/kernels.h"
+
+namespace sonicmoe::cuda {
+
+/// Of one device. Any thread may use it: `encode` never changes, `prepared` only remembers.
+struct HopperState {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  Encode encode = nullptr;  ///< cuTensorMapEncodeTiled
+  /// By index in kernel_list(): whether the kernel may take its shared memory on this device.
+  std::unique_ptr<std::atomic<bool>[]> prepared;
+};
+
+/// Refuses a driver without tensor maps.
+std::shared_ptr<void> open_hopper(int ordinal);
+HopperState& hopper_state(const Device& device);
+
+/// The kernel of a key; a missing one is a defect of the build.
+const KernelEntry& find_kernel(const KernelKey& key);
+
+/// How many clusters a launch of so many tiles (an upper bound) has.
+std::int64_t clusters_of(const Device& device, const TileShape& shape, std::int64_t tiles);
+
+/// Launches persistent CTAs: one cluster on every pair of multiprocessors, or fewer where `tiles`
+/// (an upper bound of the clusters' tiles) says so. `params` is the kernel's Params.
+void launch_product(const Device& device, const KernelEntry& kernel, const void* params,
+                    std::int64_t tiles, cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda

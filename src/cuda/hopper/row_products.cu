@@ -1,0 +1,213 @@
+// Row products on Hopper: A, Y, dH, dX~ and the grouped GEMM.
+#include <algorithm>
+#include <numbers>
+
+#include "cuda/hopper/launch.h"
+#include "cuda/hopper/products.h"
+#include "cuda/hopper/schedules.h"
+#include "cuda/hopper/tensor_maps.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+struct Launch {
+  const Device& device;
+  const RowProduct& product;
+  cudaStream_t stream;
+
+  const WeightOperand& weights() const { return product.weights; }
+  std::int64_t columns() const { return product.weights.first.shape[1]; }
+  /// Of one part.
+  std::int64_t depth() const { return product.weights.first.shape[2]; }
+  std::int64_t mean_rows() const { return product.groups.mean_rows(); }
+  unsigned* counter(const Tiling& tiling) const {
+    return tiling.counter(product.hints.tile_counter);
+  }
+  KernelKey key(Role role, const Tiling& tiling, ActivationKind kind) const {
+    return {role, product.dtype, tiling.tile, major_of(weights().first), kind};
+  }
+  template <class Params>
+  void run(const KernelKey& kernel, const Params& params) const {
+    launch_product(device, find_kernel(kernel), &params, most_tiles(product.groups, params.tiles),
+                   stream);
+  }
+};
+
+/// Roles without an activation are listed under this one.
+constexpr ActivationKind kNoActivation = ActivationKind::kSwiGLU;
+
+Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
+
+ActivationScalars scalars_of(const Activation& activation) {
+  if (activation.kind != ActivationKind::kSwiGLUOai) return {};
+  const double alpha = activation.alpha == 0.0 ? 1.702 : activation.alpha;
+  return {static_cast<float>(alpha),
+          activation.limit == 0.0 ? 7.0f : static_cast<float>(activation.limit),
+          static_cast<float>(-alpha * std::numbers::log2e)};
+}
+
+GatherRows::Params gathered(const RowOperand& operand, std::int64_t width) {
+  return {operand.rows.data, operand.index,
+          static_cast<std::int32_t>(operand.rows.stride[0] * kElementBytes),
+          static_cast<std::int32_t>(width)};
+}
+
+void multiply(const Launch& launch, const Activate& e) {
+  const WeightOperand& w = launch.weights();
+  const bool interleaved = e.layout == GateLayout::kInterleaved;
+  const bool split = e.layout == GateLayout::kSplit;
+  const Tiling tiling = gathered_tiling(launch.mean_rows());
+  const TileShape shape = tiling.shape();
+  UpParams params{};
+  params.producer = gathered(launch.product.rows, launch.depth());
+  params.b.map[0] = weight_map(launch.device, w.first, shape);
+  if (split) params.b.map[1] = weight_map(launch.device, w.second, shape);
+  params.tiles = row_tiles(launch.product.groups, launch.columns(), split ? shape.n / 2 : shape.n,
+                           launch.depth(), launch.counter(tiling));
+  params.epilogue.keep_h = e.h.data != nullptr ? 1 : 0;
+  if (e.h.data != nullptr) params.epilogue.h = ragged_map(launch.device, e.h);
+  params.epilogue.a = ragged_map(launch.device, e.a);
+  params.epilogue.bias[0] = bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate);
+  params.epilogue.bias[1] = bias_of(e.bias_up);
+  params.epilogue.scalars = scalars_of(e.activation);
+  params.epilogue.width = static_cast<std::int32_t>(e.a.shape[1]);
+  launch.run(launch.key(interleaved ? Role::kUpPaired : Role::kUp, tiling, e.activation.kind),
+             params);
+}
+
+/// The tiles of dH, and how many of the first ones are in memory when dX~ is launched beside the
+/// others. Those are whole waves, so that none of them is split in halves of rows even where most
+/// rows turn out to be unused.
+struct HiddenGradTiles {
+  Tiling tiling;
+  RowTiles::Params params;
+  std::int64_t clusters;
+  std::int64_t early_release;  // tiles; 0: none
+
+  std::int32_t ctas() const { return static_cast<std::int32_t>(clusters * tiling.shape().cluster); }
+};
+
+HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& product) {
+  const std::int64_t rows = product.groups.mean_rows();
+  const std::int64_t columns = product.weights.first.shape[1];
+  HiddenGradTiles tiles{};
+  tiles.tiling = hidden_grad_tiling(rows);
+  const TileShape shape = tiles.tiling.shape();
+  tiles.params = row_tiles(product.groups, columns, shape.n, product.weights.first.shape[2],
+                           tiles.tiling.counter(product.hints.tile_counter));
+  tiles.clusters = clusters_of(device, shape, most_tiles(product.groups, tiles.params));
+  if (cuts_last_round(rows)) tiles.params.wave = divisor(tiles.clusters);
+  // Early release pays where a cluster has few tiles and dX~ does not need their bandwidth.
+  constexpr std::int64_t kFewTiles = 24;
+  const std::int64_t cta_tiles = product.groups.capacity / kRecordRows * tiles.params.column_tiles;
+  const std::int64_t waves = cta_tiles / shape.cluster / tiles.clusters;
+  const bool releases =
+      product.hints.release_counter != nullptr && columns >= kNarrowWidth && waves < kFewTiles;
+  tiles.early_release = releases ? waves / 4 * tiles.clusters : 0;
+  return tiles;
+}
+
+/// Tiles of dX~ whose rows lie in those early tiles of dH. A pair of row blocks may straddle their
+/// end, and a group of pairs that of dX~.
+std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTiles::Params& tiles,
+                         const TileShape& shape) {
+  const std::int64_t cta_tiles = grad.early_release * grad.tiling.shape().cluster;
+  const std::int64_t records = cta_tiles / grad.params.column_tiles - 2 - 2 * tiles.raster_group;
+  return std::max<std::int64_t>(0, records * tiles.column_tiles / shape.cluster);
+}
+
+void multiply(const Launch& launch, const ActivateGrad& e) {
+  const HiddenGradTiles tiles = hidden_grad_tiles(launch.device, launch.product);
+  const TileShape shape = tiles.tiling.shape();
+  HiddenGradParams params{};
+  params.producer = gathered(launch.product.rows, launch.depth());
+  params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
+  params.tiles = tiles.params;
+  params.early_release_tiles = static_cast<std::int32_t>(tiles.early_release);
+  params.early_release_count = launch.product.hints.release_counter;
+  params.epilogue.h_in = rows_map(launch.device, e.h, shape.m, kGradColumns);
+  params.epilogue.dh = ragged_map(launch.device, e.dh, kGradColumns);
+  params.epilogue.a = ragged_map(launch.device, e.a, kGradColumns);
+  params.epilogue.row_weight = e.row_weight;
+  params.epilogue.score_parts = e.weight_grad_parts;
+  params.epilogue.score_tiles = e.parts;
+  params.epilogue.width = static_cast<std::int32_t>(launch.columns());
+  params.epilogue.scalars = scalars_of(e.activation);
+  const bool interleaved = e.layout == GateLayout::kInterleaved;
+  launch.run(launch.key(interleaved ? Role::kHiddenGradPaired : Role::kHiddenGrad, tiles.tiling,
+                        e.activation.kind),
+             params);
+}
+
+void set_start(const Launch& launch, const TileShape& shape, DownParams* params) {
+  const LaunchHints& hints = launch.product.hints;
+  if (hints.start == Start::kIndependent) params->begins = Begins::kIndependent;
+  if (hints.start != Start::kWithRowsOf) return;
+  const HiddenGradTiles before = hidden_grad_tiles(launch.device, *hints.source);
+  params->early_start_tiles = static_cast<std::int32_t>(early_tiles(before, params->tiles, shape));
+  if (params->early_start_tiles == 0) return;
+  params->begins = Begins::kEarly;
+  params->early_release_count = hints.source->hints.release_counter;
+  params->early_release_ctas = before.ctas();
+}
+
+StoreRowsParams store_params(const Launch& launch, const StoreOutput& e) {
+  StoreRowsParams params{};
+  params.out = ragged_map(launch.device, e.out);
+  params.bias = bias_of(e.bias);
+  params.row_scale = static_cast<const float*>(e.scale.data);
+  params.scale_stride = e.scale.stride[0];
+  params.width = static_cast<std::int32_t>(launch.columns());
+  return params;
+}
+
+/// Rows in order, by TMA.
+void multiply_ordered(const Launch& launch, const StoreOutput& e) {
+  const WeightOperand& w = launch.weights();
+  const bool two = w.parts == WeightParts::kOneAfterOther;
+  const std::int64_t depth = launch.depth() * (two ? 2 : 1);
+  const bool scaled = e.scale.data != nullptr;
+  const Tiling tiling =
+      scaled ? scaled_row_tiling(depth) : row_tiling(launch.columns(), depth, launch.mean_rows());
+  const TileShape shape = tiling.shape();
+  DownParams params{};
+  params.producer.rows = rows_map(launch.device, launch.product.rows.rows, shape.m);
+  params.b.map[0] = weight_map(launch.device, w.first, shape);
+  if (two) params.b.map[1] = weight_map(launch.device, w.second, shape);
+  params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
+                           launch.counter(tiling));
+  params.tiles.k_parts = two ? 2 : 1;
+  params.tiles.raster_group = row_band(launch.columns(), depth);
+  set_start(launch, shape, &params);
+  params.epilogue = store_params(launch, e);
+  launch.run(launch.key(scaled ? Role::kDownScaled : Role::kDown, tiling, kNoActivation), params);
+}
+
+void multiply_gathered(const Launch& launch, const StoreOutput& e) {
+  const Tiling tiling = gathered_tiling(launch.mean_rows());
+  const TileShape shape = tiling.shape();
+  GatherStoreParams params{};
+  params.producer = gathered(launch.product.rows, launch.depth());
+  params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
+  params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
+                           launch.counter(tiling));
+  params.epilogue = store_params(launch, e);
+  launch.run(launch.key(Role::kGather, tiling, kNoActivation), params);
+}
+
+void multiply(const Launch& launch, const StoreOutput& e) {
+  if (launch.product.rows.index == nullptr) {
+    multiply_ordered(launch, e);
+  } else {
+    multiply_gathered(launch, e);
+  }
+}
+
+}  // namespace
+
+void hopper_multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  const Launch launch{device, product, stream};
+  std::visit([&](const auto& epilogue) { multiply(launch, epilogue); }, product.epilogue);
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,108 @@
+#include <initializer_list>
+#include <string>
+
+#include "cuda/hopper/launch.h"
+#include "cuda/hopper/tensor_maps.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+/// One dimension of a tensor map, fastest first; the stride of the first is one element.
+struct MapDim {
+  std::int64_t size;
+  std::int64_t stride;  // elements
+  std::int32_t box;
+};
+
+/// Boxes are swizzled in shared memory by 64 bytes where a row of a box is no longer, else by 128.
+CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
+                       std::initializer_list<MapDim> dims) {
+  constexpr int kMaxRank = 5;
+  cuuint64_t sizes[kMaxRank];
+  cuuint64_t strides[kMaxRank];
+  cuuint32_t boxes[kMaxRank];
+  cuuint32_t steps[kMaxRank];
+  int rank = 0;
+  for (const MapDim& dim : dims) {
+    sizes[rank] = static_cast<cuuint64_t>(dim.size);
+    boxes[rank] = static_cast<cuuint32_t>(dim.box);
+    steps[rank] = 1;
+    // The stride of a dimension of one element is never used, and may be anything in the caller's
+    // view. The driver refuses what is no multiple of 16 bytes.
+    const std::int64_t stride = dim.size == 1 ? 8 : dim.stride;
+    if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride) * kElementBytes;
+    rank++;
+  }
+  const bool narrow = boxes[0] * kElementBytes <= 64;
+  CUtensorMap map;
+  const CUresult result = hopper_state(device).encode(
+      &map,
+      dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      rank, const_cast<void*>(base), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw Error(Status::kInternal, "the driver refused a tensor map (code " +
+                                       std::to_string(static_cast<int>(result)) + ").");
+  }
+  return map;
+}
+
+/// Rows (C, width) are one part; (C, parts, width) has a dimension for the part.
+struct RowDims {
+  explicit RowDims(const Tensor& rows)
+      : width(rows.shape[rows.rank - 1]),
+        parts{rows.rank == 3 ? rows.shape[1] : 1, rows.rank == 3 ? rows.stride[1] : width, 1} {}
+  std::int64_t width;
+  MapDim parts;
+};
+
+}  // namespace
+
+Major major_of(const Tensor& matrices) { return matrices.stride[2] == 1 ? Major::kK : Major::kMN; }
+
+CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape) {
+  const MapDim experts{weight.shape[0], weight.stride[0], 1};
+  if (major_of(weight) == Major::kK) {
+    return encode_map(
+        device, weight.dtype, weight.data,
+        {{weight.shape[2], 1, kDepth}, {weight.shape[1], weight.stride[1], shape.n / 2}, experts});
+  }
+  return encode_map(device, weight.dtype, weight.data,
+                    {{weight.shape[1], 1, 64},
+                     {weight.shape[2], weight.stride[2], mn_box_depth(shape)},
+                     experts});
+}
+
+CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
+                     std::int32_t box_columns) {
+  const RowDims dims(rows);
+  return encode_map(
+      device, rows.dtype, rows.data,
+      {{dims.width, 1, box_columns}, dims.parts, {rows.shape[0], rows.stride[0], box_rows}});
+}
+
+RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns) {
+  const RowDims dims(rows);
+  const std::int64_t capacity = rows.shape[0];
+  // The address may lie before the allocation: only addresses of clipped boxes are ever formed.
+  const std::uintptr_t base =
+      reinterpret_cast<std::uintptr_t>(rows.data) -
+      static_cast<std::uintptr_t>(capacity * rows.stride[0] * kElementBytes);
+  return {encode_map(device, rows.dtype, reinterpret_cast<const void*>(base),
+                     {{dims.width, 1, box_columns},
+                      dims.parts,
+                      {capacity, rows.stride[0], 64},
+                      {capacity + 1, rows.stride[0], 1}}),
+          static_cast<std::int32_t>(capacity)};
+}
+
+CUtensorMap matrices_map(const Device& device, const Tensor& t) {
+  const int fast = major_of(t) == Major::kK ? 2 : 1;
+  const int slow = 3 - fast;
+  return encode_map(
+      device, t.dtype, t.data,
+      {{t.shape[fast], 1, 64}, {t.shape[slow], t.stride[slow], 64}, {t.shape[0], t.stride[0], 1}});
+}
+
+}  // namespace sonicmoe::cuda

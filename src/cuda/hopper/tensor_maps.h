@@ -1,0 +1,31 @@
+// Tensor maps: how TMA reads and writes the operands of products.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/device/device.h"
+#include "cuda/hopper/roles.cuh"
+#include "cuda/layer/product.h"
+
+namespace sonicmoe::cuda {
+
+/// The contiguous dimension of matrices (E, rows, depth), as the operand of a product over `depth`.
+Major major_of(const Tensor& matrices);
+
+/// Loads of expert matrices (E, columns, depth) for a tile: half its columns a box where they are
+/// K-major, a group of 64 columns where they are MN-major.
+CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);
+
+/// Loads of grouped rows (C, width) or (C, parts, width).
+CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
+                     std::int32_t box_columns = 64);
+
+/// Stores of rows (C, width) or (C, parts, width), any row stride, that end where an expert ends.
+RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns = 64);
+
+/// Stores of matrices (E, M, N) that have one contiguous dimension, 64 by 64 elements a box.
+CUtensorMap matrices_map(const Device& device, const Tensor& matrices);
+
+}  // namespace sonicmoe::cuda

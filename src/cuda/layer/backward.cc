@@ -1,0 +1,292 @@
+// Backward on CUDA: dH (with A' and dS), dW2, dX~, dW1, dX, and the biases.
+#include "cuda/device/carver.h"
+#include "cuda/layer/backend.h"
+#include "cuda/layer/checks.h"
+#include "cuda/layer/passes.h"
+#include "cuda/layer/views.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+/// Words of BackwardScratch::counters. Weights of gate and up may be two products.
+enum Counter : int {
+  kCounterInputGrad = 0,
+  kCounterDownGrad = 1,
+  kCounterUpGrad = 2,
+  kCounterSecondUpGrad = 3,
+  kCounterHiddenGrad = 4,
+  kCounterRelease = 8,
+};
+
+/// What the steps of one call are made from.
+struct Call {
+  const PassContext& pass;
+  const BackwardArgs& args;
+  const BackwardScratch& scratch;
+  const Engine& engine;
+  BackwardOrder order;
+  GateLayout layout;
+  RowGroups groups;
+  Tensor dh;  // h_rows()
+
+  const Problem& problem() const { return pass.problem; }
+  unsigned* counter(Counter which) const { return scratch.counters + which; }
+  Tensor rows(void* data, std::int64_t width) const {
+    return tensor2(data, problem().dtype, groups.capacity, width);
+  }
+};
+
+RowProduct hidden_grad_product(const Call& c) {
+  const Problem& p = c.problem();
+  Tensor h = c.dh;
+  h.data = c.args.h.data;
+  return {.dtype = p.dtype,
+          .groups = c.groups,
+          .rows = {c.args.dout, c.pass.metadata.row_token},
+          .weights = {transposed(c.args.weights.down), {}, WeightParts::kOne},
+          .epilogue = ActivateGrad{.h = h,
+                                   .dh = c.dh,
+                                   .a = c.rows(c.scratch.a, p.width),
+                                   .row_weight = c.scratch.row_weights,
+                                   .weight_grad_parts = c.scratch.weight_grad_parts,
+                                   .parts = c.engine.weight_grad_parts(p),
+                                   .activation = p.activation,
+                                   .layout = c.layout},
+          .hints = {
+              .tile_counter = c.counter(kCounterHiddenGrad),
+              .release_counter = c.order.input_grad_first ? c.counter(kCounterRelease) : nullptr}};
+}
+
+bool has_up_grads(const Weights& g) { return g.gate.data != nullptr || g.up.data != nullptr; }
+
+/// dX~ = dH W1. Behind dH it may begin with dH's first rows; behind weight gradients, beside them.
+RowProduct input_grad_product(const Call& c, const RowProduct& hidden_grad) {
+  const Weights& g = c.args.grads;
+  LaunchHints hints{.tile_counter = c.counter(kCounterInputGrad)};
+  if (c.order.input_grad_first) {
+    hints.start = Start::kWithRowsOf;
+    hints.source = &hidden_grad;
+  } else if (has_up_grads(g) || g.down.data != nullptr) {
+    hints.start = Start::kIndependent;
+  }
+  return {.dtype = c.problem().dtype,
+          .groups = c.groups,
+          .rows = {c.dh, nullptr},
+          .weights = up_operand_transposed(c.problem(), c.args.weights),
+          .epilogue = StoreOutput{.out = c.rows(c.scratch.dx, c.problem().hidden)},
+          .hints = hints};
+}
+
+/// A weight gradient from rows of x or dO by token, and grouped rows `right`.
+struct WeightGrad {
+  Tensor left;
+  Tensor right;
+  std::int32_t right_part;
+  Tensor out[2];
+  GradParts parts;
+  Counter counter;
+  Start start;
+};
+
+DepthProduct weight_grad_product(const Call& c, const WeightGrad& g) {
+  return {.dtype = c.problem().dtype,
+          .groups = c.groups,
+          .left = {g.left, c.pass.metadata.row_token},
+          .right = g.right,
+          .right_part = g.right_part,
+          .out = {g.out[0], g.out[1]},
+          .parts = g.parts,
+          .mode = c.args.grad_mode,
+          .hints = {.start = g.start, .tile_counter = c.counter(g.counter)},
+          .companion = c.order.companion};
+}
+
+Start behind(bool independent) { return independent ? Start::kIndependent : Start::kAfterPrevious; }
+
+void add_down_grad(const Call& c, Steps& steps) {
+  const Tensor& down = c.args.grads.down;
+  if (down.data == nullptr) return;
+  steps.add("dW2", weight_grad_product(c, {c.args.dout,
+                                           c.rows(c.scratch.a, c.problem().width),
+                                           0,
+                                           {down, {}},
+                                           GradParts::kOne,
+                                           kCounterDownGrad,
+                                           behind(c.order.input_grad_first)}));
+}
+
+/// Columns of dH alternate, and so do those of 16-bit gradients; fp32 ones may lie anywhere.
+WeightGrad interleaved_up_grad(const Call& c, Start start) {
+  const Weights& g = c.args.grads;
+  const Tensor gate = transposed(g.gate);
+  const Tensor up = transposed(g.up);
+  WeightGrad grad{c.args.x,        c.dh,           0,    {transposed(interleaved_rows(g.gate)), {}},
+                  GradParts::kOne, kCounterUpGrad, start};
+  if ((gate.data != nullptr ? gate : up).dtype == DType::kF32) {
+    grad.out[0] = gate;
+    grad.out[1] = up;
+    grad.parts = GradParts::kAlternate;
+  }
+  return grad;
+}
+
+/// Whether [dW_gate | dW_up] may be one product: both are wanted, of one type and order, and no
+/// tile of 64 columns lies across their border.
+bool is_one_product(const Problem& p, const Tensor& gate, const Tensor& up) {
+  constexpr std::int64_t kBorderStep = 64;
+  return gate.data != nullptr && up.data != nullptr && gate.dtype == up.dtype &&
+         (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBorderStep == 0;
+}
+
+void add_up_grads(const Call& c, Steps& steps) {
+  const Problem& p = c.problem();
+  const Weights& g = c.args.grads;
+  if (!has_up_grads(g)) return;
+  // Whether another product that reads dH comes before, so that dH is complete.
+  const bool second = c.order.input_grad_first || g.down.data != nullptr;
+  if (c.layout == GateLayout::kInterleaved) {
+    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, behind(second))));
+    return;
+  }
+  const Tensor gate = transposed(g.gate);
+  const Tensor up = transposed(g.up);
+  if (is_one_product(p, gate, up)) {
+    steps.add("dW1", weight_grad_product(c, {c.args.x,
+                                             c.rows(c.scratch.dh, 2 * p.width),
+                                             0,
+                                             {gate, up},
+                                             GradParts::kHalves,
+                                             kCounterUpGrad,
+                                             behind(second)}));
+    return;
+  }
+  if (gate.data != nullptr) {
+    steps.add(
+        "dW1",
+        weight_grad_product(
+            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, behind(second)}));
+  }
+  if (up.data != nullptr) {
+    const std::int32_t part = c.layout == GateLayout::kSplit ? 1 : 0;
+    steps.add("dW1", weight_grad_product(c, {c.args.x,
+                                             c.dh,
+                                             part,
+                                             {up, {}},
+                                             GradParts::kOne,
+                                             kCounterSecondUpGrad,
+                                             behind(second || gate.data != nullptr)}));
+  }
+}
+
+void add_bias_grads(const Call& c, Steps& steps) {
+  const Problem& p = c.problem();
+  const Weights& g = c.args.grads;
+  const auto add_hidden = [&](const Tensor& out, std::int64_t first, const Tensor* odd) {
+    if (out.data == nullptr && (odd == nullptr || odd->data == nullptr)) return;
+    const void* rows = static_cast<const std::byte*>(c.dh.data) + first * dtype_bytes(p.dtype);
+    steps.add("biases",
+              ColumnSum{rows, c.dh.stride[0], nullptr, nullptr, out, c.args.grad_mode, odd});
+  };
+  if (c.layout == GateLayout::kInterleaved) {
+    add_hidden(g.b_gate, 0, &g.b_up);
+  } else {
+    add_hidden(g.b_gate, 0, nullptr);
+    add_hidden(g.b_up, c.layout == GateLayout::kSplit ? p.width : 0, nullptr);
+  }
+  if (g.b_down.data != nullptr) {
+    steps.add("biases",
+              ColumnSum{c.args.dout.data, c.args.dout.stride[0], c.pass.metadata.row_token,
+                        c.scratch.row_weights, g.b_down, c.args.grad_mode});
+  }
+}
+
+void add_weight_grad_sum(const Call& c, Steps& steps) {
+  if (c.args.dweights.data == nullptr) return;
+  steps.add("dS", ScoreGrad{c.scratch.weight_grad_parts, c.engine.weight_grad_parts(c.problem()),
+                            c.args.dout, c.args.weights.b_down, c.args.dweights,
+                            c.order.input_grad_first});
+}
+
+void add_token_sum(const Call& c, const TokenRange& tokens, Steps& steps) {
+  steps.add("dX", TokenSum{c.scratch.dx, {}, c.args.dx, tokens, behind(c.order.input_grad_first)});
+}
+
+/// No rows at all: every gradient that is written is zero.
+void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
+  if (args.dx.data != nullptr) clear(args.dx, stream);
+  if (args.dweights.data != nullptr) clear(args.dweights, stream);
+  if (args.grad_mode == GradMode::kAccumulate) return;
+  const Weights& g = args.grads;
+  for (const Tensor* t : {&g.gate, &g.up, &g.down, &g.b_gate, &g.b_up, &g.b_down}) {
+    if (t->data != nullptr) clear(*t, stream);
+  }
+}
+
+}  // namespace
+
+BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* base) {
+  const std::int64_t capacity = row_capacity(p);
+  const std::int64_t element = dtype_bytes(p.dtype);
+  Carver<256> carver(base);
+  BackwardScratch s{};
+  s.dh = carver.take<std::byte>(gate_factor(p.activation.kind) * capacity * p.width * element);
+  s.a = carver.take<std::byte>(capacity * p.width * element);
+  s.dx = carver.take<std::byte>(capacity * p.hidden * element);
+  s.row_weights = carver.take<float>(capacity);
+  s.weight_grad_parts = carver.take<float>(capacity * engine.weight_grad_parts(p));
+  s.experts = carver.take<ExpertRecord>(p.experts);
+  s.counters = carver.take<unsigned>(kCounterBytes / 4);
+  s.bytes = carver.used();
+  return s;
+}
+
+Steps backward_steps(const PassContext& pass, const BackwardArgs& args,
+                     const BackwardScratch& scratch, const Engine& engine) {
+  const Problem& p = pass.problem;
+  const Call c{pass,
+               args,
+               scratch,
+               engine,
+               engine.backward_order(p, args),
+               gate_layout(p, args.weights),
+               {&pass.metadata, scratch.experts, p.experts, row_capacity(p)},
+               h_rows(p, args.weights, scratch.dh)};
+  const bool input_first = c.order.input_grad_first;
+  const std::int64_t early = c.order.tokens_beside_down_grad;
+  Steps steps;
+  steps.add("metadata", BuildRowLists{args.routing.weights,
+                                      {scratch.row_weights, scratch.experts, scratch.counters,
+                                       kCounterBytes / 4},
+                                      args.dweights});
+  const RowProduct& hidden_grad = steps.add("dH", hidden_grad_product(c));
+  add_bias_grads(c, steps);
+  if (!input_first) add_weight_grad_sum(c, steps);
+  if (input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
+  add_down_grad(c, steps);
+  if (early > 0) add_token_sum(c, {0, early}, steps);
+  add_up_grads(c, steps);
+  if (input_first) add_weight_grad_sum(c, steps);
+  if (args.dx.data == nullptr) return steps;
+  if (!input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
+  add_token_sum(c, {early, p.tokens - early}, steps);
+  return steps;
+}
+
+void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
+  const Device& device = device_of(exec);
+  check_problem(problem, *device.engine);
+  check_rows("x", args.x);
+  check_rows("dout", args.dout);
+  if (args.dx.data != nullptr) check_rows("dx", args.dx);
+  check_weights(problem, args.weights);
+  check_grads(problem, args.weights, args.grads);
+  if (row_capacity(problem) == 0 || problem.tokens == 0) {
+    clear_gradients(args, stream_of(exec));
+    return;
+  }
+  const BackwardScratch scratch = backward_scratch(problem, *device.engine, args.scratch.data);
+  const PassContext pass{problem, metadata_layout(problem, args.saved.data)};
+  run(backward_steps(pass, args, scratch, *device.engine), pass, device, exec);
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,147 @@
+#include "cuda/layer/checks.h"
+
+#include <string>
+
+#include "cuda/layer/views.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr std::int64_t kMaxExperts = 1024;
+constexpr std::int64_t kMaxRowStride = std::int64_t{1} << 30;
+
+[[noreturn]] void refuse(const std::string& sentence, Status status = Status::kUnsupported) {
+  throw Error(status, sentence);
+}
+
+void check_aligned(const char* name, const Tensor& t) {
+  if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) {
+    refuse(std::string(name) + " is not 16-byte aligned but CUDA tensors must be.");
+  }
+}
+
+}  // namespace
+
+void check_matrices(const char* name, const Tensor& t) {
+  check_aligned(name, t);
+  const bool last = t.stride[2] == 1;
+  const bool middle = t.stride[1] == 1;
+  const std::int64_t other = last ? t.stride[1] : t.stride[2];
+  if (!last && !middle) {
+    refuse(std::string(name) + " has strides " + std::to_string(t.stride[1]) + " and " +
+           std::to_string(t.stride[2]) + " but CUDA needs one of its last two to be 1.");
+  }
+  if (other <= 0 || other % 8 != 0 || (t.shape[0] > 1 && (t.stride[0] <= 0 || t.stride[0] % 8))) {
+    refuse(std::string(name) + " has strides " + std::to_string(t.stride[0]) + " and " +
+           std::to_string(other) + " but CUDA needs positive multiples of 8 beside the 1.");
+  }
+}
+
+namespace {
+
+/// fp32 gradients are stored element by element: any strides serve.
+void check_grad(const char* name, const Tensor& t) {
+  if (t.data != nullptr && t.dtype != DType::kF32) check_matrices(name, t);
+}
+
+/// H and dH alternate as paired weights do, so 16-bit gradients must alternate too.
+void check_paired_grads(const Weights& grads) {
+  const Tensor& gate = grads.gate;
+  const Tensor& up = grads.up;
+  const bool absent = gate.data == nullptr || up.data == nullptr;
+  const bool floats = (gate.data == nullptr || gate.dtype == DType::kF32) &&
+                      (up.data == nullptr || up.dtype == DType::kF32);
+  if (floats) return;
+  if (absent || !is_interleaved(gate, up)) {
+    refuse("grads.gate has strides " + std::to_string(gate.stride[1]) + " and " +
+           std::to_string(gate.stride[2]) + " and grads.up " + std::to_string(up.stride[1]) +
+           " and " + std::to_string(up.stride[2]) +
+           " but CUDA needs them to alternate along n as the paired weights do, or to be fp32.");
+  }
+  check_matrices("grads.gate", interleaved_rows(gate));
+}
+
+}  // namespace
+
+std::string refusal(const Problem& p, const Engine& engine) {
+  const Service& service = engine.service;
+  if (!service.dtypes.contains(p.dtype)) {
+    return std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes " +
+           service.dtypes.text() + ".";
+  }
+  if (p.hidden % service.multiple != 0 || p.width % service.multiple != 0) {
+    return "hidden is " + std::to_string(p.hidden) + " and width " + std::to_string(p.width) +
+           " but CUDA needs multiples of " + std::to_string(service.multiple) + ".";
+  }
+  if (p.experts > kMaxExperts) {
+    return "experts is " + std::to_string(p.experts) + " but CUDA takes at most " +
+           std::to_string(kMaxExperts) + ".";
+  }
+  return {};
+}
+
+void check_problem(const Problem& problem, const Engine& engine) {
+  const std::string sentence = refusal(problem, engine);
+  if (!sentence.empty()) refuse(sentence);
+}
+
+void check_product(const char* name, DType dtype, std::initializer_list<std::int64_t> extents,
+                   const Engine& engine) {
+  const Service& service = engine.service;
+  if (!service.dtypes.contains(dtype)) {
+    refuse(std::string(name) + " is " + dtype_name(dtype) + " but CUDA takes " +
+           service.dtypes.text() + ".");
+  }
+  for (const std::int64_t extent : extents) {
+    if (extent % service.multiple == 0) continue;
+    refuse("an extent is " + std::to_string(extent) + " but CUDA needs multiples of " +
+           std::to_string(service.multiple) + " for k, m and n.");
+  }
+}
+
+void check_experts(const char* name, std::int64_t experts) {
+  if (experts <= kMaxExperts) return;
+  refuse(std::string(name) + " is " + std::to_string(experts) + " but CUDA takes at most " +
+         std::to_string(kMaxExperts) + ".");
+}
+
+void check_rows(const char* name, const Tensor& rows) {
+  check_aligned(name, rows);
+  if (rows.stride[1] != 1 ||
+      (rows.shape[0] > 1 &&
+       (rows.stride[0] <= 0 || rows.stride[0] % 8 != 0 || rows.stride[0] >= kMaxRowStride))) {
+    refuse(std::string(name) + " has strides " + std::to_string(rows.stride[0]) + " and " +
+           std::to_string(rows.stride[1]) +
+           " but CUDA needs a positive multiple of 8 below 2^30 and a last stride of 1.");
+  }
+}
+
+void check_weights(const Problem& p, const Weights& w) {
+  const bool gated = is_gated(p.activation.kind);
+  check_matrices("down", w.down);
+  if (gated && is_interleaved(w.gate, w.up)) {
+    check_matrices("gate", interleaved_rows(w.gate));
+    return;
+  }
+  check_matrices("up", w.up);
+  if (!gated) return;
+  check_matrices("gate", w.gate);
+  if ((w.gate.stride[2] == 1) != (w.up.stride[2] == 1)) {
+    refuse("gate has strides " + std::to_string(w.gate.stride[1]) + " and " +
+           std::to_string(w.gate.stride[2]) + " and up " + std::to_string(w.up.stride[1]) +
+           " and " + std::to_string(w.up.stride[2]) +
+           " but CUDA needs the same one of them to be 1.");
+  }
+}
+
+void check_grads(const Problem& p, const Weights& weights, const Weights& grads) {
+  check_grad("grads.down", grads.down);
+  if (is_gated(p.activation.kind) && is_interleaved(weights.gate, weights.up)) {
+    check_paired_grads(grads);
+    return;
+  }
+  check_grad("grads.gate", grads.gate);
+  check_grad("grads.up", grads.up);
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,122 @@
+// Forward on CUDA: metadata, A (gather, up projection, activation), Y (down projection), O (sum).
+#include "cuda/device/carver.h"
+#include "cuda/layer/backend.h"
+#include "cuda/layer/checks.h"
+#include "cuda/layer/passes.h"
+#include "cuda/layer/views.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+enum Counter : int { kCounterA, kCounterY };
+
+RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
+                      const ForwardScratch& scratch) {
+  const Problem& p = pass.problem;
+  const std::int64_t capacity = row_capacity(p);
+  const bool gated = is_gated(p.activation.kind);
+  const bool training = args.h.data != nullptr;
+  return {.dtype = p.dtype,
+          .groups = {&pass.metadata, nullptr, p.experts, capacity},
+          .rows = {args.x, pass.metadata.row_token},
+          .weights = up_operand(p, args.weights),
+          .epilogue = Activate{.h = training ? h_rows(p, args.weights, args.h.data) : Tensor{},
+                               .a = tensor2(scratch.a, p.dtype, capacity, p.width),
+                               .bias_gate = gated ? args.weights.b_gate : Tensor{},
+                               .bias_up = args.weights.b_up,
+                               .activation = p.activation,
+                               .layout = gate_layout(p, args.weights)},
+          .hints = {.tile_counter = scratch.counters + kCounterA}};
+}
+
+RowProduct down_product(const PassContext& pass, const ForwardArgs& args,
+                        const ForwardScratch& scratch, const Tensor& out) {
+  const Problem& p = pass.problem;
+  const std::int64_t capacity = row_capacity(p);
+  const bool scaled = p.form == RoutingForm::kGrouped;
+  return {.dtype = p.dtype,
+          .groups = {&pass.metadata, nullptr, p.experts, capacity},
+          .rows = {tensor2(scratch.a, p.dtype, capacity, p.width), nullptr},
+          .weights = {args.weights.down, {}, WeightParts::kOne},
+          .epilogue = StoreOutput{.out = out,
+                                  .bias = args.weights.b_down,
+                                  .scale = scaled ? args.routing.weights : Tensor{}},
+          .hints = {.tile_counter = scratch.counters + kCounterY}};
+}
+
+}  // namespace
+
+ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
+  const std::int64_t capacity = row_capacity(p);
+  const std::int64_t element = dtype_bytes(p.dtype);
+  Carver<256> carver(base);
+  ForwardScratch s{};
+  s.a = carver.take<std::byte>(capacity * p.width * element);
+  s.y = carver.take<std::byte>(capacity * p.hidden * element);
+  s.counters = carver.take<unsigned>(kCounterBytes / 4);
+  s.metadata = carver.take<std::byte>(metadata_scratch(p));
+  if (pass == Pass::kInference) {
+    s.saved = carver.take<std::byte>(metadata_layout(p, nullptr).bytes);
+  }
+  s.bytes = carver.used();
+  return s;
+}
+
+Steps forward_steps(const PassContext& pass, const ForwardArgs& args,
+                    const ForwardScratch& scratch) {
+  const Problem& p = pass.problem;
+  Steps steps;
+  steps.add("metadata",
+            BuildMetadata{args.routing, {scratch.metadata, scratch.counters, kCounterBytes / 4}});
+  steps.add("A", up_product(pass, args, scratch));
+  if (p.form == RoutingForm::kGrouped) {
+    // Row p of Y is row p of the output; rows in no group are zero.
+    steps.add("Y", ClearRows{args.out});
+    steps.add("Y", down_product(pass, args, scratch, args.out));
+    return steps;
+  }
+  steps.add("Y", down_product(pass, args, scratch,
+                              tensor2(scratch.y, p.dtype, row_capacity(p), p.hidden)));
+  steps.add(
+      "O",
+      TokenSum{scratch.y, args.routing.weights, args.out, {0, p.tokens}, Start::kAfterPrevious});
+  return steps;
+}
+
+std::vector<TileChoice> layer_tiles(const Problem& problem, const Exec& exec) {
+  return engine_of(exec).describe(problem);
+}
+
+Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec) {
+  const Engine& engine = engine_of(exec);
+  check_problem(problem, engine);
+  Sizes sizes;
+  if (pass != Pass::kInference) {
+    sizes.h_bytes = gate_factor(problem.activation.kind) * row_capacity(problem) * problem.width *
+                    dtype_bytes(problem.dtype);
+    sizes.saved_bytes = metadata_layout(problem, nullptr).bytes;
+  }
+  sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch(problem, engine, nullptr).bytes
+                                                : forward_scratch(problem, pass, nullptr).bytes;
+  return sizes;
+}
+
+void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
+  const Device& device = device_of(exec);
+  check_problem(problem, *device.engine);
+  check_rows("x", args.x);
+  check_rows("out", args.out);
+  check_weights(problem, args.weights);
+  if (problem.tokens == 0) return;
+  if (row_capacity(problem) == 0) {
+    clear_rows(args.out, stream_of(exec));
+    return;
+  }
+  const Pass kind = args.saved.data == nullptr ? Pass::kInference : Pass::kForward;
+  const ForwardScratch scratch = forward_scratch(problem, kind, args.scratch.data);
+  void* saved = kind == Pass::kInference ? scratch.saved : args.saved.data;
+  const PassContext pass{problem, metadata_layout(problem, saved)};
+  run(forward_steps(pass, args, scratch), pass, device, exec);
+}
+
+}  // namespace sonicmoe::cuda

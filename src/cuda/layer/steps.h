@@ -1,0 +1,82 @@
+// A pass as a list: the products, sums and lists of rows that follow each other on one stream. The
+// list is made on the host without a launch (forward.cc, backward.cc), so that a test can read it
+// and another engine can multiply it; run() launches it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <utility>
+#include <variant>
+
+#include "cuda/device/device.h"
+#include "cuda/layer/product.h"
+#include "cuda/sums/gradients.h"
+#include "cuda/sums/sum_rows.h"
+
+namespace sonicmoe::cuda {
+
+/// Routing to lists: rows by expert, rows by token, blocks of rows.
+struct BuildMetadata {
+  Routing routing;
+  MetadataWork work;
+};
+
+/// What the products of backward read beside the metadata; zeros in dweights, which may be absent.
+struct BuildRowLists {
+  Tensor weights;
+  RowLists lists;
+  Tensor dweights;
+};
+
+/// out[t] = r(sum over the rows p of token t of weight * rows[p]).
+struct TokenSum {
+  const void* rows;  ///< (C, d)
+  Tensor weights;    ///< as Routing::weights; absent: 1
+  Tensor out;        ///< (T, d)
+  TokenRange tokens;
+  Start start;  ///< kAfterPrevious or kIndependent
+};
+
+/// Zero in every element of rows (T, d) whose last stride is 1.
+struct ClearRows {
+  Tensor out;
+};
+
+using Work = std::variant<BuildMetadata, BuildRowLists, RowProduct, DepthProduct, TokenSum,
+                          ScoreGrad, ColumnSum, ClearRows>;
+
+struct Step {
+  const char* name;  ///< of docs/notation.md: "A", "dH", ...; observers see it
+  Work work;
+};
+
+/// Steps in the order of the stream. They do not move: a step may point to one before it.
+class Steps {
+ public:
+  template <class T>
+  const T& add(const char* name, T work) {
+    return std::get<T>(steps_.at(count_++).emplace(Step{name, Work(std::move(work))}).work);
+  }
+  std::size_t size() const { return count_; }
+  const Step& operator[](std::size_t i) const { return *steps_[i]; }
+
+ private:
+  static constexpr std::size_t kMost = 16;
+  std::array<std::optional<Step>, kMost> steps_;
+  std::size_t count_ = 0;
+};
+
+/// What the steps of a pass share.
+struct PassContext {
+  const Problem& problem;
+  Metadata metadata;
+};
+
+/// On `stream`.
+void clear_rows(const Tensor& out, cudaStream_t stream);
+
+/// Launches every step on exec's stream, in order.
+void run(const Steps& steps, const PassContext& pass, const Device& device, const Exec& exec);
+
+}  // namespace sonicmoe::cuda

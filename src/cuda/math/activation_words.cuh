@@ -1,0 +1,73 @@
+// The activations and their gradients on packed words of H (fragment.cuh has the layout).
+#pragma once
+
+#include "cuda/math/activation.cuh"
+#include "cuda/math/element.cuh"
+
+namespace sonicmoe::cuda {
+
+/// Two columns of A = r(act(H)), from words of the rounded H.
+template <class Element, ActivationKind kKind>
+struct ActivationWords {
+  using Act = ActivationOf<kKind>;
+  using Two = Pair<Element>;
+
+  /// HLayout::kSplit: a word of gates and the word of ups of the same two columns.
+  static __device__ __forceinline__ std::uint32_t split(std::uint32_t gate, std::uint32_t up,
+                                                        const ActivationScalars& scalars) {
+    return Two::pack(Act::value(Two::low(gate), Two::low(up), scalars),
+                     Act::value(Two::high(gate), Two::high(up), scalars));
+  }
+  /// HLayout::kPaired: each word is one column's gate (low) and up (high).
+  static __device__ __forceinline__ std::uint32_t paired(std::uint32_t first, std::uint32_t second,
+                                                         const ActivationScalars& scalars) {
+    return Two::pack(Act::value(Two::low(first), Two::high(first), scalars),
+                     Act::value(Two::low(second), Two::high(second), scalars));
+  }
+  /// Without a gate.
+  static __device__ __forceinline__ std::uint32_t plain(std::uint32_t h) {
+    return Two::pack(Act::value(Two::low(h)), Act::value(Two::high(h)));
+  }
+};
+
+/// Two neighbouring columns of one row in backward.
+///
+///   | layout           | first                   | second                  |
+///   | kSplit, gated    | gates of both columns   | ups of both columns     |
+///   | kPaired, gated   | gate and up of column 0 | gate and up of column 1 |
+///   | without a gate   | H of both columns       | unused                  |
+template <class Element, ActivationKind kKind, HLayout kLayout>
+struct ActivationGradientWords {
+  using Act = ActivationOf<kKind>;
+  using Two = Pair<Element>;
+
+  /// grad: dA' of the columns in fp32, not scaled; s: the row's routing weight. Overwrites H by
+  /// dH = r(act'(H) s dA'), adds the columns' part of dS = sum of dA' r(act(H)) to `score`, and
+  /// returns A' = r(s act(H)).
+  static __device__ __forceinline__ std::uint32_t run(const ActivationScalars& scalars,
+                                                      std::uint32_t& first, std::uint32_t& second,
+                                                      const float* grad, float s, float& score) {
+    Gradient of[2];
+    if constexpr (!is_gated(kKind)) {
+      of[0] = Act::gradient(Two::low(first), s * grad[0]);
+      of[1] = Act::gradient(Two::high(first), s * grad[1]);
+      first = Two::pack(of[0].by_gate, of[1].by_gate);
+    } else if constexpr (kLayout == HLayout::kPaired) {
+      of[0] = Act::gradient(Two::low(first), Two::high(first), s * grad[0], scalars);
+      of[1] = Act::gradient(Two::low(second), Two::high(second), s * grad[1], scalars);
+      first = Two::pack(of[0].by_gate, of[0].by_up);
+      second = Two::pack(of[1].by_gate, of[1].by_up);
+    } else {
+      of[0] = Act::gradient(Two::low(first), Two::low(second), s * grad[0], scalars);
+      of[1] = Act::gradient(Two::high(first), Two::high(second), s * grad[1], scalars);
+      first = Two::pack(of[0].by_gate, of[1].by_gate);
+      second = Two::pack(of[0].by_up, of[1].by_up);
+    }
+    const float2 rounded = Two::round(of[0].value, of[1].value);
+    score = fmaf(grad[0], rounded.x, score);
+    score = fmaf(grad[1], rounded.y, score);
+    return Two::pack(s * of[0].value, s * of[1].value);
+  }
+};
+
+}  // namespace sonicmoe::cuda

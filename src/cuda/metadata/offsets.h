@@ -1,0 +1,34 @@
+// Offsets of a grouped GEMM as lists of rows, clamped to the rows that there are.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/metadata/metadata.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::cuda {
+
+/// The operands' device values: rows offsets[e] to offsets[e + 1] belong to expert e.
+struct OffsetGroups {
+  Tensor offsets;            ///< (E + 1) i64
+  Tensor gather;             ///< (R) i32 row of `a` by grouped row, or absent
+  std::int64_t rows;         ///< R
+  std::int64_t experts;      ///< E
+  std::int64_t source_rows;  ///< rows of `a`
+};
+
+/// What the lists take, in the scratch of the call.
+struct OffsetLists {
+  Metadata groups;      ///< row blocks and ranges; nothing by token
+  std::int32_t* index;  ///< (R) `gather`, clamped
+  unsigned* counters;   ///< zero after build_offset_lists
+  std::int64_t bytes;
+};
+/// `base` may be null, to learn the size.
+OffsetLists offset_lists(void* base, std::int64_t rows, std::int64_t experts);
+
+/// Fills `lists`. The launch after it may overlap it (programmatic dependent launch).
+void build_offset_lists(const Device& device, const OffsetGroups& groups, const OffsetLists& lists,
+                        cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda

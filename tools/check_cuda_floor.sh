@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Compiles the CUDA sources at the oldest toolkit that is promised, 12.9, as far as its parts can be
+# had from package registries, and fails on a register spill or serialised wgmma as a build does.
+#
+#   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     build/release by default; needs its generated files
+#
+# ptxas 12.9 comes from PyPI. The front end of 12.9 is in no registry, so that of 12.4 (Debian's
+# nvidia-cuda-toolkit) makes its PTX: what compiles there compiles with every later one. The ptxas
+# of 12.4 to 12.8 serialise the wgmma of every kernel (C7515); hence the floor.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly FLOOR=12.9.86 FRONT_END=12.4
+readonly BUILD=${1:-build/release}
+readonly WORK=$PWD/build/cuda-floor
+readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
+
+skip() {
+  echo "CUDA floor: not compiled, $1"
+  exit 0
+}
+
+command -v apt-get >/dev/null && [ -e $KEYRING ] || skip "this system has no Debian packages"
+[ "$(dpkg --print-architecture)" = amd64 ] || skip "its packages are for x86-64"
+
+# The front end of Debian's toolkit, without its 900 MB of libraries: headers come from PyPI.
+fetch_front_end() {
+  local apt=(-oDir::Etc::SourceList="$WORK/sources.list" -oDir::Etc::SourceParts=/dev/null
+    -oDir::State::Lists="$WORK/lists" -oDir::Cache="$WORK/cache" -oAPT::Sandbox::User=root)
+  mkdir -p "$WORK"/{lists,cache,packages}
+  local host
+  host=$(grep -rhoE 'https?://[^ ]+/debian/?$' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null |
+    head -1) || true
+  [ -n "$host" ] || host=$(grep -rhoE 'https?://[^ ]+/debian\b' /etc/apt | head -1)
+  [ -n "$host" ] || skip "no Debian mirror is configured"
+  echo "deb [signed-by=$KEYRING] $host trixie non-free" >"$WORK/sources.list"
+  apt-get "${apt[@]}" update -qq
+  (cd "$WORK/packages" && apt-get "${apt[@]}" download -qq nvidia-cuda-toolkit)
+  dpkg-deb -x "$WORK"/packages/nvidia-cuda-toolkit_*.deb "$WORK/debian"
+}
+
+fetch_wheels() {
+  python -m pip download --quiet --disable-pip-version-check --no-deps -d "$WORK/wheels" \
+    nvidia-cuda-nvcc-cu12==$FLOOR nvidia-cuda-runtime-cu12==12.9.79 nvidia-cuda-cccl-cu12==12.9.27
+  for wheel in "$WORK"/wheels/*.whl; do python -m zipfile -e "$wheel" "$WORK/wheels/all"; done
+}
+
+# One folder as the front end looks for its parts.
+assemble() {
+  local debian=$WORK/debian/usr wheels=$WORK/wheels/all/nvidia
+  mkdir -p "$WORK"/{bin,include}
+  cp "$debian"/lib/nvidia-cuda-toolkit/bin/{nvcc,cicc} "$WORK/bin/"
+  cp "$debian"/bin/{cudafe++,fatbinary,bin2c} "$WORK/bin/"
+  cp "$wheels/cuda_nvcc/bin/ptxas" "$WORK/bin/ptxas"
+  chmod +x "$WORK/bin/ptxas"
+  local part
+  for part in cuda_runtime cuda_cccl cuda_nvcc; do cp -rT "$wheels/$part/include" "$WORK/include"; done
+}
+
+compile() { # SOURCE
+  PATH=$WORK/bin:$PATH python cmake/ptxas_gate.py "$WORK/bin/nvcc" -I"$WORK/include" -std=c++20 \
+    -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -Xptxas=-v -Iinclude -Isrc \
+    -I"$BUILD/cuda" -c "$1" -o "$WORK/object.o"
+}
+
+[ -x "$WORK/bin/ptxas" ] || { fetch_front_end && fetch_wheels && assemble; }
+count=0
+for source in "$BUILD/cuda/hopper/instances/products.cu" $(find src/cuda -name '*.cu'); do
+  compile "$source"
+  count=$((count + 1))
+done
+echo "CUDA floor: $count files compiled by the front end of $FRONT_END and ptxas of $FLOOR"
