@@ -5,12 +5,13 @@
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
+#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
 StoreExpertParams store_params(const Device& device, const DepthProduct& product,
-                               const ExpertTiles::Params& tiles) {
+                               const ExpertTilesParams& tiles) {
   StoreExpertParams params{};
   params.rows = tiles.rows;
   params.columns = tiles.columns;
@@ -53,7 +54,8 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
   params.b.part = product.right_part;
   params.tiles = expert_tiles(product.groups, rows, columns, shape);
   params.tiles.tile_counter = tiling.counter(product.hints.tile_counter);
-  params.begins = product.hints.start == Start::kIndependent ? Begins::kIndependent : Begins::kAfterPrevious;
+  params.begins =
+      product.hints.start == Start::kIndependent ? Begins::kIndependent : Begins::kAfterPrevious;
   params.epilogue = store_params(device, product, params.tiles);
   const KernelEntry& kernel = find_kernel({Role::kWeightGrad, product.dtype, tiling.tile,
                                            major_of(product.out[0]), ActivationKind::kSwiGLU});
