@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/configs.h"
+#include "sonicmoe/types.h"
 
 namespace CLI {
 class App;
@@ -42,10 +43,11 @@ Command add_bench(CLI::App& app);
 Command add_plan(CLI::App& app);
 Command add_route(CLI::App& app);
 
-/// --config NAME or --shape T,d,n,E,K.
+/// --config NAME or --shape T,d,n,E,K; --list.
 struct ShapeOptions {
   std::string config;
   std::string shape;
+  bool list = false;
 
   void add_to(Command& command);
   /// The shape asked for, or that of `fallback`; without a fallback one of the two is required.
@@ -59,10 +61,18 @@ struct LayerOptions {
   std::string activation = "swiglu";
 
   void add_to(Command& command);
+  /// Refuses what is no dtype of a layer, integers among them.
+  DType layer_dtype() const;
 };
 
-/// The only thing a --json run writes to stdout.
+/// The version of what --json prints: it grows when a field changes its meaning or goes away.
+inline constexpr int kJsonFormat = 1;
+
+/// The only thing a --json run writes to stdout: `document` after its "version" and "format".
 void print_json(const Json& document);
+
+/// What --list prints: every named shape.
+ExitCode print_configs(bool json);
 
 /// One line on stderr that is rewritten, and only if stderr is a terminal.
 class ProgressLine {
