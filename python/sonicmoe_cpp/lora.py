@@ -254,7 +254,10 @@ def _check(name: str, value: Tensor | None, x: Tensor, shape: tuple, meaning: st
 
 def _check_frozen(frozen: dict[str, Tensor | None]) -> None:
     for name, value in frozen.items():
-        if value is not None and value.requires_grad:
+        if value is None:
+            continue
+        _checks.tensor(name, value)
+        if value.requires_grad:
             raise ValueError(
                 f"{name} requires a gradient, must be frozen (requires_grad_(False)): beside "
                 "low-rank factors only these are trained"
@@ -377,4 +380,10 @@ def new_factors(module: nn.Module, weights: tuple, rank: int, alpha: float, dtyp
         raise ValueError(
             f"{type(module).__name__} has low-rank factors already, which would be lost"
         )
+    for name, parameter in module.named_parameters(recurse=False):
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"{name} of {type(module).__name__} is a DTensor: add_lora must come before "
+                "fully_shard and every other distribution of the model"
+            )
     return LoRA(*weights, rank, alpha, dtype)
