@@ -82,6 +82,11 @@ def test_an_inner_model_and_a_state_dict_are_saved_too(tmp_path):
     assert all(key.startswith("base_model.model.layers.") for key in keys)
     model.save_pretrained(tmp_path / "other rank", is_main_process=False)
     assert not (tmp_path / "other rank" / "lora").exists()
+    with pytest.raises(
+        ValueError, match="push_to_hub is True, which would upload the model without"
+    ):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    assert not (tmp_path / "pushed").exists()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

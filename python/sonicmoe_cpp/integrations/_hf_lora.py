@@ -172,10 +172,15 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
     own = type(model).save_pretrained
     given = inspect.signature(own).bind(model, save_directory, *arguments, **options).arguments
     given = given | given.get("kwargs", {})
+    if given.get("push_to_hub"):
+        raise ValueError(
+            "push_to_hub is True, which would upload the model without its low-rank factors: save "
+            "it, then upload the directory"
+        )
+    if given.get("is_main_process", True):  # refuses sharded factors before the model is written
+        save_lora(model, Path(save_directory) / FOLDER, state_dict=given.get("state_dict"))
     with _marking(list(configs.values())):
         own(model, save_directory, *arguments, **options)
-    if given.get("is_main_process", True):
-        save_lora(model, Path(save_directory) / FOLDER, state_dict=given.get("state_dict"))
 
 
 def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
