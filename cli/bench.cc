@@ -40,7 +40,7 @@ BenchRouting routing_from_name(const std::string& name) {
 struct Measurement {
   const char* pass;
   std::vector<double> seconds;
-  double flops = 0.0;     ///< of the rows that exist
+  double flops = 0.0;     ///< of the routed rows
   double roofline = 0.0;  ///< seconds at the machine's peak; 0 where that is not known
 
   double median_seconds() const { return median(seconds); }
@@ -50,7 +50,7 @@ struct Measurement {
   }
 };
 
-/// One kernel of the method beside its roofline; no flops and no roofline where the model has none.
+/// One kernel of the method beside its roofline; both are 0 where the cost model lacks the kernel.
 struct KernelTime {
   std::string name;
   double seconds = 0.0, flops = 0.0, roofline = 0.0;
@@ -67,14 +67,14 @@ struct Report {
   std::vector<Measurement> passes;
   std::vector<KernelTime> kernels;
 
-  /// Rows that exist over T*K: what rounding leaves of flops and bytes.
+  /// Routed rows over T*K: rounding changes flops and bytes by this factor.
   double share() const {
     if (shape.tokens == 0) return 0.0;
     return static_cast<double>(rows) / static_cast<double>(shape.tokens * shape.top_k);
   }
 };
 
-// The same kernels on a slice that the oracle can follow: everything at most 64 wide and long.
+// The same kernels on a slice small enough for the oracle: d and n at most 64, T at most 200.
 verify::CaseResult check_slice(const Problem& problem, const Target& target) {
   verify::Case c;
   c.name = "slice";
@@ -103,7 +103,7 @@ void refuse_too_large(const Problem& problem, const Target& target) {
   }
 }
 
-// The data sheet of a GPU; no rates for a board without one.
+// The data sheet's rates of the GPU; 0 for a board whose data sheet is not known.
 Machine gpu_machine() {
   const std::string name = verify::device_info().name;
   const std::string machine(machine_of_gpu(name));
@@ -164,7 +164,7 @@ void measure_kernels(const Options& o, const BenchLayer& layer, verify::Clock& c
   }
 }
 
-// Flops and rooflines of what was measured; the machine is known by now.
+// Fills in flops and rooflines. Runs last: the peak is sampled until the measurement ends.
 void add_costs(const Problem& problem, Report& report) {
   for (const KernelCost& cost : kernel_costs(problem, report.machine)) {
     const double flops = cost.flops * report.share();
@@ -195,7 +195,7 @@ Report run(const Options& o) {
   report.check = check_slice(problem, target);
   if (!report.check.passed()) return report;
   report.threads = cpu::thread_count(target.exec, 1e18);
-  progress.show("drawing values");
+  progress.show("generating values");
   const BenchLayer layer(report.shape, problem, routing, target);
   report.rows = layer.rows();
   progress.clear();

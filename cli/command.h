@@ -1,4 +1,4 @@
-// What the subcommands share: how each presents itself to main, shapes, output and progress.
+// Shared by the subcommands: registration with main, shape options, output and progress.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ enum ExitCode : int { kGood = 0, kCheckFailed = 1, kBadUsage = 2 };
 class Command {
  public:
   Command(CLI::App& app, const char* name, const char* description);
-  /// `value` as it comes in is the default. T: std::string, std::int32_t, std::int64_t,
-  /// std::uint64_t or double.
+  /// The default is the value that `value` has at the call. T: std::string, std::int32_t,
+  /// std::int64_t, std::uint64_t or double.
   template <class T>
   void option(const char* name, T& value, const char* description);
   /// "--x", or "--x,!--no-x".
@@ -74,7 +74,7 @@ void print_json(const Json& document);
 /// What --list prints: every named shape.
 ExitCode print_configs(bool json);
 
-/// One line on stderr that is rewritten, and only if stderr is a terminal.
+/// One line of progress on stderr, rewritten in place; nothing unless stderr is a terminal.
 class ProgressLine {
  public:
   ProgressLine();

@@ -36,8 +36,8 @@ float portable_loop() {
 }
 
 #if defined(__x86_64__)
-// The empty asm of a benchmark is not available here (asm stays in one folder), so the multiplier
-// comes through a volatile: the compiler cannot fold the chain.
+// Hides a constant from the compiler, which would otherwise fold the chain of multiply-adds. The
+// usual empty asm is not allowed outside of src/cuda/ptx.
 template <class T>
 T opaque(T value) {
   volatile T hidden = value;
@@ -118,7 +118,7 @@ PeakLoop loop_for([[maybe_unused]] DType dtype) {
   return {portable_loop, 2};
 }
 
-/// The best of a few runs of work(), which all threads do at once.
+/// The shortest of five runs of work() on all threads at once.
 template <class Work>
 double best_seconds(cpu::Team& team, Work&& work) {
   double best = 1e30;

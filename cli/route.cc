@@ -93,7 +93,7 @@ std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
   checks::finite("skew", o.skew);
 
   ProgressLine progress;
-  progress.show("drawing logits");
+  progress.show("generating logits");
   const OwnedTensor logits = random_logits(target.memory, shape, DType::kBF16, o.skew, o.seed);
   progress.show("top-k");
   const Counts chosen = top_k_counts(shape, options.route, logits.view(), target);
@@ -161,7 +161,7 @@ Command add_route(CLI::App& app) {
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
     const LayerShape shape = o->shape.resolve();
-    problem_of(shape, DType::kBF16, {});  // refuses what is no layer
+    problem_of(shape, DType::kBF16, {});  // refuses impossible shapes
     const std::vector<Spread> all = spreads(*o, shape);
     o->json ? print_json(document(*o, shape, all)) : print_text(*o, shape, all);
     return kGood;

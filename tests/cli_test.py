@@ -59,9 +59,10 @@ class CliTest(unittest.TestCase):
         self.assertEqual(same["backend"], "cuda")
         if not self.document("info")["cuda"]["archs"]:
             self.assertIsNone(same["workspace_bytes"])
-            self.assertIn("workspace during a call (cuda): not known", run("plan", *SMALL)[1])
+            unknown = "workspace during a call (cuda): not known, this build lacks the backend"
+            self.assertIn(unknown, run("plan", *SMALL)[1])
             self.refused(
-                "backend is cuda, must be cpu: this build has no CUDA backend",
+                "backend is cuda, must be cpu: this build has no cuda backend",
                 "plan",
                 *SMALL,
                 "--backend",
