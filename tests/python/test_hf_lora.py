@@ -176,6 +176,30 @@ def test_add_lora_after_fully_shard_is_refused():
         distributed.destroy_process_group()
 
 
+def test_a_sharded_model_is_saved_from_a_gathered_state_dict(tmp_path):
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = adapted("qwen3_moe")
+    want = logits(model)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        torch.testing.assert_close(logits(model), want)
+        model.reshard()
+        with pytest.raises(ValueError, match=r"lora\.up_a is a DTensor: pass state_dict="):
+            model.save_pretrained(tmp_path / "sharded")
+        assert not (tmp_path / "sharded").exists()
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        model.save_pretrained(tmp_path, state_dict=state)
+    finally:
+        distributed.destroy_process_group()
+    again = from_pretrained(tmp_path)
+    hf.load_lora(again, tmp_path)
+    torch.testing.assert_close(logits(again), want)
+
+
 # ---- PEFT ----------------------------------------------------------------------------------------
 
 

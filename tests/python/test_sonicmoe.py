@@ -129,6 +129,21 @@ def test_topk_layer(over_topk, norm, concat):
         torch.testing.assert_close(got, expected)
 
 
+def test_topk_layer_by_keywords():
+    """As lm-engine's MoE calls it: without a stream on a machine without a GPU."""
+    layer = Layer(33, 24, 16, 6, 3, torch.float32, gate_layout="interleaved")
+    router = torch.randn(6, 24)
+    weights = {"w1": layer.w_up.permute(1, 2, 0), "w2": layer.w_down.permute(1, 2, 0)}
+    options = {"K": 3, "stream_id": None, "is_inference_mode_enabled": False}
+    out, logits, frequency = sonicmoe.moe_TC_softmax_topk_layer(
+        x=layer.x, router_w=router, b1=None, b2=None, **weights, **options
+    )
+    ids, scores = reference_topk(logits, 3, True, False)
+    want = reference.moe(layer.x, ids, scores, layer.w_up, layer.w_down, **layer.options)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    assert out.requires_grad and frequency.sum() == 99
+
+
 def module(kind=ActivationType.SWIGLU, bias=True, dtype=torch.float64):
     torch.manual_seed(0)
     layer = MoE(6, 2, 24, 16, kind, add_bias=bias, std=0.3).to(dtype)
