@@ -58,12 +58,16 @@ bool driver_present() {
 
 // Opens the first device and gives it back, to learn whether it can be used.
 Json cuda_state() {
-  Json state = {{"usable", false}, {"reason", ""}, {"archs", words(SONICMOE_CUDA_ARCHS)}};
+  Json state = {{"usable", false},
+                {"reason", ""},
+                {"archs", words(SONICMOE_CUDA_ARCHS)},
+                {"engine", nullptr}};
   smoe_device* device = nullptr;
   if (smoe_device_open(0, &device) != SMOE_OK) {
     state["reason"] = gpu_problem(smoe_last_error(), driver_present());
     return state;
   }
+  state["engine"] = cuda_backend()->engine_name(device);
   smoe_device_close(device);
   state["usable"] = true;
   return state;
@@ -103,6 +107,7 @@ void print_text(const Json& d) {
   line("  threads", std::to_string(cpu["threads"].get<int>()));
   line("CUDA", cuda["usable"].get<bool>() ? "usable" : cuda["reason"].get<std::string>());
   line("  archs", joined(cuda["archs"]));
+  if (!cuda["engine"].is_null()) line("  engine", cuda["engine"]);
 }
 
 }  // namespace

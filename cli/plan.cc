@@ -31,7 +31,7 @@ struct Plan {
   double padding = 0.0;
   MemoryCost memory;
   Backend backend = Backend::kCpu;
-  std::optional<WorkspaceCost> workspace;    ///< none where this build lacks the backend
+  std::optional<WorkspaceCost> workspace;    ///< none where this build has no kernels
   std::map<std::string, std::string> tiles;  ///< by kernel, where the backend has them
 
   std::string tile(const KernelCost& k) const {
@@ -53,9 +53,15 @@ Plan make_plan(const Options& o) {
   const std::string of_device = o.device == "cpu" ? "cpu" : "cuda";
   p.backend = backend_from_name(o.backend.empty() ? of_device : o.backend);
   // Asked for by name, a backend that is not in this build is refused; else its part is left out.
-  if (o.backend.empty() && p.backend == Backend::kCuda && cuda_backend() == nullptr) return p;
-  p.workspace = workspace_cost(p.problem, {.backend = p.backend});
-  p.tiles = chosen_tiles(p.problem, {.backend = p.backend});
+  if (o.backend.empty() && find_backend(p.backend) == nullptr) return p;
+  Exec exec{.backend = p.backend};
+  const BackendTable& table = backend_table(p.backend);
+  if (table.device_model != nullptr && p.machine.capability != 0) {
+    exec.device = table.device_model(p.machine.capability);
+    if (exec.device == nullptr) return p;
+  }
+  p.workspace = workspace_cost(p.problem, exec);
+  p.tiles = chosen_tiles(p.problem, exec);
   return p;
 }
 
@@ -145,7 +151,8 @@ void print_kernels(const Plan& p) {
 
 void print_workspace(const Plan& p) {
   if (!p.workspace) {
-    std::printf("\nworkspace during a call (cuda): not known, this build has no CUDA backend\n");
+    std::printf("\nworkspace during a call (%s): not known, this build has no kernels for %s\n",
+                backend_text(p), p.machine.name.c_str());
     return;
   }
   std::printf("\nworkspace during a call (%s): forward %s, backward %s, inference %s\n",

@@ -59,7 +59,7 @@ class CliTest(unittest.TestCase):
         self.assertEqual(same["backend"], "cuda")
         if not self.document("info")["cuda"]["archs"]:
             self.assertIsNone(same["workspace_bytes"])
-            unknown = "workspace during a call (cuda): not known, this build lacks the backend"
+            unknown = "workspace during a call (cuda): not known, this build has no kernels for"
             self.assertIn(unknown, run("plan", *SMALL)[1])
             self.refused(
                 "backend is cuda, must be cpu: this build has no cuda backend",
