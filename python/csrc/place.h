@@ -49,7 +49,7 @@ inline void* current_stream(std::int32_t ordinal) {
                           "aoti_torch_get_current_cuda_stream: this torch build cannot be served");
   }
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(ordinal, &stream));
+  TORCH_ERROR_CODE_CHECK(get(ordinal, &stream));
   return stream;
 }
 

@@ -114,8 +114,8 @@ struct Spot {
 
 inline Spot spot_of(const Array& t) {
   Spot spot;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &spot.type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &spot.index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &spot.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &spot.index));
   return spot;
 }
 
@@ -129,7 +129,7 @@ inline Array empty(Spot spot, std::initializer_list<std::int64_t> shape, ScalarT
     strides[i - 1] = strides[i] * std::max<std::int64_t>(1, shape.begin()[i]);
   }
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.begin(), strides,
                                to<std::int32_t>(from(dtype)), spot.type, spot.index, &made));
   return Array(made);
