@@ -1,5 +1,5 @@
-// From libtorch's boxed calling convention to a function of one struct: an operator with fourteen
-// arguments stays readable, and every error leaves as an exception that Python understands.
+// From libtorch's boxed calling convention to a function of one struct of arguments. Every error
+// leaves as an exception that Python understands.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -2,24 +2,22 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
-#include <tuple>
 
-#include "boxing.h"
+#include "arguments.h"
 #include "place.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "views.h"
 
 namespace sonicmoe_torch {
 
+#define SONICMOE_GROUPED_GEMM(ARGUMENT)          \
+  ARGUMENT(Array, a)                             \
+  ARGUMENT(Array, b)                             \
+  ARGUMENT(Array, offsets)     /* (E+1) int64 */ \
+  ARGUMENT(MaybeArray, gather) /* (R) int32: rows of a */
 struct GroupedGemmCall {
-  Array a;
-  Array b;
-  Array offsets;      // (E+1) int64
-  MaybeArray gather;  // (R) int32: rows of a
-  auto fields() { return std::tie(a, b, offsets, gather); }
+  SONICMOE_ARGUMENTS(SONICMOE_GROUPED_GEMM)
 };
-constexpr const char* kGroupedGemmSchema = "Tensor a, Tensor b, Tensor offsets, Tensor? gather";
 
 /// a (rows, k), b (E, n, k) -> (R, n)
 inline Array grouped_gemm(GroupedGemmCall& call) {

@@ -49,6 +49,16 @@ inline void expect_rank(const Array& t, std::int64_t rank, const char* name) {
                               " dimensions, must have " + std::to_string(rank));
 }
 
+/// Refuses a weight that torch.expand made: the gradients of its copies would be one memory.
+inline void expect_own_memory(const Array& t, const char* name) {
+  for (std::int64_t i = 0; i < t.dim(); ++i) {
+    if (t.stride(i) != 0 || t.size(i) < 2) continue;
+    throw std::invalid_argument(std::string(name) + " has stride 0 in dimension " +
+                                std::to_string(i) +
+                                ", must not be expanded: every element needs memory of its own");
+  }
+}
+
 /// A view of all of `t`. Torch hands out null for tensors without elements, where null would mean
 /// "not given": such a view points at a byte that nobody reads.
 inline sonicmoe::Tensor view(const Array& t, const char* name) {
@@ -78,19 +88,18 @@ struct Halves {
   sonicmoe::Tensor up;
 };
 
+/// How dimension 1 of a weight or bias holds gate and up; the numbers of _names.py.
+enum class GateLayout : std::int32_t { kConcatenated = 0, kInterleaved = 1 };
+
 /// Gate and up as views of one tensor whose dimension 1 holds both.
-inline Halves split(const Array& fused, const std::string& layout, const char* name) {
+inline Halves split(const Array& fused, GateLayout layout, const char* name) {
   sonicmoe::Tensor gate = view(fused, name);
   const std::int64_t both = gate.shape[1];
   if (both % 2 != 0) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(both) +
                                 " rows an expert, must be an even number (gate and up)");
   }
-  const bool interleaved = layout == "interleaved";
-  if (!interleaved && layout != "concatenated") {
-    throw std::invalid_argument("gate_layout is \"" + layout +
-                                "\", must be one of: concatenated, interleaved");
-  }
+  const bool interleaved = layout == GateLayout::kInterleaved;
   gate.shape[1] = both / 2;
   sonicmoe::Tensor up = gate;
   const std::int64_t offset = interleaved ? gate.stride[1] : gate.stride[1] * (both / 2);
@@ -101,7 +110,7 @@ inline Halves split(const Array& fused, const std::string& layout, const char* n
 
 /// The gate and up projections of a layer; fused: w_up holds both.
 inline Halves gate_and_up(const MaybeArray& w_gate, const MaybeArray& w_up, bool fused,
-                          const std::string& layout) {
+                          GateLayout layout) {
   if (fused && w_up.has_value()) return split(*w_up, layout, "w_up");
   return {view(w_gate, "w_up"), view(w_up, "w_up")};
 }

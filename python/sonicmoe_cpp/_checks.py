@@ -120,5 +120,5 @@ def number(name: str, value) -> None:
 
 
 def one_of(name: str, value, allowed) -> None:
-    if value not in allowed:
+    if value not in tuple(allowed):  # a value that cannot be hashed is refused too
         raise ValueError(f'{name} is "{value}", must be one of: {", ".join(allowed)}')

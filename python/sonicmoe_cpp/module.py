@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _checks, _ops
+from . import _checks
+from ._names import GATED
 from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_pairs
 from .lora import LoRA, lora_moe, new_factors
 from .routing import MODES, SCORES, route, router_losses, token_round
@@ -106,7 +107,7 @@ class MoE(nn.Module):
         self.z_coef = z_coef
 
         where = {"device": device, "dtype": dtype}
-        rows = intermediate_size * (2 if self.activation.name in _ops.GATED else 1)
+        rows = intermediate_size * (2 if self.activation.name in GATED else 1)
         self.router = nn.Linear(hidden_size, num_experts, bias=False, **where)
         self.w_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size, **where))
         self.w_down = nn.Parameter(

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from . import _checks, _ops
 from ._checks import Facts
+from ._names import ROUNDING, SCORE
 
-SCORES = ("softmax_after_topk", "softmax_before_topk", "sigmoid")
-MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
+SCORES = tuple(SCORE)
+MODES = tuple(ROUNDING)
 
 
 class Pairs(NamedTuple):
@@ -59,7 +60,7 @@ def _rule(logits: tuple, k, score, renormalize, scale, n_group, topk_group) -> t
     if n_group is not None:
         _checks.integer("n_group", n_group)
         _checks.integer("topk_group", topk_group)
-    return (k, score, bool(renormalize), float(scale), n_group or 0, topk_group or 0)
+    return (k, SCORE[score], bool(renormalize), float(scale), n_group or 0, topk_group or 0)
 
 
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
@@ -123,7 +124,7 @@ def token_round(
     if not isinstance(seed, Tensor):
         _checks.integer("seed", seed)
         seed = torch.full((), seed, dtype=torch.int64)
-    return _pairs(*_ops.call("token_round", *options, seed, tile, mode))
+    return _pairs(*_ops.call("token_round", *options, seed, tile, ROUNDING[mode]))
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:

@@ -261,7 +261,7 @@ def test_mixed_devices_are_refused():
 def test_operators_check_for_themselves():
     ops = torch.ops.sonicmoe_cpp
     x, ids, weights, w_up, w_down = arguments().values()
-    tail = ("ids", "swiglu", 0.0, 0.0, "concatenated")
+    tail = (0, 0, 0.0, 0.0, 0)  # ids, swiglu, its defaults, concatenated
     with pytest.raises(ValueError, match="w_up has 7 rows an expert, must be an even number"):
         ops.moe_inference(x, ids, None, weights, None, w_up[:, :7], w_down, None, None, *tail)
     with pytest.raises(ValueError, match="x has 1 dimensions, must have 2"):
@@ -269,5 +269,13 @@ def test_operators_check_for_themselves():
     with pytest.raises(ValueError, match=r"routing.weights has shape \(6, 1\)"):
         bad = weights[:, :1]
         ops.moe_inference(x, ids, None, bad, None, w_up, w_down, None, None, *tail)
-    with pytest.raises(ValueError, match="form is"):
-        ops.moe_inference(x, ids, None, weights, None, w_up, w_down, None, None, "rows", *tail[1:])
+    layer = (x, ids, None, weights, None, w_up, w_down, None, None)
+    for position, name, last in ((0, "form", 2), (1, "activation", 9), (4, "gate_layout", 1)):
+        for number in (-1, last + 1, 2**40):
+            options = [*tail[:position], number, *tail[position + 1 :]]
+            with pytest.raises(ValueError, match=f"{name} is {number}, must be from 0 to {last}"):
+                ops.moe_inference(*layer, *options)
+    with pytest.raises(ValueError, match="score is 3, must be from 0 to 2"):
+        ops.route(weights, None, 1, 3, False, 1.0, 0, 0)
+    with pytest.raises(ValueError, match="mode is 6, must be from 0 to 5"):
+        ops.token_round(weights, None, 1, 0, False, 1.0, 0, 0, torch.tensor(0), 4, 6)
