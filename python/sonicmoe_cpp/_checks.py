@@ -7,6 +7,7 @@ library checks the rest (ranges, options, overlapping weights) with sentences of
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from typing import NamedTuple
 
@@ -30,6 +31,16 @@ class Facts(NamedTuple):
 def tensor(name: str, value) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {type(value).__name__}, must be a torch.Tensor")
+    not_distributed(name, value)
+
+
+def not_distributed(name: str, value) -> None:
+    """Refuses a DTensor, without importing torch.distributed to know one."""
+    if type(value).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor, must be a plain torch.Tensor: pass {name}.to_local(), or shard "
+            "the module by fully_shard, which gathers its parameters before forward"
+        )
 
 
 def given(name: str, value) -> None:
@@ -117,6 +128,20 @@ def integer(name: str, value) -> None:
 def number(name: str, value) -> None:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {type(value).__name__}, must be a number")
+
+
+def finite(name: str, value) -> None:
+    number(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, must be finite")
+
+
+def seed(name: str, value) -> int:
+    """A seed of 64 bits as the int64 with the same bits."""
+    integer(name, value)
+    if not 0 <= value < 2**64:
+        raise ValueError(f"{name} is {value}, must be from 0 to 2^64 - 1")
+    return value if value < 2**63 else value - 2**64
 
 
 def one_of(name: str, value, allowed) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _checks, _library
 from ._names import ACTIVATION, FORM, GATED, ROUNDING
 from ._names import UNGATED as UNGATED
 
@@ -302,7 +302,7 @@ DERIVATIVES = {
 }
 
 
-def _by_name(name: str, function):
+def by_name(name: str, function):
     """`function` of one object that has the operator's arguments as attributes."""
     names = [argument.name for argument in _arguments(name)]
 
@@ -316,7 +316,7 @@ def _by_name(name: str, function):
 def register() -> None:
     """Tells torch about fakes and derivatives, once the library has been loaded."""
     for name, fake in FAKES.items():
-        torch.library.register_fake(f"sonicmoe_cpp::{name}", _by_name(name, fake))
+        torch.library.register_fake(f"sonicmoe_cpp::{name}", by_name(name, fake))
     for name, (setup, backward) in DERIVATIVES.items():
         torch.library.register_autograd(f"sonicmoe_cpp::{name}", backward, setup_context=setup)
 
@@ -335,6 +335,8 @@ def _kernel(name: str):
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*arguments)
         except RuntimeError as error:
+            for argument, value in zip(_arguments(name), arguments, strict=False):
+                _checks.not_distributed(argument.name, value)
             sentence = str(error)
             if sentence.startswith(UNSUPPORTED):
                 raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
