@@ -65,10 +65,13 @@ void implement(torch::stable::detail::StableLibrary& m) {
 
 STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   using namespace sonicmoe_torch;
-  const auto def = [&m](const char* name, const std::string& arguments, const char* results) {
-    m.def((name + ("(" + arguments) + ") -> " + results).c_str());
+  const auto def = [&m](const char* name, const std::string& arguments,
+                        const std::string& results) {
+    std::string schema = name;
+    schema.append("(").append(arguments).append(") -> ").append(results);
+    m.def(schema.c_str());
   };
-  const std::string pairs = "(" + PairArrays::schema() + ")";
+  const std::string pairs = std::string("(").append(PairArrays::schema()).append(")");
 
   def("version", "", "str");
   def("cuda_problem", DeviceCall::schema(), "str");
@@ -82,9 +85,9 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("grouped_gemm_k", GroupedGemmCall::schema(), "Tensor");
   def("route", RouteCall::schema(), "(Tensor weights, Tensor ids)");
   def("route_backward", RouteBackwardCall::schema(), "Tensor");
-  def("token_round", RoundCall::schema(), pairs.c_str());
+  def("token_round", RoundCall::schema(), pairs);
   def("token_round_backward", RoundBackwardCall::schema(), "Tensor");
-  def("expert_choice", ExpertChoiceCall::schema(), pairs.c_str());
+  def("expert_choice", ExpertChoiceCall::schema(), pairs);
   def("expert_choice_backward", ExpertChoiceBackwardCall::schema(), "Tensor");
   def("router_losses", LossesCall::schema(), "(Tensor values, Tensor tokens_per_expert)");
   def("router_losses_backward", LossesBackwardCall::schema(), "Tensor");

@@ -330,7 +330,7 @@ class MoE(nn.Module):
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
         """(out, what router_losses gives)."""
         tokens_each = -(-rows.shape[0] * self.top_k // self.num_experts)
-        pairs = expert_choice(logits, torch.sym_max(tokens_each, 1))
+        pairs = expert_choice(logits, max(1, tokens_each))
         if padding is not None:  # an expert with too few tokens takes padding: such a pair is empty
             fills = padding.flatten()[pairs.token.clamp(min=0).long()]
             pairs = pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
