@@ -1,10 +1,11 @@
-// The grouped GEMMs as operators. Rows past the last offset are not written: callers skip them.
+// The grouped GEMMs as operators. Rows past the last offset are not written, and callers must
+// not read them.
 #pragma once
 
 #include <cstdint>
 
 #include "arguments.h"
-#include "place.h"
+#include "device_scope.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "views.h"
 
@@ -21,7 +22,7 @@ struct GroupedGemmCall {
 
 /// a (rows, k), b (E, n, k) -> (R, n)
 inline Array grouped_gemm(GroupedGemmCall& call) {
-  const Place place(call.a);
+  const DeviceScope device(call.a);
   expect_rank(call.a, 2, "a");
   expect_rank(call.b, 3, "b");
   const Array a = readable_rows(call.a);
@@ -34,15 +35,15 @@ inline Array grouped_gemm(GroupedGemmCall& call) {
   args.offsets = view(call.offsets, "offsets");
   args.gather = view(call.gather, "gather");
   const Scratch scratch(a,
-                        sonicmoe::grouped_gemm_scratch_bytes(rows, call.b.size(0), place.exec()));
+                        sonicmoe::grouped_gemm_scratch_bytes(rows, call.b.size(0), device.exec()));
   args.scratch = scratch.buffer();
-  sonicmoe::grouped_gemm(args, place.exec());
+  sonicmoe::grouped_gemm(args, device.exec());
   return d;
 }
 
 /// a (rows, m), b (R, n) -> (E, m, n); zero for experts without rows
 inline Array grouped_gemm_k(GroupedGemmCall& call) {
-  const Place place(call.a);
+  const DeviceScope device(call.a);
   expect_rank(call.a, 2, "a");
   expect_rank(call.b, 2, "b");
   expect_rank(call.offsets, 1, "offsets");
@@ -56,9 +57,9 @@ inline Array grouped_gemm_k(GroupedGemmCall& call) {
   args.offsets = view(call.offsets, "offsets");
   args.gather = view(call.gather, "gather");
   const Scratch scratch(a,
-                        sonicmoe::grouped_gemm_scratch_bytes(b.size(0), d.size(0), place.exec()));
+                        sonicmoe::grouped_gemm_scratch_bytes(b.size(0), d.size(0), device.exec()));
   args.scratch = scratch.buffer();
-  sonicmoe::grouped_gemm_k(args, place.exec());
+  sonicmoe::grouped_gemm_k(args, device.exec());
   return d;
 }
 

@@ -1,12 +1,12 @@
-// Where gate and up lie in H, as an operator.
+// An operator that says where gate and up are in H.
 #pragma once
 
 #include <cstdint>
 #include <tuple>
 
 #include "arguments.h"
+#include "device_scope.h"
 #include "layer.h"
-#include "place.h"
 #include "sonicmoe/moe.h"
 #include "views.h"
 
@@ -24,7 +24,7 @@ struct HViewsCall {
 
 /// (where up begins, stride of rows, stride of columns) in elements; gate begins at 0.
 inline std::tuple<std::int64_t, std::int64_t, std::int64_t> h_views(HViewsCall& a) {
-  const Place place(a.h);
+  const DeviceScope device(a.h);
   expect_rank(a.h, 2, "h");
   expect_rank(a.w_up, 3, "w_up");
   sonicmoe::Problem problem;
@@ -40,7 +40,7 @@ inline std::tuple<std::int64_t, std::int64_t, std::int64_t> h_views(HViewsCall& 
   sonicmoe::Weights weights;
   weights.gate = first.gate;
   weights.up = first.up;
-  const auto views = sonicmoe::h_views(problem, weights, lend(a.h), place.exec());
+  const auto views = sonicmoe::h_views(problem, weights, lend(a.h), device.exec());
   const auto bytes = static_cast<char*>(views.up.data) - static_cast<char*>(a.h.data_ptr());
   return {bytes / sonicmoe::dtype_bytes(problem.dtype), views.up.stride[0], views.up.stride[1]};
 }

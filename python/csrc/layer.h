@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "arguments.h"
-#include "place.h"
+#include "device_scope.h"
 #include "sonicmoe/moe.h"
 #include "views.h"
 
@@ -117,14 +117,14 @@ inline Call call_of(Layer& a) {
 }
 
 inline Array moe_inference(Layer& a) {
-  const Place place(a.x);
+  const DeviceScope device(a.x);
   const Call c = call_of(a);
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kInference, place.exec());
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kInference, device.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   const Scratch scratch(a.x, sizes.scratch_bytes);
   sonicmoe::moe_forward(c.problem,
                         {c.x, c.routing, c.weights, view(out, "out"), {}, {}, scratch.buffer()},
-                        place.exec());
+                        device.exec());
   return out;
 }
 
@@ -138,24 +138,25 @@ struct MainGradients {
 };
 using ForwardCall = Joined<Layer, MainGradients>;
 
-/// Bytes of metadata kept for backward: the bound that every backend promises, so that the shape is
-/// known without asking one (fakes, symbolic T). _ops.py has the same formula.
+/// Bytes of metadata kept for backward: an upper limit that holds for every backend, so that fakes
+/// know the shape, with symbolic T too. _ops.py has the same formula.
 inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }
 
-/// The CPU's are cleared: what the backend leaves untouched must not differ between a run and its
-/// recomputation. On CUDA that would be one more kernel, for bytes that no one compares.
+/// Memory for that metadata. It is cleared on the CPU, whose backend does not write all of it: a
+/// recomputed forward (activation checkpointing) is to give equal bytes. On CUDA clearing would
+/// take one more kernel.
 inline Array new_metadata(const Array& like, std::int64_t bytes) {
   if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
   return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
 }
 
 inline std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
-  const Place place(a.x);
+  const DeviceScope device(a.x);
   const Call c = call_of(a);
   const Array& x = a.x;
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kForward, place.exec());
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kForward, device.exec());
   const std::int64_t rows = sonicmoe::row_capacity(c.problem);
   const std::int64_t width = sonicmoe::gate_factor(c.problem.activation.kind) * c.problem.width;
   Array out = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
@@ -165,7 +166,7 @@ inline std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
   sonicmoe::moe_forward(
       c.problem,
       {c.x, c.routing, c.weights, view(out, "out"), lend(h), lend(saved), scratch.buffer()},
-      place.exec());
+      device.exec());
   return {out, h, saved};
 }
 
@@ -201,10 +202,10 @@ inline MaybeArray gradient_of_x(const BackwardCall& a) {
 
 inline void run_backward(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
                          const MaybeArray& dweights, sonicmoe::GradMode mode) {
-  const Place place(a.x);
+  const DeviceScope device(a.x);
   const Call c = call_of(a);
   a.dout = readable_rows(a.dout);
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, place.exec());
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, device.exec());
   const Scratch scratch(a.x, sizes.scratch_bytes);
   sonicmoe::BackwardArgs args;
   args.x = c.x;
@@ -218,7 +219,7 @@ inline void run_backward(BackwardCall& a, const sonicmoe::Weights& grads, const 
   args.dweights = view(dweights, "dweights");
   args.grads = grads;
   args.grad_mode = mode;
-  sonicmoe::moe_backward(c.problem, args, place.exec());
+  sonicmoe::moe_backward(c.problem, args, device.exec());
 }
 
 using LayerGradients = std::tuple<Array, Array, Array, Array, Array, Array, Array>;

@@ -11,10 +11,10 @@
 
 #include "arguments.h"
 #include "boxing.h"
+#include "device_scope.h"
 #include "grouped_gemm.h"
 #include "h_views.h"
 #include "layer.h"
-#include "place.h"
 #include "routing.h"
 #include "sonicmoe/version.h"
 
@@ -99,6 +99,6 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CompositeExplicitAutograd, m) {
   m.impl("cuda_problem", &box<&cuda_problem>);
 }
 
-// One function serves both: the backend is that of the tensors (place.h).
+// One function serves both: the backend is that of the tensors (device_scope.h).
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CPU, m) { sonicmoe_torch::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CUDA, m) { sonicmoe_torch::implement(m); }

@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "arguments.h"
-#include "place.h"
+#include "device_scope.h"
 #include "sonicmoe/routing.h"
 #include "views.h"
 
@@ -48,12 +48,12 @@ inline Array like_logits(const Array& logits) {
 
 inline std::tuple<Array, Array> route(RouteCall& a) {
   const sonicmoe::RouteOptions options = options_of(a);
-  // A k that the library is about to refuse must not size an allocation first.
+  // The library refuses a bad k below: do not allocate by it.
   const std::int64_t slots = a.k > 0 && a.k <= a.logits.size(1) ? a.k : 1;
   Array ids = empty(a.logits, {a.logits.size(0), slots}, ScalarType::Long);
   Array weights = empty(a.logits, {a.logits.size(0), slots}, score_dtype(a.logits));
   sonicmoe::route(options, view(a.logits, "logits"), view(ids, "ids"), view(weights, "weights"),
-                  Place(a.logits).exec());
+                  DeviceScope(a.logits).exec());
   return {weights, ids};
 }
 
@@ -69,11 +69,11 @@ inline Array route_backward(RouteBackwardCall& a) {
   Array dlogits = like_logits(a.logits);
   sonicmoe::route_backward(options_of(a), view(a.logits, "logits"), view(a.ids, "ids"),
                            view(a.dweights, "dweights"), view(dlogits, "dlogits"),
-                           Place(a.logits).exec());
+                           DeviceScope(a.logits).exec());
   return dlogits;
 }
 
-/// Weights come first, as in every operator here: what is differentiable stands before indices.
+/// The weight is first: torch's derivatives are of the first result (_ops.py).
 #define SONICMOE_PAIRS(ARGUMENT) \
   ARGUMENT(Array, weight)        \
   ARGUMENT(Array, token)         \
@@ -121,14 +121,14 @@ inline sonicmoe::RoundOptions options_of(const RoundCall& a) {
 inline std::tuple<Array, Array, Array, Array> token_round(RoundCall& a) {
   const sonicmoe::RoundOptions options = options_of(a);
   const Array& logits = a.logits;
-  const Place place(logits);
+  const DeviceScope device(logits);
   const std::int64_t tokens = logits.size(0);
   const std::int64_t experts = logits.size(1);
   const PairArrays pairs = new_pairs(logits, sonicmoe::round_capacity(options, tokens, experts));
   const Scratch scratch(logits,
-                        sonicmoe::round_scratch_bytes(options, tokens, experts, place.exec()));
+                        sonicmoe::round_scratch_bytes(options, tokens, experts, device.exec()));
   sonicmoe::token_round(options, view(logits, "logits"), pairs.views(), scratch.buffer(),
-                        place.exec());
+                        device.exec());
   return pairs.results();
 }
 
@@ -141,13 +141,13 @@ using RoundBackwardCall = Joined<PairGradient, PairArrays, RoundCall>;
 inline Array token_round_backward(RoundBackwardCall& a) {
   const sonicmoe::RoundOptions options = options_of(a);
   const Array& logits = a.logits;
-  const Place place(logits);
+  const DeviceScope device(logits);
   Array dlogits = like_logits(logits);
-  const Scratch scratch(
-      logits, sonicmoe::round_scratch_bytes(options, logits.size(0), logits.size(1), place.exec()));
+  const Scratch scratch(logits, sonicmoe::round_scratch_bytes(options, logits.size(0),
+                                                              logits.size(1), device.exec()));
   sonicmoe::token_round_backward(options, view(logits, "logits"), a.views(),
                                  view(a.dweight, "dweight"), view(dlogits, "dlogits"),
-                                 scratch.buffer(), place.exec());
+                                 scratch.buffer(), device.exec());
   return dlogits;
 }
 
@@ -162,11 +162,11 @@ inline std::tuple<Array, Array, Array, Array> expert_choice(ExpertChoiceCall& a)
   expect_rank(a.logits, 2, "logits");
   const std::int64_t each = std::max<std::int64_t>(0, std::min(a.capacity, a.logits.size(0)));
   const PairArrays pairs = new_pairs(a.logits, a.logits.size(1) * each);
-  const Place place(a.logits);
+  const DeviceScope device(a.logits);
   const Scratch scratch(a.logits, sonicmoe::expert_choice_scratch_bytes(
-                                      a.logits.size(0), a.logits.size(1), place.exec()));
+                                      a.logits.size(0), a.logits.size(1), device.exec()));
   sonicmoe::expert_choice(view(a.logits, "logits"), a.capacity, pairs.views(), scratch.buffer(),
-                          place.exec());
+                          device.exec());
   return pairs.results();
 }
 
@@ -178,11 +178,11 @@ using ExpertChoiceBackwardCall = Joined<PairGradient, PairArrays, Logits>;
 
 inline Array expert_choice_backward(ExpertChoiceBackwardCall& a) {
   Array dlogits = like_logits(a.logits);
-  const Place place(a.logits);
+  const DeviceScope device(a.logits);
   const Scratch scratch(a.logits, sonicmoe::expert_choice_scratch_bytes(
-                                      a.logits.size(0), a.logits.size(1), place.exec()));
+                                      a.logits.size(0), a.logits.size(1), device.exec()));
   sonicmoe::expert_choice_backward(view(a.logits, "logits"), a.views(), view(a.dweight, "dweight"),
-                                   view(dlogits, "dlogits"), scratch.buffer(), place.exec());
+                                   view(dlogits, "dlogits"), scratch.buffer(), device.exec());
   return dlogits;
 }
 
@@ -197,12 +197,12 @@ inline std::tuple<Array, Array> router_losses(LossesCall& a) {
   const sonicmoe::RouteOptions options = options_of(a);
   Array values = empty(logits, {2}, score_dtype(logits));
   Array counts = empty(logits, {logits.size(1)}, ScalarType::Long);
-  const Place place(logits);
+  const DeviceScope device(logits);
   const Scratch scratch(
-      logits, sonicmoe::router_losses_scratch_bytes(logits.size(0), logits.size(1), place.exec()));
+      logits, sonicmoe::router_losses_scratch_bytes(logits.size(0), logits.size(1), device.exec()));
   sonicmoe::router_losses(options, view(logits, "logits"), view(a.ids, "ids"),
                           {view(values, "values"), view(counts, "tokens_per_expert")},
-                          scratch.buffer(), place.exec());
+                          scratch.buffer(), device.exec());
   return {values, counts};
 }
 
@@ -218,7 +218,7 @@ inline Array router_losses_backward(LossesBackwardCall& a) {
   Array dlogits = like_logits(a.logits);
   sonicmoe::router_losses_backward(
       options_of(a), view(a.logits, "logits"), view(a.tokens_per_expert, "tokens_per_expert"),
-      view(a.dvalues, "dvalues"), view(dlogits, "dlogits"), Place(a.logits).exec());
+      view(a.dvalues, "dvalues"), view(dlogits, "dlogits"), DeviceScope(a.logits).exec());
   return dlogits;
 }
 

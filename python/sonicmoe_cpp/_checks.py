@@ -21,7 +21,7 @@ INDICES = (torch.int32, torch.int64)
 
 
 class Facts(NamedTuple):
-    """What a tensor is, apart from its values: whatever the checks below look at."""
+    """The properties of a tensor that the checks below look at."""
 
     dtype: torch.dtype
     device: torch.device
@@ -49,8 +49,8 @@ def given(name: str, value) -> None:
 
 
 def keys(names: tuple, values: tuple) -> tuple:
-    """The Facts of every tensor as plain tuples, which take a fraction of the time to make; None
-    stays None."""
+    """The Facts of every tensor as plain tuples, which are made in a fraction of the time; None for
+    None."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -63,8 +63,8 @@ def keys(names: tuple, values: tuple) -> tuple:
 
 
 def remembered(check):
-    """`check`, asked once for equal facts: a layer sees the same ones at every step. What it
-    refuses is not remembered, and neither is anything in a graph, where sizes may be symbolic."""
+    """`check` with a cache of its results: a layer has equal facts at every step. Refusals are not
+    cached, and nothing is while a graph is traced, where sizes may be symbolic."""
     cached = functools.lru_cache(maxsize=1024, typed=True)(check)
 
     @functools.wraps(check)
@@ -73,7 +73,7 @@ def remembered(check):
             return check(*arguments)
         try:
             return cached(*arguments)
-        except TypeError:  # refused, or facts that cannot be looked up: no string, say
+        except TypeError:  # refused, or an argument that cannot be hashed
             return check(*arguments)
 
     return run
@@ -112,7 +112,7 @@ def on_device(name: str, value: Facts | Tensor, x: Facts | Tensor) -> None:
 
 
 def supported(device: torch.device) -> None:
-    # Devices are not asked about in a graph: what has no kernel is refused when it runs.
+    # Not while a graph is traced: a device without kernels is refused when the graph runs.
     if torch.compiler.is_compiling() and _library.PROBLEM is None:
         return
     reason = _library.unsupported_reason(device)

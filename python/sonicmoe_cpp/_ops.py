@@ -1,4 +1,5 @@
-"""What torch must know beyond the kernels: shapes of results (fakes) and derivatives."""
+"""What operators need beside their kernels, fakes (the shapes of results) and derivatives, and how
+they are called."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ._names import ACTIVATION, FORM, GATED, ROUNDING
 from ._names import UNGATED as UNGATED
 
 ops = torch.ops.sonicmoe_cpp
-# What the operators put before the sentence of a request that they cannot serve (boxing.h).
+# A message that begins so stands for a NotImplementedError (boxing.h).
 UNSUPPORTED = "NotImplementedError: "
 _GATED_NUMBERS = frozenset(ACTIVATION[name] for name in GATED)
 
@@ -27,7 +28,7 @@ def _arguments(name: str) -> list:
 LAYER = [argument.name for argument in _arguments("moe_inference")]
 LAYER_TENSORS = [a.name for a in _arguments("moe_inference") if "Tensor" in str(a.type)]
 OPTIONS = LAYER[len(LAYER_TENSORS) :]
-# What a derivative is taken in, with its position among the arguments and its bit in `needs`.
+# The arguments that have a derivative, their positions, and their bits in `needs`.
 DIFFERENTIABLE = [name for name in LAYER_TENSORS if name not in ("index", "second")]
 _POSITIONS = tuple(LAYER.index(name) for name in DIFFERENTIABLE)
 NEEDS = {name: 1 << LAYER.index(name) for name in DIFFERENTIABLE}
@@ -64,7 +65,7 @@ def _fake_forward(a):
 def _fake_gradient(a, name: str) -> Tensor:
     value = getattr(a, name)
     if value is None or not a.needs & NEEDS[name]:
-        # Stands for a gradient that nobody asked for; in host memory, as in views.h.
+        # A gradient that is not wanted: nothing() in views.h.
         return torch.empty((0,), dtype=a.x.dtype, device="cpu")
     if name == "x":
         return value.new_empty(value.shape)
@@ -87,7 +88,7 @@ def _fake_backward_accumulate(a):
 
 @functools.cache
 def _needs(wanted: tuple) -> int:
-    """The bits of the gradients that are wanted: a truth for each of DIFFERENTIABLE."""
+    """`needs` of the operators; wanted[i] says whether DIFFERENTIABLE[i] needs its gradient."""
     return sum(bit for bit, want in zip(NEEDS.values(), wanted, strict=True) if want)
 
 
@@ -106,8 +107,8 @@ def _gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tupl
 
 
 def _setup_layer(ctx, inputs, output):
-    # Main gradients are kept by reference: another backward may add to them in between, which
-    # saved tensors would take for an error.
+    # Not save_for_backward: another backward may add to main gradients before this one runs, and
+    # autograd refuses saved tensors that have changed.
     ctx.main_gradients = inputs[len(LAYER) :]
     ctx.options = inputs[len(LAYER_TENSORS) : len(LAYER)]
     _, h, saved = output
@@ -234,13 +235,13 @@ def _fake_grouped_gemm_k(a):
 
 
 def _begin(ctx, inputs) -> None:
-    # Else autograd fills a zero gradient for every unused output, H's size among them.
+    # Without this, autograd makes a zero gradient for every unused output, one as large as H.
     ctx.set_materialize_grads(False)
     ctx.inputs = len(inputs)
 
 
 def _of_first_output(setup, backward):
-    """A derivative in the first output alone: the others are not differentiable."""
+    """setup and backward of an operator whose first output alone is differentiable."""
 
     def setup_once(ctx, inputs, output):
         _begin(ctx, inputs)
@@ -256,7 +257,7 @@ def _of_first_output(setup, backward):
 
 
 def _once(name: str):
-    """A backward that refuses to be differentiated, by a sentence instead of a missing kernel."""
+    """The derivative of a backward: a refusal that says so."""
 
     def setup(ctx, inputs, output):
         ctx.arguments = len(inputs)
@@ -346,11 +347,11 @@ def _kernel(name: str):
 
 
 def _function(name: str, forward, backward):
-    """What records a call, as register_autograd would make it: that costs the host several times as
-    much, so only graphs take it."""
+    """The call of an autograd.Function. register_autograd makes one too, which costs the host
+    several times as much: only graphs use that."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), parts)
-    # Past the Python of Function.apply, which serves functorch's transforms.
+    # Skips the Python part of Function.apply, which only functorch's transforms need.
     plain = super(torch.autograd.Function, function).apply
 
     def apply(*arguments):
@@ -429,17 +430,17 @@ def _recorded_route():
     return _function("route", forward, backward)
 
 
-# The functions below run at every step of everybody's training: no generators, no helpers that one
-# `if` can stand for.
+# The functions below run in every call, where each generator and each further function would add to
+# the time on the host.
 
 
 def may_autocast() -> bool:
-    """Whether autocast may be enabled for any device; a graph has to ask for the one."""
+    """Whether autocast may be enabled for some device; always true in a graph."""
     return torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
 
 
 def records(*arguments) -> bool:
-    """Whether a call with these arguments is one to differentiate."""
+    """Whether autograd is to record a call with these arguments."""
     if torch.is_grad_enabled():
         for a in arguments:
             if isinstance(a, Tensor) and a.requires_grad:

@@ -25,10 +25,10 @@ class Activation(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the facts of a call lead to."""
+    """What follows from the dtypes, shapes and options of a call."""
 
     options: tuple  # the values of _ops.OPTIONS
-    scores: torch.dtype  # that routing weights are cast to
+    scores: torch.dtype  # routing weights are cast to it
 
 
 def _activation(value) -> Activation:
@@ -170,7 +170,7 @@ def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, where it is enabled for the device of x, casts to."""
+    """The dtype that autocast casts to, None where it is not enabled for the device of x."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -192,8 +192,8 @@ def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
 
 def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum) -> Tensor:
     """routing is (index, second, weights), experts (w_up, w_down, b_up, b_down), style (activation,
-    gate_layout). What costs time here costs it in every call: all that can be known from dtypes,
-    devices and shapes is in _plan, which remembers."""
+    gate_layout). This runs in every call: what depends on dtypes, devices and shapes alone is in
+    _plan, whose results are cached."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
     w_up, w_down, b_up, b_down = experts

@@ -388,7 +388,8 @@ class MoE(nn.Module):
         if self.shared_experts > 0:
             out = self._add_shared(out, rows, padding)
         load_balancing, z, counts = losses
-        load_balancing, z = load_balancing * factor.prod(), z * factor.prod()
+        factor = factor.prod()
+        load_balancing, z = load_balancing * factor, z * factor
         loss = self.lb_coef * load_balancing + self.z_coef * z
         # No view: FSDP2 hangs a hook on what a module returns, which a view would lose.
         out = torch.ops.aten._unsafe_view(out, x.shape)

@@ -1,4 +1,4 @@
-"""Who goes to which expert: top-k, token rounding, expert choice, and the router's losses."""
+"""Routing by top-k, token rounding and expert choice, and the router's losses."""
 
 from __future__ import annotations
 
