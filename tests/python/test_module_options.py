@@ -78,6 +78,14 @@ def test_a_nan_of_the_router_shows_everywhere(options):
     assert module.router.weight.grad.isnan().all()
 
 
+def test_a_nan_shows_beside_low_rank_factors():
+    module, x = make(dtype=torch.float32)
+    module.add_lora(2, 4.0)
+    x[3, 5] = math.nan
+    out, aux = module(x)
+    assert out[3].isnan().all() and out[:3].isfinite().all() and aux.loss.isnan()
+
+
 @each
 def test_infinite_logits_are_no_nan(options):
     module, x = make(dtype=torch.float32, z_coef=0.0, **options)
