@@ -34,9 +34,13 @@ def tensor(name: str, value) -> None:
     not_distributed(name, value)
 
 
+def is_distributed(value) -> bool:
+    """Whether it is a DTensor, without importing torch.distributed."""
+    return type(value).__name__ == "DTensor"
+
+
 def not_distributed(name: str, value) -> None:
-    """Refuses a DTensor, without importing torch.distributed to know one."""
-    if type(value).__name__ == "DTensor":
+    if is_distributed(value):
         raise TypeError(
             f"{name} is a DTensor, must be a plain torch.Tensor: pass {name}.to_local(), or shard "
             "the module by fully_shard, which gathers its parameters before forward"

@@ -62,14 +62,18 @@ def _one_or_nan(logits: Tensor) -> Tensor:
 
 
 class Router(nn.Linear):
-    """A Linear without bias that computes in `compute_dtype`, also under autocast and where its
-    weight has another dtype (after module.bfloat16(), or gathered so by FSDP2)."""
+    """A Linear without bias. With a compute_dtype it computes in that one, also under autocast and
+    where its weight has another dtype (after module.bfloat16(), or gathered so by FSDP2)."""
 
-    def __init__(self, hidden_size: int, num_experts: int, compute_dtype: torch.dtype, device):
-        super().__init__(hidden_size, num_experts, bias=False, device=device, dtype=compute_dtype)
+    def __init__(self, hidden_size: int, num_experts: int, compute_dtype=None, **where):
+        super().__init__(hidden_size, num_experts, bias=False, **where)
         self.compute_dtype = compute_dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        if not _checks.is_distributed(x):
+            _checks.not_distributed("router.weight", self.weight)
+        if self.compute_dtype is None:
+            return F.linear(x, self.weight)
         x, weight = x.to(self.compute_dtype), self.weight.to(self.compute_dtype)
         if autocast_dtype(x) is None:
             return F.linear(x, weight)
@@ -92,7 +96,7 @@ class MoE(nn.Module):
     evaluation: a token's experts depend on the other tokens, so it is not for causal decoding.
 
     router_dtype: the router's parameter and its products have this dtype (fp32 beside bf16
-    experts), whatever autocast says.
+    experts), whatever autocast says. FSDP2 groups have one dtype: fully_shard(module.router) first.
     shared_experts: this many further experts, without biases, that take every token.
     selection_bias=True: a buffer selection_bias (E,) fp32 takes part in the selection of
     score="sigmoid"; update_selection_bias() balances the experts through it, without a loss.
@@ -181,10 +185,8 @@ class MoE(nn.Module):
         num_experts, hidden_size = self.num_experts, self.hidden_size
         intermediate_size = self.intermediate_size
         rows = self.intermediate_size * (2 if self.activation.name in GATED else 1)
-        if router_dtype is None:
-            self.router = nn.Linear(hidden_size, num_experts, bias=False, **where)
-        else:
-            self.router = Router(hidden_size, num_experts, router_dtype, where["device"])
+        of_router = where if router_dtype is None else where | {"dtype": router_dtype}
+        self.router = Router(hidden_size, num_experts, router_dtype, **of_router)
         self.w_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size, **where))
         self.w_down = nn.Parameter(
             torch.empty(num_experts, hidden_size, intermediate_size, **where)
@@ -293,7 +295,6 @@ class MoE(nn.Module):
         _checks.tensor("x", x)
         for name in ("w_up", "w_down"):
             _checks.not_distributed(name, getattr(self, name))
-        _checks.not_distributed("router.weight", self.router.weight)
         if x.dtype != self.w_up.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"x has dtype {_checks.names([x.dtype])}, must be the module's "

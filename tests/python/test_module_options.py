@@ -346,6 +346,19 @@ def test_fsdp2_gets_no_views(one_rank):
     (out.sum() + aux.loss).backward()
 
 
+def test_fsdp2_with_a_router_of_its_own_dtype(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    module, x = make(router_dtype=torch.float32, score="sigmoid", selection_bias=True)
+    want, _ = module(x)
+    fully_shard(module.router, mesh=one_rank)
+    fully_shard(module, mesh=one_rank)
+    out, aux = module(x)
+    assert torch.equal(out, want) and aux.logits.dtype == torch.float32
+    (out.float().sum() + aux.loss).backward()
+    assert module.router.weight.grad.dtype == torch.float32
+
+
 def test_distributed_tensors_are_refused(one_rank):
     from torch.distributed.tensor import Replicate, distribute_tensor
 
