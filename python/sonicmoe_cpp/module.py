@@ -392,6 +392,6 @@ class MoE(nn.Module):
         factor = factor.prod()
         load_balancing, z = load_balancing * factor, z * factor
         loss = self.lb_coef * load_balancing + self.z_coef * z
-        # No view: FSDP2 hangs a hook on what a module returns, which a view would lose.
-        out = torch.ops.aten._unsafe_view(out, x.shape)
+        if x.dim() != 2:  # not a view: FSDP2 hooks what a module returns, and views can lose hooks
+            out = torch.ops.aten._unsafe_view(out, x.shape)
         return out, MoEAux(loss, load_balancing, z, counts, logits)

@@ -86,6 +86,15 @@ def test_a_nan_shows_beside_low_rank_factors():
     assert out[3].isnan().all() and out[:3].isfinite().all() and aux.loss.isnan()
 
 
+@pytest.mark.slow
+def test_a_nan_survives_inductor():
+    torch._dynamo.reset()
+    module, x = make()
+    x[3, 5] = math.nan
+    out, aux = torch.compile(module, fullgraph=True)(x)
+    assert out.isnan().all(1).nonzero().tolist() == [[3]] and aux.loss.isnan()
+
+
 @each
 def test_infinite_logits_are_no_nan(options):
     module, x = make(dtype=torch.float32, z_coef=0.0, **options)
