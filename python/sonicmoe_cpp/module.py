@@ -56,8 +56,8 @@ def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
 
 
 def _one_or_nan(logits: Tensor) -> Tensor:
-    """(T, 1): NaN for a token that has a NaN among its logits, else 1. Routing takes a NaN for
-    -inf, so that without this factor a NaN would leave no trace in outputs and losses."""
+    """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) of a bias (E,). Routing
+    takes a NaN for -inf, so that without this factor one would leave no trace in the outputs."""
     return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
 
 
@@ -85,7 +85,8 @@ class MoE(nn.Module):
     """A router and E experts, K of them a token. forward(x) returns (out, MoEAux).
 
     A NaN among a token's logits (a NaN in x or in the router's weight) makes its output and the
-    losses NaN; the routing of the other tokens stays as it is.
+    losses NaN; the routing of the other tokens stays as it is. A NaN in the selection bias makes
+    every output NaN.
 
     routing="token_rounding" rounds every expert's tokens to multiples of `tile` by `rounding` while
     training; evaluation always uses plain top-k, and so do batches with T*K < E*tile/2 (with one
@@ -208,8 +209,13 @@ class MoE(nn.Module):
             )
 
     def _try_routing(self) -> None:
-        """Routes no tokens, so that the library refuses bad options here and not at the first
-        step."""
+        """Routes no tokens, so that bad options are refused here and not at the first step."""
+        if self.routing == "expert_choice":
+            default = {"score": SCORES[0], "renormalize": False, "scale": 1.0}
+            default |= {"n_group": None, "topk_group": None}
+            for name, value in self.route_options.items():
+                if value != default[name]:
+                    raise ValueError(f'{name} is {value}, but routing is "expert_choice"')
         if _library.PROBLEM is not None:
             return
         logits = torch.zeros(0, self.num_experts, device="cpu")
@@ -311,16 +317,24 @@ class MoE(nn.Module):
             _checks.shape("padding_mask", padding_mask, "x's shape without d", shape)
             _checks.on_device("padding_mask", padding_mask, x)
 
-    def _top_k(self, rows, logits, factor, options: dict, experts: dict) -> tuple[Tensor, Tensor]:
+    def _without(self, padding: Tensor | None, pairs: Pairs) -> Pairs:
+        """The pairs of padding emptied: an expert takes it where other tokens are too few."""
+        if padding is None:
+            return pairs
+        fills = padding.flatten()[pairs.token.clamp(min=0).long()]
+        return pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
+
+    def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict) -> tuple:
         """(out, ids) of top-k and token rounding; factor as of _one_or_nan."""
         ids, weights = route(logits, self.top_k, **options)
         if self._rounds(rows.shape[0]):
             rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
             pairs = token_round(logits, self.top_k, **rule, **options)
+            pairs = self._without(padding, pairs)
             out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
             return out * factor.to(out.dtype), ids
-        # Through the weights, of which there are fewer than outputs. A token whose logits are all
-        # NaN has no expert: it gets one, so that its weight reaches the output.
+        # The factor multiplies the routing weights, which are smaller than the output. A token with
+        # NaN alone among its logits has no expert: expert 0 takes it, so that its weights count.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
         if self.lora is None:
@@ -331,14 +345,11 @@ class MoE(nn.Module):
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
         """(out, what router_losses gives)."""
         tokens_each = -(-rows.shape[0] * self.top_k // self.num_experts)
-        pairs = expert_choice(logits, max(1, tokens_each))
-        if padding is not None:  # an expert with too few tokens takes padding: such a pair is empty
-            fills = padding.flatten()[pairs.token.clamp(min=0).long()]
-            pairs = pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
+        pairs = self._without(padding, expert_choice(logits, max(1, tokens_each)))
         out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
         counts = counted(pairs.expert.long(), self.num_experts)
         shares = counts / counts.sum().clamp(min=1)
-        losses = plain_losses(logits, shares, self.route_options["score"], padding)
+        losses = plain_losses(logits, shares, "softmax_before_topk", padding)
         return out, (*losses, counts)
 
     def _add_shared(self, out: Tensor, rows: Tensor, padding: Tensor | None) -> Tensor:
@@ -370,9 +381,14 @@ class MoE(nn.Module):
         if padding_mask is not None:
             padding = padding_mask.reshape(-1, 1)
             routed = logits.masked_fill(padding, -math.inf)
-        factor = _one_or_nan(routed)
         bias = self.selection_bias if selection_bias is None else selection_bias
         options = self.route_options | {"bias": bias}
+        factor = _one_or_nan(routed)
+        if bias is not None:
+            _checks.tensor("selection_bias", bias)
+            if self.routing == "expert_choice":
+                raise ValueError('selection_bias is given, but routing is "expert_choice"')
+            factor = factor * _one_or_nan(bias)
         experts = {"b_up": self.b_up, "b_down": self.b_down, "activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
         if grad_accum is not None:
@@ -383,7 +399,7 @@ class MoE(nn.Module):
             out, losses = self._expert_choice(rows, routed, padding, experts)
             out = out * factor.to(out.dtype)
         else:
-            out, ids = self._top_k(rows, routed, factor, options, experts)
+            out, ids = self._top_k(rows, routed, padding, factor, options, experts)
             known = options | {"padding": None if padding is None else padding.flatten()}
             losses = router_losses(logits, ids, **known)
         if self.shared_experts > 0:

@@ -86,6 +86,13 @@ def test_a_nan_shows_beside_low_rank_factors():
     assert out[3].isnan().all() and out[:3].isfinite().all() and aux.loss.isnan()
 
 
+def test_a_nan_of_the_selection_bias_shows_everywhere():
+    module, x = make(score="sigmoid", selection_bias=True)
+    module.selection_bias[2] = math.nan
+    out, aux = module(x)
+    assert out.isnan().all() and aux.loss.isnan()
+
+
 @pytest.mark.slow
 def test_a_nan_survives_inductor():
     torch._dynamo.reset()
@@ -152,6 +159,11 @@ def test_padding_is_not_computed(name):
     everything, losses = module(x, padding_mask=torch.ones_like(mask))
     assert (everything == 0).all() and losses.loss == 0
     assert (losses.tokens_per_expert == 0).all()
+    x[mask] = math.nan
+    again, losses = module(x, padding_mask=mask)
+    assert torch.equal(again, out) and losses.loss == aux.loss
+    again.sum().backward()
+    assert module.w_up.grad.isfinite().all() and module.w_down.grad.isfinite().all()
 
 
 def test_bad_padding_is_refused():
@@ -233,6 +245,12 @@ def test_expert_choice(device):
     with pytest.raises(NotImplementedError, match='routing is "expert_choice", low-rank factors'):
         module.add_lora(2, 4.0)
     assert module(x[:0])[0].shape == (0, D)
+    for refused in ({"score": "sigmoid"}, {"n_group": 2, "topk_group": 1}, {"scale": 2.0}):
+        name = next(iter(refused))
+        with pytest.raises(ValueError, match=f'{name} is .*, but routing is "expert_choice"'):
+            make(routing="expert_choice", **refused)
+    with pytest.raises(ValueError, match='selection_bias is given, but routing is "expert_choice"'):
+        module(x, selection_bias=torch.zeros(E, device=device))
 
 
 def test_router_losses_with_the_note_on_transformers():
@@ -257,8 +275,10 @@ def test_router_losses_with_the_note_on_transformers():
 @pytest.mark.parametrize("routing", ["topk", "expert_choice"])
 def test_all_together_in_one_graph(routing):
     torch._dynamo.reset()
-    options = {"router_dtype": torch.float32, "shared_experts": 1, "score": "sigmoid"}
-    module, _ = make(routing=routing, selection_bias=True, **options)
+    options = {"router_dtype": torch.float32, "shared_experts": 1}
+    if routing == "topk":
+        options |= {"score": "sigmoid", "selection_bias": True}
+    module, _ = make(routing=routing, **options)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (24, 40, 57):
         x = torch.randn(2, tokens, D, dtype=torch.bfloat16)
