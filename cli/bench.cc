@@ -9,6 +9,7 @@
 #include "command.h"
 #include "core/check_tensor.h"
 #include "cpu/threads.h"
+#include "gpu.h"
 #include "peak.h"
 #include "stopwatch.h"
 #include "target.h"
@@ -39,13 +40,17 @@ BenchRouting routing_from_name(const std::string& name) {
 struct Measurement {
   const char* pass;
   std::vector<double> seconds;
-  double flops = 0.0;     ///< of the rows that exist
-  double roofline = 0.0;  ///< seconds at the measured peak of this machine
+  double flops = 0.0;     ///< of the routed rows
+  double roofline = 0.0;  ///< seconds at the machine's peak; 0 where that is not known
 
   double median_seconds() const { return median(seconds); }
+  bool covers(const KernelCost& kernel) const {
+    return std::string_view(pass) == "both" ||
+           (std::string_view(pass) == "backward") == kernel.backward;
+  }
 };
 
-/// One kernel of the method beside its roofline; no flops and no roofline where the model has none.
+/// One kernel of the method beside its roofline; both are 0 where the cost model lacks the kernel.
 struct KernelTime {
   std::string name;
   double seconds = 0.0, flops = 0.0, roofline = 0.0;
@@ -54,20 +59,22 @@ struct KernelTime {
 struct Report {
   LayerShape shape;
   Machine machine;
+  std::size_t samples = 0;  ///< of the machine's peak, where it is measured
+  double steadiness = 1.0;  ///< of those samples
   std::int64_t rows = 0;
   std::int32_t threads = 0;
   verify::CaseResult check;
   std::vector<Measurement> passes;
   std::vector<KernelTime> kernels;
 
-  /// Rows that exist over T*K: what rounding leaves of flops and bytes.
+  /// Routed rows over T*K: rounding changes flops and bytes by this factor.
   double share() const {
     if (shape.tokens == 0) return 0.0;
     return static_cast<double>(rows) / static_cast<double>(shape.tokens * shape.top_k);
   }
 };
 
-// The same kernels on a slice that the oracle can follow: everything at most 64 wide and long.
+// The same kernels on a slice small enough for the oracle: d and n at most 64, T at most 200.
 verify::CaseResult check_slice(const Problem& problem, const Target& target) {
   verify::Case c;
   c.name = "slice";
@@ -96,48 +103,51 @@ void refuse_too_large(const Problem& problem, const Target& target) {
   }
 }
 
-// The roofline of a GPU is its data sheet's, that of a CPU is measured.
-Machine machine_of(DType dtype, const Target& target) {
-  if (!target.on_cuda()) return measured_cpu(dtype, target.exec);
-  const bool h200 = verify::device_info().name.find("H200") != std::string::npos;
-  return machine_from_name(h200 ? "h200" : "h100");
+// The data sheet's rates of the GPU; 0 for a board whose data sheet is not known.
+Machine gpu_machine() {
+  const std::string name = verify::device_info().name;
+  const std::string machine(machine_of_gpu(name));
+  if (!machine.empty()) return machine_from_name(machine);
+  Machine unknown;
+  unknown.name = name;
+  unknown.source = "no data sheet of \"" + name + "\" is known";
+  return unknown;
 }
 
-Measurement empty_measurement(bool backward, const Report& r, const Problem& problem) {
-  Measurement m{backward ? "backward" : "forward", {}};
-  for (const KernelCost& k : kernel_costs(problem, r.machine)) {
-    if (k.backward != backward) continue;
-    m.flops += k.flops * r.share();
-    m.roofline += k.seconds * r.share();
-  }
-  return m;
-}
+bool has_roofline(const Report& r) { return r.machine.flops_per_second > 0; }
 
-void measure(const Options& o, const BenchLayer& layer, const Problem& problem,
-             verify::Clock& clock, Report& report) {
+// How often a CPU's peak is sampled before the end.
+constexpr std::int32_t kPeakSamples = 3;
+
+// `peak` is null on CUDA.
+void measure(const Options& o, const BenchLayer& layer, verify::Clock& clock, CpuPeak* peak,
+             Report& report) {
   ProgressLine progress;
-  Measurement forward = empty_measurement(false, report, problem);
-  Measurement backward = empty_measurement(true, report, problem);
-  layer.forward();  // pages, caches and what backward reads
-  if (o.pass != "fwd") layer.backward();
+  Measurement forward{"forward", {}}, backward{"backward", {}};
+  const std::int32_t samples = peak == nullptr ? 1 : kPeakSamples;
+  const std::int32_t stride = (o.repeats + samples - 1) / samples;
   for (std::int32_t i = 0; i < o.repeats; ++i) {
     progress.show("measuring " + std::to_string(i + 1) + "/" + std::to_string(o.repeats));
+    if (i % stride == 0) {
+      if (peak != nullptr) peak->sample();
+      layer.forward();  // untimed: pages, caches and what backward reads
+      if (o.pass != "fwd") layer.backward();
+    }
     if (o.pass != "bwd") forward.seconds.push_back(seconds_of(clock, [&] { layer.forward(); }));
     if (o.pass != "fwd") backward.seconds.push_back(seconds_of(clock, [&] { layer.backward(); }));
   }
   if (o.pass != "bwd") report.passes.push_back(forward);
   if (o.pass != "fwd") report.passes.push_back(backward);
   if (o.pass != "both") return;
-  Measurement both{
-      "both", {}, forward.flops + backward.flops, forward.roofline + backward.roofline};
+  Measurement both{"both", {}};
   for (std::size_t i = 0; i < forward.seconds.size(); ++i) {
     both.seconds.push_back(forward.seconds[i] + backward.seconds[i]);
   }
   report.passes.push_back(both);
 }
 
-void measure_kernels(const Options& o, const BenchLayer& layer, const Problem& problem,
-                     verify::Clock& clock, Report& report) {
+void measure_kernels(const Options& o, const BenchLayer& layer, verify::Clock& clock,
+                     Report& report) {
   ProgressLine progress;
   progress.show("measuring every kernel");
   clock.restart();
@@ -149,15 +159,22 @@ void measure_kernels(const Options& o, const BenchLayer& layer, const Problem& p
     layer.backward(&times);
     times.finish_call();
   }
-  const std::vector<KernelCost> costs = kernel_costs(problem, report.machine);
   for (const std::string& name : times.names()) {
-    KernelTime k{name, times.median_seconds(name)};
-    for (const KernelCost& cost : costs) {
-      if (name != cost.name) continue;
-      k.flops = cost.flops * report.share();
-      k.roofline = cost.seconds * report.share();
+    report.kernels.push_back({name, times.median_seconds(name)});
+  }
+}
+
+// Fills in flops and rooflines. Runs last: the peak is sampled until the measurement ends.
+void add_costs(const Problem& problem, Report& report) {
+  for (const KernelCost& cost : kernel_costs(problem, report.machine)) {
+    const double flops = cost.flops * report.share();
+    const double seconds = has_roofline(report) ? cost.seconds * report.share() : 0.0;
+    for (Measurement& m : report.passes) {
+      if (m.covers(cost)) m.flops += flops, m.roofline += seconds;
     }
-    report.kernels.push_back(k);
+    for (KernelTime& k : report.kernels) {
+      if (k.name == cost.name) k.flops = flops, k.roofline = seconds;
+    }
   }
 }
 
@@ -170,24 +187,44 @@ Report run(const Options& o) {
   const Target target = target_from_options(o.backend, o.threads);
   Report report;
   report.shape = o.shape.resolve("laptop");
-  const Problem problem = problem_of(report.shape, dtype_from_name(o.layer.dtype.c_str()),
+  const Problem problem = problem_of(report.shape, o.layer.layer_dtype(),
                                      {activation_from_name(o.layer.activation.c_str())});
   refuse_too_large(problem, target);
   ProgressLine progress;
   progress.show("checking a slice against the oracle");
   report.check = check_slice(problem, target);
   if (!report.check.passed()) return report;
-  progress.show("measuring the peak of this machine");
-  report.machine = machine_of(problem.dtype, target);
   report.threads = cpu::thread_count(target.exec, 1e18);
-  progress.show("drawing values");
+  progress.show("generating values");
   const BenchLayer layer(report.shape, problem, routing, target);
   report.rows = layer.rows();
   progress.clear();
   const std::unique_ptr<verify::Clock> clock = clock_of(target);
-  measure(o, layer, problem, *clock, report);
-  if (o.kernels) measure_kernels(o, layer, problem, *clock, report);
+  std::unique_ptr<CpuPeak> peak;
+  if (!target.on_cuda()) peak = std::make_unique<CpuPeak>(problem.dtype, target.exec);
+  measure(o, layer, *clock, peak.get(), report);
+  if (o.kernels) measure_kernels(o, layer, *clock, report);
+  if (peak != nullptr) {
+    peak->sample();
+    report.samples = peak->samples();
+    report.steadiness = peak->steadiness();
+  }
+  report.machine = peak != nullptr ? peak->machine() : gpu_machine();
+  add_costs(problem, report);
   return report;
+}
+
+Json machine_json(const Report& r) {
+  Json machine = {{"source", r.machine.source}};
+  if (has_roofline(r)) {
+    machine["gflops"] = r.machine.flops_per_second / 1e9;
+    machine["gbytes_per_second"] = r.machine.bytes_per_second / 1e9;
+  }
+  if (r.samples > 0) {
+    machine["samples"] = r.samples;
+    machine["steadiness"] = r.steadiness;
+  }
+  return machine;
 }
 
 Json document(const Options& o, const Report& r) {
@@ -199,14 +236,14 @@ Json document(const Options& o, const Report& r) {
                       {"median_ms", 1e3 * median_s},
                       {"min_ms", 1e3 * *low},
                       {"max_ms", 1e3 * *high},
-                      {"gflops", m.flops / median_s / 1e9},
-                      {"share_of_roofline", m.roofline / median_s}});
+                      {"gflops", m.flops / median_s / 1e9}});
+    if (has_roofline(r)) passes.back()["share_of_roofline"] = m.roofline / median_s;
   }
   Json kernels = Json::array();
   for (const KernelTime& k : r.kernels) {
     Json entry = {{"name", k.name}, {"median_us", 1e6 * k.seconds}};
+    if (k.flops > 0) entry["gflops"] = k.flops / k.seconds / 1e9;
     if (k.roofline > 0) {
-      entry["gflops"] = k.flops / k.seconds / 1e9;
       entry["roofline_us"] = 1e6 * k.roofline;
       entry["share_of_roofline"] = k.roofline / k.seconds;
     }
@@ -222,10 +259,7 @@ Json document(const Options& o, const Report& r) {
           {"threads", r.threads},
           {"repeats", o.repeats},
           {"check", {{"passed", r.check.passed()}, {"message", r.check.message}}},
-          {"machine",
-           {{"gflops", r.machine.flops_per_second / 1e9},
-            {"gbytes_per_second", r.machine.bytes_per_second / 1e9},
-            {"source", r.machine.source}}},
+          {"machine", machine_json(r)},
           {"passes", passes},
           {"kernels", kernels}};
 }
@@ -235,9 +269,9 @@ void print_kernels(const Report& r) {
               "of roofline");
   for (const KernelTime& k : r.kernels) {
     std::printf("%-10s %12.1f", k.name.c_str(), 1e6 * k.seconds);
+    if (k.flops > 0) std::printf(" %12.1f", k.flops / k.seconds / 1e9);
     if (k.roofline > 0) {
-      std::printf(" %12.1f %12.1f %13.1f%%", k.flops / k.seconds / 1e9, 1e6 * k.roofline,
-                  100 * k.roofline / k.seconds);
+      std::printf(" %12.1f %13.1f%%", 1e6 * k.roofline, 100 * k.roofline / k.seconds);
     }
     std::printf("\n");
   }
@@ -248,6 +282,12 @@ std::string where(const Options& o, const Report& r) {
   return std::to_string(r.threads) + (r.threads == 1 ? " thread" : " threads");
 }
 
+std::string peak_text(const Report& r) {
+  if (!has_roofline(r)) return "no roofline, " + r.machine.source;
+  return "peak " + fixed(r.machine.flops_per_second / 1e9, 0) + " GFLOP/s, " +
+         fixed(r.machine.bytes_per_second / 1e9, 1) + " GB/s (" + r.machine.source + ")";
+}
+
 void print_text(const Options& o, const Report& r) {
   if (!r.check.passed()) {
     std::printf("the check failed, nothing was measured: %s\n", r.check.message.c_str());
@@ -256,16 +296,24 @@ void print_text(const Options& o, const Report& r) {
   std::printf("%s, %s, %s, routing %s (%lld rows), %s\n", to_text(r.shape).c_str(),
               o.layer.dtype.c_str(), o.layer.activation.c_str(), o.routing.c_str(),
               static_cast<long long>(r.rows), where(o, r).c_str());
-  std::printf("checked against the oracle on a slice; peak %.0f GFLOP/s, %.1f GB/s (%s)\n\n",
-              r.machine.flops_per_second / 1e9, r.machine.bytes_per_second / 1e9,
-              r.machine.source.c_str());
-  std::printf("%-10s %12s %12s %14s\n", "pass", "median ms", "GFLOP/s", "of roofline");
+  std::printf("checked against the oracle on a slice; %s\n\n", peak_text(r).c_str());
+  std::printf("%-10s %12s %12s%s\n", "pass", "median ms", "GFLOP/s",
+              has_roofline(r) ? "    of roofline" : "");
+  double largest = 0.0;
   for (const Measurement& m : r.passes) {
     const double seconds = m.median_seconds();
-    std::printf("%-10s %12.3f %12.1f %13.1f%%\n", m.pass, 1e3 * seconds, m.flops / seconds / 1e9,
-                100 * m.roofline / seconds);
+    std::printf("%-10s %12.3f %12.1f", m.pass, 1e3 * seconds, m.flops / seconds / 1e9);
+    if (has_roofline(r)) std::printf(" %13.1f%%", 100 * m.roofline / seconds);
+    std::printf("\n");
+    largest = std::max(largest, m.roofline / seconds);
   }
   if (!r.kernels.empty()) print_kernels(r);
+  if (largest > 1.0 && r.samples > 0) {
+    std::printf(
+        "\nabove 100%%: operands stayed in the cache, or other load lowered the measured peak\n"
+        "(the slowest of its samples was %.0f%% of the fastest)\n",
+        100 * r.steadiness);
+  }
 }
 
 }  // namespace
@@ -283,6 +331,7 @@ Command add_bench(CLI::App& app) {
   command.flag("--kernels", o->kernels, "Time every kernel apart, too");
   command.flag("--json", o->json, "One JSON document on stdout");
   command.run = [o] {
+    if (o->shape.list) return print_configs(o->json);
     const Report report = run(*o);
     o->json ? print_json(document(*o, report)) : print_text(*o, report);
     return report.check.passed() ? kGood : kCheckFailed;

@@ -1,4 +1,4 @@
-// A layer with random values, ready to be run forward and backward again and again.
+// A layer with random values, whose forward and backward can be repeated.
 #pragma once
 
 #include "core/plan.h"
@@ -16,7 +16,7 @@ class BenchLayer {
              const Target& target);
   void forward(KernelObserver* observer = nullptr) const;
   void backward(KernelObserver* observer = nullptr) const;
-  /// (token, expert) rows that this routing really has.
+  /// Routed (token, expert) rows.
   std::int64_t rows() const { return rows_; }
 
  private:

@@ -5,12 +5,13 @@
 #include <cstdio>
 
 #include "core/check_tensor.h"
+#include "sonicmoe/version.h"
 
 namespace sonicmoe::cli {
 
 void ShapeOptions::add_to(Command& command) {
-  command.option("--config", config,
-                 "A named shape, e.g. 7B-n256 (an unknown name lists them all)");
+  command.option("--config", config, "A named shape, e.g. 7B-n256");
+  command.flag("--list", list, "Print the named shapes and end");
   command.option("--shape", shape, "T,d,n,E,K: tokens, model width, expert width, experts, top-k");
 }
 
@@ -36,7 +37,28 @@ void LayerOptions::add_to(Command& command) {
   command.option("--activation", activation, "swiglu, geglu, silu, ...");
 }
 
-void print_json(const Json& document) { std::printf("%s\n", document.dump(2).c_str()); }
+DType LayerOptions::layer_dtype() const {
+  for (const DType candidate : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
+    if (dtype == dtype_name(candidate)) return candidate;
+  }
+  checks::refuse("dtype is \"" + dtype + "\", must be one of: f32, bf16, f16, f64");
+}
+
+void print_json(const Json& document) {
+  Json whole = {{"version", version_string()}, {"format", kJsonFormat}};
+  whole.update(document);
+  std::printf("%s\n", whole.dump(2).c_str());
+}
+
+ExitCode print_configs(bool json) {
+  Json configs = Json::array();
+  for (const NamedConfig& c : named_configs()) {
+    configs.push_back({{"name", c.name}, {"shape", to_json(c.shape)}});
+    if (!json) std::printf("%-18s %s\n", c.name, to_text(c.shape).c_str());
+  }
+  if (json) print_json({{"configs", configs}});
+  return kGood;
+}
 
 ProgressLine::ProgressLine() : terminal_(isatty(STDERR_FILENO) != 0) {}
 ProgressLine::~ProgressLine() { clear(); }

@@ -1,4 +1,4 @@
-// What the subcommands share: how each presents itself to main, shapes, output and progress.
+// Shared by the subcommands: registration with main, shape options, output and progress.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/configs.h"
+#include "sonicmoe/types.h"
 
 namespace CLI {
 class App;
@@ -23,8 +24,8 @@ enum ExitCode : int { kGood = 0, kCheckFailed = 1, kBadUsage = 2 };
 class Command {
  public:
   Command(CLI::App& app, const char* name, const char* description);
-  /// `value` as it comes in is the default. T: std::string, std::int32_t, std::int64_t,
-  /// std::uint64_t or double.
+  /// The default is the value that `value` has at the call. T: std::string, std::int32_t,
+  /// std::int64_t, std::uint64_t or double.
   template <class T>
   void option(const char* name, T& value, const char* description);
   /// "--x", or "--x,!--no-x".
@@ -42,10 +43,11 @@ Command add_bench(CLI::App& app);
 Command add_plan(CLI::App& app);
 Command add_route(CLI::App& app);
 
-/// --config NAME or --shape T,d,n,E,K.
+/// --config NAME or --shape T,d,n,E,K; --list.
 struct ShapeOptions {
   std::string config;
   std::string shape;
+  bool list = false;
 
   void add_to(Command& command);
   /// The shape asked for, or that of `fallback`; without a fallback one of the two is required.
@@ -59,12 +61,20 @@ struct LayerOptions {
   std::string activation = "swiglu";
 
   void add_to(Command& command);
+  /// Refuses what is no dtype of a layer, integers among them.
+  DType layer_dtype() const;
 };
 
-/// The only thing a --json run writes to stdout.
+/// The version of what --json prints: it grows when a field changes its meaning or goes away.
+inline constexpr int kJsonFormat = 1;
+
+/// The only thing a --json run writes to stdout: `document` after its "version" and "format".
 void print_json(const Json& document);
 
-/// One line on stderr that is rewritten, and only if stderr is a terminal.
+/// What --list prints: every named shape.
+ExitCode print_configs(bool json);
+
+/// One line of progress on stderr, rewritten in place; nothing unless stderr is a terminal.
 class ProgressLine {
  public:
   ProgressLine();

@@ -1,4 +1,6 @@
 // sonicmoe info: what this build is and what it can run on.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -7,6 +9,7 @@
 #include "core/backend_table.h"
 #include "cpu/gemm_kernels.h"
 #include "cpu/threads.h"
+#include "gpu.h"
 #include "sonicmoe/c_api.h"
 #include "sonicmoe/version.h"
 
@@ -47,22 +50,31 @@ std::vector<std::string> words(const std::string& text) {
   return {std::istream_iterator<std::string>(stream), {}};
 }
 
+bool driver_present() {
+  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  if (driver != nullptr) dlclose(driver);
+  return driver != nullptr;
+}
+
 // Opens the first device and gives it back, to learn whether it can be used.
 Json cuda_state() {
-  Json state = {{"usable", false}, {"reason", ""}, {"archs", words(SONICMOE_CUDA_ARCHS)}};
+  Json state = {{"usable", false},
+                {"reason", ""},
+                {"archs", words(SONICMOE_CUDA_ARCHS)},
+                {"engine", nullptr}};
   smoe_device* device = nullptr;
   if (smoe_device_open(0, &device) != SMOE_OK) {
-    state["reason"] = smoe_last_error();
+    state["reason"] = gpu_problem(smoe_last_error(), driver_present());
     return state;
   }
+  state["engine"] = cuda_backend()->engine_name(device);
   smoe_device_close(device);
   state["usable"] = true;
   return state;
 }
 
 Json document() {
-  return {{"version", version_string()},
-          {"build_type", SONICMOE_BUILD_TYPE},
+  return {{"build_type", SONICMOE_BUILD_TYPE},
           {"compiler", SONICMOE_COMPILER},
           {"cpu",
            {{"model", cpu_model()},
@@ -87,7 +99,7 @@ void print_text(const Json& d) {
   const auto line = [](const char* name, const std::string& value) {
     std::printf("%-16s %s\n", name, value.c_str());
   };
-  line("sonicmoe", d["version"]);
+  line("sonicmoe", version_string());
   line("build", d["build_type"].get<std::string>() + ", " + d["compiler"].get<std::string>());
   line("CPU", cpu["model"]);
   line("  features", joined(cpu["features"]));
@@ -95,6 +107,7 @@ void print_text(const Json& d) {
   line("  threads", std::to_string(cpu["threads"].get<int>()));
   line("CUDA", cuda["usable"].get<bool>() ? "usable" : cuda["reason"].get<std::string>());
   line("  archs", joined(cuda["archs"]));
+  if (!cuda["engine"].is_null()) line("  engine", cuda["engine"]);
 }
 
 }  // namespace

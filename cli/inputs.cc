@@ -10,7 +10,7 @@
 namespace sonicmoe::cli {
 namespace {
 
-// Drawn values of a tensor that is filled with them over and over; odd, so that rows differ.
+// Random values in the block that fills a large tensor by repetition; odd, so that rows differ.
 constexpr std::int64_t kDrawn = (1 << 22) - 1;
 
 }  // namespace
@@ -59,12 +59,12 @@ OwnedTensor random_logits(const verify::Memory& memory, const LayerShape& shape,
   OwnedTensor logits(memory, dtype, {shape.tokens, shape.experts});
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal;
-  std::vector<double> fashion(static_cast<std::size_t>(shape.experts));
-  for (double& v : fashion) v = skew * normal(random);
+  std::vector<double> shifts(static_cast<std::size_t>(shape.experts));
+  for (double& v : shifts) v = skew * normal(random);
   std::vector<double> values;
   values.reserve(static_cast<std::size_t>(shape.tokens * shape.experts));
   for (std::int64_t t = 0; t < shape.tokens; ++t) {
-    for (const double shift : fashion) values.push_back(normal(random) + shift);
+    for (const double shift : shifts) values.push_back(normal(random) + shift);
   }
   logits.fill(values);
   return logits;

@@ -38,7 +38,7 @@ class OwnedTensor {
   }
 
   /// N(0, 1) * scale, rounded to the dtype; equal seeds give equal values. Large tensors repeat a
-  /// block of values, so that drawing them does not take longer than what is measured.
+  /// block of values, because generating all of them would take longer than the measurement.
   void fill_normal(std::uint64_t seed, double scale);
   void fill(const std::vector<double>& values);
 
@@ -51,7 +51,7 @@ class OwnedTensor {
 };
 
 /// Logits ~ N(0, 1) (T, E). With a skew, every expert's logits are shifted by skew * N(0, 1), so
-/// that some experts are in fashion.
+/// that some experts are chosen more often.
 OwnedTensor random_logits(const verify::Memory& memory, const LayerShape& shape, DType dtype,
                           double skew, std::uint64_t seed);
 

@@ -1,9 +1,11 @@
-// The command sonicmoe. Exit codes: 0 good, 1 a check failed, 2 bad usage or a refused argument.
+// The command sonicmoe.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <type_traits>
 
 #include "command.h"
+#include "core/check_tensor.h"
 #include "sonicmoe/version.h"
 
 namespace sonicmoe::cli {
@@ -11,9 +13,26 @@ namespace sonicmoe::cli {
 Command::Command(CLI::App& app, const char* name, const char* description)
     : app_(app.add_subcommand(name, description)) {}
 
+namespace {
+
+// The parser itself would take -1 for 2^64 - 1.
+CLI::Validator refuse_negative(const char* name) {
+  const std::string argument = std::string(name).substr(2);  // without its "--"
+  return {[argument](const std::string& text) -> std::string {
+            if (text.find_first_not_of(' ') == text.find('-')) {
+              checks::refuse(argument + " is " + text + ", must be at least 0");
+            }
+            return "";
+          },
+          ""};
+}
+
+}  // namespace
+
 template <class T>
 void Command::option(const char* name, T& value, const char* description) {
-  app_->add_option(name, value, description)->capture_default_str();
+  CLI::Option* option = app_->add_option(name, value, description)->capture_default_str();
+  if constexpr (std::is_unsigned_v<T>) option->check(refuse_negative(name));
 }
 template void Command::option(const char*, std::string&, const char*);
 template void Command::option(const char*, std::int32_t&, const char*);
@@ -43,6 +62,10 @@ int run(int argc, char** argv) {
                "sonicmoe"};
   app.set_version_flag("--version", std::string("sonicmoe ") + version_string());
   app.require_subcommand(1);
+  app.footer(  // of every subcommand's help, too
+      "Exit codes: 0 done; 1 a check against the oracle failed; 2 an argument is wrong or cannot "
+      "be "
+      "served (one sentence on stderr says why).");
   const cli::Command commands[] = {cli::add_info(app), cli::add_verify(app), cli::add_bench(app),
                                    cli::add_plan(app), cli::add_route(app)};
   try {

@@ -1,5 +1,6 @@
 #include "peak.h"
 
+#include <algorithm>
 #include <chrono>
 #include <vector>
 
@@ -35,8 +36,8 @@ float portable_loop() {
 }
 
 #if defined(__x86_64__)
-// The empty asm of a benchmark is not available here (asm stays in one folder), so the multiplier
-// comes through a volatile: the compiler cannot fold the chain.
+// Hides a constant from the compiler, which would otherwise fold the chain of multiply-adds. The
+// usual empty asm is not allowed outside of src/cuda/ptx.
 template <class T>
 T opaque(T value) {
   volatile T hidden = value;
@@ -117,7 +118,7 @@ PeakLoop loop_for([[maybe_unused]] DType dtype) {
   return {portable_loop, 2};
 }
 
-/// The best of a few runs of work(), which all threads do at once.
+/// The shortest of five runs of work() on all threads at once.
 template <class Work>
 double best_seconds(cpu::Team& team, Work&& work) {
   double best = 1e30;
@@ -130,33 +131,63 @@ double best_seconds(cpu::Team& team, Work&& work) {
   return best;
 }
 
+constexpr std::int64_t kFloats = 8 << 20;  // 32 MiB a thread, twice: beyond any cache share
+
 }  // namespace
 
-Machine measured_cpu(DType dtype, const Exec& exec) {
-  cpu::Team team(cpu::thread_count(exec, 1e18));
-  const auto threads = static_cast<double>(team.size());
-  const PeakLoop loop = loop_for(dtype);
-  std::vector<float> results(static_cast<std::size_t>(team.size()));
-  const double compute = best_seconds(team, [&](std::int64_t task, std::int32_t) {
-    results[static_cast<std::size_t>(task)] = loop.run();
-  });
+struct CpuPeak::Arrays {
+  explicit Arrays(std::size_t threads)
+      : from(threads, std::vector<float>(kFloats, 1.0f)), to(from), results(threads) {}
+  std::vector<std::vector<float>> from, to;
+  std::vector<float> results;
+};
 
-  constexpr std::int64_t kFloats = 8 << 20;  // 32 MiB a thread, twice: beyond any cache share
-  std::vector<std::vector<float>> from(results.size(), std::vector<float>(kFloats, 1.0f)),
-      to = from;
+CpuPeak::CpuPeak(DType dtype, const Exec& exec)
+    : dtype_(dtype), threads_(cpu::thread_count(exec, 1e18)) {
+  arrays_ = std::make_unique<Arrays>(static_cast<std::size_t>(threads_));
+}
+
+CpuPeak::~CpuPeak() = default;
+
+void CpuPeak::sample() {
+  cpu::Team team(threads_);
+  const auto threads = static_cast<double>(threads_);
+  const PeakLoop loop = loop_for(dtype_);
+  const double compute = best_seconds(team, [&](std::int64_t task, std::int32_t) {
+    arrays_->results[static_cast<std::size_t>(task)] = loop.run();
+  });
   const double memory = best_seconds(team, [&](std::int64_t task, std::int32_t) {
-    const float* a = from[static_cast<std::size_t>(task)].data();
-    float* b = to[static_cast<std::size_t>(task)].data();
+    const float* a = arrays_->from[static_cast<std::size_t>(task)].data();
+    float* b = arrays_->to[static_cast<std::size_t>(task)].data();
     for (std::int64_t i = 0; i < kFloats; ++i) b[i] = a[i] * 0.5f + b[i];
   });
+  flops_.push_back(threads * static_cast<double>(kRounds) * kChains * loop.flops / compute);
+  bytes_.push_back(threads * static_cast<double>(kFloats) * 3 * sizeof(float) / memory);
+}
+
+Machine CpuPeak::machine() const {
   Machine m;
   m.name = "cpu";
-  m.flops_per_second = threads * static_cast<double>(kRounds) * kChains * loop.flops / compute;
-  m.bytes_per_second = threads * static_cast<double>(kFloats) * 3 * sizeof(float) / memory;
+  m.flops_per_second = *std::max_element(flops_.begin(), flops_.end());
+  m.bytes_per_second = *std::max_element(bytes_.begin(), bytes_.end());
   m.source = std::string("measured now: ") + cpu::isa_name(cpu::best_isa()) +
-             " multiply-adds and streaming through memory on " + std::to_string(team.size()) +
-             (team.size() == 1 ? " thread" : " threads");
+             " multiply-adds and streaming through memory on " + std::to_string(threads_) +
+             (threads_ == 1 ? " thread" : " threads");
+  if (flops_.size() > 1) {
+    m.source += ", best of " + std::to_string(flops_.size()) + " samples between the runs";
+  }
   return m;
+}
+
+double CpuPeak::steadiness() const {
+  const auto [low, high] = std::minmax_element(flops_.begin(), flops_.end());
+  return *low / *high;
+}
+
+Machine measured_cpu(DType dtype, const Exec& exec) {
+  CpuPeak peak(dtype, exec);
+  peak.sample();
+  return peak.machine();
 }
 
 }  // namespace sonicmoe::cli

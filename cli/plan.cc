@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <memory>
+#include <optional>
 
 #include "command.h"
 #include "core/backend_table.h"
@@ -17,7 +18,7 @@ struct Options {
   ShapeOptions shape;
   LayerOptions layer;
   std::string device = "h200";
-  std::string backend = "cpu";
+  std::string backend;  ///< empty: that of the device
   std::int64_t tile = 128;
   bool json = false;
 };
@@ -29,7 +30,8 @@ struct Plan {
   std::vector<KernelCost> kernels;
   double padding = 0.0;
   MemoryCost memory;
-  WorkspaceCost workspace;
+  Backend backend = Backend::kCpu;
+  std::optional<WorkspaceCost> workspace;    ///< none where this build has no kernels
   std::map<std::string, std::string> tiles;  ///< by kernel, where the backend has them
 
   std::string tile(const KernelCost& k) const {
@@ -41,17 +43,29 @@ struct Plan {
 Plan make_plan(const Options& o) {
   Plan p;
   p.shape = o.shape.resolve();
-  p.problem = problem_of(p.shape, dtype_from_name(o.layer.dtype.c_str()),
+  p.problem = problem_of(p.shape, o.layer.layer_dtype(),
                          {activation_from_name(o.layer.activation.c_str())});
+  checks::below_2_31("tile", o.tile);
   p.padding = expected_padding(p.shape, o.tile);
   p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
-  const Backend backend = backend_from_name(o.backend);
-  p.workspace = workspace_cost(p.problem, {.backend = backend});
-  p.tiles = chosen_tiles(p.problem, {.backend = backend});
+  const std::string of_device = o.device == "cpu" ? "cpu" : "cuda";
+  p.backend = backend_from_name(o.backend.empty() ? of_device : o.backend);
+  // Asked for by name, a backend that is not in this build is refused; else its part is left out.
+  if (o.backend.empty() && find_backend(p.backend) == nullptr) return p;
+  Exec exec{.backend = p.backend};
+  const BackendTable& table = backend_table(p.backend);
+  if (table.device_model != nullptr && p.machine.capability != 0) {
+    exec.device = table.device_model(p.machine.capability);
+    if (exec.device == nullptr) return p;
+  }
+  p.workspace = workspace_cost(p.problem, exec);
+  p.tiles = chosen_tiles(p.problem, exec);
   return p;
 }
+
+const char* backend_text(const Plan& p) { return p.backend == Backend::kCpu ? "cpu" : "cuda"; }
 
 struct PassTotal {
   double flops = 0.0, bytes = 0.0, seconds = 0.0;
@@ -75,6 +89,11 @@ Json to_json(const MemoryCost& m) {
           {"cache_everything", m.cache_everything},
           {"scatter_style", m.scatter_style},
           {"callers", m.callers}};
+}
+
+Json to_json(const std::optional<WorkspaceCost>& w) {
+  if (!w) return nullptr;
+  return {{"forward", w->forward}, {"backward", w->backward}, {"inference", w->inference}};
 }
 
 Json to_json(const PassTotal& t) {
@@ -112,11 +131,8 @@ Json document(const Options& o, const Plan& p) {
           {"tile", o.tile},
           {"expected_padding", p.padding},
           {"kept_bytes", to_json(p.memory)},
-          {"backend", o.backend},
-          {"workspace_bytes",
-           {{"forward", p.workspace.forward},
-            {"backward", p.workspace.backward},
-            {"inference", p.workspace.inference}}},
+          {"backend", backend_text(p)},
+          {"workspace_bytes", to_json(p.workspace)},
           {"granularity", sweep}};
 }
 
@@ -133,7 +149,19 @@ void print_kernels(const Plan& p) {
   }
 }
 
-void print_memory(const std::string& backend, const Plan& p) {
+void print_workspace(const Plan& p) {
+  if (!p.workspace) {
+    std::printf("\nworkspace during a call (%s): not known, this build has no kernels for %s\n",
+                backend_text(p), p.machine.name.c_str());
+    return;
+  }
+  std::printf("\nworkspace during a call (%s): forward %s, backward %s, inference %s\n",
+              backend_text(p), bytes_text(static_cast<double>(p.workspace->forward)).c_str(),
+              bytes_text(static_cast<double>(p.workspace->backward)).c_str(),
+              bytes_text(static_cast<double>(p.workspace->inference)).c_str());
+}
+
+void print_memory(const Plan& p) {
   const auto line = [](const char* what, std::int64_t bytes, const char* formula) {
     std::printf("  %-26s %12s  %s\n", what, bytes_text(static_cast<double>(bytes)).c_str(),
                 formula);
@@ -147,10 +175,7 @@ void print_memory(const std::string& backend, const Plan& p) {
   line("ScatterMoE style", m.scatter_style, "Y, H, A, its factors: T*K*(d + 2Gn)");
   line("the caller's", m.callers, "ids, routing weights, logits");
 
-  std::printf("\nworkspace during a call (%s): forward %s, backward %s, inference %s\n",
-              backend.c_str(), bytes_text(static_cast<double>(p.workspace.forward)).c_str(),
-              bytes_text(static_cast<double>(p.workspace.backward)).c_str(),
-              bytes_text(static_cast<double>(p.workspace.inference)).c_str());
+  print_workspace(p);
   std::printf("\nthe same at other granularities: K*n, E*n and flops constant\n");
   std::printf("  %6s %6s %6s %14s %18s %18s\n", "K", "n", "E", "this library", "cache everything",
               "ScatterMoE style");
@@ -171,7 +196,7 @@ void print_text(const Options& o, const Plan& p) {
   print_kernels(p);
   std::printf("\npadding to tiles of %lld rows: %.1f%% more rows, at even random routing\n",
               static_cast<long long>(o.tile), 100 * p.padding);
-  print_memory(o.backend, p);
+  print_memory(p);
 }
 
 }  // namespace
@@ -182,10 +207,12 @@ Command add_plan(CLI::App& app) {
   o->shape.add_to(command);
   o->layer.add_to(command);
   command.option("--device", o->device, "h100, h200, b200 or cpu (measured)");
-  command.option("--backend", o->backend, "Whose tiles and workspace: cpu or cuda");
+  command.option("--backend", o->backend,
+                 "Whose tiles and workspace: cpu or cuda (default: that of the device)");
   command.option("--tile", o->tile, "Rows of a tile, for the padding");
   command.flag("--json", o->json, "One JSON document on stdout");
   command.run = [o] {
+    if (o->shape.list) return print_configs(o->json);
     const Plan p = make_plan(*o);
     o->json ? print_json(document(*o, p)) : print_text(*o, p);
     return kGood;

@@ -88,11 +88,12 @@ std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
   options.route.score = score_mode_from_name(o.score.c_str());
   options.tile = o.tile;
   options.seed = o.seed;
+  checks::below_2_31("tile", o.tile);
   round_capacity(options, shape.tokens, shape.experts);  // refuses before the work begins
   checks::finite("skew", o.skew);
 
   ProgressLine progress;
-  progress.show("drawing logits");
+  progress.show("generating logits");
   const OwnedTensor logits = random_logits(target.memory, shape, DType::kBF16, o.skew, o.seed);
   progress.show("top-k");
   const Counts chosen = top_k_counts(shape, options.route, logits.view(), target);
@@ -158,8 +159,9 @@ Command add_route(CLI::App& app) {
   command.option("--threads", o->threads, "0: every core");
   command.flag("--json", o->json, "One JSON document on stdout");
   command.run = [o] {
+    if (o->shape.list) return print_configs(o->json);
     const LayerShape shape = o->shape.resolve();
-    problem_of(shape, DType::kBF16, {});  // refuses what is no layer
+    problem_of(shape, DType::kBF16, {});  // refuses impossible shapes
     const std::vector<Spread> all = spreads(*o, shape);
     o->json ? print_json(document(*o, shape, all)) : print_text(*o, shape, all);
     return kGood;

@@ -20,17 +20,17 @@ double seconds_of(verify::Clock& clock, const std::function<void()>& work);
 
 double median(std::vector<double> values);
 
-/// What the kernels of observed calls take. On CUDA kernels do not overlap while they are observed.
+/// Times of the kernels within observed calls. On CUDA, observed kernels do not overlap.
 class KernelTimes final : public KernelObserver {
  public:
   explicit KernelTimes(verify::Clock& clock) : clock_(clock) {}
   void begin(const char* kernel) override;
   void end() override;
-  /// Ends one call: waits, and keeps each kernel's sum.
+  /// Ends one call: waits for the device and records the sum of each kernel's times.
   void finish_call();
-  /// Median seconds a call; 0 for what was never seen.
+  /// Median seconds of a kernel in one call; 0 for a kernel that never ran.
   double median_seconds(const std::string& kernel) const;
-  /// Every kernel seen, in order of its first appearance.
+  /// Every kernel that ran, in order of first appearance.
   const std::vector<std::string>& names() const { return names_; }
 
  private:

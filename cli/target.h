@@ -1,4 +1,4 @@
-// Where a subcommand computes.
+// The backend, device and memory that a subcommand computes with.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Target {
 };
 /// Refuses a backend that this build or machine cannot serve.
 Target target_from_options(const std::string& backend, std::int32_t threads);
-/// What the harness judges there.
+/// The functions that the harness checks on that target.
 verify::Implementation implementation_of(const Target& target);
 
 }  // namespace sonicmoe::cli

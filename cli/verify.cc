@@ -52,9 +52,9 @@ Outcome run(const Options& o) {
   }
   if (o.negative) {
     const auto control = [&](const verify::ControlResult& r) {
-      progress.show("broken on purpose: " + r.name);
+      progress.show("negative control: " + r.name);
     };
-    // All of them, whatever the filter: it names cases, and none would mean nothing was tried.
+    // All controls, whatever the filter: it selects cases, and may select none of theirs.
     outcome.controls = verify::negative_controls({options.extent, ""}, implementation, control);
   }
   return outcome;
@@ -84,7 +84,7 @@ Json document(const Options& o, const Outcome& outcome) {
 }
 
 void print_text(const Outcome& outcome) {
-  std::size_t failed = 0, fooled = 0;
+  std::size_t failed = 0, accepted = 0;
   double worst = 0.0;
   for (const auto& r : outcome.cases) {
     worst = std::max(worst, r.worst_ratio());
@@ -95,13 +95,14 @@ void print_text(const Outcome& outcome) {
   }
   for (const auto& r : outcome.controls) {
     if (r.rejected()) continue;
-    ++fooled;
-    std::printf("FOOLED by %s on %s\n", r.name.c_str(), r.case_name.c_str());
+    ++accepted;
+    std::printf("ACCEPTED BY MISTAKE: negative control %s on %s\n", r.name.c_str(),
+                r.case_name.c_str());
   }
   std::printf("%zu cases, %zu failed; largest error %.2f of what is allowed\n",
               outcome.cases.size(), failed, worst);
   std::printf("%zu broken implementations, %zu accepted by mistake\n", outcome.controls.size(),
-              fooled);
+              accepted);
 }
 
 }  // namespace

@@ -18,6 +18,10 @@ write_basic_package_version_file(sonicmoe-config-version.cmake COMPATIBILITY Sam
 # How far the pkg-config file lies below the prefix, so that the tree can be moved.
 file(RELATIVE_PATH SONICMOE_PC_TO_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig
      ${CMAKE_INSTALL_PREFIX})
+# The static library does not contain the CUDA runtime, which needs dl and rt.
+if(SONICMOE_WITH_CUDA)
+  set(SONICMOE_PC_CUDA " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt")
+endif()
 configure_file(cmake/sonicmoe.pc.in sonicmoe.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/sonicmoe-config.cmake
               ${CMAKE_CURRENT_BINARY_DIR}/sonicmoe-config-version.cmake

@@ -3,6 +3,7 @@
 python tests/cli_test.py PATH_OF_SONICMOE
 """
 
+import ctypes.util
 import json
 import subprocess
 import sys
@@ -21,7 +22,9 @@ class CliTest(unittest.TestCase):
     def document(self, *arguments):
         code, out, err = run(*arguments, "--json")
         self.assertEqual((code, err), (0, ""), arguments)
-        return json.loads(out)  # anything beside the one document would not parse
+        document = json.loads(out)  # anything beside the one document would not parse
+        self.assertEqual((document["version"], document["format"]), ("0.1.0", 1), arguments)
+        return document
 
     def refused(self, sentence, *arguments):
         code, out, err = run(*arguments)
@@ -29,14 +32,16 @@ class CliTest(unittest.TestCase):
 
     def test_info(self):
         info = self.document("info")
-        self.assertEqual(info["version"], "0.1.0")
         self.assertGreaterEqual(info["cpu"]["threads"], 1)
         self.assertEqual(info["cuda"]["usable"], info["cuda"]["reason"] == "")
+        self.assertNotIn("ordinal", info["cuda"]["reason"])
+        if not ctypes.util.find_library("cuda"):
+            self.assertNotIn("insufficient", info["cuda"]["reason"])
         self.assertEqual(run("--version"), (0, "sonicmoe 0.1.0\n", ""))
         self.assertIn("threads", run("info")[1])
 
     def test_plan(self):
-        plan = self.document("plan", "--shape", "24576,1536,256,128,8")
+        plan = self.document("plan", "--shape", "24576,1536,256,128,8", "--backend", "cpu")
         self.assertEqual(
             [k["name"] for k in plan["kernels"]], ["A", "Y", "O", "dH", "dW2", "dX~", "dW1", "dX"]
         )
@@ -50,7 +55,22 @@ class CliTest(unittest.TestCase):
         same = self.document("plan", "--config", "7B-n256", "--device", "b200")
         self.assertEqual(same["shape"], plan["shape"])
         self.assertLess(same["forward"]["us"], plan["forward"]["us"])
+        # The workspace is that of the device's backend; unknown where this build has no CUDA.
+        self.assertEqual(same["backend"], "cuda")
+        if not self.document("info")["cuda"]["archs"]:
+            self.assertIsNone(same["workspace_bytes"])
+            unknown = "workspace during a call (cuda): not known, this build has no kernels for"
+            self.assertIn(unknown, run("plan", *SMALL)[1])
+            self.refused(
+                "backend is cuda, must be cpu: this build has no cuda backend",
+                "plan",
+                *SMALL,
+                "--backend",
+                "cuda",
+            )
         here = self.document("plan", *SMALL, "--device", "cpu", "--dtype", "f32")
+        self.assertEqual(here["backend"], "cpu")
+        self.assertGreater(here["workspace_bytes"]["forward"], 0)
         self.assertGreater(here["device"]["flops_per_second"], 1e8)
         code, out, _ = run("plan", "--config", "olmoe")
         self.assertEqual(code, 0)
@@ -74,6 +94,10 @@ class CliTest(unittest.TestCase):
         for routing in ("topk", "rounded", "skewed"):
             bench = self.document("bench", *SMALL, "--routing", routing, "--repeats", "3")
             self.assertTrue(bench["check"]["passed"])
+            # The peak is sampled between the runs, so that one short load cannot lower it.
+            self.assertEqual(bench["machine"]["samples"], 4)
+            self.assertIn("best of 4 samples between the runs", bench["machine"]["source"])
+            self.assertTrue(0 < bench["machine"]["steadiness"] <= 1)
             self.assertTrue(bench["rows"] == 120 or routing == "rounded")
             self.assertEqual([p["pass"] for p in bench["passes"]], ["forward", "backward", "both"])
             for measured in bench["passes"]:
@@ -123,6 +147,20 @@ class CliTest(unittest.TestCase):
         for case in verified["cases"]:
             self.assertLessEqual(case["worst_ratio"], 1, case["name"])
 
+    def test_list(self):
+        for command in ("plan", "bench", "route"):
+            configs = {c["name"]: c["shape"] for c in self.document(command, "--list")["configs"]}
+            self.assertEqual(configs["laptop"], {"T": 4096, "d": 512, "n": 256, "E": 64, "K": 8})
+            code, out, _ = run(command, "--list")
+            self.assertEqual((code, out.count("\n")), (0, len(configs)))
+            self.assertEqual(configs["olmoe"], self.document("plan", "--config", "olmoe")["shape"])
+
+    def test_help_has_the_exit_codes(self):
+        for arguments in ([], ["bench"], ["plan"]):
+            code, out, err = run(*arguments, "--help")
+            self.assertEqual((code, err), (0, ""))
+            self.assertIn("Exit codes: 0 done; 1 a check against the oracle failed; 2", out)
+
     def test_refusals(self):
         self.refused(
             'command is "train", must be one of: info, verify, bench, plan, route', "train"
@@ -142,17 +180,21 @@ class CliTest(unittest.TestCase):
         self.refused("top_k is 9, must be at most E = 4", "route", "--shape", "8,8,8,4,9")
         self.refused("hidden is 0, must be at least 1", "bench", "--shape", "8,0,8,4,2")
         self.refused("tile is 0, must be at least 1", "route", *SMALL, "--tile", "0")
+        most = "tile is 9223372036854775807, must be below 2^31"
+        self.refused(most, "route", *SMALL, "--tile", str(2**63 - 1))
+        self.refused(most, "plan", *SMALL, "--tile", str(2**63 - 1))
+        self.refused("seed is -1, must be at least 0", "route", *SMALL, "--seed", "-1")
+        self.refused("seed is -1, must be at least 0", "route", *SMALL, "--seed=-1")
         self.refused("repeats is 0, must be at least 1", "bench", *SMALL, "--repeats", "0")
-        self.refused(
-            'dtype is "int8", must be one of: f32, bf16, f16, f64, i32, i64',
-            "plan",
-            *SMALL,
-            "--dtype",
-            "int8",
-        )
-        self.refused(
-            "dtype is i32, must be f32 or bf16 or f16 or f64", "bench", *SMALL, "--dtype", "i32"
-        )
+        for command in ("plan", "bench"):
+            for name in ("fp32", "i32", "int8", ""):
+                self.refused(
+                    f'dtype is "{name}", must be one of: f32, bf16, f16, f64',
+                    command,
+                    *SMALL,
+                    "--dtype",
+                    name,
+                )
         self.refused(
             'device is "a100", must be one of: h100, h200, b200, cpu',
             "plan",

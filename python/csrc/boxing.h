@@ -1,5 +1,5 @@
-// From libtorch's boxed calling convention to a function of one struct: an operator with fourteen
-// arguments stays readable, and every error leaves as an exception that Python understands.
+// Adapts a function of one struct of arguments to libtorch's boxed calling convention, and turns
+// the library's errors into exceptions for which torch has a Python type.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,8 +16,8 @@
 
 namespace sonicmoe_torch {
 
-/// Python turns std::invalid_argument into ValueError by itself, also out of a compiled graph. What
-/// it has no C++ type for carries its name in front (_library.py takes it off again).
+/// torch raises std::invalid_argument as ValueError, from a compiled graph too. No C++ exception
+/// becomes NotImplementedError: such a message begins with that name, which _ops.py removes.
 [[noreturn]] inline void rethrow(const sonicmoe::Error& error) {
   switch (error.status()) {
     case sonicmoe::Status::kInvalidArgument:
@@ -43,15 +43,15 @@ struct IsTuple : std::false_type {};
 template <class... T>
 struct IsTuple<std::tuple<T...>> : std::true_type {};
 
-/// The boxed kernel of kFunction: `Result f(Args&)`, where Args::fields() ties its members in the
-/// order of the schema's arguments, and Result is a value or a tuple of values.
+/// The boxed kernel of kFunction: `Result f(Args&)`, where Args is a struct of arguments.h and
+/// Result is a value or a tuple of values.
 template <auto kFunction>
 void box(StableIValue* stack, std::uint64_t num_args, std::uint64_t num_outputs) {
   typename ArgumentOf<decltype(kFunction)>::type args;
   auto fields = args.fields();
   constexpr std::size_t kArgs = std::tuple_size_v<decltype(fields)>;
   STD_TORCH_CHECK(num_args == kArgs, "the schema has ", num_args, " arguments, its kernel ", kArgs);
-  // Every argument is taken off the stack before anything may throw: taking is owning.
+  // Take every argument off the stack before anything may throw: one that stays there is not freed.
   std::apply(
       [&](auto&... field) {
         std::size_t i = 0;

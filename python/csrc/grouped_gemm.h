@@ -1,29 +1,28 @@
-// The grouped GEMMs as operators. Rows past the last offset are not written: callers skip them.
+// The grouped GEMMs as operators. Rows past the last offset are not written, and callers must
+// not read them.
 #pragma once
 
 #include <cstdint>
-#include <optional>
-#include <tuple>
 
-#include "boxing.h"
-#include "place.h"
+#include "arguments.h"
+#include "device_scope.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "views.h"
 
 namespace sonicmoe_torch {
 
+#define SONICMOE_GROUPED_GEMM(ARGUMENT)          \
+  ARGUMENT(Array, a)                             \
+  ARGUMENT(Array, b)                             \
+  ARGUMENT(Array, offsets)     /* (E+1) int64 */ \
+  ARGUMENT(MaybeArray, gather) /* (R) int32: rows of a */
 struct GroupedGemmCall {
-  Array a;
-  Array b;
-  Array offsets;      // (E+1) int64
-  MaybeArray gather;  // (R) int32: rows of a
-  auto fields() { return std::tie(a, b, offsets, gather); }
+  SONICMOE_ARGUMENTS(SONICMOE_GROUPED_GEMM)
 };
-constexpr const char* kGroupedGemmSchema = "Tensor a, Tensor b, Tensor offsets, Tensor? gather";
 
 /// a (rows, k), b (E, n, k) -> (R, n)
 inline Array grouped_gemm(GroupedGemmCall& call) {
-  const Place place(call.a);
+  const DeviceScope device(call.a);
   expect_rank(call.a, 2, "a");
   expect_rank(call.b, 3, "b");
   const Array a = readable_rows(call.a);
@@ -36,15 +35,15 @@ inline Array grouped_gemm(GroupedGemmCall& call) {
   args.offsets = view(call.offsets, "offsets");
   args.gather = view(call.gather, "gather");
   const Scratch scratch(a,
-                        sonicmoe::grouped_gemm_scratch_bytes(rows, call.b.size(0), place.exec()));
+                        sonicmoe::grouped_gemm_scratch_bytes(rows, call.b.size(0), device.exec()));
   args.scratch = scratch.buffer();
-  sonicmoe::grouped_gemm(args, place.exec());
+  sonicmoe::grouped_gemm(args, device.exec());
   return d;
 }
 
 /// a (rows, m), b (R, n) -> (E, m, n); zero for experts without rows
 inline Array grouped_gemm_k(GroupedGemmCall& call) {
-  const Place place(call.a);
+  const DeviceScope device(call.a);
   expect_rank(call.a, 2, "a");
   expect_rank(call.b, 2, "b");
   expect_rank(call.offsets, 1, "offsets");
@@ -58,9 +57,9 @@ inline Array grouped_gemm_k(GroupedGemmCall& call) {
   args.offsets = view(call.offsets, "offsets");
   args.gather = view(call.gather, "gather");
   const Scratch scratch(a,
-                        sonicmoe::grouped_gemm_scratch_bytes(b.size(0), d.size(0), place.exec()));
+                        sonicmoe::grouped_gemm_scratch_bytes(b.size(0), d.size(0), device.exec()));
   args.scratch = scratch.buffer();
-  sonicmoe::grouped_gemm_k(args, place.exec());
+  sonicmoe::grouped_gemm_k(args, device.exec());
   return d;
 }
 

@@ -49,8 +49,18 @@ inline void expect_rank(const Array& t, std::int64_t rank, const char* name) {
                               " dimensions, must have " + std::to_string(rank));
 }
 
-/// A view of all of `t`. Torch hands out null for tensors without elements, where null would mean
-/// "not given": such a view points at a byte that nobody reads.
+/// Refuses a weight that torch.expand made: the gradients of its copies would be one memory.
+inline void expect_own_memory(const Array& t, const char* name) {
+  for (std::int64_t i = 0; i < t.dim(); ++i) {
+    if (t.stride(i) != 0 || t.size(i) < 2) continue;
+    throw std::invalid_argument(std::string(name) + " has stride 0 in dimension " +
+                                std::to_string(i) +
+                                ", must not be expanded: every element needs memory of its own");
+  }
+}
+
+/// A view of all of `t`. torch gives a tensor without elements a null address, which the library
+/// takes for "not given": such a view gets the address of a static buffer, which is never read.
 inline sonicmoe::Tensor view(const Array& t, const char* name) {
   alignas(256) static char unread[256];
   sonicmoe::Tensor v;
@@ -78,19 +88,18 @@ struct Halves {
   sonicmoe::Tensor up;
 };
 
+/// How dimension 1 of a weight or bias holds gate and up; the numbers of _names.py.
+enum class GateLayout : std::int32_t { kConcatenated = 0, kInterleaved = 1 };
+
 /// Gate and up as views of one tensor whose dimension 1 holds both.
-inline Halves split(const Array& fused, const std::string& layout, const char* name) {
+inline Halves split(const Array& fused, GateLayout layout, const char* name) {
   sonicmoe::Tensor gate = view(fused, name);
   const std::int64_t both = gate.shape[1];
   if (both % 2 != 0) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(both) +
                                 " rows an expert, must be an even number (gate and up)");
   }
-  const bool interleaved = layout == "interleaved";
-  if (!interleaved && layout != "concatenated") {
-    throw std::invalid_argument("gate_layout is \"" + layout +
-                                "\", must be one of: concatenated, interleaved");
-  }
+  const bool interleaved = layout == GateLayout::kInterleaved;
   gate.shape[1] = both / 2;
   sonicmoe::Tensor up = gate;
   const std::int64_t offset = interleaved ? gate.stride[1] : gate.stride[1] * (both / 2);
@@ -101,27 +110,27 @@ inline Halves split(const Array& fused, const std::string& layout, const char* n
 
 /// The gate and up projections of a layer; fused: w_up holds both.
 inline Halves gate_and_up(const MaybeArray& w_gate, const MaybeArray& w_up, bool fused,
-                          const std::string& layout) {
+                          GateLayout layout) {
   if (fused && w_up.has_value()) return split(*w_up, layout, "w_up");
   return {view(w_gate, "w_up"), view(w_up, "w_up")};
 }
 
-/// Where a tensor is, as the shim counts devices.
-struct Spot {
+/// A device in the numbers of torch's C shim.
+struct DeviceId {
   std::int32_t type = aoti_torch_device_type_cpu();
   std::int32_t index = 0;
 };
 
-inline Spot spot_of(const Array& t) {
-  Spot spot;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &spot.type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &spot.index));
-  return spot;
+inline DeviceId device_of(const Array& t) {
+  DeviceId id;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &id.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &id.index));
+  return id;
 }
 
-/// A contiguous tensor. Straight to the allocator: the dispatcher, which the stable
-/// API goes through, takes longer than all the rest of an operator's bookkeeping.
-inline Array empty(Spot spot, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
+/// A new contiguous tensor. Calls the C shim: the stable C++ API would go through the dispatcher,
+/// which takes longer than all other host code of an operator.
+inline Array empty(DeviceId id, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   std::int64_t strides[3] = {1, 1, 1};
@@ -129,17 +138,17 @@ inline Array empty(Spot spot, std::initializer_list<std::int64_t> shape, ScalarT
     strides[i - 1] = strides[i] * std::max<std::int64_t>(1, shape.begin()[i]);
   }
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.begin(), strides,
-                               to<std::int32_t>(from(dtype)), spot.type, spot.index, &made));
+                               to<std::int32_t>(from(dtype)), id.type, id.index, &made));
   return Array(made);
 }
 
 inline Array empty(const Array& like, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
-  return empty(spot_of(like), shape, dtype);
+  return empty(device_of(like), shape, dtype);
 }
 
-/// As the empty_like of torch.
+/// torch's empty_like, without the dispatcher where `t` is contiguous.
 inline Array empty_beside(const Array& t) {
   const std::int64_t rank = t.dim();
   if (!t.is_contiguous() || rank < 1 || rank > 3) return torch::stable::empty_like(t);
@@ -149,8 +158,8 @@ inline Array empty_beside(const Array& t) {
   return empty(t, {t.size(0), t.size(1), t.size(2)}, dtype);
 }
 
-/// Rows (T, d) as the kernels read them, one after the other and on CUDA by 16 bytes; others are
-/// copied.
+/// t (T, d), copied where its strides are not those that kernels read: elements of a row side by
+/// side, rows that do not overlap, and on CUDA rows that begin at multiples of 16 bytes.
 inline Array readable_rows(const Array& t) {
   if (t.dim() != 2) return t;
   const std::int64_t step = t.stride(0);
@@ -161,14 +170,14 @@ inline Array readable_rows(const Array& t) {
   return copy;
 }
 
-/// Stands for a result that nobody asked for. In host memory, which is had faster.
-inline Array nothing(const Array& like) { return empty(Spot{}, {0}, like.scalar_type()); }
+/// Stands for a gradient that is not wanted. In host memory, where allocating is faster.
+inline Array nothing(const Array& like) { return empty(DeviceId{}, {0}, like.scalar_type()); }
 
 inline ScalarType score_dtype(const Array& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-/// Scratch from torch's allocator, at the alignment that the library asks for.
+/// Scratch memory from torch's allocator, aligned as the library requires.
 class Scratch {
  public:
   Scratch(const Array& like, std::int64_t bytes)

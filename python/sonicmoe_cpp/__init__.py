@@ -14,12 +14,12 @@ except ImportError as error:
 
 from importlib import metadata
 
-from . import _library
+from . import _flops, _library
 from ._library import is_available, unsupported_reason
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
 from .lora import LoRA, LowRank, lora_moe
 from .module import MoE, MoEAux
-from .routing import Pairs, expert_choice, route, token_round
+from .routing import Pairs, expert_choice, route, router_losses, token_round
 
 __all__ = [
     "Activation",
@@ -37,6 +37,7 @@ __all__ = [
     "moe_grouped",
     "moe_pairs",
     "route",
+    "router_losses",
     "show_config",
     "token_round",
     "unsupported_reason",
@@ -53,6 +54,8 @@ def _version() -> str:
 
 
 __version__ = _version()
+if _library.PROBLEM is None:
+    _flops.register()
 
 
 def show_config() -> str:

@@ -7,6 +7,7 @@ library checks the rest (ranges, options, overlapping weights) with sentences of
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ INDICES = (torch.int32, torch.int64)
 
 
 class Facts(NamedTuple):
-    """What a tensor is, apart from its values: whatever the checks below look at."""
+    """The properties of a tensor that the checks below look at."""
 
     dtype: torch.dtype
     device: torch.device
@@ -30,6 +31,20 @@ class Facts(NamedTuple):
 def tensor(name: str, value) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {type(value).__name__}, must be a torch.Tensor")
+    not_distributed(name, value)
+
+
+def is_distributed(value) -> bool:
+    """Whether it is a DTensor, without importing torch.distributed."""
+    return type(value).__name__ == "DTensor"
+
+
+def not_distributed(name: str, value) -> None:
+    if is_distributed(value):
+        raise TypeError(
+            f"{name} is a DTensor, must be a plain torch.Tensor: pass {name}.to_local(), or shard "
+            "the module by fully_shard, which gathers its parameters before forward"
+        )
 
 
 def given(name: str, value) -> None:
@@ -38,8 +53,8 @@ def given(name: str, value) -> None:
 
 
 def keys(names: tuple, values: tuple) -> tuple:
-    """The Facts of every tensor as plain tuples, which take a fraction of the time to make; None
-    stays None."""
+    """The Facts of every tensor as plain tuples, which are made in a fraction of the time; None for
+    None."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -52,8 +67,8 @@ def keys(names: tuple, values: tuple) -> tuple:
 
 
 def remembered(check):
-    """`check`, asked once for equal facts: a layer sees the same ones at every step. What it
-    refuses is not remembered, and neither is anything in a graph, where sizes may be symbolic."""
+    """`check` with a cache of its results: a layer has equal facts at every step. Refusals are not
+    cached, and nothing is while a graph is traced, where sizes may be symbolic."""
     cached = functools.lru_cache(maxsize=1024, typed=True)(check)
 
     @functools.wraps(check)
@@ -62,7 +77,7 @@ def remembered(check):
             return check(*arguments)
         try:
             return cached(*arguments)
-        except TypeError:  # refused, or facts that cannot be looked up: no string, say
+        except TypeError:  # refused, or an argument that cannot be hashed
             return check(*arguments)
 
     return run
@@ -101,7 +116,7 @@ def on_device(name: str, value: Facts | Tensor, x: Facts | Tensor) -> None:
 
 
 def supported(device: torch.device) -> None:
-    # Devices are not asked about in a graph: what has no kernel is refused when it runs.
+    # Not while a graph is traced: a device without kernels is refused when the graph runs.
     if torch.compiler.is_compiling() and _library.PROBLEM is None:
         return
     reason = _library.unsupported_reason(device)
@@ -119,6 +134,20 @@ def number(name: str, value) -> None:
         raise TypeError(f"{name} is {type(value).__name__}, must be a number")
 
 
+def finite(name: str, value) -> None:
+    number(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, must be finite")
+
+
+def seed(name: str, value) -> int:
+    """A seed of 64 bits as the int64 with the same bits."""
+    integer(name, value)
+    if not 0 <= value < 2**64:
+        raise ValueError(f"{name} is {value}, must be from 0 to 2^64 - 1")
+    return value if value < 2**63 else value - 2**64
+
+
 def one_of(name: str, value, allowed) -> None:
-    if value not in allowed:
+    if value not in tuple(allowed):  # a value that cannot be hashed is refused too
         raise ValueError(f'{name} is "{value}", must be one of: {", ".join(allowed)}')

@@ -1,31 +1,40 @@
-"""What torch must know beyond the kernels: shapes of results (fakes) and derivatives."""
+"""What operators need beside their kernels, fakes (the shapes of results) and derivatives, and how
+they are called."""
 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _checks, _library
+from ._names import ACTIVATION, FORM, GATED, ROUNDING
+from ._names import UNGATED as UNGATED
 
 ops = torch.ops.sonicmoe_cpp
-# What the operators put before the sentence of a request that they cannot serve (boxing.h).
+# A message that begins so stands for a NotImplementedError (boxing.h).
 UNSUPPORTED = "NotImplementedError: "
+_GATED_NUMBERS = frozenset(ACTIVATION[name] for name in GATED)
 
-GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
-UNGATED = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
-# The arguments that every operator of the layer takes, in the schema's order.
-LAYER = ["x", "index", "second", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down"]
-LAYER += ["form", "activation", "alpha", "limit", "gate_layout"]
-LAYER_TENSORS = LAYER[:9]
-# What a derivative is taken in, and the bit of each in `needs`.
-DIFFERENTIABLE = ("x", "weights", "w_gate", "w_up", "w_down", "b_up", "b_down")
-NEEDS = {name: 1 << bit for bit, name in enumerate(DIFFERENTIABLE)}
-# ... with its place among the arguments.
-_PLACES = tuple(LAYER.index(name) for name in DIFFERENTIABLE)
-_NEEDS_ACCUMULATED = NEEDS["w_gate"] | NEEDS["w_up"] | NEEDS["w_down"]
+def _arguments(name: str) -> list:
+    """The arguments of an operator, as its schema lists them."""
+    return [] if _library.PROBLEM else list(getattr(ops, name).default._schema.arguments)
+
+
+# The arguments that every operator of the layer takes: tensors first, then options.
+LAYER = [argument.name for argument in _arguments("moe_inference")]
+LAYER_TENSORS = [a.name for a in _arguments("moe_inference") if "Tensor" in str(a.type)]
+OPTIONS = LAYER[len(LAYER_TENSORS) :]
+# The arguments that have a derivative, their positions, and their bits in `needs`.
+DIFFERENTIABLE = [name for name in LAYER_TENSORS if name not in ("index", "second")]
+_POSITIONS = tuple(LAYER.index(name) for name in DIFFERENTIABLE)
+NEEDS = {name: 1 << LAYER.index(name) for name in DIFFERENTIABLE}
+# The gradients that moe_backward_accumulate adds to main gradients, and those that it returns.
+_ACCUMULATED = [name for name in DIFFERENTIABLE if name.startswith("w_")]
+_FRESH = [name for name in DIFFERENTIABLE if name not in _ACCUMULATED]
 
 
 def score_dtype(t: Tensor) -> torch.dtype:
@@ -36,69 +45,50 @@ def score_dtype(t: Tensor) -> torch.dtype:
 # ---- the layer -----------------------------------------------------------------------------------
 
 
-def row_capacity(x: Tensor, index: Tensor, form: str):
-    """C: the rows that buffers are sized for."""
-    return x.shape[0] if form == "grouped" else index.numel()
-
-
 def saved_bytes(tokens, rows, experts):
-    """Bytes of metadata kept for backward, as in ops.cc."""
+    """Bytes of metadata kept for backward, as in layer.h."""
     return 20 * rows + 16 * tokens + 1024 * experts
 
 
-def _like_x(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _fake_inference(a):
+    return a.x.new_empty(a.x.shape)
 
 
-def _fake_inference(*layer):
-    return _like_x(layer[0])
+def _fake_forward(a):
+    rows = a.x.shape[0] if a.form == FORM["grouped"] else a.index.numel()
+    factor = 2 if a.activation in _GATED_NUMBERS else 1
+    h = a.x.new_empty((rows, factor * a.w_down.shape[2]))
+    size = saved_bytes(a.x.shape[0], rows, a.w_down.shape[0])
+    return a.x.new_empty(a.x.shape), h, a.x.new_empty((size,), dtype=torch.uint8)
 
 
-def _fake_forward(*arguments):
-    a = dict(zip(LAYER, arguments, strict=False))
-    x, w_down = a["x"], a["w_down"]
-    rows = row_capacity(x, a["index"], a["form"])
-    factor = 2 if a["activation"] in GATED else 1
-    h = x.new_empty((rows, factor * w_down.shape[2]))
-    size = saved_bytes(x.shape[0], rows, w_down.shape[0])
-    return _like_x(x), h, x.new_empty((size,), dtype=torch.uint8)
-
-
-def _nothing(a: dict) -> Tensor:
-    """Stands for a gradient that nobody asked for; in host memory, as in views.h."""
-    return torch.empty((0,), dtype=a["x"].dtype, device="cpu")
-
-
-def _fake_gradient(a: dict, needs: int, name: str) -> Tensor:
-    if a[name] is None or not needs & NEEDS[name]:
-        return _nothing(a)
+def _fake_gradient(a, name: str) -> Tensor:
+    value = getattr(a, name)
+    if value is None or not a.needs & NEEDS[name]:
+        # A gradient that is not wanted: nothing() in views.h.
+        return torch.empty((0,), dtype=a.x.dtype, device="cpu")
     if name == "x":
-        return _like_x(a["x"])
-    return torch.empty_like(a[name])
+        return value.new_empty(value.shape)
+    return torch.empty_like(value)
 
 
-def _fake_backward(dout, *arguments):
-    a = dict(zip(LAYER, arguments, strict=False))
-    needs = arguments[len(LAYER) + 2]
-    return tuple(_fake_gradient(a, needs, name) for name in NEEDS)
+def _fake_backward(a):
+    return tuple(_fake_gradient(a, name) for name in DIFFERENTIABLE)
 
 
-def _fake_backward_accumulate(dout, *arguments):
-    a = dict(zip(LAYER, arguments, strict=False))
-    needs = arguments[len(LAYER) + 2]
+def _fake_backward_accumulate(a):
+    def fresh(name):
+        gradient = _fake_gradient(a, name)
+        if not name.startswith("b_") or gradient.numel() == 0:
+            return gradient
+        return gradient.new_empty(gradient.shape, dtype=score_dtype(a.x))
 
-    def bias(name):
-        if a[name] is None or not needs & NEEDS[name]:
-            return _nothing(a)
-        return torch.empty(a[name].shape, dtype=torch.float32, device=a["x"].device)
-
-    fresh = [_fake_gradient(a, needs, name) for name in ("x", "weights")]
-    return (*fresh, bias("b_up"), bias("b_down"))
+    return tuple(fresh(name) for name in _FRESH)
 
 
 @functools.cache
 def _needs(wanted: tuple) -> int:
-    """The bits of the gradients that are wanted: a truth for each of DIFFERENTIABLE."""
+    """`needs` of the operators; wanted[i] says whether DIFFERENTIABLE[i] needs its gradient."""
     return sum(bit for bit, want in zip(NEEDS.values(), wanted, strict=True) if want)
 
 
@@ -107,17 +97,18 @@ def _gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tupl
     needs = _needs(wanted)
     if main_gradients[1] is None:
         found = call("moe_backward", dout, *layer, h, saved, needs)
-    else:
-        needs |= _NEEDS_ACCUMULATED
-        found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
-        dx, dweights, *biases = found
-        found = (dx, dweights, None, None, None, *(b.to(dx.dtype) for b in biases))
-    return [g if want else None for g, want in zip(found, wanted, strict=True)]
+        return [g if want else None for g, want in zip(found, wanted, strict=True)]
+    needs |= _needs(tuple(name in _ACCUMULATED for name in DIFFERENTIABLE))
+    found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
+    fresh = dict(zip(_FRESH, found, strict=True))
+    for bias in ("b_up", "b_down"):
+        fresh[bias] = fresh[bias].to(fresh["x"].dtype)
+    return [fresh.get(n) if want else None for n, want in zip(DIFFERENTIABLE, wanted, strict=True)]
 
 
 def _setup_layer(ctx, inputs, output):
-    # Main gradients are kept by reference: another backward may add to them in between, which
-    # saved tensors would take for an error.
+    # Not save_for_backward: another backward may add to main gradients before this one runs, and
+    # autograd refuses saved tensors that have changed.
     ctx.main_gradients = inputs[len(LAYER) :]
     ctx.options = inputs[len(LAYER_TENSORS) : len(LAYER)]
     _, h, saved = output
@@ -126,11 +117,11 @@ def _setup_layer(ctx, inputs, output):
 
 def _layer_backward(ctx, dout):
     *tensors, h, saved = ctx.saved_tensors
-    wanted = tuple([ctx.needs_input_grad[at] for at in _PLACES])
+    wanted = tuple([ctx.needs_input_grad[at] for at in _POSITIONS])
     layer = (*tensors, *ctx.options)
     found = _gradients(dout, layer, wanted, h, saved, ctx.main_gradients)
     gradients = [None] * ctx.inputs
-    for at, gradient in zip(_PLACES, found, strict=True):
+    for at, gradient in zip(_POSITIONS, found, strict=True):
         gradients[at] = gradient
     return tuple(gradients)
 
@@ -138,11 +129,12 @@ def _layer_backward(ctx, dout):
 # ---- routing -------------------------------------------------------------------------------------
 
 
-def round_capacity(tokens, experts: int, k: int, tile: int, mode: str):
-    """C of token_round; tokens may be symbolic."""
-    if mode == "down":
+def round_capacity(a):
+    """C of token_round; the number of tokens may be symbolic."""
+    (tokens, experts), k, tile = a.logits.shape, a.k, a.tile
+    if a.mode == ROUNDING["down"]:
         return tokens * k
-    if mode == "nearest":
+    if a.mode == ROUNDING["nearest"]:
         return tokens * k + experts * tile // 2
     return torch.sym_min(tokens * experts, tokens * k + experts * tile)
 
@@ -156,27 +148,31 @@ def _fake_pairs(logits: Tensor, capacity):
     )
 
 
-def _fake_route(logits, bias, k, *options):
-    shape = (logits.shape[0], k)
+def _fake_route(a):
+    shape = (a.logits.shape[0], a.k)
     return (
-        logits.new_empty(shape, dtype=score_dtype(logits)),
-        logits.new_empty(shape, dtype=torch.int64),
+        a.logits.new_empty(shape, dtype=score_dtype(a.logits)),
+        a.logits.new_empty(shape, dtype=torch.int64),
     )
 
 
-def _fake_token_round(logits, bias, k, score, renormalize, scale, n_group, topk_group, seed, *rule):
-    return _fake_pairs(logits, round_capacity(logits.shape[0], logits.shape[1], k, *rule))
+def _fake_token_round(a):
+    return _fake_pairs(a.logits, round_capacity(a))
 
 
-def _fake_expert_choice(logits, capacity):
-    return _fake_pairs(logits, logits.shape[1] * torch.sym_min(capacity, logits.shape[0]))
+def _fake_expert_choice(a):
+    return _fake_pairs(a.logits, a.logits.shape[1] * torch.sym_min(a.capacity, a.logits.shape[0]))
 
 
-def _fake_router_losses(ids, logits, *options):
+def _fake_router_losses(a):
     return (
-        logits.new_empty((2,), dtype=score_dtype(logits)),
-        logits.new_empty((logits.shape[1],), dtype=torch.int64),
+        a.logits.new_empty((2,), dtype=score_dtype(a.logits)),
+        a.logits.new_empty((a.logits.shape[1],), dtype=torch.int64),
     )
+
+
+def _fake_router_gradient(a):
+    return a.logits.new_empty(a.logits.shape)
 
 
 def _setup_route(ctx, inputs, output):
@@ -229,22 +225,23 @@ def _router_losses_backward(ctx, dvalues):
 # ---- registration --------------------------------------------------------------------------------
 
 
-def _fake_grouped_gemm(a, b, offsets, gather):
-    return a.new_empty((a.shape[0] if gather is None else gather.shape[0], b.shape[1]))
+def _fake_grouped_gemm(a):
+    rows = a.a.shape[0] if a.gather is None else a.gather.shape[0]
+    return a.a.new_empty((rows, a.b.shape[1]))
 
 
-def _fake_grouped_gemm_k(a, b, offsets, gather):
-    return a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
+def _fake_grouped_gemm_k(a):
+    return a.a.new_empty((a.offsets.shape[0] - 1, a.a.shape[1], a.b.shape[1]))
 
 
 def _begin(ctx, inputs) -> None:
-    # Else autograd fills a zero gradient for every unused output, H's size among them.
+    # Without this, autograd makes a zero gradient for every unused output, one as large as H.
     ctx.set_materialize_grads(False)
     ctx.inputs = len(inputs)
 
 
 def _of_first_output(setup, backward):
-    """A derivative in the first output alone: the others are not differentiable."""
+    """setup and backward of an operator whose first output alone is differentiable."""
 
     def setup_once(ctx, inputs, output):
         _begin(ctx, inputs)
@@ -260,7 +257,7 @@ def _of_first_output(setup, backward):
 
 
 def _once(name: str):
-    """A backward that refuses to be differentiated, by a sentence instead of a missing kernel."""
+    """The derivative of a backward: a refusal that says so."""
 
     def setup(ctx, inputs, output):
         ctx.arguments = len(inputs)
@@ -271,6 +268,7 @@ def _once(name: str):
     return setup, refuse
 
 
+# The shapes of an operator's results, as a function of its arguments by name.
 FAKES = {
     "moe_inference": _fake_inference,
     "moe_forward": _fake_forward,
@@ -279,13 +277,13 @@ FAKES = {
     "grouped_gemm": _fake_grouped_gemm,
     "grouped_gemm_k": _fake_grouped_gemm_k,
     "route": _fake_route,
-    "route_backward": lambda dweights, ids, logits, *options: _like_x(logits),
+    "route_backward": _fake_router_gradient,
     "token_round": _fake_token_round,
-    "token_round_backward": lambda dweight, w, t, e, o, logits, *options: _like_x(logits),
+    "token_round_backward": _fake_router_gradient,
     "expert_choice": _fake_expert_choice,
-    "expert_choice_backward": lambda dweight, w, t, e, o, logits: _like_x(logits),
+    "expert_choice_backward": _fake_router_gradient,
     "router_losses": _fake_router_losses,
-    "router_losses_backward": lambda dvalues, counts, logits, *options: _like_x(logits),
+    "router_losses_backward": _fake_router_gradient,
 }
 DERIVATIVES = {
     "moe_forward": _of_first_output(_setup_layer, _layer_backward),
@@ -305,10 +303,21 @@ DERIVATIVES = {
 }
 
 
+def by_name(name: str, function):
+    """`function` of one object that has the operator's arguments as attributes."""
+    names = [argument.name for argument in _arguments(name)]
+
+    def run(*arguments, **keywords):
+        given = dict(zip(names, arguments, strict=False))
+        return function(SimpleNamespace(**given, **keywords))
+
+    return run
+
+
 def register() -> None:
     """Tells torch about fakes and derivatives, once the library has been loaded."""
     for name, fake in FAKES.items():
-        torch.library.register_fake(f"sonicmoe_cpp::{name}", fake)
+        torch.library.register_fake(f"sonicmoe_cpp::{name}", by_name(name, fake))
     for name, (setup, backward) in DERIVATIVES.items():
         torch.library.register_autograd(f"sonicmoe_cpp::{name}", backward, setup_context=setup)
 
@@ -327,6 +336,8 @@ def _kernel(name: str):
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*arguments)
         except RuntimeError as error:
+            for argument, value in zip(_arguments(name), arguments, strict=False):
+                _checks.not_distributed(argument.name, value)
             sentence = str(error)
             if sentence.startswith(UNSUPPORTED):
                 raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
@@ -336,11 +347,11 @@ def _kernel(name: str):
 
 
 def _function(name: str, forward, backward):
-    """What records a call, as register_autograd would make it: that costs the host several times as
-    much, so only graphs take it."""
+    """The call of an autograd.Function. register_autograd makes one too, which costs the host
+    several times as much: only graphs use that."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), parts)
-    # Past the Python of Function.apply, which serves functorch's transforms.
+    # Skips the Python part of Function.apply, which only functorch's transforms need.
     plain = super(torch.autograd.Function, function).apply
 
     def apply(*arguments):
@@ -375,9 +386,9 @@ def _recorded_layer():
     output of a Function takes time."""
     kernel = _kernel("moe_forward")
 
-    def forward(ctx, x, weights, w_gate, w_up, w_down, b_up, b_down, rest):
-        routing, options, main_gradients = rest
-        tensors = (x, *routing, weights, w_gate, w_up, w_down, b_up, b_down)
+    def forward(ctx, x, *others):
+        *others, (routing, options, main_gradients) = others
+        tensors = (x, *routing, *others)
         out, h, saved = kernel(*tensors, *options, *main_gradients)
         ctx.set_materialize_grads(False)
         ctx.rest = options, main_gradients
@@ -385,11 +396,11 @@ def _recorded_layer():
         return out
 
     def backward(ctx, dout):
+        wanted = ctx.needs_input_grad[:-1]
         if dout is None:
-            return (None,) * 8
+            return (*[None] * len(wanted), None)
         *tensors, h, saved = ctx.saved_tensors
         options, main_gradients = ctx.rest
-        wanted = ctx.needs_input_grad[:7]
         return *_gradients(dout, (*tensors, *options), wanted, h, saved, main_gradients), None
 
     return _function("moe_forward", forward, backward)
@@ -419,17 +430,17 @@ def _recorded_route():
     return _function("route", forward, backward)
 
 
-# The functions below run at every step of everybody's training: no generators, no helpers that one
-# `if` can stand for.
+# The functions below run in every call, where each generator and each further function would add to
+# the time on the host.
 
 
 def may_autocast() -> bool:
-    """Whether autocast may be enabled for any device; a graph has to ask for the one."""
+    """Whether autocast may be enabled for some device; always true in a graph."""
     return torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
 
 
 def records(*arguments) -> bool:
-    """Whether a call with these arguments is one to differentiate."""
+    """Whether autograd is to record a call with these arguments."""
     if torch.is_grad_enabled():
         for a in arguments:
             if isinstance(a, Tensor) and a.requires_grad:
@@ -458,15 +469,15 @@ def route(logits: Tensor, bias: Tensor | None, *rule) -> tuple[Tensor, Tensor]:
     return _recorded_route()(logits, rule)
 
 
-def layer(x, routing: tuple, experts: tuple, options: tuple, main_gradients: tuple) -> Tensor:
-    """The output of the layer; what its backward needs is kept where one is wanted. routing is
-    (index, second, weights), experts the five tensors from w_gate on."""
-    index, second, weights = routing
-    if not records(x, weights, *experts):
-        return run("moe_inference", x, *routing, *experts, *options)
+def layer(tensors: tuple, options: tuple, main_gradients: tuple) -> Tensor:
+    """The output of the layer; what its backward needs is kept where one is wanted. `tensors` are
+    LAYER_TENSORS, `options` OPTIONS."""
+    if not records(*tensors):
+        return run("moe_inference", *tensors, *options)
     if torch.compiler.is_compiling():
-        return ops.moe_forward(x, *routing, *experts, *options, *main_gradients)[0]
-    return _recorded_layer()(x, weights, *experts, ((index, second), options, main_gradients))
+        return ops.moe_forward(*tensors, *options, *main_gradients)[0]
+    x, index, second, *others = tensors
+    return _recorded_layer()(x, *others, ((index, second), options, main_gradients))
 
 
 if _library.PROBLEM is None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from . import _checks, _ops
 from ._checks import FLOATS, INDICES, Facts
+from ._names import ACTIVATION, FORM, GATED, LAYOUT
 from .routing import Pairs
 
-LAYOUTS = ("concatenated", "interleaved")
+LAYOUTS = tuple(LAYOUT)
 
 
 class Activation(NamedTuple):
@@ -24,10 +25,10 @@ class Activation(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the facts of a call lead to."""
+    """What follows from the dtypes, shapes and options of a call."""
 
-    options: tuple  # form, activation, alpha, limit, gate_layout: as the operators take them
-    scores: torch.dtype  # that routing weights are cast to
+    options: tuple  # the values of _ops.OPTIONS
+    scores: torch.dtype  # routing weights are cast to it
 
 
 def _activation(value) -> Activation:
@@ -35,7 +36,7 @@ def _activation(value) -> Activation:
         value = Activation(value)
     if not isinstance(value, Activation):
         raise TypeError(f"activation is {type(value).__name__}, must be a name or an Activation")
-    _checks.one_of("activation", value.name, _ops.GATED + _ops.UNGATED)
+    _checks.one_of("activation", value.name, ACTIVATION)
     for parameter in ("alpha", "limit"):
         number = getattr(value, parameter)
         if number is not None and not 0 < number < float("inf"):
@@ -136,10 +137,16 @@ def _plan(form: str, activation, gate_layout, facts: tuple) -> _Plan:
     _checks.supported(x.device)
     activation = _activation(activation)
     _checks.one_of("gate_layout", gate_layout, LAYOUTS)
-    _check_weights(x.shape[1], experts, activation.name in _ops.GATED, x)
+    _check_weights(x.shape[1], experts, activation.name in GATED, x)
     _FORMS[form].check(x, *routing)
-    alpha, limit = activation.alpha or 0.0, activation.limit or 0.0
-    return _Plan((form, activation.name, alpha, limit, gate_layout), _ops.score_dtype(x))
+    options = {
+        "form": FORM[form],
+        "activation": ACTIVATION[activation.name],
+        "alpha": activation.alpha or 0.0,
+        "limit": activation.limit or 0.0,
+        "gate_layout": LAYOUT[gate_layout],
+    }
+    return _Plan(tuple([options[option] for option in _ops.OPTIONS]), _ops.score_dtype(x))
 
 
 def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
@@ -163,7 +170,7 @@ def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, where it is enabled for the device of x, casts to."""
+    """The dtype that autocast casts to, None where it is not enabled for the device of x."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -185,8 +192,8 @@ def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
 
 def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum) -> Tensor:
     """routing is (index, second, weights), experts (w_up, w_down, b_up, b_down), style (activation,
-    gate_layout). What costs time here costs it in every call: all that can be known from dtypes,
-    devices and shapes is in _plan, which remembers."""
+    gate_layout). This runs in every call: what depends on dtypes, devices and shapes alone is in
+    _plan, whose results are cached."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
     w_up, w_down, b_up, b_down = experts
@@ -200,7 +207,8 @@ def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum)
     main_gradients = (None, None, None)
     if grad_accum is not None:
         main_gradients = _main_gradients(grad_accum, *experts[:3])
-    return _ops.layer(x, (index, second, weights), experts, plan.options, main_gradients)
+    tensors = (x, index, second, weights, *experts)
+    return _ops.layer(tensors, plan.options, main_gradients)
 
 
 def moe(
@@ -305,13 +313,15 @@ def h_views(
     w_gate, w_up = _pair("w_up", w_up)
     for name, value in (("h", h), ("w_up", w_up)):
         _checks.tensor(name, value)
+    _checks.supported(h.device)
     name = _activation(activation).name
-    gated = name in _ops.GATED
+    _checks.one_of("gate_layout", gate_layout, LAYOUT)
+    gated = name in GATED
     width = w_up.shape[1] * (2 if w_gate is not None else 1)
     _checks.shape("h", h, "(C, 2*n)" if gated else "(C, n)", (None, width))
     if not h.is_contiguous():
         raise ValueError(f"h has strides {h.stride()}, must be contiguous, as forward made it")
-    begin, row, column = _ops.ops.h_views(h, w_gate, w_up, name, gate_layout)
+    begin, row, column = _ops.ops.h_views(h, w_gate, w_up, ACTIVATION[name], LAYOUT[gate_layout])
     size = (h.shape[0], width // (2 if gated else 1))
     up = h.as_strided(size, (row, column), h.storage_offset() + begin)
     return h.as_strided(size, (row, column)) if gated else None, up

@@ -1,7 +1,7 @@
-"""Low-rank factors beside frozen experts: (W + scale * B A) in both projections, never summed.
+"""Low-rank factors beside frozen experts: both projections use W + scale * B A, never formed.
 
 The up-projection's factors act before the activation, so the fused layer cannot take them: H is
-formed from two products, and the layer is put together here from grouped GEMMs over the routed
+formed from two products, and this file composes the layer from grouped GEMMs over the routed
 rows. docs/adapters.md derives it. Kept for backward: x, H as in the layer, and x A^T of rank
 columns. The frozen weights get no gradient, and none is computed.
 """
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from . import _checks, _formulas, _ops
 from .layer import LAYOUTS, Activation, _activation, _check_ids
 
-# Elements of a block of rows in the elementwise parts, which work in fp32.
+# Elements of a block of rows: the elementwise parts work in fp32 on one block at a time.
 BLOCK = 1 << 22
 
 
@@ -43,7 +43,7 @@ class _Rows(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a call is apart from its tensors."""
+    """The options of a call."""
 
     activation: Activation
     gate_layout: str
@@ -254,7 +254,10 @@ def _check(name: str, value: Tensor | None, x: Tensor, shape: tuple, meaning: st
 
 def _check_frozen(frozen: dict[str, Tensor | None]) -> None:
     for name, value in frozen.items():
-        if value is not None and value.requires_grad:
+        if value is None:
+            continue
+        _checks.tensor(name, value)
+        if value.requires_grad:
             raise ValueError(
                 f"{name} requires a gradient, must be frozen (requires_grad_(False)): beside "
                 "low-rank factors only these are trained"
@@ -288,7 +291,7 @@ def _padded(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor |
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What all is computed in: autocast's dtype under autocast, else x's."""
+    """The dtype of the computation: autocast's under autocast, else x's."""
     kind = x.device.type
     if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype
@@ -377,4 +380,10 @@ def new_factors(module: nn.Module, weights: tuple, rank: int, alpha: float, dtyp
         raise ValueError(
             f"{type(module).__name__} has low-rank factors already, which would be lost"
         )
+    for name, parameter in module.named_parameters(recurse=False):
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"{name} of {type(module).__name__} is a DTensor: add_lora must come before "
+                "fully_shard and every other distribution of the model"
+            )
     return LoRA(*weights, rank, alpha, dtype)

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree
 
-from . import _checks, _ops
-from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_pairs
+from . import _checks, _library
+from ._names import GATED
+from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
 from .lora import LoRA, lora_moe, new_factors
-from .routing import MODES, SCORES, route, router_losses, token_round
+from .routing import (
+    MODES,
+    SCORES,
+    Pairs,
+    counted,
+    expert_choice,
+    plain_losses,
+    route,
+    router_losses,
+    token_round,
+)
 
-ROUTINGS = ("topk", "token_rounding")
+ROUTINGS = ("topk", "token_rounding", "expert_choice")
 
 
 class MoEAux(NamedTuple):
-    """What a MoE says beside its output."""
+    """What a MoE returns beside its output."""
 
     loss: Tensor  # () lb_coef * load_balancing + z_coef * z: add it to the model's loss
     load_balancing: Tensor  # ()
     z: Tensor  # ()
     tokens_per_expert: Tensor  # (E,) int64, the top-k choice before rounding
     logits: Tensor  # (T, E)
+
+
+# torch.export.save writes the names of such types.
+_pytree._register_namedtuple(MoEAux, serialized_type_name="sonicmoe_cpp.MoEAux")
+_pytree._register_namedtuple(Pairs, serialized_type_name="sonicmoe_cpp.Pairs")
 
 
 @functools.cache
@@ -36,17 +55,56 @@ def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
     )
 
 
+def _one_or_nan(logits: Tensor) -> Tensor:
+    """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) of a bias (E,). Routing
+    takes a NaN for -inf, so that without this factor one would leave no trace in the outputs."""
+    return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
+
+
+class Router(nn.Linear):
+    """A Linear without bias. With a compute_dtype it computes in that one, also under autocast and
+    where its weight has another dtype (after module.bfloat16(), or gathered so by FSDP2)."""
+
+    def __init__(self, hidden_size: int, num_experts: int, compute_dtype=None, **where):
+        super().__init__(hidden_size, num_experts, bias=False, **where)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _checks.is_distributed(x):
+            _checks.not_distributed("router.weight", self.weight)
+        if self.compute_dtype is None:
+            return F.linear(x, self.weight)
+        x, weight = x.to(self.compute_dtype), self.weight.to(self.compute_dtype)
+        if autocast_dtype(x) is None:
+            return F.linear(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight)
+
+
 class MoE(nn.Module):
     """A router and E experts, K of them a token. forward(x) returns (out, MoEAux).
+
+    A NaN among a token's logits (a NaN in x or in the router's weight) makes its output and the
+    losses NaN; the routing of the other tokens stays as it is. A NaN in the selection bias makes
+    every output NaN.
 
     routing="token_rounding" rounds every expert's tokens to multiples of `tile` by `rounding` while
     training; evaluation always uses plain top-k, and so do batches with T*K < E*tile/2 (with one
     warning, which compiled code leaves out). rounding="stochastic" draws its seed from torch's
     CPU generator on every step (torch.manual_seed reproduces a run, and recomputation under
     activation checkpointing sees the same draw); `seed` is mixed in.
+    routing="expert_choice" lets each expert take its ceil(T*K/E) best tokens, in training and
+    evaluation: a token's experts depend on the other tokens, so it is not for causal decoding.
 
-    Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n) and, with bias=True,
-    b_up (E, G*n), b_down (E, d). gate_layout says where gate and up lie in w_up and b_up.
+    router_dtype: the router's parameter and its products have this dtype (fp32 beside bf16
+    experts), whatever autocast says. FSDP2 groups have one dtype: fully_shard(module.router) first.
+    shared_experts: this many further experts, without biases, that take every token.
+    selection_bias=True: a buffer selection_bias (E,) fp32 takes part in the selection of
+    score="sigmoid"; update_selection_bias() balances the experts through it, without a loss.
+
+    Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n), with bias=True
+    b_up (E, G*n), b_down (E, d), and with S shared experts shared_up (1, G*S*n, d), shared_down
+    (1, d, S*n). gate_layout says where gate and up lie in w_up, b_up and shared_up.
     """
 
     def __init__(
@@ -70,6 +128,9 @@ class MoE(nn.Module):
         seed: int = 0,
         lb_coef: float = 0.0,
         z_coef: float = 0.0,
+        router_dtype: torch.dtype | None = None,
+        shared_experts: int = 0,
+        selection_bias: bool = False,
         device=None,
         dtype=None,
     ):
@@ -90,6 +151,13 @@ class MoE(nn.Module):
             ("rounding", rounding, MODES),
         ):
             _checks.one_of(name, value, allowed)
+        _checks.integer("shared_experts", shared_experts)
+        if shared_experts < 0:
+            raise ValueError(f"shared_experts is {shared_experts}, must be at least 0")
+        for name, value in (("lb_coef", lb_coef), ("z_coef", z_coef)):
+            _checks.finite(name, value)
+        if selection_bias and score != "sigmoid":
+            raise ValueError(f'selection_bias is True, needs score="sigmoid", not "{score}"')
         self.num_experts = num_experts
         self.top_k = top_k
         self.hidden_size = hidden_size
@@ -101,13 +169,25 @@ class MoE(nn.Module):
         self.route_options |= {"n_group": n_group, "topk_group": topk_group}
         self.tile = tile
         self.rounding = rounding
-        self.seed = seed
+        self.seed = _checks.seed("seed", seed)
         self.lb_coef = lb_coef
         self.z_coef = z_coef
 
-        where = {"device": device, "dtype": dtype}
-        rows = intermediate_size * (2 if self.activation.name in _ops.GATED else 1)
-        self.router = nn.Linear(hidden_size, num_experts, bias=False, **where)
+        self._make_parameters(
+            bias, router_dtype, shared_experts, {"device": device, "dtype": dtype}
+        )
+        buffer = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("selection_bias", buffer if selection_bias else None)
+        self.lora: LoRA | None = None
+        self._try_routing()
+        self.reset_parameters()
+
+    def _make_parameters(self, bias, router_dtype, shared_experts: int, where: dict) -> None:
+        num_experts, hidden_size = self.num_experts, self.hidden_size
+        intermediate_size = self.intermediate_size
+        rows = self.intermediate_size * (2 if self.activation.name in GATED else 1)
+        of_router = where if router_dtype is None else where | {"dtype": router_dtype}
+        self.router = Router(hidden_size, num_experts, router_dtype, **of_router)
         self.w_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size, **where))
         self.w_down = nn.Parameter(
             torch.empty(num_experts, hidden_size, intermediate_size, **where)
@@ -118,28 +198,76 @@ class MoE(nn.Module):
         else:
             self.register_parameter("b_up", None)
             self.register_parameter("b_down", None)
-        self.lora: LoRA | None = None
-        self.reset_parameters()
+        self.shared_experts = shared_experts
+        if shared_experts > 0:
+            sizes = (
+                (rows * shared_experts, hidden_size),
+                (hidden_size, intermediate_size * shared_experts),
+            )
+            self.shared_up, self.shared_down = (
+                nn.Parameter(torch.empty(1, *size, **where)) for size in sizes
+            )
+
+    def _try_routing(self) -> None:
+        """Routes no tokens, so that bad options are refused here and not at the first step."""
+        if self.routing == "expert_choice":
+            default = {"score": SCORES[0], "renormalize": False, "scale": 1.0}
+            default |= {"n_group": None, "topk_group": None}
+            for name, value in self.route_options.items():
+                if value != default[name]:
+                    raise ValueError(f'{name} is {value}, but routing is "expert_choice"')
+        if _library.PROBLEM is not None:
+            return
+        logits = torch.zeros(0, self.num_experts, device="cpu")
+        route(logits, self.top_k, **self.route_options)
+        if self.routing == "token_rounding":
+            rule = {"tile": self.tile, "mode": self.rounding}
+            token_round(logits, self.top_k, **rule, **self.route_options)
+
+    def _apply(self, fn, recurse=True):
+        """As nn.Module; selection_bias stays fp32, for steps that bf16 would round away."""
+        super()._apply(fn, recurse)
+        if self.selection_bias is not None:
+            self.selection_bias = self.selection_bias.float()
+        return self
 
     def reset_parameters(self) -> None:
         """Weights ~ N(0, 1/fan_in), router too; biases zero."""
-        for weight in (self.router.weight, self.w_up, self.w_down):
+        for weight in (self.router.weight, self.w_up, self.w_down, *self._shared()):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-        for bias in (self.b_up, self.b_down):
+        for bias in (self.b_up, self.b_down, self.selection_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+
+    def _shared(self) -> tuple:
+        return (self.shared_up, self.shared_down) if self.shared_experts > 0 else ()
+
+    @torch.no_grad()
+    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
+        """Adds `rate` to the bias of the experts with fewer tokens than the mean and subtracts it
+        from that of those with more: balance without an auxiliary loss (DeepSeek-V3).
+
+        Call it once an optimizer step. tokens_per_expert (E,) is aux.tokens_per_expert, summed over
+        micro-batches, and over ranks, so that all of them keep the same bias.
+        """
+        if self.selection_bias is None:
+            raise ValueError("the module has no selection_bias: MoE(..., selection_bias=True)")
+        _checks.tensor("tokens_per_expert", tokens_per_expert)
+        _checks.shape("tokens_per_expert", tokens_per_expert, "(E,)", (self.num_experts,))
+        counts = tokens_per_expert.to(self.selection_bias)
+        self.selection_bias.add_((counts.mean() - counts).sign(), alpha=rate)
 
     def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
         """Freezes the experts and trains low-rank factors beside them: parameters lora.*.
 
-        scale = alpha / rank. Not for routing="token_rounding".
+        scale = alpha / rank. For routing="topk" alone.
         """
-        if self.routing == "token_rounding":
+        if self.routing != "topk":
             raise NotImplementedError(
-                'routing is "token_rounding", low-rank factors need routing="topk"'
+                f'routing is "{self.routing}", low-rank factors need routing="topk"'
             )
         self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype)
-        for parameter in (self.w_up, self.w_down, self.b_up, self.b_down):
+        for parameter in (self.w_up, self.w_down, self.b_up, self.b_down, *self._shared()):
             if parameter is not None:
                 parameter.requires_grad_(False)
 
@@ -151,6 +279,8 @@ class MoE(nn.Module):
         )
         if self.routing == "token_rounding":
             text += f", tile={self.tile}, rounding={self.rounding}"
+        if self.shared_experts > 0:
+            text += f", shared_experts={self.shared_experts}"
         return text
 
     def _rounds(self, tokens) -> bool:
@@ -167,44 +297,117 @@ class MoE(nn.Module):
             return 0
         return torch.randint(2**62, (), dtype=torch.int64) ^ self.seed
 
-    def forward(
-        self, x: Tensor, *, selection_bias: Tensor | None = None, grad_accum: tuple | None = None
-    ) -> tuple[Tensor, MoEAux]:
-        """x (..., d) -> out (..., d), MoEAux. selection_bias (E,) needs score="sigmoid".
-
-        grad_accum=(g_up, g_down) as in moe(): backward adds to these buffers.
-        """
+    def _check_input(self, x, padding_mask) -> None:
         _checks.tensor("x", x)
-        if x.dtype != self.router.weight.dtype and autocast_dtype(x) is None:
+        for name in ("w_up", "w_down"):
+            _checks.not_distributed(name, getattr(self, name))
+        if x.dtype != self.w_up.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"x has dtype {_checks.names([x.dtype])}, must be the module's "
-                f"{_checks.names([self.router.weight.dtype])}, or cast by autocast"
+                f"{_checks.names([self.w_up.dtype])}, or cast by autocast"
             )
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, its last dimension must be {self.hidden_size}"
             )
-        rows = x.reshape(-1, self.hidden_size)
-        logits = self.router(rows)
-        options = self.route_options | {"bias": selection_bias}
+        if padding_mask is not None:
+            _checks.tensor("padding_mask", padding_mask)
+            _checks.dtype("padding_mask", padding_mask, (torch.bool,))
+            shape = tuple(x.shape[:-1])
+            _checks.shape("padding_mask", padding_mask, "x's shape without d", shape)
+            _checks.on_device("padding_mask", padding_mask, x)
+
+    def _without(self, padding: Tensor | None, pairs: Pairs) -> Pairs:
+        """The pairs of padding emptied: an expert takes it where other tokens are too few."""
+        if padding is None:
+            return pairs
+        fills = padding.flatten()[pairs.token.clamp(min=0).long()]
+        return pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
+
+    def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict) -> tuple:
+        """(out, ids) of top-k and token rounding; factor as of _one_or_nan."""
         ids, weights = route(logits, self.top_k, **options)
+        if self._rounds(rows.shape[0]):
+            rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
+            pairs = token_round(logits, self.top_k, **rule, **options)
+            pairs = self._without(padding, pairs)
+            out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
+            return out * factor.to(out.dtype), ids
+        # The factor multiplies the routing weights, which are smaller than the output. A token with
+        # NaN alone among its logits has no expert: expert 0 takes it, so that its weights count.
+        chosen = ids.masked_fill(factor.isnan(), 0)
+        weights = weights * factor.to(weights.dtype)
+        if self.lora is None:
+            return moe(rows, chosen, weights, self.w_up, self.w_down, **experts), ids
+        experts |= self.lora.factors()
+        return lora_moe(rows, chosen, weights, self.w_up, self.w_down, **experts), ids
+
+    def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
+        """(out, what router_losses gives)."""
+        tokens_each = -(-rows.shape[0] * self.top_k // self.num_experts)
+        pairs = self._without(padding, expert_choice(logits, max(1, tokens_each)))
+        out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
+        counts = counted(pairs.expert.long(), self.num_experts)
+        shares = counts / counts.sum().clamp(min=1)
+        losses = plain_losses(logits, shares, "softmax_before_topk", padding)
+        return out, (*losses, counts)
+
+    def _add_shared(self, out: Tensor, rows: Tensor, padding: Tensor | None) -> Tensor:
+        begin = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        every = torch.full((1,), rows.shape[0], dtype=torch.int64, device=rows.device)
+        options = {"activation": self.activation, "gate_layout": self.gate_layout}
+        shared = moe_grouped(rows, (begin, every), *self._shared(), **options)
+        return out + (shared if padding is None else shared.masked_fill(padding, 0.0))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        selection_bias: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        grad_accum: tuple | None = None,
+    ) -> tuple[Tensor, MoEAux]:
+        """x (..., d) -> out (..., d), MoEAux.
+
+        selection_bias (E,) fp32 stands for the module's own, and needs score="sigmoid".
+        padding_mask (...) bool: True for a token that is padding. It goes to no expert, its output
+        is 0, and it counts for nothing in losses and tokens_per_expert.
+        grad_accum=(g_up, g_down) as in moe(): backward adds to these buffers.
+        """
+        self._check_input(x, padding_mask)
+        rows = x.reshape(-1, self.hidden_size)
+        logits = routed = self.router(rows)
+        padding = None
+        if padding_mask is not None:
+            padding = padding_mask.reshape(-1, 1)
+            routed = logits.masked_fill(padding, -math.inf)
+        bias = self.selection_bias if selection_bias is None else selection_bias
+        options = self.route_options | {"bias": bias}
+        factor = _one_or_nan(routed)
+        if bias is not None:
+            _checks.tensor("selection_bias", bias)
+            if self.routing == "expert_choice":
+                raise ValueError('selection_bias is given, but routing is "expert_choice"')
+            factor = factor * _one_or_nan(bias)
         experts = {"b_up": self.b_up, "b_down": self.b_down, "activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
         if grad_accum is not None:
             if self.lora is not None:
                 raise ValueError("grad_accum is given, but the experts are frozen beside lora")
             experts["grad_accum"] = grad_accum
-        if self._rounds(rows.shape[0]):
-            rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
-            pairs = token_round(logits, self.top_k, **rule, **options)
-            out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
-        elif self.lora is None:
-            out = moe(rows, ids, weights, self.w_up, self.w_down, **experts)
+        if self.routing == "expert_choice":
+            out, losses = self._expert_choice(rows, routed, padding, experts)
+            out = out * factor.to(out.dtype)
         else:
-            experts |= self.lora.factors()
-            out = lora_moe(rows, ids, weights, self.w_up, self.w_down, **experts)
-        load_balancing, z, counts = router_losses(logits, ids, **options)
+            out, ids = self._top_k(rows, routed, padding, factor, options, experts)
+            known = options | {"padding": None if padding is None else padding.flatten()}
+            losses = router_losses(logits, ids, **known)
+        if self.shared_experts > 0:
+            out = self._add_shared(out, rows, padding)
+        load_balancing, z, counts = losses
+        factor = factor.prod()
+        load_balancing, z = load_balancing * factor, z * factor
         loss = self.lb_coef * load_balancing + self.z_coef * z
-        if x.dim() != 2:  # not a view where none is needed: FSDP2 warns about views
-            out = out.view(x.shape)
+        if x.dim() != 2:  # not a view: FSDP2 hooks what a module returns, and views can lose hooks
+            out = torch.ops.aten._unsafe_view(out, x.shape)
         return out, MoEAux(loss, load_balancing, z, counts, logits)

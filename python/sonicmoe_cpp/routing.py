@@ -1,4 +1,4 @@
-"""Who goes to which expert: top-k, token rounding, expert choice, and the router's losses."""
+"""Routing by top-k, token rounding and expert choice, and the router's losses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from . import _checks, _ops
 from ._checks import Facts
+from ._names import ROUNDING, SCORE
 
-SCORES = ("softmax_after_topk", "softmax_before_topk", "sigmoid")
-MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
+SCORES = tuple(SCORE)
+MODES = tuple(ROUNDING)
 
 
 class Pairs(NamedTuple):
@@ -59,7 +60,7 @@ def _rule(logits: tuple, k, score, renormalize, scale, n_group, topk_group) -> t
     if n_group is not None:
         _checks.integer("n_group", n_group)
         _checks.integer("topk_group", topk_group)
-    return (k, score, bool(renormalize), float(scale), n_group or 0, topk_group or 0)
+    return (k, SCORE[score], bool(renormalize), float(scale), n_group or 0, topk_group or 0)
 
 
 def _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group) -> tuple:
@@ -115,15 +116,15 @@ def token_round(
     """Top-k, then every expert's tokens rounded to a multiple of `tile`; for training.
 
     Differentiable in logits through the pairs' weights. `seed` decides mode="stochastic" alone: an
-    int, or an int64 tensor of one element in host memory (whose changes never recompile).
+    int from 0 to 2^64 - 1, or an int64 tensor of one element in host memory, whose changes never
+    recompile a graph.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     _checks.integer("tile", tile)
     _checks.one_of("mode", mode, MODES)
     if not isinstance(seed, Tensor):
-        _checks.integer("seed", seed)
-        seed = torch.full((), seed, dtype=torch.int64)
-    return _pairs(*_ops.call("token_round", *options, seed, tile, mode))
+        seed = torch.full((), _checks.seed("seed", seed), dtype=torch.int64)
+    return _pairs(*_ops.call("token_round", *options, seed, tile, ROUNDING[mode]))
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
@@ -137,11 +138,60 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
     return _pairs(*_ops.call("expert_choice", logits, capacity))
 
 
-def router_losses(logits: Tensor, ids: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
-    """(load_balancing, z, tokens_per_expert) of a routing by route(logits, k, **options)."""
-    arguments = {"score": "softmax_after_topk", "renormalize": False, "bias": None, "scale": 1.0}
-    arguments |= {"n_group": None, "topk_group": None} | options
+def counted(ids: Tensor, experts: int) -> Tensor:
+    """(E,) how often each expert is in `ids`, an int64 tensor; -1 and E are not counted."""
+    found = torch.zeros(experts + 2, dtype=torch.int64, device=ids.device)
+    found = found.index_add(0, (ids + 1).flatten(), torch.ones_like(ids).flatten())
+    return found[1 : experts + 1]
+
+
+def plain_losses(logits: Tensor, shares: Tensor, score: str, padding: Tensor | None):
+    """(load_balancing, z) in PyTorch, for what the operator does not serve: padding, and rows that
+    top-k did not choose. shares (E,): the part of all rows that each expert has."""
+    values = logits.to(_ops.score_dtype(logits))
+    real = values.new_ones((values.shape[0], 1))
+    if padding is not None:  # before anything is computed: a NaN of padding stays out of gradients
+        values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
+    tokens = real.sum().clamp(min=1)
+    p = values.sigmoid() if score == "sigmoid" else values.softmax(-1)
+    load_balancing = logits.shape[1] * (shares * (p * real).sum(0) / tokens).sum()
+    z = (values.logsumexp(-1, keepdim=True).square() * real).sum() / tokens
+    return load_balancing, z
+
+
+def router_losses(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    score: str = "softmax_after_topk",
+    padding: Tensor | None = None,
+    **options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(load_balancing, z, tokens_per_expert) of the ids (T, K) that route(logits, K, ...) gave.
+
+    load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], which is 1 for a balanced router,
+    with p the softmax over all experts (score="sigmoid": the sigmoid); z = mean_t
+    logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in logits;
+    tokens_per_expert is (E,) int64. `options` are the other arguments of route().
+
+    load_balancing_loss_func of transformers divides the counts by T instead of T*K: it is K times
+    load_balancing, so its coefficient (router_aux_loss_coef) is to be multiplied by K here.
+
+    padding (T,) bool: tokens that count for nothing; their ids must be -1.
+    """
+    _checks.tensor("ids", ids)
+    _checks.dtype("ids", ids, (torch.int64,))
+    _checks.shape("ids", ids, "(T, K)", (logits.shape[0], None))
+    arguments = {"renormalize": False, "bias": None, "scale": 1.0, "n_group": None}
+    arguments |= {"topk_group": None, "score": score} | options
     packed = _router_options(logits, ids.shape[1], **arguments)
-    values, counts = _ops.call("router_losses", ids, *packed)
-    load_balancing, z = values.unbind()
-    return load_balancing, z, counts
+    if padding is None:
+        values, counts = _ops.call("router_losses", ids, *packed)
+        load_balancing, z = values.unbind()
+        return load_balancing, z, counts
+    _checks.tensor("padding", padding)
+    _checks.dtype("padding", padding, (torch.bool,))
+    _checks.shape("padding", padding, "(T,)", (logits.shape[0],))
+    counts = counted(ids, logits.shape[1])
+    slots = ((~padding).sum() * ids.shape[1]).clamp(min=1)
+    return *plain_losses(logits, counts / slots, score, padding[:, None]), counts

@@ -17,6 +17,7 @@ struct Machine {
   std::string name;
   double flops_per_second = 0.0;
   double bytes_per_second = 0.0;
+  std::int32_t capability = 0;  ///< compute capability of a GPU: 90 is 9.0
   std::string source;
 };
 /// "h100", "h200" or "b200"; refuses other names ("cpu" is measured by the caller).

@@ -1,4 +1,5 @@
-# Installs the build into a fresh tree, moves it, and builds the consumer against it both ways.
+# Installs the build into a fresh tree, moves it, and builds the consumer against it: both libraries
+# by find_package, both by pkg-config.
 # Arguments: BUILD, SOURCE, WORK, CXX, CC, NM, PKG_CONFIG (may be NOTFOUND), FLAGS.
 function(step)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output
@@ -19,6 +20,16 @@ step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${prefix
 step(${CMAKE_COMMAND} --build ${WORK}/build)
 step(${WORK}/build/consumer_core)
 step(${WORK}/build/consumer_core_static)
+
+# The wheel's module is not a part of the library, even where both were built in one folder.
+if(EXISTS ${prefix}/sonicmoe_cpp)
+  message(FATAL_ERROR "the install tree has a folder sonicmoe_cpp of the Python package")
+endif()
+
+# The shared library needs no CUDA toolkit, whether it has the CUDA backend or not.
+step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build_shared -DCMAKE_PREFIX_PATH=${prefix}
+     -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_CXX_FLAGS=${FLAGS} -DCMAKE_BUILD_TYPE=Release
+     -DFLAVOURS=core -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON)
 
 # Every exported name is of the interface and carries its version.
 file(GLOB_RECURSE library ${prefix}/*/libsonicmoe.so)
@@ -44,3 +55,13 @@ separate_arguments(extra UNIX_COMMAND "${FLAGS}")
 step(${CC} -std=c99 -pedantic -Wall -Werror ${extra} ${SOURCE}/main.c -o ${WORK}/c_consumer
      ${flags} -Wl,-rpath,${lib_dir})
 step(${WORK}/c_consumer)
+
+# The static library by pkg-config: without the shared one, -lsonicmoe means the archive.
+file(GLOB shared ${lib_dir}/libsonicmoe.so*)
+file(REMOVE ${shared})
+execute_process(COMMAND ${PKG_CONFIG} --static --cflags --libs sonicmoe OUTPUT_VARIABLE flags
+                COMMAND_ERROR_IS_FATAL ANY)
+separate_arguments(flags UNIX_COMMAND "${flags}")
+step(${CC} -std=c99 -pedantic -Wall -Werror ${extra} ${SOURCE}/main.c -o ${WORK}/c_consumer_static
+     ${flags})
+step(${WORK}/c_consumer_static)

@@ -1,5 +1,6 @@
 """Grouped rows as torchtitan and prime-rl hand them over, by imitations of their callers."""
 
+import sys
 import types
 
 import pytest
@@ -201,9 +202,32 @@ def test_torchtitan_distributed_weights():
         distributed.destroy_process_group()
 
 
-def test_torchtitan_says_what_it_needs():
-    with pytest.raises(AttributeError, match="has no _run_experts_grouped_mm: pass the module"):
+def test_torchtitan_says_what_it_needs(monkeypatch):
+    works = "this adapter works with torchtitan 0.2.0 to 0.2.2"
+    monkeypatch.setattr(torchtitan.metadata, "version", lambda name: "0.3.0")
+    with pytest.raises(ImportError, match=f"other has no _run_experts_grouped_mm: {works}.* 0.3.0"):
         torchtitan.replace(types.ModuleType("other"))
+    monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
+    with pytest.raises(ImportError, match=f"torchtitan.models.* is missing: {works}"):
+        torchtitan.replace()
+    # torchtitan 0.2's gpt-oss has a function of this name over other weights.
+    gpt_oss = types.ModuleType("gpt_oss")
+    gpt_oss._run_experts_grouped_mm = lambda mlp1_weight, mlp1_bias, x: x
+    with pytest.raises(
+        ImportError, match=r"gpt_oss takes mlp1_weight, .*, must take w1, w2, w3, x"
+    ):
+        torchtitan.replace(gpt_oss)
+
+
+def test_torchtitan_is_found_by_its_name(monkeypatch):
+    titan = titan_module(False)
+    name = "torchtitan.models.moe.moe"
+    for end in range(1, 5):
+        parent = ".".join(name.split(".")[:end])
+        monkeypatch.setitem(sys.modules, parent, titan if parent == name else types.ModuleType(""))
+    torchtitan.replace()
+    assert titan._run_experts_grouped_mm is torchtitan.run_experts
+    torchtitan.replace()
 
 
 # ---- prime-rl ------------------------------------------------------------------------------------

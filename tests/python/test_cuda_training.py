@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = needs_cuda
 E, K, D, N = 16, 4, 64, 32
 ROUNDED = {"routing": "token_rounding", "tile": 16}
-OPTIONS = {"top-k": {}, "rounded": ROUNDED, "sigmoid": {"score": "sigmoid", "renormalize": True}}
+OPTIONS = {
+    "top-k": {},
+    "rounded": ROUNDED,
+    "sigmoid": {"score": "sigmoid", "renormalize": True},
+    "expert choice": {"routing": "expert_choice"},
+    "shared": {"shared_experts": 2, "router_dtype": torch.float32},
+    "balanced": {"score": "sigmoid", "selection_bias": True},
+}
 
 
 def build(dtype=torch.bfloat16, **options):
@@ -264,6 +271,29 @@ def test_work_is_queued_on_the_current_stream(options):
         got = gradients(module, late)
     side.synchronize()
     assert_equal(got, want)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_captured_module_shows_nan_and_takes_padding(options):
+    """Whatever it was captured with: a replay finds another mask and a NaN."""
+    module, x = build(**options), rows(300)
+    mask = torch.zeros(300, dtype=torch.bool, device="cuda")
+    module.eval()
+    with torch.no_grad():
+        module(x, padding_mask=mask)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, aux = module(x, padding_mask=mask)
+        mask[40:60] = True
+        x[7] = torch.nan
+        graph.replay()
+        broken = out.isnan().all(1).nonzero().flatten().tolist()
+        assert broken == [7] and aux.loss.isnan()
+        assert (out[40:60] == 0).all() and out[:7].isfinite().all()
+        x[7] = 0
+        graph.replay()
+        want, losses = module(x, padding_mask=mask)
+    assert torch.equal(out, want) and torch.equal(aux.loss, losses.loss)
 
 
 def test_state_dicts_travel():

@@ -198,6 +198,8 @@ CASES = [
     (rounding(tile=2.5), TypeError, "tile is float, must be an int"),
     (rounding(seed=1.5), TypeError, "seed is float, must be an int"),
     (rounding(tile=0), ValueError, "tile is 0, must be at least 1"),
+    (rounding(seed=2**64), ValueError, "seed is 18446744073709551616, must be from 0 to 2^64 - 1"),
+    (rounding(seed=-1), ValueError, "seed is -1, must be from 0 to 2^64 - 1"),
     (rounding(seed=torch.zeros(2)), ValueError, "seed must be an int or one int64 element"),
     (
         lambda: sonicmoe_cpp.expert_choice(torch.randn(T, E), 0),
@@ -214,6 +216,29 @@ CASES = [
     (module(4, 2.0, 8, 8), TypeError, "top_k is float, must be an int"),
     (module(4, 2, 8.0, 8), TypeError, "hidden_size is float, must be an int"),
     (module(routing="random"), ValueError, 'routing is "random", must be one of: topk, token'),
+    (module(seed=-1), ValueError, "seed is -1, must be from 0 to 2^64 - 1"),
+    (module(n_group=2, topk_group=1), ValueError, "n_group is 2,"),
+    (module(n_group=1), ValueError, "n_group and topk_group must be given together"),
+    (module(scale=float("nan")), ValueError, "scale is nan, must be finite"),
+    (module(scale="1"), TypeError, "scale is str, must be a number"),
+    (module(lb_coef=float("inf")), ValueError, "lb_coef is inf, must be finite"),
+    (module(z_coef="1"), TypeError, "z_coef is str, must be a number"),
+    (module(shared_experts=-1), ValueError, "shared_experts is -1, must be at least 0"),
+    (
+        moe(w_up=torch.randn(1, 2 * N, D).expand(E, -1, -1)),
+        ValueError,
+        "w_up has stride 0 in dimension 0, must not be expanded",
+    ),
+    (
+        moe(w_up=(torch.randn(E, N, D), torch.randn(E, N, 1).expand(-1, -1, D))),
+        ValueError,
+        "w_up has stride 0 in dimension 2, must not be expanded",
+    ),
+    (
+        moe(w_down=torch.randn(1, D, N).expand(E, -1, -1)),
+        ValueError,
+        "w_down has stride 0 in dimension 0, must not be expanded",
+    ),
     (lambda: module()()(torch.randn(5, 7)), ValueError, "its last dimension must be 8"),
     (lambda: module()()([1.0]), TypeError, "x is list, must be a torch.Tensor"),
     (
@@ -261,7 +286,7 @@ def test_mixed_devices_are_refused():
 def test_operators_check_for_themselves():
     ops = torch.ops.sonicmoe_cpp
     x, ids, weights, w_up, w_down = arguments().values()
-    tail = ("ids", "swiglu", 0.0, 0.0, "concatenated")
+    tail = (0, 0, 0.0, 0.0, 0)  # ids, swiglu, its defaults, concatenated
     with pytest.raises(ValueError, match="w_up has 7 rows an expert, must be an even number"):
         ops.moe_inference(x, ids, None, weights, None, w_up[:, :7], w_down, None, None, *tail)
     with pytest.raises(ValueError, match="x has 1 dimensions, must have 2"):
@@ -269,5 +294,25 @@ def test_operators_check_for_themselves():
     with pytest.raises(ValueError, match=r"routing.weights has shape \(6, 1\)"):
         bad = weights[:, :1]
         ops.moe_inference(x, ids, None, bad, None, w_up, w_down, None, None, *tail)
-    with pytest.raises(ValueError, match="form is"):
-        ops.moe_inference(x, ids, None, weights, None, w_up, w_down, None, None, "rows", *tail[1:])
+    layer = (x, ids, None, weights, None, w_up, w_down, None, None)
+    for position, name, last in ((0, "form", 2), (1, "activation", 9), (4, "gate_layout", 1)):
+        for number in (-1, last + 1, 2**40):
+            options = [*tail[:position], number, *tail[position + 1 :]]
+            with pytest.raises(ValueError, match=f"{name} is {number}, must be from 0 to {last}"):
+                ops.moe_inference(*layer, *options)
+    with pytest.raises(ValueError, match="score is 3, must be from 0 to 2"):
+        ops.route(weights, None, 1, 3, False, 1.0, 0, 0)
+    with pytest.raises(ValueError, match="mode is 6, must be from 0 to 5"):
+        ops.token_round(weights, None, 1, 0, False, 1.0, 0, 0, torch.tensor(0), 4, 6)
+
+
+def test_seeds_of_all_64_bits():
+    logits = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+    options = {"tile": 16, "mode": "stochastic"}
+    for seed in (0, 2**63 - 1, 2**63, 2**64 - 1):
+        bits = torch.tensor(seed if seed < 2**63 else seed - 2**64)
+        one = sonicmoe_cpp.token_round(logits, 2, seed=seed, **options)
+        other = sonicmoe_cpp.token_round(logits, 2, seed=bits, **options)
+        assert torch.equal(one.token, other.token)
+    layer = module(routing="token_rounding", rounding="stochastic", tile=2, seed=2**64 - 1)()
+    layer(torch.randn(T, D))

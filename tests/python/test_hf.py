@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import hf_architectures  # noqa: E402
 import hf_models  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 from transformers.integrations.moe import (  # noqa: E402
@@ -76,6 +79,60 @@ def test_model(architecture, device, dtype):
             assert error(ours[name], eager[name]) < 1e-5, name
         else:
             assert_twice(name, ours[name].cpu(), eager[name].cpu(), want, dtype)
+
+
+def test_supports():
+    model = hf_models.build("gpt_oss")
+    found = hf.supports(model)
+    assert found and list(found.served) == [name for name, _ in hf_models.experts_of(model)]
+    assert set(found.served.values()) == {hf.Plan(SWIGLU_OAI, "interleaved")}
+    name, experts = hf_models.experts_of(model)[1]
+    experts.limit = None
+    found = hf.supports(model)
+    assert not found and "activation of GptOssExperts" in found.refused[name]
+    assert len(found.served) == 1 and found.never_asked == []
+    assert not hf.supports(nn.Linear(2, 2))
+
+
+NEVER_ASK = {
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 40},
+    "jetmoe": {"num_local_experts": 4, "kv_channels": 8},
+    "doge": {"num_experts": 16, "is_moe": True},
+}
+
+
+@pytest.mark.parametrize("architecture", NEVER_ASK)
+def test_a_model_that_never_asks_is_warned_of(architecture):
+    config = transformers.CONFIG_MAPPING[architecture](**hf_models.SIZE | NEVER_ASK[architecture])
+    options = {"experts_implementation": "sonicmoe_cpp"}
+    build = transformers.AutoModelForCausalLM.from_config
+    with pytest.warns(UserWarning, match='="sonicmoe_cpp" has no effect on .*ForCausalLM: '):
+        model = build(copy.deepcopy(config), **options)
+    found = hf.supports(model)
+    assert not found and not found.served and type(model).__name__ in found.never_asked
+    model = build(config, experts_implementation="eager")
+    with pytest.warns(UserWarning, match="does not let its experts be replaced"):
+        model.set_experts_implementation("sonicmoe_cpp")
+
+
+def test_no_other_model_is_warned_of(recwarn):
+    hf_models.build("qwen3_moe").set_experts_implementation("eager")
+    config = transformers.LlamaConfig(**hf_models.SIZE)
+    transformers.AutoModelForCausalLM.from_config(config, experts_implementation="sonicmoe_cpp")
+    config = transformers.CONFIG_MAPPING["jetmoe"](**hf_models.SIZE | NEVER_ASK["jetmoe"])
+    transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    assert not [w for w in recwarn if "has no effect" in str(w.message)]
+
+
+MADE_WITH = re.compile(r"with transformers ([0-9.]+)")
+
+
+def test_the_table_of_architectures_is_what_running_them_gives():
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    version = MADE_WITH.search(page).group(1)
+    if transformers.__version__ != version:
+        pytest.skip(f"the table was made with transformers {version}")
+    assert hf_architectures.table() in page
 
 
 def test_models_are_built_with_it_and_generate():
@@ -265,6 +322,23 @@ def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
 def test_almost_an_activation_is_refused(gate):
     with pytest.raises(NotImplementedError, match=r"_apply_gate|SiLU"):
         make_experts(gate=gate)(*routing())
+
+
+def test_quantised_experts_are_refused_by_name():
+    experts = make_experts().to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="gate_up_proj of Experts is quantised"):
+        experts(*routing())
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    kind = use_experts_implementation(
+        type("FP8Experts", (fp8.FP8Experts,), {}), experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    config = transformers.Qwen3MoeConfig(**hf_models.SIZE, num_experts=4, moe_intermediate_size=32)
+    config._experts_implementation = "sonicmoe_cpp"
+    experts = kind(config, block_size=(16, 16))
+    for call in (lambda: experts(*routing()), lambda: hf.add_lora(nn.Sequential(experts), 2, 2)):
+        with pytest.raises(NotImplementedError, match="gate_up_proj of FP8Experts is quantised"):
+            call()
+    assert list(hf.supports(nn.Sequential(experts)).refused) == ["0"]
 
 
 def test_post_expert_norm_is_refused():

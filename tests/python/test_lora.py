@@ -300,6 +300,10 @@ def test_refusals():
         lora_moe(*inputs, layer.w_up, layer.w_down, up=(layer.up_a, layer.up_b))
     with pytest.raises(TypeError, match="w_down has dtype"):
         lora_moe(*inputs, layer.w_up, layer.w_down.float())
+    weights = {"w_up": layer.w_up, "w_down": layer.w_down, "b_up": None, "b_down": None}
+    for name in ("w_down", "b_up", "b_down"):
+        with pytest.raises(TypeError, match=f"{name} is list, must be a torch.Tensor"):
+            lora_moe(*inputs, **weights | {name: [1.0]})
 
 
 # ---- frozen experts and modules ------------------------------------------------------------------
@@ -351,6 +355,21 @@ def test_module_trains_its_factors_only():
     assert losses[-1] < 0.8 * losses[0]
     for name in ("w_up", "w_down", "b_up", "b_down"):
         assert torch.equal(getattr(module, name), before[name])
+
+
+def test_module_refuses_distributed_weights():
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        module = fully_shard(sonicmoe_cpp.MoE(E, 2, D, N), mesh=mesh)
+        with pytest.raises(ValueError, match="is a DTensor: add_lora must come before fully_shard"):
+            module.add_lora(4, 8)
+        assert module.w_up.requires_grad and getattr(module, "lora", None) is None
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_module_refuses_token_rounding():

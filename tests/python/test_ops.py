@@ -1,13 +1,20 @@
-"""torch.library.opcheck of every operator: schema, fakes (also with symbolic sizes), autograd."""
+"""torch.library.opcheck of every operator: schema, fakes (also with symbolic sizes), autograd; and
+what the operators leave behind."""
+
+import ctypes
+import re
+from pathlib import Path
 
 import pytest
-import sonicmoe_cpp  # noqa: F401  (registers the operators)
+import sonicmoe_cpp
 import torch
 from reference import Layer
+from sonicmoe_cpp._names import ACTIVATION, FORM, LAYOUT, ROUNDING, SCORE
+from sonicmoe_cpp._ops import DIFFERENTIABLE, NEEDS
 from torch.library import opcheck
 
 ops = torch.ops.sonicmoe_cpp
-ROUTE = (2, "softmax_after_topk", False, 1.0, 0, 0)
+ROUTE = (2, SCORE["softmax_after_topk"], False, 1.0, 0, 0)
 
 
 def layer_arguments(dtype=torch.float32, form="ids", **options):
@@ -22,7 +29,8 @@ def layer_arguments(dtype=torch.float32, form="ids", **options):
         weights = None
     tensors = (layer.x, index, second, weights, None, layer.w_up, layer.w_down)
     biases = (layer.b_up, layer.b_down)
-    return (*tensors, *biases, form, "swiglu", 0.0, 0.0, layer.options["gate_layout"])
+    layout = LAYOUT[layer.options["gate_layout"]]
+    return (*tensors, *biases, FORM[form], ACTIVATION["swiglu"], 0.0, 0.0, layout)
 
 
 def detached(values):
@@ -42,12 +50,20 @@ def test_layer(dtype, form):
     opcheck(ops.moe_forward, (*arguments, None, None, None))
 
 
-@pytest.mark.parametrize("needs", [127, 1 | 16, 2 | 8 | 32, 0])
+ALL = " ".join(DIFFERENTIABLE)
+
+
+def bits(names: str) -> int:
+    return sum(NEEDS[name] for name in names.split())
+
+
+@pytest.mark.parametrize("needs", [ALL, "x w_down", "weights w_up b_up", ""])
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_layer_backward(layout, needs):
-    arguments = detached(layer_arguments(gate_layout=layout))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layer_backward(dtype, layout, needs):
+    arguments = detached(layer_arguments(dtype, gate_layout=layout))
     out, h, saved = ops.moe_forward(*arguments, None, None, None)
-    backward = (torch.randn_like(out), *arguments, h, saved, needs)
+    backward = (torch.randn_like(out), *arguments, h, saved, bits(needs))
     opcheck(ops.moe_backward, backward)
     main = (None, torch.zeros_like(arguments[5]), torch.zeros_like(arguments[6]))
     opcheck(ops.moe_backward_accumulate, (*backward, *main))
@@ -58,7 +74,7 @@ def test_separate_and_transposed_weights():
     gate, up = (half.transpose(1, 2).contiguous() for half in arguments[5].chunk(2, dim=1))
     arguments[4:6] = gate.transpose(1, 2), up.transpose(1, 2)
     out, h, saved = ops.moe_forward(*arguments, None, None, None)
-    opcheck(ops.moe_backward, (torch.randn_like(out), *arguments, h, saved, 127))
+    opcheck(ops.moe_backward, (torch.randn_like(out), *arguments, h, saved, bits(ALL)))
 
 
 def test_route():
@@ -73,7 +89,7 @@ def test_route():
 
 @pytest.mark.parametrize("mode", ["nearest", "up", "down", "score", "stochastic", "balanced"])
 def test_token_round(mode):
-    arguments = (*route_arguments(), torch.tensor(3), 4, mode)
+    arguments = (*route_arguments(), torch.tensor(3), 4, ROUNDING[mode])
     opcheck(ops.token_round, arguments)
     pairs = ops.token_round(*detached(arguments))
     backward = (torch.randn_like(pairs[0]), *pairs, *detached(arguments))
@@ -109,3 +125,56 @@ def test_grouped_gemm(dtype, gathers):
     for e, (begin, end) in enumerate([(0, 3), (3, 3), (3, 8)]):
         torch.testing.assert_close(out[begin:end], rows[begin:end] @ weight[e].t(), **close)
         torch.testing.assert_close(outer[e], rows[begin:end].t() @ b[begin:end], **close)
+
+
+class MallInfo(ctypes.Structure):
+    FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in FIELDS.split())
+
+
+def allocated() -> int:
+    """Bytes that malloc has handed out and nobody has freed."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+def test_calls_leave_no_memory_behind():
+    module = sonicmoe_cpp.MoE(4, 2, 16, 8, routing="token_rounding", tile=4)
+    x = torch.randn(12, 16)
+    h = torch.empty(24, 16)
+
+    def step():
+        out, aux = module(x)
+        (out.sum() + aux.loss).backward()
+        module.zero_grad()
+        ids, _ = sonicmoe_cpp.route(aux.logits.detach(), 2)
+        sonicmoe_cpp.moe(x, ids, torch.ones(12, 2), module.w_up.detach(), module.w_down.detach())
+        sonicmoe_cpp.h_views(h, module.w_up)
+
+    for _ in range(100):
+        step()
+    before = allocated()
+    for _ in range(500):
+        step()
+    assert allocated() - before < 500 * 8
+
+
+def test_no_operator_takes_a_string():
+    for name in dir(ops):
+        for overload in getattr(getattr(ops, name), "overloads", list)():
+            schema = getattr(getattr(ops, name), overload)._schema
+            assert not any("str" in str(argument.type) for argument in schema.arguments), schema
+
+
+def test_numbers_are_those_of_the_c_interface():
+    header = Path(__file__).parents[2] / "include/sonicmoe/c_api.h"
+    numbers = dict(re.findall(r"SMOE_(\w+) = (\d+)", header.read_text()))
+    for prefix, table in (
+        ("FORM_", FORM),
+        ("", ACTIVATION),
+        ("SCORE_", SCORE),
+        ("ROUND_", ROUNDING),
+    ):
+        assert table == {name: int(numbers[prefix + name.upper()]) for name in table}

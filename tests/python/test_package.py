@@ -66,6 +66,9 @@ def test_importing_touches_no_gpu_and_compiles_nothing():
         "import sys, sonicmoe_cpp, torch\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert 'torch._inductor' not in sys.modules and 'triton' not in sys.modules\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules\n"  # which imports triton
+        "from torch.utils.flop_counter import flop_registry\n"
+        "assert torch.ops.sonicmoe_cpp.moe_forward in flop_registry\n"
     )
     environment = os.environ | {"PATH": "/nonexistent", "CC": "false", "CXX": "false"}
     run(sys.executable, "-c", code, env=environment)
@@ -76,13 +79,16 @@ def test_a_missing_library_is_explained():
         "import sonicmoe_cpp as s, torch\n"
         "print(s.unsupported_reason())\n"
         "assert not s.is_available() and s.show_config()\n"
-        "try: s.route(torch.randn(3, 4), 2)\n"
-        "except NotImplementedError as e: print(e)\n"
+        "x, w = torch.randn(3, 4), torch.randn(2, 6, 4)\n"
+        "for call in (lambda: s.route(x, 2), lambda: s.h_views(torch.randn(3, 6), w)):\n"
+        "    try: call()\n"
+        "    except NotImplementedError as e: print(e)\n"
+        "s.MoE(4, 2, 16, 8)\n"
     )
     environment = os.environ | {_library.VARIABLE: "/nonexistent/library.so"}
     said = run(sys.executable, "-c", code, env=environment).stdout.splitlines()
     assert said == ["the library /nonexistent/library.so does not exist: install the wheel, or set "
-                    "SONICMOE_CPP_LIBRARY"] * 2  # fmt: skip
+                    "SONICMOE_CPP_LIBRARY"] * 3  # fmt: skip
 
 
 def pythons():

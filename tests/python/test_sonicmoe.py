@@ -1,21 +1,29 @@
 """Callers of sonicmoe, as they are written, on its stand-in, against plain PyTorch."""
 
+import enum
+import importlib
+import inspect
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import reference
+import sonicmoe_cpp
+import sonicmoe_names
 import torch
 import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
 from reference import Layer, assert_twice
 from sonicmoe_cpp.compat import sonicmoe
-from sonicmoe_cpp.compat.sonicmoe import KernelBackendMoE, MoE
+from sonicmoe_cpp.compat.sonicmoe import KernelBackendMoE, MoE, count_cumsum
 from sonicmoe_cpp.compat.sonicmoe.enums import ActivationType
 from sonicmoe_cpp.compat.sonicmoe.functional import (
     moe_general_routing_inputs,
     moe_TC_softmax_topk_layer,
 )
+from sonicmoe_cpp.compat.sonicmoe.moe import choose
 
 MEANS = {
     ActivationType.SWIGLU: "swiglu",
@@ -119,6 +127,21 @@ def test_topk_layer(over_topk, norm, concat):
     grads = [torch.autograd.grad(o, leaves, layer.dout) for o in (out, want)]
     for got, expected in zip(*grads, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_topk_layer_by_keywords():
+    """As lm-engine's MoE calls it: without a stream on a machine without a GPU."""
+    layer = Layer(33, 24, 16, 6, 3, torch.float32, gate_layout="interleaved")
+    router = torch.randn(6, 24)
+    weights = {"w1": layer.w_up.permute(1, 2, 0), "w2": layer.w_down.permute(1, 2, 0)}
+    options = {"K": 3, "stream_id": None, "is_inference_mode_enabled": False}
+    out, logits, frequency = sonicmoe.moe_TC_softmax_topk_layer(
+        x=layer.x, router_w=router, b1=None, b2=None, **weights, **options
+    )
+    ids, scores = reference_topk(logits, 3, True, False)
+    want = reference.moe(layer.x, ids, scores, layer.w_up, layer.w_down, **layer.options)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    assert out.requires_grad and frequency.sum() == 99
 
 
 def module(kind=ActivationType.SWIGLU, bias=True, dtype=torch.float64):
@@ -239,6 +262,142 @@ def test_nothing_waits_for_the_device():
     assert seen.calls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch])
+def test_ties_go_to_the_lower_expert(backend, dtype):
+    """The router's logits are x, and the output is the experts' weights."""
+    x = torch.tensor([[0.0, -0.0, 0.0, -0.0], [-0.0, 1, 1, 1], [2, 2, 2, 3]])
+    x = torch.cat([x, torch.randint(2, (200, 4)).float()]).to(dtype)
+    layer = MoE(4, 2, 4, 8, ActivationType.SWIGLU, add_bias=True, std=0.3).to(dtype)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4))
+        layer.c_proj.weight.zero_()
+        layer.c_proj.bias.copy_(torch.eye(4))
+    out, _ = layer(x, backend)
+    values, ids = x.float().sort(descending=True, stable=True)
+    want = torch.zeros(x.shape).scatter(1, ids[:, :2], values[:, :2].softmax(1))
+    torch.testing.assert_close(out, want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_torch_backend_chooses_as_route_does(dtype):
+    inf, nan = torch.inf, torch.nan
+    rows = [[nan, 1, inf, inf], [nan] * 4, [-inf, nan, -1e30, -2], [-0.0, 0, -0.0, 0]]
+    logits = torch.tensor(rows + torch.randint(3, (200, 4)).tolist(), dtype=dtype)
+    logits.requires_grad_()
+    got_ids, got = choose(logits, 2)
+    ids, weights = sonicmoe_cpp.route(logits, 2, score="softmax_after_topk")
+    assert torch.equal(got_ids, ids.where(ids >= 0, 4))
+    torch.testing.assert_close(got, weights)
+    dweights = torch.randn_like(weights)
+    finite = logits.isfinite()
+    gradients = [torch.autograd.grad(w, logits, dweights)[0][finite] for w in (got, weights)]
+    torch.testing.assert_close(*gradients)
+
+
+# What is left out of the stand-in: parts of sonic-moe's kernels, and another project's kernels.
+ABSENT = {
+    "TC_Softmax_Topk_Router_Function",
+    "TC_topk_router_metadata",
+    "TC_topk_router_metadata_triton",
+    "count_cumsum_cuda",
+    "gemm_dgated",
+    "gemm_gated",
+    "general_routing_router_metadata",
+    "general_routing_router_metadata_triton",
+}
+ABSENT_METHODS = {
+    "down_projection_scattermoe_forward",
+    "torch_forward",
+    "up_projection_scattermoe_forward",
+}
+NAMES = json.loads((Path(__file__).parent / "sonicmoe_names.json").read_text())
+RELEASED = [(release, module) for release in NAMES for module in NAMES[release]]
+
+
+def assert_accepts(ours, theirs):
+    """Every call that theirs takes: its names in its order; what we add has defaults."""
+    parameters = list(inspect.signature(ours).parameters.values())
+    if theirs[:1] == ["self"]:
+        theirs = theirs[1:] if parameters[0].name != "self" else theirs
+    names = [name.removesuffix("=") for name in theirs]
+    assert [p.name for p in parameters[: len(names)]] == names
+    for parameter, name in zip(parameters, theirs, strict=False):
+        if name.endswith("="):
+            assert parameter.default is not parameter.empty, name
+    assert all(p.default is not p.empty for p in parameters[len(names) :])
+
+
+@pytest.mark.parametrize("release,module", RELEASED)
+def test_names_and_signatures_of_sonic_moe(release, module):
+    name = ".".join([sonicmoe.__name__, *filter(None, [module])])
+    ours = importlib.import_module(name)
+    for public, theirs in NAMES[release][module].items():
+        if public in ABSENT or (theirs == "imported" and module not in ("", "functional")):
+            continue
+        assert hasattr(ours, public), public
+        value = getattr(ours, public)
+        if isinstance(theirs, list):
+            assert_accepts(value, theirs)
+        elif isinstance(theirs, dict) and issubclass(value, enum.Enum):
+            assert {member.name: member.value for member in value} == theirs
+        elif isinstance(theirs, dict):
+            for method, signature in theirs.items():
+                if method not in ABSENT_METHODS:
+                    assert_accepts(getattr(value, method), signature)
+        elif theirs != "imported":
+            assert value == theirs
+
+
+WHEEL = (
+    "download --quiet --no-deps --retries 0 --timeout 5 --ignore-requires-python "
+    "sonic-moe==0.1.2.post1"
+)
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_the_wheel(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *WHEEL.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wheels = list(tmp_path.glob("*.whl"))
+    if not wheels:
+        pytest.skip(f"the wheel cannot be had: {done.stderr.strip().splitlines()[-1:]}")
+    found = {m: sonicmoe_names.names(t) for m, t in sonicmoe_names.read(str(wheels[0])).items()}
+    assert found == NAMES["0.1.2.post1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("experts", [4, 72, 1920])
+def test_count_cumsum(experts, dtype):
+    """Their test, and ids that belong to nobody."""
+    torch._dynamo.reset()
+    x = torch.randint(0, experts, (3001,), dtype=dtype)
+    want = x.bincount(minlength=experts)
+    for function in (count_cumsum, torch.compile(count_cumsum, fullgraph=True, backend="eager")):
+        counts, sums = function(x=x, E=experts, do_cumsum=True)
+        assert counts.dtype == sums.dtype == torch.int32
+        assert torch.equal(counts.long(), want) and torch.equal(sums.long(), want.cumsum(0))
+        assert torch.equal(function(x, experts, do_cumsum=False), counts)
+    more = torch.cat([x, torch.tensor([-1, experts], dtype=dtype)])
+    assert torch.equal(count_cumsum(more, experts, False), counts)
+    with pytest.raises(TypeError, match="x has dtype float32, must be int32, int64"):
+        count_cumsum(x.float(), experts)
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3001\), must be \(N,\)"):
+        count_cumsum(x[None], experts)
+
+
+def test_activations_by_value():
+    assert ActivationType("gelu") is ActivationType("gelu_tanh_approx") is ActivationType.GELU
+    assert sonicmoe.enums.activation("gelu_tanh_approx") == "gelu_tanh"
+    with pytest.raises(ValueError):
+        ActivationType("mish")
+
+
 def test_refusals():
     layer = Layer(8, 16, 8, 4, 2, torch.float32)
     with pytest.raises(ValueError, match="b1 is given but b2 is None"):
@@ -270,13 +429,18 @@ import sonicmoe as installed
 from sonicmoe import KernelBackendMoE, MoE, enable_quack_gemm
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.functional import moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe.functional import count_cumsum
+from sonicmoe.functional.utils import is_using_quack_gemm
+from sonicmoe.count_cumsum import count_cumsum as the_same
 import torch
+assert count_cumsum is the_same is installed.count_cumsum
 assert installed is sonicmoe and is_glu(ActivationType.GEGLU) and not is_glu(ActivationType.GELU)
 moe = MoE(num_experts=8, num_experts_per_tok=2, hidden_size=32, intermediate_size=16,
           activation_function=ActivationType.SWIGLU, add_bias=False, std=0.02)
 moe = moe.to(dtype=torch.bfloat16)
 x = torch.randn(64, 32, dtype=torch.bfloat16)
 with enable_quack_gemm(True):
+    assert is_using_quack_gemm()
     output, aux_loss = moe(x, kernel_backend_moe=KernelBackendMoE.sonicmoe)
 assert output.shape == x.shape and output.dtype == x.dtype and aux_loss.shape == ()
 """

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from .. import _formulas
 from ..layer import Activation
 
-# Far points tell a clamp, near ones a formula: gelu's two forms differ by 5e-4 around |u| = 2.
+# Far points show a clamp. Near points show the formula: the two forms of gelu differ by 5e-4 around
+# |u| = 2.
 _NEAR = torch.linspace(-9, 9, 37, dtype=torch.float64)
 _FAR = torch.tensor([-1e4, -300.0, -40.0, -17.0, 17.0, 40.0, 300.0, 1e4], dtype=torch.float64)
 _POINTS = torch.cat([_NEAR, _FAR])
@@ -28,7 +29,7 @@ _NO_CLAMP = 1e6
 
 
 def _two_rows(values: Tensor) -> Tensor:
-    """Twice the same values in another order, so that a function over whole rows is noticed."""
+    """The same values in two orders: a function of whole rows, such as a norm, then differs."""
     return torch.stack([values, values.flip(0)])
 
 
@@ -38,7 +39,7 @@ def _grid() -> tuple[Tensor, Tensor]:
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
-    """Up to fp32: the function may compute in it whatever it is given."""
+    """Equal up to the precision of fp32: the function may compute in fp32 internally."""
     return got.shape == want.shape and torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -50,7 +51,7 @@ def _value(function: Callable[[Tensor, Tensor], Tensor], gate: float, up: float)
 
 
 def _six_digits(value: float) -> float:
-    """What somebody wrote down, out of what fp32 arithmetic made of it."""
+    """The constant in the source, recovered from a value with the rounding errors of fp32."""
     return float(f"{value:.6g}")
 
 
@@ -101,11 +102,11 @@ def ungated(function: Callable[[Tensor], Tensor]) -> Activation | None:
 
 
 def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
-    """Makes a function of a module be asked once, and again when `facts(module)` changes.
+    """Caches a function of a module until `facts(module)` changes.
 
-    The answer is left on the module as `attribute`: compiled code reads it there and guards its
-    value, so that layers which are alike share a graph. A module that never ran is asked about
-    while tracing, and its graph is its own.
+    The result is stored on the module as `attribute`. Compiled code reads it there and guards its
+    value, so that equal layers share one graph. For a module that has not run yet the function is
+    evaluated while tracing, and the result is a constant of a graph of its own.
     """
 
     def decorate(find: Callable[[nn.Module], object]):
@@ -133,5 +134,5 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a DTensor; what comes with the tokens is this rank's already."""
+    """This rank's part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,12 +1,14 @@
-"""torchtitan's grouped experts: a function to put in the place of its own.
+"""torchtitan's grouped experts: a function to put in the place of its own. Releases 0.2.0 to 0.2.2.
 
-import torchtitan.models.moe.moe as titan_moe
 from sonicmoe_cpp.integrations import torchtitan
-torchtitan.replace(titan_moe)
+torchtitan.replace()
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from importlib import metadata
 from types import ModuleType
 
 import torch
@@ -16,6 +18,7 @@ from ..layer import moe_grouped
 from ._grouped import offsets_of
 from ._recognise import local
 
+MODULE = "torchtitan.models.moe.moe"
 # The names by which torchtitan's module of experts calls its own functions.
 SEAM = "_run_experts_grouped_mm"
 PADDING = "indices_padding_wrapper"
@@ -36,16 +39,44 @@ def run_experts(
     return out.type_as(x)
 
 
-def replace(module: ModuleType) -> None:
+def _refuse(problem: str) -> None:
+    try:
+        installed = f"torchtitan {metadata.version('torchtitan')} is installed"
+    except metadata.PackageNotFoundError:
+        installed = "torchtitan is not installed"
+    raise ImportError(
+        f"{problem}: this adapter works with torchtitan 0.2.0 to 0.2.2 (from 0.3 on GroupedExperts "
+        f"calls no such function); {installed}"
+    )
+
+
+def _found(module: ModuleType | None) -> ModuleType:
+    """The module whose function can be replaced."""
+    if module is None:
+        try:
+            module = importlib.import_module(MODULE)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("torchtitan"):
+                raise  # what torchtitan itself needs
+            _refuse(f"{error.name} is missing")
+    function = getattr(module, SEAM, None)
+    if function is None:
+        _refuse(f"{module.__name__} has no {SEAM}")
+    theirs, ours = (tuple(inspect.signature(f).parameters) for f in (function, run_experts))
+    if theirs != ours:
+        _refuse(
+            f"{SEAM} of {module.__name__} takes {', '.join(theirs)}, must take {', '.join(ours)}"
+        )
+    return module
+
+
+def replace(module: ModuleType | None = None) -> None:
     """Makes `module`, where torchtitan defines its GroupedExperts, call run_experts.
 
-    Its padding of every group to a multiple of 8 rows, where the module has it, is left out.
+    Without a module: torchtitan.models.moe.moe. Its padding of every group to a multiple of 8 rows,
+    where the module has it, is left out.
     """
-    if not hasattr(module, SEAM):
-        raise AttributeError(
-            f"{module.__name__} has no {SEAM}: pass the module of torchtitan that defines it, "
-            "such as torchtitan.models.moe.moe"
-        )
+    module = _found(module)
     setattr(module, SEAM, run_experts)
     padding = getattr(module, PADDING, None)
     if padding is not None:

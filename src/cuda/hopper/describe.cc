@@ -10,7 +10,7 @@ std::string words(Tiling tiling) {
   std::string text = std::to_string(s.m) + "x" + std::to_string(s.n);
   if (s.cluster > 1) text += ", clusters of " + std::to_string(s.cluster);
   text += s.ping_pong() ? ", ping-pong" : ", cooperative";
-  return text + (tiling.order == Order::kDrawn ? ", drawn order" : ", static order");
+  return text + (tiling.order == Order::kDynamic ? ", dynamic order" : ", static order");
 }
 
 }  // namespace

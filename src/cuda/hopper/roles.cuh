@@ -34,7 +34,6 @@ using UpKernel = std::conditional_t<
                       ActRows<Element, kKind, HLayout::kSplit>, BSource::kWeightHalves, kB>,
     GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, ActPlainRows<Element, kKind>,
                       BSource::kWeights, kB>>;
-using UpParams = GemmParams<GatherRows::Params, RowTiles::Params, ActRowsParams>;
 
 /// UpKernel where gate and up alternate in W1 (which is then MN-major) and in H.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
@@ -51,13 +50,11 @@ template <class Element, TileShape kShape, Major kB>
 using DownScaledKernel =
     GroupedGemmKernel<Element, kShape, TmaRows, GroupedRowTiles,
                       StoreRows<Element, RowScale::kWeights>, BSource::kWeightsAlongK, kB>;
-using DownParams = GemmParams<TmaRows::Params, RowTiles::Params, StoreRowsParams>;
 
 /// D = A[gather] B^T: the public grouped GEMM.
 template <class Element, TileShape kShape, Major kB>
 using GatherStoreKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
                                             StoreRows<Element>, BSource::kWeights, kB>;
-using GatherStoreParams = GemmParams<GatherRows::Params, RowTiles::Params, StoreRowsParams>;
 
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
@@ -69,13 +66,11 @@ template <class Element, TileShape kShape, ActivationKind kKind, Major kB>
 using HiddenGradPairedKernel =
     GroupedGemmKernel<Element, kShape, GatherRows, SplitRowTiles,
                       ActGrad<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
-using HiddenGradParams = GemmParams<GatherRows::Params, RowTiles::Params, ActGradParams>;
 
 /// dW = rows[token]^T grad, a matrix an expert; kOut says whether its columns (kK) or its rows
 /// (kMN) are contiguous.
 template <class Element, TileShape kShape, Major kOut>
 using WeightGradKernel = GroupedGemmKernel<Element, kShape, GatherDepth, ExpertTiles,
                                            StoreExpert<Element, kOut>, BSource::kRows, Major::kMN>;
-using WeightGradParams = GemmParams<GatherDepth::Params, ExpertTiles::Params, StoreExpertParams>;
 
 }  // namespace sonicmoe::cuda

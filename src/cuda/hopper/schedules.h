@@ -1,7 +1,7 @@
 // The lists of tiles that a launch walks, as parameters of the kernels' schedulers.
 #pragma once
 
-#include "cuda/hopper/roles.cuh"
+#include "cuda/hopper/params.h"
 #include "cuda/layer/product.h"
 
 namespace sonicmoe::cuda {
@@ -10,14 +10,14 @@ namespace sonicmoe::cuda {
 Divisor divisor(std::int64_t by);
 
 /// Tiles of a row product: blocks of rows by columns of `column_step`, `depth` deep.
-RowTiles::Params row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
-                           std::int64_t depth, unsigned* counter);
+RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
+                         std::int64_t depth, unsigned* counter);
 
 /// Tiles of one matrix (rows, columns) an expert, whose depth is the expert's rows.
-ExpertTiles::Params expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
-                                 const TileShape& shape);
+ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
+                               const TileShape& shape);
 
 /// Upper bound of the clusters' tiles, from what the host knows.
-std::int64_t most_tiles(const RowGroups& groups, const RowTiles::Params& tiles);
+std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles);
 
 }  // namespace sonicmoe::cuda

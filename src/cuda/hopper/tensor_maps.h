@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "cuda/device/device.h"
-#include "cuda/hopper/roles.cuh"
+#include "cuda/hopper/params.h"
 #include "cuda/layer/product.h"
 
 namespace sonicmoe::cuda {

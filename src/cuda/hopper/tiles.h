@@ -9,31 +9,33 @@
 
 namespace sonicmoe::cuda {
 
-/// Who decides which tile a cluster takes next: its index, or a counter. The counter keeps the
-/// active window of weights inside L2; static order costs nothing. Kernels take both.
-enum class Order : int { kStatic = 0, kDrawn = 1 };
+/// Which tile a cluster takes next: kStatic, the next one of its own (index, index + clusters,
+/// ...); kDynamic, the next one of all, by an atomic counter. Dynamic order keeps the weights at
+/// work inside L2, because clusters work on neighbouring tiles; static order costs nothing. Every
+/// kernel takes both.
+enum class Order : int { kStatic = 0, kDynamic = 1 };
 
-// Two CTAs of 128 rows share 256 columns of B by multicast. The best energy per flop of the tiles
-// that fit: without multicast its L2 traffic exceeds what L2 gives. 4 stages and 2 store boxes per
-// warpgroup fill the shared memory.
+// Two CTAs of 128 rows share 256 columns of B by multicast: the least energy per flop of the tiles
+// that fit. Without multicast the tile would load more from L2 than L2 delivers. 4 stages and 2
+// store boxes a warpgroup fill the shared memory.
 inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative};
 
-// Very short K exposes even what little of a deferred epilogue is left between two tiles of this
-// form; in ping-pong one tile's epilogue runs under the other one's products.
+// For a very short K, where even what a deferred epilogue leaves between two tiles shows. In
+// ping-pong the epilogue of one tile runs under the products of another.
 inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPong};
 
-// dH has the heaviest epilogue. Ping-pong by 128x128 hides it, but what two CTAs of 256 columns
-// save in loads outweighs that. H comes through the ring, and is stored from there: no boxes.
+// dH, whose epilogue is the heaviest. Ping-pong by 128x128 hides it, but loads more than that
+// saves. H arrives in pipeline stages, and dH and A' are stored out of them: no store boxes.
 inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooperative};
 
-// Beside a weight gradient a multiprocessor has room for the 1 KB that a block without shared
-// memory of its own takes (as each block takes beside its own).
+// A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
+// hardware takes 1 KB of each CTA for itself.
 static_assert(shared_bytes(kCoop128x256) + 2 * 1024 <= 228 * 1024);
 
 /// Columns of A below which an expert is narrow: its products move more than they multiply.
 inline constexpr std::int64_t kNarrowWidth = 512;
 
-/// Tiles by index, as kernels are listed.
+/// Index of a tile in the list of kernels.
 enum class TileId : int {
   kCoop128x256 = 0,
   kPingPong128x192 = 1,
@@ -45,70 +47,81 @@ constexpr TileShape tile_shape(TileId id) {
   return kShapes[static_cast<int>(id)];
 }
 
-/// A tile, and the order of a launch.
+/// What a launch runs on.
 struct Tiling {
   TileId tile;
   Order order;
 
   constexpr TileShape shape() const { return tile_shape(tile); }
-  /// The launch's counter, or null for static order.
-  constexpr unsigned* counter(unsigned* drawn) const {
-    return order == Order::kDrawn ? drawn : nullptr;
+  /// The counter that the kernel gets: null for static order.
+  constexpr unsigned* counter(unsigned* tile_counter) const {
+    return order == Order::kDynamic ? tile_counter : nullptr;
   }
 };
 
-/// Products that gather `rows` of an expert in the mean. Drawn tiles even out experts of different
-/// length, and clusters that drift apart. Few rows make few or short tiles, for which reading a
-/// number costs more.
+/// For products that gather, with `rows` rows an expert in the mean. Dynamic order evens out
+/// experts of different length and clusters that drift apart. With few rows the tiles are few or
+/// short, and taking a number costs more than it gives.
 constexpr Order gathered_order(std::int64_t rows) {
-  return rows >= 256 ? Order::kDrawn : Order::kStatic;
+  return rows >= 256 ? Order::kDynamic : Order::kStatic;
 }
 
-/// The up projection and the gradients of the weights.
+/// A and the gradients of the weights.
 constexpr Tiling gathered_tiling(std::int64_t rows) {
   return {TileId::kCoop128x256, gathered_order(rows)};
 }
 
-/// The gradient of the hidden layer.
+/// dH.
 constexpr Tiling hidden_grad_tiling(std::int64_t rows) {
   return {TileId::kCoop128x256Grad, gathered_order(rows)};
 }
 
-/// Whether the last round of tiles of the hidden layer's gradient may be cut in halves of rows.
-/// Where experts have no second half, both load the expert's matrix for one.
-constexpr bool cuts_last_round(std::int64_t rows) { return rows > 64; }
+/// Whether the last wave of dH's tiles may be split in halves of 64 rows, so that more clusters
+/// take part in it. Where experts have at most 64 rows, the second half of every split tile would
+/// be empty and its weights loaded for nothing.
+constexpr bool splits_last_wave(std::int64_t rows) { return rows > 64; }
 
-/// The order of an expert's tiles, `lines` of them along M and `across` along N. Columns fastest:
-/// neighbours share the gathered rows, the dearer operand. Past sixteen tiles of columns those at
-/// work would cover few lines, and load the grouped rows for each few of them anew.
-constexpr bool fast_columns(std::int64_t lines, std::int64_t across) {
-  return across <= 16 || across <= lines;
+/// The raster order of an expert's tiles, `row_tiles` along M by `column_tiles` along N. Columns
+/// fastest: neighbours share the gathered rows, the dearer operand. With more than 16 tiles of
+/// columns the clusters at work cover only a few tiles of rows, and the grouped rows would be
+/// loaded again for each few of them.
+constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles) {
+  return column_tiles <= 16 || column_tiles <= row_tiles;
 }
 
-/// Products over rows in order: `columns` of output, `depth` of K, `rows` of an expert in the mean.
-/// Ping-pong wins 3 to 7 % below K = 512, and keeps up where 256 columns would waste more than 1/16
-/// of the work and 192 do not. Drawn tiles are worth up to 5 % from K = 1024 on. A handful of rows
-/// only streams the weights: then 256 columns, of which more bytes are on their way at a time.
+/// For products over rows in order, `columns` wide and `depth` deep, with `rows` rows an expert in
+/// the mean. Measured on an H200:
+///
+///   | where                                            | tile       | why                        |
+///   | at most 64 rows                                  | 128 x 256  | streams the weights: more |
+///   |                                                  |            | bytes are in flight | |
+///   depth < 512 and 192 divides well                 | ping-pong  | 3 to 7 % faster             |
+///   | 256 wastes more than 1/16 of the work, 192 not   | ping-pong  | as fast, less waste | | else
+///   | 128 x 256  |                             |
+///
+/// Dynamic order gains up to 5 % from a depth of 1024 on.
 constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64_t rows) {
   if (rows <= 64) return {TileId::kCoop128x256, Order::kStatic};
   const auto fits = [&](int tile) { return (tile - columns % tile) % tile * 16 <= columns; };
   const bool ping_pong = fits(192) && (depth < 512 || !fits(256));
   return {ping_pong ? TileId::kPingPong128x192 : TileId::kCoop128x256,
-          depth >= 1024 ? Order::kDrawn : Order::kStatic};
+          depth >= 1024 ? Order::kDynamic : Order::kStatic};
 }
 
-/// Pairs of records that go through the columns together. Where a matrix of an expert takes more
-/// than half of L2, pairs in turn would load much of it anew (d = 7168, n = 2048: 2 to 3 %).
-constexpr std::int32_t row_band(std::int64_t columns, std::int64_t depth) {
+/// The same where rows are scaled: the ping-pong tile has no registers for the scales.
+constexpr Tiling scaled_row_tiling(std::int64_t depth) {
+  return {TileId::kCoop128x256, depth >= 1024 ? Order::kDynamic : Order::kStatic};
+}
+
+/// Pairs of row blocks that visit a tile of columns before the next one (RasterOrder::kGrouped).
+/// Where an expert's matrix takes more than half of L2, pairs one after the other would load much
+/// of it again (d = 7168, n = 2048 on an H200: 2 to 3 %).
+constexpr std::int32_t raster_group(std::int64_t columns, std::int64_t depth) {
   return columns * depth * kElementBytes > (std::int64_t{24} << 20) ? 8 : 1;
 }
 
-/// The same where rows are scaled, which the ping-pong tile has no registers for.
-constexpr Tiling scaled_row_tiling(std::int64_t depth) {
-  return {TileId::kCoop128x256, depth >= 1024 ? Order::kDrawn : Order::kStatic};
-}
-
-// One list of tile records serves every tile: a record has the rows of a CTA's tile.
+// One list of tile records serves every tile, because a record has the rows of a CTA's tile. An odd
+// last record of an expert leaves no half of a cluster idle (engine/row_tiles.cuh).
 static_assert(kCoop128x256.m == kRecordRows);
 static_assert(kPingPong128x192.m == kRecordRows);
 static_assert(kCoop128x256Grad.m == kRecordRows);

@@ -5,21 +5,14 @@
 
 #include <cuda_runtime.h>
 
-#include "sonicmoe/types.h"
-
+#include "cuda/math/scalars.h"
 #include "cuda/ptx/math.cuh"
+#include "sonicmoe/types.h"
 
 namespace sonicmoe::cuda {
 
 /// The columns of H and dH: [all gates | all ups], or gate and up alternating (paired weights).
 enum class HLayout { kSplit, kPaired };
-
-/// Constants of swiglu_oai; the others ignore them.
-struct ActivationScalars {
-  float alpha;
-  float limit;
-  float power;  ///< -alpha / ln 2, computed on the host: the kernel has no register for the product
-};
 
 inline constexpr float kLog2E = 1.4426950409f;
 

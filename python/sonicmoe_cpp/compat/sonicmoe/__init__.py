@@ -10,6 +10,7 @@ import sys
 
 from ... import __version__
 from . import enums, functional, moe
+from .count_cumsum import count_cumsum
 from .enums import KernelBackendMoE
 from .functional import enable_quack_gemm, moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from .moe import MoE
@@ -18,8 +19,12 @@ __all__ = [
     "KernelBackendMoE",
     "MoE",
     "__version__",
+    "count_cumsum",
     "enable_quack_gemm",
+    "enums",
+    "functional",
     "install",
+    "moe",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
 ]
@@ -38,6 +43,6 @@ def install() -> None:
             f"{NAME} is imported already, from {sys.modules[NAME].__file__}: call "
             "sonicmoe_cpp.compat.sonicmoe.install() before anything imports it"
         )
-    sys.modules[NAME] = here
-    for part in (enums, functional, moe):
-        sys.modules[part.__name__.replace(__name__, NAME)] = part
+    for name in list(sys.modules):
+        if name == __name__ or name.startswith(f"{__name__}."):
+            sys.modules[name.replace(__name__, NAME)] = sys.modules[name]

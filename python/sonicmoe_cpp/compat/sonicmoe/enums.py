@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+LIBRARY_NAME = "sonicmoe"
+TENSORMAP = "tensormap"
+
 
 class KernelBackendMoE(Enum):
     scattermoe = "scattermoe"
@@ -18,8 +21,12 @@ class ActivationType(Enum):
 
     RELU_SQ = "relu_sq"
     RELU = "relu"
-    GELU = "gelu_tanh_approx"
+    GELU = "gelu"
     SILU = "silu"
+
+    @classmethod
+    def _missing_(cls, value):
+        return cls.GELU if value == "gelu_tanh_approx" else None
 
 
 # sonicmoe's kernels compute the tanh form wherever they say GELU.
@@ -35,6 +42,7 @@ MEANING = {
 _BY_NAME = {kind.value: kind for kind in ActivationType} | {
     kind.name.lower(): kind for kind in ActivationType
 }
+_BY_NAME["gelu_tanh_approx"] = ActivationType.GELU
 
 
 def is_glu(activation_type: ActivationType) -> bool:

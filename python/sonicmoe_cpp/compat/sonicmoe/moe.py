@@ -7,8 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import _formulas
+from .count_cumsum import frequency
 from .enums import ActivationType, KernelBackendMoE, activation, is_glu
-from .functional import _frequency, moe_TC_softmax_topk_layer
+from .functional import moe_TC_softmax_topk_layer
+
+
+def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids, weights) (T, K) by the rules of route(), in plain PyTorch: ties go to the lower expert,
+    which torch.topk does not promise; NaN counts as -inf, +inf as the largest finite value; -inf is
+    never chosen, and its slot has id E and weight 0."""
+    keys = logits.nan_to_num(nan=-torch.inf, posinf=None, neginf=-torch.inf)
+    values, ids = keys.sort(dim=-1, descending=True, stable=True)
+    values, ids = values[:, :k].to(torch.promote_types(logits.dtype, torch.float32)), ids[:, :k]
+    empty = values == -torch.inf
+    weights = values.masked_fill(empty, torch.finfo(values.dtype).min).softmax(dim=-1)
+    return ids.masked_fill(empty, logits.shape[1]), weights.masked_fill(empty, 0)
 
 
 class Experts(nn.Module):
@@ -116,15 +129,14 @@ class MoE(nn.Module):
 
     def _torch_forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.router(x)
-        values, ids = logits.topk(self.top_k, dim=-1)
         wide = torch.promote_types(x.dtype, torch.float32)
-        weights = values.to(wide).softmax(dim=-1)
+        ids, weights = choose(logits, self.top_k)
         out = torch.zeros(x.shape, dtype=wide, device=x.device)
         for e in range(self.num_experts):
             token, slot = torch.where(ids == e)
             y = self.c_proj.expert(e, self._activate(self.c_fc.expert(e, x[token])))
             out = out.index_add(0, token, y.to(wide) * weights[token, slot, None])
-        return out.to(x.dtype), logits, _frequency(ids, self.num_experts)
+        return out.to(x.dtype), logits, frequency(ids, self.num_experts)
 
     def _switch_loss(self, logits: Tensor, frequency: Tensor) -> Tensor:
         """E times the inner product of mean router probability and share of the slots."""

@@ -17,21 +17,7 @@
 namespace sonicmoe::cuda {
 
 struct ExpertTiles {
-  struct Params {
-    const ExpertRecord* longest_first;  ///< the experts by their rows; null: in their own order
-    const std::int32_t* expert_begin;
-    const std::int32_t* expert_rows;
-    unsigned* tile_counter;  ///< dynamic scheduler: 0 before the launch; null: static order
-    std::int32_t experts;
-    std::int32_t rows;          ///< M
-    std::int32_t columns;       ///< N
-    std::int32_t row_tiles;     ///< along M, those with rows for both CTAs
-    std::int32_t column_tiles;  ///< along N
-    std::int32_t column_step;
-    Divisor tiles_per_expert;
-    Divisor raster_group;  ///< tiles of a raster group
-    std::int32_t columns_fastest;
-  };
+  using Params = ExpertTilesParams;
   static constexpr bool kFixedDepth = false;
   static constexpr bool kCoherent = true;
 
@@ -47,8 +33,8 @@ struct ExpertTiles {
   template <TileShape kShape>
   static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
     static_assert(kShape.cluster == 2);
-    const Divisor::Result expert = p.tiles_per_expert.divide(t);
-    const Divisor::Result at = p.raster_group.divide(expert.rest);
+    const Quotient expert = divide(t, p.tiles_per_expert);
+    const Quotient at = divide(expert.rest, p.raster_group);
     int m = at.quotient;  // row tile
     int n = at.rest;      // column tile
     if (p.columns_fastest == 0) {

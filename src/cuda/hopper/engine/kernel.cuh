@@ -32,27 +32,6 @@
 
 namespace sonicmoe::cuda {
 
-/// Kernel arguments. They depend on the kinds of producer, scheduler and epilogue alone, so that
-/// the host fills one type for all instances of a role.
-template <class ProducerParams, class SchedulerParams, class EpilogueParams>
-struct GemmParams {
-  ProducerParams producer;
-  OperandBMaps b;
-  SchedulerParams tiles;
-  EpilogueParams epilogue;
-  Begins begins;
-  /// kEarly: tiles below it read only what the previous kernel releases early.
-  std::int32_t early_start_tiles;
-  /// 0: the next kernel is launched once this kernel's own predecessors are complete. More: it is
-  /// launched only when the first `early_release_tiles` tiles of this kernel are in memory.
-  /// RingEpilogue only.
-  std::int32_t early_release_tiles;
-  /// CTAs whose early tiles are in memory; 0 before the launch. This kernel counts it up if
-  /// early_release_tiles > 0; a kEarly kernel behind it reads it.
-  unsigned* early_release_count;
-  std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
-};
-
 /// A kernel: producer, scheduler, epilogue and compile-time choices.
 template <class Element_, TileShape kShape_, class Producer_, class Scheduler_, class Epilogue_,
           BSource kSource, Major kMajorB_>

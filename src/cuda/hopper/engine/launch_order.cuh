@@ -9,28 +9,6 @@
 
 namespace sonicmoe::cuda {
 
-/// When a kernel's tiles may begin. Why that is sound, of kernels L, M, N in stream order:
-/// 1. Every CTA of M executes griddepcontrol.wait, then launch_dependents; N starts when all have.
-///    PTX: when wait returns, L is complete and its memory operations are performed, and a write is
-///    performed when the previous value can no longer be read. So N may read, without a wait of its
-///    own, what L and earlier kernels wrote, under two conditions:
-///    - not by ld.global.nc (__ldg), which PTX's memory model leaves out: it may return a stale
-///      copy. What runs before the wait reads by ld.global.ca (RasterOrder::kGrouped, ExpertTiles,
-///      GatherDepth) and cp.async.
-///    - by TMA, which is another proxy, only after fence.proxy.async in the thread that loads.
-/// 2. launch_dependents orders no memory. N reads nothing that M writes before its own wait, except
-///    in kEarly tiles: each CTA of M, when its stores are complete, executes fence.proxy.async and
-///    counts itself by red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and
-///    executes fence.proxy.async. If the count is not complete, it waits.
-/// 3. N waits before it ends: who waits for N then finds L and M complete too.
-/// If M launches N before it has waited itself (sums/), "L" is what was complete when M started.
-enum class Begins : int {
-  kAfterPrevious = 0,  ///< after griddepcontrol.wait
-  kIndependent = 1,    ///< at once: no tile reads what the previous kernel writes
-  kEarly = 2,          ///< tiles below `early_start_tiles` when the previous kernel has released
-                       ///< what they read, the others after griddepcontrol.wait; TmaRows only
-};
-
 /// Lets the next kernel start on multiprocessors that this one leaves, when all CTAs have called it
 /// or ended. It waits first: the next kernel may then read what was written before this one.
 ///

@@ -7,17 +7,6 @@
 
 namespace sonicmoe::cuda {
 
-/// map[0] alone, or the maps of gate and up.
-///
-///   | operand            | dimensions           | box                   |
-///   | weights, K-major   | (k, n, expert)       | 64 x n/2              |
-///   | weights, MN-major  | (n, k, expert)       | 64 x mn_box_depth     |
-///   | grouped rows       | (column, part, row)  | 64 x 1 x 64           |
-struct OperandBMaps {
-  CUtensorMap map[2];
-  std::int32_t part;  ///< of grouped rows: the part that is the operand
-};
-
 template <TileShape kShape, BSource kSource, Major kMajor>
 struct OperandB {
   static_assert(kSource != BSource::kRows || kMajor == Major::kMN);

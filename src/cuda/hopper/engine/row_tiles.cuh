@@ -23,19 +23,6 @@
 
 namespace sonicmoe::cuda {
 
-struct RowTilesParams {
-  const TileRecord* records;
-  const std::int32_t* record_count;
-  unsigned* tile_counter;     ///< dynamic scheduler: 0 before the launch; null: static order
-  std::int32_t columns;       ///< N
-  std::int32_t column_tiles;  ///< tiles along N
-  std::int32_t column_step;   ///< output columns of a tile
-  std::int32_t k_tiles;       ///< k tiles of one part of K
-  std::int32_t k_parts;       ///< 2: K runs through gate, then up
-  std::int32_t raster_group;  ///< of kGrouped: most pairs of a group, a power of two
-  Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
-};
-
 /// The order in which clusters take the tiles.
 enum class RasterOrder {
   kColumns,        ///< a pair's column tiles follow each other
@@ -139,7 +126,7 @@ struct RowTilesOf {
   static __device__ __forceinline__ LastWave last_wave(const Params& p, int records) {
     const int tiles = (records * p.column_tiles + kShape.cluster - 1) / kShape.cluster;
     if constexpr (kOrder != RasterOrder::kSplitLastWave) return {tiles, 0};
-    const int rest = p.wave.divide(tiles).rest;
+    const int rest = divide(tiles, p.wave).rest;
     const int split = 2 * rest <= static_cast<int>(p.wave.by) ? rest : 0;
     return {tiles - split, split};
   }

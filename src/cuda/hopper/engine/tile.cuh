@@ -4,6 +4,7 @@
 #include <concepts>
 
 #include "cuda/hopper/engine/pipeline.cuh"
+#include "cuda/hopper/params.h"
 
 namespace sonicmoe::cuda {
 
@@ -22,25 +23,20 @@ struct CtaTile {
   bool own_b;      ///< the CTA loads all of its B itself: its neighbour has other columns
 };
 
-/// A divisor that the host knows; division is a multiplication.
-struct Divisor {
-  std::uint32_t by;
-  std::uint32_t inverse;  ///< 2^32 / by, rounded down; at most 2^32 - 1
-
-  struct Result {
-    int quotient;
-    int rest;
-  };
-  __device__ __forceinline__ Result divide(std::uint32_t value) const {
-    std::uint32_t quotient = __umulhi(value, inverse);  // at most one too small
-    std::uint32_t rest = value - quotient * by;
-    if (rest >= by) {
-      quotient++;
-      rest -= by;
-    }
-    return {static_cast<int>(quotient), static_cast<int>(rest)};
-  }
+struct Quotient {
+  int quotient;
+  int rest;
 };
+
+__device__ __forceinline__ Quotient divide(std::uint32_t value, const Divisor& divisor) {
+  std::uint32_t quotient = __umulhi(value, divisor.inverse);  // at most one too small
+  std::uint32_t rest = value - quotient * divisor.by;
+  if (rest >= divisor.by) {
+    quotient++;
+    rest -= divisor.by;
+  }
+  return {static_cast<int>(quotient), static_cast<int>(rest)};
+}
 
 template <class S>
 concept TileScheduler = requires(const typename S::Params& p, int t) {

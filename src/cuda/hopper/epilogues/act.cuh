@@ -15,16 +15,6 @@
 
 namespace sonicmoe::cuda {
 
-struct ActRowsParams {
-  RaggedMap h;  ///< (column, part, row, base): part 0 is the gate (or the only one), part 1 up;
-                ///< paired: one part of 2n columns
-  RaggedMap a;
-  Bias bias[2];  ///< gate, up; without a gate [0] alone
-  ActivationScalars scalars;
-  std::int32_t width;   ///< n
-  std::int32_t keep_h;  ///< 0: inference
-};
-
 template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActRows {
   using Params = ActRowsParams;

@@ -26,20 +26,6 @@
 
 namespace sonicmoe::cuda {
 
-/// Columns of A in an input stage, and of a box.
-inline constexpr int kGradColumns = 64;
-
-struct ActGradParams {
-  CUtensorMap h_in;  ///< (column, part, row), box 64 x 1 x 128; kPaired: one part of 2n columns
-  RaggedMap dh;      ///< (column, part, row, base), box of 64 rows
-  RaggedMap a;       ///< A'
-  const float* row_weight;  ///< (C) s; null: 1
-  float* score_parts;       ///< (C, score_tiles): dS of a row and tile of columns
-  std::int32_t score_tiles;
-  std::int32_t width;  ///< n
-  ActivationScalars scalars;
-};
-
 template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActGrad {
   using Params = ActGradParams;

@@ -7,15 +7,6 @@
 
 namespace sonicmoe::cuda {
 
-/// A store map with dimensions (column, part, row, base). Row and base have the same stride, and
-/// the map begins `reach` rows before the tensor. A store at row = reach - left and base = first
-/// row + left begins at `first row`, and the hardware clips it after `left` rows, where the row
-/// dimension ends. One map serves all experts.
-struct RaggedMap {
-  CUtensorMap map;
-  std::int32_t reach;
-};
-
 __device__ __forceinline__ void store_ragged(const RaggedMap& to, std::uint32_t box, int column,
                                              int part, const TileOrigin& origin) {
   ptx::tma_store(&to.map, box, ptx::Coord4{column, part, to.reach + origin.row, origin.base});

@@ -8,14 +8,6 @@
 
 namespace sonicmoe::cuda {
 
-struct StoreRowsParams {
-  RaggedMap out;
-  Bias bias;
-  const float* row_scale;  ///< of a grouped row, by scale_stride; RowScale::kWeights only
-  std::int64_t scale_stride;
-  std::int32_t width;  ///< output columns
-};
-
 /// kWeights: each row is multiplied by its routing weight before the one rounding. For grouped
 /// rows, in cooperative tiles only.
 enum class RowScale { kNone, kWeights };

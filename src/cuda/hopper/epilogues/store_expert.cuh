@@ -14,27 +14,6 @@
 
 namespace sonicmoe::cuda {
 
-enum class GradStore : std::int32_t { kElement = 0, kFloat = 1, kAccumulate = 2 };
-
-/// fp32 matrices (expert, M, N); strides in elements.
-struct FloatGrad {
-  float* data;
-  std::int64_t strides[3];
-};
-
-/// Entries [0] and [1] are the outputs: gate and up, or one matrix alone.
-struct StoreExpertParams {
-  CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
-  FloatGrad floats[2];  ///< kFloat, kAccumulate
-  GradStore mode;
-  std::int32_t alternate;  ///< fp32: even columns go to [0], odd ones to [1]
-  std::int32_t rows;       ///< M
-  std::int32_t columns;    ///< N
-  /// First column that goes to [1]; past all tiles if there is one output. With kElement a multiple
-  /// of 64, because the hardware clips a box behind an output's end, not before its beginning.
-  std::int32_t border;
-};
-
 template <class Element, Major kOut>
 struct StoreExpert {
   using Params = StoreExpertParams;

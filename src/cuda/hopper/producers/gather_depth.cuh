@@ -14,7 +14,7 @@
 namespace sonicmoe::cuda {
 
 struct GatherDepth {
-  using Params = GatherRows::Params;  ///< width is M here
+  using Params = GatherRowsParams;  ///< width is M here
   static constexpr int kCopyArrivals = kWarpgroup;
   static constexpr int kQueueReaders = kWarpgroup / 32;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;

@@ -13,12 +13,7 @@
 namespace sonicmoe::cuda {
 
 struct GatherRows {
-  struct Params {
-    const void* source;         ///< (T, width) 16-bit elements
-    const std::int32_t* index;  ///< row of `source` for every grouped row; null: the row itself
-    std::int32_t row_bytes;     ///< stride of `source`, below 2 GiB
-    std::int32_t width;         ///< K, a multiple of 8
-  };
+  using Params = GatherRowsParams;
   static constexpr int kCopyArrivals = kWarpgroup;
   static constexpr int kQueueReaders = kWarpgroup / 32;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;

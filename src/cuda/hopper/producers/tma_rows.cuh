@@ -12,9 +12,7 @@
 namespace sonicmoe::cuda {
 
 struct TmaRows {
-  struct Params {
-    CUtensorMap rows;  ///< (k, part, row), box 64 x 1 x tile rows; part is 0 unless K has two parts
-  };
+  using Params = TmaRowsParams;
   static constexpr int kCopyArrivals = 0;
   static constexpr int kQueueReaders = 1;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kProducer;

@@ -1,6 +1,7 @@
+#include "cuda/hopper/schedules.h"
+
 #include <algorithm>
 
-#include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
@@ -10,9 +11,9 @@ Divisor divisor(std::int64_t by) {
           by == 1 ? ~0u : static_cast<std::uint32_t>((std::int64_t{1} << 32) / by)};
 }
 
-RowTiles::Params row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
-                           std::int64_t depth, unsigned* counter) {
-  RowTiles::Params tiles{};
+RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
+                         std::int64_t depth, unsigned* counter) {
+  RowTilesParams tiles{};
   tiles.records = groups.lists->records;
   tiles.record_count = groups.lists->record_count;
   tiles.tile_counter = counter;
@@ -26,9 +27,9 @@ RowTiles::Params row_tiles(const RowGroups& groups, std::int64_t columns, int co
   return tiles;
 }
 
-ExpertTiles::Params expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
-                                 const TileShape& shape) {
-  ExpertTiles::Params tiles{};
+ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
+                               const TileShape& shape) {
+  ExpertTilesParams tiles{};
   tiles.longest_first = groups.longest_first;
   tiles.expert_begin = groups.lists->expert_begin;
   tiles.expert_rows = groups.lists->expert_rows;
@@ -42,13 +43,13 @@ ExpertTiles::Params expert_tiles(const RowGroups& groups, std::int64_t rows, std
   tiles.row_tiles = ctas / 2;
   tiles.tiles_per_expert =
       divisor(tiles.row_tiles * tiles.column_tiles + odd * (tiles.column_tiles + 1) / 2);
-  const bool columns_fastest = fast_columns(tiles.row_tiles, tiles.column_tiles);
-  tiles.columns_fastest = columns_fastest ? 1 : 0;
-  tiles.raster_group = divisor(columns_fastest ? tiles.column_tiles : 2 * tiles.row_tiles + odd);
+  tiles.columns_fastest = columns_fastest(tiles.row_tiles, tiles.column_tiles) ? 1 : 0;
+  tiles.raster_group =
+      divisor(tiles.columns_fastest != 0 ? tiles.column_tiles : 2 * tiles.row_tiles + odd);
   return tiles;
 }
 
-std::int64_t most_tiles(const RowGroups& groups, const RowTiles::Params& tiles) {
+std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
   const std::int64_t rows = groups.capacity;
   const std::int64_t records = std::min(rows, rows / kRecordRows + groups.experts);
   return std::max<std::int64_t>(1, records * tiles.column_tiles);

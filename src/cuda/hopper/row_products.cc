@@ -1,11 +1,11 @@
 // Row products on Hopper: A, Y, dH, dX~ and the grouped GEMM.
 #include <algorithm>
-#include <numbers>
 
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
+#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -38,15 +38,7 @@ constexpr ActivationKind kNoActivation = ActivationKind::kSwiGLU;
 
 Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
 
-ActivationScalars scalars_of(const Activation& activation) {
-  if (activation.kind != ActivationKind::kSwiGLUOai) return {};
-  const double alpha = activation.alpha == 0.0 ? 1.702 : activation.alpha;
-  return {static_cast<float>(alpha),
-          activation.limit == 0.0 ? 7.0f : static_cast<float>(activation.limit),
-          static_cast<float>(-alpha * std::numbers::log2e)};
-}
-
-GatherRows::Params gathered(const RowOperand& operand, std::int64_t width) {
+GatherRowsParams gathered(const RowOperand& operand, std::int64_t width) {
   return {operand.rows.data, operand.index,
           static_cast<std::int32_t>(operand.rows.stride[0] * kElementBytes),
           static_cast<std::int32_t>(width)};
@@ -80,7 +72,7 @@ void multiply(const Launch& launch, const Activate& e) {
 /// rows turn out to be unused.
 struct HiddenGradTiles {
   Tiling tiling;
-  RowTiles::Params params;
+  RowTilesParams params;
   std::int64_t clusters;
   std::int64_t early_release;  // tiles; 0: none
 
@@ -96,7 +88,7 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
   tiles.params = row_tiles(product.groups, columns, shape.n, product.weights.first.shape[2],
                            tiles.tiling.counter(product.hints.tile_counter));
   tiles.clusters = clusters_of(device, shape, most_tiles(product.groups, tiles.params));
-  if (cuts_last_round(rows)) tiles.params.wave = divisor(tiles.clusters);
+  if (splits_last_wave(rows)) tiles.params.wave = divisor(tiles.clusters);
   // Early release pays where a cluster has few tiles and dX~ does not need their bandwidth.
   constexpr std::int64_t kFewTiles = 24;
   const std::int64_t cta_tiles = product.groups.capacity / kRecordRows * tiles.params.column_tiles;
@@ -109,7 +101,7 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
 
 /// Tiles of dX~ whose rows lie in those early tiles of dH. A pair of row blocks may straddle their
 /// end, and a group of pairs that of dX~.
-std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTiles::Params& tiles,
+std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTilesParams& tiles,
                          const TileShape& shape) {
   const std::int64_t cta_tiles = grad.early_release * grad.tiling.shape().cluster;
   const std::int64_t records = cta_tiles / grad.params.column_tiles - 2 - 2 * tiles.raster_group;
@@ -177,7 +169,7 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
                            launch.counter(tiling));
   params.tiles.k_parts = two ? 2 : 1;
-  params.tiles.raster_group = row_band(launch.columns(), depth);
+  params.tiles.raster_group = raster_group(launch.columns(), depth);
   set_start(launch, shape, &params);
   params.epilogue = store_params(launch, e);
   launch.run(launch.key(scaled ? Role::kDownScaled : Role::kDown, tiling, kNoActivation), params);

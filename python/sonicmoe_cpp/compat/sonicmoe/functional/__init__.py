@@ -12,11 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import _checks
-from ..._ops import GATED
-from ...layer import moe, moe_pairs
-from ...routing import route
-from .enums import ActivationType, activation
+from .... import _checks
+from ...._ops import GATED
+from ....layer import moe, moe_pairs
+from ....routing import route
+from ..count_cumsum import count_cumsum, frequency
+from ..enums import ActivationType, activation, is_glu
+from .utils import enable_quack_gemm, is_using_quack_gemm
+
+__all__ = [
+    "ActivationType",
+    "count_cumsum",
+    "enable_quack_gemm",
+    "is_glu",
+    "is_using_quack_gemm",
+    "moe_TC_softmax_topk_layer",
+    "moe_general_routing_inputs",
+]
 
 
 def _experts(x, w1, b1, w2, b2, kind, concat_layout) -> dict:
@@ -52,14 +64,6 @@ def _as_sonicmoe(device: torch.device, is_inference_mode_enabled: bool):
             yield
 
 
-def _frequency(experts: Tensor, num_experts: int) -> Tensor:
-    """(E,) int32: how often each expert occurs; ids outside of [0, E) are empty slots."""
-    flat = experts.flatten().long()
-    counted = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
-    return counts.scatter_add(0, counted, torch.ones_like(counted, dtype=torch.int32))[:-1]
-
-
 def moe_TC_softmax_topk_layer(
     x: Tensor,
     router_w: Tensor,
@@ -88,7 +92,7 @@ def moe_TC_softmax_topk_layer(
     with _as_sonicmoe(x.device, is_inference_mode_enabled):
         ids, weights = route(logits, K, **rule)
         out = moe(x, ids, weights, **experts)
-    return out, logits, _frequency(ids, router_w.shape[0])
+    return out, logits, frequency(ids, router_w.shape[0])
 
 
 def moe_general_routing_inputs(
@@ -116,10 +120,4 @@ def moe_general_routing_inputs(
     pairs = (token_indices, expert_indices, router_scores)
     with _as_sonicmoe(x.device, is_inference_mode_enabled):
         out = moe_pairs(x, pairs, **experts)
-    return out, _frequency(expert_indices, E)
-
-
-@contextlib.contextmanager
-def enable_quack_gemm(enable: bool = True):
-    """Chooses between sonicmoe's own kernels; there is one way here, whatever is asked for."""
-    yield
+    return out, frequency(expert_indices, E)

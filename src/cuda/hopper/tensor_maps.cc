@@ -1,8 +1,9 @@
+#include "cuda/hopper/tensor_maps.h"
+
 #include <initializer_list>
 #include <string>
 
 #include "cuda/hopper/launch.h"
-#include "cuda/hopper/tensor_maps.h"
 
 namespace sonicmoe::cuda {
 namespace {

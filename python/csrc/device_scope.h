@@ -1,4 +1,4 @@
-// Where an operator runs: the device of its tensors and torch's current stream there.
+// The device that an operator runs on, and torch's current stream of it.
 #pragma once
 
 #include <dlfcn.h>
@@ -17,8 +17,8 @@
 
 namespace sonicmoe_torch {
 
-/// The library's handle of a CUDA device. Opened on the first call and kept as long as the process,
-/// as torch keeps its contexts: operators have no owner that could close it.
+/// The library's handle of a CUDA device. It is opened on the first call and never closed: no
+/// object owns the operators and could close it.
 inline const void* device_handle(std::int32_t ordinal) {
   static std::mutex mutex;
   static std::map<std::int32_t, const smoe_device*> opened;
@@ -33,8 +33,8 @@ inline const void* device_handle(std::int32_t ordinal) {
   return handle = device;
 }
 
-/// torch's current stream on a CUDA device. Looked up in the libtorch_cuda that torch has loaded,
-/// never linked, so that the same file serves a torch without CUDA.
+/// torch's current stream of a CUDA device. The function is looked up in the libtorch_cuda.so that
+/// torch has loaded: linked, it would keep this library from loading beside a torch without CUDA.
 inline void* current_stream(std::int32_t ordinal) {
   using Get = AOTITorchError (*)(std::int32_t, void**);
   static const auto get = [] {
@@ -49,14 +49,15 @@ inline void* current_stream(std::int32_t ordinal) {
                           "aoti_torch_get_current_cuda_stream: this torch build cannot be served");
   }
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(ordinal, &stream));
+  TORCH_ERROR_CODE_CHECK(get(ordinal, &stream));
   return stream;
 }
 
-/// Holds the device of `like` as the current one, as kernel launches need it.
-class Place {
+/// Makes the device of `like` current until the end of the scope, as kernel launches need it, and
+/// names it to the library, with its stream and the number of threads.
+class DeviceScope {
  public:
-  explicit Place(const torch::stable::Tensor& like) {
+  explicit DeviceScope(const torch::stable::Tensor& like) {
     if (!like.is_cuda()) {
       exec_.num_threads = static_cast<std::int32_t>(torch::stable::get_num_threads());
       return;

@@ -5,12 +5,13 @@
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
+#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
 StoreExpertParams store_params(const Device& device, const DepthProduct& product,
-                               const ExpertTiles::Params& tiles) {
+                               const ExpertTilesParams& tiles) {
   StoreExpertParams params{};
   params.rows = tiles.rows;
   params.columns = tiles.columns;

@@ -1,0 +1,268 @@
+// The layer as operators: inference, forward, backward, backward into main gradients.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "arguments.h"
+#include "device_scope.h"
+#include "sonicmoe/moe.h"
+#include "views.h"
+
+namespace sonicmoe_torch {
+
+// What every operator of the layer takes. _ops.py reads this list from the schemas.
+#define SONICMOE_LAYER(ARGUMENT)                                                \
+  ARGUMENT(Array, x)                                                            \
+  ARGUMENT(Array, index)       /* ids (T, K), or token (C), or row_begin (E) */ \
+  ARGUMENT(MaybeArray, second) /* none, or expert (C), or row_count (E) */      \
+  ARGUMENT(MaybeArray, weights)                                                 \
+  ARGUMENT(MaybeArray, w_gate) /* given: w_up is the up projection alone */     \
+  ARGUMENT(Array, w_up)                                                         \
+  ARGUMENT(Array, w_down)                                                       \
+  ARGUMENT(MaybeArray, b_up)                                                    \
+  ARGUMENT(MaybeArray, b_down)                                                  \
+  ARGUMENT(std::int64_t, form)       /* RoutingForm */                          \
+  ARGUMENT(std::int64_t, activation) /* ActivationKind */                       \
+  ARGUMENT(double, alpha)                                                       \
+  ARGUMENT(double, limit)                                                       \
+  ARGUMENT(std::int64_t, gate_layout) /* GateLayout */
+struct Layer {
+  SONICMOE_ARGUMENTS(SONICMOE_LAYER)
+};
+
+/// The same arguments as positions: bit i of `needs` asks for the gradient of argument i.
+#define SONICMOE_POSITION(type, name) name,
+enum class At : std::int32_t { SONICMOE_LAYER(SONICMOE_POSITION) };
+
+inline sonicmoe::ActivationKind activation_of(std::int64_t number) {
+  return enumerator("activation", number,
+                    static_cast<sonicmoe::ActivationKind>(sonicmoe::kActivationCount - 1));
+}
+
+inline GateLayout gate_layout_of(std::int64_t number) {
+  return enumerator("gate_layout", number, GateLayout::kInterleaved);
+}
+
+/// The same call in the library's terms.
+struct Call {
+  sonicmoe::Problem problem;
+  sonicmoe::Routing routing;
+  sonicmoe::Weights weights;
+  sonicmoe::Tensor x;
+};
+
+inline sonicmoe::Weights weights_of(const Layer& a, const MaybeArray& w_gate,
+                                    const MaybeArray& w_up, const MaybeArray& w_down,
+                                    const MaybeArray& b_up, const MaybeArray& b_down) {
+  const bool gated = sonicmoe::is_gated(activation_of(a.activation));
+  const GateLayout layout = gate_layout_of(a.gate_layout);
+  sonicmoe::Weights w;
+  const Halves first = gate_and_up(w_gate, w_up, gated && !a.w_gate.has_value(), layout);
+  w.gate = first.gate;
+  w.up = first.up;
+  if (b_up.has_value() && gated) {
+    const Halves halves = split(*b_up, layout, "b_up");
+    w.b_gate = halves.gate;
+    w.b_up = halves.up;
+  } else {
+    w.b_up = view(b_up, "b_up");
+  }
+  w.down = view(w_down, "w_down");
+  w.b_down = view(b_down, "b_down");
+  return w;
+}
+
+inline Call call_of(Layer& a) {
+  expect_rank(a.x, 2, "x");
+  a.x = readable_rows(a.x);
+  expect_rank(a.w_up, 3, "w_up");
+  expect_rank(a.w_down, 3, "w_down");
+  if (a.w_gate.has_value()) expect_rank(*a.w_gate, 3, "w_up");
+  if (a.b_up.has_value()) expect_rank(*a.b_up, 2, "b_up");
+  if (a.w_gate.has_value()) expect_own_memory(*a.w_gate, "w_up");
+  expect_own_memory(a.w_up, "w_up");
+  expect_own_memory(a.w_down, "w_down");
+  Call c;
+  c.problem.form = enumerator("form", a.form, sonicmoe::RoutingForm::kGrouped);
+  c.problem.tokens = a.x.size(0);
+  c.problem.hidden = a.x.size(1);
+  c.problem.experts = a.w_down.size(0);
+  c.problem.width = a.w_down.size(2);
+  c.problem.dtype = dtype_of(a.x, "x");
+  c.problem.activation = {activation_of(a.activation), a.alpha, a.limit};
+  c.routing.weights = view(a.weights, "weights");
+  switch (c.problem.form) {
+    case sonicmoe::RoutingForm::kIds:
+      expect_rank(a.index, 2, "topk_ids");
+      c.problem.top_k = a.index.size(1);
+      c.routing.ids = view(a.index, "topk_ids");
+      break;
+    case sonicmoe::RoutingForm::kPairs:
+      expect_rank(a.index, 1, "pairs.token");
+      c.problem.capacity = a.index.size(0);
+      c.routing.token = view(a.index, "pairs.token");
+      c.routing.expert = view(a.second, "pairs.expert");
+      break;
+    case sonicmoe::RoutingForm::kGrouped:
+      c.routing.row_begin = view(a.index, "expert_offsets");
+      c.routing.row_count = view(a.second, "expert_offsets");
+      break;
+  }
+  c.weights = weights_of(a, a.w_gate, a.w_up, a.w_down, a.b_up, a.b_down);
+  c.x = view(a.x, "x");
+  return c;
+}
+
+inline Array moe_inference(Layer& a) {
+  const DeviceScope device(a.x);
+  const Call c = call_of(a);
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kInference, device.exec());
+  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  sonicmoe::moe_forward(c.problem,
+                        {c.x, c.routing, c.weights, view(out, "out"), {}, {}, scratch.buffer()},
+                        device.exec());
+  return out;
+}
+
+/// For autograd alone: the buffers that backward is to add to.
+#define SONICMOE_MAIN_GRADIENTS(ARGUMENT) \
+  ARGUMENT(MaybeArray, g_gate)            \
+  ARGUMENT(MaybeArray, g_up)              \
+  ARGUMENT(MaybeArray, g_down)
+struct MainGradients {
+  SONICMOE_ARGUMENTS(SONICMOE_MAIN_GRADIENTS)
+};
+using ForwardCall = Joined<Layer, MainGradients>;
+
+/// Bytes of metadata kept for backward: an upper limit that holds for every backend, so that fakes
+/// know the shape, with symbolic T too. _ops.py has the same formula.
+inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
+  return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
+}
+
+/// Memory for that metadata. It is cleared on the CPU, whose backend does not write all of it: a
+/// recomputed forward (activation checkpointing) is to give equal bytes. On CUDA clearing would
+/// take one more kernel.
+inline Array new_metadata(const Array& like, std::int64_t bytes) {
+  if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
+  return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
+}
+
+inline std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
+  const DeviceScope device(a.x);
+  const Call c = call_of(a);
+  const Array& x = a.x;
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kForward, device.exec());
+  const std::int64_t rows = sonicmoe::row_capacity(c.problem);
+  const std::int64_t width = sonicmoe::gate_factor(c.problem.activation.kind) * c.problem.width;
+  Array out = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
+  Array h = empty(x, {rows, width}, x.scalar_type());
+  Array saved = new_metadata(x, saved_capacity(c.problem));
+  const Scratch scratch(x, sizes.scratch_bytes);
+  sonicmoe::moe_forward(
+      c.problem,
+      {c.x, c.routing, c.weights, view(out, "out"), lend(h), lend(saved), scratch.buffer()},
+      device.exec());
+  return {out, h, saved};
+}
+
+#define SONICMOE_OUTPUT_GRADIENT(ARGUMENT) ARGUMENT(Array, dout)
+struct OutputGradient {
+  SONICMOE_ARGUMENTS(SONICMOE_OUTPUT_GRADIENT)
+};
+#define SONICMOE_KEPT(ARGUMENT) \
+  ARGUMENT(Array, h)            \
+  ARGUMENT(Array, saved)        \
+  ARGUMENT(std::int64_t, needs)
+struct Kept {
+  SONICMOE_ARGUMENTS(SONICMOE_KEPT)
+};
+using BackwardCall = Joined<OutputGradient, Layer, Kept>;
+
+inline bool needs(const BackwardCall& a, At argument) {
+  return (a.needs >> static_cast<std::int32_t>(argument) & 1) != 0;
+}
+
+inline MaybeArray gradient_of(const BackwardCall& a, At argument, const MaybeArray& of) {
+  if (!needs(a, argument) || !of.has_value()) return std::nullopt;
+  return empty_beside(*of);
+}
+
+inline Array or_nothing(const MaybeArray& t, const Array& like) { return t ? *t : nothing(like); }
+
+/// dx is contiguous whatever the strides of x.
+inline MaybeArray gradient_of_x(const BackwardCall& a) {
+  if (!needs(a, At::x)) return std::nullopt;
+  return empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+}
+
+inline void run_backward(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
+                         const MaybeArray& dweights, sonicmoe::GradMode mode) {
+  const DeviceScope device(a.x);
+  const Call c = call_of(a);
+  a.dout = readable_rows(a.dout);
+  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, device.exec());
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  sonicmoe::BackwardArgs args;
+  args.x = c.x;
+  args.routing = c.routing;
+  args.weights = c.weights;
+  args.dout = view(a.dout, "grad");
+  args.h = lend(a.h);
+  args.saved = lend(a.saved);
+  args.scratch = scratch.buffer();
+  args.dx = view(dx, "dx");
+  args.dweights = view(dweights, "dweights");
+  args.grads = grads;
+  args.grad_mode = mode;
+  sonicmoe::moe_backward(c.problem, args, device.exec());
+}
+
+using LayerGradients = std::tuple<Array, Array, Array, Array, Array, Array, Array>;
+
+inline LayerGradients moe_backward(BackwardCall& a) {
+  const MaybeArray dx = gradient_of_x(a);
+  const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
+  const MaybeArray dgate = gradient_of(a, At::w_gate, a.w_gate);
+  const MaybeArray dup = gradient_of(a, At::w_up, a.w_up);
+  const MaybeArray ddown = gradient_of(a, At::w_down, a.w_down);
+  const MaybeArray db_up = gradient_of(a, At::b_up, a.b_up);
+  const MaybeArray db_down = gradient_of(a, At::b_down, a.b_down);
+  run_backward(a, weights_of(a, dgate, dup, ddown, db_up, db_down), dx, dweights,
+               sonicmoe::GradMode::kWrite);
+  return {or_nothing(dx, a.x),     or_nothing(dweights, a.x), or_nothing(dgate, a.x),
+          or_nothing(dup, a.x),    or_nothing(ddown, a.x),    or_nothing(db_up, a.x),
+          or_nothing(db_down, a.x)};
+}
+
+/// MainGradients as arguments that are written.
+struct Accumulated {
+  MaybeArray g_gate;
+  Array g_up;
+  Array g_down;
+  auto fields() { return std::tie(g_gate, g_up, g_down); }
+  static std::string schema() { return "Tensor(a!)? g_gate, Tensor(b!) g_up, Tensor(c!) g_down"; }
+};
+using AccumulateCall = Joined<BackwardCall, Accumulated>;
+
+/// Adds the weights' gradients to g_*. Bias gradients are fresh, in the dtype of g_*.
+inline std::tuple<Array, Array, Array, Array> moe_backward_accumulate(AccumulateCall& a) {
+  const MaybeArray dx = gradient_of_x(a);
+  const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
+  const auto zeros = [&](At argument, const MaybeArray& of) -> MaybeArray {
+    if (!needs(a, argument) || !of.has_value()) return std::nullopt;
+    return torch::stable::new_zeros(*of, of->sizes(), score_dtype(a.x));
+  };
+  const MaybeArray db_up = zeros(At::b_up, a.b_up);
+  const MaybeArray db_down = zeros(At::b_down, a.b_down);
+  run_backward(a, weights_of(a, a.g_gate, a.g_up, a.g_down, db_up, db_down), dx, dweights,
+               sonicmoe::GradMode::kAccumulate);
+  return {or_nothing(dx, a.x), or_nothing(dweights, a.x), or_nothing(db_up, a.x),
+          or_nothing(db_down, a.x)};
+}
+
+}  // namespace sonicmoe_torch

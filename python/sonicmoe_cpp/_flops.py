@@ -1,0 +1,104 @@
+"""Flops of the operators, for torch.utils.flop_counter.FlopCounterMode.
+
+Two for each multiplication with its addition, in matrix products alone. The number of routed rows
+is on the device, so all C rows that a call can have are counted (T*K for top-k ids; token rounding
+fills fewer). Activations that backward computes again are not products.
+"""
+
+import importlib.util
+import math
+import sys
+
+import torch
+
+from . import _ops
+from ._names import FORM
+
+ops = torch.ops.sonicmoe_cpp
+COUNTER = "torch.utils.flop_counter"
+
+
+def _one_product(a) -> int:
+    """Flops of all rows times one matrix (d, n). `a` has shapes instead of tensors."""
+    rows = a.x[0] if a.form == FORM["grouped"] else math.prod(a.index)
+    _, hidden, width = a.w_down
+    return 2 * rows * hidden * width
+
+
+def _ups(a) -> int:
+    """The number of matrices (d, n) in the up projection: gate and up, or up alone."""
+    return 2 if a.w_gate is not None else a.w_up[1] // a.w_down[2]
+
+
+def _forward(a) -> int:
+    return _one_product(a) * (_ups(a) + 1)
+
+
+def _backward(a) -> int:
+    def wanted(*names):
+        return any(a.needs & _ops.NEEDS[name] for name in names)
+
+    products = 0
+    if wanted("x", "weights", "w_gate", "w_up", "b_up"):
+        products += 1  # the gradient of the activations
+    products += wanted("w_down")
+    products += _ups(a) * (wanted("x") + wanted("w_gate", "w_up"))
+    return _one_product(a) * products
+
+
+def _grouped_gemm(a) -> int:
+    rows = a.a[0] if a.gather is None else a.gather[0]
+    return 2 * rows * math.prod(a.b[1:])
+
+
+def _grouped_gemm_k(a) -> int:
+    return 2 * math.prod(a.b) * a.a[1]
+
+
+FORMULAS = {
+    "moe_inference": _forward,
+    "moe_forward": _forward,
+    "moe_backward": _backward,
+    "moe_backward_accumulate": _backward,
+    "grouped_gemm": _grouped_gemm,
+    "grouped_gemm_k": _grouped_gemm_k,
+}
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for name, formula in FORMULAS.items():
+        by_name = _ops.by_name(name, formula)
+
+        def flops(*shapes, out_shape=None, by_name=by_name, **keywords):
+            return by_name(*shapes, **keywords)
+
+        register_flop_formula(getattr(ops, name))(flops)
+
+
+class _Importer:
+    """Registers the formulas when torch.utils.flop_counter is imported. Importing it here would
+    import triton, where it is installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module):
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+def register() -> None:
+    """Tells FlopCounterMode of the operators, now or when somebody imports it."""
+    if COUNTER in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Importer())

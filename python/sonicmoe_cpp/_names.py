@@ -1,0 +1,23 @@
+"""The names that users write, with the numbers that operators take: those of sonicmoe/c_api.h.
+
+Operators take no strings: torch's header for them never frees one.
+"""
+
+FORM = {"ids": 0, "pairs": 1, "grouped": 2}
+ACTIVATION = {
+    "swiglu": 0,
+    "swiglu_oai": 1,
+    "geglu": 2,
+    "geglu_tanh": 3,
+    "reglu": 4,
+    "silu": 5,
+    "gelu": 6,
+    "gelu_tanh": 7,
+    "relu": 8,
+    "relu2": 9,
+}
+GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
+UNGATED = tuple(name for name in ACTIVATION if name not in GATED)
+LAYOUT = {"concatenated": 0, "interleaved": 1}  # views.h
+SCORE = {"softmax_after_topk": 0, "softmax_before_topk": 1, "sigmoid": 2}
+ROUNDING = {"nearest": 0, "up": 1, "down": 2, "score": 3, "stochastic": 4, "balanced": 5}

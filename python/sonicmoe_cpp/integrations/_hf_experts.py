@@ -1,0 +1,163 @@
+"""How transformers' experts modules are computed here; hf.py has what users call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _checks, _ops
+from ..layer import LAYOUTS, Activation, autocast_dtype, moe
+from ..lora import lora_moe
+from . import _recognise
+from ._recognise import local
+
+# An attribute of the config of a saved model whose low-rank factors lie beside it.
+SAVED_WITH_FACTORS = "sonicmoe_cpp_lora"
+
+
+class Plan(NamedTuple):
+    """How a module's experts are computed."""
+
+    activation: Activation
+    gate_layout: str
+
+
+def _join(gate: Tensor, up: Tensor, layout: str) -> Tensor:
+    if layout == "interleaved":
+        return torch.stack([gate, up], dim=-1).flatten(-2)
+    return torch.cat([gate, up], dim=-1)
+
+
+def _name_of_activation(module: nn.Module) -> str:
+    function = getattr(module, "act_fn", None)
+    if function is None:
+        return "its own _apply_gate"
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _recognise_plan(module: nn.Module) -> Plan | None:
+    if not module.has_gate:
+        activation = _recognise.ungated(module.act_fn)
+        if activation is not None:
+            return Plan(activation, "concatenated")
+    else:
+        # The flag is a promise, _apply_gate is what the model was trained with: the latter decides.
+        for layout in LAYOUTS if module.is_concatenated else LAYOUTS[::-1]:
+
+            def apply(gate, up, layout=layout):
+                return module._apply_gate(_join(gate, up, layout))
+
+            activation = _recognise.gated(apply)
+            if activation is not None:
+                return Plan(activation, layout)
+    return None
+
+
+def _refusal(module: nn.Module) -> NotImplementedError:
+    supported = ", ".join(_ops.GATED if module.has_gate else _ops.UNGATED)
+    return NotImplementedError(
+        f"the activation of {type(module).__name__} ({_name_of_activation(module)}) is none that "
+        f"sonicmoe_cpp computes ({supported}): use another experts_implementation for this model"
+    )
+
+
+def _facts(module: nn.Module) -> tuple:
+    """The class's function stands for the class, which PEFT replaces by a new one at every call."""
+    numbers = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float))}
+    gate = getattr(type(module), "_apply_gate", type(module))
+    return getattr(module, "act_fn", None), gate, numbers
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers lets another implementation compute this module, in principle."""
+    return hasattr(module, "down_proj") and hasattr(module, "is_transposed")
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts modules of a model that transformers lets others compute, by name."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def up_name(module: nn.Module) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _refuse_unsupported(module: nn.Module) -> None:
+    """What cannot be computed whatever the activation is."""
+    kind = type(module).__name__
+    other = "sonicmoe_cpp does not compute: use another experts_implementation for this model"
+    for name in (up_name(module), "down_proj"):
+        dtype = getattr(module, name).dtype
+        if dtype not in _checks.FLOATS:
+            raise NotImplementedError(
+                f"{name} of {kind} is quantised ({_checks.names([dtype])}), which {other}, or load "
+                "it dequantised"
+            )
+    if getattr(module, "has_post_expert_norm", False):
+        raise NotImplementedError(
+            f"{kind} normalises every expert's output (has_post_expert_norm), which {other}"
+        )
+    config = getattr(module, "config", None)
+    adapted = hasattr(module, "lora") or hasattr(module, "parametrizations")
+    if getattr(config, SAVED_WITH_FACTORS, False) and not adapted:
+        raise RuntimeError(
+            f"this model was saved with low-rank factors, which {kind} lacks: call "
+            f"hf.load_lora(model, directory), or delete config.{SAVED_WITH_FACTORS} to do without"
+        )
+
+
+@_recognise.once_a_module("_sonicmoe_cpp_plan", _facts)
+def plan_of(module: nn.Module) -> Plan:
+    """The activation and layout of an experts module; refuses what cannot be computed."""
+    _refuse_unsupported(module)
+    try:
+        plan = _recognise_plan(module)
+    except Exception as error:  # whatever a foreign function raises on fp64 rows of the CPU
+        raise _refusal(module) from error
+    if plan is None:
+        raise _refusal(module)
+    return plan
+
+
+def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
+    """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down) as they lie, one dtype."""
+    up = up_name(module)
+    w_up, w_down = local(getattr(module, up)), local(module.down_proj)
+    b_up = b_down = None
+    if module.has_bias:
+        b_up, b_down = local(getattr(module, f"{up}_bias")), local(module.down_proj_bias)
+        b_up, b_down = b_up.to(w_up.dtype), b_down.to(w_up.dtype)
+    if module.is_transposed:
+        w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+    return w_up, w_down, b_up, b_down
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' interface: (T, d), (T, K), (T, K) -> (T, d) in the dtype of hidden_states.
+
+    Ids outside of the module's experts are empty slots, as expert parallelism makes them.
+    """
+    plan = plan_of(self)
+    w_up, w_down, b_up, b_down = weights_of(self)
+    x = hidden_states
+    if autocast_dtype(x) is None:
+        x = x.to(w_up.dtype)
+    lora = getattr(self, "lora", None)
+    compute, factors = (moe, {}) if lora is None else (lora_moe, lora.factors())
+    out = compute(
+        x,
+        top_k_index,
+        top_k_weights,
+        w_up,
+        w_down,
+        b_up=b_up,
+        b_down=b_down,
+        activation=plan.activation,
+        gate_layout=plan.gate_layout,
+        **factors,
+    )
+    return out.to(hidden_states.dtype)

@@ -1,0 +1,198 @@
+// The arguments of Hopper's kernels. Plain C++: the host fills them, the kernels read them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/hopper/engine/shape.h"
+#include "cuda/math/bias.h"
+#include "cuda/math/scalars.h"
+#include "cuda/metadata/tile_record.h"
+
+namespace sonicmoe::cuda {
+
+// Producers and the weights.
+
+struct GatherRowsParams {
+  const void* source;         ///< (T, width) 16-bit elements
+  const std::int32_t* index;  ///< row of `source` for every grouped row; null: the row itself
+  std::int32_t row_bytes;     ///< stride of `source`, below 2 GiB
+  std::int32_t width;         ///< K, a multiple of 8
+};
+
+struct TmaRowsParams {
+  CUtensorMap rows;  ///< (k, part, row), box 64 x 1 x tile rows; part is 0 unless K has two parts
+};
+
+/// map[0] alone, or the maps of gate and up.
+///
+///   | operand            | dimensions           | box                   |
+///   | weights, K-major   | (k, n, expert)       | 64 x n/2              |
+///   | weights, MN-major  | (n, k, expert)       | 64 x mn_box_depth     |
+///   | grouped rows       | (column, part, row)  | 64 x 1 x 64           |
+struct OperandBMaps {
+  CUtensorMap map[2];
+  std::int32_t part;  ///< of grouped rows: the part that is the operand
+};
+
+// Tile schedulers.
+
+/// A divisor that the host knows; division is a multiplication.
+struct Divisor {
+  std::uint32_t by;
+  std::uint32_t inverse;  ///< 2^32 / by, rounded down; at most 2^32 - 1
+};
+
+/// Of RowTiles: tiles of rows by columns.
+struct RowTilesParams {
+  const TileRecord* records;
+  const std::int32_t* record_count;
+  unsigned* tile_counter;     ///< dynamic scheduler: 0 before the launch; null: static order
+  std::int32_t columns;       ///< N
+  std::int32_t column_tiles;  ///< tiles along N
+  std::int32_t column_step;   ///< output columns of a tile
+  std::int32_t k_tiles;       ///< k tiles of one part of K
+  std::int32_t k_parts;       ///< 2: K runs through gate, then up
+  std::int32_t raster_group;  ///< of kGrouped: most pairs of a group, a power of two
+  Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
+};
+
+/// Of ExpertTiles: tiles of one matrix an expert.
+struct ExpertTilesParams {
+  const ExpertRecord* longest_first;  ///< the experts by their rows; null: in their own order
+  const std::int32_t* expert_begin;
+  const std::int32_t* expert_rows;
+  unsigned* tile_counter;  ///< dynamic scheduler: 0 before the launch; null: static order
+  std::int32_t experts;
+  std::int32_t rows;          ///< M
+  std::int32_t columns;       ///< N
+  std::int32_t row_tiles;     ///< along M, those with rows for both CTAs
+  std::int32_t column_tiles;  ///< along N
+  std::int32_t column_step;
+  Divisor tiles_per_expert;
+  Divisor raster_group;  ///< tiles of a raster group
+  std::int32_t columns_fastest;
+};
+
+// Epilogues.
+
+/// A store map with dimensions (column, part, row, base). Row and base have the same stride, and
+/// the map begins `reach` rows before the tensor. A store at row = reach - left and base = first
+/// row + left begins at `first row`, and the hardware clips it after `left` rows, where the row
+/// dimension ends. One map serves all experts.
+struct RaggedMap {
+  CUtensorMap map;
+  std::int32_t reach;
+};
+
+/// Of ActRows and ActPlainRows.
+struct ActRowsParams {
+  RaggedMap h;  ///< (column, part, row, base): part 0 is the gate (or the only one), part 1 up;
+                ///< paired: one part of 2n columns
+  RaggedMap a;
+  Bias bias[2];  ///< gate, up; without a gate [0] alone
+  ActivationScalars scalars;
+  std::int32_t width;   ///< n
+  std::int32_t keep_h;  ///< 0: inference
+};
+
+/// Columns of A in an input stage, and of a box.
+inline constexpr int kGradColumns = 64;
+
+/// Of ActGrad.
+struct ActGradParams {
+  CUtensorMap h_in;  ///< (column, part, row), box 64 x 1 x 128; kPaired: one part of 2n columns
+  RaggedMap dh;      ///< (column, part, row, base), box of 64 rows
+  RaggedMap a;       ///< A'
+  const float* row_weight;  ///< (C) s; null: 1
+  float* score_parts;       ///< (C, score_tiles): dS of a row and tile of columns
+  std::int32_t score_tiles;
+  std::int32_t width;  ///< n
+  ActivationScalars scalars;
+};
+
+/// Of StoreRows.
+struct StoreRowsParams {
+  RaggedMap out;
+  Bias bias;
+  const float* row_scale;  ///< of a grouped row, by scale_stride; RowScale::kWeights only
+  std::int64_t scale_stride;
+  std::int32_t width;  ///< output columns
+};
+
+enum class GradStore : std::int32_t { kElement = 0, kFloat = 1, kAccumulate = 2 };
+
+/// fp32 matrices (expert, M, N); strides in elements.
+struct FloatGrad {
+  float* data;
+  std::int64_t strides[3];
+};
+
+/// Entries [0] and [1] are the outputs: gate and up, or one matrix alone.
+struct StoreExpertParams {
+  CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
+  FloatGrad floats[2];  ///< kFloat, kAccumulate
+  GradStore mode;
+  std::int32_t alternate;  ///< fp32: even columns go to [0], odd ones to [1]
+  std::int32_t rows;       ///< M
+  std::int32_t columns;    ///< N
+  /// First column that goes to [1]; past all tiles if there is one output. With kElement a multiple
+  /// of 64, because the hardware clips a box behind an output's end, not before its beginning.
+  std::int32_t border;
+};
+
+// A kernel.
+
+/// When a kernel's tiles may begin. Why that is sound, of kernels L, M, N in stream order:
+/// 1. Every CTA of M executes griddepcontrol.wait, then launch_dependents; N starts when all have.
+///    PTX: when wait returns, L is complete and its memory operations are performed, and a write is
+///    performed when the previous value can no longer be read. So N may read, without a wait of its
+///    own, what L and earlier kernels wrote, under two conditions:
+///    - not by ld.global.nc (__ldg), which PTX's memory model leaves out: it may return a stale
+///      copy. What runs before the wait reads by ld.global.ca (RasterOrder::kGrouped, ExpertTiles,
+///      GatherDepth) and cp.async.
+///    - by TMA, which is another proxy, only after fence.proxy.async in the thread that loads.
+/// 2. launch_dependents orders no memory. N reads nothing that M writes before its own wait, except
+///    in kEarly tiles: each CTA of M, when its stores are complete, executes fence.proxy.async and
+///    counts itself by red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and
+///    executes fence.proxy.async. If the count is not complete, it waits.
+/// 3. N waits before it ends: who waits for N then finds L and M complete too.
+/// If M launches N before it has waited itself (sums/), "L" is what was complete when M started.
+enum class Begins : int {
+  kAfterPrevious = 0,  ///< after griddepcontrol.wait
+  kIndependent = 1,    ///< at once: no tile reads what the previous kernel writes
+  kEarly = 2,          ///< tiles below `early_start_tiles` when the previous kernel has released
+                       ///< what they read, the others after griddepcontrol.wait; TmaRows only
+};
+
+/// Kernel arguments. They depend on the kinds of producer, scheduler and epilogue alone, so that
+/// the host fills one type for all instances of a role.
+template <class ProducerParams, class SchedulerParams, class EpilogueParams>
+struct GemmParams {
+  ProducerParams producer;
+  OperandBMaps b;
+  SchedulerParams tiles;
+  EpilogueParams epilogue;
+  Begins begins;
+  /// kEarly: tiles below it read only what the previous kernel releases early.
+  std::int32_t early_start_tiles;
+  /// 0: the next kernel is launched once this kernel's own predecessors are complete. More: it is
+  /// launched only when the first `early_release_tiles` tiles of this kernel are in memory.
+  /// RingEpilogue only.
+  std::int32_t early_release_tiles;
+  /// CTAs whose early tiles are in memory; 0 before the launch. This kernel counts it up if
+  /// early_release_tiles > 0; a kEarly kernel behind it reads it.
+  unsigned* early_release_count;
+  std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
+};
+
+// By role (roles.cuh).
+
+using UpParams = GemmParams<GatherRowsParams, RowTilesParams, ActRowsParams>;
+using DownParams = GemmParams<TmaRowsParams, RowTilesParams, StoreRowsParams>;
+using GatherStoreParams = GemmParams<GatherRowsParams, RowTilesParams, StoreRowsParams>;
+using HiddenGradParams = GemmParams<GatherRowsParams, RowTilesParams, ActGradParams>;
+using WeightGradParams = GemmParams<GatherRowsParams, ExpertTilesParams, StoreExpertParams>;
+
+}  // namespace sonicmoe::cuda

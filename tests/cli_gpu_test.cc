@@ -1,0 +1,53 @@
+// Names and sentences of cli/gpu.h, which no machine of ours shows all of.
+#include <gtest/gtest.h>
+
+#include "../cli/gpu.h"
+#include "core/plan.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+struct Case {
+  const char* driver;
+  const char* machine;
+};
+
+TEST(Gpu, IsKnownByItsWholeName) {
+  constexpr Case kCases[] = {
+      {"NVIDIA H100 80GB HBM3", "h100"},
+      {"NVIDIA H200", "h200"},
+      {"NVIDIA B200", "b200"},
+      {"NVIDIA GH200 480GB", ""},
+      {"NVIDIA GH200 144G HBM3e", ""},
+      {"NVIDIA H20", ""},
+      {"NVIDIA H20-3e", ""},
+      {"NVIDIA H100 PCIe", ""},
+      {"NVIDIA H100 NVL", ""},
+      {"NVIDIA H200 NVL", ""},
+      {"NVIDIA H800", ""},
+      {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""},
+      {"NVIDIA GB200", ""},
+      {"NVIDIA A100-SXM4-80GB", ""},
+      {"", ""},
+  };
+  for (const Case& c : kCases) EXPECT_EQ(machine_of_gpu(c.driver), c.machine) << c.driver;
+}
+
+TEST(Gpu, EveryKnownNameHasADataSheet) {
+  for (const GpuName& gpu : kGpuNames) {
+    EXPECT_EQ(machine_from_name(std::string(gpu.machine)).name, gpu.machine);
+  }
+}
+
+TEST(Gpu, IsMissedByASentenceThatSaysWhatIsMissing) {
+  const std::string old_driver =
+      "no CUDA device can be used: CUDA driver version is insufficient for CUDA runtime version.";
+  EXPECT_EQ(gpu_problem(old_driver, false), "no NVIDIA driver found (libcuda.so.1)");
+  EXPECT_EQ(gpu_problem(old_driver, true), old_driver);  // here the version is what is wrong
+  EXPECT_EQ(gpu_problem("ordinal is 0 but this machine has 0 CUDA devices.", true), "no GPU found");
+  const std::string other = "device 0 has compute capability 8.0 but the kernels need 9.0.";
+  EXPECT_EQ(gpu_problem(other, true), other);
+}
+
+}  // namespace
+}  // namespace sonicmoe::cli

@@ -1,0 +1,161 @@
+"""Every architecture of transformers that has experts: what becomes of them here, by running them.
+
+python tests/python/hf_architectures.py prints the table of docs/huggingface.md.
+"""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from sonicmoe_cpp.integrations import hf
+from sonicmoe_cpp.integrations._hf_experts import weights_of
+from torch import nn
+from transformers import PreTrainedConfig
+
+MODELS = Path(transformers.__path__[0]) / "models"
+COUNTS = re.compile(r"config\.(num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
+ROUTES = re.compile(r"top_?k|router", re.IGNORECASE)
+# Whatever of these a config has makes its experts small.
+SMALL = {
+    "hidden_size": 32,
+    "moe_hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "moe_ffn_hidden_size": 24,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "moe_num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
+
+class Found(NamedTuple):
+    architecture: str
+    experts: str  # the class
+    plan: hf.Plan | None
+    reason: str  # of a refusal
+
+
+def architectures() -> tuple[list[str], list[str]]:
+    """Those whose experts ask for an implementation, and those that have experts and do not."""
+    asking, silent = [], []
+    for file in sorted(MODELS.glob("*/modeling_*.py")):
+        code, name = file.read_text(), file.parent.name
+        if "@use_experts_implementation" in code:
+            asking.append(name)
+        elif COUNTS.search(code) and ROUTES.search(code):
+            silent.append(name)
+    return sorted(set(asking)), sorted(set(silent) - set(asking))
+
+
+def configs_of(module):
+    """Small configs of every kind that the module knows; experts are built from one of them."""
+    for kind in vars(module).values():
+        if not (inspect.isclass(kind) and issubclass(kind, PreTrainedConfig)):
+            continue
+        config = kind()
+        for part in (config, getattr(config, "text_config", None)):
+            if part is None or isinstance(part, dict):
+                continue
+            for name, value in SMALL.items():
+                if isinstance(getattr(part, name, "absent"), (int, type(None))):
+                    setattr(part, name, value)
+            part._experts_implementation = "eager"
+            yield part
+
+
+def small(kind: type, module) -> nn.Module:
+    """Experts of a class on the meta device."""
+    errors, width = [], {}
+    if "intermediate_size" in inspect.signature(kind.__init__).parameters:
+        width["intermediate_size"] = SMALL["intermediate_size"]
+    for config in configs_of(module):
+        try:
+            with torch.device("meta"):
+                experts = kind(config, **width)
+        except (AttributeError, TypeError, KeyError) as error:  # a config of something else
+            errors.append(repr(error))
+            continue
+        if sum(p.numel() for p in experts.parameters()) < 1 << 20:
+            return experts
+        errors.append(f"{type(config).__name__} makes them large: SMALL lacks a name")
+    raise RuntimeError(f"no config builds {kind.__name__}: {errors}")
+
+
+def classes(architecture: str):
+    module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    for kind in vars(module).values():
+        own = inspect.isclass(kind) and kind.__module__ == module.__name__
+        if own and issubclass(kind, nn.Module) and hasattr(kind, "_apply_gate"):
+            yield kind, module
+
+
+def build(kind: type, module) -> nn.Module:
+    experts = small(kind, module).to_empty(device="cpu")
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in (*experts.parameters(), *experts.buffers()):
+            p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
+    return experts
+
+
+def run(experts: nn.Module, implementation: str) -> list[torch.Tensor]:
+    """The output and every gradient."""
+    g = torch.Generator().manual_seed(1)
+    hidden = weights_of(experts)[0].shape[2]
+    count = experts.down_proj.shape[0]
+    x = torch.randn(23, hidden, generator=g, requires_grad=True)
+    ids = torch.rand(23, count, generator=g).topk(2).indices
+    weights = torch.rand(23, 2, generator=g, requires_grad=True)
+    experts.config._experts_implementation = implementation
+    out = experts(x, ids, weights)
+    dout = torch.randn(out.shape, generator=g)
+    return [out, *torch.autograd.grad(out, [x, weights, *experts.parameters()], dout)]
+
+
+def look_at(architecture: str) -> list[Found]:
+    """Runs the experts of an architecture; a difference from eager raises."""
+    found = []
+    for kind, module in classes(architecture):
+        experts = build(kind, module)
+        try:
+            plan = hf.plan_of(experts)
+        except NotImplementedError as error:
+            found.append(Found(architecture, kind.__name__, None, str(error)))
+            continue
+        for ours, eager in zip(run(experts, "sonicmoe_cpp"), run(experts, "eager"), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+        found.append(Found(architecture, kind.__name__, plan, ""))
+    assert found, f"{architecture} has no class of experts"
+    return found
+
+
+def label(found: Found) -> str:
+    if found.plan is None:
+        return "refused"
+    a = found.plan.activation
+    limits = f" ({a.alpha:g}, {a.limit:g})" if a.alpha else ""
+    return f"served, `{a.name}`{limits}"
+
+
+def table() -> str:
+    """Rows of a table in Markdown: what becomes of them, architectures."""
+    asking, silent = architectures()
+    rows: dict[str, list[str]] = {}
+    for architecture in asking:
+        for name in dict.fromkeys(map(label, look_at(architecture))):
+            rows.setdefault(name, []).append(architecture)
+    served = sorted((name for name in rows if name != "refused"), key=lambda n: -len(rows[n]))
+    lines = [(name, rows[name]) for name in (*served, "refused")] + [("never ask", silent)]
+    return "\n".join(f"| {name} | {', '.join(names)} |" for name, names in lines)
+
+
+if __name__ == "__main__":
+    hf.register()
+    print(table())
