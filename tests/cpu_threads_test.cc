@@ -1,8 +1,17 @@
-// The team, and that the layer's bits do not depend on its size.
+// The team of threads, and that the layer's bits do not depend on how many there are.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <random>
-#include <stdexcept>
+#include <thread>
+#if defined(__linux__)
+#include <grp.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#endif
 
 #include "cpu/backend.h"
 #include "cpu/moe_layer.h"
@@ -26,20 +35,29 @@ TEST(CpuTeam, RunsEveryTaskOnce) {
   }
 }
 
-TEST(CpuTeam, ThrowsWhatATaskThrew) {
-  Team team(3);
-  const auto fail = [](std::int64_t task, std::int32_t) {
-    if (task == 17) throw std::runtime_error("task 17");
-  };
-  EXPECT_THROW(team.run(40, fail), std::runtime_error);
-  std::atomic<int> calls = 0;
-  team.run(40, [&](std::int64_t, std::int32_t) { ++calls; });
-  EXPECT_EQ(calls, 40);
+TEST(CpuTeam, GrowsWithItsPhases) {
+  Team team(5);
+  for (const std::int64_t tasks : {2, 1, 3, 40, 2}) {
+    std::atomic<std::int64_t> sum = 0;
+    team.run(tasks, [&](std::int64_t task, std::int32_t) { sum += task; });
+    EXPECT_EQ(sum, tasks * (tasks - 1) / 2);
+  }
+}
+
+TEST(CpuTeam, HasNoMoreWorkersThanTasks) {
+  EXPECT_EQ(Team(7, 3).size(), 3);
+  EXPECT_EQ(Team(2, 3).size(), 2);
+  EXPECT_EQ(Team(7, 0).size(), 1);
 }
 
 TEST(CpuTeam, StartsNoThreadForLittleWork) {
-  EXPECT_EQ(thread_count({.num_threads = 8}, 1000.0), 1);
-  EXPECT_EQ(thread_count({.num_threads = 8}, 1e12), 8);
+  EXPECT_EQ(thread_count({.num_threads = 4}, 1000.0), 1);
+  EXPECT_EQ(thread_count({.num_threads = 4}, 1e12), 4);
+}
+
+TEST(CpuTeam, StartsNoMoreThanFourThreadsPerCore) {
+  const auto cores = static_cast<std::int32_t>(std::thread::hardware_concurrency());
+  EXPECT_LE(thread_count({.num_threads = 100'000}, 1e15), 4 * cores);
 }
 
 /// A layer with one hot expert, its inputs random; everything it writes.
@@ -127,11 +145,65 @@ std::vector<std::vector<std::uint8_t>> outputs_with(DType dtype, std::int32_t th
 TEST(CpuThreads, GiveTheSameBits) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF64}) {
     const auto alone = outputs_with(dtype, 1);
-    for (const std::int32_t threads : {2, 3, 7}) {
+    for (const std::int32_t threads : {2, 3, 4}) {
       EXPECT_EQ(outputs_with(dtype, threads), alone) << dtype_name(dtype) << ", " << threads;
     }
   }
 }
+
+#if defined(__linux__)
+std::int64_t threads_of_this_process() {
+  std::int64_t count = 0;
+  for ([[maybe_unused]] const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    ++count;
+  }
+  return count;
+}
+
+TEST(CpuTeam, StartsNoMoreThreadsThanTasks) {
+  const std::int64_t before = threads_of_this_process();
+  Team team(50);
+  std::atomic<std::int64_t> most = 0;
+  team.run(3, [&](std::int64_t, std::int32_t) { most = threads_of_this_process(); });
+  EXPECT_LE(most, before + 2);
+}
+
+// Exit codes of the child below.
+enum Child : int { kSameBits = 0, kOtherBits = 1, kNoLimit = 2 };
+
+/// Gives up root, whom the limit does not bind, and forbids this user any further thread.
+bool forbid_threads() {
+  constexpr uid_t kNobody = 65534;
+  if (geteuid() == 0 &&
+      (setgroups(0, nullptr) != 0 || setgid(kNobody) != 0 || setuid(kNobody) != 0)) {
+    return false;
+  }
+  const rlimit one{1, 1};
+  if (setrlimit(RLIMIT_NPROC, &one) != 0) return false;
+  pthread_t thread;
+  const auto nothing = [](void*) -> void* { return nullptr; };
+  if (pthread_create(&thread, nullptr, nothing, nullptr) != 0) return true;
+  pthread_join(thread, nullptr);
+  return false;
+}
+
+TEST(CpuThreads, ATrainingStepSurvivesALimitOnProcesses) {
+  const auto alone = outputs_with(DType::kF32, 1);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    [&]() noexcept {  // an exception ends the child, not the test
+      if (!forbid_threads()) _exit(kNoLimit);
+      _exit(outputs_with(DType::kF32, 4) == alone ? kSameBits : kOtherBits);
+    }();
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status)) << "the step ended the process by signal " << WTERMSIG(status);
+  if (WEXITSTATUS(status) == kNoLimit) GTEST_SKIP() << "this system does not limit threads";
+  EXPECT_EQ(WEXITSTATUS(status), kSameBits);
+}
+#endif
 
 }  // namespace
 }  // namespace sonicmoe::cpu

@@ -26,9 +26,11 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
   const std::int64_t experts = logits.shape[1];
   const std::int64_t count = std::min(capacity, tokens);
   std::vector<Key> keys(experts * tokens);
-  Team team(routing_threads(exec, logits));
-  for_ranges(&team, tokens, kTokenBlock, [&](Range range) {
-    RouteRow<Real> row(softmax_only(), experts);
+  TokenExpertTeam team(exec, logits);
+  PerWorker<RouteRow<Real>> rows(team, softmax_only(), experts);
+  PerWorker<ColumnRanking<Key>> rankings(team, tokens);
+  for_ranges(&team, tokens, kTokenBlock, [&](Range range, std::int32_t worker) {
+    RouteRow<Real>& row = rows[worker];
     for (std::int64_t t = range.begin; t < range.end; ++t) {
       row.load(logits, t);
       row.compute_softmax();
@@ -37,10 +39,11 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
       }
     }
   });
-  for_ranges(&team, experts, kExpertBlock, [&](Range range) {
+  for_ranges(&team, experts, kExpertBlock, [&](Range range, std::int32_t worker) {
+    ColumnRanking<Key>& ranking = rankings[worker];
     for (std::int64_t e = range.begin; e < range.end; ++e) {
       const Key* column = keys.data() + e * tokens;
-      ColumnRanking<Key> ranking(column, tokens);
+      ranking.read(column);
       std::int64_t at = e * count;
       for (const std::int32_t t : ranking.kept(ranking.last_kept(count, 0))) {
         element<std::int32_t>(pairs.token, at) = t;
@@ -54,15 +57,25 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
   close_pairs<Real>(pairs, experts * count, experts);
 }
 
+/// A worker's row and the gradients of its E probabilities and logits.
+template <class Real>
+struct ChoiceBackwardMemory {
+  explicit ChoiceBackwardMemory(std::int64_t experts)
+      : row(softmax_only(), experts), dp(experts), gradient(experts) {}
+  RouteRow<Real> row;
+  std::vector<double> dp;
+  std::vector<double> gradient;
+};
+
 template <class Real>
 void choose_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                      const Tensor& dlogits, const Exec& exec) {
   const std::int64_t experts = logits.shape[1];
   const PairsByToken by_token(pairs, logits.shape[0], experts);
-  Team team(routing_threads(exec, logits));
-  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range range) {
-    RouteRow<Real> row(softmax_only(), experts);
-    std::vector<double> dp(experts), gradient(experts);
+  TokenTeam team(exec, logits);
+  PerWorker<ChoiceBackwardMemory<Real>> memory(team, experts);
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range range, std::int32_t worker) {
+    auto& [row, dp, gradient] = memory[worker];
     for (std::int64_t t = range.begin; t < range.end; ++t) {
       row.load(logits, t);
       row.compute_softmax();

@@ -16,8 +16,6 @@ constexpr std::int64_t kChunkBytes = 2 << 20;
 // Accumulators of a varlen-K task.
 constexpr std::int64_t kColTaskRows = 512;
 constexpr std::int64_t kColTaskCols = 512;
-// Rows that share one packing of an expert's matrix.
-constexpr std::int64_t kTaskRows = 4 * kPanelRows;
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -69,39 +67,47 @@ void Panel::Free::operator()(std::byte* p) const {
   ::operator delete(p, std::align_val_t{kAlignment});
 }
 
-std::vector<ExpertGroup> group_experts(std::span<const std::int64_t> offsets,
-                                       std::int64_t row_bytes, std::int32_t workers) {
+std::int64_t most_row_tasks(std::int64_t rows, std::int64_t experts) {
+  return rows / kSplitRows + std::min(rows, experts);
+}
+
+ExpertGroups::ExpertGroups(std::int64_t experts, std::int64_t most_rows, std::int64_t row_bytes,
+                           std::int32_t workers)
+    : full_rows_(row_bytes == 0 ? std::numeric_limits<std::int64_t>::max()
+                                : kGroupBytes * workers / row_bytes),
+      workers_(workers) {
+  group_.tasks.reserve(static_cast<std::size_t>(most_row_tasks(most_rows, experts)));
+}
+
+const ExpertGroup* ExpertGroups::next(std::span<const std::int64_t> offsets) {
   const std::int64_t experts = std::ssize(offsets) - 1;
-  const std::int64_t enough =
-      row_bytes == 0 ? std::numeric_limits<std::int64_t>::max() : kGroupBytes * workers / row_bytes;
-  std::vector<ExpertGroup> groups;
-  for (std::int64_t e = 0; e < experts;) {
-    ExpertGroup group;
-    group.first = e;
-    group.begin = offsets[e];
-    do {
-      ++e;
-    } while (e < experts && offsets[e] - group.begin < enough);
-    group.last = e;
-    group.end = offsets[e];
-    const std::int64_t share = (group.end - group.begin) / (4 * std::int64_t{workers});
-    const std::int64_t rows =
-        workers == 1 ? kTaskRows
-                     : std::clamp(share / kSplitRows * kSplitRows, kSplitRows, kTaskRows);
-    for (std::int64_t i = group.first; i < group.last; ++i) {
-      for (std::int64_t p = offsets[i]; p < offsets[i + 1]; p += rows) {
-        group.tasks.push_back({i, p, std::min(offsets[i + 1], p + rows), group.begin});
-      }
+  if (group_.last == experts) return nullptr;
+  group_.first = group_.last;
+  group_.begin = offsets[group_.first];
+  do {
+    ++group_.last;
+  } while (group_.last < experts && offsets[group_.last] - group_.begin < full_rows_);
+  group_.end = offsets[group_.last];
+  // Four tasks for each worker even out their times.
+  const std::int64_t quarter = (group_.end - group_.begin) / (4 * std::int64_t{workers_});
+  const std::int64_t rows =
+      workers_ == 1 ? kTaskRows
+                    : std::clamp(quarter / kSplitRows * kSplitRows, kSplitRows, kTaskRows);
+  group_.tasks.clear();
+  for (std::int64_t e = group_.first; e < group_.last; ++e) {
+    for (std::int64_t p = offsets[e]; p < offsets[e + 1]; p += rows) {
+      group_.tasks.push_back({e, p, std::min(offsets[e + 1], p + rows), group_.begin});
     }
-    groups.push_back(std::move(group));
   }
-  return groups;
+  return &group_;
 }
 
 ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t workers) {
-  std::vector<ExpertGroup> groups = group_experts(offsets, 0, workers);
-  if (groups.empty()) return {};
-  ExpertGroup group = std::move(groups.front());
+  const std::int64_t rows = std::max<std::int64_t>(offsets.back() - offsets.front(), 0);
+  ExpertGroups groups(std::ssize(offsets) - 1, rows, 0, workers);
+  const ExpertGroup* all = groups.next(offsets);
+  if (all == nullptr) return {};
+  ExpertGroup group = *all;
   for (RowTask& task : group.tasks) task.origin = 0;
   return group;
 }
@@ -162,8 +168,8 @@ void RowGemmWorker::pack_b(std::int64_t expert, std::int64_t first, std::int64_t
   }
 }
 
-RowTile RowGemmWorker::place(std::int64_t expert, std::int64_t row, std::int64_t rows,
-                             std::int64_t block) const {
+RowTile RowGemmWorker::tile_at(std::int64_t expert, std::int64_t row, std::int64_t rows,
+                               std::int64_t block) const {
   const std::int64_t col = block * kernels_.nr;
   const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
   RowTile tile{expert, row, col, {}};
@@ -189,6 +195,10 @@ std::int64_t col_task_rows(const ColGemm& gemm) {
   return std::min(gemm.m, ceil_div(kColTaskRows / gemm.segments, mr) * mr);
 }
 std::int64_t col_task_cols(const ColGemm& gemm) { return std::min(gemm.n, kColTaskCols); }
+
+std::int64_t col_tasks(const ColGemm& gemm) {
+  return ceil_div(gemm.m, col_task_rows(gemm)) * ceil_div(gemm.n, col_task_cols(gemm));
+}
 
 std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t first, std::int64_t last) {
   const std::int64_t rows = col_task_rows(gemm);
@@ -234,8 +244,8 @@ void ColGemmWorker::pack(const ColTask& task, std::int64_t row, std::int64_t row
                     rows, b_.data(), groups * k.nr * k.packed_bytes});
 }
 
-ColTile ColGemmWorker::place(const ColTask& task, std::int64_t segment, std::int64_t m,
-                             std::int64_t n, std::int64_t index) const {
+ColTile ColGemmWorker::tile_at(const ColTask& task, std::int64_t segment, std::int64_t m,
+                               std::int64_t n, std::int64_t index) const {
   const Kernels& k = kernels_;
   return {segment, m, n,
           Tile{acc_.data() + index * k.mr * k.nr * k.acc_bytes, k.nr, std::min(k.mr, task.m1 - m),

@@ -20,6 +20,8 @@ namespace sonicmoe::cpu {
 
 /// Gathered rows packed at a time.
 inline constexpr std::int64_t kPanelRows = 256;
+/// Most rows of a RowTask: they share one packing of their expert's matrix.
+inline constexpr std::int64_t kTaskRows = 4 * kPanelRows;
 
 /// One matrix an expert, (n, k) by strides in elements.
 struct ExpertMatrix {
@@ -50,8 +52,8 @@ struct RowTask {
   std::int64_t origin = 0;
 };
 
-/// Neighbouring experts that pass through all kernels together, so that what one kernel writes the
-/// next finds in the caches. Their rows are [begin, end), in tasks that the team can share.
+/// Neighbouring experts that pass through all kernels together, so that the next kernel finds the
+/// rows that one kernel wrote in the caches. Their rows are [begin, end).
 struct ExpertGroup {
   std::int64_t first = 0;
   std::int64_t last = 0;  ///< past the last expert
@@ -60,11 +62,26 @@ struct ExpertGroup {
   std::vector<RowTask> tasks;
 };
 
-/// All experts in groups of about `bytes` of rows for each of `workers`.
-std::vector<ExpertGroup> group_experts(std::span<const std::int64_t> offsets,
-                                       std::int64_t row_bytes, std::int32_t workers);
+/// Most row tasks of `rows` rows of `experts` experts.
+std::int64_t most_row_tasks(std::int64_t rows, std::int64_t experts);
 
-/// Every expert's rows in tasks that `workers` can share, as one group.
+/// Walks all experts in groups of about 6 MiB of rows for each worker. Allocates in the constructor
+/// only, so that the walk may begin when outputs have been written.
+class ExpertGroups {
+ public:
+  /// `most_rows`: at least the rows of all experts, which next() then reads from `offsets`.
+  ExpertGroups(std::int64_t experts, std::int64_t most_rows, std::int64_t row_bytes,
+               std::int32_t workers);
+  /// The next group, or null after the last. It replaces the one before.
+  const ExpertGroup* next(std::span<const std::int64_t> offsets);
+
+ private:
+  const std::int64_t full_rows_;  ///< a group takes experts until it has these
+  const std::int32_t workers_;
+  ExpertGroup group_;
+};
+
+/// Every expert's rows in tasks for `workers`, as one group.
 ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t workers);
 
 /// Varlen-M. acc[g](p, j) = sum over s, k of a(p, s * seg_k + k) * b(j, k), where b is matrices[g]
@@ -106,7 +123,7 @@ class RowGemmWorker {
         const std::int64_t rows = std::min(kernels_.mr, task.end - row);
         pack_a(row, rows, task.origin);
         for (std::int64_t block = first; block < last; ++block) {
-          const RowTile tile = place(task.expert, row, rows, block);
+          const RowTile tile = tile_at(task.expert, row, rows, block);
           prepare(tile);
           multiply(block - first, tile);
           finish(tile);
@@ -118,7 +135,8 @@ class RowGemmWorker {
  private:
   void pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin);
   void pack_b(std::int64_t expert, std::int64_t first, std::int64_t last);
-  RowTile place(std::int64_t expert, std::int64_t row, std::int64_t rows, std::int64_t block) const;
+  RowTile tile_at(std::int64_t expert, std::int64_t row, std::int64_t rows,
+                  std::int64_t block) const;
   void multiply(std::int64_t b_panel, const RowTile& tile);
 
   const RowGemm gemm_;
@@ -158,6 +176,8 @@ struct ColTile {
   Tile acc;
 };
 
+/// The number of tasks of each expert.
+std::int64_t col_tasks(const ColGemm& gemm);
 /// The tasks of experts [first, last).
 std::vector<ColTask> split_cols(const ColGemm& gemm, std::int64_t first, std::int64_t last);
 
@@ -180,7 +200,7 @@ class ColGemmWorker {
         std::int64_t a_panel = 0;
         for (std::int64_t s = 0; s < gemm_.segments; ++s) {
           for (std::int64_t m = task.m0; m < task.m1; m += kernels_.mr, ++a_panel, ++index) {
-            const ColTile tile = place(task, s, m, n, count == 0 ? 0 : index);
+            const ColTile tile = tile_at(task, s, m, n, count == 0 ? 0 : index);
             if (last) prepare(tile);
             if (count != 0) {
               multiply({a_panel, (n - task.n0) / kernels_.nr, count, start}, tile);
@@ -201,8 +221,8 @@ class ColGemmWorker {
   };
   void clear_tile();
   void pack(const ColTask& task, std::int64_t row, std::int64_t rows, std::int64_t origin);
-  ColTile place(const ColTask& task, std::int64_t segment, std::int64_t m, std::int64_t n,
-                std::int64_t index) const;
+  ColTile tile_at(const ColTask& task, std::int64_t segment, std::int64_t m, std::int64_t n,
+                  std::int64_t index) const;
   void multiply(const Step& step, const ColTile& tile);
 
   const ColGemm gemm_;
@@ -216,21 +236,8 @@ class ColGemmWorker {
 std::int64_t col_task_rows(const ColGemm& gemm);
 std::int64_t col_task_cols(const ColGemm& gemm);
 
-/// One worker of each kind per thread of the team, made on the thread's first task.
+/// One Worker of a product for each worker of the team, made before the first phase.
 template <class Worker, class Gemm>
-class Workers {
- public:
-  Workers(const Team& team, const Gemm& gemm)
-      : gemm_(gemm), workers_(static_cast<std::size_t>(team.size())) {}
-  Worker& operator[](std::int32_t worker) {
-    auto& slot = workers_[static_cast<std::size_t>(worker)];
-    if (!slot) slot = std::make_unique<Worker>(gemm_);
-    return *slot;
-  }
-
- private:
-  const Gemm& gemm_;
-  std::vector<std::unique_ptr<Worker>> workers_;
-};
+using Workers = PerWorker<Worker>;
 
 }  // namespace sonicmoe::cpu

@@ -139,6 +139,29 @@ Metadata metadata_at(const Problem& problem, void* base) {
           reinterpret_cast<std::int32_t*>(bytes + l.token_rows)};
 }
 
+std::int64_t count_rows(const Problem& p, const Routing& routing) {
+  std::int64_t rows = 0;
+  if (p.form == RoutingForm::kGrouped) {
+    for (std::int64_t e = 0; e < p.experts && rows < p.tokens; ++e) {
+      const Clamped range =
+          clamped(index_at(routing.row_begin, e), index_at(routing.row_count, e), p.tokens);
+      rows += range.end - range.begin;
+    }
+    return std::min(rows, p.tokens);
+  }
+  if (p.form == RoutingForm::kPairs) {
+    for (std::int64_t s = 0; s < p.capacity; ++s) rows += choice_at(p, routing, s).expert >= 0;
+    return rows;
+  }
+  for (std::int64_t t = 0; t < p.tokens; ++t) {
+    for (std::int64_t k = 0; k < p.top_k; ++k) {
+      const std::int64_t e = index_at(routing.ids, t, k);
+      rows += e >= 0 && e < p.experts;
+    }
+  }
+  return rows;
+}
+
 void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata) {
   if (problem.form == RoutingForm::kGrouped) return collect_groups(problem, routing, metadata);
   sort_choices(problem, routing, metadata);

@@ -2,7 +2,9 @@
 // sort by (expert, token, slot) serves ids, pairs and grouped rows.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "sonicmoe/moe.h"
 
@@ -16,10 +18,17 @@ struct Metadata {
   std::int32_t* row_source = nullptr;  ///< (C)
   std::int32_t* token_offsets = nullptr;  ///< (T+1)
   std::int32_t* token_rows = nullptr;     ///< (C): rows of token t, in slot order
+
+  std::span<const std::int64_t> expert_offsets(const Problem& problem) const {
+    return {offsets, static_cast<std::size_t>(problem.experts) + 1};
+  }
 };
 
 std::int64_t metadata_bytes(const Problem& problem);
 Metadata metadata_at(const Problem& problem, void* base);
+/// At least the number of rows that build_metadata() will find; more only where grouped rows
+/// overlap. Writes nothing.
+std::int64_t count_rows(const Problem& problem, const Routing& routing);
 void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata);
 
 /// The routing weight behind a source; 1 where grouped rows have none.

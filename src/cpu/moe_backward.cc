@@ -1,5 +1,8 @@
 // Kernels dH, dW2, dW1, dX~ and dX, with the bias gradients.
+#include <algorithm>
 #include <array>
+#include <cstring>
+#include <optional>
 
 #include "cpu/moe_layer.h"
 
@@ -40,18 +43,18 @@ void store_dweight(const Backward& b, std::int64_t source, double value) {
   }
 }
 
-void finish_dscores(const Backward& b, const RowTask& rows, std::vector<double>& dscores) {
+void finish_dscores(const Backward& b, const RowTask& rows, const RowBuffers& buffers) {
   const Problem& p = b.problem;
   const Kernels& k = b.kernels;
   const Tensor& bias = b.args.weights.b_down;
+  double* dscores = buffers.score_gradients();
   if (bias.data != nullptr) {
-    const Panel wide(p.hidden * k.acc_bytes);
     k.widen(at_element(bias.data, rows.expert * bias.stride[0], k.element_bytes), bias.stride[1],
-            p.hidden, wide.data());
+            p.hidden, buffers.sums());
     const Operand dout = b.dout_rows();
     for (std::int64_t r = rows.begin; r < rows.end; ++r) {
       const void* row = at_element(dout.data, element_offset(dout, r, 0), k.element_bytes);
-      dscores[r - rows.begin] += k.dot(row, dout.col_stride, wide.data(), p.hidden);
+      dscores[r - rows.begin] += k.dot(row, dout.col_stride, buffers.sums(), p.hidden);
     }
   }
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
@@ -62,8 +65,9 @@ void finish_dscores(const Backward& b, const RowTask& rows, std::vector<double>&
 /// dA' = dO W2 in accumulators; dH, A' and dS in its epilogue.
 class KernelDh {
  public:
-  KernelDh(Team& team, const Backward& b)
+  KernelDh(Team& team, PerWorker<RowBuffers>& buffers, const Backward& b)
       : team_(team),
+        buffers_(buffers),
         b_(b),
         dh_(b.wants_dh() ? b.dh : nullptr),
         scaled_(b.args.grads.down.data != nullptr ? b.scaled : nullptr),
@@ -78,21 +82,22 @@ class KernelDh {
 
   void run(const ExpertGroup& group) {
     const bool wants_dscores = b_.args.dweights.data != nullptr;
-    if (dh_ == nullptr && scaled_ == nullptr && !wants_dscores) return;
     team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
       const RowTask& rows = group.tasks[task];
-      std::vector<double> scores;
+      const RowBuffers& buffers = buffers_[worker];
+      double* scores = buffers.scores();
+      double* dscores = buffers.score_gradients();
       load_scores(b_.problem, b_.metadata, b_.args.routing.weights, rows.begin, rows.end, scores);
-      std::vector<double> dscores(scores.size(), 0.0);
+      std::fill_n(dscores, rows.end - rows.begin, 0.0);
       workers_[worker].run(
           rows, [&](const RowTile& tile) { prepare(tile, rows); },
           [&](const RowTile& tile) {
             BackwardTile t = describe(tile, rows.origin);
-            t.scores = scores.data() + (tile.row - rows.begin);
-            if (wants_dscores) t.dscores = dscores.data() + (tile.row - rows.begin);
+            t.scores = scores + (tile.row - rows.begin);
+            if (wants_dscores) t.dscores = dscores + (tile.row - rows.begin);
             b_.kernels.backward_tile(t);
           });
-      if (wants_dscores) finish_dscores(b_, rows, dscores);
+      if (wants_dscores) finish_dscores(b_, rows, buffers);
     });
   }
 
@@ -143,34 +148,41 @@ class KernelDh {
   }
 
   Team& team_;
+  PerWorker<RowBuffers>& buffers_;
   const Backward& b_;
   void* const dh_;
   void* const scaled_;
   const RowGemm gemm_;
-  Workers<RowGemmWorker, RowGemm> workers_;
+  PerWorker<RowGemmWorker> workers_;
 };
 
 /// dW2 or dW1: grads[s] (E, m, n) from a's columns [s*m, (s+1)*m) and b.
 class WeightGradient {
  public:
   WeightGradient(Team& team, const Backward& b, const ColGemm& gemm, std::array<Tensor, 2> grads)
-      : team_(team), b_(b), gemm_(gemm), grads_(grads), workers_(team, gemm_) {}
+      : team_(team),
+        b_(b),
+        gemm_(gemm),
+        grads_(grads),
+        tasks_(split_cols(gemm_, 0, 1)),
+        workers_(team, gemm_) {}
 
   void run(const ExpertGroup& group) {
-    if (grads_[0].data == nullptr && grads_[1].data == nullptr) return;
-    const auto tasks = split_cols(gemm_, group.first, group.last);
-    team_.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
-      const std::int64_t e = tasks[task].expert;
+    const std::int64_t each = std::ssize(tasks_);
+    team_.run((group.last - group.first) * each, [&](std::int64_t i, std::int32_t worker) {
+      const std::int64_t e = group.first + i / each;
+      ColTask task = tasks_[i % each];
+      task.expert = e;
       const RowTask rows{e, b_.metadata.offsets[e], b_.metadata.offsets[e + 1], group.begin};
       if (b_.adds() && rows.begin == rows.end) return;
       workers_[worker].run(
-          tasks[task], rows, [&](const ColTile& tile) { prepare(e, tile); },
+          task, rows, [&](const ColTile& tile) { prepare(e, tile); },
           [&](const ColTile& tile) { finish(e, tile); });
     });
   }
 
  private:
-  static void* place(const Tensor& out, std::int64_t e, const ColTile& tile) {
+  static void* tile_in(const Tensor& out, std::int64_t e, const ColTile& tile) {
     const std::int64_t at = e * out.stride[0] + tile.row * out.stride[1] + tile.col * out.stride[2];
     return at_element(out.data, at, dtype_bytes(out.dtype));
   }
@@ -178,14 +190,14 @@ class WeightGradient {
     const Tensor& out = grads_[tile.segment];
     if (out.data == nullptr || out.stride[2] != 1) return;
     const std::int64_t element = dtype_bytes(out.dtype);
-    prefetch_rows(place(out, e, tile), tile.acc.rows, out.stride[1] * element,
+    prefetch_rows(tile_in(out, e, tile), tile.acc.rows, out.stride[1] * element,
                   tile.acc.cols * element);
   }
   void finish(std::int64_t e, const ColTile& tile) const {
     const Tensor& out = grads_[tile.segment];
     if (out.data == nullptr) return;
     StoreTile t{.tile = tile.acc};
-    t.out = place(out, e, tile);
+    t.out = tile_in(out, e, tile);
     t.row_stride = out.stride[1];
     t.col_stride = out.stride[2];
     t.mode = b_.adds() ? StoreMode::kAdd : StoreMode::kWrite;
@@ -196,7 +208,8 @@ class WeightGradient {
   const Backward& b_;
   const ColGemm gemm_;
   const std::array<Tensor, 2> grads_;
-  Workers<ColGemmWorker, ColGemm> workers_;
+  std::vector<ColTask> tasks_;  ///< of expert 0: every expert has the same
+  PerWorker<ColGemmWorker> workers_;
 };
 
 /// A bias gradient (E, cols): the column sums of `rows`, scaled by the scores or as they are.
@@ -207,27 +220,29 @@ struct BiasGradient {
   Tensor out;
 };
 
-void bias_gradient(Team& team, const Backward& b, const ExpertGroup& group,
-                   const BiasGradient& bias) {
+void bias_gradient(Team& team, PerWorker<RowBuffers>& buffers, const Backward& b,
+                   const ExpertGroup& group, const BiasGradient& bias) {
   const Tensor& out = bias.out;
   if (out.data == nullptr) return;
   const Kernels& k = b.kernels;
   const std::int64_t cols = out.shape[1];
   const std::int64_t origin = bias.rows.index == nullptr ? group.begin : 0;
-  team.run(group.last - group.first, [&](std::int64_t task, std::int32_t) {
+  team.run(group.last - group.first, [&](std::int64_t task, std::int32_t worker) {
     const std::int64_t e = group.first + task;
     const std::int64_t begin = b.metadata.offsets[e];
     const std::int64_t end = b.metadata.offsets[e + 1];
     if (b.adds() && begin == end) return;
-    const Panel sum(cols * k.acc_bytes);
-    std::fill_n(sum.data(), cols * k.acc_bytes, std::byte{0});
-    std::vector<double> scores;
-    if (bias.scaled == Scaled::kYes) {
-      load_scores(b.problem, b.metadata, b.args.routing.weights, begin, end, scores);
+    void* sums = buffers[worker].sums();
+    double* scores = bias.scaled == Scaled::kYes ? buffers[worker].scores() : nullptr;
+    std::memset(sums, 0, static_cast<std::size_t>(cols * k.acc_bytes));
+    for (std::int64_t p = begin; p < end; p += kTaskRows) {
+      const std::int64_t rows = std::min(kTaskRows, end - p);
+      if (scores != nullptr) {
+        load_scores(b.problem, b.metadata, b.args.routing.weights, p, p + rows, scores);
+      }
+      k.column_sum({bias.rows, p - origin, rows, cols, scores, sums});
     }
-    k.column_sum({bias.rows, begin - origin, end - begin, cols,
-                  scores.empty() ? nullptr : scores.data(), sum.data()});
-    StoreTile t{.tile = {sum.data(), cols, 1, cols}};
+    StoreTile t{.tile = {sums, cols, 1, cols}};
     t.out = at_element(out.data, e * out.stride[0], dtype_bytes(out.dtype));
     t.col_stride = out.stride[1];
     t.mode = b.adds() ? StoreMode::kAdd : StoreMode::kWrite;
@@ -235,15 +250,16 @@ void bias_gradient(Team& team, const Backward& b, const ExpertGroup& group,
   });
 }
 
-void bias_gradients(Team& team, const Backward& b, const ExpertGroup& group) {
+void bias_gradients(Team& team, PerWorker<RowBuffers>& buffers, const Backward& b,
+                    const ExpertGroup& group) {
   const Weights& g = b.args.grads;
   const std::int64_t stride = b.gates() * b.problem.width;
   const void* up =
       at_element(static_cast<const void*>(b.dh), stride - b.problem.width, b.kernels.element_bytes);
-  bias_gradient(team, b, group, {b.dout_rows(), Scaled::kYes, g.b_down});
-  bias_gradient(team, b, group, {dense_rows(up, stride), Scaled::kNo, g.b_up});
+  bias_gradient(team, buffers, b, group, {b.dout_rows(), Scaled::kYes, g.b_down});
+  bias_gradient(team, buffers, b, group, {dense_rows(up, stride), Scaled::kNo, g.b_up});
   if (b.gates() == 1) return;
-  bias_gradient(team, b, group, {dense_rows(b.dh, stride), Scaled::kNo, g.b_gate});
+  bias_gradient(team, buffers, b, group, {dense_rows(b.dh, stride), Scaled::kNo, g.b_gate});
 }
 
 /// dX~ = r(dH W1), one sum over gate and up. Grouped rows are their tokens' gradient.
@@ -260,7 +276,6 @@ class KernelDxRows {
         workers_(team, gemm_) {}
 
   void run(const ExpertGroup& group) {
-    if (b_.args.dx.data == nullptr) return;
     const Kernels& k = b_.kernels;
     team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
       workers_[worker].run(
@@ -289,7 +304,7 @@ class KernelDxRows {
   const bool grouped_;
   const Tensor dx_;
   const RowGemm gemm_;
-  Workers<RowGemmWorker, RowGemm> workers_;
+  PerWorker<RowGemmWorker> workers_;
 };
 
 void clear_dweights(const Backward& b) {
@@ -308,43 +323,72 @@ ColGemm describe_dw1(const Backward& b) {
           p.hidden};
 }
 
+/// The most tasks of any phase.
+std::int64_t most_tasks(const Backward& b, std::int64_t rows) {
+  const std::int64_t tiles = std::max(col_tasks(describe_dw2(b)), col_tasks(describe_dw1(b)));
+  return std::max(
+      {most_row_tasks(rows, b.problem.experts), b.problem.experts * tiles, token_tasks(b.problem)});
+}
+
 }  // namespace
 
 void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, const Exec& exec) {
   const BackwardScratch scratch = backward_scratch(problem);
-  const Metadata metadata = metadata_at(problem, args.saved.data);
-  const double rows = static_cast<double>(metadata.offsets[problem.experts]);
-  const double flops = 12.0 * rows * static_cast<double>(problem.hidden * problem.width);
-  Team team(thread_count(exec, flops));
   const Backward b{problem,
                    args,
                    kernels(problem.dtype, isa),
                    isa,
-                   metadata,
+                   metadata_at(problem, args.saved.data),
                    at_byte(args.scratch, scratch.dh),
                    at_byte(args.scratch, scratch.scaled),
                    at_byte(args.scratch, scratch.dx_rows)};
+
+  // All memory of the call. Nothing is written before the last of it is there: in accumulate mode a
+  // caller who repeats a refused call would otherwise add some gradients twice.
+  const std::int64_t rows = b.metadata.offsets[problem.experts];
+  const double flops =
+      12.0 * static_cast<double>(rows) * static_cast<double>(problem.hidden * problem.width);
+  Team team(thread_count(exec, flops), most_tasks(b, rows));
+  PerWorker<RowBuffers> buffers(team, problem, b.kernels);
   const Weights& g = args.grads;
-  KernelDh dh(team, b);
-  WeightGradient dw2(team, b, describe_dw2(b), {g.down, {}});
-  WeightGradient dw1(team, b, describe_dw1(b), {b.gates() == 2 ? g.gate : g.up, g.up});
-  KernelDxRows dx_rows(team, b);
+  std::optional<KernelDh> dh;
+  if (b.wants_dh() || g.down.data != nullptr || args.dweights.data != nullptr) {
+    dh.emplace(team, buffers, b);
+  }
+  std::optional<WeightGradient> dw2;
+  if (g.down.data != nullptr) {
+    dw2.emplace(team, b, describe_dw2(b), std::array<Tensor, 2>{g.down, {}});
+  }
+  std::optional<WeightGradient> dw1;
+  if (g.gate.data != nullptr || g.up.data != nullptr) {
+    dw1.emplace(team, b, describe_dw1(b),
+                std::array<Tensor, 2>{b.gates() == 2 ? g.gate : g.up, g.up});
+  }
+  std::optional<KernelDxRows> dx_rows;
+  if (args.dx.data != nullptr) dx_rows.emplace(team, b);
+  ExpertGroups groups = expert_groups(problem, rows, team.size());
+
   clear_dweights(b);
   prefer_large_pages(args.scratch);
   for (const Tensor& out : {args.dx, g.gate, g.up, g.down}) prefer_large_pages(out);
-  for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
-    observed(exec, "dH", [&] { dh.run(group); });
-    observed(exec, "dW2", [&] { dw2.run(group); });
-    observed(exec, "dW1", [&] { dw1.run(group); });
-    observed(exec, "biases", [&] { bias_gradients(team, b, group); });
-    observed(exec, "dX~", [&] { dx_rows.run(group); });
+  const auto run = [&](const char* name, auto& kernel, const ExpertGroup& group) {
+    observed(exec, name, [&] {
+      if (kernel) kernel->run(group);
+    });
+  };
+  while (const ExpertGroup* group = groups.next(b.metadata.expert_offsets(problem))) {
+    run("dH", dh, *group);
+    run("dW2", dw2, *group);
+    run("dW1", dw1, *group);
+    observed(exec, "biases", [&] { bias_gradients(team, buffers, b, *group); });
+    run("dX~", dx_rows, *group);
   }
   if (args.dx.data == nullptr) return;
   observed(exec, "dX", [&] {
     if (problem.form == RoutingForm::kGrouped) {
-      zero_unowned(problem, b.kernels, metadata, args.dx);
+      zero_unowned(problem, b.kernels, b.metadata, args.dx);
     } else {
-      sum_tokens(team, {&problem, &b.kernels, &metadata, b.dx_rows, nullptr, args.dx});
+      sum_tokens(team, buffers, {&problem, &b.kernels, &b.metadata, b.dx_rows, nullptr, args.dx});
     }
   });
 }

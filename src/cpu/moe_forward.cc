@@ -1,4 +1,6 @@
 // Kernels A, Y and O.
+#include <algorithm>
+
 #include "cpu/moe_layer.h"
 
 namespace sonicmoe::cpu {
@@ -86,14 +88,15 @@ class KernelA {
   Team& team_;
   const Forward& f_;
   const RowGemm gemm_;
-  Workers<RowGemmWorker, RowGemm> workers_;
+  PerWorker<RowGemmWorker> workers_;
 };
 
 /// Y = r(A W2^T + b2); grouped rows are scaled before that rounding and are the output.
 class KernelY {
  public:
-  KernelY(Team& team, const Forward& f)
+  KernelY(Team& team, PerWorker<RowBuffers>& buffers, const Forward& f)
       : team_(team),
+        buffers_(buffers),
         f_(f),
         grouped_(f.problem.form == RoutingForm::kGrouped),
         y_(grouped_ ? f.args.out
@@ -109,16 +112,18 @@ class KernelY {
 
   void run(const ExpertGroup& group) {
     team_.run(std::ssize(group.tasks), [&](std::int64_t task, std::int32_t worker) {
-      std::vector<double> scores;
       const RowTask& rows = group.tasks[task];
       const Tensor& weights = f_.args.routing.weights;
+      const double* scores = nullptr;
       if (grouped_ && weights.data != nullptr) {
-        load_scores(f_.problem, f_.metadata, weights, rows.begin, rows.end, scores);
+        double* memory = buffers_[worker].scores();
+        load_scores(f_.problem, f_.metadata, weights, rows.begin, rows.end, memory);
+        scores = memory;
       }
       workers_[worker].run(
           rows, [&](const RowTile& tile) { prefetch_row_tile(f_.kernels, y_, tile); },
           [&](const RowTile& tile) {
-            finish(tile, scores.empty() ? nullptr : scores.data() + (tile.row - rows.begin));
+            finish(tile, scores == nullptr ? nullptr : scores + (tile.row - rows.begin));
           });
     });
   }
@@ -134,11 +139,12 @@ class KernelY {
   }
 
   Team& team_;
+  PerWorker<RowBuffers>& buffers_;
   const Forward& f_;
   const bool grouped_;
   const Tensor y_;
   const RowGemm gemm_;
-  Workers<RowGemmWorker, RowGemm> workers_;
+  PerWorker<RowGemmWorker> workers_;
 };
 
 }  // namespace
@@ -148,33 +154,38 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   const ForwardScratch scratch =
       forward_scratch(problem, training ? Pass::kForward : Pass::kInference);
   const Kernels& k = kernels(problem.dtype, isa);
-  const Metadata metadata =
-      metadata_at(problem, training ? args.saved.data : at_byte(args.scratch, scratch.metadata));
-  observed(exec, "metadata", [&] { build_metadata(problem, args.routing, metadata); });
+  const Forward f{
+      problem,
+      args,
+      k,
+      metadata_at(problem, training ? args.saved.data : at_byte(args.scratch, scratch.metadata)),
+      at_byte(args.scratch, scratch.a),
+      at_byte(args.scratch, scratch.y)};
+
+  // All memory of the call. Nothing is written before the last of it is there.
+  const std::int64_t rows = count_rows(problem, args.routing);
+  const double flops =
+      6.0 * static_cast<double>(rows) * static_cast<double>(problem.hidden * problem.width);
+  Team team(thread_count(exec, flops),
+            std::max(most_row_tasks(rows, problem.experts), token_tasks(problem)));
+  PerWorker<RowBuffers> buffers(team, problem, k);
+  KernelA up(team, f);
+  KernelY down(team, buffers, f);
+  ExpertGroups groups = expert_groups(problem, rows, team.size());
+
+  observed(exec, "metadata", [&] { build_metadata(problem, args.routing, f.metadata); });
   prefer_large_pages(args.h);
   prefer_large_pages(args.scratch);
   prefer_large_pages(args.out);
-
-  const double rows = static_cast<double>(metadata.offsets[problem.experts]);
-  const double flops = 6.0 * rows * static_cast<double>(problem.hidden * problem.width);
-  Team team(thread_count(exec, flops));
-  const Forward f{problem,
-                  args,
-                  k,
-                  metadata,
-                  at_byte(args.scratch, scratch.a),
-                  at_byte(args.scratch, scratch.y)};
-  KernelA up(team, f);
-  KernelY down(team, f);
-  for (const ExpertGroup& group : group_rows(problem, metadata, team.size())) {
-    observed(exec, "A", [&] { up.run(group); });
-    observed(exec, "Y", [&] { down.run(group); });
+  while (const ExpertGroup* group = groups.next(f.metadata.expert_offsets(problem))) {
+    observed(exec, "A", [&] { up.run(*group); });
+    observed(exec, "Y", [&] { down.run(*group); });
   }
   observed(exec, "O", [&] {
     if (problem.form == RoutingForm::kGrouped) {
-      zero_unowned(problem, k, metadata, args.out);
+      zero_unowned(problem, k, f.metadata, args.out);
     } else {
-      sum_tokens(team, {&problem, &k, &metadata, f.y, &args.routing.weights, args.out});
+      sum_tokens(team, buffers, {&problem, &k, &f.metadata, f.y, &args.routing.weights, args.out});
     }
   });
 }

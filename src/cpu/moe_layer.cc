@@ -1,6 +1,8 @@
 #include "cpu/moe_layer.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/backend.h"
 #if defined(__linux__)
@@ -50,13 +52,17 @@ BackwardScratch backward_scratch(const Problem& p) {
   return s;
 }
 
-std::vector<ExpertGroup> group_rows(const Problem& p, const Metadata& metadata,
-                                    std::int32_t workers) {
+ExpertGroups expert_groups(const Problem& p, std::int64_t most_rows, std::int32_t workers) {
   const std::int64_t row_bytes =
       (gate_factor(p.activation.kind) + 1) * p.width * dtype_bytes(p.dtype);
-  return group_experts({metadata.offsets, static_cast<std::size_t>(p.experts) + 1}, row_bytes,
-                       workers);
+  return {p.experts, most_rows, row_bytes, workers};
 }
+
+RowBuffers::RowBuffers(const Problem& p, const Kernels& kernels)
+    : memory_(2 * kTaskRows * std::int64_t{sizeof(double)} +
+              std::max(p.hidden, p.width) * kernels.acc_bytes) {}
+
+std::int64_t token_tasks(const Problem& p) { return (p.tokens + kTokenTask - 1) / kTokenTask; }
 
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
   Sizes sizes;
@@ -109,27 +115,54 @@ void prefer_large_pages(const Tensor& tensor) {
   prefer_large_pages(Buffer{tensor.data, extent * dtype_bytes(tensor.dtype)});
 }
 
-void sum_tokens(Team& team, const TokenSum& sum) {
+namespace {
+
+// The weighted sum of a token with more rows than a buffer has weights: the same additions in the
+// same order, with the sum in memory between the parts.
+void sum_long_token(const TokenSum& sum, std::int64_t t, const RowBuffers& buffers) {
   const Problem& p = *sum.problem;
   const Metadata& m = *sum.metadata;
-  const std::int64_t tasks = (p.tokens + kTokenTask - 1) / kTokenTask;
-  team.run(tasks, [&](std::int64_t task, std::int32_t) {
-    std::vector<double> weights;
-    const std::int64_t end = std::min(p.tokens, (task + 1) * kTokenTask);
-    for (std::int64_t t = task * kTokenTask; t < end; ++t) {
-      const std::int32_t* rows = m.token_rows + m.token_offsets[t];
-      const std::int64_t count = m.token_offsets[t + 1] - m.token_offsets[t];
-      if (sum.weights != nullptr) {
-        weights.resize(static_cast<std::size_t>(count));
-        for (std::int64_t i = 0; i < count; ++i) {
-          weights[i] = source_weight(p, *sum.weights, m.row_source[rows[i]]);
-        }
-      }
-      sum.kernels->sum_rows(
-          {sum.rows, p.hidden, rows, sum.weights != nullptr ? weights.data() : nullptr, count,
-           p.hidden, at_element(sum.out.data, t * sum.out.stride[0], sum.kernels->element_bytes),
-           sum.out.stride[1]});
+  const Kernels& k = *sum.kernels;
+  std::memset(buffers.sums(), 0, static_cast<std::size_t>(p.hidden * k.acc_bytes));
+  for (std::int64_t i = m.token_offsets[t]; i < m.token_offsets[t + 1]; i += kTaskRows) {
+    const std::int64_t count = std::min<std::int64_t>(kTaskRows, m.token_offsets[t + 1] - i);
+    for (std::int64_t j = 0; j < count; ++j) {
+      buffers.scores()[j] = source_weight(p, *sum.weights, m.row_source[m.token_rows[i + j]]);
     }
+    const Operand rows{sum.rows, m.token_rows, p.hidden, 1};
+    k.column_sum({rows, i, count, p.hidden, buffers.scores(), buffers.sums()});
+  }
+  StoreTile store{.tile = {buffers.sums(), p.hidden, 1, p.hidden}};
+  store.out = at_element(sum.out.data, t * sum.out.stride[0], k.element_bytes);
+  store.col_stride = sum.out.stride[1];
+  k.store_tile(store);
+}
+
+void sum_token(const TokenSum& sum, std::int64_t t, const RowBuffers& buffers) {
+  const Problem& p = *sum.problem;
+  const Metadata& m = *sum.metadata;
+  const std::int32_t* rows = m.token_rows + m.token_offsets[t];
+  const std::int64_t count = m.token_offsets[t + 1] - m.token_offsets[t];
+  const double* weights = nullptr;
+  if (sum.weights != nullptr) {
+    if (count > kTaskRows) return sum_long_token(sum, t, buffers);
+    for (std::int64_t i = 0; i < count; ++i) {
+      buffers.scores()[i] = source_weight(p, *sum.weights, m.row_source[rows[i]]);
+    }
+    weights = buffers.scores();
+  }
+  sum.kernels->sum_rows(
+      {sum.rows, p.hidden, rows, weights, count, p.hidden,
+       at_element(sum.out.data, t * sum.out.stride[0], sum.kernels->element_bytes),
+       sum.out.stride[1]});
+}
+
+}  // namespace
+
+void sum_tokens(Team& team, PerWorker<RowBuffers>& buffers, const TokenSum& sum) {
+  team.run(token_tasks(*sum.problem), [&](std::int64_t task, std::int32_t worker) {
+    const std::int64_t end = std::min(sum.problem->tokens, (task + 1) * kTokenTask);
+    for (std::int64_t t = task * kTokenTask; t < end; ++t) sum_token(sum, t, buffers[worker]);
   });
 }
 
@@ -144,8 +177,7 @@ void zero_unowned(const Problem& problem, const Kernels& kernels, const Metadata
 }
 
 void load_scores(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                 std::int64_t begin, std::int64_t end, std::vector<double>& out) {
-  out.resize(static_cast<std::size_t>(end - begin));
+                 std::int64_t begin, std::int64_t end, double* out) {
   for (std::int64_t p = begin; p < end; ++p) {
     out[p - begin] = source_weight(problem, weights, metadata.row_source[p]);
   }

@@ -99,8 +99,22 @@ inline void prefetch_row_tile(const Kernels& k, const Tensor& out, const RowTile
 }
 
 /// The groups of experts that go through the kernels of a pass one after the other.
-std::vector<ExpertGroup> group_rows(const Problem& problem, const Metadata& metadata,
-                                    std::int32_t workers);
+ExpertGroups expert_groups(const Problem& problem, std::int64_t most_rows, std::int32_t workers);
+
+/// Memory of a worker for the rows of one task and for one sum over rows.
+class RowBuffers {
+ public:
+  RowBuffers(const Problem& problem, const Kernels& kernels);
+  double* scores() const { return reinterpret_cast<double*>(memory_.data()); }    ///< kTaskRows
+  double* score_gradients() const { return scores() + kTaskRows; }                ///< kTaskRows
+  void* sums() const { return memory_.data() + 2 * kTaskRows * sizeof(double); }  ///< max(d, n)
+
+ private:
+  Panel memory_;
+};
+
+/// Tasks of the sums over a token's rows.
+std::int64_t token_tasks(const Problem& problem);
 
 /// Room for one tile row of an (E, cols) bias as accumulators (fp64 at most).
 struct BiasTile {
@@ -126,14 +140,14 @@ struct TokenSum {
   const Tensor* weights = nullptr;
   Tensor out;
 };
-void sum_tokens(Team& team, const TokenSum& sum);
+void sum_tokens(Team& team, PerWorker<RowBuffers>& buffers, const TokenSum& sum);
 
 /// Zeroes the rows of out that no group owns (grouped form).
 void zero_unowned(const Problem& problem, const Kernels& kernels, const Metadata& metadata,
                   const Tensor& out);
 
-/// The row weights of rows [begin, end).
+/// The routing weights of rows [begin, end).
 void load_scores(const Problem& problem, const Metadata& metadata, const Tensor& weights,
-                 std::int64_t begin, std::int64_t end, std::vector<double>& out);
+                 std::int64_t begin, std::int64_t end, double* out);
 
 }  // namespace sonicmoe::cpu

@@ -40,6 +40,18 @@ struct RoundScratch {
   }
 };
 
+/// A worker's row, the keys of kTransposeBlock rows, and the ranking of an expert's tokens.
+template <class Real>
+struct RoundMemory {
+  RoundMemory(const RouteOptions& options, const Tensor& logits)
+      : row(options, logits.shape[1]),
+        keys(kTransposeBlock * logits.shape[1]),
+        ranking(logits.shape[0]) {}
+  RouteRow<Real> row;
+  std::vector<KeyOf<Real>> keys;
+  ColumnRanking<KeyOf<Real>> ranking;
+};
+
 template <class Real>
 class TokenRounding {
  public:
@@ -48,16 +60,17 @@ class TokenRounding {
   TokenRounding(const RoundOptions& options, const Tensor& logits, Buffer scratch, const Exec& exec)
       : options_(options),
         logits_(logits),
-        team_(routing_threads(exec, logits)),
-        tokens_(logits.shape[0]),
-        experts_(logits.shape[1]),
+        team_(exec, logits),
         scratch_(scratch.data, tokens_, experts_, options.route.top_k),
         kept_(experts_),
-        bounds_(experts_) {}
+        bounds_(experts_),
+        memory_(team_, options.route, logits) {}
 
   void run(const Pairs& pairs) {
-    for_ranges(&team_, tokens_, kTokenBlock, [&](Range tokens) { rank_tokens(tokens); });
-    for_ranges(&team_, experts_, kExpertBlock, [&](Range experts) { count_experts(experts); });
+    for_ranges(&team_, tokens_, kTokenBlock,
+               [&](Range tokens, std::int32_t worker) { rank_tokens(tokens, worker); });
+    for_ranges(&team_, experts_, kExpertBlock,
+               [&](Range experts, std::int32_t worker) { count_experts(experts, worker); });
     if (options_.mode == RoundingMode::kBalanced) balance();
     auto* offsets = &element<std::int64_t>(pairs.offsets, 0);
     const std::int64_t step = pairs.offsets.stride[0];
@@ -65,9 +78,9 @@ class TokenRounding {
     for (std::int64_t e = 0; e < experts_; ++e) {
       offsets[(e + 1) * step] = offsets[e * step] + kept_[e];
     }
-    for_ranges(&team_, experts_, kExpertBlock, [&](Range experts) {
+    for_ranges(&team_, experts_, kExpertBlock, [&](Range experts, std::int32_t worker) {
       for (std::int64_t e = experts.begin; e < experts.end; ++e) {
-        write_expert(pairs, e, offsets[e * step]);
+        write_expert(pairs, e, offsets[e * step], memory_[worker].ranking);
       }
     });
     close_pairs<Real>(pairs, offsets[experts_ * step], experts_);
@@ -77,10 +90,10 @@ class TokenRounding {
   const Key* column(std::int64_t e) const { return scratch_.keys + e * tokens_; }
 
   // Top-K of each token, and the rank keys of all its experts as columns.
-  void rank_tokens(Range tokens) {
-    RouteRow<Real> row(options_.route, experts_);
+  void rank_tokens(Range tokens, std::int32_t worker) {
+    RouteRow<Real>& row = memory_[worker].row;
     const std::int64_t top_k = options_.route.top_k;
-    std::vector<Key> keys(kTransposeBlock * experts_);
+    std::vector<Key>& keys = memory_[worker].keys;
     for (std::int64_t t0 = tokens.begin; t0 < tokens.end; t0 += kTransposeBlock) {
       const std::int64_t count = std::min(kTransposeBlock, tokens.end - t0);
       for (std::int64_t i = 0; i < count; ++i) {
@@ -104,15 +117,16 @@ class TokenRounding {
     }
   }
 
-  void count_experts(Range experts) {
+  void count_experts(Range experts, std::int32_t worker) {
+    ColumnRanking<Key>& ranking = memory_[worker].ranking;
     for (std::int64_t e = experts.begin; e < experts.end; ++e) {
-      ColumnRanking<Key> ranking(column(e), tokens_);
+      ranking.read(column(e));
       bounds_[e] = round_bounds(ranking.chosen_count(), options_.tile, tokens_);
-      kept_[e] = count_of(bounds_[e], e, &ranking);
+      kept_[e] = count_of(bounds_[e], e, ranking);
     }
   }
 
-  std::int64_t count_of(const RoundBounds& b, std::int64_t e, ColumnRanking<Key>* ranking) {
+  std::int64_t count_of(const RoundBounds& b, std::int64_t e, ColumnRanking<Key>& ranking) {
     if (b.lo == b.hi) return b.f;
     switch (options_.mode) {
       case RoundingMode::kUp:
@@ -120,8 +134,8 @@ class TokenRounding {
       case RoundingMode::kDown:
         return b.lo;
       case RoundingMode::kScore:
-        return score_count(b, ranking->mass_of_best_others(b.hi - b.f),
-                           ranking->mass_of_worst_chosen(b.lo));
+        return score_count(b, ranking.mass_of_best_others(b.hi - b.f),
+                           ranking.mass_of_worst_chosen(b.lo));
       case RoundingMode::kStochastic:
         return stochastic_count(b, expert_draw(options_.seed, static_cast<std::uint32_t>(e)));
       default:
@@ -137,9 +151,10 @@ class TokenRounding {
     }
   }
 
-  void write_expert(const Pairs& pairs, std::int64_t e, std::int64_t at) {
+  void write_expert(const Pairs& pairs, std::int64_t e, std::int64_t at,
+                    ColumnRanking<Key>& ranking) {
     const Key* keys = column(e);
-    ColumnRanking<Key> ranking(keys, tokens_);
+    ranking.read(keys);
     for (const std::int32_t t : ranking.kept(ranking.last_kept(kept_[e], bounds_[e].f))) {
       element<std::int32_t>(pairs.token, at) = t;
       element<std::int32_t>(pairs.expert, at) = static_cast<std::int32_t>(e);
@@ -162,12 +177,29 @@ class TokenRounding {
 
   const RoundOptions& options_;
   const Tensor& logits_;
-  Team team_;
-  std::int64_t tokens_;
-  std::int64_t experts_;
+  TokenExpertTeam team_;
+  const std::int64_t tokens_ = logits_.shape[0];
+  const std::int64_t experts_ = logits_.shape[1];
   RoundScratch<Real> scratch_;
   std::vector<std::int64_t> kept_;
   std::vector<RoundBounds> bounds_;
+  PerWorker<RoundMemory<Real>> memory_;
+};
+
+/// A worker's row, its chosen experts, and the gradients of weights, probabilities and logits.
+template <class Real>
+struct RoundBackwardMemory {
+  RoundBackwardMemory(const RouteOptions& options, std::int64_t experts)
+      : row(options, experts),
+        ids(options.top_k),
+        dchosen(options.top_k),
+        dp(experts),
+        gradient(experts) {}
+  RouteRow<Real> row;
+  std::vector<std::int32_t> ids;
+  std::vector<double> dchosen;
+  std::vector<double> dp;
+  std::vector<double> gradient;
 };
 
 template <class Real>
@@ -176,11 +208,10 @@ void round_backward(const RoundOptions& options, const Tensor& logits, const Pai
   const std::int64_t experts = logits.shape[1];
   const std::int64_t top_k = options.route.top_k;
   const PairsByToken by_token(pairs, logits.shape[0], experts);
-  Team team(routing_threads(exec, logits));
-  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range tokens) {
-    RouteRow<Real> row(options.route, experts);
-    std::vector<std::int32_t> ids(top_k);
-    std::vector<double> dchosen(top_k), dp(experts), gradient(experts);
+  TokenTeam team(exec, logits);
+  PerWorker<RoundBackwardMemory<Real>> memory(team, options.route, experts);
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range tokens, std::int32_t worker) {
+    auto& [row, ids, dchosen, dp, gradient] = memory[worker];
     for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
       row.load(logits, t);
       row.compute_probabilities();
@@ -191,9 +222,9 @@ void round_backward(const RoundOptions& options, const Tensor& logits, const Pai
       for (const std::int64_t* i = by_token.begin(t); i != by_token.end(t); ++i) {
         const std::int32_t e = element<std::int32_t>(pairs.expert, *i);
         const double g = element<Real>(dweight, *i);
-        const auto slot = std::find(ids.begin(), ids.end(), e) - ids.begin();
-        if (slot < top_k) {
-          dchosen[slot] += g;
+        const auto k = std::find(ids.begin(), ids.end(), e) - ids.begin();
+        if (k < top_k) {
+          dchosen[k] += g;
         } else {
           dp[e] += g * options.route.scale;
         }

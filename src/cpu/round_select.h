@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "cpu/route_row.h"
@@ -27,11 +28,15 @@ constexpr Ranked<Key> keep_nothing() {
   return {std::numeric_limits<Key>::max(), -1};
 }
 
-/// Reads a column of rank keys (one expert, T tokens).
+/// Ranks the T tokens of one expert after another. Allocates in the constructor only.
 template <class Key>
 class ColumnRanking {
  public:
-  ColumnRanking(const Key* keys, std::int64_t tokens) : keys_(keys), tokens_(tokens) {}
+  explicit ColumnRanking(std::int64_t tokens) : tokens_(tokens), kept_(tokens + 1) {
+    candidates_.reserve(tokens);
+  }
+  /// The next calls are about this column of rank keys (T).
+  void read(const Key* keys) { keys_ = keys; }
 
   std::int64_t chosen_count() const {
     constexpr int kTopBit = 8 * static_cast<int>(sizeof(Key)) - 1;
@@ -42,21 +47,19 @@ class ColumnRanking {
 
   /// The c-th ranked, where f are chosen.
   Ranked<Key> last_kept(std::int64_t c, std::int64_t f) {
-    boundary_.clear();
+    candidates_.clear();
     if (c == 0) return keep_nothing<Key>();
     if (c == f) return {kChosenBit<Key>, tokens_};
     return c > f ? best_others(c - f) : best_chosen(c);
   }
   /// Tokens up to and including `last`, in ascending order.
-  const std::vector<std::int32_t>& kept(const Ranked<Key>& last) {
-    kept_.resize(tokens_ + 1);
+  std::span<const std::int32_t> kept(const Ranked<Key>& last) {
     std::int64_t count = 0;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       kept_[count] = static_cast<std::int32_t>(t);
       count += (keys_[t] > last.key) | ((keys_[t] == last.key) & (t <= last.token));
     }
-    kept_.resize(count);
-    return kept_;
+    return {kept_.data(), static_cast<std::size_t>(count)};
   }
 
   /// Mass of the m best that are not chosen.
@@ -64,17 +67,17 @@ class ColumnRanking {
     std::uint64_t mass = 0;
     if (m == 0) return mass;
     best_others(m);
-    for (const auto& r : boundary_) mass += mass_of(r.key);
+    for (const auto& r : candidates_) mass += mass_of(r.key);
     return mass;
   }
 
   /// Mass of the chosen that fall away when c of them stay.
   std::uint64_t mass_of_worst_chosen(std::int64_t c) {
     collect_chosen();
-    const auto first = boundary_.begin() + c;
-    std::nth_element(boundary_.begin(), first, boundary_.end(), order);
+    const auto first = candidates_.begin() + c;
+    std::nth_element(candidates_.begin(), first, candidates_.end(), order);
     std::uint64_t mass = 0;
-    for (auto r = first; r != boundary_.end(); ++r) mass += mass_of(r->key);
+    for (auto r = first; r != candidates_.end(); ++r) mass += mass_of(r->key);
     return mass;
   }
 
@@ -85,16 +88,16 @@ class ColumnRanking {
   }
 
   void collect_chosen() {
-    boundary_.clear();
+    candidates_.clear();
     for (std::int64_t t = 0; t < tokens_; ++t) {
-      if (keys_[t] >= kChosenBit<Key>) boundary_.push_back({keys_[t], t});
+      if (keys_[t] >= kChosenBit<Key>) candidates_.push_back({keys_[t], t});
     }
   }
 
   Ranked<Key> best_chosen(std::int64_t c) {
     collect_chosen();
-    const auto last = boundary_.begin() + (c - 1);
-    std::nth_element(boundary_.begin(), last, boundary_.end(), order);
+    const auto last = candidates_.begin() + (c - 1);
+    std::nth_element(candidates_.begin(), last, candidates_.end(), order);
     return *last;
   }
 
@@ -103,31 +106,31 @@ class ColumnRanking {
   // is always the worse one.
   Ranked<Key> best_others(std::int64_t m) {
     const auto many = static_cast<std::size_t>(std::max(2 * m, kFewCandidates));
-    boundary_.clear();
+    candidates_.clear();
     Key low = 0;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       const Key k = keys_[t];
       if (static_cast<Key>(k - low) >= static_cast<Key>(kChosenBit<Key> - low)) continue;
-      boundary_.push_back({k, t});
-      if (boundary_.size() == many) low = static_cast<Key>(cut_to(m).key + 1);
+      candidates_.push_back({k, t});
+      if (candidates_.size() == many) low = static_cast<Key>(cut_to(m).key + 1);
     }
     return cut_to(m);
   }
 
   Ranked<Key> cut_to(std::int64_t m) {
-    const auto last = boundary_.begin() + (m - 1);
-    std::nth_element(boundary_.begin(), last, boundary_.end(), order);
+    const auto last = candidates_.begin() + (m - 1);
+    std::nth_element(candidates_.begin(), last, candidates_.end(), order);
     const Ranked<Key> result = *last;
-    boundary_.resize(m);
+    candidates_.resize(m);
     return result;
   }
 
   static constexpr std::int64_t kFewCandidates = 256;
 
-  const Key* keys_;
+  const Key* keys_ = nullptr;
   std::int64_t tokens_;
-  std::vector<Ranked<Key>> boundary_;
-  std::vector<std::int32_t> kept_;
+  std::vector<Ranked<Key>> candidates_;  ///< T at most
+  std::vector<std::int32_t> kept_;       ///< T, and one that is written ahead
 };
 
 }  // namespace sonicmoe::cpu

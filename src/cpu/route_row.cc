@@ -97,7 +97,8 @@ RouteRow<Real>::RouteRow(const RouteOptions& options, std::int64_t experts)
       block_max_(experts / kTopBlock + 1),
       slot_(options.top_k),
       raw_(options.top_k),
-      draw_(options.top_k) {}
+      draw_(options.top_k),
+      group_order_(options.n_group) {}
 
 template <class Real>
 void RouteRow<Real>::load(const Tensor& logits, std::int64_t t) {
@@ -149,7 +150,7 @@ void RouteRow<Real>::keep_best_groups() {
   const std::int64_t size = experts_ / groups;
   const Real* values = options_.score == ScoreMode::kSigmoid ? v_.data() : x_.data();
   constexpr Real kNone = -std::numeric_limits<Real>::infinity();
-  std::vector<std::pair<KeyOf<Real>, std::int64_t>> order(groups);
+  auto& order = group_order_;
   for (std::int64_t g = 0; g < groups; ++g) {
     Real best = kNone;
     Real second = kNone;
@@ -206,8 +207,8 @@ void RouteRow<Real>::weigh(const std::int32_t* ids, Real* weights) {
                        ? tree_sum(raw_.data(), k) + static_cast<Real>(kRenormalizeEpsilon)
                        : Real{1};
   for (std::int64_t j = 0; j < k; ++j) {
-    const Real share = options_.renormalize != 0 ? raw_[j] / sum : raw_[j];
-    weights[j] = ids[j] < 0 ? Real{0} : share * scale;
+    const Real score = options_.renormalize != 0 ? raw_[j] / sum : raw_[j];
+    weights[j] = ids[j] < 0 ? Real{0} : score * scale;
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/route_simd.h"
@@ -62,8 +63,9 @@ class RouteRow {
   std::int64_t experts_;
   std::vector<Real> x_, p_, v_, tmp_;
   std::vector<KeyOf<Real>> keys_, block_max_;
-  std::vector<Real> slot_, raw_;  // K values each
-  std::vector<double> draw_;      // K
+  std::vector<Real> slot_, raw_;                                   // K values each
+  std::vector<double> draw_;                                       // K
+  std::vector<std::pair<KeyOf<Real>, std::int64_t>> group_order_;  // n_group
 };
 
 /// Values of rank keys and masses for token rounding.

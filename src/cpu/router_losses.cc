@@ -10,31 +10,29 @@
 namespace sonicmoe::cpu {
 namespace {
 
-/// A block's part of the sums; blocks are added in order, whatever thread made them.
-struct LossPart {
-  std::vector<double> probability;  // (E), summed over the block's tokens
-  double z = 0.0;
-};
-
 // A row without any available expert has no logsumexp and adds nothing.
 template <class Real>
 double logsumexp(const ExpSum<Real>& parts) {
   return parts.sum > 0 ? parts.top + std::log(static_cast<double>(parts.sum)) : 0.0;
 }
 
+/// A block's sums over its tokens. The blocks' sums are added in order, whatever thread made them.
+struct BlockSums {
+  double* probability;  ///< (E)
+  double* z;
+};
+
 template <class Real>
-LossPart sum_block(const RouteOptions& options, const Tensor& logits, Range tokens) {
+void sum_block(RouteRow<Real>& row, const RouteOptions& options, const Tensor& logits, Range tokens,
+               const BlockSums& sums) {
   const std::int64_t experts = logits.shape[1];
-  RouteRow<Real> row(options, experts);
-  LossPart part{std::vector<double>(experts, 0.0), 0.0};
   for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
     row.load(logits, t);
     const double lse = logsumexp(row.compute_softmax());
     if (options.score == ScoreMode::kSigmoid) row.compute_probabilities();
-    for (std::int64_t e = 0; e < experts; ++e) part.probability[e] += row.probabilities()[e];
-    part.z += lse * lse;
+    for (std::int64_t e = 0; e < experts; ++e) sums.probability[e] += row.probabilities()[e];
+    *sums.z += lse * lse;
   }
-  return part;
 }
 
 template <class Real>
@@ -49,18 +47,23 @@ void losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids
       if (e >= 0 && e < experts) ++count[e];
     }
   }
-  std::vector<LossPart> parts((tokens + kTokenBlock - 1) / kTokenBlock);
-  Team team(routing_threads(exec, logits));
-  for_ranges(&team, tokens, kTokenBlock, [&](Range range) {
-    parts[range.begin / kTokenBlock] = sum_block<Real>(options, logits, range);
+  const std::int64_t blocks = blocks_of(tokens, kTokenBlock);
+  std::vector<double> probability(blocks * experts, 0.0);
+  std::vector<double> z_sums(blocks, 0.0);
+  TokenTeam team(exec, logits);
+  PerWorker<RouteRow<Real>> rows(team, options, experts);
+  for_ranges(&team, tokens, kTokenBlock, [&](Range range, std::int32_t worker) {
+    const std::int64_t block = range.begin / kTokenBlock;
+    sum_block(rows[worker], options, logits, range,
+              {probability.data() + block * experts, z_sums.data() + block});
   });
   double balance = 0.0;
   double z = 0.0;
-  for (const LossPart& part : parts) {
+  for (std::int64_t block = 0; block < blocks; ++block) {
     for (std::int64_t e = 0; e < experts; ++e) {
-      balance += static_cast<double>(count[e]) * part.probability[e];
+      balance += static_cast<double>(count[e]) * probability[block * experts + e];
     }
-    z += part.z;
+    z += z_sums[block];
   }
   const auto t = static_cast<double>(tokens);
   const auto pairs = t * static_cast<double>(options.top_k);
@@ -86,10 +89,12 @@ void losses_backward(const RouteOptions& options, const Tensor& logits, const Te
             static_cast<double>(element<std::int64_t>(counts, e)) /
             (tokens * static_cast<double>(options.top_k)) / tokens;
   }
-  Team team(routing_threads(exec, logits));
-  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range range) {
-    RouteRow<Real> row(options, experts);
-    std::vector<double> gradient(experts);
+  TokenTeam team(exec, logits);
+  PerWorker<RouteRow<Real>> rows(team, options, experts);
+  PerWorker<std::vector<double>> gradients(team, experts);
+  for_ranges(&team, logits.shape[0], kTokenBlock, [&](Range range, std::int32_t worker) {
+    RouteRow<Real>& row = rows[worker];
+    std::vector<double>& gradient = gradients[worker];
     for (std::int64_t t = range.begin; t < range.end; ++t) {
       row.load(logits, t);
       const double through_lse = dz * 2.0 * logsumexp(row.compute_softmax()) / tokens;

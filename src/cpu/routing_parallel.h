@@ -18,17 +18,36 @@ struct Range {
 inline constexpr std::int64_t kTokenBlock = 256;
 inline constexpr std::int64_t kExpertBlock = 4;
 
+constexpr std::int64_t blocks_of(std::int64_t count, std::int64_t block) {
+  return (count + block - 1) / block;
+}
+
 /// Threads for a call that reads (T, E) logits. A logit costs about as much as 100 flops of a GEMM.
 inline std::int32_t routing_threads(const Exec& exec, const Tensor& logits) {
   return thread_count(
       exec, 100.0 * static_cast<double>(logits.shape[0]) * static_cast<double>(logits.shape[1]));
 }
 
-/// Calls body(range) for each block of `block` items.
+/// The team of a call whose phases go over blocks of tokens.
+class TokenTeam : public Team {
+ public:
+  TokenTeam(const Exec& exec, const Tensor& logits)
+      : Team(routing_threads(exec, logits), blocks_of(logits.shape[0], kTokenBlock)) {}
+};
+
+/// The team of a call whose phases go over blocks of tokens and over blocks of experts.
+class TokenExpertTeam : public Team {
+ public:
+  TokenExpertTeam(const Exec& exec, const Tensor& logits)
+      : Team(routing_threads(exec, logits), std::max(blocks_of(logits.shape[0], kTokenBlock),
+                                                     blocks_of(logits.shape[1], kExpertBlock))) {}
+};
+
+/// Calls body(range, worker) for each block of `block` items.
 template <class Body>
 void for_ranges(Team* team, std::int64_t count, std::int64_t block, const Body& body) {
-  team->run((count + block - 1) / block, [&](std::int64_t task, std::int32_t) {
-    body(Range{task * block, std::min(count, (task + 1) * block)});
+  team->run(blocks_of(count, block), [&](std::int64_t task, std::int32_t worker) {
+    body(Range{task * block, std::min(count, (task + 1) * block)}, worker);
   });
 }
 

@@ -1,7 +1,7 @@
 #include "cpu/threads.h"
 
 #include <algorithm>
-#include <utility>
+#include <thread>
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -9,8 +9,10 @@
 namespace sonicmoe::cpu {
 namespace {
 
-// Starting a thread costs some 20 us: below this share of work it does not pay.
+// Starting a thread costs about 20 us. A thread with less work than this costs more than it saves.
 constexpr double kFlopsPerThread = 4e6;
+// More threads than this only take turns on the cores.
+constexpr std::int32_t kThreadsPerCore = 4;
 
 std::int32_t usable_cores() {
 #if defined(__linux__)
@@ -23,9 +25,17 @@ std::int32_t usable_cores() {
 }  // namespace
 
 std::int32_t thread_count(const Exec& exec, double flops) {
-  const std::int32_t wanted = exec.num_threads > 0 ? exec.num_threads : usable_cores();
+  const std::int32_t cores = usable_cores();
+  const std::int32_t wanted =
+      exec.num_threads > 0 ? std::min(exec.num_threads, kThreadsPerCore * cores) : cores;
   const double worth = 1.0 + flops / kFlopsPerThread;
   return worth < wanted ? static_cast<std::int32_t>(worth) : wanted;
+}
+
+Team::Team(std::int32_t size, std::int64_t tasks)
+    : size_(static_cast<std::int32_t>(
+          std::clamp<std::int64_t>(tasks, 1, std::max<std::int32_t>(size, 1)))) {
+  threads_.reserve(static_cast<std::size_t>(size_ - 1));
 }
 
 Team::~Team() {
@@ -34,37 +44,40 @@ Team::~Team() {
     closing_ = true;
   }
   begin_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
+  for (const Thread& thread : threads_) pthread_join(thread.handle, nullptr);
 }
 
-void Team::start() {
-  threads_.reserve(static_cast<std::size_t>(size_ - 1));
-  for (std::int32_t worker = 1; worker < size_; ++worker) {
-    threads_.emplace_back([this, worker] { serve(worker); });
-  }
-}
-
-void Team::work(std::int32_t worker) {
-  try {
-    while (true) {
-      const std::int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-      if (task >= phase_.tasks) return;
-      phase_.call(phase_.context, task, worker);
+// pthreads rather than std::thread: std::thread allocates and reports a refusal by an exception.
+void Team::start_threads(std::int64_t wanted) noexcept {
+  while (!refused_ && std::ssize(threads_) < wanted) {
+    const auto worker = static_cast<std::int32_t>(threads_.size()) + 1;
+    Thread& thread = threads_.emplace_back(Thread{this, worker, phases_, {}});
+    const auto body = [](void* argument) -> void* {
+      const Thread& self = *static_cast<const Thread*>(argument);
+      self.team->serve(self.worker, self.seen);
+      return nullptr;
+    };
+    if (pthread_create(&thread.handle, nullptr, body, &thread) != 0) {
+      threads_.pop_back();
+      refused_ = true;
     }
-  } catch (...) {
-    next_.store(phase_.tasks, std::memory_order_relaxed);
-    const std::lock_guard lock(mutex_);
-    if (!error_) error_ = std::current_exception();
   }
 }
 
-void Team::serve(std::int32_t worker) {
-  std::uint64_t seen = 0;
+void Team::work(std::int32_t worker) noexcept {
+  while (true) {
+    const std::int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+    if (task >= phase_.tasks) return;
+    phase_.call(phase_.context, task, worker);
+  }
+}
+
+void Team::serve(std::int32_t worker, std::uint64_t seen) noexcept {
   std::unique_lock lock(mutex_);
   while (true) {
-    begin_.wait(lock, [&] { return closing_ || generation_ != seen; });
+    begin_.wait(lock, [&] { return closing_ || phases_ != seen; });
     if (closing_) return;
-    seen = generation_;
+    seen = phases_;
     lock.unlock();
     work(worker);
     lock.lock();
@@ -72,24 +85,23 @@ void Team::serve(std::int32_t worker) {
   }
 }
 
-void Team::run_phase(const Phase& phase) {
-  if (size_ == 1 || phase.tasks <= 1) {
+void Team::run_phase(const Phase& phase) noexcept {
+  start_threads(std::min<std::int64_t>(size_, phase.tasks) - 1);
+  if (threads_.empty() || phase.tasks <= 1) {
     for (std::int64_t task = 0; task < phase.tasks; ++task) phase.call(phase.context, task, 0);
     return;
   }
-  if (threads_.empty()) start();
   {
     const std::lock_guard lock(mutex_);
     phase_ = phase;
     next_.store(0, std::memory_order_relaxed);
     busy_ = static_cast<std::int32_t>(threads_.size());
-    ++generation_;
+    ++phases_;
   }
   begin_.notify_all();
   work(0);
   std::unique_lock lock(mutex_);
   end_.wait(lock, [&] { return busy_ == 0; });
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 }  // namespace sonicmoe::cpu
