@@ -63,8 +63,7 @@ class TokenRounding {
         team_(exec, logits),
         scratch_(scratch.data, tokens_, experts_, options.route.top_k),
         kept_(experts_),
-        bounds_(experts_),
-        memory_(team_, options.route, logits) {}
+        bounds_(experts_) {}
 
   void run(const Pairs& pairs) {
     for_ranges(&team_, tokens_, kTokenBlock,
@@ -183,7 +182,7 @@ class TokenRounding {
   RoundScratch<Real> scratch_;
   std::vector<std::int64_t> kept_;
   std::vector<RoundBounds> bounds_;
-  PerWorker<RoundMemory<Real>> memory_;
+  PerWorker<RoundMemory<Real>> memory_{team_, options_.route, logits_};
 };
 
 /// A worker's row, its chosen experts, and the gradients of weights, probabilities and logits.
