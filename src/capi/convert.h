@@ -17,11 +17,16 @@
 
 namespace sonicmoe::capi {
 
+inline constexpr const char* kNoMemory = "memory is exhausted, nothing was computed";
+
+/// Obtains this thread's storage for exceptions and for the last error. False if it cannot be had.
+bool can_report_errors() noexcept;
 void set_last_error(const char* sentence) noexcept;
 
 /// Runs a call; whatever it throws becomes a status and a sentence.
 template <class F>
 smoe_status guarded(F&& call) noexcept {
+  if (!can_report_errors()) return SMOE_INTERNAL;
   try {
     call();
     return SMOE_OK;
@@ -29,7 +34,7 @@ smoe_status guarded(F&& call) noexcept {
     set_last_error(e.what());
     return static_cast<smoe_status>(e.status());
   } catch (const std::bad_alloc&) {
-    set_last_error("memory is exhausted, nothing was computed");
+    set_last_error(kNoMemory);
     return SMOE_INTERNAL;
   } catch (const std::exception& e) {
     set_last_error(e.what());

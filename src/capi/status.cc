@@ -1,5 +1,8 @@
 // Status, version and device: the parts of the C interface that take no tensors.
+#include <cxxabi.h>
+
 #include <cstdio>
+#include <cstdlib>
 
 #include "capi/convert.h"
 #include "core/backend_table.h"
@@ -74,6 +77,23 @@ const BackendTable& device_backend() {
 
 }  // namespace
 
+// In a library that is loaded late, glibc allocates a thread's part of thread-local storage on
+// first use, and ends the process if it cannot: so malloc is asked first, for more than that. The
+// flag itself is in the storage that a thread has from its start (initial-exec).
+bool can_report_errors() noexcept {
+  [[gnu::tls_model("initial-exec")]] thread_local bool obtained = false;
+  if (obtained) return true;
+  constexpr std::size_t kMoreThanNeeded = 16 << 10;
+  void* const probe = std::malloc(kMoreThanNeeded);
+  if (probe == nullptr) return false;
+  std::free(probe);
+  // volatile, or the compiler drops a call whose result nobody reads
+  [[maybe_unused]] const void* volatile exceptions = abi::__cxa_get_globals();
+  set_last_error("");
+  obtained = true;
+  return true;
+}
+
 void set_last_error(const char* sentence) noexcept {
   std::snprintf(last_error().sentence, sizeof(LastError::sentence), "%s", sentence);
 }
@@ -91,7 +111,9 @@ int32_t smoe_activation_is_gated(int32_t activation) {
   return is_gated(static_cast<ActivationKind>(activation)) ? 1 : 0;
 }
 
-const char* smoe_last_error(void) { return capi::last_error().sentence; }
+const char* smoe_last_error(void) {
+  return capi::can_report_errors() ? capi::last_error().sentence : capi::kNoMemory;
+}
 
 smoe_status smoe_device_open(int32_t ordinal, smoe_device** device) {
   return capi::guarded([&] {
