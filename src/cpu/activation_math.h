@@ -1,8 +1,8 @@
-// exp, sigmoid and erf on vectors. In fp32 by polynomials that every instruction set shares; in
-// fp64 by the C library. Included through gemm_simd.h's per-instruction-set namespace.
+// exp, sigmoid and erf on vectors: polynomials in fp32, the C library in fp64. Included once for
+// each instruction set, in that set's namespace (gemm_simd.h).
 //
-// The fp32 polynomials are Chebyshev fits computed in 40 digits. Against fp64, silu built on them
-// stays within 4 ulp and gelu within 2 ulp of its argument (tests/cpu_activation_test.cc).
+// The polynomials are Chebyshev fits computed in 40 digits. silu built on them differs from fp64 by
+// at most 4 ulp, gelu by at most 2 ulp of its argument (tests/cpu_activation_test.cc).
 #pragma once
 
 #include <cmath>
@@ -19,18 +19,19 @@ inline V polynomial(V x, const float (&c)[N]) {
   return sum;
 }
 
-/// e^x: x = i ln 2 + r with |r| <= ln(2)/2, e^r by a polynomial, 2^i by its exponent bits in two
-/// factors so that denormal results and the largest ones come out. NaN stays NaN.
+/// e^x = 2^i e^r, where x = i ln 2 + r and |r| <= ln(2)/2. e^r is a polynomial. 2^i is built from
+/// exponent bits as two factors: one factor cannot reach denormal or the largest results. NaN stays
+/// NaN.
 inline F32V exp(F32V x) {
   constexpr float kCoefficients[] = {
       1.0f, 1.0f, 0.5f, 1.666641533e-1f, 4.166635126e-2f, 8.375132456e-3f, 1.394111663e-3f};
-  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: its last bit weighs one
+  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23, whose last bit is 1.0
   const F32V low = splat(-104.0f);
   const F32V high = splat(89.0f);
   const F32V y = x < low ? low : (x > high ? high : x);
   const F32V shifted = fma(y, splat(1.44269504f), splat(kRoundToInteger));
   const F32V i = shifted - kRoundToInteger;
-  F32V r = fma(i, splat(-0.693359375f), y);  // ln 2 in two parts, the first exact times i
+  F32V r = fma(i, splat(-0.693359375f), y);  // ln 2 in two parts; i times the first is exact
   r = fma(i, splat(2.12194440e-4f), r);
   const I32V exponent = (I32V)shifted - 0x4b400000;
   const I32V half = exponent >> 1;
@@ -48,7 +49,8 @@ inline V sigmoid(V x) {
   return 1 / (1 + exp(-x));
 }
 
-/// erf(x): odd polynomial below 0.92, 1 - e^p(x) above, where p fits log erfc.
+/// erf(x): an odd polynomial for |x| < 0.92; else 1 - e^p(|x|) with x's sign, where p fits log
+/// erfc.
 inline F32V erf(F32V x) {
   constexpr float kSmall[] = {1.128379226f,    -3.761263490e-1f, 1.128369123e-1f, -2.685915120e-2f,
                               5.200368818e-3f, -8.134709205e-4f, 8.334718586e-5f};

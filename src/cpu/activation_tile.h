@@ -1,6 +1,6 @@
-// Activations with their derivatives on vectors, and the two tile epilogues built on them: kernel A
-// (H and A from the accumulators) and kernel dH (dH, A' and dS from dA' and H). Formulas:
-// docs/method.md.
+// Activations and their derivatives on vectors, and the two epilogues that use them
+// (docs/method.md): kernel A computes H and A from the accumulators; kernel dH computes dH, A' and
+// dS from dA' and H.
 #pragma once
 
 #include "cpu/activation_math.h"
@@ -36,8 +36,8 @@ struct Gelu {
     return {x * distribution, distribution + x * density};
   }
 };
-/// (1 + tanh(u)) / 2 = sigmoid(2u), which keeps its relative accuracy in the negative tail; so does
-/// its complement, from e^-|2u|, in the positive one, where 1 - sigmoid would cancel.
+/// x (1 + tanh(u)) / 2 = x sigmoid(2u). Both sigmoid(2u) and 1 - sigmoid(2u) are computed from
+/// e^-|2u|, so that the smaller of the two keeps its relative accuracy; a subtraction would cancel.
 struct GeluTanh {
   template <class V>
   static Slope<V> at(V x) {
@@ -51,7 +51,7 @@ struct GeluTanh {
     return {x * s, s + x * (large * small) * (c * (1 + 3 * cubic * x * x))};
   }
 };
-/// NaN stays NaN; the derivative at 0 is 0.
+/// max(x, 0). NaN stays NaN; the derivative at 0 is 0.
 struct Relu {
   template <class V>
   static Slope<V> at(V x) {
@@ -67,7 +67,7 @@ struct Relu2 {
   }
 };
 
-/// act(gate, up) and its partial derivatives; activations without a gate act on `up` alone.
+/// act(gate, up) and its partial derivatives. Activations without a gate read `up` only.
 template <class V>
 struct Activated {
   V value;
@@ -117,7 +117,7 @@ struct SwigluOai {
   double limit;
 };
 
-/// Calls body(activation functor): the one place where kinds become types.
+/// Calls body(functor) with the functor of the activation's kind.
 template <class Body>
 inline void with_activation(const Activation& a, Body&& body) {
   switch (a.kind) {
@@ -144,7 +144,7 @@ inline void with_activation(const Activation& a, Body&& body) {
   }
 }
 
-/// r(acc + bias), stored in H where there is one.
+/// r(acc + bias). Also stored to `h` unless that is null.
 template <class S>
 inline typename Lane<S>::V hidden(const Tile& acc, const void* bias, void* h,
                                   std::int64_t offset_acc, std::int64_t c, std::int64_t offset_h) {
@@ -182,7 +182,7 @@ void backward_tile(const BackwardTile& t) {
   with_activation(t.activation, [&](auto act) {
     for (std::int64_t r = 0; r < t.da.rows; ++r) {
       const V score = splat(static_cast<Acc>(t.scores[r]));
-      V share{};
+      V partial{};  // of dS, by lane
       for (std::int64_t c = 0; c < t.da.cols; c += Lane<S>::kCount) {
         const std::int64_t n = t.da.cols - c;
         const std::int64_t at = r * t.h_stride + c;
@@ -201,9 +201,9 @@ void backward_tile(const BackwardTile& t) {
         if (t.scaled != nullptr) {
           store_n(static_cast<S*>(t.scaled) + r * t.scaled_stride + c, score * a.value, n);
         }
-        share = fma(da_unscaled, round_to<S>(a.value), share);
+        partial = fma(da_unscaled, round_to<S>(a.value), partial);
       }
-      if (t.dscores != nullptr) t.dscores[r] += static_cast<double>(sum_lanes(share));
+      if (t.dscores != nullptr) t.dscores[r] += static_cast<double>(sum_lanes(partial));
     }
   });
 }

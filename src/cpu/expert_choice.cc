@@ -1,4 +1,4 @@
-// Expert choice: every expert takes its best tokens by softmax over E.
+// Expert choice: every expert takes the tokens with its highest softmax over E.
 #include <vector>
 
 #include "cpu/backend.h"
@@ -11,7 +11,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-// Only softmax over E is asked of the rows; no token chooses.
+// Rows compute the softmax over E only; top_k is not used.
 RouteOptions softmax_only() {
   RouteOptions options;
   options.top_k = 1;
@@ -57,7 +57,7 @@ void choose(const Tensor& logits, std::int64_t capacity, const Pairs& pairs, con
   close_pairs<Real>(pairs, experts * count, experts);
 }
 
-/// A worker's row and the gradients of its E probabilities and logits.
+/// A worker's memory: a row and the gradients of its E probabilities and E logits.
 template <class Real>
 struct ChoiceBackwardMemory {
   explicit ChoiceBackwardMemory(std::int64_t experts)

@@ -9,11 +9,11 @@ namespace sonicmoe::cpu {
 namespace {
 
 constexpr std::int64_t kAlignment = 64;
-// Vector stores of a panel's last lanes may reach past it.
+// Bytes that vector stores of the last lanes may write past the end of AlignedMemory.
 constexpr std::int64_t kSlack = 256;
-// Packed columns of one expert that a task keeps: they stay in the outer caches over its rows.
+// Packed columns of an expert that a task multiplies by all its rows: they fit the L2 or L3 cache.
 constexpr std::int64_t kChunkBytes = 2 << 20;
-// Accumulators of a varlen-K task.
+// Accumulators of a ColTask.
 constexpr std::int64_t kColTaskRows = 512;
 constexpr std::int64_t kColTaskCols = 512;
 
@@ -23,14 +23,15 @@ const void* advance(const void* data, std::int64_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
 
-// The finest split of an expert's rows, and the rows of a group for each worker.
+// Least rows of a task, unless the expert has fewer; and bytes of rows in a group for each worker.
 constexpr std::int64_t kSplitRows = 64;
 constexpr std::int64_t kGroupBytes = 6 << 20;
-// Rows swept at a time when panels take neighbouring columns: few enough to stay in the first cache
-// while every panel takes its share of them.
+// Rows that sweep_columns() packs into all panels before it reads the next rows: they stay in the
+// L1 cache until the last panel has its columns.
 constexpr std::int64_t kSweepRows = 16;
 
-/// Panels of `width` columns each from rows [row0, row0 + rows), panel_bytes apart.
+/// Columns [col0, col0 + cols) of rows [row0, row0 + rows), packed into panels of `width` columns
+/// that lie panel_bytes apart.
 struct Sweep {
   Operand source;
   std::int64_t col0;
@@ -52,18 +53,19 @@ void sweep_columns(const Kernels& k, const Sweep& s) {
   }
 }
 
-/// Where an operand keeps row `row` of a task that begins at `origin`.
+/// The row of the operand's memory, or of its index, that is row `row` of the task
+/// (RowTask::origin).
 std::int64_t stored_row(const Operand& m, std::int64_t row, std::int64_t origin) {
   return m.index != nullptr ? row : row - origin;
 }
 
 }  // namespace
 
-Panel::Panel(std::int64_t bytes)
+AlignedMemory::AlignedMemory(std::int64_t bytes)
     : data_(static_cast<std::byte*>(::operator new(static_cast<std::size_t>(bytes + kSlack),
                                                    std::align_val_t{kAlignment}))) {}
 
-void Panel::Free::operator()(std::byte* p) const {
+void AlignedMemory::Free::operator()(std::byte* p) const {
   ::operator delete(p, std::align_val_t{kAlignment});
 }
 
@@ -88,7 +90,7 @@ const ExpertGroup* ExpertGroups::next(std::span<const std::int64_t> offsets) {
     ++group_.last;
   } while (group_.last < experts && offsets[group_.last] - group_.begin < full_rows_);
   group_.end = offsets[group_.last];
-  // Four tasks for each worker even out their times.
+  // Four tasks for each worker: workers that get shorter tasks take more of them.
   const std::int64_t quarter = (group_.end - group_.begin) / (4 * std::int64_t{workers_});
   const std::int64_t rows =
       workers_ == 1 ? kTaskRows
@@ -115,18 +117,18 @@ ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t worker
 RowGemmWorker::RowGemmWorker(const RowGemm& gemm)
     : gemm_(gemm),
       kernels_(*gemm.kernels),
-      seg_groups_(ceil_div(gemm.seg_k, kernels_.k_group)),
-      a_panel_bytes_(gemm.segments * seg_groups_ * kernels_.mr * kernels_.packed_bytes),
-      b_panel_bytes_(gemm.segments * seg_groups_ * kernels_.nr * kernels_.packed_bytes),
-      chunk_blocks_(std::clamp(kChunkBytes / (gemm.groups * b_panel_bytes_), std::int64_t{1},
+      seg_packed_k_(ceil_div(gemm.seg_k, kernels_.k_group)),
+      a_panel_bytes_(gemm.segments * seg_packed_k_ * kernels_.mr * kernels_.packed_bytes),
+      b_panel_bytes_(gemm.segments * seg_packed_k_ * kernels_.nr * kernels_.packed_bytes),
+      chunk_blocks_(std::clamp(kChunkBytes / (gemm.outputs * b_panel_bytes_), std::int64_t{1},
                                ceil_div(gemm.n, kernels_.nr))),
       a_(a_panel_bytes_),
-      b_(chunk_blocks_ * gemm.groups * b_panel_bytes_),
-      tile_(gemm.groups * kernels_.mr * kernels_.nr * kernels_.acc_bytes) {}
+      b_(chunk_blocks_ * gemm.outputs * b_panel_bytes_),
+      tile_(gemm.outputs * kernels_.mr * kernels_.nr * kernels_.acc_bytes) {}
 
 void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin) {
   const std::int64_t row0 = stored_row(gemm_.a, row, origin);
-  const std::int64_t seg_bytes = seg_groups_ * kernels_.mr * kernels_.packed_bytes;
+  const std::int64_t seg_bytes = seg_packed_k_ * kernels_.mr * kernels_.packed_bytes;
   std::byte* out = a_.data();
   for (std::int64_t s = 0; s < gemm_.segments; ++s, out += seg_bytes) {
     kernels_.pack_rows({gemm_.a, row0, rows, kernels_.mr, s * gemm_.seg_k, gemm_.seg_k, out});
@@ -136,8 +138,8 @@ void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows, std::int64_t ori
 void RowGemmWorker::pack_b(std::int64_t expert, std::int64_t first, std::int64_t last) {
   const std::int64_t col0 = first * kernels_.nr;
   const std::int64_t cols = std::min(gemm_.n, last * kernels_.nr) - col0;
-  const std::int64_t parts = gemm_.groups * gemm_.segments;
-  const std::int64_t part_bytes = seg_groups_ * kernels_.nr * kernels_.packed_bytes;
+  const std::int64_t parts = gemm_.outputs * gemm_.segments;
+  const std::int64_t part_bytes = seg_packed_k_ * kernels_.nr * kernels_.packed_bytes;
   for (std::int64_t i = 0; i < parts; ++i) {
     const ExpertMatrix& m = gemm_.matrices[i];
     if (m.stride_n != 1 || m.stride_k == 1) continue;
@@ -173,8 +175,8 @@ RowTile RowGemmWorker::tile_at(std::int64_t expert, std::int64_t row, std::int64
   const std::int64_t col = block * kernels_.nr;
   const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
   RowTile tile{expert, row, col, {}};
-  for (std::int64_t g = 0; g < gemm_.groups; ++g) {
-    tile.acc[g] = {tile_.data() + g * tile_bytes, kernels_.nr, rows,
+  for (std::int64_t o = 0; o < gemm_.outputs; ++o) {
+    tile.acc[o] = {tile_.data() + o * tile_bytes, kernels_.nr, rows,
                    std::min(kernels_.nr, gemm_.n - col)};
   }
   return tile;
@@ -182,15 +184,16 @@ RowTile RowGemmWorker::tile_at(std::int64_t expert, std::int64_t row, std::int64
 
 void RowGemmWorker::multiply(std::int64_t b_panel, const RowTile& tile) {
   const std::int64_t tile_bytes = kernels_.mr * kernels_.nr * kernels_.acc_bytes;
-  for (std::int64_t g = 0; g < gemm_.groups; ++g) {
-    kernels_.product({a_.data(), b_.data() + (b_panel * gemm_.groups + g) * b_panel_bytes_,
-                      gemm_.segments * seg_groups_, tile.acc[g].rows, Start::kZero,
-                      tile_.data() + g * tile_bytes});
+  for (std::int64_t o = 0; o < gemm_.outputs; ++o) {
+    kernels_.product({a_.data(), b_.data() + (b_panel * gemm_.outputs + o) * b_panel_bytes_,
+                      gemm_.segments * seg_packed_k_, tile.acc[o].rows, Start::kZero,
+                      tile_.data() + o * tile_bytes});
   }
 }
 
 std::int64_t col_task_rows(const ColGemm& gemm) {
-  // Whole tiles, one begun tile included: a task of its rest alone would pack all of b again.
+  // Rounded up to whole tiles. Rounded down, the remaining rows would be a task of their own, which
+  // packs all of b again.
   const std::int64_t mr = gemm.kernels->mr;
   return std::min(gemm.m, ceil_div(kColTaskRows / gemm.segments, mr) * mr);
 }

@@ -1,8 +1,11 @@
-// The two grouped GEMMs that every kernel of the layer is: rows of an expert times its matrix
-// (varlen-M), and sums over the rows of an expert (varlen-K). Gathers happen while packing, at most
-// kPanelRows rows at a time; what happens to a finished tile is the caller's epilogue.
+// The two grouped GEMMs behind every kernel of the layer:
+// - RowGemm (varlen-M): the rows of an expert times the expert's matrix.
+// - ColGemm (varlen-K): a matrix for each expert, summed over the expert's rows.
 //
-// Every element is one chain of additions in ascending k whatever the blocking, so neither the
+// Rows are gathered while they are packed, at most kPanelRows at a time. The caller's epilogue gets
+// each finished tile.
+//
+// Every element is one chain of additions in ascending k, whatever the blocking. So neither the
 // number of threads nor the split into tasks changes a bit.
 #pragma once
 
@@ -18,12 +21,12 @@
 
 namespace sonicmoe::cpu {
 
-/// Gathered rows packed at a time.
+/// Most rows of a ColGemm that are packed at a time.
 inline constexpr std::int64_t kPanelRows = 256;
-/// Most rows of a RowTask: they share one packing of their expert's matrix.
+/// Most rows of a RowTask, which packs its expert's matrix once.
 inline constexpr std::int64_t kTaskRows = 4 * kPanelRows;
 
-/// One matrix an expert, (n, k) by strides in elements.
+/// The weights (E, n, k) with strides in elements: one (n, k) matrix for each expert.
 struct ExpertMatrix {
   const void* data = nullptr;
   std::int64_t stride_e = 0;
@@ -31,10 +34,10 @@ struct ExpertMatrix {
   std::int64_t stride_k = 0;
 };
 
-/// Memory of a worker, 64-byte aligned.
-class Panel {
+/// Memory that begins at a multiple of 64 bytes and has room for vector stores past its end.
+class AlignedMemory {
  public:
-  explicit Panel(std::int64_t bytes);
+  explicit AlignedMemory(std::int64_t bytes);
   std::byte* data() const { return data_.get(); }
 
  private:
@@ -44,7 +47,8 @@ class Panel {
   std::unique_ptr<std::byte, Free> data_;
 };
 
-/// Rows [begin, end) of one expert. Operands without an index are stored from row `origin` on.
+/// Rows [begin, end) of one expert. Row `origin` is the first row in the memory of operands that
+/// have no index: they hold one group of experts at a time.
 struct RowTask {
   std::int64_t expert = 0;
   std::int64_t begin = 0;
@@ -52,46 +56,47 @@ struct RowTask {
   std::int64_t origin = 0;
 };
 
-/// Neighbouring experts that pass through all kernels together, so that the next kernel finds the
-/// rows that one kernel wrote in the caches. Their rows are [begin, end).
+/// Experts [first, last) with the rows [begin, end). All kernels of a pass process one group before
+/// the next group, so that each kernel finds in the caches the rows that the kernel before it
+/// wrote.
 struct ExpertGroup {
   std::int64_t first = 0;
-  std::int64_t last = 0;  ///< past the last expert
+  std::int64_t last = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::vector<RowTask> tasks;
 };
 
-/// Most row tasks of `rows` rows of `experts` experts.
+/// An upper bound on the tasks of `rows` rows of `experts` experts.
 std::int64_t most_row_tasks(std::int64_t rows, std::int64_t experts);
 
-/// Walks all experts in groups of about 6 MiB of rows for each worker. Allocates in the constructor
-/// only, so that the walk may begin when outputs have been written.
+/// Splits all experts into groups of about 6 MiB of rows for each worker. Only the constructor
+/// allocates: next() is called when outputs have been written.
 class ExpertGroups {
  public:
-  /// `most_rows`: at least the rows of all experts, which next() then reads from `offsets`.
+  /// `most_rows`: an upper bound on the rows of all experts.
   ExpertGroups(std::int64_t experts, std::int64_t most_rows, std::int64_t row_bytes,
                std::int32_t workers);
-  /// The next group, or null after the last. It replaces the one before.
+  /// The next group, or null after the last. Overwrites the group that it returned before.
   const ExpertGroup* next(std::span<const std::int64_t> offsets);
 
  private:
-  const std::int64_t full_rows_;  ///< a group takes experts until it has these
+  const std::int64_t full_rows_;  ///< a group gets no further expert once it has these rows
   const std::int32_t workers_;
   ExpertGroup group_;
 };
 
-/// Every expert's rows in tasks for `workers`, as one group.
+/// All experts as one group, with tasks for `workers`.
 ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t workers);
 
-/// Varlen-M. acc[g](p, j) = sum over s, k of a(p, s * seg_k + k) * b(j, k), where b is matrices[g]
-/// with several groups (gate and up side by side) and matrices[s] with several segments (gate and
-/// up in one sum).
+/// Varlen-M. acc[o](p, j) = sum over s, k of a(p, s * seg_k + k) * b(j, k). With two outputs, b is
+/// matrices[o]: gate and up are two products of the same rows. With two segments, b is matrices[s]:
+/// gate and up are one sum.
 struct RowGemm {
   const Kernels* kernels = nullptr;
   Operand a;
   ExpertMatrix matrices[2];
-  std::int64_t groups = 1;
+  std::int64_t outputs = 1;
   std::int64_t segments = 1;
   std::int64_t n = 0;
   std::int64_t seg_k = 0;
@@ -102,17 +107,17 @@ struct RowTile {
   std::int64_t expert = 0;
   std::int64_t row = 0;
   std::int64_t col = 0;
-  Tile acc[2];  ///< by group
+  Tile acc[2];  ///< by output
 };
 
-/// Packs and multiplies for one worker: mr rows at a time, which stay in the first cache while they
-/// meet every column, so that finished rows leave and enter memory whole.
+/// Packs and multiplies for one worker. It multiplies mr rows by every column before the next mr
+/// rows: the packed rows stay in the L1 cache, and the epilogue writes whole rows.
 class RowGemmWorker {
  public:
   explicit RowGemmWorker(const RowGemm& gemm);
 
-  /// Calls prepare(tile) before a tile is multiplied, when memory that its epilogue needs is worth
-  /// fetching, and finish(tile) after.
+  /// For each tile, calls prepare(tile) before the multiplication and finish(tile) after it.
+  /// prepare may prefetch the memory that finish reads or writes.
   template <class Prepare, class Finish>
   void run(const RowTask& task, Prepare&& prepare, Finish&& finish) {
     const std::int64_t blocks = (gemm_.n + kernels_.nr - 1) / kernels_.nr;
@@ -141,13 +146,13 @@ class RowGemmWorker {
 
   const RowGemm gemm_;
   const Kernels& kernels_;
-  const std::int64_t seg_groups_;     ///< packed k of a segment
-  const std::int64_t a_panel_bytes_;  ///< of mr rows
-  const std::int64_t b_panel_bytes_;  ///< of nr columns
-  const std::int64_t chunk_blocks_;   ///< column blocks whose b panels are kept
-  Panel a_;
-  Panel b_;
-  Panel tile_;
+  const std::int64_t seg_packed_k_;   ///< packed elements in a lane of a segment
+  const std::int64_t a_panel_bytes_;  ///< for mr rows
+  const std::int64_t b_panel_bytes_;  ///< for nr columns
+  const std::int64_t chunk_blocks_;   ///< blocks of nr columns that are packed at a time
+  AlignedMemory a_;
+  AlignedMemory b_;
+  AlignedMemory tile_;
 };
 
 /// Varlen-K. acc[s](i, j) = sum over rows p of one expert of a(p, s * m + i) * b(p, j).
@@ -185,8 +190,8 @@ class ColGemmWorker {
  public:
   explicit ColGemmWorker(const ColGemm& gemm);
 
-  /// Calls finish(tile) once for every tile of the task, all zero where the expert has no rows,
-  /// and prepare(tile) before its last multiplication.
+  /// Calls finish(tile) once for every tile of the task; the tiles of an expert without rows are
+  /// zero. Calls prepare(tile) before a tile's last multiplication.
   template <class Prepare, class Finish>
   void run(const ColTask& task, const RowTask& rows, Prepare&& prepare, Finish&& finish) {
     if (rows.begin == rows.end) clear_tile();
@@ -227,16 +232,16 @@ class ColGemmWorker {
 
   const ColGemm gemm_;
   const Kernels& kernels_;
-  Panel a_;
-  Panel b_;
-  Panel acc_;
+  AlignedMemory a_;
+  AlignedMemory b_;
+  AlignedMemory acc_;
 };
 
-/// Columns and rows of a varlen-K task.
+/// Most rows and columns of a task.
 std::int64_t col_task_rows(const ColGemm& gemm);
 std::int64_t col_task_cols(const ColGemm& gemm);
 
-/// One Worker of a product for each worker of the team, made before the first phase.
+/// One Worker of a product for each worker of the team.
 template <class Worker, class Gemm>
 using Workers = PerWorker<Worker>;
 

@@ -1,10 +1,14 @@
-// The inner loops of the CPU backend as one table of functions a dtype and instruction set:
-// packing, the register-tiled product, and the epilogues that run on its fp32 (fp64) tile while it
-// is hot. Drivers know only this table; what an instruction set does differently stays behind it.
+// The inner loops of the CPU backend, as one table of functions for each dtype and instruction set:
+// packing, the register-tiled product, and the epilogues on its fp32 (fp64) tile, which is then
+// still in the L1 cache. The code above this table does not know the instruction set.
 //
-// A product tile is `mr` x `nr`. Both operands are packed in panels: `k_group` consecutive k of one
-// lane lie together, then the lanes of the panel, then the next k. Lanes and k that do not exist
-// are zero in the packed panel.
+// A product tile is `mr` x `nr`. Both operands are packed into panels of mr or nr lanes, where a
+// lane is a row of a or a column of b. For k_group = 2 and lanes 0, 1, ... a panel lies in memory
+// as
+//
+//   lane 0: k 0, k 1 | lane 1: k 0, k 1 | ... | lane 0: k 2, k 3 | lane 1: k 2, k 3 | ...
+//
+// Lanes and k beyond the matrix are zero in the panel.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +20,7 @@ namespace sonicmoe::cpu {
 enum class Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 inline constexpr std::int32_t kIsaCount = 4;
 
-/// A strided matrix, its rows optionally renamed: element (r, c) stands at
+/// A strided matrix whose rows may be gathered through an index: element (r, c) is at
 /// data + (index ? index[r] : r) * row_stride + c * col_stride, in elements.
 struct Operand {
   const void* data = nullptr;
@@ -25,14 +29,14 @@ struct Operand {
   std::int64_t col_stride = 1;
 };
 
-/// Offset in elements of element (r, c).
+/// The offset of element (r, c), in elements.
 inline std::int64_t element_offset(const Operand& m, std::int64_t r, std::int64_t c) {
   const std::int64_t row = m.index != nullptr ? m.index[r] : r;
   return row * m.row_stride + c * m.col_stride;
 }
 
-/// One panel of `width` lanes, of which `lanes` exist, and k values each. pack_rows takes lanes
-/// from the rows of `source` and k from its columns; pack_cols the other way round.
+/// One panel of `width` lanes with k values each; `lanes` of them exist. For pack_rows a lane is a
+/// row of `source` and k its columns; for pack_cols a lane is a column and k its rows.
 struct PackJob {
   Operand source;
   std::int64_t lane0 = 0;
@@ -45,7 +49,7 @@ struct PackJob {
 
 enum class Start : std::int32_t { kZero = 0, kAdd = 1 };
 
-/// tile[i * nr + j] = (start) + sum over packed k of a[k][i] * b[k][j], for i < rows.
+/// tile[i * nr + j] = sum over packed k of a[k][i] * b[k][j] for i < rows; kAdd adds to the tile.
 struct ProductJob {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -55,7 +59,7 @@ struct ProductJob {
   void* tile = nullptr;
 };
 
-/// The part of a tile that exists. Accumulators are fp32, or fp64 for fp64 tensors.
+/// The rows and columns of a product tile that exist. Accumulators are fp32; fp64 for fp64 tensors.
 struct Tile {
   const void* values = nullptr;
   std::int64_t stride = 0;
@@ -63,8 +67,8 @@ struct Tile {
   std::int64_t cols = 0;
 };
 
-/// Kernel A: H = r(acc + b1), A = r(act(H)). Pointers are to the tile's first element; biases (of
-/// the accumulators' type) and H may be null.
+/// Kernel A: H = r(acc + b1), A = r(act(H)). Pointers are to the tile's first element. Biases have
+/// the accumulators' type. Biases and H may be null.
 struct ForwardTile {
   Activation activation;
   Tile gate;
@@ -78,8 +82,8 @@ struct ForwardTile {
   std::int64_t a_stride = 0;
 };
 
-/// Kernel dH: from the accumulator dA' and H to dH, A' = r(s act(H)) and dS += sum dA' r(act(H)).
-/// Any output may be null.
+/// Kernel dH: computes dH, A' = r(s act(H)) and dS += sum dA' r(act(H)) from the accumulators dA'
+/// and from H. Any output may be null.
 struct BackwardTile {
   Activation activation;
   Tile da;
@@ -97,7 +101,8 @@ struct BackwardTile {
 
 enum class StoreMode : std::int32_t { kWrite = 0, kAdd = 1 };
 
-/// out(r, c) = r(scale_r * (acc + bias_c)), or += in kAdd; row r of the tile goes to row index[r].
+/// out(r, c) = r(scale_r * (acc + bias_c)); kAdd adds to out. With an index, row r of the tile goes
+/// to row index[r] of out.
 struct StoreTile {
   Tile tile;
   const void* bias = nullptr;
@@ -109,7 +114,8 @@ struct StoreTile {
   StoreMode mode = StoreMode::kWrite;
 };
 
-/// out[c] = r(sum over i < count, in that order, of weight[i] * rows[index[i]][c]); no weight = 1.
+/// out[c] = r(sum over i < count of weight[i] * rows[index[i]][c]), added in ascending i. Null
+/// weights are 1.
 struct SumJob {
   const void* rows = nullptr;
   std::int64_t row_stride = 0;
@@ -135,7 +141,7 @@ struct Kernels {
   std::int64_t mr;
   std::int64_t nr;
   std::int64_t k_group;
-  std::int64_t packed_bytes;  ///< of one lane's k_group values
+  std::int64_t packed_bytes;  ///< of the k_group values of one lane
   std::int64_t element_bytes;
   std::int64_t acc_bytes;
   void (*pack_rows)(const PackJob&);
@@ -146,22 +152,23 @@ struct Kernels {
   void (*store_tile)(const StoreTile&);
   void (*sum_rows)(const SumJob&);
   void (*column_sum)(const ColumnSumJob&);
-  /// <a, b> of n elements: a of the tensors' dtype with a stride, b accumulators.
+  /// The sum of a[i] * b[i] over n elements: a strided of the tensors' dtype, b contiguous
+  /// accumulators.
   double (*dot)(const void* a, std::int64_t stride, const void* b, std::int64_t n);
-  /// n strided elements to contiguous accumulators.
+  /// Converts n strided elements to contiguous accumulators.
   void (*widen)(const void* source, std::int64_t stride, std::int64_t n, void* out);
 };
 
-/// Whether this processor (and this build) can run `isa`.
+/// True if this build has `isa` and this processor runs it.
 bool isa_available(Isa isa);
-/// The best that this processor can run.
+/// The widest instruction set that is available.
 Isa best_isa();
 /// "portable", "avx2", "avx512", "avx512_bf16".
 const char* isa_name(Isa isa);
 /// The table of a float dtype.
 const Kernels& kernels(DType dtype, Isa isa);
 
-/// The tables of one instruction set by DType, or null where the compiler could not build them.
+/// The tables of one instruction set, by DType; null if the compiler could not build them.
 const Kernels* portable_tables();
 const Kernels* avx2_tables();
 const Kernels* avx512_tables();

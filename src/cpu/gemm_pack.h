@@ -1,8 +1,9 @@
-// Packing: strided, gathered rows of any storage type to the panels of gemm_kernels.h. Included by
+// Packs strided or gathered rows of any storage type into the panels of gemm_kernels.h. Included by
 // gemm_<isa>.cc through gemm_table.h.
 //
-// pack_rows may write past the end of its panel: panels are packed in ascending order of address
-// and the engine leaves slack behind the last. pack_cols writes nothing but its k of its panel.
+// pack_rows may write past the end of its panel. So panels are packed in ascending order of
+// address, and AlignedMemory has room behind the last panel. pack_cols writes only the k of its
+// job.
 #pragma once
 
 #include <utility>
@@ -12,7 +13,7 @@
 
 namespace sonicmoe::cpu::SONICMOE_ISA {
 
-/// Multiplies accumulators' own type: one k a packed element.
+/// Products of the accumulators' type: a packed element is one k.
 template <class T>
 struct PlainDot {
   using Packed = T;
@@ -25,7 +26,8 @@ struct PlainDot {
 };
 
 #if defined(__AVX512BF16__)
-/// Two bf16 k a packed element, added to fp32 by one instruction (which flushes denormals).
+/// Products of bf16 pairs: a packed element is two k, which one instruction multiplies and adds to
+/// fp32. The instruction flushes denormals to zero.
 struct PairDot {
   using Packed = std::uint32_t;
   using Acc = float;
@@ -44,7 +46,7 @@ inline double widen_one(double v) { return v; }
 inline float widen_one(BF16 v) { return to_float(v); }
 inline float widen_one(F16 v) { return to_float(v); }
 
-/// One lane's values of a panel, k after k.
+/// Writes value k of one lane into a panel.
 template <class S, class Dot>
 inline void put_value(typename Dot::Packed* panel, std::int64_t width, std::int64_t lane,
                       std::int64_t k, S value) {
@@ -60,7 +62,7 @@ inline std::int64_t groups_of(std::int64_t k) {
   return (k + Dot::kGroup - 1) / Dot::kGroup;
 }
 
-/// The element-by-element form, for lanes or k that are not contiguous.
+/// Packs element by element, for sources where neither lanes nor k are contiguous.
 template <class S, class Dot>
 void pack_strided(const PackJob& job, std::int64_t lane_row, std::int64_t lane_col) {
   auto* panel = static_cast<typename Dot::Packed*>(job.out);
@@ -80,11 +82,11 @@ void pack_strided(const PackJob& job, std::int64_t lane_row, std::int64_t lane_c
   }
 }
 
-/// Lanes of one packed vector and how many k a row of storage elements behind it holds.
+/// Packed elements in a vector.
 template <class Dot>
 inline constexpr int kPackedLanes = kVectorBytes / static_cast<int>(sizeof(typename Dot::Packed));
 
-/// A vector whose lanes are the groups of k of one row: n storage elements from p, zeros beyond.
+/// The packed elements of one row from p on: n storage elements, then zeros.
 template <class S, class Dot>
 inline auto load_groups(const S* p, std::int64_t n) {
   if constexpr (Dot::kGroup == 1) {
@@ -98,7 +100,7 @@ inline auto load_groups(const S* p, std::int64_t n) {
   }
 }
 
-/// One step of a transposition: swaps the off-diagonal blocks of kBlock x kBlock between two rows.
+/// One step of transpose(): swaps the off-diagonal kBlock x kBlock blocks of two rows.
 template <int kBlock, class V, int... kLane>
 inline void exchange(V& upper, V& lower, std::integer_sequence<int, kLane...>) {
   constexpr int kCount = sizeof...(kLane);
@@ -119,7 +121,7 @@ inline void transpose(V (&rows)[kCount]) {
   if constexpr (kBlock > 1) transpose<kBlock / 2>(rows);
 }
 
-/// Lanes [first, first + kCount) of a panel from rows of contiguous k.
+/// Packs lanes [first, first + kCount) of a panel from rows with contiguous k, by transposition.
 template <class S, class Dot>
 void pack_row_block(const PackJob& job, std::int64_t first) {
   constexpr int kCount = kPackedLanes<Dot>;
@@ -127,7 +129,8 @@ void pack_row_block(const PackJob& job, std::int64_t first) {
   const S* rows[kCount];
   const std::int64_t lanes = job.lanes - first;
   for (int i = 0; i < kCount; ++i) {
-    const std::int64_t row = job.lane0 + (i < lanes ? first + i : 0);  // absent: any that exists
+    const std::int64_t row =
+        job.lane0 + (i < lanes ? first + i : 0);  // for an absent lane, a row that exists
     rows[i] = static_cast<const S*>(job.source.data) + element_offset(job.source, row, job.k0);
   }
   auto* out = static_cast<typename Dot::Packed*>(job.out) + first;
@@ -154,24 +157,25 @@ template <class S, class Dot>
 void pack_rows(const PackJob& job) {
   if (job.source.col_stride != 1) return pack_strided<S, Dot>(job, 1, 0);
   constexpr int kCount = kPackedLanes<Dot>;
-  // The last block comes first: what it spills into the next k the others then overwrite.
+  // From the last block to the first: the last block's stores reach into the next k, which the
+  // first block overwrites.
   for (std::int64_t first = (job.width - 1) / kCount * kCount; first >= 0; first -= kCount) {
     pack_row_block<S, Dot>(job, first);
   }
 }
 
-/// A vector of packed values whose lanes are neighbouring columns, from one row or a pair of rows.
+/// The packed elements of neighbouring columns, from one row or, for bf16 pairs, from two rows.
 template <class S, class Dot>
 inline auto load_columns(const S* row, const S* next, std::int64_t n) {
   if constexpr (Dot::kGroup == 1) {
     return load_n(row, n);
   } else {
-    const U32V low = (U32V)load_n(row, n) >> 16;  // bf16 loads leave the low half zero
+    const U32V low = (U32V)load_n(row, n) >> 16;  // bf16 loads fill the high half only
     return next != nullptr ? low | (U32V)load_n(next, n) : low;
   }
 }
 
-/// Stores the first n lanes; with `spill` the others may be written too.
+/// Stores the first n lanes. With Spill::kYes the other lanes may be written too, which is faster.
 enum class Spill { kNo, kYes };
 template <class P, class V>
 inline void store_lanes(P* p, V v, std::int64_t n, Spill spill) {
@@ -192,7 +196,7 @@ void pack_cols(const PackJob& job) {
     if (Dot::kGroup == 2 && k + 1 < job.k) {
       next = data + element_offset(job.source, job.k0 + k + 1, job.lane0);
     }
-    // What a store spills over is written by the next k of this call, so the last may not spill.
+    // Lanes past the panel belong to the next k, which overwrites them. The last k has no next.
     const Spill spill = k + Dot::kGroup < job.k ? Spill::kYes : Spill::kNo;
     for (std::int64_t i = 0; i < job.width; i += kCount) {
       const std::int64_t n = job.lanes - i;

@@ -1,4 +1,4 @@
-// The kernels built for the compiler's baseline: what every processor can run.
+// The kernels built for the baseline of the compiler, which every processor runs.
 #define SONICMOE_ISA portable
 #include "cpu/gemm_table.h"
 

@@ -1,8 +1,8 @@
-// Vectors of the widest registers that a translation unit is compiled for: a thin layer over the
-// compiler's vector types, so that every loop above it is written once.
+// Vectors as wide as the registers of the instruction set that a file is compiled for. Loops on
+// these types are written once for all instruction sets.
 //
-// Included only by gemm_<isa>.cc, which define SONICMOE_ISA first: everything lives in a namespace
-// of that name, so that the same templates built for two instruction sets never meet in the linker.
+// Only gemm_<isa>.cc include this file, and define SONICMOE_ISA first. Everything is in a namespace
+// of that name: otherwise the linker would merge the templates of two instruction sets into one.
 #pragma once
 
 #ifndef SONICMOE_ISA
@@ -36,7 +36,7 @@ typedef std::int32_t I32V __attribute__((vector_size(kVectorBytes)));
 typedef std::uint32_t U32V __attribute__((vector_size(kVectorBytes)));
 typedef std::uint16_t U16V __attribute__((vector_size(kVectorBytes / 2)));
 
-/// The accumulator and its vector behind a storage type.
+/// The accumulator of a storage type, and its vector.
 template <class S>
 struct Lane {
   using Acc = float;
@@ -104,7 +104,7 @@ inline F32V load(const F16* p) {
 
 inline void store(float* p, F32V v) { store_raw(p, v); }
 inline void store(double* p, F64V v) { store_raw(p, v); }
-/// The bits of r(v) in the upper half of each lane.
+/// v rounded to bf16, whose bits are the upper half of each lane.
 inline U32V rounded_bf16(F32V v) {
   const U32V u = (U32V)v;
   const U32V rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
@@ -112,7 +112,8 @@ inline U32V rounded_bf16(F32V v) {
   return (u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
 }
 #if defined(__AVX512BF16__)
-/// One instruction does it, but for denormals, which it flushes.
+/// The bf16 instruction flushes denormals to zero, so lanes that may be denormal take the other
+/// way.
 inline U16V to_bf16(F32V v) {
   constexpr int kExponent = 0x7f800000;
   if (_mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(kExponent)) == 0xffff) [[likely]] {
@@ -141,7 +142,7 @@ inline void store(F16* p, F32V v) {
 }
 
 #if defined(__AVX512F__)
-/// The first n of sixteen (eight) lanes.
+/// The mask of the first n of 16 lanes; for fp64, its low byte is the mask of 8 lanes.
 inline __mmask16 first_lanes(std::int64_t n) {
   return n >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << n) - 1u);
 }
@@ -167,7 +168,8 @@ inline typename Lane<S>::V load_masked(const S* p, std::int64_t n) {
 }
 #endif
 
-/// The first n of a vector's lanes; the others read as zero and are not written.
+/// Loads or stores the first n lanes. A load sets the other lanes to zero; a store does not write
+/// them.
 template <class S>
 inline typename Lane<S>::V load_n(const S* p, std::int64_t n) {
   return n >= Lane<S>::kCount ? load(p) : load_masked(p, n);
@@ -181,7 +183,7 @@ inline void store_n(S* p, typename Lane<S>::V v, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-/// r(.): to the storage type and back.
+/// r(.): rounds to the storage type and converts back.
 template <class S, class V>
 inline V round_to(V v) {
   S lanes[Lane<S>::kCount];
@@ -201,7 +203,7 @@ inline F32V round_to<BF16>(F32V v) {
   return (F32V)(__builtin_convertvector(to_bf16(v), U32V) << 16);
 }
 
-/// The lanes of a and, after them, b that have these numbers.
+/// The lanes with these numbers; the lanes of b are numbered after those of a.
 template <int... kLane, class V>
 inline V lanes_of(V a, V b) {
 #if __has_builtin(__builtin_shufflevector)
@@ -211,7 +213,7 @@ inline V lanes_of(V a, V b) {
 #endif
 }
 
-/// Lanes are added in one fixed tree: the upper half to the lower, until one is left.
+/// Adds the upper half of the lanes to the lower half until one lane is left.
 template <int kHalf, class V, int... kLane>
 inline auto sum_halves(V v, std::integer_sequence<int, kLane...> lanes) {
   const V sum = v + lanes_of<(kLane % kHalf + kHalf)...>(v, v);

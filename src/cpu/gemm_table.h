@@ -1,4 +1,4 @@
-// Assembles the table of functions of one instruction set. Included by gemm_<isa>.cc.
+// The tables of functions of one instruction set. Included by gemm_<isa>.cc.
 #pragma once
 
 #include "cpu/activation_tile.h"
@@ -32,7 +32,7 @@ using Bf16Dot = PairDot;
 using Bf16Dot = PlainDot<float>;
 #endif
 
-/// By DType: f32, bf16, f16, f64.
+/// In the order of DType: f32, bf16, f16, f64.
 inline constexpr Kernels kTables[] = {table_of<float, PlainDot<float>>(), table_of<BF16, Bf16Dot>(),
                                       table_of<F16, PlainDot<float>>(),
                                       table_of<double, PlainDot<double>>()};

@@ -1,17 +1,17 @@
-// The register-tiled product and the plain epilogues, as templates over the storage type and the
-// kind of multiplication. Included by gemm_<isa>.cc through gemm_table.h.
+// The register-tiled product, and the epilogues without an activation, as templates over the
+// storage type and the kind of multiplication. Included by gemm_<isa>.cc through gemm_table.h.
 #pragma once
 
 #include "cpu/gemm_pack.h"
 
 namespace sonicmoe::cpu::SONICMOE_ISA {
 
-/// Register tile of an instruction set: kRows x (kVectors * lanes) accumulators.
+/// The product tile of an instruction set: kRows rows of kVectors vectors of accumulators.
 struct TileShape {
 #if defined(__AVX512F__)
-  static constexpr int kRows = 14;  // 28 accumulators, 2 of b, 1 of a in 32 registers
+  static constexpr int kRows = 14;  // of 32 registers: 28 accumulators, 2 of b, 1 of a
 #elif defined(__AVX2__)
-  static constexpr int kRows = 6;  // 12 accumulators, 2 of b, 1 of a in 16 registers
+  static constexpr int kRows = 6;  // of 16 registers: 12 accumulators, 2 of b, 1 of a
 #else
   static constexpr int kRows = 4;
 #endif
@@ -58,7 +58,7 @@ void product_rows(const ProductJob& job) {
   }
 }
 
-/// Calls the instance for job.rows: fewer rows cost fewer multiplications.
+/// Calls the instance for job.rows, so that absent rows are not multiplied.
 template <class Dot, int kRows = TileShape::kRows>
 void product(const ProductJob& job) {
   if constexpr (kRows > 1) {
@@ -89,12 +89,12 @@ void store_tile(const StoreTile& t) {
       S lanes[Lane<S>::kCount];
       store(lanes, v);
       for (std::int64_t i = 0; i < n && i < Lane<S>::kCount; ++i) {
-        S* place = out + (c + i) * t.col_stride;
+        S* element = out + (c + i) * t.col_stride;
         if (t.mode == StoreMode::kAdd) {
-          const V sum = load_n(place, 1) + v[i];
-          store_n(place, sum, 1);
+          const V sum = load_n(element, 1) + v[i];
+          store_n(element, sum, 1);
         } else {
-          *place = lanes[i];
+          *element = lanes[i];
         }
       }
     }

@@ -32,7 +32,7 @@ Layout layout_of(const Problem& p) {
   return l;
 }
 
-/// What source `s` of the ids or pairs form says; expert -1 for an empty slot.
+/// The token and the expert of source `s` of the ids or pairs form; expert -1 for an empty slot.
 struct Choice {
   std::int64_t token;
   std::int64_t expert;
@@ -47,14 +47,15 @@ Choice choice_at(const Problem& p, const Routing& routing, std::int64_t s) {
   return empty ? Choice{-1, -1} : c;
 }
 
-/// Counts became offsets and were advanced while filling: entry i now holds the end of list i.
+/// While lists are filled, entry i advances from the begin of list i to its end. This moves the
+/// ends to the entries after them, where they are the begins again.
 template <class T>
 void ends_to_begins(T* offsets, std::int64_t count) {
   for (std::int64_t i = count; i > 0; --i) offsets[i] = offsets[i - 1];
   offsets[0] = 0;
 }
 
-/// Stable counting sort of the sources by token, then of that order by expert.
+/// Sorts the sources by token and then by expert. Both sorts count and are stable.
 void sort_choices(const Problem& p, const Routing& routing, const Metadata& m) {
   const std::int64_t sources = row_capacity(p);
   std::fill_n(m.token_offsets, p.tokens + 1, 0);
@@ -86,7 +87,7 @@ void sort_choices(const Problem& p, const Routing& routing, const Metadata& m) {
   ends_to_begins(m.offsets, p.experts);
 }
 
-/// The rows [begin, begin + count) that lie in the buffer of `size` rows.
+/// The part of rows [begin, begin + count) that is inside a buffer of `size` rows.
 struct Clamped {
   std::int64_t begin;
   std::int64_t end;
@@ -100,9 +101,10 @@ Clamped clamped(std::int64_t begin, std::int64_t count, std::int64_t size) {
   return {begin, begin + std::min(std::max<std::int64_t>(count, 0), size - begin)};
 }
 
-/// Grouped rows are in order already; gaps disappear. A row in two groups stays with the first.
+/// Grouped rows are sorted already; rows in no group are left out. A row in two groups belongs to
+/// the first.
 void collect_groups(const Problem& p, const Routing& routing, const Metadata& m) {
-  std::int32_t* row_of_token = m.token_offsets;  // row + 1 until the offsets replace it
+  std::int32_t* row_of_token = m.token_offsets;  // row + 1, until the offsets overwrite it
   std::fill_n(row_of_token, p.tokens + 1, 0);
   std::int32_t row = 0;
   m.offsets[0] = 0;

@@ -1,5 +1,6 @@
-// Routing metadata: the rows of every expert and, per token, the rows that are its own. One stable
-// sort by (expert, token, slot) serves ids, pairs and grouped rows.
+// Routing metadata: the list of rows of each expert, and the list of rows of each token. Rows are
+// sorted by (expert, token, slot), where a slot is one of the choices of a token: a column of ids,
+// or a pair. Ids, pairs and grouped rows all become this form.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace sonicmoe::cpu {
 
-/// Arrays in the caller's `saved` buffer. A row's source is its place in the routing weights
-/// (t * K + slot, the pair, or the grouped row).
+/// Arrays in the caller's `saved` buffer. The source of a row is the index of its routing weight:
+/// t * K + slot for ids, the pair, or the grouped row.
 struct Metadata {
   std::int64_t* offsets = nullptr;     ///< (E+1): rows of expert e are [offsets[e], offsets[e+1])
   std::int32_t* row_token = nullptr;   ///< (C): the row of x
@@ -26,12 +27,12 @@ struct Metadata {
 
 std::int64_t metadata_bytes(const Problem& problem);
 Metadata metadata_at(const Problem& problem, void* base);
-/// At least the number of rows that build_metadata() will find; more only where grouped rows
-/// overlap. Writes nothing.
+/// The number of rows that build_metadata() will find; an upper bound if grouped rows overlap.
+/// Writes nothing.
 std::int64_t count_rows(const Problem& problem, const Routing& routing);
 void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata);
 
-/// The routing weight behind a source; 1 where grouped rows have none.
+/// The routing weight of a source; 1 if grouped rows have no weights.
 double source_weight(const Problem& problem, const Tensor& weights, std::int64_t source);
 
 }  // namespace sonicmoe::cpu

@@ -1,4 +1,4 @@
-// Kernels dH, dW2, dW1, dX~ and dX, with the bias gradients.
+// The backward pass: kernels dH, dW2, dW1, dX~ and dX of docs/method.md, and the bias gradients.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -15,8 +15,8 @@ struct Backward {
   const Kernels& kernels;
   const Isa isa;
   const Metadata metadata;
-  void* dh;      ///< dH of one group of experts
-  void* scaled;  ///< A' of one group of experts
+  void* dh;      ///< dH of the current group of experts
+  void* scaled;  ///< A' of the current group of experts
   void* dx_rows;
 
   std::int64_t gates() const { return gate_factor(problem.activation.kind); }
@@ -62,7 +62,7 @@ void finish_dscores(const Backward& b, const RowTask& rows, const RowBuffers& bu
   }
 }
 
-/// dA' = dO W2 in accumulators; dH, A' and dS in its epilogue.
+/// dA' = dO W2, which stays in the accumulators; its epilogue computes dH, A' and dS.
 class KernelDh {
  public:
   KernelDh(Team& team, PerWorker<RowBuffers>& buffers, const Backward& b)
@@ -102,7 +102,8 @@ class KernelDh {
   }
 
  private:
-  /// Row `row` of a matrix of H's shape, in its gate (half 0) or up part; null of null.
+  /// The address of (row, col) in the gate columns (half 0) or up columns (the last half) of a
+  /// matrix with H's shape; null if the matrix is null.
   template <class T>
   T* half_at(T* data, std::int64_t row, std::int64_t half, std::int64_t col) const {
     const std::int64_t n = b_.problem.width;
@@ -133,7 +134,8 @@ class KernelDh {
     const BackwardTile t = describe(tile, task.origin);
     const std::int64_t element = b_.kernels.element_bytes;
     const std::int64_t bytes = t.da.cols * element;
-    // H comes from far: the tile below this one, a sweep over the columns ahead.
+    // H comes from memory. It is prefetched for the tile mr rows below, which is multiplied after
+    // all other columns of these rows.
     const std::int64_t below = std::min(t.da.rows, task.end - tile.row - t.da.rows);
     const std::int64_t step = t.da.rows * t.h_stride;
     for (const void* h : {t.h_gate, t.h_up}) {
@@ -156,7 +158,7 @@ class KernelDh {
   PerWorker<RowGemmWorker> workers_;
 };
 
-/// dW2 or dW1: grads[s] (E, m, n) from a's columns [s*m, (s+1)*m) and b.
+/// dW2 or dW1: grads[s] (E, m, n) = the sum over rows of columns [s*m, (s+1)*m) of a times b.
 class WeightGradient {
  public:
   WeightGradient(Team& team, const Backward& b, const ColGemm& gemm, std::array<Tensor, 2> grads)
@@ -208,11 +210,12 @@ class WeightGradient {
   const Backward& b_;
   const ColGemm gemm_;
   const std::array<Tensor, 2> grads_;
-  std::vector<ColTask> tasks_;  ///< of expert 0: every expert has the same
+  std::vector<ColTask> tasks_;  ///< of expert 0; those of the other experts have the same tiles
   PerWorker<ColGemmWorker> workers_;
 };
 
-/// A bias gradient (E, cols): the column sums of `rows`, scaled by the scores or as they are.
+/// A bias gradient (E, cols): the sums of the columns of `rows`, whose rows may be scaled by
+/// scores.
 enum class Scaled { kNo, kYes };
 struct BiasGradient {
   Operand rows;
@@ -262,7 +265,7 @@ void bias_gradients(Team& team, PerWorker<RowBuffers>& buffers, const Backward& 
   bias_gradient(team, buffers, b, group, {dense_rows(b.dh, stride), Scaled::kNo, g.b_gate});
 }
 
-/// dX~ = r(dH W1), one sum over gate and up. Grouped rows are their tokens' gradient.
+/// dX~ = r(dH W1), one sum over gate and up. For grouped rows this is dx.
 class KernelDxRows {
  public:
   KernelDxRows(Team& team, const Backward& b)
@@ -323,7 +326,7 @@ ColGemm describe_dw1(const Backward& b) {
           p.hidden};
 }
 
-/// The most tasks of any phase.
+/// The largest number of tasks of any phase.
 std::int64_t most_tasks(const Backward& b, std::int64_t rows) {
   const std::int64_t tiles = std::max(col_tasks(describe_dw2(b)), col_tasks(describe_dw1(b)));
   return std::max(
@@ -343,8 +346,8 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
                    at_byte(args.scratch, scratch.scaled),
                    at_byte(args.scratch, scratch.dx_rows)};
 
-  // All memory of the call. Nothing is written before the last of it is there: in accumulate mode a
-  // caller who repeats a refused call would otherwise add some gradients twice.
+  // Everything that allocates. The caller's buffers are written only after this: in accumulate
+  // mode, repeating a call that was refused later would add some gradients twice.
   const std::int64_t rows = b.metadata.offsets[problem.experts];
   const double flops =
       12.0 * static_cast<double>(rows) * static_cast<double>(problem.hidden * problem.width);

@@ -1,4 +1,4 @@
-// Kernels A, Y and O.
+// The forward pass: kernels A, Y and O of docs/method.md.
 #include <algorithm>
 
 #include "cpu/moe_layer.h"
@@ -11,13 +11,13 @@ struct Forward {
   const ForwardArgs& args;
   const Kernels& kernels;
   const Metadata metadata;
-  void* a;  ///< A of one group of experts
+  void* a;  ///< A of the current group of experts
   void* y;
 
   std::int64_t gates() const { return gate_factor(problem.activation.kind); }
 };
 
-/// H = r(X W1^T + b1), A = r(act(H)), gate and up side by side.
+/// H = r(X W1^T + b1) and A = r(act(H)). Gate and up are two outputs of one product.
 class KernelA {
  public:
   KernelA(Team& team, const Forward& f)
@@ -47,7 +47,7 @@ class KernelA {
     return at_element(f_.a, (tile.row - origin) * f_.problem.width + tile.col,
                       f_.kernels.element_bytes);
   }
-  /// The tile's place in the gate (half 0) or up part of H.
+  /// The address in H of the tile's gate columns (half 0) or up columns (the last half).
   void* h_at(const RowTile& tile, std::int64_t half) const {
     const std::int64_t n = f_.problem.width;
     return at_element(f_.args.h.data, (tile.row * f_.gates() + half) * n + tile.col,
@@ -91,7 +91,7 @@ class KernelA {
   PerWorker<RowGemmWorker> workers_;
 };
 
-/// Y = r(A W2^T + b2); grouped rows are scaled before that rounding and are the output.
+/// Y = r(A W2^T + b2). Grouped rows are scaled before the rounding and go to the output.
 class KernelY {
  public:
   KernelY(Team& team, PerWorker<RowBuffers>& buffers, const Forward& f)
@@ -162,7 +162,7 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
       at_byte(args.scratch, scratch.a),
       at_byte(args.scratch, scratch.y)};
 
-  // All memory of the call. Nothing is written before the last of it is there.
+  // Everything that allocates. The caller's buffers are written only after this.
   const std::int64_t rows = count_rows(problem, args.routing);
   const double flops =
       6.0 * static_cast<double>(rows) * static_cast<double>(problem.hidden * problem.width);

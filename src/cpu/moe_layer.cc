@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kAlignment = 256;
 constexpr std::int64_t kTokenTask = 64;
 
-/// Hands out aligned pieces of a buffer.
+/// Lays pieces of a buffer one after the other, each at a multiple of kAlignment.
 struct Carver {
   std::int64_t used = 0;
   std::int64_t take(std::int64_t bytes) {
@@ -95,7 +95,7 @@ void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
 void prefer_large_pages(const Buffer& memory) {
 #if defined(MADV_HUGEPAGE)
   constexpr std::uintptr_t kPage = 2 << 20;
-  // Whole pages inside the buffer only: the neighbours belong to somebody else.
+  // Only the pages that lie wholly inside the buffer.
   const auto begin = reinterpret_cast<std::uintptr_t>(memory.data);
   const std::uintptr_t first = (begin + kPage - 1) / kPage * kPage;
   const std::uintptr_t last = (begin + static_cast<std::uintptr_t>(memory.bytes)) / kPage * kPage;
@@ -117,8 +117,9 @@ void prefer_large_pages(const Tensor& tensor) {
 
 namespace {
 
-// The weighted sum of a token with more rows than a buffer has weights: the same additions in the
-// same order, with the sum in memory between the parts.
+// The sum of a token that has more rows than RowBuffers has scores. The rows are added in parts, in
+// the same order and to the same bits as Kernels::sum_rows, with the sum in memory between the
+// parts.
 void sum_long_token(const TokenSum& sum, std::int64_t t, const RowBuffers& buffers) {
   const Problem& p = *sum.problem;
   const Metadata& m = *sum.metadata;

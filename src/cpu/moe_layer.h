@@ -1,5 +1,6 @@
-// What forward and backward share: views of strided tensors, scratch layout, and the entry points
-// with the instruction set as an argument, so that tests can ask for each.
+// Used by forward and backward: views of strided tensors, the layout of scratch, sums over tokens.
+// The entry points here take the instruction set as an argument, so that tests can run each of
+// them.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +18,17 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
 void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec);
 
-/// Tensors are handed out from the caller's scratch one after the other, 256-byte aligned.
+/// Byte offsets of the tensors in the caller's scratch, each a multiple of 256.
 struct ForwardScratch {
-  std::int64_t a = 0;         ///< A (C, n), of which a group of experts uses the beginning
-  std::int64_t y = 0;         ///< Y (C, d); grouped rows go straight to the output
-  std::int64_t metadata = 0;  ///< inference only: training keeps it in `saved`
+  std::int64_t a = 0;         ///< A (C, n); every group of experts writes it from the beginning
+  std::int64_t y = 0;         ///< Y (C, d); empty for grouped rows, whose Y is the output
+  std::int64_t metadata = 0;  ///< inference only; training writes it to `saved`
   std::int64_t bytes = 0;
 };
 ForwardScratch forward_scratch(const Problem& problem, Pass pass);
 
 struct BackwardScratch {
-  std::int64_t dh = 0;       ///< dH (C, G*n), of which a group of experts uses the beginning
+  std::int64_t dh = 0;       ///< dH (C, G*n); every group of experts writes it from the beginning
   std::int64_t scaled = 0;   ///< A' (C, n), likewise
   std::int64_t dx_rows = 0;  ///< dX~ (C, d)
   std::int64_t bytes = 0;
@@ -44,29 +45,29 @@ inline const void* at_element(const void* data, std::int64_t offset, std::int64_
   return static_cast<const std::byte*>(data) + offset * element_bytes;
 }
 
-/// Asks the system to back large memory that is about to be written by large pages: fresh pages of
-/// 4 KiB cost more to map than some kernels take to fill them. A hint: contents never change.
+/// Asks the system for 2 MiB pages for memory that is about to be written: to map fresh 4 KiB pages
+/// takes longer than some kernels need to fill them. Contents never change.
 void prefer_large_pages(const Buffer& memory);
 void prefer_large_pages(const Tensor& tensor);
 
-/// Rows of a (rows, cols) tensor, renamed by `index` where it is given.
+/// The rows of a (rows, cols) tensor, gathered through `index` unless it is null.
 inline Operand rows_of(const Tensor& t, const std::int32_t* index) {
   return {t.data, index, t.stride[0], t.stride[1]};
 }
-/// Rows of a dense matrix in scratch.
+/// The rows of a matrix in scratch whose columns are contiguous.
 inline Operand dense_rows(const void* data, std::int64_t row_stride) {
   return {data, nullptr, row_stride, 1};
 }
-/// W (E, n, k) of a product with rows of k values.
+/// W (E, n, k) for rows of k values.
 inline ExpertMatrix expert_matrix(const Tensor& w) {
   return {w.data, w.stride[0], w.stride[1], w.stride[2]};
 }
-/// The same W used the other way round: products with rows of n values.
+/// The same W for rows of n values.
 inline ExpertMatrix transposed_expert_matrix(const Tensor& w) {
   return {w.data, w.stride[0], w.stride[2], w.stride[1]};
 }
 
-/// Asks for a block of memory while a tile is multiplied, so that its epilogue does not wait.
+/// Prefetches a block of memory.
 inline void prefetch_rows(const void* first, std::int64_t rows, std::int64_t stride_bytes,
                           std::int64_t bytes) {
   constexpr std::int64_t kLine = 64;
@@ -76,7 +77,7 @@ inline void prefetch_rows(const void* first, std::int64_t rows, std::int64_t str
   }
 }
 
-/// Stores a tile to its rows and columns of `out`.
+/// The store of a tile to its rows and columns of `out`.
 inline StoreTile row_store(const Kernels& k, const Tensor& out, const RowTile& tile) {
   StoreTile t{.tile = tile.acc[0]};
   t.out =
@@ -85,7 +86,7 @@ inline StoreTile row_store(const Kernels& k, const Tensor& out, const RowTile& t
   t.col_stride = out.stride[1];
   return t;
 }
-/// The same, to the rows that `index` names for the tile's.
+/// Changes a store of row_store(): row p of the tile goes to row index[p] of `out`.
 inline void scatter(const Kernels& k, const Tensor& out, const std::int32_t* index,
                     const RowTile& tile, StoreTile& t) {
   t.index = index + tile.row;
@@ -98,10 +99,10 @@ inline void prefetch_row_tile(const Kernels& k, const Tensor& out, const RowTile
                 tile.acc[0].cols * k.element_bytes);
 }
 
-/// The groups of experts that go through the kernels of a pass one after the other.
+/// The groups of experts of a pass.
 ExpertGroups expert_groups(const Problem& problem, std::int64_t most_rows, std::int32_t workers);
 
-/// Memory of a worker for the rows of one task and for one sum over rows.
+/// A worker's memory: two numbers for each row of a task, and one sum over rows.
 class RowBuffers {
  public:
   RowBuffers(const Problem& problem, const Kernels& kernels);
@@ -110,17 +111,17 @@ class RowBuffers {
   void* sums() const { return memory_.data() + 2 * kTaskRows * sizeof(double); }  ///< max(d, n)
 
  private:
-  Panel memory_;
+  AlignedMemory memory_;
 };
 
-/// Tasks of the sums over a token's rows.
+/// The number of tasks of sum_tokens().
 std::int64_t token_tasks(const Problem& problem);
 
-/// Room for one tile row of an (E, cols) bias as accumulators (fp64 at most).
+/// The columns of an (E, cols) bias that one tile needs, in the accumulators' type.
 struct BiasTile {
   alignas(64) std::byte values[64 * sizeof(double)];
 
-  /// Columns [col, col + n) of expert e, or null without a bias.
+  /// Columns [col, col + n) of expert e; null if there is no bias.
   const void* load(const Kernels& k, const Tensor& bias, std::int64_t e, std::int64_t col,
                    std::int64_t n) {
     if (bias.data == nullptr) return nullptr;
@@ -130,8 +131,8 @@ struct BiasTile {
   }
 };
 
-/// out[t] = sum over the token's rows of weight * rows, tokens without rows zero. `weights` null:
-/// plain sums.
+/// out[t] = sum over the rows of token t of weight * row; 0 for a token without rows. Null
+/// `weights` means that every weight is 1.
 struct TokenSum {
   const Problem* problem = nullptr;
   const Kernels* kernels = nullptr;
@@ -142,7 +143,7 @@ struct TokenSum {
 };
 void sum_tokens(Team& team, PerWorker<RowBuffers>& buffers, const TokenSum& sum);
 
-/// Zeroes the rows of out that no group owns (grouped form).
+/// Grouped form: writes 0 to the rows of out that are in no group.
 void zero_unowned(const Problem& problem, const Kernels& kernels, const Metadata& metadata,
                   const Tensor& out);
 

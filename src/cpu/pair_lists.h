@@ -1,4 +1,4 @@
-// Pair lists: sorted by (expert, token), closed by entries that name nobody.
+// Lists of pairs: sorted by (expert, token), then empty entries up to the capacity.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace sonicmoe::cpu {
 
-/// Fills [first, C) of the lists: token -1, expert E, weight 0.
+/// Writes empty entries (token -1, expert E, weight 0) to [first, C).
 template <class Real>
 void close_pairs(const Pairs& pairs, std::int64_t first, std::int64_t experts) {
   for (std::int64_t i = first; i < pairs.token.shape[0]; ++i) {
@@ -19,7 +19,7 @@ void close_pairs(const Pairs& pairs, std::int64_t first, std::int64_t experts) {
   }
 }
 
-/// The pairs of each token, in ascending order of their place in the list.
+/// The pairs of each token, in ascending order of their index in the list.
 class PairsByToken {
  public:
   PairsByToken(const Pairs& pairs, std::int64_t tokens, std::int64_t experts)

@@ -1,4 +1,4 @@
-// Token rounding: every expert's rows become a multiple of the tile.
+// Token rounding: rounds the number of rows of each expert to a multiple of the tile.
 #include <vector>
 
 #include "core/round_rule.h"
@@ -12,7 +12,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-// Tokens whose keys are turned into columns together: a cache line of fp32 keys.
+// Tokens whose keys are transposed together: a cache line of fp32 keys.
 constexpr std::int64_t kTransposeBlock = 16;
 constexpr std::int64_t kAlignment = 256;
 
@@ -20,13 +20,13 @@ constexpr std::int64_t aligned(std::int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-/// The caller's scratch: rank keys by expert, and the plain top-K of every token.
+/// The caller's scratch: the rank keys of each expert, and the top-K of each token before rounding.
 template <class Real>
 struct RoundScratch {
   KeyOf<Real>* keys;   // (E, T)
   Real* weights;       // (T, K)
   std::int32_t* ids;   // (T, K)
-  std::int64_t bytes;  // in all
+  std::int64_t bytes;  // of all three
 
   RoundScratch(void* base, std::int64_t tokens, std::int64_t experts, std::int64_t top_k) {
     auto* at = static_cast<char*>(base);
@@ -40,7 +40,8 @@ struct RoundScratch {
   }
 };
 
-/// A worker's row, the keys of kTransposeBlock rows, and the ranking of an expert's tokens.
+/// A worker's memory: a row, the keys of kTransposeBlock rows, and the ranking of an expert's
+/// tokens.
 template <class Real>
 struct RoundMemory {
   RoundMemory(const RouteOptions& options, const Tensor& logits)
@@ -88,7 +89,7 @@ class TokenRounding {
  private:
   const Key* column(std::int64_t e) const { return scratch_.keys + e * tokens_; }
 
-  // Top-K of each token, and the rank keys of all its experts as columns.
+  // Computes the top-K of each token, and the rank keys of all its experts, transposed to (E, T).
   void rank_tokens(Range tokens, std::int32_t worker) {
     RouteRow<Real>& row = memory_[worker].row;
     const std::int64_t top_k = options_.route.top_k;
@@ -185,7 +186,7 @@ class TokenRounding {
   PerWorker<RoundMemory<Real>> memory_{team_, options_.route, logits_};
 };
 
-/// A worker's row, its chosen experts, and the gradients of weights, probabilities and logits.
+/// A worker's memory: a row, its K chosen experts, and gradients of weights, probabilities, logits.
 template <class Real>
 struct RoundBackwardMemory {
   RoundBackwardMemory(const RouteOptions& options, std::int64_t experts)
@@ -239,7 +240,7 @@ void round_backward(const RoundOptions& options, const Tensor& logits, const Pai
 
 std::int64_t round_scratch_bytes(const RoundOptions& options, std::int64_t tokens,
                                  std::int64_t experts, const Exec&) {
-  // fp64 logits need the most; the dtype is not known here.
+  // The dtype is not known here. fp64 logits need the most.
   return RoundScratch<double>(nullptr, tokens, experts, options.route.top_k).bytes;
 }
 

@@ -1,4 +1,4 @@
-// The best c of one expert's tokens by rank key, lower token first on ties.
+// Ranks the tokens of an expert by key. Among equal keys the lower token ranks higher.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace sonicmoe::cpu {
 
-/// A place in an expert's ranking: higher key first, then lower token.
+/// A token with its key.
 template <class Key>
 struct Ranked {
   Key key;
@@ -22,7 +22,7 @@ struct Ranked {
   }
 };
 
-/// The last place that is still kept; nothing is when `token` is -1 and key the largest.
+/// The last kept token if none is kept: it ranks above every token.
 template <class Key>
 constexpr Ranked<Key> keep_nothing() {
   return {std::numeric_limits<Key>::max(), -1};
@@ -35,7 +35,7 @@ class ColumnRanking {
   explicit ColumnRanking(std::int64_t tokens) : tokens_(tokens), kept_(tokens + 1) {
     candidates_.reserve(tokens);
   }
-  /// The next calls are about this column of rank keys (T).
+  /// Sets the rank keys (T) that the other functions read.
   void read(const Key* keys) { keys_ = keys; }
 
   std::int64_t chosen_count() const {
@@ -45,14 +45,14 @@ class ColumnRanking {
     return static_cast<std::int64_t>(count);
   }
 
-  /// The c-th ranked, where f are chosen.
+  /// The token of rank c, of which f are chosen.
   Ranked<Key> last_kept(std::int64_t c, std::int64_t f) {
     candidates_.clear();
     if (c == 0) return keep_nothing<Key>();
     if (c == f) return {kChosenBit<Key>, tokens_};
     return c > f ? best_others(c - f) : best_chosen(c);
   }
-  /// Tokens up to and including `last`, in ascending order.
+  /// The tokens that rank as high as `last` or higher, in ascending order.
   std::span<const std::int32_t> kept(const Ranked<Key>& last) {
     std::int64_t count = 0;
     for (std::int64_t t = 0; t < tokens_; ++t) {
@@ -62,7 +62,7 @@ class ColumnRanking {
     return {kept_.data(), static_cast<std::size_t>(count)};
   }
 
-  /// Mass of the m best that are not chosen.
+  /// The mass of the m highest ranked tokens that are not chosen.
   std::uint64_t mass_of_best_others(std::int64_t m) {
     std::uint64_t mass = 0;
     if (m == 0) return mass;
@@ -71,7 +71,7 @@ class ColumnRanking {
     return mass;
   }
 
-  /// Mass of the chosen that fall away when c of them stay.
+  /// The mass of the chosen tokens below rank c.
   std::uint64_t mass_of_worst_chosen(std::int64_t c) {
     collect_chosen();
     const auto first = candidates_.begin() + c;
@@ -101,9 +101,10 @@ class ColumnRanking {
     return *last;
   }
 
-  // Collects candidates and, whenever there are many, cuts them to the best m: the worst of those
-  // is the bar that the next ones must pass. Tokens come in ascending order, so an equal key later
-  // is always the worse one.
+  // The m-th ranked of the tokens that are not chosen; the first m candidates are then the best m.
+  // Whenever `many` candidates are collected, they are cut to the best m, and from then on only
+  // keys above the worst of these are collected. Tokens come in ascending order, so a later token
+  // with an equal key ranks lower and may be left out.
   Ranked<Key> best_others(std::int64_t m) {
     const auto many = static_cast<std::size_t>(std::max(2 * m, kFewCandidates));
     candidates_.clear();
@@ -130,7 +131,7 @@ class ColumnRanking {
   const Key* keys_ = nullptr;
   std::int64_t tokens_;
   std::vector<Ranked<Key>> candidates_;  ///< T at most
-  std::vector<std::int32_t> kept_;       ///< T, and one that is written ahead
+  std::vector<std::int32_t> kept_;  ///< T, and one element that kept() writes before it counts it
 };
 
 }  // namespace sonicmoe::cpu

@@ -9,7 +9,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-/// A worker's row and its K chosen experts.
+/// A worker's memory: a row and its K chosen experts with their weights.
 template <class Real>
 struct RouteMemory {
   RouteMemory(const RouteOptions& options, std::int64_t experts)
@@ -39,7 +39,7 @@ void route_tokens(const RouteOptions& options, const Tensor& logits, const Tenso
   });
 }
 
-/// A worker's row and the gradients of its K weights and E logits.
+/// A worker's memory: a row, its K chosen experts, and the gradients of K weights and E logits.
 template <class Real>
 struct RouteBackwardMemory {
   RouteBackwardMemory(const RouteOptions& options, std::int64_t experts)

@@ -32,7 +32,7 @@ void order_row(const double* v, std::int64_t n, std::uint64_t* keys) {
   for (std::int64_t i = 0; i < n; ++i) keys[i] = order_bits(v[i]);
 }
 
-// The tree of core/selection_key.h, for slots and for fp64.
+// The tree of core/selection_key.h, for the K chosen and for fp64.
 template <class Real>
 Real tree_sum(const Real* v, std::int64_t n) {
   if (n <= 1) return n == 1 ? v[0] : Real{0};
@@ -95,9 +95,9 @@ RouteRow<Real>::RouteRow(const RouteOptions& options, std::int64_t experts)
       tmp_(2 * experts),
       keys_(experts + kTopBlock),
       block_max_(experts / kTopBlock + 1),
-      slot_(options.top_k),
-      raw_(options.top_k),
-      draw_(options.top_k),
+      chosen_x_(options.top_k),
+      score_(options.top_k),
+      dscore_(options.top_k),
       group_order_(options.n_group) {}
 
 template <class Real>
@@ -186,28 +186,28 @@ void RouteRow<Real>::select(std::int32_t* ids) {
 }
 
 template <class Real>
-void RouteRow<Real>::raw_scores(const std::int32_t* ids) {
+void RouteRow<Real>::compute_scores(const std::int32_t* ids) {
   const std::int64_t k = options_.top_k;
   if (needs_probabilities()) {
-    for (std::int64_t j = 0; j < k; ++j) raw_[j] = ids[j] < 0 ? Real{0} : p_[ids[j]];
+    for (std::int64_t j = 0; j < k; ++j) score_[j] = ids[j] < 0 ? Real{0} : p_[ids[j]];
     return;
   }
   for (std::int64_t j = 0; j < k; ++j) {
-    slot_[j] = ids[j] < 0 ? -std::numeric_limits<Real>::infinity() : x_[ids[j]];
+    chosen_x_[j] = ids[j] < 0 ? -std::numeric_limits<Real>::infinity() : x_[ids[j]];
   }
-  softmax_row(slot_.data(), k, raw_.data(), tmp_.data());
+  softmax_row(chosen_x_.data(), k, score_.data(), tmp_.data());
 }
 
 template <class Real>
 void RouteRow<Real>::weigh(const std::int32_t* ids, Real* weights) {
   const std::int64_t k = options_.top_k;
-  raw_scores(ids);
+  compute_scores(ids);
   const Real scale = static_cast<Real>(options_.scale);
   const Real sum = options_.renormalize != 0
-                       ? tree_sum(raw_.data(), k) + static_cast<Real>(kRenormalizeEpsilon)
+                       ? tree_sum(score_.data(), k) + static_cast<Real>(kRenormalizeEpsilon)
                        : Real{1};
   for (std::int64_t j = 0; j < k; ++j) {
-    const Real score = options_.renormalize != 0 ? raw_[j] / sum : raw_[j];
+    const Real score = options_.renormalize != 0 ? score_[j] / sum : score_[j];
     weights[j] = ids[j] < 0 ? Real{0} : score * scale;
   }
 }
@@ -216,30 +216,30 @@ template <class Real>
 void RouteRow<Real>::add_weight_gradient(const std::int32_t* ids, const double* dweights,
                                          double* dlogits) {
   const std::int64_t k = options_.top_k;
-  raw_scores(ids);
+  compute_scores(ids);
   double sum = 1.0;
   double through_sum = 0.0;
   if (options_.renormalize != 0) {
     sum = kRenormalizeEpsilon;
-    for (std::int64_t j = 0; j < k; ++j) sum += raw_[j];
+    for (std::int64_t j = 0; j < k; ++j) sum += score_[j];
     for (std::int64_t j = 0; j < k; ++j) {
-      if (ids[j] >= 0) through_sum += dweights[j] * options_.scale * raw_[j] / sum;
+      if (ids[j] >= 0) through_sum += dweights[j] * options_.scale * score_[j] / sum;
     }
   }
-  double mean = 0.0;  // sum of d(raw) * raw
+  double mean = 0.0;  // sum of dscore * score
   for (std::int64_t j = 0; j < k; ++j) {
-    draw_[j] = ids[j] < 0 ? 0.0 : (dweights[j] * options_.scale - through_sum) / sum;
-    mean += draw_[j] * raw_[j];
+    dscore_[j] = ids[j] < 0 ? 0.0 : (dweights[j] * options_.scale - through_sum) / sum;
+    mean += dscore_[j] * score_[j];
   }
   if (options_.score == ScoreMode::kSoftmaxBeforeTopK) {
     for (std::int64_t e = 0; e < experts_; ++e) dlogits[e] -= mean * p_[e];
     mean = 0.0;
   } else if (options_.score == ScoreMode::kSigmoid) {
-    for (std::int64_t j = 0; j < k; ++j) draw_[j] *= 1.0 - raw_[j];
+    for (std::int64_t j = 0; j < k; ++j) dscore_[j] *= 1.0 - score_[j];
     mean = 0.0;
   }
   for (std::int64_t j = 0; j < k; ++j) {
-    if (ids[j] >= 0) dlogits[ids[j]] += raw_[j] * (draw_[j] - mean);
+    if (ids[j] >= 0) dlogits[ids[j]] += score_[j] * (dscore_[j] - mean);
   }
 }
 

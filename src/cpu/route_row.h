@@ -1,6 +1,6 @@
-// One token's routing: values, selection, weights, gradient. Real is float for fp32, bf16 and fp16
-// logits (keys of core/selection_key.h) and double for fp64 logits, which only the CPU takes and
-// which are compared as doubles.
+// The routing of one token: values, selection, weights, gradient. Real is float for fp32, bf16 and
+// fp16 logits, which are compared by the keys of core/selection_key.h. Real is double for fp64
+// logits, which only the CPU serves and which are compared as doubles.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,15 @@ namespace sonicmoe::cpu {
 template <class Real>
 using KeyOf = std::conditional_t<std::is_same_v<Real, float>, std::uint32_t, std::uint64_t>;
 
-/// A row's exponentials: sum of e^(x - top); top is -inf and sum 0 when nothing is available.
+/// The largest logit of a row and the sum of e^(x - top). If every logit is -inf, top is -inf and
+/// the sum is 0.
 template <class Real>
 struct ExpSum {
   Real top;
   Real sum;
 };
 
-/// Scratch and arithmetic for rows of E logits. One per thread.
+/// Memory and arithmetic for a row of E logits. Each worker has one.
 template <class Real>
 class RouteRow {
  public:
@@ -39,17 +40,18 @@ class RouteRow {
   /// p = softmax over E whatever the score mode.
   ExpSum<Real> compute_softmax();
 
-  /// Chooses K experts, best first; -1 where nothing is left. Needs probabilities for kSigmoid.
+  /// Chooses K experts, best first; -1 for an empty slot. kSigmoid needs probabilities.
   void select(std::int32_t* ids);
-  /// Weights of the chosen; needs probabilities unless kSoftmaxAfterTopK. Empty slots get 0.
+  /// The weights of the K chosen experts; 0 for an empty slot. Needs probabilities unless
+  /// kSoftmaxAfterTopK.
   void weigh(const std::int32_t* ids, Real* weights);
 
-  /// Adds the gradient through weigh() to dlogits (E); p must be as weigh() needs it. Entries of
-  /// empty slots are not read.
+  /// Adds the gradient through weigh() to dlogits (E). Needs the same probabilities as weigh().
+  /// Does not read the entries of empty slots.
   void add_weight_gradient(const std::int32_t* ids, const double* dweights, double* dlogits);
-  /// Adds the gradient through probabilities (softmax or sigmoid, as compute_probabilities).
+  /// Adds the gradient through compute_probabilities() to dlogits (E).
   void add_probability_gradient(const double* dp, double* dlogits) const;
-  /// The same for softmax.
+  /// Adds the gradient through compute_softmax() to dlogits (E).
   void add_softmax_gradient(const double* dp, double* dlogits) const;
 
   bool needs_probabilities() const { return options_.score != ScoreMode::kSoftmaxAfterTopK; }
@@ -57,25 +59,25 @@ class RouteRow {
  private:
   void selection_values();
   void keep_best_groups();
-  void raw_scores(const std::int32_t* ids);
+  void compute_scores(const std::int32_t* ids);
 
   RouteOptions options_;
   std::int64_t experts_;
   std::vector<Real> x_, p_, v_, tmp_;
   std::vector<KeyOf<Real>> keys_, block_max_;
-  std::vector<Real> slot_, raw_;                                   // K values each
-  std::vector<double> draw_;                                       // K
+  std::vector<Real> chosen_x_, score_;                             // K values each
+  std::vector<double> dscore_;                                     // K
   std::vector<std::pair<KeyOf<Real>, std::int64_t>> group_order_;  // n_group
 };
 
-/// Values of rank keys and masses for token rounding.
+/// For token rounding: the bits of a probability are its rank key, without the chosen bit.
 KeyOf<float> probability_bits(float p);
 KeyOf<double> probability_bits(double p);
 float bits_probability(KeyOf<float> bits);
 double bits_probability(KeyOf<double> bits);
 template <class Key>
 inline constexpr Key kChosenBit = Key{1} << (8 * sizeof(Key) - 1);
-/// 40 fraction bits, cut off.
+/// A probability in fixed point with 40 fraction bits, truncated.
 std::uint64_t probability_mass(float p);
 std::uint64_t probability_mass(double p);
 

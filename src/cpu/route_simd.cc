@@ -1,4 +1,4 @@
-// Row loops of routing for any processor, and the choice between the tables.
+// The loops of route_simd.h for any processor, and the choice of the table.
 #include "cpu/route_simd.h"
 
 #include "core/selection_key.h"

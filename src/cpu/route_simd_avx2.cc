@@ -1,4 +1,4 @@
-// Row loops of routing for AVX2 processors.
+// The loops of route_simd.h for AVX2.
 #include "core/selection_key.h"
 #include "cpu/route_simd.h"
 

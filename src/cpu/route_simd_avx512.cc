@@ -1,4 +1,4 @@
-// Row loops of routing for AVX512 processors.
+// The loops of route_simd.h for AVX-512.
 #include "core/selection_key.h"
 #include "cpu/route_simd.h"
 

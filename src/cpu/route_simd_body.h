@@ -1,6 +1,6 @@
-// The loops of route_simd.h. Included once by each instruction set's file, inside an unnamed
-// namespace, and written for the compiler's vectoriser. No standard library here: its templates
-// would be shared between instruction sets.
+// The loops of route_simd.h, for the compiler to vectorise. The file of each instruction set
+// includes this one in an unnamed namespace. The standard library is not used here: the linker
+// would merge its templates of two instruction sets into one.
 
 inline void load_row(const void* logits, DType dtype, std::int64_t n, float* x) {
   if (dtype == DType::kF32) {
@@ -18,7 +18,8 @@ inline void load_row(const void* logits, DType dtype, std::int64_t n, float* x) 
       const std::uint32_t sign = (std::uint32_t{v[i]} & 0x8000u) << 16;
       const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f;
       const std::uint32_t bias = magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u;
-      const std::uint32_t normal = (magnitude << 13) + bias;  // infinity and NaN keep all ones
+      const std::uint32_t normal =
+          (magnitude << 13) + bias;  // the exponent of infinity and NaN stays all ones
       const std::uint32_t bits = magnitude < 0x400u ? key::bits_of(subnormal) : normal;
       x[i] = key::clean(key::float_of(bits | sign), key::kLargestF16);
     }
@@ -33,7 +34,8 @@ inline void fold(const float* __restrict from, std::int64_t half, float* __restr
   for (std::int64_t i = 0; i < half; ++i) to[i] = from[2 * i] + from[2 * i + 1];
 }
 
-// The tree of core/selection_key.h: an odd last element meets a zero, which changes nothing.
+// The tree of core/selection_key.h. An odd last element is taken over to the next level: the tree
+// adds zero to it, which does not change it.
 inline float tree_sum_row(const float* v, std::int64_t n, float* tmp) {
   float* to = tmp;
   float* next = tmp + (n + 1) / 2;
@@ -90,7 +92,8 @@ inline std::int64_t first_equal(const Key* keys, Key wanted) {
   return static_cast<std::int64_t>(first);
 }
 
-// A tournament over blocks: each winner costs one look at the block maxima and one at its block.
+// Keeps the maximum of each block. Each of the k largest keys is found by one pass over the maxima
+// and one over the block that has the largest.
 template <class Key>
 inline void top_row(Key* keys, std::int64_t n, std::int64_t k, Key floor, Key* block_max,
                     std::int32_t* ids) {

@@ -1,4 +1,4 @@
-// Load-balancing and z losses of a router, and their gradient.
+// The load-balancing loss and the z loss of a router, and their gradients.
 #include <cmath>
 #include <vector>
 
@@ -10,13 +10,14 @@
 namespace sonicmoe::cpu {
 namespace {
 
-// A row without any available expert has no logsumexp and adds nothing.
+// 0 for a row whose logits are all -inf: it adds nothing to the z loss.
 template <class Real>
 double logsumexp(const ExpSum<Real>& parts) {
   return parts.sum > 0 ? parts.top + std::log(static_cast<double>(parts.sum)) : 0.0;
 }
 
-/// A block's sums over its tokens. The blocks' sums are added in order, whatever thread made them.
+/// The sums over the tokens of one block. They are added in the order of the blocks, so the result
+/// does not depend on the threads.
 struct BlockSums {
   double* probability;  ///< (E)
   double* z;

@@ -1,4 +1,4 @@
-// Strided reads and writes of the small tensors of routing.
+// Reads and writes elements of strided tensors.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ T& element(const Tensor& t, std::int64_t i, std::int64_t j) {
   return static_cast<T*>(t.data)[i * t.stride[0] + j * t.stride[1]];
 }
 
-/// An index tensor's value, i32 or i64.
+/// An element of an i32 or i64 tensor.
 inline std::int64_t index_at(const Tensor& t, std::int64_t i) {
   return t.dtype == DType::kI64 ? element<std::int64_t>(t, i) : element<std::int32_t>(t, i);
 }
@@ -34,8 +34,8 @@ inline void set_index(const Tensor& t, std::int64_t i, std::int64_t j, std::int6
   }
 }
 
-/// Writes row i of a float tensor from fp64 values, rounded once for fp64 and fp32; a 16-bit
-/// element is rounded from fp32.
+/// Writes fp64 values to row i of a float tensor. Values for 16-bit tensors are rounded to fp32
+/// first.
 inline void store_row(const Tensor& t, std::int64_t i, const double* values, std::int64_t n) {
   switch (t.dtype) {
     case DType::kF64:

@@ -1,4 +1,5 @@
-// Fixed blocks of work, so that results do not depend on the number of threads.
+// Blocks of tokens or experts. Their size is fixed, so results do not depend on the number of
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,8 @@ constexpr std::int64_t blocks_of(std::int64_t count, std::int64_t block) {
   return (count + block - 1) / block;
 }
 
-/// Threads for a call that reads (T, E) logits. A logit costs about as much as 100 flops of a GEMM.
+/// Threads for a call that reads (T, E) logits. A logit takes about the time of 100 flops of a
+/// GEMM.
 inline std::int32_t routing_threads(const Exec& exec, const Tensor& logits) {
   return thread_count(
       exec, 100.0 * static_cast<double>(logits.shape[0]) * static_cast<double>(logits.shape[1]));

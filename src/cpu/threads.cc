@@ -11,7 +11,7 @@ namespace {
 
 // Starting a thread costs about 20 us. A thread with less work than this costs more than it saves.
 constexpr double kFlopsPerThread = 4e6;
-// More threads than this only take turns on the cores.
+// More threads than this do not run at the same time.
 constexpr std::int32_t kThreadsPerCore = 4;
 
 std::int32_t usable_cores() {

@@ -1,9 +1,10 @@
 // The threads of one call: phases of numbered tasks with a barrier after each phase.
 //
-// Tasks never throw and never allocate: a call obtains all memory on the calling thread, before its
-// first write. Then a call that is refused has written nothing, and no thread needs the storage for
-// exceptions that the C++ library allocates on a thread's first throw, and whose absence ends the
-// process.
+// Tasks never throw and never allocate. A call obtains all its memory on the calling thread, before
+// its first write to the caller's buffers, for two reasons:
+// - A call that is refused for want of memory has then written nothing, so it may be repeated.
+// - A thread's first throw makes the C++ runtime allocate thread-local storage. If that allocation
+//   fails, glibc ends the process.
 #pragma once
 
 #include <pthread.h>
