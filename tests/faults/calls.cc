@@ -321,6 +321,17 @@ CallPtr layer_call(const LayerSpec& spec, std::int32_t pass) {
   return call;
 }
 
+CallPtr refused_call(const LayerSpec& spec) {
+  auto call = std::make_unique<Call>("refused: " + describe(spec));
+  Layer layer(spec, *call);
+  smoe_forward_args* args = layer.forward(SMOE_FORWARD, Role::kResult);
+  args->out = call->tensor(Role::kResult, spec.dtype, {spec.tokens + 1, spec.hidden});
+  call->ready([=, problem = layer.problem, exec = layer.exec] {
+    return smoe_moe_forward(problem, args, exec);
+  });
+  return call;
+}
+
 RouterSpec random_router(Random& random) {
   RouterSpec s;
   s.dtype = pick(random, {SMOE_F32, SMOE_BF16, SMOE_F16, SMOE_F64});

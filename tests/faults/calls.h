@@ -100,6 +100,8 @@ std::string describe(const LayerSpec& spec);
 
 /// `pass` is SMOE_INFERENCE, SMOE_FORWARD or SMOE_BACKWARD. For backward the forward has run.
 CallPtr layer_call(const LayerSpec& spec, std::int32_t pass);
+/// A forward call that must be refused: its output has one row too many.
+CallPtr refused_call(const LayerSpec& spec);
 
 enum class Router {
   kRoute,

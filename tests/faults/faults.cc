@@ -6,7 +6,6 @@
 //
 // After a fault a call must either return the right bits, or refuse with a sentence and an
 // untouched caller's memory; called again without a fault it must return the right bits.
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -43,7 +42,27 @@ class Injector {
     }
   }
 
-  std::int64_t calls() const { return calls_; }
+  /// Every fault of a call that is refused without one: its sentence, or that of lacking memory.
+  void all_faults_of_a_refusal(Call& call) {
+    ++calls_;
+    call.reset();
+    arm({});
+    const smoe_status status = call.run();
+    const Demand demand = disarm();
+    if (status != SMOE_INVALID_ARGUMENT) return fail(call, {}, "not refused");
+    const std::string sentence = smoe_last_error();
+    for (std::int64_t i = 0; i < demand.allocations; ++i) {
+      ++allocation_faults_;
+      arm({.allocation = i});
+      const smoe_status refused = call.run();
+      disarm();
+      const std::string reported = smoe_last_error();
+      if (refused == SMOE_OK || (reported != sentence && reported != kSentence))
+        fail(call, {.allocation = i}, smoe_last_error());
+      if (!call.untouched()) fail(call, {.allocation = i}, "refused after it had written");
+    }
+  }
+
   std::int64_t injected() const { return allocation_faults_ + thread_faults_; }
   std::int64_t failures() const { return failures_; }
   void print() const {
@@ -156,6 +175,8 @@ void fixed_gemms(Injector& injector) {
 int inject(std::int64_t wanted) {
   Injector injector;
   fixed_layers(injector);
+  injector.all_faults_of_a_refusal(
+      *refused_call({.tokens = 20, .hidden = 8, .width = 8, .experts = 4}));
   injector.print();
   fixed_routers(injector);
   fixed_gemms(injector);
