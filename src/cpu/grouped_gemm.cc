@@ -1,43 +1,83 @@
 // The primitive beneath the layer, on the same engine.
+#include <algorithm>
+
 #include "cpu/moe_layer.h"
 
 namespace sonicmoe::cpu {
 namespace {
 
-std::vector<std::int64_t> read_offsets(const Tensor& t) {
-  std::vector<std::int64_t> offsets(static_cast<std::size_t>(t.shape[0]));
-  for (std::int64_t e = 0; e < t.shape[0]; ++e) {
-    offsets[e] = static_cast<const std::int64_t*>(t.data)[e * t.stride[0]];
+/// The caller's offsets, each clamped to [0, R]. Expert e has rows [offsets[e], offsets[e + 1]),
+/// none where that ends before it begins.
+class Offsets {
+ public:
+  Offsets(const Tensor& t, std::int64_t rows) : values_(static_cast<std::size_t>(t.shape[0])) {
+    const auto* data = static_cast<const std::int64_t*>(t.data);
+    for (std::int64_t e = 0; e < t.shape[0]; ++e) {
+      values_[e] = std::clamp<std::int64_t>(data[e * t.stride[0]], 0, rows);
+      if (e > 0) taken_ += std::max<std::int64_t>(values_[e] - values_[e - 1], 0);
+    }
   }
-  return offsets;
-}
 
-/// Row indices, made contiguous where the caller's are strided.
-const std::int32_t* read_gather(const Tensor& t, std::vector<std::int32_t>& storage) {
-  const auto* data = static_cast<const std::int32_t*>(t.data);
-  if (data == nullptr || t.stride[0] == 1) return data;
-  for (std::int64_t i = 0; i < t.shape[0]; ++i) storage.push_back(data[i * t.stride[0]]);
-  return storage.data();
-}
+  const std::vector<std::int64_t>& values() const { return values_; }
+  RowTask rows(std::int64_t expert) const {
+    return {expert, values_[expert], std::max(values_[expert], values_[expert + 1])};
+  }
+  /// Rows of all experts; a row that two experts have counts twice.
+  std::int64_t taken() const { return taken_; }
+  /// No row has two experts.
+  bool ascend() const { return std::is_sorted(values_.begin(), values_.end()); }
+
+ private:
+  std::vector<std::int64_t> values_;
+  std::int64_t taken_ = 0;
+};
+
+/// The caller's row indices, clamped to the rows of a: copied where they are strided or out of
+/// range, else read in place.
+class Gather {
+ public:
+  Gather(const Tensor& t, std::int64_t source_rows)
+      : data_(static_cast<const std::int32_t*>(t.data)) {
+    if (data_ == nullptr) return;
+    const auto last = static_cast<std::int32_t>(source_rows - 1);
+    const auto within = [last](std::int32_t row) { return row >= 0 && row <= last; };
+    if (t.stride[0] == 1 && std::all_of(data_, data_ + t.shape[0], within)) return;
+    copy_.resize(static_cast<std::size_t>(t.shape[0]));
+    for (std::int64_t i = 0; i < t.shape[0]; ++i) {
+      copy_[i] = std::clamp(data_[i * t.stride[0]], 0, last);
+    }
+    data_ = copy_.data();
+  }
+  const std::int32_t* data() const { return data_; }
+
+ private:
+  const std::int32_t* data_;
+  std::vector<std::int32_t> copy_;
+};
+
+/// Rows that can be computed: none where there is nothing to gather from.
+std::int64_t served_rows(const Tensor& a, std::int64_t rows) { return a.shape[0] == 0 ? 0 : rows; }
 
 }  // namespace
 
 void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec) {
-  const auto offsets = read_offsets(args.offsets);
-  std::vector<std::int32_t> storage;
-  const std::int32_t* gather = read_gather(args.gather, storage);
-  const Kernels& k = kernels(args.a.dtype, isa);
   const Tensor& d = args.d;
+  const Offsets offsets(args.offsets, served_rows(args.a, d.shape[0]));
+  if (offsets.taken() == 0) return;
+  const Gather gather(args.gather, args.a.shape[0]);
+  const Kernels& k = kernels(args.a.dtype, isa);
   const RowGemm gemm{&k,
-                     rows_of(args.a, gather),
+                     rows_of(args.a, gather.data()),
                      {expert_matrix(args.b), {}},
                      1,
                      1,
                      args.b.shape[1],
                      args.b.shape[2]};
-  const double rows = static_cast<double>(offsets.back() - offsets.front());
-  Team team(thread_count(exec, 2.0 * rows * static_cast<double>(gemm.n * gemm.seg_k)));
-  const auto tasks = one_group(offsets, team.size()).tasks;
+  // Where ranges overlap, tasks write the same rows: one thread then, in the order of the experts.
+  const double flops =
+      2.0 * static_cast<double>(offsets.taken()) * static_cast<double>(gemm.n * gemm.seg_k);
+  Team team(offsets.ascend() ? thread_count(exec, flops) : 1);
+  const auto tasks = one_group(offsets.values(), team.size()).tasks;
   Workers<RowGemmWorker, RowGemm> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     workers[worker].run(
@@ -54,22 +94,25 @@ void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec) {
 }
 
 void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec) {
-  const auto offsets = read_offsets(args.offsets);
-  std::vector<std::int32_t> storage;
-  const std::int32_t* gather = read_gather(args.gather, storage);
-  const Kernels& k = kernels(args.a.dtype, isa);
   const Tensor& d = args.d;
-  const ColGemm gemm{&k, rows_of(args.a, gather), rows_of(args.b, nullptr),
-                     1,  args.a.shape[1],         args.b.shape[1]};
-  const double rows = static_cast<double>(offsets.back() - offsets.front());
-  Team team(thread_count(exec, 2.0 * rows * static_cast<double>(gemm.m * gemm.n)));
+  const Offsets offsets(args.offsets, served_rows(args.a, args.b.shape[0]));
+  const Gather gather(args.gather, args.a.shape[0]);
+  const Kernels& k = kernels(args.a.dtype, isa);
+  const ColGemm gemm{&k,
+                     rows_of(args.a, gather.data()),
+                     rows_of(args.b, nullptr),
+                     1,
+                     args.a.shape[1],
+                     args.b.shape[1]};
+  const double flops =
+      2.0 * static_cast<double>(offsets.taken()) * static_cast<double>(gemm.m * gemm.n);
+  Team team(thread_count(exec, flops));
   const auto tasks = split_cols(gemm, 0, d.shape[0]);
   Workers<ColGemmWorker, ColGemm> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     const ColTask& c = tasks[task];
-    const RowTask rows{c.expert, offsets[c.expert], offsets[c.expert + 1]};
     workers[worker].run(
-        c, rows, [](const ColTile&) {},
+        c, offsets.rows(c.expert), [](const ColTile&) {},
         [&](const ColTile& tile) {
           StoreTile t{.tile = tile.acc};
           const std::int64_t at =

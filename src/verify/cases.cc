@@ -348,6 +348,9 @@ void add_grouped_gemms(Extent extent, std::vector<Case>& cases) {
         add_grouped_gemm(subject, Layout::kPadded, gather, dtype, Data::kRandom, 16, 24, cases);
       }
       add_grouped_gemm(subject, Layout::kReversed, true, dtype, Data::kRandom, 16, 24, cases);
+      add_grouped_gemm(subject, Layout::kSeparate, true, dtype, Data::kIntegers, 16, 24, cases);
+      cases.back().out_of_range = true;
+      cases.back().name += "/out_of_range";
     }
   }
 }

@@ -80,6 +80,7 @@ struct Case {
   std::vector<std::string> wanted;  ///< the only gradients asked for, as "dx", "dgate"; none: all
   double bias_shift = 0.0;          ///< added to the random bias of what the activation bends
   bool gather = false;              ///< grouped GEMMs: rows of a through an index
+  bool out_of_range = false;        ///< grouped GEMMs: some offsets and indices are
   bool row_weights = true;          ///< grouped: with weights
   RouterCase router;
   bool cpu_only = false;  ///< sizes or strides that only the CPU takes

@@ -1,5 +1,6 @@
 // One case of a grouped GEMM: twice, with other garbage in its output the second time.
 #include <algorithm>
+#include <limits>
 
 #include "verify/caller.h"
 #include "verify/convert.h"
@@ -23,12 +24,20 @@ Shape shape_of(const Case& c) {
   Shape s{p.experts, p.tokens, p.tokens, p.hidden, p.width, {0}};
   for (const std::int64_t count : c.counts) s.offsets.push_back(s.offsets.back() + count);
   if (c.gather) s.source_rows = std::max<std::int64_t>(1, s.rows / 3);
+  if (c.out_of_range) {
+    s.offsets.front() = std::numeric_limits<std::int64_t>::min();
+    s.offsets.back() = std::numeric_limits<std::int64_t>::max();
+  }
   return s;
 }
 
-std::vector<std::int64_t> gathered_rows(const Shape& s) {
+std::vector<std::int64_t> gathered_rows(const Case& c, const Shape& s) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(s.rows));
-  for (std::int64_t p = 0; p < s.rows; ++p) order[p] = p * 7919 % s.source_rows;
+  for (std::int64_t p = 0; p < s.rows; ++p) {
+    order[p] = p * 7919 % s.source_rows;
+    if (c.out_of_range && p % 5 == 1) order[p] = -1 - p;
+    if (c.out_of_range && p % 5 == 3) order[p] = s.source_rows + p;
+  }
   return order;
 }
 
@@ -71,8 +80,8 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
       place_integers("offsets", tensor1(nullptr, DType::kI64, s.experts + 1), s.offsets, blocks);
   Placed gather;
   if (c.gather) {
-    gather =
-        place_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(s), blocks);
+    gather = place_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(c, s),
+                            blocks);
   }
   fill_operands(c, a, b);
   Block* scratch = nullptr;
@@ -95,9 +104,10 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
   } else {
     const auto host = bound.template operator()<GroupedGemm>(&Placed::on_host);
     const auto device = bound.template operator()<GroupedGemm>(&Placed::on_device);
-    d.view.shape[0] = s.offsets.back();  // rows beyond are nobody's and must stay as they are
+    // Rows beyond are nobody's and must stay as they are.
+    d.view.shape[0] = std::min(s.offsets.back(), s.rows);
     run_twice(caller,
-              expect(d, s.offsets.back(), oracle::grouped_gemm(host, Precision::kExact),
+              expect(d, d.view.shape[0], oracle::grouped_gemm(host, Precision::kExact),
                      oracle::grouped_gemm(host, Precision::kSame)),
               scratch, [&] { implementation.grouped_gemm(device); });
   }

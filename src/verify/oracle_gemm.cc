@@ -7,12 +7,15 @@
 namespace sonicmoe::oracle {
 namespace {
 
-// Rows [begin, end) of a tensor, through the gather if there is one.
+// Rows [begin, end) of a tensor, through the gather if there is one, whose indices are clamped.
 template <class Real>
 Matrix<Real> rows_of(const Tensor& t, const Tensor& gather, std::int64_t begin, std::int64_t end) {
   Matrix<Real> out(end - begin, t.shape[1]);
   for (std::int64_t p = begin; p < end; ++p) {
-    const std::int64_t row = gather.data == nullptr ? p : load_integer(gather, p);
+    const std::int64_t row =
+        gather.data == nullptr
+            ? p
+            : std::clamp<std::int64_t>(load_integer(gather, p), 0, t.shape[0] - 1);
     for (std::int64_t j = 0; j < out.cols; ++j) {
       out(p - begin, j) = Real(load(t.data, t.dtype, element_offset(t, row * out.cols + j)));
     }
@@ -30,6 +33,17 @@ Matrix<double> with_sums(DType dtype, Precision precision, F f) {
   return wide ? f.template operator()<double>() : f.template operator()<float>();
 }
 
+// Expert e's rows, of `rows`: offsets are clamped, and where they decrease there are none.
+struct RowRange {
+  std::int64_t begin, end;
+};
+RowRange range_of(const Tensor& offsets, std::int64_t e, std::int64_t rows) {
+  const auto offset = [&](std::int64_t i) {
+    return std::clamp<std::int64_t>(load_integer(offsets, i), 0, rows);
+  };
+  return {offset(e), std::max(offset(e), offset(e + 1))};
+}
+
 template <class Real>
 void put_rows(const Matrix<Real>& from, std::int64_t row, Matrix<double>& to) {
   std::transform(from.values.begin(), from.values.end(), to.row(row),
@@ -42,10 +56,10 @@ Matrix<double> grouped_gemm(const GroupedGemm& args, Precision precision) {
   return with_sums(args.a.dtype, precision, [&]<class Real>() {
     const std::int64_t experts = args.b.shape[0];
     const std::int64_t width = args.b.shape[1];
-    Matrix<double> d(load_integer(args.offsets, experts), width);
+    const std::int64_t rows = args.d.shape[0];
+    Matrix<double> d(range_of(args.offsets, experts - 1, rows).end, width);
     for (std::int64_t e = 0; e < experts; ++e) {
-      const std::int64_t begin = load_integer(args.offsets, e);
-      const std::int64_t end = load_integer(args.offsets, e + 1);
+      const auto [begin, end] = range_of(args.offsets, e, rows);
       Tensor b = args.b;  // expert e's (n, k)
       b.data = static_cast<std::uint8_t*>(b.data) + e * b.stride[0] * dtype_bytes(b.dtype);
       b.rank = 2;
@@ -65,8 +79,7 @@ Matrix<double> grouped_gemm_k(const GroupedGemmK& args, Precision precision) {
     const std::int64_t left = args.d.shape[1];
     Matrix<double> d(experts * left, args.d.shape[2]);
     for (std::int64_t e = 0; e < experts; ++e) {
-      const std::int64_t begin = load_integer(args.offsets, e);
-      const std::int64_t end = load_integer(args.offsets, e + 1);
+      const auto [begin, end] = range_of(args.offsets, e, args.b.shape[0]);
       put_rows(weight_grad(rows_of<Real>(args.a, args.gather, begin, end),
                            rows_of<Real>(args.b, {}, begin, end)),
                e * left, d);
