@@ -40,6 +40,47 @@ TEST(ChecksGemm, VarlenMRefusals) {
   });
 }
 
+TEST(ChecksGemm, VarlenMSizesAndMemory) {
+  expect_refusals<VarlenM>({
+      {[](VarlenM& g) {  // expanded: a few bytes of memory, 2^60 elements
+         g.args.a.shape[1] = g.args.b.shape[2] = 1LL << 30;
+         g.args.a.stride[1] = g.args.b.stride[2] = 0;
+         g.args.b.shape[1] = g.args.d.shape[1] = 1LL << 30;
+         g.args.b.stride[1] = 0;
+       },
+       "b has shape (3, 1073741824, 1073741824), must have fewer than 2^55 bytes",
+       Status::kOutOfRange},
+      {[](VarlenM& g) { g.args.d.data = static_cast<std::uint16_t*>(g.args.a.data) + 3; },
+       "d overlaps a, must be memory of its own"},
+      {[](VarlenM& g) { g.args.d.data = g.args.b.data; },
+       "d overlaps b, must be memory of its own"},
+      {[](VarlenM& g) { g.args.d.data = g.args.gather.data; },
+       "d overlaps gather, must be memory of its own"},
+      {[](VarlenM& g) { g.args.scratch = {g.args.offsets.data, 64}; },
+       "scratch overlaps offsets, must be memory of its own"},
+  });
+}
+
+TEST(ChecksGemm, RowsAndTheirProductsMayBeColumnsOfOneMatrix) {
+  VarlenM g;
+  const Tensor both = g.memory.tensor(DType::kF16, {7, 4 + 5});
+  g.args.a.data = both.data;
+  g.args.a.stride[0] = g.args.d.stride[0] = 4 + 5;
+  g.args.d.data = static_cast<std::uint16_t*>(both.data) + 4;
+  backend_calls = 0;
+  g.run();
+  EXPECT_EQ(backend_calls, 1);
+}
+
+TEST(ChecksGemm, AnIndexListWithoutEntriesNeedsNoMemory) {
+  VarlenM g;
+  g.args.d.shape[0] = 0;
+  g.args.gather = tensor1(nullptr, DType::kI32, 0);
+  backend_calls = 0;
+  g.run();
+  EXPECT_EQ(backend_calls, 1);
+}
+
 struct VarlenK {
   Memory memory;
   GroupedGemmK args{memory.tensor(DType::kF64, {7, 4}), memory.tensor(DType::kF64, {6, 5}),
@@ -69,6 +110,8 @@ TEST(ChecksGemm, VarlenKRefusals) {
       {[](VarlenK& g) { g.args.offsets = {}; }, "offsets has rank 0, must be 1: (E+1)"},
       {[](VarlenK& g) { g.args.gather = {}; },
        "a has 7 rows, must have R = 6 when gather is not given"},
+      {[](VarlenK& g) { g.args.d.data = g.args.b.data; },
+       "d overlaps b, must be memory of its own"},
   });
 }
 

@@ -67,9 +67,9 @@ TEST(ChecksMoe, ProblemRefusals) {
       {[](Forward& f) { f.problem.activation.kind = static_cast<ActivationKind>(10); },
        "activation is 10, must be in 0 to 9"},
       {[](Forward& f) { f.problem.activation.alpha = nan; },
-       "activation alpha is nan, must be finite"},
+       "activation alpha is nan, must be finite in f32"},
       {[](Forward& f) { f.problem.activation.limit = HUGE_VAL; },
-       "activation limit is inf, must be finite"},
+       "activation limit is inf, must be finite in f32"},
       {[](Forward& f) { f.problem.activation.alpha = 1.702; },
        "activation alpha is 1.702000 for swiglu, must be 0: only swiglu_oai has it"},
       {[](Forward& f) { f.problem.activation.limit = 7; },
@@ -105,22 +105,91 @@ TEST(ChecksMoe, CountsThatOverflow) {
       {[](Forward& f) { f.problem.tokens = 1LL << 30; },
        "row capacity C is 2147483648, must be below 2^31", Status::kOutOfRange},
       {[](Forward& f) { f.problem.top_k = INT64_MAX; },
-       "tokens * top_k is 4 * 9223372036854775807, must be below 2^63", Status::kOutOfRange},
+       "top_k is 9223372036854775807, must be below 2^31", Status::kOutOfRange},
       {[](Forward& f) { f.problem.hidden = 1LL << 60; },
-       "tokens * hidden in bytes is 4 * 1152921504606846976 * 4, must be below 2^63",
+       "tokens * hidden in bytes is 4 * 1152921504606846976 * 4, must be below 2^55",
        Status::kOutOfRange},
-      {[](Forward& f) { f.problem.hidden = 1LL << 58; },
-       "C * hidden in bytes is 8 * 288230376151711744 * 4, must be below 2^63",
-       Status::kOutOfRange},
-      {[](Forward& f) { f.problem.width = 1LL << 57; },
-       "C * width in bytes is 8 * 8 * 144115188075855872, must be below 2^63", Status::kOutOfRange},
-      {[](Forward& f) { f.problem.width = 1LL << 56; },
-       "experts * width * hidden in bytes is 8 * 3 * 72057594037927936 * 8, must be below 2^63",
+      {[](Forward& f) { f.problem.hidden = 1LL << 50; },
+       "C * hidden in bytes is 8 * 1125899906842624 * 4, must be below 2^55", Status::kOutOfRange},
+      {[](Forward& f) { f.problem.width = 1LL << 49; },
+       "C * width in bytes is 8 * 8 * 562949953421312, must be below 2^55", Status::kOutOfRange},
+      {[](Forward& f) { f.problem.width = 1LL << 48; },
+       "experts * width * hidden in bytes is 8 * 3 * 281474976710656 * 8, must be below 2^55",
        Status::kOutOfRange},
       {[](Forward& f) { f.args.x.stride[0] = 1LL << 61; },
-       "x has strides (2305843009213693952, 1), must span fewer than 2^63 bytes",
+       "x has strides (2305843009213693952, 1), must span fewer than 2^55 bytes",
        Status::kOutOfRange},
   });
+}
+
+// Loops step past the one element of a dimension, so its stride must be harmless too.
+TEST(ChecksMoe, StridesOfOneElementThatOverflow) {
+  const auto one_expert = [](Forward& f) {
+    f.problem.experts = 1;
+    for (Tensor Weights::* w : {&Weights::gate, &Weights::up, &Weights::down, &Weights::b_gate,
+                                &Weights::b_up, &Weights::b_down}) {
+      (f.args.weights.*w).shape[0] = 1;
+    }
+  };
+  expect_refusals<Forward>({
+      {[&](Forward& f) {
+         one_expert(f);
+         f.args.weights.up.stride[0] = 1LL << 62;
+       },
+       "weights.up has strides (4611686018427387904, 8, 1), must span fewer than 2^55 bytes",
+       Status::kOutOfRange},
+      {[&](Forward& f) {
+         one_expert(f);
+         f.args.weights.b_down.stride[0] = INT64_MIN;
+       },
+       "weights.b_down has strides (-9223372036854775808, 1), must span fewer than 2^55 bytes",
+       Status::kOutOfRange},
+      {[](Forward& f) {
+         f.problem.tokens = 0;
+         f.args.x.shape[0] = 0;
+         f.args.x.stride[0] = -(1LL << 62);
+       },
+       "x has strides (-4611686018427387904, 1), must span fewer than 2^55 bytes",
+       Status::kOutOfRange},
+  });
+}
+
+std::string sizes_refusal(const Problem& problem) {
+  try {
+    const Sizes s = moe_sizes(problem, Pass::kBackward);
+    return std::to_string(s.scratch_bytes) + " bytes";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.status(), Status::kOutOfRange) << e.what();
+    return e.what();
+  }
+}
+
+TEST(ChecksMoe, SizesThatOverflow) {
+  EXPECT_EQ(sizes_refusal({.tokens = 1,
+                           .hidden = (1LL << 61) - 1,
+                           .width = 1,
+                           .experts = 1,
+                           .top_k = 1,
+                           .activation = {ActivationKind::kReLU}}),
+            "tokens * hidden in bytes is 1 * 2305843009213693951 * 4, must be below 2^55");
+  EXPECT_EQ(sizes_refusal({.tokens = 0,
+                           .hidden = (1LL << 61) - 1,
+                           .width = 1,
+                           .experts = 1,
+                           .top_k = 1,
+                           .activation = {ActivationKind::kReLU}}),
+            "tokens * hidden in bytes is 0 * 2305843009213693951 * 4, must be below 2^55");
+  EXPECT_EQ(sizes_refusal({.tokens = 1,
+                           .hidden = (1LL << 31) - 8,
+                           .width = (1LL << 30) + 4,
+                           .experts = 1,
+                           .capacity = 1LL << 30,
+                           .form = RoutingForm::kPairs,
+                           .dtype = DType::kBF16,
+                           .activation = {ActivationKind::kReLU}}),
+            "C * hidden in bytes is 1073741824 * 2147483640 * 2, must be below 2^55");
+  EXPECT_EQ(sizes_refusal({.tokens = 0, .hidden = 1, .width = 1, .experts = 1, .top_k = INT64_MAX}),
+            "top_k is 9223372036854775807, must be below 2^31");
 }
 
 TEST(ChecksMoe, TensorRefusals) {
@@ -138,6 +207,9 @@ TEST(ChecksMoe, TensorRefusals) {
        "out has strides (0, 1) for shape (4, 8), must not overlap itself because it is written"},
       {[](Forward& f) { f.args.out.stride[0] = -7; },
        "out has strides (-7, 1) for shape (4, 8), must not overlap itself because it is written"},
+      {[](Forward& f) { f.args.weights.up.stride[0] = 0; },
+       "weights.up has strides (0, 8, 1) for shape (3, 6, 8), must not overlap itself because its "
+       "gradient has a value for every element"},
       {[](Forward& f) { f.args.weights.up = {}; }, "weights.up has rank 0, must be 3: (E, n, d)"},
       {[](Forward& f) { f.args.weights.up.data = nullptr; },
        "weights.up is null, must point to (E, n, d) = (3, 6, 8) elements"},
@@ -237,6 +309,8 @@ TEST(ChecksMoe, MemoryLentTwiceIsRefused) {
        "scratch overlaps out, must be memory of its own"},
       {[](Forward& f) { f.args.saved.data = f.args.weights.down.data; },
        "saved overlaps weights.down, must be memory of its own"},
+      {[](Forward& f) { f.args.out.data = static_cast<float*>(f.args.x.data) + d; },
+       "out overlaps x, must be memory of its own"},
       {[](Forward& f) {  // reversed: the first element is the last in memory
          f.args.x.data = static_cast<float*>(f.args.x.data) + (T - 1) * d;
          f.args.x.stride[0] = -d;
@@ -244,6 +318,20 @@ TEST(ChecksMoe, MemoryLentTwiceIsRefused) {
        },
        "scratch overlaps x, must be memory of its own"},
   });
+}
+
+// Columns of one matrix, and rows of one gradient that alternate.
+TEST(ChecksMoe, TensorsMayInterleave) {
+  Forward f;
+  Tensor both = f.memory.tensor(DType::kF32, {T, 2 * d});
+  both.shape[1] = d;
+  f.args.x = f.args.out = both;
+  f.args.out.data = static_cast<float*>(both.data) + d;
+  backend_calls = 0;
+  f.run();
+  EXPECT_EQ(backend_calls, 1);
+  f.args.out.data = static_cast<float*>(both.data) + d - 1;
+  EXPECT_THROW(f.run(), Error);
 }
 
 TEST(ChecksMoe, ABuildWithoutCudaRefusesIt) {
@@ -321,6 +409,33 @@ TEST(ChecksMoe, GradientsLentTwiceAreRefused) {
       {[](Backward& b) { b.args.scratch.data = b.args.grads.down.data; },
        "scratch overlaps grads.down, must be memory of its own"},
   });
+}
+
+TEST(ChecksMoe, GateAndUpOfOneGradientMayAlternate) {
+  Backward b;
+  Tensor both = b.memory.tensor(DType::kF32, {E, 2 * n, d});
+  both.shape[1] = n;
+  both.stride[1] = 2 * d;
+  b.args.grads.gate = b.args.grads.up = both;
+  b.args.grads.up.data = static_cast<float*>(both.data) + d;
+  backend_calls = 0;
+  b.run();
+  EXPECT_EQ(backend_calls, 1);
+  b.args.grads.up.data = static_cast<float*>(both.data) + d - 1;
+  EXPECT_THROW(b.run(), Error);
+}
+
+TEST(ChecksMoe, WithoutTokensRoutingWeightsNeedNoMemory) {
+  Backward b;
+  b.problem.tokens = 0;
+  for (Tensor* t : {&b.args.x, &b.args.dout, &b.args.dx, &b.args.dweights, &b.args.routing.ids,
+                    &b.args.routing.weights}) {
+    t->shape[0] = 0;
+  }
+  b.args.routing.weights.data = nullptr;
+  backend_calls = 0;
+  b.run();
+  EXPECT_EQ(backend_calls, 1);
 }
 
 TEST(ChecksMoe, RowWeightGradientsNeedRowWeights) {

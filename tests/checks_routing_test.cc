@@ -23,7 +23,7 @@ TEST(ChecksRouting, OptionRefusals) {
       {[](Route& r) { r.options.score = static_cast<ScoreMode>(3); },
        "score is 3, must be in 0 to 2"},
       {[](Route& r) { r.options.renormalize = 2; }, "renormalize is 2, must be in 0 to 1"},
-      {[](Route& r) { r.options.scale = HUGE_VAL; }, "scale is inf, must be finite"},
+      {[](Route& r) { r.options.scale = HUGE_VAL; }, "scale is inf, must be finite in f32"},
       {[](Route& r) { r.options.top_k = 0; }, "top_k is 0, must be at least 1"},
       {[](Route& r) { r.options.top_k = 5; }, "top_k is 5, must be at most E = 4"},
       {[](Route& r) { r.options.n_group = -1; }, "n_group is -1, must be at least 0"},
@@ -84,7 +84,7 @@ struct RouteBackward {
 
 TEST(ChecksRouting, RouteBackwardRefusals) {
   expect_refusals<RouteBackward>({
-      {[](RouteBackward& r) { r.options.scale = NAN; }, "scale is nan, must be finite"},
+      {[](RouteBackward& r) { r.options.scale = NAN; }, "scale is nan, must be finite in f32"},
       {[](RouteBackward& r) { r.ids.shape[0] = 5; },
        "ids has shape (5, 2), must be (T, K) = (6, 2)"},
       {[](RouteBackward& r) { r.dweights.dtype = DType::kF64; }, "dweights is f64, must be f32"},
@@ -225,6 +225,32 @@ TEST(ChecksRouting, LossesRefusals) {
   });
 }
 
+// Every output in turn is laid over what the call reads or writes beside it.
+TEST(ChecksRouting, MemoryLentTwiceIsRefused) {
+  expect_refusals<Route>({
+      {[](Route& r) { r.weights.data = r.ids.data; },
+       "ids overlaps weights, must be memory of its own"},
+      {[](Route& r) { r.ids.data = static_cast<std::byte*>(r.logits.data) + 8; },
+       "ids overlaps logits, must be memory of its own"},
+  });
+  expect_refusals<RouteBackward>({
+      {[](RouteBackward& r) { r.dlogits.data = r.logits.data; },
+       "dlogits overlaps logits, must be memory of its own"},
+  });
+  expect_refusals<Rounding>({
+      {[](Rounding& r) {
+         r.pairs.expert.data = static_cast<std::int32_t*>(r.pairs.token.data) + 1;
+       },
+       "pairs.token overlaps pairs.expert, must be memory of its own"},
+      {[](Rounding& r) { r.scratch.data = r.pairs.offsets.data; },
+       "scratch overlaps pairs.offsets, must be memory of its own"},
+  });
+  expect_refusals<Losses>({
+      {[](Losses& l) { l.out.values.data = l.logits.data; },
+       "values overlaps logits, must be memory of its own"},
+  });
+}
+
 struct LossesBackward : Losses {
   Tensor dvalues = memory.tensor(DType::kF32, {2});
   Tensor dlogits = memory.tensor(DType::kF32, {T, E});
@@ -242,6 +268,17 @@ TEST(ChecksRouting, LossesBackwardRefusals) {
   });
 }
 
+TEST(ChecksRouting, RoundScratchThatOverflows) {
+  const RoundOptions options{.route = {.top_k = 1}, .tile = 1, .mode = RoundingMode::kDown};
+  try {
+    FAIL() << round_scratch_bytes(options, INT32_MAX, INT32_MAX) << " bytes";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.status(), Status::kOutOfRange);
+    EXPECT_STREQ(e.what(),
+                 "tokens * experts in bytes is 2147483647 * 2147483647 * 8, must be below 2^55");
+  }
+}
+
 // The CPU needs no scratch; what a query refuses is the same everywhere.
 TEST(ChecksRouting, ScratchQueries) {
   using Query = std::int64_t (*)(std::int64_t, std::int64_t, const Exec&);
@@ -257,6 +294,8 @@ TEST(ChecksRouting, ScratchQueries) {
     EXPECT_EQ(sentence(query, -1, 4), "tokens is -1, must be at least 0");
     EXPECT_EQ(sentence(query, 6, 0), "experts is 0, must be at least 1");
     EXPECT_EQ(sentence(query, 1LL << 31, 4), "tokens is 2147483648, must be below 2^31");
+    EXPECT_EQ(sentence(query, INT32_MAX, INT32_MAX),
+              "tokens * experts in bytes is 2147483647 * 2147483647 * 8, must be below 2^55");
   }
   EXPECT_EQ(sentence(&grouped_gemm_scratch_bytes, 6, 4), "0 bytes");
   EXPECT_EQ(sentence(&grouped_gemm_scratch_bytes, -3, 4), "rows is -3, must be at least 0");

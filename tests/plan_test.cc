@@ -52,6 +52,20 @@ TEST(Plan, GranularitySweepKeepsTheWorkAndOurMemory) {
   }
 }
 
+TEST(Plan, AHugeTileIsPaddedToWithoutOverflow) {
+  const LayerShape s{8, 8, 8, 4, 2};
+  const double huge = 9223372036854775807.0;
+  // Every expert that has rows is padded to one tile, and experts have 4 rows each on average.
+  const double some = 1.0 - std::pow(0.5, 8);
+  EXPECT_NEAR(expected_padding(s, INT64_MAX) / (huge * some / 4.0), 1.0, 1e-9);
+  EXPECT_NEAR(expected_padding({8, 8, 8, 2, 2}, INT64_MAX) / (huge / 8.0), 1.0, 1e-9);
+}
+
+TEST(Plan, MemoryOfARouterThatOverflowsIsRefused) {
+  const Problem p = problem_of({INT32_MAX, 1, 1, INT32_MAX, 1}, DType::kBF16, {});
+  EXPECT_THROW(memory_cost(p), Error);
+}
+
 TEST(Plan, FlopsAndTimesOfTheKernels) {
   const LayerShape s = config_from_name("7B-n256");
   const Machine h200 = machine_from_name("h200");

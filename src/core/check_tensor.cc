@@ -36,20 +36,32 @@ bool has_elements(const Tensor& tensor) {
   return std::all_of(tensor.shape, tensor.shape + tensor.rank, [](auto n) { return n > 0; });
 }
 
-// The bytes between the first and the last element must be countable, whatever the strides.
-void reach(const Tensor& tensor, const char* name) {
-  std::int64_t bytes = dtype_bytes(tensor.dtype);
+// Adds |stride| * steps elements to `bytes`; false from kMostBytes on.
+bool step_within_reach(std::int64_t stride, std::int64_t steps, std::int64_t element,
+                       std::int64_t* bytes) {
+  std::int64_t step = 0;
+  return stride != INT64_MIN && !__builtin_mul_overflow(magnitude(stride), steps, &step) &&
+         !__builtin_mul_overflow(step, element, &step) &&
+         !__builtin_add_overflow(*bytes, step, bytes) && *bytes < kMostBytes;
+}
+
+// A tensor has fewer than kMostBytes, as elements and from the first to the last. The stride of a
+// dimension with one element or none counts once: loops step past their last element.
+void size_and_reach(const Tensor& tensor, const char* name) {
+  const std::int64_t element = dtype_bytes(tensor.dtype);
+  std::int64_t size = element, span = element;
   for (std::int32_t i = 0; i < tensor.rank; ++i) {
-    std::int64_t step = 0;
-    const bool overflow =
-        tensor.stride[i] == INT64_MIN ||
-        __builtin_mul_overflow(tensor.shape[i] - 1, magnitude(tensor.stride[i]), &step) ||
-        __builtin_mul_overflow(step, dtype_bytes(tensor.dtype), &step) ||
-        __builtin_add_overflow(bytes, step, &bytes);
-    if (overflow) {
+    const std::int64_t extent = std::max<std::int64_t>(tensor.shape[i], 1);
+    if (__builtin_mul_overflow(size, extent, &size) || size >= kMostBytes) {
+      refuse(Status::kOutOfRange, std::string(name) + " has shape " +
+                                      numbers(tensor.shape, tensor.rank) +
+                                      ", must have fewer than 2^55 bytes");
+    }
+    const std::int64_t steps = std::max<std::int64_t>(extent - 1, 1);
+    if (!step_within_reach(tensor.stride[i], steps, element, &span)) {
       refuse(Status::kOutOfRange, std::string(name) + " has strides " +
                                       numbers(tensor.stride, tensor.rank) +
-                                      ", must span fewer than 2^63 bytes");
+                                      ", must span fewer than 2^55 bytes");
     }
   }
 }
@@ -68,6 +80,12 @@ bool overlaps_itself(const Tensor& tensor) {
     last += (extent - 1) * stride;
   }
   return false;
+}
+
+void no_self_overlap(const Tensor& tensor, const char* name, const char* reason) {
+  if (!has_elements(tensor) || !overlaps_itself(tensor)) return;
+  refuse(std::string(name) + " has strides " + numbers(tensor.stride, tensor.rank) + " for shape " +
+         numbers(tensor.shape, tensor.rank) + ", must not overlap itself because " + reason);
 }
 
 }  // namespace
@@ -102,21 +120,21 @@ void input(const Tensor& tensor, const char* name, const Shape& shape, DTypes dt
   if (!dtypes.contains(tensor.dtype)) {
     refuse(std::string(name) + " is " + dtype_name(tensor.dtype) + ", must be " + dtypes.text());
   }
-  if (!has_elements(tensor)) return;
-  if (tensor.data == nullptr) {
+  size_and_reach(tensor, name);
+  if (has_elements(tensor) && tensor.data == nullptr) {
     refuse(std::string(name) + " is null, must point to " + letters(shape) + " = " +
            numbers(tensor.shape, tensor.rank) + " elements");
   }
-  reach(tensor, name);
 }
 
 void output(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes) {
   input(tensor, name, shape, dtypes);
-  if (has_elements(tensor) && overlaps_itself(tensor)) {
-    refuse(std::string(name) + " has strides " + numbers(tensor.stride, tensor.rank) +
-           " for shape " + numbers(tensor.shape, tensor.rank) +
-           ", must not overlap itself because it is written");
-  }
+  no_self_overlap(tensor, name, "it is written");
+}
+
+void parameter(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes) {
+  input(tensor, name, shape, dtypes);
+  no_self_overlap(tensor, name, "its gradient has a value for every element");
 }
 
 void absent(const Tensor& tensor, const std::string& name, const char* reason) {
@@ -134,7 +152,7 @@ void refuse_past_31_bits(const char* name, std::int64_t value) {
 }
 
 void refuse_not_finite(const char* name, double value) {
-  refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite");
+  refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite in f32");
 }
 
 void refuse_unknown(const char* name, std::int32_t value, std::int32_t count) {
@@ -142,10 +160,11 @@ void refuse_unknown(const char* name, std::int32_t value, std::int32_t count) {
          std::to_string(count - 1));
 }
 
-void refuse_product(const char* name, std::initializer_list<std::int64_t> factors) {
+void refuse_product(const char* name, std::initializer_list<std::int64_t> factors,
+                    const char* limit) {
   std::string text;
   for (std::int64_t f : factors) text += (text.empty() ? "" : " * ") + std::to_string(f);
-  refuse(Status::kOutOfRange, std::string(name) + " is " + text + ", must be below 2^63");
+  refuse(Status::kOutOfRange, std::string(name) + " is " + text + ", must be below " + limit);
 }
 
 void buffer(const Buffer& buffer, const char* name, std::int64_t needed, const Exec& exec) {

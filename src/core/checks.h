@@ -1,5 +1,8 @@
 // What every public function refuses before it begins: all that the host can see of its arguments.
 // Values that live on the device (ids, offsets, counts) are defined for every bit pattern instead.
+//
+// The functions *_overlap come after all other checks of a call: no buffer may share a byte with
+// anything, and no output an element with another argument.
 #pragma once
 
 #include "sonicmoe/grouped_gemm.h"
@@ -23,19 +26,23 @@ void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
 Pass forward_pass(const ForwardArgs& args);
 void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);
 void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec);
-/// After everything else: no buffer shares memory with anything, no output begins where another
-/// argument does.
 void forward_overlap(const ForwardArgs& args);
 void backward_overlap(const BackwardArgs& args);
 
 void grouped_gemm(const GroupedGemm& args, const Exec& exec);
 void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec);
+void grouped_gemm_overlap(const GroupedGemm& args);
+void grouped_gemm_k_overlap(const GroupedGemmK& args);
 void grouped_gemm_sizes(std::int64_t rows, std::int64_t experts, const Exec& exec);
 
 void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec);
 void route_backward(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                     const Tensor& dweights, const Tensor& dlogits, const Exec& exec);
+void route_overlap(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                   const Tensor& weights);
+void route_backward_overlap(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                            const Tensor& dweights, const Tensor& dlogits);
 /// Options and sizes of a rounding, without its tensors.
 void round_options(const RoundOptions& options, std::int64_t tokens, std::int64_t experts);
 void token_round(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
@@ -46,12 +53,22 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
                    const Exec& exec);
 void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                             const Tensor& dlogits, const Exec& exec);
+/// `bias` is that of the route options, empty for expert choice.
+void pairs_overlap(const Tensor& bias, const Tensor& logits, const Pairs& pairs,
+                   const Buffer& scratch);
+void pairs_backward_overlap(const Tensor& bias, const Tensor& logits, const Pairs& pairs,
+                            const Tensor& dweight, const Tensor& dlogits, const Buffer& scratch);
 /// T and E of a query for scratch.
 void routing_sizes(std::int64_t tokens, std::int64_t experts, const Exec& exec);
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                    const RouterLosses& out, const Exec& exec);
+void router_losses_overlap(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                           const RouterLosses& out, const Buffer& scratch);
 void router_losses_backward(const RouteOptions& options, const Tensor& logits,
                             const Tensor& tokens_per_expert, const Tensor& dvalues,
                             const Tensor& dlogits, const Exec& exec);
+void router_losses_backward_overlap(const RouteOptions& options, const Tensor& logits,
+                                    const Tensor& tokens_per_expert, const Tensor& dvalues,
+                                    const Tensor& dlogits);
 
 }  // namespace sonicmoe::checks

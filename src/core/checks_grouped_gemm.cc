@@ -15,7 +15,9 @@ void extent(const Tensor& t, const char* name, std::int32_t dim, std::int64_t le
 void rows_and_gather(const Tensor& a, std::int64_t rows, const Tensor& gather) {
   below_2_31("R", rows);
   below_2_31("the number of rows of a", a.shape[0]);
-  if (given(gather)) {
+  // An index list without entries may come without memory.
+  const bool empty = gather.rank == 1 && gather.shape[0] == 0;
+  if (given(gather) || empty) {
     input(gather, "gather", {{"R", rows}}, DType::kI32);
   } else if (a.shape[0] != rows) {
     refuse("a has " + std::to_string(a.shape[0]) + " rows, must have R = " + std::to_string(rows) +

@@ -150,7 +150,7 @@ void weights(const Problem& p, const Weights& w) {
     const Tensor& t = w.*r.member;
     if (!gated && r.member == &Weights::gate) continue;
     if (is_bias(r.member) && !given(t)) continue;
-    input(t, r.name, r.shape, p.dtype);
+    (is_bias(r.member) ? input : parameter)(t, r.name, r.shape, p.dtype);
   }
 }
 
@@ -175,7 +175,7 @@ void grads(const Problem& p, const BackwardArgs& args) {
     output(args.dx, "dx", {{"T", p.tokens}, {"d", p.hidden}}, p.dtype);
   }
   if (given(args.dweights)) {
-    if (!given(args.routing.weights)) {
+    if (p.form == RoutingForm::kGrouped && !given(args.routing.weights)) {
       refuse("dweights is given, must be empty: routing.weights is not given");
     }
     output(args.dweights, "dweights", weights_shape(p), score_dtype(p));
@@ -203,14 +203,15 @@ void problem(const Problem& p) {
   below_2_31("tokens", p.tokens);
   below_2_31("experts", p.experts);
   capacity_of_form(p);
+  below_2_31("top_k", p.top_k);
   const std::int64_t capacity = rows(p);
   below_2_31("row capacity C", capacity);
   const std::int64_t bytes = dtype_bytes(p.dtype);
   const std::int64_t gate = gate_factor(p.activation.kind);
-  product("tokens * hidden in bytes", {p.tokens, p.hidden, bytes});
-  product("C * hidden in bytes", {capacity, p.hidden, bytes});
-  product("C * width in bytes", {gate * bytes, capacity, p.width});
-  product("experts * width * hidden in bytes", {gate * bytes, p.experts, p.width, p.hidden});
+  array_bytes("tokens * hidden in bytes", {p.tokens, p.hidden, bytes});
+  array_bytes("C * hidden in bytes", {capacity, p.hidden, bytes});
+  array_bytes("C * width in bytes", {gate * bytes, capacity, p.width});
+  array_bytes("experts * width * hidden in bytes", {gate * bytes, p.experts, p.width, p.hidden});
 }
 
 void moe_sizes(const Problem& p, Pass pass, const Exec& e) {

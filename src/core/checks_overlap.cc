@@ -1,116 +1,62 @@
-// Refusals of memory that is lent twice: a call may write its outputs and buffers in any order.
-#include <array>
-
-#include "core/check_tensor.h"
+// Refusals of memory that is lent twice. They come after all other checks.
 #include "core/checks.h"
+#include "core/overlap.h"
 
 namespace sonicmoe::checks {
 namespace {
 
-enum class Use { kRead, kWritten };
-
-struct Range {
-  std::uintptr_t begin = 0, end = 0;
-  bool empty() const { return begin == end; }
-  bool overlaps(const Range& other) const { return begin < other.end && other.begin < end; }
-};
-
-Range range_of(const Buffer& b) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(b.data);
-  return {begin, begin + static_cast<std::uintptr_t>(b.bytes)};
+void add(Lent& lent, const Routing& r, const Weights& w) {
+  lent.add("routing.ids", r.ids);
+  lent.add("routing.weights", r.weights);
+  lent.add("routing.token", r.token);
+  lent.add("routing.expert", r.expert);
+  lent.add("routing.row_begin", r.row_begin);
+  lent.add("routing.row_count", r.row_count);
+  lent.add("weights.gate", w.gate);
+  lent.add("weights.up", w.up);
+  lent.add("weights.down", w.down);
+  lent.add("weights.b_gate", w.b_gate);
+  lent.add("weights.b_up", w.b_up);
+  lent.add("weights.b_down", w.b_down);
 }
 
-// From the first to the last byte, gaps included. Checked tensors reach fewer than 2^63 bytes.
-Range range_of(const Tensor& t) {
-  const auto base = reinterpret_cast<std::uintptr_t>(t.data);
-  Range range{base, base + static_cast<std::uintptr_t>(dtype_bytes(t.dtype))};
-  for (std::int32_t i = 0; i < t.rank; ++i) {
-    if (t.shape[i] == 0) return {};
-    const std::int64_t step = (t.shape[i] - 1) * t.stride[i] * dtype_bytes(t.dtype);
-    (step < 0 ? range.begin : range.end) += static_cast<std::uintptr_t>(step);
-  }
-  return range;
+void add(Lent& lent, const Pairs& pairs, Use use) {
+  lent.add("pairs.token", pairs.token, use);
+  lent.add("pairs.expert", pairs.expert, use);
+  lent.add("pairs.weight", pairs.weight, use);
+  lent.add("pairs.offsets", pairs.offsets, use);
 }
 
-[[noreturn]] void refuse_shared(const char* name, const char* other) {
-  refuse(std::string(name) + " overlaps " + other + ", must be memory of its own");
+template <class Args>
+void gemm_overlap(const Args& args) {
+  Lent lent;
+  lent.add("scratch", args.scratch);
+  lent.add("d", args.d, Use::kWritten);
+  lent.add("a", args.a);
+  lent.add("b", args.b);
+  lent.add("offsets", args.offsets);
+  lent.add("gather", args.gather);
+  lent.refuse_shared_memory();
 }
-
-// What a call is lent, by name. Every call builds one: no allocation.
-class Lent {
- public:
-  void add(const char* name, const Tensor& tensor, Use use = Use::kRead) {
-    if (given(tensor)) tensors_[count_++] = {name, tensor.data, range_of(tensor), use};
-  }
-
-  void add(const Routing& r, const Weights& w) {
-    add("routing.ids", r.ids);
-    add("routing.weights", r.weights);
-    add("routing.token", r.token);
-    add("routing.expert", r.expert);
-    add("routing.row_begin", r.row_begin);
-    add("routing.row_count", r.row_count);
-    add("weights.gate", w.gate);
-    add("weights.up", w.up);
-    add("weights.down", w.down);
-    add("weights.b_gate", w.b_gate);
-    add("weights.b_up", w.b_up);
-    add("weights.b_down", w.b_down);
-  }
-
-  // Tensors may interleave (gate and up rows of one gradient), so among them only a common first
-  // element counts; a buffer may share nothing.
-  void own_memory(const Buffer& h, const Buffer& saved, const Buffer& scratch) const {
-    const NamedRange buffers[] = {
-        {"h", range_of(h)}, {"saved", range_of(saved)}, {"scratch", range_of(scratch)}};
-    for (const NamedRange& buffer : buffers) {
-      if (buffer.range.empty()) continue;
-      for (const NamedRange* other = &buffer + 1; other != std::end(buffers); ++other) {
-        if (buffer.range.overlaps(other->range)) refuse_shared(buffer.name, other->name);
-      }
-      for (std::size_t i = 0; i < count_; ++i) {
-        if (buffer.range.overlaps(tensors_[i].range)) refuse_shared(buffer.name, tensors_[i].name);
-      }
-    }
-    for (std::size_t i = 0; i < count_; ++i) {
-      const NamedTensor& written = tensors_[i];
-      if (written.use != Use::kWritten || written.range.empty()) continue;
-      for (std::size_t j = 0; j < count_; ++j) {
-        if (i != j && tensors_[j].data == written.data) {
-          refuse_shared(written.name, tensors_[j].name);
-        }
-      }
-    }
-  }
-
- private:
-  struct NamedRange {
-    const char* name;
-    Range range;
-  };
-  struct NamedTensor {
-    const char* name;
-    const void* data;
-    Range range;
-    Use use;
-  };
-
-  std::array<NamedTensor, 22> tensors_;
-  std::size_t count_ = 0;
-};
 
 }  // namespace
 
 void forward_overlap(const ForwardArgs& args) {
   Lent lent;
+  lent.add("h", args.h);
+  lent.add("saved", args.saved);
+  lent.add("scratch", args.scratch);
   lent.add("out", args.out, Use::kWritten);
   lent.add("x", args.x);
-  lent.add(args.routing, args.weights);
-  lent.own_memory(args.h, args.saved, args.scratch);
+  add(lent, args.routing, args.weights);
+  lent.refuse_shared_memory();
 }
 
 void backward_overlap(const BackwardArgs& args) {
   Lent lent;
+  lent.add("h", args.h);
+  lent.add("saved", args.saved);
+  lent.add("scratch", args.scratch);
   lent.add("dx", args.dx, Use::kWritten);
   lent.add("dweights", args.dweights, Use::kWritten);
   lent.add("grads.gate", args.grads.gate, Use::kWritten);
@@ -121,8 +67,78 @@ void backward_overlap(const BackwardArgs& args) {
   lent.add("grads.b_down", args.grads.b_down, Use::kWritten);
   lent.add("x", args.x);
   lent.add("dout", args.dout);
-  lent.add(args.routing, args.weights);
-  lent.own_memory(args.h, args.saved, args.scratch);
+  add(lent, args.routing, args.weights);
+  lent.refuse_shared_memory();
+}
+
+void grouped_gemm_overlap(const GroupedGemm& args) { gemm_overlap(args); }
+void grouped_gemm_k_overlap(const GroupedGemmK& args) { gemm_overlap(args); }
+
+void route_overlap(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                   const Tensor& weights) {
+  Lent lent;
+  lent.add("ids", ids, Use::kWritten);
+  lent.add("weights", weights, Use::kWritten);
+  lent.add("logits", logits);
+  lent.add("bias", options.bias);
+  lent.refuse_shared_memory();
+}
+
+void route_backward_overlap(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                            const Tensor& dweights, const Tensor& dlogits) {
+  Lent lent;
+  lent.add("dlogits", dlogits, Use::kWritten);
+  lent.add("logits", logits);
+  lent.add("ids", ids);
+  lent.add("dweights", dweights);
+  lent.add("bias", options.bias);
+  lent.refuse_shared_memory();
+}
+
+void pairs_overlap(const Tensor& bias, const Tensor& logits, const Pairs& pairs,
+                   const Buffer& scratch) {
+  Lent lent;
+  lent.add("scratch", scratch);
+  add(lent, pairs, Use::kWritten);
+  lent.add("logits", logits);
+  lent.add("bias", bias);
+  lent.refuse_shared_memory();
+}
+
+void pairs_backward_overlap(const Tensor& bias, const Tensor& logits, const Pairs& pairs,
+                            const Tensor& dweight, const Tensor& dlogits, const Buffer& scratch) {
+  Lent lent;
+  lent.add("scratch", scratch);
+  lent.add("dlogits", dlogits, Use::kWritten);
+  lent.add("logits", logits);
+  lent.add("dweight", dweight);
+  lent.add("bias", bias);
+  add(lent, pairs, Use::kRead);
+  lent.refuse_shared_memory();
+}
+
+void router_losses_overlap(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
+                           const RouterLosses& out, const Buffer& scratch) {
+  Lent lent;
+  lent.add("scratch", scratch);
+  lent.add("values", out.values, Use::kWritten);
+  lent.add("tokens_per_expert", out.tokens_per_expert, Use::kWritten);
+  lent.add("logits", logits);
+  lent.add("ids", ids);
+  lent.add("bias", options.bias);
+  lent.refuse_shared_memory();
+}
+
+void router_losses_backward_overlap(const RouteOptions& options, const Tensor& logits,
+                                    const Tensor& tokens_per_expert, const Tensor& dvalues,
+                                    const Tensor& dlogits) {
+  Lent lent;
+  lent.add("dlogits", dlogits, Use::kWritten);
+  lent.add("logits", logits);
+  lent.add("tokens_per_expert", tokens_per_expert);
+  lent.add("dvalues", dvalues);
+  lent.add("bias", options.bias);
+  lent.refuse_shared_memory();
 }
 
 }  // namespace sonicmoe::checks

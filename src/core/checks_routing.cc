@@ -121,6 +121,7 @@ void round_options(const RoundOptions& o, std::int64_t tokens, std::int64_t expe
   at_least("experts", experts, 1);
   below_2_31("tokens", tokens);
   below_2_31("experts", experts);
+  array_bytes("tokens * experts in bytes", {tokens, experts, 8});
   route_options(o.route, experts);
   at_least("tile", o.tile, 1);
   known("mode", static_cast<std::int32_t>(o.mode), kRoundingModeCount);
@@ -173,6 +174,7 @@ void routing_sizes(std::int64_t tokens, std::int64_t experts, const Exec& e) {
   at_least("experts", experts, 1);
   below_2_31("tokens", tokens);
   below_2_31("experts", experts);
+  array_bytes("tokens * experts in bytes", {tokens, experts, 8});
 }
 
 void router_losses(const RouteOptions& o, const Tensor& logits, const Tensor& ids,

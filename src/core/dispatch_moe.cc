@@ -66,6 +66,7 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   checks::grouped_gemm(args, exec);
   checks::buffer(args.scratch, "scratch", gemm_scratch(args.d.shape[0], args.b.shape[0], exec),
                  exec);
+  checks::grouped_gemm_overlap(args);
   serve(exec, "grouped_gemm", &BackendTable::grouped_gemm)(args, exec);
 }
 
@@ -73,6 +74,7 @@ void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
   checks::grouped_gemm_k(args, exec);
   checks::buffer(args.scratch, "scratch", gemm_scratch(args.b.shape[0], args.d.shape[0], exec),
                  exec);
+  checks::grouped_gemm_k_overlap(args);
   serve(exec, "grouped_gemm_k", &BackendTable::grouped_gemm_k)(args, exec);
 }
 

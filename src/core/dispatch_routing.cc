@@ -30,12 +30,14 @@ std::int64_t losses_scratch(std::int64_t tokens, std::int64_t experts, const Exe
 void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
            const Tensor& weights, const Exec& exec) {
   checks::route(options, logits, ids, weights, exec);
+  checks::route_overlap(options, logits, ids, weights);
   serve(exec, "route", &BackendTable::route)(options, logits, ids, weights, exec);
 }
 
 void route_backward(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                     const Tensor& dweights, const Tensor& dlogits, const Exec& exec) {
   checks::route_backward(options, logits, ids, dweights, dlogits, exec);
+  checks::route_backward_overlap(options, logits, ids, dweights, dlogits);
   serve(exec, "route_backward", &BackendTable::route_backward)(options, logits, ids, dweights,
                                                                dlogits, exec);
 }
@@ -51,6 +53,7 @@ void token_round(const RoundOptions& options, const Tensor& logits, const Pairs&
                  Buffer scratch, const Exec& exec) {
   checks::token_round(options, logits, pairs, exec);
   check_scratch(options, logits, scratch, exec);
+  checks::pairs_overlap(options.route.bias, logits, pairs, scratch);
   serve(exec, "token_round", &BackendTable::token_round)(options, logits, pairs, scratch, exec);
 }
 
@@ -59,6 +62,7 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
                           const Exec& exec) {
   checks::token_round_backward(options, logits, pairs, dweight, dlogits, exec);
   check_scratch(options, logits, scratch, exec);
+  checks::pairs_backward_overlap(options.route.bias, logits, pairs, dweight, dlogits, scratch);
   serve(exec, "token_round_backward", &BackendTable::token_round_backward)(
       options, logits, pairs, dweight, dlogits, scratch, exec);
 }
@@ -73,6 +77,7 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
                    const Exec& exec) {
   checks::expert_choice(logits, capacity, pairs, exec);
   checks::buffer(scratch, "scratch", choice_scratch(logits.shape[0], logits.shape[1], exec), exec);
+  checks::pairs_overlap({}, logits, pairs, scratch);
   serve(exec, "expert_choice", &BackendTable::expert_choice)(logits, capacity, pairs, scratch,
                                                              exec);
 }
@@ -86,6 +91,7 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
                             const Tensor& dlogits, Buffer scratch, const Exec& exec) {
   checks::expert_choice_backward(logits, pairs, dweight, dlogits, exec);
   checks::buffer(scratch, "scratch", choice_scratch(logits.shape[0], logits.shape[1], exec), exec);
+  checks::pairs_backward_overlap({}, logits, pairs, dweight, dlogits, scratch);
   serve(exec, "expert_choice_backward", &BackendTable::expert_choice_backward)(
       logits, pairs, dweight, dlogits, scratch, exec);
 }
@@ -105,6 +111,7 @@ void router_losses(const RouteOptions& options, const Tensor& logits, const Tens
                    const RouterLosses& out, Buffer scratch, const Exec& exec) {
   checks::router_losses(options, logits, ids, out, exec);
   checks::buffer(scratch, "scratch", losses_scratch(logits.shape[0], logits.shape[1], exec), exec);
+  checks::router_losses_overlap(options, logits, ids, out, scratch);
   serve(exec, "router_losses", &BackendTable::router_losses)(options, logits, ids, out, scratch,
                                                              exec);
 }
@@ -118,6 +125,7 @@ void router_losses_backward(const RouteOptions& options, const Tensor& logits,
                             const Tensor& tokens_per_expert, const Tensor& dvalues,
                             const Tensor& dlogits, const Exec& exec) {
   checks::router_losses_backward(options, logits, tokens_per_expert, dvalues, dlogits, exec);
+  checks::router_losses_backward_overlap(options, logits, tokens_per_expert, dvalues, dlogits);
   serve(exec, "router_losses_backward", &BackendTable::router_losses_backward)(
       options, logits, tokens_per_expert, dvalues, dlogits, exec);
 }

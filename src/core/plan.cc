@@ -83,8 +83,11 @@ double expected_padding(const LayerShape& s, std::int64_t tile) {
   const double p = static_cast<double>(s.top_k) / static_cast<double>(s.experts);
   const double mean = T * p;
   if (s.tokens == 0) return 0.0;
-  const auto padded = [tile](std::int64_t f) { return (f + tile - 1) / tile * tile; };
-  if (p >= 1.0) return static_cast<double>(padded(s.tokens)) / T - 1.0;
+  // Rows that fill up the last tile of f rows; written so that a huge tile cannot overflow.
+  const auto padding = [tile](std::int64_t f) {
+    return static_cast<double>(f % tile == 0 ? 0 : tile - f % tile);
+  };
+  if (p >= 1.0) return padding(s.tokens) / T;
   // Twelve standard deviations on each side hold all of the mass that a double can see.
   const double reach = 12.0 * std::sqrt(mean * (1.0 - p)) + 16.0;
   const auto first = static_cast<std::int64_t>(std::max(0.0, std::floor(mean - reach)));
@@ -94,7 +97,7 @@ double expected_padding(const LayerShape& s, std::int64_t tile) {
     const auto k = static_cast<double>(f);
     const double log_mass = std::lgamma(T + 1) - std::lgamma(k + 1) - std::lgamma(T - k + 1) +
                             k * std::log(p) + (T - k) * std::log1p(-p);
-    rows += std::exp(log_mass) * static_cast<double>(padded(f) - f);
+    rows += std::exp(log_mass) * padding(f);
   }
   return rows / mean;
 }
@@ -102,6 +105,7 @@ double expected_padding(const LayerShape& s, std::int64_t tile) {
 MemoryCost memory_cost(const Problem& p) {
   const std::int64_t element = dtype_bytes(p.dtype), G = gate_factor(p.activation.kind);
   const std::int64_t rows = p.tokens * p.top_k;
+  checks::array_bytes("tokens * experts in bytes", {p.tokens, p.experts, element});
   const Sizes sizes = moe_sizes(p, Pass::kForward);
   MemoryCost m;
   m.x = p.tokens * p.hidden * element;
