@@ -23,7 +23,9 @@ TEST(ChecksRouting, OptionRefusals) {
       {[](Route& r) { r.options.score = static_cast<ScoreMode>(3); },
        "score is 3, must be in 0 to 2"},
       {[](Route& r) { r.options.renormalize = 2; }, "renormalize is 2, must be in 0 to 1"},
-      {[](Route& r) { r.options.scale = HUGE_VAL; }, "scale is inf, must be finite in f32"},
+      {[](Route& r) { r.options.scale = HUGE_VAL; }, "scale is inf, must be finite"},
+      {[](Route& r) { r.options.scale = -0x1p128; },
+       "scale is -340282366920938463463374607431768211456.000000, must be finite in f32"},
       {[](Route& r) { r.options.top_k = 0; }, "top_k is 0, must be at least 1"},
       {[](Route& r) { r.options.top_k = 5; }, "top_k is 5, must be at most E = 4"},
       {[](Route& r) { r.options.n_group = -1; }, "n_group is -1, must be at least 0"},
@@ -84,7 +86,7 @@ struct RouteBackward {
 
 TEST(ChecksRouting, RouteBackwardRefusals) {
   expect_refusals<RouteBackward>({
-      {[](RouteBackward& r) { r.options.scale = NAN; }, "scale is nan, must be finite in f32"},
+      {[](RouteBackward& r) { r.options.scale = NAN; }, "scale is nan, must be finite"},
       {[](RouteBackward& r) { r.ids.shape[0] = 5; },
        "ids has shape (5, 2), must be (T, K) = (6, 2)"},
       {[](RouteBackward& r) { r.dweights.dtype = DType::kF64; }, "dweights is f64, must be f32"},

@@ -152,7 +152,8 @@ void refuse_past_31_bits(const char* name, std::int64_t value) {
 }
 
 void refuse_not_finite(const char* name, double value) {
-  refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite in f32");
+  refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite" +
+         (std::isfinite(value) ? " in f32" : ""));
 }
 
 void refuse_unknown(const char* name, std::int32_t value, std::int32_t count) {
