@@ -14,14 +14,14 @@
 
 namespace sonicmoe {
 
-/// How tokens find their experts.
+/// The form in which a caller gives the routing.
 enum class RoutingForm : std::int32_t {
   kIds = 0,      ///< ids and weights (T, K); C = T*K
   kPairs = 1,    ///< lists of (token, expert, weight), any order, any number a token; C = length
   kGrouped = 2,  ///< x already grouped by expert: rows of expert e begin at row_begin[e]; C = T
 };
 
-/// Everything the host must know before it launches. Device-side counts are never read back.
+/// What the host must know before it launches. Counts on the device are never read back.
 struct Problem {
   std::int64_t tokens = 0;    ///< T: rows of x and of the output; 0 is allowed
   std::int64_t hidden = 0;    ///< d >= 1
@@ -38,7 +38,7 @@ struct Problem {
 /// C, the rows that buffers are sized for: T*K, the pair list's length, or T. Refuses C >= 2^31.
 SONICMOE_API std::int64_t row_capacity(const Problem& problem);
 
-/// Routing values, on the device of the call. What is out of range is skipped, never refused.
+/// Routing values, on the device of the call. Values out of range are skipped, never refused.
 struct Routing {
   Tensor ids{};  ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
   Tensor
@@ -51,7 +51,8 @@ struct Routing {
 
 /// Expert weights as strided views, so that concatenated, interleaved, separate and transposed
 /// tensors are one form. Activations without a gate use `up` alone and leave `gate` empty. The same
-/// struct holds gradients: an absent one is not computed.
+/// struct holds gradients: an absent one is not computed. No two elements of gate, up or down share
+/// memory (expanded tensors are refused), because a gradient has a value for each.
 struct Weights {
   Tensor gate{};    ///< (E, n, d)
   Tensor up{};      ///< (E, n, d)
@@ -63,8 +64,9 @@ struct Weights {
 
 enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
 
-/// Bytes the caller must lend. h and saved are written by forward and only read by backward;
-/// scratch is dead once the call's work is done. Inference keeps nothing: h = saved = 0.
+/// Bytes the caller must lend. Forward writes h and saved, backward only reads them. The contents
+/// of scratch are dead once the call's work is done. Inference keeps nothing: h = saved = 0. A
+/// problem with an array of 2^55 bytes or more is refused.
 struct Sizes {
   std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype
   std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
@@ -82,12 +84,13 @@ struct ForwardArgs {
   Buffer scratch{};
 };
 
-/// Forward. With h and saved it trains (and keeps H and metadata), without both it infers; the
-/// output bits are the same. Throws Error before any work on a bad argument.
+/// Forward. With h and saved it keeps H and metadata for backward; without both it is inference.
+/// The bits of the output are the same. Throws Error before any work on a bad argument. Outputs and
+/// buffers share no memory with another argument; tensors may interleave.
 SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
                               const Exec& exec = {});
 
-/// The parts of H as views (C, n) of the buffer that forward wrote.
+/// The two parts of H, as views (C, n) of the buffer that forward wrote.
 struct HViews {
   Tensor gate{};  ///< empty without a gate
   Tensor up{};

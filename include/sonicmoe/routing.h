@@ -1,5 +1,6 @@
-// Routing: who goes to which expert, with what weight. Top-k with its scores, tile-aware token
-// rounding, expert choice, and the router's auxiliary losses, each with its gradient.
+// Routing decides which tokens go to which expert, and with what weight: top-k with its scores,
+// tile-aware token rounding, expert choice, and the router's auxiliary losses, each with its
+// gradient. The outputs and the scratch of a call share no memory with another argument.
 //
 // Exact semantics (ties, NaN, ranks, modes): docs/routing.md. Ids, pairs and their order are
 // bit-identical on every backend, because one header (src/core/selection_key.h) computes the keys.
@@ -20,7 +21,7 @@ struct RouteOptions {
   std::int64_t top_k = 0;  ///< K, 1 <= K <= E
   ScoreMode score = ScoreMode::kSoftmaxAfterTopK;
   std::int32_t renormalize = 0;  ///< 1: weights / (sum over the K chosen + 1e-20)
-  double scale = 1.0;            ///< finite; multiplies the weights last
+  double scale = 1.0;            ///< finite in fp32; multiplies the weights last
   Tensor bias{};                 ///< (E) fp32, sigmoid only, optional: added for selection only
   std::int64_t n_group = 0;      ///< 0: no groups. Else E % n_group == 0 and
   std::int64_t topk_group = 0;   ///< the best topk_group groups (by the sum of their two largest

@@ -1,5 +1,5 @@
-// Errors: every refused call says, in one sentence, which argument, what it got and what is
-// allowed.
+// Errors. A refused call says in one sentence which argument is wrong, what it has and what it must
+// have.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ enum class Status : std::int32_t {
   kOk = 0,
   kInvalidArgument = 1,    ///< a shape, stride, dtype, name or pointer that no backend accepts
   kUnsupported = 2,        ///< a valid request that this build or device cannot serve
-  kOutOfRange = 3,         ///< a count that overflows its type
+  kOutOfRange = 3,         ///< a count or a size that overflows its type
   kWorkspaceTooSmall = 4,  ///< a caller's buffer smaller than moe_sizes() says
   kCuda = 5,               ///< the CUDA runtime reported an error
   kInternal = 6,           ///< a defect of this library

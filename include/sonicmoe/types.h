@@ -25,8 +25,9 @@ constexpr std::int64_t dtype_bytes(DType t) {
   return t == DType::kF64 || t == DType::kI64 ? 8 : t == DType::kBF16 || t == DType::kF16 ? 2 : 4;
 }
 
-/// A strided view of memory that the caller owns. Strides count elements. `data == nullptr` means
-/// "not given" where an argument is optional. Inputs are never written, whatever the pointer type.
+/// A strided view of memory that the caller owns. Strides count elements and may be negative; a
+/// tensor spans fewer than 2^55 bytes. `data == nullptr` means "not given" where an argument is
+/// optional. Inputs are never written, though the pointer's type allows it.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kF32;
@@ -125,7 +126,7 @@ SONICMOE_API DType dtype_from_name(const char* name);
 
 enum class Backend : std::int32_t { kCpu = 0, kCuda = 1 };
 
-/// Told where each kernel of the layer begins and ends; the command's own (`sonicmoe bench`).
+/// Times the kernels of the layer one by one; used by `sonicmoe bench` only.
 class KernelObserver;
 
 /// Where a call runs. The CPU backend gives the same bits for every num_threads.

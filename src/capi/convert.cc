@@ -5,7 +5,7 @@
 namespace sonicmoe::capi {
 namespace {
 
-// A size beyond this is an uninitialised struct, not a newer one.
+// A larger size field means an uninitialised struct, not a newer version.
 constexpr std::size_t kLargestStruct = 4096;
 
 [[noreturn]] void refuse(Status status, const std::string& sentence) {

@@ -1,5 +1,5 @@
-// From the C structs to the C++ ones. Every struct is copied into the current version first, so the
-// rest of the code never sees a caller's size.
+// Conversion from the structs of C to those of C++. A caller's struct may have the size of another
+// version: it is first copied into a struct of this version, so only read() deals with sizes.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ inline constexpr const char* kNoMemory = "memory is exhausted, nothing was compu
 bool can_report_errors() noexcept;
 void set_last_error(const char* sentence) noexcept;
 
-/// Runs a call; whatever it throws becomes a status and a sentence.
+/// Runs a call and turns an exception into a status and the sentence of smoe_last_error().
 template <class F>
 smoe_status guarded(F&& call) noexcept {
   if (!can_report_errors()) return SMOE_INTERNAL;
@@ -46,12 +46,13 @@ smoe_status guarded(F&& call) noexcept {
 }
 
 void refuse_null(const void* pointer, const char* name);
-/// The rule of struct sizes: at least that of the first version, `first`, and no byte past this
-/// version's, `known`, in use. Returns how many bytes the caller's struct and this version share.
+/// Checks the size field of a struct: it is at least `first`, the size in the version that
+/// introduced the struct, and bytes past `known`, its size in this version, are zero. Returns the
+/// number of bytes that the caller's struct and this version's have in common.
 std::size_t check_size(const void* data, const char* name, std::size_t first, std::size_t known);
 
-/// The caller's struct as this version knows it; fields it does not have are zero. `first` is its
-/// size in the version that brought it.
+/// A copy of the caller's struct in this version's layout; fields that the caller's version does
+/// not have are zero. `first` is as in check_size.
 template <class T>
 T read(const T* given, const char* name, std::size_t first = sizeof(T)) {
   static_assert(std::is_trivially_copyable_v<T> && offsetof(T, size) == 0);
@@ -61,8 +62,9 @@ T read(const T* given, const char* name, std::size_t first = sizeof(T)) {
   return result;
 }
 
-/// Refuses null. An absent optional tensor goes through `optional` and becomes an empty one.
+/// A tensor that must be given: null is refused.
 Tensor required(const smoe_tensor* given, const char* name);
+/// A tensor that may be absent: null becomes an empty tensor.
 Tensor optional(const smoe_tensor* given, const char* name);
 
 Exec exec(const smoe_exec* given);

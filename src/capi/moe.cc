@@ -1,4 +1,4 @@
-// The layer and the grouped GEMM in C.
+// The C functions of the layer and of the grouped GEMM.
 #include <algorithm>
 
 #include "capi/convert.h"
@@ -7,7 +7,7 @@ using namespace sonicmoe;
 
 namespace {
 
-// h and saved are inputs of backward; Buffer has one pointer type for both directions.
+// Backward only reads h and saved, but Buffer has a pointer to mutable memory for both passes.
 Buffer input_buffer(const void* data, std::int64_t bytes) {
   return {const_cast<void*>(data), bytes};
 }
@@ -15,7 +15,7 @@ Buffer input_buffer(const void* data, std::int64_t bytes) {
 // GroupedGemm and GroupedGemmK have the same members, with other shapes.
 template <class Args>
 Args gemm_args(const smoe_grouped_gemm_args* given) {
-  // Callers of the first version end before the scratch.
+  // The first version of the struct ends before `scratch`.
   constexpr std::size_t kFirst = offsetof(smoe_grouped_gemm_args, scratch);
   const smoe_grouped_gemm_args a = capi::read(given, "args", kFirst);
   return {capi::required(a.a, "a"),           capi::required(a.b, "b"),

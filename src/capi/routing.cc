@@ -1,4 +1,4 @@
-// Routing, rounding, expert choice and the auxiliary losses in C.
+// The C functions of routing, rounding, expert choice and the auxiliary losses.
 #include "capi/convert.h"
 
 using namespace sonicmoe;

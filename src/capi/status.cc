@@ -1,4 +1,4 @@
-// Status, version and device: the parts of the C interface that take no tensors.
+// The C functions that take no tensors: status, version, activations and devices.
 #include <cxxabi.h>
 
 #include <cstdio>
@@ -11,7 +11,7 @@
 namespace sonicmoe::capi {
 namespace {
 
-// Fixed storage, because reporting an error must not be able to fail.
+// A fixed array: reporting an error must not allocate, because that could fail.
 struct LastError {
   char sentence[1024] = "";
 };

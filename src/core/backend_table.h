@@ -81,7 +81,8 @@ struct BackendTable {
                                  const Tensor& dlogits, const Exec& exec) = nullptr;
 };
 
-/// One definition a backend. Null in a build without it: cuda_absent.cc or src/cuda is linked.
+/// Each backend defines its own function. It returns null in a build without the backend
+/// (cuda_absent.cc is then linked in place of src/cuda).
 const BackendTable* cpu_backend();
 const BackendTable* cuda_backend();
 

@@ -45,8 +45,9 @@ bool step_within_reach(std::int64_t stride, std::int64_t steps, std::int64_t ele
          !__builtin_add_overflow(*bytes, step, bytes) && *bytes < kMostBytes;
 }
 
-// A tensor has fewer than kMostBytes, as elements and from the first to the last. The stride of a
-// dimension with one element or none counts once: loops step past their last element.
+// Refuses a tensor whose elements, or whose span from the first to the last element, reach
+// kMostBytes. The stride of a dimension with one element or none counts once, because loops step
+// past their last element: a stride near 2^62 would overflow there.
 void size_and_reach(const Tensor& tensor, const char* name) {
   const std::int64_t element = dtype_bytes(tensor.dtype);
   std::int64_t size = element, span = element;
@@ -66,7 +67,8 @@ void size_and_reach(const Tensor& tensor, const char* name) {
   }
 }
 
-// Sufficient, not necessary: each stride must step over everything the smaller ones reach.
+// True unless each stride steps over everything that the smaller strides reach. Some tensors that
+// do not overlap are arranged otherwise, and are taken to overlap too.
 bool overlaps_itself(const Tensor& tensor) {
   std::array<std::pair<std::int64_t, std::int64_t>, 3> dims{};  // {stride, extent}
   for (std::int32_t i = 0; i < tensor.rank; ++i) {

@@ -1,4 +1,5 @@
-// The vocabulary of the checks: one rule per argument, one sentence per refusal.
+// The rules that the checks of every call are made of. Each rule looks at one argument and refuses
+// it by one sentence: which argument, what it has, what it must have.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,7 @@ class DTypes {
 inline constexpr DTypes kFloats = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
 inline constexpr DTypes kIndices = {DType::kI32, DType::kI64};
 
-/// A dimension by its letter, so that a sentence can say both "(T, d)" and "(4, 8)".
+/// A dimension and its letter: a refusal prints both "(T, d)" and "(4, 8)".
 struct Dim {
   const char* letter;
   std::int64_t size;
@@ -47,21 +48,21 @@ struct Shape {
   Dim dims[3] = {};
 };
 
-/// Rank only, for tensors whose extents define T, E or R.
+/// Checks the rank alone, for tensors whose extents define T, E or R.
 void rank(const Tensor& tensor, const char* name, const char* letters, std::int32_t rank);
-/// Shape, dtype, data, size and the reach of the strides.
+/// Checks shape, dtype, data pointer, size in bytes and the reach of the strides.
 void input(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
-/// As input, and no two elements may share memory.
+/// As input; also refuses a tensor in which two elements share memory.
 void output(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
-/// As output, for a parameter: its gradient has its strides.
+/// As output, for a weight matrix: a gradient with its strides would be written.
 void parameter(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
-/// An argument that has no meaning here, e.g. a gate for silu.
+/// Refuses an argument that has no meaning in the call, e.g. a gate for silu.
 void absent(const Tensor& tensor, const std::string& name, const char* reason);
 
 inline bool given(const Tensor& tensor) { return tensor.data != nullptr; }
 
-// Every call passes dozens of these, so what holds is decided in place; only what does not leaves
-// it.
+// A call makes dozens of these checks. The comparison is inline, and only a refusal calls a
+// function.
 
 [[noreturn]] void refuse_below(const char* name, std::int64_t value, std::int64_t least);
 [[noreturn]] void refuse_past_31_bits(const char* name, std::int64_t value);
@@ -79,7 +80,7 @@ inline void below_2_31(const char* name, std::int64_t value) {
   if (value > INT32_MAX) refuse_past_31_bits(name, value);
 }
 
-/// Parameters are computed with in fp32.
+/// Refuses a value that is not finite in fp32, in which the backends use it.
 inline void finite(const char* name, double value) {
   if (!(std::fabs(value) <= FLT_MAX)) refuse_not_finite(name, value);
 }
@@ -88,7 +89,7 @@ inline void known(const char* name, std::int32_t value, std::int32_t count) {
   if (value < 0 || value >= count) refuse_unknown(name, value, count);
 }
 
-/// a*b*c, refused by name when it passes 2^63.
+/// The product of the factors, refused by name from 2^63 on.
 inline std::int64_t product(const char* name, std::initializer_list<std::int64_t> factors) {
   std::int64_t result = 1;
   for (std::int64_t factor : factors) {
@@ -97,12 +98,13 @@ inline std::int64_t product(const char* name, std::initializer_list<std::int64_t
   return result;
 }
 
-/// No array and no stride reaches as many bytes, so that backends can add up a few dozen arrays,
-/// step past an end by a few strides and pad a few times over without a check of their own.
+/// The limit of the bytes of any array and of the reach of any stride. It leaves a factor of 256 to
+/// 2^63, so that a backend can add up dozens of arrays, step past an end by several strides and pad
+/// sizes without a check of its own.
 inline constexpr std::int64_t kMostBytes = std::int64_t{1} << 55;
 
-/// An array of the product's bytes, refused by name from kMostBytes on. A factor of 0 counts as 1:
-/// the others are computed with even where the array is empty.
+/// Refuses, by name, an array whose bytes (the product of the factors) reach kMostBytes. A factor
+/// of 0 counts as 1, because backends compute with the other factors even where the array is empty.
 inline void array_bytes(const char* name, std::initializer_list<std::int64_t> factors) {
   std::int64_t result = 1;
   for (std::int64_t factor : factors) {

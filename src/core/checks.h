@@ -1,5 +1,6 @@
-// What every public function refuses before it begins: all that the host can see of its arguments.
-// Values that live on the device (ids, offsets, counts) are defined for every bit pattern instead.
+// The checks of every public function. They run before any work and refuse whatever the host can
+// see to be wrong with the arguments. The host cannot see values on the device (ids, offsets,
+// counts): these are never refused, and each of their bit patterns has a defined meaning.
 //
 // The functions *_overlap come after all other checks of a call: no buffer may share a byte with
 // anything, and no output an element with another argument.
@@ -13,16 +14,16 @@ namespace sonicmoe::checks {
 
 void exec(const Exec& exec);
 
-/// C by the form alone; the other fields need not make sense yet.
+/// C, from the form and its counts alone: the other fields may still be unchecked.
 std::int64_t rows(const Problem& problem);
 void problem(const Problem& problem);
 void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
-/// The tensors only; the buffers need the backend's sizes and are checked by forward_buffers.
+/// Checks the tensors only. The sizes of the buffers depend on the backend: see forward_buffers.
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
-/// Gate and up alone.
+/// Of the weights, checks gate and up only.
 void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
-/// Which pass the buffers of a forward ask for: training as soon as h or saved is given.
+/// The pass that the buffers of a forward ask for: training if h or saved is given, else inference.
 Pass forward_pass(const ForwardArgs& args);
 void forward_buffers(const ForwardArgs& args, const Sizes& needed, const Exec& exec);
 void backward_buffers(const BackwardArgs& args, const Sizes& needed, const Exec& exec);

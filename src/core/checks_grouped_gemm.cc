@@ -1,4 +1,4 @@
-// Refusals of the grouped GEMM.
+// The checks of the grouped GEMM.
 #include "core/check_tensor.h"
 #include "core/checks.h"
 

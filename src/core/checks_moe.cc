@@ -1,4 +1,4 @@
-// Refusals of the layer.
+// The checks of the layer.
 #include <string>
 
 #include "core/check_tensor.h"
@@ -14,7 +14,7 @@ constexpr std::int32_t kDTypeCount = 6;
 
 DType score_dtype(const Problem& p) { return p.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
-// A kind whose default is 0 does not have the parameter.
+// Refuses a parameter for a kind that does not have it, which is one whose default is 0.
 void activation_parameter(const char* name, const Activation& a, double value,
                           double ActivationTraits::* of_kind) {
   if (value == 0.0 || activation_traits(a.kind).*of_kind != 0.0) return;
@@ -66,7 +66,7 @@ Letters letters_of(const Problem& p) {
           {"E", p.experts}, {"K", p.top_k},  {"C", rows(p)}};
 }
 
-// The routing tensors that do not belong to the form, by name, must be empty.
+// Refuses routing tensors that belong to another form.
 void routing_of_other_forms(RoutingForm form, const Routing& r) {
   struct Entry {
     const Tensor& tensor;
@@ -110,7 +110,7 @@ void routing(const Problem& p, const Routing& r) {
   }
 }
 
-// One weight of a Weights, with the shape it must have. The order is that of the struct.
+// One member of Weights and the shape it must have. Rules have the order of the struct.
 struct WeightRule {
   Tensor Weights::* member;
   const char* name;
@@ -154,7 +154,7 @@ void weights(const Problem& p, const Weights& w) {
   }
 }
 
-// fp64 tensors keep fp64 gradients: anything less would spoil the check they are used for.
+// fp64 layers have fp64 gradients only: they serve gradient checks, which fp32 would spoil.
 DTypes grad_dtypes(const Problem& p, GradMode mode) {
   if (p.dtype == DType::kF64) return DType::kF64;
   if (mode == GradMode::kAccumulate) return DType::kF32;

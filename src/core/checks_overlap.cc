@@ -1,4 +1,5 @@
-// Refusals of memory that is lent twice. They come after all other checks.
+// Refuses memory that is lent to a call twice. These checks come last: they rely on checked
+// tensors.
 #include "core/checks.h"
 #include "core/overlap.h"
 

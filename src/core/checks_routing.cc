@@ -1,4 +1,4 @@
-// Refusals of routing, rounding, expert choice and the auxiliary losses.
+// The checks of routing, rounding, expert choice and the auxiliary losses.
 #include <algorithm>
 #include <string>
 
@@ -76,7 +76,7 @@ Dim slots(const RouteOptions& o, const Extents& s) {
   return {"K", o.top_k};
 }
 
-// Pairs are written by the forwards and read by the backwards.
+// Forward calls write pairs (rule = output), backward calls read them (rule = input).
 using PairsRule = void (*)(const Tensor&, const char*, const Shape&, DTypes);
 void pairs_of(const Pairs& p, const Tensor& logits, std::int64_t capacity, PairsRule rule) {
   const Dim C{"C", capacity};

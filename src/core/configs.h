@@ -1,4 +1,5 @@
-// Named layer shapes of published models and of the method's paper, for the command and benchmarks.
+// Layer shapes of published models and of the method's paper, by name, for the command and the
+// benchmarks.
 #pragma once
 
 #include <cstdint>

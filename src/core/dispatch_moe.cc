@@ -1,4 +1,5 @@
-// Public functions of the layer and of the grouped GEMM: check, then hand over to the backend.
+// The public functions of the layer and of the grouped GEMM. Each checks its arguments, then calls
+// the backend's function.
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/checks.h"

@@ -1,4 +1,4 @@
-// Public functions of routing: check, then hand over to the backend.
+// The public functions of routing. Each checks its arguments, then calls the backend's function.
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/checks.h"

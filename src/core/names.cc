@@ -1,4 +1,4 @@
-// The public names of activations, dtypes and modes: each table is the only place they are spelt.
+// The public names of activations, dtypes and modes, from value to name and back.
 #include <array>
 #include <cstring>
 #include <string>

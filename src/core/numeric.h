@@ -1,4 +1,4 @@
-// 16-bit floats as the whole project rounds them: to nearest, ties to even, NaN stays NaN.
+// Conversions between fp32 and 16-bit floats: round to nearest, ties to even; NaN stays NaN.
 #pragma once
 
 #include <bit>

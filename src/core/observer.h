@@ -1,12 +1,13 @@
-// How the kernels of a pass are timed one by one: the layer says where each begins and ends.
+// Times the kernels of a pass one by one: the layer calls begin and end around each launch.
 #pragma once
 
 #include "sonicmoe/types.h"
 
 namespace sonicmoe {
 
-/// Called by the thread that called the layer. On CUDA the work between begin and end has been put
-/// on Exec::stream, not done. A kernel may come several times in a pass: its time is the sum.
+/// begin and end are called by the thread that called the layer. On CUDA the kernels between them
+/// have been launched on Exec::stream and may still run. A kernel may be launched several times in
+/// a pass: its time is the sum.
 class KernelObserver {
  public:
   virtual ~KernelObserver() = default;

@@ -24,7 +24,8 @@ Range range_of(const Tensor& t) {
   return range;
 }
 
-// The bytes of a tensor modulo `step`: its range over the dimensions whose stride is no multiple.
+// The bytes that a tensor occupies modulo `step`: its range without the dimensions whose stride is
+// a multiple of it.
 Range range_within(const Tensor& t, std::int64_t step) {
   Tensor inner = t;
   for (std::int32_t i = 0; i < t.rank; ++i) {
@@ -33,7 +34,7 @@ Range range_within(const Tensor& t, std::int64_t step) {
   return range_of(inner);
 }
 
-// All of a's bytes lie in one part of every `step` bytes, all of b's in another.
+// True if a and b occupy different bytes modulo `step`.
 bool apart_modulo(const Tensor& a, const Tensor& b, std::int64_t step) {
   const Range first = range_within(a, step), second = range_within(b, step);
   const auto length = [](const Range& r) { return static_cast<std::int64_t>(r.end - r.begin); };

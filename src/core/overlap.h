@@ -1,4 +1,4 @@
-// Which arguments of a call share memory.
+// Finds arguments of a call that share memory.
 #pragma once
 
 #include <array>
@@ -20,12 +20,12 @@ struct Range {
   }
 };
 
-/// False only where no byte belongs to an element of both. Tensors may interleave (columns of one
-/// matrix, gate and up rows of one gradient); an arrangement that no common step explains counts as
-/// shared.
+/// False if no byte belongs to an element of both tensors. Tensors that interleave (columns of one
+/// matrix, alternating gate and up rows of one gradient) are recognised by a stride of either one:
+/// modulo that stride they occupy different bytes. Other interleaved arrangements give true.
 bool share_memory(const Tensor& a, const Tensor& b);
 
-/// What a call is lent, by name. Every call builds one: no allocation.
+/// The memory that a call is lent, by name. Every call builds one, so it allocates nothing.
 class Lent {
  public:
   void add(const char* name, const Tensor& tensor, Use use = Use::kRead);

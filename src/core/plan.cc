@@ -83,7 +83,7 @@ double expected_padding(const LayerShape& s, std::int64_t tile) {
   const double p = static_cast<double>(s.top_k) / static_cast<double>(s.experts);
   const double mean = T * p;
   if (s.tokens == 0) return 0.0;
-  // Rows that fill up the last tile of f rows; written so that a huge tile cannot overflow.
+  // Rows that fill up the last tile of f rows, without an overflow for a huge tile.
   const auto padding = [tile](std::int64_t f) {
     return static_cast<double>(f % tile == 0 ? 0 : tile - f % tile);
   };

@@ -1,5 +1,5 @@
-// What a layer costs before anything runs: operations, bytes, time at the roofline, padding, and
-// the memory that different methods keep for backward. Pure arithmetic.
+// The cost of a layer, by arithmetic alone: operations, bytes, time at the roofline, padding, and
+// the memory that different methods keep for backward.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ struct KernelCost {
 /// The eight kernels in order of execution, with their time on `machine`.
 std::vector<KernelCost> kernel_costs(const Problem& problem, const Machine& machine);
 
-/// Rows added by padding every expert to a multiple of `tile`, over the routed rows, when T tokens
-/// choose K of E experts evenly: experts' counts are then binomial(T, K/E).
+/// Rows that padding every expert to a multiple of `tile` adds, divided by the routed rows. The T
+/// tokens choose K of E experts evenly, so that an expert's rows are binomial(T, K/E).
 double expected_padding(const LayerShape& shape, std::int64_t tile);
 
 /// Bytes kept from forward to backward.
@@ -56,7 +56,7 @@ struct MemoryCost {
 };
 MemoryCost memory_cost(const Problem& problem);
 
-/// Scratch that the calls of a backend ask for: peak workspace, dead once each call is done.
+/// Bytes of scratch that a backend asks for, by pass. Scratch is free again when the call is done.
 struct WorkspaceCost {
   std::int64_t forward = 0, backward = 0, inference = 0;
 };

@@ -1,4 +1,4 @@
-// C of token_round, from what the host knows.
+// The row capacity C of token_round, from its options and sizes alone.
 #include <algorithm>
 
 #include "core/check_tensor.h"
@@ -16,7 +16,7 @@ std::int64_t round_capacity(const RoundOptions& options, std::int64_t tokens,
   if (options.mode == RoundingMode::kNearest) {
     rows = chosen + added / 2;
   } else if (options.mode != RoundingMode::kDown) {
-    rows = std::min(every, chosen + std::min(added, every));  // the sum cannot overflow
+    rows = std::min(every, chosen + std::min(added, every));  // both summands are below 2^62
   }
   checks::below_2_31("row capacity C", rows);
   return rows;

@@ -1,4 +1,5 @@
-// How many rows an expert keeps under each rounding mode: integers only, for host and device.
+// How many rows an expert keeps under each rounding mode. Integers only, one text for host and
+// device, so that both round alike.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ struct RoundBounds {
 SONICMOE_HD RoundBounds round_bounds(std::int64_t f, std::int64_t tile, std::int64_t tokens) {
   const std::int64_t lo = f / tile * tile;
   if (lo == f) return {f, f, f};
-  // tile <= tokens - lo, written so that a huge tile cannot overflow.
+  // min(lo + tile, tokens), without an overflow for a huge tile.
   return {f, lo, tile < tokens - lo ? lo + tile : tokens};
 }
 

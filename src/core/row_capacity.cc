@@ -1,4 +1,4 @@
-// C of the layer, from what the host knows.
+// The row capacity C of the layer, from the problem alone.
 #include "core/checks.h"
 
 namespace sonicmoe {

@@ -1,15 +1,17 @@
-// What decides who goes where: the same bits on the CPU and on the GPU.
+// The arithmetic that decides which expert a token goes to. Host and device compile this one text,
+// so the CPU and the GPU compute the same bits and choose the same experts.
 //
-// Everything here is fp32 with a stated order of operations: explicit fma where a product meets a
-// sum, nothing else that a compiler may contract, no library function. Exponentials below -80 are
-// zero, so that no value here is ever subnormal and flush-to-zero modes change nothing (E <= 1024).
+// All operations are fp32 in a stated order. Products and sums are fused only by an explicit fma,
+// and no library function is called, so the compiler has nothing to choose. Exponentials of x < -80
+// are zero: no value is subnormal (E <= 1024), so flush-to-zero modes change nothing.
 //
-//   exp32       2^n * P(r), x = n ln2 + r, |r| <= ln2/2, P of degree 6; at most 1 ulp off on [-80,
-//   0] sigmoid32   1/(1 + e) or e/(1 + e), e = exp32(-|x|) softmax     p_i = exp32(x_i - max) *
-//   (1/sum), the sum by the tree below tree sum    S(0, P), P the least power of two >= n; S(i, 1)
-//   = v_i (0 from n on);
-//               S(i, 2m) = S(i, m) + S(i + m, m). Any layout of consecutive blocks over lanes can
-//               follow it: first within a lane, then between neighbours (shuffle xor 1, 2, 4, ...).
+// - exp32: 2^n * P(r), where x = n ln2 + r, |r| <= ln2/2 and P has degree 6. At most 1 ulp off on
+//   [-80, 0].
+// - sigmoid32: 1/(1 + e) for x >= 0, else e/(1 + e), where e = exp32(-|x|).
+// - softmax: p_i = exp32(x_i - max) * (1/sum), where sum is the tree sum.
+// - tree sum of n values: S(0, P), where P is the least power of two >= n, S(i, 1) = v_i (0 from n
+//   on) and S(i, 2m) = S(i, m) + S(i + m, m). Any split into consecutive blocks can follow it:
+//   first within a lane, then between neighbouring lanes (shuffle xor 1, 2, 4, ...).
 #pragma once
 
 #include <cstdint>
@@ -20,7 +22,8 @@
 #if defined(__CUDACC__)
 #define SONICMOE_HD static __host__ __device__ __forceinline__
 #else
-// Internal linkage: translation units with different instruction sets must not share one copy.
+// Internal linkage: files compiled for different instruction sets would otherwise share one copy,
+// and the linker could pick one that this processor cannot run.
 #define SONICMOE_HD [[gnu::always_inline]] static inline
 #endif
 

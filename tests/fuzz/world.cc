@@ -359,6 +359,25 @@ bool World::shares_memory() const {
   return false;
 }
 
+// A tensor that the library may accept, but that is too large to be given memory here.
+bool World::claims_memory_that_is_not_there() const {
+  static constexpr __int128 kRefused = __int128{1} << 55;
+  return std::any_of(args_.begin(), args_.end(), [](const Arg& arg) {
+    const smoe_tensor& t = arg.c.tensor;
+    if (arg.is_null || t.data == nullptr || reach_of(t).bytes >= 0) return false;
+    if (!is_dtype(t.dtype) || t.rank < 0 || t.rank > 3) return false;
+    __int128 count = 1, span = 1;
+    for (std::int32_t i = 0; i < t.rank; ++i) {
+      if (t.shape[i] < 0) return false;
+      const __int128 stride = t.stride[i];
+      count = std::min(kRefused, count * std::max<std::int64_t>(t.shape[i], 1));
+      span += (stride < 0 ? -stride : stride) * std::max<std::int64_t>(t.shape[i] - 1, 1);
+    }
+    const auto element = dtype_bytes(static_cast<DType>(t.dtype));
+    return count * element < kRefused && span * element < kRefused;
+  });
+}
+
 void World::require_untouched(const std::vector<std::vector<std::byte>>& before,
                               bool refused) const {
   std::set<const std::byte*> writable;
@@ -387,6 +406,7 @@ void World::require_untouched(const std::vector<std::vector<std::byte>>& before,
 }
 
 bool World::call(const std::function<smoe_status()>& run) {
+  if (claims_memory_that_is_not_there()) return false;
   std::vector<std::vector<std::byte>> before;
   for (const Block& block : blocks_) {
     before.emplace_back(block.data.get(), block.data.get() + block.bytes);

@@ -109,7 +109,8 @@ class World {
   /// Gives every tensor and buffer its memory, with the same values again if called again.
   void place();
 
-  /// Runs a call and holds it to what is true of every call. True where it returned SMOE_OK.
+  /// Runs a call and holds it to what is true of every call. True where it returned SMOE_OK. Does
+  /// not run a call that claims more memory than the fuzzer gives: the library may believe it.
   bool call(const std::function<smoe_status()>& run);
   /// A dense copy of an output to write what is expected to.
   Tensor expected(const Arg& arg);
@@ -136,6 +137,7 @@ class World {
   void spoil(Lent& lent);
   void alias();
   bool shares_memory() const;
+  bool claims_memory_that_is_not_there() const;
   void require_untouched(const std::vector<std::vector<std::byte>>& before, bool refused) const;
   std::int64_t odd_count();
   std::int64_t odd_stride();
