@@ -95,7 +95,7 @@ typedef struct smoe_device smoe_device;
 typedef struct smoe_exec {
   uint32_t size;
   int32_t backend;
-  int32_t num_threads; /* CPU: 0 = every core this process may use */
+  int32_t num_threads; /* CPU: 0 = every core this process may use; at most 4 per core */
   int32_t reserved;    /* 0 */
   const smoe_device* device;
   void* stream; /* CUDA: a cudaStream_t */

@@ -132,7 +132,7 @@ class KernelObserver;
 /// Where a call runs. The CPU backend gives the same bits for every num_threads.
 struct Exec {
   Backend backend = Backend::kCpu;
-  std::int32_t num_threads = 0;        ///< CPU: 0 means every core this process may use
+  std::int32_t num_threads = 0;        ///< CPU: 0 means every core; at most 4 per core are used
   const void* device = nullptr;        ///< CUDA: handle of smoe_device_open
   void* stream = nullptr;              ///< CUDA: a cudaStream_t
   KernelObserver* observer = nullptr;  ///< leave it null

@@ -241,8 +241,4 @@ class ColGemmWorker {
 std::int64_t col_task_rows(const ColGemm& gemm);
 std::int64_t col_task_cols(const ColGemm& gemm);
 
-/// One Worker of a product for each worker of the team.
-template <class Worker, class Gemm>
-using Workers = PerWorker<Worker>;
-
 }  // namespace sonicmoe::cpu

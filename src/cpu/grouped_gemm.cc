@@ -78,7 +78,7 @@ void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec) {
       2.0 * static_cast<double>(offsets.taken()) * static_cast<double>(gemm.n * gemm.seg_k);
   Team team(offsets.ascend() ? thread_count(exec, flops) : 1);
   const auto tasks = one_group(offsets.values(), team.size()).tasks;
-  Workers<RowGemmWorker, RowGemm> workers(team, gemm);
+  PerWorker<RowGemmWorker> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     workers[worker].run(
         tasks[task], [](const RowTile&) {},
@@ -108,7 +108,7 @@ void grouped_gemm_k_on(Isa isa, const GroupedGemmK& args, const Exec& exec) {
       2.0 * static_cast<double>(offsets.taken()) * static_cast<double>(gemm.m * gemm.n);
   Team team(thread_count(exec, flops));
   const auto tasks = split_cols(gemm, 0, d.shape[0]);
-  Workers<ColGemmWorker, ColGemm> workers(team, gemm);
+  PerWorker<ColGemmWorker> workers(team, gemm);
   team.run(std::ssize(tasks), [&](std::int64_t task, std::int32_t worker) {
     const ColTask& c = tasks[task];
     workers[worker].run(
