@@ -1,121 +1,176 @@
+// The products of the stand-in engine.
 #include "stand_in.h"
 
 #include <algorithm>
-#include <vector>
+#include <numeric>
+
+#include "elements.h"
+#include "verify/oracle_activation.h"
 
 namespace sonicmoe::testing {
 namespace {
 
-using namespace cuda;  // NOLINT: this file is about its names
+using namespace cuda;  // NOLINT: this file implements their engine
 
-float& at(const Tensor& t, std::int64_t i, std::int64_t j, std::int64_t k = 0) {
-  const std::int64_t strides[3] = {t.stride[0], t.stride[1], t.rank == 3 ? t.stride[2] : 0};
-  return static_cast<float*>(t.data)[i * strides[0] + j * strides[1] + k * strides[2]];
-}
+using Row = std::vector<double>;
 
-/// Calls visit(expert, row) for every grouped row.
-template <class F>
-void for_rows(const Metadata& lists, std::int64_t experts, F visit) {
-  for (std::int64_t e = 0; e < experts; ++e) {
-    for (std::int32_t i = 0; i < lists.expert_rows[e]; ++i) visit(e, lists.expert_begin[e] + i);
+/// Dense copies of (E, columns, depth) matrices.
+class Matrices {
+ public:
+  explicit Matrices(const Tensor& t) : columns_(t.shape[1]), depth_(t.shape[2]) {
+    if (t.data != nullptr) values_ = oracle::read(t);
   }
-}
-
-std::int64_t source_row(const RowOperand& operand, std::int64_t p) {
-  return operand.index == nullptr ? p : operand.index[p];
-}
-
-/// <part of the row of p, matrix[e][column]>.
-float dot(const RowOperand& operand, std::int64_t p, std::int64_t part, const Tensor& matrix,
-          std::int64_t e, std::int64_t column) {
-  const std::int64_t row = source_row(operand, p);
-  float sum = 0.0f;
-  for (std::int64_t k = 0; k < matrix.shape[2]; ++k) {
-    const float value =
-        operand.rows.rank == 3 ? at(operand.rows, row, part, k) : at(operand.rows, row, k);
-    sum += value * at(matrix, e, column, k);
+  double dot(const Row& row, std::int64_t e, std::int64_t column) const {
+    const auto begin = values_.begin() + (e * columns_ + column) * depth_;
+    return std::inner_product(begin, begin + depth_, row.begin(), 0.0);
   }
-  return sum;
-}
 
-float bias_at(const Tensor& bias, std::int64_t e, std::int64_t column) {
-  return bias.data == nullptr ? 0.0f : at(bias, e, column);
-}
-
-/// Gate and up of column j in H or dH.
-struct GateUp {
-  float* gate;  // null without one
-  float* up;
+ private:
+  std::int64_t columns_;
+  std::int64_t depth_;
+  std::vector<double> values_;
 };
-GateUp gate_up(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j) {
-  if (layout == GateLayout::kInterleaved) return {&at(h, p, 2 * j), &at(h, p, 2 * j + 1)};
-  if (layout == GateLayout::kSplit) return {&at(h, p, 0, j), &at(h, p, 1, j)};
-  return {nullptr, &at(h, p, 0, j)};
-}
 
-float relu(float x) { return std::max(x, 0.0f); }
-
-void multiply(const RowProduct& product, std::int64_t e, std::int64_t p, const StoreOutput& out) {
-  const WeightOperand& w = product.weights;
-  for (std::int64_t j = 0; j < w.first.shape[1]; ++j) {
-    float sum = dot(product.rows, p, 0, w.first, e, j);
-    if (w.parts == WeightParts::kOneAfterOther) sum += dot(product.rows, p, 1, w.second, e, j);
-    sum += bias_at(out.bias, e, j);
-    if (out.scale.data != nullptr) sum *= at(out.scale, p, 0);
-    at(out.out, p, j) = sum;
+/// Row p of an operand; part `part` of it where the operand has parts.
+Row row_of(const RowOperand& operand, std::int64_t p, std::int64_t part) {
+  const Tensor& t = operand.rows;
+  const std::int64_t row = operand.index == nullptr ? p : operand.index[p];
+  Row values(static_cast<std::size_t>(t.shape[t.rank - 1]));
+  for (std::size_t k = 0; k < values.size(); ++k) {
+    const auto column = static_cast<std::int64_t>(k);
+    values[k] = t.rank == 3 ? get(t, row, part, column) : get(t, row, column);
   }
+  return values;
 }
 
-/// reglu where there is a gate, else relu.
-void multiply(const RowProduct& product, std::int64_t e, std::int64_t p, const Activate& out) {
-  const WeightOperand& w = product.weights;
-  for (std::int64_t j = 0; j < out.a.shape[1]; ++j) {
-    float gate = 0.0f;
-    float up = 0.0f;
-    if (out.layout == GateLayout::kInterleaved) {
-      gate = dot(product.rows, p, 0, w.first, e, 2 * j) + bias_at(out.bias_gate, e, j);
-      up = dot(product.rows, p, 0, w.first, e, 2 * j + 1) + bias_at(out.bias_up, e, j);
-    } else if (out.layout == GateLayout::kSplit) {
-      gate = dot(product.rows, p, 0, w.first, e, j) + bias_at(out.bias_gate, e, j);
-      up = dot(product.rows, p, 0, w.second, e, j) + bias_at(out.bias_up, e, j);
-    } else {
-      up = dot(product.rows, p, 0, w.first, e, j) + bias_at(out.bias_up, e, j);
+/// 0 where there is no bias.
+double bias_at(const Tensor& bias, std::int64_t e, std::int64_t column) {
+  return bias.data == nullptr ? 0.0 : get(bias, e, column);
+}
+
+/// Gate and up of column j in a row of H or dH. The gate is 0 where the layer has none.
+struct GateUp {
+  double gate;
+  double up;
+};
+GateUp load(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j) {
+  if (layout == GateLayout::kInterleaved) return {get(h, p, 2 * j), get(h, p, 2 * j + 1)};
+  if (layout == GateLayout::kSplit) return {get(h, p, 0, j), get(h, p, 1, j)};
+  return {0.0, get(h, p, 0, j)};
+}
+void store(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j, const GateUp& v) {
+  if (layout == GateLayout::kInterleaved) {
+    put(h, v.gate, p, 2 * j);
+    put(h, v.up, p, 2 * j + 1);
+    return;
+  }
+  if (layout == GateLayout::kSplit) put(h, v.gate, p, 0, j);
+  put(h, v.up, p, layout == GateLayout::kSplit ? 1 : 0, j);
+}
+
+/// The weights of a product and one of its epilogues, row by row.
+struct RowMultiplier {
+  const RowProduct& product;
+  Matrices first{product.weights.first};
+  Matrices second{product.weights.second};
+
+  Row row(std::int64_t p, std::int64_t part = 0) const { return row_of(product.rows, p, part); }
+
+  void operator()(const StoreOutput& out, std::int64_t e, std::int64_t p) const {
+    const bool two = product.weights.parts == WeightParts::kOneAfterOther;
+    const Row left = row(p);
+    const Row right = two ? row(p, 1) : Row{};
+    const double scale = out.scale.data == nullptr ? 1.0
+                                                   : oracle::load(out.scale.data, out.scale.dtype,
+                                                                  slot_offset(out.scale, p));
+    for (std::int64_t j = 0; j < product.weights.first.shape[1]; ++j) {
+      const double sum = first.dot(left, e, j) + (two ? second.dot(right, e, j) : 0.0);
+      put(out.out, scale * (sum + bias_at(out.bias, e, j)), p, j);
     }
-    const GateUp h = gate_up(out.h, out.layout, p, j);
-    if (h.gate != nullptr) *h.gate = gate;
-    *h.up = up;
-    at(out.a, p, j) = h.gate != nullptr ? relu(gate) * up : relu(up);
+  }
+
+  void operator()(const Activate& out, std::int64_t e, std::int64_t p) const {
+    const Row x = row(p);
+    const bool interleaved = out.layout == GateLayout::kInterleaved;
+    for (std::int64_t j = 0; j < out.a.shape[1]; ++j) {
+      GateUp h{0.0, 0.0};
+      if (out.layout != GateLayout::kNone) {
+        h.gate = first.dot(x, e, interleaved ? 2 * j : j) + bias_at(out.bias_gate, e, j);
+      }
+      h.up = (interleaved                        ? first.dot(x, e, 2 * j + 1)
+              : out.layout == GateLayout::kSplit ? second.dot(x, e, j)
+                                                 : first.dot(x, e, j)) +
+             bias_at(out.bias_up, e, j);
+      h = {oracle::round_to(product.dtype, h.gate), oracle::round_to(product.dtype, h.up)};
+      if (out.h.data != nullptr) store(out.h, out.layout, p, j, h);
+      put(out.a, oracle::activate(out.activation, h.gate, h.up).value, p, j);
+    }
+  }
+
+  void operator()(const ActivateGrad& out, std::int64_t e, std::int64_t p) const {
+    const std::int64_t columns = product.weights.first.shape[1];
+    const Row dy = row(p);
+    const double weight = out.row_weight[p];
+    Row parts(static_cast<std::size_t>(out.parts), 0.0);
+    for (std::int64_t j = 0; j < columns; ++j) {
+      const double da = first.dot(dy, e, j);
+      const GateUp h = load(out.h, out.layout, p, j);
+      const auto act = oracle::activate(out.activation, h.gate, h.up);
+      store(out.dh, out.layout, p, j, {weight * da * act.by_gate, weight * da * act.by_up});
+      put(out.a, weight * act.value, p, j);
+      parts[j * out.parts / columns] += da * oracle::round_to(product.dtype, act.value);
+    }
+    std::copy(parts.begin(), parts.end(), out.weight_grad_parts + p * out.parts);
+  }
+};
+
+/// A counter is zero when its product starts and has another value afterwards, as with a dynamic
+/// tile order.
+void use_counter(unsigned* counter) {
+  if (counter == nullptr) return;
+  require(*counter == 0, "a product found its counter used");
+  *counter = 1;
+}
+
+/// Experts in the order that the product asks for.
+void check_order(const RowGroups& groups) {
+  if (groups.longest_first == nullptr) return;
+  std::vector<int> seen(static_cast<std::size_t>(groups.experts), 0);
+  for (std::int64_t i = 0; i < groups.experts; ++i) {
+    const ExpertRecord& record = groups.longest_first[i];
+    require(record.expert >= 0 && record.expert < groups.experts && ++seen[record.expert] == 1,
+            "the list of experts does not name each expert once");
+    require(record.rows == groups.lists->expert_rows[record.expert] &&
+                (i == 0 || groups.longest_first[i - 1].rows >= record.rows),
+            "the list of experts is not sorted by number of rows");
   }
 }
 
-void multiply(const RowProduct& product, std::int64_t e, std::int64_t p, const ActivateGrad& out) {
-  float* parts = out.weight_grad_parts + p * out.parts;
-  std::fill_n(parts, out.parts, 0.0f);
-  const std::int64_t columns = product.weights.first.shape[1];
-  const float weight = out.row_weight[p];
-  for (std::int64_t j = 0; j < columns; ++j) {
-    const float da = dot(product.rows, p, 0, product.weights.first, e, j);
-    const GateUp h = gate_up(out.h, out.layout, p, j);
-    const GateUp dh = gate_up(out.dh, out.layout, p, j);
-    const float a = h.gate != nullptr ? relu(*h.gate) * *h.up : relu(*h.up);
-    if (h.gate != nullptr) {
-      *dh.gate = *h.gate > 0.0f ? weight * da * *h.up : 0.0f;
-      *dh.up = weight * da * relu(*h.gate);
-    } else {
-      *dh.up = *h.up > 0.0f ? weight * da : 0.0f;
-    }
-    at(out.a, p, j) = weight * a;
-    parts[j * out.parts / columns] += a * da;
-  }
+/// A product that begins with its source's first rows reads what the source writes, and the source
+/// counts its tiles.
+void check_source(const RowProduct& product) {
+  if (product.hints.start != Start::kWithRowsOf) return;
+  const RowProduct* source = product.hints.source;
+  require(source != nullptr && source->hints.release_counter != nullptr,
+          "the source of a product does not count its tiles");
+  require(*source->hints.release_counter != 0, "a product comes before its source");
+  const auto* written = std::get_if<ActivateGrad>(&source->epilogue);
+  require(written != nullptr && written->dh.data == product.rows.rows.data,
+          "a product does not read what its source writes");
 }
 
 void multiply_rows(const Device&, const RowProduct& product, cudaStream_t) {
+  use_counter(product.hints.tile_counter);
+  use_counter(product.hints.release_counter);
+  check_order(product.groups);
+  check_source(product);
+  const RowMultiplier multiplier{product};
   for_rows(*product.groups.lists, product.groups.experts, [&](std::int64_t e, std::int64_t p) {
-    std::visit([&](const auto& epilogue) { multiply(product, e, p, epilogue); }, product.epilogue);
+    std::visit([&](const auto& epilogue) { multiplier(epilogue, e, p); }, product.epilogue);
   });
 }
 
-/// Where column j of a weight gradient goes: which output, and its column there.
+/// Which output column j of D goes to, and its column there.
 struct Target {
   const Tensor& out;
   std::int64_t column;
@@ -127,131 +182,80 @@ Target target_of(const DepthProduct& product, std::int64_t j, std::int64_t colum
   return {product.out[0], j};
 }
 
-void multiply_depth(const Device&, const DepthProduct& product, cudaStream_t) {
-  const std::int64_t columns = product.right.shape[product.right.rank - 1];
-  const auto each = [&](std::int64_t e, auto value) {
-    for (std::int64_t m = 0; m < product.left.rows.shape[1]; ++m) {
-      for (std::int64_t j = 0; j < columns; ++j) {
-        const Target to = target_of(product, j, columns);
-        if (to.out.data != nullptr) value(at(to.out, e, m, to.column), m, j);
-      }
-    }
-  };
-  if (product.mode == GradMode::kWrite) {
-    for (std::int64_t e = 0; e < product.groups.experts; ++e) {
-      each(e, [](float& out, std::int64_t, std::int64_t) { out = 0.0f; });
-    }
+/// Stores D (rows, columns) of one expert.
+void store_gradient(const DepthProduct& product, std::int64_t e, const Row& d,
+                    std::int64_t columns) {
+  const bool adds = product.mode == GradMode::kAccumulate;
+  if (adds && product.groups.lists->expert_rows[e] == 0) return;
+  for (std::size_t i = 0; i < d.size(); ++i) {
+    const std::int64_t m = static_cast<std::int64_t>(i) / columns;
+    const Target to = target_of(product, static_cast<std::int64_t>(i) % columns, columns);
+    if (to.out.data == nullptr) continue;
+    put(to.out, d[i] + (adds ? get(to.out, e, m, to.column) : 0.0), e, m, to.column);
   }
-  for_rows(*product.groups.lists, product.groups.experts, [&](std::int64_t e, std::int64_t p) {
-    const std::int64_t row = source_row(product.left, p);
-    each(e, [&](float& out, std::int64_t m, std::int64_t j) {
-      out += at(product.left.rows, row, m) * (product.right.rank == 3
-                                                  ? at(product.right, p, product.right_part, j)
-                                                  : at(product.right, p, j));
-    });
-  });
 }
 
-/// The lists and sums of a pass; routing by ids (i32).
-struct HostRooms {
-  const PassContext& pass;
-  const Engine& engine;
-  const Device device{};
-
-  void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
-  void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
-
-  void operator()(const BuildMetadata& w) const {
-    const Problem& p = pass.problem;
-    const Metadata& lists = pass.metadata;
-    const auto* ids = static_cast<const std::int32_t*>(w.routing.ids.data);
-    std::int32_t row = 0;
-    for (std::int32_t e = 0; e < p.experts; ++e) {
-      lists.expert_begin[e] = row;
-      for (std::int64_t slot = 0; slot < p.tokens * p.top_k; ++slot) {
-        if (ids[slot] != e) continue;
-        lists.row_token[row] = static_cast<std::int32_t>(slot / p.top_k);
-        lists.row_slot[row] = static_cast<std::int32_t>(slot);
-        lists.position_row[slot] = row++;
-      }
-      lists.expert_rows[e] = row - lists.expert_begin[e];
-    }
-  }
-  void operator()(const BuildRowLists& w) const {
-    const auto* weights = static_cast<const float*>(w.weights.data);
-    for_rows(pass.metadata, pass.problem.experts, [&](std::int64_t, std::int64_t p) {
-      w.lists.weights[p] = weights[pass.metadata.row_slot[p]];
-    });
-  }
-  void operator()(const TokenSum& w) const {
-    const Problem& p = pass.problem;
-    const auto* weights = static_cast<const float*>(w.weights.data);
-    for (std::int64_t t = w.tokens.first; t < w.tokens.first + w.tokens.count; ++t) {
-      for (std::int64_t j = 0; j < p.hidden; ++j) {
-        float sum = 0.0f;
-        for (std::int64_t slot = t * p.top_k; slot < (t + 1) * p.top_k; ++slot) {
-          const std::int64_t row = pass.metadata.position_row[slot];
-          sum += (weights == nullptr ? 1.0f : weights[slot]) *
-                 static_cast<const float*>(w.rows)[row * p.hidden + j];
-        }
-        at(w.out, t, j) = sum;
+void multiply_depth(const Device&, const DepthProduct& product, cudaStream_t) {
+  use_counter(product.hints.tile_counter);
+  check_order(product.groups);
+  const RowOperand right{product.right, nullptr};
+  const std::int64_t columns = product.right.shape[product.right.rank - 1];
+  const Metadata& lists = *product.groups.lists;
+  for (std::int64_t e = 0; e < product.groups.experts; ++e) {
+    Row d(static_cast<std::size_t>(product.left.rows.shape[1] * columns), 0.0);
+    for (std::int32_t i = 0; i < lists.expert_rows[e]; ++i) {
+      const std::int64_t p = lists.expert_begin[e] + i;
+      const Row a = row_of(product.left, p, 0);
+      const Row b = row_of(right, p, product.right_part);
+      for (std::size_t m = 0; m < a.size(); ++m) {
+        for (std::size_t j = 0; j < b.size(); ++j) d[m * b.size() + j] += a[m] * b[j];
       }
     }
+    store_gradient(product, e, d, columns);
   }
-  void operator()(const ScoreGrad& w) const {
-    for_rows(pass.metadata, pass.problem.experts, [&](std::int64_t e, std::int64_t p) {
-      const float* parts = w.parts + p * w.tiles;
-      float sum = 0.0f;
-      for (std::int32_t i = 0; i < w.tiles; ++i) sum += parts[i];
-      for (std::int64_t j = 0; w.b_down.data != nullptr && j < pass.problem.hidden; ++j) {
-        sum += at(w.dout, pass.metadata.row_token[p], j) * at(w.b_down, e, j);
-      }
-      static_cast<float*>(w.out.data)[pass.metadata.row_slot[p]] = sum;
-    });
-  }
-  void operator()(const ColumnSum& w) const {
-    const auto add = [&](const Tensor& out, std::int64_t first, std::int64_t step) {
-      if (out.data == nullptr) return;
-      for (std::int64_t e = 0; e < pass.problem.experts; ++e) {
-        for (std::int64_t j = 0; j < out.shape[1]; ++j) at(out, e, j) = 0.0f;
-      }
-      for_rows(pass.metadata, pass.problem.experts, [&](std::int64_t e, std::int64_t p) {
-        const auto* row = static_cast<const float*>(w.source) +
-                          (w.index == nullptr ? p : w.index[p]) * w.row_stride;
-        for (std::int64_t j = 0; j < out.shape[1]; ++j) {
-          at(out, e, j) += (w.weights == nullptr ? 1.0f : w.weights[p]) * row[first + j * step];
-        }
-      });
-    };
-    add(w.out, 0, w.odd == nullptr ? 1 : 2);
-    if (w.odd != nullptr) add(*w.odd, 1, 2);
-  }
-  void operator()(const ClearRows& w) const {
-    for (std::int64_t i = 0; i < w.out.shape[0]; ++i) {
-      for (std::int64_t j = 0; j < w.out.shape[1]; ++j) at(w.out, i, j) = 0.0f;
-    }
-  }
-};
+}
 
-}  // namespace
+bool has(const Tensor& t) { return t.data != nullptr; }
 
-const Engine& stand_in_engine() {
-  static const Engine engine = {
+/// As the Hopper engine orders backward, in whatever number of rows.
+BackwardOrder input_grad_first(const Problem& problem, const BackwardArgs& args) {
+  const Weights& g = args.grads;
+  const bool up = has(g.gate) || has(g.up);
+  BackwardOrder order{};
+  order.input_grad_first = has(args.dx) && (up || has(g.down));
+  if (order.input_grad_first && up && has(g.down)) {
+    order.tokens_beside_down_grad = problem.tokens / 3;
+    order.companion = Companion::kTokenSum;
+  }
+  return order;
+}
+
+Engine make_engine(BackwardOrder (*order)(const Problem&, const BackwardArgs&)) {
+  return {
       .name = "stand-in",
-      .service = {.capabilities = {7, 7}, .dtypes = {DType::kF32}, .multiple = 1},
+      .service = {.capabilities = {7, 7},
+                  .dtypes = {DType::kF32, DType::kBF16, DType::kF16},
+                  .multiple = 1},
       .weight_grad_columns = 16,
       .open = [](int) { return std::shared_ptr<void>(); },
-      .backward_order = [](const Problem&, const BackwardArgs&) { return BackwardOrder{}; },
+      .backward_order = order,
       .multiply_rows = &multiply_rows,
       .multiply_depth = &multiply_depth,
       .describe = [](const Problem&) { return std::vector<TileChoice>{{"A", "one row"}}; },
   };
+}
+
+}  // namespace
+
+const Engine& stand_in_engine() {
+  static const Engine engine =
+      make_engine([](const Problem&, const BackwardArgs&) { return BackwardOrder{}; });
   return engine;
 }
 
-void run_on_host(const Steps& steps, const PassContext& pass, const Engine& engine) {
-  const HostRooms rooms{pass, engine};
-  for (std::size_t i = 0; i < steps.size(); ++i) std::visit(rooms, steps[i].work);
+const Engine& input_grad_first_engine() {
+  static const Engine engine = make_engine(&input_grad_first);
+  return engine;
 }
 
 }  // namespace sonicmoe::testing
