@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -50,23 +51,34 @@ GROUPS = (
 FOUND = 86
 
 
+def output_within(command: list[str], environment: dict, limit: float) -> tuple[int, str]:
+    """Exit status and output. After `limit` seconds the status is 124 and the whole process group
+    is killed: compute-sanitizer starts the tests as its child, which would keep the GPU busy."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return 124, output
+
+
 def run_group(tool: str, group: Group, tests: Path, limit: float) -> dict:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
     if tool == "memcheck":
         command += ["--leak-check", "full"]
-    environment = os.environ | {"SONICMOE_FILTER": group.cases}
+    command += [str(tests), f"--gtest_filter={group.tests}"]
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            [*command, str(tests), f"--gtest_filter={group.tests}"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-        status, output = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        status, output = 124, (error.stdout or b"").decode(errors="replace")
+    status, output = output_within(command, os.environ | {"SONICMOE_FILTER": group.cases}, limit)
     found = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", output)
     passed = re.search(r"\[  PASSED  \] (\d+) tests?", output)
     row = {
