@@ -62,23 +62,31 @@ TEST_P(Passes, GiveTheLayer) {
   expect_passed_by("bias/bf16/", 11);
 }
 
-/// Frozen parts: every gradient alone, and all but one.
+/// Every gradient alone, and all but one. n = 64 makes dW_gate and dW_up one product.
 TEST_P(Passes, GiveTheGradientsAskedFor) {
   const std::vector<std::string> all = {"dx",    "dweights", "dgate", "dup",
                                         "ddown", "db_gate",  "db_up", "db_down"};
-  for (const verify::Layout layout : {verify::Layout::kConcatenated, verify::Layout::kPaired}) {
+  struct Form {
+    const char* name;
+    verify::Layout layout;
+    std::int64_t width;
+  };
+  for (const Form& form : {Form{"concatenated", verify::Layout::kConcatenated, 40},
+                           Form{"paired", verify::Layout::kPaired, 40},
+                           Form{"separate", verify::Layout::kSeparate, 64}}) {
     for (const std::string& name : all) {
       verify::Case c;
       c.problem = small_problem(ActivationKind::kReGLU);
+      c.problem.width = form.width;
       c.data = verify::Data::kIntegers;
-      c.layout = layout;
+      c.layout = form.layout;
       c.bias = true;
       c.wanted = {name};
-      c.name = "only " + name + (layout == verify::Layout::kPaired ? ", paired" : "");
+      c.name = "only " + name + ", " + form.name;
       expect_passed(verify::run_case(c, implementation()));
       c.wanted = all;
       std::erase(c.wanted, name);
-      c.name.replace(0, 4, "all but");
+      c.name = "all but " + name + ", " + form.name;
       expect_passed(verify::run_case(c, implementation()));
     }
   }
