@@ -66,7 +66,7 @@ std::optional<std::int64_t> Block::download() {
   return changed;
 }
 
-void Placed::allow() const {
+void BlockView::allow() const {
   const std::int64_t size = dtype_bytes(view.dtype);
   const std::int64_t count = oracle::element_count(view);
   for (std::int64_t i = 0; i < count; ++i) {
@@ -74,7 +74,7 @@ void Placed::allow() const {
   }
 }
 
-Placed Blocks::place(const std::string& what, const Tensor& view) {
+BlockView Blocks::add_view(const std::string& what, const Tensor& view) {
   return {&add(what, extent(view) * dtype_bytes(view.dtype)), view, 0};
 }
 

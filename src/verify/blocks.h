@@ -1,5 +1,5 @@
-// Guarded memory: every buffer lies between sentinels, knows which of its bytes may change, and can
-// say afterwards which others did.
+// Guarded memory: a buffer between two guards that records which of its bytes may change and finds
+// the others that did.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace sonicmoe::verify {
 
-/// All bits set: NaN in every float type, -1 in integers; what guards and unwritten memory hold.
+/// All bits set: NaN in every float type, -1 in integers. Guards and unwritten memory hold it.
 inline constexpr std::uint8_t kPoison = 0xff;
 /// A second filling, finite and large: a result that depends on the filling differs between runs.
 inline constexpr std::uint8_t kOtherPoison = 0x55;
 
-/// Bytes on the device with a guard before and after, and their image on the host.
+/// Bytes on the device with a guard before and after, and a copy of all of them on the host.
 class Block {
  public:
   Block(const Memory& memory, std::string what, std::int64_t bytes);
@@ -34,11 +34,12 @@ class Block {
   void allow(std::int64_t offset, std::int64_t bytes);
   void allow_all();
   void allow_none();
-  /// Fills what may be written.
+  /// Fills the bytes that may be written.
   void poison(std::uint8_t filling);
-  /// Image to device.
+  /// Host copy to device.
   void upload();
-  /// Device to image. Says where a byte changed that was not allowed to, relative to the body.
+  /// Device to host copy. Returns the offset of the first byte that changed without permission;
+  /// negative offsets lie in the guard before the buffer.
   std::optional<std::int64_t> download();
 
  private:
@@ -46,13 +47,13 @@ class Block {
   const Memory& memory_;
   std::string what_;
   std::int64_t bytes_;
-  std::vector<std::uint8_t> image_;    // guards and body
+  std::vector<std::uint8_t> image_;    // guards and buffer
   std::vector<std::uint8_t> allowed_;  // 1: may change
   std::uint8_t* device_;
 };
 
-/// A view into a block, absent when it has none.
-struct Placed {
+/// A strided view into a block; an absent tensor has no block.
+struct BlockView {
   Block* block = nullptr;
   Tensor view;  ///< data is null
   std::int64_t offset = 0;
@@ -78,7 +79,7 @@ class Blocks {
     return blocks_.emplace_back(memory_, what, bytes);
   }
   /// A block that holds exactly this view.
-  Placed place(const std::string& what, const Tensor& view);
+  BlockView add_view(const std::string& what, const Tensor& view);
   std::deque<Block>& all() { return blocks_; }
 
  private:
@@ -86,7 +87,7 @@ class Blocks {
   std::deque<Block> blocks_;
 };
 
-/// Elements from a view's first to its last, the last included; 0 when it has none.
+/// Elements from the first to the last one of a view, gaps included; 0 for an empty view.
 std::int64_t extent(const Tensor& view);
 
 }  // namespace sonicmoe::verify

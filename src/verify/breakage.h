@@ -1,4 +1,5 @@
-// Ways to break a sound implementation: what the tables of negative controls are made of.
+// Negative controls: a sound implementation, the way to break it, and the fault that the harness
+// must find.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +25,9 @@ struct Control {
   Break breakage;
 };
 
-// --- Changing memory of the device.
+// --- Helpers that change device memory.
 
-// Lets f change the elements of a view on the host.
+// Downloads a view, calls f on the host copy and uploads it.
 template <class F>
 void edit(const Memory& memory, Tensor t, F f) {
   const std::int64_t bytes = extent(t) * dtype_bytes(t.dtype);
@@ -38,7 +39,7 @@ void edit(const Memory& memory, Tensor t, F f) {
   memory.upload(device, image.data(), bytes);
 }
 
-// One byte outside a view or a buffer.
+// Writes one byte at `offset` from `data`.
 inline void scribble(const Memory& memory, void* data, std::int64_t offset) {
   const std::uint8_t value = 0;
   memory.upload(static_cast<std::uint8_t*>(data) + offset, &value, 1);
@@ -55,7 +56,7 @@ inline void zero_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
 inline void zero_middle_row(const Tensor& t) {
   zero_rows(t, row_count(t) / 2, row_count(t) / 2 + 1);
 }
-// Rows move by one from `begin` on, the last to the front.
+// Moves the rows [begin, end) by one, the last one to the front.
 inline void rotate_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
   std::vector<double> values = oracle::read(t);
   const std::int64_t n = row_length(t);

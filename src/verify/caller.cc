@@ -5,7 +5,7 @@
 namespace sonicmoe::verify {
 namespace {
 
-// The contract leaves open whether db1 sums dH before or after its rounding.
+// docs/method.md leaves open whether db1 sums dH before or after dH is rounded.
 bool rounding_is_open(const Expected& e) { return e.what == "db_gate" || e.what == "db_up"; }
 
 }  // namespace
@@ -13,7 +13,7 @@ bool rounding_is_open(const Expected& e) { return e.what == "db_gate" || e.what 
 void Caller::call(const CallSetup& setup, const std::vector<Expected>& outputs,
                   const std::function<void()>& run) {
   for (Block& block : blocks_.all()) block.allow_none();
-  for (const Expected& e : outputs) e.placed.allow();
+  for (const Expected& e : outputs) e.tensor.allow();
   for (Block* block : setup.buffers) block->allow_all();
   for (Block& block : blocks_.all()) block.poison(setup.filling);
   if (setup.prepare) setup.prepare();
@@ -24,7 +24,7 @@ void Caller::call(const CallSetup& setup, const std::vector<Expected>& outputs,
     if (!at) continue;
     const bool within = *at >= 0 && *at < block.bytes();
     const bool output = std::any_of(outputs.begin(), outputs.end(),
-                                    [&](const Expected& e) { return e.placed.block == &block; });
+                                    [&](const Expected& e) { return e.tensor.block == &block; });
     throw Rejected{{within && !output ? Fault::kInputChanged : Fault::kOutside,
                     setup.what + " changed byte " + std::to_string(*at) + " of " + block.what() +
                         ", which has " + std::to_string(block.bytes()) +
@@ -35,7 +35,7 @@ void Caller::call(const CallSetup& setup, const std::vector<Expected>& outputs,
 void Caller::judge(const std::vector<Expected>& outputs, std::uint8_t filling) {
   for (const Expected& e : outputs) {
     Verdict verdict;
-    const bool index = e.placed.view.dtype == DType::kI32 || e.placed.view.dtype == DType::kI64;
+    const bool index = e.tensor.view.dtype == DType::kI32 || e.tensor.view.dtype == DType::kI64;
     if (case_.data == Data::kRandom && !index) {
       Measure measure;
       verdict = judge_error(e, filling, measure);
@@ -50,7 +50,7 @@ void Caller::judge(const std::vector<Expected>& outputs, std::uint8_t filling) {
 Caller::Bits Caller::bits(const std::vector<Expected>& outputs) {
   Bits all;
   for (const Expected& e : outputs) {
-    Block& block = *e.placed.block;
+    Block& block = *e.tensor.block;
     all.emplace_back(block.host(), block.host() + block.bytes());
   }
   return all;

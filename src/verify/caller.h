@@ -1,12 +1,11 @@
-// One call at a time on guarded memory, and what is looked at after each: shared by the cases of
-// the layer and of the grouped GEMMs.
+// Runs calls on guarded memory and checks every byte after each call. Used by all kinds of cases.
 #pragma once
 
 #include "verify/harness.h"
 
 namespace sonicmoe::verify {
 
-/// The first fault found; unwinds one case.
+/// Thrown at the first fault; ends the case.
 struct Rejected {
   Verdict verdict;
 };
@@ -15,7 +14,8 @@ inline void require(bool condition, Fault fault, const std::string& message) {
   if (!condition) throw Rejected{{fault, message}};
 }
 
-/// What a call may write besides its outputs, and what its outputs hold beforehand.
+/// A call: the buffers that it may write besides its outputs, and the bytes that all of them hold
+/// before it.
 struct CallSetup {
   std::string what;
   std::uint8_t filling = kPoison;
@@ -30,10 +30,10 @@ class Caller {
 
   Blocks& blocks() { return blocks_; }
 
-  /// Fills outputs and buffers, runs, and looks at every byte of every block.
+  /// Fills outputs and buffers, runs, and checks every byte of every block.
   void call(const CallSetup& setup, const std::vector<Expected>& outputs,
             const std::function<void()>& run);
-  /// Every element of every output.
+  /// Checks every element of every output; throws Rejected.
   void judge(const std::vector<Expected>& outputs, std::uint8_t filling);
 
   using Bits = std::vector<std::vector<std::uint8_t>>;

@@ -9,7 +9,7 @@ constexpr ActivationKind kIntegerGated = ActivationKind::kReGLU;
 constexpr ActivationKind kIntegerPlain = ActivationKind::kReLU2;
 constexpr DType kDTypes[] = {DType::kBF16, DType::kF16, DType::kF32, DType::kF64};
 
-// Around every multiple of the tile sizes in use, and a tail beyond.
+// Rows of the experts: one below, at and one above multiples of the tile sizes in use.
 const std::vector<std::int64_t> kEdgeCounts = {0, 1, 63, 64, 65, 127, 128, 129};
 const std::vector<std::int64_t> kMoreEdgeCounts = {0, 255, 256, 257, 3, 511, 0, 31};
 
@@ -42,7 +42,7 @@ const char* data_name(Data data) {
   return kNames[static_cast<int>(data)];
 }
 
-// A routing without its data: what every routing case below starts from.
+// The sizes and the routing of several cases that differ in dtype and data.
 struct RoutingShape {
   const char* name;
   RoutingForm form;
@@ -77,8 +77,8 @@ std::vector<RoutingShape> routing_shapes() {
       {"ids_k_is_e", kIds, kDistinct, {37, 24, 40, 4, 4}, {}},
       {"ids_one_expert", kIds, kDistinct, {131, 24, 40, 1, 1}, {}},
       {"ids_many_experts", kIds, kDistinct, {50, 16, 24, 300, 2}, {}},
-      // From 256 rows of an expert in the mean on, CUDA orders backward otherwise; tokens of more
-      // than 32 rows are summed otherwise then.
+      // At 256 mean rows an expert or more, CUDA computes dX~ before the weight gradients and sums
+      // tokens of more than 32 rows by another loop.
       {"ids_sentinels_k11", kIds, kSentinels, {290, 264, 40, 5, 11}, {}},
       {"ids_repeated_k45", kIds, kRepeated, {37, 264, 40, 3, 45}, {}},
       {"pairs_many_of_each", kPairs, kShuffled, {25, 264, 40, 3, 1100}, {}},
@@ -116,7 +116,7 @@ Case routing_case(const RoutingShape& shape, DType dtype, Data data) {
   return c;
 }
 
-// In the mean, for pairs.
+// For pairs the mean number.
 std::int64_t slots_of_a_token(const RoutingShape& shape) {
   const Sizes5& s = shape.sizes;
   return shape.form == RoutingForm::kPairs ? s.top_k / std::max<std::int64_t>(1, s.tokens)
@@ -132,7 +132,7 @@ void add_routings(Extent extent, std::vector<Case>& cases) {
     if (extent == Extent::kQuick) continue;
     cases.push_back(routing_case(shape, DType::kF32, Data::kIntegers));
     cases.push_back(routing_case(shape, DType::kF16, Data::kRandom));
-    if (slots_of_a_token(shape) <= 40) {  // f16 holds no larger sum of integers
+    if (slots_of_a_token(shape) <= 40) {  // larger sums of integers overflow f16
       cases.push_back(routing_case(shape, DType::kF16, Data::kRoundings));
     }
     cases.push_back(routing_case(shape, DType::kF64, Data::kRandom));
@@ -201,7 +201,7 @@ void add_activations(std::vector<Case>& cases) {
       }
     }
   }
-  // Clamps that act on many values, and another slope.
+  // A limit that clamps many values, and an alpha other than the default.
   for (const DType dtype : kDTypes) {
     Case c = make_case(std::string("activation/swiglu_oai_limits/") + dtype_name(dtype) + "/random",
                        {150, 40, 24, 5, 2}, dtype, ActivationKind::kSwiGLUOai, Data::kRandom);
@@ -210,7 +210,7 @@ void add_activations(std::vector<Case>& cases) {
     c.bias = true;
     cases.push_back(c);
   }
-  // H and Y round only where values are large: biases make them so.
+  // Large biases make H and Y large enough to be rounded.
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     Case c = make_case(std::string("activation/relu_bias/") + dtype_name(dtype) + "/roundings",
                        {150, 40, 24, 5, 2}, dtype, ActivationKind::kReLU, Data::kRoundings);
@@ -218,7 +218,8 @@ void add_activations(std::vector<Case>& cases) {
     c.grad_dtype = DType::kF32;  // sums of such values leave fp16
     cases.push_back(c);
   }
-  // Gates about -3, where the two gelus differ by a tenth: 16-bit rounding hides it elsewhere.
+  // Inputs about -3, where gelu and gelu_tanh differ by a tenth. Elsewhere their difference is
+  // smaller than the rounding to 16 bits.
   for (const ActivationKind kind : {ActivationKind::kGeGLU, ActivationKind::kGeGLUTanh,
                                     ActivationKind::kGELU, ActivationKind::kGELUTanh}) {
     for (const DType dtype : {DType::kBF16, DType::kF16}) {
@@ -232,7 +233,7 @@ void add_activations(std::vector<Case>& cases) {
   }
 }
 
-// Widths that fill the widest tiles, over experts that end everywhere in them.
+// Widths that fill the widest tiles, with experts that end at every position within a tile.
 void add_wide(Extent extent, std::vector<Case>& cases) {
   const std::int64_t edge = total(kEdgeCounts);
   const auto add = [&](std::int64_t n, ActivationKind kind, Layout layout, DType dtype, Data data) {
@@ -355,7 +356,7 @@ void add_grouped_gemms(Extent extent, std::vector<Case>& cases) {
   }
 }
 
-// Frozen parts: a gradient that is not asked for must not disturb those that are.
+// One gradient alone, as with frozen parameters: the others must not be needed for it.
 void add_subsets(std::vector<Case>& cases) {
   for (const char* name :
        {"dx", "dweights", "dgate", "dup", "ddown", "db_gate", "db_up", "db_down"}) {
@@ -377,7 +378,7 @@ constexpr RouterShape kRouterShapes[] = {
 constexpr const char* kLogitsNames[] = {"normal", "few_values", "specials", "empty_rows",
                                         "one_hot"};
 
-// Every score, with and without renormalisation, scale, bias and groups, by number.
+// Enumerates score modes, with and without renormalisation, scale, bias and groups.
 RouterCase router_options(const RouterShape& s, unsigned variant) {
   RouterCase r;
   r.options.top_k = s.top_k;
@@ -411,8 +412,8 @@ Case router_case(Subject subject, const RouterShape& s, DType dtype, const Route
   return c;
 }
 
-// Flavours, dtypes, modes and tiles walk through options and shapes at different paces, so that the
-// quick fifth of the options still meets all of each.
+// Logits, dtypes, modes and tiles change with different periods over options and shapes, so that
+// every fifth variant, which the quick extent takes, still has each value of each.
 void add_routers(Extent extent, std::vector<Case>& cases) {
   constexpr DType kLogitDTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
   constexpr std::int64_t kTiles[] = {16, 1, 128, 3};
@@ -432,7 +433,7 @@ void add_routers(Extent extent, std::vector<Case>& cases) {
   }
 }
 
-// R = 2^17: more rows than any 16-bit or grid-sized counter holds.
+// R = 2^17: a 16-bit row number or counter overflows.
 void add_large(std::vector<Case>& cases) {
   for (const Data data : {Data::kIntegers, Data::kRandom}) {
     Case c = make_case(std::string("large/rows_131072/bf16/") + data_name(data),
@@ -441,12 +442,13 @@ void add_large(std::vector<Case>& cases) {
     c.grad_dtype = DType::kF32;
     cases.push_back(c);
   }
-  // Several hundred rows for each of more experts than CUDA has clusters at work: half of a tile of
-  // dW is stored late in the next one.
+  // More experts than CUDA has clusters at work, several hundred rows each: half of a dW tile is
+  // stored during the main loop of the next tile (deferred epilogue).
   cases.push_back(make_case("large/deep_experts/bf16/random", {7000, 72, 136, 70, 8}, DType::kBF16,
                             ActivationKind::kSwiGLU, Data::kRandom));
-  // Three tiles of 128 rows along d, several tiles a cluster: where dW's third one has two tiles of
-  // columns for its two CTAs, and where an odd one is left. Gate ends inside a tile of columns.
+  // Three tiles of 128 rows along d, several tiles a cluster. dW's third row tile has no neighbour,
+  // so the two CTAs of its cluster take two column tiles; at one of the widths a column tile is
+  // left over. Gate ends inside a column tile.
   for (const std::int64_t n : {320, 448}) {
     for (const Layout layout : {Layout::kSeparate, Layout::kTransposed}) {
       Case c =
@@ -457,17 +459,18 @@ void add_large(std::vector<Case>& cases) {
       cases.push_back(c);
     }
   }
-  // More tiles than CUDA has clusters, through enough of K: stored beside the next tile's products.
-  struct Beside {
+  // More tiles than CUDA has clusters and a deep K: the deferred epilogue stores a tile during the
+  // main loop of the next one.
+  struct Deferred {
     const char* name;
     DType dtype;
     ActivationKind kind;
     Layout layout;
   };
-  for (const Beside& b :
-       {Beside{"", DType::kBF16, ActivationKind::kSwiGLU, Layout::kSeparate},
-        Beside{"_plain", DType::kF16, ActivationKind::kGELU, Layout::kTransposed},
-        Beside{"_paired", DType::kBF16, ActivationKind::kSwiGLUOai, Layout::kPaired}}) {
+  for (const Deferred& b :
+       {Deferred{"", DType::kBF16, ActivationKind::kSwiGLU, Layout::kSeparate},
+        Deferred{"_plain", DType::kF16, ActivationKind::kGELU, Layout::kTransposed},
+        Deferred{"_paired", DType::kBF16, ActivationKind::kSwiGLUOai, Layout::kPaired}}) {
     Case c = make_case(
         std::string("large/stored_beside") + b.name + "/" + dtype_name(b.dtype) + "/random",
         {1600, 264, 264, 70, 4}, b.dtype, b.kind, Data::kRandom);
@@ -488,7 +491,7 @@ void add_large(std::vector<Case>& cases) {
     c.problem.tokens = total(c.counts) + 5;
     c.name = "large/" + c.name;
   }
-  // 2^16 pieces of 16 bytes: sums over a token's rows are then computed by another kernel on CUDA.
+  // From 2^16 chunks of 16 bytes on, CUDA sums a token's rows by another kernel.
   const RoutingShape shapes[] = {
       {"ids_sentinels_t4200", RoutingForm::kIds, Pattern::kSentinels, {4200, 2000, 8, 5, 3}, {}},
       {"pairs_shuffled_t4200",

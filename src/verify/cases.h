@@ -9,14 +9,14 @@
 
 namespace sonicmoe::verify {
 
-/// What the values are, and therefore how results are judged.
+/// The values of a case, which decide how its results are judged.
 enum class Data {
   kIntegers,   ///< small integers, no sum ever rounds: equality
   kRoundings,  ///< integers whose fp32 sums are exact but whose r(.) rounds: equality to the bit
   kRandom,     ///< x, dO ~ N(0, 1), W ~ N(0, 1)/sqrt(fan-in): the twice-the-error rule
 };
 
-/// Who goes where.
+/// How tokens are routed.
 enum class Pattern {
   kDistinct,    ///< ids: K distinct experts a token
   kRepeated,    ///< ids: with replacement, so that a token may name an expert twice
@@ -32,27 +32,27 @@ enum class Pattern {
   kOverlong,    ///< grouped: ranges beyond either end of the buffer, negative counts
 };
 
-/// How weights lie in memory. Gradients lie the same way unless the case says otherwise.
+/// Memory layout of weights and of their gradients.
 enum class Layout {
   kSeparate,      ///< gate, up (E, n, d), down (E, d, n), each contiguous
   kConcatenated,  ///< W1 (E, 2n, d) = [gate; up]
   kInterleaved,   ///< W1 (E, 2n, d), gate and up rows alternate
   kTransposed,    ///< W1 (E, d, 2n) = [gate | up], W2 (E, n, d)
   kPaired,        ///< W1 (E, d, 2n), gate and up columns alternate, W2 (E, n, d)
-  kPadded,        ///< as kSeparate, every row of every tensor followed by 8 foreign elements
+  kPadded,        ///< as kSeparate, 8 elements of padding after every row of every tensor
   kReversed,      ///< everything in reverse order of dimensions: nothing has a last stride of 1
 };
 
-/// What logits look like. Each is a way of being awkward; ids are exact on all of them.
+/// Distribution of logits. Ids must be exact for all of them.
 enum class Logits {
   kNormal,     ///< N(0, 1)
   kFewValues,  ///< three values: ties everywhere
   kSpecials,   ///< with infinities, NaN, both zeros and huge values
   kEmptyRows,  ///< rows with at most one expert to choose
-  kOneHot,     ///< one expert that nearly every token chooses
+  kOneHot,     ///< nearly every token chooses the same expert
 };
 
-/// What a case of the router runs, beside `problem`'s T, E, K and dtype (of the logits).
+/// A case of the router. T, E, K and the dtype of the logits are those of Case::problem.
 struct RouterCase {
   RouteOptions options{};  ///< without its bias
   Logits logits = Logits::kNormal;
@@ -61,8 +61,8 @@ struct RouterCase {
   std::int64_t tile = 0;
 };
 
-/// What a case runs. Grouped GEMMs read `problem` in their own letters: T rows R, d the left width
-/// (k, or m of varlen-K), n the right one, Case::counts rows an expert.
+/// The function under test. Grouped GEMMs use `problem` with other letters: T is R (rows), d the
+/// width of a (k; m in varlen-K), n that of b or d, and Case::counts the rows of each expert.
 enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK, kRoute, kTokenRound };
 
 struct Case {
@@ -77,13 +77,13 @@ struct Case {
   DType grad_dtype = DType::kF32;  ///< of dW; db has it too when accumulated, else the tensors'
   GradMode grad_mode = GradMode::kWrite;
   bool bias = false;
-  std::vector<std::string> wanted;  ///< the only gradients asked for, as "dx", "dgate"; none: all
-  double bias_shift = 0.0;          ///< added to the random bias of what the activation bends
+  std::vector<std::string> wanted;  ///< gradients asked for, as "dx", "dgate"; empty: all
+  double bias_shift = 0.0;          ///< added to the random bias of gate (of up without a gate)
   bool gather = false;              ///< grouped GEMMs: rows of a through an index
   bool out_of_range = false;        ///< grouped GEMMs: some offsets and indices are
-  bool row_weights = true;          ///< grouped: with weights
+  bool row_weights = true;          ///< grouped form: whether rows have weights
   RouterCase router;
-  bool cpu_only = false;  ///< sizes or strides that only the CPU takes
+  bool cpu_only = false;  ///< sizes or strides that only the CPU serves
 };
 
 /// Whether the case asks for this gradient.

@@ -22,8 +22,8 @@ void put(void* data, std::int64_t offset, T value) {
               sizeof(T));
 }
 
-// double -> float with sticky low bits ("round to odd"), so that a second rounding to 16 bits
-// gives what one rounding would.
+// double to float by "round to odd": a following rounding to 16 bits then gives the same value as a
+// single rounding from double.
 float to_float_odd(double v) {
   const float nearest = static_cast<float>(v);
   if (static_cast<double>(nearest) == v || !std::isfinite(v) || !std::isfinite(nearest)) {

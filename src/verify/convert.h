@@ -1,4 +1,4 @@
-// Between strided host tensors of any dtype and plain doubles.
+// Converts strided host tensors of any dtype to doubles and back.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,19 @@ double round_to(DType dtype, double v);
 
 std::int64_t element_count(const Tensor& t);
 
-/// Offset, in elements, of the element that comes `index`-th in row-major order.
+/// Offset, in elements, of element number `index` in row-major order.
 std::int64_t element_offset(const Tensor& t, std::int64_t index);
 
 /// One element of a buffer of `dtype`.
 double load(const void* data, DType dtype, std::int64_t offset);
 void store(void* data, DType dtype, std::int64_t offset, double value);
 
-/// One element of an integer tensor; doubles would lose ids beyond 2^53.
+/// One element of an integer tensor; a double cannot hold ids beyond 2^53.
 std::int64_t load_integer(const Tensor& t, std::int64_t index);
 
 /// All elements in row-major order, whatever the strides.
 std::vector<double> read(const Tensor& t);
-/// The reverse: rounds to the tensor's dtype.
+/// The inverse of read(); rounds to the tensor's dtype.
 void write(const Tensor& t, const std::vector<double>& values);
 
 }  // namespace sonicmoe::oracle

@@ -1,5 +1,5 @@
-// The CUDA device as the harness and the command need it, without CUDA's types. In a build without
-// CUDA every function refuses.
+// Memory, information and timing of the CUDA device for the harness and the command, without CUDA
+// types. In a build without CUDA every function throws.
 #pragma once
 
 #include <memory>
@@ -9,10 +9,10 @@
 
 namespace sonicmoe::verify {
 
-/// Memory of the current device; copies wait for everything that was asked for before.
+/// Memory of the current device; copies wait for all earlier work.
 Memory device_memory();
 
-/// The public API with this Exec on device memory, and the cases that CUDA promises to serve.
+/// The public API with this Exec on device memory, restricted to the cases that CUDA serves.
 Implementation cuda_implementation(const Exec& exec);
 
 struct DeviceInfo {
@@ -21,15 +21,16 @@ struct DeviceInfo {
 };
 DeviceInfo device_info();
 
-/// Moments whose distance can be asked for afterwards.
+/// Records points in time on a stream and gives the seconds between two of them.
 class Clock {
  public:
   virtual ~Clock() = default;
-  /// The number of a new moment, from 0 on: now, or when the stream gets here.
+  /// Records the moment when the stream has done all work enqueued so far; returns its number, from
+  /// 0 on.
   virtual std::size_t mark() = 0;
-  /// Waits for `to`.
+  /// Waits until the stream has reached `to`.
   virtual double seconds(std::size_t from, std::size_t to) = 0;
-  /// Forgets all moments.
+  /// Discards all recorded moments; numbers begin at 0 again.
   virtual void restart() = 0;
 };
 std::unique_ptr<Clock> stream_clock(void* stream);

@@ -11,7 +11,7 @@ namespace {
 
 using cuda::check_cuda;
 
-/// The router serves every type but fp64; the engine says what it multiplies.
+/// The router serves every dtype except fp64; for products the backend is asked.
 bool serves(const Case& c, const Exec& exec) {
   const Problem& p = c.problem;
   if (c.subject == Subject::kRoute || c.subject == Subject::kTokenRound) {

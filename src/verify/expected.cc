@@ -44,9 +44,9 @@ Matrix<double> shaped(const Tensor& view, std::vector<double> values) {
   return m;
 }
 
-// Buffers that are added to hold what they held plus dW, in one fp32 addition.
+// Accumulated gradients: the initial values plus dW, in one fp32 addition.
 void add_initial(Expected& e) {
-  const std::vector<double> initial = oracle::read(e.placed.on_host());
+  const std::vector<double> initial = oracle::read(e.tensor.on_host());
   for (std::size_t i = 0; i < initial.size(); ++i) {
     e.exact.values[i] += initial[i];
     e.same.values[i] += initial[i];
@@ -54,7 +54,7 @@ void add_initial(Expected& e) {
 }
 
 void round_to_storage(Expected& e) {
-  for (double& v : e.same.values) v = oracle::round_to(e.placed.view.dtype, v);
+  for (double& v : e.same.values) v = oracle::round_to(e.tensor.view.dtype, v);
 }
 
 Verdict soundness(const Case& c, const Both& exact, const Both& rounded, const Both& same) {
@@ -104,11 +104,11 @@ ExpectedLayer expect_layer(const Case& c, const Tensors& t) {
     outputs.push_back({"dweights", t.dweights, shaped(view, exact.backward.dweights),
                        shaped(view, same.backward.dweights), view.shape[0]});
   }
-  const auto add_weight = [&](const char* what, const Placed& placed,
+  const auto add_weight = [&](const char* what, const BlockView& tensor,
                               const std::vector<Matrix<double>>& a,
                               const std::vector<Matrix<double>>& b) {
-    if (placed.block == nullptr) return;
-    outputs.push_back({what, placed, stacked(a), stacked(b), placed.view.shape[1]});
+    if (tensor.block == nullptr) return;
+    outputs.push_back({what, tensor, stacked(a), stacked(b), tensor.view.shape[1]});
     if (c.grad_mode == GradMode::kAccumulate) add_initial(outputs.back());
     round_to_storage(outputs.back());
   };
@@ -116,10 +116,10 @@ ExpectedLayer expect_layer(const Case& c, const Tensors& t) {
   add_weight("dgate", t.grads.gate, exact.backward.dgate, same.backward.dgate);
   add_weight("dup", t.grads.up, exact.backward.dup, same.backward.dup);
   add_weight("ddown", t.grads.down, exact.backward.ddown, same.backward.ddown);
-  const auto add_bias = [&](const char* what, const Placed& placed, const Matrix<double>& a,
+  const auto add_bias = [&](const char* what, const BlockView& tensor, const Matrix<double>& a,
                             const Matrix<double>& b) {
-    if (placed.block == nullptr) return;
-    outputs.push_back({what, placed, a, b, 1});
+    if (tensor.block == nullptr) return;
+    outputs.push_back({what, tensor, a, b, 1});
     if (c.grad_mode == GradMode::kAccumulate) add_initial(outputs.back());
     round_to_storage(outputs.back());
   };

@@ -1,4 +1,4 @@
-// What the outputs of a layer case must be.
+// The expected outputs of a case of the layer.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace sonicmoe::verify {
 struct ExpectedLayer {
   std::vector<Expected> forward;
   std::vector<Expected> backward;
-  Verdict sound;  ///< kBadCase when the case's integers are not exact after all
+  Verdict sound;  ///< kBadCase where sums of the case's integers are not exact in fp32
 };
 
 ExpectedLayer expect_layer(const Case& c, const Tensors& tensors);

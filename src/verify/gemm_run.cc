@@ -1,4 +1,4 @@
-// One case of a grouped GEMM: twice, with other garbage in its output the second time.
+// One case of a grouped GEMM: two calls, with other bytes in the output before the second one.
 #include <algorithm>
 #include <limits>
 
@@ -13,7 +13,7 @@ namespace {
 using oracle::Matrix;
 using oracle::Precision;
 
-// A case's sizes: R rows, gathered from fewer so that many are taken twice.
+// Sizes of a case. The R rows are gathered from fewer rows of a, so that many are read twice.
 struct Shape {
   std::int64_t experts, rows, source_rows, left, right;
   std::vector<std::int64_t> offsets;
@@ -41,7 +41,7 @@ std::vector<std::int64_t> gathered_rows(const Case& c, const Shape& s) {
   return order;
 }
 
-Expected expect(const Placed& d, std::int64_t group_rows, Matrix<double> exact,
+Expected expect(const BlockView& d, std::int64_t group_rows, Matrix<double> exact,
                 Matrix<double> same) {
   for (double& v : same.values) v = oracle::round_to(d.view.dtype, v);
   return {"d", d, std::move(exact), std::move(same), group_rows};
@@ -68,20 +68,20 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
   Blocks& blocks = caller.blocks();
   const bool over_k = c.subject == Subject::kGroupedGemmK;
   const auto rows = [&](const char* what, std::int64_t count, std::int64_t cols) {
-    return blocks.place(what, laid_out(c.layout, dtype, {count, cols}));
+    return blocks.add_view(what, laid_out(c.layout, dtype, {count, cols}));
   };
   const auto experts = [&](const char* what, std::int64_t m, std::int64_t n) {
-    return place_expert_matrices(c, what, dtype, {s.experts, m, n}, blocks);
+    return add_expert_matrices(c, what, dtype, {s.experts, m, n}, blocks);
   };
-  const Placed a = rows("a", s.source_rows, s.left);
-  const Placed b = over_k ? rows("b", s.rows, s.right) : experts("b", s.right, s.left);
-  Placed d = over_k ? experts("d", s.left, s.right) : rows("d", s.rows, s.right);
-  const Placed offsets =
-      place_integers("offsets", tensor1(nullptr, DType::kI64, s.experts + 1), s.offsets, blocks);
-  Placed gather;
+  const BlockView a = rows("a", s.source_rows, s.left);
+  const BlockView b = over_k ? rows("b", s.rows, s.right) : experts("b", s.right, s.left);
+  BlockView d = over_k ? experts("d", s.left, s.right) : rows("d", s.rows, s.right);
+  const BlockView offsets =
+      add_integers("offsets", tensor1(nullptr, DType::kI64, s.experts + 1), s.offsets, blocks);
+  BlockView gather;
   if (c.gather) {
-    gather = place_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(c, s),
-                            blocks);
+    gather = add_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(c, s),
+                          blocks);
   }
   fill_operands(c, a, b);
   Block* scratch = nullptr;
@@ -89,23 +89,22 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
     const std::int64_t bytes = implementation.grouped_gemm_scratch(s.rows, s.experts);
     if (bytes > 0) scratch = &blocks.add("scratch of the grouped GEMM", bytes);
   }
-  const auto bound = [&]<class Args>(Tensor (Placed::*where)() const) {
+  const auto bound = [&]<class Args>(Tensor (BlockView::*where)() const) {
     Args args{(a.*where)(), (b.*where)(), (d.*where)(), (offsets.*where)(), (gather.*where)(), {}};
     if (scratch != nullptr) args.scratch = {scratch->device(), scratch->bytes()};
     return args;
   };
   if (over_k) {
-    const auto host = bound.template operator()<GroupedGemmK>(&Placed::on_host);
-    const auto device = bound.template operator()<GroupedGemmK>(&Placed::on_device);
+    const auto host = bound.template operator()<GroupedGemmK>(&BlockView::on_host);
+    const auto device = bound.template operator()<GroupedGemmK>(&BlockView::on_device);
     run_twice(caller,
               expect(d, s.left, oracle::grouped_gemm_k(host, Precision::kExact),
                      oracle::grouped_gemm_k(host, Precision::kSame)),
               scratch, [&] { implementation.grouped_gemm_k(device); });
   } else {
-    const auto host = bound.template operator()<GroupedGemm>(&Placed::on_host);
-    const auto device = bound.template operator()<GroupedGemm>(&Placed::on_device);
-    // Rows beyond are nobody's and must stay as they are.
-    d.view.shape[0] = std::min(s.offsets.back(), s.rows);
+    const auto host = bound.template operator()<GroupedGemm>(&BlockView::on_host);
+    const auto device = bound.template operator()<GroupedGemm>(&BlockView::on_device);
+    d.view.shape[0] = std::min(s.offsets.back(), s.rows);  // rows past offsets[E] must stay unchanged
     run_twice(caller,
               expect(d, d.view.shape[0], oracle::grouped_gemm(host, Precision::kExact),
                      oracle::grouped_gemm(host, Precision::kSame)),

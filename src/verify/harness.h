@@ -1,6 +1,6 @@
-// The three checks of a backend: exact integers, the twice-the-error rule on random data, and
-// memory discipline (every element written, nothing else touched, equal bits on every run).
-// negative.h holds the fourth: that broken implementations are rejected. See docs/testing.md.
+// The checks of a backend: exact results on integers; at most twice the reference's error on random
+// data; every output element written, no other byte changed, equal bits on every run. negative.h
+// checks the harness itself: it must reject broken implementations. See docs/testing.md.
 #pragma once
 
 #include "verify/cases.h"
@@ -17,23 +17,23 @@ struct CaseResult {
   double seconds = 0.0;
 
   bool passed() const { return fault == Fault::kNone; }
-  /// The largest error over what is allowed; 0 for integer cases.
+  /// Largest ratio of an error to its limit; 0 for integer cases.
   double worst_ratio() const;
 };
 
 struct VerifyOptions {
   Extent extent = Extent::kQuick;
-  std::string filter;  ///< a part of a case's name; empty: every case
+  std::string filter;  ///< runs the cases whose names contain it
 };
 
 /// Called after each case.
 using Progress = std::function<void(const CaseResult&, std::size_t done, std::size_t total)>;
 
-/// Runs every case that the implementation serves; throws nothing of the implementation's.
+/// Runs every case that the implementation serves. Exceptions of the implementation become faults.
 std::vector<CaseResult> verify(const VerifyOptions& options, const Implementation& implementation,
                                const Progress& progress = {});
 
-/// Whether the implementation has the part that the case needs, and promises to serve it.
+/// Whether the implementation has the function that the case needs and declares to serve the case.
 bool serves(const Implementation& implementation, const Case& c);
 
 CaseResult run_case(const Case& c, const Implementation& implementation);

@@ -1,4 +1,4 @@
-// What the harness judges: the public entry points as functions, and the memory they work on.
+// The public entry points of a backend as functions, and its memory: the input of the harness.
 #pragma once
 
 #include <functional>
@@ -15,17 +15,17 @@ namespace sonicmoe::verify {
 struct Memory {
   std::function<void*(std::int64_t bytes)> allocate;
   std::function<void(void* address)> release;
-  /// Host to device, before anything that the implementation is asked for later.
+  /// Host to device; complete before any later call of the implementation.
   std::function<void(void* to, const void* from, std::int64_t bytes)> upload;
-  /// Device to host, after everything that the implementation was asked for before.
+  /// Device to host; waits for all earlier calls of the implementation.
   std::function<void(void* to, const void* from, std::int64_t bytes)> download;
 };
 Memory host_memory();
 
 struct Case;
 
-/// A backend as the harness sees it: the public signatures with their Exec bound. An empty function
-/// is a part that this backend does not have; its cases are skipped.
+/// The public functions of a backend with their Exec bound. Where a function is empty, its cases
+/// are skipped.
 struct Implementation {
   std::string name;
   Memory memory;
@@ -34,7 +34,7 @@ struct Implementation {
   std::function<void(const Problem&, const BackwardArgs&)> moe_backward;
   std::function<void(const GroupedGemm&)> grouped_gemm;
   std::function<void(const GroupedGemmK&)> grouped_gemm_k;
-  /// Scratch of either, by R and E; empty: none.
+  /// Scratch bytes of grouped_gemm and grouped_gemm_k, from R and E; empty: they need none.
   std::function<std::int64_t(std::int64_t, std::int64_t)> grouped_gemm_scratch;
   std::function<void(const RouteOptions&, const Tensor& logits, const Tensor& ids,
                      const Tensor& weights)>
@@ -49,15 +49,15 @@ struct Implementation {
   std::function<void(const RoundOptions&, const Tensor& logits, const Pairs&, const Tensor& dweight,
                      const Tensor& dlogits, Buffer scratch)>
       token_round_backward;
-  /// Which cases this backend promises to serve; empty: all of them.
+  /// Whether the backend serves a case; empty: it serves all.
   std::function<bool(const Case&)> serves;
 };
 
 /// The library's public functions with this Exec, on host memory.
 Implementation public_api(const Exec& exec);
 
-/// The oracle behind the public signatures, on host memory. In the precision of the tensors
-/// (kSame) it is what the harness must accept.
+/// The oracle with the public signatures, on host memory. The harness must accept it in the
+/// tensors' own precision (kSame).
 Implementation oracle_implementation(oracle::Precision precision);
 
 }  // namespace sonicmoe::verify

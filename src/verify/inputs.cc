@@ -12,48 +12,48 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// Values of one case. Integers are thinned out so that no product sum leaves its type's exact
-// range.
+// Generates the values of one case. Most integers are 0, so that every sum of products stays within
+// the range of integers that its type holds exactly.
 class Filler {
  public:
   Filler(const Case& c, std::uint64_t stream) : case_(c), engine_(seed_of(c) + stream) {}
 
   /// x, dO: N(0, 1) or small integers.
-  void fill_rows(const Placed& placed) {
-    const std::int64_t reach = case_.data == Data::kRoundings ? 3 : 1;
-    fill(placed, [&] { return random() ? normal_(engine_) : integer(-reach, reach); });
+  void fill_rows(const BlockView& tensor) {
+    const std::int64_t largest = case_.data == Data::kRoundings ? 3 : 1;
+    fill(tensor, [&] { return random() ? normal_(engine_) : integer(-largest, largest); });
   }
   /// Weights: N(0, 1)/sqrt(fan-in) or sparse integers.
-  void fill_weights(const Placed& placed, double factor) {
-    if (placed.block == nullptr) return;
-    const double scale = factor / std::sqrt(static_cast<double>(placed.view.shape[2]));
-    const std::int64_t reach = case_.data == Data::kRoundings ? 2 : 1;
+  void fill_weights(const BlockView& tensor, double factor) {
+    if (tensor.block == nullptr) return;
+    const double scale = factor / std::sqrt(static_cast<double>(tensor.view.shape[2]));
+    const std::int64_t largest = case_.data == Data::kRoundings ? 2 : 1;
     const double terms = case_.data != Data::kRoundings       ? 2.0
                          : case_.problem.dtype == DType::kF16 ? 8.0
                                                               : 24.0;
     std::bernoulli_distribution present(std::min(
         1.0, terms / static_cast<double>(std::max(case_.problem.hidden, case_.problem.width))));
-    fill(placed, [&] {
+    fill(tensor, [&] {
       if (random()) return scale * normal_(engine_);
-      return present(engine_) ? integer(-reach, reach) : 0.0;
+      return present(engine_) ? integer(-largest, largest) : 0.0;
     });
   }
-  /// Biases. Large ones make H = r(acc + b1) and Y = r(acc + b2) round.
-  void fill_bias(const Placed& placed, double shift, double spread) {
-    if (placed.block == nullptr) return;
-    const std::int64_t reach = case_.data != Data::kRoundings       ? 1
-                               : case_.problem.dtype == DType::kF16 ? 3000
-                                                                    : 300;
-    fill(placed,
-         [&] { return random() ? shift + spread * normal_(engine_) : integer(-reach, reach); });
+  /// Biases. In kRoundings they are so large that H = r(acc + b1) and Y = r(acc + b2) are rounded.
+  void fill_bias(const BlockView& tensor, double shift, double spread) {
+    if (tensor.block == nullptr) return;
+    const std::int64_t largest = case_.data != Data::kRoundings       ? 1
+                                 : case_.problem.dtype == DType::kF16 ? 3000
+                                                                      : 300;
+    fill(tensor,
+         [&] { return random() ? shift + spread * normal_(engine_) : integer(-largest, largest); });
   }
-  void fill_logits(const Placed& placed) {
+  void fill_logits(const BlockView& tensor) {
     constexpr double kInf = std::numeric_limits<double>::infinity();
     constexpr double kSpecials[] = {kInf, -kInf, kNaN, 0.0, -0.0, 1e4, -1e4, 1e-7};
     const std::int64_t experts = case_.problem.experts;
     const Logits flavour = case_.router.logits;
     std::int64_t i = 0;
-    fill(placed, [&] {
+    fill(tensor, [&] {
       const std::int64_t token = i / experts, expert = i % experts;
       ++i;
       double v = normal_(engine_);
@@ -66,15 +66,15 @@ class Filler {
       return v;
     });
   }
-  void fill_scores(const Placed& placed) {
-    if (placed.block == nullptr) return;
+  void fill_scores(const BlockView& tensor) {
+    if (tensor.block == nullptr) return;
     std::uniform_real_distribution<double> uniform(0.1, 1.0);
-    fill(placed, [&] { return random() ? uniform(engine_) : score(); });
+    fill(tensor, [&] { return random() ? uniform(engine_) : score(); });
   }
-  /// What accumulated gradients start from.
-  void fill_grads(const Placed& placed) {
-    if (placed.block == nullptr) return;
-    fill(placed, [&] { return random() ? normal_(engine_) : integer(-9, 9); });
+  /// Initial values of accumulated gradients.
+  void fill_grads(const BlockView& tensor) {
+    if (tensor.block == nullptr) return;
+    fill(tensor, [&] { return random() ? normal_(engine_) : integer(-9, 9); });
   }
 
  private:
@@ -93,10 +93,10 @@ class Filler {
     return kScores[engine_() % (case_.data == Data::kRoundings ? 4 : 3)];
   }
   template <class Next>
-  void fill(const Placed& placed, Next next) {
-    std::vector<double> values(static_cast<std::size_t>(oracle::element_count(placed.view)));
+  void fill(const BlockView& tensor, Next next) {
+    std::vector<double> values(static_cast<std::size_t>(oracle::element_count(tensor.view)));
     for (double& v : values) v = next();
-    oracle::write(placed.on_host(), values);
+    oracle::write(tensor.on_host(), values);
   }
 
   const Case& case_;
@@ -104,8 +104,8 @@ class Filler {
   std::normal_distribution<double> normal_;
 };
 
-void poison_row(const Placed& placed, std::int64_t row) {
-  const Tensor t = placed.on_host();
+void poison_row(const BlockView& tensor, std::int64_t row) {
+  const Tensor t = tensor.on_host();
   const std::int64_t width = t.rank == 1 ? 1 : t.shape[1];
   for (std::int64_t j = 0; j < width; ++j) {
     oracle::store(t.data, t.dtype, oracle::element_offset(t, row * width + j), kNaN);
@@ -115,7 +115,7 @@ void poison_row(const Placed& placed, std::int64_t row) {
 void poison_unused(const Case& c, const Tensors& tensors) {
   const Problem& p = c.problem;
   const std::vector<oracle::Row> rows = oracle::routed_rows(p, tensors.routing.on_host());
-  const Placed& scores = tensors.routing.weights;
+  const BlockView& scores = tensors.routing.weights;
   std::vector<char> token_used(static_cast<std::size_t>(p.tokens), 0);
   std::vector<char> slot_used(static_cast<std::size_t>(oracle::element_count(scores.view)), 0);
   for (const oracle::Row& row : rows) {
@@ -141,28 +141,29 @@ Tensors make_tensors(const Case& c, Blocks& blocks) {
   const Problem& p = c.problem;
   const Tensor rows = laid_out(c.layout, p.dtype, {p.tokens, p.hidden});
   Tensors t;
-  t.x = blocks.place("x", rows);
-  t.dout = blocks.place("dout", rows);
-  t.routing = place_routing(c, blocks);
-  t.weights = place_weights(c, "", {p.dtype, p.dtype}, blocks);
-  t.out = blocks.place("out", rows);
-  t.dx = blocks.place("dx", rows);
+  t.x = blocks.add_view("x", rows);
+  t.dout = blocks.add_view("dout", rows);
+  t.routing = add_routing(c, blocks);
+  t.weights = add_weights(c, "", {p.dtype, p.dtype}, blocks);
+  t.out = blocks.add_view("out", rows);
+  t.dx = blocks.add_view("dx", rows);
   if (t.routing.weights.block != nullptr) {
-    t.dweights = blocks.place("dweights", t.routing.weights.view);
+    t.dweights = blocks.add_view("dweights", t.routing.weights.view);
   }
   const bool adds = c.grad_mode == GradMode::kAccumulate;
-  t.grads = place_weights(c, "d", {c.grad_dtype, adds ? c.grad_dtype : p.dtype}, blocks);
+  t.grads = add_weights(c, "d", {c.grad_dtype, adds ? c.grad_dtype : p.dtype}, blocks);
 
   Filler filler(c, 0);
   filler.fill_rows(t.x);
   filler.fill_rows(t.dout);
   filler.fill_scores(t.routing.weights);
-  // A shifted case keeps what the activation bends near its shift, and shows it undiluted by b2.
+  // With bias_shift, the input of the activation stays near the shift (small weights, small spread
+  // of the bias) and b2 is 0, so that the activation alone decides the output.
   const bool shifted = c.bias_shift != 0.0;
   const bool gated = is_gated(c.problem.activation.kind);
-  const Placed& bent_weight = gated ? t.weights.gate : t.weights.up;
-  for (const Placed* w : {&t.weights.gate, &t.weights.up, &t.weights.down}) {
-    filler.fill_weights(*w, shifted && w == &bent_weight ? 0.1 : 1.0);
+  const BlockView& shifted_weight = gated ? t.weights.gate : t.weights.up;
+  for (const BlockView* w : {&t.weights.gate, &t.weights.up, &t.weights.down}) {
+    filler.fill_weights(*w, shifted && w == &shifted_weight ? 0.1 : 1.0);
   }
   filler.fill_bias(t.weights.b_gate, c.bias_shift, shifted ? 0.1 : 1.0);
   filler.fill_bias(t.weights.b_up, gated ? 0.0 : c.bias_shift, shifted && !gated ? 0.1 : 1.0);
@@ -171,7 +172,7 @@ Tensors make_tensors(const Case& c, Blocks& blocks) {
   return t;
 }
 
-void fill_operands(const Case& c, const Placed& a, const Placed& b) {
+void fill_operands(const Case& c, const BlockView& a, const BlockView& b) {
   Filler filler(c, 0);
   filler.fill_rows(a);
   if (b.view.rank == 3) {
@@ -181,15 +182,15 @@ void fill_operands(const Case& c, const Placed& a, const Placed& b) {
   }
 }
 
-void fill_logits(const Case& c, const Placed& logits) { Filler(c, 0).fill_logits(logits); }
+void fill_logits(const Case& c, const BlockView& logits) { Filler(c, 0).fill_logits(logits); }
 
-void fill_normal(const Case& c, std::uint64_t stream, const Placed& placed) {
-  Filler(c, stream).fill_rows(placed);
+void fill_normal(const Case& c, std::uint64_t stream, const BlockView& tensor) {
+  Filler(c, stream).fill_rows(tensor);
 }
 
-void fill_initial_grads(const Case& c, const PlacedWeights& grads) {
+void fill_initial_grads(const Case& c, const WeightViews& grads) {
   Filler filler(c, 1);
-  for (const Placed* g :
+  for (const BlockView* g :
        {&grads.gate, &grads.up, &grads.down, &grads.b_gate, &grads.b_up, &grads.b_down}) {
     filler.fill_grads(*g);
   }

@@ -1,31 +1,32 @@
-// The tensors of one case: placed in guarded blocks as its layout says, filled as its data says.
+// The tensors of one case in guarded blocks, in the case's layout and with its values.
 #pragma once
 
-#include "verify/placing.h"
+#include "verify/views.h"
 
 namespace sonicmoe::verify {
 
 struct Tensors {
-  Placed x, dout;
-  PlacedRouting routing;
-  PlacedWeights weights;
+  BlockView x, dout;
+  RoutingViews routing;
+  WeightViews weights;
   // Outputs.
-  Placed out, dx, dweights;
-  PlacedWeights grads;
+  BlockView out, dx, dweights;
+  WeightViews grads;
 };
 
-/// Places and fills the inputs on the host. Whatever no row needs is NaN: rows of x and dout that
-/// are routed nowhere, weights of empty slots, the gaps of padded layouts.
+/// Creates all tensors and fills the inputs on the host. Elements that no routed row needs are NaN:
+/// rows of x and dout of tokens without rows, weights of empty slots, the gaps of padded layouts.
 Tensors make_tensors(const Case& c, Blocks& blocks);
 
-/// The operands of a grouped GEMM: a as rows, b as weights (varlen-M) or as rows.
-void fill_operands(const Case& c, const Placed& a, const Placed& b);
+/// The operands of a grouped GEMM: a is filled as rows, b as weights (varlen-M) or as rows
+/// (varlen-K).
+void fill_operands(const Case& c, const BlockView& a, const BlockView& b);
 
-/// Logits as the case's router wants them, and normal values.
-void fill_logits(const Case& c, const Placed& logits);
-void fill_normal(const Case& c, std::uint64_t stream, const Placed& placed);
+/// Fills logits as RouterCase::logits says, or any tensor with normal values.
+void fill_logits(const Case& c, const BlockView& logits);
+void fill_normal(const Case& c, std::uint64_t stream, const BlockView& tensor);
 
-/// What gradients that are accumulated hold beforehand; the same on every call.
-void fill_initial_grads(const Case& c, const PlacedWeights& grads);
+/// Initial values of accumulated gradients; the same on every call.
+void fill_initial_grads(const Case& c, const WeightViews& grads);
 
 }  // namespace sonicmoe::verify

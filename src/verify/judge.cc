@@ -10,7 +10,7 @@
 namespace sonicmoe::verify {
 namespace {
 
-// The relative size of the last bit, taken at the top of a binade, where it is smallest.
+// Unit in the last place, relative to a value just below a power of two, where it is smallest.
 double ulp(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
@@ -25,7 +25,7 @@ double ulp(DType dtype) {
 }
 
 std::string element_name(const Expected& expected, std::size_t index) {
-  const Tensor& view = expected.placed.view;
+  const Tensor& view = expected.tensor.view;
   std::string name = expected.what + "[";
   auto rest = static_cast<std::int64_t>(index);
   std::int64_t size = oracle::element_count(view);
@@ -44,8 +44,8 @@ Verdict reject(Fault fault, const Expected& expected, std::size_t index, double 
   return {fault, text.str()};
 }
 
-bool holds_filling(const Placed& placed, std::int64_t index, std::uint8_t filling) {
-  const Tensor t = placed.on_host();
+bool holds_filling(const BlockView& tensor, std::int64_t index, std::uint8_t filling) {
+  const Tensor t = tensor.on_host();
   const std::int64_t size = dtype_bytes(t.dtype);
   const auto* bytes =
       static_cast<const std::uint8_t*>(t.data) + oracle::element_offset(t, index) * size;
@@ -57,7 +57,7 @@ Verdict judge_finite(const Expected& expected, const std::vector<double>& ours,
                      std::uint8_t filling) {
   for (std::size_t i = 0; i < ours.size(); ++i) {
     if (std::isfinite(ours[i])) continue;
-    if (holds_filling(expected.placed, static_cast<std::int64_t>(i), filling)) {
+    if (holds_filling(expected.tensor, static_cast<std::int64_t>(i), filling)) {
       return {Fault::kUnwritten, element_name(expected, i) + " was not written"};
     }
     return reject(Fault::kInaccurate, expected, i, ours[i], expected.exact.values[i]);
@@ -105,10 +105,10 @@ double Measure::ratio() const {
 }
 
 Verdict judge_equal(const Expected& expected, std::uint8_t filling) {
-  const std::vector<double> ours = oracle::read(expected.placed.on_host());
+  const std::vector<double> ours = oracle::read(expected.tensor.on_host());
   for (std::size_t i = 0; i < ours.size(); ++i) {
     if (ours[i] == expected.same.values[i]) continue;
-    if (holds_filling(expected.placed, static_cast<std::int64_t>(i), filling)) {
+    if (holds_filling(expected.tensor, static_cast<std::int64_t>(i), filling)) {
       return {Fault::kUnwritten, element_name(expected, i) + " was not written"};
     }
     return reject(Fault::kUnequal, expected, i, ours[i], expected.same.values[i]);
@@ -117,7 +117,7 @@ Verdict judge_equal(const Expected& expected, std::uint8_t filling) {
 }
 
 Verdict judge_error(const Expected& expected, std::uint8_t filling, Measure& measure) {
-  const std::vector<double> ours = oracle::read(expected.placed.on_host());
+  const std::vector<double> ours = oracle::read(expected.tensor.on_host());
   if (const Verdict v = judge_finite(expected, ours, filling); v.fault != Fault::kNone) return v;
   const std::int64_t rows = expected.exact.rows;
   const std::int64_t cols = expected.exact.cols;
@@ -138,7 +138,7 @@ Verdict judge_error(const Expected& expected, std::uint8_t filling, Measure& mea
       reference.add(distance(expected.same.row(i), truth, cols) / scale, i);
     }
   }
-  const double floor = ulp(expected.placed.view.dtype);
+  const double floor = ulp(expected.tensor.view.dtype);
   const double count = std::max<double>(1.0, static_cast<double>(rows));
   measure = {expected.what, mine.max, std::max(2.0 * reference.max, floor), mine.sum / count,
              std::max(2.0 * reference.sum / count, floor)};

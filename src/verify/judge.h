@@ -25,7 +25,7 @@ enum class Fault {
 };
 const char* fault_name(Fault fault);
 
-/// Errors of one tensor's rows over the rms row norm, and what is allowed.
+/// Errors of the rows of one tensor, divided by the rms row norm, and their limits.
 struct Measure {
   std::string tensor;
   double max_error = 0.0;
@@ -42,16 +42,17 @@ struct Verdict {
   std::string message;
 };
 
-/// What an output must be. Rows in runs of `group_rows` share a norm: an expert's rows for dW.
+/// The expected values of an output. Errors are divided by the rms norm of `group_rows` consecutive
+/// rows; for dW these are the rows of an expert.
 struct Expected {
   std::string what;
-  Placed placed;
+  BlockView tensor;
   oracle::Matrix<double> exact;  ///< fp64
   oracle::Matrix<double> same;   ///< the same formula in the same precision
   std::int64_t group_rows = 0;
 };
 
-/// The output has been downloaded; `filling` is what it held before.
+/// Judges a downloaded output; `filling` is the byte that it held before the call.
 Verdict judge_equal(const Expected& expected, std::uint8_t filling);
 Verdict judge_error(const Expected& expected, std::uint8_t filling, Measure& measure);
 

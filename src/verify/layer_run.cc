@@ -16,11 +16,11 @@ class LayerRun {
 
   void run() {
     if (expected_.sound.fault != Fault::kNone) throw Rejected{expected_.sound};
-    lend_buffers();
+    add_buffers();
     forward(kPoison);
     caller_.judge(expected_.forward, kPoison);
     const Caller::Bits out = Caller::bits(expected_.forward);
-    // A backend may have the forward alone.
+    // A backend without moe_backward is judged by its forward alone.
     const bool trains = static_cast<bool>(implementation_.moe_backward);
     Caller::Bits grads;
     if (trains) {
@@ -29,10 +29,10 @@ class LayerRun {
       grads = Caller::bits(expected_.backward);
     }
     forward(kOtherPoison);
-    Caller::require_same(out, expected_.forward, "forward on other garbage");
+    Caller::require_same(out, expected_.forward, "forward on other bytes");
     if (trains) {
       backward(kOtherPoison);
-      Caller::require_same(grads, expected_.backward, "backward on other garbage");
+      Caller::require_same(grads, expected_.backward, "backward on other bytes");
       backward(kPoison);
       Caller::require_same(grads, expected_.backward, "backward on the same saved state");
     }
@@ -41,8 +41,8 @@ class LayerRun {
   }
 
  private:
-  // Buffers of exactly the bytes that moe_sizes names, after holding the sizes to their promises.
-  void lend_buffers() {
+  // Checks the limits of moe_sizes, then creates buffers of exactly its sizes.
+  void add_buffers() {
     const Problem& p = case_.problem;
     const Sizes forward = implementation_.moe_sizes(p, Pass::kForward);
     const Sizes backward = implementation_.moe_sizes(p, Pass::kBackward);
@@ -67,7 +67,7 @@ class LayerRun {
     inference_scratch_ = &blocks.add("scratch of inference", inference.scratch_bytes);
   }
 
-  static Buffer lent(Block* block) { return {block->device(), block->bytes()}; }
+  static Buffer buffer_of(Block* block) { return {block->device(), block->bytes()}; }
 
   ForwardArgs forward_args() const {
     ForwardArgs args;
@@ -80,16 +80,16 @@ class LayerRun {
 
   void forward(std::uint8_t filling) {
     ForwardArgs args = forward_args();
-    args.h = lent(h_);
-    args.saved = lent(saved_);
-    args.scratch = lent(forward_scratch_);
+    args.h = buffer_of(h_);
+    args.saved = buffer_of(saved_);
+    args.scratch = buffer_of(forward_scratch_);
     caller_.call({"forward", filling, {h_, saved_, forward_scratch_}, {}}, expected_.forward,
                  [&] { implementation_.moe_forward(case_.problem, args); });
   }
 
   void infer(std::uint8_t filling) {
     ForwardArgs args = forward_args();
-    args.scratch = lent(inference_scratch_);
+    args.scratch = buffer_of(inference_scratch_);
     caller_.call({"inference", filling, {inference_scratch_}, {}}, expected_.forward,
                  [&] { implementation_.moe_forward(case_.problem, args); });
   }
@@ -100,13 +100,13 @@ class LayerRun {
     args.routing = tensors_.routing.on_device();
     args.weights = tensors_.weights.on_device();
     args.dout = tensors_.dout.on_device();
-    args.h = lent(h_);
-    args.saved = lent(saved_);
-    args.scratch = lent(backward_scratch_);
-    const auto wanted = [&](const char* name, const Placed& placed) {
-      return wants(case_, name) ? placed.on_device() : Tensor{};
+    args.h = buffer_of(h_);
+    args.saved = buffer_of(saved_);
+    args.scratch = buffer_of(backward_scratch_);
+    const auto wanted = [&](const char* name, const BlockView& tensor) {
+      return wants(case_, name) ? tensor.on_device() : Tensor{};
     };
-    const PlacedWeights& grads = tensors_.grads;
+    const WeightViews& grads = tensors_.grads;
     args.dx = wanted("dx", tensors_.dx);
     args.dweights = wanted("dweights", tensors_.dweights);
     args.grads.gate = wanted("dgate", grads.gate);

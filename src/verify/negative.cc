@@ -12,7 +12,7 @@ void zero(const Tensor& t) { zero_rows(t, 0, row_count(t)); }
 void shift_rows(const Tensor& t) { rotate_rows(t, 0, row_count(t)); }
 void flip_last_bit(const Tensor& t) { static_cast<std::uint8_t*>(t.data)[0] ^= 1; }
 
-// --- Where a breakage acts.
+// --- Breakages of results: f changes memory after a sound call.
 
 using ForwardHook = std::function<void(const Memory&, const Problem&, const ForwardArgs&)>;
 using BackwardHook = std::function<void(const Memory&, const Problem&, const BackwardArgs&)>;
@@ -57,7 +57,7 @@ Break edit_grad(Tensor Weights::* which, Edit f) {
   });
 }
 
-// What stood in a view before the call stands there again: never written.
+// Restores the bytes that a view held before the call, as if it had not been written.
 Break unwritten(Tensor (*view)(const BackwardArgs&)) {
   return [view](const Implementation& sound) {
     Implementation broken = sound;
@@ -85,16 +85,16 @@ Tensor second_expert_of_ddown(const BackwardArgs& args) {
   return t;
 }
 
-// --- Breakages that pass other arguments to a sound implementation.
+// --- Breakages of arguments: a sound implementation gets other ones.
 
-// Device memory for one call.
-class Lent {
+// Changed copies of views in device memory, freed after one call.
+class DeviceCopies {
  public:
-  explicit Lent(const Memory& memory) : memory_(memory) {}
-  ~Lent() {
+  explicit DeviceCopies(const Memory& memory) : memory_(memory) {}
+  ~DeviceCopies() {
     for (void* address : addresses_) memory_.release(address);
   }
-  // A contiguous copy of a view with changed values; none stays none.
+  // A contiguous copy of a view with changed values; absent where the view is absent.
   template <class F>
   Tensor changed(const Tensor& t, F f) {
     if (t.data == nullptr) return t;
@@ -119,15 +119,15 @@ template <class F>
 Break with_inputs(F f) {
   return [f](const Implementation& sound) {
     Implementation broken = sound;
-    const auto change = [f](Lent& lent, Problem& p, auto& args) { f(lent, p, args); };
+    const auto change = [f](DeviceCopies& copies, Problem& p, auto& args) { f(copies, p, args); };
     broken.moe_forward = [=](Problem p, ForwardArgs args) {
-      Lent lent(sound.memory);
-      change(lent, p, args);
+      DeviceCopies copies(sound.memory);
+      change(copies, p, args);
       sound.moe_forward(p, args);
     };
     broken.moe_backward = [=](Problem p, BackwardArgs args) {
-      Lent lent(sound.memory);
-      change(lent, p, args);
+      DeviceCopies copies(sound.memory);
+      change(copies, p, args);
       sound.moe_backward(p, args);
     };
     return broken;
@@ -136,8 +136,8 @@ Break with_inputs(F f) {
 
 template <class F>
 Break with_ids(F f) {
-  return with_inputs([f](Lent& lent, Problem&, auto& args) {
-    args.routing.ids = lent.changed(args.routing.ids, [&](const Tensor& t) {
+  return with_inputs([f](DeviceCopies& copies, Problem&, auto& args) {
+    args.routing.ids = copies.changed(args.routing.ids, [&](const Tensor& t) {
       auto* ids = static_cast<std::int64_t*>(t.data);
       f(ids, t.shape[0], t.shape[1]);
     });
@@ -225,45 +225,47 @@ std::vector<Control> controls_of_formulas() {
       {"the tanh form of gelu instead of erf",
        {{"activation/geglu/f32/random", Fault::kInaccurate},
         {"activation/geglu_tail/bf16/random", Fault::kInaccurate}},
-       with_inputs(
-           [](Lent&, Problem& p, auto&) { p.activation.kind = ActivationKind::kGeGLUTanh; })},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) {
+         p.activation.kind = ActivationKind::kGeGLUTanh;
+       })},
       {"clamps are dropped",
        {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
-       with_inputs([](Lent&, Problem& p, auto&) { p.activation.limit = 1e9; })},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.limit = 1e9; })},
       {"alpha is ignored",
        {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
-       with_inputs([](Lent&, Problem& p, auto&) { p.activation.alpha = 0.0; })},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.alpha = 0.0; })},
       {"b1 is ignored",
        {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
-       with_inputs([](Lent& lent, Problem&, auto& args) {
-         args.weights.b_gate = lent.changed(args.weights.b_gate, zero);
-         args.weights.b_up = lent.changed(args.weights.b_up, zero);
+       with_inputs([](DeviceCopies& copies, Problem&, auto& args) {
+         args.weights.b_gate = copies.changed(args.weights.b_gate, zero);
+         args.weights.b_up = copies.changed(args.weights.b_up, zero);
        })},
       {"b2 is ignored",
        {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
-       with_inputs([](Lent& lent, Problem&, auto& args) {
-         args.weights.b_down = lent.changed(args.weights.b_down, zero);
+       with_inputs([](DeviceCopies& copies, Problem&, auto& args) {
+         args.weights.b_down = copies.changed(args.weights.b_down, zero);
        })},
-      {"b2 has no share in dS",
+      {"b2 has no term in dS",
        {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
        [](const Implementation& sound) {
          Implementation broken = sound;
          broken.moe_backward = [sound](const Problem& p, BackwardArgs args) {
-           Lent lent(sound.memory);
-           args.weights.b_down = lent.changed(args.weights.b_down, zero);
+           DeviceCopies copies(sound.memory);
+           args.weights.b_down = copies.changed(args.weights.b_down, zero);
            sound.moe_backward(p, args);
          };
          return broken;
        }},
       {"fp32 weights are cut to bf16",
        {{"activation/swiglu/f32/random", Fault::kInaccurate}},
-       with_inputs([](Lent& lent, Problem&, auto& args) {
-         args.weights.up = lent.changed(args.weights.up, to_bf16_values);
+       with_inputs([](DeviceCopies& copies, Problem&, auto& args) {
+         args.weights.up = copies.changed(args.weights.up, to_bf16_values);
        })},
       {"gate and up are exchanged",
        {{kRandom, Fault::kInaccurate}},
-       with_inputs(
-           [](Lent&, Problem&, auto& args) { std::swap(args.weights.gate, args.weights.up); })},
+       with_inputs([](DeviceCopies&, Problem&, auto& args) {
+         std::swap(args.weights.gate, args.weights.up);
+       })},
       {"dW is added twice",
        {{kAccumulated, Fault::kInaccurate}},
        after_backward([](const Memory& memory, const Problem&, const BackwardArgs& args) {
@@ -352,9 +354,9 @@ std::vector<Control> controls_of_memory() {
        [](const Implementation& sound) {
          Implementation broken = sound;
          broken.grouped_gemm_k = [sound](const GroupedGemmK& args) {
-           Lent lent(sound.memory);
+           DeviceCopies copies(sound.memory);
            GroupedGemmK shifted = args;
-           shifted.gather = lent.changed(args.gather, [](const Tensor& t) {
+           shifted.gather = copies.changed(args.gather, [](const Tensor& t) {
              static_cast<std::int32_t*>(t.data)[t.shape[0] / 2] ^= 1;
            });
            sound.grouped_gemm_k(shifted);
@@ -378,7 +380,7 @@ std::vector<Control> controls_of_memory() {
   };
 }
 
-// The outputs that `keep` leaves in the arguments come from formulas that round nothing in between.
+// `keep` leaves some outputs in the arguments; these are computed without any rounding in between.
 Break with_exact(void (*keep)(BackwardArgs&)) {
   return [keep](const Implementation& sound) {
     Implementation broken = sound;
@@ -391,7 +393,7 @@ Break with_exact(void (*keep)(BackwardArgs&)) {
   };
 }
 
-// These break the oracle, whatever is under test: they need its formulas.
+// These break the oracle instead of the backend under test, because they need its formulas.
 std::vector<Control> controls_of_roundings() {
   const Implementation unrounded = oracle_implementation(oracle::Precision::kExact);
   return {

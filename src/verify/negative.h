@@ -9,7 +9,8 @@ struct ControlResult {
   std::string name;  ///< what is broken
   std::string case_name;
   Fault expected = Fault::kNone;
-  Fault fault = Fault::kNone;  ///< what the harness found; kNone: it was fooled
+  Fault fault =
+      Fault::kNone;  ///< found by the harness; kNone: it accepted the broken implementation
   std::string message;
 
   bool rejected() const { return fault != Fault::kNone; }

@@ -1,4 +1,4 @@
-// Broken routers.
+// Negative controls of the router.
 #include "verify/breakage.h"
 
 namespace sonicmoe::verify {
@@ -54,7 +54,7 @@ void swap_first_two(const Tensor& t) {
   oracle::write(t, values);
 }
 
-// Another rule for every call of token_round, of the same capacity.
+// Makes every call of token_round use another rule; both rules have the same capacity.
 Break with_rounding(RoundingMode mode) {
   return [mode](const Implementation& sound) {
     Implementation broken = sound;

@@ -91,7 +91,7 @@ class Run {
       put_rows(h.up, e, result.h.up);
       const Matrix<Real> a = activated(storage_, problem_.activation, h);
       Matrix<Real> sum = down_projection_sum(a, weight(layer_.down, e), bias(layer_.b_down, e));
-      // Grouped rows are scaled before their only rounding; the others round Y, then O.
+      // Grouped rows are scaled, then rounded once. The other forms round Y and then O.
       put_rows(grouped ? std::move(sum) : rounded(storage_, std::move(sum)), e, y);
     }
     result.out = cast<double>(sum_by_token(y, scores(0, row_count)));
@@ -169,10 +169,10 @@ class Run {
   }
   void put_dscores(const std::vector<Real>& dscores, const Matrix<Real>& dout, std::int64_t e,
                    Backward& result) const {
-    std::vector<Real> share(dscores.size(), Real(0));
-    if (!layer_.b_down.empty()) share = bias_share_of_dscores(dout, bias(layer_.b_down, e));
+    std::vector<Real> term(dscores.size(), Real(0));
+    if (!layer_.b_down.empty()) term = bias_term_of_dscores(dout, bias(layer_.b_down, e));
     for (std::size_t i = 0; i < dscores.size(); ++i) {
-      result.dweights[layer_.rows[first_[e] + i].slot] = static_cast<double>(dscores[i] + share[i]);
+      result.dweights[layer_.rows[first_[e] + i].slot] = static_cast<double>(dscores[i] + term[i]);
     }
   }
   // Kernels O and dX: r(sum over a token's rows), in slot order for ids, else in row order.

@@ -1,5 +1,5 @@
-// The layer composed of the formulas of oracle_formulas.h, from public descriptors on the host to
-// doubles: the truth that every backend is held against.
+// The layer computed by the formulas of oracle_formulas.h, from public descriptors on the host to
+// doubles: the specification of every backend.
 #pragma once
 
 #include "sonicmoe/moe.h"
@@ -28,10 +28,10 @@ struct Layer {
 /// Entries of the caller's routing weights: C.
 std::int64_t slot_count(const Problem& problem);
 
-/// The rows that a routing on the host gives, sorted by (expert, token, slot); weights not read.
+/// The rows of a routing on the host, sorted by (expert, token, slot). Row::weight is not read.
 std::vector<Row> routed_rows(const Problem& problem, const Routing& routing);
 
-/// Reads descriptors of host memory. Empty slots, and the rows of x and weights behind them, are
+/// Reads descriptors of host memory. Rows of x without a routed row and weights of empty slots are
 /// never read.
 Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
                  const Weights& weights);
@@ -53,13 +53,13 @@ struct Forward {
   HiddenRows h;
 };
 
-/// Gradients of weights and biases are left in the sums' type: whoever compares them rounds them to
-/// the dtype they are stored in.
+/// Gradients of weights and biases are not rounded: the caller rounds them to the dtype in which
+/// they are stored.
 struct Backward {
   Matrix<double> dx;             ///< (T, d)
   std::vector<double> dweights;  ///< (slots)
   std::vector<Matrix<double>> dgate, dup, ddown;
-  Matrix<double> db_gate, db_up, db_down;  ///< also when there are no biases
+  Matrix<double> db_gate, db_up, db_down;  ///< computed even without biases
 };
 
 Forward forward(const Layer& layer, Precision precision);

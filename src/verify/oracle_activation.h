@@ -1,4 +1,4 @@
-// Every activation with its exact derivatives: the one place of the oracle where they are spelt.
+// Every activation with its exact derivatives; no other file of the oracle has these formulas.
 // docs/method.md derives them. Kinks as torch: clamp passes its gradient at equality, relu'(0) = 0.
 #pragma once
 

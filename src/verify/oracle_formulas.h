@@ -5,7 +5,7 @@
 //   dW2  dO^T A'     dW1  dH^T X             dX~  r(dH W1)     db1, db2  column sums
 //
 // Gradients of weights and biases are rounded when they are stored. O and dX, sums over a token's
-// rows, stand in oracle.cc with the layer. Real is the type of sums and epilogues, r(.) rounds to
+// rows, are in oracle.cc. Real is the type of sums and epilogues, r(.) rounds to
 // `storage`; Real = double with storage kF64 rounds nothing. Sums run in ascending order of their
 // index: one fixed order. Inputs X and dO are the gathered rows.
 #pragma once
@@ -36,7 +36,7 @@ Matrix<Real> transposed(const Matrix<Real>& m) {
   return out;
 }
 
-/// sum += a b. Every element of the sum takes its terms in ascending order of a's column.
+/// sum += a b. The terms of an element are added in ascending order of a's column.
 template <class Real>
 void add_product(Matrix<Real>& sum, const Matrix<Real>& a, const Matrix<Real>& b) {
   for (std::int64_t i = 0; i < a.rows; ++i) {
@@ -102,12 +102,12 @@ Matrix<Real> down_projection_sum(const Matrix<Real>& a, const Matrix<Real>& w2,
   return rounded_with_bias(DType::kF64, product(a, transposed(w2)), bias);
 }
 
-/// What kernel dH writes for one expert.
+/// Outputs of kernel dH for one expert.
 template <class Real>
 struct ActivationGrad {
   Hidden<Real> dh;            ///< dH = r(act'(H) dA)
   Matrix<Real> scaled;        ///< A' = r(s act(H))
-  std::vector<Real> dscores;  ///< dS, without the share of b2
+  std::vector<Real> dscores;  ///< dS, without the term of b2
 };
 
 /// Kernel dH: dout (m, d), w2 (d, n), scores (m).
@@ -136,14 +136,14 @@ ActivationGrad<Real> activation_grad(DType storage, const Activation& activation
   return out;
 }
 
-/// The share of b2 in dS: <dO, b2> for each row.
+/// The term of b2 in dS: <dO, b2> for each row.
 template <class Real>
-std::vector<Real> bias_share_of_dscores(const Matrix<Real>& dout, const std::vector<Real>& b2) {
-  std::vector<Real> share(static_cast<std::size_t>(dout.rows), Real(0));
+std::vector<Real> bias_term_of_dscores(const Matrix<Real>& dout, const std::vector<Real>& b2) {
+  std::vector<Real> term(static_cast<std::size_t>(dout.rows), Real(0));
   for (std::int64_t i = 0; i < dout.rows; ++i) {
-    for (std::int64_t j = 0; j < dout.cols; ++j) share[i] += dout(i, j) * b2[j];
+    for (std::int64_t j = 0; j < dout.cols; ++j) term[i] += dout(i, j) * b2[j];
   }
-  return share;
+  return term;
 }
 
 /// Kernels dW2 (dout (m, d), A' (m, n) -> (d, n)) and dW1 (dH (m, n), x (m, d) -> (n, d)).

@@ -1,5 +1,5 @@
-// The oracle behind the public signatures. H lies in the caller's buffer as a backend keeps it, so
-// that backward depends on what forward left there.
+// The oracle with the public signatures. As with a backend, forward writes H to the caller's buffer
+// and backward reads it from there.
 #include <cmath>
 
 #include "verify/convert.h"
@@ -34,7 +34,8 @@ void forward(Precision precision, const Problem& problem, const ForwardArgs& arg
   }
 }
 
-// Gradients by expert: added, or written for experts without rows too.
+// Writes or accumulates gradients by expert. kWrite writes zeros for experts without rows,
+// kAccumulate skips them.
 class GradWriter {
  public:
   GradWriter(const oracle::Layer& layer, GradMode mode)

@@ -15,7 +15,7 @@ namespace {
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kRenormalizeEpsilon = 1e-20;
 
-// NaN ranks as -inf, +inf counts as the largest finite value.
+// Logits for selection: NaN becomes -inf, +inf the largest finite value.
 std::vector<double> cleaned(const double* logits, std::int64_t experts) {
   std::vector<double> out(logits, logits + experts);
   for (double& v : out) {
@@ -33,7 +33,7 @@ double log_sum_exp(const std::vector<double>& logits) {
   return top + std::log(sum);
 }
 
-// In fp32 the exponential and the order of the sum are part of the definition of routing.
+// In fp32: the definition of routing fixes the exponential and the order of the sum.
 std::vector<float> softmax(const std::vector<float>& logits) { return reference::softmax(logits); }
 
 std::vector<double> softmax(const std::vector<double>& logits) {
@@ -65,13 +65,13 @@ std::vector<std::int64_t> largest(const std::vector<double>& values, std::int64_
   return order;
 }
 
-// Leaves only the best groups to choose from.
+// Sets every value outside of the best groups to -inf.
 void keep_best_groups(const RouteOptions& options, std::vector<double>& values) {
   const auto size = static_cast<std::int64_t>(values.size()) / options.n_group;
   std::vector<double> group_values;
   for (std::int64_t g = 0; g < options.n_group; ++g) {
     std::vector<double> group(values.begin() + g * size, values.begin() + (g + 1) * size);
-    // One expert that may not be chosen does not bar its group.
+    // An expert at -inf must not give its group a sum of -inf: the others may still be chosen.
     for (double& v : group) v = std::max<double>(v, std::numeric_limits<float>::lowest());
     std::sort(group.rbegin(), group.rend());
     group_values.push_back(size == 1 ? group[0] : group[0] + group[1]);
@@ -90,7 +90,7 @@ std::vector<double> sigmoids(const std::vector<double>& logits) {
   return p;
 }
 
-// What a logit is worth before renormalisation: score per expert, given the experts chosen.
+// Score of each expert before renormalisation, given the chosen experts.
 template <class Real>
 std::vector<Real> scores(const RouteOptions& options, const std::vector<Real>& logits,
                          const std::int64_t* ids) {
@@ -238,9 +238,9 @@ Losses router_losses(const RouteOptions& options, const Matrix<double>& logits,
     const std::vector<double> p =
         options.score == ScoreMode::kSigmoid ? scores(options, clean, ids.row(t)) : softmax(clean);
     for (std::int64_t e = 0; e < logits.cols; ++e) {
-      const double share = static_cast<double>(out.tokens_per_expert[e]) /
-                           (tokens * static_cast<double>(options.top_k));
-      out.load_balancing += experts * share * p[e] / tokens;
+      const double fraction = static_cast<double>(out.tokens_per_expert[e]) /
+                              (tokens * static_cast<double>(options.top_k));
+      out.load_balancing += experts * fraction * p[e] / tokens;
     }
     const double lse = log_sum_exp(clean);
     out.z += lse * lse / tokens;

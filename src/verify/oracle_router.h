@@ -1,5 +1,5 @@
-// Router formulas in fp64 with a plain sort: they judge values. Ids, pairs and their order are
-// judged by src/core/selection_key.h, which rounds as the backends do.
+// Router formulas in fp64 with a plain sort, to judge values. Ids, pairs and their order are judged
+// by src/core/selection_key.h, which rounds as the backends do.
 #pragma once
 
 #include "sonicmoe/routing.h"
@@ -9,14 +9,14 @@
 namespace sonicmoe::oracle {
 
 struct Routed {
-  Matrix<std::int64_t> ids;  ///< (T, K), -1 where nothing is left to choose
+  Matrix<std::int64_t> ids;  ///< (T, K), -1 in empty slots
   Matrix<double> weights;    ///< (T, K)
 };
 
 /// Top-k and weights. `options.bias` is host memory.
 Routed route(const RouteOptions& options, const Matrix<double>& logits);
 
-/// The weights of given ids (T, K): what route() computes after its choice.
+/// The weights of given ids (T, K), as route() computes them after its choice.
 Matrix<double> route_weights(const RouteOptions& options, const Matrix<double>& logits,
                              const Matrix<std::int64_t>& ids);
 
@@ -26,7 +26,7 @@ Matrix<double> route_backward(const RouteOptions& options, const Matrix<double>&
                               Precision precision = Precision::kExact);
 
 /// The same for rounded pairs: dweights (T, E), 0 where there is no pair. Pairs that are not among
-/// `ids` carry p * scale, p over all E.
+/// `ids` have the weight p * scale, p over all E.
 Matrix<double> round_backward(const RouteOptions& options, const Matrix<double>& logits,
                               const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
                               Precision precision);

@@ -1,4 +1,4 @@
-// Its own file, so that a program without a backend links the rest of the harness.
+// In a file of its own, so that a program without a backend can link the rest of the harness.
 #include "core/backend_table.h"
 #include "verify/implementation.h"
 

@@ -1,5 +1,5 @@
-// One case of the router: top-k or token rounding, and its gradient. Who goes where is exact on any
-// logits; weights and gradients are held to the twice rule.
+// One case of the router: top-k or token rounding, and its gradient. Ids and pairs must be exact;
+// weights and gradients follow the twice rule.
 #include <algorithm>
 #include <limits>
 
@@ -17,28 +17,28 @@ using oracle::Precision;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-/// The result of an exact output: truth and reference are one.
-Expected exactly(const std::string& what, const Placed& placed, Matrix<double> values) {
-  return {what, placed, values, values, values.rows};
+/// An output without tolerance: exact values and reference are the same.
+Expected exactly(const std::string& what, const BlockView& tensor, Matrix<double> values) {
+  return {what, tensor, values, values, values.rows};
 }
 
-/// What route() and token_round() have in common: logits, bias, dlogits, two runs of each call.
+/// The common part of route() and token_round(): logits, bias, dlogits, two runs of each call.
 class RouterRun {
  public:
   RouterRun(const Case& c, const Implementation& implementation, CaseResult& result)
       : case_(c), implementation_(implementation), caller_(c, implementation, result) {
     const Problem& p = c.problem;
-    logits_ = blocks().place("logits", tensor2(nullptr, p.dtype, p.tokens, p.experts));
-    dlogits_ = blocks().place("dlogits", logits_.view);
+    logits_ = blocks().add_view("logits", tensor2(nullptr, p.dtype, p.tokens, p.experts));
+    dlogits_ = blocks().add_view("dlogits", logits_.view);
     fill_logits(c, logits_);
     if (c.router.bias) {
-      bias_ = blocks().place("bias", tensor1(nullptr, DType::kF32, p.experts));
+      bias_ = blocks().add_view("bias", tensor1(nullptr, DType::kF32, p.experts));
       fill_normal(c, 1, bias_);
     }
     values_ = Matrix<double>(p.tokens, p.experts);
     std::vector<float> row(static_cast<std::size_t>(p.experts));
     const std::vector<double> given = oracle::read(logits_.on_host());
-    const RouteOptions options = options_on(&Placed::on_host);
+    const RouteOptions options = options_on(&BlockView::on_host);
     for (std::int64_t t = 0; t < p.tokens; ++t) {
       for (std::int64_t e = 0; e < p.experts; ++e) {
         row[e] = reference::cleaned<float>(given[t * p.experts + e], p.dtype);
@@ -52,7 +52,7 @@ class RouterRun {
  protected:
   Blocks& blocks() { return caller_.blocks(); }
 
-  RouteOptions options_on(Tensor (Placed::*where)() const) const {
+  RouteOptions options_on(Tensor (BlockView::*where)() const) const {
     RouteOptions options = case_.router.options;
     if (bias_.block != nullptr) options.bias = (bias_.*where)();
     return options;
@@ -67,14 +67,14 @@ class RouterRun {
     return ids;
   }
 
-  /// On two kinds of garbage: judged once, the same bits twice.
+  /// Runs twice on outputs with different initial bytes; both runs must give the same bits.
   void run_twice(const std::string& what, const std::vector<Expected>& outputs,
                  const std::vector<Block*>& scratch, const std::function<void()>& run) {
     caller_.call({what, kPoison, scratch, {}}, outputs, run);
     caller_.judge(outputs, kPoison);
     const Caller::Bits bits = Caller::bits(outputs);
     caller_.call({what, kOtherPoison, scratch, {}}, outputs, run);
-    Caller::require_same(bits, outputs, what + " on other garbage");
+    Caller::require_same(bits, outputs, what + " on other bytes");
   }
 
   Expected expect_dlogits(Matrix<double> exact, Matrix<double> same) const {
@@ -86,8 +86,8 @@ class RouterRun {
   const Case& case_;
   const Implementation& implementation_;
   Caller caller_;
-  Placed logits_, dlogits_, bias_;
-  Matrix<double> values_;  // logits as routing sees them
+  BlockView logits_, dlogits_, bias_;
+  Matrix<double> values_;  // logits after their cleaning: no NaN, no +inf
   std::vector<std::vector<float>> rows_;
   std::vector<reference::Choice<float>> choices_;
 };
@@ -98,13 +98,13 @@ class RouteRun : public RouterRun {
 
   void run() {
     const Problem& p = case_.problem;
-    const Placed ids =
-        blocks().place("ids", tensor2(nullptr, case_.index_dtype, p.tokens, p.top_k));
+    const BlockView ids =
+        blocks().add_view("ids", tensor2(nullptr, case_.index_dtype, p.tokens, p.top_k));
     const Tensor line = tensor2(nullptr, DType::kF32, p.tokens, p.top_k);
-    const Placed weights = blocks().place("weights", line);
-    const Placed dweights = blocks().place("dweights", line);
-    const RouteOptions on_host = options_on(&Placed::on_host);
-    const RouteOptions options = options_on(&Placed::on_device);
+    const BlockView weights = blocks().add_view("weights", line);
+    const BlockView dweights = blocks().add_view("dweights", line);
+    const RouteOptions on_host = options_on(&BlockView::on_host);
+    const RouteOptions options = options_on(&BlockView::on_device);
 
     const Matrix<std::int64_t> chosen = chosen_ids();
     Matrix<double> same(p.tokens, p.top_k);
@@ -132,8 +132,9 @@ class RouteRun : public RouterRun {
   }
 
  private:
-  // Normal values; NaN in empty slots, which nobody may read into a result.
-  Matrix<double> fill_dweights(const Matrix<std::int64_t>& chosen, const Placed& dweights) const {
+  // Normal values; NaN in empty slots, which no result may depend on.
+  Matrix<double> fill_dweights(const Matrix<std::int64_t>& chosen,
+                               const BlockView& dweights) const {
     fill_normal(case_, 2, dweights);
     Matrix<double> gradient(chosen.rows, chosen.cols);
     gradient.values = oracle::read(dweights.on_host());
@@ -150,26 +151,26 @@ class RoundRun : public RouterRun {
  public:
   RoundRun(const Case& c, const Implementation& implementation, CaseResult& result)
       : RouterRun(c, implementation, result),
-        pairs_(reference::round_tokens(round_options(&Placed::on_host), rows_,
+        pairs_(reference::round_tokens(round_options(&BlockView::on_host), rows_,
                                        static_cast<int>(c.problem.experts))) {}
 
   void run() {
     const Problem& p = case_.problem;
-    const RoundOptions options = round_options(&Placed::on_device);
+    const RoundOptions options = round_options(&BlockView::on_device);
     const std::int64_t capacity = round_capacity(options, p.tokens, p.experts);
-    const auto place = [&](const char* what, DType dtype, std::int64_t count) {
-      return blocks().place(what, tensor1(nullptr, dtype, count));
+    const auto add_view = [&](const char* what, DType dtype, std::int64_t count) {
+      return blocks().add_view(what, tensor1(nullptr, dtype, count));
     };
-    const Placed token = place("token", DType::kI32, capacity);
-    const Placed expert = place("expert", DType::kI32, capacity);
-    const Placed weight = place("weight", DType::kF32, capacity);
-    const Placed offsets = place("offsets", DType::kI64, p.experts + 1);
-    const Placed dweight = place("dweight", DType::kF32, capacity);
+    const BlockView token = add_view("token", DType::kI32, capacity);
+    const BlockView expert = add_view("expert", DType::kI32, capacity);
+    const BlockView weight = add_view("weight", DType::kF32, capacity);
+    const BlockView offsets = add_view("offsets", DType::kI64, p.experts + 1);
+    const BlockView dweight = add_view("dweight", DType::kF32, capacity);
     Block& scratch =
         blocks().add("scratch", implementation_.round_scratch_bytes(options, p.tokens, p.experts));
     const Pairs pairs = {token.on_device(), expert.on_device(), weight.on_device(),
                          offsets.on_device()};
-    const Buffer lent = {scratch.device(), scratch.bytes()};
+    const Buffer scratch_buffer = {scratch.device(), scratch.bytes()};
 
     run_twice(
         "token_round",
@@ -178,23 +179,24 @@ class RoundRun : public RouterRun {
          exactly("expert", expert, column(pairs_.expert, capacity, p.experts)),
          {"weight", weight, exact_weights(capacity), column(pairs_.weight, capacity, 0), capacity}},
         {&scratch},
-        [&] { implementation_.token_round(options, logits_.on_device(), pairs, lent); });
+        [&] { implementation_.token_round(options, logits_.on_device(), pairs, scratch_buffer); });
 
     const Matrix<double> gradient = fill_dweight(dweight);
     const auto dlogits = [&](Precision precision) {
-      return oracle::round_backward(options_on(&Placed::on_host), values_, chosen_ids(), gradient,
-                                    precision);
+      return oracle::round_backward(options_on(&BlockView::on_host), values_, chosen_ids(),
+                                    gradient, precision);
     };
-    run_twice(
-        "token_round_backward",
-        {expect_dlogits(dlogits(Precision::kExact), dlogits(Precision::kSame))}, {&scratch}, [&] {
-          implementation_.token_round_backward(options, logits_.on_device(), pairs,
-                                               dweight.on_device(), dlogits_.on_device(), lent);
-        });
+    run_twice("token_round_backward",
+              {expect_dlogits(dlogits(Precision::kExact), dlogits(Precision::kSame))}, {&scratch},
+              [&] {
+                implementation_.token_round_backward(options, logits_.on_device(), pairs,
+                                                     dweight.on_device(), dlogits_.on_device(),
+                                                     scratch_buffer);
+              });
   }
 
  private:
-  RoundOptions round_options(Tensor (Placed::*where)() const) const {
+  RoundOptions round_options(Tensor (BlockView::*where)() const) const {
     RoundOptions options;
     options.route = options_on(where);
     options.tile = case_.router.tile;
@@ -203,7 +205,7 @@ class RoundRun : public RouterRun {
     return options;
   }
 
-  // A list as a matrix of one column, `rest` behind its end.
+  // A list as a matrix of one column, filled up with `rest`.
   template <class T>
   static Matrix<double> column(const std::vector<T>& values, std::int64_t count,
                                std::int64_t rest) {
@@ -213,9 +215,9 @@ class RoundRun : public RouterRun {
     return m;
   }
 
-  // Chosen pairs keep route()'s weight, added ones carry p * scale.
+  // Chosen pairs keep route()'s weight, added ones have p * scale.
   Matrix<double> exact_weights(std::int64_t capacity) const {
-    const RouteOptions options = options_on(&Placed::on_host);
+    const RouteOptions options = options_on(&BlockView::on_host);
     const Matrix<std::int64_t> ids = chosen_ids();
     const Matrix<double> chosen = oracle::route_weights(options, values_, ids);
     RouteOptions all = options;
@@ -239,7 +241,7 @@ class RoundRun : public RouterRun {
   }
 
   // Normal values; NaN where there is no pair.
-  Matrix<double> fill_dweight(const Placed& dweight) const {
+  Matrix<double> fill_dweight(const BlockView& dweight) const {
     fill_normal(case_, 2, dweight);
     const std::vector<double> given = oracle::read(dweight.on_host());
     Matrix<double> gradient(case_.problem.tokens, case_.problem.experts);

@@ -1,5 +1,5 @@
-// Routing written a second time, naively: whole sorts, one row at a time, nothing shared with the
-// library but the fp32 exponential, whose bits are part of the definition.
+// A second, naive implementation of routing: full sorts, one row at a time. It uses nothing of the
+// library except the fp32 exponential, whose bits are part of the definition.
 #pragma once
 
 #include <algorithm>
@@ -35,14 +35,14 @@ Real largest_of(DType dtype) {
   return std::numeric_limits<Real>::max();
 }
 
-/// A logit as routing sees it: NaN is -inf, +inf the largest finite value of its dtype.
+/// A logit for selection: NaN becomes -inf, +inf the largest finite value of its dtype.
 template <class Real>
 Real cleaned(double v, DType dtype) {
   if (std::isnan(v)) return kNone<Real>;
   return std::isinf(v) && v > 0 ? largest_of<Real>(dtype) : static_cast<Real>(v);
 }
 
-// The padded binary tree, as it is stated.
+// Sum by the padded binary tree of docs/routing.md.
 template <class Real>
 Real padded_tree(const std::vector<Real>& v, std::size_t first, std::size_t size) {
   if (size == 1) return first < v.size() ? v[first] : Real{0};

@@ -69,7 +69,7 @@ void fill_pairs(const Case& c, Engine& engine, Indices& out) {
     return;
   }
   for (std::size_t i = 0; i < capacity; ++i) {
-    // Squaring prefers low tokens, so that some have many pairs and some none.
+    // Squared random numbers: low tokens get many pairs, others none.
     const std::int64_t t = below(engine, p.tokens);
     out.token.push_back(t * t / p.tokens);
     out.expert.push_back(below(engine, p.experts));
@@ -101,7 +101,7 @@ void fill_groups(const Case& c, Indices& out) {
   out.row_count.assign(static_cast<std::size_t>(experts), 0);
   if (c.pattern == Pattern::kEmpty) return;
   if (c.pattern == Pattern::kOverlong) {
-    // In turn: over the front, inside, negative, beyond the end, over the end.
+    // Across the begin, inside, negative count, past the end, across the end.
     const std::int64_t third = tokens / 3;
     const std::int64_t huge = c.index_dtype == DType::kI64 ? kInt64Max : kInt32Max;
     const Values begin = {-5, third, 2 * third, tokens + 3, 2 * third};

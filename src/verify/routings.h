@@ -5,7 +5,7 @@
 
 namespace sonicmoe::verify {
 
-/// What the case's form needs; the others are empty.
+/// Only the members of the case's routing form are filled.
 struct Indices {
   std::vector<std::int64_t> ids;                   ///< (T, K)
   std::vector<std::int64_t> token, expert;         ///< (C)
