@@ -1,12 +1,12 @@
-// Arrays out of one block of memory.
+// Divides one block of memory into arrays.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda {
 
-/// Carves arrays out of one block, each beginning at a multiple of kAlign bytes of it. Without a
-/// block it only counts.
+/// Takes arrays from one block of memory, each at a multiple of kAlign bytes from its base. With a
+/// null base only used() is valid.
 template <std::int64_t kAlign>
 class Carver {
  public:

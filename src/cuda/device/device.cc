@@ -14,7 +14,7 @@ std::string dotted(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-/// "9.0, 10.0 to 10.3": what the engines of this build serve.
+/// The compute capabilities that this build serves, as "9.0, 10.0 to 10.3".
 std::string served_capabilities() {
   std::string text;
   for (const Engine* engine : engines()) {

@@ -16,23 +16,24 @@ struct Device {
   int ordinal = -1;  ///< -1: a model (device_model)
   int multiprocessors = 0;
   int capability = 0;                  ///< 90: compute capability 9.0
-  const Engine* engine = nullptr;      ///< that multiplies on it
-  std::shared_ptr<void> engine_state;  ///< of Engine::open
+  const Engine* engine = nullptr;      ///< computes the products
+  std::shared_ptr<void> engine_state;  ///< made by Engine::open
 };
 
-/// Refuses an ordinal without a GPU that an engine of the build serves. The result is Exec::device.
+/// The handle for Exec::device. Throws unless an engine of the build serves the GPU.
 const Device* open_device(int ordinal);
 void close_device(const Device* device);
 
-/// A handle without a device, for sizes and plans; null where no engine serves the capability.
+/// A handle without a GPU, for sizes and plans; null if no engine serves the capability.
 const Device* device_model(int capability);
 
-/// The handle of a call; refuses a missing one and a model.
+/// The handle of a call; throws if it is null or a model.
 const Device& device_of(const Exec& exec);
 inline cudaStream_t stream_of(const Exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
 
-/// Makes a handle's device current for the calling thread, and the one before again at the end:
-/// launches and function attributes go to the current device, whatever handle the caller gave.
+/// Makes a handle's device current for the calling thread and restores the previous one at the end.
+/// CUDA launches on the current device and sets function attributes for it, so that without this a
+/// call would run on another device than its handle's.
 class CurrentDevice {
  public:
   explicit CurrentDevice(const Device& device);
@@ -41,15 +42,15 @@ class CurrentDevice {
   CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
-  int before_ = -1;  // -1: the device was current already
+  int before_ = -1;  // -1: the device was already current
 };
 
-/// Throws Error(kCuda) that names `what` unless the status is success. The runtime's own record of
-/// the error is taken back: who asks for it later did not make this call.
+/// Throws Error(kCuda) that names `what` unless the status is success. Clears the runtime's last
+/// error, so that the caller's own cudaGetLastError does not report it again.
 void check_cuda(cudaError_t status, const char* what);
 
-/// A function of the CUDA driver by its name. The library links nothing of libcuda, so that it
-/// loads on a machine without a driver. Throws Error(kUnsupported) where it is missing.
+/// Looks up a function of the CUDA driver by name. The library does not link libcuda, so that it
+/// loads on machines without a driver. Throws Error(kUnsupported) if driver or function is missing.
 void* driver_function(const char* name);
 
 }  // namespace sonicmoe::cuda

@@ -7,9 +7,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// Functions whose limit is set, by device: an open-addressing table without locks. It holds more
-/// entries than there are kernels; where a build had more, the limit would be set at each launch,
-/// to the same value.
+/// The set of (function, device) whose shared memory limit is set: a lock-free open-addressing
+/// table. It has more entries than there are kernels. If it were full, the limit would be set to
+/// the same value again at each launch.
 class PreparedFunctions {
  public:
   bool contains(std::uint64_t key) const {
@@ -44,7 +44,7 @@ void allow_shared_memory(const void* function) {
   static PreparedFunctions prepared;
   int device = 0;
   check_cuda(cudaGetDevice(&device), "reading the current device");
-  // User addresses have 47 bits: the device's ordinal fits above them.
+  // User addresses have 47 bits, so the device ordinal fits above them.
   const std::uint64_t key =
       reinterpret_cast<std::uint64_t>(function) | static_cast<std::uint64_t>(device) << 48;
   if (prepared.contains(key)) return;

@@ -1,5 +1,5 @@
-// Launches of the small kernels: a shape, a stream and the attribute that lets a kernel's prologue
-// overlap the end of the one before it.
+// Launches the kernels outside of the engines with programmatic dependent launch: the prologue of a
+// kernel overlaps the end of the previous one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,18 +17,19 @@ struct LaunchShape {
   unsigned cluster = 1;  ///< CTAs of a cluster along x
 };
 
-/// Shared memory that a kernel may use without asking, beside 16 KB of its own arrays.
+/// Dynamic shared memory that needs no attribute, next to at most 16 KB of static arrays.
 inline constexpr std::size_t kPlainShared = 32 * 1024;
 
-/// A block that finds room beside a weight gradient has so many threads, with 32 registers each,
-/// and no shared memory. A multiprocessor that has nothing else to do holds so many such blocks.
+/// Threads of a CTA that fits on a multiprocessor at the same time as a weight gradient's CTA; it
+/// has at most 32 registers a thread and no shared memory. An idle multiprocessor holds
+/// kBesideBlocks of them.
 inline constexpr int kBesideThreads = 128;
 inline constexpr int kBesideBlocks = 16;
 
-/// Lets `function` take as much dynamic shared memory as the current device has for a CTA. The
-/// limit of a function belongs to the device: one that follows the size of each launch would let a
-/// small launch of one thread refuse a large one of another. Set once a function and device; any
-/// thread.
+/// Sets the dynamic shared memory limit of `function` to the current device's maximum, once for
+/// each function and device; thread-safe. The limit is a property of function and device, not of a
+/// launch: if it were set to the size of each launch, a small launch of one thread could lower it
+/// below the size that another thread is about to launch.
 void allow_shared_memory(const void* function);
 
 /// Clusters, programmatic launches and bulk copies: cuda/ptx/sm90.cuh on the host's side.

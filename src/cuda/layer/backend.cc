@@ -12,7 +12,7 @@
 namespace sonicmoe {
 namespace {
 
-/// Calls a function whose last argument is Exec with the handle's device current.
+/// Makes the device of the last argument, an Exec, current during a call of kFunction.
 template <auto kFunction, class Signature = decltype(kFunction)>
 struct OnDevice;
 template <auto kFunction, class... Args>

@@ -8,7 +8,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// Words of BackwardScratch::counters. Weights of gate and up may be two products.
+/// Indices into BackwardScratch::counters. dW1 may be two products, gate and up.
 enum Counter : int {
   kCounterInputGrad = 0,
   kCounterDownGrad = 1,
@@ -18,7 +18,7 @@ enum Counter : int {
   kCounterRelease = 8,
 };
 
-/// What the steps of one call are made from.
+/// Arguments of one call, from which the steps are made.
 struct Call {
   const PassContext& pass;
   const BackwardArgs& args;
@@ -59,7 +59,8 @@ RowProduct hidden_grad_product(const Call& c) {
 
 bool has_up_grads(const Weights& g) { return g.gate.data != nullptr || g.up.data != nullptr; }
 
-/// dX~ = dH W1. Behind dH it may begin with dH's first rows; behind weight gradients, beside them.
+/// dX~ = dH W1. If it follows dH, it may begin when dH's first rows are in memory; if it follows
+/// weight gradients, it may run at the same time.
 RowProduct input_grad_product(const Call& c, const RowProduct& hidden_grad) {
   const Weights& g = c.args.grads;
   LaunchHints hints{.tile_counter = c.counter(kCounterInputGrad)};
@@ -77,7 +78,7 @@ RowProduct input_grad_product(const Call& c, const RowProduct& hidden_grad) {
           .hints = hints};
 }
 
-/// A weight gradient from rows of x or dO by token, and grouped rows `right`.
+/// A weight gradient: rows of x or dO (`left`), gathered by token, times grouped rows (`right`).
 struct WeightGrad {
   Tensor left;
   Tensor right;
@@ -101,7 +102,9 @@ DepthProduct weight_grad_product(const Call& c, const WeightGrad& g) {
           .companion = c.order.companion};
 }
 
-Start behind(bool independent) { return independent ? Start::kIndependent : Start::kAfterPrevious; }
+Start start_of(bool independent) {
+  return independent ? Start::kIndependent : Start::kAfterPrevious;
+}
 
 void add_down_grad(const Call& c, Steps& steps) {
   const Tensor& down = c.args.grads.down;
@@ -112,10 +115,11 @@ void add_down_grad(const Call& c, Steps& steps) {
                                            {down, {}},
                                            GradParts::kOne,
                                            kCounterDownGrad,
-                                           behind(c.order.input_grad_first)}));
+                                           start_of(c.order.input_grad_first)}));
 }
 
-/// Columns of dH alternate, and so do those of 16-bit gradients; fp32 ones may lie anywhere.
+/// The columns of dH alternate between gate and up. 16-bit gradients alternate too and are one
+/// matrix; fp32 gradients are two matrices with any strides.
 WeightGrad interleaved_up_grad(const Call& c, Start start) {
   const Weights& g = c.args.grads;
   const Tensor gate = transposed(g.gate);
@@ -130,22 +134,22 @@ WeightGrad interleaved_up_grad(const Call& c, Start start) {
   return grad;
 }
 
-/// Whether [dW_gate | dW_up] may be one product: both are wanted, of one type and order, and no
-/// tile of 64 columns lies across their border.
+/// Whether [dW_gate | dW_up] may be one product: both are asked for, they have the same dtype and
+/// order of dimensions, and no 64 columns of a tile contain the boundary between them.
 bool is_one_product(const Problem& p, const Tensor& gate, const Tensor& up) {
-  constexpr std::int64_t kBorderStep = 64;
+  constexpr std::int64_t kBoundaryMultiple = 64;
   return gate.data != nullptr && up.data != nullptr && gate.dtype == up.dtype &&
-         (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBorderStep == 0;
+         (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBoundaryMultiple == 0;
 }
 
 void add_up_grads(const Call& c, Steps& steps) {
   const Problem& p = c.problem();
   const Weights& g = c.args.grads;
   if (!has_up_grads(g)) return;
-  // Whether another product that reads dH comes before, so that dH is complete.
+  // If an earlier product waits for dH, dH is complete before this one begins.
   const bool second = c.order.input_grad_first || g.down.data != nullptr;
   if (c.layout == GateLayout::kInterleaved) {
-    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, behind(second))));
+    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, start_of(second))));
     return;
   }
   const Tensor gate = transposed(g.gate);
@@ -157,14 +161,14 @@ void add_up_grads(const Call& c, Steps& steps) {
                                              {gate, up},
                                              GradParts::kHalves,
                                              kCounterUpGrad,
-                                             behind(second)}));
+                                             start_of(second)}));
     return;
   }
   if (gate.data != nullptr) {
     steps.add(
         "dW1",
         weight_grad_product(
-            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, behind(second)}));
+            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, start_of(second)}));
   }
   if (up.data != nullptr) {
     const std::int32_t part = c.layout == GateLayout::kSplit ? 1 : 0;
@@ -174,7 +178,7 @@ void add_up_grads(const Call& c, Steps& steps) {
                                              {up, {}},
                                              GradParts::kOne,
                                              kCounterSecondUpGrad,
-                                             behind(second || gate.data != nullptr)}));
+                                             start_of(second || gate.data != nullptr)}));
   }
 }
 
@@ -208,10 +212,11 @@ void add_weight_grad_sum(const Call& c, Steps& steps) {
 }
 
 void add_token_sum(const Call& c, const TokenRange& tokens, Steps& steps) {
-  steps.add("dX", TokenSum{c.scratch.dx, {}, c.args.dx, tokens, behind(c.order.input_grad_first)});
+  steps.add("dX",
+            TokenSum{c.scratch.dx, {}, c.args.dx, tokens, start_of(c.order.input_grad_first)});
 }
 
-/// No rows at all: every gradient that is written is zero.
+/// Without rows, every gradient that is written is zero.
 void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
   if (args.dx.data != nullptr) clear(args.dx, stream);
   if (args.dweights.data != nullptr) clear(args.dweights, stream);

@@ -39,12 +39,12 @@ void check_matrices(const char* name, const Tensor& t) {
 
 namespace {
 
-/// fp32 gradients are stored element by element: any strides serve.
+/// fp32 gradients are stored element by element, so any strides are allowed.
 void check_grad(const char* name, const Tensor& t) {
   if (t.data != nullptr && t.dtype != DType::kF32) check_matrices(name, t);
 }
 
-/// H and dH alternate as paired weights do, so 16-bit gradients must alternate too.
+/// With paired weights the columns of dH alternate, so 16-bit gradients must alternate too.
 void check_paired_grads(const Weights& grads) {
   const Tensor& gate = grads.gate;
   const Tensor& up = grads.up;

@@ -1,22 +1,22 @@
-// What CUDA refuses although another backend could serve it: types, sizes, strides and pointers
-// that neither tensor maps nor 16-byte copies can take. Each refusal is an Error(kUnsupported).
+// Refuses dtypes, sizes, strides and pointers that CUDA cannot serve, because tensor maps and
+// 16-byte copies cannot address them. Each refusal is an Error(kUnsupported).
 #pragma once
 
 #include "cuda/layer/engine.h"
 
 namespace sonicmoe::cuda {
 
-/// Sizes and types, by what the engine declares.
+/// Checks sizes and dtype against the engine's Service.
 void check_problem(const Problem& problem, const Engine& engine);
 
-/// Dtype and extents of the grouped GEMM's operands, likewise.
+/// Checks dtype and extents of the grouped GEMM's operands against the engine's Service.
 void check_product(const char* name, DType dtype, std::initializer_list<std::int64_t> extents,
                    const Engine& engine);
 
 /// Why `engine` cannot serve a problem, empty if it can.
 std::string refusal(const Problem& problem, const Engine& engine);
 
-/// At most so many experts: the lists of rows are made by blocks of as many threads.
+/// At most 1024 experts: the metadata kernels use one thread of a block for each expert.
 void check_experts(const char* name, std::int64_t experts);
 
 /// Rows (R, width): 16-byte aligned, last stride 1, row stride a multiple of 8 below 2^30.

@@ -1,4 +1,4 @@
-// Grouped GEMMs on CUDA: offsets become lists of rows, then one product.
+// Grouped GEMMs on CUDA: builds row lists from the offsets, then launches one product.
 #include "cuda/layer/grouped_gemm.h"
 
 #include "cuda/layer/checks.h"

@@ -6,19 +6,19 @@
 
 namespace sonicmoe::cuda {
 
-/// Room for the counters of dynamic tile order and of early release, one each a product.
+/// Bytes for the tile counters and release counters of a pass's products.
 inline constexpr std::int64_t kCounterBytes = 256;
 
-/// Arrays in the scratch of forward. At inference the metadata live there too.
+/// Arrays in the scratch of forward. Inference keeps the metadata there too.
 struct ForwardScratch {
   void* a;             ///< (C, n)
   void* y;             ///< (C, d)
   unsigned* counters;  ///< kCounterBytes
-  void* metadata;      ///< working memory of build_metadata
-  void* saved;         ///< the metadata themselves, at inference
+  void* metadata;      ///< scratch of build_metadata
+  void* saved;         ///< the metadata, at inference only
   std::int64_t bytes;
 };
-/// `base` may be null, to learn the size.
+/// With base == nullptr only `bytes` is valid.
 ForwardScratch forward_scratch(const Problem& problem, Pass pass, void* base);
 
 /// Arrays in the scratch of backward.
@@ -34,7 +34,7 @@ struct BackwardScratch {
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);
 
-/// The steps of a pass with at least one token and one row.
+/// The steps of a pass. It must have at least one token and a capacity of at least one row.
 Steps forward_steps(const PassContext& pass, const ForwardArgs& args,
                     const ForwardScratch& scratch);
 Steps backward_steps(const PassContext& pass, const BackwardArgs& args,

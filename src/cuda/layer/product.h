@@ -1,5 +1,5 @@
-// What a pass multiplies, in words that no kernel, tile or architecture occurs in. A pass builds
-// products (forward.cc, backward.cc); an engine turns each into a launch (engine.h).
+// Grouped GEMMs described without tiles, kernels or architectures. A pass builds products
+// (forward.cc, backward.cc); an engine turns each into a launch (engine.h).
 //
 // Letters: C grouped rows (an upper bound that the host knows), E experts. Tensors are device
 // memory; only shapes, strides and addresses are read on the host.
@@ -13,36 +13,36 @@
 
 namespace sonicmoe::cuda {
 
-/// How the grouped rows divide into experts, on the device.
+/// The rows of each expert, on the device.
 struct RowGroups {
-  const Metadata* lists;              ///< row blocks and row ranges of the experts
-  const ExpertRecord* longest_first;  ///< (E) experts by falling number of rows; null: unsorted
+  const Metadata* lists;              ///< row ranges and tile records of the experts
+  const ExpertRecord* longest_first;  ///< (E) experts by descending number of rows; null: unsorted
   std::int64_t experts;               ///< E
   std::int64_t capacity;              ///< C
   std::int64_t mean_rows() const { return capacity / experts; }
 };
 
-/// Rows by index: row p of the product is row index[p] of `rows`, or row p where index is null.
+/// Gathered rows: row p of the product is row index[p] of `rows`, or row p where index is null.
 struct RowOperand {
   Tensor rows;  ///< (T, width), (C, width) or (C, parts, width)
   const std::int32_t* index;
 };
 
-/// How the gate and up matrices of an expert make up one operand.
+/// How the gate and up matrices of an expert form one operand.
 enum class WeightParts {
   kOne,            ///< `first` alone
-  kSideBySide,     ///< output column j comes from gate and from up: the activation needs both
-  kOneAfterOther,  ///< the depth runs through the gate's rows, then through up's
+  kSideBySide,     ///< output column j has a gate and an up value: the activation needs both
+  kOneAfterOther,  ///< K runs over the n rows of gate, then over those of up
 };
 
-/// A matrix (columns, depth) an expert: D = rows * first[e]^T.
+/// One matrix (columns, depth) for each expert: D = rows * first[e]^T.
 struct WeightOperand {
-  Tensor first;   ///< (E, columns, depth); the gate of two
+  Tensor first;   ///< (E, columns, depth); gate where there are two
   Tensor second;  ///< up, same shape; absent for kOne
   WeightParts parts;
 };
 
-/// How gate and up lie in H, dH and in what is computed from them.
+/// Layout of gate and up in H and dH.
 enum class GateLayout {
   kNone,         ///< no gate
   kSplit,        ///< (C, 2, n): the gate's n columns, then up's
@@ -66,34 +66,35 @@ struct Activate {
   GateLayout layout;
 };
 
-/// With dA = D: dH = r(act'(H) * weight * dA), A' = r(weight * act(H)), and the dot products
-/// <A, dA> of which a row's routing weight gradient is the sum.
+/// With dA = D: dH = r(act'(H) * weight * dA), A' = r(weight * act(H)), and partial dot products
+/// <A, dA>. Their sum over a row is the gradient of the row's routing weight.
 struct ActivateGrad {
-  Tensor h;                  ///< as Activate wrote it
-  Tensor dh;                 ///< as h
+  Tensor h;                  ///< written by Activate
+  Tensor dh;                 ///< layout of h
   Tensor a;                  ///< (C, n) A'
   const float* row_weight;   ///< (C)
-  float* weight_grad_parts;  ///< (C, parts): partial dot products, by tile of columns
+  float* weight_grad_parts;  ///< (C, parts): one partial dot product for each tile of columns
   std::int32_t parts;        ///< Engine::weight_grad_parts()
   Activation activation;
   GateLayout layout;
 };
 
-/// When the tiles of a product may begin. A pass runs on one stream.
+/// When the tiles of a product may begin. The launches of a pass are on one stream.
 enum class Start {
-  kAfterPrevious,  ///< when all launches before are complete
-  kIndependent,    ///< beside the launch before, of which it reads nothing
-  kWithRowsOf,     ///< it reads rows that `LaunchHints::source` writes: beside its last tiles
+  kAfterPrevious,  ///< after all earlier launches are complete
+  kIndependent,    ///< while the previous launch runs; it reads none of its results
+  kWithRowsOf,     ///< while the last tiles of `LaunchHints::source` run, whose rows it reads
 };
 
 struct RowProduct;
 
-/// What an engine may use to overlap launches and to order tiles.
+/// Hints by which an engine may overlap launches and order tiles.
 struct LaunchHints {
   Start start = Start::kAfterPrevious;
-  const RowProduct* source = nullptr;  ///< of kWithRowsOf
-  unsigned* tile_counter = nullptr;    ///< zero before the launch: for dynamic tile order
-  /// Zero before the launch; for products whose rows a later one with kWithRowsOf reads.
+  const RowProduct* source = nullptr;  ///< with kWithRowsOf only
+  unsigned* tile_counter = nullptr;    ///< of the dynamic tile scheduler; zero before the launch
+  /// Counts finished tiles, for a later product with kWithRowsOf that reads their rows; zero before
+  /// the launch.
   unsigned* release_counter = nullptr;
 };
 
@@ -107,17 +108,17 @@ struct RowProduct {
   LaunchHints hints;
 };
 
-/// How the columns of D go to one or two weight gradients.
+/// How the columns of D are distributed over one or two weight gradients.
 enum class GradParts {
   kOne,        ///< all to out[0]
   kHalves,     ///< the left half to out[0] (gate), the right one to out[1] (up)
   kAlternate,  ///< even columns to out[0], odd ones to out[1]
 };
 
-/// What is launched to run beside a product.
+/// The launch that runs at the same time as a product.
 enum class Companion {
   kNone,
-  kTokenSum,  ///< a sum over tokens' rows, limited by memory: short tiles should leave it room
+  kTokenSum,  ///< a memory-bound sum over tokens' rows: tiles should leave it registers and slots
 };
 
 /// D[e] = sum over the rows p of expert e of left[index[p]]^T * right[p]: a weight gradient.

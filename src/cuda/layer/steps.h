@@ -1,6 +1,6 @@
-// A pass as a list: the products, sums and lists of rows that follow each other on one stream. The
-// list is made on the host without a launch (forward.cc, backward.cc), so that a test can read it
-// and another engine can multiply it; run() launches it.
+// A pass as a list of steps on one stream: products, sums and index lists. forward.cc and
+// backward.cc make the list on the host without a launch, so that tests can read it and any engine
+// can compute it; run() launches it.
 #pragma once
 
 #include <array>
@@ -16,13 +16,14 @@
 
 namespace sonicmoe::cuda {
 
-/// Routing to lists: rows by expert, rows by token, blocks of rows.
+/// Builds the metadata from the routing: rows by expert, rows by token, tile records.
 struct BuildMetadata {
   Routing routing;
   MetadataWork work;
 };
 
-/// What the products of backward read beside the metadata; zeros in dweights, which may be absent.
+/// Builds the lists that backward's products read besides the metadata, and clears dweights, which
+/// may be absent.
 struct BuildRowLists {
   Tensor weights;
   RowLists lists;
@@ -47,11 +48,11 @@ using Work = std::variant<BuildMetadata, BuildRowLists, RowProduct, DepthProduct
                           ScoreGrad, ColumnSum, ClearRows>;
 
 struct Step {
-  const char* name;  ///< of docs/notation.md: "A", "dH", ...; observers see it
+  const char* name;  ///< as in docs/notation.md: "A", "dH", ...; passed to observers
   Work work;
 };
 
-/// Steps in the order of the stream. They do not move: a step may point to one before it.
+/// Steps in stream order. A step never moves in memory: later steps may point to it.
 class Steps {
  public:
   template <class T>
@@ -67,13 +68,13 @@ class Steps {
   std::size_t count_ = 0;
 };
 
-/// What the steps of a pass share.
+/// The problem and the metadata, used by all steps of a pass.
 struct PassContext {
   const Problem& problem;
   Metadata metadata;
 };
 
-/// On `stream`.
+/// Launches ClearRows on `stream`.
 void clear_rows(const Tensor& out, cudaStream_t stream);
 
 /// Launches every step on exec's stream, in order.

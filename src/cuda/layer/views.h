@@ -1,15 +1,15 @@
-// Weights, H and their gradients as the operands of products.
+// Views of weights, H and gradients as operands of products.
 #pragma once
 
 #include "cuda/layer/product.h"
 
 namespace sonicmoe::cuda {
 
-/// Whether gate and up alternate along n: up begins one element after gate, both with a stride of
-/// two. No tensor map can describe one of them alone.
+/// Whether gate and up alternate along n: up begins one element after gate, both have a stride
+/// of 2. A tensor map cannot describe one of them alone, because its innermost stride is always 1.
 bool is_interleaved(const Tensor& gate, const Tensor& up);
 
-/// (E, 2n, d): rows of gate and up, alternating. `gate` is that of is_interleaved().
+/// (E, 2n, d): alternating rows of gate and up, from the `gate` of interleaved weights.
 Tensor interleaved_rows(const Tensor& gate);
 
 /// (E, a, b) as (E, b, a): the operand of a product over the other dimension.
@@ -23,7 +23,7 @@ Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 /// gate and up as the operand of A: (E, n, d) twice, or (E, 2n, d).
 WeightOperand up_operand(const Problem& problem, const Weights& weights);
 
-/// gate and up as the operand of dX~ = dH W1: their depth is n.
+/// gate and up as the operand of dX~ = dH W1, whose sum runs over n.
 WeightOperand up_operand_transposed(const Problem& problem, const Weights& weights);
 
 }  // namespace sonicmoe::cuda
