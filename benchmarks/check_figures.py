@@ -1,7 +1,7 @@
-"""Checks that README.md and pages of docs/ show what they claim to show.
+"""Checks that the tables and examples in README.md and docs/ match their sources.
 
-The tables must be those drawn from the newest records in benchmarks/results/, and the C++ example
-the marked part of examples/layer.cc.
+Tables must match the newest records in benchmarks/results/; the C++ example must match the marked
+part of examples/layer.cc.
 
     python benchmarks/check_figures.py         compare; exit 1 on a difference
     python benchmarks/check_figures.py --fix   rewrite them
@@ -42,7 +42,7 @@ def example():
 
 
 def readme_parts():
-    """(markers, what stands between them, the content)"""
+    """Yields (markers, name, expected content) of each part."""
     yield h200_figures.MARKERS, "the H200 table", h200_figures.readme_table()
 
 
@@ -52,12 +52,12 @@ def cpp_parts():
 
 def performance_parts():
     yield MARKERS, "the CPU table", table(newest_record())
-    for name, draw in h200_page.TABLES.items():
-        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", draw()
+    for name, make_table in h200_page.TABLES.items():
+        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", make_table()
 
 
 def demo_parts():
-    """The table as examples/rounding_study.py wrote it beside its record."""
+    """The table that examples/rounding_study.py wrote with its record."""
     markers = ("<!-- study:begin -->", "<!-- study:end -->")
     yield markers, "the study's table", (ROOT / "benchmarks/results/study/study.md").read_text()
 

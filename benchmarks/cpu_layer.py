@@ -1,19 +1,22 @@
-"""One MoE layer on the CPU, forward and backward: sonicmoe_cpp against PyTorch's own ways.
+"""One MoE layer on the CPU, forward and backward: sonicmoe_cpp and PyTorch implementations.
 
     python benchmarks/cpu_layer.py                          the judged run: 4096,512,256,64,8
     python benchmarks/cpu_layer.py --update-page            ... and rewrite its table in the docs
     python benchmarks/cpu_layer.py --shape 512,256,128,16,4 --threads 1 --rounds 3 --out ''
 
-Every way gets the same x, ids, weights and output gradient and gives the gradients of x, of the
-routing weights and of both expert weights; sorting or grouping by expert is part of the time,
-choosing the experts is not. First all ways must agree with an fp64 loop. Then time is the median of
-interleaved rounds. Peak memory is measured apart, one process a way: after a warm step the kernel's
-high-water mark of resident memory is reset, and what one more step adds to it is counted (its
-results and gradients included, which are the same for every way). glibc is told to give large
-blocks back at once (MALLOC_MMAP_THRESHOLD_), so that the warm step leaves nothing to hide behind.
+All implementations get the same x, ids, weights and output gradient. They compute the gradients of
+x, of the routing weights and of both expert weights. The time includes sorting or grouping by
+expert, not the choice of experts. First, all implementations must agree with an fp64 loop. The time
+is the median of interleaved rounds.
 
-The bar, on one thread: at least 1.5 times as fast as the fastest other way and less memory than
-each of them. Processors with AMX are reported, not judged.
+Peak memory is measured in one process for each implementation: after a warm-up step the kernel's
+high-water mark of resident memory is reset; the increase during one more step counts, with results
+and gradients, which are equally large for all. MALLOC_MMAP_THRESHOLD_ makes glibc return large
+blocks at once; otherwise the step would reuse memory of the warm-up step, which would not be
+counted.
+
+Target, on one thread: at least 1.5 times as fast as the fastest other implementation, and less
+memory than each of them. On processors with AMX, bf16 is reported but not judged.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Largest relative error (Frobenius norm) against the fp64 loop that counts as agreement.
+# Limit of the relative error (Frobenius norm) against the fp64 loop.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 BAR = 1.5
 OURS = "sonicmoe_cpp"
@@ -54,9 +57,9 @@ def ours(x, ids, weights, w_up, w_down):
 
 
 def expert_loop(x, ids, weights, w_up, w_down):
-    """The loop that model code usually has: an index_select, two linears and an index_add each."""
+    """The usual loop of model code: for each expert a gather, two linears and an index_add."""
     out = torch.zeros_like(x)
-    # unbind: the backward of w_up[expert] would fill a tensor of all experts for each of them.
+    # The backward of w_up[expert] would fill a gradient of all experts each time; unbind does not.
     for expert, (up, down) in enumerate(zip(w_up.unbind(), w_down.unbind(), strict=True)):
         token, slot = torch.where(ids == expert)
         h = F.linear(x[token], up)
@@ -66,13 +69,13 @@ def expert_loop(x, ids, weights, w_up, w_down):
 
 
 def unsort(y, order, weights):
-    """Rows in expert order back to (T, K, d), weighted and summed."""
+    """Rows in expert order to (T, K, d), weighted and summed over K."""
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
     y = y[inverse].view(*weights.shape, -1)
     return (y * weights[..., None].to(y.dtype)).sum(1)
 
 
-# torch 2.13 computes grouped_mm in fp32 on the CPU but cannot trace it: compiled code calls out.
+# torch 2.13 computes grouped_mm in fp32 on the CPU but cannot trace it, so it runs uncompiled.
 grouped_mm_outside = torch.compiler.disable(F.grouped_mm)
 
 
@@ -90,7 +93,7 @@ def grouped(x, ids, weights, w_up, w_down):
 
 
 def compiled(function):
-    """Compiled when it is first called, so that other ways do not pay for it."""
+    """Compiles at the first call, so that a process that never calls it does not compile."""
     cache = []
 
     def call(*args):
@@ -109,12 +112,12 @@ WAYS = {
 }
 
 
-# On a busy machine the time of this process's threads says more than the time on the wall.
+# "cpu" is the time of this process's threads: use it on a busy machine.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Layer:
-    """The inputs of one measurement, all leaves of the graph."""
+    """The inputs of one measurement; all are leaves of the autograd graph."""
 
     def __init__(self, shape, dtype, seed=0):
         tokens, hidden, width, experts, k = shape
@@ -156,7 +159,7 @@ def relative_error(got, want):
 
 
 def check(layer, names, dtype_name):
-    """Largest relative error of each way against the fp64 loop; stops when one does not agree."""
+    """Largest relative error of each implementation to the fp64 loop; exits above the limit."""
     exact_out, exact_grads = layer.to(torch.float64).step(expert_loop)
     errors = {}
     for name in names:
@@ -187,7 +190,7 @@ def resident(field):
 
 
 def measure_memory_here(shape, dtype_name, name):
-    """Bytes that one step adds to this process's resident memory at its peak."""
+    """Peak increase of this process's resident memory during one step, in bytes."""
     layer = Layer(shape, DTYPES[dtype_name])
     layer.step(WAYS[name])
     gc.collect()
@@ -250,7 +253,7 @@ def measure_row(arguments, names, dtype_name, threads):
 
 
 def holds(row, amx):
-    """Whether the bar holds: True, False, or None where it is not judged."""
+    """Whether the target is met; None where it is not judged."""
     if row["threads"] != 1 or "speedup" not in row or (amx and row["dtype"] == "bf16"):
         return None
     return row["speedup"] >= BAR and row.get("less_memory", True)
@@ -291,7 +294,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="4096,512,256,64,8", help="T,d,n,E,K")
     parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--threads", default="1,2", help="one row for each number")
+    parser.add_argument("--threads", default="1,2", help="one row for each number of threads")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "; "), help="a;b or a,b")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall is judged")

@@ -1,21 +1,23 @@
-"""The layer on one CUDA device beside the cuBLAS bound and the compiled grouped_mm layer.
+"""Times the layer on one CUDA device, with the cuBLAS reference and the compiled grouped_mm layer.
 
     python benchmarks/h200.py --library build/cuda/libsonicmoe.so --out build/records
     python benchmarks/h200.py --library old=A.so --library new=B.so --peers bound --configs olmoe
     python benchmarks/h200.py --merge DIR DIR...         parts of one run into one record a state
 
-Forward includes top-k routing and its metadata, backward the router's gradient; never the router's
-matmul. Model flops are counted: 6 T K n d forward, 12 backward. Everything that is compared runs in
-one process, in turn, on the same values (three seeds); results are checked against torch first.
+Forward includes top-k routing and its metadata, backward the router's gradient; neither includes
+the router's matmul. Model flops are counted: 6 T K n d forward, 12 T K n d backward. All contenders
+run alternately in one process on the same values (three seeds); results are checked against torch
+first.
 
-Without a state nothing is timed: torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
+With --states '' nothing is timed; torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
 
-hot      bursts one after the other in random order, 40 % of each dropped, median of 5 over 3 seeds:
-         the chip at the clock that its power limit leaves. This decides.
-cool     30 ms of idling, a warm call, a timed call; median of 5. Not for layers under autograd,
-         whose backward is a difference of two times.
-flushed  for small work: L2 flushed before each call for long enough that the host is ahead, events
-         around one call, median of 200. Small rows appear in the hot record only.
+hot      bursts of calls without a pause, in random order; the first 40 % of each are dropped;
+         median of 5 over 3 seeds. The chip runs at the clock that its power limit allows. This
+         state decides.
+cool     30 ms idle, one warm-up call, one timed call; median of 5. Not for autograd layers, whose
+         backward time is the difference of two times.
+flushed  small layers: L2 is flushed before each call, for longer than the host needs to enqueue the
+         call; events around one call, median of 200. In the hot record only.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ SMALL = ("7B-T2048", "olmoe-T64")
 DEFAULT = [name for name in CONFIGS if name != "qwen3-235b-T4096"]
 SEEDS = (0, 1, 2)
 PASSES = ("fwd", "bwd")
-ROUNDS = (2, 2, 1)  # bursts or cool calls after each seed: five outvote two odd ones
-FLUSHED_CALLS = 70  # of each seed
-PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet: faster is a measuring error
+ROUNDS = (2, 2, 1)  # bursts or cool calls for each seed: the median of 5 ignores two outliers
+FLUSHED_CALLS = 70  # for each seed
+PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet; a faster result is a measuring error
 
 
 class Contenders:
@@ -57,7 +59,7 @@ class Contenders:
         self.data = Data(shape, torch.device("cuda"))
         self.ours = {name: Ours(library, self.data) for name, library in libraries.items()}
         self.rivals = {}
-        self.left_out = {}  # name -> why it could not be measured here
+        self.left_out = {}  # name -> reason
         if "bound" in arguments.peers:
             self.rivals["bound"] = rivals.Bound(self.data)
         for name in rivals.LAYERS.keys() & set(arguments.peers):
@@ -71,13 +73,13 @@ class Contenders:
             else:
                 self.rivals[name] = rivals.contender(self.data, layer)
 
-    def draw(self, seed):
-        self.data.draw(seed)
+    def sample(self, seed):
+        self.data.sample(seed)
         for rival in self.rivals.values():
-            rival.draw()
+            rival.sample()
 
     def check(self):
-        """Every contender's results, the bound's apart: it has other data."""
+        """Checks every contender's results except the cuBLAS reference's, which has other data."""
         checker = check.Checker(self.data)
         worst = 0.0
         for name, ours in self.ours.items():
@@ -88,7 +90,7 @@ class Contenders:
         for name, rival in list(self.rivals.items()):
             if name == "bound":
                 continue
-            # Out of memory is a RuntimeError; other people's packages may fail in any way.
+            # Out of memory is a RuntimeError; other packages may raise anything.
             theirs = (Exception, SystemExit) if name in packages.LAYERS else RuntimeError
             try:
                 checker.check_autograd(name, *rival.results())
@@ -98,35 +100,35 @@ class Contenders:
                 del self.rivals[name]
         return worst
 
-    def apart(self, runs):
-        """Those whose forward and backward are calls of their own."""
+    def without_autograd(self, runs):
+        """The runs of contenders whose backward is a call of its own."""
         layers = {name for name, rival in self.rivals.items() if isinstance(rival, rivals.Forward)}
         return {key: run for key, run in runs.items() if key[0] not in layers}
 
     def runs(self, passes):
-        """name -> call; an autograd layer's backward is what `both` takes beyond `fwd`."""
+        """(name, pass) -> call. An autograd layer has `both`; its backward time is both - fwd."""
         runs = {}
         for name, contender in (self.ours | self.rivals).items():
-            contender.forward()  # leaves what backward reads
+            contender.forward()  # writes H and metadata, which backward reads
             if "fwd" in passes or hasattr(contender, "both"):
                 runs[name, "fwd"] = contender.forward
             for last, call in (("both", "both"), ("bwd", "backward")):
                 if "bwd" in passes and hasattr(contender, call):
                     runs[name, last] = getattr(contender, call)
-        for run in runs.values():  # compiled and loaded by now
+        for run in runs.values():  # compiles and loads kernels
             run()
         return runs
 
 
 def measure(arguments, name, shape, libraries):
-    """state -> {(contender, pass): milliseconds}, the largest error found, and who was left out."""
+    """(state -> {(contender, pass): ms}, the largest error, the contenders left out)."""
     torch._dynamo.reset()
     contenders = Contenders(arguments, shape, libraries)
     small = name in SMALL and bool(arguments.states)
     flush = timing.Flusher(contenders.data.device) if small else None
     times = {"flushed": {}} if small else {state: {} for state in arguments.states}
     for seed, rounds in zip(SEEDS, ROUNDS, strict=True):
-        contenders.draw(seed)
+        contenders.sample(seed)
         if seed == SEEDS[0]:
             error = contenders.check()
         runs = contenders.runs(arguments.passes)
@@ -137,7 +139,7 @@ def measure(arguments, name, shape, libraries):
                 timing.hot_round(runs, arguments.burst, times["hot"])
         if "cool" in times:
             for _ in range(rounds):
-                timing.cool_round(contenders.apart(runs), times["cool"])
+                timing.cool_round(contenders.without_autograd(runs), times["cool"])
     medians = {
         state: {key: statistics.median(samples) for key, samples in of_state.items()}
         for state, of_state in times.items()
@@ -180,7 +182,7 @@ def driver():
 
 
 def commit():
-    if "SONICMOE_COMMIT" in os.environ:  # where the library travels without its repository
+    if "SONICMOE_COMMIT" in os.environ:  # where there is no git history
         return os.environ["SONICMOE_COMMIT"]
     command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -198,7 +200,7 @@ def header():
 
 
 def sonic_ratio(config, which):
-    """sonic-moe's speed over the bound's, as measured on another day."""
+    """sonic-moe's speed over the cuBLAS reference's, from an earlier record."""
     row = next(row for row in PEERS_MEASURED["rows"] if row["config"] == config)
     return row["sonicmoe"][f"{which}_tflops"] / row["bound"][f"{which}_tflops"]
 
@@ -220,7 +222,7 @@ def print_row(state, row, took):
 
 
 def print_means(records):
-    """Geometric mean of (our ratio to the bound over sonic-moe's), large rows."""
+    """Prints the geometric mean over large layers of our speed over sonic-moe's."""
     for state in ("hot", "cool"):
         rows = [row for row in records[state]["rows"] if row["config"] not in SMALL]
         names = {n for row in rows for n in row if isinstance(row[n], dict)} - {"bound", "torch"}
@@ -249,7 +251,7 @@ def write(records, folder):
 
 
 def merge(folders, out):
-    """Rows of several parts under the header of the last; rows of later parts replace earlier."""
+    """Merges records of one run. The last header is kept; later rows replace earlier ones."""
     for state in ("hot", "cool"):
         found = [Path(folder) / f"{state}.json" for folder in folders]
         parts = [json.loads(path.read_text()) for path in found if path.exists()]
@@ -259,12 +261,12 @@ def merge(folders, out):
             raise SystemExit(f"{state} records are of different commits, must be of one")
         rows = {row["config"]: row for part in parts for row in part["rows"]}
         rows = [rows[name] for name in CONFIGS if name in rows]
-        # Each part has one chip and one process; what stands in a row was measured in one of them.
+        # All figures of a row were measured on one chip in one process.
         write({state: parts[-1] | {"parts": len(parts), "rows": rows}}, out)
 
 
 def check_machine(parser, libraries, configs):
-    """Ends with a sentence where nothing can be measured."""
+    """Exits with a message if nothing can be measured."""
     for config in configs:
         if config not in CONFIGS:
             parser.error(f'configs has "{config}", must be of: {", ".join(CONFIGS)}')
@@ -281,7 +283,9 @@ def parse():
     )
     parser.add_argument("--library", action="append", default=[], help="PATH or NAME=PATH")
     parser.add_argument("--configs", default=",".join(DEFAULT))
-    parser.add_argument("--peers", default="bound,torch,ours_torch", help="what else is timed")
+    parser.add_argument(
+        "--peers", default="bound,torch,ours_torch", help="other contenders to time"
+    )
     parser.add_argument("--states", default="hot,cool")
     parser.add_argument("--passes", default="fwd,bwd")
     parser.add_argument("--burst", type=float, default=70.0, help="milliseconds of a hot burst")
@@ -307,7 +311,7 @@ def open_libraries(given):
 
 
 def add_rows(arguments, config, libraries, records):
-    """Measures one configuration into the record of each state."""
+    """Measures one configuration and adds its row to the record of each state."""
     began = time.perf_counter()
     shape = CONFIGS[config]
     medians, error, _ = measure(arguments, config, shape, libraries)
@@ -333,10 +337,10 @@ def main():
     for config in arguments.configs:
         try:
             add_rows(arguments, config, libraries, records)
-        except (SystemExit, RuntimeError) as wrong:  # this row is no record, others may be
+        except (SystemExit, RuntimeError) as wrong:  # go on with the other configurations
             failed += 1
             print(f"{config:<17} FAILED: {wrong}", flush=True)
-        gc.collect()  # the allocator keeps the memory: mapping it anew takes seconds
+        gc.collect()  # without empty_cache(): mapping the memory again would take seconds
     print_means(records)
     return 1 if failed else 0
 

@@ -1,13 +1,13 @@
-"""More than throughput on one CUDA device; each measurement writes one record.
+"""Further measurements on one CUDA device; each writes one record.
 
     python benchmarks/h200_extra.py kernels skew --library build/cuda/libsonicmoe.so --out DIR
 
-kernels    every kernel's time beside torch.bmm on gathered, balanced rows, hot, in one run
-skew       uneven routings beside an even one with as many rows
-rounding   token rounding (nearest) beside top-k, time per routed row, over sparsity
-memory     bytes kept for backward and peak workspace over granularity, beside grouped_mm's
+kernels    time of every kernel and of torch.bmm on gathered, balanced rows, hot, in one run
+skew       time of skewed routings relative to a uniform one with as many rows
+rounding   time per routed row of token rounding (nearest) relative to top-k, over sparsity
+memory     bytes kept for backward and peak workspace over granularity, also of grouped_mm
 tokens     time over T
-host       what a call costs the host, and the first call of a fresh process (alone, or first)
+host       host time of a call, and the first call of a new process (must be the first argument)
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from h200_bench.layer import Data, Ours, Rounded, Shape
 CUDA = torch.device("cuda")
 LARGE = [name for name in CONFIGS if name not in SMALL and name != "qwen3-235b-T4096"]
 SKEWED = ("7B-n256", "30B-n512", "qwen3-next")
-# Two layers where routing is sparse, and one of them at other sparsities.
+# Two layers with sparse routing, and one layer at several sparsities.
 SPARSE = {
     "4096-n1024-E256-K8": Shape(16384, 4096, 1024, 256, 8),
     "2048-n512-E512-K10": Shape(32768, 2048, 512, 512, 10),
     **{f"2048-n1024-E{E}-K8": Shape(16384, 2048, 1024, E, 8) for E in (32, 64, 128, 256, 512)},
 }
-RATES = ("of_bmm", "of_copy")  # a kernel's rate over another's
+RATES = ("of_bmm", "of_copy")  # rate of a kernel over that of torch.bmm or of a copy
 TOKENS = (256, 1024, 4096, 16384, 65536)
 GRANULARITY = [Shape(24576, 1536, 2048 // K, 16 * K, K) for K in (2, 4, 8, 16, 32)]
 
@@ -53,12 +53,14 @@ def measure_kernels(arguments, library):
     for config in arguments.configs or LARGE:
         torch._dynamo.reset()
         data = Data(CONFIGS[config], CUDA)
-        data.draw(SEEDS[0])
+        data.sample(SEEDS[0])
         bound = rivals.Bound(data)
-        bound.draw()
+        bound.sample()
         found = kernels.kernel_rates(Ours(library, data), bound, arguments.burst)
         rows.append({"config": config, "kernels": found})
-        write(arguments.out, "kernels", {"state": "hot", "rows": rows})  # a long run may be cut off
+        write(
+            arguments.out, "kernels", {"state": "hot", "rows": rows}
+        )  # so that an interrupted run leaves a record
         text = ", ".join(
             f"{role} {k['us']:.0f} us"
             + "".join(f" ({k[of]:.3f} {of.replace('_', ' ')})" for of in RATES if of in k)
@@ -74,9 +76,9 @@ def measure_kernels(arguments, library):
     return {"state": "hot", "rows": rows}
 
 
-def hot_expert(logits, share):
-    """Expert 0 is chosen by this share of the tokens and by nobody else."""
-    chosen = torch.rand(logits.shape[0], device=logits.device) < share
+def hot_expert(logits, fraction):
+    """Makes about this fraction of the tokens choose expert 0, and no other token."""
+    chosen = torch.rand(logits.shape[0], device=logits.device) < fraction
     extreme = torch.where(chosen, logits.max(dim=1).values, logits.min(dim=1).values)
     at = torch.where(chosen, logits.argmax(dim=1), logits.argmin(dim=1))
     logits.scatter_(1, at[:, None], logits[:, :1].clone())
@@ -84,7 +86,7 @@ def hot_expert(logits, share):
 
 
 def zipf(logits):
-    """Gumbel top-k on log p with p ~ 1/rank: K experts without replacement, by Zipf's law."""
+    """Logits log(1/rank) + Gumbel noise: their top-k samples experts by Zipf's law."""
     experts = logits.shape[1]
     p = 1.0 / torch.arange(1, experts + 1, device=logits.device)
     p = (p / p.sum())[torch.randperm(experts, device=logits.device)]
@@ -99,7 +101,7 @@ def measure_skew(arguments, library):
         layers = {}
         for name in ("uniform", "one hot expert", "zipf"):
             data = Data(shape, CUDA)
-            data.draw(SEEDS[0])
+            data.sample(SEEDS[0])
             if name == "one hot expert":
                 hot_expert(data.logits, 10 * shape.K / shape.E)
             elif name == "zipf":
@@ -134,7 +136,7 @@ def measure_rounding(arguments, library):
     rows = []
     for config, shape in SPARSE.items():
         data = Data(shape, CUDA)
-        data.draw(SEEDS[0])
+        data.sample(SEEDS[0])
         plain, rounded = Ours(library, data), Rounded(library, data, "nearest")
         runs = {
             ("topk", "fwd"): plain.forward,
@@ -165,7 +167,7 @@ def measure_rounding(arguments, library):
 
 
 def kept_by(layer, data):
-    """MiB that a differentiable layer keeps after its forward, its output excluded, and at peak."""
+    """MiB that an autograd layer keeps after its forward, without its output, and at its peak."""
     contender = rivals.contender(data, layer)
     contender.forward()
     free()
@@ -180,20 +182,20 @@ def kept_by(layer, data):
 
 
 def requested():
-    """Bytes asked of the allocator: a block of it may be up to 1 MiB larger."""
+    """Bytes requested from the allocator; its blocks may be up to 1 MiB larger."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
-def check_lent(run):
-    """Ends with a sentence where a call keeps device memory that nobody lent it."""
-    run()  # the first one loads kernels
+def check_allocates_nothing(run):
+    """Exits with a message if a call allocates device memory of its own."""
+    run()  # loads kernels
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info()[0]
     run()
     torch.cuda.synchronize()
     taken = free_before - torch.cuda.mem_get_info()[0]
     if taken > 0:
-        raise SystemExit(f"forward and backward took {taken} bytes, must be none but those lent")
+        raise SystemExit(f"forward and backward took {taken} bytes, must be none")
 
 
 def measure_memory(arguments, library):
@@ -201,18 +203,20 @@ def measure_memory(arguments, library):
     for shape in GRANULARITY:
         torch._dynamo.reset()
         data = Data(shape, CUDA)
-        data.draw(SEEDS[0])
+        data.sample(SEEDS[0])
         free()
         before = requested()
         ours = Ours(library, data)
-        lent = requested() - before
+        allocated = requested() - before
         sizes = library.sizes(ours.problem, capi.FORWARD)
         backward = library.sizes(ours.problem, capi.BACKWARD)
         kept = sizes.h_bytes + sizes.saved_bytes
         scratch = max(sizes.scratch_bytes, backward.scratch_bytes)
-        if lent != kept + scratch:
-            raise SystemExit(f"{lent} bytes were lent, the library named {kept + scratch}")
-        check_lent(capi.in_turn(ours.forward, ours.backward))
+        if allocated != kept + scratch:
+            raise SystemExit(
+                f"{allocated} bytes were allocated, the library asked for {kept + scratch}"
+            )
+        check_allocates_nothing(capi.in_turn(ours.forward, ours.backward))
         least = 4 * shape.rows * shape.n
         most = least + 20 * shape.rows + 16 * shape.T + 1024 * shape.E
         row = {**vars(shape), "formula_MiB": round(least / 2**20, 2)}
@@ -228,7 +232,7 @@ def measure_memory(arguments, library):
             row["ours_torch"] = kept_by(rivals.torch_front_end(shape), data)
         except ImportError as absent:
             print(f"ours_torch is absent: {absent}", file=sys.stderr)
-        # Y, H, A and the activation's factors: what that method keeps by its own code.
+        # ScatterMoE keeps Y, H, A and the activation's factors, by its source.
         scatter = 2 * shape.rows * (shape.d + 4 * shape.n)
         row["scattermoe_formula_MiB"] = round(scatter / 2**20, 2)
         rows.append(row)
@@ -240,11 +244,11 @@ def measure_memory(arguments, library):
 
 
 def token_runs(shape, library):
-    """(contender, pass) -> call, for every contender that is here."""
+    """(contender, pass) -> call, for every installed contender."""
     data = Data(shape, CUDA)
-    data.draw(SEEDS[0])
+    data.sample(SEEDS[0])
     ours, bound = Ours(library, data), rivals.Bound(data)
-    bound.draw()
+    bound.sample()
     runs = {}
     for name, contender in (("ours_cpp", ours), ("bound", bound)):
         runs[name, "fwd"], runs[name, "bwd"] = contender.forward, contender.backward
@@ -285,11 +289,11 @@ def measure_tokens(arguments, library):
 
 
 def measure_host(arguments):
-    """Of a small layer, so that the device never holds the host up."""
+    """Uses a small layer, so that the host never waits for the device."""
     torch.empty(1, device=CUDA)
     torch.cuda.synchronize()
     data = Data(CONFIGS["olmoe-T64"], CUDA)
-    data.draw(SEEDS[0])
+    data.sample(SEEDS[0])
     torch.cuda.synchronize()
     began = time.perf_counter()
     library = open_libraries([arguments.library])["ours_cpp"]

@@ -1,7 +1,7 @@
-"""Tables and plots of the H200 records, nothing measured here.
+"""Tables and plots of the H200 records; measures nothing.
 
-python benchmarks/h200_figures.py            draw the plots into docs/images/
-python benchmarks/check_figures.py --fix     put the tables into README.md and docs/performance.md
+python benchmarks/h200_figures.py            writes the plots to docs/images/
+python benchmarks/check_figures.py --fix     writes the tables to README.md and docs/performance.md
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ IMAGES = ROOT / "docs/images"
 MARKERS = ("<!-- h200-bench:begin -->", "<!-- h200-bench:end -->")
 DATA = ROOT / "benchmarks/data"
 PEERS = {row["config"]: row for row in json.loads((DATA / "peers-h200.json").read_text())["rows"]}
-# The cuBLAS reference, sonic-moe and ours through PyTorch, interleaved in one process.
+# The cuBLAS reference, sonic-moe and our PyTorch front end, timed alternately in one process.
 TOGETHER = json.loads((DATA / "side-by-side-h200.json").read_text())
 TOGETHER_ROWS = {row["config"]: row for row in TOGETHER["rows"]}
 README_ROWS = ("30B-n1024", "120B-n1024", "gpt-oss-20b", "qwen3-next", "dsv3.2")
 PASSES = {"fwd": "forward", "bwd": "backward"}
-# What is timed, as plots and tables call it.
+# Names of the contenders in plots and tables.
 CONTENDERS = {
     "bound": "cuBLAS reference",
     "ours_cpp": "sonicmoe.cpp",
@@ -35,7 +35,7 @@ CONTENDERS = {
     "momoe_saving": "MoMoE, all saved",
     "deep_gemm": "DeepGEMM",
 }
-# Ours has one colour in every plot, peers are muted.
+# Our results have one colour in every plot; the others have muted ones.
 OURS = "#c4451c"
 COLOURS = {
     "bound": "#4d4d4d",
@@ -52,7 +52,7 @@ COLOURS = {
 
 
 def newest(state):
-    """The newest record of a state that has the layer in it, or None."""
+    """The newest record of the layer in a state, or None."""
     records = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
     records = [r for r in records if r.get("state") == state and "what" not in r]
     return max(records, key=lambda r: r["date"], default=None)
@@ -64,7 +64,7 @@ def extra(what):
 
 
 def ratio(row, which, name="ours_cpp"):
-    """Speed over the reference's, or None where either was not timed."""
+    """Speed over the reference's, or None if one of the two was not timed."""
     key = f"{which}_ms"
     if key not in row.get(name, {}) or key not in row.get("bound", {}):
         return None
@@ -72,13 +72,14 @@ def ratio(row, which, name="ours_cpp"):
 
 
 def earlier_ratio(row, which, name):
-    """A peer's speed over the reference's, from a run of its own."""
+    """A peer's speed over the reference's, from an earlier run without our layer."""
     peer = PEERS[row["config"]]
     return peer[name][f"{which}_tflops"] / peer["bound"][f"{which}_tflops"]
 
 
 def over_sonic(row, which, state="hot"):
-    """Our speed over sonic-moe's: of one process, else by each one's speed over the reference."""
+    """Our speed over sonic-moe's: of one process, else the quotient of speeds over the
+    reference."""
     together = TOGETHER_ROWS.get(row["config"])
     if together is None:
         return ratio(row, which) / earlier_ratio(row, which, "sonicmoe")
@@ -87,13 +88,14 @@ def over_sonic(row, which, state="hot"):
 
 
 def grouped_ratio(row, which):
-    """The compiled grouped_mm layer's, of the same run where it was in it."""
+    """Speed of the compiled grouped_mm layer over the reference's, of the same run if timed
+    there."""
     own = ratio(row, which, "torch")
     return earlier_ratio(row, which, "torch") if own is None else own
 
 
 def grouped_source(record):
-    """A sentence on where grouped_mm's ratios are from."""
+    """A sentence on the run that grouped_mm's ratios are from."""
     missing = [row["config"] for row in record["rows"] if "torch" not in row]
     if not missing:
         return "grouped_mm ran in the same run."
@@ -101,15 +103,15 @@ def grouped_source(record):
     return f"The ratios of grouped_mm{which} are from a run of its own, beside its own reference."
 
 
-def waits_for_host(config):
-    """Whether sonic-moe's time is its host's: a rested chip does not shorten it."""
+def host_limited(config):
+    """Whether the host limits sonic-moe's time: it is not shorter on a cool chip."""
     sonic = TOGETHER_ROWS.get(config, {}).get("sonicmoe")
     return sonic is not None and sonic["cool_fwd_ms"] > sonic["fwd_ms"]
 
 
 def marked(config):
-    """* measured in one process with sonic-moe, † where sonic-moe waits for its host."""
-    return config + ("*" if config in TOGETHER_ROWS else "") + ("†" * waits_for_host(config))
+    """The name with * if timed in one process with sonic-moe, † if the host limits sonic-moe."""
+    return config + ("*" if config in TOGETHER_ROWS else "") + ("†" * host_limited(config))
 
 
 def large(record):
@@ -117,8 +119,8 @@ def large(record):
 
 
 def mean_over_sonic(record, which, rows=None):
-    """Geometric mean of our speed over sonic-moe's where both times are the device's."""
-    rows = [row for row in rows or large(record) if not waits_for_host(row["config"])]
+    """Geometric mean of our speed over sonic-moe's on layers that the host does not limit."""
+    rows = [row for row in rows or large(record) if not host_limited(row["config"])]
     state = record["state"]
     return statistics.geometric_mean(over_sonic(row, which, state) for row in rows)
 
@@ -153,7 +155,7 @@ def shape_text(row):
 
 
 def span_over_reference(hot):
-    """Our least and greatest speed over the reference's, by pass."""
+    """Our lowest and highest speed over the reference's in each pass."""
     spans = []
     for which, title in PASSES.items():
         found = [ratio(row, which) for row in hot["rows"]]
@@ -162,7 +164,7 @@ def span_over_reference(hot):
 
 
 def readme_table():
-    """Five layers of the record that has sonic-moe and ours in one process."""
+    """Five layers of the record with sonic-moe and our layer in one process."""
     hot = newest("hot")
     rows = [TOGETHER_ROWS[config] for config in README_ROWS]
     cells = [
@@ -210,7 +212,7 @@ def hot_table(hot):
 
 
 def tflops(row, which):
-    """{contender: TFLOP/s} through PyTorch, of one process where there is such a record."""
+    """{contender: TFLOP/s} in PyTorch, from one process if there is such a record."""
     key = f"{which}_tflops"
     together = TOGETHER_ROWS.get(row["config"])
     source = together or row
@@ -225,18 +227,18 @@ def bars(axes, names, values, labels):
     """Groups of bars: values[i] holds {name: height} of the group labels[i]."""
     width = 0.84 / len(names)
     for i, name in enumerate(names):
-        places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(labels))]
+        positions = [x + (i - (len(names) - 1) / 2) * width for x in range(len(labels))]
         heights = [group.get(name, 0) for group in values]
         hatch = "///" if name == "ours_torch" and "ours_cpp" in names else None
         style = {"color": COLOURS[name], "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
-        axes.bar(places, heights, width, label=CONTENDERS[name], **style)
+        axes.bar(positions, heights, width, label=CONTENDERS[name], **style)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend_above(figure, axes):
-    """One legend above all panels, where it hides nothing."""
+    """One legend above all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=9, frameon=False)
 
@@ -347,11 +349,11 @@ def main():
         "h200-rounding": (plot_rounding, extra("rounding")),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, (draw, record) in plots.items():
+    for name, (plot, record) in plots.items():
         if record is None:
             print(f"{name}: no record", file=sys.stderr)
             continue
-        figure = draw(plt, record)
+        figure = plot(plt, record)
         figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
     return 0

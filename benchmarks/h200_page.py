@@ -46,9 +46,9 @@ def cool():
     )
 
 
-def time_and_share(kernel):
-    share = f" ({kernel['of_copy']:.2f})" if "of_copy" in kernel else ""
-    return f"{kernel['us']:.0f}{share}"
+def time_and_ratio(kernel):
+    ratio = f" ({kernel['of_copy']:.2f})" if "of_copy" in kernel else ""
+    return f"{kernel['us']:.0f}{ratio}"
 
 
 def kernels():
@@ -57,7 +57,7 @@ def kernels():
     for row in record["rows"]:
         found = row["kernels"]
         cells = [f"{found[k]['tflops']:.0f} ({found[k]['of_bmm']:.2f})" for k in PRODUCTS]
-        sums = [time_and_share(found[k]) for k in ("O", "dX")]
+        sums = [time_and_ratio(found[k]) for k in ("O", "dX")]
         rest = [f"{found[f'rest of {which}']['us']:.0f}" for which in PASSES]
         rows.append([row["config"], *cells, *sums, *rest])
     means = [

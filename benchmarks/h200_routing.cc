@@ -1,10 +1,11 @@
-// Times routing on one CUDA device: top-k, the metadata, token rounding, alone and as a chain.
+// Times routing on one CUDA device: top-k, metadata and token rounding, alone and in sequence.
 //
 // usage: h200_routing [ROUNDS [NAME...]]
-// One line a shape and logits: microseconds of every stage, hot (back to back for 20 ms) and cool
-// (5 ms of idling, one warm call, one timed), medians over interleaved rounds. Logits are N(0, 1)
-// in bf16, or skewed: "hot-expert" gives one expert ten times the mean, "zipf" draws without
-// replacement from p ~ 1/rank (Gumbel noise on log p).
+// Prints one line for each shape and kind of logits: microseconds of every stage, hot (20 calls in
+// a graph, without a pause) and cool (5 ms idle, one warm-up call, one timed call), medians over
+// interleaved rounds. Logits are N(0, 1) in bf16, or skewed: with "hot-expert" one expert gets ten
+// times the mean, "zipf" samples experts without replacement with p ~ 1/rank (log p + Gumbel
+// noise).
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -63,9 +64,9 @@ std::vector<std::uint16_t> logits_of(const Shape& s, Skew skew) {
   std::normal_distribution<float> normal(0.0f, 1.0f);
   std::uniform_real_distribution<float> uniform(1e-7f, 1.0f);
   std::vector<std::uint16_t> logits(static_cast<std::size_t>(s.tokens * s.experts));
-  const double share = 10.0 * static_cast<double>(s.top_k) / static_cast<double>(s.experts);
+  const double fraction = 10.0 * static_cast<double>(s.top_k) / static_cast<double>(s.experts);
   for (std::int64_t t = 0; t < s.tokens; ++t) {
-    const bool boosted = uniform(random) < share;
+    const bool boosted = uniform(random) < fraction;
     for (std::int64_t e = 0; e < s.experts; ++e) {
       float v = normal(random);
       if (skew == Skew::kHotExpert && e == 3) v = boosted ? 9.0f : -9.0f;
@@ -113,7 +114,7 @@ class Timer {
   cudaEvent_t begin_{}, end_{};
 };
 
-/// A call as a graph of 20, so that the host's launches do not set the pace.
+/// A call captured 20 times in a graph, so that the host's launch rate is no limit.
 class Replay {
  public:
   static constexpr int kCalls = 20;
@@ -149,7 +150,7 @@ struct Stage {
   std::function<void(cudaStream_t)> run;
 };
 
-/// Everything that one shape needs, and its stages.
+/// The memory and the stages of one shape.
 class Bench {
  public:
   Bench(const Shape& s, Skew skew)
@@ -198,7 +199,7 @@ class Bench {
     }
     return list;
   }
-  /// Brings ids and pairs to where the stages that only read them expect them.
+  /// Computes the ids and pairs that some stages only read.
   void prepare() {
     run_route(nullptr, ScoreMode::kSoftmaxAfterTopK);
     run_round(nullptr, RoundingMode::kNearest);

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a call costs the host: microseconds of CPU time of moe(), its backward and route().
+"""Host overhead: microseconds of CPU time for moe(), its backward and route().
 
     python benchmarks/host_cost.py [--device cuda] [--profile] [--out FILE]
 
-Shapes are tiny (T=64), calls are queued a few at a time and the device is waited for in between,
-so that a queue is never full and no call waits for the work of another. The limits are those of
-docs/pytorch.md. --profile adds where the time goes.
+Shapes are tiny (T=64). A few calls are enqueued, then the benchmark waits for the device, so that
+the launch queue is never full and no call waits for another. The limits are those of
+docs/pytorch.md. --profile prints the functions that take most time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import sonicmoe_cpp
 import torch
 
 T, D, N, E, K = 64, 256, 128, 16, 4
-QUEUED = 32  # calls between two waits
+QUEUED = 32  # calls between two synchronisations
 LIMITS = {"forward": 60.0, "forward + backward": 200.0, "route": 30.0}
 
 
@@ -57,7 +57,7 @@ def calls(device: str) -> dict:
             both()
 
     class Nothing(torch.autograd.Function):
-        """What autograd itself takes: no work at all, the same leaves."""
+        """An operation without work on the same leaves: the cost of autograd alone."""
 
         @staticmethod
         def forward(ctx, *tensors):
@@ -92,7 +92,7 @@ def wait(device: str) -> None:
 
 
 def commit() -> str:
-    """The state measured; named by SONICMOE_COMMIT where the package travels without history."""
+    """The measured commit; SONICMOE_COMMIT names it where there is no git history."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     named = os.environ.get("SONICMOE_COMMIT")
     return (
@@ -101,16 +101,16 @@ def commit() -> str:
 
 
 def measure(named: dict, device: str, rounds: int = 80) -> dict[str, tuple[float, float]]:
-    """Microseconds a call: the best round and the median one. The host runs other things too, which
-    the best round saw least of; rounds of all calls alternate, so that all meet the same host."""
+    """Microseconds a call: the fastest round, which other processes disturbed least, and the median
+    one. Rounds of all calls alternate, so that all run under the same load."""
     samples = {name: [] for name in named}
-    for turn in range(rounds + 2):
+    for number in range(rounds + 2):
         for name, call in named.items():
             wait(device)
             began = time.perf_counter()
             for _ in range(QUEUED):
                 call()
-            if turn >= 2:  # the first ones load kernels and fill caches
+            if number >= 2:  # the first two load kernels and fill caches
                 samples[name].append((time.perf_counter() - began) / QUEUED * 1e6)
     wait(device)
     return {name: (min(values), statistics.median(values)) for name, values in samples.items()}
@@ -130,7 +130,7 @@ def show_profile(call, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--profile", action="store_true", help="print a profile")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     device = arguments.device

@@ -1,11 +1,11 @@
-"""This library and every other implementation that is installed, side by side on one CUDA device.
+"""Compares this library with every other installed implementation on one CUDA device.
 
     python benchmarks/peers.py --library build/cuda/libsonicmoe.so --out DIR
 
-All results are compared with torch, then forward and backward timed hot (small work: with L2
-flushed), and what a layer keeps for backward; the first call of each on the smallest layer, with
-nothing compiled before. What is not installed, and what cannot be called as these adapters do or
-gives wrong results, is named in the record with the reason: none is skipped silently.
+Results are compared with torch first. Then forward and backward are timed hot (small layers: with
+L2 flushed), the memory kept for backward is measured, and the first call of each on the smallest
+layer is timed with empty compilation caches. The record names each implementation that is not
+installed, cannot be called by these adapters or gives wrong results, with the reason.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ FIRST = "7B-T2048"
 
 
 def availability(shape):
-    """name -> "timed", "timed, forward only: ...", or why not."""
+    """name -> "timed", "timed, forward only: ...", or the reason why it is not timed."""
     found = {}
     for name, make in rivals.LAYERS.items():
         try:
             layer = make(shape)
-        except (
-            Exception
-        ) as error:  # whatever a version of a package does when it is not as expected
+        except Exception as error:  # an unexpected version of a package may raise anything
             found[name] = packages.problem(name, error)
         else:
             only = getattr(layer, "no_backward", None)
@@ -47,14 +45,14 @@ def timed(peers):
 
 
 def first_calls(peers, shape, device="cuda"):
-    """Seconds of each layer's first forward and backward here, nothing compiled before. A package
-    whose calls fail or are wrong is no longer timed: `peers` says why."""
+    """Seconds of each layer's first forward and backward, with empty compilation caches. A package
+    whose calls fail or give wrong results is removed from timing; `peers` gets the reason."""
     found = {}
     with torch._inductor.config.patch(force_disable_caches=True):
         for name in timed(peers):
             torch._dynamo.reset()
             data = Data(shape, torch.device(device))
-            data.draw(0)
+            data.sample(0)
             try:
                 found[name] = first_call(rivals.contender(data, rivals.LAYERS[name](shape)), name)
             except (Exception, SystemExit) as error:
@@ -78,15 +76,15 @@ def first_call(contender, name):
 
 
 def kept(names, shape):
-    """What each layer keeps for backward, and what it needs meanwhile, in MiB."""
+    """MiB that each layer keeps for backward, and its peak."""
     data = Data(shape, torch.device("cuda"))
-    data.draw(0)
+    data.sample(0)
     found = {}
     for name in names:
         try:
             found[name] = kept_by(rivals.LAYERS[name](shape), data)
-        except RuntimeError as error:  # out of memory is one
-            print(f"{name} keeps nothing that can be told: {packages.first_line(error)}")
+        except RuntimeError as error:  # includes out of memory
+            print(f"{name} has no memory figure: {packages.first_line(error)}")
     return found
 
 
@@ -125,7 +123,7 @@ def main():
             h200.print_row(state, row, time.perf_counter() - began)
         record = {"state": "hot", "peers": peers, "rows": rows}
         record |= {"first_call": {"config": FIRST, "seconds": first}}
-        write(arguments.out, "peers", record)  # a long run may be cut off
+        write(arguments.out, "peers", record)  # so that an interrupted run leaves a record
         free()
     return 0
 

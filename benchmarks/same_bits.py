@@ -1,12 +1,12 @@
-"""Whether two builds of the library give the same bits on a CUDA device.
+"""Compares the results of two builds of the library on a CUDA device, bit for bit.
 
     python benchmarks/same_bits.py OLD.so NEW.so
 
-For a change that must not change results. Both libraries compute the same layers in one process:
-every activation, both 16-bit types, all forms of routing, weights in both orders and interleaved,
-with and without biases, gradients written and accumulated, one hot expert, an expert without rows;
-then top-k routing and every mode of token rounding. Every output buffer, H among them, is compared
-whole. Exits with 1 on a difference.
+Use it for a change that must not change results. Both libraries compute the same layers in one
+process: every activation, both 16-bit dtypes, all forms of routing, K-major, MN-major and
+interleaved weights, with and without biases, gradients written and accumulated, one hot expert, one
+expert without rows; then top-k routing and every mode of token rounding. All bytes of every output
+buffer, including H, are compared. Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Case:
 
 
 def cases():
-    """Every activation by type and order once, the other axes in turn along them."""
-    turn = itertools.count()
+    """Every activation, dtype, order and shape; the other axes cycle with the case number."""
+    numbers = itertools.count()
     for activation, dtype, order in itertools.product(
         range(ACTIVATIONS), (torch.bfloat16, torch.float16), ORDERS
     ):
         if order == "interleaved" and activation >= GATED:
             continue
         for shape in SHAPES:
-            i = next(turn)
+            i = next(numbers)
             yield Case(shape, activation, dtype, i % 3, order, i % 2 == 0, i % 5 == 0)
 
 
 class Layer:
-    """Inputs of a case, made once and used by both libraries."""
+    """Inputs of a case; both libraries use the same ones."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -116,7 +116,7 @@ class Layer:
         return str(self.case)
 
     def up_weights(self, make):
-        """Gate (None without one) and up in the case's order."""
+        """Gate (None without a gate) and up in the case's order."""
         n = self.case.shape[2]
         both = make()
         if self.case.order == "mn":
@@ -129,7 +129,7 @@ class Layer:
         return both[:, :n], both[:, n:]
 
     def gradients(self):
-        """Buffers of every gradient, fp32 where they accumulate."""
+        """Buffers of all gradients; fp32 if they are accumulated."""
         dtype = torch.float32 if self.case.accumulate else self.case.dtype
 
         def like(tensor):
@@ -143,14 +143,14 @@ class Layer:
         return found | {name: like(bias) for name, bias in self.biases.items()}
 
     def run(self, library: capi.Library):
-        """Every output by name."""
+        """Computes the layer; all outputs by name."""
         forward, backward = (library.sizes(self.problem, which) for which in (1, 2))
 
-        def lend(size):
+        def buffer(size):
             return torch.full((max(size, 256),), POISON, dtype=torch.uint8, device=self.device)
 
-        h, saved = lend(forward.h_bytes), lend(forward.saved_bytes)
-        scratch = lend(max(forward.scratch_bytes, backward.scratch_bytes))
+        h, saved = buffer(forward.h_bytes), buffer(forward.saved_bytes)
+        scratch = buffer(max(forward.scratch_bytes, backward.scratch_bytes))
         out, dx = torch.full_like(self.x, 3.0), torch.full_like(self.x, 3.0)
         grads = self.gradients()
         dweights = torch.full_like(self.routing["weights"], 3.0)
@@ -205,7 +205,7 @@ class Routing:
 
     def run(self, library: capi.Library):
         data = self.data
-        data.draw(3)
+        data.sample(3)
         data.poison()
         if self.mode is None:
             call = Ours(library, data)

@@ -1,5 +1,5 @@
-# The CUDA backend: sm_90a only (wgmma for another target compiles and then fails to load), runtime
-# linked statically, nothing of libcuda linked. AUTO builds it where nvcc is found.
+# The CUDA backend: sm_90a only (wgmma compiled for another target fails to load), static runtime,
+# no link to libcuda. AUTO builds it if nvcc is found.
 set(SONICMOE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO, ON or OFF")
 set_property(CACHE SONICMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(SONICMOE_WITH_CUDA OFF)
@@ -17,9 +17,9 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "CUDA backend: off, no nvcc was found; this build is CPU only")
   return()
 endif()
-set(CMAKE_CUDA_ARCHITECTURES OFF) # the code options below say sm_90a, which CMake 3.25 cannot
+set(CMAKE_CUDA_ARCHITECTURES OFF) # CMake 3.25 has no sm_90a: -gencode below sets it
 enable_language(CUDA)
-if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know that nvcc speaks C++20
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know nvcc's option for C++20
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
@@ -28,7 +28,7 @@ find_package(Python3 COMPONENTS Interpreter REQUIRED)
 set(SONICMOE_WITH_CUDA ON)
 message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
 
-# The core's answer for builds without CUDA; src/cuda/layer/backend.cc has the other one.
+# src/cuda/layer/backend.cc replaces this file in builds with CUDA.
 set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY ON)
 
 set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
@@ -56,7 +56,7 @@ target_compile_options(
           -Xptxas=-v -Xcompiler=-Wall>)
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF)
 set(cached)
-if(CCACHE) # paths below the source tree are hashed as relative, so that checkouts share results
+if(CCACHE) # relative paths in the hash: all checkouts use the same cached results
   set(cached ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       ${CCACHE})
 endif()
@@ -64,12 +64,12 @@ set(launcher ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.
 set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
 
 foreach(lib sonicmoe_shared sonicmoe_static)
-  set_target_properties(${lib} PROPERTIES CUDA_ARCHITECTURES OFF) # made before the language was on
+  set_target_properties(${lib} PROPERTIES CUDA_ARCHITECTURES OFF) # created before CUDA was enabled
   target_sources(${lib} PRIVATE $<TARGET_OBJECTS:sonicmoe_cuda_objects>)
   target_link_libraries(${lib} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
 endforeach()
 
-# One executable with every device test: it needs a GPU, so ctest does not know it.
+# One executable with every device test. It needs a GPU, so it is not registered with ctest.
 if(SONICMOE_BUILD_TESTS)
   find_package(GTest REQUIRED)
   file(GLOB SONICMOE_CUDA_TESTS CONFIGURE_DEPENDS tests/cuda/*.cc)

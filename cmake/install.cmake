@@ -1,4 +1,4 @@
-# What `cmake --install` leaves behind: libraries, headers, a CMake package and a pkg-config file.
+# Installs libraries, headers, a CMake package and a pkg-config file.
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/sonicmoe)
 
@@ -15,7 +15,7 @@ install(EXPORT sonicmoe NAMESPACE sonicmoe:: FILE sonicmoe-targets.cmake
 configure_package_config_file(cmake/sonicmoe-config.cmake.in sonicmoe-config.cmake
                               INSTALL_DESTINATION ${package_dir})
 write_basic_package_version_file(sonicmoe-config-version.cmake COMPATIBILITY SameMinorVersion)
-# How far the pkg-config file lies below the prefix, so that the tree can be moved.
+# The prefix relative to the pkg-config file, so that the installed tree can be moved.
 file(RELATIVE_PATH SONICMOE_PC_TO_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig
      ${CMAKE_INSTALL_PREFIX})
 # The static library does not contain the CUDA runtime, which needs dl and rt.

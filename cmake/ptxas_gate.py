@@ -1,10 +1,8 @@
-"""Runs an nvcc command and fails it where ptxas gave up performance.
+"""Runs an nvcc command and fails on register spills and serialised wgmma.
 
-usage: ptxas_gate.py COMMAND...
-A build of the engine must not contain a register spill or a wgmma that ptxas had to serialise
-(advisories C7500 to C7599): both compile silently and cost up to half the speed. Beside the object
-file, FILE.cost says how many kernels it holds and how many CPU seconds they took, for
-tools/check_kernels.py.
+usage: ptxas_gate.py COMMAND... ptxas reports both only as information (serialised wgmma as
+advisories C7500 to C7599), but they cost up to half the speed. Writes FILE.cost next to the object
+file, with its number of kernels and CPU seconds, for tools/check_kernels.py.
 """
 
 import json
@@ -20,7 +18,7 @@ FUNCTION = re.compile(r"Function properties for (\S+)")
 
 
 def verdict(lines: list[str]) -> list[str]:
-    """What is wrong with the code that ptxas reports on."""
+    """The faults in the output of ptxas."""
     faults = []
     function = "?"
     for line in lines:

@@ -1,11 +1,10 @@
 """Writes docs/api.md, the C++ and C reference, from the comments of include/sonicmoe/*.h.
 
-A header's opening comment introduces it. Every declaration at namespace level is shown as it stands
-in the header, under the comment before it; declarations without a blank line between them share an
-entry.
+The first comment of a header becomes its introduction. Every declaration at namespace level is
+copied under the comment before it; declarations without a blank line between them form one entry.
 
     python tools/api_reference.py           rewrite docs/api.md
-    python tools/api_reference.py --check   exit 1 where it is not current
+    python tools/api_reference.py --check   exit 1 if it is not current
 """
 
 import argparse
@@ -21,12 +20,12 @@ NAME = re.compile(
     r"|enum {\s*(\w+)|(\w+)\s*="
 )
 MACROS = re.compile(r"SONICMOE_API|SMOE_API|__attribute__\(\(.*?\)\)")
-# Lines that open or close a header's scopes and declare nothing.
+# Lines that open or close a scope and declare nothing.
 SCOPES = ("#", "namespace", 'extern "C"', "}", "//", "/* extern")
 
 
 def introduction(lines):
-    """The comment that opens a header, as a paragraph each for its paragraphs."""
+    """The first comment of a header, paragraph by paragraph."""
     text = []
     for line in lines:
         if not line.startswith(("//", "/*", " *")) or line == " */":
@@ -36,7 +35,7 @@ def introduction(lines):
 
 
 def declaration(lines, start):
-    """The lines of the declaration that begins at `start`: to its `;` outside braces and parens."""
+    """The lines of the declaration at `start`, up to its `;` outside of braces and parentheses."""
     depth = 0
     for end in range(start, len(lines)):
         code = re.sub(r"//.*|/\*.*?\*/", "", lines[end]).rstrip()
@@ -47,7 +46,7 @@ def declaration(lines, start):
 
 
 def comment_at(lines, start):
-    """The text and the number of lines of the documenting comment that begins at `start`."""
+    """Text and number of lines of the documenting comment at `start`."""
     end = start
     if lines[start].startswith("/* "):
         while not lines[end].endswith("*/"):
@@ -60,7 +59,7 @@ def comment_at(lines, start):
 
 
 def names_of(code):
-    """What a declaration declares."""
+    """The name that a declaration declares."""
     found = NAME.search(MACROS.sub("", " ".join(code)))
     if not found:
         raise SystemExit(f"no name in the declaration: {code[0]}")

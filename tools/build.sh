@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds library, command and C++ tests into build/release and installs the Python package into the
-# active environment. Called by `make build`; does nothing twice.
+# active environment. Called by `make build`; skips what is up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

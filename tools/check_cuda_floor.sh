@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Compiles the CUDA sources at the oldest toolkit that is promised, 12.9, as far as its parts can be
-# had from package registries, and fails on a register spill or serialised wgmma as a build does.
+# Compiles the CUDA sources with the oldest supported toolkit, 12.9, as far as package registries
+# have its parts. Fails on a register spill or a serialised wgmma, as a build does.
 #
-#   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     build/release by default; needs its generated files
+#   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     default build/release; needs its generated files
 #
-# ptxas 12.9 comes from PyPI. The front end of 12.9 is in no registry, so that of 12.4 (Debian's
-# nvidia-cuda-toolkit) makes its PTX: what compiles there compiles with every later one. The ptxas
-# of 12.4 to 12.8 serialise the wgmma of every kernel (C7515); hence the floor.
+# ptxas 12.9 is on PyPI. No registry has the front end of 12.9, so the PTX is made by that of 12.4
+# (Debian's nvidia-cuda-toolkit): code that it compiles also compiles with later ones. 12.9 is the
+# oldest because the ptxas of 12.4 to 12.8 serialises the wgmma of every kernel (C7515).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,7 +45,7 @@ fetch_wheels() {
   for wheel in "$WORK"/wheels/*.whl; do python -m zipfile -e "$wheel" "$WORK/wheels/all"; done
 }
 
-# One folder as the front end looks for its parts.
+# One folder with the layout in which the front end looks for its parts.
 assemble() {
   local debian=$WORK/debian/usr wheels=$WORK/wheels/all/nvidia
   mkdir -p "$WORK"/{bin,include}

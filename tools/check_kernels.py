@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""Holds the CUDA kernels of a build to their budget: how many, how long to compile, how large.
+"""Checks the number, compile time and size of a build's CUDA kernels against a budget.
 
     python tools/check_kernels.py BUILD_DIRECTORY
 
-The products are instances of an engine over roles, tiles, types and activations: one more axis
-multiplies them silently. So each engine has a number of kernels that it may not exceed, the other
-kernels (metadata, routing, sums) have one, and all together have a limit of CPU time and size.
-Counts and CPU time come from the files that cmake/ptxas_gate.py leaves beside the objects, the size
-from the shared library. Files that ccache had are counted but took no time, which is then said.
+An engine has one kernel for each combination of role, tile, dtype and activation, so one more axis
+multiplies their number. Therefore each engine has a maximum number of kernels, the other kernels
+(metadata, routing, sums) have one, and all together have limits of CPU time and size. Counts and
+CPU times are read from the .cost files that cmake/ptxas_gate.py writes next to the objects, the
+size from the shared library. Files from the ccache are counted, but have no time.
 
-The same kernels take 200 CPU seconds on one machine and 400 on another with busy neighbours. So
-their time is counted in compilations of the engine's headers alone: in what a file of the same
-build takes that includes them and has no kernel. Where ccache had every such file, time is not
-judged.
+The same kernels took 200 CPU seconds on one machine and 400 on another, busy one. So the unit of
+time is one compilation of the engine's headers: the time of a file of the same build that includes
+them and has no kernel. If every such file came from the ccache, time is not judged.
 """
 
 import json
@@ -21,12 +20,12 @@ import struct
 import sys
 from pathlib import Path
 
-# By engine: cuda/ENGINE/instances of the build directory. An engine without a row fails.
+# An engine is a folder cuda/ENGINE/instances of the build directory. One without a row here fails.
 MAX_KERNELS = {"hopper": 165, "metadata, routing, sums": 95}
 REST = "metadata, routing, sums"
-MAX_COMPILATIONS = 70.0  # of the headers alone; 55 to 56 were measured
+MAX_COMPILATIONS = 70.0  # of the headers; measured: 55 to 56
 MAX_BYTES = 24 << 20
-CACHED_SECONDS = 1.0  # no compilation is that quick
+CACHED_SECONDS = 1.0  # a faster compilation came from the ccache
 
 
 def section_bytes(path, wanted):
@@ -69,8 +68,8 @@ def main(arguments):
     times = f"{compilations:.0f} times" if headers else "not measured by"
     counts = [f"{name}: {n} kernels of {MAX_KERNELS.get(name, 0)}" for name, n in kernels.items()]
     print(
-        f"{'; '.join(counts)}; {seconds / 60:.1f} CPU minutes, {times} the headers' (at most {MAX_COMPILATIONS:.0f} "
-        f"times), {cached} of {len(costs)} files from a cache; "
+        f"{'; '.join(counts)}; {seconds / 60:.1f} CPU minutes, {times} the headers' "
+        f"(at most {MAX_COMPILATIONS:.0f} times), {cached} of {len(costs)} files from a cache; "
         f"{size / 2**20:.1f} MiB of at most {MAX_BYTES >> 20}"
     )
     many = any(n > MAX_KERNELS.get(name, 0) for name, n in kernels.items())

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Holds the rules about where things live and how large they may grow.
+"""Checks the rules for the place and size of code.
 
     python tools/check_structure.py [ROOT]
 
 Prints one line per finding and exits 1 if there is any. Rules:
   - Torch headers only in python/, asm only in ptx/ folders of src/cuda, no CUDA in src/core;
   - files of at most 600 lines, functions of at most 100 (200 under src/cuda), 8 parameters;
-  - no paths of somebody's machine, no notes to self, no commented-out code;
+  - no paths of one machine, no TODO notes, no commented-out code;
   - every record in benchmarks/results/ parses and names a commit of the history.
 """
 
@@ -25,16 +25,16 @@ MAX_PARAMETERS = 8
 CPP = {".h", ".cc", ".c", ".cu", ".cuh", ".inc"}
 SOURCE = CPP | {".py", ".sh", ".cmake"}
 TEXT = SOURCE | {".md", ".txt", ".toml", ".yaml", ".yml", ".in", ".map"}
-# Headers that CUDA includes too, so they carry __host__ __device__ behind a macro.
+# CUDA includes these headers too; a macro adds __host__ __device__ there.
 HOST_DEVICE_HEADERS = {"src/core/selection_key.h", "src/core/philox.h", "src/core/round_rule.h"}
-# This file and its test must spell what they look for.
+# This file and its test contain the forbidden patterns.
 SELF = {"tools/check_structure.py", "tests/structure_test.py"}
 
 FORBIDDEN = [
     (re.compile(r"(?<![\w.~])/(?:work|root|mnt)/"), "a path of one machine"),
     (re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"), "a note to self"),
 ]
-# A comment that ends like a statement is code that was switched off; examples are indented further.
+# A comment that ends like a statement is commented-out code; examples are indented further.
 DEAD_CODE = re.compile(
     r"^\s*(?://|#)\s{0,2}(?:"
     r"(?:return|if|for|while|else|std::|auto|const|int|float|double|void|import|from|def)\b.*[;{:]"
@@ -48,7 +48,7 @@ CUDA_INCLUDE = re.compile(r"#\s*include\s*[<\"](?:cuda|cub/|thrust/)")
 CUDA_CODE = re.compile(r"\b__global__\b|\bcuda[A-Z]\w+\s*\(|<<<")
 HOST_DEVICE = re.compile(r"\b__(?:host|device)__\b")
 
-# A definition at the end of its header: name, parameters, what may follow them, an open brace.
+# The header of a function definition: name, parameters, specifiers, open brace.
 FUNCTION = re.compile(
     r"(?P<name>[~\w:]+|operator[^\s(]+)\s*\((?P<parameters>[^;{}]*)\)"
     r"(?:\s*(?:const|noexcept|override|final|mutable|->\s*[\w:<>*&, ]+|requires[^{;]*))*"
@@ -69,7 +69,7 @@ class Finding:
 
 
 def without_comments_and_strings(text):
-    """The same text, comments and literals blanked, so that offsets and lines stay."""
+    """The text with blanks for comments and literals; offsets and lines stay the same."""
     pattern = re.compile(
         r'R"(\w*)\(.*?\)\1"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.S
     )
@@ -77,7 +77,7 @@ def without_comments_and_strings(text):
 
 
 def without_preprocessor(code):
-    """Directives blanked with their continuations: their braces need not balance."""
+    """The text with blanks for directives, whose braces need not balance."""
     return re.sub(
         r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*",
         lambda m: re.sub(r"[^\n]", " ", m.group(0)),
@@ -101,7 +101,7 @@ def count_parameters(parameters):
 def cpp_functions(text):
     """(name, first line, lines, parameters) of every function body, by matching braces."""
     code = without_preprocessor(without_comments_and_strings(text))
-    stack, start = [], 0  # start: where the text that could head the next brace begins
+    stack, start = [], 0  # start: begin of the text before the next brace
     for i, c in enumerate(code):
         if c == "{":
             found = FUNCTION.search(code[start : i + 1])

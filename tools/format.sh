@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# --fix rewrites sources in the project's format; --check reports what it would change, and what
-# ruff finds, and fails if there is anything.
+# --fix formats the sources. --check reports the changes that --fix would make and the findings of
+# ruff, and fails if there are any.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Packs what a GPU machine without a network, a compiler or this repository needs to measure this
-# build: stripped libraries, the Python package and the benchmarks. There, torch and its CUDA are all
-# that has to be installed:
+# Packs stripped libraries, the Python package and the benchmarks, to measure this build on a GPU
+# machine without a network, a compiler or this repository. That machine needs torch with its CUDA:
 #
 #   tools/pack_gpu_job.sh build/release job && rsync -a job/ gpu:job/
 #   ssh gpu 'cd job && ./run.sh benchmarks/h200.py --library ./libsonicmoe.so --out records'

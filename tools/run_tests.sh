@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of `make test`, all of them even after a failure, and a summary at the end.
+# Runs every check of `make test`, also after a failure, and prints a summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ check "structure" python tools/check_structure.py
 check "API reference" python tools/api_reference.py --check
 check "C++ tests" ctest --preset release --no-tests=error -j "$(nproc)"
 poison=$PWD/build/release/tests/libsonicmoe_poison.so
-if [[ $poison == *[[:space:]:]* ]]; then # as LD_PRELOAD cannot name it
+if [[ $poison == *[[:space:]:]* ]]; then # LD_PRELOAD cannot contain such a path
   copy=$(mktemp)
   trap 'rm -f "$copy"' EXIT
   cp "$poison" "$copy" && poison=$copy

@@ -3,10 +3,10 @@
 
     python tools/sanitize_gpu.py [--tests build/release/sonicmoe_cuda_tests] [--out RECORD.json]
 
-Every tool runs every group below; a group is a filter of tests and, for the harness, a part of its
-cases. memcheck: accesses out of bounds and leaks; racecheck: hazards in shared memory; initcheck:
-reads of global memory that nobody wrote; synccheck: barriers that not all threads reach. Exits with
-1 on a finding. Needs compute-sanitizer (of the CUDA toolkit) on PATH; takes about ten minutes.
+memcheck finds accesses out of bounds and leaks, racecheck hazards in shared memory, initcheck reads
+of uninitialised global memory, synccheck invalid barriers. Every tool runs every group of tests
+below. Exits with 1 on a finding, a failed test, a hang, or if no test ran. Needs compute-sanitizer
+(part of the CUDA toolkit) on PATH; takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HARNESS = "Cuda.PassesTheHarness"
 
 @dataclass(frozen=True)
 class Group:
-    tests: str  # a filter of GoogleTest
-    cases: str = ""  # a part of the harness's cases
+    tests: str  # GoogleTest filter
+    cases: str = ""  # part of the names of the harness's cases
 
 
-# One of each kind of kernel: all layouts and activations of the layer, its gradients in every mode,
-# the grouped GEMMs, routing and rounding, metadata of every form.
+# Together these launch every kind of kernel: all layouts, activations and gradient modes of the
+# layer, the grouped GEMMs, routing, rounding, and the metadata of every form.
 GROUPS = (
     Group(HARNESS, "layout"),
     Group(HARNESS, "activation"),
@@ -47,7 +47,7 @@ GROUPS = (
     Group(HARNESS, "round"),
     Group("CudaMetadata*"),
 )
-# compute-sanitizer has no exit status of its own for findings in code that it does not stop.
+# Exit status of compute-sanitizer on findings; by default it is that of the test program.
 FOUND = 86
 
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Prepares this machine for `make build`, `make test` and `make demo`: compiler and libraries from the
-# system's packages, everything Python in .venv. Runs again at no cost: .setup/ready holds a digest
-# of what was prepared, and nothing is done while it still matches.
+# Prepares this machine for `make build`, `make test` and `make demo`: compiler and libraries from
+# the system's packages, everything Python in .venv. .setup/ready holds a digest of the preparation;
+# while it matches, a second run does nothing.
 #
-#   PYTHON=python3.12 tools/setup.sh     takes that interpreter (3.10 or later) instead of python3
+#   PYTHON=python3.12 tools/setup.sh     uses this interpreter (3.10 or later) instead of python3
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly TORCH_VERSION=2.13.0
 readonly VENV=.venv
 readonly STAMP=.setup/ready
-# The environment is made by an interpreter from outside of it, even when it is the active one.
+# The interpreter that creates the environment must not be the environment's own.
 PATH=${PATH//"$PWD/$VENV/bin:"/}
 
 fail() {
@@ -28,7 +28,7 @@ install_packages() { # NAME...
   apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Prints the path of a Python that is recent enough, nothing if there is none.
+# Prints the path of a recent enough Python, or nothing.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
@@ -49,13 +49,13 @@ need_python() {
 
 has_header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1; }
 
-# Exit status: whether Python.h lies beside this Python; torch.compile needs it on the CPU.
+# Succeeds if this Python has Python.h, which torch.compile needs on the CPU.
 readonly HAS_PYTHON_HEADER='
 import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
 
-# Prints the names of the system packages that are missing, judged by what is usable rather than by
-# a package database, so that a compiler or a header from elsewhere counts.
+# Prints the names of missing system packages. It tests whether programs and headers can be used, so
+# that they may come from another source than the package manager.
 missing_packages() {
   local version
   version=$("$1" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
@@ -79,8 +79,8 @@ install_missing_packages() {
   [ -z "$missing" ] || fail "still missing after apt-get install: $missing"
 }
 
-# An installed torch of 2.10 or later is used as it is (it may be built for this machine's GPU): the
-# site folders of its interpreter are appended to those of the new environment, whose pins go first.
+# Uses an installed torch of 2.10 or later (it may be built for this machine's GPU): appends the
+# site folders of its interpreter to those of the new environment, whose own packages come first.
 reuse_torch() {
   local python=$1
   "$python" - "$VENV" <<'PY'
@@ -121,7 +121,7 @@ main() {
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$digest" ]; then
     return 0
   fi
-  rm -f "$STAMP" # an interrupted run leaves no stamp of an earlier one beside half an environment
+  rm -f "$STAMP" # so that an interrupted run does not leave the stamp of an earlier one
   install_missing_packages "$python"
   make_environment "$python"
   mkdir -p "$(dirname "$STAMP")"

@@ -1,4 +1,4 @@
-"""The C interface by ctypes, on torch's tensors: the library without any operator in between."""
+"""The C interface by ctypes on torch tensors, without torch operators in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = {"nearest": 0, "up": 1, "down": 2, "score": 3, "stochastic": 4, "bala
 
 
 class Struct(ctypes.Structure):
-    """A struct of the C interface: `size` is its own, what is not given is zero."""
+    """A struct of the C interface: sets `size`; fields that are not given are zero."""
 
     def __init__(self, **fields):
         super().__init__(size=ctypes.sizeof(self), **fields)
@@ -78,7 +78,7 @@ class Sizes(Struct):
 
 
 class Views(Struct):
-    """A struct of nothing but views, by keyword; None is absent."""
+    """A struct of tensor views, by keyword; None is an absent tensor."""
 
     def __init__(self, **tensors):
         self.kept = {name: view(t) for name, t in tensors.items() if t is not None}
@@ -97,7 +97,7 @@ Pairs = views_struct("Pairs", "token expert weight offsets")
 
 
 def layer_fields(second: str, tensor: str) -> tuple:
-    """What the arguments of both passes begin with."""
+    """The first fields of the arguments of both passes."""
     views = (("x", Tensor), ("routing", Routing), ("weights", Weights), (tensor, Tensor))
     fields = [("size", c_uint32), (second, c_int32)]
     fields += [(name, POINTER(kind)) for name, kind in views]
@@ -144,7 +144,7 @@ class RoundOptions(Struct):
 
 
 class Library:
-    """One libsonicmoe.so with one device; several may live in one process."""
+    """One libsonicmoe.so with one device; a process may open several."""
 
     def __init__(self, path: str, device: torch.device):
         self.lib = ctypes.CDLL(path)
@@ -161,7 +161,7 @@ class Library:
             raise RuntimeError(f"{name}: {self.lib.smoe_last_error().decode()}")
 
     def bound_call(self, name: str, *arguments):
-        """The call as a function without arguments, as cheap as ctypes can be."""
+        """The call as a function without arguments, with as little ctypes overhead as possible."""
         function = getattr(self.lib, name)
         references = tuple(byref(a) if isinstance(a, Struct) else a for a in arguments)
 
@@ -169,7 +169,7 @@ class Library:
             if function(*references) != 0:
                 raise RuntimeError(f"{name}: {self.lib.smoe_last_error().decode()}")
 
-        run.kept = arguments  # byref does not keep a struct's pointees alive
+        run.kept = arguments  # byref does not keep the structs that a pointer refers to alive
         return run
 
     def sizes(self, problem: Problem, which: int) -> Sizes:

@@ -1,4 +1,4 @@
-"""Every result of one forward and backward against torch, before anything is timed."""
+"""Compares every result of one forward and backward with torch, before anything is timed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 from .layer import Data
 
-# The error of a row over the root mean square norm of all rows: the largest and the mean one.
-# bf16 rounds H, A, Y, dH and the result, each by up to 2^-9, and few rows an expert leave large
-# rows of dW among small ones; a row that is zero, swapped or somebody else's is off by about 1.
+# Limits of a row's error over the root mean square norm of all rows: the largest and the mean
+# error. bf16 rounds H, A, Y, dH and the result, each by up to 2^-9, and with few rows an expert
+# some rows of dW are much larger than the mean. A row that is zero or swapped has an error of about
+# 1.
 LARGEST, MEAN = 1.2e-1, 1e-2
 
 
@@ -53,7 +54,8 @@ def reference(data: Data, token, weight, counts):
 
 
 def row_errors(got, want):
-    """Of each row, over the rms row norm. A part at a time: dw_up would not fit twice in fp32."""
+    """Error of each row over the rms row norm; in parts, because dw_up does not fit twice in
+    fp32."""
     got, want = got.reshape(-1, got.shape[-1]), want.reshape(-1, want.shape[-1])
     parts = list(zip(got.split(1 << 18), want.split(1 << 18), strict=True))
     scale = sum(w.float().square().sum() for _, w in parts) / want.shape[0]
@@ -69,7 +71,7 @@ def require_close(what, got, want):
 
 
 class Checker:
-    """The results that torch gives for one drawing of the data."""
+    """The results of torch for one sample of the data."""
 
     def __init__(self, data: Data):
         self.data, s = data, data.shape
@@ -87,7 +89,7 @@ class Checker:
         self.want["dlogits"] = dlogits
 
     def check_ours(self, label):
-        """What the library wrote into the data's tensors."""
+        """Checks the results that the library wrote into the data's tensors."""
         if not torch.equal(self.data.ids, self.ids):
             raise SystemExit(f"{label}: ids differ from a stable sort's")
         require_close(f"{label}: weights", self.data.weights, self.weights)
@@ -95,7 +97,7 @@ class Checker:
                 for k, v in self.want.items()}  # fmt: skip
 
     def check_autograd(self, label, out, grads):
-        """(out, gradients of x, logits, w_up, w_down, or None); ties may be chosen otherwise."""
+        """Checks out and the gradients of x, logits, w_up, w_down (or None); ties may differ."""
         results = {"out": out}
         if grads is not None:
             results |= zip(("dx", "dlogits", "dw_up", "dw_down"), grads, strict=True)

@@ -16,16 +16,16 @@ import torch
 from .pieces import swiglu, topk_softmax
 
 BF = torch.bfloat16
-DEPTH = 128  # rows of an expert are a multiple of it where they are summed over
+DEPTH = 128  # for weight gradients the rows of an expert are padded to a multiple of it
 
 
 class Rows(NamedTuple):
-    """Where the routed rows lie: each expert's together, filled up with rows that score 0."""
+    """Routed rows grouped by expert; each expert is padded with rows whose score is 0."""
 
     token: torch.Tensor  # (C,)
     expert: torch.Tensor  # (C,) int32, -1 after the last expert's
-    place: torch.Tensor  # (T, K) the row of a slot
-    sizes: torch.Tensor  # (E,) int32, filling included
+    row_of_slot: torch.Tensor  # (T, K)
+    sizes: torch.Tensor  # (E,) int32, with padding
 
 
 def arrange(ids, experts: int, alignment: int) -> Rows:
@@ -39,23 +39,23 @@ def arrange(ids, experts: int, alignment: int) -> Rows:
     ends = sizes.cumsum(0)
     first = (ends - sizes) - (counts.cumsum(0) - counts)
     row = torch.arange(T * K, device=ids.device) + first[by_expert]
-    place = torch.empty_like(flat).scatter(0, order, row).view(T, K)
+    row_of_slot = torch.empty_like(flat).scatter(0, order, row).view(T, K)
     token = flat.new_zeros(capacity).scatter(0, row, order // K)
     expert = torch.searchsorted(ends, torch.arange(capacity, device=ids.device), right=True)
     expert = torch.where(expert < experts, expert, -1).to(torch.int32)
-    return Rows(token, expert, place, sizes.to(torch.int32))
+    return Rows(token, expert, row_of_slot, sizes.to(torch.int32))
 
 
 def gather(x, token):
     return x[token]
 
 
-def combine(rows, place, weights):
-    return (rows[place].float() * weights.unsqueeze(-1)).sum(1).to(BF)
+def combine(rows, row_of_slot, weights):
+    return (rows[row_of_slot].float() * weights.unsqueeze(-1)).sum(1).to(BF)
 
 
-def add_up(rows, place):
-    return rows[place].float().sum(1).to(BF)
+def add_up(rows, row_of_slot):
+    return rows[row_of_slot].float().sum(1).to(BF)
 
 
 def act_backward(h, da, score):
@@ -69,7 +69,7 @@ def act_backward(h, da, score):
 
 
 class OnHost:
-    """Sizes on their way to the host."""
+    """Copies sizes to the host asynchronously."""
 
     def __init__(self, sizes):
         cuda = sizes.is_cuda
@@ -95,13 +95,13 @@ def deepgemm_layer(shape):
     lay_out, take, weigh, add, act, back = map(torch.compile, parts)
 
     def product(rows, weights, expert):
-        """rows (C, k) times their expert's weights (E, m, k), transposed."""
+        """Rows (C, k) times the transposed weights (E, m, k) of their expert."""
         out = torch.empty(rows.shape[0], weights.shape[1], dtype=BF, device=rows.device)
         m_grouped_bf16_gemm_nt_contiguous(rows, weights, out, expert)
         return out
 
     def product_over_rows(a, b, sizes, on_host):
-        """(E, m, n) of rows a (C, m) and b (C, n)."""
+        """a_e^T b_e (E, m, n) from the rows a (C, m) and b (C, n) of each expert."""
         total = sum(on_host)
         out = torch.zeros(shape.E, a.shape[1], b.shape[1], device=a.device)
         over_rows(a[:total], b[:total], out, on_host, sizes, out)
@@ -112,7 +112,7 @@ def deepgemm_layer(shape):
         def forward(ctx, x, ids, weights, w_up, w_down):
             rows = lay_out(ids, shape.E, alignment)
             h = product(take(x, rows.token), w_up, rows.expert)
-            out = weigh(product(act(h), w_down, rows.expert), rows.place, weights)
+            out = weigh(product(act(h), w_down, rows.expert), rows.row_of_slot, weights)
             ctx.save_for_backward(x, weights, w_up, w_down, h, *rows)
             if over_rows is not None:
                 ctx.sizes = OnHost(rows.sizes)
@@ -123,15 +123,15 @@ def deepgemm_layer(shape):
             x, weights, w_up, w_down, h, *rows = ctx.saved_tensors
             rows = Rows(*rows)
             score = torch.zeros(h.shape[0], device=h.device)
-            score = score.scatter(0, rows.place.flatten(), weights.flatten()).unsqueeze(-1)
+            score = score.scatter(0, rows.row_of_slot.flatten(), weights.flatten()).unsqueeze(-1)
             dout = take(dout, rows.token)
             da = product(dout, w_down.transpose(1, 2), rows.expert)
             dh, scaled, dscore = back(h, da, score)
-            dx = add(product(dh, w_up.transpose(1, 2), rows.expert), rows.place)
+            dx = add(product(dh, w_up.transpose(1, 2), rows.expert), rows.row_of_slot)
             sizes = ctx.sizes.wait()
             dw_down = product_over_rows(dout, scaled, rows.sizes, sizes)
             dw_up = product_over_rows(dh, take(x, rows.token), rows.sizes, sizes)
-            return dx, None, dscore[rows.place], dw_up, dw_down
+            return dx, None, dscore[rows.row_of_slot], dw_up, dw_down
 
     def layer(x, logits, w_up, w_down):
         ids, weights = topk_softmax(logits, shape.K)

@@ -1,4 +1,4 @@
-"""Times of single kernels, by CUPTI, beside torch.bmm of the same shapes in like passes."""
+"""Times of single kernels, by CUPTI, and of torch.bmm with the same shapes in a similar pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from . import capi, timing
 
-ROUNDS = 3  # bursts of each: single ones differ by 2 to 3 %
+ROUNDS = 3  # bursts of each; the times of two bursts differ by 2 to 3 %
 
 
 def role_of(which, name):
-    """Which of the method's kernels this is; the rest is routing, metadata and the like."""
+    """The name of a kernel in docs/notation.md; "rest" is routing, metadata and similar."""
     low = name.lower()
     if "up_" in low or "upkernel" in low:
         return "A"
@@ -31,7 +31,7 @@ def role_of(which, name):
 
 
 class Products:
-    """torch.bmm on already gathered, balanced rows: the products of each role."""
+    """The products of each role by torch.bmm, on already gathered, balanced rows."""
 
     def __init__(self, bound):
         s = bound.shape
@@ -54,7 +54,7 @@ class Products:
         }
 
     def copy(self):
-        """A copy that reads and writes together as many bytes as the sum over a token's rows."""
+        """A copy that moves as many bytes, read and written, as the sum over a token's rows."""
         s = self.bound.shape
         source = self.bound.xe.flatten()
         target = torch.empty((s.rows + s.T) * s.d // 2, dtype=source.dtype, device=source.device)
@@ -62,15 +62,15 @@ class Products:
 
 
 def marker(tensor):
-    """A kernel that nothing else here launches, to cut the trace into bursts."""
+    """Launches a kernel that occurs nowhere else; it separates the bursts in a trace."""
     torch.lgamma(tensor)
 
 
 def traced(bursts):
     """[(name, microseconds)] of the kernels of each burst, in order of their begin.
 
-    A kernel that begins under the tail of the one before it, and waits there, is timed from that
-    one's end on: the times of a burst add up to what it took.
+    A kernel that begins before its predecessor has ended is timed from the predecessor's end on, so
+    that the times of a burst add up to its duration.
     """
     tensor = torch.ones(1, device="cuda")
     marker(tensor)
@@ -98,8 +98,8 @@ def traced(bursts):
 
 
 def by_role(roles, kernels, calls, dropped):
-    """role -> microseconds a call, calls up to `dropped` left out. `roles` gives the role of each
-    kernel of a call."""
+    """role -> microseconds a call, without the first `dropped` calls. `roles` maps the kernels of a
+    call to their roles."""
     each = len(kernels) // calls
     if each * calls != len(kernels):
         raise SystemExit(f"{len(kernels)} kernels in {calls} calls: the calls differ")
@@ -116,7 +116,7 @@ def by_role(roles, kernels, calls, dropped):
 
 @dataclass(frozen=True)
 class Pass:
-    """Kernels that run one behind the other, as in a layer."""
+    """Kernels that are launched in sequence, as in a layer."""
 
     run: Callable[[], None]
     roles: Callable[[list], list]  # of the kernels of a call
@@ -128,7 +128,7 @@ def ours_in(which, run, keeps):
 
 
 def torch_in(calls):
-    """The products of a pass, one after the other as ours are, so that they meet the same clock."""
+    """The products of a pass in the same sequence as ours, so that the chip has the same clock."""
     run = capi.in_turn(*calls.values())
     run()
     counts = [len(part) for part in traced([(1, call) for call in calls.values()])]
@@ -137,8 +137,8 @@ def torch_in(calls):
 
 
 def passes_of(ours, products):
-    """(ours or torch, pass) -> Pass. dX's sum runs beside dW1: it counts with what it takes longer,
-    and dW is timed in a backward without dX. The sum of forward is beside a copy."""
+    """(ours or torch, pass) -> Pass. The sum into dX overlaps dW1: only the time that it adds
+    counts, and dW is timed in a backward without dX. The sum of forward is compared with a copy."""
     calls = {name: call for name, (_, call) in products.calls().items()} | {"O": products.copy()}
     without_dx = ours.layer_backward.without_dx
     return {
@@ -171,7 +171,7 @@ def kernel_times(ours, products, burst_ms):
 
 
 def kernel_rates(ours, bound, burst_ms):
-    """role -> microseconds and TFLOP/s of ours and of torch.bmm, and the former's share."""
+    """role -> microseconds and TFLOP/s of our kernel and of torch.bmm, and their ratio."""
     products = Products(bound)
     flops = {role: count for role, (count, _) in products.calls().items()}
     times = kernel_times(ours, products, burst_ms)

@@ -28,7 +28,7 @@ class Shape:
         return {"fwd": 6, "bwd": 12}[which] * self.rows * self.n * self.d
 
     def least_bytes(self, which):
-        """What every implementation has to move: the weights that are used, x, out; gradients."""
+        """Bytes that any implementation must move: used weights, x, out, and their gradients."""
         weights = 3 * min(self.E, self.rows) * self.n * self.d * 2
         tokens = 2 * self.T * self.d * 2
         return {"fwd": weights + tokens, "bwd": 2 * (weights + tokens)}[which]
@@ -51,8 +51,8 @@ class Data:
         self.ids = empty(T, K, dtype=torch.int64)
         self.weights, self.dweights = (empty(T, K, dtype=torch.float32) for _ in range(2))
 
-    def draw(self, seed: int, shift: torch.Tensor | None = None):
-        """Equal seeds give equal values; `shift` (E) makes experts more or less popular."""
+    def sample(self, seed: int, shift: torch.Tensor | None = None):
+        """Generates all inputs from a seed; `shift` (E) is added to the logits."""
         torch.manual_seed(seed)
         self.x.normal_()
         self.dout.normal_()
@@ -63,7 +63,7 @@ class Data:
             self.logits += shift
 
     def poison(self):
-        """NaN wherever a result has to appear."""
+        """Fills all results with NaN."""
         results = (self.out, self.dx, self.dw_up, self.dw_down, self.dlogits)
         for t in (*results, self.weights, self.dweights):
             t.fill_(float("nan"))
@@ -82,7 +82,7 @@ def weights_of(w_up, w_down):
 
 
 class Ours:
-    """forward = route and the layer; backward = the layer's and the router's, every gradient."""
+    """forward: route and the layer. backward: of the layer and of the router, every gradient."""
 
     def __init__(self, library: capi.Library, data: Data):
         self.library, self.data = library, data
@@ -114,8 +114,8 @@ class Ours:
 
 
 def layer_calls(library, data, problem, routing, dweights):
-    """moe_forward and moe_backward on this routing, on buffers of their own. The latter has another
-    one at hand, `without_dx`."""
+    """moe_forward and moe_backward with this routing and their own buffers. The attribute
+    `without_dx` of the latter is a backward that computes no dX."""
     forward_sizes = library.sizes(problem, capi.FORWARD)
     backward_sizes = library.sizes(problem, capi.BACKWARD)
 
@@ -156,7 +156,7 @@ def layer_calls(library, data, problem, routing, dweights):
 
 
 class Rounded:
-    """As Ours, with token rounding (tile 128) instead of top-k."""
+    """Like Ours, with token rounding (tile 128) instead of top-k."""
 
     def __init__(self, library: capi.Library, data: Data, mode: str):
         s = data.shape

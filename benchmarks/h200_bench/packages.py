@@ -1,7 +1,7 @@
-"""Other packages' layers, where they are installed: make(shape) gives the layer, a function
-(x, logits, w_up, w_down) -> out.
+"""Layers of other installed packages: make(shape) gives a function (x, logits, w_up, w_down) ->
+out.
 
-Each calls what its package offers its users, on weights as they lie where the package allows it.
+Each calls its package's public functions, without copying the weights where the package allows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .pieces import swiglu, topk_softmax
 
 
 def transformers_layer(shape):
-    """The grouped_mm experts of Hugging Face transformers 5, as its models call them."""
+    """The grouped_mm experts of Hugging Face transformers 5, called as in its models."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     experts = types.SimpleNamespace(
@@ -84,12 +84,12 @@ def scattermoe_layer(shape):
 
 def momoe_layer(saved):
     """The package momoe (github.com/tilde-research/MoMoE-impl), which keeps `saved` percent of H
-    and Y for backward and computes the rest again. Its gate is the second half of w_up."""
+    and Y for backward and recomputes the rest. Its gate is the second half of w_up."""
 
     def make(shape):
         from momoe import MoMoE
 
-        nothing = torch.empty(0, dtype=torch.bfloat16)  # the weights come with every call
+        nothing = torch.empty(0, dtype=torch.bfloat16)  # replaced by the weights of each call
         experts = MoMoE(
             embedding_dim=shape.d,
             intermediate_dim=shape.n,
@@ -124,18 +124,18 @@ LAYERS = {
     "momoe_saving": momoe_layer(saved=100),
     "deep_gemm": deepgemm_layer,
 }
-# The module of each, where its name is another.
+# Module names that differ from the layer's name.
 MODULES = {"momoe_saving": "momoe"}
 
 
 def first_line(error) -> str:
-    """What went wrong, in one line."""
+    """The error in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def problem(name, error) -> str:
-    """Why the layer of this name cannot be timed, given what its maker or a call of it raised."""
+    """Why this layer cannot be timed, from the error of its construction or call."""
     module = MODULES.get(name, name)
     if name in LAYERS and importlib.util.find_spec(module) is None:
         return "absent"

@@ -1,4 +1,4 @@
-"""What several layers around other packages' products have in common."""
+"""Parts used by several layers around other packages' grouped products."""
 
 from __future__ import annotations
 

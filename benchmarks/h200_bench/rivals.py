@@ -1,4 +1,4 @@
-"""What the library is timed beside: the cuBLAS bound, and layers as training code calls them."""
+"""The other contenders: the cuBLAS reference, and layers called as in training code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BF = torch.bfloat16
 class Bound:
     """cuBLAS batched products on balanced, already gathered tokens, activation, sum over K.
 
-    Nobody can use it, there is no routing: a bound. Its weights are the library's memory under
-    other strides, which is as random.
+    It has no routing, so it is a reference and no usable layer. Its weights are the library's
+    memory with other strides; their values are equally random.
     """
 
     def __init__(self, data):
@@ -52,7 +52,7 @@ class Bound:
         self.aggregate = torch.compile(aggregate)
         self.aggregate_plain = torch.compile(aggregate_plain)
 
-    def draw(self):
+    def sample(self):
         self.xe.normal_()
         self.doe.normal_()
         self.score.uniform_()
@@ -72,17 +72,17 @@ class Bound:
 
 
 class Forward:
-    """A layer (x, logits, w_up, w_down) -> out whose backward cannot be called."""
+    """A layer (x, logits, w_up, w_down) -> out, forward only."""
 
     def __init__(self, data, layer):
         self.data, self.layer = data, layer
         self.up_first = getattr(layer, "up_first", False)
         w_up = data.w_up.clone() if self.up_first else data.w_up
         self.leaves = [data.x, data.logits, w_up, data.w_down]
-        self.draw()
+        self.sample()
 
-    def draw(self):
-        """Its leaves are the data's memory, but for a w_up in an order of its own."""
+    def sample(self):
+        """Copies w_up if the layer has its own order; the other leaves are the data's tensors."""
         if self.up_first:
             with torch.no_grad():
                 self.leaves[2].copy_(swap_halves(self.data.w_up))
@@ -91,12 +91,12 @@ class Forward:
         return self.layer(*self.leaves)
 
     def results(self):
-        """(out, gradients) of one call, in the data's order."""
+        """(out, gradients) of one call, with the data's order of gate and up."""
         return self.forward(), None
 
 
 class Autograd(Forward):
-    """A differentiable layer, called as training code would."""
+    """A differentiable layer, called as in training code."""
 
     def __init__(self, data, layer):
         super().__init__(data, layer)
@@ -112,17 +112,18 @@ class Autograd(Forward):
 
 
 def contender(data, layer):
-    """What is timed of a layer: its attribute `no_backward`, if any, says why only the forward."""
+    """A layer as a contender. Its attribute `no_backward`, if any, says why only forward is
+    timed."""
     return (Forward if getattr(layer, "no_backward", None) else Autograd)(data, layer)
 
 
 def swap_halves(w_up):
-    """[gate; up] of every expert as [up; gate], and back."""
+    """Swaps gate and up: [gate; up] of every expert to [up; gate], or the inverse."""
     return torch.cat(w_up.chunk(2, dim=1)[::-1], dim=1)
 
 
 def grouped_mm_layer(shape):
-    """Sort, gather, grouped_mm, SwiGLU, grouped_mm, weight, sum: what model code does today."""
+    """Sort, gather, grouped_mm, SwiGLU, grouped_mm, weight, sum: the usual model code."""
     n, E, K = shape.n, shape.E, shape.K
     grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -143,7 +144,7 @@ def grouped_mm_layer(shape):
 
 
 def torch_front_end(shape, device="cuda"):
-    """This library through its PyTorch package, or why that cannot be."""
+    """This library's PyTorch package; raises ImportError with the reason if it cannot be used."""
     import sonicmoe_cpp
 
     reason = sonicmoe_cpp.unsupported_reason(device)
@@ -157,6 +158,6 @@ def torch_front_end(shape, device="cuda"):
     return layer
 
 
-# Layers by name: make(shape) gives (x, logits, w_up, w_down) -> out. What is not installed raises
-# ImportError. A layer with `up_first` is handed w_up as [up; gate].
+# Layers by name: make(shape) gives (x, logits, w_up, w_down) -> out and raises ImportError if the
+# package is not installed. A layer with `up_first` gets w_up as [up; gate].
 LAYERS = {"torch": grouped_mm_layer, "ours_torch": torch_front_end, **packages.LAYERS}

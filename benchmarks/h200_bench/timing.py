@@ -1,4 +1,4 @@
-"""How a call is timed: hot (the chip limited by its power), cool (after idling), or alone."""
+"""Times calls: hot (chip at its power limit), cool (after a pause), or single with L2 flushed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 
 import torch
 
-DROPPED = 0.4  # of a burst, from its begin: the clock needs that long to settle
+DROPPED = 0.4  # fraction of a burst at its begin, until the clock is stable
 
 
 def elapsed(calls, run):
-    """Milliseconds of `calls` calls, one after the other."""
+    """Milliseconds a call, of `calls` calls without a pause."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
@@ -33,7 +33,7 @@ def burst(run, milliseconds, once):
 
 
 def hot_round(runs: dict, milliseconds: float, times: dict):
-    """One burst of each, back to back, in random order; appended to `times`."""
+    """Times one burst of each without a pause, in random order; appends to `times`."""
     once = {name: elapsed(1, run) for name, run in runs.items()}
     names = list(runs)
     random.shuffle(names)
@@ -42,7 +42,7 @@ def hot_round(runs: dict, milliseconds: float, times: dict):
 
 
 def cool_round(runs: dict, times: dict, idle=0.03):
-    """One call of each after idling and one warm call."""
+    """Times one call of each after a pause and one warm-up call."""
     for name, run in runs.items():
         torch.cuda.synchronize()
         time.sleep(idle)
@@ -51,7 +51,7 @@ def cool_round(runs: dict, times: dict, idle=0.03):
 
 
 class Flusher:
-    """Writes more than L2 holds, so that the next call finds nothing of its own there."""
+    """Writes more than L2 holds, so that the next call has no L2 hits."""
 
     def __init__(self, device, mebibytes=256):
         self.block = torch.empty(mebibytes << 20, dtype=torch.uint8, device=device)
@@ -61,7 +61,7 @@ class Flusher:
 
 
 def lead_over(run, flush):
-    """How many flushes keep the device busy for longer than the host takes to queue `run`."""
+    """Number of flushes that take longer than the host needs to enqueue `run`."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(3):
@@ -71,8 +71,8 @@ def lead_over(run, flush):
 
 
 def flushed_round(runs: dict, calls: int, flush, times: dict):
-    """Events around single calls, L2 flushed before each; appends the median. The host is ahead, as
-    in a model's step: what it takes itself is host_microseconds'."""
+    """Times single calls by events, with L2 flushed before each; appends the median. The flushes
+    give the host a lead, so that its own time (host_microseconds) is not part of the result."""
     samples = {name: [] for name in runs}
     leads = {name: lead_over(run, flush) for name, run in runs.items()}
     for _ in range(calls):
@@ -91,7 +91,7 @@ def flushed_round(runs: dict, calls: int, flush, times: dict):
 
 
 def host_microseconds(run, calls=50):
-    """What a call costs the host, the device being busy or not."""
+    """Host time of a call, independent of the device's work."""
     run()
     torch.cuda.synchronize()
     costs = []

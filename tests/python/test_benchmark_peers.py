@@ -22,7 +22,7 @@ def bench(monkeypatch):
     from h200_bench import check, layer, rivals
 
     data = layer.Data(layer.Shape(*SHAPE), torch.device("cpu"))
-    data.draw(0)
+    data.sample(0)
     return rivals, check.Checker(data)
 
 
@@ -331,9 +331,9 @@ def test_memory_that_nobody_lent_is_found(bench, monkeypatch, first, later, ends
         taken.append(later if taken else first)  # the first call loads its kernels
 
     if not ends:
-        return h200_extra.check_lent(call)
+        return h200_extra.check_allocates_nothing(call)
     with pytest.raises(SystemExit, match="took 8 bytes"):
-        h200_extra.check_lent(call)
+        h200_extra.check_allocates_nothing(call)
 
 
 def test_kernels_are_timed_by_role(bench, monkeypatch):
