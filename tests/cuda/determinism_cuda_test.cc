@@ -1,5 +1,4 @@
-// Equal inputs give equal bits whatever share of the device a call gets: fewer multiprocessors than
-// there are, or neighbours on another stream.
+// Equal inputs give equal bits on any number of multiprocessors and with work on another stream.
 #include "device_layer.h"
 #include "sonicmoe/routing.h"
 #include "whole_layer.h"
@@ -35,13 +34,14 @@ class CudaDeterminism : public ::testing::Test {
 };
 
 TEST_F(CudaDeterminism, LayerOnFewerMultiprocessors) {
-  auto* fewer = const_cast<cuda::Device*>(cuda::open_device(0));  // a handle of the test's own
+  auto* fewer =
+      const_cast<cuda::Device*>(cuda::open_device(0));  // a handle that only this test uses
   Exec exec = exec_;
   exec.device = fewer;
-  // On 34 multiprocessors the second layer has so few tiles each that dX~ begins beside dH. The
-  // third draws its tiles of A: on few multiprocessors, more than it begins with. The last
-  // round of dH's tiles, drawn in the first two, is short enough to be cut on 54, the first one's
-  // on 34 too.
+  // On 34 multiprocessors the second layer has so few tiles that dX~ begins while dH runs. The
+  // third has a dynamic tile order in A; on few multiprocessors a CTA takes more tiles than its
+  // first. The first two layers have a dynamic order in dH, whose last wave is small enough to be
+  // split: on 54 multiprocessors in both layers, on 34 in the first one too.
   const LayerShape shapes[] = {
       {3001, 264, 200, 40, 4}, {3001, 264, 520, 40, 4}, {700, 2312, 136, 2, 1}};
   for (const LayerShape& shape : shapes) {
@@ -65,7 +65,7 @@ TEST_F(CudaDeterminism, LayerBesideAnother) {
   Exec busy = exec_;
   busy.stream = busy_;
   for (int repeat = 0; repeat < 3; ++repeat) {
-    whole.layer.spoil();
+    whole.layer.poison();
     for (int i = 0; i < 20; ++i) neighbour.layer.step(busy);
     whole.layer.step(beside);
     must(cudaDeviceSynchronize());

@@ -1,4 +1,4 @@
-// Device memory for the device tests: poisoned, guarded on both sides, freed with the test.
+// Device memory for the tests: poisoned, with guards on both sides, freed by the destructor.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,14 +33,14 @@ class DeviceArray {
   Buffer buffer() const { return {data(), bytes_}; }
   void fill(int byte) {
     must(cudaMemset(data(), byte, static_cast<std::size_t>(bytes_)));
-    settle();
+    wait();
   }
   template <class T>
   void set(const std::vector<T>& values) {
     ASSERT_EQ(static_cast<std::int64_t>(values.size() * sizeof(T)), bytes_);
     if (bytes_ == 0) return;
     must(cudaMemcpy(data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-    settle();
+    wait();
   }
   template <class T = std::uint8_t>
   std::vector<T> get() const {
@@ -50,9 +50,9 @@ class DeviceArray {
     return values;
   }
 
-  /// Calls on the default stream may return before the device is done, and streams that do not
-  /// block would not wait for them.
-  static void settle() { must(cudaStreamSynchronize(nullptr)); }
+  /// Waits for the default stream: its calls may return early, and non-blocking streams do not wait
+  /// for them.
+  static void wait() { must(cudaStreamSynchronize(nullptr)); }
 
  private:
   static constexpr std::int64_t kGuard = 1024;

@@ -1,6 +1,5 @@
-// One layer in device memory for tests that run it as a whole: reglu, bf16, ids, gate and up as
-// halves of one tensor. Contents repeat with a period that no extent shares, so that an offset that
-// wraps around reads something else.
+// One layer in device memory: reglu, bf16, ids, gate and up as halves of one tensor. Values repeat
+// with a prime period that divides no extent, so that an offset that overflows reads other values.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +13,7 @@ namespace sonicmoe::testing {
 
 inline constexpr std::int64_t kPeriod = 1048573;  // a prime
 
-/// One period of -1, 0 and 1, an eighth of them not 0, as bf16.
+/// One period of -1, 0 and 1 as bf16; an eighth of the values is not 0.
 inline std::vector<std::uint16_t> period_of(std::uint64_t seed) {
   std::vector<std::uint16_t> values(kPeriod);
   std::uint64_t state = seed * 0x9e3779b97f4a7c15ull + 1;
@@ -32,13 +31,13 @@ class Periodic {
   Periodic(std::int64_t count, std::uint64_t seed) : values_(period_of(seed)), array_(count * 2) {
     auto* at = static_cast<std::uint16_t*>(array_.data());
     for (std::int64_t done = 0; done < count;) {
-      // Whole periods on the device double what is there.
+      // After the first period, copies double the filled part.
       const std::int64_t part = done == 0 ? std::min(kPeriod, count) : std::min(done, count - done);
       must(cudaMemcpy(at + done, done == 0 ? static_cast<const void*>(values_.data()) : at,
                       static_cast<std::size_t>(part * 2), cudaMemcpyDefault));
       done += part;
     }
-    DeviceArray::settle();
+    DeviceArray::wait();
   }
   void* data() const { return array_.data(); }
   int value(std::int64_t i) const {
@@ -55,7 +54,7 @@ struct LayerShape {
   std::int64_t tokens, hidden, width, experts, top_k;
 };
 
-/// The weights, which several layers may share.
+/// The weights, which several layers may use.
 struct LayerWeights {
   explicit LayerWeights(const LayerShape& s)
       : shape(s),
@@ -77,7 +76,7 @@ struct LayerWeights {
   Periodic down;
 };
 
-/// Inputs of a range of tokens are the callers'; results and buffers are the layer's own.
+/// A layer on a range of tokens. The caller owns the inputs, the layer its results and buffers.
 class DeviceLayer {
  public:
   struct Inputs {
@@ -125,8 +124,8 @@ class DeviceLayer {
     moe_backward(problem_, backward_, exec);
   }
   void step() { step(exec_); }
-  /// Every result, filled with garbage.
-  void spoil() {
+  /// Fills every result with NaN.
+  void poison() {
     for (DeviceArray* a : results()) a->fill(0xff);
     must(cudaDeviceSynchronize());
   }
@@ -162,7 +161,7 @@ class DeviceLayer {
   DeviceArray* ddown_ = nullptr;
 };
 
-/// Which experts a token takes: spread out, all different for top_k <= 8.
+/// Expert of a token's slot k; the slots of a token have different experts for top_k <= 8.
 inline std::int32_t expert_of(const LayerShape& s, std::int64_t token, std::int64_t k) {
   return static_cast<std::int32_t>((token * 7 + k * (s.experts / 8) + token / 1000) % s.experts);
 }

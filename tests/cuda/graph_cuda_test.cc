@@ -1,4 +1,4 @@
-// A captured step serves every routing: nothing of it depends on values the host saw.
+// A captured step is valid for every routing: no launch depends on device values.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -19,7 +19,7 @@ constexpr std::int64_t kT = 301, kD = 200, kN = 72, kE = 9, kK = 3;
 using testing::must;
 using Array = testing::DeviceArray;
 
-/// Random bf16 values in [-1, 1) by their bits.
+/// Bits of random bf16 values in [-1, 1).
 std::vector<std::uint16_t> values(std::int64_t count, unsigned seed) {
   std::mt19937 random(seed);
   std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
@@ -33,7 +33,7 @@ std::vector<std::uint16_t> values(std::int64_t count, unsigned seed) {
   return out;
 }
 
-/// Mostly valid experts, some empty slots; `experts` limits which are used.
+/// Ids below `experts`, with some empty slots.
 std::vector<std::int32_t> routing(unsigned seed, int experts) {
   std::mt19937 random(seed);
   std::vector<std::int32_t> ids(kT * kK);

@@ -21,9 +21,9 @@ Exec exec_on(const cuda::Device* device) {
   return exec;
 }
 
-// The kernels of three widths and numbers of experts need different amounts of shared memory. A
-// limit set by the size of each launch was lowered by one thread between another one's setting and
-// launching it.
+// Layers of three widths and numbers of experts need different amounts of shared memory. When the
+// limit was set to the size of each launch, one thread could lower it after another had set it and
+// before that one launched.
 TEST(CudaHandle, ThreadsWithWidthsOfTheirOwn) {
   const cuda::Device* device = cuda::open_device(0);
   const LayerShape shapes[] = {
@@ -64,7 +64,7 @@ TEST(CudaHandle, ThreadsWithWidthsOfTheirOwn) {
   cuda::close_device(device);
 }
 
-// The first calls ever made on a handle come while its device is current, then while another is.
+// The first calls on a handle are made while its device is current, then while another one is.
 TEST(CudaHandle, AnotherDeviceIsCurrent) {
   int devices = 0;
   must(cudaGetDeviceCount(&devices));
@@ -74,11 +74,12 @@ TEST(CudaHandle, AnotherDeviceIsCurrent) {
   const cuda::Device* reference = cuda::open_device(0);
   WholeLayer on_first(shape, exec_on(reference));
   const Bits want = on_first.run(exec_on(reference));
-  for (const int current : {0, 1}) {  // 0 first: attributes that go astray would stay unset
+  for (const int current :
+       {0, 1}) {  // 0 first: attributes set on the wrong device would be missing
     must(cudaSetDevice(1));
     const cuda::Device* handle = cuda::open_device(1);
     WholeLayer layer(shape, exec_on(handle));
-    layer.layer.spoil();
+    layer.layer.poison();
     must(cudaSetDevice(current));
     layer.layer.step(exec_on(handle));
     int after = -1;

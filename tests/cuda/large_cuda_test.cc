@@ -1,7 +1,7 @@
-// Tensors of more than 2^31 elements: x, out, dx, H's rows, the weights and their gradients. All
-// data are -1, 0 and 1, so every sum is exact and there is one right answer.
+// Tensors of more than 2^31 elements: x, out, dx, H, the weights and their gradients. All data are
+// -1, 0 and 1, so that every sum is exact and results must be equal.
 //
-// Needs 85 GB of device memory: runs only where SONICMOE_LARGE is set.
+// Needs 85 GB of device memory, so it runs only if SONICMOE_LARGE is set.
 #include <cstdlib>
 
 #include "device_layer.h"
@@ -26,7 +26,7 @@ static_assert(kShape.experts * kN * kD > kLimit);
 
 float rounded(double v) { return to_float(to_bf16(static_cast<float>(v))); }
 
-/// A row of a matrix by its elements that are not 0.
+/// The non-zero elements of a matrix row.
 struct Sparse {
   std::vector<std::pair<std::int64_t, int>> items;
   Sparse(const Periodic& matrix, std::int64_t row) {
@@ -56,7 +56,7 @@ struct RowOracle {
     return sum;
   }
 
-  struct Unit {  // of one i
+  struct Unit {  // values of column i
     float gate, up, dgate, dup, a, a_grad;
     double dact;
   };
@@ -161,17 +161,17 @@ TEST(CudaLarge, OffsetsPastTwoToThe31) {
   layer.step();
   must(cudaDeviceSynchronize());
   const RowOracle oracle{weights, x, dout};
-  const std::int64_t edge = kLimit / kD;  // where x passes 2^31 elements
+  const std::int64_t edge = kLimit / kD;  // the token at which x passes 2^31 elements
   for (const std::int64_t t : {std::int64_t{0}, edge - 1, edge, kShape.tokens - 1}) {
     check_token(oracle, layer, t);
     if (HasFatalFailure()) return;
   }
-  // Up passes 2^31 elements at expert 128 and down at 256; grouped rows do at expert 262.
+  // Offsets pass 2^31 at expert 128 in up, at 256 in down, at 262 in the grouped rows.
   for (const std::int64_t e : {0, 127, 128, 256, 262, 299}) {
     check_expert(oracle, layer, e);
     if (HasFatalFailure()) return;
   }
-  // Every element of some runs of tokens, against a layer that has them alone.
+  // Every element of some ranges of tokens, compared with a layer that has only these.
   for (const std::int64_t first : {std::int64_t{0}, edge - 1000, kShape.tokens - 3000}) {
     LayerShape few = kShape;
     few.tokens = 3000;

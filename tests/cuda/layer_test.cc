@@ -11,7 +11,8 @@
 namespace sonicmoe::verify {
 namespace {
 
-// SONICMOE_FILTER names a part of the cases, SONICMOE_EXTENT=full asks for all of them.
+// SONICMOE_FILTER selects the cases whose names contain it; SONICMOE_EXTENT=full runs the large
+// ones too.
 TEST(Cuda, PassesTheHarness) {
   const cuda::Device* device = cuda::open_device(0);
   VerifyOptions options;

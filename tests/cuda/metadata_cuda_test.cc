@@ -1,5 +1,5 @@
-// Metadata on the device against a plain sort on the host: every element of every array, for ids
-// and for pairs, uniform and skewed, with garbage ids and poisoned memory.
+// Compares every element of the metadata with a plain sort on the host: ids and pairs, uniform and
+// skewed, with invalid ids and poisoned memory.
 #include <algorithm>
 #include <random>
 #include <tuple>
@@ -13,7 +13,7 @@ namespace {
 
 using testing::DeviceArray;
 
-/// What the lists should hold.
+/// The expected lists.
 struct Expected {
   std::vector<std::int32_t> row_token, row_slot, position_row, position_slot, token_offsets;
   std::vector<std::int32_t> expert_begin, expert_rows;
@@ -27,7 +27,7 @@ struct Slot {
 Expected expect(const Problem& p, const std::vector<Slot>& slots) {
   const bool pairs = p.form == RoutingForm::kPairs;
   Expected x;
-  // (token, expert, slot) for pairs, or slots as they are: the order of positions.
+  // The slot of each position: sorted by (token, expert, slot) for pairs, in slot order for ids.
   std::vector<std::int32_t> position_slot;
   for (std::size_t s = 0; s < slots.size(); ++s) {
     const auto [e, t] = slots[s];
@@ -73,7 +73,7 @@ Expected expect(const Problem& p, const std::vector<Slot>& slots) {
   return x;
 }
 
-/// The first elements of a device array.
+/// Copies the first elements of a device array.
 template <class T>
 std::vector<std::int32_t> words(const T* device, std::size_t bytes_each, std::size_t count) {
   std::vector<std::int32_t> out(count * bytes_each / 4);
@@ -116,7 +116,7 @@ std::int64_t draw(Skew skew, std::int64_t experts, std::mt19937_64& random) {
   switch (skew) {
     case Skew::kOneHot:
       return experts / 2;
-    case Skew::kSteep:  // half of all to the first, a quarter to the second, ...
+    case Skew::kSteep:  // half of all rows to the first expert, a quarter to the second, ...
       return std::min<std::int64_t>(__builtin_ctzll(random() | 1ull << 40), experts - 1);
     case Skew::kGarbage: {
       const std::int64_t bad[] = {-1, experts, std::int64_t{1} << 32, INT64_MIN};
@@ -154,7 +154,7 @@ TEST(CudaMetadata, IdsEqualASort) {
         p.top_k = s.top_k;
         p.hidden = p.width = 8;
         const bool wide = dtype == DType::kI64;
-        // Rows of the int32 form lie apart.
+        // The int32 form has padding between its rows.
         const std::int64_t stride = wide ? s.top_k : s.top_k + 3;
         std::vector<Slot> slots;
         std::vector<std::int64_t> ids(static_cast<std::size_t>(s.tokens * stride), 0);
@@ -182,8 +182,8 @@ TEST(CudaMetadata, IdsEqualASort) {
   }
 }
 
-/// kSorted: by expert and token, unusable ones last. kUnique: the same without repetitions, as
-/// token rounding hands them over. kNearly: the latter, but for one pair that is not in its place.
+/// kSorted: by expert and token, invalid pairs last. kUnique: the same without repetitions, as from
+/// token rounding. kNearly: as kUnique, with one pair out of order.
 enum class Order { kAny, kSorted, kUnique, kNearly };
 
 void put_in_order(const Problem& p, Order order, std::mt19937_64& random,
@@ -245,7 +245,7 @@ TEST(CudaMetadata, PairsEqualASort) {
         p.hidden = p.width = 8;
         std::vector<Slot> slots;
         for (std::int64_t i = 0; i < p.capacity; ++i) {
-          // A token may have many pairs, though not thousands.
+          // A token may have many pairs, but not thousands.
           const std::int64_t token = draw(i % 256 == 0 ? skew : Skew::kUniform, s.tokens, random);
           slots.push_back({draw(skew, s.experts, random), token});
         }

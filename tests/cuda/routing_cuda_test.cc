@@ -1,5 +1,5 @@
-// Routing on CUDA against the CPU backend: ids, pairs, order and weights to the bit, gradients to
-// rounding. The CPU backend is itself held against a naive implementation (tests/routing_*).
+// Compares routing on CUDA with the CPU backend: ids, pairs, order and weights bit for bit,
+// gradients within rounding. tests/routing_* compare the CPU backend with a naive implementation.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -29,17 +29,17 @@ class OnDevice {
 
   void upload() { copy(base_, host_->all().data(), cudaMemcpyHostToDevice); }
   void download() { copy(host_->all().data(), base_, cudaMemcpyDeviceToHost); }
-  Tensor vector() { return placed(host_->vector()); }
+  Tensor vector() { return on_device(host_->vector()); }
   Tensor matrix(std::int64_t rows, std::int64_t columns) {
-    return placed(host_->matrix(rows, columns));
+    return on_device(host_->matrix(rows, columns));
   }
-  Buffer buffer() { return {placed(host_->vector()).data, host_->buffer().bytes}; }
+  Buffer buffer() { return {on_device(host_->vector()).data, host_->buffer().bytes}; }
 
  private:
   void copy(void* to, const void* from, cudaMemcpyKind kind) {
     ASSERT_EQ(cudaMemcpy(to, from, host_->all().size(), kind), cudaSuccess);
   }
-  Tensor placed(Tensor t) {
+  Tensor on_device(Tensor t) {
     t.data = static_cast<unsigned char*>(base_) +
              (static_cast<unsigned char*>(t.data) - host_->all().data());
     return t;
@@ -66,7 +66,7 @@ struct Case {
   RouteOptions options;
 };
 
-/// Options by number: score, renormalisation, scale, bias and groups in turn.
+/// Enumerates score modes, renormalisation, scale, bias and groups.
 RouteOptions options_of(const Shape& s, unsigned variant, const Tensor& bias) {
   RouteOptions o;
   o.top_k = s.top_k;
@@ -222,9 +222,9 @@ TEST(CudaRouting, TokenRoundingEqualsTheCpu) {
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
-// Lists of several ranges, crowded with equal probabilities, with some that differ in their last
-// bits alone, and with chosen ones. The larger tiles ask for more tokens than a search can list;
-// the longest list has ranges of several stretches.
+// Lists of several ranges with many equal probabilities, some that differ in their last bits only,
+// and chosen pairs. The larger tiles add more tokens than the search keeps in its list; the longest
+// list has ranges of several parts.
 TEST(CudaRouting, LongListsEqualTheCpu) {
   constexpr Shape kLong[] = {{20001, 48, 4, 0, 0}, {83001, 9, 4, 0, 0}, {2200003, 2, 1, 0, 0}};
   std::mt19937_64 random(7);
@@ -258,14 +258,14 @@ TEST(CudaRouting, StridedLogitsGiveTheSame) {
   OnDevice d_logits(&logits), d_ids(&ids2), d_weights(&weights2);
   RouteOptions o;
   o.top_k = kTop;
-  const auto turned = [](Tensor t) {  // (kExperts, kTokens) in memory
+  const auto expert_major = [](Tensor t) {  // (kExperts, kTokens) in memory
     t.stride[0] = 1;
     t.stride[1] = kTokens;
     return t;
   };
-  cpu::route(o, turned(logits.matrix(kTokens, kExperts)), ids.matrix(kTokens, kTop),
+  cpu::route(o, expert_major(logits.matrix(kTokens, kExperts)), ids.matrix(kTokens, kTop),
              weights.matrix(kTokens, kTop), {});
-  cuda::route(o, turned(d_logits.matrix(kTokens, kExperts)), d_ids.matrix(kTokens, kTop),
+  cuda::route(o, expert_major(d_logits.matrix(kTokens, kExperts)), d_ids.matrix(kTokens, kTop),
               d_weights.matrix(kTokens, kTop), testing::test_exec());
   d_ids.download();
   d_weights.download();

@@ -1,5 +1,5 @@
-// Expert choice and the auxiliary losses on CUDA against the CPU backend, through the public API:
-// lists to the bit, sums and gradients to rounding.
+// Compares expert choice and the auxiliary losses on CUDA with the CPU backend, through the public
+// API: lists bit for bit, sums and gradients within rounding.
 #include <cmath>
 #include <random>
 
@@ -55,7 +55,7 @@ void expect_same(Guarded& want, Guarded& got, const char* what) {
   }
 }
 
-/// To rounding; what comes in has unit scale, and elements that cancel to less are held to that.
+/// Within rounding. The absolute term is for elements that cancel: the inputs have unit scale.
 void expect_close(Guarded& want, Guarded& got, double relative) {
   for (std::int64_t i = 0; i < want.count(); ++i) {
     const double w = want.value(i);

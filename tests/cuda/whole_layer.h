@@ -1,4 +1,4 @@
-// A layer in device memory with inputs of its own, skewed to one expert, and its results as bits.
+// A layer in device memory that owns its inputs, with many rows for one expert; gives result bits.
 #pragma once
 
 #include <random>
@@ -10,7 +10,7 @@ namespace sonicmoe::testing {
 
 using Bits = std::vector<std::vector<std::uint8_t>>;
 
-/// A layer with inputs of its own.
+/// A layer that owns its inputs.
 struct WholeLayer {
   WholeLayer(const LayerShape& s, const Exec& exec)
       : weights(s),
@@ -24,16 +24,17 @@ struct WholeLayer {
     std::vector<std::int32_t> experts;
     std::vector<float> values;
     for (std::int64_t i = 0; i < s.tokens * s.top_k; ++i) {
-      // Skewed: a third of all slots to the first expert.
+      // A third of all slots go to the first expert.
       const auto any = static_cast<std::int32_t>(random() % s.experts);
       experts.push_back(random() % 3 == 0 ? 0 : any);
-      values.push_back(uniform(random));  // sums over slots round, so that their order would show
+      values.push_back(
+          uniform(random));  // sums over slots are rounded, so that another order changes bits
     }
     ids.set(experts);
     scores.set(values);
   }
   Bits run(const Exec& exec) {
-    layer.spoil();
+    layer.poison();
     layer.step(exec);
     must(cudaStreamSynchronize(static_cast<cudaStream_t>(exec.stream)));
     Bits bits;

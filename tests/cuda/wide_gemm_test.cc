@@ -1,6 +1,5 @@
-// A grouped GEMM over expert matrices too large for L2, whose tiles go through the columns in bands
-// of row pairs. A row of a has one element that is not 0, so that every element of d is one
-// product.
+// A grouped GEMM with expert matrices too large for L2, so that record pairs are walked in bands. A
+// row of a has one non-zero element, so that every element of d is one product.
 #include <random>
 
 #include "core/numeric.h"
@@ -14,7 +13,7 @@ using testing::DeviceArray;
 using testing::must;
 
 constexpr std::int64_t kK = 4104, kN = 3080;  // 24.1 MB, 13 tiles of columns
-// Records, pairs of them and bands of pairs that begin at odd and at even tiles, and end early.
+// Records, record pairs and bands that begin at odd and even tiles, some of them not full.
 constexpr std::int64_t kCounts[] = {1, 2200, 0, 129, 700, 100, 1500};
 constexpr std::int64_t kExperts = std::size(kCounts);
 
