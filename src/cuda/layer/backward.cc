@@ -102,9 +102,7 @@ DepthProduct weight_grad_product(const Call& c, const WeightGrad& g) {
           .companion = c.order.companion};
 }
 
-Start start_of(bool independent) {
-  return independent ? Start::kIndependent : Start::kAfterPrevious;
-}
+Start behind(bool independent) { return independent ? Start::kIndependent : Start::kAfterPrevious; }
 
 void add_down_grad(const Call& c, Steps& steps) {
   const Tensor& down = c.args.grads.down;
@@ -115,7 +113,7 @@ void add_down_grad(const Call& c, Steps& steps) {
                                            {down, {}},
                                            GradParts::kOne,
                                            kCounterDownGrad,
-                                           start_of(c.order.input_grad_first)}));
+                                           behind(c.order.input_grad_first)}));
 }
 
 /// The columns of dH alternate between gate and up. 16-bit gradients alternate too and are one
@@ -137,9 +135,9 @@ WeightGrad interleaved_up_grad(const Call& c, Start start) {
 /// Whether [dW_gate | dW_up] may be one product: both are asked for, they have the same dtype and
 /// order of dimensions, and no 64 columns of a tile contain the boundary between them.
 bool is_one_product(const Problem& p, const Tensor& gate, const Tensor& up) {
-  constexpr std::int64_t kBoundaryMultiple = 64;
+  constexpr std::int64_t kBorderStep = 64;
   return gate.data != nullptr && up.data != nullptr && gate.dtype == up.dtype &&
-         (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBoundaryMultiple == 0;
+         (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBorderStep == 0;
 }
 
 void add_up_grads(const Call& c, Steps& steps) {
@@ -149,7 +147,7 @@ void add_up_grads(const Call& c, Steps& steps) {
   // If an earlier product waits for dH, dH is complete before this one begins.
   const bool second = c.order.input_grad_first || g.down.data != nullptr;
   if (c.layout == GateLayout::kInterleaved) {
-    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, start_of(second))));
+    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, behind(second))));
     return;
   }
   const Tensor gate = transposed(g.gate);
@@ -161,14 +159,14 @@ void add_up_grads(const Call& c, Steps& steps) {
                                              {gate, up},
                                              GradParts::kHalves,
                                              kCounterUpGrad,
-                                             start_of(second)}));
+                                             behind(second)}));
     return;
   }
   if (gate.data != nullptr) {
     steps.add(
         "dW1",
         weight_grad_product(
-            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, start_of(second)}));
+            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, behind(second)}));
   }
   if (up.data != nullptr) {
     const std::int32_t part = c.layout == GateLayout::kSplit ? 1 : 0;
@@ -178,7 +176,7 @@ void add_up_grads(const Call& c, Steps& steps) {
                                              {up, {}},
                                              GradParts::kOne,
                                              kCounterSecondUpGrad,
-                                             start_of(second || gate.data != nullptr)}));
+                                             behind(second || gate.data != nullptr)}));
   }
 }
 
@@ -212,8 +210,7 @@ void add_weight_grad_sum(const Call& c, Steps& steps) {
 }
 
 void add_token_sum(const Call& c, const TokenRange& tokens, Steps& steps) {
-  steps.add("dX",
-            TokenSum{c.scratch.dx, {}, c.args.dx, tokens, start_of(c.order.input_grad_first)});
+  steps.add("dX", TokenSum{c.scratch.dx, {}, c.args.dx, tokens, behind(c.order.input_grad_first)});
 }
 
 /// Without rows, every gradient that is written is zero.

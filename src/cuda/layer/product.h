@@ -118,7 +118,7 @@ enum class GradParts {
 /// The launch that runs at the same time as a product.
 enum class Companion {
   kNone,
-  kTokenSum,  ///< a memory-bound sum over tokens' rows: tiles should leave it registers and slots
+  kTokenSum,  ///< a memory-bound sum over tokens' rows: short tiles should leave it multiprocessors
 };
 
 /// D[e] = sum over the rows p of expert e of left[index[p]]^T * right[p]: a weight gradient.
