@@ -70,13 +70,15 @@ TEST_P(Passes, GiveTheGradientsAskedFor) {
     const char* name;
     verify::Layout layout;
     std::int64_t width;
+    ActivationKind activation = ActivationKind::kReGLU;
   };
   for (const Form& form : {Form{"concatenated", verify::Layout::kConcatenated, 40},
                            Form{"paired", verify::Layout::kPaired, 40},
-                           Form{"separate", verify::Layout::kSeparate, 64}}) {
+                           Form{"separate", verify::Layout::kSeparate, 64},
+                           Form{"plain", verify::Layout::kSeparate, 64, ActivationKind::kReLU}}) {
     for (const std::string& name : all) {
       verify::Case c;
-      c.problem = small_problem(ActivationKind::kReGLU);
+      c.problem = small_problem(form.activation);
       c.problem.width = form.width;
       c.data = verify::Data::kIntegers;
       c.layout = form.layout;

@@ -30,7 +30,8 @@ struct HostSteps {
   void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
   void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
 
-  /// Rows of one expert follow each other, experts in ascending order; grouped rows stay in place.
+  /// Rows of one expert follow each other, experts in ascending order; grouped rows keep their row
+  /// numbers.
   void operator()(const BuildMetadata& w) const {
     const Problem& p = problem();
     const bool grouped = p.form == RoutingForm::kGrouped;
