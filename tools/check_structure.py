@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the rules for the place and size of code.
+"""Checks where code stands and how large files and functions are.
 
     python tools/check_structure.py [ROOT]
 

@@ -119,11 +119,11 @@ def layer_calls(library, data, problem, routing, dweights):
     forward_sizes = library.sizes(problem, capi.FORWARD)
     backward_sizes = library.sizes(problem, capi.BACKWARD)
 
-    def lend(size):
+    def buffer(size):
         return torch.empty(max(size, 256), dtype=torch.uint8, device=data.device)
 
-    h, saved = lend(forward_sizes.h_bytes), lend(forward_sizes.saved_bytes)
-    scratch = lend(max(forward_sizes.scratch_bytes, backward_sizes.scratch_bytes))
+    h, saved = buffer(forward_sizes.h_bytes), buffer(forward_sizes.saved_bytes)
+    scratch = buffer(max(forward_sizes.scratch_bytes, backward_sizes.scratch_bytes))
     pointer = ctypes.pointer
     state = {
         "x": pointer(capi.view(data.x)),
@@ -151,7 +151,7 @@ def layer_calls(library, data, problem, routing, dweights):
     forward = library.bound_call("smoe_moe_forward", problem, forward_args, library.exec)
     backward = backward_call(dx=pointer(capi.view(data.dx)))
     backward.without_dx = backward_call()
-    forward.lent = backward.lent = (h, saved, scratch, state)
+    forward.kept = backward.kept = (h, saved, scratch, state)
     return forward, backward
 
 
@@ -183,7 +183,7 @@ class Rounded:
         self.weight, self.dweight = (empty(rows, torch.float32) for _ in range(2))
         self.offsets = empty(s.E + 1, torch.int64)
         scratch = empty(max(scratch_bytes.value, 256), torch.uint8)
-        lent = (ctypes.c_void_p(scratch.data_ptr()), ctypes.c_int64(scratch.numel()))
+        scratch_arguments = (ctypes.c_void_p(scratch.data_ptr()), ctypes.c_int64(scratch.numel()))
         pairs = capi.Pairs(
             token=self.token, expert=self.expert, weight=self.weight, offsets=self.offsets
         )
@@ -200,9 +200,16 @@ class Rounded:
         logits, dlogits = capi.view(data.logits), capi.view(data.dlogits)
         dweight = capi.view(self.dweight)
         call, exec_ = library.bound_call, library.exec
-        self.round = call("smoe_token_round", options, logits, pairs, *lent, exec_)
+        self.round = call("smoe_token_round", options, logits, pairs, *scratch_arguments, exec_)
         self.round_backward = call(
-            "smoe_token_round_backward", options, logits, pairs, dweight, dlogits, *lent, exec_
+            "smoe_token_round_backward",
+            options,
+            logits,
+            pairs,
+            dweight,
+            dlogits,
+            *scratch_arguments,
+            exec_,
         )
         self.kept = scratch
         self.layer, self.layer_backward = layer_calls(library, data, problem, routing, self.dweight)

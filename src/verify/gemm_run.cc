@@ -56,7 +56,7 @@ void run_twice(Caller& caller, const Expected& expected, Block* scratch,
   caller.judge(outputs, kPoison);
   const Caller::Bits bits = Caller::bits(outputs);
   caller.call({"the grouped GEMM", kOtherPoison, buffers, {}}, outputs, run);
-  Caller::require_same(bits, outputs, "a call on other garbage");
+  Caller::require_same(bits, outputs, "a call on other bytes");
 }
 
 }  // namespace

@@ -174,8 +174,8 @@ def test_the_layer_around_deep_gemm_takes_any_routing(bench, deep_gemm):
         ids = torch.arange(6).repeat_interleave(torch.tensor(counts)).unsqueeze(-1)
         rows = deepgemm.arrange(ids, 6, 128)
         assert rows.sizes.tolist() == [-(-count // 128) * 128 for count in counts]
-        assert torch.equal(rows.expert[rows.place], ids.int())
-        assert torch.equal(rows.token[rows.place].flatten(), torch.arange(len(ids)))
+        assert torch.equal(rows.expert[rows.row_of_slot], ids.int())
+        assert torch.equal(rows.token[rows.row_of_slot].flatten(), torch.arange(len(ids)))
         assert (rows.expert >= 0).sum() == rows.sizes.sum()
 
 
