@@ -5,7 +5,7 @@
 namespace sonicmoe::verify {
 namespace {
 
-// docs/method.md leaves open whether db1 sums dH before or after dH is rounded.
+// The specification leaves open whether db1 sums dH before or after dH is rounded.
 bool rounding_is_open(const Expected& e) { return e.what == "db_gate" || e.what == "db_up"; }
 
 }  // namespace

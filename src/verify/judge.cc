@@ -52,7 +52,7 @@ bool holds_filling(const BlockView& tensor, std::int64_t index, std::uint8_t fil
   return std::all_of(bytes, bytes + size, [&](std::uint8_t byte) { return byte == filling; });
 }
 
-// Elements still unwritten, and NaN or infinity where a number belongs.
+// Finds unwritten elements, and NaN or infinity where a finite value is expected.
 Verdict judge_finite(const Expected& expected, const std::vector<double>& ours,
                      std::uint8_t filling) {
   for (std::size_t i = 0; i < ours.size(); ++i) {

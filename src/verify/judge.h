@@ -19,7 +19,7 @@ enum class Fault {
   kUnequal,        ///< integers differ
   kInaccurate,     ///< an error above twice the same-precision formula's
   kNotZero,        ///< not exactly zero (or untouched) where no row contributes
-  kSizes,          ///< moe_sizes breaks its promises
+  kSizes,          ///< a result of moe_sizes exceeds its limit
   kThrew,          ///< the call threw
   kBadCase,        ///< the case itself is wrong: its integers are not exact
 };

@@ -38,8 +38,8 @@ Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing
 
 enum class Precision {
   kExact,    ///< fp64 sums and no rounding (extended sums when the tensors are fp64)
-  kRounded,  ///< the contract's rounding points, fp64 sums
-  kSame,     ///< the contract's rounding points; fp32 sums (fp64 for fp64) in one fixed order
+  kRounded,  ///< the rounding points of docs/method.md, fp64 sums
+  kSame,  ///< the rounding points of docs/method.md; fp32 sums (fp64 for fp64) in one fixed order
 };
 
 /// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n).
