@@ -1,5 +1,6 @@
 // The lists and sums of a pass on host memory, and the pass as an implementation for the harness.
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "cuda/layer/backend.h"
@@ -30,12 +31,13 @@ struct HostSteps {
   void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
   void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
 
-  /// Rows of one expert follow each other, experts in ascending order; grouped rows keep their row
-  /// numbers.
+  /// Overwrites the scratch, as the kernels may. Rows of one expert follow each other, experts in
+  /// ascending order; grouped rows keep their row numbers.
   void operator()(const BuildMetadata& w) const {
     const Problem& p = problem();
     const bool grouped = p.form == RoutingForm::kGrouped;
     const std::vector<oracle::Row> rows = oracle::routed_rows(p, w.routing);
+    std::memset(w.work.scratch, 0xa5, static_cast<std::size_t>(metadata_scratch(p)));
     std::fill_n(w.work.counters, w.work.counter_words, 0u);
     std::fill_n(lists().position_row, row_capacity(p), -1);
     std::fill_n(lists().expert_begin, p.experts, 0);

@@ -146,8 +146,8 @@ void check_order(const RowGroups& groups) {
   }
 }
 
-/// A product that begins with its source's first rows reads what the source writes, and the source
-/// counts its tiles.
+/// A product with kWithRowsOf must read the dH that its source writes, and the source must have
+/// counted its tiles.
 void check_source(const RowProduct& product) {
   if (product.hints.start != Start::kWithRowsOf) return;
   const RowProduct* source = product.hints.source;
@@ -217,7 +217,7 @@ void multiply_depth(const Device&, const DepthProduct& product, cudaStream_t) {
 
 bool has(const Tensor& t) { return t.data != nullptr; }
 
-/// As the Hopper engine orders backward, in whatever number of rows.
+/// The order of the Hopper engine, for any number of rows.
 BackwardOrder input_grad_first(const Problem& problem, const BackwardArgs& args) {
   const Weights& g = args.grads;
   const bool up = has(g.gate) || has(g.up);
