@@ -106,7 +106,7 @@ class SanitizeTest(unittest.TestCase):
             f'if [ "$1" != --version ]; then sleep 60 & echo $! > {child}; wait; fi'
         )
         with mock.patch.object(sanitize_gpu, "GROUPS", sanitize_gpu.GROUPS[:1]):
-            status = self.verdict(body, "--tools", "synccheck", "--limit", "1")
+            status = self.verdict(body, "--tools", "synccheck", "--limit", "3")
         self.assertEqual(status, 1)
         self.assertEqual(self.rows()[0]["status"], 124)
         self.assertFalse(is_running(int(child.read_text())))
