@@ -51,3 +51,17 @@ def test_hooks_have_the_pinned_versions():
     pins = set((ROOT / "tools/requirements-dev.txt").read_text().split())
     used = re.findall(r"additional_dependencies: \[(.*)\]", hooks.read_text())
     assert len(used) == 3 and set(used) <= pins
+
+
+def test_lines_that_the_engine_page_cites():
+    """Each citation links a line of a file and quotes what stands there."""
+    page = ROOT / "docs/engine.md"
+    if not page.is_file():
+        pytest.skip("this copy has no documentation")
+    cited = re.findall(r"\[`([\w.]+):(\d+)`\]\((\S+?)#L(\d+)\) `(.+?)`", page.read_text())
+    assert len(cited) > 10
+    for name, shown, link, line, code in cited:
+        assert link.endswith("/" + name) and shown == line
+        lines = (page.parent / link).resolve().read_text().splitlines()
+        where = [i for i, text in enumerate(lines, 1) if code in text]
+        assert int(line) in where, f"{name}: `{code}` stands in line {where}, not {line}"
