@@ -1,5 +1,6 @@
 // The C functions that take no tensors: status, version, activations and devices.
 #include <cxxabi.h>
+#include <pthread.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -66,6 +67,20 @@ SONICMOE_SAME(SMOE_ROUND_STOCHASTIC, RoundingMode::kStochastic);
 SONICMOE_SAME(SMOE_ROUND_BALANCED, RoundingMode::kBalanced);
 #undef SONICMOE_SAME
 
+/// A flag of each thread, not set at first. Where it cannot be kept it stays not set.
+class ThreadFlag {
+ public:
+  ThreadFlag() noexcept : usable_(pthread_key_create(&key_, nullptr) == 0) {}
+  bool is_set() const noexcept { return usable_ && pthread_getspecific(key_) != nullptr; }
+  void set() const noexcept {
+    if (usable_) pthread_setspecific(key_, this);
+  }
+
+ private:
+  pthread_key_t key_{};
+  bool usable_;
+};
+
 /// The backend whose devices smoe_device_open opens.
 const BackendTable& device_backend() {
   const BackendTable* backend = find_backend(Backend::kCuda);
@@ -78,19 +93,21 @@ const BackendTable& device_backend() {
 }  // namespace
 
 // In a library that is loaded late, glibc allocates a thread's part of thread-local storage on
-// first use, and ends the process if it cannot: so malloc is asked first, for more than that. The
-// flag itself is in the storage that a thread has from its start (initial-exec).
+// first use, and ends the process if it cannot: so malloc is asked first, for more than that. What
+// remembers the answer is a key of pthreads, which allocates nothing. A thread_local flag would
+// have to be initial-exec, and then the library could not be loaded after torch: with the CUDA
+// runtime its storage is larger than what glibc keeps for libraries that are loaded late.
 bool can_report_errors() noexcept {
-  [[gnu::tls_model("initial-exec")]] thread_local bool obtained = false;
-  if (obtained) return true;
-  constexpr std::size_t kMoreThanNeeded = 16 << 10;
+  static const ThreadFlag obtained;
+  if (obtained.is_set()) return true;
+  constexpr std::size_t kMoreThanNeeded = 32 << 10;
   void* const probe = std::malloc(kMoreThanNeeded);
   if (probe == nullptr) return false;
   std::free(probe);
   // volatile, or the compiler drops a call whose result nobody reads
   [[maybe_unused]] const void* volatile exceptions = abi::__cxa_get_globals();
   set_last_error("");
-  obtained = true;
+  obtained.set();
   return true;
 }
 

@@ -1,6 +1,6 @@
 # Installs the build into a fresh tree, moves it, and builds the consumer against it: both libraries
 # by find_package, both by pkg-config.
-# Arguments: BUILD, SOURCE, WORK, CXX, CC, NM, PKG_CONFIG (may be NOTFOUND), FLAGS.
+# Arguments: BUILD, SOURCE, WORK, CXX, CC, NM, READELF, PKG_CONFIG (may be NOTFOUND), FLAGS.
 function(step)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output
                   ERROR_VARIABLE output)
@@ -33,6 +33,12 @@ step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build_shared -DCMAKE_PREFIX_PATH=$
 
 # Every exported name is of the interface and carries its version.
 file(GLOB_RECURSE library ${prefix}/*/libsonicmoe.so)
+# With static thread-local storage the library could not be loaded after torch: glibc keeps only
+# some 1.6 KB for libraries that are loaded late.
+execute_process(COMMAND ${READELF} -d ${library} OUTPUT_VARIABLE dynamic COMMAND_ERROR_IS_FATAL ANY)
+if(dynamic MATCHES "STATIC_TLS")
+  message(FATAL_ERROR "${library} has static thread-local storage")
+endif()
 execute_process(COMMAND ${NM} -D --defined-only ${library} OUTPUT_VARIABLE names
                 COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "[^\n]+" names "${names}")
