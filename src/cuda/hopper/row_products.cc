@@ -121,8 +121,8 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   params.epilogue.dh = ragged_map(launch.device, e.dh, kGradColumns);
   params.epilogue.a = ragged_map(launch.device, e.a, kGradColumns);
   params.epilogue.row_weight = e.row_weight;
-  params.epilogue.score_parts = e.weight_grad_parts;
-  params.epilogue.score_tiles = e.parts;
+  params.epilogue.score_parts = e.score_parts;
+  params.epilogue.score_tiles = e.score_tiles;
   params.epilogue.width = static_cast<std::int32_t>(launch.columns());
   params.epilogue.scalars = scalars_of(e.activation);
   const bool interleaved = e.layout == GateLayout::kInterleaved;
