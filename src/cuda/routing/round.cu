@@ -75,7 +75,8 @@ template <class R>
 constexpr int kRowsAtOnce = 32 / R::kLanes;
 
 /// Ranks a warp's rows from `first` on, which is token `in_block` of the block. Small rows are
-/// loaded one ahead: `next` brings the first rows, and receives those behind the last.
+/// loaded one ahead: `next` holds the first rows at the call, and the rows after the last
+/// one at the return.
 template <class R, class Item, class Shape>
 __device__ void rank_rows(const RouteParams& p, const TileSmem<R, Shape>& tile,
                           TokenSoftmaxes* softmaxes, std::int64_t first, int in_block,
