@@ -234,6 +234,7 @@ Engine make_engine(BackwardOrder (*order)(const Problem&, const BackwardArgs&)) 
   return {
       .name = "stand-in",
       .service = {.capabilities = {7, 7},
+                  .devices = "none",
                   .dtypes = {DType::kF32, DType::kBF16, DType::kF16},
                   .multiple = 1},
       .score_columns = 16,

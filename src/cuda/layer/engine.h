@@ -28,6 +28,7 @@ struct Capabilities {
 /// Devices, dtypes and sizes that an engine serves. The layer refuses all others before any launch.
 struct Service {
   Capabilities capabilities;
+  const char* devices;  ///< examples, for messages: "H100, H200"
   checks::DTypes dtypes;
   std::int64_t multiple;  ///< d and n are multiples of it
 };
@@ -54,10 +55,10 @@ struct Engine {
   /// handle owns it.
   std::shared_ptr<void> (*open)(int ordinal);
   BackwardOrder (*backward_order)(const Problem& problem, const BackwardArgs& args);
-  /// multiply_rows and multiply_depth launch one product. Every engine serves the epilogues that
-  /// the passes use (StoreOutput, Activate, ActivateGrad): a pass has launched earlier steps when
-  /// its engine throws. For an epilogue of another call, an engine without it throws
-  /// Error(kUnsupported) that names the epilogue.
+  /// multiply_rows and multiply_depth launch one product. When one throws, the earlier steps of the
+  /// pass have been launched. So every engine serves the epilogues of the passes (StoreOutput,
+  /// Activate, ActivateGrad); for another one that it lacks it throws Error(kUnsupported) with the
+  /// epilogue's name.
   void (*multiply_rows)(const Device& device, const RowProduct& product, cudaStream_t stream);
   void (*multiply_depth)(const Device& device, const DepthProduct& product, cudaStream_t stream);
   /// The tile of each product as text, for a layer with split gate and up (`sonicmoe plan`).
