@@ -151,9 +151,8 @@ struct StoreExpertParams {
 ///    - by ld.global.ca (RasterOrder::kGrouped, ExpertTiles, GatherDepth) and cp.async, not by
 ///      ld.global.nc (__ldg), which may return a stale copy;
 ///    - by TMA, which is another proxy, only after fence.proxy.async in the thread that loads.
-/// 2. N reads what M writes only after its own wait (rule 3), except in kEarly tiles: each CTA of
-/// M,
-///    when its stores are complete, executes fence.proxy.async and counts itself by
+/// 2. N reads what M writes only after its own wait (rule 3), except in kEarly tiles. For these, a
+///    CTA of M whose stores are complete executes fence.proxy.async and counts itself by
 ///    red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and executes
 ///    fence.proxy.async. If the count is not complete, it waits.
 /// 3. N waits before it ends (rule 4).

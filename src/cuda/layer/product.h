@@ -1,7 +1,8 @@
 // Grouped GEMMs described without tiles, kernels or architectures. A pass builds products
 // (forward.cc, backward.cc); an engine turns each into a launch (engine.h).
 //
-// Letters: C, the row capacity (the host knows it, not the number of routed rows), and E experts.
+// Letters: C, the row capacity (the host knows it, not the number of routed rows), E experts, G 2
+// with a gate, else 1.
 // "Row p" is a row in expert order. Tensors are device memory; the host reads only shapes, strides
 // and addresses.
 #pragma once
@@ -25,7 +26,7 @@ struct RowGroups {
 
 /// Gathered rows: row p of the product is row index[p] of `rows`, or row p where index is null.
 struct RowOperand {
-  Tensor rows;  ///< (T, width), (C, width), or (C, 2, width): gate and up
+  Tensor rows;  ///< (T, width), (C, width) or (C, G, width)
   const std::int32_t* index;
 };
 
@@ -127,7 +128,7 @@ struct DepthProduct {
   DType dtype;
   RowGroups groups;
   RowOperand left;  ///< its width is M
-  Tensor right;     ///< (C, N), or (C, 2, N), gate and up, of which `right_part` is multiplied
+  Tensor right;     ///< (C, N), or (C, G, N) of which part `right_part` is multiplied
   std::int32_t right_part;
   Tensor out[2];  ///< (E, M, N) in the dtype or fp32, one of M and N contiguous; absent: none
   GradParts parts;
