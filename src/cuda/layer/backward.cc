@@ -15,7 +15,7 @@ enum Counter : int {
   kCounterUpGrad = 2,
   kCounterSecondUpGrad = 3,
   kCounterHiddenGrad = 4,
-  kCounterRelease = 8,
+  kCounterRelease = 8,  // in another 32-byte sector than the tile counters
 };
 
 /// Arguments of one call, from which the steps are made.
