@@ -6,7 +6,8 @@
  * - A tensor that may be absent is a pointer that may be NULL. `exec` NULL is the CPU with every
  *   core. Every other NULL is refused.
  * - A call returns SMOE_OK or refuses before any work: then no output has been written, and
- *   smoe_last_error() has the sentence. Nothing is thrown and the process is never ended.
+ *   smoe_last_error() has the sentence. Only SMOE_CUDA and SMOE_INTERNAL may come after a part of
+ *   the work: outputs are then undefined. Nothing is thrown and the process is never ended.
  * - Shapes, units and meanings are those of moe.h, routing.h and grouped_gemm.h. Letters: T tokens,
  *   d model width, n expert width, E experts, K experts per token, C row capacity.
  * - Calls are thread-safe as long as they write to different memory.

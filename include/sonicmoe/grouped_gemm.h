@@ -41,7 +41,7 @@ SONICMOE_API void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec = {}
 
 /// Bytes of scratch that either form needs for R grouped rows of E experts; 0 on the CPU. On CUDA
 /// tensors are bf16 or fp16, E <= 1024, k, m and n multiples of 8, and a, b and d meet the rules of
-/// docs/engine.md for rows and expert matrices.
+/// docs/cpp.md for rows and expert matrices.
 SONICMOE_API std::int64_t grouped_gemm_scratch_bytes(std::int64_t rows, std::int64_t experts,
                                                      const Exec& exec = {});
 

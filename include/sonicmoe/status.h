@@ -19,7 +19,8 @@ enum class Status : std::int32_t {
   kInternal = 6,           ///< a defect of this library
 };
 
-/// Thrown by every C++ entry point before any work begins: after it, no output has been written.
+/// Thrown by every C++ entry point. A refusal comes before any work: no output has been written.
+/// kCuda and kInternal may come after a part of the work was launched: outputs are then undefined.
 class Error : public std::runtime_error {
  public:
   Error(Status status, const std::string& sentence)

@@ -37,7 +37,8 @@ struct BackendTable {
   /// Which engine multiplies on a device: "hopper".
   const char* (*engine_name)(const void* device) = nullptr;
 
-  /// The tiles of a problem whose gate and up are apart. Null: the backend has no fixed tiles.
+  /// The tiles of a problem whose gate and up do not alternate. Null: the backend has no fixed
+  /// tiles.
   std::vector<TileChoice> (*layer_tiles)(const Problem& problem, const Exec& exec) = nullptr;
   /// Why the device of `exec` cannot compute a problem that is well formed, empty if it can. Null:
   /// it can compute all.

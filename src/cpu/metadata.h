@@ -12,7 +12,7 @@
 namespace sonicmoe::cpu {
 
 /// Arrays in the caller's `saved` buffer. The source of a row is the index of its routing weight:
-/// t * K + slot for ids, the pair, or the grouped row.
+/// t * K + k for ids, the pair, or the grouped row. src/cuda calls it the row's slot.
 struct Metadata {
   std::int64_t* offsets = nullptr;     ///< (E+1): rows of expert e are [offsets[e], offsets[e+1])
   std::int32_t* row_token = nullptr;   ///< (C): the row of x

@@ -140,13 +140,13 @@ TEST(Scratch, ItsArraysHaveTheirSizesAndLieApart) {
                   {"saved", forward.saved, cuda::metadata_layout(p, nullptr).bytes}},
                  memory.data(), forward.bytes);
     const auto backward = cuda::backward_scratch(p, stand_in_engine(), memory.data());
-    const std::int64_t parts = stand_in_engine().weight_grad_parts(p);
+    const std::int64_t parts = stand_in_engine().score_tiles(p);
     EXPECT_EQ(parts, 3);  // 40 columns, 16 of them a part
     expect_apart({{"dh", backward.dh, gate_factor(kind) * rows * p.width * 2},
                   {"a", backward.a, rows * p.width * 2},
                   {"dx", backward.dx, rows * p.hidden * 2},
                   {"row_weights", backward.row_weights, rows * 4},
-                  {"weight_grad_parts", backward.weight_grad_parts, rows * parts * 4},
+                  {"score_parts", backward.score_parts, rows * parts * 4},
                   {"experts", backward.experts, p.experts * 16},
                   {"counters", backward.counters, cuda::kCounterBytes}},
                  memory.data(), backward.bytes);

@@ -111,16 +111,16 @@ struct RowMultiplier {
     const std::int64_t columns = product.weights.first.shape[1];
     const Row dy = row(p);
     const double weight = out.row_weight[p];
-    Row parts(static_cast<std::size_t>(out.parts), 0.0);
+    Row parts(static_cast<std::size_t>(out.score_tiles), 0.0);
     for (std::int64_t j = 0; j < columns; ++j) {
       const double da = first.dot(dy, e, j);
       const GateUp h = load(out.h, out.layout, p, j);
       const auto act = oracle::activate(out.activation, h.gate, h.up);
       store(out.dh, out.layout, p, j, {weight * da * act.by_gate, weight * da * act.by_up});
       put(out.a, weight * act.value, p, j);
-      parts[j * out.parts / columns] += da * oracle::round_to(product.dtype, act.value);
+      parts[j * out.score_tiles / columns] += da * oracle::round_to(product.dtype, act.value);
     }
-    std::copy(parts.begin(), parts.end(), out.weight_grad_parts + p * out.parts);
+    std::copy(parts.begin(), parts.end(), out.score_parts + p * out.score_tiles);
   }
 };
 
@@ -234,9 +234,10 @@ Engine make_engine(BackwardOrder (*order)(const Problem&, const BackwardArgs&)) 
   return {
       .name = "stand-in",
       .service = {.capabilities = {7, 7},
+                  .devices = "none",
                   .dtypes = {DType::kF32, DType::kBF16, DType::kF16},
                   .multiple = 1},
-      .weight_grad_columns = 16,
+      .score_columns = 16,
       .open = [](int) { return std::shared_ptr<void>(); },
       .backward_order = order,
       .multiply_rows = &multiply_rows,

@@ -14,7 +14,7 @@ std::string dotted(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-/// The compute capabilities that this build serves, as "9.0, 10.0 to 10.3".
+/// The compute capabilities that this build serves, as "9.0 (H100, H200)".
 std::string served_capabilities() {
   std::string text;
   for (const Engine* engine : engines()) {
@@ -22,6 +22,7 @@ std::string served_capabilities() {
     if (!text.empty()) text += ", ";
     text += dotted(c.first);
     if (c.last != c.first) text += " to " + dotted(c.last);
+    text += std::string(" (") + engine->service.devices + ")";
   }
   return text;
 }
@@ -76,7 +77,7 @@ const Device* open_device(int ordinal) {
     throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
                                           " has compute capability " + dotted(device->capability) +
                                           " but the kernels of this build need " +
-                                          served_capabilities() + " (H100, H200).");
+                                          served_capabilities() + ".");
   }
   device->engine_state = device->engine->open(ordinal);
   return device.release();

@@ -36,8 +36,11 @@ BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
 
 const Engine kHopperEngine = {
     .name = "hopper",
-    .service = {.capabilities = {90, 90}, .dtypes = {DType::kBF16, DType::kF16}, .multiple = 8},
-    .weight_grad_columns = kCoop128x256Grad.n,
+    .service = {.capabilities = {90, 90},
+                .devices = "H100, H200",
+                .dtypes = {DType::kBF16, DType::kF16},
+                .multiple = 8},
+    .score_columns = kCoop128x256Grad.n,
     .open = &open_hopper,
     .backward_order = &backward_order,
     .multiply_rows = &hopper_multiply_rows,

@@ -16,7 +16,7 @@ namespace sonicmoe::cuda {
 
 struct GatherRowsParams {
   const void* source;         ///< (T, width) 16-bit elements
-  const std::int32_t* index;  ///< row of `source` for every grouped row; null: the row itself
+  const std::int32_t* index;  ///< row of `source` for row p in expert order; null: p
   std::int32_t row_bytes;     ///< stride of `source`, below 2 GiB
   std::int32_t width;         ///< K, a multiple of 8
 };
@@ -30,10 +30,10 @@ struct TmaRowsParams {
 ///   | operand            | dimensions           | box                   |
 ///   | weights, K-major   | (k, n, expert)       | 64 x n/2              |
 ///   | weights, MN-major  | (n, k, expert)       | 64 x mn_box_depth     |
-///   | grouped rows       | (column, part, row)  | 64 x 1 x 64           |
+///   | rows, expert order | (column, part, row)  | 64 x 1 x 64           |
 struct OperandBMaps {
   CUtensorMap map[2];
-  std::int32_t part;  ///< of grouped rows: the part that is the operand
+  std::int32_t part;  ///< of rows in expert order: 0 gate (or the only part), 1 up
 };
 
 // Tile schedulers.
@@ -116,7 +116,7 @@ struct ActGradParams {
 struct StoreRowsParams {
   RaggedMap out;
   Bias bias;
-  const float* row_scale;  ///< of a grouped row, by scale_stride; RowScale::kWeights only
+  const float* row_scale;  ///< of row p, by scale_stride; RowScale::kWeights only
   std::int64_t scale_stride;
   std::int32_t width;  ///< output columns
 };
@@ -138,26 +138,24 @@ struct StoreExpertParams {
   std::int32_t rows;       ///< M
   std::int32_t columns;    ///< N
   /// First column that goes to [1]; past all tiles if there is one output. With kElement a multiple
-  /// of 64, because the hardware clips a box behind an output's end, not before its beginning.
+  /// of 64, because the hardware clips a box past an output's end, not before its beginning.
   std::int32_t border;
 };
 
 // A kernel.
 
-/// When a kernel's tiles may begin. Why that is sound, of kernels L, M, N in stream order:
-/// 1. Every CTA of M executes griddepcontrol.wait, then launch_dependents; N starts when all have.
-///    PTX: when wait returns, L is complete and its memory operations are performed, and a write is
-///    performed when the previous value can no longer be read. So N may read, without a wait of its
-///    own, what L and earlier kernels wrote, under two conditions:
-///    - not by ld.global.nc (__ldg), which PTX's memory model leaves out: it may return a stale
-///      copy. What runs before the wait reads by ld.global.ca (RasterOrder::kGrouped, ExpertTiles,
-///      GatherDepth) and cp.async.
+/// When a kernel's tiles may begin. The rules are those of ptx/dependent.cuh; its kernels P, W, S
+/// are here L, M, N. This is how the engine keeps them:
+/// 1. Every CTA of M executes griddepcontrol.wait, then launch_dependents. So N may read, without a
+///    wait of its own, what L and earlier kernels wrote (rule 2), under two conditions:
+///    - by ld.global.ca (RasterOrder::kGrouped, ExpertTiles, GatherDepth) and cp.async, not by
+///      ld.global.nc (__ldg), which may return a stale copy;
 ///    - by TMA, which is another proxy, only after fence.proxy.async in the thread that loads.
-/// 2. launch_dependents orders no memory. N reads nothing that M writes before its own wait, except
-///    in kEarly tiles: each CTA of M, when its stores are complete, executes fence.proxy.async and
-///    counts itself by red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and
-///    executes fence.proxy.async. If the count is not complete, it waits.
-/// 3. N waits before it ends: who waits for N then finds L and M complete too.
+/// 2. N reads what M writes only after its own wait (rule 3), except in kEarly tiles. For these, a
+///    CTA of M whose stores are complete executes fence.proxy.async and counts itself by
+///    red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and executes
+///    fence.proxy.async. If the count is not complete, it waits.
+/// 3. N waits before it ends (rule 4).
 /// If M launches N before it has waited itself (sums/), "L" is what was complete when M started.
 enum class Begins : int {
   kAfterPrevious = 0,  ///< after griddepcontrol.wait
@@ -182,7 +180,7 @@ struct GemmParams {
   /// RingEpilogue only.
   std::int32_t early_release_tiles;
   /// CTAs whose early tiles are in memory; 0 before the launch. This kernel counts it up if
-  /// early_release_tiles > 0; a kEarly kernel behind it reads it.
+  /// early_release_tiles > 0; the next kernel reads it if it is kEarly.
   unsigned* early_release_count;
   std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
 };

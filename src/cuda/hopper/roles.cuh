@@ -4,11 +4,13 @@
 //   | up        | GatherRows  | RowTiles        | ActRows, ActPlainRows | W1: gate, up by halves |
 //   | up paired | GatherRows  | RowTiles        | ActRows               | W1: gate, up alternate |
 //   | down, dX~ | TmaRows     | GroupedRowTiles | StoreRows             | W2; gate, up along K   |
+//   |   scaled  | TmaRows     | GroupedRowTiles | StoreRows, kWeights   | W2                     |
 //   | gather    | GatherRows  | RowTiles        | StoreRows             | any matrices           |
 //   | dH        | GatherRows  | SplitRowTiles   | ActGrad               | W2                     |
-//   | dW        | GatherDepth | ExpertTiles     | StoreExpert           | grouped rows           |
+//   | dH paired | GatherRows  | SplitRowTiles   | ActGrad               | W2                     |
+//   | dW        | GatherDepth | ExpertTiles     | StoreExpert           | rows in expert order   |
 //
-// The host fills the ...Params types.
+// The host passes a role's arguments as UpParams, DownParams, ... (params.h, "By role").
 #pragma once
 
 #include "cuda/hopper/engine/expert_tiles.cuh"

@@ -67,9 +67,9 @@ void multiply(const Launch& launch, const Activate& e) {
              params);
 }
 
-/// The tiles of dH, and how many of the first ones are in memory when dX~ is launched beside the
-/// others. Those are whole waves, so that none of them is split in halves of rows even where most
-/// rows turn out to be unused.
+/// The tiles of dH. dX~ is launched when the first `early_release` of them are in memory, and runs
+/// beside the others. That number is a multiple of a wave: the last wave, whose tiles may be split
+/// in two (RasterOrder::kSplitLastWave), then lies on one side of it, however few rows there are.
 struct HiddenGradTiles {
   Tiling tiling;
   RowTilesParams params;
@@ -99,8 +99,9 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
   return tiles;
 }
 
-/// Tiles of dX~ whose rows lie in those early tiles of dH. A pair of row blocks may straddle their
-/// end, and a group of pairs that of dX~.
+/// The number of first tiles of dX~ that read only rows of the early tiles of dH. Of the records in
+/// these, 2 are left out, because the last pair may be computed in part, and 2 * raster_group,
+/// because a group of dX~ visits all of its pairs before the next tile of columns.
 std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTilesParams& tiles,
                          const TileShape& shape) {
   const std::int64_t cta_tiles = grad.early_release * grad.tiling.shape().cluster;
@@ -121,8 +122,8 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   params.epilogue.dh = ragged_map(launch.device, e.dh, kGradColumns);
   params.epilogue.a = ragged_map(launch.device, e.a, kGradColumns);
   params.epilogue.row_weight = e.row_weight;
-  params.epilogue.score_parts = e.weight_grad_parts;
-  params.epilogue.score_tiles = e.parts;
+  params.epilogue.score_parts = e.score_parts;
+  params.epilogue.score_tiles = e.score_tiles;
   params.epilogue.width = static_cast<std::int32_t>(launch.columns());
   params.epilogue.scalars = scalars_of(e.activation);
   const bool interleaved = e.layout == GateLayout::kInterleaved;

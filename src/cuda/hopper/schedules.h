@@ -17,7 +17,7 @@ RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int colu
 ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
                                const TileShape& shape);
 
-/// Upper bound of the clusters' tiles, from what the host knows.
+/// Upper bound of the number of CTA tiles, and so of the clusters' tiles: the host knows C, not R.
 std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles);
 
 }  // namespace sonicmoe::cuda

@@ -18,11 +18,11 @@ Major major_of(const Tensor& matrices);
 /// K-major, a group of 64 columns where they are MN-major.
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);
 
-/// Loads of grouped rows (C, width) or (C, parts, width).
+/// Loads of rows (C, width) or (C, G, width).
 CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
                      std::int32_t box_columns = 64);
 
-/// Stores of rows (C, width) or (C, parts, width), any row stride, that end where an expert ends.
+/// Stores of rows (C, width) or (C, G, width), any row stride, that end where an expert ends.
 RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns = 64);
 
 /// Stores of matrices (E, M, N) that have one contiguous dimension, 64 by 64 elements a box.

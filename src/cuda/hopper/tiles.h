@@ -47,7 +47,7 @@ constexpr TileShape tile_shape(TileId id) {
   return kShapes[static_cast<int>(id)];
 }
 
-/// What a launch runs on.
+/// The tile and the tile order of a launch.
 struct Tiling {
   TileId tile;
   Order order;
@@ -83,21 +83,23 @@ constexpr bool splits_last_wave(std::int64_t rows) { return rows > 64; }
 
 /// The raster order of an expert's tiles, `row_tiles` along M by `column_tiles` along N. Columns
 /// fastest: neighbours share the gathered rows, the dearer operand. With more than 16 tiles of
-/// columns the clusters at work cover only a few tiles of rows, and the grouped rows would be
-/// loaded again for each few of them.
+/// columns the clusters at work cover only a few tiles of rows, and the rows in expert order would
+/// be loaded again for each few of them.
 constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles) {
   return column_tiles <= 16 || column_tiles <= row_tiles;
 }
 
 /// For products over rows in order, `columns` wide and `depth` deep, with `rows` rows an expert in
-/// the mean. Measured on an H200:
+/// the mean. The first row that applies, measured on an H200:
 ///
-///   | where                                            | tile       | why                        |
-///   | at most 64 rows                                  | 128 x 256  | streams the weights: more |
-///   |                                                  |            | bytes are in flight | |
-///   depth < 512 and 192 divides well                 | ping-pong  | 3 to 7 % faster             |
-///   | 256 wastes more than 1/16 of the work, 192 not   | ping-pong  | as fast, less waste | | else
-///   | 128 x 256  |                             |
+///   | where                                     | tile       | why                             |
+///   | at most 64 rows                           | 128 x 256  | streams the weights: more bytes |
+///   |                                           |            | are in flight                   |
+///   | depth < 512, and 192 divides well         | ping-pong  | 3 to 7 % faster                 |
+///   | 192 divides well, 256 does not            | ping-pong  | as fast, and less waste         |
+///   | else                                      | 128 x 256  |                                 |
+///
+/// A tile divides well if the last one wastes at most 1/16 of the columns.
 ///
 /// Dynamic order gains up to 5 % from a depth of 1024 on.
 constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64_t rows) {
@@ -113,9 +115,9 @@ constexpr Tiling scaled_row_tiling(std::int64_t depth) {
   return {TileId::kCoop128x256, depth >= 1024 ? Order::kDynamic : Order::kStatic};
 }
 
-/// Pairs of row blocks that visit a tile of columns before the next one (RasterOrder::kGrouped).
-/// Where an expert's matrix takes more than half of L2, pairs one after the other would load much
-/// of it again (d = 7168, n = 2048 on an H200: 2 to 3 %).
+/// The number of record pairs that visit a tile of columns before any visits the next one
+/// (RasterOrder::kGrouped). Where an expert's matrix takes more than half of L2, each pair would
+/// otherwise load much of it again (d = 7168, n = 2048 on an H200: 2 to 3 %).
 constexpr std::int32_t raster_group(std::int64_t columns, std::int64_t depth) {
   return columns * depth * kElementBytes > (std::int64_t{24} << 20) ? 8 : 1;
 }

@@ -15,7 +15,7 @@ enum Counter : int {
   kCounterUpGrad = 2,
   kCounterSecondUpGrad = 3,
   kCounterHiddenGrad = 4,
-  kCounterRelease = 8,
+  kCounterRelease = 8,  // in another 32-byte sector than the tile counters
 };
 
 /// Arguments of one call, from which the steps are made.
@@ -48,8 +48,8 @@ RowProduct hidden_grad_product(const Call& c) {
                                    .dh = c.dh,
                                    .a = c.rows(c.scratch.a, p.width),
                                    .row_weight = c.scratch.row_weights,
-                                   .weight_grad_parts = c.scratch.weight_grad_parts,
-                                   .parts = c.engine.weight_grad_parts(p),
+                                   .score_parts = c.scratch.score_parts,
+                                   .score_tiles = c.engine.score_tiles(p),
                                    .activation = p.activation,
                                    .layout = c.layout},
           .hints = {
@@ -78,7 +78,8 @@ RowProduct input_grad_product(const Call& c, const RowProduct& hidden_grad) {
           .hints = hints};
 }
 
-/// A weight gradient: rows of x or dO (`left`), gathered by token, times grouped rows (`right`).
+/// A weight gradient: rows of x or dO (`left`), gathered by token, times rows in expert order
+/// (`right`).
 struct WeightGrad {
   Tensor left;
   Tensor right;
@@ -102,7 +103,9 @@ DepthProduct weight_grad_product(const Call& c, const WeightGrad& g) {
           .companion = c.order.companion};
 }
 
-Start behind(bool independent) { return independent ? Start::kIndependent : Start::kAfterPrevious; }
+Start start_of(bool independent) {
+  return independent ? Start::kIndependent : Start::kAfterPrevious;
+}
 
 void add_down_grad(const Call& c, Steps& steps) {
   const Tensor& down = c.args.grads.down;
@@ -113,7 +116,7 @@ void add_down_grad(const Call& c, Steps& steps) {
                                            {down, {}},
                                            GradParts::kOne,
                                            kCounterDownGrad,
-                                           behind(c.order.input_grad_first)}));
+                                           start_of(c.order.input_grad_first)}));
 }
 
 /// The columns of dH alternate between gate and up. 16-bit gradients alternate too and are one
@@ -147,7 +150,7 @@ void add_up_grads(const Call& c, Steps& steps) {
   // If an earlier product waits for dH, dH is complete before this one begins.
   const bool second = c.order.input_grad_first || g.down.data != nullptr;
   if (c.layout == GateLayout::kInterleaved) {
-    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, behind(second))));
+    steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, start_of(second))));
     return;
   }
   const Tensor gate = transposed(g.gate);
@@ -159,14 +162,14 @@ void add_up_grads(const Call& c, Steps& steps) {
                                              {gate, up},
                                              GradParts::kHalves,
                                              kCounterUpGrad,
-                                             behind(second)}));
+                                             start_of(second)}));
     return;
   }
   if (gate.data != nullptr) {
     steps.add(
         "dW1",
         weight_grad_product(
-            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, behind(second)}));
+            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, start_of(second)}));
   }
   if (up.data != nullptr) {
     const std::int32_t part = c.layout == GateLayout::kSplit ? 1 : 0;
@@ -176,7 +179,7 @@ void add_up_grads(const Call& c, Steps& steps) {
                                              {up, {}},
                                              GradParts::kOne,
                                              kCounterSecondUpGrad,
-                                             behind(second || gate.data != nullptr)}));
+                                             start_of(second || gate.data != nullptr)}));
   }
 }
 
@@ -202,15 +205,15 @@ void add_bias_grads(const Call& c, Steps& steps) {
   }
 }
 
-void add_weight_grad_sum(const Call& c, Steps& steps) {
+void add_score_grad(const Call& c, Steps& steps) {
   if (c.args.dweights.data == nullptr) return;
-  steps.add("dS", ScoreGrad{c.scratch.weight_grad_parts, c.engine.weight_grad_parts(c.problem()),
-                            c.args.dout, c.args.weights.b_down, c.args.dweights,
-                            c.order.input_grad_first});
+  steps.add("dS", ScoreGrad{c.scratch.score_parts, c.engine.score_tiles(c.problem()), c.args.dout,
+                            c.args.weights.b_down, c.args.dweights, c.order.input_grad_first});
 }
 
 void add_token_sum(const Call& c, const TokenRange& tokens, Steps& steps) {
-  steps.add("dX", TokenSum{c.scratch.dx, {}, c.args.dx, tokens, behind(c.order.input_grad_first)});
+  steps.add("dX",
+            TokenSum{c.scratch.dx, {}, c.args.dx, tokens, start_of(c.order.input_grad_first)});
 }
 
 /// Without rows, every gradient that is written is zero.
@@ -235,7 +238,7 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
   s.a = carver.take<std::byte>(capacity * p.width * element);
   s.dx = carver.take<std::byte>(capacity * p.hidden * element);
   s.row_weights = carver.take<float>(capacity);
-  s.weight_grad_parts = carver.take<float>(capacity * engine.weight_grad_parts(p));
+  s.score_parts = carver.take<float>(capacity * engine.score_tiles(p));
   s.experts = carver.take<ExpertRecord>(p.experts);
   s.counters = carver.take<unsigned>(kCounterBytes / 4);
   s.bytes = carver.used();
@@ -262,12 +265,12 @@ Steps backward_steps(const PassContext& pass, const BackwardArgs& args,
                                       args.dweights});
   const RowProduct& hidden_grad = steps.add("dH", hidden_grad_product(c));
   add_bias_grads(c, steps);
-  if (!input_first) add_weight_grad_sum(c, steps);
+  if (!input_first) add_score_grad(c, steps);
   if (input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
   add_down_grad(c, steps);
   if (early > 0) add_token_sum(c, {0, early}, steps);
   add_up_grads(c, steps);
-  if (input_first) add_weight_grad_sum(c, steps);
+  if (input_first) add_score_grad(c, steps);
   if (args.dx.data == nullptr) return steps;
   if (!input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
   add_token_sum(c, {early, p.tokens - early}, steps);

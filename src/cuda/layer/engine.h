@@ -28,6 +28,7 @@ struct Capabilities {
 /// Devices, dtypes and sizes that an engine serves. The layer refuses all others before any launch.
 struct Service {
   Capabilities capabilities;
+  const char* devices;  ///< examples, for messages: "H100, H200"
   checks::DTypes dtypes;
   std::int64_t multiple;  ///< d and n are multiples of it
 };
@@ -47,22 +48,25 @@ struct BackwardOrder {
 struct Engine {
   const char* name;
   Service service;
-  /// Columns of A in one partial dot product of ActivateGrad.
-  std::int64_t weight_grad_columns;
+  /// Columns of A in one partial dot product of ActivateGrad, from which dS is summed.
+  std::int64_t score_columns;
 
   /// Creates the engine's state for one device (driver functions, kernel attributes); the device
   /// handle owns it.
   std::shared_ptr<void> (*open)(int ordinal);
   BackwardOrder (*backward_order)(const Problem& problem, const BackwardArgs& args);
+  /// multiply_rows and multiply_depth launch one product. When one throws, the earlier steps of the
+  /// pass have been launched. So every engine serves the epilogues of the passes (StoreOutput,
+  /// Activate, ActivateGrad); for another one that it lacks it throws Error(kUnsupported) with the
+  /// epilogue's name.
   void (*multiply_rows)(const Device& device, const RowProduct& product, cudaStream_t stream);
   void (*multiply_depth)(const Device& device, const DepthProduct& product, cudaStream_t stream);
-  /// The tile of each product as text, for a layer with split gate and up.
+  /// The tile of each product as text, for a layer with split gate and up (`sonicmoe plan`).
   std::vector<TileChoice> (*describe)(const Problem& problem);
 
   /// Number of partial dot products of a row in ActivateGrad.
-  std::int32_t weight_grad_parts(const Problem& problem) const {
-    return static_cast<std::int32_t>((problem.width + weight_grad_columns - 1) /
-                                     weight_grad_columns);
+  std::int32_t score_tiles(const Problem& problem) const {
+    return static_cast<std::int32_t>((problem.width + score_columns - 1) / score_columns);
   }
 };
 

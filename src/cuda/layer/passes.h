@@ -23,13 +23,13 @@ ForwardScratch forward_scratch(const Problem& problem, Pass pass, void* base);
 
 /// Arrays in the scratch of backward.
 struct BackwardScratch {
-  void* dh;                  ///< h_rows()
-  void* a;                   ///< (C, n) A'
-  void* dx;                  ///< (C, d) dX~
-  float* row_weights;        ///< (C)
-  float* weight_grad_parts;  ///< (C, Engine::weight_grad_parts())
-  ExpertRecord* experts;     ///< (E), longest first
-  unsigned* counters;        ///< kCounterBytes
+  void* dh;               ///< h_rows()
+  void* a;                ///< (C, n) A'
+  void* dx;               ///< (C, d) dX~
+  float* row_weights;     ///< (C)
+  float* score_parts;     ///< (C, Engine::score_tiles())
+  ExpertRecord* experts;  ///< (E), longest first
+  unsigned* counters;     ///< kCounterBytes
   std::int64_t bytes;
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);

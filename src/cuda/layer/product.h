@@ -1,8 +1,10 @@
 // Grouped GEMMs described without tiles, kernels or architectures. A pass builds products
 // (forward.cc, backward.cc); an engine turns each into a launch (engine.h).
 //
-// Letters: C grouped rows (an upper bound that the host knows), E experts. Tensors are device
-// memory; only shapes, strides and addresses are read on the host.
+// Letters: C, the row capacity (the host knows it, not the number of routed rows), E experts, G 2
+// with a gate, else 1.
+// "Row p" is a row in expert order. Tensors are device memory; the host reads only shapes, strides
+// and addresses.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +26,7 @@ struct RowGroups {
 
 /// Gathered rows: row p of the product is row index[p] of `rows`, or row p where index is null.
 struct RowOperand {
-  Tensor rows;  ///< (T, width), (C, width) or (C, parts, width)
+  Tensor rows;  ///< (T, width), (C, width) or (C, G, width)
   const std::int32_t* index;
 };
 
@@ -73,8 +75,8 @@ struct ActivateGrad {
   Tensor dh;                 ///< layout of h
   Tensor a;                  ///< (C, n) A'
   const float* row_weight;   ///< (C)
-  float* weight_grad_parts;  ///< (C, parts): one partial dot product for each tile of columns
-  std::int32_t parts;        ///< Engine::weight_grad_parts()
+  float* score_parts;        ///< (C, score_tiles): one partial dot product for each tile of columns
+  std::int32_t score_tiles;  ///< Engine::score_tiles()
   Activation activation;
   GateLayout layout;
 };
@@ -126,7 +128,7 @@ struct DepthProduct {
   DType dtype;
   RowGroups groups;
   RowOperand left;  ///< its width is M
-  Tensor right;     ///< (C, N), or (C, parts, N) of which `right_part` is multiplied
+  Tensor right;     ///< (C, N), or (C, G, N) of which part `right_part` is multiplied
   std::int32_t right_part;
   Tensor out[2];  ///< (E, M, N) in the dtype or fp32, one of M and N contiguous; absent: none
   GradParts parts;

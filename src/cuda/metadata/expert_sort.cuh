@@ -303,8 +303,8 @@ __device__ inline void write_span(const SortParams& p, const SortShared& s, cons
   }
 }
 
-/// Writes experts and records of experts whose rows lie one behind the other. Thread e brings the
-/// rows of expert e; returns its first row.
+/// Writes experts and records of experts whose rows follow each other without gaps. Thread e passes
+/// the number of rows of expert e and receives the expert's first row.
 __device__ inline int write_rows(const Metadata& out, int experts, int rows,
                                  const ExpertArrays& all) {
   int sums[2] = {rows, records_of(rows)};

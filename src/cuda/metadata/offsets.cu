@@ -22,7 +22,8 @@ struct OffsetArgs {
   std::int32_t experts;
 };
 
-/// Offsets to ranges and row blocks, indices to what the producers take. Values are clamped.
+/// From offsets to row ranges and tile records, and a contiguous copy of the row indices. Clamps
+/// the values of both.
 __global__ void __launch_bounds__(kMetadataThreads)
     offset_lists_kernel(OffsetArgs g, Counters counters, OffsetLists lists) {
   take_ranges(lists.groups, g.experts, counters, [&](int e) {

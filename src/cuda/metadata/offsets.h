@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 /// The operands' device values: rows offsets[e] to offsets[e + 1] belong to expert e.
 struct OffsetGroups {
   Tensor offsets;            ///< (E + 1) i64
-  Tensor gather;             ///< (R) i32 row of `a` by grouped row, or absent
+  Tensor gather;             ///< (R) i32 row of `a` for each row of the product, or absent
   std::int64_t rows;         ///< R
   std::int64_t experts;      ///< E
   std::int64_t source_rows;  ///< rows of `a`
@@ -19,7 +19,7 @@ struct OffsetGroups {
 
 /// What the lists take, in the scratch of the call.
 struct OffsetLists {
-  Metadata groups;      ///< row blocks and ranges; nothing by token
+  Metadata groups;      ///< tile records and row ranges; nothing by token
   std::int32_t* index;  ///< (R) `gather`, clamped
   unsigned* counters;   ///< zero after build_offset_lists
   std::int64_t bytes;

@@ -73,9 +73,8 @@ struct PairKey {
   __device__ int token() const { return static_cast<int>(bits); }
 };
 
-/// Notes where experts begin and end among this warp's slots, if the warp's slots are sorted. The
-/// ranges hold if all warps' are. Returns whether this warp's are, its last and the next one
-/// included.
+/// Returns whether this warp's slots, and its last slot with the next one, are sorted. If so, notes
+/// where experts begin and end among them. The ranges are valid only if all warps return true.
 __device__ inline bool mark_ranges(const PairParams& p, std::int64_t slot, const PairKey& key) {
   const int lane = threadIdx.x % 32;
   std::uint64_t next = __shfl_down_sync(~0u, key.bits, 1);

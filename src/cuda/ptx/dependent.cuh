@@ -6,10 +6,11 @@
 //  1. When the wait in W returns, P has completed and its writes are visible to W. W may load them
 //     in any way, by ld.global.nc too: no earlier load of W has cached them.
 //  2. S starts when every CTA of W has called launch_next_kernel() or has exited. If these calls
-//     come after W's wait, P has completed before S starts, and completion of a task synchronizes
-//     with the start of later tasks of its stream; the attribute gives this up for the kernel that
-//     S overlaps, W, and for no other. So S may load P's results without a wait, by ld.global; the
-//     memory model does not cover ld.global.nc. If W does not wait first, S may load what W may.
+//     come after W's wait, S may load P's results without a wait, by ld.global. It may not by
+//     ld.global.nc, which the memory model does not cover. Why: P has completed before S starts,
+//     and the completion of a task synchronizes with the start of later tasks of its stream; the
+//     attribute gives this up only for W, the kernel that S overlaps. If these calls come before
+//     W's wait, S may load without a wait only what W may.
 //  3. launch_next_kernel() releases nothing. S may load W's results only after its own wait, or
 //     after it has acquired a word that W has released (acquire_word(), release_one()).
 //  4. Every kernel waits in at least one CTA before it ends, so that whoever waits for a kernel

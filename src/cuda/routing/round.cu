@@ -46,7 +46,8 @@ std::size_t rank_shared(const RouteParams& p) {
   return TileSmem<R, Shape>::kBytes + R::template smem_bytes<Item>(Shape::kThreads, p.n_group);
 }
 
-/// Updates the best p of the experts that the row of this pass did not choose, if the row exists.
+/// Updates the best p of the experts that this pass's row did not choose. `exists`: the row is not
+/// past the last one.
 template <class R, class Shape, class Item>
 __device__ void keep_best(const RouteParams& p, const TileSmem<R, Shape>& tile, const Item* chosen,
                           bool exists, const float (&probability)[R::kValues],
@@ -75,7 +76,8 @@ template <class R>
 constexpr int kRowsAtOnce = 32 / R::kLanes;
 
 /// Ranks a warp's rows from `first` on, which is token `in_block` of the block. Small rows are
-/// loaded one ahead: `next` brings the first rows, and receives those behind the last.
+/// loaded one pass ahead: `next` holds the first rows at the call, and the rows after the last ones
+/// at the return.
 template <class R, class Item, class Shape>
 __device__ void rank_rows(const RouteParams& p, const TileSmem<R, Shape>& tile,
                           TokenSoftmaxes* softmaxes, std::int64_t first, int in_block,

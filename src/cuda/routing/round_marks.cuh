@@ -13,17 +13,18 @@ inline constexpr int kTileTokens = 64;
 inline constexpr int kGroupTokens = 16;
 inline constexpr int kTileGroups = kTileTokens / kGroupTokens;
 
-/// The cut of p, which is at most 1: the upper half of its bits.
+/// The cut of p: the upper 16 of its 32 bits. The first two are 0, because p is at most 1.
 inline constexpr int kCutBits = 14;
 __device__ inline unsigned cut_of(float p) { return key::bits_of(p) >> 16; }
 __device__ inline std::uint32_t two_cuts(float first, float second) {
   return __byte_perm(key::bits_of(first), key::bits_of(second), 0x7632);
 }
-/// The cut inverted: the larger, the smaller p is; never 0.
+/// The inverted cut: larger for smaller p, and never 0.
 __device__ inline unsigned inverted_cut_of(float p) { return cut_of(p) ^ ((1u << kCutBits) - 1); }
 
-/// A tile of one expert's tokens. The cuts of a group bound the p of its tokens, so that a search
-/// looks only into groups that can have what it wants. 0: the group has no such token, or p is 0.
+/// Marks of kTileTokens tokens for one expert. `best` and `worst` have an entry for each group of
+/// kGroupTokens: a bound of the p of its tokens, so that a search reads only the groups that can
+/// have what it looks for. 0: the group has no such token, or p is 0.
 struct TileMarks {
   std::uint64_t chosen;              ///< a bit for each token
   std::uint16_t best[kTileGroups];   ///< the largest cut of the tokens that did not choose

@@ -46,7 +46,8 @@ ClearArgs clear_args(const Tensor& t) {
   return a;
 }
 
-/// Writes expert blockIdx.x behind all experts that have more rows. Called by one block an expert.
+/// Sorts the experts by falling number of rows: writes expert blockIdx.x to its place. One block
+/// for each expert calls it.
 __device__ void rank_expert(const Metadata& m, ExpertRecord* out) {
   const auto experts = static_cast<int>(gridDim.x);
   const auto expert = static_cast<int>(blockIdx.x);

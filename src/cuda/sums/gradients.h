@@ -1,4 +1,5 @@
-// The gradients that are no products: routing weights, biases, and zeros where nothing was routed.
+// The gradients that no engine computes: of routing weights and biases, and zeros where nothing was
+// routed.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,16 +24,16 @@ void make_row_lists(const Device& device, const Problem& problem, const Metadata
                     const Tensor& weights, const RowLists& lists, const Tensor& dweights,
                     cudaStream_t stream);
 
-/// dweights[slot] = sum of a row's score parts in order (+ <dO[token], b2>). Empty slots are not
-/// written.
+/// dS: dweights[slot] = sum of a row's partial dot products in order (+ <dO[token], b2>). Empty
+/// slots are not written.
 struct ScoreGrad {
   const float* parts;  ///< (C, tiles)
   std::int32_t tiles;
   Tensor dout;    ///< (T, d)
   Tensor b_down;  ///< (E, d) or absent
   Tensor out;     ///< dweights
-  /// Runs beside the kernel before, an independent weight gradient that lets this one start only
-  /// after it has waited for the kernel that writes `parts`.
+  /// Runs beside an independent weight gradient, as sum_rows_beside() does and under its condition;
+  /// here the kernel that writes `parts` must be complete.
   bool beside;
 };
 void finish_scores(const Device& device, const Problem& problem, const Metadata& metadata,

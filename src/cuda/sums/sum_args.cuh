@@ -18,8 +18,8 @@ struct SumArgs {
   const std::int32_t* position_row;
   const std::int32_t* position_slot;
   const std::int32_t* token_offsets;
-  SlotView weights;   // without data: 1
-  std::int32_t half;  // elements are fp16, else bf16
+  SlotView weights;      // without data: 1
+  std::int32_t is_fp16;  // 1: elements are fp16; 0: bf16
 };
 
 template <class Element>
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
 }
 
 __device__ __forceinline__ uint4 rounded(const SumArgs& a, const float (&sum)[8]) {
-  return a.half != 0 ? rounded<__half>(sum) : rounded<__nv_bfloat16>(sum);
+  return a.is_fp16 != 0 ? rounded<__half>(sum) : rounded<__nv_bfloat16>(sum);
 }
 
 }  // namespace sonicmoe::cuda

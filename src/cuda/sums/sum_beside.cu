@@ -1,8 +1,8 @@
-// The sum of dX that runs beside a weight gradient, which leaves a multiprocessor room for one
-// block of 128 threads with 32 registers and no shared memory. So few threads must keep many bytes
-// in flight: a warp sums 2 KB of a token's rows, and a thread loads 8 bytes of eight rows before it
-// adds the first. Blocks are small and many: as the CTAs of the weight gradient exit, more blocks
-// run on each multiprocessor.
+// The sum of dX that runs beside a weight gradient. Next to a CTA of that, a multiprocessor has
+// room for one block of 128 threads with 32 registers and no shared memory. Few threads must
+// therefore keep many bytes in flight: a warp sums 2 KB of a token's rows, and a thread loads 8
+// bytes of each of eight rows before it adds the first. Blocks are small and many, so that more of
+// them run on a multiprocessor when the weight gradient's CTAs exit.
 //
 // The kernel reads its rows without a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has
 // waited for them before it lets this kernel start. So no load here may be ld.global.nc.

@@ -225,7 +225,7 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
       ring.full(stage).wait(parity);
       __syncwarp();
       header = ptx::load_word(ring.info(stage) + SumRing::kHeader);
-      if (s.half != 0) {
+      if (s.is_fp16 != 0) {
         SumRing::add<__half>(sum, a, ring, stage, chunks, header);
       } else {
         SumRing::add<__nv_bfloat16>(sum, a, ring, stage, chunks, header);

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
         weight[i] =
             row[i] >= 0 && weights != nullptr ? __ldg(weights + slot[i] * a.weights.column) : 1.0f;
       }
-      if (a.half != 0) {
+      if (a.is_fp16 != 0) {
         accumulate_rows<__half>(sum, value, row, weight);
       } else {
         accumulate_rows<__nv_bfloat16>(sum, value, row, weight);
@@ -93,7 +93,7 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
   args.position_slot = metadata.position_slot;
   args.token_offsets = metadata.token_offsets;
   args.weights = slot_view(weights);
-  args.half = problem.dtype == DType::kF16 ? 1 : 0;
+  args.is_fp16 = problem.dtype == DType::kF16 ? 1 : 0;
   const char* what = "launching the sum over a token's rows";
   if (has_sm90(device) && problem.tokens * args.chunks > kFewChunks) {
     const RingLaunch ring(args, device.multiprocessors);

@@ -21,8 +21,10 @@ struct TokenRange {
   std::int64_t count;
 };
 
-/// The same for some tokens and without weights, beside an independent weight gradient. The kernel
-/// before must let this one start only after it has waited for the kernel that writes `rows`.
+/// The same for some tokens and without weights, beside an independent weight gradient (Start).
+/// That is the previous kernel, or the one before other kernels that run beside it too. It must let
+/// the next kernel start only after its own wait for the kernel that writes `rows`
+/// (ptx/dependent.cuh, rule 2).
 void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
                      const void* rows, const Tensor& out, const TokenRange& tokens,
                      cudaStream_t stream);

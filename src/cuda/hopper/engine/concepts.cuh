@@ -68,7 +68,7 @@ concept DeferredEpilogue =
       };
     };
 
-/// Behind a tile's k tiles the producer fills kInputTiles more stages by load_input(). run() reads
+/// After a tile's k tiles the producer fills kInputTiles more stages by load_input(). run() reads
 /// them and may store out of them; each stage is released when the next one is worked through, the
 /// last one by release_input() under the next tile's first products.
 template <class E, TileShape kShape>

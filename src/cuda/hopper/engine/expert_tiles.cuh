@@ -40,7 +40,7 @@ struct ExpertTiles {
     if (p.columns_fastest == 0) {
       n = 2 * at.quotient + (at.rest >= p.row_tiles ? 1 : 0);
       m = at.rest >= p.row_tiles ? at.rest - p.row_tiles : at.rest;
-      // A last group of one column tile: behind its row tiles comes the tile of shared rows.
+      // A last group of one column tile: the tile of shared rows follows its row tiles.
       if (n == p.column_tiles) m = p.row_tiles;
     }
     CtaTile tile{};

@@ -1,5 +1,5 @@
-// Tile scheduler over grouped rows: M varies by expert, K is fixed. The tiles come from the list of
-// records, 128 rows of an expert each, that the metadata kernels write.
+// Tile scheduler over rows in expert order: M varies by expert, K is fixed. The tiles come from the
+// tile records that the metadata kernels write, up to 128 rows of an expert each.
 //
 // A CTA tile is one record by one tile of columns; CTA tiles are numbered with records slowest, and
 // tile t of a cluster of two is CTA tiles 2t and 2t + 1. Records 2i and 2i + 1 of an expert are a

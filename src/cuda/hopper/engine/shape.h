@@ -21,7 +21,7 @@ enum class BSource : int {
   kWeights = 0,        ///< one tensor of expert matrices
   kWeightHalves = 1,   ///< columns [0, n/2) of a tile from the gate, the others from up
   kWeightsAlongK = 2,  ///< K runs through one tensor, then through a second one if there is one
-  kRows = 3,           ///< grouped rows, whose number is K; MN-major
+  kRows = 3,           ///< rows in expert order, whose number is K; MN-major
 };
 
 inline constexpr int kDepth = 64;  // K elements of a stage: one 128-byte swizzled row
@@ -58,7 +58,8 @@ constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
-/// What a consumer warpgroup saves of a tile until its epilogue is finished (Staging::save).
+/// What a consumer warpgroup saves of a tile until its epilogue is finished (Staging::save_expert,
+/// save_origin).
 inline constexpr int kSavedTileBytes = 16;
 
 /// Entries of the tile index queue (tile_queue.cuh): two mbarriers and a 4-byte index each.

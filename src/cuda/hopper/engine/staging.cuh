@@ -17,12 +17,12 @@ struct Rows {
   int blocks;  ///< 64-row blocks with at least one valid row
 };
 
-/// Where a warpgroup's part of a tile goes, as its store map counts.
+/// Where a warpgroup's part of a tile is stored, in the coordinates of its store map.
 ///
-///   |        | grouped rows (RaggedMap)                 | one matrix an expert |
-///   | column | first column                             | first column         |
-///   | row    | first row - rows of the expert: negative | first row            |
-///   | base   | one past the expert's last row           | expert               |
+///   |        | rows in expert order (RaggedMap)     | one matrix an expert |
+///   | column | first column                         | first column         |
+///   | row    | first row - base, which is negative  | first row            |
+///   | base   | one past the expert's last row       | expert               |
 struct TileOrigin {
   int column;
   int row;

@@ -14,9 +14,10 @@ inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative};
 /// One CTA's part of its cluster's tile.
 struct CtaTile {
   int expert;
-  int row;         ///< first grouped row of the CTA; of the expert where rows are K
-  int valid_rows;  ///< output rows from the CTA's first one to the end; not positive: none, the
-                   ///< CTA only passes the stages on
+  int row;         ///< the CTA's first row in expert order; the expert's first row where rows are K
+  int valid_rows;  ///< output rows from the CTA's first one to the end of the expert (of M where
+                   ///< rows are K); may exceed the tile. Not positive: the CTA has no rows and only
+                   ///< passes the stages on
   int column;      ///< first output column
   int output_row;  ///< where rows are K: first output row of the CTA
   int depth;       ///< where rows are K: rows of the expert

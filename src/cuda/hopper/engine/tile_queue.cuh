@@ -9,7 +9,7 @@
 //
 //   scheduler   takes index 1 | takes index 2 | takes index 3 | ...
 //   queue       entry 0       | entry 1       | entry 2       | ...   kQueueEntries, then entry 0
-//   readers     tile of the cluster's number  | of entry 0    | of entry 1 | ...
+//   readers     tile = index of the cluster   | tile of entry 0 | tile of entry 1 | ...
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
@@ -20,7 +20,8 @@
 namespace sonicmoe::cuda {
 
 /// Tiles that the scheduler is ahead of the readers, which bounds how far clusters drift apart.
-/// kQueueEntries must cover it, and a ping-pong warpgroup that is two tiles behind the producer.
+/// kQueueEntries must cover it, and the two tiles by which a ping-pong warpgroup may lag the
+/// producer.
 inline constexpr int kPrefetchDistance = 2;
 
 /// The thread that runs the dynamic scheduler.
@@ -108,7 +109,7 @@ __device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
 ///
 ///   | producers look the next tile up | sent before tile 0 | sent in the cluster's tile t |
 ///   | while they copy this one        | index 1            | index t + 2                  |
-///   | behind this one (RingEpilogue)  | nothing            | index t + 1                  |
+///   | after this one (RingEpilogue)   | nothing            | index t + 1                  |
 template <class Scheduler, TileShape kShape>
 class InlineScheduler {
  public:

@@ -1,7 +1,7 @@
 // Epilogue of dH. The accumulator is dA' = dO W2 and is never rounded. From H and the row's score
 // s: dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)).
 //
-// H comes through the operand pipeline: behind a tile's k tiles the producer fills one stage for
+// H comes through the operand pipeline: after a tile's k tiles the producer fills one stage for
 // each 64 columns of A. A stage in use:
 //
 //   where B was, gate or first part   H  -> dH
@@ -38,7 +38,7 @@ struct ActGrad {
   static constexpr int kInputTiles = 256 / kGradColumns;
 
   /// By the producer: loads input stage i, of all rows of the CTA. Without rows, or past the width,
-  /// the stage goes round without a load: all CTAs count the same stages.
+  /// it completes the stage without a load, because all CTAs count the same stages.
   template <TileShape kShape>
   static __device__ __forceinline__ void load_input(const Params& p, const CtaTile& tile, int i,
                                                     std::uint32_t target, ptx::Mbarrier full) {

@@ -7,8 +7,8 @@
 
 namespace sonicmoe::cuda {
 
-/// One warpgroup's 64 rows of a tile of 256 columns. Only the elected thread needs to know where
-/// the tile goes; that is kept in shared memory.
+/// One warpgroup's 64 rows of a tile of 256 columns. The tile's origin, which
+/// only the elected thread reads, is kept in shared memory.
 struct DeferredTile {
   Fragment block[4];  ///< 64 columns each
 

@@ -1,4 +1,4 @@
-// Stores of grouped rows that end where an expert ends.
+// Stores of rows in expert order that end where an expert ends.
 #pragma once
 
 #include "cuda/hopper/engine/staging.cuh"

@@ -2,8 +2,8 @@
 and one for the products without any, and the list of all kernels.
 
 usage: generate.py OUTPUT_DIRECTORY
-Prints the files, one a line, for CMake. Files that would not change are left alone. Reading the
-engine takes nvcc longer than compiling a kernel: hence many kernels a file.
+Prints the files, one a line, for CMake. Files that would not change are left alone. nvcc takes
+longer to read the engine's headers than to compile a kernel, so a file has many kernels.
 """
 
 import itertools
@@ -17,7 +17,9 @@ TYPES = (("__nv_bfloat16", "DType::kBF16"), ("__half", "DType::kF16"))
 MAJORS = ("Major::kK", "Major::kMN")
 COOPERATIVE = "Coop128x256"
 
-# (role, kernel, tiles, orders of B). Paired weights of the up projection are always MN-major.
+# (role, kernel, tiles, orders of B): Role::kROLE and the template KERNELKernel of roles.cuh. A row
+# is one kernel for each tile, type, order and activation. Paired weights of the up projection are
+# always MN-major.
 GATED_ROLES = (
     ("Up", "Up", (COOPERATIVE,), MAJORS),
     ("UpPaired", "UpPaired", (COOPERATIVE,), MAJORS[1:]),

@@ -45,7 +45,7 @@ struct GatherRows {
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
     // The next tile is looked up while this one is copied, because the stages in flight do not
     // cover the latency of the look-up. A ring epilogue's tile begins with no full stage to spare:
-    // there the look-up comes behind the input stages, under the epilogue. Each lane looks up one
+    // there the look-up follows the input stages, under the epilogue. Each lane looks up one
     // row and shares it with its warp by shuffles.
     int next_row = kNoRow;
     int next_expert = 0;
@@ -119,7 +119,7 @@ struct GatherRows {
  private:
   static constexpr int kNoRow = -1;
 
-  /// Fills the epilogue's input stages, behind the tile's k tiles. `full` expects an arrival of
+  /// Fills the epilogue's input stages, after the tile's k tiles. `full` expects an arrival of
   /// every copying thread in each phase, so all of them arrive.
   template <class Gemm>
   static __device__ __forceinline__ void load_epilogue_input(
