@@ -247,7 +247,8 @@ std::string World::changes() const {
 std::string World::description() const {
   std::string text = "spoilt: " + changes() + "\n";
   const auto three = [](const std::int64_t* v) {
-    return "(" + std::to_string(v[0]) + ", " + std::to_string(v[1]) + ", " + std::to_string(v[2]) +
+    std::string list("(");  // GCC 12 warns of `"(" + std::to_string(...)` by mistake
+    return list + std::to_string(v[0]) + ", " + std::to_string(v[1]) + ", " + std::to_string(v[2]) +
            ")";
   };
   for (const Arg& arg : args_) {
