@@ -454,7 +454,9 @@ int main(void) {
   expect(strcmp(smoe_version(), "0.1.0") == 0, "smoe_version");
   expect(smoe_activation_is_gated(SMOE_REGLU) == 1, "reglu is gated");
   expect(smoe_activation_is_gated(SMOE_SILU) == 0, "silu is not gated");
-  expect(smoe_activation_is_gated(SMOE_RELU2 + 1) == -1, "an unknown activation");
+  expect(smoe_activation_is_gated(SMOE_RELU2) == 0, "relu2 is not gated");
+  expect(smoe_activation_is_gated(SMOE_SWIGLU_CLAMPED) == 1, "swiglu_clamped is gated");
+  expect(smoe_activation_is_gated(SMOE_SWIGLU_CLAMPED + 1) == -1, "an unknown activation");
   test_forward_and_backward();
   test_refusals();
   test_struct_sizes();

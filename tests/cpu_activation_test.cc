@@ -28,6 +28,36 @@ std::vector<float> activate(const Kernels& k, ActivationKind kind, const std::ve
   return out;
 }
 
+/// act(gate, up) and its partial derivatives, one gate with at most kCols ups.
+struct Gated {
+  std::vector<float> value, by_gate, by_up;
+};
+
+Gated gated(const Kernels& k, const Activation& act, float gate, const std::vector<float>& ups) {
+  const auto count = static_cast<std::int64_t>(ups.size());
+  const std::vector<float> gates(ups.size(), gate), ones(ups.size(), 1.0f);
+  Gated out{ones, ones, ones};
+  ForwardTile f{};
+  f.activation = act;
+  f.gate = {gates.data(), kCols, 1, count};
+  f.up = {ups.data(), kCols, 1, count};
+  f.a = out.value.data();
+  f.a_stride = kCols;
+  k.forward_tile(f);
+  const double score = 1.0;
+  BackwardTile b{};
+  b.activation = act;
+  b.da = {ones.data(), kCols, 1, count};
+  b.h_gate = gates.data();
+  b.h_up = ups.data();
+  b.h_stride = b.dh_stride = kCols;
+  b.scores = &score;
+  b.dh_gate = out.by_gate.data();
+  b.dh_up = out.by_up.data();
+  k.backward_tile(b);
+  return out;
+}
+
 std::vector<float> dense(float low, float high, std::size_t count) {
   std::vector<float> x(count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -79,6 +109,34 @@ TEST_P(CpuActivation, ExtremesAndNanBehave) {
     EXPECT_EQ(y[4], 200.0f) << activation_name(kind);
     EXPECT_EQ(y[2], 0.0f) << activation_name(kind);
     EXPECT_EQ(y[5], 0.0f) << activation_name(kind);
+  }
+}
+
+// Gates and ups below, at and beyond every clamp, where a value that is off by one ulp shows.
+TEST_P(CpuActivation, ClampsPassTheirGradientAtEqualityAndNanIsKept) {
+  const Kernels& k = kernels(DType::kF32, GetParam());
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const Activation act : {Activation{ActivationKind::kSwiGLUOai, 0.0, 2.0},
+                               Activation{ActivationKind::kSwiGLUClamped, 0.0, 2.0},
+                               Activation{ActivationKind::kSwiGLUClamped, 0.0, 0.0}}) {
+    const auto limit = static_cast<float>(with_defaults(act).limit);
+    const float beyond = std::nextafter(limit, 2 * limit);
+    for (const float gate : {-1e30f, -beyond, -limit, 0.5f, limit, beyond, 1e30f, nan}) {
+      const std::vector<float> ups = {-1e30f, -beyond, -limit, 0.5f, limit, beyond, 1e30f, nan};
+      const Gated got = gated(k, act, gate, ups);
+      for (std::size_t i = 0; i < ups.size(); ++i) {
+        const std::string at = std::string(activation_name(act.kind)) + " at " +
+                               std::to_string(gate) + ", " + std::to_string(ups[i]);
+        if (std::isnan(gate) || std::isnan(ups[i])) {
+          EXPECT_TRUE(std::isnan(got.value[i])) << at;
+          continue;
+        }
+        const auto exact = oracle::activate<double>(act, gate, ups[i]);
+        EXPECT_NEAR(got.value[i], exact.value, 1e-6 * std::abs(exact.value)) << at;
+        EXPECT_NEAR(got.by_gate[i], exact.by_gate, 2e-6 * std::abs(exact.by_gate)) << at;
+        EXPECT_NEAR(got.by_up[i], exact.by_up, 1e-6 * std::abs(exact.by_up)) << at;
+      }
+    }
   }
 }
 

@@ -29,11 +29,17 @@ TEST(ActivationTraits, BelongToTheirKind) {
     bool gated;
   };
   const Row rows[] = {
-      {ActivationKind::kSwiGLU, "swiglu", true}, {ActivationKind::kSwiGLUOai, "swiglu_oai", true},
-      {ActivationKind::kGeGLU, "geglu", true},   {ActivationKind::kGeGLUTanh, "geglu_tanh", true},
-      {ActivationKind::kReGLU, "reglu", true},   {ActivationKind::kSiLU, "silu", false},
-      {ActivationKind::kGELU, "gelu", false},    {ActivationKind::kGELUTanh, "gelu_tanh", false},
-      {ActivationKind::kReLU, "relu", false},    {ActivationKind::kReLU2, "relu2", false},
+      {ActivationKind::kSwiGLU, "swiglu", true},
+      {ActivationKind::kSwiGLUOai, "swiglu_oai", true},
+      {ActivationKind::kGeGLU, "geglu", true},
+      {ActivationKind::kGeGLUTanh, "geglu_tanh", true},
+      {ActivationKind::kReGLU, "reglu", true},
+      {ActivationKind::kSiLU, "silu", false},
+      {ActivationKind::kGELU, "gelu", false},
+      {ActivationKind::kGELUTanh, "gelu_tanh", false},
+      {ActivationKind::kReLU, "relu", false},
+      {ActivationKind::kReLU2, "relu2", false},
+      {ActivationKind::kSwiGLUClamped, "swiglu_clamped", true},
   };
   ASSERT_EQ(std::size(rows), static_cast<std::size_t>(kActivationCount));
   for (const Row& row : rows) {
@@ -47,6 +53,9 @@ TEST(ActivationTraits, GiveDefaultsOnlyForWhatAKindHas) {
   const Activation oai = with_defaults({ActivationKind::kSwiGLUOai, 0.0, 3.0});
   EXPECT_EQ(oai.alpha, 1.702);
   EXPECT_EQ(oai.limit, 3.0);
+  const Activation clamped = with_defaults({ActivationKind::kSwiGLUClamped});
+  EXPECT_EQ(clamped.alpha, 0.0);
+  EXPECT_EQ(clamped.limit, 10.0);
   const Activation silu = with_defaults({ActivationKind::kSiLU});
   EXPECT_EQ(silu.alpha, 0.0);
   EXPECT_EQ(silu.limit, 0.0);
@@ -60,7 +69,7 @@ TEST(Names, UnknownIsRefusedByName) {
     EXPECT_EQ(e.status(), Status::kInvalidArgument);
     EXPECT_STREQ(e.what(),
                  "activation is \"swish\", must be one of: swiglu, swiglu_oai, geglu, geglu_tanh, "
-                 "reglu, silu, gelu, gelu_tanh, relu, relu2");
+                 "reglu, silu, gelu, gelu_tanh, relu, relu2, swiglu_clamped");
   }
 }
 

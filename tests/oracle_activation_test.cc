@@ -9,10 +9,12 @@ Activated<double> at(ActivationKind kind, double gate, double up) {
   return activate({kind, 0.0, 0.0}, gate, up);
 }
 
-// Derivatives against extended-precision central differences, away from kinks.
+// Derivatives against extended-precision central differences, away from kinks and on both sides of
+// every clamp.
 TEST(OracleActivation, DerivativesAreSlopes) {
   for (std::int32_t index = 0; index < kActivationCount; ++index) {
-    const Activation act{static_cast<ActivationKind>(index), 0.0, 0.0};
+    const auto kind = static_cast<ActivationKind>(index);
+    const Activation act{kind, 0.0, activation_traits(kind).limit != 0.0 ? 7.0 : 0.0};
     const auto value = [&](long double g, long double u) { return activate(act, g, u).value; };
     for (double g = -9.05; g < 9.1; g += 0.7) {
       for (double u = -9.15; u < 9.2; u += 1.1) {
@@ -40,6 +42,7 @@ TEST(OracleActivation, KnownValues) {
   EXPECT_EQ(at(ActivationKind::kReGLU, 3.0, -2.0).value, -6.0);
   EXPECT_NEAR(at(ActivationKind::kSwiGLUOai, 8.0, -9.0).value,
               7.0 / (1.0 + std::exp(-11.914)) * -6.0, 1e-13);
+  EXPECT_NEAR(at(ActivationKind::kSwiGLUClamped, 12.0, -11.0).value, -99.99546021312978, 1e-12);
 }
 
 TEST(OracleActivation, KinksAsTorch) {
@@ -49,19 +52,23 @@ TEST(OracleActivation, KinksAsTorch) {
   }
   EXPECT_EQ(at(ActivationKind::kReGLU, 0.0, 3.0).by_gate, 0.0);
   // A clamp passes its gradient at equality and nothing beyond.
-  const auto oai = [](double g, double u) { return at(ActivationKind::kSwiGLUOai, g, u); };
-  EXPECT_NE(oai(7.0, 1.0).by_gate, 0.0);
-  EXPECT_EQ(oai(7.0 + 1e-9, 1.0).by_gate, 0.0);
-  EXPECT_NE(oai(-20.0, 1.0).by_gate, 0.0) << "the gate is not clamped below";
-  for (const double sign : {-1.0, 1.0}) {
-    EXPECT_NE(oai(1.0, sign * 7.0).by_up, 0.0);
-    EXPECT_EQ(oai(1.0, sign * (7.0 + 1e-9)).by_up, 0.0);
+  for (const ActivationKind kind : {ActivationKind::kSwiGLUOai, ActivationKind::kSwiGLUClamped}) {
+    const double limit = activation_traits(kind).limit;
+    EXPECT_NE(at(kind, limit, 1.0).by_gate, 0.0) << activation_name(kind);
+    EXPECT_EQ(at(kind, limit + 1e-9, 1.0).by_gate, 0.0) << activation_name(kind);
+    EXPECT_NE(at(kind, -20.0, 1.0).by_gate, 0.0) << "the gate is not clamped below";
+    for (const double sign : {-1.0, 1.0}) {
+      EXPECT_NE(at(kind, 1.0, sign * limit).by_up, 0.0) << activation_name(kind);
+      EXPECT_EQ(at(kind, 1.0, sign * (limit + 1e-9)).by_up, 0.0) << activation_name(kind);
+    }
   }
 }
 
 TEST(OracleActivation, AlphaAndLimitAreParameters) {
   const Activation act{ActivationKind::kSwiGLUOai, 2.0, 3.0};
   EXPECT_NEAR(activate(act, 5.0, -4.0).value, 3.0 / (1.0 + std::exp(-6.0)) * -2.0, 1e-14);
+  const Activation clamped{ActivationKind::kSwiGLUClamped, 0.0, 3.0};
+  EXPECT_NEAR(activate(clamped, 5.0, -4.0).value, 3.0 / (1.0 + std::exp(-3.0)) * -3.0, 1e-14);
 }
 
 }  // namespace

@@ -45,10 +45,9 @@ Layer random_layer(Variant variant, std::uint64_t seed) {
   p.capacity = layer.slots = 9;
   p.dtype = DType::kF64;
   p.activation.kind = variant.kind;
-  if (variant.kind == ActivationKind::kSwiGLUOai) {
-    p.activation.alpha = 1.3;
-    p.activation.limit = 1.1;  // small enough for both clamps to act
-  }
+  const ActivationTraits traits = activation_traits(variant.kind);
+  if (traits.alpha != 0.0) p.activation.alpha = 1.3;
+  if (traits.limit != 0.0) p.activation.limit = 1.1;  // small enough for both clamps to act
   layer.rows = {{0, 0, 3}, {1, 0, 0}, {3, 0, 8}, {3, 0, 1},
                 {0, 1, 2}, {4, 1, 6}, {0, 3, 7}, {3, 3, 5}};
   std::uniform_real_distribution<double> uniform(0.1, 1.0);

@@ -50,7 +50,8 @@ enum {
   SMOE_GELU = 6,
   SMOE_GELU_TANH = 7,
   SMOE_RELU = 8,
-  SMOE_RELU2 = 9
+  SMOE_RELU2 = 9,
+  SMOE_SWIGLU_CLAMPED = 10
 };
 
 enum { SMOE_CPU_BACKEND = 0, SMOE_CUDA_BACKEND = 1 };
@@ -114,7 +115,7 @@ typedef struct smoe_problem {
   int64_t top_k;    /* ids form only */
   int64_t capacity; /* pairs form only */
   double alpha;     /* swiglu_oai only; 0 = 1.702 */
-  double limit;     /* swiglu_oai only; 0 = 7 */
+  double limit;     /* swiglu_oai, 0 = 7, and swiglu_clamped, 0 = 10 */
 } smoe_problem;
 
 typedef struct smoe_sizes {

@@ -58,18 +58,19 @@ struct Buffer {
 /// input. docs/method.md has the formulas and their derivatives. The values are part of the C ABI:
 /// a new kind gets the next one, whatever its traits.
 enum class ActivationKind : std::int32_t {
-  kSwiGLU = 0,     ///< silu(gate) * up
-  kSwiGLUOai = 1,  ///< g' sigmoid(alpha g') (u' + 1), g' = min(gate, limit), u' = clamp(up)
-  kGeGLU = 2,      ///< gelu(gate) * up, exact erf
-  kGeGLUTanh = 3,  ///< gelu(gate) * up, tanh form
-  kReGLU = 4,      ///< relu(gate) * up
-  kSiLU = 5,       ///< silu(x)
-  kGELU = 6,       ///< gelu(x), exact erf
-  kGELUTanh = 7,   ///< gelu(x), tanh form
-  kReLU = 8,       ///< max(x, 0)
-  kReLU2 = 9,      ///< max(x, 0)^2
+  kSwiGLU = 0,          ///< silu(gate) * up
+  kSwiGLUOai = 1,       ///< g' sigmoid(alpha g') (u' + 1), g' = min(gate, limit), u' = clamp(up)
+  kGeGLU = 2,           ///< gelu(gate) * up, exact erf
+  kGeGLUTanh = 3,       ///< gelu(gate) * up, tanh form
+  kReGLU = 4,           ///< relu(gate) * up
+  kSiLU = 5,            ///< silu(x)
+  kGELU = 6,            ///< gelu(x), exact erf
+  kGELUTanh = 7,        ///< gelu(x), tanh form
+  kReLU = 8,            ///< max(x, 0)
+  kReLU2 = 9,           ///< max(x, 0)^2
+  kSwiGLUClamped = 10,  ///< silu(g') u', g' = min(gate, limit), u' = clamp(up)
 };
-inline constexpr std::int32_t kActivationCount = 10;
+inline constexpr std::int32_t kActivationCount = 11;
 
 /// A kind and its parameters. 0 means the kind's default; anything else is refused for a kind that
 /// does not have the parameter.
@@ -90,16 +91,17 @@ struct ActivationTraits {
 /// The table of kinds, by value. The table is inside the function so that device code may call it.
 constexpr ActivationTraits activation_traits(ActivationKind kind) {
   constexpr ActivationTraits kTable[kActivationCount] = {
-      {"swiglu", true, 0.0, 0.0},        // 0
-      {"swiglu_oai", true, 1.702, 7.0},  // 1
-      {"geglu", true, 0.0, 0.0},         // 2
-      {"geglu_tanh", true, 0.0, 0.0},    // 3
-      {"reglu", true, 0.0, 0.0},         // 4
-      {"silu", false, 0.0, 0.0},         // 5
-      {"gelu", false, 0.0, 0.0},         // 6
-      {"gelu_tanh", false, 0.0, 0.0},    // 7
-      {"relu", false, 0.0, 0.0},         // 8
-      {"relu2", false, 0.0, 0.0},        // 9
+      {"swiglu", true, 0.0, 0.0},           // 0
+      {"swiglu_oai", true, 1.702, 7.0},     // 1
+      {"geglu", true, 0.0, 0.0},            // 2
+      {"geglu_tanh", true, 0.0, 0.0},       // 3
+      {"reglu", true, 0.0, 0.0},            // 4
+      {"silu", false, 0.0, 0.0},            // 5
+      {"gelu", false, 0.0, 0.0},            // 6
+      {"gelu_tanh", false, 0.0, 0.0},       // 7
+      {"relu", false, 0.0, 0.0},            // 8
+      {"relu2", false, 0.0, 0.0},           // 9
+      {"swiglu_clamped", true, 0.0, 10.0},  // 10
   };
   const auto index = static_cast<std::int32_t>(kind);
   return index >= 0 && index < kActivationCount ? kTable[index]

@@ -117,6 +117,22 @@ struct SwigluOai {
   double limit;
 };
 
+struct SwigluClamped {
+  static constexpr std::int64_t kGates = 2;
+  explicit SwigluClamped(const Activation& a) : limit(with_defaults(a).limit) {}
+  template <class V>
+  Activated<V> operator()(V gate, V up) const {
+    const V zero{};
+    const V top = splat_as<V>(limit);
+    const V bottom = -top;
+    const Slope<V> f = Silu::at(gate > top ? top : gate);
+    const V u = up > top ? top : (up < bottom ? bottom : up);
+    return {f.value * u, gate > top ? zero : f.derivative * u,
+            up > top ? zero : (up < bottom ? zero : f.value)};
+  }
+  double limit;
+};
+
 /// Calls body(functor) with the functor of the activation's kind.
 template <class Body>
 inline void with_activation(const Activation& a, Body&& body) {
@@ -141,6 +157,8 @@ inline void with_activation(const Activation& a, Body&& body) {
       return body(Plain<Relu>(a));
     case ActivationKind::kReLU2:
       return body(Plain<Relu2>(a));
+    case ActivationKind::kSwiGLUClamped:
+      return body(SwigluClamped(a));
   }
 }
 

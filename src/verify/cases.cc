@@ -209,6 +209,14 @@ void add_activations(std::vector<Case>& cases) {
     c.problem.activation.limit = 0.8;
     c.bias = true;
     cases.push_back(c);
+    c.name = std::string("activation/swiglu_clamped_limits/") + dtype_name(dtype) + "/random";
+    c.problem.activation = {ActivationKind::kSwiGLUClamped, 0.0, 0.8};
+    cases.push_back(c);
+    // Gates on both sides of the default limit.
+    c.name = std::string("activation/swiglu_clamped_default/") + dtype_name(dtype) + "/random";
+    c.problem.activation.limit = 0.0;
+    c.bias_shift = 9.8;
+    cases.push_back(c);
   }
   // Large biases make H and Y large enough to be rounded.
   for (const DType dtype : {DType::kBF16, DType::kF16}) {

@@ -229,11 +229,16 @@ std::vector<Control> controls_of_formulas() {
          p.activation.kind = ActivationKind::kGeGLUTanh;
        })},
       {"clamps are dropped",
-       {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
+       {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate},
+        {"activation/swiglu_clamped_limits/bf16/random", Fault::kInaccurate},
+        {"activation/swiglu_clamped_default/bf16/random", Fault::kInaccurate}},
        with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.limit = 1e9; })},
       {"alpha is ignored",
        {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
        with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.alpha = 0.0; })},
+      {"the limit is swiglu_oai's",
+       {{"activation/swiglu_clamped_default/bf16/random", Fault::kInaccurate}},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.limit = 7.0; })},
       {"b1 is ignored",
        {{"activation/swiglu_bias/bf16/random", Fault::kInaccurate}},
        with_inputs([](DeviceCopies& copies, Problem&, auto& args) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 #include "sonicmoe/types.h"
 
@@ -81,6 +82,17 @@ Activated<Real> swiglu_oai(const Activation& activation, Real gate, Real up) {
           up_passes * g * s};
 }
 
+/// silu(g') u' with g' = min(gate, limit), u' = clamp(up, -limit, limit).
+template <class Real>
+Activated<Real> swiglu_clamped(const Activation& activation, Real gate, Real up) {
+  const Real limit = static_cast<Real>(activation.limit != 0.0 ? activation.limit : 10.0);
+  const Slope<Real> f = silu(std::min(gate, limit));
+  const Real u = std::clamp(up, -limit, limit);
+  const Real gate_passes = gate <= limit ? Real(1) : Real(0);
+  const Real up_passes = up >= -limit && up <= limit ? Real(1) : Real(0);
+  return {f.value * u, gate_passes * f.derivative * u, up_passes * f.value};
+}
+
 template <class Real>
 Activated<Real> activate(const Activation& activation, Real gate, Real up) {
   const auto gated = [up](Slope<Real> f) {
@@ -108,8 +120,11 @@ Activated<Real> activate(const Activation& activation, Real gate, Real up) {
       return plain(relu(up));
     case ActivationKind::kReLU2:
       return plain(relu2(up));
+    case ActivationKind::kSwiGLUClamped:
+      return swiglu_clamped(activation, gate, up);
   }
-  throw Error(Status::kInvalidArgument, "activation kind is out of range, must be 0 to 9");
+  throw Error(Status::kInvalidArgument, "activation kind is out of range, must be 0 to " +
+                                            std::to_string(kActivationCount - 1));
 }
 
 }  // namespace sonicmoe::oracle

@@ -144,7 +144,7 @@ LayerSpec random_layer(Random& random) {
   LayerSpec s;
   s.form = pick(random, {SMOE_FORM_IDS, SMOE_FORM_PAIRS, SMOE_FORM_GROUPED});
   s.dtype = pick(random, {SMOE_F32, SMOE_BF16, SMOE_F16, SMOE_F64});
-  s.activation = static_cast<std::int32_t>(random.between(SMOE_SWIGLU, SMOE_RELU2));
+  s.activation = static_cast<std::int32_t>(random.between(SMOE_SWIGLU, SMOE_SWIGLU_CLAMPED));
   s.grad_mode = pick(random, {SMOE_GRAD_WRITE, SMOE_GRAD_ACCUMULATE});
   s.threads = static_cast<std::int32_t>(random.between(1, 5));
   s.tokens = random.between(0, 300);
@@ -203,7 +203,7 @@ struct Layer {
     fill_normal(t, scale, random);
     return t;
   }
-  bool gated() const { return spec.activation < SMOE_SILU; }
+  bool gated() const { return smoe_activation_is_gated(spec.activation) == 1; }
 
   std::vector<std::int64_t> weights_shape() const {
     if (spec.form == SMOE_FORM_IDS) return {spec.tokens, spec.top_k};

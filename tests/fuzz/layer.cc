@@ -39,7 +39,8 @@ struct LayerCall {
     problem.experts = r.in(1, 5);
     if (problem.form == SMOE_FORM_IDS) problem.top_k = r.in(1, 3);
     if (problem.form == SMOE_FORM_PAIRS) problem.capacity = r.in(0, 12);
-    if (problem.activation == SMOE_SWIGLU_OAI && r.percent(50)) problem.limit = 0.5;
+    const auto kind = static_cast<ActivationKind>(problem.activation);
+    if (activation_traits(kind).limit != 0.0 && r.percent(50)) problem.limit = 0.5;
     C = problem.form == SMOE_FORM_IDS     ? problem.tokens * problem.top_k
         : problem.form == SMOE_FORM_PAIRS ? problem.capacity
                                           : problem.tokens;

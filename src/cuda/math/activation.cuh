@@ -1,6 +1,5 @@
 // The activations and their derivatives on single fp32 values, which were rounded as H is
-// (docs/method.md has the formulas). To add one: specialise ActivationOf here and write the same
-// formula in src/cpu/activation_math.h.
+// (docs/method.md has the formulas). To add one: docs/architecture.md, "Adding things".
 #pragma once
 
 #include <cuda_runtime.h>
@@ -143,6 +142,22 @@ struct GatedOai {
   }
 };
 
+/// silu(x) u, with x = min(gate, limit) and u = up clamped to [-limit, limit].
+struct GatedClamped {
+  static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars& c) {
+    const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
+    return Silu::value(ptx::smaller(gate, c.limit)) * u;
+  }
+  /// At the limit itself a clamp passes its gradient.
+  static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
+                                                      const ActivationScalars& c) {
+    const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
+    const Slope slope = Silu::slope(ptx::smaller(gate, c.limit), g);
+    return {slope.value * u, gate > c.limit ? 0.0f : slope.times * u,
+            fabsf(up) > c.limit ? 0.0f : slope.value * g};
+  }
+};
+
 /// f(x), without a gate.
 template <class Function>
 struct Plain {
@@ -175,5 +190,7 @@ template <>
 struct ActivationOf<ActivationKind::kReLU> : Plain<Relu> {};
 template <>
 struct ActivationOf<ActivationKind::kReLU2> : Plain<Relu2> {};
+template <>
+struct ActivationOf<ActivationKind::kSwiGLUClamped> : GatedClamped {};
 
 }  // namespace sonicmoe::cuda

@@ -5,7 +5,6 @@
 namespace sonicmoe::cuda {
 
 ActivationScalars scalars_of(const Activation& activation) {
-  if (activation.kind != ActivationKind::kSwiGLUOai) return {};
   const Activation full = with_defaults(activation);
   return {static_cast<float>(full.alpha), static_cast<float>(full.limit),
           static_cast<float>(-full.alpha * std::numbers::log2e)};
