@@ -3,10 +3,10 @@
     python benchmarks/same_bits.py OLD.so NEW.so
 
 Use it for a change that must not change results. Both libraries compute the same layers in one
-process: every activation, both 16-bit dtypes, all forms of routing, K-major, MN-major and
-interleaved weights, with and without biases, gradients written and accumulated, one hot expert, one
-expert without rows; then top-k routing and every mode of token rounding. All bytes of every output
-buffer, including H, are compared. Exits with 1 on a difference.
+process: every activation that both have, both 16-bit dtypes, all forms of routing, K-major,
+MN-major and interleaved weights, with and without biases, gradients written and accumulated, one
+hot expert, one expert without rows; then top-k routing and every mode of token rounding. All bytes
+of every output buffer, including H, are compared. Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from h200_bench import capi
 from h200_bench.layer import Data, Ours, Rounded, Shape
 
 capi.DTYPES[torch.float16] = 2
-ACTIVATIONS = 10
-GATED = 5
 FORM_GROUPED = 2
 SHAPES = ((512, 256, 192, 8, 2), (1000, 520, 264, 16, 4), (4096, 1024, 512, 8, 4))
 ORDERS = ("k", "mn", "interleaved")
@@ -34,6 +32,7 @@ POISON = 0x7B
 class Case:
     shape: tuple  # T, d, n, E, K
     activation: int
+    gated: bool
     dtype: torch.dtype
     form: int
     order: str
@@ -47,17 +46,27 @@ class Case:
         )
 
 
-def cases():
+def activations(libraries):
+    """(number, gated) of every activation that all libraries have."""
+    for number in itertools.count():
+        answers = {library.lib.smoe_activation_is_gated(number) for library in libraries}
+        if -1 in answers:
+            return
+        (gated,) = answers
+        yield number, gated == 1
+
+
+def cases(libraries):
     """Every activation, dtype, order and shape; the other axes cycle with the case number."""
     numbers = itertools.count()
-    for activation, dtype, order in itertools.product(
-        range(ACTIVATIONS), (torch.bfloat16, torch.float16), ORDERS
+    for (activation, gated), dtype, order in itertools.product(
+        activations(libraries), (torch.bfloat16, torch.float16), ORDERS
     ):
-        if order == "interleaved" and activation >= GATED:
+        if order == "interleaved" and not gated:
             continue
         for shape in SHAPES:
             i = next(numbers)
-            yield Case(shape, activation, dtype, i % 3, order, i % 2 == 0, i % 5 == 0)
+            yield Case(shape, activation, gated, dtype, i % 3, order, i % 2 == 0, i % 5 == 0)
 
 
 class Layer:
@@ -80,7 +89,7 @@ class Layer:
         self.biases = {}
         if case.bias:
             self.biases = {"b_up": normal(E, n), "b_down": normal(E, d)}
-            if case.activation < GATED:
+            if case.gated:
                 self.biases["b_gate"] = normal(E, n)
         logits = torch.randn(T, E, device=device)
         logits[:, 0] += 2.0  # a hot expert
@@ -124,7 +133,7 @@ class Layer:
         if self.case.order == "interleaved":
             both = both.transpose(1, 2).contiguous().transpose(1, 2)
             return both[:, 0::2], both[:, 1::2]
-        if self.case.activation >= GATED:
+        if not self.case.gated:
             return None, both[:, :n]
         return both[:, :n], both[:, n:]
 
@@ -239,7 +248,7 @@ def main():
     libraries = [capi.Library(path, device) for path in arguments.libraries]
     count, tensors, differing = 0, 0, 0
     routings = (Routing(mode) for mode in (None, *capi.ROUNDING))
-    for layer in itertools.chain((Layer(case) for case in cases()), routings):
+    for layer in itertools.chain((Layer(case) for case in cases(libraries)), routings):
         old, new = (layer.run(library) for library in libraries)
         count += 1
         for name, value in old.items():
