@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALPHA, LIMIT = 1.702, 7.0
+# The parameters of the activations that have some, with their defaults.
+PARAMETERS = {"swiglu_oai": {"alpha": 1.702, "limit": 7.0}, "swiglu_clamped": {"limit": 10.0}}
 
 
 def _gelu_tanh(u: Tensor) -> Tensor:
@@ -24,13 +25,29 @@ def _relu2(u: Tensor) -> Tensor:
 
 
 UNARY = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu, "relu2": _relu2}
-# act(gate) * up; swiglu_oai is not of this form.
-GATE_OF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+# act(gate) * up, of clamped values where there is a limit; swiglu_oai is not of this form.
+GATE_OF = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "swiglu_clamped": "silu",
+}
 
 
-def gated(name: str, gate: Tensor, up: Tensor, alpha: float = ALPHA, limit: float = LIMIT):
-    if name == "swiglu_oai":
+def _with_defaults(name: str, alpha: float | None, limit: float | None):
+    """(alpha, limit), None for one that the activation does not have."""
+    default = PARAMETERS.get(name, {})
+    return alpha or default.get("alpha"), limit or default.get("limit")
+
+
+def gated(
+    name: str, gate: Tensor, up: Tensor, alpha: float | None = None, limit: float | None = None
+) -> Tensor:
+    alpha, limit = _with_defaults(name, alpha, limit)
+    if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if name == "swiglu_oai":
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
     return UNARY[GATE_OF[name]](gate) * up
 
@@ -64,12 +81,18 @@ SLOPE = {
 }
 
 
-def gated_slopes(name: str, gate: Tensor, up: Tensor, alpha: float = ALPHA, limit: float = LIMIT):
+def gated_slopes(
+    name: str, gate: Tensor, up: Tensor, alpha: float | None = None, limit: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(d act / d gate, d act / d up). Clamps pass the gradient at equality, as in torch."""
-    if name != "swiglu_oai":
+    alpha, limit = _with_defaults(name, alpha, limit)
+    if limit is None:
         unary = GATE_OF[name]
         return SLOPE[unary](gate) * up, UNARY[unary](gate)
     inside_gate, inside_up = gate <= limit, up.abs() <= limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    by_gate = _silu_slope(gate, alpha) * (up + 1) * inside_gate
-    return by_gate, gate * torch.sigmoid(alpha * gate) * inside_up
+    if name == "swiglu_oai":
+        by_gate = _silu_slope(gate, alpha) * (up + 1) * inside_gate
+        return by_gate, gate * torch.sigmoid(alpha * gate) * inside_up
+    unary = GATE_OF[name]
+    return SLOPE[unary](gate) * up * inside_gate, UNARY[unary](gate) * inside_up

@@ -15,8 +15,9 @@ ACTIVATION = {
     "gelu_tanh": 7,
     "relu": 8,
     "relu2": 9,
+    "swiglu_clamped": 10,
 }
-GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
+GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu", "swiglu_clamped")
 UNGATED = tuple(name for name in ACTIVATION if name not in GATED)
 LAYOUT = {"concatenated": 0, "interleaved": 1}  # views.h
 SCORE = {"softmax_after_topk": 0, "softmax_before_topk": 1, "sigmoid": 2}

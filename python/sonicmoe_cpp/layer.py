@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _checks, _ops
 from ._checks import FLOATS, INDICES, Facts
+from ._formulas import PARAMETERS
 from ._names import ACTIVATION, FORM, GATED, LAYOUT
 from .routing import Pairs
 
@@ -17,7 +18,8 @@ LAYOUTS = tuple(LAYOUT)
 
 
 class Activation(NamedTuple):
-    """An activation with its parameters; alpha and limit belong to swiglu_oai (1.702 and 7)."""
+    """An activation with its parameters, by default 1.702 and 7 of swiglu_oai, which alone has an
+    alpha, and a limit of 10 of swiglu_clamped."""
 
     name: str
     alpha: float | None = None
@@ -41,6 +43,12 @@ def _activation(value) -> Activation:
         number = getattr(value, parameter)
         if number is not None and not 0 < number < float("inf"):
             raise ValueError(f"activation.{parameter} is {number}, must be positive and finite")
+        owners = [name for name, has in PARAMETERS.items() if parameter in has]
+        if number is not None and value.name not in owners:
+            raise ValueError(
+                f"activation.{parameter} is {number} for {value.name}, must be None: only "
+                f"{' or '.join(owners)} has it"
+            )
     return value
 
 

@@ -98,14 +98,8 @@ def _blocks(rows, columns: int):
     return [slice(0, rows)] if step >= rows else [slice(i, i + step) for i in range(0, rows, step)]
 
 
-def _parameters(activation: Activation) -> tuple:
-    if activation.name != "swiglu_oai":
-        return ()
-    return activation.alpha or _formulas.ALPHA, activation.limit or _formulas.LIMIT
-
-
 def _act(h: Tensor, form: _Form) -> Tensor:
-    name, parameters = form.activation.name, _parameters(form.activation)
+    name, *parameters = form.activation
     if name not in _ops.GATED:
         return _formulas.UNARY[name](_wide(h)).to(h.dtype)
     gate, up = _halves(_wide(h), form.gate_layout)
@@ -114,7 +108,7 @@ def _act(h: Tensor, form: _Form) -> Tensor:
 
 def _act_backward(h: Tensor, da: Tensor, form: _Form) -> Tensor:
     """dH of dA, which is wide."""
-    name, parameters = form.activation.name, _parameters(form.activation)
+    name, *parameters = form.activation
     if name not in _ops.GATED:
         return (_formulas.SLOPE[name](_wide(h)) * da).to(h.dtype)
     slopes = _formulas.gated_slopes(name, *_halves(_wide(h), form.gate_layout), *parameters)

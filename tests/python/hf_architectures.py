@@ -105,12 +105,12 @@ def build(kind: type, module) -> nn.Module:
     return experts
 
 
-def run(experts: nn.Module, implementation: str) -> list[torch.Tensor]:
+def run(experts: nn.Module, implementation: str, scale: float) -> list[torch.Tensor]:
     """The output and every gradient."""
     g = torch.Generator().manual_seed(1)
     hidden = weights_of(experts)[0].shape[2]
     count = experts.down_proj.shape[0]
-    x = torch.randn(23, hidden, generator=g, requires_grad=True)
+    x = (scale * torch.randn(23, hidden, generator=g)).requires_grad_()
     ids = torch.rand(23, count, generator=g).topk(2).indices
     weights = torch.rand(23, 2, generator=g, requires_grad=True)
     experts.config._experts_implementation = implementation
@@ -129,7 +129,9 @@ def look_at(architecture: str) -> list[Found]:
         except NotImplementedError as error:
             found.append(Found(architecture, kind.__name__, None, str(error)))
             continue
-        for ours, eager in zip(run(experts, "sonicmoe_cpp"), run(experts, "eager"), strict=True):
+        scale = plan.activation.limit or 1  # so that clamps act
+        results = (run(experts, by, scale) for by in ("sonicmoe_cpp", "eager"))
+        for ours, eager in zip(*results, strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
         found.append(Found(architecture, kind.__name__, plan, ""))
     assert found, f"{architecture} has no class of experts"
@@ -140,8 +142,8 @@ def label(found: Found) -> str:
     if found.plan is None:
         return "refused"
     a = found.plan.activation
-    limits = f" ({a.alpha:g}, {a.limit:g})" if a.alpha else ""
-    return f"served, `{a.name}`{limits}"
+    parameters = ", ".join(f"{value:g}" for value in (a.alpha, a.limit) if value is not None)
+    return f"served, `{a.name}`" + (f" ({parameters})" if parameters else "")
 
 
 def table() -> str:

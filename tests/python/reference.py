@@ -19,17 +19,22 @@ UNGATED = {
     "relu": F.relu,
     "relu2": lambda u: F.relu(u).square(),
 }
-ACTIVATIONS = (*GATED, "swiglu_oai", *UNGATED)
+LIMITS = {"swiglu_oai": 7.0, "swiglu_clamped": 10.0}
+ACTIVATIONS = (*GATED, *LIMITS, *UNGATED)
 
 
 def is_gated(name: str) -> bool:
-    return name in GATED or name == "swiglu_oai"
+    return name in GATED or name in LIMITS
 
 
-def activate(name: str, gate: Tensor | None, up: Tensor, alpha=1.702, limit=7.0) -> Tensor:
-    if name == "swiglu_oai":
+def activate(name: str, gate: Tensor | None, up: Tensor, alpha=1.702, limit=None) -> Tensor:
+    if name in LIMITS:
+        limit = limit or LIMITS[name]
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if name == "swiglu_oai":
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    if name == "swiglu_clamped":
+        return F.silu(gate) * up
     return GATED[name](gate) * up if name in GATED else UNGATED[name](up)
 
 
@@ -57,7 +62,7 @@ def experts(x, token, expert, weight, w_up, w_down, **options) -> Tensor:
         xe = x[token[rows].long()]
         he = F.linear(xe, up[e], None if b_up is None else b_up[e])
         ge = None if gate is None else F.linear(xe, gate[e], None if b_gate is None else b_gate[e])
-        a = activate(name, ge, he, options.get("alpha", 1.702), options.get("limit", 7.0))
+        a = activate(name, ge, he, options.get("alpha", 1.702), options.get("limit"))
         y = F.linear(a, w_down[e], None if b_down is None else b_down[e])
         out = out.index_add(0, token[rows].long(), y * weight[rows, None].to(y.dtype))
     return out

@@ -251,6 +251,12 @@ class Clamped:
         return F.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
 
 
+class LateClamped:
+    @staticmethod
+    def apply(gate, up):
+        return F.silu(gate).clamp(max=7) * up.clamp(-7, 7)
+
+
 class PrimeExperts(nn.Module):
     """prime-rl's GroupedExperts: fused or separate projections, biases or none."""
 
@@ -344,8 +350,10 @@ def test_prime_rl_as_it_calls_sonicmoe():
 def test_prime_rl_activations():
     assert prime_rl.activation_of(PrimeExperts()) == Activation("swiglu")
     assert prime_rl.activation_of(PrimeExperts("ungated", Relu2)) == Activation("relu2")
+    clamped = Activation("swiglu_clamped", limit=7.0)
+    assert prime_rl.activation_of(PrimeExperts("separate", Clamped)) == clamped
     compute = prime_rl.SonicMoECppExpertCompute()
-    for form, activation in (("fused", Clamped), ("separate", Relu2)):
+    for form, activation in (("fused", LateClamped), ("separate", Relu2)):
         with pytest.raises(NotImplementedError, match=f"activation {activation.__name__} is none"):
             compute.validate(PrimeExperts(form, activation))
 

@@ -4,6 +4,8 @@ import pytest
 import reference
 import sonicmoe_cpp
 import torch
+import torch.nn.functional as F
+from devices import DTYPES
 from reference import Layer, assert_twice
 
 SHAPES = {
@@ -42,15 +44,42 @@ def test_interleaved(dtype):
     compare(Layer(40, 24, 16, 5, 2, dtype=dtype, gate_layout="interleaved", bias=True))
 
 
-def test_alpha_and_limit():
-    layer = Layer(50, 16, 12, 4, 2, dtype=torch.float32, activation="swiglu_oai", bias=True)
-    layer.options |= {"alpha": 1.1, "limit": 0.75}
+@pytest.mark.parametrize(
+    "name,parameters",
+    [("swiglu_oai", {"alpha": 1.1, "limit": 0.75}), ("swiglu_clamped", {"limit": 0.75})],
+)
+def test_alpha_and_limit(name, parameters):
+    layer = Layer(50, 16, 12, 4, 2, dtype=torch.float32, activation=name, bias=True)
+    layer.options |= parameters
     exact = layer.to(torch.float64).step(reference.moe)
     plain = layer.step(reference.moe)
-    layer.options = {"activation": sonicmoe_cpp.Activation("swiglu_oai", alpha=1.1, limit=0.75)}
+    layer.options = {"activation": sonicmoe_cpp.Activation(name, **parameters)}
     got = layer.step(sonicmoe_cpp.moe)
     for name in exact:
         assert_twice(name, got[name], plain[name], exact[name], layer.x.dtype)
+
+
+@pytest.mark.parametrize("name", ["swiglu_oai", "swiglu_clamped"])
+@pytest.mark.parametrize("path", [sonicmoe_cpp.moe, sonicmoe_cpp.lora_moe])
+@pytest.mark.parametrize("device,dtype", DTYPES)
+def test_clamps_pass_their_gradient_at_equality_as_torch(device, dtype, path, name):
+    """Gate and up of a token are one input each, at, inside and beyond the limit: H is exact."""
+    values = torch.tensor([-2.125, -2.0, -1.875, 0.5, 1.875, 2.0, 2.125], dtype=torch.float64)
+    points = torch.cartesian_prod(values, values)
+    x = F.pad(points, (0, 6)).to(device, dtype).requires_grad_()
+    w_up, w_down = torch.zeros(1, 16, 8), torch.zeros(1, 8, 8)
+    w_up[0, 0, 0] = w_up[0, 8, 1] = w_down[0, 0, 0] = 1
+    ids = torch.zeros(len(points), 1, dtype=torch.int64, device=device)
+    inputs = (x, ids, torch.ones(len(points), 1, device=device))
+    weights = (w_up.to(device, dtype), w_down.to(device, dtype))
+    out = path(*inputs, *weights, activation=sonicmoe_cpp.Activation(name, limit=2.0))
+    got = torch.cat([out[:, :1], torch.autograd.grad(out[:, 0].sum(), x)[0][:, :2]], dim=1)
+    points.requires_grad_()
+    want = reference.activate(name, points[:, 0], points[:, 1], limit=2.0)
+    (slopes,) = torch.autograd.grad(want.sum(), points)
+    want = torch.cat([want.detach()[:, None], slopes], dim=1)
+    assert torch.equal(got.cpu() == 0, want == 0)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_ids_may_be_int32():

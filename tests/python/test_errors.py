@@ -115,13 +115,33 @@ CASES = [
         moe(activation="swish"),
         ValueError,
         'activation is "swish", must be one of: swiglu, swiglu_oai, geglu, geglu_tanh, reglu, '
-        "silu, gelu, gelu_tanh, relu, relu2",
+        "silu, gelu, gelu_tanh, relu, relu2, swiglu_clamped",
     ),
     (moe(activation=3), TypeError, "activation is int, must be a name or an Activation"),
     (
         moe(activation=oai("swiglu", alpha=1.5)),
         ValueError,
-        "activation alpha is 1.500000 for swiglu, must be 0: only swiglu_oai has it",
+        "activation.alpha is 1.5 for swiglu, must be None: only swiglu_oai has it",
+    ),
+    (
+        moe(activation=oai("relu", limit=2.0)),
+        ValueError,
+        "activation.limit is 2.0 for relu, must be None: only swiglu_oai or swiglu_clamped has it",
+    ),
+    (
+        moe(activation=oai("swiglu_clamped", alpha=1.5)),
+        ValueError,
+        "activation.alpha is 1.5 for swiglu_clamped, must be None: only swiglu_oai has it",
+    ),
+    (
+        moe(activation=oai("swiglu_clamped", limit=0.0)),
+        ValueError,
+        "activation.limit is 0.0, must be positive and finite",
+    ),
+    (
+        moe(activation=oai("swiglu_clamped", limit=float("inf"))),
+        ValueError,
+        "activation.limit is inf, must be positive and finite",
     ),
     (
         moe(activation=oai("swiglu_oai", limit=-1.0)),
@@ -295,7 +315,7 @@ def test_operators_check_for_themselves():
         bad = weights[:, :1]
         ops.moe_inference(x, ids, None, bad, None, w_up, w_down, None, None, *tail)
     layer = (x, ids, None, weights, None, w_up, w_down, None, None)
-    for position, name, last in ((0, "form", 2), (1, "activation", 9), (4, "gate_layout", 1)):
+    for position, name, last in ((0, "form", 2), (1, "activation", 10), (4, "gate_layout", 1)):
         for number in (-1, last + 1, 2**40):
             options = [*tail[:position], number, *tail[position + 1 :]]
             with pytest.raises(ValueError, match=f"{name} is {number}, must be from 0 to {last}"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
 from reference import assert_twice, error
 from sonicmoe_cpp import Activation
@@ -289,10 +290,15 @@ def test_every_activation_of_transformers_is_recognised_or_refused(act, has_gate
 
 def clamped(self, gate, up):
     gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+    if self.alpha is None:
+        return self.act_fn(gate) * up
     return gate * torch.sigmoid(gate * self.alpha) * (up + 1)
 
 
-@pytest.mark.parametrize("alpha,limit", [(1.702, 7.0), (1.0, 0.5), (2.25, 100.0)])
+@pytest.mark.parametrize(
+    "alpha,limit",
+    [(1.702, 7.0), (1.0, 0.5), (2.25, 100.0), (None, 10.0), (None, 0.5), (None, 2e4)],
+)
 @pytest.mark.parametrize("in_fp32", [False, True])
 def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
     def gate(self, gate, up):
@@ -300,24 +306,44 @@ def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
             return clamped(self, gate.float(), up.float()).to(gate.dtype)
         return clamped(self, gate, up)
 
+    name = "swiglu_clamped" if alpha is None else "swiglu_oai"
     experts = make_experts(gate=gate, init={"alpha": alpha, "limit": limit})
-    assert hf.plan_of(experts).activation == Activation("swiglu_oai", alpha=alpha, limit=limit)
+    assert hf.plan_of(experts).activation == Activation(name, alpha=alpha, limit=limit)
     compare(experts, *routing())
     experts.limit = 3.0  # a changed module is looked at again
-    assert hf.plan_of(experts).activation == Activation("swiglu_oai", alpha=alpha, limit=3.0)
+    assert hf.plan_of(experts).activation == Activation(name, alpha=alpha, limit=3.0)
 
 
 @pytest.mark.parametrize(
     "gate",
     [
         lambda self, gate, up: self.act_fn(gate).clamp(max=10) * up,
-        lambda self, gate, up: self.act_fn(gate.clamp(max=7)) * up.clamp(-7, 7),
+        lambda self, gate, up: self.act_fn(gate).clamp(max=7) * up.clamp(-7, 7),
+        lambda self, gate, up: self.act_fn(gate.clamp(-7, 7)) * up.clamp(-7, 7),
+        lambda self, gate, up: self.act_fn(gate.clamp(max=7)) * up,
+        lambda self, gate, up: self.act_fn(gate) * up.clamp(-7, 7),
+        lambda self, gate, up: self.act_fn(gate.clamp(max=7)) * up.clamp(-6, 6),
+        lambda self, gate, up: self.act_fn(gate.clamp(max=-7)) * up.clamp(7, -7),
+        lambda self, gate, up: F.gelu(gate.clamp(max=7)) * up.clamp(-7, 7),
         lambda self, gate, up: self.act_fn(up) * gate,
         lambda self, gate, up: self.act_fn(gate) * up * 1.001,
         lambda self, gate, up: self.act_fn(gate) * up / up.norm(dim=-1, keepdim=True),
         lambda self, gate, up: (self.act_fn(gate) * up)[..., :1],
     ],
-    ids=["late clamp", "plain clamp", "swapped", "scaled", "normed", "one column"],
+    ids=[
+        "late clamp",
+        "late clamp, and up's",
+        "gate clamped below too",
+        "gate clamped only",
+        "up clamped only",
+        "two limits",
+        "a negative limit",
+        "clamped gelu",
+        "swapped",
+        "scaled",
+        "normed",
+        "one column",
+    ],
 )
 def test_almost_an_activation_is_refused(gate):
     with pytest.raises(NotImplementedError, match=r"_apply_gate|SiLU"):

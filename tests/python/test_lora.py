@@ -6,7 +6,7 @@ import sonicmoe_cpp
 import torch
 from devices import DEVICES, DTYPES, Waits
 from reference import Layer, assert_twice
-from sonicmoe_cpp import LowRank, lora_moe
+from sonicmoe_cpp import Activation, LowRank, lora_moe
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -119,9 +119,20 @@ def test_without_factors_it_is_the_layer():
         torch.testing.assert_close(got[name], value)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "geglu", "gelu_tanh", "relu2"])
-def test_finite_differences(activation):
+@pytest.mark.parametrize(
+    "activation,limit",
+    [
+        ("swiglu", None),
+        ("swiglu_oai", 0.75),
+        ("swiglu_clamped", 0.75),
+        ("geglu", None),
+        ("gelu_tanh", None),
+        ("relu2", None),
+    ],
+)
+def test_finite_differences(activation, limit):
     layer = Adapted(4, rank=2, activation=activation, bias=True)
+    layer.options["activation"] = Activation(activation, limit=limit)
     names = list(layer.leaves())
 
     def call(*values):

@@ -55,7 +55,14 @@ def _six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _clamped_swiglu(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
+def _swiglu_clamped(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
+    """silu(gate) * up, clamped at limit: solved for limit where gate, far below, is not clamped."""
+    silu = -1 / (1 + math.e)  # of -1
+    limit = _six_digits(_value(function, -1.0, _BEYOND_ANY_CLAMP) / silu)
+    return Activation("swiglu_clamped", limit=limit) if 0 < limit < _NO_CLAMP else None
+
+
+def _swiglu_oai(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
     """gate * sigmoid(alpha * gate) * (up + 1), clamped at limit: solved for limit, then alpha."""
     one = _value(function, 1.0, 0.0)
     if not 0 < one < 1:
@@ -72,10 +79,12 @@ def _clamped_swiglu(function: Callable[[Tensor, Tensor], Tensor]) -> Activation 
 
 
 def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
-    yield from map(Activation, _formulas.GATE_OF)
-    clamped = _clamped_swiglu(function)
-    if clamped is not None:
-        yield clamped
+    # Solved ones first: a limit past the grid shows in the solution only.
+    for solve in (_swiglu_clamped, _swiglu_oai):
+        solved = solve(function)
+        if solved is not None:
+            yield solved
+    yield from (Activation(name) for name in _formulas.GATE_OF if name not in _formulas.PARAMETERS)
 
 
 @torch.no_grad()
@@ -84,8 +93,8 @@ def gated(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
     gate, up = _grid()
     got = function(gate, up)
     for candidate in _candidates(function):
-        parameters = (candidate.alpha, candidate.limit) if candidate.alpha else ()
-        if _same(got, _formulas.gated(candidate.name, gate, up, *parameters)):
+        name, *parameters = candidate
+        if _same(got, _formulas.gated(name, gate, up, *parameters)):
             return candidate
     return None
 
