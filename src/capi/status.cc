@@ -47,6 +47,7 @@ SONICMOE_SAME(SMOE_GELU_TANH, ActivationKind::kGELUTanh);
 SONICMOE_SAME(SMOE_RELU, ActivationKind::kReLU);
 SONICMOE_SAME(SMOE_RELU2, ActivationKind::kReLU2);
 SONICMOE_SAME(SMOE_SWIGLU_CLAMPED, ActivationKind::kSwiGLUClamped);
+static_assert(SMOE_SWIGLU_CLAMPED + 1 == kActivationCount, "c_api.h lacks an activation");
 SONICMOE_SAME(SMOE_CPU_BACKEND, Backend::kCpu);
 SONICMOE_SAME(SMOE_CUDA_BACKEND, Backend::kCuda);
 SONICMOE_SAME(SMOE_FORM_IDS, RoutingForm::kIds);
