@@ -247,16 +247,16 @@ std::string World::changes() const {
 std::string World::description() const {
   std::string text = "spoilt: " + changes() + "\n";
   const auto three = [](const std::int64_t* v) {
-    std::string list("(");  // GCC 12 warns of `"(" + std::to_string(...)` by mistake
-    return list + std::to_string(v[0]) + ", " + std::to_string(v[1]) + ", " + std::to_string(v[2]) +
-           ")";
+    // append(), because GCC 12 warns of `"(" + std::to_string(...)` by mistake.
+    return std::string("(").append(std::to_string(v[0])) + ", " + std::to_string(v[1]) + ", " +
+           std::to_string(v[2]) + ")";
   };
   for (const Arg& arg : args_) {
     const smoe_tensor& t = arg.c.tensor;
     text += "  " + arg.name + ": dtype " + std::to_string(t.dtype) + ", rank " +
             std::to_string(t.rank) + ", shape " + three(t.shape) + ", stride " + three(t.stride) +
             (arg.is_null ? ", null" : "") + "\n";
-    for (const std::int64_t v : arg.integers) text += " " + std::to_string(v);
+    for (const std::int64_t v : arg.integers) text.append(" ").append(std::to_string(v));
     if (!arg.integers.empty()) text += "\n";
   }
   for (const Lent& lent : buffers_) {
