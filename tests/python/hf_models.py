@@ -36,12 +36,22 @@ ARCHITECTURES = {
         "v_head_dim": 8,
     },
 }
+# Compared in fp64 only: gradients of its hyper-connections cancel down to rounding errors.
+DEEPSEEK_V4 = {
+    "deepseek_v4": {
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 24,
+        "swiglu_limit": 0.5,  # so that clamps act
+        "layer_types": ["sliding_attention"] * 2,
+        "mlp_layer_types": ["moe"] * 2,
+    }
+}
 
 
 def build(architecture: str):
     """Random weights, biases and gains too: what is zero or one by default would hide mistakes."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[architecture](**(SIZE | ARCHITECTURES[architecture]))
+    config = CONFIG_MAPPING[architecture](**(SIZE | (ARCHITECTURES | DEEPSEEK_V4)[architecture]))
     model = AutoModelForCausalLM.from_config(config, experts_implementation="sonicmoe_cpp")
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():

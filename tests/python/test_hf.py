@@ -51,7 +51,7 @@ def choices(recorded: list):
             recorded.append(topk(values, *arguments, **options)[1].cpu())
         calls += 1
         indices = recorded[calls - 1].to(values.device)
-        return values.gather(-1, indices), indices
+        return torch.return_types.topk((values.gather(-1, indices), indices))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "topk", chosen)
@@ -80,6 +80,23 @@ def test_model(architecture, device, dtype):
             assert error(ours[name], eager[name]) < 1e-5, name
         else:
             assert_twice(name, ours[name].cpu(), eager[name].cpu(), want, dtype)
+
+
+@pytest.mark.skipif(
+    "deepseek_v4" not in transformers.CONFIG_MAPPING, reason="this transformers has no DeepSeek-V4"
+)
+def test_deepseek_v4_in_fp64():
+    model = hf_models.build("deepseek_v4").double()
+    assert {plan.activation for plan in hf.supports(model).served.values()} == {
+        Activation("swiglu_clamped", limit=0.5)
+    }
+    ids = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(2))
+    recorded, results = [], []
+    for implementation in ("eager", "sonicmoe_cpp"):
+        with choices(recorded):
+            results.append(gradients(model, implementation, ids, ids))
+    eager, ours = results
+    assert not [name for name in eager if error(ours[name], eager[name]) > 1e-12]
 
 
 def test_supports():
