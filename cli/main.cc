@@ -1,7 +1,10 @@
 // The command sonicmoe.
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cstdio>
 #include <exception>
+#include <limits>
+#include <string>
 #include <type_traits>
 
 #include "command.h"
@@ -15,12 +18,24 @@ Command::Command(CLI::App& app, const char* name, const char* description)
 
 namespace {
 
-// The parser itself would take -1 for 2^64 - 1.
-CLI::Validator refuse_negative(const char* name) {
+// The parser itself would take -1 for 2^64 - 1, and 2^64 too.
+template <class T>
+CLI::Validator integer(const char* name) {
   const std::string argument = std::string(name).substr(2);  // without its "--"
   return {[argument](const std::string& text) -> std::string {
-            if (text.find_first_not_of(' ') == text.find('-')) {
+            T value = 0;
+            const char* last = text.data() + text.size();
+            const auto [end, error] = std::from_chars(text.data(), last, value);
+            if (std::is_unsigned_v<T> && text.starts_with('-')) {
               checks::refuse(argument + " is " + text + ", must be at least 0");
+            }
+            if (error == std::errc::result_out_of_range) {
+              checks::refuse(argument + " is " + text + ", must be from " +
+                             std::to_string(std::numeric_limits<T>::min()) + " to " +
+                             std::to_string(std::numeric_limits<T>::max()));
+            }
+            if (error != std::errc{} || end != last) {
+              checks::refuse(argument + " is \"" + text + "\", must be an integer");
             }
             return "";
           },
@@ -32,7 +47,7 @@ CLI::Validator refuse_negative(const char* name) {
 template <class T>
 void Command::option(const char* name, T& value, const char* description) {
   CLI::Option* option = app_->add_option(name, value, description)->capture_default_str();
-  if constexpr (std::is_unsigned_v<T>) option->check(refuse_negative(name));
+  if constexpr (std::is_integral_v<T>) option->check(integer<T>(name));
 }
 template void Command::option(const char*, std::string&, const char*);
 template void Command::option(const char*, std::int32_t&, const char*);
@@ -52,8 +67,10 @@ namespace {
 
 using namespace sonicmoe;
 
-int complain(const char* sentence) {
-  std::fprintf(stderr, "sonicmoe: %s\n", sentence);
+constexpr const char* kCommands = "must be one of: info, verify, bench, plan, route";
+
+int complain(const std::string& sentence) {
+  std::fprintf(stderr, "sonicmoe: %s\n", sentence.c_str());
   return cli::kBadUsage;
 }
 
@@ -72,10 +89,9 @@ int run(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() == 0) return app.exit(e);  // --help, --version
-    if (argc > 1 && argv[1][0] != '-' && app.get_subcommands().empty()) {
-      return complain((std::string("command is \"") + argv[1] +
-                       "\", must be one of: info, verify, bench, plan, route")
-                          .c_str());
+    if (argc == 1) return complain(std::string("command is missing, ") + kCommands);
+    if (argv[1][0] != '-' && app.get_subcommands().empty()) {
+      return complain(std::string("command is \"") + argv[1] + "\", " + kCommands);
     }
     return complain(e.what());
   }

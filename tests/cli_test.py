@@ -165,7 +165,7 @@ class CliTest(unittest.TestCase):
         self.refused(
             'command is "train", must be one of: info, verify, bench, plan, route', "train"
         )
-        self.refused("A subcommand is required")
+        self.refused("command is missing, must be one of: info, verify, bench, plan, route")
         self.refused("shape is missing, must be --shape T,d,n,E,K or --config NAME", "plan")
         self.refused(
             'shape is "1,2", must be T,d,n,E,K: five integers and commas', "plan", "--shape", "1,2"
@@ -185,7 +185,18 @@ class CliTest(unittest.TestCase):
         self.refused(most, "plan", *SMALL, "--tile", str(2**63 - 1))
         self.refused("seed is -1, must be at least 0", "route", *SMALL, "--seed", "-1")
         self.refused("seed is -1, must be at least 0", "route", *SMALL, "--seed=-1")
+        limit = f"seed is {2**64}, must be from 0 to {2**64 - 1}"
+        self.refused(limit, "route", *SMALL, "--seed", str(2**64))
+        for text in ("", "1.5", "x"):
+            self.refused(f'seed is "{text}", must be an integer', "route", *SMALL, "--seed", text)
         self.refused("repeats is 0, must be at least 1", "bench", *SMALL, "--repeats", "0")
+        self.refused(
+            f"repeats is {2**31}, must be from -{2**31} to {2**31 - 1}",
+            "bench",
+            *SMALL,
+            "--repeats",
+            str(2**31),
+        )
         for command in ("plan", "bench"):
             for name in ("fp32", "i32", "int8", ""):
                 self.refused(
