@@ -249,7 +249,8 @@ struct Accumulated {
 };
 using AccumulateCall = Joined<BackwardCall, Accumulated>;
 
-/// Adds the weights' gradients to g_*. Bias gradients are fresh, in the dtype of g_*.
+/// Adds to g_* the gradients of the weights that `needs` names. Bias gradients are fresh, in the
+/// dtype of g_*.
 inline std::tuple<Array, Array, Array, Array> moe_backward_accumulate(AccumulateCall& a) {
   const MaybeArray dx = gradient_of_x(a);
   const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
@@ -259,8 +260,12 @@ inline std::tuple<Array, Array, Array, Array> moe_backward_accumulate(Accumulate
   };
   const MaybeArray db_up = zeros(At::b_up, a.b_up);
   const MaybeArray db_down = zeros(At::b_down, a.b_down);
-  run_backward(a, weights_of(a, a.g_gate, a.g_up, a.g_down, db_up, db_down), dx, dweights,
-               sonicmoe::GradMode::kAccumulate);
+  const auto sum = [&](At argument, const MaybeArray& into) {
+    return needs(a, argument) ? into : std::nullopt;
+  };
+  const auto sums = weights_of(a, sum(At::w_gate, a.g_gate), sum(At::w_up, a.g_up),
+                               sum(At::w_down, a.g_down), db_up, db_down);
+  run_backward(a, sums, dx, dweights, sonicmoe::GradMode::kAccumulate);
   return {or_nothing(dx, a.x), or_nothing(dweights, a.x), or_nothing(db_up, a.x),
           or_nothing(db_down, a.x)};
 }

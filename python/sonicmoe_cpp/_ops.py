@@ -98,7 +98,6 @@ def _gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tupl
     if main_gradients[1] is None:
         found = call("moe_backward", dout, *layer, h, saved, needs)
         return [g if want else None for g, want in zip(found, wanted, strict=True)]
-    needs |= _needs(tuple(name in _ACCUMULATED for name in DIFFERENTIABLE))
     found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
     fresh = dict(zip(_FRESH, found, strict=True))
     for bias in ("b_up", "b_down"):

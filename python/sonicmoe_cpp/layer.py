@@ -238,7 +238,8 @@ def moe(
     (T, K); w_up (E, G*n, d), or a tuple (gate, up) of (E, n, d); w_down (E, d, n); b_up (E, G*n);
     b_down (E, d). Weights may have any non-overlapping strides and are never copied.
     grad_accum=(g_up, g_down) are fp32 buffers (fp64 beside fp64) of the weights' shapes: backward
-    adds the weights' gradients to them and gives None to the weights. Returns (T, d).
+    adds the weights' gradients to them, except those of frozen weights, and gives None to the
+    weights. Returns (T, d).
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     return _run("ids", x, routing, experts, (activation, gate_layout), grad_accum)

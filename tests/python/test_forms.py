@@ -227,6 +227,42 @@ def test_main_gradients(device, dtype, form):
         assert grad.dtype == dtype and reference.error(grad, 2 * exact[bias]) < 2e-2, bias
 
 
+@pytest.mark.parametrize("form", ["one tensor", "separate"])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@on_each
+def test_main_gradients_of_frozen_weights(device, dtype, how, form):
+    layer = Layer(300, 72, 56, 5, 2, dtype, bias=True).to(dtype, device)
+    halves = [half.detach().clone() for half in layer.w_up.chunk(2, dim=1)]
+    ups = halves if form == "separate" else [layer.w_up.detach().clone()]
+    weights = [*ups, layer.w_down.detach().clone()]
+
+    def step(frozen):
+        leaves = [w.clone().requires_grad_(at not in frozen) for at, w in enumerate(weights)]
+        inputs = [t.detach().clone().requires_grad_() for t in (layer.x, layer.b_up, layer.b_down)]
+        x, b_up, b_down = inputs
+        buffers = [torch.full(w.shape, 0.5, device=device) for w in weights]
+
+        def run(x):
+            pair = tuple if form == "separate" else lambda one: one[0]
+            experts, accum = (pair(leaves[:-1]), leaves[-1]), (pair(buffers[:-1]), buffers[-1])
+            options = {"b_up": b_up, "b_down": b_down, "grad_accum": accum}
+            return sonicmoe_cpp.moe(x, layer.ids, layer.weights.detach(), *experts, **options)
+
+        torch.compiler.reset()
+        run = torch.compile(run, fullgraph=True) if how == "compiled" else run
+        run(x).backward(layer.dout)
+        assert all(w.grad is None for w in leaves)
+        return buffers, [t.grad for t in inputs]
+
+    every, others = step(frozen=())
+    assert all((buffer != 0.5).any() for buffer in every)
+    for frozen in ([0], [len(weights) - 1], range(len(weights))):
+        buffers, found = step(frozen)
+        for at, buffer in enumerate(buffers):
+            assert (buffer == 0.5).all() if at in frozen else torch.equal(buffer, every[at])
+        assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+
+
 @pytest.mark.parametrize("form", ["ids", "pairs", "grouped"])
 @on_each
 def test_no_tokens(device, dtype, form):
