@@ -15,6 +15,7 @@ from sonicmoe_cpp import Activation
 from sonicmoe_cpp.integrations import hf
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import hf_architectures  # noqa: E402
@@ -413,6 +414,17 @@ def test_one_graph(device):
         out = function(x, ids, weights)
         results.append((out, *torch.autograd.grad(out.sum(), list(experts.parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_export_and_fake_tensors_before_the_first_call(has_gate):
+    x, ids, weights = routing()
+    experts = make_experts(has_gate=has_gate, act="silu" if has_gate else "relu2")
+    program = torch.export.export(experts, (x, ids, weights), strict=False)
+    assert torch.equal(program.module()(x, ids, weights), experts(x, ids, weights))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = make_experts(has_gate=has_gate)(*(torch.empty_like(t) for t in (x, ids, weights)))
+    assert out.shape == x.shape
 
 
 def test_layers_of_one_class_share_a_graph_when_they_are_alike():

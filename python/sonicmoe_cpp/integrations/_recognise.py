@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _formulas
 from ..layer import Activation
@@ -87,7 +88,19 @@ def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activa
     yield from (Activation(name) for name in _formulas.GATE_OF if name not in _formulas.PARAMETERS)
 
 
-@torch.no_grad()
+def _on_real_tensors(find: Callable):
+    """`find` without gradients, and outside of fake tensors and of tracing (torch.export), where
+    tensors have no values to compare."""
+
+    @functools.wraps(find)
+    def run(function: Callable) -> Activation | None:
+        with torch.no_grad(), _disable_current_modes():
+            return find(function)
+
+    return run
+
+
+@_on_real_tensors
 def gated(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
     """The activation that `function(gate, up)` computes elementwise, or None."""
     gate, up = _grid()
@@ -99,7 +112,7 @@ def gated(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
     return None
 
 
-@torch.no_grad()
+@_on_real_tensors
 def ungated(function: Callable[[Tensor], Tensor]) -> Activation | None:
     """The activation that `function(u)` computes elementwise, or None."""
     points = _two_rows(_POINTS)
