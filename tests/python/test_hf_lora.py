@@ -280,8 +280,11 @@ def test_peft_on_other_layers(tmp_path):
     assert trained == {n for n, _ in theirs.named_parameters() if ".lora." in n or "lora_" in n}
     theirs.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(hf_models.build("qwen3_moe"), tmp_path).eval()
-    hf.load_lora(again, tmp_path / "lora")
+    hf.load_lora(again, tmp_path)
     torch.testing.assert_close(logits(again), logits(theirs))
+    other = peft.get_peft_model(hf_models.build("qwen3_moe"), config)
+    with pytest.warns(UserWarning, match="PeftModel will leave out the low-rank factors"):
+        hf.add_lora(other.get_base_model(), 3, 6.0)
     frozen = peft.get_peft_model(adapted("qwen3_moe"), config).train()
     with pytest.warns(UserWarning, match="the low-rank factors of Qwen3MoeExperts are frozen"):
         frozen(IDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -48,7 +49,8 @@ def _check_call(module: nn.Module, _arguments) -> None:
     if frozen and module.training and torch.is_grad_enabled():
         warnings.warn(
             f"the low-rank factors of {kind} are frozen (PEFT's get_peft_model freezes all that is "
-            "not its own): call hf.add_lora after it, or requires_grad_() on the factors",
+            "not its own): call hf.add_lora(the PeftModel) after it; after requires_grad_() on the "
+            "factors instead, hf.save_lora alone saves them",
             stacklevel=2,
         )
 
@@ -69,6 +71,21 @@ def _marked(modules: dict[str, nn.Module]) -> list:
 def _base_model(model: nn.Module) -> nn.Module:
     """The transformers model within a PeftModel, else the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _warn_of_other_owner(model: nn.Module) -> None:
+    """Only the save_pretrained of models within `model` can be made to write the factors."""
+    peft = sys.modules.get("peft")
+    if peft is None or isinstance(model, peft.PeftModel):
+        return
+    adapted = any(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in model.modules())
+    if adapted and not getattr(model, "_hf_peft_config_loaded", False):  # by model.add_adapter
+        warnings.warn(
+            f"{type(model).__name__} has adapters of PEFT, and save_pretrained of its PeftModel "
+            "will leave out the low-rank factors: pass the PeftModel instead, or save them by "
+            "hf.save_lora",
+            stacklevel=3,
+        )
 
 
 def _adapted_names(module: nn.Module) -> dict[str, str]:
@@ -103,6 +120,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[s
             f'hf.load_lora(model, "{path}"), or delete config.{SAVED_WITH_FACTORS} first'
         )
     factors = [_new(name, m, rank, alpha, dtype) for name, m in modules.items()]
+    _warn_of_other_owner(model)
     _attach(model, modules, factors)
     return list(modules)
 
@@ -187,9 +205,9 @@ def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
     """add_lora with the factors that lie in `directory`: a folder of save_lora's or of PEFT's, or
     one of save_pretrained's. Returns the modules' names.
     """
-    folder = Path(directory)
-    if not (folder / _peft_files.CONFIG).is_file():
-        folder = folder / FOLDER
+    folder = Path(directory) / FOLDER
+    if not (folder / _peft_files.CONFIG).is_file():  # a PeftModel's directory has both
+        folder = Path(directory)
     if not (folder / _peft_files.CONFIG).is_file():
         raise FileNotFoundError(
             f"{directory} has no {_peft_files.CONFIG}, neither itself nor in its folder {FOLDER}"
@@ -210,6 +228,7 @@ def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
         for config in marked:
             setattr(config, SAVED_WITH_FACTORS, True)
         raise
+    _warn_of_other_owner(model)
     _attach(model, modules, factors)
     return list(modules)
 
