@@ -306,7 +306,7 @@ class MoE(nn.Module):
                 f"x has dtype {_checks.names([x.dtype])}, must be the module's "
                 f"{_checks.names([self.w_up.dtype])}, or cast by autocast"
             )
-        if x.shape[-1] != self.hidden_size:
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, its last dimension must be {self.hidden_size}"
             )

@@ -260,6 +260,7 @@ CASES = [
         "w_down has stride 0 in dimension 0, must not be expanded",
     ),
     (lambda: module()()(torch.randn(5, 7)), ValueError, "its last dimension must be 8"),
+    (lambda: module()()(torch.tensor(1.0)), ValueError, "its last dimension must be 8"),
     (lambda: module()()([1.0]), TypeError, "x is list, must be a torch.Tensor"),
     (
         lambda: module()()(torch.randn(5, D).bfloat16()),
