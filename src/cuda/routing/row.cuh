@@ -247,7 +247,7 @@ struct Row {
   /// Words of shared memory that select() needs for the lanes of a row, an even number.
   template <class Item>
   static __host__ __device__ int smem_words(int n_group) {
-    return (kItems + kWidth) * static_cast<int>(sizeof(Item)) / 4 + 2 * n_group;
+    return (kItems + kWidth) * static_cast<int>(sizeof(Item)) / 4 + 2 * group_words(n_group);
   }
   /// The part of a block's shared memory that belongs to this thread's row.
   template <class Item>
@@ -262,6 +262,12 @@ struct Row {
 
  private:
   static constexpr std::uint32_t kTwoNaN = 0x7fff7fffu;
+
+  /// Words of an array by group, an even number: the compiler reads two entries at once, and the
+  /// second one of the last pair must not be an entry that another lane writes.
+  static __host__ __device__ constexpr int group_words(int n_group) {
+    return n_group + (n_group & 1);
+  }
   static constexpr int kItems = kLanes * kValues;
 
   __device__ void load_floats(const RouteParams& p, std::int64_t token) {
@@ -327,7 +333,7 @@ struct Row {
                                           float (&value)[kValues]) {
     auto* values = reinterpret_cast<float*>(smem);  // select() stores items here afterwards
     std::uint32_t* order = smem + smem_words<std::uint64_t>(0);
-    std::uint32_t* keep = order + p.n_group;
+    std::uint32_t* keep = order + group_words(p.n_group);
     const int size = p.experts / p.n_group;
     __syncwarp();
 #pragma unroll
