@@ -57,14 +57,16 @@ Slope<Real> gelu_tanh(Real x) {
           Real(0.5) * (Real(1) + t) + Real(0.5) * x * (Real(1) - t * t) * inner};
 }
 
+// NaN stays NaN, as in both backends.
 template <class Real>
 Slope<Real> relu(Real x) {
-  return x > Real(0) ? Slope<Real>{x, Real(1)} : Slope<Real>{Real(0), Real(0)};
+  return {x <= Real(0) ? Real(0) : x, x > Real(0) ? Real(1) : Real(0)};
 }
 
 template <class Real>
 Slope<Real> relu2(Real x) {
-  return x > Real(0) ? Slope<Real>{x * x, Real(2) * x} : Slope<Real>{Real(0), Real(0)};
+  const Real positive = relu(x).value;
+  return {positive * positive, Real(2) * positive};
 }
 
 /// g' sigmoid(alpha g') (u' + 1) with g' = min(gate, limit), u' = clamp(up, -limit, limit).
