@@ -12,8 +12,10 @@ namespace {
 
 // Dense 16-bit rates of the vendor's data sheets.
 const Machine kMachines[] = {
-    {"h100", 989.4e12, 3.35e12, 90, "NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s dense bf16, 3.35 TB/s"},
-    {"h200", 989.4e12, 4.8e12, 90, "NVIDIA H200 SXM data sheet: 989.4 TFLOP/s dense bf16, 4.8 TB/s"},
+    {"h100", 989.4e12, 3.35e12, 90,
+     "NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s dense bf16, 3.35 TB/s"},
+    {"h200", 989.4e12, 4.8e12, 90,
+     "NVIDIA H200 SXM data sheet: 989.4 TFLOP/s dense bf16, 4.8 TB/s"},
     {"b200", 2250e12, 8.0e12, 100, "NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense bf16, 8 TB/s"},
 };
 

@@ -80,8 +80,8 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
       add_integers("offsets", tensor1(nullptr, DType::kI64, s.experts + 1), s.offsets, blocks);
   BlockView gather;
   if (c.gather) {
-    gather = add_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(c, s),
-                          blocks);
+    gather =
+        add_integers("gather", tensor1(nullptr, DType::kI32, s.rows), gathered_rows(c, s), blocks);
   }
   fill_operands(c, a, b);
   Block* scratch = nullptr;
@@ -104,7 +104,8 @@ void run_grouped_gemm(const Case& c, const Implementation& implementation, CaseR
   } else {
     const auto host = bound.template operator()<GroupedGemm>(&BlockView::on_host);
     const auto device = bound.template operator()<GroupedGemm>(&BlockView::on_device);
-    d.view.shape[0] = std::min(s.offsets.back(), s.rows);  // rows past offsets[E] must stay unchanged
+    d.view.shape[0] =
+        std::min(s.offsets.back(), s.rows);  // rows past offsets[E] must stay unchanged
     run_twice(caller,
               expect(d, d.view.shape[0], oracle::grouped_gemm(host, Precision::kExact),
                      oracle::grouped_gemm(host, Precision::kSame)),
