@@ -171,13 +171,17 @@ void forward(const Device& device, Overlap overlap, const Problem& p, const Forw
   const ForwardScratch scratch = forward_scratch(p, kind, args.scratch.data);
   void* saved = kind == Pass::kInference ? scratch.saved : args.saved.data;
   const PassContext pass{p, metadata_layout(p, saved)};
-  run_on_host(forward_steps(pass, args, scratch), pass, *device.engine, overlap);
+  Steps steps;
+  add_forward_steps(pass, args, scratch, steps);
+  run_on_host(steps, pass, *device.engine, overlap);
 }
 
 void backward(const Device& device, Overlap overlap, const Problem& p, const BackwardArgs& args) {
   const BackwardScratch scratch = backward_scratch(p, *device.engine, args.scratch.data);
   const PassContext pass{p, metadata_layout(p, args.saved.data)};
-  run_on_host(backward_steps(pass, args, scratch, *device.engine), pass, *device.engine, overlap);
+  Steps steps;
+  add_backward_steps(pass, args, scratch, *device.engine, steps);
+  run_on_host(steps, pass, *device.engine, overlap);
 }
 
 }  // namespace

@@ -245,8 +245,8 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
   return s;
 }
 
-Steps backward_steps(const PassContext& pass, const BackwardArgs& args,
-                     const BackwardScratch& scratch, const Engine& engine) {
+void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
+                        const BackwardScratch& scratch, const Engine& engine, Steps& steps) {
   const Problem& p = pass.problem;
   const Call c{pass,
                args,
@@ -258,7 +258,6 @@ Steps backward_steps(const PassContext& pass, const BackwardArgs& args,
                h_rows(p, args.weights, scratch.dh)};
   const bool input_first = c.order.input_grad_first;
   const std::int64_t early = c.order.tokens_beside_down_grad;
-  Steps steps;
   steps.add("metadata", BuildRowLists{args.routing.weights,
                                       {scratch.row_weights, scratch.experts, scratch.counters,
                                        kCounterBytes / 4},
@@ -271,10 +270,9 @@ Steps backward_steps(const PassContext& pass, const BackwardArgs& args,
   if (early > 0) add_token_sum(c, {0, early}, steps);
   add_up_grads(c, steps);
   if (input_first) add_score_grad(c, steps);
-  if (args.dx.data == nullptr) return steps;
+  if (args.dx.data == nullptr) return;
   if (!input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
   add_token_sum(c, {early, p.tokens - early}, steps);
-  return steps;
 }
 
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
@@ -291,7 +289,9 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   }
   const BackwardScratch scratch = backward_scratch(problem, *device.engine, args.scratch.data);
   const PassContext pass{problem, metadata_layout(problem, args.saved.data)};
-  run(backward_steps(pass, args, scratch, *device.engine), pass, device, exec);
+  Steps steps;
+  add_backward_steps(pass, args, scratch, *device.engine, steps);
+  run(steps, pass, device, exec);
 }
 
 }  // namespace sonicmoe::cuda

@@ -62,10 +62,9 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
   return s;
 }
 
-Steps forward_steps(const PassContext& pass, const ForwardArgs& args,
-                    const ForwardScratch& scratch) {
+void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
+                       const ForwardScratch& scratch, Steps& steps) {
   const Problem& p = pass.problem;
-  Steps steps;
   steps.add("metadata",
             BuildMetadata{args.routing, {scratch.metadata, scratch.counters, kCounterBytes / 4}});
   steps.add("A", up_product(pass, args, scratch));
@@ -73,14 +72,13 @@ Steps forward_steps(const PassContext& pass, const ForwardArgs& args,
     // Row p of Y is row p of the output; rows in no group are zero.
     steps.add("Y", ClearRows{args.out});
     steps.add("Y", down_product(pass, args, scratch, args.out));
-    return steps;
+    return;
   }
   steps.add("Y", down_product(pass, args, scratch,
                               tensor2(scratch.y, p.dtype, row_capacity(p), p.hidden)));
   steps.add(
       "O",
       TokenSum{scratch.y, args.routing.weights, args.out, {0, p.tokens}, Start::kAfterPrevious});
-  return steps;
 }
 
 std::vector<TileChoice> layer_tiles(const Problem& problem, const Exec& exec) {
@@ -116,7 +114,9 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   const ForwardScratch scratch = forward_scratch(problem, kind, args.scratch.data);
   void* saved = kind == Pass::kInference ? scratch.saved : args.saved.data;
   const PassContext pass{problem, metadata_layout(problem, saved)};
-  run(forward_steps(pass, args, scratch), pass, device, exec);
+  Steps steps;
+  add_forward_steps(pass, args, scratch, steps);
+  run(steps, pass, device, exec);
 }
 
 }  // namespace sonicmoe::cuda

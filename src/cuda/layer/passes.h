@@ -34,10 +34,10 @@ struct BackwardScratch {
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);
 
-/// The steps of a pass. It must have at least one token and a capacity of at least one row.
-Steps forward_steps(const PassContext& pass, const ForwardArgs& args,
-                    const ForwardScratch& scratch);
-Steps backward_steps(const PassContext& pass, const BackwardArgs& args,
-                     const BackwardScratch& scratch, const Engine& engine);
+/// Appends the steps of a pass. It must have at least one token and a capacity of at least one row.
+void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
+                       const ForwardScratch& scratch, Steps& steps);
+void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
+                        const BackwardScratch& scratch, const Engine& engine, Steps& steps);
 
 }  // namespace sonicmoe::cuda

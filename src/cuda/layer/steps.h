@@ -52,9 +52,14 @@ struct Step {
   Work work;
 };
 
-/// Steps in stream order. A step never moves in memory: later steps may point to it.
+/// Steps in stream order. A step never moves in memory, because later steps may point to it: hence
+/// no copies.
 class Steps {
  public:
+  Steps() = default;
+  Steps(const Steps&) = delete;
+  Steps& operator=(const Steps&) = delete;
+
   template <class T>
   const T& add(const char* name, T work) {
     return std::get<T>(steps_.at(count_++).emplace(Step{name, Work(std::move(work))}).work);
