@@ -95,8 +95,8 @@ struct LaunchHints {
   Start start = Start::kAfterPrevious;
   const RowProduct* source = nullptr;  ///< with kWithRowsOf only
   unsigned* tile_counter = nullptr;    ///< of the dynamic tile scheduler; zero before the launch
-  /// Counts finished tiles, for a later product with kWithRowsOf that reads their rows; zero before
-  /// the launch.
+  /// Counts the CTAs whose first tiles are in memory; zero before the launch. Set where a later
+  /// product with kWithRowsOf reads these rows: it starts on them when all CTAs are counted.
   unsigned* release_counter = nullptr;
 };
 
