@@ -207,6 +207,18 @@ TEST(Engines, HaveModelsOfTheirDevices) {
   EXPECT_EQ(cuda::device_model(12), nullptr);
 }
 
+TEST(Engines, AModelIsRefusedByName) {
+  Exec exec{.backend = Backend::kCuda, .device = cuda::device_model(90)};
+  try {
+    cuda::device_of(exec);
+    FAIL() << "a model was taken for a device";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("a model of compute capability 9.0"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(Driver, AMissingFunctionIsNamed) {
   try {
     cuda::driver_function("cuNoSuchFunction");

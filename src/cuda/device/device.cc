@@ -104,9 +104,14 @@ const Device* device_model(int capability) {
 
 const Device& device_of(const Exec& exec) {
   const auto* device = static_cast<const Device*>(exec.device);
-  if (device == nullptr || device->ordinal < 0) {
+  if (device == nullptr) {
     throw Error(Status::kInvalidArgument,
                 "exec.device is null but the CUDA backend needs the handle of smoe_device_open.");
+  }
+  if (device->ordinal < 0) {
+    throw Error(Status::kInvalidArgument,
+                "exec.device is a model of compute capability " + dotted(device->capability) +
+                    " but this call needs the handle of smoe_device_open.");
   }
   return *device;
 }
