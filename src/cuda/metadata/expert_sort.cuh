@@ -68,31 +68,34 @@ struct SortParams {
   Metadata out;
 };
 
-/// Shared memory of a sorting block.
+/// Shared memory of a sorting block. With 1024 experts it must fit into the 99 KB of a block
+/// on 8.6, 8.9 and 12.0: therefore counts of a span have 16 bits, and `record` lies on `in_warp`.
 struct SortShared {
   std::int32_t* start;     // (columns) row of the block's next position of an expert
-  std::int32_t* local;     // (columns) index of an expert's first position in the sorted span
   std::int32_t* before;    // (columns) positions of an expert in earlier blocks
   std::int32_t* total;     // (columns) positions of an expert in all blocks
-  std::int32_t* record;    // (columns) first record
-  std::int32_t* counted;   // (columns) counts of this block, which its cluster reads
+  std::uint16_t* local;    // (columns) index of an expert's first position in the sorted span
+  std::uint16_t* counted;  // (columns) counts of this block, which its cluster reads
   std::uint32_t* sorted;   // (kSpan) index in the span | expert << 16
-  std::uint16_t* in_warp;  // (warps, columns)
+  std::uint16_t* in_warp;  // (warps, columns) used while a span is sorted
+  std::int32_t* record;    // (columns) first record; used between two spans
 
   __device__ SortShared(void* base, int columns)
       : start(static_cast<std::int32_t*>(base)),
-        local(start + columns),
-        before(local + columns),
+        before(start + columns),
         total(before + columns),
-        record(total + columns),
-        counted(record + columns),
+        local(reinterpret_cast<std::uint16_t*>(total + columns)),
+        counted(local + columns),
         sorted(reinterpret_cast<std::uint32_t*>(counted + columns)),
-        in_warp(reinterpret_cast<std::uint16_t*>(sorted + kSpan)) {}
-  static std::size_t bytes(int columns) {
-    return static_cast<std::size_t>(columns) * 6 * 4 + kSpan * 4 +
-           static_cast<std::size_t>(columns) * kSortWarps * 2;
+        in_warp(reinterpret_cast<std::uint16_t*>(sorted + kSpan)),
+        record(reinterpret_cast<std::int32_t*>(in_warp)) {}
+  static constexpr std::size_t bytes(std::size_t columns) {
+    return columns * (3 * sizeof(std::int32_t) + 2 * sizeof(std::uint16_t)) +
+           kSpan * sizeof(std::uint32_t) + columns * kSortWarps * sizeof(std::uint16_t);
   }
 };
+static_assert(kSpan <= 0xffff, "counts and indices of a span have 16 bits");
+static_assert(kSortWarps * sizeof(std::uint16_t) >= sizeof(std::int32_t), "record fits in_warp");
 
 /// Sums the table: `total` and `before` of every expert, which are zero at the start.
 __device__ inline void sum_table(const SortParams& p, const SortShared& s) {
@@ -127,7 +130,7 @@ __device__ inline void sum_table(const SortParams& p, const SortShared& s) {
 /// before all have read it. Thread e brings its block's `count` of expert e.
 __device__ inline void sum_cluster(const SortParams& p, const SortShared& s, int count) {
   const int e = threadIdx.x;
-  if (e < p.columns) s.counted[e] = count;
+  if (e < p.columns) s.counted[e] = static_cast<std::uint16_t>(count);
   ptx::cluster_sync();
   if (e >= p.columns) return;
   int total = 0;
@@ -264,7 +267,9 @@ __device__ inline int sort_span(const SortParams& p, const SortShared& s, const 
                                 ThreadPositions* own) {
   const int count = rank_in_warps(p, s, chunk, own);
   const int local = block_prefix<kMetadataThreads>(count, &own->valid);
-  if (static_cast<int>(threadIdx.x) < p.columns) s.local[threadIdx.x] = local;
+  if (static_cast<int>(threadIdx.x) < p.columns) {
+    s.local[threadIdx.x] = static_cast<std::uint16_t>(local);
+  }
   __syncthreads();
   const std::uint16_t* earlier = s.in_warp + threadIdx.x / 32 * p.columns;
 #pragma unroll

@@ -181,9 +181,9 @@ void sort_by_expert(const Device& device, const SortParams& params, const SortPl
                     cudaStream_t stream) {
   const char* what = "launching the routing metadata";
   LaunchShape shape{static_cast<unsigned>(plan.blocks), kMetadataThreads,
-                    SortShared::bytes(params.columns)};
+                    SortShared::bytes(static_cast<std::size_t>(params.columns))};
   if (plan.counting == Counting::kInSort) {
-    if (has_sm90(device)) shape.cluster = shape.grid.x;
+    shape.cluster = shape.grid.x;
     launch_dependent(device, what, sort_positions<Counting::kInSort>, shape, stream, params);
     return;
   }
@@ -211,6 +211,10 @@ Metadata metadata_layout(const Problem& p, void* base) {
   m.record_count = carver.take<std::int32_t>(1);
   m.bytes = carver.used();
   return m;
+}
+
+std::size_t sort_shared_bytes(const Problem& p) {
+  return SortShared::bytes(static_cast<std::size_t>(columns_of(p)));
 }
 
 std::int64_t metadata_scratch(const Problem& p) { return scratch_layout(p, nullptr).bytes; }

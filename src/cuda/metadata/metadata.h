@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/device/device.h"
@@ -35,6 +36,9 @@ Metadata metadata_layout(const Problem& problem, void* base);
 
 /// Bytes of scratch that build_metadata needs.
 std::int64_t metadata_scratch(const Problem& problem);
+
+/// Dynamic shared memory of the kernel that sorts by expert.
+std::size_t sort_shared_bytes(const Problem& problem);
 
 /// Device memory that build_metadata may use beside its result.
 struct MetadataWork {
