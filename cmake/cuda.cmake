@@ -1,7 +1,10 @@
-# The CUDA backend: sm_90a only (wgmma compiled for another target fails to load), static runtime,
-# no link to libcuda. AUTO builds it if nvcc is found.
+# The CUDA backend: static runtime, no link to libcuda. AUTO builds it if nvcc is found.
 set(SONICMOE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO, ON or OFF")
 set_property(CACHE SONICMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
+# What kernels are compiled for: SASS for each entry. 80 also brings PTX, from which the driver compiles
+# for GPUs without SASS; 90 also brings Hopper's engine.
+set(SONICMOE_CUDA_ARCHITECTURES "80;90;100;120"
+    CACHE STRING "Compute capabilities to compile CUDA kernels for, as major * 10 + minor")
 set(SONICMOE_WITH_CUDA OFF)
 if(SONICMOE_CUDA STREQUAL "OFF")
   message(STATUS "CUDA backend: off")
@@ -17,6 +20,16 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "CUDA backend: off, no nvcc was found; this build is CPU only")
   return()
 endif()
+foreach(architecture IN LISTS SONICMOE_CUDA_ARCHITECTURES)
+  if(NOT architecture MATCHES "^[0-9]+$" OR architecture LESS 80)
+    message(FATAL_ERROR "SONICMOE_CUDA_ARCHITECTURES has \"${architecture}\"; it must be numbers "
+                        "from 80 on, such as 80;90;100;120.")
+  endif()
+endforeach()
+if(NOT SONICMOE_CUDA_ARCHITECTURES)
+  message(FATAL_ERROR "SONICMOE_CUDA_ARCHITECTURES is empty; it must be numbers such as "
+                      "80;90;100;120.")
+endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF) # CMake 3.25 has no sm_90a: -gencode below sets it
 enable_language(CUDA)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know nvcc's option for C++20
@@ -26,46 +39,95 @@ endif()
 find_package(CUDAToolkit 12.9 REQUIRED)
 find_package(Python3 COMPONENTS Interpreter REQUIRED)
 set(SONICMOE_WITH_CUDA ON)
-message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
+# Hopper's engine is compiled for sm_90a alone: wgmma compiled for another target fails to load.
+set(hopper_code -gencode=arch=compute_90a,code=sm_90a)
+set(common_code)
+set(SONICMOE_CUDA_CODE)
+foreach(architecture IN LISTS SONICMOE_CUDA_ARCHITECTURES)
+  list(APPEND common_code -gencode=arch=compute_${architecture},code=sm_${architecture})
+  list(APPEND SONICMOE_CUDA_CODE sm_${architecture})
+endforeach()
+if(80 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  list(APPEND common_code -gencode=arch=compute_80,code=compute_80)
+  list(APPEND SONICMOE_CUDA_CODE compute_80)
+endif()
+if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  list(APPEND SONICMOE_CUDA_CODE sm_90a)
+endif()
+list(JOIN SONICMOE_CUDA_CODE " " SONICMOE_CUDA_CODE)
+message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${SONICMOE_CUDA_CODE}")
 
 # src/cuda/layer/backend.cc replaces this file in builds with CUDA.
 set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY ON)
 
 set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
 set(cuda_build ${CMAKE_CURRENT_BINARY_DIR}/cuda)
-set(wgmma_script ${cuda_source}/hopper/ptx/generate_wgmma.py)
-set(instance_script ${cuda_source}/hopper/instances/generate.py)
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} ${instance_script})
 file(MAKE_DIRECTORY ${cuda_build})
-execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh
-                COMMAND_ERROR_IS_FATAL ANY)
-execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/hopper/instances
-                OUTPUT_VARIABLE instances COMMAND_ERROR_IS_FATAL ANY)
-string(REPLACE "\n" ";" instances "${instances}")
-list(FILTER instances EXCLUDE REGEX "^$")
-
-file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${cuda_source}/*.cc)
-add_library(sonicmoe_cuda_objects OBJECT ${SONICMOE_CUDA_SOURCES} ${instances})
-target_include_directories(sonicmoe_cuda_objects PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include
-                                                         ${CMAKE_CURRENT_SOURCE_DIR}/src
-                                                         ${cuda_build} ${CUDAToolkit_INCLUDE_DIRS})
-target_compile_options(
-  sonicmoe_cuda_objects
-  PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
-          $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
-          -Xptxas=-v -Xcompiler=-Wall>)
-set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF)
 set(cached)
+set(cached_by_dependencies)
 if(CCACHE) # relative paths in the hash: all checkouts use the same cached results
   set(cached ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       ${CCACHE})
+  # ccache compares preprocessed text, and nvcc preprocesses for one architecture only. Code that
+  # another architecture alone compiles could then come stale from the cache. The compiler's list of
+  # included files is complete.
+  set(cached_by_dependencies
+      ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR} CCACHE_NOHASHDIR=1
+      CCACHE_DEPEND=1 ${CCACHE})
 endif()
-set(launcher ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py ${cached})
-set_target_properties(sonicmoe_cuda_objects PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
+set(ptxas_gate ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
+
+# An object library whose kernels are compiled by the options `code`.
+function(add_cuda_objects name sources code launcher)
+  add_library(${name} OBJECT ${sources})
+  target_include_directories(${name} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include
+                                             ${CMAKE_CURRENT_SOURCE_DIR}/src ${cuda_build}
+                                             ${CUDAToolkit_INCLUDE_DIRS})
+  target_compile_options(
+    ${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
+                    $<$<COMPILE_LANGUAGE:CUDA>:${code} --expt-relaxed-constexpr -Xptxas=-v
+                    -Xcompiler=-Wall>)
+  set_target_properties(
+    ${name} PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF
+                       CUDA_COMPILER_LAUNCHER "${launcher}")
+endfunction()
+
+# Everything that is not Hopper's: for every architecture.
+file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${cuda_source}/*.cc)
+list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/hopper/")
+add_cuda_objects(sonicmoe_cuda_objects "${SONICMOE_CUDA_SOURCES}" "${common_code}"
+                 "${ptxas_gate};${cached_by_dependencies}")
+list(JOIN SONICMOE_CUDA_ARCHITECTURES "," architectures)
+set_source_files_properties(
+  ${cuda_source}/device/architectures.cc
+  PROPERTIES COMPILE_DEFINITIONS
+             "SONICMOE_CUDA_ARCHITECTURES=${architectures};SONICMOE_CUDA_CODE=\"${SONICMOE_CUDA_CODE}\"")
+set(cuda_libraries sonicmoe_cuda_objects)
+
+if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  set(wgmma_script ${cuda_source}/hopper/ptx/generate_wgmma.py)
+  set(instance_script ${cuda_source}/hopper/instances/generate.py)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} ${instance_script})
+  execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh
+                  COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/hopper/instances
+                  OUTPUT_VARIABLE instances COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE "\n" ";" instances "${instances}")
+  list(FILTER instances EXCLUDE REGEX "^$")
+  file(GLOB_RECURSE SONICMOE_HOPPER_SOURCES CONFIGURE_DEPENDS ${cuda_source}/hopper/*.cu
+       ${cuda_source}/hopper/*.cc)
+  add_cuda_objects(sonicmoe_hopper_objects "${SONICMOE_HOPPER_SOURCES};${instances}"
+                   "${hopper_code}" "${ptxas_gate};${cached}")
+  set_source_files_properties(${cuda_source}/layer/engine.cc PROPERTIES COMPILE_DEFINITIONS
+                                                                        SONICMOE_WITH_HOPPER)
+  list(APPEND cuda_libraries sonicmoe_hopper_objects)
+endif()
 
 foreach(lib sonicmoe_shared sonicmoe_static)
   set_target_properties(${lib} PROPERTIES CUDA_ARCHITECTURES OFF) # created before CUDA was enabled
-  target_sources(${lib} PRIVATE $<TARGET_OBJECTS:sonicmoe_cuda_objects>)
+  foreach(objects IN LISTS cuda_libraries)
+    target_sources(${lib} PRIVATE $<TARGET_OBJECTS:${objects}>)
+  endforeach()
   target_link_libraries(${lib} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
 endforeach()
 
@@ -90,7 +152,6 @@ if(SONICMOE_BUILD_TESTS)
     sonicmoe_cuda_sm80_tests ${sm80_sources} tests/cuda/metadata_cuda_test.cc
                              tests/cuda/routing_cuda_test.cc tests/cuda/sums_cuda_test.cc)
   target_include_directories(sonicmoe_cuda_sm80_tests PRIVATE src tests ${CUDAToolkit_INCLUDE_DIRS})
-  target_compile_definitions(sonicmoe_cuda_sm80_tests PRIVATE SONICMOE_TEST_CAPABILITY=80)
   target_compile_options(
     sonicmoe_cuda_sm80_tests
     PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>

@@ -5,8 +5,9 @@
 #   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     default build/release; needs its generated files
 #
 # ptxas 12.9 is on PyPI. No registry has the front end of 12.9, so the PTX is made by that of 12.4
-# (Debian's nvidia-cuda-toolkit): code that it compiles also compiles with later ones. 12.9 is the
-# oldest because the ptxas of 12.4 to 12.8 serialises the wgmma of every kernel (C7515).
+# (Debian's nvidia-cuda-toolkit): code that it compiles also compiles with later ones. It does not
+# know sm_100 and sm_120, so these are left out. 12.9 is the oldest because the ptxas of 12.4 to 12.8
+# serialises the wgmma of every kernel (C7515).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -57,16 +58,22 @@ assemble() {
   for part in cuda_runtime cuda_cccl cuda_nvcc; do cp -rT "$wheels/$part/include" "$WORK/include"; done
 }
 
-compile() { # SOURCE
+compile() { # SOURCE ARCHITECTURE...
+  local source=$1 architecture code=()
+  shift
+  for architecture in "$@"; do
+    code+=("-gencode=arch=compute_$architecture,code=sm_$architecture")
+  done
   PATH=$WORK/bin:$PATH python cmake/ptxas_gate.py "$WORK/bin/nvcc" -I"$WORK/include" -std=c++20 \
-    -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -Xptxas=-v -Iinclude -Isrc \
-    -I"$BUILD/cuda" -c "$1" -o "$WORK/object.o"
+    "${code[@]}" --expt-relaxed-constexpr -Xptxas=-v -Iinclude -Isrc -I"$BUILD/cuda" \
+    -c "$source" -o "$WORK/object.o"
 }
 
 [ -x "$WORK/bin/ptxas" ] || { fetch_front_end && fetch_wheels && assemble; }
-count=0
-for source in "$BUILD/cuda/hopper/instances/products.cu" $(find src/cuda -name '*.cu'); do
-  compile "$source"
+compile "$BUILD/cuda/hopper/instances/products.cu" 90a
+count=1
+for source in $(find src/cuda -name '*.cu'); do
+  compile "$source" 80 90
   count=$((count + 1))
 done
 echo "CUDA floor: $count files compiled by the front end of $FRONT_END and ptxas of $FLOOR"

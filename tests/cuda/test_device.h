@@ -8,8 +8,7 @@
 
 namespace sonicmoe::testing {
 
-/// Device 0. A build of these kernels for another target defines SONICMOE_TEST_CAPABILITY: the host
-/// then launches them as it does on a GPU of that capability.
+/// Device 0.
 inline const cuda::Device& test_device() {
   static const cuda::Device device = [] {
     cuda::Device d;
@@ -20,12 +19,8 @@ inline const cuda::Device& test_device() {
       return value;
     };
     d.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-#if defined(SONICMOE_TEST_CAPABILITY)
-    d.capability = SONICMOE_TEST_CAPABILITY;
-#else
     d.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
                    attribute(cudaDevAttrComputeCapabilityMinor);
-#endif
     return d;
   }();
   return device;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/device/architectures.h"
 #include "cuda/layer/engine.h"
 
 namespace sonicmoe::cuda {
@@ -72,6 +73,12 @@ const Device* open_device(int ordinal) {
   device->capability = attribute(ordinal, cudaDevAttrComputeCapabilityMajor) * 10 +
                        attribute(ordinal, cudaDevAttrComputeCapabilityMinor);
   device->multiprocessors = attribute(ordinal, cudaDevAttrMultiProcessorCount);
+  if (!has_code(device->capability)) {
+    throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
+                                          " has compute capability " + dotted(device->capability) +
+                                          " but this build has code for " + code_names() +
+                                          " only (SONICMOE_CUDA_ARCHITECTURES).");
+  }
   device->engine = engine_for(device->capability);
   if (device->engine == nullptr) {
     throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
@@ -91,6 +98,7 @@ const Device* device_model(int capability) {
     for (const Engine* engine : engines()) {
       const Capabilities& served = engine->service.capabilities;
       for (int c = served.first; c <= served.last; ++c) {
+        if (!has_code(c)) continue;
         list.push_back({.capability = c, .engine = engine_for(c), .engine_state = {}});
       }
     }

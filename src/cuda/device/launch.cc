@@ -3,32 +3,40 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 namespace sonicmoe::cuda {
 namespace {
 
-/// The set of (function, device) whose shared memory limit is set: a lock-free open-addressing
-/// table. It has more entries than there are kernels. If it were full, the limit would be set to
-/// the same value again at each launch.
-class PreparedFunctions {
+/// A function on a device. User addresses have 47 bits, and an ordinal fits into the 16 above them.
+std::uint64_t key_of(const void* function, int ordinal) {
+  return reinterpret_cast<std::uint64_t>(function) | static_cast<std::uint64_t>(ordinal) << 47;
+}
+
+/// One bit of every (function, device) that was inserted: a lock-free open-addressing table. It has
+/// more entries than there are kernels. If it were full, a bit would be found out again at each
+/// launch.
+class KernelBits {
  public:
-  bool contains(std::uint64_t key) const {
+  std::optional<bool> find(std::uint64_t key) const {
     for (std::size_t i = 0; i < kEntries; ++i) {
       const std::uint64_t found = entry(key, i).load(std::memory_order_acquire);
-      if (found == key) return true;
-      if (found == 0) return false;
+      if ((found & ~kBit) == key) return (found & kBit) != 0;
+      if (found == 0) return {};
     }
-    return false;
+    return {};
   }
-  void insert(std::uint64_t key) {
+  void insert(std::uint64_t key, bool bit) {
+    const std::uint64_t value = key | (bit ? kBit : 0);
     for (std::size_t i = 0; i < kEntries; ++i) {
       std::uint64_t found = 0;
-      if (entry(key, i).compare_exchange_strong(found, key) || found == key) return;
+      if (entry(key, i).compare_exchange_strong(found, value) || found == value) return;
     }
   }
 
  private:
   static constexpr std::size_t kEntries = 1024;
+  static constexpr std::uint64_t kBit = std::uint64_t{1} << 63;
   std::atomic<std::uint64_t>& entry(std::uint64_t key, std::size_t i) {
     return entries_[(key / 16 + i) % kEntries];
   }
@@ -38,25 +46,38 @@ class PreparedFunctions {
   std::array<std::atomic<std::uint64_t>, kEntries> entries_{};
 };
 
+cudaFuncAttributes attributes_of(const void* function) {
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, function), "reading a kernel's attributes");
+  return attributes;
+}
+
 }  // namespace
 
 void allow_shared_memory(const void* function) {
-  static PreparedFunctions prepared;
+  static KernelBits allowed;
   int device = 0;
   check_cuda(cudaGetDevice(&device), "reading the current device");
-  // User addresses have 47 bits, so the device ordinal fits above them.
-  const std::uint64_t key =
-      reinterpret_cast<std::uint64_t>(function) | static_cast<std::uint64_t>(device) << 48;
-  if (prepared.contains(key)) return;
+  const std::uint64_t key = key_of(function, device);
+  if (allowed.find(key)) return;
   int most = 0;
   check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
              "reading device attributes");
-  cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, function), "reading a kernel's attributes");
-  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  most - static_cast<int>(attributes.sharedSizeBytes)),
-             "setting a kernel's shared memory");
-  prepared.insert(key);
+  const int own = static_cast<int>(attributes_of(function).sharedSizeBytes);
+  check_cuda(
+      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most - own),
+      "setting a kernel's shared memory");
+  allowed.insert(key, true);
+}
+
+bool has_sm90(const Device& device, const void* function) {
+  static KernelBits known;
+  const std::uint64_t key = key_of(function, device.ordinal);
+  if (const std::optional<bool> found = known.find(key)) return *found;
+  // Also of SASS: the virtual architecture, which __CUDA_ARCH__ had, that it was compiled from.
+  const bool has = attributes_of(function).ptxVersion >= 90;
+  known.insert(key, has);
+  return has;
 }
 
 }  // namespace sonicmoe::cuda

@@ -14,17 +14,22 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   std::size_t shared = 0;
-  unsigned cluster = 1;  ///< CTAs of a cluster along x
+  unsigned cluster = 1;  ///< CTAs of a cluster along x, where the kernel's code has clusters
 };
 
 /// Dynamic shared memory that needs no attribute, next to at most 16 KB of static arrays.
 inline constexpr std::size_t kPlainShared = 32 * 1024;
 
-/// Threads of a CTA that fits on a multiprocessor at the same time as a weight gradient's CTA; it
-/// has at most 32 registers a thread and no shared memory. An idle multiprocessor holds
-/// kBesideBlocks of them.
+/// Threads of a CTA that fits on a Hopper multiprocessor at the same time as a weight gradient's
+/// CTA; there it has at most 32 registers a thread, and no shared memory. An idle multiprocessor
+/// holds kBesideBlocks of them. Code for other architectures may use 40 registers: ptxas needs
+/// them.
 inline constexpr int kBesideThreads = 128;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kBesideBlocks = 16;
+#else
+inline constexpr int kBesideBlocks = 12;
+#endif
 
 /// Sets the dynamic shared memory limit of `function` to the current device's maximum, once for
 /// each function and device; thread-safe. The limit is a property of function and device, not of a
@@ -32,12 +37,20 @@ inline constexpr int kBesideBlocks = 16;
 /// below the size that another thread is about to launch.
 void allow_shared_memory(const void* function);
 
-/// Clusters, programmatic launches and bulk copies: cuda/ptx/sm90.cuh on the host's side.
-inline bool has_sm90(const Device& device) { return device.capability >= 90; }
+/// Whether the code of `function` that runs on `device`, the current one, was compiled for sm_90 or
+/// later: ptx::kHasSm90 of cuda/ptx/sm90.cuh, asked by the host. A device of 9.0 or later may also
+/// run code that was compiled from PTX of compute_80, without clusters, programmatic launches and
+/// bulk copies. Asks CUDA once for each function and device; thread-safe.
+bool has_sm90(const Device& device, const void* function);
+template <class... Params>
+bool has_sm90(const Device& device, void (*kernel)(Params...)) {
+  return has_sm90(device, reinterpret_cast<const void*>(kernel));
+}
 
-/// Launches `kernel`, which must call ptx::wait_for_previous_kernel() before it touches what an
-/// earlier kernel may still use. Before sm_90 the launch has no attribute, and `shape` no cluster:
-/// kernels then run one after the other. Throws Error(kCuda) that names `what`.
+/// Launches `kernel` on `device`, which must be current. The kernel must call
+/// ptx::wait_for_previous_kernel() before it touches what an earlier kernel may still use. Code for
+/// architectures before sm_90 never waits: its launch has no attribute and no cluster, and kernels
+/// run one after the other. Throws Error(kCuda) that names `what`.
 template <class... Params, class... Args>
 void launch_dependent(const Device& device, const char* what, void (*kernel)(Params...),
                       const LaunchShape& shape, cudaStream_t stream, const Args&... args) {
@@ -53,7 +66,7 @@ void launch_dependent(const Device& device, const char* what, void (*kernel)(Par
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = !has_sm90(device) ? 0 : shape.cluster > 1 ? 2 : 1;
+  config.numAttrs = !has_sm90(device, kernel) ? 0 : shape.cluster > 1 ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), what);
 }
 

@@ -1,12 +1,18 @@
 #include "cuda/layer/engine.h"
 
 #include "cuda/device/device.h"
+#if defined(SONICMOE_WITH_HOPPER)
 #include "cuda/hopper/hopper_engine.h"
+#endif
 
 namespace sonicmoe::cuda {
 
 std::span<const Engine* const> engines() {
-  static constexpr const Engine* kEngines[] = {&kHopperEngine};
+  static constexpr const Engine* kEngines[] = {
+#if defined(SONICMOE_WITH_HOPPER)
+      &kHopperEngine,
+#endif
+  };
   return kEngines;
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/metadata/expert_sort.cuh"
+#include "cuda/ptx/resident.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -12,6 +13,9 @@ inline constexpr int kMostSpans = 1024;
 inline constexpr int kOrderLanes = 8;                                // that order one token
 inline constexpr int kOrderTokens = kMetadataThreads / kOrderLanes;  // of a block
 inline constexpr int kMostBin = 64;
+/// Blocks of order_tokens on a multiprocessor: two leave a thread 32 registers, which suffice from
+/// sm_90 on (on sm_80 they spill).
+inline constexpr int kOrderBlocks = ptx::resident_blocks(ptx::kHasSm90 ? 2 : 1, kMetadataThreads);
 
 /// Working memory that clear_words() zeroes, in one piece.
 struct PairCounters {
@@ -214,7 +218,7 @@ __device__ inline int first_positions(const PairParams& p, std::int64_t first, i
 }
 
 /// Puts the slots of every token in order and writes positions and token_offsets.
-__global__ void __launch_bounds__(kMetadataThreads, 2) order_tokens(const PairParams p) {
+__global__ void __launch_bounds__(kMetadataThreads, kOrderBlocks) order_tokens(const PairParams p) {
   __shared__ int begins[kOrderTokens];
   __shared__ int counts[kOrderTokens];
   ptx::wait_for_previous_kernel();

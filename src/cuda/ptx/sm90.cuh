@@ -1,6 +1,6 @@
 // Clusters and bulk copies, which kernels for every GPU use on sm_90 and later. A kernel asks
-// kHasSm90 and has a plain form; the host asks has_sm90(Device). Both must say the same: a build
-// needs code of sm_90 or later, not only PTX of compute_80, for every device from 9.0 on.
+// kHasSm90 and has a plain form; the host asks has_sm90() of cuda/device/launch.h for the kernel's
+// loaded code. Both say the same on every device, whichever code of the build it runs.
 #pragma once
 
 #include <cstdint>

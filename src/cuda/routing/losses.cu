@@ -14,6 +14,7 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kLossThreads = 256;
+constexpr int kLossRegisters = 168;  // of a thread; without a limit ptxas spills on sm_120
 constexpr int kSumThreads = 1024;
 constexpr std::int64_t kMostBlocks = 256;
 constexpr std::int64_t kLeastTokens = 64;  // of a block
@@ -46,7 +47,7 @@ __device__ double log_sum(const Softmax& s) {
 }
 
 template <class R>
-__global__ void __launch_bounds__(kLossThreads)
+__global__ void __maxnreg__(kLossRegisters)
     loss_parts(RouteParams p, SlotView ids, LossParts parts) {
   constexpr int kAll = R::kLanes * R::kValues;
   __shared__ double sums[kAll];

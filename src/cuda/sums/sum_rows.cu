@@ -95,7 +95,7 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
   args.weights = slot_view(weights);
   args.is_fp16 = problem.dtype == DType::kF16 ? 1 : 0;
   const char* what = "launching the sum over a token's rows";
-  if (has_sm90(device) && problem.tokens * args.chunks > kFewChunks) {
+  if (problem.tokens * args.chunks > kFewChunks && has_sm90(device, sum_rows_ring_kernel)) {
     const RingLaunch ring(args, device.multiprocessors);
     launch_dependent(device, what, sum_rows_ring_kernel,
                      {dim3(ring.blocks), dim3(SumRing::kWarps * 32),

@@ -1,0 +1,21 @@
+// How many blocks can run on a multiprocessor of the architecture that is compiled for.
+#pragma once
+
+namespace sonicmoe::cuda::ptx {
+
+/// Threads that a multiprocessor runs at most.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || \
+                               __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+inline constexpr int kMultiprocessorThreads = 1536;
+#else
+inline constexpr int kMultiprocessorThreads = 2048;
+#endif
+
+/// `wanted` blocks, or fewer where a multiprocessor has not so many threads: the second argument of
+/// __launch_bounds__, which ptxas ignores where it is too large.
+constexpr int resident_blocks(int wanted, int threads) {
+  const int most = kMultiprocessorThreads / threads;
+  return wanted < most ? wanted : most;
+}
+
+}  // namespace sonicmoe::cuda::ptx
