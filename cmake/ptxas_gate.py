@@ -2,7 +2,7 @@
 
 usage: ptxas_gate.py COMMAND... ptxas reports both only as information (serialised wgmma as
 advisories C7500 to C7599), but they cost up to half the speed. Writes FILE.cost next to the object
-file, with its number of kernels and CPU seconds, for tools/check_kernels.py.
+file, with its number of kernels of each architecture and CPU seconds, for tools/check_kernels.py.
 """
 
 import json
@@ -10,11 +10,13 @@ import re
 import resource
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ADVISORY = re.compile(r"\bC75\d\d\b")
 SPILL = re.compile(r"(\d+) bytes spill stores")
 FUNCTION = re.compile(r"Function properties for (\S+)")
+KERNEL = re.compile(r"Compiling entry function '\S+' for '(\w+)'")
 
 
 def verdict(lines: list[str]) -> list[str]:
@@ -35,7 +37,7 @@ def write_cost(command: list[str], lines: list[str]) -> None:
     if "-o" not in command[:-1]:
         return
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    kernels = sum("Compiling entry function" in line for line in lines)
+    kernels = Counter(found.group(1) for line in lines if (found := KERNEL.search(line)))
     cost = {"kernels": kernels, "cpu_seconds": round(spent.ru_utime + spent.ru_stime, 2)}
     target = command[command.index("-o") + 1]
     Path(target + ".cost").write_text(json.dumps(cost) + "\n", encoding="utf-8")

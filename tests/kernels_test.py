@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import unittest
+import unittest.mock
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -16,14 +17,17 @@ class BudgetTest(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.build = Path(folder.name)
-        # Any shared object or program will do: it holds no kernels.
-        (self.build / "libsonicmoe.so").symlink_to(os.path.realpath(sys.executable))
 
-    def verdict(self, *costs, folder="hopper/instances"):
+    def verdict(self, *costs, folder="cuda/hopper/instances"):
         (self.build / folder).mkdir(parents=True)
         for i, (kernels, seconds) in enumerate(costs):
+            if isinstance(kernels, int):
+                kernels = {"sm_90a": kernels} if kernels else {}
             cost = {"kernels": kernels, "cpu_seconds": seconds}
-            (self.build / folder / f"{i}.cu.o.cost").write_text(json.dumps(cost))
+            path = self.build / folder / f"{i}.cu.o"
+            Path(f"{path}.cost").write_text(json.dumps(cost))
+            # Any ELF file will do: it holds no kernels.
+            path.symlink_to(os.path.realpath(sys.executable))
         return check_kernels.main([str(self.build)])
 
     def test_within_the_budget(self):
@@ -32,28 +36,36 @@ class BudgetTest(unittest.TestCase):
     def test_too_many_kernels_of_an_engine(self):
         self.assertEqual(self.verdict((100, 0.0), (66, 0.0)), 1)
 
+    def test_every_architecture_may_have_them(self):
+        most = check_kernels.BUDGETS["portable"].kernels
+        many = {"sm_80": most, "sm_120": most}
+        folder = "objects.dir/src/cuda/portable"
+        self.assertEqual(self.verdict((many, 0.0), folder=folder), 0)
+        more = {"sm_80": 0, "sm_120": 1}
+        self.assertEqual(self.verdict((more, 0.0), folder=f"{folder}/instances"), 1)
+
     def test_kernels_beside_the_engines_count(self):
-        self.assertEqual(self.verdict((95, 0.0), folder="routing"), 0)
-        self.assertEqual(self.verdict((1, 0.0), folder="sums"), 1)
+        self.assertEqual(self.verdict((95, 0.0), folder="src/cuda/routing"), 0)
+        self.assertEqual(self.verdict((1, 0.0), folder="src/cuda/sums"), 1)
 
     def test_an_engine_needs_a_budget(self):
-        self.assertEqual(self.verdict((1, 0.0), folder="abacus/instances"), 1)
+        self.assertEqual(self.verdict((1, 0.0), folder="cuda/abacus/instances"), 1)
 
     def test_too_long_to_compile(self):
-        headers, rest = 4.0, 4.0 * check_kernels.MAX_COMPILATIONS
+        headers, rest = 4.0, 4.0 * check_kernels.BUDGETS["hopper"].compilations
         self.assertEqual(self.verdict((0, headers), (1, rest)), 1)
 
     def test_a_slower_machine_is_slower_at_both(self):
-        rest = 8.0 * (check_kernels.MAX_COMPILATIONS - 2)
+        rest = 8.0 * (check_kernels.BUDGETS["hopper"].compilations - 2)
         self.assertEqual(self.verdict((0, 8.0), (1, rest)), 0)
 
     def test_time_is_not_judged_by_files_from_a_cache(self):
         self.assertEqual(self.verdict((0, 0.03), (1, 1000.0)), 0)
 
     def test_too_large(self):
-        self.addCleanup(setattr, check_kernels, "MAX_BYTES", check_kernels.MAX_BYTES)
-        check_kernels.MAX_BYTES = -1
-        self.assertEqual(self.verdict((1, 1.0)), 1)
+        tiny = {"hopper": check_kernels.Budget(1, 1.0, -1)}
+        with unittest.mock.patch.object(check_kernels, "BUDGETS", tiny):
+            self.assertEqual(self.verdict((1, 0.5)), 1)
 
     def test_nothing_was_compiled(self):
         with self.assertRaises(SystemExit):
