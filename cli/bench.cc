@@ -21,10 +21,9 @@ namespace {
 struct Options {
   ShapeOptions shape;
   LayerOptions layer;
-  std::string backend = "cpu";
+  TargetOptions target;
   std::string pass = "both";
   std::string routing = "topk";
-  std::int32_t threads = 0;
   std::int32_t repeats = 7;
   bool kernels = false;
   bool json = false;
@@ -63,6 +62,7 @@ struct Report {
   double steadiness = 1.0;  ///< of those samples
   std::int64_t rows = 0;
   std::int32_t threads = 0;
+  std::string engine;  ///< empty on the CPU
   verify::CaseResult check;
   std::vector<Measurement> passes;
   std::vector<KernelTime> kernels;
@@ -184,8 +184,9 @@ Report run(const Options& o) {
   }
   checks::at_least("repeats", o.repeats, 1);
   const BenchRouting routing = routing_from_name(o.routing);
-  const Target target = target_from_options(o.backend, o.threads);
+  const Target target = target_from_options(o.target);
   Report report;
+  report.engine = engine_of(target);
   report.shape = o.shape.resolve("laptop");
   const Problem problem = problem_of(report.shape, o.layer.layer_dtype(),
                                      {activation_from_name(o.layer.activation.c_str())});
@@ -253,7 +254,8 @@ Json document(const Options& o, const Report& r) {
           {"shape", to_json(r.shape)},
           {"dtype", o.layer.dtype},
           {"activation", o.layer.activation},
-          {"backend", o.backend},
+          {"backend", o.target.backend},
+          {"engine", r.engine.empty() ? Json() : Json(r.engine)},
           {"routing", o.routing},
           {"rows", r.rows},
           {"threads", r.threads},
@@ -277,8 +279,8 @@ void print_kernels(const Report& r) {
   }
 }
 
-std::string where(const Options& o, const Report& r) {
-  if (o.backend == "cuda") return "CUDA";
+std::string where(const Report& r) {
+  if (!r.engine.empty()) return "CUDA, engine " + r.engine;
   return std::to_string(r.threads) + (r.threads == 1 ? " thread" : " threads");
 }
 
@@ -295,7 +297,7 @@ void print_text(const Options& o, const Report& r) {
   }
   std::printf("%s, %s, %s, routing %s (%lld rows), %s\n", to_text(r.shape).c_str(),
               o.layer.dtype.c_str(), o.layer.activation.c_str(), o.routing.c_str(),
-              static_cast<long long>(r.rows), where(o, r).c_str());
+              static_cast<long long>(r.rows), where(r).c_str());
   std::printf("checked against the oracle on a slice; %s\n\n", peak_text(r).c_str());
   std::printf("%-10s %12s %12s%s\n", "pass", "median ms", "GFLOP/s",
               has_roofline(r) ? "    of roofline" : "");
@@ -323,10 +325,9 @@ Command add_bench(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
   o->layer.add_to(command);
-  command.option("--backend", o->backend, "cpu or cuda");
+  o->target.add_to(command);
   command.option("--pass", o->pass, "fwd, bwd or both");
   command.option("--routing", o->routing, "topk, rounded or skewed");
-  command.option("--threads", o->threads, "0: every core");
   command.option("--repeats", o->repeats, "Runs, of which the median counts");
   command.flag("--kernels", o->kernels, "Time every kernel apart, too");
   command.flag("--json", o->json, "One JSON document on stdout");

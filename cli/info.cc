@@ -1,12 +1,14 @@
 // sonicmoe info: what this build is and what it can run on.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <memory>
 
 #include "command.h"
 #include "core/backend_table.h"
+#include "core/check_tensor.h"
 #include "cpu/gemm_kernels.h"
 #include "cpu/threads.h"
 #include "gpu.h"
@@ -45,6 +47,16 @@ std::vector<std::string> cpu_features() {
   return found;
 }
 
+// The engines of the CUDA backend, in the order in which they are chosen.
+Json engines(const BackendTable* cuda) {
+  Json list = Json::array();
+  if (cuda == nullptr) return list;
+  for (const EngineInfo& engine : cuda->engines()) {
+    list.push_back({{"name", engine.name}, {"serves", engine.serves}});
+  }
+  return list;
+}
+
 std::vector<std::string> words(const std::string& text) {
   std::istringstream stream(text);
   return {std::istream_iterator<std::string>(stream), {}};
@@ -56,24 +68,37 @@ bool driver_present() {
   return driver != nullptr;
 }
 
-// Opens the first device and gives it back, to learn whether it can be used.
-Json cuda_state() {
+// Opens the first device and gives it back, to learn whether it can be used and by which engine.
+Json cuda_state(const std::string& engine) {
+  const BackendTable* cuda = find_backend(Backend::kCuda);
   Json state = {{"usable", false},
                 {"reason", ""},
-                {"archs", words(SONICMOE_CUDA_ARCHS)},
+                {"archs", words(cuda == nullptr ? "" : cuda->code_names())},
+                {"engines", engines(cuda)},
                 {"engine", nullptr}};
+  const auto is_engine = [&](const Json& e) { return e["name"] == engine; };
+  if (!engine.empty() &&
+      std::none_of(state["engines"].begin(), state["engines"].end(), is_engine)) {
+    std::string names;
+    for (const Json& e : state["engines"]) names += ' ' + e["name"].get<std::string>();
+    checks::refuse("engine is \"" + engine +
+                   "\", must be one of:" + (names.empty() ? " none" : names));
+  }
+  smoe_device_options options = {};
+  options.size = sizeof options;
+  options.engine = engine.empty() ? nullptr : engine.c_str();
   smoe_device* device = nullptr;
-  if (smoe_device_open(0, &device) != SMOE_OK) {
+  if (smoe_device_open_with(&options, &device) != SMOE_OK) {
     state["reason"] = gpu_problem(smoe_last_error(), driver_present());
     return state;
   }
-  state["engine"] = cuda_backend()->engine_name(device);
+  state["engine"] = smoe_device_engine(device);
   smoe_device_close(device);
   state["usable"] = true;
   return state;
 }
 
-Json document() {
+Json document(const std::string& engine) {
   return {{"build_type", SONICMOE_BUILD_TYPE},
           {"compiler", SONICMOE_COMPILER},
           {"cpu",
@@ -81,7 +106,7 @@ Json document() {
             {"features", cpu_features()},
             {"instruction_set", cpu::isa_name(cpu::best_isa())},
             {"threads", cpu::thread_count({}, 1e18)}}},
-          {"cuda", cuda_state()}};
+          {"cuda", cuda_state(engine)}};
 }
 
 std::string joined(const Json& list) {
@@ -107,18 +132,27 @@ void print_text(const Json& d) {
   line("  threads", std::to_string(cpu["threads"].get<int>()));
   line("CUDA", cuda["usable"].get<bool>() ? "usable" : cuda["reason"].get<std::string>());
   line("  archs", joined(cuda["archs"]));
-  if (!cuda["engine"].is_null()) line("  engine", cuda["engine"]);
+  for (const Json& engine : cuda["engines"]) {
+    line("  engine", engine["name"].get<std::string>() + ", for " +
+                         engine["serves"].get<std::string>() +
+                         (engine["name"] == cuda["engine"] ? ": used here" : ""));
+  }
 }
 
 }  // namespace
 
 Command add_info(CLI::App& app) {
   Command command(app, "info", "Version, build, CPU features, threads, CUDA");
-  auto json = std::make_shared<bool>(false);
-  command.flag("--json", *json, "One JSON document on stdout");
-  command.run = [json] {
-    const Json d = document();
-    *json ? print_json(d) : print_text(d);
+  struct Options {
+    std::string engine;
+    bool json = false;
+  };
+  auto o = std::make_shared<Options>();
+  command.option("--engine", o->engine, "Ask for this engine on the first GPU");
+  command.flag("--json", o->json, "One JSON document on stdout");
+  command.run = [o] {
+    const Json d = document(o->engine);
+    o->json ? print_json(d) : print_text(d);
     return kGood;
   };
   return command;

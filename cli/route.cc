@@ -82,7 +82,7 @@ Counts rounded_counts(const LayerShape& shape, const RoundOptions& options, cons
 }
 
 std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
-  const Target target = target_from_options("cpu", o.threads);
+  const Target target = target_from_options({.threads = o.threads});
   RoundOptions options;
   options.route.top_k = shape.top_k;
   options.route.score = score_mode_from_name(o.score.c_str());

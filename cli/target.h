@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "command.h"
 #include "sonicmoe/types.h"
 #include "verify/implementation.h"
 
@@ -18,8 +19,19 @@ struct Target {
 
   bool on_cuda() const { return exec.backend == Backend::kCuda; }
 };
-/// Refuses a backend that this build or machine cannot serve.
-Target target_from_options(const std::string& backend, std::int32_t threads);
+/// What a subcommand says of its target.
+struct TargetOptions {
+  std::string backend = "cpu";
+  std::string engine{};  ///< empty: the backend's choice
+  std::int32_t threads = 0;
+
+  /// --backend, --engine, --threads.
+  void add_to(Command& command);
+};
+/// Refuses a backend or engine that this build or machine cannot serve.
+Target target_from_options(const TargetOptions& options);
+/// The engine that multiplies on a target, empty where its backend has none.
+std::string engine_of(const Target& target);
 /// The functions that the harness checks on that target.
 verify::Implementation implementation_of(const Target& target);
 

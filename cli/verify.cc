@@ -11,15 +11,15 @@ namespace sonicmoe::cli {
 namespace {
 
 struct Options {
-  std::string backend = "cpu";
+  TargetOptions target;
   std::string filter;
-  std::int32_t threads = 0;
   bool full = false;
   bool negative = true;
   bool json = false;
 };
 
 struct Outcome {
+  std::string engine;
   std::vector<verify::CaseResult> cases;
   std::vector<verify::ControlResult> controls;
 
@@ -35,12 +35,13 @@ struct Outcome {
 };
 
 Outcome run(const Options& o) {
-  const Target target = target_from_options(o.backend, o.threads);
+  const Target target = target_from_options(o.target);
   const verify::Implementation implementation = implementation_of(target);
   const verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick,
                                       o.filter};
   ProgressLine progress;
   Outcome outcome;
+  outcome.engine = engine_of(target);
   const auto show = [&](const verify::CaseResult& r, std::size_t done, std::size_t total) {
     const std::string count = std::to_string(done) + "/" + std::to_string(total);
     progress.show(count + " " + r.name);
@@ -77,7 +78,8 @@ Json document(const Options& o, const Outcome& outcome) {
                         {"expected_fault", verify::fault_name(r.expected)},
                         {"fault", verify::fault_name(r.fault)}});
   }
-  return {{"backend", o.backend},
+  return {{"backend", o.target.backend},
+          {"engine", outcome.engine.empty() ? Json() : Json(outcome.engine)},
           {"passed", outcome.good()},
           {"cases", cases},
           {"negative_controls", controls}};
@@ -110,9 +112,8 @@ void print_text(const Outcome& outcome) {
 Command add_verify(CLI::App& app) {
   Command command(app, "verify", "Every kernel against the oracle");
   auto o = std::make_shared<Options>();
-  command.option("--backend", o->backend, "cpu or cuda");
+  o->target.add_to(command);
   command.option("--filter", o->filter, "Only cases whose names contain this");
-  command.option("--threads", o->threads, "0: every core");
   command.flag("--full", o->full, "The long list of cases too");
   command.flag("--negative,!--no-negative", o->negative,
                "Also check that broken implementations are rejected (default)");

@@ -13,7 +13,7 @@ const BackendTable* cpu_backend() {
     BackendTable table;
     table.name = "stand-in";
     table.buffer_alignment = 16;
-    table.device_open = [](std::int32_t) -> void* { return nullptr; };
+    table.device_open = [](std::int32_t, const char*) -> void* { return nullptr; };
     table.layer_tiles = [](const Problem&, const Exec&) {
       return std::vector<TileChoice>{{"A", "3x5"}};
     };

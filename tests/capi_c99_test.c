@@ -281,6 +281,7 @@ static void test_refusals(void) {
   smoe_forward_args f;
   smoe_exec exec;
   smoe_device* device = NULL;
+  smoe_device_options options;
   views v;
   int64_t capacity = -5;
   int i;
@@ -329,6 +330,23 @@ static void test_refusals(void) {
                   "ordinal is -1, must be at least 0");
   expect(smoe_device_open(0, NULL) == SMOE_INVALID_ARGUMENT, "device_open(0, NULL)");
   expect(smoe_device_close(NULL) == SMOE_OK, "device_close(NULL)");
+  expect_sentence(smoe_device_open_with(NULL, &device), SMOE_INVALID_ARGUMENT,
+                  "options is null, must not be null");
+  memset(&options, 0, sizeof(options));
+  options.size = sizeof(options);
+  expect(smoe_device_open_with(&options, NULL) == SMOE_INVALID_ARGUMENT, "open_with(, NULL)");
+  options.ordinal = -1;
+  expect_sentence(smoe_device_open_with(&options, &device), SMOE_INVALID_ARGUMENT,
+                  "ordinal is -1, must be at least 0");
+  options.ordinal = 0;
+  options.engine = "abacus";
+  expect(smoe_device_open_with(&options, &device) ==
+             (smoe_engine_name(0) == NULL ? SMOE_UNSUPPORTED : SMOE_INVALID_ARGUMENT),
+         "an unknown engine is refused");
+  expect(smoe_engine_name(0) == NULL || strstr(smoe_last_error(), smoe_engine_name(0)) != NULL,
+         "the refusal names the engines of the build");
+  expect(smoe_engine_name(1000) == NULL && smoe_engine_name(-1) == NULL, "no such engine");
+  expect(smoe_device_engine(NULL) == NULL, "no device has no engine");
   for (i = 0; i < T * D; ++i) expect(out[i] == 77.0f, "a refused forward leaves out alone");
 }
 

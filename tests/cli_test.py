@@ -40,6 +40,25 @@ class CliTest(unittest.TestCase):
         self.assertEqual(run("--version"), (0, "sonicmoe 0.1.0\n", ""))
         self.assertIn("threads", run("info")[1])
 
+    def test_engines(self):
+        cuda = self.document("info")["cuda"]
+        self.assertEqual(bool(cuda["engines"]), bool(cuda["archs"]))
+        names = [engine["name"] for engine in cuda["engines"]]
+        self.assertIn(cuda["engine"], [*names, None])
+        listed = " ".join(names) or "none"
+        self.refused(f'engine is "abacus", must be one of: {listed}', "info", "--engine", "abacus")
+        for command in ("verify", "bench"):
+            refusal = 'engine is "abacus", must be absent: the backend cpu has no engines'
+            self.refused(refusal, command, "--engine", "abacus")
+            if names:
+                refusal = (
+                    f'engine is "abacus" but the engines of this build are: {", ".join(names)}.'
+                )
+                self.refused(refusal, command, "--backend", "cuda", "--engine", "abacus")
+        for name in names:
+            asked = self.document("info", "--engine", name)["cuda"]
+            self.assertIn(asked["engine"], (name, None))
+
     def test_plan(self):
         plan = self.document("plan", "--shape", "24576,1536,256,128,8", "--backend", "cpu")
         self.assertEqual(

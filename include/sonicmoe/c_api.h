@@ -302,6 +302,24 @@ SMOE_API smoe_status smoe_grouped_gemm_k(const smoe_grouped_gemm_args* args, con
 SMOE_API smoe_status smoe_device_open(int32_t ordinal, smoe_device** device);
 SMOE_API smoe_status smoe_device_close(smoe_device* device);
 
+/* How a device is opened. */
+typedef struct smoe_device_options {
+  uint32_t size;
+  int32_t ordinal;
+  /* The engine that multiplies, a name of smoe_engine_name. NULL: that of the variable
+   * SONICMOE_ENGINE in the environment, else the first that serves the device. */
+  const char* engine;
+} smoe_device_options;
+
+/* smoe_device_open with options. An unknown engine is SMOE_INVALID_ARGUMENT, one that does not
+ * serve the device SMOE_UNSUPPORTED. */
+SMOE_API smoe_status smoe_device_open_with(const smoe_device_options* options,
+                                           smoe_device** device);
+/* The name of engine `index` of this build, NULL past the last one: "hopper". */
+SMOE_API const char* smoe_engine_name(int32_t index);
+/* The name of the engine that multiplies on a device, NULL for NULL. */
+SMOE_API const char* smoe_device_engine(const smoe_device* device);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

@@ -138,8 +138,36 @@ smoe_status smoe_device_open(int32_t ordinal, smoe_device** device) {
   return capi::guarded([&] {
     capi::refuse_null(device, "device");
     checks::at_least("ordinal", ordinal, 0);
-    *device = static_cast<smoe_device*>(capi::device_backend().device_open(ordinal));
+    *device = static_cast<smoe_device*>(capi::device_backend().device_open(ordinal, nullptr));
   });
+}
+
+smoe_status smoe_device_open_with(const smoe_device_options* options, smoe_device** device) {
+  return capi::guarded([&] {
+    const smoe_device_options o = capi::read(options, "options");
+    capi::refuse_null(device, "device");
+    checks::at_least("ordinal", o.ordinal, 0);
+    *device = static_cast<smoe_device*>(capi::device_backend().device_open(o.ordinal, o.engine));
+  });
+}
+
+const char* smoe_engine_name(int32_t index) {
+  const char* name = nullptr;
+  capi::guarded([&] {
+    const BackendTable* backend = find_backend(Backend::kCuda);
+    if (backend == nullptr) return;
+    const std::vector<EngineInfo> engines = backend->engines();
+    if (index >= 0 && index < static_cast<int32_t>(engines.size())) name = engines[index].name;
+  });
+  return name;
+}
+
+const char* smoe_device_engine(const smoe_device* device) {
+  const char* name = nullptr;
+  capi::guarded([&] {
+    if (device != nullptr) name = capi::device_backend().engine_name(device);
+  });
+  return name;
 }
 
 smoe_status smoe_device_close(smoe_device* device) {

@@ -19,6 +19,12 @@ struct TileChoice {
   std::string tile;
 };
 
+/// An engine of a backend: what multiplies on a device. A build may have several.
+struct EngineInfo {
+  const char* name;    ///< "hopper"
+  std::string serves;  ///< "9.0 (H100, H200)"
+};
+
 /// A function that is null is not served: the call is refused by name. Functions named *_bytes and
 /// moe_sizes need no device; the others run on the one of `exec`.
 struct BackendTable {
@@ -26,16 +32,20 @@ struct BackendTable {
   /// What the buffers of a call are aligned to, in bytes.
   std::int64_t buffer_alignment = 0;
 
-  /// Opens a device: an immutable handle for Exec::device, given back to device_close. Null: the
-  /// backend has no devices.
-  void* (*device_open)(std::int32_t ordinal) = nullptr;
+  /// Opens a device: an immutable handle for Exec::device, given back to device_close. `engine` is
+  /// a name of engines(), or null for the backend's choice. Null: the backend has no devices.
+  void* (*device_open)(std::int32_t ordinal, const char* engine) = nullptr;
   void (*device_close)(void* device) = nullptr;
 
   /// A handle for the sizes and plans of a device that need not be there; launches refuse it. By
   /// compute capability (90 is 9.0); null where this build has no kernels for it.
   const void* (*device_model)(std::int32_t capability) = nullptr;
+  /// The engines of this build; the first that serves a device is the default.
+  std::vector<EngineInfo> (*engines)() = nullptr;
   /// Which engine multiplies on a device: "hopper".
   const char* (*engine_name)(const void* device) = nullptr;
+  /// What device code the build has: "sm_80 sm_90".
+  const char* (*code_names)() = nullptr;
 
   /// The tiles of a problem whose gate and up do not alternate. Null: the backend has no fixed
   /// tiles.

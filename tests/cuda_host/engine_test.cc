@@ -179,13 +179,6 @@ TEST(HRows, LieAsTheWeightsDo) {
   EXPECT_EQ(cuda::h_rows(p, w, nullptr).stride[0], p.width);
 }
 
-TEST(Engines, AreFoundByCapability) {
-  const cuda::Engine* rows[] = {cuda::engines().front(), &stand_in_engine()};
-  EXPECT_EQ(cuda::engine_for(7, rows), &stand_in_engine());
-  EXPECT_STREQ(cuda::engine_for(90, rows)->name, "hopper");
-  EXPECT_EQ(cuda::engine_for(75, rows), nullptr);
-}
-
 TEST(Engines, DeclareWhatTheyServe) {
   Problem p;
   p.hidden = 24;
@@ -195,27 +188,11 @@ TEST(Engines, DeclareWhatTheyServe) {
   EXPECT_NE(cuda::refusal(p, stand_in_engine()).find("takes f32"), std::string::npos);
   p.dtype = DType::kBF16;
   EXPECT_EQ(cuda::refusal(p, stand_in_engine()), "");
-  const cuda::Engine& hopper = *cuda::engine_for(90);
-  EXPECT_NE(cuda::refusal(p, hopper).find("multiples of 8"), std::string::npos);
-  p.width = 16;
-  EXPECT_EQ(cuda::refusal(p, hopper), "");
-}
-
-TEST(Engines, HaveModelsOfTheirDevices) {
-  ASSERT_NE(cuda::device_model(90), nullptr);
-  EXPECT_EQ(cuda::device_model(90)->engine, cuda::engine_for(90));
-  EXPECT_EQ(cuda::device_model(12), nullptr);
-}
-
-TEST(Engines, AModelIsRefusedByName) {
-  Exec exec{.backend = Backend::kCuda, .device = cuda::device_model(90)};
-  try {
-    cuda::device_of(exec);
-    FAIL() << "a model was taken for a device";
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("a model of compute capability 9.0"),
-              std::string::npos)
-        << error.what();
+  for (const cuda::Engine* engine : cuda::engines()) {
+    p.width = 20;
+    EXPECT_NE(cuda::refusal(p, *engine).find("multiples of 8"), std::string::npos) << engine->name;
+    p.width = 16;
+    EXPECT_EQ(cuda::refusal(p, *engine), "") << engine->name;
   }
 }
 

@@ -140,9 +140,12 @@ void fuzz_null(World& w) {
       [] { return smoe_grouped_gemm_scratch_bytes(1, 1, nullptr, nullptr); },
       [] { return smoe_device_open(0, nullptr); },
       [] { return smoe_device_open(-1, nullptr); },
+      [] { return smoe_device_open_with(nullptr, nullptr); },
   };
   const auto& call = calls[w.random.in(0, static_cast<std::int64_t>(std::size(calls)) - 1)];
   require(call() == SMOE_INVALID_ARGUMENT, "a null argument is not INVALID_ARGUMENT");
+  require(smoe_engine_name(-1) == nullptr, "engine -1 has a name");
+  require(smoe_device_engine(nullptr) == nullptr, "no device has an engine");
   require(smoe_device_close(nullptr) == SMOE_OK, "closing no device is refused");
 }
 

@@ -2,8 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <map>
+#include <mutex>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "cuda/device/architectures.h"
 #include "cuda/layer/engine.h"
@@ -11,20 +13,10 @@
 namespace sonicmoe::cuda {
 namespace {
 
-std::string dotted(int capability) {
-  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
-}
-
-/// The compute capabilities that this build serves, as "9.0 (H100, H200)".
+/// What the engines of this build serve, as "9.0 (H100, H200)".
 std::string served_capabilities() {
   std::string text;
-  for (const Engine* engine : engines()) {
-    const Capabilities& c = engine->service.capabilities;
-    if (!text.empty()) text += ", ";
-    text += dotted(c.first);
-    if (c.last != c.first) text += " to " + dotted(c.last);
-    text += std::string(" (") + engine->service.devices + ")";
-  }
+  for (const Engine* engine : engines()) text += (text.empty() ? "" : ", ") + served_by(*engine);
   return text;
 }
 
@@ -55,7 +47,8 @@ void* driver_function(const char* name) {
   return function;
 }
 
-const Device* open_device(int ordinal) {
+const Device* open_device(int ordinal, const char* engine) {
+  const EngineRequest request = engine_request(engine);
   int count = 0;
   const cudaError_t counted = cudaGetDeviceCount(&count);
   if (counted != cudaSuccess && counted != cudaErrorNoDevice) {
@@ -79,13 +72,13 @@ const Device* open_device(int ordinal) {
                                           " but this build has code for " + code_names() +
                                           " only (SONICMOE_CUDA_ARCHITECTURES).");
   }
-  device->engine = engine_for(device->capability);
-  if (device->engine == nullptr) {
+  if (engine_for(device->capability) == nullptr) {
     throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
                                           " has compute capability " + dotted(device->capability) +
                                           " but the kernels of this build need " +
                                           served_capabilities() + ".");
   }
+  device->engine = &choose_engine(device->capability, request);
   device->engine_state = device->engine->open(ordinal);
   return device.release();
 }
@@ -93,21 +86,16 @@ const Device* open_device(int ordinal) {
 void close_device(const Device* device) { delete device; }
 
 const Device* device_model(int capability) {
-  static const std::vector<Device> models = [] {
-    std::vector<Device> list;
-    for (const Engine* engine : engines()) {
-      const Capabilities& served = engine->service.capabilities;
-      for (int c = served.first; c <= served.last; ++c) {
-        if (!has_code(c)) continue;
-        list.push_back({.capability = c, .engine = engine_for(c), .engine_state = {}});
-      }
-    }
-    return list;
-  }();
-  for (const Device& model : models) {
-    if (model.capability == capability) return &model;
-  }
-  return nullptr;
+  static std::mutex mutex;
+  static std::map<std::pair<int, const Engine*>, Device> models;
+  const EngineRequest request = engine_request(nullptr);
+  if (!has_code(capability) || engine_for(capability) == nullptr) return nullptr;
+  const Engine& engine = choose_engine(capability, request);
+  const std::lock_guard lock(mutex);
+  Device& model = models[{capability, &engine}];
+  model.capability = capability;
+  model.engine = &engine;
+  return &model;
 }
 
 const Device& device_of(const Exec& exec) {

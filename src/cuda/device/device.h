@@ -20,11 +20,14 @@ struct Device {
   std::shared_ptr<void> engine_state;  ///< made by Engine::open
 };
 
-/// The handle for Exec::device. Throws unless an engine of the build serves the GPU.
-const Device* open_device(int ordinal);
+/// The handle for Exec::device. `engine` is the name of the engine that shall compute; null: that
+/// of SONICMOE_ENGINE in the environment, else the first that serves the GPU. Throws if no engine
+/// of the build serves it, or not the named one.
+const Device* open_device(int ordinal, const char* engine = nullptr);
 void close_device(const Device* device);
 
-/// A handle without a GPU, for sizes and plans; null if no engine serves the capability.
+/// A handle without a GPU, for sizes and plans, with the engine that open_device would choose. Null
+/// if the build has no code or no engine for the capability.
 const Device* device_model(int capability);
 
 /// The handle of a call; throws if it is null or a model.

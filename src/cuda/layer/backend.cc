@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "core/backend_table.h"
+#include "cuda/device/architectures.h"
 #include "cuda/device/device.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/grouped_gemm.h"
@@ -33,8 +34,8 @@ const BackendTable* cuda_backend() {
     BackendTable backend;
     backend.name = "cuda";
     backend.buffer_alignment = 256;
-    backend.device_open = [](std::int32_t ordinal) -> void* {
-      return const_cast<cuda::Device*>(cuda::open_device(ordinal));
+    backend.device_open = [](std::int32_t ordinal, const char* engine) -> void* {
+      return const_cast<cuda::Device*>(cuda::open_device(ordinal, engine));
     };
     backend.device_close = [](void* device) {
       cuda::close_device(static_cast<const cuda::Device*>(device));
@@ -42,6 +43,14 @@ const BackendTable* cuda_backend() {
     backend.device_model = [](std::int32_t capability) -> const void* {
       return cuda::device_model(capability);
     };
+    backend.engines = [] {
+      std::vector<EngineInfo> list;
+      for (const cuda::Engine* engine : cuda::engines()) {
+        list.push_back({engine->name, cuda::served_by(*engine)});
+      }
+      return list;
+    };
+    backend.code_names = &cuda::code_names;
     backend.engine_name = [](const void* device) {
       return static_cast<const cuda::Device*>(device)->engine->name;
     };

@@ -73,8 +73,29 @@ struct Engine {
 /// Every engine of the build. If several serve a device, the first one is used.
 std::span<const Engine* const> engines();
 
-/// The engine of a compute capability among `candidates`, null where none serves it.
+/// The first of `candidates` that serves a compute capability, null where none does.
 const Engine* engine_for(int capability, std::span<const Engine* const> candidates = engines());
+
+/// Which engine is asked for.
+struct EngineRequest {
+  std::string name;    ///< empty: the first that serves the device
+  const char* source;  ///< where the name comes from, for messages
+};
+
+/// `name`, or where it is null what SONICMOE_ENGINE of the environment says. Refuses a name that no
+/// candidate has.
+EngineRequest engine_request(const char* name,
+                             std::span<const Engine* const> candidates = engines());
+
+/// The requested engine for a compute capability that at least one candidate serves. Refuses one
+/// that does not serve it.
+const Engine& choose_engine(int capability, const EngineRequest& request,
+                            std::span<const Engine* const> candidates = engines());
+
+/// "9.0 (H100, H200)".
+std::string served_by(const Engine& engine);
+/// "9.0": a compute capability as people write it.
+std::string dotted(int capability);
 
 /// The engine of exec's device; the first engine if exec has no device (sizes and plans).
 const Engine& engine_of(const Exec& exec);
