@@ -6,27 +6,38 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "sonicmoe/c_api.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe_torch {
 
-/// The library's handle of a CUDA device. It is opened on the first call and never closed: no
-/// object owns the operators and could close it.
-inline const void* device_handle(std::int32_t ordinal) {
+/// Index of the engine that calls on CUDA shall use; -1: the library's choice. Of the whole
+/// process, because backward runs in other threads than forward.
+inline std::atomic<std::int32_t> chosen_engine{-1};
+
+/// The library's handle of a CUDA device with the chosen engine. It is opened on the first call and
+/// never closed: no object owns the operators and could close it.
+inline const smoe_device* device_handle(std::int32_t ordinal) {
   static std::mutex mutex;
-  static std::map<std::int32_t, const smoe_device*> opened;
+  static std::map<std::pair<std::int32_t, std::int32_t>, const smoe_device*> opened;
+  const std::int32_t engine = chosen_engine;
   const std::lock_guard lock(mutex);
-  const smoe_device*& handle = opened[ordinal];
+  const smoe_device*& handle = opened[{ordinal, engine}];
   if (handle != nullptr) return handle;
+  smoe_device_options options = {};
+  options.size = sizeof options;
+  options.ordinal = ordinal;
+  options.engine = smoe_engine_name(engine);
   smoe_device* device = nullptr;
-  const smoe_status status = smoe_device_open(ordinal, &device);
+  const smoe_status status = smoe_device_open_with(&options, &device);
   if (status != SMOE_OK) {
     throw sonicmoe::Error(static_cast<sonicmoe::Status>(status), smoe_last_error());
   }

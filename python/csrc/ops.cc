@@ -6,6 +6,7 @@
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 
@@ -42,6 +43,35 @@ std::string cuda_problem(DeviceCall& a) {
   }
 }
 
+/// The engines of the library, with a space between.
+std::string engine_names(NoArguments&) {
+  std::string names;
+  for (std::int32_t i = 0; smoe_engine_name(i) != nullptr; ++i) {
+    names.append(i == 0 ? "" : " ").append(smoe_engine_name(i));
+  }
+  return names;
+}
+
+/// The engine that calls on a CUDA device use.
+std::string engine_of(DeviceCall& a) {
+  return smoe_device_engine(device_handle(static_cast<std::int32_t>(a.ordinal)));
+}
+
+#define SONICMOE_ENGINE(ARGUMENT) ARGUMENT(std::int64_t, index)
+struct EngineCall {
+  SONICMOE_ARGUMENTS(SONICMOE_ENGINE)
+};
+
+/// Later calls on CUDA use this engine; -1: the library's choice. Returns the index before.
+std::int64_t use_engine(EngineCall& a) {
+  if (a.index != -1 && (a.index < 0 || a.index > INT32_MAX ||
+                        smoe_engine_name(static_cast<std::int32_t>(a.index)) == nullptr)) {
+    throw std::invalid_argument("index is " + std::to_string(a.index) +
+                                ", must be -1 or that of an engine of this build");
+  }
+  return chosen_engine.exchange(static_cast<std::int32_t>(a.index));
+}
+
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("moe_inference", &box<&moe_inference>);
   m.impl("moe_forward", &box<&moe_forward>);
@@ -75,6 +105,9 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
 
   def("version", "", "str");
   def("cuda_problem", DeviceCall::schema(), "str");
+  def("engine_names", "", "str");
+  def("engine_of", DeviceCall::schema(), "str");
+  def("use_engine", EngineCall::schema(), "int");
   def("moe_inference", Layer::schema(), "Tensor");
   def("moe_forward", ForwardCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
   def("moe_backward", BackwardCall::schema(),
@@ -97,6 +130,9 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CompositeExplicitAutograd, m) {
   using namespace sonicmoe_torch;
   m.impl("version", &box<&version>);
   m.impl("cuda_problem", &box<&cuda_problem>);
+  m.impl("engine_names", &box<&engine_names>);
+  m.impl("engine_of", &box<&engine_of>);
+  m.impl("use_engine", &box<&use_engine>);
 }
 
 // One function serves both: the backend is that of the tensors (device_scope.h).

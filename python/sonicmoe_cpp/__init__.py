@@ -15,7 +15,7 @@ except ImportError as error:
 from importlib import metadata
 
 from . import _flops, _library
-from ._library import is_available, unsupported_reason
+from ._library import engines, is_available, unsupported_reason, use_engine
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
 from .lora import LoRA, LowRank, lora_moe
 from .module import MoE, MoEAux
@@ -29,6 +29,7 @@ __all__ = [
     "MoEAux",
     "Pairs",
     "__version__",
+    "engines",
     "expert_choice",
     "h_views",
     "is_available",
@@ -41,6 +42,7 @@ __all__ = [
     "show_config",
     "token_round",
     "unsupported_reason",
+    "use_engine",
 ]
 
 
@@ -58,6 +60,11 @@ if _library.PROBLEM is None:
     _flops.register()
 
 
+def _cuda_engine() -> str:
+    initialized = torch.cuda.is_initialized()
+    return torch.ops.sonicmoe_cpp.engine_of(torch.cuda.current_device() if initialized else 0)
+
+
 def show_config() -> str:
     """Versions, library, devices and threads, as text for a bug report."""
     reason = unsupported_reason()
@@ -66,6 +73,7 @@ def show_config() -> str:
         "torch": torch.__version__,
         "library": _library.path(),
         "cpu": f"available, {torch.get_num_threads()} threads" if reason is None else reason,
-        "cuda": unsupported_reason("cuda") or "available",
+        "cuda": unsupported_reason("cuda") or f"available, engine {_cuda_engine()}",
+        "engines": ", ".join(engines()) or "none",
     }
     return "\n".join(f"{name}: {value}" for name, value in lines.items())

@@ -64,6 +64,27 @@ def unsupported_reason(device: str | torch.device = "cpu") -> str | None:
     return _cuda_problem(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
+def engines() -> tuple[str, ...]:
+    """The engines of this build, any of which multiplies on the GPUs that it serves; the first that
+    serves a GPU is its default. Empty in a build without CUDA."""
+    return () if PROBLEM is not None else tuple(torch.ops.sonicmoe_cpp.engine_names().split())
+
+
+def use_engine(name: str | None) -> str | None:
+    """Later calls on CUDA, of all threads, multiply with this engine. None, the default, is that of
+    SONICMOE_ENGINE in the environment, else the first that serves the device. Returns the name of
+    before. An unknown name is refused here, an engine that does not serve a device by its calls."""
+    names = engines()
+    if name is not None and name not in names:
+        known = ", ".join(names) or "none, because this build has no CUDA backend"
+        raise ValueError(f"engine is {name!r}, must be one of: {known}")
+    if PROBLEM is not None:
+        return None
+    before = torch.ops.sonicmoe_cpp.use_engine(-1 if name is None else names.index(name))
+    _cuda_problem.cache_clear()
+    return None if before < 0 else names[before]
+
+
 def is_available(device: str | torch.device = "cpu") -> bool:
     """Whether tensors on `device` can be computed here."""
     return unsupported_reason(device) is None

@@ -1,5 +1,6 @@
 // Equal inputs give equal bits on any number of multiprocessors and with work on another stream.
 #include "device_layer.h"
+#include "each_engine.h"
 #include "sonicmoe/routing.h"
 #include "whole_layer.h"
 
@@ -13,29 +14,29 @@ using testing::must;
 using testing::Periodic;
 using testing::WholeLayer;
 
-class CudaDeterminism : public ::testing::Test {
+class CudaDeterminism : public testing::EachEngine {
  protected:
-  CudaDeterminism() : device_(cuda::open_device(0)) {
-    exec_.backend = Backend::kCuda;
-    exec_.device = device_;
+  void SetUp() override {
+    EachEngine::SetUp();
+    if (IsSkipped()) return;
+    exec_ = exec();
     must(cudaStreamCreateWithFlags(&busy_, cudaStreamNonBlocking));
     must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
-  ~CudaDeterminism() override {
-    cudaStreamDestroy(busy_);
-    cudaStreamDestroy(stream_);
-    cuda::close_device(device_);
+  void TearDown() override {
+    if (busy_ != nullptr) cudaStreamDestroy(busy_);
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    EachEngine::TearDown();
   }
 
-  const cuda::Device* device_;
   Exec exec_;
   cudaStream_t busy_ = nullptr;
   cudaStream_t stream_ = nullptr;
 };
+SONICMOE_FOR_EACH_ENGINE(CudaDeterminism);
 
-TEST_F(CudaDeterminism, LayerOnFewerMultiprocessors) {
-  auto* fewer =
-      const_cast<cuda::Device*>(cuda::open_device(0));  // a handle that only this test uses
+TEST_P(CudaDeterminism, LayerOnFewerMultiprocessors) {
+  auto* fewer = const_cast<cuda::Device*>(open());  // a handle that only this test uses
   Exec exec = exec_;
   exec.device = fewer;
   // On 34 multiprocessors the second layer has so few tiles that dX~ begins while dH runs. The
@@ -56,7 +57,7 @@ TEST_F(CudaDeterminism, LayerOnFewerMultiprocessors) {
   cuda::close_device(fewer);
 }
 
-TEST_F(CudaDeterminism, LayerBesideAnother) {
+TEST_P(CudaDeterminism, LayerBesideAnother) {
   WholeLayer whole({3001, 264, 200, 40, 4}, exec_);
   WholeLayer neighbour({2000, 512, 512, 8, 2}, exec_);
   const Bits want = whole.run(exec_);
@@ -75,7 +76,7 @@ TEST_F(CudaDeterminism, LayerBesideAnother) {
   }
 }
 
-TEST_F(CudaDeterminism, RoutingBesideALayer) {
+TEST_P(CudaDeterminism, RoutingBesideALayer) {
   constexpr std::int64_t kT = 9001, kE = 96, kK = 6;
   WholeLayer neighbour({2000, 512, 512, 8, 2}, exec_);
   const Periodic logits(kT * kE, 5);  // three values: ties everywhere

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "cuda/device/device.h"
-#include "cuda/device_array.h"
+#include "device_array.h"
+#include "each_engine.h"
 #include "sonicmoe/moe.h"
 
 namespace sonicmoe {
@@ -41,8 +41,10 @@ std::vector<std::int32_t> routing(unsigned seed, int experts) {
   return ids;
 }
 
-TEST(CudaGraph, ReplaysOverOtherRoutings) {
-  const cuda::Device* device = cuda::open_device(0);
+class CudaGraph : public testing::EachEngine {};
+SONICMOE_FOR_EACH_ENGINE(CudaGraph);
+
+TEST_P(CudaGraph, ReplaysOverOtherRoutings) {
   cudaStream_t stream = nullptr;
   must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Problem problem;
@@ -52,9 +54,7 @@ TEST(CudaGraph, ReplaysOverOtherRoutings) {
   problem.experts = kE;
   problem.top_k = kK;
   problem.dtype = DType::kBF16;
-  Exec exec;
-  exec.backend = Backend::kCuda;
-  exec.device = device;
+  Exec exec = this->exec();
   exec.stream = stream;
   const Sizes forward = moe_sizes(problem, Pass::kForward, exec);
   const Sizes backward = moe_sizes(problem, Pass::kBackward, exec);
@@ -129,7 +129,6 @@ TEST(CudaGraph, ReplaysOverOtherRoutings) {
   must(cudaGraphExecDestroy(replay));
   must(cudaGraphDestroy(graph));
   must(cudaStreamDestroy(stream));
-  cuda::close_device(device);
 }
 
 }  // namespace

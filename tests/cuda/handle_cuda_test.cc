@@ -2,7 +2,7 @@
 #include <atomic>
 #include <thread>
 
-#include "cuda/device/device.h"
+#include "each_engine.h"
 #include "whole_layer.h"
 
 namespace sonicmoe {
@@ -14,18 +14,14 @@ using testing::LayerShape;
 using testing::must;
 using testing::WholeLayer;
 
-Exec exec_on(const cuda::Device* device) {
-  Exec exec;
-  exec.backend = Backend::kCuda;
-  exec.device = device;
-  return exec;
-}
+class CudaHandle : public testing::EachEngine {};
+SONICMOE_FOR_EACH_ENGINE(CudaHandle);
 
 // Layers of three widths and numbers of experts need different amounts of shared memory. When the
 // limit was set to the size of each launch, one thread could lower it after another had set it and
 // before that one launched.
-TEST(CudaHandle, ThreadsWithWidthsOfTheirOwn) {
-  const cuda::Device* device = cuda::open_device(0);
+TEST_P(CudaHandle, ThreadsWithWidthsOfTheirOwn) {
+  const cuda::Device* device = device_;
   const LayerShape shapes[] = {
       {4096, 1536, 64, 512, 4}, {4096, 2048, 64, 1024, 4}, {4096, 768, 64, 128, 4}};
   constexpr int kSteps = 400;
@@ -61,23 +57,21 @@ TEST(CudaHandle, ThreadsWithWidthsOfTheirOwn) {
     for (const DeviceArray* a : layers[i]->layer.results()) bits.push_back(a->get());
     EXPECT_EQ(bits, want[i]) << "thread " << i;
   }
-  cuda::close_device(device);
 }
 
 // The first calls on a handle are made while its device is current, then while another one is.
-TEST(CudaHandle, AnotherDeviceIsCurrent) {
+TEST_P(CudaHandle, AnotherDeviceIsCurrent) {
   int devices = 0;
   must(cudaGetDeviceCount(&devices));
   if (devices < 2) GTEST_SKIP() << "this machine has one GPU";
   const LayerShape shape{2048, 2048, 520, 64, 4};
   must(cudaSetDevice(0));
-  const cuda::Device* reference = cuda::open_device(0);
-  WholeLayer on_first(shape, exec_on(reference));
-  const Bits want = on_first.run(exec_on(reference));
+  WholeLayer on_first(shape, exec());
+  const Bits want = on_first.run(exec());
   for (const int current :
        {0, 1}) {  // 0 first: attributes set on the wrong device would be missing
     must(cudaSetDevice(1));
-    const cuda::Device* handle = cuda::open_device(1);
+    const cuda::Device* handle = open(1);
     WholeLayer layer(shape, exec_on(handle));
     layer.layer.poison();
     must(cudaSetDevice(current));
@@ -93,19 +87,20 @@ TEST(CudaHandle, AnotherDeviceIsCurrent) {
     cuda::close_device(handle);
   }
   must(cudaSetDevice(0));
-  cuda::close_device(reference);
 }
 
-TEST(CudaHandle, AFailureLeavesNoErrorToOthers) {
+TEST(CudaErrors, AFailureLeavesNoErrorToOthers) {
   EXPECT_THROW(cuda::check_cuda(cudaSetDevice(1 << 20), "choosing no device"), Error);
   EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess);
 }
 
-TEST(CudaHandle, AModelTakesNoCalls) {
-  const cuda::Device* model = cuda::device_model(90);
+TEST_P(CudaHandle, AModelTakesNoCalls) {
+  const cuda::Device* model = cuda::device_model(device_->capability);
   ASSERT_NE(model, nullptr);
   EXPECT_THROW(cuda::device_of(exec_on(model)), Error);
 }
+
+TEST_P(CudaHandle, HasTheEngineThatWasAskedFor) { EXPECT_EQ(device_->engine->name, GetParam()); }
 
 }  // namespace
 }  // namespace sonicmoe

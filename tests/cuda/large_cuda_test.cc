@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "device_layer.h"
+#include "each_engine.h"
 
 namespace sonicmoe {
 namespace {
@@ -134,12 +135,12 @@ void check_expert(const RowOracle& o, const DeviceLayer& layer, std::int64_t e) 
   }
 }
 
-TEST(CudaLarge, OffsetsPastTwoToThe31) {
+class CudaLarge : public testing::EachEngine {};
+SONICMOE_FOR_EACH_ENGINE(CudaLarge);
+
+TEST_P(CudaLarge, OffsetsPastTwoToThe31) {
   if (std::getenv("SONICMOE_LARGE") == nullptr) GTEST_SKIP() << "SONICMOE_LARGE is not set";
-  const cuda::Device* device = cuda::open_device(0);
-  Exec exec;
-  exec.backend = Backend::kCuda;
-  exec.device = device;
+  const Exec exec = this->exec();
   const LayerWeights weights(kShape);
   const Periodic x(kShape.tokens * kD, 1), dout(kShape.tokens * kD, 2);
   std::vector<std::int32_t> ids;
@@ -180,7 +181,6 @@ TEST(CudaLarge, OffsetsPastTwoToThe31) {
     ASSERT_EQ(rows(alone.out(), 0, 3000 * kD), rows(layer.out(), first * kD, 3000 * kD));
     ASSERT_EQ(rows(alone.dx(), 0, 3000 * kD), rows(layer.dx(), first * kD, 3000 * kD));
   }
-  cuda::close_device(device);
 }
 
 }  // namespace

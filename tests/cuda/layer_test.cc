@@ -1,20 +1,22 @@
-// The harness on the device: every case that CUDA serves.
+// The harness on the device: every case that CUDA serves, with every engine.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <iostream>
 
-#include "cuda/device/device.h"
+#include "each_engine.h"
 #include "verify/device.h"
 #include "verify/harness.h"
 
 namespace sonicmoe::verify {
 namespace {
 
+class Cuda : public testing::EachEngine {};
+SONICMOE_FOR_EACH_ENGINE(Cuda);
+
 // SONICMOE_FILTER selects the cases whose names contain it; SONICMOE_EXTENT=full runs the large
 // ones too.
-TEST(Cuda, PassesTheHarness) {
-  const cuda::Device* device = cuda::open_device(0);
+TEST_P(Cuda, PassesTheHarness) {
   VerifyOptions options;
   const char* filter = std::getenv("SONICMOE_FILTER");
   const char* extent = std::getenv("SONICMOE_EXTENT");
@@ -29,15 +31,11 @@ TEST(Cuda, PassesTheHarness) {
       std::cout << r.name << ": " << fault_name(r.fault) << ": " << r.message << std::endl;
     }
   };
-  Exec exec;
-  exec.backend = Backend::kCuda;
-  exec.device = device;
-  const auto results = verify(options, cuda_implementation(exec), progress);
+  const auto results = verify(options, cuda_implementation(exec()), progress);
   std::cout << results.size() << " cases, " << failed << " failed, worst ratio " << worst
             << std::endl;
   EXPECT_GT(results.size(), 0u);
   EXPECT_EQ(failed, 0u);
-  cuda::close_device(device);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "core/numeric.h"
 #include "device_array.h"
+#include "each_engine.h"
 #include "sonicmoe/grouped_gemm.h"
 
 namespace sonicmoe {
@@ -19,11 +20,11 @@ constexpr std::int64_t kExperts = std::size(kCounts);
 
 std::uint16_t bits(int value) { return to_bf16(static_cast<float>(value)).bits; }
 
-TEST(CudaWideGemm, EveryElement) {
-  const cuda::Device* device = cuda::open_device(0);
-  Exec exec;
-  exec.backend = Backend::kCuda;
-  exec.device = device;
+class CudaWideGemm : public testing::EachEngine {};
+SONICMOE_FOR_EACH_ENGINE(CudaWideGemm);
+
+TEST_P(CudaWideGemm, EveryElement) {
+  const Exec exec = this->exec();
   std::vector<std::int64_t> offsets{0};
   for (const std::int64_t count : kCounts) offsets.push_back(offsets.back() + count);
   const std::int64_t rows = offsets.back();
@@ -64,7 +65,6 @@ TEST(CudaWideGemm, EveryElement) {
       }
     }
   }
-  cuda::close_device(device);
 }
 
 }  // namespace

@@ -1,8 +1,46 @@
 """One thread for every test: two OpenMP teams on few cores mostly wait for each other. And memory
 that shows what nobody wrote."""
 
+import functools
+
 import pytest
+import sonicmoe_cpp
 import torch
+
+
+@functools.cache
+def engines_here():
+    """The engines that serve the first GPU."""
+    names = []
+    for name in sonicmoe_cpp.engines():
+        before = sonicmoe_cpp.use_engine(name)
+        if sonicmoe_cpp.is_available("cuda"):
+            names.append(name)
+        sonicmoe_cpp.use_engine(before)
+    return names
+
+
+def pytest_generate_tests(metafunc):
+    """Tests with the fixture each_engine run once for every engine that serves the GPU."""
+    if "each_engine" in metafunc.fixturenames and len(engines_here()) > 1:
+        metafunc.parametrize("each_engine", engines_here(), indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """On the CPU there is nothing to choose: one run is enough."""
+    others = engines_here()[1:]
+    for item in list(items):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if parameters.get("device") == "cpu" and parameters.get("each_engine") in others:
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
+
+
+@pytest.fixture
+def each_engine(request):
+    before = sonicmoe_cpp.use_engine(getattr(request, "param", None))
+    yield
+    sonicmoe_cpp.use_engine(before)
 
 
 @pytest.fixture(autouse=True)

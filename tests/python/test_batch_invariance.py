@@ -6,6 +6,8 @@ import sonicmoe_cpp as smoe
 import torch
 from devices import DEVICES, DTYPES
 
+pytestmark = pytest.mark.usefixtures("each_engine")
+
 # (T, d, n, E, K), and numbers of tokens that are cut out of the batch. On CUDA tiles, their order
 # and what overlaps change with the mean rows of an expert (T*K/E) and with n: the cuts take an
 # expert from 1 to 2048 rows.

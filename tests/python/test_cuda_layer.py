@@ -8,7 +8,7 @@ import torch
 from cuda_support import DTYPES, awkward_layer, compare, compare_moe, needs_cuda
 from reference import ACTIVATIONS, Layer
 
-pytestmark = [needs_cuda, pytest.mark.usefixtures("poisoned")]
+pytestmark = [needs_cuda, pytest.mark.usefixtures("poisoned", "each_engine")]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

@@ -10,7 +10,7 @@ from cuda_support import needs_cuda
 from reference import Layer
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = needs_cuda
+pytestmark = [needs_cuda, pytest.mark.usefixtures("each_engine")]
 E, K, D, N = 16, 4, 64, 32
 ROUNDED = {"routing": "token_rounding", "tile": 16}
 OPTIONS = {

@@ -299,6 +299,20 @@ def test_another_device_is_not_supported():
     assert not sonicmoe_cpp.is_available("xpu")
 
 
+def test_engines_are_known_by_name():
+    names = sonicmoe_cpp.engines()
+    known = ", ".join(names) or "none, because this build has no CUDA backend"
+    with pytest.raises(ValueError, match=f"engine is 'abacus', must be one of: {known}"):
+        sonicmoe_cpp.use_engine("abacus")
+    for index in (len(names), -2, 2**40):
+        with pytest.raises(ValueError, match=f"index is {index}, must be -1 or that of an engine"):
+            torch.ops.sonicmoe_cpp.use_engine(index)
+    for name in names:
+        assert sonicmoe_cpp.use_engine(name) is None
+        assert sonicmoe_cpp.use_engine(None) == name
+    assert sonicmoe_cpp.use_engine(None) is None
+
+
 def test_mixed_devices_are_refused():
     with pytest.raises(ValueError, match="w_down is on cpu, must be on x's device meta"):
         moe(x=torch.empty(T, D, device="meta"))()

@@ -8,7 +8,7 @@ import torch
 from devices import DTYPES
 from reference import Layer, assert_twice
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("poisoned", "each_engine")
 on_each = pytest.mark.parametrize("device, dtype", DTYPES)
 
 

@@ -57,7 +57,13 @@ def test_facts():
     version = (ROOT / "include/sonicmoe/version.h").read_text()
     assert f'"{sonicmoe_cpp.__version__}"' in version
     config = sonicmoe_cpp.show_config()
-    for fact in (sonicmoe_cpp.__version__, torch.__version__, str(_library.path()), "threads"):
+    for fact in (
+        *sonicmoe_cpp.engines(),
+        sonicmoe_cpp.__version__,
+        torch.__version__,
+        str(_library.path()),
+        "threads",
+    ):
         assert fact in config
 
 
