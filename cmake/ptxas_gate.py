@@ -22,23 +22,29 @@ KERNEL = re.compile(r"Compiling entry function '\S+' for '(\w+)'")
 def verdict(lines: list[str]) -> list[str]:
     """The faults in the output of ptxas."""
     faults = []
-    function = "?"
+    function = architecture = "?"
     for line in lines:
+        if found := KERNEL.search(line):
+            architecture = found.group(1)
         if found := FUNCTION.search(line):
             function = found.group(1)
         if ADVISORY.search(line):
             faults.append(line)
         if (found := SPILL.search(line)) and int(found.group(1)) > 0:
-            faults.append(f"{line.strip()} in {function}")
+            faults.append(f"{line.strip()} in {function} for {architecture}")
     return faults
+
+
+def kernels_of(lines: list[str]) -> Counter[str]:
+    """The number of kernels of each architecture in the output of ptxas."""
+    return Counter(found.group(1) for line in lines if (found := KERNEL.search(line)))
 
 
 def write_cost(command: list[str], lines: list[str]) -> None:
     if "-o" not in command[:-1]:
         return
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    kernels = Counter(found.group(1) for line in lines if (found := KERNEL.search(line)))
-    cost = {"kernels": kernels, "cpu_seconds": round(spent.ru_utime + spent.ru_stime, 2)}
+    cost = {"kernels": kernels_of(lines), "cpu_seconds": round(spent.ru_utime + spent.ru_stime, 2)}
     target = command[command.index("-o") + 1]
     Path(target + ".cost").write_text(json.dumps(cost) + "\n", encoding="utf-8")
 

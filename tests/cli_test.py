@@ -5,6 +5,7 @@ python tests/cli_test.py PATH_OF_SONICMOE
 
 import ctypes.util
 import json
+import os
 import subprocess
 import sys
 import unittest
@@ -55,6 +56,11 @@ class CliTest(unittest.TestCase):
                     f'engine is "abacus" but the engines of this build are: {", ".join(names)}.'
                 )
                 self.refused(refusal, command, "--backend", "cuda", "--engine", "abacus")
+        self.addCleanup(os.environ.pop, "SONICMOE_ENGINE", None)
+        os.environ["SONICMOE_ENGINE"] = "abacus"
+        if names:
+            refusal = 'SONICMOE_ENGINE is "abacus" but the engines of this build are: '
+            self.assertIn(refusal, self.document("info")["cuda"]["reason"])
         for name in names:
             asked = self.document("info", "--engine", name)["cuda"]
             self.assertIn(asked["engine"], (name, None))

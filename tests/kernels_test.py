@@ -11,6 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import check_kernels
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cmake"))
+import ptxas_gate
+
 
 class BudgetTest(unittest.TestCase):
     def setUp(self):
@@ -75,6 +78,25 @@ class BudgetTest(unittest.TestCase):
         program = Path(os.path.realpath(sys.executable))
         self.assertGreater(check_kernels.section_bytes(program, ".text"), 0)
         self.assertEqual(check_kernels.section_bytes(program, ".nv_fatbin"), 0)
+
+
+class GateTest(unittest.TestCase):
+    LINES = (
+        "ptxas info    : Compiling entry function '_Zone' for 'sm_80'",
+        "ptxas info    : Function properties for _Zone",
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+        "ptxas info    : Compiling entry function '_Zone' for 'sm_120'",
+        "ptxas info    : Function properties for _Zone",
+        "    8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads",
+    )
+
+    def test_kernels_are_counted_by_architecture(self):
+        self.assertEqual(ptxas_gate.kernels_of(self.LINES), {"sm_80": 1, "sm_120": 1})
+
+    def test_a_spill_names_its_architecture(self):
+        (fault,) = ptxas_gate.verdict(self.LINES)
+        self.assertIn("4 bytes spill stores", fault)
+        self.assertIn("_Zone for sm_120", fault)
 
 
 if __name__ == "__main__":
