@@ -8,6 +8,7 @@
 
 #include "../routing_support.h"
 #include "cpu/backend.h"
+#include "cuda/device/launch.h"
 #include "cuda/routing/routing.h"
 #include "test_device.h"
 
@@ -166,12 +167,12 @@ struct Lists {
 };
 
 void check_rounding(const RoundOptions& o, const RoundOptions& o2, const Shape& s, DType dtype,
-                    Guarded* logits, std::mt19937_64* random) {
+                    Guarded* logits, std::mt19937_64* random,
+                    const Exec& exec = testing::test_exec()) {
   const std::int64_t capacity = round_capacity(o, s.tokens, s.experts);
   Lists lists(capacity, s.experts), lists2(capacity, s.experts);
   Guarded scratch(DType::kI64, cpu::round_scratch_bytes(o, s.tokens, s.experts, {}) / 8);
-  Guarded scratch2(DType::kI64,
-                   cuda::round_scratch_bytes(o, s.tokens, s.experts, testing::test_exec()) / 8);
+  Guarded scratch2(DType::kI64, cuda::round_scratch_bytes(o, s.tokens, s.experts, exec) / 8);
   Guarded grad(dtype, logits->count()), grad2(dtype, logits->count());
   Guarded dweight(DType::kF32, capacity);
   OnDevice token(&lists2.token), expert(&lists2.expert), weight(&lists2.weight);
@@ -180,7 +181,7 @@ void check_rounding(const RoundOptions& o, const RoundOptions& o2, const Shape& 
   const auto x = logits->matrix(s.tokens, s.experts);
   const auto x2 = d_logits.matrix(s.tokens, s.experts);
   cpu::token_round(o, x, lists.pairs(), scratch.buffer(), {});
-  cuda::token_round(o2, x2, on_device, d_scratch.buffer(), testing::test_exec());
+  cuda::token_round(o2, x2, on_device, d_scratch.buffer(), exec);
   for (OnDevice* d : {&token, &expert, &weight, &offsets, &d_scratch}) d->download();
   expect_same(&lists.offsets, &lists2.offsets, "offsets");
   expect_same(&lists.token, &lists2.token, "token");
@@ -195,8 +196,7 @@ void check_rounding(const RoundOptions& o, const RoundOptions& o2, const Shape& 
   cpu::token_round_backward(o, x, lists.pairs(), dweight.vector(), grad.matrix(s.tokens, s.experts),
                             scratch.buffer(), {});
   cuda::token_round_backward(o2, x2, on_device, d_dweight.vector(),
-                             d_grad.matrix(s.tokens, s.experts), d_scratch.buffer(),
-                             testing::test_exec());
+                             d_grad.matrix(s.tokens, s.experts), d_scratch.buffer(), exec);
   d_grad.download();
   expect_close(&grad, &grad2, dtype);
 }
@@ -244,6 +244,31 @@ TEST(CudaRouting, LongListsEqualTheCpu) {
         check_rounding(o, o, s, dtype, &logits, &random);
         if (HasFatalFailure()) return;
       }
+    }
+  }
+}
+
+// On a GPU with 99 KB for a block, rows of so many experts are ranked by smaller blocks.
+TEST(CudaRouting, ManyExpertsInLittleSharedMemory) {
+  constexpr Shape kMany[] = {{300, 1024, 8, 0, 0}, {70, 1000, 17, 0, 0}, {257, 1024, 32, 256, 200}};
+  cuda::Device small = testing::test_device();
+  small.block_shared = cuda::kLeastShared;
+  Exec exec = testing::test_exec();
+  exec.device = &small;
+  std::mt19937_64 random(11);
+  for (const Shape& s : kMany) {
+    Guarded logits(DType::kF32, s.tokens * s.experts);
+    fill_logits(&logits, s.experts, testing::kFlavours[0], &random);
+    for (int mode = 0; mode < 6; ++mode) {
+      SCOPED_TRACE(::testing::Message() << "E " << s.experts << " mode " << mode);
+      RoundOptions o;
+      o.tile = 16;
+      o.mode = static_cast<RoundingMode>(mode);
+      o.route.top_k = s.top_k;
+      o.route.n_group = s.n_group;
+      o.route.topk_group = s.topk_group;
+      check_rounding(o, o, s, DType::kF32, &logits, &random, exec);
+      if (HasFatalFailure()) return;
     }
   }
 }

@@ -19,6 +19,7 @@ inline const cuda::Device& test_device() {
       return value;
     };
     d.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    d.block_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     d.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
                    attribute(cudaDevAttrComputeCapabilityMinor);
     return d;

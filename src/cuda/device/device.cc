@@ -66,6 +66,7 @@ const Device* open_device(int ordinal, const char* engine) {
   device->capability = attribute(ordinal, cudaDevAttrComputeCapabilityMajor) * 10 +
                        attribute(ordinal, cudaDevAttrComputeCapabilityMinor);
   device->multiprocessors = attribute(ordinal, cudaDevAttrMultiProcessorCount);
+  device->block_shared = attribute(ordinal, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (!has_code(device->capability)) {
     throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
                                           " has compute capability " + dotted(device->capability) +

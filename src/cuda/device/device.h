@@ -15,6 +15,7 @@ struct Engine;
 struct Device {
   int ordinal = -1;  ///< -1: a model (device_model)
   int multiprocessors = 0;
+  int block_shared = 0;                ///< bytes of shared memory that a block may have
   int capability = 0;                  ///< 90: compute capability 9.0
   const Engine* engine = nullptr;      ///< computes the products
   std::shared_ptr<void> engine_state;  ///< made by Engine::open

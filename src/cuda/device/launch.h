@@ -20,6 +20,9 @@ struct LaunchShape {
 /// Dynamic shared memory that needs no attribute, next to at most 16 KB of static arrays.
 inline constexpr std::size_t kPlainShared = 32 * 1024;
 
+/// Shared memory that a block may have on the GPUs with the least of it: 8.6, 8.9 and 12.0.
+inline constexpr std::size_t kLeastShared = 99 * 1024;
+
 /// Threads of a CTA that fits on a Hopper multiprocessor at the same time as a weight gradient's
 /// CTA; there it has at most 32 registers a thread, and no shared memory. An idle multiprocessor
 /// holds kBesideBlocks of them. Code for other architectures may use 40 registers: ptxas needs

@@ -42,8 +42,8 @@ RoundScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts) {
 
 /// Bytes of a block's shared memory: the marks, and what select() needs.
 template <class R, class Item, class Shape>
-std::size_t rank_shared(const RouteParams& p) {
-  return TileSmem<R, Shape>::kBytes + R::template smem_bytes<Item>(Shape::kThreads, p.n_group);
+constexpr std::size_t rank_shared(int n_group) {
+  return TileSmem<R, Shape>::kBytes + R::template smem_bytes<Item>(Shape::kThreads, n_group);
 }
 
 /// Updates the best p of the experts that this pass's row did not choose. `exists`: the row is not
@@ -266,10 +266,10 @@ template <class R, class Item, class Shape>
 void launch_rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
   // Whole tiles: blocks of one group also write the marks of groups past the last token.
   constexpr unsigned kParts = kTileTokens / Shape::kTokens;
-  launch_dependent(
-      device_of(exec), "launching token_round", rank_tokens<R, Item, Shape>,
-      {blocks_of(p.tokens, kTileTokens) * kParts, Shape::kThreads, rank_shared<R, Item, Shape>(p)},
-      stream_of(exec), p, s);
+  launch_dependent(device_of(exec), "launching token_round", rank_tokens<R, Item, Shape>,
+                   {blocks_of(p.tokens, kTileTokens) * kParts, Shape::kThreads,
+                    rank_shared<R, Item, Shape>(p.n_group)},
+                   stream_of(exec), p, s);
 }
 
 void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
@@ -279,6 +279,14 @@ void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
     using Item = typename decltype(choice)::Item;
     if constexpr (R::kLanes < 32) {  // rows whose groups fit four warps at a time
       if (p.tokens <= kFewTokens) return launch_rank<R, Item, RankGroup>(p, s, exec);
+    }
+    constexpr int kMostGroups = sizeof(Item) == 4 ? 0 : kMaxGroups;  // selects_by_word()
+    if constexpr (rank_shared<R, Item, RankTile>(kMostGroups) > kLeastShared) {
+      static_assert(rank_shared<R, Item, RankGroup>(kMostGroups) <= kLeastShared);
+      const auto most = static_cast<std::size_t>(device_of(exec).block_shared);
+      if (rank_shared<R, Item, RankTile>(p.n_group) > most) {
+        return launch_rank<R, Item, RankGroup>(p, s, exec);
+      }
     }
     launch_rank<R, Item, RankTile>(p, s, exec);
   });

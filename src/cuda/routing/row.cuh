@@ -246,7 +246,7 @@ struct Row {
 
   /// Words of shared memory that select() needs for the lanes of a row, an even number.
   template <class Item>
-  static __host__ __device__ int smem_words(int n_group) {
+  static __host__ __device__ constexpr int smem_words(int n_group) {
     return (kItems + kWidth) * static_cast<int>(sizeof(Item)) / 4 + 2 * group_words(n_group);
   }
   /// The part of a block's shared memory that belongs to this thread's row.
@@ -256,7 +256,7 @@ struct Row {
   }
   /// Bytes of shared memory that a block's rows need.
   template <class Item>
-  static std::size_t smem_bytes(int threads, int n_group) {
+  static constexpr std::size_t smem_bytes(int threads, int n_group) {
     return static_cast<std::size_t>(threads / kLanes * smem_words<Item>(n_group)) * 4;
   }
 
