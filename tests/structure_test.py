@@ -45,6 +45,8 @@ class StructureTest(unittest.TestCase):
         self.expect("src/cpu/a.cc", "#include <torch/all.h>\n", "1: a Torch header outside python/")
         self.expect("src/a.cc", 'void f() {\n asm volatile("");\n}\n', "2: asm outside ptx/")
         self.expect("src/cuda/ptx/a.cuh", 'inline void f() { asm(""); }\n')
+        self.expect("src/cuda/portable/ptx/a.cuh", 'inline void f() { asm(""); }\n')
+        self.expect("src/cuda/sums/a.cuh", 'inline void f() { asm(""); }\n', "1: asm outside ptx/")
         self.expect("src/core/a.h", "#include <cuda_runtime.h>\n", "1: CUDA outside src/cuda/")
         self.expect("src/cpu/a.cc", "\n__global__ void f();\n", "2: CUDA outside src/cuda/")
         self.expect("src/core/b.h", "__device__ int f();\n", "1: CUDA outside src/cuda/")

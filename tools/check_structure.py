@@ -43,6 +43,7 @@ DEAD_CODE = re.compile(
     r")\s*$"
 )
 TORCH = re.compile(r"#\s*include\s*[<\"](?:torch|ATen|c10|aten)/")
+PTX_FOLDER = re.compile(r"src/cuda/(?:\w+/)?ptx/")
 ASM = re.compile(r"\b(?:asm|__asm__)\b(?:\s+volatile)?\s*\(")
 CUDA_INCLUDE = re.compile(r"#\s*include\s*[<\"](?:cuda|cub/|thrust/)")
 CUDA_CODE = re.compile(r"\b__global__\b|\bcuda[A-Z]\w+\s*\(|<<<")
@@ -165,7 +166,7 @@ def check_layers(path, text):
     rules = [
         (not path.startswith("python/"), TORCH, text, "a Torch header outside python/"),
         (
-            not path.startswith(("src/cuda/ptx/", "src/cuda/hopper/ptx/")),
+            not PTX_FOLDER.match(path),
             ASM,
             code,
             "asm outside ptx/",
