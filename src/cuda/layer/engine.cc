@@ -6,6 +6,7 @@
 #if defined(SONICMOE_WITH_HOPPER)
 #include "cuda/hopper/hopper_engine.h"
 #endif
+#include "cuda/portable/portable_engine.h"
 
 namespace sonicmoe::cuda {
 
@@ -14,6 +15,7 @@ std::span<const Engine* const> engines() {
 #if defined(SONICMOE_WITH_HOPPER)
       &kHopperEngine,
 #endif
+      &kPortableEngine,
   };
   return kEngines;
 }

@@ -1,0 +1,137 @@
+// Operands from a pipeline stage to the fragments of mma.sync.
+//
+// A tile lies in shared memory as it lies in global memory, in chunks of 16 bytes. Chunks are
+// swizzled, so that the eight chunks of an 8x8 matrix are in different banks:
+//
+//   | order   | line                         | chunk c of line i is at        |
+//   | K-major | 32 or 64 of K: 4 or 8 chunks | c ^ (i / 2 % 4) or c ^ (i % 8) |
+//   | else    | 128 or 256 rows or columns   | c ^ (i % 8)                    |
+//
+// Addresses of further matrices of a warp differ by an XOR or a constant, which the compiler folds
+// into the instruction.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/portable/ptx/mma.cuh"
+#include "cuda/portable/shape.h"
+#include "cuda/ptx/matrix.cuh"
+
+namespace sonicmoe::cuda::portable {
+
+/// Whether K is contiguous in memory.
+enum class Order { kAlongK, kAcrossK };
+
+/// Where a thread's warp is in the CTA's tile.
+struct Warp {
+  int lane = threadIdx.x & 31;
+  int row = (threadIdx.x >> 5) / kWarpsAlongColumns;
+  int column = (threadIdx.x >> 5) % kWarpsAlongColumns;
+};
+
+/// Which 64 columns of the tile a warp computes: neighbours, or 32 of each half of the tile, so
+/// that a thread has gate and up of the same columns.
+enum class Columns { kNeighbours, kHalves };
+
+/// Rows of D: 4 fragments of 16 x 16.
+template <class Stage, Order kOrder>
+class FragmentsA {
+ public:
+  __device__ __forceinline__ explicit FragmentsA(const Warp& warp) {
+    const int lane = warp.lane;
+    if constexpr (kOrder == Order::kAlongK) {
+      const int row = lane & 15;
+      base_ = (warp.row * kWarpRows + row) * Stage::kLineBytes +
+              (((lane >> 4) ^ Stage::swizzle(row)) << 4);
+    } else {
+      const int k = (lane & 7) + (lane >> 4) * 8;
+      base_ =
+          k * kTileRows * kElementBytes + ((warp.row * 8 + ((lane >> 3 & 1) ^ (lane & 7))) << 4);
+    }
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void load(std::uint32_t (&a)[4][4], std::uint32_t stage) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (kOrder == Order::kAlongK) {
+        ptx::load_matrices(a[i], stage + (base_ ^ (kStep << 5)) + i * 16 * Stage::kLineBytes);
+      } else {
+        ptx::load_matrices_transposed(
+            a[i], stage + (base_ ^ (i << 5)) + kStep * 16 * kTileRows * kElementBytes);
+      }
+    }
+  }
+
+ private:
+  std::uint32_t base_;
+};
+
+/// Columns of D: 8 fragments of 16 x 8, two in four words.
+template <class Stage, Order kOrder, Columns kColumns>
+class FragmentsB {
+ public:
+  __device__ __forceinline__ explicit FragmentsB(const Warp& warp) {
+    const int lane = warp.lane;
+    const int first = warp.column * (kColumns == Columns::kHalves ? 32 : 64);
+    if constexpr (kOrder == Order::kAlongK) {
+      const int column = first + (lane & 7) + (lane >> 4) * 8;
+      base_ = Stage::kBytesA + column * Stage::kLineBytes +
+              (((lane >> 3 & 1) ^ Stage::swizzle(lane & 7)) << 4);
+    } else {
+      const int k = (lane & 7) + (lane >> 3 & 1) * 8;
+      const int chunk = first / 8 + (lane >> 4);
+      base_ = Stage::kBytesA + k * kTileColumns * kElementBytes + ((chunk ^ (lane & 7)) << 4);
+    }
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void load(std::uint32_t (&b)[4][4], std::uint32_t stage) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      constexpr bool kHalves = kColumns == Columns::kHalves;
+      const int near = kHalves ? i & 1 : i;
+      const int far = kHalves ? i >> 1 : 0;
+      if constexpr (kOrder == Order::kAlongK) {
+        const std::uint32_t at = stage + (base_ ^ (kStep << 5));
+        ptx::load_matrices(
+            b[i], at + near * 16 * Stage::kLineBytes + far * kTileColumns / 2 * Stage::kLineBytes);
+      } else {
+        const std::uint32_t at = stage + (base_ ^ (near << 5));
+        ptx::load_matrices_transposed(b[i], at + kStep * 16 * kTileColumns * kElementBytes +
+                                                far * kTileColumns / 2 * kElementBytes);
+      }
+    }
+  }
+
+ private:
+  std::uint32_t base_;
+};
+
+/// 64 x 64 elements of D: acc[i][j] has rows 16i .. and columns 8j .. (math/fragment.cuh).
+using Accumulators = float[4][8][4];
+
+/// Operands of 16 of K.
+struct Operands {
+  std::uint32_t a[4][4];
+  std::uint32_t b[4][4];
+};
+
+/// Calls between<i>() after 16 rows of products, i = 0 to 3.
+template <class Element, class Between>
+__device__ __forceinline__ void multiply_add(Accumulators& acc, const Operands& operands,
+                                             const Between& between) {
+  const auto rows = [&]<int i>() {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      ptx::multiply_add<Element>(acc[i][j], operands.a[i], &operands.b[j / 2][j % 2 * 2]);
+    }
+    between.template operator()<i>();
+  };
+  rows.template operator()<0>();
+  rows.template operator()<1>();
+  rows.template operator()<2>();
+  rows.template operator()<3>();
+}
+
+}  // namespace sonicmoe::cuda::portable

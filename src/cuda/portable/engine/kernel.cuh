@@ -1,0 +1,148 @@
+// The kernel: persistent CTAs whose warps all copy, multiply and store.
+//
+// Every thread copies its share of each k tile. The copies are kStages - 1 k tiles ahead of the
+// products, also from one tile of D to the next, so that while a warp's epilogue stores a tile, the
+// operands of the next one arrive. A warp that only copies would cost the others registers: with
+// nine warps a thread has 168 of them, and its products alone take 192.
+//
+// Copies stand among the products, one after a few mma.sync. All of them at the beginning of a k
+// tile would leave the tensor cores idle meanwhile.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/portable/engine/fragments.cuh"
+#include "cuda/portable/engine/ring.cuh"
+#include "cuda/portable/params.h"
+#include "cuda/portable/shape.h"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/copy.cuh"
+
+namespace sonicmoe::cuda::portable {
+
+/// `Loader` copies k tiles (loaders/), `Epilogue` takes the accumulators of a tile (epilogues/); it
+/// may prepare for them before the products.
+template <class Element, class Loader, class Epilogue>
+class Kernel {
+ public:
+  static constexpr Depth kDepth{Loader::Stage::kDepth};
+  using Params = ProductParams<typename Loader::Params, typename Epilogue::Params>;
+
+  static __device__ __forceinline__ void run(const Params& p) {
+    extern __shared__ __align__(128) std::uint8_t shared[];
+    auto* slots = reinterpret_cast<TileSlot*>(shared + kBarrierBytes);
+    const std::uint32_t base = ptx::shared_address(shared);
+    const std::uint32_t staging = base + kBarrierBytes + kSlotBytes;
+    const Ring<Stage> ring(base, staging + kWarps * kStagingBytes);
+    if (threadIdx.x == 0) ring.init();
+    __syncthreads();
+
+    Kernel kernel(p, ring, slots);
+    for (int i = 0; i < kStages - 1; i++) {
+      kernel.template copy<0, Loader::kCopies>();
+      kernel.finish_copies();
+    }
+    for (unsigned tile = 0;; tile++) {
+      ring.full(kernel.read_.stage).wait(kernel.read_.parity);
+      const TileSlot& slot = slots[tile % kTileSlots];
+      if (slot.k_tiles == 0) break;
+      if constexpr (requires { Epilogue::prepare(p.epilogue, slot); }) {
+        Epilogue::prepare(p.epilogue, slot);
+      }
+      Accumulators acc = {};
+      kernel.multiply(acc, slot.k_tiles);
+      Epilogue::run(p.epilogue, acc, slot, kernel.warp_,
+                    staging + (threadIdx.x >> 5) * kStagingBytes);
+    }
+    ptx::copies_wait();
+  }
+
+ private:
+  using Stage = typename Loader::Stage;
+  /// mma.sync takes 16 of K.
+  static constexpr int kSteps = Stage::kDepth / 16;
+
+  __device__ __forceinline__ Kernel(const Params& p, const Ring<Stage>& ring, TileSlot* slots)
+      : p_(p), ring_(ring), loader_(p.tiles, slots), a_(warp_), b_(warp_) {}
+
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ void copy() {
+    if constexpr (kFrom < kTo) {
+      loader_.template copy<kFrom>(p_.tiles, ring_.address(fill_.stage));
+      copy<kFrom + 1, kTo>();
+    }
+  }
+
+  __device__ __forceinline__ void finish_copies() {
+    ring_.full(fill_.stage).arrive_after_copies();
+    if (threadIdx.x == 0) ring_.full(fill_.stage).arrive();
+    fill_.next();
+    loader_.advance(p_.tiles);
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void load(Operands& operands) const {
+    a_.template load<kStep>(operands.a, ring_.address(read_.stage));
+    b_.template load<kStep>(operands.b, ring_.address(read_.stage));
+  }
+
+  /// The products of a tile of D whose first k tile has arrived.
+  __device__ __forceinline__ void multiply(Accumulators& acc, int k_tiles) {
+    Operands operands[2];
+    load<0>(operands[0]);
+    for (int i = 0; i < k_tiles; i++) {
+      ring_.empty(fill_.stage).wait(fill_.parity ^ 1);
+      multiply_steps<0>(acc, operands);
+      finish_copies();
+    }
+  }
+
+  /// The products of a k tile, and the copies of a later one. Operands are loaded one step ahead:
+  /// in the last step those of the next k tile, which may be that of another tile of D.
+  template <int kStep>
+  __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands (&operands)[2]) {
+    if constexpr (kStep + 1 == kSteps) {
+      __syncwarp();
+      if (warp_.lane == 0) ring_.empty(read_.stage).arrive();
+      read_.next();
+      ring_.full(read_.stage).wait(read_.parity);
+    }
+    load<(kStep + 1) % kSteps>(operands[(kStep + 1) & 1]);
+    multiply_add<Element>(acc, operands[kStep & 1], [&]<int i>() {
+      constexpr int kPlace = kStep * 4 + i;
+      copy<kPlace * Loader::kCopies / (4 * kSteps),
+           (kPlace + 1) * Loader::kCopies / (4 * kSteps)>();
+    });
+    if constexpr (kStep + 1 < kSteps) multiply_steps<kStep + 1>(acc, operands);
+  }
+
+  const Params& p_;
+  Ring<Stage> ring_;
+  Warp warp_;
+  RingPosition fill_;
+  RingPosition read_;
+  Loader loader_;
+  FragmentsA<Stage, Loader::kOrderA> a_;
+  FragmentsB<Stage, Loader::kOrderB, Epilogue::kColumns> b_;
+};
+
+/// Whether code for this architecture needs stages of that depth. 8.0's serves 8.6 and 8.9 too, and
+/// tests run both on 9.0.
+template <Depth kOfStage>
+__device__ constexpr bool is_needed() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return kOfStage == Depth::k32;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return kOfStage == Depth::k64;
+#else
+  return true;
+#endif
+}
+
+template <class K>
+__global__ void __launch_bounds__(kThreads, 1)
+    product_kernel(const __grid_constant__ typename K::Params p) {
+  if constexpr (is_needed<K::kDepth>()) K::run(p);
+}
+
+}  // namespace sonicmoe::cuda::portable

@@ -1,0 +1,55 @@
+// The ring of pipeline stages between copies and products.
+//
+// A stage has two mbarriers. `full`: the copies of all threads have landed; `empty`: all warps have
+// read it. So no warp waits for another one, unless it is a whole ring ahead.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/portable/ptx/barrier.cuh"
+#include "cuda/portable/shape.h"
+
+namespace sonicmoe::cuda::portable {
+
+template <class Stage>
+class Ring {
+ public:
+  __device__ __forceinline__ Ring(std::uint32_t barriers, std::uint32_t first_stage)
+      : barriers_(barriers), first_stage_(first_stage) {}
+
+  /// `full` counts the copies of each thread, and thread 0 itself, which releases the tile slot.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kStages; i++) {
+      full(i).init(kThreads + 1);
+      empty(i).init(kWarps);
+    }
+  }
+
+  __device__ __forceinline__ ptx::RingBarrier full(int stage) const {
+    return ptx::RingBarrier(barriers_ + stage * 2 * ptx::RingBarrier::kBytes);
+  }
+  __device__ __forceinline__ ptx::RingBarrier empty(int stage) const {
+    return ptx::RingBarrier(barriers_ + (stage * 2 + 1) * ptx::RingBarrier::kBytes);
+  }
+  __device__ __forceinline__ std::uint32_t address(int stage) const {
+    return first_stage_ + stage * Stage::kBytes;
+  }
+
+ private:
+  std::uint32_t barriers_;
+  std::uint32_t first_stage_;
+};
+
+/// A stage, and the parity of its phase: 0 in the first round.
+struct RingPosition {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+}  // namespace sonicmoe::cuda::portable

@@ -1,0 +1,139 @@
+// H = r(D + bias), A = r(act(H)).
+//
+// The warp's 64 columns of D, as chunks of 8 (kHalves: chunks 0 to 3 lie in the tile's first half).
+// A lane takes pieces of 8 columns of A:
+//
+//   | gates       | piece i of H                   | columns of A          | pieces of a row |
+//   | split       | chunk i, and its ups 4 + i     | 32                    | 4               |
+//   | interleaved | chunks 2i and 2i + 1           | 32, half of D's       | 4               |
+//   | none        | chunk i                        | 64                    | 8               |
+#pragma once
+
+#include "cuda/portable/epilogues/bias.cuh"
+#include "cuda/portable/epilogues/hidden_rows.cuh"
+#include "cuda/portable/epilogues/staging.cuh"
+#include "cuda/portable/params.h"
+
+namespace sonicmoe::cuda::portable {
+
+template <class Element>
+struct Activate {
+  using Params = ActivateParams;
+  static constexpr Columns kColumns = Columns::kHalves;
+
+  static __device__ __forceinline__ void run(const Params& p, const Accumulators& acc,
+                                             const TileSlot& tile, const Warp& warp,
+                                             std::uint32_t staging) {
+    switch (p.act.gates) {
+      case Gates::kNone:
+        return store<Gates::kNone>(p, acc, tile, warp, staging);
+      case Gates::kSplit:
+        return store<Gates::kSplit>(p, acc, tile, warp, staging);
+      case Gates::kInterleaved:
+        return store<Gates::kInterleaved>(p, acc, tile, warp, staging);
+    }
+  }
+
+ private:
+  /// Pieces that a lane activates at once.
+  static constexpr int kAtOnce = 2;
+
+  template <Gates kGates>
+  static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
+                                               const TileSlot& tile, const Warp& warp,
+                                               std::uint32_t staging) {
+    constexpr int kPieces = kGates == Gates::kNone ? kChunks : kChunks / 2;
+    constexpr int kRows = 32 / kPieces;  // that the warp takes at once
+    const int piece = warp.lane % kPieces;
+    const int row = warp.lane / kPieces;
+    const int chunk =
+        chunk_column<kColumns>(warp, kGates == Gates::kInterleaved ? 2 * piece : piece);
+    const int column =
+        kGates == Gates::kInterleaved ? (tile.column + chunk) / 2 : tile.column + chunk;
+    const std::int64_t first = std::int64_t{tile.row} + warp.row * kWarpRows + row;
+    int rows = column < p.act.width ? tile.rows - warp.row * kWarpRows - row : 0;
+    std::uint8_t* h = p.h.data == nullptr ? nullptr : p.h.data + first * p.h.row_bytes;
+    std::uint8_t* a = p.a.data + first * p.a.row_bytes + column * kElementBytes;
+    const std::uint32_t staged = staging + row * kWordsRowBytes;
+#pragma unroll 1
+    for (int part = 0; part < 4; part++, rows -= 16) {
+      with_part(acc, part,
+                [&](const float(&values)[8][4]) { write<kGates>(p, values, tile, warp, staging); });
+      __syncwarp();
+#pragma unroll 1
+      for (int at = 0; at < 16; at += kAtOnce * kRows) {
+        HiddenWords words[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+          words[i] = read_staged<kGates>(staged + (at + i * kRows) * kWordsRowBytes, piece);
+          if (h != nullptr && at + i * kRows < rows) {
+            store_hidden(p.act, words[i], h + i * kRows * p.h.row_bytes, column);
+          }
+          if constexpr (kGates == Gates::kInterleaved) words[i].exchange();
+        }
+        std::uint32_t activated[kAtOnce][4];
+        portable::activate<Element, kGates != Gates::kNone>(p.act, words, activated);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+          if (at + i * kRows < rows) {
+            *reinterpret_cast<uint4*>(a + i * kRows * p.a.row_bytes) = quad_of(activated[i]);
+          }
+        }
+        if (h != nullptr) h += kAtOnce * kRows * p.h.row_bytes;
+        a += kAtOnce * kRows * p.a.row_bytes;
+      }
+      __syncwarp();
+    }
+  }
+
+  /// Rounded H of 16 rows to the buffer.
+  template <Gates kGates>
+  static __device__ __forceinline__ void write(const Params& p, const float (&values)[8][4],
+                                               const TileSlot& tile, const Warp& warp,
+                                               std::uint32_t staging) {
+    const std::uint32_t at = word_address(staging, warp);
+    const bool biased = p.bias[0].data != nullptr;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      std::uint32_t words[2];
+      if (biased) {
+        round_words<Element>(words, values[j], bias<kGates>(p, tile, warp, j));
+      } else {
+        round_words<Element>(words, values[j]);
+      }
+      write_words(at, j, words);
+    }
+  }
+
+  template <Gates kGates>
+  static __device__ __forceinline__ std::uint32_t bias(const Params& p, const TileSlot& tile,
+                                                       const Warp& warp, int j) {
+    const int within = chunk_column<kColumns>(warp, j) + (warp.lane & 3) * 2;
+    if constexpr (kGates == Gates::kSplit) {
+      const int column = tile.column + within % (kTileColumns / 2);
+      return bias_word(p.bias[j / 4], tile.expert, column, p.act.width);
+    }
+    if constexpr (kGates == Gates::kNone) {
+      return bias_word(p.bias[0], tile.expert, tile.column + within, p.act.width);
+    }
+    const int column = (tile.column + within) / 2;
+    return bias_of(p.bias[0], tile.expert, column, p.act.width) |
+           bias_of(p.bias[1], tile.expert, column, p.act.width) << 16;
+  }
+
+  /// A piece of a row in the warp's buffer, in the order of H.
+  template <Gates kGates>
+  static __device__ __forceinline__ HiddenWords read_staged(std::uint32_t row, int piece) {
+    HiddenWords h{};
+    if constexpr (kGates == Gates::kInterleaved) {
+      h.set_quad(0, ptx::load_shared16(row + piece * 32));
+      h.set_quad(1, ptx::load_shared16(row + piece * 32 + 16));
+      return h;
+    }
+    h.set_gates(ptx::load_shared16(row + piece * 16));
+    if constexpr (kGates == Gates::kSplit) h.set_ups(ptx::load_shared16(row + (piece + 4) * 16));
+    return h;
+  }
+};
+
+}  // namespace sonicmoe::cuda::portable

@@ -1,0 +1,124 @@
+// The activation of a call, chosen in the kernel: a branch for eight columns costs nothing beside
+// what it saves, 11 times as many kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/math/activation_words.cuh"
+#include "cuda/portable/params.h"
+
+namespace sonicmoe::cuda::portable {
+
+/// Calls call.template operator()<kind>().
+template <class Call>
+__device__ __forceinline__ void with_activation(ActivationKind kind, const Call& call) {
+  switch (kind) {
+    case ActivationKind::kSwiGLU:
+      return call.template operator()<ActivationKind::kSwiGLU>();
+    case ActivationKind::kSwiGLUOai:
+      return call.template operator()<ActivationKind::kSwiGLUOai>();
+    case ActivationKind::kGeGLU:
+      return call.template operator()<ActivationKind::kGeGLU>();
+    case ActivationKind::kGeGLUTanh:
+      return call.template operator()<ActivationKind::kGeGLUTanh>();
+    case ActivationKind::kReGLU:
+      return call.template operator()<ActivationKind::kReGLU>();
+    case ActivationKind::kSiLU:
+      return call.template operator()<ActivationKind::kSiLU>();
+    case ActivationKind::kGELU:
+      return call.template operator()<ActivationKind::kGELU>();
+    case ActivationKind::kGELUTanh:
+      return call.template operator()<ActivationKind::kGELUTanh>();
+    case ActivationKind::kReLU:
+      return call.template operator()<ActivationKind::kReLU>();
+    case ActivationKind::kReLU2:
+      return call.template operator()<ActivationKind::kReLU2>();
+    case ActivationKind::kSwiGLUClamped:
+      return call.template operator()<ActivationKind::kSwiGLUClamped>();
+  }
+}
+
+/// Two words in which gate and up alternate become a word of gates and one of ups. Also the way
+/// back.
+__device__ __forceinline__ void exchange_halves(std::uint32_t& first, std::uint32_t& second) {
+  const std::uint32_t low = __byte_perm(first, second, 0x5410);
+  second = __byte_perm(first, second, 0x7632);
+  first = low;
+}
+
+/// Eight columns of H in one row: words of gates (or of H without a gate) and of ups.
+struct HiddenWords {
+  std::uint32_t gate[4];
+  std::uint32_t up[4];
+
+  __device__ __forceinline__ void exchange() {
+#pragma unroll
+    for (int i = 0; i < 4; i++) exchange_halves(gate[i], up[i]);
+  }
+  /// 16 words in the order of memory, if gate and up alternate: gate[0], up[0], gate[1], ...
+  __device__ __forceinline__ uint4 quad(int which) const {
+    return {gate[2 * which], up[2 * which], gate[2 * which + 1], up[2 * which + 1]};
+  }
+  __device__ __forceinline__ void set_quad(int which, const uint4& v) {
+    gate[2 * which] = v.x;
+    up[2 * which] = v.y;
+    gate[2 * which + 1] = v.z;
+    up[2 * which + 1] = v.w;
+  }
+  __device__ __forceinline__ void set_gates(const uint4& v) {
+    gate[0] = v.x, gate[1] = v.y, gate[2] = v.z, gate[3] = v.w;
+  }
+  __device__ __forceinline__ void set_ups(const uint4& v) {
+    up[0] = v.x, up[1] = v.y, up[2] = v.z, up[3] = v.w;
+  }
+};
+
+/// A = r(act(H)) of some pieces of eight columns. All pieces at once, so that their instructions
+/// mix: one piece alone waits for most of its own.
+template <class Element, bool kGated, int kPieces>
+__device__ __forceinline__ void activate(const Activating& act, const HiddenWords (&h)[kPieces],
+                                         std::uint32_t (&a)[kPieces][4]) {
+  with_activation(act.kind, [&]<ActivationKind kKind>() {
+    using Act = ActivationWords<Element, kKind>;
+    if constexpr (is_gated(kKind) != kGated) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; piece++) {
+        if constexpr (is_gated(kKind) && kGated) {
+          a[piece][i] = Act::split(h[piece].gate[i], h[piece].up[i], act.scalars);
+        } else if constexpr (!is_gated(kKind) && !kGated) {
+          a[piece][i] = Act::plain(h[piece].gate[i]);
+        }
+      }
+    }
+  });
+}
+
+/// Eight columns in backward.
+struct GradPiece {
+  float grad[8];
+  float weight;
+  float score = 0.0f;
+  std::uint32_t a[4];
+};
+
+/// Overwrites H of eight columns by dH, sets A' and adds to the score (ActivationGradientWords).
+template <class Element>
+__device__ __forceinline__ void differentiate(const Activating& act, HiddenWords& h,
+                                              GradPiece& piece) {
+  with_activation(act.kind, [&]<ActivationKind kKind>() {
+    using Act = ActivationGradientWords<Element, kKind, HLayout::kSplit>;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      piece.a[i] =
+          Act::run(act.scalars, h.gate[i], h.up[i], &piece.grad[2 * i], piece.weight, piece.score);
+    }
+  });
+}
+
+__device__ __forceinline__ uint4 quad_of(const std::uint32_t (&words)[4]) {
+  return {words[0], words[1], words[2], words[3]};
+}
+
+}  // namespace sonicmoe::cuda::portable

@@ -1,0 +1,78 @@
+// A warp's results from the order of fragments to rows, through the warp's own buffer: a row of the
+// warp's 64 columns is 8 chunks of 8 columns, and a lane takes whole chunks.
+//
+//   | as      | rows at once | row in the buffer | chunk          |
+//   | words   | 16           | 144 bytes         | 16 bytes       |
+//   | floats  | 8            | 288 bytes         | 32 bytes       |
+//
+// Rows are 16 or 32 bytes longer than their data, so that writing them has no bank conflicts.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/math/fragment.cuh"
+#include "cuda/portable/engine/fragments.cuh"
+#include "cuda/ptx/shared.cuh"
+
+namespace sonicmoe::cuda::portable {
+
+inline constexpr int kChunks = kWarpColumns / 8;
+inline constexpr int kWordsRowBytes = 144;
+inline constexpr int kFloatsRowBytes = 288;
+static_assert(16 * kWordsRowBytes <= kStagingBytes && 8 * kFloatsRowBytes <= kStagingBytes);
+
+/// The column in a tile of chunk `chunk` of a warp.
+template <Columns kColumns>
+__device__ __forceinline__ int chunk_column(const Warp& warp, int chunk) {
+  if constexpr (kColumns == Columns::kNeighbours) return warp.column * kWarpColumns + chunk * 8;
+  return chunk / 4 * (kTileColumns / 2) + warp.column * 32 + chunk % 4 * 8;
+}
+
+/// Where a lane writes its words of a fragment: row lane / 4.
+__device__ __forceinline__ std::uint32_t word_address(std::uint32_t staging, const Warp& warp) {
+  return staging + (warp.lane >> 2) * kWordsRowBytes + (warp.lane & 3) * 4;
+}
+
+/// Two words of each of 8 fragments: rows lane / 4 and lane / 4 + 8.
+__device__ __forceinline__ void write_words(std::uint32_t at, int fragment,
+                                            const std::uint32_t (&words)[2]) {
+  ptx::store_word(at + fragment * 16, words[0]);
+  ptx::store_word(at + fragment * 16 + 8 * kWordsRowBytes, words[1]);
+}
+
+/// Rows 8 * kHalf .. of 16 rows of accumulators.
+template <int kHalf>
+__device__ __forceinline__ void write_floats(std::uint32_t staging, const Warp& warp,
+                                             const float (&acc)[8][4]) {
+  const std::uint32_t at = staging + (warp.lane >> 2) * kFloatsRowBytes + (warp.lane & 3) * 8;
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    ptx::store_floats(at + j * 32, acc[j][2 * kHalf], acc[j][2 * kHalf + 1]);
+  }
+}
+
+/// Eight columns of one row.
+__device__ __forceinline__ void read_floats(float (&values)[8], std::uint32_t staging, int row,
+                                            int chunk) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4 v = ptx::load_shared16(staging + row * kFloatsRowBytes + chunk * 32 + i * 16);
+    values[4 * i] = __uint_as_float(v.x);
+    values[4 * i + 1] = __uint_as_float(v.y);
+    values[4 * i + 2] = __uint_as_float(v.z);
+    values[4 * i + 3] = __uint_as_float(v.w);
+  }
+}
+
+/// Calls write(acc[part]) for one of the four parts of the accumulators. The loop over parts stays
+/// a loop, because an epilogue unrolled four times would not fit the instruction cache; so a branch
+/// selects the registers.
+template <class Write>
+__device__ __forceinline__ void with_part(const Accumulators& acc, int part, const Write& write) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (i == part) write(acc[i]);
+  }
+}
+
+}  // namespace sonicmoe::cuda::portable

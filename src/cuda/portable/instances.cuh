@@ -1,0 +1,25 @@
+// What the files of kernels/ share: the address of a kernel, and the choice among its variants.
+#pragma once
+
+#include "cuda/portable/engine/kernel.cuh"
+#include "cuda/portable/kernels.h"
+
+namespace sonicmoe::cuda::portable {
+
+template <class K>
+const void* address_of() {
+  return reinterpret_cast<const void*>(product_kernel<K>);
+}
+
+/// make.template operator()<Element, kDepth>() of a variant.
+template <class Make>
+const void* for_variant(const Variant& variant, const Make& make) {
+  const auto of_depth = [&]<Depth kDepth>() {
+    return variant.dtype == DType::kBF16 ? make.template operator()<__nv_bfloat16, kDepth>()
+                                         : make.template operator()<__half, kDepth>();
+  };
+  return variant.depth == Depth::k64 ? of_depth.template operator()<Depth::k64>()
+                                     : of_depth.template operator()<Depth::k32>();
+}
+
+}  // namespace sonicmoe::cuda::portable

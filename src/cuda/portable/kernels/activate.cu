@@ -1,0 +1,23 @@
+#include "cuda/portable/epilogues/activate.cuh"
+#include "cuda/portable/instances.cuh"
+#include "cuda/portable/loaders/rows.cuh"
+
+namespace sonicmoe::cuda::portable {
+namespace {
+
+template <class Element, Depth kDepth>
+const void* kernel(WeightOrder order) {
+  using enum Order;
+  return order == WeightOrder::kAlongDepth
+             ? address_of<Kernel<Element, RowLoader<kDepth, kAlongK>, Activate<Element>>>()
+             : address_of<Kernel<Element, RowLoader<kDepth, kAcrossK>, Activate<Element>>>();
+}
+
+}  // namespace
+
+const void* activate_kernel(const Variant& variant, WeightOrder order) {
+  return for_variant(variant,
+                     [&]<class Element, Depth kDepth>() { return kernel<Element, kDepth>(order); });
+}
+
+}  // namespace sonicmoe::cuda::portable

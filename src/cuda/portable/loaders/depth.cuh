@@ -1,0 +1,187 @@
+// Loads k tiles of products over depth: the rows of one expert, from two tensors. One of them is
+// gathered.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/portable/engine/fragments.cuh"
+#include "cuda/portable/params.h"
+#include "cuda/portable/shape.h"
+#include "cuda/ptx/address.cuh"
+#include "cuda/ptx/copy.cuh"
+
+namespace sonicmoe::cuda::portable {
+
+enum class Side { kLeft, kRight };
+
+template <Depth kOfStage, Side kGathered>
+class DepthLoader {
+ public:
+  using Stage = portable::Stage<kOfStage>;
+  using Params = DepthTilesParams;
+  static constexpr Order kOrderA = Order::kAcrossK;
+  static constexpr Order kOrderB = Order::kAcrossK;
+  /// Copies of a thread for a k tile.
+  static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
+
+  __device__ __forceinline__ DepthLoader(const Params& p, TileSlot* slots) : slots_(slots) {
+    const int each = p.row_tiles * p.column_tiles;
+    const int at = blockIdx.x / each;
+    next_ = {at, static_cast<int>(blockIdx.x) - at * each, expert_of(p, at)};
+    next_source_ = source(p, next_.rows, 0);
+    ahead_ = after(p, next_);
+    open(p);
+  }
+
+  /// Copy i of the k tile, to its stage. Without a branch, so that the compiler mixes it with
+  /// products.
+  template <int i>
+  __device__ __forceinline__ void copy(const Params& p, std::uint32_t stage) const {
+    if constexpr (i < copies(Side::kLeft)) {
+      copy_side<Side::kLeft, i>(p.left, stage);
+    } else {
+      copy_side<Side::kRight, i - copies(Side::kLeft)>(p.right, stage + Stage::kBytesA);
+    }
+  }
+
+  /// To the next k tile, after all copies of this one.
+  __device__ __forceinline__ void advance(const Params& p) {
+    k_ += Stage::kDepth;
+    other_ += Stage::kDepth * other(p).row_bytes;
+    if (k_ >= rows_.z) {
+      open(p);
+    } else {
+      source_ = source(p, rows_, k_);
+    }
+  }
+
+ private:
+  static constexpr int line_bytes(Side side) {
+    return (side == Side::kLeft ? kTileRows : kTileColumns) * kElementBytes;
+  }
+  /// Lines that the CTA copies at once, and copies of a thread.
+  static constexpr int lines(Side side) { return kThreads * 16 / line_bytes(side); }
+  static constexpr int copies(Side side) { return Stage::kDepth / lines(side); }
+  static constexpr Side kOther = kGathered == Side::kLeft ? Side::kRight : Side::kLeft;
+  /// Lines of the gathered tensor that a warp copies at once.
+  static constexpr int kWarpLines = lines(kGathered) / kWarps;
+  /// Rows of an expert after the last tile: no copy reads anything.
+  static constexpr int kNoMore = 1 << 30;
+
+  static __device__ __forceinline__ int chunk(Side side) {
+    return threadIdx.x % (line_bytes(side) / 16);
+  }
+  static __device__ __forceinline__ int line(Side side) {
+    return threadIdx.x / (line_bytes(side) / 16);
+  }
+  static __device__ __forceinline__ const Rows& gathered(const Params& p) {
+    return kGathered == Side::kLeft ? p.left : p.right;
+  }
+  static __device__ __forceinline__ const Rows& other(const Params& p) {
+    return kGathered == Side::kLeft ? p.right : p.left;
+  }
+
+  template <Side kSide, int i>
+  __device__ __forceinline__ void copy_side(const Rows& rows, std::uint32_t stage) const {
+    const std::uint32_t at =
+        stage + line(kSide) * line_bytes(kSide) + ((chunk(kSide) ^ (line(kSide) & 7)) << 4);
+    const std::uint8_t* from;
+    if constexpr (kSide == kGathered) {
+      const int row = __shfl_sync(~0u, source_, i * kWarpLines + line(kSide) % kWarpLines);
+      from = ptx::row_address(columns_, row, static_cast<int>(rows.row_bytes));
+    } else {
+      from = other_ + i * lines(kSide) * rows.row_bytes;
+    }
+    const bool exists = k_ + line(kSide) + i * lines(kSide) < rows_.z;
+    ptx::copy16(at + i * lines(kSide) * line_bytes(kSide), from,
+                exists && (present_ >> static_cast<int>(kSide) & 1) != 0);
+  }
+
+  /// A tile by its expert, in the order in which experts are taken, and its number there.
+  struct Tile {
+    int at;
+    int number;
+    int4 rows;  ///< ExpertRecord: expert, first row, rows
+  };
+
+  /// Without rows past the last expert.
+  static __device__ __forceinline__ int4 expert_of(const Params& p, int at) {
+    if (at >= p.experts) return {};
+    if (p.longest_first == nullptr) return {at, p.expert_begin[at], p.expert_rows[at], 0};
+    return reinterpret_cast<const int4*>(p.longest_first)[at];
+  }
+
+  /// This CTA's tile after `tile`. Reads its expert, which is used two tiles later.
+  static __device__ __forceinline__ Tile after(const Params& p, const Tile& tile) {
+    const int each = p.row_tiles * p.column_tiles;
+    Tile next{tile.at + p.experts_apart, tile.number + p.tiles_apart, {}};
+    if (next.number >= each) {
+      next.number -= each;
+      next.at++;
+    }
+    next.rows = expert_of(p, next.at);
+    return next;
+  }
+
+  /// Each of the first lanes reads the source of one of the rows that its warp copies of the k tile
+  /// from k on.
+  static __device__ __forceinline__ int source(const Params& p, const int4& rows, int k) {
+    const std::int32_t* index = gathered(p).index;
+    const int lane = threadIdx.x & 31 & (Stage::kDepth / 8 - 1);
+    const int own = k + (threadIdx.x >> 5) * kWarpLines + lane % kWarpLines +
+                    lane / kWarpLines * lines(kGathered);
+    return index != nullptr && own < rows.z ? index[rows.y + own] : rows.y + own;
+  }
+
+  /// Begins a tile and writes its slot. After the last one, the slot has no k tiles. An expert
+  /// without rows has one k tile of zeros.
+  __device__ __forceinline__ void open(const Params& p) {
+    TileSlot slot{};
+    k_ = 0;
+    present_ = 0;
+    rows_.z = kNoMore;
+    if (next_.at < p.experts) {
+      rows_ = next_.rows;
+      source_ = next_source_;
+      const int row_tile = next_.number / p.column_tiles;
+      slot.expert = rows_.x;
+      slot.row = row_tile * kTileRows;
+      slot.rows = min(kTileRows, p.rows - slot.row);
+      slot.column = (next_.number - row_tile * p.column_tiles) * kTileColumns;
+      slot.k_tiles = max(1, (rows_.z + Stage::kDepth - 1) / Stage::kDepth);
+      open_side<Side::kLeft>(p.left, slot.row, p.rows);
+      open_side<Side::kRight>(p.right, slot.column, p.columns);
+      next_ = ahead_;
+      next_source_ = source(p, next_.rows, 0);
+      ahead_ = after(p, ahead_);
+    }
+    if (threadIdx.x == 0) slots_[count_ % kTileSlots] = slot;
+    count_++;
+  }
+
+  template <Side kSide>
+  __device__ __forceinline__ void open_side(const Rows& rows, int first, int width) {
+    const int column = first + chunk(kSide) * 8;
+    const std::uint8_t* from = rows.data + std::int64_t{column} * kElementBytes;
+    present_ |= column < width ? 1u << static_cast<int>(kSide) : 0u;
+    if constexpr (kSide == kGathered) {
+      columns_ = from;
+    } else {
+      other_ = from + (rows_.y + line(kSide)) * rows.row_bytes;
+    }
+  }
+
+  TileSlot* slots_;
+  Tile next_;
+  Tile ahead_;
+  unsigned count_ = 0;
+  unsigned present_;  // a bit for each side whose columns exist
+  int4 rows_{};       // of the expert: ExpertRecord
+  int k_;
+  int source_ = 0;               // of the k tile
+  int next_source_;              // of the next tile's first one
+  const std::uint8_t* columns_;  // of the gathered tensor, row 0
+  const std::uint8_t* other_;    // this thread's first line of the k tile
+};
+
+}  // namespace sonicmoe::cuda::portable

@@ -1,0 +1,233 @@
+// Loads k tiles of products over rows: gathered rows, and the weights of their expert.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/portable/engine/fragments.cuh"
+#include "cuda/portable/params.h"
+#include "cuda/portable/shape.h"
+#include "cuda/ptx/copy.cuh"
+
+namespace sonicmoe::cuda::portable {
+
+template <Depth kOfStage, Order kWeights>
+class RowLoader {
+ public:
+  using Stage = portable::Stage<kOfStage>;
+  using Params = RowTilesParams;
+  static constexpr Order kOrderA = Order::kAlongK;
+  static constexpr Order kOrderB = kWeights;
+  /// Copies of a thread for a k tile.
+  static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
+
+  __device__ __forceinline__ RowLoader(const Params& p, TileSlot* slots)
+      : slots_(slots), records_(*p.record_count) {
+    const int record = blockIdx.x / p.column_tiles;
+    next_ = {record, static_cast<int>(blockIdx.x) - record * p.column_tiles, {}};
+    next_.rows = record_of(p, next_.record);
+    find_sources(p);
+    ahead_ = after(p, next_);
+    open(p);
+  }
+
+  /// Copy i of the k tile, to its stage. Without a branch, so that the compiler mixes it with
+  /// products.
+  template <int i>
+  __device__ __forceinline__ void copy(const Params& p, std::uint32_t stage) {
+    if constexpr (i < kRowsEach) {
+      const std::uint32_t at =
+          stage + line() * Stage::kLineBytes + ((chunk() ^ Stage::swizzle(line())) << 4);
+      ptx::copy16(at + i * kApart * Stage::kLineBytes, a_[i],
+                  inside(p) && (present_ >> i & 1) != 0);
+      a_[i] += Stage::kDepth * kElementBytes;
+    } else {
+      copy_weights<i - kRowsEach>(p, stage + Stage::kBytesA);
+    }
+  }
+
+  /// To the next k tile, after all copies of this one.
+  __device__ __forceinline__ void advance(const Params& p) {
+    k_ += Stage::kDepth;
+    if constexpr (kAlongK) {
+      b_[0] += Stage::kDepth * kElementBytes;
+      b_[1] += Stage::kDepth * kElementBytes;
+    } else {
+      b_[0] += Stage::kDepth * matrices(p, half()).line_bytes;
+    }
+    if (k_ >= p.depth) next_part(p);
+  }
+
+ private:
+  static constexpr bool kAlongK = kWeights == Order::kAlongK;
+  static constexpr int kRowsEach = kTileRows * Stage::kLineChunks / kThreads;
+  static constexpr int kLinesEach = kTileColumns * Stage::kLineChunks / kThreads;
+  /// Along K: lines between two copies of a thread, and copies of half a tile.
+  static constexpr int kApart = kThreads / Stage::kLineChunks;
+  static constexpr int kHalf = kLinesEach / 2;
+  /// Bit of present_ of the first line of weights.
+  static constexpr int kFirstWeight = kRowsEach;
+  /// k after the last tile: no copy reads anything, and none is the last one of a part.
+  static constexpr int kNoMore = -(1 << 30);
+
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % Stage::kLineChunks; }
+  static __device__ __forceinline__ int line() { return threadIdx.x / Stage::kLineChunks; }
+  /// Across K: the half of the tile whose weights this thread copies.
+  static __device__ __forceinline__ int half() {
+    return threadIdx.x % kColumnChunks / (kColumnChunks / 2);
+  }
+
+  __device__ __forceinline__ bool inside(const Params& p) const {
+    return k_ + chunk() * 8 < p.depth;
+  }
+
+  /// The matrices of the current part of K, or those of half a tile.
+  __device__ __forceinline__ const Matrices& matrices(const Params& p, int half) const {
+    return p.weights[p.second_half == 0 ? half : part_];
+  }
+
+  template <int i>
+  __device__ __forceinline__ void copy_weights(const Params& p, std::uint32_t stage) const {
+    if constexpr (kAlongK) {
+      const std::uint32_t at =
+          stage + line() * Stage::kLineBytes + ((chunk() ^ Stage::swizzle(line())) << 4);
+      const std::uint8_t* from = b_[i / kHalf] + i % kHalf * apart_[i / kHalf];
+      ptx::copy16(at + i * kApart * Stage::kLineBytes, from,
+                  inside(p) && (present_ >> (kFirstWeight + i) & 1) != 0);
+    } else {
+      const int k = threadIdx.x / kColumnChunks;
+      const std::uint32_t at =
+          stage + k * kColumnChunks * 16 + ((threadIdx.x % kColumnChunks ^ k) << 4);
+      ptx::copy16(at + i * 8 * kColumnChunks * 16, b_[0] + i * apart_[0],
+                  (present_ >> kFirstWeight & 1) != 0 && k_ + k + i * 8 < p.depth);
+    }
+  }
+
+  /// A tile by its record and its tile of columns.
+  struct Tile {
+    int record;
+    int column_tile;
+    int4 rows;  ///< TileRecord
+  };
+
+  __device__ __forceinline__ int4 record_of(const Params& p, int record) const {
+    return record < records_ ? reinterpret_cast<const int4*>(p.records)[record] : int4{};
+  }
+
+  /// This CTA's tile after `tile`. Reads its record, which is used two tiles later.
+  __device__ __forceinline__ Tile after(const Params& p, const Tile& tile) const {
+    Tile next{tile.record + p.records_apart, tile.column_tile + p.column_tiles_apart, {}};
+    if (next.column_tile >= p.column_tiles) {
+      next.column_tile -= p.column_tiles;
+      next.record++;
+    }
+    next.rows = record_of(p, next.record);
+    return next;
+  }
+
+  /// Rows of the next tile: its first one in expert order, and how many exist.
+  __device__ __forceinline__ int first_row() const {
+    return next_.rows.y + (next_.record - next_.rows.w) * kRecordRows;
+  }
+  __device__ __forceinline__ int row_count() const {
+    return min(kTileRows, next_.rows.z - (next_.record - next_.rows.w) * kRecordRows);
+  }
+
+  /// Reads which rows the next tile gathers, one tile before they are used.
+  __device__ __forceinline__ void find_sources(const Params& p) {
+    const int first = first_row();
+    const int rows = next_.record < records_ ? row_count() : 0;
+#pragma unroll
+    for (int i = 0; i < kRowsEach; i++) {
+      const int own = line() + i * kApart;
+      source_[i] = first + own;
+      if (p.rows.index != nullptr && own < rows) source_[i] = p.rows.index[first + own];
+    }
+  }
+
+  /// Begins a tile and writes its slot. After the last one, the slot has no k tiles.
+  __device__ __forceinline__ void open(const Params& p) {
+    TileSlot slot{};
+    k_ = kNoMore;
+    part_ = 0;
+    present_ = 0;
+    if (next_.record < records_) {
+      k_ = 0;
+      slot.expert = next_.rows.x;
+      slot.row = first_row();
+      slot.rows = row_count();
+      slot.column = next_.column_tile * p.column_step;
+      slot.k_tiles = (p.depth + Stage::kDepth - 1) / Stage::kDepth * p.parts;
+      expert_ = slot.expert;
+      column_ = slot.column;
+      open_rows(p, slot.rows);
+      open_weights(p);
+      next_ = ahead_;
+      find_sources(p);
+      ahead_ = after(p, ahead_);
+    }
+    if (threadIdx.x == 0) slots_[count_ % kTileSlots] = slot;
+    count_++;
+  }
+
+  __device__ __forceinline__ void open_rows(const Params& p, int rows) {
+#pragma unroll
+    for (int i = 0; i < kRowsEach; i++) {
+      a_[i] = p.rows.data + source_[i] * p.rows.row_bytes + chunk() * 16;
+      present_ |= line() + i * kApart < rows ? 1u << i : 0u;
+    }
+  }
+
+  /// The addresses of the weights at the beginning of a part of K.
+  __device__ __forceinline__ void open_weights(const Params& p) {
+    if constexpr (kAlongK) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const Matrices& m = matrices(p, half);
+        const int column = column_ + half * p.second_half + line();
+        b_[half] = m.data + expert_ * m.expert_bytes + column * m.line_bytes + chunk() * 16;
+        apart_[half] = kApart * m.line_bytes;
+#pragma unroll
+        for (int i = 0; i < kHalf; i++) {
+          const bool exists = column + i * kApart < p.columns;
+          present_ |= exists ? 1u << (kFirstWeight + half * kHalf + i) : 0u;
+        }
+      }
+    } else {
+      const Matrices& m = matrices(p, half());
+      const int column = column_ + half() * p.second_half + threadIdx.x % (kColumnChunks / 2) * 8;
+      b_[0] = m.data + expert_ * m.expert_bytes + threadIdx.x / kColumnChunks * m.line_bytes +
+              column * kElementBytes;
+      apart_[0] = 8 * m.line_bytes;
+      present_ |= column < p.columns ? 1u << kFirstWeight : 0u;
+    }
+  }
+
+  __device__ __forceinline__ void next_part(const Params& p) {
+    if (part_ + 1 == p.parts) {
+      open(p);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsEach; i++) a_[i] -= (k_ - p.depth) * kElementBytes;
+    part_++;
+    k_ = 0;
+    open_weights(p);
+  }
+
+  TileSlot* slots_;
+  int records_;
+  Tile next_;
+  Tile ahead_;
+  int source_[kRowsEach];  // of the next tile
+  unsigned count_ = 0;
+  unsigned present_;  // a bit for each copied line that exists
+  int expert_ = 0;
+  int column_ = 0;
+  int k_;
+  int part_;
+  const std::uint8_t* a_[kRowsEach];
+  const std::uint8_t* b_[kAlongK ? 2 : 1];
+  std::int64_t apart_[kAlongK ? 2 : 1];
+};
+
+}  // namespace sonicmoe::cuda::portable

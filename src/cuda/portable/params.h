@@ -1,0 +1,144 @@
+// The arguments of the portable kernels. Plain C++: the host fills them, the kernels read them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/math/bias.h"
+#include "cuda/math/scalars.h"
+#include "cuda/metadata/tile_record.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::cuda::portable {
+
+/// Rows of 16-bit elements in memory. Row p is row index[p] of `data`, or row p if index is null.
+struct Rows {
+  const std::uint8_t* data;
+  const std::int32_t* index;
+  std::int64_t row_bytes;
+};
+
+/// One matrix for each expert; strides in bytes. K-major: a line is a column of D; else a line is
+/// one k, and the columns of D are contiguous in it.
+struct Matrices {
+  const std::uint8_t* data;
+  std::int64_t expert_bytes;
+  std::int64_t line_bytes;
+};
+
+/// Of products over rows.
+struct RowTilesParams {
+  const TileRecord* records;
+  const std::int32_t* record_count;
+  Rows rows;
+  Matrices weights[2];        ///< gate and up, or one matrix and itself
+  std::int32_t columns;       ///< of one matrix
+  std::int32_t column_tiles;  ///< tiles along the columns
+  std::int32_t column_step;   ///< columns of one matrix in a tile
+  /// From a CTA's tile to its next one: records, and tiles of columns beside.
+  std::int32_t records_apart;
+  std::int32_t column_tiles_apart;
+  /// First column of the tile's second half: 0 if it is of weights[1] (gate and up side by side),
+  /// else kTileColumns / 2.
+  std::int32_t second_half;
+  std::int32_t depth;  ///< K of one part
+  std::int32_t parts;  ///< 2: K runs through weights[0], then weights[1]
+};
+
+/// Of products over depth: for each expert, left^T right over its rows.
+struct DepthTilesParams {
+  const ExpertRecord* longest_first;  ///< null: experts in their own order
+  const std::int32_t* expert_begin;
+  const std::int32_t* expert_rows;
+  Rows left;
+  Rows right;
+  std::int32_t experts;
+  std::int32_t rows;     ///< of D: the width of left
+  std::int32_t columns;  ///< of D: the width of right
+  std::int32_t row_tiles;
+  std::int32_t column_tiles;
+  /// From a CTA's tile to its next one: experts, and tiles of an expert beside.
+  std::int32_t experts_apart;
+  std::int32_t tiles_apart;
+};
+
+// Epilogues.
+
+/// Rows of 16-bit results, addressed by row in expert order.
+struct RowsOut {
+  std::uint8_t* data;
+  std::int64_t row_bytes;
+};
+
+struct StoreParams {
+  RowsOut out;
+  Bias bias;
+  const float* row_scale;  ///< null: 1
+  std::int64_t scale_stride;
+  std::int32_t columns;
+};
+
+/// The layouts of GateLayout (layer/product.h).
+enum class Gates : std::int32_t { kNone, kSplit, kInterleaved };
+
+/// The activation of a call.
+struct Activating {
+  ActivationScalars scalars;
+  ActivationKind kind;
+  Gates gates;
+  std::int32_t width;  ///< n
+};
+
+struct ActivateParams {
+  RowsOut h;  ///< data null: inference
+  RowsOut a;
+  Bias bias[2];  ///< gate, up; without a gate [0] alone
+  Activating act;
+};
+
+struct ActivateGradParams {
+  const std::uint8_t* h;
+  std::int64_t h_row_bytes;  ///< of H and dH
+  std::uint8_t* dh;
+  RowsOut a;
+  const float* row_weight;
+  float* score_parts;
+  std::int32_t score_tiles;
+  Activating act;
+};
+
+enum class GradStore : std::int32_t { kElement, kFloat, kAccumulate };
+
+/// Which dimension of D is distributed over two outputs, and how.
+enum class GradSplit : std::int32_t {
+  kNone,
+  kColumnHalves,
+  kRowHalves,
+  kColumnsAlternate,
+  kRowsAlternate,
+};
+
+/// Matrices (expert, row, column); strides in elements.
+struct GradOut {
+  void* data;
+  std::int64_t expert_stride;
+  std::int64_t row_stride;
+  std::int64_t column_stride;
+};
+
+struct StoreExpertParams {
+  GradOut out[2];
+  GradStore store;
+  GradSplit split;
+  std::int32_t border;   ///< of halves: first row or column of out[1]
+  std::int32_t columns;  ///< of D
+  /// fp32: whether 4 elements of a row may be read and written at once.
+  std::int32_t vectors;
+};
+
+template <class TilesParams, class EpilogueParams>
+struct ProductParams {
+  TilesParams tiles;
+  EpilogueParams epilogue;
+};
+
+}  // namespace sonicmoe::cuda::portable

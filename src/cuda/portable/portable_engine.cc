@@ -1,0 +1,37 @@
+#include "cuda/portable/portable_engine.h"
+
+#include <string>
+
+#include "cuda/portable/launch.h"
+#include "cuda/portable/products.h"
+#include "cuda/portable/shape.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+/// Its launches follow each other: nothing overlaps.
+BackwardOrder backward_order(const Problem&, const BackwardArgs&) { return {}; }
+
+std::vector<TileChoice> describe(const Problem&) {
+  const std::string tile =
+      std::to_string(portable::kTileRows) + "x" + std::to_string(portable::kTileColumns);
+  return {{"A", tile}, {"Y", tile}, {"dH", tile}, {"dW2", tile}, {"dX~", tile}, {"dW1", tile}};
+}
+
+}  // namespace
+
+const Engine kPortableEngine = {
+    .name = "portable",
+    .service = {.capabilities = {80, 129},
+                .devices = "every NVIDIA GPU since Ampere",
+                .dtypes = {DType::kBF16, DType::kF16},
+                .multiple = 8},
+    .score_columns = portable::kWarpColumns,
+    .open = &portable::open,
+    .backward_order = &backward_order,
+    .multiply_rows = &portable::multiply_rows,
+    .multiply_depth = &portable::multiply_depth,
+    .describe = &describe,
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,11 @@
+// The functions of the portable engine's row in the table of engines.
+#pragma once
+
+#include "cuda/layer/engine.h"
+
+namespace sonicmoe::cuda::portable {
+
+void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream);
+void multiply_depth(const Device& device, const DepthProduct& product, cudaStream_t stream);
+
+}  // namespace sonicmoe::cuda::portable

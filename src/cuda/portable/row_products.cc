@@ -1,0 +1,130 @@
+// Row products: A, Y, dH, dX~ and the grouped GEMM.
+#include <algorithm>
+
+#include "cuda/portable/kernels.h"
+#include "cuda/portable/launch.h"
+#include "cuda/portable/params.h"
+#include "cuda/portable/products.h"
+#include "cuda/portable/shape.h"
+
+namespace sonicmoe::cuda::portable {
+namespace {
+
+std::uint8_t* bytes_of(const Tensor& t) { return static_cast<std::uint8_t*>(t.data); }
+
+RowsOut rows_out(const Tensor& t) { return {bytes_of(t), t.stride[0] * kElementBytes}; }
+
+Bias bias_of(const Tensor& t) { return {t.data, t.stride[0], t.stride[1]}; }
+
+WeightOrder order_of(const Tensor& weights) {
+  return weights.stride[2] == 1 ? WeightOrder::kAlongDepth : WeightOrder::kAcrossDepth;
+}
+
+Matrices matrices_of(const Tensor& t) {
+  const std::int64_t line = order_of(t) == WeightOrder::kAlongDepth ? t.stride[1] : t.stride[2];
+  return {bytes_of(t), t.stride[0] * kElementBytes, line * kElementBytes};
+}
+
+Gates gates_of(GateLayout layout) {
+  switch (layout) {
+    case GateLayout::kSplit:
+      return Gates::kSplit;
+    case GateLayout::kInterleaved:
+      return Gates::kInterleaved;
+    case GateLayout::kNone:
+      break;
+  }
+  return Gates::kNone;
+}
+
+/// An upper bound: the device knows the number of records.
+std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
+  const std::int64_t rows = groups.capacity;
+  const std::int64_t records = std::min(rows, rows / kRecordRows + groups.experts);
+  return std::max<std::int64_t>(1, records * tiles.column_tiles);
+}
+
+RowTilesParams tiles_of(const Device& device, const RowProduct& product) {
+  const WeightOperand& w = product.weights;
+  const bool halves = w.parts == WeightParts::kSideBySide;
+  RowTilesParams tiles{};
+  tiles.records = product.groups.lists->records;
+  tiles.record_count = product.groups.lists->record_count;
+  tiles.rows = {bytes_of(product.rows.rows), product.rows.index,
+                product.rows.rows.stride[0] * kElementBytes};
+  tiles.weights[0] = matrices_of(w.first);
+  tiles.weights[1] = w.parts == WeightParts::kOne ? tiles.weights[0] : matrices_of(w.second);
+  tiles.columns = static_cast<std::int32_t>(w.first.shape[1]);
+  tiles.column_step = halves ? kTileColumns / 2 : kTileColumns;
+  tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
+  const auto ctas = static_cast<std::int32_t>(ctas_of(device, most_tiles(product.groups, tiles)));
+  tiles.records_apart = ctas / tiles.column_tiles;
+  tiles.column_tiles_apart = ctas % tiles.column_tiles;
+  tiles.second_half = halves ? 0 : kTileColumns / 2;
+  tiles.depth = static_cast<std::int32_t>(w.first.shape[2]);
+  tiles.parts = w.parts == WeightParts::kOneAfterOther ? 2 : 1;
+  return tiles;
+}
+
+StoreParams epilogue_of(const StoreOutput& e) {
+  return {.out = rows_out(e.out),
+          .bias = bias_of(e.bias),
+          .row_scale = static_cast<const float*>(e.scale.data),
+          .scale_stride = e.scale.stride[0],
+          .columns = static_cast<std::int32_t>(e.out.shape[1])};
+}
+
+/// Of Activate and ActivateGrad.
+template <class Epilogue>
+Activating activating_of(const Epilogue& e) {
+  return {.scalars = scalars_of(e.activation),
+          .kind = e.activation.kind,
+          .gates = gates_of(e.layout),
+          .width = static_cast<std::int32_t>(e.a.shape[1])};
+}
+
+ActivateParams epilogue_of(const Activate& e) {
+  return {.h = rows_out(e.h),
+          .a = rows_out(e.a),
+          .bias = {bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate),
+                   bias_of(e.bias_up)},
+          .act = activating_of(e)};
+}
+
+ActivateGradParams epilogue_of(const ActivateGrad& e) {
+  return {.h = bytes_of(e.h),
+          .h_row_bytes = e.h.stride[0] * kElementBytes,
+          .dh = bytes_of(e.dh),
+          .a = rows_out(e.a),
+          .row_weight = e.row_weight,
+          .score_parts = e.score_parts,
+          .score_tiles = e.score_tiles,
+          .act = activating_of(e)};
+}
+
+const void* kernel_of(const StoreOutput&, const Variant& variant, WeightOrder order) {
+  return store_kernel(variant, order);
+}
+const void* kernel_of(const Activate&, const Variant& variant, WeightOrder order) {
+  return activate_kernel(variant, order);
+}
+const void* kernel_of(const ActivateGrad&, const Variant& variant, WeightOrder order) {
+  return activate_grad_kernel(variant, order);
+}
+
+}  // namespace
+
+void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  std::visit(
+      [&](const auto& epilogue) {
+        const ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
+            tiles_of(device, product), epilogue_of(epilogue)};
+        launch(device,
+               kernel_of(epilogue, {product.dtype, state_of(device).depth},
+                         order_of(product.weights.first)),
+               &params, most_tiles(product.groups, params.tiles), stream);
+      },
+      product.epilogue);
+}
+
+}  // namespace sonicmoe::cuda::portable

@@ -1,0 +1,74 @@
+// The tiles of the portable engine and their shared memory, for host and device.
+//
+// In a CTA 8 warps compute 128 x 256 elements of D, each warp 64 x 64. A larger part of a warp does
+// not fit its registers (128 accumulators a thread). A smaller tile reads more bytes a flop from
+// L2: 128 x 128 with two CTAs a multiprocessor is 10 % slower (H200, hot).
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda::portable {
+
+inline constexpr int kTileRows = 128;
+inline constexpr int kTileColumns = 256;
+inline constexpr int kWarpRows = 64;
+inline constexpr int kWarpColumns = 64;
+inline constexpr int kWarpsAlongColumns = kTileColumns / kWarpColumns;
+inline constexpr int kWarps = kTileRows / kWarpRows * kWarpsAlongColumns;
+inline constexpr int kThreads = kWarps * 32;
+
+inline constexpr int kElementBytes = 2;
+/// Chunks of 16 bytes in a row of kTileColumns elements.
+inline constexpr int kColumnChunks = kTileColumns * kElementBytes / 16;
+
+/// Elements of K in a pipeline stage.
+///
+///   | depth | shared memory | where                                                        |
+///   | 64    | 163 KB        | 8.0, 8.7, 9.0, 10.0: 4 to 20 % faster (H200), half the waits |
+///   | 32    | 91 KB         | 8.6, 8.9, 12.0: a CTA has at most 99 KB                      |
+enum class Depth : int { k32 = 32, k64 = 64 };
+
+/// Pipeline stages. A fourth one gains nothing (H200).
+inline constexpr int kStages = 3;
+
+/// Lines of K-major operands, and the bytes of a stage: kTileRows lines, then kTileColumns lines.
+template <Depth kOfStage>
+struct Stage {
+  static constexpr int kDepth = static_cast<int>(kOfStage);
+  static constexpr int kLineBytes = kDepth * kElementBytes;
+  static constexpr int kLineChunks = kLineBytes / 16;
+  static constexpr int kBytesA = kTileRows * kLineBytes;
+  static constexpr int kBytes = (kTileRows + kTileColumns) * kLineBytes;
+
+  /// What the chunks of a line are swizzled by: eight lines that follow each other then have the
+  /// same chunk in different banks.
+  static constexpr int swizzle(int line) { return kLineChunks == 8 ? line & 7 : line >> 1 & 3; }
+};
+
+/// Each warp's own buffer through which results change from the order of fragments to rows.
+inline constexpr int kStagingBytes = 2304;
+
+/// A tile, as the loader hands it to the epilogue.
+struct TileSlot {
+  std::int32_t expert;
+  std::int32_t row;      ///< first row of D: in expert order, or of an expert's matrix
+  std::int32_t rows;     ///< that exist, at most kTileRows
+  std::int32_t column;   ///< first column of D
+  std::int32_t k_tiles;  ///< 0: there are no more tiles
+  std::int32_t unused[3];
+};
+
+/// The tile of the slowest warp, those in the ring, and the next one.
+inline constexpr int kTileSlots = 8;
+static_assert(kTileSlots >= kStages + 2);
+
+/// Of barriers, tile slots, staging buffers and stages.
+inline constexpr int kBarrierBytes = 128;
+inline constexpr int kSlotBytes = kTileSlots * static_cast<int>(sizeof(TileSlot));
+template <Depth kOfStage>
+inline constexpr int kSharedBytes =
+    kBarrierBytes + kSlotBytes + kWarps* kStagingBytes + kStages* Stage<kOfStage>::kBytes;
+static_assert(kSharedBytes<Depth::k32> <= 99 * 1024);
+static_assert(kSharedBytes<Depth::k64> <= 163 * 1024);
+
+}  // namespace sonicmoe::cuda::portable
