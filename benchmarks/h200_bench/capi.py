@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 from ctypes import POINTER, byref, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 import torch
@@ -143,16 +145,32 @@ class RoundOptions(Struct):
     )
 
 
-class Library:
-    """One libsonicmoe.so with one device; a process may open several."""
+@contextlib.contextmanager
+def asked_for(engine: str | None):
+    """Sets the variable by which a user asks for an engine; smoe_device_open reads it."""
+    before = os.environ.pop("SONICMOE_ENGINE", None)
+    if engine is not None:
+        os.environ["SONICMOE_ENGINE"] = engine
+    try:
+        yield
+    finally:
+        os.environ.pop("SONICMOE_ENGINE", None)
+        if before is not None:
+            os.environ["SONICMOE_ENGINE"] = before
 
-    def __init__(self, path: str, device: torch.device):
+
+class Library:
+    """One libsonicmoe.so with one device; a process may open several, also of one file. The engine
+    is the one that the library chooses for the device unless its name is given."""
+
+    def __init__(self, path: str, device: torch.device, engine: str | None = None):
         self.lib = ctypes.CDLL(path)
         self.lib.smoe_last_error.restype = ctypes.c_char_p
         self.exec = Exec()
         if device.type == "cuda":
             handle = c_void_p()
-            self.call("smoe_device_open", c_int32(device.index or 0), byref(handle))
+            with asked_for(engine):
+                self.call("smoe_device_open", c_int32(device.index or 0), byref(handle))
             stream = torch.cuda.current_stream(device).cuda_stream
             self.exec = Exec(backend=1, device=handle, stream=stream)
 

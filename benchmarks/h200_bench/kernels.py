@@ -151,9 +151,13 @@ def passes_of(ours, products):
 
 
 def kernel_times(ours, products, burst_ms):
-    """(ours or torch, role) -> microseconds, hot: medians of ROUNDS bursts of each pass, in random
-    order."""
-    passes = passes_of(ours, products)
+    """(ours or torch, role) -> microseconds, hot."""
+    return times_by_role(passes_of(ours, products), burst_ms)
+
+
+def times_by_role(passes, burst_ms):
+    """(who, role) -> microseconds, hot, of the passes {(who, which): Pass}: medians of ROUNDS
+    bursts of each pass, in random order."""
     for one in passes.values():
         one.run()
     lengths = {k: max(3, round(burst_ms / timing.elapsed(1, p.run))) for k, p in passes.items()}

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from . import packages
+from .loop import loop_layer
 
 BF = torch.bfloat16
 
@@ -111,9 +112,40 @@ class Autograd(Forward):
         return out, (dx, dlogits, swap_halves(dw_up) if self.up_first else dw_up, dw_down)
 
 
+class ByExpert(Autograd):
+    """A differentiable layer whose weights are two lists, with a tensor for each expert."""
+
+    def __init__(self, data, layer):
+        super().__init__(data, layer)
+        x, logits, *weights = self.leaves
+        self.experts = data.shape.E
+        each = (w.detach().requires_grad_() for both in weights for w in both.detach().unbind())
+        self.leaves = [x, logits, *each]
+
+    def forward(self):
+        x, logits, *experts = self.leaves
+        return self.layer(x, logits, experts[: self.experts], experts[self.experts :])
+
+    def both(self):
+        out = self.forward()
+        grads = torch.autograd.grad(out, self.leaves, self.data.dout, allow_unused=True)
+        return out, grads
+
+    def results(self):
+        out, (dx, dlogits, *experts) = self.both()
+        filled = [
+            torch.zeros_like(w) if g is None else g
+            for w, g in zip(self.leaves[2:], experts, strict=True)
+        ]
+        ups, downs = filled[: self.experts], filled[self.experts :]
+        return out, (dx, dlogits, torch.stack(ups), torch.stack(downs))
+
+
 def contender(data, layer):
     """A layer as a contender. Its attribute `no_backward`, if any, says why only forward is
-    timed."""
+    timed; with `by_expert` it takes lists of the experts' weights."""
+    if getattr(layer, "by_expert", False):
+        return ByExpert(data, layer)
     return (Forward if getattr(layer, "no_backward", None) else Autograd)(data, layer)
 
 
@@ -160,4 +192,9 @@ def torch_front_end(shape, device="cuda"):
 
 # Layers by name: make(shape) gives (x, logits, w_up, w_down) -> out and raises ImportError if the
 # package is not installed. A layer with `up_first` gets w_up as [up; gate].
-LAYERS = {"torch": grouped_mm_layer, "ours_torch": torch_front_end, **packages.LAYERS}
+LAYERS = {
+    "torch": grouped_mm_layer,
+    "loop": loop_layer,
+    "ours_torch": torch_front_end,
+    **packages.LAYERS,
+}

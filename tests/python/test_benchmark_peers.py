@@ -35,6 +35,16 @@ def test_our_front_end_agrees(bench):
     run(rivals, checker, rivals.torch_front_end(checker.data.shape, "cpu"))
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_the_loop_over_experts_agrees(bench, unused):
+    rivals, checker = bench
+    data = checker.data
+    if unused:  # no token goes to expert 3
+        data.logits[:, 3] = -50.0
+        checker = type(checker)(data)
+    run(rivals, checker, rivals.LAYERS["loop"](data.shape))
+
+
 def test_the_stand_in_for_sonicmoe_agrees(bench, monkeypatch):
     import sonicmoe_cpp.compat.sonicmoe as stand_in
     from sonicmoe_cpp.compat.sonicmoe import enums, functional
