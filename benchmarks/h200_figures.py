@@ -11,6 +11,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from h200_bench import summary
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks/results/h200"
 IMAGES = ROOT / "docs/images"
@@ -35,6 +37,8 @@ CONTENDERS = {
     "momoe": "MoMoE",
     "momoe_saving": "MoMoE, all saved",
     "deep_gemm": "DeepGEMM",
+    "portable": "portable engine",
+    "hopper": "Hopper engine",
 }
 # Our results have one colour in every plot; the others have muted ones.
 OURS = "#c4451c"
@@ -50,6 +54,8 @@ COLOURS = {
     "momoe": "#a9bda9",
     "momoe_saving": "#cddccd",
     "deep_gemm": "#b3a5bd",
+    "portable": OURS,
+    "hopper": "#e3a48f",
 }
 
 
@@ -336,6 +342,30 @@ def plot_rounding(plt, record):
     return figure
 
 
+def plot_portable(plt, record):
+    figure, (layers, products) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained")
+    rows = record["rows"]
+    names = ("loop", "scattermoe", "portable", "hopper")
+    values = [{n: summary.tflops(row, n) for n in names if summary.timed(row, n)} for row in rows]
+    bars(layers, names, values, [row["config"] for row in rows])
+    layers.tick_params(axis="x", rotation=40, labelsize=8)
+    goal = summary.GOALS["tflops"]
+    layers.axhline(goal, color="black", linewidth=0.8, linestyle=":")
+    layers.set(ylabel="TFLOP/s", title="forward + backward, one H200 at its power limit")
+    for row, marker in zip(record["roles"], "osD^vP*X", strict=False):
+        ratios = {role: part["of_best_peer"] for role, part in row["kernels"].items()}
+        style = {"color": OURS, "alpha": 0.7, "linestyle": "", "label": row["config"]}
+        products.plot(list(ratios), list(ratios.values()), marker, **style)
+    products.axhline(summary.GOALS["roles"], color="black", linewidth=0.8, linestyle=":")
+    products.axhline(1.0, color=COLOURS["bound"], linewidth=0.8)
+    title = "each product, with gather and activation: speed over the best plain mma.sync product"
+    products.set(ylim=(0, None), title=title)
+    products.spines[["top", "right"]].set_visible(False)
+    products.legend(fontsize=8, frameon=False, ncols=5, loc="lower center")
+    legend_above(figure, layers)
+    return figure
+
+
 def main():
     import matplotlib
 
@@ -349,6 +379,7 @@ def main():
         "h200-tokens": (plot_tokens, extra("tokens")),
         "h200-peers": (plot_peers, extra("peers")),
         "h200-rounding": (plot_rounding, extra("rounding")),
+        "h200-portable": (plot_portable, extra("portable")),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, (plot, record) in plots.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from h200_bench import summary
 from h200_figures import (
     CONTENDERS,
     PASSES,
@@ -133,11 +134,7 @@ def peers():
     calls = ", ".join(f"{CONTENDERS[n]} {s:.2f} s" for n, s in first["seconds"].items())
     absent = {n: state for n, state in record["peers"].items() if not state.startswith("timed")}
     missing = ", ".join(f"{n} ({state.split(':')[0]})" for n, state in absent.items())
-    left_out = [
-        f" {name} on {row['config']}: {reason}."
-        for row in record["rows"]
-        for name, reason in row.get("left_out", {}).items()
-    ]
+    failed = "".join(f" {sentence}" for sentence in left_out(record["rows"]))
     return "\n\n".join(
         [
             "TFLOP/s forward/backward:",
@@ -145,8 +142,97 @@ def peers():
             "MiB kept from forward to backward beside X:",
             grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
             f"First forward and backward of the process, {first['config']}, nothing compiled "
-            f"before: {calls}. Not timed: {missing or 'none'}.{''.join(left_out)} {source(record)}",
+            f"before: {calls}. Not timed: {missing or 'none'}.{failed} {source(record)}",
             "![Beside other implementations](images/h200-peers.svg)",
+        ]
+    )
+
+
+def rates(row, name):
+    """TFLOP/s forward/backward, from the times."""
+    if not summary.timed(row, name):
+        return "-"
+    work = row["T"] * row["K"] * row["n"] * row["d"] * 1e-9
+    return f"{6 * work / row[name]['fwd_ms']:.0f}/{12 * work / row[name]['bwd_ms']:.0f}"
+
+
+def goals(record):
+    cells = []
+    for goal, found in summary.summary(record).items():
+        digits = 0 if goal == "tflops" else 2
+        values = [f"{found[k]:.{digits}f}" for k in ("mean", "least")] if found else ["-", "-"]
+        judged = f"{summary.GOALS[goal]:g}, {summary.JUDGED_BY[goal]}"
+        cells.append([summary.TITLES[goal], *values, found["of"] if found else 0, judged])
+    return grid(["figure", "geometric mean", "least", "of", "goal"], cells)
+
+
+def left_out(rows):
+    """A sentence for each contender that a row does not have."""
+    return [
+        f"{name} on {row['config']}: {reason}."
+        for row in rows
+        for name, reason in row.get("left_out", {}).items()
+    ]
+
+
+def layers_beside(record):
+    names = ("portable", "hopper", "scattermoe", "loop")
+    rows = []
+    for row in record["rows"]:
+        over = [
+            f"{summary.speedup(row, name):.2f}" if summary.timed(row, name) else "-"
+            for name in names[1:]
+        ]
+        rows.append([row["config"], shape_text(row), *(rates(row, n) for n in names), *over])
+    titles = [CONTENDERS[name] for name in names]
+    columns = ["layer", "T,d,n,E,K", *titles, *(f"over {title}" for title in titles[1:])]
+    return grid(columns, rows, words=2)
+
+
+def products_beside(record):
+    rows = []
+    for row in record["roles"]:
+        cells = []
+        for part in row["kernels"].values():
+            ours, *peers = (part[who]["tflops"] for who in ("ours", "triton", "cublas")
+                            if who in part)  # fmt: skip
+            cells.append(f"{ours:.0f} of {max(peers):.0f} ({part['of_best_peer']:.2f})")
+        rows.append([row["config"], *cells])
+    roles = record["roles"][0]["kernels"] if record["roles"] else ()
+    return grid(["layer", *roles], rows)
+
+
+def kept_text(record):
+    shares = [
+        row["memory"]["kept_bytes"] / row["memory"]["formula_bytes"]
+        for row in record["rows"]
+        if "memory" in row
+    ]
+    if not shares:
+        return "No memory figures."
+    above = summary.over_promise(record)
+    verdict = f"above the promise on {', '.join(above)}" if above else "within the promise on all"
+    return (
+        f"Kept from forward to backward beside X: {min(shares):.3f} to {max(shares):.3f} times "
+        f"4TKn, {verdict} ([memory](#memory))."
+    )
+
+
+def portable():
+    record = extra("portable")
+    if record is None:
+        return "No record yet."
+    missing = left_out([*record["rows"], *record["roles"]])
+    return "\n\n".join(
+        [
+            goals(record),
+            'TFLOP/s forward/backward; "over" is the speed of both passes together:',
+            layers_beside(record),
+            "TFLOP/s of each product, ours of the best peer's, and in brackets ours over it:",
+            products_beside(record),
+            f"{kept_text(record)}{' Not timed: ' + ' '.join(missing) if missing else ''} "
+            f"Triton {record['triton']}. {source(record)}",
+            "![The portable engine beside others](images/h200-portable.svg)",
         ]
     )
 
@@ -172,5 +258,6 @@ TABLES = {
     "memory": memory,
     "tokens": tokens,
     "peers": peers,
+    "portable": portable,
     "host": host,
 }

@@ -2,8 +2,8 @@
 
 On Hopper cuBLAS chooses wgmma. cublasLtMatmul takes an algorithm from the caller, so that its other
 kernels can be asked for: each algorithm, tile and number of stages that cublasLtMatmulAlgoCheck
-allows is run once on a small product, and a profiler says which kernel it is. Names with 16816 are
-mma.sync.m16n8k16.
+allows is run once on a small product, and a profiler says which kernel it is. The names of kernels
+with mma.sync.m16n8k16 have 16816 or 16x8x16 in them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ TILES = {19: "64x256", 20: "128x128", 21: "256x64", 23: "128x256", 24: "256x128"
          32: "128x192"}  # fmt: skip
 STAGES = {0, *range(8, 13), *range(14, 19), 34, 35}  # any, or 32 or 64 of the depth a stage
 MOST_CUSTOM = 8
+FASTEST = 6  # kernels that are timed on every product
 WORKSPACE_BYTES = 32 << 20
-MMA_SYNC = re.compile(r"16816")
+MMA_SYNC = re.compile(r"16816|16x8x16")
+OTHER = re.compile(r"sm90|nvjet|gmma")
 
 
 class Algorithm(ctypes.Structure):
@@ -188,30 +190,42 @@ def runs(lt, batched, choices, swizzles):
             continue
 
 
-@cache
-def mma_sync_choices(transposed):
-    """{kernel's name: choice} of the mma.sync kernels for these orders of the operands."""
-    lt = handle()
-    tensors = [torch.randn(4, 512, 512, device="cuda").bfloat16() for _ in range(3)]
+def example(transposed, experts, size):
+    """A product of squares with these orders of its operands (right, left)."""
+    tensors = [torch.randn(experts, size, size, device="cuda").bfloat16() for _ in range(3)]
     right, left = (
         t.transpose(1, 2) if by_columns else t
         for t, by_columns in zip(tensors, transposed, strict=False)
     )
-    batched = Batched(lt, left, right, tensors[2])
-    found = list(runs(lt, batched, lt.choices(), (0,)))
+    return Batched(handle(), left, right, tensors[2])
+
+
+@cache
+def mma_sync_choices(transposed):
+    """{choice: kernel's name} of the FASTEST mma.sync kernels for these orders of the operands."""
+    lt = handle()
+    small = example(transposed, 4, 512)
+    found = list(runs(lt, small, lt.choices(), (0,)))
     names = [[name for name, _ in part] for part in kernels.traced([(1, run) for _, run in found])]
     by_name = {}
     for (choice, _), launched in zip(found, names, strict=True):
-        if len(launched) == 1 and MMA_SYNC.search(launched[0]):
+        if len(launched) == 1 and is_mma_sync(launched[0]):
             by_name.setdefault(launched[0], choice)
     print(f"cuBLAS: {len(found)} algorithms, {len(by_name)} kernels of mma.sync", flush=True)
-    return by_name
+    large = list(runs(lt, example(transposed, 8, 2048), by_name.values(), (0,)))
+    times = {choice: timing.elapsed(3, run) for choice, run in large}
+    name_of = {choice: name for name, choice in by_name.items()}
+    return {choice: name_of[choice] for choice in sorted(times, key=times.get)[:FASTEST]}
+
+
+def is_mma_sync(name):
+    return bool(MMA_SYNC.search(name)) and not OTHER.search(name)
 
 
 def short(name):
     """The part of a kernel's name that says its instruction, tile and stages."""
-    found = re.search(r"\w*16816\w*?(?=E|\b)", name)
-    return re.sub(r"^.*?(?=cutlass_80|sm80|ampere)", "", found[0]) if found else name
+    word = next(word for word in re.findall(r"\w+", name) if MMA_SYNC.search(word))
+    return re.sub(r"EEv\w*$", "", re.sub(r"^.*?(?=cutlass_80|sm80_|ampere_)", "", word))
 
 
 def tuned(label, product):
@@ -219,7 +233,7 @@ def tuned(label, product):
     None if there is none."""
     left, right, out = product.balanced()
     batched = Batched(handle(), left, right, out)
-    names = {choice: name for name, choice in mma_sync_choices(batched.transposed).items()}
+    names = mma_sync_choices(batched.transposed)
     found = list(runs(handle(), batched, names, (0, 1)))
     if not found:
         return None
