@@ -351,7 +351,7 @@ def plot_portable(plt, record):
     layers.tick_params(axis="x", rotation=40, labelsize=8)
     goal = summary.GOALS["tflops"]
     layers.axhline(goal, color="black", linewidth=0.8, linestyle=":")
-    layers.set(ylabel="TFLOP/s", title="forward + backward, one H200 at its power limit")
+    layers.set(ylabel="TFLOP/s", title=f"forward + backward, one {record['device']}, hot")
     for row, marker in zip(record["roles"], "osD^vP*X", strict=False):
         ratios = {role: part["of_best_peer"] for role, part in row["kernels"].items()}
         style = {"color": OURS, "alpha": 0.7, "linestyle": "", "label": row["config"]}

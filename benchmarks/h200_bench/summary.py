@@ -105,6 +105,6 @@ def lines(record):
         )
     too_much = over_promise(record)
     measured = sum("memory" in row for row in record["rows"])
-    kept = f"kept for backward on {measured} layers: "
-    result.append(kept + (f"above the formula on {', '.join(too_much)}" if too_much else "at it"))
+    verdict = f"above the promise on {', '.join(too_much)}" if too_much else "within the promise"
+    result.append(f"bytes kept for backward on {measured} layers: {verdict}")
     return result

@@ -93,14 +93,14 @@ def test_the_summary_is_right(bench, record):
     text = "\n".join(summary.lines(record))
     assert "TFLOP/s, forward + backward, n >= 1024: geometric mean 400, least 400, of 2" in text
     assert "goal 0.8 for the least: MISSED" in text
-    assert "kept for backward on 3 layers: at it" in text
+    assert "bytes kept for backward on 3 layers: within the promise" in text
 
 
 def test_a_layer_that_keeps_too_much_is_named(bench, record):
     summary = bench("h200_bench.summary")
     record["rows"][1]["memory"]["kept_bytes"] += 2
     assert summary.over_promise(record) == ["7B-n256"]
-    assert summary.lines(record)[-1].endswith("above the formula on 7B-n256")
+    assert summary.lines(record)[-1].endswith("above the promise on 7B-n256")
 
 
 def test_nothing_timed_is_nothing_met(bench, record):
