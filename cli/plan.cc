@@ -18,6 +18,7 @@ struct Options {
   ShapeOptions shape;
   LayerOptions layer;
   std::string device = "h200";
+  std::string engine;   ///< empty: the one that serves the device
   std::string backend;  ///< empty: that of the device
   std::int64_t tile = 128;
   bool json = false;
@@ -26,7 +27,8 @@ struct Options {
 struct Plan {
   LayerShape shape;
   Problem problem;
-  Machine machine;
+  Machine machine;  ///< its rate is what the engine's instructions reach
+  EngineRate engine;
   std::vector<KernelCost> kernels;
   double padding = 0.0;
   MemoryCost memory;
@@ -48,6 +50,8 @@ Plan make_plan(const Options& o) {
   checks::below_2_31("tile", o.tile);
   p.padding = expected_padding(p.shape, o.tile);
   p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
+  p.engine = engine_rate(p.machine, o.engine);
+  p.machine.flops_per_second = p.engine.flops_per_second;
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
   const std::string of_device = o.device == "cpu" ? "cpu" : "cuda";
@@ -58,7 +62,8 @@ Plan make_plan(const Options& o) {
   const BackendTable& table = backend_table(p.backend);
   if (table.device_model != nullptr && p.machine.capability != 0) {
     exec.device = table.device_model(p.machine.capability);
-    if (exec.device == nullptr) return p;
+    // Tiles and workspace are an engine's own: those of another one would mislead.
+    if (exec.device == nullptr || table.engine_name(exec.device) != p.engine.name) return p;
   }
   p.workspace = workspace_cost(p.problem, exec);
   p.tiles = chosen_tiles(p.problem, exec);
@@ -96,8 +101,36 @@ Json to_json(const std::optional<WorkspaceCost>& w) {
   return {{"forward", w->forward}, {"backward", w->backward}, {"inference", w->inference}};
 }
 
-Json to_json(const PassTotal& t) {
-  return {{"flops", t.flops}, {"bytes", t.bytes}, {"us", t.seconds * 1e6}};
+// Only the hopper engine's share of the roofline was measured.
+bool share_known(const Plan& p) {
+  return p.engine.name == "hopper" && p.engine.evidence != Evidence::kEstimated &&
+         dtype_bytes(p.problem.dtype) == 2;
+}
+
+Json to_json(const Plan& p, bool backward) {
+  const PassTotal t = total(p, backward);
+  Json pass = {{"flops", t.flops}, {"bytes", t.bytes}, {"us", t.seconds * 1e6}};
+  pass["sustained_us"] =
+      share_known(p) ? Json(pass["us"].get<double>() / ShareOfRoofline{}.mean) : Json(nullptr);
+  return pass;
+}
+
+Json device_json(const Plan& p) {
+  const bool memory = p.machine.memory_bytes != 0;
+  const std::string capability = fixed(p.machine.capability / 10.0, 1);
+  return {{"name", p.machine.name},
+          {"flops_per_second", p.machine.flops_per_second},
+          {"bytes_per_second", p.machine.bytes_per_second},
+          {"memory_bytes", memory ? Json(p.machine.memory_bytes) : Json(nullptr)},
+          {"compute_capability", memory ? Json(capability) : Json(nullptr)},
+          {"source", p.machine.source}};
+}
+
+Json engine_json(const Plan& p) {
+  return {{"name", p.engine.name},
+          {"instructions", p.engine.instructions},
+          {"evidence", evidence_name(p.engine.evidence)},
+          {"note", p.engine.note}};
 }
 
 Json document(const Options& o, const Plan& p) {
@@ -120,14 +153,11 @@ Json document(const Options& o, const Plan& p) {
   return {{"shape", cli::to_json(p.shape)},
           {"dtype", o.layer.dtype},
           {"activation", o.layer.activation},
-          {"device",
-           {{"name", p.machine.name},
-            {"flops_per_second", p.machine.flops_per_second},
-            {"bytes_per_second", p.machine.bytes_per_second},
-            {"source", p.machine.source}}},
+          {"device", device_json(p)},
+          {"engine", engine_json(p)},
           {"kernels", kernels},
-          {"forward", to_json(total(p, false))},
-          {"backward", to_json(total(p, true))},
+          {"forward", to_json(p, false)},
+          {"backward", to_json(p, true)},
           {"tile", o.tile},
           {"expected_padding", p.padding},
           {"kept_bytes", to_json(p.memory)},
@@ -144,8 +174,14 @@ void print_kernels(const Plan& p) {
   }
   for (const bool backward : {false, true}) {
     const PassTotal t = total(p, backward);
-    std::printf("%-10s %12.2f %12.2f %12.1f\n", backward ? "backward" : "forward", t.flops / 1e9,
+    std::printf("%-10s %12.2f %12.2f %12.1f", backward ? "backward" : "forward", t.flops / 1e9,
                 t.bytes / 1e6, t.seconds * 1e6);
+    if (share_known(p)) {
+      const ShareOfRoofline share;
+      std::printf("  sustained %.1f (%.1f to %.1f)", t.seconds * 1e6 / share.mean,
+                  t.seconds * 1e6 / share.most, t.seconds * 1e6 / share.least);
+    }
+    std::printf("\n");
   }
 }
 
@@ -189,10 +225,34 @@ void print_memory(const Plan& p) {
   }
 }
 
+const char* evidence_text(const Plan& p) {
+  switch (p.engine.evidence) {
+    case Evidence::kMeasured:
+      return "measured on this device";
+    case Evidence::kRun:
+      return "has run on this device; sustained times by its share of the roofline on an H200";
+    case Evidence::kEstimated:
+      break;
+  }
+  return "never run on this device: times are the roofline, an estimate";
+}
+
+void print_engine(const Plan& p) {
+  std::printf("engine %s (%s): %s\n", p.engine.name.c_str(), p.engine.instructions.c_str(),
+              evidence_text(p));
+  if (!p.engine.note.empty()) std::printf("  %s\n", p.engine.note.c_str());
+  if (p.machine.memory_bytes != 0) {
+    std::printf("memory of the device: %s\n",
+                bytes_text(static_cast<double>(p.machine.memory_bytes)).c_str());
+  }
+}
+
 void print_text(const Options& o, const Plan& p) {
   std::printf("%s, %s, %s\n", to_text(p.shape).c_str(), o.layer.dtype.c_str(),
               o.layer.activation.c_str());
-  std::printf("roofline of %s (%s)\n\n", p.machine.name.c_str(), p.machine.source.c_str());
+  std::printf("roofline of %s (%s)\n", p.machine.name.c_str(), p.machine.source.c_str());
+  print_engine(p);
+  std::printf("\n");
   print_kernels(p);
   std::printf("\npadding to tiles of %lld rows: %.1f%% more rows, at even random routing\n",
               static_cast<long long>(o.tile), 100 * p.padding);
@@ -206,7 +266,11 @@ Command add_plan(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
   o->layer.add_to(command);
-  command.option("--device", o->device, "h100, h200, b200 or cpu (measured)");
+  command.option("--device", o->device,
+                 "cpu (measured) or a GPU, by its data sheet: h200, a100, rtx-4090, ...; an "
+                 "unknown name lists them");
+  command.option("--engine", o->engine,
+                 "hopper or portable (default: the one that serves the device)");
   command.option("--backend", o->backend,
                  "Whose tiles and workspace: cpu or cuda (default: that of the device)");
   command.option("--tile", o->tile, "Rows of a tile, for the padding");

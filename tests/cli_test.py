@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import unittest
+from pathlib import Path
 
 COMMAND = ""
 SMALL = ["--shape", "60,24,16,6,2"]
@@ -100,6 +101,58 @@ class CliTest(unittest.TestCase):
         code, out, _ = run("plan", "--config", "olmoe")
         self.assertEqual(code, 0)
         self.assertIn("ScatterMoE style", out)
+
+    def test_plan_says_what_was_measured(self):
+        def plan(*arguments):
+            return self.document("plan", "--config", "olmoe", *arguments)
+
+        evidence = {
+            "h200": ("hopper", "measured"),
+            "h100": ("hopper", "run"),
+            "h100-pcie": ("hopper", "estimated"),
+            "b200": ("portable", "estimated"),
+            "a100": ("portable", "estimated"),
+            "rtx-5090": ("portable", "estimated"),
+        }
+        for device, (engine, known) in evidence.items():
+            document = plan("--device", device)
+            self.assertEqual(document["engine"]["name"], engine, device)
+            self.assertEqual(document["engine"]["evidence"], known, device)
+            self.assertGreater(document["device"]["memory_bytes"], 2**34)
+            # A time under load is claimed only where the engine was timed.
+            sustained = document["backward"]["sustained_us"]
+            self.assertEqual(sustained is None, known == "estimated", device)
+            text = run("plan", "--config", "olmoe", "--device", device)[1]
+            self.assertEqual("an estimate" in text, known == "estimated", device)
+            self.assertEqual("sustained" in text, known != "estimated", device)
+        # The instruction alone is slower on Hopper; the plan of the other engine says so.
+        h200, portable = plan(), plan("--engine", "portable")
+        self.assertEqual(portable["engine"]["evidence"], "estimated")
+        self.assertAlmostEqual(portable["device"]["flops_per_second"], 632e12, delta=1)
+        self.assertGreater(portable["backward"]["us"], h200["backward"]["us"])
+        self.assertEqual([k.get("tile") for k in portable["kernels"]], [None] * 8)
+        self.assertIsNone(plan("--device", "cpu", "--dtype", "f32")["device"]["memory_bytes"])
+
+    def test_the_devices_in_the_docs(self):
+        page = (Path(__file__).parent.parent / "docs/command.md").read_text()
+        table = page.split("### Devices of plan")[1].split("\n\n| ")[1].split("\n\n")[0]
+        rows = [[c.strip() for c in row.strip("| ").split("|")] for row in table.splitlines()[2:]]
+        names = run("plan", *SMALL, "--device", "tpu")[2].split("one of: ")[1].strip().split(", ")
+        self.assertEqual([row[0].strip("`") for row in rows], names[:-1])
+        for name, capability, tflops, gbytes, gib, engine, source in rows:
+            device = name.strip("`")
+            document = self.document("plan", *SMALL, "--device", device)
+            said = document["device"]
+            self.assertAlmostEqual(
+                float(tflops) * 1e12, said["flops_per_second"], delta=1, msg=device
+            )
+            self.assertAlmostEqual(
+                float(gbytes) * 1e9, said["bytes_per_second"], delta=1, msg=device
+            )
+            self.assertEqual(int(gib) << 30, said["memory_bytes"], device)
+            self.assertEqual(engine, document["engine"]["name"], device)
+            self.assertIn(source.split(",")[0], said["source"], device)
+            self.assertEqual(capability, document["device"]["compute_capability"], device)
 
     def test_route(self):
         routed = self.document("route", "--shape", "1000,8,8,16,4", "--tile", "32", "--skew", "1")
@@ -231,13 +284,23 @@ class CliTest(unittest.TestCase):
                     "--dtype",
                     name,
                 )
-        self.refused(
-            'device is "a100", must be one of: h100, h200, b200, cpu',
-            "plan",
-            *SMALL,
-            "--device",
-            "a100",
-        )
+        code, out, err = run("plan", *SMALL, "--device", "tpu")
+        self.assertEqual((code, out), (2, ""))
+        self.assertTrue(err.startswith('sonicmoe: device is "tpu", must be one of: h100, '), err)
+        for engine, device, served in (
+            ("hopper", "a100", "portable"),
+            ("tcgen05", "h200", "hopper or portable"),
+            ("portable", "cpu", "cpu"),
+        ):
+            self.refused(
+                f'engine is "{engine}", must be {served} on {device}',
+                "plan",
+                *SMALL,
+                "--device",
+                device,
+                "--engine",
+                engine,
+            )
         self.refused('pass is "all", must be one of: fwd, bwd, both', "bench", "--pass", "all")
         self.refused(
             'routing is "even", must be one of: topk, rounded, skewed', "bench", "--routing", "even"

@@ -111,8 +111,8 @@ std::string refusal(void (*call)()) {
 }
 
 TEST(Plan, Refusals) {
-  EXPECT_EQ(refusal([] { machine_from_name("a100"); }),
-            "device is \"a100\", must be one of: h100, h200, b200, cpu");
+  EXPECT_EQ(refusal([] { machine_from_name("tpu"); }),
+            "device is \"tpu\", must be one of: " + machine_names() + ", cpu");
   EXPECT_EQ(refusal([] { shape_from_text("1,2,3,4"); }),
             "shape is \"1,2,3,4\", must be T,d,n,E,K: five integers and commas");
   EXPECT_EQ(refusal([] { shape_from_text("1,2,3,4,5,"); }),

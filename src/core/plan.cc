@@ -8,28 +8,6 @@
 #include "core/checks.h"
 
 namespace sonicmoe {
-namespace {
-
-// Dense 16-bit rates of the vendor's data sheets.
-const Machine kMachines[] = {
-    {"h100", 989.4e12, 3.35e12, 90,
-     "NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s dense bf16, 3.35 TB/s"},
-    {"h200", 989.4e12, 4.8e12, 90,
-     "NVIDIA H200 SXM data sheet: 989.4 TFLOP/s dense bf16, 4.8 TB/s"},
-    {"b200", 2250e12, 8.0e12, 100, "NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense bf16, 8 TB/s"},
-};
-
-}  // namespace
-
-Machine machine_from_name(const std::string& name) {
-  std::string known;
-  for (const Machine& m : kMachines) {
-    if (m.name == name) return m;
-    known += m.name + ", ";
-  }
-  checks::refuse("device is \"" + name + "\", must be one of: " + known + "cpu");
-}
-
 Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activation) {
   Problem p;
   p.tokens = shape.tokens;

@@ -8,20 +8,10 @@
 #include <vector>
 
 #include "core/configs.h"
+#include "core/machines.h"
 #include "sonicmoe/moe.h"
 
 namespace sonicmoe {
-
-/// Peak rates of a device. 16-bit tensor inputs with fp32 accumulation, dense.
-struct Machine {
-  std::string name;
-  double flops_per_second = 0.0;
-  double bytes_per_second = 0.0;
-  std::int32_t capability = 0;  ///< compute capability of a GPU: 90 is 9.0
-  std::string source;
-};
-/// "h100", "h200" or "b200"; refuses other names ("cpu" is measured by the caller).
-Machine machine_from_name(const std::string& name);
 
 /// The ids form of a shape. Refuses what moe_forward would refuse, and K > E.
 Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activation);

@@ -1,0 +1,51 @@
+// What data sheets say of the GPUs that people train on, and which engine multiplies there.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace sonicmoe {
+
+/// Peak rates of a device. 16-bit tensor inputs with fp32 accumulation, dense.
+struct Machine {
+  std::string name;
+  double flops_per_second = 0.0;
+  double bytes_per_second = 0.0;
+  std::int32_t capability = 0;  ///< compute capability of a GPU: 90 is 9.0
+  std::int64_t memory_bytes = 0;
+  /// NVLink to the other GPUs of a node, each way; 0 without a switch that joins them all.
+  double link_bytes_per_second = 0.0;
+  std::string source;
+};
+/// "h200", "a100", "rtx-4090", ...; refuses other names ("cpu" is measured by the caller).
+Machine machine_from_name(const std::string& name);
+/// The names of machine_from_name(), separated by ", ".
+std::string machine_names();
+
+/// How far a plan's times for an engine on a machine can be trusted.
+enum class Evidence {
+  kMeasured,   ///< this library was measured on this machine
+  kRun,        ///< it has run there; its share of the roofline was measured on an H200
+  kEstimated,  ///< it has never run there
+};
+const char* evidence_name(Evidence evidence);
+
+/// An engine on a machine.
+struct EngineRate {
+  std::string name;          ///< "hopper", "portable", or "cpu"
+  std::string instructions;  ///< that multiply: "wgmma", "mma.sync", or "vector"
+  Evidence evidence = Evidence::kEstimated;
+  /// Most that its instructions reach, at most the machine's rate.
+  double flops_per_second = 0.0;
+  std::string note;  ///< a sentence about that rate; may be empty
+};
+/// The engine that serves a machine, or the one of that name; refuses one that cannot run there.
+EngineRate engine_rate(const Machine& machine, const std::string& name = "");
+
+/// Roofline time over time under sustained load, hopper engine on an H200: the geometric mean of
+/// both passes of the 18 large layers of benchmarks/results/h200/hot.json, and their extremes.
+struct ShareOfRoofline {
+  double mean = 0.63, least = 0.57, most = 0.68;
+};
+
+}  // namespace sonicmoe
