@@ -9,6 +9,7 @@
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "peak.h"
+#include "plan_ranks.h"
 #include "target.h"
 
 namespace sonicmoe::cli {
@@ -17,6 +18,7 @@ namespace {
 struct Options {
   ShapeOptions shape;
   LayerOptions layer;
+  RanksOptions ranks;
   std::string device = "h200";
   std::string engine;   ///< empty: the one that serves the device
   std::string backend;  ///< empty: that of the device
@@ -42,11 +44,15 @@ struct Plan {
   }
 };
 
+Problem problem_from(const Options& o, const LayerShape& shape) {
+  return problem_of(shape, o.layer.layer_dtype(),
+                    {activation_from_name(o.layer.activation.c_str())});
+}
+
 Plan make_plan(const Options& o) {
   Plan p;
   p.shape = o.shape.resolve();
-  p.problem = problem_of(p.shape, o.layer.layer_dtype(),
-                         {activation_from_name(o.layer.activation.c_str())});
+  p.problem = problem_from(o, p.shape);
   checks::below_2_31("tile", o.tile);
   p.padding = expected_padding(p.shape, o.tile);
   p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
@@ -259,6 +265,18 @@ void print_text(const Options& o, const Plan& p) {
   print_memory(p);
 }
 
+RanksSubject ranks_subject(const Options& o) {
+  RanksSubject s;
+  s.shape = o.shape.resolve();
+  s.problem = problem_from(o, s.shape);
+  if (o.device == "cpu") checks::refuse("device is cpu, must be a GPU beside --ranks");
+  s.machine = machine_from_name(o.device);
+  s.engine = engine_rate(s.machine, o.engine);
+  s.machine.flops_per_second = s.engine.flops_per_second;
+  s.layer = o.layer;
+  return s;
+}
+
 }  // namespace
 
 Command add_plan(CLI::App& app) {
@@ -275,8 +293,11 @@ Command add_plan(CLI::App& app) {
                  "Whose tiles and workspace: cpu or cuda (default: that of the device)");
   command.option("--tile", o->tile, "Rows of a tile, for the padding");
   command.flag("--json", o->json, "One JSON document on stdout");
+  o->ranks.add_to(command);
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
+    if (o->ranks.asked()) return print_rank_plans(o->ranks, ranks_subject(*o), o->json);
+    o->ranks.refuse_alone();
     const Plan p = make_plan(*o);
     o->json ? print_json(document(*o, p)) : print_text(*o, p);
     return kGood;

@@ -26,12 +26,18 @@ Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activ
 }
 
 std::vector<KernelCost> kernel_costs(const Problem& p, const Machine& machine) {
-  const auto T = static_cast<double>(p.tokens), d = static_cast<double>(p.hidden);
-  const auto n = static_cast<double>(p.width), E = static_cast<double>(p.experts);
+  const auto T = static_cast<double>(p.tokens);
+  return load_costs(p, {T, T * static_cast<double>(p.top_k), static_cast<double>(p.experts)},
+                    machine);
+}
+
+std::vector<KernelCost> load_costs(const Problem& p, const LayerLoad& load,
+                                   const Machine& machine) {
+  const double T = load.tokens, rows = load.rows, E = load.experts;
+  const auto d = static_cast<double>(p.hidden), n = static_cast<double>(p.width);
   const auto G = static_cast<double>(gate_factor(p.activation.kind));
   const auto element = static_cast<double>(dtype_bytes(p.dtype));
   const double score = p.dtype == DType::kF64 ? 8 : 4, index = 4;
-  const double rows = T * static_cast<double>(p.top_k);
   // Tensors in bytes: x stands for X and dO, row_* for what has one row a (token, expert) pair.
   const double x = T * d * element, row_d = rows * d * element, row_n = rows * n * element;
   const double row_h = G * row_n, w_down = E * n * d * element, w_up = G * w_down;

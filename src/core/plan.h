@@ -27,6 +27,15 @@ struct KernelCost {
 /// The eight kernels in order of execution, with their time on `machine`.
 std::vector<KernelCost> kernel_costs(const Problem& problem, const Machine& machine);
 
+/// What one GPU computes of a layer: `rows` (token, expert) pairs of `tokens` tokens over `experts`
+/// experts. Means, so not whole numbers.
+struct LayerLoad {
+  double tokens = 0.0, rows = 0.0, experts = 0.0;
+};
+/// As kernel_costs, of another load than all tokens of the problem and all of its experts.
+std::vector<KernelCost> load_costs(const Problem& problem, const LayerLoad& load,
+                                   const Machine& machine);
+
 /// Rows that padding every expert to a multiple of `tile` adds, divided by the routed rows. The T
 /// tokens choose K of E experts evenly, so that an expert's rows are binomial(T, K/E).
 double expected_padding(const LayerShape& shape, std::int64_t tile);
