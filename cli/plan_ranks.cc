@@ -37,9 +37,9 @@ Rates rates_of(const RanksOptions& o, const RanksSubject& s, bool needs_link) {
   Rates r;
   r.transport = transport_from_name(o.transport.empty() ? "copy" : o.transport);
   r.options = {.ranks_per_node = o.ranks_per_node,
-               .link = o.link_gbytes * 1e9,
-               .network = o.network_gbits * 1e9 / 8,
-               .flops = o.tflops * 1e12,
+               .link_gbytes = o.link_gbytes,
+               .network_gbits = o.network_gbits,
+               .tflops = o.tflops,
                .imbalance = o.imbalance,
                .arena = o.arena,
                .hidden = o.hidden,
@@ -47,7 +47,7 @@ Rates rates_of(const RanksOptions& o, const RanksSubject& s, bool needs_link) {
   if (o.link_gbytes != 0) {
     r.link = "given";
   } else if (needs_link) {
-    r.options.link = link_rate(s.machine, r.transport);
+    r.options.link_gbytes = link_gbytes(s.machine, r.transport);
     r.link = measured_link(s.machine) ? "measured between two H200"
                                       : "estimated from its NVLink and what two H200 measured";
   }
@@ -116,8 +116,8 @@ Json document(const RanksOptions& o, const RanksSubject& s, const Rates& r) {
           {"imbalance", o.imbalance},
           {"arena", o.arena},
           {"hidden", o.hidden},
-          {"link", {{"bytes_per_second", rate(r.options.link)}, {"source", r.link}}},
-          {"network", {{"bytes_per_second", rate(r.options.network)}}},
+          {"link", {{"bytes_per_second", rate(r.options.link_gbytes * 1e9)}, {"source", r.link}}},
+          {"network", {{"bytes_per_second", rate(r.options.network_gbits * 1e9 / 8)}}},
           {"products", products_text(o, s)}};
 }
 
@@ -132,14 +132,14 @@ void print_assumptions(const RanksOptions& o, const RanksSubject& s, const Rates
               s.layer.dtype.c_str(), s.layer.activation.c_str(), s.machine.name.c_str());
   std::printf("products: engine %s, %s\n", s.engine.name.c_str(), products_text(o, s).c_str());
   if (!s.engine.note.empty()) std::printf("  %s\n", s.engine.note.c_str());
-  if (r.options.link > 0) {
+  if (r.options.link_gbytes > 0) {
     std::printf("inside a node of %lld: %s GB/s each way, %s\n",
-                static_cast<long long>(o.ranks_per_node), fixed(r.options.link / 1e9, 0).c_str(),
+                static_cast<long long>(o.ranks_per_node), fixed(r.options.link_gbytes, 0).c_str(),
                 r.link.c_str());
   }
-  if (r.options.network > 0) {
+  if (r.options.network_gbits > 0) {
     std::printf("between nodes: %s GB/s each way and GPU, given\n",
-                fixed(r.options.network / 1e9, 1).c_str());
+                fixed(r.options.network_gbits / 8, 1).c_str());
   }
   std::printf("routing: even and random");
   if (o.imbalance > 1) std::printf(", the busiest rank with %g times the mean", o.imbalance);

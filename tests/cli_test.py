@@ -212,7 +212,8 @@ class CliTest(unittest.TestCase):
             ('ranks is "many", must be integers and commas, as 8 or 2,4,8', "--ranks", "many"),
             ("device is cpu, must be a GPU beside --ranks", "--ranks", "2", "--device", "cpu"),
             (
-                "network is missing, must be --network GBIT/S: 6 ranks are more than the 2 of a node",
+                "network is missing, must be --network GBIT/S: "
+                "6 ranks are more than the 2 of a node",
                 "--ranks",
                 "6",
                 "--ranks-per-node",

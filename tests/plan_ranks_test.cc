@@ -93,7 +93,7 @@ TEST(PlanRanks, BytesAndRowsAreThoseOfRandomRouting) {
   const LayerShape s{4096, 512, 256, 128, 8};
   for (const auto& [ranks, node] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {32, 8}, {4, 1}}) {
     const RankPlan p =
-        plan(s, {.ranks = ranks, .ranks_per_node = node, .link = 1e11, .network = 1e10});
+        plan(s, {.ranks = ranks, .ranks_per_node = node, .link_gbytes = 100, .network_gbits = 80});
     const Counted c = count_rows(s, ranks, node);
     const double row = 2.0 * 512;
     EXPECT_NEAR(p.rows / c.rows, 1.0, 0.02);
@@ -114,7 +114,8 @@ TEST(PlanRanks, BytesAndRowsAreThoseOfRandomRouting) {
 // MB in 0.81 ms a transfer. That hand let a token choose an expert twice, 8 * (1 - (7/8)^8) = 5.25
 // ranks; without repetition they are 5.34.
 TEST(PlanRanks, ReproducesAnEstimateByHand) {
-  const RankPlan p = plan({8192, 4096, 1536, 128, 8}, {.ranks = 8, .link = 380e9, .flops = 600e12});
+  const RankPlan p =
+      plan({8192, 4096, 1536, 128, 8}, {.ranks = 8, .link_gbytes = 380, .tflops = 600});
   EXPECT_NEAR(p.forward.products, 4.12e-3, 0.01e-3);
   EXPECT_NEAR(p.backward.products, 8.25e-3, 0.01e-3);
   const double repeated = 8 * (1 - std::pow(7.0 / 8, 8)) * 7 / 8;
@@ -139,10 +140,10 @@ constexpr Pair kPairs[] = {{{24576, 1536, 256, 128, 8}, 2.86, 1.38},
                            {{16384, 4096, 1536, 128, 8}, 24.7, 1.08}};
 
 TEST(PlanRanks, TwoRanksTakeWhatWasMeasuredAndEstimatedApart) {
-  const double link = link_rate(machine_from_name("h200"), transport_from_name("copy"));
-  EXPECT_DOUBLE_EQ(link, 361e9);
+  const double link = link_gbytes(machine_from_name("h200"), transport_from_name("copy"));
+  EXPECT_DOUBLE_EQ(link, 361);
   for (const Pair& m : kPairs) {
-    const RankPlan p = plan(m.shape, {.ranks = 2, .link = link});
+    const RankPlan p = plan(m.shape, {.ranks = 2, .link_gbytes = link});
     EXPECT_NEAR((p.forward.alone + p.backward.alone) * 1e3 / m.alone_ms, 1.0, 0.08)
         << m.shape.width;
     const double transfers = (p.forward.transfers + p.backward.transfers) * 1e3;
@@ -174,7 +175,8 @@ TEST(PlanRanks, OneRankIsTheLayerAlone) {
 
 TEST(PlanRanks, MemoryOfEightRanks) {
   const double T = 8192, d = 4096, n = 1536, W = 8;
-  const RankPlan p = plan({8192, 4096, 1536, 128, 8}, {.ranks = 8, .link = 1e11, .layers = 3});
+  const RankPlan p =
+      plan({8192, 4096, 1536, 128, 8}, {.ranks = 8, .link_gbytes = 100, .layers = 3});
   const RankMemory& m = p.memory;
   EXPECT_DOUBLE_EQ(p.rows, T * 8);
   EXPECT_DOUBLE_EQ(m.weights, 3 * 16 * n * d * 2);
@@ -189,7 +191,7 @@ TEST(PlanRanks, MemoryOfEightRanks) {
 
 TEST(PlanRanks, HiddenAndUneven) {
   const LayerShape s{8192, 1536, 256, 256, 16};
-  const RankOptions even{.ranks = 8, .link = 361e9};
+  const RankOptions even{.ranks = 8, .link_gbytes = 361};
   const RankPlan p = plan(s, even);
   EXPECT_GT(p.forward.transfers, p.forward.products);  // communication alone is longer
   EXPECT_DOUBLE_EQ(p.forward.hidden, p.forward.transfers);
@@ -205,7 +207,8 @@ TEST(PlanRanks, HiddenAndUneven) {
   EXPECT_DOUBLE_EQ(plan(s, uneven).rows, 8.0 * 8192 * 16);
   EXPECT_DOUBLE_EQ(plan(s, uneven).sent_rows, 7.0);
   // 13 experts on 5 ranks: the busiest owns 3.
-  EXPECT_DOUBLE_EQ(plan({100, 8, 8, 13, 2}, {.ranks = 5, .link = 1e9}).rows, 500.0 * 2 * 3 / 13);
+  EXPECT_DOUBLE_EQ(plan({100, 8, 8, 13, 2}, {.ranks = 5, .link_gbytes = 1}).rows,
+                   500.0 * 2 * 3 / 13);
 }
 
 std::string refusal(const std::function<void()>& call) {
@@ -220,15 +223,16 @@ std::string refusal(const std::function<void()>& call) {
 TEST(PlanRanks, Refusals) {
   const LayerShape s{64, 8, 8, 32, 2};
   const auto refused = [&](const RankOptions& o) { return refusal([&] { plan(s, o); }); };
-  EXPECT_EQ(refused({.ranks = 33, .link = 1}), "ranks is 33, must be from 1 to E = 32");
+  EXPECT_EQ(refused({.ranks = 33, .link_gbytes = 1}), "ranks is 33, must be from 1 to E = 32");
   EXPECT_EQ(refused({.ranks = 0}), "ranks is 0, must be from 1 to E = 32");
   EXPECT_EQ(refused({.ranks = 2}), "link is 0, must be above 0");
-  EXPECT_EQ(refused({.ranks = 12, .link = 1, .network = 1}),
+  EXPECT_EQ(refused({.ranks = 12, .link_gbytes = 1, .network_gbits = 1}),
             "ranks is 12, must be a multiple of ranks-per-node = 8");
-  EXPECT_EQ(refused({.ranks = 16, .link = 1}),
+  EXPECT_EQ(refused({.ranks = 16, .link_gbytes = 1}),
             "network is missing, must be --network GBIT/S: 16 ranks are more than the 8 of a node");
-  EXPECT_EQ(refused({.ranks = 16, .link = 1, .network = -1}), "network is -1, must be above 0");
-  EXPECT_EQ(refused({.flops = -2}), "tflops is -2, must be above 0");
+  EXPECT_EQ(refused({.ranks = 16, .link_gbytes = 1, .network_gbits = -1}),
+            "network is -1, must be above 0");
+  EXPECT_EQ(refused({.tflops = -2}), "tflops is -2, must be above 0");
   EXPECT_EQ(refused({.imbalance = 0.5}), "imbalance is 0.5, must be at least 1");
   EXPECT_EQ(refused({.arena = std::nan("")}), "arena is nan, must be at least 1");
   EXPECT_EQ(refused({.hidden = 1.5}), "hidden is 1.5, must be from 0 to 1");
@@ -237,10 +241,10 @@ TEST(PlanRanks, Refusals) {
   EXPECT_EQ(refusal([] { plan({0, 8, 8, 4, 2}, {}); }), "tokens is 0, must be at least 1");
   EXPECT_EQ(refusal([] { transport_from_name("tcp"); }),
             "transport is \"tcp\", must be one of: copy, kernels, nccl");
-  EXPECT_EQ(refusal([] { link_rate(machine_from_name("l40s"), transport_from_name("copy")); }),
+  EXPECT_EQ(refusal([] { link_gbytes(machine_from_name("l40s"), transport_from_name("copy")); }),
             "link is missing, must be --link GB/S: no NVLink rate of l40s is known");
   // Two thirds of an H200's NVLink.
-  EXPECT_NEAR(link_rate(machine_from_name("a100"), transport_from_name("copy")) / 361e9, 2.0 / 3,
+  EXPECT_NEAR(link_gbytes(machine_from_name("a100"), transport_from_name("copy")) / 361, 2.0 / 3,
               1e-12);
 }
 

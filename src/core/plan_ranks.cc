@@ -10,8 +10,7 @@
 namespace sonicmoe {
 namespace {
 
-constexpr Transport kTransports[] = {
-    {"copy", 361e9, 386e9}, {"kernels", 333e9, 348e9}, {"nccl", 178e9, 280e9}};
+constexpr Transport kTransports[] = {{"copy", 361, 386}, {"kernels", 333, 348}, {"nccl", 178, 280}};
 constexpr double kMeasuredLink = 450e9;  // NVLink of the H200 that they were measured on
 
 // What the metadata of a layer takes at most.
@@ -34,19 +33,19 @@ void check(const Problem& p, const RankOptions& o) {
   }
   checks::at_least("ranks-per-node", o.ranks_per_node, 1);
   checks::at_least("layers", o.layers, 1);
-  if (o.ranks > 1 && o.ranks_per_node > 1) above_zero("link", o.link);
+  if (o.ranks > 1 && o.ranks_per_node > 1) above_zero("link", o.link_gbytes);
   if (o.ranks > o.ranks_per_node) {
     const std::string node = std::to_string(o.ranks_per_node);
     if (o.ranks % o.ranks_per_node != 0) {
       checks::refuse(ranks + ", must be a multiple of ranks-per-node = " + node);
     }
-    if (o.network == 0) {
+    if (o.network_gbits == 0) {
       checks::refuse("network is missing, must be --network GBIT/S: " + std::to_string(o.ranks) +
                      " ranks are more than the " + node + " of a node");
     }
-    above_zero("network", o.network);
+    above_zero("network", o.network_gbits);
   }
-  if (o.flops != 0) above_zero("tflops", o.flops);
+  if (o.tflops != 0) above_zero("tflops", o.tflops);
   within("imbalance", o.imbalance, o.imbalance >= 1, "at least 1");
   within("arena", o.arena, o.arena >= 1, "at least 1");
   within("hidden", o.hidden, o.hidden >= 0 && o.hidden <= 1, "from 0 to 1");
@@ -84,8 +83,9 @@ RankTransfer transfer(const char* name, bool backward, double bytes, const RankO
   const auto near = static_cast<double>(std::min(o.ranks, o.ranks_per_node) - 1);
   t.link_bytes = bytes * near / peers;
   t.network_bytes = bytes - t.link_bytes;
-  const double link = near > 0 ? t.link_bytes / o.link : 0;
-  const double network = o.ranks > o.ranks_per_node ? t.network_bytes / o.network : 0;
+  const double link = near > 0 ? t.link_bytes / (o.link_gbytes * 1e9) : 0;
+  const double network =
+      o.ranks > o.ranks_per_node ? t.network_bytes / (o.network_gbits * 1e9 / 8) : 0;
   t.seconds = std::max(link, network);
   return t;
 }
@@ -144,12 +144,12 @@ Transport transport_from_name(const std::string& name) {
   checks::refuse("transport is \"" + name + "\", must be one of: " + known);
 }
 
-double link_rate(const Machine& machine, const Transport& transport) {
+double link_gbytes(const Machine& machine, const Transport& transport) {
   if (machine.link_bytes_per_second == 0) {
     checks::refuse("link is missing, must be --link GB/S: no NVLink rate of " + machine.name +
                    " is known");
   }
-  return transport.least * machine.link_bytes_per_second / kMeasuredLink;
+  return transport.least * (machine.link_bytes_per_second / kMeasuredLink);
 }
 
 double reach_probability(std::int64_t experts, std::int64_t top_k, std::int64_t owned) {
@@ -193,7 +193,8 @@ RankPlan plan_ranks(const Problem& p, const Machine& machine, const RankOptions&
     RankPass& pass = backward ? plan.backward : plan.forward;
     const auto seconds = [&](const std::vector<KernelCost>& list, double passes) {
       const Work w = work_of(list, backward);
-      return o.flops > 0 ? w.flops / o.flops : (w.seconds + passes) / ShareOfRoofline{}.mean;
+      return o.tflops > 0 ? w.flops / (o.tflops * 1e12)
+                          : (w.seconds + passes) / ShareOfRoofline{}.mean;
     };
     pass.alone = seconds(alone, 0);
     pass.products = seconds(kernels, (backward ? 2 : 1) * pack + add);

@@ -14,20 +14,20 @@ namespace sonicmoe {
 /// once, between two H200 (NVLink of 450 GB/s each way), rows of 4 KB and more.
 struct Transport {
   const char* name;
-  double least, most;  ///< bytes a second
+  double least, most;  ///< GB/s
 };
 /// "copy" (copy engines), "kernels" (8 multiprocessors) or "nccl"; refuses other names.
 Transport transport_from_name(const std::string& name);
-/// The least of the measured rates, in proportion to the machine's NVLink. Refuses a machine
+/// GB/s: the least of the measured rates, in proportion to the machine's NVLink. Refuses a machine
 /// without NVLink.
-double link_rate(const Machine& machine, const Transport& transport);
+double link_gbytes(const Machine& machine, const Transport& transport);
 
 struct RankOptions {
   std::int64_t ranks = 1;
   std::int64_t ranks_per_node = 8;  ///< GPUs of one NVLink domain
-  double link = 0.0;                ///< bytes a second and GPU, each way, inside a node
-  double network = 0.0;             ///< likewise between nodes
-  double flops = 0.0;               ///< rate of the products; 0: the roofline's share
+  double link_gbytes = 0.0;         ///< GB/s a GPU, each way, inside a node
+  double network_gbits = 0.0;       ///< Gbit/s a GPU, each way, between nodes
+  double tflops = 0.0;              ///< rate of the products; 0: the roofline's share
   double imbalance = 1.0;           ///< rows of the busiest rank over the mean
   double arena = 1.3;               ///< bytes of the arena over those of the rows expected
   double hidden = 0.0;              ///< share of the shorter of products and transfers, 0 to 1
