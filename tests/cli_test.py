@@ -203,6 +203,12 @@ class CliTest(unittest.TestCase):
         self.assertIn("hiding 0.5", out)
         self.assertIn("94 layers", out)
 
+    def test_the_page_of_ranks_is_what_the_command_computes(self):
+        script = Path(__file__).parent.parent / "benchmarks/plan_ranks.py"
+        check = [sys.executable, str(script), COMMAND, "--check"]
+        done = subprocess.run(check, capture_output=True, text=True, check=False)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
     def test_plan_of_ranks_refuses(self):
         for sentence, *arguments in (
             ("link is given, must be beside --ranks", "--link", "300"),

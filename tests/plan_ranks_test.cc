@@ -173,6 +173,18 @@ TEST(PlanRanks, OneRankIsTheLayerAlone) {
   EXPECT_EQ(m.buffers.worst, 0.0);
 }
 
+// All products of this shape are bound by flops, which do not change with the ranks. The rest is
+// bytes: O and dX write a row for each token that arrived, rows are packed once for each transfer
+// that sends them out, and partial sums are added.
+TEST(PlanRanks, WhatIsBesideTheProductsIsBytes) {
+  const RankPlan p = plan({8192, 4096, 1536, 128, 8}, {.ranks = 8, .link_gbytes = 361});
+  const double T = 8192, remote = p.sent_rows * T, reached = p.distinct_ranks * T;
+  const double a_row = 2.0 * 4096 / 4.8e12 / ShareOfRoofline{}.mean;
+  const double written = reached - T, packed = T + remote, added = 2 * T + remote;
+  EXPECT_NEAR((p.forward.products - p.forward.alone) / a_row, written + packed + added, 1);
+  EXPECT_NEAR((p.backward.products - p.backward.alone) / a_row, written + 2 * packed + added, 1);
+}
+
 TEST(PlanRanks, MemoryOfEightRanks) {
   const double T = 8192, d = 4096, n = 1536, W = 8;
   const RankPlan p =
