@@ -108,7 +108,11 @@ make_environment() {
     echo "setup: pip install torch==$TORCH_VERSION (the largest download)"
     "${pip[@]}" "torch==$TORCH_VERSION" || fail "pip could not install torch==$TORCH_VERSION"
   fi
-  "${pip[@]}" -r tools/requirements.txt -r tools/requirements-dev.txt ||
+  local requirements=(-r tools/requirements.txt -r tools/requirements-dev.txt)
+  # pip takes a package beside the reused torch for installed. Its commands (ninja, cmake, ruff) may
+  # lie in a folder that is not on PATH, so install every listed package here whatever is there.
+  # Only then their dependencies, among which the reused torch counts.
+  "${pip[@]}" --force-reinstall --no-deps "${requirements[@]}" && "${pip[@]}" "${requirements[@]}" ||
     fail "pip could not install tools/requirements.txt and tools/requirements-dev.txt"
   "$VENV/bin/python" -c 'import torch' || fail "torch is installed in $VENV but cannot be imported"
 }

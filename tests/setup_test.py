@@ -1,0 +1,106 @@
+"""tools/setup.sh in a copy of its own, without a network: packages come from wheels made here.
+
+python tests/setup_test.py
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def metadata(name, version):
+    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+
+
+def write_wheel(folder, name, version):
+    """A wheel whose command prints its version, as those of ninja and cmake."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": f"def main():\n    print({version!r})\n",
+        f"{info}/METADATA": metadata(name, version),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in {**files, f"{info}/RECORD": record}.items():
+            wheel.writestr(path, text)
+
+
+def add_package(site, name, version):
+    """What an installed package leaves beside its commands."""
+    (site / f"{name}.py").write_text("")
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(metadata(name, version))
+
+
+class SetupTest(unittest.TestCase):
+    def setUp(self):
+        self.work = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.work)
+        self.project = self.work / "project"
+        wheels = self.work / "wheels"
+        for folder in (self.project / "tools", wheels, self.work / "bin"):
+            folder.mkdir(parents=True)
+        shutil.copy(ROOT / "tools/setup.sh", self.project / "tools")
+        (self.project / "tools/requirements.txt").write_text("ninja==1.13.2\n")
+        (self.project / "tools/requirements-dev.txt").write_text("ruff==0.14.5\n")
+        write_wheel(wheels, "ninja", "1.13.2")
+        write_wheel(wheels, "ruff", "0.14.5")
+        # A test installs nothing on the machine that it runs on.
+        stub = self.work / "bin/apt-get"
+        stub.write_text("#!/bin/sh\nexit 1\n")
+        stub.chmod(0o755)
+        self.environment = {
+            **os.environ,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(wheels),
+            "PIP_CONFIG_FILE": os.devnull,
+        }
+        for name in ("PYTHON", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            self.environment.pop(name, None)
+
+    def other_environment(self):
+        """An environment with torch and the pinned ninja, which has lost its commands."""
+        other = self.work / "other"
+        base = Path(sys.base_prefix) / "bin/python3"
+        create = [base if base.exists() else sys.executable, "-m", "venv", "--without-pip", other]
+        subprocess.run(create, check=True)
+        (site,) = other.glob("lib/python3*/site-packages")
+        add_package(site, "torch", "2.13.0")
+        add_package(site, "ninja", "1.13.2")
+        return other
+
+    def test_commands_come_into_the_environment_beside_reused_packages(self):
+        other = self.other_environment()
+        path = f"{self.work / 'bin'}:{other / 'bin'}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "tools/setup.sh"],
+            cwd=self.project,
+            env={**self.environment, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("using the installed torch 2.13.0", done.stdout)
+        commands = self.project / ".venv/bin"
+        for name, version in (("ninja", "1.13.2"), ("ruff", "0.14.5")):
+            self.assertTrue((commands / name).exists(), name)
+            said = subprocess.run([commands / name], capture_output=True, text=True, check=True)
+            self.assertEqual(said.stdout.strip(), version)
+        where = "import torch; print(torch.__file__)"
+        said = subprocess.run([commands / "python", "-c", where], capture_output=True, text=True)
+        self.assertTrue(said.stdout.startswith(str(other)), said)
+
+
+if __name__ == "__main__":
+    unittest.main()
