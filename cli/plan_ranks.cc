@@ -74,9 +74,10 @@ Json to_json(const RankMemory::Sized& s) {
 }
 
 Json to_json(const RankMemory& m) {
-  return {{"weights", m.weights},     {"gradients", m.gradients},      {"x", m.x},
-          {"kept", to_json(m.kept)},  {"buffers", to_json(m.buffers)}, {"scratch", m.scratch},
-          {"total", to_json(m.total)}};
+  return {
+      {"weights", m.weights},     {"gradients", m.gradients},      {"x", m.x},
+      {"kept", to_json(m.kept)},  {"buffers", to_json(m.buffers)}, {"scratch", to_json(m.scratch)},
+      {"total", to_json(m.total)}};
 }
 
 Json to_json(std::int64_t ranks, const RankPlan& p) {
@@ -200,7 +201,8 @@ void RanksOptions::add_to(Command& command) {
   command.option("--network", network_gbits, "Gbit/s each way and GPU between nodes");
   command.option("--tflops", tflops, "Rate of the products (0: from the roofline)");
   command.option("--imbalance", imbalance, "Rows of the busiest rank over the mean");
-  command.option("--hidden", hidden, "Share of the transfers' time that products hide, 0 to 1");
+  command.option("--hidden", hidden,
+                 "Share hidden of the shorter of products and transfers, 0 to 1");
   command.option("--arena", arena, "Size of the arena over the rows expected");
   command.option("--layers", layers, "Layers of the model, for the memory");
 }

@@ -197,8 +197,10 @@ TEST(PlanRanks, MemoryOfEightRanks) {
   EXPECT_NEAR(m.kept.worst / (W * T * 8 * 2 * n * 2), 1.0, 0.01);
   EXPECT_DOUBLE_EQ(m.buffers.exact, 3 * p.sent_rows * T * d * 2);
   EXPECT_DOUBLE_EQ(m.buffers.worst, 3 * 7 * T * d * 2);
+  EXPECT_DOUBLE_EQ(m.scratch.exact, T * 8 * (3 * n + d) * 2);
+  EXPECT_DOUBLE_EQ(m.scratch.worst, 8 * m.scratch.exact);
   EXPECT_DOUBLE_EQ(m.total.arena, 3 * (m.weights + m.gradients + m.x + m.kept.arena) +
-                                      m.buffers.arena + m.scratch);
+                                      m.buffers.arena + m.scratch.arena);
 }
 
 TEST(PlanRanks, HiddenAndUneven) {

@@ -124,9 +124,11 @@ RankMemory memory_of(const Problem& p, const Busiest& b, const RankOptions& o) {
   m.kept = sized(kept(b.rows, b.reached), kept(worst_rows, W * b.tokens));
   // Backward holds X and dO of other ranks at once; partial sums come back for the rank's tokens.
   m.buffers = sized(3 * b.remote * d * element, 3 * (W - 1) * b.tokens * d * element);
-  m.scratch = b.rows * ((G + 1) * n + d) * element;
+  const double scratch_row = ((G + 1) * n + d) * element;  // dH, A' and dX~
+  m.scratch = sized(b.rows * scratch_row, worst_rows * scratch_row);
   const auto total = [&](double RankMemory::Sized::* size) {
-    return layers * (m.weights + m.gradients + m.x + m.kept.*size) + m.buffers.*size + m.scratch;
+    return layers * (m.weights + m.gradients + m.x + m.kept.*size) + m.buffers.*size +
+           m.scratch.*size;
   };
   m.total = {total(&RankMemory::Sized::exact), total(&RankMemory::Sized::arena),
              total(&RankMemory::Sized::worst)};

@@ -68,9 +68,9 @@ struct RankMemory {
   double weights = 0.0, gradients = 0.0;  ///< a layer
   double x = 0.0;                         ///< a layer: the rank's own tokens
   Sized kept;                             ///< a layer: H and metadata
-  Sized buffers;         ///< rows that arrived: X, dO, partial sums; all layers share
-  double scratch = 0.0;  ///< all layers share it
-  Sized total;           ///< of all layers
+  Sized buffers;  ///< rows that arrived: X, dO, partial sums; all layers share
+  Sized scratch;  ///< dH, A' and dX~ of the rows: all layers share it
+  Sized total;    ///< of all layers
 };
 
 struct RankPlan {
