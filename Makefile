@@ -8,7 +8,7 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help setup build demo test sanitize-gpu format lint clean
+.PHONY: help setup build demo test wheel sanitize-gpu format lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,6 +25,9 @@ demo: build ## train a small MoE language model twice, report in out/demo (about
 
 test: build ## every test of C++ and Python, the structure and the format
 	@tools/run_tests.sh
+
+wheel: build ## a wheel for other machines and a source distribution, in dist/
+	@tools/wheel.sh
 
 sanitize-gpu: build ## the device tests under compute-sanitizer's four tools; needs a GPU
 	@python tools/sanitize_gpu.py $(ARGS)

@@ -3,6 +3,7 @@
 # active environment. Called by `make build`; skips what is up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source tools/package.sh
 
 readonly PACKAGE_STAMP=.setup/package
 
@@ -19,10 +20,6 @@ fi
 echo "build: Python package sonicmoe_cpp"
 began=$(mktemp)
 trap 'rm -f "$began"' EXIT
-# No isolation: the build reads the headers of the torch that the package will run with. In the same
-# folder with the same options, so that no kernel is compiled twice.
-python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
-  -C build-dir=build/release -C cmake.define.SONICMOE_BUILD_TESTS=ON \
-  -C cmake.define.SONICMOE_BUILD_CLI=ON .
+pip_package install
 mkdir -p "$(dirname "$PACKAGE_STAMP")"
 touch -r "$began" "$PACKAGE_STAMP" # sources edited during the build are newer than this

@@ -43,8 +43,10 @@ Team::~Team() {
     const std::lock_guard lock(mutex_);
     closing_ = true;
   }
-  begin_.notify_all();
+  pthread_cond_broadcast(&begin_);
   for (const Thread& thread : threads_) pthread_join(thread.handle, nullptr);
+  pthread_cond_destroy(&begin_);
+  pthread_cond_destroy(&end_);
 }
 
 // pthreads rather than std::thread: std::thread allocates and reports a refusal by an exception.
@@ -72,16 +74,21 @@ void Team::work(std::int32_t worker) noexcept {
   }
 }
 
+// The caller holds mutex_. May return without a signal, so callers repeat it in a loop.
+void Team::wait(pthread_cond_t& condition) noexcept {
+  pthread_cond_wait(&condition, mutex_.native_handle());
+}
+
 void Team::serve(std::int32_t worker, std::uint64_t seen) noexcept {
   std::unique_lock lock(mutex_);
   while (true) {
-    begin_.wait(lock, [&] { return closing_ || phases_ != seen; });
+    while (!closing_ && phases_ == seen) wait(begin_);
     if (closing_) return;
     seen = phases_;
     lock.unlock();
     work(worker);
     lock.lock();
-    if (--busy_ == 0) end_.notify_one();
+    if (--busy_ == 0) pthread_cond_signal(&end_);
   }
 }
 
@@ -98,10 +105,10 @@ void Team::run_phase(const Phase& phase) noexcept {
     busy_ = static_cast<std::int32_t>(threads_.size());
     ++phases_;
   }
-  begin_.notify_all();
+  pthread_cond_broadcast(&begin_);
   work(0);
-  std::unique_lock lock(mutex_);
-  end_.wait(lock, [&] { return busy_ == 0; });
+  const std::lock_guard lock(mutex_);
+  while (busy_ > 0) wait(end_);
 }
 
 }  // namespace sonicmoe::cpu

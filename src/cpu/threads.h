@@ -10,7 +10,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <limits>
 #include <mutex>
@@ -65,6 +64,7 @@ class Team {
   void start_threads(std::int64_t wanted) noexcept;
   void work(std::int32_t worker) noexcept;
   void serve(std::int32_t worker, std::uint64_t seen) noexcept;
+  void wait(pthread_cond_t& condition) noexcept;
 
   const std::int32_t size_;
   std::vector<Thread> threads_;  ///< the running ones; its capacity is fixed
@@ -72,8 +72,10 @@ class Team {
   std::atomic<std::int64_t> next_{0};
   Phase phase_;
   std::mutex mutex_;
-  std::condition_variable begin_;
-  std::condition_variable end_;
+  // Not std::condition_variable: from GCC 12 on its wait() is the symbol GLIBCXX_3.4.30, which the
+  // libstdc++ of RHEL 9 lacks, and the Python wheel would not load there.
+  pthread_cond_t begin_ = PTHREAD_COND_INITIALIZER;
+  pthread_cond_t end_ = PTHREAD_COND_INITIALIZER;
   std::uint64_t phases_ = 0;  ///< begun so far
   std::int32_t busy_ = 0;
   bool closing_ = false;
