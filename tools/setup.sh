@@ -114,6 +114,8 @@ make_environment() {
   # Only then their dependencies, among which the reused torch counts.
   "${pip[@]}" --force-reinstall --no-deps "${requirements[@]}" && "${pip[@]}" "${requirements[@]}" ||
     fail "pip could not install tools/requirements.txt and tools/requirements-dev.txt"
+  "${pip[@]}" --no-deps -r tools/requirements-no-deps.txt ||
+    fail "pip could not install tools/requirements-no-deps.txt"
   "$VENV/bin/python" -c 'import torch' || fail "torch is installed in $VENV but cannot be imported"
 }
 

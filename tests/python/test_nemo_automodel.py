@@ -1,0 +1,214 @@
+"""NeMo AutoModel's MoE layer with experts of this library, against its own experts."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import error
+from sonicmoe_cpp.integrations import nemo_automodel
+
+MODULE = "nemo_automodel.components.moe.experts"
+package = pytest.importorskip(MODULE, reason="nemo-automodel is not installed")
+from nemo_automodel.components.models.common import BackendConfig  # noqa: E402
+from nemo_automodel.components.moe.config import MoEConfig  # noqa: E402
+from nemo_automodel.components.moe.layers import MoE  # noqa: E402
+
+E, D, N, K = 6, 32, 24, 2
+DEFAULT = {
+    "n_routed_experts": E,
+    "n_shared_experts": 1,
+    "n_activated_experts": K,
+    "n_expert_groups": 1,
+    "n_limited_groups": 1,
+    "train_gate": True,
+    "gate_bias_update_factor": 0.0,
+    "aux_loss_coeff": 0.0,
+    "score_func": "softmax",
+    "route_scale": 1.0,
+    "dim": D,
+    "inter_dim": N,
+    "moe_inter_dim": N,
+    "norm_topk_prob": True,
+    "dtype": torch.float32,
+}
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Their activations are compiled with max_autotune; here they run as they are written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
+def replaced():
+    """Their classes with our functions, until the test ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in nemo_automodel._SEAM:
+            patch.setattr(getattr(package, kind), name, vars(getattr(package, kind))[name])
+        yield nemo_automodel.replace
+
+
+def layer_of(experts="torch", **options):
+    torch.manual_seed(0)
+    backend = BackendConfig(
+        linear="torch", attn="sdpa", rms_norm="torch", experts=experts, dispatcher="torch"
+    )
+    layer = MoE(MoEConfig(**(DEFAULT | options)), backend)
+    with torch.no_grad():
+        layer.init_weights(torch.device("cpu"), init_std=0.3)
+        for name, parameter in layer.experts.named_parameters():
+            if "bias" in name:
+                parameter.normal_()
+    return layer
+
+
+def step(layer, x, mask, target):
+    loss = F.mse_loss(layer(x, padding_mask=mask), target)
+    loss.backward()
+    return loss
+
+
+def train(layer, steps=5):
+    """Losses, and the input's gradient, of a few steps of Adam; some tokens are padding."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 11, D, generator=g).requires_grad_()
+    target = torch.randn(2, 11, D, generator=g)
+    mask = torch.rand(2, 11, generator=g) < 0.2
+    optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(step(layer, x, mask, target).item())
+        optimizer.step()
+    return torch.tensor(losses), x.grad
+
+
+CONFIGS = {
+    "swiglu": {},
+    "swiglu, bias": {"expert_bias": True},
+    "DeepSeek-V3": {
+        "score_func": "sigmoid",
+        "n_expert_groups": 2,
+        "n_limited_groups": 1,
+        "gate_bias_update_factor": 1e-3,
+        "route_scale": 2.5,
+    },
+    "DeepSeek-V4": {"swiglu_limit": 0.5},
+    "gpt-oss": {"expert_activation": "quick_geglu", "expert_bias": True, "activation_limit": 1.0},
+    "swigluoai": {"expert_activation": "swigluoai", "activation_limit": 1.0},
+    "geglu": {"expert_activation": "geglu"},
+    "relu2": {"expert_activation": "relu2"},
+    "weights after down": {"apply_router_weight_after_down": True},
+}
+
+
+@pytest.mark.parametrize("experts", ["torch", "torch_mm"])
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_training_is_that_of_automodels_own_experts(replaced, options, experts):
+    theirs = layer_of(experts, **options)
+    ours = copy.deepcopy(theirs)
+    wanted, wanted_dx = train(theirs)
+    replaced()
+    losses, dx = train(ours)
+    assert wanted[-1] < 0.95 * wanted[0]
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    assert error(dx, wanted_dx) < 1e-3
+    for (name, got), want in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert error(got, want) < 1e-3, name
+
+
+def test_a_rank_computes_its_own_experts_alone(replaced):
+    """The seam gets the ids of all experts and the weights of the rank's."""
+    theirs = layer_of("torch_mm").experts
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(9, D, generator=g)
+    ids = torch.rand(9, E, generator=g).topk(K).indices
+    weights = torch.rand(9, K, generator=g)
+    mask = torch.arange(9) != 4
+    mine = (theirs.gate_and_up_projs[2:4], theirs.down_projs[2:4], None, None, 2, 2)
+    want = theirs._forward_loop(x, weights, ids, mask, *mine, 4)
+    replaced()
+    for got in (
+        theirs._forward_loop(x, weights, ids, mask, *mine, 4),
+        theirs._forward_grouped_mm(x, mask, weights, ids, *mine),
+    ):
+        assert got.dtype == torch.float32 and error(got, want) < 1e-5
+        assert (got[4] == 0).all()
+
+
+class Dispatcher:
+    """One rank's: rows in the order of the experts, and back. It stands in for DeepEP's."""
+
+    def token_permutation2(self, hidden_states, num_local_tokens, token_probs, token_indices):
+        ids = token_indices.flatten()
+        ids = torch.where(ids < 0, E, ids)
+        self.order = ids.argsort(stable=True)[: int((ids < E).sum())]
+        self.tokens = num_local_tokens
+        rows = hidden_states[self.order // K]
+        counts = torch.bincount(ids, minlength=E + 1)[:E]
+        return rows, counts, token_probs.flatten()[self.order]
+
+    def token_unpermutation(self, rows):
+        out = rows.new_zeros(self.tokens, rows.shape[1])
+        return out.index_add(0, self.order // K, rows)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss", "relu2"])
+def test_rows_of_a_flex_dispatcher(replaced, name):
+    """GroupedExpertsDeepEP between a dispatcher's two calls, against their loop over experts."""
+    plain = layer_of(**CONFIGS[name]).experts
+    deepep = package.GroupedExpertsDeepEP(plain.config)
+    deepep.load_state_dict(plain.state_dict())
+    deepep.n_routed_experts, deepep.ep_size, deepep.token_dispatcher = E, 1, Dispatcher()
+    replaced_forward = deepep.__class__.forward
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(9, D, generator=g)
+    ids = torch.rand(9, E, generator=g).topk(K).indices
+    mask = torch.arange(9) != 4
+    results = []
+    for experts in (plain, deepep):
+        leaves = [x.clone().requires_grad_(), torch.rand(9, K, generator=g.manual_seed(4))]
+        leaves[1].requires_grad_()
+        if experts is deepep:
+            replaced()
+            assert deepep.__class__.forward is not replaced_forward
+        out = experts(leaves[0], mask, leaves[1], ids)
+        grads = torch.autograd.grad(out.square().sum(), [*leaves, *experts.parameters()])
+        results.append((out, *grads))
+    for want, got in zip(*results, strict=True):
+        assert error(got, want) < 1e-5
+
+
+def test_refusals(replaced):
+    replaced()
+    x = torch.randn(1, 3, D)
+    for options, sentence in (
+        (
+            {"expert_activation": "swigluoai", "activation_limit": 0.0},
+            "activation_limit=0.0 is none",
+        ),
+        ({}, 'experts="torch_mm_mxfp8" is set'),
+    ):
+        layer = layer_of(**options)
+        layer.experts.use_mxfp8 = not options
+        with pytest.raises(NotImplementedError, match=sentence):
+            layer(x)
+
+
+def test_another_automodel_is_refused(monkeypatch, replaced):
+    with monkeypatch.context() as patch:
+        patch.setattr(nemo_automodel.metadata, "version", lambda name: "0.8.0")
+        with pytest.raises(ImportError, match=r"needs nemo-automodel 0\.7: 0\.8\.0 is installed"):
+            replaced()
+    with monkeypatch.context() as patch:
+        kinds = {"GroupedExperts": type("GroupedExperts", (), {"_forward_loop": lambda self: 0})}
+        patch.setitem(sys.modules, MODULE, types.SimpleNamespace(**kinds))
+        with pytest.raises(ImportError, match=r"0\.7, where GroupedExperts._forward_loop takes"):
+            replaced()
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    with pytest.raises(ImportError, match=r"needs nemo-automodel 0\.7: "):
+        replaced()
