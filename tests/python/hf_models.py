@@ -48,10 +48,11 @@ DEEPSEEK_V4 = {
 }
 
 
-def build(architecture: str):
+def build(architecture: str, **options):
     """Random weights, biases and gains too: what is zero or one by default would hide mistakes."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[architecture](**(SIZE | (ARCHITECTURES | DEEPSEEK_V4)[architecture]))
+    sizes = SIZE | (ARCHITECTURES | DEEPSEEK_V4)[architecture] | options
+    config = CONFIG_MAPPING[architecture](**sizes)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="sonicmoe_cpp")
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
