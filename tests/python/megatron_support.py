@@ -10,6 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,6 +41,7 @@ def pretend_cuda_is_the_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     patch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
     patch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", as_dispatchers_need_it)
+    patch.setattr(CudaRNGStatesTracker, "fork", lambda *names: contextlib.nullcontext())
     # A name that Megatron-Core 0.16.1 uses and defines only where TransformerEngine is installed.
     patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
@@ -53,6 +55,8 @@ def parallel(store, rank=0, world=1, backend="gloo", **sizes):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         try:
             parallel_state.initialize_model_parallel(**sizes)
+            # What routers log, by layer: of a model before with another number of layers.
+            moe_utils.get_moe_layer_wise_logging_tracker().clear()
             yield
         finally:
             parallel_state.destroy_model_parallel()

@@ -219,10 +219,20 @@ def test_checkpoints_are_those_of_megatrons_own_experts(one_rank, gated):
     assert all(torch.equal(p, wanted[name]) for name, p in new.named_parameters())
 
 
-def expert_parallel_errors(dispatcher, rank):
-    config = support.config_of(moe_token_dispatcher_type=dispatcher, expert_model_parallel_size=2)
-    layers = pair(config)
-    assert len(of_experts(layers[0].experts)[0]) == support.E // 2
+# How two ranks share the experts: half of them each, or half of every one's width.
+SPLITS = {
+    "experts": {"expert_model_parallel_size": 2},
+    "width": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+}
+
+
+def parallel_errors(options, rank):
+    """Of ours against theirs, both split alike: output, dx and the rank's weight gradients."""
+    layers = pair(support.config_of(**options))
     results = []
     for layer in layers:
         g = torch.Generator().manual_seed(rank)
@@ -230,26 +240,29 @@ def expert_parallel_errors(dispatcher, rank):
         out = layer(x)[0]
         out.square().sum().backward()
         results.append((out.detach(), x.grad, *of_experts(layer.experts, lambda p: p.grad)))
+    assert results[0][3].numel() == support.E * support.N * support.D // 2
     return [error(got, want) for got, want in zip(*results, strict=True)]
 
 
-def expert_parallel_worker(rank, port, results):
-    """One of two ranks, each with half of the experts."""
+def parallel_worker(rank, port, results):
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, 2, rank == 0)
-    with support.parallel(store, rank, 2, expert_model_parallel_size=2):
-        for dispatcher in ("allgather", "alltoall"):
-            results.put((dispatcher, expert_parallel_errors(dispatcher, rank)))
+    for split, options in SPLITS.items():
+        sizes = {name: size for name, size in options.items() if name.endswith("_size")}
+        with support.parallel(dist.PrefixStore(split, store), rank, 2, **sizes):
+            for dispatcher in ("allgather", "alltoall"):
+                chosen = options | {"moe_token_dispatcher_type": dispatcher}
+                results.put((split, dispatcher, rank, parallel_errors(chosen, rank)))
 
 
-def test_expert_parallelism_by_its_dispatchers():
+def test_parallelism_by_its_dispatchers():
     from test_training import free_port
 
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(expert_parallel_worker, (free_port(), results), nprocs=2)
-    found = [results.get() for _ in range(4)]
-    assert {name for name, _ in found} == {"allgather", "alltoall"}
-    assert all(0 <= max(errors) < 1e-5 for _, errors in found)
+    multiprocessing.spawn(parallel_worker, (free_port(), results), nprocs=2)
+    found = [results.get() for _ in range(8)]
+    assert len({(split, dispatcher, rank) for split, dispatcher, rank, _ in found}) == 8
+    assert all(0 <= max(errors) < 1e-5 for *_, errors in found)
 
 
 @pytest.mark.skipif(not sonicmoe_cpp.is_available("cuda"), reason="needs a GPU of this build")
@@ -279,14 +292,42 @@ def test_on_a_gpu_in_bf16(dispatcher):
             assert error(ours, want) < 2 * error(theirs, want) + 2**-8
 
 
-def block_spec(config):
-    return megatron.with_experts(get_gpt_decoder_block_spec(config, False))
+def gpt(spec):
+    """A model with one dense layer and one with experts."""
+    config = support.config_of(num_layers=2, moe_layer_freq=[0, 1], normalization="RMSNorm")
+    torch.manual_seed(0)
+    options = {"vocab_size": 96, "max_sequence_length": 16, "position_embedding_type": "rope"}
+    return GPTModel(config, spec(get_gpt_decoder_block_spec(config, False)), **options)
 
 
-@pytest.mark.parametrize("spec", [block_spec, lambda _: megatron.gpt_layer_spec(qk_layernorm=True)])
-def test_a_gpt_model_is_built_from_the_spec(one_rank, spec):
+def test_a_gpt_model_trains_as_with_megatrons_own_experts(one_rank):
+    ours, theirs = gpt(megatron.with_experts), gpt(lambda spec: spec)
+    state = {n: p for n, p in theirs.state_dict().items() if "experts" not in n}
+    ours.load_state_dict(state, strict=False)
+    layers = [model.decoder.layers[1].mlp.experts for model in (ours, theirs)]
+    assert isinstance(layers[0], megatron.SonicMoECppExperts)
+    for mine, other in zip(*map(of_experts, layers), strict=True):
+        mine.copy_(other)
+    ids = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(3))
+    places, mask = torch.arange(12).expand(2, 12), torch.ones(1, 1, 12, 12).triu(1).bool()
+    losses = []
+    for model in (ours, theirs):
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(ids, places, mask, labels=ids).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    losses = torch.stack(losses).view(2, 5)
+    assert losses[1, -1] < 0.9 * losses[1, 0]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_spec_is_made_by_name(one_rank):
     config = support.config_of(num_layers=2, normalization="RMSNorm")
-    model = GPTModel(config, spec(config), vocab_size=96, max_sequence_length=16)
+    spec = megatron.gpt_layer_spec(transformer_engine=False, qk_layernorm=True)
+    model = GPTModel(config, spec, vocab_size=96, max_sequence_length=16)
     kinds = [type(layer.mlp.experts) for layer in model.decoder.layers]
     assert kinds == [megatron.SonicMoECppExperts] * 2
 
