@@ -6,9 +6,13 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from reference import error
 from sonicmoe_cpp.integrations import nemo_automodel
+from sonicmoe_cpp.integrations._recognise import local
+from test_training import free_port
 
 MODULE = "nemo_automodel.components.moe.experts"
 package = pytest.importorskip(MODULE, reason="nemo-automodel is not installed")
@@ -43,12 +47,17 @@ def eager():
         yield
 
 
+def keep_theirs(patch):
+    """Their functions are back once the patch ends, whoever replaced them."""
+    for kind, name in nemo_automodel._SEAM:
+        patch.setattr(getattr(package, kind), name, vars(getattr(package, kind))[name])
+
+
 @pytest.fixture
 def replaced():
     """Their classes with our functions, until the test ends."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind, name in nemo_automodel._SEAM:
-            patch.setattr(getattr(package, kind), name, vars(getattr(package, kind))[name])
+        keep_theirs(patch)
         yield nemo_automodel.replace
 
 
@@ -138,6 +147,47 @@ def test_a_rank_computes_its_own_experts_alone(replaced):
     ):
         assert got.dtype == torch.float32 and error(got, want) < 1e-5
         assert (got[4] == 0).all()
+
+
+def split_worker(rank, port, results):
+    """One of two ranks: half of the experts, its own number of tokens."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    torch.compiler.set_stance("force_eager")
+    for form in ("torch", "torch_mm"):
+        experts = layer_of(form, expert_bias=True).experts
+        for name, parameter in list(experts.named_parameters()):
+            setattr(
+                experts, name, torch.nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
+            )
+        outs = []
+        for replace in (lambda: None, nemo_automodel.replace):
+            with pytest.MonkeyPatch.context() as patch:
+                keep_theirs(patch)
+                replace()
+                g = torch.Generator().manual_seed(rank)
+                tokens = 7 + 4 * rank
+                x = torch.randn(tokens, D, generator=g).requires_grad_()
+                ids = torch.rand(tokens, E, generator=g).topk(K).indices
+                weights = torch.rand(tokens, K, generator=g).requires_grad_()
+                out = experts(x, torch.arange(tokens) != 4, weights, ids)
+                leaves = [x, weights, *experts.parameters()]
+                grads = torch.autograd.grad(out.square().sum(), leaves)
+                outs.append([local(t).detach() for t in (out, *grads)])
+        results.put((form, rank, [error(got, want) for want, got in zip(*outs, strict=True)]))
+    dist.destroy_process_group()
+
+
+def test_expert_parallelism():
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(split_worker, (free_port(), results), nprocs=2)
+    found = [results.get() for _ in range(4)]
+    assert len({(form, rank) for form, rank, _ in found}) == 4
+    assert all(0 <= max(errors) < 1e-5 for *_, errors in found)
 
 
 class Dispatcher:
