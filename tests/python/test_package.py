@@ -135,6 +135,27 @@ def sdist(tmp_path_factory):
     return archive
 
 
+def files_of(folder):
+    return {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+
+
+def unpacked(archive, scratch):
+    """The sources in build/sdist. Only what has changed is written, so that a second run compiles
+    nothing; the times in an archive do not tell."""
+    shutil.unpack_archive(archive, scratch)
+    (new,) = (path for path in scratch.iterdir() if path.is_dir())
+    source = ROOT / "build/sdist"
+    for name, path in files_of(source).items():
+        if name.parts[0] != "build" and not (new / name).is_file():
+            path.unlink()
+    for name, path in files_of(new).items():
+        there = source / name
+        if not there.is_file() or there.read_bytes() != path.read_bytes():
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, there)
+    return source
+
+
 @pytest.fixture(scope="module")
 def wheel(request, tmp_path_factory):
     if "SONICMOE_WHEEL" in os.environ:
@@ -144,7 +165,7 @@ def wheel(request, tmp_path_factory):
     options = ("--no-build-isolation", "--no-deps", "--disable-pip-version-check", "-q")
     # Kernels would take minutes to compile and change nothing of what is tested here.
     options += ("-C", "cmake.define.SONICMOE_CUDA=OFF")
-    source = request.getfixturevalue("sdist")
+    source = unpacked(request.getfixturevalue("sdist"), tmp_path_factory.mktemp("source"))
     run(sys.executable, "-m", "pip", "wheel", *options, "-w", out, source, timeout=600)
     (path,) = out.glob("*.whl")
     return path
