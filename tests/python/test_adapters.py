@@ -347,6 +347,25 @@ def test_prime_rl_as_it_calls_sonicmoe():
     assert torch.equal(out[:29], grouped[:29])
 
 
+def test_prime_rl_is_configured(monkeypatch):
+    """Its configuration imports the class by name, as it resolves the backend."""
+    parts = prime_rl.MODULE.split(".")
+    for end in range(1, len(parts)):
+        package = types.ModuleType(".".join(parts[:end]))
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, prime_rl.MODULE, None)  # as without the package sonicmoe
+    resolve = {}
+    code = f"def resolve():\n from {prime_rl.MODULE} import {prime_rl.SEAM} as C\n return C()"
+    exec(code, resolve)
+    with pytest.raises(ImportError):
+        resolve["resolve"]()
+    prime_rl.replace()
+    compute = resolve["resolve"]()
+    assert isinstance(compute, prime_rl.SonicMoECppExpertCompute)
+    compute.validate(PrimeExperts())
+
+
 def test_prime_rl_activations():
     assert prime_rl.activation_of(PrimeExperts()) == Activation("swiglu")
     assert prime_rl.activation_of(PrimeExperts("ungated", Relu2)) == Activation("relu2")

@@ -1,9 +1,13 @@
 """prime-rl's expert compute: rows that its dispatcher has grouped in, rows out.
 
-An object of SonicMoECppExpertCompute is what prime-rl calls an ExpertCompute.
+An object of SonicMoECppExpertCompute is what prime-rl calls an ExpertCompute. replace() makes its
+configuration choose one.
 """
 
 from __future__ import annotations
+
+import sys
+import types
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +16,10 @@ from ..layer import Activation, moe_grouped
 from . import _recognise
 from ._grouped import offsets_of
 from ._recognise import local
+
+# Where prime-rl looks when its configuration says model.moe.compute.backend = "sonicmoe".
+MODULE = "prime_rl.trainer.models.layers.sonic_moe"
+SEAM = "SonicMoEExpertCompute"
 
 
 def _is_gated(experts: nn.Module) -> bool:
@@ -85,3 +93,10 @@ class SonicMoECppExpertCompute:
                 activation=activation_of(experts),
             )
         return out.type_as(x)
+
+
+def replace() -> None:
+    """Makes prime-rl's backend "sonicmoe" this library; the package sonicmoe is not needed then."""
+    module = types.ModuleType(MODULE, "Put here by sonicmoe_cpp.integrations.prime_rl.replace().")
+    setattr(module, SEAM, SonicMoECppExpertCompute)
+    sys.modules[MODULE] = module
