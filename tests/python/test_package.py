@@ -22,7 +22,7 @@ from sonicmoe_cpp import _library
 ROOT = Path(__file__).resolve().parents[2]
 # The newest symbols that manylinux_2_34 allows: those of RHEL 9.
 NEWEST = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)}
-# Room for kernels of more architectures; with those of sm_90a alone a wheel has 4 MiB.
+# With the kernels for four architectures a wheel has 7.4 MiB.
 LARGEST_WHEEL = 24 << 20
 
 
@@ -188,7 +188,8 @@ def environment_with_torch(folder):
     (site,) = folder.glob("lib/python*/site-packages")
     for distribution in required("torch", {}).values():
         for name in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
-            (site / name).symlink_to(distribution.locate_file(name))
+            if not (site / name).exists():  # several distributions of CUDA share a folder
+                (site / name).symlink_to(distribution.locate_file(name))
     return folder / "bin/python"
 
 
