@@ -13,6 +13,7 @@
 
 #include "cuda/portable/engine/fragments.cuh"
 #include "cuda/portable/engine/ring.cuh"
+#include "cuda/portable/engine/tile_slots.cuh"
 #include "cuda/portable/params.h"
 #include "cuda/portable/shape.h"
 #include "cuda/ptx/address.cuh"
@@ -29,22 +30,20 @@ class Kernel {
   using Params = ProductParams<typename Loader::Params, typename Epilogue::Params>;
 
   static __device__ __forceinline__ void run(const Params& p) {
-    extern __shared__ __align__(128) std::uint8_t shared[];
-    auto* slots = reinterpret_cast<TileSlot*>(shared + kBarrierBytes);
-    const std::uint32_t base = ptx::shared_address(shared);
+    const std::uint32_t base = ptx::shared_address(shared_memory());
     const std::uint32_t staging = base + kBarrierBytes + kSlotBytes;
     const Ring<Stage> ring(base, staging + kWarps * kStagingBytes);
     if (threadIdx.x == 0) ring.init();
     __syncthreads();
 
-    Kernel kernel(p, ring, slots);
+    Kernel kernel(p, ring);
     for (int i = 0; i < kStages - 1; i++) {
       kernel.template copy<0, Loader::kCopies>();
       kernel.finish_copies();
     }
     for (unsigned tile = 0;; tile++) {
       ring.full(kernel.read_.stage).wait(kernel.read_.parity);
-      const TileSlot& slot = slots[tile % kTileSlots];
+      const TileSlot& slot = tile_slots()[tile % kTileSlots];
       if (slot.k_tiles == 0) break;
       if constexpr (requires { Epilogue::prepare(p.epilogue, slot); }) {
         Epilogue::prepare(p.epilogue, slot);
@@ -62,8 +61,8 @@ class Kernel {
   /// mma.sync takes 16 of K.
   static constexpr int kSteps = Stage::kDepth / 16;
 
-  __device__ __forceinline__ Kernel(const Params& p, const Ring<Stage>& ring, TileSlot* slots)
-      : p_(p), ring_(ring), loader_(p.tiles, slots), a_(warp_), b_(warp_) {}
+  __device__ __forceinline__ Kernel(const Params& p, const Ring<Stage>& ring)
+      : p_(p), ring_(ring), loader_(p.tiles), a_(warp_), b_(warp_) {}
 
   template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() {

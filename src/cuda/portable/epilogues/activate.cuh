@@ -35,8 +35,12 @@ struct Activate {
   }
 
  private:
-  /// Pieces that a lane activates at once.
+  /// Pieces that a lane activates at once. Two would spill registers on 10.0.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+  static constexpr int kAtOnce = 1;
+#else
   static constexpr int kAtOnce = 2;
+#endif
 
   template <Gates kGates>
   static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
@@ -50,13 +54,11 @@ struct Activate {
         chunk_column<kColumns>(warp, kGates == Gates::kInterleaved ? 2 * piece : piece);
     const int column =
         kGates == Gates::kInterleaved ? (tile.column + chunk) / 2 : tile.column + chunk;
-    const std::int64_t first = std::int64_t{tile.row} + warp.row * kWarpRows + row;
+    int first = tile.row + warp.row * kWarpRows + row;
     int rows = column < p.act.width ? tile.rows - warp.row * kWarpRows - row : 0;
-    std::uint8_t* h = p.h.data == nullptr ? nullptr : p.h.data + first * p.h.row_bytes;
-    std::uint8_t* a = p.a.data + first * p.a.row_bytes + column * kElementBytes;
     const std::uint32_t staged = staging + row * kWordsRowBytes;
 #pragma unroll 1
-    for (int part = 0; part < 4; part++, rows -= 16) {
+    for (int part = 0; part < 4; part++, first += 16, rows -= 16) {
       with_part(acc, part,
                 [&](const float(&values)[8][4]) { write<kGates>(p, values, tile, warp, staging); });
       __syncwarp();
@@ -66,8 +68,8 @@ struct Activate {
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++) {
           words[i] = read_staged<kGates>(staged + (at + i * kRows) * kWordsRowBytes, piece);
-          if (h != nullptr && at + i * kRows < rows) {
-            store_hidden(p.act, words[i], h + i * kRows * p.h.row_bytes, column);
+          if (p.h.data != nullptr && at + i * kRows < rows) {
+            store_hidden(p.act, words[i], row_of(p.h, first + at + i * kRows), column);
           }
           if constexpr (kGates == Gates::kInterleaved) words[i].exchange();
         }
@@ -76,14 +78,17 @@ struct Activate {
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++) {
           if (at + i * kRows < rows) {
-            *reinterpret_cast<uint4*>(a + i * kRows * p.a.row_bytes) = quad_of(activated[i]);
+            std::uint8_t* to = row_of(p.a, first + at + i * kRows) + column * kElementBytes;
+            *reinterpret_cast<uint4*>(to) = quad_of(activated[i]);
           }
         }
-        if (h != nullptr) h += kAtOnce * kRows * p.h.row_bytes;
-        a += kAtOnce * kRows * p.a.row_bytes;
       }
       __syncwarp();
     }
+  }
+
+  static __device__ __forceinline__ std::uint8_t* row_of(const RowsOut& out, int row) {
+    return out.data + row * out.row_bytes;
   }
 
   /// Rounded H of 16 rows to the buffer.

@@ -65,24 +65,28 @@ struct ActivateGrad {
   /// have the 64 columns of one.
   static constexpr int kSliceRows = 8;
   static constexpr int kLaneRows = 4;
-  /// Pieces of H that are read before they are used: memory answers in the time of two.
+  /// Pieces of H that are read before they are used: memory answers in the time of two, which would
+  /// spill registers on 12.0.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  static constexpr int kAhead = 1;
+#else
   static constexpr int kAhead = 2;
+#endif
 
   /// A lane's columns, and its first row.
   struct Place {
     std::int64_t row;  ///< in expert order
-    int rows;          ///< that exist from there on
+    int rows;          ///< from there on that have the columns
     int column;        ///< of A
-    bool inside;       ///< the columns exist
 
     __device__ __forceinline__ Place(const Params& p, const TileSlot& tile, const Warp& warp) {
       const int within = warp.row * kWarpRows + (warp.lane >> 3);
       row = std::int64_t{tile.row} + within;
-      rows = min(kWarpRows, tile.rows - warp.row * kWarpRows) - (warp.lane >> 3);
       column = tile.column + chunk_column<kColumns>(warp, warp.lane & 7);
-      inside = column < p.act.width;
+      rows = min(kWarpRows, tile.rows - warp.row * kWarpRows) - (warp.lane >> 3);
+      if (column >= p.act.width) rows = 0;
     }
-    __device__ __forceinline__ bool exists(int offset) const { return inside && offset < rows; }
+    __device__ __forceinline__ bool exists(int offset) const { return offset < rows; }
 
     /// H of the lane's columns, `offset` rows further.
     __device__ __forceinline__ HiddenWords hidden(const Params& p, int offset) const {

@@ -80,15 +80,16 @@ __device__ __forceinline__ void activate(const Activating& act, const HiddenWord
                                          std::uint32_t (&a)[kPieces][4]) {
   with_activation(act.kind, [&]<ActivationKind kKind>() {
     using Act = ActivationWords<Element, kKind>;
-    if constexpr (is_gated(kKind) != kGated) return;
+    if constexpr (is_gated(kKind) == kGated) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < 4; i++) {
 #pragma unroll
-      for (int piece = 0; piece < kPieces; piece++) {
-        if constexpr (is_gated(kKind) && kGated) {
-          a[piece][i] = Act::split(h[piece].gate[i], h[piece].up[i], act.scalars);
-        } else if constexpr (!is_gated(kKind) && !kGated) {
-          a[piece][i] = Act::plain(h[piece].gate[i]);
+        for (int piece = 0; piece < kPieces; piece++) {
+          if constexpr (kGated) {
+            a[piece][i] = Act::split(h[piece].gate[i], h[piece].up[i], act.scalars);
+          } else {
+            a[piece][i] = Act::plain(h[piece].gate[i]);
+          }
         }
       }
     }

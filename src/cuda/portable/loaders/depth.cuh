@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/portable/engine/fragments.cuh"
+#include "cuda/portable/engine/tile_slots.cuh"
 #include "cuda/portable/params.h"
 #include "cuda/portable/shape.h"
 #include "cuda/ptx/address.cuh"
@@ -24,7 +25,7 @@ class DepthLoader {
   /// Copies of a thread for a k tile.
   static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
 
-  __device__ __forceinline__ DepthLoader(const Params& p, TileSlot* slots) : slots_(slots) {
+  __device__ __forceinline__ explicit DepthLoader(const Params& p) {
     const int each = p.row_tiles * p.column_tiles;
     const int at = blockIdx.x / each;
     next_ = {at, static_cast<int>(blockIdx.x) - at * each, expert_of(p, at)};
@@ -155,7 +156,7 @@ class DepthLoader {
       next_source_ = source(p, next_.rows, 0);
       ahead_ = after(p, ahead_);
     }
-    if (threadIdx.x == 0) slots_[count_ % kTileSlots] = slot;
+    if (threadIdx.x == 0) tile_slots()[count_ % kTileSlots] = slot;
     count_++;
   }
 
@@ -171,7 +172,6 @@ class DepthLoader {
     }
   }
 
-  TileSlot* slots_;
   Tile next_;
   Tile ahead_;
   unsigned count_ = 0;

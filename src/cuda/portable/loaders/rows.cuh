@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/portable/engine/fragments.cuh"
+#include "cuda/portable/engine/tile_slots.cuh"
 #include "cuda/portable/params.h"
 #include "cuda/portable/shape.h"
 #include "cuda/ptx/copy.cuh"
@@ -20,13 +21,11 @@ class RowLoader {
   /// Copies of a thread for a k tile.
   static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
 
-  __device__ __forceinline__ RowLoader(const Params& p, TileSlot* slots)
-      : slots_(slots), records_(*p.record_count) {
+  __device__ __forceinline__ explicit RowLoader(const Params& p) : records_(*p.record_count) {
     const int record = blockIdx.x / p.column_tiles;
-    next_ = {record, static_cast<int>(blockIdx.x) - record * p.column_tiles, {}};
-    next_.rows = record_of(p, next_.record);
+    take(record, static_cast<int>(blockIdx.x) - record * p.column_tiles, record_of(p, record));
     find_sources(p);
-    ahead_ = after(p, next_);
+    ahead_ = record_of(p, after(p).record);
     open(p);
   }
 
@@ -102,45 +101,46 @@ class RowLoader {
     }
   }
 
-  /// A tile by its record and its tile of columns.
-  struct Tile {
+  /// The next tile of this CTA.
+  struct Next {
     int record;
     int column_tile;
-    int4 rows;  ///< TileRecord
+    int expert;
+    int row;   ///< the first one in expert order
+    int rows;  ///< that exist; 0 or less past the last tile
   };
 
+  /// TileRecord; no rows past the last one.
   __device__ __forceinline__ int4 record_of(const Params& p, int record) const {
     return record < records_ ? reinterpret_cast<const int4*>(p.records)[record] : int4{};
   }
 
-  /// This CTA's tile after `tile`. Reads its record, which is used two tiles later.
-  __device__ __forceinline__ Tile after(const Params& p, const Tile& tile) const {
-    Tile next{tile.record + p.records_apart, tile.column_tile + p.column_tiles_apart, {}};
-    if (next.column_tile >= p.column_tiles) {
-      next.column_tile -= p.column_tiles;
-      next.record++;
-    }
-    next.rows = record_of(p, next.record);
-    return next;
+  __device__ __forceinline__ void take(int record, int column_tile, const int4& read) {
+    const int offset = (record - read.w) * kRecordRows;
+    next_ = {record, column_tile, read.x, read.y + offset, min(kTileRows, read.z - offset)};
   }
 
-  /// Rows of the next tile: its first one in expert order, and how many exist.
-  __device__ __forceinline__ int first_row() const {
-    return next_.rows.y + (next_.record - next_.rows.w) * kRecordRows;
-  }
-  __device__ __forceinline__ int row_count() const {
-    return min(kTileRows, next_.rows.z - (next_.record - next_.rows.w) * kRecordRows);
+  struct Place {
+    int record;
+    int column_tile;
+  };
+  /// Where the tile after the next one is.
+  __device__ __forceinline__ Place after(const Params& p) const {
+    Place place{next_.record + p.records_apart, next_.column_tile + p.column_tiles_apart};
+    if (place.column_tile >= p.column_tiles) {
+      place.column_tile -= p.column_tiles;
+      place.record++;
+    }
+    return place;
   }
 
   /// Reads which rows the next tile gathers, one tile before they are used.
   __device__ __forceinline__ void find_sources(const Params& p) {
-    const int first = first_row();
-    const int rows = next_.record < records_ ? row_count() : 0;
 #pragma unroll
     for (int i = 0; i < kRowsEach; i++) {
       const int own = line() + i * kApart;
-      source_[i] = first + own;
-      if (p.rows.index != nullptr && own < rows) source_[i] = p.rows.index[first + own];
+      source_[i] = next_.row + own;
+      if (p.rows.index != nullptr && own < next_.rows) source_[i] = p.rows.index[next_.row + own];
     }
   }
 
@@ -152,20 +152,22 @@ class RowLoader {
     present_ = 0;
     if (next_.record < records_) {
       k_ = 0;
-      slot.expert = next_.rows.x;
-      slot.row = first_row();
-      slot.rows = row_count();
-      slot.column = next_.column_tile * p.column_step;
-      slot.k_tiles = (p.depth + Stage::kDepth - 1) / Stage::kDepth * p.parts;
+      slot = {next_.expert,
+              next_.row,
+              next_.rows,
+              next_.column_tile * p.column_step,
+              (p.depth + Stage::kDepth - 1) / Stage::kDepth * p.parts,
+              {}};
       expert_ = slot.expert;
       column_ = slot.column;
       open_rows(p, slot.rows);
       open_weights(p);
-      next_ = ahead_;
+      const Place place = after(p);
+      take(place.record, place.column_tile, ahead_);
       find_sources(p);
-      ahead_ = after(p, ahead_);
+      ahead_ = record_of(p, after(p).record);
     }
-    if (threadIdx.x == 0) slots_[count_ % kTileSlots] = slot;
+    if (threadIdx.x == 0) tile_slots()[count_ % kTileSlots] = slot;
     count_++;
   }
 
@@ -214,10 +216,9 @@ class RowLoader {
     open_weights(p);
   }
 
-  TileSlot* slots_;
   int records_;
-  Tile next_;
-  Tile ahead_;
+  Next next_;
+  int4 ahead_;             // TileRecord of the tile after the next one
   int source_[kRowsEach];  // of the next tile
   unsigned count_ = 0;
   unsigned present_;  // a bit for each copied line that exists
