@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "sonicmoe/exchange.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
@@ -90,6 +91,22 @@ struct BackendTable {
   void (*router_losses_backward)(const RouteOptions& options, const Tensor& logits,
                                  const Tensor& tokens_per_expert, const Tensor& dvalues,
                                  const Tensor& dlogits, const Exec& exec) = nullptr;
+
+  std::int64_t (*exchange_bytes)(const ExchangeShape& shape, const Exec& exec) = nullptr;
+  Exchange* (*exchange_open)(const ExchangeOptions& options, const Exec& exec) = nullptr;
+  void (*exchange_close)(Exchange* exchange, const Exec& exec) = nullptr;
+  /// The shape of an open exchange.
+  const ExchangeShape& (*exchange_shape)(const Exchange& exchange) = nullptr;
+  void (*exchange_check)(Exchange& exchange, const Exec& exec) = nullptr;
+  void (*exchange_reset)(Exchange& exchange, const Exec& exec) = nullptr;
+  std::int64_t (*exchange_rows)(Exchange& exchange, const Problem& problem,
+                                const Exec& exec) = nullptr;
+  Sizes (*exchange_sizes)(const Exchange& exchange, const Problem& problem, std::int64_t rows,
+                          Pass pass, const Exec& exec) = nullptr;
+  void (*exchange_forward)(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                           const ForwardArgs& args, Part part, const Exec& exec) = nullptr;
+  void (*exchange_backward)(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                            const BackwardArgs& args, Part part, const Exec& exec) = nullptr;
 };
 
 /// Each backend defines its own function. It returns null in a build without the backend

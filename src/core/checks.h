@@ -6,6 +6,7 @@
 // anything, and no output an element with another argument.
 #pragma once
 
+#include "sonicmoe/exchange.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
@@ -71,5 +72,15 @@ void router_losses_backward(const RouteOptions& options, const Tensor& logits,
 void router_losses_backward_overlap(const RouteOptions& options, const Tensor& logits,
                                     const Tensor& tokens_per_expert, const Tensor& dvalues,
                                     const Tensor& dlogits);
+
+void exchange_shape(const ExchangeShape& shape);
+/// `needed` is the size of a symmetric buffer.
+void exchange_options(const ExchangeOptions& options, std::int64_t needed, const Exec& exec);
+/// Whether a step of `problem` fits an exchange of this shape.
+void exchange_problem(const ExchangeShape& shape, const Problem& problem, std::int64_t rows);
+void exchange_forward(const ExchangeShape& shape, const Problem& problem, const ForwardArgs& args,
+                      Part part, const Exec& exec);
+void exchange_backward(const ExchangeShape& shape, const Problem& problem, const BackwardArgs& args,
+                       Part part, const Exec& exec);
 
 }  // namespace sonicmoe::checks

@@ -5,6 +5,7 @@
 #include "core/backend_table.h"
 #include "cuda/device/architectures.h"
 #include "cuda/device/device.h"
+#include "cuda/exchange/exchange.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/grouped_gemm.h"
 #include "cuda/layer/views.h"
@@ -76,6 +77,16 @@ const BackendTable* cuda_backend() {
     backend.router_losses_scratch_bytes = &cuda::router_losses_scratch_bytes;
     backend.router_losses = on_device<&cuda::router_losses>;
     backend.router_losses_backward = on_device<&cuda::router_losses_backward>;
+    backend.exchange_bytes = &cuda::exchange_bytes;
+    backend.exchange_open = &cuda::exchange_open;
+    backend.exchange_close = &cuda::exchange_close;
+    backend.exchange_shape = [](const Exchange& e) -> const ExchangeShape& { return e.shape; };
+    backend.exchange_check = &cuda::exchange_check;
+    backend.exchange_reset = on_device<&cuda::exchange_reset>;
+    backend.exchange_rows = &cuda::exchange_rows;
+    backend.exchange_sizes = &cuda::exchange_sizes;
+    backend.exchange_forward = on_device<&cuda::exchange_forward>;
+    backend.exchange_backward = on_device<&cuda::exchange_backward>;
     return backend;
   }();
   return &kBackend;

@@ -1,0 +1,171 @@
+// Opens, checks and resets an exchange.
+#include "cuda/exchange/exchange.h"
+
+#include <memory>
+#include <new>
+#include <string>
+
+#include "cuda/device/carver.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr std::int64_t kDefaultLimitMs = 60'000;
+constexpr int kDefaultMultiprocessors = 8;
+
+const char* phase_text(std::uint32_t phase) {
+  switch (phase) {
+    case kPhaseRouting:
+      return "its routing";
+    case kPhaseRows:
+      return "its rows";
+    case kPhaseAgain:
+      return "its rows of x in backward";
+    case kPhasePartials:
+      return "its partial sums";
+    default:
+      return "the end of its layer";
+  }
+}
+
+std::string fault_sentence(const Exchange& exchange, const FaultRecord& record) {
+  const FaultCode code = FaultCode::unpack(record.code);
+  const std::string blamed = "rank " + std::to_string(code.rank);
+  const auto own = static_cast<std::uint32_t>(exchange.peers.rank);
+  std::string sentence;
+  if (code.kind == kFaultOverflow) {
+    sentence = blamed + " got more rows for its experts than its capacity";
+    if (code.rank == own) sentence += " (" + std::to_string(record.rows) + " rows came)";
+  } else {
+    sentence = blamed + " did not send " + phase_text(code.phase) + " within the time limit of " +
+               std::to_string(exchange.limits.nanoseconds / 1'000'000) + " ms";
+  }
+  if (record.reporter != own) {
+    sentence += ", says rank " + std::to_string(record.reporter);
+  }
+  return sentence +
+         ". The outputs of this step are not valid; exchange_reset on all ranks makes the exchange "
+         "usable again.";
+}
+
+template <class T>
+T* device_address(T* pinned) {
+  void* address = nullptr;
+  check_cuda(cudaHostGetDevicePointer(&address, pinned, 0), "mapping pinned memory");
+  return static_cast<T*>(address);
+}
+
+template <class T>
+T* pinned() {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable),
+             "allocating pinned memory");
+  return new (memory) T{};
+}
+
+void clear_control(const Exchange& exchange) {
+  check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+  check_cuda(cudaMemset(exchange.peers.own<Control>(exchange.layout.control), 0, sizeof(Control)),
+             "clearing the flags");
+  check_cuda(cudaDeviceSynchronize(), "clearing the flags");
+  *exchange.record = FaultRecord{};
+}
+
+/// Frees what an exchange has, in part or whole.
+struct Closer {
+  void operator()(Exchange* exchange) const {
+    if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);
+    if (exchange->fork != nullptr) cudaEventDestroy(exchange->fork);
+    if (exchange->sent != nullptr) cudaEventDestroy(exchange->sent);
+    cudaFreeHost(exchange->record);
+    cudaFreeHost(exchange->row_count);
+    delete exchange;
+  }
+};
+
+void create_streams(Exchange& exchange) {
+  int least = 0, greatest = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "reading stream priorities");
+  check_cuda(cudaStreamCreateWithPriority(&exchange.sending, cudaStreamNonBlocking, greatest),
+             "creating a stream");
+  check_cuda(cudaEventCreateWithFlags(&exchange.fork, cudaEventDisableTiming), "creating an event");
+  check_cuda(cudaEventCreateWithFlags(&exchange.sent, cudaEventDisableTiming), "creating an event");
+}
+
+}  // namespace
+
+ExchangeLayout exchange_layout(const ExchangeShape& s) {
+  const std::int64_t rows = s.ranks * s.max_tokens * s.hidden;
+  const std::int64_t slots = s.ranks * s.max_slots;
+  Carver<256> carver(nullptr);
+  const auto place = [&](std::int64_t bytes) {
+    const std::int64_t offset = carver.used();
+    carver.take<std::uint8_t>(bytes);
+    return offset;
+  };
+  ExchangeLayout layout{};
+  layout.control = place(sizeof(Control));
+  layout.slot_token = place(slots * 4);
+  layout.slot_expert = place(slots * 4);
+  layout.slot_weight = place(slots * 4);
+  layout.x = place(rows * dtype_bytes(s.dtype));
+  layout.dout = place(rows * dtype_bytes(s.dtype));
+  layout.partials = place(rows * dtype_bytes(s.dtype));
+  layout.score_grads = place(s.max_slots * 4);
+  layout.rank_masks = place(s.max_tokens * 8);
+  layout.block_counts = place(pair_blocks(s) * 4);
+  layout.bytes = carver.used();
+  return layout;
+}
+
+std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec&) {
+  return exchange_layout(shape).bytes;
+}
+
+Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
+  const CurrentDevice current(device_of(exec));
+  std::unique_ptr<Exchange, Closer> exchange(new Exchange);
+  exchange->device = &device_of(exec);
+  exchange->shape = options.shape;
+  exchange->layout = exchange_layout(options.shape);
+  exchange->peers.ranks = options.shape.ranks;
+  exchange->peers.rank = options.rank;
+  for (std::int32_t r = 0; r < options.shape.ranks; ++r) {
+    exchange->peers.base[r] = static_cast<std::uint8_t*>(options.buffers[r]);
+  }
+  exchange->transport = options.transport != Transport::kAuto ? options.transport
+                        : options.shape.ranks <= 2            ? Transport::kCopy
+                                                              : Transport::kPush;
+  exchange->multiprocessors =
+      options.multiprocessors != 0 ? options.multiprocessors : kDefaultMultiprocessors;
+  const std::int64_t limit = options.time_limit_ms != 0 ? options.time_limit_ms : kDefaultLimitMs;
+  exchange->record = pinned<FaultRecord>();
+  exchange->row_count = pinned<std::int64_t>();
+  exchange->limits = {limit * 1'000'000, device_address(exchange->record)};
+  create_streams(*exchange);
+  load_signal_kernels();
+  load_slot_kernels();
+  load_row_kernels();
+  clear_control(*exchange);
+  return exchange.release();
+}
+
+void exchange_close(Exchange* exchange, const Exec& exec) {
+  if (exchange == nullptr) return;
+  const CurrentDevice current(device_of(exec));
+  cudaDeviceSynchronize();
+  Closer()(exchange);
+}
+
+void exchange_check(Exchange& exchange, const Exec&) {
+  const auto* code = static_cast<volatile const std::uint32_t*>(&exchange.record->code);
+  if (*code == 0) return;
+  throw Error(Status::kCuda, fault_sentence(exchange, *exchange.record));
+}
+
+void exchange_reset(Exchange& exchange, const Exec&) {
+  clear_control(exchange);
+  exchange.step = {};
+}
+
+}  // namespace sonicmoe::cuda

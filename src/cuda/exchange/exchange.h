@@ -1,0 +1,49 @@
+// The exchange's functions of the CUDA backend, and its state.
+#pragma once
+
+#include "cuda/device/device.h"
+#include "cuda/exchange/kernels.h"
+#include "sonicmoe/exchange.h"
+
+namespace sonicmoe {
+
+/// The state is fixed at exchange_open(), except `step`.
+struct Exchange {
+  /// Which part of which pass comes next; kAll: a part has failed.
+  struct Step {
+    Pass pass = Pass::kInference;
+    Part next = Part::kBegin;
+  };
+
+  const cuda::Device* device = nullptr;
+  ExchangeShape shape{};
+  cuda::ExchangeLayout layout{};
+  cuda::Peers peers{};
+  Transport transport = Transport::kPush;
+  int multiprocessors = 0;
+  cuda::WaitLimits limits{};
+  cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
+  std::int64_t* row_count = nullptr;    ///< pinned, of exchange_rows()
+  cudaStream_t sending = nullptr;       ///< rows and partial sums travel on it
+  cudaEvent_t fork = nullptr;           ///< the caller's stream has reached what is sent
+  cudaEvent_t sent = nullptr;           ///< the last of what is sent has been signalled
+  Step step{};
+};
+
+namespace cuda {
+
+std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec& exec);
+Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
+void exchange_close(Exchange* exchange, const Exec& exec);
+void exchange_check(Exchange& exchange, const Exec& exec);
+void exchange_reset(Exchange& exchange, const Exec& exec);
+std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exec& exec);
+Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
+                     const Exec& exec);
+void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                      const ForwardArgs& args, Part part, const Exec& exec);
+void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                       const BackwardArgs& args, Part part, const Exec& exec);
+
+}  // namespace cuda
+}  // namespace sonicmoe

@@ -1,0 +1,27 @@
+// How a kernel gives up: it writes the fault for the host and alarms all ranks.
+#pragma once
+
+#include "cuda/exchange/kernels.h"
+#include "cuda/ptx/system.cuh"
+
+namespace sonicmoe::cuda {
+
+/// One thread of a grid calls it. Only a rank's first fault counts: those that follow are its
+/// results.
+__device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std::uint32_t code,
+                               std::uint32_t reporter, std::int64_t rows) {
+  if (atomicCAS(&peers.control(peers.rank)->fault, 0u, code) != 0) return;
+  limits.record->reporter = reporter;
+  limits.record->rows = rows;
+  ptx::release_system(&limits.record->code, code);
+  for (int r = 0; r < peers.ranks; r++) {
+    ptx::release_system(&peers.control(r)->alarms[peers.rank], code);
+  }
+}
+
+/// Whether this rank has given up, in this kernel or an earlier one.
+__device__ inline bool has_fault(const Peers& peers) {
+  return *static_cast<volatile const std::uint32_t*>(&peers.control(peers.rank)->fault) != 0;
+}
+
+}  // namespace sonicmoe::cuda

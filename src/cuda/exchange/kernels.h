@@ -1,0 +1,93 @@
+// Launches of the exchange's kernels. Each runs on `stream` and waits for nothing but what comes
+// before it there, except wait_for(), which waits for other ranks.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/device.h"
+#include "cuda/exchange/layout.h"
+
+namespace sonicmoe::cuda {
+
+/// Announces a phase to all ranks: everything before it in the stream is visible to a rank that has
+/// waited for it. A rank that has given up announces nothing.
+void signal(const Peers& peers, Phase phase, cudaStream_t stream);
+
+struct WaitLimits {
+  std::int64_t nanoseconds;
+  FaultRecord* record;  ///< as the device sees it
+};
+/// Waits until every rank has announced `phase` as often as this rank has. After the time limit, or
+/// when another rank has given up, it writes the fault, alarms all ranks and ends.
+void wait_for(const Peers& peers, Phase phase, const WaitLimits& limits, cudaStream_t stream);
+
+/// This rank's routing, one entry for each slot.
+struct OwnSlots {
+  Tensor expert;  ///< ids (T, K), or the expert of each pair
+  Tensor token;   ///< of each pair; absent: slot / top_k
+  Tensor weight;
+  std::int64_t top_k;   ///< ids only
+  std::int64_t count;   ///< slots
+  std::int64_t tokens;  ///< T of this rank
+  std::int64_t experts;
+  std::int64_t experts_per_rank;
+};
+/// masks[t]: which ranks own an expert of token t.
+void mark_ranks(const OwnSlots& slots, std::uint64_t* masks, cudaStream_t stream);
+/// Writes this rank's slots into the lists of every rank.
+void send_slots(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
+                cudaStream_t stream);
+
+/// The slots of all ranks whose experts this rank owns, in order of (rank, slot).
+struct PairList {
+  std::int32_t* token;    ///< (rows) s * max_tokens + t; -1 past the last pair
+  std::int32_t* expert;   ///< (rows) this rank's own number
+  float* weight;          ///< (rows)
+  std::int32_t* slot;     ///< (rows) slot of the sending rank
+  std::uint8_t* has_row;  ///< (W * max_tokens) 1: the token has a pair
+  std::int64_t rows;
+};
+struct PairWork {
+  Peers peers;
+  ExchangeShape shape;
+  std::int64_t experts_per_rank;
+  WaitLimits limits;
+};
+/// Counts the pairs; list_pairs() needs the counts. `total`, if not null, gets their number.
+void count_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
+/// Pairs beyond `rows` are a fault: it is recorded and all ranks are alarmed.
+void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream);
+
+/// Rows of d elements of 16 bits, a multiple of 8.
+struct RowSource {
+  const void* data;
+  std::int64_t stride;  ///< elements
+  std::int64_t rows;
+  std::int64_t hidden;
+};
+/// Copies row t to every rank of masks[t], this rank included, into the array at byte `offset`
+/// (W, max_tokens, d) of its buffer.
+void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
+               std::int64_t offset, int multiprocessors, cudaStream_t stream);
+/// Copies the rows of `source`, (W * max_tokens, d), whose token has a row to the token's rank.
+void push_partials(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
+                   const std::uint8_t* has_row, int multiprocessors, cudaStream_t stream);
+/// Sends the gradient of each pair's routing weight to the slot that it came from.
+void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
+                      const float* grads, cudaStream_t stream);
+
+/// out[t] = r(sum over the ranks of masks[t], in rank order, of their partial sums). `own` has this
+/// rank's, (max_tokens, d). NaN after a fault.
+void sum_partials(const Peers& peers, const ExchangeShape& shape, const void* own,
+                  const Tensor& out, cudaStream_t stream);
+/// out[slot] = gradient that the expert's rank has sent; 0 for empty slots, NaN after a fault.
+void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
+                      const Tensor& out, cudaStream_t stream);
+
+/// Loads the kernels of each file. The first launch of a kernel that is loaded late may wait for
+/// the device, on which another rank's kernel may be waiting for this one.
+void load_signal_kernels();
+void load_slot_kernels();
+void load_row_kernels();
+
+}  // namespace sonicmoe::cuda

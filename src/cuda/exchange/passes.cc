@@ -1,0 +1,355 @@
+// Forward and backward over all ranks. The layer itself is that of one rank: its tokens are those
+// of all ranks (W * max_tokens), its routing is the list of pairs of its own experts, and its
+// output is this rank's partial sums.
+//
+//   exec.stream   routing | own work | pairs, layer | own work | sum
+//   sending               | rows                    | partial sums
+#include <string>
+
+#include "cuda/device/carver.h"
+#include "cuda/exchange/exchange.h"
+#include "cuda/layer/backend.h"
+#include "cuda/layer/checks.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+Problem layer_problem(const Exchange& exchange, const Problem& problem, std::int64_t rows) {
+  Problem layer = problem;
+  layer.form = RoutingForm::kPairs;
+  layer.tokens = exchange.shape.ranks * exchange.shape.max_tokens;
+  layer.experts = problem.experts / exchange.shape.ranks;
+  layer.top_k = 0;
+  layer.capacity = rows;
+  return layer;
+}
+
+/// What a step keeps in the caller's buffers.
+struct StepMemory {
+  PairList pairs;
+  Buffer layer_saved;
+  Buffer layer_scratch;
+  void* partials;      ///< (W * max_tokens, d), by the layer
+  float* score_grads;  ///< (rows), backward only
+  std::int64_t saved_bytes;
+  std::int64_t scratch_bytes;
+};
+
+struct Bases {
+  void* saved;
+  void* scratch;
+};
+
+/// With null bases only the sizes are valid.
+StepMemory step_memory(const Problem& layer, Pass pass, const Bases& bases, const Exec& exec) {
+  const Sizes sizes = cuda::moe_sizes(layer, pass, exec);
+  Carver<256> saved(bases.saved);
+  Carver<256> scratch(bases.scratch);
+  Carver<256>& kept = pass == Pass::kInference ? scratch : saved;
+  StepMemory m{};
+  m.layer_saved = {kept.take<std::uint8_t>(sizes.saved_bytes), sizes.saved_bytes};
+  m.pairs.token = kept.take<std::int32_t>(layer.capacity);
+  m.pairs.weight = kept.take<float>(layer.capacity);
+  m.pairs.slot = kept.take<std::int32_t>(layer.capacity);
+  m.pairs.has_row = kept.take<std::uint8_t>(layer.tokens);
+  m.pairs.rows = layer.capacity;
+  m.layer_scratch = {scratch.take<std::uint8_t>(sizes.scratch_bytes), sizes.scratch_bytes};
+  m.partials = scratch.take<std::uint8_t>(layer.tokens * layer.hidden * dtype_bytes(layer.dtype));
+  if (pass == Pass::kBackward) {
+    m.score_grads = scratch.take<float>(layer.capacity);
+  } else {
+    m.pairs.expert = scratch.take<std::int32_t>(layer.capacity);
+  }
+  m.saved_bytes = saved.used();
+  m.scratch_bytes = scratch.used();
+  return m;
+}
+
+/// One step of a pass: what its parts share.
+struct Run {
+  Exchange& exchange;
+  const Problem& problem;
+  Problem layer;
+  StepMemory memory;
+  const Exec& exec;
+  cudaStream_t stream;
+
+  Run(Exchange& e, const Problem& p, std::int64_t rows, Pass pass, const Bases& bases,
+      const Exec& x)
+      : exchange(e),
+        problem(p),
+        layer(layer_problem(e, p, rows)),
+        memory(step_memory(layer, pass, bases, x)),
+        exec(x),
+        stream(stream_of(x)) {}
+
+  Tensor rows_at(void* data) const {
+    return tensor2(data, layer.dtype, layer.tokens, layer.hidden);
+  }
+  Tensor received(std::int64_t offset) const {
+    return rows_at(exchange.peers.own<std::uint8_t>(offset));
+  }
+  Routing pairs() const {
+    Routing routing;
+    routing.token = tensor1(memory.pairs.token, DType::kI32, layer.capacity);
+    routing.expert = tensor1(memory.pairs.expert, DType::kI32, layer.capacity);
+    routing.weights = tensor1(memory.pairs.weight, DType::kF32, layer.capacity);
+    return routing;
+  }
+  void wait(Phase phase) const { wait_for(exchange.peers, phase, exchange.limits, stream); }
+};
+
+PairWork pair_work(const Exchange& exchange, const Problem& problem) {
+  return {exchange.peers, exchange.shape, problem.experts / exchange.shape.ranks, exchange.limits};
+}
+
+OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routing& routing) {
+  const bool ids = problem.form == RoutingForm::kIds;
+  return {.expert = ids ? routing.ids : routing.expert,
+          .token = routing.token,
+          .weight = routing.weights,
+          .top_k = problem.top_k,
+          .count = row_capacity(problem),
+          .tokens = problem.tokens,
+          .experts = problem.experts,
+          .experts_per_rank = problem.experts / exchange.shape.ranks};
+}
+
+/// What is enqueued next on the sending stream comes after what is on `stream`.
+void fork(const Exchange& e, cudaStream_t stream) {
+  check_cuda(cudaEventRecord(e.fork, stream), "recording an event");
+  check_cuda(cudaStreamWaitEvent(e.sending, e.fork), "waiting for an event");
+}
+void join(const Exchange& e, cudaStream_t stream) {
+  check_cuda(cudaEventRecord(e.sent, e.sending), "recording an event");
+  check_cuda(cudaStreamWaitEvent(stream, e.sent), "waiting for an event");
+}
+
+void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
+  const std::size_t element = dtype_bytes(from.dtype);
+  const std::size_t width = from.shape[1] * element;
+  if (from.shape[0] == 0) return;
+  check_cuda(cudaMemcpy2DAsync(to, width, from.data, from.stride[0] * element, width, from.shape[0],
+                               cudaMemcpyDefault, stream),
+             "copying rows to another rank");
+}
+
+/// Sends rows (T, d) to the array at byte `offset` of the ranks' buffers and announces `phase`.
+void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
+  if (e.transport == Transport::kPush) {
+    push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
+              e.multiprocessors, e.sending);
+  } else {
+    const std::int64_t place =
+        offset + e.peers.rank * e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
+    // The other ranks first: they wait for it.
+    for (std::int32_t i = 1; i <= e.peers.ranks; ++i) {
+      copy_rows(e.peers.base[(e.peers.rank + i) % e.peers.ranks] + place, rows, e.sending);
+    }
+  }
+  signal(e.peers, phase, e.sending);
+}
+
+/// Sends each rank the partial sums of its tokens.
+void send_partials(const Run& run) {
+  const Exchange& e = run.exchange;
+  const std::int64_t d = run.layer.hidden;
+  if (e.transport == Transport::kPush) {
+    push_partials(e.peers, e.shape, {run.memory.partials, d, run.layer.tokens, d},
+                  run.memory.pairs.has_row, e.multiprocessors, e.sending);
+    return;
+  }
+  const std::int64_t bytes = e.shape.max_tokens * d * dtype_bytes(run.layer.dtype);
+  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
+    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
+    check_cuda(cudaMemcpyAsync(e.peers.base[r] + e.layout.partials + e.peers.rank * bytes,
+                               static_cast<std::uint8_t*>(run.memory.partials) + r * bytes, bytes,
+                               cudaMemcpyDefault, e.sending),
+               "copying partial sums to another rank");
+  }
+}
+
+const void* own_partials(const Run& run) {
+  const Exchange& e = run.exchange;
+  return static_cast<const std::uint8_t*>(run.memory.partials) +
+         e.peers.rank * e.shape.max_tokens * run.layer.hidden * dtype_bytes(run.layer.dtype);
+}
+
+const char* part_name(Part part) {
+  return part == Part::kBegin ? "kBegin" : part == Part::kCompute ? "kCompute" : "kFinish";
+}
+const char* pass_name(Pass pass) {
+  return pass == Pass::kBackward ? "exchange_backward" : "exchange_forward";
+}
+
+/// Refuses a part that is not the next one of this pass.
+void check_part(const Exchange& exchange, Pass pass, Part part) {
+  const Exchange::Step& step = exchange.step;
+  if (step.next == part && (part == Part::kBegin || step.pass == pass)) return;
+  const std::string asked = std::string("part is ") + part_name(part) + " of " + pass_name(pass);
+  if (step.next == Part::kAll) {
+    throw Error(Status::kInvalidArgument,
+                asked +
+                    " but a part of the step has failed; exchange_reset on all ranks makes the "
+                    "exchange usable again.");
+  }
+  throw Error(Status::kInvalidArgument,
+              asked + " but the next part must be " + part_name(step.next) +
+                  (step.next == Part::kBegin ? "" : std::string(" of ") + pass_name(step.pass)) +
+                  "; exchange_reset on all ranks gives a step up.");
+}
+
+/// Runs one part or all of them. A part that throws half done leaves a step that only
+/// exchange_reset ends: the other ranks wait for what it did not send.
+template <class Begin, class Compute, class Finish>
+void run_parts(Exchange& exchange, Pass pass, Part part, const Begin& begin, const Compute& compute,
+               const Finish& finish) {
+  const auto one = [&](Part which, Part next, const auto& work) {
+    if (part != Part::kAll && part != which) return;
+    exchange.step = {pass, Part::kAll};
+    work();
+    exchange.step.next = next;
+  };
+  check_part(exchange, pass, part == Part::kAll ? Part::kBegin : part);
+  one(Part::kBegin, Part::kCompute, begin);
+  one(Part::kCompute, Part::kFinish, compute);
+  one(Part::kFinish, Part::kBegin, finish);
+}
+
+}  // namespace
+
+Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
+                     const Exec& exec) {
+  const Problem layer = layer_problem(exchange, problem, rows);
+  const StepMemory memory = step_memory(layer, pass, {}, exec);
+  Sizes sizes = cuda::moe_sizes(layer, pass, exec);
+  sizes.saved_bytes = pass == Pass::kInference ? 0 : memory.saved_bytes;
+  sizes.scratch_bytes = memory.scratch_bytes;
+  return sizes;
+}
+
+std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exec& exec) {
+  const CurrentDevice current(*exchange.device);
+  cuda::exchange_check(exchange, exec);
+  check_part(exchange, Pass::kForward, Part::kCompute);
+  const cudaStream_t stream = stream_of(exec);
+  void* count = nullptr;
+  check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
+  wait_for(exchange.peers, kPhaseRouting, exchange.limits, stream);
+  count_pairs(pair_work(exchange, problem), static_cast<std::int64_t*>(count), stream);
+  check_cuda(cudaStreamSynchronize(stream), "waiting for the number of rows");
+  cuda::exchange_check(exchange, exec);
+  return *exchange.row_count;
+}
+
+void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                      const ForwardArgs& args, Part part, const Exec& exec) {
+  cuda::exchange_check(exchange, exec);
+  check_rows("x", args.x);
+  check_rows("out", args.out);
+  const Pass pass = args.saved.data == nullptr ? Pass::kInference : Pass::kForward;
+  const Run run(exchange, problem, rows, pass, {args.saved.data, args.scratch.data}, exec);
+  check_problem(run.layer, *exchange.device->engine);
+  check_weights(run.layer, args.weights);
+  const StepMemory& memory = run.memory;
+  const auto begin = [&] {
+    const OwnSlots slots = own_slots(exchange, problem, args.routing);
+    mark_ranks(slots, exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
+    fork(exchange, run.stream);
+    send_slots(exchange.peers, exchange.shape, slots, run.stream);
+    signal(exchange.peers, kPhaseRouting, run.stream);
+    wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
+    send_rows(exchange, args.x, exchange.layout.x, kPhaseRows);
+  };
+  const auto compute = [&] {
+    run.wait(kPhaseRouting);
+    const PairWork work = pair_work(exchange, problem);
+    count_pairs(work, nullptr, run.stream);
+    list_pairs(work, memory.pairs, run.stream);
+    join(exchange, run.stream);
+    run.wait(kPhaseRows);
+    ForwardArgs layer;
+    layer.x = run.received(exchange.layout.x);
+    layer.routing = run.pairs();
+    layer.weights = args.weights;
+    layer.out = run.rows_at(memory.partials);
+    layer.h = args.h;
+    // Without saved the layer runs as inference and keeps its metadata in its own scratch.
+    if (pass == Pass::kForward) layer.saved = memory.layer_saved;
+    layer.scratch = memory.layer_scratch;
+    cuda::moe_forward(run.layer, layer, exec);
+    signal(exchange.peers, kPhaseFree, run.stream);
+    fork(exchange, run.stream);
+    send_partials(run);
+    signal(exchange.peers, kPhasePartials, exchange.sending);
+  };
+  const auto finish = [&] {
+    join(exchange, run.stream);
+    run.wait(kPhasePartials);
+    sum_partials(exchange.peers, exchange.shape, own_partials(run), args.out, run.stream);
+  };
+  run_parts(exchange, Pass::kForward, part, begin, compute, finish);
+}
+
+void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
+                       const BackwardArgs& args, Part part, const Exec& exec) {
+  cuda::exchange_check(exchange, exec);
+  check_rows("x", args.x);
+  check_rows("dout", args.dout);
+  if (args.dx.data != nullptr) check_rows("dx", args.dx);
+  const Run run(exchange, problem, rows, Pass::kBackward, {args.saved.data, args.scratch.data},
+                exec);
+  check_problem(run.layer, *exchange.device->engine);
+  check_weights(run.layer, args.weights);
+  check_grads(run.layer, args.weights, args.grads);
+  const StepMemory& memory = run.memory;
+  const OwnSlots slots = own_slots(exchange, problem, args.routing);
+  const bool wants_dx = args.dx.data != nullptr;
+  const bool wants_scores = args.dweights.data != nullptr;
+  const auto begin = [&] {
+    mark_ranks(slots, exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
+    fork(exchange, run.stream);
+    wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
+    send_rows(exchange, args.dout, exchange.layout.dout, kPhaseRows);
+    send_rows(exchange, args.x, exchange.layout.x, kPhaseAgain);
+  };
+  const auto compute = [&] {
+    join(exchange, run.stream);
+    run.wait(kPhaseRows);
+    run.wait(kPhaseAgain);
+    BackwardArgs layer;
+    layer.x = run.received(exchange.layout.x);
+    layer.routing = run.pairs();
+    layer.weights = args.weights;
+    layer.dout = run.received(exchange.layout.dout);
+    layer.h = args.h;
+    layer.saved = memory.layer_saved;
+    layer.scratch = memory.layer_scratch;
+    if (wants_dx) layer.dx = run.rows_at(memory.partials);
+    if (wants_scores) layer.dweights = tensor1(memory.score_grads, DType::kF32, rows);
+    layer.grads = args.grads;
+    layer.grad_mode = args.grad_mode;
+    cuda::moe_backward(run.layer, layer, exec);
+    signal(exchange.peers, kPhaseFree, run.stream);
+    fork(exchange, run.stream);
+    if (wants_dx) send_partials(run);
+    if (wants_scores) {
+      push_score_grads(exchange.peers, exchange.shape, memory.pairs, memory.score_grads,
+                       exchange.sending);
+    }
+    signal(exchange.peers, kPhasePartials, exchange.sending);
+  };
+  const auto finish = [&] {
+    join(exchange, run.stream);
+    run.wait(kPhasePartials);
+    if (wants_dx) {
+      sum_partials(exchange.peers, exchange.shape, own_partials(run), args.dx, run.stream);
+    }
+    if (wants_scores) {
+      take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, run.stream);
+    }
+  };
+  run_parts(exchange, Pass::kBackward, part, begin, compute, finish);
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,261 @@
+// A rank's slots, sent to all ranks, and the pairs that each rank picks from all slots.
+#include <algorithm>
+
+#include "cuda/exchange/faults.cuh"
+#include "cuda/routing/slot_view.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+static_assert(kPairChunk % kThreads == 0);
+
+/// OwnSlots as kernels see it.
+struct SlotSource {
+  SlotView expert, token, weight;
+  std::int32_t top_k, count, tokens, experts, experts_per_rank;
+
+  struct Slot {
+    std::int32_t token;
+    std::int32_t expert;  ///< -1: the slot is empty
+  };
+  __device__ Slot operator[](int i) const {
+    const std::int64_t t = token.data == nullptr ? i / top_k : token.integer(token.offset(i));
+    const bool valid = t >= 0 && t < tokens;
+    return {valid ? static_cast<std::int32_t>(t) : -1,
+            valid ? expert.expert(expert.offset(i), experts) : -1};
+  }
+};
+
+SlotSource slot_source(const OwnSlots& s) {
+  return {slot_view(s.expert),
+          slot_view(s.token),
+          slot_view(s.weight),
+          static_cast<std::int32_t>(std::max<std::int64_t>(s.top_k, 1)),
+          static_cast<std::int32_t>(s.count),
+          static_cast<std::int32_t>(s.tokens),
+          static_cast<std::int32_t>(s.experts),
+          static_cast<std::int32_t>(s.experts_per_rank)};
+}
+
+unsigned blocks_of(std::int64_t count) {
+  return static_cast<unsigned>(std::clamp<std::int64_t>((count + kThreads - 1) / kThreads, 1, 256));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    mark_ranks_kernel(const SlotSource slots, unsigned long long* masks) {
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
+    const SlotSource::Slot slot = slots[i];
+    if (slot.expert < 0) continue;
+    atomicOr(&masks[slot.token], 1ull << (slot.expert / slots.experts_per_rank));
+  }
+}
+
+struct ListOffsets {
+  std::int64_t token, expert, weight;  // bytes, of slot 0 of a rank's list
+};
+
+__global__ void __launch_bounds__(kThreads)
+    send_slots_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
+                      const ListOffsets lists) {
+  if (blockIdx.x == 0 && threadIdx.x < peers.ranks) {
+    peers.control(static_cast<int>(threadIdx.x))->slots[peers.rank] = slots.count;
+  }
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
+    const SlotSource::Slot slot = slots[i];
+    const float weight = slots.weight.weight(slots.weight.offset(i));
+    for (int r = 0; r < peers.ranks; r++) {
+      peers.at<std::int32_t>(r, lists.token)[i] = slot.token;
+      peers.at<std::int32_t>(r, lists.expert)[i] = slot.expert;
+      peers.at<float>(r, lists.weight)[i] = weight;
+    }
+  }
+}
+
+struct PairParams {
+  SlotLists lists;
+  const std::int32_t* slots;  // of each rank
+  std::int32_t* block_counts;
+  std::int64_t max_slots;
+  std::int64_t max_tokens;
+  std::int32_t ranks;
+  std::int32_t first_expert;
+  std::int32_t experts;  // of this rank
+
+  /// This rank's number of the expert at a place of the lists; negative where it has none.
+  __device__ int expert(std::int64_t place) const {
+    const std::int64_t s = place / max_slots;
+    if (s >= ranks || place - s * max_slots >= min(static_cast<std::int64_t>(slots[s]), max_slots))
+      return -1;
+    const int e = lists.expert[place] - first_expert;
+    return e < experts ? e : -1;
+  }
+};
+
+__device__ std::int64_t place_of(int round) {
+  return blockIdx.x * kPairChunk + round * kThreads + threadIdx.x;
+}
+
+__global__ void __launch_bounds__(kThreads) count_pairs_kernel(const PairParams p) {
+  int count = 0;
+  for (int round = 0; round < kPairChunk / kThreads; round++) {
+    count += __syncthreads_count(p.expert(place_of(round)) >= 0);
+  }
+  if (threadIdx.x == 0) p.block_counts[blockIdx.x] = count;
+}
+
+/// The counts of the blocks [first, last) and of all `blocks`, summed by one block.
+struct CountSums {
+  std::int64_t before, all;
+};
+__device__ CountSums sum_counts(const std::int32_t* counts, int before, int blocks) {
+  __shared__ unsigned long long sums[2];
+  if (threadIdx.x < 2) sums[threadIdx.x] = 0;
+  __syncthreads();
+  for (int b = threadIdx.x; b < blocks; b += kThreads) {
+    const auto count = static_cast<unsigned long long>(counts[b]);
+    atomicAdd(&sums[1], count);
+    if (b < before) atomicAdd(&sums[0], count);
+  }
+  __syncthreads();
+  return {static_cast<std::int64_t>(sums[0]), static_cast<std::int64_t>(sums[1])};
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sum_pairs_kernel(const std::int32_t* counts, int blocks, std::int64_t* total) {
+  const CountSums sums = sum_counts(counts, 0, blocks);
+  if (threadIdx.x == 0) *total = sums.all;
+}
+
+/// Positions are given out in the order of places, so the list does not depend on timing.
+__global__ void __launch_bounds__(kThreads)
+    list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
+                      const WaitLimits limits) {
+  __shared__ int warp_counts[kWarps];
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const unsigned lane = threadIdx.x % 32;
+  const CountSums sums =
+      sum_counts(p.block_counts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  if (sums.all > out.rows && blockIdx.x == 0 && threadIdx.x == 0) {
+    give_up(peers, limits, FaultCode::pack(kFaultOverflow, kPhaseRouting, peers.rank), peers.rank,
+            sums.all);
+  }
+  std::int64_t first = sums.before;
+  for (int round = 0; round < kPairChunk / kThreads; round++) {
+    const std::int64_t place = place_of(round);
+    const int expert = p.expert(place);
+    const unsigned found = __ballot_sync(~0u, expert >= 0);
+    if (lane == 0) warp_counts[warp] = __popc(found);
+    __syncthreads();
+    std::int64_t row = first + __popc(found & ((1u << lane) - 1));
+    for (int w = 0; w < kWarps; w++) {
+      row += w < warp ? warp_counts[w] : 0;
+      first += warp_counts[w];
+    }
+    __syncthreads();
+    if (expert < 0 || row >= out.rows) continue;
+    const std::int64_t s = place / p.max_slots;
+    const std::int64_t token = s * p.max_tokens + p.lists.token[place];
+    out.token[row] = static_cast<std::int32_t>(token);
+    out.expert[row] = expert;
+    out.weight[row] = p.lists.weight[place];
+    out.slot[row] = static_cast<std::int32_t>(place - s * p.max_slots);
+    out.has_row[token] = 1;
+  }
+  for (std::int64_t row = sums.all + blockIdx.x * kThreads + threadIdx.x; row < out.rows;
+       row += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    out.token[row] = -1;
+    out.expert[row] = -1;
+    out.weight[row] = 0.0f;
+    out.slot[row] = -1;
+  }
+}
+
+PairParams pair_params(const PairWork& w) {
+  const ExchangeLayout layout = exchange_layout(w.shape);
+  const Peers& p = w.peers;
+  return {{p.own<std::int32_t>(layout.slot_token), p.own<std::int32_t>(layout.slot_expert),
+           p.own<float>(layout.slot_weight)},
+          p.own<Control>(layout.control)->slots,
+          p.own<std::int32_t>(layout.block_counts),
+          w.shape.max_slots,
+          w.shape.max_tokens,
+          p.ranks,
+          static_cast<std::int32_t>(p.rank * w.experts_per_rank),
+          static_cast<std::int32_t>(w.experts_per_rank)};
+}
+
+/// Every slot's gradient has been sent by the rank of its expert.
+__global__ void __launch_bounds__(kThreads)
+    take_score_grads_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
+                            const float* sent, const SlotView out) {
+  const bool fault = has_fault(peers);
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
+    const float value = slots[i].expert < 0 ? 0.0f : sent[i];
+    out.weight(out.offset(i)) = fault ? __int_as_float(0x7fffffff) : value;
+  }
+}
+
+}  // namespace
+
+void mark_ranks(const OwnSlots& slots, std::uint64_t* masks, cudaStream_t stream) {
+  if (slots.tokens == 0) return;
+  check_cuda(cudaMemsetAsync(masks, 0, slots.tokens * sizeof(std::uint64_t), stream),
+             "clearing the ranks of tokens");
+  mark_ranks_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(
+      slot_source(slots), reinterpret_cast<unsigned long long*>(masks));
+  check_cuda(cudaGetLastError(), "launching the ranks of tokens");
+}
+
+void send_slots(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
+                cudaStream_t stream) {
+  const ExchangeLayout layout = exchange_layout(shape);
+  const std::int64_t first = peers.rank * shape.max_slots * 4;
+  send_slots_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(
+      peers, slot_source(slots),
+      {layout.slot_token + first, layout.slot_expert + first, layout.slot_weight + first});
+  check_cuda(cudaGetLastError(), "launching the exchange of routing");
+}
+
+void count_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream) {
+  const PairParams params = pair_params(work);
+  const auto blocks = static_cast<unsigned>(pair_blocks(work.shape));
+  count_pairs_kernel<<<blocks, kThreads, 0, stream>>>(params);
+  if (total != nullptr) {
+    sum_pairs_kernel<<<1, kThreads, 0, stream>>>(params.block_counts, static_cast<int>(blocks),
+                                                 total);
+  }
+  check_cuda(cudaGetLastError(), "launching the count of pairs");
+}
+
+void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream) {
+  check_cuda(cudaMemsetAsync(list.has_row, 0, work.shape.ranks * work.shape.max_tokens, stream),
+             "clearing the marks of tokens");
+  list_pairs_kernel<<<static_cast<unsigned>(pair_blocks(work.shape)), kThreads, 0, stream>>>(
+      pair_params(work), list, work.peers, work.limits);
+  check_cuda(cudaGetLastError(), "launching the list of pairs");
+}
+
+void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
+                      const Tensor& out, cudaStream_t stream) {
+  if (slots.count == 0) return;
+  take_score_grads_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(
+      peers, slot_source(slots), peers.own<float>(exchange_layout(shape).score_grads),
+      slot_view(out));
+  check_cuda(cudaGetLastError(), "launching the gradients of routing weights");
+}
+
+void load_slot_kernels() {
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(mark_ranks_kernel),
+                             reinterpret_cast<const void*>(send_slots_kernel),
+                             reinterpret_cast<const void*>(count_pairs_kernel),
+                             reinterpret_cast<const void*>(sum_pairs_kernel),
+                             reinterpret_cast<const void*>(list_pairs_kernel),
+                             reinterpret_cast<const void*>(take_score_grads_kernel)}) {
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+  }
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,26 @@
+// Flags between GPUs, and the clock that limits waits for them.
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda::ptx {
+
+/// Stores a word that another GPU reads by acquire_system(). Whoever reads the value also sees what
+/// this thread wrote before, and what kernels wrote that were complete when this one began.
+__device__ __forceinline__ void release_system(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("fence.acq_rel.sys;\nst.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value)
+               : "memory");
+}
+__device__ __forceinline__ std::uint32_t acquire_system(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+/// Nanoseconds of a clock that runs at the same rate on every multiprocessor.
+__device__ __forceinline__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+}  // namespace sonicmoe::cuda::ptx
