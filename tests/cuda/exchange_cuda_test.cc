@@ -1,0 +1,428 @@
+// Steps over pretended ranks: equal bits on every run and replay, faults that end in a sentence.
+#include <algorithm>
+#include <chrono>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "cuda/pretended_ranks.h"
+
+namespace sonicmoe {
+namespace {
+
+using testing::DeviceArray;
+using testing::GroupOptions;
+using testing::must;
+using testing::PretendedRanks;
+using Bits = std::vector<std::vector<std::uint8_t>>;
+
+struct LayerShape {
+  std::int64_t tokens = 300, hidden = 264, width = 136, experts = 24, top_k = 4;
+};
+
+std::vector<std::uint16_t> random_bf16(std::int64_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+  std::vector<std::uint16_t> out(count);
+  for (std::uint16_t& v : out) {
+    const float f = uniform(random);
+    std::uint32_t word = 0;
+    __builtin_memcpy(&word, &f, 4);
+    v = static_cast<std::uint16_t>(word >> 16);
+  }
+  return out;
+}
+
+/// One rank's tensors, buffers and calls, on its own GPU.
+class RankLayer {
+ public:
+  RankLayer(const PretendedRanks& ranks, std::int32_t r, const LayerShape& s, std::int64_t rows)
+      : ranks_(ranks), rank_(r), rows_(rows) {
+    must(cudaSetDevice(ranks.ordinal(r)));
+    // Ranks have different numbers of tokens.
+    tokens_ = std::max<std::int64_t>(s.tokens - 7 * r, 0);
+    const std::int64_t experts = s.experts / ranks.size();
+    problem_.tokens = tokens_;
+    problem_.hidden = s.hidden;
+    problem_.width = s.width;
+    problem_.experts = s.experts;
+    problem_.top_k = s.top_k;
+    problem_.dtype = DType::kBF16;
+    const Sizes f = exchange_sizes(ranks.exchange(r), problem_, rows, Pass::kForward, exec());
+    const Sizes b = exchange_sizes(ranks.exchange(r), problem_, rows, Pass::kBackward, exec());
+    x_ = random_array(tokens_ * s.hidden, 10 + r);
+    dout_ = random_array(tokens_ * s.hidden, 30 + r);
+    up_ = random_array(experts * 2 * s.width * s.hidden, 50 + r);
+    down_ = random_array(experts * s.hidden * s.width, 70 + r);
+    ids_ = array(tokens_ * s.top_k * 4);
+    weights_ = array(tokens_ * s.top_k * 4);
+    out_ = array(tokens_ * s.hidden * 2);
+    dx_ = array(tokens_ * s.hidden * 2);
+    dweights_ = array(tokens_ * s.top_k * 4);
+    dup_ = array(up_->bytes());
+    ddown_ = array(down_->bytes());
+    forward_.x = rows_at(x_);
+    forward_.routing.ids = tensor2(ids_->data(), DType::kI32, tokens_, s.top_k);
+    forward_.routing.weights = tensor2(weights_->data(), DType::kF32, tokens_, s.top_k);
+    forward_.weights = experts_at(up_, down_, s, experts);
+    forward_.out = rows_at(out_);
+    forward_.h = array(f.h_bytes)->buffer();
+    forward_.saved = array(f.saved_bytes)->buffer();
+    forward_.scratch = array(std::max(f.scratch_bytes, b.scratch_bytes))->buffer();
+    backward_.x = forward_.x;
+    backward_.routing = forward_.routing;
+    backward_.weights = forward_.weights;
+    backward_.dout = rows_at(dout_);
+    backward_.h = forward_.h;
+    backward_.saved = forward_.saved;
+    backward_.scratch = forward_.scratch;
+    backward_.dx = rows_at(dx_);
+    backward_.dweights = tensor2(dweights_->data(), DType::kF32, tokens_, s.top_k);
+    backward_.grads = experts_at(dup_, ddown_, s, experts);
+    must(cudaSetDevice(0));
+  }
+
+  Exec exec() const { return ranks_.exec(rank_); }
+  /// Ids below `experts`, some slots empty.
+  void route(unsigned seed, int experts) {
+    must(cudaSetDevice(ranks_.ordinal(rank_)));
+    std::mt19937 random(seed * 100 + rank_);
+    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
+    std::vector<std::int32_t> ids(tokens_ * problem_.top_k);
+    std::vector<float> weights(ids.size());
+    for (std::int32_t& id : ids) id = static_cast<int>(random() % (experts + 1)) - 1;
+    for (float& w : weights) w = uniform(random);
+    ids_->set(ids);
+    weights_->set(weights);
+    must(cudaSetDevice(0));
+  }
+  void forward(Part part) {
+    exchange_forward(ranks_.exchange(rank_), problem_, rows_, forward_, part, exec());
+  }
+  void backward(Part part) {
+    exchange_backward(ranks_.exchange(rank_), problem_, rows_, backward_, part, exec());
+  }
+  std::int64_t rows_asked() const {
+    return exchange_rows(ranks_.exchange(rank_), problem_, exec());
+  }
+  void poison() {
+    must(cudaSetDevice(ranks_.ordinal(rank_)));
+    for (DeviceArray* a : {out_, dx_, dweights_, dup_, ddown_}) a->fill(0x7f);
+    must(cudaSetDevice(0));
+  }
+  void append(Bits& bits) const {
+    for (const DeviceArray* a : {out_, dx_, dweights_, dup_, ddown_}) bits.push_back(a->get());
+  }
+  const DeviceArray& out() const { return *out_; }
+
+ private:
+  DeviceArray* array(std::int64_t bytes) {
+    return arrays_.emplace_back(std::make_unique<DeviceArray>(bytes)).get();
+  }
+  DeviceArray* random_array(std::int64_t count, unsigned seed) {
+    DeviceArray* a = array(count * 2);
+    a->set(random_bf16(count, seed));
+    return a;
+  }
+  Tensor rows_at(const DeviceArray* a) const {
+    return tensor2(a->data(), DType::kBF16, tokens_, problem_.hidden);
+  }
+  static Weights experts_at(const DeviceArray* up, const DeviceArray* down, const LayerShape& s,
+                            std::int64_t experts) {
+    Weights w;
+    w.gate = tensor3(up->data(), DType::kBF16, experts, s.width, s.hidden);
+    w.gate.stride[0] *= 2;
+    w.up = w.gate;
+    w.up.data = static_cast<std::uint16_t*>(up->data()) + s.width * s.hidden;
+    w.down = tensor3(down->data(), DType::kBF16, experts, s.hidden, s.width);
+    return w;
+  }
+
+  const PretendedRanks& ranks_;
+  std::int32_t rank_;
+  std::int64_t rows_;
+  std::int64_t tokens_ = 0;
+  Problem problem_;
+  ForwardArgs forward_;
+  BackwardArgs backward_;
+  std::vector<std::unique_ptr<DeviceArray>> arrays_;
+  DeviceArray *x_, *dout_, *up_, *down_, *ids_, *weights_, *out_, *dx_, *dweights_, *dup_, *ddown_;
+};
+
+GroupOptions options_of(const LayerShape& s, std::int32_t ranks, Transport transport) {
+  GroupOptions o;
+  o.shape = {ranks, s.tokens, s.tokens * s.top_k, s.hidden, DType::kBF16};
+  o.transport = transport;
+  return o;
+}
+
+/// All ranks of a layer. Parts are enqueued for the ranks in `order`.
+struct Group {
+  Group(const LayerShape& s, const GroupOptions& o, std::int64_t rows = 0)
+      : ranks(o), shape(s), order(o.shape.ranks) {
+    for (std::int32_t r = 0; r < ranks.size(); ++r) {
+      order[r] = r;
+      layers.push_back(std::make_unique<RankLayer>(
+          ranks, r, s, rows != 0 ? rows : o.shape.ranks * s.tokens * s.top_k));
+    }
+  }
+  void route(unsigned seed, int experts) {
+    for (auto& layer : layers) layer->route(seed, experts);
+  }
+  void step() {
+    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+      for (const std::int32_t r : order) layers[r]->forward(part);
+    }
+    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+      for (const std::int32_t r : order) layers[r]->backward(part);
+    }
+  }
+  void poison() {
+    for (auto& layer : layers) layer->poison();
+  }
+  Bits bits() {
+    ranks.wait();
+    Bits all;
+    for (auto& layer : layers) layer->append(all);
+    return all;
+  }
+  Bits run() {
+    poison();
+    step();
+    return bits();
+  }
+  /// The sentence of a rank's fault; empty if it has none.
+  std::string fault(std::int32_t r) {
+    ranks.wait_quietly();
+    try {
+      exchange_check(ranks.exchange(r), ranks.exec(r));
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return {};
+  }
+
+  PretendedRanks ranks;
+  LayerShape shape;
+  std::vector<std::int32_t> order;
+  std::vector<std::unique_ptr<RankLayer>> layers;
+};
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+bool is_nan(const DeviceArray& rows) {
+  const std::vector<std::uint16_t> values = rows.get<std::uint16_t>();
+  return std::all_of(values.begin(), values.end(),
+                     [](std::uint16_t v) { return (v & 0x7fff) > 0x7f80; });
+}
+
+TEST(Exchange, EqualBitsWhateverArrivesFirst) {
+  const LayerShape shape;
+  for (const std::int32_t count : {2, 3, 8}) {
+    Group push(shape, options_of(shape, count, Transport::kPush));
+    Group copy(shape, options_of(shape, count, Transport::kCopy));
+    push.route(1, 24);
+    copy.route(1, 24);
+    const Bits want = push.run();
+    EXPECT_EQ(copy.run(), want) << "copy engines, " << count << " ranks";
+    std::mt19937 random(5);
+    for (int repeat = 0; repeat < 100; ++repeat) {
+      std::shuffle(push.order.begin(), push.order.end(), random);
+      push.step();
+      if (repeat % 20 == 19) {
+        ASSERT_EQ(push.bits(), want) << count << " ranks, repeat " << repeat;
+        push.poison();
+      }
+    }
+  }
+}
+
+TEST(Exchange, ReplaysOverOtherRoutings) {
+  const LayerShape shape;
+  for (const Transport transport : {Transport::kPush, Transport::kCopy}) {
+    Group group(shape, options_of(shape, 2, transport));
+    group.route(1, 24);
+    group.run();
+    std::vector<cudaGraphExec_t> replays;
+    for (std::int32_t r = 0; r < group.ranks.size(); ++r) {
+      cudaGraph_t graph = nullptr;
+      const cudaStream_t stream = group.ranks.stream(r);
+      must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      group.layers[r]->forward(Part::kAll);
+      group.layers[r]->backward(Part::kAll);
+      must(cudaStreamEndCapture(stream, &graph));
+      must(cudaGraphInstantiate(&replays.emplace_back(), graph, 0));
+      must(cudaGraphDestroy(graph));
+    }
+    for (const auto& [seed, experts] : {std::pair{2u, 24}, {3u, 24}, {4u, 1}, {5u, 0}, {6u, 9}}) {
+      group.route(seed, experts);
+      const Bits want = group.run();
+      group.poison();
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        for (std::int32_t r = 0; r < group.ranks.size(); ++r) {
+          must(cudaGraphLaunch(replays[r], group.ranks.stream(r)));
+        }
+      }
+      ASSERT_EQ(group.bits(), want) << "routing " << seed;
+    }
+    for (cudaGraphExec_t replay : replays) must(cudaGraphExecDestroy(replay));
+  }
+}
+
+TEST(Exchange, AskedRowsAreTheRowsRouted) {
+  const LayerShape shape;
+  Group group(shape, options_of(shape, 3, Transport::kPush));
+  group.route(1, 8);  // experts 0 to 7: all of rank 0
+  for (auto& layer : group.layers) layer->forward(Part::kBegin);
+  std::int64_t valid = 0;
+  for (std::int32_t r = 0; r < 3; ++r) {
+    std::mt19937 random(100 + r);
+    for (std::int64_t i = 0; i < (shape.tokens - 7 * r) * shape.top_k; ++i) {
+      valid += random() % 9 != 0 ? 1 : 0;
+    }
+  }
+  EXPECT_EQ(group.layers[0]->rows_asked(), valid);
+  EXPECT_EQ(group.layers[1]->rows_asked(), 0);
+  EXPECT_EQ(group.layers[2]->rows_asked(), 0);
+}
+
+TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
+  const LayerShape shape;
+  GroupOptions options = options_of(shape, 3, Transport::kPush);
+  Group sound(shape, options);
+  sound.route(1, 24);
+  const Bits want = sound.run();
+  options.time_limit_ms = 300;
+  Group group(shape, options);
+  group.route(1, 24);
+  const auto start = std::chrono::steady_clock::now();
+  for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+    for (const std::int32_t r : {0, 1}) {
+      try {
+        group.layers[r]->forward(part);
+      } catch (const Error&) {
+        // The fault may have been found before the host has enqueued all parts.
+      }
+    }
+  }
+  const std::string first = group.fault(0), second = group.fault(1);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_TRUE(contains(first, "rank 2 did not send its r")) << first;
+  EXPECT_TRUE(contains(second, "rank 2 did not send its r")) << second;
+  EXPECT_THROW(group.layers[0]->forward(Part::kBegin), Error);
+  // The late rank learns at its first wait that the others have given up on it.
+  try {
+    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+      group.layers[2]->forward(part);
+    }
+  } catch (const Error&) {
+  }
+  const std::string late = group.fault(2);
+  EXPECT_TRUE(contains(late, "rank 2 did not send its r")) << late;
+  EXPECT_TRUE(contains(late, "says rank ")) << late;
+  group.ranks.reset();
+  EXPECT_EQ(group.run(), want) << "after a reset";
+}
+
+TEST(Exchange, AFailedStepLeavesNaN) {
+  const LayerShape shape;
+  GroupOptions options = options_of(shape, 2, Transport::kCopy);
+  options.time_limit_ms = 1'000;
+  Group group(shape, options);
+  group.route(1, 24);
+  // Rank 1 sends its rows but never computes.
+  group.layers[1]->forward(Part::kBegin);
+  group.layers[0]->forward(Part::kAll);
+  const std::string sentence = group.fault(0);
+  EXPECT_TRUE(contains(sentence, "rank 1 did not send its partial sums")) << sentence;
+  EXPECT_TRUE(is_nan(group.layers[0]->out()));
+}
+
+TEST(Exchange, OverflowIsReportedOnEveryRank) {
+  const LayerShape shape;
+  const std::int64_t rows = 1024;  // less than rank 0 gets below
+  Group group(shape, options_of(shape, 2, Transport::kPush), rows);
+  group.route(1, 12);
+  for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+    for (auto& layer : group.layers) {
+      try {
+        layer->forward(part);
+      } catch (const Error&) {
+      }
+    }
+  }
+  const std::string own = group.fault(0), other = group.fault(1);
+  EXPECT_TRUE(contains(own, "rank 0 got more rows for its experts than its capacity")) << own;
+  EXPECT_TRUE(contains(own, " rows came)")) << own;
+  EXPECT_TRUE(contains(other, "rank 0 got more rows")) << other;
+  EXPECT_TRUE(contains(other, "says rank 0")) << other;
+  group.ranks.reset();
+  group.route(7, 0);
+  group.run();
+}
+
+TEST(Exchange, PartsOutOfOrderAreRefused) {
+  const LayerShape shape;
+  Group group(shape, options_of(shape, 1, Transport::kPush));
+  group.route(1, 24);
+  EXPECT_THROW(group.layers[0]->forward(Part::kCompute), Error);
+  group.layers[0]->forward(Part::kBegin);
+  EXPECT_THROW(group.layers[0]->forward(Part::kBegin), Error);
+  EXPECT_THROW(group.layers[0]->backward(Part::kCompute), Error);
+  group.layers[0]->forward(Part::kCompute);
+  group.layers[0]->forward(Part::kFinish);
+  group.ranks.wait();
+}
+
+/// A rank that does not wait for what a flag announces gives other bits: the flags are needed.
+TEST(Exchange, AFlagOneEpochOffIsSeen) {
+  const LayerShape shape;
+  for (const bool early : {false, true}) {
+    Group group(shape, options_of(shape, 2, Transport::kPush));
+    group.route(1, 24);
+    const Bits want = group.run();
+    group.poison();
+    const cuda::ExchangeLayout layout = cuda::exchange_layout(group.ranks.shape());
+    for (auto& layer : group.layers) layer->forward(Part::kBegin);
+    group.layers[0]->forward(Part::kCompute);
+    if (early) {
+      const std::int64_t bytes = 2 * shape.tokens * shape.hidden * 2;
+      must(cudaMemset(group.ranks.at<std::uint8_t>(0, layout.partials), 0, bytes));
+      auto* control = group.ranks.at<cuda::Control>(0, layout.control);
+      const std::uint32_t ahead = 3;  // forward, backward, and this forward
+      must(cudaMemcpy(&control->flags[cuda::kPhasePartials][1], &ahead, 4, cudaMemcpyHostToDevice));
+    }
+    group.layers[0]->forward(Part::kFinish);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    group.layers[1]->forward(Part::kCompute);
+    group.layers[1]->forward(Part::kFinish);
+    group.ranks.wait();
+    EXPECT_EQ(group.layers[0]->out().get() == want[0], !early);
+  }
+}
+
+TEST(Exchange, TwoGpusEqualPretendedRanks) {
+  int devices = 0;
+  must(cudaGetDeviceCount(&devices));
+  if (devices < 2) GTEST_SKIP() << "needs two GPUs";
+  const LayerShape shape;
+  for (const std::int32_t count : {2, 4}) {
+    for (const Transport transport : {Transport::kPush, Transport::kCopy}) {
+      GroupOptions options = options_of(shape, count, transport);
+      Group pretended(shape, options);
+      options.devices = 2;
+      Group two(shape, options);
+      pretended.route(1, 24);
+      two.route(1, 24);
+      const Bits want = pretended.run();
+      ASSERT_EQ(two.run(), want);
+      for (int repeat = 0; repeat < 100; ++repeat) two.step();
+      ASSERT_EQ(two.bits(), want) << count << " ranks";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe

@@ -1,0 +1,372 @@
+// The harness on an implementation that divides tokens and experts among pretended ranks. What it
+// computes must be what one process computes; controls break the exchange itself.
+#include <algorithm>
+#include <iostream>
+
+#include "cuda/pretended_ranks.h"
+#include "verify/device.h"
+#include "verify/harness.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+using sonicmoe::testing::DeviceArray;
+using sonicmoe::testing::must;
+using sonicmoe::testing::PretendedRanks;
+
+/// How tokens are divided among ranks.
+enum class Split { kEven, kFirstHasNone, kLastHasAll };
+
+struct Form {
+  std::int32_t ranks;
+  Transport transport = Transport::kPush;
+  Split split = Split::kEven;
+  bool exact = false;  ///< asks the device for the number of rows
+};
+
+/// Changes memory between the parts of a step, when all ranks are idle.
+struct Spoil {
+  std::function<void(PretendedRanks&)> rows;      ///< after kBegin
+  std::function<void(PretendedRanks&)> partials;  ///< after kCompute
+};
+
+std::vector<std::int64_t> token_bounds(std::int64_t tokens, const Form& form) {
+  std::vector<std::int64_t> bounds(form.ranks + 1, 0);
+  bounds[form.ranks] = tokens;
+  const std::int64_t first = form.split == Split::kFirstHasNone ? 1 : 0;
+  if (form.split == Split::kLastHasAll || first == form.ranks) return bounds;
+  for (std::int64_t r = first; r < form.ranks; ++r) {
+    bounds[r] = tokens * (r - first) / (form.ranks - first);
+  }
+  return bounds;
+}
+
+Tensor rows_of(const Tensor& t, std::int64_t first, std::int64_t last) {
+  if (t.data == nullptr) return t;
+  Tensor part = t;
+  part.data = static_cast<std::uint8_t*>(t.data) + first * t.stride[0] * dtype_bytes(t.dtype);
+  part.shape[0] = last - first;
+  return part;
+}
+
+Weights experts_of(const Weights& w, std::int64_t first, std::int64_t last) {
+  return {rows_of(w.gate, first, last), rows_of(w.up, first, last),
+          rows_of(w.down, first, last), rows_of(w.b_gate, first, last),
+          rows_of(w.b_up, first, last), rows_of(w.b_down, first, last)};
+}
+
+/// Elements of a list, which may have any stride.
+std::vector<std::int64_t> integers(const Tensor& t) {
+  std::vector<std::int64_t> values(t.shape[0]);
+  for (std::int64_t i = 0; i < t.shape[0]; ++i) {
+    const auto* at = static_cast<std::uint8_t*>(t.data) + i * t.stride[0] * dtype_bytes(t.dtype);
+    if (t.dtype == DType::kI64) {
+      must(cudaMemcpy(&values[i], at, 8, cudaMemcpyDeviceToHost));
+    } else {
+      std::int32_t narrow = 0;
+      must(cudaMemcpy(&narrow, at, 4, cudaMemcpyDeviceToHost));
+      values[i] = narrow;
+    }
+  }
+  return values;
+}
+
+/// One rank's share of a case.
+struct Share {
+  Problem problem;
+  Routing routing;
+  std::int64_t first = 0, last = 0;  ///< tokens
+  std::int64_t rows = 0;
+  std::vector<std::int64_t> slots;  ///< pairs: this rank's slots of the whole list
+  std::vector<std::unique_ptr<DeviceArray>> arrays;
+  DeviceArray *h = nullptr, *saved = nullptr, *scratch = nullptr, *dweights = nullptr;
+
+  DeviceArray* array(std::int64_t bytes) {
+    return arrays.emplace_back(std::make_unique<DeviceArray>(bytes)).get();
+  }
+};
+
+/// A layer over pretended ranks with the public signatures.
+class ParallelLayer {
+ public:
+  ParallelLayer(const Form& form, Spoil spoil) : form_(form), spoil_(std::move(spoil)) {}
+
+  void forward(const Problem& p, const ForwardArgs& args) {
+    divide(p, args.routing);
+    const bool training = args.h.data != nullptr;
+    const Pass pass = training ? Pass::kForward : Pass::kInference;
+    std::vector<ForwardArgs> parts(shares_.size());
+    each([&](std::int32_t r, Share& s) {
+      ForwardArgs& a = parts[r];
+      a.x = rows_of(args.x, s.first, s.last);
+      a.routing = s.routing;
+      a.weights = experts(p, args.weights, r);
+      a.out = rows_of(args.out, s.first, s.last);
+      exchange_forward(ranks_->exchange(r), s.problem, 0, a, Part::kBegin, ranks_->exec(r));
+    });
+    if (spoil_.rows) spoil(spoil_.rows);
+    each([&](std::int32_t r, Share& s) {
+      s.rows = form_.exact ? exchange_rows(ranks_->exchange(r), s.problem, ranks_->exec(r))
+                           : row_capacity(p);
+      const Sizes sizes =
+          exchange_sizes(ranks_->exchange(r), s.problem, s.rows, pass, ranks_->exec(r));
+      s.scratch = s.array(sizes.scratch_bytes);
+      parts[r].scratch = s.scratch->buffer();
+      if (!training) return;
+      s.h = s.array(sizes.h_bytes);
+      s.saved = s.array(sizes.saved_bytes);
+      parts[r].h = s.h->buffer();
+      parts[r].saved = s.saved->buffer();
+    });
+    each([&](std::int32_t r, Share& s) {
+      exchange_forward(ranks_->exchange(r), s.problem, s.rows, parts[r], Part::kCompute,
+                       ranks_->exec(r));
+    });
+    if (spoil_.partials) spoil(spoil_.partials);
+    each([&](std::int32_t r, Share& s) {
+      exchange_forward(ranks_->exchange(r), s.problem, s.rows, parts[r], Part::kFinish,
+                       ranks_->exec(r));
+    });
+    ranks_->wait();
+  }
+
+  void backward(const Problem& p, const BackwardArgs& args) {
+    std::vector<BackwardArgs> parts(shares_.size());
+    each([&](std::int32_t r, Share& s) {
+      BackwardArgs& a = parts[r];
+      const Sizes sizes =
+          exchange_sizes(ranks_->exchange(r), s.problem, s.rows, Pass::kBackward, ranks_->exec(r));
+      DeviceArray* scratch = s.array(sizes.scratch_bytes);
+      a.x = rows_of(args.x, s.first, s.last);
+      a.dout = rows_of(args.dout, s.first, s.last);
+      a.routing = s.routing;
+      a.weights = experts(p, args.weights, r);
+      a.h = s.h->buffer();
+      a.saved = s.saved->buffer();
+      a.scratch = scratch->buffer();
+      a.dx = rows_of(args.dx, s.first, s.last);
+      a.dweights = dweights_of(args.dweights, s);
+      a.grads = experts(p, args.grads, r);
+      a.grad_mode = args.grad_mode;
+    });
+    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+      each([&](std::int32_t r, Share& s) {
+        exchange_backward(ranks_->exchange(r), s.problem, s.rows, parts[r], part, ranks_->exec(r));
+      });
+    }
+    ranks_->wait();
+    if (p.form == RoutingForm::kPairs && args.dweights.data != nullptr) gather_dweights(args);
+  }
+
+ private:
+  template <class F>
+  void each(F f) {
+    for (std::int32_t r = 0; r < form_.ranks; ++r) f(r, shares_[r]);
+  }
+  void spoil(const std::function<void(PretendedRanks&)>& change) {
+    ranks_->wait_quietly();
+    change(*ranks_);
+    ranks_->wait_quietly();
+  }
+  Weights experts(const Problem& p, const Weights& w, std::int32_t r) const {
+    const std::int64_t each = p.experts / form_.ranks;
+    return experts_of(w, r * each, (r + 1) * each);
+  }
+
+  void divide(const Problem& p, const Routing& routing) {
+    shares_.clear();
+    ranks_.reset();
+    shares_.resize(form_.ranks);
+    const std::vector<std::int64_t> bounds = token_bounds(p.tokens, form_);
+    std::vector<std::int64_t> tokens, experts;
+    if (p.form == RoutingForm::kPairs) {
+      tokens = integers(routing.token);
+      experts = integers(routing.expert);
+    }
+    sonicmoe::testing::GroupOptions options;
+    options.shape = {form_.ranks, 1, 1, p.hidden, p.dtype};
+    options.transport = form_.transport;
+    each([&](std::int32_t r, Share& s) {
+      s.first = bounds[r];
+      s.last = bounds[r + 1];
+      s.problem = p;
+      s.problem.tokens = s.last - s.first;
+      if (p.form == RoutingForm::kIds) {
+        s.routing.ids = rows_of(routing.ids, s.first, s.last);
+        s.routing.weights = rows_of(routing.weights, s.first, s.last);
+      } else {
+        take_pairs(routing, tokens, experts, s);
+      }
+      ExchangeShape& shape = options.shape;
+      shape.max_tokens = std::max(shape.max_tokens, s.problem.tokens);
+      shape.max_slots = std::max(shape.max_slots, row_capacity(s.problem));
+    });
+    ranks_ = std::make_unique<PretendedRanks>(options);
+  }
+
+  /// The pairs of a rank's tokens, with the rank's numbers of them. Pairs of no token go to no
+  /// rank.
+  static void take_pairs(const Routing& routing, const std::vector<std::int64_t>& tokens,
+                         const std::vector<std::int64_t>& experts, Share& s) {
+    std::vector<std::int64_t> token, expert;
+    std::vector<float> weight;
+    const Tensor& w = routing.weights;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (tokens[i] < s.first || tokens[i] >= s.last) continue;
+      s.slots.push_back(static_cast<std::int64_t>(i));
+      token.push_back(tokens[i] - s.first);
+      expert.push_back(experts[i]);
+      float value = 0.0f;
+      must(cudaMemcpy(&value, static_cast<float*>(w.data) + i * w.stride[0], 4,
+                      cudaMemcpyDeviceToHost));
+      weight.push_back(value);
+    }
+    const auto count = static_cast<std::int64_t>(token.size());
+    s.problem.capacity = count;
+    DeviceArray *t = s.array(8 * count), *e = s.array(8 * count), *f = s.array(4 * count);
+    t->set(token);
+    e->set(expert);
+    f->set(weight);
+    s.routing.token = tensor1(t->data(), DType::kI64, count);
+    s.routing.expert = tensor1(e->data(), DType::kI64, count);
+    s.routing.weights = tensor1(f->data(), DType::kF32, count);
+  }
+
+  Tensor dweights_of(const Tensor& whole, Share& s) {
+    if (whole.data == nullptr || s.problem.form == RoutingForm::kIds) {
+      return rows_of(whole, s.first, s.last);
+    }
+    const auto count = static_cast<std::int64_t>(s.slots.size());
+    s.dweights = s.array(4 * count);
+    return tensor1(s.dweights->data(), DType::kF32, count);
+  }
+  void gather_dweights(const BackwardArgs& args) {
+    const Tensor& whole = args.dweights;
+    std::vector<float> values(whole.shape[0], 0.0f);  // of invalid tokens: zero
+    for (const Share& s : shares_) {
+      const std::vector<float> own = s.dweights->get<float>();
+      for (std::size_t i = 0; i < own.size(); ++i) values[s.slots[i]] = own[i];
+    }
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      must(cudaMemcpy(static_cast<float*>(whole.data) + i * whole.stride[0], &values[i], 4,
+                      cudaMemcpyHostToDevice));
+    }
+  }
+
+  Form form_;
+  Spoil spoil_;
+  std::unique_ptr<PretendedRanks> ranks_;
+  std::vector<Share> shares_;
+};
+
+Implementation parallel_implementation(const Exec& exec, const Form& form,
+                                       const Spoil& spoil = {}) {
+  const auto layer = std::make_shared<ParallelLayer>(form, spoil);
+  Implementation whole = cuda_implementation(exec);
+  Implementation i;
+  i.name = std::to_string(form.ranks) + " ranks";
+  i.memory = whole.memory;
+  i.moe_sizes = whole.moe_sizes;
+  i.moe_forward = [layer](const Problem& p, const ForwardArgs& a) { layer->forward(p, a); };
+  i.moe_backward = [layer](const Problem& p, const BackwardArgs& a) { layer->backward(p, a); };
+  i.serves = [form, serves = whole.serves](const Case& c) {
+    // Partial sums are rounded once more, so outputs whose sums round differ by it.
+    const bool same_rounding = c.data != Data::kRoundings || form.ranks == 1;
+    return c.subject == Subject::kLayer && serves(c) && same_rounding &&
+           c.problem.form != RoutingForm::kGrouped && c.problem.experts % form.ranks == 0;
+  };
+  return i;
+}
+
+class ExchangeHarness : public ::testing::Test {
+ protected:
+  ExchangeHarness() : device_(cuda::open_device(0)) {
+    exec_.backend = Backend::kCuda;
+    exec_.device = device_;
+  }
+  ~ExchangeHarness() override { cuda::close_device(device_); }
+
+  void expect_sound(const Form& form, const std::string& filter) {
+    std::size_t failed = 0;
+    const auto report = [&](const CaseResult& r, std::size_t, std::size_t) {
+      if (r.passed()) return;
+      if (++failed > 10) return;
+      std::cout << r.name << ": " << fault_name(r.fault) << ": " << r.message << std::endl;
+    };
+    const auto results =
+        verify({Extent::kQuick, filter}, parallel_implementation(exec_, form), report);
+    std::cout << form.ranks << " ranks: " << results.size() << " cases, " << failed << " failed\n";
+    EXPECT_GT(results.size(), 0u);
+    EXPECT_EQ(failed, 0u) << form.ranks << " ranks";
+  }
+
+  const cuda::Device* device_;
+  Exec exec_;
+};
+
+TEST_F(ExchangeHarness, RoutingWithAnyNumberOfRanks) {
+  for (const std::int32_t ranks : {1, 2, 3, 4, 5, 8}) {
+    expect_sound({ranks, ranks % 2 == 0 ? Transport::kPush : Transport::kCopy}, "routing/");
+  }
+}
+TEST_F(ExchangeHarness, UnevenTokens) {
+  expect_sound({2, Transport::kCopy, Split::kFirstHasNone}, "routing/ids");
+  expect_sound({3, Transport::kPush, Split::kFirstHasNone}, "routing/");
+  expect_sound({4, Transport::kPush, Split::kLastHasAll}, "routing/");
+}
+TEST_F(ExchangeHarness, NumberOfRowsAskedFor) {
+  expect_sound({2, Transport::kPush, Split::kEven, true}, "routing/");
+  expect_sound({4, Transport::kCopy, Split::kFirstHasNone, true}, "routing/");
+}
+TEST_F(ExchangeHarness, AllOtherCases) {
+  for (const std::int32_t ranks : {2, 5}) {
+    for (const char* filter : {"layout", "grads", "activation", "shape", "wide"}) {
+      expect_sound({ranks}, filter);
+    }
+  }
+}
+
+/// Zeroes a received row that some pair needs.
+void drop_row(PretendedRanks& ranks) {
+  const cuda::ExchangeLayout layout = cuda::exchange_layout(ranks.shape());
+  const std::int64_t bytes = ranks.shape().max_tokens * ranks.shape().hidden * 2;
+  // All rows of rank 0 at the others: some of them are needed in every case below.
+  for (std::int32_t r = 1; r < ranks.size(); ++r) {
+    must(cudaMemset(ranks.at<std::uint8_t>(r, layout.x), 0, bytes));
+  }
+}
+/// The partial sums of the last rank in place of rank 1's, at rank 0.
+void mistake_rank(PretendedRanks& ranks) {
+  const cuda::ExchangeLayout layout = cuda::exchange_layout(ranks.shape());
+  const std::int64_t bytes = ranks.shape().max_tokens * ranks.shape().hidden * 2;
+  auto* partials = ranks.at<std::uint8_t>(0, layout.partials);
+  must(cudaMemcpy(partials + bytes, partials + (ranks.size() - 1) * bytes, bytes,
+                  cudaMemcpyDeviceToDevice));
+}
+/// A slot's expert changes on the way.
+void change_expert(PretendedRanks& ranks) {
+  const cuda::ExchangeLayout layout = cuda::exchange_layout(ranks.shape());
+  for (std::int32_t r = 0; r < ranks.size(); ++r) {
+    must(cudaMemset(ranks.at<std::int32_t>(r, layout.slot_expert), 0, ranks.shape().max_slots * 4));
+  }
+}
+
+TEST_F(ExchangeHarness, RejectsABrokenExchange) {
+  const std::vector<Case> cases = all_cases(Extent::kQuick, "routing/ids_distinct/bf16/integers");
+  ASSERT_EQ(cases.size(), 1u);
+  const Case& c = cases[0];
+  const Form form{4};
+  EXPECT_TRUE(run_case(c, parallel_implementation(exec_, form)).passed());
+  const std::pair<const char*, Spoil> controls[] = {
+      {"rows dropped", {drop_row, {}}},
+      {"experts changed", {change_expert, {}}},
+      {"partial sums of another rank", {{}, mistake_rank}}};
+  for (const auto& [what, spoil] : controls) {
+    const CaseResult result = run_case(c, parallel_implementation(exec_, form, spoil));
+    EXPECT_FALSE(result.passed()) << what << " was accepted";
+    std::cout << what << ": " << fault_name(result.fault) << ": " << result.message << std::endl;
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify

@@ -1,0 +1,122 @@
+// Several ranks in one process: each has its own stream, exchange and symmetric buffer, on one GPU
+// or dealt to several. Everything but the link between GPUs is that of separate processes.
+#pragma once
+
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda/device_array.h"
+#include "cuda/exchange/exchange.h"
+
+namespace sonicmoe::testing {
+
+/// Ranks of one GPU may not share a hardware queue: a rank that waits would hold back the one that
+/// it waits for. CUDA reads the variable when it starts.
+inline const bool kManyQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0;
+
+struct GroupOptions {
+  ExchangeShape shape{};
+  Transport transport = Transport::kPush;
+  std::int64_t time_limit_ms = 20'000;
+  int devices = 1;
+};
+
+class PretendedRanks {
+ public:
+  explicit PretendedRanks(const GroupOptions& options) : shape_(options.shape) {
+    std::vector<void*> addresses;
+    for (std::int32_t r = 0; r < size(); ++r) {
+      ranks_.push_back(std::make_unique<Rank>(r % options.devices));
+      Rank& rank = *ranks_.back();
+      must(cudaSetDevice(rank.ordinal));
+      for (int other = 0; other < options.devices; ++other) {
+        if (other == rank.ordinal) continue;
+        const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
+        if (status != cudaErrorPeerAccessAlreadyEnabled) must(status);
+        cudaGetLastError();
+      }
+      must(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
+      rank.device = cuda::open_device(rank.ordinal);
+      rank.buffer = std::make_unique<DeviceArray>(exchange_bytes(shape_, exec(r)));
+      addresses.push_back(rank.buffer->data());
+    }
+    for (std::int32_t r = 0; r < size(); ++r) {
+      ExchangeOptions o;
+      o.shape = shape_;
+      o.rank = r;
+      o.buffers = addresses.data();
+      o.buffer_bytes = ranks_[r]->buffer->bytes();
+      o.time_limit_ms = options.time_limit_ms;
+      o.transport = options.transport;
+      ranks_[r]->exchange = exchange_open(o, exec(r));
+    }
+    must(cudaSetDevice(0));
+  }
+  ~PretendedRanks() {
+    wait_quietly();
+    for (std::int32_t r = 0; r < size(); ++r) {
+      exchange_close(ranks_[r]->exchange, exec(r));
+      ranks_[r]->buffer.reset();
+      cudaStreamDestroy(ranks_[r]->stream);
+      cuda::close_device(ranks_[r]->device);
+    }
+    cudaSetDevice(0);
+  }
+  PretendedRanks(const PretendedRanks&) = delete;
+  PretendedRanks& operator=(const PretendedRanks&) = delete;
+
+  std::int32_t size() const { return shape_.ranks; }
+  const ExchangeShape& shape() const { return shape_; }
+  Exchange& exchange(std::int32_t r) const { return *ranks_[r]->exchange; }
+  DeviceArray& buffer(std::int32_t r) const { return *ranks_[r]->buffer; }
+  cudaStream_t stream(std::int32_t r) const { return ranks_[r]->stream; }
+  int ordinal(std::int32_t r) const { return ranks_[r]->ordinal; }
+  Exec exec(std::int32_t r) const {
+    Exec e;
+    e.backend = Backend::kCuda;
+    e.device = ranks_[r]->device;
+    e.stream = ranks_[r]->stream;
+    return e;
+  }
+
+  /// An array in a rank's symmetric buffer.
+  template <class T>
+  T* at(std::int32_t r, std::int64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<std::uint8_t*>(buffer(r).data()) + offset);
+  }
+
+  /// Waits for all GPUs; throws the first rank's fault.
+  void wait() const {
+    wait_quietly();
+    for (std::int32_t r = 0; r < size(); ++r) exchange_check(exchange(r), exec(r));
+  }
+  void wait_quietly() const {
+    for (std::int32_t r = 0; r < size(); ++r) {
+      must(cudaSetDevice(ordinal(r)));
+      must(cudaDeviceSynchronize());
+    }
+    must(cudaSetDevice(0));
+  }
+  void reset() const {
+    wait_quietly();
+    for (std::int32_t r = 0; r < size(); ++r) exchange_reset(exchange(r), exec(r));
+  }
+
+ private:
+  struct Rank {
+    explicit Rank(int o) : ordinal(o) {}
+    int ordinal;
+    cudaStream_t stream = nullptr;
+    const cuda::Device* device = nullptr;
+    std::unique_ptr<DeviceArray> buffer;
+    Exchange* exchange = nullptr;
+  };
+
+  ExchangeShape shape_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+}  // namespace sonicmoe::testing
