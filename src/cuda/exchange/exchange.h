@@ -45,5 +45,14 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                        const BackwardArgs& args, Part part, const Exec& exec);
 
+/// What is enqueued next on the sending stream comes after what is on `stream`.
+void fork(const Exchange& exchange, cudaStream_t stream);
+/// What is enqueued next on `stream` comes after what is on the sending stream.
+void join(const Exchange& exchange, cudaStream_t stream);
+/// Sends rows (T, d) to the array at byte `offset` of the ranks' buffers and announces `phase`.
+void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset, Phase phase);
+/// Sends each rank the partial sums of its tokens; sums are (W * max_tokens, d).
+void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row);
+
 }  // namespace cuda
 }  // namespace sonicmoe

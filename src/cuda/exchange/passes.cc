@@ -115,58 +115,8 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .experts_per_rank = problem.experts / exchange.shape.ranks};
 }
 
-/// What is enqueued next on the sending stream comes after what is on `stream`.
-void fork(const Exchange& e, cudaStream_t stream) {
-  check_cuda(cudaEventRecord(e.fork, stream), "recording an event");
-  check_cuda(cudaStreamWaitEvent(e.sending, e.fork), "waiting for an event");
-}
-void join(const Exchange& e, cudaStream_t stream) {
-  check_cuda(cudaEventRecord(e.sent, e.sending), "recording an event");
-  check_cuda(cudaStreamWaitEvent(stream, e.sent), "waiting for an event");
-}
-
-void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
-  const std::size_t element = dtype_bytes(from.dtype);
-  const std::size_t width = from.shape[1] * element;
-  if (from.shape[0] == 0) return;
-  check_cuda(cudaMemcpy2DAsync(to, width, from.data, from.stride[0] * element, width, from.shape[0],
-                               cudaMemcpyDefault, stream),
-             "copying rows to another rank");
-}
-
-/// Sends rows (T, d) to the array at byte `offset` of the ranks' buffers and announces `phase`.
-void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
-  if (e.transport == Transport::kPush) {
-    push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
-              e.multiprocessors, e.sending);
-  } else {
-    const std::int64_t place =
-        offset + e.peers.rank * e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
-    // The other ranks first: they wait for it.
-    for (std::int32_t i = 1; i <= e.peers.ranks; ++i) {
-      copy_rows(e.peers.base[(e.peers.rank + i) % e.peers.ranks] + place, rows, e.sending);
-    }
-  }
-  signal(e.peers, phase, e.sending);
-}
-
-/// Sends each rank the partial sums of its tokens.
-void send_partials(const Run& run) {
-  const Exchange& e = run.exchange;
-  const std::int64_t d = run.layer.hidden;
-  if (e.transport == Transport::kPush) {
-    push_partials(e.peers, e.shape, {run.memory.partials, d, run.layer.tokens, d},
-                  run.memory.pairs.has_row, e.multiprocessors, e.sending);
-    return;
-  }
-  const std::int64_t bytes = e.shape.max_tokens * d * dtype_bytes(run.layer.dtype);
-  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
-    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    check_cuda(cudaMemcpyAsync(e.peers.base[r] + e.layout.partials + e.peers.rank * bytes,
-                               static_cast<std::uint8_t*>(run.memory.partials) + r * bytes, bytes,
-                               cudaMemcpyDefault, e.sending),
-               "copying partial sums to another rank");
-  }
+void send(const Run& run) {
+  send_partials(run.exchange, run.rows_at(run.memory.partials), run.memory.pairs.has_row);
 }
 
 const void* own_partials(const Run& run) {
@@ -280,7 +230,7 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
     cuda::moe_forward(run.layer, layer, exec);
     signal(exchange.peers, kPhaseFree, run.stream);
     fork(exchange, run.stream);
-    send_partials(run);
+    send(run);
     signal(exchange.peers, kPhasePartials, exchange.sending);
   };
   const auto finish = [&] {
@@ -332,7 +282,7 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
     cuda::moe_backward(run.layer, layer, exec);
     signal(exchange.peers, kPhaseFree, run.stream);
     fork(exchange, run.stream);
-    if (wants_dx) send_partials(run);
+    if (wants_dx) send(run);
     if (wants_scores) {
       push_score_grads(exchange.peers, exchange.shape, memory.pairs, memory.score_grads,
                        exchange.sending);

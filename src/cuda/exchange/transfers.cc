@@ -1,0 +1,59 @@
+// Rows and partial sums on the sending stream, by a kernel or by the copy engines.
+#include "cuda/exchange/exchange.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
+  const std::size_t element = dtype_bytes(from.dtype);
+  const std::size_t width = from.shape[1] * element;
+  if (from.shape[0] == 0) return;
+  check_cuda(cudaMemcpy2DAsync(to, width, from.data, from.stride[0] * element, width, from.shape[0],
+                               cudaMemcpyDefault, stream),
+             "copying rows to another rank");
+}
+
+}  // namespace
+
+void fork(const Exchange& e, cudaStream_t stream) {
+  check_cuda(cudaEventRecord(e.fork, stream), "recording an event");
+  check_cuda(cudaStreamWaitEvent(e.sending, e.fork), "waiting for an event");
+}
+void join(const Exchange& e, cudaStream_t stream) {
+  check_cuda(cudaEventRecord(e.sent, e.sending), "recording an event");
+  check_cuda(cudaStreamWaitEvent(stream, e.sent), "waiting for an event");
+}
+
+void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
+  if (e.transport == Transport::kPush) {
+    push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
+              e.multiprocessors, e.sending);
+  } else {
+    const std::int64_t place =
+        offset + e.peers.rank * e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
+    // The other ranks first: they wait for it.
+    for (std::int32_t i = 1; i <= e.peers.ranks; ++i) {
+      copy_rows(e.peers.base[(e.peers.rank + i) % e.peers.ranks] + place, rows, e.sending);
+    }
+  }
+  signal(e.peers, phase, e.sending);
+}
+
+void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row) {
+  const std::int64_t d = sums.shape[1];
+  if (e.transport == Transport::kPush) {
+    push_partials(e.peers, e.shape, {sums.data, d, sums.shape[0], d}, has_row, e.multiprocessors,
+                  e.sending);
+    return;
+  }
+  const std::int64_t bytes = e.shape.max_tokens * d * dtype_bytes(sums.dtype);
+  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
+    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
+    check_cuda(cudaMemcpyAsync(e.peers.base[r] + e.layout.partials + e.peers.rank * bytes,
+                               static_cast<std::uint8_t*>(sums.data) + r * bytes, bytes,
+                               cudaMemcpyDefault, e.sending),
+               "copying partial sums to another rank");
+  }
+}
+
+}  // namespace sonicmoe::cuda
