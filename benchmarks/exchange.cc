@@ -146,28 +146,32 @@ struct Layer {
   BackwardArgs backward;
 };
 
-/// Milliseconds of `work(r)` on each rank's stream, of the slowest rank; the best of three.
-template <class Work>
-double time_of(const PretendedRanks& ranks, int repeats, const Work& work) {
+/// Calls f(r) for every rank with its GPU current.
+template <class F>
+void each(const PretendedRanks& ranks, const F& f) {
+  for (std::int32_t r = 0; r < ranks.size(); ++r) {
+    must(cudaSetDevice(ranks.ordinal(r)));
+    f(r);
+  }
+}
+
+/// Milliseconds of step(), which enqueues work for all ranks, on the slowest rank; the best of
+/// three.
+template <class Step>
+double time_of(const PretendedRanks& ranks, int repeats, const Step& step) {
   double best = 1e30;
   std::vector<cudaEvent_t> begin(ranks.size()), end(ranks.size());
-  const auto each = [&](const auto& f) {
-    for (std::int32_t r = 0; r < ranks.size(); ++r) {
-      must(cudaSetDevice(ranks.ordinal(r)));
-      f(r);
-    }
-  };
-  each([&](std::int32_t r) {
+  each(ranks, [&](std::int32_t r) {
     must(cudaEventCreate(&begin[r]));
     must(cudaEventCreate(&end[r]));
   });
   for (int round = 0; round < 3; ++round) {
     ranks.wait();
-    each([&](std::int32_t r) { must(cudaEventRecord(begin[r], ranks.stream(r))); });
-    for (int i = 0; i < repeats; ++i) each(work);
-    each([&](std::int32_t r) { must(cudaEventRecord(end[r], ranks.stream(r))); });
+    each(ranks, [&](std::int32_t r) { must(cudaEventRecord(begin[r], ranks.stream(r))); });
+    for (int i = 0; i < repeats; ++i) step();
+    each(ranks, [&](std::int32_t r) { must(cudaEventRecord(end[r], ranks.stream(r))); });
     double slowest = 0.0;
-    each([&](std::int32_t r) {
+    each(ranks, [&](std::int32_t r) {
       must(cudaEventSynchronize(end[r]));
       float ms = 0.0f;
       must(cudaEventElapsedTime(&ms, begin[r], end[r]));
@@ -176,7 +180,7 @@ double time_of(const PretendedRanks& ranks, int repeats, const Work& work) {
     best = std::min(best, slowest);
   }
   ranks.wait();
-  each([&](std::int32_t r) {
+  each(ranks, [&](std::int32_t r) {
     cudaEventDestroy(begin[r]);
     cudaEventDestroy(end[r]);
   });
@@ -220,13 +224,15 @@ void bare(std::int32_t count, Transport transport) {
       const Tensor x = tensor2(rows[r]->data(), DType::kBF16, kTokens, kHidden);
       cuda::send_rows(e, x, e.layout.x, cuda::kPhaseRows);
     }
-    cuda::join(e, ranks.stream(r));
+    cuda::mark_sent(e, cuda::kAllSent);
+    cuda::join(e, cuda::kAllSent, ranks.stream(r));
     cuda::wait_for(e.peers, combine ? cuda::kPhasePartials : cuda::kPhaseRows, e.limits,
                    ranks.stream(r));
   };
   const char* name = transport == Transport::kPush ? "push" : "copy";
-  const double dispatch = time_of(ranks, 10, [&](std::int32_t r) { step(r, false); });
-  const double combine = time_of(ranks, 10, [&](std::int32_t r) { step(r, true); });
+  const auto all = [&](bool combine) { each(ranks, [&](std::int32_t r) { step(r, combine); }); };
+  const double dispatch = time_of(ranks, 10, [&] { all(false); });
+  const double combine = time_of(ranks, 10, [&] { all(true); });
   std::printf("{\"bare\": \"%s\", \"ranks\": %d, \"dispatch_gbs\": %.1f, \"combine_gbs\": %.1f}\n",
               name, count, bytes / dispatch / 1e6, bytes / combine / 1e6);
   std::fflush(stdout);
@@ -239,9 +245,9 @@ struct Times {
 template <class Forward, class Backward>
 Times times_of(const PretendedRanks& ranks, double heat, const Forward& forward,
                const Backward& backward) {
-  const auto both = [&](std::int32_t r) {
-    forward(r);
-    backward(r);
+  const auto both = [&] {
+    forward();
+    backward();
   };
   const double once = time_of(ranks, 3, both);
   time_of(ranks, std::max(1, static_cast<int>(heat * 1e3 / once / 3)), both);
@@ -265,9 +271,15 @@ void layer(const Config& c, std::int32_t count, double heat) {
     }
     alone = times_of(
         ranks, heat,
-        [&](std::int32_t r) { moe_forward(layers[r]->problem, layers[r]->forward, ranks.exec(r)); },
-        [&](std::int32_t r) {
-          moe_backward(layers[r]->problem, layers[r]->backward, ranks.exec(r));
+        [&] {
+          each(ranks, [&](std::int32_t r) {
+            moe_forward(layers[r]->problem, layers[r]->forward, ranks.exec(r));
+          });
+        },
+        [&] {
+          each(ranks, [&](std::int32_t r) {
+            moe_backward(layers[r]->problem, layers[r]->backward, ranks.exec(r));
+          });
         });
   }
   for (const Transport transport : {Transport::kCopy, Transport::kPush}) {
@@ -282,15 +294,25 @@ void layer(const Config& c, std::int32_t count, double heat) {
       layers[r]->lend(exchange_sizes(e, p, rows, Pass::kForward, ranks.exec(r)),
                       exchange_sizes(e, p, rows, Pass::kBackward, ranks.exec(r)));
     }
+    // One thread drives all ranks, so each part is enqueued for all of them before the next one.
+    const auto parts = [&](const auto& call) {
+      for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+        each(ranks, [&](std::int32_t r) { call(r, part); });
+      }
+    };
     const Times ours = times_of(
         ranks, heat,
-        [&](std::int32_t r) {
-          exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward,
-                           Part::kAll, ranks.exec(r));
+        [&] {
+          parts([&](std::int32_t r, Part part) {
+            exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward, part,
+                             ranks.exec(r));
+          });
         },
-        [&](std::int32_t r) {
-          exchange_backward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->backward,
-                            Part::kAll, ranks.exec(r));
+        [&] {
+          parts([&](std::int32_t r, Part part) {
+            exchange_backward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->backward,
+                              part, ranks.exec(r));
+          });
         });
     std::printf(
         "{\"config\": \"%s\", \"T\": %ld, \"d\": %ld, \"n\": %ld, \"E\": %ld, \"K\": %ld, "

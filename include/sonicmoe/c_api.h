@@ -320,6 +320,47 @@ SMOE_API const char* smoe_engine_name(int32_t index);
 /* The name of the engine that multiplies on a device, NULL for NULL. */
 SMOE_API const char* smoe_device_engine(const smoe_device* device);
 
+/* Expert parallelism: exchange.h, where each function is described under the name without smoe_.
+ * CUDA only. */
+typedef struct smoe_exchange smoe_exchange;
+
+enum { SMOE_TRANSPORT_AUTO = 0, SMOE_TRANSPORT_PUSH = 1, SMOE_TRANSPORT_COPY = 2 };
+enum { SMOE_PART_ALL = 0, SMOE_PART_BEGIN = 1, SMOE_PART_COMPUTE = 2, SMOE_PART_FINISH = 3 };
+
+typedef struct smoe_exchange_options {
+  uint32_t size;
+  int32_t dtype;
+  int32_t ranks;
+  int32_t rank;
+  int64_t max_tokens;
+  int64_t max_slots;
+  int64_t hidden;
+  void* const* buffers; /* `ranks` addresses; not read by smoe_exchange_bytes */
+  int64_t buffer_bytes; /* not read by smoe_exchange_bytes */
+  int64_t time_limit_ms;
+  int32_t multiprocessors;
+  int32_t transport;
+} smoe_exchange_options;
+
+SMOE_API smoe_status smoe_exchange_bytes(const smoe_exchange_options* options,
+                                         const smoe_exec* exec, int64_t* bytes);
+SMOE_API smoe_status smoe_exchange_open(const smoe_exchange_options* options, const smoe_exec* exec,
+                                        smoe_exchange** exchange);
+SMOE_API smoe_status smoe_exchange_close(smoe_exchange* exchange, const smoe_exec* exec);
+SMOE_API smoe_status smoe_exchange_check(smoe_exchange* exchange, const smoe_exec* exec);
+SMOE_API smoe_status smoe_exchange_reset(smoe_exchange* exchange, const smoe_exec* exec);
+SMOE_API smoe_status smoe_exchange_rows(smoe_exchange* exchange, const smoe_problem* problem,
+                                        const smoe_exec* exec, int64_t* rows);
+SMOE_API smoe_status smoe_exchange_sizes(const smoe_exchange* exchange, const smoe_problem* problem,
+                                         int64_t rows, int32_t pass, const smoe_exec* exec,
+                                         smoe_sizes* sizes);
+SMOE_API smoe_status smoe_exchange_forward(smoe_exchange* exchange, const smoe_problem* problem,
+                                           int64_t rows, const smoe_forward_args* args,
+                                           int32_t part, const smoe_exec* exec);
+SMOE_API smoe_status smoe_exchange_backward(smoe_exchange* exchange, const smoe_problem* problem,
+                                            int64_t rows, const smoe_backward_args* args,
+                                            int32_t part, const smoe_exec* exec);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

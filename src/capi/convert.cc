@@ -28,6 +28,11 @@ Tensor convert(const smoe_tensor* given, const char* name) {
   return result;
 }
 
+// Backward only reads h and saved, but Buffer has a pointer to mutable memory for both passes.
+Buffer input_buffer(const void* data, std::int64_t bytes) {
+  return {const_cast<void*>(data), bytes};
+}
+
 }  // namespace
 
 void refuse_null(const void* pointer, const char* name) {
@@ -132,6 +137,36 @@ Pairs pairs(const smoe_pairs* given) {
   reserved(p.reserved, "pairs");
   return {required(p.token, "pairs.token"), required(p.expert, "pairs.expert"),
           required(p.weight, "pairs.weight"), required(p.offsets, "pairs.offsets")};
+}
+
+ForwardArgs forward_args(const smoe_forward_args* args) {
+  const smoe_forward_args a = read(args, "args");
+  ForwardArgs forward;
+  forward.x = required(a.x, "x");
+  forward.routing = routing(a.routing);
+  forward.weights = weights(a.weights, "weights");
+  forward.out = required(a.out, "out");
+  forward.h = {a.h, a.h_bytes};
+  forward.saved = {a.saved, a.saved_bytes};
+  forward.scratch = {a.scratch, a.scratch_bytes};
+  return forward;
+}
+
+BackwardArgs backward_args(const smoe_backward_args* args) {
+  const smoe_backward_args a = read(args, "args");
+  BackwardArgs backward;
+  backward.x = required(a.x, "x");
+  backward.routing = routing(a.routing);
+  backward.weights = weights(a.weights, "weights");
+  backward.dout = required(a.dout, "dout");
+  backward.h = input_buffer(a.h, a.h_bytes);
+  backward.saved = input_buffer(a.saved, a.saved_bytes);
+  backward.scratch = {a.scratch, a.scratch_bytes};
+  backward.dx = optional(a.dx, "dx");
+  backward.dweights = optional(a.dweights, "dweights");
+  if (a.grads != nullptr) backward.grads = weights(a.grads, "grads");
+  backward.grad_mode = static_cast<GradMode>(a.grad_mode);
+  return backward;
 }
 
 }  // namespace sonicmoe::capi

@@ -71,6 +71,8 @@ Exec exec(const smoe_exec* given);
 Problem problem(const smoe_problem* given);
 Routing routing(const smoe_routing* given);
 Weights weights(const smoe_weights* given, const char* name);
+ForwardArgs forward_args(const smoe_forward_args* given);
+BackwardArgs backward_args(const smoe_backward_args* given);
 RouteOptions route_options(const smoe_route_options* given);
 RoundOptions round_options(const smoe_round_options* given);
 Pairs pairs(const smoe_pairs* given);

@@ -7,11 +7,6 @@ using namespace sonicmoe;
 
 namespace {
 
-// Backward only reads h and saved, but Buffer has a pointer to mutable memory for both passes.
-Buffer input_buffer(const void* data, std::int64_t bytes) {
-  return {const_cast<void*>(data), bytes};
-}
-
 // GroupedGemm and GroupedGemmK have the same members, with other shapes.
 template <class Args>
 Args gemm_args(const smoe_grouped_gemm_args* given) {
@@ -69,38 +64,14 @@ smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weight
 
 smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
                              const smoe_exec* exec) {
-  return capi::guarded([&] {
-    const smoe_forward_args a = capi::read(args, "args");
-    ForwardArgs forward;
-    forward.x = capi::required(a.x, "x");
-    forward.routing = capi::routing(a.routing);
-    forward.weights = capi::weights(a.weights, "weights");
-    forward.out = capi::required(a.out, "out");
-    forward.h = {a.h, a.h_bytes};
-    forward.saved = {a.saved, a.saved_bytes};
-    forward.scratch = {a.scratch, a.scratch_bytes};
-    moe_forward(capi::problem(problem), forward, capi::exec(exec));
-  });
+  return capi::guarded(
+      [&] { moe_forward(capi::problem(problem), capi::forward_args(args), capi::exec(exec)); });
 }
 
 smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,
                               const smoe_exec* exec) {
-  return capi::guarded([&] {
-    const smoe_backward_args a = capi::read(args, "args");
-    BackwardArgs backward;
-    backward.x = capi::required(a.x, "x");
-    backward.routing = capi::routing(a.routing);
-    backward.weights = capi::weights(a.weights, "weights");
-    backward.dout = capi::required(a.dout, "dout");
-    backward.h = input_buffer(a.h, a.h_bytes);
-    backward.saved = input_buffer(a.saved, a.saved_bytes);
-    backward.scratch = {a.scratch, a.scratch_bytes};
-    backward.dx = capi::optional(a.dx, "dx");
-    backward.dweights = capi::optional(a.dweights, "dweights");
-    if (a.grads != nullptr) backward.grads = capi::weights(a.grads, "grads");
-    backward.grad_mode = static_cast<GradMode>(a.grad_mode);
-    moe_backward(capi::problem(problem), backward, capi::exec(exec));
-  });
+  return capi::guarded(
+      [&] { moe_backward(capi::problem(problem), capi::backward_args(args), capi::exec(exec)); });
 }
 
 smoe_status smoe_grouped_gemm_scratch_bytes(int64_t rows, int64_t experts, const smoe_exec* exec,

@@ -115,12 +115,16 @@ void check(const Shape& s, RoutingForm form, bool weighted, std::uint32_t seed) 
     }
   };
   const Device& device = testing::test_device();
-  sum_rows(device, p, m, d_rows.data(), w, out, nullptr);
+  sum_rows(device, p, m, d_rows.data(), w, out, {0, s.tokens}, nullptr);
   testing::must(cudaDeviceSynchronize());
   equal(0, s.tokens);
+  const TokenRange range{s.tokens / 3, s.tokens - s.tokens / 3};
+  d_out.fill(0xff);
+  sum_rows(device, p, m, d_rows.data(), w, out, range, nullptr);
+  testing::must(cudaDeviceSynchronize());
+  equal(range.first, range.count);
   if (weighted) return;
   d_out.fill(0xff);
-  const TokenRange range{s.tokens / 3, s.tokens - s.tokens / 3};
   sum_rows_beside(device, p, m, d_rows.data(), out, range, nullptr);
   testing::must(cudaDeviceSynchronize());
   equal(range.first, range.count);

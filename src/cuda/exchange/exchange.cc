@@ -76,7 +76,9 @@ struct Closer {
   void operator()(Exchange* exchange) const {
     if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);
     if (exchange->fork != nullptr) cudaEventDestroy(exchange->fork);
-    if (exchange->sent != nullptr) cudaEventDestroy(exchange->sent);
+    for (cudaEvent_t event : exchange->sent) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
     cudaFreeHost(exchange->record);
     cudaFreeHost(exchange->row_count);
     delete exchange;
@@ -89,7 +91,9 @@ void create_streams(Exchange& exchange) {
   check_cuda(cudaStreamCreateWithPriority(&exchange.sending, cudaStreamNonBlocking, greatest),
              "creating a stream");
   check_cuda(cudaEventCreateWithFlags(&exchange.fork, cudaEventDisableTiming), "creating an event");
-  check_cuda(cudaEventCreateWithFlags(&exchange.sent, cudaEventDisableTiming), "creating an event");
+  for (cudaEvent_t& event : exchange.sent) {
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+  }
 }
 
 }  // namespace

@@ -5,6 +5,17 @@
 #include "cuda/exchange/kernels.h"
 #include "sonicmoe/exchange.h"
 
+namespace sonicmoe::cuda {
+
+/// Moments on the sending stream that the caller's stream waits for.
+enum SentMark : std::int32_t {
+  kRowsSent,  ///< kPhaseRows is announced
+  kAllSent,   ///< everything up to here
+  kSentMarks,
+};
+
+}  // namespace sonicmoe::cuda
+
 namespace sonicmoe {
 
 /// The state is fixed at exchange_open(), except `step`.
@@ -26,7 +37,7 @@ struct Exchange {
   std::int64_t* row_count = nullptr;    ///< pinned, of exchange_rows()
   cudaStream_t sending = nullptr;       ///< rows and partial sums travel on it
   cudaEvent_t fork = nullptr;           ///< the caller's stream has reached what is sent
-  cudaEvent_t sent = nullptr;           ///< the last of what is sent has been signalled
+  cudaEvent_t sent[cuda::kSentMarks] = {};
   Step step{};
 };
 
@@ -47,10 +58,15 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
 
 /// What is enqueued next on the sending stream comes after what is on `stream`.
 void fork(const Exchange& exchange, cudaStream_t stream);
-/// What is enqueued next on `stream` comes after what is on the sending stream.
-void join(const Exchange& exchange, cudaStream_t stream);
-/// Sends rows (T, d) to the array at byte `offset` of the ranks' buffers and announces `phase`.
+/// Marks the end of what is on the sending stream.
+void mark_sent(const Exchange& exchange, SentMark mark);
+/// What is enqueued next on `stream` comes after the mark.
+void join(const Exchange& exchange, SentMark mark, cudaStream_t stream);
+/// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
+/// buffers and announces `phase`.
 void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset, Phase phase);
+/// Copies rows (T, d) to the array at byte `offset` of this rank's buffer.
+void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
 /// Sends each rank the partial sums of its tokens; sums are (W * max_tokens, d).
 void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row);
 

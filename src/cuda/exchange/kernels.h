@@ -40,7 +40,8 @@ void send_slots(const Peers& peers, const ExchangeShape& shape, const OwnSlots& 
 
 /// The slots of all ranks whose experts this rank owns, in order of (rank, slot).
 struct PairList {
-  std::int32_t* token;    ///< (rows) s * max_tokens + t; -1 past the last pair
+  std::int32_t* token;    ///< (rows) place of its rank * max_tokens + its number there; -1 past the
+                          ///< last pair
   std::int32_t* expert;   ///< (rows) this rank's own number
   float* weight;          ///< (rows)
   std::int32_t* slot;     ///< (rows) slot of the sending rank
@@ -65,8 +66,8 @@ struct RowSource {
   std::int64_t rows;
   std::int64_t hidden;
 };
-/// Copies row t to every rank of masks[t], this rank included, into the array at byte `offset`
-/// (W, max_tokens, d) of its buffer.
+/// Copies row t to every other rank of masks[t], into the array (W, max_tokens, d) at byte `offset`
+/// of its buffer.
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
                std::int64_t offset, int multiprocessors, cudaStream_t stream);
 /// Copies the rows of `source`, (W * max_tokens, d), whose token has a row to the token's rank.

@@ -56,8 +56,8 @@ struct FaultRecord {
   std::int64_t rows;       ///< of an overflow
 };
 
-/// A slot of a rank's routing: a (token, expert, weight) of its list. Slot i of rank s lies at
-/// s * max_slots + i. Token t of rank s has number s * max_tokens + t everywhere.
+/// The slots of all ranks: a slot is a (token, expert, weight). Slot i of rank s lies at
+/// s * max_slots + i.
 struct SlotLists {
   std::int32_t* token;   ///< (W, max_slots) the rank's own number of the token
   std::int32_t* expert;  ///< (W, max_slots) of all experts; -1: empty
@@ -68,11 +68,11 @@ struct SlotLists {
 struct ExchangeLayout {
   std::int64_t control;
   std::int64_t slot_token, slot_expert, slot_weight;
-  std::int64_t x;             ///< (W, max_tokens, d)
-  std::int64_t dout;          ///< (W, max_tokens, d)
-  std::int64_t partials;      ///< (W, max_tokens, d) rank q's partial sums of this rank's tokens
-  std::int64_t score_grads;   ///< (max_slots) fp32, each written by the rank of its expert
-  std::int64_t rank_masks;    ///< (max_tokens) bit q: rank q owns an expert of the token; local
+  std::int64_t x;            ///< (W, max_tokens, d) in the order of Peers::place()
+  std::int64_t dout;         ///< likewise
+  std::int64_t partials;     ///< (W, max_tokens, d) by rank: its partial sums of this rank's tokens
+  std::int64_t score_grads;  ///< (max_slots) fp32, each written by the rank of its expert
+  std::int64_t rank_masks;   ///< (max_tokens) bit q: rank q owns an expert of the token; local
   std::int64_t block_counts;  ///< slots of this rank's experts by block of list_pairs; local
   std::int64_t bytes;
 };
@@ -90,6 +90,17 @@ struct Peers {
   std::uint8_t* base[kMaxRanks];
   std::int32_t ranks;
   std::int32_t rank;
+
+#if defined(__CUDACC__)
+#define SONICMOE_HOST_DEVICE __host__ __device__
+#else
+#define SONICMOE_HOST_DEVICE
+#endif
+  /// Where the tokens of rank r lie at rank `at`, in units of max_tokens: a rank's own come first.
+  SONICMOE_HOST_DEVICE std::int32_t place(std::int32_t r, std::int32_t at) const {
+    return (r - at + ranks) % ranks;
+  }
+#undef SONICMOE_HOST_DEVICE
 
 #if defined(__CUDACC__)
   template <class T>

@@ -7,97 +7,12 @@
 #include <string>
 
 #include "cuda/device/carver.h"
-#include "cuda/exchange/exchange.h"
+#include "cuda/exchange/step.h"
 #include "cuda/layer/backend.h"
 #include "cuda/layer/checks.h"
 
 namespace sonicmoe::cuda {
 namespace {
-
-Problem layer_problem(const Exchange& exchange, const Problem& problem, std::int64_t rows) {
-  Problem layer = problem;
-  layer.form = RoutingForm::kPairs;
-  layer.tokens = exchange.shape.ranks * exchange.shape.max_tokens;
-  layer.experts = problem.experts / exchange.shape.ranks;
-  layer.top_k = 0;
-  layer.capacity = rows;
-  return layer;
-}
-
-/// What a step keeps in the caller's buffers.
-struct StepMemory {
-  PairList pairs;
-  Buffer layer_saved;
-  Buffer layer_scratch;
-  void* partials;      ///< (W * max_tokens, d), by the layer
-  float* score_grads;  ///< (rows), backward only
-  std::int64_t saved_bytes;
-  std::int64_t scratch_bytes;
-};
-
-struct Bases {
-  void* saved;
-  void* scratch;
-};
-
-/// With null bases only the sizes are valid.
-StepMemory step_memory(const Problem& layer, Pass pass, const Bases& bases, const Exec& exec) {
-  const Sizes sizes = cuda::moe_sizes(layer, pass, exec);
-  Carver<256> saved(bases.saved);
-  Carver<256> scratch(bases.scratch);
-  Carver<256>& kept = pass == Pass::kInference ? scratch : saved;
-  StepMemory m{};
-  m.layer_saved = {kept.take<std::uint8_t>(sizes.saved_bytes), sizes.saved_bytes};
-  m.pairs.token = kept.take<std::int32_t>(layer.capacity);
-  m.pairs.weight = kept.take<float>(layer.capacity);
-  m.pairs.slot = kept.take<std::int32_t>(layer.capacity);
-  m.pairs.has_row = kept.take<std::uint8_t>(layer.tokens);
-  m.pairs.rows = layer.capacity;
-  m.layer_scratch = {scratch.take<std::uint8_t>(sizes.scratch_bytes), sizes.scratch_bytes};
-  m.partials = scratch.take<std::uint8_t>(layer.tokens * layer.hidden * dtype_bytes(layer.dtype));
-  if (pass == Pass::kBackward) {
-    m.score_grads = scratch.take<float>(layer.capacity);
-  } else {
-    m.pairs.expert = scratch.take<std::int32_t>(layer.capacity);
-  }
-  m.saved_bytes = saved.used();
-  m.scratch_bytes = scratch.used();
-  return m;
-}
-
-/// One step of a pass: what its parts share.
-struct Run {
-  Exchange& exchange;
-  const Problem& problem;
-  Problem layer;
-  StepMemory memory;
-  const Exec& exec;
-  cudaStream_t stream;
-
-  Run(Exchange& e, const Problem& p, std::int64_t rows, Pass pass, const Bases& bases,
-      const Exec& x)
-      : exchange(e),
-        problem(p),
-        layer(layer_problem(e, p, rows)),
-        memory(step_memory(layer, pass, bases, x)),
-        exec(x),
-        stream(stream_of(x)) {}
-
-  Tensor rows_at(void* data) const {
-    return tensor2(data, layer.dtype, layer.tokens, layer.hidden);
-  }
-  Tensor received(std::int64_t offset) const {
-    return rows_at(exchange.peers.own<std::uint8_t>(offset));
-  }
-  Routing pairs() const {
-    Routing routing;
-    routing.token = tensor1(memory.pairs.token, DType::kI32, layer.capacity);
-    routing.expert = tensor1(memory.pairs.expert, DType::kI32, layer.capacity);
-    routing.weights = tensor1(memory.pairs.weight, DType::kF32, layer.capacity);
-    return routing;
-  }
-  void wait(Phase phase) const { wait_for(exchange.peers, phase, exchange.limits, stream); }
-};
 
 PairWork pair_work(const Exchange& exchange, const Problem& problem) {
   return {exchange.peers, exchange.shape, problem.experts / exchange.shape.ranks, exchange.limits};
@@ -113,16 +28,6 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .tokens = problem.tokens,
           .experts = problem.experts,
           .experts_per_rank = problem.experts / exchange.shape.ranks};
-}
-
-void send(const Run& run) {
-  send_partials(run.exchange, run.rows_at(run.memory.partials), run.memory.pairs.has_row);
-}
-
-const void* own_partials(const Run& run) {
-  const Exchange& e = run.exchange;
-  return static_cast<const std::uint8_t*>(run.memory.partials) +
-         e.peers.rank * e.shape.max_tokens * run.layer.hidden * dtype_bytes(run.layer.dtype);
 }
 
 const char* part_name(Part part) {
@@ -168,6 +73,42 @@ void run_parts(Exchange& exchange, Pass pass, Part part, const Begin& begin, con
 
 }  // namespace
 
+Problem layer_problem(const Exchange& exchange, const Problem& problem, std::int64_t rows) {
+  Problem layer = problem;
+  layer.form = RoutingForm::kPairs;
+  layer.tokens = exchange.shape.ranks * exchange.shape.max_tokens;
+  layer.experts = problem.experts / exchange.shape.ranks;
+  layer.top_k = 0;
+  layer.capacity = rows;
+  return layer;
+}
+
+StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffers,
+                       const Exec& exec) {
+  const Sizes sizes = cuda::moe_sizes(layer, pass, exec);
+  Carver<256> saved(buffers.saved);
+  Carver<256> scratch(buffers.scratch);
+  Carver<256>& kept = pass == Pass::kInference ? scratch : saved;
+  StepMemory m{};
+  m.layer_saved = {kept.take<std::uint8_t>(sizes.saved_bytes), sizes.saved_bytes};
+  m.pairs.token = kept.take<std::int32_t>(layer.capacity);
+  m.pairs.weight = kept.take<float>(layer.capacity);
+  m.pairs.slot = kept.take<std::int32_t>(layer.capacity);
+  m.pairs.has_row = kept.take<std::uint8_t>(layer.tokens);
+  m.pairs.rows = layer.capacity;
+  m.layer_scratch = {scratch.take<std::uint8_t>(sizes.scratch_bytes), sizes.scratch_bytes};
+  m.split = record_split(layer, scratch.take<std::uint8_t>(record_split(layer, nullptr).bytes));
+  m.partials = scratch.take<std::uint8_t>(layer.tokens * layer.hidden * dtype_bytes(layer.dtype));
+  if (pass == Pass::kBackward) {
+    m.score_grads = scratch.take<float>(layer.capacity);
+  } else {
+    m.pairs.expert = scratch.take<std::int32_t>(layer.capacity);
+  }
+  m.saved_bytes = saved.used();
+  m.scratch_bytes = scratch.used();
+  return m;
+}
+
 Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
                      const Exec& exec) {
   const Problem layer = layer_problem(exchange, problem, rows);
@@ -201,7 +142,6 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
   const Run run(exchange, problem, rows, pass, {args.saved.data, args.scratch.data}, exec);
   check_problem(run.layer, *exchange.device->engine);
   check_weights(run.layer, args.weights);
-  const StepMemory& memory = run.memory;
   const auto begin = [&] {
     const OwnSlots slots = own_slots(exchange, problem, args.routing);
     mark_ranks(slots, exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
@@ -209,34 +149,22 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
     send_slots(exchange.peers, exchange.shape, slots, run.stream);
     signal(exchange.peers, kPhaseRouting, run.stream);
     wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
+    // The layer reads its own rows where the caller has them.
     send_rows(exchange, args.x, exchange.layout.x, kPhaseRows);
+    mark_sent(exchange, kRowsSent);
   };
   const auto compute = [&] {
     run.wait(kPhaseRouting);
     const PairWork work = pair_work(exchange, problem);
     count_pairs(work, nullptr, run.stream);
-    list_pairs(work, memory.pairs, run.stream);
-    join(exchange, run.stream);
-    run.wait(kPhaseRows);
-    ForwardArgs layer;
-    layer.x = run.received(exchange.layout.x);
-    layer.routing = run.pairs();
-    layer.weights = args.weights;
-    layer.out = run.rows_at(memory.partials);
-    layer.h = args.h;
-    // Without saved the layer runs as inference and keeps its metadata in its own scratch.
-    if (pass == Pass::kForward) layer.saved = memory.layer_saved;
-    layer.scratch = memory.layer_scratch;
-    cuda::moe_forward(run.layer, layer, exec);
-    signal(exchange.peers, kPhaseFree, run.stream);
-    fork(exchange, run.stream);
-    send(run);
-    signal(exchange.peers, kPhasePartials, exchange.sending);
+    list_pairs(work, run.memory.pairs, run.stream);
+    compute_forward(run, args);
   };
   const auto finish = [&] {
-    join(exchange, run.stream);
+    mark_sent(exchange, kAllSent);
+    join(exchange, kAllSent, run.stream);
     run.wait(kPhasePartials);
-    sum_partials(exchange.peers, exchange.shape, own_partials(run), args.out, run.stream);
+    sum_partials(exchange.peers, exchange.shape, run.memory.partials, args.out, run.stream);
   };
   run_parts(exchange, Pass::kForward, part, begin, compute, finish);
 }
@@ -252,7 +180,6 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
   check_problem(run.layer, *exchange.device->engine);
   check_weights(run.layer, args.weights);
   check_grads(run.layer, args.weights, args.grads);
-  const StepMemory& memory = run.memory;
   const OwnSlots slots = own_slots(exchange, problem, args.routing);
   const bool wants_dx = args.dx.data != nullptr;
   const bool wants_scores = args.dweights.data != nullptr;
@@ -261,39 +188,20 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
     fork(exchange, run.stream);
     wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
     send_rows(exchange, args.dout, exchange.layout.dout, kPhaseRows);
+    mark_sent(exchange, kRowsSent);
     send_rows(exchange, args.x, exchange.layout.x, kPhaseAgain);
+    // The weight gradients read the rows of all tokens in one array.
+    copy_own_rows(exchange, args.dout, exchange.layout.dout);
+    copy_own_rows(exchange, args.x, exchange.layout.x);
+    mark_sent(exchange, kAllSent);
   };
-  const auto compute = [&] {
-    join(exchange, run.stream);
-    run.wait(kPhaseRows);
-    run.wait(kPhaseAgain);
-    BackwardArgs layer;
-    layer.x = run.received(exchange.layout.x);
-    layer.routing = run.pairs();
-    layer.weights = args.weights;
-    layer.dout = run.received(exchange.layout.dout);
-    layer.h = args.h;
-    layer.saved = memory.layer_saved;
-    layer.scratch = memory.layer_scratch;
-    if (wants_dx) layer.dx = run.rows_at(memory.partials);
-    if (wants_scores) layer.dweights = tensor1(memory.score_grads, DType::kF32, rows);
-    layer.grads = args.grads;
-    layer.grad_mode = args.grad_mode;
-    cuda::moe_backward(run.layer, layer, exec);
-    signal(exchange.peers, kPhaseFree, run.stream);
-    fork(exchange, run.stream);
-    if (wants_dx) send(run);
-    if (wants_scores) {
-      push_score_grads(exchange.peers, exchange.shape, memory.pairs, memory.score_grads,
-                       exchange.sending);
-    }
-    signal(exchange.peers, kPhasePartials, exchange.sending);
-  };
+  const auto compute = [&] { compute_backward(run, args); };
   const auto finish = [&] {
-    join(exchange, run.stream);
+    mark_sent(exchange, kAllSent);
+    join(exchange, kAllSent, run.stream);
     run.wait(kPhasePartials);
     if (wants_dx) {
-      sum_partials(exchange.peers, exchange.shape, own_partials(run), args.dx, run.stream);
+      sum_partials(exchange.peers, exchange.shape, run.memory.partials, args.dx, run.stream);
     }
     if (wants_scores) {
       take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, run.stream);

@@ -53,16 +53,16 @@ __global__ void __launch_bounds__(kPushThreads)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
   for (std::int64_t t = first_warp(); t < p.count; t += warps()) {
-    const std::uint64_t mask = masks[t];
+    const std::uint64_t mask = masks[t] & ~(std::uint64_t{1} << peers.rank);
     if (mask == 0) continue;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + t * p.stride);
-    const std::int64_t to = offset + (peers.rank * p.max_tokens + t) * bytes;
     for (int first = lane; first < p.chunks; first += 32 * kPieces) {
       Pieces pieces;
       pieces.load(from, first, p.chunks);
       for (std::uint64_t left = mask; left != 0; left &= left - 1) {
         const int r = __ffsll(static_cast<long long>(left)) - 1;
-        pieces.store(peers.at<uint4>(r, to), first, p.chunks);
+        const std::int64_t row = peers.place(peers.rank, r) * p.max_tokens + t;
+        pieces.store(peers.at<uint4>(r, offset + row * bytes), first, p.chunks);
       }
     }
   }
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPushThreads)
   for (std::int64_t i = first_warp(); i < p.max_tokens * others; i += warps()) {
     const std::int64_t t = i / others;
     const int r = static_cast<int>((peers.rank + 1 + i % others) % peers.ranks);
-    const std::int64_t row = r * p.max_tokens + t;
+    const std::int64_t row = peers.place(r, peers.rank) * p.max_tokens + t;
     if (has_row[row] == 0) continue;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + row * p.stride);
     auto* to = peers.at<uint4>(r, offset + (peers.rank * p.max_tokens + t) * bytes);
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kPushThreads)
        row < list.rows; row += static_cast<std::int64_t>(gridDim.x) * kPushThreads) {
     const std::int32_t token = list.token[row];
     if (token < 0) continue;
-    peers.at<float>(static_cast<int>(token / max_tokens), offset)[list.slot[row]] = grads[row];
+    const auto r = (peers.rank + static_cast<int>(token / max_tokens)) % peers.ranks;
+    peers.at<float>(r, offset)[list.slot[row]] = grads[row];
   }
 }
 

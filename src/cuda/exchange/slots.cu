@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     if (expert < 0 || row >= out.rows) continue;
     const std::int64_t s = place / p.max_slots;
-    const std::int64_t token = s * p.max_tokens + p.lists.token[place];
+    const std::int64_t token =
+        peers.place(static_cast<int>(s), peers.rank) * p.max_tokens + p.lists.token[place];
     out.token[row] = static_cast<std::int32_t>(token);
     out.expert[row] = expert;
     out.weight[row] = p.lists.weight[place];

@@ -19,9 +19,11 @@ void fork(const Exchange& e, cudaStream_t stream) {
   check_cuda(cudaEventRecord(e.fork, stream), "recording an event");
   check_cuda(cudaStreamWaitEvent(e.sending, e.fork), "waiting for an event");
 }
-void join(const Exchange& e, cudaStream_t stream) {
-  check_cuda(cudaEventRecord(e.sent, e.sending), "recording an event");
-  check_cuda(cudaStreamWaitEvent(stream, e.sent), "waiting for an event");
+void mark_sent(const Exchange& e, SentMark mark) {
+  check_cuda(cudaEventRecord(e.sent[mark], e.sending), "recording an event");
+}
+void join(const Exchange& e, SentMark mark, cudaStream_t stream) {
+  check_cuda(cudaStreamWaitEvent(stream, e.sent[mark]), "waiting for an event");
 }
 
 void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
@@ -29,14 +31,17 @@ void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase
     push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
               e.multiprocessors, e.sending);
   } else {
-    const std::int64_t place =
-        offset + e.peers.rank * e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
-    // The other ranks first: they wait for it.
-    for (std::int32_t i = 1; i <= e.peers.ranks; ++i) {
-      copy_rows(e.peers.base[(e.peers.rank + i) % e.peers.ranks] + place, rows, e.sending);
+    const std::int64_t bytes = e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
+    for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
+      const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
+      copy_rows(e.peers.base[r] + offset + e.peers.place(e.peers.rank, r) * bytes, rows, e.sending);
     }
   }
   signal(e.peers, phase, e.sending);
+}
+
+void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
+  copy_rows(e.peers.own<std::uint8_t>(offset), rows, e.sending);
 }
 
 void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row) {
@@ -49,9 +54,10 @@ void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* ha
   const std::int64_t bytes = e.shape.max_tokens * d * dtype_bytes(sums.dtype);
   for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
     const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    check_cuda(cudaMemcpyAsync(e.peers.base[r] + e.layout.partials + e.peers.rank * bytes,
-                               static_cast<std::uint8_t*>(sums.data) + r * bytes, bytes,
-                               cudaMemcpyDefault, e.sending),
+    check_cuda(cudaMemcpyAsync(
+                   e.peers.base[r] + e.layout.partials + e.peers.rank * bytes,
+                   static_cast<std::uint8_t*>(sums.data) + e.peers.place(r, e.peers.rank) * bytes,
+                   bytes, cudaMemcpyDefault, e.sending),
                "copying partial sums to another rank");
   }
 }

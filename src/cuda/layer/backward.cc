@@ -1,4 +1,6 @@
 // Backward on CUDA: dH (with A' and dS), dW2, dX~, dW1, dX, and the biases.
+#include "cuda/layer/backward.h"
+
 #include "cuda/device/carver.h"
 #include "cuda/layer/backend.h"
 #include "cuda/layer/checks.h"
@@ -18,65 +20,9 @@ enum Counter : int {
   kCounterRelease = 8,  // in another 32-byte sector than the tile counters
 };
 
-/// Arguments of one call, from which the steps are made.
-struct Call {
-  const PassContext& pass;
-  const BackwardArgs& args;
-  const BackwardScratch& scratch;
-  const Engine& engine;
-  BackwardOrder order;
-  GateLayout layout;
-  RowGroups groups;
-  Tensor dh;  // h_rows()
-
-  const Problem& problem() const { return pass.problem; }
-  unsigned* counter(Counter which) const { return scratch.counters + which; }
-  Tensor rows(void* data, std::int64_t width) const {
-    return tensor2(data, problem().dtype, groups.capacity, width);
-  }
-};
-
-RowProduct hidden_grad_product(const Call& c) {
-  const Problem& p = c.problem();
-  Tensor h = c.dh;
-  h.data = c.args.h.data;
-  return {.dtype = p.dtype,
-          .groups = c.groups,
-          .rows = {c.args.dout, c.pass.metadata.row_token},
-          .weights = {transposed(c.args.weights.down), {}, WeightParts::kOne},
-          .epilogue = ActivateGrad{.h = h,
-                                   .dh = c.dh,
-                                   .a = c.rows(c.scratch.a, p.width),
-                                   .row_weight = c.scratch.row_weights,
-                                   .score_parts = c.scratch.score_parts,
-                                   .score_tiles = c.engine.score_tiles(p),
-                                   .activation = p.activation,
-                                   .layout = c.layout},
-          .hints = {
-              .tile_counter = c.counter(kCounterHiddenGrad),
-              .release_counter = c.order.input_grad_first ? c.counter(kCounterRelease) : nullptr}};
-}
+unsigned* counter(const BackwardCall& c, Counter which) { return c.scratch.counters + which; }
 
 bool has_up_grads(const Weights& g) { return g.gate.data != nullptr || g.up.data != nullptr; }
-
-/// dX~ = dH W1. If it follows dH, it may begin when dH's first rows are in memory; if it follows
-/// weight gradients, it may run at the same time.
-RowProduct input_grad_product(const Call& c, const RowProduct& hidden_grad) {
-  const Weights& g = c.args.grads;
-  LaunchHints hints{.tile_counter = c.counter(kCounterInputGrad)};
-  if (c.order.input_grad_first) {
-    hints.start = Start::kWithRowsOf;
-    hints.source = &hidden_grad;
-  } else if (has_up_grads(g) || g.down.data != nullptr) {
-    hints.start = Start::kIndependent;
-  }
-  return {.dtype = c.problem().dtype,
-          .groups = c.groups,
-          .rows = {c.dh, nullptr},
-          .weights = up_operand_transposed(c.problem(), c.args.weights),
-          .epilogue = StoreOutput{.out = c.rows(c.scratch.dx, c.problem().hidden)},
-          .hints = hints};
-}
 
 /// A weight gradient: rows of x or dO (`left`), gathered by token, times rows in expert order
 /// (`right`).
@@ -90,7 +36,7 @@ struct WeightGrad {
   Start start;
 };
 
-DepthProduct weight_grad_product(const Call& c, const WeightGrad& g) {
+DepthProduct weight_grad_product(const BackwardCall& c, const WeightGrad& g) {
   return {.dtype = c.problem().dtype,
           .groups = c.groups,
           .left = {g.left, c.pass.metadata.row_token},
@@ -99,7 +45,7 @@ DepthProduct weight_grad_product(const Call& c, const WeightGrad& g) {
           .out = {g.out[0], g.out[1]},
           .parts = g.parts,
           .mode = c.args.grad_mode,
-          .hints = {.start = g.start, .tile_counter = c.counter(g.counter)},
+          .hints = {.start = g.start, .tile_counter = counter(c, g.counter)},
           .companion = c.order.companion};
 }
 
@@ -107,21 +53,9 @@ Start start_of(bool independent) {
   return independent ? Start::kIndependent : Start::kAfterPrevious;
 }
 
-void add_down_grad(const Call& c, Steps& steps) {
-  const Tensor& down = c.args.grads.down;
-  if (down.data == nullptr) return;
-  steps.add("dW2", weight_grad_product(c, {c.args.dout,
-                                           c.rows(c.scratch.a, c.problem().width),
-                                           0,
-                                           {down, {}},
-                                           GradParts::kOne,
-                                           kCounterDownGrad,
-                                           start_of(c.order.input_grad_first)}));
-}
-
 /// The columns of dH alternate between gate and up. 16-bit gradients alternate too and are one
 /// matrix; fp32 gradients are two matrices with any strides.
-WeightGrad interleaved_up_grad(const Call& c, Start start) {
+WeightGrad interleaved_up_grad(const BackwardCall& c, Start start) {
   const Weights& g = c.args.grads;
   const Tensor gate = transposed(g.gate);
   const Tensor up = transposed(g.up);
@@ -143,7 +77,90 @@ bool is_one_product(const Problem& p, const Tensor& gate, const Tensor& up) {
          (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBorderStep == 0;
 }
 
-void add_up_grads(const Call& c, Steps& steps) {
+/// Without rows, every gradient that is written is zero.
+void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
+  if (args.dx.data != nullptr) clear(args.dx, stream);
+  if (args.dweights.data != nullptr) clear(args.dweights, stream);
+  if (args.grad_mode == GradMode::kAccumulate) return;
+  const Weights& g = args.grads;
+  for (const Tensor* t : {&g.gate, &g.up, &g.down, &g.b_gate, &g.b_up, &g.b_down}) {
+    if (t->data != nullptr) clear(*t, stream);
+  }
+}
+
+}  // namespace
+
+BackwardCall backward_call(const PassContext& pass, const BackwardArgs& args,
+                           const BackwardScratch& scratch, const Engine& engine) {
+  const Problem& p = pass.problem;
+  return {pass,
+          args,
+          scratch,
+          engine,
+          engine.backward_order(p, args),
+          gate_layout(p, args.weights),
+          {&pass.metadata, scratch.experts, p.experts, row_capacity(p)},
+          h_rows(p, args.weights, scratch.dh)};
+}
+
+void add_row_lists(const BackwardCall& c, Steps& steps) {
+  steps.add("metadata", BuildRowLists{c.args.routing.weights,
+                                      {c.scratch.row_weights, c.scratch.experts, c.scratch.counters,
+                                       kCounterBytes / 4},
+                                      c.args.dweights});
+}
+
+RowProduct hidden_grad_product(const BackwardCall& c) {
+  const Problem& p = c.problem();
+  Tensor h = c.dh;
+  h.data = c.args.h.data;
+  return {.dtype = p.dtype,
+          .groups = c.groups,
+          .rows = {c.args.dout, c.pass.metadata.row_token},
+          .weights = {transposed(c.args.weights.down), {}, WeightParts::kOne},
+          .epilogue = ActivateGrad{.h = h,
+                                   .dh = c.dh,
+                                   .a = c.rows(c.scratch.a, p.width),
+                                   .row_weight = c.scratch.row_weights,
+                                   .score_parts = c.scratch.score_parts,
+                                   .score_tiles = c.engine.score_tiles(p),
+                                   .activation = p.activation,
+                                   .layout = c.layout},
+          .hints = {
+              .tile_counter = counter(c, kCounterHiddenGrad),
+              .release_counter = c.order.input_grad_first ? counter(c, kCounterRelease) : nullptr}};
+}
+
+RowProduct input_grad_product(const BackwardCall& c, const RowProduct& hidden_grad) {
+  const Weights& g = c.args.grads;
+  LaunchHints hints{.tile_counter = counter(c, kCounterInputGrad)};
+  if (c.order.input_grad_first) {
+    hints.start = Start::kWithRowsOf;
+    hints.source = &hidden_grad;
+  } else if (has_up_grads(g) || g.down.data != nullptr) {
+    hints.start = Start::kIndependent;
+  }
+  return {.dtype = c.problem().dtype,
+          .groups = c.groups,
+          .rows = {c.dh, nullptr},
+          .weights = up_operand_transposed(c.problem(), c.args.weights),
+          .epilogue = StoreOutput{.out = c.rows(c.scratch.dx, c.problem().hidden)},
+          .hints = hints};
+}
+
+void add_down_grad(const BackwardCall& c, Steps& steps) {
+  const Tensor& down = c.args.grads.down;
+  if (down.data == nullptr) return;
+  steps.add("dW2", weight_grad_product(c, {c.args.dout,
+                                           c.rows(c.scratch.a, c.problem().width),
+                                           0,
+                                           {down, {}},
+                                           GradParts::kOne,
+                                           kCounterDownGrad,
+                                           start_of(c.order.input_grad_first)}));
+}
+
+void add_up_grads(const BackwardCall& c, Steps& steps) {
   const Problem& p = c.problem();
   const Weights& g = c.args.grads;
   if (!has_up_grads(g)) return;
@@ -183,7 +200,7 @@ void add_up_grads(const Call& c, Steps& steps) {
   }
 }
 
-void add_bias_grads(const Call& c, Steps& steps) {
+void add_bias_grads(const BackwardCall& c, Steps& steps) {
   const Problem& p = c.problem();
   const Weights& g = c.args.grads;
   const auto add_hidden = [&](const Tensor& out, std::int64_t first, const Tensor* odd) {
@@ -205,29 +222,16 @@ void add_bias_grads(const Call& c, Steps& steps) {
   }
 }
 
-void add_score_grad(const Call& c, Steps& steps) {
+void add_score_grad(const BackwardCall& c, Steps& steps) {
   if (c.args.dweights.data == nullptr) return;
   steps.add("dS", ScoreGrad{c.scratch.score_parts, c.engine.score_tiles(c.problem()), c.args.dout,
                             c.args.weights.b_down, c.args.dweights, c.order.input_grad_first});
 }
 
-void add_token_sum(const Call& c, const TokenRange& tokens, Steps& steps) {
+void add_token_sum(const BackwardCall& c, const TokenRange& tokens, Steps& steps) {
   steps.add("dX",
             TokenSum{c.scratch.dx, {}, c.args.dx, tokens, start_of(c.order.input_grad_first)});
 }
-
-/// Without rows, every gradient that is written is zero.
-void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
-  if (args.dx.data != nullptr) clear(args.dx, stream);
-  if (args.dweights.data != nullptr) clear(args.dweights, stream);
-  if (args.grad_mode == GradMode::kAccumulate) return;
-  const Weights& g = args.grads;
-  for (const Tensor* t : {&g.gate, &g.up, &g.down, &g.b_gate, &g.b_up, &g.b_down}) {
-    if (t->data != nullptr) clear(*t, stream);
-  }
-}
-
-}  // namespace
 
 BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* base) {
   const std::int64_t capacity = row_capacity(p);
@@ -248,20 +252,10 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
 void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
                         const BackwardScratch& scratch, const Engine& engine, Steps& steps) {
   const Problem& p = pass.problem;
-  const Call c{pass,
-               args,
-               scratch,
-               engine,
-               engine.backward_order(p, args),
-               gate_layout(p, args.weights),
-               {&pass.metadata, scratch.experts, p.experts, row_capacity(p)},
-               h_rows(p, args.weights, scratch.dh)};
+  const BackwardCall c = backward_call(pass, args, scratch, engine);
   const bool input_first = c.order.input_grad_first;
   const std::int64_t early = c.order.tokens_beside_down_grad;
-  steps.add("metadata", BuildRowLists{args.routing.weights,
-                                      {scratch.row_weights, scratch.experts, scratch.counters,
-                                       kCounterBytes / 4},
-                                      args.dweights});
+  add_row_lists(c, steps);
   const RowProduct& hidden_grad = steps.add("dH", hidden_grad_product(c));
   add_bias_grads(c, steps);
   if (!input_first) add_score_grad(c, steps);

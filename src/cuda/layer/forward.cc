@@ -10,6 +10,24 @@ namespace {
 
 enum Counter : int { kCounterA, kCounterY };
 
+}  // namespace
+
+ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
+  const std::int64_t capacity = row_capacity(p);
+  const std::int64_t element = dtype_bytes(p.dtype);
+  Carver<256> carver(base);
+  ForwardScratch s{};
+  s.a = carver.take<std::byte>(capacity * p.width * element);
+  s.y = carver.take<std::byte>(capacity * p.hidden * element);
+  s.counters = carver.take<unsigned>(kCounterBytes / 4);
+  s.metadata = carver.take<std::byte>(metadata_scratch(p));
+  if (pass == Pass::kInference) {
+    s.saved = carver.take<std::byte>(metadata_layout(p, nullptr).bytes);
+  }
+  s.bytes = carver.used();
+  return s;
+}
+
 RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
                       const ForwardScratch& scratch) {
   const Problem& p = pass.problem;
@@ -42,24 +60,6 @@ RowProduct down_product(const PassContext& pass, const ForwardArgs& args,
                                   .bias = args.weights.b_down,
                                   .scale = scaled ? args.routing.weights : Tensor{}},
           .hints = {.tile_counter = scratch.counters + kCounterY}};
-}
-
-}  // namespace
-
-ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
-  const std::int64_t capacity = row_capacity(p);
-  const std::int64_t element = dtype_bytes(p.dtype);
-  Carver<256> carver(base);
-  ForwardScratch s{};
-  s.a = carver.take<std::byte>(capacity * p.width * element);
-  s.y = carver.take<std::byte>(capacity * p.hidden * element);
-  s.counters = carver.take<unsigned>(kCounterBytes / 4);
-  s.metadata = carver.take<std::byte>(metadata_scratch(p));
-  if (pass == Pass::kInference) {
-    s.saved = carver.take<std::byte>(metadata_layout(p, nullptr).bytes);
-  }
-  s.bytes = carver.used();
-  return s;
 }
 
 void add_forward_steps(const PassContext& pass, const ForwardArgs& args,

@@ -34,6 +34,13 @@ struct BackwardScratch {
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);
 
+/// A = act(X W1), of all rows.
+RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
+                      const ForwardScratch& scratch);
+/// Y = A W2 to `out` (C, d), of all rows.
+RowProduct down_product(const PassContext& pass, const ForwardArgs& args,
+                        const ForwardScratch& scratch, const Tensor& out);
+
 /// Appends the steps of a pass. It must have at least one token and a capacity of at least one row.
 void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
                        const ForwardScratch& scratch, Steps& steps);

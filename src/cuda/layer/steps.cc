@@ -23,7 +23,7 @@ struct Launcher {
     if (w.start == Start::kIndependent) {
       sum_rows_beside(device, pass.problem, pass.metadata, w.rows, w.out, w.tokens, stream);
     } else {
-      sum_rows(device, pass.problem, pass.metadata, w.rows, w.weights, w.out, stream);
+      sum_rows(device, pass.problem, pass.metadata, w.rows, w.weights, w.out, w.tokens, stream);
     }
   }
   void operator()(const ScoreGrad& w) const {

@@ -80,22 +80,32 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
 }  // namespace
 
 void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
-              const void* rows, const Tensor& weights, const Tensor& out, cudaStream_t stream) {
-  if (problem.tokens == 0) return;
+              const void* rows, const Tensor& weights, const Tensor& out, const TokenRange& tokens,
+              cudaStream_t stream) {
+  if (tokens.count == 0) return;
   SumArgs args{};
   args.rows = rows;
-  args.out = out.data;
+  args.out = static_cast<std::uint16_t*>(out.data) + tokens.first * out.stride[0];
   args.out_stride = out.stride[0];
-  args.tokens = problem.tokens;
+  args.tokens = tokens.count;
   args.chunks = static_cast<std::int32_t>(problem.hidden / 8);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
   args.position_row = metadata.position_row;
   args.position_slot = metadata.position_slot;
   args.token_offsets = metadata.token_offsets;
   args.weights = slot_view(weights);
+  // The kernels number tokens from the first one of the range.
+  if (args.token_offsets != nullptr) {
+    args.token_offsets += tokens.first;
+  } else {
+    args.position_row += tokens.first * args.top_k;
+    if (args.weights.data != nullptr) {
+      args.weights.data = static_cast<float*>(args.weights.data) + tokens.first * args.weights.row;
+    }
+  }
   args.is_fp16 = problem.dtype == DType::kF16 ? 1 : 0;
   const char* what = "launching the sum over a token's rows";
-  if (problem.tokens * args.chunks > kFewChunks && has_sm90(device, sum_rows_ring_kernel)) {
+  if (tokens.count * args.chunks > kFewChunks && has_sm90(device, sum_rows_ring_kernel)) {
     const RingLaunch ring(args, device.multiprocessors);
     launch_dependent(device, what, sum_rows_ring_kernel,
                      {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
@@ -106,7 +116,7 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
   const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
   const int across = (args.chunks + rounds - 1) / rounds;
   const int down = across < 64 ? 96 / across : 1;
-  const std::int64_t grid = (problem.tokens + down - 1) / down;
+  const std::int64_t grid = (tokens.count + down - 1) / down;
   launch_dependent(device, what, sum_rows_few_kernel,
                    {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }

@@ -11,17 +11,18 @@
 
 namespace sonicmoe::cuda {
 
-/// out[t] = r(sum over the positions of t, in order, of weight * rows[position_row]). Weights
-/// without data count as 1. Tokens without rows get zero.
-void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
-              const void* rows, const Tensor& weights, const Tensor& out, cudaStream_t stream);
-
 struct TokenRange {
   std::int64_t first;
   std::int64_t count;
 };
 
-/// The same for some tokens and without weights, beside an independent weight gradient (Start).
+/// out[t] = r(sum over the positions of t, in order, of weight * rows[position_row]) for the tokens
+/// of a range. Weights without data count as 1. Tokens without rows get zero.
+void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
+              const void* rows, const Tensor& weights, const Tensor& out, const TokenRange& tokens,
+              cudaStream_t stream);
+
+/// The same without weights, beside an independent weight gradient (Start).
 /// That is the previous kernel, or the one before other kernels that run beside it too. It must let
 /// the next kernel start only after its own wait for the kernel that writes `rows`
 /// (ptx/dependent.cuh, rule 2).

@@ -1,0 +1,70 @@
+// One step of a pass: what its parts share.
+#pragma once
+
+#include "cuda/exchange/exchange.h"
+#include "cuda/metadata/split.h"
+
+namespace sonicmoe::cuda {
+
+/// What a step keeps in the caller's buffers.
+struct StepMemory {
+  PairList pairs;
+  Buffer layer_saved;
+  Buffer layer_scratch;
+  RecordSplit split;   ///< rows of this rank's tokens, rows of all others
+  void* partials;      ///< (W * max_tokens, d), by the layer
+  float* score_grads;  ///< (rows), backward only
+  std::int64_t saved_bytes;
+  std::int64_t scratch_bytes;
+};
+
+struct StepBuffers {
+  void* saved;
+  void* scratch;
+};
+/// With null buffers only the sizes are valid.
+StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffers,
+                       const Exec& exec);
+
+/// The layer of one rank: tokens of all ranks, its own experts, at most `rows` pairs.
+Problem layer_problem(const Exchange& exchange, const Problem& problem, std::int64_t rows);
+
+struct Run {
+  const Exchange& exchange;
+  const Problem& problem;
+  Problem layer;
+  StepMemory memory;
+  const Exec& exec;
+  cudaStream_t stream;
+
+  Run(const Exchange& e, const Problem& p, std::int64_t rows, Pass pass, const StepBuffers& buffers,
+      const Exec& x)
+      : exchange(e),
+        problem(p),
+        layer(layer_problem(e, p, rows)),
+        memory(step_memory(layer, pass, buffers, x)),
+        exec(x),
+        stream(stream_of(x)) {}
+
+  Tensor rows_at(void* data) const {
+    return tensor2(data, layer.dtype, layer.tokens, layer.hidden);
+  }
+  /// Rows of all ranks' tokens in this rank's symmetric buffer.
+  Tensor received(std::int64_t offset) const {
+    return rows_at(exchange.peers.own<std::uint8_t>(offset));
+  }
+  Routing pairs() const {
+    Routing routing;
+    routing.token = tensor1(memory.pairs.token, DType::kI32, layer.capacity);
+    routing.expert = tensor1(memory.pairs.expert, DType::kI32, layer.capacity);
+    routing.weights = tensor1(memory.pairs.weight, DType::kF32, layer.capacity);
+    return routing;
+  }
+  void wait(Phase phase) const { wait_for(exchange.peers, phase, exchange.limits, stream); }
+};
+
+/// kCompute of forward and backward: from the list of pairs to the partial sums that are sent.
+void compute_forward(const Run& run, const ForwardArgs& args);
+void compute_backward(const Run& run, const BackwardArgs& args);
+
+}  // namespace sonicmoe::cuda

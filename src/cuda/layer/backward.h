@@ -1,0 +1,41 @@
+// The steps of backward one by one, for passes that put other work between them.
+#pragma once
+
+#include "cuda/layer/passes.h"
+
+namespace sonicmoe::cuda {
+
+/// Arguments of one call, from which the steps are made.
+struct BackwardCall {
+  const PassContext& pass;
+  const BackwardArgs& args;
+  const BackwardScratch& scratch;
+  const Engine& engine;
+  BackwardOrder order;
+  GateLayout layout;
+  RowGroups groups;
+  Tensor dh;  ///< h_rows()
+
+  const Problem& problem() const { return pass.problem; }
+  Tensor rows(void* data, std::int64_t width) const {
+    return tensor2(data, problem().dtype, groups.capacity, width);
+  }
+};
+
+/// A call in the order that the engine asks for.
+BackwardCall backward_call(const PassContext& pass, const BackwardArgs& args,
+                           const BackwardScratch& scratch, const Engine& engine);
+
+void add_row_lists(const BackwardCall& call, Steps& steps);
+RowProduct hidden_grad_product(const BackwardCall& call);
+/// dX~ = dH W1. If it follows dH, it may begin when dH's first rows are in memory; if it follows
+/// weight gradients, it may run at the same time.
+RowProduct input_grad_product(const BackwardCall& call, const RowProduct& hidden_grad);
+/// Nothing where no such gradient is asked for.
+void add_bias_grads(const BackwardCall& call, Steps& steps);
+void add_score_grad(const BackwardCall& call, Steps& steps);
+void add_down_grad(const BackwardCall& call, Steps& steps);
+void add_up_grads(const BackwardCall& call, Steps& steps);
+void add_token_sum(const BackwardCall& call, const TokenRange& tokens, Steps& steps);
+
+}  // namespace sonicmoe::cuda
