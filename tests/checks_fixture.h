@@ -17,6 +17,9 @@ namespace sonicmoe::test {
 inline int backend_calls = 0;
 inline constexpr Sizes kFakeSizes = {1024, 512, 768};
 inline constexpr std::int64_t kFakeRoundScratch = 640;
+inline constexpr std::int64_t kFakeExchangeBytes = 4096;
+/// The shape of every exchange of the fake backend.
+inline constexpr ExchangeShape kFakeShape = {2, 4, 8, 8, DType::kBF16};
 
 template <class... Args>
 void count_call(Args...) {
@@ -131,6 +134,25 @@ const BackendTable* cpu_backend() {
     backend.router_losses_scratch_bytes = no_scratch;
     backend.router_losses = &test::count_call;
     backend.router_losses_backward = &test::count_call;
+    backend.exchange_bytes = [](const ExchangeShape&, const Exec&) {
+      return test::kFakeExchangeBytes;
+    };
+    backend.exchange_open = [](const ExchangeOptions&, const Exec&) -> Exchange* {
+      ++test::backend_calls;
+      return nullptr;
+    };
+    backend.exchange_shape = [](const Exchange&) -> const ExchangeShape& {
+      return test::kFakeShape;
+    };
+    backend.exchange_sizes = [](const Exchange&, const Problem&, std::int64_t, Pass pass,
+                                const Exec&) {
+      return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes}
+                                      : test::kFakeSizes;
+    };
+    backend.exchange_forward = [](Exchange&, const Problem&, std::int64_t, const ForwardArgs&, Part,
+                                  const Exec&) { ++test::backend_calls; };
+    backend.exchange_backward = [](Exchange&, const Problem&, std::int64_t, const BackwardArgs&,
+                                   Part, const Exec&) { ++test::backend_calls; };
     return backend;
   }();
   return &kBackend;

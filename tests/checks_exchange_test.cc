@@ -1,0 +1,115 @@
+// Every refusal of expert parallelism, word for word.
+#include "checks_fixture.h"
+
+namespace sonicmoe::test {
+namespace {
+
+struct Open {
+  Memory memory;
+  void* buffers[2] = {memory.buffer(kFakeExchangeBytes).data,
+                      memory.buffer(kFakeExchangeBytes).data};
+  ExchangeOptions options{
+      .shape = kFakeShape, .rank = 1, .buffers = buffers, .buffer_bytes = kFakeExchangeBytes};
+  Exec exec;
+  void run() { exchange_open(options, exec); }
+};
+
+TEST(ChecksExchange, OpenRefusals) {
+  expect_refusals<Open>({
+      {[](Open& o) { o.options.shape.ranks = 0; }, "shape.ranks is 0, must be at least 1"},
+      {[](Open& o) { o.options.shape.ranks = 65; },
+       "shape.ranks is 65, must be at most 64, the most that an exchange has"},
+      {[](Open& o) { o.options.shape.max_tokens = 0; },
+       "shape.max_tokens is 0, must be at least 1"},
+      {[](Open& o) { o.options.shape.max_slots = 0; }, "shape.max_slots is 0, must be at least 1"},
+      {[](Open& o) { o.options.shape.hidden = 0; }, "shape.hidden is 0, must be at least 1"},
+      {[](Open& o) { o.options.shape.dtype = DType::kF32; },
+       "shape.dtype is f32, must be bf16 or f16", Status::kUnsupported},
+      {[](Open& o) { o.options.shape.max_tokens = 1LL << 30; },
+       "shape.ranks * shape.max_tokens is 2147483648, must be below 2^31", Status::kOutOfRange},
+      {[](Open& o) { o.options.rank = -1; }, "rank is -1, must be at least 0"},
+      {[](Open& o) { o.options.rank = 2; }, "rank is 2, must be at most 1, the last rank"},
+      {[](Open& o) { o.options.transport = static_cast<Transport>(3); },
+       "transport is 3, must be in 0 to 2"},
+      {[](Open& o) { o.options.time_limit_ms = -1; }, "time_limit_ms is -1, must be at least 0"},
+      {[](Open& o) { o.options.multiprocessors = -1; },
+       "multiprocessors is -1, must be at least 0"},
+      {[](Open& o) { o.options.buffers = nullptr; },
+       "buffers is null, must be an address for each rank"},
+      {[](Open& o) { o.buffers[0] = nullptr; },
+       "buffers[0] is null, must be the symmetric buffer of that rank"},
+      {[](Open& o) { o.buffers[1] = static_cast<char*>(o.buffers[1]) + 16; },
+       "buffers[1] is not 256-byte aligned, must be the symmetric buffer of that rank"},
+      {[](Open& o) { o.options.buffer_bytes = 100; }, "buffer_bytes is 100, must be at least 4096",
+       Status::kWorkspaceTooSmall},
+  });
+}
+
+constexpr std::int64_t T = 4, d = 8, n = 8, E = 4, K = 2;
+
+/// Rank 1 of two: weights of E/2 experts.
+struct Forward {
+  Memory memory;
+  Problem problem{
+      .tokens = T, .hidden = d, .width = n, .experts = E, .top_k = K, .dtype = DType::kBF16};
+  std::int64_t rows = 16;
+  ForwardArgs args;
+  Part part = Part::kAll;
+  Exec exec;
+  char exchange = 0;  // the fake backend does not look at it
+
+  Forward() {
+    args.x = memory.tensor(DType::kBF16, {T, d});
+    args.routing.ids = memory.tensor(DType::kI32, {T, K});
+    args.routing.weights = memory.tensor(DType::kF32, {T, K});
+    args.weights.gate = memory.tensor(DType::kBF16, {E / 2, n, d});
+    args.weights.up = memory.tensor(DType::kBF16, {E / 2, n, d});
+    args.weights.down = memory.tensor(DType::kBF16, {E / 2, d, n});
+    args.h = memory.buffer(kFakeSizes.h_bytes);
+    args.saved = memory.buffer(kFakeSizes.saved_bytes);
+    args.scratch = memory.buffer(kFakeSizes.scratch_bytes);
+    args.out = memory.tensor(DType::kBF16, {T, d});
+  }
+  void run() {
+    exchange_forward(reinterpret_cast<Exchange&>(exchange), problem, rows, args, part, exec);
+  }
+};
+
+TEST(ChecksExchange, ForwardRefusals) {
+  expect_refusals<Forward>({
+      {[](Forward& f) { f.problem.form = RoutingForm::kGrouped, f.problem.top_k = 0; },
+       "form is grouped, must be ids or pairs: an exchange needs to know each token's experts",
+       Status::kUnsupported},
+      {[](Forward& f) { f.problem.dtype = DType::kF16; },
+       "dtype is f16, must be bf16 as in the exchange's shape"},
+      {[](Forward& f) { f.problem.tokens = 5; },
+       "tokens is 5, must be at most 4, the exchange's max_tokens"},
+      {[](Forward& f) { f.problem.hidden = 16; },
+       "hidden is 16, must be at most 8, the exchange's hidden"},
+      {[](Forward& f) { f.problem.top_k = 3; },
+       "slots is 12, must be at most 8, the exchange's max_slots"},
+      {[](Forward& f) { f.problem.experts = 5; },
+       "experts is 5, must be a multiple of the 2 ranks"},
+      {[](Forward& f) { f.rows = -1; }, "rows is -1, must be at least 0"},
+      {[](Forward& f) { f.part = static_cast<Part>(4); }, "part is 4, must be in 0 to 3"},
+      {[](Forward& f) { f.args.weights.down.shape[0] = E; },
+       "weights.down has shape (4, 8, 8), must be (E, d, n) = (2, 8, 8)"},
+      {[](Forward& f) { f.args.scratch.bytes = 1; },
+       "scratch has 1 bytes, must have at least 768 bytes", Status::kWorkspaceTooSmall},
+      {[](Forward& f) { f.args.out.data = f.args.x.data; },
+       "out overlaps x, must be memory of its own"},
+  });
+}
+
+TEST(ChecksExchange, BeginNeedsNoBuffers) {
+  Forward f;
+  f.args.h = f.args.saved = f.args.scratch = {};
+  f.rows = 0;
+  f.part = Part::kBegin;
+  backend_calls = 0;
+  EXPECT_NO_THROW(f.run());
+  EXPECT_EQ(backend_calls, 1);
+}
+
+}  // namespace
+}  // namespace sonicmoe::test
