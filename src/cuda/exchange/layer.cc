@@ -1,12 +1,13 @@
-// The layer between the transfers. Products over gathered rows are launched twice, over the rows of
-// this rank's tokens while other ranks' rows travel, then over the others. Partial sums of other
-// ranks' tokens come first and travel while the rest is computed.
+// The layer between the transfers. Products over gathered rows are launched twice: over full tile
+// records of this rank's tokens while other ranks' rows travel, then over the rest. In forward,
+// rows of other ranks' tokens come first in Y and O, and their sums travel while the others are
+// computed. In backward, all sums travel beside dW1, and kFinish adds them there.
 //
-//   forward   A own | A others  Y others  O others | Y own  O own
-//   sending   x --->                               | O others --->
+//   forward   A own | A rest  Y rest  O others | Y own  O own
+//   sending   x --->                           | O others --->
 //
-//   backward  dH own | dH others  dS  dX~ | dW2  dX | dW1
-//   sending   dO --->  x ----------------->         | dX others, dS --->
+//   backward  dH own | dH rest  dX~ | dS  dW2  dX | dW1
+//   sending   dO --->  x --->                     | dX, dS --->  sum
 #include "cuda/exchange/step.h"
 #include "cuda/layer/backend.h"
 #include "cuda/layer/backward.h"
@@ -48,8 +49,6 @@ void split(const Run& run, const Metadata& whole) {
   split_records(*run.exchange.device, run.layer, whole, run.exchange.shape.max_tokens,
                 run.memory.split, run.stream);
 }
-
-bool has_others(const Run& run) { return run.exchange.peers.ranks > 1; }
 
 void send_sums(const Run& run) {
   fork(run.exchange, run.stream);
@@ -106,13 +105,11 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
   });
   join(e, kRowsSent, run.stream);
   run.wait(kPhaseRows);
-  if (has_others(run)) {
-    launch([&](Steps& steps) {
-      steps.add("A", part_of(a, m.split.rest, scratch.counters, 1));
-      steps.add("Y", part_of(y, m.split.rest, scratch.counters, 2));
-      steps.add("O", sum(own, run.layer.tokens - own));
-    });
-  }
+  launch([&](Steps& steps) {
+    steps.add("A", part_of(a, m.split.rest, scratch.counters, 1));
+    steps.add("Y", part_of(y, m.split.rest, scratch.counters, 2));
+    steps.add("O", sum(own, run.layer.tokens - own));
+  });
   signal(e.peers, kPhaseFree, run.stream);
   send_sums(run);
   signal(e.peers, kPhasePartials, e.sending);
@@ -174,7 +171,7 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   join(e, kRowsSent, run.stream);
   run.wait(kPhaseRows);
   launch([&](Steps& steps) {
-    if (has_others(run)) steps.add("dH", part_of(dh, m.split.rest, scratch.counters, 1));
+    steps.add("dH", part_of(dh, m.split.rest, scratch.counters, 1));
     if (layer.dx.data == nullptr) return;
     RowProduct dx = input_grad_product(call, dh);
     dx.hints.start = Start::kAfterPrevious;

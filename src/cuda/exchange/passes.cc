@@ -149,8 +149,9 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
     send_slots(exchange.peers, exchange.shape, slots, run.stream);
     signal(exchange.peers, kPhaseRouting, run.stream);
     wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
-    // The layer reads its own rows where the caller has them.
     send_rows(exchange, args.x, exchange.layout.x, kPhaseRows);
+    // Tiles with rows of several ranks read them in one array.
+    copy_own_rows(exchange, args.x, exchange.layout.x);
     mark_sent(exchange, kRowsSent);
   };
   const auto compute = [&] {
@@ -188,24 +189,24 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
     fork(exchange, run.stream);
     wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
     send_rows(exchange, args.dout, exchange.layout.dout, kPhaseRows);
+    copy_own_rows(exchange, args.dout, exchange.layout.dout);
     mark_sent(exchange, kRowsSent);
     send_rows(exchange, args.x, exchange.layout.x, kPhaseAgain);
-    // The weight gradients read the rows of all tokens in one array.
-    copy_own_rows(exchange, args.dout, exchange.layout.dout);
     copy_own_rows(exchange, args.x, exchange.layout.x);
     mark_sent(exchange, kAllSent);
   };
   const auto compute = [&] { compute_backward(run, args); };
+  // On the sending stream, so that the sums run beside what is left of the weight gradients.
   const auto finish = [&] {
-    mark_sent(exchange, kAllSent);
-    join(exchange, kAllSent, run.stream);
-    run.wait(kPhasePartials);
+    wait_for(exchange.peers, kPhasePartials, exchange.limits, exchange.sending);
     if (wants_dx) {
-      sum_partials(exchange.peers, exchange.shape, run.memory.partials, args.dx, run.stream);
+      sum_partials(exchange.peers, exchange.shape, run.memory.partials, args.dx, exchange.sending);
     }
     if (wants_scores) {
-      take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, run.stream);
+      take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, exchange.sending);
     }
+    mark_sent(exchange, kAllSent);
+    join(exchange, kAllSent, run.stream);
   };
   run_parts(exchange, Pass::kBackward, part, begin, compute, finish);
 }

@@ -2,6 +2,7 @@
 // flight in each lane, so that few multiprocessors fill the link.
 #include <algorithm>
 
+#include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
 #include "cuda/math/element.cuh"
 
@@ -11,7 +12,6 @@ namespace {
 constexpr int kPushThreads = 1024;
 constexpr int kPushWarps = kPushThreads / 32;
 constexpr int kPieces = 8;
-constexpr int kSumThreads = 256;
 
 struct PushParams {
   const std::uint8_t* rows;
@@ -123,28 +123,26 @@ __device__ __forceinline__ void add_chunk(float (&sum)[8], const uint4& v) {
   }
 }
 
-/// A thread adds one chunk of a token. A token without rows gets zero.
+/// A thread adds one chunk of token blockIdx.x, which gets zero if it has no rows. Blocks are small
+/// enough to run beside a weight gradient (kBesideThreads).
 template <class Element>
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_partials_kernel(const __grid_constant__ Peers peers, const SumParams p) {
-  const bool fault = has_fault(peers);
-  const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
-  const std::int64_t count = p.tokens * p.chunks;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
-       i < count; i += static_cast<std::int64_t>(gridDim.x) * kSumThreads) {
-    const std::int64_t t = i / p.chunks;
-    const std::int64_t chunk = i - t * p.chunks;
-    float sum[8] = {};
-    for (std::uint64_t left = p.masks[t]; left != 0; left &= left - 1) {
-      const int r = __ffsll(static_cast<long long>(left)) - 1;
-      const std::uint8_t* rows = r == peers.rank ? p.own : p.sent + r * p.max_tokens * bytes;
-      add_chunk<Element>(sum, *reinterpret_cast<const uint4*>(rows + t * bytes + chunk * 16));
-    }
-    const uint4 total = {Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3]),
-                         Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
-    const uint4 nan = {~0u, ~0u, ~0u, ~0u};
-    *reinterpret_cast<uint4*>(p.out + t * p.out_stride + chunk * 8) = fault ? nan : total;
+  const std::int64_t t = blockIdx.x;
+  const auto chunk = static_cast<std::int32_t>(blockIdx.y * kBesideThreads + threadIdx.x);
+  if (chunk >= p.chunks) return;
+  const std::int64_t offset = (t * p.chunks + chunk) * 16;
+  const std::int64_t rank_bytes = p.max_tokens * p.chunks * 16;
+  float sum[8] = {};
+  for (std::uint64_t left = p.masks[t]; left != 0; left &= left - 1) {
+    const int r = __ffsll(static_cast<long long>(left)) - 1;
+    const std::uint8_t* rows = r == peers.rank ? p.own : p.sent + r * rank_bytes;
+    add_chunk<Element>(sum, *reinterpret_cast<const uint4*>(rows + offset));
   }
+  uint4 total = {Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3]),
+                 Pair<Element>::pack(sum[4], sum[5]), Pair<Element>::pack(sum[6], sum[7])};
+  if (has_fault(peers)) total = {~0u, ~0u, ~0u, ~0u};  // NaN
+  *reinterpret_cast<uint4*>(p.out + t * p.out_stride + chunk * 8) = total;
 }
 
 PushParams push_params(const RowSource& s, const ExchangeShape& shape) {
@@ -192,13 +190,12 @@ void sum_partials(const Peers& peers, const ExchangeShape& shape, const void* ow
                          out.shape[0],
                          shape.max_tokens,
                          static_cast<std::int32_t>(out.shape[1] / 8)};
-  const std::int64_t count = params.tokens * params.chunks;
-  if (count == 0) return;
-  const auto blocks = static_cast<unsigned>(
-      std::min<std::int64_t>((count + kSumThreads - 1) / kSumThreads, 132 * 16));
+  if (params.tokens == 0) return;
+  const dim3 grid(static_cast<unsigned>(params.tokens),
+                  static_cast<unsigned>((params.chunks + kBesideThreads - 1) / kBesideThreads));
   const auto kernel =
       out.dtype == DType::kBF16 ? sum_partials_kernel<__nv_bfloat16> : sum_partials_kernel<__half>;
-  kernel<<<blocks, kSumThreads, 0, stream>>>(peers, params);
+  kernel<<<grid, kBesideThreads, 0, stream>>>(peers, params);
   check_cuda(cudaGetLastError(), "launching the sum of partial sums");
 }
 

@@ -43,12 +43,26 @@ unsigned blocks_of(std::int64_t count) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((count + kThreads - 1) / kThreads, 1, 256));
 }
 
+/// For pairs, whose tokens are in any order.
 __global__ void __launch_bounds__(kThreads)
-    mark_ranks_kernel(const SlotSource slots, unsigned long long* masks) {
+    mark_pairs_kernel(const SlotSource slots, unsigned long long* masks) {
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
     const SlotSource::Slot slot = slots[i];
     if (slot.expert < 0) continue;
     atomicOr(&masks[slot.token], 1ull << (slot.expert / slots.experts_per_rank));
+  }
+}
+
+/// For ids: a thread for each token.
+__global__ void __launch_bounds__(kThreads)
+    mark_ids_kernel(const SlotSource slots, unsigned long long* masks) {
+  for (int t = blockIdx.x * kThreads + threadIdx.x; t < slots.tokens; t += gridDim.x * kThreads) {
+    unsigned long long mask = 0;
+    for (int k = 0; k < slots.top_k; k++) {
+      const int expert = slots[t * slots.top_k + k].expert;
+      if (expert >= 0) mask |= 1ull << (expert / slots.experts_per_rank);
+    }
+    masks[t] = mask;
   }
 }
 
@@ -202,10 +216,15 @@ __global__ void __launch_bounds__(kThreads)
 
 void mark_ranks(const OwnSlots& slots, std::uint64_t* masks, cudaStream_t stream) {
   if (slots.tokens == 0) return;
-  check_cuda(cudaMemsetAsync(masks, 0, slots.tokens * sizeof(std::uint64_t), stream),
-             "clearing the ranks of tokens");
-  mark_ranks_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(
-      slot_source(slots), reinterpret_cast<unsigned long long*>(masks));
+  auto* words = reinterpret_cast<unsigned long long*>(masks);
+  const SlotSource source = slot_source(slots);
+  if (source.token.data == nullptr) {
+    mark_ids_kernel<<<blocks_of(slots.tokens), kThreads, 0, stream>>>(source, words);
+  } else {
+    check_cuda(cudaMemsetAsync(masks, 0, slots.tokens * sizeof(std::uint64_t), stream),
+               "clearing the ranks of tokens");
+    mark_pairs_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(source, words);
+  }
   check_cuda(cudaGetLastError(), "launching the ranks of tokens");
 }
 
@@ -249,7 +268,8 @@ void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnS
 
 void load_slot_kernels() {
   cudaFuncAttributes attributes;
-  for (const void* kernel : {reinterpret_cast<const void*>(mark_ranks_kernel),
+  for (const void* kernel : {reinterpret_cast<const void*>(mark_pairs_kernel),
+                             reinterpret_cast<const void*>(mark_ids_kernel),
                              reinterpret_cast<const void*>(send_slots_kernel),
                              reinterpret_cast<const void*>(count_pairs_kernel),
                              reinterpret_cast<const void*>(sum_pairs_kernel),

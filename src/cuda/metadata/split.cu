@@ -6,10 +6,12 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// The first row of an expert whose token is not below `tokens`.
+/// Where an expert's rows are divided: behind the last full record of rows whose tokens are below
+/// `tokens`. Both lists together then have as many records as the whole.
 __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
-  int low = whole.expert_begin[e];
-  for (int high = low + whole.expert_rows[e]; low < high;) {
+  const int begin = whole.expert_begin[e];
+  int low = begin;
+  for (int high = begin + whole.expert_rows[e]; low < high;) {
     const int middle = low + (high - low) / 2;
     if (whole.row_token[middle] < tokens) {
       low = middle + 1;
@@ -17,7 +19,7 @@ __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
       high = middle;
     }
   }
-  return low;
+  return begin + (low - begin) / kRecordRows * kRecordRows;
 }
 
 /// Blocks with y = 0 write the first list, those with y = 1 the other.
