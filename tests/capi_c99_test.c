@@ -467,6 +467,25 @@ static void test_scratch(void) {
   expect(smoe_grouped_gemm(&gemm, NULL) == SMOE_INVALID_ARGUMENT, "a struct of no version");
 }
 
+/* Without a GPU: the functions exist and refuse. */
+static void test_exchange(void) {
+  smoe_exchange_options options;
+  int64_t bytes = -1;
+  smoe_exchange* exchange = NULL;
+
+  memset(&options, 0, sizeof(options));
+  options.size = sizeof(options);
+  options.dtype = SMOE_BF16;
+  options.max_tokens = options.max_slots = options.hidden = 8;
+  expect_sentence(smoe_exchange_bytes(&options, NULL, &bytes), SMOE_INVALID_ARGUMENT,
+                  "shape.ranks is 0, must be at least 1");
+  options.ranks = 2;
+  expect_sentence(smoe_exchange_open(&options, NULL, &exchange), SMOE_UNSUPPORTED,
+                  "exchange_bytes is not served by the backend cpu, must run on another");
+  expect_sentence(smoe_exchange_check(NULL, NULL), SMOE_INVALID_ARGUMENT,
+                  "exchange is null, must not be null");
+}
+
 int main(void) {
   expect(strcmp(smoe_last_error(), "") == 0, "no error before the first call");
   expect(strcmp(smoe_version(), "0.1.0") == 0, "smoe_version");
@@ -480,6 +499,7 @@ int main(void) {
   test_struct_sizes();
   test_routing();
   test_scratch();
+  test_exchange();
   if (failures == 0) puts("every check holds");
   return failures != 0;
 }

@@ -6,150 +6,20 @@
 #include <thread>
 
 #include "cuda/pretended_ranks.h"
+#include "cuda/rank_layer.h"
 
 namespace sonicmoe {
 namespace {
 
+using testing::Bits;
 using testing::DeviceArray;
 using testing::GroupOptions;
 using testing::must;
 using testing::PretendedRanks;
-using Bits = std::vector<std::vector<std::uint8_t>>;
+using testing::RankLayer;
+using testing::RankShape;
 
-struct LayerShape {
-  std::int64_t tokens = 300, hidden = 264, width = 136, experts = 24, top_k = 4;
-};
-
-std::vector<std::uint16_t> random_bf16(std::int64_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
-  std::vector<std::uint16_t> out(count);
-  for (std::uint16_t& v : out) {
-    const float f = uniform(random);
-    std::uint32_t word = 0;
-    __builtin_memcpy(&word, &f, 4);
-    v = static_cast<std::uint16_t>(word >> 16);
-  }
-  return out;
-}
-
-/// One rank's tensors, buffers and calls, on its own GPU.
-class RankLayer {
- public:
-  RankLayer(const PretendedRanks& ranks, std::int32_t r, const LayerShape& s, std::int64_t rows)
-      : ranks_(ranks), rank_(r), rows_(rows) {
-    must(cudaSetDevice(ranks.ordinal(r)));
-    // Ranks have different numbers of tokens.
-    tokens_ = std::max<std::int64_t>(s.tokens - 7 * r, 0);
-    const std::int64_t experts = s.experts / ranks.size();
-    problem_.tokens = tokens_;
-    problem_.hidden = s.hidden;
-    problem_.width = s.width;
-    problem_.experts = s.experts;
-    problem_.top_k = s.top_k;
-    problem_.dtype = DType::kBF16;
-    const Sizes f = exchange_sizes(ranks.exchange(r), problem_, rows, Pass::kForward, exec());
-    const Sizes b = exchange_sizes(ranks.exchange(r), problem_, rows, Pass::kBackward, exec());
-    x_ = random_array(tokens_ * s.hidden, 10 + r);
-    dout_ = random_array(tokens_ * s.hidden, 30 + r);
-    up_ = random_array(experts * 2 * s.width * s.hidden, 50 + r);
-    down_ = random_array(experts * s.hidden * s.width, 70 + r);
-    ids_ = array(tokens_ * s.top_k * 4);
-    weights_ = array(tokens_ * s.top_k * 4);
-    out_ = array(tokens_ * s.hidden * 2);
-    dx_ = array(tokens_ * s.hidden * 2);
-    dweights_ = array(tokens_ * s.top_k * 4);
-    dup_ = array(up_->bytes());
-    ddown_ = array(down_->bytes());
-    forward_.x = rows_at(x_);
-    forward_.routing.ids = tensor2(ids_->data(), DType::kI32, tokens_, s.top_k);
-    forward_.routing.weights = tensor2(weights_->data(), DType::kF32, tokens_, s.top_k);
-    forward_.weights = experts_at(up_, down_, s, experts);
-    forward_.out = rows_at(out_);
-    forward_.h = array(f.h_bytes)->buffer();
-    forward_.saved = array(f.saved_bytes)->buffer();
-    forward_.scratch = array(std::max(f.scratch_bytes, b.scratch_bytes))->buffer();
-    backward_.x = forward_.x;
-    backward_.routing = forward_.routing;
-    backward_.weights = forward_.weights;
-    backward_.dout = rows_at(dout_);
-    backward_.h = forward_.h;
-    backward_.saved = forward_.saved;
-    backward_.scratch = forward_.scratch;
-    backward_.dx = rows_at(dx_);
-    backward_.dweights = tensor2(dweights_->data(), DType::kF32, tokens_, s.top_k);
-    backward_.grads = experts_at(dup_, ddown_, s, experts);
-    must(cudaSetDevice(0));
-  }
-
-  Exec exec() const { return ranks_.exec(rank_); }
-  /// Ids below `experts`, some slots empty.
-  void route(unsigned seed, int experts) {
-    must(cudaSetDevice(ranks_.ordinal(rank_)));
-    std::mt19937 random(seed * 100 + rank_);
-    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
-    std::vector<std::int32_t> ids(tokens_ * problem_.top_k);
-    std::vector<float> weights(ids.size());
-    for (std::int32_t& id : ids) id = static_cast<int>(random() % (experts + 1)) - 1;
-    for (float& w : weights) w = uniform(random);
-    ids_->set(ids);
-    weights_->set(weights);
-    must(cudaSetDevice(0));
-  }
-  void forward(Part part) {
-    exchange_forward(ranks_.exchange(rank_), problem_, rows_, forward_, part, exec());
-  }
-  void backward(Part part) {
-    exchange_backward(ranks_.exchange(rank_), problem_, rows_, backward_, part, exec());
-  }
-  std::int64_t rows_asked() const {
-    return exchange_rows(ranks_.exchange(rank_), problem_, exec());
-  }
-  void poison() {
-    must(cudaSetDevice(ranks_.ordinal(rank_)));
-    for (DeviceArray* a : {out_, dx_, dweights_, dup_, ddown_}) a->fill(0x7f);
-    must(cudaSetDevice(0));
-  }
-  void append(Bits& bits) const {
-    for (const DeviceArray* a : {out_, dx_, dweights_, dup_, ddown_}) bits.push_back(a->get());
-  }
-  const DeviceArray& out() const { return *out_; }
-
- private:
-  DeviceArray* array(std::int64_t bytes) {
-    return arrays_.emplace_back(std::make_unique<DeviceArray>(bytes)).get();
-  }
-  DeviceArray* random_array(std::int64_t count, unsigned seed) {
-    DeviceArray* a = array(count * 2);
-    a->set(random_bf16(count, seed));
-    return a;
-  }
-  Tensor rows_at(const DeviceArray* a) const {
-    return tensor2(a->data(), DType::kBF16, tokens_, problem_.hidden);
-  }
-  static Weights experts_at(const DeviceArray* up, const DeviceArray* down, const LayerShape& s,
-                            std::int64_t experts) {
-    Weights w;
-    w.gate = tensor3(up->data(), DType::kBF16, experts, s.width, s.hidden);
-    w.gate.stride[0] *= 2;
-    w.up = w.gate;
-    w.up.data = static_cast<std::uint16_t*>(up->data()) + s.width * s.hidden;
-    w.down = tensor3(down->data(), DType::kBF16, experts, s.hidden, s.width);
-    return w;
-  }
-
-  const PretendedRanks& ranks_;
-  std::int32_t rank_;
-  std::int64_t rows_;
-  std::int64_t tokens_ = 0;
-  Problem problem_;
-  ForwardArgs forward_;
-  BackwardArgs backward_;
-  std::vector<std::unique_ptr<DeviceArray>> arrays_;
-  DeviceArray *x_, *dout_, *up_, *down_, *ids_, *weights_, *out_, *dx_, *dweights_, *dup_, *ddown_;
-};
-
-GroupOptions options_of(const LayerShape& s, std::int32_t ranks, Transport transport) {
+GroupOptions options_of(const RankShape& s, std::int32_t ranks, Transport transport) {
   GroupOptions o;
   o.shape = {ranks, s.tokens, s.tokens * s.top_k, s.hidden, DType::kBF16};
   o.transport = transport;
@@ -158,12 +28,12 @@ GroupOptions options_of(const LayerShape& s, std::int32_t ranks, Transport trans
 
 /// All ranks of a layer. Parts are enqueued for the ranks in `order`.
 struct Group {
-  Group(const LayerShape& s, const GroupOptions& o, std::int64_t rows = 0)
+  Group(const RankShape& s, const GroupOptions& o, std::int64_t rows = 0)
       : ranks(o), shape(s), order(o.shape.ranks) {
     for (std::int32_t r = 0; r < ranks.size(); ++r) {
       order[r] = r;
       layers.push_back(std::make_unique<RankLayer>(
-          ranks, r, s, rows != 0 ? rows : o.shape.ranks * s.tokens * s.top_k));
+          ranks.handle(r), s, rows != 0 ? rows : o.shape.ranks * s.tokens * s.top_k));
     }
   }
   void route(unsigned seed, int experts) {
@@ -203,7 +73,7 @@ struct Group {
   }
 
   PretendedRanks ranks;
-  LayerShape shape;
+  RankShape shape;
   std::vector<std::int32_t> order;
   std::vector<std::unique_ptr<RankLayer>> layers;
 };
@@ -219,7 +89,7 @@ bool is_nan(const DeviceArray& rows) {
 }
 
 TEST(Exchange, EqualBitsWhateverArrivesFirst) {
-  const LayerShape shape;
+  const RankShape shape;
   for (const std::int32_t count : {2, 3, 8}) {
     Group push(shape, options_of(shape, count, Transport::kPush));
     Group copy(shape, options_of(shape, count, Transport::kCopy));
@@ -240,7 +110,7 @@ TEST(Exchange, EqualBitsWhateverArrivesFirst) {
 }
 
 TEST(Exchange, ReplaysOverOtherRoutings) {
-  const LayerShape shape;
+  const RankShape shape;
   for (const Transport transport : {Transport::kPush, Transport::kCopy}) {
     Group group(shape, options_of(shape, 2, transport));
     group.route(1, 24);
@@ -272,7 +142,7 @@ TEST(Exchange, ReplaysOverOtherRoutings) {
 }
 
 TEST(Exchange, AskedRowsAreTheRowsRouted) {
-  const LayerShape shape;
+  const RankShape shape;
   Group group(shape, options_of(shape, 3, Transport::kPush));
   group.route(1, 8);  // experts 0 to 7: all of rank 0
   for (auto& layer : group.layers) layer->forward(Part::kBegin);
@@ -289,7 +159,7 @@ TEST(Exchange, AskedRowsAreTheRowsRouted) {
 }
 
 TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
-  const LayerShape shape;
+  const RankShape shape;
   GroupOptions options = options_of(shape, 3, Transport::kPush);
   Group sound(shape, options);
   sound.route(1, 24);
@@ -327,7 +197,7 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
 }
 
 TEST(Exchange, AFailedStepLeavesNaN) {
-  const LayerShape shape;
+  const RankShape shape;
   GroupOptions options = options_of(shape, 2, Transport::kCopy);
   options.time_limit_ms = 1'000;
   Group group(shape, options);
@@ -341,7 +211,7 @@ TEST(Exchange, AFailedStepLeavesNaN) {
 }
 
 TEST(Exchange, OverflowIsReportedOnEveryRank) {
-  const LayerShape shape;
+  const RankShape shape;
   const std::int64_t rows = 1024;  // less than rank 0 gets below
   Group group(shape, options_of(shape, 2, Transport::kPush), rows);
   group.route(1, 12);
@@ -364,7 +234,7 @@ TEST(Exchange, OverflowIsReportedOnEveryRank) {
 }
 
 TEST(Exchange, PartsOutOfOrderAreRefused) {
-  const LayerShape shape;
+  const RankShape shape;
   Group group(shape, options_of(shape, 1, Transport::kPush));
   group.route(1, 24);
   EXPECT_THROW(group.layers[0]->forward(Part::kCompute), Error);
@@ -378,7 +248,7 @@ TEST(Exchange, PartsOutOfOrderAreRefused) {
 
 /// A rank that does not wait for what a flag announces gives other bits: the flags are needed.
 TEST(Exchange, AFlagOneEpochOffIsSeen) {
-  const LayerShape shape;
+  const RankShape shape;
   for (const bool early : {false, true}) {
     Group group(shape, options_of(shape, 2, Transport::kPush));
     group.route(1, 24);
@@ -407,7 +277,7 @@ TEST(Exchange, TwoGpusEqualPretendedRanks) {
   int devices = 0;
   must(cudaGetDeviceCount(&devices));
   if (devices < 2) GTEST_SKIP() << "needs two GPUs";
-  const LayerShape shape;
+  const RankShape shape;
   for (const std::int32_t count : {2, 4}) {
     for (const Transport transport : {Transport::kPush, Transport::kCopy}) {
       GroupOptions options = options_of(shape, count, transport);

@@ -10,6 +10,7 @@
 
 #include "cuda/device_array.h"
 #include "cuda/exchange/exchange.h"
+#include "cuda/rank_layer.h"
 
 namespace sonicmoe::testing {
 
@@ -81,6 +82,8 @@ class PretendedRanks {
     e.stream = ranks_[r]->stream;
     return e;
   }
+
+  RankHandle handle(std::int32_t r) const { return {&exchange(r), exec(r), ordinal(r), r, size()}; }
 
   /// An array in a rank's symmetric buffer.
   template <class T>
