@@ -33,10 +33,11 @@ struct OwnSlots {
   std::int64_t experts_per_rank;
 };
 /// masks[t]: which ranks own an expert of token t.
-void mark_ranks(const OwnSlots& slots, std::uint64_t* masks, cudaStream_t stream);
-/// Writes this rank's slots into the lists of every rank.
-void send_slots(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
+void mark_ranks(const Device& device, const OwnSlots& slots, std::uint64_t* masks,
                 cudaStream_t stream);
+/// Writes this rank's slots into the lists of every rank.
+void send_slots(const Device& device, const Peers& peers, const ExchangeShape& shape,
+                const OwnSlots& slots, cudaStream_t stream);
 
 /// The slots of all ranks whose experts this rank owns, in order of (rank, slot).
 struct PairList {
@@ -49,13 +50,16 @@ struct PairList {
   std::int64_t rows;
 };
 struct PairWork {
+  const Device* device;
   Peers peers;
   ExchangeShape shape;
   std::int64_t experts_per_rank;
   WaitLimits limits;
 };
-/// Counts the pairs; list_pairs() needs the counts. `total`, if not null, gets their number.
-void count_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
+/// Counts the pairs; list_pairs() needs the counts, and zeros in list.has_row. `list` may be null.
+void count_pairs(const PairWork& work, const PairList* list, cudaStream_t stream);
+/// The number of pairs that count_pairs() has counted.
+void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
 /// Pairs beyond `rows` are a fault: it is recorded and all ranks are alarmed.
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream);
 

@@ -6,7 +6,7 @@
 //   forward   A own | A rest  Y rest  O others | Y own  O own
 //   sending   x --->                           | O others --->
 //
-//   backward  dH own | dH rest  dX~ | dS  dW2  dX | dW1
+//   backward  dH own | dH rest  dX~ | dW2  dS  dX | dW1
 //   sending   dO --->  x --->                     | dX, dS --->  sum
 #include "cuda/exchange/step.h"
 #include "cuda/layer/backend.h"
@@ -110,9 +110,9 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     steps.add("Y", part_of(y, m.split.rest, scratch.counters, 2));
     steps.add("O", sum(own, run.layer.tokens - own));
   });
-  signal(e.peers, kPhaseFree, run.stream);
   send_sums(run);
   signal(e.peers, kPhasePartials, e.sending);
+  signal(e.peers, kPhaseFree, e.sending);
   launch([&](Steps& steps) {
     steps.add("Y", part_of(y, m.split.first, scratch.counters, 3));
     steps.add("O", sum(0, own));
@@ -178,13 +178,14 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     steps.add("dX~", dx);
   });
   wait_for_all();
-  // From here on nothing reads what the launch before it writes, but dX.
+  // The gradient of the scores and dX run beside dW2.
   const bool beside = args.grads.down.data != nullptr;
   launch([&](Steps& steps) {
-    add_score_grad(call, steps);
     add_bias_grads(call, steps);
-    call.order.input_grad_first = true;
+    call.order.input_grad_first = beside;
+    if (!beside) add_score_grad(call, steps);
     add_down_grad(call, steps);
+    if (beside) add_score_grad(call, steps);
     if (layer.dx.data == nullptr) return;
     steps.add("dX", TokenSum{scratch.dx,
                              {},
@@ -193,7 +194,10 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
                              beside ? Start::kIndependent : Start::kAfterPrevious});
   });
   send();
-  launch([&](Steps& steps) { add_up_grads(call, steps); });
+  launch([&](Steps& steps) {
+    call.order.input_grad_first = true;  // dW1 reads nothing that a launch since dX~ has written
+    add_up_grads(call, steps);
+  });
   signal(e.peers, kPhaseFree, run.stream);
 }
 

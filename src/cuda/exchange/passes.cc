@@ -15,7 +15,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 PairWork pair_work(const Exchange& exchange, const Problem& problem) {
-  return {exchange.peers, exchange.shape, problem.experts / exchange.shape.ranks, exchange.limits};
+  return {exchange.device, exchange.peers, exchange.shape, problem.experts / exchange.shape.ranks,
+          exchange.limits};
 }
 
 OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routing& routing) {
@@ -127,7 +128,9 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
   void* count = nullptr;
   check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
   wait_for(exchange.peers, kPhaseRouting, exchange.limits, stream);
-  count_pairs(pair_work(exchange, problem), static_cast<std::int64_t*>(count), stream);
+  const PairWork work = pair_work(exchange, problem);
+  count_pairs(work, nullptr, stream);
+  sum_pairs(work, static_cast<std::int64_t*>(count), stream);
   check_cuda(cudaStreamSynchronize(stream), "waiting for the number of rows");
   cuda::exchange_check(exchange, exec);
   return *exchange.row_count;
@@ -144,9 +147,10 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
   check_weights(run.layer, args.weights);
   const auto begin = [&] {
     const OwnSlots slots = own_slots(exchange, problem, args.routing);
-    mark_ranks(slots, exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
+    mark_ranks(*exchange.device, slots,
+               exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
     fork(exchange, run.stream);
-    send_slots(exchange.peers, exchange.shape, slots, run.stream);
+    send_slots(*exchange.device, exchange.peers, exchange.shape, slots, run.stream);
     signal(exchange.peers, kPhaseRouting, run.stream);
     wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
     send_rows(exchange, args.x, exchange.layout.x, kPhaseRows);
@@ -157,7 +161,7 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
   const auto compute = [&] {
     run.wait(kPhaseRouting);
     const PairWork work = pair_work(exchange, problem);
-    count_pairs(work, nullptr, run.stream);
+    count_pairs(work, &run.memory.pairs, run.stream);
     list_pairs(work, run.memory.pairs, run.stream);
     compute_forward(run, args);
   };
@@ -185,7 +189,8 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
   const bool wants_dx = args.dx.data != nullptr;
   const bool wants_scores = args.dweights.data != nullptr;
   const auto begin = [&] {
-    mark_ranks(slots, exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
+    mark_ranks(*exchange.device, slots,
+               exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
     fork(exchange, run.stream);
     wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
     send_rows(exchange, args.dout, exchange.layout.dout, kPhaseRows);

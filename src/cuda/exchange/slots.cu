@@ -1,7 +1,9 @@
 // A rank's slots, sent to all ranks, and the pairs that each rank picks from all slots.
 #include <algorithm>
 
+#include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/slot_view.cuh"
 
 namespace sonicmoe::cuda {
@@ -46,6 +48,8 @@ unsigned blocks_of(std::int64_t count) {
 /// For pairs, whose tokens are in any order.
 __global__ void __launch_bounds__(kThreads)
     mark_pairs_kernel(const SlotSource slots, unsigned long long* masks) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
     const SlotSource::Slot slot = slots[i];
     if (slot.expert < 0) continue;
@@ -56,6 +60,8 @@ __global__ void __launch_bounds__(kThreads)
 /// For ids: a thread for each token.
 __global__ void __launch_bounds__(kThreads)
     mark_ids_kernel(const SlotSource slots, unsigned long long* masks) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   for (int t = blockIdx.x * kThreads + threadIdx.x; t < slots.tokens; t += gridDim.x * kThreads) {
     unsigned long long mask = 0;
     for (int k = 0; k < slots.top_k; k++) {
@@ -73,6 +79,8 @@ struct ListOffsets {
 __global__ void __launch_bounds__(kThreads)
     send_slots_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                       const ListOffsets lists) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   if (blockIdx.x == 0 && threadIdx.x < peers.ranks) {
     peers.control(static_cast<int>(threadIdx.x))->slots[peers.rank] = slots.count;
   }
@@ -111,7 +119,15 @@ __device__ std::int64_t place_of(int round) {
   return blockIdx.x * kPairChunk + round * kThreads + threadIdx.x;
 }
 
-__global__ void __launch_bounds__(kThreads) count_pairs_kernel(const PairParams p) {
+/// Also zeroes `marks`.
+__global__ void __launch_bounds__(kThreads)
+    count_pairs_kernel(const PairParams p, std::uint8_t* marks, std::int64_t mark_count) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       i < mark_count; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    marks[i] = 0;
+  }
   int count = 0;
   for (int round = 0; round < kPairChunk / kThreads; round++) {
     count += __syncthreads_count(p.expert(place_of(round)) >= 0);
@@ -146,6 +162,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
                       const WaitLimits limits) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   __shared__ int warp_counts[kWarps];
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const unsigned lane = threadIdx.x % 32;
@@ -214,47 +232,49 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void mark_ranks(const OwnSlots& slots, std::uint64_t* masks, cudaStream_t stream) {
+void mark_ranks(const Device& device, const OwnSlots& slots, std::uint64_t* masks,
+                cudaStream_t stream) {
   if (slots.tokens == 0) return;
+  const char* what = "launching the ranks of tokens";
   auto* words = reinterpret_cast<unsigned long long*>(masks);
   const SlotSource source = slot_source(slots);
   if (source.token.data == nullptr) {
-    mark_ids_kernel<<<blocks_of(slots.tokens), kThreads, 0, stream>>>(source, words);
-  } else {
-    check_cuda(cudaMemsetAsync(masks, 0, slots.tokens * sizeof(std::uint64_t), stream),
-               "clearing the ranks of tokens");
-    mark_pairs_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(source, words);
+    launch_dependent(device, what, mark_ids_kernel, {blocks_of(slots.tokens), kThreads}, stream,
+                     source, words);
+    return;
   }
-  check_cuda(cudaGetLastError(), "launching the ranks of tokens");
+  check_cuda(cudaMemsetAsync(masks, 0, slots.tokens * sizeof(std::uint64_t), stream), what);
+  launch_dependent(device, what, mark_pairs_kernel, {blocks_of(slots.count), kThreads}, stream,
+                   source, words);
 }
 
-void send_slots(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
-                cudaStream_t stream) {
+void send_slots(const Device& device, const Peers& peers, const ExchangeShape& shape,
+                const OwnSlots& slots, cudaStream_t stream) {
   const ExchangeLayout layout = exchange_layout(shape);
   const std::int64_t first = peers.rank * shape.max_slots * 4;
-  send_slots_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(
-      peers, slot_source(slots),
-      {layout.slot_token + first, layout.slot_expert + first, layout.slot_weight + first});
-  check_cuda(cudaGetLastError(), "launching the exchange of routing");
+  launch_dependent(device, "launching the exchange of routing", send_slots_kernel,
+                   {blocks_of(slots.count), kThreads}, stream, peers, slot_source(slots),
+                   ListOffsets{layout.slot_token + first, layout.slot_expert + first,
+                               layout.slot_weight + first});
 }
 
-void count_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream) {
-  const PairParams params = pair_params(work);
-  const auto blocks = static_cast<unsigned>(pair_blocks(work.shape));
-  count_pairs_kernel<<<blocks, kThreads, 0, stream>>>(params);
-  if (total != nullptr) {
-    sum_pairs_kernel<<<1, kThreads, 0, stream>>>(params.block_counts, static_cast<int>(blocks),
-                                                 total);
-  }
-  check_cuda(cudaGetLastError(), "launching the count of pairs");
+void count_pairs(const PairWork& work, const PairList* list, cudaStream_t stream) {
+  const std::int64_t marks = list == nullptr ? 0 : work.shape.ranks * work.shape.max_tokens;
+  launch_dependent(*work.device, "launching the count of pairs", count_pairs_kernel,
+                   {static_cast<unsigned>(pair_blocks(work.shape)), kThreads}, stream,
+                   pair_params(work), list == nullptr ? nullptr : list->has_row, marks);
+}
+
+void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream) {
+  sum_pairs_kernel<<<1, kThreads, 0, stream>>>(pair_params(work).block_counts,
+                                               static_cast<int>(pair_blocks(work.shape)), total);
+  check_cuda(cudaGetLastError(), "launching the number of pairs");
 }
 
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream) {
-  check_cuda(cudaMemsetAsync(list.has_row, 0, work.shape.ranks * work.shape.max_tokens, stream),
-             "clearing the marks of tokens");
-  list_pairs_kernel<<<static_cast<unsigned>(pair_blocks(work.shape)), kThreads, 0, stream>>>(
-      pair_params(work), list, work.peers, work.limits);
-  check_cuda(cudaGetLastError(), "launching the list of pairs");
+  launch_dependent(*work.device, "launching the list of pairs", list_pairs_kernel,
+                   {static_cast<unsigned>(pair_blocks(work.shape)), kThreads}, stream,
+                   pair_params(work), list, work.peers, work.limits);
 }
 
 void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,

@@ -8,6 +8,11 @@ void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
   const std::size_t element = dtype_bytes(from.dtype);
   const std::size_t width = from.shape[1] * element;
   if (from.shape[0] == 0) return;
+  if (from.stride[0] == from.shape[1]) {
+    check_cuda(cudaMemcpyAsync(to, from.data, width * from.shape[0], cudaMemcpyDefault, stream),
+               "copying rows to another rank");
+    return;
+  }
   check_cuda(cudaMemcpy2DAsync(to, width, from.data, from.stride[0] * element, width, from.shape[0],
                                cudaMemcpyDefault, stream),
              "copying rows to another rank");
