@@ -80,7 +80,7 @@ struct ExchangeLayout {
 ExchangeLayout exchange_layout(const ExchangeShape& shape);
 
 /// Slots that one block of the pair kernels looks at.
-inline constexpr std::int64_t kPairChunk = 4096;
+inline constexpr std::int64_t kPairChunk = 1024;
 inline std::int64_t pair_blocks(const ExchangeShape& shape) {
   return (shape.ranks * shape.max_slots + kPairChunk - 1) / kPairChunk;
 }

@@ -4,14 +4,14 @@
 #include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
 #include "cuda/ptx/dependent.cuh"
+#include "cuda/routing/block.cuh"
 #include "cuda/routing/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
-static_assert(kPairChunk % kThreads == 0);
+static_assert(kPairChunk == kThreads, "a thread has one slot");
 
 /// OwnSlots as kernels see it.
 struct SlotSource {
@@ -115,9 +115,7 @@ struct PairParams {
   }
 };
 
-__device__ std::int64_t place_of(int round) {
-  return blockIdx.x * kPairChunk + round * kThreads + threadIdx.x;
-}
+__device__ std::int64_t own_place() { return blockIdx.x * kPairChunk + threadIdx.x; }
 
 /// Also zeroes `marks`.
 __global__ void __launch_bounds__(kThreads)
@@ -128,28 +126,25 @@ __global__ void __launch_bounds__(kThreads)
        i < mark_count; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     marks[i] = 0;
   }
-  int count = 0;
-  for (int round = 0; round < kPairChunk / kThreads; round++) {
-    count += __syncthreads_count(p.expert(place_of(round)) >= 0);
-  }
+  const int count = __syncthreads_count(p.expert(own_place()) >= 0);
   if (threadIdx.x == 0) p.block_counts[blockIdx.x] = count;
 }
 
-/// The counts of the blocks [first, last) and of all `blocks`, summed by one block.
+/// Pairs of the blocks before `block` and of all `blocks`; all threads of a block call it. Fewer
+/// than 2^31, because slots are.
 struct CountSums {
-  std::int64_t before, all;
+  int before, all;
 };
-__device__ CountSums sum_counts(const std::int32_t* counts, int before, int blocks) {
-  __shared__ unsigned long long sums[2];
-  if (threadIdx.x < 2) sums[threadIdx.x] = 0;
-  __syncthreads();
+__device__ CountSums sum_counts(const std::int32_t* counts, int block, int blocks) {
+  int values[2] = {};
   for (int b = threadIdx.x; b < blocks; b += kThreads) {
-    const auto count = static_cast<unsigned long long>(counts[b]);
-    atomicAdd(&sums[1], count);
-    if (b < before) atomicAdd(&sums[0], count);
+    const int count = counts[b];
+    values[0] += b < block ? count : 0;
+    values[1] += count;
   }
-  __syncthreads();
-  return {static_cast<std::int64_t>(sums[0]), static_cast<std::int64_t>(sums[1])};
+  int totals[2];
+  block_prefix<kThreads>(values, totals);
+  return {totals[0], totals[1]};
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -164,29 +159,17 @@ __global__ void __launch_bounds__(kThreads)
                       const WaitLimits limits) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  __shared__ int warp_counts[kWarps];
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const unsigned lane = threadIdx.x % 32;
+  const std::int64_t place = own_place();
+  const int expert = p.expert(place);
   const CountSums sums =
       sum_counts(p.block_counts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   if (sums.all > out.rows && blockIdx.x == 0 && threadIdx.x == 0) {
     give_up(peers, limits, FaultCode::pack(kFaultOverflow, kPhaseRouting, peers.rank), peers.rank,
             sums.all);
   }
-  std::int64_t first = sums.before;
-  for (int round = 0; round < kPairChunk / kThreads; round++) {
-    const std::int64_t place = place_of(round);
-    const int expert = p.expert(place);
-    const unsigned found = __ballot_sync(~0u, expert >= 0);
-    if (lane == 0) warp_counts[warp] = __popc(found);
-    __syncthreads();
-    std::int64_t row = first + __popc(found & ((1u << lane) - 1));
-    for (int w = 0; w < kWarps; w++) {
-      row += w < warp ? warp_counts[w] : 0;
-      first += warp_counts[w];
-    }
-    __syncthreads();
-    if (expert < 0 || row >= out.rows) continue;
+  int count = 0;
+  const std::int64_t row = sums.before + block_prefix<kThreads>(expert >= 0 ? 1 : 0, &count);
+  if (expert >= 0 && row < out.rows) {
     const std::int64_t s = place / p.max_slots;
     const std::int64_t token =
         peers.place(static_cast<int>(s), peers.rank) * p.max_tokens + p.lists.token[place];
@@ -196,12 +179,12 @@ __global__ void __launch_bounds__(kThreads)
     out.slot[row] = static_cast<std::int32_t>(place - s * p.max_slots);
     out.has_row[token] = 1;
   }
-  for (std::int64_t row = sums.all + blockIdx.x * kThreads + threadIdx.x; row < out.rows;
-       row += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    out.token[row] = -1;
-    out.expert[row] = -1;
-    out.weight[row] = 0.0f;
-    out.slot[row] = -1;
+  for (std::int64_t empty = sums.all + blockIdx.x * kThreads + threadIdx.x; empty < out.rows;
+       empty += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    out.token[empty] = -1;
+    out.expert[empty] = -1;
+    out.weight[empty] = 0.0f;
+    out.slot[empty] = -1;
   }
 }
 
