@@ -208,7 +208,7 @@ double replay_time(const PretendedRanks& ranks, int repeats, const Capture& capt
 }
 
 GroupOptions options_of(std::int32_t ranks, std::int64_t tokens, std::int64_t top_k,
-                        std::int64_t hidden, Transport transport) {
+                        std::int64_t hidden, ExchangeTransport transport) {
   GroupOptions o;
   o.shape = {ranks, tokens, tokens * top_k, hidden, DType::kBF16};
   o.transport = transport;
@@ -217,7 +217,7 @@ GroupOptions options_of(std::int32_t ranks, std::int64_t tokens, std::int64_t to
 }
 
 /// Every row goes to every rank and every partial sum comes back.
-void bare(std::int32_t count, Transport transport) {
+void bare(std::int32_t count, ExchangeTransport transport) {
   constexpr std::int64_t kTokens = 32768, kHidden = 2048;  // rows of 4 KB
   PretendedRanks ranks(options_of(count, kTokens, 1, kHidden, transport));
   const double bytes = static_cast<double>(kTokens * kHidden * 2 * (count - 1));
@@ -249,7 +249,7 @@ void bare(std::int32_t count, Transport transport) {
     cuda::wait_for(e.peers, combine ? cuda::kPhasePartials : cuda::kPhaseRows, e.limits,
                    ranks.stream(r));
   };
-  const char* name = transport == Transport::kPush ? "push" : "copy";
+  const char* name = transport == ExchangeTransport::kPush ? "push" : "copy";
   const auto all = [&](bool combine) { each(ranks, [&](std::int32_t r) { step(r, combine); }); };
   const double dispatch = time_of(ranks, 10, [&] { all(false); });
   const double combine = time_of(ranks, 10, [&] { all(true); });
@@ -280,7 +280,7 @@ Times times_of(const PretendedRanks& ranks, double heat, const Forward& forward,
 void layer(const Config& c, std::int32_t count, double heat) {
   Times alone{};
   {
-    PretendedRanks ranks(options_of(count, 1, 1, 8, Transport::kPush));
+    PretendedRanks ranks(options_of(count, 1, 1, 8, ExchangeTransport::kPush));
     std::vector<std::unique_ptr<Layer>> layers;
     for (std::int32_t r = 0; r < count; ++r) {
       must(cudaSetDevice(ranks.ordinal(r)));
@@ -302,7 +302,7 @@ void layer(const Config& c, std::int32_t count, double heat) {
           });
         });
   }
-  for (const Transport transport : {Transport::kCopy, Transport::kPush}) {
+  for (const ExchangeTransport transport : {ExchangeTransport::kCopy, ExchangeTransport::kPush}) {
     PretendedRanks ranks(options_of(count, c.tokens, c.top_k, c.hidden, transport));
     std::vector<std::unique_ptr<Layer>> layers;
     const std::int64_t rows = c.tokens * c.top_k * 21 / 20;  // an even routing has 1 % more at most
@@ -316,30 +316,31 @@ void layer(const Config& c, std::int32_t count, double heat) {
     }
     // One thread drives all ranks, so each part is enqueued for all of them before the next one.
     const auto parts = [&](const auto& call) {
-      for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+      for (const ExchangePart part :
+           {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
         each(ranks, [&](std::int32_t r) { call(r, part); });
       }
     };
     const Times ours = times_of(
         ranks, heat,
         [&] {
-          parts([&](std::int32_t r, Part part) {
+          parts([&](std::int32_t r, ExchangePart part) {
             exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward, part,
                              ranks.exec(r));
           });
         },
         [&] {
-          parts([&](std::int32_t r, Part part) {
+          parts([&](std::int32_t r, ExchangePart part) {
             exchange_backward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->backward,
                               part, ranks.exec(r));
           });
         });
     const int repeats = std::max(5, static_cast<int>(60.0 / (ours.forward + ours.backward)));
     const double replayed = replay_time(ranks, repeats, [&](std::int32_t r) {
-      exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward, Part::kAll,
-                       ranks.exec(r));
+      exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward,
+                       ExchangePart::kAll, ranks.exec(r));
       exchange_backward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->backward,
-                        Part::kAll, ranks.exec(r));
+                        ExchangePart::kAll, ranks.exec(r));
     });
     std::printf(
         "{\"config\": \"%s\", \"T\": %ld, \"d\": %ld, \"n\": %ld, \"E\": %ld, \"K\": %ld, "
@@ -347,7 +348,7 @@ void layer(const Config& c, std::int32_t count, double heat) {
         "\"ours\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f}, \"ratio\": %.3f, \"replayed_ms\": %.3f}\n",
         c.name, static_cast<long>(c.tokens), static_cast<long>(c.hidden),
         static_cast<long>(c.width), static_cast<long>(c.experts), static_cast<long>(c.top_k), count,
-        transport == Transport::kCopy ? "copy" : "push", alone.forward, alone.backward,
+        transport == ExchangeTransport::kCopy ? "copy" : "push", alone.forward, alone.backward,
         ours.forward, ours.backward,
         (ours.forward + ours.backward) / (alone.forward + alone.backward), replayed);
     std::fflush(stdout);
@@ -365,8 +366,8 @@ int main(int count, char** arguments) {
       return 1;
     }
     const double heat = count > 1 ? std::atof(arguments[1]) : 0.7;
-    bare(devices, Transport::kPush);
-    bare(devices, Transport::kCopy);
+    bare(devices, ExchangeTransport::kPush);
+    bare(devices, ExchangeTransport::kCopy);
     for (const Config& c : kConfigs) {
       const bool chosen =
           count <= 2 || std::any_of(arguments + 2, arguments + count,

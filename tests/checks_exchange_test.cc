@@ -29,7 +29,7 @@ TEST(ChecksExchange, OpenRefusals) {
        "shape.ranks * shape.max_tokens is 2147483648, must be below 2^31", Status::kOutOfRange},
       {[](Open& o) { o.options.rank = -1; }, "rank is -1, must be at least 0"},
       {[](Open& o) { o.options.rank = 2; }, "rank is 2, must be at most 1, the last rank"},
-      {[](Open& o) { o.options.transport = static_cast<Transport>(3); },
+      {[](Open& o) { o.options.transport = static_cast<ExchangeTransport>(3); },
        "transport is 3, must be in 0 to 2"},
       {[](Open& o) { o.options.time_limit_ms = -1; }, "time_limit_ms is -1, must be at least 0"},
       {[](Open& o) { o.options.multiprocessors = -1; },
@@ -54,7 +54,7 @@ struct Forward {
       .tokens = T, .hidden = d, .width = n, .experts = E, .top_k = K, .dtype = DType::kBF16};
   std::int64_t rows = 16;
   ForwardArgs args;
-  Part part = Part::kAll;
+  ExchangePart part = ExchangePart::kAll;
   Exec exec;
   char exchange = 0;  // the fake backend does not look at it
 
@@ -91,7 +91,7 @@ TEST(ChecksExchange, ForwardRefusals) {
       {[](Forward& f) { f.problem.experts = 5; },
        "experts is 5, must be a multiple of the 2 ranks"},
       {[](Forward& f) { f.rows = -1; }, "rows is -1, must be at least 0"},
-      {[](Forward& f) { f.part = static_cast<Part>(4); }, "part is 4, must be in 0 to 3"},
+      {[](Forward& f) { f.part = static_cast<ExchangePart>(4); }, "part is 4, must be in 0 to 3"},
       {[](Forward& f) { f.args.weights.down.shape[0] = E; },
        "weights.down has shape (4, 8, 8), must be (E, d, n) = (2, 8, 8)"},
       {[](Forward& f) { f.args.scratch.bytes = 1; },
@@ -105,7 +105,7 @@ TEST(ChecksExchange, BeginNeedsNoBuffers) {
   Forward f;
   f.args.h = f.args.saved = f.args.scratch = {};
   f.rows = 0;
-  f.part = Part::kBegin;
+  f.part = ExchangePart::kBegin;
   backend_calls = 0;
   EXPECT_NO_THROW(f.run());
   EXPECT_EQ(backend_calls, 1);

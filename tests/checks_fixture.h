@@ -149,10 +149,10 @@ const BackendTable* cpu_backend() {
       return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes}
                                       : test::kFakeSizes;
     };
-    backend.exchange_forward = [](Exchange&, const Problem&, std::int64_t, const ForwardArgs&, Part,
-                                  const Exec&) { ++test::backend_calls; };
+    backend.exchange_forward = [](Exchange&, const Problem&, std::int64_t, const ForwardArgs&,
+                                  ExchangePart, const Exec&) { ++test::backend_calls; };
     backend.exchange_backward = [](Exchange&, const Problem&, std::int64_t, const BackwardArgs&,
-                                   Part, const Exec&) { ++test::backend_calls; };
+                                   ExchangePart, const Exec&) { ++test::backend_calls; };
     return backend;
   }();
   return &kBackend;

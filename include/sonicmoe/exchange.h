@@ -9,9 +9,9 @@
 // A training step, on every rank:
 //   Exchange* exchange = exchange_open(options, exec);             // then a barrier over all ranks
 //   Sizes f = exchange_sizes(*exchange, problem, rows, Pass::kForward, exec);
-//   exchange_forward(*exchange, problem, rows, {x, routing, weights, out, ...}, Part::kAll, exec);
-//   exchange_backward(*exchange, problem, rows, {x, routing, weights, dout, ...}, Part::kAll,
-//   exec);
+//   exchange_forward(*exchange, problem, rows, {x, routing, weights, out, ...}, ExchangePart::kAll,
+//   exec); exchange_backward(*exchange, problem, rows, {x, routing, weights, dout, ...},
+//   ExchangePart::kAll, exec);
 #pragma once
 
 #include "sonicmoe/moe.h"
@@ -35,7 +35,7 @@ struct ExchangeShape {
 SONICMOE_API std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec& exec);
 
 /// How rows travel. Results have the same bits for every value.
-enum class Transport : std::int32_t {
+enum class ExchangeTransport : std::int32_t {
   kAuto = 0,  ///< kCopy for two ranks, else kPush
   kPush = 1,  ///< a kernel on few multiprocessors sends the rows that a rank needs
   kCopy = 2,  ///< the copy engines send all rows to all ranks and take no multiprocessor
@@ -50,7 +50,7 @@ struct ExchangeOptions {
   std::int64_t buffer_bytes = 0;     ///< of each
   std::int64_t time_limit_ms = 0;    ///< of a wait for another rank; 0: 60,000
   std::int32_t multiprocessors = 0;  ///< that kPush uses; 0: 8
-  Transport transport = Transport::kAuto;
+  ExchangeTransport transport = ExchangeTransport::kAuto;
 };
 
 /// Opens this rank's end and clears its own symmetric buffer's flags. No rank may begin a step
@@ -72,7 +72,7 @@ SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 /// The parts of a step. kAll is the three of them. Between them the caller may enqueue its own work
 /// on exec.stream: rows and partial sums travel on another stream. Arguments are equal for all
 /// parts of a step.
-enum class Part : std::int32_t {
+enum class ExchangePart : std::int32_t {
   kAll = 0,
   kBegin = 1,  ///< sends routing and rows (backward: dout, then x); a forward needs no buffers yet
   kCompute = 2,  ///< waits for rows, computes this rank's experts, sends partial sums
@@ -98,11 +98,11 @@ SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& probl
 /// to the dtype before it travels. Partial sums are added in fp32 in rank order, so equal inputs
 /// give equal bits whatever arrives first.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                                   const ForwardArgs& args, Part part, const Exec& exec);
+                                   const ForwardArgs& args, ExchangePart part, const Exec& exec);
 
 /// moe_backward over all ranks. x travels again and is not kept. All ranks ask for the same ones of
 /// dx and dweights.
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                                    const BackwardArgs& args, Part part, const Exec& exec);
+                                    const BackwardArgs& args, ExchangePart part, const Exec& exec);
 
 }  // namespace sonicmoe

@@ -16,7 +16,7 @@ ExchangeOptions options_of(const smoe_exchange_options* given) {
   options.buffer_bytes = o.buffer_bytes;
   options.time_limit_ms = o.time_limit_ms;
   options.multiprocessors = o.multiprocessors;
-  options.transport = static_cast<Transport>(o.transport);
+  options.transport = static_cast<ExchangeTransport>(o.transport);
   return options;
 }
 
@@ -86,7 +86,7 @@ smoe_status smoe_exchange_forward(smoe_exchange* exchange, const smoe_problem* p
                                   const smoe_exec* exec) {
   return capi::guarded([&] {
     exchange_forward(exchange_of(exchange), capi::problem(problem), rows, capi::forward_args(args),
-                     static_cast<Part>(part), capi::exec(exec));
+                     static_cast<ExchangePart>(part), capi::exec(exec));
   });
 }
 
@@ -95,7 +95,7 @@ smoe_status smoe_exchange_backward(smoe_exchange* exchange, const smoe_problem* 
                                    const smoe_exec* exec) {
   return capi::guarded([&] {
     exchange_backward(exchange_of(exchange), capi::problem(problem), rows,
-                      capi::backward_args(args), static_cast<Part>(part), capi::exec(exec));
+                      capi::backward_args(args), static_cast<ExchangePart>(part), capi::exec(exec));
   });
 }
 

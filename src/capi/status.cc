@@ -67,13 +67,13 @@ SONICMOE_SAME(SMOE_ROUND_DOWN, RoundingMode::kDown);
 SONICMOE_SAME(SMOE_ROUND_SCORE, RoundingMode::kScore);
 SONICMOE_SAME(SMOE_ROUND_STOCHASTIC, RoundingMode::kStochastic);
 SONICMOE_SAME(SMOE_ROUND_BALANCED, RoundingMode::kBalanced);
-SONICMOE_SAME(SMOE_TRANSPORT_AUTO, Transport::kAuto);
-SONICMOE_SAME(SMOE_TRANSPORT_PUSH, Transport::kPush);
-SONICMOE_SAME(SMOE_TRANSPORT_COPY, Transport::kCopy);
-SONICMOE_SAME(SMOE_PART_ALL, Part::kAll);
-SONICMOE_SAME(SMOE_PART_BEGIN, Part::kBegin);
-SONICMOE_SAME(SMOE_PART_COMPUTE, Part::kCompute);
-SONICMOE_SAME(SMOE_PART_FINISH, Part::kFinish);
+SONICMOE_SAME(SMOE_TRANSPORT_AUTO, ExchangeTransport::kAuto);
+SONICMOE_SAME(SMOE_TRANSPORT_PUSH, ExchangeTransport::kPush);
+SONICMOE_SAME(SMOE_TRANSPORT_COPY, ExchangeTransport::kCopy);
+SONICMOE_SAME(SMOE_PART_ALL, ExchangePart::kAll);
+SONICMOE_SAME(SMOE_PART_BEGIN, ExchangePart::kBegin);
+SONICMOE_SAME(SMOE_PART_COMPUTE, ExchangePart::kCompute);
+SONICMOE_SAME(SMOE_PART_FINISH, ExchangePart::kFinish);
 #undef SONICMOE_SAME
 
 /// A flag of each thread, not set at first. Where it cannot be kept it stays not set.

@@ -104,9 +104,10 @@ struct BackendTable {
   Sizes (*exchange_sizes)(const Exchange& exchange, const Problem& problem, std::int64_t rows,
                           Pass pass, const Exec& exec) = nullptr;
   void (*exchange_forward)(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                           const ForwardArgs& args, Part part, const Exec& exec) = nullptr;
+                           const ForwardArgs& args, ExchangePart part, const Exec& exec) = nullptr;
   void (*exchange_backward)(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                            const BackwardArgs& args, Part part, const Exec& exec) = nullptr;
+                            const BackwardArgs& args, ExchangePart part,
+                            const Exec& exec) = nullptr;
 };
 
 /// Each backend defines its own function. It returns null in a build without the backend

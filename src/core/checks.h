@@ -79,8 +79,8 @@ void exchange_options(const ExchangeOptions& options, std::int64_t needed, const
 /// Whether a step of `problem` fits an exchange of this shape.
 void exchange_problem(const ExchangeShape& shape, const Problem& problem, std::int64_t rows);
 void exchange_forward(const ExchangeShape& shape, const Problem& problem, const ForwardArgs& args,
-                      Part part, const Exec& exec);
+                      ExchangePart part, const Exec& exec);
 void exchange_backward(const ExchangeShape& shape, const Problem& problem, const BackwardArgs& args,
-                       Part part, const Exec& exec);
+                       ExchangePart part, const Exec& exec);
 
 }  // namespace sonicmoe::checks

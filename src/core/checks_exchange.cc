@@ -97,14 +97,14 @@ void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t row
   problem(layer);
 }
 
-void exchange_forward(const ExchangeShape& s, const Problem& p, const ForwardArgs& args, Part part,
-                      const Exec& exec) {
+void exchange_forward(const ExchangeShape& s, const Problem& p, const ForwardArgs& args,
+                      ExchangePart part, const Exec& exec) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
   checks::moe_forward(own_problem(s, p), args, exec);
 }
 
 void exchange_backward(const ExchangeShape& s, const Problem& p, const BackwardArgs& args,
-                       Part part, const Exec& exec) {
+                       ExchangePart part, const Exec& exec) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
   checks::moe_backward(own_problem(s, p), args, exec);
 }

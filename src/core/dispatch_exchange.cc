@@ -62,12 +62,12 @@ Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int6
 }
 
 void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                      const ForwardArgs& args, Part part, const Exec& exec) {
+                      const ForwardArgs& args, ExchangePart part, const Exec& exec) {
   const ExchangeShape& shape = shape_of(exchange, exec);
   checks::exchange_problem(shape, problem, rows);
   checks::exchange_forward(shape, problem, args, part, exec);
   // Before kCompute the caller may not know `rows`, so it has no buffers yet.
-  if (part != Part::kBegin) {
+  if (part != ExchangePart::kBegin) {
     checks::forward_buffers(
         args, sizes_of(exchange, problem, rows, checks::forward_pass(args), exec), exec);
   }
@@ -77,7 +77,7 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 }
 
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                       const BackwardArgs& args, Part part, const Exec& exec) {
+                       const BackwardArgs& args, ExchangePart part, const Exec& exec) {
   const ExchangeShape& shape = shape_of(exchange, exec);
   checks::exchange_problem(shape, problem, rows);
   checks::exchange_backward(shape, problem, args, part, exec);

@@ -19,7 +19,7 @@ using testing::PretendedRanks;
 using testing::RankLayer;
 using testing::RankShape;
 
-GroupOptions options_of(const RankShape& s, std::int32_t ranks, Transport transport) {
+GroupOptions options_of(const RankShape& s, std::int32_t ranks, ExchangeTransport transport) {
   GroupOptions o;
   o.shape = {ranks, s.tokens, s.tokens * s.top_k, s.hidden, DType::kBF16};
   o.transport = transport;
@@ -40,10 +40,12 @@ struct Group {
     for (auto& layer : layers) layer->route(seed, experts);
   }
   void step() {
-    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+    for (const ExchangePart part :
+         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
       for (const std::int32_t r : order) layers[r]->forward(part);
     }
-    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+    for (const ExchangePart part :
+         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
       for (const std::int32_t r : order) layers[r]->backward(part);
     }
   }
@@ -91,8 +93,8 @@ bool is_nan(const DeviceArray& rows) {
 TEST(Exchange, EqualBitsWhateverArrivesFirst) {
   const RankShape shape;
   for (const std::int32_t count : {2, 3, 8}) {
-    Group push(shape, options_of(shape, count, Transport::kPush));
-    Group copy(shape, options_of(shape, count, Transport::kCopy));
+    Group push(shape, options_of(shape, count, ExchangeTransport::kPush));
+    Group copy(shape, options_of(shape, count, ExchangeTransport::kCopy));
     push.route(1, 24);
     copy.route(1, 24);
     const Bits want = push.run();
@@ -111,7 +113,7 @@ TEST(Exchange, EqualBitsWhateverArrivesFirst) {
 
 TEST(Exchange, ReplaysOverOtherRoutings) {
   const RankShape shape;
-  for (const Transport transport : {Transport::kPush, Transport::kCopy}) {
+  for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
     Group group(shape, options_of(shape, 2, transport));
     group.route(1, 24);
     group.run();
@@ -120,8 +122,8 @@ TEST(Exchange, ReplaysOverOtherRoutings) {
       cudaGraph_t graph = nullptr;
       const cudaStream_t stream = group.ranks.stream(r);
       must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-      group.layers[r]->forward(Part::kAll);
-      group.layers[r]->backward(Part::kAll);
+      group.layers[r]->forward(ExchangePart::kAll);
+      group.layers[r]->backward(ExchangePart::kAll);
       must(cudaStreamEndCapture(stream, &graph));
       must(cudaGraphInstantiate(&replays.emplace_back(), graph, 0));
       must(cudaGraphDestroy(graph));
@@ -143,9 +145,9 @@ TEST(Exchange, ReplaysOverOtherRoutings) {
 
 TEST(Exchange, AskedRowsAreTheRowsRouted) {
   const RankShape shape;
-  Group group(shape, options_of(shape, 3, Transport::kPush));
+  Group group(shape, options_of(shape, 3, ExchangeTransport::kPush));
   group.route(1, 8);  // experts 0 to 7: all of rank 0
-  for (auto& layer : group.layers) layer->forward(Part::kBegin);
+  for (auto& layer : group.layers) layer->forward(ExchangePart::kBegin);
   std::int64_t valid = 0;
   for (std::int32_t r = 0; r < 3; ++r) {
     std::mt19937 random(100 + r);
@@ -160,7 +162,7 @@ TEST(Exchange, AskedRowsAreTheRowsRouted) {
 
 TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   const RankShape shape;
-  GroupOptions options = options_of(shape, 3, Transport::kPush);
+  GroupOptions options = options_of(shape, 3, ExchangeTransport::kPush);
   Group sound(shape, options);
   sound.route(1, 24);
   const Bits want = sound.run();
@@ -168,7 +170,8 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   Group group(shape, options);
   group.route(1, 24);
   const auto start = std::chrono::steady_clock::now();
-  for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+  for (const ExchangePart part :
+       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
     for (const std::int32_t r : {0, 1}) {
       try {
         group.layers[r]->forward(part);
@@ -181,10 +184,11 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   EXPECT_TRUE(contains(first, "rank 2 did not send its r")) << first;
   EXPECT_TRUE(contains(second, "rank 2 did not send its r")) << second;
-  EXPECT_THROW(group.layers[0]->forward(Part::kBegin), Error);
+  EXPECT_THROW(group.layers[0]->forward(ExchangePart::kBegin), Error);
   // The late rank learns at its first wait that the others have given up on it.
   try {
-    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+    for (const ExchangePart part :
+         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
       group.layers[2]->forward(part);
     }
   } catch (const Error&) {
@@ -198,13 +202,13 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
 
 TEST(Exchange, AFailedStepLeavesNaN) {
   const RankShape shape;
-  GroupOptions options = options_of(shape, 2, Transport::kCopy);
+  GroupOptions options = options_of(shape, 2, ExchangeTransport::kCopy);
   options.time_limit_ms = 1'000;
   Group group(shape, options);
   group.route(1, 24);
   // Rank 1 sends its rows but never computes.
-  group.layers[1]->forward(Part::kBegin);
-  group.layers[0]->forward(Part::kAll);
+  group.layers[1]->forward(ExchangePart::kBegin);
+  group.layers[0]->forward(ExchangePart::kAll);
   const std::string sentence = group.fault(0);
   EXPECT_TRUE(contains(sentence, "rank 1 did not send its partial sums")) << sentence;
   EXPECT_TRUE(is_nan(group.layers[0]->out()));
@@ -213,9 +217,10 @@ TEST(Exchange, AFailedStepLeavesNaN) {
 TEST(Exchange, OverflowIsReportedOnEveryRank) {
   const RankShape shape;
   const std::int64_t rows = 1024;  // less than rank 0 gets below
-  Group group(shape, options_of(shape, 2, Transport::kPush), rows);
+  Group group(shape, options_of(shape, 2, ExchangeTransport::kPush), rows);
   group.route(1, 12);
-  for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+  for (const ExchangePart part :
+       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
     for (auto& layer : group.layers) {
       try {
         layer->forward(part);
@@ -235,14 +240,14 @@ TEST(Exchange, OverflowIsReportedOnEveryRank) {
 
 TEST(Exchange, PartsOutOfOrderAreRefused) {
   const RankShape shape;
-  Group group(shape, options_of(shape, 1, Transport::kPush));
+  Group group(shape, options_of(shape, 1, ExchangeTransport::kPush));
   group.route(1, 24);
-  EXPECT_THROW(group.layers[0]->forward(Part::kCompute), Error);
-  group.layers[0]->forward(Part::kBegin);
-  EXPECT_THROW(group.layers[0]->forward(Part::kBegin), Error);
-  EXPECT_THROW(group.layers[0]->backward(Part::kCompute), Error);
-  group.layers[0]->forward(Part::kCompute);
-  group.layers[0]->forward(Part::kFinish);
+  EXPECT_THROW(group.layers[0]->forward(ExchangePart::kCompute), Error);
+  group.layers[0]->forward(ExchangePart::kBegin);
+  EXPECT_THROW(group.layers[0]->forward(ExchangePart::kBegin), Error);
+  EXPECT_THROW(group.layers[0]->backward(ExchangePart::kCompute), Error);
+  group.layers[0]->forward(ExchangePart::kCompute);
+  group.layers[0]->forward(ExchangePart::kFinish);
   group.ranks.wait();
 }
 
@@ -250,13 +255,13 @@ TEST(Exchange, PartsOutOfOrderAreRefused) {
 TEST(Exchange, AFlagOneEpochOffIsSeen) {
   const RankShape shape;
   for (const bool early : {false, true}) {
-    Group group(shape, options_of(shape, 2, Transport::kPush));
+    Group group(shape, options_of(shape, 2, ExchangeTransport::kPush));
     group.route(1, 24);
     const Bits want = group.run();
     group.poison();
     const cuda::ExchangeLayout layout = cuda::exchange_layout(group.ranks.shape());
-    for (auto& layer : group.layers) layer->forward(Part::kBegin);
-    group.layers[0]->forward(Part::kCompute);
+    for (auto& layer : group.layers) layer->forward(ExchangePart::kBegin);
+    group.layers[0]->forward(ExchangePart::kCompute);
     if (early) {
       const std::int64_t bytes = 2 * shape.tokens * shape.hidden * 2;
       must(cudaMemset(group.ranks.at<std::uint8_t>(0, layout.partials), 0, bytes));
@@ -264,10 +269,10 @@ TEST(Exchange, AFlagOneEpochOffIsSeen) {
       const std::uint32_t ahead = 3;  // forward, backward, and this forward
       must(cudaMemcpy(&control->flags[cuda::kPhasePartials][1], &ahead, 4, cudaMemcpyHostToDevice));
     }
-    group.layers[0]->forward(Part::kFinish);
+    group.layers[0]->forward(ExchangePart::kFinish);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    group.layers[1]->forward(Part::kCompute);
-    group.layers[1]->forward(Part::kFinish);
+    group.layers[1]->forward(ExchangePart::kCompute);
+    group.layers[1]->forward(ExchangePart::kFinish);
     group.ranks.wait();
     EXPECT_EQ(group.layers[0]->out().get() == want[0], !early);
   }
@@ -279,7 +284,7 @@ TEST(Exchange, TwoGpusEqualPretendedRanks) {
   if (devices < 2) GTEST_SKIP() << "needs two GPUs";
   const RankShape shape;
   for (const std::int32_t count : {2, 4}) {
-    for (const Transport transport : {Transport::kPush, Transport::kCopy}) {
+    for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
       GroupOptions options = options_of(shape, count, transport);
       Group pretended(shape, options);
       options.devices = 2;

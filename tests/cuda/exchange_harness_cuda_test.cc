@@ -19,7 +19,7 @@ enum class Split { kEven, kFirstHasNone, kLastHasAll };
 
 struct Form {
   std::int32_t ranks;
-  Transport transport = Transport::kPush;
+  ExchangeTransport transport = ExchangeTransport::kPush;
   Split split = Split::kEven;
   bool exact = false;  ///< asks the device for the number of rows
 };
@@ -102,7 +102,7 @@ class ParallelLayer {
       a.routing = s.routing;
       a.weights = experts(p, args.weights, r);
       a.out = rows_of(args.out, s.first, s.last);
-      exchange_forward(ranks_->exchange(r), s.problem, 0, a, Part::kBegin, ranks_->exec(r));
+      exchange_forward(ranks_->exchange(r), s.problem, 0, a, ExchangePart::kBegin, ranks_->exec(r));
     });
     if (spoil_.rows) spoil(spoil_.rows);
     each([&](std::int32_t r, Share& s) {
@@ -119,12 +119,12 @@ class ParallelLayer {
       parts[r].saved = s.saved->buffer();
     });
     each([&](std::int32_t r, Share& s) {
-      exchange_forward(ranks_->exchange(r), s.problem, s.rows, parts[r], Part::kCompute,
+      exchange_forward(ranks_->exchange(r), s.problem, s.rows, parts[r], ExchangePart::kCompute,
                        ranks_->exec(r));
     });
     if (spoil_.partials) spoil(spoil_.partials);
     each([&](std::int32_t r, Share& s) {
-      exchange_forward(ranks_->exchange(r), s.problem, s.rows, parts[r], Part::kFinish,
+      exchange_forward(ranks_->exchange(r), s.problem, s.rows, parts[r], ExchangePart::kFinish,
                        ranks_->exec(r));
     });
     ranks_->wait();
@@ -149,7 +149,8 @@ class ParallelLayer {
       a.grads = experts(p, args.grads, r);
       a.grad_mode = args.grad_mode;
     });
-    for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+    for (const ExchangePart part :
+         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
       each([&](std::int32_t r, Share& s) {
         exchange_backward(ranks_->exchange(r), s.problem, s.rows, parts[r], part, ranks_->exec(r));
       });
@@ -306,17 +307,18 @@ class ExchangeHarness : public ::testing::Test {
 
 TEST_F(ExchangeHarness, RoutingWithAnyNumberOfRanks) {
   for (const std::int32_t ranks : {1, 2, 3, 4, 5, 8}) {
-    expect_sound({ranks, ranks % 2 == 0 ? Transport::kPush : Transport::kCopy}, "routing/");
+    expect_sound({ranks, ranks % 2 == 0 ? ExchangeTransport::kPush : ExchangeTransport::kCopy},
+                 "routing/");
   }
 }
 TEST_F(ExchangeHarness, UnevenTokens) {
-  expect_sound({2, Transport::kCopy, Split::kFirstHasNone}, "routing/ids");
-  expect_sound({3, Transport::kPush, Split::kFirstHasNone}, "routing/");
-  expect_sound({4, Transport::kPush, Split::kLastHasAll}, "routing/");
+  expect_sound({2, ExchangeTransport::kCopy, Split::kFirstHasNone}, "routing/ids");
+  expect_sound({3, ExchangeTransport::kPush, Split::kFirstHasNone}, "routing/");
+  expect_sound({4, ExchangeTransport::kPush, Split::kLastHasAll}, "routing/");
 }
 TEST_F(ExchangeHarness, NumberOfRowsAskedFor) {
-  expect_sound({2, Transport::kPush, Split::kEven, true}, "routing/");
-  expect_sound({4, Transport::kCopy, Split::kFirstHasNone, true}, "routing/");
+  expect_sound({2, ExchangeTransport::kPush, Split::kEven, true}, "routing/");
+  expect_sound({4, ExchangeTransport::kCopy, Split::kFirstHasNone, true}, "routing/");
 }
 TEST_F(ExchangeHarness, AllOtherCases) {
   for (const char* filter : {"layout", "grads", "wide"}) expect_sound({2}, filter);

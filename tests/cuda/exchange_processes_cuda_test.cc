@@ -70,8 +70,8 @@ class Meeting {
 };
 
 void step(RankLayer& layer) {
-  layer.forward(Part::kAll);
-  layer.backward(Part::kAll);
+  layer.forward(ExchangePart::kAll);
+  layer.backward(ExchangePart::kAll);
 }
 
 /// One rank: ten steps, whose bits it writes down. Then rank 1 dies after it has sent its rows, and
@@ -121,14 +121,14 @@ void run_rank(const Meeting& meeting, std::int32_t rank) {
   meeting.write("bits", all.data(), all.size());
   meeting.barrier("ten_steps");
   if (rank == 1) {
-    layer.forward(Part::kBegin);
+    layer.forward(ExchangePart::kBegin);
     must(cudaDeviceSynchronize());
     meeting.write("dies", "", 0);
     kill(getpid(), SIGKILL);
   }
   std::string sentence;
   try {
-    layer.forward(Part::kAll);
+    layer.forward(ExchangePart::kAll);
     must(cudaDeviceSynchronize());
     exchange_check(*exchange, exec);
   } catch (const Error& e) {
@@ -166,10 +166,12 @@ std::vector<std::string> expected_bits() {
     layers[r]->route(1, static_cast<int>(shape.experts));
     layers[r]->poison();
   }
-  for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+  for (const ExchangePart part :
+       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
     for (auto& layer : layers) layer->forward(part);
   }
-  for (const Part part : {Part::kBegin, Part::kCompute, Part::kFinish}) {
+  for (const ExchangePart part :
+       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
     for (auto& layer : layers) layer->backward(part);
   }
   ranks.wait();

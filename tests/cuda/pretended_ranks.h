@@ -20,7 +20,7 @@ inline const bool kManyQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) =
 
 struct GroupOptions {
   ExchangeShape shape{};
-  Transport transport = Transport::kPush;
+  ExchangeTransport transport = ExchangeTransport::kPush;
   std::int64_t time_limit_ms = 20'000;
   int devices = 1;
 };

@@ -102,10 +102,10 @@ class RankLayer {
     weights_->set(weights);
     must(cudaSetDevice(0));
   }
-  void forward(Part part) {
+  void forward(ExchangePart part) {
     exchange_forward(*at_.exchange, problem_, rows_, forward_, part, exec());
   }
-  void backward(Part part) {
+  void backward(ExchangePart part) {
     exchange_backward(*at_.exchange, problem_, rows_, backward_, part, exec());
   }
   std::int64_t rows_asked() const { return exchange_rows(*at_.exchange, problem_, exec()); }

@@ -137,9 +137,9 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
   for (std::int32_t r = 0; r < options.shape.ranks; ++r) {
     exchange->peers.base[r] = static_cast<std::uint8_t*>(options.buffers[r]);
   }
-  exchange->transport = options.transport != Transport::kAuto ? options.transport
-                        : options.shape.ranks <= 2            ? Transport::kCopy
-                                                              : Transport::kPush;
+  exchange->transport = options.transport != ExchangeTransport::kAuto ? options.transport
+                        : options.shape.ranks <= 2                    ? ExchangeTransport::kCopy
+                                                                      : ExchangeTransport::kPush;
   exchange->multiprocessors =
       options.multiprocessors != 0 ? options.multiprocessors : kDefaultMultiprocessors;
   const std::int64_t limit = options.time_limit_ms != 0 ? options.time_limit_ms : kDefaultLimitMs;

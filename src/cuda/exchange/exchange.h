@@ -23,14 +23,14 @@ struct Exchange {
   /// Which part of which pass comes next; kAll: a part has failed.
   struct Step {
     Pass pass = Pass::kInference;
-    Part next = Part::kBegin;
+    ExchangePart next = ExchangePart::kBegin;
   };
 
   const cuda::Device* device = nullptr;
   ExchangeShape shape{};
   cuda::ExchangeLayout layout{};
   cuda::Peers peers{};
-  Transport transport = Transport::kPush;
+  ExchangeTransport transport = ExchangeTransport::kPush;
   int multiprocessors = 0;
   cuda::WaitLimits limits{};
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
@@ -52,9 +52,9 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
 Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
                      const Exec& exec);
 void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                      const ForwardArgs& args, Part part, const Exec& exec);
+                      const ForwardArgs& args, ExchangePart part, const Exec& exec);
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                       const BackwardArgs& args, Part part, const Exec& exec);
+                       const BackwardArgs& args, ExchangePart part, const Exec& exec);
 
 /// What is enqueued next on the sending stream comes after what is on `stream`.
 void fork(const Exchange& exchange, cudaStream_t stream);

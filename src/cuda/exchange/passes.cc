@@ -31,45 +31,48 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .experts_per_rank = problem.experts / exchange.shape.ranks};
 }
 
-const char* part_name(Part part) {
-  return part == Part::kBegin ? "kBegin" : part == Part::kCompute ? "kCompute" : "kFinish";
+const char* part_name(ExchangePart part) {
+  return part == ExchangePart::kBegin     ? "kBegin"
+         : part == ExchangePart::kCompute ? "kCompute"
+                                          : "kFinish";
 }
 const char* pass_name(Pass pass) {
   return pass == Pass::kBackward ? "exchange_backward" : "exchange_forward";
 }
 
 /// Refuses a part that is not the next one of this pass.
-void check_part(const Exchange& exchange, Pass pass, Part part) {
+void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
   const Exchange::Step& step = exchange.step;
-  if (step.next == part && (part == Part::kBegin || step.pass == pass)) return;
+  if (step.next == part && (part == ExchangePart::kBegin || step.pass == pass)) return;
   const std::string asked = std::string("part is ") + part_name(part) + " of " + pass_name(pass);
-  if (step.next == Part::kAll) {
+  if (step.next == ExchangePart::kAll) {
     throw Error(Status::kInvalidArgument,
                 asked +
                     " but a part of the step has failed; exchange_reset on all ranks makes the "
                     "exchange usable again.");
   }
-  throw Error(Status::kInvalidArgument,
-              asked + " but the next part must be " + part_name(step.next) +
-                  (step.next == Part::kBegin ? "" : std::string(" of ") + pass_name(step.pass)) +
-                  "; exchange_reset on all ranks gives a step up.");
+  throw Error(
+      Status::kInvalidArgument,
+      asked + " but the next part must be " + part_name(step.next) +
+          (step.next == ExchangePart::kBegin ? "" : std::string(" of ") + pass_name(step.pass)) +
+          "; exchange_reset on all ranks gives a step up.");
 }
 
 /// Runs one part or all of them. A part that throws half done leaves a step that only
 /// exchange_reset ends: the other ranks wait for what it did not send.
 template <class Begin, class Compute, class Finish>
-void run_parts(Exchange& exchange, Pass pass, Part part, const Begin& begin, const Compute& compute,
-               const Finish& finish) {
-  const auto one = [&](Part which, Part next, const auto& work) {
-    if (part != Part::kAll && part != which) return;
-    exchange.step = {pass, Part::kAll};
+void run_parts(Exchange& exchange, Pass pass, ExchangePart part, const Begin& begin,
+               const Compute& compute, const Finish& finish) {
+  const auto one = [&](ExchangePart which, ExchangePart next, const auto& work) {
+    if (part != ExchangePart::kAll && part != which) return;
+    exchange.step = {pass, ExchangePart::kAll};
     work();
     exchange.step.next = next;
   };
-  check_part(exchange, pass, part == Part::kAll ? Part::kBegin : part);
-  one(Part::kBegin, Part::kCompute, begin);
-  one(Part::kCompute, Part::kFinish, compute);
-  one(Part::kFinish, Part::kBegin, finish);
+  check_part(exchange, pass, part == ExchangePart::kAll ? ExchangePart::kBegin : part);
+  one(ExchangePart::kBegin, ExchangePart::kCompute, begin);
+  one(ExchangePart::kCompute, ExchangePart::kFinish, compute);
+  one(ExchangePart::kFinish, ExchangePart::kBegin, finish);
 }
 
 }  // namespace
@@ -123,7 +126,7 @@ Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int6
 std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exec& exec) {
   const CurrentDevice current(*exchange.device);
   cuda::exchange_check(exchange, exec);
-  check_part(exchange, Pass::kForward, Part::kCompute);
+  check_part(exchange, Pass::kForward, ExchangePart::kCompute);
   const cudaStream_t stream = stream_of(exec);
   void* count = nullptr;
   check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
@@ -137,7 +140,7 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
 }
 
 void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                      const ForwardArgs& args, Part part, const Exec& exec) {
+                      const ForwardArgs& args, ExchangePart part, const Exec& exec) {
   cuda::exchange_check(exchange, exec);
   check_rows("x", args.x);
   check_rows("out", args.out);
@@ -175,7 +178,7 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 }
 
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
-                       const BackwardArgs& args, Part part, const Exec& exec) {
+                       const BackwardArgs& args, ExchangePart part, const Exec& exec) {
   cuda::exchange_check(exchange, exec);
   check_rows("x", args.x);
   check_rows("dout", args.dout);

@@ -32,7 +32,7 @@ void join(const Exchange& e, SentMark mark, cudaStream_t stream) {
 }
 
 void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
-  if (e.transport == Transport::kPush) {
+  if (e.transport == ExchangeTransport::kPush) {
     push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
               e.multiprocessors, e.sending);
   } else {
@@ -51,7 +51,7 @@ void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
 
 void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row) {
   const std::int64_t d = sums.shape[1];
-  if (e.transport == Transport::kPush) {
+  if (e.transport == ExchangeTransport::kPush) {
     push_partials(e.peers, e.shape, {sums.data, d, sums.shape[0], d}, has_row, e.multiprocessors,
                   e.sending);
     return;
