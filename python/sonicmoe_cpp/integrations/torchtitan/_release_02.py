@@ -14,9 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..layer import moe_grouped
-from ._grouped import offsets_of
-from ._recognise import local
+from ...layer import moe_grouped
+from .._grouped import offsets_of
+from .._recognise import local
 
 MODULE = "torchtitan.models.moe.moe"
 # The names by which torchtitan's module of experts calls its own functions.

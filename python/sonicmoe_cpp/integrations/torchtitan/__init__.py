@@ -1,0 +1,8 @@
+"""torchtitan: overrides for 0.3 (overrides.py), its models and data of ours, an adapter for 0.2.
+
+docs/torchtitan.md says how to use them. Importing this package imports no part of torchtitan.
+"""
+
+from ._release_02 import replace, run_experts
+
+__all__ = ["replace", "run_experts"]

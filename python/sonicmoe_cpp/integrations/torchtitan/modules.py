@@ -1,0 +1,229 @@
+"""torchtitan 0.3's MoE modules with this library's layer inside; overrides.py puts them in place.
+
+Each is a subclass of torchtitan's own class and keeps its parameters, so that state dicts, DCP
+checkpoints, initialisation and sharding stay torchtitan's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import spmd_types
+import torch
+from torch import Tensor
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import (
+    GroupedExperts,
+    MoE,
+    RoutedExperts,
+    TokenChoiceTopKRouter,
+)
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+from ...layer import Activation, moe, moe_grouped, moe_pairs
+from ...routing import route, token_round
+from .._grouped import offsets_of
+from .._recognise import local
+
+
+def _refuse_typechecking() -> None:
+    if spmd_types.is_type_checking():
+        raise NotImplementedError(
+            "sonicmoe_cpp's operators have no SPMD types: leave debug.spmd_typechecking off"
+        )
+
+
+class _Experts:
+    """What experts of either kind share: torchtitan computes them in bf16, so does this."""
+
+    def layer_arguments(self) -> dict:
+        """Weights and options as moe(), moe_grouped() and moe_pairs() take them: this rank's part
+        of every parameter, in bf16."""
+        raise NotImplementedError
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:  # noqa: N803
+        _refuse_typechecking()
+        arguments = self.layer_arguments()
+        offsets = offsets_of(num_tokens_per_expert_E, arguments["w_down"].shape[0])
+        with torch.autocast(x_RD.device.type, enabled=False):
+            out = moe_grouped(x_RD.bfloat16(), offsets, **arguments)
+        return out.type_as(x_RD)
+
+
+class SonicGroupedExperts(_Experts, GroupedExperts):
+    """SwiGLU experts over the rows of any dispatcher. Groups need no alignment; rows past the
+    counts give zeros and are not read."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def layer_arguments(self) -> dict:
+        names = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        gate, up, down = (local(w).bfloat16() for w in names)
+        return {"w_up": (gate, up), "w_down": down}
+
+
+class SonicGptOssGroupedExperts(_Experts, GptOssGroupedExperts):
+    """gpt-oss's experts: gate and up alternate, both projections have biases."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def parallelize(self, parallel_dims) -> None:
+        if parallel_dims.tp > 1 and not parallel_dims.ep_enabled:
+            raise NotImplementedError(
+                "sonicmoe_cpp computes gpt-oss's experts whole: tensor_parallel_degree is "
+                f"{parallel_dims.tp}, which would split them; set expert_parallel_degree, or 1"
+            )
+        super().parallelize(parallel_dims)
+
+    def layer_arguments(self) -> dict:
+        names = ("mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED")
+        up, down, b_up, b_down = (local(getattr(self, name)).bfloat16() for name in names)
+        return {
+            "w_up": up,
+            "w_down": down,
+            "b_up": b_up,
+            "b_down": b_down,
+            "activation": Activation("swiglu_oai", limit=self.swiglu_limit),
+            "gate_layout": "interleaved",
+        }
+
+
+class SonicRoutedExperts(RoutedExperts):
+    """Dispatch, experts and combine in one operator: no permuted copy of the tokens, no padded
+    rows, no scatter. Where an EP mesh is wired, the dispatcher moves the rows and inner_experts
+    computes them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: Tensor,  # noqa: N803
+        topk_scores_BLK: Tensor,  # noqa: N803
+        topk_expert_ids_BLK: Tensor,  # noqa: N803
+        num_local_tokens_per_expert_E: Tensor,  # noqa: N803
+    ) -> Tensor:
+        if getattr(self.token_dispatcher, "ep_mesh", None) is not None:
+            return super().forward(
+                x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            )
+        _refuse_typechecking()
+        x = x_BLD.flatten(0, 1)
+        ids, scores = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
+        arguments = self.inner_experts.layer_arguments()
+        with torch.autocast(x.device.type, enabled=False):
+            out = moe(x.bfloat16(), ids, scores, **arguments)
+        return out.type_as(x).view(x_BLD.shape)
+
+
+def _routing_options(router: TokenChoiceTopKRouter, bias: Tensor | None) -> dict:
+    """The router's settings as route() and token_round() take them."""
+    if bias is not None and router.score_func != "sigmoid":
+        raise NotImplementedError(
+            f'score_func is "{router.score_func}" with an expert bias: sonicmoe_cpp adds a bias to '
+            "sigmoid scores only; set score_func to sigmoid, load_balance_coeff to None, or leave "
+            "the override of the router out"
+        )
+    scores = {"sigmoid": "sigmoid", "softmax": "softmax_before_topk"}
+    return {
+        "score": scores[router.score_func],
+        "renormalize": router.route_norm,
+        "scale": router.route_scale,
+        "n_group": router.num_expert_groups,
+        "topk_group": router.num_limited_groups,
+        "bias": None if bias is None else local(bias),
+    }
+
+
+def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:  # noqa: N803
+    """The gate's outputs, in fp32 where autocast can, as in torchtitan's router."""
+    with torch.autocast(x_BLD.device.type, dtype=torch.float32):
+        return router.gate(x_BLD)
+
+
+class SonicRouter(TokenChoiceTopKRouter):
+    """Scores, choice and renormalisation in one operator; on equal scores the lower expert."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: Tensor,  # noqa: N803
+        expert_bias_E: Tensor | None = None,  # noqa: N803
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self._debug_force_load_balance:
+            return super().forward(x_BLD, expert_bias_E)
+        _refuse_typechecking()
+        options = _routing_options(self, expert_bias_E)
+        logits = _logits(self, x_BLD)
+        ids, weights = route(logits.flatten(0, 1), self.top_k, **options)
+        shape = (*x_BLD.shape[:2], self.top_k)
+        return weights.view(shape), ids.view(shape), logits
+
+
+class SonicRoundedMoE(MoE):
+    """MoE that rounds every expert's tokens to multiples of `tile` while training.
+
+    Evaluation routes by top-k, and so does a batch with T*K < E*tile/2. The counts for load
+    balancing are those of top-k.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        tile: int = 128
+        rounding: str = "nearest"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.tile = config.tile
+        self.rounding = config.rounding
+
+    def parallelize(self, parallel_dims) -> None:
+        for name in ("tp", "ep", "cp"):
+            if getattr(parallel_dims, name) > 1:
+                raise NotImplementedError(
+                    f"token rounding in torchtitan needs every token and expert on its rank: "
+                    f"{name} is {getattr(parallel_dims, name)}, must be 1"
+                )
+        super().parallelize(parallel_dims)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
+        x, router = x_BLD.flatten(0, 1), self.router
+        too_few = 2 * x.shape[0] * router.top_k < router.num_experts * self.tile
+        if not self.training or too_few or router._debug_force_load_balance:
+            return super().forward(x_BLD)
+        _refuse_typechecking()
+        options = _routing_options(router, self.expert_bias_E)
+        logits = _logits(router, x_BLD).flatten(0, 1)
+        with torch.no_grad():
+            ids, _ = route(logits, router.top_k, **options)
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, True)
+            self.tokens_per_expert_E.add_(chosen.sum(0))
+        rule = {"tile": self.tile, "mode": self.rounding}
+        pairs = token_round(logits, router.top_k, **rule, **options)
+        arguments = self.routed_experts.inner_experts.layer_arguments()
+        with torch.autocast(x.device.type, enabled=False):
+            out = moe_pairs(x.bfloat16(), pairs, **arguments)
+        out = out.type_as(x).view(x_BLD.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(x_BLD)
+
+
+class SonicSelectiveAC(SelectiveAC):
+    """Selective checkpointing that keeps what this library's forward keeps (H and metadata) instead
+    of computing it again, as torchtitan's does for its own grouped products."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        ops = torch.ops.sonicmoe_cpp
+        kept = (ops.moe_forward, ops.route, ops.token_round)
+        return super().get_save_ops() | {op.default for op in kept}

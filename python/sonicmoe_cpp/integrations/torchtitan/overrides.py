@@ -1,0 +1,83 @@
+"""Overrides for a torchtitan 0.3 job: name them in override.imports.
+
+    --override.imports sonicmoe_cpp.integrations.torchtitan.overrides.routed_experts
+
+routed_experts    dispatch, experts and combine in one operator
+grouped_experts   the experts alone, behind any dispatcher
+router            scores, choice and renormalisation in one operator
+token_rounding    router and experts, tokens an expert rounded to a tile; instead of the three
+selective_ac      selective checkpointing keeps what the layer's forward keeps
+"""
+
+from __future__ import annotations
+
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import (
+    GroupedExperts,
+    MoE,
+    RoutedExperts,
+    TokenChoiceTopKRouter,
+)
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
+
+from ..._checks import integer, one_of
+from ...routing import MODES
+from .modules import (
+    SonicGptOssGroupedExperts,
+    SonicGroupedExperts,
+    SonicRoundedMoE,
+    SonicRoutedExperts,
+    SonicRouter,
+    SonicSelectiveAC,
+)
+
+_EXPERTS = {
+    GroupedExperts.Config: SonicGroupedExperts.Config,
+    GptOssGroupedExperts.Config: SonicGptOssGroupedExperts.Config,
+}
+_ROUTED = {RoutedExperts.Config: SonicRoutedExperts.Config}
+_ROUTERS = {TokenChoiceTopKRouter.Config: SonicRouter.Config}
+_LAYERS = {MoE.Config: SonicRoundedMoE.Config, GptOssMoE.Config: SonicRoundedMoE.Config}
+
+
+def _served(config, replacements: dict, **deltas):
+    """What takes the place of `config`, by its own class: a subclass may compute something else."""
+    replacement = replacements.get(type(config))
+    if replacement is None:
+        known = " and ".join(c.__qualname__ for c in replacements)
+        raise NotImplementedError(
+            f"sonicmoe_cpp does not know what {type(config).__qualname__} computes: it takes the "
+            f"place of {known} only"
+        )
+    return derive(config, replacement, **deltas)
+
+
+@override(target=GroupedExperts.Config, description="experts of sonicmoe_cpp")
+def grouped_experts(config: GroupedExperts.Config) -> GroupedExperts.Config:
+    return _served(config, _EXPERTS)
+
+
+@override(target=RoutedExperts.Config, description="fused experts of sonicmoe_cpp")
+def routed_experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
+    return _served(config, _ROUTED, inner_experts=grouped_experts(config.inner_experts))
+
+
+@override(target=TokenChoiceTopKRouter.Config, description="router of sonicmoe_cpp")
+def router(config: TokenChoiceTopKRouter.Config) -> TokenChoiceTopKRouter.Config:
+    return _served(config, _ROUTERS)
+
+
+@override(target=MoE.Config, description="token rounding of sonicmoe_cpp")
+def token_rounding(config: MoE.Config, tile: int = 128, rounding: str = "nearest") -> MoE.Config:
+    """Stochastic rounding is left out: a CUDA graph of a step would repeat one draw for ever."""
+    integer("tile", tile)
+    one_of("rounding", rounding, [mode for mode in MODES if mode != "stochastic"])
+    parts = {"router": router(config.router)}
+    parts["routed_experts"] = routed_experts(config.routed_experts)
+    return _served(config, _LAYERS, tile=tile, rounding=rounding, **parts)
+
+
+@override(target=SelectiveAC.Config, description="keeps the layer's H")
+def selective_ac(config: SelectiveAC.Config) -> SelectiveAC.Config:
+    return derive(config, SonicSelectiveAC.Config)
