@@ -41,7 +41,7 @@ class _Experts:
         of every parameter, in bf16."""
         raise NotImplementedError
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         _refuse_typechecking()
         arguments = self.layer_arguments()
         offsets = offsets_of(num_tokens_per_expert_E, arguments["w_down"].shape[0])
@@ -103,10 +103,10 @@ class SonicRoutedExperts(RoutedExperts):
 
     def forward(
         self,
-        x_BLD: Tensor,  # noqa: N803
-        topk_scores_BLK: Tensor,  # noqa: N803
-        topk_expert_ids_BLK: Tensor,  # noqa: N803
-        num_local_tokens_per_expert_E: Tensor,  # noqa: N803
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         if getattr(self.token_dispatcher, "ep_mesh", None) is not None:
             return super().forward(
@@ -140,7 +140,7 @@ def _routing_options(router: TokenChoiceTopKRouter, bias: Tensor | None) -> dict
     }
 
 
-def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:  # noqa: N803
+def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
     """The gate's outputs, in fp32 where autocast can, as in torchtitan's router."""
     with torch.autocast(x_BLD.device.type, dtype=torch.float32):
         return router.gate(x_BLD)
@@ -155,8 +155,8 @@ class SonicRouter(TokenChoiceTopKRouter):
 
     def forward(
         self,
-        x_BLD: Tensor,  # noqa: N803
-        expert_bias_E: Tensor | None = None,  # noqa: N803
+        x_BLD: Tensor,
+        expert_bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._debug_force_load_balance:
             return super().forward(x_BLD, expert_bias_E)
@@ -194,7 +194,7 @@ class SonicRoundedMoE(MoE):
                 )
         super().parallelize(parallel_dims)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_BLD: Tensor) -> Tensor:
         x, router = x_BLD.flatten(0, 1), self.router
         too_few = 2 * x.shape[0] * router.top_k < router.num_experts * self.tile
         if not self.training or too_few or router._debug_force_load_balance:

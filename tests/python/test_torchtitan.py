@@ -1,0 +1,295 @@
+"""torchtitan 0.3 trains with the overrides as with its own experts: its trainer, on the CPU."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs torchtitan")
+HERE = Path(__file__).parent
+LIMIT = 150  # seconds for all jobs of a process
+OURS = "sonicmoe_cpp.integrations.torchtitan.overrides"
+MODELS = ("qwen3", "deepseek_v3", "gpt_oss")
+EXPERTS = {
+    "own": [],
+    "swapped": ["titan_models.swapped"],
+    "routed": [f"{OURS}.routed_experts"],
+    "grouped": [f"{OURS}.grouped_experts"],
+}
+DEBUG = (
+    "--training.disable-cuda-graphs",
+    "--optimizer.implementation",
+    "foreach",
+    "--debug.seed=1",
+)
+BATCH = ("--training.global-batch-size", "4")
+# The default, spmd_types, shards over more than one rank with torch 2.14 or later only.
+DTENSOR = ("--parallelism.spmd-backend", "partial_dtensor")
+SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
+
+
+class Folder:
+    """A folder with text, tokens and tokenizer, and the jobs that run in it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        from sonicmoe_cpp.integrations.torchtitan import tokens
+
+        docs, assets = str(HERE.parent.parent / "docs"), str(path / "assets")
+        self.tokens = str(path / "tokens.npy")
+        tokens.write(docs, "*.md", assets, self.tokens, train_vocab=512)
+        self.common = ["--hf-assets-path", assets, "--dataloader.dataset-path", self.tokens]
+
+    def job(self, name, config, overrides, *more, kill_at=None):
+        """`name` is also the dump folder; overrides None leaves the configuration's own."""
+        module = "titan_models"
+        if config.startswith("sonicmoe"):
+            module = "sonicmoe_cpp.integrations.torchtitan"
+        arguments = ["--module", module, "--config", config, *self.common, *more]
+        if overrides is not None:
+            arguments += ["--override.imports", *overrides]
+        arguments += ["--dump-folder", str(self.path / name)]
+        return {"arguments": arguments, "kill_at": kill_at}
+
+    def start(self, jobs: dict, ranks: int) -> list:
+        """Processes that run the jobs one after the other, and where their results will be."""
+        stem = self.path / f"{ranks}-{len(list(self.path.glob('*.jobs')))}"
+        stem.with_suffix(".jobs").write_text(json.dumps(jobs))
+        paths = [str(stem.with_suffix(".jobs")), str(stem.with_suffix(".results"))]
+        environment = os.environ | {
+            "WORLD_SIZE": str(ranks),
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        }
+        started = []
+        for rank in range(ranks):
+            log = open(stem.with_suffix(f".{rank}.log"), "w")  # noqa: SIM115
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "titan_jobs.py"), *paths],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.path,
+            )
+            started.append((process, log.name))
+        return [started, paths[1], jobs]
+
+    def finish(self, started, results, jobs) -> dict:
+        killed = any(job["kill_at"] for job in jobs.values())
+        expected = -signal.SIGKILL if killed else 0
+        try:
+            codes = [process.wait(timeout=LIMIT) for process, _ in started]
+        finally:
+            for process, _ in started:
+                process.kill()
+        if set(codes) != {expected}:
+            raise AssertionError("\n".join(Path(log).read_text()[-4000:] for _, log in started))
+        with open(results) as file:
+            return json.load(file)
+
+
+def one_rank(folder: Folder) -> dict:
+    job = folder.job
+    jobs = {
+        f"{model}/{name}": job(f"1/{model}/{name}", model, overrides)
+        for model in MODELS
+        for name, overrides in EXPERTS.items()
+    }
+
+    def add(name, config, overrides, *more, kill_at=None):
+        jobs[name] = job(f"1/{name}", config, overrides, *more, kill_at=kill_at)
+
+    ours, router = EXPERTS["routed"], [f"{OURS}.router"]
+    add("sigmoid/own", "deepseek_v3_sigmoid", [])
+    add("sigmoid/router", "deepseek_v3_sigmoid", router)
+    add("no bias/own", "qwen3_without_bias", [])
+    add("no bias/router", "qwen3_without_bias", router)
+    for tile in (1, 16):
+        rounding = f'{OURS}.token_rounding={{"tile": {tile}}}'
+        add(f"rounding/{tile}", "deepseek_v3_sigmoid", [rounding])
+    add("rounding/1 gpt_oss", "gpt_oss_sigmoid", [f'{OURS}.token_rounding={{"tile": 1}}'])
+    add("gpt_oss_sigmoid/own", "gpt_oss_sigmoid", [])
+    add("full AC", "qwen3_full_ac", ours)
+    add("selective AC", "qwen3_selective_ac", ours)
+    add("kept AC", "qwen3_selective_ac", [*ours, f"{OURS}.selective_ac"])
+    add("compiled", "qwen3", ours, "--compile.enable", "--compile.backend", "aot_eager")
+    for backend in ("partial_dtensor", "full_dtensor"):
+        add(backend, "qwen3", ours, "--parallelism.spmd-backend", backend)
+    for name in ("own", "routed"):
+        other = EXPERTS["routed" if name == "own" else "own"]
+        add(f"{name} saves", "qwen3", EXPERTS[name], *SAVE, "--training.steps", "2")
+        saved = str(folder.path / f"1/{name} saves/checkpoint/step-2")
+        start = ("--checkpoint.initial-load-path", saved)
+        whole = "--checkpoint.no-initial-load-model-only"
+        add(f"{name} is loaded", "qwen3", other, *SAVE, *start, whole)
+    add("softmax with bias", "qwen3", router)
+    add("debug", "sonicmoe_debug", None, *DEBUG, *BATCH)
+    add("debug, own experts", "sonicmoe_debug", [], *DEBUG, *BATCH, "--training.steps", "1")
+    add("killed", "sonicmoe_debug", None, *DEBUG, *BATCH, kill_at=7)
+    return jobs
+
+
+def two_ranks(folder: Folder) -> dict:
+    jobs = {}
+
+    def add(name, config, overrides, *more, kill_at=None):
+        jobs[name] = folder.job(f"2/{name}", config, overrides, *more, *DTENSOR, kill_at=kill_at)
+
+    for name, overrides in EXPERTS.items():
+        add(f"FSDP/{name}", "qwen3", overrides)
+    for model in MODELS:
+        for name in ("own", "swapped", "routed"):
+            degree = ("--parallelism.expert-parallel-degree", "2")
+            add(f"EP/{model}/{name}", model, EXPERTS[name], *degree)
+    split = ("--parallelism.tensor-parallel-degree", "2")
+    for name in ("own", "swapped", "routed"):
+        add(f"TP/{name}", "qwen3", EXPERTS[name], *split)
+    add("TP/gpt_oss", "gpt_oss", EXPERTS["routed"], *split)
+    degree = ("--parallelism.expert-parallel-degree", "2")
+    rounding = [f"{OURS}.token_rounding"]
+    add("EP/rounding", "deepseek_v3_sigmoid", rounding, *degree)
+    add("debug", "sonicmoe_debug", None, *DEBUG, *BATCH)
+    add("killed", "sonicmoe_debug", None, *DEBUG, *BATCH, kill_at=7)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{1: of one rank, 2: of two ranks}, by name; in each, a run killed in step 7 is resumed from
+    its checkpoint of step 5 by the other number of ranks."""
+    folder = Folder(tmp_path_factory.mktemp("titan"))
+    started = {
+        1: folder.start(one_rank(folder), 1),
+        2: folder.start(two_ranks(folder), 2),
+    }
+    found = {ranks: folder.finish(*started[ranks]) for ranks in started}
+    for ranks, other in ((1, 2), (2, 1)):
+        more = (*DEBUG, *BATCH, *DTENSOR)
+        resumed = folder.job(f"{other}/killed", "sonicmoe_debug", None, *more)
+        started[ranks] = folder.start({"resumed": resumed}, ranks)
+    for ranks in started:
+        found[ranks] |= folder.finish(*started[ranks])
+    return found
+
+
+def difference(run, reference) -> tuple:
+    """Of losses and of gradient norms, the rms over the steps."""
+    assert "error" not in run, run
+    assert run["steps"].keys() == reference["steps"].keys()
+    pairs = [(run["steps"][s], reference["steps"][s]) for s in reference["steps"]]
+    loss = sum((a["loss"] - b["loss"]) ** 2 for a, b in pairs) / len(pairs)
+    norm = sum((a["grad_norm"] / b["grad_norm"] - 1) ** 2 for a, b in pairs) / len(pairs)
+    return loss**0.5, norm**0.5
+
+
+def assert_within_noise(runs, *names):
+    """Nearer to torchtitan's own experts than a quarter of what broken ones differ by. (Rounding
+    differs; where it makes two experts of a token change places, by a jump.)"""
+    loss, norm = difference(runs["swapped"], runs["own"])
+    for name in names:
+        found = difference(runs[name], runs["own"])
+        assert found[0] < loss / 4 and found[1] < norm / 4, (name, found, (loss, norm))
+
+
+def of(results, prefix):
+    return {n.removeprefix(prefix): r for n, r in results.items() if n.startswith(prefix)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_are_those_of_its_own_experts(results, model):
+    runs = of(results[1], f"{model}/")
+    assert_within_noise(runs, "routed", "grouped")
+    assert runs["routed"]["names"] == runs["grouped"]["names"] == runs["own"]["names"]
+
+
+def test_fsdp(results):
+    assert_within_noise(of(results[2], "FSDP/"), "routed", "grouped")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_expert_parallel(results, model):
+    assert_within_noise(of(results[2], f"EP/{model}/"), "routed")
+
+
+def test_tensor_parallel(results):
+    assert_within_noise(of(results[2], "TP/"), "routed")
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "no bias"])
+def test_router(results, name):
+    """The same choice, and weights that differ in fp32's last bits."""
+    runs = of(results[1], f"{name}/")
+    loss, norm = difference(runs["router"], runs["own"])
+    assert loss < 3e-4 and norm < 3e-4
+
+
+def test_token_rounding(results):
+    """Rounding to a tile of 1 is top-k; to 16 it is another training."""
+    runs = results[1]
+    for rounded, own in (
+        ("rounding/1", "sigmoid/own"),
+        ("rounding/1 gpt_oss", "gpt_oss_sigmoid/own"),
+    ):
+        loss, norm = difference(runs[rounded], runs[own])
+        assert loss < 3e-3 and norm < 3e-3, (rounded, loss, norm)
+    assert difference(runs["rounding/16"], runs["sigmoid/own"])[0] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["full AC", "selective AC", "kept AC", "partial_dtensor"])
+def test_same_bits(results, name):
+    assert difference(results[1][name], results[1]["qwen3/routed"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["compiled", "full_dtensor"])
+def test_nearly_same_bits(results, name):
+    loss, norm = difference(results[1][name], results[1]["qwen3/routed"])
+    assert loss < 1e-4 and norm < 1e-4
+
+
+@pytest.mark.parametrize("saves", ["own", "routed"])
+def test_checkpoints_are_interchangeable(results, saves):
+    """Two steps with one kind of experts, then two with the other."""
+    runs = results[1]
+    steps = runs[f"{saves} saves"]["steps"] | runs[f"{saves} is loaded"]["steps"]
+    assert list(runs[f"{saves} is loaded"]["steps"]) == ["3", "4"]
+    assert_within_noise(of(runs, "qwen3/") | {"joined": {"steps": steps}}, "joined")
+
+
+@pytest.mark.parametrize(("ranks", "other"), [(1, 2), (2, 1)])
+def test_a_killed_run_goes_on_with_another_number_of_ranks(results, ranks, other):
+    whole, resumed = results[ranks]["debug"]["steps"], results[other]["resumed"]["steps"]
+    assert list(resumed) == ["6", "7", "8", "9", "10"]
+    for step, found in resumed.items():
+        assert abs(found["loss"] - whole[step]["loss"]) < 1e-3
+    falls = whole["6"]["loss"] - whole["10"]["loss"]
+    assert falls > 0.02  # so that a run that starts again would show
+
+
+def test_metrics(results):
+    """Experts' load, and torchtitan's own metrics beside it."""
+    steps = results[1]["debug"]["steps"]
+    for found in steps.values():
+        most, least = found["experts/max_load"], found["experts/min_load"]
+        assert 0 <= least < 1 < most < 8
+        assert most == max(found["experts/max_load/0"], found["experts/max_load/1"])
+    own = results[1]["debug, own experts"]["steps"]["1"]
+    assert abs(own["experts/max_load"] - steps["1"]["experts/max_load"]) < 0.05
+    assert results[2]["debug"]["steps"]["1"]["experts/max_load"] < 8  # summed over ranks
+    assert 0 < steps["1"]["lr/AdamW"] < steps["2"]["lr/AdamW"] > steps["10"]["lr/AdamW"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "sentence"),
+    [
+        (1, "softmax with bias", 'score_func is "softmax" with an expert bias: .* load_balance'),
+        (2, "TP/gpt_oss", "tensor_parallel_degree is 2, which would split them"),
+        (2, "EP/rounding", "token rounding in torchtitan needs every .*: ep is 2, must be 1"),
+    ],
+)
+def test_refusals(results, ranks, name, sentence):
+    error = results[ranks][name]["error"]
+    assert re.search(f"NotImplementedError: .*{sentence}", error), error

@@ -1,0 +1,97 @@
+"""Runs torchtitan's own trainer on the CPU: jobs by command line, one after the other in a process.
+
+    python titan_jobs.py JOBS.json RESULTS.json   (environment: RANK, WORLD_SIZE)
+
+JOBS.json: {name: {"arguments": [...], "kill_at": step}}; a killed job is the last of its process.
+RESULTS.json, by rank 0: {name: {"steps": {step: metrics}, "names": parameters} or {"error": ...}}.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import titan_device  # noqa: F401
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import AuxOutput, create_mask
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import fsdp
+from torchtitan.models.common.attention import FlexAttention
+
+
+def attention(q, k, v, *, block_mask, scale, return_aux, **others):
+    """flex_attention, which has no gradient on the CPU."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    mask = create_mask(block_mask.mask_mod, len(q), 1, q.shape[2], k.shape[2], device="cpu")
+    scores = (q.float() @ k.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    out = (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return out, AuxOutput(scores.logsumexp(-1))
+
+
+def without_division(model) -> None:
+    """fsdp.disable_fsdp_gradient_division by a sum, as gloo has no scaled one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+fsdp.disable_fsdp_gradient_division = without_division
+FlexAttention._compiled_flex_attn = attention
+time.sleep = lambda seconds: None  # the trainer waits two seconds at its end
+
+
+def run(job: dict) -> dict:
+    """The metrics of every step, or the sentence of a refusal."""
+    steps = {}
+    report = MetricsProcessor.log
+
+    def log(self, step, loss, max_loss, grad_norm, extra_metrics=None):
+        steps[step] = {"loss": loss, "grad_norm": grad_norm} | (extra_metrics or {})
+        if step == job.get("kill_at"):
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        report(self, step, loss, max_loss, grad_norm, extra_metrics)
+
+    MetricsProcessor.log = log
+    trainer = None
+    try:
+        trainer = ConfigManager().parse_args(job["arguments"]).build()
+        trainer.train()
+    except (NotImplementedError, ValueError, TypeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        MetricsProcessor.log = report
+        if trainer is not None:
+            trainer.close()
+    names = [name for name, _ in trainer.model_parts[0].state_dict().items()]
+    return {"steps": steps, "names": names}
+
+
+def main() -> None:
+    jobs, results = sys.argv[1:]
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    torch.set_num_threads(1)
+    # The trainer takes a group that is there. It would begin one so, too:
+    torch.autograd.set_multithreading_enabled(False)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{results}.store", rank=rank, world_size=ranks
+    )
+    found = {}
+    with open(jobs) as file:
+        waiting = json.load(file)
+    for name, job in waiting.items():
+        found[name] = run(job)
+        if rank == 0:
+            with open(results, "w") as file:
+                json.dump(found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
