@@ -2,6 +2,7 @@
 
 import sys
 import types
+from importlib import metadata
 
 import pytest
 import torch
@@ -204,7 +205,7 @@ def test_torchtitan_distributed_weights():
 
 def test_torchtitan_says_what_it_needs(monkeypatch):
     works = "this adapter works with torchtitan 0.2.0 to 0.2.2"
-    monkeypatch.setattr(torchtitan.metadata, "version", lambda name: "0.3.0")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.3.0")
     with pytest.raises(ImportError, match=f"other has no _run_experts_grouped_mm: {works}.* 0.3.0"):
         torchtitan.replace(types.ModuleType("other"))
     monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))

@@ -15,7 +15,8 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.trainer import Trainer
 
 from .metrics import SonicMetrics
-from .models import SIZES, specification
+from .models import specification
+from .sizes import SIZES
 from .tokens import TokenFileLoader
 
 OVERRIDES = "sonicmoe_cpp.integrations.torchtitan.overrides"

@@ -1,15 +1,13 @@
 """The SonicMoE paper's models (arXiv 2512.14080) as torchtitan 0.3 models.
 
-The paper gives d, n, E and K. The rest is chosen here so that all parameters, embeddings among
-them, add up to the model's name: 1.40 and 7.06 billion. The block is Qwen3's: attention with
-normalised queries and keys, RMSNorm, no dense layer, no shared expert. The router takes sigmoid
-scores, renormalised, and is balanced through torchtitan's expert bias.
+The block is Qwen3's: attention with normalised queries and keys, RMSNorm, no dense layer, no shared
+expert. The router takes sigmoid scores, renormalised, and is balanced through torchtitan's expert
+bias.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -27,32 +25,9 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from .metrics import register_hooks
+from .sizes import SIZES, Size
 
-VOCABULARY = 50304
 LONGEST_SEQUENCE = 8192
-
-
-class Size(NamedTuple):
-    """A model's dimensions; d, n, E and K as in src/core/configs.cc."""
-
-    layers: int
-    d: int
-    heads: int
-    n: int
-    E: int
-    K: int
-    vocabulary: int = VOCABULARY
-
-
-SIZES = {
-    "1.4B-n256": Size(17, 768, 12, 256, 128, 8),
-    "1.4B-n512": Size(17, 768, 12, 512, 64, 4),
-    "1.4B-n1024": Size(17, 768, 12, 1024, 32, 2),
-    "7B-n256": Size(43, 1536, 12, 256, 128, 8),
-    "7B-n512": Size(43, 1536, 12, 512, 64, 4),
-    "7B-n1024": Size(43, 1536, 12, 1024, 32, 2),
-    "debug": Size(2, 64, 4, 32, 8, 2, 512),
-}
 
 
 def _linear(std: float) -> dict:

@@ -18,9 +18,8 @@ from torchtitan.models.common.moe import (
     RoutedExperts,
     TokenChoiceTopKRouter,
 )
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from ...layer import Activation, moe, moe_grouped, moe_pairs
+from ...layer import moe, moe_grouped, moe_pairs
 from ...routing import route, token_round
 from .._grouped import offsets_of
 from .._recognise import local
@@ -33,7 +32,7 @@ def _refuse_typechecking() -> None:
         )
 
 
-class _Experts:
+class Experts:
     """What experts of either kind share: torchtitan computes them in bf16, so does this."""
 
     def layer_arguments(self) -> dict:
@@ -50,7 +49,7 @@ class _Experts:
         return out.type_as(x_RD)
 
 
-class SonicGroupedExperts(_Experts, GroupedExperts):
+class SonicGroupedExperts(Experts, GroupedExperts):
     """SwiGLU experts over the rows of any dispatcher. Groups need no alignment; rows past the
     counts give zeros and are not read."""
 
@@ -62,34 +61,6 @@ class SonicGroupedExperts(_Experts, GroupedExperts):
         names = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
         gate, up, down = (local(w).bfloat16() for w in names)
         return {"w_up": (gate, up), "w_down": down}
-
-
-class SonicGptOssGroupedExperts(_Experts, GptOssGroupedExperts):
-    """gpt-oss's experts: gate and up alternate, both projections have biases."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GptOssGroupedExperts.Config):
-        pass
-
-    def parallelize(self, parallel_dims) -> None:
-        if parallel_dims.tp > 1 and not parallel_dims.ep_enabled:
-            raise NotImplementedError(
-                "sonicmoe_cpp computes gpt-oss's experts whole: tensor_parallel_degree is "
-                f"{parallel_dims.tp}, which would split them; set expert_parallel_degree, or 1"
-            )
-        super().parallelize(parallel_dims)
-
-    def layer_arguments(self) -> dict:
-        names = ("mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED")
-        up, down, b_up, b_down = (local(getattr(self, name)).bfloat16() for name in names)
-        return {
-            "w_up": up,
-            "w_down": down,
-            "b_up": b_up,
-            "b_down": b_down,
-            "activation": Activation("swiglu_oai", limit=self.swiglu_limit),
-            "gate_layout": "interleaved",
-        }
 
 
 class SonicRoutedExperts(RoutedExperts):

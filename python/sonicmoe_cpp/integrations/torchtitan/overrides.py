@@ -11,6 +11,8 @@ selective_ac      selective checkpointing keeps what the layer's forward keeps
 
 from __future__ import annotations
 
+import sys
+
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import (
@@ -19,12 +21,10 @@ from torchtitan.models.common.moe import (
     RoutedExperts,
     TokenChoiceTopKRouter,
 )
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 
 from ..._checks import integer, one_of
 from ...routing import MODES
 from .modules import (
-    SonicGptOssGroupedExperts,
     SonicGroupedExperts,
     SonicRoundedMoE,
     SonicRoutedExperts,
@@ -32,13 +32,20 @@ from .modules import (
     SonicSelectiveAC,
 )
 
-_EXPERTS = {
-    GroupedExperts.Config: SonicGroupedExperts.Config,
-    GptOssGroupedExperts.Config: SonicGptOssGroupedExperts.Config,
-}
+_EXPERTS = {GroupedExperts.Config: SonicGroupedExperts.Config}
 _ROUTED = {RoutedExperts.Config: SonicRoutedExperts.Config}
 _ROUTERS = {TokenChoiceTopKRouter.Config: SonicRouter.Config}
-_LAYERS = {MoE.Config: SonicRoundedMoE.Config, GptOssMoE.Config: SonicRoundedMoE.Config}
+_LAYERS = {MoE.Config: SonicRoundedMoE.Config}
+
+
+def _gpt_oss() -> tuple[dict, dict]:
+    """What takes the place of gpt-oss's experts and layers, if the job has imported that model. It
+    is not imported here: on a torch older than torchtitan asks for, layers alone can be."""
+    if "torchtitan.models.gpt_oss.moe" not in sys.modules:
+        return {}, {}
+    from . import gpt_oss
+
+    return gpt_oss.EXPERTS, gpt_oss.LAYERS
 
 
 def _served(config, replacements: dict, **deltas):
@@ -55,7 +62,7 @@ def _served(config, replacements: dict, **deltas):
 
 @override(target=GroupedExperts.Config, description="experts of sonicmoe_cpp")
 def grouped_experts(config: GroupedExperts.Config) -> GroupedExperts.Config:
-    return _served(config, _EXPERTS)
+    return _served(config, _EXPERTS | _gpt_oss()[0])
 
 
 @override(target=RoutedExperts.Config, description="fused experts of sonicmoe_cpp")
@@ -75,7 +82,7 @@ def token_rounding(config: MoE.Config, tile: int = 128, rounding: str = "nearest
     one_of("rounding", rounding, [mode for mode in MODES if mode != "stochastic"])
     parts = {"router": router(config.router)}
     parts["routed_experts"] = routed_experts(config.routed_experts)
-    return _served(config, _LAYERS, tile=tile, rounding=rounding, **parts)
+    return _served(config, _LAYERS | _gpt_oss()[1], tile=tile, rounding=rounding, **parts)
 
 
 @override(target=SelectiveAC.Config, description="keeps the layer's H")
