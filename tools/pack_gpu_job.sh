@@ -21,13 +21,13 @@ if [ -e "$operators" ]; then
 else
   echo "$operators does not exist: the PyTorch path is left out" >&2
 fi
-cp -r benchmarks/*.py benchmarks/h200_bench benchmarks/data "$job/benchmarks/"
+cp -r benchmarks/*.py benchmarks/*_bench benchmarks/data "$job/benchmarks/"
 find "$job" -name __pycache__ -prune -exec rm -rf {} +
 git rev-parse --short HEAD >"$job/commit"
 cat >"$job/run.sh" <<'RUN'
 #!/usr/bin/env bash
 cd "$(dirname "$0")"
-export SONICMOE_COMMIT=$(cat commit) PYTHONPATH=$PWD TORCHINDUCTOR_CACHE_DIR=$PWD/inductor
+export SONICMOE_COMMIT=$(cat commit) PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TORCHINDUCTOR_CACHE_DIR=$PWD/inductor
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 exec python3 "$@"
 RUN

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 LIMIT = 150  # seconds for all jobs of a process
 OURS = "sonicmoe_cpp.integrations.torchtitan.overrides"

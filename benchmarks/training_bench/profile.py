@@ -1,0 +1,37 @@
+"""Where the time of a step goes on the device, by the names of its kernels."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# The first that matches a kernel's name.
+KINDS = {
+    "communication": r"nccl|all_gather|reduce_scatter|ReduceScatter|AllGather",
+    "experts": r"smoe|sonicmoe|grouped|GroupProblem|GroupGEMM|indexing_backward|moe",
+    "attention": r"flash|fmha|cudnn.*sdpa|attention",
+    "rows": r"index|scatter|gather|[Ss]ort|[Rr]adix|topk|topK",
+    "optimizer": r"multi_tensor|[Aa]dam|foreach",
+    "products": r"gemm|nvjet|cutlass|cublas|splitK",
+    "copies": r"[Mm]emcpy|[Mm]emset|copy|chunk_cat|split_with_sizes",
+    "other": r"",
+}
+
+
+def kind(name: str) -> str:
+    return next(k for k, pattern in KINDS.items() if re.search(pattern, name))
+
+
+def where(step) -> dict:
+    """Milliseconds of the device by kind, of one step; kernels that overlap count each."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    sums: dict[str, float] = defaultdict(float)
+    for event in seen.key_averages():
+        sums[kind(event.key)] += event.self_device_time_total / 1e3
+    return {name: round(value, 2) for name, value in sorted(sums.items(), key=lambda i: -i[1])}

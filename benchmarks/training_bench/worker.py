@@ -1,0 +1,201 @@
+"""A rank of one measurement: python -m torch.distributed.run ... -m training_bench.worker ..."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+from sonicmoe_cpp.integrations.torchtitan.sizes import SIZES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from training_bench.model import POLICIES, ChunkedLoss, Model, chunk_gradient, job
+from training_bench.profile import where
+
+GIB = 1 << 30
+WARM_UP = 4
+BALANCE = 1e-3  # a step of the experts' selection bias
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=SIZES, required=True)
+    parser.add_argument("--experts", choices=("ours", "titan"), required=True)
+    parser.add_argument("--policy", choices=POLICIES, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--sequence", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--text", default="")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--compile", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--out", required=True)
+    return parser.parse_args()
+
+
+class Text:
+    """Batches of a file of tokens, or tokens drawn by Zipf's law where there is none."""
+
+    def __init__(self, options, vocabulary: int, rank: int, ranks: int):
+        self.shape = (options.tokens // options.sequence, options.sequence + 1)
+        self.rank, self.ranks, self.vocabulary = rank, ranks, vocabulary
+        self.tokens = numpy.load(options.text, mmap_mode="r") if options.text else None
+
+    def __call__(self, step: int) -> torch.Tensor:
+        number = step * self.ranks + self.rank
+        count = self.shape[0] * self.shape[1]
+        if self.tokens is None:
+            rng = numpy.random.default_rng(number)
+            drawn = rng.zipf(1.2, count) % self.vocabulary
+        else:
+            begin = number * count % (len(self.tokens) - count)
+            drawn = self.tokens[begin : begin + count].astype(numpy.int64)
+        return torch.from_numpy(drawn.reshape(self.shape))
+
+
+def build(options, size, mesh) -> Model:
+    """The sharded model, fp32 parameters, bf16 in its products; the same weights for both kinds of
+    experts."""
+    config = job(size, options.experts == "ours", options.policy)
+    with torch.device("meta"):
+        model = Model(size, config, options.sequence)
+    if config.checkpointing is not None:
+        policy = config.checkpointing.build()
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = policy._wrap_block(layer, base_fqn=f"layers.{i}")
+    if options.compile:
+        ChunkedLoss.gradient = staticmethod(torch.compile(chunk_gradient))
+        for layer in model.layers:
+            layer.compile()
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    if options.device == "cpu":  # gloo has no scaled sum
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=options.device)
+    torch.manual_seed(1 + mesh.get_local_rank())
+    residual = 0.02 / (2 * size.layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local()
+        if "norm" in name:
+            local.detach().fill_(1)
+        else:
+            scaled = name.endswith(("wo.weight", "w2_EDF"))
+            local.detach().normal_(std=residual if scaled else 0.02)
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+@torch.no_grad()
+def balance(model: Model, ranks: int) -> None:
+    """Moves the experts' selection bias against their load, for all layers at once."""
+    moes = [m for m in model.modules() if hasattr(m, "expert_bias_E")]
+    counts = torch.stack([m.tokens_per_expert_E for m in moes])
+    if ranks > 1:
+        dist.all_reduce(counts)
+    steps = BALANCE * (counts.mean(-1, keepdim=True) - counts).sign()
+    for moe, step in zip(moes, steps, strict=True):
+        moe.expert_bias_E.add_(step)
+        moe.tokens_per_expert_E.zero_()
+
+
+class Training:
+    def __init__(self, options):
+        self.options, self.size = options, SIZES[options.model]
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh(options.device, (self.ranks,))
+        self.model = build(options, self.size, mesh)
+        self.rope = self.model.rope(options.device)
+        self.text = Text(options, self.size.vocabulary, self.rank, self.ranks)
+        fused = {"fused": True} if options.device == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
+        )
+        self.losses: list[torch.Tensor] = []
+
+    def step(self, number: int) -> None:
+        """Forward, backward, clipping, optimizer; nothing waits for the device."""
+        tokens = self.text(number).to(self.options.device, non_blocking=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * min(1.0, (number + 1) / 20)
+        loss = self.model(tokens, *self.rope)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        balance(self.model, self.ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.detach())
+
+    def mean_losses(self) -> list[float]:
+        losses = torch.stack(self.losses)
+        dist.all_reduce(losses)
+        return [round(value, 5) for value in (losses / self.ranks).tolist()]
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def measure(options) -> dict:
+    training, cuda = Training(options), options.device == "cuda"
+    for number in range(WARM_UP):
+        training.step(number)
+    wait(options.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for number in range(WARM_UP, WARM_UP + options.steps):
+        training.step(number)
+    wait(options.device)
+    seconds = (time.perf_counter() - began) / options.steps
+    rate = training.ranks * options.tokens / seconds
+    found = {
+        "tokens_per_s": round(rate),
+        "flops_per_token": training.model.flops_per_token(),
+        "peak_gib": None,
+        "losses": training.mean_losses(),
+        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "compiled": bool(options.compile),
+        "policy": options.policy,
+    }
+    if cuda:
+        peak = torch.tensor([torch.cuda.max_memory_allocated() / GIB], device="cuda")
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        found["peak_gib"] = round(peak.item(), 2)
+        found["where_ms"] = where(lambda: training.step(WARM_UP + options.steps))
+    return found
+
+
+def main() -> None:
+    options = arguments()
+    local = int(os.environ["LOCAL_RANK"])
+    cuda = options.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(local)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    found = measure(options)
+    if dist.get_rank() == 0:
+        with open(options.out, "w") as file:
+            json.dump(found, file)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""benchmarks/training.py measures what it says: run at its smallest size, on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan.models.common.moe", reason="needs torchtitan 0.3")
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    if not BENCHMARKS.is_dir():
+        pytest.skip("this copy has no benchmarks/")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from training_bench import model, profile
+
+    return model, profile
+
+
+@pytest.mark.slow
+def test_both_kinds_of_experts_train_alike(tmp_path, bench):
+    out = tmp_path / "training.json"
+    options = {"device": "cpu", "gpus": 1, "models": "debug", "tokens": 256, "sequence": 64}
+    options |= {"steps": 2, "policies": "selective", "out": str(out)}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    program = [sys.executable, str(BENCHMARKS / "training.py"), "--eager", *given]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    (row,) = json.loads(out.read_text())["rows"]
+    for kind in ("ours", "titan"):
+        assert row[kind] is not None, ran.stdout
+        assert row[kind]["tokens_per_s"] > 0 and row[kind]["parameters"] == 198016
+    pairs = zip(row["ours"]["losses"], row["titan"]["losses"], strict=True)
+    assert all(abs(a - b) < 1e-3 for a, b in pairs)
+    assert row["ours"]["losses"] != row["titan"]["losses"]  # these are two kinds
+
+
+def test_loss_and_its_gradients(bench):
+    model, _ = bench
+    h, w = (torch.randn(size, 24, dtype=torch.float64) for size in (40, 60))
+    labels = torch.randint(60, (40,))
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    want = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].T, labels)
+    expected = torch.autograd.grad(want, leaves)
+    leaves = [t.float().requires_grad_() for t in (h, w)]
+    loss = model.ChunkedLoss.apply(*leaves, labels)
+    found = torch.autograd.grad(loss, leaves)
+    for got, exact in zip((loss, *found), (want, *expected), strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-7)
+
+
+def test_flops_are_those_of_the_model(bench):
+    """Without attention's products: 6 an active parameter, norms and embeddings left out."""
+    model, _ = bench
+    from sonicmoe_cpp.integrations.torchtitan.sizes import SIZES
+
+    size = SIZES["7B-n256"]
+    with torch.device("meta"):
+        built = model.Model(size, model.job(size, False, "none"), 4096)
+    active = 0
+    for name, p in built.named_parameters():
+        if "inner_experts" in name:
+            active += p.numel() * size.K // size.E
+        elif "norm" not in name and "embeddings" not in name:
+            active += p.numel()
+    attention = 6 * size.layers * size.d * 4096
+    assert built.flops_per_token() == 6 * active + attention
+
+
+def test_kernels_are_told_apart(bench):
+    _, profile = bench
+    names = {
+        "ncclDevKernel_AllGather_RING_LL": "communication",
+        "nvjet_tst_256x128": "products",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "triton_red_fused_rms_norm": "other",
+    }
+    assert {name: profile.kind(name) for name in names} == names
