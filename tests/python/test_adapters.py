@@ -203,6 +203,30 @@ def test_torchtitan_distributed_weights():
         distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_with_distributed_weights(backend):
+    """The adapters take this rank's part of a DTensor, also while torch.compile traces."""
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    titan = titan_module(False)
+    torchtitan.replace(titan)
+    x, counts = rows(29, torch.bfloat16), torch.tensor(COUNTS)
+    want = TitanExperts(titan, torch.bfloat16)(x, counts)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        weights = {
+            n: nn.Parameter(distribute_tensor(p, mesh, [Shard(0)]))
+            for n, p in parameters(("w1", "w2", "w3"), torch.bfloat16).items()
+        }
+        run = torch.compile(torchtitan.run_experts, backend=backend, fullgraph=True)
+        assert torch.equal(run(**weights, x=x, num_tokens_per_expert=counts), want)
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_torchtitan_says_what_it_needs(monkeypatch):
     works = "this adapter works with torchtitan 0.2.0 to 0.2.2"
     monkeypatch.setattr(metadata, "version", lambda name: "0.3.0")

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from functools import partial
 
-from sonicmoe_cpp.integrations.torchtitan.modules import (
-    SonicGptOssGroupedExperts,
-    SonicGroupedExperts,
-)
+from sonicmoe_cpp.integrations.torchtitan.gpt_oss import SonicGptOssGroupedExperts
+from sonicmoe_cpp.integrations.torchtitan.modules import SonicGroupedExperts
 from sonicmoe_cpp.integrations.torchtitan.tokens import TokenFileLoader
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import _formulas
+from .. import _checks, _formulas
 from ..layer import Activation
 
 # Far points show a clamp. Near points show the formula: the two forms of gelu differ by 5e-4 around
@@ -156,5 +156,6 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """This rank's part of a DTensor; a plain tensor as it is. By the type: hasattr(t, "to_local") is
+    false of a DTensor while torch.compile traces."""
+    return tensor.to_local() if _checks.is_distributed(tensor) else tensor
