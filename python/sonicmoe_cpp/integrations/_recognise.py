@@ -156,6 +156,6 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a DTensor; a plain tensor as it is. By the type: hasattr(t, "to_local") is
-    false of a DTensor while torch.compile traces."""
+    """This rank's part of a DTensor; a plain tensor as it is. By the type, because while
+    torch.compile traces, hasattr(tensor, "to_local") is false of a DTensor."""
     return tensor.to_local() if _checks.is_distributed(tensor) else tensor
