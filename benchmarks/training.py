@@ -24,10 +24,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
+MEMORY = "out of memory"
 SMALL_GIB = 100  # of device memory
 # What fits, from the fastest on: by model and whether the device is small.
 POLICIES = {
@@ -67,6 +69,16 @@ def machine(options) -> dict:
     return found | {"device": properties.name, "gpus": count, "gib": round(gib, 1)}
 
 
+class Run(NamedTuple):
+    """One program; the fields are options of training_bench/worker.py."""
+
+    model: str
+    experts: str
+    policy: str
+    steps: int
+    compile: int
+
+
 class Driver:
     def __init__(self, options):
         self.options, self.began = options, time.monotonic()
@@ -81,26 +93,24 @@ class Driver:
         key = (model.split("-")[0], self.machine["gib"] < SMALL_GIB)
         return POLICIES.get(key, {}).get(experts, ["none"])
 
-    def command(self, model: str, experts: str, policy: str, steps: int, out: str) -> list[str]:
+    def command(self, run: Run, out: str) -> list[str]:
         options = self.options
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         torchrun += [f"--nproc-per-node={self.machine['gpus']}", "-m", "training_bench.worker"]
-        given = {"model": model, "experts": experts, "policy": policy, "steps": steps, "out": out}
-        given |= {"tokens": options.tokens, "sequence": options.sequence, "text": options.text}
-        given |= {"device": options.device, "compile": int(not options.eager)}
+        given = run._asdict() | {"out": out, "device": options.device, "text": options.text}
+        given |= {"tokens": options.tokens, "sequence": options.sequence}
         return [sys.executable, *torchrun, *(f"--{name}={value}" for name, value in given.items())]
 
-    def run(self, model: str, experts: str, policy: str, steps: int) -> dict | None:
-        """The result of one program, or None if it failed."""
+    def run(self, run: Run) -> dict | str:
+        """The result of one program, or what went wrong with it."""
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment.setdefault("NCCL_NVLS_ENABLE", "0")
         with tempfile.TemporaryDirectory() as folder:
             out = f"{folder}/result.json"
-            command = self.command(model, experts, policy, steps, out)
             began = time.monotonic()
             process = subprocess.Popen(
-                command,
+                self.command(run, out),
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -113,26 +123,29 @@ class Driver:
                 os.killpg(process.pid, signal.SIGKILL)
                 text, _ = process.communicate()
             seconds = time.monotonic() - began
-            name = f"{model} {experts} {policy}"
+            name = " ".join(map(str, run))
             if not os.path.exists(out):
-                tail = "" if "OutOfMemoryError" in text else f"\n{text[-3000:]}"
-                why = "out of memory" if not tail else "failed"
+                why = MEMORY if "OutOfMemoryError" in text else "failed"
+                tail = "" if why == MEMORY else f"\n{text[-3000:]}"
                 print(f"{name}: {why} after {seconds:.0f} s{tail}", flush=True)
-                return None
+                return why
             with open(out) as file:
                 found = json.load(file)
             print(f"{name}: {found['tokens_per_s']:,} tokens/s, {seconds:.0f} s", flush=True)
             return found
 
     def best(self, model: str, experts: str, steps: int) -> dict | None:
-        """Of the first policy that fits."""
+        """Of the first policy that fits; what cannot be compiled runs eagerly."""
         for policy in self.policies(model, experts):
-            if self.left() < 30:
-                print(f"{model} {experts}: no time left", flush=True)
-                return None
-            found = self.run(model, experts, policy, steps)
-            if found is not None:
-                return self.described(found)
+            for compiled in (0,) if self.options.eager else (1, 0):
+                if self.left() < 30:
+                    print(f"{model} {experts}: no time left", flush=True)
+                    return None
+                found = self.run(Run(model, experts, policy, steps, compiled))
+                if isinstance(found, dict):
+                    return self.described(found)
+                if found == MEMORY:
+                    break
         return None
 
     def described(self, found: dict) -> dict:

@@ -47,6 +47,8 @@ class Text:
         self.shape = (options.tokens // options.sequence, options.sequence + 1)
         self.rank, self.ranks, self.vocabulary = rank, ranks, vocabulary
         self.tokens = numpy.load(options.text, mmap_mode="r") if options.text else None
+        if self.tokens is not None and self.tokens.max() >= vocabulary:
+            raise ValueError(f"{options.text} has tokens beyond the vocabulary of {vocabulary}")
 
     def __call__(self, step: int) -> torch.Tensor:
         number = step * self.ranks + self.rank
@@ -188,7 +190,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
     found = measure(options)
     if dist.get_rank() == 0:
         with open(options.out, "w") as file:
