@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("torchtitan.models.common.moe", reason="needs torchtitan 0.3")
 numpy = pytest.importorskip("numpy")
 from sonicmoe_cpp.integrations.torchtitan import modules, overrides  # noqa: E402
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.common.moe import (  # noqa: E402
+    GroupedExperts,
+    MoE,
+    RoutedExperts,
+    TokenChoiceTopKRouter,
+)
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # noqa: E402
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
 
@@ -171,6 +178,40 @@ def test_selective_checkpointing_keeps_h():
             step(wrapped, tokens(B, L, D, seed=3), *inputs)
         counts.append(seen.count)
     assert counts == [2, 1]
+
+
+def layer_config():
+    router = TokenChoiceTopKRouter.Config(
+        num_experts=E,
+        top_k=K,
+        score_func="sigmoid",
+        route_norm=True,
+        gate=Linear.Config(in_features=D, out_features=E),
+    )
+    return MoE.Config(num_experts=E, router=router, routed_experts=routed_config(GroupedExperts))
+
+
+def with_router(config):
+    config.router = overrides.router(config.router)
+    return config
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [with_router, partial(overrides.token_rounding, tile=16)],
+    ids=["router", "rounding"],
+)
+def test_nan_shows_in_its_token_alone(replaced):
+    """As in torchtitan's own router, whose loss then stops the run: an expert that does not exist
+    would instead be an index error of the device."""
+    layer = build(replaced(layer_config())).train()
+    layer.expert_bias_E = layer.expert_bias_E.float()
+    x = tokens(B, L, D)
+    x[0, 3] = torch.nan
+    out = layer(x)
+    bad = out.isnan().any(-1)
+    assert bad[0, 3] and bad.sum() == 1
+    assert layer.tokens_per_expert_E.sum() >= (B * L - 1) * K
 
 
 # ---- models and data -----------------------------------------------------------------------------

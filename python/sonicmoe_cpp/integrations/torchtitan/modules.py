@@ -20,6 +20,7 @@ from torchtitan.models.common.moe import (
 )
 
 from ...layer import moe, moe_grouped, moe_pairs
+from ...module import _one_or_nan
 from ...routing import route, token_round
 from .._grouped import offsets_of
 from .._recognise import local
@@ -117,6 +118,13 @@ def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
         return router.gate(x_BLD)
 
 
+def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
+    """(ids, weights) of route(). A token with a NaN has NaN weights, as in torchtitan's router, and
+    every id is an expert's: torchtitan takes them for indices."""
+    ids, weights = route(logits, router.top_k, **options)
+    return ids.clamp(min=0), weights * _one_or_nan(logits).to(weights.dtype)
+
+
 class SonicRouter(TokenChoiceTopKRouter):
     """Scores, choice and renormalisation in one operator; on equal scores the lower expert."""
 
@@ -134,7 +142,7 @@ class SonicRouter(TokenChoiceTopKRouter):
         _refuse_typechecking()
         options = _routing_options(self, expert_bias_E)
         logits = _logits(self, x_BLD)
-        ids, weights = route(logits.flatten(0, 1), self.top_k, **options)
+        ids, weights = _choice(self, logits.flatten(0, 1), options)
         shape = (*x_BLD.shape[:2], self.top_k)
         return weights.view(shape), ids.view(shape), logits
 
@@ -174,7 +182,7 @@ class SonicRoundedMoE(MoE):
         options = _routing_options(router, self.expert_bias_E)
         logits = _logits(router, x_BLD).flatten(0, 1)
         with torch.no_grad():
-            ids, _ = route(logits, router.top_k, **options)
+            ids, _ = _choice(router, logits, options)
             chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, True)
             self.tokens_per_expert_E.add_(chosen.sum(0))
         rule = {"tile": self.tile, "mode": self.rounding}
@@ -182,7 +190,7 @@ class SonicRoundedMoE(MoE):
         arguments = self.routed_experts.inner_experts.layer_arguments()
         with torch.autocast(x.device.type, enabled=False):
             out = moe_pairs(x.bfloat16(), pairs, **arguments)
-        out = out.type_as(x).view(x_BLD.shape)
+        out = (out * _one_or_nan(logits).to(out.dtype)).type_as(x).view(x_BLD.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x_BLD)
 
 
