@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchtitan", reason="needs torchtitan")
+pytest.importorskip(
+    "torchtitan.trainer", reason="needs torchtitan 0.3 and its torch", exc_type=ImportError
+)
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 LIMIT = 900  # seconds for all jobs of a process, on a machine that has other work
