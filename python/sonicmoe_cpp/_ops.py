@@ -92,7 +92,7 @@ def _needs(wanted: tuple) -> int:
     return sum(bit for bit, want in zip(NEEDS.values(), wanted, strict=True) if want)
 
 
-def _gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple) -> list:
+def gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple) -> list:
     """The gradients of DIFFERENTIABLE, None where they are not wanted."""
     needs = _needs(wanted)
     if main_gradients[1] is None:
@@ -118,7 +118,7 @@ def _layer_backward(ctx, dout):
     *tensors, h, saved = ctx.saved_tensors
     wanted = tuple([ctx.needs_input_grad[at] for at in _POSITIONS])
     layer = (*tensors, *ctx.options)
-    found = _gradients(dout, layer, wanted, h, saved, ctx.main_gradients)
+    found = gradients(dout, layer, wanted, h, saved, ctx.main_gradients)
     gradients = [None] * ctx.inputs
     for at, gradient in zip(_POSITIONS, found, strict=True):
         gradients[at] = gradient
@@ -345,7 +345,7 @@ def _kernel(name: str):
     return run
 
 
-def _function(name: str, forward, backward):
+def function(name: str, forward, backward):
     """The call of an autograd.Function. register_autograd makes one too, which costs the host
     several times as much: only graphs use that."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -375,7 +375,7 @@ def _recorded(name: str):
         setup(ctx, arguments, output)
         return output
 
-    return _function(name, forward, backward)
+    return function(name, forward, backward)
 
 
 @functools.cache
@@ -400,9 +400,9 @@ def _recorded_layer():
             return (*[None] * len(wanted), None)
         *tensors, h, saved = ctx.saved_tensors
         options, main_gradients = ctx.rest
-        return *_gradients(dout, (*tensors, *options), wanted, h, saved, main_gradients), None
+        return *gradients(dout, (*tensors, *options), wanted, h, saved, main_gradients), None
 
-    return _function("moe_forward", forward, backward)
+    return function("moe_forward", forward, backward)
 
 
 @functools.cache
@@ -426,7 +426,7 @@ def _recorded_route():
         arguments = (dweights.contiguous(), ids, logits, None, *ctx.rule)
         return call("route_backward", *arguments), None
 
-    return _function("route", forward, backward)
+    return function("route", forward, backward)
 
 
 # The functions below run in every call, where each generator and each further function would add to

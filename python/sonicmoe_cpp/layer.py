@@ -198,10 +198,10 @@ def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
     return cast(x), tuple(map(cast, experts))
 
 
-def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum) -> Tensor:
-    """routing is (index, second, weights), experts (w_up, w_down, b_up, b_down), style (activation,
-    gate_layout). This runs in every call: what depends on dtypes, devices and shapes alone is in
-    _plan, whose results are cached."""
+def arguments(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum) -> tuple:
+    """The arguments of _ops.layer(), checked. routing is (index, second, weights), experts (w_up,
+    w_down, b_up, b_down), style (activation, gate_layout). This runs in every call: what depends
+    on dtypes, devices and shapes alone is in _plan, whose results are cached."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
     w_up, w_down, b_up, b_down = experts
@@ -215,8 +215,12 @@ def _run(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum)
     main_gradients = (None, None, None)
     if grad_accum is not None:
         main_gradients = _main_gradients(grad_accum, *experts[:3])
-    tensors = (x, index, second, weights, *experts)
-    return _ops.layer(tensors, plan.options, main_gradients)
+    return (x, index, second, weights, *experts), plan.options, main_gradients
+
+
+def _run(*form_and_tensors) -> Tensor:
+    """The layer in the form and over the tensors of arguments()."""
+    return _ops.layer(*arguments(*form_and_tensors))
 
 
 def moe(

@@ -1,0 +1,122 @@
+"""The processes of the other ranks: which of them have ended, failed, or do not come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+# How long a rank looks for the cause of an error of the transport. A process that is killed closes
+# its connections a moment before the system lists it as ended.
+GRACE = 2.0
+
+
+class ExpertParallelError(RuntimeError):
+    """A rank is missing, has failed or calls something else; its group cannot be used again."""
+
+
+def _this_process() -> dict:
+    """What tells whether this process runs, for others on the same machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = os.readlink("/proc/self/ns/pid")
+    return {"host": f"{boot} {space}", "pid": os.getpid(), "start": _state(os.getpid())[1]}
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """(state, start time) of a process as the system lists them; state X where it lists none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]
+
+
+def _listed(ranks) -> str:
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+class Peers:
+    """Asks about the other ranks of a group, whose numbers are those of the whole job.
+
+    A rank that waits for long or fails writes this into the group's store; ranks on the same
+    machine are also looked up among its processes, because the store ends with the process that
+    holds it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.ranks = dist.get_process_group_ranks(group)
+        self.me = dist.get_rank()
+        store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}", store)
+        self.processes: dict[int, dict] = {}
+        for key in ("waits", "failed"):
+            self._write(key, None)  # a destroyed group of the same name may have left some
+        self._write("process", _this_process())
+
+    def _write(self, key: str, value) -> None:
+        # A store that is gone is a consequence: its cause is what has to be reported.
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{key}/{self.me}", json.dumps(value))
+
+    def _read(self, key: str, rank: int):
+        name = f"{key}/{rank}"
+        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+
+    def others(self) -> list[int]:
+        return [rank for rank in self.ranks if rank != self.me]
+
+    def remember_processes(self) -> None:
+        """Reads who they are while the store is there: after an exchange all have written it."""
+        self.processes = {rank: self._read("process", rank) for rank in self.others()}
+
+    def waits(self, exchange: int) -> None:
+        self._write("waits", exchange)
+
+    def failed(self, call: int, sentence: str) -> None:
+        self._write("failed", {"call": call, "sentence": sentence})
+
+    def _ended(self) -> list[int]:
+        here = _this_process()["host"]
+        return [
+            rank
+            for rank, process in self.processes.items()
+            if process is not None
+            and process["host"] == here
+            and (_state(process["pid"])[0] in "ZX" or _state(process["pid"])[1] != process["start"])
+        ]
+
+    def problem(self, call: int) -> str | None:
+        """What keeps the others from coming to this call or to the end of it, as a sentence."""
+        with contextlib.suppress(RuntimeError):
+            for rank in self.others():
+                found = self._read("failed", rank)
+                if found is not None and found["call"] >= call:
+                    return f"rank {rank} failed: {found['sentence']}"
+        ended = self._ended()
+        if ended:
+            who = [f"{rank} (process {self.processes[rank]['pid']})" for rank in ended]
+            has = "has" if len(who) == 1 else "have"
+            return f"{_listed(who)} {has} ended"
+        return None
+
+    def cause(self, call: int) -> str | None:
+        """problem(), looked for until the grace is over."""
+        until = time.monotonic() + GRACE
+        while (found := self.problem(call)) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    def absent(self, exchange: int) -> str:
+        """Who does not wait in this exchange, as a subject."""
+        try:
+            absent = [r for r in self.others() if self._read("waits", r) != exchange]
+        except RuntimeError:
+            return "a rank (the store of the process group does not answer)"
+        return _listed(absent) if absent else "none of the other ranks"
