@@ -119,10 +119,10 @@ def _layer_backward(ctx, dout):
     wanted = tuple([ctx.needs_input_grad[at] for at in _POSITIONS])
     layer = (*tensors, *ctx.options)
     found = gradients(dout, layer, wanted, h, saved, ctx.main_gradients)
-    gradients = [None] * ctx.inputs
+    of_inputs = [None] * ctx.inputs
     for at, gradient in zip(_POSITIONS, found, strict=True):
-        gradients[at] = gradient
-    return tuple(gradients)
+        of_inputs[at] = gradient
+    return tuple(of_inputs)
 
 
 # ---- routing -------------------------------------------------------------------------------------

@@ -182,12 +182,16 @@ class MoE(nn.Module):
         self._try_routing()
         self.reset_parameters()
 
+    def _held_experts(self) -> int:
+        """How many experts' weights this module holds."""
+        return self.num_experts
+
     def _make_parameters(self, bias, router_dtype, shared_experts: int, where: dict) -> None:
-        num_experts, hidden_size = self.num_experts, self.hidden_size
+        num_experts, hidden_size = self._held_experts(), self.hidden_size
         intermediate_size = self.intermediate_size
         rows = self.intermediate_size * (2 if self.activation.name in GATED else 1)
         of_router = where if router_dtype is None else where | {"dtype": router_dtype}
-        self.router = Router(hidden_size, num_experts, router_dtype, **of_router)
+        self.router = Router(hidden_size, self.num_experts, router_dtype, **of_router)
         self.w_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size, **where))
         self.w_down = nn.Parameter(
             torch.empty(num_experts, hidden_size, intermediate_size, **where)
@@ -283,6 +287,21 @@ class MoE(nn.Module):
             text += f", shared_experts={self.shared_experts}"
         return text
 
+    def _weights(self) -> tuple:
+        """(w_up, w_down) as the functions take them; refused as DTensors."""
+        for name in ("w_up", "w_down"):
+            _checks.not_distributed(name, getattr(self, name))
+        return self.w_up, self.w_down
+
+    def _biases(self) -> dict:
+        return {"b_up": self.b_up, "b_down": self.b_down}
+
+    def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
+        return moe(rows, ids, weights, *self._weights(), **experts)
+
+    def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
+        return moe_pairs(rows, pairs, *self._weights(), **experts)
+
     def _rounds(self, tokens) -> bool:
         if not self.training or self.routing != "token_rounding":
             return False
@@ -299,8 +318,7 @@ class MoE(nn.Module):
 
     def _check_input(self, x, padding_mask) -> None:
         _checks.tensor("x", x)
-        for name in ("w_up", "w_down"):
-            _checks.not_distributed(name, getattr(self, name))
+        self._weights()
         if x.dtype != self.w_up.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"x has dtype {_checks.names([x.dtype])}, must be the module's "
@@ -321,36 +339,54 @@ class MoE(nn.Module):
         """The pairs of padding emptied: an expert takes it where other tokens are too few."""
         if padding is None:
             return pairs
-        fills = padding.flatten()[pairs.token.clamp(min=0).long()]
+        # A pair without a token, -1, takes the last element.
+        fills = F.pad(padding.flatten(), (0, 1), value=True)[pairs.token.long()]
         return pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
+
+    def _rounded(self, logits: Tensor, options: dict) -> Pairs | None:
+        """The pairs of token rounding; None where top-k is not rounded."""
+        if not self._rounds(logits.shape[0]):
+            return None
+        rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
+        return token_round(logits, self.top_k, **rule, **options)
+
+    def _capacity(self, tokens) -> int:
+        """How many tokens every expert takes by expert choice."""
+        return max(1, -(-tokens * self.top_k // self.num_experts))
+
+    def _chosen(self, logits: Tensor) -> Pairs:
+        return expert_choice(logits, self._capacity(logits.shape[0]))
+
+    def _losses(self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None) -> tuple:
+        """What router_losses gives."""
+        return router_losses(logits, ids, padding=padding, **options)
+
+    def _losses_of_choice(self, logits: Tensor, pairs: Pairs, padding: Tensor | None) -> tuple:
+        counts = counted(pairs.expert.long(), self.num_experts)
+        shares = counts / counts.sum().clamp(min=1)
+        return *plain_losses(logits, shares, "softmax_before_topk", padding), counts
 
     def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict) -> tuple:
         """(out, ids) of top-k and token rounding; factor as of _one_or_nan."""
         ids, weights = route(logits, self.top_k, **options)
-        if self._rounds(rows.shape[0]):
-            rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
-            pairs = token_round(logits, self.top_k, **rule, **options)
-            pairs = self._without(padding, pairs)
-            out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
+        pairs = self._rounded(logits, options)
+        if pairs is not None:
+            out = self._moe_pairs(rows, self._without(padding, pairs), experts)
             return out * factor.to(out.dtype), ids
         # The factor multiplies the routing weights, which are smaller than the output. A token with
         # NaN alone among its logits has no expert: expert 0 takes it, so that its weights count.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
         if self.lora is None:
-            return moe(rows, chosen, weights, self.w_up, self.w_down, **experts), ids
+            return self._moe(rows, chosen, weights, experts), ids
         experts |= self.lora.factors()
-        return lora_moe(rows, chosen, weights, self.w_up, self.w_down, **experts), ids
+        return lora_moe(rows, chosen, weights, *self._weights(), **experts), ids
 
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
         """(out, what router_losses gives)."""
-        tokens_each = -(-rows.shape[0] * self.top_k // self.num_experts)
-        pairs = self._without(padding, expert_choice(logits, max(1, tokens_each)))
-        out = moe_pairs(rows, pairs, self.w_up, self.w_down, **experts)
-        counts = counted(pairs.expert.long(), self.num_experts)
-        shares = counts / counts.sum().clamp(min=1)
-        losses = plain_losses(logits, shares, "softmax_before_topk", padding)
-        return out, (*losses, counts)
+        pairs = self._without(padding, self._chosen(logits))
+        out = self._moe_pairs(rows, pairs, experts)
+        return out, self._losses_of_choice(logits, pairs, padding)
 
     def _add_shared(self, out: Tensor, rows: Tensor, padding: Tensor | None) -> Tensor:
         begin = torch.zeros(1, dtype=torch.int64, device=rows.device)
@@ -389,7 +425,7 @@ class MoE(nn.Module):
             if self.routing == "expert_choice":
                 raise ValueError('selection_bias is given, but routing is "expert_choice"')
             factor = factor * _one_or_nan(bias)
-        experts = {"b_up": self.b_up, "b_down": self.b_down, "activation": self.activation}
+        experts = self._biases() | {"activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
         if grad_accum is not None:
             if self.lora is not None:
@@ -400,8 +436,9 @@ class MoE(nn.Module):
             out = out * factor.to(out.dtype)
         else:
             out, ids = self._top_k(rows, routed, padding, factor, options, experts)
-            known = options | {"padding": None if padding is None else padding.flatten()}
-            losses = router_losses(logits, ids, **known)
+            losses = self._losses(
+                logits, ids, options, None if padding is None else padding.flatten()
+            )
         if self.shared_experts > 0:
             out = self._add_shared(out, rows, padding)
         load_balancing, z, counts = losses

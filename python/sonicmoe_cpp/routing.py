@@ -145,18 +145,28 @@ def counted(ids: Tensor, experts: int) -> Tensor:
     return found[1 : experts + 1]
 
 
-def plain_losses(logits: Tensor, shares: Tensor, score: str, padding: Tensor | None):
-    """(load_balancing, z) in PyTorch, for what the operator does not serve: padding, and rows that
-    top-k did not choose. shares (E,): the part of all rows that each expert has."""
+def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
+    """(number of tokens, sums of p (E,), sum of logsumexp^2) over the tokens that are no padding
+    (T, 1)."""
     values = logits.to(_ops.score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
     if padding is not None:  # before anything is computed: a NaN of padding stays out of gradients
         values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
-    tokens = real.sum().clamp(min=1)
     p = values.sigmoid() if score == "sigmoid" else values.softmax(-1)
-    load_balancing = logits.shape[1] * (shares * (p * real).sum(0) / tokens).sum()
-    z = (values.logsumexp(-1, keepdim=True).square() * real).sum() / tokens
-    return load_balancing, z
+    z = (values.logsumexp(-1, keepdim=True).square() * real).sum()
+    return real.sum(), (p * real).sum(0), z
+
+
+def losses_of_sums(shares: Tensor, tokens: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """(load_balancing, z) of loss_sums(). shares (E,): the part of all rows of each expert."""
+    tokens = tokens.clamp(min=1)
+    return shares.shape[0] * (shares * p / tokens).sum(), z / tokens
+
+
+def plain_losses(logits: Tensor, shares: Tensor, score: str, padding: Tensor | None):
+    """(load_balancing, z) in PyTorch, for what the operator does not serve: padding, and rows that
+    top-k did not choose."""
+    return losses_of_sums(shares, *loss_sums(logits, score, padding))
 
 
 def router_losses(

@@ -1,6 +1,13 @@
 """Expert parallelism: the experts of a layer divided among processes (docs/distributed.md)."""
 
+from . import _compiled as _compiled
 from ._peers import ExpertParallelError
 from .layer import moe_expert_parallel, moe_pairs_expert_parallel
+from .module import ExpertParallelMoE
 
-__all__ = ["ExpertParallelError", "moe_expert_parallel", "moe_pairs_expert_parallel"]
+__all__ = [
+    "ExpertParallelError",
+    "ExpertParallelMoE",
+    "moe_expert_parallel",
+    "moe_pairs_expert_parallel",
+]

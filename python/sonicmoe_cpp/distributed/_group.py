@@ -34,9 +34,19 @@ class Group:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.calls = self.exchanges = 0
+        self.layers = 0
+        self.name = group.group_name
         self._inside = False
         self.broken: str | None = None
         self.peers = Peers(group)
+
+    def __deepcopy__(self, _memo) -> Group:
+        return self
+
+    def next_layer(self) -> int:
+        """The number of a module: ranks that call another one are found out by it."""
+        self.layers += 1
+        return self.layers
 
     # ---- faults ----------------------------------------------------------------------------------
 
@@ -163,9 +173,7 @@ class Group:
     def all_gather(self, values: Tensor, timeout: float) -> Tensor:
         """(W, ...) from the values (...) of every rank, which have one shape."""
         found = values.new_empty((self.size, *values.shape))
-        into = found.view(self.size * values.numel())
-        data = values.detach().contiguous().view(-1)
-        work = self._launch(dist.all_gather_into_tensor, into, data)
+        work = self._launch(dist.all_gather, list(found.unbind()), values.detach().contiguous())
         self._finish(work, values.device, timeout)
         return found
 

@@ -12,8 +12,8 @@ from .._names import FORM
 from ..layer import Activation, arguments
 from ..routing import Pairs
 from . import transport as transports
-from ._group import Group, group_of
-from .transport import TRANSPORTS, AllToAll, Facts, Routes, Transport
+from ._group import group_of
+from .transport import TRANSPORTS, AllToAll, Facts, Transport
 
 TIMEOUT = 600.0  # seconds, as NCCL's own
 # Gradients of these take the rows of x, which backward sends again.
@@ -111,23 +111,40 @@ def _differentiated(ctx, dout):
 _record = _ops.function("moe_expert_parallel", _recorded, _differentiated)
 
 
-def run(place: Place, form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum):
-    """The layer over what layer.arguments() takes, with expert numbers among all ranks' experts."""
-    with place.transport.group.call():
-        tensors, options, main = arguments(form, x, routing, experts, style, grad_accum)
-        x, token, expert, weights, *local = tensors
-        if form == "ids":
-            shape = token.shape
-            expert = token.reshape(-1)
-            token = torch.arange(shape[0], device=x.device).unsqueeze(1).expand(shape).reshape(-1)
-            weights = weights.reshape(-1)
-            at = _ops.OPTIONS.index("form")
-            options = (*options[:at], FORM["pairs"], *options[at + 1 :])
-        needs = _needs((x, token, expert, weights, *local))
+def _as_pairs(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
+    """LAYER_TENSORS and options of the form "ids" as those of the form "pairs"."""
+    x, ids, _, weights, *experts = tensors
+    token = torch.arange(ids.shape[0], device=x.device).unsqueeze(1).expand(ids.shape)
+    at = _ops.OPTIONS.index("form")
+    options = (*options[:at], FORM["pairs"], *options[at + 1 :])
+    return (x, token.reshape(-1), ids.reshape(-1), weights.reshape(-1), *experts), options
+
+
+def _run(place: Place, form: str, *others) -> Tensor:
+    tensors, options, main_gradients = arguments(form, *others)
+    if form == "ids":
+        tensors, options = _as_pairs(tensors, options)
+    needs = _needs(tensors)
+    if torch.compiler.is_compiling():
+        if main_gradients[1] is not None:
+            raise NotImplementedError("grad_accum is not served by compiled expert parallelism")
+        rest = (place.transport.group.name, place.transport.timeout, place.layer)
+        numbers = [float(option) for option in options]
         if needs:
-            return _record(x, weights, *local, (place, token, expert, options, main, needs))
-        tensors = (x, token, expert, weights, *local)
-        return forward(place, tensors, options, main, needs)[0]
+            return _ops.ops.expert_parallel_forward(*tensors, numbers, needs, *rest)[0]
+        return _ops.ops.expert_parallel_inference(*tensors, numbers, *rest)
+    if not needs:
+        return forward(place, tensors, options, main_gradients, needs)[0]
+    x, token, expert, weights, *experts = tensors
+    return _record(x, weights, *experts, (place, token, expert, options, main_gradients, needs))
+
+
+def run(place: Place, form: str, *others) -> Tensor:
+    """The layer over what layer.arguments() takes, with expert numbers among all ranks' experts."""
+    if torch.compiler.is_compiling():
+        return _run(place, form, *others)
+    with place.transport.group.call():
+        return _run(place, form, *others)
 
 
 def moe_expert_parallel(
@@ -149,11 +166,10 @@ def moe_expert_parallel(
     """moe() with E experts over W ranks: rank r has the weights of experts r*E/W to (r+1)*E/W.
 
     Every rank of `group` (a ProcessGroup, a DeviceMesh of one dimension, None for all ranks) calls
-    it with its own tokens, x (T, d) with any T, and topk_ids (T, K) among all E experts; weights and
-    biases are those of the rank's own experts. Returns (T, d). Ranks that all record gradients
-    call backward too, in the same order; the gradient of an expert is that of the sum of all ranks'
-    losses. A rank that does not come within `timeout` seconds, ends or fails makes the others raise
-    ExpertParallelError.
+    it with its own tokens, x (T, d) with any T, and topk_ids (T, K) among all E experts; weights
+    and biases are those of the rank's own experts. Returns (T, d). Every rank calls backward too,
+    in the same order; an expert's gradient is that of the sum of all ranks' losses. If a rank ends,
+    fails, or does not come within `timeout` seconds, the others raise ExpertParallelError.
     """
     place = Place(make_transport(transport, group, timeout), 0)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)

@@ -43,7 +43,7 @@ class Routes(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The caller's routing as a list, in which a token's entries stand in the order of their sum."""
+    """The caller's routing as a list; a token's entries stand in the order of their sum."""
 
     token: Tensor  # (C,)
     expert: Tensor  # (C,) among all experts

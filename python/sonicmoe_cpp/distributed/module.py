@@ -1,0 +1,209 @@
+"""The whole layer as a module whose experts are divided among ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from .. import _checks, _ops
+from ..module import MoE
+from ..routing import Pairs, counted, expert_choice, token_round
+from ._group import ROUTING
+from .layer import TIMEOUT, Place, make_transport, run
+from .routing import Everybody, group_losses
+
+EXPERTS = ("w_up", "w_down", "b_up", "b_down")
+_SEED_BITS = 62
+
+
+class ExpertParallelMoE(MoE):
+    """MoE whose E experts are divided among the W ranks of a group: rank r holds the experts
+    r*E/W to (r+1)*E/W. Every rank calls it with its own tokens, any number of them.
+
+    It computes what one MoE with all experts and the tokens of all ranks computes; a token's part
+    that one rank has summed is rounded to the dtype before it travels. Losses, tokens_per_expert,
+    token rounding and expert choice are over the tokens of all ranks.
+
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. transport: "auto"
+    or "all_to_all". timeout: seconds until ranks that wait give up (ExpertParallelError). The other
+    arguments are those of MoE.
+
+    Parameters have the names and shapes of MoE; w_up, w_down, b_up and b_down are DTensors, divided
+    in dimension 0. Every rank has the others whole: their gradients are those of this rank's
+    tokens, sum_replicated_gradients() adds them up. All ranks' losses count, as a sum; the
+    auxiliary losses count once, though every rank adds them to its own.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        transport: str = "auto",
+        timeout: float = TIMEOUT,
+        **options,
+    ):
+        _checks.integer("num_experts", num_experts)
+        # Plain attributes, which nn.Module takes before its own constructor has run.
+        self.transport = make_transport(transport, group, timeout)
+        self.group = self.transport.group
+        if num_experts % self.group.size != 0:
+            raise ValueError(
+                f"num_experts is {num_experts}, must be a multiple of the group's "
+                f"{self.group.size} ranks"
+            )
+        self._mesh = group if isinstance(group, DeviceMesh) else None
+        self._process_group = group
+        super().__init__(num_experts, top_k, hidden_size, intermediate_size, **options)
+        del self._mesh, self._process_group  # copies of the module need neither
+        self.place = Place(self.transport, self.group.next_layer())
+
+    # ---- parameters ------------------------------------------------------------------------------
+
+    def _held_experts(self) -> int:
+        return self.num_experts // self.group.size
+
+    def _make_parameters(self, bias, router_dtype, shared_experts: int, where: dict) -> None:
+        super()._make_parameters(bias, router_dtype, shared_experts, where)
+        mesh = self._mesh
+        if mesh is None:
+            kind = self.w_up.device.type
+            if kind == "meta":
+                kind = "cuda" if torch.cuda.is_available() else "cpu"
+            mesh = DeviceMesh.from_group(self._process_group or dist.group.WORLD, kind)
+        for name in EXPERTS:
+            local = getattr(self, name)
+            if local is not None:
+                whole = DTensor.from_local(local.data, mesh, [Shard(0)], run_check=False)
+                setattr(self, name, nn.Parameter(whole))
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *others) -> None:
+        """As nn.Module; also from whole tensors of all experts, as MoE has them."""
+        given = dict(state_dict)
+        for name in EXPERTS:
+            own, value = getattr(self, name), given.get(prefix + name)
+            if own is not None and value is not None and not isinstance(value, DTensor):
+                where = (own.device_mesh, own.placements)
+                given[prefix + name] = distribute_tensor(value, *where, src_data_rank=None)
+        super()._load_from_state_dict(given, prefix, *others)
+
+    def _local(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter of the experts."""
+        value = getattr(self, name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def reset_parameters(self) -> None:
+        """As in MoE; every expert from a seed of its own, which rank 0 draws, so that the weights
+        do not depend on the number of ranks."""
+        device = self._local("w_up").device
+        if device.type == "meta":
+            return
+        seed = int(torch.randint(2**_SEED_BITS, ()))
+        with self.group.call():
+            found = self.group.read_all(ROUTING, [0, seed], device, self.transport.timeout)
+        generator = torch.Generator(device)
+
+        def fill(weight: Tensor, number: int) -> None:
+            generator.manual_seed((found[0][1] + number) % 2**_SEED_BITS)
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
+
+        with torch.no_grad():
+            for number, weight in enumerate((self.router.weight, *self._shared())):
+                fill(weight, number)
+            first = 3 + 2 * self.group.rank * self._held_experts()
+            for which, name in enumerate(("w_up", "w_down")):
+                for e, weight in enumerate(self._local(name)):
+                    fill(weight, first + 2 * e + which)
+            for name in ("b_up", "b_down"):
+                if getattr(self, name) is not None:
+                    self._local(name).zero_()
+            if self.selection_bias is not None:
+                self.selection_bias.zero_()
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """The parameters that every rank has whole: router and shared experts."""
+        return [p for name, p in self.named_parameters() if name not in EXPERTS]
+
+    @torch.no_grad()
+    def sum_replicated_gradients(self) -> None:
+        """Adds up the ranks' gradients of replicated_parameters(): once an optimizer step, after
+        the last backward. Not where DDP or FSDP2 reduces them over these ranks."""
+        with self.group.call():
+            for parameter in self.replicated_parameters():
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                values = local.to(_ops.score_dtype(local))
+                of_ranks = self.group.all_gather(values, self.transport.timeout)
+                total = of_ranks[0]
+                for other in of_ranks[1:]:
+                    total = total + other
+                local.copy_(total)
+
+    def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
+        raise NotImplementedError("low-rank factors need the experts of one process: use MoE")
+
+    # ---- forward ---------------------------------------------------------------------------------
+
+    def _biases(self) -> dict:
+        return {name: self._local(name) for name in ("b_up", "b_down")}
+
+    def _weights(self) -> tuple:
+        return self._local("w_up"), self._local("w_down")
+
+    def _experts(self, form: str, rows, routing: tuple, experts: dict) -> Tensor:
+        style = experts["activation"], experts["gate_layout"]
+        weights = (*self._weights(), experts["b_up"], experts["b_down"])
+        return run(self.place, form, rows, routing, weights, style, experts.get("grad_accum"))
+
+    def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
+        return self._experts("ids", rows, (ids, None, weights), experts)
+
+    def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
+        return self._experts("pairs", rows, tuple(pairs[:3]), experts)
+
+    @torch.compiler.disable
+    def _everybody(self, logits: Tensor, seed: int) -> Everybody:
+        rest = (logits.device, self.transport.timeout)
+        return Everybody(self.group, logits.shape[0], seed, *rest)
+
+    def _rounded(self, logits: Tensor, options: dict) -> Pairs | None:
+        if not self.training or self.routing != "token_rounding":
+            return None
+        everybody = self._everybody(logits, int(self._seed()))
+        if not self._rounds(everybody.total):
+            return None
+        rule = {"tile": self.tile, "mode": self.rounding, **options}
+        seed = torch.tensor(everybody.number)
+        return everybody.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
+
+    def _chosen(self, logits: Tensor) -> Pairs:
+        everybody = self._everybody(logits, 0)
+        capacity = self._capacity(everybody.total)
+        return everybody.pairs(logits, lambda t: expert_choice(t, capacity))
+
+    def _group_losses(self, logits, expert: Tensor, slots: int | None, score: str, padding):
+        counts = counted(expert.long(), self.num_experts)
+        timeout = self.transport.timeout
+        return group_losses(self.group, logits, counts, slots, score, padding, timeout)
+
+    def _losses(self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None) -> tuple:
+        padding = None if padding is None else padding[:, None]
+        return self._group_losses(logits, ids, self.top_k, options["score"], padding)
+
+    def _losses_of_choice(self, logits: Tensor, pairs: Pairs, padding: Tensor | None) -> tuple:
+        return self._group_losses(logits, pairs.expert, None, "softmax_before_topk", padding)
+
+    def forward(self, x: Tensor, **options):
+        """As MoE; x (..., d) are this rank's tokens, aux.logits too."""
+        if torch.compiler.is_compiling():
+            return super().forward(x, **options)
+        with self.group.call():
+            return super().forward(x, **options)
