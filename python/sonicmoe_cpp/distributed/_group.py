@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Activation checkpointing ends a recomputation by it, on all ranks at the same place.
+from torch.utils.checkpoint import _StopRecomputationError
+
 from ._peers import ExpertParallelError, Peers
 
 # Seconds between two looks at a collective that has not ended: Ctrl-C acts between them.
@@ -76,7 +79,7 @@ class Group:
         before = self.exchanges
         try:
             yield
-        except ExpertParallelError:
+        except (ExpertParallelError, _StopRecomputationError):
             raise
         except BaseException as error:
             sentence = f"{type(error).__name__}: {error}".splitlines()[0][:500]
@@ -84,12 +87,14 @@ class Group:
             if self.exchanges != before:
                 self.broken = sentence
                 self._abort()
+                self.peers.let_others_read()
             raise
 
     def _fail(self, sentence: str) -> None:
         self.broken = f"expert parallelism, call {self.calls} on rank {self.peers.me}: {sentence}"
         self.peers.failed(self.calls, sentence)
         self._abort()
+        self.peers.let_others_read()
         raise ExpertParallelError(self.broken) from None
 
     def _abort(self) -> None:

@@ -35,8 +35,7 @@ def _state(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def _listed(ranks) -> str:
-    ranks = sorted(ranks)
+def _listed(ranks: list) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
@@ -53,6 +52,8 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup):
         self.ranks = dist.get_process_group_ranks(group)
         self.me = dist.get_rank()
+        # Where torchrun does not hold the store, the process of rank 0 does.
+        self.rank_0_holds_store = "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}", store)
         self.processes: dict[int, dict] = {}
@@ -82,6 +83,11 @@ class Peers:
     def failed(self, call: int, sentence: str) -> None:
         self._write("failed", {"call": call, "sentence": sentence})
 
+    def let_others_read(self) -> None:
+        """Keeps the store for a moment, after failed()."""
+        if self.me == 0 and self.rank_0_holds_store:
+            time.sleep(GRACE)
+
     def _ended(self) -> list[int]:
         here = _this_process()["host"]
         return [
@@ -94,12 +100,13 @@ class Peers:
 
     def problem(self, call: int) -> str | None:
         """What keeps the others from coming to this call or to the end of it, as a sentence."""
-        with contextlib.suppress(RuntimeError):
-            for rank in self.others():
-                found = self._read("failed", rank)
-                if found is not None and found["call"] >= call:
-                    return f"rank {rank} failed: {found['sentence']}"
         ended = self._ended()
+        if 0 not in ended or not self.rank_0_holds_store:
+            with contextlib.suppress(RuntimeError):
+                for rank in self.others():
+                    found = self._read("failed", rank)
+                    if found is not None and found["call"] >= call:
+                        return f"rank {rank} failed: {found['sentence']}"
         if ended:
             who = [f"{rank} (process {self.processes[rank]['pid']})" for rank in ended]
             has = "has" if len(who) == 1 else "have"

@@ -169,7 +169,6 @@ class ExpertParallelMoE(MoE):
     def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
         return self._experts("pairs", rows, tuple(pairs[:3]), experts)
 
-    @torch.compiler.disable
     def _everybody(self, logits: Tensor, seed: int) -> Everybody:
         rest = (logits.device, self.transport.timeout)
         return Everybody(self.group, logits.shape[0], seed, *rest)
@@ -177,6 +176,10 @@ class ExpertParallelMoE(MoE):
     def _rounded(self, logits: Tensor, options: dict) -> Pairs | None:
         if not self.training or self.routing != "token_rounding":
             return None
+        return self._rounded_by_all(logits, options)
+
+    @torch.compiler.disable
+    def _rounded_by_all(self, logits: Tensor, options: dict) -> Pairs | None:
         everybody = self._everybody(logits, int(self._seed()))
         if not self._rounds(everybody.total):
             return None
@@ -184,6 +187,7 @@ class ExpertParallelMoE(MoE):
         seed = torch.tensor(everybody.number)
         return everybody.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
 
+    @torch.compiler.disable
     def _chosen(self, logits: Tensor) -> Pairs:
         everybody = self._everybody(logits, 0)
         capacity = self._capacity(everybody.total)

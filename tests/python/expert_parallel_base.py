@@ -1,0 +1,48 @@
+"""What the cases of expert parallelism share: sizes, how tokens and experts are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+E, K, D, N, T = 12, 3, 24, 16, 60
+TIMEOUT = 60.0
+SPLITS = {
+    "even": lambda w: [T // w] * w,
+    "uneven": lambda w: [T - 7 * (w - 1)] + [7] * (w - 1),
+    "last without": lambda w: [T // max(1, w - 1)] * (w - 1) + [0 if w > 1 else T],
+    "first without": lambda w: [0 if w > 1 else T] + [T // max(1, w - 1)] * (w - 1),
+    "none": lambda w: [0] * w,
+}
+
+
+class World(NamedTuple):
+    rank: int
+    size: int
+    device: str
+    folder: Path
+    saves: bool  # the checkpoint, which other worlds load
+
+    @property
+    def experts(self) -> slice:
+        each = E // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def tokens(self, split: str) -> slice:
+        sizes = SPLITS[split](self.size)
+        begin = sum(sizes[: self.rank])
+        return slice(begin, begin + sizes[self.rank])
+
+    def mean_dtypes(self) -> tuple:
+        """The dtypes that the layer takes here."""
+        return (torch.bfloat16,) if self.device == "cuda" else (torch.float32, torch.bfloat16)
+
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function

@@ -1,0 +1,286 @@
+"""Cases of moe_expert_parallel and moe_pairs_expert_parallel against the layer in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import sonicmoe_cpp as smoe
+import torch
+import torch.distributed as dist
+from expert_parallel_base import TIMEOUT, D, E, K, N, T, World, case
+from reference import Layer
+from sonicmoe_cpp.distributed import moe_expert_parallel, moe_pairs_expert_parallel
+
+
+def of_one_process(layer: Layer, split: str) -> Layer:
+    """The layer with the tokens that the ranks have together."""
+    if split == "none":
+        for name in ("x", "weights"):
+            setattr(layer, name, getattr(layer, name).detach()[:0].requires_grad_())
+        layer.ids, layer.dout = layer.ids[:0], layer.dout[:0]
+    return layer
+
+
+def by_ids(mine: Layer, group=None) -> torch.Tensor:
+    options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options
+    arguments = (mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down)
+    return moe_expert_parallel(*arguments, timeout=TIMEOUT, group=group, **options)
+
+
+def by_pairs(mine: Layer) -> torch.Tensor:
+    """In any order, with empty pairs of every kind, and gate and up apart."""
+    token = torch.arange(mine.ids.shape[0]).repeat_interleave(K).to(mine.ids)
+    expert, weight = mine.ids.flatten(), mine.weights.flatten()
+    order = torch.randperm(token.numel(), generator=torch.Generator().manual_seed(3))
+    order = order.to(token.device)
+    extra = torch.tensor([-1, 0, 0, len(mine.x)], device=token.device)
+    pairs = (
+        torch.cat((extra, token[order])).int(),
+        torch.cat((torch.tensor([0, -1, E, 1], device=token.device), expert[order])).int(),
+        torch.cat((weight.new_full((4,), float("nan")), weight[order])),
+    )
+    options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options
+    w_up = mine.w_up
+    if mine.options["gate_layout"] == "concatenated" and reference.is_gated(options["activation"]):
+        w_up = tuple(mine.w_up.chunk(2, dim=1))
+        if mine.b_up is None:
+            options.pop("gate_layout")
+    return moe_pairs_expert_parallel(mine.x, pairs, w_up, mine.w_down, timeout=TIMEOUT, **options)
+
+
+def mine_of(world: World, layer: Layer, dtype, split: str) -> Layer:
+    """The tokens and experts of this rank."""
+    mine = layer.to(dtype, world.device)
+    tokens = world.tokens(split)
+    mine.ids, mine.dout = mine.ids[tokens], mine.dout[tokens]
+    for name, value in mine.leaves().items():
+        rows = tokens if name in ("x", "weights") else world.experts
+        setattr(mine, name, value.detach()[rows].clone().requires_grad_())
+    return mine
+
+
+def results(mine: Layer, function) -> dict:
+    """As Layer.step, for a function of the whole Layer."""
+    out = function(mine)
+    leaves = mine.leaves()
+    grads = torch.autograd.grad(out, list(leaves.values()), mine.dout)
+    return {"out": out.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def check_function(world: World, layer: Layer, split="even", function=by_ids) -> None:
+    layer = of_one_process(layer, split)
+    exact = layer.step(reference.moe)
+    for dtype in world.mean_dtypes():
+        plain = layer.to(dtype).step(reference.moe)
+        got = results(mine_of(world, layer, dtype, split), function)
+        for name, value in got.items():
+            rows = world.tokens(split) if name in ("out", "x", "weights") else world.experts
+            want = exact[name][rows]
+            reference.assert_twice(name, value.cpu(), plain[name][rows], want, dtype)
+
+
+def random_layer(**options) -> Layer:
+    return Layer(T, D, N, E, K, **options)
+
+
+def skewed(layer: Layer, experts: int, first=0) -> Layer:
+    """All tokens at the first experts; a token that has one of them twice has it twice."""
+    layer.ids = first + layer.ids % experts
+    return layer
+
+
+@case
+def ids_even(world):
+    check_function(world, random_layer(bias=True))
+
+
+@case
+def ids_uneven(world):
+    check_function(world, random_layer(bias=True, gate_layout="interleaved"), "uneven")
+
+
+@case
+def ids_of_a_last_rank_without_tokens(world):
+    check_function(world, random_layer(bias=True), "last without")
+
+
+@case
+def ids_of_a_first_rank_without_tokens(world):
+    check_function(world, random_layer(bias=True), "first without")
+
+
+@case
+def no_tokens_anywhere(world):
+    check_function(world, random_layer(bias=True), "none")
+
+
+@case
+def all_tokens_to_one_rank(world):
+    check_function(world, skewed(random_layer(bias=True), E // world.size), "uneven")
+
+
+@case
+def all_tokens_to_the_last_expert(world):
+    check_function(world, skewed(random_layer(), 1, E - 1), "uneven")
+
+
+@case
+def empty_slots_and_tokens_without_experts(world):
+    layer = random_layer()
+    layer.ids[::2, 1] = -1
+    layer.ids[::3, 2] = E
+    layer.ids[5:20] = E + 7
+    check_function(world, layer, "uneven")
+
+
+@case
+def activations(world):
+    for name in reference.ACTIVATIONS:
+        check_function(world, random_layer(activation=name, bias=name in ("swiglu", "relu2")))
+
+
+@case
+def pairs_uneven(world):
+    check_function(world, random_layer(), "uneven", by_pairs)
+
+
+@case
+def pairs_without_gate(world):
+    check_function(world, random_layer(activation="relu2", bias=True), "first without", by_pairs)
+
+
+@case
+def one_rank_has_the_bits_of_moe(world):
+    """A group of one: the sum of a token's experts is rounded once."""
+    groups = [dist.new_group([rank]) for rank in range(world.size)]
+    layer = random_layer(bias=True)
+    for dtype in world.mean_dtypes():
+        alone = layer.to(dtype, world.device)
+        want = alone.step(smoe.moe)
+        got = results(alone, lambda mine: by_ids(mine, groups[world.rank]))
+        for name, value in got.items():
+            assert torch.equal(value, want[name]), (name, dtype)
+
+
+@case
+def repeats_have_equal_bits(world):
+    mine = mine_of(world, random_layer(bias=True), torch.bfloat16, "uneven")
+    first = results(mine, by_ids)
+    for _ in range(10):
+        again = results(mine, by_ids)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@case
+def a_token_does_not_depend_on_the_others(world):
+    for dtype in world.mean_dtypes():
+        mine = mine_of(world, random_layer(bias=True), dtype, "uneven")
+        whole = results(mine, by_ids)
+        for rows in (slice(0, 3), slice(2, None, 3), slice(4, 4 + world.rank)):
+            part = mine_of(world, random_layer(bias=True), dtype, "uneven")
+            part.ids, part.dout = mine.ids[rows], mine.dout[rows]
+            part.x, part.weights = (
+                t.detach()[rows].clone().requires_grad_() for t in (mine.x, mine.weights)
+            )
+            found = results(part, by_ids)
+            for name in ("out", "x", "weights"):
+                assert torch.equal(found[name], whole[name][rows]), name
+
+
+@case
+def gradients_that_are_not_wanted(world):
+    mine = mine_of(world, random_layer(bias=True), torch.bfloat16, "uneven")
+    whole = results(mine, by_ids)
+    with torch.no_grad():
+        assert torch.equal(by_ids(mine), whole["out"])
+    for wanted in (("x",), ("weights",), ("w_up",), ("w_down", "b_up"), ("x", "weights")):
+        for name, leaf in mine.leaves().items():
+            leaf.requires_grad_(name in wanted)
+        leaves = [getattr(mine, name) for name in wanted]
+        found = torch.autograd.grad(by_ids(mine), leaves, mine.dout)
+        for name, gradient in zip(wanted, found, strict=True):
+            assert torch.equal(gradient, whole[name]), name
+
+
+@case
+def gradients_that_one_rank_wants(world):
+    """x of the first rank alone: the others send their part of it."""
+    mine = mine_of(world, random_layer(), torch.bfloat16, "even")
+    whole = results(mine, by_ids)
+    mine.x.requires_grad_(world.rank == 0)
+    mine.weights.requires_grad_(world.rank == world.size - 1)
+    out = by_ids(mine)
+    out.backward(mine.dout)
+    assert torch.equal(mine.w_up.grad, whole["w_up"])
+    assert (mine.x.grad is not None) == (world.rank == 0)
+    for name in ("x", "weights"):
+        gradient = getattr(mine, name).grad
+        assert gradient is None or torch.equal(gradient, whole[name])
+
+
+@case
+def main_gradients(world):
+    mine = mine_of(world, random_layer(), torch.bfloat16, "uneven")
+    whole = results(mine, by_ids)
+    buffers = tuple(
+        torch.ones_like(w, dtype=torch.float32).detach() for w in (mine.w_up, mine.w_down)
+    )
+    for _ in range(2):
+        out = moe_expert_parallel(
+            *(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down),
+            grad_accum=buffers,
+            timeout=TIMEOUT,
+        )
+        out.backward(mine.dout)
+    assert mine.w_up.grad is None and mine.w_down.grad is None
+    for buffer, name in zip(buffers, ("w_up", "w_down"), strict=True):
+        error = reference.error((buffer - 1) / 2, whole[name])
+        assert error < 2 * torch.finfo(torch.bfloat16).eps, (name, error)
+
+
+@case
+def no_gradient_in(world):
+    """A rank whose output is not used takes part with zeros."""
+    mine = mine_of(world, random_layer(), torch.bfloat16, "even")
+    out = by_ids(mine)
+    if world.rank == 0:
+        mine.dout = torch.zeros_like(mine.dout)
+    out.backward(mine.dout)
+    assert world.rank != 0 or (mine.x.grad == 0).all()
+
+
+@case
+def refusals(world):
+    """Every rank refuses, and the next call works."""
+    layer = random_layer()
+    mine = mine_of(world, layer, torch.bfloat16, "even")
+    with pytest.raises(TypeError, match="w_down has dtype float64, must be x's bfloat16"):
+        mine.w_down, kept = mine.w_down.double(), mine.w_down
+        by_ids(mine)
+    mine.w_down = kept
+    with pytest.raises(ValueError, match=r"transport is \"pigeon\", must be one of: auto, all_to"):
+        moe_expert_parallel(
+            mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, transport="pigeon"
+        )
+    with pytest.raises(ValueError, match="timeout is -1, must be a positive"):
+        moe_expert_parallel(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, timeout=-1)
+    with pytest.raises(TypeError, match="group is str, must be a ProcessGroup"):
+        moe_expert_parallel(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, group="ep")
+    by_ids(mine)
+
+
+@case
+def keeps_no_rows_of_others(world):
+    """Kept are this rank's own x, H of the rows routed here, and metadata."""
+    mine = mine_of(world, random_layer(), torch.bfloat16, "even")
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = (tuple(t.shape), t.dtype)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = by_ids(mine)
+    wide = [shape for shape, dtype in kept.values() if shape[-1:] == (D,) and len(shape) == 2]
+    assert wide == [tuple(mine.x.shape)], kept
+    out.backward(mine.dout)

@@ -1,0 +1,336 @@
+"""Cases of ExpertParallelMoE against MoE, which has the same weights and all ranks' tokens."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import sonicmoe_cpp as smoe
+import torch
+import torch.distributed as dist
+from expert_parallel_base import SPLITS, TIMEOUT, D, E, K, N, T, World, case
+from sonicmoe_cpp.distributed import ExpertParallelMoE
+
+
+def modules(world: World, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
+    """With equal weights, which both have by their number alone; loaded one from the other."""
+    torch.manual_seed(world.rank)  # rank 0's counts
+    dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
+    where = {"device": world.device, "dtype": dtype, "router_dtype": torch.float32}
+    sizes = (E, K, D, N)
+    parallel = ExpertParallelMoE(*sizes, timeout=TIMEOUT, **where, **options)
+    one = smoe.MoE(*sizes, **where, **options)
+    state = {
+        n: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for n, v in parallel.state_dict().items()
+    }
+    one.load_state_dict(state)
+    return parallel, one
+
+
+def inputs(world: World, split: str, seed=1) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, D, generator=g)
+    if split == "none":
+        x = x[:0]
+    return x.to(world.device, torch.float32 if world.device == "cpu" else torch.bfloat16)
+
+
+def close(world: World, name: str, got, want) -> None:
+    allowed = 2e-6 if world.device == "cpu" else 2 * torch.finfo(torch.bfloat16).eps
+    assert got.dtype == want.dtype and got.shape == want.shape, name
+    assert reference.error(got, want) <= allowed, (name, reference.error(got, want))
+
+
+def check_module(world: World, split="uneven", mask=False, call=None, **options) -> None:
+    parallel, one = modules(world, bias=True, lb_coef=0.1, z_coef=0.01, **options)
+    whole = inputs(world, split).requires_grad_()
+    tokens = world.tokens(split)
+    part = whole.detach()[tokens].clone().requires_grad_()
+    masks = ({}, {})
+    if mask:
+        padding = torch.arange(len(whole), device=whole.device) % 4 == 1
+        masks = {"padding_mask": padding}, {"padding_mask": padding[tokens]}
+    torch.manual_seed(5 + world.rank)  # one process draws as rank 0 does
+    out, aux = (call or parallel)(part, **masks[1])
+    torch.manual_seed(5)
+    want, of_one = one(whole, **masks[0])
+    (out.float().square().sum() + aux.loss).backward()
+    (want.float().square().sum() + of_one.loss).backward()
+    close(world, "out", out, want[tokens])
+    close(world, "x", part.grad, whole.grad[tokens])
+    for name in ("loss", "load_balancing", "z"):
+        torch.testing.assert_close(getattr(aux, name), getattr(of_one, name), rtol=1e-5, atol=1e-7)
+    assert torch.equal(aux.tokens_per_expert, of_one.tokens_per_expert)
+    parallel.sum_replicated_gradients()
+    for name, parameter in one.named_parameters():
+        got, want = parallel.get_parameter(name).grad, parameter.grad
+        if hasattr(got, "to_local"):
+            got, want = got.to_local(), want[world.experts]
+        close(world, name, got, want)
+
+
+SCORES = (
+    {"score": "softmax_after_topk"},
+    {"score": "softmax_before_topk", "renormalize": True, "scale": 2.5},
+    {"score": "sigmoid", "renormalize": True, "n_group": 4, "topk_group": 2},
+    {"score": "sigmoid", "selection_bias": True, "shared_experts": 2},
+)
+
+
+@case
+def module_scores(world):
+    for options in SCORES:
+        check_module(world, **options)
+
+
+@case
+def module_splits(world):
+    for split in SPLITS:
+        for routing in ("topk", "token_rounding", "expert_choice"):
+            check_module(world, split, routing=routing, tile=8)
+
+
+@case
+def module_padding(world):
+    for routing in ("topk", "token_rounding", "expert_choice"):
+        check_module(world, mask=True, routing=routing, tile=8)
+
+
+@case
+def module_activations(world):
+    check_module(world, activation="relu2", shared_experts=1)
+    check_module(world, gate_layout="interleaved", activation="geglu")
+
+
+@case
+def module_rounding_modes(world):
+    """Decided over the whole group, as one process does, stochastic ones by rank 0's draw."""
+    for rounding in ("nearest", "up", "down", "score", "stochastic", "balanced"):
+        check_module(world, routing="token_rounding", rounding=rounding, tile=8)
+
+
+@case
+def module_rounds_over_the_group(world):
+    """Where every rank's tokens are too few to round and all together are enough; and in
+    evaluation top-k."""
+    parallel, one = modules(world, routing="token_rounding", tile=2 * T * K // E, rounding="up")
+    x, tokens = inputs(world, "even"), world.tokens("even")
+    close(world, "training", parallel(x[tokens])[0], one(x)[0][tokens])
+    close(world, "evaluation", parallel.eval()(x[tokens])[0], one.eval()(x)[0][tokens])
+    assert reference.error(one(x)[0], one.train()(x)[0]) > 0.1
+
+
+@case
+def module_selection_bias(world):
+    parallel, one = modules(world, score="sigmoid", selection_bias=True)
+    x, tokens = inputs(world, "uneven"), world.tokens("uneven")
+    for _ in range(3):
+        parallel.update_selection_bias(parallel(x[tokens])[1].tokens_per_expert, 0.1)
+        one.update_selection_bias(one(x)[1].tokens_per_expert, 0.1)
+    assert torch.equal(parallel.selection_bias, one.selection_bias)
+    assert (parallel.selection_bias != 0).any()
+
+
+@case
+def module_refusals(world):
+    if world.size > 1:
+        with pytest.raises(ValueError, match=f"must be a multiple of the group's {world.size}"):
+            ExpertParallelMoE(E + 1, K, D, N)
+    with pytest.raises(NotImplementedError, match="low-rank factors need the experts of one"):
+        modules(world)[0].add_lora(4, 8.0)
+
+
+@case
+def module_nan(world):
+    """A NaN of one rank is in its token's output and in all ranks' losses."""
+    parallel, _ = modules(world, lb_coef=0.1)
+    x = inputs(world, "even")[world.tokens("even")].clone()
+    if world.rank == 0:
+        x[3, 2] = float("nan")
+    out, aux = parallel(x)
+    rows = out.isnan().any(-1).nonzero().flatten().tolist()
+    assert rows == ([3] if world.rank == 0 else [])
+    assert aux.loss.isnan() and aux.z.isnan()
+
+
+@case
+def module_autocast(world):
+    parallel, one = modules(world)
+    x, tokens = inputs(world, "even"), world.tokens("even")
+    with torch.autocast(world.device, dtype=torch.bfloat16):
+        got, want = parallel(x[tokens])[0], one(x)[0][tokens]
+    assert got.dtype == torch.bfloat16
+    assert reference.error(got, want) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@case
+def module_checkpointing(world):
+    from torch.utils.checkpoint import checkpoint
+
+    parallel, _ = modules(world, routing="token_rounding", tile=8, rounding="stochastic")
+    x = inputs(world, "uneven")[world.tokens("uneven")]
+    found = []
+    for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+        torch.manual_seed(world.rank)
+        parallel.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = wrap(lambda t: parallel(t)[0], leaf)
+        out.float().square().sum().backward()
+        found.append([out, leaf.grad, *(p.grad.clone() for p in parallel.parameters())])
+    for a, b in zip(*found, strict=True):
+        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+        assert torch.equal(a, b)
+
+
+@case
+def compiled(world):
+    if world.size != 2:
+        return
+    torch._dynamo.reset()
+    for options in ({}, {"score": "sigmoid", "renormalize": True, "shared_experts": 1}):
+        parallel, _ = modules(world, bias=True, lb_coef=0.1, z_coef=0.01, **options)
+        whole = torch.compile(parallel, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens in (20, 31 + world.rank, 5):
+            x = inputs(world, "even", seed=tokens)[:tokens]
+            found = []
+            for call in (parallel, whole):
+                parallel.zero_grad()
+                leaf = x.clone().requires_grad_()
+                out, aux = call(leaf)
+                (out.float().square().sum() + aux.loss).backward()
+                found.append(
+                    [out, aux.loss, leaf.grad, *(p.grad.clone() for p in parallel.parameters())]
+                )
+            for a, b in zip(*found, strict=True):
+                a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+                assert torch.equal(a, b)
+        with torch.no_grad():
+            assert torch.equal(whole(x)[0], parallel(x)[0])
+
+
+@case
+def compiled_rounding_breaks_the_graph(world):
+    if world.size != 2:
+        return
+    torch._dynamo.reset()
+    parallel, _ = modules(world, routing="token_rounding", tile=8)
+    x = inputs(world, "even")[world.tokens("even")]
+    call = torch.compile(parallel, backend="aot_eager", dynamic=True)
+    assert torch.equal(call(x)[0], parallel(x)[0])
+
+
+# ---- checkpoints and FSDP2 -----------------------------------------------------------------------
+
+
+def train(module, optimizer, x) -> torch.Tensor:
+    out, aux = module(x)
+    (out.float().square().sum() + aux.loss).backward()
+    module.sum_replicated_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    return module(x)[0].detach()
+
+
+def adam(module):
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def trained_by_one(world: World, steps: int) -> tuple[smoe.MoE, torch.optim.Optimizer]:
+    """One process's module after some steps, the same on every rank."""
+    torch.manual_seed(11)
+    one = smoe.MoE(E, K, D, N, bias=True, lb_coef=0.1, device=world.device)
+    one = one.to(inputs(world, "even").dtype)
+    optimizer = adam(one)
+    for _ in range(steps):
+        out, aux = one(inputs(world, "even"))
+        (out.float().square().sum() + aux.loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return one, optimizer
+
+
+@case
+def checkpoint(world):
+    """One world saves after a step; any number of ranks load and go on as one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    x, tokens = inputs(world, "even"), world.tokens("even")
+    kind = {"device": world.device, "dtype": x.dtype, "timeout": TIMEOUT}
+    parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
+    if world.saves:
+        parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())
+        optimizer = adam(parallel)
+        train(parallel, optimizer, x[tokens])
+        state = dict(zip(("model", "optimizer"), get_state_dict(parallel, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=world.folder / "checkpoint")
+        parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
+    optimizer = adam(parallel)
+    state = dict(zip(("model", "optimizer"), get_state_dict(parallel, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=world.folder / "checkpoint")
+    set_state_dict(
+        parallel, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    want = trained_by_one(world, 2)[0](x)[0][tokens]
+    got = train(parallel, optimizer, x[tokens])
+    allowed = 1e-4 if world.device == "cpu" else 0.05  # Adam divides by the gradients' size
+    assert reference.error(got, want) < allowed, reference.error(got, want)
+
+    one = smoe.MoE(E, K, D, N, bias=True, device=world.device, dtype=x.dtype)
+    state = {"model": one.state_dict()}
+    dcp.load(state, checkpoint_id=world.folder / "checkpoint", no_dist=True)
+    one.load_state_dict(state["model"])
+    want = trained_by_one(world, 1)[0](x)[0]
+    assert reference.error(one(x)[0], want) < allowed
+
+
+@case
+def fsdp2_over_the_other_dimension(world):
+    """2 x 2 ranks: experts divided over one dimension and sharded over the other."""
+    if world.size != 4:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device, (2, 2), mesh_dim_names=("dp", "ep"))
+    parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, group=mesh["ep"])
+    parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())
+    fully_shard(parallel, mesh=mesh["dp"])
+    assert parallel.w_up.to_local().shape[0] == E // 4
+    optimizer = adam(parallel)
+    x, tokens = inputs(world, "uneven"), world.tokens("uneven")
+    for _ in range(2):
+        out, aux = parallel(x[tokens])
+        # FSDP2 averages over dp. The losses of either pair of ranks are over its own tokens.
+        (2 * out.square().sum() + 0 * aux.loss).backward()
+        parallel.sum_replicated_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(11)
+    one = smoe.MoE(E, K, D, N, bias=True)
+    optimizer = adam(one)
+    for _ in range(2):
+        one(x)[0].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        got, want = parallel(x[tokens])[0], one(x)[0][tokens]
+    assert reference.error(got, want) < 1e-4, reference.error(got, want)
+    for name, value in parallel.state_dict().items():
+        assert reference.error(value.full_tensor(), one.state_dict()[name]) < 1e-4, name
+
+
+@case
+def weights_do_not_depend_on_the_number_of_ranks(world):
+    parallel, _ = modules(world)
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    torch.manual_seed(0)
+    where = {"device": world.device, "dtype": parallel.w_up.dtype}
+    one = ExpertParallelMoE(E, K, D, N, group=alone, router_dtype=torch.float32, **where)
+    for name, value in one.state_dict().items():
+        if hasattr(value, "to_local"):
+            own = parallel.get_parameter(name).to_local()
+            assert torch.equal(value.to_local()[world.experts], own), name
+        else:
+            assert torch.equal(value, parallel.state_dict()[name]), name
+    assert parallel.w_up.to_local().std() > 0.5 * D**-0.5

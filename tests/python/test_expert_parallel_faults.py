@@ -1,0 +1,237 @@
+"""Ranks of expert parallelism that die, fail, stall or leave a step: the others end with a sentence
+that names them, within the time limit."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import expert_parallel_functions as functions
+import pytest
+import torch
+import worlds
+from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, transport
+
+pytestmark = pytest.mark.slow
+SIZE = 3
+SOON = 15.0  # seconds for a rank that is gone, of which importing and connecting take some
+TIMEOUT = 3.0
+
+
+def module(timeout=60.0):
+    torch.manual_seed(0)
+    return ExpertParallelMoE(12, 3, 24, 16, timeout=timeout)
+
+
+def steps(layer, count=3):
+    x = torch.randn(40, 24, requires_grad=True)
+    for _ in range(count):
+        out, _ = layer(x)
+        out.square().sum().backward()
+
+
+def at_exchange(number, action):
+    """Calls action() before the exchange of this number."""
+    launch = _group.Group._launch
+
+    def counted(self, *arguments):
+        if self.exchanges + 1 == number:
+            action()
+        return launch(self, *arguments)
+
+    _group.Group._launch = counted
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Exchanges of a step: 2 to 6 are a forward's (counts, pairs, rows, weights, rows back), 7 its
+# losses', 8 to 12 the backward's. The first one is that of the module's seed.
+FORWARD, BACKWARD, LATER = 6, 10, 21
+
+
+def killed(rank, size, folder, victim, number):
+    layer = module()
+    if rank == victim:
+        at_exchange(number, die)
+    steps(layer)
+
+
+def killed_1_forward(*world):
+    killed(*world, 1, FORWARD)
+
+
+def killed_1_backward(*world):
+    killed(*world, 1, BACKWARD)
+
+
+def killed_0_later(*world):
+    """Rank 0's process holds the store of the process group."""
+    killed(*world, 0, LATER)
+
+
+@pytest.mark.parametrize(
+    ("function", "victim"), [(killed_1_forward, 1), (killed_1_backward, 1), (killed_0_later, 0)]
+)
+def test_a_killed_rank(function, victim, tmp_path):
+    found = worlds.run(function, SIZE, tmp_path)
+    assert found[victim] is None
+    for each in found[:victim] + found[victim + 1 :]:
+        assert "ExpertParallelError: expert parallelism, call" in each["error"], each
+        assert each["seconds"] < SOON
+        assert re.search(rf"ranks? (.* )?{victim} \(process \d+\).* ended", each["error"]), each
+
+
+def stalls(rank, size, folder):
+    layer = module(TIMEOUT)
+    if rank == 2:
+        at_exchange(FORWARD, lambda: time.sleep(3 * TIMEOUT))
+    steps(layer)
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    found = worlds.run(stalls, SIZE, tmp_path)
+    for each in found[:2]:
+        assert "rank 2 did not come within 3 s" in each["error"], each
+        assert TIMEOUT <= each["seconds"] < SOON
+    assert "ExpertParallelError" in found[2]["error"]  # when it comes at last
+    assert found[2]["seconds"] < 3 * TIMEOUT + SOON
+
+
+def refuses(rank, size, folder):
+    layer = module()
+    steps(layer, 1)
+    if rank == 1:
+        layer(torch.zeros(4, 25))
+    steps(layer)
+
+
+def test_a_rank_that_refuses(tmp_path):
+    found = worlds.run(refuses, SIZE, tmp_path)
+    sentence = "ValueError: x has shape (4, 25), its last dimension must be 24"
+    assert found[1]["error"] == sentence
+    for each in (found[0], found[2]):
+        assert f"rank 1 failed: {sentence}" in each["error"], each
+        assert each["seconds"] < SOON
+
+
+def runs_out_of_memory(rank, size, folder):
+    layer = module()
+    if rank == 0:
+        combine = transport.AllToAll.combine
+
+        def fails(*arguments):
+            transport.AllToAll.combine = combine
+            raise MemoryError("no memory")
+
+        transport.AllToAll.combine = fails
+    try:
+        steps(layer)
+    except MemoryError as first:
+        try:
+            steps(layer)  # the group is broken, and says so
+        except RuntimeError as second:
+            raise RuntimeError(f"{second}; {first}") from None
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_call(tmp_path):
+    found = worlds.run(runs_out_of_memory, SIZE, tmp_path)
+    assert "the process group is broken since an earlier call (MemoryError" in found[0]["error"]
+    for each in found[1:]:
+        assert "rank 0 failed: MemoryError: no memory" in each["error"], each
+        assert each["seconds"] < SOON
+
+
+def interrupted(rank, size, folder):
+    layer = module()
+    if rank == 2:
+        time.sleep(100)
+    if rank == 1:
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    steps(layer)
+
+
+def wakes(rank, size, folder):
+    """Ctrl-C at rank 1, which waits for rank 2, reaches rank 0 that waits as well."""
+    if rank == 2:
+        layer = module()
+        time.sleep(4)
+        steps(layer)
+    else:
+        interrupted(rank, size, folder)
+
+
+def test_ctrl_c(tmp_path):
+    found = worlds.run(wakes, SIZE, tmp_path)
+    assert found[1]["error"].startswith("KeyboardInterrupt"), found[1]
+    assert "rank 1 failed: KeyboardInterrupt" in found[0]["error"], found[0]
+    assert found[0]["seconds"] < SOON and found[1]["seconds"] < SOON
+    assert "ExpertParallelError" in found[2]["error"]
+
+
+def leaves_a_step(rank, size, folder):
+    """Rank 1 drops the backward of a step and begins the next step."""
+    layer = module()
+    x = torch.randn(40, 24, requires_grad=True)
+    for step in range(3):
+        out, _ = layer(x)
+        if rank == 1 and step == 1:
+            continue
+        out.square().sum().backward()
+
+
+def test_a_rank_that_leaves_a_step(tmp_path):
+    found = worlds.run(leaves_a_step, SIZE, tmp_path)
+    for each in found:
+        assert "ExpertParallelError" in each["error"], each
+        assert each["seconds"] < SOON
+    others = found[0]["error"], found[2]["error"]
+    assert any("call 4 in its forward on rank 1" in error for error in others), others
+
+
+def makes_another_call(rank, size, folder):
+    first, second = module(), module()
+    steps(first, 1)
+    steps(second if rank == 1 else first)
+
+
+def test_ranks_that_call_different_layers(tmp_path):
+    found = worlds.run(makes_another_call, SIZE, tmp_path)
+    for each in found:
+        assert "all ranks must make the same calls, but the layer is" in each["error"], each
+
+
+def records(rank, size, folder):
+    layer = module()
+    with torch.set_grad_enabled(rank != 2):
+        layer(torch.randn(5, 24))
+
+
+def test_ranks_that_do_not_all_record_gradients(tmp_path):
+    found = worlds.run(records, SIZE, tmp_path)
+    for each in found:
+        assert "the graph for gradients is" in each["error"], each
+
+
+def other_sizes(rank, size, folder):
+    layer = functions.random_layer()
+    mine = functions.mine_of(
+        functions.World(rank, size, "cpu", folder, saves=False), layer, torch.float32, "even"
+    )
+    if rank == 1:
+        for name in ("x", "w_up"):
+            setattr(mine, name, getattr(mine, name).detach()[..., :16].requires_grad_())
+        mine.w_down = mine.w_down.detach()[:, :16].clone().requires_grad_()
+    functions.by_ids(mine)
+
+
+def test_ranks_with_other_sizes(tmp_path):
+    found = worlds.run(other_sizes, SIZE, tmp_path)
+    assert "but d is 16 on rank 1 and 24 on rank 0" in found[0]["error"], found[0]
+
+
+def test_one_process_without_a_group():
+    with pytest.raises(ValueError, match="expert parallelism needs a process group"):
+        ExpertParallelMoE(12, 3, 24, 16)

@@ -1,0 +1,71 @@
+"""Groups of processes for the tests of expert parallelism, over gloo.
+
+They are forked from a server that has imported everything and computed nothing, so that each
+takes a fraction of a second to start.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+PRELOAD = ["torch", "torch.distributed.checkpoint", "pytest", "sonicmoe_cpp.distributed"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _enter(function, rank: int, size: int, port: int, folder: Path) -> None:
+    """One rank: its result, or what it raised, is written to a file."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    began, found = time.monotonic(), {}
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        found["result"] = function(rank, size, folder)
+    except BaseException as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+        found["traceback"] = traceback.format_exc()
+    found["seconds"] = time.monotonic() - began
+    (folder / f"{rank}-of-{size}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    if "error" in found:
+        return  # as a user's program: the interpreter ends what is left
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # test_training.py says why
+
+
+def run(function, size: int, folder: Path, limit: float = 150.0) -> list[dict | None]:
+    """What function(rank, size, folder) gave on every rank; None for one that was killed. Fails if
+    a process is left after `limit` seconds."""
+    _context.set_forkserver_preload(PRELOAD)
+    port = free_port()
+    ranks = [
+        _context.Process(target=_enter, args=(function, rank, size, port, folder))
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    until = time.monotonic() + limit
+    for process in ranks:
+        process.join(max(0.1, until - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+    assert not hanging, f"ranks {hanging} of {size} still ran after {limit} s"
+    files = [folder / f"{rank}-of-{size}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) if file.is_file() else None for file in files]
