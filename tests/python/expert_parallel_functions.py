@@ -159,7 +159,9 @@ def one_rank_has_the_bits_of_moe(world):
         want = alone.step(smoe.moe)
         got = results(alone, lambda mine: by_ids(mine, groups[world.rank]))
         for name, value in got.items():
-            assert torch.equal(value, want[name]), (name, dtype)
+            exactly = world.device == "cpu"
+            allowed = 0 if exactly else torch.finfo(dtype).eps
+            assert reference.error(value, want[name]) <= allowed, (name, dtype)
 
 
 @case

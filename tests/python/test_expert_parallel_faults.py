@@ -24,8 +24,8 @@ def module(timeout=60.0):
     return ExpertParallelMoE(12, 3, 24, 16, timeout=timeout)
 
 
-def steps(layer, count=3):
-    x = torch.randn(40, 24, requires_grad=True)
+def steps(layer, count=3, **kind):
+    x = torch.randn(40, 24, **kind).requires_grad_()
     for _ in range(count):
         out, _ = layer(x)
         out.square().sum().backward()

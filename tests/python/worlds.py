@@ -1,4 +1,4 @@
-"""Groups of processes for the tests of expert parallelism, over gloo.
+"""Groups of processes for the tests of expert parallelism, over gloo or NCCL.
 
 They are forked from a server that has imported everything and computed nothing, so that each
 takes a fraction of a second to start.
@@ -28,13 +28,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _enter(function, rank: int, size: int, port: int, folder: Path) -> None:
+def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path) -> None:
     """One rank: its result, or what it raised, is written to a file."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     began, found = time.monotonic(), {}
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=size)
+        dist.init_process_group(backend, rank=rank, world_size=size)
         found["result"] = function(rank, size, folder)
     except BaseException as error:
         found["error"] = f"{type(error).__name__}: {error}"
@@ -49,13 +51,13 @@ def _enter(function, rank: int, size: int, port: int, folder: Path) -> None:
     os._exit(0)  # test_training.py says why
 
 
-def run(function, size: int, folder: Path, limit: float = 150.0) -> list[dict | None]:
+def run(function, size: int, folder: Path, limit=150.0, backend="gloo") -> list[dict | None]:
     """What function(rank, size, folder) gave on every rank; None for one that was killed. Fails if
     a process is left after `limit` seconds."""
     _context.set_forkserver_preload(PRELOAD)
     port = free_port()
     ranks = [
-        _context.Process(target=_enter, args=(function, rank, size, port, folder))
+        _context.Process(target=_enter, args=(function, backend, rank, size, port, folder))
         for rank in range(size)
     ]
     for process in ranks:

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Trains one layer whose 12 experts are divided among processes, and keeps a checkpoint.
+
+    torchrun --nproc-per-node 2 examples/expert_parallel.py --folder out/ep
+    torchrun --nproc-per-node 3 examples/expert_parallel.py --folder out/ep    goes on with three
+
+It uses a GPU a process where there are enough of them, else the CPU. docs/distributed.md explains
+the steps.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sonicmoe_cpp import unsupported_reason
+from sonicmoe_cpp.distributed import ExpertParallelMoE, clip_grad_norm_
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+HIDDEN, TOKENS = 64, 512
+
+
+def batch(step: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of the tokens of a step, and what the layer is to make of them."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    x = x.tensor_split(dist.get_world_size())[dist.get_rank()].to(device, dtype)
+    return x, torch.nn.functional.gelu(2 * x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+
+    dist.init_process_group()
+    local = int(os.environ["LOCAL_RANK"])
+    cuda = local < torch.cuda.device_count() and unsupported_reason(f"cuda:{local}") is None
+    device, dtype = (f"cuda:{local}", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    if cuda:
+        torch.cuda.set_device(device)
+
+    layer = ExpertParallelMoE(12, 2, HIDDEN, 32, lb_coef=0.01, device=device, dtype=dtype)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    done = torch.zeros((), dtype=torch.int64)
+
+    def state() -> dict:
+        model, moments = get_state_dict(layer, optimizer)
+        return {"model": model, "optimizer": moments, "steps": done}
+
+    if given.folder is not None and given.folder.is_dir():
+        found = state()
+        dcp.load(found, checkpoint_id=given.folder)
+        set_state_dict(
+            layer, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        )
+    for step in range(int(done), int(done) + given.steps):
+        x, target = batch(step, device, dtype)
+        out, aux = layer(x)
+        # The sum over ranks of their losses is the loss; aux.loss counts once.
+        loss = (out - target).float().square().sum() / (TOKENS * HIDDEN)
+        (loss + aux.loss).backward()
+        layer.sum_replicated_gradients()
+        clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            dist.all_reduce(loss)
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        done += 1
+    if given.folder is not None:
+        dcp.save(state(), storage_writer=dcp.FileSystemWriter(given.folder, overwrite=True))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

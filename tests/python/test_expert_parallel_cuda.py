@@ -1,0 +1,72 @@
+"""Expert parallelism over NCCL on two GPUs: the cases that gloo runs, and ranks that end.
+
+    torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py
+
+runs the cases alone.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from cuda_support import needs_cuda
+from sonicmoe_cpp.distributed import ExpertParallelMoE
+from test_expert_parallel_faults import BACKWARD, FORWARD, TIMEOUT, at_exchange, die, steps
+
+pytestmark = [
+    needs_cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def test_as_one_process():
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    cases = Path(__file__).parent / "expert_parallel_cases.py"
+    done = subprocess.run([*torchrun, str(cases)], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": ok\n") > 60, done.stdout
+
+
+def training(timeout):
+    torch.manual_seed(0)
+    layer = ExpertParallelMoE(
+        *(12, 3, 24, 16), timeout=timeout, device="cuda", dtype=torch.bfloat16
+    )
+    steps(layer, device="cuda", dtype=torch.bfloat16)
+
+
+def killed_forward(rank, size, folder):
+    if rank == 1:
+        at_exchange(FORWARD, die)
+    training(60.0)
+
+
+def killed_backward(rank, size, folder):
+    if rank == 1:
+        at_exchange(BACKWARD, die)
+    training(60.0)
+
+
+def never_comes(rank, size, folder):
+    if rank == 1:
+        at_exchange(2, lambda: time.sleep(4 * TIMEOUT))
+    training(TIMEOUT)
+
+
+@pytest.mark.parametrize("function", [killed_forward, killed_backward])
+def test_a_killed_rank(function, tmp_path):
+    """The host learns of it when it reads counts: in the same call or in the next one."""
+    found = worlds.run(function, 2, tmp_path, 60.0, "nccl")
+    assert found[1] is None
+    assert "rank 1 (process" in found[0]["error"] and "has ended" in found[0]["error"], found[0]
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    found = worlds.run(never_comes, 2, tmp_path, 60.0, "nccl")
+    assert "rank 1 did not come within 3 s" in found[0]["error"], found[0]
