@@ -51,9 +51,10 @@ def main() -> None:
         model, moments = get_state_dict(layer, optimizer)
         return {"model": model, "optimizer": moments, "steps": done}
 
-    if given.folder is not None and given.folder.is_dir():
+    saved = sorted(given.folder.glob("step-*")) if given.folder is not None else []
+    if saved:
         found = state()
-        dcp.load(found, checkpoint_id=given.folder)
+        dcp.load(found, checkpoint_id=saved[-1])
         set_state_dict(
             layer, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
         )
@@ -73,7 +74,7 @@ def main() -> None:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
         done += 1
     if given.folder is not None:
-        dcp.save(state(), storage_writer=dcp.FileSystemWriter(given.folder, overwrite=True))
+        dcp.save(state(), checkpoint_id=given.folder / f"step-{int(done):06}")
     dist.destroy_process_group()
 
 

@@ -132,6 +132,23 @@ def module_selection_bias(world):
 
 
 @case
+def module_from_the_meta_device(world):
+    kind = {"bias": True, "router_dtype": torch.float32, "timeout": TIMEOUT}
+    empty = ExpertParallelMoE(E, K, D, N, device="meta", **kind)
+    with pytest.raises(ValueError, match="x is on meta, for which the process group has no"):
+        empty(torch.empty(4, D, device="meta"))
+    empty.to_empty(device=world.device)
+    parallel = ExpertParallelMoE(E, K, D, N, device=world.device, **kind)
+    for layer in (empty, parallel):
+        torch.manual_seed(0)
+        layer.reset_parameters()
+    for name, value in parallel.state_dict().items():
+        got = empty.state_dict()[name]
+        got, value = (t.to_local() if hasattr(t, "to_local") else t for t in (got, value))
+        assert torch.equal(got, value), name
+
+
+@case
 def module_refusals(world):
     if world.size > 1:
         with pytest.raises(ValueError, match=f"must be a multiple of the group's {world.size}"):

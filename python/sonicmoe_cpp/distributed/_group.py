@@ -20,7 +20,7 @@ from ._peers import ExpertParallelError, Peers
 
 # Seconds between two looks at a collective that has not ended: Ctrl-C acts between them.
 SLICE = 0.25
-# Seconds after which a rank tells the others that it waits, and asks about them.
+# Seconds after which a rank tells the others that it waits, and between its questions about them.
 PATIENCE = 1.0
 # What ranks tell each other in read(), and how many numbers at most.
 FORWARD, BACKWARD, ROUTING = range(3)
@@ -38,6 +38,7 @@ class Group:
         self.rank, self.size = group.rank(), group.size()
         self.calls = self.exchanges = 0
         self.layers = 0
+        self._served: set[str] = set()  # kinds of devices
         self.name = group.group_name
         self._inside = False
         self.broken: str | None = None
@@ -45,6 +46,19 @@ class Group:
 
     def __deepcopy__(self, _memo) -> Group:
         return self
+
+    def check_device(self, name: str, device: torch.device) -> None:
+        """Refuses tensors that the group cannot exchange."""
+        if device.type in self._served:
+            return
+        try:
+            self._group()._get_backend(device)
+        except RuntimeError:
+            raise ValueError(
+                f"{name} is on {device}, for which the process group has no backend: use another "
+                'device, or init_process_group("cpu:gloo,cuda:nccl")'
+            ) from None
+        self._served.add(device.type)
 
     def next_layer(self) -> int:
         """The number of a module: ranks that call another one are found out by it."""
@@ -106,14 +120,16 @@ class Group:
 
     def _wait(self, work: dist.Work, device: torch.device, timeout: float) -> None:
         """Until the collective has ended here; on CUDA also the stream waits for it."""
-        began, told = time.monotonic(), False
+        began = time.monotonic()
+        patience = min(PATIENCE, timeout / 4)
+        asked = 0  # how often
         while not self._ended(work, device, min(SLICE, timeout)):
             waited = time.monotonic() - began
-            if waited < min(PATIENCE, timeout / 4):
+            if waited < (asked + 1) * patience:
                 continue
-            if not told:
+            if asked == 0:
                 self.peers.waits(self.exchanges)
-                told = True
+            asked += 1
             problem = self.peers.problem(self.calls)
             if problem is not None:
                 self._fail(problem)

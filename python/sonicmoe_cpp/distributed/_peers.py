@@ -57,31 +57,43 @@ class Peers:
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}", store)
         self.processes: dict[int, dict] = {}
-        for key in ("waits", "failed"):
-            self._write(key, None)  # a destroyed group of the same name may have left some
-        self._write("process", _this_process())
+        # A destroyed group of the same name may have left some.
+        self._write(f"waits/{self.me}", None)
+        if self.me == self.ranks[0]:
+            self._write("failed", None)
+        self._write(f"process/{self.me}", _this_process())
 
     def _write(self, key: str, value) -> None:
         # A store that is gone is a consequence: its cause is what has to be reported.
         with contextlib.suppress(RuntimeError):
-            self.store.set(f"{key}/{self.me}", json.dumps(value))
+            self.store.set(key, json.dumps(value))
 
-    def _read(self, key: str, rank: int):
-        name = f"{key}/{rank}"
-        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+    def _read(self, key: str):
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def others(self) -> list[int]:
         return [rank for rank in self.ranks if rank != self.me]
 
     def remember_processes(self) -> None:
         """Reads who they are while the store is there: after an exchange all have written it."""
-        self.processes = {rank: self._read("process", rank) for rank in self.others()}
+        self.processes = {rank: self._read(f"process/{rank}") for rank in self.others()}
 
     def waits(self, exchange: int) -> None:
-        self._write("waits", exchange)
+        self._write(f"waits/{self.me}", exchange)
 
     def failed(self, call: int, sentence: str) -> None:
-        self._write("failed", {"call": call, "sentence": sentence})
+        """Tells the others, unless one that failed earlier has: this may be a consequence."""
+        if self._failure(call) is None:
+            self._write("failed", {"rank": self.me, "call": call, "sentence": sentence})
+
+    def _failure(self, call: int) -> str | None:
+        if self.rank_0_holds_store and 0 in self._ended():
+            return None
+        with contextlib.suppress(RuntimeError):
+            found = self._read("failed")
+            if found is not None and found["call"] >= call and found["rank"] != self.me:
+                return f"rank {found['rank']} failed: {found['sentence']}"
+        return None
 
     def let_others_read(self) -> None:
         """Keeps the store for a moment, after failed()."""
@@ -100,13 +112,9 @@ class Peers:
 
     def problem(self, call: int) -> str | None:
         """What keeps the others from coming to this call or to the end of it, as a sentence."""
-        ended = self._ended()
-        if 0 not in ended or not self.rank_0_holds_store:
-            with contextlib.suppress(RuntimeError):
-                for rank in self.others():
-                    found = self._read("failed", rank)
-                    if found is not None and found["call"] >= call:
-                        return f"rank {rank} failed: {found['sentence']}"
+        failure, ended = self._failure(call), self._ended()
+        if failure is not None:
+            return failure
         if ended:
             who = [f"{rank} (process {self.processes[rank]['pid']})" for rank in ended]
             has = "has" if len(who) == 1 else "have"
@@ -123,7 +131,7 @@ class Peers:
     def absent(self, exchange: int) -> str:
         """Who does not wait in this exchange, as a subject."""
         try:
-            absent = [r for r in self.others() if self._read("waits", r) != exchange]
+            absent = [r for r in self.others() if self._read(f"waits/{r}") != exchange]
         except RuntimeError:
             return "a rank (the store of the process group does not answer)"
         return _listed(absent) if absent else "none of the other ranks"

@@ -133,6 +133,7 @@ def _run(place: Place, form: str, *others) -> Tensor:
         if needs:
             return _ops.ops.expert_parallel_forward(*tensors, numbers, needs, *rest)[0]
         return _ops.ops.expert_parallel_inference(*tensors, numbers, *rest)
+    place.transport.group.check_device("x", tensors[0].device)
     if not needs:
         return forward(place, tensors, options, main_gradients, needs)[0]
     x, token, expert, weights, *experts = tensors

@@ -104,6 +104,7 @@ class ExpertParallelMoE(MoE):
         device = self._local("w_up").device
         if device.type == "meta":
             return
+        self.group.check_device("the module", device)
         seed = int(torch.randint(2**_SEED_BITS, ()))
         with self.group.call():
             found = self.group.read_all(ROUTING, [0, seed], device, self.transport.timeout)
