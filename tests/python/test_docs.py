@@ -1,6 +1,8 @@
 """The first example of a page runs as it stands there; the reference has every name."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,37 @@ def test_first_example(page):
     x, out = names["x"], names["out"]
     assert out.shape[-1] == x.shape[-1] and out.numel() == x.numel()
     assert torch.isfinite(out).all() and out.abs().sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/distributed.md"])
+def test_example_for_two_processes(page, tmp_path):
+    if not (ROOT / page).is_file():
+        pytest.skip("this copy has no documentation")
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    script = tmp_path / "layer.py"
+    script.write_text(next(e for e in examples if "ExpertParallelMoE(" in e))
+    run_on_two_processes(script)
+
+
+@pytest.mark.slow
+def test_example_of_expert_parallelism(tmp_path):
+    """It goes on from its own checkpoint, and its loss falls."""
+    script = ROOT / "examples/expert_parallel.py"
+    if not script.is_file():
+        pytest.skip("this copy has no examples")
+    arguments = ("--folder", str(tmp_path / "ep"), "--steps", "21")
+    out = "".join(run_on_two_processes(script, *arguments) for _ in range(2))
+    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
+    assert re.findall(r"step (\d+)", out) == ["0", "20", "40"] and losses[2] < 0.8 * losses[0]
+
+
+def run_on_two_processes(script, *arguments) -> str:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_reference_names_all_that_headers_declare():

@@ -15,8 +15,8 @@ from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, transport
 
 pytestmark = pytest.mark.slow
 SIZE = 3
-SOON = 15.0  # seconds for a rank that is gone, of which importing and connecting take some
-TIMEOUT = 3.0
+SOON = 30.0  # seconds for a rank that is gone: less than the time limit of 60
+TIMEOUT = 5.0
 
 
 def module(timeout=60.0):
@@ -87,17 +87,17 @@ def test_a_killed_rank(function, victim, tmp_path):
 def stalls(rank, size, folder):
     layer = module(TIMEOUT)
     if rank == 2:
-        at_exchange(FORWARD, lambda: time.sleep(3 * TIMEOUT))
+        at_exchange(FORWARD, lambda: time.sleep(2 * TIMEOUT))
     steps(layer)
 
 
 def test_a_rank_that_does_not_come(tmp_path):
     found = worlds.run(stalls, SIZE, tmp_path)
     for each in found[:2]:
-        assert "rank 2 did not come within 3 s" in each["error"], each
+        assert "rank 2 did not come within 5 s" in each["error"], each
         assert TIMEOUT <= each["seconds"] < SOON
     assert "ExpertParallelError" in found[2]["error"]  # when it comes at last
-    assert found[2]["seconds"] < 3 * TIMEOUT + SOON
+    assert found[2]["seconds"] < 2 * TIMEOUT + SOON
 
 
 def refuses(rank, size, folder):
