@@ -60,7 +60,8 @@ def main(part: str = "") -> None:
         world = World(dist.get_rank(), dist.get_world_size(), device, folder, saves=True)
         found = run_all(world, part)
         for name, problem in found.items():
-            print(f"rank {dist.get_rank()}: {name}: {problem or 'ok'}", flush=True)
+            sys.stdout.write(f"rank {dist.get_rank()}: {name}: {problem or 'ok'}\n")
+        sys.stdout.flush()
         if any(found.values()):
             os._exit(1)
         dist.barrier()

@@ -165,6 +165,31 @@ def one_rank_has_the_bits_of_moe(world):
 
 
 @case
+def bits_of_the_rounding_points(world):
+    """Each rank's part of a token rounded to the dtype, the parts added in fp32 by rank."""
+    for dtype in world.mean_dtypes():
+        layer = random_layer(bias=True)
+        got = results(mine_of(world, layer, dtype, "uneven"), by_ids)
+        whole = layer.to(dtype, world.device)
+        total = {"out": 0.0, "x": 0.0, "weights": 0.0}
+        token = torch.arange(T, device=world.device).repeat_interleave(K)
+        for rank in range(world.size):
+            there = whole.ids // (E // world.size) == rank
+            expert = torch.where(there, whole.ids, -1).flatten()
+
+            def of_rank(mine, expert=expert, token=token):
+                pairs = (token, expert, mine.weights.flatten())
+                options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options
+                return smoe.moe_pairs(mine.x, pairs, mine.w_up, mine.w_down, **options)
+
+            part = results(whole, of_rank)
+            total = {name: value + part[name].float() for name, value in total.items()}
+        for name, value in total.items():
+            rows = world.tokens("uneven")
+            assert torch.equal(got[name], value[rows].to(got[name].dtype)), (name, dtype)
+
+
+@case
 def repeats_have_equal_bits(world):
     mine = mine_of(world, random_layer(bias=True), torch.bfloat16, "uneven")
     first = results(mine, by_ids)
