@@ -96,9 +96,9 @@ class Group:
         except (ExpertParallelError, _StopRecomputationError):
             raise
         except BaseException as error:
-            sentence = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            sentence = f"{type(error).__name__}: {error}".splitlines()[0][:500].rstrip(": ")
             self.peers.failed(self.calls, sentence)
-            if self.exchanges != before:
+            if self.exchanges != before and self.broken is None:
                 self.broken = sentence
                 self._abort()
                 self.peers.let_others_read()
@@ -165,9 +165,12 @@ class Group:
     # ---- exchanges -------------------------------------------------------------------------------
 
     def _launch(self, collective, *arguments) -> dist.Work:
+        group = self._group()
+        if group is None:  # torch takes None for all ranks
+            raise ExpertParallelError("the process group of this layer has been destroyed")
         self.exchanges += 1
         try:
-            return collective(*arguments, group=self._group(), async_op=True)
+            return collective(*arguments, group=group, async_op=True)
         except RuntimeError as error:
             self._transport_failed(error)
             raise
@@ -175,7 +178,7 @@ class Group:
     def _finish(self, work: dist.Work, device: torch.device, timeout: float) -> None:
         """On CUDA only the stream waits, and NCCL's own time limit holds."""
         if device.type == "cuda":
-            work.wait()
+            self._complete(work)
         else:
             self._wait(work, device, timeout)
 
