@@ -204,16 +204,19 @@ def module_checkpointing(world):
     parallel, _ = modules(world, routing="token_rounding", tile=8, rounding="stochastic")
     x = inputs(world, "uneven")[world.tokens("uneven")]
     found = []
-    for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+    for reentrant in (None, False, True):
         torch.manual_seed(world.rank)
         parallel.zero_grad()
         leaf = x.clone().requires_grad_()
-        out = wrap(lambda t: parallel(t)[0], leaf)
+        if reentrant is None:
+            out = parallel(leaf)[0]
+        else:
+            out = checkpoint(lambda t: parallel(t)[0], leaf, use_reentrant=reentrant)
         out.float().square().sum().backward()
         found.append([out, leaf.grad, *(p.grad.clone() for p in parallel.parameters())])
-    for a, b in zip(*found, strict=True):
-        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
-        assert torch.equal(a, b)
+    for values in zip(*found, strict=True):
+        first, *others = (t.to_local() if hasattr(t, "to_local") else t for t in values)
+        assert all(torch.equal(first, other) for other in others)
 
 
 @case

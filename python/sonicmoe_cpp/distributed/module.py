@@ -13,7 +13,7 @@ from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import ROUTING
 from .layer import TIMEOUT, Place, make_transport, run
-from .routing import Everybody, group_losses
+from .routing import AllTokens, group_losses
 
 EXPERTS = ("w_up", "w_down", "b_up", "b_down")
 _SEED_BITS = 62
@@ -170,9 +170,9 @@ class ExpertParallelMoE(MoE):
     def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
         return self._experts("pairs", rows, tuple(pairs[:3]), experts)
 
-    def _everybody(self, logits: Tensor, seed: int) -> Everybody:
+    def _all_tokens(self, logits: Tensor, seed: int) -> AllTokens:
         rest = (logits.device, self.transport.timeout)
-        return Everybody(self.group, logits.shape[0], seed, *rest)
+        return AllTokens(self.group, logits.shape[0], seed, *rest)
 
     def _rounded(self, logits: Tensor, options: dict) -> Pairs | None:
         if not self.training or self.routing != "token_rounding":
@@ -181,18 +181,18 @@ class ExpertParallelMoE(MoE):
 
     @torch.compiler.disable
     def _rounded_by_all(self, logits: Tensor, options: dict) -> Pairs | None:
-        everybody = self._everybody(logits, int(self._seed()))
-        if not self._rounds(everybody.total):
+        tokens = self._all_tokens(logits, int(self._seed()))
+        if not self._rounds(tokens.total):
             return None
         rule = {"tile": self.tile, "mode": self.rounding, **options}
-        seed = torch.tensor(everybody.number)
-        return everybody.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
+        seed = torch.tensor(tokens.number)
+        return tokens.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
 
     @torch.compiler.disable
     def _chosen(self, logits: Tensor) -> Pairs:
-        everybody = self._everybody(logits, 0)
-        capacity = self._capacity(everybody.total)
-        return everybody.pairs(logits, lambda t: expert_choice(t, capacity))
+        tokens = self._all_tokens(logits, 0)
+        capacity = self._capacity(tokens.total)
+        return tokens.pairs(logits, lambda t: expert_choice(t, capacity))
 
     def _group_losses(self, logits, expert: Tensor, slots: int | None, score: str, padding):
         counts = counted(expert.long(), self.num_experts)

@@ -18,8 +18,9 @@ from ..routing import Pairs, loss_sums, losses_of_sums
 from ._group import ROUTING, Group
 
 
-class Everybody:
-    """How many tokens each rank has, and a number of rank 0's. The host waits for both."""
+class AllTokens:
+    """The tokens of all ranks: how many each has, and a number that rank 0 gives. The host waits for
+    them."""
 
     def __init__(self, group: Group, tokens: int, number: int, device, timeout: float):
         self.group, self.timeout = group, timeout
