@@ -35,8 +35,9 @@ def inputs(world: World, split: str, seed=1) -> torch.Tensor:
     return x.to(world.device, torch.float32 if world.device == "cpu" else torch.bfloat16)
 
 
-def close(world: World, name: str, got, want) -> None:
-    allowed = 2e-6 if world.device == "cpu" else 2 * torch.finfo(torch.bfloat16).eps
+def close(world: World, name: str, got, want, roundings=2) -> None:
+    """Equal but for the order of sums; on CUDA, where modules have bf16, for that many roundings."""
+    allowed = 2e-6 if world.device == "cpu" else roundings * torch.finfo(torch.bfloat16).eps
     assert got.dtype == want.dtype and got.shape == want.shape, name
     assert reference.error(got, want) <= allowed, (name, reference.error(got, want))
 
@@ -166,12 +167,12 @@ def module_clipping(world):
     parallel.sum_replicated_gradients()
     got = clip_grad_norm_(parallel.parameters(), 1.0)
     want = torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-    close(world, "norm", got, want)
+    close(world, "norm", got.float(), want.float(), 8)
     for name, parameter in one.named_parameters():
         gradient = parallel.get_parameter(name).grad
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
-        close(world, name, gradient, parameter.grad)
+        close(world, name, gradient, parameter.grad, 8)
 
 
 @case
@@ -272,11 +273,15 @@ def adam(module):
     return torch.optim.AdamW(module.parameters(), lr=1e-2)
 
 
+def training_kind(world: World) -> dict:
+    dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
+    return {"device": world.device, "dtype": dtype, "router_dtype": torch.float32}
+
+
 def trained_by_one(world: World, steps: int) -> tuple[smoe.MoE, torch.optim.Optimizer]:
     """One process's module after some steps, the same on every rank."""
     torch.manual_seed(11)
-    one = smoe.MoE(E, K, D, N, bias=True, lb_coef=0.1, device=world.device)
-    one = one.to(inputs(world, "even").dtype)
+    one = smoe.MoE(E, K, D, N, bias=True, lb_coef=0.1, **training_kind(world))
     optimizer = adam(one)
     for _ in range(steps):
         out, aux = one(inputs(world, "even"))
@@ -293,7 +298,7 @@ def checkpoint(world):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     x, tokens = inputs(world, "even"), world.tokens("even")
-    kind = {"device": world.device, "dtype": x.dtype, "timeout": TIMEOUT}
+    kind = training_kind(world) | {"timeout": TIMEOUT}
     parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
     if world.saves:
         parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())
@@ -310,10 +315,11 @@ def checkpoint(world):
     )
     want = trained_by_one(world, 2)[0](x)[0][tokens]
     got = train(parallel, optimizer, x[tokens])
-    allowed = 1e-4 if world.device == "cpu" else 0.1  # Adam divides by the gradients' size
+    # Adam's first step has the size of the signs of the gradients, which are rounded in bf16.
+    allowed = 1e-4 if world.device == "cpu" else 0.3
     assert reference.error(got, want) < allowed, reference.error(got, want)
 
-    one = smoe.MoE(E, K, D, N, bias=True, device=world.device, dtype=x.dtype)
+    one = smoe.MoE(E, K, D, N, bias=True, **training_kind(world))
     state = {"model": one.state_dict()}
     dcp.load(state, checkpoint_id=world.folder / "checkpoint", no_dist=True)
     one.load_state_dict(state["model"])

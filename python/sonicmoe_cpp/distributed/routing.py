@@ -19,8 +19,8 @@ from ._group import ROUTING, Group
 
 
 class AllTokens:
-    """The tokens of all ranks: how many each has, and a number that rank 0 gives. The host waits for
-    them."""
+    """The tokens of all ranks: how many each has, and a number that rank 0 gives. Making it, the
+    host waits for the other ranks."""
 
     def __init__(self, group: Group, tokens: int, number: int, device, timeout: float):
         self.group, self.timeout = group, timeout
