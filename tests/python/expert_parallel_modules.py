@@ -36,7 +36,7 @@ def inputs(world: World, split: str, seed=1) -> torch.Tensor:
 
 
 def close(world: World, name: str, got, want, roundings=2) -> None:
-    """Equal but for the order of sums; on CUDA, where modules have bf16, for that many roundings."""
+    """Equal but for the order of sums; on CUDA, where modules have bf16, for so many roundings."""
     allowed = 2e-6 if world.device == "cpu" else roundings * torch.finfo(torch.bfloat16).eps
     assert got.dtype == want.dtype and got.shape == want.shape, name
     assert reference.error(got, want) <= allowed, (name, reference.error(got, want))

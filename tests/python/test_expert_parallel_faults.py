@@ -53,10 +53,14 @@ FORWARD, BACKWARD, LATER = 6, 10, 21
 
 
 def killed(rank, size, folder, victim, number):
-    layer = module()
     if rank == victim:
         at_exchange(number, die)
-    steps(layer)
+    steps(module())
+
+
+def killed_1_first(*world):
+    """Before any exchange, of the module's seed."""
+    killed(*world, 1, 1)
 
 
 def killed_1_forward(*world):
@@ -73,7 +77,8 @@ def killed_0_later(*world):
 
 
 @pytest.mark.parametrize(
-    ("function", "victim"), [(killed_1_forward, 1), (killed_1_backward, 1), (killed_0_later, 0)]
+    ("function", "victim"),
+    [(killed_1_first, 1), (killed_1_forward, 1), (killed_1_backward, 1), (killed_0_later, 0)],
 )
 def test_a_killed_rank(function, victim, tmp_path):
     found = worlds.run(function, SIZE, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -13,6 +14,7 @@ import torch.distributed as dist
 # How long a rank looks for the cause of an error of the transport. A process that is killed closes
 # its connections a moment before the system lists it as ended.
 GRACE = 2.0
+_made: dict[str, itertools.count] = {}  # how often, by the name of the group
 
 
 class ExpertParallelError(RuntimeError):
@@ -54,13 +56,11 @@ class Peers:
         self.me = dist.get_rank()
         # Where torchrun does not hold the store, the process of rank 0 does.
         self.rank_0_holds_store = "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+        # A group that is made after one of its name was destroyed must not read what that one left.
+        number = next(_made.setdefault(group.group_name, itertools.count()))
         store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}", store)
+        self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}/{number}", store)
         self.processes: dict[int, dict] = {}
-        # A destroyed group of the same name may have left some.
-        self._write(f"waits/{self.me}", None)
-        if self.me == self.ranks[0]:
-            self._write("failed", None)
         self._write(f"process/{self.me}", _this_process())
 
     def _write(self, key: str, value) -> None:
@@ -76,7 +76,9 @@ class Peers:
 
     def remember_processes(self) -> None:
         """Reads who they are while the store is there: after an exchange all have written it."""
-        self.processes = {rank: self._read(f"process/{rank}") for rank in self.others()}
+        with contextlib.suppress(RuntimeError):
+            for rank in self.others():
+                self.processes[rank] = self.processes.get(rank) or self._read(f"process/{rank}")
 
     def waits(self, exchange: int) -> None:
         self._write(f"waits/{self.me}", exchange)
@@ -112,6 +114,8 @@ class Peers:
 
     def problem(self, call: int) -> str | None:
         """What keeps the others from coming to this call or to the end of it, as a sentence."""
+        if not all(self.processes.get(rank) for rank in self.others()):
+            self.remember_processes()
         failure, ended = self._failure(call), self._ended()
         if failure is not None:
             return failure

@@ -11,7 +11,6 @@ from .. import _checks, _ops
 from .._names import FORM
 from ..layer import Activation, arguments
 from ..routing import Pairs
-from . import transport as transports
 from ._group import group_of
 from .transport import TRANSPORTS, AllToAll, Facts, Transport
 
@@ -51,7 +50,7 @@ def forward(place: Place, tensors: tuple, options: tuple, main_gradients: tuple,
     x, token, expert, weights, *experts = tensors
     facts = Facts(place.layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs)
     by = place.transport
-    routes = by.routes(transports.Pairs(token, expert), facts)
+    routes = by.routes(token, expert, facts)
     rows = by.dispatch(x, routes)
     row_weights = by.dispatch_weights(weights, routes)
     local = (rows, routes.row, routes.expert, row_weights, *experts)

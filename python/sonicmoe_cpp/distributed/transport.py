@@ -42,13 +42,6 @@ class Routes(NamedTuple):
     expert: Tensor  # (pairs received,) int32: its expert, counted from this rank's first
 
 
-class Pairs(NamedTuple):
-    """The caller's routing as a list; a token's entries stand in the order of their sum."""
-
-    token: Tensor  # (C,)
-    expert: Tensor  # (C,) among all experts
-
-
 class Facts(NamedTuple):
     """What ranks must have in common, and what this one needs a gradient of."""
 
@@ -70,8 +63,9 @@ class Transport(ABC):
     group: Group
 
     @abstractmethod
-    def routes(self, pairs: Pairs, facts: Facts) -> Routes:
-        """Begins a call: ranks tell each other how much they send."""
+    def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
+        """Begins a call: ranks tell each other how much they send. token (C,) and expert (C,),
+        among all experts, are the caller's pairs; a token's stand in the order of their sum."""
 
     @abstractmethod
     def begin_backward(self, routes: Routes) -> None:
@@ -122,9 +116,9 @@ class AllToAll(Transport):
     def __deepcopy__(self, _memo) -> AllToAll:
         return self
 
-    def routes(self, pairs: Pairs, facts: Facts) -> Routes:
+    def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
         ranks, tokens = self.group.size, facts.tokens
-        token, expert = pairs.token.long(), pairs.expert.long()
+        token, expert = token.long(), expert.long()
         used = (expert >= 0) & (expert < ranks * facts.experts) & (token >= 0) & (token < tokens)
         owner = torch.div(expert, facts.experts, rounding_mode="floor")
         key = torch.where(used, owner * tokens + token, ranks * tokens)
