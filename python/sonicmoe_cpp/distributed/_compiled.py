@@ -19,7 +19,7 @@ from ._group import group_of
 from .transport import Routes
 
 OPTION_TYPES = {"alpha": float, "limit": float}
-ROUTE_TENSORS = ("row", "expert", "token", "place")
+ROUTE_TENSORS = ("row", "expert", "token", "slot")
 
 
 def _group(name: str):
@@ -129,7 +129,7 @@ def differentiated(
     experts: Sequence[Tensor | None],
     kept: Sequence[Tensor],
     routes: Sequence[Tensor],
-    places: int,
+    slots: int,
     numbers: Sequence[float],
     needs: int,
     where: str,
@@ -138,21 +138,21 @@ def differentiated(
 ) -> list[Tensor]:
     place = _place(where, timeout, number)
     *tensors, lists = routes
-    state = (x, row_weights, places, *experts, *kept, _routes(lists, tuple(tensors)))
+    state = (x, row_weights, slots, *experts, *kept, _routes(lists, tuple(tensors)))
     with place.transport.group.guarded():
         found = layer.backward(place, dout, state, _options(numbers), (None,) * 3, needs)
     return [g for g in found if g is not None]
 
 
 @differentiated.register_fake
-def _(dout, x, row_weights, experts, kept, routes, places, numbers, needs, *_rest):
+def _(dout, x, row_weights, experts, kept, routes, slots, numbers, needs, *_rest):
     like = dict(zip(_ops.DIFFERENTIABLE, (x, None, *experts), strict=True))
     found = []
     for name, bit in _ops.NEEDS.items():
         if needs & bit:
             weights = name == "weights"
             found.append(
-                row_weights.new_empty((places,)) if weights else torch.empty_like(like[name])
+                row_weights.new_empty((slots,)) if weights else torch.empty_like(like[name])
             )
     return found
 
@@ -162,7 +162,7 @@ def _setup(ctx, inputs, output):
     _, h, saved, row_weights, *routes = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.rest = numbers, needs, where, timeout, number
-    ctx.places, ctx.given = weights.shape[0], [t is not None for t in experts]
+    ctx.slots = weights.shape[0]
     ctx.save_for_backward(x, row_weights, h, saved, *routes, *experts)
 
 
@@ -172,7 +172,7 @@ def _backward(ctx, dout, *_others):
     numbers, needs, *where = ctx.rest
     found = torch.ops.sonicmoe_cpp.expert_parallel_backward(
         *(dout, x, row_weights, list(experts), [h, saved], list(routes)),
-        *(ctx.places, numbers, needs, *where),
+        *(ctx.slots, numbers, needs, *where),
     )
     found = iter(found)
     gradients = [next(found) if needs & bit else None for bit in _ops.NEEDS.values()]

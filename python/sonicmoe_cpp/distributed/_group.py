@@ -159,7 +159,7 @@ class Group:
             self._transport_failed(error)
 
     def _transport_failed(self, error: RuntimeError) -> None:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0][:200]
         self._fail(self.peers.cause(self.calls) or f"the transport failed: {reason}")
 
     # ---- exchanges -------------------------------------------------------------------------------

@@ -64,9 +64,9 @@ def forward(place: Place, tensors: tuple, options: tuple, main_gradients: tuple,
 
 def backward(place: Place, dout: Tensor, kept: tuple, options: tuple, main: tuple, needs: int):
     """The gradients of _ops.DIFFERENTIABLE, None for those that `needs`, this rank's, lacks.
-    `kept` is (x, weights of the pairs received, number of the caller's, w_gate, w_up, w_down, b_up,
+    `kept` is (x, weights of the pairs received, slots of the caller, w_gate, w_up, w_down, b_up,
     b_down, h, saved, Routes)."""
-    x, row_weights, places, *experts, h, saved, routes = kept
+    x, row_weights, slots, *experts, h, saved, routes = kept
     by = place.transport
     by.begin_backward(routes)
     drows = by.dispatch(dout, routes)
@@ -80,7 +80,7 @@ def backward(place: Place, dout: Tensor, kept: tuple, options: tuple, main: tupl
     if shared & _ops.NEEDS["x"]:
         gradients["x"] = by.combine(gradients["x"], routes, x.shape[0])
     if shared & _ops.NEEDS["weights"]:
-        gradients["weights"] = by.return_weights(gradients["weights"], routes, places)
+        gradients["weights"] = by.return_weights(gradients["weights"], routes, slots)
     return [gradients[name] if needs & bit else None for name, bit in _ops.NEEDS.items()]
 
 
@@ -97,11 +97,11 @@ def _recorded(ctx, x, weights, *others):
 
 
 def _differentiated(ctx, dout):
-    place, options, main_gradients, needs, places, routes = ctx.rest
+    place, options, main_gradients, needs, slots, routes = ctx.rest
     x, row_weights, *others = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(x)  # the other ranks wait for this one's rows
-    kept = (x, row_weights, places, *others, routes)
+    kept = (x, row_weights, slots, *others, routes)
     with place.transport.group.guarded():
         found = backward(place, dout, kept, options, main_gradients, needs)
     return *found, None

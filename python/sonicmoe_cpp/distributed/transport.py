@@ -37,7 +37,7 @@ class Routes(NamedTuple):
     needs: int  # what any rank needs a gradient of, as bits of _ops.NEEDS
     call: int
     token: Tensor  # (rows sent,) int64: the token of each
-    place: Tensor  # (pairs sent,) int64: the place of each in the caller's list
+    slot: Tensor  # (pairs sent,) int64: the slot of each in the caller's list
     row: Tensor  # (pairs received,) int32: the row received that each multiplies
     expert: Tensor  # (pairs received,) int32: its expert, counted from this rank's first
 
@@ -85,7 +85,7 @@ class Transport(ABC):
         """The weights of the pairs received, from the weights (C,) of all ranks' lists."""
 
     @abstractmethod
-    def return_weights(self, gradients: Tensor, routes: Routes, places: int) -> Tensor:
+    def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Tensor:
         """(C,) gradients of the caller's weights; 0 for a pair that went nowhere."""
 
 
@@ -122,7 +122,7 @@ class AllToAll(Transport):
         used = (expert >= 0) & (expert < ranks * facts.experts) & (token >= 0) & (token < tokens)
         owner = torch.div(expert, facts.experts, rounding_mode="floor")
         key = torch.where(used, owner * tokens + token, ranks * tokens)
-        key, place = key.sort(stable=True)
+        key, slot = key.sort(stable=True)
         first = torch.ones_like(key, dtype=torch.bool)
         torch.ne(key[1:], key[:-1], out=first[1:])
         rows = torch.nn.functional.pad((first & (key < ranks * tokens)).cumsum(0), (1, 0))
@@ -132,13 +132,13 @@ class AllToAll(Transport):
         sent, received = self._agree(counts, facts)
 
         used = sum(sent[1])
-        key, place, rows = key[:used], place[:used], rows[1:]
+        key, slot, rows = key[:used], slot[:used], rows[1:]
         target = torch.div(key, max(tokens, 1), rounding_mode="floor")
         row = rows[:used] - 1
         of_row = token.new_empty(sum(sent[0]))
         of_row[row] = key - target * tokens
         starts = torch.tensor(_starts(sent[0])).to(key.device)
-        local = expert[place] - target * facts.experts
+        local = expert[slot] - target * facts.experts
         numbers = torch.stack((row - starts[target], local), 1).int()
         numbers = self.group.all_to_all(numbers, sent[1], received[1], self.timeout)
         source = torch.tensor(_starts(received[0]), dtype=torch.int32).repeat_interleave(
@@ -148,7 +148,7 @@ class AllToAll(Transport):
         row = row + source.to(row.device)
         return Routes(
             *(sent[0], received[0], sent[1], received[1], received[2], self.group.calls),
-            *(of_row, place, row, local.contiguous()),
+            *(of_row, slot, row, local.contiguous()),
         )
 
     def _agree(self, counts: Tensor, facts: Facts) -> tuple[tuple, tuple]:
@@ -187,13 +187,13 @@ class AllToAll(Transport):
         return total.to(back.dtype)
 
     def dispatch_weights(self, weights: Tensor, routes: Routes) -> Tensor:
-        sent = weights.index_select(0, routes.place)
+        sent = weights.index_select(0, routes.slot)
         return self.group.all_to_all(sent, routes.sent_pairs, routes.received_pairs, self.timeout)
 
-    def return_weights(self, gradients: Tensor, routes: Routes, places: int) -> Tensor:
+    def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Tensor:
         back = self.group.all_to_all(
             gradients, routes.received_pairs, routes.sent_pairs, self.timeout
         )
-        found = back.new_zeros(places)
-        found[routes.place] = back
+        found = back.new_zeros(slots)
+        found[routes.slot] = back
         return found
