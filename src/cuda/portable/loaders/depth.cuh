@@ -51,7 +51,7 @@ class DepthLoader {
     other_ += Stage::kDepth * other(p).row_bytes;
     if (k_ >= rows_.z) {
       open(p);
-    } else {
+    } else if (rows_.x != kNoExpert) {
       source_ = source(p, rows_, k_);
     }
   }
@@ -63,10 +63,11 @@ class DepthLoader {
   /// Lines that the CTA copies at once, and copies of a thread.
   static constexpr int lines(Side side) { return kThreads * 16 / line_bytes(side); }
   static constexpr int copies(Side side) { return Stage::kDepth / lines(side); }
-  static constexpr Side kOther = kGathered == Side::kLeft ? Side::kRight : Side::kLeft;
   /// Lines of the gathered tensor that a warp copies at once.
   static constexpr int kWarpLines = lines(kGathered) / kWarps;
-  /// Rows of an expert after the last tile: no copy reads anything.
+  /// The expert after the last tile, and its rows: no copy and no index is read, and no further
+  /// tile begins.
+  static constexpr int kNoExpert = -1;
   static constexpr int kNoMore = 1 << 30;
 
   static __device__ __forceinline__ int chunk(Side side) {
@@ -140,7 +141,7 @@ class DepthLoader {
     TileSlot slot{};
     k_ = 0;
     present_ = 0;
-    rows_.z = kNoMore;
+    rows_ = {kNoExpert, 0, kNoMore, 0};
     if (next_.at < p.experts) {
       rows_ = next_.rows;
       source_ = next_source_;
