@@ -107,9 +107,8 @@ Json to_json(const std::optional<WorkspaceCost>& w) {
   return {{"forward", w->forward}, {"backward", w->backward}, {"inference", w->inference}};
 }
 
-// Only the hopper engine's share of the roofline was measured.
 bool share_known(const Plan& p) {
-  return p.engine.name == "hopper" && p.engine.evidence != Evidence::kEstimated &&
+  return p.engine.name != "cpu" && p.engine.evidence != Evidence::kEstimated &&
          dtype_bytes(p.problem.dtype) == 2;
 }
 
@@ -117,7 +116,7 @@ Json to_json(const Plan& p, bool backward) {
   const PassTotal t = total(p, backward);
   Json pass = {{"flops", t.flops}, {"bytes", t.bytes}, {"us", t.seconds * 1e6}};
   pass["sustained_us"] =
-      share_known(p) ? Json(pass["us"].get<double>() / ShareOfRoofline{}.mean) : Json(nullptr);
+      share_known(p) ? Json(pass["us"].get<double>() / p.engine.share.mean) : Json(nullptr);
   return pass;
 }
 
@@ -183,7 +182,7 @@ void print_kernels(const Plan& p) {
     std::printf("%-10s %12.2f %12.2f %12.1f", backward ? "backward" : "forward", t.flops / 1e9,
                 t.bytes / 1e6, t.seconds * 1e6);
     if (share_known(p)) {
-      const ShareOfRoofline share;
+      const ShareOfRoofline& share = p.engine.share;
       std::printf("  sustained %.1f (%.1f to %.1f)", t.seconds * 1e6 / share.mean,
                   t.seconds * 1e6 / share.most, t.seconds * 1e6 / share.least);
     }

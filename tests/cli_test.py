@@ -127,7 +127,9 @@ class CliTest(unittest.TestCase):
             self.assertEqual("sustained" in text, known != "estimated", device)
         # The instruction alone is slower on Hopper; the plan of the other engine says so.
         h200, portable = plan(), plan("--engine", "portable")
-        self.assertEqual(portable["engine"]["evidence"], "estimated")
+        self.assertEqual(portable["engine"]["evidence"], "measured")
+        shares = [p["backward"]["us"] / p["backward"]["sustained_us"] for p in (h200, portable)]
+        self.assertGreater(shares[0], shares[1])
         self.assertAlmostEqual(portable["device"]["flops_per_second"], 632e12, delta=1)
         self.assertGreater(portable["backward"]["us"], h200["backward"]["us"])
         self.assertEqual([k.get("tile") for k in portable["kernels"]], [None] * 8)

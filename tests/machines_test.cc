@@ -58,6 +58,8 @@ TEST(Machines, ThePortableEngineHasItsOwnCeilingOnHopper) {
   const Machine h200 = machine_from_name("h200");
   EXPECT_DOUBLE_EQ(engine_rate(h200).flops_per_second, h200.flops_per_second);
   EXPECT_NEAR(engine_rate(h200, "portable").flops_per_second, 632e12, 1.0);
+  EXPECT_EQ(engine_rate(h200, "portable").evidence, Evidence::kMeasured);
+  EXPECT_EQ(engine_rate(machine_from_name("h100"), "portable").evidence, Evidence::kEstimated);
   EXPECT_FALSE(engine_rate(machine_from_name("b200")).note.empty());
   EXPECT_TRUE(engine_rate(machine_from_name("rtx-5090")).note.empty());
   EXPECT_THROW(engine_rate(machine_from_name("a100"), "hopper"), Error);

@@ -105,6 +105,10 @@ EngineRate engine_rate(const Machine& machine, const std::string& name) {
   }
   EngineRate portable{engine, "mma.sync", Evidence::kEstimated, machine.flops_per_second, ""};
   if (hopper) {
+    if (machine.name == "h200") {
+      portable.evidence = Evidence::kMeasured;
+      portable.share = {0.58, 0.50, 0.66};  // benchmarks/results/h200/portable.json
+    }
     portable.flops_per_second *= kMmaSyncOnHopper;
     portable.note = "mma.sync reaches 0.64 of this peak, 632 TFLOP/s measured on an H200";
   } else if (machine.capability >= 100 && machine.capability < 110) {

@@ -30,6 +30,12 @@ enum class Evidence {
 };
 const char* evidence_name(Evidence evidence);
 
+/// Roofline time over time under sustained load, both passes of 18 large layers on an H200: the mean and
+/// the extremes. By default those of the hopper engine (benchmarks/results/h200/hot.json).
+struct ShareOfRoofline {
+  double mean = 0.63, least = 0.57, most = 0.68;
+};
+
 /// An engine on a machine.
 struct EngineRate {
   std::string name;          ///< "hopper", "portable", or "cpu"
@@ -38,14 +44,9 @@ struct EngineRate {
   /// Most that its instructions reach, at most the machine's rate.
   double flops_per_second = 0.0;
   std::string note;  ///< a sentence about that rate; may be empty
+  ShareOfRoofline share = {};  ///< not known here where the evidence is kEstimated
 };
 /// The engine that serves a machine, or the one of that name; refuses one that cannot run there.
 EngineRate engine_rate(const Machine& machine, const std::string& name = "");
-
-/// Roofline time over time under sustained load, hopper engine on an H200: the geometric mean of
-/// both passes of the 18 large layers of benchmarks/results/h200/hot.json, and their extremes.
-struct ShareOfRoofline {
-  double mean = 0.63, least = 0.57, most = 0.68;
-};
 
 }  // namespace sonicmoe
