@@ -53,6 +53,7 @@ class SetupTest(unittest.TestCase):
         shutil.copy(ROOT / "tools/setup.sh", self.project / "tools")
         (self.project / "tools/requirements.txt").write_text("ninja==1.13.2\n")
         (self.project / "tools/requirements-dev.txt").write_text("ruff==0.14.5\n")
+        (self.project / "tools/requirements-no-deps.txt").write_text("")
         write_wheel(wheels, "ninja", "1.13.2")
         write_wheel(wheels, "ruff", "0.14.5")
         # A test installs nothing on the machine that it runs on.
