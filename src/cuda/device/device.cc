@@ -93,10 +93,12 @@ const Device* device_model(int capability) {
   if (!has_code(capability) || engine_for(capability) == nullptr) return nullptr;
   const Engine& engine = choose_engine(capability, request);
   const std::lock_guard lock(mutex);
-  Device& model = models[{capability, &engine}];
-  model.capability = capability;
-  model.engine = &engine;
-  return &model;
+  const auto [entry, is_new] = models.try_emplace({capability, &engine});
+  if (is_new) {  // another thread may already read an older one
+    entry->second.capability = capability;
+    entry->second.engine = &engine;
+  }
+  return &entry->second;
 }
 
 const Device& device_of(const Exec& exec) {
