@@ -108,12 +108,11 @@ void multiply_depth(const Device& device, const DepthProduct& product, cudaStrea
   tiles.column_tiles = (sides.columns + kTileColumns - 1) / kTileColumns;
   params.epilogue = epilogue_of(product, sides);
   const std::int32_t each = tiles.row_tiles * tiles.column_tiles;
-  const std::int64_t most = product.groups.experts * each;
-  const auto ctas = static_cast<std::int32_t>(ctas_of(device, most));
+  const std::int32_t ctas = ctas_of(device, product.groups.experts * each);
   tiles.experts_apart = ctas / each;
   tiles.tiles_apart = ctas % each;
   launch(device, store_expert_kernel({product.dtype, state_of(device).depth}, sides.gathered),
-         &params, most, stream);
+         &params, ctas, stream);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -44,7 +44,8 @@ std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
   return std::max<std::int64_t>(1, records * tiles.column_tiles);
 }
 
-RowTilesParams tiles_of(const Device& device, const RowProduct& product) {
+/// Without records_apart and column_tiles_apart, which depend on the number of CTAs.
+RowTilesParams tiles_of(const RowProduct& product) {
   const WeightOperand& w = product.weights;
   const bool halves = w.parts == WeightParts::kSideBySide;
   RowTilesParams tiles{};
@@ -57,9 +58,6 @@ RowTilesParams tiles_of(const Device& device, const RowProduct& product) {
   tiles.columns = static_cast<std::int32_t>(w.first.shape[1]);
   tiles.column_step = halves ? kTileColumns / 2 : kTileColumns;
   tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
-  const auto ctas = static_cast<std::int32_t>(ctas_of(device, most_tiles(product.groups, tiles)));
-  tiles.records_apart = ctas / tiles.column_tiles;
-  tiles.column_tiles_apart = ctas % tiles.column_tiles;
   tiles.second_half = halves ? 0 : kTileColumns / 2;
   tiles.depth = static_cast<std::int32_t>(w.first.shape[2]);
   tiles.parts = w.parts == WeightParts::kOneAfterOther ? 2 : 1;
@@ -115,14 +113,18 @@ const void* kernel_of(const ActivateGrad&, const Variant& variant, WeightOrder o
 }  // namespace
 
 void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  RowTilesParams tiles = tiles_of(product);
+  const std::int32_t ctas = ctas_of(device, most_tiles(product.groups, tiles));
+  tiles.records_apart = ctas / tiles.column_tiles;
+  tiles.column_tiles_apart = ctas % tiles.column_tiles;
   std::visit(
       [&](const auto& epilogue) {
         const ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
-            tiles_of(device, product), epilogue_of(epilogue)};
+            tiles, epilogue_of(epilogue)};
         launch(device,
                kernel_of(epilogue, {product.dtype, state_of(device).depth},
                          order_of(product.weights.first)),
-               &params, most_tiles(product.groups, params.tiles), stream);
+               &params, ctas, stream);
       },
       product.epilogue);
 }

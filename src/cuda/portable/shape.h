@@ -1,8 +1,8 @@
 // The tiles of the portable engine and their shared memory, for host and device.
 //
-// In a CTA 8 warps compute 128 x 256 elements of D, each warp 64 x 64. A larger part of a warp does
-// not fit its registers (128 accumulators a thread). A smaller tile reads more bytes a flop from
-// L2: 128 x 128 with two CTAs a multiprocessor is 10 % slower (H200, hot).
+// In a CTA 8 warps compute 128 x 256 elements of D, each warp 64 x 64. With these a thread has 128
+// accumulators; its registers hold no more. A smaller tile reads more bytes a flop from L2:
+// 128 x 128 with two CTAs a multiprocessor is 10 % slower (H200, hot).
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,18 @@ inline constexpr int kColumnChunks = kTileColumns * kElementBytes / 16;
 /// Elements of K in a pipeline stage.
 ///
 ///   | depth | shared memory | where                                                        |
-///   | 64    | 163 KB        | 8.0, 8.7, 9.0, 10.0: 4 to 20 % faster (H200), half the waits |
-///   | 32    | 91 KB         | 8.6, 8.9, 12.0: a CTA has at most 99 KB                      |
+///   | 64    | 163 KB        | 8.0, 8.7, 9.0, 10.x, 11.0: half the waits, 4 to 20 % faster  |
+///   |       |               | (H200)                                                       |
+///   | 32    | 91 KB         | 8.6, 8.9, 12.x: a CTA has at most 99 KB                      |
 enum class Depth : int { k32 = 32, k64 = 64 };
+
+/// Whether code that is compiled for a compute capability (major * 10 + minor) has the kernels of a
+/// depth. Before 10.0 it has both: code of 8.0 also runs on 8.6 and 8.9, and tests run both on 9.0.
+constexpr bool is_compiled(Depth depth, int capability) {
+  if (capability >= 120) return depth == Depth::k32;
+  if (capability >= 100) return depth == Depth::k64;
+  return true;
+}
 
 /// Pipeline stages. A fourth one gains nothing (H200).
 inline constexpr int kStages = 3;
@@ -58,17 +67,20 @@ struct TileSlot {
   std::int32_t unused[3];
 };
 
-/// The tile of the slowest warp, those in the ring, and the next one.
+/// Slots in use at once, if every tile has one k tile: that of the tile which the slowest warp
+/// stores, those of the tiles in the ring, and that of the tile which the loader begins.
 inline constexpr int kTileSlots = 8;
 static_assert(kTileSlots >= kStages + 2);
 
-/// Of barriers, tile slots, staging buffers and stages.
 inline constexpr int kBarrierBytes = 128;
 inline constexpr int kSlotBytes = kTileSlots * static_cast<int>(sizeof(TileSlot));
-template <Depth kOfStage>
-inline constexpr int kSharedBytes =
-    kBarrierBytes + kSlotBytes + kWarps* kStagingBytes + kStages* Stage<kOfStage>::kBytes;
-static_assert(kSharedBytes<Depth::k32> <= 99 * 1024);
-static_assert(kSharedBytes<Depth::k64> <= 163 * 1024);
+
+/// Dynamic shared memory of a CTA: barriers, tile slots, staging buffers, stages.
+constexpr int shared_bytes(Depth depth) {
+  const int stage = depth == Depth::k64 ? Stage<Depth::k64>::kBytes : Stage<Depth::k32>::kBytes;
+  return kBarrierBytes + kSlotBytes + kWarps * kStagingBytes + kStages * stage;
+}
+static_assert(shared_bytes(Depth::k32) <= 99 * 1024);
+static_assert(shared_bytes(Depth::k64) <= 163 * 1024);
 
 }  // namespace sonicmoe::cuda::portable

@@ -21,8 +21,8 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// `Loader` copies k tiles (loaders/), `Epilogue` takes the accumulators of a tile (epilogues/); it
-/// may prepare for them before the products.
+/// `Loader` copies k tiles (loaders/), `Epilogue` takes the accumulators of a tile (epilogues/). If
+/// an epilogue has prepare(), it runs before the products of each tile.
 template <class Element, class Loader, class Epilogue>
 class Kernel {
  public:
@@ -53,6 +53,7 @@ class Kernel {
       Epilogue::run(p.epilogue, acc, slot, kernel.warp_,
                     staging + (threadIdx.x >> 5) * kStagingBytes);
     }
+    // The last copies, which write zeros, must land before the CTA gives its shared memory back.
     ptx::copies_wait();
   }
 
@@ -125,23 +126,18 @@ class Kernel {
   FragmentsB<Stage, Loader::kOrderB, Epilogue::kColumns> b_;
 };
 
-/// Whether code for this architecture needs stages of that depth. 8.0's serves 8.6 and 8.9 too, and
-/// tests run both on 9.0.
-template <Depth kOfStage>
-__device__ constexpr bool is_needed() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  return kOfStage == Depth::k32;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  return kOfStage == Depth::k64;
+/// The architecture that is compiled for; 0 on the host.
+#if defined(__CUDA_ARCH__)
+inline constexpr int kArchitecture = __CUDA_ARCH__ / 10;
 #else
-  return true;
+inline constexpr int kArchitecture = 0;
 #endif
-}
 
+/// Empty where is_compiled() says no: the host never launches it there.
 template <class K>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ typename K::Params p) {
-  if constexpr (is_needed<K::kDepth>()) K::run(p);
+  if constexpr (is_compiled(K::kDepth, kArchitecture)) K::run(p);
 }
 
 }  // namespace sonicmoe::cuda::portable
