@@ -30,15 +30,16 @@ struct RowTilesParams {
   const TileRecord* records;
   const std::int32_t* record_count;
   Rows rows;
-  Matrices weights[2];        ///< gate and up, or one matrix and itself
+  Matrices weights[2];        ///< gate and up, or one matrix twice
   std::int32_t columns;       ///< of one matrix
   std::int32_t column_tiles;  ///< tiles along the columns
   std::int32_t column_step;   ///< columns of one matrix in a tile
-  /// From a CTA's tile to its next one: records, and tiles of columns beside.
+  /// From a CTA's tile to its next one, which is gridDim.x tiles later: whole records, and the
+  /// tiles of columns that remain.
   std::int32_t records_apart;
   std::int32_t column_tiles_apart;
-  /// First column of the tile's second half: 0 if it is of weights[1] (gate and up side by side),
-  /// else kTileColumns / 2.
+  /// Columns from the tile's first half to its second: kTileColumns / 2, or 0 if the second half
+  /// has the same columns of weights[1] (gate and up side by side).
   std::int32_t second_half;
   std::int32_t depth;  ///< K of one part
   std::int32_t parts;  ///< 2: K runs through weights[0], then weights[1]
@@ -56,7 +57,8 @@ struct DepthTilesParams {
   std::int32_t columns;  ///< of D: the width of right
   std::int32_t row_tiles;
   std::int32_t column_tiles;
-  /// From a CTA's tile to its next one: experts, and tiles of an expert beside.
+  /// From a CTA's tile to its next one, which is gridDim.x tiles later: whole experts, and the
+  /// tiles of an expert that remain.
   std::int32_t experts_apart;
   std::int32_t tiles_apart;
 };

@@ -1,7 +1,8 @@
 // The ring of pipeline stages between copies and products.
 //
 // A stage has two mbarriers. `full`: the copies of all threads have landed; `empty`: all warps have
-// read it. So no warp waits for another one, unless it is a whole ring ahead.
+// read it. A warp fills the stage of the k tile before the one that it multiplies, and first waits
+// until all warps have read it: so warps drift apart by at most one k tile.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,8 @@ class Ring {
   }
 
  private:
+  static_assert(kStages * 2 * ptx::RingBarrier::kBytes <= kBarrierBytes);
+
   std::uint32_t barriers_;
   std::uint32_t first_stage_;
 };

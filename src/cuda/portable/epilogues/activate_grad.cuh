@@ -22,13 +22,7 @@ struct ActivateGrad {
     for (int i = 0; i < kAhead; i++) ahead[i] = place.hidden(p, i * kLaneRows);
 #pragma unroll 1
     for (int slice = 0; slice < kWarpRows / kSliceRows; slice++) {
-      with_part(acc, slice / 2, [&](const float(&values)[8][4]) {
-        if (slice % 2 == 0) {
-          write_floats<0>(staging, warp, values);
-        } else {
-          write_floats<1>(staging, warp, values);
-        }
-      });
+      write_slice(staging, warp, acc, slice);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kSliceRows / kLaneRows; i++) {
@@ -42,8 +36,8 @@ struct ActivateGrad {
     }
   }
 
-  /// Brings H of the tile to L2 while its products run: with every CTA at its epilogue at once,
-  /// memory would not keep up.
+  /// Prefetches H of the tile to L2 while its products run. Otherwise all CTAs would read H from
+  /// memory in their epilogues, at the same time, and wait for its bandwidth.
   static __device__ __forceinline__ void prepare(const Params& p, const TileSlot& tile) {
     const int row = threadIdx.x / 2;
     if (row >= tile.rows) return;
@@ -60,13 +54,13 @@ struct ActivateGrad {
 
  private:
   /// Elements of a line of L2.
-  static constexpr int kLine = 64;
+  static constexpr int kLine = 128 / kElementBytes;
   /// Rows in the warp's buffer at once, and rows that the warp's lanes take at once: eight lanes
   /// have the 64 columns of one.
   static constexpr int kSliceRows = 8;
   static constexpr int kLaneRows = 4;
-  /// Pieces of H that are read before they are used: memory answers in the time of two, which would
-  /// spill registers on 12.0.
+  /// Pieces of H that a lane reads ahead: the latency of memory is about the time of two. On 12.0
+  /// two would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   static constexpr int kAhead = 1;
 #else

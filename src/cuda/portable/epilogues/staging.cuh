@@ -75,4 +75,16 @@ __device__ __forceinline__ void with_part(const Accumulators& acc, int part, con
   }
 }
 
+/// Rows 8 * slice .. of the accumulators, as floats to the buffer.
+__device__ __forceinline__ void write_slice(std::uint32_t staging, const Warp& warp,
+                                            const Accumulators& acc, int slice) {
+  with_part(acc, slice / 2, [&](const float(&values)[8][4]) {
+    if (slice % 2 == 0) {
+      write_floats<0>(staging, warp, values);
+    } else {
+      write_floats<1>(staging, warp, values);
+    }
+  });
+}
+
 }  // namespace sonicmoe::cuda::portable

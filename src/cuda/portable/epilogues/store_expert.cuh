@@ -60,13 +60,7 @@ struct StoreExpert {
     const int column = tile.column + warp.column * kWarpColumns + (warp.lane & 7) * 8;
 #pragma unroll 1
     for (int slice = 0; slice < 8; slice++) {
-      with_part(acc, slice / 2, [&](const float(&values)[8][4]) {
-        if (slice % 2 == 0) {
-          write_floats<0>(staging, warp, values);
-        } else {
-          write_floats<1>(staging, warp, values);
-        }
-      });
+      write_slice(staging, warp, acc, slice);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 2; i++) {

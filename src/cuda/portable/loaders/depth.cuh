@@ -65,8 +65,8 @@ class DepthLoader {
   static constexpr int copies(Side side) { return Stage::kDepth / lines(side); }
   /// Lines of the gathered tensor that a warp copies at once.
   static constexpr int kWarpLines = lines(kGathered) / kWarps;
-  /// The expert after the last tile, and its rows: no copy and no index is read, and no further
-  /// tile begins.
+  /// The expert after the last tile, for which no index is read, and its number of rows: so many
+  /// that advance() begins no further tile. present_ is 0, so no copy reads anything.
   static constexpr int kNoExpert = -1;
   static constexpr int kNoMore = 1 << 30;
 
@@ -125,8 +125,8 @@ class DepthLoader {
     return next;
   }
 
-  /// Each of the first lanes reads the source of one of the rows that its warp copies of the k tile
-  /// from k on.
+  /// Of the k tile that begins at k, a warp copies kDepth / 8 gathered rows. Each of as many lanes
+  /// finds one row's source, and copy_side() takes it by a shuffle.
   static __device__ __forceinline__ int source(const Params& p, const int4& rows, int k) {
     const std::int32_t* index = gathered(p).index;
     const int lane = threadIdx.x & 31 & (Stage::kDepth / 8 - 1);

@@ -65,7 +65,8 @@ class RowLoader {
   static constexpr int kHalf = kLinesEach / 2;
   /// Bit of present_ of the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
-  /// k after the last tile: no copy reads anything, and none is the last one of a part.
+  /// k_ after the last tile: so far below K that advance() never ends a part. present_ is 0, so no
+  /// copy reads anything.
   static constexpr int kNoMore = -(1 << 30);
 
   static __device__ __forceinline__ int chunk() { return threadIdx.x % Stage::kLineChunks; }
