@@ -70,6 +70,13 @@ class BudgetTest(unittest.TestCase):
         with unittest.mock.patch.object(check_kernels, "BUDGETS", tiny):
             self.assertEqual(self.verdict((1, 0.5)), 1)
 
+    def test_a_file_of_an_older_build_is_named(self):
+        folder = self.build / "cuda/hopper"
+        folder.mkdir(parents=True)
+        (folder / "old.cu.o.cost").write_text(json.dumps({"kernels": 14, "cpu_seconds": 1.0}))
+        with self.assertRaisesRegex(SystemExit, r"old\.cu\.o\.cost .* older version"):
+            check_kernels.main([str(self.build)])
+
     def test_nothing_was_compiled(self):
         with self.assertRaises(SystemExit):
             self.verdict()

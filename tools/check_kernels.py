@@ -74,6 +74,17 @@ def engine_of(path):
     return REST if folder in REST_FOLDERS else folder
 
 
+def read_cost(path):
+    """Kernels by architecture, and CPU seconds, from a .cost file."""
+    found = json.loads(path.read_text())
+    if not isinstance(found["kernels"], dict):
+        raise SystemExit(
+            f"{path} has no kernels by architecture: an older version of cmake/ptxas_gate.py wrote "
+            "it. Delete the build directory and build again."
+        )
+    return found["kernels"], found["cpu_seconds"]
+
+
 def faults(name, cost, unit):
     """What of a budget an engine exceeds. `unit`: seconds of a compilation, 0 if not measured."""
     budget = BUDGETS.get(name, Budget(0, 0.0, 0))
@@ -93,16 +104,16 @@ def main(arguments):
         raise SystemExit(f"{build} holds no compiled CUDA file")
     engines, header_seconds, cached = {}, [], 0
     for path in files:
-        found = json.loads(path.read_text())
+        kernels, seconds = read_cost(path)
         cost = engines.setdefault(engine_of(path.relative_to(build)), Cost())
-        cost.kernels.update(found["kernels"])
+        cost.kernels.update(kernels)
         cost.bytes += section_bytes(path.with_suffix(""), ".nv_fatbin")
-        if found["cpu_seconds"] < CACHED_SECONDS:
+        if seconds < CACHED_SECONDS:
             cached += 1
             continue
-        cost.seconds += found["cpu_seconds"]
-        if not found["kernels"]:
-            header_seconds.append(found["cpu_seconds"])
+        cost.seconds += seconds
+        if not kernels:
+            header_seconds.append(seconds)
     unit = statistics.median(header_seconds) if header_seconds else 0.0
     for name, cost in engines.items():
         counts = ", ".join(f"{kernels} for {a}" for a, kernels in sorted(cost.kernels.items()))
