@@ -5,7 +5,7 @@ namespace sonicmoe::cuda::ptx {
 
 /// Threads that a multiprocessor runs at most.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || \
-                               __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+                               __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1100)
 inline constexpr int kMultiprocessorThreads = 1536;
 #else
 inline constexpr int kMultiprocessorThreads = 2048;
