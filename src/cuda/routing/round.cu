@@ -280,7 +280,9 @@ void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
     if constexpr (R::kLanes < 32) {  // rows whose groups fit four warps at a time
       if (p.tokens <= kFewTokens) return launch_rank<R, Item, RankGroup>(p, s, exec);
     }
-    constexpr int kMostGroups = sizeof(Item) == 4 ? 0 : kMaxGroups;  // selects_by_word()
+    // Where a block that ranks a whole tile may need more shared memory than the device has, blocks
+    // of one group rank it. Items of 32 bits have no expert groups (selects_by_word).
+    constexpr int kMostGroups = sizeof(Item) == 4 ? 0 : kMaxGroups;
     if constexpr (rank_shared<R, Item, RankTile>(kMostGroups) > kLeastShared) {
       static_assert(rank_shared<R, Item, RankGroup>(kMostGroups) <= kLeastShared);
       const auto most = static_cast<std::size_t>(device_of(exec).block_shared);
