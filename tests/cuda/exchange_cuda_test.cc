@@ -16,6 +16,7 @@ using testing::DeviceArray;
 using testing::GroupOptions;
 using testing::must;
 using testing::PretendedRanks;
+using testing::random_bf16;
 using testing::RankLayer;
 using testing::RankShape;
 
@@ -158,6 +159,45 @@ TEST(Exchange, AskedRowsAreTheRowsRouted) {
   EXPECT_EQ(group.layers[0]->rows_asked(), valid);
   EXPECT_EQ(group.layers[1]->rows_asked(), 0);
   EXPECT_EQ(group.layers[2]->rows_asked(), 0);
+}
+
+TEST(Exchange, AnEmptyListOfPairsGoesToNoRank) {
+  constexpr std::int64_t kTokens = 300;
+  const PretendedRanks ranks(options_of({}, 1, ExchangeTransport::kPush));
+  DeviceArray masks(kTokens * 8);
+  cuda::OwnSlots slots{};  // of no length and at no address, as an empty tensor of torch
+  slots.tokens = kTokens;
+  slots.experts = slots.experts_per_rank = 24;
+  cuda::mark_ranks(*ranks.exchange(0).device, slots, static_cast<std::uint64_t*>(masks.data()),
+                   ranks.stream(0));
+  ranks.wait();
+  EXPECT_EQ(masks.get<std::uint64_t>(), std::vector<std::uint64_t>(kTokens, 0));
+}
+
+TEST(Exchange, RowsOfAnyStrideAreCopied) {
+  const RankShape shape;
+  const PretendedRanks ranks(options_of(shape, 1, ExchangeTransport::kCopy));
+  const cuda::ExchangeLayout layout = cuda::exchange_layout(ranks.shape());
+  const std::vector<std::uint16_t> values = random_bf16(3 * 2 * shape.hidden, 1);
+  DeviceArray memory(static_cast<std::int64_t>(values.size()) * 2);
+  memory.set(values);
+  struct {
+    std::int64_t rows, stride;
+  } const cases[] = {{3, shape.hidden}, {3, shape.hidden + 8}, {3, 8}, {1, 0}, {1, 1}, {0, 8}};
+  for (const auto& [rows, stride] : cases) {
+    Tensor t = tensor2(memory.data(), DType::kBF16, rows, shape.hidden);
+    t.stride[0] = stride;
+    cuda::copy_own_rows(ranks.exchange(0), t, layout.x);
+    ranks.wait();
+    std::vector<std::uint16_t> want, got(rows * shape.hidden);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const auto first = values.begin() + r * stride;
+      want.insert(want.end(), first, first + shape.hidden);
+    }
+    must(cudaMemcpy(got.data(), ranks.at<void>(0, layout.x), got.size() * 2,
+                    cudaMemcpyDeviceToHost));
+    EXPECT_EQ(got, want) << rows << " rows, stride " << stride;
+  }
 }
 
 TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {

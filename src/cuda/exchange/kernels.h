@@ -26,7 +26,7 @@ struct OwnSlots {
   Tensor expert;  ///< ids (T, K), or the expert of each pair
   Tensor token;   ///< of each pair; absent: slot / top_k
   Tensor weight;
-  std::int64_t top_k;   ///< ids only
+  std::int64_t top_k;   ///< of ids; 0: a list of pairs, which may be empty and without addresses
   std::int64_t count;   ///< slots
   std::int64_t tokens;  ///< T of this rank
   std::int64_t experts;

@@ -221,7 +221,7 @@ void mark_ranks(const Device& device, const OwnSlots& slots, std::uint64_t* mask
   const char* what = "launching the ranks of tokens";
   auto* words = reinterpret_cast<unsigned long long*>(masks);
   const SlotSource source = slot_source(slots);
-  if (source.token.data == nullptr) {
+  if (slots.top_k != 0) {
     launch_dependent(device, what, mark_ids_kernel, {blocks_of(slots.tokens), kThreads}, stream,
                      source, words);
     return;

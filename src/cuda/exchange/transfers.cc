@@ -4,17 +4,28 @@
 namespace sonicmoe::cuda {
 namespace {
 
+void copy_bytes(void* to, const void* from, std::int64_t bytes, cudaStream_t stream) {
+  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream),
+             "copying rows to another rank");
+}
+
 void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
-  const std::size_t element = dtype_bytes(from.dtype);
-  const std::size_t width = from.shape[1] * element;
-  if (from.shape[0] == 0) return;
-  if (from.stride[0] == from.shape[1]) {
-    check_cuda(cudaMemcpyAsync(to, from.data, width * from.shape[0], cudaMemcpyDefault, stream),
-               "copying rows to another rank");
+  const std::int64_t count = from.shape[0];
+  const std::int64_t width = from.shape[1] * dtype_bytes(from.dtype);
+  const std::int64_t step = from.stride[0] * dtype_bytes(from.dtype);  // any, if there is one row
+  if (count == 0) return;
+  if (count == 1 || step == width) {
+    copy_bytes(to, from.data, width * count, stream);
     return;
   }
-  check_cuda(cudaMemcpy2DAsync(to, width, from.data, from.stride[0] * element, width, from.shape[0],
-                               cudaMemcpyDefault, stream),
+  if (step < width) {  // rows overlap, which cudaMemcpy2DAsync refuses
+    for (std::int64_t t = 0; t < count; ++t) {
+      copy_bytes(static_cast<std::uint8_t*>(to) + t * width,
+                 static_cast<const std::uint8_t*>(from.data) + t * step, width, stream);
+    }
+    return;
+  }
+  check_cuda(cudaMemcpy2DAsync(to, width, from.data, step, width, count, cudaMemcpyDefault, stream),
              "copying rows to another rank");
 }
 
