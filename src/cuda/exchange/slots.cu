@@ -22,8 +22,9 @@ struct SlotSource {
     std::int32_t token;
     std::int32_t expert;  ///< -1: the slot is empty
   };
-  __device__ Slot operator[](int i) const {
-    const std::int64_t t = token.data == nullptr ? i / top_k : token.integer(token.offset(i));
+  __device__ Slot operator[](std::int64_t i) const {
+    const std::int64_t t = token.data == nullptr ? static_cast<std::int32_t>(i) / top_k
+                                                 : token.integer(token.offset(i));
     const bool valid = t >= 0 && t < tokens;
     return {valid ? static_cast<std::int32_t>(t) : -1,
             valid ? expert.expert(expert.offset(i), experts) : -1};
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(kThreads)
     mark_pairs_kernel(const SlotSource slots, unsigned long long* masks) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
+  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < slots.count;
+       i += gridDim.x * kThreads) {
     const SlotSource::Slot slot = slots[i];
     if (slot.expert < 0) continue;
     atomicOr(&masks[slot.token], 1ull << (slot.expert / slots.experts_per_rank));
@@ -62,7 +64,8 @@ __global__ void __launch_bounds__(kThreads)
     mark_ids_kernel(const SlotSource slots, unsigned long long* masks) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
-  for (int t = blockIdx.x * kThreads + threadIdx.x; t < slots.tokens; t += gridDim.x * kThreads) {
+  for (std::int64_t t = blockIdx.x * kThreads + threadIdx.x; t < slots.tokens;
+       t += gridDim.x * kThreads) {
     unsigned long long mask = 0;
     for (int k = 0; k < slots.top_k; k++) {
       const int expert = slots[t * slots.top_k + k].expert;
@@ -84,7 +87,8 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && threadIdx.x < peers.ranks) {
     peers.control(static_cast<int>(threadIdx.x))->slots[peers.rank] = slots.count;
   }
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
+  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < slots.count;
+       i += gridDim.x * kThreads) {
     const SlotSource::Slot slot = slots[i];
     const float weight = slots.weight.weight(slots.weight.offset(i));
     for (int r = 0; r < peers.ranks; r++) {
@@ -207,7 +211,8 @@ __global__ void __launch_bounds__(kThreads)
     take_score_grads_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                             const float* sent, const SlotView out) {
   const bool fault = has_fault(peers);
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < slots.count; i += gridDim.x * kThreads) {
+  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < slots.count;
+       i += gridDim.x * kThreads) {
     const float value = slots[i].expert < 0 ? 0.0f : sent[i];
     out.weight(out.offset(i)) = fault ? __int_as_float(0x7fffffff) : value;
   }
