@@ -5,6 +5,7 @@
 #include <string>
 #include <thread>
 
+#include "cuda/layer/engine.h"
 #include "cuda/pretended_ranks.h"
 #include "cuda/rank_layer.h"
 
@@ -289,6 +290,30 @@ TEST(Exchange, PartsOutOfOrderAreRefused) {
   group.layers[0]->forward(ExchangePart::kCompute);
   group.layers[0]->forward(ExchangePart::kFinish);
   group.ranks.wait();
+}
+
+TEST(Exchange, AHandleOfAnotherEngineIsRefused) {
+  const RankShape shape;
+  const PretendedRanks ranks(options_of(shape, 1, ExchangeTransport::kPush));
+  const cuda::Device& own = *ranks.exchange(0).device;
+  const char* other = std::string(own.engine->name) == "portable" ? "hopper" : "portable";
+  const cuda::Device* device = nullptr;
+  try {
+    device = cuda::open_device(0, other);
+  } catch (const Error& e) {
+    GTEST_SKIP() << e.what();
+  }
+  Exec exec = ranks.exec(0);
+  exec.device = device;
+  try {
+    exchange_check(ranks.exchange(0), exec);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.what(), std::string("exec.device is GPU 0 with the engine ") + other +
+                            " but the exchange was opened on GPU 0 with the engine " +
+                            own.engine->name + ".");
+  }
+  cuda::close_device(device);
 }
 
 /// A rank that does not wait for what a flag announces gives other bits: the flags are needed.

@@ -1,11 +1,13 @@
 // Opens, checks and resets an exchange.
 #include "cuda/exchange/exchange.h"
 
+#include <atomic>
 #include <memory>
 #include <new>
 #include <string>
 
 #include "cuda/device/carver.h"
+#include "cuda/layer/engine.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -96,7 +98,20 @@ void create_streams(Exchange& exchange) {
   }
 }
 
+std::string handle_text(const Device& device) {
+  return "GPU " + std::to_string(device.ordinal) + " with the engine " + device.engine->name;
+}
+
 }  // namespace
+
+void check_handle(const Exchange& exchange, const Exec& exec) {
+  const Device& given = device_of(exec);
+  const Device& own = *exchange.device;
+  if (given.ordinal == own.ordinal && given.engine == own.engine) return;
+  throw Error(Status::kInvalidArgument, "exec.device is " + handle_text(given) +
+                                            " but the exchange was opened on " + handle_text(own) +
+                                            ".");
+}
 
 ExchangeLayout exchange_layout(const ExchangeShape& s) {
   const std::int64_t rows = s.ranks * s.max_tokens * s.hidden;
@@ -154,20 +169,22 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
   return exchange.release();
 }
 
-void exchange_close(Exchange* exchange, const Exec& exec) {
+void exchange_close(Exchange* exchange, const Exec&) {
   if (exchange == nullptr) return;
-  const CurrentDevice current(device_of(exec));
+  const CurrentDevice current(*exchange->device);
   cudaDeviceSynchronize();
   Closer()(exchange);
 }
 
-void exchange_check(Exchange& exchange, const Exec&) {
-  const auto* code = static_cast<volatile const std::uint32_t*>(&exchange.record->code);
-  if (*code == 0) return;
+void exchange_check(Exchange& exchange, const Exec& exec) {
+  check_handle(exchange, exec);
+  // The code is written last: whoever sees it sees the rest of the record.
+  if (std::atomic_ref(exchange.record->code).load(std::memory_order_acquire) == 0) return;
   throw Error(Status::kCuda, fault_sentence(exchange, *exchange.record));
 }
 
-void exchange_reset(Exchange& exchange, const Exec&) {
+void exchange_reset(Exchange& exchange, const Exec& exec) {
+  check_handle(exchange, exec);
   clear_control(exchange);
   exchange.step = {};
 }

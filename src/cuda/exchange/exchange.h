@@ -56,6 +56,8 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                        const BackwardArgs& args, ExchangePart part, const Exec& exec);
 
+/// Refuses a handle of another GPU or engine than the one that opened the exchange.
+void check_handle(const Exchange& exchange, const Exec& exec);
 /// What is enqueued next on the sending stream comes after what is on `stream`.
 void fork(const Exchange& exchange, cudaStream_t stream);
 /// Marks the end of what is on the sending stream.

@@ -115,6 +115,7 @@ StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffe
 
 Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int64_t rows, Pass pass,
                      const Exec& exec) {
+  check_handle(exchange, exec);
   const Problem layer = layer_problem(exchange, problem, rows);
   const StepMemory memory = step_memory(layer, pass, {}, exec);
   Sizes sizes = cuda::moe_sizes(layer, pass, exec);
