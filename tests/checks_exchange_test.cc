@@ -32,6 +32,10 @@ TEST(ChecksExchange, OpenRefusals) {
       {[](Open& o) { o.options.transport = static_cast<ExchangeTransport>(3); },
        "transport is 3, must be in 0 to 2"},
       {[](Open& o) { o.options.time_limit_ms = -1; }, "time_limit_ms is -1, must be at least 0"},
+      {[](Open& o) { o.options.time_limit_ms = (1LL << 32) + 1; },
+       "time_limit_ms is 4294967297, must be at most 4294967296, 49 days"},
+      {[](Open& o) { o.options.multiprocessors = 1025; },
+       "multiprocessors is 1025, must be at most 1024, more than a GPU has"},
       {[](Open& o) { o.options.multiprocessors = -1; },
        "multiprocessors is -1, must be at least 0"},
       {[](Open& o) { o.options.buffers = nullptr; },
@@ -91,6 +95,8 @@ TEST(ChecksExchange, ForwardRefusals) {
       {[](Forward& f) { f.problem.experts = 5; },
        "experts is 5, must be a multiple of the 2 ranks"},
       {[](Forward& f) { f.rows = -1; }, "rows is -1, must be at least 0"},
+      {[](Forward& f) { f.rows = 1LL << 31; }, "rows is 2147483648, must be below 2^31",
+       Status::kOutOfRange},
       {[](Forward& f) { f.part = static_cast<ExchangePart>(4); }, "part is 4, must be in 0 to 3"},
       {[](Forward& f) { f.args.weights.down.shape[0] = E; },
        "weights.down has shape (4, 8, 8), must be (E, d, n) = (2, 8, 8)"},
@@ -98,6 +104,46 @@ TEST(ChecksExchange, ForwardRefusals) {
        "scratch has 1 bytes, must have at least 768 bytes", Status::kWorkspaceTooSmall},
       {[](Forward& f) { f.args.out.data = f.args.x.data; },
        "out overlaps x, must be memory of its own"},
+  });
+}
+
+struct Backward : Forward {
+  BackwardArgs grads;
+
+  Backward() {
+    part = ExchangePart::kBegin;  // checks the buffers, unlike that of a forward
+    grads.x = args.x;
+    grads.routing = args.routing;
+    grads.weights = args.weights;
+    grads.dout = memory.tensor(DType::kBF16, {T, d});
+    grads.h = args.h;
+    grads.saved = args.saved;
+    grads.scratch = args.scratch;
+    grads.dx = memory.tensor(DType::kBF16, {T, d});
+    grads.dweights = memory.tensor(DType::kF32, {T, K});
+    grads.grads.down = memory.tensor(DType::kBF16, {E / 2, d, n});
+  }
+  void run() {
+    exchange_backward(reinterpret_cast<Exchange&>(exchange), problem, rows, grads, part, exec);
+  }
+};
+
+TEST(ChecksExchange, BackwardRefusals) {
+  expect_refusals<Backward>({
+      {[](Backward& b) { b.problem.experts = 5; },
+       "experts is 5, must be a multiple of the 2 ranks"},
+      {[](Backward& b) { b.rows = 1LL << 31; }, "rows is 2147483648, must be below 2^31",
+       Status::kOutOfRange},
+      {[](Backward& b) { b.part = static_cast<ExchangePart>(-1); },
+       "part is -1, must be in 0 to 3"},
+      {[](Backward& b) { b.grads.dout.shape[0] = 3; },
+       "dout has shape (3, 8), must be (T, d) = (4, 8)"},
+      {[](Backward& b) { b.grads.grads.down.shape[0] = E; },
+       "grads.down has shape (4, 8, 8), must be (E, d, n) = (2, 8, 8)"},
+      {[](Backward& b) { b.grads.saved.bytes = 1; },
+       "saved has 1 bytes, must have at least 512 bytes", Status::kWorkspaceTooSmall},
+      {[](Backward& b) { b.grads.dx.data = b.grads.dout.data; },
+       "dx overlaps dout, must be memory of its own"},
   });
 }
 

@@ -89,6 +89,7 @@ void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t row
            std::to_string(s.ranks) + " ranks");
   }
   at_least("rows", rows, 0);
+  below_2_31("rows", rows);
   Problem layer = own_problem(s, p);
   layer.form = RoutingForm::kPairs;
   layer.top_k = 0;
