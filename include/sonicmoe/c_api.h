@@ -321,7 +321,7 @@ SMOE_API const char* smoe_engine_name(int32_t index);
 SMOE_API const char* smoe_device_engine(const smoe_device* device);
 
 /* Expert parallelism: exchange.h, where each function is described under the name without smoe_.
- * CUDA only. */
+ * CUDA only. One thread at a time uses an exchange. */
 typedef struct smoe_exchange smoe_exchange;
 
 enum { SMOE_TRANSPORT_AUTO = 0, SMOE_TRANSPORT_PUSH = 1, SMOE_TRANSPORT_COPY = 2 };

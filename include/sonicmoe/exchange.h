@@ -6,12 +6,14 @@
 // symmetric memory, CUDA IPC, or peer access within a process. A group of ranks needs one for all
 // its layers. CUDA only.
 //
-// A training step, on every rank:
-//   Exchange* exchange = exchange_open(options, exec);             // then a barrier over all ranks
-//   Sizes f = exchange_sizes(*exchange, problem, rows, Pass::kForward, exec);
-//   exchange_forward(*exchange, problem, rows, {x, routing, weights, out, ...}, ExchangePart::kAll,
-//   exec); exchange_backward(*exchange, problem, rows, {x, routing, weights, dout, ...},
-//   ExchangePart::kAll, exec);
+// A training step, on every rank; args as for moe_forward and moe_backward:
+//   Exchange* exchange = exchange_open(options, exec);  // then a barrier over all ranks
+//   Sizes sizes = exchange_sizes(*exchange, problem, rows, Pass::kForward, exec);
+//   exchange_forward(*exchange, problem, rows, forward_args, ExchangePart::kAll, exec);
+//   exchange_backward(*exchange, problem, rows, backward_args, ExchangePart::kAll, exec);
+//
+// Functions throw Error (types.h). A refused argument leaves the step as it was, so that the call
+// can be repeated. After Status::kCuda only exchange_reset or exchange_close helps.
 #pragma once
 
 #include "sonicmoe/moe.h"
@@ -53,25 +55,30 @@ struct ExchangeOptions {
   ExchangeTransport transport = ExchangeTransport::kAuto;
 };
 
-/// Opens this rank's end and clears its own symmetric buffer's flags. No rank may begin a step
-/// before all ranks have opened: the caller puts a barrier between. Nothing is allocated later.
+/// Opens this rank's end and clears the flags of its own symmetric buffer; waits for the device. No
+/// rank may begin a step before all ranks have opened: the caller puts a barrier between. Nothing
+/// is allocated later. Buffers and the handle `exec.device` must outlive the exchange; the
+/// addresses are copied. All later calls need a handle of the same GPU and engine.
 SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
 /// Waits for the exchange's work; null is ignored.
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
 /// Throws if an earlier step failed: a rank that did not come within the time limit, or more rows
 /// than `rows`. Every part of a step does the same first. It does not wait for the device: a fault
-/// is seen once the failing kernel has run. A failed step fills its outputs with NaN on every rank
-/// that learns of it in time, and the exchange stays broken until exchange_reset.
+/// is seen once the failing kernel has run. A failed step fills out, dx and dweights with NaN on
+/// every rank that learns of it in time. Gradients of weights are then not valid and have no NaN,
+/// also where they were accumulated. The exchange stays broken until exchange_reset.
 SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 
-/// Makes a broken or aborted exchange usable again. All ranks call it, with a barrier of the
-/// caller's before (no rank still works) and after (no rank begins early).
+/// Makes a broken or aborted exchange usable again; waits for the device. All ranks call it. Before
+/// it, each rank waits for its own device (waits for other ranks end within the time limit), then
+/// comes a barrier of the caller's: a rank that still works would write flags that are cleared. A
+/// second barrier follows the call, so that no rank begins early.
 SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 
 /// The parts of a step. kAll is the three of them. Between them the caller may enqueue its own work
-/// on exec.stream: rows and partial sums travel on another stream. Arguments are equal for all
-/// parts of a step.
+/// on exec.stream: rows and partial sums travel on another stream. Arguments and exec are equal for
+/// all parts of a step, except where a part needs less. A CUDA graph must hold whole steps.
 enum class ExchangePart : std::int32_t {
   kAll = 0,
   kBegin = 1,  ///< sends routing and rows (backward: dout, then x); a forward needs no buffers yet
@@ -80,8 +87,8 @@ enum class ExchangePart : std::int32_t {
 };
 
 /// Rows that the current step routes to this rank's experts: the smallest `rows` that holds them.
-/// After kBegin of a forward, before kCompute. The only function that waits for the device; it
-/// waits for the routing of all ranks, not for their rows.
+/// After kBegin of a forward, before kCompute. The only function of a step that waits for the
+/// device: for the routing of all ranks, not for their rows. It cannot be captured in a graph.
 SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Problem& problem,
                                         const Exec& exec);
 
@@ -100,8 +107,9 @@ SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& probl
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                    const ForwardArgs& args, ExchangePart part, const Exec& exec);
 
-/// moe_backward over all ranks. x travels again and is not kept. All ranks ask for the same ones of
-/// dx and dweights.
+/// moe_backward over all ranks. `args.grads` are those of this rank's E/W experts; dx and dweights
+/// those of this rank's tokens. x travels again and is not kept. All ranks ask for the same ones of
+/// dx and dweights. kBegin needs the buffers too.
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                     const BackwardArgs& args, ExchangePart part, const Exec& exec);
 
