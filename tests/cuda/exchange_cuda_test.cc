@@ -241,6 +241,47 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   EXPECT_EQ(group.run(), want) << "after a reset";
 }
 
+/// After a fault neither the slots of other ranks nor a list of pairs may be trusted: memory beside
+/// the arrays is not written (DeviceArray looks at it).
+TEST(Exchange, AFailedStepWritesNothingBesideItsArrays) {
+  constexpr std::int64_t kRows = 2'000;
+  const RankShape shape;
+  const PretendedRanks ranks(options_of(shape, 2, ExchangeTransport::kPush));
+  const ExchangeShape& s = ranks.shape();
+  const Exchange& exchange = ranks.exchange(0);
+  const cuda::ExchangeLayout layout = exchange.layout;
+  const std::int64_t places = s.ranks * s.max_slots;
+  // Slots of this rank's expert 0 whose tokens were never written.
+  must(cudaMemset(ranks.at<void>(0, layout.slot_expert), 0, places * 4));
+  must(cudaMemset(ranks.at<void>(0, layout.slot_token), 0x01, places * 4));
+  const auto count = static_cast<std::int32_t>(s.max_slots);
+  const std::int32_t counts[2] = {count, count};
+  const std::uint32_t fault = cuda::FaultCode::pack(cuda::kFaultMissing, cuda::kPhaseRouting, 1);
+  auto* control = ranks.at<cuda::Control>(0, layout.control);
+  must(cudaMemcpy(control->slots, counts, sizeof(counts), cudaMemcpyHostToDevice));
+  must(cudaMemcpy(&control->fault, &fault, sizeof(fault), cudaMemcpyHostToDevice));
+  DeviceArray token(kRows * 4), expert(kRows * 4), weight(kRows * 4), slot(kRows * 4);
+  DeviceArray has_row(s.ranks * s.max_tokens);
+  const cuda::PairList list{
+      static_cast<std::int32_t*>(token.data()),   static_cast<std::int32_t*>(expert.data()),
+      static_cast<float*>(weight.data()),         static_cast<std::int32_t*>(slot.data()),
+      static_cast<std::uint8_t*>(has_row.data()), kRows};
+  const cuda::PairWork work{exchange.device, exchange.peers, s, shape.experts / 2, exchange.limits};
+  cuda::count_pairs(work, &list, ranks.stream(0));
+  cuda::list_pairs(work, list, ranks.stream(0));
+  ranks.wait_quietly();
+  EXPECT_EQ(token.get<std::int32_t>(), std::vector<std::int32_t>(kRows, -1));
+  EXPECT_EQ(expert.get<std::int32_t>(), std::vector<std::int32_t>(kRows, -1));
+  EXPECT_EQ(has_row.get(), std::vector<std::uint8_t>(s.ranks * s.max_tokens, 0));
+  token.fill(0);
+  slot.fill(0);
+  const std::vector<std::uint8_t> before = ranks.buffer(0).get();
+  cuda::push_score_grads(exchange.peers, s, list, static_cast<float*>(weight.data()),
+                         ranks.stream(0));
+  ranks.wait_quietly();
+  EXPECT_EQ(ranks.buffer(0).get() == before, true);
+}
+
 TEST(Exchange, AFailedStepLeavesNaN) {
   const RankShape shape;
   GroupOptions options = options_of(shape, 2, ExchangeTransport::kCopy);

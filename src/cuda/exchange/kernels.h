@@ -60,7 +60,8 @@ struct PairWork {
 void count_pairs(const PairWork& work, const PairList* list, cudaStream_t stream);
 /// The number of pairs that count_pairs() has counted.
 void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
-/// Pairs beyond `rows` are a fault: it is recorded and all ranks are alarmed.
+/// Pairs beyond `rows` are a fault: it is recorded and all ranks are alarmed. After an earlier
+/// fault the list is empty.
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream);
 
 /// Rows of d elements of 16 bits, a multiple of 8.

@@ -164,7 +164,9 @@ __global__ void __launch_bounds__(kThreads)
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const std::int64_t place = own_place();
-  const int expert = p.expert(place);
+  // Without the routing of all ranks a late rank may be writing its slots: the list stays empty.
+  const bool fault = has_fault(peers);
+  const int expert = fault ? -1 : p.expert(place);
   const CountSums sums =
       sum_counts(p.block_counts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   if (sums.all > out.rows && blockIdx.x == 0 && threadIdx.x == 0) {
@@ -183,7 +185,8 @@ __global__ void __launch_bounds__(kThreads)
     out.slot[row] = static_cast<std::int32_t>(place - s * p.max_slots);
     out.has_row[token] = 1;
   }
-  for (std::int64_t empty = sums.all + blockIdx.x * kThreads + threadIdx.x; empty < out.rows;
+  const int listed = fault ? 0 : sums.all;
+  for (std::int64_t empty = listed + blockIdx.x * kThreads + threadIdx.x; empty < out.rows;
        empty += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     out.token[empty] = -1;
     out.expert[empty] = -1;
