@@ -62,6 +62,17 @@ T read(const T* given, const char* name, std::size_t first = sizeof(T)) {
   return result;
 }
 
+/// Writes what compute() returns to `sizes`, which is checked before and whose size field stays.
+template <class F>
+void write_sizes(smoe_sizes* sizes, const F& compute) {
+  smoe_sizes result = read(static_cast<const smoe_sizes*>(sizes), "sizes");
+  const Sizes s = compute();
+  result.h_bytes = s.h_bytes;
+  result.saved_bytes = s.saved_bytes;
+  result.scratch_bytes = s.scratch_bytes;
+  *sizes = result;
+}
+
 /// A tensor that must be given: null is refused.
 Tensor required(const smoe_tensor* given, const char* name);
 /// A tensor that may be absent: null becomes an empty tensor.

@@ -71,13 +71,10 @@ smoe_status smoe_exchange_sizes(const smoe_exchange* exchange, const smoe_proble
                                 int64_t rows, int32_t pass, const smoe_exec* exec,
                                 smoe_sizes* sizes) {
   return capi::guarded([&] {
-    smoe_sizes result = capi::read(static_cast<const smoe_sizes*>(sizes), "sizes");
-    const Sizes s = exchange_sizes(exchange_of(exchange), capi::problem(problem), rows,
-                                   static_cast<Pass>(pass), capi::exec(exec));
-    result.h_bytes = s.h_bytes;
-    result.saved_bytes = s.saved_bytes;
-    result.scratch_bytes = s.scratch_bytes;
-    *sizes = result;
+    capi::write_sizes(sizes, [&] {
+      return exchange_sizes(exchange_of(exchange), capi::problem(problem), rows,
+                            static_cast<Pass>(pass), capi::exec(exec));
+    });
   });
 }
 

@@ -40,12 +40,9 @@ smoe_status smoe_row_capacity(const smoe_problem* problem, int64_t* capacity) {
 smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass, const smoe_exec* exec,
                            smoe_sizes* sizes) {
   return capi::guarded([&] {
-    smoe_sizes result = capi::read(static_cast<const smoe_sizes*>(sizes), "sizes");
-    const Sizes s = moe_sizes(capi::problem(problem), static_cast<Pass>(pass), capi::exec(exec));
-    result.h_bytes = s.h_bytes;
-    result.saved_bytes = s.saved_bytes;
-    result.scratch_bytes = s.scratch_bytes;
-    *sizes = result;
+    capi::write_sizes(sizes, [&] {
+      return moe_sizes(capi::problem(problem), static_cast<Pass>(pass), capi::exec(exec));
+    });
   });
 }
 
