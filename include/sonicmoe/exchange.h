@@ -12,7 +12,7 @@
 //   exchange_forward(*exchange, problem, rows, forward_args, ExchangePart::kAll, exec);
 //   exchange_backward(*exchange, problem, rows, backward_args, ExchangePart::kAll, exec);
 //
-// Functions throw Error (types.h). A refused argument leaves the step as it was, so that the call
+// Functions throw Error (status.h). A refused argument leaves the step as it was, so that the call
 // can be repeated. After Status::kCuda only exchange_reset or exchange_close helps.
 #pragma once
 
