@@ -68,6 +68,10 @@ SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 /// is seen once the failing kernel has run. A failed step fills out, dx and dweights with NaN on
 /// every rank that learns of it in time. Gradients of weights are then not valid and have no NaN,
 /// also where they were accumulated. The exchange stays broken until exchange_reset.
+///
+/// A rank that comes later than the time limit may finish a step that has failed elsewhere, and
+/// learns of the fault in its next step. With kCopy the rows of its step may then have been
+/// overwritten: copies that the other ranks had enqueued cannot be stopped.
 SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 
 /// Makes a broken or aborted exchange usable again; waits for the device. All ranks call it. Before

@@ -282,6 +282,52 @@ TEST(Exchange, AFailedStepWritesNothingBesideItsArrays) {
   EXPECT_EQ(ranks.buffer(0).get() == before, true);
 }
 
+/// A slow rank may still read what an earlier step has sent to it.
+TEST(Exchange, AFailedRankSendsNothing) {
+  const RankShape shape;
+  const PretendedRanks ranks(options_of(shape, 2, ExchangeTransport::kPush));
+  const ExchangeShape& s = ranks.shape();
+  const Exchange& exchange = ranks.exchange(0);
+  const cudaStream_t stream = ranks.stream(0);
+  DeviceArray rows(s.ranks * s.max_tokens * s.hidden * 2, 0x11);
+  DeviceArray has_row(s.ranks * s.max_tokens, 1), ids(shape.top_k * 4, 0), weights(ids.bytes(), 0);
+  const std::vector<std::uint64_t> masks(s.max_tokens, 2);  // rank 1
+  must(cudaMemcpy(ranks.at<void>(0, exchange.layout.rank_masks), masks.data(), masks.size() * 8,
+                  cudaMemcpyHostToDevice));
+  cuda::OwnSlots slots{};
+  slots.expert = tensor2(ids.data(), DType::kI32, 1, shape.top_k);
+  slots.weight = tensor2(weights.data(), DType::kF32, 1, shape.top_k);
+  slots.count = slots.top_k = shape.top_k;
+  slots.tokens = 1;
+  slots.experts = shape.experts;
+  slots.experts_per_rank = shape.experts / 2;
+  auto* control = ranks.at<cuda::Control>(0, exchange.layout.control);
+  const std::vector<std::uint8_t> before = ranks.buffer(1).get();
+  for (const std::uint32_t kind : {cuda::kFaultMissing, cuda::kFaultNone}) {
+    const std::uint32_t fault = cuda::FaultCode::pack(kind, 0, 0);
+    must(cudaMemcpy(&control->fault, &fault, sizeof(fault), cudaMemcpyHostToDevice));
+    const bool failed = kind != cuda::kFaultNone;
+    const auto send = [&](const char* what, const auto& work) {
+      must(
+          cudaMemcpy(ranks.buffer(1).data(), before.data(), before.size(), cudaMemcpyHostToDevice));
+      DeviceArray::wait();
+      work();
+      ranks.wait_quietly();
+      EXPECT_EQ(ranks.buffer(1).get() == before, failed) << what;
+    };
+    send("slots", [&] { cuda::send_slots(*exchange.device, exchange.peers, s, slots, stream); });
+    send("rows", [&] {
+      cuda::push_rows(exchange.peers, s, {rows.data(), s.hidden, s.max_tokens, s.hidden},
+                      exchange.layout.x, 8, stream);
+    });
+    send("partial sums", [&] {
+      cuda::push_partials(exchange.peers, s,
+                          {rows.data(), s.hidden, s.ranks * s.max_tokens, s.hidden},
+                          static_cast<std::uint8_t*>(has_row.data()), 8, stream);
+    });
+  }
+}
+
 TEST(Exchange, AFailedStepLeavesNaN) {
   const RankShape shape;
   GroupOptions options = options_of(shape, 2, ExchangeTransport::kCopy);

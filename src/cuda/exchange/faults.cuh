@@ -19,7 +19,9 @@ __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std
   }
 }
 
-/// Whether this rank has given up, in this kernel or an earlier one.
+/// Whether this rank has given up, in this kernel or an earlier one. Its waits then end at once, so
+/// kernels that write to other ranks must not run: a slow rank may still read what an earlier step
+/// has sent to it.
 __device__ inline bool has_fault(const Peers& peers) {
   return *static_cast<volatile const std::uint32_t*>(&peers.control(peers.rank)->fault) != 0;
 }

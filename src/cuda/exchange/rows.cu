@@ -50,6 +50,7 @@ __device__ __forceinline__ std::int64_t warps() {
 __global__ void __launch_bounds__(kPushThreads)
     push_rows_kernel(const __grid_constant__ Peers peers, const PushParams p,
                      const std::uint64_t* masks, std::int64_t offset) {
+  if (has_fault(peers)) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
   for (std::int64_t t = first_warp(); t < p.count; t += warps()) {
@@ -72,6 +73,7 @@ __global__ void __launch_bounds__(kPushThreads)
 __global__ void __launch_bounds__(kPushThreads)
     push_partials_kernel(const __grid_constant__ Peers peers, const PushParams p,
                          const std::uint8_t* has_row, std::int64_t offset) {
+  if (has_fault(peers)) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
   const int others = peers.ranks - 1;
@@ -93,8 +95,7 @@ __global__ void __launch_bounds__(kPushThreads)
 __global__ void __launch_bounds__(kPushThreads)
     push_score_grads_kernel(const __grid_constant__ Peers peers, const PairList list,
                             const float* grads, std::int64_t max_tokens, std::int64_t offset) {
-  // Without the routing of all ranks the list may have rows that were never written.
-  if (has_fault(peers)) return;
+  if (has_fault(peers)) return;  // the list may also have rows that were never written
   for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kPushThreads + threadIdx.x;
        row < list.rows; row += static_cast<std::int64_t>(gridDim.x) * kPushThreads) {
     const std::int32_t token = list.token[row];

@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kThreads)
                       const ListOffsets lists) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
+  if (has_fault(peers)) return;
   if (blockIdx.x == 0 && threadIdx.x < peers.ranks) {
     peers.control(static_cast<int>(threadIdx.x))->slots[peers.rank] = slots.count;
   }
