@@ -15,18 +15,19 @@ namespace {
 constexpr std::int64_t kDefaultLimitMs = 60'000;
 constexpr int kDefaultMultiprocessors = 8;
 
+/// What a rank that is missing did not do.
 const char* phase_text(std::uint32_t phase) {
   switch (phase) {
     case kPhaseRouting:
-      return "its routing";
+      return "send its routing";
     case kPhaseRows:
-      return "its rows";
+      return "send its rows";
     case kPhaseAgain:
-      return "its rows of x in backward";
+      return "send its rows of x in backward";
     case kPhasePartials:
-      return "its partial sums";
+      return "send its partial sums";
     default:
-      return "the end of its layer";
+      return "finish its layer";
   }
 }
 
@@ -39,7 +40,7 @@ std::string fault_sentence(const Exchange& exchange, const FaultRecord& record) 
     sentence = blamed + " got more rows for its experts than its capacity";
     if (code.rank == own) sentence += " (" + std::to_string(record.rows) + " rows came)";
   } else {
-    sentence = blamed + " did not send " + phase_text(code.phase) + " within the time limit of " +
+    sentence = blamed + " did not " + phase_text(code.phase) + " within the time limit of " +
                std::to_string(exchange.limits.nanoseconds / 1'000'000) + " ms";
   }
   if (record.reporter != own) {
