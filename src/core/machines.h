@@ -30,8 +30,8 @@ enum class Evidence {
 };
 const char* evidence_name(Evidence evidence);
 
-/// Roofline time over time under sustained load, both passes of 18 large layers on an H200: the mean and
-/// the extremes. By default those of the hopper engine (benchmarks/results/h200/hot.json).
+/// Roofline time over time under sustained load, both passes of 18 large layers on an H200: the
+/// mean and the extremes. By default those of the hopper engine (benchmarks/results/h200/hot.json).
 struct ShareOfRoofline {
   double mean = 0.63, least = 0.57, most = 0.68;
 };
@@ -43,7 +43,7 @@ struct EngineRate {
   Evidence evidence = Evidence::kEstimated;
   /// Most that its instructions reach, at most the machine's rate.
   double flops_per_second = 0.0;
-  std::string note;  ///< a sentence about that rate; may be empty
+  std::string note;            ///< a sentence about that rate; may be empty
   ShareOfRoofline share = {};  ///< not known here where the evidence is kEstimated
 };
 /// The engine that serves a machine, or the one of that name; refuses one that cannot run there.
