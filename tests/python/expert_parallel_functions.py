@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import reference
 import sonicmoe_cpp as smoe
@@ -274,6 +276,24 @@ def no_gradient_in(world):
         mine.dout = torch.zeros_like(mine.dout)
     out.backward(mine.dout)
     assert world.rank != 0 or (mine.x.grad == 0).all()
+
+
+@case
+def host_waits_once(world):
+    """For the numbers of rows of a forward."""
+    if world.device != "cuda":
+        return
+    mine = mine_of(world, random_layer(bias=True), torch.bfloat16, "uneven")
+    results(mine, by_ids)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            results(mine, by_ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in found if "synchronizing" in str(w.message)]
+    assert len(waits) == 1, waits
 
 
 @case

@@ -28,6 +28,14 @@ READS = ("forward", "backward", "routing")
 WIDTH = 8
 
 
+def from_host(numbers: list, device: torch.device) -> Tensor:
+    """int64 numbers, for which the host does not wait: from memory that is not pinned, it would
+    wait until the device has done all work queued before."""
+    pinned = device.type == "cuda"
+    values = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
+    return values.to(device, non_blocking=True)
+
+
 class Group:
     """The ranks that share the experts. Every rank makes the same calls in the same order; `calls`
     and `exchanges` count them, so that ranks that do not are found out."""
@@ -205,7 +213,7 @@ class Group:
         """Row r of `values` (W, at most WIDTH) goes to rank r. Gives the rows sent and received as
         lists: the host waits, within the time limit also on CUDA. Ranks must all read the same
         `what` in the same call; messages have one size, so that those that do not find out."""
-        head = torch.tensor([what, self.calls]).to(values.device).expand(self.size, -1)
+        head = from_host([what, self.calls], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))
         message = torch.cat((head, values), 1)
         found = torch.empty_like(message)
@@ -220,7 +228,7 @@ class Group:
 
     def read_all(self, what: int, values: list[int], device, timeout: float) -> list[list[int]]:
         """The values of every rank, as read()."""
-        mine = torch.tensor(values, dtype=torch.int64).to(device).expand(self.size, -1)
+        mine = from_host(values, device).expand(self.size, -1)
         return self.read(what, mine, timeout)[1]
 
     def agree(self, names: tuple[str, ...], mine: tuple, of_ranks: list) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._checks import names
 from .._ops import score_dtype
-from ._group import BACKWARD, FORWARD, Group
+from ._group import BACKWARD, FORWARD, Group, from_host
 
 TRANSPORTS = ("auto", "all_to_all")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -137,15 +137,14 @@ class AllToAll(Transport):
         row = rows[:used] - 1
         of_row = token.new_empty(sum(sent[0]))
         of_row[row] = key - target * tokens
-        starts = torch.tensor(_starts(sent[0])).to(key.device)
+        layout = [_starts(sent[0]), _starts(received[0]), received[1]]
+        sent_start, received_start, pairs = from_host(layout, key.device)
         local = expert[slot] - target * facts.experts
-        numbers = torch.stack((row - starts[target], local), 1).int()
+        numbers = torch.stack((row - sent_start[target], local), 1).int()
         numbers = self.group.all_to_all(numbers, sent[1], received[1], self.timeout)
-        source = torch.tensor(_starts(received[0]), dtype=torch.int32).repeat_interleave(
-            torch.tensor(received[1])
-        )
+        source = received_start.repeat_interleave(pairs, output_size=sum(received[1]))
         row, local = numbers.unbind(1)
-        row = row + source.to(row.device)
+        row = row + source.int()
         return Routes(
             *(sent[0], received[0], sent[1], received[1], received[2], self.group.calls),
             *(of_row, slot, row, local.contiguous()),
@@ -154,7 +153,7 @@ class AllToAll(Transport):
     def _agree(self, counts: Tensor, facts: Facts) -> tuple[tuple, tuple]:
         """(rows, pairs) sent and (rows, pairs, what any rank needs) received."""
         mine = (facts.layer, facts.hidden, facts.experts, DTYPES.index(facts.dtype), facts.needs)
-        head = torch.tensor(mine).to(counts.device).expand(self.group.size, -1)
+        head = from_host(mine, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
         of_ranks = [_compared(*row[2:7]) for row in received]
         self.group.agree(COMPARED, _compared(*mine), of_ranks)
