@@ -267,15 +267,38 @@ def main_gradients(world):
         assert error < 2 * torch.finfo(torch.bfloat16).eps, (name, error)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
 @case
 def no_gradient_in(world):
-    """A rank whose output is not used takes part with zeros."""
+    """A rank whose output gets no gradient takes part with zeros."""
     mine = mine_of(world, random_layer(), torch.bfloat16, "even")
-    out = by_ids(mine)
     if world.rank == 0:
         mine.dout = torch.zeros_like(mine.dout)
-    out.backward(mine.dout)
-    assert world.rank != 0 or (mine.x.grad == 0).all()
+    want = results(mine, by_ids)
+    out = by_ids(mine)
+    if world.rank == 0:
+        NoGradient.apply(out).sum().backward()
+    else:
+        out.backward(mine.dout)
+    for name, leaf in mine.leaves().items():
+        assert torch.equal(leaf.grad, want[name]), name
+
+
+@case
+def second_derivatives_are_refused(world):
+    mine = mine_of(world, random_layer(), torch.bfloat16, "even")
+    (dx,) = torch.autograd.grad(by_ids(mine).float().square().sum(), mine.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.float().square().sum().backward()
 
 
 @case

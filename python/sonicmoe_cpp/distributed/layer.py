@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import _checks, _ops
 from .._names import FORM
@@ -96,13 +97,15 @@ def _recorded(ctx, x, weights, *others):
     return out
 
 
+# Exchanges record no graph, so that a second derivative would silently lack what travels.
+@once_differentiable
 def _differentiated(ctx, dout):
     place, options, main_gradients, needs, slots, routes = ctx.rest
-    x, row_weights, *others = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(x)  # the other ranks wait for this one's rows
-    kept = (x, row_weights, slots, *others, routes)
     with place.transport.group.guarded():
+        x, row_weights, *others = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(x)  # the other ranks wait for this one's rows
+        kept = (x, row_weights, slots, *others, routes)
         found = backward(place, dout, kept, options, main_gradients, needs)
     return *found, None
 
