@@ -176,6 +176,20 @@ def module_clipping(world):
 
 
 @case
+def module_gradients_that_some_ranks_lack(world):
+    """They are 0 in the sum; a gradient that all lack stays None."""
+    parallel, _ = modules(world, shared_experts=1)
+    shared = parallel.shared_up, parallel.shared_down
+    if world.rank == world.size - 1:
+        for parameter in shared:
+            parameter.grad = torch.ones_like(parameter)
+    parallel.sum_replicated_gradients()
+    assert parallel.router.weight.grad is None
+    for parameter in shared:
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+
+
+@case
 def module_nan(world):
     """A NaN of one rank is in its token's output and in all ranks' losses."""
     parallel, _ = modules(world, lb_coef=0.1)
@@ -191,11 +205,23 @@ def module_nan(world):
 @case
 def module_autocast(world):
     parallel, one = modules(world)
-    x, tokens = inputs(world, "even"), world.tokens("even")
+    x, tokens = inputs(world, "even").requires_grad_(), world.tokens("even")
+    part = x.detach()[tokens].clone().requires_grad_()
     with torch.autocast(world.device, dtype=torch.bfloat16):
-        got, want = parallel(x[tokens])[0], one(x)[0][tokens]
+        got, want = parallel(part)[0], one(x)[0]
     assert got.dtype == torch.bfloat16
-    assert reference.error(got, want) < 2 * torch.finfo(torch.bfloat16).eps
+    got.float().square().sum().backward()
+    want.float().square().sum().backward()
+    parallel.sum_replicated_gradients()
+    pairs = {"out": (got, want[tokens]), "x": (part.grad, x.grad[tokens])}
+    for name in ("w_up", "w_down"):
+        gradient = one.get_parameter(name).grad[world.experts]
+        pairs[name] = parallel.get_parameter(name).grad.to_local(), gradient
+    pairs["router"] = parallel.router.weight.grad, one.router.weight.grad
+    for name, (mine, whole) in pairs.items():
+        assert mine.dtype == whole.dtype, name
+        error = reference.error(mine, whole)
+        assert error < 4 * torch.finfo(torch.bfloat16).eps, (name, error)
 
 
 @case

@@ -23,8 +23,8 @@ SLICE = 0.25
 # Seconds after which a rank tells the others that it waits, and between its questions about them.
 PATIENCE = 1.0
 # What ranks tell each other in read(), and how many numbers at most.
-FORWARD, BACKWARD, ROUTING = range(3)
-READS = ("forward", "backward", "routing")
+FORWARD, BACKWARD, ROUTING, GRADIENTS = range(4)
+READS = ("forward", "backward", "routing", "sum of gradients")
 WIDTH = 8
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ where some parameters are DTensors and others are plain, which
     torch's refuses to mix. Gives the norm of all gradients, the same on every rank.
@@ -19,6 +19,8 @@ def clip_grad_norm_(
     Every rank calls it. Gradients of plain parameters must be equal on all ranks:
     sum_replicated_gradients() comes first.
     """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
     parameters = [p for p in parameters if p.grad is not None]
     by_mesh: dict = {}
     for p in parameters:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from .. import _checks, _ops
 from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
-from ._group import ROUTING
+from ._group import GRADIENTS, ROUTING
 from .layer import TIMEOUT, Place, make_transport, run
 from .routing import AllTokens, group_losses
 
@@ -134,17 +134,23 @@ class ExpertParallelMoE(MoE):
     @torch.no_grad()
     def sum_replicated_gradients(self) -> None:
         """Adds up the ranks' gradients of replicated_parameters(): once an optimizer step, after
-        the last backward. Not where DDP or FSDP2 reduces them over these ranks."""
+        the last backward. Not where DDP or FSDP2 reduces them over these ranks. A gradient that
+        some ranks lack is 0 there; one that all lack stays None. The host waits for the device."""
+        timeout, parameters = self.transport.timeout, self.replicated_parameters()
         with self.group.call():
-            for parameter in self.replicated_parameters():
-                gradient = parameter.grad
-                if gradient is None:
+            have = sum(1 << i for i, p in enumerate(parameters) if p.grad is not None)
+            device = self._local("w_up").device
+            of_ranks = self.group.read_all(GRADIENTS, [have], device, timeout)
+            for i, parameter in enumerate(parameters):
+                if not any(row[0] >> i & 1 for row in of_ranks):
                     continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 values = local.to(_ops.score_dtype(local))
-                of_ranks = self.group.all_gather(values, self.transport.timeout)
-                total = of_ranks[0]
-                for other in of_ranks[1:]:
+                total, *others = self.group.all_gather(values, timeout).unbind()
+                for other in others:
                     total = total + other
                 local.copy_(total)
 
@@ -181,18 +187,20 @@ class ExpertParallelMoE(MoE):
 
     @torch.compiler.disable
     def _rounded_by_all(self, logits: Tensor, options: dict) -> Pairs | None:
-        tokens = self._all_tokens(logits, int(self._seed()))
-        if not self._rounds(tokens.total):
-            return None
-        rule = {"tile": self.tile, "mode": self.rounding, **options}
-        seed = torch.tensor(tokens.number)
-        return tokens.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
+        with self.group.call():  # in compiled code no other one is around it
+            tokens = self._all_tokens(logits, int(self._seed()))
+            if not self._rounds(tokens.total):
+                return None
+            rule = {"tile": self.tile, "mode": self.rounding, **options}
+            seed = torch.tensor(tokens.number)
+            return tokens.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
 
     @torch.compiler.disable
     def _chosen(self, logits: Tensor) -> Pairs:
-        tokens = self._all_tokens(logits, 0)
-        capacity = self._capacity(tokens.total)
-        return tokens.pairs(logits, lambda t: expert_choice(t, capacity))
+        with self.group.call():
+            tokens = self._all_tokens(logits, 0)
+            capacity = self._capacity(tokens.total)
+            return tokens.pairs(logits, lambda t: expert_choice(t, capacity))
 
     def _group_losses(self, logits, expert: Tensor, slots: int | None, score: str, padding):
         counts = counted(expert.long(), self.num_experts)
