@@ -4,6 +4,7 @@ that names them, within the time limit."""
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 
@@ -105,6 +106,29 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert found[2]["seconds"] < 2 * TIMEOUT + SOON
 
 
+def stops(rank, size, folder):
+    """The process that holds the store of the process group answers nothing."""
+    layer = module(TIMEOUT)
+    if rank == 0:
+        kill = f"sleep {3 * TIMEOUT}; kill -KILL {os.getpid()}"
+        at_exchange(FORWARD, lambda: subprocess.Popen(["sh", "-c", kill]) and stop())
+    steps(layer)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_whose_process_is_stopped(tmp_path):
+    found = worlds.run(stops, SIZE, tmp_path)
+    assert found[0] is None
+    sentence = "rank 0 (the store of the process group does not answer) did not come within 5 s"
+    assert any(sentence in each["error"] for each in found[1:]), found
+    for each in found[1:]:
+        assert "ExpertParallelError" in each["error"], each
+        assert each["seconds"] < SOON
+
+
 def refuses(rank, size, folder):
     layer = module()
     steps(layer, 1)
@@ -120,6 +144,24 @@ def test_a_rank_that_refuses(tmp_path):
     for each in (found[0], found[2]):
         assert f"rank 1 failed: {sentence}" in each["error"], each
         assert each["seconds"] < SOON
+
+
+def all_refuse(rank, size, folder):
+    """Between a forward and its backward, to which rank 2 comes late."""
+    layer = module()
+    out, _ = layer(torch.randn(5, 24))
+    with pytest.raises(ValueError, match="its last dimension must be 24"):
+        layer(torch.zeros(4, 25))
+    if rank == 2:
+        time.sleep(2.5 * _group.PATIENCE)
+    out.square().sum().backward()
+    steps(layer)
+    return "done"
+
+
+def test_what_all_ranks_refuse_breaks_nothing(tmp_path):
+    for each in worlds.run(all_refuse, SIZE, tmp_path):
+        assert each.get("result") == "done", each
 
 
 def runs_out_of_memory(rank, size, folder):
@@ -150,12 +192,15 @@ def test_a_rank_that_fails_in_the_middle_of_a_call(tmp_path):
 
 
 def interrupted(rank, size, folder):
-    """Ctrl-C at rank 1, which waits for rank 2, ends rank 0 that waits as well."""
+    """Ctrl-C at rank 1, which waits for rank 2, ends rank 0 that waits as well. Rank 2 comes when
+    both have ended."""
     layer = module()
-    if rank == 2:
-        time.sleep(4)
     if rank == 1:
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        at_exchange(2, interrupt.start)
+    ended = [folder / f"{other}-of-{size}.json" for other in (0, 1)]
+    while rank == 2 and not all(file.is_file() for file in ended):
+        time.sleep(0.05)
     steps(layer)
 
 

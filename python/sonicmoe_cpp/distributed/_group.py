@@ -16,7 +16,7 @@ from torch import Tensor
 # Activation checkpointing ends a recomputation by it, on all ranks at the same place.
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ._peers import ExpertParallelError, Peers
+from ._peers import FOR_GOOD, ExpertParallelError, Peers
 
 # Seconds between two looks at a collective that has not ended: Ctrl-C acts between them.
 SLICE = 0.25
@@ -55,12 +55,19 @@ class Group:
     def __deepcopy__(self, _memo) -> Group:
         return self
 
+    def _process_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:  # torch takes None for all ranks
+            raise ExpertParallelError("the process group of this layer has been destroyed")
+        return group
+
     def check_device(self, name: str, device: torch.device) -> None:
         """Refuses tensors that the group cannot exchange."""
         if device.type in self._served:
             return
+        group = self._process_group()
         try:
-            self._group()._get_backend(device)
+            group._get_backend(device)
         except RuntimeError:
             raise ValueError(
                 f"{name} is on {device}, for which the process group has no backend: use another "
@@ -74,6 +81,13 @@ class Group:
         return self.layers
 
     # ---- faults ----------------------------------------------------------------------------------
+
+    @property
+    def moment(self) -> int:
+        """Grows when a call begins and when it ends. What a rank raises before the first exchange
+        of a call concerns those that wait in this call, and not a backward after it: there all
+        ranks have raised."""
+        return 2 * self.calls + (0 if self._inside else 1)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -105,8 +119,9 @@ class Group:
             raise
         except BaseException as error:
             sentence = f"{type(error).__name__}: {error}".splitlines()[0][:500].rstrip(": ")
-            self.peers.failed(self.calls, sentence)
-            if self.exchanges != before and self.broken is None:
+            left = self.exchanges != before
+            self.peers.failed(FOR_GOOD if left else self.moment, sentence)
+            if left and self.broken is None:
                 self.broken = sentence
                 self._abort()
                 self.peers.let_others_read()
@@ -114,7 +129,7 @@ class Group:
 
     def _fail(self, sentence: str) -> None:
         self.broken = f"expert parallelism, call {self.calls} on rank {self.peers.me}: {sentence}"
-        self.peers.failed(self.calls, sentence)
+        self.peers.failed(FOR_GOOD, sentence)
         self._abort()
         self.peers.let_others_read()
         raise ExpertParallelError(self.broken) from None
@@ -138,8 +153,11 @@ class Group:
             if asked == 0:
                 self.peers.waits(self.exchanges)
             asked += 1
-            problem = self.peers.problem(self.calls)
+            problem = self.peers.problem(self.moment)
             if problem is not None:
+                # A rank that ended after this collective has sent all that it had to send.
+                if self._ended(work, device, min(SLICE, timeout)):
+                    break
                 self._fail(problem)
             if waited > timeout:
                 absent = self.peers.absent(self.exchanges)
@@ -168,14 +186,12 @@ class Group:
 
     def _transport_failed(self, error: RuntimeError) -> None:
         reason = str(error).splitlines()[0][:200]
-        self._fail(self.peers.cause(self.calls) or f"the transport failed: {reason}")
+        self._fail(self.peers.cause(self.moment) or f"the transport failed: {reason}")
 
     # ---- exchanges -------------------------------------------------------------------------------
 
     def _launch(self, collective, *arguments) -> dist.Work:
-        group = self._group()
-        if group is None:  # torch takes None for all ranks
-            raise ExpertParallelError("the process group of this layer has been destroyed")
+        group = self._process_group()
         self.exchanges += 1
         try:
             return collective(*arguments, group=group, async_op=True)
