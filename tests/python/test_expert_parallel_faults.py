@@ -107,11 +107,14 @@ def test_a_rank_that_does_not_come(tmp_path):
 
 
 def stops(rank, size, folder):
-    """The process that holds the store of the process group answers nothing."""
+    """The process that holds the store of the process group answers nothing, until the others have
+    ended, or for a minute; then it is killed."""
     layer = module(TIMEOUT)
+    files = " && ".join(f"[ -f {folder}/{other}-of-{size}.json ]" for other in (1, 2))
+    wait = f"for i in $(seq 600); do {files} && break; sleep 0.1; done"
+    kill = ["sh", "-c", f"{wait}; kill -KILL {os.getpid()}"]
     if rank == 0:
-        kill = f"sleep {3 * TIMEOUT}; kill -KILL {os.getpid()}"
-        at_exchange(FORWARD, lambda: subprocess.Popen(["sh", "-c", kill]) and stop())
+        at_exchange(FORWARD, lambda: subprocess.Popen(kill) and stop())
     steps(layer)
 
 
