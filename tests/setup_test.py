@@ -13,18 +13,24 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PINS = {
+    "requirements.txt": "ninja==1.13.2",
+    "requirements-dev.txt": "ruff==0.14.5",
+    "requirements-no-deps.txt": "parts==0.7.0",
+}
 
 
-def metadata(name, version):
-    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+def metadata(name, version, needs=()):
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    return "".join(f"{line}\n" for line in (*lines, *(f"Requires-Dist: {n}" for n in needs)))
 
 
-def write_wheel(folder, name, version):
+def write_wheel(folder, name, version, needs=()):
     """A wheel whose command prints its version, as those of ninja and cmake."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": f"def main():\n    print({version!r})\n",
-        f"{info}/METADATA": metadata(name, version),
+        f"{info}/METADATA": metadata(name, version, needs),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
     }
@@ -51,11 +57,11 @@ class SetupTest(unittest.TestCase):
         for folder in (self.project / "tools", wheels, self.work / "bin"):
             folder.mkdir(parents=True)
         shutil.copy(ROOT / "tools/setup.sh", self.project / "tools")
-        (self.project / "tools/requirements.txt").write_text("ninja==1.13.2\n")
-        (self.project / "tools/requirements-dev.txt").write_text("ruff==0.14.5\n")
-        (self.project / "tools/requirements-no-deps.txt").write_text("")
+        for name, line in PINS.items():
+            (self.project / "tools" / name).write_text(f"{line}\n")
         write_wheel(wheels, "ninja", "1.13.2")
         write_wheel(wheels, "ruff", "0.14.5")
+        write_wheel(wheels, "parts", "0.7.0", needs=["a-package-that-no-index-has"])
         # A test installs nothing on the machine that it runs on.
         stub = self.work / "bin/apt-get"
         stub.write_text("#!/bin/sh\nexit 1\n")
@@ -94,7 +100,7 @@ class SetupTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("using the installed torch 2.13.0", done.stdout)
         commands = self.project / ".venv/bin"
-        for name, version in (("ninja", "1.13.2"), ("ruff", "0.14.5")):
+        for name, version in (pin.split("==") for pin in PINS.values()):
             self.assertTrue((commands / name).exists(), name)
             said = subprocess.run([commands / name], capture_output=True, text=True, check=True)
             self.assertEqual(said.stdout.strip(), version)
