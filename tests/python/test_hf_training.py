@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from reference import error
 from sonicmoe_cpp.integrations import hf
-from test_training import free_port
+from worlds import free_port
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import hf_models  # noqa: E402

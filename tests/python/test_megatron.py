@@ -11,6 +11,7 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from reference import error
 from sonicmoe_cpp import Activation
+from worlds import free_port
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import megatron_support as support
@@ -256,8 +257,6 @@ def parallel_worker(rank, port, results):
 
 
 def test_parallelism_by_its_dispatchers():
-    from test_training import free_port
-
     results = multiprocessing.get_context("spawn").SimpleQueue()
     multiprocessing.spawn(parallel_worker, (free_port(), results), nprocs=2)
     found = [results.get() for _ in range(8)]

@@ -10,6 +10,7 @@ from reference import Layer
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from worlds import free_port
 
 
 def gradients(module, x, wrap=lambda function, x: function(x)):
@@ -255,14 +256,6 @@ def mixed_worker(rank, port, results):
         kinds = {out.dtype, *(g.dtype for g in grads.values())}
         results.put((kinds, {n: g.tolist() for n, g in grads.items()}))
     leave()
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.slow
