@@ -372,23 +372,54 @@ def test_prime_rl_as_it_calls_sonicmoe():
     assert torch.equal(out[:29], grouped[:29])
 
 
-def test_prime_rl_is_configured(monkeypatch):
+THEIRS = f"import a_package_that_is_not_installed\n\n\nclass {prime_rl.SEAM}:\n    pass\n"
+
+
+@pytest.fixture
+def prime_package(tmp_path, monkeypatch):
+    """A function that installs a prime-rl whose module of the backend has this text, or is not."""
+
+    def install(text):
+        folder = tmp_path.joinpath(*prime_rl.MODULE.split(".")[:-1])
+        folder.mkdir(parents=True)
+        if text is not None:
+            (folder / "sonic_moe.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    for name in [n for n in sys.modules if n.split(".")[0] == "prime_rl"]:
+        del sys.modules[name]
+
+
+def test_prime_rl_is_configured(prime_package):
     """Its configuration imports the class by name, as it resolves the backend."""
-    parts = prime_rl.MODULE.split(".")
-    for end in range(1, len(parts)):
-        package = types.ModuleType(".".join(parts[:end]))
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, prime_rl.MODULE, None)  # as without the package sonicmoe
+    prime_package(THEIRS)
     resolve = {}
     code = f"def resolve():\n from {prime_rl.MODULE} import {prime_rl.SEAM} as C\n return C()"
     exec(code, resolve)
     with pytest.raises(ImportError):
         resolve["resolve"]()
-    prime_rl.replace()
+    for _ in range(2):
+        prime_rl.replace()
     compute = resolve["resolve"]()
     assert isinstance(compute, prime_rl.SonicMoECppExpertCompute)
     compute.validate(PrimeExperts())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("class SonicExperts:\n    pass\n", f"defines no {prime_rl.SEAM}"),
+        (None, r"sonic_moe is missing"),
+    ],
+)
+def test_another_prime_rl_is_refused(prime_package, text, sentence):
+    with pytest.raises(ImportError, match=r"needs a prime-rl whose .*: No module named 'prime_rl'"):
+        prime_rl.replace()
+    prime_package(text)
+    with pytest.raises(ImportError, match=f"needs a prime-rl whose .*: .*{sentence}"):
+        prime_rl.replace()
+    assert prime_rl.MODULE not in sys.modules
 
 
 def test_prime_rl_activations():

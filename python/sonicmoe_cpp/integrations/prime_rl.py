@@ -6,6 +6,7 @@ configuration choose one.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
 
@@ -95,8 +96,30 @@ class SonicMoECppExpertCompute:
         return out.type_as(x)
 
 
+def _refuse_another_prime_rl() -> None:
+    """By the file of the module that is replaced: importing it would need the package sonicmoe."""
+    try:
+        spec = importlib.util.find_spec(MODULE)
+    except ImportError as error:
+        problem = str(error)
+    else:
+        if spec is not None and f"class {SEAM}" in (spec.loader.get_source(MODULE) or ""):
+            return
+        problem = f"{MODULE} " + ("is missing" if spec is None else f"defines no {SEAM}")
+    raise ImportError(
+        f"sonicmoe_cpp.integrations.prime_rl.replace() needs a prime-rl whose backend sonicmoe is "
+        f"{SEAM} of {MODULE}: {problem}"
+    )
+
+
 def replace() -> None:
-    """Makes prime-rl's backend "sonicmoe" this library; the package sonicmoe is not needed then."""
+    """Makes prime-rl's backend "sonicmoe" this library; the package sonicmoe is not needed then.
+
+    Raises ImportError where prime-rl has no such backend: nothing would ask for what is put there.
+    """
+    if getattr(sys.modules.get(MODULE), SEAM, None) is SonicMoECppExpertCompute:
+        return
+    _refuse_another_prime_rl()
     module = types.ModuleType(MODULE, "Put here by sonicmoe_cpp.integrations.prime_rl.replace().")
     setattr(module, SEAM, SonicMoECppExpertCompute)
     sys.modules[MODULE] = module
