@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+from importlib import metadata
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from reference import error
 from sonicmoe_cpp.integrations import nemo_automodel
 from sonicmoe_cpp.integrations._recognise import local
-from test_training import free_port
+from worlds import free_port
 
 MODULE = "nemo_automodel.components.moe.experts"
 package = pytest.importorskip(MODULE, reason="nemo-automodel is not installed")
@@ -251,13 +252,19 @@ def test_refusals(replaced):
 
 def test_another_automodel_is_refused(monkeypatch, replaced):
     with monkeypatch.context() as patch:
-        patch.setattr(nemo_automodel.metadata, "version", lambda name: "0.8.0")
+        patch.setattr(metadata, "version", lambda name: "0.8.0")
         with pytest.raises(ImportError, match=r"needs nemo-automodel 0\.7: 0\.8\.0 is installed"):
             replaced()
     with monkeypatch.context() as patch:
-        kinds = {"GroupedExperts": type("GroupedExperts", (), {"_forward_loop": lambda self: 0})}
-        patch.setitem(sys.modules, MODULE, types.SimpleNamespace(**kinds))
-        with pytest.raises(ImportError, match=r"0\.7, where GroupedExperts._forward_loop takes"):
+        theirs = package.GroupedExperts._forward_loop
+        patch.setattr(package.GroupedExperts, "_forward_grouped_mm", lambda self, x: x)
+        changed = "GroupedExperts._forward_grouped_mm takes self, x, must take self, x, token_mask"
+        with pytest.raises(ImportError, match=rf"needs nemo-automodel 0\.7: {changed}"):
+            replaced()
+        assert package.GroupedExperts._forward_loop is theirs  # nothing was replaced
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, MODULE, types.SimpleNamespace())
+        with pytest.raises(ImportError, match=r"0\.7: .* has no GroupedExperts._forward_loop"):
             replaced()
     monkeypatch.setitem(sys.modules, MODULE, None)
     with pytest.raises(ImportError, match=r"needs nemo-automodel 0\.7: "):

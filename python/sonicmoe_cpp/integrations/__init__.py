@@ -1,1 +1,2 @@
-"""Ways into other projects, each imported only when it is asked for: hf, torchtitan, prime_rl."""
+"""Ways into other projects, each imported only when it is asked for: hf, megatron, nemo_automodel,
+prime_rl, torchtitan."""

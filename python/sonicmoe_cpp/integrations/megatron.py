@@ -9,15 +9,14 @@ Parameters and distributed checkpoints are those of GroupedMLP. docs/adapters.md
 from __future__ import annotations
 
 import dataclasses
-import re
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-try:
-    _VERSION = metadata.version("megatron-core")
+from ._release import needs
+
+with needs("megatron", "megatron-core", "0.16"):
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel.layers import (
         _initialize_affine_weight_cpu,
@@ -28,14 +27,6 @@ try:
     from megatron.core.transformer.moe.experts import GroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
-except (ImportError, metadata.PackageNotFoundError) as _error:
-    raise ImportError(
-        f"sonicmoe_cpp.integrations.megatron needs megatron-core 0.16: {_error}"
-    ) from _error
-if re.findall(r"\d+", _VERSION)[:2] != ["0", "16"]:
-    raise ImportError(
-        f"sonicmoe_cpp.integrations.megatron needs megatron-core 0.16: {_VERSION} is installed"
-    )
 
 from ..layer import moe_grouped
 from . import _recognise

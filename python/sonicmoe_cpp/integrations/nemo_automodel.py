@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
-from importlib import metadata
 
 from torch import Tensor, nn
 
 from ..layer import Activation, moe, moe_grouped
 from ._grouped import offsets_of
 from ._recognise import local
+from ._release import needs
 
 MODULE = "nemo_automodel.components.moe.experts"
-_NEEDS = "sonicmoe_cpp.integrations.nemo_automodel needs nemo-automodel 0.7"
 
 
 def _style(experts: nn.Module) -> dict:
@@ -113,19 +111,16 @@ def replace() -> None:
     Those are its backends experts="torch", "torch_mm" and "gmm" with every dispatcher but "mok".
     TransformerEngine's experts ("te") and those that AutoModel's PEFT adapts stay as they are.
     """
-    try:
-        version = metadata.version("nemo-automodel")
+    with needs("nemo_automodel", "nemo-automodel", "0.7"):
         module = importlib.import_module(MODULE)
-    except (ImportError, metadata.PackageNotFoundError) as error:
-        raise ImportError(f"{_NEEDS}: {error}") from error
-    if re.findall(r"\d+", version)[:2] != ["0", "7"]:
-        raise ImportError(f"{_NEEDS}: {version} is installed")
-    for (kind, name), (function, names) in _SEAM.items():
-        owner = getattr(module, kind)
-        theirs = getattr(owner, name)
-        if theirs is function:
-            continue
-        found = tuple(inspect.signature(theirs).parameters)
-        if found != names:
-            raise ImportError(f"{_NEEDS}, where {kind}.{name} takes {', '.join(names)}")
-        setattr(owner, name, function)
+        for (kind, name), (function, names) in _SEAM.items():
+            theirs = getattr(getattr(module, kind, None), name, None)
+            if theirs is None:
+                raise ImportError(f"{MODULE} has no {kind}.{name}")
+            found = tuple(inspect.signature(theirs).parameters)
+            if theirs is not function and found != names:
+                raise ImportError(
+                    f"{kind}.{name} takes {', '.join(found)}, must take {', '.join(names)}"
+                )
+    for (kind, name), (function, _) in _SEAM.items():  # all of them, or none
+        setattr(getattr(module, kind), name, function)

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import TrainingConfig
-from torchtitan.config.override import OverrideConfig
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.trainer import Trainer
+from .._release import needs
+
+with needs("torchtitan", "torchtitan", "0.3"):
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.config import TrainingConfig
+    from torchtitan.config.override import OverrideConfig
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.trainer import Trainer
 
 from .metrics import SonicMetrics
 from .models import specification

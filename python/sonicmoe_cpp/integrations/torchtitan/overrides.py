@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import sys
 
-from torchtitan.config.override import derive, override
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.models.common.moe import (
-    GroupedExperts,
-    MoE,
-    RoutedExperts,
-    TokenChoiceTopKRouter,
-)
+from .._release import needs
+
+with needs("torchtitan.overrides", "torchtitan", "0.3"):
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.common.moe import (
+        GroupedExperts,
+        MoE,
+        RoutedExperts,
+        TokenChoiceTopKRouter,
+    )
 
 from ..._checks import integer, one_of
 from ...routing import MODES

@@ -20,8 +20,12 @@ from pathlib import Path
 import numpy
 import torch
 from torch import Tensor
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import IGNORE_INDEX
+
+from .._release import needs
+
+with needs("torchtitan.tokens", "torchtitan", "0.3"):
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.loss import IGNORE_INDEX
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -1,0 +1,23 @@
+"""Which release of another package an integration was written for."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from importlib import metadata
+
+
+@contextlib.contextmanager
+def needs(integration: str, package: str, release: str) -> Iterator[None]:
+    """Around imports of `package`: raises one ImportError that says what is needed, also where
+    another release would import. `release` is major and minor version: "0.16"."""
+    try:
+        version = metadata.version(package)
+        if ".".join(re.findall(r"\d+", version)[:2]) != release:
+            raise ImportError(f"{version} is installed")
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"sonicmoe_cpp.integrations.{integration} needs {package} {release}: {error}"
+        ) from error
