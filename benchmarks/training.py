@@ -3,12 +3,14 @@
 torchtitan's own, in one program, on all GPUs of this machine.
 
     python benchmarks/training.py                              7B-n256, 1.4B-n256: training.json
-    python benchmarks/training.py --curve 300 --models 1.4B-n256    three runs of 300 steps: losses
+    python benchmarks/training.py --curve 300 --models 1.4B-n256    three runs of 300 steps, their
+                                                               losses: training_curves.json
 
 Forward, backward, gradient clipping and AdamW in each step; products in bf16; parameters, gradients
 and optimizer states in fp32, sharded. Each measurement is a program of its own under torchrun; one
 that runs out of memory is repeated with the next policy of activation checkpointing. --budget
-seconds after the start no further one begins; what was measured is written after each.
+seconds after the start no further one begins; what was measured is written after each. Exits with 1
+if a measurement is missing.
 
 It needs torchtitan 0.3.0, of which it imports layers only: torch 2.11 is enough.
 """
@@ -53,8 +55,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--curve", type=int, default=0, help="losses of so many steps instead")
     parser.add_argument("--budget", type=float, default=460, help="seconds")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", default=str(HERE / "results/h200/training.json"))
-    return parser.parse_args()
+    parser.add_argument("--out", help="default: training.json of results/h200, or the curves'")
+    options = parser.parse_args()
+    name = "training_curves.json" if options.curve else "training.json"
+    options.out = options.out or str(HERE / "results/h200" / name)
+    return options
 
 
 def machine(options) -> dict:
@@ -161,7 +166,8 @@ class Driver:
         path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def rates(driver: Driver) -> None:
+def rates(driver: Driver) -> bool:
+    """Writes the record; whether it is complete."""
     options = driver.options
     record = driver.machine | {"rows": []}
     for model in options.models:
@@ -171,11 +177,13 @@ def rates(driver: Driver) -> None:
         for experts in ("ours", "titan"):
             row[experts] = driver.best(model, experts, options.steps)
             driver.write(record)
+    return all(row[experts] for row in record["rows"] for experts in ("ours", "titan"))
 
 
-def curves(driver: Driver) -> None:
-    """Losses of ours, and of torchtitan's own experts in the same program twice: the difference of
-    those two is the noise that a run has by itself."""
+def curves(driver: Driver) -> bool:
+    """Writes losses of ours, and of torchtitan's own experts in the same program twice: the
+    difference of those two is the noise that a run has by itself. Whether the record is complete.
+    """
     options = driver.options
     record = driver.machine | {"steps": options.curve, "text": bool(options.text), "curves": []}
     for model in options.models:
@@ -185,12 +193,14 @@ def curves(driver: Driver) -> None:
             found = driver.best(model, experts, options.curve)
             row[name] = None if found is None else found["losses"]
             driver.write(record)
+    return all(None not in row.values() for row in record["curves"])
 
 
-def main() -> None:
+def main() -> int:
     driver = Driver(arguments())
-    (curves if driver.options.curve else rates)(driver)
+    complete = (curves if driver.options.curve else rates)(driver)
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

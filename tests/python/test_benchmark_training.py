@@ -30,13 +30,25 @@ def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     given = [f"--{name}={value}" for name, value in options.items()]
     program = [sys.executable, str(BENCHMARKS / "training.py"), "--eager", *given]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout
     (row,) = json.loads(out.read_text())["rows"]
     for kind in ("ours", "titan"):
-        assert row[kind] is not None, ran.stdout
         assert row[kind]["tokens_per_s"] > 0 and row[kind]["parameters"] == 198016
     pairs = zip(row["ours"]["losses"], row["titan"]["losses"], strict=True)
     assert all(abs(a - b) < 1e-3 for a, b in pairs)
     assert row["ours"]["losses"] != row["titan"]["losses"]  # these are two kinds
+
+
+def test_what_is_missing_fails(tmp_path, bench, monkeypatch):
+    import training
+
+    out = str(tmp_path / "record.json")
+    given = ["training.py", "--device=cpu", "--models=debug", "--budget=0", f"--out={out}"]
+    for more in ([], ["--curve=2"]):
+        monkeypatch.setattr(sys, "argv", [*given, *more])
+        assert training.main() == 1
+    monkeypatch.setattr(sys, "argv", ["training.py", "--curve=2"])
+    assert training.arguments().out.endswith("results/h200/training_curves.json")
 
 
 def test_loss_and_its_gradients(bench):
