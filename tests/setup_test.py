@@ -4,6 +4,7 @@ python tests/setup_test.py
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = {
     "requirements.txt": "ninja==1.13.2",
     "requirements-dev.txt": "ruff==0.14.5",
-    "requirements-no-deps.txt": "parts==0.7.0",
+    "requirements-no-deps.txt": "torchtitan==0.3.0",
 }
+TRITON = re.search(r"TRITON_VERSION=(.*)", (ROOT / "tools/setup.sh").read_text())[1]
 
 
 def metadata(name, version, needs=()):
@@ -61,7 +63,8 @@ class SetupTest(unittest.TestCase):
             (self.project / "tools" / name).write_text(f"{line}\n")
         write_wheel(wheels, "ninja", "1.13.2")
         write_wheel(wheels, "ruff", "0.14.5")
-        write_wheel(wheels, "parts", "0.7.0", needs=["a-package-that-no-index-has"])
+        write_wheel(wheels, "torchtitan", "0.3.0", needs=["a-package-that-no-index-has"])
+        write_wheel(wheels, "triton", TRITON)
         # A test installs nothing on the machine that it runs on.
         stub = self.work / "bin/apt-get"
         stub.write_text("#!/bin/sh\nexit 1\n")
@@ -86,8 +89,8 @@ class SetupTest(unittest.TestCase):
         add_package(site, "ninja", "1.13.2")
         return other
 
-    def test_commands_come_into_the_environment_beside_reused_packages(self):
-        other = self.other_environment()
+    def set_up_beside(self, other):
+        """Runs setup.sh where this environment's Python comes first."""
         path = f"{self.work / 'bin'}:{other / 'bin'}:{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "tools/setup.sh"],
@@ -99,14 +102,26 @@ class SetupTest(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("using the installed torch 2.13.0", done.stdout)
-        commands = self.project / ".venv/bin"
-        for name, version in (pin.split("==") for pin in PINS.values()):
+        return self.project / ".venv/bin"
+
+    def test_commands_come_into_the_environment_beside_reused_packages(self):
+        other = self.other_environment()
+        commands = self.set_up_beside(other)
+        for name, version in (pin.split("==") for pin in (*PINS.values(), f"triton=={TRITON}")):
             self.assertTrue((commands / name).exists(), name)
             said = subprocess.run([commands / name], capture_output=True, text=True, check=True)
             self.assertEqual(said.stdout.strip(), version)
         where = "import torch; print(torch.__file__)"
         said = subprocess.run([commands / "python", "-c", where], capture_output=True, text=True)
         self.assertTrue(said.stdout.startswith(str(other)), said)
+
+    def test_the_triton_of_a_torch_for_cuda_stays(self):
+        other = self.other_environment()
+        (site,) = other.glob("lib/python3*/site-packages")
+        add_package(site, "triton", "3.6.0")
+        commands = self.set_up_beside(other)
+        self.assertTrue((commands / "torchtitan").exists())
+        self.assertFalse((commands / "triton").exists())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly TORCH_VERSION=2.13.0
+readonly TRITON_VERSION=3.9.0
 readonly VENV=.venv
 readonly STAMP=.setup/ready
 # The interpreter that creates the environment must not be the environment's own.
@@ -53,6 +54,12 @@ has_header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1
 readonly HAS_PYTHON_HEADER='
 import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+
+# Fails if torchtitan is there without triton, which it imports on the CPU, too.
+readonly HAS_TRITON='
+import sys
+from importlib.util import find_spec
+sys.exit(find_spec("torchtitan") is not None and find_spec("triton") is None)'
 
 # Prints the names of missing system packages. It tests whether programs and headers can be used, so
 # that they may come from another source than the package manager.
@@ -116,6 +123,9 @@ make_environment() {
     fail "pip could not install tools/requirements.txt and tools/requirements-dev.txt"
   "${pip[@]}" --no-deps -r tools/requirements-no-deps.txt ||
     fail "pip could not install tools/requirements-no-deps.txt"
+  # A torch for CUDA brings the version that it needs, one for the CPU none.
+  "$VENV/bin/python" -c "$HAS_TRITON" || "${pip[@]}" "triton==$TRITON_VERSION" ||
+    fail "pip could not install triton==$TRITON_VERSION"
   "$VENV/bin/python" -c 'import torch' || fail "torch is installed in $VENV but cannot be imported"
 }
 
