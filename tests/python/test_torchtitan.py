@@ -1,5 +1,6 @@
 """torchtitan 0.3 trains with the overrides as with its own experts: its trainer, on the CPU."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ pytest.importorskip(
 )
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
-LIMIT = 900  # seconds for all jobs of a process, on a machine that has other work
+LIMIT = 900  # seconds for all jobs, on a machine that has other work
 OURS = "sonicmoe_cpp.integrations.torchtitan.overrides"
 MODELS = ("qwen3", "deepseek_v3", "gpt_oss")
 EXPERTS = {
@@ -62,40 +63,29 @@ class Folder:
         arguments += ["--dump-folder", str(self.path / name)]
         return {"arguments": arguments, "kill_at": kill_at}
 
-    def start(self, jobs: dict, ranks: int) -> list:
-        """Processes that run the jobs one after the other, and where their results will be."""
-        stem = self.path / f"{ranks}-{len(list(self.path.glob('*.jobs')))}"
-        stem.with_suffix(".jobs").write_text(json.dumps(jobs))
-        paths = [str(stem.with_suffix(".jobs")), str(stem.with_suffix(".results"))]
-        environment = os.environ | {
-            "WORLD_SIZE": str(ranks),
-            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        }
-        started = []
-        for rank in range(ranks):
-            log = open(stem.with_suffix(f".{rank}.log"), "w")  # noqa: SIM115
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "titan_jobs.py"), *paths],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.path,
-            )
-            started.append((process, log.name))
-        return [started, paths[1], jobs]
-
-    def finish(self, started, results, jobs) -> dict:
-        killed = any(job["kill_at"] for job in jobs.values())
-        expected = -signal.SIGKILL if killed else 0
+    def run(self, phases: list) -> dict:
+        """The results of every world by its name."""
+        path = self.path / "phases.json"
+        path.write_text(json.dumps(phases))
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "titan_jobs.py"), str(path)],
+            cwd=self.path,
+            start_new_session=True,
+        )
         try:
-            codes = [process.wait(timeout=LIMIT) for process, _ in started]
+            code = process.wait(timeout=LIMIT)
         finally:
-            for process, _ in started:
-                process.kill()
-        if set(codes) != {expected}:
-            raise AssertionError("\n".join(Path(log).read_text()[-4000:] for _, log in started))
-        with open(results) as file:
-            return json.load(file)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that wait for one that failed
+        if code != 0:
+            logs = sorted(self.path.glob("*.log"))
+            raise AssertionError("\n".join(log.read_text()[-4000:] for log in logs))
+        names = [world["name"] for phase in phases for world in phase]
+        return {name: json.loads((self.path / f"{name}.results").read_text()) for name in names}
+
+
+def world(name: str, ranks: int, jobs: dict) -> dict:
+    return {"name": name, "ranks": ranks, "jobs": jobs}
 
 
 def one_rank(folder: Folder) -> dict:
@@ -170,18 +160,16 @@ def results(tmp_path_factory):
     """{1: of one rank, 2: of two ranks}, by name; in each, a run killed in step 7 is resumed from
     its checkpoint of step 5 by the other number of ranks."""
     folder = Folder(tmp_path_factory.mktemp("titan"))
-    started = {
-        1: folder.start(one_rank(folder), 1),
-        2: folder.start(two_ranks(folder), 2),
-    }
-    found = {ranks: folder.finish(*started[ranks]) for ranks in started}
+    phases = [[world("one", 1, one_rank(folder)), world("two", 2, two_ranks(folder))], []]
     for ranks, other in ((1, 2), (2, 1)):
         more = (*DEBUG, *BATCH, *DTENSOR)
         resumed = folder.job(f"{other}/killed", "sonicmoe_debug", None, *more)
-        started[ranks] = folder.start({"resumed": resumed}, ranks)
-    for ranks in started:
-        found[ranks] |= folder.finish(*started[ranks])
-    return found
+        phases[1].append(world(f"resumed by {ranks}", ranks, {"resumed": resumed}))
+    found = folder.run(phases)
+    return {
+        ranks: found[name] | found[f"resumed by {ranks}"]
+        for ranks, name in ((1, "one"), (2, "two"))
+    }
 
 
 def difference(run, reference) -> tuple:

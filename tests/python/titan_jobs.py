@@ -1,9 +1,12 @@
 """Runs torchtitan's own trainer on the CPU: jobs by command line, one after the other in a process.
 
-    python titan_jobs.py JOBS.json RESULTS.json   (environment: RANK, WORLD_SIZE)
+    python titan_jobs.py PHASES.json
 
-JOBS.json: {name: {"arguments": [...], "kill_at": step}}; a killed job is the last of its process.
-RESULTS.json, by rank 0: {name: {"steps": {step: metrics}, "names": parameters} or {"error": ...}}.
+PHASES.json: a list of phases, one after the other. A phase is a list of worlds that run beside each
+other: {"name": ..., "ranks": ..., "jobs": {name: {"arguments": [...], "kill_at": step}}}. A killed
+job is the last of its world. Every rank is forked from this process, which has imported everything
+and computed nothing: an import takes longer than a job. Beside PHASES.json come NAME.RANK.log and,
+by rank 0, NAME.results: {name: {"steps": {step: metrics}, "names": parameters} or {"error": ...}}.
 """
 
 import json
@@ -11,8 +14,11 @@ import os
 import signal
 import sys
 import time
+import traceback
+from pathlib import Path
 
 import titan_device  # noqa: F401
+import titan_models  # noqa: F401  (jobs name it)
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -73,24 +79,56 @@ def run(job: dict) -> dict:
     return {"steps": steps, "names": names}
 
 
-def main() -> None:
-    jobs, results = sys.argv[1:]
-    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+def work(world: dict, rank: int, stem: str) -> None:
+    """One rank of a world."""
+    ranks = world["ranks"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     # The trainer takes a group that is there. It would begin one so, too:
     torch.autograd.set_multithreading_enabled(False)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{results}.store", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{stem}.store", rank=rank, world_size=ranks)
     found = {}
-    with open(jobs) as file:
-        waiting = json.load(file)
-    for name, job in waiting.items():
+    for name, job in world["jobs"].items():
         found[name] = run(job)
         if rank == 0:
-            with open(results, "w") as file:
+            with open(f"{stem}.results", "w") as file:
                 json.dump(found, file)
     dist.destroy_process_group()
+
+
+def fork(world: dict, rank: int, stem: str) -> int:
+    """The process that works as this rank; exits with 0 unless something was raised."""
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        log = os.open(f"{stem}.{rank}.log", os.O_WRONLY | os.O_CREAT)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        work(world, rank, stem)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    for phase in json.loads(path.read_text()):
+        expected = {}
+        for world in phase:
+            killed = any(job["kill_at"] for job in world["jobs"].values())
+            for rank in range(world["ranks"]):
+                process = fork(world, rank, str(path.parent / world["name"]))
+                expected[process] = -signal.SIGKILL if killed else 0
+        while expected:
+            process, status = os.wait()
+            if os.waitstatus_to_exitcode(status) != expected.pop(process):
+                sys.exit("a rank failed")
 
 
 if __name__ == "__main__":
