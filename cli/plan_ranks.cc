@@ -40,6 +40,7 @@ Rates rates_of(const RanksOptions& o, const RanksSubject& s, bool needs_link) {
                .link_gbytes = o.link_gbytes,
                .network_gbits = o.network_gbits,
                .tflops = o.tflops,
+               .share = s.engine.share.mean,
                .imbalance = o.imbalance,
                .arena = o.arena,
                .hidden = o.hidden,
@@ -56,10 +57,8 @@ Rates rates_of(const RanksOptions& o, const RanksSubject& s, bool needs_link) {
 
 std::string products_text(const RanksOptions& o, const RanksSubject& s) {
   if (o.tflops != 0) return fixed(o.tflops, 0) + " TFLOP/s, given";
-  const std::string share = fixed(ShareOfRoofline{}.mean, 2) + " of the roofline, ";
-  if (s.engine.name == "hopper" && s.engine.evidence == Evidence::kMeasured) {
-    return share + "measured on this device";
-  }
+  const std::string share = fixed(s.engine.share.mean, 2) + " of the roofline, ";
+  if (s.engine.evidence == Evidence::kMeasured) return share + "measured on this device";
   return share + "measured on an H200 with the engine hopper, assumed here";
 }
 

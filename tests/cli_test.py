@@ -211,6 +211,16 @@ class CliTest(unittest.TestCase):
         done = subprocess.run(check, capture_output=True, text=True, check=False)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
 
+    def test_plan_of_one_rank_is_the_plan(self):
+        """Each engine at its own share of the roofline."""
+        for engine in ("hopper", "portable"):
+            asked = ("plan", "--shape", "8192,4096,1536,128,8", "--engine", engine)
+            whole, alone = self.document(*asked), self.document(*asked, "--ranks", "1")
+            self.assertIn("measured on this device", alone["products"])
+            for which in ("forward", "backward"):
+                found = alone["ranks"][0][which]["alone_us"]
+                self.assertAlmostEqual(found / whole[which]["sustained_us"], 1, delta=1e-3)
+
     def test_plan_of_ranks_refuses(self):
         for sentence, *arguments in (
             ("link is given, must be beside --ranks", "--link", "300"),

@@ -195,8 +195,7 @@ RankPlan plan_ranks(const Problem& p, const Machine& machine, const RankOptions&
     RankPass& pass = backward ? plan.backward : plan.forward;
     const auto seconds = [&](const std::vector<KernelCost>& list, double passes) {
       const Work w = work_of(list, backward);
-      return o.tflops > 0 ? w.flops / (o.tflops * 1e12)
-                          : (w.seconds + passes) / ShareOfRoofline{}.mean;
+      return o.tflops > 0 ? w.flops / (o.tflops * 1e12) : (w.seconds + passes) / o.share;
     };
     pass.alone = seconds(alone, 0);
     pass.products = seconds(kernels, (backward ? 2 : 1) * pack + add);

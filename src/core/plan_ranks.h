@@ -27,10 +27,11 @@ struct RankOptions {
   std::int64_t ranks_per_node = 8;  ///< GPUs of one NVLink domain
   double link_gbytes = 0.0;         ///< GB/s a GPU, each way, inside a node
   double network_gbits = 0.0;       ///< Gbit/s a GPU, each way, between nodes
-  double tflops = 0.0;              ///< rate of the products; 0: the roofline's share
-  double imbalance = 1.0;           ///< rows of the busiest rank over the mean
-  double arena = 1.3;               ///< bytes of the arena over those of the rows expected
-  double hidden = 0.0;              ///< share of the shorter of products and transfers, 0 to 1
+  double tflops = 0.0;              ///< rate of the products; 0: `share` of the roofline
+  double share = ShareOfRoofline{}.mean;
+  double imbalance = 1.0;  ///< rows of the busiest rank over the mean
+  double arena = 1.3;      ///< bytes of the arena over those of the rows expected
+  double hidden = 0.0;     ///< share of the shorter of products and transfers, 0 to 1
   std::int64_t layers = 1;
 };
 
