@@ -119,10 +119,13 @@ def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
 
 
 def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
-    """(ids, weights) of route(). A token with a NaN has NaN weights, as in torchtitan's router, and
-    every id is an expert's: torchtitan takes them for indices."""
+    """(ids, weights) of route(). A token with a NaN has NaN weights, as in torchtitan's router. Its
+    ids are the first experts: torchtitan takes ids for indices and counts an expert's tokens, so
+    that equal ids of a token would leave rows in no group."""
     ids, weights = route(logits, router.top_k, **options)
-    return ids.clamp(min=0), weights * _one_or_nan(logits).to(weights.dtype)
+    first = torch.arange(router.top_k, dtype=ids.dtype, device=ids.device)
+    ids = torch.where((ids < 0).any(-1, keepdim=True), first, ids)
+    return ids, weights * _one_or_nan(logits).to(weights.dtype)
 
 
 class SonicRouter(TokenChoiceTopKRouter):
