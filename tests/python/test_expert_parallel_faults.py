@@ -199,6 +199,8 @@ def interrupted(rank, size, folder):
     both have ended."""
     layer = module()
     if rank == 1:
+        # A test that a shell started in the background has inherited that SIGINT is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         at_exchange(2, interrupt.start)
     ended = [folder / f"{other}-of-{size}.json" for other in (0, 1)]
