@@ -7,10 +7,10 @@ torchtitan's own, in one program, on all GPUs of this machine.
                                                                losses: training_curves.json
 
 Forward, backward, gradient clipping and AdamW in each step; products in bf16; parameters, gradients
-and optimizer states in fp32, sharded. Each measurement is a program of its own under torchrun; one
-that runs out of memory is repeated with the next policy of activation checkpointing. --budget
+and optimizer states in fp32, sharded. Each measurement is a program of its own under torchrun, with
+one policy of activation checkpointing; a model's fastest ones are its "ours" and "titan". --budget
 seconds after the start no further one begins; what was measured is written after each. Exits with 1
-if a measurement is missing.
+if a model lacks one of the two.
 
 It needs torchtitan 0.3.0, of which it imports layers only: torch 2.11 is enough.
 """
@@ -20,11 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,19 +35,20 @@ PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
 MEMORY = "out of memory"
 SMALL_GIB = 100  # of device memory
-# What fits, from the fastest on: by model and whether the device is small.
+# What may be the fastest that fits, by model and whether the device is small. On a small one,
+# "attention" is measured for both kinds, because the two then keep the same.
 POLICIES = {
-    ("7B", True): {"ours": ["selective", "full"], "titan": ["selective", "full"]},
-    ("7B", False): {"ours": ["none", "selective"], "titan": ["none", "selective", "full"]},
-    ("1.4B", True): {"ours": ["none", "selective"], "titan": ["none", "selective", "full"]},
-    ("1.4B", False): {"ours": ["none"], "titan": ["none", "selective"]},
+    ("7B", True): {"ours": ["attention+H", "attention"], "titan": ["selective", "attention"]},
+    ("7B", False): {"ours": ["none", "selective"], "titan": ["none", "selective"]},
+    ("1.4B", True): {"ours": ["none"], "titan": ["none", "selective"]},
+    ("1.4B", False): {"ours": ["none"], "titan": ["none"]},
 }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["7B-n256", "1.4B-n256"])
-    parser.add_argument("--gpus", type=int, default=0, help="0: all")
+    parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: a program on each")
     parser.add_argument("--tokens", type=int, default=16384, help="a GPU and step")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12, help="measured, after 4")
@@ -74,6 +77,20 @@ def machine(options) -> dict:
     return found | {"device": properties.name, "gpus": count, "gib": round(gib, 1)}
 
 
+def places(options) -> queue.Queue[str | None]:
+    """What CUDA_VISIBLE_DEVICES is for each program that may run at one time: with --gpus 1 there
+    is a program on every GPU, else one on all that are asked for."""
+    free: queue.Queue[str | None] = queue.Queue()
+    if options.device == "cuda" and options.gpus == 1:
+        import torch
+
+        for device in range(torch.cuda.device_count()):
+            free.put(str(device))
+    else:
+        free.put(None)
+    return free
+
+
 class Run(NamedTuple):
     """One program; the fields are options of training_bench/worker.py."""
 
@@ -88,6 +105,8 @@ class Driver:
     def __init__(self, options):
         self.options, self.began = options, time.monotonic()
         self.machine = machine(options)
+        self.places = places(options)
+        self.pool = ThreadPoolExecutor(self.places.qsize())
 
     def left(self) -> float:
         return self.options.budget - (time.monotonic() - self.began)
@@ -108,9 +127,18 @@ class Driver:
 
     def run(self, run: Run) -> dict | str:
         """The result of one program, or what went wrong with it."""
+        place = self.places.get()
+        try:
+            return self.run_at(place, run)
+        finally:
+            self.places.put(place)
+
+    def run_at(self, place: str | None, run: Run) -> dict | str:
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment.setdefault("NCCL_NVLS_ENABLE", "0")
+        if place is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = place
         with tempfile.TemporaryDirectory() as folder:
             out = f"{folder}/result.json"
             began = time.monotonic()
@@ -139,19 +167,23 @@ class Driver:
             print(f"{name}: {found['tokens_per_s']:,} tokens/s, {seconds:.0f} s", flush=True)
             return found
 
-    def best(self, model: str, experts: str, steps: int) -> dict | None:
-        """Of the first policy that fits; what cannot be compiled runs eagerly."""
-        for policy in self.policies(model, experts):
-            for compiled in (0,) if self.options.eager else (1, 0):
-                if self.left() < 30:
-                    print(f"{model} {experts}: no time left", flush=True)
-                    return None
-                found = self.run(Run(model, experts, policy, steps, compiled))
-                if isinstance(found, dict):
-                    return self.described(found)
-                if found == MEMORY:
-                    break
+    def measure(self, model: str, experts: str, policy: str, steps: int) -> dict | None:
+        """With compiled blocks; if that fails other than by memory, eagerly."""
+        for compiled in (0,) if self.options.eager else (1, 0):
+            if self.left() < 30:
+                print(f"{model} {experts} {policy}: no time left", flush=True)
+                return None
+            found = self.run(Run(model, experts, policy, steps, compiled))
+            if isinstance(found, dict):
+                return self.described(found)
+            if found == MEMORY:
+                return None
         return None
+
+    def first(self, model: str, experts: str, steps: int) -> dict | None:
+        """Of the first policy that fits."""
+        found = (self.measure(model, experts, p, steps) for p in self.policies(model, experts))
+        return next((f for f in found if f is not None), None)
 
     def described(self, found: dict) -> dict:
         gpus = self.machine["gpus"]
@@ -166,18 +198,38 @@ class Driver:
         path.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def speed(found: dict | None) -> float:
+    return found["tokens_per_s"] if found else 0
+
+
+def measured_before(options, found: dict) -> list[dict]:
+    """Rows of the record at --out that this run does not measure again, if it is of this device."""
+    path = Path(options.out)
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if old.get("device") != found["device"]:
+        return []
+    again = [(model, found["gpus"]) for model in options.models]
+    return [row for row in old["rows"] if (row["model"], row["gpus"]) not in again]
+
+
 def rates(driver: Driver) -> bool:
     """Writes the record; whether it is complete."""
     options = driver.options
-    record = driver.machine | {"rows": []}
+    record = driver.machine | {"rows": measured_before(options, driver.machine)}
     for model in options.models:
         row = {"model": model, "gpus": driver.machine["gpus"]}
         row |= {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
+        row["others"] = []
         record["rows"].append(row)
-        for experts in ("ours", "titan"):
-            row[experts] = driver.best(model, experts, options.steps)
+        runs = [(kind, p) for kind in ("ours", "titan") for p in driver.policies(model, kind)]
+        todo = [
+            (*run, driver.pool.submit(driver.measure, model, *run, options.steps)) for run in runs
+        ]
+        for kind, _, future in todo:
+            slower, row[kind] = sorted([future.result(), row.get(kind)], key=speed)
+            row["others"] += [{"experts": kind} | slower] if slower else []
             driver.write(record)
-    return all(row[experts] for row in record["rows"] for experts in ("ours", "titan"))
+    return all(row[kind] for row in record["rows"] for kind in ("ours", "titan"))
 
 
 def curves(driver: Driver) -> bool:
@@ -186,11 +238,16 @@ def curves(driver: Driver) -> bool:
     """
     options = driver.options
     record = driver.machine | {"steps": options.curve, "text": bool(options.text), "curves": []}
+    kinds = {"ours": "ours", "titan": "titan", "titan_again": "titan"}
     for model in options.models:
         row = {"model": model, "tokens_per_gpu": options.tokens}
         record["curves"].append(row)
-        for name, experts in (("ours", "ours"), ("titan", "titan"), ("titan_again", "titan")):
-            found = driver.best(model, experts, options.curve)
+        futures = {
+            name: driver.pool.submit(driver.first, model, kind, options.curve)
+            for name, kind in kinds.items()
+        }
+        for name, future in futures.items():
+            found = future.result()
             row[name] = None if found is None else found["losses"]
             driver.write(record)
     return all(None not in row.values() for row in record["curves"])

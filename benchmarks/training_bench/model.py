@@ -22,7 +22,10 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 OVERRIDES = "sonicmoe_cpp.integrations.torchtitan.overrides"
 OURS = [f"{OVERRIDES}.{name}" for name in ("routed_experts", "router", "selective_ac")]
-POLICIES = ("none", "selective", "full")
+# Of activation checkpointing. "selective" is torchtitan's default; "attention" keeps the results of
+# attention alone, "attention+H" also what this library's forward keeps.
+POLICIES = ("none", "selective", "attention+H", "attention", "full")
+DENSE = ["wqkv", "wo", "moe.router.gate"]  # "attention" computes their products again
 # cuDNN's attention is the fastest on Hopper; the others serve what it does not.
 ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
@@ -54,6 +57,8 @@ def job(size: Size, ours: bool, policy: str) -> Job.Config:
     policies = {
         "none": None,
         "selective": SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[]),
+        "attention+H": SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=DENSE),
+        "attention": SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=DENSE),
         "full": FullAC.Config(),
     }
     config = Job.Config(
@@ -65,7 +70,8 @@ def job(size: Size, ours: bool, policy: str) -> Job.Config:
         checkpointing=policies[policy],
     )
     if ours:
-        names = [name for name in OURS if policy == "selective" or "selective" not in name]
+        keeps_h = policy in ("selective", "attention+H")
+        names = [name for name in OURS if keeps_h or "selective" not in name]
         apply_overrides(OverrideConfig(imports=names), config)
     return config
 

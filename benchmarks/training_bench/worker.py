@@ -177,6 +177,7 @@ def measure(options) -> dict:
         peak = torch.tensor([torch.cuda.max_memory_allocated() / GIB], device="cuda")
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         found["peak_gib"] = round(peak.item(), 2)
+        found["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         found["where_ms"] = where(lambda: training.step(WARM_UP + options.steps))
     return found
 

@@ -237,6 +237,62 @@ def test_nan_shows_in_its_token_alone(replaced):
     assert layer.tokens_per_expert_E.sum() >= (B * L - 1) * K
 
 
+def gate_of(dtype=torch.bfloat16):
+    router = layer_config().router
+    router.gate.in_features = 96
+    router = overrides.router(router).build()
+    with torch.no_grad():
+        router.gate.weight.copy_(tokens(E, 96, seed=5))
+    return router.to(dtype)
+
+
+def logits_and_gradients(logits, router, x, dlogits):
+    x = x.clone().requires_grad_()
+    router.gate.weight.grad = None
+    found = logits(router, x)
+    found.backward(dlogits.to(found.dtype))
+    return found.detach(), x.grad, router.gate.weight.grad.clone()
+
+
+def in_fp32(router, x):
+    """What autocast to fp32 does, which CPUs do not have."""
+    return x.float() @ router.gate.weight.float().t()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gate_in_bf16_is_the_gate_in_fp32(device):
+    """In fp32, but for gradients that are rounded to bf16 at the end: those of fp64 may differ from
+    them by twice as much as torchtitan's."""
+    router = gate_of().to(device)
+    x, dlogits = tokens(B, L, 96).bfloat16().to(device), tokens(B, L, E, seed=9).to(device)
+    ours = logits_and_gradients(modules._logits, router, x, dlogits)
+    assert ours[0].dtype == torch.float32
+    theirs = logits_and_gradients(in_fp32, router, x, dlogits)
+    exact = logits_and_gradients(lambda r, x: r.gate(x), router.double(), x.double(), dlogits)
+    names = ("logits", "dx", "dw")
+    for name, got, same, want in zip(names, ours, theirs, exact, strict=True):
+        assert_twice(name, got, same, want, got.dtype)
+
+
+def test_gate_splits_its_gradient():
+    """A gradient that bf16 rounds to 1 keeps its last bits."""
+    router, x = gate_of(), torch.zeros(1, 2, 96, dtype=torch.bfloat16)
+    x[0, 0, 0], x[0, 1, 0] = 1, -1
+    dlogits = torch.ones(1, 2, E)
+    dlogits[0, 0] += 2**-10
+    *_, dw = logits_and_gradients(modules._logits, router, x, dlogits)
+    assert (dw[:, 0] == 2**-10).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_of_the_gate_run(dtype):
+    router, x = gate_of(dtype), tokens(B, L, 96).to(dtype)
+    before = modules._logits(router, x)
+    router.gate.register_forward_hook(lambda module, inputs, output: output + 1)
+    found = modules._logits(router, x).float()
+    assert_twice("hooked", found, before + 1, before.double() + 1, dtype)
+
+
 # ---- models and data -----------------------------------------------------------------------------
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import spmd_types
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import (
     GroupedExperts,
     MoE,
@@ -112,10 +114,51 @@ def _routing_options(router: TokenChoiceTopKRouter, bias: Tensor | None) -> dict
     }
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in fp32, of bf16 matrices: their products are exact in fp32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+class _BF16Gate(torch.autograd.Function):
+    """x w^T in fp32 of bf16 x (R, D) and w (E, D), on bf16 tensor cores.
+
+    Backward splits the fp32 gradient into two bf16 parts: 16 of its 24 bits, where one part would
+    keep 8.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return _product(x, w.t())
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        x, w = ctx.saved_tensors
+        high = dlogits.bfloat16()
+        parts = torch.cat([high, (dlogits - high).bfloat16()], 1)
+        dx = parts @ torch.cat([w, w])
+        dw = _product(parts.t(), x).unflatten(0, (2, -1)).sum(0)
+        return dx, dw.to(w.dtype)
+
+
+def _computes_only(gate) -> bool:
+    """Whether calling `gate` is x w^T and nothing else."""
+    changed = gate.__dict__.get("forward") or gate._forward_hooks or gate._forward_pre_hooks
+    return type(gate).forward is Linear.forward and gate.bias is None and not changed
+
+
 def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
-    """The gate's outputs, in fp32 where autocast can, as in torchtitan's router."""
+    """The gate's outputs in fp32. torchtitan casts x and weights to fp32 first; of bf16 both, as
+    under FSDP2's mixed precision, tensor cores give the same without the casts."""
+    gate = router.gate
+    bf16 = x_BLD.dtype == gate.weight.dtype == torch.bfloat16
+    if bf16 and _computes_only(gate) and not isinstance(gate.weight, DTensor):
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            return _BF16Gate.apply(x_BLD.flatten(0, 1), gate.weight).view(*x_BLD.shape[:2], -1)
     with torch.autocast(x_BLD.device.type, dtype=torch.float32):
-        return router.gate(x_BLD)
+        return gate(x_BLD)
 
 
 def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
