@@ -15,6 +15,7 @@ from pathlib import Path
 
 import h200_figures
 import h200_page
+import training_figures
 from cpu_layer import MARKERS, ROOT, table
 
 EXAMPLE = ("<!-- example:begin -->", "<!-- example:end -->")
@@ -62,11 +63,17 @@ def demo_parts():
     yield markers, "the study's table", (ROOT / "benchmarks/results/study/study.md").read_text()
 
 
+def training_parts():
+    for name, make_table in training_figures.TABLES.items():
+        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", make_table()
+
+
 DOCUMENTS = {
     "README.md": readme_parts,
     "docs/cpp.md": cpp_parts,
     "docs/performance.md": performance_parts,
     "docs/demo.md": demo_parts,
+    "docs/torchtitan.md": training_parts,
 }
 
 

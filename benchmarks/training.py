@@ -30,6 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import h200
+
 HERE = Path(__file__).parent
 PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
@@ -49,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["7B-n256", "1.4B-n256"])
     parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: a program on each")
-    parser.add_argument("--tokens", type=int, default=16384, help="a GPU and step")
+    parser.add_argument("--tokens", type=int, default=32768, help="a GPU and step")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12, help="measured, after 4")
     parser.add_argument("--text", default="", help="a file of tokens (.npy); without: drawn ones")
@@ -61,20 +63,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="default: training.json of results/h200, or the curves'")
     options = parser.parse_args()
     name = "training_curves.json" if options.curve else "training.json"
-    options.out = options.out or str(HERE / "results/h200" / name)
+    options.out = options.out or str(HERE / "results/h100" / name)
     return options
 
 
 def machine(options) -> dict:
     import torch
 
-    found = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    found = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "commit": h200.commit()}
     if options.device == "cpu":
         return found | {"device": "cpu", "gpus": options.gpus or 1, "gib": 0.0}
     properties = torch.cuda.get_device_properties(0)
     count = options.gpus or torch.cuda.device_count()
     gib = properties.total_memory / (1 << 30)
-    return found | {"device": properties.name, "gpus": count, "gib": round(gib, 1)}
+    found |= {"device": properties.name, "driver": h200.driver()}
+    return found | {"gpus": count, "gib": round(gib, 1)}
 
 
 def places(options) -> queue.Queue[str | None]:
@@ -208,8 +211,9 @@ def measured_before(options, found: dict) -> list[dict]:
     old = json.loads(path.read_text()) if path.exists() else {}
     if old.get("device") != found["device"]:
         return []
-    again = [(model, found["gpus"]) for model in options.models]
-    return [row for row in old["rows"] if (row["model"], row["gpus"]) not in again]
+    again = [(model, found["gpus"], options.tokens) for model in options.models]
+    names = ("model", "gpus", "tokens_per_gpu")
+    return [row for row in old["rows"] if tuple(row[name] for name in names) not in again]
 
 
 def rates(driver: Driver) -> bool:

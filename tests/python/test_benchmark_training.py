@@ -48,7 +48,7 @@ def test_what_is_missing_fails(tmp_path, bench, monkeypatch):
         monkeypatch.setattr(sys, "argv", [*given, *more])
         assert training.main() == 1
     monkeypatch.setattr(sys, "argv", ["training.py", "--curve=2"])
-    assert training.arguments().out.endswith("results/h200/training_curves.json")
+    assert training.arguments().out.endswith("results/h100/training_curves.json")
 
 
 def test_loss_and_its_gradients(bench):

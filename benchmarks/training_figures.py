@@ -1,0 +1,160 @@
+"""Tables and plots of the training records; measures nothing.
+
+python benchmarks/training_figures.py        writes the plots to docs/images/
+python benchmarks/check_figures.py --fix     writes the tables to docs/torchtitan.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from h200_figures import IMAGES, OURS, ROOT
+from h200_page import grid
+
+RECORDS = ROOT / "benchmarks/results/h100"
+NAMES = {"ours": "sonicmoe.cpp", "titan": "torchtitan"}
+KINDS = (
+    "experts",
+    "rows",
+    "products",
+    "attention",
+    "other",
+    "optimizer",
+    "copies",
+    "communication",
+)
+WINDOW = 50  # steps of one mean in the table of curves
+
+
+def record(name):
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def order(row):
+    return row["gpus"] == 1, row["model"], row["tokens_per_gpu"]
+
+
+def rows():
+    return sorted(record("training")["rows"], key=order)
+
+
+def runs(row):
+    """(kind, run, whether the fastest) of a row."""
+    found = [(kind, row[kind], True) for kind in NAMES]
+    found += [(run["experts"], run, False) for run in row["others"]]
+    return sorted(found, key=lambda item: list(NAMES).index(item[0]))
+
+
+def source(content):
+    return (
+        f"{content['device']}, driver {content['driver']}, torch {content['torch']}, "
+        f"{content['date']}, commit {content['commit']}."
+    )
+
+
+def rates():
+    columns = ["model", "GPUs", "tokens a GPU", "experts", "keeps", "tokens/s"]
+    columns += ["a day and GPU", "MFU", "peak GiB", "over torchtitan"]
+    lines = []
+    for row in rows():
+        base = row["titan"]["tokens_per_s"]
+        for kind, run, fastest in runs(row):
+            speed = f"{run['tokens_per_s']:,}"
+            a_day = f"{run['tokens_per_day_and_gpu'] / 1e9:.2f} billion"
+            lines.append([
+                *(row[name] for name in ("model", "gpus", "tokens_per_gpu")),
+                NAMES[kind],
+                run["policy"] if kind == "ours" else run["policy"].removesuffix("+H"),
+                f"**{speed}**" if fastest else speed,
+                *(a_day, f"{run['mfu']:.3f}", f"{run['peak_gib']:.1f}"),
+                f"{run['tokens_per_s'] / base:.2f}",
+            ])  # fmt: skip
+    return f"{grid(columns, lines)}\n\n{source(record('training'))}"
+
+
+def where():
+    columns = ["model", "GPUs", "tokens a GPU", "experts of", "step", *KINDS]
+    lines = []
+    for row in rows():
+        for kind, run, fastest in runs(row):
+            if fastest:
+                tokens = row["tokens_per_gpu"] * row["gpus"]
+                step = 1e3 * tokens / run["tokens_per_s"]
+                parts = [f"{run['where_ms'].get(k, 0):.0f}" for k in KINDS]
+                head = [row["model"], row["gpus"], row["tokens_per_gpu"], NAMES[kind]]
+                lines.append([*head, f"{step:.0f}", *parts])
+    return grid(columns, lines)
+
+
+def mean_difference(a, b, begin, end):
+    return sum(abs(x - y) for x, y in zip(a[begin:end], b[begin:end], strict=True)) / (end - begin)
+
+
+def curves():
+    content = record("training_curves")
+    lines = []
+    for row in content["curves"]:
+        ours, titan, again = (row[name] for name in ("ours", "titan", "titan_again"))
+        for begin in range(0, content["steps"], WINDOW):
+            end = begin + WINDOW
+            pairs = ((ours, titan), (ours, again), (titan, again))
+            values = [f"{mean_difference(a, b, begin, end):.3f}" for a, b in pairs]
+            lines.append([row["model"], f"{begin + 1} to {end}", *values])
+    columns = ["model", "steps", "ours and torchtitan", "ours and torchtitan again"]
+    columns += ["torchtitan twice"]
+    return f"{grid(columns, lines)}\n\n{source(content)}"
+
+
+TABLES = {"training": rates, "training-where": where, "training-curves": curves}
+
+
+def plot_curves(plt):
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    row = record("training_curves")["curves"][0]
+    styles = {"titan": ("#8095a8", "torchtitan"), "titan_again": ("#b9c4cf", "torchtitan, again")}
+    for name, (colour, label) in (styles | {"ours": (OURS, NAMES["ours"])}).items():
+        axes.plot(row[name], color=colour, linewidth=1, label=label)
+    axes.set(xlabel="step", ylabel="loss", title=f"{row['model']}, same seed and text")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_where(plt):
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    bars = [(row, *run) for row in rows() for run in runs(row) if run[2]]
+    shades = plt.get_cmap("tab20c").colors
+    left = [0.0] * len(bars)
+    labels = [f"{r['model']}, T {r['tokens_per_gpu']}, {NAMES[kind]}" for r, kind, *_ in bars]
+    for kind, colour in zip(KINDS, shades[::2], strict=False):
+        values = [
+            1e6 * run["where_ms"].get(kind, 0) / (r["tokens_per_gpu"]) for r, _, run, _ in bars
+        ]
+        axes.barh(
+            labels, values, left=left, color=OURS if kind == "experts" else colour, label=kind
+        )
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="ns a token of a GPU; kernels that overlap count each")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.18))
+    return figure
+
+
+def main():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
+    import matplotlib.pyplot as plt
+
+    for name, plot in {"training-curves": plot_curves, "training-where": plot_where}.items():
+        figure = plot(plt)
+        figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
+        plt.close(figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
