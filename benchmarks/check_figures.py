@@ -45,6 +45,8 @@ def example():
 def readme_parts():
     """Yields (markers, name, expected content) of each part."""
     yield h200_figures.MARKERS, "the H200 table", h200_figures.readme_table()
+    markers = ("<!-- training:begin -->", "<!-- training:end -->")
+    yield markers, "the sentence on training", training_figures.sentence()
 
 
 def cpp_parts():
