@@ -200,13 +200,11 @@ inline MaybeArray gradient_of_x(const BackwardCall& a) {
   return empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
 }
 
-inline void run_backward(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
-                         const MaybeArray& dweights, sonicmoe::GradMode mode) {
-  const DeviceScope device(a.x);
-  const Call c = call_of(a);
+/// All of a backward but its scratch.
+inline sonicmoe::BackwardArgs backward_args(BackwardCall& a, const Call& c,
+                                            const sonicmoe::Weights& grads, const MaybeArray& dx,
+                                            const MaybeArray& dweights, sonicmoe::GradMode mode) {
   a.dout = readable_rows(a.dout);
-  const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, device.exec());
-  const Scratch scratch(a.x, sizes.scratch_bytes);
   sonicmoe::BackwardArgs args;
   args.x = c.x;
   args.routing = c.routing;
@@ -214,17 +212,32 @@ inline void run_backward(BackwardCall& a, const sonicmoe::Weights& grads, const 
   args.dout = view(a.dout, "grad");
   args.h = lend(a.h);
   args.saved = lend(a.saved);
-  args.scratch = scratch.buffer();
   args.dx = view(dx, "dx");
   args.dweights = view(dweights, "dweights");
   args.grads = grads;
   args.grad_mode = mode;
-  sonicmoe::moe_backward(c.problem, args, device.exec());
+  return args;
 }
+
+/// Computes a backward by the layer of one process. exchange.h has the same for several.
+struct RunAlone {
+  void operator()(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
+                  const MaybeArray& dweights, sonicmoe::GradMode mode) const {
+    const DeviceScope device(a.x);
+    const Call c = call_of(a);
+    auto args = backward_args(a, c, grads, dx, dweights, mode);
+    const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, device.exec());
+    const Scratch scratch(a.x, sizes.scratch_bytes);
+    args.scratch = scratch.buffer();
+    sonicmoe::moe_backward(c.problem, args, device.exec());
+  }
+};
 
 using LayerGradients = std::tuple<Array, Array, Array, Array, Array, Array, Array>;
 
-inline LayerGradients moe_backward(BackwardCall& a) {
+/// Gradients in new tensors.
+template <class Run>
+LayerGradients written_gradients(BackwardCall& a, const Run& run) {
   const MaybeArray dx = gradient_of_x(a);
   const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
   const MaybeArray dgate = gradient_of(a, At::w_gate, a.w_gate);
@@ -232,12 +245,14 @@ inline LayerGradients moe_backward(BackwardCall& a) {
   const MaybeArray ddown = gradient_of(a, At::w_down, a.w_down);
   const MaybeArray db_up = gradient_of(a, At::b_up, a.b_up);
   const MaybeArray db_down = gradient_of(a, At::b_down, a.b_down);
-  run_backward(a, weights_of(a, dgate, dup, ddown, db_up, db_down), dx, dweights,
-               sonicmoe::GradMode::kWrite);
+  run(a, weights_of(a, dgate, dup, ddown, db_up, db_down), dx, dweights,
+      sonicmoe::GradMode::kWrite);
   return {or_nothing(dx, a.x),     or_nothing(dweights, a.x), or_nothing(dgate, a.x),
           or_nothing(dup, a.x),    or_nothing(ddown, a.x),    or_nothing(db_up, a.x),
           or_nothing(db_down, a.x)};
 }
+
+inline LayerGradients moe_backward(BackwardCall& a) { return written_gradients(a, RunAlone()); }
 
 /// MainGradients as arguments that are written.
 struct Accumulated {
@@ -249,9 +264,13 @@ struct Accumulated {
 };
 using AccumulateCall = Joined<BackwardCall, Accumulated>;
 
+/// The gradients that are not added to g_*: of x, weights and biases.
+using FreshGradients = std::tuple<Array, Array, Array, Array>;
+
 /// Adds to g_* the gradients of the weights that `needs` names. Bias gradients are fresh, in the
 /// dtype of g_*.
-inline std::tuple<Array, Array, Array, Array> moe_backward_accumulate(AccumulateCall& a) {
+template <class Run>
+FreshGradients accumulated_gradients(AccumulateCall& a, const Run& run) {
   const MaybeArray dx = gradient_of_x(a);
   const MaybeArray dweights = gradient_of(a, At::weights, a.weights);
   const auto zeros = [&](At argument, const MaybeArray& of) -> MaybeArray {
@@ -265,9 +284,13 @@ inline std::tuple<Array, Array, Array, Array> moe_backward_accumulate(Accumulate
   };
   const auto sums = weights_of(a, sum(At::w_gate, a.g_gate), sum(At::w_up, a.g_up),
                                sum(At::w_down, a.g_down), db_up, db_down);
-  run_backward(a, sums, dx, dweights, sonicmoe::GradMode::kAccumulate);
+  run(a, sums, dx, dweights, sonicmoe::GradMode::kAccumulate);
   return {or_nothing(dx, a.x), or_nothing(dweights, a.x), or_nothing(db_up, a.x),
           or_nothing(db_down, a.x)};
+}
+
+inline FreshGradients moe_backward_accumulate(AccumulateCall& a) {
+  return accumulated_gradients(a, RunAlone());
 }
 
 }  // namespace sonicmoe_torch

@@ -13,6 +13,7 @@
 #include "arguments.h"
 #include "boxing.h"
 #include "device_scope.h"
+#include "exchange.h"
 #include "grouped_gemm.h"
 #include "h_views.h"
 #include "layer.h"
@@ -77,6 +78,14 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("moe_forward", &box<&moe_forward>);
   m.impl("moe_backward", &box<&moe_backward>);
   m.impl("moe_backward_accumulate", &box<&moe_backward_accumulate>);
+  m.impl("exchange_bytes", &box<&exchange_bytes>);
+  m.impl("exchange_open", &box<&exchange_open>);
+  m.impl("exchange_check", &box<&exchange_check>);
+  m.impl("exchange_reset", &box<&exchange_reset>);
+  m.impl("exchange_inference", &box<&exchange_inference>);
+  m.impl("exchange_forward", &box<&exchange_forward>);
+  m.impl("exchange_backward", &box<&exchange_backward>);
+  m.impl("exchange_backward_accumulate", &box<&exchange_backward_accumulate>);
   m.impl("h_views", &box<&h_views>);
   m.impl("grouped_gemm", &box<&grouped_gemm>);
   m.impl("grouped_gemm_k", &box<&grouped_gemm_k>);
@@ -113,6 +122,16 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("moe_backward", BackwardCall::schema(),
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("moe_backward_accumulate", AccumulateCall::schema(), "(Tensor, Tensor, Tensor, Tensor)");
+  def("exchange_bytes", ShapeCall::schema(), "int");
+  def("exchange_open", OpenCall::schema(), "int");
+  def("exchange_check", StateCall::schema(), "()");
+  def("exchange_reset", StateCall::schema(), "()");
+  def("exchange_inference", ExchangeInferenceCall::schema(), "Tensor");
+  def("exchange_forward", ExchangeForwardCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
+  def("exchange_backward", ExchangeBackwardCall::schema(),
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def("exchange_backward_accumulate", ExchangeAccumulateCall::schema(),
+      "(Tensor, Tensor, Tensor, Tensor)");
   def("h_views", HViewsCall::schema(), "(int, int, int)");
   def("grouped_gemm", GroupedGemmCall::schema(), "Tensor");
   def("grouped_gemm_k", GroupedGemmCall::schema(), "Tensor");

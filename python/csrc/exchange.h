@@ -1,0 +1,246 @@
+// Expert parallelism over peer memory as operators. An exchange is known by its number, because an
+// operator takes no objects: exchanges are opened in the same order on all ranks, so that an
+// exchange has one number there.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+#include "device_scope.h"
+#include "layer.h"
+#include "sonicmoe/exchange.h"
+#include "views.h"
+
+namespace sonicmoe_torch {
+
+struct OpenedExchange {
+  sonicmoe::Exchange* exchange = nullptr;
+  std::int32_t ranks = 0;
+};
+
+/// The exchanges of this process. None is ever closed: tensors that a forward has kept, and CUDA
+/// graphs, may need it as long as the process runs.
+class Exchanges {
+ public:
+  static Exchanges& of_process() {
+    static Exchanges exchanges;
+    return exchanges;
+  }
+  std::int64_t add(const OpenedExchange& opened) {
+    const std::lock_guard lock(mutex_);
+    opened_.push_back(opened);
+    return static_cast<std::int64_t>(opened_.size()) - 1;
+  }
+  OpenedExchange at(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    if (number < 0 || number >= static_cast<std::int64_t>(opened_.size())) {
+      throw std::invalid_argument("exchange is " + std::to_string(number) +
+                                  ", must be the number of an exchange that this process opened");
+    }
+    return opened_[static_cast<std::size_t>(number)];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<OpenedExchange> opened_;
+};
+
+#define SONICMOE_EXCHANGE_SHAPE(ARGUMENT)                              \
+  ARGUMENT(Array, like) /* gives the GPU, and the dtype of the rows */ \
+  ARGUMENT(std::int64_t, ranks)                                        \
+  ARGUMENT(std::int64_t, max_tokens)                                   \
+  ARGUMENT(std::int64_t, max_slots)                                    \
+  ARGUMENT(std::int64_t, hidden)
+struct ShapeCall {
+  SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_SHAPE)
+};
+
+inline sonicmoe::ExchangeShape shape_of(const ShapeCall& a) {
+  sonicmoe::ExchangeShape shape;
+  shape.ranks = static_cast<std::int32_t>(a.ranks);
+  shape.max_tokens = a.max_tokens;
+  shape.max_slots = a.max_slots;
+  shape.hidden = a.hidden;
+  shape.dtype = dtype_of(a.like, "x");
+  return shape;
+}
+
+inline std::int64_t exchange_bytes(ShapeCall& a) {
+  const DeviceScope device(a.like);
+  return sonicmoe::exchange_bytes(shape_of(a), device.exec());
+}
+
+#define SONICMOE_EXCHANGE_PLACE(ARGUMENT)                                       \
+  ARGUMENT(Array, addresses) /* (ranks) int64 on the CPU: the ranks' buffers */ \
+  ARGUMENT(std::int64_t, buffer_bytes)                                          \
+  ARGUMENT(std::int64_t, rank)                                                  \
+  ARGUMENT(std::int64_t, time_limit_ms)                                         \
+  ARGUMENT(std::int64_t, rows_by) /* ExchangeTransport */
+struct PlaceOptions {
+  SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_PLACE)
+};
+using OpenCall = Joined<ShapeCall, PlaceOptions>;
+
+/// The number of a new exchange. The buffers must stay mapped as long as the process runs.
+inline std::int64_t exchange_open(OpenCall& a) {
+  const DeviceScope device(a.like);
+  if (a.addresses.is_cuda() || a.addresses.scalar_type() != ScalarType::Long ||
+      a.addresses.numel() != a.ranks) {
+    throw std::invalid_argument("addresses must be " + std::to_string(a.ranks) +
+                                " int64 numbers in host memory");
+  }
+  const auto* addresses = static_cast<const std::int64_t*>(a.addresses.data_ptr());
+  std::vector<void*> buffers;
+  for (std::int64_t r = 0; r < a.ranks; ++r) {
+    buffers.push_back(reinterpret_cast<void*>(static_cast<std::uintptr_t>(addresses[r])));
+  }
+  sonicmoe::ExchangeOptions options;
+  options.shape = shape_of(a);
+  options.rank = static_cast<std::int32_t>(a.rank);
+  options.buffers = buffers.data();
+  options.buffer_bytes = a.buffer_bytes;
+  options.time_limit_ms = a.time_limit_ms;
+  options.transport = enumerator("rows_by", a.rows_by, sonicmoe::ExchangeTransport::kCopy);
+  return Exchanges::of_process().add(
+      {sonicmoe::exchange_open(options, device.exec()), options.shape.ranks});
+}
+
+#define SONICMOE_EXCHANGE_NUMBER(ARGUMENT) ARGUMENT(std::int64_t, exchange)
+struct ExchangeNumber {
+  SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_NUMBER)
+};
+#define SONICMOE_EXCHANGE_DEVICE(ARGUMENT) ARGUMENT(Array, like)
+struct ExchangeDevice {
+  SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_DEVICE)
+};
+using StateCall = Joined<ExchangeDevice, ExchangeNumber>;
+
+inline std::tuple<> exchange_check(StateCall& a) {
+  const DeviceScope device(a.like);
+  sonicmoe::exchange_check(*Exchanges::of_process().at(a.exchange).exchange, device.exec());
+  return {};
+}
+
+inline std::tuple<> exchange_reset(StateCall& a) {
+  const DeviceScope device(a.like);
+  sonicmoe::exchange_reset(*Exchanges::of_process().at(a.exchange).exchange, device.exec());
+  return {};
+}
+
+/// How many rows this rank's experts may get; -1: as many as are routed to them, for which the host
+/// waits.
+#define SONICMOE_EXCHANGE_ROWS(ARGUMENT) ARGUMENT(std::int64_t, rows)
+struct ExchangeRows {
+  SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_ROWS)
+};
+inline constexpr std::int64_t kRoutedRows = -1;
+
+/// A call of the layer with the experts of all ranks.
+struct ExchangeCall {
+  OpenedExchange opened;
+  Call call;
+
+  ExchangeCall(Layer& a, std::int64_t number)
+      : opened(Exchanges::of_process().at(number)), call(call_of(a)) {
+    call.problem.experts *= opened.ranks;
+  }
+  sonicmoe::Exchange& exchange() const { return *opened.exchange; }
+};
+
+/// Sends routing and rows. Gives the number of rows to compute with: at least one, because a tensor
+/// H without elements would have no address, which means inference.
+inline std::int64_t begin_forward(const ExchangeCall& c, std::int64_t rows,
+                                  const sonicmoe::ForwardArgs& args, const sonicmoe::Exec& exec) {
+  const bool exact = rows == kRoutedRows;
+  sonicmoe::exchange_forward(c.exchange(), c.call.problem, exact ? 0 : rows, args,
+                             sonicmoe::ExchangePart::kBegin, exec);
+  if (!exact) return rows;
+  return std::max<std::int64_t>(1, sonicmoe::exchange_rows(c.exchange(), c.call.problem, exec));
+}
+
+inline void end_forward(const ExchangeCall& c, std::int64_t rows, const sonicmoe::ForwardArgs& args,
+                        const sonicmoe::Exec& exec) {
+  for (const auto part : {sonicmoe::ExchangePart::kCompute, sonicmoe::ExchangePart::kFinish}) {
+    sonicmoe::exchange_forward(c.exchange(), c.call.problem, rows, args, part, exec);
+  }
+}
+
+using ExchangeInferenceCall = Joined<Layer, ExchangeNumber, ExchangeRows>;
+
+inline Array exchange_inference(ExchangeInferenceCall& a) {
+  const DeviceScope device(a.x);
+  const ExchangeCall c(a, a.exchange);
+  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+  sonicmoe::ForwardArgs args{c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {},
+                             {}};
+  const std::int64_t rows = begin_forward(c, a.rows, args, device.exec());
+  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, rows,
+                                              sonicmoe::Pass::kInference, device.exec());
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  args.scratch = scratch.buffer();
+  end_forward(c, rows, args, device.exec());
+  return out;
+}
+
+using ExchangeForwardCall = Joined<Layer, MainGradients, ExchangeNumber, ExchangeRows>;
+
+/// (out, H, metadata). H has as many rows as were computed with.
+inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) {
+  const DeviceScope device(a.x);
+  const ExchangeCall c(a, a.exchange);
+  const auto& problem = c.call.problem;
+  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+  sonicmoe::ForwardArgs args{c.call.x, c.call.routing, c.call.weights, view(out, "out"), {}, {},
+                             {}};
+  const std::int64_t rows = begin_forward(c, a.rows, args, device.exec());
+  const auto sizes = sonicmoe::exchange_sizes(c.exchange(), problem, rows, sonicmoe::Pass::kForward,
+                                              device.exec());
+  const std::int64_t width = sonicmoe::gate_factor(problem.activation.kind) * problem.width;
+  Array h = empty(a.x, {rows, width}, a.x.scalar_type());
+  Array saved = new_metadata(a.x, sizes.saved_bytes);
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  args.h = lend(h);
+  args.saved = lend(saved);
+  args.scratch = scratch.buffer();
+  end_forward(c, rows, args, device.exec());
+  return {out, h, saved};
+}
+
+/// Computes a backward together with the other ranks, which ask for the same ones of dx and
+/// dweights.
+struct RunTogether {
+  std::int64_t exchange;
+
+  void operator()(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
+                  const MaybeArray& dweights, sonicmoe::GradMode mode) const {
+    const DeviceScope device(a.x);
+    const ExchangeCall c(a, exchange);
+    const std::int64_t rows = a.h.size(0);
+    auto args = backward_args(a, c.call, grads, dx, dweights, mode);
+    const auto sizes = sonicmoe::exchange_sizes(c.exchange(), c.call.problem, rows,
+                                                sonicmoe::Pass::kBackward, device.exec());
+    const Scratch scratch(a.x, sizes.scratch_bytes);
+    args.scratch = scratch.buffer();
+    sonicmoe::exchange_backward(c.exchange(), c.call.problem, rows, args,
+                                sonicmoe::ExchangePart::kAll, device.exec());
+  }
+};
+
+using ExchangeBackwardCall = Joined<BackwardCall, ExchangeNumber>;
+using ExchangeAccumulateCall = Joined<AccumulateCall, ExchangeNumber>;
+
+inline LayerGradients exchange_backward(ExchangeBackwardCall& a) {
+  return written_gradients(a, RunTogether{a.exchange});
+}
+
+inline FreshGradients exchange_backward_accumulate(ExchangeAccumulateCall& a) {
+  return accumulated_gradients(a, RunTogether{a.exchange});
+}
+
+}  // namespace sonicmoe_torch
