@@ -92,13 +92,17 @@ def _needs(wanted: tuple) -> int:
     return sum(bit for bit, want in zip(NEEDS.values(), wanted, strict=True) if want)
 
 
-def gradients(dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple) -> list:
-    """The gradients of DIFFERENTIABLE, None where they are not wanted."""
+def gradients(
+    dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple, by: str = "moe", place=()
+) -> list:
+    """The gradients of DIFFERENTIABLE, None where they are not wanted, by the operators
+    {by}_backward and {by}_backward_accumulate, which take `place` last."""
     needs = _needs(wanted)
     if main_gradients[1] is None:
-        found = call("moe_backward", dout, *layer, h, saved, needs)
+        found = call(f"{by}_backward", dout, *layer, h, saved, needs, *place)
         return [g if want else None for g, want in zip(found, wanted, strict=True)]
-    found = call("moe_backward_accumulate", dout, *layer, h, saved, needs, *main_gradients)
+    rest = (needs, *main_gradients, *place)
+    found = call(f"{by}_backward_accumulate", dout, *layer, h, saved, *rest)
     fresh = dict(zip(_FRESH, found, strict=True))
     for bias in ("b_up", "b_down"):
         fresh[bias] = fresh[bias].to(fresh["x"].dtype)
@@ -294,6 +298,7 @@ DERIVATIVES = {
     name: _once(name)
     for name in (
         "moe_backward",
+        "exchange_backward",
         "route_backward",
         "token_round_backward",
         "expert_choice_backward",

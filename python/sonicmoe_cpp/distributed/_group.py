@@ -23,8 +23,15 @@ SLICE = 0.25
 # Seconds after which a rank tells the others that it waits, and between its questions about them.
 PATIENCE = 1.0
 # What ranks tell each other in read(), and how many numbers at most.
-FORWARD, BACKWARD, ROUTING, GRADIENTS = range(4)
-READS = ("forward", "backward", "routing", "sum of gradients")
+FORWARD, BACKWARD, ROUTING, GRADIENTS, CHOICE, RESET = range(6)
+READS = (
+    "forward",
+    "backward",
+    "routing",
+    "sum of gradients",
+    "choice of a transport",
+    "reset of the exchange",
+)
 WIDTH = 8
 
 
@@ -50,12 +57,13 @@ class Group:
         self.name = group.group_name
         self._inside = False
         self.broken: str | None = None
+        self.memory: dict = {}  # by dtype: PeerBuffers, which the group's layers share
         self.peers = Peers(group)
 
     def __deepcopy__(self, _memo) -> Group:
         return self
 
-    def _process_group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:  # torch takes None for all ranks
             raise ExpertParallelError("the process group of this layer has been destroyed")
@@ -65,7 +73,7 @@ class Group:
         """Refuses tensors that the group cannot exchange."""
         if device.type in self._served:
             return
-        group = self._process_group()
+        group = self.process_group()
         try:
             group._get_backend(device)
         except RuntimeError:
@@ -191,7 +199,7 @@ class Group:
     # ---- exchanges -------------------------------------------------------------------------------
 
     def _launch(self, collective, *arguments) -> dist.Work:
-        group = self._process_group()
+        group = self.process_group()
         self.exchanges += 1
         try:
             return collective(*arguments, group=group, async_op=True)

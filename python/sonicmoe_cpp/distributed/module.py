@@ -13,6 +13,7 @@ from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import GRADIENTS, ROUTING
 from .layer import TIMEOUT, Place, make_transport, run
+from .peer import Limits
 from .routing import AllTokens, group_losses
 
 EXPERTS = ("w_up", "w_down", "b_up", "b_down")
@@ -27,9 +28,15 @@ class ExpertParallelMoE(MoE):
     that one rank has summed is rounded to the dtype before it travels. Losses, tokens_per_expert,
     token rounding and expert choice are over the tokens of all ranks.
 
-    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. transport: "auto"
-    or "all_to_all". timeout: seconds until ranks that wait give up (ExpertParallelError). The other
-    arguments are those of MoE.
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. timeout: seconds
+    until ranks that wait give up (ExpertParallelError). The other arguments are those of MoE.
+
+    transport: "all_to_all" is torch.distributed's. With "peer" the GPUs of one host write each
+    other's memory, and rows travel while products are computed. "auto" takes peer memory where it
+    serves the group. Two arguments concern peer memory alone. max_tokens is the largest number of
+    tokens that one rank has in any call; without it, the ranks tell each other their sizes in each
+    forward. capacity limits the rows that a rank's experts may get: to capacity * max_tokens *
+    top_k; without it, the host reads the number of rows in each forward.
 
     Parameters have the names and shapes of MoE; w_up, w_down, b_up and b_down are DTensors, divided
     in dimension 0. Every rank has the others whole: their gradients are those of this rank's
@@ -47,11 +54,14 @@ class ExpertParallelMoE(MoE):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         transport: str = "auto",
         timeout: float = TIMEOUT,
+        max_tokens: int | None = None,
+        capacity: float | None = None,
         **options,
     ):
         _checks.integer("num_experts", num_experts)
         # Plain attributes, which nn.Module takes before its own constructor has run.
-        self.transport = make_transport(transport, group, timeout)
+        limits = Limits(timeout, max_tokens, capacity, top_k)
+        self.transport = make_transport(transport, group, limits)
         self.group = self.transport.group
         if num_experts % self.group.size != 0:
             raise ValueError(
@@ -141,6 +151,7 @@ class ExpertParallelMoE(MoE):
             have = sum(1 << i for i, p in enumerate(parameters) if p.grad is not None)
             device = self._local("w_up").device
             of_ranks = self.group.read_all(GRADIENTS, [have], device, timeout)
+            self.transport.check()  # the host has just waited for the step
             for i, parameter in enumerate(parameters):
                 if not any(row[0] >> i & 1 for row in of_ranks):
                     continue

@@ -1,4 +1,4 @@
-"""How rows travel between the ranks of expert parallelism.
+"""How the ranks of expert parallelism compute a layer together, and how rows travel between them.
 
 A token's row goes to a rank at most once, however many of the token's experts live there. The rank
 sends one row back, the sum over its experts, and the rows of a token are added in the order of the
@@ -10,17 +10,22 @@ ranks. With D the matrix of zeros and ones that takes tokens to the rows sent:
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import _ops
 from .._checks import names
+from .._names import FORM
 from .._ops import score_dtype
 from ._group import BACKWARD, FORWARD, Group, from_host
 
-TRANSPORTS = ("auto", "all_to_all")
+TRANSPORTS = ("auto", "all_to_all", "peer")
+# Gradients of these take the rows of x, which backward sends again.
+_OF_X = _ops.NEEDS["w_gate"] | _ops.NEEDS["w_up"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What ranks compare in every forward.
 COMPARED = ("the layer", "d", "the experts of a rank", "the dtype", "the graph for gradients")
@@ -41,6 +46,19 @@ class Routes(NamedTuple):
     row: Tensor  # (pairs received,) int32: the row received that each multiplies
     expert: Tensor  # (pairs received,) int32: its expert, counted from this rank's first
 
+    def tensors(self) -> tuple:
+        return self[6:]
+
+    def numbers(self) -> tuple:
+        """The fields that are no tensors, in one tuple."""
+        return (*itertools.chain(*self[:4]), self.needs, self.call)
+
+    @classmethod
+    def of(cls, numbers: tuple, tensors: tuple) -> Routes:
+        *counts, needs, call = numbers
+        size = len(counts) // 4
+        return cls(*(counts[i * size : (i + 1) * size] for i in range(4)), needs, call, *tensors)
+
 
 class Facts(NamedTuple):
     """What ranks must have in common, and what this one needs a gradient of."""
@@ -53,14 +71,107 @@ class Facts(NamedTuple):
     needs: int
 
 
-class Transport(ABC):
-    """Moves rows and routing weights between the ranks of `group`.
+class Forward(NamedTuple):
+    """What a forward gives: its output and, where gradients are recorded, what backward needs
+    beside the arguments."""
 
-    Results must not depend on the transport, nor on what arrives first: the layer built on it is
-    deterministic and batch-invariant.
+    out: Tensor
+    kept: tuple = ()  # tensors
+    host: tuple = ()  # int
+
+
+class Transport(ABC):
+    """Computes the layer with the other ranks of `group`.
+
+    Results must not depend on the transport, nor on what arrives first: the layer is deterministic
+    and batch-invariant.
     """
 
+    name: str  # of TRANSPORTS
     group: Group
+    timeout: float
+
+    def limits_as_numbers(self) -> list[float]:
+        """Limits.numbers(), for operators."""
+        return [self.timeout, 0.0, 0.0, 0.0]
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises if an earlier step has failed, without waiting for the device."""
+
+    def __deepcopy__(self, _memo) -> Transport:
+        return self
+
+    def chosen(self, tensors: tuple, layer: int, needs: int) -> Transport:
+        """The transport for tensors like these: itself, except where it chooses among others. All
+        ranks call it at the same place."""
+        return self
+
+    @abstractmethod
+    def forward(self, tensors, options, main_gradients, layer: int, needs: int) -> Forward:
+        """`tensors` are LAYER_TENSORS in the form "ids" or "pairs", with this rank's tokens, expert
+        numbers among all experts, and the weights of this rank's; `options` are OPTIONS. `layer`
+        is the layer's number in the model, `needs` what this rank needs a gradient of."""
+
+    @abstractmethod
+    def backward(self, dout, tensors, options, main_gradients, given: Forward, needs: int) -> list:
+        """The gradients of _ops.DIFFERENTIABLE, None for those that `needs` lacks. `given` is what
+        forward gave, without its output."""
+
+
+def with_option(options: tuple, name: str, value) -> tuple:
+    at = _ops.OPTIONS.index(name)
+    return (*options[:at], value, *options[at + 1 :])
+
+
+def as_pairs(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
+    """LAYER_TENSORS and options as those of the form "pairs"."""
+    x, index, second, weights, *experts = tensors
+    if second is not None:
+        return tensors, options
+    token = torch.arange(index.shape[0], device=x.device).unsqueeze(1).expand(index.shape)
+    routing = token.reshape(-1), index.reshape(-1), weights.reshape(-1)
+    return (x, *routing, *experts), with_option(options, "form", FORM["pairs"])
+
+
+class RowTransport(Transport):
+    """Moves rows and routing weights between the ranks, and computes the layer of one process on
+    the rows that have arrived."""
+
+    def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
+        (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
+        facts = Facts(layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs)
+        routes = self.routes(token, expert, facts)
+        rows = self.dispatch(x, routes)
+        row_weights = self.dispatch_weights(weights, routes)
+        local = (rows, routes.row, routes.expert, row_weights, *experts)
+        if not routes.needs:
+            partial = _ops.run("moe_inference", *local, *options)
+            return Forward(self.combine(partial, routes, x.shape[0]))
+        partial, h, saved = _ops.run("moe_forward", *local, *options, *main_gradients)
+        out = self.combine(partial, routes, x.shape[0])
+        return Forward(out, (h, saved, row_weights, *routes.tensors()), routes.numbers())
+
+    def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
+        x, _, _, weights, *experts = tensors
+        h, saved, row_weights, *rest = given.kept
+        routes = Routes.of(given.host, rest)
+        options = with_option(options, "form", FORM["pairs"])
+        self.begin_backward(routes)
+        drows = self.dispatch(dout, routes)
+        rows = self.dispatch(x, routes) if routes.needs & _OF_X else torch.empty_like(drows)
+        local = (rows, routes.row, routes.expert, row_weights, *experts)
+        # Of x and the weights every rank gives what any of them needs.
+        shared = routes.needs & (_ops.NEEDS["x"] | _ops.NEEDS["weights"])
+        wanted = tuple(bool((needs | shared) & bit) for bit in _ops.NEEDS.values())
+        found = _ops.gradients(drows, (*local, *options), wanted, h, saved, main_gradients)
+        gradients = dict(zip(_ops.DIFFERENTIABLE, found, strict=True))
+        if shared & _ops.NEEDS["x"]:
+            gradients["x"] = self.combine(gradients["x"], routes, x.shape[0])
+        if shared & _ops.NEEDS["weights"]:
+            back = self.return_weights(gradients["weights"], routes, weights.numel())
+            gradients["weights"] = back.view(weights.shape)
+        return [gradients[name] if needs & bit else None for name, bit in _ops.NEEDS.items()]
 
     @abstractmethod
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
@@ -89,8 +200,8 @@ class Transport(ABC):
         """(C,) gradients of the caller's weights; 0 for a pair that went nowhere."""
 
 
-def _compared(layer, hidden, experts, dtype, needs) -> tuple:
-    """The values of COMPARED."""
+def compared(layer, hidden, experts, dtype, needs) -> tuple:
+    """The values of COMPARED; dtype is an index of DTYPES."""
     recorded = "recorded" if needs else "not recorded"
     return layer, hidden, experts, names([DTYPES[dtype]]), recorded
 
@@ -103,18 +214,20 @@ def _starts(counts: list[int]) -> list[int]:
     return begins
 
 
-class AllToAll(Transport):
+class AllToAll(RowTransport):
     """By torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs.
 
     The host reads the numbers of rows once a call, on CUDA after all work queued before. Nothing
     is hidden: products begin when all rows are there.
     """
 
+    name = "all_to_all"
+
     def __init__(self, group: Group, timeout: float):
         self.group, self.timeout = group, timeout
 
-    def __deepcopy__(self, _memo) -> AllToAll:
-        return self
+    def check(self) -> None:
+        """Nothing: a step that fails raises, at the latest in the next forward."""
 
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
         ranks, tokens = self.group.size, facts.tokens
@@ -155,8 +268,8 @@ class AllToAll(Transport):
         mine = (facts.layer, facts.hidden, facts.experts, DTYPES.index(facts.dtype), facts.needs)
         head = from_host(mine, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
-        of_ranks = [_compared(*row[2:7]) for row in received]
-        self.group.agree(COMPARED, _compared(*mine), of_ranks)
+        of_ranks = [compared(*row[2:7]) for row in received]
+        self.group.agree(COMPARED, compared(*mine), of_ranks)
         needs = 0
         for row in received:
             needs |= row[6]

@@ -1,0 +1,172 @@
+"""The symmetric buffers and the exchange that the layers of a group share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from . import _memory
+from ._group import CHOICE, Group
+
+DTYPES = (torch.bfloat16, torch.float16)
+GROWTH = 1.5  # at least, of a size that no longer suffices
+# What a rank finds about itself, by its number.
+OK, NO_EXCHANGE, NOT_REACHED, NO_MEMORY, NOT_MAPPED = range(5)
+PROBLEMS = {
+    NO_EXCHANGE: "has a library whose CUDA backend does not serve it",
+    NOT_REACHED: "has a GPU that cannot access the others' memory",
+    NO_MEMORY: "has not enough device memory for its buffer",
+    NOT_MAPPED: "cannot map the others' buffers",
+}
+_LONGEST_MS = 1 << 32  # exchange.h
+
+
+def not_in_a_graph(what: str) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what}, which a CUDA graph cannot hold: give max_tokens and capacity, route by ids, "
+            "and run one step before the capture"
+        )
+
+
+class Shape(NamedTuple):
+    """The largest extents of any step (ExchangeShape)."""
+
+    max_tokens: int
+    max_slots: int
+    hidden: int
+
+    def holds(self, other: Shape) -> bool:
+        return all(have >= want for have, want in zip(self, other, strict=True))
+
+    def grown(self, other: Shape) -> Shape:
+        """Holds both; what has to grow grows by GROWTH at least."""
+        sizes = zip(self, other, strict=True)
+        return Shape(
+            *(max(want, int(GROWTH * have)) if want > have else have for have, want in sizes)
+        )
+
+
+class PeerBuffers:
+    """The exchange of a group and a dtype.
+
+    It is opened for the sizes of the first call, and opened again for larger ones. Exchanges before
+    it stay, because backward of an earlier forward needs the one that its forward used.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.decided = False
+        self.problem: str | None = None  # why no exchange can be opened
+        self.shape: Shape | None = None
+        self.like: Tensor | None = None  # an empty tensor of the dtype and GPU
+        self.opened: list[tuple[int, object]] = []  # numbers, and what keeps buffers mapped
+
+    @property
+    def number(self) -> int:
+        return self.opened[-1][0]
+
+    def open(self, needed: Shape, x: Tensor, timeout: float) -> str | None:
+        """Opens an exchange where none holds the shape, which is the same on all ranks. Gives the
+        reason where none can be opened, and the last one stays."""
+        if self.shape is not None and self.shape.holds(needed):
+            return None
+        if self.decided and self.problem is not None:
+            return self.problem
+        not_in_a_graph("the first call with such sizes opens an exchange")
+        self.like = x.detach().new_empty((0,))
+        shape = needed if self.shape is None else self.shape.grown(needed)
+        problem = self._open(shape, timeout)
+        if problem is None:
+            self.shape = shape
+        elif not self.decided:
+            self.problem = problem
+        self.decided = True
+        return problem
+
+    def check(self) -> None:
+        for number, _ in self.opened:
+            _ops.run("exchange_check", self.like, number)
+
+    def reset(self) -> None:
+        for number, _ in self.opened:
+            _ops.run("exchange_reset", self.like, number)
+
+    # ---- opening ---------------------------------------------------------------------------------
+
+    def _open(self, shape: Shape, timeout: float) -> str | None:
+        size, code = self._bytes(shape)
+        facts = self._facts(code, timeout)
+        first = next((rank for rank, row in enumerate(facts) if row[0] != OK), None)
+        if first is not None:
+            return self._sentence(first, facts[first][0])
+        if len({row[1] for row in facts}) > 1:
+            return "peer memory cannot be used: the ranks are not on one host"
+        if len({row[2] for row in facts}) < len(facts):
+            return "peer memory cannot be used: two ranks have the same GPU"
+        reached = _memory.reaches(self.like.device, [row[2] for row in facts])
+        problem = self._agreed(OK if reached else NOT_REACHED, timeout)
+        if problem is not None:
+            return problem
+        for bit, way in enumerate(_memory.WAYS):
+            if all(row[3] >> bit & 1 for row in facts):
+                problem = self._open_by(way, shape, size, timeout)
+                if problem is None:
+                    return None
+        return problem or "peer memory cannot be used: the ranks have no way to map it in common"
+
+    def _bytes(self, shape: Shape) -> tuple[int, int]:
+        """Of a buffer, and a problem's number."""
+        try:
+            return _ops.run("exchange_bytes", self.like, self.group.size, *shape), OK
+        except NotImplementedError:
+            return 0, NO_EXCHANGE
+
+    def _facts(self, code: int, timeout: float) -> list[list[int]]:
+        """(problem, host, GPU, ways to map memory) of every rank."""
+        device = self.like.device
+        ways = sum(1 << bit for bit, way in enumerate(_memory.WAYS) if way.is_available())
+        mine = [code, _memory.host_number(), _memory.gpu_number(device.index), ways]
+        return self.group.read_all(CHOICE, mine, device, timeout)
+
+    def _agreed(self, code: int, timeout: float) -> str | None:
+        """The first rank's problem, the same on all ranks; they wait for each other."""
+        found = self.group.read_all(CHOICE, [code], self.like.device, timeout)
+        for rank, (theirs, *_) in enumerate(found):
+            if theirs != OK:
+                return self._sentence(rank, theirs)
+        return None
+
+    def _sentence(self, rank: int, code: int) -> str:
+        who = self.group.peers.ranks[rank]
+        return f"peer memory cannot be used: rank {who} {PROBLEMS[code]}"
+
+    def _open_by(self, way, shape: Shape, size: int, timeout: float) -> str | None:
+        device, memory, code = self.like.device, None, OK
+        try:
+            memory = way.allocate(size + _memory.ALIGNMENT, device)
+        except RuntimeError:  # includes out of memory
+            code = NO_MEMORY
+        problem = self._agreed(code, timeout)
+        if problem is not None:
+            return problem
+        number = keeps = None
+        try:
+            addresses, keeps = way.addresses(memory, self.group.process_group())
+            addresses = _memory.aligned(addresses, memory.data_ptr())
+            limit = min(max(1, round(1e3 * timeout)), _LONGEST_MS)
+            number = _ops.run(
+                "exchange_open",
+                *(self.like, self.group.size, *shape),
+                *(torch.tensor(addresses), size, self.group.rank, limit, 0),
+            )
+        except (RuntimeError, ValueError, OSError):
+            code = NOT_MAPPED
+        # After it all ranks have opened, as a step requires.
+        problem = self._agreed(code, timeout)
+        if problem is None:
+            self.opened.append((number, (memory, keeps)))
+        return problem

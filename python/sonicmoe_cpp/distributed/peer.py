@@ -1,0 +1,238 @@
+"""Expert parallelism over peer memory: the ranks of one host write rows into each other's GPUs
+(include/sonicmoe/exchange.h), and rows travel while products are computed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks, _ops
+from ._group import FORWARD, RESET, Group, group_of
+from ._peers import ExpertParallelError
+from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
+from .transport import COMPARED, AllToAll, Forward, Transport, compared
+from .transport import DTYPES as ALL_DTYPES
+
+# A fault's sentence ends with what C++ callers do next. Python's own advice replaces it.
+_ADVICE = re.compile(r"\. The outputs of this step are not valid; exchange_reset .*", re.DOTALL)
+ADVICE = (
+    "The outputs of this step are not valid. If all ranks still run, reset_exchange() on all of "
+    "them makes the group usable again; else start the processes again from a checkpoint"
+)
+_RANK = re.compile(r"\brank (\d+)")
+ROUTED = -1  # rows: as many as are routed
+# All ranks ask for the same ones of dx and dweights; so they always ask for both.
+_ALWAYS = _ops.NEEDS["x"] | _ops.NEEDS["weights"]
+
+
+def served(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in DTYPES
+
+
+class Limits(NamedTuple):
+    """What a layer tells its transport."""
+
+    timeout: float
+    max_tokens: int | None = None  # of one rank in any call
+    capacity: float | None = None  # rows of a rank's experts over max_tokens * top_k
+    top_k: int = 0  # of a layer whose routing is a list of pairs; 0: not known
+
+    def check(self) -> None:
+        _checks.number("timeout", self.timeout)
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"timeout is {self.timeout}, must be a positive number of seconds")
+        if self.max_tokens is not None:
+            _checks.integer("max_tokens", self.max_tokens)
+            if self.max_tokens < 1:
+                raise ValueError(f"max_tokens is {self.max_tokens}, must be at least 1")
+        if self.capacity is not None:
+            _checks.finite("capacity", self.capacity)
+            if self.max_tokens is None:
+                raise ValueError("capacity is given without max_tokens, must come with it")
+            if self.capacity <= 0:
+                raise ValueError(f"capacity is {self.capacity}, must be positive")
+
+    def numbers(self) -> list[float]:
+        """For operators; of_numbers() is the reverse."""
+        return [float(self.timeout), self.max_tokens or 0, self.capacity or 0, self.top_k]
+
+    @classmethod
+    def of_numbers(cls, numbers: list[float]) -> Limits:
+        timeout, max_tokens, capacity, top_k = numbers
+        return cls(timeout, int(max_tokens) or None, capacity or None, int(top_k))
+
+
+class PeerMemory(Transport):
+    """By an exchange that all layers of the group share."""
+
+    name = "peer"
+
+    def __init__(self, group: Group, limits: Limits):
+        self.group, self.limits = group, limits
+        self.timeout = float(limits.timeout)
+
+    def limits_as_numbers(self) -> list[float]:
+        return self.limits.numbers()
+
+    def chosen(self, tensors, layer, needs) -> Transport:
+        tokens, most = tensors[0].shape[0], self.limits.max_tokens
+        if most is not None and tokens > most:
+            raise ValueError(
+                f"x has {tokens} tokens, must have at most max_tokens, which is {most}"
+            )
+        return self
+
+    # ---- sizes -----------------------------------------------------------------------------------
+
+    def needed(self, tensors: tuple, layer: int, needs: int) -> Shape:
+        """The shape that this call needs, the same on all ranks. Without max_tokens, and for lists
+        of pairs, the ranks tell each other their sizes, and the host waits."""
+        x, index, second, *_ = tensors
+        tokens, hidden = x.shape
+        most = self.limits.max_tokens
+        if most is not None and second is None:
+            return Shape(most, most * max(1, index.shape[1]), hidden)
+        not_in_a_graph("without max_tokens, or with a list of pairs, the host reads sizes")
+        experts = tensors[_ops.LAYER_TENSORS.index("w_down")].shape[0]
+        mine = (layer, hidden, experts, ALL_DTYPES.index(x.dtype), int(needs != 0))
+        values = [*mine, tokens, index.numel()]
+        found = self.group.read_all(FORWARD, values, x.device, self.timeout)
+        agreed = [compared(*row[:5]) for row in found]
+        self.group.agree(COMPARED, compared(*mine), agreed)
+        tokens = most or max(1, *(row[5] for row in found))
+        return Shape(tokens, max(1, *(row[6] for row in found)), hidden)
+
+    def rows(self, needed: Shape, by_pairs: bool) -> int:
+        """How many rows this rank's experts may get."""
+        capacity, most, top_k = self.limits.capacity, self.limits.max_tokens, self.limits.top_k
+        if capacity is None:
+            not_in_a_graph("without capacity the host reads the number of rows")
+            return ROUTED
+        # A list of a layer's pairs has those of other ranks too, as empty ones.
+        mean = most * top_k if by_pairs and top_k else needed.max_slots
+        return max(1, math.ceil(capacity * mean))
+
+    def buffers(self, x: Tensor) -> PeerBuffers:
+        if not served(x):
+            kind = f"{_checks.names([x.dtype])} on {x.device.type}"
+            raise NotImplementedError(
+                f'transport "peer" serves {_checks.names(DTYPES)} on cuda, and x is {kind}'
+            )
+        if x.dtype not in self.group.memory:
+            self.group.memory[x.dtype] = PeerBuffers(self.group)
+        return self.group.memory[x.dtype]
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
+        x, second = tensors[0], tensors[2]
+        buffers = self.buffers(x)
+        needed = self.needed(tensors, layer, needs)
+        problem = buffers.open(needed, x, self.timeout)
+        if problem is not None:
+            raise RuntimeError(f'{problem}: use transport="all_to_all"')
+        place = (buffers.number, self.rows(needed, second is not None))
+        with self.faults():
+            if not needs:
+                return Forward(_ops.run("exchange_inference", *tensors, *options, *place))
+            given = (*tensors, *options, *main_gradients, *place)
+            out, *kept = _ops.run("exchange_forward", *given)
+        return Forward(out, tuple(kept), place[:1])
+
+    def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
+        h, saved, *_ = given.kept
+        wanted = tuple(bool((needs | _ALWAYS) & bit) for bit in _ops.NEEDS.values())
+        layer = (*tensors, *options)
+        with self.faults():
+            found = _ops.gradients(
+                dout, layer, wanted, h, saved, main_gradients, "exchange", given.host
+            )
+        bits = _ops.NEEDS.values()
+        return [g if needs & bit else None for g, bit in zip(found, bits, strict=True)]
+
+    # ---- faults ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def faults(self) -> Iterator[None]:
+        """A fault of the exchange becomes an ExpertParallelError. After any other error, except a
+        refused argument, this rank may have left the others in the middle of a step."""
+        try:
+            yield
+        except (ValueError, TypeError, NotImplementedError):
+            raise
+        except BaseException as error:
+            self.group.exchanges += 1
+            if isinstance(error, RuntimeError) and _ADVICE.search(str(error)):
+                raise self._fault(str(error)) from None
+            raise
+
+    def _fault(self, sentence: str) -> ExpertParallelError:
+        peers = self.group.peers
+        sentence = _ADVICE.sub("", sentence)
+        # The exchange counts the ranks of the group; Peers counts those of the whole job.
+        sentence = _RANK.sub(lambda found: f"rank {peers.ranks[int(found[1])]}", sentence)
+        cause = peers.problem(self.group.moment)
+        sentence += f" ({cause})" if cause else ""
+        peers.failed(self.group.moment, sentence)
+        at = f"expert parallelism, call {self.group.calls} on rank {peers.me}"
+        return ExpertParallelError(f"{at}: {sentence}. {ADVICE}")
+
+    def check(self) -> None:
+        with self.faults():
+            for buffers in self.group.memory.values():
+                buffers.check()
+
+
+class Auto(PeerMemory):
+    """Peer memory where it serves the group, else all-to-all. The ranks decide together, once for
+    each dtype, in the first call with CUDA tensors."""
+
+    name = "auto"
+
+    def __init__(self, group: Group, limits: Limits):
+        super().__init__(group, limits)
+        self.by_rows = AllToAll(group, self.timeout)
+
+    def chosen(self, tensors, layer, needs) -> Transport:
+        super().chosen(tensors, layer, needs)
+        x = tensors[0]
+        if not served(x):
+            return self.by_rows
+        buffers = self.buffers(x)
+        if not buffers.decided:
+            buffers.open(self.needed(tensors, layer, needs), x, self.timeout)
+        return self if buffers.problem is None else self.by_rows
+
+
+def _of_group(group, timeout: float) -> tuple[Group, PeerMemory]:
+    found = group_of(group)
+    return found, PeerMemory(found, Limits(timeout))
+
+
+def check_exchange(group=None) -> None:
+    """Raises ExpertParallelError if a step over peer memory has failed, as every call of a layer
+    does first. The host does not wait for the device: synchronize before, to see faults of the
+    last step."""
+    _of_group(group, 1.0)[1].check()
+
+
+def reset_exchange(group=None, timeout: float = 600.0) -> None:
+    """Makes a group usable again whose step over peer memory has failed while all ranks still run:
+    more rows than the capacity, or a rank that came too late. All ranks call it; the host waits for
+    the device and for the other ranks."""
+    found, _ = _of_group(group, timeout)
+    for buffers in found.memory.values():
+        if buffers.like is None:
+            continue
+        device = buffers.like.device
+        torch.cuda.synchronize(device)
+        with found.call():
+            found.read_all(RESET, [0], device, timeout)
+            buffers.reset()
+            found.read_all(RESET, [1], device, timeout)
