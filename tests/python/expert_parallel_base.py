@@ -18,6 +18,10 @@ SPLITS = {
 }
 
 
+# Arguments of every layer in the cases: transport, max_tokens and capacity.
+TRANSPORT = {}
+
+
 class World(NamedTuple):
     rank: int
     size: int

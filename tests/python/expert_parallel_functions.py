@@ -9,7 +9,7 @@ import reference
 import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
-from expert_parallel_base import TIMEOUT, D, E, K, N, T, World, case
+from expert_parallel_base import TIMEOUT, TRANSPORT, D, E, K, N, T, World, case
 from reference import Layer
 from sonicmoe_cpp.distributed import moe_expert_parallel, moe_pairs_expert_parallel
 
@@ -24,7 +24,7 @@ def of_one_process(layer: Layer, split: str) -> Layer:
 
 
 def by_ids(mine: Layer, group=None) -> torch.Tensor:
-    options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options
+    options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options | TRANSPORT
     arguments = (mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down)
     return moe_expert_parallel(*arguments, timeout=TIMEOUT, group=group, **options)
 
@@ -47,6 +47,7 @@ def by_pairs(mine: Layer) -> torch.Tensor:
         w_up = tuple(mine.w_up.chunk(2, dim=1))
         if mine.b_up is None:
             options.pop("gate_layout")
+    options |= TRANSPORT
     return moe_pairs_expert_parallel(mine.x, pairs, w_up, mine.w_down, timeout=TIMEOUT, **options)
 
 
@@ -259,6 +260,7 @@ def main_gradients(world):
             *(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down),
             grad_accum=buffers,
             timeout=TIMEOUT,
+            **TRANSPORT,
         )
         out.backward(mine.dout)
     assert mine.w_up.grad is None and mine.w_down.grad is None
@@ -302,10 +304,12 @@ def second_derivatives_are_refused(world):
 
 
 @case
-def host_waits_once(world):
-    """For the numbers of rows of a forward."""
+def host_waits(world):
+    """Once a forward, for its sizes. torch does not see waits of the library, of which a forward
+    over peer memory without a capacity has one. With max_tokens the sizes are known."""
     if world.device != "cuda":
         return
+    expected = 0 if "max_tokens" in TRANSPORT else 1
     mine = mine_of(world, random_layer(bias=True), torch.bfloat16, "uneven")
     results(mine, by_ids)
     torch.cuda.set_sync_debug_mode("warn")
@@ -316,7 +320,7 @@ def host_waits_once(world):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(w.message) for w in found if "synchronizing" in str(w.message)]
-    assert len(waits) == 1, waits
+    assert len(waits) == expected, waits
 
 
 @case

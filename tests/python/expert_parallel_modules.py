@@ -7,7 +7,7 @@ import reference
 import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
-from expert_parallel_base import SPLITS, TIMEOUT, D, E, K, N, T, World, case
+from expert_parallel_base import SPLITS, TIMEOUT, TRANSPORT, D, E, K, N, T, World, case
 from sonicmoe_cpp.distributed import ExpertParallelMoE, clip_grad_norm_
 
 
@@ -17,7 +17,7 @@ def modules(world: World, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
     dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
     where = {"device": world.device, "dtype": dtype, "router_dtype": torch.float32}
     sizes = (E, K, D, N)
-    parallel = ExpertParallelMoE(*sizes, timeout=TIMEOUT, **where, **options)
+    parallel = ExpertParallelMoE(*sizes, timeout=TIMEOUT, **where, **options, **TRANSPORT)
     one = smoe.MoE(*sizes, **where, **options)
     state = {
         n: v.full_tensor() if hasattr(v, "full_tensor") else v
@@ -134,7 +134,7 @@ def module_selection_bias(world):
 
 @case
 def module_from_the_meta_device(world):
-    kind = {"bias": True, "router_dtype": torch.float32, "timeout": TIMEOUT}
+    kind = {"bias": True, "router_dtype": torch.float32, "timeout": TIMEOUT} | TRANSPORT
     empty = ExpertParallelMoE(E, K, D, N, device="meta", **kind)
     with pytest.raises(ValueError, match="x is on meta, for which the process group has no"):
         empty(torch.empty(4, D, device="meta"))
@@ -324,7 +324,7 @@ def checkpoint(world):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     x, tokens = inputs(world, "even"), world.tokens("even")
-    kind = training_kind(world) | {"timeout": TIMEOUT}
+    kind = training_kind(world) | {"timeout": TIMEOUT} | TRANSPORT
     parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
     if world.saves:
         parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())
@@ -362,7 +362,7 @@ def fsdp2_over_the_other_dimension(world):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device, (2, 2), mesh_dim_names=("dp", "ep"))
-    parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, group=mesh["ep"])
+    parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, group=mesh["ep"], **TRANSPORT)
     parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())
     fully_shard(parallel, mesh=mesh["dp"])
     assert parallel.w_up.to_local().shape[0] == E // 4
@@ -395,6 +395,7 @@ def weights_do_not_depend_on_the_number_of_ranks(world):
     alone = dist.new_group([world.rank], use_local_synchronization=True)
     torch.manual_seed(0)
     where = {"device": world.device, "dtype": parallel.w_up.dtype}
+    where |= TRANSPORT
     one = ExpertParallelMoE(E, K, D, N, group=alone, router_dtype=torch.float32, **where)
     for name, value in one.state_dict().items():
         if hasattr(value, "to_local"):

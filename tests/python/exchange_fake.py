@@ -1,0 +1,156 @@
+"""The exchange's operators on CPUs: all-to-all behind the operators' arguments and results. So what
+lies around them (choice, sizes, autograd, graphs, faults) is tested without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from sonicmoe_cpp import _ops
+from sonicmoe_cpp.distributed import _memory, buffers, peer
+from sonicmoe_cpp.distributed._group import Group
+from sonicmoe_cpp.distributed.transport import AllToAll, Forward
+
+TENSORS, OPTIONS = len(_ops.LAYER_TENSORS), len(_ops.OPTIONS)
+ALL = sum(_ops.NEEDS.values())
+OVERFLOW = (
+    "rank 1 got more rows for its experts than its capacity ({rows} rows came). The outputs of "
+    "this step are not valid; exchange_reset on all ranks makes the exchange usable again."
+)
+
+
+class Opened(NamedTuple):
+    group: Group
+    shape: buffers.Shape
+    limit_ms: int
+
+
+class Fake:
+    """The exchanges of a process. `calls` counts operators by name."""
+
+    def __init__(self):
+        self.opened: list[Opened] = []
+        self.calls: dict[str, int] = {}
+        self.kept: dict[int, Forward] = {}
+        self.fault: str | None = None
+        self.group: Group | None = None  # of the exchange that is being opened
+
+    def run(self, name: str, *arguments):
+        if not name.startswith("exchange_"):
+            return _run(name, *arguments)
+        expected = len(getattr(_ops.ops, name).default._schema.arguments)
+        assert len(arguments) == expected, (name, len(arguments), expected)
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return getattr(self, name.removeprefix("exchange_"))(*arguments)
+
+    def bytes(self, like, ranks, *shape) -> int:
+        return 1000
+
+    def open(
+        self, like, ranks, tokens, slots, hidden, addresses, size, rank, limit, rows_by
+    ) -> int:
+        assert addresses.shape == (ranks,) and addresses.dtype == torch.int64
+        assert not any(address % _memory.ALIGNMENT for address in addresses.tolist())
+        self.opened.append(Opened(self.group, buffers.Shape(tokens, slots, hidden), limit))
+        return len(self.opened) - 1
+
+    def check(self, like, number) -> None:
+        if self.fault is not None:
+            raise RuntimeError(self.fault)
+
+    def reset(self, like, number) -> None:
+        self.fault = None
+
+    def of(self, tensors: tuple, number: int) -> AllToAll:
+        self.check(None, number)
+        opened, (x, index, *_) = self.opened[number], tensors
+        assert opened.shape.holds(buffers.Shape(x.shape[0], index.numel(), x.shape[1]))
+        return AllToAll(opened.group, opened.limit_ms / 1e3)
+
+    def inference(self, *arguments):
+        tensors, options = arguments[:TENSORS], arguments[TENSORS : TENSORS + OPTIONS]
+        by = self.of(tensors, arguments[-2])
+        return by.forward(tensors, options, (None,) * 3, 0, 0).out
+
+    def forward(self, *arguments):
+        *arguments, number, rows = arguments
+        tensors, rest = tuple(arguments[:TENSORS]), arguments[TENSORS:]
+        by = self.of(tensors, number)
+        given = by.forward(tensors, rest[:OPTIONS], rest[OPTIONS:], 0, ALL)
+        h = given.kept[0]
+        came = h.shape[0]
+        if rows != peer.ROUTED and came > rows:
+            self.fault = OVERFLOW.format(rows=came)
+        key = next(_keys)
+        self.kept[key] = given
+        # As of torch's own, a tensor is what a graph keeps.
+        return given.out, h, torch.tensor([key], dtype=torch.int64).view(torch.uint8)
+
+    def backward(self, *arguments):
+        dout, *arguments, number = arguments
+        tensors = tuple(arguments[:TENSORS])
+        options = tuple(arguments[TENSORS : TENSORS + OPTIONS])
+        _, saved, needs, *main = arguments[TENSORS + OPTIONS :]
+        given = self.kept[int(saved.view(torch.int64))]
+        by = self.of(tensors, number)
+        found = by.backward(dout, tensors, options, tuple(main) or (None,) * 3, given, needs)
+        return [torch.empty(0) if g is None else g for g in found]
+
+    def backward_accumulate(self, *arguments):
+        *arguments, number = arguments
+        found = self.backward(*arguments, number)
+        named = dict(zip(_ops.DIFFERENTIABLE, found, strict=True))
+        return [named[name] for name in _ops._FRESH]
+
+
+class FakeMemory:
+    """A way to map memory that gives addresses as far as the test wants."""
+
+    name = "fake"
+    problem = None
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def allocate(size: int, device) -> torch.Tensor:
+        if FakeMemory.problem == "memory":
+            raise torch.OutOfMemoryError("no memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+    @staticmethod
+    def addresses(memory: torch.Tensor, group: dist.ProcessGroup):
+        if FakeMemory.problem == "mapping":
+            raise RuntimeError("no peer access")
+        return [memory.data_ptr()] * group.size(), None
+
+
+_keys = itertools.count(1)
+_run = _ops.run
+_call = _ops.call
+
+
+def install() -> Fake:
+    """Peer memory serves CPU tensors in this process from now on."""
+    fake = Fake()
+    open_by = buffers.PeerBuffers._open_by
+
+    def opens(self, *arguments):
+        fake.group = self.group
+        return open_by(self, *arguments)
+
+    def call(name, *arguments):
+        return (
+            fake.run(name, *arguments) if name.startswith("exchange_") else _call(name, *arguments)
+        )
+
+    _ops.run, _ops.call = fake.run, call
+    buffers.PeerBuffers._open_by = opens
+    peer.served = lambda x: x.device.type == "cpu" and x.dtype != torch.float64
+    _memory.WAYS = (FakeMemory,)
+    _memory.gpu_number = lambda index: 7 + dist.get_rank()
+    _memory.reaches = lambda device, numbers: True
+    return fake

@@ -1,0 +1,285 @@
+"""Expert parallelism over peer memory, as far as CPUs can show: what lies around the exchange's
+operators, which exchange_fake.py replaces. peer_cases.py runs the exchange itself on GPUs."""
+
+import exchange_fake
+import expert_parallel_base as base
+import expert_parallel_cases as cases
+import expert_parallel_functions as functions
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from sonicmoe_cpp.distributed import (
+    ExpertParallelMoE,
+    _memory,
+    buffers,
+    check_exchange,
+    peer,
+    reset_exchange,
+)
+from sonicmoe_cpp.distributed._group import group_of
+
+pytestmark = pytest.mark.slow
+LIMIT = 400.0
+# Two ranks that read sizes and rows in each forward; three that read nothing.
+WORLDS = {
+    "exact": (2, {"transport": "peer"}),
+    "arena": (3, {"transport": "peer", "max_tokens": base.T, "capacity": 12.0}),
+    "auto": (2, {"transport": "auto", "max_tokens": base.T}),
+}
+
+
+def of_rank(rank, size, folder, options):
+    fake = exchange_fake.install()
+    base.TRANSPORT.update(options)
+    found = cases.run_all(cases.World(rank, size, "cpu", folder, saves=True))
+    return {"cases": found, "calls": fake.calls}
+
+
+def exact(*world):
+    return of_rank(*world, WORLDS["exact"][1])
+
+
+def arena(*world):
+    return of_rank(*world, WORLDS["arena"][1])
+
+
+def auto(*world):
+    return of_rank(*world, WORLDS["auto"][1])
+
+
+@pytest.mark.parametrize("function", [exact, arena, auto])
+def test_as_one_process(function, tmp_path):
+    size, _ = WORLDS[function.__name__]
+    for rank, found in enumerate(worlds.run(function, size, tmp_path, LIMIT)):
+        assert "error" not in found, found["traceback"]
+        problems = {n: p for n, p in found["result"]["cases"].items() if p is not None}
+        assert not problems, (rank, problems)
+        calls = found["result"]["calls"]
+        assert calls["exchange_forward"] > 100 and calls["exchange_backward"] > 100, calls
+        assert calls["exchange_inference"] > 0 and calls["exchange_backward_accumulate"] > 0, calls
+
+
+def layer_of(**options):
+    torch.manual_seed(0)
+    return ExpertParallelMoE(12, 3, 24, 16, **({"transport": "peer", "timeout": 20.0} | options))
+
+
+def step(layer, tokens):
+    out, _ = layer(torch.randn(tokens, 24))
+    out.square().sum().backward()
+    return out
+
+
+def one(function, tmp_path, size=2):
+    """The results of all ranks."""
+    found = worlds.run(function, size, tmp_path, 60.0)
+    for each in found:
+        assert "error" not in each, each["traceback"]
+    return [each["result"] for each in found]
+
+
+def grows(rank, size, folder):
+    """The backward of an earlier forward uses the exchange that its forward used."""
+    fake = exchange_fake.install()
+    layer, other = layer_of(), layer_of()
+    first, _ = layer(torch.randn(10, 24))
+    second, _ = other(torch.randn(40 - 30 * rank, 24))
+    used = []
+    of = fake.of
+    fake.of = lambda tensors, number: used.append(number) or of(tensors, number)
+    (first.sum() + second.sum()).backward()
+    step(layer, 41)
+    step(layer, 59)
+    return [[*o.shape] for o in fake.opened], used
+
+
+def test_exchanges_grow_and_are_shared(tmp_path):
+    shapes = [[10, 30, 24], [40, 120, 24], [60, 180, 24]]
+    for opened, used in one(grows, tmp_path):
+        assert opened == shapes
+        assert used[:2] == [1, 0], used
+
+
+def too_many(rank, size, folder):
+    exchange_fake.install()
+    layer = layer_of(max_tokens=8)
+    with pytest.raises(
+        ValueError, match="x has 9 tokens, must have at most max_tokens, which is 8"
+    ):
+        layer(torch.randn(9, 24))
+    step(layer, 8)
+    return "done"
+
+
+def test_more_tokens_than_the_limit(tmp_path):
+    assert one(too_many, tmp_path) == ["done"] * 2
+
+
+def overflows(rank, size, folder):
+    """Every call after the fault raises, checks too, until all ranks have reset."""
+    fake = exchange_fake.install()
+    layer = layer_of(max_tokens=8, capacity=0.01)
+    torch.cuda.synchronize = lambda device: None
+    out, _ = layer(torch.randn(8, 24))
+    sentences = []
+    for call in (out.sum().backward, lambda: layer(torch.randn(8, 24)), check_exchange):
+        dist.barrier()
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        sentences.append(str(caught.value))
+    dist.barrier()
+    reset_exchange(timeout=20.0)
+    check_exchange()
+    fake.run("exchange_check", None, 0)
+    layer.transport.limits = layer.transport.limits._replace(capacity=50.0)
+    step(layer, 8)
+    return sentences
+
+
+def test_an_overflow(tmp_path):
+    for sentences in one(overflows, tmp_path):
+        for sentence in sentences:
+            assert "rank 1 got more rows for its experts than its capacity" in sentence
+            assert sentence.endswith(peer.ADVICE)
+
+
+def chooses(rank, size, folder, problem):
+    """What rank 1 alone cannot do, no rank does. Decided once."""
+    fake = exchange_fake.install()
+    if rank == 1:
+        if problem in ("memory", "mapping"):
+            exchange_fake.FakeMemory.problem = problem
+        elif problem == "reach":
+            _memory.reaches = lambda *_: False
+        elif problem == "host":
+            _memory.host_number = lambda: 1
+        elif problem == "library":
+
+            def absent(*_):
+                raise NotImplementedError("exchange_bytes is not served by the backend")
+
+            fake.bytes = absent
+    if problem == "gpu":
+        _memory.gpu_number = lambda index: 7
+    layer = layer_of(transport="auto")
+    for _ in range(2):
+        step(layer, 8)
+    memory = group_of(None).memory[torch.float32]
+    assert (fake.calls.get("exchange_forward", 0) == 0) == (problem != "")
+    assert fake.calls["exchange_bytes"] == 1
+    try:
+        step(layer_of(), 8)
+    except RuntimeError as error:
+        return [memory.problem, str(error)]
+    return [memory.problem, None]
+
+
+def no_problem(*world):
+    return chooses(*world, "")
+
+
+def no_memory(*world):
+    return chooses(*world, "memory")
+
+
+def no_mapping(*world):
+    return chooses(*world, "mapping")
+
+
+def no_reach(*world):
+    return chooses(*world, "reach")
+
+
+def other_host(*world):
+    return chooses(*world, "host")
+
+
+def other_library(*world):
+    return chooses(*world, "library")
+
+
+def one_gpu(*world):
+    return chooses(*world, "gpu")
+
+
+REASONS = [
+    (no_problem, None),
+    (no_memory, "rank 1 has not enough device memory for its buffer"),
+    (no_mapping, "rank 1 cannot map the others' buffers"),
+    (no_reach, "rank 1 has a GPU that cannot access the others' memory"),
+    (other_host, "the ranks are not on one host"),
+    (other_library, "rank 1 has a library whose CUDA backend does not serve it"),
+    (one_gpu, "two ranks have the same GPU"),
+]
+
+
+@pytest.mark.parametrize(("function", "reason"), REASONS)
+def test_ranks_choose_together(function, reason, tmp_path):
+    for problem, raised in one(function, tmp_path):
+        if reason is None:
+            assert problem is None and raised is None
+        else:
+            assert problem == f"peer memory cannot be used: {reason}"
+            assert raised == f'{problem}: use transport="all_to_all"'
+
+
+def refuses(rank, size, folder):
+    """A rank that raises before it sends: the others' reading of sizes ends with its sentence."""
+    exchange_fake.install()
+    layer = layer_of()
+    step(layer, 8)
+    if rank == 1:
+        layer(torch.zeros(4, 25))
+    step(layer, 8)
+
+
+def test_an_exception_on_one_rank(tmp_path):
+    found = worlds.run(refuses, 2, tmp_path, 60.0)
+    assert found[1]["error"].startswith("ValueError: x has shape (4, 25)")
+    assert "rank 1 failed: ValueError: x has shape (4, 25)" in found[0]["error"]
+
+
+def without_gpus(rank, size, folder):
+    """On CPUs auto is all-to-all, and peer memory is refused by name."""
+    step(layer_of(transport="auto"), 8)
+    layer = layer_of()
+    with pytest.raises(
+        NotImplementedError, match="serves bfloat16, float16 on cuda, and x is float32 on cpu"
+    ):
+        step(layer, 8)
+    return "done"
+
+
+def test_without_gpus(tmp_path):
+    assert one(without_gpus, tmp_path) == ["done"] * 2
+
+
+def test_limits():
+    check = peer.Limits(1.0)._replace
+    for limits, sentence in (
+        (check(timeout=-1), "timeout is -1, must be a positive number of seconds"),
+        (check(max_tokens=0), "max_tokens is 0, must be at least 1"),
+        (check(capacity=2.0), "capacity is given without max_tokens, must come with it"),
+        (check(capacity=-2.0, max_tokens=4), "capacity is -2.0, must be positive"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            limits.check()
+    limits = peer.Limits(1.5, 7, 1.25, 3)
+    assert peer.Limits.of_numbers(limits.numbers()) == limits
+    assert peer.Limits.of_numbers(peer.Limits(2.0).numbers()) == peer.Limits(2.0)
+
+
+def test_buffers_are_aligned_at_equal_offsets():
+    assert _memory.aligned([1024, 4096], 1024) == [1024, 4096]
+    assert _memory.aligned([1040, 4112], 4112) == [1280, 4352]
+    for addresses, own in (([1024, 4112], 1024), ([1024, 0], 1024), ([1024, 4096], 8192)):
+        with pytest.raises(RuntimeError, match="buffer"):
+            _memory.aligned(addresses, own)
+
+
+def test_sizes_grow_by_half_at_least():
+    shape = buffers.Shape(100, 300, 24)
+    assert shape.grown(buffers.Shape(101, 200, 24)) == (150, 300, 24)
+    assert shape.grown(buffers.Shape(1000, 3000, 48)) == (1000, 3000, 48)
+    assert functions.TRANSPORT == {}
