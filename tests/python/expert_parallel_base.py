@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 E, K, D, N, T = 12, 3, 24, 16, 60
-TIMEOUT = 60.0
 SPLITS = {
     "even": lambda w: [T // w] * w,
     "uneven": lambda w: [T - 7 * (w - 1)] + [7] * (w - 1),
@@ -18,8 +17,8 @@ SPLITS = {
 }
 
 
-# Arguments of every layer in the cases: transport, max_tokens and capacity.
-TRANSPORT = {}
+# Arguments of every layer in the cases; runs add transport, max_tokens and capacity.
+TRANSPORT = {"timeout": 60.0}
 
 
 class World(NamedTuple):

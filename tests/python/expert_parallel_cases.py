@@ -1,17 +1,21 @@
 """Cases of expert parallelism that every rank of a world runs together, against one process.
 
     torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py [PART OF A NAME]
+        [--device cpu|cuda] [--transport auto|all_to_all|peer] [--max-tokens T] [--capacity C]
 
 runs them over NCCL where CUDA can be used, else over gloo. Every rank computes the one process's
-results itself.
+results itself. peer_cases.py runs them over peer memory in all its forms.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import expert_parallel_functions as expert_parallel_functions
@@ -19,23 +23,31 @@ import expert_parallel_modules as expert_parallel_modules
 import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
-from expert_parallel_base import CASES, World
+from expert_parallel_base import CASES, TRANSPORT, World
 
 
-def run_all(world: World, part: str = "") -> dict[str, str | None]:
-    """What went wrong on this rank, by case; None where nothing did."""
+def run_cases(world: World, cases: dict, tell: Callable[..., None]) -> dict[str, str | None]:
+    """What went wrong on this rank, by case; None where nothing did. tell(name, seconds, problem)
+    is called after each, tell(name) before it."""
     found = {}
-    for name, check in CASES.items():
-        if part not in name:
-            continue
+    for name, check in cases.items():
+        began = time.monotonic()
+        tell(name)
         try:
             torch.manual_seed(0)
             check(world)
             found[name] = None
         except Exception:
             found[name] = traceback.format_exc()
+        tell(name, time.monotonic() - began, found[name])
+        if found[name] is not None:
             return found  # the other ranks may be in the middle of this case
     return found
+
+
+def run_all(world: World, part: str = "") -> dict[str, str | None]:
+    cases = {name: check for name, check in CASES.items() if part in name}
+    return run_cases(world, cases, lambda *_: None)
 
 
 def leave() -> None:
@@ -46,8 +58,25 @@ def leave() -> None:
     os._exit(0)
 
 
-def main(part: str = "") -> None:
-    cuda = smoe.unsupported_reason("cuda") is None
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("part", nargs="?", default="")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--capacity", type=float)
+    options = parser.parse_args()
+    if options.device is None:
+        options.device = "cuda" if smoe.unsupported_reason("cuda") is None else "cpu"
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    cuda = options.device == "cuda"
+    for name in ("transport", "max_tokens", "capacity"):
+        if getattr(options, name) is not None:
+            TRANSPORT[name] = getattr(options, name)
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
@@ -55,10 +84,9 @@ def main(part: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
-        device = "cuda" if cuda else "cpu"
         folder = Path(shared[0])
-        world = World(dist.get_rank(), dist.get_world_size(), device, folder, saves=True)
-        found = run_all(world, part)
+        world = World(dist.get_rank(), dist.get_world_size(), options.device, folder, saves=True)
+        found = run_all(world, options.part)
         for name, problem in found.items():
             sys.stdout.write(f"rank {dist.get_rank()}: {name}: {problem or 'ok'}\n")
         sys.stdout.flush()
@@ -69,4 +97,4 @@ def main(part: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

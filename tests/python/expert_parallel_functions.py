@@ -9,7 +9,7 @@ import reference
 import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
-from expert_parallel_base import TIMEOUT, TRANSPORT, D, E, K, N, T, World, case
+from expert_parallel_base import TRANSPORT, D, E, K, N, T, World, case
 from reference import Layer
 from sonicmoe_cpp.distributed import moe_expert_parallel, moe_pairs_expert_parallel
 
@@ -26,7 +26,7 @@ def of_one_process(layer: Layer, split: str) -> Layer:
 def by_ids(mine: Layer, group=None) -> torch.Tensor:
     options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options | TRANSPORT
     arguments = (mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down)
-    return moe_expert_parallel(*arguments, timeout=TIMEOUT, group=group, **options)
+    return moe_expert_parallel(*arguments, group=group, **options)
 
 
 def by_pairs(mine: Layer) -> torch.Tensor:
@@ -48,7 +48,7 @@ def by_pairs(mine: Layer) -> torch.Tensor:
         if mine.b_up is None:
             options.pop("gate_layout")
     options |= TRANSPORT
-    return moe_pairs_expert_parallel(mine.x, pairs, w_up, mine.w_down, timeout=TIMEOUT, **options)
+    return moe_pairs_expert_parallel(mine.x, pairs, w_up, mine.w_down, **options)
 
 
 def mine_of(world: World, layer: Layer, dtype, split: str) -> Layer:
@@ -259,7 +259,6 @@ def main_gradients(world):
         out = moe_expert_parallel(
             *(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down),
             grad_accum=buffers,
-            timeout=TIMEOUT,
             **TRANSPORT,
         )
         out.backward(mine.dout)

@@ -7,7 +7,7 @@ import reference
 import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
-from expert_parallel_base import SPLITS, TIMEOUT, TRANSPORT, D, E, K, N, T, World, case
+from expert_parallel_base import SPLITS, TRANSPORT, D, E, K, N, T, World, case
 from sonicmoe_cpp.distributed import ExpertParallelMoE, clip_grad_norm_
 
 
@@ -17,7 +17,7 @@ def modules(world: World, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
     dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
     where = {"device": world.device, "dtype": dtype, "router_dtype": torch.float32}
     sizes = (E, K, D, N)
-    parallel = ExpertParallelMoE(*sizes, timeout=TIMEOUT, **where, **options, **TRANSPORT)
+    parallel = ExpertParallelMoE(*sizes, **where, **options, **TRANSPORT)
     one = smoe.MoE(*sizes, **where, **options)
     state = {
         n: v.full_tensor() if hasattr(v, "full_tensor") else v
@@ -134,7 +134,7 @@ def module_selection_bias(world):
 
 @case
 def module_from_the_meta_device(world):
-    kind = {"bias": True, "router_dtype": torch.float32, "timeout": TIMEOUT} | TRANSPORT
+    kind = {"bias": True, "router_dtype": torch.float32} | TRANSPORT
     empty = ExpertParallelMoE(E, K, D, N, device="meta", **kind)
     with pytest.raises(ValueError, match="x is on meta, for which the process group has no"):
         empty(torch.empty(4, D, device="meta"))
@@ -324,7 +324,7 @@ def checkpoint(world):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     x, tokens = inputs(world, "even"), world.tokens("even")
-    kind = training_kind(world) | {"timeout": TIMEOUT} | TRANSPORT
+    kind = training_kind(world) | TRANSPORT
     parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
     if world.saves:
         parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())

@@ -1,8 +1,10 @@
-"""Expert parallelism over NCCL on two GPUs: the cases that gloo runs, and ranks that end.
+"""Expert parallelism on two GPUs: the cases that gloo runs, over NCCL and over peer memory, and ranks
+that end.
 
-    torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py
+    torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py --transport all_to_all
+    python tests/python/peer_cases.py
 
-runs the cases alone.
+run the cases alone.
 """
 
 import os
@@ -28,16 +30,23 @@ def test_as_one_process():
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     cases = Path(__file__).parent / "expert_parallel_cases.py"
-    done = subprocess.run([*torchrun, str(cases)], capture_output=True, text=True, timeout=180)
+    command = [*torchrun, str(cases), "--transport", "all_to_all"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": ok") > 60, done.stdout
 
 
+def test_peer_memory():
+    cases = Path(__file__).parent / "peer_cases.py"
+    command = [sys.executable, str(cases), "--seconds", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def training(timeout):
     torch.manual_seed(0)
-    layer = ExpertParallelMoE(
-        *(12, 3, 24, 16), timeout=timeout, device="cuda", dtype=torch.bfloat16
-    )
+    where = {"device": "cuda", "dtype": torch.bfloat16, "transport": "all_to_all"}
+    layer = ExpertParallelMoE(12, 3, 24, 16, timeout=timeout, **where)
     steps(layer, device="cuda", dtype=torch.bfloat16)
 
 

@@ -63,6 +63,7 @@ class PeerBuffers:
         self.problem: str | None = None  # why no exchange can be opened
         self.shape: Shape | None = None
         self.like: Tensor | None = None  # an empty tensor of the dtype and GPU
+        self.way: str | None = None  # how the last buffers were mapped
         self.opened: list[tuple[int, object]] = []  # numbers, and what keeps buffers mapped
 
     @property
@@ -168,5 +169,6 @@ class PeerBuffers:
         # After it all ranks have opened, as a step requires.
         problem = self._agreed(code, timeout)
         if problem is None:
+            self.way = way.name
             self.opened.append((number, (memory, keeps)))
         return problem

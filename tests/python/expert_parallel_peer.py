@@ -1,0 +1,219 @@
+"""Cases of peer memory alone: steps in any order, CUDA graphs, overflow, ways to map memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_parallel_base import TRANSPORT, World
+from expert_parallel_functions import by_ids, mine_of, results
+from expert_parallel_modules import inputs, modules
+from reference import Layer, error
+from sonicmoe_cpp.distributed import (
+    ExpertParallelError,
+    _memory,
+    check_exchange,
+    moe_expert_parallel,
+    reset_exchange,
+)
+from sonicmoe_cpp.distributed._group import group_of
+
+PEER_CASES = {}
+MIDDLE = (512, 256, 128, 16, 4)  # T of all ranks, d, n, E, K
+REPEATS = 100
+
+
+def case(function):
+    PEER_CASES[function.__name__] = function
+    return function
+
+
+def middle(world: World, dtype=torch.bfloat16, seed=0) -> Layer:
+    """A layer of a size whose rows fill several tiles: each rank has half of the tokens."""
+    tokens, experts = MIDDLE[0], MIDDLE[3]
+    layer = Layer(*MIDDLE, seed=seed).to(dtype, world.device)
+    mine = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
+    held = slice(world.rank * experts // world.size, (world.rank + 1) * experts // world.size)
+    layer.ids, layer.dout = layer.ids[mine], layer.dout[mine]
+    for name, value in layer.leaves().items():
+        rows = mine if name in ("x", "weights") else held
+        setattr(layer, name, value.detach()[rows].clone().requires_grad_())
+    return layer
+
+
+def run(layer: Layer, group=None, **options) -> torch.Tensor:
+    options = TRANSPORT | {"max_tokens": MIDDLE[0], "capacity": 2.0} | options
+    weights = (layer.w_up, layer.w_down)
+    return moe_expert_parallel(layer.x, layer.ids, layer.weights, *weights, group=group, **options)
+
+
+def exact(layer: Layer, group=None) -> torch.Tensor:
+    return run(layer, group, max_tokens=None, capacity=None)
+
+
+def equal(a: dict, b: dict) -> None:
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@case
+def repeats(world):
+    """Equal bits, with other routings between."""
+    layer, other = middle(world), middle(world, seed=1)
+    first = results(layer, run)
+    for _ in range(REPEATS):
+        results(other, run)
+        equal(results(layer, run), first)
+
+
+@case
+def exact_mode_has_the_bits_of_the_arena(world):
+    layer = middle(world)
+    equal(results(layer, exact), results(layer, run))
+
+
+@case
+def as_all_to_all(world):
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = middle(world, dtype)
+        got = results(layer, run)
+        rows = {"transport": "all_to_all", "max_tokens": None, "capacity": None}
+        want = results(layer, lambda mine, rows=rows: run(mine, **rows))
+        for name, value in got.items():
+            found = error(value, want[name])
+            assert found <= 2 * torch.finfo(dtype).eps, (name, dtype, found)
+
+
+@case
+def steps_in_any_order(world):
+    """Several forwards before their backwards, in either order; forwards without a backward; an
+    exception of all ranks between a forward and its backward."""
+    layers = [middle(world, seed=seed) for seed in range(3)]
+    want = [results(layer, run) for layer in layers]
+    for order in ((0, 1, 2), (2, 1, 0)):
+        outs = [run(layer) for layer in layers]
+        for i in order:
+            leaves = layers[i].leaves()
+            found = torch.autograd.grad(outs[i], list(leaves.values()), layers[i].dout)
+            equal(dict(zip(leaves, found, strict=True)), want[i])
+    run(layers[0])
+    with torch.no_grad():
+        run(layers[1])
+    with pytest.raises(ValueError, match="tokens, must have at most max_tokens, which is 1"):
+        run(layers[2], max_tokens=1)
+    equal(results(layers[2], run), want[2])
+
+
+@case
+def layers_share_one_exchange(world):
+    x = inputs(world, "even")[world.tokens("even")]
+    count = None
+    for _ in range(4):
+        parallel, _ = modules(world)
+        out, aux = parallel(x.clone().requires_grad_())
+        (out.float().square().sum() + aux.loss).backward()
+        opened = sum(len(b.opened) for b in group_of(None).memory.values())
+        assert count in (None, opened)
+        count = opened
+
+
+@case
+def checkpointed(world):
+    from torch.utils.checkpoint import checkpoint
+
+    layer = middle(world)
+    want = results(layer, run)
+
+    def recomputed(mine):
+        return checkpoint(lambda x: run(mine), mine.x, use_reentrant=False)
+
+    equal(results(layer, recomputed), want)
+
+
+@case
+def overflow(world):
+    """Every rank raises the sentence that names the rank; after a reset all goes on."""
+    if world.device != "cuda":
+        return
+    layer = middle(world)
+    want = results(layer, run)
+    layer.ids = layer.ids % (MIDDLE[3] // world.size)  # all to rank 0
+    out = run(layer, capacity=0.6)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with pytest.raises(ExpertParallelError, match="rank 0 got more rows for its experts than"):
+        check_exchange()
+    with pytest.raises(ExpertParallelError, match="rank 0 got more rows"):
+        out.backward(layer.dout)
+    with pytest.raises(ExpertParallelError, match="reset_exchange"):
+        run(layer)
+    assert out.isnan().all()
+    reset_exchange(timeout=TRANSPORT["timeout"])
+    again = middle(world)
+    equal(results(again, run), want)
+
+
+@case
+def graphs(world):
+    """A step is captured once and replayed with other routings."""
+    if world.device != "cuda":
+        return
+    layer = middle(world)
+    leaves = list(layer.leaves().values())
+
+    def step():
+        out = run(layer)
+        return [out.detach(), *torch.autograd.grad(out, leaves, layer.dout)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    refused = pytest.raises(RuntimeError, match="which a CUDA graph cannot hold")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run(layer, capacity=None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    for seed in (*range(4), *range(REPEATS // 5)):
+        other = middle(world, seed=seed)
+        for name, value in layer.leaves().items():
+            value.data.copy_(getattr(other, name).detach())
+        layer.ids.copy_(other.ids)
+        layer.dout.copy_(other.dout)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_exchange()
+        found = [t.clone() for t in static]
+        for got, want in zip(found, step(), strict=True):
+            assert torch.equal(got, want), seed
+
+
+@case
+def cuda_ipc(world):
+    """The second way to map memory, in a group of its own."""
+    if world.device != "cuda":
+        return
+    layer = middle(world)
+    want = results(layer, run)
+    ways = _memory.WAYS
+    group = dist.new_group(list(range(world.size)))
+    try:
+        _memory.WAYS = (_memory.CudaIpc,)
+        equal(results(layer, lambda mine: run(mine, group)), want)
+    finally:
+        _memory.WAYS = ways
+
+
+@case
+def way(world):
+    """torch's symmetric memory serves where it can: CUDA IPC is for what lacks it."""
+    if world.device != "cuda":
+        return
+    by_ids(mine_of(world, Layer(60, 24, 16, 12, 3), torch.bfloat16, "even"))
+    for buffers in group_of(None).memory.values():
+        assert buffers.way == _memory.SymmetricMemory.name, buffers.way
