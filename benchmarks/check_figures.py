@@ -13,6 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import ep2_figures
 import h200_figures
 import h200_page
 import training_figures
@@ -53,10 +54,14 @@ def cpp_parts():
     yield EXAMPLE, "the C++ example", example()
 
 
+def tables_of(tables):
+    for name, make_table in tables.items():
+        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", make_table()
+
+
 def performance_parts():
     yield MARKERS, "the CPU table", table(newest_record())
-    for name, make_table in h200_page.TABLES.items():
-        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", make_table()
+    yield from tables_of(h200_page.TABLES)
 
 
 def demo_parts():
@@ -66,8 +71,11 @@ def demo_parts():
 
 
 def training_parts():
-    for name, make_table in training_figures.TABLES.items():
-        yield (f"<!-- {name}:begin -->", f"<!-- {name}:end -->"), f"the table {name}", make_table()
+    yield from tables_of(training_figures.TABLES)
+
+
+def distributed_parts():
+    yield from tables_of(ep2_figures.TABLES)
 
 
 DOCUMENTS = {
@@ -76,6 +84,7 @@ DOCUMENTS = {
     "docs/performance.md": performance_parts,
     "docs/demo.md": demo_parts,
     "docs/torchtitan.md": training_parts,
+    "docs/distributed.md": distributed_parts,
 }
 
 

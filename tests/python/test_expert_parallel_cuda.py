@@ -1,5 +1,5 @@
-"""Expert parallelism on two GPUs: the cases that gloo runs, over NCCL and over peer memory, and ranks
-that end.
+"""Expert parallelism on two GPUs: the cases that gloo runs, over NCCL and over peer memory, and
+ranks that end.
 
     torchrun --nproc-per-node 2 tests/python/expert_parallel_cases.py --transport all_to_all
     python tests/python/peer_cases.py

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+"""Expert parallelism over the GPUs of this machine beside what others do: ep2.json.
+
+    cmake --build --preset release --target exchange_bench
+    python benchmarks/ep2.py                 all layers, less than four minutes on two H200
+    python benchmarks/ep2.py --smoke         one layer, few repeats, 20 seconds
+
+Three programs write what they find to the record, each as far as --seconds allows:
+
+1. ep2_bench/worker.py, a process for each GPU: this library's layer through PyTorch over peer
+   memory; the same layer alone on one GPU; all-to-all by NCCL with the library's grouped form and
+   with compiled grouped_mm; all-gather and reduce-scatter around the library's layer. Interleaved
+   and hot; results are compared with ours before anything is timed. Then the memory kept for
+   backward with uneven routings.
+2. exchange_bench: the layer in C++, and bare transfers.
+3. ep2_bench/worker.py --peers nvshmem: torch's all_to_all_vdev_2d, where torch has NVSHMEM. It is a
+   program of its own, because a process has one backend of symmetric memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CONFIGS = ("7B-n256", "30B-n256", "qwen3-30b", "qwen3-235b")
+GOAL = {"7B-n256": 1.15, "30B-n256": 1.12, "qwen3-30b": 1.08, "qwen3-235b": 1.05}
+PEERS = ("nccl_grouped", "nccl_grouped_mm", "gather_scatter", "vdev_2d")
+SPARE = 5.0  # seconds that a program gets to end by itself
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--configs", nargs="+", default=list(CONFIGS))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--bench", default=str(ROOT / "build/release/exchange_bench"))
+    parser.add_argument("--seconds", type=float, default=235.0)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", default=str(HERE / "results/h200/ep2.json"))
+    options = parser.parse_args()
+    options.burst, options.rounds, options.heat = 60.0, 3, 0.3
+    if options.smoke:
+        options.configs, options.burst, options.rounds, options.heat = ["7B-n256"], 15.0, 1, 0.05
+        options.seconds = min(options.seconds, 60.0)
+    if options.device == "cpu":
+        options.configs = ["tiny"]
+    return options
+
+
+def header(options) -> dict:
+    import torch
+
+    found = {"what": "ep2", "state": "hot", "torch": torch.__version__}
+    found["date"] = time.strftime("%Y-%m-%dT%H:%M:%S")
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    found["commit"] = os.environ.get("SONICMOE_COMMIT") or output_of(git)  # or without a history
+    found["device"] = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if options.device == "cuda":
+        found["driver"] = output_of(query).split("\n")[0]
+    return found
+
+
+def output_of(command: list[str]) -> str:
+    """What it prints, or "unknown"."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found or "unknown"
+
+
+def run(command: list[str], seconds: float) -> tuple[str, str]:
+    """What a program prints, and what went wrong with it: "" if nothing did."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
+    # NVLink multicast is not used; on machines shared with others it must not be.
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    environment.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=max(seconds, 5.0))
+        problem = "" if process.returncode == 0 else f"exit {process.returncode}: {err[-3000:]}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        problem = f"it did not end within {seconds:.0f} s: {err[-3000:]}"
+    return out, problem
+
+
+def json_lines(text: str) -> list[dict]:
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:  # a program that was killed while it wrote
+            continue
+    return found
+
+
+class Driver:
+    def __init__(self, options):
+        self.options, self.began = options, time.monotonic()
+        self.record = header(options) | {"gpus": options.gpus, "rows": []}
+
+    def left(self) -> float:
+        return self.options.seconds - (time.monotonic() - self.began)
+
+    def write(self) -> None:
+        path = Path(self.options.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    def row(self, found: dict) -> dict:
+        """The record's row of a layer."""
+        for row in self.record["rows"]:
+            if row["config"] == found["config"]:
+                return row
+        names = ("config", "T", "d", "n", "E", "K", "ranks")
+        self.record["rows"].append({name: found[name] for name in names})
+        return self.record["rows"][-1]
+
+    # ---- the programs ----------------------------------------------------------------------------
+
+    def worker(self, peers: str, configs: list[str], seconds: float) -> tuple[list[dict], str]:
+        """The lines of worker.py, and a problem."""
+        options = self.options
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "lines"
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            torchrun += [f"--nproc-per-node={options.gpus}", "-m", "ep2_bench.worker"]
+            given = {"device": options.device, "burst": options.burst, "rounds": options.rounds}
+            given |= {"peers": peers, "out": str(out), "until": time.time() + seconds - SPARE}
+            command = [sys.executable, *torchrun, "--configs", *configs]
+            command += [f"--{name}={value}" for name, value in given.items()]
+            _, problem = run(command, seconds)
+            return (json_lines(out.read_text()) if out.exists() else []), problem
+
+    def beside_peers(self, seconds: float) -> None:
+        lines, problem = self.worker("torch", self.options.configs, seconds)
+        for line in lines:
+            if "kept" in line:
+                self.record["kept"] = line["kept"]
+            elif "late" not in line:
+                self.row(line).update(line)
+        self.note("worker", problem)
+
+    def in_cpp(self, seconds: float) -> None:
+        """The layer without Python: alone and ours of the record's rows."""
+        bench = Path(self.options.bench)
+        if not bench.exists():
+            return self.note("exchange_bench", "it is not built")
+        command = [str(bench), str(self.options.heat), *self.options.configs]
+        out, problem = run(command, seconds)
+        pretended = []
+        for line in json_lines(out):
+            if "bare" in line:
+                bare = self.record.setdefault("bare", {})
+                bare[line["bare"]] = {k: line[k] for k in ("dispatch_gbs", "combine_gbs")}
+            elif line["ranks"] > self.options.gpus:
+                pretended.append(line)
+            else:
+                self.add_cpp(line)
+        for key in ("dispatch_gbs", "combine_gbs"):
+            rates = [rates[key] for rates in self.record.get("bare", {}).values()]
+            if rates:
+                self.record[key] = max(rates)
+        # Several ranks on each GPU: how it grows.
+        self.record["pretended"] = pretended or "exchange_bench was not asked for more ranks"
+        self.note("exchange_bench", problem)
+
+    def add_cpp(self, line: dict) -> None:
+        """The transport with the shorter step stands for ours."""
+        row = self.row(line)
+        row["alone"] = line["alone"]
+        times = row.setdefault("transports", {})
+        times[line["transport"]] = line["ours"] | {"replayed_ms": line["replayed_ms"]}
+        best = min(times, key=lambda name: total(times[name]))
+        row["transport"] = best
+        row["ours"] = {key: times[best][key] for key in ("fwd_ms", "bwd_ms")}
+        row["replayed_ms"] = times[best]["replayed_ms"]
+
+    def by_nvshmem(self, seconds: float) -> None:
+        lines, problem = self.worker("nvshmem", self.options.configs, seconds)
+        reason = problem.split("absent: ")[-1].splitlines()[0] if problem else "no time was left"
+        for line in lines:
+            if "vdev_2d" in line:
+                row = self.row(line)
+                row["vdev_2d"] = line["vdev_2d"]
+                row["ours_beside_vdev_2d"] = line["ours_torch"]
+            elif "absent" in line:
+                self.row(line).setdefault("absent", {}).update(line["absent"])
+        for row in self.record["rows"]:
+            if "vdev_2d" not in row:
+                row.setdefault("absent", {}).setdefault("vdev_2d", reason)
+        self.note("nvshmem", problem)
+
+    def note(self, program: str, problem: str) -> None:
+        if problem:
+            self.record.setdefault("problems", {})[program] = problem
+            print(f"{program}: {problem}", flush=True)
+        self.write()
+
+
+def total(times: dict) -> float:
+    return times["fwd_ms"] + times["bwd_ms"]
+
+
+def complete(row: dict) -> bool:
+    """Whether a row has all that was asked for, or why not."""
+    missing = [name for name in PEERS if name not in row and name not in row.get("absent", {})]
+    return not missing and "ours" in row and "ours_torch" in row
+
+
+def summary(record: dict) -> None:
+    for row in record["rows"]:
+        text = [f"{row['config']:<11}"]
+        if "ours" in row:
+            ratio = total(row["ours"]) / total(row["alone"])
+            goal = GOAL.get(row["config"])
+            text.append(f"C++ {total(row['ours']):.2f} ms, {ratio:.3f} of alone (goal {goal})")
+        if "ours_torch" in row:
+            ours = total(row["ours_torch"])
+            text.append(f"torch {ours:.2f} ms, {ours / total(row['alone_torch']):.3f} of alone")
+            peers = {name: total(row[name]) / ours for name in PEERS if name in row}
+            text += [f"{name} {ratio:.2f}x" for name, ratio in peers.items()]
+            for name in ("ours_exact", "ours_all_to_all"):
+                text += [f"{name} {total(row[name]) / ours:.2f}x"] if name in row else []
+        for name, reason in row.get("absent", {}).items():
+            text.append(f"{name} absent: {reason[:60]}")
+        print(" | ".join(text), flush=True)
+    print(json.dumps({key: record.get(key) for key in ("bare", "kept", "problems")}), flush=True)
+
+
+def main() -> int:
+    options = arguments()
+    driver = Driver(options)
+    driver.write()
+    driver.beside_peers(0.55 * options.seconds)
+    if options.device == "cuda":
+        driver.in_cpp(min(0.75 * driver.left(), 0.35 * options.seconds))
+        driver.by_nvshmem(driver.left())
+    summary(driver.record)
+    whole = driver.record["rows"] and all(map(complete, driver.record["rows"]))
+    return 0 if whole and len(driver.record["rows"]) == len(options.configs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

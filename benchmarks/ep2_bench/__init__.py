@@ -1,0 +1,1 @@
+"""What ep2.py runs on each rank."""

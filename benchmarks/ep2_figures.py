@@ -1,0 +1,188 @@
+"""The plot and the parts of docs/distributed.md that show the record of ep2.py; measures nothing.
+
+python benchmarks/ep2_figures.py             writes the plot to docs/images/
+python benchmarks/check_figures.py --fix     writes the parts to docs/distributed.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ep2 import GOAL, PEERS, total
+from h200_figures import COLOURS, IMAGES, OURS, RECORDS, grid, shape_text
+
+RECORD = RECORDS / "ep2.json"
+ABSENT = "No record yet: `python benchmarks/ep2.py` on two GPUs writes it."
+UNTRIED = (
+    "Until then, nothing on this page has run on GPUs: it was tested over gloo on CPUs, and peer "
+    "memory with a stand-in for the exchange, which has tests of its own on GPUs."
+)
+NAMES = {
+    "ours_torch": "sonicmoe.cpp, peer memory",
+    "ours_all_to_all": 'sonicmoe.cpp, "all_to_all"',
+    "nccl_grouped": "NCCL all-to-all, moe_grouped",
+    "nccl_grouped_mm": "NCCL all-to-all, compiled grouped_mm",
+    "gather_scatter": "all-gather, moe, reduce-scatter",
+    "vdev_2d": "all_to_all_vdev_2d, moe_grouped",
+}
+PLOT_COLOURS = {
+    "ours_torch": OURS,
+    "ours_all_to_all": COLOURS["hopper"],
+    "nccl_grouped": COLOURS["sonicmoe"],
+    "nccl_grouped_mm": COLOURS["torch"],
+    "gather_scatter": COLOURS["scattermoe"],
+    "vdev_2d": COLOURS["momoe"],
+}
+DIGITS = (2, 2, 3, 2, 2, 2, 2)
+ROWS_OUT, ROWS_BACK = 3, 2  # x, dO and x again; partial sums of O and of dx
+
+
+def record() -> dict | None:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else None
+
+
+def over_alone(row: dict) -> float:
+    return total(row["ours"]) / total(row["alone"])
+
+
+def transfer_ms(found: dict, row: dict) -> float:
+    """The time of a step's transfers by themselves, at the rates of bare transfers: each rank sends
+    each row to each other rank."""
+    megabytes = (row["ranks"] - 1) * row["T"] * row["d"] * 2 / 1e6
+    return megabytes * (ROWS_OUT / found["dispatch_gbs"] + ROWS_BACK / found["combine_gbs"])
+
+
+def hidden(found: dict, row: dict) -> float:
+    """The share of the transfers' time that the step does not take longer than the layer alone."""
+    added = total(row["ours"]) - total(row["alone"])
+    return 1 - added / transfer_ms(found, row)
+
+
+def best_peer(row: dict) -> float | None:
+    """The time of the fastest peer over ours, of the same run."""
+    ratios = [total(row[name]) / of_run(row, name) for name in PEERS if name in row]
+    return min(ratios, default=None)
+
+
+def of_run(row: dict, name: str) -> float:
+    """Ours in the run in which a peer was timed."""
+    return total(row["ours_beside_vdev_2d" if name == "vdev_2d" else "ours_torch"])
+
+
+def in_cpp(found: dict) -> list[dict]:
+    return [row for row in found["rows"] if "ours" in row]
+
+
+def cost_part() -> str:
+    """The layer over peer memory beside the layer alone."""
+    found = record()
+    if found is None or "dispatch_gbs" not in found:
+        return f"{ABSENT} {UNTRIED}"
+    cells = []
+    for row in in_cpp(found):
+        alone, ours = total(row["alone"]), total(row["ours"])
+        times = (alone, ours, over_alone(row), GOAL[row["config"]])
+        times += (alone + transfer_ms(found, row), hidden(found, row), row["replayed_ms"])
+        figures = [f"{value:.{digits}f}" for value, digits in zip(times, DIGITS, strict=True)]
+        cells.append([row["config"], shape_text(row), *figures])
+    columns = ["layer", "T,d,n,E,K", "alone, ms", "ours, ms", "over alone", "goal"]
+    columns += ["alone and transfers, ms", "share hidden", "as a graph, ms"]
+    rates = f"{found['dispatch_gbs']:.0f} and {found['combine_gbs']:.0f} GB/s"
+    where = f"{found['gpus']} {found['device']}, torch {found['torch']}, {found['date'][:10]}"
+    return "\n\n".join(
+        [
+            grid(columns, cells, words=2),
+            "Forward and backward in C++, T tokens on each rank, hot. *Alone*: the same layer on "
+            "one GPU with as many routed rows and E/W experts, without communication. Transfers "
+            f"alone, rows of 4 KB: {rates} each way, dispatch and combine. {where}, commit "
+            f"{found['commit']}.",
+        ]
+    )
+
+
+def peers_part() -> str:
+    """Our layer through PyTorch beside others."""
+    found = record()
+    rows = [row for row in found["rows"] if "ours_torch" in row] if found else []
+    if not rows:
+        return ABSENT
+    names = [name for name in NAMES if any(name in row for row in rows)]
+    cells = []
+    for row in rows:
+        times = [f"{total(row[name]):.2f}" if name in row else "-" for name in names]
+        best = best_peer(row)
+        cells.append([row["config"], *times, "-" if best is None else f"{best:.2f}"])
+    columns = ["layer", *(NAMES[name] for name in names), "best of the others over ours"]
+    notes = ["Milliseconds of forward and backward through PyTorch, interleaved, hot."]
+    absent = {n: why for row in rows for n, why in row.get("absent", {}).items()}
+    notes += [f"{NAMES.get(name, name)} is absent: {why}." for name, why in absent.items()]
+    parts = [grid(columns, cells), " ".join(notes), "![Time beside others](images/ep2-peers.svg)"]
+    return "\n\n".join(parts)
+
+
+def memory_part() -> str:
+    """What is kept for backward with uneven routings."""
+    kept = (record() or {}).get("kept")
+    if kept is None:
+        return ABSENT
+    parts = ", ".join(f"{part:.2f}" for part in kept["rows_of_rank_0_over_mean"])
+    ratios = " and ".join(f"{ratio:.2f}" for ratio in kept["arena_over_exact"])
+    exact = " and ".join(f"{value:.0f}" for value in kept["exact_MiB"])
+    return (
+        f"Measured with {kept['layers']} layers {kept['config']}, in which rank 0's experts get "
+        f"{parts} of the mean rows: the ranks keep {exact} MiB beside x without `capacity`, and "
+        f"with `capacity={kept['capacity']}` {ratios} times as much."
+    )
+
+
+TABLES = {"ep2-cost": cost_part, "ep2-peers": peers_part, "ep2-memory": memory_part}
+
+
+def plot(plt, found: dict):
+    """Times beside peers, and the share of transfers that is hidden."""
+    figure, (times, share) = plt.subplots(
+        2, 1, figsize=(9, 7), layout="constrained", height_ratios=(2, 1)
+    )
+    rows = [row for row in found["rows"] if "ours_torch" in row]
+    names = [name for name in NAMES if any(name in row for row in rows)]
+    width = 0.84 / len(names)
+    for i, name in enumerate(names):
+        at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(rows))]
+        heights = [
+            total(row[name]) / total(row["alone_torch"]) if name in row else 0 for row in rows
+        ]
+        times.bar(at, heights, width, label=NAMES[name], color=PLOT_COLOURS[name])
+    times.axhline(1.0, color=COLOURS["bound"], linewidth=0.8)
+    times.set_xticks(range(len(rows)), [row["config"] for row in rows])
+    title = f"forward + backward through PyTorch, {found['gpus']} {found['device']}, hot"
+    times.set(ylabel="time over the layer alone", title=title)
+    handles, labels = times.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=9, frameon=False)
+    rows = in_cpp(found) if "dispatch_gbs" in found else []
+    share.bar(range(len(rows)), [hidden(found, row) for row in rows], 0.4, color=OURS)
+    share.set_xticks(range(len(rows)), [row["config"] for row in rows])
+    share.set(ylabel="share hidden", ylim=(0, 1), title="transfers hidden by products, C++")
+    for axes in (times, share):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> int:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
+    import matplotlib.pyplot as plt
+
+    found = record()
+    if found is None or not any("ours_torch" in row for row in found["rows"]):
+        print(ABSENT, file=sys.stderr)
+        return 0
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    plot(plt, found).savefig(IMAGES / "ep2-peers.svg", metadata={"Date": None})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""benchmarks/ep2.py measures what it says: run at its smallest size on CPUs, and its parts of the
+documentation from a record."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def ep2(monkeypatch):
+    if not BENCHMARKS.is_dir():
+        pytest.skip("this copy has no benchmarks/")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import ep2
+    import ep2_figures
+
+    return ep2, ep2_figures
+
+
+def times(whole):
+    return {"fwd_ms": whole / 4, "bwd_ms": 3 * whole / 4}
+
+
+def a_record():
+    row = {"config": "7B-n256", "T": 24576, "d": 1536, "n": 256, "E": 128, "K": 8, "ranks": 2}
+    row |= {"alone": times(2.0), "ours": times(2.4), "replayed_ms": 2.3, "transport": "copy"}
+    row |= {"alone_torch": times(2.0), "ours_torch": times(2.5), "nccl_grouped": times(6.0)}
+    row |= {"nccl_grouped_mm": times(7.0), "gather_scatter": times(5.0)}
+    row |= {"ours_all_to_all": times(4.0), "absent": {"vdev_2d": "no NVSHMEM"}}
+    kept = {"config": "7B-n256", "layers": 4, "capacity": 1.25, "exact_MiB": [800.0, 810.0]}
+    kept |= {"arena_MiB": [1000.0, 1004.0], "arena_over_exact": [1.25, 1.24]}
+    kept |= {"rows_of_rank_0_over_mean": [1.2, 0.8, 1.1, 0.9]}
+    found = {"rows": [row], "kept": kept, "gpus": 2, "device": "GPU", "torch": "2.11"}
+    found |= {"date": "2026-11-23T00:00:00", "commit": "abc", "problems": {}}
+    return found | {"dispatch_gbs": 377.487, "combine_gbs": 377.487}
+
+
+@pytest.mark.slow
+def test_every_peer_has_our_results(tmp_path, ep2):
+    out = tmp_path / "ep2.json"
+    program = [sys.executable, str(BENCHMARKS / "ep2.py"), "--device=cpu", f"--out={out}"]
+    ran = subprocess.run([*program, "--seconds=120"], capture_output=True, text=True, timeout=200)
+    record = json.loads(out.read_text())
+    assert "problems" not in record, ran.stdout
+    (row,) = record["rows"]
+    for name in ("ours_torch", "ours_exact", "ours_all_to_all", "alone_torch"):
+        assert row[name]["fwd_ms"] > 0
+    for name in ("nccl_grouped", "nccl_grouped_mm", "gather_scatter"):
+        assert row[name]["fwd_ms"] > 0, row
+    assert "absent" not in row  # a peer with wrong results
+    assert ran.returncode == 1  # no exchange_bench ran, and no NVSHMEM
+
+
+def test_wrong_results_are_found(ep2):
+    import torch
+    from ep2_bench import worker
+
+    worker.timing.slowest, kept = (lambda value, device: value), worker.timing.slowest
+    try:
+        right = tuple(torch.randn(50, 8) for _ in worker.NAMES)
+        assert worker.wrong(tuple(t * 1.001 for t in right), right, "cpu") is None
+        spoilt = (*right[:2], right[2] * 1.1, *right[3:])
+        assert worker.wrong(spoilt, right, "cpu") == "wrong results: dweights 0.100"
+        nan = (right[0] * float("nan"), *right[1:])
+        assert worker.wrong(nan, right, "cpu") == "wrong results: out nan"
+    finally:
+        worker.timing.slowest = kept
+
+
+def test_record_of_exchange_bench(ep2, tmp_path, monkeypatch, capsys):
+    ep2, _ = ep2
+    bench = tmp_path / "exchange_bench"
+    sizes = {"T": 8, "d": 8, "n": 8, "E": 4, "K": 1}
+    line = {"config": "7B-n256", **sizes, "ranks": 2, "ratio": 1.0, "alone": times(2.0)}
+    lines = [
+        {"bare": "push", "ranks": 2, "dispatch_gbs": 330.0, "combine_gbs": 325.0},
+        {"bare": "copy", "ranks": 2, "dispatch_gbs": 370.0, "combine_gbs": 371.0},
+        line | {"transport": "copy", "ours": times(2.4), "replayed_ms": 2.3},
+        line | {"transport": "push", "ours": times(2.6), "replayed_ms": 2.5},
+        line | {"transport": "push", "ours": times(9.0), "replayed_ms": 8.0, "ranks": 8},
+    ]
+    text = "\n".join(json.dumps(each) for each in lines)
+    bench.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\n" + '{"config": "cut\nEND\nexit 3\n')
+    bench.chmod(0o755)
+    given = ["ep2.py", "--device=cpu", f"--bench={bench}", f"--out={tmp_path / 'ep2.json'}"]
+    monkeypatch.setattr(sys, "argv", given)
+    driver = ep2.Driver(ep2.arguments())
+    driver.in_cpp(20.0)
+    (row,) = driver.record["rows"]
+    assert row["transport"] == "copy" and ep2.total(row["ours"]) == pytest.approx(2.4)
+    assert (driver.record["dispatch_gbs"], driver.record["combine_gbs"]) == (370.0, 371.0)
+    assert [each["ranks"] for each in driver.record["pretended"]] == [8]
+    assert driver.record["problems"]["exchange_bench"].startswith("exit 3")
+    assert not ep2.complete(row)
+    ep2.summary(driver.record)
+    assert "1.200 of alone (goal 1.15)" in capsys.readouterr().out
+
+
+def test_parts_of_the_page(ep2, tmp_path, monkeypatch):
+    _, figures = ep2
+    monkeypatch.setattr(figures, "RECORD", tmp_path / "ep2.json")
+    assert all(make().startswith(figures.ABSENT) for make in figures.TABLES.values())
+    record = a_record()
+    figures.RECORD.write_text(json.dumps(record))
+    # 5 * T * d * 2 bytes take 1 ms, of which 0.4 are seen.
+    assert figures.hidden(record, record["rows"][0]) == pytest.approx(0.6, abs=1e-3)
+    assert "| 2.00 | 2.40 | 1.200 | 1.15 | 3.00 | 0.60 | 2.30 |" in figures.cost_part()
+    peers = figures.peers_part()
+    assert "| 2.50 | 4.00 | 6.00 | 7.00 | 5.00 | 2.00 |" in peers
+    assert "all_to_all_vdev_2d, moe_grouped is absent: no NVSHMEM." in peers
+    assert "`capacity=1.25` 1.25 and 1.24 times as much" in figures.memory_part()
+
+
+def test_the_plot(ep2):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _, figures = ep2
+    figure = figures.plot(plt, a_record())
+    assert len(figure.axes) == 2
+    plt.close(figure)
