@@ -43,10 +43,11 @@ class Buffers:
         self.here, self.here_again = empty(pairs, d), empty(pairs, d)
         there = int(capacity * pairs)
         self.there, self.there_again = empty(there, d), empty(there, d)
-        self.sent = empty(2, experts, dtype=torch.int64)  # counts, and where they begin
+        self.counts = empty(experts, dtype=torch.int64)
+        # Counts and where they begin, which the operators write.
         self.received = empty(2, experts, dtype=torch.int64)
         self.again = empty(2, experts, dtype=torch.int64)
-        self.counts = empty(experts, dtype=torch.int64)
+        self.returned = empty(2, experts, dtype=torch.int64)
 
     def out(self, into: Tensor, record: Tensor) -> Tensor:
         """Rows of `here` to the ranks of their experts."""
@@ -56,7 +57,7 @@ class Buffers:
 
     def back(self, source: Tensor, into: Tensor) -> Tensor:
         by = torch.ops.symm_mem.all_to_all_vdev_2d_offset
-        by(source, into, self.received, self.sent, self.name)
+        by(source, into, self.received, self.returned, self.name)
         return into
 
 
@@ -91,8 +92,6 @@ class Back(Function):
 def step(data: Data, buffers: Buffers) -> Tensor:
     pairs = Order(data.ids, data.shape.E)
     buffers.counts.copy_(pairs.counts)
-    buffers.sent[0].copy_(pairs.counts)
-    buffers.sent[1].copy_(pairs.counts.cumsum(0) - pairs.counts)
     rows = Spread.apply(data.x, pairs.order, pairs.inverse, data.shape.K)
     came = Out.apply(rows, buffers)
     counts, begins = buffers.received.view(2, -1, data.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -145,12 +146,19 @@ class PeerBuffers:
         who = self.group.peers.ranks[rank]
         return f"peer memory cannot be used: rank {who} {PROBLEMS[code]}"
 
+    def _explain(self, way, error: Exception) -> None:
+        """The other ranks learn the problem's number alone."""
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        text = f"{way.name} cannot be used on rank {self.group.peers.me}: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
     def _open_by(self, way, shape: Shape, size: int, timeout: float) -> str | None:
         device, memory, code = self.like.device, None, OK
         try:
             memory = way.allocate(size + _memory.ALIGNMENT, device)
-        except RuntimeError:  # includes out of memory
+        except RuntimeError as error:  # includes out of memory
             code = NO_MEMORY
+            self._explain(way, error)
         problem = self._agreed(code, timeout)
         if problem is not None:
             return problem
@@ -164,8 +172,9 @@ class PeerBuffers:
                 *(self.like, self.group.size, *shape),
                 *(torch.tensor(addresses), size, self.group.rank, limit, 0),
             )
-        except (RuntimeError, ValueError, OSError):
+        except (RuntimeError, ValueError, OSError) as error:
             code = NOT_MAPPED
+            self._explain(way, error)
         # After it all ranks have opened, as a step requires.
         problem = self._agreed(code, timeout)
         if problem is None:

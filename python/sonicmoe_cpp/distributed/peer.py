@@ -167,9 +167,9 @@ class PeerMemory(Transport):
         except (ValueError, TypeError, NotImplementedError):
             raise
         except BaseException as error:
-            self.group.exchanges += 1
             if isinstance(error, RuntimeError) and _ADVICE.search(str(error)):
                 raise self._fault(str(error)) from None
+            self.group.exchanges += 1
             raise
 
     def _fault(self, sentence: str) -> ExpertParallelError:
