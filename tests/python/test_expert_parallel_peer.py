@@ -1,6 +1,9 @@
 """Expert parallelism over peer memory, as far as CPUs can show: what lies around the exchange's
 operators, which exchange_fake.py replaces. peer_cases.py runs the exchange itself on GPUs."""
 
+import re
+from pathlib import Path
+
 import exchange_fake
 import expert_parallel_base as base
 import expert_parallel_cases as cases
@@ -267,6 +270,17 @@ def test_limits():
     limits = peer.Limits(1.5, 7, 1.25, 3)
     assert peer.Limits.of_numbers(limits.numbers()) == limits
     assert peer.Limits.of_numbers(peer.Limits(2.0).numbers()) == peer.Limits(2.0)
+
+
+def test_faults_are_known_by_their_sentence():
+    """The library's own sentence, which exchange_fake.py repeats."""
+    source = Path(__file__).resolve().parents[2] / "src/cuda/exchange/exchange.cc"
+    if not source.is_file():
+        pytest.skip("this copy has no src/")
+    pieces = re.findall(r'"([^"]*)"', source.read_text())
+    sentence = "".join(pieces)
+    assert peer._ADVICE.search(exchange_fake.OVERFLOW)
+    assert exchange_fake.OVERFLOW[exchange_fake.OVERFLOW.index(". The") :] in sentence
 
 
 def test_buffers_are_aligned_at_equal_offsets():
