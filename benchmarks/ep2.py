@@ -12,7 +12,8 @@ Three programs write what they find to the record, each as far as --seconds allo
    with compiled grouped_mm; all-gather and reduce-scatter around the library's layer. Interleaved
    and hot; results are compared with ours before anything is timed. Then the memory kept for
    backward with uneven routings.
-2. exchange_bench: the layer in C++, and bare transfers.
+2. exchange_bench: the layer in C++ beside the layer alone, and bare transfers; then with eight
+   ranks that share the GPUs.
 3. ep2_bench/worker.py --peers nvshmem: torch's all_to_all_vdev_2d, where torch has NVSHMEM. It is a
    program of its own, because a process has one backend of symmetric memory.
 """
@@ -34,6 +35,10 @@ ROOT = HERE.parent
 CONFIGS = ("7B-n256", "30B-n256", "qwen3-30b", "qwen3-235b")
 GOAL = {"7B-n256": 1.15, "30B-n256": 1.12, "qwen3-30b": 1.08, "qwen3-235b": 1.05}
 PEERS = ("nccl_grouped", "nccl_grouped_mm", "gather_scatter", "vdev_2d")
+RATES = ("dispatch_gbs", "combine_gbs")
+# What exchange_bench measures of a layer.
+OF_CPP = ("alone", "ours", "hidden", "not_overlapped_ms", "dispatch_ms", "combine_ms")
+PRETENDED = 8  # ranks
 SPARE = 5.0  # seconds that a program gets to end by itself
 
 
@@ -163,40 +168,36 @@ class Driver:
                 self.row(line).update(line)
         self.note("worker", problem)
 
-    def in_cpp(self, seconds: float) -> None:
-        """The layer without Python: alone and ours of the record's rows."""
-        bench = Path(self.options.bench)
-        if not bench.exists():
-            return self.note("exchange_bench", "it is not built")
-        command = [str(bench), str(self.options.heat), *self.options.configs]
+    def bench(self, options: list[str], seconds: float) -> list[dict]:
+        """The lines that exchange_bench prints."""
+        command = [self.options.bench, "--seconds", str(self.options.heat), *options]
         out, problem = run(command, seconds)
-        pretended = []
-        for line in json_lines(out):
+        self.note("exchange_bench", problem)
+        return json_lines(out)
+
+    def in_cpp(self, seconds: float) -> None:
+        """The layer without Python: alone and ours of the record's rows; bare transfers."""
+        if not Path(self.options.bench).exists():
+            return self.note("exchange_bench", "it is not built")
+        for line in self.bench(self.options.configs, seconds):
             if "bare" in line:
                 bare = self.record.setdefault("bare", {})
-                bare[line["bare"]] = {k: line[k] for k in ("dispatch_gbs", "combine_gbs")}
-            elif line["ranks"] > self.options.gpus:
-                pretended.append(line)
+                bare[line["bare"]] = {key: line[key] for key in RATES}
             else:
-                self.add_cpp(line)
-        for key in ("dispatch_gbs", "combine_gbs"):
+                self.row(line).update({key: line[key] for key in OF_CPP})
+        for key in RATES:
             rates = [rates[key] for rates in self.record.get("bare", {}).values()]
             if rates:
                 self.record[key] = max(rates)
-        # Several ranks on each GPU: how it grows.
-        self.record["pretended"] = pretended or "exchange_bench was not asked for more ranks"
-        self.note("exchange_bench", problem)
 
-    def add_cpp(self, line: dict) -> None:
-        """The transport with the shorter step stands for ours."""
-        row = self.row(line)
-        row["alone"] = line["alone"]
-        times = row.setdefault("transports", {})
-        times[line["transport"]] = line["ours"] | {"replayed_ms": line["replayed_ms"]}
-        best = min(times, key=lambda name: total(times[name]))
-        row["transport"] = best
-        row["ours"] = {key: times[best][key] for key in ("fwd_ms", "bwd_ms")}
-        row["replayed_ms"] = times[best]["replayed_ms"]
+    def pretended(self, seconds: float) -> None:
+        """Eight ranks that share the GPUs, to see how it grows: each computes on a part of a GPU,
+        in alone too."""
+        if self.options.smoke or not Path(self.options.bench).exists():
+            return
+        lines = self.bench(["--ranks", str(PRETENDED), self.options.configs[0]], seconds)
+        self.record["pretended"] = [line for line in lines if "config" in line]
+        self.write()
 
     def by_nvshmem(self, seconds: float) -> None:
         lines, problem = self.worker("nvshmem", self.options.configs, seconds)
@@ -256,7 +257,8 @@ def main() -> int:
     driver.write()
     driver.beside_peers(0.55 * options.seconds)
     if options.device == "cuda":
-        driver.in_cpp(min(0.75 * driver.left(), 0.35 * options.seconds))
+        driver.in_cpp(0.5 * driver.left())
+        driver.pretended(0.4 * driver.left())
         driver.by_nvshmem(driver.left())
     summary(driver.record)
     whole = driver.record["rows"] and all(map(complete, driver.record["rows"]))
