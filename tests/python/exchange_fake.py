@@ -19,6 +19,10 @@ OVERFLOW = (
     "rank 1 got more rows for its experts than its capacity ({rows} rows came). The outputs of "
     "this step are not valid; exchange_reset on all ranks makes the exchange usable again."
 )
+MISSING = (
+    "rank 1 did not send its routing within the time limit of 5000 ms"
+    + OVERFLOW[OVERFLOW.index(". The") :]
+)
 
 
 class Opened(NamedTuple):

@@ -1,6 +1,7 @@
 """Expert parallelism over peer memory, as far as CPUs can show: what lies around the exchange's
 operators, which exchange_fake.py replaces. peer_cases.py runs the exchange itself on GPUs."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -240,6 +241,44 @@ def test_an_exception_on_one_rank(tmp_path):
     found = worlds.run(refuses, 2, tmp_path, 60.0)
     assert found[1]["error"].startswith("ValueError: x has shape (4, 25)")
     assert "rank 1 failed: ValueError: x has shape (4, 25)" in found[0]["error"]
+
+
+def is_late(rank, size, folder, calls_after):
+    """Rank 0 learns of rank 1's exception when the GPU's time limit is over: after its call, or in
+    the next one."""
+    fake = exchange_fake.install()
+    layer, group = layer_of(), group_of(None)
+    step(layer, 8)
+    if rank == 1:
+        with pytest.raises(ValueError, match="x has shape"):
+            layer(torch.zeros(4, 25))
+        dist.barrier()
+        return None
+    with group.call():  # a forward that only enqueued its work
+        pass
+    dist.barrier()
+    fake.fault = exchange_fake.MISSING
+    with contextlib.ExitStack() as stack:
+        if calls_after:
+            stack.enter_context(group.call())
+        with pytest.raises(RuntimeError) as caught:
+            check_exchange()
+    return str(caught.value)
+
+
+def late_backward(*world):
+    return is_late(*world, 0)
+
+
+def late_forward(*world):
+    return is_late(*world, 1)
+
+
+@pytest.mark.parametrize("function", [late_backward, late_forward])
+def test_the_cause_of_a_fault_that_shows_late(function, tmp_path):
+    sentence, _ = one(function, tmp_path)
+    cause = "(rank 1 failed: ValueError: x has shape (4, 25), its last dimension must be 24)"
+    assert f"within the time limit of 5000 ms {cause}. The outputs" in sentence, sentence
 
 
 def without_gpus(rank, size, folder):

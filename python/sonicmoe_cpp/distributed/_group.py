@@ -97,6 +97,11 @@ class Group:
         ranks have raised."""
         return 2 * self.calls + (0 if self._inside else 1)
 
+    @property
+    def moment_before(self) -> int:
+        """The moment in the last call that has returned: what it enqueued may fail later."""
+        return 2 * (self.calls - (1 if self._inside else 0))
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """A call of the layer. Calls inside of it are parts of it."""

@@ -177,7 +177,7 @@ class PeerMemory(Transport):
         sentence = _ADVICE.sub("", sentence)
         # The exchange counts the ranks of the group; Peers counts those of the whole job.
         sentence = _RANK.sub(lambda found: f"rank {peers.ranks[int(found[1])]}", sentence)
-        cause = peers.problem(self.group.moment)
+        cause = peers.problem(self.group.moment_before)
         sentence += f" ({cause})" if cause else ""
         peers.failed(self.group.moment, sentence)
         at = f"expert parallelism, call {self.group.calls} on rank {peers.me}"
