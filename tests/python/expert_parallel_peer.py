@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from expert_parallel_base import TRANSPORT, World
+from expert_parallel_base import TRANSPORT, D, E, K, N, T, World
 from expert_parallel_functions import by_ids, mine_of, results
-from expert_parallel_modules import inputs, modules
+from expert_parallel_modules import inputs, modules, training_kind
 from reference import Layer, error
 from sonicmoe_cpp.distributed import (
     ExpertParallelError,
+    ExpertParallelMoE,
     _memory,
     check_exchange,
     moe_expert_parallel,
@@ -185,6 +186,43 @@ def graphs(world):
             value.data.copy_(getattr(other, name).detach())
         layer.ids.copy_(other.ids)
         layer.dout.copy_(other.dout)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_exchange()
+        found = [t.clone() for t in static]
+        for got, want in zip(found, step(), strict=True):
+            assert torch.equal(got, want), seed
+
+
+@case
+def graphs_of_the_module(world):
+    """With its router and losses, whose sums travel by NCCL."""
+    limits = {"max_tokens": T, "capacity": 4.0}
+    kind = training_kind(world) | TRANSPORT | limits
+    layer = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
+    x = inputs(world, "uneven")[world.tokens("uneven")].clone().requires_grad_()
+
+    def step():
+        out, aux = layer(x)
+        loss = out.float().square().sum() + aux.loss
+        found = torch.autograd.grad(loss, [x, *layer.parameters()])
+        return [out.detach(), *(g.to_local() if hasattr(g, "to_local") else g for g in found)]
+
+    if world.device != "cuda":
+        step()
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    for seed in range(2, 6):
+        x.data.copy_(inputs(world, "uneven", seed)[world.tokens("uneven")])
         graph.replay()
         torch.cuda.synchronize()
         check_exchange()
