@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from sonicmoe_cpp import _ops
 from sonicmoe_cpp.distributed import (
     ExpertParallelMoE,
     _memory,
@@ -320,6 +321,17 @@ def test_faults_are_known_by_their_sentence():
     sentence = "".join(pieces)
     assert peer._ADVICE.search(exchange_fake.OVERFLOW)
     assert exchange_fake.OVERFLOW[exchange_fake.OVERFLOW.index(". The") :] in sentence
+
+
+def test_operators_refuse():
+    like = torch.empty(0, dtype=torch.bfloat16)
+    shape = (like, 2, 16, 32, 64)
+    with pytest.raises(NotImplementedError, match="is not served by the backend cpu"):
+        _ops.run("exchange_bytes", *shape)
+    with pytest.raises(ValueError, match="addresses must be 2 int64 numbers in host memory"):
+        _ops.run("exchange_open", *shape, torch.tensor([256]), 100, 0, 1000, 0)
+    with pytest.raises(ValueError, match="exchange is 0, must be the number of an exchange"):
+        _ops.run("exchange_check", like, 0)
 
 
 def test_buffers_are_aligned_at_equal_offsets():
