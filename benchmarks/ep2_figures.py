@@ -14,10 +14,6 @@ from h200_figures import COLOURS, IMAGES, OURS, RECORDS, grid, shape_text
 
 RECORD = RECORDS / "ep2.json"
 ABSENT = "No record yet: `python benchmarks/ep2.py` on two GPUs writes it."
-UNTRIED = (
-    "Until then, nothing on this page has run on GPUs: it was tested over gloo on CPUs, and peer "
-    "memory with a stand-in for the exchange, which has tests of its own on GPUs."
-)
 NAMES = {
     "ours_torch": "sonicmoe.cpp, peer memory",
     "ours_all_to_all": 'sonicmoe.cpp, "all_to_all"',
@@ -75,7 +71,7 @@ def cost_part() -> str:
     """The layer over peer memory beside the layer alone."""
     found = record()
     if found is None or "dispatch_gbs" not in found:
-        return f"{ABSENT} {UNTRIED}"
+        return ABSENT
     cells = []
     for row in in_cpp(found):
         alone, ours = total(row["alone"]), total(row["ours"])

@@ -52,7 +52,7 @@ class ExpertParallelMoE(MoE):
         intermediate_size: int,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
-        transport: str = "auto",
+        transport: str = "all_to_all",
         timeout: float = TIMEOUT,
         max_tokens: int | None = None,
         capacity: float | None = None,
