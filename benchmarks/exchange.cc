@@ -1,10 +1,12 @@
-// Measures expert parallelism over the GPUs of this machine, one rank each, and prints a JSON
-// object a line:
+// Measures expert parallelism over the GPUs of this machine and prints a JSON object a line:
 //   - bare dispatch and combine in GB/s that leave a rank, all ranks at once;
 //   - forward and backward of layers, beside the same layer alone on one GPU with as many routed
-//     rows and E/W experts.
+//     rows and E/W experts, in turn: the median of slices.
 //
-//   exchange_bench [SECONDS_TO_HEAT] [CONFIG ...]     all configs by default
+//   exchange_bench [--seconds S] [--ranks W] [--transport copy|push] [CONFIG ...]
+//
+// S: seconds to heat before a config. W: ranks, one a GPU by default; more share GPUs. All configs
+// and the transport of kAuto by default.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -156,224 +158,324 @@ void each(const PretendedRanks& ranks, const F& f) {
   }
 }
 
-/// Milliseconds of step(), which enqueues work for all ranks, on the slowest rank; the best of
-/// three.
-template <class Step>
-double time_of(const PretendedRanks& ranks, int repeats, const Step& step) {
-  double best = 1e30;
-  std::vector<cudaEvent_t> begin(ranks.size()), end(ranks.size());
-  each(ranks, [&](std::int32_t r) {
-    must(cudaEventCreate(&begin[r]));
-    must(cudaEventCreate(&end[r]));
-  });
-  for (int round = 0; round < 3; ++round) {
-    ranks.wait();
-    each(ranks, [&](std::int32_t r) { must(cudaEventRecord(begin[r], ranks.stream(r))); });
-    for (int i = 0; i < repeats; ++i) step();
-    each(ranks, [&](std::int32_t r) { must(cudaEventRecord(end[r], ranks.stream(r))); });
-    double slowest = 0.0;
+/// Milliseconds of step(), which enqueues work for all ranks, on the slowest rank.
+class Clock {
+ public:
+  explicit Clock(const PretendedRanks& ranks)
+      : ranks_(ranks), begin_(ranks.size()), end_(ranks.size()) {
     each(ranks, [&](std::int32_t r) {
-      must(cudaEventSynchronize(end[r]));
+      must(cudaEventCreate(&begin_[r]));
+      must(cudaEventCreate(&end_[r]));
+    });
+  }
+  ~Clock() {
+    each(ranks_, [&](std::int32_t r) {
+      cudaEventDestroy(begin_[r]);
+      cudaEventDestroy(end_[r]);
+    });
+  }
+  Clock(const Clock&) = delete;
+
+  template <class Step>
+  double time(int repeats, const Step& step) const {
+    ranks_.wait();
+    each(ranks_, [&](std::int32_t r) { must(cudaEventRecord(begin_[r], ranks_.stream(r))); });
+    for (int i = 0; i < repeats; ++i) step();
+    each(ranks_, [&](std::int32_t r) { must(cudaEventRecord(end_[r], ranks_.stream(r))); });
+    double slowest = 0.0;
+    each(ranks_, [&](std::int32_t r) {
+      must(cudaEventSynchronize(end_[r]));
       float ms = 0.0f;
-      must(cudaEventElapsedTime(&ms, begin[r], end[r]));
+      must(cudaEventElapsedTime(&ms, begin_[r], end_[r]));
       slowest = std::max(slowest, static_cast<double>(ms) / repeats);
     });
-    best = std::min(best, slowest);
+    return slowest;
   }
-  ranks.wait();
-  each(ranks, [&](std::int32_t r) {
-    cudaEventDestroy(begin[r]);
-    cudaEventDestroy(end[r]);
-  });
-  return best;
+
+ private:
+  const PretendedRanks& ranks_;
+  std::vector<cudaEvent_t> begin_, end_;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
 }
 
-/// Milliseconds of a step that is captured once for each rank and replayed.
-template <class Capture>
-double replay_time(const PretendedRanks& ranks, int repeats, const Capture& capture) {
-  std::vector<cudaGraphExec_t> replays(ranks.size());
-  each(ranks, [&](std::int32_t r) {
-    cudaGraph_t graph = nullptr;
-    must(cudaStreamBeginCapture(ranks.stream(r), cudaStreamCaptureModeThreadLocal));
-    capture(r);
-    must(cudaStreamEndCapture(ranks.stream(r), &graph));
-    must(cudaGraphInstantiate(&replays[r], graph, 0));
-    must(cudaGraphUpload(replays[r], ranks.stream(r)));
-    must(cudaGraphDestroy(graph));
-  });
-  const double ms = time_of(ranks, repeats, [&] {
-    each(ranks, [&](std::int32_t r) { must(cudaGraphLaunch(replays[r], ranks.stream(r))); });
-  });
-  for (cudaGraphExec_t replay : replays) must(cudaGraphExecDestroy(replay));
-  return ms;
-}
+/// A step that is captured once for each rank.
+class Replay {
+ public:
+  template <class Capture>
+  Replay(const PretendedRanks& ranks, const Capture& capture)
+      : ranks_(ranks), graphs_(ranks.size()) {
+    each(ranks, [&](std::int32_t r) {
+      cudaGraph_t graph = nullptr;
+      must(cudaStreamBeginCapture(ranks.stream(r), cudaStreamCaptureModeThreadLocal));
+      capture(r);
+      must(cudaStreamEndCapture(ranks.stream(r), &graph));
+      must(cudaGraphInstantiate(&graphs_[r], graph, 0));
+      must(cudaGraphUpload(graphs_[r], ranks.stream(r)));
+      must(cudaGraphDestroy(graph));
+    });
+  }
+  ~Replay() {
+    for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
+  }
+  Replay(const Replay&) = delete;
+  void operator()() const {
+    each(ranks_, [&](std::int32_t r) { must(cudaGraphLaunch(graphs_[r], ranks_.stream(r))); });
+  }
 
-GroupOptions options_of(std::int32_t ranks, std::int64_t tokens, std::int64_t top_k,
-                        std::int64_t hidden, ExchangeTransport transport) {
+ private:
+  const PretendedRanks& ranks_;
+  std::vector<cudaGraphExec_t> graphs_;
+};
+
+struct Options {
+  int devices = 0;
+  std::int32_t ranks = 0;
+  double seconds = 0.7;
+  ExchangeTransport transport = ExchangeTransport::kAuto;
+  std::vector<std::string> configs;
+};
+
+GroupOptions group_of(const Options& options, const Config& c) {
   GroupOptions o;
-  o.shape = {ranks, tokens, tokens * top_k, hidden, DType::kBF16};
-  o.transport = transport;
-  o.devices = ranks;
+  o.shape = {options.ranks, c.tokens, c.tokens * c.top_k, c.hidden, DType::kBF16};
+  o.transport = options.transport;
+  o.devices = options.devices;
   return o;
 }
 
+struct Transfers {
+  double dispatch, combine;  // ms
+};
+
 /// Every row goes to every rank and every partial sum comes back.
-void bare(std::int32_t count, ExchangeTransport transport) {
-  constexpr std::int64_t kTokens = 32768, kHidden = 2048;  // rows of 4 KB
-  PretendedRanks ranks(options_of(count, kTokens, 1, kHidden, transport));
-  const double bytes = static_cast<double>(kTokens * kHidden * 2 * (count - 1));
+Transfers transfer_times(const Options& options, const Config& c) {
+  const std::int32_t count = options.ranks;
+  PretendedRanks ranks(group_of(options, c));
   std::vector<std::unique_ptr<Memory>> rows, marks;
   for (std::int32_t r = 0; r < count; ++r) {
     must(cudaSetDevice(ranks.ordinal(r)));
-    rows.push_back(std::make_unique<Memory>(count * kTokens * kHidden, 1.0));
-    marks.push_back(std::make_unique<Memory>(count * kTokens));
-    marks[r]->upload(std::vector<std::uint8_t>(kTokens, 1));
+    rows.push_back(std::make_unique<Memory>(count * c.tokens * c.hidden, 1.0));
+    marks.push_back(std::make_unique<Memory>(count * c.tokens));
+    marks[r]->upload(std::vector<std::uint8_t>(c.tokens, 1));
     // All ranks but this one: the copy to itself leaves no rank.
     const std::uint64_t others = ((1ull << count) - 1) & ~(1ull << r);
-    std::vector<std::uint64_t> masks(kTokens, others);
+    std::vector<std::uint64_t> masks(c.tokens, others);
     must(cudaMemcpy(ranks.at<void>(r, cuda::exchange_layout(ranks.shape()).rank_masks),
-                    masks.data(), kTokens * 8, cudaMemcpyHostToDevice));
+                    masks.data(), masks.size() * 8, cudaMemcpyHostToDevice));
   }
+  // Rows travel as those of backward's second transfer, without the copy of a rank's own rows.
   const auto step = [&](std::int32_t r, bool combine) {
     Exchange& e = ranks.exchange(r);
-    cuda::fork(e, ranks.stream(r));
-    if (combine) {
-      const Tensor sums = tensor2(rows[r]->data(), DType::kBF16, count * kTokens, kHidden);
-      cuda::send_partials(e, sums, static_cast<const std::uint8_t*>(marks[r]->data()));
-      cuda::signal(e.peers, cuda::kPhasePartials, e.sending);
-    } else {
-      const Tensor x = tensor2(rows[r]->data(), DType::kBF16, kTokens, kHidden);
-      cuda::send_rows(e, x, e.layout.x, cuda::kPhaseRows);
+    const cudaStream_t stream = ranks.stream(r);
+    cuda::begin_phases(
+        *e.device, e.peers,
+        cuda::phase_bit(cuda::kPhasePartials) | cuda::phase_bit(cuda::kPhaseMorePartials), stream);
+    cuda::follow(e, e.sending, stream);
+    const Tensor sums = tensor2(rows[r]->data(), DType::kBF16, count * c.tokens, c.hidden);
+    for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {
+      if (part.count == 0) continue;
+      if (combine) {
+        cuda::send_partials(e, sums, static_cast<const std::uint8_t*>(marks[r]->data()), part);
+      } else if (part.first == 0) {
+        cuda::send_rows(e, tensor2(rows[r]->data(), DType::kBF16, c.tokens, c.hidden), e.layout.x);
+      }
+      cuda::announce(e, part.phase, e.sending);
     }
-    cuda::mark_sent(e, cuda::kAllSent);
-    cuda::join(e, cuda::kAllSent, ranks.stream(r));
-    cuda::wait_for(e.peers, combine ? cuda::kPhasePartials : cuda::kPhaseRows, e.limits,
-                   ranks.stream(r));
+    cuda::follow(e, stream, e.sending);
+    for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {
+      if (part.count != 0) cuda::wait_for(*e.device, e.peers, part.phase, e.limits, stream);
+    }
   };
-  const char* name = transport == ExchangeTransport::kPush ? "push" : "copy";
-  const auto all = [&](bool combine) { each(ranks, [&](std::int32_t r) { step(r, combine); }); };
-  const double dispatch = time_of(ranks, 10, [&] { all(false); });
-  const double combine = time_of(ranks, 10, [&] { all(true); });
+  const Clock clock(ranks);
+  const auto time = [&](bool combine) {
+    std::vector<double> times;
+    for (int i = 0; i < 5; ++i) {
+      times.push_back(
+          clock.time(10, [&] { each(ranks, [&](std::int32_t r) { step(r, combine); }); }));
+    }
+    ranks.wait();
+    return median(times);
+  };
+  return {time(false), time(true)};
+}
+
+const char* name_of(ExchangeTransport transport) {
+  return transport == ExchangeTransport::kPush   ? "push"
+         : transport == ExchangeTransport::kCopy ? "copy"
+                                                 : "auto";
+}
+
+void bare(Options options, ExchangeTransport transport) {
+  const Config c{"rows of 4 KB", 32768, 2048, 0, 0, 1};
+  options.transport = transport;
+  const Transfers t = transfer_times(options, c);
+  const double bytes = static_cast<double>(c.tokens * c.hidden * 2 * (options.ranks - 1));
   std::printf("{\"bare\": \"%s\", \"ranks\": %d, \"dispatch_gbs\": %.1f, \"combine_gbs\": %.1f}\n",
-              name, count, bytes / dispatch / 1e6, bytes / combine / 1e6);
+              name_of(transport), options.ranks, bytes / t.dispatch / 1e6, bytes / t.combine / 1e6);
   std::fflush(stdout);
 }
 
 struct Times {
-  double forward, backward;
+  double forward = 0.0, backward = 0.0;
+  double both() const { return forward + backward; }
 };
 
-template <class Forward, class Backward>
-Times times_of(const PretendedRanks& ranks, double heat, const Forward& forward,
-               const Backward& backward) {
-  const auto both = [&] {
-    forward();
-    backward();
-  };
-  const double once = time_of(ranks, 3, both);
-  time_of(ranks, std::max(1, static_cast<int>(heat * 1e3 / once / 3)), both);
-  const int repeats = std::max(5, static_cast<int>(60.0 / once));
-  const double whole = time_of(ranks, repeats, both);
-  const double first = time_of(ranks, repeats, forward);
-  return {first, whole - first};
+/// Layers of all ranks, and how a step is enqueued for all of them.
+struct Subject {
+  Subject(const Options& options, const Config& c, bool parallel)
+      : ranks(parallel ? group_of(options, c) : group_of(options, {c.name, 1, 8, 0, 0, 1})),
+        clock(ranks) {
+    const std::int64_t own = c.experts / options.ranks;
+    // Each rank's experts get as many rows as its tokens have; an even routing has 1 % more at
+    // most.
+    rows = parallel ? c.tokens * c.top_k * 21 / 20 : 0;
+    for (std::int32_t r = 0; r < options.ranks; ++r) {
+      must(cudaSetDevice(ranks.ordinal(r)));
+      layers.push_back(std::make_unique<Layer>(c, own, parallel ? c.experts : own, 5 + r));
+      layers[r]->lend(sizes(r, Pass::kForward), sizes(r, Pass::kBackward));
+    }
+  }
+  Sizes sizes(std::int32_t r, Pass pass) const {
+    const Problem& p = layers[r]->problem;
+    return rows != 0 ? exchange_sizes(ranks.exchange(r), p, rows, pass, ranks.exec(r))
+                     : moe_sizes(p, pass, ranks.exec(r));
+  }
+  void forward(std::int32_t r, ExchangePart part) const {
+    const Layer& l = *layers[r];
+    if (rows == 0) return moe_forward(l.problem, l.forward, ranks.exec(r));
+    exchange_forward(ranks.exchange(r), l.problem, rows, l.forward, part, ranks.exec(r));
+  }
+  void backward(std::int32_t r, ExchangePart part) const {
+    const Layer& l = *layers[r];
+    if (rows == 0) return moe_backward(l.problem, l.backward, ranks.exec(r));
+    exchange_backward(ranks.exchange(r), l.problem, rows, l.backward, part, ranks.exec(r));
+  }
+  /// One thread drives all ranks, so each part is enqueued for all of them before the next one.
+  template <class Call>
+  void parts(const Call& call) const {
+    if (rows == 0) return each(ranks, [&](std::int32_t r) { call(r, ExchangePart::kAll); });
+    for (const ExchangePart part :
+         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+      each(ranks, [&](std::int32_t r) { call(r, part); });
+    }
+  }
+  void forward_step() const {
+    parts([&](std::int32_t r, ExchangePart part) { forward(r, part); });
+  }
+  void step() const {
+    forward_step();
+    parts([&](std::int32_t r, ExchangePart part) { backward(r, part); });
+  }
+
+  PretendedRanks ranks;
+  Clock clock;
+  std::int64_t rows = 0;
+  std::vector<std::unique_ptr<Layer>> layers;
+};
+
+/// What a slice measures of each subject.
+struct Slices {
+  std::vector<double> both, forward, replayed;
+
+  Times times() const {
+    const double f = median(forward);
+    return {f, median(both) - f};
+  }
+};
+
+void measure(const Options& options, const Config& c) {
+  constexpr int kSlices = 9;
+  constexpr double kSliceMs = 40.0;
+  const Transfers transfers = transfer_times(options, c);
+  const Subject alone(options, c, false), ours(options, c, true);
+  const Subject* subjects[] = {&alone, &ours};
+  Slices slices[2];
+  std::vector<std::unique_ptr<Replay>> replays;
+  double once = 0.0;
+  for (const Subject* s : subjects) {
+    once = s->clock.time(3, [&] { s->step(); });
+    replays.push_back(std::make_unique<Replay>(s->ranks, [&](std::int32_t r) {
+      s->forward(r, ExchangePart::kAll);
+      s->backward(r, ExchangePart::kAll);
+    }));
+  }
+  const int repeats = std::max(3, static_cast<int>(kSliceMs / once));
+  for (double heated = 0.0; heated < options.seconds * 1e3; heated += 2 * repeats * once) {
+    for (const Subject* s : subjects) s->clock.time(repeats, [&] { s->step(); });
+  }
+  for (int i = 0; i < kSlices; ++i) {
+    for (int k = 0; k < 2; ++k) {
+      const Subject& s = *subjects[k];
+      slices[k].both.push_back(s.clock.time(repeats, [&] { s.step(); }));
+      slices[k].forward.push_back(s.clock.time(repeats, [&] { s.forward_step(); }));
+      slices[k].replayed.push_back(s.clock.time(repeats, *replays[k]));
+    }
+  }
+  ours.ranks.wait();
+  const Times a = slices[0].times(), o = slices[1].times();
+  // Forward sends rows and partial sums, backward rows of dout and x and partial sums.
+  const double sent = 3 * transfers.dispatch + 2 * transfers.combine;
+  std::printf(
+      "{\"config\": \"%s\", \"T\": %ld, \"d\": %ld, \"n\": %ld, \"E\": %ld, \"K\": %ld, "
+      "\"ranks\": %d, \"devices\": %d, \"transport\": \"%s\", "
+      "\"alone\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f, \"replayed_ms\": %.3f}, "
+      "\"ours\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f, \"replayed_ms\": %.3f}, "
+      "\"ratio\": %.3f, \"dispatch_ms\": %.3f, \"combine_ms\": %.3f, "
+      "\"not_overlapped_ms\": %.3f, \"hidden\": %.3f}\n",
+      c.name, static_cast<long>(c.tokens), static_cast<long>(c.hidden), static_cast<long>(c.width),
+      static_cast<long>(c.experts), static_cast<long>(c.top_k), options.ranks, options.devices,
+      name_of(options.transport), a.forward, a.backward, median(slices[0].replayed), o.forward,
+      o.backward, median(slices[1].replayed), o.both() / a.both(), transfers.dispatch,
+      transfers.combine, a.both() + sent, 1.0 - (o.both() - a.both()) / sent);
+  std::fflush(stdout);
 }
 
-void layer(const Config& c, std::int32_t count, double heat) {
-  Times alone{};
-  {
-    PretendedRanks ranks(options_of(count, 1, 1, 8, ExchangeTransport::kPush));
-    std::vector<std::unique_ptr<Layer>> layers;
-    for (std::int32_t r = 0; r < count; ++r) {
-      must(cudaSetDevice(ranks.ordinal(r)));
-      layers.push_back(std::make_unique<Layer>(c, c.experts / count, c.experts / count, 5 + r));
-      const Problem& p = layers[r]->problem;
-      layers[r]->lend(moe_sizes(p, Pass::kForward, ranks.exec(r)),
-                      moe_sizes(p, Pass::kBackward, ranks.exec(r)));
+Options options_of(int count, char** arguments) {
+  Options options;
+  must(cudaGetDeviceCount(&options.devices));
+  options.ranks = options.devices;
+  for (int i = 1; i < count; ++i) {
+    const std::string name = arguments[i];
+    const std::string value = i + 1 < count ? arguments[i + 1] : "";
+    if (name.rfind("--", 0) != 0) {
+      options.configs.push_back(name);
+      continue;
     }
-    alone = times_of(
-        ranks, heat,
-        [&] {
-          each(ranks, [&](std::int32_t r) {
-            moe_forward(layers[r]->problem, layers[r]->forward, ranks.exec(r));
-          });
-        },
-        [&] {
-          each(ranks, [&](std::int32_t r) {
-            moe_backward(layers[r]->problem, layers[r]->backward, ranks.exec(r));
-          });
-        });
-  }
-  for (const ExchangeTransport transport : {ExchangeTransport::kCopy, ExchangeTransport::kPush}) {
-    PretendedRanks ranks(options_of(count, c.tokens, c.top_k, c.hidden, transport));
-    std::vector<std::unique_ptr<Layer>> layers;
-    const std::int64_t rows = c.tokens * c.top_k * 21 / 20;  // an even routing has 1 % more at most
-    for (std::int32_t r = 0; r < count; ++r) {
-      must(cudaSetDevice(ranks.ordinal(r)));
-      layers.push_back(std::make_unique<Layer>(c, c.experts / count, c.experts, 5 + r));
-      const Problem& p = layers[r]->problem;
-      Exchange& e = ranks.exchange(r);
-      layers[r]->lend(exchange_sizes(e, p, rows, Pass::kForward, ranks.exec(r)),
-                      exchange_sizes(e, p, rows, Pass::kBackward, ranks.exec(r)));
+    ++i;
+    if (name == "--seconds") {
+      options.seconds = std::stod(value);
+    } else if (name == "--ranks") {
+      options.ranks = std::stoi(value);
+    } else if (name == "--transport" && (value == "copy" || value == "push")) {
+      options.transport = value == "copy" ? ExchangeTransport::kCopy : ExchangeTransport::kPush;
+    } else {
+      throw std::runtime_error("unknown option " + name + " " + value);
     }
-    // One thread drives all ranks, so each part is enqueued for all of them before the next one.
-    const auto parts = [&](const auto& call) {
-      for (const ExchangePart part :
-           {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
-        each(ranks, [&](std::int32_t r) { call(r, part); });
-      }
-    };
-    const Times ours = times_of(
-        ranks, heat,
-        [&] {
-          parts([&](std::int32_t r, ExchangePart part) {
-            exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward, part,
-                             ranks.exec(r));
-          });
-        },
-        [&] {
-          parts([&](std::int32_t r, ExchangePart part) {
-            exchange_backward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->backward,
-                              part, ranks.exec(r));
-          });
-        });
-    const int repeats = std::max(5, static_cast<int>(60.0 / (ours.forward + ours.backward)));
-    const double replayed = replay_time(ranks, repeats, [&](std::int32_t r) {
-      exchange_forward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->forward,
-                       ExchangePart::kAll, ranks.exec(r));
-      exchange_backward(ranks.exchange(r), layers[r]->problem, rows, layers[r]->backward,
-                        ExchangePart::kAll, ranks.exec(r));
-    });
-    std::printf(
-        "{\"config\": \"%s\", \"T\": %ld, \"d\": %ld, \"n\": %ld, \"E\": %ld, \"K\": %ld, "
-        "\"ranks\": %d, \"transport\": \"%s\", \"alone\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f}, "
-        "\"ours\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f}, \"ratio\": %.3f, \"replayed_ms\": %.3f}\n",
-        c.name, static_cast<long>(c.tokens), static_cast<long>(c.hidden),
-        static_cast<long>(c.width), static_cast<long>(c.experts), static_cast<long>(c.top_k), count,
-        transport == ExchangeTransport::kCopy ? "copy" : "push", alone.forward, alone.backward,
-        ours.forward, ours.backward,
-        (ours.forward + ours.backward) / (alone.forward + alone.backward), replayed);
-    std::fflush(stdout);
   }
+  return options;
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
   try {
-    int devices = 0;
-    must(cudaGetDeviceCount(&devices));
-    if (devices < 2) {
-      std::fprintf(stderr, "this machine has %d GPU, the benchmark needs two or more\n", devices);
+    const Options options = options_of(count, arguments);
+    if (options.devices < 2) {
+      std::fprintf(stderr, "this machine has %d GPU, the benchmark needs two or more\n",
+                   options.devices);
       return 1;
     }
-    const double heat = count > 1 ? std::atof(arguments[1]) : 0.7;
-    bare(devices, ExchangeTransport::kPush);
-    bare(devices, ExchangeTransport::kCopy);
+    bare(options, ExchangeTransport::kPush);
+    bare(options, ExchangeTransport::kCopy);
     for (const Config& c : kConfigs) {
-      const bool chosen =
-          count <= 2 || std::any_of(arguments + 2, arguments + count,
-                                    [&](const char* a) { return a == std::string(c.name); });
-      if (chosen) layer(c, devices, heat);
+      const auto& chosen = options.configs;
+      if (chosen.empty() || std::find(chosen.begin(), chosen.end(), c.name) != chosen.end()) {
+        measure(options, c);
+      }
     }
     return 0;
   } catch (const std::exception& e) {

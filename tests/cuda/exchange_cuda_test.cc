@@ -188,7 +188,7 @@ TEST(Exchange, RowsOfAnyStrideAreCopied) {
   for (const auto& [rows, stride] : cases) {
     Tensor t = tensor2(memory.data(), DType::kBF16, rows, shape.hidden);
     t.stride[0] = stride;
-    cuda::copy_own_rows(ranks.exchange(0), t, layout.x);
+    cuda::copy_own_rows(ranks.exchange(0), t, layout.x, cuda::kPhaseRows);
     ranks.wait();
     std::vector<std::uint16_t> want, got(rows * shape.hidden);
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -321,10 +321,21 @@ TEST(Exchange, AFailedRankSendsNothing) {
                       exchange.layout.x, 8, stream);
     });
     send("partial sums", [&] {
-      cuda::push_partials(exchange.peers, s,
-                          {rows.data(), s.hidden, s.ranks * s.max_tokens, s.hidden},
-                          static_cast<std::uint8_t*>(has_row.data()), 8, stream);
+      for (const cuda::TokenPart& part : cuda::token_parts(s)) {
+        cuda::push_partials(exchange.peers, s,
+                            {rows.data(), static_cast<std::uint8_t*>(has_row.data()), part}, 8,
+                            stream);
+      }
     });
+    for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
+      send("an announcement", [&] {
+        Exchange by = exchange;
+        by.transport = transport;
+        cuda::begin_phases(*exchange.device, exchange.peers, cuda::phase_bit(cuda::kPhasePartials),
+                           stream);
+        cuda::announce(by, cuda::kPhasePartials, stream);
+      });
+    }
   }
 }
 
@@ -403,6 +414,33 @@ TEST(Exchange, AHandleOfAnotherEngineIsRefused) {
   cuda::close_device(device);
 }
 
+/// A fault between the begin of a step's epochs and their announcement.
+TEST(Exchange, ARankThatGivesUpAnnouncesNothing) {
+  const RankShape shape;
+  GroupOptions options = options_of(shape, 2, ExchangeTransport::kCopy);
+  options.time_limit_ms = 100;
+  const PretendedRanks ranks(options);
+  const Exchange& exchange = ranks.exchange(0);
+  const cudaStream_t stream = ranks.stream(0);
+  const auto flag = [&] {
+    std::uint32_t value = 0;
+    must(cudaMemcpy(&value, &ranks.at<cuda::Control>(1, 0)->flags[cuda::kPhasePartials][0], 4,
+                    cudaMemcpyDeviceToHost));
+    return value;
+  };
+  const std::uint32_t phases =
+      cuda::phase_bit(cuda::kPhaseRouting) | cuda::phase_bit(cuda::kPhasePartials);
+  cuda::begin_phases(*exchange.device, exchange.peers, phases, stream);
+  cuda::announce(exchange, cuda::kPhasePartials, stream);
+  ranks.wait_quietly();
+  EXPECT_EQ(flag(), 1u);
+  cuda::begin_phases(*exchange.device, exchange.peers, phases, stream);
+  cuda::wait_for(*exchange.device, exchange.peers, cuda::kPhaseRouting, exchange.limits, stream);
+  cuda::announce(exchange, cuda::kPhasePartials, stream);
+  ranks.wait_quietly();
+  EXPECT_EQ(flag(), 1u);
+}
+
 /// A rank that does not wait for what a flag announces gives other bits: the flags are needed.
 TEST(Exchange, AFlagOneEpochOffIsSeen) {
   const RankShape shape;
@@ -419,7 +457,9 @@ TEST(Exchange, AFlagOneEpochOffIsSeen) {
       must(cudaMemset(group.ranks.at<std::uint8_t>(0, layout.partials), 0, bytes));
       auto* control = group.ranks.at<cuda::Control>(0, layout.control);
       const std::uint32_t ahead = 3;  // forward, backward, and this forward
-      must(cudaMemcpy(&control->flags[cuda::kPhasePartials][1], &ahead, 4, cudaMemcpyHostToDevice));
+      for (const cuda::Phase phase : {cuda::kPhasePartials, cuda::kPhaseMorePartials}) {
+        must(cudaMemcpy(&control->flags[phase][1], &ahead, 4, cudaMemcpyHostToDevice));
+      }
     }
     group.layers[0]->forward(ExchangePart::kFinish);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));

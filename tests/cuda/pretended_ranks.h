@@ -15,8 +15,9 @@
 namespace sonicmoe::testing {
 
 /// Ranks of one GPU may not share a hardware queue: a rank that waits would hold back the one that
-/// it waits for. CUDA reads the variable when it starts.
-inline const bool kManyQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0;
+/// it waits for. CUDA reads the variables when it starts.
+inline const bool kManyQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0 &&
+                                setenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "32", 1) == 0;
 
 struct GroupOptions {
   ExchangeShape shape{};

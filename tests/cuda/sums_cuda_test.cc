@@ -2,6 +2,7 @@
 // sum is exact and the check is equality.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <numeric>
 #include <random>
 
@@ -52,17 +53,56 @@ T* upload(DeviceArray& array, const std::vector<T>& values) {
   return static_cast<T*>(array.data());
 }
 
+std::uint16_t bits(float v) {
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(v) >> 16);
+}
+float value(std::uint16_t b) { return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16); }
+
+/// Sums that three other ranks have sent, where this rank is the second of four; not each has sums
+/// of every token.
+class OtherRanks {
+ public:
+  OtherRanks(const Shape& s, std::mt19937& random)
+      : rows_(kRanks * s.tokens * s.hidden),
+        masks_(s.tokens),
+        d_rows_(static_cast<std::int64_t>(rows_.size()) * 2),
+        d_masks_(s.tokens * 8),
+        d_fault_(4, 0),
+        shape_(s) {
+    for (auto& v : rows_) v = bits(static_cast<float>(static_cast<int>(random() % 3) - 1));
+    for (auto& m : masks_) m = random() % (1 << kRanks);
+    d_rows_.set(rows_);
+    d_masks_.set(masks_);
+  }
+  RankSums sums() const {
+    return {static_cast<std::uint8_t*>(d_rows_.data()), shape_.tokens * shape_.hidden * 2,
+            static_cast<std::uint64_t*>(d_masks_.data()),
+            static_cast<std::uint32_t*>(d_fault_.data()), kOwn};
+  }
+  void fail() { d_fault_.set(std::vector<std::uint32_t>{7}); }
+  /// The sum over ranks at element i of (T, d), where this rank's is `own`.
+  float total(std::int64_t i, float own) const {
+    float sum = 0.0f;
+    for (int r = 0; r < kRanks; ++r) {
+      if ((masks_[i / shape_.hidden] >> r & 1) == 0) continue;
+      sum += r == kOwn ? own : value(rows_[r * shape_.tokens * shape_.hidden + i]);
+    }
+    return sum;
+  }
+
+ private:
+  static constexpr int kRanks = 4, kOwn = 1;
+  std::vector<std::uint16_t> rows_;
+  std::vector<std::uint64_t> masks_;
+  DeviceArray d_rows_, d_masks_, d_fault_;
+  Shape shape_;
+};
+
 void check(const Shape& s, RoutingForm form, bool weighted, std::uint32_t seed) {
   std::mt19937 random(seed);
   const Lists lists = make_lists(s, form, random);
   const auto positions = static_cast<std::int64_t>(lists.position_row.size());
   std::vector<std::uint16_t> rows(static_cast<std::size_t>(positions * s.hidden));
-  const auto bits = [](float v) {
-    return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(v) >> 16);
-  };
-  const auto value = [](std::uint16_t b) {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16);
-  };
   for (auto& v : rows) v = bits(static_cast<float>(static_cast<int>(random() % 3) - 1));
   constexpr std::int64_t kGap = 3;  // weights between two that count
   std::vector<float> weights(static_cast<std::size_t>(positions * kGap));
@@ -123,11 +163,42 @@ void check(const Shape& s, RoutingForm form, bool weighted, std::uint32_t seed) 
   sum_rows(device, p, m, d_rows.data(), w, out, range, nullptr);
   testing::must(cudaDeviceSynchronize());
   equal(range.first, range.count);
+  OtherRanks others(s, random);
+  const RankSums ranks = others.sums();
+  const auto equal_over_ranks = [&](bool fault) {
+    const auto got = d_out.get<std::uint16_t>();
+    for (std::int64_t i = range.first * s.hidden; i < s.tokens * s.hidden; ++i) {
+      if (fault) {
+        ASSERT_TRUE(std::isnan(value(got[i]))) << "token " << i / s.hidden;
+      } else {
+        ASSERT_EQ(value(got[i]), others.total(i, value(expected[i]))) << "token " << i / s.hidden;
+      }
+    }
+  };
+  d_out.fill(0xff);
+  sum_rows(device, p, m, d_rows.data(), w, {out, &ranks}, range, nullptr);
+  testing::must(cudaDeviceSynchronize());
+  equal_over_ranks(false);
   if (weighted) return;
   d_out.fill(0xff);
   sum_rows_beside(device, p, m, d_rows.data(), out, range, nullptr);
   testing::must(cudaDeviceSynchronize());
   equal(range.first, range.count);
+  d_out.fill(0xff);
+  sum_rows_beside(device, p, m, d_rows.data(), {out, &ranks}, range, nullptr);
+  testing::must(cudaDeviceSynchronize());
+  equal_over_ranks(false);
+  others.fail();
+  for (const bool beside : {false, true}) {
+    d_out.fill(0);
+    if (beside) {
+      sum_rows_beside(device, p, m, d_rows.data(), {out, &ranks}, range, nullptr);
+    } else {
+      sum_rows(device, p, m, d_rows.data(), w, {out, &ranks}, range, nullptr);
+    }
+    testing::must(cudaDeviceSynchronize());
+    equal_over_ranks(true);
+  }
 }
 
 TEST(CudaSums, EqualAPlainLoop) {

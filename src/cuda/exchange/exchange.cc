@@ -25,7 +25,10 @@ const char* phase_text(std::uint32_t phase) {
     case kPhaseAgain:
       return "send its rows of x in backward";
     case kPhasePartials:
+    case kPhaseMorePartials:
       return "send its partial sums";
+    case kPhaseScores:
+      return "send its gradients of routing weights";
     default:
       return "finish its layer";
   }
@@ -78,10 +81,8 @@ void clear_control(const Exchange& exchange) {
 struct Closer {
   void operator()(Exchange* exchange) const {
     if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);
-    if (exchange->fork != nullptr) cudaEventDestroy(exchange->fork);
-    for (cudaEvent_t event : exchange->sent) {
-      if (event != nullptr) cudaEventDestroy(event);
-    }
+    if (exchange->aside != nullptr) cudaStreamDestroy(exchange->aside);
+    if (exchange->reached != nullptr) cudaEventDestroy(exchange->reached);
     cudaFreeHost(exchange->record);
     cudaFreeHost(exchange->row_count);
     delete exchange;
@@ -93,10 +94,10 @@ void create_streams(Exchange& exchange) {
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "reading stream priorities");
   check_cuda(cudaStreamCreateWithPriority(&exchange.sending, cudaStreamNonBlocking, greatest),
              "creating a stream");
-  check_cuda(cudaEventCreateWithFlags(&exchange.fork, cudaEventDisableTiming), "creating an event");
-  for (cudaEvent_t& event : exchange.sent) {
-    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
-  }
+  check_cuda(cudaStreamCreateWithPriority(&exchange.aside, cudaStreamNonBlocking, least),
+             "creating a stream");
+  check_cuda(cudaEventCreateWithFlags(&exchange.reached, cudaEventDisableTiming),
+             "creating an event");
 }
 
 std::string handle_text(const Device& device) {

@@ -5,17 +5,6 @@
 #include "cuda/exchange/kernels.h"
 #include "sonicmoe/exchange.h"
 
-namespace sonicmoe::cuda {
-
-/// Moments on the sending stream that the caller's stream waits for.
-enum SentMark : std::int32_t {
-  kRowsSent,  ///< kPhaseRows is announced
-  kAllSent,   ///< everything up to here
-  kSentMarks,
-};
-
-}  // namespace sonicmoe::cuda
-
 namespace sonicmoe {
 
 /// The state is fixed at exchange_open(), except `step`.
@@ -36,8 +25,8 @@ struct Exchange {
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
   std::int64_t* row_count = nullptr;    ///< pinned, of exchange_rows()
   cudaStream_t sending = nullptr;       ///< rows and partial sums travel on it
-  cudaEvent_t fork = nullptr;           ///< the caller's stream has reached what is sent
-  cudaEvent_t sent[cuda::kSentMarks] = {};
+  cudaStream_t aside = nullptr;         ///< own rows are copied, and sums of dX computed, on it
+  cudaEvent_t reached = nullptr;        ///< of follow()
   Step step{};
 };
 
@@ -58,19 +47,23 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
 
 /// Refuses a handle of another GPU or engine than the one that opened the exchange.
 void check_handle(const Exchange& exchange, const Exec& exec);
-/// What is enqueued next on the sending stream comes after what is on `stream`.
-void fork(const Exchange& exchange, cudaStream_t stream);
-/// Marks the end of what is on the sending stream.
-void mark_sent(const Exchange& exchange, SentMark mark);
-/// What is enqueued next on `stream` comes after the mark.
-void join(const Exchange& exchange, SentMark mark, cudaStream_t stream);
+/// What is enqueued next on `stream` comes after what is on `earlier`.
+void follow(const Exchange& exchange, cudaStream_t stream, cudaStream_t earlier);
+/// Announces the phase's epoch (begin_phases()) to the other ranks: everything before it in the
+/// stream is visible to a rank that has waited for it. A rank that has given up announces nothing.
+/// The copy engines announce what they copy: products fill the multiprocessors, and a kernel would
+/// start when they are done.
+void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
 /// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
-/// buffers and announces `phase`.
-void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset, Phase phase);
-/// Copies rows (T, d) to the array at byte `offset` of this rank's buffer.
-void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
-/// Sends each rank the partial sums of its tokens; sums are (W * max_tokens, d).
-void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row);
+/// buffers, on the sending stream.
+void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
+/// Copies rows (T, d) to the array at byte `offset` of this rank's buffer and announces `phase` to
+/// this rank, on the stream aside.
+void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset, Phase phase);
+/// Sends each rank the partial sums of a part of its tokens, on the sending stream; sums are
+/// (W * max_tokens, d).
+void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row,
+                   const TokenPart& part);
 
 }  // namespace cuda
 }  // namespace sonicmoe

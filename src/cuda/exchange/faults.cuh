@@ -10,10 +10,14 @@ namespace sonicmoe::cuda {
 /// results.
 __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std::uint32_t code,
                                std::uint32_t reporter, std::int64_t rows) {
-  if (atomicCAS(&peers.control(peers.rank)->fault, 0u, code) != 0) return;
+  Control* own = peers.control(peers.rank);
+  if (atomicCAS(&own->fault, 0u, code) != 0) return;
   limits.record->reporter = reporter;
   limits.record->rows = rows;
   ptx::release_system(&limits.record->code, code);
+  for (int phase = 0; phase < kPhaseCount; phase++) {
+    own->announced[phase] = own->epochs[phase] - 1;
+  }
   for (int r = 0; r < peers.ranks; r++) {
     ptx::release_system(&peers.control(r)->alarms[peers.rank], code);
   }

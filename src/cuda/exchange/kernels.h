@@ -6,20 +6,29 @@
 
 #include "cuda/device/device.h"
 #include "cuda/exchange/layout.h"
+#include "cuda/sums/sum_rows.h"
 
 namespace sonicmoe::cuda {
 
-/// Announces a phase to all ranks: everything before it in the stream is visible to a rank that has
-/// waited for it. A rank that has given up announces nothing.
-void signal(const Peers& peers, Phase phase, cudaStream_t stream);
+/// Begins the next epoch of phases (a sum of phase_bit()), which announce() of exchange.h announces
+/// later.
+void begin_phases(const Device& device, const Peers& peers, std::uint32_t phases,
+                  cudaStream_t stream);
+/// Announces the phase's epoch to the other ranks by a kernel: everything before it in the stream
+/// is visible to a rank that has waited for it. A rank that has given up announces nothing.
+void announce_by_kernel(const Device& device, const Peers& peers, Phase phase, cudaStream_t stream);
+/// Begins the next epoch of a phase and announces it to all ranks.
+void signal(const Device& device, const Peers& peers, Phase phase, cudaStream_t stream);
 
 struct WaitLimits {
   std::int64_t nanoseconds;
   FaultRecord* record;  ///< as the device sees it
 };
-/// Waits until every rank has announced `phase` as often as this rank has. After the time limit, or
-/// when another rank has given up, it writes the fault, alarms all ranks and ends.
-void wait_for(const Peers& peers, Phase phase, const WaitLimits& limits, cudaStream_t stream);
+/// Waits until every rank has announced this rank's epoch of `phase`. After the time limit, or when
+/// another rank has given up, it writes the fault, alarms all ranks and ends. The kernel before it
+/// must not begin the epoch.
+void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
+              cudaStream_t stream);
 
 /// This rank's routing, one entry for each slot.
 struct OwnSlots {
@@ -75,17 +84,25 @@ struct RowSource {
 /// of its buffer.
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
                std::int64_t offset, int multiprocessors, cudaStream_t stream);
-/// Copies the rows of `source`, (W * max_tokens, d), whose token has a row to the token's rank.
-void push_partials(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
-                   const std::uint8_t* has_row, int multiprocessors, cudaStream_t stream);
+/// Partial sums (W * max_tokens, d) of which those of a part are sent.
+struct PartialSource {
+  const void* data;
+  const std::uint8_t* has_row;
+  TokenPart part;
+};
+/// Copies the partial sums whose token has a row to the token's rank.
+void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
+                   int multiprocessors, cudaStream_t stream);
 /// Sends the gradient of each pair's routing weight to the slot that it came from.
 void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
                       const float* grads, cudaStream_t stream);
 
-/// out[t] = r(sum over the ranks of masks[t], in rank order, of their partial sums). `own` has this
-/// rank's, (max_tokens, d). NaN after a fault.
-void sum_partials(const Peers& peers, const ExchangeShape& shape, const void* own,
-                  const Tensor& out, cudaStream_t stream);
+/// The partial sums that other ranks have sent, for sums that add them to this rank's own.
+RankSums other_sums(const Peers& peers, const ExchangeShape& shape);
+/// out[t] = r(sum over the ranks of masks[t], in rank order, of their partial sums), where this
+/// rank has none. NaN after a fault.
+void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& out,
+                  cudaStream_t stream);
 /// out[slot] = gradient that the expert's rank has sent; 0 for empty slots, NaN after a fault.
 void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
                       const Tensor& out, cudaStream_t stream);

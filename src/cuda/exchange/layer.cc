@@ -1,13 +1,16 @@
-// The layer between the transfers. Products over gathered rows are launched twice: over full tile
-// records of this rank's tokens while other ranks' rows travel, then over the rest. In forward,
-// rows of other ranks' tokens come first in Y and O, and their sums travel while the others are
-// computed. In backward, all sums travel beside dW1, and kFinish adds them there.
+// The layer between the transfers. Products over gathered rows are launched twice: over full pairs
+// of tile records of this rank's tokens while other ranks' rows travel, then over the rest. Sums of
+// other ranks' tokens come before those of this rank's, which add what other ranks have sent
+// (kFinish). Both are computed in the parts of token_parts(), of which two are shown:
 //
-//   forward   A own | A rest  Y rest  O others | Y own  O own
-//   sending   x --->                           | O others --->
+//   forward   A own | A rest  Y rest  O others 1, 2 | Y own | O own 1, 2
+//   sending   x --->                          | 1 ---> 2 --->
 //
-//   backward  dH own | dH rest  dX~ | dW2  dS  dX | dW1
-//   sending   dO --->  x --->                     | dX, dS --->  sum
+//   backward  dH own | dH rest  dX~ | dW2                  dW1
+//   aside                           | dX others 1, 2  dS | dX own 1, 2
+//   sending   dO --->  x --->                    | 1 ---> 2 --->
+#include <algorithm>
+
 #include "cuda/exchange/step.h"
 #include "cuda/layer/backend.h"
 #include "cuda/layer/backward.h"
@@ -18,17 +21,19 @@ namespace {
 /// A list of steps that is launched at once.
 class Launch {
  public:
-  Launch(const Run& run, const PassContext& pass) : run_(run), pass_(pass) {}
+  Launch(const Run& run, const PassContext& pass, const Exec& exec)
+      : run_(run), pass_(pass), exec_(exec) {}
   template <class Add>
   void operator()(const Add& add) const {
     Steps steps;
     add(steps);
-    sonicmoe::cuda::run(steps, pass_, *run_.exchange.device, run_.exec);
+    sonicmoe::cuda::run(steps, pass_, *run_.exchange.device, exec_);
   }
 
  private:
   const Run& run_;
   const PassContext& pass_;
+  const Exec& exec_;
 };
 
 /// The product over the rows of one list. Its tile counter is the `index`th of the second half of
@@ -50,19 +55,163 @@ void split(const Run& run, const Metadata& whole) {
                 run.memory.split, run.stream);
 }
 
-void send_sums(const Run& run) {
-  fork(run.exchange, run.stream);
-  send_partials(run.exchange, run.rows_at(run.memory.partials), run.memory.pairs.has_row);
+/// The tokens of other ranks in a part, as the layer numbers them.
+TokenRange others_of(const Run& run, const TokenPart& part) {
+  const ExchangeShape& s = run.exchange.shape;
+  return {s.max_tokens + part.first, (s.ranks - 1) * part.count};
+}
+/// The tokens of this rank in a part.
+TokenRange own_of(const Run& run, const TokenPart& part) {
+  const std::int64_t left = run.problem.tokens - part.first;
+  return {part.first, std::clamp<std::int64_t>(left, 0, part.count)};
+}
+
+/// f(part) for each part that has tokens.
+template <class F>
+void each_part(const Run& run, const F& f) {
+  for (const TokenPart& part : token_parts(run.exchange.shape)) {
+    if (part.count != 0) f(part);
+  }
+}
+
+/// Sends a part when `stream` has computed its sums.
+void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
+  const Exchange& e = run.exchange;
+  follow(e, e.sending, stream);
+  send_partials(e, run.rows_at(run.memory.partials), run.memory.pairs.has_row, part);
+  announce(e, part.phase, e.sending);
 }
 
 /// Without rows for its experts a rank still takes part in all phases.
-void compute_nothing(const Run& run, const ForwardArgs& args) {
-  join(run.exchange, kRowsSent, run.stream);
-  run.wait(kPhaseRows);
-  cuda::moe_forward(run.layer, args, run.exec);
-  signal(run.exchange.peers, kPhaseFree, run.stream);
-  send_sums(run);
-  signal(run.exchange.peers, kPhasePartials, run.exchange.sending);
+void send_nothing(const Run& run) {
+  signal(*run.exchange.device, run.exchange.peers, kPhaseFree, run.stream);
+  each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
+}
+
+/// Adds up what other ranks have sent, where this rank has no rows.
+void sum_of_others(const Run& run, const Tensor& out, cudaStream_t stream) {
+  const Exchange& e = run.exchange;
+  each_part(run, [&](const TokenPart& part) { run.wait(part.phase, stream); });
+  sum_partials(e.peers, e.shape, out, stream);
+}
+
+/// The layer of one forward.
+struct Forward {
+  ForwardArgs args;
+  ForwardScratch scratch;
+  PassContext pass;
+
+  Forward(const Run& run, const ForwardArgs& a)
+      : args(layer_args(run, a)),
+        scratch(forward_scratch(run.layer, a.h.data != nullptr ? Pass::kForward : Pass::kInference,
+                                args.scratch.data)),
+        pass{run.layer,
+             metadata_layout(run.layer, a.h.data != nullptr ? args.saved.data : scratch.saved)} {}
+  TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks) const {
+    return {scratch.y, args.routing.weights, out, tokens, Start::kAfterPrevious, ranks};
+  }
+
+ private:
+  static ForwardArgs layer_args(const Run& run, const ForwardArgs& a) {
+    ForwardArgs layer = a;
+    layer.x = run.received(run.exchange.layout.x);
+    layer.routing = run.pairs();
+    layer.out = run.rows_at(run.memory.partials);
+    layer.saved = a.h.data != nullptr ? run.memory.layer_saved : Buffer{};
+    layer.scratch = run.memory.layer_scratch;
+    return layer;
+  }
+};
+
+/// The layer of one backward.
+struct Backward {
+  BackwardArgs args;
+  BackwardScratch scratch;
+  PassContext pass;
+  BackwardCall call;
+  Exec aside;   ///< launches on the stream aside, where observers do not look
+  bool beside;  ///< sums run beside weight gradients
+
+  Backward(const Run& run, const BackwardArgs& a)
+      : args(layer_args(run, a)),
+        scratch(backward_scratch(run.layer, *run.exchange.device->engine, args.scratch.data)),
+        pass{run.layer, metadata_layout(run.layer, args.saved.data)},
+        call(backward_call(pass, args, scratch, *run.exchange.device->engine)),
+        aside(run.exec),
+        beside(has_weight_grads(a.grads)) {
+    aside.stream = run.exchange.aside;
+    aside.observer = nullptr;
+  }
+  Backward(const Backward&) = delete;
+
+  TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks) const {
+    return {scratch.dx, {}, out, tokens, beside ? Start::kIndependent : Start::kAfterPrevious,
+            ranks};
+  }
+
+ private:
+  static bool has_weight_grads(const Weights& g) {
+    return g.gate.data != nullptr || g.up.data != nullptr || g.down.data != nullptr;
+  }
+  static BackwardArgs layer_args(const Run& run, const BackwardArgs& a) {
+    BackwardArgs layer = a;
+    layer.x = run.received(run.exchange.layout.x);
+    layer.dout = run.received(run.exchange.layout.dout);
+    layer.routing = run.pairs();
+    layer.saved = run.memory.layer_saved;
+    layer.scratch = run.memory.layer_scratch;
+    if (a.dx.data != nullptr) layer.dx = run.rows_at(run.memory.partials);
+    if (a.dweights.data != nullptr) {
+      layer.dweights = tensor1(run.memory.score_grads, DType::kF32, run.layer.capacity);
+    }
+    return layer;
+  }
+};
+
+/// dH and dX~.
+void add_row_grads(const Run& run, Backward& b) {
+  const Exchange& e = run.exchange;
+  const StepMemory& m = run.memory;
+  const Launch launch(run, b.pass, run.exec);
+  const RowProduct dh = hidden_grad_product(b.call);
+  launch([&](Steps& steps) { add_row_lists(b.call, steps); });
+  split(run, b.pass.metadata);
+  launch([&](Steps& steps) {
+    const RowProduct own = part_of(dh, m.split.first, b.scratch.counters, 0);
+    steps.add("dH", gathered_from(own, b.args.dout));
+  });
+  run.wait(kPhaseRows, run.stream);
+  launch([&](Steps& steps) {
+    RowProduct rest = part_of(dh, m.split.rest, b.scratch.counters, 1);
+    // dX~ may start when the first tiles of the rest are in memory: what it reads of the first list
+    // is complete. How many tiles are waited for depends on the rows that the engine expects.
+    rest.hints.release_counter = dh.hints.release_counter;
+    if (e.shape.ranks > 1) rest.groups.capacity -= rest.groups.capacity / e.shape.ranks;
+    const RowProduct& source = steps.add("dH", rest);
+    if (b.args.dx.data == nullptr) return;
+    RowProduct dx = input_grad_product(b.call, source);
+    if (!b.call.order.input_grad_first) dx.hints.start = Start::kAfterPrevious;
+    steps.add("dX~", dx);
+  });
+}
+
+/// dX of other ranks' tokens and the gradients of routing weights, beside the weight gradients.
+void send_sums(const Run& run, const Backward& b) {
+  const Exchange& e = run.exchange;
+  const Launch launch(run, b.pass, b.aside);
+  follow(e, e.aside, run.stream);
+  if (b.args.dx.data != nullptr) {
+    each_part(run, [&](const TokenPart& part) {
+      launch(
+          [&](Steps& steps) { steps.add("dX", b.sum(b.args.dx, others_of(run, part), nullptr)); });
+      send_part(run, part, e.aside);
+    });
+  }
+  if (b.args.dweights.data != nullptr) {
+    launch([&](Steps& steps) { add_score_grad(b.call, steps); });
+    push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
+    announce(e, kPhaseScores, e.aside);
+  }
 }
 
 }  // namespace
@@ -70,135 +219,94 @@ void compute_nothing(const Run& run, const ForwardArgs& args) {
 void compute_forward(const Run& run, const ForwardArgs& args) {
   const Exchange& e = run.exchange;
   const StepMemory& m = run.memory;
-  const std::int64_t own = e.shape.max_tokens;
-  const bool training = args.h.data != nullptr;
-  ForwardArgs layer = args;
-  layer.x = run.received(e.layout.x);
-  layer.routing = run.pairs();
-  layer.out = run.rows_at(m.partials);
-  layer.saved = training ? m.layer_saved : Buffer{};
-  layer.scratch = m.layer_scratch;
+  const Forward f(run, args);
   if (run.layer.capacity == 0) {
-    compute_nothing(run, layer);
+    run.wait(kPhaseRows, run.stream);
+    cuda::moe_forward(run.layer, f.args, run.exec);
+    send_nothing(run);
     return;
   }
-  const ForwardScratch scratch =
-      forward_scratch(run.layer, training ? Pass::kForward : Pass::kInference, layer.scratch.data);
-  const PassContext pass{run.layer,
-                         metadata_layout(run.layer, training ? layer.saved.data : scratch.saved)};
-  const Launch launch(run, pass);
-  const RowProduct a = up_product(pass, layer, scratch);
+  const Launch launch(run, f.pass, run.exec);
+  const RowProduct a = up_product(f.pass, f.args, f.scratch);
   const RowProduct y =
-      down_product(pass, layer, scratch,
-                   tensor2(scratch.y, run.layer.dtype, run.layer.capacity, run.layer.hidden));
-  const auto sum = [&](std::int64_t first, std::int64_t count) {
-    return TokenSum{
-        scratch.y, layer.routing.weights, layer.out, {first, count}, Start::kAfterPrevious};
-  };
+      down_product(f.pass, f.args, f.scratch,
+                   tensor2(f.scratch.y, run.layer.dtype, run.layer.capacity, run.layer.hidden));
+  unsigned* counters = f.scratch.counters;
   launch([&](Steps& steps) {
-    steps.add("metadata", BuildMetadata{layer.routing,
-                                        {scratch.metadata, scratch.counters, kCounterBytes / 4}});
+    steps.add("metadata",
+              BuildMetadata{f.args.routing, {f.scratch.metadata, counters, kCounterBytes / 4}});
   });
-  split(run, pass.metadata);
+  split(run, f.pass.metadata);
   launch([&](Steps& steps) {
-    steps.add("A", gathered_from(part_of(a, m.split.first, scratch.counters, 0), args.x));
+    steps.add("A", gathered_from(part_of(a, m.split.first, counters, 0), args.x));
   });
-  join(e, kRowsSent, run.stream);
-  run.wait(kPhaseRows);
+  run.wait(kPhaseRows, run.stream);
   launch([&](Steps& steps) {
-    steps.add("A", part_of(a, m.split.rest, scratch.counters, 1));
-    steps.add("Y", part_of(y, m.split.rest, scratch.counters, 2));
-    steps.add("O", sum(own, run.layer.tokens - own));
+    steps.add("A", part_of(a, m.split.rest, counters, 1));
+    steps.add("Y", part_of(y, m.split.rest, counters, 2));
   });
-  send_sums(run);
-  signal(e.peers, kPhasePartials, e.sending);
-  signal(e.peers, kPhaseFree, e.sending);
-  launch([&](Steps& steps) {
-    steps.add("Y", part_of(y, m.split.first, scratch.counters, 3));
-    steps.add("O", sum(0, own));
+  each_part(run, [&](const TokenPart& part) {
+    launch([&](Steps& steps) { steps.add("O", f.sum(f.args.out, others_of(run, part), nullptr)); });
+    send_part(run, part, run.stream);
+  });
+  signal(*e.device, e.peers, kPhaseFree, e.sending);
+  launch([&](Steps& steps) { steps.add("Y", part_of(y, m.split.first, counters, 3)); });
+}
+
+void finish_forward(const Run& run, const ForwardArgs& args) {
+  if (run.layer.capacity == 0) {
+    sum_of_others(run, args.out, run.stream);
+    return;
+  }
+  const RankSums ranks = other_sums(run.exchange.peers, run.exchange.shape);
+  const Forward f(run, args);
+  const Launch launch(run, f.pass, run.exec);
+  each_part(run, [&](const TokenPart& part) {
+    run.wait(part.phase, run.stream);
+    launch([&](Steps& steps) { steps.add("O", f.sum(args.out, own_of(run, part), &ranks)); });
   });
 }
 
 void compute_backward(const Run& run, const BackwardArgs& args) {
   const Exchange& e = run.exchange;
-  const StepMemory& m = run.memory;
-  BackwardArgs layer = args;
-  layer.x = run.received(e.layout.x);
-  layer.dout = run.received(e.layout.dout);
-  layer.routing = run.pairs();
-  layer.saved = m.layer_saved;
-  layer.scratch = m.layer_scratch;
-  if (args.dx.data != nullptr) layer.dx = run.rows_at(m.partials);
-  if (args.dweights.data != nullptr) {
-    layer.dweights = tensor1(m.score_grads, DType::kF32, run.layer.capacity);
-  }
-  const auto send = [&] {
-    if (args.dx.data != nullptr) {
-      send_sums(run);
-    } else {
-      fork(e, run.stream);
-    }
-    if (args.dweights.data != nullptr) {
-      push_score_grads(e.peers, e.shape, m.pairs, m.score_grads, e.sending);
-    }
-    signal(e.peers, kPhasePartials, e.sending);
-  };
-  const auto wait_for_all = [&] {
-    join(e, kAllSent, run.stream);
-    run.wait(kPhaseAgain);
-  };
+  Backward b(run, args);
   if (run.layer.capacity == 0) {
-    join(e, kRowsSent, run.stream);
-    run.wait(kPhaseRows);
-    wait_for_all();
-    cuda::moe_backward(run.layer, layer, run.exec);
-    signal(e.peers, kPhaseFree, run.stream);
-    send();
+    run.wait(kPhaseRows, run.stream);
+    run.wait(kPhaseAgain, run.stream);
+    cuda::moe_backward(run.layer, b.args, run.exec);
+    send_nothing(run);
+    announce(e, kPhaseScores, e.sending);
     return;
   }
-  const Engine& engine = *e.device->engine;
-  const BackwardScratch scratch = backward_scratch(run.layer, engine, layer.scratch.data);
-  const PassContext pass{run.layer, metadata_layout(run.layer, layer.saved.data)};
-  const Launch launch(run, pass);
-  BackwardCall call = backward_call(pass, layer, scratch, engine);
-  call.order.input_grad_first = false;  // no step before the weight gradients overlaps another
-  const RowProduct dh = hidden_grad_product(call);
-  launch([&](Steps& steps) { add_row_lists(call, steps); });
-  split(run, pass.metadata);
+  add_row_grads(run, b);
+  send_sums(run, b);
+  run.wait(kPhaseAgain, run.stream);
+  const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
-    steps.add("dH", gathered_from(part_of(dh, m.split.first, scratch.counters, 0), args.dout));
+    add_bias_grads(b.call, steps);
+    // dW2 reads no row of x, so it may start before the wait has ended: behind dX~ dH is complete.
+    b.call.order.input_grad_first = args.dx.data != nullptr;
+    add_down_grad(b.call, steps);
+    b.call.order.input_grad_first = false;
+    add_up_grads(b.call, steps);
   });
-  join(e, kRowsSent, run.stream);
-  run.wait(kPhaseRows);
-  launch([&](Steps& steps) {
-    steps.add("dH", part_of(dh, m.split.rest, scratch.counters, 1));
-    if (layer.dx.data == nullptr) return;
-    RowProduct dx = input_grad_product(call, dh);
-    dx.hints.start = Start::kAfterPrevious;
-    steps.add("dX~", dx);
+  signal(*e.device, e.peers, kPhaseFree, run.stream);
+}
+
+void finish_backward(const Run& run, const BackwardArgs& args) {
+  if (args.dx.data == nullptr) return;
+  const Exchange& e = run.exchange;
+  if (run.layer.capacity == 0) {
+    sum_of_others(run, args.dx, e.aside);
+    return;
+  }
+  const RankSums ranks = other_sums(e.peers, e.shape);
+  const Backward b(run, args);
+  const Launch launch(run, b.pass, b.aside);
+  each_part(run, [&](const TokenPart& part) {
+    run.wait(part.phase, e.aside);
+    launch([&](Steps& steps) { steps.add("dX", b.sum(args.dx, own_of(run, part), &ranks)); });
   });
-  wait_for_all();
-  // The gradient of the scores and dX run beside dW2.
-  const bool beside = args.grads.down.data != nullptr;
-  launch([&](Steps& steps) {
-    add_bias_grads(call, steps);
-    call.order.input_grad_first = beside;
-    if (!beside) add_score_grad(call, steps);
-    add_down_grad(call, steps);
-    if (beside) add_score_grad(call, steps);
-    if (layer.dx.data == nullptr) return;
-    steps.add("dX", TokenSum{scratch.dx,
-                             {},
-                             layer.dx,
-                             {0, run.layer.tokens},
-                             beside ? Start::kIndependent : Start::kAfterPrevious});
-  });
-  send();
-  launch([&](Steps& steps) {
-    call.order.input_grad_first = true;  // dW1 reads nothing that a launch since dX~ has written
-    add_up_grads(call, steps);
-  });
-  signal(e.peers, kPhaseFree, run.stream);
 }
 
 }  // namespace sonicmoe::cuda

@@ -2,6 +2,7 @@
 // place in another rank's buffer by that buffer's address alone.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "sonicmoe/exchange.h"
@@ -12,17 +13,22 @@ inline constexpr int kMaxRanks = 64;
 
 /// What a flag announces. Each phase has one flag for each pair of ranks.
 enum Phase : std::int32_t {
-  kPhaseRouting,   ///< lists of slots
-  kPhaseRows,      ///< rows of x, in backward of dout
-  kPhaseAgain,     ///< rows of x in backward
-  kPhasePartials,  ///< partial sums, in backward also gradients of routing weights
-  kPhaseFree,      ///< the layer has read all rows: the next step may overwrite them
+  kPhaseRouting,       ///< lists of slots
+  kPhaseRows,          ///< rows of x, in backward of dout
+  kPhaseAgain,         ///< rows of x in backward
+  kPhasePartials,      ///< partial sums of the first tokens of each rank (token_parts())
+  kPhaseMorePartials,  ///< partial sums of its other tokens
+  kPhaseScores,        ///< gradients of routing weights
+  kPhaseFree,          ///< the layer has read all rows: the next step may overwrite them
   kPhaseCount,
 };
 
+constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
+/// Phases in which a rank also copies its own rows, and waits for that copy.
+inline constexpr std::uint32_t kCopiedPhases = phase_bit(kPhaseRows) | phase_bit(kPhaseAgain);
+
 /// Begins a symmetric buffer. Flags count the steps of their phase (epochs), so a flag is never
-/// reset: a rank waits until the flag has reached the number of times that it has itself signalled
-/// this phase.
+/// reset: a rank waits until the flag has reached its own epoch of this phase.
 struct Control {
   // Written by other ranks: entry r by rank r.
   std::uint32_t flags[kPhaseCount][kMaxRanks];
@@ -30,6 +36,9 @@ struct Control {
   std::int32_t slots[kMaxRanks];    ///< length of a rank's list of slots
   // Written by this rank.
   std::uint32_t epochs[kPhaseCount];
+  /// What announcements by copy engines carry: the epoch. After a fault it is the epoch before, so
+  /// that they announce nothing.
+  std::uint32_t announced[kPhaseCount];
   std::uint32_t fault;  ///< FaultCode of this rank
 };
 
@@ -78,6 +87,19 @@ struct ExchangeLayout {
 };
 
 ExchangeLayout exchange_layout(const ExchangeShape& shape);
+
+/// Tokens of each rank whose partial sums travel together, and the phase that announces them.
+struct TokenPart {
+  std::int64_t first, count;
+  Phase phase;
+};
+/// With two ranks a rank's tokens are two parts: the first partial sums travel, and are added,
+/// while the others are computed. With more ranks the tokens of a part are not contiguous, and the
+/// first part has all tokens.
+inline std::array<TokenPart, 2> token_parts(const ExchangeShape& shape) {
+  const std::int64_t first = shape.ranks == 2 ? shape.max_tokens / 2 : shape.max_tokens;
+  return {{{0, first, kPhasePartials}, {first, shape.max_tokens - first, kPhaseMorePartials}}};
+}
 
 /// Slots that one block of the pair kernels looks at.
 inline constexpr std::int64_t kPairChunk = 1024;

@@ -4,6 +4,7 @@
 //
 //   exec.stream   routing | own work | pairs, layer | own work | sum
 //   sending               | rows                    | partial sums
+//   aside                 | own rows
 #include <string>
 
 #include "cuda/device/carver.h"
@@ -29,6 +30,28 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .tokens = problem.tokens,
           .experts = problem.experts,
           .experts_per_rank = problem.experts / exchange.shape.ranks};
+}
+
+/// Begins the epochs of a step and lets the other two streams follow the caller's.
+void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
+  const Exchange& e = run.exchange;
+  begin_phases(*e.device, e.peers, phases, run.stream);
+  mark_ranks(*e.device, slots, e.peers.own<std::uint64_t>(e.layout.rank_masks), run.stream);
+  follow(e, e.sending, run.stream);
+  follow(e, e.aside, run.stream);
+}
+/// The caller's stream waits for all that was enqueued on the other two.
+void end_step(const Run& run) {
+  follow(run.exchange, run.stream, run.exchange.sending);
+  follow(run.exchange, run.stream, run.exchange.aside);
+}
+
+/// Sends rows to the other ranks and to this rank's own array: tiles with rows of several ranks
+/// read them in one array.
+void distribute(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
+  copy_own_rows(e, rows, offset, phase);
+  send_rows(e, rows, offset);
+  announce(e, phase, e.sending);
 }
 
 const char* part_name(ExchangePart part) {
@@ -131,7 +154,7 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
   const cudaStream_t stream = stream_of(exec);
   void* count = nullptr;
   check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
-  wait_for(exchange.peers, kPhaseRouting, exchange.limits, stream);
+  wait_for(*exchange.device, exchange.peers, kPhaseRouting, exchange.limits, stream);
   const PairWork work = pair_work(exchange, problem);
   count_pairs(work, nullptr, stream);
   sum_pairs(work, static_cast<std::int64_t*>(count), stream);
@@ -151,29 +174,24 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
   check_weights(run.layer, args.weights);
   const auto begin = [&] {
     const OwnSlots slots = own_slots(exchange, problem, args.routing);
-    mark_ranks(*exchange.device, slots,
-               exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
-    fork(exchange, run.stream);
+    begin_step(run, slots,
+               phase_bit(kPhaseRouting) | phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
+                   phase_bit(kPhaseMorePartials));
     send_slots(*exchange.device, exchange.peers, exchange.shape, slots, run.stream);
-    signal(exchange.peers, kPhaseRouting, run.stream);
-    wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
-    send_rows(exchange, args.x, exchange.layout.x, kPhaseRows);
-    // Tiles with rows of several ranks read them in one array.
-    copy_own_rows(exchange, args.x, exchange.layout.x);
-    mark_sent(exchange, kRowsSent);
+    announce_by_kernel(*exchange.device, exchange.peers, kPhaseRouting, run.stream);
+    run.wait(kPhaseFree, exchange.sending);
+    distribute(exchange, args.x, exchange.layout.x, kPhaseRows);
   };
   const auto compute = [&] {
-    run.wait(kPhaseRouting);
+    run.wait(kPhaseRouting, run.stream);
     const PairWork work = pair_work(exchange, problem);
     count_pairs(work, &run.memory.pairs, run.stream);
     list_pairs(work, run.memory.pairs, run.stream);
     compute_forward(run, args);
   };
   const auto finish = [&] {
-    mark_sent(exchange, kAllSent);
-    join(exchange, kAllSent, run.stream);
-    run.wait(kPhasePartials);
-    sum_partials(exchange.peers, exchange.shape, run.memory.partials, args.out, run.stream);
+    finish_forward(run, args);
+    end_step(run);
   };
   run_parts(exchange, Pass::kForward, part, begin, compute, finish);
 }
@@ -190,32 +208,22 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
   check_weights(run.layer, args.weights);
   check_grads(run.layer, args.weights, args.grads);
   const OwnSlots slots = own_slots(exchange, problem, args.routing);
-  const bool wants_dx = args.dx.data != nullptr;
-  const bool wants_scores = args.dweights.data != nullptr;
   const auto begin = [&] {
-    mark_ranks(*exchange.device, slots,
-               exchange.peers.own<std::uint64_t>(exchange.layout.rank_masks), run.stream);
-    fork(exchange, run.stream);
-    wait_for(exchange.peers, kPhaseFree, exchange.limits, exchange.sending);
-    send_rows(exchange, args.dout, exchange.layout.dout, kPhaseRows);
-    copy_own_rows(exchange, args.dout, exchange.layout.dout);
-    mark_sent(exchange, kRowsSent);
-    send_rows(exchange, args.x, exchange.layout.x, kPhaseAgain);
-    copy_own_rows(exchange, args.x, exchange.layout.x);
-    mark_sent(exchange, kAllSent);
+    begin_step(run, slots,
+               phase_bit(kPhaseRows) | phase_bit(kPhaseAgain) | phase_bit(kPhasePartials) |
+                   phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores));
+    run.wait(kPhaseFree, exchange.sending);
+    distribute(exchange, args.dout, exchange.layout.dout, kPhaseRows);
+    distribute(exchange, args.x, exchange.layout.x, kPhaseAgain);
   };
   const auto compute = [&] { compute_backward(run, args); };
-  // On the sending stream, so that the sums run beside what is left of the weight gradients.
   const auto finish = [&] {
-    wait_for(exchange.peers, kPhasePartials, exchange.limits, exchange.sending);
-    if (wants_dx) {
-      sum_partials(exchange.peers, exchange.shape, run.memory.partials, args.dx, exchange.sending);
+    finish_backward(run, args);
+    if (args.dweights.data != nullptr) {
+      run.wait(kPhaseScores, exchange.aside);
+      take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, exchange.aside);
     }
-    if (wants_scores) {
-      take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, exchange.sending);
-    }
-    mark_sent(exchange, kAllSent);
-    join(exchange, kAllSent, run.stream);
+    end_step(run);
   };
   run_parts(exchange, Pass::kBackward, part, begin, compute, finish);
 }

@@ -1,19 +1,48 @@
+#include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
+#include "cuda/ptx/dependent.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
 constexpr unsigned kPause = 100;  // nanoseconds between two looks at a flag
 
-__global__ void __launch_bounds__(kMaxRanks)
-    signal_kernel(const __grid_constant__ Peers peers, Phase phase) {
-  __shared__ std::uint32_t epoch;
+__global__ void __launch_bounds__(32)
+    begin_phases_kernel(const __grid_constant__ Peers peers, std::uint32_t phases) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  const unsigned phase = threadIdx.x;
+  if ((phases >> phase & 1) == 0) return;
   Control* own = peers.control(peers.rank);
-  if (threadIdx.x == 0) epoch = ++own->epochs[phase];
-  __syncthreads();
+  const std::uint32_t epoch = ++own->epochs[phase];
+  if (has_fault(peers)) return;
+  own->announced[phase] = epoch;
+  if ((kCopiedPhases >> phase & 1) == 0) own->flags[phase][peers.rank] = epoch;
+}
+static_assert(kPhaseCount <= 32);
+
+__device__ void announce_epoch(const Peers& peers, Phase phase, std::uint32_t epoch) {
   const int r = static_cast<int>(threadIdx.x);
   if (r >= peers.ranks || has_fault(peers)) return;
   ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
+}
+
+__global__ void __launch_bounds__(kMaxRanks)
+    announce_kernel(const __grid_constant__ Peers peers, Phase phase) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  if (threadIdx.x == static_cast<unsigned>(peers.rank)) return;
+  announce_epoch(peers, phase, peers.control(peers.rank)->epochs[phase]);
+}
+
+__global__ void __launch_bounds__(kMaxRanks)
+    signal_kernel(const __grid_constant__ Peers peers, Phase phase) {
+  __shared__ std::uint32_t epoch;
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  if (threadIdx.x == 0) epoch = ++peers.control(peers.rank)->epochs[phase];
+  __syncthreads();
+  announce_epoch(peers, phase, epoch);
 }
 
 /// Epochs are compared by their difference, so that they may overflow.
@@ -22,15 +51,14 @@ __device__ bool has_come(const std::uint32_t* flag, std::uint32_t epoch) {
 }
 
 /// Thread r waits for rank r.
-__global__ void __launch_bounds__(kMaxRanks)
-    wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
+__device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits& limits) {
   __shared__ volatile int first_failed;  // 1 + the thread that gave up first
   const int r = static_cast<int>(threadIdx.x);
   Control* own = peers.control(peers.rank);
   if (r == 0) first_failed = 0;
   __syncthreads();
   if (r >= peers.ranks || has_fault(peers)) return;
-  const std::uint32_t epoch = own->epochs[phase];
+  const std::uint32_t epoch = *static_cast<const volatile std::uint32_t*>(&own->epochs[phase]);
   const std::uint64_t begin = ptx::nanoseconds();
   while (!has_come(&own->flags[phase][r], epoch)) {
     const std::uint32_t alarm = ptx::acquire_system(&own->alarms[r]);
@@ -45,22 +73,50 @@ __global__ void __launch_bounds__(kMaxRanks)
   }
 }
 
-}  // namespace
-
-void signal(const Peers& peers, Phase phase, cudaStream_t stream) {
-  signal_kernel<<<1, kMaxRanks, 0, stream>>>(peers, phase);
-  check_cuda(cudaGetLastError(), "launching a signal between ranks");
+/// The epoch that it reads was begun before the previous kernel, so it looks at flags beside the
+/// end of that. The next kernel is not launched before all flags have come: its blocks would fill
+/// the GPU, and another rank of this GPU, for which they wait, could not run.
+__global__ void __launch_bounds__(kMaxRanks)
+    wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
+  wait_for_ranks(peers, phase, limits);
+  __syncthreads();
+  ptx::launch_next_kernel();
+  ptx::wait_for_previous_kernel();
 }
 
-void wait_for(const Peers& peers, Phase phase, const WaitLimits& limits, cudaStream_t stream) {
-  wait_kernel<<<1, kMaxRanks, 0, stream>>>(peers, phase, limits);
-  check_cuda(cudaGetLastError(), "launching a wait for other ranks");
+}  // namespace
+
+void begin_phases(const Device& device, const Peers& peers, std::uint32_t phases,
+                  cudaStream_t stream) {
+  launch_dependent(device, "launching the epochs of a step", begin_phases_kernel, {1, 32}, stream,
+                   peers, phases);
+}
+
+void announce_by_kernel(const Device& device, const Peers& peers, Phase phase,
+                        cudaStream_t stream) {
+  launch_dependent(device, "launching an announcement to other ranks", announce_kernel,
+                   {1, kMaxRanks}, stream, peers, phase);
+}
+
+void signal(const Device& device, const Peers& peers, Phase phase, cudaStream_t stream) {
+  launch_dependent(device, "launching a signal between ranks", signal_kernel, {1, kMaxRanks},
+                   stream, peers, phase);
+}
+
+void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
+              cudaStream_t stream) {
+  launch_dependent(device, "launching a wait for other ranks", wait_kernel, {1, kMaxRanks}, stream,
+                   peers, phase, limits);
 }
 
 void load_signal_kernels() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, signal_kernel), "loading a kernel");
-  check_cuda(cudaFuncGetAttributes(&attributes, wait_kernel), "loading a kernel");
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(begin_phases_kernel),
+        reinterpret_cast<const void*>(announce_kernel),
+        reinterpret_cast<const void*>(signal_kernel), reinterpret_cast<const void*>(wait_kernel)}) {
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+  }
 }
 
 }  // namespace sonicmoe::cuda

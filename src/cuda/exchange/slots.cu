@@ -210,13 +210,14 @@ PairParams pair_params(const PairWork& w) {
           static_cast<std::int32_t>(w.experts_per_rank)};
 }
 
-/// Every slot's gradient has been sent by the rank of its expert.
-__global__ void __launch_bounds__(kThreads)
+/// Every slot's gradient has been sent by the rank of its expert. Small blocks, which run beside a
+/// weight gradient.
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     take_score_grads_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                             const float* sent, const SlotView out) {
   const bool fault = has_fault(peers);
-  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < slots.count;
-       i += gridDim.x * kThreads) {
+  for (std::int64_t i = blockIdx.x * kBesideThreads + threadIdx.x; i < slots.count;
+       i += gridDim.x * kBesideThreads) {
     const float value = slots[i].expert < 0 ? 0.0f : sent[i];
     out.weight(out.offset(i)) = fault ? __int_as_float(0x7fffffff) : value;
   }
@@ -272,7 +273,10 @@ void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream)
 void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
                       const Tensor& out, cudaStream_t stream) {
   if (slots.count == 0) return;
-  take_score_grads_kernel<<<blocks_of(slots.count), kThreads, 0, stream>>>(
+  constexpr std::int64_t kSlots = 8 * kBesideThreads;  // of a block
+  const auto blocks =
+      static_cast<unsigned>(std::min<std::int64_t>((slots.count + kSlots - 1) / kSlots, 1024));
+  take_score_grads_kernel<<<blocks, kBesideThreads, 0, stream>>>(
       peers, slot_source(slots), peers.own<float>(exchange_layout(shape).score_grads),
       slot_view(out));
   check_cuda(cudaGetLastError(), "launching the gradients of routing weights");

@@ -60,11 +60,17 @@ struct Run {
     routing.weights = tensor1(memory.pairs.weight, DType::kF32, layer.capacity);
     return routing;
   }
-  void wait(Phase phase) const { wait_for(exchange.peers, phase, exchange.limits, stream); }
+  void wait(Phase phase, cudaStream_t on) const {
+    wait_for(*exchange.device, exchange.peers, phase, exchange.limits, on);
+  }
 };
 
 /// kCompute of forward and backward: from the list of pairs to the partial sums that are sent.
 void compute_forward(const Run& run, const ForwardArgs& args);
 void compute_backward(const Run& run, const BackwardArgs& args);
+/// The sums of this rank's tokens over all ranks: out, on the caller's stream, and dx, on the
+/// stream aside.
+void finish_forward(const Run& run, const ForwardArgs& args);
+void finish_backward(const Run& run, const BackwardArgs& args);
 
 }  // namespace sonicmoe::cuda

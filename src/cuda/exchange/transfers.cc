@@ -1,4 +1,4 @@
-// Rows and partial sums on the sending stream, by a kernel or by the copy engines.
+// Rows, partial sums and announcements, by a kernel or by the copy engines.
 #include "cuda/exchange/exchange.h"
 
 namespace sonicmoe::cuda {
@@ -6,7 +6,15 @@ namespace {
 
 void copy_bytes(void* to, const void* from, std::int64_t bytes, cudaStream_t stream) {
   check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream),
-             "copying rows to another rank");
+             "copying to another rank");
+}
+
+/// Announces the phase's epoch to rank `to` by a copy of one word.
+void copy_epoch(const Exchange& e, Phase phase, std::int32_t to, cudaStream_t stream) {
+  const auto* own = reinterpret_cast<const Control*>(e.peers.base[e.peers.rank]);
+  auto* other = reinterpret_cast<Control*>(e.peers.base[to]);
+  copy_bytes(&other->flags[phase][e.peers.rank], &own->announced[phase], sizeof(std::uint32_t),
+             stream);
 }
 
 void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
@@ -31,50 +39,52 @@ void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
 
 }  // namespace
 
-void fork(const Exchange& e, cudaStream_t stream) {
-  check_cuda(cudaEventRecord(e.fork, stream), "recording an event");
-  check_cuda(cudaStreamWaitEvent(e.sending, e.fork), "waiting for an event");
-}
-void mark_sent(const Exchange& e, SentMark mark) {
-  check_cuda(cudaEventRecord(e.sent[mark], e.sending), "recording an event");
-}
-void join(const Exchange& e, SentMark mark, cudaStream_t stream) {
-  check_cuda(cudaStreamWaitEvent(stream, e.sent[mark]), "waiting for an event");
+void follow(const Exchange& e, cudaStream_t stream, cudaStream_t earlier) {
+  check_cuda(cudaEventRecord(e.reached, earlier), "recording an event");
+  check_cuda(cudaStreamWaitEvent(stream, e.reached), "waiting for an event");
 }
 
-void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
+void announce(const Exchange& e, Phase phase, cudaStream_t stream) {
+  if (e.transport == ExchangeTransport::kPush) {
+    announce_by_kernel(*e.device, e.peers, phase, stream);
+    return;
+  }
+  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
+    copy_epoch(e, phase, (e.peers.rank + i) % e.peers.ranks, stream);
+  }
+}
+
+void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
   if (e.transport == ExchangeTransport::kPush) {
     push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
               e.multiprocessors, e.sending);
-  } else {
-    const std::int64_t bytes = e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
-    for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
-      const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-      copy_rows(e.peers.base[r] + offset + e.peers.place(e.peers.rank, r) * bytes, rows, e.sending);
-    }
-  }
-  signal(e.peers, phase, e.sending);
-}
-
-void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
-  copy_rows(e.peers.own<std::uint8_t>(offset), rows, e.sending);
-}
-
-void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row) {
-  const std::int64_t d = sums.shape[1];
-  if (e.transport == ExchangeTransport::kPush) {
-    push_partials(e.peers, e.shape, {sums.data, d, sums.shape[0], d}, has_row, e.multiprocessors,
-                  e.sending);
     return;
   }
-  const std::int64_t bytes = e.shape.max_tokens * d * dtype_bytes(sums.dtype);
+  const std::int64_t bytes = e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
   for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
     const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    check_cuda(cudaMemcpyAsync(
-                   e.peers.base[r] + e.layout.partials + e.peers.rank * bytes,
-                   static_cast<std::uint8_t*>(sums.data) + e.peers.place(r, e.peers.rank) * bytes,
-                   bytes, cudaMemcpyDefault, e.sending),
-               "copying partial sums to another rank");
+    copy_rows(e.peers.base[r] + offset + e.peers.place(e.peers.rank, r) * bytes, rows, e.sending);
+  }
+}
+
+void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
+  copy_rows(e.peers.own<std::uint8_t>(offset), rows, e.aside);
+  copy_epoch(e, phase, e.peers.rank, e.aside);
+}
+
+void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row,
+                   const TokenPart& part) {
+  if (e.transport == ExchangeTransport::kPush) {
+    push_partials(e.peers, e.shape, {sums.data, has_row, part}, e.multiprocessors, e.sending);
+    return;
+  }
+  const std::int64_t row = sums.shape[1] * dtype_bytes(sums.dtype);
+  const auto place = [&](std::int32_t p) { return (p * e.shape.max_tokens + part.first) * row; };
+  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
+    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
+    copy_bytes(e.peers.base[r] + e.layout.partials + place(e.peers.rank),
+               static_cast<std::uint8_t*>(sums.data) + place(e.peers.place(r, e.peers.rank)),
+               part.count * row, e.sending);
   }
 }
 

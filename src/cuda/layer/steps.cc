@@ -21,9 +21,11 @@ struct Launcher {
   void operator()(const DepthProduct& w) const { device.engine->multiply_depth(device, w, stream); }
   void operator()(const TokenSum& w) const {
     if (w.start == Start::kIndependent) {
-      sum_rows_beside(device, pass.problem, pass.metadata, w.rows, w.out, w.tokens, stream);
+      sum_rows_beside(device, pass.problem, pass.metadata, w.rows, {w.out, w.ranks}, w.tokens,
+                      stream);
     } else {
-      sum_rows(device, pass.problem, pass.metadata, w.rows, w.weights, w.out, w.tokens, stream);
+      sum_rows(device, pass.problem, pass.metadata, w.rows, w.weights, {w.out, w.ranks}, w.tokens,
+               stream);
     }
   }
   void operator()(const ScoreGrad& w) const {

@@ -6,6 +6,8 @@
 //
 // The kernel reads its rows without a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has
 // waited for them before it lets this kernel start. So no load here may be ld.global.nc.
+#include <type_traits>
+
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
 #include "cuda/math/element.cuh"
@@ -13,6 +15,7 @@
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/sums/rank_sums.cuh"
 #include "cuda/sums/sum_rows.h"
 
 namespace sonicmoe::cuda {
@@ -36,6 +39,11 @@ struct BesideArgs {
   std::uint32_t zero;  // 0, a value that the compiler cannot know
 };
 
+/// Of a row.
+struct ByteRange {
+  std::uint32_t begin, end;
+};
+
 template <class Element>
 __device__ __forceinline__ void add(float (&sum)[4], const uint2& v) {
   sum[0] += Pair<Element>::low(v.x);
@@ -44,11 +52,48 @@ __device__ __forceinline__ void add(float (&sum)[4], const uint2& v) {
   sum[3] += Pair<Element>::high(v.y);
 }
 
+/// The result is this launch's sum.
+struct OwnSum {
+  struct Others {};
+  __device__ __forceinline__ Others load(const BesideArgs&, std::uint32_t, std::uint32_t) const {
+    return {};
+  }
+  template <class Element>
+  __device__ __forceinline__ uint2 add(const BesideArgs&, std::uint32_t, std::uint32_t,
+                                       const Others&, const uint2& sum) const {
+    return sum;
+  }
+};
+/// The result is the sum over all ranks.
+struct SumOverRanks {
+  using Others = OtherSums<uint2>;
+  RankSums ranks;
+
+  static __device__ __forceinline__ std::int64_t at(const BesideArgs& a, std::uint32_t token,
+                                                    std::uint32_t byte) {
+    return static_cast<std::int64_t>(token) * a.row_bytes + byte;
+  }
+  __device__ __forceinline__ Others load(const BesideArgs& a, std::uint32_t token,
+                                         std::uint32_t byte) const {
+    Others others;
+    others.load_first(ranks, token, at(a, token, byte));
+    return others;
+  }
+  template <class Element>
+  __device__ __forceinline__ uint2 add(const BesideArgs& a, std::uint32_t token, std::uint32_t byte,
+                                       const Others& others, const uint2& sum) const {
+    return others.template add<Element>(ranks, token, at(a, token, byte), sum);
+  }
+};
+
 template <class Element>
+__device__ __forceinline__ uint2 rounded(const float (&sum)[4]) {
+  return {Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3])};
+}
+
 __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, std::uint32_t byte,
-                                      const float (&sum)[4]) {
-  *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = {
-      Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3])};
+                                      const uint2& sum) {
+  *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = sum;
 }
 
 /// Adds kRows rows to the sum: those that lanes `first` and following hold.
@@ -75,16 +120,17 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
 
 /// A token of at most 32 positions. Each lane looks up one row and shuffles it to the others;
 /// looked up for each piece, rows would cost another round trip to memory.
-template <class Element>
-__device__ __forceinline__ void sum_short(const BesideArgs& a, std::uint32_t token,
-                                          std::uint32_t begin, std::uint32_t end,
+template <class Element, class Result>
+__device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& result,
+                                          std::uint32_t token, const ByteRange& bytes,
                                           const std::int32_t* look_up, int count) {
   const std::int32_t rows = ptx::lane() < count ? ptx::load4(look_up + ptx::lane()) : -1;
   const std::uint32_t present = __shfl_sync(~0u, __ballot_sync(~0u, rows >= 0), 0);
 #pragma unroll 1
-  for (std::uint32_t first = begin; first < end; first += kPiece) {
+  for (std::uint32_t first = bytes.begin; first < bytes.end; first += kPiece) {
     const std::uint32_t wanted = first + ptx::lane() * kBytes;
     const std::uint8_t* from = a.rows + (wanted < a.row_bytes ? wanted : 0);
+    const auto others = result.load(a, token, wanted < a.row_bytes ? wanted : 0);
     float sum[4] = {};
 #pragma unroll 1
     for (int k = 0; present >> k != 0;) {
@@ -105,16 +151,20 @@ __device__ __forceinline__ void sum_short(const BesideArgs& a, std::uint32_t tok
       if (k == 32) break;
     }
     const std::uint32_t byte = first + ptx::lane() * kBytes;
-    if (byte < a.row_bytes) store<Element>(a, token, byte, sum);
+    if (byte < a.row_bytes) {
+      store(a, token, byte,
+            result.template add<Element>(a, token, byte, others, rounded<Element>(sum)));
+    }
   }
 }
 
-template <class Element>
-__device__ __forceinline__ void sum_long(const BesideArgs& a, std::uint32_t token,
-                                         std::uint32_t begin, std::uint32_t end,
+template <class Element, class Result>
+__device__ __forceinline__ void sum_long(const BesideArgs& a, const Result& result,
+                                         std::uint32_t token, const ByteRange& bytes,
                                          const std::int32_t* look_up, int count) {
 #pragma unroll 1
-  for (std::uint32_t byte = begin + ptx::lane() * kBytes; byte < end; byte += kPiece) {
+  for (std::uint32_t byte = bytes.begin + ptx::lane() * kBytes; byte < bytes.end; byte += kPiece) {
+    const auto others = result.load(a, token, byte);
     float sum[4] = {};
 #pragma unroll 1
     for (int k = 0; k < count; k++) {
@@ -122,15 +172,16 @@ __device__ __forceinline__ void sum_long(const BesideArgs& a, std::uint32_t toke
       if (row >= 0)
         add<Element>(sum, ptx::load8(ptx::row_address(a.rows + byte, row, a.row_bytes)));
     }
-    store<Element>(a, token, byte, sum);
+    store(a, token, byte,
+          result.template add<Element>(a, token, byte, others, rounded<Element>(sum)));
   }
 }
 
-template <class Element>
-__device__ __forceinline__ void sum_part(const BesideArgs& a, std::uint32_t token,
+template <class Element, class Result>
+__device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& result, std::uint32_t i,
                                          std::uint32_t part) {
-  const std::uint32_t first = part * kPart;
-  const std::uint32_t end = min(first + kPart, a.row_bytes);
+  const std::uint32_t token = a.first_token + i;
+  const ByteRange bytes{part * kPart, min(part * kPart + kPart, a.row_bytes)};
   const std::int32_t* look_up = a.position_row;
   int count = a.top_k;
   if (a.token_offsets != nullptr) {
@@ -141,19 +192,21 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, std::uint32_t toke
     look_up += static_cast<std::int64_t>(token) * count;
   }
   if (count <= 32) {
-    sum_short<Element>(a, token, first, end, look_up, count);
+    sum_short<Element>(a, result, token, bytes, look_up, count);
   } else {
-    sum_long<Element>(a, token, first, end, look_up, count);
+    sum_long<Element>(a, result, token, bytes, look_up, count);
   }
 }
 
-template <class Element>
+template <class Element, class Result>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
-    sum_rows_beside_kernel(const BesideArgs a) {
+    sum_rows_beside_kernel(const BesideArgs a, const Result result) {
   ptx::launch_next_kernel();
+  // The kernel before has waited for the sums of other ranks.
+  if constexpr (std::is_same_v<Result, SumOverRanks>) ptx::wait_for_previous_kernel();
   // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  if (i < a.tokens) sum_part<Element>(a, a.first_token + i, blockIdx.y);
+  if (i < a.tokens) sum_part<Element>(a, result, i, blockIdx.y);
   // Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
 }
@@ -161,24 +214,33 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
 }  // namespace
 
 void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
-                     const void* rows, const Tensor& out, const TokenRange& tokens,
+                     const void* rows, const SumOutput& out, const TokenRange& tokens,
                      cudaStream_t stream) {
   if (tokens.count == 0) return;
   BesideArgs args{};
   args.rows = static_cast<const std::uint8_t*>(rows);
-  args.out = static_cast<std::uint8_t*>(out.data);
-  args.out_bytes = out.stride[0] * 2;
+  args.out = static_cast<std::uint8_t*>(out.rows.data);
+  args.out_bytes = out.rows.stride[0] * 2;
   args.row_bytes = static_cast<std::uint32_t>(problem.hidden * 2);
   args.first_token = static_cast<std::uint32_t>(tokens.first);
   args.tokens = static_cast<std::uint32_t>(tokens.count);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
   args.position_row = metadata.position_row;
   args.token_offsets = metadata.token_offsets;
-  const auto kernel = problem.dtype == DType::kF16 ? sum_rows_beside_kernel<__half>
-                                                   : sum_rows_beside_kernel<__nv_bfloat16>;
   const dim3 grid((args.tokens + kWarps - 1) / kWarps, (args.row_bytes + kPart - 1) / kPart);
-  launch_dependent(device, "launching the sum over a token's rows", kernel, {grid, kBesideThreads},
-                   stream, args);
+  const auto launch = [&](const auto& result) {
+    using Result = std::decay_t<decltype(result)>;
+    const auto kernel = problem.dtype == DType::kF16
+                            ? sum_rows_beside_kernel<__half, Result>
+                            : sum_rows_beside_kernel<__nv_bfloat16, Result>;
+    launch_dependent(device, "launching the sum over a token's rows", kernel,
+                     {grid, kBesideThreads}, stream, args, result);
+  };
+  if (out.ranks == nullptr) {
+    launch(OwnSum{});
+  } else {
+    launch(SumOverRanks{*out.ranks});
+  }
 }
 
 }  // namespace sonicmoe::cuda

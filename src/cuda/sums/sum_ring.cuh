@@ -219,6 +219,12 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
   std::uint32_t parity = 0;
   for (SumRing::Walk at(a); at.token < s.tokens; at.next(a)) {
     const int chunks = at.chunks(a);
+    ResultChunk result[SumRing::kPieces];
+#pragma unroll
+    for (int c = 0; c < SumRing::kPieces; c++) {
+      result[c] = {at.token, at.part * a.width + lane + 32 * c};
+      if (lane + 32 * c < chunks) result[c].load_others(s);
+    }
     float sum[SumRing::kPieces][8] = {};
     std::uint32_t header = 0;
     while ((header & SumRing::kLast) == 0) {
@@ -242,7 +248,7 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
         at.part * a.width + lane;
 #pragma unroll
     for (int c = 0; c < SumRing::kPieces; c++) {
-      if (lane + 32 * c < chunks) out[32 * c] = rounded(s, sum[c]);
+      if (lane + 32 * c < chunks) out[32 * c] = result[c].of(s, rounded(s, sum[c]));
     }
   }
 }

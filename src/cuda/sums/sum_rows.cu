@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
   for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
     const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
+    ResultChunk result{token, chunk};
+    result.load_others(a);
     float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
       // Loads in this order: a look-up after the loads of a row would wait for them, and rows after
@@ -73,20 +75,21 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
         accumulate_rows<__nv_bfloat16>(sum, value, row, weight);
       }
     }
-    out[chunk] = rounded(a, sum);
+    out[chunk] = result.of(a, rounded(a, sum));
   }
 }
 
 }  // namespace
 
 void sum_rows(const Device& device, const Problem& problem, const Metadata& metadata,
-              const void* rows, const Tensor& weights, const Tensor& out, const TokenRange& tokens,
-              cudaStream_t stream) {
+              const void* rows, const Tensor& weights, const SumOutput& out,
+              const TokenRange& tokens, cudaStream_t stream) {
   if (tokens.count == 0) return;
   SumArgs args{};
   args.rows = rows;
-  args.out = static_cast<std::uint16_t*>(out.data) + tokens.first * out.stride[0];
-  args.out_stride = out.stride[0];
+  args.out = static_cast<std::uint16_t*>(out.rows.data) + tokens.first * out.rows.stride[0];
+  args.out_stride = out.rows.stride[0];
+  if (out.ranks != nullptr) args.ranks = from_token(*out.ranks, tokens.first, problem.hidden * 2);
   args.tokens = tokens.count;
   args.chunks = static_cast<std::int32_t>(problem.hidden / 8);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
