@@ -188,7 +188,7 @@ TEST(Exchange, RowsOfAnyStrideAreCopied) {
   for (const auto& [rows, stride] : cases) {
     Tensor t = tensor2(memory.data(), DType::kBF16, rows, shape.hidden);
     t.stride[0] = stride;
-    cuda::copy_own_rows(ranks.exchange(0), t, layout.x, cuda::kPhaseRows);
+    cuda::copy_own_rows(ranks.exchange(0), t, layout.x);
     ranks.wait();
     std::vector<std::uint16_t> want, got(rows * shape.hidden);
     for (std::int64_t r = 0; r < rows; ++r) {

@@ -98,6 +98,50 @@ class OtherRanks {
   Shape shape_;
 };
 
+struct SumCall {
+  const Device& device;
+  const Problem& problem;
+  const Metadata& metadata;
+  const void* rows;
+  Tensor weights;
+  Tensor out;
+  TokenRange range;
+
+  void run(const RankSums& ranks) const {
+    sum_rows(device, problem, metadata, rows, weights, {out, &ranks}, range, nullptr);
+  }
+  void run_beside(const RankSums& ranks) const {
+    sum_rows_beside(device, problem, metadata, rows, {out, &ranks}, range, BesideWhat::kOtherStream,
+                    nullptr);
+  }
+};
+
+/// `own` are the sums of this rank, `memory` that of the output.
+void check_over_ranks(const SumCall& call, const Shape& s, const std::vector<std::uint16_t>& own,
+                      DeviceArray& memory, std::mt19937& random) {
+  OtherRanks others(s, random);
+  const RankSums ranks = others.sums();
+  for (const bool fault : {false, true}) {
+    if (fault) others.fail();
+    for (const bool beside : {false, true}) {
+      if (beside && call.weights.data != nullptr) continue;
+      memory.fill(0x7e);
+      if (beside) {
+        call.run_beside(ranks);
+      } else {
+        call.run(ranks);
+      }
+      testing::must(cudaDeviceSynchronize());
+      const auto got = memory.get<std::uint16_t>();
+      for (std::int64_t i = call.range.first * s.hidden; i < s.tokens * s.hidden; ++i) {
+        const float sum = others.total(i, value(own[i]));
+        ASSERT_TRUE(fault ? std::isnan(value(got[i])) : value(got[i]) == sum)
+            << "token " << i / s.hidden << ": " << value(got[i]) << ", expected " << sum;
+      }
+    }
+  }
+}
+
 void check(const Shape& s, RoutingForm form, bool weighted, std::uint32_t seed) {
   std::mt19937 random(seed);
   const Lists lists = make_lists(s, form, random);
@@ -163,42 +207,13 @@ void check(const Shape& s, RoutingForm form, bool weighted, std::uint32_t seed) 
   sum_rows(device, p, m, d_rows.data(), w, out, range, nullptr);
   testing::must(cudaDeviceSynchronize());
   equal(range.first, range.count);
-  OtherRanks others(s, random);
-  const RankSums ranks = others.sums();
-  const auto equal_over_ranks = [&](bool fault) {
-    const auto got = d_out.get<std::uint16_t>();
-    for (std::int64_t i = range.first * s.hidden; i < s.tokens * s.hidden; ++i) {
-      if (fault) {
-        ASSERT_TRUE(std::isnan(value(got[i]))) << "token " << i / s.hidden;
-      } else {
-        ASSERT_EQ(value(got[i]), others.total(i, value(expected[i]))) << "token " << i / s.hidden;
-      }
-    }
-  };
-  d_out.fill(0xff);
-  sum_rows(device, p, m, d_rows.data(), w, {out, &ranks}, range, nullptr);
-  testing::must(cudaDeviceSynchronize());
-  equal_over_ranks(false);
-  if (weighted) return;
-  d_out.fill(0xff);
-  sum_rows_beside(device, p, m, d_rows.data(), out, range, nullptr);
-  testing::must(cudaDeviceSynchronize());
-  equal(range.first, range.count);
-  d_out.fill(0xff);
-  sum_rows_beside(device, p, m, d_rows.data(), {out, &ranks}, range, nullptr);
-  testing::must(cudaDeviceSynchronize());
-  equal_over_ranks(false);
-  others.fail();
-  for (const bool beside : {false, true}) {
-    d_out.fill(0);
-    if (beside) {
-      sum_rows_beside(device, p, m, d_rows.data(), {out, &ranks}, range, nullptr);
-    } else {
-      sum_rows(device, p, m, d_rows.data(), w, {out, &ranks}, range, nullptr);
-    }
+  if (!weighted) {
+    d_out.fill(0xff);
+    sum_rows_beside(device, p, m, d_rows.data(), out, range, BesideWhat::kPrevious, nullptr);
     testing::must(cudaDeviceSynchronize());
-    equal_over_ranks(true);
+    equal(range.first, range.count);
   }
+  check_over_ranks({device, p, m, d_rows.data(), w, out, range}, s, expected, d_out, random);
 }
 
 TEST(CudaSums, EqualAPlainLoop) {

@@ -25,7 +25,7 @@ struct Exchange {
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
   std::int64_t* row_count = nullptr;    ///< pinned, of exchange_rows()
   cudaStream_t sending = nullptr;       ///< rows and partial sums travel on it
-  cudaStream_t aside = nullptr;         ///< own rows are copied, and sums of dX computed, on it
+  cudaStream_t aside = nullptr;         ///< of sums beside the weight gradients
   cudaEvent_t reached = nullptr;        ///< of follow()
   Step step{};
 };
@@ -57,9 +57,14 @@ void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
 /// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
 /// buffers, on the sending stream.
 void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
-/// Copies rows (T, d) to the array at byte `offset` of this rank's buffer and announces `phase` to
-/// this rank, on the stream aside.
-void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset, Phase phase);
+/// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's
+/// buffer, on the sending stream. cudaMemcpyAsync within a GPU runs on multiprocessors and would
+/// start when the products at work are done. So the copy engines fetch the rows back from another
+/// rank.
+void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
+/// Announces the phase's epoch to this rank after what is before it on the sending stream. Follows
+/// announce().
+void announce_own(const Exchange& exchange, Phase phase);
 /// Sends each rank the partial sums of a part of its tokens, on the sending stream; sums are
 /// (W * max_tokens, d).
 void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row,

@@ -80,10 +80,23 @@ struct RowSource {
   std::int64_t rows;
   std::int64_t hidden;
 };
+struct OwnRows {
+  RowSource source;
+  const std::int32_t* row_token;  ///< of Metadata, as the two below
+  const std::int32_t* expert_begin;
+  const std::int32_t* expert_rows;
+  std::int64_t experts;
+};
 /// Copies row t to every other rank of masks[t], into the array (W, max_tokens, d) at byte `offset`
 /// of its buffer.
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
                std::int64_t offset, int multiprocessors, cudaStream_t stream);
+/// Copies the rows of `source`, this rank's tokens, that `list` has to the array at byte `offset`
+/// of this rank's buffer: tiles with rows of several ranks read all of them there. Within an expert
+/// of the list rows are in order of tokens, and this rank's come first.
+void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,
+                     std::int64_t offset, cudaStream_t stream);
+
 /// Partial sums (W * max_tokens, d) of which those of a part are sent.
 struct PartialSource {
   const void* data;

@@ -50,9 +50,19 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
   return product;
 }
 
-void split(const Run& run, const Metadata& whole) {
-  split_records(*run.exchange.device, run.layer, whole, run.exchange.shape.max_tokens,
-                run.memory.split, run.stream);
+/// Splits the tile records. Those of the second list read `rows` of this rank in the array at byte
+/// `offset`, where they are copied to.
+void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64_t offset) {
+  const Exchange& e = run.exchange;
+  const Metadata& rest = run.memory.split.rest;
+  split_records(*e.device, run.layer, whole, e.shape.max_tokens, run.memory.split, run.stream);
+  gather_own_rows(*e.device, e.peers,
+                  {{rows.data, rows.stride[0], rows.shape[0], rows.shape[1]},
+                   whole.row_token,
+                   rest.expert_begin,
+                   rest.expert_rows,
+                   run.layer.experts},
+                  offset, run.stream);
 }
 
 /// The tokens of other ranks in a part, as the layer numbers them.
@@ -144,9 +154,15 @@ struct Backward {
   }
   Backward(const Backward&) = delete;
 
-  TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks) const {
-    return {scratch.dx, {}, out, tokens, beside ? Start::kIndependent : Start::kAfterPrevious,
-            ranks};
+  /// Whether the sums of a part run before the weight gradients. Those of narrow experts are too
+  /// short for all sums.
+  bool sums_before(const TokenPart& part) const {
+    return !beside ||
+           (call.order.companion == Companion::kTokenSum && part.phase == kPhasePartials);
+  }
+  TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks,
+               Start start) const {
+    return {scratch.dx, {}, out, tokens, start, ranks, BesideWhat::kOtherStream};
   }
 
  private:
@@ -169,16 +185,16 @@ struct Backward {
 };
 
 /// dH and dX~.
-void add_row_grads(const Run& run, Backward& b) {
+void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   const Exchange& e = run.exchange;
   const StepMemory& m = run.memory;
   const Launch launch(run, b.pass, run.exec);
   const RowProduct dh = hidden_grad_product(b.call);
   launch([&](Steps& steps) { add_row_lists(b.call, steps); });
-  split(run, b.pass.metadata);
+  split(run, b.pass.metadata, dout, e.layout.dout);
   launch([&](Steps& steps) {
     const RowProduct own = part_of(dh, m.split.first, b.scratch.counters, 0);
-    steps.add("dH", gathered_from(own, b.args.dout));
+    steps.add("dH", gathered_from(own, dout));
   });
   run.wait(kPhaseRows, run.stream);
   launch([&](Steps& steps) {
@@ -198,20 +214,28 @@ void add_row_grads(const Run& run, Backward& b) {
 /// dX of other ranks' tokens and the gradients of routing weights, beside the weight gradients.
 void send_sums(const Run& run, const Backward& b) {
   const Exchange& e = run.exchange;
-  const Launch launch(run, b.pass, b.aside);
-  follow(e, e.aside, run.stream);
-  if (b.args.dx.data != nullptr) {
-    each_part(run, [&](const TokenPart& part) {
-      launch(
-          [&](Steps& steps) { steps.add("dX", b.sum(b.args.dx, others_of(run, part), nullptr)); });
-      send_part(run, part, e.aside);
+  const auto sum = [&](const TokenPart& part, const Exec& exec, Start start) {
+    Launch(run, b.pass, exec)([&](Steps& steps) {
+      steps.add("dX", b.sum(b.args.dx, others_of(run, part), nullptr, start));
     });
-  }
-  if (b.args.dweights.data != nullptr) {
-    launch([&](Steps& steps) { add_score_grad(b.call, steps); });
-    push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
-    announce(e, kPhaseScores, e.aside);
-  }
+    send_part(run, part, stream_of(exec));
+  };
+  each_part(run, [&](const TokenPart& part) {
+    if (b.args.dx.data == nullptr) return;
+    if (b.sums_before(part)) {
+      sum(part, run.exec, Start::kAfterPrevious);
+    } else {
+      follow(e, e.aside, run.stream);
+      sum(part, b.aside, Start::kIndependent);
+    }
+  });
+  follow(e, e.aside, run.stream);
+  if (b.args.dweights.data == nullptr) return;
+  // With a bias they read the rows of dout.
+  if (b.args.weights.b_down.data != nullptr) run.wait(kPhaseAgain, e.aside);
+  Launch(run, b.pass, b.aside)([&](Steps& steps) { add_score_grad(b.call, steps); });
+  push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
+  announce(e, kPhaseScores, e.aside);
 }
 
 }  // namespace
@@ -236,7 +260,7 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     steps.add("metadata",
               BuildMetadata{f.args.routing, {f.scratch.metadata, counters, kCounterBytes / 4}});
   });
-  split(run, f.pass.metadata);
+  split(run, f.pass.metadata, args.x, e.layout.x);
   launch([&](Steps& steps) {
     steps.add("A", gathered_from(part_of(a, m.split.first, counters, 0), args.x));
   });
@@ -278,13 +302,15 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     announce(e, kPhaseScores, e.sending);
     return;
   }
-  add_row_grads(run, b);
+  add_row_grads(run, b, args.dout);
+  b.call.order.input_grad_first = false;  // nothing is read before the previous launch is complete
   send_sums(run, b);
   run.wait(kPhaseAgain, run.stream);
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
-    // dW2 reads no row of x, so it may start before the wait has ended: behind dX~ dH is complete.
+    // dW2 does not wait for dX~: when dX~ lets the next launch start, dH is complete. The wait for
+    // rows in between does so when they have come.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;
@@ -302,10 +328,12 @@ void finish_backward(const Run& run, const BackwardArgs& args) {
   }
   const RankSums ranks = other_sums(e.peers, e.shape);
   const Backward b(run, args);
+  const Start start = b.beside ? Start::kIndependent : Start::kAfterPrevious;
   const Launch launch(run, b.pass, b.aside);
   each_part(run, [&](const TokenPart& part) {
     run.wait(part.phase, e.aside);
-    launch([&](Steps& steps) { steps.add("dX", b.sum(args.dx, own_of(run, part), &ranks)); });
+    launch(
+        [&](Steps& steps) { steps.add("dX", b.sum(args.dx, own_of(run, part), &ranks, start)); });
   });
 }
 

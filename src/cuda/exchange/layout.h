@@ -15,7 +15,7 @@ inline constexpr int kMaxRanks = 64;
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
   kPhaseRows,          ///< rows of x, in backward of dout
-  kPhaseAgain,         ///< rows of x in backward
+  kPhaseAgain,         ///< rows of x in backward; a rank's own rows of dout and x
   kPhasePartials,      ///< partial sums of the first tokens of each rank (token_parts())
   kPhaseMorePartials,  ///< partial sums of its other tokens
   kPhaseScores,        ///< gradients of routing weights
@@ -24,8 +24,8 @@ enum Phase : std::int32_t {
 };
 
 constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
-/// Phases in which a rank also copies its own rows, and waits for that copy.
-inline constexpr std::uint32_t kCopiedPhases = phase_bit(kPhaseRows) | phase_bit(kPhaseAgain);
+/// Phases that a rank announces to itself too: its own rows of dout and x are then in its arrays.
+inline constexpr std::uint32_t kOwnPhases = phase_bit(kPhaseAgain);
 
 /// Begins a symmetric buffer. Flags count the steps of their phase (epochs), so a flag is never
 /// reset: a rank waits until the flag has reached its own epoch of this phase.

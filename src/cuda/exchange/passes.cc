@@ -4,7 +4,7 @@
 //
 //   exec.stream   routing | own work | pairs, layer | own work | sum
 //   sending               | rows                    | partial sums
-//   aside                 | own rows
+//   aside                                                  | sums of backward
 #include <string>
 
 #include "cuda/device/carver.h"
@@ -46,10 +46,7 @@ void end_step(const Run& run) {
   follow(run.exchange, run.stream, run.exchange.aside);
 }
 
-/// Sends rows to the other ranks and to this rank's own array: tiles with rows of several ranks
-/// read them in one array.
 void distribute(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
-  copy_own_rows(e, rows, offset, phase);
   send_rows(e, rows, offset);
   announce(e, phase, e.sending);
 }
@@ -215,6 +212,10 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
     run.wait(kPhaseFree, exchange.sending);
     distribute(exchange, args.dout, exchange.layout.dout, kPhaseRows);
     distribute(exchange, args.x, exchange.layout.x, kPhaseAgain);
+    // The weight gradients read rows of all ranks in one array.
+    copy_own_rows(exchange, args.dout, exchange.layout.dout);
+    copy_own_rows(exchange, args.x, exchange.layout.x);
+    announce_own(exchange, kPhaseAgain);
   };
   const auto compute = [&] { compute_backward(run, args); };
   const auto finish = [&] {

@@ -4,6 +4,7 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/sums/rank_sums.cuh"
 
 namespace sonicmoe::cuda {
@@ -92,7 +93,34 @@ __global__ void __launch_bounds__(kPushThreads)
   }
 }
 
-/// Small blocks, which run beside a weight gradient: later ones would end after it.
+constexpr int kGatherThreads = 256;
+constexpr int kGatherBlocks = 4;  // of an expert
+
+/// The same row may be copied for several experts.
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_own_rows_kernel(const OwnRows own, uint4* to) {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int begin = own.expert_begin[blockIdx.x];
+  const int end = begin + own.expert_rows[blockIdx.x];
+  const auto chunks = static_cast<std::int32_t>(own.source.hidden / 8);
+  constexpr int kWarps = kGatherThreads / 32;
+  for (int row = begin + static_cast<int>(blockIdx.y * kWarps + threadIdx.x / 32); row < end;
+       row += kGatherBlocks * kWarps) {
+    const std::int64_t token = own.row_token[row];
+    if (token >= own.source.rows) return;  // this one and all after it are of other ranks
+    const auto* from = reinterpret_cast<const uint4*>(
+        static_cast<const std::uint16_t*>(own.source.data) + token * own.source.stride);
+    for (int first = lane; first < chunks; first += 32 * kPieces) {
+      Pieces pieces;
+      pieces.load(from, first, chunks);
+      pieces.store(to + token * chunks, first, chunks);
+    }
+  }
+}
+
+/// Small blocks, which run beside a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     push_score_grads_kernel(const __grid_constant__ Peers peers, const PairList list,
                             const float* grads, std::int64_t max_tokens, std::int64_t offset) {
@@ -145,6 +173,13 @@ void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& 
   check_cuda(cudaGetLastError(), "launching the exchange of rows");
 }
 
+void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,
+                     std::int64_t offset, cudaStream_t stream) {
+  launch_dependent(device, "launching the copy of a rank's own rows", gather_own_rows_kernel,
+                   {dim3(static_cast<unsigned>(own.experts), kGatherBlocks), kGatherThreads},
+                   stream, own, peers.own<uint4>(offset));
+}
+
 void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
                    int multiprocessors, cudaStream_t stream) {
   if (peers.ranks == 1) return;
@@ -190,6 +225,7 @@ void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& 
 void load_row_kernels() {
   cudaFuncAttributes attributes;
   for (const void* kernel : {reinterpret_cast<const void*>(push_rows_kernel),
+                             reinterpret_cast<const void*>(gather_own_rows_kernel),
                              reinterpret_cast<const void*>(push_partials_kernel),
                              reinterpret_cast<const void*>(push_score_grads_kernel),
                              reinterpret_cast<const void*>(sum_partials_kernel<__nv_bfloat16>),

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(32)
   const std::uint32_t epoch = ++own->epochs[phase];
   if (has_fault(peers)) return;
   own->announced[phase] = epoch;
-  if ((kCopiedPhases >> phase & 1) == 0) own->flags[phase][peers.rank] = epoch;
+  if ((kOwnPhases >> phase & 1) == 0) own->flags[phase][peers.rank] = epoch;
 }
 static_assert(kPhaseCount <= 32);
 

@@ -9,14 +9,6 @@ void copy_bytes(void* to, const void* from, std::int64_t bytes, cudaStream_t str
              "copying to another rank");
 }
 
-/// Announces the phase's epoch to rank `to` by a copy of one word.
-void copy_epoch(const Exchange& e, Phase phase, std::int32_t to, cudaStream_t stream) {
-  const auto* own = reinterpret_cast<const Control*>(e.peers.base[e.peers.rank]);
-  auto* other = reinterpret_cast<Control*>(e.peers.base[to]);
-  copy_bytes(&other->flags[phase][e.peers.rank], &own->announced[phase], sizeof(std::uint32_t),
-             stream);
-}
-
 void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
   const std::int64_t count = from.shape[0];
   const std::int64_t width = from.shape[1] * dtype_bytes(from.dtype);
@@ -37,6 +29,22 @@ void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
              "copying rows to another rank");
 }
 
+Control* control(const Exchange& e, std::int32_t rank) {
+  return reinterpret_cast<Control*>(e.peers.base[rank]);
+}
+
+/// Whether the rank behind this one gets all rows of this rank, by copy engines.
+bool next_has_all(const Exchange& e) {
+  return e.transport == ExchangeTransport::kCopy && e.peers.ranks > 1;
+}
+std::int32_t next_rank(const Exchange& e) { return (e.peers.rank + 1) % e.peers.ranks; }
+
+/// Byte offset of the rows of this rank at rank `at`, from the begin of an array of `rows`.
+std::int64_t place_at(const Exchange& e, std::int32_t at, const Tensor& rows) {
+  return e.peers.place(e.peers.rank, at) * e.shape.max_tokens * rows.shape[1] *
+         dtype_bytes(rows.dtype);
+}
+
 }  // namespace
 
 void follow(const Exchange& e, cudaStream_t stream, cudaStream_t earlier) {
@@ -50,8 +58,18 @@ void announce(const Exchange& e, Phase phase, cudaStream_t stream) {
     return;
   }
   for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
-    copy_epoch(e, phase, (e.peers.rank + i) % e.peers.ranks, stream);
+    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
+    copy_bytes(&control(e, r)->flags[phase][e.peers.rank],
+               &control(e, e.peers.rank)->announced[phase], sizeof(std::uint32_t), stream);
   }
+}
+
+void announce_own(const Exchange& e, Phase phase) {
+  Control* own = control(e, e.peers.rank);
+  const std::uint32_t* from = next_has_all(e)
+                                  ? &control(e, next_rank(e))->flags[phase][e.peers.rank]
+                                  : &own->announced[phase];
+  copy_bytes(&own->flags[phase][e.peers.rank], from, sizeof(std::uint32_t), e.sending);
 }
 
 void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
@@ -60,16 +78,21 @@ void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
               e.multiprocessors, e.sending);
     return;
   }
-  const std::int64_t bytes = e.shape.max_tokens * rows.shape[1] * dtype_bytes(rows.dtype);
   for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
     const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    copy_rows(e.peers.base[r] + offset + e.peers.place(e.peers.rank, r) * bytes, rows, e.sending);
+    copy_rows(e.peers.base[r] + offset + place_at(e, r, rows), rows, e.sending);
   }
 }
 
-void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
-  copy_rows(e.peers.own<std::uint8_t>(offset), rows, e.aside);
-  copy_epoch(e, phase, e.peers.rank, e.aside);
+void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
+  auto* own = e.peers.own<std::uint8_t>(offset);
+  if (!next_has_all(e)) {
+    copy_rows(own, rows, e.sending);
+  } else if (rows.shape[0] != 0) {
+    const std::int32_t next = next_rank(e);
+    copy_bytes(own, e.peers.base[next] + offset + place_at(e, next, rows),
+               rows.shape[0] * rows.shape[1] * dtype_bytes(rows.dtype), e.sending);
+  }
 }
 
 void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row,

@@ -22,7 +22,7 @@ struct Launcher {
   void operator()(const TokenSum& w) const {
     if (w.start == Start::kIndependent) {
       sum_rows_beside(device, pass.problem, pass.metadata, w.rows, {w.out, w.ranks}, w.tokens,
-                      stream);
+                      w.beside, stream);
     } else {
       sum_rows(device, pass.problem, pass.metadata, w.rows, w.weights, {w.out, w.ranks}, w.tokens,
                stream);

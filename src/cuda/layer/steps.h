@@ -36,8 +36,9 @@ struct TokenSum {
   Tensor weights;    ///< as Routing::weights; absent: 1
   Tensor out;        ///< (T, d)
   TokenRange tokens;
-  Start start;                      ///< kAfterPrevious or kIndependent
-  const RankSums* ranks = nullptr;  ///< sums of other ranks that are added
+  Start start;                                ///< kAfterPrevious or kIndependent
+  const RankSums* ranks = nullptr;            ///< sums of other ranks that are added
+  BesideWhat beside = BesideWhat::kPrevious;  ///< with kIndependent
 };
 
 /// Zero in every element of rows (T, d) whose last stride is 1.

@@ -6,12 +6,8 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// Rows of an expert are divided at multiples of it: a pair of records, which Hopper's clusters
-/// compute together.
-constexpr int kSplitRows = 2 * kRecordRows;
-
-/// Where an expert's rows are divided: behind the last full pair of records of rows whose tokens
-/// are below `tokens`. Both lists together then have as many records and pairs as the whole.
+/// Where an expert's rows are divided: behind the last full record of rows whose tokens are below
+/// `tokens`. Both lists together then have as many records as the whole.
 __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
   const int begin = whole.expert_begin[e];
   int low = begin;
@@ -23,7 +19,7 @@ __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
       high = middle;
     }
   }
-  return begin + (low - begin) / kSplitRows * kSplitRows;
+  return begin + (low - begin) / kRecordRows * kRecordRows;
 }
 
 /// Blocks with y = 0 write the first list, those with y = 1 the other.

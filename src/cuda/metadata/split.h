@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 /// Of both lists only records, record_count, expert_begin and expert_rows are set. The numbers of
 /// rows are those of the whole.
 struct RecordSplit {
-  Metadata first;  ///< full pairs of records whose rows all belong to the first tokens
+  Metadata first;  ///< full records whose rows all belong to the first tokens
   Metadata rest;   ///< all other rows
   std::int64_t bytes;
 };

@@ -4,8 +4,9 @@
 // bytes of each of eight rows before it adds the first. Blocks are small and many, so that more of
 // them run on a multiprocessor when the weight gradient's CTAs exit.
 //
-// The kernel reads its rows without a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has
-// waited for them before it lets this kernel start. So no load here may be ld.global.nc.
+// Behind a weight gradient of its stream the kernel reads its rows without a wait, by rule 2 of
+// ptx/dependent.cuh: the weight gradient has waited for them before it lets this kernel start. So
+// no load here may be ld.global.nc.
 #include <type_traits>
 
 #include "cuda/device/device.h"
@@ -37,6 +38,7 @@ struct BesideArgs {
   const std::int32_t* position_row;
   const std::int32_t* token_offsets;
   std::uint32_t zero;  // 0, a value that the compiler cannot know
+  std::uint32_t waits;
 };
 
 /// Of a row.
@@ -54,6 +56,7 @@ __device__ __forceinline__ void add(float (&sum)[4], const uint2& v) {
 
 /// The result is this launch's sum.
 struct OwnSum {
+  static constexpr int kMostRows = 8;  ///< loaded before the first is added
   struct Others {};
   __device__ __forceinline__ Others load(const BesideArgs&, std::uint32_t, std::uint32_t) const {
     return {};
@@ -66,6 +69,7 @@ struct OwnSum {
 };
 /// The result is the sum over all ranks.
 struct SumOverRanks {
+  static constexpr int kMostRows = 7;  ///< what is loaded of other ranks takes registers too
   using Others = OtherSums<uint2>;
   RankSums ranks;
 
@@ -96,30 +100,37 @@ __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, 
   *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = sum;
 }
 
-/// Adds kRows rows to the sum: those that lanes `first` and following hold.
-template <class Element, int kRows>
-__device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* from,
-                                         std::int32_t rows, int first, std::uint32_t row_bytes,
-                                         std::uint32_t zero) {
-  uint2 value[kRows];
+/// Consecutive rows: those that the lanes from `first` on hold.
+struct Run {
+  int first;
+  int rows;  ///< at most kMost of add_run
+};
+
+/// Adds the rows of a run to the sum. All are loaded before the first is added, however few they
+/// are: a token has few rows where its experts are divided among ranks.
+template <class Element, int kMost>
+__device__ __forceinline__ void add_run(float (&sum)[4], const std::uint8_t* from,
+                                        std::int32_t rows, const Run& run, const BesideArgs& a) {
+  uint2 value[kMost];
 #pragma unroll
-  for (int i = 0; i < kRows; i++) {
-    const std::int32_t row = __shfl_sync(~0u, rows, first + i);
-    value[i] = ptx::load8(ptx::row_address(from, row, row_bytes));
+  for (int i = 0; i < kMost; i++) {
+    const std::int32_t row = __shfl_sync(~0u, rows, run.first + i);
+    value[i] = {0, 0};
+    if (i < run.rows) value[i] = ptx::load8(ptx::row_address(from, row, a.row_bytes));
   }
   // The first sum depends on all loads. Else the compiler, to save registers, adds some rows before
   // it loads the others, and fewer bytes are in flight.
   std::uint32_t nothing = 0;
 #pragma unroll
-  for (int i = 1; i < kRows; i++) nothing |= value[i].y;
-  value[0].x |= nothing & zero;
-  value[0].y |= nothing & zero;
+  for (int i = 1; i < kMost; i++) nothing |= value[i].y;
+  value[0].x |= nothing & a.zero;
+  value[0].y |= nothing & a.zero;
 #pragma unroll
-  for (int i = 0; i < kRows; i++) add<Element>(sum, value[i]);
+  for (int i = 0; i < kMost; i++) {
+    if (i < run.rows) add<Element>(sum, value[i]);
+  }
 }
 
-/// A token of at most 32 positions. Each lane looks up one row and shuffles it to the others;
-/// looked up for each piece, rows would cost another round trip to memory.
 template <class Element, class Result>
 __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& result,
                                           std::uint32_t token, const ByteRange& bytes,
@@ -132,23 +143,14 @@ __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& res
     const std::uint8_t* from = a.rows + (wanted < a.row_bytes ? wanted : 0);
     const auto others = result.load(a, token, wanted < a.row_bytes ? wanted : 0);
     float sum[4] = {};
+    constexpr int kMost = Result::kMostRows;
 #pragma unroll 1
-    for (int k = 0; present >> k != 0;) {
-      const std::uint32_t next = present >> k;
-      if ((next & 0xff) == 0xff) {
-        add_rows<Element, 8>(sum, from, rows, k, a.row_bytes, a.zero);
-        k += 8;
-      } else if ((next & 0xf) == 0xf) {
-        add_rows<Element, 4>(sum, from, rows, k, a.row_bytes, a.zero);
-        k += 4;
-      } else if ((next & 3) == 3) {
-        add_rows<Element, 2>(sum, from, rows, k, a.row_bytes, a.zero);
-        k += 2;
-      } else {
-        if ((next & 1) != 0) add_rows<Element, 1>(sum, from, rows, k, a.row_bytes, a.zero);
-        k++;
-      }
-      if (k == 32) break;
+    for (int k = 0; k < 32 && present >> k != 0;) {
+      // Zeros are shifted in; only of 32 rows no bit is zero.
+      const int ones = __ffs(static_cast<int>(~(present >> k))) - 1;
+      const int run = ones < 0 ? kMost : min(ones, kMost);
+      if (run > 0) add_run<Element, kMost>(sum, from, rows, {k, run}, a);
+      k += max(run, 1);
     }
     const std::uint32_t byte = first + ptx::lane() * kBytes;
     if (byte < a.row_bytes) {
@@ -202,8 +204,7 @@ template <class Element, class Result>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_rows_beside_kernel(const BesideArgs a, const Result result) {
   ptx::launch_next_kernel();
-  // The kernel before has waited for the sums of other ranks.
-  if constexpr (std::is_same_v<Result, SumOverRanks>) ptx::wait_for_previous_kernel();
+  if (a.waits != 0) ptx::wait_for_previous_kernel();
   // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (i < a.tokens) sum_part<Element>(a, result, i, blockIdx.y);
@@ -215,13 +216,14 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
 
 void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
                      const void* rows, const SumOutput& out, const TokenRange& tokens,
-                     cudaStream_t stream) {
+                     BesideWhat beside, cudaStream_t stream) {
   if (tokens.count == 0) return;
   BesideArgs args{};
   args.rows = static_cast<const std::uint8_t*>(rows);
   args.out = static_cast<std::uint8_t*>(out.rows.data);
   args.out_bytes = out.rows.stride[0] * 2;
   args.row_bytes = static_cast<std::uint32_t>(problem.hidden * 2);
+  args.waits = beside == BesideWhat::kOtherStream ? 1 : 0;
   args.first_token = static_cast<std::uint32_t>(tokens.first);
   args.tokens = static_cast<std::uint32_t>(tokens.count);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;

@@ -39,13 +39,19 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
               const void* rows, const Tensor& weights, const SumOutput& out,
               const TokenRange& tokens, cudaStream_t stream);
 
-/// The same without weights, beside an independent weight gradient (Start).
-/// That is the previous kernel, or the one before other kernels that run beside it too. It must let
-/// the next kernel start only after its own wait for the kernel that writes `rows`
-/// (ptx/dependent.cuh, rule 2). On another stream than the weight gradient's, `rows` must be
-/// complete before the launch. With sums of other ranks it waits for the previous kernel.
+/// The weight gradient beside which a sum runs.
+enum class BesideWhat {
+  /// An independent one (Start) of the same stream. That is the previous kernel, or the one before
+  /// other kernels that run beside it too. It must let the next kernel start only after its own
+  /// wait
+  /// for the kernel that writes `rows` (ptx/dependent.cuh, rule 2).
+  kPrevious,
+  kOtherStream,  ///< one of another stream: the sum waits for what is before it on its own
+};
+
+/// The same without weights, in blocks that run beside a weight gradient.
 void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
                      const void* rows, const SumOutput& out, const TokenRange& tokens,
-                     cudaStream_t stream);
+                     BesideWhat beside, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda
