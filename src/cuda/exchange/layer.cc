@@ -1,14 +1,14 @@
-// The layer between the transfers. Products over gathered rows are launched twice: over full pairs
-// of tile records of this rank's tokens while other ranks' rows travel, then over the rest. Sums of
-// other ranks' tokens come before those of this rank's, which add what other ranks have sent
-// (kFinish). Both are computed in the parts of token_parts(), of which two are shown:
+// The layer between the transfers. Products over gathered rows are launched twice: over full tile
+// records of this rank's tokens while other ranks' rows travel, then over the rest. Sums of other
+// ranks' tokens come before those of this rank's, which add what other ranks have sent (kFinish).
+// Sums are computed in the parts of token_parts(); those of two ranks are 1 and 2 here:
 //
 //   forward   A own | A rest  Y rest  O others 1, 2 | Y own | O own 1, 2
 //   sending   x --->                          | 1 ---> 2 --->
 //
-//   backward  dH own | dH rest  dX~ | dW2                  dW1
-//   aside                           | dX others 1, 2  dS | dX own 1, 2
-//   sending   dO --->  x --->                    | 1 ---> 2 --->
+//   backward  dH own | dH rest  dX~           | dW2            | dW1
+//   aside                                     | dX others 1, 2  dS  dX own 1, 2
+//   sending   dO --->  x --->  own rows --->               | 1 ---> 2 --->
 #include <algorithm>
 
 #include "cuda/exchange/step.h"
@@ -50,8 +50,8 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
   return product;
 }
 
-/// Splits the tile records. Those of the second list read `rows` of this rank in the array at byte
-/// `offset`, where they are copied to.
+/// Splits the tile records. Those of the second list read this rank's `rows` in the array at byte
+/// `offset`, so what they need is copied there.
 void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64_t offset) {
   const Exchange& e = run.exchange;
   const Metadata& rest = run.memory.split.rest;
@@ -154,14 +154,8 @@ struct Backward {
   }
   Backward(const Backward&) = delete;
 
-  /// Whether the sums of a part run before the weight gradients. Those of narrow experts are too
-  /// short for all sums.
-  bool sums_before(const TokenPart& part) const {
-    return !beside ||
-           (call.order.companion == Companion::kTokenSum && part.phase == kPhasePartials);
-  }
-  TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks,
-               Start start) const {
+  TokenSum sum(const Tensor& out, const TokenRange& tokens, const RankSums* ranks) const {
+    const Start start = beside ? Start::kIndependent : Start::kAfterPrevious;
     return {scratch.dx, {}, out, tokens, start, ranks, BesideWhat::kOtherStream};
   }
 
@@ -198,15 +192,10 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   });
   run.wait(kPhaseRows, run.stream);
   launch([&](Steps& steps) {
-    RowProduct rest = part_of(dh, m.split.rest, b.scratch.counters, 1);
-    // dX~ may start when the first tiles of the rest are in memory: what it reads of the first list
-    // is complete. How many tiles are waited for depends on the rows that the engine expects.
-    rest.hints.release_counter = dh.hints.release_counter;
-    if (e.shape.ranks > 1) rest.groups.capacity -= rest.groups.capacity / e.shape.ranks;
-    const RowProduct& source = steps.add("dH", rest);
+    const RowProduct& rest = steps.add("dH", part_of(dh, m.split.rest, b.scratch.counters, 1));
     if (b.args.dx.data == nullptr) return;
-    RowProduct dx = input_grad_product(b.call, source);
-    if (!b.call.order.input_grad_first) dx.hints.start = Start::kAfterPrevious;
+    RowProduct dx = input_grad_product(b.call, rest);
+    dx.hints.start = Start::kAfterPrevious;
     steps.add("dX~", dx);
   });
 }
@@ -214,26 +203,19 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
 /// dX of other ranks' tokens and the gradients of routing weights, beside the weight gradients.
 void send_sums(const Run& run, const Backward& b) {
   const Exchange& e = run.exchange;
-  const auto sum = [&](const TokenPart& part, const Exec& exec, Start start) {
-    Launch(run, b.pass, exec)([&](Steps& steps) {
-      steps.add("dX", b.sum(b.args.dx, others_of(run, part), nullptr, start));
-    });
-    send_part(run, part, stream_of(exec));
-  };
-  each_part(run, [&](const TokenPart& part) {
-    if (b.args.dx.data == nullptr) return;
-    if (b.sums_before(part)) {
-      sum(part, run.exec, Start::kAfterPrevious);
-    } else {
-      follow(e, e.aside, run.stream);
-      sum(part, b.aside, Start::kIndependent);
-    }
-  });
+  const Launch launch(run, b.pass, b.aside);
   follow(e, e.aside, run.stream);
+  if (b.args.dx.data != nullptr) {
+    each_part(run, [&](const TokenPart& part) {
+      launch(
+          [&](Steps& steps) { steps.add("dX", b.sum(b.args.dx, others_of(run, part), nullptr)); });
+      send_part(run, part, e.aside);
+    });
+  }
   if (b.args.dweights.data == nullptr) return;
   // With a bias they read the rows of dout.
   if (b.args.weights.b_down.data != nullptr) run.wait(kPhaseAgain, e.aside);
-  Launch(run, b.pass, b.aside)([&](Steps& steps) { add_score_grad(b.call, steps); });
+  launch([&](Steps& steps) { add_score_grad(b.call, steps); });
   push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
   announce(e, kPhaseScores, e.aside);
 }
@@ -328,12 +310,10 @@ void finish_backward(const Run& run, const BackwardArgs& args) {
   }
   const RankSums ranks = other_sums(e.peers, e.shape);
   const Backward b(run, args);
-  const Start start = b.beside ? Start::kIndependent : Start::kAfterPrevious;
   const Launch launch(run, b.pass, b.aside);
   each_part(run, [&](const TokenPart& part) {
     run.wait(part.phase, e.aside);
-    launch(
-        [&](Steps& steps) { steps.add("dX", b.sum(args.dx, own_of(run, part), &ranks, start)); });
+    launch([&](Steps& steps) { steps.add("dX", b.sum(args.dx, own_of(run, part), &ranks)); });
   });
 }
 

@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(kPushThreads)
 constexpr int kGatherThreads = 256;
 constexpr int kGatherBlocks = 4;  // of an expert
 
-/// The same row may be copied for several experts.
+/// A row may be copied for several experts, and at the same time by copy_own_rows(): all of them
+/// write the same bytes.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_own_rows_kernel(const OwnRows own, uint4* to) {
   ptx::wait_for_previous_kernel();
