@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kPushThreads)
 }
 
 constexpr int kGatherThreads = 256;
-constexpr int kGatherBlocks = 4;  // of an expert
+constexpr int kGatherBlocks = 16;  // of an expert: a warp copies one row or none
 
 /// A row may be copied for several experts, and at the same time by copy_own_rows(): all of them
 /// write the same bytes.
