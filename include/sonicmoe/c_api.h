@@ -58,6 +58,8 @@ enum { SMOE_CPU_BACKEND = 0, SMOE_CUDA_BACKEND = 1 };
 enum { SMOE_FORM_IDS = 0, SMOE_FORM_PAIRS = 1, SMOE_FORM_GROUPED = 2 };
 enum { SMOE_INFERENCE = 0, SMOE_FORWARD = 1, SMOE_BACKWARD = 2 };
 enum { SMOE_GRAD_WRITE = 0, SMOE_GRAD_ACCUMULATE = 1 };
+enum { SMOE_PRECISION_TENSORS = 0, SMOE_PRECISION_FP8 = 1 };
+enum { SMOE_KEPT_H_PRECISION = 0, SMOE_KEPT_H_TENSORS = 1 };
 enum {
   SMOE_SCORE_SOFTMAX_AFTER_TOPK = 0,
   SMOE_SCORE_SOFTMAX_BEFORE_TOPK = 1,
@@ -116,6 +118,8 @@ typedef struct smoe_problem {
   int64_t capacity; /* pairs form only */
   double alpha;     /* swiglu_oai only; 0 = 1.702 */
   double limit;     /* swiglu_oai, 0 = 7, and swiglu_clamped, 0 = 10 */
+  int32_t precision;
+  int32_t kept_h;
 } smoe_problem;
 
 typedef struct smoe_sizes {
@@ -161,6 +165,8 @@ typedef struct smoe_forward_args {
   int64_t saved_bytes;
   void* scratch;
   int64_t scratch_bytes;
+  const void* fp8_weights; /* SMOE_PRECISION_FP8: as smoe_quantize_weights left it */
+  int64_t fp8_weights_bytes;
 } smoe_forward_args;
 
 typedef struct smoe_backward_args {
@@ -179,6 +185,8 @@ typedef struct smoe_backward_args {
   const smoe_tensor* dx;       /* optional */
   const smoe_tensor* dweights; /* optional */
   const smoe_weights* grads;   /* optional, any subset */
+  const void* fp8_weights;     /* as in forward */
+  int64_t fp8_weights_bytes;
 } smoe_backward_args;
 
 SMOE_API smoe_status smoe_row_capacity(const smoe_problem* problem, int64_t* capacity);
@@ -189,6 +197,15 @@ SMOE_API smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass,
 SMOE_API smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weights, void* h,
                                   int64_t h_bytes, const smoe_exec* exec, smoe_tensor* gate,
                                   smoe_tensor* up);
+/* Weights for SMOE_PRECISION_FP8, quantised once for each value of the weights. */
+SMOE_API smoe_status smoe_fp8_weights_bytes(const smoe_problem* problem, const smoe_exec* exec,
+                                            int64_t* bytes);
+SMOE_API smoe_status smoe_quantize_weights(const smoe_problem* problem, const smoe_weights* weights,
+                                           void* fp8_weights, int64_t fp8_weights_bytes,
+                                           const smoe_exec* exec);
+/* The precision that is expected to be the faster one. */
+SMOE_API smoe_status smoe_auto_precision(const smoe_problem* problem, const smoe_exec* exec,
+                                         int32_t* precision);
 SMOE_API smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
                                       const smoe_exec* exec);
 SMOE_API smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,

@@ -21,6 +21,19 @@ enum class RoutingForm : std::int32_t {
   kGrouped = 2,  ///< x already grouped by expert: rows of expert e begin at row_begin[e]; C = T
 };
 
+/// The precision of the products. docs/fp8.md says what kFp8 computes. kFp8 is served for bf16
+/// tensors whose d and n are multiples of 128.
+enum class Precision : std::int32_t {
+  kTensors = 0,  ///< the tensors' own dtype
+  kFp8 = 1,      ///< e4m3 with block scales; the gradients of the weights in the tensors' dtype
+};
+
+/// How H is kept from forward to backward. The output does not depend on it.
+enum class KeptH : std::int32_t {
+  kPrecision = 0,  ///< as Problem::precision says: kFp8 keeps e4m3 codes and scales
+  kTensors = 1,    ///< in the tensors' dtype
+};
+
 /// What the host must know before it launches. Counts on the device are never read back.
 struct Problem {
   std::int64_t tokens = 0;    ///< T: rows of x and of the output; 0 is allowed
@@ -33,6 +46,8 @@ struct Problem {
   DType dtype =
       DType::kF32;  ///< of x, weights, biases and outputs; scores are fp32, or fp64 in fp64
   Activation activation{};
+  Precision precision = Precision::kTensors;
+  KeptH kept_h = KeptH::kPrecision;
 };
 
 /// C, the rows that buffers are sized for: T*K, the pair list's length, or T. Refuses C >= 2^31.
@@ -68,11 +83,26 @@ enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
 /// of scratch are dead once the call's work is done. Inference keeps nothing: h = saved = 0. A
 /// problem with an array of 2^55 bytes or more is refused.
 struct Sizes {
-  std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype
+  std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype; of fp8: codes and scales
   std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
   std::int64_t scratch_bytes = 0;  ///< of the pass asked for
 };
 SONICMOE_API Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec = {});
+
+/// Bytes of the quantised weights of a problem with Precision::kFp8; 0 for kTensors.
+SONICMOE_API std::int64_t fp8_weights_bytes(const Problem& problem, const Exec& exec = {});
+
+/// Quantises gate, up and down into `out`, which forward and backward of kFp8 read. To be called
+/// once for each value of the weights; any number of passes may share the result.
+SONICMOE_API void quantize_weights(const Problem& problem, const Weights& weights,
+                                   const Buffer& out, const Exec& exec = {});
+
+/// The least row capacity C from which kFp8 is expected to be faster than kTensors for a problem's
+/// d, n and E on the device of `exec`; INT64_MAX where it never is, or is not served.
+SONICMOE_API std::int64_t auto_fp8_rows(const Problem& problem, const Exec& exec = {});
+/// kFp8 if row_capacity(problem) >= auto_fp8_rows(problem, exec), else kTensors. The precision of
+/// `problem` itself is not looked at.
+SONICMOE_API Precision auto_precision(const Problem& problem, const Exec& exec = {});
 
 struct ForwardArgs {
   Tensor x{};  ///< (T, d)
@@ -82,6 +112,8 @@ struct ForwardArgs {
   Buffer h{};    ///< empty together with saved: inference
   Buffer saved{};
   Buffer scratch{};
+  /// kFp8: as quantize_weights left it; gate, up and down of `weights` are then not read.
+  Buffer fp8_weights{};
 };
 
 /// Forward. With h and saved it keeps H and metadata for backward; without both it is inference.
@@ -101,7 +133,7 @@ struct HViews {
 /// without a gap. Rows past the last routed one, or of no group, are not written. The parts lie
 /// side by side ([gate | up]); on CUDA they alternate where the weights do, up one element after
 /// gate along a contiguous n. Of `weights` only gate and up are looked at; h without data gives
-/// views without.
+/// views without. An H that is kept in fp8 has no views: it is refused.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 
@@ -123,6 +155,7 @@ struct BackwardArgs {
   Tensor dweights{};  ///< shape and dtype of routing.weights, optional; empty slots get 0
   Weights grads{};    ///< any subset; shapes and (free) strides as weights
   GradMode grad_mode = GradMode::kWrite;
+  Buffer fp8_weights{};  ///< as in forward
 };
 
 /// Backward of moe_forward. May be called twice in a row on the same saved state.

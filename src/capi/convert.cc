@@ -28,7 +28,7 @@ Tensor convert(const smoe_tensor* given, const char* name) {
   return result;
 }
 
-// Backward only reads h and saved, but Buffer has a pointer to mutable memory for both passes.
+// Buffer has a pointer to mutable memory also where a call only reads it.
 Buffer input_buffer(const void* data, std::int64_t bytes) {
   return {const_cast<void*>(data), bytes};
 }
@@ -72,8 +72,13 @@ Exec exec(const smoe_exec* given) {
   return {static_cast<Backend>(e.backend), e.num_threads, e.device, e.stream};
 }
 
+// The structs below have grown: their first version ends before the field that is named.
+constexpr std::size_t kFirstProblem = offsetof(smoe_problem, precision);
+constexpr std::size_t kFirstForwardArgs = offsetof(smoe_forward_args, fp8_weights);
+constexpr std::size_t kFirstBackwardArgs = offsetof(smoe_backward_args, fp8_weights);
+
 Problem problem(const smoe_problem* given) {
-  const smoe_problem p = read(given, "problem");
+  const smoe_problem p = read(given, "problem", kFirstProblem);
   Problem result;
   result.tokens = p.tokens;
   result.hidden = p.hidden;
@@ -84,6 +89,8 @@ Problem problem(const smoe_problem* given) {
   result.form = static_cast<RoutingForm>(p.form);
   result.dtype = static_cast<DType>(p.dtype);
   result.activation = {static_cast<ActivationKind>(p.activation), p.alpha, p.limit};
+  result.precision = static_cast<Precision>(p.precision);
+  result.kept_h = static_cast<KeptH>(p.kept_h);
   return result;
 }
 
@@ -140,7 +147,7 @@ Pairs pairs(const smoe_pairs* given) {
 }
 
 ForwardArgs forward_args(const smoe_forward_args* args) {
-  const smoe_forward_args a = read(args, "args");
+  const smoe_forward_args a = read(args, "args", kFirstForwardArgs);
   ForwardArgs forward;
   forward.x = required(a.x, "x");
   forward.routing = routing(a.routing);
@@ -149,11 +156,12 @@ ForwardArgs forward_args(const smoe_forward_args* args) {
   forward.h = {a.h, a.h_bytes};
   forward.saved = {a.saved, a.saved_bytes};
   forward.scratch = {a.scratch, a.scratch_bytes};
+  forward.fp8_weights = input_buffer(a.fp8_weights, a.fp8_weights_bytes);
   return forward;
 }
 
 BackwardArgs backward_args(const smoe_backward_args* args) {
-  const smoe_backward_args a = read(args, "args");
+  const smoe_backward_args a = read(args, "args", kFirstBackwardArgs);
   BackwardArgs backward;
   backward.x = required(a.x, "x");
   backward.routing = routing(a.routing);
@@ -166,6 +174,7 @@ BackwardArgs backward_args(const smoe_backward_args* args) {
   backward.dweights = optional(a.dweights, "dweights");
   if (a.grads != nullptr) backward.grads = weights(a.grads, "grads");
   backward.grad_mode = static_cast<GradMode>(a.grad_mode);
+  backward.fp8_weights = input_buffer(a.fp8_weights, a.fp8_weights_bytes);
   return backward;
 }
 

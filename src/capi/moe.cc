@@ -59,6 +59,31 @@ smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weight
   });
 }
 
+smoe_status smoe_fp8_weights_bytes(const smoe_problem* problem, const smoe_exec* exec,
+                                   int64_t* bytes) {
+  return capi::guarded([&] {
+    capi::refuse_null(bytes, "bytes");
+    *bytes = fp8_weights_bytes(capi::problem(problem), capi::exec(exec));
+  });
+}
+
+smoe_status smoe_quantize_weights(const smoe_problem* problem, const smoe_weights* weights,
+                                  void* fp8_weights, int64_t fp8_weights_bytes,
+                                  const smoe_exec* exec) {
+  return capi::guarded([&] {
+    quantize_weights(capi::problem(problem), capi::weights(weights, "weights"),
+                     {fp8_weights, fp8_weights_bytes}, capi::exec(exec));
+  });
+}
+
+smoe_status smoe_auto_precision(const smoe_problem* problem, const smoe_exec* exec,
+                                int32_t* precision) {
+  return capi::guarded([&] {
+    capi::refuse_null(precision, "precision");
+    *precision = static_cast<int32_t>(auto_precision(capi::problem(problem), capi::exec(exec)));
+  });
+}
+
 smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
                              const smoe_exec* exec) {
   return capi::guarded(

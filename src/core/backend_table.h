@@ -32,6 +32,8 @@ struct BackendTable {
   const char* name = nullptr;
   /// What the buffers of a call are aligned to, in bytes.
   std::int64_t buffer_alignment = 0;
+  /// Whether large layers are faster in fp8 than in bf16: auto_precision() then follows its rule.
+  bool fast_fp8 = false;
 
   /// Opens a device: an immutable handle for Exec::device, given back to device_close. `engine` is
   /// a name of engines(), or null for the backend's choice. Null: the backend has no devices.
@@ -58,6 +60,9 @@ struct BackendTable {
   Sizes (*moe_sizes)(const Problem& problem, Pass pass, const Exec& exec) = nullptr;
   /// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.
   Tensor (*h_rows)(const Problem& problem, const Weights& weights, void* data) = nullptr;
+  /// Writes the buffer of core/fp8_layout.h. Null: the backend does not serve Precision::kFp8.
+  void (*quantize_weights)(const Problem& problem, const Weights& weights, const Buffer& out,
+                           const Exec& exec) = nullptr;
   void (*moe_forward)(const Problem& problem, const ForwardArgs& args, const Exec& exec) = nullptr;
   void (*moe_backward)(const Problem& problem, const BackwardArgs& args,
                        const Exec& exec) = nullptr;

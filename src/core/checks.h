@@ -22,6 +22,12 @@ void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 /// Checks the tensors only. The sizes of the buffers depend on the backend: see forward_buffers.
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
+/// What Problem::precision and Problem::kept_h ask for; part of problem().
+void precision(const Problem& problem);
+void quantize_weights(const Problem& problem, const Weights& weights, const Exec& exec);
+/// Whether `given` holds the quantised weights that the problem's precision needs.
+void fp8_weights(const Problem& problem, const Buffer& given, const Exec& exec);
+void quantize_weights_overlap(const Weights& weights, const Buffer& out);
 /// Of the weights, checks gate and up only.
 void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
 /// The pass that the buffers of a forward ask for: training if h or saved is given, else inference.

@@ -77,6 +77,10 @@ void exchange_problem(const ExchangeShape& s, const Problem& p, std::int64_t row
     refuse(Status::kUnsupported,
            "form is grouped, must be ids or pairs: an exchange needs to know each token's experts");
   }
+  if (p.precision != Precision::kTensors) {
+    refuse(Status::kUnsupported,
+           "precision is fp8, must be tensors: an exchange has no fp8 products");
+  }
   if (p.dtype != s.dtype) {
     refuse(std::string("dtype is ") + dtype_name(p.dtype) + ", must be " + dtype_name(s.dtype) +
            " as in the exchange's shape");

@@ -204,6 +204,7 @@ void problem(const Problem& p) {
   below_2_31("experts", p.experts);
   capacity_of_form(p);
   below_2_31("top_k", p.top_k);
+  precision(p);
   const std::int64_t capacity = rows(p);
   below_2_31("row capacity C", capacity);
   const std::int64_t bytes = dtype_bytes(p.dtype);
@@ -239,9 +240,21 @@ void moe_backward(const Problem& p, const BackwardArgs& args, const Exec& e) {
   grads(p, args);
 }
 
+void quantize_weights(const Problem& p, const Weights& w, const Exec& e) {
+  exec(e);
+  problem(p);
+  if (p.precision != Precision::kFp8) {
+    refuse("precision is tensors, must be fp8: no other has quantised weights");
+  }
+  weights(p, w);
+}
+
 void h_views(const Problem& p, const Weights& w, const Exec& e) {
   exec(e);
   problem(p);
+  if (p.precision == Precision::kFp8 && p.kept_h == KeptH::kPrecision) {
+    refuse(Status::kUnsupported, "H is kept in fp8, must be kept in bf16 to have views");
+  }
   for (const WeightRule& r : weight_rules(p).rule) {
     const bool looked_at =
         r.member == &Weights::up || (r.member == &Weights::gate && is_gated(p.activation.kind));

@@ -21,6 +21,11 @@ void add(Lent& lent, const Routing& r, const Weights& w) {
   lent.add("weights.b_down", w.b_down);
 }
 
+/// Memory that a call only reads, as a tensor.
+Tensor read_only(const Buffer& buffer) {
+  return tensor1(buffer.data, DType::kI32, (buffer.bytes + 3) / 4);
+}
+
 void add(Lent& lent, const Pairs& pairs, Use use) {
   lent.add("pairs.token", pairs.token, use);
   lent.add("pairs.expert", pairs.expert, use);
@@ -49,6 +54,8 @@ void forward_overlap(const ForwardArgs& args) {
   lent.add("scratch", args.scratch);
   lent.add("out", args.out, Use::kWritten);
   lent.add("x", args.x);
+  const Tensor fp8_weights = read_only(args.fp8_weights);
+  lent.add("fp8_weights", fp8_weights);
   add(lent, args.routing, args.weights);
   lent.refuse_shared_memory();
 }
@@ -68,7 +75,18 @@ void backward_overlap(const BackwardArgs& args) {
   lent.add("grads.b_down", args.grads.b_down, Use::kWritten);
   lent.add("x", args.x);
   lent.add("dout", args.dout);
+  const Tensor fp8_weights = read_only(args.fp8_weights);
+  lent.add("fp8_weights", fp8_weights);
   add(lent, args.routing, args.weights);
+  lent.refuse_shared_memory();
+}
+
+void quantize_weights_overlap(const Weights& weights, const Buffer& out) {
+  Lent lent;
+  lent.add("fp8_weights", out);
+  lent.add("weights.gate", weights.gate);
+  lent.add("weights.up", weights.up);
+  lent.add("weights.down", weights.down);
   lent.refuse_shared_memory();
 }
 

@@ -47,6 +47,7 @@ HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h, 
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
   checks::moe_forward(problem, args, exec);
   checks::forward_buffers(args, sizes_of(problem, checks::forward_pass(args), exec), exec);
+  checks::fp8_weights(problem, args.fp8_weights, exec);
   checks::forward_overlap(args);
   serve(exec, "moe_forward", &BackendTable::moe_forward)(problem, args, exec);
 }
@@ -54,6 +55,7 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
   checks::moe_backward(problem, args, exec);
   checks::backward_buffers(args, sizes_of(problem, Pass::kBackward, exec), exec);
+  checks::fp8_weights(problem, args.fp8_weights, exec);
   checks::backward_overlap(args);
   serve(exec, "moe_backward", &BackendTable::moe_backward)(problem, args, exec);
 }

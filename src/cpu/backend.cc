@@ -17,6 +17,7 @@ const BackendTable* cpu_backend() {
     backend.buffer_alignment = 64;  // what host allocators of tensors give
     backend.moe_sizes = &cpu::moe_sizes;
     backend.h_rows = &cpu::h_rows;
+    backend.quantize_weights = &cpu::quantize_weights;
     backend.moe_forward = &cpu::moe_forward;
     backend.moe_backward = &cpu::moe_backward;
     backend.grouped_gemm_scratch_bytes = &no_scratch;

@@ -8,6 +8,8 @@
 namespace sonicmoe::cpu {
 
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
+void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
+                      const Exec& exec);
 /// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.
 Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <optional>
 
+#include "core/fp8_layout.h"
+#include "cpu/fp8.h"
 #include "cpu/moe_layer.h"
 
 namespace sonicmoe::cpu {
@@ -15,6 +17,11 @@ struct Backward {
   const Kernels& kernels;
   const Isa isa;
   const Metadata metadata;
+  // The operands of dA' and dX~: those of `args` and dh, or restored ones in scratch (fp8).
+  Tensor da_rows;
+  Weights weights;
+  void* h;
+  void* dx_operand;
   void* dh;      ///< dH of the current group of experts
   void* scaled;  ///< A' of the current group of experts
   void* dx_rows;
@@ -72,8 +79,8 @@ class KernelDh {
         dh_(b.wants_dh() ? b.dh : nullptr),
         scaled_(b.args.grads.down.data != nullptr ? b.scaled : nullptr),
         gemm_{&b.kernels,
-              b.dout_rows(),
-              {transposed_expert_matrix(b.args.weights.down), {}},
+              rows_of(b.da_rows, b.metadata.row_token),
+              {transposed_expert_matrix(b.weights.down), {}},
               1,
               1,
               b.problem.width,
@@ -120,8 +127,8 @@ class KernelDh {
   BackwardTile describe(const RowTile& tile, std::int64_t origin) const {
     const std::int64_t up = b_.gates() - 1;
     BackwardTile t{.activation = b_.problem.activation, .da = tile.acc[0]};
-    t.h_gate = half_at(b_.args.h.data, tile.row, 0, tile.col);
-    t.h_up = half_at(b_.args.h.data, tile.row, up, tile.col);
+    t.h_gate = half_at(b_.h, tile.row, 0, tile.col);
+    t.h_up = half_at(b_.h, tile.row, up, tile.col);
     t.dh_gate = half_at(dh_, tile.row - origin, 0, tile.col);
     t.dh_up = half_at(dh_, tile.row - origin, up, tile.col);
     t.h_stride = t.dh_stride = b_.gates() * b_.problem.width;
@@ -294,9 +301,10 @@ class KernelDxRows {
  private:
   static RowGemm describe(const Backward& b) {
     const Problem& p = b.problem;
-    const Weights& w = b.args.weights;
-    RowGemm gemm{&b.kernels, dense_rows(b.dh, b.gates() * p.width), {}, 1, b.gates(), p.hidden,
-                 p.width};
+    const Weights& w = b.weights;
+    RowGemm gemm{
+        &b.kernels, dense_rows(b.dx_operand, b.gates() * p.width), {}, 1, b.gates(), p.hidden,
+        p.width};
     gemm.matrices[0] = transposed_expert_matrix(b.gates() == 2 ? w.gate : w.up);
     gemm.matrices[1] = transposed_expert_matrix(w.up);
     return gemm;
@@ -309,6 +317,60 @@ class KernelDxRows {
   const RowGemm gemm_;
   PerWorker<RowGemmWorker> workers_;
 };
+
+/// Precision::kFp8: what is quantised or restored before and between the products.
+class Fp8Backward {
+ public:
+  Fp8Backward(Team& team, const Backward& b) : team_(team), b_(b) {}
+
+  /// dO, the weights and H, to where the members of Backward point.
+  void before() {
+    const Problem& p = b_.problem;
+    quantise_rows(team_, {.source = rows_of(b_.args.dout, nullptr),
+                          .rows = p.tokens,
+                          .depth = p.hidden,
+                          .restored = b_.da_rows.data});
+    restore_weights(team_, p, b_.args.fp8_weights, b_.weights);
+    if (!fp8::keeps_codes(p)) return;
+    restore_rows(team_, kept_h_rows(p, b_.args.h), b_.metadata.offsets[p.experts],
+                 b_.gates() * p.width, b_.h);
+  }
+  /// dH of a group.
+  void between(const ExpertGroup& group) {
+    const std::int64_t depth = b_.gates() * b_.problem.width;
+    quantise_rows(team_, {.source = dense_rows(b_.dh, depth),
+                          .rows = group.end - group.begin,
+                          .depth = depth,
+                          .restored = b_.dx_operand});
+  }
+
+ private:
+  Team& team_;
+  const Backward& b_;
+};
+
+Backward backward_of(Isa isa, const Problem& p, const BackwardArgs& args) {
+  const BackwardScratch at = backward_scratch(p);
+  const auto scratch = [&](std::int64_t offset) { return at_byte(args.scratch, offset); };
+  Backward b{p,
+             args,
+             kernels(p.dtype, isa),
+             isa,
+             metadata_at(p, args.saved.data),
+             args.dout,
+             args.weights,
+             args.h.data,
+             scratch(at.dh),
+             scratch(at.dh),
+             scratch(at.scaled),
+             scratch(at.dx_rows)};
+  if (p.precision == Precision::kTensors) return b;
+  b.da_rows = tensor2(scratch(at.dout), p.dtype, p.tokens, p.hidden);
+  b.weights = restored_weights(p, args.weights, scratch(at.weights));
+  b.dx_operand = scratch(at.dh_coded);
+  if (fp8::keeps_codes(p)) b.h = scratch(at.h);
+  return b;
+}
 
 void clear_dweights(const Backward& b) {
   if (b.args.dweights.data == nullptr) return;
@@ -336,15 +398,7 @@ std::int64_t most_tasks(const Backward& b, std::int64_t rows) {
 }  // namespace
 
 void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, const Exec& exec) {
-  const BackwardScratch scratch = backward_scratch(problem);
-  const Backward b{problem,
-                   args,
-                   kernels(problem.dtype, isa),
-                   isa,
-                   metadata_at(problem, args.saved.data),
-                   at_byte(args.scratch, scratch.dh),
-                   at_byte(args.scratch, scratch.scaled),
-                   at_byte(args.scratch, scratch.dx_rows)};
+  const Backward b = backward_of(isa, problem, args);
 
   // Everything that allocates. The caller's buffers are written only after this: in accumulate
   // mode, repeating a call that was refused later would add some gradients twice.
@@ -370,6 +424,8 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
   std::optional<KernelDxRows> dx_rows;
   if (args.dx.data != nullptr) dx_rows.emplace(team, b);
   ExpertGroups groups = expert_groups(problem, rows, team.size());
+  const bool fp8 = problem.precision == Precision::kFp8;
+  Fp8Backward quantised(team, b);
 
   clear_dweights(b);
   prefer_large_pages(args.scratch);
@@ -379,11 +435,13 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
       if (kernel) kernel->run(group);
     });
   };
+  if (fp8) observed(exec, "quantise", [&] { quantised.before(); });
   while (const ExpertGroup* group = groups.next(b.metadata.expert_offsets(problem))) {
     run("dH", dh, *group);
     run("dW2", dw2, *group);
     run("dW1", dw1, *group);
     observed(exec, "biases", [&] { bias_gradients(team, buffers, b, *group); });
+    if (fp8 && dx_rows) observed(exec, "quantise", [&] { quantised.between(*group); });
     run("dX~", dx_rows, *group);
   }
   if (args.dx.data == nullptr) return;

@@ -1,6 +1,8 @@
 // The forward pass: kernels A, Y and O of docs/method.md.
 #include <algorithm>
 
+#include "core/fp8_layout.h"
+#include "cpu/fp8.h"
 #include "cpu/moe_layer.h"
 
 namespace sonicmoe::cpu {
@@ -11,6 +13,10 @@ struct Forward {
   const ForwardArgs& args;
   const Kernels& kernels;
   const Metadata metadata;
+  // The operands of the products: those of `args`, or restored ones in scratch (fp8).
+  Tensor x;
+  Weights weights;
+  void* h;  ///< null: not wanted
   void* a;  ///< A of the current group of experts
   void* y;
 
@@ -35,8 +41,8 @@ class KernelA {
  private:
   static RowGemm describe(const Forward& f) {
     const Problem& p = f.problem;
-    const Weights& w = f.args.weights;
-    RowGemm gemm{&f.kernels, rows_of(f.args.x, f.metadata.row_token), {}, f.gates(), 1, p.width,
+    const Weights& w = f.weights;
+    RowGemm gemm{&f.kernels, rows_of(f.x, f.metadata.row_token), {}, f.gates(), 1, p.width,
                  p.hidden};
     gemm.matrices[0] = expert_matrix(f.gates() == 2 ? w.gate : w.up);
     gemm.matrices[1] = expert_matrix(w.up);
@@ -50,7 +56,7 @@ class KernelA {
   /// The address in H of the tile's gate columns (half 0) or up columns (the last half).
   void* h_at(const RowTile& tile, std::int64_t half) const {
     const std::int64_t n = f_.problem.width;
-    return at_element(f_.args.h.data, (tile.row * f_.gates() + half) * n + tile.col,
+    return at_element(f_.h, (tile.row * f_.gates() + half) * n + tile.col,
                       f_.kernels.element_bytes);
   }
 
@@ -59,14 +65,14 @@ class KernelA {
     const std::int64_t bytes = acc.cols * f_.kernels.element_bytes;
     const std::int64_t stride = f_.problem.width * f_.kernels.element_bytes;
     prefetch_rows(a_at(tile, origin), acc.rows, stride, bytes);
-    if (f_.args.h.data == nullptr) return;
+    if (f_.h == nullptr) return;
     for (std::int64_t half = 0; half < f_.gates(); ++half) {
       prefetch_rows(h_at(tile, half), acc.rows, f_.gates() * stride, bytes);
     }
   }
 
   void finish(const RowTile& tile, std::int64_t origin) const {
-    const Weights& w = f_.args.weights;
+    const Weights& w = f_.weights;
     const Tile& up = tile.acc[f_.gates() - 1];
     BiasTile gate_bias;
     BiasTile up_bias;
@@ -75,7 +81,7 @@ class KernelA {
     if (f_.gates() == 2) {
       t.gate_bias = gate_bias.load(f_.kernels, w.b_gate, tile.expert, tile.col, up.cols);
     }
-    if (f_.args.h.data != nullptr) {
+    if (f_.h != nullptr) {
       t.h_gate = h_at(tile, 0);
       t.h_up = h_at(tile, f_.gates() - 1);
     }
@@ -103,7 +109,7 @@ class KernelY {
                     : tensor2(f.y, f.problem.dtype, row_capacity(f.problem), f.problem.hidden)),
         gemm_{&f.kernels,
               dense_rows(f.a, f.problem.width),
-              {expert_matrix(f.args.weights.down), {}},
+              {expert_matrix(f.weights.down), {}},
               1,
               1,
               f.problem.hidden,
@@ -147,20 +153,66 @@ class KernelY {
   PerWorker<RowGemmWorker> workers_;
 };
 
+/// Precision::kFp8: what is quantised before and between the products.
+class Fp8Forward {
+ public:
+  Fp8Forward(Team& team, const Forward& f) : team_(team), f_(f) {}
+
+  /// X and the weights, to where Forward::x and Forward::weights point.
+  void before() {
+    const Problem& p = f_.problem;
+    quantise_rows(team_, {.source = rows_of(f_.args.x, nullptr),
+                          .rows = p.tokens,
+                          .depth = p.hidden,
+                          .restored = f_.x.data});
+    restore_weights(team_, p, f_.args.fp8_weights, f_.weights);
+  }
+  /// A in place, and the kept H of a group.
+  void between(const ExpertGroup& group) {
+    const Problem& p = f_.problem;
+    const std::int64_t rows = group.end - group.begin;
+    quantise_rows(
+        team_,
+        {.source = dense_rows(f_.a, p.width), .rows = rows, .depth = p.width, .restored = f_.a});
+    if (f_.h == nullptr || !fp8::keeps_codes(p)) return;
+    const std::int64_t depth = f_.gates() * p.width;
+    const void* first = at_element(f_.h, group.begin * depth, f_.kernels.element_bytes);
+    quantise_rows(team_, {.source = dense_rows(first, depth),
+                          .rows = rows,
+                          .depth = depth,
+                          .coded = kept_h_rows(p, f_.args.h),
+                          .coded_row = group.begin});
+  }
+
+ private:
+  Team& team_;
+  const Forward& f_;
+};
+
+Forward forward_of(Isa isa, const Problem& p, const ForwardArgs& args) {
+  const bool training = args.saved.data != nullptr;
+  const ForwardScratch at = forward_scratch(p, training ? Pass::kForward : Pass::kInference);
+  Forward f{p,
+            args,
+            kernels(p.dtype, isa),
+            metadata_at(p, training ? args.saved.data : at_byte(args.scratch, at.metadata)),
+            args.x,
+            args.weights,
+            args.h.data,
+            at_byte(args.scratch, at.a),
+            at_byte(args.scratch, at.y)};
+  if (p.precision == Precision::kTensors) return f;
+  f.x = tensor2(at_byte(args.scratch, at.x), p.dtype, p.tokens, p.hidden);
+  f.weights = restored_weights(p, args.weights, at_byte(args.scratch, at.weights));
+  if (training && fp8::keeps_codes(p)) f.h = at_byte(args.scratch, at.h);
+  return f;
+}
+
 }  // namespace
 
 void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, const Exec& exec) {
-  const bool training = args.saved.data != nullptr;
-  const ForwardScratch scratch =
-      forward_scratch(problem, training ? Pass::kForward : Pass::kInference);
-  const Kernels& k = kernels(problem.dtype, isa);
-  const Forward f{
-      problem,
-      args,
-      k,
-      metadata_at(problem, training ? args.saved.data : at_byte(args.scratch, scratch.metadata)),
-      at_byte(args.scratch, scratch.a),
-      at_byte(args.scratch, scratch.y)};
+  const Forward f = forward_of(isa, problem, args);
+  const Kernels& k = f.kernels;
 
   // Everything that allocates. The caller's buffers are written only after this.
   const std::int64_t rows = count_rows(problem, args.routing);
@@ -172,13 +224,17 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   KernelA up(team, f);
   KernelY down(team, buffers, f);
   ExpertGroups groups = expert_groups(problem, rows, team.size());
+  const bool fp8 = problem.precision == Precision::kFp8;
+  Fp8Forward quantised(team, f);
 
   observed(exec, "metadata", [&] { build_metadata(problem, args.routing, f.metadata); });
   prefer_large_pages(args.h);
   prefer_large_pages(args.scratch);
   prefer_large_pages(args.out);
+  if (fp8) observed(exec, "quantise", [&] { quantised.before(); });
   while (const ExpertGroup* group = groups.next(f.metadata.expert_offsets(problem))) {
     observed(exec, "A", [&] { up.run(*group); });
+    if (fp8) observed(exec, "quantise", [&] { quantised.between(*group); });
     observed(exec, "Y", [&] { down.run(*group); });
   }
   observed(exec, "O", [&] {

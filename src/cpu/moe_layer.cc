@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/fp8_layout.h"
 #include "cpu/backend.h"
+#include "cpu/fp8.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -35,6 +37,12 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass) {
   s.a = carver.take(rows * p.width * element);
   s.y = carver.take(p.form == RoutingForm::kGrouped ? 0 : rows * p.hidden * element);
   s.metadata = carver.take(pass == Pass::kInference ? metadata_bytes(p) : 0);
+  if (p.precision == Precision::kFp8) {
+    const bool codes = pass == Pass::kForward && fp8::keeps_codes(p);
+    s.x = carver.take(p.tokens * p.hidden * element);
+    s.weights = carver.take(restored_weights_elements(p) * element);
+    s.h = carver.take(codes ? gate_factor(p.activation.kind) * rows * p.width * element : 0);
+  }
   s.bytes = carver.used;
   return s;
 }
@@ -48,6 +56,13 @@ BackwardScratch backward_scratch(const Problem& p) {
   s.dh = carver.take(rows * gate_factor(p.activation.kind) * p.width * element);
   s.scaled = carver.take(rows * p.width * element);
   s.dx_rows = carver.take(dx_rows * element);
+  if (p.precision == Precision::kFp8) {
+    const std::int64_t h = gate_factor(p.activation.kind) * rows * p.width * element;
+    s.dout = carver.take(p.tokens * p.hidden * element);
+    s.weights = carver.take(restored_weights_elements(p) * element);
+    s.h = carver.take(fp8::keeps_codes(p) ? h : 0);
+    s.dh_coded = carver.take(h);
+  }
   s.bytes = carver.used;
   return s;
 }
@@ -69,8 +84,10 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
   sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch(problem).bytes
                                                 : forward_scratch(problem, pass).bytes;
   if (pass == Pass::kInference) return sizes;
-  sizes.h_bytes = gate_factor(problem.activation.kind) * row_capacity(problem) * problem.width *
-                  dtype_bytes(problem.dtype);
+  const std::int64_t rows = row_capacity(problem);
+  sizes.h_bytes = fp8::keeps_codes(problem) ? fp8::kept_h_layout(problem, rows).bytes
+                                            : gate_factor(problem.activation.kind) * rows *
+                                                  problem.width * dtype_bytes(problem.dtype);
   sizes.saved_bytes = metadata_bytes(problem);
   return sizes;
 }

@@ -1,0 +1,58 @@
+// The public functions of Precision::kFp8 beside the passes themselves.
+#include <limits>
+
+#include "core/backend_table.h"
+#include "core/check_tensor.h"
+#include "core/checks.h"
+#include "core/fp8_layout.h"
+
+namespace sonicmoe {
+namespace {
+
+// Below these, quantising costs more than the faster products save. Not measured yet.
+constexpr std::int64_t kLeastHidden = 512;
+constexpr std::int64_t kLeastWidth = 256;
+constexpr std::int64_t kLeastRowsPerExpert = 128;
+
+/// Whether the device of `exec` computes `problem` in fp8, and faster than in bf16 if it is large.
+bool is_fast(const Problem& problem, const Exec& exec) {
+  const BackendTable& table = backend_table(exec.backend);
+  if (!table.fast_fp8 || table.quantize_weights == nullptr) return false;
+  return table.refusal == nullptr || table.refusal(problem, exec).empty();
+}
+
+}  // namespace
+
+std::int64_t fp8_weights_bytes(const Problem& problem, const Exec& exec) {
+  checks::exec(exec);
+  checks::problem(problem);
+  return problem.precision == Precision::kFp8 ? fp8::weights_layout(problem).bytes : 0;
+}
+
+void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
+                      const Exec& exec) {
+  checks::quantize_weights(problem, weights, exec);
+  checks::fp8_weights(problem, out, exec);
+  checks::quantize_weights_overlap(weights, out);
+  serve(exec, "quantize_weights", &BackendTable::quantize_weights)(problem, weights, out, exec);
+}
+
+std::int64_t auto_fp8_rows(const Problem& problem, const Exec& exec) {
+  constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+  checks::exec(exec);
+  Problem p = problem;
+  p.precision = Precision::kTensors;
+  checks::problem(p);
+  const bool served =
+      p.dtype == DType::kBF16 && p.hidden % fp8::kBlock == 0 && p.width % fp8::kBlock == 0;
+  if (!served || p.hidden < kLeastHidden || p.width < kLeastWidth) return kNever;
+  p.precision = Precision::kFp8;
+  return is_fast(p, exec) ? kLeastRowsPerExpert * p.experts : kNever;
+}
+
+Precision auto_precision(const Problem& problem, const Exec& exec) {
+  const std::int64_t least = auto_fp8_rows(problem, exec);
+  return checks::rows(problem) >= least ? Precision::kFp8 : Precision::kTensors;
+}
+
+}  // namespace sonicmoe
