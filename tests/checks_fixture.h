@@ -54,7 +54,7 @@ class Memory {
   }
 
  private:
-  static constexpr std::int64_t kBytes = 1 << 16;
+  static constexpr std::int64_t kBytes = 1 << 19;
   static constexpr std::int64_t kAlignment = 256;
   std::vector<std::byte> storage_;
   std::byte* base_ = nullptr;
@@ -116,6 +116,8 @@ const BackendTable* cpu_backend() {
       ++test::backend_calls;
       return tensor2(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind) * p.width);
     };
+    backend.fast_fp8 = true;
+    backend.quantize_weights = &test::count_call;
     backend.moe_forward = &test::count_call;
     backend.moe_backward = &test::count_call;
     backend.grouped_gemm_scratch_bytes = no_scratch;

@@ -14,6 +14,9 @@ Implementation with_changing_threads() {
     return Exec{.num_threads = 1 + (*calls)++ % 4};
   };
   Implementation i = public_api({});
+  i.quantize_weights = [next](const Problem& p, const Weights& weights, const Buffer& out) {
+    quantize_weights(p, weights, out, next());
+  };
   i.moe_forward = [next](const Problem& p, const ForwardArgs& args) {
     moe_forward(p, args, next());
   };

@@ -2,6 +2,7 @@
 
 #include <iterator>
 
+#include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
 #include "sonicmoe/types.h"
 #include "sonicmoe/version.h"
@@ -16,6 +17,8 @@ TEST(Names, RoundTrip) {
   }
   EXPECT_STREQ(activation_name(static_cast<ActivationKind>(kActivationCount)), "unknown");
   EXPECT_EQ(dtype_from_name("bf16"), DType::kBF16);
+  EXPECT_EQ(precision_from_name("fp8"), Precision::kFp8);
+  EXPECT_STREQ(precision_name(Precision::kTensors), "tensors");
   EXPECT_EQ(rounding_mode_from_name("balanced"), RoundingMode::kBalanced);
   EXPECT_EQ(score_mode_from_name("sigmoid"), ScoreMode::kSigmoid);
   EXPECT_STREQ(version_string(), SONICMOE_VERSION_STRING);

@@ -28,6 +28,10 @@ enum class Precision : std::int32_t {
   kFp8 = 1,      ///< e4m3 with block scales; the gradients of the weights in the tensors' dtype
 };
 
+/// "tensors", "fp8", and back.
+SONICMOE_API const char* precision_name(Precision precision);
+SONICMOE_API Precision precision_from_name(const char* name);
+
 /// How H is kept from forward to backward. The output does not depend on it.
 enum class KeptH : std::int32_t {
   kPrecision = 0,  ///< as Problem::precision says: kFp8 keeps e4m3 codes and scales

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "sonicmoe/moe.h"
 #include "sonicmoe/routing.h"
 #include "sonicmoe/types.h"
 #include "sonicmoe/version.h"
@@ -20,6 +21,7 @@ constexpr auto kActivations = [] {
 // A kind without a row would have no name.
 static_assert(kActivations.back() != nullptr);
 constexpr std::array kDTypes = {"f32", "bf16", "f16", "f64", "i32", "i64"};
+constexpr std::array kPrecisions = {"tensors", "fp8"};
 constexpr std::array kScoreModes = {"softmax_after_topk", "softmax_before_topk", "sigmoid"};
 constexpr std::array kRoundingModes = {"nearest", "up", "down", "score", "stochastic", "balanced"};
 
@@ -49,6 +51,12 @@ ActivationKind activation_from_name(const char* name) {
 const char* dtype_name(DType dtype) { return name_at(kDTypes, static_cast<std::int32_t>(dtype)); }
 DType dtype_from_name(const char* name) {
   return static_cast<DType>(index_of(kDTypes, "dtype", name));
+}
+const char* precision_name(Precision precision) {
+  return name_at(kPrecisions, static_cast<std::int32_t>(precision));
+}
+Precision precision_from_name(const char* name) {
+  return static_cast<Precision>(index_of(kPrecisions, "precision", name));
 }
 const char* score_mode_name(ScoreMode mode) {
   return name_at(kScoreModes, static_cast<std::int32_t>(mode));

@@ -66,7 +66,96 @@ inline void rotate_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
 inline void swap_middle_rows(const Tensor& t) {
   rotate_rows(t, row_count(t) / 2, row_count(t) / 2 + 2);
 }
+// --- Breakages of results: f changes memory after a sound call.
+
+using ForwardHook = std::function<void(const Memory&, const Problem&, const ForwardArgs&)>;
+using BackwardHook = std::function<void(const Memory&, const Problem&, const BackwardArgs&)>;
+
+inline Break after_forward(ForwardHook hook) {
+  return [hook](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_forward = [sound, hook](const Problem& p, const ForwardArgs& args) {
+      sound.moe_forward(p, args);
+      hook(sound.memory, p, args);
+    };
+    return broken;
+  };
+}
+
+inline Break after_backward(BackwardHook hook) {
+  return [hook](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_backward = [sound, hook](const Problem& p, const BackwardArgs& args) {
+      sound.moe_backward(p, args);
+      hook(sound.memory, p, args);
+    };
+    return broken;
+  };
+}
+
+// --- Breakages of arguments: a sound implementation gets other ones.
+
+// Changed copies of views in device memory, freed after one call.
+class DeviceCopies {
+ public:
+  explicit DeviceCopies(const Memory& memory) : memory_(memory) {}
+  ~DeviceCopies() {
+    for (void* address : addresses_) memory_.release(address);
+  }
+  // A contiguous copy of a view with changed values; absent where the view is absent.
+  template <class F>
+  Tensor changed(const Tensor& t, F f) {
+    if (t.data == nullptr) return t;
+    Tensor copy = t;
+    const std::int64_t bytes = extent(t) * dtype_bytes(t.dtype);
+    copy.data = memory_.allocate(bytes);
+    addresses_.push_back(copy.data);
+    std::vector<std::uint8_t> image(static_cast<std::size_t>(bytes));
+    memory_.download(image.data(), t.data, bytes);
+    memory_.upload(copy.data, image.data(), bytes);
+    edit(memory_, copy, f);
+    return copy;
+  }
+  // A copy of a buffer with changed bytes.
+  template <class F>
+  Buffer changed(const Buffer& buffer, F f) {
+    std::vector<std::uint8_t> image(static_cast<std::size_t>(buffer.bytes));
+    memory_.download(image.data(), buffer.data, buffer.bytes);
+    f(image.data());
+    addresses_.push_back(memory_.allocate(buffer.bytes));
+    memory_.upload(addresses_.back(), image.data(), buffer.bytes);
+    return {addresses_.back(), buffer.bytes};
+  }
+
+ private:
+  const Memory& memory_;
+  std::vector<void*> addresses_;
+};
+
+// f changes the problem, the routing and the weights of every call.
+template <class F>
+Break with_inputs(F f) {
+  return [f](const Implementation& sound) {
+    Implementation broken = sound;
+    const auto change = [f](DeviceCopies& copies, Problem& p, auto& args) { f(copies, p, args); };
+    broken.moe_forward = [=](Problem p, ForwardArgs args) {
+      DeviceCopies copies(sound.memory);
+      change(copies, p, args);
+      sound.moe_forward(p, args);
+    };
+    broken.moe_backward = [=](Problem p, BackwardArgs args) {
+      DeviceCopies copies(sound.memory);
+      change(copies, p, args);
+      sound.moe_backward(p, args);
+    };
+    return broken;
+  };
+}
+
 /// The controls of the router.
 std::vector<Control> controls_of_the_router();
+/// The controls of Precision::kFp8, and those that break the oracle instead of a backend.
+std::vector<Control> controls_of_fp8();
+std::vector<Control> controls_of_fp8_sums();
 
 }  // namespace sonicmoe::verify

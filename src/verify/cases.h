@@ -82,6 +82,7 @@ struct Case {
   bool gather = false;              ///< grouped GEMMs: rows of a through an index
   bool out_of_range = false;        ///< grouped GEMMs: some offsets and indices are
   bool row_weights = true;          ///< grouped form: whether rows have weights
+  bool cancelling = false;          ///< depth 384: the first and the last 128 cancel in H and dA'
   RouterCase router;
   bool cpu_only = false;  ///< sizes or strides that only the CPU serves
 };
@@ -90,6 +91,9 @@ struct Case {
 bool wants(const Case& c, const std::string& output);
 
 enum class Extent { kQuick, kFull };
+
+/// The cases of Precision::kFp8, a part of all_cases().
+void add_fp8_cases(Extent extent, std::vector<Case>& cases);
 
 /// The cases whose names contain `filter`.
 std::vector<Case> all_cases(Extent extent, const std::string& filter);

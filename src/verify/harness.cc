@@ -7,11 +7,16 @@
 
 namespace sonicmoe::verify {
 bool serves(const Implementation& implementation, const Case& c) {
+  if (c.problem.precision == Precision::kFp8 && !implementation.quantize_weights) return false;
   if (c.subject == Subject::kGroupedGemm && !implementation.grouped_gemm) return false;
   if (c.subject == Subject::kGroupedGemmK && !implementation.grouped_gemm_k) return false;
   if (c.subject == Subject::kRoute && !implementation.route) return false;
   if (c.subject == Subject::kTokenRound && !implementation.token_round) return false;
   return !implementation.serves || implementation.serves(c);
+}
+
+bool asked_for(const VerifyOptions& options, const Case& c) {
+  return !options.precision || *options.precision == c.problem.precision;
 }
 
 double CaseResult::worst_ratio() const {
@@ -52,7 +57,8 @@ CaseResult run_case(const Case& c, const Implementation& implementation) {
 std::vector<CaseResult> verify(const VerifyOptions& options, const Implementation& implementation,
                                const Progress& progress) {
   std::vector<Case> cases = all_cases(options.extent, options.filter);
-  std::erase_if(cases, [&](const Case& c) { return !serves(implementation, c); });
+  std::erase_if(
+      cases, [&](const Case& c) { return !asked_for(options, c) || !serves(implementation, c); });
   std::vector<CaseResult> results;
   for (const Case& c : cases) {
     results.push_back(run_case(c, implementation));

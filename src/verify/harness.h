@@ -3,6 +3,8 @@
 // checks the harness itself: it must reject broken implementations. See docs/testing.md.
 #pragma once
 
+#include <optional>
+
 #include "verify/cases.h"
 #include "verify/implementation.h"
 #include "verify/judge.h"
@@ -23,7 +25,8 @@ struct CaseResult {
 
 struct VerifyOptions {
   Extent extent = Extent::kQuick;
-  std::string filter;  ///< runs the cases whose names contain it
+  std::string filter;                    ///< runs the cases whose names contain it
+  std::optional<Precision> precision{};  ///< runs the cases in this precision alone
 };
 
 /// Called after each case.
@@ -32,6 +35,9 @@ using Progress = std::function<void(const CaseResult&, std::size_t done, std::si
 /// Runs every case that the implementation serves. Exceptions of the implementation become faults.
 std::vector<CaseResult> verify(const VerifyOptions& options, const Implementation& implementation,
                                const Progress& progress = {});
+
+/// Whether a case has the precision that the options ask for.
+bool asked_for(const VerifyOptions& options, const Case& c);
 
 /// Whether the implementation has the function that the case needs and declares to serve the case.
 bool serves(const Implementation& implementation, const Case& c);

@@ -30,6 +30,7 @@ struct Implementation {
   std::string name;
   Memory memory;
   std::function<Sizes(const Problem&, Pass)> moe_sizes;
+  std::function<void(const Problem&, const Weights&, const Buffer&)> quantize_weights;
   std::function<void(const Problem&, const ForwardArgs&)> moe_forward;
   std::function<void(const Problem&, const BackwardArgs&)> moe_backward;
   std::function<void(const GroupedGemm&)> grouped_gemm;
@@ -52,6 +53,9 @@ struct Implementation {
   /// Whether the backend serves a case; empty: it serves all.
   std::function<bool(const Case&)> serves;
 };
+
+/// The bytes that H must take.
+std::int64_t kept_h_bytes(const Problem& problem);
 
 /// The library's public functions with this Exec, on host memory.
 Implementation public_api(const Exec& exec);

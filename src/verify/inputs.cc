@@ -22,13 +22,15 @@ class Filler {
   void fill_rows(const BlockView& tensor) {
     const std::int64_t largest = case_.data == Data::kRoundings ? 3 : 1;
     fill(tensor, [&] { return random() ? normal_(engine_) : integer(-largest, largest); });
+    if (random() && fp8()) spread_blocks(tensor, {1, 128});
   }
   /// Weights: N(0, 1)/sqrt(fan-in) or sparse integers.
   void fill_weights(const BlockView& tensor, double factor) {
     if (tensor.block == nullptr) return;
     const double scale = factor / std::sqrt(static_cast<double>(tensor.view.shape[2]));
-    const std::int64_t largest = case_.data == Data::kRoundings ? 2 : 1;
+    const std::int64_t largest = case_.data == Data::kRoundings && !fp8() ? 2 : 1;
     const double terms = case_.data != Data::kRoundings       ? 2.0
+                         : fp8()                              ? 6.0
                          : case_.problem.dtype == DType::kF16 ? 8.0
                                                               : 24.0;
     std::bernoulli_distribution present(std::min(
@@ -37,11 +39,13 @@ class Filler {
       if (random()) return scale * normal_(engine_);
       return present(engine_) ? integer(-largest, largest) : 0.0;
     });
+    if (random() && fp8()) spread_blocks(tensor, {128, 128});
   }
   /// Biases. In kRoundings they are so large that H = r(acc + b1) and Y = r(acc + b2) are rounded.
   void fill_bias(const BlockView& tensor, double shift, double spread) {
     if (tensor.block == nullptr) return;
     const std::int64_t largest = case_.data != Data::kRoundings       ? 1
+                                 : fp8()                              ? 10
                                  : case_.problem.dtype == DType::kF16 ? 3000
                                                                       : 300;
     fill(tensor,
@@ -85,6 +89,25 @@ class Filler {
     return hash;
   }
   bool random() const { return case_.data == Data::kRandom; }
+  bool fp8() const { return case_.problem.precision == Precision::kFp8; }
+  /// Multiplies each block of `rows` x `cols` of the last two dimensions by a power of two, so that
+  /// neighbouring blocks have different scales.
+  struct BlockShape {
+    std::int64_t rows, cols;
+  };
+  void spread_blocks(const BlockView& tensor, BlockShape block) {
+    const Tensor t = tensor.on_host();
+    const std::int64_t cols = t.shape[t.rank - 1];
+    std::vector<double> values = oracle::read(t);
+    const std::int64_t across = cols / block.cols;
+    std::vector<double> factors(values.size() / static_cast<std::size_t>(block.rows * block.cols));
+    for (double& f : factors) f = std::ldexp(1.0, static_cast<int>(engine_() % 4) - 2);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const auto at = static_cast<std::int64_t>(i);
+      values[i] *= factors[at / cols / block.rows * across + at % cols / block.cols];
+    }
+    oracle::write(t, values);
+  }
   double integer(std::int64_t low, std::int64_t high) {
     return static_cast<double>(std::uniform_int_distribution<std::int64_t>(low, high)(engine_));
   }
@@ -135,6 +158,32 @@ void poison_unused(const Case& c, const Tensors& tensors) {
   }
 }
 
+/// Case::cancelling for the products of `rows` (T, 3 * 128), x or dO, and of weights in which the
+/// depth of 3 * 128 is dimension `depth`. The last block of rows repeats the first, 64 times as
+/// large as before, and the last block of the weights is the negative of the first.
+void cancel_rows(const BlockView& rows) {
+  const Tensor t = rows.on_host();
+  std::vector<double> values = oracle::read(t);
+  for (std::size_t i = 0; i < values.size(); i += 384) {
+    for (std::size_t j = 0; j < 128; ++j) values[i + 256 + j] = values[i + j] *= 64.0;
+  }
+  oracle::write(t, values);
+}
+
+void cancel_weights(const BlockView& weights, int depth) {
+  const Tensor t = weights.on_host();
+  const std::vector<double> values = oracle::read(t);
+  const std::int64_t stride = depth == 2 ? 1 : t.shape[2];
+  std::vector<double> changed = values;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const auto at = static_cast<std::int64_t>(i);
+    const std::int64_t k = at / stride % 384;
+    if (k >= 256) changed[i] = -64.0 * values[static_cast<std::size_t>(at - 256 * stride)];
+    if (k < 128) changed[i] = 64.0 * values[i];
+  }
+  oracle::write(t, changed);
+}
+
 }  // namespace
 
 Tensors make_tensors(const Case& c, Blocks& blocks) {
@@ -168,6 +217,13 @@ Tensors make_tensors(const Case& c, Blocks& blocks) {
   filler.fill_bias(t.weights.b_gate, c.bias_shift, shifted ? 0.1 : 1.0);
   filler.fill_bias(t.weights.b_up, gated ? 0.0 : c.bias_shift, shifted && !gated ? 0.1 : 1.0);
   filler.fill_bias(t.weights.b_down, 0.0, shifted ? 0.0 : 1.0);
+  if (c.cancelling) {
+    cancel_rows(t.x);
+    cancel_weights(t.weights.gate, 2);
+    cancel_weights(t.weights.up, 2);
+    cancel_rows(t.dout);
+    cancel_weights(t.weights.down, 1);
+  }
   poison_unused(c, t);
   return t;
 }

@@ -1,6 +1,8 @@
 // One case of the layer: forward twice, backward three times, inference once.
+#include "core/fp8_layout.h"
 #include "verify/caller.h"
 #include "verify/expected.h"
+#include "verify/oracle_fp8.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -17,6 +19,7 @@ class LayerRun {
   void run() {
     if (expected_.sound.fault != Fault::kNone) throw Rejected{expected_.sound};
     add_buffers();
+    if (case_.problem.precision == Precision::kFp8) quantize_weights();
     forward(kPoison);
     caller_.judge(expected_.forward, kPoison);
     const Caller::Bits out = Caller::bits(expected_.forward);
@@ -48,8 +51,7 @@ class LayerRun {
     const Sizes backward = implementation_.moe_sizes(p, Pass::kBackward);
     const Sizes inference = implementation_.moe_sizes(p, Pass::kInference);
     const std::int64_t capacity = oracle::slot_count(p);
-    const std::int64_t h_bytes =
-        gate_factor(p.activation.kind) * capacity * p.width * dtype_bytes(p.dtype);
+    const std::int64_t h_bytes = kept_h_bytes(p);
     require(
         forward.h_bytes == h_bytes, Fault::kSizes,
         "h_bytes is " + std::to_string(forward.h_bytes) + ", must be " + std::to_string(h_bytes));
@@ -67,7 +69,22 @@ class LayerRun {
     inference_scratch_ = &blocks.add("scratch of inference", inference.scratch_bytes);
   }
 
-  static Buffer buffer_of(Block* block) { return {block->device(), block->bytes()}; }
+  static Buffer buffer_of(Block* block) {
+    return block == nullptr ? Buffer{} : Buffer{block->device(), block->bytes()};
+  }
+
+  // Every code and every scale must have the oracle's bits.
+  void quantize_weights() {
+    const Problem& p = case_.problem;
+    fp8_weights_ = &caller_.blocks().add("fp8_weights", fp8::weights_layout(p).bytes);
+    caller_.call({"quantize_weights", kPoison, {fp8_weights_}, {}}, {}, [&] {
+      implementation_.quantize_weights(p, tensors_.weights.on_device(), buffer_of(fp8_weights_));
+    });
+    std::vector<std::uint8_t> wanted(static_cast<std::size_t>(fp8_weights_->bytes()));
+    oracle::write_fp8_weights(oracle::read_weights(p, tensors_.weights.on_host()), wanted.data());
+    const std::int64_t at = oracle::first_difference(p, fp8_weights_->host(), wanted.data());
+    require(at < 0, Fault::kUnequal, "byte " + std::to_string(at) + " of fp8_weights differs");
+  }
 
   ForwardArgs forward_args() const {
     ForwardArgs args;
@@ -75,6 +92,7 @@ class LayerRun {
     args.routing = tensors_.routing.on_device();
     args.weights = tensors_.weights.on_device();
     args.out = tensors_.out.on_device();
+    args.fp8_weights = buffer_of(fp8_weights_);
     return args;
   }
 
@@ -100,6 +118,7 @@ class LayerRun {
     args.routing = tensors_.routing.on_device();
     args.weights = tensors_.weights.on_device();
     args.dout = tensors_.dout.on_device();
+    args.fp8_weights = buffer_of(fp8_weights_);
     args.h = buffer_of(h_);
     args.saved = buffer_of(saved_);
     args.scratch = buffer_of(backward_scratch_);
@@ -129,6 +148,7 @@ class LayerRun {
   Caller caller_;
   Tensors tensors_;
   ExpectedLayer expected_;
+  Block* fp8_weights_ = nullptr;  ///< null unless the case is in fp8
   Block* h_ = nullptr;
   Block* saved_ = nullptr;
   Block* forward_scratch_ = nullptr;

@@ -14,31 +14,6 @@ void flip_last_bit(const Tensor& t) { static_cast<std::uint8_t*>(t.data)[0] ^= 1
 
 // --- Breakages of results: f changes memory after a sound call.
 
-using ForwardHook = std::function<void(const Memory&, const Problem&, const ForwardArgs&)>;
-using BackwardHook = std::function<void(const Memory&, const Problem&, const BackwardArgs&)>;
-
-Break after_forward(ForwardHook hook) {
-  return [hook](const Implementation& sound) {
-    Implementation broken = sound;
-    broken.moe_forward = [sound, hook](const Problem& p, const ForwardArgs& args) {
-      sound.moe_forward(p, args);
-      hook(sound.memory, p, args);
-    };
-    return broken;
-  };
-}
-
-Break after_backward(BackwardHook hook) {
-  return [hook](const Implementation& sound) {
-    Implementation broken = sound;
-    broken.moe_backward = [sound, hook](const Problem& p, const BackwardArgs& args) {
-      sound.moe_backward(p, args);
-      hook(sound.memory, p, args);
-    };
-    return broken;
-  };
-}
-
 using Edit = void (*)(const Tensor&);
 
 Break edit_out(Edit f) {
@@ -83,55 +58,6 @@ Tensor second_expert_of_ddown(const BackwardArgs& args) {
   t.data = static_cast<std::uint8_t*>(t.data) + t.stride[0] * dtype_bytes(t.dtype);
   t.shape[0] = 1;
   return t;
-}
-
-// --- Breakages of arguments: a sound implementation gets other ones.
-
-// Changed copies of views in device memory, freed after one call.
-class DeviceCopies {
- public:
-  explicit DeviceCopies(const Memory& memory) : memory_(memory) {}
-  ~DeviceCopies() {
-    for (void* address : addresses_) memory_.release(address);
-  }
-  // A contiguous copy of a view with changed values; absent where the view is absent.
-  template <class F>
-  Tensor changed(const Tensor& t, F f) {
-    if (t.data == nullptr) return t;
-    Tensor copy = t;
-    const std::int64_t bytes = extent(t) * dtype_bytes(t.dtype);
-    copy.data = memory_.allocate(bytes);
-    addresses_.push_back(copy.data);
-    std::vector<std::uint8_t> image(static_cast<std::size_t>(bytes));
-    memory_.download(image.data(), t.data, bytes);
-    memory_.upload(copy.data, image.data(), bytes);
-    edit(memory_, copy, f);
-    return copy;
-  }
-
- private:
-  const Memory& memory_;
-  std::vector<void*> addresses_;
-};
-
-// f changes the problem, the routing and the weights of every call.
-template <class F>
-Break with_inputs(F f) {
-  return [f](const Implementation& sound) {
-    Implementation broken = sound;
-    const auto change = [f](DeviceCopies& copies, Problem& p, auto& args) { f(copies, p, args); };
-    broken.moe_forward = [=](Problem p, ForwardArgs args) {
-      DeviceCopies copies(sound.memory);
-      change(copies, p, args);
-      sound.moe_forward(p, args);
-    };
-    broken.moe_backward = [=](Problem p, BackwardArgs args) {
-      DeviceCopies copies(sound.memory);
-      change(copies, p, args);
-      sound.moe_backward(p, args);
-    };
-    return broken;
-  };
 }
 
 template <class F>
@@ -425,7 +351,7 @@ void judge(const Control& control, const Implementation& sound, const VerifyOpti
   const Implementation broken = control.breakage(sound);
   for (const Expectation& expectation : control.expectations) {
     for (const Case& c : all_cases(options.extent, expectation.case_name)) {
-      if (c.name != expectation.case_name || !serves(sound, c)) continue;
+      if (c.name != expectation.case_name || !asked_for(options, c) || !serves(sound, c)) continue;
       const CaseResult result = run_case(c, broken);
       results.push_back({control.name, c.name, expectation.fault, result.fault, result.message});
       if (progress) progress(results.back());
@@ -449,7 +375,10 @@ std::vector<ControlResult> negative_controls(const VerifyOptions& options,
   judge_all(controls_of_formulas(), sound);
   judge_all(controls_of_memory(), sound);
   judge_all(controls_of_the_router(), sound);
-  judge_all(controls_of_roundings(), oracle_implementation(oracle::Precision::kSame));
+  judge_all(controls_of_fp8(), sound);
+  const Implementation reference = oracle_implementation(oracle::Precision::kSame);
+  judge_all(controls_of_roundings(), reference);
+  judge_all(controls_of_fp8_sums(), reference);
   return results;
 }
 

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "verify/oracle_formulas.h"
+#include "verify/oracle_fp8.h"
 
 namespace sonicmoe::oracle {
 namespace {
@@ -62,12 +63,21 @@ std::vector<Matrix<double>> read_experts(const Tensor& t) {
   return experts;
 }
 
-// The layer's inputs in the type of the sums, and the steps over its experts.
+// Whether the operands of the products are quantised.
+enum class Coded { kNo, kYes };
+
+// The layer's inputs in the type of the sums, and the steps over its experts. In fp8 the operands
+// of the products for H, Y, dA' and dX~ are quantised, and so is the kept H; everything else is as
+// without.
 template <class Real>
 class Run {
  public:
-  Run(const Layer& layer, DType storage)
-      : layer_(layer), problem_(layer.problem), storage_(storage) {
+  Run(const Layer& layer, DType storage, Coded coded, Accumulator accumulator)
+      : layer_(layer),
+        problem_(layer.problem),
+        storage_(storage),
+        coded_(coded),
+        accumulator_(accumulator) {
     first_.assign(static_cast<std::size_t>(problem_.experts) + 1, 0);
     for (const Row& row : layer.rows) ++first_[row.expert + 1];
     for (std::int64_t e = 0; e < problem_.experts; ++e) first_[e + 1] += first_[e];
@@ -81,16 +91,18 @@ class Run {
     Matrix<Real> y(row_count, problem_.hidden);
     const bool grouped = problem_.form == RoutingForm::kGrouped;
     for (std::int64_t e = 0; e < problem_.experts; ++e) {
-      const Matrix<Real> x = gathered(layer_.x, e);
+      const Matrix<Real> x = coded(gathered(layer_.x, e));
       Hidden<Real> h;
       if (!layer_.gate.empty()) {
-        h.gate = up_projection(storage_, x, weight(layer_.gate, e), bias(layer_.b_gate, e));
-        put_rows(h.gate, e, result.h.gate);
+        h.gate = up_projection(storage_, x, weight(layer_.gate, e), bias(layer_.b_gate, e),
+                               accumulator_);
+        put_rows(kept(h.gate), e, result.h.gate);
       }
-      h.up = up_projection(storage_, x, weight(layer_.up, e), bias(layer_.b_up, e));
-      put_rows(h.up, e, result.h.up);
-      const Matrix<Real> a = activated(storage_, problem_.activation, h);
-      Matrix<Real> sum = down_projection_sum(a, weight(layer_.down, e), bias(layer_.b_down, e));
+      h.up = up_projection(storage_, x, weight(layer_.up, e), bias(layer_.b_up, e), accumulator_);
+      put_rows(kept(h.up), e, result.h.up);
+      const Matrix<Real> a = coded(activated(storage_, problem_.activation, h));
+      Matrix<Real> sum =
+          down_projection_sum(a, weight(layer_.down, e), bias(layer_.b_down, e), accumulator_);
       // Grouped rows are scaled, then rounded once. The other forms round Y and then O.
       put_rows(grouped ? std::move(sum) : rounded(storage_, std::move(sum)), e, y);
     }
@@ -113,8 +125,9 @@ class Run {
       h.up = take_rows(hidden.up, e);
       if (!layer_.gate.empty()) h.gate = take_rows(hidden.gate, e);
       const std::vector<Real> s = scores(first_[e], first_[e + 1]);
+      const Matrix<Real> da_unscaled = product(coded(dout), weight(layer_.down, e), accumulator_);
       const ActivationGrad<Real> grad =
-          activation_grad(storage_, problem_.activation, h, dout, weight(layer_.down, e), s);
+          activation_grad(storage_, problem_.activation, h, da_unscaled, s);
       put_dscores(grad.dscores, dout, e, result);
       result.ddown.push_back(cast<double>(weight_grad(dout, grad.scaled)));
       result.dup.push_back(cast<double>(weight_grad(grad.dh.up, x)));
@@ -126,7 +139,8 @@ class Run {
         put_bias(up_bias_grad(grad.dh.gate), e, result.db_gate);
         w_gate = weight(layer_.gate, e);
       }
-      put_rows(input_grad(storage_, grad.dh, w_gate, weight(layer_.up, e)), e, dx_rows);
+      const Hidden<Real> dh{coded(grad.dh.gate), coded(grad.dh.up)};
+      put_rows(input_grad(storage_, dh, w_gate, weight(layer_.up, e), accumulator_), e, dx_rows);
     }
     result.dx = cast<double>(sum_by_token(dx_rows, std::vector<Real>(layer_.rows.size(), Real(1))));
     return result;
@@ -141,8 +155,16 @@ class Run {
     }
     return out;
   }
+  Matrix<Real> in_blocks(Matrix<Real> m, BlockShape block) const {
+    if (coded_ == Coded::kNo || m.empty()) return m;
+    return cast<Real>(restored(quantise(cast<double>(m), block), block));
+  }
+  Matrix<Real> coded(Matrix<Real> m) const { return in_blocks(std::move(m), kRowBlocks); }
+  Matrix<Real> kept(const Matrix<Real>& h) const {
+    return problem_.kept_h == KeptH::kPrecision ? coded(h) : h;
+  }
   Matrix<Real> weight(const std::vector<Matrix<double>>& experts, std::int64_t e) const {
-    return cast<Real>(experts[e]);
+    return in_blocks(cast<Real>(experts[e]), kWeightBlocks);
   }
   std::vector<Real> bias(const Matrix<double>& b, std::int64_t e) const {
     if (b.empty()) return {};
@@ -195,6 +217,8 @@ class Run {
   const Layer& layer_;
   const Problem& problem_;
   const DType storage_;
+  const Coded coded_;
+  const Accumulator accumulator_;
   std::vector<std::int64_t> first_;  // first row of each expert
 };
 
@@ -203,13 +227,16 @@ template <class F>
 auto with_run(const Layer& layer, Precision precision, F f) {
   const DType dtype = layer.problem.dtype;
   if (precision == Precision::kExact) {
-    return dtype == DType::kF64 ? f(Run<long double>(layer, DType::kF64))
-                                : f(Run<double>(layer, DType::kF64));
+    return dtype == DType::kF64 ? f(Run<long double>(layer, DType::kF64, Coded::kNo, {}))
+                                : f(Run<double>(layer, DType::kF64, Coded::kNo, {}));
   }
+  const bool fp8 = layer.problem.precision == sonicmoe::Precision::kFp8;
+  const Coded coded = fp8 ? Coded::kYes : Coded::kNo;
   if (precision == Precision::kRounded || dtype == DType::kF64) {
-    return f(Run<double>(layer, dtype));
+    return f(Run<double>(layer, dtype, coded, {}));
   }
-  return f(Run<float>(layer, dtype));
+  const int bits = fp8 && precision == Precision::kUnpromoted ? 14 : 0;
+  return f(Run<float>(layer, dtype, coded, {.bits = bits}));
 }
 
 }  // namespace
@@ -257,6 +284,13 @@ Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing
   layer.b_up = read_matrix(weights.b_up);
   layer.b_down = read_matrix(weights.b_down);
   return layer;
+}
+
+Layer read_weights(const Problem& problem, const Weights& weights) {
+  Problem empty = problem;
+  empty.form = RoutingForm::kPairs;
+  empty.capacity = 0;
+  return read_layer(empty, {}, {}, weights);
 }
 
 Forward forward(const Layer& layer, Precision precision) {

@@ -36,13 +36,20 @@ std::vector<Row> routed_rows(const Problem& problem, const Routing& routing);
 Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
                  const Weights& weights);
 
+/// A layer that has weights only: no rows and no x.
+Layer read_weights(const Problem& problem, const Weights& weights);
+
 enum class Precision {
   kExact,    ///< fp64 sums and no rounding (extended sums when the tensors are fp64)
   kRounded,  ///< the rounding points of docs/method.md, fp64 sums
   kSame,  ///< the rounding points of docs/method.md; fp32 sums (fp64 for fp64) in one fixed order
+  /// As kSame, but fp8 products add up their whole depth in an accumulator of 14 bits, as the
+  /// tensor cores of Hopper do without promotion. For a negative control.
+  kUnpromoted,
 };
 
-/// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n).
+/// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n). For fp8: H as it is
+/// kept.
 struct HiddenRows {
   Matrix<double> gate;
   Matrix<double> up;

@@ -10,6 +10,8 @@
 // index: one fixed order. Inputs X and dO are the gathered rows.
 #pragma once
 
+#include <cmath>
+
 #include "verify/convert.h"
 #include "verify/matrix.h"
 #include "verify/oracle_activation.h"
@@ -36,23 +38,39 @@ Matrix<Real> transposed(const Matrix<Real>& m) {
   return out;
 }
 
+/// What a product's sums are held in: Real, or Real cut to `bits` bits after every `step` terms.
+struct Accumulator {
+  int bits = 0;  ///< 0: Real as it is
+  std::int64_t step = 32;
+};
+
+template <class Real>
+Real cut(Real v, int bits) {
+  int exponent = 0;
+  const Real fraction = std::frexp(v, &exponent);
+  return std::ldexp(std::trunc(std::ldexp(fraction, bits)), exponent - bits);
+}
+
 /// sum += a b. The terms of an element are added in ascending order of a's column.
 template <class Real>
-void add_product(Matrix<Real>& sum, const Matrix<Real>& a, const Matrix<Real>& b) {
+void add_product(Matrix<Real>& sum, const Matrix<Real>& a, const Matrix<Real>& b,
+                 Accumulator accumulator = {}) {
   for (std::int64_t i = 0; i < a.rows; ++i) {
     Real* out = sum.row(i);
     for (std::int64_t k = 0; k < a.cols; ++k) {
       const Real factor = a(i, k);
       const Real* in = b.row(k);
       for (std::int64_t j = 0; j < b.cols; ++j) out[j] += factor * in[j];
+      if (accumulator.bits == 0 || (k + 1) % accumulator.step != 0) continue;
+      for (std::int64_t j = 0; j < b.cols; ++j) out[j] = cut(out[j], accumulator.bits);
     }
   }
 }
 
 template <class Real>
-Matrix<Real> product(const Matrix<Real>& a, const Matrix<Real>& b) {
+Matrix<Real> product(const Matrix<Real>& a, const Matrix<Real>& b, Accumulator accumulator = {}) {
   Matrix<Real> out(a.rows, b.cols);
-  add_product(out, a, b);
+  add_product(out, a, b, accumulator);
   return out;
 }
 
@@ -79,8 +97,8 @@ struct Hidden {
 /// Kernel A, first half, for gate or up alone: x (m, d), w (n, d) -> (m, n).
 template <class Real>
 Matrix<Real> up_projection(DType storage, const Matrix<Real>& x, const Matrix<Real>& w,
-                           const std::vector<Real>& bias) {
-  return rounded_with_bias(storage, product(x, transposed(w)), bias);
+                           const std::vector<Real>& bias, Accumulator accumulator = {}) {
+  return rounded_with_bias(storage, product(x, transposed(w), accumulator), bias);
 }
 
 /// Kernel A, second half: A = r(act(H)).
@@ -98,8 +116,8 @@ Matrix<Real> activated(DType storage, const Activation& activation, const Hidden
 /// Kernel Y before its rounding: a (m, n), w2 (d, n) -> (m, d). The grouped form scales this sum.
 template <class Real>
 Matrix<Real> down_projection_sum(const Matrix<Real>& a, const Matrix<Real>& w2,
-                                 const std::vector<Real>& bias) {
-  return rounded_with_bias(DType::kF64, product(a, transposed(w2)), bias);
+                                 const std::vector<Real>& bias, Accumulator accumulator = {}) {
+  return rounded_with_bias(DType::kF64, product(a, transposed(w2), accumulator), bias);
 }
 
 /// Outputs of kernel dH for one expert.
@@ -110,12 +128,11 @@ struct ActivationGrad {
   std::vector<Real> dscores;  ///< dS, without the term of b2
 };
 
-/// Kernel dH: dout (m, d), w2 (d, n), scores (m).
+/// Kernel dH after its product: dA' (m, n), scores (m).
 template <class Real>
 ActivationGrad<Real> activation_grad(DType storage, const Activation& activation,
-                                     const Hidden<Real>& h, const Matrix<Real>& dout,
-                                     const Matrix<Real>& w2, const std::vector<Real>& scores) {
-  const Matrix<Real> da_unscaled = product(dout, w2);
+                                     const Hidden<Real>& h, const Matrix<Real>& da_unscaled,
+                                     const std::vector<Real>& scores) {
   const std::int64_t m = h.up.rows;
   const std::int64_t n = h.up.cols;
   ActivationGrad<Real> out;
@@ -155,10 +172,10 @@ Matrix<Real> weight_grad(const Matrix<Real>& left, const Matrix<Real>& right) {
 /// Kernel dX~: one sum over gate and up, rounded once.
 template <class Real>
 Matrix<Real> input_grad(DType storage, const Hidden<Real>& dh, const Matrix<Real>& w_gate,
-                        const Matrix<Real>& w_up) {
+                        const Matrix<Real>& w_up, Accumulator accumulator = {}) {
   Matrix<Real> sum(dh.up.rows, w_up.cols);
-  if (!dh.gate.empty()) add_product(sum, dh.gate, w_gate);
-  add_product(sum, dh.up, w_up);
+  if (!dh.gate.empty()) add_product(sum, dh.gate, w_gate, accumulator);
+  add_product(sum, dh.up, w_up, accumulator);
   return rounded(storage, std::move(sum));
 }
 

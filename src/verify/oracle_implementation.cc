@@ -2,9 +2,11 @@
 // and backward reads it from there.
 #include <cmath>
 
+#include "core/fp8_layout.h"
 #include "verify/convert.h"
 #include "verify/implementation.h"
 #include "verify/oracle.h"
+#include "verify/oracle_fp8.h"
 #include "verify/oracle_gemm.h"
 
 namespace sonicmoe::verify {
@@ -22,16 +24,41 @@ void put(const Tensor& t, const std::vector<double>& values) {
   if (t.data != nullptr) oracle::write(t, values);
 }
 
+// Quantising what the buffer of quantised weights holds gives the same values again.
+template <class Args>
+oracle::Layer layer_of(const Problem& problem, const Args& args) {
+  oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights);
+  if (args.fp8_weights.data != nullptr) oracle::read_fp8_weights(args.fp8_weights.data, layer);
+  return layer;
+}
+
 void forward(Precision precision, const Problem& problem, const ForwardArgs& args) {
-  const oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights);
+  const oracle::Layer layer = layer_of(problem, args);
   const oracle::Forward result = oracle::forward(layer, precision);
   oracle::write(args.out, result.out.values);
   if (args.h.data == nullptr) return;
+  if (fp8::keeps_codes(problem)) {
+    oracle::write_kept_h(problem, result.h, layer.slots, args.h.data);
+    return;
+  }
   const auto rows = static_cast<std::int64_t>(layer.rows.size());
   oracle::write(hidden_view(problem, args.h, rows, 0), result.h.up.values);
   if (!result.h.gate.empty()) {
     oracle::write(hidden_view(problem, args.h, rows, 1), result.h.gate.values);
   }
+}
+
+oracle::HiddenRows hidden(const oracle::Layer& layer, const Buffer& buffer) {
+  const auto rows = static_cast<std::int64_t>(layer.rows.size());
+  if (fp8::keeps_codes(layer.problem)) {
+    return oracle::read_kept_h(layer.problem, rows, layer.slots, buffer.data);
+  }
+  oracle::HiddenRows h;
+  h.up = oracle::read_matrix(hidden_view(layer.problem, buffer, rows, 0));
+  if (!layer.gate.empty()) {
+    h.gate = oracle::read_matrix(hidden_view(layer.problem, buffer, rows, 1));
+  }
+  return h;
 }
 
 // Writes or accumulates gradients by expert. kWrite writes zeros for experts without rows,
@@ -71,11 +98,8 @@ class GradWriter {
 };
 
 void backward(Precision precision, const Problem& problem, const BackwardArgs& args) {
-  const oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights);
-  const auto rows = static_cast<std::int64_t>(layer.rows.size());
-  oracle::HiddenRows h;
-  h.up = oracle::read_matrix(hidden_view(problem, args.h, rows, 0));
-  if (!layer.gate.empty()) h.gate = oracle::read_matrix(hidden_view(problem, args.h, rows, 1));
+  const oracle::Layer layer = layer_of(problem, args);
+  const oracle::HiddenRows h = hidden(layer, args.h);
   const oracle::Backward result =
       oracle::backward(layer, h, oracle::read_matrix(args.dout), precision);
   put(args.dx, result.dx.values);
@@ -92,19 +116,27 @@ void backward(Precision precision, const Problem& problem, const BackwardArgs& a
 Sizes sizes(const Problem& p, Pass pass) {
   Sizes s;
   if (pass != Pass::kInference) {
-    s.h_bytes =
-        gate_factor(p.activation.kind) * oracle::slot_count(p) * p.width * dtype_bytes(p.dtype);
+    s.h_bytes = kept_h_bytes(p);
   }
   return s;
 }
 
 }  // namespace
 
+std::int64_t kept_h_bytes(const Problem& p) {
+  const std::int64_t capacity = oracle::slot_count(p);
+  if (fp8::keeps_codes(p)) return fp8::kept_h_layout(p, capacity).bytes;
+  return gate_factor(p.activation.kind) * capacity * p.width * dtype_bytes(p.dtype);
+}
+
 Implementation oracle_implementation(Precision precision) {
   Implementation i;
   i.name = "oracle";
   i.memory = host_memory();
   i.moe_sizes = sizes;
+  i.quantize_weights = [](const Problem& p, const Weights& weights, const Buffer& out) {
+    oracle::write_fp8_weights(oracle::read_weights(p, weights), out.data);
+  };
   i.moe_forward = [precision](const Problem& p, const ForwardArgs& args) {
     forward(precision, p, args);
   };

@@ -9,6 +9,9 @@ Implementation public_api(const Exec& exec) {
   i.name = backend_name(exec.backend);
   i.memory = host_memory();
   i.moe_sizes = [exec](const Problem& p, Pass pass) { return sonicmoe::moe_sizes(p, pass, exec); };
+  i.quantize_weights = [exec](const Problem& p, const Weights& weights, const Buffer& out) {
+    sonicmoe::quantize_weights(p, weights, out, exec);
+  };
   i.moe_forward = [exec](const Problem& p, const ForwardArgs& args) {
     sonicmoe::moe_forward(p, args, exec);
   };

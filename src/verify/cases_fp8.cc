@@ -1,0 +1,204 @@
+// The cases of Precision::kFp8. Names begin with fp8/.
+#include "verify/cases.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+const char* data_name(Data data) {
+  constexpr const char* kNames[] = {"integers", "roundings", "random"};
+  return kNames[static_cast<int>(data)];
+}
+
+// Activations for which integers stay integers, and for kRoundings stay small enough for the 14
+// bits in which a tensor core adds up a block.
+ActivationKind activation_for(Data data) {
+  return data == Data::kRandom ? ActivationKind::kSwiGLU : ActivationKind::kReGLU;
+}
+
+Case fp8_case(const std::string& name, Data data, std::int64_t tokens, std::int64_t hidden,
+              std::int64_t width) {
+  Case c;
+  c.name = "fp8/" + name + "/" + data_name(data);
+  c.data = data;
+  Problem& p = c.problem;
+  p.tokens = tokens;
+  p.hidden = hidden;
+  p.width = width;
+  p.experts = 3;
+  p.top_k = 2;
+  p.dtype = c.grad_dtype = DType::kBF16;
+  p.activation.kind = activation_for(data);
+  p.precision = Precision::kFp8;
+  return c;
+}
+
+struct Routed {
+  const char* name;
+  RoutingForm form;
+  Pattern pattern;
+  std::int64_t tokens, experts, slots;  // slots: top_k for ids, the capacity for pairs
+  std::vector<std::int64_t> counts;
+  bool row_weights = true;
+  Extent extent = Extent::kQuick;
+};
+
+std::vector<Routed> routed_shapes() {
+  using enum Pattern;
+  constexpr RoutingForm kIds = RoutingForm::kIds, kPairs = RoutingForm::kPairs,
+                        kGrouped = RoutingForm::kGrouped;
+  constexpr Extent kFull = Extent::kFull;
+  return {
+      {"ids_distinct", kIds, kDistinct, 97, 8, 3, {}},
+      {"ids_repeated", kIds, kRepeated, 61, 5, 4, {}, true, kFull},
+      {"ids_edges", kIds, kCounts, 582, 8, 1, {0, 1, 63, 64, 65, 127, 128, 129}},
+      {"ids_more_edges", kIds, kCounts, 560, 8, 2, {0, 255, 256, 257, 3, 31, 0, 17}, true, kFull},
+      {"ids_sentinels", kIds, kSentinels, 97, 8, 3, {}},
+      {"ids_hot", kIds, kHot, 301, 16, 2, {}, true, kFull},
+      {"ids_empty", kIds, kEmpty, 19, 4, 2, {}},
+      {"ids_no_tokens", kIds, kDistinct, 0, 8, 3, {}},
+      {"ids_one_token", kIds, kDistinct, 1, 8, 2, {}},
+      {"pairs_shuffled", kPairs, kShuffled, 53, 7, 201, {}},
+      {"pairs_sorted", kPairs, kSorted, 80, 6, 333, {}, true, kFull},
+      {"pairs_empty", kPairs, kEmpty, 11, 3, 20, {}, true, kFull},
+      {"pairs_no_capacity", kPairs, kShuffled, 11, 3, 0, {}},
+      {"grouped_edges", kGrouped, kContiguous, 590, 8, 0, {0, 1, 63, 64, 65, 127, 128, 129}},
+      {"grouped_gaps", kGrouped, kGaps, 150, 3, 0, {17, 0, 65}},
+      {"grouped_no_weights", kGrouped, kGaps, 90, 3, 0, {17, 0, 33}, false},
+      {"grouped_overlong", kGrouped, kOverlong, 91, 6, 0, {}, true, kFull},
+      {"grouped_empty", kGrouped, kEmpty, 21, 4, 0, {}, true, kFull},
+  };
+}
+
+Case routed_case(const Routed& shape, Data data) {
+  Case c = fp8_case(std::string("routing/") + shape.name, data, shape.tokens, 256, 128);
+  c.problem.form = shape.form;
+  c.problem.experts = shape.experts;
+  c.problem.top_k = shape.form == RoutingForm::kIds ? shape.slots : 0;
+  c.problem.capacity = shape.form == RoutingForm::kPairs ? shape.slots : 0;
+  c.pattern = shape.pattern;
+  c.counts = shape.counts;
+  c.row_weights = shape.row_weights;
+  return c;
+}
+
+void add_routings(Extent extent, std::vector<Case>& cases) {
+  for (const Routed& shape : routed_shapes()) {
+    if (shape.extent == Extent::kFull && extent == Extent::kQuick) continue;
+    for (const Data data : {Data::kIntegers, Data::kRoundings, Data::kRandom}) {
+      cases.push_back(routed_case(shape, data));
+    }
+  }
+}
+
+// Sizes of one to five blocks, in every layout of the weights; H kept in either form.
+void add_shapes(std::vector<Case>& cases) {
+  struct Shaped {
+    const char* layout_name;
+    Layout layout;
+    std::int64_t hidden, width;
+    KeptH kept;
+  };
+  using enum Layout;
+  const Shaped shapes[] = {
+      {"separate", kSeparate, 128, 128, KeptH::kPrecision},
+      {"concatenated", kConcatenated, 384, 128, KeptH::kTensors},
+      {"interleaved", kInterleaved, 128, 384, KeptH::kPrecision},
+      {"interleaved", kInterleaved, 256, 128, KeptH::kTensors},
+      {"transposed", kTransposed, 640, 256, KeptH::kPrecision},
+      {"transposed", kTransposed, 128, 256, KeptH::kTensors},
+      {"paired", kPaired, 256, 384, KeptH::kPrecision},
+      {"paired", kPaired, 256, 128, KeptH::kTensors},
+      {"padded", kPadded, 256, 640, KeptH::kPrecision},
+      {"reversed", kReversed, 256, 128, KeptH::kPrecision},
+  };
+  for (const Shaped& s : shapes) {
+    for (const Data data : {Data::kRoundings, Data::kRandom}) {
+      const std::string name = std::string("shape/d") + std::to_string(s.hidden) + "_n" +
+                               std::to_string(s.width) + "_" + s.layout_name;
+      Case c = fp8_case(name, data, 67, s.hidden, s.width);
+      c.layout = s.layout;
+      c.problem.kept_h = s.kept;
+      c.bias = s.kept == KeptH::kTensors;
+      c.cpu_only = s.layout == kReversed;
+      cases.push_back(c);
+    }
+  }
+}
+
+void add_activations(std::vector<Case>& cases) {
+  for (std::int32_t index = 0; index < kActivationCount; ++index) {
+    const auto kind = static_cast<ActivationKind>(index);
+    for (const char* bias : {"", "_bias"}) {
+      Case c = fp8_case(std::string("activation/") + activation_name(kind) + bias, Data::kRandom,
+                        90, 128, 128);
+      c.problem.activation.kind = kind;
+      c.bias = *bias != '\0';
+      cases.push_back(c);
+    }
+  }
+  Case plain = fp8_case("activation/relu_bias", Data::kRoundings, 90, 128, 256);
+  plain.problem.activation.kind = ActivationKind::kReLU;
+  plain.bias = true;
+  cases.push_back(plain);
+  plain.name = "fp8/activation/relu_kept_bf16/roundings";
+  plain.problem.kept_h = KeptH::kTensors;
+  cases.push_back(plain);
+  Case limits = fp8_case("activation/swiglu_oai_limits", Data::kRandom, 90, 128, 128);
+  limits.problem.activation = {ActivationKind::kSwiGLUOai, 1.25, 0.8};
+  limits.bias = true;
+  cases.push_back(limits);
+}
+
+void add_grads(std::vector<Case>& cases) {
+  for (const Data data : {Data::kRoundings, Data::kRandom}) {
+    Case fp32 = fp8_case("grads/fp32", data, 70, 256, 128);
+    fp32.grad_dtype = DType::kF32;
+    fp32.bias = true;
+    fp32.pattern = Pattern::kCounts;
+    fp32.counts = {61, 0, 70};
+    cases.push_back(fp32);
+    fp32.name = std::string("fp8/grads/accumulated/") + data_name(data);
+    fp32.grad_mode = GradMode::kAccumulate;
+    cases.push_back(fp32);
+  }
+  const std::vector<std::string> subsets[] = {
+      {"dx"}, {"dweights"}, {"ddown"}, {"dgate", "dup"}, {"dx", "db_up", "db_gate"}};
+  for (const std::vector<std::string>& wanted : subsets) {
+    Case c = fp8_case("subset/" + wanted.front() + (wanted.size() > 2 ? "_biases" : ""),
+                      Data::kRandom, 67, 128, 256);
+    c.wanted = wanted;
+    c.bias = true;
+    cases.push_back(c);
+  }
+}
+
+// The first and the last block of a depth of three cancel, so that a sum whose accumulator has
+// fewer bits than fp32 loses what the middle block adds.
+void add_promotion(std::vector<Case>& cases) {
+  Case c = fp8_case("promotion", Data::kRoundings, 67, 384, 384);
+  c.cancelling = true;
+  cases.push_back(c);
+}
+
+void add_large(std::vector<Case>& cases) {
+  cases.push_back(fp8_case("large/d512_n256", Data::kRandom, 2400, 512, 256));
+  cases.back().problem.experts = 24;
+  Case edges = fp8_case("large/edges", Data::kRoundings, 1300, 256, 256);
+  edges.pattern = Pattern::kCounts;
+  edges.counts = {0, 255, 256, 257, 3, 511, 0, 31, 129, 127, 512, 385};
+  edges.problem.experts = static_cast<std::int64_t>(edges.counts.size());
+  cases.push_back(edges);
+}
+
+}  // namespace
+
+void add_fp8_cases(Extent extent, std::vector<Case>& cases) {
+  add_routings(extent, cases);
+  add_shapes(cases);
+  add_activations(cases);
+  add_grads(cases);
+  add_promotion(cases);
+  if (extent == Extent::kFull) add_large(cases);
+}
+
+}  // namespace sonicmoe::verify

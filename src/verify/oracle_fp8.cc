@@ -1,0 +1,229 @@
+#include "verify/oracle_fp8.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/fp8_layout.h"
+
+namespace sonicmoe::oracle {
+namespace {
+
+constexpr double kLargest = 448.0;
+constexpr int kLeastExponent = -6;  // of a normal e4m3 value
+
+std::uint8_t* at(void* buffer, std::int64_t offset) {
+  return static_cast<std::uint8_t*>(buffer) + offset;
+}
+const std::uint8_t* at(const void* buffer, std::int64_t offset) {
+  return static_cast<const std::uint8_t*>(buffer) + offset;
+}
+
+double scale_at(const void* buffer, std::int64_t offset, std::int64_t index) {
+  float scale = 0.0f;
+  std::memcpy(&scale, at(buffer, offset + 4 * index), 4);
+  return scale;
+}
+void put_scale(void* buffer, std::int64_t offset, std::int64_t index, double value) {
+  const auto scale = static_cast<float>(value);
+  std::memcpy(at(buffer, offset + 4 * index), &scale, 4);
+}
+
+// Where one expert's (rows, cols) codes, their transposed copy and their scales lie.
+struct Place {
+  std::int64_t codes;
+  std::int64_t transposed;
+  std::int64_t transposed_stride;
+  std::int64_t scales;
+};
+
+void write_matrix(const Matrix<double>& m, const Place& place, void* buffer) {
+  const Quantised q = quantise(m, kWeightBlocks);
+  for (std::int64_t r = 0; r < m.rows; ++r) {
+    for (std::int64_t c = 0; c < m.cols; ++c) {
+      const std::uint8_t code = e4m3_code(q.values(r, c));
+      *at(buffer, place.codes + r * m.cols + c) = code;
+      *at(buffer, place.transposed + c * place.transposed_stride + r) = code;
+    }
+  }
+  for (std::size_t i = 0; i < q.scales.values.size(); ++i) {
+    put_scale(buffer, place.scales, static_cast<std::int64_t>(i), q.scales.values[i]);
+  }
+}
+
+Matrix<double> read_matrix_at(const void* buffer, const Place& place, std::int64_t rows,
+                              std::int64_t cols) {
+  Quantised q{Matrix<double>(rows, cols), Matrix<double>(rows / 128, cols / 128)};
+  for (std::int64_t i = 0; i < rows * cols; ++i) {
+    q.values.values[i] = e4m3_value(*at(buffer, place.codes + i));
+  }
+  for (std::size_t i = 0; i < q.scales.values.size(); ++i) {
+    q.scales.values[i] = scale_at(buffer, place.scales, static_cast<std::int64_t>(i));
+  }
+  return restored(q, kWeightBlocks);
+}
+
+// Calls f(matrix of the layer, its place) for gate, up and down of every expert.
+template <class AnyLayer, class F>
+void each_weight(AnyLayer& layer, F f) {
+  const Problem& p = layer.problem;
+  const fp8::WeightsLayout offset = fp8::weights_layout(p);
+  const std::int64_t gates = gate_factor(p.activation.kind);
+  const std::int64_t size = p.hidden * p.width;
+  const std::int64_t tiles = size / (128 * 128);
+  for (std::int64_t e = 0; e < p.experts; ++e) {
+    for (std::int64_t g = 0; g < gates; ++g) {
+      const std::int64_t matrix = e * gates + g;
+      f(g + 1 == gates ? layer.up[e] : layer.gate[e],
+        Place{offset.up + matrix * size, offset.up_t + e * gates * size + g * p.width,
+              gates * p.width, offset.up_s + 4 * matrix * tiles});
+    }
+    f(layer.down[e], Place{offset.down + e * size, offset.down_t + e * size, p.hidden,
+                           offset.down_s + 4 * e * tiles});
+  }
+}
+
+// The halves of H side by side, as they are kept.
+template <class F>
+void each_half(const Problem& p, F f) {
+  const std::int64_t gates = gate_factor(p.activation.kind);
+  for (std::int64_t g = 0; g < gates; ++g) {
+    f(g + 1 == gates ? &HiddenRows::up : &HiddenRows::gate, g * p.width);
+  }
+}
+
+}  // namespace
+
+double e4m3(double v) {
+  if (!std::isfinite(v)) return std::numeric_limits<double>::quiet_NaN();
+  const double magnitude = std::fabs(v);
+  if (magnitude >= kLargest) return std::copysign(kLargest, v);
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);  // magnitude = f * 2^exponent, 0.5 <= f < 1
+  const double step = std::ldexp(1.0, std::max(exponent - 1, kLeastExponent) - 3);
+  return std::copysign(std::nearbyint(magnitude / step) * step, v);
+}
+
+std::uint8_t e4m3_code(double value) {
+  const int sign = std::signbit(value) ? 0x80 : 0;
+  if (std::isnan(value)) return 0x7f;
+  const double magnitude = std::fabs(value);
+  if (magnitude < std::ldexp(1.0, kLeastExponent)) {
+    return static_cast<std::uint8_t>(sign | static_cast<int>(std::ldexp(magnitude, 9)));
+  }
+  int exponent = 0;
+  const double fraction = std::frexp(magnitude, &exponent);
+  const int mantissa = static_cast<int>(fraction * 16.0) - 8;
+  return static_cast<std::uint8_t>(sign | (exponent - 1 + 7) << 3 | mantissa);
+}
+
+double e4m3_value(std::uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7f) == 0x7f) return std::numeric_limits<double>::quiet_NaN();
+  const double magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return (code & 0x80) != 0 ? -magnitude : magnitude;
+}
+
+double block_scale(double largest) {
+  if (largest == 0.0) return 1.0;
+  int exponent = 0;
+  const double fraction = std::frexp(largest, &exponent);  // 448 = 0.875 * 2^9
+  return std::ldexp(1.0, std::max(exponent - (fraction <= 0.875 ? 9 : 8), -126));
+}
+
+Quantised quantise(const Matrix<double>& m, BlockShape block) {
+  Quantised q{m, Matrix<double>(m.rows / block.rows, m.cols / block.cols)};
+  for (std::int64_t i = 0; i < m.rows; ++i) {
+    for (std::int64_t j = 0; j < m.cols; ++j) {
+      double& largest = q.scales(i / block.rows, j / block.cols);
+      if (std::isfinite(m(i, j))) largest = std::max(largest, std::fabs(m(i, j)));
+    }
+  }
+  for (double& scale : q.scales.values) scale = block_scale(scale);
+  for (std::int64_t i = 0; i < m.rows; ++i) {
+    for (std::int64_t j = 0; j < m.cols; ++j) {
+      q.values(i, j) = e4m3(m(i, j) / q.scales(i / block.rows, j / block.cols));
+    }
+  }
+  return q;
+}
+
+Matrix<double> restored(const Quantised& q, BlockShape block) {
+  Matrix<double> m = q.values;
+  for (std::int64_t i = 0; i < m.rows; ++i) {
+    for (std::int64_t j = 0; j < m.cols; ++j) m(i, j) *= q.scales(i / block.rows, j / block.cols);
+  }
+  return m;
+}
+
+void write_fp8_weights(const Layer& layer, void* buffer) {
+  each_weight(layer,
+              [&](const Matrix<double>& m, const Place& place) { write_matrix(m, place, buffer); });
+}
+
+void read_fp8_weights(const void* buffer, Layer& layer) {
+  each_weight(layer, [&](Matrix<double>& m, const Place& place) {
+    m = read_matrix_at(buffer, place, m.rows, m.cols);
+  });
+}
+
+std::int64_t first_difference(const Problem& p, const void* a, const void* b) {
+  const fp8::WeightsLayout offset = fp8::weights_layout(p);
+  const std::int64_t down = p.experts * p.hidden * p.width;
+  const std::int64_t up = gate_factor(p.activation.kind) * down;
+  const std::int64_t arrays[][2] = {{offset.up, up},
+                                    {offset.up_t, up},
+                                    {offset.down, down},
+                                    {offset.down_t, down},
+                                    {offset.up_s, up / (128 * 128) * 4},
+                                    {offset.down_s, down / (128 * 128) * 4}};
+  for (const auto& [begin, bytes] : arrays) {
+    const auto* first = at(a, begin);
+    const auto* other = std::mismatch(first, first + bytes, at(b, begin)).first;
+    if (other != first + bytes) return begin + (other - first);
+  }
+  return -1;
+}
+
+void write_kept_h(const Problem& p, const HiddenRows& h, std::int64_t capacity, void* buffer) {
+  const fp8::RowsLayout offset = fp8::kept_h_layout(p, capacity);
+  const std::int64_t depth = gate_factor(p.activation.kind) * p.width;
+  each_half(p, [&](Matrix<double> HiddenRows::* half, std::int64_t first) {
+    const Matrix<double>& m = h.*half;
+    const Quantised q = quantise(m, kRowBlocks);
+    for (std::int64_t i = 0; i < m.rows; ++i) {
+      for (std::int64_t j = 0; j < m.cols; ++j) {
+        *at(buffer, offset.codes + i * depth + first + j) = e4m3_code(q.values(i, j));
+      }
+      for (std::int64_t b = 0; b < m.cols / 128; ++b) {
+        put_scale(buffer, offset.scales, (first / 128 + b) * offset.scale_stride + i,
+                  q.scales(i, b));
+      }
+    }
+  });
+}
+
+HiddenRows read_kept_h(const Problem& p, std::int64_t rows, std::int64_t capacity,
+                       const void* buffer) {
+  const fp8::RowsLayout offset = fp8::kept_h_layout(p, capacity);
+  const std::int64_t depth = gate_factor(p.activation.kind) * p.width;
+  HiddenRows h;
+  each_half(p, [&](Matrix<double> HiddenRows::* half, std::int64_t first) {
+    Quantised q{Matrix<double>(rows, p.width), Matrix<double>(rows, p.width / 128)};
+    for (std::int64_t i = 0; i < rows; ++i) {
+      for (std::int64_t j = 0; j < p.width; ++j) {
+        q.values(i, j) = e4m3_value(*at(buffer, offset.codes + i * depth + first + j));
+      }
+      for (std::int64_t b = 0; b < p.width / 128; ++b) {
+        q.scales(i, b) =
+            scale_at(buffer, offset.scales, (first / 128 + b) * offset.scale_stride + i);
+      }
+    }
+    h.*half = restored(q, kRowBlocks);
+  });
+  return h;
+}
+
+}  // namespace sonicmoe::oracle
