@@ -63,8 +63,10 @@ struct Report {
   std::int64_t rows = 0;
   std::int32_t threads = 0;
   std::string engine;  ///< empty on the CPU
+  Precision precision = Precision::kTensors;
   verify::CaseResult check;
   std::vector<Measurement> passes;
+  std::vector<double> quantise_seconds;  ///< of the weights; fp8 only
   std::vector<KernelTime> kernels;
 
   /// Routed rows over T*K: rounding changes flops and bytes by this factor.
@@ -74,14 +76,16 @@ struct Report {
   }
 };
 
-// The same kernels on a slice small enough for the oracle: d and n at most 64, T at most 200.
+// The same kernels on a slice small enough for the oracle: d and n at most 64 (128, the least, for
+// fp8), T at most 200.
 verify::CaseResult check_slice(const Problem& problem, const Target& target) {
   verify::Case c;
   c.name = "slice";
   c.problem = problem;
   c.problem.tokens = std::min<std::int64_t>(problem.tokens, 200);
-  c.problem.hidden = std::min<std::int64_t>(problem.hidden, 64);
-  c.problem.width = std::min<std::int64_t>(problem.width, 64);
+  const std::int64_t most = problem.precision == Precision::kFp8 ? 128 : 64;
+  c.problem.hidden = std::min(problem.hidden, most);
+  c.problem.width = std::min(problem.width, most);
   c.problem.experts = std::min<std::int64_t>(problem.experts, 16);
   c.problem.top_k = std::min(problem.top_k, c.problem.experts);
   c.grad_dtype = problem.dtype;
@@ -136,6 +140,9 @@ void measure(const Options& o, const BenchLayer& layer, verify::Clock& clock, Cp
     if (o.pass != "bwd") forward.seconds.push_back(seconds_of(clock, [&] { layer.forward(); }));
     if (o.pass != "fwd") backward.seconds.push_back(seconds_of(clock, [&] { layer.backward(); }));
   }
+  for (std::int32_t i = 0; report.precision == Precision::kFp8 && i < o.repeats; ++i) {
+    report.quantise_seconds.push_back(seconds_of(clock, [&] { layer.quantize_weights(); }));
+  }
   if (o.pass != "bwd") report.passes.push_back(forward);
   if (o.pass != "fwd") report.passes.push_back(backward);
   if (o.pass != "both") return;
@@ -188,8 +195,8 @@ Report run(const Options& o) {
   Report report;
   report.engine = engine_of(target);
   report.shape = o.shape.resolve("laptop");
-  const Problem problem = problem_of(report.shape, o.layer.layer_dtype(),
-                                     {activation_from_name(o.layer.activation.c_str())});
+  const Problem problem = o.layer.problem(report.shape, target.exec);
+  report.precision = problem.precision;
   refuse_too_large(problem, target);
   ProgressLine progress;
   progress.show("checking a slice against the oracle");
@@ -250,20 +257,23 @@ Json document(const Options& o, const Report& r) {
     }
     kernels.push_back(entry);
   }
-  return {{"config", o.shape.label()},
-          {"shape", to_json(r.shape)},
-          {"dtype", o.layer.dtype},
-          {"activation", o.layer.activation},
-          {"backend", o.target.backend},
-          {"engine", r.engine.empty() ? Json() : Json(r.engine)},
-          {"routing", o.routing},
-          {"rows", r.rows},
-          {"threads", r.threads},
-          {"repeats", o.repeats},
-          {"check", {{"passed", r.check.passed()}, {"message", r.check.message}}},
-          {"machine", machine_json(r)},
-          {"passes", passes},
-          {"kernels", kernels}};
+  return {
+      {"config", o.shape.label()},
+      {"shape", to_json(r.shape)},
+      {"dtype", o.layer.dtype},
+      {"activation", o.layer.activation},
+      {"precision", precision_name(r.precision)},
+      {"quantise_ms", r.quantise_seconds.empty() ? Json() : Json(1e3 * median(r.quantise_seconds))},
+      {"backend", o.target.backend},
+      {"engine", r.engine.empty() ? Json() : Json(r.engine)},
+      {"routing", o.routing},
+      {"rows", r.rows},
+      {"threads", r.threads},
+      {"repeats", o.repeats},
+      {"check", {{"passed", r.check.passed()}, {"message", r.check.message}}},
+      {"machine", machine_json(r)},
+      {"passes", passes},
+      {"kernels", kernels}};
 }
 
 void print_kernels(const Report& r) {
@@ -295,9 +305,11 @@ void print_text(const Options& o, const Report& r) {
     std::printf("the check failed, nothing was measured: %s\n", r.check.message.c_str());
     return;
   }
-  std::printf("%s, %s, %s, routing %s (%lld rows), %s\n", to_text(r.shape).c_str(),
-              o.layer.dtype.c_str(), o.layer.activation.c_str(), o.routing.c_str(),
-              static_cast<long long>(r.rows), where(r).c_str());
+  const std::string numbers =
+      o.layer.dtype + (r.precision == Precision::kFp8 ? ", products in fp8" : "");
+  std::printf("%s, %s, %s, routing %s (%lld rows), %s\n", to_text(r.shape).c_str(), numbers.c_str(),
+              o.layer.activation.c_str(), o.routing.c_str(), static_cast<long long>(r.rows),
+              where(r).c_str());
   std::printf("checked against the oracle on a slice; %s\n\n", peak_text(r).c_str());
   std::printf("%-10s %12s %12s%s\n", "pass", "median ms", "GFLOP/s",
               has_roofline(r) ? "    of roofline" : "");
@@ -308,6 +320,10 @@ void print_text(const Options& o, const Report& r) {
     if (has_roofline(r)) std::printf(" %13.1f%%", 100 * m.roofline / seconds);
     std::printf("\n");
     largest = std::max(largest, m.roofline / seconds);
+  }
+  if (!r.quantise_seconds.empty()) {
+    std::printf("%-10s %12.3f  once for each value of the weights\n", "quantise",
+                1e3 * median(r.quantise_seconds));
   }
   if (!r.kernels.empty()) print_kernels(r);
   if (largest > 1.0 && r.samples > 0) {

@@ -20,10 +20,11 @@ double bench_bytes(const Problem& p, const Exec& exec) {
   const auto G = static_cast<double>(gate_factor(p.activation.kind));
   const double weights = 2 * (G + 1) * static_cast<double>(p.experts) * n * d;
   const double tokens = 4 * static_cast<double>(p.tokens) * d;
+  // H in the tensors' dtype, also where fp8 keeps less.
   const std::int64_t scratch = std::max(moe_sizes(p, Pass::kForward, exec).scratch_bytes,
                                         moe_sizes(p, Pass::kBackward, exec).scratch_bytes);
   return static_cast<double>(dtype_bytes(p.dtype)) * (weights + tokens + rows * G * n) +
-         static_cast<double>(scratch);
+         static_cast<double>(scratch + fp8_weights_bytes(p, exec));
 }
 
 BenchLayer::BenchLayer(const LayerShape& shape, const Problem& problem, BenchRouting routing,
@@ -77,6 +78,14 @@ BenchLayer::BenchLayer(const LayerShape& shape, const Problem& problem, BenchRou
   backward_.dx = dx_.view();
   backward_.dweights = dweights_.view();
   backward_.grads = {dgate_.view(), dup_.view(), ddown_.view(), {}, {}, {}};
+  if (problem_.precision == Precision::kTensors) return;
+  fp8_weights_ = Block(memory, fp8_weights_bytes(problem_, target.exec));
+  forward_.fp8_weights = backward_.fp8_weights = fp8_weights_.buffer();
+  quantize_weights();
+}
+
+void BenchLayer::quantize_weights() const {
+  sonicmoe::quantize_weights(problem_, forward_.weights, fp8_weights_.buffer(), target_.exec);
 }
 
 void BenchLayer::forward(KernelObserver* observer) const {

@@ -16,6 +16,8 @@ class BenchLayer {
              const Target& target);
   void forward(KernelObserver* observer = nullptr) const;
   void backward(KernelObserver* observer = nullptr) const;
+  /// For fp8; the constructor has called it once.
+  void quantize_weights() const;
   /// Routed (token, expert) rows.
   std::int64_t rows() const { return rows_; }
 
@@ -28,7 +30,7 @@ class BenchLayer {
   std::int64_t rows_ = 0;
   OwnedTensor x_, dout_, out_, dx_, gate_, up_, down_, dgate_, dup_, ddown_;
   OwnedTensor ids_, weights_, dweights_, token_, expert_, offsets_;
-  Block h_, saved_, scratch_;
+  Block h_, saved_, scratch_, fp8_weights_;
   ForwardArgs forward_;
   BackwardArgs backward_;
 };

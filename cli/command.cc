@@ -5,6 +5,8 @@
 #include <cstdio>
 
 #include "core/check_tensor.h"
+#include "core/checks.h"
+#include "core/plan.h"
 #include "sonicmoe/version.h"
 
 namespace sonicmoe::cli {
@@ -35,6 +37,7 @@ std::string ShapeOptions::label() const {
 void LayerOptions::add_to(Command& command) {
   command.option("--dtype", dtype, "f32, bf16, f16 or f64");
   command.option("--activation", activation, "swiglu, geglu, silu, ...");
+  command.option("--precision", precision, "Of the products: tensors, fp8 or auto");
 }
 
 DType LayerOptions::layer_dtype() const {
@@ -42,6 +45,14 @@ DType LayerOptions::layer_dtype() const {
     if (dtype == dtype_name(candidate)) return candidate;
   }
   checks::refuse("dtype is \"" + dtype + "\", must be one of: f32, bf16, f16, f64");
+}
+
+Problem LayerOptions::problem(const LayerShape& shape, const Exec& exec) const {
+  Problem p = problem_of(shape, layer_dtype(), {activation_from_name(activation.c_str())});
+  p.precision =
+      precision == "auto" ? auto_precision(p, exec) : precision_from_name(precision.c_str());
+  checks::problem(p);
+  return p;
 }
 
 void print_json(const Json& document) {

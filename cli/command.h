@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/configs.h"
-#include "sonicmoe/types.h"
+#include "sonicmoe/moe.h"
 
 namespace CLI {
 class App;
@@ -55,14 +55,17 @@ struct ShapeOptions {
   std::string label() const;
 };
 
-/// --activation, --dtype.
+/// --activation, --dtype, --precision.
 struct LayerOptions {
   std::string dtype = "bf16";
   std::string activation = "swiglu";
+  std::string precision = "tensors";
 
   void add_to(Command& command);
   /// Refuses what is no dtype of a layer, integers among them.
   DType layer_dtype() const;
+  /// The ids form of a shape; "auto" asks for the precision that is the faster one on `exec`.
+  Problem problem(const LayerShape& shape, const Exec& exec) const;
 };
 
 /// The version of what --json prints: it grows when a field changes its meaning or goes away.

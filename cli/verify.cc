@@ -13,6 +13,7 @@ namespace {
 struct Options {
   TargetOptions target;
   std::string filter;
+  std::string precision;  ///< empty: every one
   bool full = false;
   bool negative = true;
   bool json = false;
@@ -37,8 +38,8 @@ struct Outcome {
 Outcome run(const Options& o) {
   const Target target = target_from_options(o.target);
   const verify::Implementation implementation = implementation_of(target);
-  const verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick,
-                                      o.filter};
+  verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick, o.filter};
+  if (!o.precision.empty()) options.precision = precision_from_name(o.precision.c_str());
   ProgressLine progress;
   Outcome outcome;
   outcome.engine = engine_of(target);
@@ -49,14 +50,16 @@ Outcome run(const Options& o) {
   outcome.cases = verify::verify(options, implementation, show);
   if (outcome.cases.empty()) {
     throw Error(Status::kInvalidArgument,
-                "filter is \"" + o.filter + "\", must be part of a case's name");
+                "filter is \"" + o.filter + "\", must be part of a case's name" +
+                    (o.precision.empty() ? "" : " in precision " + o.precision));
   }
   if (o.negative) {
     const auto control = [&](const verify::ControlResult& r) {
       progress.show("negative control: " + r.name);
     };
     // All controls, whatever the filter: it selects cases, and may select none of theirs.
-    outcome.controls = verify::negative_controls({options.extent, ""}, implementation, control);
+    outcome.controls =
+        verify::negative_controls({options.extent, "", options.precision}, implementation, control);
   }
   return outcome;
 }
@@ -114,6 +117,7 @@ Command add_verify(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->target.add_to(command);
   command.option("--filter", o->filter, "Only cases whose names contain this");
+  command.option("--precision", o->precision, "Only cases in this precision: tensors or fp8");
   command.flag("--full", o->full, "The long list of cases too");
   command.flag("--negative,!--no-negative", o->negative,
                "Also check that broken implementations are rejected (default)");
