@@ -203,7 +203,7 @@ inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) 
                                               device.exec());
   const std::int64_t width = sonicmoe::gate_factor(problem.activation.kind) * problem.width;
   Array h = empty(a.x, {rows, width}, a.x.scalar_type());
-  Array saved = new_metadata(a.x, sizes.saved_bytes);
+  Array saved = new_bytes(a.x, sizes.saved_bytes);
   const Scratch scratch(a.x, sizes.scratch_bytes);
   args.h = lend(h);
   args.saved = lend(saved);

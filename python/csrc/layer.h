@@ -28,9 +28,21 @@ namespace sonicmoe_torch {
   ARGUMENT(std::int64_t, activation) /* ActivationKind */                       \
   ARGUMENT(double, alpha)                                                       \
   ARGUMENT(double, limit)                                                       \
-  ARGUMENT(std::int64_t, gate_layout) /* GateLayout */
+  ARGUMENT(std::int64_t, gate_layout) /* GateLayout */                          \
+  ARGUMENT(std::int64_t, precision)   /* CallPrecision */
 struct Layer {
   SONICMOE_ARGUMENTS(SONICMOE_LAYER)
+};
+
+/// Problem::precision and Problem::kept_h as one number; those of _names.py.
+enum class CallPrecision : std::int32_t { kTensors = 0, kFp8 = 1, kFp8KeepsTensors = 2 };
+
+/// The last argument of every operator of the layer. Without it, fp8 quantises the weights in the
+/// call, and once more in its backward.
+struct Fp8Argument {
+  MaybeArray fp8_weights;
+  auto fields() { return std::tie(fp8_weights); }
+  static std::string schema() { return "Tensor? fp8_weights=None"; }
 };
 
 /// The same arguments as positions: bit i of `needs` asks for the gradient of argument i.
@@ -53,6 +65,13 @@ struct Call {
   sonicmoe::Weights weights;
   sonicmoe::Tensor x;
 };
+
+inline void set_precision(sonicmoe::Problem& problem, std::int64_t number) {
+  const auto precision = enumerator("precision", number, CallPrecision::kFp8KeepsTensors);
+  if (precision == CallPrecision::kTensors) return;
+  problem.precision = sonicmoe::Precision::kFp8;
+  if (precision == CallPrecision::kFp8KeepsTensors) problem.kept_h = sonicmoe::KeptH::kTensors;
+}
 
 inline sonicmoe::Weights weights_of(const Layer& a, const MaybeArray& w_gate,
                                     const MaybeArray& w_up, const MaybeArray& w_down,
@@ -93,6 +112,7 @@ inline Call call_of(Layer& a) {
   c.problem.width = a.w_down.size(2);
   c.problem.dtype = dtype_of(a.x, "x");
   c.problem.activation = {activation_of(a.activation), a.alpha, a.limit};
+  set_precision(c.problem, a.precision);
   c.routing.weights = view(a.weights, "weights");
   switch (c.problem.form) {
     case sonicmoe::RoutingForm::kIds:
@@ -116,15 +136,43 @@ inline Call call_of(Layer& a) {
   return c;
 }
 
-inline Array moe_inference(Layer& a) {
+/// Memory that is kept and of which a backend does not write every byte. It is cleared on the CPU:
+/// a recomputed forward (activation checkpointing) is to give equal bytes. On CUDA clearing would
+/// take one more kernel.
+inline Array new_bytes(const Array& like, std::int64_t bytes) {
+  if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
+  return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
+}
+
+/// The quantised weights of a call: those that it was given, or its own.
+class QuantisedWeights {
+ public:
+  QuantisedWeights(const Call& c, const MaybeArray& given, const Array& like,
+                   const sonicmoe::Exec& exec)
+      : memory_(given) {
+    if (given.has_value() || c.problem.precision == sonicmoe::Precision::kTensors) return;
+    memory_ = empty(like, {sonicmoe::fp8_weights_bytes(c.problem, exec)}, ScalarType::Byte);
+    sonicmoe::quantize_weights(c.problem, c.weights, buffer(), exec);
+  }
+  sonicmoe::Buffer buffer() const { return memory_ ? lend(*memory_) : sonicmoe::Buffer{}; }
+
+ private:
+  MaybeArray memory_;
+};
+
+using InferenceCall = Joined<Layer, Fp8Argument>;
+
+inline Array moe_inference(InferenceCall& a) {
   const DeviceScope device(a.x);
   const Call c = call_of(a);
   const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kInference, device.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   const Scratch scratch(a.x, sizes.scratch_bytes);
-  sonicmoe::moe_forward(c.problem,
-                        {c.x, c.routing, c.weights, view(out, "out"), {}, {}, scratch.buffer()},
-                        device.exec());
+  const QuantisedWeights fp8(c, a.fp8_weights, a.x, device.exec());
+  sonicmoe::moe_forward(
+      c.problem,
+      {c.x, c.routing, c.weights, view(out, "out"), {}, {}, scratch.buffer(), fp8.buffer()},
+      device.exec());
   return out;
 }
 
@@ -136,7 +184,7 @@ inline Array moe_inference(Layer& a) {
 struct MainGradients {
   SONICMOE_ARGUMENTS(SONICMOE_MAIN_GRADIENTS)
 };
-using ForwardCall = Joined<Layer, MainGradients>;
+using ForwardCall = Joined<Layer, MainGradients, Fp8Argument>;
 
 /// Bytes of metadata kept for backward: an upper limit that holds for every backend, so that fakes
 /// know the shape, with symbolic T too. _ops.py has the same formula.
@@ -144,12 +192,13 @@ inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }
 
-/// Memory for that metadata. It is cleared on the CPU, whose backend does not write all of it: a
-/// recomputed forward (activation checkpointing) is to give equal bytes. On CUDA clearing would
-/// take one more kernel.
-inline Array new_metadata(const Array& like, std::int64_t bytes) {
-  if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
-  return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
+/// H as it is kept: (C, G*n) of the tensors' dtype, or the bytes of its codes and scales.
+inline Array new_kept_h(const Array& x, const sonicmoe::Problem& p, std::int64_t bytes) {
+  const bool codes =
+      p.precision == sonicmoe::Precision::kFp8 && p.kept_h == sonicmoe::KeptH::kPrecision;
+  if (codes) return new_bytes(x, bytes);
+  const std::int64_t width = sonicmoe::gate_factor(p.activation.kind) * p.width;
+  return empty(x, {sonicmoe::row_capacity(p), width}, x.scalar_type());
 }
 
 inline std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
@@ -157,16 +206,15 @@ inline std::tuple<Array, Array, Array> moe_forward(ForwardCall& a) {
   const Call c = call_of(a);
   const Array& x = a.x;
   const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kForward, device.exec());
-  const std::int64_t rows = sonicmoe::row_capacity(c.problem);
-  const std::int64_t width = sonicmoe::gate_factor(c.problem.activation.kind) * c.problem.width;
   Array out = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
-  Array h = empty(x, {rows, width}, x.scalar_type());
-  Array saved = new_metadata(x, saved_capacity(c.problem));
+  Array h = new_kept_h(x, c.problem, sizes.h_bytes);
+  Array saved = new_bytes(x, saved_capacity(c.problem));
   const Scratch scratch(x, sizes.scratch_bytes);
-  sonicmoe::moe_forward(
-      c.problem,
-      {c.x, c.routing, c.weights, view(out, "out"), lend(h), lend(saved), scratch.buffer()},
-      device.exec());
+  const QuantisedWeights fp8(c, a.fp8_weights, x, device.exec());
+  sonicmoe::moe_forward(c.problem,
+                        {c.x, c.routing, c.weights, view(out, "out"), lend(h), lend(saved),
+                         scratch.buffer(), fp8.buffer()},
+                        device.exec());
   return {out, h, saved};
 }
 
@@ -221,11 +269,15 @@ inline sonicmoe::BackwardArgs backward_args(BackwardCall& a, const Call& c,
 
 /// Computes a backward by the layer of one process. exchange.h has the same for several.
 struct RunAlone {
+  const MaybeArray& fp8_weights;
+
   void operator()(BackwardCall& a, const sonicmoe::Weights& grads, const MaybeArray& dx,
                   const MaybeArray& dweights, sonicmoe::GradMode mode) const {
     const DeviceScope device(a.x);
     const Call c = call_of(a);
+    const QuantisedWeights fp8(c, fp8_weights, a.x, device.exec());
     auto args = backward_args(a, c, grads, dx, dweights, mode);
+    args.fp8_weights = fp8.buffer();
     const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, device.exec());
     const Scratch scratch(a.x, sizes.scratch_bytes);
     args.scratch = scratch.buffer();
@@ -252,7 +304,11 @@ LayerGradients written_gradients(BackwardCall& a, const Run& run) {
           or_nothing(db_down, a.x)};
 }
 
-inline LayerGradients moe_backward(BackwardCall& a) { return written_gradients(a, RunAlone()); }
+using AloneBackwardCall = Joined<BackwardCall, Fp8Argument>;
+
+inline LayerGradients moe_backward(AloneBackwardCall& a) {
+  return written_gradients(a, RunAlone{a.fp8_weights});
+}
 
 /// MainGradients as arguments that are written.
 struct Accumulated {
@@ -289,8 +345,10 @@ FreshGradients accumulated_gradients(AccumulateCall& a, const Run& run) {
           or_nothing(db_down, a.x)};
 }
 
-inline FreshGradients moe_backward_accumulate(AccumulateCall& a) {
-  return accumulated_gradients(a, RunAlone());
+using AloneAccumulateCall = Joined<AccumulateCall, Fp8Argument>;
+
+inline FreshGradients moe_backward_accumulate(AloneAccumulateCall& a) {
+  return accumulated_gradients(a, RunAlone{a.fp8_weights});
 }
 
 }  // namespace sonicmoe_torch

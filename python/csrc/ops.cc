@@ -14,6 +14,7 @@
 #include "boxing.h"
 #include "device_scope.h"
 #include "exchange.h"
+#include "fp8.h"
 #include "grouped_gemm.h"
 #include "h_views.h"
 #include "layer.h"
@@ -86,6 +87,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("exchange_forward", &box<&exchange_forward>);
   m.impl("exchange_backward", &box<&exchange_backward>);
   m.impl("exchange_backward_accumulate", &box<&exchange_backward_accumulate>);
+  m.impl("quantize_weights", &box<&quantize_weights>);
+  m.impl("auto_fp8_rows", &box<&auto_fp8_rows>);
   m.impl("h_views", &box<&h_views>);
   m.impl("grouped_gemm", &box<&grouped_gemm>);
   m.impl("grouped_gemm_k", &box<&grouped_gemm_k>);
@@ -117,11 +120,11 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("engine_names", "", "str");
   def("engine_of", DeviceCall::schema(), "str");
   def("use_engine", EngineCall::schema(), "int");
-  def("moe_inference", Layer::schema(), "Tensor");
+  def("moe_inference", InferenceCall::schema(), "Tensor");
   def("moe_forward", ForwardCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
-  def("moe_backward", BackwardCall::schema(),
+  def("moe_backward", AloneBackwardCall::schema(),
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  def("moe_backward_accumulate", AccumulateCall::schema(), "(Tensor, Tensor, Tensor, Tensor)");
+  def("moe_backward_accumulate", AloneAccumulateCall::schema(), "(Tensor, Tensor, Tensor, Tensor)");
   def("exchange_bytes", ShapeCall::schema(), "int");
   def("exchange_open", OpenCall::schema(), "int");
   def("exchange_check", StateCall::schema(), "()");
@@ -132,6 +135,8 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("exchange_backward_accumulate", ExchangeAccumulateCall::schema(),
       "(Tensor, Tensor, Tensor, Tensor)");
+  def("quantize_weights", WeightsCall::schema(), "Tensor");
+  def("auto_fp8_rows", AutoRowsCall::schema(), "int");
   def("h_views", HViewsCall::schema(), "(int, int, int)");
   def("grouped_gemm", GroupedGemmCall::schema(), "Tensor");
   def("grouped_gemm_k", GroupedGemmCall::schema(), "Tensor");

@@ -16,6 +16,7 @@ from importlib import metadata
 
 from . import _flops, _library
 from ._library import engines, is_available, unsupported_reason, use_engine
+from .fp8 import Fp8Weights, quantize_weights
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
 from .lora import LoRA, LowRank, lora_moe
 from .module import MoE, MoEAux
@@ -23,6 +24,7 @@ from .routing import Pairs, expert_choice, route, router_losses, token_round
 
 __all__ = [
     "Activation",
+    "Fp8Weights",
     "LoRA",
     "LowRank",
     "MoE",
@@ -37,6 +39,7 @@ __all__ = [
     "moe",
     "moe_grouped",
     "moe_pairs",
+    "quantize_weights",
     "route",
     "router_losses",
     "show_config",

@@ -64,6 +64,14 @@ def unsupported_reason(device: str | torch.device = "cpu") -> str | None:
     return _cuda_problem(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
+_choices = 0
+
+
+def choices() -> int:
+    """How often use_engine() has been called: what depends on the engine is asked again."""
+    return _choices
+
+
 def engines() -> tuple[str, ...]:
     """The engines of this build, any of which multiplies on the GPUs that it serves; the first that
     serves a GPU is its default. Empty in a build without CUDA."""
@@ -82,6 +90,8 @@ def use_engine(name: str | None) -> str | None:
         return None
     before = torch.ops.sonicmoe_cpp.use_engine(-1 if name is None else names.index(name))
     _cuda_problem.cache_clear()
+    global _choices
+    _choices += 1
     return None if before < 0 else names[before]
 
 

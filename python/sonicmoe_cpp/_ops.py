@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from . import _checks, _library
-from ._names import ACTIVATION, FORM, GATED, ROUNDING
+from ._names import ACTIVATION, FORM, GATED, PRECISION, ROUNDING
 from ._names import UNGATED as UNGATED
 
 ops = torch.ops.sonicmoe_cpp
 # A message that begins so stands for a NotImplementedError (boxing.h).
 UNSUPPORTED = "NotImplementedError: "
-_GATED_NUMBERS = frozenset(ACTIVATION[name] for name in GATED)
+GATED_NUMBERS = frozenset(ACTIVATION[name] for name in GATED)
 
 
 def _arguments(name: str) -> list:
@@ -24,9 +24,11 @@ def _arguments(name: str) -> list:
     return [] if _library.PROBLEM else list(getattr(ops, name).default._schema.arguments)
 
 
-# The arguments that every operator of the layer takes: tensors first, then options.
-LAYER = [argument.name for argument in _arguments("moe_inference")]
-LAYER_TENSORS = [a.name for a in _arguments("moe_inference") if "Tensor" in str(a.type)]
+# The arguments that every operator of the layer takes: tensors first, then options. The quantised
+# weights of fp8 come last in each operator and are None elsewhere.
+_LAYER = _arguments("moe_inference")[:-1]
+LAYER = [argument.name for argument in _LAYER]
+LAYER_TENSORS = [a.name for a in _LAYER if "Tensor" in str(a.type)]
 OPTIONS = LAYER[len(LAYER_TENSORS) :]
 # The arguments that have a derivative, their positions, and their bits in `needs`.
 DIFFERENTIABLE = [name for name in LAYER_TENSORS if name not in ("index", "second")]
@@ -50,14 +52,43 @@ def saved_bytes(tokens, rows, experts):
     return 20 * rows + 16 * tokens + 1024 * experts
 
 
+def _aligned(count):
+    return (count + 255) // 256 * 256
+
+
+def fp8_weights_bytes(experts, gates, width, hidden):
+    """Bytes of quantised weights: codes in both orientations, scales (core/fp8_layout.h)."""
+    matrix = experts * width * hidden
+    scales = matrix // 128**2 * 4
+    return sum(2 * _aligned(n * matrix) + _aligned(n * scales) for n in (gates, 1))
+
+
+def kept_h_bytes(rows, depth):
+    """Bytes of H as it is kept in fp8: codes and scales (core/fp8_layout.h)."""
+    return _aligned(rows * depth) + _aligned(depth // 128 * ((rows + 3) // 4 * 4) * 4)
+
+
+def _gates(a) -> int:
+    return 2 if a.activation in GATED_NUMBERS else 1
+
+
+def _fake_quantize_weights(a):
+    experts, hidden, width = a.w_down.shape
+    size = fp8_weights_bytes(experts, _gates(a), width, hidden)
+    return a.w_down.new_empty((size,), dtype=torch.uint8)
+
+
 def _fake_inference(a):
     return a.x.new_empty(a.x.shape)
 
 
 def _fake_forward(a):
     rows = a.x.shape[0] if a.form == FORM["grouped"] else a.index.numel()
-    factor = 2 if a.activation in _GATED_NUMBERS else 1
-    h = a.x.new_empty((rows, factor * a.w_down.shape[2]))
+    depth = _gates(a) * a.w_down.shape[2]
+    if a.precision == PRECISION["fp8"]:
+        h = a.x.new_empty((kept_h_bytes(rows, depth),), dtype=torch.uint8)
+    else:
+        h = a.x.new_empty((rows, depth))
     size = saved_bytes(a.x.shape[0], rows, a.w_down.shape[0])
     return a.x.new_empty(a.x.shape), h, a.x.new_empty((size,), dtype=torch.uint8)
 
@@ -98,11 +129,11 @@ def gradients(
     """The gradients of DIFFERENTIABLE, None where they are not wanted, by the operators
     {by}_backward and {by}_backward_accumulate, which take `place` last."""
     needs = _needs(wanted)
+    arguments = (dout, *layer, h, saved, needs)
     if main_gradients[1] is None:
-        found = call(f"{by}_backward", dout, *layer, h, saved, needs, *place)
+        found = call(f"{by}_backward", *arguments, *place)
         return [g if want else None for g, want in zip(found, wanted, strict=True)]
-    rest = (needs, *main_gradients, *place)
-    found = call(f"{by}_backward_accumulate", dout, *layer, h, saved, *rest)
+    found = call(f"{by}_backward_accumulate", *arguments, *main_gradients, *place)
     fresh = dict(zip(_FRESH, found, strict=True))
     for bias in ("b_up", "b_down"):
         fresh[bias] = fresh[bias].to(fresh["x"].dtype)
@@ -112,17 +143,17 @@ def gradients(
 def _setup_layer(ctx, inputs, output):
     # Not save_for_backward: another backward may add to main gradients before this one runs, and
     # autograd refuses saved tensors that have changed.
-    ctx.main_gradients = inputs[len(LAYER) :]
+    *ctx.main_gradients, fp8_weights = inputs[len(LAYER) :]
     ctx.options = inputs[len(LAYER_TENSORS) : len(LAYER)]
     _, h, saved = output
-    ctx.save_for_backward(*inputs[: len(LAYER_TENSORS)], h, saved)
+    ctx.save_for_backward(*inputs[: len(LAYER_TENSORS)], h, saved, fp8_weights)
 
 
 def _layer_backward(ctx, dout):
-    *tensors, h, saved = ctx.saved_tensors
+    *tensors, h, saved, fp8_weights = ctx.saved_tensors
     wanted = tuple([ctx.needs_input_grad[at] for at in _POSITIONS])
     layer = (*tensors, *ctx.options)
-    found = gradients(dout, layer, wanted, h, saved, ctx.main_gradients)
+    found = gradients(dout, layer, wanted, h, saved, ctx.main_gradients, place=(fp8_weights,))
     of_inputs = [None] * ctx.inputs
     for at, gradient in zip(_POSITIONS, found, strict=True):
         of_inputs[at] = gradient
@@ -277,6 +308,7 @@ FAKES = {
     "moe_forward": _fake_forward,
     "moe_backward": _fake_backward,
     "moe_backward_accumulate": _fake_backward_accumulate,
+    "quantize_weights": _fake_quantize_weights,
     "grouped_gemm": _fake_grouped_gemm,
     "grouped_gemm_k": _fake_grouped_gemm_k,
     "route": _fake_route,
@@ -386,26 +418,27 @@ def _recorded(name: str):
 @functools.cache
 def _recorded_layer():
     """moe_forward with its derivative, as a function of DIFFERENTIABLE and of one tuple with the
-    rest: (index, second), options, main gradients. Gives `out` alone. Every further argument and
-    output of a Function takes time."""
+    rest: (index, second), options, main gradients, quantised weights. Gives `out` alone. Every
+    further argument and output of a Function takes time."""
     kernel = _kernel("moe_forward")
 
     def forward(ctx, x, *others):
-        *others, (routing, options, main_gradients) = others
+        *others, (routing, options, main_gradients, fp8_weights) = others
         tensors = (x, *routing, *others)
-        out, h, saved = kernel(*tensors, *options, *main_gradients)
+        out, h, saved = kernel(*tensors, *options, *main_gradients, fp8_weights)
         ctx.set_materialize_grads(False)
         ctx.rest = options, main_gradients
-        ctx.save_for_backward(*tensors, h, saved)
+        ctx.save_for_backward(*tensors, h, saved, fp8_weights)
         return out
 
     def backward(ctx, dout):
         wanted = ctx.needs_input_grad[:-1]
         if dout is None:
             return (*[None] * len(wanted), None)
-        *tensors, h, saved = ctx.saved_tensors
+        *tensors, h, saved, fp8_weights = ctx.saved_tensors
         options, main_gradients = ctx.rest
-        return *gradients(dout, (*tensors, *options), wanted, h, saved, main_gradients), None
+        layer, place = (*tensors, *options), (fp8_weights,)
+        return *gradients(dout, layer, wanted, h, saved, main_gradients, place=place), None
 
     return function("moe_forward", forward, backward)
 
@@ -473,15 +506,17 @@ def route(logits: Tensor, bias: Tensor | None, *rule) -> tuple[Tensor, Tensor]:
     return _recorded_route()(logits, rule)
 
 
-def layer(tensors: tuple, options: tuple, main_gradients: tuple) -> Tensor:
+def layer(
+    tensors: tuple, options: tuple, main_gradients: tuple, fp8_weights: Tensor | None = None
+) -> Tensor:
     """The output of the layer; what its backward needs is kept where one is wanted. `tensors` are
     LAYER_TENSORS, `options` OPTIONS."""
     if not records(*tensors):
-        return run("moe_inference", *tensors, *options)
+        return run("moe_inference", *tensors, *options, fp8_weights)
     if torch.compiler.is_compiling():
-        return ops.moe_forward(*tensors, *options, *main_gradients)[0]
+        return ops.moe_forward(*tensors, *options, *main_gradients, fp8_weights)[0]
     x, index, second, *others = tensors
-    return _recorded_layer()(x, *others, ((index, second), options, main_gradients))
+    return _recorded_layer()(x, *others, ((index, second), options, main_gradients, fp8_weights))
 
 
 if _library.PROBLEM is None:

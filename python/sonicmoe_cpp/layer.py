@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, _ops
+from . import _checks, _library, _ops, fp8
 from ._checks import FLOATS, INDICES, Facts
 from ._formulas import PARAMETERS
 from ._names import ACTIVATION, FORM, GATED, LAYOUT
+from .fp8 import NOTHING, Fp8Weights, Request
 from .routing import Pairs
 
 LAYOUTS = tuple(LAYOUT)
@@ -135,8 +136,9 @@ _FORMS = {
 
 
 @_checks.remembered
-def _plan(form: str, activation, gate_layout, facts: tuple) -> _Plan:
-    """Checks everything but main gradients, by the keys of all tensors."""
+def _plan(form: str, activation, gate_layout, wish: tuple, facts: tuple) -> _Plan:
+    """Checks everything but main gradients, by the keys of all tensors; `wish` is (precision,
+    keep_h, the number of the engine's choice, on which "auto" depends)."""
     x, *routing = (None if f is None else Facts(*f) for f in facts)
     routing, experts = routing[:3], routing[3:]
     name = _FORMS[form].names[0]
@@ -154,6 +156,8 @@ def _plan(form: str, activation, gate_layout, facts: tuple) -> _Plan:
         "limit": activation.limit or 0.0,
         "gate_layout": LAYOUT[gate_layout],
     }
+    rows = fp8.capacity(form, x, routing[0])
+    options["precision"] = fp8.number_of(*wish[:2], rows, experts[2], options["activation"])
     return _Plan(tuple([options[option] for option in _ops.OPTIONS]), _ops.score_dtype(x))
 
 
@@ -198,17 +202,27 @@ def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
     return cast(x), tuple(map(cast, experts))
 
 
-def arguments(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum) -> tuple:
-    """The arguments of _ops.layer(), checked. routing is (index, second, weights), experts (w_up,
-    w_down, b_up, b_down), style (activation, gate_layout). This runs in every call: what depends
-    on dtypes, devices and shapes alone is in _plan, whose results are cached."""
+def arguments(
+    form: str,
+    x,
+    routing: tuple,
+    experts: tuple,
+    style: tuple,
+    grad_accum,
+    request: Request = NOTHING,
+) -> tuple:
+    """The arguments of _ops.layer(), checked, without quantised weights. routing is (index, second,
+    weights), experts (w_up, w_down, b_up, b_down), style (activation, gate_layout). This runs in
+    every call: what depends on dtypes, devices and shapes alone is in _plan, whose results are
+    cached."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
     w_up, w_down, b_up, b_down = experts
     experts = (*_pair("w_up", w_up), w_down, b_up, b_down)
     if _ops.may_autocast():
         x, experts = _autocast(x, experts)
-    plan = _plan(form, *style, _checks.keys(names, (x, *routing, *experts)))
+    wish = (*request[:2], _library.choices())
+    plan = _plan(form, *style, wish, _checks.keys(names, (x, *routing, *experts)))
     index, second, weights = routing
     if weights is not None and weights.dtype != plan.scores:
         weights = weights.to(plan.scores)
@@ -218,9 +232,19 @@ def arguments(form: str, x, routing: tuple, experts: tuple, style: tuple, grad_a
     return (x, index, second, weights, *experts), plan.options, main_gradients
 
 
-def _run(*form_and_tensors) -> Tensor:
+def _run(*form_and_tensors, request: Request) -> Tensor:
     """The layer in the form and over the tensors of arguments()."""
-    return _ops.layer(*arguments(*form_and_tensors))
+    tensors, options, main_gradients = arguments(*form_and_tensors, request)
+    if request is NOTHING:
+        return _ops.layer(tensors, options, main_gradients)
+    quantised = fp8.given_weights(request, tensors, options)
+    return _ops.layer(tensors, options, main_gradients, quantised)
+
+
+def _request(precision, keep_h, fp8_weights) -> Request:
+    if precision is None and keep_h is None and fp8_weights is None:
+        return NOTHING
+    return Request(precision, keep_h, fp8_weights)
 
 
 def moe(
@@ -235,6 +259,9 @@ def moe(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
+    precision: str | None = None,
+    keep_h: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
     """The layer over top-k ids. Differentiable in x, topk_weights, weights and biases.
 
@@ -244,9 +271,16 @@ def moe(
     grad_accum=(g_up, g_down) are fp32 buffers (fp64 beside fp64) of the weights' shapes: backward
     adds the weights' gradients to them, except those of frozen weights, and gives None to the
     weights. Returns (T, d).
+
+    precision="fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 128);
+    "auto" does so where that is expected to be faster; None: in the tensors' dtype. fp8_weights are
+    w_up and w_down from quantize_weights(); without them, they are quantised in the call and once
+    more in its backward. keep_h="bf16" keeps H for backward in bf16 instead of fp8.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
-    return _run("ids", x, routing, experts, (activation, gate_layout), grad_accum)
+    request = _request(precision, keep_h, fp8_weights)
+    style = (activation, gate_layout)
+    return _run("ids", x, routing, experts, style, grad_accum, request=request)
 
 
 def moe_pairs(
@@ -260,6 +294,9 @@ def moe_pairs(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
+    precision: str | None = None,
+    keep_h: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
     """The layer over pairs in any order, any number a token; otherwise as moe().
 
@@ -269,7 +306,9 @@ def moe_pairs(
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
     routing, experts = tuple(pairs[:3]), (w_up, w_down, b_up, b_down)
-    return _run("pairs", x, routing, experts, (activation, gate_layout), grad_accum)
+    request = _request(precision, keep_h, fp8_weights)
+    style = (activation, gate_layout)
+    return _run("pairs", x, routing, experts, style, grad_accum, request=request)
 
 
 def moe_grouped(
@@ -284,6 +323,9 @@ def moe_grouped(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
+    precision: str | None = None,
+    keep_h: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
     """The layer over rows (R, d) that are grouped by expert already; otherwise as moe().
 
@@ -306,7 +348,9 @@ def moe_grouped(
         _check_routing("expert_offsets", expert_offsets, rows, (number + 1,), "(E+1,)", INDICES)
         begin, count = expert_offsets[:-1], expert_offsets.diff()
     routing, experts = (begin, count, row_weights), (w_up, w_down, b_up, b_down)
-    return _run("grouped", rows, routing, experts, (activation, gate_layout), grad_accum)
+    request = _request(precision, keep_h, fp8_weights)
+    style = (activation, gate_layout)
+    return _run("grouped", rows, routing, experts, style, grad_accum, request=request)
 
 
 def h_views(

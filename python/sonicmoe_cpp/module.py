@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from . import _checks, _library
 from ._names import GATED
+from .fp8 import Fp8Cache, check_request, is_cached
 from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
 from .lora import LoRA, lora_moe, new_factors
 from .routing import (
@@ -101,6 +102,10 @@ class MoE(nn.Module):
     shared_experts: this many further experts, without biases, that take every token.
     selection_bias=True: a buffer selection_bias (E,) fp32 takes part in the selection of
     score="sigmoid"; update_selection_bias() balances the experts through it, without a loss.
+    precision, keep_h: as in moe(), for the shared experts too. The weights are quantised once for
+    each value that they take, so that micro-batches share it; forget_fp8_weights() after writing to
+    `parameter.data` outside of an optimizer. Under fully_shard and in graphs of torch.compile or
+    CUDA they are quantised in every call.
 
     Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n), with bias=True
     b_up (E, G*n), b_down (E, d), and with S shared experts shared_up (1, G*S*n, d), shared_down
@@ -131,6 +136,8 @@ class MoE(nn.Module):
         router_dtype: torch.dtype | None = None,
         shared_experts: int = 0,
         selection_bias: bool = False,
+        precision: str | None = None,
+        keep_h: str | None = None,
         device=None,
         dtype=None,
     ):
@@ -158,6 +165,10 @@ class MoE(nn.Module):
             _checks.finite(name, value)
         if selection_bias and score != "sigmoid":
             raise ValueError(f'selection_bias is True, needs score="sigmoid", not "{score}"')
+        check_request(precision, keep_h)
+        self.precision = precision
+        self.keep_h = keep_h
+        self._fp8 = {"experts": Fp8Cache(), "shared": Fp8Cache()}
         self.num_experts = num_experts
         self.top_k = top_k
         self.hidden_size = hidden_size
@@ -270,6 +281,10 @@ class MoE(nn.Module):
             raise NotImplementedError(
                 f'routing is "{self.routing}", low-rank factors need routing="topk"'
             )
+        if self.precision is not None:
+            raise NotImplementedError(
+                f'precision is "{self.precision}", low-rank factors need precision=None'
+            )
         self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype)
         for parameter in (self.w_up, self.w_down, self.b_up, self.b_down, *self._shared()):
             if parameter is not None:
@@ -285,6 +300,8 @@ class MoE(nn.Module):
             text += f", tile={self.tile}, rounding={self.rounding}"
         if self.shared_experts > 0:
             text += f", shared_experts={self.shared_experts}"
+        if self.precision is not None:
+            text += f", precision={self.precision}"
         return text
 
     def _weights(self) -> tuple:
@@ -292,6 +309,23 @@ class MoE(nn.Module):
         for name in ("w_up", "w_down"):
             _checks.not_distributed(name, getattr(self, name))
         return self.w_up, self.w_down
+
+    def forget_fp8_weights(self) -> None:
+        """Makes the next call quantise the weights anew."""
+        for cache in self._fp8.values():
+            cache.forget()
+
+    def _precision(self, name: str, weights: tuple) -> dict:
+        """The options of the functions for the weights `name` ("experts" or "shared")."""
+        if self.precision is None:
+            return {}
+        options = {"precision": self.precision, "keep_h": self.keep_h}
+        if not is_cached(self, weights):
+            return options
+        dtype = autocast_dtype(weights[0]) or weights[0].dtype
+        style = {"activation": self.activation, "gate_layout": self.gate_layout}
+        get = functools.partial(self._fp8[name].get, weights, dtype, **style)
+        return options | {"fp8_weights": get}
 
     def _biases(self) -> dict:
         return {"b_up": self.b_up, "b_down": self.b_down}
@@ -392,6 +426,7 @@ class MoE(nn.Module):
         begin = torch.zeros(1, dtype=torch.int64, device=rows.device)
         every = torch.full((1,), rows.shape[0], dtype=torch.int64, device=rows.device)
         options = {"activation": self.activation, "gate_layout": self.gate_layout}
+        options |= self._precision("shared", self._shared())
         shared = moe_grouped(rows, (begin, every), *self._shared(), **options)
         return out + (shared if padding is None else shared.masked_fill(padding, 0.0))
 
@@ -427,6 +462,7 @@ class MoE(nn.Module):
             factor = factor * _one_or_nan(bias)
         experts = self._biases() | {"activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
+        experts |= self._precision("experts", self._weights())
         if grad_accum is not None:
             if self.lora is not None:
                 raise ValueError("grad_accum is given, but the experts are frozen beside lora")

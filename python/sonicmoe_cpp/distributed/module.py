@@ -59,6 +59,10 @@ class ExpertParallelMoE(MoE):
         **options,
     ):
         _checks.integer("num_experts", num_experts)
+        if options.get("precision") is not None:
+            raise NotImplementedError(
+                f'precision is "{options["precision"]}", expert parallelism needs precision=None'
+            )
         # Plain attributes, which nn.Module takes before its own constructor has run.
         limits = Limits(timeout, max_tokens, capacity, top_k)
         self.transport = make_transport(transport, group, limits)

@@ -1,0 +1,225 @@
+"""precision="fp8": the object of quantised weights, which precision a call takes, and the cache of
+a module's quantised weights. docs/fp8.md says what is computed."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import _checks, _ops
+from ._names import ACTIVATION, GATED, LAYOUT, PRECISION
+
+PRECISIONS = ("fp8", "auto")
+KEEP_H = ("bf16",)
+
+
+class Fp8Weights(NamedTuple):
+    """Weights in e4m3 with block scales, as quantize_weights() makes them."""
+
+    codes: Tensor  # (bytes,) uint8: both orientations, and the scales
+    experts: int
+    gates: int  # 2 with a gate, else 1
+    width: int
+    hidden: int
+
+
+class Request(NamedTuple):
+    """What a caller says of the precision."""
+
+    precision: str | None = None
+    keep_h: str | None = None
+    # Fp8Weights or None; or a function that gives either, called where fp8 is taken.
+    fp8_weights: object = None
+
+
+NOTHING = Request()
+
+
+def check_request(precision, keep_h) -> None:
+    for name, value, allowed in (
+        ("precision", precision, PRECISIONS),
+        ("keep_h", keep_h, KEEP_H),
+    ):
+        if value is not None and value not in allowed:
+            known = ", ".join(f'"{a}"' for a in allowed)
+            raise ValueError(f"{name} is {value!r}, must be None or one of: {known}")
+    if precision is None and keep_h is not None:
+        raise ValueError(f"keep_h is {keep_h!r}, must be None: precision is None")
+
+
+def _auto_rows(device: torch.device, dtype, activation: int, *sizes: int) -> int:
+    like = torch.empty((1, 1, 1), dtype=dtype, device=device).expand(sizes)
+    return _ops.ops.auto_fp8_rows(like, activation)
+
+
+# Compiled code takes the answer as a constant.
+_constant_auto_rows = torch.compiler.assume_constant_result(_auto_rows)
+
+
+def auto_rows(w_down, activation: int):
+    """The least row capacity from which "auto" takes fp8; w_down has the facts of a tensor."""
+    if w_down.device.type == "meta":
+        return math.inf
+    if not torch.compiler.is_compiling():
+        return _auto_rows(w_down.device, w_down.dtype, activation, *w_down.shape)
+    # A range makes dynamo take a symbolic size for the constant that it is.
+    experts, hidden, width = w_down.shape
+    sizes = range(experts).stop, range(hidden).stop, range(width).stop
+    return _constant_auto_rows(w_down.device, w_down.dtype, activation, *sizes)
+
+
+def number_of(precision, keep_h, rows, w_down, activation: int) -> int:
+    """The operators' argument `precision`, for a call of so many rows at most."""
+    check_request(precision, keep_h)
+    if precision == "auto" and rows < auto_rows(w_down, activation):
+        precision = None
+    if precision is None:
+        return PRECISION["tensors"]
+    return PRECISION["fp8" if keep_h is None else "fp8_keeps_bf16"]
+
+
+def capacity(form: str, x, index):
+    """The rows that a call has at most."""
+    if form == "grouped":
+        return x.shape[0]
+    rows = 1
+    for size in index.shape:
+        rows = rows * size
+    return rows
+
+
+def given_weights(request: Request, tensors: tuple, options: tuple) -> Tensor | None:
+    """The quantised weights of a call, checked; None: the operator quantises. `tensors` are
+    _ops.LAYER_TENSORS, `options` _ops.OPTIONS."""
+    named = dict(zip(_ops.OPTIONS, options, strict=True))
+    weights = request.fp8_weights
+    if named["precision"] == PRECISION["tensors"]:
+        if weights is not None and request.precision is None:
+            raise ValueError("fp8_weights is given, must be None: precision is None")
+        return None
+    if weights is not None and not isinstance(weights, Fp8Weights) and callable(weights):
+        weights = weights()
+    if weights is None:
+        return None
+    if not isinstance(weights, Fp8Weights):
+        raise TypeError(
+            f"fp8_weights is {type(weights).__name__}, must be what quantize_weights() returned"
+        )
+    w_down = tensors[6]
+    experts, hidden, width = w_down.shape
+    gates = 2 if named["activation"] in _ops.GATED_NUMBERS else 1
+    if tuple(weights[1:]) != (experts, gates, width, hidden):
+        raise ValueError(
+            f"fp8_weights are of (E, G, n, d) = {tuple(weights[1:])}, must be of "
+            f"{(experts, gates, width, hidden)} as w_up and w_down"
+        )
+    _checks.on_device("fp8_weights", weights.codes, w_down)
+    return weights.codes
+
+
+def quantize_weights(
+    w_up: Tensor | tuple[Tensor, Tensor],
+    w_down: Tensor,
+    *,
+    activation="swiglu",
+    gate_layout: str = "concatenated",
+) -> Fp8Weights:
+    """The weights of a layer in e4m3, for the argument fp8_weights of moe(), moe_pairs() and
+    moe_grouped() with precision="fp8". They are those of now: call it again when w_up or w_down
+    change. Weights are as in moe(), in bf16, with d and n multiples of 128."""
+    from .layer import _activation, _check_weights, _pair
+
+    w_gate, w_up = _pair("w_up", w_up)
+    name = _activation(activation).name
+    _checks.one_of("gate_layout", gate_layout, LAYOUT)
+    for what, value in (("w_up", w_up), ("w_down", w_down)):
+        _checks.tensor(what, value)
+    _checks.shape("w_down", w_down, "(E, d, n)", (None, None, None))
+    _checks.supported(w_down.device)
+    experts, hidden, width = w_down.shape
+    facts = [
+        None if t is None else _checks.Facts(t.dtype, t.device, t.shape)
+        for t in (w_gate, w_up, w_down)
+    ]
+    _check_weights(hidden, [*facts, None, None], name in GATED, facts[2])
+    with torch.no_grad():
+        codes = _ops.run(
+            "quantize_weights", w_gate, w_up, w_down, ACTIVATION[name], LAYOUT[gate_layout]
+        )
+    return Fp8Weights(codes, experts, 2 if name in GATED else 1, width, hidden)
+
+
+# ---- the cache of a module -----------------------------------------------------------------------
+
+
+class _Steps:
+    """Counts the steps of all optimizers: some write to `parameter.data`, which leaves the
+    parameter's version as it is."""
+
+    count = 0
+
+
+def _count_step(*_) -> None:
+    _Steps.count += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def _state(weights: tuple) -> tuple:
+    """What changes whenever the values of plain parameters do, and the stream that computes:
+    another one would not wait for the copy."""
+    device = weights[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _Steps.count, stream, *((t._version, t.data_ptr(), t.dtype) for t in weights)
+
+
+class Fp8Cache:
+    """The quantised weights of a module's parameters, made once for each of their values."""
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self) -> None:
+        self._weights: tuple = ()
+        self._state: tuple = ()
+        self._quantised: Fp8Weights | None = None
+
+    def __deepcopy__(self, memo) -> Fp8Cache:
+        return Fp8Cache()  # a copy of the module has parameters of its own
+
+    def __reduce__(self):
+        return Fp8Cache, ()
+
+    def get(self, weights: tuple, dtype: torch.dtype, **options) -> Fp8Weights:
+        """Of (w_up, w_down), as tensors of `dtype`."""
+        state = dtype, *_state(weights)
+        same = len(self._weights) == len(weights) and all(
+            ref() is t for ref, t in zip(self._weights, weights, strict=True)
+        )
+        if not same or state != self._state:
+            # A copy made in inference mode could not be saved for a later backward.
+            with torch.inference_mode(False), torch.no_grad():
+                cast = [t.detach().to(dtype) for t in weights]
+                self._quantised = quantize_weights(*cast, **options)
+            self._weights = tuple(weakref.ref(t) for t in weights)
+            self._state = state
+        return self._quantised
+
+
+def is_cached(module: nn.Module, weights: tuple) -> bool:
+    """Whether a module's weights may be kept quantised from one call to the next. Not where FSDP2
+    gathers them anew: a gather leaves the version as it is, and the copy would stay while the
+    gathered weights are freed. Not in a graph of torch.compile or of CUDA, which would go on with
+    the values of its capture."""
+    if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
+        return False
+    if not all(isinstance(t, nn.Parameter) and not t.is_inference() for t in weights):
+        return False
+    cuda = weights[0].device.type == "cuda"
+    return not (cuda and torch.cuda.is_current_stream_capturing())
