@@ -57,8 +57,12 @@ def _auto_rows(device: torch.device, dtype, activation: int, *sizes: int) -> int
     return _ops.ops.auto_fp8_rows(like, activation)
 
 
-# Compiled code takes the answer as a constant.
-_constant_auto_rows = torch.compiler.assume_constant_result(_auto_rows)
+def _constant_auto_rows(*arguments) -> int:
+    return _auto_rows(*arguments)
+
+
+# What torch.compiler.assume_constant_result() sets. It would import the compiler.
+_constant_auto_rows._dynamo_marked_constant = True
 
 
 def auto_rows(w_down, activation: int):

@@ -321,7 +321,8 @@ def test_mixed_devices_are_refused():
 def test_operators_check_for_themselves():
     ops = torch.ops.sonicmoe_cpp
     x, ids, weights, w_up, w_down = arguments().values()
-    tail = (0, 0, 0.0, 0.0, 0)  # ids, swiglu, its defaults, concatenated
+    # ids, swiglu, its defaults, concatenated, the tensors' precision
+    tail = (0, 0, 0.0, 0.0, 0, 0)
     with pytest.raises(ValueError, match="w_up has 7 rows an expert, must be an even number"):
         ops.moe_inference(x, ids, None, weights, None, w_up[:, :7], w_down, None, None, *tail)
     with pytest.raises(ValueError, match="x has 1 dimensions, must have 2"):
@@ -330,7 +331,8 @@ def test_operators_check_for_themselves():
         bad = weights[:, :1]
         ops.moe_inference(x, ids, None, bad, None, w_up, w_down, None, None, *tail)
     layer = (x, ids, None, weights, None, w_up, w_down, None, None)
-    for position, name, last in ((0, "form", 2), (1, "activation", 10), (4, "gate_layout", 1)):
+    lasts = ((0, "form", 2), (1, "activation", 10), (4, "gate_layout", 1), (5, "precision", 2))
+    for position, name, last in lasts:
         for number in (-1, last + 1, 2**40):
             options = [*tail[:position], number, *tail[position + 1 :]]
             with pytest.raises(ValueError, match=f"{name} is {number}, must be from 0 to {last}"):

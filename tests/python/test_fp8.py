@@ -2,6 +2,7 @@
 object of quantised weights, the module's cache, graphs, checkpoints and refusals."""
 
 import copy
+import os
 
 import pytest
 import reference
@@ -10,6 +11,8 @@ import torch
 from reference import Layer
 from sonicmoe_cpp import _ops
 from sonicmoe_cpp._names import PRECISION
+from test_training import free_port
+from torch import multiprocessing
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -422,6 +425,55 @@ def test_compiled_module():
             assert torch.equal(got, want)
         with torch.no_grad():
             moe.w_up.mul_(1.25)  # a graph quantises in every call
+
+
+def sharded_rank(rank, port, results):
+    """A rank under FSDP2: after every optimizer step, all micro-batches give what a module with
+    the whole parameters gives."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    wrong = []
+    for reshards in (True, False):
+        sharded = torch.nn.Sequential(module(dtype=torch.float32))
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(sharded, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.05)
+        for step in range(3):
+            for micro in range(2):
+                whole = module()
+                for p, part in zip(whole.parameters(), sharded.parameters(), strict=True):
+                    p.data.copy_(part.full_tensor())
+                x = batch(100 * step + 10 * micro + rank)
+                out, _ = sharded(x)
+                out.float().square().mean().backward()
+                if not torch.equal(out, whole(x)[0]):
+                    wrong.append((reshards, step, micro))
+                # Not by an optimizer: the version of a gathered parameter stays as it is, and
+                # so may its address, so that no copy may be kept.
+                for p in sharded.parameters():
+                    p.data.to_local().mul_(1.25)
+                if sharded[0]._fp8["experts"]._quantised is not None:
+                    wrong.append("a copy is kept")
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    if rank == 0:
+        results.put(wrong)
+    dist.destroy_process_group()
+    os._exit(0)  # as test_training.leave()
+
+
+@pytest.mark.slow
+def test_under_fsdp2():
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(sharded_rank, (free_port(), results), nprocs=2)
+    assert results.get() == []
 
 
 # ---- "auto" and refusals -------------------------------------------------------------------------

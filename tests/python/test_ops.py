@@ -30,7 +30,7 @@ def layer_arguments(dtype=torch.float32, form="ids", **options):
     tensors = (layer.x, index, second, weights, None, layer.w_up, layer.w_down)
     biases = (layer.b_up, layer.b_down)
     layout = LAYOUT[layer.options["gate_layout"]]
-    return (*tensors, *biases, FORM[form], ACTIVATION["swiglu"], 0.0, 0.0, layout)
+    return (*tensors, *biases, FORM[form], ACTIVATION["swiglu"], 0.0, 0.0, layout, 0)
 
 
 def detached(values):
