@@ -44,33 +44,58 @@ struct Plan {
   }
 };
 
-Problem problem_from(const Options& o, const LayerShape& shape) {
-  return problem_of(shape, o.layer.layer_dtype(),
-                    {activation_from_name(o.layer.activation.c_str())});
+/// Where the problem is planned: a device that need not be there, none where this build has no
+/// kernels for it.
+Exec exec_of(const Plan& p) {
+  Exec exec{.backend = p.backend};
+  const BackendTable* table = find_backend(p.backend);
+  if (table != nullptr && table->device_model != nullptr && p.machine.capability != 0) {
+    exec.device = table->device_model(p.machine.capability);
+  }
+  return exec;
+}
+
+Problem problem_from(const Options& o, const Plan& p) {
+  const Exec exec = exec_of(p);
+  const bool on_cpu = p.backend == Backend::kCpu;
+  if (o.layer.precision == "auto" && !on_cpu && exec.device == nullptr) {
+    checks::refuse("precision is auto, must be tensors or fp8: this build has no kernels for " +
+                   p.machine.name);
+  }
+  return o.layer.problem(p.shape, exec);
+}
+
+/// The layer at another granularity; none where fp8 does not serve its width.
+std::optional<MemoryCost> memory_at(const Plan& p, const LayerShape& shape) {
+  Problem at = problem_of(shape, p.problem.dtype, p.problem.activation);
+  at.precision = p.problem.precision;
+  if (at.precision == Precision::kFp8 && at.width % 128 != 0) return std::nullopt;
+  return memory_cost(at);
 }
 
 Plan make_plan(const Options& o) {
   Plan p;
   p.shape = o.shape.resolve();
-  p.problem = problem_from(o, p.shape);
   checks::below_2_31("tile", o.tile);
   p.padding = expected_padding(p.shape, o.tile);
-  p.machine = o.device == "cpu" ? measured_cpu(p.problem.dtype, {}) : machine_from_name(o.device);
+  const DType dtype = o.layer.layer_dtype();
+  p.machine = o.device == "cpu" ? measured_cpu(dtype, {}) : machine_from_name(o.device);
   p.engine = engine_rate(p.machine, o.engine);
   p.machine.flops_per_second = p.engine.flops_per_second;
-  p.kernels = kernel_costs(p.problem, p.machine);
-  p.memory = memory_cost(p.problem);
   const std::string of_device = o.device == "cpu" ? "cpu" : "cuda";
   p.backend = backend_from_name(o.backend.empty() ? of_device : o.backend);
+  p.problem = problem_from(o, p);
+  p.kernels = kernel_costs(p.problem, p.machine);
+  p.memory = memory_cost(p.problem);
   // Asked for by name, a backend that is not in this build is refused; else its part is left out.
   if (o.backend.empty() && find_backend(p.backend) == nullptr) return p;
-  Exec exec{.backend = p.backend};
   const BackendTable& table = backend_table(p.backend);
+  const Exec exec = exec_of(p);
   if (table.device_model != nullptr && p.machine.capability != 0) {
-    exec.device = table.device_model(p.machine.capability);
     // Tiles and workspace are an engine's own: those of another one would mislead.
     if (exec.device == nullptr || table.engine_name(exec.device) != p.engine.name) return p;
   }
+  if (table.refusal != nullptr && !table.refusal(p.problem, exec).empty()) return p;
   p.workspace = workspace_cost(p.problem, exec);
   p.tiles = chosen_tiles(p.problem, exec);
   return p;
@@ -99,6 +124,7 @@ Json to_json(const MemoryCost& m) {
           {"ours_metadata", m.metadata},
           {"cache_everything", m.cache_everything},
           {"scatter_style", m.scatter_style},
+          {"fp8_weights", m.fp8_weights},
           {"callers", m.callers}};
 }
 
@@ -109,7 +135,7 @@ Json to_json(const std::optional<WorkspaceCost>& w) {
 
 bool share_known(const Plan& p) {
   return p.engine.name != "cpu" && p.engine.evidence != Evidence::kEstimated &&
-         dtype_bytes(p.problem.dtype) == 2;
+         dtype_bytes(p.problem.dtype) == 2 && p.problem.precision == Precision::kTensors;
 }
 
 Json to_json(const Plan& p, bool backward) {
@@ -150,14 +176,15 @@ Json document(const Options& o, const Plan& p) {
     if (const std::string tile = p.tile(k); !tile.empty()) kernels.back()["tile"] = tile;
   }
   for (const LayerShape& s : granularity_sweep(p.shape)) {
-    Json entry = cli::to_json(s);
-    entry["kept_bytes"] =
-        to_json(memory_cost(problem_of(s, p.problem.dtype, p.problem.activation)));
-    sweep.push_back(entry);
+    const std::optional<MemoryCost> memory = memory_at(p, s);
+    if (!memory) continue;
+    sweep.push_back(cli::to_json(s));
+    sweep.back()["kept_bytes"] = to_json(*memory);
   }
   return {{"shape", cli::to_json(p.shape)},
           {"dtype", o.layer.dtype},
           {"activation", o.layer.activation},
+          {"precision", precision_name(p.problem.precision)},
           {"device", device_json(p)},
           {"engine", engine_json(p)},
           {"kernels", kernels},
@@ -210,18 +237,24 @@ void print_memory(const Plan& p) {
   const MemoryCost& m = p.memory;
   std::printf("\nkept for backward, beside X (%s, which every method keeps)\n",
               bytes_text(static_cast<double>(m.x)).c_str());
-  line("this library", m.ours(), "H: G*T*K*n elements, and metadata");
+  const bool fp8 = p.problem.precision == Precision::kFp8;
+  line("this library", m.ours(),
+       fp8 ? "H: G*T*K*n codes and their scales, and metadata"
+           : "H: G*T*K*n elements, and metadata");
   line("  of that metadata", m.metadata, "");
   line("cache everything", m.cache_everything, "gathered X, H, A, Y: T*K*(2d + (G+1)n)");
   line("ScatterMoE style", m.scatter_style, "Y, H, A, its factors: T*K*(d + 2Gn)");
   line("the caller's", m.callers, "ids, routing weights, logits");
+  if (fp8) line("quantised weights", m.fp8_weights, "shared by micro-batches");
 
   print_workspace(p);
   std::printf("\nthe same at other granularities: K*n, E*n and flops constant\n");
   std::printf("  %6s %6s %6s %14s %18s %18s\n", "K", "n", "E", "this library", "cache everything",
               "ScatterMoE style");
   for (const LayerShape& s : granularity_sweep(p.shape)) {
-    const MemoryCost at = memory_cost(problem_of(s, p.problem.dtype, p.problem.activation));
+    const std::optional<MemoryCost> memory = memory_at(p, s);
+    if (!memory) continue;
+    const MemoryCost& at = *memory;
     std::printf("  %6lld %6lld %6lld %14s %18s %18s\n", static_cast<long long>(s.top_k),
                 static_cast<long long>(s.width), static_cast<long long>(s.experts),
                 bytes_text(static_cast<double>(at.ours())).c_str(),
@@ -257,6 +290,11 @@ void print_text(const Options& o, const Plan& p) {
               o.layer.activation.c_str());
   std::printf("roofline of %s (%s)\n", p.machine.name.c_str(), p.machine.source.c_str());
   print_engine(p);
+  if (p.problem.precision == Precision::kFp8) {
+    std::printf(
+        "A, Y, dH and dX~ in fp8 at %.1f times the rate of bf16, estimated from bare products\n",
+        kFp8Rate);
+  }
   std::printf("\n");
   print_kernels(p);
   std::printf("\npadding to tiles of %lld rows: %.1f%% more rows, at even random routing\n",
@@ -267,7 +305,11 @@ void print_text(const Options& o, const Plan& p) {
 RanksSubject ranks_subject(const Options& o) {
   RanksSubject s;
   s.shape = o.shape.resolve();
-  s.problem = problem_from(o, s.shape);
+  if (o.layer.precision != precision_name(Precision::kTensors)) {
+    checks::refuse("precision is " + o.layer.precision +
+                   ", must be tensors beside --ranks: expert parallelism has no fp8 products");
+  }
+  s.problem = o.layer.problem(s.shape, {});
   if (o.device == "cpu") checks::refuse("device is cpu, must be a GPU beside --ranks");
   s.machine = machine_from_name(o.device);
   s.engine = engine_rate(s.machine, o.engine);

@@ -102,6 +102,51 @@ class CliTest(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertIn("ScatterMoE style", out)
 
+    def test_precision(self):
+        shape = ("--shape", "24576,1536,256,128,8")
+        bf16, fp8 = (
+            self.document("plan", *shape, "--backend", "cpu", "--precision", precision)
+            for precision in ("tensors", "fp8")
+        )
+        self.assertEqual((bf16["precision"], fp8["precision"]), ("tensors", "fp8"))
+        self.assertEqual(bf16["kept_bytes"]["fp8_weights"], 0)
+        self.assertGreater(fp8["kept_bytes"]["fp8_weights"], 6 * 128 * 256 * 1536)
+        self.assertLess(fp8["kept_bytes"]["ours_h"], 0.55 * bf16["kept_bytes"]["ours_h"])
+        self.assertLess(fp8["forward"]["us"], bf16["forward"]["us"])
+        self.assertIsNone(fp8["forward"]["sustained_us"])
+        self.assertTrue(all(g["n"] % 128 == 0 for g in fp8["granularity"]))
+        text = run("plan", *shape, "--backend", "cpu", "--precision", "fp8")[1]
+        self.assertIn("A, Y, dH and dX~ in fp8 at 1.6 times the rate of bf16, estimated", text)
+        auto = ("--device", "cpu", "--precision", "auto")
+        self.assertEqual(self.document("plan", *SMALL, *auto)["precision"], "tensors")
+        small = ("--shape", "70,256,128,4,2", "--repeats", "1")
+        for precision in ("tensors", "fp8"):
+            bench = self.document("bench", *small, "--precision", precision)
+            self.assertTrue(bench["check"]["passed"])
+            self.assertEqual(bench["precision"], precision)
+            self.assertEqual(bench["quantise_ms"] is None, precision == "tensors")
+        cases = ("--filter", "swiglu_bias", "--no-negative", "--precision", "fp8")
+        names = [c["name"] for c in self.document("verify", *cases)["cases"]]
+        self.assertEqual(names, ["fp8/activation/swiglu_bias/random"])
+        for arguments, sentence in (
+            (("plan", *shape, "--precision", "fp4"), 'precision is "fp4", must be one of: tensors'),
+            (
+                ("plan", *shape, "--precision", "fp8", "--dtype", "f16"),
+                "dtype is f16, must be bf16 for fp8",
+            ),
+            (
+                ("bench", *SMALL, "--precision", "fp8"),
+                "hidden is 24, must be a multiple of 128 for fp8",
+            ),
+            (
+                ("plan", *shape, "--ranks", "2", "--precision", "fp8"),
+                "precision is fp8, must be tensors beside --ranks",
+            ),
+        ):
+            code, out, err = run(*arguments)
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn(sentence, err)
+
     def test_plan_says_what_was_measured(self):
         def plan(*arguments):
             return self.document("plan", "--config", "olmoe", *arguments)

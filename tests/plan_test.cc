@@ -85,6 +85,39 @@ TEST(Plan, FlopsAndTimesOfTheKernels) {
   EXPECT_DOUBLE_EQ(backward, 12 * tknd);
 }
 
+TEST(Plan, Fp8IsFasterInFourProductsAndMovesCodes) {
+  const LayerShape s{24576, 1536, 256, 128, 8};
+  const Machine h200 = machine_from_name("h200");
+  Problem p = problem_of(s, DType::kBF16, Activation{});
+  const std::vector<KernelCost> bf16 = kernel_costs(p, h200);
+  const MemoryCost kept = memory_cost(p);
+  p.precision = Precision::kFp8;
+  std::vector<KernelCost> fp8 = kernel_costs(p, h200);
+  EXPECT_STREQ(fp8.front().name, "q(X)");
+  EXPECT_DOUBLE_EQ(fp8.front().bytes, 24576.0 * 1536 * (3 + 4.0 / 128));
+  std::erase_if(fp8, [](const KernelCost& c) { return c.name[0] == 'q'; });
+  ASSERT_EQ(fp8.size(), bf16.size());
+  for (std::size_t i = 0; i < fp8.size(); ++i) {
+    const std::string name = fp8[i].name;
+    ASSERT_EQ(name, bf16[i].name);
+    EXPECT_EQ(fp8[i].flops, bf16[i].flops);
+    const bool product = name == "A" || name == "Y" || name == "dH" || name == "dX~";
+    if (!product) {
+      EXPECT_EQ(fp8[i].bytes, bf16[i].bytes) << name;
+      EXPECT_EQ(fp8[i].seconds, bf16[i].seconds) << name;
+      continue;
+    }
+    EXPECT_LT(fp8[i].bytes, bf16[i].bytes) << name;
+    EXPECT_DOUBLE_EQ(fp8[i].seconds, std::max(fp8[i].flops / (kFp8Rate * h200.flops_per_second),
+                                              fp8[i].bytes / h200.bytes_per_second));
+  }
+  const MemoryCost codes = memory_cost(p);
+  EXPECT_LE(static_cast<double>(codes.h), 0.52 * static_cast<double>(kept.h));
+  EXPECT_EQ(codes.metadata, kept.metadata);
+  EXPECT_EQ(kept.fp8_weights, 0);
+  EXPECT_EQ(codes.fp8_weights, fp8_weights_bytes(p));
+}
+
 TEST(Plan, ExpectedPaddingIsThatOfRandomCounts) {
   const LayerShape s{4096, 64, 64, 64, 4};
   std::mt19937 random(7);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
@@ -24,6 +25,47 @@ Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activ
   }
   return p;
 }
+
+namespace {
+
+/// Bytes of operands in the tensors' dtype.
+struct Operands {
+  double x, row_n, row_h, w_up, w_down, element;
+
+  /// What quantising takes off `bytes`: codes and, by 128 elements, a scale are left.
+  double saved(double bytes) const { return bytes * (1.0 - (1.0 + 4.0 / 128.0) / element); }
+  double coded(double bytes) const { return bytes - saved(bytes); }
+};
+
+bool is_fp8_product(const KernelCost& c) {
+  const std::string_view name = c.name;
+  return name == "A" || name == "Y" || name == "dH" || name == "dX~";
+}
+
+double rate_of(const Problem& p, const KernelCost& c) {
+  return p.precision == Precision::kFp8 && is_fp8_product(c) ? kFp8Rate : 1.0;
+}
+
+/// Changes the bytes of bf16's kernels to those of fp8, whose operands are codes, and adds the
+/// passes that quantise X and dO.
+void to_fp8(const Operands& o, const Problem& p, std::vector<KernelCost>& costs) {
+  const double kept_h = p.kept_h == KeptH::kPrecision ? o.saved(o.row_h) : 0.0;
+  for (KernelCost& c : costs) {
+    const std::string_view name = c.name;
+    if (name == "A") c.bytes -= o.saved(o.x + o.w_up + o.row_n) + kept_h;
+    if (name == "Y") c.bytes -= o.saved(o.row_n + o.w_down);
+    // dH is written twice, for dW1 and for dX~.
+    if (name == "dH") c.bytes += o.coded(o.row_h) - o.saved(o.x + o.w_down) - kept_h;
+    if (name == "dX~") c.bytes -= o.saved(o.row_h + o.w_up);
+  }
+  const double pass = o.x + o.coded(o.x);
+  const auto backward =
+      std::find_if(costs.begin(), costs.end(), [](const KernelCost& c) { return c.backward; });
+  costs.insert(backward, {"q(dO)", true, 0.0, pass});
+  costs.insert(costs.begin(), {"q(X)", false, 0.0, pass});
+}
+
+}  // namespace
 
 std::vector<KernelCost> kernel_costs(const Problem& p, const Machine& machine) {
   const auto T = static_cast<double>(p.tokens);
@@ -54,8 +96,9 @@ std::vector<KernelCost> load_costs(const Problem& p, const LayerLoad& load,
       {"dW1", true, up, x + row_h + w_up + index * rows},
       {"dX", true, rows * d, row_d + x + index * rows},
   };
+  if (p.precision == Precision::kFp8) to_fp8({x, row_n, row_h, w_up, w_down, element}, p, costs);
   for (KernelCost& c : costs) {
-    const double compute = c.flops / machine.flops_per_second;
+    const double compute = c.flops / (machine.flops_per_second * rate_of(p, c));
     const double memory = c.bytes / machine.bytes_per_second;
     c.memory_bound = memory > compute;
     c.seconds = std::max(compute, memory);
@@ -97,6 +140,7 @@ MemoryCost memory_cost(const Problem& p) {
   m.x = p.tokens * p.hidden * element;
   m.h = sizes.h_bytes;
   m.metadata = sizes.saved_bytes;
+  m.fp8_weights = fp8_weights_bytes(p);
   m.callers = rows * (8 + 4) + p.tokens * p.experts * element;
   m.cache_everything = rows * (2 * p.hidden + (G + 1) * p.width) * element;
   m.scatter_style = rows * (p.hidden + 2 * G * p.width) * element;

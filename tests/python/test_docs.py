@@ -11,7 +11,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/pytorch.md", "docs/determinism.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/pytorch.md", "docs/determinism.md", "docs/fp8.md"]
+)
 def test_first_example(page):
     if not (ROOT / page).is_file():
         pytest.skip("this copy has no documentation")

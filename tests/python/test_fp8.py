@@ -164,6 +164,19 @@ def test_pairs_and_grouped_are_the_same_layer():
     assert reference.error(summed, want) < 0.006
 
 
+def test_a_token_does_not_depend_on_the_others():
+    layer = fp8_layer(bias=True)
+    whole = layer.step(with_options(precision="fp8"))
+    half = slice(7, 38)
+    part = fp8_layer(bias=True)
+    part.ids, part.dout = layer.ids[half], layer.dout[half]
+    for name in ("x", "weights"):
+        setattr(part, name, getattr(layer, name)[half].detach().requires_grad_())
+    got = part.step(with_options(precision="fp8"))
+    for name in ("out", "x", "weights"):
+        assert torch.equal(got[name], whole[name][half]), name
+
+
 # ---- quantised weights ---------------------------------------------------------------------------
 
 
