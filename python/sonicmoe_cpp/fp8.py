@@ -200,18 +200,22 @@ class Fp8Cache:
     def __reduce__(self):
         return Fp8Cache, ()
 
-    def get(self, weights: tuple, dtype: torch.dtype, **options) -> Fp8Weights:
-        """Of (w_up, w_down), as tensors of `dtype`."""
-        state = dtype, *_state(weights)
-        same = len(self._weights) == len(weights) and all(
-            ref() is t for ref, t in zip(self._weights, weights, strict=True)
+    def get(self, parameters: tuple, dtype: torch.dtype, **options) -> Fp8Weights:
+        """Of (w_up, w_down), as tensors of `dtype`; `options` are those of quantize_weights()."""
+        return self.of(parameters, parameters, dtype, **options)
+
+    def of(self, parameters: tuple, weights: tuple, dtype, **options) -> Fp8Weights:
+        """Of weights that are views of parameters."""
+        state = dtype, *_state(parameters)
+        same = len(self._weights) == len(parameters) and all(
+            ref() is t for ref, t in zip(self._weights, parameters, strict=True)
         )
         if not same or state != self._state:
             # A copy made in inference mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
                 cast = [t.detach().to(dtype) for t in weights]
                 self._quantised = quantize_weights(*cast, **options)
-            self._weights = tuple(weakref.ref(t) for t in weights)
+            self._weights = tuple(weakref.ref(t) for t in parameters)
             self._state = state
         return self._quantised
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import _checks, _ops
+from ..fp8 import Fp8Cache, check_request, is_cached
 from ..layer import LAYOUTS, Activation, autocast_dtype, moe
 from ..lora import lora_moe
 from . import _recognise
@@ -134,6 +136,45 @@ def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
     return w_up, w_down, b_up, b_down
 
 
+class Precision(NamedTuple):
+    """What set_precision() leaves at an experts module."""
+
+    precision: str
+    keep_h: str | None
+    cache: Fp8Cache
+
+
+def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = None) -> None:
+    """The precision of all experts of a model, as in sonicmoe_cpp.moe(): "fp8", "auto", or None for
+    the weights' dtype. Weights are quantised once for each of their values, as by MoE."""
+    check_request(precision, keep_h)
+    modules = experts_of(model)
+    for name, module in modules.items():
+        if precision is not None and getattr(module, "lora", None) is not None:
+            raise NotImplementedError(
+                f'precision is "{precision}", but {name} has low-rank factors, which need None'
+            )
+    for module in modules.values():
+        module._sonicmoe_cpp_precision = (
+            None if precision is None else Precision(precision, keep_h, Fp8Cache())
+        )
+
+
+def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
+    """The options of moe() for the precision of a module's experts."""
+    chosen = getattr(module, "_sonicmoe_cpp_precision", None)
+    if chosen is None:
+        return {}
+    options = {"precision": chosen.precision, "keep_h": chosen.keep_h}
+    parameters = getattr(module, up_name(module)), module.down_proj
+    if not is_cached(module, parameters):
+        return options
+    dtype = autocast_dtype(weights[0]) or weights[0].dtype
+    style = {"activation": plan.activation, "gate_layout": plan.gate_layout}
+    get = functools.partial(chosen.cache.of, parameters, weights, dtype, **style)
+    return options | {"fp8_weights": get}
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -147,7 +188,10 @@ def experts_forward(
     if autocast_dtype(x) is None:
         x = x.to(w_up.dtype)
     lora = getattr(self, "lora", None)
-    compute, factors = (moe, {}) if lora is None else (lora_moe, lora.factors())
+    if lora is None:
+        compute, others = moe, _precision_of(self, (w_up, w_down), plan)
+    else:
+        compute, others = lora_moe, lora.factors()
     out = compute(
         x,
         top_k_index,
@@ -158,6 +202,6 @@ def experts_forward(
         b_down=b_down,
         activation=plan.activation,
         gate_layout=plan.gate_layout,
-        **factors,
+        **others,
     )
     return out.to(hidden_states.dtype)

@@ -130,6 +130,11 @@ def _new(name: str, module: nn.Module, rank: int, alpha: float, dtype):
         raise ValueError(
             f"PEFT adapts parameters of {type(module).__name__} already: use one of the two"
         )
+    precision = getattr(module, "_sonicmoe_cpp_precision", None)
+    if precision is not None:
+        raise NotImplementedError(
+            f'precision is "{precision.precision}", low-rank factors need None: hf.set_precision()'
+        )
     plan_of(module)  # refuses quantised weights and other experts that cannot be computed
     return new_factors(module, weights_of(module)[:2], rank, alpha, dtype)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ._hf_experts import Plan, experts_forward, experts_of, plan_of
+from ._hf_experts import Plan, experts_forward, experts_of, plan_of, set_precision
 from ._hf_lora import add_lora, load_lora, merge_lora, save_lora
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "plan_of",
     "register",
     "save_lora",
+    "set_precision",
     "supports",
 ]
 

@@ -16,7 +16,11 @@ class SonicGptOssGroupedExperts(Experts, GptOssGroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
-        pass
+        precision: str | None = None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.precision = config.precision
 
     def parallelize(self, parallel_dims) -> None:
         if parallel_dims.tp > 1 and not parallel_dims.ep_enabled:
@@ -36,6 +40,7 @@ class SonicGptOssGroupedExperts(Experts, GptOssGroupedExperts):
             "b_down": b_down,
             "activation": Activation("swiglu_oai", limit=self.swiglu_limit),
             "gate_layout": "interleaved",
+            "precision": self.precision,
         }
 
 

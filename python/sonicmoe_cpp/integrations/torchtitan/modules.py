@@ -36,7 +36,10 @@ def _refuse_typechecking() -> None:
 
 
 class Experts:
-    """What experts of either kind share: torchtitan computes them in bf16, so does this."""
+    """What experts of either kind share: torchtitan computes them in bf16, so does this, with
+    products in `precision` (sonicmoe_cpp.moe())."""
+
+    precision: str | None = None
 
     def layer_arguments(self) -> dict:
         """Weights and options as moe(), moe_grouped() and moe_pairs() take them: this rank's part
@@ -58,12 +61,16 @@ class SonicGroupedExperts(Experts, GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        precision: str | None = None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.precision = config.precision
 
     def layer_arguments(self) -> dict:
         names = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
         gate, up, down = (local(w).bfloat16() for w in names)
-        return {"w_up": (gate, up), "w_down": down}
+        return {"w_up": (gate, up), "w_down": down, "precision": self.precision}
 
 
 class SonicRoutedExperts(RoutedExperts):

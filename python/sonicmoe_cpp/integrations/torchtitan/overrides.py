@@ -26,6 +26,7 @@ with needs("torchtitan.overrides", "torchtitan", "0.3"):
     )
 
 from ..._checks import integer, one_of
+from ...fp8 import check_request
 from ...routing import MODES
 from .modules import (
     SonicGroupedExperts,
@@ -64,13 +65,19 @@ def _served(config, replacements: dict, **deltas):
 
 
 @override(target=GroupedExperts.Config, description="experts of sonicmoe_cpp")
-def grouped_experts(config: GroupedExperts.Config) -> GroupedExperts.Config:
-    return _served(config, _EXPERTS | _gpt_oss()[0])
+def grouped_experts(
+    config: GroupedExperts.Config, precision: str | None = None
+) -> GroupedExperts.Config:
+    """precision: "fp8" or "auto", as in sonicmoe_cpp.moe()."""
+    check_request(precision, None)
+    return _served(config, _EXPERTS | _gpt_oss()[0], precision=precision)
 
 
 @override(target=RoutedExperts.Config, description="fused experts of sonicmoe_cpp")
-def routed_experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
-    return _served(config, _ROUTED, inner_experts=grouped_experts(config.inner_experts))
+def routed_experts(
+    config: RoutedExperts.Config, precision: str | None = None
+) -> RoutedExperts.Config:
+    return _served(config, _ROUTED, inner_experts=grouped_experts(config.inner_experts, precision))
 
 
 @override(target=TokenChoiceTopKRouter.Config, description="router of sonicmoe_cpp")
@@ -79,12 +86,14 @@ def router(config: TokenChoiceTopKRouter.Config) -> TokenChoiceTopKRouter.Config
 
 
 @override(target=MoE.Config, description="token rounding of sonicmoe_cpp")
-def token_rounding(config: MoE.Config, tile: int = 128, rounding: str = "nearest") -> MoE.Config:
+def token_rounding(
+    config: MoE.Config, tile: int = 128, rounding: str = "nearest", precision: str | None = None
+) -> MoE.Config:
     """Stochastic rounding is left out: a CUDA graph of a step would repeat one draw for ever."""
     integer("tile", tile)
     one_of("rounding", rounding, [mode for mode in MODES if mode != "stochastic"])
     parts = {"router": router(config.router)}
-    parts["routed_experts"] = routed_experts(config.routed_experts)
+    parts["routed_experts"] = routed_experts(config.routed_experts, precision)
     return _served(config, _LAYERS | _gpt_oss()[1], tile=tile, rounding=rounding, **parts)
 
 
