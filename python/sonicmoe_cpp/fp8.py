@@ -187,6 +187,7 @@ class Fp8Cache:
     """The quantised weights of a module's parameters, made once for each of their values."""
 
     def __init__(self):
+        self.captured = False  # a CUDA graph computes with the parameters
         self.forget()
 
     def forget(self) -> None:
@@ -220,14 +221,20 @@ class Fp8Cache:
         return self._quantised
 
 
-def is_cached(module: nn.Module, weights: tuple) -> bool:
-    """Whether a module's weights may be kept quantised from one call to the next. Not where FSDP2
-    gathers them anew: a gather leaves the version as it is, and the copy would stay while the
-    gathered weights are freed. Not in a graph of torch.compile or of CUDA, which would go on with
-    the values of its capture."""
+def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
+    """Whether a module's weights may be kept quantised from one call to the next. They may not
+
+    - where FSDP2 or DeepSpeed gather them anew: a gather leaves the version as it is, and the copy
+      would stay while the gathered weights are freed;
+    - in a graph of torch.compile or CUDA, which would go on with the values of its capture;
+    - after a capture: a replay changes parameters and nothing says so.
+    """
     if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
         return False
-    if not all(isinstance(t, nn.Parameter) and not t.is_inference() for t in weights):
-        return False
-    cuda = weights[0].device.type == "cuda"
-    return not (cuda and torch.cuda.is_current_stream_capturing())
+    for t in weights:
+        if not isinstance(t, nn.Parameter) or t.is_inference() or hasattr(t, "ds_id"):
+            return False
+    if weights[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        cache.captured = True
+        cache.forget()
+    return not cache.captured

@@ -320,7 +320,7 @@ class MoE(nn.Module):
         if self.precision is None:
             return {}
         options = {"precision": self.precision, "keep_h": self.keep_h}
-        if not is_cached(self, weights):
+        if not is_cached(self, weights, self._fp8[name]):
             return options
         dtype = autocast_dtype(weights[0]) or weights[0].dtype
         style = {"activation": self.activation, "gate_layout": self.gate_layout}

@@ -413,6 +413,31 @@ def test_autocast_quantises_what_it_casts():
         moe(x)
 
 
+def test_no_copy_is_kept_where_changes_cannot_be_seen(quantised_times, monkeypatch):
+    """A capture is pretended here; test_cuda_fp8.py has real ones."""
+    moe, x = module(), batch()
+    want = moe(x)[0]
+    assert quantised_times[0] == 1
+    moe.w_up.ds_id = 0  # a parameter of DeepSpeed's ZeRO-3, whose .data is another one after a step
+    assert torch.equal(moe(x)[0], want) and quantised_times[0] == 1
+    del moe.w_up.ds_id
+    cache, pretended = moe._fp8["experts"], torch.device("cuda")
+
+    class Captured(torch.nn.Parameter):
+        device = pretended
+
+    weights = tuple(torch.nn.Parameter(w.detach()) for w in moe._weights())
+    for w in weights:
+        w.__class__ = Captured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not sonicmoe_cpp.fp8.is_cached(moe, weights, cache)
+    monkeypatch.undo()
+    assert cache.captured and cache._quantised is None
+    with torch.no_grad():
+        moe.w_up.data.mul_(2)  # as a replay would
+    assert torch.equal(moe(x)[0], fresh_output(moe, x))
+
+
 def test_checkpointing():
     moe, x = module(), batch().requires_grad_()
     results = []

@@ -167,7 +167,7 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
         return {}
     options = {"precision": chosen.precision, "keep_h": chosen.keep_h}
     parameters = getattr(module, up_name(module)), module.down_proj
-    if not is_cached(module, parameters):
+    if not is_cached(module, parameters, chosen.cache):
         return options
     dtype = autocast_dtype(weights[0]) or weights[0].dtype
     style = {"activation": plan.activation, "gate_layout": plan.gate_layout}

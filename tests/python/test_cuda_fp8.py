@@ -1,0 +1,118 @@
+"""precision="fp8" on CUDA: against the same formulas in plain torch and against the CPU, in graphs,
+and on several streams."""
+
+import pytest
+import reference
+import sonicmoe_cpp
+import torch
+from cuda_support import needs_cuda
+from reference import Layer
+from test_fp8 import BF16, D, E, N, batch, fp8_layer, module, plain_step, with_options
+
+
+def problem() -> str | None:
+    """Why the GPU's default engine computes no fp8."""
+    if sonicmoe_cpp.unsupported_reason("cuda") is not None:
+        return None  # needs_cuda says it
+    layer = fp8_layer().to(BF16, "cuda")
+    try:
+        layer.call(with_options(precision="fp8"))
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+REASON = problem()
+pytestmark = [
+    needs_cuda,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+
+@pytest.mark.parametrize("keep_h", [None, "bf16"])
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_against_the_same_formulas(activation, layout, keep_h):
+    layer = fp8_layer(activation=activation, gate_layout=layout, bias=True)
+    got = layer.to(BF16, "cuda").step(with_options(precision="fp8", keep_h=keep_h))
+    for name, want in plain_step(layer, keep_h).items():
+        assert reference.error(got[name].cpu(), want) < 0.012, name
+
+
+def test_codes_of_the_weights_are_those_of_the_cpu():
+    layer = fp8_layer()
+    experts = [sonicmoe_cpp.quantize_weights(x.w_up, x.w_down).codes.cpu()
+               for x in (layer, layer.to(BF16, "cuda"))]  # fmt: skip
+    # The codes of both orientations; padding lies behind the scales alone.
+    codes = E * 2 * (2 * N * D) + E * 2 * (N * D)
+    assert torch.equal(*(e[:codes] for e in experts))
+
+
+def test_the_same_bits_on_every_run():
+    layer = fp8_layer(bias=True).to(BF16, "cuda")
+    first, second = (layer.step(with_options(precision="fp8")) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    for keep_h in (None, "bf16"):
+        assert torch.equal(layer.call(with_options(precision="fp8", keep_h=keep_h)), first["out"])
+
+
+def test_a_graph_quantises_what_it_finds():
+    """Replays see new weights; the module keeps no copy after a capture."""
+    moe, x = module().cuda(), batch().cuda()
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            moe(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, _ = moe(x)
+        for _ in range(2):
+            for weight in (moe.w_up, moe.w_down):
+                weight.data.mul_(1.5)
+            graph.replay()
+            assert torch.equal(out, moe(x)[0])
+
+
+def test_another_stream_makes_a_copy_of_its_own():
+    moe, x = module().cuda(), batch().cuda()
+    want = moe(x)[0]
+    first = moe._fp8["experts"]._quantised
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = moe(x)[0]
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    assert moe._fp8["experts"]._quantised is not first
+
+
+def test_auto_takes_fp8_for_large_layers():
+    sizes = {"hidden_size": 2048, "intermediate_size": 1024, "num_experts": 4, "top_k": 2}
+    moe = sonicmoe_cpp.MoE(**sizes, precision="auto", dtype=BF16, device="cuda")
+    for tokens, takes in ((16, False), (8192, True)):
+        moe.forget_fp8_weights()
+        moe(torch.randn(tokens, 2048, dtype=BF16, device="cuda"))
+        assert (moe._fp8["experts"]._quantised is not None) == takes, tokens
+
+
+def test_no_call_waits_for_the_device():
+    moe, x = module().cuda(), batch().cuda().requires_grad_()
+    moe(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe(x)[0].float().square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_sizes_of_large_layers():
+    layer = Layer(1000, 1024, 512, 8, 4, bias=True).to(BF16)
+    exact = layer.to(torch.float32, "cuda").step(reference.moe)
+    results = [x.step(with_options(precision="fp8")) for x in (layer, layer.to(BF16, "cuda"))]
+    for name, want in exact.items():
+        cpu, cuda = (reference.error(r[name].cpu(), want.cpu()) for r in results)
+        assert cuda < 1.1 * cpu + 1e-3, (name, cuda, cpu)
