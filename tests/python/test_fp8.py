@@ -585,3 +585,11 @@ def test_refusals_of_weights_dtypes_and_sizes():
 def test_low_rank_factors_are_refused():
     with pytest.raises(NotImplementedError, match='precision is "fp8", low-rank factors need'):
         module().add_lora(8, 16.0)
+
+
+def test_expert_parallelism_is_refused():
+    from sonicmoe_cpp.distributed import ExpertParallelMoE
+
+    sentence = 'precision is "fp8", expert parallelism needs precision=None'
+    with pytest.raises(NotImplementedError, match=sentence):
+        ExpertParallelMoE(E, K, D, N, precision="fp8")
