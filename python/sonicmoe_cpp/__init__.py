@@ -16,7 +16,7 @@ from importlib import metadata
 
 from . import _flops, _library
 from ._library import engines, is_available, unsupported_reason, use_engine
-from .fp8 import Fp8Weights, quantize_weights
+from .fp8 import Fp8Weights, quantize_weights, share_fp8_weights
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
 from .lora import LoRA, LowRank, lora_moe
 from .module import MoE, MoEAux
@@ -42,6 +42,7 @@ __all__ = [
     "quantize_weights",
     "route",
     "router_losses",
+    "share_fp8_weights",
     "show_config",
     "token_round",
     "unsupported_reason",

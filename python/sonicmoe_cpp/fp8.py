@@ -175,25 +175,34 @@ def _count_step(*_) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def _state(weights: tuple) -> tuple:
-    """What changes whenever the values of plain parameters do, and the stream that computes:
-    another one would not wait for the copy."""
-    device = weights[0].device
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _Steps.count, stream, *((t._version, t.data_ptr(), t.dtype) for t in weights)
-
-
 class Fp8Cache:
     """The quantised weights of a module's parameters, made once for each of their values."""
 
     def __init__(self):
         self.captured = False  # a CUDA graph computes with the parameters
+        self.sharded = None  # what FSDP2 gathers the parameters from, by share_fp8_weights()
         self.forget()
 
     def forget(self) -> None:
         self._weights: tuple = ()
         self._state: tuple = ()
         self._quantised: Fp8Weights | None = None
+
+    def _state_of(self, parameters: tuple) -> tuple:
+        """What changes whenever the values of the parameters do, and the stream that computes:
+        another one would not wait for the copy."""
+        device = parameters[0].device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        parts = parameters
+        if self.sharded is not None:
+            whole = [p.sharded_param for p in self.sharded]
+            parts = (*whole, *(t._local_tensor for t in whole))
+            # Of a DTensor the version counts; its elements lie in the local tensor.
+            addresses = (0, 0, *(t.data_ptr() for t in parts[2:]))
+        else:
+            addresses = [t.data_ptr() for t in parts]
+        versions = [(t._version, at) for t, at in zip(parts, addresses, strict=True)]
+        return _Steps.count, stream, *versions
 
     def __deepcopy__(self, memo) -> Fp8Cache:
         return Fp8Cache()  # a copy of the module has parameters of its own
@@ -207,7 +216,7 @@ class Fp8Cache:
 
     def of(self, parameters: tuple, weights: tuple, dtype, **options) -> Fp8Weights:
         """Of weights that are views of parameters."""
-        state = dtype, *_state(parameters)
+        state = dtype, *self._state_of(parameters)
         same = len(self._weights) == len(parameters) and all(
             ref() is t for ref, t in zip(self._weights, parameters, strict=True)
         )
@@ -225,11 +234,13 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
     """Whether a module's weights may be kept quantised from one call to the next. They may not
 
     - where FSDP2 or DeepSpeed gather them anew: a gather leaves the version as it is, and the copy
-      would stay while the gathered weights are freed;
+      would stay while the gathered weights are freed (share_fp8_weights() allows it for FSDP2);
     - in a graph of torch.compile or CUDA, which would go on with the values of its capture;
     - after a capture: a replay changes parameters and nothing says so.
     """
-    if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
+    if torch.compiler.is_compiling():
+        return False
+    if getattr(module, "_is_fsdp_managed_module", False) and cache.sharded is None:
         return False
     for t in weights:
         if not isinstance(t, nn.Parameter) or t.is_inference() or hasattr(t, "ds_id"):
@@ -238,3 +249,31 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
         cache.captured = True
         cache.forget()
     return not cache.captured
+
+
+# The parameters behind each cache of a MoE.
+_PARAMETERS = {"experts": ("w_up", "w_down"), "shared": ("shared_up", "shared_down")}
+
+
+def share_fp8_weights(model: nn.Module) -> None:
+    """Lets every MoE of a model under fully_shard keep its quantised weights between micro-batches.
+
+    Without it they are quantised in each forward and each backward. With it, every rank holds the
+    whole layer's quantised weights, 2 (G+1) E n d bytes, also while the gathered ones are freed.
+    Call it after fully_shard.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    found = {}
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # one, before torch 2.12
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                for p in () if group is None else group.fsdp_params:
+                    found[p._module_info.module, p._module_info.param_name] = p
+    for part in model.modules():
+        for name, cache in getattr(part, "_fp8", {}).items():
+            sharded = [found.get((part, parameter)) for parameter in _PARAMETERS[name]]
+            cache.sharded = None if None in sharded else tuple(sharded)
+            cache.forget()

@@ -104,8 +104,8 @@ class MoE(nn.Module):
     score="sigmoid"; update_selection_bias() balances the experts through it, without a loss.
     precision, keep_h: as in moe(), for the shared experts too. The weights are quantised once for
     each value that they take, so that micro-batches share it; forget_fp8_weights() after writing to
-    `parameter.data` outside of an optimizer. Under fully_shard and in graphs of torch.compile or
-    CUDA they are quantised in every call.
+    `parameter.data` outside of an optimizer. In graphs of torch.compile or CUDA they are quantised
+    in every call, and so under fully_shard without share_fp8_weights().
 
     Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n), with bias=True
     b_up (E, G*n), b_down (E, d), and with S shared experts shared_up (1, G*S*n, d), shared_down

@@ -282,9 +282,8 @@ def test_one_graph(quantised):
 # ---- the module ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def quantised_times(monkeypatch):
-    """How often a module has quantised, as a list of one number."""
+def count_quantising(monkeypatch) -> list[int]:
+    """How often modules have quantised, as a list of one number."""
     times = [0]
     original = sonicmoe_cpp.fp8.quantize_weights
 
@@ -294,6 +293,11 @@ def quantised_times(monkeypatch):
 
     monkeypatch.setattr(sonicmoe_cpp.fp8, "quantize_weights", counting)
     return times
+
+
+@pytest.fixture
+def quantised_times(monkeypatch):
+    return count_quantising(monkeypatch)
 
 
 def module(**options):
@@ -477,10 +481,13 @@ def sharded_rank(rank, port, results):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     wrong = []
-    for reshards in (True, False):
+    times = count_quantising(pytest.MonkeyPatch())
+    for reshards, shares in ((True, False), (False, False), (True, True)):
         sharded = torch.nn.Sequential(module(dtype=torch.float32))
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(sharded, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        if shares:
+            sonicmoe_cpp.share_fp8_weights(sharded)
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.05)
         for step in range(3):
             for micro in range(2):
@@ -488,16 +495,20 @@ def sharded_rank(rank, port, results):
                 for p, part in zip(whole.parameters(), sharded.parameters(), strict=True):
                     p.data.copy_(part.full_tensor())
                 x = batch(100 * step + 10 * micro + rank)
+                times[0] = 0
                 out, _ = sharded(x)
                 out.float().square().mean().backward()
+                # Shared: anew after an optimizer's step and after the change below, at step 1.
+                if times[0] != (shares and (micro == 0 or step == 1)):
+                    wrong.append(f"quantised {times[0]} times")
                 if not torch.equal(out, whole(x)[0]):
-                    wrong.append((reshards, step, micro))
+                    wrong.append((reshards, shares, step, micro))
+                if shares and step != 1:
+                    continue
                 # Not by an optimizer: the version of a gathered parameter stays as it is, and
                 # so may its address, so that no copy may be kept.
                 for p in sharded.parameters():
                     p.data.to_local().mul_(1.25)
-                if sharded[0]._fp8["experts"]._quantised is not None:
-                    wrong.append("a copy is kept")
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()
