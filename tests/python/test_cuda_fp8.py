@@ -7,7 +7,8 @@ import sonicmoe_cpp
 import torch
 from cuda_support import needs_cuda
 from reference import Layer
-from test_fp8 import BF16, D, E, N, batch, fp8_layer, module, plain_step, with_options
+from test_fp8 import BF16, D, E, N, fp8_layer, plain_step, with_options
+from test_fp8_module import batch, module
 
 
 def problem() -> str | None:
