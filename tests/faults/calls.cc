@@ -154,6 +154,13 @@ LayerSpec random_layer(Random& random) {
   s.top_k = random.between(1, std::min<std::int64_t>(4, s.experts));
   s.bias = static_cast<std::int32_t>(random.between(0, 1));
   s.seed = random.bits();
+  if (s.dtype == SMOE_BF16 && random.between(0, 1) == 0) {
+    s.precision = SMOE_PRECISION_FP8;
+    s.hidden = 128 * random.between(1, 2);
+    s.width = 128;
+    s.experts = std::min<std::int64_t>(s.experts, 4);
+    s.top_k = std::min(s.top_k, s.experts);
+  }
   return s;
 }
 
@@ -164,7 +171,8 @@ std::string describe(const LayerSpec& s) {
          std::to_string(s.activation) + " T" + std::to_string(s.tokens) + " d" +
          std::to_string(s.hidden) + " n" + std::to_string(s.width) + " E" +
          std::to_string(s.experts) + " K" + std::to_string(s.top_k) + (s.bias ? " bias" : "") +
-         (s.grad_mode == SMOE_GRAD_ACCUMULATE ? " accumulate" : "") + " threads " +
+         (s.grad_mode == SMOE_GRAD_ACCUMULATE ? " accumulate" : "") +
+         (s.precision == SMOE_PRECISION_FP8 ? " fp8" : "") + " threads " +
          std::to_string(s.threads);
 }
 
@@ -194,6 +202,7 @@ struct Layer {
     problem->experts = s.experts;
     if (s.form == SMOE_FORM_IDS) problem->top_k = s.top_k;
     if (s.form == SMOE_FORM_PAIRS) problem->capacity = s.tokens * s.top_k + 17;
+    problem->precision = s.precision;
     exec->num_threads = s.threads;
     must_work(smoe_row_capacity(problem, &capacity), "row capacity");
   }
@@ -257,6 +266,18 @@ struct Layer {
     return w;
   }
 
+  /// Memory for the quantised weights; none without fp8.
+  Bytes* fp8_weights(Role role) {
+    if (spec.precision == SMOE_PRECISION_TENSORS) return nullptr;
+    std::int64_t bytes = 0;
+    must_work(smoe_fp8_weights_bytes(problem, exec, &bytes), "bytes of fp8_weights");
+    return &call.block(role, bytes)->bytes;
+  }
+  void quantize(const smoe_weights* w, Bytes& to) {
+    const auto size = static_cast<std::int64_t>(to.size());
+    must_work(smoe_quantize_weights(problem, w, to.data(), size, exec), "quantising");
+  }
+
   smoe_forward_args* forward(std::int32_t pass, Role output) {
     smoe_sizes sizes{};
     sizes.size = sizeof sizes;
@@ -274,6 +295,11 @@ struct Layer {
     }
     a->scratch = call.block(Role::kScratch, sizes.scratch_bytes)->bytes.data();
     a->scratch_bytes = sizes.scratch_bytes;
+    if (Bytes* quantised = fp8_weights(Role::kInput)) {
+      quantize(a->weights, *quantised);
+      a->fp8_weights = quantised->data();
+      a->fp8_weights_bytes = static_cast<std::int64_t>(quantised->size());
+    }
     return a;
   }
 
@@ -286,6 +312,8 @@ struct Layer {
     a->x = f.x;
     a->routing = f.routing;
     a->weights = f.weights;
+    a->fp8_weights = f.fp8_weights;
+    a->fp8_weights_bytes = f.fp8_weights_bytes;
     a->dout = normal(spec.dtype, {spec.tokens, spec.hidden}, 1.0);
     a->h = f.h;
     a->h_bytes = f.h_bytes;
@@ -318,6 +346,18 @@ CallPtr layer_call(const LayerSpec& spec, std::int32_t pass) {
   must_work(smoe_moe_forward(problem, forward, exec), "forward before backward");
   const smoe_backward_args* args = layer.backward(*forward);
   call->ready([=] { return smoe_moe_backward(problem, args, exec); });
+  return call;
+}
+
+CallPtr quantize_call(const LayerSpec& spec) {
+  auto call = std::make_unique<Call>("quantize: " + describe(spec));
+  Layer layer(spec, *call);
+  const smoe_weights* weights = layer.weights(Role::kInput, spec.dtype);
+  Bytes* to = layer.fp8_weights(Role::kResult);
+  call->ready([=, problem = layer.problem, exec = layer.exec] {
+    return smoe_quantize_weights(problem, weights, to->data(),
+                                 static_cast<std::int64_t>(to->size()), exec);
+  });
   return call;
 }
 

@@ -93,6 +93,7 @@ struct LayerSpec {
   std::int32_t threads = 1;
   std::int64_t tokens = 0, hidden = 0, width = 0, experts = 0, top_k = 2;
   std::int32_t bias = 0;  ///< 1: every bias and its gradient
+  std::int32_t precision = SMOE_PRECISION_TENSORS;
   std::uint64_t seed = 1;
 };
 LayerSpec random_layer(Random& random);
@@ -100,6 +101,8 @@ std::string describe(const LayerSpec& spec);
 
 /// `pass` is SMOE_INFERENCE, SMOE_FORWARD or SMOE_BACKWARD. For backward the forward has run.
 CallPtr layer_call(const LayerSpec& spec, std::int32_t pass);
+/// Quantising the weights of a layer in fp8.
+CallPtr quantize_call(const LayerSpec& spec);
 /// A forward call that must be refused: its output has one row too many.
 CallPtr refused_call(const LayerSpec& spec);
 

@@ -185,6 +185,7 @@ int inject(std::int64_t wanted) {
   for (std::int64_t i = 0; injector.injected() < wanted; ++i) {
     const LayerSpec layer = random_layer(random);
     injector.all_faults(*layer_call(layer, static_cast<std::int32_t>(random.between(0, 2))));
+    if (layer.precision == SMOE_PRECISION_FP8) injector.all_faults(*quantize_call(layer));
     const auto which = static_cast<Router>(random.between(0, kRouterCalls - 1));
     injector.all_faults(*router_call(random_router(random), which));
     const auto kind = random.between(0, 1) == 0 ? Grouped::kRows : Grouped::kColumns;
