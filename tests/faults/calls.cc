@@ -273,11 +273,6 @@ struct Layer {
     must_work(smoe_fp8_weights_bytes(problem, exec, &bytes), "bytes of fp8_weights");
     return &call.block(role, bytes)->bytes;
   }
-  void quantize(const smoe_weights* w, Bytes& to) {
-    const auto size = static_cast<std::int64_t>(to.size());
-    must_work(smoe_quantize_weights(problem, w, to.data(), size, exec), "quantising");
-  }
-
   smoe_forward_args* forward(std::int32_t pass, Role output) {
     smoe_sizes sizes{};
     sizes.size = sizeof sizes;
@@ -296,9 +291,11 @@ struct Layer {
     a->scratch = call.block(Role::kScratch, sizes.scratch_bytes)->bytes.data();
     a->scratch_bytes = sizes.scratch_bytes;
     if (Bytes* quantised = fp8_weights(Role::kInput)) {
-      quantize(a->weights, *quantised);
+      const auto size = static_cast<std::int64_t>(quantised->size());
+      must_work(smoe_quantize_weights(problem, a->weights, quantised->data(), size, exec),
+                "quantising");
       a->fp8_weights = quantised->data();
-      a->fp8_weights_bytes = static_cast<std::int64_t>(quantised->size());
+      a->fp8_weights_bytes = size;
     }
     return a;
   }
