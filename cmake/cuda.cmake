@@ -109,6 +109,7 @@ if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   set(instance_script ${cuda_source}/hopper/instances/generate.py)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${wgmma_script} ${instance_script})
   execute_process(COMMAND ${Python3_EXECUTABLE} ${wgmma_script} ${cuda_build}/wgmma_generated.cuh
+                          ${cuda_build}/wgmma_e4m3_generated.cuh
                   COMMAND_ERROR_IS_FATAL ANY)
   execute_process(COMMAND ${Python3_EXECUTABLE} ${instance_script} ${cuda_build}/hopper/instances
                   OUTPUT_VARIABLE instances COMMAND_ERROR_IS_FATAL ANY)

@@ -29,6 +29,9 @@ struct HostSteps {
   const Metadata& lists() const { return pass.metadata; }
 
   void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
+  // Only an engine with FP8 gets these, and the stand-in has none.
+  void operator()(const Fp8RowProduct&) const { throw Error(Status::kInternal, "no FP8 here."); }
+  void operator()(const QuantizeRows&) const { throw Error(Status::kInternal, "no FP8 here."); }
   void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
 
   /// Overwrites the scratch, as the kernels may. Rows of one expert follow each other, experts in

@@ -1,5 +1,6 @@
 #include "cuda/hopper/hopper_engine.h"
 
+#include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/tiles.h"
@@ -46,6 +47,7 @@ const Engine kHopperEngine = {
     .multiply_rows = &hopper_multiply_rows,
     .multiply_depth = &hopper_multiply_depth,
     .describe = &hopper_tiles,
+    .fp8 = &kHopperFp8,
 };
 
 }  // namespace sonicmoe::cuda

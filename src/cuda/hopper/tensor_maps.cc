@@ -15,8 +15,13 @@ struct MapDim {
   std::int32_t box;
 };
 
-/// Boxes are swizzled in shared memory by 64 bytes where a row of a box is no longer, else by 128.
-CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
+struct MapFormat {
+  CUtensorMapDataType type;
+  std::int64_t bytes;  ///< of an element
+  CUtensorMapSwizzle swizzle;
+};
+
+CUtensorMap encode_map(const Device& device, const MapFormat& format, const void* base,
                        std::initializer_list<MapDim> dims) {
   constexpr int kMaxRank = 5;
   cuuint64_t sizes[kMaxRank];
@@ -31,22 +36,31 @@ CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
     // The stride of a dimension of one element is never used, and may be anything in the caller's
     // view. The driver refuses what is no multiple of 16 bytes.
     const std::int64_t stride = dim.size == 1 ? 8 : dim.stride;
-    if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride) * kElementBytes;
+    if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride * format.bytes);
     rank++;
   }
-  const bool narrow = boxes[0] * kElementBytes <= 64;
   CUtensorMap map;
   const CUresult result = hopper_state(device).encode(
-      &map,
-      dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      rank, const_cast<void*>(base), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, format.type, rank, const_cast<void*>(base), sizes, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(Status::kInternal, "the driver refused a tensor map (code " +
                                        std::to_string(static_cast<int>(result)) + ").");
   }
   return map;
+}
+
+/// Of 16-bit elements. Boxes are swizzled in shared memory by 64 bytes where a row of a box is no
+/// longer, else by 128.
+CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
+                       std::initializer_list<MapDim> dims) {
+  const bool narrow = dims.begin()->box * kElementBytes <= 64;
+  return encode_map(
+      device,
+      {dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+       kElementBytes, narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B},
+      base, dims);
 }
 
 /// Rows (C, width) are one part; (C, parts, width) has a dimension for the part.
@@ -96,6 +110,14 @@ RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_
                       {capacity, rows.stride[0], 64},
                       {capacity + 1, rows.stride[0], 1}}),
           static_cast<std::int32_t>(capacity)};
+}
+
+CUtensorMap scales_map(const Device& device, const float* scales, std::int64_t blocks,
+                       std::int64_t rows, std::int32_t box_rows) {
+  const std::int64_t stride = (rows + 3) / 4 * 4;
+  return encode_map(device,
+                    {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, sizeof(float), CU_TENSOR_MAP_SWIZZLE_NONE},
+                    scales, {{stride, 1, box_rows}, {1, stride, 1}, {blocks, stride, 1}});
 }
 
 CUtensorMap matrices_map(const Device& device, const Tensor& t) {

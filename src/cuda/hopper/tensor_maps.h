@@ -25,6 +25,11 @@ CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_
 /// Stores of rows (C, width) or (C, G, width), any row stride, that end where an expert ends.
 RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns = 64);
 
+/// Loads of row scales (blocks, rows rounded up to 4) in fp32: a box is `box_rows` of one block. A
+/// box begins at a multiple of 4 rows.
+CUtensorMap scales_map(const Device& device, const float* scales, std::int64_t blocks,
+                       std::int64_t rows, std::int32_t box_rows);
+
 /// Stores of matrices (E, M, N) that have one contiguous dimension, 64 by 64 elements a box.
 CUtensorMap matrices_map(const Device& device, const Tensor& matrices);
 

@@ -7,6 +7,7 @@
 #include "cuda/device/device.h"
 #include "cuda/exchange/exchange.h"
 #include "cuda/layer/checks.h"
+#include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/grouped_gemm.h"
 #include "cuda/layer/views.h"
 #include "cuda/routing/routing.h"
@@ -60,7 +61,12 @@ const BackendTable* cuda_backend() {
       return cuda::refusal(problem, cuda::engine_of(exec));
     };
     backend.moe_sizes = &cuda::moe_sizes;
-    backend.h_rows = &cuda::h_rows;
+    backend.h_rows = [](const Problem& problem, const Weights& weights, void* data) {
+      return problem.precision == Precision::kFp8 ? cuda::fp8_h_rows(problem, data)
+                                                  : cuda::h_rows(problem, weights, data);
+    };
+    backend.quantize_weights = on_device<&cuda::quantize_weights>;
+    backend.fast_fp8 = true;
     backend.moe_forward = on_device<&cuda::moe_forward>;
     backend.moe_backward = on_device<&cuda::moe_backward>;
     backend.grouped_gemm_scratch_bytes = &cuda::grouped_gemm_scratch_bytes;

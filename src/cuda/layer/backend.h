@@ -7,6 +7,8 @@ namespace sonicmoe::cuda {
 
 std::vector<TileChoice> layer_tiles(const Problem& problem, const Exec& exec);
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
+void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
+                      const Exec& exec);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
 

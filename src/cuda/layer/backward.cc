@@ -4,6 +4,7 @@
 #include "cuda/device/carver.h"
 #include "cuda/layer/backend.h"
 #include "cuda/layer/checks.h"
+#include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/passes.h"
 #include "cuda/layer/views.h"
 
@@ -249,24 +250,32 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
   return s;
 }
 
-void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
-                        const BackwardScratch& scratch, const Engine& engine, Steps& steps) {
-  const Problem& p = pass.problem;
-  const BackwardCall c = backward_call(pass, args, scratch, engine);
+void add_backward_steps(const BackwardCall& c, const BackwardProducts& products, Steps& steps) {
   const bool input_first = c.order.input_grad_first;
   const std::int64_t early = c.order.tokens_beside_down_grad;
   add_row_lists(c, steps);
-  const RowProduct& hidden_grad = steps.add("dH", hidden_grad_product(c));
+  products.hidden_grad();
   add_bias_grads(c, steps);
   if (!input_first) add_score_grad(c, steps);
-  if (input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
+  if (input_first) products.input_grad();
   add_down_grad(c, steps);
   if (early > 0) add_token_sum(c, {0, early}, steps);
   add_up_grads(c, steps);
   if (input_first) add_score_grad(c, steps);
-  if (args.dx.data == nullptr) return;
-  if (!input_first) steps.add("dX~", input_grad_product(c, hidden_grad));
-  add_token_sum(c, {early, p.tokens - early}, steps);
+  if (c.args.dx.data == nullptr) return;
+  if (!input_first) products.input_grad();
+  add_token_sum(c, {early, c.problem().tokens - early}, steps);
+}
+
+void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
+                        const BackwardScratch& scratch, const Engine& engine, Steps& steps) {
+  const BackwardCall c = backward_call(pass, args, scratch, engine);
+  const RowProduct* hidden_grad = nullptr;
+  add_backward_steps(
+      c,
+      {.hidden_grad = [&] { hidden_grad = &steps.add("dH", hidden_grad_product(c)); },
+       .input_grad = [&] { steps.add("dX~", input_grad_product(c, *hidden_grad)); }},
+      steps);
 }
 
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
@@ -281,10 +290,16 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
     clear_gradients(args, stream_of(exec));
     return;
   }
-  const BackwardScratch scratch = backward_scratch(problem, *device.engine, args.scratch.data);
   const PassContext pass{problem, metadata_layout(problem, args.saved.data)};
   Steps steps;
-  add_backward_steps(pass, args, scratch, *device.engine, steps);
+  if (problem.precision == Precision::kFp8) {
+    add_fp8_backward_steps(pass, args,
+                           fp8_backward_scratch(problem, *device.engine, args.scratch.data),
+                           *device.engine, steps);
+  } else {
+    add_backward_steps(pass, args, backward_scratch(problem, *device.engine, args.scratch.data),
+                       *device.engine, steps);
+  }
   run(steps, pass, device, exec);
 }
 

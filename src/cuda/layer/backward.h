@@ -1,6 +1,8 @@
 // The steps of backward one by one, for passes that put other work between them.
 #pragma once
 
+#include <functional>
+
 #include "cuda/layer/passes.h"
 
 namespace sonicmoe::cuda {
@@ -37,5 +39,13 @@ void add_score_grad(const BackwardCall& call, Steps& steps);
 void add_down_grad(const BackwardCall& call, Steps& steps);
 void add_up_grads(const BackwardCall& call, Steps& steps);
 void add_token_sum(const BackwardCall& call, const TokenRange& tokens, Steps& steps);
+
+/// What the precisions compute by different steps. Each function adds its steps when it is called.
+struct BackwardProducts {
+  std::function<void()> hidden_grad;
+  std::function<void()> input_grad;
+};
+/// All steps, in the order of `call`.
+void add_backward_steps(const BackwardCall& call, const BackwardProducts& products, Steps& steps);
 
 }  // namespace sonicmoe::cuda

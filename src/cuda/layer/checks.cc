@@ -69,7 +69,10 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes " +
            service.dtypes.text() + ".";
   }
-  if (p.precision != Precision::kTensors) return "precision is fp8 but CUDA has no fp8 products.";
+  if (p.precision == Precision::kFp8 && engine.fp8 == nullptr) {
+    return std::string("precision is fp8 but the engine ") + engine.name +
+           " has no FP8: it needs an H100 or H200 and the engine hopper.";
+  }
   if (p.hidden % service.multiple != 0 || p.width % service.multiple != 0) {
     return "hidden is " + std::to_string(p.hidden) + " and width " + std::to_string(p.width) +
            " but CUDA needs multiples of " + std::to_string(service.multiple) + ".";

@@ -12,6 +12,7 @@
 
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
+#include "cuda/layer/fp8_product.h"
 #include "cuda/layer/product.h"
 
 namespace sonicmoe::cuda {
@@ -45,6 +46,15 @@ struct BackwardOrder {
   Companion companion;
 };
 
+/// Products and quantisers of Precision::kFp8, as Engine::multiply_rows launches others.
+struct Fp8Engine {
+  void (*multiply_rows)(const Device& device, const Fp8RowProduct& product, cudaStream_t stream);
+  void (*quantize_rows)(const Device& device, const QuantizeRows& work, cudaStream_t stream);
+  /// Writes the buffer of core/fp8_layout.h.
+  void (*quantize_weights)(const Device& device, const Problem& problem, const Weights& weights,
+                           const Buffer& out, cudaStream_t stream);
+};
+
 struct Engine {
   const char* name;
   Service service;
@@ -63,6 +73,7 @@ struct Engine {
   void (*multiply_depth)(const Device& device, const DepthProduct& product, cudaStream_t stream);
   /// The tile of each product as text, for a layer with split gate and up (`sonicmoe plan`).
   std::vector<TileChoice> (*describe)(const Problem& problem);
+  const Fp8Engine* fp8 = nullptr;  ///< null: the engine has no FP8
 
   /// Number of partial dot products of a row in ActivateGrad.
   std::int32_t score_tiles(const Problem& problem) const {

@@ -2,6 +2,7 @@
 #include "cuda/device/carver.h"
 #include "cuda/layer/backend.h"
 #include "cuda/layer/checks.h"
+#include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/passes.h"
 #include "cuda/layer/views.h"
 
@@ -89,13 +90,20 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec) {
   const Engine& engine = engine_of(exec);
   check_problem(problem, engine);
   Sizes sizes;
+  const bool fp8 = problem.precision == Precision::kFp8;
   if (pass != Pass::kInference) {
-    sizes.h_bytes = gate_factor(problem.activation.kind) * row_capacity(problem) * problem.width *
-                    dtype_bytes(problem.dtype);
+    sizes.h_bytes = fp8 ? fp8_h_bytes(problem)
+                        : gate_factor(problem.activation.kind) * row_capacity(problem) *
+                              problem.width * dtype_bytes(problem.dtype);
     sizes.saved_bytes = metadata_layout(problem, nullptr).bytes;
   }
-  sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch(problem, engine, nullptr).bytes
-                                                : forward_scratch(problem, pass, nullptr).bytes;
+  if (pass == Pass::kBackward) {
+    sizes.scratch_bytes = fp8 ? fp8_backward_scratch(problem, engine, nullptr).bytes
+                              : backward_scratch(problem, engine, nullptr).bytes;
+  } else {
+    sizes.scratch_bytes = fp8 ? fp8_forward_scratch(problem, pass, nullptr).bytes
+                              : forward_scratch(problem, pass, nullptr).bytes;
+  }
   return sizes;
 }
 
@@ -104,19 +112,36 @@ void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& ex
   check_problem(problem, *device.engine);
   check_rows("x", args.x);
   check_rows("out", args.out);
-  check_weights(problem, args.weights);
+  const bool fp8 = problem.precision == Precision::kFp8;
+  if (!fp8) check_weights(problem, args.weights);
   if (problem.tokens == 0) return;
   if (row_capacity(problem) == 0) {
     clear_rows(args.out, stream_of(exec));
     return;
   }
   const Pass kind = args.saved.data == nullptr ? Pass::kInference : Pass::kForward;
-  const ForwardScratch scratch = forward_scratch(problem, kind, args.scratch.data);
-  void* saved = kind == Pass::kInference ? scratch.saved : args.saved.data;
-  const PassContext pass{problem, metadata_layout(problem, saved)};
-  Steps steps;
-  add_forward_steps(pass, args, scratch, steps);
-  run(steps, pass, device, exec);
+  const auto add_steps = [&](const auto& scratch, const ForwardScratch& layer, auto add) {
+    void* saved = kind == Pass::kInference ? layer.saved : args.saved.data;
+    const PassContext pass{problem, metadata_layout(problem, saved)};
+    Steps steps;
+    add(pass, args, scratch, steps);
+    run(steps, pass, device, exec);
+  };
+  if (fp8) {
+    const Fp8ForwardScratch scratch = fp8_forward_scratch(problem, kind, args.scratch.data);
+    add_steps(scratch, scratch.layer, &add_fp8_forward_steps);
+  } else {
+    const ForwardScratch scratch = forward_scratch(problem, kind, args.scratch.data);
+    add_steps(scratch, scratch, &add_forward_steps);
+  }
+}
+
+void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
+                      const Exec& exec) {
+  const Device& device = device_of(exec);
+  check_problem(problem, *device.engine);
+  check_weights(problem, weights);
+  device.engine->fp8->quantize_weights(device, problem, weights, out, stream_of(exec));
 }
 
 }  // namespace sonicmoe::cuda

@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "cuda/device/device.h"
+#include "cuda/layer/fp8_product.h"
 #include "cuda/layer/product.h"
 #include "cuda/sums/gradients.h"
 #include "cuda/sums/sum_rows.h"
@@ -46,8 +47,8 @@ struct ClearRows {
   Tensor out;
 };
 
-using Work = std::variant<BuildMetadata, BuildRowLists, RowProduct, DepthProduct, TokenSum,
-                          ScoreGrad, ColumnSum, ClearRows>;
+using Work = std::variant<BuildMetadata, BuildRowLists, RowProduct, Fp8RowProduct, QuantizeRows,
+                          DepthProduct, TokenSum, ScoreGrad, ColumnSum, ClearRows>;
 
 struct Step {
   const char* name;  ///< as in docs/notation.md: "A", "dH", ...; passed to observers

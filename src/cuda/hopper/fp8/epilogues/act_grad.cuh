@@ -1,0 +1,325 @@
+// Epilogue of dH. The accumulator is dA' = dO W2 and is never rounded. From the kept H and the
+// row's score s: dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)), and the codes
+// of dH.
+//
+// A tile is two units of 128 columns, one after the other. A unit's H comes by TMA into the store
+// boxes, that of the first unit under the tile's products. A' and dH are written over what a warp
+// has read.
+//
+//   boxes          | 0, 1                               | 2, 3
+//   codes of H     | H: gate, up; A'; H of the next     | first half of dH, second half, codes of
+//   dH
+//                  | unit                               |
+//   H in bf16      | gate; A'                           | up; dH and its codes as above
+//
+// The halves of dH are gate and up or, where they alternate, the first and the last 64 columns of
+// A.
+#pragma once
+
+#include "cuda/hopper/fp8/epilogues/codes.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/hopper/ptx/stmatrix.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/math/activation_words.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+
+namespace sonicmoe::cuda {
+
+template <ActivationKind kKind, Fp8KeptH kKept>
+struct Fp8ActGrad {
+  using Params = Fp8ActGradParams;
+  using Two = Pair<__nv_bfloat16>;
+  using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
+  static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
+  /// Kernels that would otherwise spill.
+  static constexpr bool kOrdered =
+      !kCodes || kKind == ActivationKind::kSwiGLUOai || kKind == ActivationKind::kSwiGLUClamped;
+  static constexpr int kParts = is_gated(kKind) ? 2 : 1;
+  static __device__ __forceinline__ void init(const Fp8Cta& cta) {
+    for (int warpgroup = 0; warpgroup < kConsumers; warpgroup++) input(cta, warpgroup).init(1);
+  }
+
+  /// Starts the loads of scores, and of H and its scales.
+  static __device__ __forceinline__ void begin(const Params& p, const ConsumerTiles& tiles,
+                                               const Fp8Cta& cta, const Fp8Staging& staging,
+                                               Rows rows) {
+    const CtaTile tile = tiles.current();
+    const int lane = threadIdx.x & 31;
+    const int own = warp() * 16 + (lane & 15);
+    const int row = rows.offset + own;
+    const bool present = row < tile.valid_rows;
+    if (p.row_weight != nullptr && lane < 16 && present) {
+      staging.copy_scale(own, p.row_weight + tile.row + row);
+    }
+    const int part = lane >> 4;
+#pragma unroll
+    for (int unit = 0; kCodes && unit < kFp8Units; unit++) {
+      const bool exists = tile.column + unit * kFp8Block < p.width;
+      if (part < kParts && exists && present) {
+        const float* at =
+            p.h_scales +
+            static_cast<std::int64_t>(block_of(p, tile, unit, part)) * p.dh_codes.scale_rows +
+            tile.row + row;
+        ptx::copy4(scale_address(cta, unit, part) + own * 4, at);
+      }
+    }
+    if (staging.elected()) load_h(Source{p, tiles, cta, staging, rows, 0});
+  }
+
+  static __device__ __forceinline__ void run(const Params& p, float (&sums)[128],
+                                             const ConsumerTiles& tiles, const Fp8Cta& cta,
+                                             const Fp8Staging& staging, Rows rows) {
+    ptx::copies_wait();  // for begin()'s copies
+    __syncwarp();
+    float score[2] = {0.0f, 0.0f};
+    // One loop, because the code of two units would not fit the instruction cache.
+#pragma unroll 1
+    for (int unit = 0; unit < units_of(p, tiles); unit++) {
+      const Source source{p, tiles, cta, staging, rows, unit};
+      staging.begin();
+      if (!kCodes && unit > 0 && staging.elected()) load_h(source);
+      input(cta, warpgroup()).wait(tiles.next_input_parity());
+      BlockWords first, second;
+      differentiate(source, sums, score, first, second);
+      store_gradient(source, first, second);
+#pragma unroll
+      for (int i = 0; i < 64; i++) sums[i] = sums[64 + i];
+    }
+    store_scores(p, tiles.current(), rows, score);
+    __syncwarp();  // all lanes have read their scales: begin() may overwrite them
+  }
+
+ private:
+  static __device__ __forceinline__ int warp() { return (static_cast<int>(threadIdx.x) >> 5) & 3; }
+  static __device__ __forceinline__ int warpgroup() {
+    return static_cast<int>(threadIdx.x) / kWarpgroup - 1;
+  }
+  static __device__ __forceinline__ ptx::Mbarrier input(const Fp8Cta& cta, int warpgroup) {
+    return ptx::Mbarrier(cta.base + Fp8SharedLayout::kInputFull + warpgroup * 8);
+  }
+  static __device__ __forceinline__ std::uint32_t scale_address(const Fp8Cta& cta, int unit,
+                                                                int part) {
+    return cta.base + Fp8SharedLayout::kInputScales +
+           warpgroup() * Fp8SharedLayout::kInputScaleBytes + (unit * 2 + part) * 64 * 4;
+  }
+  static __device__ __forceinline__ int units_of(const Params& p, const ConsumerTiles& tiles) {
+    return tiles.current().column + kFp8Block < p.width ? 2 : 1;
+  }
+  static __device__ __forceinline__ bool alternates(const Params& p) {
+    return kParts == 2 && p.alternates != 0;
+  }
+  /// The block of columns of H and dH.
+  static __device__ __forceinline__ int block_of(const Params& p, const CtaTile& tile, int unit,
+                                                 int part) {
+    return part * (p.width / kFp8Block) + tile.column / kFp8Block + unit;
+  }
+
+  /// A unit, and where words of its H come from.
+  struct Source {
+    const Params& p;
+    const ConsumerTiles& tiles;
+    const Fp8Cta& cta;
+    const Fp8Staging& staging;
+    Rows rows;
+    int unit;
+
+    __device__ __forceinline__ int column() const {
+      return tiles.current().column + unit * kFp8Block;
+    }
+
+    /// Codes of 16 columns, from step 16: of each eight the lane's two, of its first row in the low
+    /// half and of its second row in the high half.
+    __device__ __forceinline__ void read_codes(std::uint32_t* to, int part, int step,
+                                               std::uint32_t after) const {
+      const int lane = ptx::lane();
+      const int swizzle = lane >> 2;
+      const std::uint32_t at = staging.box(part) + (warp() * 16 + swizzle) * 128 +
+                               ((step ^ swizzle) << 4) + (lane & 3) * 2 + after;
+      to[0] = ptx::load_half_word(at) | ptx::load_half_word(at + 8 * 128) << 16;
+      to[1] = ptx::load_half_word(at + 8) | ptx::load_half_word(at + 8 + 8 * 128) << 16;
+    }
+    /// The words of 16 columns, from their codes.
+    __device__ __forceinline__ void decode(std::uint32_t (&to)[4], const std::uint32_t* codes,
+                                           int part) const {
+      const std::uint32_t at =
+          scale_address(cta, unit, part) + (warp() * 16 + (ptx::lane() >> 2)) * 4;
+      const float scale[2] = {ptx::load_float(at), ptx::load_float(at + 8 * 4)};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 v = ptx::from_e4m3((i & 1) == 0 ? codes[i / 2] & 0xffff : codes[i / 2] >> 16);
+        to[i] = Two::pack(v.x * scale[i & 1], v.y * scale[i & 1]);
+      }
+    }
+    /// The words of 16 columns, from H in bf16.
+    __device__ __forceinline__ void read_elements(std::uint32_t (&to)[4], int part, int step,
+                                                  std::uint32_t after) const {
+      ptx::load_matrices(to, matrix_address(staging.box(part * 2 + step / 4), step % 4) + after);
+    }
+  };
+
+  /// Loads a unit's H into the boxes: codes of gate and up, or two boxes of each. Their stores have
+  /// been read.
+  static __device__ __forceinline__ void load_h(const Source& s) {
+    constexpr int kBoxes = kCodes ? 1 : 2;  // of a part
+    const ptx::Mbarrier full = input(s.cta, warpgroup());
+    const CtaTile tile = s.tiles.current();
+    ptx::tma_wait_read();
+    full.arrive_expecting(kParts * kBoxes * kBoxBytes);
+#pragma unroll
+    for (int i = 0; i < kParts * kBoxes; i++) {
+      const int part = i / kBoxes;
+      const int column = kCodes ? block_of(s.p, tile, s.unit, part) * 64 : s.column() + i % 2 * 64;
+      ptx::tma_load(s.staging.box(i), &s.p.h, full,
+                    {column, kCodes ? 0 : part, tile.row + s.rows.offset});
+    }
+  }
+
+  /// For stmatrix: this lane's address of columns 16c .. in a box, row lane % 8 of matrix lane / 8,
+  /// swizzled.
+  static __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t box, int c) {
+    const int lane = ptx::lane();
+    const int row = warp() * 16 + (lane & 15);
+    return box + row * 128 + (((2 * c + (lane >> 4)) ^ (lane & 7)) << 4);
+  }
+
+  /// H of a unit becomes dH (`first` and `second`, gate and up). A' is written to boxes 0 and 1: 16
+  /// columns of A' lie over 32 codes, so codes of gate are read ahead. Unless gate and up
+  /// alternate, dH of gate is written to boxes 2 and 3.
+  static __device__ __forceinline__ void differentiate(const Source& h, const float* sums,
+                                                       float (&score)[2], BlockWords& first,
+                                                       BlockWords& second) {
+    std::uint32_t ahead[16];
+    // Zero, but known only when the score of a word is computed: without it ptxas works at several
+    // words at once and has too few registers.
+    std::uint32_t after = 0;
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+      std::uint32_t gate[4], up[4];
+      if constexpr (kCodes) {
+        if (step < 4) {
+          h.read_codes(&ahead[4 * step], 0, 2 * step, after);
+          h.read_codes(&ahead[4 * step + 2], 0, 2 * step + 1, after);
+        }
+        h.decode(gate, &ahead[2 * step], 0);
+        if constexpr (kParts == 2) {
+          std::uint32_t of_up[2];
+          h.read_codes(of_up, 1, step, after);
+          h.decode(up, of_up, 1);
+        }
+      } else {
+        h.read_elements(gate, 0, step, after);
+        if constexpr (kParts == 2) h.read_elements(up, 1, step, after);
+      }
+      const float weight[2] = {h.staging.row_scale(0, 0), h.staging.row_scale(0, 1)};
+      std::uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        // A sum of its own for each word: one chain of additions would lag behind and hold what it
+        // adds in registers.
+        float part = 0.0f;
+        a[i] = Act::run(h.p.scalars, gate[i], up[i], sums + step * 8 + 2 * i, weight[i & 1], part);
+        score[i & 1] += part;
+        if constexpr (kOrdered) {
+          after = __float_as_uint(part) & h.p.zero;
+          if (i < 3) gate[i + 1] += after;
+        }
+        first[step * 4 + i] = gate[i];
+        if constexpr (kParts == 2) second[step * 4 + i] = up[i];
+      }
+      if (!alternates(h.p)) {
+        ptx::store_matrices(matrix_address(h.staging.box(2 + step / 4), step % 4), gate);
+      }
+      __syncwarp();  // the codes that A' overwrites have been read
+      ptx::store_matrices(matrix_address(h.staging.box(step / 4), step % 4), a);
+    }
+  }
+
+  /// Stores A', dH and its codes, and starts the load of the next unit's H.
+  static __device__ __forceinline__ void store_gradient(const Source& s, const BlockWords& first,
+                                                        const BlockWords& second) {
+    const Params& p = s.p;
+    const CtaTile tile = s.tiles.current();
+    const auto issue_half = [&](int half) {
+      issue_words(p.dh, s.staging, 2, alternates(p) ? 2 * s.column() + half * 128 : s.column(),
+                  alternates(p) ? 0 : half, tile, s.rows);
+    };
+    if constexpr (kParts == 2) {
+      if (alternates(p)) write_alternating<0>(s.staging, first, second);
+    }
+    s.staging.publish();
+    if (s.staging.elected()) {
+      issue_words(p.a, s.staging, 0, s.column(), 0, tile, s.rows);
+      issue_half(0);
+      s.staging.commit();
+      if (kCodes && s.unit + 1 < units_of(p, s.tiles)) {
+        load_h(Source{p, s.tiles, s.cta, s.staging, s.rows, s.unit + 1});
+      }
+    }
+    if constexpr (kParts == 2) {
+      s.staging.begin();
+      if (alternates(p)) {
+        write_alternating<1>(s.staging, first, second);
+      } else {
+        write_words(s.staging, 2, second);
+      }
+      s.staging.publish();
+      if (s.staging.elected()) {
+        issue_half(1);
+        s.staging.commit();
+      }
+    }
+    s.staging.begin();
+    const auto block = [&](int part) { return block_of(p, tile, s.unit, part); };
+    quantize_block(p.dh_codes, block(0), s.staging, 2, first, tile, s.rows);
+    if constexpr (kParts == 2)
+      quantize_block(p.dh_codes, block(1), s.staging, 3, second, tile, s.rows);
+    s.staging.publish();
+    if (s.staging.elected()) {
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        issue_codes(p.dh_codes, s.staging, 2 + part, block(part), tile, s.rows);
+      }
+      s.staging.commit();
+    }
+  }
+
+  /// 64 columns of gate and up become 128 alternating ones, in two boxes.
+  template <int kHalf>
+  static __device__ __forceinline__ void write_alternating(const Fp8Staging& staging,
+                                                           const BlockWords& gate,
+                                                           const BlockWords& up) {
+    const int lane = ptx::lane();
+    const int swizzle = lane >> 2;
+    const std::uint32_t row = (warp() * 16 + swizzle) * 128 + (lane & 1) * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int group = i / 2;  // of eight columns
+      const int chunk = group % 4 * 2 + ((lane & 3) >> 1);
+      const std::uint32_t at =
+          staging.box(2 + group / 4) + row + (i & 1) * 8 * 128 + ((chunk ^ swizzle) << 4);
+      const std::uint32_t g = gate[kHalf * 16 + i];
+      const std::uint32_t u = up[kHalf * 16 + i];
+      ptx::store_words(at, __byte_perm(g, u, 0x5410), __byte_perm(g, u, 0x7632));
+    }
+  }
+
+  /// Sums dS over the four lanes of a row, in a fixed order, and writes this tile's part of it.
+  static __device__ __forceinline__ void store_scores(const Params& p, const CtaTile& tile,
+                                                      Rows rows, const float (&score)[2]) {
+    const int lane = ptx::lane();
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+      float sum = score[which];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = rows.offset + warp() * 16 + which * 8 + (lane >> 2);
+      if ((lane & 3) == 0 && row < tile.valid_rows) {
+        const std::int64_t at = static_cast<std::int64_t>(tile.row + row) * p.score_tiles;
+        p.score_parts[at + tile.column / kFp8Tile.n] = sum;
+      }
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,26 @@
+// The list of compiled FP8 kernels. Host only; instances/ fills it.
+#pragma once
+
+#include <span>
+
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::cuda {
+
+enum class Fp8Role : int {
+  kUp = 0,                    ///< gathered rows x W1, activation
+  kDown = 1,                  ///< rows x W2 (Y) or x W1 (dX~)
+  kHiddenGradOfCodes = 2,     ///< gathered rows x W2, derivative of the activation at H in codes
+  kHiddenGradOfElements = 3,  ///< the same at H in bf16
+};
+
+struct Fp8KernelEntry {
+  Fp8Role role;
+  ActivationKind activation;  ///< kSwiGLU where the role has none
+  const void* function;
+};
+
+/// Every FP8 kernel of the build (generated).
+std::span<const Fp8KernelEntry> fp8_kernel_list();
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,96 @@
+// The arguments of the FP8 kernels. Plain C++: the host fills them, the kernels read them.
+#pragma once
+
+#include <climits>
+
+#include "cuda/hopper/fp8/shape.h"
+#include "cuda/hopper/params.h"
+
+namespace sonicmoe::cuda {
+
+struct Fp8GatherParams {
+  const std::uint8_t* codes;  ///< (T, K)
+  const float* scales;        ///< (T, K / 128)
+  const std::int32_t* index;  ///< row of `codes` for row p in expert order
+  std::int32_t row_bytes;     ///< K
+  std::int32_t blocks;        ///< K / 128
+};
+
+struct Fp8TmaParams {
+  CUtensorMap rows;    ///< (word of K, 1, row), box 64 x 1 x 128
+  CUtensorMap scales;  ///< (row, 1, block of K), box kFp8ScaleRows x 1 x 1
+};
+
+/// Scales of the weights by expert, block of columns and block of K; strides in elements. A tile
+/// multiplies two blocks of columns: that of its first column, and one `unit_stride` further.
+struct Fp8WeightScales {
+  const float* data;
+  std::int64_t expert_stride;
+  std::int32_t column_stride;
+  std::int32_t unit_stride;
+  std::int32_t depth_stride;
+  std::int32_t column_blocks;  ///< blocks before the operand's end; INT_MAX: all units are there
+};
+
+/// Where codes and scales of rows in expert order are stored.
+struct Fp8RowsOut {
+  RaggedMap codes;  ///< (word, 0, row, base), box of 64 words x 64 rows
+  float* scales;    ///< (columns / 128, scale_rows)
+  std::int32_t scale_rows;
+};
+
+/// How H is kept.
+enum class Fp8KeptH : std::int32_t { kNone = 0, kCodes = 1, kElements = 2 };
+
+/// Of Fp8Act.
+struct Fp8ActParams {
+  Fp8RowsOut a;
+  Fp8RowsOut h;       ///< kCodes: columns of gate, then of up
+  RaggedMap h_words;  ///< kElements: (column, part, row, base)
+  Bias bias[2];       ///< gate, up; without a gate [0] alone
+  ActivationScalars scalars;
+  std::int32_t width;  ///< n
+  Fp8KeptH keep;
+};
+
+/// Of Fp8ActGrad.
+struct Fp8ActGradParams {
+  /// Box 64 x 1 x 64. kCodes: (word, 0, row), columns of gate, then of up. kElements: (column,
+  /// part, row).
+  CUtensorMap h;
+  const float* h_scales;    ///< kCodes: (G n / 128, scale_rows)
+  Fp8RowsOut dh_codes;      ///< columns of gate, then of up
+  RaggedMap dh;             ///< (column, part, row, base); alternating: one part of 2n columns
+  RaggedMap a;              ///< A'
+  const float* row_weight;  ///< (C); null: 1
+  float* score_parts;       ///< (C, score_tiles)
+  std::int32_t score_tiles;
+  std::int32_t width;       ///< n
+  std::int32_t alternates;  ///< 1: gate and up alternate in dH
+  std::uint32_t zero;       ///< 0, which the compiler does not know
+  ActivationScalars scalars;
+};
+
+/// Of Fp8Store.
+struct Fp8StoreParams {
+  RaggedMap out;
+  Bias bias;
+  const float* row_scale;  ///< null: none
+  std::int64_t scale_stride;
+  std::int32_t width;
+};
+
+template <class ProducerParams, class EpilogueParams>
+struct Fp8Params {
+  ProducerParams producer;
+  OperandBMaps b;
+  RowTilesParams tiles;
+  Fp8WeightScales weight_scales;
+  EpilogueParams epilogue;
+};
+
+using Fp8UpParams = Fp8Params<Fp8GatherParams, Fp8ActParams>;
+using Fp8DownParams = Fp8Params<Fp8TmaParams, Fp8StoreParams>;
+using Fp8HiddenGradParams = Fp8Params<Fp8GatherParams, Fp8ActGradParams>;
+
+}  // namespace sonicmoe::cuda

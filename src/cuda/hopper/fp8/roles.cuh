@@ -1,0 +1,31 @@
+// The FP8 kernels by role.
+//
+//   | role    | producer      | scheduler       | epilogue   | B                         |
+//   | up      | Fp8GatherRows | RowTiles        | Fp8Act     | W1: gate and up by halves |
+//   | down,   | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W2; W1 transposed, whose  |
+//   |   dX~   |               |                 |            | K is gate's n, then up's  |
+//   | dH      | Fp8GatherRows | RowTiles        | Fp8ActGrad | W2 transposed             |
+#pragma once
+
+#include "cuda/hopper/engine/row_tiles.cuh"
+#include "cuda/hopper/fp8/epilogues/act.cuh"
+#include "cuda/hopper/fp8/epilogues/act_grad.cuh"
+#include "cuda/hopper/fp8/epilogues/store.cuh"
+#include "cuda/hopper/fp8/gather_rows.cuh"
+#include "cuda/hopper/fp8/kernel.cuh"
+#include "cuda/hopper/fp8/kernels.h"
+#include "cuda/hopper/fp8/tma_rows.cuh"
+
+namespace sonicmoe::cuda {
+
+template <ActivationKind kKind>
+using Fp8UpKernel = Fp8Gemm<Fp8GatherRows, RowTiles, Fp8Act<kKind>,
+                            is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights>;
+
+using Fp8DownKernel = Fp8Gemm<Fp8TmaRows, GroupedRowTiles, Fp8Store, BSource::kWeights>;
+
+template <ActivationKind kKind, Fp8KeptH kKept>
+using Fp8HiddenGradKernel =
+    Fp8Gemm<Fp8GatherRows, RowTiles, Fp8ActGrad<kKind, kKept>, BSource::kWeights>;
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,45 @@
+// The tile of FP8 products and its shared memory. Plain C++: host and kernels share it.
+//
+// A k tile is 128 codes of one byte: one scale a row, and as many bytes as the 64 elements of a
+// 16-bit k tile. So the engine's shapes, stages, producers and tensor maps serve both, with two
+// codes as one 16-bit word: K, columns of codes and row lengths are counted in words there.
+#pragma once
+
+#include "cuda/hopper/engine/shape.h"
+
+namespace sonicmoe::cuda {
+
+inline constexpr int kFp8Block = 128;  // codes that share a scale, along K and along N
+inline constexpr int kFp8Units = 2;    // of 128 columns in a tile
+
+// Two warpgroups of 64 rows; each multiplies units of 64 x 128 and adds them, scaled, to 128 fp32
+// registers. A stage lasts 1024 clocks of the tensor core, so three are enough, and store boxes for
+// a whole tile fit beside them: 3 to 8 % over four stages and half of the boxes (H200).
+inline constexpr TileShape kFp8Tile{128, 256, 3, 2, 4, Schedule::kCooperative};
+
+/// Rows of a box of row scales: the tile's, and three more because a box begins at a multiple of
+/// four rows (16 bytes).
+inline constexpr int kFp8ScaleRows = kFp8Tile.m + 4;
+
+/// Shared memory of a CTA: that of the 16-bit kernels, then the rest.
+struct Fp8SharedLayout {
+  using Base = SharedLayout<kFp8Tile>;
+  static constexpr int kAlign = 128;  // of a target of TMA
+  static constexpr int kStageScales = (kFp8ScaleRows * 4 + kAlign - 1) / kAlign * kAlign;
+  static constexpr int kRowScales = (Base::kEnd + kAlign - 1) / kAlign * kAlign;
+  /// Of H, for each warpgroup: (unit, part, row).
+  static constexpr int kInputScales = kRowScales + kFp8Tile.stages * kStageScales;
+  static constexpr int kInputScaleBytes = kFp8Units * 2 * 64 * 4;
+  /// Of each consumer warp: two tiles and its place among them (ConsumerTiles), then scales of
+  /// weights (unit, k tile).
+  static constexpr int kSavedTiles = kInputScales + kConsumers * kInputScaleBytes;
+  static constexpr int kSavedBytes = 16;
+  static constexpr int kWeightScaleTiles = 64;
+  static constexpr int kWarpBytes = 4 * kSavedBytes + kFp8Units * kWeightScaleTiles * 4;
+  static_assert(kSavedTiles % (4 * kSavedBytes) == 0 && kWarpBytes % (4 * kSavedBytes) == 0);
+  static constexpr int kInputFull = kSavedTiles + kConsumers * 4 * kWarpBytes;
+  static constexpr int kEnd = kInputFull + kConsumers * 8;
+  static_assert(kEnd <= 232448, "more shared memory than a CTA of sm_90 has");
+};
+
+}  // namespace sonicmoe::cuda

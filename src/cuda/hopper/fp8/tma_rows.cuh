@@ -1,0 +1,63 @@
+// Producer: rows of codes in expert order, and their scales, by TMA. Thread 0 issues all loads;
+// with the dynamic scheduler thread 32 of the cluster's first CTA takes the tile indices.
+#pragma once
+
+#include "cuda/hopper/engine/concepts.cuh"
+#include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/fp8/scales.cuh"
+#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/hopper/ptx/tma.cuh"
+
+namespace sonicmoe::cuda {
+
+struct Fp8TmaRows {
+  using Params = Fp8TmaParams;
+  static constexpr int kCopyArrivals = 0;
+  static constexpr int kQueueReaders = 1;
+  static constexpr SchedulerThread kScheduler = SchedulerThread::kProducer;
+  static constexpr Registers registers() { return {40, 232}; }
+  static constexpr bool kNeedsProxyFence = false;
+
+  static __device__ __forceinline__ void prefetch(const Params& p) {
+    ptx::prefetch_map(&p.rows);
+    ptx::prefetch_map(&p.scales);
+  }
+  /// Row scales are loaded from a multiple of four rows on.
+  static __device__ __forceinline__ int rows_before(const CtaTile& tile) { return tile.row & 3; }
+
+  template <class Gemm>
+  static __device__ __forceinline__ void run(const typename Gemm::Params& p, const Fp8Cta& cta) {
+    constexpr TileShape kShape = Gemm::kShape;
+    if (threadIdx.x == 32 && p.tiles.tile_counter != nullptr && cta.rank() == 0) {
+      run_scheduler<typename Gemm::Scheduler>(cta, p.tiles);
+    }
+    if (threadIdx.x != 0) return;
+    RingPosition<kShape.stages> ring;
+    TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kThread> tiles(cta, p.tiles);
+    const auto look_up = [&] {
+      return Gemm::Scheduler::template tile<kShape>(p.tiles, tiles.index(), cta.rank());
+    };
+    CtaTile next{};
+    if (!tiles.done()) next = look_up();
+    while (!tiles.done()) {
+      const CtaTile tile = next;
+      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
+      for (int kt = 0; kt < k_tiles; kt++, ring.next()) {
+        const ptx::Mbarrier full = cta.full(ring.stage);
+        cta.empty(ring.stage).wait(ring.parity ^ 1);
+        full.arrive_expecting(kShape.a_bytes() + kShape.b_bytes() + kFp8ScaleRows * 4);
+        ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full, {kt * kDepth, 0, tile.row});
+        ptx::tma_load(row_scales(cta, ring.stage), &p.producer.scales, full,
+                      {tile.row & ~3, 0, kt});
+        Gemm::B::load(p.b, tile, kt, k_tiles, cta.b(ring.stage), full, cta.rank());
+        // Half a tile ahead: the stages in flight do not cover the latency of the look-up.
+        if (kt == k_tiles / 2) {
+          tiles.next();
+          if (!tiles.done()) next = look_up();
+        }
+      }
+    }
+  }
+};
+
+}  // namespace sonicmoe::cuda

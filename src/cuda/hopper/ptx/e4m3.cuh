@@ -1,0 +1,30 @@
+// Conversions between fp32 and e4m3fn codes, two at a time; the lower column has the lower byte.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace sonicmoe::cuda::ptx {
+
+/// To nearest even. NaN becomes the NaN code; what is larger than 448, infinity too, becomes 448.
+__device__ __forceinline__ std::uint32_t to_e4m3(float low, float high) {
+  std::uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+/// Exact.
+__device__ __forceinline__ float2 from_e4m3(std::uint32_t codes) {
+  std::uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(codes)));
+  return __half22float2(*reinterpret_cast<const __half2*>(&halves));
+}
+
+/// Two codes of shared memory.
+__device__ __forceinline__ std::uint32_t load_half_word(std::uint32_t address) {
+  std::uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+
+}  // namespace sonicmoe::cuda::ptx
