@@ -217,7 +217,7 @@ void add_fp8_forward_steps(const PassContext& pass, const ForwardArgs& args,
   const Problem& p = pass.problem;
   const ForwardScratch& s = scratch.layer;
   steps.add("metadata", BuildMetadata{args.routing, {s.metadata, s.counters, kCounterBytes / 4}});
-  steps.add("Xq", QuantizeRows{args.x, scratch.x});
+  steps.add("q(X)", QuantizeRows{args.x, scratch.x});
   steps.add("A", up_product(pass, args, scratch));
   if (p.form == RoutingForm::kGrouped) {
     // Row p of Y is row p of the output; rows in no group are zero.
@@ -237,7 +237,7 @@ void add_fp8_backward_steps(const PassContext& pass, const BackwardArgs& args,
   add_backward_steps(c,
                      {.hidden_grad =
                           [&] {
-                            steps.add("dOq", QuantizeRows{args.dout, scratch.dout});
+                            steps.add("q(dO)", QuantizeRows{args.dout, scratch.dout});
                             steps.add("dH", hidden_grad_product(c, scratch));
                           },
                       .input_grad = [&] { steps.add("dX~", input_grad_product(c, scratch)); }},

@@ -92,6 +92,11 @@ Fp8RowsOut rows_out(const Device& device, const Fp8Rows& rows) {
           static_cast<std::int32_t>(rows.scale_stride)};
 }
 
+Order order_of(const Fp8RowProduct& product) {
+  if (product.index != nullptr) return gathered_order(product.groups.mean_rows());
+  return product.weights.depth >= 1024 ? Order::kDynamic : Order::kStatic;
+}
+
 /// Fills what all products have; a tile computes `column_step` columns of the output.
 template <class Params>
 void set_operands(const Launch& launch, int column_step, Params* params) {
@@ -99,8 +104,9 @@ void set_operands(const Launch& launch, int column_step, Params* params) {
   for (std::int64_t part = 0; part < w.parts; ++part) {
     params->b.map[part] = weight_map(launch.device, words_of(w, part), kFp8Tile);
   }
+  const bool is_dynamic = order_of(launch.product) == Order::kDynamic;
   params->tiles = row_tiles(launch.product.groups, w.columns, column_step, w.depth / 2,
-                            launch.product.tile_counter);
+                            is_dynamic ? launch.product.tile_counter : nullptr);
   params->weight_scales = weight_scales(w);
 }
 

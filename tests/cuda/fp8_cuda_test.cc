@@ -1,0 +1,363 @@
+// Precision::kFp8 on the device: quantisers bit for bit, layers of integers against the CPU, equal
+// bits in every run and in a graph, and refusals.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "core/fp8_layout.h"
+#include "core/fp8_quantize.h"
+#include "core/numeric.h"
+#include "cuda/layer/fp8_product.h"
+#include "device_layer.h"
+#include "each_engine.h"
+
+namespace sonicmoe {
+namespace {
+
+using testing::DeviceArray;
+using testing::LayerShape;
+using testing::LayerWeights;
+using testing::must;
+using testing::period_of;
+using Bytes = std::vector<std::uint8_t>;
+
+/// bf16 bits: all kinds of numbers, blocks of zeros, of tiny values, with NaN and infinities.
+std::vector<std::uint16_t> any_values(std::int64_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::uint16_t> values(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t block = i / fp8::kBlock;
+    const auto bits = static_cast<std::uint32_t>(random());
+    std::uint32_t exponent = 100 + bits % 50;              // beside each other
+    if (block % 5 == 1) exponent = 0;                      // zeros and subnormals
+    if (block % 5 == 2) exponent = bits % 255;             // anything finite
+    if (block % 5 == 3 && bits % 16 == 0) exponent = 255;  // some NaN, infinities
+    const std::uint32_t mantissa =
+        block % 10 == 1 || (exponent == 255 && bits & 32) ? 0 : bits >> 8 & 127;
+    values[i] = static_cast<std::uint16_t>((bits >> 31) << 15 | exponent << 7 | mantissa);
+  }
+  return values;
+}
+
+class CudaFp8 : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (testing::test_device().capability != 90) GTEST_SKIP() << "no H100 or H200";
+    device_ = cuda::open_device(0, "hopper");
+    exec_.backend = Backend::kCuda;
+    exec_.device = device_;
+  }
+  void TearDown() override {
+    if (device_ != nullptr) cuda::close_device(device_);
+  }
+
+  const cuda::Device* device_ = nullptr;
+  Exec exec_;
+};
+
+TEST_F(CudaFp8, QuantisesRowsAsTheHostDoes) {
+  constexpr std::int64_t kRows = 67, kDepth = 640, kStride = 648;
+  const std::vector<std::uint16_t> values = any_values(kRows * kStride, 1);
+  DeviceArray rows(kRows * kStride * 2), codes(kRows * kDepth), scales(kRows * kDepth / 128 * 4);
+  rows.set(values);
+  Tensor view = tensor2(rows.data(), DType::kBF16, kRows, kDepth);
+  view.stride[0] = kStride;
+  device_->engine->fp8->quantize_rows(*device_,
+                                      {view,
+                                       {static_cast<std::uint8_t*>(codes.data()),
+                                        static_cast<float*>(scales.data()), kRows, kDepth, 0}},
+                                      nullptr);
+  must(cudaDeviceSynchronize());
+  const Bytes got = codes.get();
+  const std::vector<float> got_scales = scales.get<float>();
+  for (std::int64_t block = 0; block < kRows * kDepth / 128; ++block) {
+    const std::int64_t row = block / (kDepth / 128), first = block % (kDepth / 128) * 128;
+    const auto value = [&](std::int64_t i) {
+      return to_float(BF16{values[row * kStride + first + i]});
+    };
+    std::uint32_t largest = 0;
+    for (int i = 0; i < 128; ++i) largest = std::max(largest, fp8::magnitude_of(value(i)));
+    const float scale = fp8::scale_of(largest);
+    ASSERT_EQ(got_scales[block], scale) << "row " << row << ", column " << first;
+    for (int i = 0; i < 128; ++i) {
+      ASSERT_EQ(got[row * kDepth + first + i], fp8::code_of(value(i), fp8::inverse_of(scale)))
+          << "row " << row << ", column " << first + i << ", value " << value(i);
+    }
+  }
+}
+
+TEST_F(CudaFp8, QuantisesWeightsAsTheCpuDoes) {
+  constexpr std::int64_t kE = 3, kD = 256, kN = 384;
+  Problem p;
+  p.tokens = 1;
+  p.hidden = kD;
+  p.width = kN;
+  p.experts = kE;
+  p.top_k = 1;
+  p.dtype = DType::kBF16;
+  p.precision = Precision::kFp8;
+  const std::vector<std::uint16_t> up = any_values(kE * 2 * kN * kD, 2);
+  const std::vector<std::uint16_t> down = any_values(kE * kD * kN, 3);
+  DeviceArray device_up(kE * 2 * kN * kD * 2), device_down(kE * kD * kN * 2);
+  device_up.set(up);
+  device_down.set(down);
+  // Gate and up: side by side; rows alternate; transposed; columns alternate ("paired").
+  for (int layout = 0; layout < 4; ++layout) {
+    const auto weights = [&](const void* u, const void* d) {
+      Weights w;
+      auto* first = const_cast<std::uint16_t*>(static_cast<const std::uint16_t*>(u));
+      w.gate = tensor3(first, DType::kBF16, kE, kN, kD);
+      w.gate.stride[0] = 2 * kN * kD;
+      std::int64_t next = kN * kD;
+      if (layout == 1) {
+        w.gate.stride[1] = 2 * kD;
+        next = kD;
+      } else if (layout == 2) {
+        w.gate.stride[1] = 1;
+        w.gate.stride[2] = kN;
+      } else if (layout == 3) {
+        w.gate.stride[1] = 2;
+        w.gate.stride[2] = 2 * kN;
+        next = 1;
+      }
+      w.up = w.gate;
+      w.up.data = first + next;
+      w.down = tensor3(const_cast<void*>(d), DType::kBF16, kE, kD, kN);
+      if (layout >= 2) {
+        w.down.stride[1] = 1;
+        w.down.stride[2] = kD;
+      }
+      return w;
+    };
+    const std::int64_t bytes = fp8_weights_bytes(p, exec_);
+    Bytes want(static_cast<std::size_t>(bytes));
+    DeviceArray got(bytes);
+    got.fill(0);
+    quantize_weights(p, weights(up.data(), down.data()), {want.data(), bytes});
+    quantize_weights(p, weights(device_up.data(), device_down.data()), got.buffer(), exec_);
+    must(cudaDeviceSynchronize());
+    EXPECT_EQ(got.get(), want) << "layout " << layout;
+  }
+}
+
+/// A layer of integers on either backend, and its results.
+class IntegerLayer {
+ public:
+  IntegerLayer(const LayerShape& s, KeptH kept) : shape_(s) {
+    problem_.tokens = s.tokens;
+    problem_.hidden = s.hidden;
+    problem_.width = s.width;
+    problem_.experts = s.experts;
+    problem_.top_k = s.top_k;
+    problem_.dtype = DType::kBF16;
+    problem_.activation.kind = ActivationKind::kReGLU;
+    problem_.precision = Precision::kFp8;
+    problem_.kept_h = kept;
+    x_ = values(s.tokens * s.hidden, 1);
+    dout_ = values(s.tokens * s.hidden, 2);
+    up_ = values(s.experts * 2 * s.width * s.hidden, 3);
+    down_ = values(s.experts * s.hidden * s.width, 4);
+    for (std::int64_t i = 0; i < s.tokens * s.top_k; ++i) {
+      const auto expert = static_cast<std::int32_t>((i * 7 + i / s.top_k) % s.experts);
+      ids_.push_back(i % 3 == 0 ? 0 : expert);
+      scores_.push_back(testing::score_of(i, 0));
+    }
+  }
+
+  /// out, dx, dweights, dup and ddown.
+  std::vector<Bytes> on_cpu() {
+    std::vector<Bytes> results = empty_results();
+    std::vector<Bytes> buffers = sized<Bytes>({});
+    const auto at = [](auto& v) { return const_cast<void*>(static_cast<const void*>(v.data())); };
+    run({at(x_), at(dout_), at(up_), at(down_), at(ids_), at(scores_)},
+        {at(results[0]), at(results[1]), at(results[2]), at(results[3]), at(results[4])},
+        {at(buffers[0]), at(buffers[1]), at(buffers[2]), at(buffers[3])}, {});
+    return results;
+  }
+
+  /// The same on a device; `around` is called with a function that enqueues the whole step.
+  template <class Around>
+  std::vector<Bytes> on_device(const Exec& exec, const Around& around) {
+    DeviceArray x(bytes(x_)), dout(bytes(dout_)), up(bytes(up_)), down(bytes(down_));
+    DeviceArray ids(bytes(ids_)), scores(bytes(scores_));
+    x.set(x_);
+    dout.set(dout_);
+    up.set(up_);
+    down.set(down_);
+    ids.set(ids_);
+    scores.set(scores_);
+    std::vector<std::unique_ptr<DeviceArray>> results, buffers;
+    for (const Bytes& r : empty_results()) {
+      results.push_back(std::make_unique<DeviceArray>(bytes(r)));
+    }
+    for (const std::int64_t b : buffer_bytes(exec)) {
+      buffers.push_back(std::make_unique<DeviceArray>(b));
+    }
+    around([&](const Exec& e) {
+      run({x.data(), dout.data(), up.data(), down.data(), ids.data(), scores.data()},
+          {results[0]->data(), results[1]->data(), results[2]->data(), results[3]->data(),
+           results[4]->data()},
+          {buffers[0]->data(), buffers[1]->data(), buffers[2]->data(), buffers[3]->data()}, e);
+    });
+    must(cudaDeviceSynchronize());
+    std::vector<Bytes> bits;
+    for (const auto& r : results) bits.push_back(r->get());
+    return bits;
+  }
+  std::vector<Bytes> on_device(const Exec& exec) {
+    return on_device(exec, [&](const auto& step) { step(exec); });
+  }
+
+ private:
+  using Pointers = std::vector<void*>;
+
+  static std::vector<std::uint16_t> values(std::int64_t count, std::uint64_t seed) {
+    const std::vector<std::uint16_t> period = period_of(seed);
+    std::vector<std::uint16_t> all(static_cast<std::size_t>(count));
+    for (std::int64_t i = 0; i < count; ++i) all[i] = period[i % testing::kPeriod];
+    return all;
+  }
+  template <class T>
+  static std::int64_t bytes(const std::vector<T>& v) {
+    return static_cast<std::int64_t>(v.size() * sizeof(T));
+  }
+  std::vector<Bytes> empty_results() const {
+    const LayerShape& s = shape_;
+    std::vector<Bytes> results;
+    for (const std::int64_t size :
+         {s.tokens * s.hidden * 2, s.tokens * s.hidden * 2, s.tokens * s.top_k * 4,
+          s.experts * 2 * s.width * s.hidden * 2, s.experts * s.hidden * s.width * 2}) {
+      results.emplace_back(static_cast<std::size_t>(size));
+    }
+    return results;
+  }
+  /// Of fp8_weights, h, saved and scratch.
+  std::vector<std::int64_t> buffer_bytes(const Exec& exec) const {
+    const Sizes f = moe_sizes(problem_, Pass::kForward, exec);
+    const Sizes b = moe_sizes(problem_, Pass::kBackward, exec);
+    return {fp8_weights_bytes(problem_, exec), f.h_bytes, f.saved_bytes,
+            std::max(f.scratch_bytes, b.scratch_bytes)};
+  }
+  template <class T>
+  std::vector<T> sized(const Exec& exec) const {
+    std::vector<T> all;
+    for (const std::int64_t b : buffer_bytes(exec)) all.emplace_back(static_cast<std::size_t>(b));
+    return all;
+  }
+
+  void run(const Pointers& in, const Pointers& out, const Pointers& work, const Exec& exec) const {
+    const LayerShape& s = shape_;
+    const std::vector<std::int64_t> size = buffer_bytes(exec);
+    const auto rows = [&](void* data) { return tensor2(data, DType::kBF16, s.tokens, s.hidden); };
+    ForwardArgs f;
+    f.x = rows(in[0]);
+    f.routing.ids = tensor2(in[4], DType::kI32, s.tokens, s.top_k);
+    f.routing.weights = tensor2(in[5], DType::kF32, s.tokens, s.top_k);
+    f.weights = LayerWeights::views(s, in[2], in[3]);
+    f.out = rows(out[0]);
+    f.fp8_weights = {work[0], size[0]};
+    f.h = {work[1], size[1]};
+    f.saved = {work[2], size[2]};
+    f.scratch = {work[3], size[3]};
+    BackwardArgs b;
+    b.x = f.x;
+    b.routing = f.routing;
+    b.weights = f.weights;
+    b.dout = rows(in[1]);
+    b.fp8_weights = f.fp8_weights;
+    b.h = f.h;
+    b.saved = f.saved;
+    b.scratch = f.scratch;
+    b.dx = rows(out[1]);
+    b.dweights = tensor2(out[2], DType::kF32, s.tokens, s.top_k);
+    b.grads = LayerWeights::views(s, out[3], out[4]);
+    quantize_weights(problem_, f.weights, f.fp8_weights, exec);
+    moe_forward(problem_, f, exec);
+    moe_backward(problem_, b, exec);
+  }
+
+  LayerShape shape_;
+  Problem problem_;
+  std::vector<std::uint16_t> x_, dout_, up_, down_;
+  std::vector<std::int32_t> ids_;
+  std::vector<float> scores_;
+};
+
+// Sums of integers are exact, so the CPU and the device have the same bits. The first shape has
+// more blocks of K than a warp keeps scales of; the others have a dynamic order in A and dH, in
+// dX~.
+TEST_F(CudaFp8, IntegersEqualTheCpu) {
+  constexpr LayerShape kShapes[] = {
+      {5, 8448, 128, 1, 1}, {130, 128, 4224, 2, 1}, {700, 256, 384, 2, 2}, {900, 384, 640, 3, 2}};
+  const char* names[] = {"out", "dx", "dweights", "dup", "ddown"};
+  for (const LayerShape& s : kShapes) {
+    for (const KeptH kept : {KeptH::kPrecision, KeptH::kTensors}) {
+      IntegerLayer layer(s, kept);
+      const std::vector<Bytes> want = layer.on_cpu(), got = layer.on_device(exec_);
+      for (int i = 0; i < 5; ++i) {
+        EXPECT_TRUE(got[i] == want[i])
+            << names[i] << " of d = " << s.hidden << ", n = " << s.width << ", kept "
+            << static_cast<int>(kept) << " differs at byte "
+            << std::mismatch(got[i].begin(), got[i].end(), want[i].begin()).first - got[i].begin();
+      }
+    }
+  }
+}
+
+TEST_F(CudaFp8, EveryRunHasTheSameBits) {
+  IntegerLayer layer({3001, 384, 640, 24, 3}, KeptH::kPrecision);
+  auto* fewer = const_cast<cuda::Device*>(cuda::open_device(0, "hopper"));
+  Exec exec = exec_;
+  exec.device = fewer;
+  const std::vector<Bytes> want = layer.on_device(exec);
+  for (const int multiprocessors : {2, 34, 130, 132, 132, 132}) {
+    fewer->multiprocessors = multiprocessors;
+    EXPECT_TRUE(layer.on_device(exec) == want) << multiprocessors << " multiprocessors";
+  }
+  cuda::close_device(fewer);
+}
+
+TEST_F(CudaFp8, GraphsReplayTheStep) {
+  IntegerLayer layer({301, 256, 128, 9, 3}, KeptH::kPrecision);
+  const std::vector<Bytes> want = layer.on_device(exec_);
+  const std::vector<Bytes> replayed = layer.on_device(exec_, [&](const auto& step) {
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t replay = nullptr;
+    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    Exec exec = exec_;
+    exec.stream = stream;
+    must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    step(exec);
+    must(cudaStreamEndCapture(stream, &graph));
+    must(cudaGraphInstantiate(&replay, graph, 0));
+    for (int i = 0; i < 3; ++i) must(cudaGraphLaunch(replay, stream));
+    must(cudaStreamSynchronize(stream));
+    must(cudaGraphExecDestroy(replay));
+    must(cudaGraphDestroy(graph));
+    must(cudaStreamDestroy(stream));
+  });
+  EXPECT_TRUE(replayed == want);
+}
+
+TEST_F(CudaFp8, ThePortableEngineRefuses) {
+  const cuda::Device* portable = cuda::open_device(0, "portable");
+  Exec exec = exec_;
+  exec.device = portable;
+  Problem p;
+  p.tokens = p.experts = p.top_k = 1;
+  p.hidden = p.width = 128;
+  p.dtype = DType::kBF16;
+  p.precision = Precision::kFp8;
+  try {
+    moe_sizes(p, Pass::kForward, exec);
+    ADD_FAILURE() << "it was served";
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("the engine portable has no FP8"), std::string::npos)
+        << e.what();
+  }
+  cuda::close_device(portable);
+}
+
+}  // namespace
+}  // namespace sonicmoe
