@@ -35,8 +35,8 @@ class Budget:
 REST = "metadata, routing, sums"
 # Measured values stand above each row; kernels are those of one architecture.
 BUDGETS = {
-    # 144 kernels, 104 compilations, 10.1 MiB
-    "hopper": Budget(165, 140.0, 14),
+    # 180 kernels (36 of FP8), 13 MiB; 104 compilations without FP8
+    "hopper": Budget(200, 175.0, 17),
     # 32 kernels, 78 compilations, 10.3 MiB on 4 architectures
     "portable": Budget(40, 105.0, 14),
     # 89 kernels, 15.1 MiB on 4 architectures; 30 compilations without the exchange

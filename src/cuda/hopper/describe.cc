@@ -13,9 +13,19 @@ std::string words(Tiling tiling) {
   return text + (tiling.order == Order::kDynamic ? ", dynamic order" : ", static order");
 }
 
+/// The products of codes have one tile (fp8/shape.h).
+std::vector<TileChoice> fp8_tiles(const Problem& p) {
+  const std::int64_t rows = row_capacity(p) / p.experts;
+  const std::string codes = "128x256 in FP8, clusters of 2, cooperative";
+  return {{"A", codes},   {"Y", codes},
+          {"dH", codes},  {"dW2", words(gathered_tiling(rows))},
+          {"dX~", codes}, {"dW1", words(gathered_tiling(rows))}};
+}
+
 }  // namespace
 
 std::vector<TileChoice> hopper_tiles(const Problem& p) {
+  if (p.precision == Precision::kFp8) return fp8_tiles(p);
   const ActivationKind kind = p.activation.kind;
   const std::int64_t rows = row_capacity(p) / p.experts, gates = gate_factor(kind);
   return {{"A", words(gathered_tiling(rows))},

@@ -66,7 +66,6 @@ const BackendTable* cuda_backend() {
                                                   : cuda::h_rows(problem, weights, data);
     };
     backend.quantize_weights = on_device<&cuda::quantize_weights>;
-    backend.fast_fp8 = true;
     backend.moe_forward = on_device<&cuda::moe_forward>;
     backend.moe_backward = on_device<&cuda::moe_backward>;
     backend.grouped_gemm_scratch_bytes = &cuda::grouped_gemm_scratch_bytes;

@@ -19,6 +19,7 @@
 #include "cuda/hopper/fp8/epilogues/codes.cuh"
 #include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/stmatrix.cuh"
+#include "cuda/hopper/ptx/thread.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -153,8 +154,8 @@ struct Fp8ActGrad {
     }
     /// The words of 16 columns, from H in bf16.
     __device__ __forceinline__ void read_elements(std::uint32_t (&to)[4], int part, int step,
-                                                  std::uint32_t after) const {
-      ptx::load_matrices(to, matrix_address(staging.box(part * 2 + step / 4), step % 4) + after);
+                                                  std::uint32_t offset) const {
+      ptx::load_matrices(to, matrix_address(staging, part * 2, offset, step));
     }
   };
 
@@ -175,12 +176,19 @@ struct Fp8ActGrad {
     }
   }
 
-  /// For stmatrix: this lane's address of columns 16c .. in a box, row lane % 8 of matrix lane / 8,
-  /// swizzled.
-  static __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t box, int c) {
-    const int lane = ptx::lane();
-    const int row = warp() * 16 + (lane & 15);
-    return box + row * 128 + (((2 * c + (lane >> 4)) ^ (lane & 7)) << 4);
+  /// For ldmatrix and stmatrix: this lane's offset of columns 0 .. 15 in a box, row lane % 8 of
+  /// matrix lane / 8, swizzled. The lane is read anew in each unit: offsets that were kept from
+  /// tile to tile would take registers from the products.
+  static __device__ __forceinline__ std::uint32_t matrix_offset() {
+    const int thread = ptx::thread();
+    const int row = (thread >> 5 & 3) * 16 + (thread & 15);
+    return row * 128 + (((thread >> 4 & 1) ^ (thread & 7)) << 4);
+  }
+  /// The address of 16 columns, from column 16 step of a part's two boxes, the first of which is
+  /// `box`.
+  static __device__ __forceinline__ std::uint32_t matrix_address(const Fp8Staging& staging, int box,
+                                                                 std::uint32_t offset, int step) {
+    return staging.box(box + step / 4) + (offset ^ (step % 4 * 2) << 4);
   }
 
   /// H of a unit becomes dH (`first` and `second`, gate and up). A' is written to boxes 0 and 1: 16
@@ -189,6 +197,7 @@ struct Fp8ActGrad {
   static __device__ __forceinline__ void differentiate(const Source& h, const float* sums,
                                                        float (&score)[2], BlockWords& first,
                                                        BlockWords& second) {
+    const std::uint32_t offset = matrix_offset();
     std::uint32_t ahead[16];
     // Zero, but known only when the score of a word is computed: without it ptxas works at several
     // words at once and has too few registers.
@@ -208,8 +217,8 @@ struct Fp8ActGrad {
           h.decode(up, of_up, 1);
         }
       } else {
-        h.read_elements(gate, 0, step, after);
-        if constexpr (kParts == 2) h.read_elements(up, 1, step, after);
+        h.read_elements(gate, 0, step, offset + after);
+        if constexpr (kParts == 2) h.read_elements(up, 1, step, offset + after);
       }
       const float weight[2] = {h.staging.row_scale(0, 0), h.staging.row_scale(0, 1)};
       std::uint32_t a[4];
@@ -228,10 +237,10 @@ struct Fp8ActGrad {
         if constexpr (kParts == 2) second[step * 4 + i] = up[i];
       }
       if (!alternates(h.p)) {
-        ptx::store_matrices(matrix_address(h.staging.box(2 + step / 4), step % 4), gate);
+        ptx::store_matrices(matrix_address(h.staging, 2, offset, step), gate);
       }
       __syncwarp();  // the codes that A' overwrites have been read
-      ptx::store_matrices(matrix_address(h.staging.box(step / 4), step % 4), a);
+      ptx::store_matrices(matrix_address(h.staging, 0, offset, step), a);
     }
   }
 
@@ -307,14 +316,14 @@ struct Fp8ActGrad {
   /// Sums dS over the four lanes of a row, in a fixed order, and writes this tile's part of it.
   static __device__ __forceinline__ void store_scores(const Params& p, const CtaTile& tile,
                                                       Rows rows, const float (&score)[2]) {
-    const int lane = ptx::lane();
+    const int thread = ptx::thread();
 #pragma unroll
     for (int which = 0; which < 2; which++) {
       float sum = score[which];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = rows.offset + warp() * 16 + which * 8 + (lane >> 2);
-      if ((lane & 3) == 0 && row < tile.valid_rows) {
+      const int row = rows.offset + (thread >> 5 & 3) * 16 + which * 8 + (thread >> 2 & 7);
+      if ((thread & 3) == 0 && row < tile.valid_rows) {
         const std::int64_t at = static_cast<std::int64_t>(tile.row + row) * p.score_tiles;
         p.score_parts[at + tile.column / kFp8Tile.n] = sum;
       }
