@@ -37,7 +37,8 @@ class BudgetTest(unittest.TestCase):
         self.assertEqual(self.verdict((0, 5.0), (100, 100.0), (65, 200.0)), 0)
 
     def test_too_many_kernels_of_an_engine(self):
-        self.assertEqual(self.verdict((100, 0.0), (66, 0.0)), 1)
+        half = check_kernels.BUDGETS["hopper"].kernels // 2
+        self.assertEqual(self.verdict((half, 0.0), (half + 1, 0.0)), 1)
 
     def test_every_architecture_may_have_them(self):
         most = check_kernels.BUDGETS["portable"].kernels
@@ -104,6 +105,18 @@ class GateTest(unittest.TestCase):
         (fault,) = ptxas_gate.verdict(self.LINES)
         self.assertIn("4 bytes spill stores", fault)
         self.assertIn("_Zone for sm_120", fault)
+
+    def test_few_kernels_may_spill_three_words(self):
+        def faults(name, stored):
+            properties = f"ptxas info    : Function properties for {name}"
+            return ptxas_gate.verdict(
+                (properties, f"    16 bytes stack frame, {stored} bytes spill stores")
+            )
+
+        tolerated = "_Zfp8_grad_Codes_SwiGLUOaiEEE"
+        self.assertEqual(faults(tolerated, 12), [])
+        self.assertEqual(len(faults(tolerated, 16)), 1)
+        self.assertEqual(len(faults("_Zfp8_grad_Codes_SwiGLUEEE", 4)), 1)
 
 
 if __name__ == "__main__":
