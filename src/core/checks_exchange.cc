@@ -4,11 +4,11 @@
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "core/checks.h"
+#include "core/exchange_limits.h"
 
 namespace sonicmoe::checks {
 namespace {
 
-constexpr std::int32_t kMostRanks = 64;
 constexpr std::int32_t kTransportCount = 3;
 constexpr std::int32_t kPartCount = 4;
 constexpr std::uintptr_t kBufferAlignment = 256;
@@ -30,7 +30,7 @@ Problem own_problem(const ExchangeShape& shape, const Problem& problem) {
 
 void exchange_shape(const ExchangeShape& s) {
   at_least("shape.ranks", s.ranks, 1);
-  at_most("shape.ranks", s.ranks, kMostRanks, "the most that an exchange has");
+  at_most("shape.ranks", s.ranks, kMaxRanks, "the most that an exchange has");
   at_least("shape.max_tokens", s.max_tokens, 1);
   at_least("shape.max_slots", s.max_slots, 1);
   at_least("shape.hidden", s.hidden, 1);

@@ -5,11 +5,10 @@
 #include <array>
 #include <cstdint>
 
+#include "core/exchange_limits.h"
 #include "sonicmoe/exchange.h"
 
 namespace sonicmoe::cuda {
-
-inline constexpr int kMaxRanks = 64;
 
 /// What a flag announces. Each phase has one flag for each pair of ranks.
 enum Phase : std::int32_t {
