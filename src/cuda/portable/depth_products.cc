@@ -10,8 +10,8 @@
 namespace sonicmoe::cuda::portable {
 namespace {
 
-/// The operands of a product. Kernels store D along its rows: where the columns of the output are
-/// contiguous instead, the product is computed transposed.
+/// The operands of a product. Kernels store D along its rows. If the output is contiguous along its
+/// columns instead, the operands are swapped and the kernel computes the transposed matrix.
 struct Sides {
   Rows left;
   Rows right;
@@ -62,7 +62,7 @@ GradSplit split_of(GradParts parts, bool transposed) {
 
 bool is_multiple_of_4(std::int64_t a, std::int64_t b) { return a % 4 == 0 && b % 4 == 0; }
 
-/// Whether the fp32 output may be accessed by 16 bytes.
+/// Whether the fp32 output may be accessed 16 bytes at a time.
 bool takes_vectors(const GradOut& out) {
   return out.data == nullptr ||
          (out.column_stride == 1 && is_multiple_of_4(out.expert_stride, out.row_stride) &&

@@ -1,4 +1,4 @@
-// What the files of kernels/ share: the address of a kernel, and the choice among its variants.
+// For the files of kernels/: the address of a kernel, and the choice of a kernel by its variant.
 #pragma once
 
 #include "cuda/portable/engine/kernel.cuh"
@@ -11,7 +11,7 @@ const void* address_of() {
   return reinterpret_cast<const void*>(product_kernel<K>);
 }
 
-/// make.template operator()<Element, kDepth>() of a variant.
+/// Calls make.template operator()<Element, kDepth>() with the element type and depth of a variant.
 template <class Make>
 const void* for_variant(const Variant& variant, const Make& make) {
   const auto of_depth = [&]<Depth kDepth>() {

@@ -6,23 +6,23 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Which kernel of a role.
+/// Which of the kernels with the same epilogue.
 struct Variant {
   DType dtype;  ///< kBF16 or kF16
   Depth depth;
 };
 
-/// Of products over rows: how the weights lie in memory.
+/// For row products: whether the weights are contiguous along the depth K (K-major) or not.
 enum class WeightOrder { kAlongDepth, kAcrossDepth };
 
-/// Of products over depth: the tensor whose rows are gathered.
+/// For depth products: the tensor whose rows are gathered.
 enum class GatheredSide { kLeft, kRight };
 
-/// The kernel that stores D, activates it, or differentiates the activation.
+/// Row products: with the epilogue Store, Activate or ActivateGrad.
 const void* store_kernel(const Variant& variant, WeightOrder order);
 const void* activate_kernel(const Variant& variant, WeightOrder order);
 const void* activate_grad_kernel(const Variant& variant, WeightOrder order);
-/// The kernel of a matrix for each expert.
+/// Depth products.
 const void* store_expert_kernel(const Variant& variant, GatheredSide side);
 
 }  // namespace sonicmoe::cuda::portable

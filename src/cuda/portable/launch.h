@@ -1,4 +1,4 @@
-// Launches of the portable kernels, and what a device keeps for them.
+// Launches the portable kernels. Defines the state that a device handle keeps for them.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Of one device; it never changes.
+/// The engine's state for one device; it never changes.
 struct State {
-  Depth depth;  ///< of a pipeline stage: depth_for() the device
+  Depth depth;  ///< of a pipeline stage, as depth_for() chose it
 };
 
-/// The largest depth whose kernels the code for a compute capability has and whose stages fit into
-/// `shared` bytes of a CTA; none if no depth does.
+/// The largest depth that the code for a compute capability has kernels for and whose shared memory
+/// fits into `shared` bytes; none if there is no such depth.
 std::optional<Depth> depth_for(int capability, int shared);
 
 std::shared_ptr<void> open(int ordinal);
 const State& state_of(const Device& device);
 
-/// CTAs for so many tiles (an upper bound): at most one on every multiprocessor.
+/// The number of CTAs to launch for at most `tiles` tiles: at most one on each multiprocessor.
 std::int32_t ctas_of(const Device& device, std::int64_t tiles);
 
 /// Launches persistent CTAs. `params` is the kernel's Params.

@@ -17,15 +17,15 @@ struct Rows {
   std::int64_t row_bytes;
 };
 
-/// One matrix for each expert; strides in bytes. K-major: a line is a column of D; else a line is
-/// one k, and the columns of D are contiguous in it.
+/// One matrix for each expert; strides in bytes. In a K-major matrix a line is a column of D. In
+/// another one a line is one k, and the columns of D are contiguous in it.
 struct Matrices {
   const std::uint8_t* data;
   std::int64_t expert_bytes;
   std::int64_t line_bytes;
 };
 
-/// Of products over rows.
+/// The tiles of a row product.
 struct RowTilesParams {
   const TileRecord* records;
   const std::int32_t* record_count;
@@ -34,18 +34,18 @@ struct RowTilesParams {
   std::int32_t columns;       ///< of one matrix
   std::int32_t column_tiles;  ///< tiles along the columns
   std::int32_t column_step;   ///< columns of one matrix in a tile
-  /// From a CTA's tile to its next one, which is gridDim.x tiles later: whole records, and the
-  /// tiles of columns that remain.
+  /// The distance from a CTA's tile to its next one, gridDim.x tiles, as whole records and the
+  /// remaining column tiles.
   std::int32_t records_apart;
   std::int32_t column_tiles_apart;
-  /// Columns from the tile's first half to its second: kTileColumns / 2, or 0 if the second half
-  /// has the same columns of weights[1] (gate and up side by side).
+  /// Distance of the second half of a tile from the first half, in columns of a matrix:
+  /// kTileColumns / 2; or 0 if the second half has the same columns of weights[1] (gate and up).
   std::int32_t second_half;
   std::int32_t depth;  ///< K of one part
   std::int32_t parts;  ///< 2: K runs through weights[0], then weights[1]
 };
 
-/// Of products over depth: for each expert, left^T right over its rows.
+/// The tiles of a depth product: for each expert, left^T right, summed over its rows.
 struct DepthTilesParams {
   const ExpertRecord* longest_first;  ///< null: experts in their own order
   const std::int32_t* expert_begin;
@@ -57,8 +57,8 @@ struct DepthTilesParams {
   std::int32_t columns;  ///< of D: the width of right
   std::int32_t row_tiles;
   std::int32_t column_tiles;
-  /// From a CTA's tile to its next one, which is gridDim.x tiles later: whole experts, and the
-  /// tiles of an expert that remain.
+  /// The distance from a CTA's tile to its next one, gridDim.x tiles, as whole experts and the
+  /// remaining tiles.
   std::int32_t experts_apart;
   std::int32_t tiles_apart;
 };
@@ -91,7 +91,7 @@ struct Activating {
 };
 
 struct ActivateParams {
-  RowsOut h;  ///< data null: inference
+  RowsOut h;  ///< data is null at inference
   RowsOut a;
   Bias bias[2];  ///< gate, up; without a gate [0] alone
   Activating act;
@@ -110,7 +110,7 @@ struct ActivateGradParams {
 
 enum class GradStore : std::int32_t { kElement, kFloat, kAccumulate };
 
-/// Which dimension of D is distributed over two outputs, and how.
+/// How D is distributed over two outputs: which dimension, as halves or alternating.
 enum class GradSplit : std::int32_t {
   kNone,
   kColumnHalves,
@@ -133,7 +133,7 @@ struct StoreExpertParams {
   GradSplit split;
   std::int32_t border;   ///< of halves: first row or column of out[1]
   std::int32_t columns;  ///< of D
-  /// fp32: whether 4 elements of a row may be read and written at once.
+  /// For fp32: whether 4 neighbouring elements of a row may be accessed at once.
   std::int32_t vectors;
 };
 

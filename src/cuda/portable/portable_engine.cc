@@ -9,7 +9,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// Its launches follow each other: nothing overlaps.
+/// The default order: the launches of this engine never overlap.
 BackwardOrder backward_order(const Problem&, const BackwardArgs&) { return {}; }
 
 std::vector<TileChoice> describe(const Problem&) {

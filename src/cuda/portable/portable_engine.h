@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-/// mma.sync and cp.async: every device from 8.0 on.
+/// The engine for mma.sync and cp.async: serves every device from compute capability 8.0 on.
 extern const Engine kPortableEngine;
 
 }  // namespace sonicmoe::cuda

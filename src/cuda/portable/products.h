@@ -1,4 +1,4 @@
-// The functions of the portable engine's row in the table of engines.
+// Functions of kPortableEngine (portable_engine.cc).
 #pragma once
 
 #include "cuda/layer/engine.h"

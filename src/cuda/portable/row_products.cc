@@ -37,14 +37,14 @@ Gates gates_of(GateLayout layout) {
   return Gates::kNone;
 }
 
-/// An upper bound: the device knows the number of records.
+/// An upper bound: only the device knows the number of records.
 std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
   const std::int64_t rows = groups.capacity;
   const std::int64_t records = std::min(rows, rows / kRecordRows + groups.experts);
   return std::max<std::int64_t>(1, records * tiles.column_tiles);
 }
 
-/// Without records_apart and column_tiles_apart, which depend on the number of CTAs.
+/// All fields except records_apart and column_tiles_apart, which depend on the number of CTAs.
 RowTilesParams tiles_of(const RowProduct& product) {
   const WeightOperand& w = product.weights;
   const bool halves = w.parts == WeightParts::kSideBySide;
@@ -72,7 +72,7 @@ StoreParams epilogue_of(const StoreOutput& e) {
           .columns = static_cast<std::int32_t>(e.out.shape[1])};
 }
 
-/// Of Activate and ActivateGrad.
+/// The activation of an Activate or ActivateGrad.
 template <class Epilogue>
 Activating activating_of(const Epilogue& e) {
   return {.scalars = scalars_of(e.activation),

@@ -1,8 +1,8 @@
 // The tiles of the portable engine and their shared memory, for host and device.
 //
-// In a CTA 8 warps compute 128 x 256 elements of D, each warp 64 x 64. With these a thread has 128
-// accumulators; its registers hold no more. A smaller tile reads more bytes a flop from L2:
-// 128 x 128 with two CTAs a multiprocessor is 10 % slower (H200, hot).
+// The 8 warps of a CTA compute 128 x 256 elements of D, each warp 64 x 64: 128 accumulators a
+// thread. Its registers do not hold more. A smaller tile reads more bytes a flop from L2: 128 x 128
+// with two CTAs a multiprocessor is 10 % slower (H200, hot).
 #pragma once
 
 #include <cstdint>
@@ -24,23 +24,25 @@ inline constexpr int kColumnChunks = kTileColumns * kElementBytes / 16;
 /// Elements of K in a pipeline stage.
 ///
 ///   | depth | shared memory | where                                                        |
-///   | 64    | 163 KB        | 8.0, 8.7, 9.0, 10.x, 11.0: half the waits, 4 to 20 % faster  |
-///   |       |               | (H200)                                                       |
+///   | 64    | 163 KB        | 8.0, 8.7, 9.0, 10.x, 11.0. It needs half as many waits and   |
+///   |       |               | is 4 to 20 % faster (H200)                                   |
 ///   | 32    | 91 KB         | 8.6, 8.9, 12.x: a CTA has at most 99 KB                      |
 enum class Depth : int { k32 = 32, k64 = 64 };
 
-/// Whether code that is compiled for a compute capability (major * 10 + minor) has the kernels of a
-/// depth. Before 10.0 it has both: code of 8.0 also runs on 8.6 and 8.9, and tests run both on 9.0.
+/// Whether code compiled for a compute capability (major * 10 + minor) has the kernels of a depth.
+/// Code for less than 10.0 has both depths: code for 8.0 also runs on 8.6 and 8.9, and the tests
+/// run both depths on 9.0.
 constexpr bool is_compiled(Depth depth, int capability) {
   if (capability >= 120) return depth == Depth::k32;
   if (capability >= 100) return depth == Depth::k64;
   return true;
 }
 
-/// Pipeline stages. A fourth one gains nothing (H200).
+/// Pipeline stages. Four are as fast (H200).
 inline constexpr int kStages = 3;
 
-/// Lines of K-major operands, and the bytes of a stage: kTileRows lines, then kTileColumns lines.
+/// A pipeline stage: kTileRows lines of A, then kTileColumns lines of B. Sizes of lines are those
+/// of K-major operands.
 template <Depth kOfStage>
 struct Stage {
   static constexpr int kDepth = static_cast<int>(kOfStage);
@@ -49,26 +51,27 @@ struct Stage {
   static constexpr int kBytesA = kTileRows * kLineBytes;
   static constexpr int kBytes = (kTileRows + kTileColumns) * kLineBytes;
 
-  /// What the chunks of a line are swizzled by: eight lines that follow each other then have the
-  /// same chunk in different banks.
+  /// Chunk c of a line is stored at c ^ swizzle(line). So eight consecutive lines have the same
+  /// chunk in different banks.
   static constexpr int swizzle(int line) { return kLineChunks == 8 ? line & 7 : line >> 1 & 3; }
 };
 
-/// Each warp's own buffer through which results change from the order of fragments to rows.
+/// The staging buffer of a warp (epilogues/staging.cuh).
 inline constexpr int kStagingBytes = 2304;
 
-/// A tile, as the loader hands it to the epilogue.
+/// The description of a tile that the loader gives to the main loop and the epilogue.
 struct TileSlot {
   std::int32_t expert;
-  std::int32_t row;      ///< first row of D: in expert order, or of an expert's matrix
-  std::int32_t rows;     ///< that exist, at most kTileRows
+  std::int32_t row;      ///< first row of D: in expert order, or in the expert's matrix
+  std::int32_t rows;     ///< rows that exist, at most kTileRows
   std::int32_t column;   ///< first column of D
   std::int32_t k_tiles;  ///< 0: there are no more tiles
   std::int32_t unused[3];
 };
 
-/// Slots in use at once, if every tile has one k tile: that of the tile which the slowest warp
-/// stores, those of the tiles in the ring, and that of the tile which the loader begins.
+/// At least the slots in use at once if every tile has one k tile: one for the tile that the
+/// slowest warp stores, those of the tiles in the ring, and one for the tile that the loader
+/// begins.
 inline constexpr int kTileSlots = 8;
 static_assert(kTileSlots >= kStages + 2);
 

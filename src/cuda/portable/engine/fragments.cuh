@@ -1,14 +1,14 @@
-// Operands from a pipeline stage to the fragments of mma.sync.
+// Loads operands from a pipeline stage into the fragments of mma.sync.
 //
-// A tile lies in shared memory as it lies in global memory, in chunks of 16 bytes. Chunks are
-// swizzled, so that the eight chunks of an 8x8 matrix are in different banks:
+// A tile has the same lines in shared memory as in global memory. A line is divided into chunks of
+// 16 bytes, which are swizzled: the eight chunks of an 8x8 matrix are in different banks.
 //
 //   | order   | line                         | chunk c of line i is at        |
 //   | K-major | 32 or 64 of K: 4 or 8 chunks | c ^ (i / 2 % 4) or c ^ (i % 8) |
-//   | else    | 128 or 256 rows or columns   | c ^ (i % 8)                    |
+//   | other   | 128 or 256 rows or columns   | c ^ (i % 8)                    |
 //
-// Addresses of further matrices of a warp differ by an XOR or a constant, which the compiler folds
-// into the instruction.
+// The addresses of a warp's matrices differ by an XOR with a constant or by an added constant,
+// which the compiler folds into the instruction.
 #pragma once
 
 #include <cstdint>
@@ -19,21 +19,21 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Whether K is contiguous in memory.
+/// Whether K is contiguous in memory (kAlongK) or not.
 enum class Order { kAlongK, kAcrossK };
 
-/// Where a thread's warp is in the CTA's tile.
+/// The position of a thread's warp in the CTA's tile.
 struct Warp {
   int lane = threadIdx.x & 31;
   int row = (threadIdx.x >> 5) / kWarpsAlongColumns;
   int column = (threadIdx.x >> 5) % kWarpsAlongColumns;
 };
 
-/// Which 64 columns of the tile a warp computes: neighbours, or 32 of each half of the tile, so
-/// that a thread has gate and up of the same columns.
+/// Which 64 columns of the tile a warp computes: 64 neighbours, or 32 of each half of the tile.
+/// With kHalves a thread has the gate and the up value of a column.
 enum class Columns { kNeighbours, kHalves };
 
-/// Rows of D: 4 fragments of 16 x 16.
+/// Loads the operand of a warp's 64 rows of D: 4 fragments of 16 x 16.
 template <class Stage, Order kOrder>
 class FragmentsA {
  public:
@@ -67,7 +67,7 @@ class FragmentsA {
   std::uint32_t base_;
 };
 
-/// Columns of D: 8 fragments of 16 x 8, two in four words.
+/// Loads the operand of a warp's 64 columns of D: 8 fragments of 16 x 8; b[i] holds two of them.
 template <class Stage, Order kOrder, Columns kColumns>
 class FragmentsB {
  public:
@@ -108,16 +108,17 @@ class FragmentsB {
   std::uint32_t base_;
 };
 
-/// 64 x 64 elements of D: acc[i][j] has rows 16i .. and columns 8j .. (math/fragment.cuh).
+/// 64 x 64 elements of D. acc[i][j] has 16 rows from 16i on and 8 columns from 8j on
+/// (math/fragment.cuh).
 using Accumulators = float[4][8][4];
 
-/// Operands of 16 of K.
+/// A warp's operands for 16 of K.
 struct Operands {
   std::uint32_t a[4][4];
   std::uint32_t b[4][4];
 };
 
-/// Calls between<i>() after 16 rows of products, i = 0 to 3.
+/// Issues the mma.sync of 16 of K. After the products of 16 rows it calls between<i>(), i = 0 to 3.
 template <class Element, class Between>
 __device__ __forceinline__ void multiply_add(Accumulators& acc, const Operands& operands,
                                              const Between& between) {

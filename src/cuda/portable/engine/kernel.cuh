@@ -1,12 +1,12 @@
-// The kernel: persistent CTAs whose warps all copy, multiply and store.
+// The kernel. Its CTAs are persistent, and all warps copy, multiply and store.
 //
-// Every thread copies its share of each k tile. The copies are kStages - 1 k tiles ahead of the
-// products, also from one tile of D to the next, so that while a warp's epilogue stores a tile, the
-// operands of the next one arrive. A warp that only copies would cost the others registers: with
-// nine warps a thread has 168 of them, and its products alone take 192.
+// Every thread issues a part of the copies of each k tile. Copies run kStages - 1 k tiles ahead of
+// the products, also from one tile of D to the next: while a warp's epilogue stores a tile, the
+// operands of the next tile arrive. There is no warp that only copies, because with nine warps a
+// thread has 168 registers, and its products alone take 192.
 //
-// Copies stand among the products, one after a few mma.sync. All of them at the beginning of a k
-// tile would leave the tensor cores idle meanwhile.
+// A warp issues a copy after every few mma.sync. If it issued all copies at the beginning of a k
+// tile, the tensor cores would be idle meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// `Loader` copies k tiles (loaders/), `Epilogue` takes the accumulators of a tile (epilogues/). If
-/// an epilogue has prepare(), it runs before the products of each tile.
+/// `Loader` copies k tiles (loaders/). `Epilogue` processes and stores the accumulators of a tile
+/// (epilogues/). If an epilogue has prepare(), it is called before the products of each tile.
 template <class Element, class Loader, class Epilogue>
 class Kernel {
  public:
@@ -53,13 +53,14 @@ class Kernel {
       Epilogue::run(p.epilogue, acc, slot, kernel.warp_,
                     staging + (threadIdx.x >> 5) * kStagingBytes);
     }
-    // The last copies, which write zeros, must land before the CTA gives its shared memory back.
+    // The last copies write zeros. They must land before the CTA exits, because another CTA may
+    // then own this shared memory.
     ptx::copies_wait();
   }
 
  private:
   using Stage = typename Loader::Stage;
-  /// mma.sync takes 16 of K.
+  /// Steps of a k tile: one mma.sync takes 16 of K.
   static constexpr int kSteps = Stage::kDepth / 16;
 
   __device__ __forceinline__ Kernel(const Params& p, const Ring<Stage>& ring)
@@ -86,7 +87,7 @@ class Kernel {
     b_.template load<kStep>(operands.b, ring_.address(read_.stage));
   }
 
-  /// The products of a tile of D whose first k tile has arrived.
+  /// Computes a tile of D whose first k tile has arrived.
   __device__ __forceinline__ void multiply(Accumulators& acc, int k_tiles) {
     Operands operands[2];
     load<0>(operands[0]);
@@ -97,8 +98,9 @@ class Kernel {
     }
   }
 
-  /// The products of a k tile, and the copies of a later one. Operands are loaded one step ahead:
-  /// in the last step those of the next k tile, which may be that of another tile of D.
+  /// Multiplies a k tile from step kStep on and issues copies of a later k tile. Operands are
+  /// loaded one step ahead: the last step loads those of the next k tile, which may belong to the
+  /// next tile of D.
   template <int kStep>
   __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands (&operands)[2]) {
     if constexpr (kStep + 1 == kSteps) {
@@ -126,14 +128,15 @@ class Kernel {
   FragmentsB<Stage, Loader::kOrderB, Epilogue::kColumns> b_;
 };
 
-/// The architecture that is compiled for; 0 on the host.
+/// The compute capability that this code is compiled for, as major * 10 + minor; 0 on the host.
 #if defined(__CUDA_ARCH__)
 inline constexpr int kArchitecture = __CUDA_ARCH__ / 10;
 #else
 inline constexpr int kArchitecture = 0;
 #endif
 
-/// Empty where is_compiled() says no: the host never launches it there.
+/// Empty for a compute capability whose code lacks this depth (is_compiled()); the host does not
+/// launch it there.
 template <class K>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ typename K::Params p) {

@@ -1,8 +1,9 @@
 // The ring of pipeline stages between copies and products.
 //
-// A stage has two mbarriers. `full`: the copies of all threads have landed; `empty`: all warps have
-// read it. A warp fills the stage of the k tile before the one that it multiplies, and first waits
-// until all warps have read it: so warps drift apart by at most one k tile.
+// A stage has two mbarriers. `full` completes when the copies of all threads have landed, `empty`
+// when all warps have read the stage. While a warp multiplies k tile i, it copies k tile i +
+// kStages - 1 to the stage of k tile i - 1. Before that it waits until all warps have read this
+// stage. So warps drift apart by at most one k tile.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ class Ring {
   __device__ __forceinline__ Ring(std::uint32_t barriers, std::uint32_t first_stage)
       : barriers_(barriers), first_stage_(first_stage) {}
 
-  /// `full` counts the copies of each thread, and thread 0 itself, which releases the tile slot.
+  /// Arrivals at `full`: one of each thread, when its copies have landed, and one more of thread 0,
+  /// which makes the tile slot that it has written visible to the other threads.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; i++) {
       full(i).init(kThreads + 1);
@@ -43,7 +45,7 @@ class Ring {
   std::uint32_t first_stage_;
 };
 
-/// A stage, and the parity of its phase: 0 in the first round.
+/// A stage and the parity of its mbarrier phase, which is 0 in the first round.
 struct RingPosition {
   int stage = 0;
   std::uint32_t parity = 0;

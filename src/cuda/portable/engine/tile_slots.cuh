@@ -1,5 +1,5 @@
-// Tiles that are copied or multiplied, in shared memory: the loader writes a tile's slot when it
-// begins the tile, and the epilogue reads it.
+// Descriptions of tiles in shared memory. The loader writes a tile's slot when it begins to copy
+// the tile; the main loop and the epilogue read it.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ __device__ __forceinline__ std::uint8_t* shared_memory() {
   return shared;
 }
 
-/// A function, because a pointer would hold registers.
+/// A function and not a stored pointer, because the pointer would take registers.
 __device__ __forceinline__ TileSlot* tile_slots() {
   return reinterpret_cast<TileSlot*>(shared_memory() + kBarrierBytes);
 }

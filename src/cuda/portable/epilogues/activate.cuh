@@ -1,12 +1,12 @@
 // H = r(D + bias), A = r(act(H)).
 //
-// The warp's 64 columns of D, as chunks of 8 (kHalves: chunks 0 to 3 lie in the tile's first half).
-// A lane takes pieces of 8 columns of A:
+// The warp's 64 columns of D are 8 chunks of 8 columns. Chunks 0 to 3 are in the first half of the
+// tile, 4 to 7 in the second (Columns::kHalves). A lane processes pieces of 8 columns of A:
 //
-//   | gates       | piece i of H                   | columns of A          | pieces of a row |
-//   | split       | chunk i, and its ups 4 + i     | 32                    | 4               |
-//   | interleaved | chunks 2i and 2i + 1           | 32, half of D's       | 4               |
-//   | none        | chunk i                        | 64                    | 8               |
+//   | gates       | chunks of H for piece i        | columns of A in a warp | pieces in a row |
+//   | split       | i (gate) and 4 + i (up)        | 32                     | 4               |
+//   | interleaved | 2i and 2i + 1                  | 32                     | 4               |
+//   | none        | i                              | 64                     | 8               |
 #pragma once
 
 #include "cuda/portable/epilogues/bias.cuh"
@@ -35,7 +35,7 @@ struct Activate {
   }
 
  private:
-  /// Pieces that a lane activates at once. Two would spill registers on 10.0.
+  /// Pieces that a lane activates at once. Two would spill registers in code for 10.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
   static constexpr int kAtOnce = 1;
 #else
@@ -47,7 +47,7 @@ struct Activate {
                                                const TileSlot& tile, const Warp& warp,
                                                std::uint32_t staging) {
     constexpr int kPieces = kGates == Gates::kNone ? kChunks : kChunks / 2;
-    constexpr int kRows = 32 / kPieces;  // that the warp takes at once
+    constexpr int kRows = 32 / kPieces;  // rows that the warp's lanes process at once
     const int piece = warp.lane % kPieces;
     const int row = warp.lane / kPieces;
     const int chunk =
@@ -91,7 +91,7 @@ struct Activate {
     return out.data + row * out.row_bytes;
   }
 
-  /// Rounded H of 16 rows to the buffer.
+  /// Rounds 16 rows of H and writes them to the staging buffer.
   template <Gates kGates>
   static __device__ __forceinline__ void write(const Params& p, const float (&values)[8][4],
                                                const TileSlot& tile, const Warp& warp,
@@ -126,7 +126,7 @@ struct Activate {
            bias_of(p.bias[1], tile.expert, column, p.act.width) << 16;
   }
 
-  /// A piece of a row in the warp's buffer, in the order of H.
+  /// Reads a piece of a row from the staging buffer, in the layout of H.
   template <Gates kGates>
   static __device__ __forceinline__ HiddenWords read_staged(std::uint32_t row, int piece) {
     HiddenWords h{};

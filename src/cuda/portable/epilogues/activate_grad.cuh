@@ -1,4 +1,5 @@
-// With dA = D: dH = r(act'(H) s dA), A' = r(s act(H)), and partial sums of dS over 64 columns.
+// With dA = D: dH = r(act'(H) s dA), A' = r(s act(H)), and the partial dot products of dS over 64
+// columns.
 #pragma once
 
 #include "cuda/portable/epilogues/hidden_rows.cuh"
@@ -36,8 +37,8 @@ struct ActivateGrad {
     }
   }
 
-  /// Prefetches H of the tile to L2 while its products run. Otherwise all CTAs would read H from
-  /// memory in their epilogues, at the same time, and wait for its bandwidth.
+  /// Prefetches H of the tile to L2, so that it arrives while the products run. Otherwise the
+  /// epilogues of all CTAs would read H from memory at the same time and wait for its bandwidth.
   static __device__ __forceinline__ void prepare(const Params& p, const TileSlot& tile) {
     const int row = threadIdx.x / 2;
     if (row >= tile.rows) return;
@@ -53,25 +54,25 @@ struct ActivateGrad {
   }
 
  private:
-  /// Elements of a line of L2.
+  /// Elements in a line of L2.
   static constexpr int kLine = 128 / kElementBytes;
-  /// Rows in the warp's buffer at once, and rows that the warp's lanes take at once: eight lanes
-  /// have the 64 columns of one.
+  /// Rows that the staging buffer holds, and rows that the warp's lanes process at once: eight
+  /// lanes share the 64 columns of a row.
   static constexpr int kSliceRows = 8;
   static constexpr int kLaneRows = 4;
-  /// Pieces of H that a lane reads ahead: the latency of memory is about the time of two. On 12.0
-  /// two would spill registers.
+  /// Pieces of H that a lane reads ahead. Processing two pieces takes about as long as the latency
+  /// of memory. In code for 12.0 two would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   static constexpr int kAhead = 1;
 #else
   static constexpr int kAhead = 2;
 #endif
 
-  /// A lane's columns, and its first row.
+  /// The rows and columns of a lane.
   struct Place {
-    std::int64_t row;  ///< in expert order
-    int rows;          ///< from there on that have the columns
-    int column;        ///< of A
+    std::int64_t row;  ///< first row, in expert order
+    int rows;          ///< rows of the expert from there on; 0 if the columns are past the width
+    int column;        ///< first column, of A
 
     __device__ __forceinline__ Place(const Params& p, const TileSlot& tile, const Warp& warp) {
       const int within = warp.row * kWarpRows + (warp.lane >> 3);
@@ -89,7 +90,7 @@ struct ActivateGrad {
     }
   };
 
-  /// Eight columns of one row, `offset` rows after the lane's first one.
+  /// Computes and stores eight columns of one row, `offset` rows after the lane's first row.
   static __device__ __forceinline__ void differentiate_piece(const Params& p, const Place& place,
                                                              int offset, HiddenWords& h,
                                                              std::uint32_t staged) {
@@ -108,7 +109,7 @@ struct ActivateGrad {
           quad_of(piece.a);
       store_hidden(p.act, h, p.dh + row * p.h_row_bytes, place.column);
     }
-    // The order of the sum over the eight lanes never changes.
+    // A fixed order of the sum over the eight lanes: equal inputs give equal bits.
     float score = exists ? piece.score : 0.0f;
 #pragma unroll
     for (int apart = 1; apart < 8; apart *= 2) score += __shfl_xor_sync(~0u, score, apart);

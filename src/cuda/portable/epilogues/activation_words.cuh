@@ -1,5 +1,6 @@
-// The activation of a call. Kernels choose it by a branch for every eight columns, which costs no
-// time that shows. As a template argument it would multiply the number of kernels by 11.
+// The activation, which is a kernel argument. Kernels branch on it for every eight columns; the
+// time of the branches is not measurable. As a template argument it would need 11 times as many
+// kernels.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Calls call.template operator()<kind>().
+/// Calls `call` with the activation as its template argument.
 template <class Call>
 __device__ __forceinline__ void with_activation(ActivationKind kind, const Call& call) {
   switch (kind) {
@@ -38,15 +39,15 @@ __device__ __forceinline__ void with_activation(ActivationKind kind, const Call&
   }
 }
 
-/// Two words in which gate and up alternate become a word of gates and one of ups. Also the way
-/// back.
+/// Turns two words in which gate and up alternate into a word of gates and a word of ups. A second
+/// call turns them back.
 __device__ __forceinline__ void exchange_halves(std::uint32_t& first, std::uint32_t& second) {
   const std::uint32_t low = __byte_perm(first, second, 0x5410);
   second = __byte_perm(first, second, 0x7632);
   first = low;
 }
 
-/// Eight columns of H in one row: words of gates (or of H without a gate) and of ups.
+/// H for eight columns of A in one row. Without a gate, `gate` holds H and `up` is not used.
 struct HiddenWords {
   std::uint32_t gate[4];
   std::uint32_t up[4];
@@ -55,7 +56,8 @@ struct HiddenWords {
 #pragma unroll
     for (int i = 0; i < 4; i++) exchange_halves(gate[i], up[i]);
   }
-  /// 16 words in the order of memory, if gate and up alternate: gate[0], up[0], gate[1], ...
+  /// Words 4 * which .. 4 * which + 3 in the order of memory, if gate and up alternate there:
+  /// gate[0], up[0], gate[1], ...
   __device__ __forceinline__ uint4 quad(int which) const {
     return {gate[2 * which], up[2 * which], gate[2 * which + 1], up[2 * which + 1]};
   }
@@ -73,8 +75,8 @@ struct HiddenWords {
   }
 };
 
-/// A = r(act(H)) of some pieces of eight columns. All pieces at once, so that their instructions
-/// mix: one piece alone waits for most of its own.
+/// A = r(act(H)) for kPieces pieces of eight columns. The instructions of all pieces alternate:
+/// those of one piece depend on each other, and a piece alone would wait for most of them.
 template <class Element, bool kGated, int kPieces>
 __device__ __forceinline__ void activate(const Activating& act, const HiddenWords (&h)[kPieces],
                                          std::uint32_t (&a)[kPieces][4]) {
@@ -96,7 +98,7 @@ __device__ __forceinline__ void activate(const Activating& act, const HiddenWord
   });
 }
 
-/// Eight columns in backward.
+/// Inputs and outputs of backward for eight columns, besides H.
 struct GradPiece {
   float grad[8];
   float weight;
@@ -104,7 +106,7 @@ struct GradPiece {
   std::uint32_t a[4];
 };
 
-/// Overwrites H of eight columns by dH, sets A' and adds to the score (ActivationGradientWords).
+/// For eight columns: replaces H by dH, sets A' and adds to the score (ActivationGradientWords).
 template <class Element>
 __device__ __forceinline__ void differentiate(const Activating& act, HiddenWords& h,
                                               GradPiece& piece) {

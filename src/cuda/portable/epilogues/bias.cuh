@@ -1,4 +1,4 @@
-// Biases of the two columns of a word.
+// Reads the biases for a word, which holds two columns.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// The 16-bit bias of a column, 0 past the last one.
+/// The 16-bit bias of a column, 0 past the last column.
 __device__ __forceinline__ std::uint32_t bias_of(const Bias& bias, int expert, int column,
                                                  int columns) {
   if (column >= columns) return 0;
@@ -15,7 +15,7 @@ __device__ __forceinline__ std::uint32_t bias_of(const Bias& bias, int expert, i
       bias.data)[expert * bias.expert_stride + column * bias.column_stride];
 }
 
-/// Those of `column` and the next one.
+/// The biases of `column` and of the next column.
 __device__ __forceinline__ std::uint32_t bias_word(const Bias& bias, int expert, int column,
                                                    int columns) {
   return bias_of(bias, expert, column, columns) | bias_of(bias, expert, column + 1, columns) << 16;

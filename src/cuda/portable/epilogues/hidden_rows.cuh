@@ -1,4 +1,4 @@
-// H and dH in memory, eight columns of A at a time, in the layouts of Gates.
+// Reads H and writes H or dH in memory, for eight columns of A at a time, in the layouts of Gates.
 #pragma once
 
 #include "cuda/portable/epilogues/activation_words.cuh"
@@ -6,7 +6,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// `row` is the first byte of the row; `column` a column of A.
+/// `row` points to the beginning of the row; `column` is a column of A.
 __device__ __forceinline__ HiddenWords read_hidden(const Activating& act, const std::uint8_t* row,
                                                    int column) {
   HiddenWords h{};

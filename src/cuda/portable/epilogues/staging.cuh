@@ -1,11 +1,12 @@
-// A warp's results from the order of fragments to rows, through the warp's own buffer: a row of the
-// warp's 64 columns is 8 chunks of 8 columns, and a lane takes whole chunks.
+// Reorders a warp's results from fragments to rows, through the warp's own staging buffer. A row
+// has the warp's 64 columns in 8 chunks of 8 columns; a lane reads whole chunks.
 //
-//   | as      | rows at once | row in the buffer | chunk          |
-//   | words   | 16           | 144 bytes         | 16 bytes       |
-//   | floats  | 8            | 288 bytes         | 32 bytes       |
+//   | element | rows in the buffer | bytes of a row | bytes of a chunk |
+//   | 16-bit  | 16                 | 144            | 16               |
+//   | fp32    | 8                  | 288            | 32               |
 //
-// Rows are 16 or 32 bytes longer than their data, so that writing them has no bank conflicts.
+// A row in the buffer is 16 or 32 bytes longer than its data, which avoids bank conflicts of
+// writes.
 #pragma once
 
 #include <cstdint>
@@ -21,26 +22,26 @@ inline constexpr int kWordsRowBytes = 144;
 inline constexpr int kFloatsRowBytes = 288;
 static_assert(16 * kWordsRowBytes <= kStagingBytes && 8 * kFloatsRowBytes <= kStagingBytes);
 
-/// The column in a tile of chunk `chunk` of a warp.
+/// The tile's column at which chunk `chunk` of a warp begins.
 template <Columns kColumns>
 __device__ __forceinline__ int chunk_column(const Warp& warp, int chunk) {
   if constexpr (kColumns == Columns::kNeighbours) return warp.column * kWarpColumns + chunk * 8;
   return chunk / 4 * (kTileColumns / 2) + warp.column * 32 + chunk % 4 * 8;
 }
 
-/// Where a lane writes its words of a fragment: row lane / 4.
+/// The address to which a lane writes its words of a fragment, in row lane / 4.
 __device__ __forceinline__ std::uint32_t word_address(std::uint32_t staging, const Warp& warp) {
   return staging + (warp.lane >> 2) * kWordsRowBytes + (warp.lane & 3) * 4;
 }
 
-/// Two words of each of 8 fragments: rows lane / 4 and lane / 4 + 8.
+/// Writes a lane's two words of one fragment, to rows lane / 4 and lane / 4 + 8.
 __device__ __forceinline__ void write_words(std::uint32_t at, int fragment,
                                             const std::uint32_t (&words)[2]) {
   ptx::store_word(at + fragment * 16, words[0]);
   ptx::store_word(at + fragment * 16 + 8 * kWordsRowBytes, words[1]);
 }
 
-/// Rows 8 * kHalf .. of 16 rows of accumulators.
+/// Writes 8 of 16 rows of accumulators, from row 8 * kHalf on.
 template <int kHalf>
 __device__ __forceinline__ void write_floats(std::uint32_t staging, const Warp& warp,
                                              const float (&acc)[8][4]) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void write_floats(std::uint32_t staging, const Warp& 
   }
 }
 
-/// Eight columns of one row.
+/// Reads eight columns of one row.
 __device__ __forceinline__ void read_floats(float (&values)[8], std::uint32_t staging, int row,
                                             int chunk) {
 #pragma unroll
@@ -64,9 +65,9 @@ __device__ __forceinline__ void read_floats(float (&values)[8], std::uint32_t st
   }
 }
 
-/// Calls write(acc[part]) for one of the four parts of the accumulators. The loop over parts stays
-/// a loop, because an epilogue unrolled four times would not fit the instruction cache; so a branch
-/// selects the registers.
+/// Calls write(acc[part]). The caller's loop over the four parts is not unrolled, because four
+/// copies of an epilogue would not fit the instruction cache. Registers have no index at run time,
+/// so a branch selects the part.
 template <class Write>
 __device__ __forceinline__ void with_part(const Accumulators& acc, int part, const Write& write) {
 #pragma unroll
@@ -75,7 +76,7 @@ __device__ __forceinline__ void with_part(const Accumulators& acc, int part, con
   }
 }
 
-/// Rows 8 * slice .. of the accumulators, as floats to the buffer.
+/// Writes 8 rows of the accumulators, from row 8 * slice on, to the buffer as fp32.
 __device__ __forceinline__ void write_slice(std::uint32_t staging, const Warp& warp,
                                             const Accumulators& acc, int slice) {
   with_part(acc, slice / 2, [&](const float(&values)[8][4]) {

@@ -1,4 +1,4 @@
-// A matrix for each expert: 16-bit, or fp32 that is written or added to.
+// Stores a matrix for each expert: in 16 bits, in fp32, or added to fp32 values in memory.
 #pragma once
 
 #include "cuda/portable/epilogues/staging.cuh"
@@ -107,7 +107,7 @@ struct StoreExpert {
     }
   }
 
-  /// Where an element of D is stored.
+  /// The output and the offset at which an element of D is stored.
   struct Target {
     void* data;
     std::int64_t offset;

@@ -1,4 +1,4 @@
-// Loads k tiles of products over depth: the rows of one expert, from two tensors. One of them is
+// Loads the k tiles of a depth product: rows of one expert from two tensors, one of which is
 // gathered.
 #pragma once
 
@@ -22,7 +22,7 @@ class DepthLoader {
   using Params = DepthTilesParams;
   static constexpr Order kOrderA = Order::kAcrossK;
   static constexpr Order kOrderB = Order::kAcrossK;
-  /// Copies of a thread for a k tile.
+  /// Copies of 16 bytes that a thread issues for a k tile.
   static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
 
   __device__ __forceinline__ explicit DepthLoader(const Params& p) {
@@ -34,7 +34,7 @@ class DepthLoader {
     open(p);
   }
 
-  /// Copy i of the k tile, to its stage. Without a branch, so that the compiler mixes it with
+  /// Issues copy i of the k tile. It has no branch, so that the compiler can place it between
   /// products.
   template <int i>
   __device__ __forceinline__ void copy(const Params& p, std::uint32_t stage) const {
@@ -45,7 +45,7 @@ class DepthLoader {
     }
   }
 
-  /// To the next k tile, after all copies of this one.
+  /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
     k_ += Stage::kDepth;
     other_ += Stage::kDepth * other(p).row_bytes;
@@ -60,13 +60,13 @@ class DepthLoader {
   static constexpr int line_bytes(Side side) {
     return (side == Side::kLeft ? kTileRows : kTileColumns) * kElementBytes;
   }
-  /// Lines that the CTA copies at once, and copies of a thread.
+  /// Lines that all threads of the CTA copy at once, and copies of a thread.
   static constexpr int lines(Side side) { return kThreads * 16 / line_bytes(side); }
   static constexpr int copies(Side side) { return Stage::kDepth / lines(side); }
   /// Lines of the gathered tensor that a warp copies at once.
   static constexpr int kWarpLines = lines(kGathered) / kWarps;
-  /// The expert after the last tile, for which no index is read, and its number of rows: so many
-  /// that advance() begins no further tile. present_ is 0, so no copy reads anything.
+  /// rows_ after the last tile: no expert, so that advance() reads no index, and so many rows that
+  /// advance() opens no further tile. present_ is 0, so copies read nothing and write zeros.
   static constexpr int kNoExpert = -1;
   static constexpr int kNoMore = 1 << 30;
 
@@ -99,21 +99,20 @@ class DepthLoader {
                 exists && (present_ >> static_cast<int>(kSide) & 1) != 0);
   }
 
-  /// A tile by its expert, in the order in which experts are taken, and its number there.
   struct Tile {
-    int at;
-    int number;
-    int4 rows;  ///< ExpertRecord: expert, first row, rows
+    int at;      ///< position of its expert in the order of experts
+    int number;  ///< of the tile within the expert
+    int4 rows;   ///< ExpertRecord: expert, first row, rows
   };
 
-  /// Without rows past the last expert.
+  /// The record of the expert at a position in the order; past the last expert it has no rows.
   static __device__ __forceinline__ int4 expert_of(const Params& p, int at) {
     if (at >= p.experts) return {};
     if (p.longest_first == nullptr) return {at, p.expert_begin[at], p.expert_rows[at], 0};
     return reinterpret_cast<const int4*>(p.longest_first)[at];
   }
 
-  /// This CTA's tile after `tile`. Reads its expert, which is used two tiles later.
+  /// This CTA's tile after `tile`. Its expert record is read here, two tiles before it is used.
   static __device__ __forceinline__ Tile after(const Params& p, const Tile& tile) {
     const int each = p.row_tiles * p.column_tiles;
     Tile next{tile.at + p.experts_apart, tile.number + p.tiles_apart, {}};
@@ -125,8 +124,8 @@ class DepthLoader {
     return next;
   }
 
-  /// Of the k tile that begins at k, a warp copies kDepth / 8 gathered rows. Each of as many lanes
-  /// finds one row's source, and copy_side() takes it by a shuffle.
+  /// The source of one gathered row of the k tile that begins at k. A warp copies kDepth / 8
+  /// gathered rows of a k tile: as many lanes each look one source up, and copy_side() shuffles it.
   static __device__ __forceinline__ int source(const Params& p, const int4& rows, int k) {
     const std::int32_t* index = gathered(p).index;
     const int lane = threadIdx.x & 31 & (Stage::kDepth / 8 - 1);
@@ -135,8 +134,8 @@ class DepthLoader {
     return index != nullptr && own < rows.z ? index[rows.y + own] : rows.y + own;
   }
 
-  /// Begins a tile and writes its slot. After the last one, the slot has no k tiles. An expert
-  /// without rows has one k tile of zeros.
+  /// Begins the next tile and writes its slot. After the last tile the slot has no k tiles. A tile
+  /// of an expert without rows has one k tile, of zeros.
   __device__ __forceinline__ void open(const Params& p) {
     TileSlot slot{};
     k_ = 0;
@@ -176,13 +175,13 @@ class DepthLoader {
   Tile next_;
   Tile ahead_;
   unsigned count_ = 0;
-  unsigned present_;  // a bit for each side whose columns exist
-  int4 rows_{};       // of the expert: ExpertRecord
+  unsigned present_;  // a bit for each side: whether this thread's columns exist
+  int4 rows_{};       // ExpertRecord of the tile's expert
   int k_;
-  int source_ = 0;               // of the k tile
-  int next_source_;              // of the next tile's first one
-  const std::uint8_t* columns_;  // of the gathered tensor, row 0
-  const std::uint8_t* other_;    // this thread's first line of the k tile
+  int source_ = 0;               // for the current k tile
+  int next_source_;              // for the first k tile of the next tile
+  const std::uint8_t* columns_;  // this thread's columns of row 0, gathered tensor
+  const std::uint8_t* other_;    // this thread's first line of the k tile, other tensor
 };
 
 }  // namespace sonicmoe::cuda::portable

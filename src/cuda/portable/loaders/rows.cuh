@@ -1,4 +1,4 @@
-// Loads k tiles of products over rows: gathered rows, and the weights of their expert.
+// Loads the k tiles of a row product: rows, gathered or in order, and the weights of their expert.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class RowLoader {
   using Params = RowTilesParams;
   static constexpr Order kOrderA = Order::kAlongK;
   static constexpr Order kOrderB = kWeights;
-  /// Copies of a thread for a k tile.
+  /// Copies of 16 bytes that a thread issues for a k tile.
   static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
 
   __device__ __forceinline__ explicit RowLoader(const Params& p) : records_(*p.record_count) {
@@ -29,7 +29,7 @@ class RowLoader {
     open(p);
   }
 
-  /// Copy i of the k tile, to its stage. Without a branch, so that the compiler mixes it with
+  /// Issues copy i of the k tile. It has no branch, so that the compiler can place it between
   /// products.
   template <int i>
   __device__ __forceinline__ void copy(const Params& p, std::uint32_t stage) {
@@ -44,7 +44,7 @@ class RowLoader {
     }
   }
 
-  /// To the next k tile, after all copies of this one.
+  /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
     k_ += Stage::kDepth;
     if constexpr (kAlongK) {
@@ -60,18 +60,18 @@ class RowLoader {
   static constexpr bool kAlongK = kWeights == Order::kAlongK;
   static constexpr int kRowsEach = kTileRows * Stage::kLineChunks / kThreads;
   static constexpr int kLinesEach = kTileColumns * Stage::kLineChunks / kThreads;
-  /// Along K: lines between two copies of a thread, and copies of half a tile.
+  /// For K-major weights: lines between two copies of a thread, and its copies for half a tile.
   static constexpr int kApart = kThreads / Stage::kLineChunks;
   static constexpr int kHalf = kLinesEach / 2;
-  /// Bit of present_ of the first line of weights.
+  /// The bit of present_ for the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
-  /// k_ after the last tile: so far below K that advance() never ends a part. present_ is 0, so no
-  /// copy reads anything.
+  /// k_ after the last tile: so far below K that advance() never reaches the end of a part.
+  /// present_ is 0, so copies read nothing and write zeros.
   static constexpr int kNoMore = -(1 << 30);
 
   static __device__ __forceinline__ int chunk() { return threadIdx.x % Stage::kLineChunks; }
   static __device__ __forceinline__ int line() { return threadIdx.x / Stage::kLineChunks; }
-  /// Across K: the half of the tile whose weights this thread copies.
+  /// For weights that are not K-major: the half of the tile's columns that this thread copies.
   static __device__ __forceinline__ int half() {
     return threadIdx.x % kColumnChunks / (kColumnChunks / 2);
   }
@@ -80,7 +80,7 @@ class RowLoader {
     return k_ + chunk() * 8 < p.depth;
   }
 
-  /// The matrices of the current part of K, or those of half a tile.
+  /// The weights of one half of the tile (gate or up), or of the current part of K.
   __device__ __forceinline__ const Matrices& matrices(const Params& p, int half) const {
     return p.weights[p.second_half == 0 ? half : part_];
   }
@@ -107,11 +107,11 @@ class RowLoader {
     int record;
     int column_tile;
     int expert;
-    int row;   ///< the first one in expert order
-    int rows;  ///< that exist; 0 or less past the last tile
+    int row;   ///< first row, in expert order
+    int rows;  ///< rows of the expert in the tile; 0 or less past the last tile
   };
 
-  /// TileRecord; no rows past the last one.
+  /// A TileRecord; past the last record it has no rows.
   __device__ __forceinline__ int4 record_of(const Params& p, int record) const {
     return record < records_ ? reinterpret_cast<const int4*>(p.records)[record] : int4{};
   }
@@ -125,7 +125,7 @@ class RowLoader {
     int record;
     int column_tile;
   };
-  /// Where the tile after the next one is.
+  /// The position of this CTA's tile after next_.
   __device__ __forceinline__ Place after(const Params& p) const {
     Place place{next_.record + p.records_apart, next_.column_tile + p.column_tiles_apart};
     if (place.column_tile >= p.column_tiles) {
@@ -135,7 +135,7 @@ class RowLoader {
     return place;
   }
 
-  /// Reads which rows the next tile gathers, one tile before they are used.
+  /// Looks up the rows that the next tile gathers, one tile before they are copied.
   __device__ __forceinline__ void find_sources(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kRowsEach; i++) {
@@ -145,7 +145,7 @@ class RowLoader {
     }
   }
 
-  /// Begins a tile and writes its slot. After the last one, the slot has no k tiles.
+  /// Begins the next tile and writes its slot. After the last tile the slot has no k tiles.
   __device__ __forceinline__ void open(const Params& p) {
     TileSlot slot{};
     k_ = kNoMore;
@@ -180,7 +180,7 @@ class RowLoader {
     }
   }
 
-  /// The addresses of the weights at the beginning of a part of K.
+  /// Sets the addresses of the weights to the beginning of a part of K.
   __device__ __forceinline__ void open_weights(const Params& p) {
     if constexpr (kAlongK) {
 #pragma unroll
@@ -219,10 +219,10 @@ class RowLoader {
 
   int records_;
   Next next_;
-  int4 ahead_;             // TileRecord of the tile after the next one
-  int source_[kRowsEach];  // of the next tile
+  int4 ahead_;             // TileRecord of the tile after next_
+  int source_[kRowsEach];  // rows that the next tile gathers
   unsigned count_ = 0;
-  unsigned present_;  // a bit for each copied line that exists
+  unsigned present_;  // a bit for each line that this thread copies: whether it exists
   int expert_ = 0;
   int column_ = 0;
   int k_;

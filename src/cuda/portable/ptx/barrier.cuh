@@ -1,4 +1,4 @@
-// mbarriers as sm_80 has them: the ring between the loading warp and the multiplying ones.
+// The mbarriers of the ring, by the instructions that sm_80 has.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ class RingBarrier {
   __device__ __forceinline__ void init(std::uint32_t arrivals) const {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_), "r"(arrivals));
   }
-  /// Releases what this thread has read and written before.
+  /// Arrives with release semantics: orders this thread's earlier reads and writes before it.
   __device__ __forceinline__ void arrive() const {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(address_)
                  : "memory");
   }
-  /// This thread's arrival, made when all its earlier cp.async copies have landed (noinc: it is
-  /// one of the arrivals the barrier was initialised with).
+  /// Arrives when all earlier cp.async copies of this thread have landed. With noinc it is one of
+  /// the arrivals that the barrier was initialised with.
   __device__ __forceinline__ void arrive_after_copies() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
   }

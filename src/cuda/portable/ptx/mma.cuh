@@ -1,4 +1,4 @@
-// mma.sync and its transposed fragments (sm_80 and later).
+// mma.sync, and the transposed load of its fragments (sm_80 and later).
 #pragma once
 
 #include <cuda_bf16.h>

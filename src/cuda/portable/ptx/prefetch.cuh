@@ -5,7 +5,7 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Brings the line that holds the address to L2. The thread does not wait for it.
+/// Brings the cache line of the address to L2. The thread does not wait for it.
 __device__ __forceinline__ void prefetch_l2(const void* pointer) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
