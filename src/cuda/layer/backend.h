@@ -1,4 +1,4 @@
-// The layer's functions of the CUDA backend; backend.cc puts them in its table.
+// Functions of the layer on CUDA; backend.cc puts them in the backend's table.
 #pragma once
 
 #include "core/backend_table.h"

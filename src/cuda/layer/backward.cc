@@ -70,15 +70,16 @@ WeightGrad interleaved_up_grad(const BackwardCall& c, Start start) {
   return grad;
 }
 
-/// Whether [dW_gate | dW_up] may be one product: both are asked for, they have the same dtype and
-/// order of dimensions, and no 64 columns of a tile contain the boundary between them.
+/// Whether dW_gate and dW_up may be the two halves of one product: both are asked for, they have
+/// the same dtype and order of dimensions, and n is a multiple of 64, so that no block of 64
+/// columns has columns of both.
 bool is_one_product(const Problem& p, const Tensor& gate, const Tensor& up) {
   constexpr std::int64_t kBorderStep = 64;
   return gate.data != nullptr && up.data != nullptr && gate.dtype == up.dtype &&
          (gate.stride[2] == 1) == (up.stride[2] == 1) && p.width % kBorderStep == 0;
 }
 
-/// Without rows, every gradient that is written is zero.
+/// For a call without rows: every gradient that is not accumulated becomes zero.
 void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
   if (args.dx.data != nullptr) clear(args.dx, stream);
   if (args.dweights.data != nullptr) clear(args.dweights, stream);

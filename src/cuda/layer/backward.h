@@ -1,4 +1,4 @@
-// The steps of backward one by one, for passes that put other work between them.
+// The steps of backward as separate functions, for a pass that has other work between them.
 #pragma once
 
 #include <functional>
@@ -7,7 +7,7 @@
 
 namespace sonicmoe::cuda {
 
-/// Arguments of one call, from which the steps are made.
+/// The arguments of one call; the functions below make the steps from it.
 struct BackwardCall {
   const PassContext& pass;
   const BackwardArgs& args;
@@ -24,16 +24,16 @@ struct BackwardCall {
   }
 };
 
-/// A call in the order that the engine asks for.
+/// Makes the call with the order of steps that the engine asks for.
 BackwardCall backward_call(const PassContext& pass, const BackwardArgs& args,
                            const BackwardScratch& scratch, const Engine& engine);
 
 void add_row_lists(const BackwardCall& call, Steps& steps);
 RowProduct hidden_grad_product(const BackwardCall& call);
-/// dX~ = dH W1. If it follows dH, it may begin when dH's first rows are in memory; if it follows
-/// weight gradients, it may run at the same time.
+/// dX~ = dH W1. Launched after dH, it may begin when dH's first rows are in memory; launched after
+/// weight gradients, it may run beside them.
 RowProduct input_grad_product(const BackwardCall& call, const RowProduct& hidden_grad);
-/// Nothing where no such gradient is asked for.
+/// Adds nothing if no bias gradient is asked for.
 void add_bias_grads(const BackwardCall& call, Steps& steps);
 void add_score_grad(const BackwardCall& call, Steps& steps);
 void add_down_grad(const BackwardCall& call, Steps& steps);

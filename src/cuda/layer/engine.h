@@ -36,8 +36,8 @@ struct Service {
 
 /// The order of backward's launches; it depends on which launches the engine can overlap.
 struct BackwardOrder {
-  /// dX~ before the weight gradients, so that the sums into dX run at the same time as these.
-  /// Allowed only if dx and at least one weight gradient are asked for.
+  /// dX~ comes before the weight gradients, so that the sums into dX run beside these. Allowed only
+  /// if dx and at least one weight gradient are asked for.
   bool input_grad_first;
   /// Tokens of dX that are summed while dW2 runs; the others are summed while dW1 runs. 0 unless
   /// dX~ is first and both weight gradients are asked for.
@@ -65,10 +65,10 @@ struct Engine {
   /// handle owns it.
   std::shared_ptr<void> (*open)(int ordinal);
   BackwardOrder (*backward_order)(const Problem& problem, const BackwardArgs& args);
-  /// multiply_rows and multiply_depth launch one product. When one throws, the earlier steps of the
-  /// pass have been launched. So every engine serves the epilogues of the passes (StoreOutput,
-  /// Activate, ActivateGrad); for another one that it lacks it throws Error(kUnsupported) with the
-  /// epilogue's name.
+  /// multiply_rows and multiply_depth launch one product. If one of them threw, the earlier steps
+  /// of the pass would already be launched. So every engine must serve the epilogues of the passes
+  /// (StoreOutput, Activate, ActivateGrad). For any other epilogue that it lacks it throws
+  /// Error(kUnsupported) with the epilogue's name.
   void (*multiply_rows)(const Device& device, const RowProduct& product, cudaStream_t stream);
   void (*multiply_depth)(const Device& device, const DepthProduct& product, cudaStream_t stream);
   /// The tile of each product as text, for a layer with split gate and up (`sonicmoe plan`).
@@ -84,7 +84,7 @@ struct Engine {
 /// Every engine of the build. If several serve a device, the first one is used.
 std::span<const Engine* const> engines();
 
-/// The first of `candidates` that serves a compute capability, null where none does.
+/// The first of `candidates` that serves a compute capability; null if none does.
 const Engine* engine_for(int capability, std::span<const Engine* const> candidates = engines());
 
 /// Which engine is asked for.
@@ -93,13 +93,13 @@ struct EngineRequest {
   const char* source;  ///< where the name comes from, for messages
 };
 
-/// `name`, or where it is null what SONICMOE_ENGINE of the environment says. Refuses a name that no
-/// candidate has.
+/// The request for `name`, or if it is null for the name in the environment variable
+/// SONICMOE_ENGINE. Refuses a name that no candidate has.
 EngineRequest engine_request(const char* name,
                              std::span<const Engine* const> candidates = engines());
 
-/// The requested engine for a compute capability that at least one candidate serves. Refuses one
-/// that does not serve it.
+/// The requested engine for a compute capability that at least one candidate serves. Refuses an
+/// engine that does not serve this capability.
 const Engine& choose_engine(int capability, const EngineRequest& request,
                             std::span<const Engine* const> candidates = engines());
 

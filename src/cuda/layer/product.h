@@ -1,10 +1,9 @@
 // Grouped GEMMs described without tiles, kernels or architectures. A pass builds products
 // (forward.cc, backward.cc); an engine turns each into a launch (engine.h).
 //
-// Letters: C, the row capacity (the host knows it, not the number of routed rows), E experts, G 2
-// with a gate, else 1.
-// "Row p" is a row in expert order. Tensors are device memory; the host reads only shapes, strides
-// and addresses.
+// Letters: C is the row capacity (the host does not know the number of routed rows), E the number
+// of experts, G is 2 with a gate, else 1. "Row p" is a row in expert order. Tensors are device
+// memory; the host reads only shapes, strides and addresses.
 #pragma once
 
 #include <cstdint>

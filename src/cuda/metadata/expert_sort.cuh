@@ -1,7 +1,7 @@
-// A stable counting sort of positions by expert: position in, row out. Every block counts its chunk
-// of the positions, learns the counts of all blocks, and scatters its own chunk. Ranks come from
-// warp votes and prefix sums, never from the order in which atomics land, so that the result is the
-// same in every run.
+// A stable counting sort of positions by expert, which gives every position its row. Every block
+// counts its chunk of the positions, learns the counts of all blocks, and scatters its own chunk.
+// Ranks come from warp votes and prefix sums, never from the order in which atomics are executed,
+// so the result is the same in every run.
 //
 //   positions      launches       how a block learns the other blocks' counts
 //   <= 8 * kSpan   sort           one cluster: from the others' shared memory (sum_cluster);
@@ -18,10 +18,11 @@ namespace sonicmoe::cuda {
 
 inline constexpr int kSortWarps = kMetadataThreads / 32;
 inline constexpr int kCountThreads = 256;
-// 1024 threads of them and a counting block fit one multiprocessor.
+// Registers of a thread: a sorting block of 1024 threads and a counting block fit one
+// multiprocessor.
 inline constexpr int kSortRegisters = 56;
-inline constexpr int kThreadPositions = 4;  // of a thread in a span
-/// Positions that a block ranks in shared memory at once.
+inline constexpr int kThreadPositions = 4;  // positions of a thread in a span
+/// A span: the positions that a block ranks in shared memory at once.
 inline constexpr int kSpan = kMetadataThreads * kThreadPositions;
 
 /// What is sorted: positions in token order, each with an expert.
@@ -29,7 +30,7 @@ struct Positions {
   SlotView expert;
   const std::int32_t* token;  // null: position / top_k
   const std::int32_t* slot;   // null: the position
-  const std::int32_t* valid;  // how many are in use; null: all
+  const std::int32_t* valid;  // how many positions are in use; null: all
   std::int64_t count;         // C
   std::int32_t experts;
   std::int32_t top_k;
@@ -43,13 +44,13 @@ struct Positions {
   }
 };
 
-/// What the collection of pairs finds out about their order.
+/// The order of the caller's pairs, as collect_slots finds it.
 struct PairRanges {
   std::int32_t* begin;     // (E) the expert's first slot
-  std::int32_t* end;       // (E) the one past its last; begin where it has none
-  std::int32_t* unsorted;  // 0: pairs are sorted by (expert, token), unusable ones last
+  std::int32_t* end;       // (E) the slot past its last one; equal to begin if it has no slot
+  std::int32_t* unsorted;  // 0: pairs are sorted by (expert, token), unusable pairs last
 
-  /// Whether rows are slots, so that nothing is left to sort. Never for ids.
+  /// Whether the pairs are sorted: then row p is slot p, and no sort is needed. False for ids.
   __device__ bool sorted() const { return unsorted != nullptr && *unsorted == 0; }
   /// Rows of thread e's expert.
   __device__ int rows(int experts) const {
@@ -68,8 +69,9 @@ struct SortParams {
   Metadata out;
 };
 
-/// Shared memory of a sorting block. With 1024 experts it must fit into the 99 KB of a block
-/// on 8.6, 8.9 and 12.0: therefore counts of a span have 16 bits, and `record` lies on `in_warp`.
+/// Shared memory of a sorting block. With 1024 experts it must fit into the 99 KB that a block can
+/// have on 8.6, 8.9 and 12.0. Therefore counts of a span have 16 bits, and `record` shares the
+/// memory of `in_warp`.
 struct SortShared {
   std::int32_t* start;     // (columns) row of the block's next position of an expert
   std::int32_t* before;    // (columns) positions of an expert in earlier blocks
@@ -77,7 +79,7 @@ struct SortShared {
   std::uint16_t* local;    // (columns) index of an expert's first position in the sorted span
   std::uint16_t* counted;  // (columns) counts of this block, which its cluster reads
   std::uint32_t* sorted;   // (kSpan) index in the span | expert << 16
-  std::uint16_t* in_warp;  // (warps, columns) used while a span is sorted
+  std::uint16_t* in_warp;  // (warps, columns) counts by warp; used while a span is sorted
   std::int32_t* record;    // (columns) first record; used between two spans
 
   __device__ SortShared(void* base, int columns)
@@ -97,9 +99,9 @@ struct SortShared {
 static_assert(kSpan <= 0xffff, "counts and indices of a span have 16 bits");
 static_assert(kSortWarps * sizeof(std::uint16_t) >= sizeof(std::int32_t), "record fits in_warp");
 
-/// Sums the table: `total` and `before` of every expert, which are zero at the start.
+/// Adds the counts of the table to `total` and `before`, which the caller has set to zero.
 __device__ inline void sum_table(const SortParams& p, const SortShared& s) {
-  constexpr int kMostGroups = 32;  // more would only collide in the sums
+  constexpr int kMostGroups = 32;  // more would only make atomicAdd wait
   const int quads = p.columns / 4;
   const int groups = min(kMetadataThreads / quads, kMostGroups);
   const int column = static_cast<int>(threadIdx.x) % quads;
@@ -126,8 +128,9 @@ __device__ inline void sum_table(const SortParams& p, const SortShared& s) {
   }
 }
 
-/// The same among the blocks of a cluster, from each other's shared memory. No block may exit
-/// before all have read it. Thread e brings its block's `count` of expert e.
+/// Sets `total` and `before` from the counts of all blocks of the cluster, which each block reads
+/// from the others' shared memory. No block may exit before all have read. Thread e passes its
+/// block's `count` of expert e.
 __device__ inline void sum_cluster(const SortParams& p, const SortShared& s, int count) {
   const int e = threadIdx.x;
   if (e < p.columns) s.counted[e] = static_cast<std::uint16_t>(count);
@@ -145,7 +148,7 @@ __device__ inline void sum_cluster(const SortParams& p, const SortShared& s, int
   s.before[e] = before;
 }
 
-/// The plain form of sum_cluster: every block counts all positions.
+/// Does the same as sum_cluster on GPUs without clusters: every block counts all positions.
 __device__ inline void count_all(const SortParams& p, const SortShared& s) {
   const int e = threadIdx.x;
   if (e < p.columns) s.total[e] = s.before[e] = 0;
@@ -160,14 +163,14 @@ __device__ inline void count_all(const SortParams& p, const SortShared& s) {
   }
 }
 
-/// Counts the positions of a block's chunk. The block is small, so that a sorting block fits beside
-/// it on a multiprocessor.
+/// Counts the positions of each expert in a block's chunk. The block has few threads, so that a
+/// sorting block fits beside it on a multiprocessor.
 __global__ void __launch_bounds__(kCountThreads) count_positions(const SortParams p) {
   __shared__ int seen[kMaxMetadataExperts];
   for (int e = threadIdx.x; e < p.columns; e += kCountThreads) seen[e] = 0;
   ptx::wait_for_previous_kernel();
-  // Not earlier: the sorting kernel starts from here on and reads positions without a wait
-  // (ptx/dependent.cuh, rule 2).
+  // Only after the wait: the sorting kernel, which this launches, reads positions without a wait of
+  // its own (ptx/dependent.cuh, rule 2).
   ptx::launch_next_kernel();
   if (p.ranges.sorted()) return;
   __syncthreads();
@@ -185,14 +188,15 @@ __global__ void __launch_bounds__(kCountThreads) count_positions(const SortParam
   }
 }
 
-/// Where the sum of all blocks' counts comes from: this kernel, or the table that count_positions
-/// fills. With the table, positions are ranked while count_positions still runs.
+/// What counts the positions: the sorting kernel itself, or count_positions in a launch before it,
+/// which fills the table. In the second case positions are ranked while count_positions still runs.
 enum class Counting { kInSort, kBeforeSort };
 
-/// A thread's positions of a span. A warp has 32 * n consecutive ones, 32 at a time.
+/// A thread's positions of a span. A warp has per_warp consecutive positions, of which its lanes
+/// have 32 at a time.
 struct ThreadPositions {
   int expert[kThreadPositions];
-  int rank[kThreadPositions];  // among the warp's positions of the same expert, then the span's
+  int rank[kThreadPositions];  // among positions of the same expert: of the warp, then of the span
   int per_warp;
   int valid;  // positions of the span that have an expert
 
@@ -203,15 +207,15 @@ struct ThreadPositions {
   }
 };
 
-/// What is left of a block's chunk.
+/// The part of a block's chunk that is not sorted yet.
 struct Chunk {
   std::int64_t first;
-  std::int64_t end;    // of positions, which all get a row or -1
-  std::int64_t valid;  // end of those in use
+  std::int64_t end;    // end of the positions; each gets a row or -1
+  std::int64_t valid;  // end of the positions in use
 };
 
-/// Ranks positions within their warps; in_warp becomes the positions of an expert in the warps
-/// before. Returns how many positions of expert threadIdx.x the span has.
+/// Ranks positions within their warps, and sets in_warp[w] to the number of positions of each
+/// expert in the warps before w. Returns how many positions of expert threadIdx.x the span has.
 __device__ inline int rank_in_warps(const SortParams& p, const SortShared& s, const Chunk& chunk,
                                     ThreadPositions* own) {
   const int lane = threadIdx.x % 32;
@@ -244,7 +248,7 @@ __device__ inline int rank_in_warps(const SortParams& p, const SortShared& s, co
   __syncthreads();
   int count = 0;
   if (static_cast<int>(threadIdx.x) < p.columns) {
-    constexpr int kAtOnce = 8;  // read before any is written, so that the reads overlap
+    constexpr int kAtOnce = 8;  // counts that are read before any is written: the reads overlap
 #pragma unroll 1
     for (int w = 0; w < kSortWarps; w += kAtOnce) {
       std::uint16_t* column = s.in_warp + w * p.columns + threadIdx.x;
@@ -283,8 +287,8 @@ __device__ inline int sort_span(const SortParams& p, const SortShared& s, const 
   return count;
 }
 
-/// Writes a sorted span: what is listed by position in the order of positions, what is listed by
-/// row in runs of one expert, so that both stores are coalesced.
+/// Writes a sorted span. Lists by position are written in the order of positions, lists by row in
+/// runs of rows of one expert, so both stores are coalesced.
 __device__ inline void write_span(const SortParams& p, const SortShared& s, const Chunk& chunk,
                                   const ThreadPositions& own) {
   const Positions& positions = p.positions;
@@ -308,8 +312,8 @@ __device__ inline void write_span(const SortParams& p, const SortShared& s, cons
   }
 }
 
-/// Writes experts and records of experts whose rows follow each other without gaps. Thread e passes
-/// the number of rows of expert e and receives the expert's first row.
+/// Writes the row ranges and tile records of experts whose rows follow each other without gaps.
+/// Thread e passes the number of rows of expert e; the result is that expert's first row.
 __device__ inline int write_rows(const Metadata& out, int experts, int rows,
                                  const ExpertArrays& all) {
   int sums[2] = {rows, records_of(rows)};
@@ -330,7 +334,7 @@ __global__ void __maxnreg__(kSortRegisters) sort_positions(const SortParams p) {
   } else if (e < p.columns) {
     s.total[e] = s.before[e] = 0;
   }
-  if (p.ranges.sorted()) {  // known before the counts are
+  if (p.ranges.sorted()) {  // needs no counts
     ptx::wait_for_previous_kernel();
     ptx::launch_next_kernel();
     p.counters.clear();

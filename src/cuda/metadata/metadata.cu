@@ -1,5 +1,5 @@
-// The launches of build_metadata. Ids are sorted by expert (expert_sort.cuh); pairs are put in
-// token order before that (pairs.cuh); groups of rows are taken as they are.
+// The launches of build_metadata. Ids are sorted by expert (expert_sort.cuh). Pairs are first put
+// in token order (pairs.cuh). Grouped rows need no sort.
 #include <algorithm>
 
 #include "cuda/device/carver.h"
@@ -13,17 +13,17 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr std::int64_t kClusterBlocks = 8;
-constexpr std::int64_t kClusterPositions = kClusterBlocks * kSpan;  // of a sort in one launch
+constexpr std::int64_t kClusterPositions = kClusterBlocks * kSpan;  // most for a sort in one launch
 constexpr std::int64_t kMostChunk = 61440;                          // counts of a chunk fit 16 bits
 constexpr std::int64_t kSortBlocks = 128;                           // about one a multiprocessor
-constexpr int kGroupBlocks = 8;                                     // of each group of rows
+constexpr int kGroupBlocks = 8;                                     // blocks for each group of rows
 
 std::int64_t divided(std::int64_t items, std::int64_t by) { return (items + by - 1) / by; }
 unsigned blocks(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>(divided(items, per_block));
 }
 
-/// How C positions are cut into chunks.
+/// How C positions are divided into chunks, one for each block.
 struct SortPlan {
   Counting counting;
   std::int64_t blocks;
@@ -46,12 +46,12 @@ std::int32_t columns_of(const Problem& p) {
   return static_cast<std::int32_t>(divided(p.experts, 4) * 4);
 }
 
-/// Tokens of a span, whose slots are counted in one sum.
+/// Tokens of a token span: the slots of its tokens are counted in one sum.
 std::int64_t span_of(const Problem& p) {
   return divided(p.tokens, std::int64_t{kTokenSpan} * kMostSpans) * kTokenSpan;
 }
 
-/// Slots of a token's bin: twice the mean, so that few tokens overflow it.
+/// Slots that a token's bin has room for: twice the mean, so that few tokens overflow theirs.
 std::int32_t bin_of(const Problem& p) {
   const std::int64_t most = std::max<std::int64_t>(p.tokens, 1);
   return static_cast<std::int32_t>(std::clamp<std::int64_t>(
@@ -65,13 +65,13 @@ struct Groups {
   std::int32_t experts;
 };
 
-/// kGrouped: ranges clamped to the buffer.
+/// For grouped rows: writes the caller's ranges, clamped to the buffer.
 __global__ void __launch_bounds__(kMetadataThreads)
     take_groups(Groups groups, Counters counters, Metadata out) {
   take_ranges(out, groups.experts, counters, [&](int e) {
     std::int64_t begin = groups.row_begin.integer(groups.row_begin.offset(e));
     std::int64_t rows = max(std::int64_t{0}, groups.row_count.integer(groups.row_count.offset(e)));
-    if (begin < 0) {  // the rows from 0 on stay; a sum of opposite signs cannot overflow
+    if (begin < 0) {  // keeps the rows from 0 on; this sum has opposite signs and cannot overflow
       rows = max(std::int64_t{0}, begin + rows);
       begin = 0;
     }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kMetadataThreads)
   });
 }
 
-/// kGrouped: a row of a group is also its token, slot and position.
+/// For grouped rows: the token, the slot and the position of a row have the row's number.
 __global__ void __launch_bounds__(kMetadataThreads) mark_groups(Metadata out) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
@@ -94,12 +94,12 @@ __global__ void __launch_bounds__(kMetadataThreads) mark_groups(Metadata out) {
   }
 }
 
-/// Arrays begin only 16 bytes apart: saved memory has a promised bound, which holds for one token
-/// and one expert too.
+/// Aligns arrays to 16 bytes only, because the promised bound on saved memory also holds for one
+/// token and one expert.
 using TightCarver = Carver<16>;
 
-/// The counters of the order by token: words without gaps from `base` on, so that one kernel zeroes
-/// them.
+/// The counters that pairs.cuh needs, as words without gaps from `base` on, so that one launch sets
+/// them to zero.
 PairCounters pair_counters(const Problem& p, void* base) {
   Carver<sizeof(std::int32_t)> carver(base);
   PairCounters zero{};
@@ -138,7 +138,7 @@ MetadataScratch scratch_layout(const Problem& p, void* base) {
   return s;
 }
 
-/// kPairs: positions in token order, and rows where the pairs are sorted.
+/// For pairs: finds their positions in token order, and writes the rows if the pairs are sorted.
 void order_by_token(const Device& device, const Problem& p, const Routing& routing,
                     const Metadata& out, const PairArrays& arrays, cudaStream_t stream) {
   PairParams params{};

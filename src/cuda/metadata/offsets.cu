@@ -11,19 +11,19 @@ namespace {
 constexpr int kIndexBlocks = 64;
 constexpr int kOffsetCounters = 64;
 
-/// OffsetGroups as the kernel takes them.
+/// OffsetGroups as arguments of the kernel.
 struct OffsetArgs {
   const std::int64_t* offsets;
   const std::int32_t* gather;  // null: none
   std::int64_t offset_stride;
   std::int64_t gather_stride;
-  std::int64_t rows;  // 0 where nothing can be gathered
+  std::int64_t rows;  // 0 if `a` has no rows to gather
   std::int64_t source_rows;
   std::int32_t experts;
 };
 
-/// From offsets to row ranges and tile records, and a contiguous copy of the row indices. Clamps
-/// the values of both.
+/// Writes row ranges and tile records from the offsets, and a contiguous copy of the row indices.
+/// Clamps the values of both.
 __global__ void __launch_bounds__(kMetadataThreads)
     offset_lists_kernel(OffsetArgs g, Counters counters, OffsetLists lists) {
   take_ranges(lists.groups, g.experts, counters, [&](int e) {

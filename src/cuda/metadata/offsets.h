@@ -1,4 +1,4 @@
-// Offsets of a grouped GEMM as lists of rows, clamped to the rows that there are.
+// Turns the offsets of a grouped GEMM into the lists that products read, clamped to existing rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace sonicmoe::cuda {
 
-/// The operands' device values: rows offsets[e] to offsets[e + 1] belong to expert e.
+/// The offsets and row indices of a call: rows offsets[e] to offsets[e + 1] belong to expert e.
 struct OffsetGroups {
   Tensor offsets;            ///< (E + 1) i64
   Tensor gather;             ///< (R) i32 row of `a` for each row of the product, or absent
@@ -17,17 +17,17 @@ struct OffsetGroups {
   std::int64_t source_rows;  ///< rows of `a`
 };
 
-/// What the lists take, in the scratch of the call.
+/// The lists, in the scratch of the call.
 struct OffsetLists {
-  Metadata groups;      ///< tile records and row ranges; nothing by token
+  Metadata groups;      ///< tile records and row ranges; the lists by token are absent
   std::int32_t* index;  ///< (R) `gather`, clamped
   unsigned* counters;   ///< zero after build_offset_lists
   std::int64_t bytes;
 };
-/// `base` may be null, to learn the size.
+/// Places the lists from `base` on; a null `base` gives their size only.
 OffsetLists offset_lists(void* base, std::int64_t rows, std::int64_t experts);
 
-/// Fills `lists`. The launch after it may overlap it (programmatic dependent launch).
+/// Fills `lists`. The launch that follows may overlap this one (programmatic dependent launch).
 void build_offset_lists(const Device& device, const OffsetGroups& groups, const OffsetLists& lists,
                         cudaStream_t stream);
 

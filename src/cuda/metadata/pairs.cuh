@@ -1,6 +1,7 @@
-// Pairs in any order to positions in token order: every token collects its slots in a bin, then its
-// few slots are put in order. Pairs that come sorted by (expert, token), as token rounding writes
-// them, are recognised on the way: their rows are the slots, and nothing is left to sort by expert.
+// Puts pairs, which may have any order, in token order: collect_slots collects the slots of every
+// token in the token's bin, then order_tokens sorts the few slots of each token. collect_slots also
+// finds out whether the pairs are already sorted by (expert, token), as token rounding writes them.
+// In that case row p is slot p, and no sort by expert is needed.
 #pragma once
 
 #include "cuda/metadata/expert_sort.cuh"
@@ -8,29 +9,29 @@
 
 namespace sonicmoe::cuda {
 
-inline constexpr int kTokenSpan = 4096;  // tokens whose slots are counted together, at least
+inline constexpr int kTokenSpan = 4096;  // the least number of tokens in a span
 inline constexpr int kMostSpans = 1024;
-inline constexpr int kOrderLanes = 8;                                // that order one token
-inline constexpr int kOrderTokens = kMetadataThreads / kOrderLanes;  // of a block
+inline constexpr int kOrderLanes = 8;                                // lanes that sort one token
+inline constexpr int kOrderTokens = kMetadataThreads / kOrderLanes;  // tokens of a block
 inline constexpr int kMostBin = 64;
-/// Blocks of order_tokens on a multiprocessor: two leave a thread 32 registers, which suffice from
-/// sm_90 on (on sm_80 they spill).
+/// Blocks of order_tokens on a multiprocessor. With two a thread has 32 registers: enough from
+/// sm_90 on, but code for sm_80 would spill.
 inline constexpr int kOrderBlocks = ptx::resident_blocks(ptx::kHasSm90 ? 2 : 1, kMetadataThreads);
 
-/// Working memory that clear_words() zeroes, in one piece.
+/// Working memory that clear_words() sets to zero; one contiguous array of words.
 struct PairCounters {
   std::int32_t* per_token;  // (T)
-  std::int32_t* overflow;   // (T) 1 + the last slot that its token's bin had no room for
-  std::int32_t* span_sums;  // (kMostSpans) slots of a span's tokens
+  std::int32_t* overflow;   // (T) 1 + the last slot for which the token's bin had no room
+  std::int32_t* span_sums;  // (kMostSpans) number of slots of a span's tokens
   PairRanges ranges;
-  std::int64_t words;  // of all of them, from per_token on
+  std::int64_t words;  // of all arrays, from per_token on
 };
 
-/// Working memory of the order by token.
+/// All working memory of this file.
 struct PairArrays {
   PairCounters zero;
-  std::int32_t* bins;             // (T, bin) a token's slots, in the order of their arrival
-  std::int32_t* link;             // (C) 1 + the slot before in overflow
+  std::int32_t* bins;             // (T, bin) a token's slots, in the order of the atomics
+  std::int32_t* link;             // (C) 1 + the previous slot in the overflow list of the token
   std::int32_t* unordered;        // (C) slots of tokens whose bin has no room, by position
   std::int32_t* position_expert;  // (C)
   std::int32_t* position_token;   // (C)
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kMetadataThreads)
   }
 }
 
-/// A slot's expert and token as one number to compare; unusable slots come last.
+/// A slot's expert and token as one number, for comparisons. Unusable slots compare last.
 struct PairKey {
   static constexpr std::uint64_t kUnusable = ~std::uint64_t{0};
   std::uint64_t bits;
@@ -77,8 +78,8 @@ struct PairKey {
   __device__ int token() const { return static_cast<int>(bits); }
 };
 
-/// Returns whether this warp's slots, and its last slot with the next one, are sorted. If so, notes
-/// where experts begin and end among them. The ranges are valid only if all warps return true.
+/// Returns whether this warp's slots and the slot after them are sorted. If they are, writes where
+/// experts begin and end among them. The ranges are valid only if all warps return true.
 __device__ inline bool mark_ranges(const PairParams& p, std::int64_t slot, const PairKey& key) {
   const int lane = threadIdx.x % 32;
   std::uint64_t next = __shfl_down_sync(~0u, key.bits, 1);
@@ -96,9 +97,9 @@ __device__ inline bool mark_ranges(const PairParams& p, std::int64_t slot, const
   return sorted;
 }
 
-/// Puts slots into their tokens' bins. Their order in a bin changes from run to run; order_tokens
-/// sorts it. Rows are written as if the pairs were sorted; if they are not, sort_positions writes
-/// them again.
+/// Writes slots to the bins of their tokens. The order in a bin differs from run to run;
+/// order_tokens sorts it. The token and slot of each row are written as if the pairs were sorted;
+/// if they are not, sort_positions overwrites them.
 __global__ void __launch_bounds__(kMetadataThreads) collect_slots(const PairParams p) {
   __shared__ std::int32_t sums[kMostSpans];
   sums[threadIdx.x] = 0;
@@ -132,9 +133,9 @@ struct TokenSlots {
   std::int64_t token;
   std::int32_t begin;
   std::int32_t count;
-  bool sorted;  ///< slots are in order of expert
+  bool sorted;  ///< whether all pairs are sorted: then the order of slots is the order of experts
 
-  /// What slots are ordered by: expert, then slot.
+  /// The sort key of a slot: expert, then slot.
   __device__ std::uint64_t key(const PairParams& p, int i) const {
     if (i >= count) return ~std::uint64_t{0};
     const std::int32_t slot =
@@ -155,8 +156,9 @@ struct TokenSlots {
   }
 };
 
-/// kOrderLanes lanes order the slots of one token, all in its bin, by (expert, slot): each lane has
-/// at most kEach, and counts the slots before its own. Lanes without `active` only take part.
+/// kOrderLanes lanes sort the slots of one token, all in its bin, by (expert, slot). Each lane has
+/// at most kEach slots and counts the smaller keys. Lanes without `active` only take part in
+/// shuffles.
 template <int kEach>
 __device__ inline void order_brief(const PairParams& p, const TokenSlots& slots, bool active) {
   const int lane = threadIdx.x % kOrderLanes;
@@ -179,7 +181,7 @@ __device__ inline void order_brief(const PairParams& p, const TokenSlots& slots,
   }
 }
 
-/// A warp orders a token whose slots are too many for order_brief, or for its bin.
+/// A warp sorts the slots of a token that has too many for order_brief or for its bin.
 __device__ inline void order_long(const PairParams& p, const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
   if (lane == 0 && slots.count > p.bin) {
@@ -202,8 +204,9 @@ __device__ inline void order_long(const PairParams& p, const TokenSlots& slots) 
   }
 }
 
-/// The first position of each of a block's tokens, from the counts of all tokens before. Thread
-/// i < kOrderTokens brings the count of token first + i and gets its first position.
+/// Computes the first position of each token of a block from the counts of all earlier tokens.
+/// Thread i < kOrderTokens passes the count of token first + i; the result is that token's first
+/// position.
 __device__ inline int first_positions(const PairParams& p, std::int64_t first, int own) {
   const auto span = static_cast<int>(first / p.span);
   const bool earlier = static_cast<int>(threadIdx.x) < span;
@@ -217,7 +220,7 @@ __device__ inline int first_positions(const PairParams& p, std::int64_t first, i
   return base + block_prefix<kMetadataThreads>(own, &total);
 }
 
-/// Puts the slots of every token in order and writes positions and token_offsets.
+/// Sorts the slots of every token and writes positions and token_offsets.
 __global__ void __launch_bounds__(kMetadataThreads, kOrderBlocks) order_tokens(const PairParams p) {
   __shared__ int begins[kOrderTokens];
   __shared__ int counts[kOrderTokens];

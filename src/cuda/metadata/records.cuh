@@ -1,4 +1,4 @@
-// From the rows of every expert to the list of tile records that the products walk.
+// Writes the tile records, which products read, from the row range of every expert.
 #pragma once
 
 #include "cuda/metadata/metadata.h"
@@ -7,16 +7,16 @@
 
 namespace sonicmoe::cuda {
 
-/// Threads of a block that writes records: one for each expert.
+/// Threads of a block that writes records; each expert needs one.
 inline constexpr int kMetadataThreads = 1024;
 inline constexpr int kMaxMetadataExperts = kMetadataThreads;
 
-/// Counters of the products that follow, which must be zero before their launch.
+/// Counters of the products that follow; they must be zero before these are launched.
 struct Counters {
   unsigned* words;
   std::int32_t count;
 
-  /// The first block clears them; the others do nothing.
+  /// Called by all blocks; block 0 sets the counters to zero.
   __device__ void clear() const {
     if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < count) words[threadIdx.x] = 0;
   }
@@ -37,14 +37,14 @@ struct ExpertArrays {
   std::int32_t* begin;
 };
 
-/// The index of an expert's first record, and how many records all experts have.
+/// The index of an expert's first record, and the number of records of all experts.
 struct RecordIndex {
   int first;
   int total;
 };
 
-/// Writes experts and tile records. All threads of all blocks call it; thread e brings the rows and
-/// the record index of expert e.
+/// Writes row ranges and tile records. All threads of all blocks call it; thread e passes the rows
+/// and the record index of expert e.
 __device__ inline void write_records(const Metadata& out, int experts, RowRange own,
                                      RecordIndex index, const ExpertArrays& all) {
   const int e = threadIdx.x;
@@ -61,11 +61,11 @@ __device__ inline void write_records(const Metadata& out, int experts, RowRange 
       out.expert_rows[e] = own.rows;
     }
   }
-  // Groups that overlap can ask for more records than there is memory for.
+  // Groups that overlap can need more records than there is memory for.
   const int last = min(index.total, out.most_records);
   for (int i = blockIdx.x * kMetadataThreads + threadIdx.x; i < last;
        i += gridDim.x * kMetadataThreads) {
-    int low = 0;  // the last expert whose first record is not past i
+    int low = 0;  // searches the last expert whose first record is at or before i
     for (int high = experts; high - low > 1;) {
       const int middle = (low + high) / 2;
       (all.first_record[middle] <= i ? low : high) = middle;
@@ -74,7 +74,7 @@ __device__ inline void write_records(const Metadata& out, int experts, RowRange 
   }
 }
 
-/// As write_records, which it calls with the index that it sums up.
+/// Computes the record indices by a prefix sum and calls write_records.
 __device__ inline void write_experts(const Metadata& out, int experts, RowRange own,
                                      const ExpertArrays& all) {
   RecordIndex index{};
@@ -82,8 +82,8 @@ __device__ inline void write_experts(const Metadata& out, int experts, RowRange 
   write_records(out, experts, own, index, all);
 }
 
-/// The body of a kernel whose experts' rows need no sort: waits for the previous kernel, clears the
-/// counters, and writes experts and records of range(e) for every expert e.
+/// The body of a kernel whose rows need no sort: waits for the previous kernel, clears the
+/// counters, and writes row ranges and records; expert e has the rows range(e).
 template <class Range>
 __device__ void take_ranges(const Metadata& out, int experts, const Counters& counters,
                             const Range& range) {

@@ -6,8 +6,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// Where an expert's rows are divided: behind the last full record of rows whose tokens are below
-/// `tokens`. Both lists together then have as many records as the whole.
+/// The row of an expert at which the second list begins. The first list takes the full records
+/// whose tokens are all below `tokens`, so both lists together have as many records as the
+/// undivided one.
 __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
   const int begin = whole.expert_begin[e];
   int low = begin;
@@ -22,7 +23,7 @@ __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
   return begin + (low - begin) / kRecordRows * kRecordRows;
 }
 
-/// Blocks with y = 0 write the first list, those with y = 1 the other.
+/// Blocks with blockIdx.y = 0 write the first list, those with 1 the second.
 __global__ void __launch_bounds__(kMetadataThreads)
     split_records_kernel(const Metadata whole, std::int32_t tokens, int experts,
                          const RecordSplit split) {

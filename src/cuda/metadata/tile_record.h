@@ -1,11 +1,11 @@
-// What the metadata hands to the scheduler.
+// The lists of the metadata that tile schedulers and loaders read.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda {
 
-/// Rows that a tile record covers.
+/// Rows that a tile record covers at most.
 inline constexpr int kRecordRows = 128;
 
 /// Up to kRecordRows rows of one expert, from a multiple of kRecordRows on.
@@ -16,7 +16,7 @@ struct TileRecord {
   std::int32_t first;  ///< index of the expert's first record
 };
 
-/// An expert, in the order in which products over its rows take them.
+/// An expert in the list by descending number of rows, which depth products follow.
 struct ExpertRecord {
   std::int32_t expert;
   std::int32_t begin;  ///< first row
