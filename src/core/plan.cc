@@ -80,7 +80,7 @@ std::vector<KernelCost> load_costs(const Problem& p, const LayerLoad& load,
   const auto G = static_cast<double>(gate_factor(p.activation.kind));
   const auto element = static_cast<double>(dtype_bytes(p.dtype));
   const double score = p.dtype == DType::kF64 ? 8 : 4, index = 4;
-  // Tensors in bytes: x stands for X and dO, row_* for what has one row a (token, expert) pair.
+  // Tensors in bytes: x is X or dO; row_d and row_n are tensors with a row for each routed row.
   const double x = T * d * element, row_d = rows * d * element, row_n = rows * n * element;
   const double row_h = G * row_n, w_down = E * n * d * element, w_up = G * w_down;
   const double up = 2 * rows * d * G * n, down = 2 * rows * d * n;

@@ -13,7 +13,7 @@
 
 namespace sonicmoe {
 
-/// The ids form of a shape. Refuses what moe_forward would refuse, and K > E.
+/// The problem of a shape, with routing by ids. Refuses what moe_forward would refuse, and K > E.
 Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activation);
 
 /// The rate of products in fp8 over that of bf16. Block-scaled products reached 1.47 (gathered) to
@@ -25,19 +25,19 @@ struct KernelCost {
   const char* name;
   bool backward = false;
   double flops = 0.0;
-  double bytes = 0.0;  ///< every operand once; a gathered row once a token
+  double bytes = 0.0;  ///< every operand counts once; a gathered row counts once for each token
   double seconds = 0.0;
   bool memory_bound = false;
 };
 /// The kernels in order of execution, with their time on `machine`.
 std::vector<KernelCost> kernel_costs(const Problem& problem, const Machine& machine);
 
-/// What one GPU computes of a layer: `rows` (token, expert) pairs of `tokens` tokens over `experts`
-/// experts. Means, so not whole numbers.
+/// The part of a layer that one GPU computes: `rows` routed rows of `tokens` tokens over `experts`
+/// experts. These are means and need not be whole numbers.
 struct LayerLoad {
   double tokens = 0.0, rows = 0.0, experts = 0.0;
 };
-/// As kernel_costs, of another load than all tokens of the problem and all of its experts.
+/// kernel_costs for a part of a layer.
 std::vector<KernelCost> load_costs(const Problem& problem, const LayerLoad& load,
                                    const Machine& machine);
 
@@ -48,9 +48,9 @@ double expected_padding(const LayerShape& shape, std::int64_t tile);
 /// Bytes kept from forward to backward.
 struct MemoryCost {
   std::int64_t x = 0;            ///< T*d: every method keeps it
-  std::int64_t h = 0;            ///< ours: G*T*K*n elements; of fp8 codes and scales
-  std::int64_t metadata = 0;     ///< ours: exactly what moe_sizes asks for
-  std::int64_t fp8_weights = 0;  ///< quantised weights; 0 unless in fp8
+  std::int64_t h = 0;            ///< ours: G*T*K*n elements; in fp8 codes and scales
+  std::int64_t metadata = 0;     ///< ours: the size that moe_sizes gives
+  std::int64_t fp8_weights = 0;  ///< quantised weights in fp8, else 0
   std::int64_t callers = 0;      ///< ids (int64), weights (fp32) and logits (dtype) of the router
   /// Gathered X, H, A and Y: T*K*(2d + (G+1)n), as grouped-GEMM layers under autograd keep.
   std::int64_t cache_everything = 0;
@@ -61,7 +61,7 @@ struct MemoryCost {
 };
 MemoryCost memory_cost(const Problem& problem);
 
-/// Bytes of scratch that a backend asks for, by pass. Scratch is free again when the call is done.
+/// Bytes of scratch that a backend needs, by pass. Scratch is free again when the call is done.
 struct WorkspaceCost {
   std::int64_t forward = 0, backward = 0, inference = 0;
 };
@@ -69,7 +69,7 @@ struct WorkspaceCost {
 WorkspaceCost workspace_cost(const Problem& problem, const Exec& exec);
 
 /// The tile of each product by the kernel's name; empty for a backend without fixed tiles. Refuses
-/// as workspace_cost.
+/// what workspace_cost refuses.
 std::map<std::string, std::string> chosen_tiles(const Problem& problem, const Exec& exec);
 
 /// The same layer at other granularities: n*K, E*n and the flops stay, K runs over powers of two.

@@ -11,9 +11,9 @@ namespace sonicmoe {
 namespace {
 
 constexpr Transport kTransports[] = {{"copy", 361, 386}, {"kernels", 333, 348}, {"nccl", 178, 280}};
-constexpr double kMeasuredLink = 450e9;  // NVLink of the H200 that they were measured on
+constexpr double kMeasuredLink = 450e9;  // NVLink of the H200 on which the rates were measured
 
-// What the metadata of a layer takes at most.
+// Upper bounds on the metadata of a layer.
 constexpr double kBytesARow = 20, kBytesAToken = 16, kBytesAnExpert = 1024;
 
 void within(const char* name, double value, bool good, const char* range) {
@@ -51,11 +51,11 @@ void check(const Problem& p, const RankOptions& o) {
   within("hidden", o.hidden, o.hidden >= 0 && o.hidden <= 1, "from 0 to 1");
 }
 
-/// What the busiest rank multiplies and exchanges.
+/// The load of the busiest rank.
 struct Busiest {
   double tokens = 0.0;  ///< T, its own
   double experts = 0.0;
-  double rows = 0.0;     ///< (token, expert) pairs
+  double rows = 0.0;     ///< rows that it multiplies
   double reached = 0.0;  ///< distinct tokens, its own among them
   double remote = 0.0;   ///< distinct tokens of other ranks
 };
@@ -122,7 +122,8 @@ RankMemory memory_of(const Problem& p, const Busiest& b, const RankOptions& o) {
   m.gradients = m.weights;
   m.x = b.tokens * d * element;
   m.kept = sized(kept(b.rows, b.reached), kept(worst_rows, W * b.tokens));
-  // Backward holds X and dO of other ranks at once; partial sums come back for the rank's tokens.
+  // Backward holds X and dO of other ranks at the same time; partial sums of the rank's own tokens
+  // arrive from the other ranks.
   m.buffers = sized(3 * b.remote * d * element, 3 * (W - 1) * b.tokens * d * element);
   const double scratch_row = ((G + 1) * n + d) * element;  // dH, A' and dX~
   m.scratch = sized(b.rows * scratch_row, worst_rows * scratch_row);
@@ -155,7 +156,7 @@ double link_gbytes(const Machine& machine, const Transport& transport) {
 }
 
 double reach_probability(std::int64_t experts, std::int64_t top_k, std::int64_t owned) {
-  // C(E-owned, K) / C(E, K), factor by factor: the i-th choice misses what is owned.
+  // C(E-owned, K) / C(E, K), factor by factor: choice i misses all owned experts.
   double missed = 1.0;
   for (std::int64_t i = 0; i < top_k && missed > 0; ++i) {
     missed *= static_cast<double>(std::max<std::int64_t>(0, experts - owned - i)) /
@@ -181,12 +182,12 @@ RankPlan plan_ranks(const Problem& p, const Machine& machine, const RankOptions&
   plan.distinct_nodes =
       expected_ranks(p.experts, p.top_k, std::max<std::int64_t>(1, o.ranks / o.ranks_per_node));
   plan.sent_rows = b.remote / b.tokens;
-  // The last three are those of backward: X is sent again, because nobody kept it.
+  // The last three belong to backward. X is sent again, because no rank keeps other ranks' rows.
   for (const char* name : {"X", "O", "X again", "dO", "dX"}) {
     plan.transfers.push_back(transfer(name, plan.transfers.size() >= 2, b.remote * row, o));
   }
-  // Rows are packed before they leave (read, written once a destination); partial sums that come
-  // back are read and added up.
+  // Rows are read once and written once for each destination before they leave. Partial sums that
+  // come back are read and added.
   const double pack = o.ranks == 1 ? 0 : (b.tokens + b.remote) * row / machine.bytes_per_second;
   const double add = o.ranks == 1 ? 0 : (2 * b.tokens + b.remote) * row / machine.bytes_per_second;
   const auto kernels = load_costs(p, {b.reached, b.rows, b.experts}, machine);

@@ -23,8 +23,9 @@ const void* advance(const void* data, std::int64_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
 
-// Least rows of a task, unless the expert has fewer; and bytes of rows in a group for each worker.
+// The least rows of a task, unless the expert has fewer.
 constexpr std::int64_t kSplitRows = 64;
+// Bytes of rows that a group has for each worker.
 constexpr std::int64_t kGroupBytes = 6 << 20;
 // Rows that sweep_columns() packs into all panels before it reads the next rows: they stay in the
 // L1 cache until the last panel has its columns.

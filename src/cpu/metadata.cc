@@ -47,8 +47,8 @@ Choice choice_at(const Problem& p, const Routing& routing, std::int64_t s) {
   return empty ? Choice{-1, -1} : c;
 }
 
-/// While lists are filled, entry i advances from the begin of list i to its end. This moves the
-/// ends to the entries after them, where they are the begins again.
+/// While the lists are filled, entry i advances from the begin of list i to its end. This function
+/// shifts the entries by one: the end of list i is the begin of list i + 1.
 template <class T>
 void ends_to_begins(T* offsets, std::int64_t count) {
   for (std::int64_t i = count; i > 0; --i) offsets[i] = offsets[i - 1];

@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kAlignment = 256;
 constexpr std::int64_t kTokenTask = 64;
 
-/// Lays pieces of a buffer one after the other, each at a multiple of kAlignment.
+/// Divides a buffer into pieces, each at a multiple of kAlignment.
 struct Carver {
   std::int64_t used = 0;
   std::int64_t take(std::int64_t bytes) {

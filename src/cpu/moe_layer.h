@@ -54,8 +54,8 @@ inline const void* at_element(const void* data, std::int64_t offset, std::int64_
   return static_cast<const std::byte*>(data) + offset * element_bytes;
 }
 
-/// Asks the system for 2 MiB pages for memory that is about to be written: to map fresh 4 KiB pages
-/// takes longer than some kernels need to fill them. Contents never change.
+/// Asks the system for 2 MiB pages for memory that is about to be written: mapping fresh 4 KiB
+/// pages takes longer than some kernels need to fill them. Does not change the contents.
 void prefer_large_pages(const Buffer& memory);
 void prefer_large_pages(const Tensor& tensor);
 

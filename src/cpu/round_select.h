@@ -22,7 +22,7 @@ struct Ranked {
   }
 };
 
-/// The last kept token if none is kept: it ranks above every token.
+/// The value for "no token is kept": it ranks above every token.
 template <class Key>
 constexpr Ranked<Key> keep_nothing() {
   return {std::numeric_limits<Key>::max(), -1};

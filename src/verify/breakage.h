@@ -56,7 +56,7 @@ inline void zero_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
 inline void zero_middle_row(const Tensor& t) {
   zero_rows(t, row_count(t) / 2, row_count(t) / 2 + 1);
 }
-// Moves the rows [begin, end) by one, the last one to the front.
+// Moves the rows [begin, end) down by one and the last row to the front.
 inline void rotate_rows(const Tensor& t, std::int64_t begin, std::int64_t end) {
   std::vector<double> values = oracle::read(t);
   const std::int64_t n = row_length(t);

@@ -39,7 +39,8 @@ std::vector<CaseResult> verify(const VerifyOptions& options, const Implementatio
 /// Whether a case has the precision that the options ask for.
 bool asked_for(const VerifyOptions& options, const Case& c);
 
-/// Whether the implementation has the function that the case needs and declares to serve the case.
+/// Whether the implementation has the function that the case needs and says that it serves
+/// the case.
 bool serves(const Implementation& implementation, const Case& c);
 
 CaseResult run_case(const Case& c, const Implementation& implementation);

@@ -12,8 +12,8 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// Generates the values of one case. Most integers are 0, so that every sum of products stays within
-// the range of integers that its type holds exactly.
+// Generates the values of one case. Most integers are 0, so that every sum of products is an
+// integer that its type holds exactly.
 class Filler {
  public:
   Filler(const Case& c, std::uint64_t stream) : case_(c), engine_(seed_of(c) + stream) {}

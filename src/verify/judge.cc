@@ -10,7 +10,7 @@
 namespace sonicmoe::verify {
 namespace {
 
-// Unit in the last place, relative to a value just below a power of two, where it is smallest.
+// One ulp divided by a value just below a power of two, where this ratio is smallest.
 double ulp(DType dtype) {
   switch (dtype) {
     case DType::kBF16:

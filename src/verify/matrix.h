@@ -20,7 +20,7 @@ struct Matrix {
   const Real& operator()(std::int64_t i, std::int64_t j) const { return values[i * cols + j]; }
   Real* row(std::int64_t i) { return values.data() + i * cols; }
   const Real* row(std::int64_t i) const { return values.data() + i * cols; }
-  /// Absent. A matrix without rows is not: it has columns.
+  /// Whether the matrix is absent. A matrix without rows is present, because it has columns.
   bool empty() const { return cols == 0; }
 };
 

@@ -17,7 +17,7 @@ using oracle::Precision;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-/// An output without tolerance: exact values and reference are the same.
+/// An output that must be equal: the exact values also serve as the reference.
 Expected exactly(const std::string& what, const BlockView& tensor, Matrix<double> values) {
   return {what, tensor, values, values, values.rows};
 }
@@ -205,7 +205,7 @@ class RoundRun : public RouterRun {
     return options;
   }
 
-  // A list as a matrix of one column, filled up with `rest`.
+  // A list as a matrix of one column; elements past its end are `rest`.
   template <class T>
   static Matrix<double> column(const std::vector<T>& values, std::int64_t count,
                                std::int64_t rest) {

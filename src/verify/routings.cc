@@ -101,7 +101,7 @@ void fill_groups(const Case& c, Indices& out) {
   out.row_count.assign(static_cast<std::size_t>(experts), 0);
   if (c.pattern == Pattern::kEmpty) return;
   if (c.pattern == Pattern::kOverlong) {
-    // Across the begin, inside, negative count, past the end, across the end.
+    // Ranges across the begin, inside, with a negative count, past the end, and across the end.
     const std::int64_t third = tokens / 3;
     const std::int64_t huge = c.index_dtype == DType::kI64 ? kInt64Max : kInt32Max;
     const Values begin = {-5, third, 2 * third, tokens + 3, 2 * third};
