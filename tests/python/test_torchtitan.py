@@ -26,6 +26,12 @@ EXPERTS = {
     "routed": [f"{OURS}.routed_experts"],
     "grouped": [f"{OURS}.grouped_experts"],
 }
+ROUTERS = {
+    "own": [],
+    "router": [f"{OURS}.router"],
+    "swapped": ["titan_models.swapped_router"],
+    "frozen": ["titan_models.frozen_router"],
+}
 DEBUG = (
     "--training.disable-cuda-graphs",
     "--optimizer.implementation",
@@ -99,11 +105,10 @@ def one_rank(folder: Folder) -> dict:
     def add(name, config, overrides, *more, kill_at=None):
         jobs[name] = job(f"1/{name}", config, overrides, *more, kill_at=kill_at)
 
-    ours, router = EXPERTS["routed"], [f"{OURS}.router"]
-    add("sigmoid/own", "deepseek_v3_sigmoid", [])
-    add("sigmoid/router", "deepseek_v3_sigmoid", router)
-    add("no bias/own", "qwen3_without_bias", [])
-    add("no bias/router", "qwen3_without_bias", router)
+    for name, overrides in ROUTERS.items():
+        add(f"sigmoid/{name}", "deepseek_v3_sigmoid", overrides)
+        add(f"no bias/{name}", "qwen3_without_bias", overrides)
+    ours = EXPERTS["routed"]
     for tile in (1, 16):
         rounding = f'{OURS}.token_rounding={{"tile": {tile}}}'
         add(f"rounding/{tile}", "deepseek_v3_sigmoid", [rounding])
@@ -122,7 +127,7 @@ def one_rank(folder: Folder) -> dict:
         start = ("--checkpoint.initial-load-path", saved)
         whole = "--checkpoint.no-initial-load-model-only"
         add(f"{name} is loaded", "qwen3", other, *SAVE, *start, whole)
-    add("softmax with bias", "qwen3", router)
+    add("softmax with bias", "qwen3", ROUTERS["router"])
     add("debug", "sonicmoe_debug", None, *DEBUG, *BATCH)
     add("debug, own experts", "sonicmoe_debug", [], *DEBUG, *BATCH, "--training.steps", "1")
     add("killed", "sonicmoe_debug", None, *DEBUG, *BATCH, kill_at=7)
@@ -222,10 +227,13 @@ def test_tensor_parallel(results):
 
 @pytest.mark.parametrize("name", ["sigmoid", "no bias"])
 def test_router(results, name):
-    """The same choice, and weights that differ in fp32's last bits."""
-    runs = of(results[1], f"{name}/")
+    """The same choice, and weights that differ in fp32's last bits. Broken routers exceed the
+    limit: swapped weights by losses, a gate without gradients by gradient norms."""
+    runs, limit = of(results[1], f"{name}/"), 6e-5
     loss, norm = difference(runs["router"], runs["own"])
-    assert loss < 3e-4 and norm < 3e-4
+    assert loss < limit and norm < limit
+    assert difference(runs["swapped"], runs["own"])[0] > 2 * limit
+    assert difference(runs["frozen"], runs["own"])[1] > 2 * limit
 
 
 def test_token_rounding(results):

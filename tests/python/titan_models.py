@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from sonicmoe_cpp.integrations.torchtitan.gpt_oss import SonicGptOssGroupedExperts
-from sonicmoe_cpp.integrations.torchtitan.modules import SonicGroupedExperts
+from sonicmoe_cpp.integrations.torchtitan.modules import SonicGroupedExperts, SonicRouter
 from sonicmoe_cpp.integrations.torchtitan.tokens import TokenFileLoader
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import OverrideConfig, derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
@@ -140,3 +140,37 @@ def _replaced(config, plain, gpt_oss):
 @override(target=GroupedExperts.Config)
 def swapped(config):
     return _replaced(config, SwappedExperts, SwappedGptOssExperts)
+
+
+class SwappedRouter(SonicRouter):
+    """Broken: gives each expert of a token the weight of another one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SonicRouter.Config):
+        pass
+
+    def forward(self, *arguments):
+        weights, ids, logits = super().forward(*arguments)
+        return weights.flip(-1), ids, logits
+
+
+class FrozenRouter(SonicRouter):
+    """Broken: no gradient reaches the gate from the experts' outputs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SonicRouter.Config):
+        pass
+
+    def forward(self, *arguments):
+        weights, ids, logits = super().forward(*arguments)
+        return weights.detach(), ids, logits
+
+
+@override(target=TokenChoiceTopKRouter.Config)
+def swapped_router(config):
+    return derive(config, SwappedRouter.Config)
+
+
+@override(target=TokenChoiceTopKRouter.Config)
+def frozen_router(config):
+    return derive(config, FrozenRouter.Config)
