@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Tokens a second of training the paper's models with FSDP2: this library's experts beside
-torchtitan's own, in one program, on all GPUs of this machine.
+"""Measures tokens a second of training the paper's models with FSDP2 on all GPUs of this machine,
+with this library's experts and with torchtitan's own in the same training program.
 
-    python benchmarks/training.py                              7B-n256, 1.4B-n256: training.json
-    python benchmarks/training.py --curve 300 --models 1.4B-n256    three runs of 300 steps, their
-                                                               losses: training_curves.json
+    python benchmarks/training.py                                   7B-n256 and 1.4B-n256, to
+                                                                    training.json
+    python benchmarks/training.py --curve 300 --models 1.4B-n256    losses of three runs of 300
+                                                                    steps, to training_curves.json
 
-Forward, backward, gradient clipping and AdamW in each step; products in bf16; parameters, gradients
-and optimizer states in fp32, sharded. Each measurement is a program of its own under torchrun, with
-one policy of activation checkpointing; a model's fastest ones are its "ours" and "titan". --budget
-seconds after the start no further one begins; what was measured is written after each. Exits with 1
-if a model lacks one of the two.
+A step is forward, backward, gradient clipping and AdamW. Products are in bf16; parameters,
+gradients and optimizer states are in fp32 and sharded. Each measurement is a process of its own
+under torchrun, with one policy of activation checkpointing. The fastest of each kind are "ours" and
+"titan" in the record, which is written after every measurement. No measurement starts later than
+--budget seconds after the start. The exit code is 1 if a model lacks "ours" or "titan".
 
-It needs torchtitan 0.3.0, of which it imports layers only: torch 2.11 is enough.
+It imports only layers of torchtitan 0.3.0, so torch 2.11 is enough.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
 MEMORY = "out of memory"
 SMALL_GIB = 100  # of device memory
-# What may be the fastest that fits, by model and whether the device is small. On a small one,
-# "attention" is measured for both kinds, because the two then keep the same.
+# Policies to measure, by model and whether the device has little memory: those that may be the
+# fastest that fit. With little memory "attention" is measured for both kinds of experts, because
+# with it both keep the same.
 POLICIES = {
     ("7B", True): {"ours": ["attention+H", "attention"], "titan": ["selective", "attention"]},
     ("7B", False): {"ours": ["none", "selective"], "titan": ["none", "selective"]},
@@ -81,8 +83,8 @@ def machine(options) -> dict:
 
 
 def places(options) -> queue.Queue[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each program that may run at one time: with --gpus 1 there
-    is a program on every GPU, else one on all that are asked for."""
+    """Values of CUDA_VISIBLE_DEVICES for the programs that may run at the same time: with --gpus 1
+    one for each GPU, else a single one without a restriction."""
     free: queue.Queue[str | None] = queue.Queue()
     if options.device == "cuda" and options.gpus == 1:
         import torch
@@ -129,7 +131,7 @@ class Driver:
         return [sys.executable, *torchrun, *(f"--{name}={value}" for name, value in given.items())]
 
     def run(self, run: Run) -> dict | str:
-        """The result of one program, or what went wrong with it."""
+        """The result of one program, or the reason why there is none."""
         place = self.places.get()
         try:
             return self.run_at(place, run)
@@ -171,7 +173,8 @@ class Driver:
             return found
 
     def measure(self, model: str, experts: str, policy: str, steps: int) -> dict | None:
-        """With compiled blocks; if that fails other than by memory, eagerly."""
+        """Measures with compiled blocks. If that fails for another reason than memory, measures
+        eagerly."""
         for compiled in (0,) if self.options.eager else (1, 0):
             if self.left() < 30:
                 print(f"{model} {experts} {policy}: no time left", flush=True)
@@ -184,7 +187,7 @@ class Driver:
         return None
 
     def first(self, model: str, experts: str, steps: int) -> dict | None:
-        """Of the first policy that fits."""
+        """The measurement of the first policy that fits."""
         found = (self.measure(model, experts, p, steps) for p in self.policies(model, experts))
         return next((f for f in found if f is not None), None)
 
@@ -206,7 +209,8 @@ def speed(found: dict | None) -> float:
 
 
 def measured_before(options, found: dict) -> list[dict]:
-    """Rows of the record at --out that this run does not measure again, if it is of this device."""
+    """The rows to keep of an earlier record at --out: those of the same device that this run does
+    not measure again."""
     path = Path(options.out)
     old = json.loads(path.read_text()) if path.exists() else {}
     if old.get("device") != found["device"]:
@@ -217,7 +221,7 @@ def measured_before(options, found: dict) -> list[dict]:
 
 
 def rates(driver: Driver) -> bool:
-    """Writes the record; whether it is complete."""
+    """Writes the record and returns whether it is complete."""
     options = driver.options
     record = driver.machine | {"rows": measured_before(options, driver.machine)}
     for model in options.models:
@@ -237,8 +241,8 @@ def rates(driver: Driver) -> bool:
 
 
 def curves(driver: Driver) -> bool:
-    """Writes losses of ours, and of torchtitan's own experts in the same program twice: the
-    difference of those two is the noise that a run has by itself. Whether the record is complete.
+    """Writes the losses of one run with our experts and of two with torchtitan's own: the
+    difference of these two is the noise between equal runs. Returns whether the record is complete.
     """
     options = driver.options
     record = driver.machine | {"steps": options.curve, "text": bool(options.text), "curves": []}

@@ -1,4 +1,4 @@
-"""Tables and plots of the training records; measures nothing.
+"""Makes the tables and plots from the training records; measures nothing.
 
 python benchmarks/training_figures.py        writes the plots to docs/images/
 python benchmarks/check_figures.py --fix     writes the tables to docs/torchtitan.md
@@ -40,7 +40,7 @@ def rows():
 
 
 def runs(row):
-    """(kind, run, whether the fastest) of a row."""
+    """The runs of a row as (kind of experts, run, whether it is the fastest)."""
     found = [(kind, row[kind], True) for kind in NAMES]
     found += [(run["experts"], run, False) for run in row["others"]]
     return sorted(found, key=lambda item: list(NAMES).index(item[0]))
@@ -107,7 +107,7 @@ def curves():
 
 
 def sentence():
-    """The README's, on the fastest row of more than one GPU."""
+    """The sentence of the README, from the fastest row of more than one GPU."""
     fast = max((r for r in rows() if r["gpus"] > 1), key=lambda r: r["ours"]["tokens_per_s"])
     ours, titan = fast["ours"], fast["titan"]
     return (

@@ -1,2 +1,2 @@
-"""Ways into other projects, each imported only when it is asked for: hf, megatron, nemo_automodel,
-prime_rl, torchtitan."""
+"""Adapters for other projects: hf, megatron, nemo_automodel, prime_rl, torchtitan. Import the one
+that you need."""

@@ -1,4 +1,4 @@
-"""Experts over rows that a dispatcher has grouped, as training frameworks call them."""
+"""Helpers for the experts of training programs, whose rows a dispatcher has grouped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .. import _checks
 
 
 def offsets_of(num_tokens_per_expert: Tensor, experts: int) -> Tensor:
-    """(E+1,) int64 from counts (E,) of any dtype: routers that count by histc give floats."""
+    """Offsets (E+1,) int64 from counts (E,) of any dtype; routers that count by histc give
+    floats."""
     name = "num_tokens_per_expert"
     _checks.tensor(name, num_tokens_per_expert)
     _checks.shape(name, num_tokens_per_expert, "(E,)", (experts,))

@@ -1,4 +1,4 @@
-"""How transformers' experts modules are computed here; hf.py has what users call."""
+"""Computes transformers' experts modules; hf.py has the functions that users call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..lora import lora_moe
 from . import _recognise
 from ._recognise import local
 
-# An attribute of the config of a saved model whose low-rank factors lie beside it.
+# An attribute of a saved model's config: low-rank factors are saved in the same directory.
 SAVED_WITH_FACTORS = "sonicmoe_cpp_lora"
 
 
@@ -45,7 +45,8 @@ def _recognise_plan(module: nn.Module) -> Plan | None:
         if activation is not None:
             return Plan(activation, "concatenated")
     else:
-        # The flag is a promise, _apply_gate is what the model was trained with: the latter decides.
+        # The model was trained with _apply_gate, so _apply_gate decides; the flag may contradict
+        # it.
         for layout in LAYOUTS if module.is_concatenated else LAYOUTS[::-1]:
 
             def apply(gate, up, layout=layout):
@@ -66,14 +67,15 @@ def _refusal(module: nn.Module) -> NotImplementedError:
 
 
 def _facts(module: nn.Module) -> tuple:
-    """The class's function stands for the class, which PEFT replaces by a new one at every call."""
+    """A key that identifies a module's activation. It has the class's function and not the class,
+    because PEFT makes a new class at every call."""
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float))}
     gate = getattr(type(module), "_apply_gate", type(module))
     return getattr(module, "act_fn", None), gate, numbers
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers lets another implementation compute this module, in principle."""
+    """Whether transformers lets another implementation compute modules of this kind."""
     return hasattr(module, "down_proj") and hasattr(module, "is_transposed")
 
 
@@ -87,7 +89,7 @@ def up_name(module: nn.Module) -> str:
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
-    """What cannot be computed whatever the activation is."""
+    """Refuses modules that cannot be computed, whatever their activation is."""
     kind = type(module).__name__
     other = "sonicmoe_cpp does not compute: use another experts_implementation for this model"
     for name in (up_name(module), "down_proj"):
@@ -124,7 +126,7 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
-    """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down) as they lie, one dtype."""
+    """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down) as views without a copy, of one dtype."""
     up = up_name(module)
     w_up, w_down = local(getattr(module, up)), local(module.down_proj)
     b_up = b_down = None
@@ -180,7 +182,7 @@ def experts_forward(
 ) -> Tensor:
     """transformers' interface: (T, d), (T, K), (T, K) -> (T, d) in the dtype of hidden_states.
 
-    Ids outside of the module's experts are empty slots, as expert parallelism makes them.
+    Ids outside of the module's experts are empty slots; expert parallelism makes such ids.
     """
     plan = plan_of(self)
     w_up, w_down, b_up, b_down = weights_of(self)

@@ -24,14 +24,14 @@ from ._hf_experts import (
 )
 from ._peft_files import Scaling
 
-# Where save_pretrained puts the factors. In the directory itself from_pretrained would find them
-# and load them through PEFT, where PEFT is installed.
+# The folder to which save_pretrained writes the factors. If they were in the model's directory
+# itself, from_pretrained would load them through PEFT, if PEFT is installed.
 FOLDER = "lora"
 _FACTORS = {"up": ("up_a", "up_b"), "down": ("down_a", "down_b")}
 
 
 def _check_call(module: nn.Module, _arguments) -> None:
-    """Runs before the forward of experts with factors."""
+    """Runs before the forward of experts with factors. Refuses calls that leave the factors out."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     kind, name = type(module).__name__, module.config._experts_implementation
@@ -63,18 +63,19 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _marked(modules: dict[str, nn.Module]) -> list:
-    """The configs that say that factors were saved."""
+    """The configs whose attribute says that factors were saved."""
     configs = {id(m.config): m.config for m in modules.values()}
     return [c for c in configs.values() if getattr(c, SAVED_WITH_FACTORS, False)]
 
 
 def _base_model(model: nn.Module) -> nn.Module:
-    """The transformers model within a PeftModel, else the model."""
+    """The transformers model inside a PeftModel; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _warn_of_other_owner(model: nn.Module) -> None:
-    """Only the save_pretrained of models within `model` can be made to write the factors."""
+    """Warns if a PeftModel outside `model` owns it: its save_pretrained cannot be made to write the
+    factors, only that of `model` and of models inside it."""
     peft = sys.modules.get("peft")
     if peft is None or isinstance(model, peft.PeftModel):
         return
@@ -89,7 +90,7 @@ def _warn_of_other_owner(model: nn.Module) -> None:
 
 
 def _adapted_names(module: nn.Module) -> dict[str, str]:
-    """{"gate_up_proj": "up", "down_proj": "down"} in the order of registration."""
+    """{"gate_up_proj": "up", "down_proj": "down"} in the order in which they are registered."""
     sides = {up_name(module): "up", "down_proj": "down"}
     return {n: sides[n] for n, _ in module.named_parameters(recurse=False) if n in sides}
 
@@ -109,8 +110,8 @@ def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[s
     """Freezes every experts module of `model` and trains low-rank factors beside it.
 
     The factors are parameters of the experts: lora.up_a, lora.up_b, lora.down_a, lora.down_b, with
-    scale = alpha / rank. What else is trained stays as it is. Returns the modules' names. The model
-    must run with this experts_implementation.
+    scale = alpha / rank. Other parameters stay trained or frozen as they were. Returns the modules'
+    names. The model must run with this experts_implementation.
     """
     modules = _found(model)
     for config in _marked(modules):
@@ -162,7 +163,8 @@ def _whole(name: str, module: nn.Module, factor: str, state: dict | None) -> Ten
 def save_lora(model: nn.Module, directory, *, state_dict: dict | None = None) -> None:
     """Writes the factors in PEFT's format, which load_lora and PEFT read.
 
-    state_dict: where to take the factors from, for a model whose parameters are sharded.
+    state_dict: a gathered state dict that has the factors, for a model whose parameters are
+    sharded.
     """
     base = _base_model(model)
     modules = _found(base)
@@ -189,8 +191,9 @@ def _marking(configs: list):
 
 
 def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) -> None:
-    """The model's own, and the factors in a folder of their own, of which the config tells:
-    from_pretrained drops parameters that the model's class does not have."""
+    """The model's own save_pretrained, and the factors in a folder of their own, because
+    from_pretrained drops parameters that the model's class does not have. An attribute of the
+    config says that the folder is there."""
     configs = {id(m.config): m.config for m in experts_of(model).values()}
     own = type(model).save_pretrained
     given = inspect.signature(own).bind(model, save_directory, *arguments, **options).arguments
@@ -207,8 +210,8 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
 
 
 def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
-    """add_lora with the factors that lie in `directory`: a folder of save_lora's or of PEFT's, or
-    one of save_pretrained's. Returns the modules' names.
+    """Like add_lora, with the factors in `directory`, which save_lora, PEFT or save_pretrained
+    wrote. Returns the modules' names.
     """
     folder = Path(directory) / FOLDER
     if not (folder / _peft_files.CONFIG).is_file():  # a PeftModel's directory has both

@@ -3,7 +3,7 @@
 PEFT adapts a parameter (E, ...) by LoraConfig.target_parameters. It keeps the factors of all
 experts in two matrices, lora_A (E*r, in) with the expert slowest and lora_B (out, r*E) with the
 expert fastest. It wraps a module once for each adapted parameter, in the order in which the
-parameters are registered; every further wrapper adds ".base_layer" to the names within.
+parameters are registered; every further wrapper adds ".base_layer" to the names inside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Options that change what the factors mean, with the values that mean what is computed here.
+# Options that change the formula, with the values for which the formula is the one computed here.
 _PLAIN = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -40,7 +40,7 @@ class Scaling(NamedTuple):
 
 
 def _keys(module: str, parameters: list[str]) -> dict[str, str]:
-    """The beginning of the names of every adapted parameter's factors."""
+    """For each adapted parameter, the prefix of the names of its factors."""
     depths = range(len(parameters) - 1, -1, -1)
     return {
         parameter: f"{_PREFIX}{module}{'.base_layer' * depth}."
@@ -59,7 +59,8 @@ def _by_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def write(directory, factors: dict, scaling: Scaling, base_model: str | None) -> None:
-    """factors: {module: {parameter: (a, b)}}, parameters in the order of their registration."""
+    """factors: {module: {parameter: (a, b)}}, parameters in the order in which they are
+    registered."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -111,7 +112,7 @@ def _take(tensors: dict, begin: str, rank: int, path: Path) -> tuple[Tensor, Ten
 
 
 def read(directory, modules: dict[str, list[str]]) -> tuple[dict, Scaling]:
-    """What write() was given, for {module: parameters}; refuses factors of anything else."""
+    """Reads the factors that write() wrote, for {module: parameters}; refuses any other factors."""
     from safetensors.torch import load_file
 
     path = Path(directory) / WEIGHTS

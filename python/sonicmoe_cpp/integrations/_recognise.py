@@ -1,8 +1,9 @@
-"""Which of the library's activations a foreign function computes, found by evaluating it.
+"""Finds which of the library's activations a foreign function computes, by evaluating it.
 
-Names do not say enough: "gelu" is erf in one project and tanh in another, and a class may clamp,
-scale or shift around its activation. So the function is run once, in fp64 on the CPU, over a grid
-that reaches far past any clamp, and compared with every formula. What matches none is refused.
+A name is not enough: "gelu" is erf in one project and tanh in another, and a class may clamp, scale
+or shift around its activation. So the function is run once, in fp64 on the CPU, over a grid that
+reaches far past any clamp, and compared with every formula. A function that matches none is
+refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _checks, _formulas
 from ..layer import Activation
 
-# Far points show a clamp. Near points show the formula: the two forms of gelu differ by 5e-4 around
+# Far points reveal a clamp, near points the formula: the two forms of gelu differ by 5e-4 around
 # |u| = 2.
 _NEAR = torch.linspace(-9, 9, 37, dtype=torch.float64)
 _FAR = torch.tensor([-1e4, -300.0, -40.0, -17.0, 17.0, 40.0, 300.0, 1e4], dtype=torch.float64)
@@ -30,7 +31,7 @@ _NO_CLAMP = 1e6
 
 
 def _two_rows(values: Tensor) -> Tensor:
-    """The same values in two orders: a function of whole rows, such as a norm, then differs."""
+    """The same values in two orders, to reveal a function of whole rows, such as a norm."""
     return torch.stack([values, values.flip(0)])
 
 
@@ -52,19 +53,21 @@ def _value(function: Callable[[Tensor, Tensor], Tensor], gate: float, up: float)
 
 
 def _six_digits(value: float) -> float:
-    """The constant in the source, recovered from a value with the rounding errors of fp32."""
+    """The constant as the source has it, from a value with rounding errors of fp32."""
     return float(f"{value:.6g}")
 
 
 def _swiglu_clamped(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
-    """silu(gate) * up, clamped at limit: solved for limit where gate, far below, is not clamped."""
-    silu = -1 / (1 + math.e)  # of -1
+    """silu(gate) * up, clamped at limit. Solves for the limit at gate = -1, which is not
+    clamped, and `up` beyond any clamp."""
+    silu = -1 / (1 + math.e)  # silu(-1)
     limit = _six_digits(_value(function, -1.0, _BEYOND_ANY_CLAMP) / silu)
     return Activation("swiglu_clamped", limit=limit) if 0 < limit < _NO_CLAMP else None
 
 
 def _swiglu_oai(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
-    """gate * sigmoid(alpha * gate) * (up + 1), clamped at limit: solved for limit, then alpha."""
+    """gate * sigmoid(alpha * gate) * (up + 1), clamped at limit. Solves for the limit, then
+    alpha."""
     one = _value(function, 1.0, 0.0)
     if not 0 < one < 1:
         return None
@@ -80,7 +83,7 @@ def _swiglu_oai(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | No
 
 
 def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
-    # Solved ones first: a limit past the grid shows in the solution only.
+    # Activations with solved parameters come first: a limit past the grid shows only there.
     for solve in (_swiglu_clamped, _swiglu_oai):
         solved = solve(function)
         if solved is not None:
@@ -89,8 +92,8 @@ def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activa
 
 
 def _on_real_tensors(find: Callable):
-    """`find` without gradients, and outside of fake tensors and of tracing (torch.export), where
-    tensors have no values to compare."""
+    """Runs `find` without gradients, and outside of fake tensors and of tracing (torch.export), in
+    which tensors have no values to compare."""
 
     @functools.wraps(find)
     def run(function: Callable) -> Activation | None:
@@ -127,8 +130,9 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
     """Caches a function of a module until `facts(module)` changes.
 
     The result is stored on the module as `attribute`. Compiled code reads it there and guards its
-    value, so that equal layers share one graph. For a module that has not run yet the function is
-    evaluated while tracing, and the result is a constant of a graph of its own.
+    value, so that equal layers share one graph. If a module has not run before torch.compile traces
+    it, the function is evaluated during tracing, and the module gets a graph of its own with the
+    result as a constant.
     """
 
     def decorate(find: Callable[[nn.Module], object]):
@@ -136,7 +140,8 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
         @torch._dynamo.assume_constant_result
         def find_at(address: int):
-            # A module cannot be a constant of a graph, its address can; the caller holds it.
+            # A graph cannot have a module as a constant, but its address. The caller keeps the
+            # module alive.
             return find(ctypes.cast(address, ctypes.py_object).value)
 
         @functools.wraps(find)
@@ -156,6 +161,6 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a DTensor; a plain tensor as it is. By the type, because while
-    torch.compile traces, hasattr(tensor, "to_local") is false of a DTensor."""
+    """This rank's part of a DTensor; a plain tensor unchanged. It asks for the type, because while
+    torch.compile traces, hasattr(tensor, "to_local") is false for a DTensor."""
     return tensor.to_local() if _checks.is_distributed(tensor) else tensor

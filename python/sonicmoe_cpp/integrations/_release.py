@@ -1,4 +1,4 @@
-"""Which release of another package an integration was written for."""
+"""Checks which release of another package is installed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from importlib import metadata
 
 @contextlib.contextmanager
 def needs(integration: str, package: str, release: str) -> Iterator[None]:
-    """Around imports of `package`: raises one ImportError that says what is needed, also where
-    another release would import. `release` is major and minor version: "0.16"."""
+    """A context for imports of `package`. Raises one ImportError that says which release is needed,
+    also if another release is installed whose imports succeed. `release` is major and minor
+    version: "0.16"."""
     try:
         version = metadata.version(package)
         if ".".join(re.findall(r"\d+", version)[:2]) != release:

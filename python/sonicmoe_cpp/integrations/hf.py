@@ -4,7 +4,7 @@
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="sonicmoe_cpp")
 
-docs/huggingface.md has what is supported. The model's own weights are used as they lie.
+docs/huggingface.md has what is supported. The model's own weights are used without a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 NAME = "sonicmoe_cpp"
 OLDEST = (5, 7)
 _NEEDS = "sonicmoe_cpp.integrations.hf needs transformers 5.7 or later"
-# How configs call their number of experts.
+# The names by which configs give the number of experts.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -49,15 +49,16 @@ def _interfaces() -> list:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     except ImportError:  # releases without an interface for FP8 experts
         return [ALL_EXPERTS_FUNCTIONS]
-    # Their experts ask there: registered, they get the sentence that refuses them.
+    # FP8 experts look here. Registered, they get this library's sentence of refusal.
     return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
 
 
 def register(name: str = NAME) -> str:
     """Makes `experts_implementation=name` known to transformers; returns the name.
 
-    Registering again does no harm, and registering as "sonicmoe" replaces transformers' own. From
-    here on transformers warns of a model that takes the name and never asks for it.
+    A second call changes nothing; the name "sonicmoe" replaces transformers' own implementation.
+    From now on there is a warning for a model that is given the name but does not let its experts
+    be replaced.
     """
     try:
         version = metadata.version("transformers")
@@ -81,15 +82,16 @@ def _count_of_experts(config) -> int:
 
 
 def never_asks(model: nn.Module) -> bool:
-    """Whether a transformers model has experts and leaves no choice of who computes them."""
+    """Whether a transformers model has experts and does not let another implementation compute
+    them."""
     config = getattr(model, "config", None)
     can_choose = getattr(model, "_can_set_experts_implementation", None)
     return can_choose is not None and _count_of_experts(config) > 1 and not can_choose()
 
 
 def _warn_of_models_that_never_ask() -> None:
-    """Every model hands its implementation's name to this method when it is built, and
-    set_experts_implementation hands it on: the only place that knows both."""
+    """Wraps the method of PreTrainedModel that every model calls with its implementation's name when
+    it is built and in set_experts_implementation. No other place knows model and name."""
     from transformers import PreTrainedModel
 
     check = PreTrainedModel.get_correct_experts_implementation
@@ -114,7 +116,7 @@ def _warn_of_models_that_never_ask() -> None:
 
 
 class Support(NamedTuple):
-    """What supports() found in a model; true where all experts are computed here."""
+    """The result of supports(); true if all experts are computed by this library."""
 
     served: dict[str, Plan]  # by the module's name
     refused: dict[str, str]  # why

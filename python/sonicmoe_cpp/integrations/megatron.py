@@ -1,9 +1,9 @@
-"""Experts of Megatron-Core 0.16, behind the seam of its GroupedMLP.
+"""Experts for Megatron-Core 0.16 in the place of its GroupedMLP.
 
 from sonicmoe_cpp.integrations.megatron import with_experts
 spec = with_experts(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
-Parameters and distributed checkpoints are those of GroupedMLP. docs/adapters.md has the rest.
+Parameters and distributed checkpoints are those of GroupedMLP. See docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["EXPERTS", "SonicMoECppExperts", "gpt_layer_spec", "with_experts"]
 
 
 def _activation(config) -> Any:
-    """The library's activation that the config's describes."""
+    """The library's activation for the one that Megatron's config describes."""
     act = config.activation_func
     if not config.gated_linear_unit:
         found = _recognise.ungated(act)
@@ -79,8 +79,9 @@ def _refuse_unsupported(config) -> None:
 class _ToMainGrad(torch.autograd.Function):
     """A weight whose gradient the layer adds to weight.main_grad.
 
-    Megatron's hook runs once the weight has a gradient; grad_added_to_main_grad tells it that this
-    one is empty. So backward gives an empty tensor, as Megatron's own fused layers do.
+    Megatron's hook runs when the weight gets a gradient. grad_added_to_main_grad tells the hook
+    that main_grad has it already. So backward returns an empty tensor, as Megatron's own fused
+    layers do.
     """
 
     @staticmethod
@@ -100,14 +101,14 @@ class _ToMainGrad(torch.autograd.Function):
 
 
 class SonicMoECppExperts(GroupedMLP):
-    """GroupedMLP's parameters and checkpoints; its products are this library's.
+    """GroupedMLP with its parameters and checkpoints; this library computes the experts.
 
-    With config.gradient_accumulation_fusion backward adds the weights' gradients to their fp32
-    main_grad. Without, and beside main_grad of another dtype, they are written in the weights' own.
+    With config.gradient_accumulation_fusion and an fp32 main_grad, backward adds the weights'
+    gradients to main_grad. Otherwise they are written in the weights' dtype.
     """
 
     def __init__(self, num_local_experts: int, config, pg_collection=None) -> None:
-        # Not GroupedMLP's own: it insists on the package grouped_gemm, which is not used here.
+        # GroupedMLP's constructor is left out: it requires the package grouped_gemm.
         MegatronModule.__init__(self, config=config)
         _refuse_unsupported(config)
         self.activation = _activation(config)
@@ -187,7 +188,7 @@ class SonicMoECppExperts(GroupedMLP):
         return out, None
 
 
-# What to name where Megatron-Core takes a spec of experts.
+# Name this wherever Megatron-Core takes a spec of experts.
 EXPERTS = ModuleSpec(module=SonicMoECppExperts)
 
 
@@ -204,7 +205,7 @@ def _replaced(spec: Any, found: list) -> Any:
 
 
 def with_experts(spec: Any) -> Any:
-    """A copy of a spec of Megatron-Core, of a layer or of a block, with experts of this library."""
+    """A copy of Megatron-Core's spec of a layer or of a block, with experts of this library."""
     found: list = []
     copy = _replaced(spec, found)
     if not found:
@@ -213,7 +214,7 @@ def with_experts(spec: Any) -> Any:
 
 
 def gpt_layer_spec(*, transformer_engine: bool = gpt_layer_specs.HAVE_TE, **options) -> ModuleSpec:
-    """A GPT layer with MoE: Megatron-Core's own spec, its experts replaced.
+    """Megatron-Core's spec of a GPT layer with MoE, with experts of this library.
 
     options are those of get_gpt_layer_with_transformer_engine_spec, or of get_gpt_layer_local_spec:
     qk_layernorm=True for Qwen3-MoE, multi_latent_attention=True for DeepSeek-V3.
@@ -221,5 +222,5 @@ def gpt_layer_spec(*, transformer_engine: bool = gpt_layer_specs.HAVE_TE, **opti
     make = gpt_layer_specs.get_gpt_layer_local_spec
     if transformer_engine:
         make = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-    # Any number of experts makes the layer one with MoE; the model's config has the number.
+    # Any number of experts selects a layer with MoE; the real number is in the model's config.
     return with_experts(make(**({"num_experts": 1} | options)))

@@ -1,7 +1,7 @@
-"""prime-rl's expert compute: rows that its dispatcher has grouped in, rows out.
+"""Experts for prime-rl, over rows that its dispatcher has grouped.
 
-An object of SonicMoECppExpertCompute is what prime-rl calls an ExpertCompute. replace() makes its
-configuration choose one.
+A SonicMoECppExpertCompute is an ExpertCompute of prime-rl. After replace() prime-rl's configuration
+can choose it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import _recognise
 from ._grouped import offsets_of
 from ._recognise import local
 
-# Where prime-rl looks when its configuration says model.moe.compute.backend = "sonicmoe".
+# The module that prime-rl imports if its configuration says model.moe.compute.backend = "sonicmoe".
 MODULE = "prime_rl.trainer.models.layers.sonic_moe"
 SEAM = "SonicMoEExpertCompute"
 
@@ -49,7 +49,7 @@ def activation_of(experts: nn.Module) -> Activation:
 
 
 def _both(b_gate: Tensor | None, b_up: Tensor | None) -> Tensor | None:
-    """(E, 2n) of two biases (E, n), either of which may be missing."""
+    """Joins two biases (E, n), of which one may be missing, to (E, 2n)."""
     if b_gate is None and b_up is None:
         return None
     b_gate = torch.zeros_like(b_up) if b_gate is None else b_gate
@@ -58,10 +58,11 @@ def _both(b_gate: Tensor | None, b_up: Tensor | None) -> Tensor | None:
 
 
 class SonicMoECppExpertCompute:
-    """Fused or separate gate and up, biases, and every activation of the library; in bf16.
+    """Computes experts in bf16: gate and up fused or separate, biases, every activation of the
+    library.
 
-    Scores stay with the dispatcher. Groups may have any size, so the alignment is only what the
-    dispatcher makes of it; rows past the counts give zeros and are not read.
+    The dispatcher applies the scores. Groups may have any size: token_group_alignment matters to
+    the dispatcher only. Rows past the counts give zeros and are not read.
     """
 
     def __init__(self, token_group_alignment: int = 8) -> None:
@@ -97,7 +98,8 @@ class SonicMoECppExpertCompute:
 
 
 def _refuse_another_prime_rl() -> None:
-    """By the file of the module that is replaced: importing it would need the package sonicmoe."""
+    """Whether prime-rl has the module to replace. It looks for the file, because importing the
+    module would need the package sonicmoe."""
     try:
         spec = importlib.util.find_spec(MODULE)
     except ImportError as error:
@@ -113,9 +115,10 @@ def _refuse_another_prime_rl() -> None:
 
 
 def replace() -> None:
-    """Makes prime-rl's backend "sonicmoe" this library; the package sonicmoe is not needed then.
+    """Makes this library prime-rl's backend "sonicmoe"; the package sonicmoe is then not needed.
 
-    Raises ImportError where prime-rl has no such backend: nothing would ask for what is put there.
+    Raises ImportError if prime-rl has no such backend, because prime-rl would never use the
+    library.
     """
     if getattr(sys.modules.get(MODULE), SEAM, None) is SonicMoECppExpertCompute:
         return

@@ -1,4 +1,4 @@
-"""torchtitan: overrides for 0.3 (overrides.py), its models and data of ours, an adapter for 0.2.
+"""torchtitan: overrides, models and data for 0.3, and an adapter for 0.2.
 
 docs/torchtitan.md says how to use them. Importing this package imports no part of torchtitan.
 """

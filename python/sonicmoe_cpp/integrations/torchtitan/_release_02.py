@@ -1,4 +1,4 @@
-"""torchtitan's grouped experts: a function to put in the place of its own. Releases 0.2.0 to 0.2.2.
+"""Replaces the function that computes torchtitan's grouped experts, in releases 0.2.0 to 0.2.2.
 
 from sonicmoe_cpp.integrations import torchtitan
 torchtitan.replace()
@@ -19,7 +19,7 @@ from .._grouped import offsets_of
 from .._recognise import local
 
 MODULE = "torchtitan.models.moe.moe"
-# The names by which torchtitan's module of experts calls its own functions.
+# Names of functions in torchtitan's module of experts.
 SEAM = "_run_experts_grouped_mm"
 PADDING = "indices_padding_wrapper"
 
@@ -27,7 +27,7 @@ PADDING = "indices_padding_wrapper"
 def run_experts(
     w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
 ) -> Tensor:
-    """SwiGLU experts over grouped rows, as torchtitan's grouped_mm function: computed in bf16.
+    """SwiGLU experts over grouped rows in bf16, with the signature of torchtitan's function.
 
     w1, w3 (E, F, D) gate and up, w2 (E, D, F), x (rows, D) grouped by expert, num_tokens_per_expert
     (E,) on the device. Rows past the counts give zeros and are not read. Groups need no alignment.
@@ -57,7 +57,7 @@ def _found(module: ModuleType | None) -> ModuleType:
             module = importlib.import_module(MODULE)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("torchtitan"):
-                raise  # what torchtitan itself needs
+                raise  # a package that torchtitan itself needs is missing
             _refuse(f"{error.name} is missing")
     function = getattr(module, SEAM, None)
     if function is None:
@@ -71,10 +71,10 @@ def _found(module: ModuleType | None) -> ModuleType:
 
 
 def replace(module: ModuleType | None = None) -> None:
-    """Makes `module`, where torchtitan defines its GroupedExperts, call run_experts.
+    """Makes `module`, in which torchtitan defines its GroupedExperts, call run_experts.
 
-    Without a module: torchtitan.models.moe.moe. Its padding of every group to a multiple of 8 rows,
-    where the module has it, is left out.
+    The default is torchtitan.models.moe.moe. If the module pads every group to a multiple of 8
+    rows, that padding is left out.
     """
     module = _found(module)
     setattr(module, SEAM, run_experts)

@@ -1,4 +1,4 @@
-"""Trainings of the paper's models by name, for torchtitan 0.3's command line:
+"""Configurations that train the paper's models, for torchtitan 0.3's command line:
 
     torchrun ... -m torchtitan.train --module sonicmoe_cpp.integrations.torchtitan \\
         --config sonicmoe_7b_n256 --hf-assets-path ASSETS --dataloader.dataset-path tokens.npy
@@ -26,8 +26,8 @@ OVERRIDES = "sonicmoe_cpp.integrations.torchtitan.overrides"
 
 
 def _training(name: str, lr: float, training: TrainingConfig, warmup: int) -> Trainer.Config:
-    """Sequences of 4096, AdamW, a warm-up and then a cosine to a tenth of the learning rate, a
-    checkpoint every 1000 steps that any number of ranks can resume."""
+    """Sequences of 4096 tokens, AdamW, a warm-up followed by a cosine to a tenth of the learning
+    rate, and a checkpoint every 1000 steps that any number of ranks can resume."""
     overrides = [f"{OVERRIDES}.{part}" for part in ("routed_experts", "router", "selective_ac")]
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(
@@ -79,7 +79,7 @@ def sonicmoe_7b_n1024() -> Trainer.Config:
 
 
 def sonicmoe_debug() -> Trainer.Config:
-    """Two layers of width 64, to try a machine."""
+    """Two layers of width 64, for a quick test of a machine."""
     training = TrainingConfig(local_batch_size=2, seq_len=128, steps=10)
     config = _training("debug", 1e-3, training, warmup=2)
     config.metrics.log_freq = 1

@@ -1,4 +1,4 @@
-"""gpt-oss's experts with this library's layer inside."""
+"""gpt-oss's experts, computed by this library."""
 
 from __future__ import annotations
 

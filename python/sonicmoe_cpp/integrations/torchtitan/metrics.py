@@ -1,4 +1,4 @@
-"""torchtitan 0.3's metrics with the load of the experts."""
+"""Adds the load of the experts to torchtitan 0.3's metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .._recognise import local
 
 
 class ExpertLoad:
-    """Tokens by layer and expert since the last take(), collected before every optimizer step,
-    where torchtitan sets its own counts back."""
+    """Tokens by layer and expert since the last take(). They are collected before every optimizer
+    step, because torchtitan then resets its own counts."""
 
     def __init__(self, model_parts: list[nn.Module]):
         layers = [block for part in model_parts for block in part.layers.values()]
@@ -29,11 +29,11 @@ class ExpertLoad:
         now = torch.stack([local(moe.tokens_per_expert_E) for moe in self.layers])
         self.counts = now.clone() if self.counts is None else self.counts + now
         for moe, balanced in zip(self.layers, self.balanced, strict=True):
-            if not balanced:  # otherwise torchtitan needs the counts, and sets them back itself
+            if not balanced:  # otherwise torchtitan still needs the counts, and resets them itself
                 local(moe.tokens_per_expert_E).zero_()
 
     def take(self, mesh) -> Tensor:
-        """(layers, E): every expert's tokens over the mean of its layer's experts."""
+        """(layers, E): the tokens of each expert divided by the mean of its layer."""
         counts, self.counts = self.counts, None
         if mesh is not None:
             dist.all_reduce(counts, group=mesh.get_group())
@@ -41,15 +41,16 @@ class ExpertLoad:
 
 
 def register_hooks(optimizers, model_parts, parallel_dims) -> None:
-    """The post_optimizer_build_fn of a model: the load of its experts, then load balancing."""
+    """The post_optimizer_build_fn of a model: registers the load of its experts, then torchtitan's
+    load balancing."""
     optimizers.expert_load = load = ExpertLoad(model_parts)
     optimizers.register_step_pre_hook(lambda *arguments, **keywords: load.collect())
     register_moe_load_balancing_hook(optimizers, model_parts, parallel_dims)
 
 
 class SonicMetrics(MetricsProcessor):
-    """Adds experts/max_load and experts/min_load, of the worst layer, and experts/max_load/LAYER:
-    tokens of the fullest or emptiest expert over the mean, since the last report."""
+    """Adds experts/max_load and experts/min_load (of the worst layer) and experts/max_load/LAYER:
+    the tokens of the fullest or emptiest expert divided by the mean, since the last report."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):

@@ -39,7 +39,8 @@ def _norm(width: int) -> RMSNorm.Config:
 
 
 def _layer(size: Size, attention: str, exchange: str) -> Qwen3TransformerBlock.Config:
-    """Weights ~ N(0, 0.02), those that write to the residual stream scaled by its depth."""
+    """Weights ~ N(0, 0.02); weights that write to the residual stream have a smaller standard
+    deviation, 0.02 / sqrt(2 * layers)."""
     inner, out = _linear(0.02), _linear(0.02 / (2 * size.layers) ** 0.5)
     head = size.d // size.heads
     return Qwen3TransformerBlock.Config(
@@ -84,8 +85,8 @@ def _layer(size: Size, attention: str, exchange: str) -> Qwen3TransformerBlock.C
 
 
 def model(size: Size, attention: str = "flex", exchange: str = "standard") -> Qwen3Model.Config:
-    """attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher under expert
-    parallelism (standard, deepep, hybridep, minimal_async_ep)."""
+    """The model of a size. attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher
+    under expert parallelism (standard, deepep, hybridep, minimal_async_ep)."""
     return Qwen3Model.Config(
         vocab_size=size.vocabulary,
         dim=size.d,
@@ -103,7 +104,7 @@ def model(size: Size, attention: str = "flex", exchange: str = "standard") -> Qw
 
 
 def specification(name: str, **options) -> ModelSpec:
-    """A model of SIZES; options as of model()."""
+    """torchtitan's ModelSpec of a model in SIZES; options are those of model()."""
     return ModelSpec(
         name="sonicmoe",
         flavor=name,

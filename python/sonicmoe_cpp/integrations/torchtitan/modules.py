@@ -1,4 +1,4 @@
-"""torchtitan 0.3's MoE modules with this library's layer inside; overrides.py puts them in place.
+"""torchtitan 0.3's MoE modules, computed by this library; overrides.py puts them in place.
 
 Each is a subclass of torchtitan's own class and keeps its parameters, so that state dicts, DCP
 checkpoints, initialisation and sharding stay torchtitan's.
@@ -36,14 +36,14 @@ def _refuse_typechecking() -> None:
 
 
 class Experts:
-    """What experts of either kind share: torchtitan computes them in bf16, so does this, with
-    products in `precision` (sonicmoe_cpp.moe())."""
+    """The forward that both kinds of experts share, in bf16 as torchtitan's own. Products are in
+    `precision`, as in sonicmoe_cpp.moe()."""
 
     precision: str | None = None
 
     def layer_arguments(self) -> dict:
-        """Weights and options as moe(), moe_grouped() and moe_pairs() take them: this rank's part
-        of every parameter, in bf16."""
+        """Weights and options as arguments of moe(), moe_grouped() and moe_pairs(): this rank's
+        part of every parameter, in bf16."""
         raise NotImplementedError
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class SonicGroupedExperts(Experts, GroupedExperts):
 
 class SonicRoutedExperts(RoutedExperts):
     """Dispatch, experts and combine in one operator: no permuted copy of the tokens, no padded
-    rows, no scatter. Where an EP mesh is wired, the dispatcher moves the rows and inner_experts
-    computes them."""
+    rows, no scatter. Under expert parallelism torchtitan's dispatcher moves the rows, and
+    inner_experts computes them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -103,7 +103,7 @@ class SonicRoutedExperts(RoutedExperts):
 
 
 def _routing_options(router: TokenChoiceTopKRouter, bias: Tensor | None) -> dict:
-    """The router's settings as route() and token_round() take them."""
+    """The router's settings as arguments of route() and token_round()."""
     if bias is not None and router.score_func != "sigmoid":
         raise NotImplementedError(
             f'score_func is "{router.score_func}" with an expert bias: sonicmoe_cpp adds a bias to '
@@ -122,17 +122,17 @@ def _routing_options(router: TokenChoiceTopKRouter, bias: Tensor | None) -> dict
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in fp32, of bf16 matrices: their products are exact in fp32."""
+    """a b of bf16 matrices, summed in fp32. A product of two bf16 numbers is exact in fp32."""
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 class _BF16Gate(torch.autograd.Function):
-    """x w^T in fp32 of bf16 x (R, D) and w (E, D), on bf16 tensor cores.
+    """x w^T in fp32 from bf16 x (R, D) and w (E, D), on bf16 tensor cores.
 
-    Backward splits the fp32 gradient into two bf16 parts: 16 of its 24 bits, where one part would
-    keep 8.
+    Backward splits the fp32 gradient into two bf16 parts, which keep 16 of its 24 bits. One part
+    would keep 8.
     """
 
     @staticmethod
@@ -157,8 +157,8 @@ def _computes_only(gate) -> bool:
 
 
 def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
-    """The gate's outputs in fp32. torchtitan casts x and weights to fp32 first; of bf16 both, as
-    under FSDP2's mixed precision, tensor cores give the same without the casts."""
+    """The gate's outputs in fp32. torchtitan casts x and weights to fp32 first. If both are bf16,
+    as under FSDP2's mixed precision, bf16 tensor cores compute the same without the casts."""
     gate = router.gate
     bf16 = x_BLD.dtype == gate.weight.dtype == torch.bfloat16
     if bf16 and _computes_only(gate) and not isinstance(gate.weight, DTensor):
@@ -169,9 +169,9 @@ def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
 
 
 def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
-    """(ids, weights) of route(). A token with a NaN has NaN weights, as in torchtitan's router. Its
-    ids are the first experts: torchtitan takes ids for indices and counts an expert's tokens, so
-    that equal ids of a token would leave rows in no group."""
+    """(ids, weights) of route(). A token with a NaN gets NaN weights, as in torchtitan's router,
+    and the ids 0, 1, ... torchtitan uses ids as indices and counts the tokens of each expert, so
+    with equal ids a token would have rows in no group."""
     ids, weights = route(logits, router.top_k, **options)
     first = torch.arange(router.top_k, dtype=ids.dtype, device=ids.device)
     ids = torch.where((ids < 0).any(-1, keepdim=True), first, ids)
@@ -179,7 +179,8 @@ def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tup
 
 
 class SonicRouter(TokenChoiceTopKRouter):
-    """Scores, choice and renormalisation in one operator; on equal scores the lower expert."""
+    """Scores, choice and renormalisation in one operator; of equal scores it takes the lower
+    expert."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -248,8 +249,8 @@ class SonicRoundedMoE(MoE):
 
 
 class SonicSelectiveAC(SelectiveAC):
-    """Selective checkpointing that keeps what this library's forward keeps (H and metadata) instead
-    of computing it again, as torchtitan's does for its own grouped products."""
+    """Selective checkpointing that also keeps the results of this library's forward (H and
+    metadata) for backward, as torchtitan's own keeps those of its grouped products."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -5,8 +5,9 @@
 routed_experts    dispatch, experts and combine in one operator
 grouped_experts   the experts alone, behind any dispatcher
 router            scores, choice and renormalisation in one operator
-token_rounding    router and experts, tokens an expert rounded to a tile; instead of the three
-selective_ac      selective checkpointing keeps what the layer's forward keeps
+token_rounding    router and experts, with every expert's tokens rounded to a tile; it replaces the
+                  three above
+selective_ac      selective checkpointing also keeps the results of the layer's forward
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _LAYERS = {MoE.Config: SonicRoundedMoE.Config}
 
 
 def _gpt_oss() -> tuple[dict, dict]:
-    """What takes the place of gpt-oss's experts and layers, if the job has imported that model. It
-    is not imported here: on a torch older than torchtitan asks for, layers alone can be."""
+    """Replacements of gpt-oss's experts and layers, if the job has imported that model. It is not
+    imported here, because with a torch older than torchtitan asks for only layers can be
+    imported."""
     if "torchtitan.models.gpt_oss.moe" not in sys.modules:
         return {}, {}
     from . import gpt_oss
@@ -53,7 +55,8 @@ def _gpt_oss() -> tuple[dict, dict]:
 
 
 def _served(config, replacements: dict, **deltas):
-    """What takes the place of `config`, by its own class: a subclass may compute something else."""
+    """The replacement of `config`, by its exact class, because a subclass may compute something
+    else."""
     replacement = replacements.get(type(config))
     if replacement is None:
         known = " and ".join(c.__qualname__ for c in replacements)
@@ -89,7 +92,7 @@ def router(config: TokenChoiceTopKRouter.Config) -> TokenChoiceTopKRouter.Config
 def token_rounding(
     config: MoE.Config, tile: int = 128, rounding: str = "nearest", precision: str | None = None
 ) -> MoE.Config:
-    """Stochastic rounding is left out: a CUDA graph of a step would repeat one draw for ever."""
+    """Refuses stochastic rounding: a CUDA graph of a step would repeat the same draw for ever."""
     integer("tile", tile)
     one_of("rounding", rounding, [mode for mode in MODES if mode != "stochastic"])
     parts = {"router": router(config.router)}

@@ -1,7 +1,7 @@
 """Dimensions of the SonicMoE paper's models (arXiv 2512.14080).
 
-The paper gives d, n, E and K. Layers, heads and vocabulary are chosen here so that all parameters,
-embeddings among them, add up to the model's name: 1.40 and 7.06 billion.
+The paper gives d, n, E and K. We chose layers, heads and vocabulary so that the number of
+parameters, embeddings included, matches the model's name: 1.40 and 7.06 billion.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Tokenised text for torchtitan 0.3: a file of tokens, its data loader, and the command that writes
-it. A run resumed with another number of ranks goes on with the same samples.
+the file. A run that is resumed with another number of ranks continues with the same samples.
 
     python -m sonicmoe_cpp.integrations.torchtitan.tokens TEXT_FOLDER --assets ASSETS \\
         --out tokens.npy [--glob '*.txt'] [--train-vocab 50304]
 
-ASSETS is the folder that --hf-assets-path names: it has a tokenizer.json, or gets one, trained on
-the text, with --train-vocab. Every file is one document and ends with the end-of-text token.
+ASSETS is the folder for torchtitan's --hf-assets-path. It has a tokenizer.json, unless
+--train-vocab trains one on the text and writes it there. Every file becomes one document, which
+ends with the end-of-text token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Samples:
-    """The samples of a file of tokens: number i is in epoch i // len, in an order of that epoch."""
+    """The samples of a file of tokens. Sample i is in epoch i // count; each epoch has its own
+    order."""
 
     def __init__(self, path: str, seq_len: int):
         self.tokens = numpy.load(path, mmap_mode="r")
@@ -46,8 +48,8 @@ class Samples:
             raise ValueError(
                 f"{path} has {len(self.tokens)} tokens, a sequence needs {seq_len + 1}"
             )
-        # Steps of about 0.618 of an epoch spread neighbours; a step coprime to the number of
-        # samples visits each of them once.
+        # Consecutive samples are about 0.618 of the file apart. The step is coprime to the number
+        # of samples, so an epoch visits each sample once.
         self.step = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
         while math.gcd(self.step, self.count) != 1:
             self.step += 1
@@ -61,8 +63,8 @@ class Samples:
 
 
 def _example(tokens: Tensor, end_of_text: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(input, positions, labels). After an end of text positions begin at 0 again, and the end has
-    no label: the next document does not follow from this one."""
+    """(input, positions, labels). After an end-of-text token positions begin at 0 again. That token
+    has no label, because the next document does not follow from this one."""
     inputs, labels = tokens[:-1], tokens[1:]
     places = torch.arange(len(inputs))
     ends = inputs == end_of_text
@@ -72,9 +74,9 @@ def _example(tokens: Tensor, end_of_text: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TokenFileLoader(BaseDataLoader):
-    """Step s of a run takes samples s*G to (s+1)*G of the file, G the global batch size. Which rank
-    takes which follows from the number of ranks; the state is the number of samples taken by all
-    of them, so it fits any number of ranks."""
+    """Step s of a run reads samples s*G to (s+1)*G of the file, where G is the global batch size.
+    The number of ranks decides which rank reads which sample. The state is the number of samples
+    that all ranks together have read, so any number of ranks can resume from it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
