@@ -90,8 +90,8 @@ def never_asks(model: nn.Module) -> bool:
 
 
 def _warn_of_models_that_never_ask() -> None:
-    """Wraps the method of PreTrainedModel that every model calls with its implementation's name when
-    it is built and in set_experts_implementation. No other place knows model and name."""
+    """Wraps the method of PreTrainedModel that every model calls with its implementation's name,
+    when it is built and in set_experts_implementation. No other place knows model and name."""
     from transformers import PreTrainedModel
 
     check = PreTrainedModel.get_correct_experts_implementation
