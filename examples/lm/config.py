@@ -58,7 +58,9 @@ class Config:
     z_coef: float = _setting(1e-4, "weight of the router z-loss", 0)
     seed: int = _count(0, "seed of initialisation, data order and sampling", 0, 2**63 - 1)
     device: str = _setting("", "cpu or cuda; empty: cuda where sonicmoe_cpp computes there")
-    precision: str = _setting("", "fp32 or bf16 (autocast); empty: bf16 on cuda, else fp32")
+    precision: str = _setting(
+        "", "fp32, bf16 (autocast), fp8 (experts; all else bf16); empty: by device"
+    )
     # These do not change the trained weights.
     eval_every: int = _count(100, "steps between validation points of the plot", 1)
     eval_sequences: int = _count(64, "validation sequences of those points; the end takes all", 1)
@@ -92,6 +94,7 @@ FREE_KEYS = frozenset({"out", "save_every", "sample_tokens", "threads"})
 SHAPE_KEYS = ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width")
 # `--short`: enough steps for CI to see that the demo completes and that the loss falls.
 SHORT = {"steps": 60, "warmup": 10, "eval_every": 30, "save_every": 30, "eval_sequences": 16}
+PRECISIONS = ("fp32", "bf16", "fp8")
 ROUNDING_MODES = ("nearest", "up", "down", "score", "stochastic", "balanced")
 
 
@@ -222,8 +225,9 @@ def validate(config: Config) -> Config:
         raise UserError(
             f"rounding is '{config.rounding}'; it must be one of {', '.join(ROUNDING_MODES)}"
         )
-    if config.precision not in ("fp32", "bf16"):
-        raise UserError(f"precision is '{config.precision}'; it must be fp32 or bf16")
+    if config.precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise UserError(f"precision is '{config.precision}'; it must be one of {known}")
     available = memory_bytes(config.device)
     if config.least_bytes > available:
         raise UserError(

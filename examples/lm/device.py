@@ -81,4 +81,4 @@ def startable_threads(wanted: int) -> int:
 
 def autocast(device: str, precision: str) -> torch.autocast:
     """The precision that matrices are multiplied in; weights and their gradients stay fp32."""
-    return torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device, torch.bfloat16, enabled=precision != "fp32")

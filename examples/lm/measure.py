@@ -33,7 +33,7 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
     tokens = config.tokens
     generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(tokens, config.width, generator=generator)
-    x = x.to(config.device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    x = x.to(config.device, torch.float32 if config.precision == "fp32" else torch.bfloat16)
     x.requires_grad_()
     size = x.element_size()
     rows = tokens * config.top_k
@@ -42,12 +42,13 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
         slack = {"down": 0, "nearest": config.tile // 2}.get(config.rounding, config.tile)
         capacity = min(tokens * config.experts, rows + config.experts * slack)
     d, n = config.width, config.expert_width
-    if config.precision == "bf16":  # autocast would keep copies of fp32 weights
+    of_h = 1 + 4 / 128 if config.precision == "fp8" else size  # a code, and a scale for 128
+    if config.precision != "fp32":  # autocast would keep copies of fp32 weights
         layer = copy.deepcopy(layer).to(torch.bfloat16)
     measured = saved_for_backward(layer.train(), x)
     return {
         "bytes_measured": measured,
-        "bytes_predicted": size * (tokens * d + 2 * capacity * n),
+        "bytes_predicted": size * tokens * d + round(of_h * 2 * capacity * n),
         "bytes_keeping_everything": size * (tokens * d + rows * (d + 2 * n + n + d)),
         "tokens": tokens,
         "row_capacity": capacity,

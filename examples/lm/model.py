@@ -76,6 +76,7 @@ class Block(nn.Module):
             rounding=config.rounding,
             lb_coef=config.lb_coef,
             z_coef=config.z_coef,
+            precision="fp8" if config.precision == "fp8" else None,
         )
 
     def forward(self, x: torch.Tensor, table: torch.Tensor):
