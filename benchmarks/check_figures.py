@@ -70,6 +70,13 @@ def demo_parts():
     yield markers, "the study's table", (ROOT / "benchmarks/results/study/study.md").read_text()
 
 
+def fp8_parts():
+    """The tables that examples/precision_study.py wrote with its record."""
+    markers = ("<!-- precision:begin -->", "<!-- precision:end -->")
+    content = (ROOT / "benchmarks/results/study/precision.md").read_text()
+    yield markers, "the precision study's tables", content
+
+
 def training_parts():
     yield from tables_of(training_figures.TABLES)
 
@@ -83,6 +90,7 @@ DOCUMENTS = {
     "docs/cpp.md": cpp_parts,
     "docs/performance.md": performance_parts,
     "docs/demo.md": demo_parts,
+    "docs/fp8.md": fp8_parts,
     "docs/torchtitan.md": training_parts,
     "docs/distributed.md": distributed_parts,
 }
