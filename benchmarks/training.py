@@ -54,6 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["7B-n256", "1.4B-n256"])
     parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: a program on each GPU")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
+    parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12, help="measured steps, after 4 others")
     parser.add_argument("--text", default="", help="file of tokens (.npy); default: random ones")
@@ -128,6 +130,7 @@ class Driver:
         torchrun += [f"--nproc-per-node={self.machine['gpus']}", "-m", "training_bench.worker"]
         given = run._asdict() | {"out": out, "device": options.device, "text": options.text}
         given |= {"tokens": options.tokens, "sequence": options.sequence}
+        given |= {"micro-batches": options.micro_batches, "reduce": options.reduce}
         return [sys.executable, *torchrun, *(f"--{name}={value}" for name, value in given.items())]
 
     def run(self, run: Run) -> dict | str:
@@ -215,9 +218,15 @@ def measured_before(options, found: dict) -> list[dict]:
     old = json.loads(path.read_text()) if path.exists() else {}
     if old.get("device") != found["device"]:
         return []
-    again = [(model, found["gpus"], options.tokens) for model in options.models]
-    names = ("model", "gpus", "tokens_per_gpu")
-    return [row for row in old["rows"] if tuple(row[name] for name in names) not in again]
+    facts = described_by(options)
+    again = [{"model": model, "gpus": found["gpus"]} | facts for model in options.models]
+    return [row for row in old["rows"] if not any(a.items() <= row.items() for a in again)]
+
+
+def described_by(options) -> dict:
+    """What the rows of one call have in common."""
+    facts = {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
+    return facts | {"micro_batches": options.micro_batches, "reduce": options.reduce}
 
 
 def rates(driver: Driver) -> bool:
@@ -226,7 +235,7 @@ def rates(driver: Driver) -> bool:
     record = driver.machine | {"rows": measured_before(options, driver.machine)}
     for model in options.models:
         row = {"model": model, "gpus": driver.machine["gpus"]}
-        row |= {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
+        row |= described_by(options)
         row["others"] = []
         record["rows"].append(row)
         runs = [(kind, p) for kind in ("ours", "titan") for p in driver.policies(model, kind)]

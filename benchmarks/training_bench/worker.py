@@ -30,6 +30,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--experts", choices=("ours", "titan"), required=True)
     parser.add_argument("--policy", choices=POLICIES, required=True)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--reduce", default="float32")
     parser.add_argument("--sequence", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--text", default="")
@@ -76,7 +78,9 @@ def build(options, size, mesh) -> Model:
         ChunkedLoss.gradient = staticmethod(torch.compile(chunk_gradient))
         for layer in model.layers:
             layer.compile()
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce)
+    )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
@@ -128,16 +132,19 @@ class Training:
 
     def step(self, number: int) -> None:
         """Forward, backward, clipping, optimizer; nothing waits for the device."""
-        tokens = self.text(number).to(self.options.device, non_blocking=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * min(1.0, (number + 1) / 20)
-        loss = self.model(tokens, *self.rope)
-        loss.backward()
+        count, total = self.options.micro_batches, 0
+        for part in range(number * count, (number + 1) * count):
+            tokens = self.text(part).to(self.options.device, non_blocking=True)
+            loss = self.model(tokens, *self.rope) / count
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         balance(self.model, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(loss.detach())
+        self.losses.append(total)
 
     def mean_losses(self) -> list[float]:
         losses = torch.stack(self.losses)
@@ -163,7 +170,7 @@ def measure(options) -> dict:
         training.step(number)
     wait(options.device)
     seconds = (time.perf_counter() - began) / options.steps
-    rate = training.ranks * options.tokens / seconds
+    rate = training.ranks * options.tokens * options.micro_batches / seconds
     found = {
         "tokens_per_s": round(rate),
         "flops_per_token": training.model.flops_per_token(),

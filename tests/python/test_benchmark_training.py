@@ -26,12 +26,13 @@ def bench(monkeypatch):
 def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     out = tmp_path / "training.json"
     options = {"device": "cpu", "gpus": 1, "models": "debug", "tokens": 256, "sequence": 64}
-    options |= {"steps": 2, "policies": "selective", "out": str(out)}
+    options |= {"steps": 2, "policies": "selective", "out": str(out), "micro-batches": 2}
     given = [f"--{name}={value}" for name, value in options.items()]
     program = [sys.executable, str(BENCHMARKS / "training.py"), "--eager", *given]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout
     (row,) = json.loads(out.read_text())["rows"]
+    assert (row["tokens_per_gpu"], row["micro_batches"], row["reduce"]) == (256, 2, "float32")
     for kind in ("ours", "titan"):
         assert row[kind]["tokens_per_s"] > 0 and row[kind]["parameters"] == 198016
     pairs = zip(row["ours"]["losses"], row["titan"]["losses"], strict=True)
