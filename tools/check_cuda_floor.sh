@@ -73,7 +73,10 @@ compile() { # SOURCE ARCHITECTURE...
 compile "$BUILD/cuda/hopper/instances/products.cu" 90a
 count=1
 for source in $(find src/cuda -name '*.cu'); do
-  compile "$source" 80 90
+  case $source in
+    src/cuda/hopper/*) compile "$source" 90a ;;
+    *) compile "$source" 80 90 ;;
+  esac
   count=$((count + 1))
 done
 echo "CUDA floor: $count files compiled by the front end of $FRONT_END and ptxas of $FLOOR"
