@@ -70,8 +70,10 @@ compile() { # SOURCE ARCHITECTURE...
 }
 
 [ -x "$WORK/bin/ptxas" ] || { fetch_front_end && fetch_wheels && assemble; }
-compile "$BUILD/cuda/hopper/instances/products.cu" 90a
-count=1
+for name in products fp8_plain; do
+  compile "$BUILD/cuda/hopper/instances/$name.cu" 90a
+done
+count=2
 for source in $(find src/cuda -name '*.cu'); do
   case $source in
     src/cuda/hopper/*) compile "$source" 90a ;;
