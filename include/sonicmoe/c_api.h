@@ -165,7 +165,7 @@ typedef struct smoe_forward_args {
   int64_t saved_bytes;
   void* scratch;
   int64_t scratch_bytes;
-  const void* fp8_weights; /* SMOE_PRECISION_FP8: as smoe_quantize_weights left it */
+  const void* fp8_weights; /* SMOE_PRECISION_FP8: what smoe_quantize_weights wrote; else NULL */
   int64_t fp8_weights_bytes;
 } smoe_forward_args;
 
@@ -197,13 +197,14 @@ SMOE_API smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass,
 SMOE_API smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weights, void* h,
                                   int64_t h_bytes, const smoe_exec* exec, smoe_tensor* gate,
                                   smoe_tensor* up);
-/* Weights for SMOE_PRECISION_FP8, quantised once for each value of the weights. */
+/* The quantised weights that SMOE_PRECISION_FP8 reads, and their size in bytes. Quantise again
+ * after the weights have changed. */
 SMOE_API smoe_status smoe_fp8_weights_bytes(const smoe_problem* problem, const smoe_exec* exec,
                                             int64_t* bytes);
 SMOE_API smoe_status smoe_quantize_weights(const smoe_problem* problem, const smoe_weights* weights,
                                            void* fp8_weights, int64_t fp8_weights_bytes,
                                            const smoe_exec* exec);
-/* The precision that is expected to be the faster one. */
+/* The precision that is expected to be faster for this problem. */
 SMOE_API smoe_status smoe_auto_precision(const smoe_problem* problem, const smoe_exec* exec,
                                          int32_t* precision);
 SMOE_API smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,

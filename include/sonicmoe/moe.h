@@ -21,21 +21,21 @@ enum class RoutingForm : std::int32_t {
   kGrouped = 2,  ///< x already grouped by expert: rows of expert e begin at row_begin[e]; C = T
 };
 
-/// The precision of the products. docs/fp8.md says what kFp8 computes. kFp8 is served for bf16
-/// tensors whose d and n are multiples of 128.
+/// The precision of the products. kFp8 needs bf16 tensors, and d and n that are multiples of 128;
+/// docs/fp8.md has its formulas.
 enum class Precision : std::int32_t {
-  kTensors = 0,  ///< the tensors' own dtype
-  kFp8 = 1,      ///< e4m3 with block scales; the gradients of the weights in the tensors' dtype
+  kTensors = 0,  ///< Problem::dtype
+  kFp8 = 1,      ///< e4m3 with block scales; Problem::dtype for weight gradients
 };
 
-/// "tensors", "fp8", and back.
+/// The name of a precision, "tensors" or "fp8", and the precision of a name.
 SONICMOE_API const char* precision_name(Precision precision);
 SONICMOE_API Precision precision_from_name(const char* name);
 
-/// How H is kept from forward to backward. The output does not depend on it.
+/// How H is kept from forward to backward. The output of forward does not depend on it.
 enum class KeptH : std::int32_t {
-  kPrecision = 0,  ///< as Problem::precision says: kFp8 keeps e4m3 codes and scales
-  kTensors = 1,    ///< in the tensors' dtype
+  kPrecision = 0,  ///< in the precision of the products: kFp8 keeps e4m3 codes and scales
+  kTensors = 1,    ///< in Problem::dtype
 };
 
 /// What the host must know before it launches. Counts on the device are never read back.
@@ -87,25 +87,25 @@ enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
 /// of scratch are dead once the call's work is done. Inference keeps nothing: h = saved = 0. A
 /// problem with an array of 2^55 bytes or more is refused.
 struct Sizes {
-  std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype; of fp8: codes and scales
+  std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype, or their e4m3 codes and scales
   std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
   std::int64_t scratch_bytes = 0;  ///< of the pass asked for
 };
 SONICMOE_API Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec = {});
 
-/// Bytes of the quantised weights of a problem with Precision::kFp8; 0 for kTensors.
+/// Bytes of the buffer that quantize_weights() fills; 0 if the problem's precision is kTensors.
 SONICMOE_API std::int64_t fp8_weights_bytes(const Problem& problem, const Exec& exec = {});
 
-/// Quantises gate, up and down into `out`, which forward and backward of kFp8 read. To be called
-/// once for each value of the weights; any number of passes may share the result.
+/// Quantises gate, up and down into `out`, the argument fp8_weights of forward and backward. Call
+/// it again after the weights have changed. Any number of passes may read one buffer.
 SONICMOE_API void quantize_weights(const Problem& problem, const Weights& weights,
                                    const Buffer& out, const Exec& exec = {});
 
-/// The least row capacity C from which kFp8 is expected to be faster than kTensors for a problem's
-/// d, n and E on the device of `exec`; INT64_MAX where it never is, or is not served.
+/// The smallest row capacity C at which kFp8 is expected to be faster than kTensors, for the
+/// problem's d, n and E on the device of `exec`. INT64_MAX if kFp8 is never faster or not served.
 SONICMOE_API std::int64_t auto_fp8_rows(const Problem& problem, const Exec& exec = {});
-/// kFp8 if row_capacity(problem) >= auto_fp8_rows(problem, exec), else kTensors. The precision of
-/// `problem` itself is not looked at.
+/// kFp8 if row_capacity(problem) >= auto_fp8_rows(problem, exec), else kTensors. Ignores
+/// problem.precision.
 SONICMOE_API Precision auto_precision(const Problem& problem, const Exec& exec = {});
 
 struct ForwardArgs {
@@ -116,7 +116,8 @@ struct ForwardArgs {
   Buffer h{};    ///< empty together with saved: inference
   Buffer saved{};
   Buffer scratch{};
-  /// kFp8: as quantize_weights left it; gate, up and down of `weights` are then not read.
+  /// kFp8: the buffer that quantize_weights() filled. Gate, up and down of `weights` are then not
+  /// read. Empty for kTensors.
   Buffer fp8_weights{};
 };
 
@@ -137,7 +138,7 @@ struct HViews {
 /// without a gap. Rows past the last routed one, or of no group, are not written. The parts lie
 /// side by side ([gate | up]); on CUDA they alternate where the weights do, up one element after
 /// gate along a contiguous n. Of `weights` only gate and up are looked at; h without data gives
-/// views without. An H that is kept in fp8 has no views: it is refused.
+/// views without. If H is kept as e4m3 codes, the call is refused.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 

@@ -1,4 +1,4 @@
-// The checks of Precision::kFp8.
+// Argument checks of Precision::kFp8.
 #include <string>
 
 #include "core/check_tensor.h"

@@ -1,4 +1,4 @@
-// The public functions of Precision::kFp8 beside the passes themselves.
+// The public functions of Precision::kFp8 other than moe_forward() and moe_backward().
 #include <limits>
 
 #include "core/backend_table.h"
@@ -9,12 +9,14 @@
 namespace sonicmoe {
 namespace {
 
-// Below these, quantising costs more than the faster products save. Not measured yet.
+// Below these sizes, quantisation is expected to cost more than the faster products save. The
+// values are not measured yet.
 constexpr std::int64_t kLeastHidden = 512;
 constexpr std::int64_t kLeastWidth = 256;
 constexpr std::int64_t kLeastRowsPerExpert = 128;
 
-/// Whether the device of `exec` computes `problem` in fp8, and faster than in bf16 if it is large.
+/// Whether the device of `exec` serves `problem` in fp8, and its backend says that large fp8
+/// problems are faster there than bf16 ones (BackendTable::fast_fp8).
 bool is_fast(const Problem& problem, const Exec& exec) {
   const BackendTable& table = backend_table(exec.backend);
   if (!table.fast_fp8 || table.quantize_weights == nullptr) return false;

@@ -1,6 +1,6 @@
-// Where quantised weights and quantised rows lie in memory: the one description for every backend.
-// A code is an e4m3 byte, a scale an fp32 power of two. Every array begins at a multiple of 256
-// bytes of its buffer.
+// Memory layout of quantised weights and quantised rows, the same in every backend. A code is one
+// e4m3 byte; a scale is a power of two in fp32. Every array begins at a byte offset in its buffer
+// that is a multiple of 256.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,18 @@ inline constexpr std::int64_t kBlock = 128;
 
 constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-/// The byte offsets of the arrays of Buffer fp8_weights.
+/// The byte offsets of the arrays in the buffer `fp8_weights`. Each weight matrix is stored in two
+/// orientations, because the tensor cores read e4m3 operands with K, the summed dimension,
+/// contiguous.
 ///
-/// | array    | shape                   | depth of the product that reads it                     |
-/// |----------|-------------------------|--------------------------------------------------------|
-/// | up       | (E, G, n, d) codes      | d: H. Gate first, then up                              |
-/// | up_t     | (E, d, G*n) codes       | G*n: dX~. The n of gate, then those of up              |
-/// | down     | (E, d, n) codes         | n: Y                                                   |
-/// | down_t   | (E, n, d) codes         | d: dA'                                                 |
-/// | up_s     | (E, G, n/128, d/128)    | the scales of up and up_t                              |
-/// | down_s   | (E, d/128, n/128)       | the scales of down and down_t                          |
+/// | array  | contents                                                   | read by | K   |
+/// |--------|------------------------------------------------------------|---------|-----|
+/// | up     | codes (E, G, n, d); gate before up                         | H       | d   |
+/// | up_t   | codes (E, d, G*n); the n columns of gate, then those of up | dX~     | G*n |
+/// | down   | codes (E, d, n)                                            | Y       | n   |
+/// | down_t | codes (E, n, d)                                            | dA'     | d   |
+/// | up_s   | scales (E, G, n/128, d/128) of up and up_t                 | H, dX~  |     |
+/// | down_s | scales (E, d/128, n/128) of down and down_t                | Y, dA'  |     |
 struct WeightsLayout {
   std::int64_t up = 0;
   std::int64_t up_t = 0;
@@ -48,12 +50,13 @@ constexpr WeightsLayout weights_layout(const Problem& p) {
   return at;
 }
 
-/// Quantised rows: (rows, depth) codes and (depth/128, scale_stride) scales. The scales of a block
-/// of the depth are contiguous over the rows, so that one TMA box holds those of a tile's rows.
+/// Byte offsets of quantised rows: codes (rows, depth) and scales (depth/128, scale_stride). For
+/// one block of 128 columns the scales of consecutive rows are contiguous, so one TMA box loads the
+/// scales of all rows of a tile.
 struct RowsLayout {
   std::int64_t codes = 0;
   std::int64_t scales = 0;
-  std::int64_t scale_stride = 0;  ///< rows, rounded up to a multiple of 4: 16 bytes, as TMA needs
+  std::int64_t scale_stride = 0;  ///< rows, rounded up to 4: TMA strides are multiples of 16 bytes
   std::int64_t bytes = 0;
 };
 
@@ -65,7 +68,7 @@ constexpr RowsLayout rows_layout(std::int64_t rows, std::int64_t depth) {
   return at;
 }
 
-/// H as forward keeps it in fp8: rows of G*n, the n of gate, then those of up.
+/// H as forward keeps it in fp8. A row has G*n codes: the n of gate, then the n of up.
 constexpr RowsLayout kept_h_layout(const Problem& p, std::int64_t capacity) {
   return rows_layout(capacity, gate_factor(p.activation.kind) * p.width);
 }

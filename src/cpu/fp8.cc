@@ -14,12 +14,12 @@ namespace {
 using fp8::kBlock;
 
 constexpr std::int64_t kRowTask = 64;
-/// About what quantising one element costs, in the unit of thread_count().
+/// Approximate cost of quantising one element, in flops as thread_count() counts them.
 constexpr double kFlopsPerElement = 40.0;
 
 BF16 restored(std::uint8_t code, float scale) { return to_bf16(fp8::value_of(code) * scale); }
 
-/// Quantises one block of a row.
+/// Quantises columns [128 * block, 128 * (block + 1)) of a row.
 void quantise_block(const QuantiseRows& job, std::int64_t row, std::int64_t block) {
   const auto* source = static_cast<const BF16*>(job.source.data);
   float values[kBlock];
@@ -43,14 +43,15 @@ void quantise_block(const QuantiseRows& job, std::int64_t row, std::int64_t bloc
   }
 }
 
-/// A weight tensor (E, rows, cols) and where its codes go. Pointers are to expert 0.
+/// A weight tensor (E, rows, cols) and the destinations of its codes and scales. Shapes below are
+/// those of one expert; the pointers are to expert 0.
 struct WeightJob {
   Tensor source;
   std::uint8_t* codes;       ///< (rows, cols), rows contiguous
-  std::uint8_t* transposed;  ///< (cols, rows), a row apart by transposed_stride
+  std::uint8_t* transposed;  ///< (cols, rows), transposed_stride elements from row to row
   std::int64_t transposed_stride;
   float* scales;              ///< (rows/128, cols/128)
-  std::int64_t expert_codes;  ///< elements between experts in codes and in transposed
+  std::int64_t expert_codes;  ///< from one expert to the next, in `codes` and in `transposed`
 };
 
 void quantise_tile(const WeightJob& job, std::int64_t expert, std::int64_t tile) {
@@ -112,7 +113,7 @@ WeightJobs weight_jobs(const Problem& p, const Weights& w, const Buffer& out) {
   return jobs;
 }
 
-/// Restores (rows, cols) codes with 128 x 128 scales, one row of tiles.
+/// Dequantises one row of 128 x 128 blocks: 128 rows of `cols` codes, cols/128 scales.
 void restore_tiles(const std::uint8_t* codes, const float* scales, std::int64_t cols, BF16* out) {
   for (std::int64_t r = 0; r < kBlock; ++r) {
     for (std::int64_t c = 0; c < cols; ++c) {
@@ -191,7 +192,7 @@ void restore_weights(Team& team, const Problem& p, const Buffer& fp8_weights,
   const std::int64_t gates = gate_factor(p.activation.kind);
   auto* up = static_cast<BF16*>(gates == 2 ? views.gate.data : views.up.data);
   auto* down = static_cast<BF16*>(views.down.data);
-  // A task is one row of tiles: 128 rows of up, of which every expert has G*n, or of down.
+  // A task is one row of blocks: 128 of the E*G*n rows of gate and up, or of the E*d rows of down.
   const std::int64_t up_tasks = p.experts * gates * p.width / kBlock;
   const std::int64_t tasks = up_tasks + p.experts * p.hidden / kBlock;
   team.run(tasks, [&](std::int64_t task, std::int32_t) {

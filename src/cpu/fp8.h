@@ -1,5 +1,5 @@
-// Precision::kFp8 on the CPU: quantised tensors are restored to bf16, which holds code * scale
-// exactly, and multiplied by the bf16 kernels.
+// Precision::kFp8 on the CPU. Operands are quantised, then restored (dequantised) to bf16, which
+// holds code * scale exactly. The bf16 kernels multiply the restored operands.
 #pragma once
 
 #include "cpu/gemm_kernels.h"
@@ -8,35 +8,37 @@
 
 namespace sonicmoe::cpu {
 
-/// Where the codes and scales of rows lie: core/fp8_layout.h.
+/// Codes and scales of rows, laid out as fp8::RowsLayout (core/fp8_layout.h).
 struct CodedRows {
   std::uint8_t* codes = nullptr;
   float* scales = nullptr;
   std::int64_t scale_stride = 0;
 };
-/// The kept H in its buffer.
+/// The codes and scales of the kept H in its buffer `h`.
 CodedRows kept_h_rows(const Problem& problem, const Buffer& h);
 
-/// Quantises the bf16 rows [0, rows) of `source`, whose length is `depth`, in blocks of 128.
+/// Quantises the rows [0, rows) of `source`: `depth` bf16 values each, in blocks of 128. Writes
+/// the result to `restored`, to `coded`, or to both.
 struct QuantiseRows {
   Operand source;
   std::int64_t rows = 0;
   std::int64_t depth = 0;
-  void* restored = nullptr;    ///< (rows, depth) bf16, may be the source; null: not wanted
-  CodedRows coded{};           ///< without codes: not wanted
-  std::int64_t coded_row = 0;  ///< the row of `coded` for the first row of the source
+  void* restored = nullptr;    ///< code * scale, (rows, depth) bf16; may be the memory of `source`;
+                               ///< null: not written
+  CodedRows coded{};           ///< codes and scales; not written if `codes` is null
+  std::int64_t coded_row = 0;  ///< row 0 of `source` goes to this row of `coded`
 };
 void quantise_rows(Team& team, const QuantiseRows& job);
 
-/// restored (rows, depth), bf16 = codes times scales.
+/// Writes code * scale of every element of `coded` to `restored`, (rows, depth) bf16.
 void restore_rows(Team& team, const CodedRows& coded, std::int64_t rows, std::int64_t depth,
                   void* restored);
 
-/// Elements of the restored weights: up (E, G, n, d), then down (E, d, n).
+/// Number of elements of the restored weights: gate and up (E, G, n, d), then down (E, d, n).
 std::int64_t restored_weights_elements(const Problem& problem);
-/// Views of restored weights at `memory`; biases are those of `weights`.
+/// Views of restored weights at `memory`, and the biases of `weights`. Fills nothing.
 Weights restored_weights(const Problem& problem, const Weights& weights, void* memory);
-/// Fills `restored`, which restored_weights() returned.
+/// Dequantises `fp8_weights` into `restored`, the views that restored_weights() returned.
 void restore_weights(Team& team, const Problem& problem, const Buffer& fp8_weights,
                      const Weights& restored);
 

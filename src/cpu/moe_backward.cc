@@ -17,7 +17,8 @@ struct Backward {
   const Kernels& kernels;
   const Isa isa;
   const Metadata metadata;
-  // The operands of dA' and dX~: those of `args` and dh, or restored ones in scratch (fp8).
+  // Operands of dA' and dX~. In bf16: dO, weights and H of `args`, and dh. In fp8:
+  // quantised and restored tensors in scratch; H of `args` if it is kept in bf16.
   Tensor da_rows;
   Weights weights;
   void* h;
@@ -318,12 +319,12 @@ class KernelDxRows {
   PerWorker<RowGemmWorker> workers_;
 };
 
-/// Precision::kFp8: what is quantised or restored before and between the products.
+/// Precision::kFp8: quantises and restores (cpu/fp8.h) the operands of the products.
 class Fp8Backward {
  public:
   Fp8Backward(Team& team, const Backward& b) : team_(team), b_(b) {}
 
-  /// dO, the weights and H, to where the members of Backward point.
+  /// Before all products: dO, the weights and H, into Backward::da_rows, weights and h.
   void before() {
     const Problem& p = b_.problem;
     quantise_rows(team_, {.source = rows_of(b_.args.dout, nullptr),
@@ -335,7 +336,7 @@ class Fp8Backward {
     restore_rows(team_, kept_h_rows(p, b_.args.h), b_.metadata.offsets[p.experts],
                  b_.gates() * p.width, b_.h);
   }
-  /// dH of a group.
+  /// Before dX~ of a group of experts: the group's rows of dH, into Backward::dx_operand.
   void between(const ExpertGroup& group) {
     const std::int64_t depth = b_.gates() * b_.problem.width;
     quantise_rows(team_, {.source = dense_rows(b_.dh, depth),

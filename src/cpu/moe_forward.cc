@@ -13,10 +13,11 @@ struct Forward {
   const ForwardArgs& args;
   const Kernels& kernels;
   const Metadata metadata;
-  // The operands of the products: those of `args`, or restored ones in scratch (fp8).
+  // Operands of the products. In bf16: those of `args`. In fp8: the same tensors quantised and
+  // restored to bf16, in scratch.
   Tensor x;
   Weights weights;
-  void* h;  ///< null: not wanted
+  void* h;  ///< null: inference, H is not kept
   void* a;  ///< A of the current group of experts
   void* y;
 
@@ -153,12 +154,13 @@ class KernelY {
   PerWorker<RowGemmWorker> workers_;
 };
 
-/// Precision::kFp8: what is quantised before and between the products.
+/// Precision::kFp8: quantises and restores (cpu/fp8.h) the operands of the products, and quantises
+/// the kept H.
 class Fp8Forward {
  public:
   Fp8Forward(Team& team, const Forward& f) : team_(team), f_(f) {}
 
-  /// X and the weights, to where Forward::x and Forward::weights point.
+  /// Before all products: X and the weights, into Forward::x and Forward::weights.
   void before() {
     const Problem& p = f_.problem;
     quantise_rows(team_, {.source = rows_of(f_.args.x, nullptr),
@@ -167,7 +169,8 @@ class Fp8Forward {
                           .restored = f_.x.data});
     restore_weights(team_, p, f_.args.fp8_weights, f_.weights);
   }
-  /// A in place, and the kept H of a group.
+  /// Between A and Y of a group of experts: A in place; if codes of H are kept, H of the group to
+  /// the caller's buffer.
   void between(const ExpertGroup& group) {
     const Problem& p = f_.problem;
     const std::int64_t rows = group.end - group.begin;

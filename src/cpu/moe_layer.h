@@ -23,10 +23,10 @@ struct ForwardScratch {
   std::int64_t a = 0;         ///< A (C, n); every group of experts writes it from the beginning
   std::int64_t y = 0;         ///< Y (C, d); empty for grouped rows, whose Y is the output
   std::int64_t metadata = 0;  ///< inference only; training writes it to `saved`
-  // fp8 only, restored to bf16.
-  std::int64_t x = 0;        ///< X (T, d)
-  std::int64_t weights = 0;  ///< as restore_weights() lays them
-  std::int64_t h = 0;        ///< H (C, G*n), where only its codes are kept
+  // fp8 only, all in bf16.
+  std::int64_t x = 0;        ///< X (T, d), quantised and restored
+  std::int64_t weights = 0;  ///< restored weights, as restored_weights() places them
+  std::int64_t h = 0;        ///< H (C, G*n) before it is quantised; empty unless codes are kept
   std::int64_t bytes = 0;
 };
 ForwardScratch forward_scratch(const Problem& problem, Pass pass);
@@ -35,11 +35,11 @@ struct BackwardScratch {
   std::int64_t dh = 0;       ///< dH (C, G*n); every group of experts writes it from the beginning
   std::int64_t scaled = 0;   ///< A' (C, n), likewise
   std::int64_t dx_rows = 0;  ///< dX~ (C, d)
-  // fp8 only, restored to bf16.
-  std::int64_t dout = 0;      ///< dO (T, d)
-  std::int64_t weights = 0;   ///< as restore_weights() lays them
-  std::int64_t h = 0;         ///< H (C, G*n), where only its codes were kept
-  std::int64_t dh_coded = 0;  ///< dH quantised, as dh
+  // fp8 only, all in bf16.
+  std::int64_t dout = 0;     ///< dO (T, d), quantised and restored
+  std::int64_t weights = 0;  ///< restored weights, as restored_weights() places them
+  std::int64_t h = 0;  ///< H (C, G*n) restored from the kept codes; empty unless codes are kept
+  std::int64_t dh_coded = 0;  ///< dH quantised and restored; shape and use of `dh`
   std::int64_t bytes = 0;
 };
 BackwardScratch backward_scratch(const Problem& problem);

@@ -1,4 +1,4 @@
-// The cases of Precision::kFp8. Names begin with fp8/.
+// Test cases of Precision::kFp8. Their names begin with fp8/.
 #include "verify/cases.h"
 
 namespace sonicmoe::verify {
@@ -9,8 +9,9 @@ const char* data_name(Data data) {
   return kNames[static_cast<int>(data)];
 }
 
-// Activations for which integers stay integers, and for kRoundings stay small enough for the 14
-// bits in which a tensor core adds up a block.
+// For integers and roundings: an activation that maps integers to integers, so that results can be
+// compared for equality. For kRoundings its values also stay small enough for the 14-bit
+// accumulator in which a tensor core sums a block of 128.
 ActivationKind activation_for(Data data) {
   return data == Data::kRandom ? ActivationKind::kSwiGLU : ActivationKind::kReGLU;
 }
@@ -90,7 +91,7 @@ void add_routings(Extent extent, std::vector<Case>& cases) {
   }
 }
 
-// Sizes of one to five blocks, in every layout of the weights; H kept in either form.
+// d and n of one to five blocks, every layout of the weights, H kept as codes or in bf16.
 void add_shapes(std::vector<Case>& cases) {
   struct Shaped {
     const char* layout_name;
@@ -172,8 +173,8 @@ void add_grads(std::vector<Case>& cases) {
   }
 }
 
-// The first and the last block of a depth of three cancel, so that a sum whose accumulator has
-// fewer bits than fp32 loses what the middle block adds.
+// K has three blocks of 128. The sums over the first and the last block cancel and are so large
+// that an accumulator with fewer bits than fp32 loses the sum over the middle block.
 void add_promotion(std::vector<Case>& cases) {
   Case c = fp8_case("promotion", Data::kRoundings, 67, 384, 384);
   c.cancelling = true;

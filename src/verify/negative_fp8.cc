@@ -16,7 +16,7 @@ float* floats(std::uint8_t* bytes, std::int64_t offset) {
   return reinterpret_cast<float*>(bytes + offset);
 }
 
-/// Both passes get a changed copy of the quantised weights: f(bytes, problem).
+/// Forward and backward read a copy of the quantised weights that f(bytes, problem) has changed.
 template <class F>
 Break with_fp8_weights(F f) {
   return with_inputs([f](DeviceCopies& copies, Problem& p, auto& args) {
@@ -40,7 +40,8 @@ void exchange_gate_and_up(std::uint8_t* bytes, const Problem& p) {
   }
 }
 
-/// Changes the scales of the kept H after forward: f(scales of the first block, rows).
+/// After forward, f(scales, rows) changes the scales of the kept H: one a row, those of the first
+/// block of 128 columns.
 template <class F>
 Break with_kept_scales(F f) {
   return after_forward([f](const Memory& memory, const Problem& p, const ForwardArgs& args) {
@@ -53,8 +54,8 @@ Break with_kept_scales(F f) {
   });
 }
 
-/// The first block of the middle token of x has twice its values in forward, as if the scale of
-/// the quantised row were one power of two off.
+/// Doubles the first 128 values of the middle token of x in forward. The result is as if the scale
+/// of this block were too large by a factor of two.
 Break with_a_row_scale_off() {
   return [](const Implementation& sound) {
     Implementation broken = sound;

@@ -11,7 +11,7 @@ namespace sonicmoe::oracle {
 namespace {
 
 constexpr double kLargest = 448.0;
-constexpr int kLeastExponent = -6;  // of a normal e4m3 value
+constexpr int kLeastExponent = -6;  // the smallest exponent of a normal e4m3 value
 
 std::uint8_t* at(void* buffer, std::int64_t offset) {
   return static_cast<std::uint8_t*>(buffer) + offset;
@@ -30,7 +30,8 @@ void put_scale(void* buffer, std::int64_t offset, std::int64_t index, double val
   std::memcpy(at(buffer, offset + 4 * index), &scale, 4);
 }
 
-// Where one expert's (rows, cols) codes, their transposed copy and their scales lie.
+// Byte offsets, in the weights' buffer, of one expert's codes (rows, cols), of their transposed
+// copy and of their scales.
 struct Place {
   std::int64_t codes;
   std::int64_t transposed;
@@ -64,7 +65,7 @@ Matrix<double> read_matrix_at(const void* buffer, const Place& place, std::int64
   return restored(q, kWeightBlocks);
 }
 
-// Calls f(matrix of the layer, its place) for gate, up and down of every expert.
+// Calls f(matrix, place of its codes) for gate, up and down of every expert of the layer.
 template <class AnyLayer, class F>
 void each_weight(AnyLayer& layer, F f) {
   const Problem& p = layer.problem;
@@ -84,7 +85,7 @@ void each_weight(AnyLayer& layer, F f) {
   }
 }
 
-// The halves of H side by side, as they are kept.
+// Calls f(half of H, its first column in a row of the kept H) for gate, where there is one, and up.
 template <class F>
 void each_half(const Problem& p, F f) {
   const std::int64_t gates = gate_factor(p.activation.kind);

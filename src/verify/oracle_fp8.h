@@ -1,22 +1,22 @@
-// Quantisation as docs/fp8.md defines it, in fp64: e4m3 codes and power-of-two scales of blocks of
-// 128 values of a row, or of 128 x 128 values of a weight matrix.
+// Quantisation as docs/fp8.md defines it, in fp64: e4m3 codes, and one power-of-two scale for each
+// block of 1 x 128 values of a row or of 128 x 128 values of a weight matrix.
 #pragma once
 
 #include "verify/oracle.h"
 
 namespace sonicmoe::oracle {
 
-/// The nearest e4m3 value, ties to the even mantissa; past 448 the value 448. NaN for NaN and
-/// infinities.
+/// The e4m3 value nearest to v, ties to the even mantissa; +-448 for larger finite magnitudes; NaN
+/// for NaN and infinities.
 double e4m3(double v);
-/// The code of an e4m3 value.
+/// The code of a value that e4m3 can represent.
 std::uint8_t e4m3_code(double value);
-/// The value of a code.
+/// The e4m3 value of a code.
 double e4m3_value(std::uint8_t code);
 /// The scale of a block whose largest finite magnitude is `largest`.
 double block_scale(double largest);
 
-/// Elements of a block along the rows and along the columns.
+/// Numbers of rows and of columns of a block.
 struct BlockShape {
   std::int64_t rows = 1;
   std::int64_t cols = 128;
@@ -24,26 +24,28 @@ struct BlockShape {
 inline constexpr BlockShape kRowBlocks = {1, 128};
 inline constexpr BlockShape kWeightBlocks = {128, 128};
 
-/// A matrix whose elements are e4m3 values times the scales of their blocks.
+/// A quantised matrix: each element is an e4m3 value times the scale of its block.
 struct Quantised {
-  Matrix<double> values;  ///< e4m3 values, without their scales
-  Matrix<double> scales;  ///< one a block
+  Matrix<double> values;  ///< e4m3 values, before they are multiplied by scales
+  Matrix<double> scales;  ///< one for each block
 };
 Quantised quantise(const Matrix<double>& m, BlockShape block);
-/// Values times scales.
+/// The dequantised matrix: values times scales.
 Matrix<double> restored(const Quantised& q, BlockShape block);
 
-/// The buffer of quantize_weights() for the unquantised weights of a layer. Bytes between the
-/// arrays are left as they are.
+/// Quantises gate, up and down of `layer` into `buffer`, which has the layout that
+/// quantize_weights() writes. Does not write the padding between its arrays.
 void write_fp8_weights(const Layer& layer, void* buffer);
-/// Replaces gate, up and down of a layer by what the buffer holds.
+/// Replaces gate, up and down of `layer` by the dequantised weights of `buffer`.
 void read_fp8_weights(const void* buffer, Layer& layer);
-/// The first byte at which the arrays of two buffers differ, or -1.
+/// The offset of the first byte at which two buffers of quantised weights differ, or -1. Padding
+/// is not compared.
 std::int64_t first_difference(const Problem& problem, const void* a, const void* b);
 
-/// H in the form in which it is kept in fp8, `capacity` rows; rows past those of `h` are left as
-/// they are. H itself must be bf16 values.
+/// Quantises `h`, whose values must be bf16 values, into `buffer`, which has the layout of the kept
+/// H with `capacity` rows. Does not write the rows past those of `h`.
 void write_kept_h(const Problem& problem, const HiddenRows& h, std::int64_t capacity, void* buffer);
+/// The first `rows` rows of the kept H, dequantised.
 HiddenRows read_kept_h(const Problem& problem, std::int64_t rows, std::int64_t capacity,
                        const void* buffer);
 

@@ -11,18 +11,20 @@ namespace {
 constexpr std::int64_t kBlock = fp8::kBlock;
 
 enum Counter : int { kCounterA, kCounterY };
-// Of backward; the others are those of backward.cc.
+// Tile counters of backward's fp8 products: the same indices as in backward.cc, whose steps use the
+// other counters of the same array.
 constexpr int kCounterInputGrad = 0;
 constexpr int kCounterHiddenGrad = 4;
 
-/// Rows that are gathered: the scales of a row are together.
+/// Quantised rows in token order, which a product gathers. Scales are (rows, depth/128), so that
+/// the scales of one row are contiguous.
 template <class Carver>
 Fp8Rows take_tokens(Carver& carver, std::int64_t rows, std::int64_t depth) {
   auto* codes = carver.template take<std::uint8_t>(rows * depth);
   return {codes, carver.template take<float>(rows * (depth / kBlock)), rows, depth, 0};
 }
 
-/// Rows in expert order at `base`, as core/fp8_layout.h says.
+/// Quantised rows in expert order at `base`, laid out as fp8::RowsLayout.
 Fp8Rows ordered_rows(void* base, std::int64_t rows, std::int64_t depth) {
   const fp8::RowsLayout at = fp8::rows_layout(rows, depth);
   auto* bytes = static_cast<std::uint8_t*>(base);
@@ -35,7 +37,7 @@ Fp8Rows take_rows(Carver& carver, std::int64_t rows, std::int64_t depth) {
                       depth);
 }
 
-/// The matrices in the weights' buffer.
+/// The matrices in the buffer `fp8_weights` (fp8::WeightsLayout), one for each product.
 struct QuantizedWeights {
   const Problem& p;
   const std::uint8_t* bytes;
@@ -52,7 +54,7 @@ struct QuantizedWeights {
   const float* scales(std::int64_t offset) const {
     return reinterpret_cast<const float*>(bytes + offset);
   }
-  /// For A: gate and up, or up alone.
+  /// For A: gate and up, or up alone. K is d.
   Fp8Matrices up() const {
     return {.codes = bytes + at.up,
             .scales = scales(at.up_s),
@@ -64,7 +66,7 @@ struct QuantizedWeights {
             .column_scales = across(),
             .depth_scales = 1};
   }
-  /// For dX~: K is gate's n, then up's.
+  /// For dX~. K is the n of gate, then the n of up.
   Fp8Matrices up_transposed() const {
     return {.codes = bytes + at.up_t,
             .scales = scales(at.up_s),
@@ -76,7 +78,7 @@ struct QuantizedWeights {
             .column_scales = 1,
             .depth_scales = across()};
   }
-  /// For Y.
+  /// For Y. K is n.
   Fp8Matrices down_matrices() const {
     return {.codes = bytes + at.down,
             .scales = scales(at.down_s),
@@ -88,7 +90,7 @@ struct QuantizedWeights {
             .column_scales = down(),
             .depth_scales = 1};
   }
-  /// For dH.
+  /// For dH. K is d.
   Fp8Matrices down_transposed() const {
     return {.codes = bytes + at.down_t,
             .scales = scales(at.down_s),
