@@ -1,4 +1,4 @@
-// Operators of Precision::kFp8 beside the layer's own.
+// The operators quantize_weights and auto_fp8_rows.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct WeightsCall {
   SONICMOE_ARGUMENTS(SONICMOE_WEIGHTS)
 };
 
-/// The layer of these weights, without rows.
+/// The Problem of a layer with these weights and no rows.
 inline sonicmoe::Problem problem_of_weights(const Array& w_down, std::int64_t activation) {
   sonicmoe::Problem problem;
   problem.form = sonicmoe::RoutingForm::kGrouped;
@@ -33,7 +33,7 @@ inline sonicmoe::Problem problem_of_weights(const Array& w_down, std::int64_t ac
   return problem;
 }
 
-/// The bytes of quantised weights.
+/// Quantises the weights of a layer; the result is the buffer `fp8_weights` as a uint8 tensor.
 inline Array quantize_weights(WeightsCall& a) {
   const DeviceScope device(a.w_down);
   expect_rank(a.w_up, 3, "w_up");
@@ -60,7 +60,7 @@ struct AutoRowsCall {
   SONICMOE_ARGUMENTS(SONICMOE_AUTO_ROWS)
 };
 
-/// The least row capacity from which precision="auto" takes fp8.
+/// The smallest row capacity at which precision="auto" takes fp8.
 inline std::int64_t auto_fp8_rows(AutoRowsCall& a) {
   const DeviceScope device(a.w_down);
   expect_rank(a.w_down, 3, "w_down");

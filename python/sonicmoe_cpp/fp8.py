@@ -1,5 +1,5 @@
-"""precision="fp8": the object of quantised weights, which precision a call takes, and the cache of
-a module's quantised weights. docs/fp8.md says what is computed."""
+"""precision="fp8": quantised weights, the choice of a call's precision, and a module's cache of
+quantised weights. docs/fp8.md has the formulas."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ KEEP_H = ("bf16",)
 
 
 class Fp8Weights(NamedTuple):
-    """Weights in e4m3 with block scales, as quantize_weights() makes them."""
+    """Weights in e4m3 with block scales: the result of quantize_weights()."""
 
-    codes: Tensor  # (bytes,) uint8: both orientations, and the scales
+    codes: Tensor  # (bytes,) uint8: codes in two orientations, and scales
     experts: int
     gates: int  # 2 with a gate, else 1
     width: int
@@ -29,11 +29,12 @@ class Fp8Weights(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a caller says of the precision."""
+    """The arguments of a call that concern the precision."""
 
     precision: str | None = None
     keep_h: str | None = None
-    # Fp8Weights or None; or a function that gives either, called where fp8 is taken.
+    # Fp8Weights, None, or a function that returns one of them. The function is called only if the
+    # call computes in fp8.
     fp8_weights: object = None
 
 
@@ -61,24 +62,24 @@ def _constant_auto_rows(*arguments) -> int:
     return _auto_rows(*arguments)
 
 
-# What torch.compiler.assume_constant_result() sets. It would import the compiler.
+# torch.compiler.assume_constant_result() sets the same attribute, but imports the compiler.
 _constant_auto_rows._dynamo_marked_constant = True
 
 
 def auto_rows(w_down, activation: int):
-    """The least row capacity from which "auto" takes fp8; w_down has the facts of a tensor."""
+    """The smallest row capacity at which "auto" takes fp8. w_down is a tensor or its Facts."""
     if w_down.device.type == "meta":
         return math.inf
     if not torch.compiler.is_compiling():
         return _auto_rows(w_down.device, w_down.dtype, activation, *w_down.shape)
-    # A range makes dynamo take a symbolic size for the constant that it is.
+    # Dynamo may see the weights' sizes as symbolic. range() makes it specialise on their values.
     experts, hidden, width = w_down.shape
     sizes = range(experts).stop, range(hidden).stop, range(width).stop
     return _constant_auto_rows(w_down.device, w_down.dtype, activation, *sizes)
 
 
 def number_of(precision, keep_h, rows, w_down, activation: int) -> int:
-    """The operators' argument `precision`, for a call of so many rows at most."""
+    """The operators' argument `precision`, for a call whose row capacity is `rows`."""
     check_request(precision, keep_h)
     if precision == "auto" and rows < auto_rows(w_down, activation):
         precision = None
@@ -88,7 +89,7 @@ def number_of(precision, keep_h, rows, w_down, activation: int) -> int:
 
 
 def capacity(form: str, x, index):
-    """The rows that a call has at most."""
+    """The row capacity of a call: the largest number of rows that it can have."""
     if form == "grouped":
         return x.shape[0]
     rows = 1
@@ -98,8 +99,8 @@ def capacity(form: str, x, index):
 
 
 def given_weights(request: Request, tensors: tuple, options: tuple) -> Tensor | None:
-    """The quantised weights of a call, checked; None: the operator quantises. `tensors` are
-    _ops.LAYER_TENSORS, `options` _ops.OPTIONS."""
+    """The checked codes of a call's quantised weights. None if the call does not compute in fp8, or
+    if the operator has to quantise. `tensors` are _ops.LAYER_TENSORS, `options` _ops.OPTIONS."""
     named = dict(zip(_ops.OPTIONS, options, strict=True))
     weights = request.fp8_weights
     if named["precision"] == PRECISION["tensors"]:
@@ -133,9 +134,9 @@ def quantize_weights(
     activation="swiglu",
     gate_layout: str = "concatenated",
 ) -> Fp8Weights:
-    """The weights of a layer in e4m3, for the argument fp8_weights of moe(), moe_pairs() and
-    moe_grouped() with precision="fp8". They are those of now: call it again when w_up or w_down
-    change. Weights are as in moe(), in bf16, with d and n multiples of 128."""
+    """Quantises the weights of a layer to e4m3, for the argument fp8_weights of moe(), moe_pairs()
+    and moe_grouped() with precision="fp8". Call it again after w_up or w_down have changed. w_up
+    and w_down are as in moe(); they must be bf16, and d and n multiples of 128."""
     from .layer import _activation, _check_weights, _pair
 
     w_gate, w_up = _pair("w_up", w_up)
@@ -162,8 +163,8 @@ def quantize_weights(
 
 
 class _Steps:
-    """Counts the steps of all optimizers: some write to `parameter.data`, which leaves the
-    parameter's version as it is."""
+    """Counts the steps of all optimizers. Some write to `parameter.data`, which does not change the
+    version counter of the parameter, so the cache cannot rely on versions alone."""
 
     count = 0
 
@@ -176,11 +177,11 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class Fp8Cache:
-    """The quantised weights of a module's parameters, made once for each of their values."""
+    """Keeps the quantised weights of a module's parameters until the parameters change."""
 
     def __init__(self):
-        self.captured = False  # a CUDA graph computes with the parameters
-        self.sharded = None  # what FSDP2 gathers the parameters from, by share_fp8_weights()
+        self.captured = False  # a CUDA graph that uses the parameters was captured
+        self.sharded = None  # FSDP2's objects of the sharded parameters; see share_fp8_weights()
         self.forget()
 
     def forget(self) -> None:
@@ -189,15 +190,15 @@ class Fp8Cache:
         self._quantised: Fp8Weights | None = None
 
     def _state_of(self, parameters: tuple) -> tuple:
-        """What changes whenever the values of the parameters do, and the stream that computes:
-        another one would not wait for the copy."""
+        """A key that changes whenever the values of the parameters change. It has the CUDA stream
+        too, because another stream would not wait until the quantised copy is written."""
         device = parameters[0].device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         parts = parameters
         if self.sharded is not None:
             whole = [p.sharded_param for p in self.sharded]
             parts = (*whole, *(t._local_tensor for t in whole))
-            # Of a DTensor the version counts; its elements lie in the local tensor.
+            # A DTensor has the version counter, its local tensor has the memory.
             addresses = (0, 0, *(t.data_ptr() for t in parts[2:]))
         else:
             addresses = [t.data_ptr() for t in parts]
@@ -211,17 +212,18 @@ class Fp8Cache:
         return Fp8Cache, ()
 
     def get(self, parameters: tuple, dtype: torch.dtype, **options) -> Fp8Weights:
-        """Of (w_up, w_down), as tensors of `dtype`; `options` are those of quantize_weights()."""
+        """The quantised weights of the parameters (w_up, w_down), cast to `dtype` first. `options`
+        are those of quantize_weights()."""
         return self.of(parameters, parameters, dtype, **options)
 
     def of(self, parameters: tuple, weights: tuple, dtype, **options) -> Fp8Weights:
-        """Of weights that are views of parameters."""
+        """As get(), but quantises `weights`, which are views of `parameters`."""
         state = dtype, *self._state_of(parameters)
         same = len(self._weights) == len(parameters) and all(
             ref() is t for ref, t in zip(self._weights, parameters, strict=True)
         )
         if not same or state != self._state:
-            # A copy made in inference mode could not be saved for a later backward.
+            # Autograd refuses to save tensors made in inference mode for a later backward.
             with torch.inference_mode(False), torch.no_grad():
                 cast = [t.detach().to(dtype) for t in weights]
                 self._quantised = quantize_weights(*cast, **options)
@@ -231,12 +233,13 @@ class Fp8Cache:
 
 
 def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
-    """Whether a module's weights may be kept quantised from one call to the next. They may not
+    """Whether a module may keep its quantised weights from one call to the next. It may not
 
-    - where FSDP2 or DeepSpeed gather them anew: a gather leaves the version as it is, and the copy
-      would stay while the gathered weights are freed (share_fp8_weights() allows it for FSDP2);
-    - in a graph of torch.compile or CUDA, which would go on with the values of its capture;
-    - after a capture: a replay changes parameters and nothing says so.
+    - under FSDP2 or DeepSpeed, which gather the weights for each use: a gather does not change the
+      version counter, and the quantised copy would occupy memory after the gathered weights are
+      freed (share_fp8_weights() allows it for FSDP2);
+    - inside a graph of torch.compile or CUDA: replays would use the values from the capture;
+    - after a CUDA graph capture: a replay can change parameters without a change of version.
     """
     if torch.compiler.is_compiling():
         return False
@@ -251,16 +254,17 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
     return not cache.captured
 
 
-# The parameters behind each cache of a MoE.
+# The names of the parameters whose quantised weights each cache of a MoE holds.
 _PARAMETERS = {"experts": ("w_up", "w_down"), "shared": ("shared_up", "shared_down")}
 
 
 def share_fp8_weights(model: nn.Module) -> None:
-    """Lets every MoE of a model under fully_shard keep its quantised weights between micro-batches.
-
-    Without it they are quantised in each forward and each backward. With it, every rank holds the
-    whole layer's quantised weights, 2 (G+1) E n d bytes, also while the gathered ones are freed.
+    """Lets every MoE of a model keep its quantised weights between micro-batches under fully_shard.
     Call it after fully_shard.
+
+    Without this call, weights are quantised in each forward and each backward. With it, every rank
+    holds the quantised weights of whole layers, 2 (G+1) E n d bytes a layer, also while the
+    gathered bf16 weights are freed.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -268,7 +272,7 @@ def share_fp8_weights(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # one, before torch 2.12
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one group
             for group in (state._fsdp_param_group,) if groups is None else groups:
                 for p in () if group is None else group.fsdp_params:
                     found[p._module_info.module, p._module_info.param_name] = p

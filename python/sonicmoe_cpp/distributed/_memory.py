@@ -1,4 +1,4 @@
-"""Device memory of this process that the other ranks of a group write."""
+"""Allocates device memory that the other ranks of a group can write, and maps theirs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-ALIGNMENT = 256  # of a buffer, as exchange.h says
+ALIGNMENT = 256  # in bytes, which exchange.h requires of a buffer
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """torch would set up NVLink multicast too, which the exchange does not use."""
+    """Keeps torch from setting up NVLink multicast, which the exchange does not use."""
     before = os.environ.get(_MULTICAST)
     os.environ[_MULTICAST] = "1"
     try:
@@ -32,7 +32,7 @@ def _without_multicast() -> Iterator[None]:
 
 
 class SymmetricMemory:
-    """torch's symmetric memory. Its module is private in torch 2.10 to 2.13."""
+    """Maps memory by torch's symmetric memory, a private module in torch 2.10 to 2.13."""
 
     name = "torch symmetric memory"
 
@@ -53,7 +53,8 @@ class SymmetricMemory:
 
     @staticmethod
     def addresses(memory: Tensor, group: dist.ProcessGroup) -> tuple[list[int], object]:
-        """Every rank's memory as mapped here, and what keeps it mapped."""
+        """The addresses at which this process sees every rank's memory, and an object that keeps
+        the mapping alive."""
         import torch.distributed._symmetric_memory as symmetric
 
         with _without_multicast():
@@ -65,7 +66,7 @@ class SymmetricMemory:
 
 
 class CudaIpc:
-    """torch's allocator, and CUDA IPC as torch.multiprocessing uses it."""
+    """Allocates by torch's allocator and maps by CUDA IPC, as torch.multiprocessing does."""
 
     name = "CUDA IPC"
 
@@ -90,19 +91,20 @@ class CudaIpc:
                 mapped.append(memory)
                 continue
             arguments = list(arguments)
-            # Opened from this rank's GPU, which gets access to the memory; the number of the other
-            # GPU in its own process may mean nothing here.
+            # The handle is opened on this rank's GPU, which then can access the memory. The device
+            # index in `arguments` is valid only in the process that sent it.
             arguments[_STORAGE_DEVICE] = memory.device.index
             mapped.append(rebuild(*arguments))
         return [t.data_ptr() for t in mapped], mapped
 
 
-_STORAGE_DEVICE = 6  # the argument of torch.multiprocessing.reductions.rebuild_cuda_tensor
+# Position of the argument storage_device of torch.multiprocessing.reductions.rebuild_cuda_tensor.
+_STORAGE_DEVICE = 6
 WAYS = (SymmetricMemory, CudaIpc)
 
 
 def aligned(addresses: list[int], own: int) -> list[int]:
-    """The first addresses in all buffers that are aligned; `own` is where this rank's begins."""
+    """The first aligned address in each buffer. `own` is the address of this rank's buffer."""
     if own not in addresses:
         raise RuntimeError(f"the buffer of this rank begins at {own}, but is mapped elsewhere")
     if len({address % ALIGNMENT for address in addresses}) != 1 or 0 in addresses:
@@ -111,12 +113,12 @@ def aligned(addresses: list[int], own: int) -> list[int]:
 
 
 def number_of(text: str) -> int:
-    """62 bits that tell texts apart, for Group.read_all."""
+    """A 62-bit hash of a text, as a number that Group.read_all() can send."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2
 
 
 def host_number() -> int:
-    """The same in all processes of this machine."""
+    """A number that all processes of this machine share, and other machines do not."""
     try:
         return number_of(Path("/proc/sys/kernel/random/boot_id").read_text())
     except OSError:
@@ -128,8 +130,8 @@ def gpu_number(index: int) -> int:
 
 
 def reaches(device: torch.device, numbers: list[int]) -> bool:
-    """Whether the GPU can access those with these gpu_number()s. One that is not visible in this
-    process counts as reachable: mapping its memory shows it."""
+    """Whether `device` can access the GPUs with these gpu_number()s. A GPU that is not visible in
+    this process counts as accessible: if it is not, mapping its memory fails later."""
     own = gpu_number(device.index)
     visible = {gpu_number(i): i for i in range(torch.cuda.device_count())}
     others = [visible[number] for number in numbers if number != own and number in visible]

@@ -1,4 +1,4 @@
-"""The symmetric buffers and the exchange that the layers of a group share."""
+"""The symmetric buffers and the exchanges that the layers of a group share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from . import _memory
 from ._group import CHOICE, Group
 
 DTYPES = (torch.bfloat16, torch.float16)
-GROWTH = 1.5  # at least, of a size that no longer suffices
-# What a rank finds about itself, by its number.
+GROWTH = 1.5  # smallest factor by which a size grows that is too small
+# The state of a rank, as a number that it sends to the other ranks.
 OK, NO_EXCHANGE, NOT_REACHED, NO_MEMORY, NOT_MAPPED = range(5)
 PROBLEMS = {
     NO_EXCHANGE: "has a library whose CUDA backend does not serve it",
@@ -34,7 +34,7 @@ def not_in_a_graph(what: str) -> None:
 
 
 class Shape(NamedTuple):
-    """The largest extents of any step (ExchangeShape)."""
+    """The largest sizes of a step that an exchange can serve (ExchangeShape in exchange.h)."""
 
     max_tokens: int
     max_slots: int
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
         return all(have >= want for have, want in zip(self, other, strict=True))
 
     def grown(self, other: Shape) -> Shape:
-        """Holds both; what has to grow grows by GROWTH at least."""
+        """A shape that holds both. A size that is too small grows at least by the factor GROWTH."""
         sizes = zip(self, other, strict=True)
         return Shape(
             *(max(want, int(GROWTH * have)) if want > have else have for have, want in sizes)
@@ -52,10 +52,10 @@ class Shape(NamedTuple):
 
 
 class PeerBuffers:
-    """The exchange of a group and a dtype.
+    """The exchanges of a group for one dtype.
 
-    It is opened for the sizes of the first call, and opened again for larger ones. Exchanges before
-    it stay, because backward of an earlier forward needs the one that its forward used.
+    The first call opens an exchange for its sizes; a call with larger sizes opens a larger one.
+    Earlier exchanges stay open, because a backward uses the exchange of its forward.
     """
 
     def __init__(self, group: Group):
@@ -72,8 +72,8 @@ class PeerBuffers:
         return self.opened[-1][0]
 
     def open(self, needed: Shape, x: Tensor, timeout: float) -> str | None:
-        """Opens an exchange where none holds the shape, which is the same on all ranks. Gives the
-        reason where none can be opened, and the last one stays."""
+        """Opens an exchange for the shape `needed`, which is the same on all ranks, unless the last
+        one holds it. If none can be opened, returns the reason; the last exchange stays in use."""
         if self.shape is not None and self.shape.holds(needed):
             return None
         if self.decided and self.problem is not None:
@@ -121,21 +121,22 @@ class PeerBuffers:
         return problem or "peer memory cannot be used: the ranks have no way to map it in common"
 
     def _bytes(self, shape: Shape) -> tuple[int, int]:
-        """Of a buffer, and a problem's number."""
+        """The bytes of a buffer for `shape`, and OK or the number of a problem."""
         try:
             return _ops.run("exchange_bytes", self.like, self.group.size, *shape), OK
         except NotImplementedError:
             return 0, NO_EXCHANGE
 
     def _facts(self, code: int, timeout: float) -> list[list[int]]:
-        """(problem, host, GPU, ways to map memory) of every rank."""
+        """[problem, host, GPU, bits of the available ways to map memory] of every rank."""
         device = self.like.device
         ways = sum(1 << bit for bit, way in enumerate(_memory.WAYS) if way.is_available())
         mine = [code, _memory.host_number(), _memory.gpu_number(device.index), ways]
         return self.group.read_all(CHOICE, mine, device, timeout)
 
     def _agreed(self, code: int, timeout: float) -> str | None:
-        """The first rank's problem, the same on all ranks; they wait for each other."""
+        """Sends this rank's `code` to all ranks and waits for theirs. Returns None or a sentence on
+        the first rank with a problem, the same on all ranks."""
         found = self.group.read_all(CHOICE, [code], self.like.device, timeout)
         for rank, (theirs, *_) in enumerate(found):
             if theirs != OK:
@@ -147,7 +148,7 @@ class PeerBuffers:
         return f"peer memory cannot be used: rank {who} {PROBLEMS[code]}"
 
     def _explain(self, way, error: Exception) -> None:
-        """The other ranks learn the problem's number alone."""
+        """Warns with the error on this rank. The other ranks get only the number of the problem."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         text = f"{way.name} cannot be used on rank {self.group.peers.me}: {reason}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -175,7 +176,7 @@ class PeerBuffers:
         except (RuntimeError, ValueError, OSError) as error:
             code = NOT_MAPPED
             self._explain(way, error)
-        # After it all ranks have opened, as a step requires.
+        # This is a barrier too: no step may begin before all ranks have opened the exchange.
         problem = self._agreed(code, timeout)
         if problem is None:
             self.way = way.name

@@ -1,5 +1,5 @@
-"""Expert parallelism over peer memory: the ranks of one host write rows into each other's GPUs
-(include/sonicmoe/exchange.h), and rows travel while products are computed."""
+"""Expert parallelism over peer memory: the GPUs of one host write rows into each other's memory
+while products are computed. Python calls the exchange of include/sonicmoe/exchange.h."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
 from .transport import COMPARED, AllToAll, Forward, Transport, compared
 from .transport import DTYPES as ALL_DTYPES
 
-# A fault's sentence ends with what C++ callers do next. Python's own advice replaces it.
+# The library's fault message ends with advice for C++ callers. ADVICE replaces it.
 _ADVICE = re.compile(r"\. The outputs of this step are not valid; exchange_reset .*", re.DOTALL)
 ADVICE = (
     "The outputs of this step are not valid. If all ranks still run, reset_exchange() on all of "
     "them makes the group usable again; else start the processes again from a checkpoint"
 )
 _RANK = re.compile(r"\brank (\d+)")
-ROUTED = -1  # rows: as many as are routed
-# All ranks ask for the same ones of dx and dweights; so they always ask for both.
+ROUTED = -1  # as a number of rows: exactly the rows that are routed to this rank
+# The exchange requires all ranks to ask for the same gradients among dx and dweights. So each rank
+# always asks for both.
 _ALWAYS = _ops.NEEDS["x"] | _ops.NEEDS["weights"]
 
 
@@ -36,12 +37,12 @@ def served(x: Tensor) -> bool:
 
 
 class Limits(NamedTuple):
-    """What a layer tells its transport."""
+    """A layer's limits for its transport."""
 
     timeout: float
-    max_tokens: int | None = None  # of one rank in any call
-    capacity: float | None = None  # rows of a rank's experts over max_tokens * top_k
-    top_k: int = 0  # of a layer whose routing is a list of pairs; 0: not known
+    max_tokens: int | None = None  # the largest T of one rank in any call
+    capacity: float | None = None  # rows for a rank's experts / (max_tokens * top_k)
+    top_k: int = 0  # K of a module that routes by lists of pairs; 0: not known
 
     def check(self) -> None:
         _checks.number("timeout", self.timeout)
@@ -59,7 +60,7 @@ class Limits(NamedTuple):
                 raise ValueError(f"capacity is {self.capacity}, must be positive")
 
     def numbers(self) -> list[float]:
-        """For operators; of_numbers() is the reverse."""
+        """The limits as an argument of operators; of_numbers() converts them back."""
         return [float(self.timeout), self.max_tokens or 0, self.capacity or 0, self.top_k]
 
     @classmethod
@@ -69,7 +70,7 @@ class Limits(NamedTuple):
 
 
 class PeerMemory(Transport):
-    """By an exchange that all layers of the group share."""
+    """Transports rows over peer memory, by one exchange for all layers of the group."""
 
     name = "peer"
 
@@ -91,8 +92,8 @@ class PeerMemory(Transport):
     # ---- sizes -----------------------------------------------------------------------------------
 
     def needed(self, tensors: tuple, layer: int, needs: int) -> Shape:
-        """The shape that this call needs, the same on all ranks. Without max_tokens, and for lists
-        of pairs, the ranks tell each other their sizes, and the host waits."""
+        """The Shape that this call needs, the same on all ranks. Without max_tokens, or with a list
+        of pairs, the ranks exchange their sizes, and the host waits for them."""
         x, index, second, *_ = tensors
         tokens, hidden = x.shape
         most = self.limits.max_tokens
@@ -109,12 +110,13 @@ class PeerMemory(Transport):
         return Shape(tokens, max(1, *(row[6] for row in found)), hidden)
 
     def rows(self, needed: Shape, by_pairs: bool) -> int:
-        """How many rows this rank's experts may get."""
+        """The row capacity for this rank's experts, or ROUTED."""
         capacity, most, top_k = self.limits.capacity, self.limits.max_tokens, self.limits.top_k
         if capacity is None:
             not_in_a_graph("without capacity the host reads the number of rows")
             return ROUTED
-        # A list of a layer's pairs has those of other ranks too, as empty ones.
+        # A module's list also has the pairs of other ranks' tokens, as empty slots. So the
+        # mean follows from max_tokens and top_k, not from the length of the list.
         mean = most * top_k if by_pairs and top_k else needed.max_slots
         return max(1, math.ceil(capacity * mean))
 
@@ -160,8 +162,9 @@ class PeerMemory(Transport):
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[None]:
-        """A fault of the exchange becomes an ExpertParallelError. After any other error, except a
-        refused argument, this rank may have left the others in the middle of a step."""
+        """Turns a fault of the exchange into an ExpertParallelError. After any other error, except
+        a refused argument, other ranks may be in the middle of a step that this rank has left:
+        incrementing `exchanges` makes Group.guarded() mark the group as broken."""
         try:
             yield
         except (ValueError, TypeError, NotImplementedError):
@@ -175,7 +178,7 @@ class PeerMemory(Transport):
     def _fault(self, sentence: str) -> ExpertParallelError:
         peers = self.group.peers
         sentence = _ADVICE.sub("", sentence)
-        # The exchange counts the ranks of the group; Peers counts those of the whole job.
+        # The exchange numbers ranks within the group, Peers within the whole job.
         sentence = _RANK.sub(lambda found: f"rank {peers.ranks[int(found[1])]}", sentence)
         cause = peers.problem(self.group.moment_before)
         sentence += f" ({cause})" if cause else ""
@@ -190,7 +193,7 @@ class PeerMemory(Transport):
 
 
 class Auto(PeerMemory):
-    """Peer memory where it serves the group, else all-to-all. The ranks decide together, once for
+    """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, once for
     each dtype, in the first call with CUDA tensors."""
 
     name = "auto"
@@ -216,16 +219,16 @@ def _of_group(group, timeout: float) -> tuple[Group, PeerMemory]:
 
 
 def check_exchange(group=None) -> None:
-    """Raises ExpertParallelError if a step over peer memory has failed, as every call of a layer
-    does first. The host does not wait for the device: synchronize before, to see faults of the
-    last step."""
+    """Raises ExpertParallelError if a step over peer memory has failed. Every call of a layer does
+    this check first. The check does not wait for the device: call torch.cuda.synchronize() before
+    it to find faults of the last step."""
     _of_group(group, 1.0)[1].check()
 
 
 def reset_exchange(group=None, timeout: float = 600.0) -> None:
-    """Makes a group usable again whose step over peer memory has failed while all ranks still run:
-    more rows than the capacity, or a rank that came too late. All ranks call it; the host waits for
-    the device and for the other ranks."""
+    """Makes a group usable again after a failed step over peer memory, if all ranks still run: a
+    rank got more rows than its capacity, or came too late. All ranks must call it. The host waits
+    for the device and for the other ranks."""
     found, _ = _of_group(group, timeout)
     for buffers in found.memory.values():
         if buffers.like is None:

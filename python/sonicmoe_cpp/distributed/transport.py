@@ -1,8 +1,8 @@
 """How the ranks of expert parallelism compute a layer together, and how rows travel between them.
 
-A token's row goes to a rank at most once, however many of the token's experts live there. The rank
-sends one row back, the sum over its experts, and the rows of a token are added in the order of the
-ranks. With D the matrix of zeros and ones that takes tokens to the rows sent:
+A token's row is sent to each rank that holds at least one of the token's experts, once. That rank
+sends one row back, the sum over its experts. The token's rank adds these rows in the order of the
+ranks. Let D be the 0/1 matrix that maps tokens to rows sent. Then
 
     dispatch = D      x -> rows, and in backward dO -> rows
     combine  = D^T    rows -> O, and in backward dX of the rows -> dX
@@ -24,33 +24,33 @@ from .._ops import score_dtype
 from ._group import BACKWARD, FORWARD, Group, from_host
 
 TRANSPORTS = ("auto", "all_to_all", "peer")
-# Gradients of these take the rows of x, which backward sends again.
+# The gradients that are computed from rows of x, which backward sends again.
 _OF_X = _ops.NEEDS["w_gate"] | _ops.NEEDS["w_up"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# What ranks compare in every forward.
+# Names of the values that ranks compare in every forward; see compared().
 COMPARED = ("the layer", "d", "the experts of a rank", "the dtype", "the graph for gradients")
 
 
 class Routes(NamedTuple):
-    """What goes where in one call. W ranks; rows and pairs sent lie by the rank that they go to,
-    received ones by the rank that they come from; within a rank, by token."""
+    """Which rows and pairs a call sends and receives, with W ranks. Sent ones are ordered by
+    destination rank, received ones by source rank, and by token within a rank."""
 
-    sent_rows: list[int]  # (W,) rows that each rank gets from here
-    received_rows: list[int]
-    sent_pairs: list[int]
-    received_pairs: list[int]
-    needs: int  # what any rank needs a gradient of, as bits of _ops.NEEDS
-    call: int
+    sent_rows: list[int]  # (W,) rows sent to each rank
+    received_rows: list[int]  # (W,) rows received from each rank
+    sent_pairs: list[int]  # (W,)
+    received_pairs: list[int]  # (W,)
+    needs: int  # bits of _ops.NEEDS: the gradients that at least one rank needs
+    call: int  # Group.calls
     token: Tensor  # (rows sent,) int64: the token of each
-    slot: Tensor  # (pairs sent,) int64: the slot of each in the caller's list
-    row: Tensor  # (pairs received,) int32: the row received that each multiplies
-    expert: Tensor  # (pairs received,) int32: its expert, counted from this rank's first
+    slot: Tensor  # (pairs sent,) int64: the position of each in the caller's list
+    row: Tensor  # (pairs received,) int32: the received row of each pair
+    expert: Tensor  # (pairs received,) int32: index among this rank's experts
 
     def tensors(self) -> tuple:
         return self[6:]
 
     def numbers(self) -> tuple:
-        """The fields that are no tensors, in one tuple."""
+        """The other fields, flattened to one tuple of int."""
         return (*itertools.chain(*self[:4]), self.needs, self.call)
 
     @classmethod
@@ -61,38 +61,38 @@ class Routes(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What ranks must have in common, and what this one needs a gradient of."""
+    """The sizes of a call on this rank, and the gradients that this rank needs."""
 
-    layer: int  # its number in the model, 0 where it has none
-    experts: int  # of each rank
-    tokens: int
+    layer: int  # number of the layer in the model, 0 if it has none
+    experts: int  # on each rank, E/W
+    tokens: int  # T of this rank
     hidden: int
     dtype: torch.dtype
-    needs: int
+    needs: int  # bits of _ops.NEEDS
 
 
 class Forward(NamedTuple):
-    """What a forward gives: its output and, where gradients are recorded, what backward needs
-    beside the arguments."""
+    """The result of a forward: its output and, if gradients are recorded, the state that backward
+    needs in addition to the arguments."""
 
     out: Tensor
-    kept: tuple = ()  # tensors
-    host: tuple = ()  # int
+    kept: tuple = ()  # state in tensors
+    host: tuple = ()  # state in int
 
 
 class Transport(ABC):
-    """Computes the layer with the other ranks of `group`.
+    """Computes the layer together with the other ranks of `group`.
 
-    Results must not depend on the transport, nor on what arrives first: the layer is deterministic
-    and batch-invariant.
+    The layer is deterministic and batch-invariant. So results must depend neither on the transport
+    nor on the order in which rows arrive.
     """
 
-    name: str  # of TRANSPORTS
+    name: str  # one of TRANSPORTS
     group: Group
     timeout: float
 
     def limits_as_numbers(self) -> list[float]:
-        """Limits.numbers(), for operators."""
+        """As Limits.numbers() of peer.py, for operators."""
         return [self.timeout, 0.0, 0.0, 0.0]
 
     @abstractmethod
@@ -103,20 +103,21 @@ class Transport(ABC):
         return self
 
     def chosen(self, tensors: tuple, layer: int, needs: int) -> Transport:
-        """The transport for tensors like these: itself, except where it chooses among others. All
-        ranks call it at the same place."""
+        """The transport that serves tensors like these: itself, or for "auto" the chosen one. All
+        ranks call it at the same point of a forward."""
         return self
 
     @abstractmethod
     def forward(self, tensors, options, main_gradients, layer: int, needs: int) -> Forward:
-        """`tensors` are LAYER_TENSORS in the form "ids" or "pairs", with this rank's tokens, expert
-        numbers among all experts, and the weights of this rank's; `options` are OPTIONS. `layer`
-        is the layer's number in the model, `needs` what this rank needs a gradient of."""
+        """Computes the output for this rank's tokens. `tensors` are LAYER_TENSORS in the form "ids"
+        or "pairs": this rank's tokens, expert ids in [0, E), and the weights of this rank's
+        experts. `options` are OPTIONS, `layer` is the layer's number in the model, and `needs` are
+        the bits of the gradients that this rank needs."""
 
     @abstractmethod
     def backward(self, dout, tensors, options, main_gradients, given: Forward, needs: int) -> list:
-        """The gradients of _ops.DIFFERENTIABLE, None for those that `needs` lacks. `given` is what
-        forward gave, without its output."""
+        """The gradients of _ops.DIFFERENTIABLE, None for those that are not in `needs`. `given` is
+        the result of forward, without its output."""
 
 
 def with_option(options: tuple, name: str, value) -> tuple:
@@ -125,7 +126,7 @@ def with_option(options: tuple, name: str, value) -> tuple:
 
 
 def as_pairs(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
-    """LAYER_TENSORS and options as those of the form "pairs"."""
+    """LAYER_TENSORS and OPTIONS, converted to the form "pairs"."""
     x, index, second, weights, *experts = tensors
     if second is not None:
         return tensors, options
@@ -135,8 +136,8 @@ def as_pairs(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
 
 
 class RowTransport(Transport):
-    """Moves rows and routing weights between the ranks, and computes the layer of one process on
-    the rows that have arrived."""
+    """Moves rows and routing weights between the ranks. Each rank runs the layer of one process on
+    the rows that it has received."""
 
     def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
         (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
@@ -161,7 +162,8 @@ class RowTransport(Transport):
         drows = self.dispatch(dout, routes)
         rows = self.dispatch(x, routes) if routes.needs & _OF_X else torch.empty_like(drows)
         local = (rows, routes.row, routes.expert, row_weights, *experts)
-        # Of x and the weights every rank gives what any of them needs.
+        # If any rank needs the gradient of x or of the routing weights, all ranks compute it: the
+        # parts of a rank's gradient come from the other ranks.
         shared = routes.needs & (_ops.NEEDS["x"] | _ops.NEEDS["weights"])
         wanted = tuple(bool((needs | shared) & bit) for bit in _ops.NEEDS.values())
         found = _ops.gradients(drows, (*local, *options), wanted, h, saved, main_gradients)
@@ -175,29 +177,32 @@ class RowTransport(Transport):
 
     @abstractmethod
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
-        """Begins a call: ranks tell each other how much they send. token (C,) and expert (C,),
-        among all experts, are the caller's pairs; a token's stand in the order of their sum."""
+        """Begins a call: the ranks exchange the numbers of rows and pairs that they send. The
+        caller's pairs are token (C,) and expert (C,), the latter in [0, E). A token's pairs are
+        summed in the order of the list."""
 
     @abstractmethod
     def begin_backward(self, routes: Routes) -> None:
-        """Called once before the exchanges of a backward."""
+        """Called once in a backward, before it communicates."""
 
     @abstractmethod
     def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
-        """The rows received (sum of received_rows, d), from x (T, d) of all ranks."""
+        """Sends rows of x (T, d) and returns the rows received, (sum of received_rows, d)."""
 
     @abstractmethod
     def combine(self, rows: Tensor, routes: Routes, tokens: int) -> Tensor:
-        """(T, d) from rows as dispatch() gave them: their sum by token in fp32 (fp64 for fp64), in
-        the order of the ranks, rounded to the dtype."""
+        """Sends `rows`, in the order of dispatch()'s result, back to the ranks of their tokens.
+        Returns (T, d): for each token the sum of its rows, in fp32 (fp64 for fp64) and in the order
+        of the ranks, rounded to the dtype."""
 
     @abstractmethod
     def dispatch_weights(self, weights: Tensor, routes: Routes) -> Tensor:
-        """The weights of the pairs received, from the weights (C,) of all ranks' lists."""
+        """Sends the weights (C,) of the caller's pairs; returns those of the pairs received."""
 
     @abstractmethod
     def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Tensor:
-        """(C,) gradients of the caller's weights; 0 for a pair that went nowhere."""
+        """Sends the gradients of received pairs back. Returns the gradients (C,) of the caller's
+        weights, 0 for a pair that was not sent."""
 
 
 def compared(layer, hidden, experts, dtype, needs) -> tuple:
@@ -207,7 +212,7 @@ def compared(layer, hidden, experts, dtype, needs) -> tuple:
 
 
 def _starts(counts: list[int]) -> list[int]:
-    """Where the rows of each rank begin."""
+    """The index at which the rows of each rank begin."""
     begins = [0]
     for count in counts[:-1]:
         begins.append(begins[-1] + count)
@@ -215,10 +220,10 @@ def _starts(counts: list[int]) -> list[int]:
 
 
 class AllToAll(RowTransport):
-    """By torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs.
+    """Sends rows by torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs.
 
-    The host reads the numbers of rows once a call, on CUDA after all work queued before. Nothing
-    is hidden: products begin when all rows are there.
+    In each forward the host reads the numbers of rows; on CUDA it waits until all work queued
+    before has run. Communication is not overlapped: products begin when all rows have arrived.
     """
 
     name = "all_to_all"
@@ -227,7 +232,7 @@ class AllToAll(RowTransport):
         self.group, self.timeout = group, timeout
 
     def check(self) -> None:
-        """Nothing: a step that fails raises, at the latest in the next forward."""
+        """Does nothing: a step that failed raises by itself, at the latest in the next forward."""
 
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
         ranks, tokens = self.group.size, facts.tokens
@@ -264,7 +269,8 @@ class AllToAll(RowTransport):
         )
 
     def _agree(self, counts: Tensor, facts: Facts) -> tuple[tuple, tuple]:
-        """(rows, pairs) sent and (rows, pairs, what any rank needs) received."""
+        """Exchanges `counts` and compares facts. Returns (rows, pairs) sent to each rank, and
+        (rows, pairs) received from each rank with the bits of the gradients that any rank needs."""
         mine = (facts.layer, facts.hidden, facts.experts, DTYPES.index(facts.dtype), facts.needs)
         head = from_host(mine, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
@@ -278,7 +284,8 @@ class AllToAll(RowTransport):
         return (sent_rows, sent_pairs), (received_rows, received_pairs, needs)
 
     def begin_backward(self, routes: Routes) -> None:
-        """On the CPU ranks compare which call it is; on CUDA the host would wait for the device."""
+        """On the CPU the ranks check that they differentiate the same call. On CUDA they do not,
+        because the host would have to wait for the device."""
         if not routes.token.is_cuda:
             device = routes.token.device
             found = self.group.read_all(BACKWARD, [routes.call], device, self.timeout)
