@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Expert parallelism over the GPUs of this machine beside what others do: ep2.json.
+"""Compares expert parallelism over the GPUs of this machine with other implementations: ep2.json.
 
     cmake --build --preset release --target exchange_bench
     python benchmarks/ep2.py                 all layers, less than four minutes on two H200
     python benchmarks/ep2.py --smoke         one layer, few repeats, 20 seconds
 
-Three programs write what they find to the record, each as far as --seconds allows:
+Three programs add their results to the record. A program that runs out of --seconds is cut short:
 
-1. ep2_bench/worker.py, a process for each GPU: this library's layer through PyTorch over peer
-   memory; the same layer alone on one GPU; all-to-all by NCCL with the library's grouped form and
-   with compiled grouped_mm; all-gather and reduce-scatter around the library's layer. Interleaved
-   and hot; results are compared with ours before anything is timed. Then the memory kept for
-   backward with uneven routings.
-2. exchange_bench: the layer in C++ beside the layer alone, and bare transfers; then with eight
-   ranks that share the GPUs.
-3. ep2_bench/worker.py --peers nvshmem: torch's all_to_all_vdev_2d, where torch has NVSHMEM. It is a
-   program of its own, because a process has one backend of symmetric memory.
+1. ep2_bench/worker.py, one process for each GPU. It times this library's layer through PyTorch over
+   peer memory; the same layer alone on one GPU; all-to-all by NCCL, with the library's grouped form
+   and with compiled grouped_mm; all-gather and reduce-scatter around the library's layer. Calls are
+   interleaved and hot. Before anything is timed, results are compared with this library's. Then it
+   measures the memory kept for backward with uneven routings.
+2. exchange_bench: the layer in C++ over peer memory, the layer alone, and transfers alone; then the
+   same with eight ranks that share the GPUs.
+3. ep2_bench/worker.py --peers nvshmem: torch's all_to_all_vdev_2d, if torch has NVSHMEM. It runs in
+   its own processes, because a process can use only one backend of symmetric memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CONFIGS = ("7B-n256", "30B-n256", "qwen3-30b", "qwen3-235b")
 GOAL = {"7B-n256": 1.15, "30B-n256": 1.12, "qwen3-30b": 1.08, "qwen3-235b": 1.05}
 PEERS = ("nccl_grouped", "nccl_grouped_mm", "gather_scatter", "vdev_2d")
 RATES = ("dispatch_gbs", "combine_gbs")
-# What exchange_bench measures of a layer.
+# The measurements that exchange_bench prints for a layer.
 OF_CPP = ("alone", "ours", "hidden", "not_overlapped_ms", "dispatch_ms", "combine_ms")
-PRETENDED = 8  # ranks
-SPARE = 5.0  # seconds that a program gets to end by itself
+PRETENDED = 8  # ranks that share the GPUs
+SPARE = 5.0  # seconds before its time limit at which a worker starts no further layer
 
 
 def arguments() -> argparse.Namespace:
@@ -67,7 +67,9 @@ def header(options) -> dict:
     found = {"what": "ep2", "state": "hot", "torch": torch.__version__}
     found["date"] = time.strftime("%Y-%m-%dT%H:%M:%S")
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    found["commit"] = os.environ.get("SONICMOE_COMMIT") or output_of(git)  # or without a history
+    found["commit"] = os.environ.get("SONICMOE_COMMIT") or output_of(
+        git
+    )  # the variable: for a copy without .git
     found["device"] = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     if options.device == "cuda":
@@ -76,7 +78,7 @@ def header(options) -> dict:
 
 
 def output_of(command: list[str]) -> str:
-    """What it prints, or "unknown"."""
+    """The output of a command, or "unknown" if it fails."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -85,10 +87,10 @@ def output_of(command: list[str]) -> str:
 
 
 def run(command: list[str], seconds: float) -> tuple[str, str]:
-    """What a program prints, and what went wrong with it: "" if nothing did."""
+    """Runs a program for at most `seconds`. Returns its output, and its problem or ""."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
-    # NVLink multicast is not used; on machines shared with others it must not be.
+    # Without NVLink multicast, which must not be used on machines that are shared with others.
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
     environment.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -135,7 +137,7 @@ class Driver:
         path.write_text(json.dumps(self.record, indent=1) + "\n")
 
     def row(self, found: dict) -> dict:
-        """The record's row of a layer."""
+        """The row of the record for the layer of `found`, which is added if it is missing."""
         for row in self.record["rows"]:
             if row["config"] == found["config"]:
                 return row
@@ -146,7 +148,7 @@ class Driver:
     # ---- the programs ----------------------------------------------------------------------------
 
     def worker(self, peers: str, configs: list[str], seconds: float) -> tuple[list[dict], str]:
-        """The lines of worker.py, and a problem."""
+        """Runs worker.py. Returns the lines that it wrote, and its problem or ""."""
         options = self.options
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "lines"
@@ -176,7 +178,8 @@ class Driver:
         return json_lines(out)
 
     def in_cpp(self, seconds: float) -> None:
-        """The layer without Python: alone and ours of the record's rows; bare transfers."""
+        """Runs exchange_bench: adds the layer in C++, over peer memory and alone, to the record's
+        rows, and transfers alone to the record."""
         if not Path(self.options.bench).exists():
             return self.note("exchange_bench", "it is not built")
         for line in self.bench(self.options.configs, seconds):
@@ -191,8 +194,8 @@ class Driver:
                 self.record[key] = max(rates)
 
     def pretended(self, seconds: float) -> None:
-        """Eight ranks that share the GPUs, to see how it grows: each computes on a part of a GPU,
-        in alone too."""
+        """Runs exchange_bench with eight ranks that share the GPUs, to see how the cost grows with
+        the number of ranks. The layer alone shares the GPUs in the same way."""
         if self.options.smoke or not Path(self.options.bench).exists():
             return
         lines = self.bench(["--ranks", str(PRETENDED), self.options.configs[0]], seconds)
@@ -226,7 +229,7 @@ def total(times: dict) -> float:
 
 
 def complete(row: dict) -> bool:
-    """Whether a row has all that was asked for, or why not."""
+    """Whether a row has our times, and for each peer its times or the reason why it is absent."""
     missing = [name for name in PEERS if name not in row and name not in row.get("absent", {})]
     return not missing and "ours" in row and "ours_torch" in row
 

@@ -1,4 +1,4 @@
-"""The plot and the parts of docs/distributed.md that show the record of ep2.py; measures nothing.
+"""Makes the plot and the generated parts of docs/distributed.md from the record of ep2.py.
 
 python benchmarks/ep2_figures.py             writes the plot to docs/images/
 python benchmarks/check_figures.py --fix     writes the parts to docs/distributed.md
@@ -42,13 +42,13 @@ def over_alone(row: dict) -> float:
 
 
 def best_peer(row: dict) -> float | None:
-    """The time of the fastest peer over ours, of the same run."""
+    """The time of the fastest peer / our time in the same run."""
     ratios = [total(row[name]) / of_run(row, name) for name in PEERS if name in row]
     return min(ratios, default=None)
 
 
 def of_run(row: dict, name: str) -> float:
-    """Ours in the run in which a peer was timed."""
+    """Our time in the run in which the peer `name` was timed."""
     return total(row["ours_beside_vdev_2d" if name == "vdev_2d" else "ours_torch"])
 
 
@@ -57,7 +57,7 @@ def in_cpp(found: dict) -> list[dict]:
 
 
 def pretended(found: dict) -> str:
-    """A sentence on ranks that share GPUs."""
+    """A sentence for each record with ranks that share GPUs."""
     texts = [
         f" {row['config']} with {row['ranks']} ranks that share the GPUs: {over_alone(row):.3f} "
         f"times alone, which shares them too; without overlap "
@@ -68,7 +68,7 @@ def pretended(found: dict) -> str:
 
 
 def cost_part() -> str:
-    """The layer over peer memory beside the layer alone."""
+    """The table that compares the layer over peer memory with the layer alone."""
     found = record()
     if found is None or "dispatch_gbs" not in found:
         return ABSENT
@@ -96,7 +96,7 @@ def cost_part() -> str:
 
 
 def peers_part() -> str:
-    """Our layer through PyTorch beside others."""
+    """The table that compares our layer through PyTorch with other implementations."""
     found = record()
     rows = [row for row in found["rows"] if "ours_torch" in row] if found else []
     if not rows:
@@ -116,7 +116,7 @@ def peers_part() -> str:
 
 
 def memory_part() -> str:
-    """What is kept for backward with uneven routings."""
+    """The sentence on the memory kept for backward with uneven routings."""
     kept = (record() or {}).get("kept")
     if kept is None:
         return ABSENT
@@ -134,7 +134,7 @@ TABLES = {"ep2-cost": cost_part, "ep2-peers": peers_part, "ep2-memory": memory_p
 
 
 def plot(plt, found: dict):
-    """Times beside peers, and the share of transfers that is hidden."""
+    """Two charts: the times of all implementations, and the share of transfers that is hidden."""
     figure, (times, share) = plt.subplots(
         2, 1, figsize=(9, 7), layout="constrained", height_ratios=(2, 1)
     )

@@ -1,6 +1,6 @@
-// Measures Precision::kFp8 on one GPU beside the same layer in bf16, in the same run and
-// alternately, and prints a JSON object a line: milliseconds of forward and of forward + backward,
-// of each step of both passes, of quantising the weights, and MiB kept for backward.
+// Measures a layer in fp8 and in bf16 on one GPU. Bursts of the two precisions alternate in one
+// run. Each output line is a JSON object: milliseconds of forward, of forward + backward, of each
+// step of both passes and of quantising the weights, and MiB kept for backward.
 //
 //   fp8_bench [SECONDS_PER_CONFIG] [CONFIG ...]     all configs by default
 #include <cuda_runtime.h>
@@ -35,7 +35,7 @@ constexpr Config kConfigs[] = {
     {"d2048-n1024", 32768, 2048, 1024, 64, 8}, {"d2048-n2048", 16384, 2048, 2048, 64, 8},
     {"7B-n512", 24576, 1536, 512, 64, 4},      {"d7168-n2048", 16384, 7168, 2048, 64, 4}};
 
-/// Device memory filled with zeros, or with normal bf16 values.
+/// Device memory filled with zeros, or with normally distributed bf16 values.
 class Memory {
  public:
   explicit Memory(std::int64_t bytes) : bytes_(std::max<std::int64_t>(bytes, 256)) {
@@ -45,7 +45,7 @@ class Memory {
   Memory(std::int64_t count, double scale, unsigned seed) : Memory(2 * count) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal(0.0f, static_cast<float>(scale));
-    std::vector<std::uint16_t> values(1048573);  // a prime
+    std::vector<std::uint16_t> values(1048573);  // a prime, so that rows do not repeat
     for (std::uint16_t& v : values) {
       const float f = normal(random);
       std::uint32_t word = 0;
@@ -75,7 +75,7 @@ class Memory {
   std::int64_t bytes_ = 0;
 };
 
-/// Inputs and results, which both precisions share.
+/// Inputs and outputs of a layer; both precisions use the same ones.
 struct Tensors {
   explicit Tensors(const Config& config) : c(config) {
     std::mt19937 random(5);
@@ -194,7 +194,8 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-/// Milliseconds of a call; the first two fifths of a burst of `ms` are not counted.
+/// Milliseconds of one call: the mean over the last three fifths of a burst that lasts about `ms`
+/// milliseconds.
 template <class F>
 double hot_time(double ms, const F& call) {
   const Event begin, end;
@@ -211,7 +212,7 @@ double hot_time(double ms, const F& call) {
   return end.since(begin) / (count - skipped);
 }
 
-/// The time of each step of a pass, summed by name.
+/// Sums the times of the steps of a pass by name.
 class StepTimes : public KernelObserver {
  public:
   void begin(const char* kernel) override {
@@ -239,7 +240,8 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// Medians over calls in a burst. Events between the launches end their overlap.
+/// Median time of each step over several calls. The events between launches prevent the overlap of
+/// steps, so their sum can exceed the time of a pass.
 std::string step_times(Layer& layer) {
   constexpr int kCalls = 9;
   StepTimes observer;

@@ -1,1 +1,1 @@
-"""What ep2.py runs on each rank."""
+"""The program that ep2.py runs on each rank, worker.py, and its parts."""

@@ -1,4 +1,4 @@
-"""The layers that are timed, and a rank's tensors."""
+"""The sizes of the timed layers, and the tensors of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Shape(NamedTuple):
-    T: int  # of one rank
+    T: int  # tokens of one rank
     d: int
     n: int
     E: int
@@ -20,13 +20,14 @@ CONFIGS = {
     "30B-n256": Shape(16384, 4096, 256, 256, 16),
     "qwen3-30b": Shape(16384, 2048, 768, 128, 8),
     "qwen3-235b": Shape(16384, 4096, 1536, 128, 8),
-    "tiny": Shape(96, 64, 32, 8, 2),  # for a trial without GPUs
+    "tiny": Shape(96, 64, 32, 8, 2),  # for a test without GPUs
 }
 
 
 class Data:
-    """x, routing and gradient of one rank, and the weights of its experts; equal parts of all
-    experts are chosen, which `share` changes: the part of the choices that falls on rank 0."""
+    """x, routing and output gradient of one rank, and the weights of its experts. Without `share`
+    every expert is chosen equally often on average. `share` is the part of all choices that falls
+    on rank 0's experts."""
 
     def __init__(self, shape: Shape, rank: int, ranks: int, device, share: float | None = None):
         self.shape, self.rank, self.ranks = shape, rank, ranks
@@ -57,6 +58,6 @@ class Data:
 
 
 def _advantage(share: float) -> float:
-    """What is added to rank 0's logits, so that about this part of the choices falls on it. Found
-    by trial with K = 8 of E = 128; other shapes come near it."""
+    """The constant that is added to the logits of rank 0's experts, so that about `share` of the
+    choices falls on them. Found by trial with K = 8 and E = 128; approximate for other shapes."""
     return {0.5: 0.0, 0.55: 0.1, 0.6: 0.2, 0.4: -0.2, 0.45: -0.1}[share]

@@ -1,5 +1,5 @@
-"""torch.ops.symm_mem.all_to_all_vdev_2d with the library's grouped form: the counts stay on the
-device, and a row for each (token, expert) pair travels."""
+"""Expert parallelism by torch.ops.symm_mem.all_to_all_vdev_2d and the library's grouped form. The
+counts stay on the device. One row is sent for each (token, expert) pair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ep2_bench.peers import Combine, Order, Spread
 
 
 def absent() -> str | None:
-    """Why it cannot be used, or None."""
+    """The reason why NVSHMEM cannot be used, or None."""
     import torch.distributed._symmetric_memory as symmetric
 
     for name in ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset"):
@@ -26,7 +26,8 @@ def absent() -> str | None:
 
 
 class Buffers:
-    """Symmetric tensors for rows at their own rank (T * K) and at the experts' rank."""
+    """Symmetric tensors for rows on the rank of their tokens (`here`, T * K) and on the rank of
+    their experts (`there`)."""
 
     def __init__(self, data: Data, capacity: float):
         import torch.distributed._symmetric_memory as symmetric
@@ -44,18 +45,19 @@ class Buffers:
         there = int(capacity * pairs)
         self.there, self.there_again = empty(there, d), empty(there, d)
         self.counts = empty(experts, dtype=torch.int64)
-        # Counts and where they begin, which the operators write.
+        # Numbers of rows by expert, and the offsets of these groups; the operators write both.
         self.received = empty(2, experts, dtype=torch.int64)
         self.again = empty(2, experts, dtype=torch.int64)
         self.returned = empty(2, experts, dtype=torch.int64)
 
     def out(self, into: Tensor, record: Tensor) -> Tensor:
-        """Rows of `here` to the ranks of their experts."""
+        """Sends the rows of `here` to the ranks of their experts."""
         by = torch.ops.symm_mem.all_to_all_vdev_2d
         by(self.here, into, self.counts, record, self.name)
         return into
 
     def back(self, source: Tensor, into: Tensor) -> Tensor:
+        """Sends rows on the experts' ranks back to the ranks of their tokens."""
         by = torch.ops.symm_mem.all_to_all_vdev_2d_offset
         by(source, into, self.received, self.returned, self.name)
         return into

@@ -1,4 +1,4 @@
-"""Expert parallelism as others do it today, from parts that torch and this library have."""
+"""Expert parallelism by the usual methods, built from operators of torch and of this library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compiled(function):
 
 
 class Order:
-    """The (token, expert) pairs sorted by expert, without the host's help."""
+    """Sorts the (token, expert) pairs by expert; the host does not wait."""
 
     def __init__(self, ids: Tensor, experts: int):
         key, self.order = ids.flatten().sort(stable=True)
@@ -55,7 +55,7 @@ def _weighted_backward(dout: Tensor, rows: Tensor, weights: Tensor, order: Tenso
 
 
 class Spread(Function):
-    """The row of each pair's token."""
+    """Copies x to one row for each pair, in the order of the pairs."""
 
     @staticmethod
     def forward(ctx, x, order, inverse, k):
@@ -115,7 +115,7 @@ class Travel(Function):
 
 
 def by_all_to_all(data: Data, experts) -> Tensor:
-    """A row for each (token, expert) pair travels; the host reads the counts."""
+    """Sends one row for each (token, expert) pair; the host reads the counts."""
     shape, ranks = data.shape, data.ranks
     pairs = Order(data.ids, shape.E)
     theirs = torch.empty_like(pairs.counts)
@@ -188,7 +188,8 @@ class Scatter(Function):
 
 
 def by_all_gather(data: Data) -> Tensor:
-    """Every rank gets all tokens, and computes those of its experts; other ids are empty slots."""
+    """Every rank gets all tokens and computes the pairs of its experts; ids of other experts are
+    empty slots."""
     first = data.rank * (data.shape.E // data.ranks)
     ids = _gather(data.ids, data.ranks) - first
     x, weights = (Gather.apply(t, data.ranks) for t in (data.x, data.weights))
@@ -199,7 +200,7 @@ def by_all_gather(data: Data) -> Tensor:
 
 
 def alone(data: Data) -> Tensor:
-    """One GPU with as many routed rows and its own experts; nothing travels."""
+    """The layer on one GPU: as many routed rows, this rank's experts, no communication."""
     return smoe.moe(data.x, data.local_ids, data.weights, data.w_up, data.w_down)
 
 
@@ -209,7 +210,7 @@ def ours(data: Data, **options) -> Tensor:
 
 
 def contenders(data: Data, transport: str, capacity: float) -> dict:
-    """name -> call, which gives the output. ours_torch has to be the first with its results."""
+    """Maps names to calls that return the output. The results of ours_torch are the reference."""
     arena = {"transport": transport, "max_tokens": data.shape.T, "capacity": capacity}
     exact = {"transport": transport, "max_tokens": data.shape.T}
     expected = compiled(_grouped_mm)

@@ -1,4 +1,4 @@
-"""Times of calls that all ranks make together: the slowest rank's, interleaved and hot."""
+"""Times calls that all ranks make together, interleaved and hot. A time is the slowest rank's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 import torch
 import torch.distributed as dist
 
-HEAT = 8  # bursts before those that count
+HEAT = 8  # bursts of the first call that heat the GPU before the measurement
 
 
 def slowest(value: float, device) -> float:
-    """The largest value of all ranks."""
+    """The maximum of `value` over all ranks."""
     found = torch.tensor([value], device=device, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
 
 
 def burst(call, count: int, device) -> float:
-    """Milliseconds of one of `count` calls without a pause."""
+    """Milliseconds of one call: the mean over `count` calls without a pause between them."""
     dist.barrier()
     if device.type != "cuda":
         began = time.perf_counter()
@@ -37,7 +37,8 @@ def burst(call, count: int, device) -> float:
 
 
 def interleaved(calls: dict, device, burst_ms: float, rounds: int) -> dict[str, float]:
-    """The median of each call's bursts, which alternate. The GPU is at its power limit by then."""
+    """The median time of each call over bursts of all calls in turn. Bursts that are not counted
+    bring the GPU to its power limit first."""
     counts = {}
     for name, call in calls.items():
         call()

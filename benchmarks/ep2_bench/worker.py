@@ -1,7 +1,7 @@
-"""A rank of ep2.py: python -m torch.distributed.run ... -m ep2_bench.worker ...
+"""One rank of ep2.py: python -m torch.distributed.run ... -m ep2_bench.worker ...
 
-Times this library's layer over peer memory and what others do, in one run, and writes a line for
-each layer to --out.
+Times this library's layer over peer memory and the other implementations in one run, and writes one
+line of JSON for each layer to --out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from ep2_bench import nvshmem, peers, timing
 from ep2_bench.data import CONFIGS, Data
 
-LARGEST_ERROR = 0.02  # of a result, relative to ours
+LARGEST_ERROR = 0.02  # of a result: norm of the difference from ours / norm of ours
 NAMES = ("out", "dx", "dweights", "dw_up", "dw_down")
-CAPACITY = 1.05  # an even routing has 1 % more rows than the mean at most
-SKEWS = (0.6, 0.4, 0.55, 0.45)  # rank 0's share of the choices, by layer
+CAPACITY = 1.05  # enough: an even routing has at most 1 % more rows than the mean
+SKEWS = (0.6, 0.4, 0.55, 0.45)  # part of the choices that falls on rank 0, one for each layer
 
 
 def arguments() -> argparse.Namespace:
@@ -49,16 +49,16 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def wrong(found: tuple, expected: tuple, device) -> str | None:
-    """Which results differ too much from ours on some rank."""
+    """A sentence on the results that differ too much from ours on at least one rank, or None."""
     errors = {n: error(g, w) for n, g, w in zip(NAMES, found, expected, strict=True)}
     errors = {name: timing.slowest(value, device) for name, value in errors.items()}
-    # Not `value > LARGEST_ERROR`: a NaN is wrong too.
+    # `not <=` instead of `>`, so that a NaN counts as wrong.
     bad = [f"{n} {v:.3f}" for n, v in errors.items() if not v <= LARGEST_ERROR]
     return f"wrong results: {', '.join(bad)}" if bad else None
 
 
 class Rank:
-    """What one rank does for all layers."""
+    """The measurements of one rank."""
 
     def __init__(self, options):
         self.options = options
@@ -69,7 +69,7 @@ class Rank:
         self.transport = "peer" if cuda else "all_to_all"
 
     def late(self) -> bool:
-        """Whether the time is over, the same on all ranks."""
+        """Whether the time --until has come on any rank; the same answer on all ranks."""
         return timing.slowest(time.time() - self.options.until, self.device) > 0
 
     def write(self, row: dict) -> None:
@@ -84,7 +84,7 @@ class Rank:
             torch.cuda.empty_cache()
 
     def checked(self, calls: dict, data: Data) -> dict[str, str]:
-        """Takes those whose results are wrong out of `calls`; gives the reasons."""
+        """Removes calls with wrong results from `calls`; returns the reasons by name."""
         expected, reasons = results(calls["ours_torch"], data), {}
         for name, call in list(calls.items()):
             if name in ("ours_torch", "alone_torch"):
@@ -115,7 +115,8 @@ class Rank:
         return row | ({"absent": reasons} if reasons else {})
 
     def kept(self, config: str) -> dict:
-        """MiB that layers with uneven routings keep for backward on each rank, by mode."""
+        """MiB that layers with uneven routings keep for backward on each rank: with as many rows as
+        are routed (exact), and with `capacity` (arena)."""
         shape = CONFIGS[config]
         datas = [Data(shape, self.rank, self.ranks, self.device, share) for share in SKEWS]
         held = shape.E // self.ranks
@@ -136,7 +137,7 @@ class Rank:
         return row
 
     def kept_by(self, datas: list, options: dict) -> float:
-        for data in datas:  # what is allocated once
+        for data in datas:  # makes the allocations that happen only once
             peers.ours(data, **options)
         self.free()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
