@@ -88,8 +88,8 @@ def cost_part() -> str:
             grid(columns, cells, words=2),
             "Forward and backward in C++, T tokens on each rank, hot. *Alone*: the same layer on "
             "one GPU with as many routed rows and E/W experts, without communication. *Share "
-            "hidden*: of the transfers' time, what the step does not take longer than the layer "
-            f"alone. Transfers alone, rows of 4 KB: {rates} each way, dispatch and combine. "
+            "hidden*: 1 - (ours - alone) / time of the transfers without products. "
+            f"Transfers without products, rows of 4 KB: {rates} each way, dispatch and combine. "
             f"{where}, commit {found['commit']}.{pretended(found)}",
         ]
     )
