@@ -20,7 +20,7 @@ double bench_bytes(const Problem& p, const Exec& exec) {
   const auto G = static_cast<double>(gate_factor(p.activation.kind));
   const double weights = 2 * (G + 1) * static_cast<double>(p.experts) * n * d;
   const double tokens = 4 * static_cast<double>(p.tokens) * d;
-  // H in the tensors' dtype, also where fp8 keeps less.
+  // H is counted in the tensors' dtype, although fp8 keeps fewer bytes.
   const std::int64_t scratch = std::max(moe_sizes(p, Pass::kForward, exec).scratch_bytes,
                                         moe_sizes(p, Pass::kBackward, exec).scratch_bytes);
   return static_cast<double>(dtype_bytes(p.dtype)) * (weights + tokens + rows * G * n) +

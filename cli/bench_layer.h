@@ -16,7 +16,7 @@ class BenchLayer {
              const Target& target);
   void forward(KernelObserver* observer = nullptr) const;
   void backward(KernelObserver* observer = nullptr) const;
-  /// For fp8; the constructor has called it once.
+  /// fp8 only. The constructor calls it once.
   void quantize_weights() const;
   /// Routed (token, expert) rows.
   std::int64_t rows() const { return rows_; }

@@ -64,7 +64,7 @@ struct LayerOptions {
   void add_to(Command& command);
   /// Refuses what is no dtype of a layer, integers among them.
   DType layer_dtype() const;
-  /// The ids form of a shape; "auto" asks for the precision that is the faster one on `exec`.
+  /// The ids form of a shape; "auto" takes auto_precision() for `exec`.
   Problem problem(const LayerShape& shape, const Exec& exec) const;
 };
 

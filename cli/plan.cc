@@ -65,7 +65,7 @@ Problem problem_from(const Options& o, const Plan& p) {
   return o.layer.problem(p.shape, exec);
 }
 
-/// The layer at another granularity; none where fp8 does not serve its width.
+/// The memory of the layer with the sizes of `shape`; none if fp8 does not serve its width.
 std::optional<MemoryCost> memory_at(const Plan& p, const LayerShape& shape) {
   Problem at = problem_of(shape, p.problem.dtype, p.problem.activation);
   at.precision = p.problem.precision;

@@ -13,7 +13,7 @@ namespace {
 struct Options {
   TargetOptions target;
   std::string filter;
-  std::string precision;  ///< empty: every one
+  std::string precision;  ///< of the cases to run; empty: all
   bool full = false;
   bool negative = true;
   bool json = false;

@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What every run of a study has in common."""
+    """The settings that all runs of a study share."""
     left_out = ("out", "save_every", "sample_tokens", "threads", "seed", "precision")
     return {key: value for key, value in asdict(config).items() if key not in left_out}
 
@@ -115,7 +115,8 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def unit_layer(config: Config) -> dict[str, torch.Tensor]:
-    """A layer of the study's d and n; the factors of its products are normal of unit scale."""
+    """Tensors of a layer with the study's d and n. They are normally distributed; the weights are
+    scaled by 1/sqrt(K), so that products have unit scale."""
     d, n, experts = config.width, config.expert_width, config.experts
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -138,7 +139,7 @@ def gradients(config: Config, **options: str | None) -> dict[str, torch.Tensor]:
 
 
 def cosines(config: Config) -> dict[str, dict[str, float]]:
-    """Of fp8's output and gradients with those of bf16, by what is kept of H."""
+    """Cosines of the output and gradients in fp8 with those in bf16, for H kept in either form."""
     exact = gradients(config)
     found = {}
     for kept, keep_h in (("fp8", None), ("bf16", "bf16")):

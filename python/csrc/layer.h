@@ -34,11 +34,11 @@ struct Layer {
   SONICMOE_ARGUMENTS(SONICMOE_LAYER)
 };
 
-/// Problem::precision and Problem::kept_h as one number; those of _names.py.
+/// Problem::precision and Problem::kept_h as one number, equal to PRECISION in _names.py.
 enum class CallPrecision : std::int32_t { kTensors = 0, kFp8 = 1, kFp8KeepsTensors = 2 };
 
-/// The last argument of every operator of the layer. Without it, fp8 quantises the weights in the
-/// call, and once more in its backward.
+/// The last argument of every operator of the layer. Without it, an fp8 call quantises the weights,
+/// and its backward quantises them again.
 struct Fp8Argument {
   MaybeArray fp8_weights;
   auto fields() { return std::tie(fp8_weights); }
@@ -144,7 +144,7 @@ inline Array new_bytes(const Array& like, std::int64_t bytes) {
   return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
 }
 
-/// The quantised weights of a call: those that it was given, or its own.
+/// The quantised weights of a call: the argument fp8_weights, or memory that the call fills.
 class QuantisedWeights {
  public:
   QuantisedWeights(const Call& c, const MaybeArray& given, const Array& like,
@@ -192,7 +192,7 @@ inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }
 
-/// H as it is kept: (C, G*n) of the tensors' dtype, or the bytes of its codes and scales.
+/// Memory for the kept H: (C, G*n) of the tensors' dtype, or uint8 for codes and scales.
 inline Array new_kept_h(const Array& x, const sonicmoe::Problem& p, std::int64_t bytes) {
   const bool codes =
       p.precision == sonicmoe::Precision::kFp8 && p.kept_h == sonicmoe::KeptH::kPrecision;

@@ -20,7 +20,8 @@ ACTIVATION = {
 GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu", "swiglu_clamped")
 UNGATED = tuple(name for name in ACTIVATION if name not in GATED)
 LAYOUT = {"concatenated": 0, "interleaved": 1}  # views.h
-# Of the operators: whether products are in fp8, and then whether H is kept in bf16.
+# The operators' argument `precision`: products in the tensors' dtype, products in fp8, or products
+# in fp8 with H kept in bf16.
 PRECISION = {"tensors": 0, "fp8": 1, "fp8_keeps_bf16": 2}  # layer.h
 SCORE = {"softmax_after_topk": 0, "softmax_before_topk": 1, "sigmoid": 2}
 ROUNDING = {"nearest": 0, "up": 1, "down": 2, "score": 3, "stochastic": 4, "balanced": 5}

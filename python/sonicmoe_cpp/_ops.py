@@ -24,8 +24,8 @@ def _arguments(name: str) -> list:
     return [] if _library.PROBLEM else list(getattr(ops, name).default._schema.arguments)
 
 
-# The arguments that every operator of the layer takes: tensors first, then options. The quantised
-# weights of fp8 come last in each operator and are None elsewhere.
+# The arguments that every operator of the layer takes: tensors first, then options. Each operator's
+# last argument, fp8_weights, is left out here. It is None unless the call is in fp8.
 _LAYER = _arguments("moe_inference")[:-1]
 LAYER = [argument.name for argument in _LAYER]
 LAYER_TENSORS = [a.name for a in _LAYER if "Tensor" in str(a.type)]
@@ -57,7 +57,7 @@ def _aligned(count):
 
 
 def fp8_weights_bytes(experts, gates, width, hidden):
-    """Bytes of quantised weights: codes in both orientations, scales (core/fp8_layout.h)."""
+    """Bytes of quantised weights: codes in two orientations, and scales (core/fp8_layout.h)."""
     matrix = experts * width * hidden
     scales = matrix // 128**2 * 4
     return sum(2 * _aligned(n * matrix) + _aligned(n * scales) for n in (gates, 1))

@@ -272,10 +272,11 @@ def moe(
     adds the weights' gradients to them, except those of frozen weights, and gives None to the
     weights. Returns (T, d).
 
-    precision="fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 128);
-    "auto" does so where that is expected to be faster; None: in the tensors' dtype. fp8_weights are
-    w_up and w_down from quantize_weights(); without them, they are quantised in the call and once
-    more in its backward. keep_h="bf16" keeps H for backward in bf16 instead of fp8.
+    precision="fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 128),
+    "auto" does so if that is expected to be faster, None multiplies in the tensors' dtype.
+    fp8_weights is the result of quantize_weights() for w_up and w_down; without it, the call
+    quantises them, and its backward does so again. keep_h="bf16" keeps H for backward in bf16
+    instead of fp8.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     request = _request(precision, keep_h, fp8_weights)

@@ -102,10 +102,10 @@ class MoE(nn.Module):
     shared_experts: this many further experts, without biases, that take every token.
     selection_bias=True: a buffer selection_bias (E,) fp32 takes part in the selection of
     score="sigmoid"; update_selection_bias() balances the experts through it, without a loss.
-    precision, keep_h: as in moe(), for the shared experts too. The weights are quantised once for
-    each value that they take, so that micro-batches share it; forget_fp8_weights() after writing to
-    `parameter.data` outside of an optimizer. In graphs of torch.compile or CUDA they are quantised
-    in every call, and so under fully_shard without share_fp8_weights().
+    precision, keep_h: as in moe(), for the shared experts too. The quantised weights are kept until
+    the parameters change, so that micro-batches share them. Call forget_fp8_weights() after writing
+    to `parameter.data` outside of an optimizer. In graphs of torch.compile or CUDA, and under
+    fully_shard without share_fp8_weights(), every call quantises the weights.
 
     Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n), with bias=True
     b_up (E, G*n), b_down (E, d), and with S shared experts shared_up (1, G*S*n, d), shared_down
@@ -311,7 +311,7 @@ class MoE(nn.Module):
         return self.w_up, self.w_down
 
     def forget_fp8_weights(self) -> None:
-        """Makes the next call quantise the weights anew."""
+        """Drops the quantised weights: the next call quantises the parameters again."""
         for cache in self._fp8.values():
             cache.forget()
 

@@ -32,7 +32,8 @@ struct BackendTable {
   const char* name = nullptr;
   /// What the buffers of a call are aligned to, in bytes.
   std::int64_t buffer_alignment = 0;
-  /// Whether large layers are faster in fp8 than in bf16: auto_precision() then follows its rule.
+  /// Whether large layers are faster in fp8 than in bf16. If not, auto_precision() never gives
+  /// kFp8.
   bool fast_fp8 = false;
 
   /// Opens a device: an immutable handle for Exec::device, given back to device_close. `engine` is

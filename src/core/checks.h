@@ -22,10 +22,11 @@ void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 /// Checks the tensors only. The sizes of the buffers depend on the backend: see forward_buffers.
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
-/// What Problem::precision and Problem::kept_h ask for; part of problem().
+/// Checks Problem::precision, Problem::kept_h and the sizes that they need; part of problem().
 void precision(const Problem& problem);
 void quantize_weights(const Problem& problem, const Weights& weights, const Exec& exec);
-/// Whether `given` holds the quantised weights that the problem's precision needs.
+/// Checks that `given` is large enough for the quantised weights of an fp8 problem, and empty for
+/// any other problem.
 void fp8_weights(const Problem& problem, const Buffer& given, const Exec& exec);
 void quantize_weights_overlap(const Weights& weights, const Buffer& out);
 /// Of the weights, checks gate and up only.

@@ -28,12 +28,14 @@ Problem problem_of(const LayerShape& shape, DType dtype, const Activation& activ
 
 namespace {
 
-/// Bytes of operands in the tensors' dtype.
+/// Bytes of operands in the tensors' dtype; `element` is the size of one element.
 struct Operands {
   double x, row_n, row_h, w_up, w_down, element;
 
-  /// What quantising takes off `bytes`: codes and, by 128 elements, a scale are left.
+  /// How many of `bytes` quantisation saves. Quantised, an element takes 1 byte, and 128 elements
+  /// share a scale of 4 bytes.
   double saved(double bytes) const { return bytes * (1.0 - (1.0 + 4.0 / 128.0) / element); }
+  /// How many bytes remain of `bytes` after quantisation.
   double coded(double bytes) const { return bytes - saved(bytes); }
 };
 
@@ -46,8 +48,8 @@ double rate_of(const Problem& p, const KernelCost& c) {
   return p.precision == Precision::kFp8 && is_fp8_product(c) ? kFp8Rate : 1.0;
 }
 
-/// Changes the bytes of bf16's kernels to those of fp8, whose operands are codes, and adds the
-/// passes that quantise X and dO.
+/// Changes the costs of a bf16 layer to those of an fp8 layer: products read and write codes and
+/// scales, and two more kernels quantise X and dO.
 void to_fp8(const Operands& o, const Problem& p, std::vector<KernelCost>& costs) {
   const double kept_h = p.kept_h == KeptH::kPrecision ? o.saved(o.row_h) : 0.0;
   for (KernelCost& c : costs) {

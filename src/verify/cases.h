@@ -82,7 +82,7 @@ struct Case {
   bool gather = false;              ///< grouped GEMMs: rows of a through an index
   bool out_of_range = false;        ///< grouped GEMMs: some offsets and indices are
   bool row_weights = true;          ///< grouped form: whether rows have weights
-  bool cancelling = false;          ///< depth 384: the first and the last 128 cancel in H and dA'
+  bool cancelling = false;          ///< K = 384: the first and the last 128 cancel in H and dA'
   RouterCase router;
   bool cpu_only = false;  ///< sizes or strides that only the CPU serves
 };

@@ -158,9 +158,9 @@ void poison_unused(const Case& c, const Tensors& tensors) {
   }
 }
 
-/// Case::cancelling for the products of `rows` (T, 3 * 128), x or dO, and of weights in which the
-/// depth of 3 * 128 is dimension `depth`. The last block of rows repeats the first, 64 times as
-/// large as before, and the last block of the weights is the negative of the first.
+/// Case::cancelling: the next two functions change `rows` (T, 3 * 128), x or dO, and the weights,
+/// whose dimension `depth` is K = 3 * 128. The first and the last block of K become 64 times the
+/// first one, in the last block of the weights with the opposite sign.
 void cancel_rows(const BlockView& rows) {
   const Tensor t = rows.on_host();
   std::vector<double> values = oracle::read(t);

@@ -68,7 +68,7 @@ enum class Coded { kNo, kYes };
 
 // The layer's inputs in the type of the sums, and the steps over its experts. In fp8 the operands
 // of the products for H, Y, dA' and dX~ are quantised, and so is the kept H; everything else is as
-// without.
+// in bf16.
 template <class Real>
 class Run {
  public:

@@ -43,13 +43,13 @@ enum class Precision {
   kExact,    ///< fp64 sums and no rounding (extended sums when the tensors are fp64)
   kRounded,  ///< the rounding points of docs/method.md, fp64 sums
   kSame,  ///< the rounding points of docs/method.md; fp32 sums (fp64 for fp64) in one fixed order
-  /// As kSame, but fp8 products add up their whole depth in an accumulator of 14 bits, as the
-  /// tensor cores of Hopper do without promotion. For a negative control.
+  /// As kSame, but fp8 products sum over all of K in an accumulator of 14 bits, as the tensor cores
+  /// of Hopper do without promotion to fp32. For a negative control.
   kUnpromoted,
 };
 
-/// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n). For fp8: H as it is
-/// kept.
+/// H by row of Layer::rows: gate (R, n) (empty without a gate) and up (R, n). In fp8: the
+/// kept H, dequantised if it is kept as codes.
 struct HiddenRows {
   Matrix<double> gate;
   Matrix<double> up;

@@ -24,7 +24,8 @@ void put(const Tensor& t, const std::vector<double>& values) {
   if (t.data != nullptr) oracle::write(t, values);
 }
 
-// Quantising what the buffer of quantised weights holds gives the same values again.
+// In fp8 the layer gets the dequantised weights of the buffer. The oracle quantises them again,
+// which gives the same values.
 template <class Args>
 oracle::Layer layer_of(const Problem& problem, const Args& args) {
   oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights);

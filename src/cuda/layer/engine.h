@@ -46,11 +46,11 @@ struct BackwardOrder {
   Companion companion;
 };
 
-/// Products and quantisers of Precision::kFp8, as Engine::multiply_rows launches others.
+/// Launches of the products and quantisers of Precision::kFp8, as Engine has for 16-bit products.
 struct Fp8Engine {
   void (*multiply_rows)(const Device& device, const Fp8RowProduct& product, cudaStream_t stream);
   void (*quantize_rows)(const Device& device, const QuantizeRows& work, cudaStream_t stream);
-  /// Writes the buffer of core/fp8_layout.h.
+  /// Writes the buffer `fp8_weights` (fp8::WeightsLayout).
   void (*quantize_weights)(const Device& device, const Problem& problem, const Weights& weights,
                            const Buffer& out, cudaStream_t stream);
 };
