@@ -145,6 +145,23 @@ TEST(Exchange, ReplaysOverOtherRoutings) {
   }
 }
 
+/// The shape has the largest d of any layer of a group.
+TEST(Exchange, LayersMayBeNarrowerThanTheShape) {
+  const RankShape shape;
+  for (const std::int32_t count : {2, 3}) {
+    for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
+      GroupOptions options = options_of(shape, count, transport);
+      Group equal(shape, options);
+      equal.route(1, 24);
+      const Bits want = equal.run();
+      options.shape.hidden += 136;
+      Group wide(shape, options);
+      wide.route(1, 24);
+      EXPECT_EQ(wide.run(), want) << count << " ranks";
+    }
+  }
+}
+
 TEST(Exchange, AskedRowsAreTheRowsRouted) {
   const RankShape shape;
   Group group(shape, options_of(shape, 3, ExchangeTransport::kPush));
@@ -322,9 +339,9 @@ TEST(Exchange, AFailedRankSendsNothing) {
     });
     send("partial sums", [&] {
       for (const cuda::TokenPart& part : cuda::token_parts(s)) {
-        cuda::push_partials(exchange.peers, s,
-                            {rows.data(), static_cast<std::uint8_t*>(has_row.data()), part}, 8,
-                            stream);
+        cuda::push_partials(
+            exchange.peers, s,
+            {rows.data(), s.hidden, static_cast<std::uint8_t*>(has_row.data()), part}, 8, stream);
       }
     });
     for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {

@@ -100,6 +100,7 @@ void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& ow
 /// Partial sums (W * max_tokens, d) of which those of a part are sent.
 struct PartialSource {
   const void* data;
+  std::int64_t hidden;  ///< d
   const std::uint8_t* has_row;
   TokenPart part;
 };
@@ -110,8 +111,9 @@ void push_partials(const Peers& peers, const ExchangeShape& shape, const Partial
 void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
                       const float* grads, cudaStream_t stream);
 
-/// The partial sums that other ranks have sent, for sums that add them to this rank's own.
-RankSums other_sums(const Peers& peers, const ExchangeShape& shape);
+/// The partial sums of `hidden` elements that other ranks have sent, for sums that add them to this
+/// rank's own. A layer may have fewer elements a row than the shape.
+RankSums other_sums(const Peers& peers, const ExchangeShape& shape, std::int64_t hidden);
 /// out[t] = r(sum over the ranks of masks[t], in rank order, of their partial sums), where this
 /// rank has none. NaN after a fault.
 void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& out,

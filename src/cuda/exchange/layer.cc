@@ -264,7 +264,7 @@ void finish_forward(const Run& run, const ForwardArgs& args) {
     sum_of_others(run, args.out, run.stream);
     return;
   }
-  const RankSums ranks = other_sums(run.exchange.peers, run.exchange.shape);
+  const RankSums ranks = other_sums(run.exchange.peers, run.exchange.shape, run.layer.hidden);
   const Forward f(run, args);
   const Launch launch(run, f.pass, run.exec);
   each_part(run, [&](const TokenPart& part) {
@@ -308,7 +308,7 @@ void finish_backward(const Run& run, const BackwardArgs& args) {
     sum_of_others(run, args.dx, e.aside);
     return;
   }
-  const RankSums ranks = other_sums(e.peers, e.shape);
+  const RankSums ranks = other_sums(e.peers, e.shape, run.layer.hidden);
   const Backward b(run, args);
   const Launch launch(run, b.pass, b.aside);
   each_part(run, [&](const TokenPart& part) {

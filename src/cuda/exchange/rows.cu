@@ -184,7 +184,7 @@ void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& ow
 void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
                    int multiprocessors, cudaStream_t stream) {
   if (peers.ranks == 1) return;
-  const RowSource rows{source.data, shape.hidden, shape.ranks * shape.max_tokens, shape.hidden};
+  const RowSource rows{source.data, source.hidden, shape.ranks * shape.max_tokens, source.hidden};
   push_partials_kernel<<<multiprocessors, kPushThreads, 0, stream>>>(
       peers, push_params(rows, shape), source.has_row, source.part,
       exchange_layout(shape).partials);
@@ -202,10 +202,10 @@ void push_score_grads(const Peers& peers, const ExchangeShape& shape, const Pair
   check_cuda(cudaGetLastError(), "launching the exchange of gradients of routing weights");
 }
 
-RankSums other_sums(const Peers& peers, const ExchangeShape& shape) {
+RankSums other_sums(const Peers& peers, const ExchangeShape& shape, std::int64_t hidden) {
   const ExchangeLayout layout = exchange_layout(shape);
   return {peers.own<std::uint8_t>(layout.partials),
-          shape.max_tokens * shape.hidden * dtype_bytes(shape.dtype),
+          shape.max_tokens * hidden * dtype_bytes(shape.dtype),
           peers.own<std::uint64_t>(layout.rank_masks), &peers.own<Control>(layout.control)->fault,
           peers.rank};
 }
@@ -213,8 +213,9 @@ RankSums other_sums(const Peers& peers, const ExchangeShape& shape) {
 void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& out,
                   cudaStream_t stream) {
   if (out.shape[0] == 0) return;
-  const SumParams params{other_sums(peers, shape), static_cast<std::uint16_t*>(out.data),
-                         out.stride[0], static_cast<std::int32_t>(out.shape[1] / 8)};
+  const SumParams params{other_sums(peers, shape, out.shape[1]),
+                         static_cast<std::uint16_t*>(out.data), out.stride[0],
+                         static_cast<std::int32_t>(out.shape[1] / 8)};
   const dim3 grid(static_cast<unsigned>(out.shape[0]),
                   static_cast<unsigned>((params.chunks + kBesideThreads - 1) / kBesideThreads));
   const auto kernel =

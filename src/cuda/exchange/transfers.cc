@@ -98,7 +98,8 @@ void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
 void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row,
                    const TokenPart& part) {
   if (e.transport == ExchangeTransport::kPush) {
-    push_partials(e.peers, e.shape, {sums.data, has_row, part}, e.multiprocessors, e.sending);
+    push_partials(e.peers, e.shape, {sums.data, sums.shape[1], has_row, part}, e.multiprocessors,
+                  e.sending);
     return;
   }
   const std::int64_t row = sums.shape[1] * dtype_bytes(sums.dtype);
