@@ -148,6 +148,27 @@ def test_an_overflow(tmp_path):
             assert sentence.endswith(peer.ADVICE)
 
 
+def learns_later(rank, size, folder):
+    """A fault shows in a later call on rank 1. After the reset the ranks count calls alike."""
+    fake = exchange_fake.install()
+    layer = layer_of()
+    torch.cuda.synchronize = lambda device: None
+    step(layer, 8)
+    fake.fault = exchange_fake.MISSING
+    for _ in range(1 + 2 * rank):
+        raises = pytest.raises(RuntimeError, match="rank 1 did not send its routing")
+        with raises, group_of(None).call():
+            check_exchange()
+    reset_exchange(timeout=20.0)
+    step(layer, 8)
+    return group_of(None).calls
+
+
+def test_a_reset_after_different_numbers_of_calls(tmp_path):
+    first, second = one(learns_later, tmp_path)
+    assert first == second
+
+
 def chooses(rank, size, folder, problem):
     """What rank 1 alone cannot do, no rank does. Decided once."""
     fake = exchange_fake.install()

@@ -241,8 +241,10 @@ class Group:
     def read(self, what: int, values: Tensor, timeout: float) -> tuple[list, list]:
         """Row r of `values` (W, at most WIDTH) goes to rank r. Gives the rows sent and received as
         lists: the host waits, within the time limit also on CUDA. Ranks must all read the same
-        `what` in the same call; messages have one size, so that those that do not find out."""
-        head = from_host([what, self.calls], values.device).expand(self.size, -1)
+        `what` in the same call; messages have one size, so that those that do not find out. A reset
+        may be another call on each rank."""
+        call = 0 if what == RESET else self.calls
+        head = from_host([what, call], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))
         message = torch.cat((head, values), 1)
         found = torch.empty_like(message)
@@ -251,8 +253,8 @@ class Group:
         sent, received = torch.stack((message, found)).tolist()
         if not self.peers.processes:
             self.peers.remember_processes()
-        names = [(f"call {call} in its {READS[what]}",) for what, call, *_ in received]
-        self.agree(("it",), (f"call {self.calls} in its {READS[what]}",), names)
+        names = [(_place(*row[:2]),) for row in received]
+        self.agree(("it",), (_place(what, call),), names)
         return [row[2:] for row in sent], [row[2:] for row in received]
 
     def read_all(self, what: int, values: list[int], device, timeout: float) -> list[list[int]]:
@@ -269,6 +271,11 @@ class Group:
                         f"all ranks must make the same calls, but {name} is {other} on rank {rank} "
                         f"and {own} on rank {self.peers.me}"
                     )
+
+
+def _place(what: int, call: int) -> str:
+    """Where a rank reads."""
+    return READS[what] if what == RESET else f"call {call} in its {READS[what]}"
 
 
 def _polled(work: dist.Work, seconds: float) -> bool:

@@ -236,6 +236,8 @@ def reset_exchange(group=None, timeout: float = 600.0) -> None:
         device = buffers.like.device
         torch.cuda.synchronize(device)
         with found.call():
-            found.read_all(RESET, [0], device, timeout)
+            calls = found.read_all(RESET, [found.calls], device, timeout)
+            # A fault may end another call on each rank. From here on the ranks count alike again.
+            found.calls = max(row[0] for row in calls)
             buffers.reset()
-            found.read_all(RESET, [1], device, timeout)
+            found.read_all(RESET, [found.calls], device, timeout)
