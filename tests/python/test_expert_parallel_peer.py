@@ -363,6 +363,28 @@ def test_buffers_are_aligned_at_equal_offsets():
             _memory.aligned(addresses, own)
 
 
+def cannot_share(rank, size, folder):
+    """One rank cannot share its memory: the others do not wait for it."""
+    from torch.multiprocessing import reductions
+
+    def reduce_tensor(memory):
+        if rank == 1:
+            raise RuntimeError("no handle")
+        return None, ()
+
+    reductions.reduce_tensor = reduce_tensor
+    with pytest.raises(RuntimeError) as caught:
+        _memory.CudaIpc.addresses(torch.empty(8), dist.group.WORLD)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_memory_that_one_rank_cannot_share(tmp_path):
+    others, own = one(cannot_share, tmp_path)
+    assert others == "rank 1 of the group cannot share its memory"
+    assert own == "no handle"
+
+
 def test_sizes_grow_by_half_at_least():
     shape = buffers.Shape(100, 300, 24)
     assert shape.grown(buffers.Shape(101, 200, 24)) == (150, 300, 24)

@@ -82,9 +82,17 @@ class CudaIpc:
     def addresses(memory: Tensor, group: dist.ProcessGroup) -> tuple[list[int], object]:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        rebuild, mine = reduce_tensor(memory)
+        rebuild = mine = problem = None
+        try:
+            rebuild, mine = reduce_tensor(memory)
+        except RuntimeError as error:  # raised below: the other ranks wait for this one
+            problem = error
         of_ranks: list = [None] * group.size()
         dist.all_gather_object(of_ranks, mine, group)
+        if problem is not None:
+            raise problem
+        if None in of_ranks:
+            raise RuntimeError(f"rank {of_ranks.index(None)} of the group cannot share its memory")
         mapped = []
         for rank, arguments in enumerate(of_ranks):
             if rank == group.rank():
