@@ -2,7 +2,9 @@
 operators, which exchange_fake.py replaces. peer_cases.py runs the exchange itself on GPUs."""
 
 import contextlib
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import exchange_fake
@@ -383,6 +385,28 @@ def test_memory_that_one_rank_cannot_share(tmp_path):
     others, own = one(cannot_share, tmp_path)
     assert others == "rank 1 of the group cannot share its memory"
     assert own == "no handle"
+
+
+def forgets_its_exchange(rank, size, folder):
+    """Other ranks and CUDA graphs may write the memory after its group is gone."""
+    exchange_fake.install()
+    allocated = []
+    allocate = exchange_fake.FakeMemory.allocate
+
+    def watched(size, device):
+        memory = allocate(size, device)
+        allocated.append(weakref.ref(memory))
+        return memory
+
+    exchange_fake.FakeMemory.allocate = staticmethod(watched)
+    step(layer_of(), 8)
+    group_of(None).memory.clear()
+    gc.collect()
+    return [memory() is not None for memory in allocated]
+
+
+def test_memory_outlives_its_group(tmp_path):
+    assert one(forgets_its_exchange, tmp_path) == [[True], [True]]
 
 
 def test_sizes_grow_by_half_at_least():

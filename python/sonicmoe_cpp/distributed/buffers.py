@@ -23,6 +23,9 @@ PROBLEMS = {
     NOT_MAPPED: "cannot map the others' buffers",
 }
 _LONGEST_MS = 1 << 32  # exchange.h
+# What keeps the buffers of every exchange mapped. An exchange is never closed: other ranks and CUDA
+# graphs may still write its memory when its group is gone.
+_mapped: list = []
 
 
 def not_in_a_graph(what: str) -> None:
@@ -65,11 +68,11 @@ class PeerBuffers:
         self.shape: Shape | None = None
         self.like: Tensor | None = None  # an empty tensor of the dtype and GPU
         self.way: str | None = None  # how the last buffers were mapped
-        self.opened: list[tuple[int, object]] = []  # numbers, and what keeps buffers mapped
+        self.opened: list[int] = []  # numbers
 
     @property
     def number(self) -> int:
-        return self.opened[-1][0]
+        return self.opened[-1]
 
     def open(self, needed: Shape, x: Tensor, timeout: float) -> str | None:
         """Opens an exchange for the shape `needed`, which is the same on all ranks, unless the last
@@ -90,11 +93,11 @@ class PeerBuffers:
         return problem
 
     def check(self) -> None:
-        for number, _ in self.opened:
+        for number in self.opened:
             _ops.run("exchange_check", self.like, number)
 
     def reset(self) -> None:
-        for number, _ in self.opened:
+        for number in self.opened:
             _ops.run("exchange_reset", self.like, number)
 
     # ---- opening ---------------------------------------------------------------------------------
@@ -165,7 +168,8 @@ class PeerBuffers:
             return problem
         number = keeps = None
         try:
-            addresses, keeps = way.addresses(memory, self.group.process_group())
+            with torch.cuda.device_of(memory):  # torch exchanges objects by the current GPU
+                addresses, keeps = way.addresses(memory, self.group.process_group())
             addresses = _memory.aligned(addresses, memory.data_ptr())
             limit = min(max(1, round(1e3 * timeout)), _LONGEST_MS)
             number = _ops.run(
@@ -180,5 +184,6 @@ class PeerBuffers:
         problem = self._agreed(code, timeout)
         if problem is None:
             self.way = way.name
-            self.opened.append((number, (memory, keeps)))
+            self.opened.append(number)
+            _mapped.append((memory, keeps))
         return problem
