@@ -4,6 +4,7 @@ operators, which exchange_fake.py replaces. peer_cases.py runs the exchange itse
 import contextlib
 import gc
 import re
+import time
 import weakref
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def learns_later(rank, size, folder):
         raises = pytest.raises(RuntimeError, match="rank 1 did not send its routing")
         with raises, group_of(None).call():
             check_exchange()
+    time.sleep(2.0 * rank)  # the other rank waits, and asks what keeps this one
     reset_exchange(timeout=20.0)
     step(layer, 8)
     return group_of(None).calls

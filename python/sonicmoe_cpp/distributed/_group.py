@@ -154,8 +154,12 @@ class Group:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def _wait(self, work: dist.Work, device: torch.device, timeout: float) -> None:
-        """Until the collective has ended here; on CUDA also the stream waits for it."""
+    def _wait(
+        self, work: dist.Work, device: torch.device, timeout: float, moment: int | None = None
+    ) -> None:
+        """Until the collective has ended here; on CUDA also the stream waits for it. What failed
+        before `moment` (by default this one) does not keep the others from coming."""
+        moment = self.moment if moment is None else moment
         began = time.monotonic()
         patience = min(PATIENCE, timeout / 4)
         asked = 0  # how often
@@ -166,7 +170,7 @@ class Group:
             if asked == 0:
                 self.peers.waits(self.exchanges)
             asked += 1
-            problem = self.peers.problem(self.moment)
+            problem = self.peers.problem(moment)
             if problem is not None:
                 # A rank that ended after this collective has sent all that it had to send.
                 if self._ended(work, device, min(SLICE, timeout)):
@@ -249,7 +253,9 @@ class Group:
         message = torch.cat((head, values), 1)
         found = torch.empty_like(message)
         work = self._launch(dist.all_to_all_single, found, message)
-        self._wait(work, values.device, timeout)
+        # A rank that has raised the fault comes to the reset, whatever its call was.
+        moment = FOR_GOOD if what == RESET else self.moment
+        self._wait(work, values.device, timeout, moment)
         sent, received = torch.stack((message, found)).tolist()
         if not self.peers.processes:
             self.peers.remember_processes()
