@@ -43,7 +43,7 @@ execute_process(COMMAND ${NM} -D --defined-only ${library} OUTPUT_VARIABLE names
                 COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "[^\n]+" names "${names}")
 foreach(line IN LISTS names)
-  if(NOT line MATCHES "( smoe_[a-z_]+@@SONICMOE_0.1$)|( _Z.*sonicmoe.*@@SONICMOE_CXX_0.1$)|( A SONICMOE_)")
+  if(NOT line MATCHES "( smoe_[a-z0-9_]+@@SONICMOE_0.1$)|( _Z.*sonicmoe.*@@SONICMOE_CXX_0.1$)|( A SONICMOE_)")
     message(FATAL_ERROR "libsonicmoe.so exports a name that is not of its interface: ${line}")
   endif()
 endforeach()
