@@ -25,6 +25,23 @@ using Bytes = std::vector<std::uint8_t>;
 /// The kernels are refused without this variable; the harness of this program needs it too.
 const int untried_fp8_is_allowed = setenv("SONICMOE_UNTRIED_FP8", "1", 1);
 
+/// Zeros at a multiple of 64 bytes, as the CPU takes its buffers.
+class HostArray {
+ public:
+  explicit HostArray(std::int64_t bytes)
+      : memory_(static_cast<std::size_t>(bytes + kAlign - 1)), bytes_(bytes) {}
+  std::uint8_t* data() {
+    return memory_.data() + -reinterpret_cast<std::uintptr_t>(memory_.data()) % kAlign;
+  }
+  Buffer buffer() { return {data(), bytes_}; }
+  Bytes get() { return {data(), data() + bytes_}; }
+
+ private:
+  static constexpr std::int64_t kAlign = 64;
+  Bytes memory_;
+  std::int64_t bytes_;
+};
+
 /// bf16 bits: all kinds of numbers, blocks of zeros, of tiny values, with NaN and infinities.
 std::vector<std::uint16_t> any_values(std::int64_t count, unsigned seed) {
   std::mt19937 random(seed);
@@ -134,13 +151,13 @@ TEST_F(CudaFp8, QuantisesWeightsAsTheCpuDoes) {
       return w;
     };
     const std::int64_t bytes = fp8_weights_bytes(p, exec_);
-    Bytes want(static_cast<std::size_t>(bytes));
+    HostArray want(bytes);
     DeviceArray got(bytes);
     got.fill(0);
-    quantize_weights(p, weights(up.data(), down.data()), {want.data(), bytes});
+    quantize_weights(p, weights(up.data(), down.data()), want.buffer());
     quantize_weights(p, weights(device_up.data(), device_down.data()), got.buffer(), exec_);
     must(cudaDeviceSynchronize());
-    EXPECT_EQ(got.get(), want) << "layout " << layout;
+    EXPECT_EQ(got.get(), want.get()) << "layout " << layout;
   }
 }
 
@@ -172,11 +189,12 @@ class IntegerLayer {
   /// out, dx, dweights, dup and ddown.
   std::vector<Bytes> on_cpu() {
     std::vector<Bytes> results = empty_results();
-    std::vector<Bytes> buffers = sized<Bytes>({});
+    std::vector<HostArray> buffers;
+    for (const std::int64_t b : buffer_bytes({})) buffers.emplace_back(b);
     const auto at = [](auto& v) { return const_cast<void*>(static_cast<const void*>(v.data())); };
     run({at(x_), at(dout_), at(up_), at(down_), at(ids_), at(scores_)},
         {at(results[0]), at(results[1]), at(results[2]), at(results[3]), at(results[4])},
-        {at(buffers[0]), at(buffers[1]), at(buffers[2]), at(buffers[3])}, {});
+        {buffers[0].data(), buffers[1].data(), buffers[2].data(), buffers[3].data()}, {});
     return results;
   }
 
@@ -243,12 +261,6 @@ class IntegerLayer {
     const Sizes b = moe_sizes(problem_, Pass::kBackward, exec);
     return {fp8_weights_bytes(problem_, exec), f.h_bytes, f.saved_bytes,
             std::max(f.scratch_bytes, b.scratch_bytes)};
-  }
-  template <class T>
-  std::vector<T> sized(const Exec& exec) const {
-    std::vector<T> all;
-    for (const std::int64_t b : buffer_bytes(exec)) all.emplace_back(static_cast<std::size_t>(b));
-    return all;
   }
 
   void run(const Pointers& in, const Pointers& out, const Pointers& work, const Exec& exec) const {
