@@ -45,6 +45,9 @@ __device__ __forceinline__ void consume_promoting(const typename Gemm::Params& p
     tiles.advance();
     const bool valid = ptx::uniform(tiles.current().valid_rows) > rows.offset;
     ring.make_uniform();
+    // Also without rows: else these loads might land after those of the next tile, in their place.
+    // Before begin(), whose loads are not waited for until the epilogue.
+    TileWeightScales(tiles).wait();
     if (Gemm::kConsumerSchedules) scheduler.take();
     if (valid) {
       Gemm::Epilogue::begin(p.epilogue, tiles, cta, staging, rows);

@@ -20,7 +20,7 @@ struct Fp8Mainloop {
   using Sums = float[kFp8Units * kUnitSums];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Multiplies the current tile, whose first scales are being loaded.
+  /// Multiplies the current tile, whose first scales of weights are there.
   static __device__ __forceinline__ void run(Sums& sums, const typename Gemm::Params& p,
                                              const Fp8Cta& cta, Ring& ring,
                                              const ConsumerTiles& tiles, int warpgroup) {
@@ -28,7 +28,6 @@ struct Fp8Mainloop {
 #pragma unroll
     for (int i = 0; i < kFp8Units * kUnitSums; i++) sums[i] = 0.0f;
     const TileWeightScales scales(tiles);
-    scales.wait();
 #pragma unroll 1
     for (int kt = 0; kt < p.tiles.k_tiles; kt++, ring.next()) {
       cta.full(ring.stage).wait(ring.parity);
