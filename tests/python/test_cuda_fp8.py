@@ -1,6 +1,7 @@
 """precision="fp8" on CUDA: against the same formulas in plain torch and against the CPU, in graphs,
 and on several streams."""
 
+import math
 import os
 
 os.environ["SONICMOE_UNTRIED_FP8"] = "1"  # the kernels are refused without it
@@ -95,13 +96,16 @@ def test_another_stream_makes_a_copy_of_its_own():
     assert moe._fp8["experts"]._quantised is not first
 
 
-def test_auto_takes_fp8_for_large_layers():
+def test_auto_takes_fp8_for_large_layers(monkeypatch):
     sizes = {"hidden_size": 2048, "intermediate_size": 1024, "num_experts": 4, "top_k": 2}
     moe = sonicmoe_cpp.MoE(**sizes, precision="auto", dtype=BF16, device="cuda")
-    for tokens, takes in ((16, False), (8192, True)):
-        moe.forget_fp8_weights()
-        moe(torch.randn(tokens, 2048, dtype=BF16, device="cuda"))
-        assert (moe._fp8["experts"]._quantised is not None) == takes, tokens
+    for least in (4 * 128, math.inf):  # as on a device where fp8 is faster, and on another one
+        monkeypatch.setattr(sonicmoe_cpp.fp8, "_auto_rows", lambda *_, least=least: least)
+        for tokens in (16, 8192):
+            moe.forget_fp8_weights()
+            moe(torch.randn(tokens, 2048, dtype=BF16, device="cuda"))
+            took = moe._fp8["experts"]._quantised is not None
+            assert took == (2 * tokens >= least), (tokens, least)
 
 
 def test_no_call_waits_for_the_device():
