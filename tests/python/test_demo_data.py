@@ -67,7 +67,7 @@ def test_a_bad_file_is_refused(tmp_path, content, sentence):
         (["--rounding", "sideways"], "rounding is 'sideways'; it must be one of nearest"),
         (["--accumulate", "3"], "accumulate is 3; it must divide batch = 8"),
         (["--device", "abacus"], "device is 'abacus'; it must be cpu or cuda"),
-        (["--precision", "int1"], "precision is 'int1'; it must be fp32 or bf16"),
+        (["--precision", "int1"], "precision is 'int1'; it must be one of fp32, bf16, fp8"),
         (["--steps", "ten"], "invalid int value: 'ten'"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--config", "/no/such/file"], "cannot read config file /no/such/file"),
