@@ -90,4 +90,38 @@ struct OtherSums {
   }
 };
 
+/// What a kernel writes for a token, as a template argument: SumOverRanks would cost the kernels of
+/// a layer on one GPU registers. Positions `at` are bytes of (T, d).
+struct OwnSum {
+  template <class Chunk>
+  struct Others {};
+  template <class Chunk>
+  __device__ __forceinline__ Others<Chunk> load(std::int64_t, std::int64_t) const {
+    return {};
+  }
+  /// The result, where `own` is this launch's sum.
+  template <class Element, class Chunk>
+  __device__ __forceinline__ Chunk add(const Others<Chunk>&, std::int64_t, std::int64_t,
+                                       const Chunk& own) const {
+    return own;
+  }
+};
+struct SumOverRanks {
+  template <class Chunk>
+  using Others = OtherSums<Chunk>;
+  RankSums ranks;
+
+  template <class Chunk>
+  __device__ __forceinline__ Others<Chunk> load(std::int64_t token, std::int64_t at) const {
+    Others<Chunk> others;
+    others.load_first(ranks, token, at);
+    return others;
+  }
+  template <class Element, class Chunk>
+  __device__ __forceinline__ Chunk add(const Others<Chunk>& others, std::int64_t token,
+                                       std::int64_t at, const Chunk& own) const {
+    return others.template add<Element>(ranks, token, at, own);
+  }
+};
+
 }  // namespace sonicmoe::cuda

@@ -5,7 +5,6 @@
 
 #include "cuda/math/element.cuh"
 #include "cuda/routing/slot_view.cuh"
-#include "cuda/sums/rank_sums.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -21,7 +20,6 @@ struct SumArgs {
   const std::int32_t* token_offsets;
   SlotView weights;      // without data: 1
   std::int32_t is_fp16;  // 1: elements are fp16; 0: bf16
-  RankSums ranks;        // without masks: the result is this launch's sum
 };
 
 template <class Element>
@@ -43,25 +41,5 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
 __device__ __forceinline__ uint4 rounded(const SumArgs& a, const float (&sum)[8]) {
   return a.is_fp16 != 0 ? rounded<__half>(sum) : rounded<__nv_bfloat16>(sum);
 }
-
-/// A chunk of a token's result.
-struct ResultChunk {
-  std::int64_t token;
-  int chunk;  ///< of the token
-  OtherSums<uint4> others{};
-
-  __device__ __forceinline__ std::int64_t at(const SumArgs& a) const {
-    return (token * a.chunks + chunk) * 16;
-  }
-  __device__ __forceinline__ void load_others(const SumArgs& a) {
-    if (a.ranks.masks != nullptr) others.load_first(a.ranks, token, at(a));
-  }
-  /// The result, where `sum` is this launch's.
-  __device__ __forceinline__ uint4 of(const SumArgs& a, const uint4& sum) const {
-    if (a.ranks.masks == nullptr) return sum;
-    return a.is_fp16 != 0 ? others.add<__half>(a.ranks, token, at(a), sum)
-                          : others.add<__nv_bfloat16>(a.ranks, token, at(a), sum);
-  }
-};
 
 }  // namespace sonicmoe::cuda

@@ -38,7 +38,6 @@ struct BesideArgs {
   const std::int32_t* position_row;
   const std::int32_t* token_offsets;
   std::uint32_t zero;  // 0, a value that the compiler cannot know
-  std::uint32_t waits;
 };
 
 /// Of a row.
@@ -54,42 +53,6 @@ __device__ __forceinline__ void add(float (&sum)[4], const uint2& v) {
   sum[3] += Pair<Element>::high(v.y);
 }
 
-/// The result is this launch's sum.
-struct OwnSum {
-  static constexpr int kMostRows = 8;  ///< loaded before the first is added
-  struct Others {};
-  __device__ __forceinline__ Others load(const BesideArgs&, std::uint32_t, std::uint32_t) const {
-    return {};
-  }
-  template <class Element>
-  __device__ __forceinline__ uint2 add(const BesideArgs&, std::uint32_t, std::uint32_t,
-                                       const Others&, const uint2& sum) const {
-    return sum;
-  }
-};
-/// The result is the sum over all ranks.
-struct SumOverRanks {
-  static constexpr int kMostRows = 7;  ///< what is loaded of other ranks takes registers too
-  using Others = OtherSums<uint2>;
-  RankSums ranks;
-
-  static __device__ __forceinline__ std::int64_t at(const BesideArgs& a, std::uint32_t token,
-                                                    std::uint32_t byte) {
-    return static_cast<std::int64_t>(token) * a.row_bytes + byte;
-  }
-  __device__ __forceinline__ Others load(const BesideArgs& a, std::uint32_t token,
-                                         std::uint32_t byte) const {
-    Others others;
-    others.load_first(ranks, token, at(a, token, byte));
-    return others;
-  }
-  template <class Element>
-  __device__ __forceinline__ uint2 add(const BesideArgs& a, std::uint32_t token, std::uint32_t byte,
-                                       const Others& others, const uint2& sum) const {
-    return others.template add<Element>(ranks, token, at(a, token, byte), sum);
-  }
-};
-
 template <class Element>
 __device__ __forceinline__ uint2 rounded(const float (&sum)[4]) {
   return {Pair<Element>::pack(sum[0], sum[1]), Pair<Element>::pack(sum[2], sum[3])};
@@ -100,23 +63,18 @@ __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, 
   *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = sum;
 }
 
-/// Consecutive rows: those that the lanes from `first` on hold.
-struct Run {
-  int first;
-  int rows;  ///< at most kMost of add_run
-};
-
-/// Adds the rows of a run to the sum. All are loaded before the first is added, however few they
-/// are: a token has few rows where its experts are divided among ranks.
+/// Loads the rows that lanes `first` to first + kMost - 1 hold, of which only `count` exist, and
+/// adds them to the sum. All are loaded before the first is added.
 template <class Element, int kMost>
-__device__ __forceinline__ void add_run(float (&sum)[4], const std::uint8_t* from,
-                                        std::int32_t rows, const Run& run, const BesideArgs& a) {
+__device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* from,
+                                         std::int32_t rows, int first, int count,
+                                         const BesideArgs& a) {
   uint2 value[kMost];
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
-    const std::int32_t row = __shfl_sync(~0u, rows, run.first + i);
+    const std::int32_t row = __shfl_sync(~0u, rows, first + i);
     value[i] = {0, 0};
-    if (i < run.rows) value[i] = ptx::load8(ptx::row_address(from, row, a.row_bytes));
+    if (i < count) value[i] = ptx::load8(ptx::row_address(from, row, a.row_bytes));
   }
   // The first sum depends on all loads. Else the compiler, to save registers, adds some rows before
   // it loads the others, and fewer bytes are in flight.
@@ -127,11 +85,70 @@ __device__ __forceinline__ void add_run(float (&sum)[4], const std::uint8_t* fro
   value[0].y |= nothing & a.zero;
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
-    if (i < run.rows) add<Element>(sum, value[i]);
+    if (i < count) add<Element>(sum, value[i]);
   }
 }
 
-template <class Element, class Result>
+/// For a layer on one GPU: most tokens have top_k rows, one after the other. 8, 4, 2 or 1 rows are
+/// loaded at once, without a predicate. The weight gradient before the sum has waited for the rows.
+struct ManyRows {
+  static constexpr bool kWaits = false;
+
+  template <class Element>
+  static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
+                                                 std::int32_t rows, std::uint32_t present,
+                                                 const BesideArgs& a) {
+#pragma unroll 1
+    for (int k = 0; present >> k != 0;) {
+      const std::uint32_t next = present >> k;
+      if ((next & 0xff) == 0xff) {
+        add_rows<Element, 8>(sum, from, rows, k, 8, a);
+        k += 8;
+      } else if ((next & 0xf) == 0xf) {
+        add_rows<Element, 4>(sum, from, rows, k, 4, a);
+        k += 4;
+      } else if ((next & 3) == 3) {
+        add_rows<Element, 2>(sum, from, rows, k, 2, a);
+        k += 2;
+      } else {
+        if ((next & 1) != 0) add_rows<Element, 1>(sum, from, rows, k, 1, a);
+        k++;
+      }
+      if (k == 32) break;
+    }
+  }
+};
+
+/// For a rank of an exchange: a token has few rows here, its other experts are on other ranks. Up
+/// to kMost rows are loaded at once, however few they are. The sum is on a stream of its own, so it
+/// waits for the rows.
+template <int kMost>
+struct FewRows {
+  static constexpr bool kWaits = true;
+
+  template <class Element>
+  static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
+                                                 std::int32_t rows, std::uint32_t present,
+                                                 const BesideArgs& a) {
+#pragma unroll 1
+    for (int k = 0; k < 32 && present >> k != 0;) {
+      // Zeros are shifted in; only of 32 rows no bit is zero.
+      const int ones = __ffs(static_cast<int>(~(present >> k))) - 1;
+      const int run = ones < 0 ? kMost : min(ones, kMost);
+      if (run > 0) add_rows<Element, kMost>(sum, from, rows, k, run, a);
+      k += max(run, 1);
+    }
+  }
+};
+
+__device__ __forceinline__ std::int64_t place(const BesideArgs& a, std::uint32_t token,
+                                              std::uint32_t byte) {
+  return static_cast<std::int64_t>(token) * a.row_bytes + byte;
+}
+
+/// A token of at most 32 positions. Each lane looks up one row and shuffles it to the others;
+/// looked up for each piece, rows would cost another round trip to memory.
+template <class Element, class Rows, class Result>
 __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& result,
                                           std::uint32_t token, const ByteRange& bytes,
                                           const std::int32_t* look_up, int count) {
@@ -141,21 +158,15 @@ __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& res
   for (std::uint32_t first = bytes.begin; first < bytes.end; first += kPiece) {
     const std::uint32_t wanted = first + ptx::lane() * kBytes;
     const std::uint8_t* from = a.rows + (wanted < a.row_bytes ? wanted : 0);
-    const auto others = result.load(a, token, wanted < a.row_bytes ? wanted : 0);
+    const auto others =
+        result.template load<uint2>(token, place(a, token, wanted < a.row_bytes ? wanted : 0));
     float sum[4] = {};
-    constexpr int kMost = Result::kMostRows;
-#pragma unroll 1
-    for (int k = 0; k < 32 && present >> k != 0;) {
-      // Zeros are shifted in; only of 32 rows no bit is zero.
-      const int ones = __ffs(static_cast<int>(~(present >> k))) - 1;
-      const int run = ones < 0 ? kMost : min(ones, kMost);
-      if (run > 0) add_run<Element, kMost>(sum, from, rows, {k, run}, a);
-      k += max(run, 1);
-    }
+    Rows::template add_all<Element>(sum, from, rows, present, a);
     const std::uint32_t byte = first + ptx::lane() * kBytes;
     if (byte < a.row_bytes) {
       store(a, token, byte,
-            result.template add<Element>(a, token, byte, others, rounded<Element>(sum)));
+            result.template add<Element>(others, token, place(a, token, byte),
+                                         rounded<Element>(sum)));
     }
   }
 }
@@ -166,7 +177,7 @@ __device__ __forceinline__ void sum_long(const BesideArgs& a, const Result& resu
                                          const std::int32_t* look_up, int count) {
 #pragma unroll 1
   for (std::uint32_t byte = bytes.begin + ptx::lane() * kBytes; byte < bytes.end; byte += kPiece) {
-    const auto others = result.load(a, token, byte);
+    const auto others = result.template load<uint2>(token, place(a, token, byte));
     float sum[4] = {};
 #pragma unroll 1
     for (int k = 0; k < count; k++) {
@@ -174,12 +185,13 @@ __device__ __forceinline__ void sum_long(const BesideArgs& a, const Result& resu
       if (row >= 0)
         add<Element>(sum, ptx::load8(ptx::row_address(a.rows + byte, row, a.row_bytes)));
     }
-    store(a, token, byte,
-          result.template add<Element>(a, token, byte, others, rounded<Element>(sum)));
+    store(
+        a, token, byte,
+        result.template add<Element>(others, token, place(a, token, byte), rounded<Element>(sum)));
   }
 }
 
-template <class Element, class Result>
+template <class Element, class Rows, class Result>
 __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& result, std::uint32_t i,
                                          std::uint32_t part) {
   const std::uint32_t token = a.first_token + i;
@@ -194,20 +206,20 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& resu
     look_up += static_cast<std::int64_t>(token) * count;
   }
   if (count <= 32) {
-    sum_short<Element>(a, result, token, bytes, look_up, count);
+    sum_short<Element, Rows>(a, result, token, bytes, look_up, count);
   } else {
     sum_long<Element>(a, result, token, bytes, look_up, count);
   }
 }
 
-template <class Element, class Result>
+template <class Element, class Rows, class Result>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_rows_beside_kernel(const BesideArgs a, const Result result) {
   ptx::launch_next_kernel();
-  if (a.waits != 0) ptx::wait_for_previous_kernel();
+  if constexpr (Rows::kWaits) ptx::wait_for_previous_kernel();
   // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  if (i < a.tokens) sum_part<Element>(a, result, i, blockIdx.y);
+  if (i < a.tokens) sum_part<Element, Rows>(a, result, i, blockIdx.y);
   // Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
 }
@@ -223,25 +235,27 @@ void sum_rows_beside(const Device& device, const Problem& problem, const Metadat
   args.out = static_cast<std::uint8_t*>(out.rows.data);
   args.out_bytes = out.rows.stride[0] * 2;
   args.row_bytes = static_cast<std::uint32_t>(problem.hidden * 2);
-  args.waits = beside == BesideWhat::kOtherStream ? 1 : 0;
   args.first_token = static_cast<std::uint32_t>(tokens.first);
   args.tokens = static_cast<std::uint32_t>(tokens.count);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
   args.position_row = metadata.position_row;
   args.token_offsets = metadata.token_offsets;
   const dim3 grid((args.tokens + kWarps - 1) / kWarps, (args.row_bytes + kPart - 1) / kPart);
-  const auto launch = [&](const auto& result) {
+  const auto launch = [&]<class Rows>(Rows, const auto& result) {
     using Result = std::decay_t<decltype(result)>;
     const auto kernel = problem.dtype == DType::kF16
-                            ? sum_rows_beside_kernel<__half, Result>
-                            : sum_rows_beside_kernel<__nv_bfloat16, Result>;
+                            ? sum_rows_beside_kernel<__half, Rows, Result>
+                            : sum_rows_beside_kernel<__nv_bfloat16, Rows, Result>;
     launch_dependent(device, "launching the sum over a token's rows", kernel,
                      {grid, kBesideThreads}, stream, args, result);
   };
-  if (out.ranks == nullptr) {
-    launch(OwnSum{});
+  // The other ranks' sums take the registers of one row.
+  if (out.ranks != nullptr) {
+    launch(FewRows<7>{}, SumOverRanks{*out.ranks});
+  } else if (beside == BesideWhat::kOtherStream) {
+    launch(FewRows<8>{}, OwnSum{});
   } else {
-    launch(SumOverRanks{*out.ranks});
+    launch(ManyRows{}, OwnSum{});
   }
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/sm90.cuh"
+#include "cuda/sums/rank_sums.cuh"
 #include "cuda/sums/sum_args.cuh"
 
 namespace sonicmoe::cuda {
@@ -203,7 +204,8 @@ static_assert(2 * SumRing::kWarps * SumRing::batch_bytes(SumRing::kMostWidth) <=
               SumRing::kSharedBytes);
 
 /// Each warp sums its parts in turn, from its ring.
-__device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
+template <class Result>
+__device__ __forceinline__ void sum_from_ring(const RingArgs& a, const Result& result) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const SumArgs& s = a.sum;
   const int lane = threadIdx.x & 31;
@@ -219,11 +221,13 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
   std::uint32_t parity = 0;
   for (SumRing::Walk at(a); at.token < s.tokens; at.next(a)) {
     const int chunks = at.chunks(a);
-    ResultChunk result[SumRing::kPieces];
+    const auto byte = [&](int c) {
+      return (at.token * s.chunks + at.part * a.width + lane + 32 * c) * 16;
+    };
+    typename Result::template Others<uint4> others[SumRing::kPieces];
 #pragma unroll
     for (int c = 0; c < SumRing::kPieces; c++) {
-      result[c] = {at.token, at.part * a.width + lane + 32 * c};
-      if (lane + 32 * c < chunks) result[c].load_others(s);
+      if (lane + 32 * c < chunks) others[c] = result.template load<uint4>(at.token, byte(c));
     }
     float sum[SumRing::kPieces][8] = {};
     std::uint32_t header = 0;
@@ -248,15 +252,20 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a) {
         at.part * a.width + lane;
 #pragma unroll
     for (int c = 0; c < SumRing::kPieces; c++) {
-      if (lane + 32 * c < chunks) out[32 * c] = result[c].of(s, rounded(s, sum[c]));
+      if (lane + 32 * c >= chunks) continue;
+      const uint4 own = rounded(s, sum[c]);
+      out[32 * c] = s.is_fp16 != 0
+                        ? result.template add<__half>(others[c], at.token, byte(c), own)
+                        : result.template add<__nv_bfloat16>(others[c], at.token, byte(c), own);
     }
   }
 }
 
+template <class Result>
 __global__ void __launch_bounds__(SumRing::kWarps * 32, SumRing::kBlocks)
-    sum_rows_ring_kernel(const __grid_constant__ RingArgs a) {
+    sum_rows_ring_kernel(const __grid_constant__ RingArgs a, const Result result) {
   if constexpr (ptx::kHasSm90) {
-    sum_from_ring(a);
+    sum_from_ring(a, result);
   } else {
     __trap();  // sum_rows launches sum_rows_few_kernel there
   }

@@ -7,6 +7,7 @@
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/sums/rank_sums.cuh"
 #include "cuda/sums/sum_args.cuh"
 #include "cuda/sums/sum_ring.cuh"
 #include "cuda/sums/sum_rows.h"
@@ -29,7 +30,9 @@ __device__ __forceinline__ void accumulate_rows(float (&sum)[8], const uint4 (&v
   }
 }
 
-__global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(const SumArgs a) {
+template <class Result>
+__global__ void __launch_bounds__(kMostThreads, kBlocks)
+    sum_rows_few_kernel(const SumArgs a, const Result result) {
   ptx::wait_for_previous_kernel();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= a.tokens) return;
@@ -44,8 +47,8 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
   for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
     const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
-    ResultChunk result{token, chunk};
-    result.load_others(a);
+    const std::int64_t byte = (token * a.chunks + chunk) * 16;
+    const auto others = result.template load<uint4>(token, byte);
     float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
       // Loads in this order: a look-up after the loads of a row would wait for them, and rows after
@@ -75,8 +78,31 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) sum_rows_few_kernel(con
         accumulate_rows<__nv_bfloat16>(sum, value, row, weight);
       }
     }
-    out[chunk] = result.of(a, rounded(a, sum));
+    const uint4 own = rounded(a, sum);
+    out[chunk] = a.is_fp16 != 0 ? result.template add<__half>(others, token, byte, own)
+                                : result.template add<__nv_bfloat16>(others, token, byte, own);
   }
+}
+
+template <class Result>
+void launch_sum(const Device& device, const SumArgs& args, const Result& result,
+                cudaStream_t stream) {
+  const char* what = "launching the sum over a token's rows";
+  const auto from_ring = sum_rows_ring_kernel<Result>;
+  if (args.tokens * args.chunks > kFewChunks && has_sm90(device, from_ring)) {
+    const RingLaunch ring(args, device.multiprocessors);
+    launch_dependent(device, what, from_ring,
+                     {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
+                      static_cast<std::size_t>(ring.shared_bytes)},
+                     stream, ring.args, result);
+    return;
+  }
+  const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
+  const int across = (args.chunks + rounds - 1) / rounds;
+  const int down = across < 64 ? 96 / across : 1;
+  const std::int64_t grid = (args.tokens + down - 1) / down;
+  launch_dependent(device, what, sum_rows_few_kernel<Result>,
+                   {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args, result);
 }
 
 }  // namespace
@@ -89,7 +115,6 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
   args.rows = rows;
   args.out = static_cast<std::uint16_t*>(out.rows.data) + tokens.first * out.rows.stride[0];
   args.out_stride = out.rows.stride[0];
-  if (out.ranks != nullptr) args.ranks = from_token(*out.ranks, tokens.first, problem.hidden * 2);
   args.tokens = tokens.count;
   args.chunks = static_cast<std::int32_t>(problem.hidden / 8);
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
@@ -107,21 +132,12 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
     }
   }
   args.is_fp16 = problem.dtype == DType::kF16 ? 1 : 0;
-  const char* what = "launching the sum over a token's rows";
-  if (tokens.count * args.chunks > kFewChunks && has_sm90(device, sum_rows_ring_kernel)) {
-    const RingLaunch ring(args, device.multiprocessors);
-    launch_dependent(device, what, sum_rows_ring_kernel,
-                     {dim3(ring.blocks), dim3(SumRing::kWarps * 32),
-                      static_cast<std::size_t>(ring.shared_bytes)},
-                     stream, ring.args);
-    return;
+  if (out.ranks == nullptr) {
+    launch_sum(device, args, OwnSum{}, stream);
+  } else {
+    const RankSums ranks = from_token(*out.ranks, tokens.first, problem.hidden * 2);
+    launch_sum(device, args, SumOverRanks{ranks}, stream);
   }
-  const int rounds = (args.chunks + kMostThreads - 1) / kMostThreads;
-  const int across = (args.chunks + rounds - 1) / rounds;
-  const int down = across < 64 ? 96 / across : 1;
-  const std::int64_t grid = (tokens.count + down - 1) / down;
-  launch_dependent(device, what, sum_rows_few_kernel,
-                   {dim3(static_cast<unsigned>(grid)), dim3(across, down)}, stream, args);
 }
 
 }  // namespace sonicmoe::cuda

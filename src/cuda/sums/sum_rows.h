@@ -43,8 +43,7 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
 enum class BesideWhat {
   /// An independent one (Start) of the same stream. That is the previous kernel, or the one before
   /// other kernels that run beside it too. It must let the next kernel start only after its own
-  /// wait
-  /// for the kernel that writes `rows` (ptx/dependent.cuh, rule 2).
+  /// wait for the kernel that writes `rows` (ptx/dependent.cuh, rule 2).
   kPrevious,
   kOtherStream,  ///< one of another stream: the sum waits for what is before it on its own
 };
