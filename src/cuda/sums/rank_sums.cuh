@@ -107,20 +107,20 @@ struct OwnSum {
   }
 };
 struct SumOverRanks {
+  RankSums ranks;  ///< without masks: the result is this launch's sum
   template <class Chunk>
   using Others = OtherSums<Chunk>;
-  RankSums ranks;
 
   template <class Chunk>
   __device__ __forceinline__ Others<Chunk> load(std::int64_t token, std::int64_t at) const {
     Others<Chunk> others;
-    others.load_first(ranks, token, at);
+    if (ranks.masks != nullptr) others.load_first(ranks, token, at);
     return others;
   }
   template <class Element, class Chunk>
   __device__ __forceinline__ Chunk add(const Others<Chunk>& others, std::int64_t token,
                                        std::int64_t at, const Chunk& own) const {
-    return others.template add<Element>(ranks, token, at, own);
+    return ranks.masks == nullptr ? own : others.template add<Element>(ranks, token, at, own);
   }
 };
 

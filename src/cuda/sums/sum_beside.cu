@@ -7,8 +7,6 @@
 // Behind a weight gradient of its stream the kernel reads its rows without a wait, by rule 2 of
 // ptx/dependent.cuh: the weight gradient has waited for them before it lets this kernel start. So
 // no load here may be ld.global.nc.
-#include <type_traits>
-
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
 #include "cuda/math/element.cuh"
@@ -92,8 +90,6 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
 /// For a layer on one GPU: most tokens have top_k rows, one after the other. 8, 4, 2 or 1 rows are
 /// loaded at once, without a predicate. The weight gradient before the sum has waited for the rows.
 struct ManyRows {
-  static constexpr bool kWaits = false;
-
   template <class Element>
   static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
                                                  std::int32_t rows, std::uint32_t present,
@@ -122,9 +118,8 @@ struct ManyRows {
 /// For a rank of an exchange: a token has few rows here, its other experts are on other ranks. Up
 /// to kMost rows are loaded at once, however few they are. The sum is on a stream of its own, so it
 /// waits for the rows.
-template <int kMost>
 struct FewRows {
-  static constexpr bool kWaits = true;
+  static constexpr int kMost = 5;  // what is loaded of other ranks takes registers too
 
   template <class Element>
   static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
@@ -212,16 +207,34 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& resu
   }
 }
 
+/// What follows the launch of the next kernel, and the wait for the rows where one is needed.
 template <class Element, class Rows, class Result>
-__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
-    sum_rows_beside_kernel(const BesideArgs a, const Result result) {
-  ptx::launch_next_kernel();
-  if constexpr (Rows::kWaits) ptx::wait_for_previous_kernel();
+__device__ __forceinline__ void sum_beside(const BesideArgs& a, const Result& result) {
   // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (i < a.tokens) sum_part<Element, Rows>(a, result, i, blockIdx.y);
   // Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
+    sum_rows_beside_kernel(const BesideArgs a) {
+  ptx::launch_next_kernel();
+  sum_beside<Element, ManyRows>(a, OwnSum{});
+}
+
+/// With or without sums of other ranks, of both dtypes.
+__global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
+    sum_few_rows_beside_kernel(const BesideArgs a, const SumOverRanks result,
+                               const std::uint32_t is_fp16) {
+  ptx::launch_next_kernel();
+  ptx::wait_for_previous_kernel();
+  if (is_fp16 != 0) {
+    sum_beside<__half, FewRows>(a, result);
+  } else {
+    sum_beside<__nv_bfloat16, FewRows>(a, result);
+  }
 }
 
 }  // namespace
@@ -241,22 +254,17 @@ void sum_rows_beside(const Device& device, const Problem& problem, const Metadat
   args.position_row = metadata.position_row;
   args.token_offsets = metadata.token_offsets;
   const dim3 grid((args.tokens + kWarps - 1) / kWarps, (args.row_bytes + kPart - 1) / kPart);
-  const auto launch = [&]<class Rows>(Rows, const auto& result) {
-    using Result = std::decay_t<decltype(result)>;
-    const auto kernel = problem.dtype == DType::kF16
-                            ? sum_rows_beside_kernel<__half, Rows, Result>
-                            : sum_rows_beside_kernel<__nv_bfloat16, Rows, Result>;
-    launch_dependent(device, "launching the sum over a token's rows", kernel,
-                     {grid, kBesideThreads}, stream, args, result);
-  };
-  // The other ranks' sums take the registers of one row.
-  if (out.ranks != nullptr) {
-    launch(FewRows<7>{}, SumOverRanks{*out.ranks});
-  } else if (beside == BesideWhat::kOtherStream) {
-    launch(FewRows<8>{}, OwnSum{});
-  } else {
-    launch(ManyRows{}, OwnSum{});
+  const char* what = "launching the sum over a token's rows";
+  const bool is_fp16 = problem.dtype == DType::kF16;
+  if (out.ranks == nullptr && beside == BesideWhat::kPrevious) {
+    const auto kernel =
+        is_fp16 ? sum_rows_beside_kernel<__half> : sum_rows_beside_kernel<__nv_bfloat16>;
+    launch_dependent(device, what, kernel, {grid, kBesideThreads}, stream, args);
+    return;
   }
+  const SumOverRanks result{out.ranks == nullptr ? RankSums{} : *out.ranks};
+  launch_dependent(device, what, sum_few_rows_beside_kernel, {grid, kBesideThreads}, stream, args,
+                   result, std::uint32_t{is_fp16});
 }
 
 }  // namespace sonicmoe::cuda
