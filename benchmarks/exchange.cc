@@ -19,10 +19,12 @@
 #include <vector>
 
 #include "cuda/pretended_ranks.h"
+#include "device_memory.h"
 
 namespace {
 
 using namespace sonicmoe;
+using bench::Memory;
 using sonicmoe::testing::GroupOptions;
 using sonicmoe::testing::must;
 using sonicmoe::testing::PretendedRanks;
@@ -35,46 +37,6 @@ constexpr Config kConfigs[] = {{"7B-n256", 24576, 1536, 256, 128, 8},
                                {"30B-n256", 16384, 4096, 256, 256, 16},
                                {"qwen3-30b", 16384, 2048, 768, 128, 8},
                                {"qwen3-235b", 16384, 4096, 1536, 128, 8}};
-
-/// Device memory of one GPU, filled with zeros or with random bf16.
-class Memory {
- public:
-  explicit Memory(std::int64_t bytes) {
-    must(cudaMalloc(&data_, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 256))));
-    must(cudaMemset(data_, 0, static_cast<std::size_t>(bytes)));
-    bytes_ = bytes;
-  }
-  Memory(std::int64_t count, double scale) : Memory(2 * count) {
-    std::mt19937 random(7);
-    std::normal_distribution<float> normal(0.0f, static_cast<float>(scale));
-    std::vector<std::uint16_t> values(1048573);  // a prime
-    for (std::uint16_t& v : values) {
-      const float f = normal(random);
-      std::uint32_t word = 0;
-      __builtin_memcpy(&word, &f, 4);
-      v = static_cast<std::uint16_t>((word + 0x8000) >> 16);
-    }
-    upload(values);
-  }
-  ~Memory() { cudaFree(data_); }
-  Memory(const Memory&) = delete;
-
-  /// Repeats `values` over the whole memory.
-  template <class T>
-  void upload(const std::vector<T>& values) {
-    const std::int64_t size = static_cast<std::int64_t>(values.size() * sizeof(T));
-    for (std::int64_t at = 0; at < bytes_; at += size) {
-      must(cudaMemcpy(static_cast<char*>(data_) + at, values.data(), std::min(size, bytes_ - at),
-                      cudaMemcpyHostToDevice));
-    }
-  }
-  void* data() const { return data_; }
-  Buffer buffer() const { return {data_, bytes_}; }
-
- private:
-  void* data_ = nullptr;
-  std::int64_t bytes_ = 0;
-};
 
 /// The tensors and buffers of one rank, or of a layer alone (E/W experts, no exchange).
 struct Layer {
