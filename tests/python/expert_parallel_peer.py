@@ -155,6 +155,34 @@ def overflow(world):
     equal(results(again, run), want)
 
 
+def warm_up(step):
+    """Runs a step on another stream, as a capture wants it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+def captured(step):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    return graph, static
+
+
+def replay(graph, static, step, seed):
+    """The graph gives the bits of the same step without a graph."""
+    graph.replay()
+    torch.cuda.synchronize()
+    check_exchange()
+    found = [t.clone() for t in static]
+    for got, want in zip(found, step(), strict=True):
+        assert torch.equal(got, want), seed
+
+
 @case
 def graphs(world):
     """A step is captured once and replayed with other routings."""
@@ -167,31 +195,18 @@ def graphs(world):
         out = run(layer)
         return [out.detach(), *torch.autograd.grad(out, leaves, layer.dout)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    warm_up(step)
     refused = pytest.raises(RuntimeError, match="which a CUDA graph cannot hold")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         run(layer, capacity=None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
+    graph, static = captured(step)
     for seed in (*range(4), *range(REPEATS // 5)):
         other = middle(world, seed=seed)
         for name, value in layer.leaves().items():
             value.data.copy_(getattr(other, name).detach())
         layer.ids.copy_(other.ids)
         layer.dout.copy_(other.dout)
-        graph.replay()
-        torch.cuda.synchronize()
-        check_exchange()
-        found = [t.clone() for t in static]
-        for got, want in zip(found, step(), strict=True):
-            assert torch.equal(got, want), seed
+        replay(graph, static, step, seed)
 
 
 @case
@@ -211,24 +226,11 @@ def graphs_of_the_module(world):
     if world.device != "cuda":
         step()
         return
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
+    warm_up(step)
+    graph, static = captured(step)
     for seed in range(2, 6):
         x.data.copy_(inputs(world, "uneven", seed)[world.tokens("uneven")])
-        graph.replay()
-        torch.cuda.synchronize()
-        check_exchange()
-        found = [t.clone() for t in static]
-        for got, want in zip(found, step(), strict=True):
-            assert torch.equal(got, want), seed
+        replay(graph, static, step, seed)
 
 
 @case
