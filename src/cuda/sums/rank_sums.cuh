@@ -90,8 +90,9 @@ struct OtherSums {
   }
 };
 
-/// What a kernel writes for a token, as a template argument: SumOverRanks would cost the kernels of
-/// a layer on one GPU registers. Positions `at` are bytes of (T, d).
+/// OwnSum and SumOverRanks say what a kernel writes for a token: its own sum, or the sum over all
+/// ranks. They are template arguments, so that the kernels of a layer on one GPU need no registers
+/// for other ranks. `at` is an offset in bytes in (T, d).
 struct OwnSum {
   template <class Chunk>
   struct Others {};

@@ -207,7 +207,7 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& resu
   }
 }
 
-/// What follows the launch of the next kernel, and the wait for the rows where one is needed.
+/// Sums this warp's part of a token. The rows are in memory when it is called.
 template <class Element, class Rows, class Result>
 __device__ __forceinline__ void sum_beside(const BesideArgs& a, const Result& result) {
   // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
   sum_beside<Element, ManyRows>(a, OwnSum{});
 }
 
-/// With or without sums of other ranks, of both dtypes.
+/// For a rank of an exchange, in bf16 or fp16. It adds other ranks' sums if there are any.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_few_rows_beside_kernel(const BesideArgs a, const SumOverRanks result,
                                const std::uint32_t is_fp16) {
