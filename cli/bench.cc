@@ -49,7 +49,8 @@ struct Measurement {
   }
 };
 
-/// One kernel of the method beside its roofline; both are 0 where the cost model lacks the kernel.
+/// The time of a kernel and its roofline. flops and roofline are 0 if the cost model lacks the
+/// kernel.
 struct KernelTime {
   std::string name;
   double seconds = 0.0, flops = 0.0, roofline = 0.0;
@@ -337,16 +338,18 @@ void print_text(const Options& o, const Report& r) {
 }  // namespace
 
 Command add_bench(CLI::App& app) {
-  Command command(app, "bench", "Check a layer, then measure it");
+  Command command(app, "bench",
+                  "Compare a slice of a layer with the oracle, then measure the layer");
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
   o->layer.add_to(command);
   o->target.add_to(command);
-  command.option("--pass", o->pass, "fwd, bwd or both");
-  command.option("--routing", o->routing, "topk, rounded or skewed");
-  command.option("--repeats", o->repeats, "Runs, of which the median counts");
-  command.flag("--kernels", o->kernels, "Time every kernel apart, too");
-  command.flag("--json", o->json, "One JSON document on stdout");
+  command.option("--pass", o->pass, "Passes to measure: fwd, bwd or both");
+  command.option("--routing", o->routing,
+                 "Routing: topk, rounded (token rounding) or skewed (uneven experts)");
+  command.option("--repeats", o->repeats, "Number of timed runs; the median is reported");
+  command.flag("--kernels", o->kernels, "Also time each kernel");
+  command.flag("--json", o->json, "Print one JSON document to stdout");
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
     const Report report = run(*o);

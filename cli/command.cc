@@ -12,9 +12,10 @@
 namespace sonicmoe::cli {
 
 void ShapeOptions::add_to(Command& command) {
-  command.option("--config", config, "A named shape, e.g. 7B-n256");
-  command.flag("--list", list, "Print the named shapes and end");
-  command.option("--shape", shape, "T,d,n,E,K: tokens, model width, expert width, experts, top-k");
+  command.option("--config", config, "A named shape such as 7B-n256 (--list prints them)");
+  command.flag("--list", list, "Print the named shapes and exit");
+  command.option("--shape", shape,
+                 "T,d,n,E,K: tokens, model width, expert width, experts, experts per token");
 }
 
 LayerShape ShapeOptions::resolve(const char* fallback) const {
@@ -35,9 +36,11 @@ std::string ShapeOptions::label() const {
 }
 
 void LayerOptions::add_to(Command& command) {
-  command.option("--dtype", dtype, "f32, bf16, f16 or f64");
-  command.option("--activation", activation, "swiglu, geglu, silu, ...");
-  command.option("--precision", precision, "Of the products: tensors, fp8 or auto");
+  command.option("--dtype", dtype, "Dtype of the tensors: f32, bf16, f16 or f64");
+  command.option("--activation", activation,
+                 "Activation: swiglu, geglu, silu, ... (an unknown name lists all)");
+  command.option("--precision", precision,
+                 "Precision of the products: tensors (that of --dtype), fp8 or auto");
 }
 
 DType LayerOptions::layer_dtype() const {

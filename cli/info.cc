@@ -142,14 +142,15 @@ void print_text(const Json& d) {
 }  // namespace
 
 Command add_info(CLI::App& app) {
-  Command command(app, "info", "Version, build, CPU features, threads, CUDA");
+  Command command(app, "info",
+                  "Print version, build, CPU features, threads and CUDA devices, for bug reports");
   struct Options {
     std::string engine;
     bool json = false;
   };
   auto o = std::make_shared<Options>();
-  command.option("--engine", o->engine, "Ask for this engine on the first GPU");
-  command.flag("--json", o->json, "One JSON document on stdout");
+  command.option("--engine", o->engine, "Report on the first GPU with this engine");
+  command.flag("--json", o->json, "Print one JSON document to stdout");
   command.run = [o] {
     const Json d = document(o->engine);
     o->json ? print_json(d) : print_text(d);

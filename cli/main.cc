@@ -79,10 +79,11 @@ int run(int argc, char** argv) {
                "sonicmoe"};
   app.set_version_flag("--version", std::string("sonicmoe ") + version_string());
   app.require_subcommand(1);
-  app.footer(  // of every subcommand's help, too
-      "Exit codes: 0 done; 1 a check against the oracle failed; 2 an argument is wrong or cannot "
-      "be "
-      "served (one sentence on stderr says why).");
+  app.footer(  // subcommands print it too
+      "Exit codes: 0 done; 1 a check against the oracle failed; 2 an argument is wrong or not "
+      "supported (one sentence on stderr says why).\n"
+      "The oracle is the library's own reference implementation in fp64. Documentation: "
+      "docs/command.md.");
   const cli::Command commands[] = {cli::add_info(app), cli::add_verify(app), cli::add_bench(app),
                                    cli::add_plan(app), cli::add_route(app)};
   try {

@@ -235,7 +235,7 @@ void print_memory(const Plan& p) {
                 formula);
   };
   const MemoryCost& m = p.memory;
-  std::printf("\nkept for backward, beside X (%s, which every method keeps)\n",
+  std::printf("\nkept for backward, not counting X (%s, which every method keeps)\n",
               bytes_text(static_cast<double>(m.x)).c_str());
   const bool fp8 = p.problem.precision == Precision::kFp8;
   line("this library", m.ours(),
@@ -307,10 +307,10 @@ RanksSubject ranks_subject(const Options& o) {
   s.shape = o.shape.resolve();
   if (o.layer.precision != precision_name(Precision::kTensors)) {
     checks::refuse("precision is " + o.layer.precision +
-                   ", must be tensors beside --ranks: expert parallelism has no fp8 products");
+                   ", must be tensors with --ranks: expert parallelism has no fp8 products");
   }
   s.problem = o.layer.problem(s.shape, {});
-  if (o.device == "cpu") checks::refuse("device is cpu, must be a GPU beside --ranks");
+  if (o.device == "cpu") checks::refuse("device is cpu, must be a GPU with --ranks");
   s.machine = machine_from_name(o.device);
   s.engine = engine_rate(s.machine, o.engine);
   s.machine.flops_per_second = s.engine.flops_per_second;
@@ -321,19 +321,22 @@ RanksSubject ranks_subject(const Options& o) {
 }  // namespace
 
 Command add_plan(CLI::App& app) {
-  Command command(app, "plan", "Flops, bytes, roofline, padding and memory of a layer");
+  Command command(
+      app, "plan",
+      "Compute flops, bytes, roofline, padding and memory of a layer without running it");
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
   o->layer.add_to(command);
   command.option("--device", o->device,
-                 "cpu (measured) or a GPU, by its data sheet: h200, a100, rtx-4090, ...; an "
-                 "unknown name lists them");
-  command.option("--engine", o->engine,
-                 "hopper or portable (default: the one that serves the device)");
-  command.option("--backend", o->backend,
-                 "Whose tiles and workspace: cpu or cuda (default: that of the device)");
-  command.option("--tile", o->tile, "Rows of a tile, for the padding");
-  command.flag("--json", o->json, "One JSON document on stdout");
+                 "A GPU, whose rates are those of its data sheet: h200, a100, rtx-4090, ... (an "
+                 "unknown name lists all); or cpu, which is measured");
+  command.option("--engine", o->engine, "Engine: hopper or portable (default: that of the device)");
+  command.option(
+      "--backend", o->backend,
+      "Backend whose tiles and workspace are reported: cpu or cuda (default: that of the "
+      "device)");
+  command.option("--tile", o->tile, "Rows of a tile, to compute the padding");
+  command.flag("--json", o->json, "Print one JSON document to stdout");
   o->ranks.add_to(command);
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);

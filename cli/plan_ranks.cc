@@ -191,19 +191,24 @@ void print_memory(const RanksOptions& o, const RanksSubject& s,
 }  // namespace
 
 void RanksOptions::add_to(Command& command) {
-  command.option("--ranks", ranks,
-                 "Expert parallelism over so many GPUs, T tokens each: 8 or 2,4,8");
-  command.option("--ranks-per-node", ranks_per_node, "GPUs that NVLink joins");
-  command.option("--transport", transport,
-                 "Who moves rows inside a node: copy (engines, the default), kernels or nccl");
-  command.option("--link", link_gbytes, "GB/s each way and GPU inside a node (0: as measured)");
-  command.option("--network", network_gbits, "Gbit/s each way and GPU between nodes");
-  command.option("--tflops", tflops, "Rate of the products (0: from the roofline)");
-  command.option("--imbalance", imbalance, "Rows of the busiest rank over the mean");
+  command.option(
+      "--ranks", ranks,
+      "Plan expert parallelism over this many GPUs, with T tokens on each: 8, or several: "
+      "2,4,8. The options below need --ranks");
+  command.option("--ranks-per-node", ranks_per_node, "GPUs of a node, connected by NVLink");
+  command.option(
+      "--transport", transport,
+      "What moves rows inside a node: copy (copy engines, the default), kernels or nccl");
+  command.option("--link", link_gbytes,
+                 "GB/s per GPU and direction inside a node (0: the measured or estimated rate)");
+  command.option("--network", network_gbits, "Gbit/s per GPU and direction between nodes");
+  command.option("--tflops", tflops, "TFLOP/s of the products (0: computed from the roofline)");
+  command.option("--imbalance", imbalance, "Rows of the busiest rank divided by the mean");
   command.option("--hidden", hidden,
-                 "Share hidden of the shorter of products and transfers, 0 to 1");
-  command.option("--arena", arena, "Size of the arena over the rows expected");
-  command.option("--layers", layers, "Layers of the model, for the memory");
+                 "Overlap of products and transfers: 0 none, 1 the shorter of them is hidden");
+  command.option("--arena", arena,
+                 "Rows that buffers of a fixed size (arena) hold, divided by the expected rows");
+  command.option("--layers", layers, "MoE layers of the model, to compute the memory");
 }
 
 void RanksOptions::refuse_alone() const {
@@ -219,7 +224,7 @@ void RanksOptions::refuse_alone() const {
                       : ranks_per_node != usual.ranks_per_node ? "ranks-per-node"
                                                                : nullptr;
   if (given != nullptr) {
-    checks::refuse(std::string(given) + " is given, must be beside --ranks");
+    checks::refuse(std::string(given) + " is given, must come with --ranks");
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace sonicmoe::cli {
 
-/// --ranks and the options that mean something only beside it.
+/// --ranks and the options that need it.
 struct RanksOptions {
   std::string ranks;  ///< "2" or "2,4,8"; empty: one GPU is planned
   std::string transport;

@@ -149,15 +149,19 @@ void print_text(const Options& o, const LayerShape& shape, const std::vector<Spr
 }  // namespace
 
 Command add_route(CLI::App& app) {
-  Command command(app, "route", "Tokens per expert and padding: top-K against every rounding mode");
+  Command command(app, "route",
+                  "Compare top-k with each rounding mode: rows by expert, and padding");
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
-  command.option("--score", o->score, "softmax_after_topk, softmax_before_topk or sigmoid");
+  command.option("--score", o->score, "Scores: softmax_after_topk, softmax_before_topk or sigmoid");
   command.option("--tile", o->tile, "Rows of a tile");
-  command.option("--skew", o->skew, "How much experts differ: shift of their logits");
-  command.option("--seed", o->seed, "Of the logits and of stochastic rounding");
-  command.option("--threads", o->threads, "0: every core");
-  command.flag("--json", o->json, "One JSON document on stdout");
+  command.option(
+      "--skew", o->skew,
+      "Standard deviation of a random shift of each expert's logits: 0 makes experts equally "
+      "popular");
+  command.option("--seed", o->seed, "Seed of the logits and of stochastic rounding");
+  command.option("--threads", o->threads, "CPU threads (0: one per core)");
+  command.flag("--json", o->json, "Print one JSON document to stdout");
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
     const LayerShape shape = o->shape.resolve();

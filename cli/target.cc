@@ -8,9 +8,10 @@
 namespace sonicmoe::cli {
 
 void TargetOptions::add_to(Command& command) {
-  command.option("--backend", backend, "cpu or cuda");
-  command.option("--engine", engine, "What multiplies on CUDA: a name that info lists");
-  command.option("--threads", threads, "0: every core");
+  command.option("--backend", backend, "Where to run: cpu or cuda (the first GPU)");
+  command.option("--engine", engine,
+                 "Engine of the products on CUDA: a name that sonicmoe info lists");
+  command.option("--threads", threads, "CPU threads (0: one per core)");
 }
 
 Target target_from_options(const TargetOptions& options) {

@@ -113,15 +113,16 @@ void print_text(const Outcome& outcome) {
 }  // namespace
 
 Command add_verify(CLI::App& app) {
-  Command command(app, "verify", "Every kernel against the oracle");
+  Command command(app, "verify", "Compare every function with the oracle");
   auto o = std::make_shared<Options>();
   o->target.add_to(command);
-  command.option("--filter", o->filter, "Only cases whose names contain this");
-  command.option("--precision", o->precision, "Only cases in this precision: tensors or fp8");
-  command.flag("--full", o->full, "The long list of cases too");
+  command.option("--filter", o->filter, "Run only the cases whose names contain this text");
+  command.option("--precision", o->precision,
+                 "Run only the cases of this precision: tensors or fp8");
+  command.flag("--full", o->full, "Also run the long list of cases");
   command.flag("--negative,!--no-negative", o->negative,
-               "Also check that broken implementations are rejected (default)");
-  command.flag("--json", o->json, "One JSON document on stdout");
+               "Also check that broken implementations are rejected (the default)");
+  command.flag("--json", o->json, "Print one JSON document to stdout");
   command.run = [o] {
     const Outcome outcome = run(*o);
     o->json ? print_json(document(*o, outcome)) : print_text(outcome);

@@ -140,7 +140,7 @@ class CliTest(unittest.TestCase):
             ),
             (
                 ("plan", *shape, "--ranks", "2", "--precision", "fp8"),
-                "precision is fp8, must be tensors beside --ranks",
+                "precision is fp8, must be tensors with --ranks",
             ),
         ):
             code, out, err = run(*arguments)
@@ -268,12 +268,12 @@ class CliTest(unittest.TestCase):
 
     def test_plan_of_ranks_refuses(self):
         for sentence, *arguments in (
-            ("link is given, must be beside --ranks", "--link", "300"),
-            ("layers is given, must be beside --ranks", "--layers", "2"),
+            ("link is given, must come with --ranks", "--link", "300"),
+            ("layers is given, must come with --ranks", "--layers", "2"),
             ("ranks is 7, must be from 1 to E = 6", "--ranks", "7"),
             ('ranks is "2,", must be integers and commas, as 8 or 2,4,8', "--ranks", "2,"),
             ('ranks is "many", must be integers and commas, as 8 or 2,4,8', "--ranks", "many"),
-            ("device is cpu, must be a GPU beside --ranks", "--ranks", "2", "--device", "cpu"),
+            ("device is cpu, must be a GPU with --ranks", "--ranks", "2", "--device", "cpu"),
             (
                 "network is missing, must be --network GBIT/S: "
                 "6 ranks are more than the 2 of a node",
