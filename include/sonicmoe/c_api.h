@@ -1,13 +1,14 @@
 /* The C interface (C99): all of sonicmoe without C++ types.
  *
  * Rules that hold for every struct and call:
- * - A struct begins with `size`; set it to sizeof the struct and zero the rest. Zero means default.
- *   Fields are only ever appended; a larger struct is accepted while its unknown bytes are zero.
- * - A tensor that may be absent is a pointer that may be NULL. `exec` NULL is the CPU with every
- *   core. Every other NULL is refused.
- * - A call returns SMOE_OK or refuses before any work: then no output has been written, and
- *   smoe_last_error() has the sentence. Only SMOE_CUDA and SMOE_INTERNAL may come after a part of
- *   the work: outputs are then undefined. Nothing is thrown and the process is never ended.
+ * - A struct begins with `size`. Set it to sizeof the struct, and the fields that you do not use to
+ *   zero, which means the default. New versions only append fields; a larger struct is accepted if
+ *   its unknown bytes are zero.
+ * - Pass NULL for an optional tensor that you leave out. If `exec` is NULL, the call runs on the
+ * CPU with all cores. Every other NULL is refused.
+ * - A call returns SMOE_OK or is refused before any work: then no output has been written, and
+ *   smoe_last_error() returns the reason as one sentence. Only SMOE_CUDA and SMOE_INTERNAL may
+ *   occur after a part of the work: outputs are then undefined. No call throws or ends the process.
  * - Shapes, units and meanings are those of moe.h, routing.h and grouped_gemm.h. Letters: T tokens,
  *   d model width, n expert width, E experts, K experts per token, C row capacity.
  * - Calls are thread-safe as long as they write to different memory.
@@ -99,7 +100,7 @@ typedef struct smoe_device smoe_device;
 typedef struct smoe_exec {
   uint32_t size;
   int32_t backend;
-  int32_t num_threads; /* CPU: 0 = every core this process may use; at most 4 per core */
+  int32_t num_threads; /* CPU: 0 = one per core that this process may use; at most 4 per core */
   int32_t reserved;    /* 0 */
   const smoe_device* device;
   void* stream; /* CUDA: a cudaStream_t */
@@ -165,7 +166,7 @@ typedef struct smoe_forward_args {
   int64_t saved_bytes;
   void* scratch;
   int64_t scratch_bytes;
-  const void* fp8_weights; /* SMOE_PRECISION_FP8: what smoe_quantize_weights wrote; else NULL */
+  const void* fp8_weights; /* SMOE_PRECISION_FP8: written by smoe_quantize_weights; else NULL */
   int64_t fp8_weights_bytes;
 } smoe_forward_args;
 
@@ -192,8 +193,8 @@ typedef struct smoe_backward_args {
 SMOE_API smoe_status smoe_row_capacity(const smoe_problem* problem, int64_t* capacity);
 SMOE_API smoe_status smoe_moe_sizes(const smoe_problem* problem, int32_t pass,
                                     const smoe_exec* exec, smoe_sizes* sizes);
-/* Where gate and up lie in the h that smoe_moe_forward wrote: views (C, n), as h_views() of moe.h
- * says. gate has rank 0 for activations without a gate; h may be NULL: views without data. */
+/* Views (C, n) of gate and up in the h that smoe_moe_forward wrote; see h_views() of moe.h. gate
+ * has rank 0 for activations without a gate. If h is NULL, the views have no data. */
 SMOE_API smoe_status smoe_h_views(const smoe_problem* problem, const smoe_weights* weights, void* h,
                                   int64_t h_bytes, const smoe_exec* exec, smoe_tensor* gate,
                                   smoe_tensor* up);
@@ -324,8 +325,8 @@ SMOE_API smoe_status smoe_device_close(smoe_device* device);
 typedef struct smoe_device_options {
   uint32_t size;
   int32_t ordinal;
-  /* The engine that multiplies, a name of smoe_engine_name. NULL: that of the variable
-   * SONICMOE_ENGINE in the environment, else the first that serves the device. */
+  /* The engine of the products, a name of smoe_engine_name. NULL: that of the environment variable
+   * SONICMOE_ENGINE, else the first that serves the device. */
   const char* engine;
 } smoe_device_options;
 
@@ -333,13 +334,13 @@ typedef struct smoe_device_options {
  * serve the device SMOE_UNSUPPORTED. */
 SMOE_API smoe_status smoe_device_open_with(const smoe_device_options* options,
                                            smoe_device** device);
-/* The name of engine `index` of this build, NULL past the last one: "hopper". */
+/* The name of engine `index` of this build, such as "hopper"; NULL past the last one. */
 SMOE_API const char* smoe_engine_name(int32_t index);
-/* The name of the engine that multiplies on a device, NULL for NULL. */
+/* The name of the engine that a device handle uses; NULL for NULL. */
 SMOE_API const char* smoe_device_engine(const smoe_device* device);
 
-/* Expert parallelism: exchange.h, where each function is described under the name without smoe_.
- * CUDA only. One thread at a time uses an exchange. */
+/* Expert parallelism. exchange.h describes each function under its name without smoe_. CUDA only.
+ * Only one thread at a time may use an exchange. */
 typedef struct smoe_exchange smoe_exchange;
 
 enum { SMOE_TRANSPORT_AUTO = 0, SMOE_TRANSPORT_PUSH = 1, SMOE_TRANSPORT_COPY = 2 };

@@ -1,10 +1,12 @@
-// Expert parallelism: the MoE layer over the GPUs of one node. Rank r of W owns the experts
-// [r * E/W, (r + 1) * E/W). A step sends the row of a token at most once to each rank that owns one
-// of its experts; each rank computes its own experts and sends one partial sum of the token back.
+// Expert parallelism: the MoE layer over the GPUs of one node. CUDA only.
 //
-// A symmetric buffer is memory of the same size on every rank that all ranks can write: torch
-// symmetric memory, CUDA IPC, or peer access within a process. A group of ranks needs one for all
-// its layers. CUDA only.
+// Rank r of W owns the experts [r * E/W, (r + 1) * E/W). A step (one forward or one backward) sends
+// the row of a token at most once to each rank that owns one of its experts. Each rank computes its
+// own experts and sends one partial sum of the token back.
+//
+// A symmetric buffer is memory of the same size on every rank, which all ranks can write: torch
+// symmetric memory, CUDA IPC, or peer access within a process. One symmetric buffer serves all
+// layers of a group of ranks.
 //
 // A training step, on every rank; args as for moe_forward and moe_backward:
 //   Exchange* exchange = exchange_open(options, exec);  // then a barrier over all ranks
@@ -12,19 +14,20 @@
 //   exchange_forward(*exchange, problem, rows, forward_args, ExchangePart::kAll, exec);
 //   exchange_backward(*exchange, problem, rows, backward_args, ExchangePart::kAll, exec);
 //
-// Functions throw Error (status.h). A refused argument leaves the step as it was, so that the call
-// can be repeated. After Status::kCuda only exchange_reset or exchange_close helps.
+// Functions throw Error (status.h). If an argument is refused, the step is unchanged, and the call
+// can be repeated. After Status::kCuda the exchange must be reset or closed.
 #pragma once
 
 #include "sonicmoe/moe.h"
 
 namespace sonicmoe {
 
-/// One rank's end of a group. It has one step in flight at a time and is used by one thread at a
-/// time. Two groups, each with its own buffers, may have steps in flight at once.
+/// What one rank of a group needs for expert parallelism: its mapping of all symmetric buffers, its
+/// flags and its streams. An exchange runs one step at a time, and one thread at a time may use it.
+/// Exchanges of two groups, each with its own buffers, may run steps at the same time.
 struct Exchange;
 
-/// The largest extents of any step of a group; equal on all ranks.
+/// The largest sizes of any step of a group; equal on all ranks.
 struct ExchangeShape {
   std::int32_t ranks = 0;       ///< W, 1 to 64
   std::int64_t max_tokens = 0;  ///< of one rank
@@ -39,8 +42,8 @@ SONICMOE_API std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec&
 /// How rows travel. Results have the same bits for every value.
 enum class ExchangeTransport : std::int32_t {
   kAuto = 0,  ///< kCopy for two ranks, else kPush
-  kPush = 1,  ///< a kernel on few multiprocessors sends the rows that a rank needs
-  kCopy = 2,  ///< the copy engines send all rows to all ranks and take no multiprocessor
+  kPush = 1,  ///< a kernel on few multiprocessors sends each rank the rows that it needs
+  kCopy = 2,  ///< the copy engines send all rows to all ranks, without using multiprocessors
 };
 
 struct ExchangeOptions {
@@ -55,34 +58,39 @@ struct ExchangeOptions {
   ExchangeTransport transport = ExchangeTransport::kAuto;
 };
 
-/// Opens this rank's end and clears the flags of its own symmetric buffer; waits for the device. No
-/// rank may begin a step before all ranks have opened: the caller puts a barrier between. Nothing
-/// is allocated later. Buffers and the handle `exec.device` must outlive the exchange; the
-/// addresses are copied. All later calls need a handle of the same GPU and engine.
+/// Opens the exchange of this rank and clears the flags in its own symmetric buffer. The host waits
+/// for the device. After it the caller needs a barrier over all ranks: no rank may begin a step
+/// before all ranks have opened. Later calls allocate nothing. The buffers and the handle
+/// `exec.device` must outlive the exchange; the array of addresses is copied. All later calls need
+/// a handle of the same GPU and engine.
 SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
-/// Waits for the exchange's work; null is ignored.
+/// Waits for the exchange's work and frees the exchange; null is ignored.
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
-/// Throws if an earlier step failed: a rank that did not come within the time limit, or more rows
-/// than `rows`. Every part of a step does the same first. It does not wait for the device: a fault
-/// is seen once the failing kernel has run. A failed step fills out, dx and dweights with NaN on
-/// every rank that learns of it in time. Gradients of weights are then not valid and have no NaN,
-/// also where they were accumulated. The exchange stays broken until exchange_reset.
+/// Throws if an earlier step failed: a rank did not come within the time limit, or a rank got more
+/// than `rows` rows. Every part of a step makes this check first. The check does not wait for the
+/// device, so it finds a fault only after the failing kernel has run. The exchange stays broken
+/// until exchange_reset.
 ///
-/// A rank that comes later than the time limit may finish a step that has failed elsewhere, and
-/// learns of the fault in its next step. With kCopy the rows of its step may then have been
-/// overwritten: copies that the other ranks had enqueued cannot be stopped.
+/// A failed step fills out, dx and dweights with NaN on every rank that learns of the fault in
+/// time. Gradients of weights, also accumulated ones, are not valid, but they are not NaN. A rank
+/// that comes after the time limit may finish a step that has failed on the others; it learns of
+/// the fault in its next step. With kCopy the rows of its step may have been overwritten, because
+/// copies that the other ranks have enqueued cannot be stopped.
 SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 
-/// Makes a broken or aborted exchange usable again; waits for the device. All ranks call it. Before
-/// it, each rank waits for its own device (waits for other ranks end within the time limit), then
-/// comes a barrier of the caller's: a rank that still works would write flags that are cleared. A
-/// second barrier follows the call, so that no rank begins early.
+/// Makes a broken or aborted exchange usable again. The host waits for the device. All ranks must
+/// do this:
+/// 1. wait for their own device (waits for other ranks end within the time limit);
+/// 2. a barrier: a rank that still works would write flags that another one has cleared;
+/// 3. exchange_reset;
+/// 4. a barrier, so that no rank begins a step before all have reset.
 SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 
-/// The parts of a step. kAll is the three of them. Between them the caller may enqueue its own work
-/// on exec.stream: rows and partial sums travel on another stream. Arguments and exec are equal for
-/// all parts of a step, except where a part needs less. A CUDA graph must hold whole steps.
+/// The parts of a step; kAll runs all three. Between two parts the caller may enqueue its own work
+/// on exec.stream: it runs while rows and partial sums travel on another stream. All parts of a
+/// step get the same arguments and exec; a part may get fewer of them if its comment says so. A
+/// CUDA graph must contain whole steps.
 enum class ExchangePart : std::int32_t {
   kAll = 0,
   kBegin = 1,  ///< sends routing and rows (backward: dout, then x); a forward needs no buffers yet
@@ -90,30 +98,32 @@ enum class ExchangePart : std::int32_t {
   kFinish = 3,   ///< waits for partial sums and adds them in rank order
 };
 
-/// Rows that the current step routes to this rank's experts: the smallest `rows` that holds them.
-/// After kBegin of a forward, before kCompute. The only function of a step that waits for the
-/// device: for the routing of all ranks, not for their rows. It cannot be captured in a graph.
+/// The number of rows that the current step routes to this rank's experts: the smallest valid
+/// `rows`. Call it after kBegin and before kCompute of a forward. The host waits for the routing of
+/// all ranks, not for their rows; no other function of a step waits for the device. A CUDA graph
+/// cannot contain this call.
 SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Problem& problem,
                                         const Exec& exec);
 
-/// As moe_sizes(). `problem` has this rank's tokens and all experts, in the ids or the pairs form;
-/// `rows` is the capacity for rows of this rank's experts. Besides the layer's metadata, saved
-/// keeps 12 bytes a row and one byte for each of W * max_tokens tokens. Scratch belongs to the step
-/// from kBegin to the end of kFinish.
+/// As moe_sizes(). `problem` describes this rank's tokens and all E experts, in the form ids or
+/// pairs. `rows` is the capacity: the number of rows that this rank's experts may get. In addition
+/// to the layer's metadata, saved has 12 bytes a row and one byte for each of W * max_tokens
+/// tokens. The step uses scratch from kBegin to the end of kFinish.
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
 
-/// moe_forward over all ranks. `args.weights` are this rank's E/W experts; x, routing and out are
-/// this rank's tokens, with expert numbers of the whole group. The result is that of one process
-/// with all tokens and experts, with one more rounding: a rank's sum of a token's rows is rounded
-/// to the dtype before it travels. Partial sums are added in fp32 in rank order, so equal inputs
-/// give equal bits whatever arrives first.
+/// moe_forward over all ranks. `args.weights` are this rank's E/W experts; x, routing and out
+/// belong to this rank's tokens, and expert ids are in [0, E). The result is that of one process
+/// with all tokens and experts, with one more rounding: a rank rounds its partial sum of a token to
+/// the dtype before it sends it. Partial sums are added in fp32 in rank order, so equal inputs give
+/// equal bits, whatever arrives first.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                    const ForwardArgs& args, ExchangePart part, const Exec& exec);
 
-/// moe_backward over all ranks. `args.grads` are those of this rank's E/W experts; dx and dweights
-/// those of this rank's tokens. x travels again and is not kept. All ranks ask for the same ones of
-/// dx and dweights. kBegin needs the buffers too.
+/// moe_backward over all ranks. `args.grads` are the gradients of this rank's E/W experts, dx and
+/// dweights those of this rank's tokens. x is sent again, because ranks do not keep each other's
+/// rows. All ranks must ask for the same gradients among dx and dweights. kBegin needs the buffers
+/// too.
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                     const BackwardArgs& args, ExchangePart part, const Exec& exec);
 

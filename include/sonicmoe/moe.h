@@ -1,8 +1,8 @@
 // The MoE layer: O[t] = sum_k s_k * (W2_e act(W1_e x_t + b1_e) + b2_e), forward and backward.
 //
 // The method (SonicMoE, arXiv 2512.14080) keeps only X, H and routing metadata for backward. Every
-// output element is written for every routing; equal inputs give equal bits on every run. Rounding
-// points are stated in docs/method.md.
+// element of an output is written, whatever the routing. Equal inputs give equal bits in every run.
+// docs/method.md says where values are rounded.
 //
 // A training step:
 //   Sizes f = moe_sizes(problem, Pass::kForward), b = moe_sizes(problem, Pass::kBackward);
@@ -17,7 +17,7 @@ namespace sonicmoe {
 /// The form in which a caller gives the routing.
 enum class RoutingForm : std::int32_t {
   kIds = 0,      ///< ids and weights (T, K); C = T*K
-  kPairs = 1,    ///< lists of (token, expert, weight), any order, any number a token; C = length
+  kPairs = 1,    ///< a list of (token, expert, weight) in any order; C is its length
   kGrouped = 2,  ///< x already grouped by expert: rows of expert e begin at row_begin[e]; C = T
 };
 
@@ -28,7 +28,7 @@ enum class Precision : std::int32_t {
   kFp8 = 1,      ///< e4m3 with block scales; Problem::dtype for weight gradients
 };
 
-/// The name of a precision, "tensors" or "fp8", and the precision of a name.
+/// Converts a precision to its name, "tensors" or "fp8", and back.
 SONICMOE_API const char* precision_name(Precision precision);
 SONICMOE_API Precision precision_from_name(const char* name);
 
@@ -48,7 +48,7 @@ struct Problem {
   std::int64_t capacity = 0;  ///< C of the kPairs form; 0 (derived) for the others
   RoutingForm form = RoutingForm::kIds;
   DType dtype =
-      DType::kF32;  ///< of x, weights, biases and outputs; scores are fp32, or fp64 in fp64
+      DType::kF32;  ///< of x, weights, biases and outputs; scores are fp32, or fp64 for fp64
   Activation activation{};
   Precision precision = Precision::kTensors;
   KeptH kept_h = KeptH::kPrecision;
@@ -57,21 +57,20 @@ struct Problem {
 /// C, the rows that buffers are sized for: T*K, the pair list's length, or T. Refuses C >= 2^31.
 SONICMOE_API std::int64_t row_capacity(const Problem& problem);
 
-/// Routing values, on the device of the call. Values out of range are skipped, never refused.
+/// The routing, in memory of the call's device. Values out of range are skipped, never refused.
 struct Routing {
-  Tensor ids{};  ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
-  Tensor
-      weights{};    ///< kIds (T, K), kPairs (C): fp32 (fp64 beside fp64); kGrouped: (T) or none = 1
-  Tensor token{};   ///< kPairs: (C) i32 or i64; out of [0, T) is an empty slot
-  Tensor expert{};  ///< kPairs: (C) i32 or i64; out of [0, E) is an empty slot
+  Tensor ids{};      ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
+  Tensor weights{};  ///< kIds (T, K), kPairs (C): fp32, or fp64 for fp64; kGrouped: (T), absent: 1
+  Tensor token{};    ///< kPairs: (C) i32 or i64; out of [0, T) is an empty slot
+  Tensor expert{};   ///< kPairs: (C) i32 or i64; out of [0, E) is an empty slot
   Tensor row_begin{};  ///< kGrouped: (E) i32 or i64
   Tensor row_count{};  ///< kGrouped: (E) i32 or i64; ranges are clamped to the buffer
 };
 
-/// Expert weights as strided views, so that concatenated, interleaved, separate and transposed
-/// tensors are one form. Activations without a gate use `up` alone and leave `gate` empty. The same
-/// struct holds gradients: an absent one is not computed. No two elements of gate, up or down share
-/// memory (expanded tensors are refused), because a gradient has a value for each.
+/// Expert weights as strided views, so concatenated, interleaved, separate and transposed tensors
+/// all have this form. Activations without a gate use only `up` and leave `gate` empty. The same
+/// struct holds gradients; an absent gradient is not computed. Elements of gate, up or down must
+/// not share memory (expanded tensors are refused), because each has a gradient of its own.
 struct Weights {
   Tensor gate{};    ///< (E, n, d)
   Tensor up{};      ///< (E, n, d)
@@ -83,9 +82,10 @@ struct Weights {
 
 enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
 
-/// Bytes the caller must lend. Forward writes h and saved, backward only reads them. The contents
-/// of scratch are dead once the call's work is done. Inference keeps nothing: h = saved = 0. A
-/// problem with an array of 2^55 bytes or more is refused.
+/// Bytes of the buffers that the caller must allocate. Forward writes h and saved, and backward
+/// only reads them. The contents of scratch are not needed after the call's work is done. Inference
+/// keeps nothing: h and saved have 0 bytes. A problem with an array of 2^55 bytes or more is
+/// refused.
 struct Sizes {
   std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype, or their e4m3 codes and scales
   std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
@@ -112,8 +112,8 @@ struct ForwardArgs {
   Tensor x{};  ///< (T, d)
   Routing routing{};
   Weights weights{};
-  Tensor out{};  ///< (T, d); kGrouped: out[p] = row weight * Y[p], rows in no group zero
-  Buffer h{};    ///< empty together with saved: inference
+  Tensor out{};  ///< (T, d); kGrouped: out[p] = row weight * Y[p], and 0 for rows of no expert
+  Buffer h{};    ///< h and saved empty: inference
   Buffer saved{};
   Buffer scratch{};
   /// kFp8: the buffer that quantize_weights() filled. Gate, up and down of `weights` are then not
@@ -121,9 +121,9 @@ struct ForwardArgs {
   Buffer fp8_weights{};
 };
 
-/// Forward. With h and saved it keeps H and metadata for backward; without both it is inference.
-/// The bits of the output are the same. Throws Error before any work on a bad argument. Outputs and
-/// buffers share no memory with another argument; tensors may interleave.
+/// Forward. With h and saved it keeps H and metadata for backward; without them it is inference.
+/// Both give the same bits. A bad argument throws Error before any work. Outputs and buffers must
+/// not share memory with another argument; tensors may interleave.
 SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
                               const Exec& exec = {});
 
@@ -132,20 +132,25 @@ struct HViews {
   Tensor gate{};  ///< empty without a gate
   Tensor up{};
 };
-/// Where forward leaves gate and up before the activation, biases added. Rows lie in the order of
-/// the experts: within one, ids by (token, slot), pairs by (token, place in the list), groups as in
-/// x. On CUDA row p of H belongs to row p of x for groups, the same where they follow each other
-/// without a gap. Rows past the last routed one, or of no group, are not written. The parts lie
-/// side by side ([gate | up]); on CUDA they alternate where the weights do, up one element after
-/// gate along a contiguous n. Of `weights` only gate and up are looked at; h without data gives
-/// views without. If H is kept as e4m3 codes, the call is refused.
+/// Views of gate and up before the activation, with biases added, as forward left them in `h`.
+///
+/// Rows are in the order of the experts. Within an expert, rows of the ids form are in the order
+/// (token, slot), those of the pairs form in the order (token, position in the list), and grouped
+/// rows as in x. On CUDA row p of H belongs to row p of x for grouped rows; this differs if
+/// groups have gaps between them or are not in the order of the experts. Rows after the last routed
+/// row, and rows of no group, are not written.
+///
+/// Gate and up lie side by side ([gate | up]). On CUDA they alternate if they do so in the weights:
+/// if n is contiguous, with each element of up behind that of gate. Of `weights` only the addresses
+/// and strides of gate and up are used. If h has no data, the views have none. If H is kept as e4m3
+/// codes, the call is refused.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 
 /// What happens to the weight gradients.
 enum class GradMode : std::int32_t {
   kWrite = 0,       ///< dW in the weights' dtype (or fp32); experts without rows get zero
-  kAccumulate = 1,  ///< fp32 buffers, dW added once; experts without rows are left untouched
+  kAccumulate = 1,  ///< dW is added once to fp32 buffers; experts without rows do not change
 };
 
 struct BackwardArgs {
@@ -158,12 +163,12 @@ struct BackwardArgs {
   Buffer scratch{};
   Tensor dx{};        ///< (T, d), optional
   Tensor dweights{};  ///< shape and dtype of routing.weights, optional; empty slots get 0
-  Weights grads{};    ///< any subset; shapes and (free) strides as weights
+  Weights grads{};    ///< any subset; shapes of the weights, any strides
   GradMode grad_mode = GradMode::kWrite;
   Buffer fp8_weights{};  ///< as in forward
 };
 
-/// Backward of moe_forward. May be called twice in a row on the same saved state.
+/// Backward of moe_forward. It may be called more than once on the same h and saved.
 SONICMOE_API void moe_backward(const Problem& problem, const BackwardArgs& args,
                                const Exec& exec = {});
 

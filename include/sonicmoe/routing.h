@@ -1,9 +1,10 @@
 // Routing decides which tokens go to which expert, and with what weight: top-k with its scores,
-// tile-aware token rounding, expert choice, and the router's auxiliary losses, each with its
-// gradient. The outputs and the scratch of a call share no memory with another argument.
+// token rounding, expert choice, and the router's auxiliary losses, each with its gradient. The
+// outputs and the scratch of a call must not share memory with another argument.
 //
-// Exact semantics (ties, NaN, ranks, modes): docs/routing.md. Ids, pairs and their order are
-// bit-identical on every backend, because one header (src/core/selection_key.h) computes the keys.
+// docs/routing.md has the exact definitions (ties, NaN, ranks, modes). Ids, pairs and their order
+// are equal on every backend, because one header (src/core/selection_key.h) computes the selection
+// values.
 #pragma once
 
 #include "sonicmoe/types.h"
@@ -23,17 +24,17 @@ struct RouteOptions {
   std::int32_t renormalize = 0;  ///< 1: weights / (sum over the K chosen + 1e-20)
   double scale = 1.0;            ///< finite in fp32; multiplies the weights last
   Tensor bias{};                 ///< (E) fp32, sigmoid only, optional: added for selection only
-  std::int64_t n_group = 0;      ///< 0: no groups. Else E % n_group == 0 and
-  std::int64_t topk_group = 0;   ///< the best topk_group groups (by the sum of their two largest
-                                 ///< selection values) are the ones to choose from
+  std::int64_t n_group = 0;      ///< 0: no groups; else a divisor of E
+  std::int64_t topk_group = 0;   ///< experts are chosen from this many groups: those with the
+                                 ///< largest sum of their two largest selection values
 };
 
 /// Top-k. logits (T, E) of any float dtype -> ids (T, K) i32 or i64, weights (T, K) fp32 (fp64 for
-/// fp64 logits), best first. Slots left over (only -inf or NaN remain) are id -1, weight 0.
+/// fp64 logits), best first. If only -inf or NaN remain, a slot gets id -1 and weight 0.
 SONICMOE_API void route(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                         const Tensor& weights, const Exec& exec = {});
 
-/// d(weights)/d(logits): dweights (T, K) -> dlogits (T, E) in the logits' dtype, all written.
+/// Backward of route(): dweights (T, K) -> dlogits (T, E) in the logits' dtype, all written.
 SONICMOE_API void route_backward(const RouteOptions& options, const Tensor& logits,
                                  const Tensor& ids, const Tensor& dweights, const Tensor& dlogits,
                                  const Exec& exec = {});
@@ -121,7 +122,7 @@ SONICMOE_API void router_losses_backward(const RouteOptions& options, const Tens
                                          const Tensor& tokens_per_expert, const Tensor& dvalues,
                                          const Tensor& dlogits, const Exec& exec = {});
 
-/// Public names ("softmax_after_topk", "nearest") and back; unknown names are refused by Error.
+/// Converts to public names ("softmax_after_topk", "nearest") and back; unknown names throw Error.
 SONICMOE_API const char* score_mode_name(ScoreMode mode);
 SONICMOE_API ScoreMode score_mode_from_name(const char* name);
 SONICMOE_API const char* rounding_mode_name(RoundingMode mode);

@@ -1,5 +1,5 @@
-// Errors. A refused call says in one sentence which argument is wrong, what it has and what it must
-// have.
+// Errors. The message of a refused call is one sentence: which argument is wrong, its value, and
+// what it must be.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,9 @@ enum class Status : std::int32_t {
   kInternal = 6,           ///< a defect of this library
 };
 
-/// Thrown by every C++ entry point. A refusal comes before any work: no output has been written.
-/// kCuda and kInternal may come after a part of the work was launched: outputs are then undefined.
+/// Every public C++ function may throw it. A call is refused before any work: no output has been
+/// written. kCuda and kInternal may also occur after a part of the work was launched: outputs are
+/// then undefined.
 class Error : public std::runtime_error {
  public:
   Error(Status status, const std::string& sentence)

@@ -47,8 +47,8 @@ constexpr Tensor tensor3(void* data, DType t, std::int64_t n0, std::int64_t n1, 
   return {data, t, 3, {n0, n1, n2}, {n1 * n2, n2, 1}};
 }
 
-/// Memory that the caller lends for one call (scratch) or from forward to backward (h, saved).
-/// Alignment 256 bytes; on the CPU 64, which is what host allocators of tensors give.
+/// Memory of the caller, used during one call (scratch) or from forward to backward (h, saved). It
+/// must be aligned to 256 bytes; on the CPU to 64, as tensor libraries align host memory.
 struct Buffer {
   void* data = nullptr;
   std::int64_t bytes = 0;
@@ -72,15 +72,15 @@ enum class ActivationKind : std::int32_t {
 };
 inline constexpr std::int32_t kActivationCount = 11;
 
-/// A kind and its parameters. 0 means the kind's default; anything else is refused for a kind that
-/// does not have the parameter.
+/// A kind and its parameters. 0 means the kind's default. If the kind does not have a parameter,
+/// any other value of it is refused.
 struct Activation {
   ActivationKind kind = ActivationKind::kSwiGLU;
   double alpha = 0.0;
   double limit = 0.0;
 };
 
-/// What the library must know of a kind beside its formula.
+/// The properties of a kind, except its formula.
 struct ActivationTraits {
   const char* name;  ///< the public name
   bool gated;        ///< acts on (gate, up)
@@ -88,7 +88,7 @@ struct ActivationTraits {
   double limit;      ///< default of Activation::limit, 0 if the kind has none
 };
 
-/// The table of kinds, by value. The table is inside the function so that device code may call it.
+/// The properties of each kind. The table is inside the function so that device code can call it.
 constexpr ActivationTraits activation_traits(ActivationKind kind) {
   constexpr ActivationTraits kTable[kActivationCount] = {
       {"swiglu", true, 0.0, 0.0},           // 0
@@ -119,10 +119,10 @@ constexpr Activation with_defaults(const Activation& activation) {
           activation.limit != 0.0 ? activation.limit : traits.limit};
 }
 
-/// The public name ("swiglu_oai") of a kind, and back; an unknown name is refused by Error.
+/// Converts a kind to its public name ("swiglu_oai") and back; an unknown name throws Error.
 SONICMOE_API const char* activation_name(ActivationKind kind);
 SONICMOE_API ActivationKind activation_from_name(const char* name);
-/// "f32", "bf16", "f16", "f64", "i32", "i64", and back.
+/// Converts a dtype to its name, "f32", "bf16", "f16", "f64", "i32" or "i64", and back.
 SONICMOE_API const char* dtype_name(DType dtype);
 SONICMOE_API DType dtype_from_name(const char* name);
 
@@ -131,10 +131,10 @@ enum class Backend : std::int32_t { kCpu = 0, kCuda = 1 };
 /// Times the kernels of the layer one by one; used by `sonicmoe bench` only.
 class KernelObserver;
 
-/// Where a call runs. The CPU backend gives the same bits for every num_threads.
+/// Where a call runs. On the CPU the bits of a result do not depend on num_threads.
 struct Exec {
   Backend backend = Backend::kCpu;
-  std::int32_t num_threads = 0;        ///< CPU: 0 means every core; at most 4 per core are used
+  std::int32_t num_threads = 0;        ///< CPU: 0 means one per core; at most 4 per core are used
   const void* device = nullptr;        ///< CUDA: handle of smoe_device_open
   void* stream = nullptr;              ///< CUDA: a cudaStream_t
   KernelObserver* observer = nullptr;  ///< leave it null
