@@ -127,7 +127,7 @@ struct Quantise {
 TEST(ChecksFp8, QuantizeWeightsRefusals) {
   expect_refusals<Quantise>({
       {[](Quantise& c) { c.problem.precision = Precision::kTensors; },
-       "precision is tensors, must be fp8: no other has quantised weights"},
+       "precision is tensors, must be fp8: only fp8 has quantised weights"},
       {[](Quantise& c) { c.problem.hidden = 64; },
        "hidden is 64, must be a multiple of 128 for fp8", Status::kUnsupported},
       {[](Quantise& c) { c.weights.down = {}; }, "weights.down has rank 0, must be 3: (E, d, n)"},

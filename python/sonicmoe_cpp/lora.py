@@ -253,8 +253,8 @@ def _check_frozen(frozen: dict[str, Tensor | None]) -> None:
         _checks.tensor(name, value)
         if value.requires_grad:
             raise ValueError(
-                f"{name} requires a gradient, must be frozen (requires_grad_(False)): beside "
-                "low-rank factors only these are trained"
+                f"{name} requires a gradient, must be frozen (requires_grad_(False)): with "
+                "low-rank factors only the factors are trained"
             )
 
 
@@ -318,7 +318,7 @@ def lora_moe(
     activation = _activation(activation)
     _checks.one_of("gate_layout", gate_layout, LAYOUTS)
     if not isinstance(w_up, Tensor):
-        raise TypeError("w_up is a pair (gate, up), must be one tensor beside low-rank factors")
+        raise TypeError("w_up is a pair (gate, up), must be one tensor with low-rank factors")
     for name, factors in (("up", up), ("down", down)):
         if not (factors is None or isinstance(factors, LowRank)):
             raise TypeError(f"{name} is {type(factors).__name__}, must be a LowRank or None")

@@ -465,7 +465,7 @@ class MoE(nn.Module):
         experts |= self._precision("experts", self._weights())
         if grad_accum is not None:
             if self.lora is not None:
-                raise ValueError("grad_accum is given, but the experts are frozen beside lora")
+                raise ValueError("grad_accum is given, but add_lora has frozen the experts")
             experts["grad_accum"] = grad_accum
         if self.routing == "expert_choice":
             out, losses = self._expert_choice(rows, routed, padding, experts)

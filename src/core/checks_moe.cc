@@ -244,7 +244,7 @@ void quantize_weights(const Problem& p, const Weights& w, const Exec& e) {
   exec(e);
   problem(p);
   if (p.precision != Precision::kFp8) {
-    refuse("precision is tensors, must be fp8: no other has quantised weights");
+    refuse("precision is tensors, must be fp8: only fp8 has quantised weights");
   }
   weights(p, w);
 }

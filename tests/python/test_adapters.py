@@ -429,7 +429,7 @@ def test_prime_rl_activations():
     assert prime_rl.activation_of(PrimeExperts("separate", Clamped)) == clamped
     compute = prime_rl.SonicMoECppExpertCompute()
     for form, activation in (("fused", LateClamped), ("separate", Relu2)):
-        with pytest.raises(NotImplementedError, match=f"activation {activation.__name__} is none"):
+        with pytest.raises(NotImplementedError, match=f"activation {activation.__name__} is not"):
             compute.validate(PrimeExperts(form, activation))
 
 

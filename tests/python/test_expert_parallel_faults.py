@@ -188,7 +188,7 @@ def runs_out_of_memory(rank, size, folder):
 
 def test_a_rank_that_fails_in_the_middle_of_a_call(tmp_path):
     found = worlds.run(runs_out_of_memory, SIZE, tmp_path)
-    assert "the process group is broken since an earlier call (MemoryError" in found[0]["error"]
+    assert "group has been broken since an earlier call (MemoryError" in found[0]["error"]
     for each in found[1:]:
         assert "rank 0 failed: MemoryError: no memory" in each["error"], each
         assert each["seconds"] < SOON

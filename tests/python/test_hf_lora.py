@@ -148,7 +148,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(tmp_path):
     save_file({k: v for k, v in tensors.items() if k != first}, weights)
     refused("lacks base_model.model.*must adapt both projections of every expert")
     save_file(tensors | {"base_model.model.q_proj.lora_A.weight": torch.ones(3, 4)}, weights)
-    refused("holds base_model.model.q_proj.lora_A.weight, which is no factor of an experts module")
+    refused("holds base_model.model.q_proj.lora_A.weight, which is not a factor of an experts")
     save_file(tensors | {first: tensors[first][:, :-1].contiguous()}, weights)
     refused("has shape .* in the file, must be")
     save_file(tensors | {first: tensors[first][:-1].contiguous()}, weights)

@@ -40,7 +40,7 @@ def test_main_gradients(routing):
         assert torch.equal(module.get_parameter(name).grad, plain[name])
     if routing == "topk":
         module.add_lora(4, 8.0)
-        with pytest.raises(ValueError, match="grad_accum is given, but the experts are frozen"):
+        with pytest.raises(ValueError, match="but add_lora has frozen the experts"):
             module(x, grad_accum=buffers)
 
 

@@ -240,7 +240,7 @@ def test_refusals(replaced):
     for options, sentence in (
         (
             {"expert_activation": "swigluoai", "activation_limit": 0.0},
-            "activation_limit=0.0 is none",
+            "activation_limit=0.0 is not one",
         ),
         ({}, 'experts="torch_mm_mxfp8" is set'),
     ):

@@ -122,8 +122,8 @@ class Group:
         exchange, others are in the middle of a call that this one leaves: the group is broken."""
         if self.broken is not None:
             raise ExpertParallelError(
-                f"the process group is broken since an earlier call ({self.broken}): start the "
-                "processes again from a checkpoint"
+                f"the process group has been broken since an earlier call ({self.broken}): start "
+                "the processes again from a checkpoint"
             )
         before = self.exchanges
         try:
@@ -177,8 +177,7 @@ class Group:
                     break
                 self._fail(problem)
             if waited > timeout:
-                absent = self.peers.absent(self.exchanges)
-                self._fail(f"{absent} did not come within {timeout:g} s")
+                self._fail(f"{self.peers.absent(self.exchanges)} within {timeout:g} s")
         if device.type == "cuda":
             self._complete(work)
 

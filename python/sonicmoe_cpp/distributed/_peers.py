@@ -173,11 +173,13 @@ class Peers:
         return found
 
     def absent(self, exchange: int) -> str:
-        """Who does not wait in this exchange, as a subject."""
+        """The ranks that have not come to this exchange, as the beginning of a sentence."""
         try:
             waits = self._ask(lambda: {r: self._read(f"waits/{r}") for r in self.others()})
         except RuntimeError:
             who = "rank 0" if self.rank_0_holds_store else "a rank"
-            return f"{who} (the store of the process group does not answer)"
+            return f"{who} (the store of the process group does not answer) did not come"
         absent = [rank for rank, waiting in waits.items() if waiting != exchange]
-        return _listed(absent) if absent else "none of the other ranks"
+        if not absent:
+            return "all ranks came, but the exchange did not end"
+        return f"{_listed(absent)} did not come"

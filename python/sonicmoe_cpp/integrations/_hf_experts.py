@@ -61,8 +61,9 @@ def _recognise_plan(module: nn.Module) -> Plan | None:
 def _refusal(module: nn.Module) -> NotImplementedError:
     supported = ", ".join(_ops.GATED if module.has_gate else _ops.UNGATED)
     return NotImplementedError(
-        f"the activation of {type(module).__name__} ({_name_of_activation(module)}) is none that "
-        f"sonicmoe_cpp computes ({supported}): use another experts_implementation for this model"
+        f"the activation of {type(module).__name__} ({_name_of_activation(module)}) is not one "
+        f"that sonicmoe_cpp computes ({supported}): use another experts_implementation for this "
+        "model"
     )
 
 

@@ -123,6 +123,6 @@ def read(directory, modules: dict[str, list[str]]) -> tuple[dict, Scaling]:
         factors[module] = {p: _take(tensors, begins[p], scaling.rank, path) for p in parameters}
     if tensors:
         raise ValueError(
-            f"{path} holds {min(tensors)}, which is no factor of an experts module of this model"
+            f"{path} holds {min(tensors)}, which is not a factor of an experts module of this model"
         )
     return factors, scaling

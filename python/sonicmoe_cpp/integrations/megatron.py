@@ -53,7 +53,7 @@ def _activation(config) -> Any:
         name = getattr(act, "__name__", type(act).__name__)
         raise NotImplementedError(
             f"the experts' activation ({name}, gated_linear_unit={config.gated_linear_unit}) is "
-            "none that sonicmoe_cpp computes: use Megatron's own experts for this model"
+            "not one that sonicmoe_cpp computes: use Megatron's own experts for this model"
         )
     return found
 

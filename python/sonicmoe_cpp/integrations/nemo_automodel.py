@@ -34,8 +34,8 @@ def _style(experts: nn.Module) -> dict:
         activation = Activation("swiglu_oai", alpha=config.activation_alpha, limit=limit)
     else:
         raise NotImplementedError(
-            f'expert_activation="{name}" with activation_limit={limit} is none that sonicmoe_cpp '
-            "computes: use AutoModel's own experts for this model"
+            f'expert_activation="{name}" with activation_limit={limit} is not one that '
+            "sonicmoe_cpp computes: use AutoModel's own experts for this model"
         )
     if name == "swiglu" and config.swiglu_limit > 0:
         activation = Activation("swiglu_clamped", limit=config.swiglu_limit)

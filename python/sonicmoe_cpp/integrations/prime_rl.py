@@ -42,7 +42,7 @@ def activation_of(experts: nn.Module) -> Activation:
     if found is None:
         name = getattr(experts.activation, "__name__", type(experts.activation).__name__)
         raise NotImplementedError(
-            f"the experts' activation {name} is none that sonicmoe_cpp computes: use another "
+            f"the experts' activation {name} is not one that sonicmoe_cpp computes: use another "
             "expert backend for this model"
         )
     return found

@@ -34,7 +34,7 @@ void check_matrices(const char* name, const Tensor& t) {
   }
   if (other <= 0 || other % 8 != 0 || (t.shape[0] > 1 && (t.stride[0] <= 0 || t.stride[0] % 8))) {
     refuse(std::string(name) + " has strides " + std::to_string(t.stride[0]) + " and " +
-           std::to_string(other) + " but CUDA needs positive multiples of 8 beside the 1.");
+           std::to_string(other) + " but CUDA needs both to be positive multiples of 8.");
   }
 }
 
@@ -139,7 +139,7 @@ void check_weights(const Problem& p, const Weights& w) {
     refuse("gate has strides " + std::to_string(w.gate.stride[1]) + " and " +
            std::to_string(w.gate.stride[2]) + " and up " + std::to_string(w.up.stride[1]) +
            " and " + std::to_string(w.up.stride[2]) +
-           " but CUDA needs the same one of them to be 1.");
+           " but CUDA needs both to have stride 1 in the same dimension.");
   }
 }
 
