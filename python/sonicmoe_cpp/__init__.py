@@ -1,7 +1,7 @@
 """Mixture-of-Experts layers for training, on PyTorch tensors (docs/pytorch.md).
 
-Importing never compiles anything and never touches a GPU. Where the library cannot be loaded the
-import still works, and unsupported_reason() says why.
+Importing compiles nothing and touches no GPU. If the library cannot be loaded, the import still
+works, and unsupported_reason() says why.
 """
 
 try:

@@ -1,7 +1,7 @@
-"""Refusals of what Python sees: one sentence naming the argument, what it got, what is allowed.
+"""Checks of arguments. An error is one sentence: the argument, its value, and what is allowed.
 
-Types, dtypes and devices raise TypeError or NotImplementedError, shapes and names ValueError. The
-library checks the rest (ranges, options, overlapping weights) with sentences of its own.
+Wrong types, dtypes and devices raise TypeError or NotImplementedError, shapes and names ValueError.
+The library itself checks the rest: ranges, options, overlapping weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def given(name: str, value) -> None:
 
 
 def keys(names: tuple, values: tuple) -> tuple:
-    """The Facts of every tensor as plain tuples, which are made in a fraction of the time; None for
+    """The Facts of every tensor as plain tuples, because these are much faster to make; None for
     None."""
     found = []
     for value in values:
@@ -67,8 +67,8 @@ def keys(names: tuple, values: tuple) -> tuple:
 
 
 def remembered(check):
-    """`check` with a cache of its results: a layer has equal facts at every step. Refusals are not
-    cached, and nothing is while a graph is traced, where sizes may be symbolic."""
+    """Caches the results of `check`, because a layer has the same facts in every step. Errors are
+    not cached. While a graph is traced nothing is cached, because sizes may be symbolic."""
     cached = functools.lru_cache(maxsize=1024, typed=True)(check)
 
     @functools.wraps(check)
@@ -93,7 +93,7 @@ def dtype(name: str, value: Facts | Tensor, dtypes=FLOATS) -> None:
 
 
 def shape(name: str, value: Facts | Tensor, meaning: str, expected: tuple) -> None:
-    """`expected` holds a size for every dimension, None where any size will do."""
+    """`expected` has a size for every dimension, or None if any size is allowed."""
     if len(value.shape) == len(expected):
         for have, want in zip(value.shape, expected, strict=True):
             if want is not None and have != want:

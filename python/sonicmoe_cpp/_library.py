@@ -1,4 +1,4 @@
-"""Finds and loads the operators' library, and says why when it cannot."""
+"""Finds and loads the library of operators, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def path() -> Path:
 
 
 def _load() -> str | None:
-    """None when the operators are there afterwards, else one sentence."""
+    """Loads the operators. Returns None, or the reason why it cannot as one sentence."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -34,7 +34,7 @@ def _load() -> str | None:
     return None
 
 
-# Why the operators are missing, or None. A constant, so that compiled code may ask for it.
+# The reason why the operators are missing, or None. A constant, so that compiled code can read it.
 PROBLEM = _load()
 
 
@@ -51,7 +51,7 @@ def _cuda_problem(ordinal: int) -> str | None:
 
 
 def unsupported_reason(device: str | torch.device = "cpu") -> str | None:
-    """Why tensors on `device` cannot be computed here, or None when they can."""
+    """The reason why tensors on `device` cannot be computed here, or None if they can."""
     if PROBLEM is not None:
         return PROBLEM
     device = torch.device(device)
@@ -68,20 +68,22 @@ _choices = 0
 
 
 def choices() -> int:
-    """How often use_engine() has been called: what depends on the engine is asked again."""
+    """How often use_engine() has been called. Caches of what depends on the engine have it in
+    their keys."""
     return _choices
 
 
 def engines() -> tuple[str, ...]:
-    """The engines of this build, any of which multiplies on the GPUs that it serves; the first that
-    serves a GPU is its default. Empty in a build without CUDA."""
+    """The names of this build's engines, which compute products on CUDA. The first one that serves
+    a GPU is its default. Empty in a build without CUDA."""
     return () if PROBLEM is not None else tuple(torch.ops.sonicmoe_cpp.engine_names().split())
 
 
 def use_engine(name: str | None) -> str | None:
-    """Later calls on CUDA, of all threads, multiply with this engine. None, the default, is that of
-    SONICMOE_ENGINE in the environment, else the first that serves the device. Returns the name of
-    before. An unknown name is refused here, an engine that does not serve a device by its calls."""
+    """Chooses the engine for all later calls on CUDA, in all threads. None, the default, means the
+    engine of the environment variable SONICMOE_ENGINE, else the first that serves the device.
+    Returns the previous choice. An unknown name is refused here. If the engine does not serve a
+    device, the calls on that device are refused."""
     names = engines()
     if name is not None and name not in names:
         known = ", ".join(names) or "none, because this build has no CUDA backend"

@@ -19,8 +19,8 @@ LAYOUTS = tuple(LAYOUT)
 
 
 class Activation(NamedTuple):
-    """An activation with its parameters, by default 1.702 and 7 of swiglu_oai, which alone has an
-    alpha, and a limit of 10 of swiglu_clamped."""
+    """An activation and its parameters. swiglu_oai has alpha (default 1.702) and limit (default
+    7), swiglu_clamped has limit (default 10). The others have none."""
 
     name: str
     alpha: float | None = None
@@ -28,7 +28,7 @@ class Activation(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What follows from the dtypes, shapes and options of a call."""
+    """The properties of a call that depend only on dtypes, shapes and options."""
 
     options: tuple  # the values of _ops.OPTIONS
     scores: torch.dtype  # routing weights are cast to it
@@ -263,20 +263,23 @@ def moe(
     keep_h: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
-    """The layer over top-k ids. Differentiable in x, topk_weights, weights and biases.
+    """The layer, routed by top-k ids. Returns (T, d). Differentiable in x, topk_weights, weights
+    and biases.
 
-    x (T, d); topk_ids (T, K) int32 or int64, an id < 0 or >= E is an empty slot; topk_weights
-    (T, K); w_up (E, G*n, d), or a tuple (gate, up) of (E, n, d); w_down (E, d, n); b_up (E, G*n);
-    b_down (E, d). Weights may have any non-overlapping strides and are never copied.
-    grad_accum=(g_up, g_down) are fp32 buffers (fp64 beside fp64) of the weights' shapes: backward
-    adds the weights' gradients to them, except those of frozen weights, and gives None to the
-    weights. Returns (T, d).
+    x (T, d); topk_ids (T, K) int32 or int64, where an id < 0 or >= E is an empty slot;
+    topk_weights (T, K); w_up (E, G*n, d), or a tuple (gate, up) of (E, n, d); w_down (E, d, n);
+    b_up (E, G*n); b_down (E, d). Weights may have any strides whose elements do not overlap; they
+    are never copied.
 
-    precision="fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 128),
-    "auto" does so if that is expected to be faster, None multiplies in the tensors' dtype.
-    fp8_weights is the result of quantize_weights() for w_up and w_down; without it, the call
-    quantises them, and its backward does so again. keep_h="bf16" keeps H for backward in bf16
-    instead of fp8.
+    grad_accum=(g_up, g_down): buffers of the weights' shapes, fp32 (fp64 if the weights are fp64).
+    Backward adds the weights' gradients to them, except those of frozen weights, and gives the
+    weights None.
+
+    precision: "fp8" multiplies in e4m3 with block scales (bf16 tensors, d and n multiples of 128).
+    "auto" does so if that is expected to be faster. None multiplies in the tensors' dtype.
+    fp8_weights: the result of quantize_weights() for w_up and w_down. Without it the call quantises
+    them, and its backward quantises them again.
+    keep_h: "bf16" keeps H for backward in bf16 instead of fp8.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     request = _request(precision, keep_h, fp8_weights)
@@ -299,10 +302,11 @@ def moe_pairs(
     keep_h: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
-    """The layer over pairs in any order, any number a token; otherwise as moe().
+    """The layer, routed by a list of (token, expert, weight); otherwise as moe().
 
-    `pairs` is a Pairs, or any (token (C,), expert (C,), weight (C,), ...) of tensors. A pair whose
-    token is outside [0, T) or whose expert is outside [0, E) is empty.
+    `pairs` is a Pairs, or a tuple (token (C,), expert (C,), weight (C,), ...) of tensors. The list
+    may have any order and any number of pairs for a token. A pair whose token is outside [0, T) or
+    whose expert is outside [0, E) is empty.
     """
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
@@ -328,11 +332,11 @@ def moe_grouped(
     keep_h: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
-    """The layer over rows (R, d) that are grouped by expert already; otherwise as moe().
+    """The layer on rows (R, d) that are already grouped by expert; otherwise as moe().
 
-    `expert_offsets` (E+1,): the rows of expert e are offsets[e]:offsets[e+1]; or a tuple
-    (begin (E,), count (E,)). Row p of the result is row_weights[p] (none: 1) times the expert's
-    output for row p; rows of no expert give zero and are never read.
+    `expert_offsets` is (E+1,): the rows of expert e are offsets[e]:offsets[e+1]. Or it is a tuple
+    (begin (E,), count (E,)). Row p of the result is row_weights[p] (1 without row_weights) times
+    the expert's output for row p. Rows that belong to no expert are not read; their result is 0.
     """
     _checks.tensor("rows", rows)
     _checks.tensor("w_down", w_down)
@@ -361,12 +365,12 @@ def h_views(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
 ) -> tuple[Tensor | None, Tensor]:
-    """Gate and up before the activation, biases added: views (C, n) of the H (C, G*n) that a
-    forward with these weights kept; no gate: None and up.
+    """Views (C, n) of gate and up before the activation, with biases added. `h` is the H (C, G*n)
+    that a forward with these weights kept. Without a gate the result is (None, up).
 
-    Rows are in the order of the experts, within one by (token, slot) or (token, place in the list).
-    Of grouped rows: in their order within the expert, on CUDA each at its own place. Rows past the
-    last routed one, or of no group, are not written.
+    Rows are in the order of the experts. Within an expert they are in the order (token, slot), for
+    lists of pairs (token, position in the list), for grouped rows as in the input. On CUDA grouped
+    rows stay in their places. Rows after the last routed one, or of no group, are not written.
     """
     w_gate, w_up = _pair("w_up", w_up)
     for name, value in (("h", h), ("w_up", w_up)):

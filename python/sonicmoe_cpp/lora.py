@@ -1,9 +1,10 @@
-"""Low-rank factors beside frozen experts: both projections use W + scale * B A, never formed.
+"""Low-rank factors on frozen experts (LoRA): both projections use W + scale * B A, without
+forming this sum.
 
-The up-projection's factors act before the activation, so the fused layer cannot take them: H is
-formed from two products, and this file composes the layer from grouped GEMMs over the routed
-rows. docs/adapters.md derives it. Kept for backward: x, H as in the layer, and x A^T of rank
-columns. The frozen weights get no gradient, and none is computed.
+The fused layer cannot use the factors of the up-projection, because they act before the activation:
+H is the sum of two products. So this file composes the layer from grouped GEMMs over the routed
+rows; docs/adapters.md has the formulas. Kept for backward are x, H as in the layer, and x A^T,
+which has `rank` columns. Gradients of the frozen weights are not computed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 1 << 22
 
 
 class LowRank(NamedTuple):
-    """scale * b @ a beside a weight (E, out, in)."""
+    """The term scale * b @ a that is added to a frozen weight (E, out, in)."""
 
     a: Tensor  # (E, r, in)
     b: Tensor  # (E, out, r)
@@ -306,11 +307,12 @@ def lora_moe(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
 ) -> Tensor:
-    """moe() with (W + scale * B A) for each projection that has factors, W and biases frozen.
+    """moe() with W + scale * B A for each projection that has factors. W and biases are frozen.
 
     Differentiable in x, topk_weights and the factors: up.a (E, r, d), up.b (E, G*n, r), down.a
-    (E, r, n), down.b (E, d, r), in any float dtype; rows of up.b lie as gate_layout says. The rest
-    as in moe(), except that w_up is one tensor. A rank that is no multiple of 8 is padded to one.
+    (E, r, n), down.b (E, d, r), in any float dtype. gate_layout gives the order of the rows of
+    up.b. The other arguments are those of moe(), except that w_up must be one tensor. If the rank
+    is not a multiple of 8, the factors are padded with zeros.
     """
     _checks.tensor("x", x)
     _checks.dtype("x", x)
@@ -344,7 +346,8 @@ def lora_moe(
 
 
 class LoRA(nn.Module):
-    """Trainable factors for both projections of E experts; nothing is changed at first (B = 0)."""
+    """Trainable factors for both projections of E experts. B = 0 at first, so that the layer's
+    result does not change."""
 
     def __init__(self, w_up: Tensor, w_down: Tensor, rank: int, alpha: float, dtype=None):
         """For w_up (E, G*n, d) and w_down (E, d, n); scale = alpha / rank."""

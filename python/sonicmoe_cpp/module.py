@@ -1,4 +1,4 @@
-"""The whole layer as a module: router, experts and the router's losses."""
+"""The layer as a module: router, experts and the router's losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROUTINGS = ("topk", "token_rounding", "expert_choice")
 
 
 class MoEAux(NamedTuple):
-    """What a MoE returns beside its output."""
+    """The second result of a MoE."""
 
     loss: Tensor  # () lb_coef * load_balancing + z_coef * z: add it to the model's loss
     load_balancing: Tensor  # ()
@@ -57,14 +57,15 @@ def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
 
 
 def _one_or_nan(logits: Tensor) -> Tensor:
-    """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) of a bias (E,). Routing
-    takes a NaN for -inf, so that without this factor one would leave no trace in the outputs."""
+    """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) for a bias (E,). The
+    outputs are multiplied by it: routing treats a NaN as -inf, which would hide it."""
     return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
 
 
 class Router(nn.Linear):
-    """A Linear without bias. With a compute_dtype it computes in that one, also under autocast and
-    where its weight has another dtype (after module.bfloat16(), or gathered so by FSDP2)."""
+    """A Linear without bias. If compute_dtype is given, it computes in this dtype, also under
+    autocast and if its weight has another dtype (after module.bfloat16(), or as FSDP2 gathers
+    it)."""
 
     def __init__(self, hidden_size: int, num_experts: int, compute_dtype=None, **where):
         super().__init__(hidden_size, num_experts, bias=False, **where)
@@ -83,33 +84,35 @@ class Router(nn.Linear):
 
 
 class MoE(nn.Module):
-    """A router and E experts, K of them a token. forward(x) returns (out, MoEAux).
+    """A router and E experts; each token is routed to K of them. forward(x) returns (out, MoEAux).
 
-    A NaN among a token's logits (a NaN in x or in the router's weight) makes its output and the
-    losses NaN; the routing of the other tokens stays as it is. A NaN in the selection bias makes
+    routing:
+    - "topk".
+    - "token_rounding": in training the number of tokens of every expert is rounded to a multiple of
+      `tile`, by the mode `rounding`. Evaluation uses plain top-k, and so do batches with
+      T*K < E*tile/2 (after one warning; none in compiled code). rounding="stochastic" draws a seed
+      from torch's CPU generator in every step and mixes it with `seed`: torch.manual_seed
+      reproduces a run, and activation checkpointing recomputes with the same seed.
+    - "expert_choice": each expert takes its ceil(T*K/E) best tokens, in training and evaluation. A
+      token's experts depend on the other tokens, so do not use it for causal decoding.
+
+    router_dtype: the dtype of the router's parameter and products, also under autocast; for example
+    fp32 for bf16 experts. FSDP2 groups have one dtype: call fully_shard(module.router) first.
+    shared_experts: the number of additional experts, without biases, that take every token.
+    selection_bias=True: a buffer selection_bias (E,) fp32 is added in the selection of
+    score="sigmoid". update_selection_bias() changes it to balance the experts without a loss.
+    precision, keep_h: as in moe(), also for the shared experts. The quantised weights are kept
+    until the parameters change, so that micro-batches share them. Call forget_fp8_weights() after
+    writing to `parameter.data` outside of an optimizer. In graphs of torch.compile or CUDA, and
+    under fully_shard without share_fp8_weights(), every call quantises the weights.
+
+    Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n); with bias=True also
+    b_up (E, G*n) and b_down (E, d); with S shared experts also shared_up (1, G*S*n, d) and
+    shared_down (1, d, S*n). gate_layout says where gate and up lie in w_up, b_up and shared_up.
+
+    If a token has a NaN among its logits (from x or the router's weight), its output and the losses
+    are NaN; the routing of the other tokens does not change. A NaN in the selection bias makes
     every output NaN.
-
-    routing="token_rounding" rounds every expert's tokens to multiples of `tile` by `rounding` while
-    training; evaluation always uses plain top-k, and so do batches with T*K < E*tile/2 (with one
-    warning, which compiled code leaves out). rounding="stochastic" draws its seed from torch's
-    CPU generator on every step (torch.manual_seed reproduces a run, and recomputation under
-    activation checkpointing sees the same draw); `seed` is mixed in.
-    routing="expert_choice" lets each expert take its ceil(T*K/E) best tokens, in training and
-    evaluation: a token's experts depend on the other tokens, so it is not for causal decoding.
-
-    router_dtype: the router's parameter and its products have this dtype (fp32 beside bf16
-    experts), whatever autocast says. FSDP2 groups have one dtype: fully_shard(module.router) first.
-    shared_experts: this many further experts, without biases, that take every token.
-    selection_bias=True: a buffer selection_bias (E,) fp32 takes part in the selection of
-    score="sigmoid"; update_selection_bias() balances the experts through it, without a loss.
-    precision, keep_h: as in moe(), for the shared experts too. The quantised weights are kept until
-    the parameters change, so that micro-batches share them. Call forget_fp8_weights() after writing
-    to `parameter.data` outside of an optimizer. In graphs of torch.compile or CUDA, and under
-    fully_shard without share_fp8_weights(), every call quantises the weights.
-
-    Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n), with bias=True
-    b_up (E, G*n), b_down (E, d), and with S shared experts shared_up (1, G*S*n, d), shared_down
-    (1, d, S*n). gate_layout says where gate and up lie in w_up, b_up and shared_up.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class MoE(nn.Module):
             )
 
     def _try_routing(self) -> None:
-        """Routes no tokens, so that bad options are refused here and not at the first step."""
+        """Routes 0 tokens, so that bad options are refused now and not in the first step."""
         if self.routing == "expert_choice":
             default = {"score": SCORES[0], "renormalize": False, "scale": 1.0}
             default |= {"n_group": None, "topk_group": None}
@@ -240,7 +243,7 @@ class MoE(nn.Module):
             token_round(logits, self.top_k, **rule, **self.route_options)
 
     def _apply(self, fn, recurse=True):
-        """As nn.Module; selection_bias stays fp32, for steps that bf16 would round away."""
+        """As nn.Module, but selection_bias stays fp32: bf16 would round its steps to nothing."""
         super()._apply(fn, recurse)
         if self.selection_bias is not None:
             self.selection_bias = self.selection_bias.float()
@@ -259,11 +262,12 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
-        """Adds `rate` to the bias of the experts with fewer tokens than the mean and subtracts it
-        from that of those with more: balance without an auxiliary loss (DeepSeek-V3).
+        """Balances the experts without an auxiliary loss, as DeepSeek-V3: adds `rate` to the
+        selection bias of experts with fewer tokens than the mean, and subtracts it from the bias of
+        experts with more.
 
         Call it once an optimizer step. tokens_per_expert (E,) is aux.tokens_per_expert, summed over
-        micro-batches, and over ranks, so that all of them keep the same bias.
+        micro-batches and ranks, so that all ranks keep the same bias.
         """
         if self.selection_bias is None:
             raise ValueError("the module has no selection_bias: MoE(..., selection_bias=True)")
@@ -273,9 +277,9 @@ class MoE(nn.Module):
         self.selection_bias.add_((counts.mean() - counts).sign(), alpha=rate)
 
     def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
-        """Freezes the experts and trains low-rank factors beside them: parameters lora.*.
+        """Freezes the experts and adds trainable low-rank factors (LoRA), the parameters lora.*.
 
-        scale = alpha / rank. For routing="topk" alone.
+        scale = alpha / rank. Needs routing="topk".
         """
         if self.routing != "topk":
             raise NotImplementedError(
@@ -370,7 +374,7 @@ class MoE(nn.Module):
             _checks.on_device("padding_mask", padding_mask, x)
 
     def _without(self, padding: Tensor | None, pairs: Pairs) -> Pairs:
-        """The pairs of padding emptied: an expert takes it where other tokens are too few."""
+        """Empties the pairs of padding tokens, which an expert takes if it has too few others."""
         if padding is None:
             return pairs
         # A pair without a token, -1, takes the last element.
@@ -378,7 +382,7 @@ class MoE(nn.Module):
         return pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
 
     def _rounded(self, logits: Tensor, options: dict) -> Pairs | None:
-        """The pairs of token rounding; None where top-k is not rounded."""
+        """The pairs of token rounding; None if top-k is not rounded."""
         if not self._rounds(logits.shape[0]):
             return None
         rule = {"tile": self.tile, "mode": self.rounding, "seed": self._seed()}
@@ -407,8 +411,8 @@ class MoE(nn.Module):
         if pairs is not None:
             out = self._moe_pairs(rows, self._without(padding, pairs), experts)
             return out * factor.to(out.dtype), ids
-        # The factor multiplies the routing weights, which are smaller than the output. A token with
-        # NaN alone among its logits has no expert: expert 0 takes it, so that its weights count.
+        # The factor multiplies the routing weights, which are smaller than the output. A token
+        # whose logits are all NaN has no expert; it goes to expert 0, so that its output is NaN.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
         if self.lora is None:
@@ -440,10 +444,10 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, MoEAux]:
         """x (..., d) -> out (..., d), MoEAux.
 
-        selection_bias (E,) fp32 stands for the module's own, and needs score="sigmoid".
-        padding_mask (...) bool: True for a token that is padding. It goes to no expert, its output
-        is 0, and it counts for nothing in losses and tokens_per_expert.
-        grad_accum=(g_up, g_down) as in moe(): backward adds to these buffers.
+        selection_bias (E,) fp32 replaces the module's own; it needs score="sigmoid".
+        padding_mask (...) bool is True for padding tokens. They go to no expert, their output is 0,
+        and losses and tokens_per_expert do not count them.
+        grad_accum=(g_up, g_down), as in moe(): backward adds to these buffers.
         """
         self._check_input(x, padding_mask)
         rows = x.reshape(-1, self.hidden_size)

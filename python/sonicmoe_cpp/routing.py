@@ -16,10 +16,11 @@ MODES = tuple(ROUNDING)
 
 
 class Pairs(NamedTuple):
-    """(token, expert, weight) rows sorted by (expert, token); rows of e: offsets[e]:offsets[e+1].
+    """A list of (token, expert, weight), sorted by (expert, token). The rows of expert e are
+    offsets[e]:offsets[e+1].
 
-    The shape is a capacity C known without looking at the values. Rows at or past offsets[E] are
-    unused: token -1, expert E, weight 0.
+    The capacity C does not depend on the values, so it is known without waiting for the device.
+    Rows from offsets[E] on are unused: token -1, expert E, weight 0.
     """
 
     token: Tensor  # (C,) int32
@@ -28,7 +29,7 @@ class Pairs(NamedTuple):
     offsets: Tensor  # (E+1,) int64
 
     def trimmed(self) -> Pairs:
-        """Without the unused rows. The only call of this package that waits for the device."""
+        """A copy without the unused rows. Only this routing function waits for the device."""
         used = int(self.offsets[-1])
         return Pairs(self.token[:used], self.expert[:used], self.weight[:used], self.offsets)
 
@@ -90,9 +91,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The k best experts of every token: ids (T, k) int64 and weights (T, k) fp32, best first.
 
-    Differentiable in logits (T, E) through the weights. Ties go to the lower expert; a slot for
-    which no expert is left (-inf, NaN) has id -1 and weight 0. `bias` (E,) fp32 takes part in the
-    selection only, and with score="sigmoid" only.
+    The weights are differentiable in logits (T, E). Of equal experts the lower one is chosen. If
+    only -inf or NaN remain, a slot has id -1 and weight 0. `bias` (E,) fp32 changes only the
+    selection; it needs score="sigmoid".
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     weights, ids = _ops.route(*options)
@@ -113,11 +114,12 @@ def token_round(
     n_group: int | None = None,
     topk_group: int | None = None,
 ) -> Pairs:
-    """Top-k, then every expert's tokens rounded to a multiple of `tile`; for training.
+    """Top-k, then the number of every expert's tokens rounded to a multiple of `tile`; for
+    training.
 
-    Differentiable in logits through the pairs' weights. `seed` decides mode="stochastic" alone: an
-    int from 0 to 2^64 - 1, or an int64 tensor of one element in host memory, whose changes never
-    recompile a graph.
+    The pairs' weights are differentiable in logits. Only mode="stochastic" uses `seed`: an int from
+    0 to 2^64 - 1, or an int64 tensor of one element in host memory. With a tensor, a new seed does
+    not recompile a graph.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     _checks.integer("tile", tile)
@@ -128,9 +130,9 @@ def token_round(
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
-    """Every expert takes its `capacity` best tokens by softmax over the experts.
+    """Every expert takes its `capacity` best tokens, by softmax over the experts.
 
-    The weight is that probability, differentiable in logits (T, E).
+    A pair's weight is this probability; it is differentiable in logits (T, E).
     """
     _checks.tensor("logits", logits)
     _check_logits(logits)
@@ -177,17 +179,17 @@ def router_losses(
     padding: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(load_balancing, z, tokens_per_expert) of the ids (T, K) that route(logits, K, ...) gave.
+    """(load_balancing, z, tokens_per_expert) for the ids (T, K) that route(logits, K, ...) gave.
 
-    load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], which is 1 for a balanced router,
-    with p the softmax over all experts (score="sigmoid": the sigmoid); z = mean_t
-    logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in logits;
-    tokens_per_expert is (E,) int64. `options` are the other arguments of route().
+    load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], where p is the softmax over all
+    experts (the sigmoid for score="sigmoid"). It is 1 for a balanced router.
+    z = mean_t logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in
+    logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route().
 
-    load_balancing_loss_func of transformers divides the counts by T instead of T*K: it is K times
-    load_balancing, so its coefficient (router_aux_loss_coef) is to be multiplied by K here.
+    transformers' load_balancing_loss_func divides the counts by T instead of T*K, so it is K times
+    load_balancing: multiply its coefficient (router_aux_loss_coef) by K to use it here.
 
-    padding (T,) bool: tokens that count for nothing; their ids must be -1.
+    padding (T,) bool: tokens that are not counted; their ids must be -1.
     """
     _checks.tensor("ids", ids)
     _checks.dtype("ids", ids, (torch.int64,))
