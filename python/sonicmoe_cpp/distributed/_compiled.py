@@ -1,7 +1,8 @@
-"""The layer as operators, so that torch.compile sees one call and no communication.
+"""Custom operators of the expert-parallel layer: torch.compile sees one operator and no
+communication.
 
-Their results' sizes depend on the routing. Operators take no objects: a group is its name, and what
-a forward keeps for backward is tensors and numbers.
+The sizes of their results depend on the routing. An operator cannot take an object, so a group is
+passed by its name, and a forward keeps only tensors and numbers for backward.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def recorded(
     limits: Sequence[float],
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, H, metadata, up to five more tensors that are kept, and the numbers."""
+    """Returns the output, H, metadata, five more tensors (empty if the transport keeps none), and
+    the numbers that the transport keeps."""
     tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
     with _group(where).call():
         by = _transport(where, transport, limits, tensors, number, needs)
@@ -96,7 +98,7 @@ def recorded(
 
 
 def _like_routes(weights: Tensor) -> list[Tensor]:
-    """Tensors of the dtypes that AllToAll keeps beside H and metadata."""
+    """Empty tensors of the dtypes that AllToAll keeps in addition to H and metadata."""
     dtypes = (weights.dtype, torch.int64, torch.int64, torch.int32, torch.int32)
     return [weights.new_empty((0,), dtype=dtype) for dtype in dtypes]
 

@@ -1,4 +1,5 @@
-"""Exchanges among the ranks of a process group that end: with data, or with a sentence."""
+"""Collectives among the ranks of a process group. Each one ends: with data, or with an
+ExpertParallelError whose message says which rank is missing."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Activation checkpointing ends a recomputation by it, on all ranks at the same place.
+# Activation checkpointing raises it to end a recomputation, at the same place on all ranks.
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ._peers import FOR_GOOD, ExpertParallelError, Peers
 
-# Seconds between two looks at a collective that has not ended: Ctrl-C acts between them.
+# While a collective runs, it is polled in intervals of so many seconds; Ctrl-C acts between them.
 SLICE = 0.25
-# Seconds after which a rank tells the others that it waits, and between its questions about them.
+# A rank that has waited for so many seconds writes to the store that it waits. From then on it asks
+# about the other ranks in this interval.
 PATIENCE = 1.0
-# What ranks tell each other in read(), and how many numbers at most.
+# The purposes of read(), and the largest number of values that a rank sends to another in it.
 FORWARD, BACKWARD, ROUTING, GRADIENTS, CHOICE, RESET = range(6)
 READS = (
     "forward",
@@ -36,24 +38,25 @@ WIDTH = 8
 
 
 def from_host(numbers: list, device: torch.device) -> Tensor:
-    """int64 numbers, for which the host does not wait: from memory that is not pinned, it would
-    wait until the device has done all work queued before."""
+    """An int64 tensor on `device`. The numbers are copied from pinned memory. From other memory the
+    host would wait until the device has done all work that is queued."""
     pinned = device.type == "cuda"
     values = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
     return values.to(device, non_blocking=True)
 
 
 class Group:
-    """The ranks that share the experts. Every rank makes the same calls in the same order; `calls`
-    and `exchanges` count them, so that ranks that do not are found out."""
+    """The ranks among which the experts are divided. Every rank must make the same calls in the
+    same order. To find ranks that do not, `calls` counts the calls of the layer and `exchanges` the
+    collectives."""
 
     def __init__(self, group: dist.ProcessGroup):
-        # Not the group itself: this object is found by it, and must not keep it.
+        # A weak reference: _groups maps the group to this object, which must not keep it alive.
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.calls = self.exchanges = 0
         self.layers = 0
-        self._served: set[str] = set()  # kinds of devices
+        self._served: set[str] = set()  # device types that the group can exchange
         self.name = group.group_name
         self._inside = False
         self.broken: str | None = None
@@ -84,7 +87,7 @@ class Group:
         self._served.add(device.type)
 
     def next_layer(self) -> int:
-        """The number of a module: ranks that call another one are found out by it."""
+        """A number for a new module. Ranks compare it, to find a rank that calls another module."""
         self.layers += 1
         return self.layers
 
@@ -92,19 +95,19 @@ class Group:
 
     @property
     def moment(self) -> int:
-        """Grows when a call begins and when it ends. What a rank raises before the first exchange
-        of a call concerns those that wait in this call, and not a backward after it: there all
-        ranks have raised."""
+        """A counter that grows when a call begins and when it ends. If a rank raises before the
+        first collective of a call, the error concerns ranks that wait in this call. It does not
+        concern a later backward, because then all ranks have raised."""
         return 2 * self.calls + (0 if self._inside else 1)
 
     @property
     def moment_before(self) -> int:
-        """The moment in the last call that has returned: what it enqueued may fail later."""
+        """The moment of the last call that has returned. Work that it enqueued may fail later."""
         return 2 * (self.calls - (1 if self._inside else 0))
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the layer. Calls inside of it are parts of it."""
+        """Surrounds a call of the layer. Calls inside of it count as parts of it."""
         if self._inside:
             yield
             return
@@ -118,8 +121,9 @@ class Group:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """The ranks that wait for this one are told what raises in here. Where it raises after an
-        exchange, others are in the middle of a call that this one leaves: the group is broken."""
+        """If an error is raised inside, reports it to the ranks that wait for this one. If a
+        collective has run before the error, other ranks are in the middle of a call that this rank
+        leaves, so the group is broken."""
         if self.broken is not None:
             raise ExpertParallelError(
                 f"the process group has been broken since an earlier call ({self.broken}): start "
@@ -148,7 +152,7 @@ class Group:
         raise ExpertParallelError(self.broken) from None
 
     def _abort(self) -> None:
-        """Ends pending collectives, which would keep this process from ending."""
+        """Ends pending collectives, because with these the process could not end."""
         group = self._group()
         if group is not None:
             with contextlib.suppress(RuntimeError):
@@ -157,8 +161,8 @@ class Group:
     def _wait(
         self, work: dist.Work, device: torch.device, timeout: float, moment: int | None = None
     ) -> None:
-        """Until the collective has ended here; on CUDA also the stream waits for it. What failed
-        before `moment` (by default this one) does not keep the others from coming."""
+        """Waits until the collective has ended on this rank; on CUDA the stream waits too. If
+        another rank failed before `moment` (default: now), it still comes, so this is ignored."""
         moment = self.moment if moment is None else moment
         began = time.monotonic()
         patience = min(PATIENCE, timeout / 4)
@@ -172,7 +176,7 @@ class Group:
             asked += 1
             problem = self.peers.problem(moment)
             if problem is not None:
-                # A rank that ended after this collective has sent all that it had to send.
+                # The rank may have ended after it had sent its part of this collective.
                 if self._ended(work, device, min(SLICE, timeout)):
                     break
                 self._fail(problem)
@@ -182,7 +186,7 @@ class Group:
             self._complete(work)
 
     def _ended(self, work: dist.Work, device: torch.device, seconds: float) -> bool:
-        """Whether the collective ends within this time."""
+        """Waits at most so many seconds. Returns whether the collective has ended."""
         try:
             if device.type == "cuda":
                 return _polled(work, seconds)
@@ -194,7 +198,7 @@ class Group:
         return True
 
     def _complete(self, work: dist.Work) -> None:
-        """What has ended may have failed."""
+        """Raises if the collective, which has ended, has failed."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -216,7 +220,7 @@ class Group:
             raise
 
     def _finish(self, work: dist.Work, device: torch.device, timeout: float) -> None:
-        """On CUDA only the stream waits, and NCCL's own time limit holds."""
+        """Waits for the collective. On CUDA only the stream waits, so NCCL's time limit applies."""
         if device.type == "cuda":
             self._complete(work)
         else:
@@ -225,7 +229,8 @@ class Group:
     def all_to_all(
         self, rows: Tensor, sent: list[int], received: list[int], timeout: float
     ) -> Tensor:
-        """The rows that the others send here, by rank; `rows` lie by the rank that they go to."""
+        """Sends `rows`, which are ordered by destination rank. Returns the received rows, ordered
+        by source rank."""
         size = math.prod(rows.shape[1:])
         data = rows.contiguous().view(rows.shape[0], size).view(torch.uint8)
         found = rows.new_empty((sum(received), *rows.shape[1:]))
@@ -235,24 +240,24 @@ class Group:
         return found
 
     def all_gather(self, values: Tensor, timeout: float) -> Tensor:
-        """(W, ...) from the values (...) of every rank, which have one shape."""
+        """Gathers the values (...) of all ranks, whose shapes are equal, as (W, ...)."""
         found = values.new_empty((self.size, *values.shape))
         work = self._launch(dist.all_gather, list(found.unbind()), values.detach().contiguous())
         self._finish(work, values.device, timeout)
         return found
 
     def read(self, what: int, values: Tensor, timeout: float) -> tuple[list, list]:
-        """Row r of `values` (W, at most WIDTH) goes to rank r. Gives the rows sent and received as
-        lists: the host waits, within the time limit also on CUDA. Ranks must all read the same
-        `what` in the same call; messages have one size, so that those that do not find out. A reset
-        may be another call on each rank."""
+        """Sends row r of `values` (W, at most WIDTH columns) to rank r. Returns the rows sent and
+        the rows received, as lists. The host waits for them; the time limit holds also on CUDA. All
+        ranks must read the same `what` in the same call, and they compare this. For that every
+        message has the same size. In a reset the number of the call may differ between ranks."""
         call = 0 if what == RESET else self.calls
         head = from_host([what, call], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))
         message = torch.cat((head, values), 1)
         found = torch.empty_like(message)
         work = self._launch(dist.all_to_all_single, found, message)
-        # A rank that has raised the fault comes to the reset, whatever its call was.
+        # A rank that failed in an earlier call still comes to the reset.
         moment = FOR_GOOD if what == RESET else self.moment
         self._wait(work, values.device, timeout, moment)
         sent, received = torch.stack((message, found)).tolist()
@@ -263,12 +268,12 @@ class Group:
         return [row[2:] for row in sent], [row[2:] for row in received]
 
     def read_all(self, what: int, values: list[int], device, timeout: float) -> list[list[int]]:
-        """The values of every rank, as read()."""
+        """Sends the same values to every rank. Returns the values of every rank. As read()."""
         mine = from_host(values, device).expand(self.size, -1)
         return self.read(what, mine, timeout)[1]
 
     def agree(self, names: tuple[str, ...], mine: tuple, of_ranks: list) -> None:
-        """Refuses ranks that have other values than this one."""
+        """Raises if another rank has other values than this one."""
         for rank, theirs in zip(self.peers.ranks, of_ranks, strict=True):
             for name, own, other in zip(names, mine, theirs, strict=True):
                 if own != other:
@@ -279,7 +284,7 @@ class Group:
 
 
 def _place(what: int, call: int) -> str:
-    """Where a rank reads."""
+    """Describes a read for an error message."""
     return READS[what] if what == RESET else f"call {call} in its {READS[what]}"
 
 
@@ -296,7 +301,7 @@ _groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def group_of(group) -> Group:
-    """The Group of a process group, of a DeviceMesh with one dimension, or (None) of all ranks."""
+    """The Group of a process group, or of a DeviceMesh with one dimension. None: all ranks."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "expert parallelism needs a process group: call torch.distributed.init_process_group "

@@ -1,4 +1,4 @@
-"""The processes of the other ranks: which of them have ended, failed, or do not come."""
+"""Finds out which other ranks have ended, have failed, or do not come."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# How long a rank looks for the cause of an error of the transport. A process that is killed closes
-# its connections a moment before the system lists it as ended.
+# For so many seconds a rank looks for the cause of an error of the transport. The connections of a
+# killed process close a little before the system lists the process as ended.
 GRACE = 2.0
-# How long a rank waits for an answer of the store.
+# For so many seconds a rank waits for an answer of the store.
 ANSWER = 2.0
-FOR_GOOD = 2**62  # a moment that is never over
-_made: dict[str, itertools.count] = {}  # how often, by the name of the group
+FOR_GOOD = 2**62  # later than every moment: the failure is permanent
+_made: dict[str, itertools.count] = {}  # numbers the groups that have the same name
 
 
 class ExpertParallelError(RuntimeError):
-    """A rank is missing, has failed or calls something else; its group cannot be used again."""
+    """A rank is missing, has failed, or makes another call than the others. The message says
+    whether the group can be used again."""
 
 
 def _this_process() -> dict:
-    """What tells whether this process runs, for others on the same machine. The host is None where
-    the system lists no processes."""
+    """Identifies this process, so that others on the same machine can see whether it still runs.
+    The host is None if the system lists no processes."""
     host = None
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -38,7 +39,7 @@ def _this_process() -> dict:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """(state, start time) of a process as the system lists them; state X where it lists none."""
+    """(state, start time) of a process as the system lists it; state X if it does not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -53,19 +54,19 @@ def _listed(ranks: list) -> str:
 
 
 class Peers:
-    """Asks about the other ranks of a group, whose numbers are those of the whole job.
+    """Finds out what happened to the other ranks of a group. Ranks are numbered within the job.
 
-    A rank that waits for long or fails writes this into the group's store; ranks on the same
-    machine are also looked up among its processes, because the store ends with the process that
-    holds it.
+    A rank that waits for long, or fails, writes this to the group's store. For ranks on the same
+    machine the list of processes is read too, because the store is lost with the process that
+    serves it.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.ranks = dist.get_process_group_ranks(group)
         self.me = dist.get_rank()
-        # Where torchrun does not hold the store, the process of rank 0 does.
+        # Either torchrun serves the store, or the process of rank 0.
         self.rank_0_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        # A group that is made after one of its name was destroyed must not read what that one left.
+        # A new group must not read the keys of a destroyed group with the same name.
         number = next(_made.setdefault(group.group_name, itertools.count()))
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}/{number}", store)
@@ -75,9 +76,9 @@ class Peers:
         self._write(f"process/{self.me}", self.this)
 
     def _ask(self, question: Callable):
-        """question() of the store; RuntimeError where there is no answer in time. torch's store
-        waits for ever if the process that holds it is stopped, or if its node is lost: so a thread
-        asks, and while it waits, no other one is started."""
+        """Calls question(), which reads or writes the store. Raises RuntimeError if the store does
+        not answer in time. torch's store waits for ever if the process that serves it is stopped,
+        or if its node is lost. So a thread asks, and no other thread is started while it waits."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
 
         def answer() -> None:
@@ -101,7 +102,7 @@ class Peers:
         return found
 
     def _write(self, key: str, value) -> None:
-        # A store that is gone is a consequence: its cause is what has to be reported.
+        # If the store is gone, another error is the cause; that one must be reported.
         with contextlib.suppress(RuntimeError):
             self._ask(lambda: self.store.set(key, json.dumps(value)))
 
@@ -112,7 +113,8 @@ class Peers:
         return [rank for rank in self.ranks if rank != self.me]
 
     def remember_processes(self) -> None:
-        """Reads who they are while the store is there: after an exchange all have written it."""
+        """Reads the processes of the other ranks while the store is there. After a collective all
+        ranks have written theirs."""
         unknown = [rank for rank in self.others() if not self.processes.get(rank)]
         with contextlib.suppress(RuntimeError):
             self.processes |= self._ask(lambda: {r: self._read(f"process/{r}") for r in unknown})
@@ -121,8 +123,8 @@ class Peers:
         self._write(f"waits/{self.me}", exchange)
 
     def failed(self, until: int, sentence: str) -> None:
-        """Tells the others that wait at this moment or before (Group.moment), unless one that
-        failed earlier has: this may be a consequence."""
+        """Reports a failure to the ranks that wait at the moment `until` (Group.moment) or before.
+        If another rank has reported one, this one may be its consequence and is not reported."""
         if self._failure(until) is None:
             self._write("failed", {"rank": self.me, "until": until, "sentence": sentence})
 
@@ -136,7 +138,7 @@ class Peers:
         return None
 
     def let_others_read(self) -> None:
-        """Keeps the store for a moment, after failed()."""
+        """Called after failed(). Waits, if this process serves the store, so others can read it."""
         if self.me == 0 and self.rank_0_holds_store:
             time.sleep(GRACE)
 
@@ -153,7 +155,7 @@ class Peers:
         ]
 
     def problem(self, moment: int) -> str | None:
-        """What keeps the others from coming at this moment or later, as a sentence."""
+        """The reason why other ranks will not come at this moment or later, as a sentence."""
         if not all(self.processes.get(rank) for rank in self.others()):
             self.remember_processes()
         failure, ended = self._failure(moment), self._ended()
@@ -166,7 +168,7 @@ class Peers:
         return None
 
     def cause(self, moment: int) -> str | None:
-        """problem(), looked for until the grace is over."""
+        """As problem(), but repeats the search for GRACE seconds."""
         until = time.monotonic() + GRACE
         while (found := self.problem(moment)) is None and time.monotonic() < until:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank holds a part."""
+"""Clips gradients of which some are divided among ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ where some parameters are DTensors and others are plain, which
-    torch's refuses to mix. Gives the norm of all gradients, the same on every rank.
+    """As torch.nn.utils.clip_grad_norm_, but parameters may be DTensors and plain tensors together,
+    which torch refuses. Returns the norm of all gradients, the same on every rank.
 
-    Every rank calls it. Gradients of plain parameters must be equal on all ranks:
-    sum_replicated_gradients() comes first.
+    Every rank must call it. Gradients of plain parameters must be equal on all ranks: call
+    sum_replicated_gradients() first.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]

@@ -19,7 +19,7 @@ TIMEOUT = 600.0  # seconds, as NCCL's own
 
 
 class Place(NamedTuple):
-    """Where a call takes place: its transport, and its layer's number in the model."""
+    """The transport of a call, and the number of its layer in the model."""
 
     transport: Transport
     layer: int
@@ -35,7 +35,7 @@ def make_transport(name: str, group, limits: Limits) -> Transport:
 
 
 def _needs(tensors: tuple) -> int:
-    """What this rank needs a gradient of, as bits of _ops.NEEDS."""
+    """The gradients that this rank needs, as bits of _ops.NEEDS."""
     if not torch.is_grad_enabled():
         return 0
     wanted = zip(_ops.LAYER_TENSORS, tensors, strict=True)
@@ -53,7 +53,7 @@ def _recorded(ctx, x, weights, *others):
     return given.out
 
 
-# Exchanges record no graph, so that a second derivative would silently lack what travels.
+# Communication is not recorded in a graph. A second derivative would lack its part without notice.
 @once_differentiable
 def _differentiated(ctx, dout):
     transport, options, main_gradients, needs, host = ctx.rest
@@ -72,7 +72,7 @@ _record = _ops.function("moe_expert_parallel", _recorded, _differentiated)
 
 
 def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tuple, needs: int):
-    """As one operator (_compiled.py)."""
+    """Calls the layer as one operator (_compiled.py)."""
     if main_gradients[1] is not None:
         raise NotImplementedError("grad_accum is not served by compiled expert parallelism")
     by = place.transport
@@ -98,7 +98,8 @@ def _run(place: Place, *others) -> Tensor:
 
 
 def run(place: Place, form: str, *others) -> Tensor:
-    """The layer over what layer.arguments() takes, with expert numbers among all ranks' experts."""
+    """Runs the layer on the arguments of layer.arguments(). Expert ids are in [0, E), over all
+    ranks."""
     if torch.compiler.is_compiling():
         return _run(place, form, *others)
     with place.transport.group.call():
@@ -123,15 +124,16 @@ def moe_expert_parallel(
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
 ) -> Tensor:
-    """moe() with E experts over W ranks: rank r has the weights of experts r*E/W to (r+1)*E/W.
+    """moe() with the E experts divided over W ranks. Returns (T, d).
 
-    Every rank of `group` (a ProcessGroup, a DeviceMesh of one dimension, None for all ranks) calls
-    it with its own tokens, x (T, d) with any T, and topk_ids (T, K) among all E experts; weights
-    and biases are those of the rank's own experts. Returns (T, d). Every rank calls backward too,
-    in the same order; an expert's gradient is that of the sum of all ranks' losses. If a rank ends,
-    fails, or does not come within `timeout` seconds, the others raise ExpertParallelError.
-    transport, max_tokens and capacity: as in ExpertParallelMoE; capacity is relative to
-    max_tokens * K rows.
+    Every rank of `group` (a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks)
+    calls it with its own tokens x (T, d), any T, and ids in [0, E). Rank r passes the weights and
+    biases of the experts r*E/W to (r+1)*E/W. Every rank also calls backward, in the same order. The
+    gradient of an expert is that of the sum of all ranks' losses.
+
+    If a rank ends, fails, or does not come within `timeout` seconds, the others raise
+    ExpertParallelError. transport, max_tokens and capacity are those of ExpertParallelMoE; capacity
+    is relative to max_tokens * K rows.
     """
     place = Place(make_transport(transport, group, Limits(timeout, max_tokens, capacity)), 0)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
@@ -155,9 +157,9 @@ def moe_pairs_expert_parallel(
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
 ) -> Tensor:
-    """moe_pairs() with experts over ranks, as moe_expert_parallel(): the pairs' tokens are those of
-    this rank, their experts are counted among all. capacity is relative to the rank's number of
-    pairs."""
+    """moe_pairs() with the experts divided over ranks, as in moe_expert_parallel(). The tokens of
+    the pairs are this rank's, the experts are in [0, E). capacity is relative to the number of
+    pairs in the longest list of a rank."""
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
     place = Place(make_transport(transport, group, Limits(timeout, max_tokens, capacity)), 0)

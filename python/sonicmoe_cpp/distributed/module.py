@@ -1,4 +1,4 @@
-"""The whole layer as a module whose experts are divided among ranks."""
+"""The layer as a module whose experts are divided among ranks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _SEED_BITS = 62
 
 
 class ExpertParallelMoE(MoE):
-    """MoE whose E experts are divided among the W ranks of a group: rank r holds the experts
+    """A MoE whose E experts are divided among the W ranks of a group: rank r holds the experts
     r*E/W to (r+1)*E/W. Every rank calls it with its own tokens, any number of them.
 
-    It computes what one MoE with all experts and the tokens of all ranks computes; a token's part
-    that one rank has summed is rounded to the dtype before it travels. Losses, tokens_per_expert,
-    token rounding and expert choice are over the tokens of all ranks.
+    The result is that of one MoE with all experts and all ranks' tokens, except that each rank
+    rounds its partial sum of a token to the dtype before it sends it. Losses, tokens_per_expert,
+    token rounding and expert choice use the tokens of all ranks.
 
-    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. timeout: seconds
-    until ranks that wait give up (ExpertParallelError). The other arguments are those of MoE.
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+    timeout: seconds after which waiting ranks raise ExpertParallelError.
+    transport: "all_to_all" is torch.distributed's all-to-all. With "peer" the GPUs of one host
+    write rows into each other's memory while products are computed. "auto" uses "peer" if it serves
+    the group, else "all_to_all".
+    max_tokens, for peer memory: the largest number of tokens that any rank has in any call. Without
+    it the ranks exchange their sizes in each forward.
+    capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows.
+    Without it the host reads the number of rows in each forward.
+    The other arguments are those of MoE.
 
-    transport: "all_to_all" is torch.distributed's. With "peer" the GPUs of one host write each
-    other's memory, and rows travel while products are computed. "auto" takes peer memory where it
-    serves the group. Two arguments concern peer memory alone. max_tokens is the largest number of
-    tokens that one rank has in any call; without it, the ranks tell each other their sizes in each
-    forward. capacity limits the rows that a rank's experts may get: to capacity * max_tokens *
-    top_k; without it, the host reads the number of rows in each forward.
-
-    Parameters have the names and shapes of MoE; w_up, w_down, b_up and b_down are DTensors, divided
-    in dimension 0. Every rank has the others whole: their gradients are those of this rank's
-    tokens, sum_replicated_gradients() adds them up. All ranks' losses count, as a sum; the
-    auxiliary losses count once, though every rank adds them to its own.
+    Parameters have the names and shapes of MoE. w_up, w_down, b_up and b_down are DTensors, sharded
+    in dimension 0. Every rank has a whole copy of the others, whose gradients contain only the
+    terms of its own tokens; sum_replicated_gradients() sums them over ranks. The whole loss is the
+    sum of the ranks' losses. Every rank adds the auxiliary losses to its own loss, and they still
+    count once.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ExpertParallelMoE(MoE):
             raise NotImplementedError(
                 f'precision is "{options["precision"]}", expert parallelism needs precision=None'
             )
-        # Plain attributes, which nn.Module takes before its own constructor has run.
+        # nn.Module accepts plain attributes before its own constructor has run.
         limits = Limits(timeout, max_tokens, capacity, top_k)
         self.transport = make_transport(transport, group, limits)
         self.group = self.transport.group
@@ -98,7 +100,7 @@ class ExpertParallelMoE(MoE):
                 setattr(self, name, nn.Parameter(whole))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *others) -> None:
-        """As nn.Module; also from whole tensors of all experts, as MoE has them."""
+        """As nn.Module. Also accepts whole tensors with all experts, as MoE has them."""
         given = dict(state_dict)
         for name in EXPERTS:
             own, value = getattr(self, name), given.get(prefix + name)
@@ -113,8 +115,8 @@ class ExpertParallelMoE(MoE):
         return value.to_local() if isinstance(value, DTensor) else value
 
     def reset_parameters(self) -> None:
-        """As in MoE; every expert from a seed of its own, which rank 0 draws, so that the weights
-        do not depend on the number of ranks."""
+        """As in MoE, but rank 0 draws one seed, from which every expert gets a seed of its own. So
+        the weights do not depend on the number of ranks."""
         device = self._local("w_up").device
         if device.type == "meta":
             return
@@ -142,14 +144,15 @@ class ExpertParallelMoE(MoE):
                 self.selection_bias.zero_()
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """The parameters that every rank has whole: router and shared experts."""
+        """The parameters of which every rank has a whole copy: router and shared experts."""
         return [p for name, p in self.named_parameters() if name not in EXPERTS]
 
     @torch.no_grad()
     def sum_replicated_gradients(self) -> None:
-        """Adds up the ranks' gradients of replicated_parameters(): once an optimizer step, after
-        the last backward. Not where DDP or FSDP2 reduces them over these ranks. A gradient that
-        some ranks lack is 0 there; one that all lack stays None. The host waits for the device."""
+        """Sums the gradients of replicated_parameters() over the ranks. Call it once an optimizer
+        step, after the last backward, unless DDP or FSDP2 reduces these gradients over the same
+        ranks. If only some ranks have no gradient, theirs counts as 0; if none has one, it stays
+        None. The host waits for the device."""
         timeout, parameters = self.transport.timeout, self.replicated_parameters()
         with self.group.call():
             have = sum(1 << i for i, p in enumerate(parameters) if p.grad is not None)
@@ -202,7 +205,7 @@ class ExpertParallelMoE(MoE):
 
     @torch.compiler.disable
     def _rounded_by_all(self, logits: Tensor, options: dict) -> Pairs | None:
-        with self.group.call():  # in compiled code no other one is around it
+        with self.group.call():  # compiled code calls this outside of forward's group.call()
             tokens = self._all_tokens(logits, int(self._seed()))
             if not self._rounds(tokens.total):
                 return None
@@ -230,7 +233,7 @@ class ExpertParallelMoE(MoE):
         return self._group_losses(logits, pairs.expert, None, "softmax_before_topk", padding)
 
     def forward(self, x: Tensor, **options):
-        """As MoE; x (..., d) are this rank's tokens, aux.logits too."""
+        """As MoE. x (..., d) and aux.logits belong to this rank's tokens."""
         if torch.compiler.is_compiling():
             return super().forward(x, **options)
         with self.group.call():

@@ -1,9 +1,9 @@
-"""Routing that looks at the tokens of all ranks: token rounding, expert choice, losses.
+"""Routing that depends on the tokens of all ranks: token rounding, expert choice, losses.
 
-Token rounding and expert choice rank an expert's tokens among those of the whole group, as one
-process would. So every rank gets the logits of all of them and computes the whole list; it keeps
-its own tokens' part. Ranks that rounded on their own would add up to W tiles of padding an expert
-instead of one, and would choose other rows than one process.
+Token rounding and expert choice compare an expert's tokens over the whole group, as one process
+does. So every rank gets the logits of all ranks, computes the whole list, and keeps the part of its
+own tokens. If each rank rounded only its own tokens, an expert could have up to W partial tiles,
+and the chosen rows would differ from those of one process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ._group import ROUTING, Group
 
 
 class AllTokens:
-    """The tokens of all ranks: how many each has, and a number that rank 0 gives. Making it, the
-    host waits for the other ranks."""
+    """The number of tokens on each rank, and a number (a seed) that all ranks take from rank 0. The
+    constructor waits for the other ranks."""
 
     def __init__(self, group: Group, tokens: int, number: int, device, timeout: float):
         self.group, self.timeout = group, timeout
@@ -30,8 +30,8 @@ class AllTokens:
         self.total = sum(self.tokens)
 
     def pairs(self, logits: Tensor, rule: Callable[[Tensor], Pairs]) -> Pairs:
-        """This rank's part of rule(logits of all ranks), in which other tokens are -1 and their
-        expert E; differentiable in this rank's logits."""
+        """Computes rule(logits of all ranks) and makes the pairs of other ranks' tokens empty
+        (token -1, expert E). Differentiable in this rank's logits."""
         size, rank = self.group.size, self.group.rank
         own, begin = self.tokens[rank], sum(self.tokens[:rank])
         copies = logits.detach().repeat(size, 1)
@@ -54,11 +54,12 @@ def group_losses(
     padding: Tensor | None,
     timeout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(load_balancing, z, counts) over all ranks' tokens. counts (E,) are this rank's rows by
-    expert; shares are parts of `slots` times the tokens, or (None) of the rows.
+    """Returns (load_balancing, z, counts) over all ranks' tokens. The argument counts (E,) has this
+    rank's rows of each expert. An expert's share is its part of `slots` rows a token, or of the
+    actual rows if `slots` is None.
 
-    The gradient on a rank is that of the one loss in this rank's logits: ranks' gradients add up
-    to those of one process.
+    On each rank the gradient of a loss is that with respect to this rank's logits. Together the
+    ranks have the gradient of one process.
     """
     tokens, p, z = (t.double() for t in loss_sums(logits, score, padding))
     mine = torch.cat((counts.double(), tokens.view(1), p, z.view(1)))
