@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kDefaultLimitMs = 60'000;
 constexpr int kDefaultMultiprocessors = 8;
 
-/// What a rank that is missing did not do.
+/// The action that a missing rank has not done, for the fault's sentence.
 const char* phase_text(std::uint32_t phase) {
   switch (phase) {
     case kPhaseRouting:
@@ -77,7 +77,7 @@ void clear_control(const Exchange& exchange) {
   *exchange.record = FaultRecord{};
 }
 
-/// Frees what an exchange has, in part or whole.
+/// Frees an exchange, also one that was opened only in part.
 struct Closer {
   void operator()(Exchange* exchange) const {
     if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);
@@ -180,7 +180,7 @@ void exchange_close(Exchange* exchange, const Exec&) {
 
 void exchange_check(Exchange& exchange, const Exec& exec) {
   check_handle(exchange, exec);
-  // The code is written last: whoever sees it sees the rest of the record.
+  // The device writes the code last. If the code is visible, so is the rest of the record.
   if (std::atomic_ref(exchange.record->code).load(std::memory_order_acquire) == 0) return;
   throw Error(Status::kCuda, fault_sentence(exchange, *exchange.record));
 }

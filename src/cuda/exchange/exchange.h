@@ -7,9 +7,10 @@
 
 namespace sonicmoe {
 
-/// The state is fixed at exchange_open(), except `step`.
+/// One rank's exchange. exchange_open() sets everything except `step`, and nothing changes it
+/// later.
 struct Exchange {
-  /// Which part of which pass comes next; kAll: a part has failed.
+  /// The part that must be called next, and its pass. `next` is kAll after a part has failed.
   struct Step {
     Pass pass = Pass::kInference;
     ExchangePart next = ExchangePart::kBegin;
@@ -23,10 +24,10 @@ struct Exchange {
   int multiprocessors = 0;
   cuda::WaitLimits limits{};
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
-  std::int64_t* row_count = nullptr;    ///< pinned, of exchange_rows()
-  cudaStream_t sending = nullptr;       ///< rows and partial sums travel on it
-  cudaStream_t aside = nullptr;         ///< of sums beside the weight gradients
-  cudaEvent_t reached = nullptr;        ///< of follow()
+  std::int64_t* row_count = nullptr;    ///< pinned; the result of exchange_rows()
+  cudaStream_t sending = nullptr;       ///< sends rows and partial sums
+  cudaStream_t aside = nullptr;         ///< runs sums at the same time as weight gradients
+  cudaEvent_t reached = nullptr;        ///< used by follow()
   Step step{};
 };
 
@@ -45,27 +46,27 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                        const BackwardArgs& args, ExchangePart part, const Exec& exec);
 
-/// Refuses a handle of another GPU or engine than the one that opened the exchange.
+/// Refuses exec.device if its GPU or engine is not that of the exchange.
 void check_handle(const Exchange& exchange, const Exec& exec);
-/// What is enqueued next on `stream` comes after what is on `earlier`.
+/// Work that is enqueued on `stream` from now on waits for all work that is now on `earlier`.
 void follow(const Exchange& exchange, cudaStream_t stream, cudaStream_t earlier);
-/// Announces the phase's epoch (begin_phases()) to the other ranks: everything before it in the
-/// stream is visible to a rank that has waited for it. A rank that has given up announces nothing.
-/// The copy engines announce what they copy: products fill the multiprocessors, and a kernel would
-/// start when they are done.
+/// Announces the phase's epoch (begin_phases()) to the other ranks: it sets this rank's flag in
+/// their buffers. A rank that has waited for the flag sees the results of everything before it in
+/// the stream. A rank that has a fault announces nothing. With kCopy the copy engines write the
+/// flags, because a kernel could not start before the products that fill the multiprocessors end.
 void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
 /// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
 /// buffers, on the sending stream.
 void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
-/// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's
-/// buffer, on the sending stream. cudaMemcpyAsync within a GPU runs on multiprocessors and would
-/// start when the products at work are done. So the copy engines fetch the rows back from another
-/// rank.
+/// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's own
+/// buffer, on the sending stream. With kCopy the copy engines read them back from another rank,
+/// because cudaMemcpyAsync within a GPU runs on multiprocessors and could not start before the
+/// running products end.
 void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
-/// Announces the phase's epoch to this rank after what is before it on the sending stream. Follows
-/// announce().
+/// Sets this rank's own flag of the phase, after the work that is now on the sending stream. Must
+/// be called after announce().
 void announce_own(const Exchange& exchange, Phase phase);
-/// Sends each rank the partial sums of a part of its tokens, on the sending stream; sums are
+/// Sends each rank the partial sums of one part of its tokens, on the sending stream. `sums` is
 /// (W * max_tokens, d).
 void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row,
                    const TokenPart& part);

@@ -1,4 +1,4 @@
-// How a kernel gives up: it writes the fault for the host and alarms all ranks.
+// Faults found by kernels: the kernel reports the fault to the host and to all ranks.
 #pragma once
 
 #include "cuda/exchange/kernels.h"
@@ -6,8 +6,8 @@
 
 namespace sonicmoe::cuda {
 
-/// One thread of a grid calls it. Only a rank's first fault counts: those that follow are its
-/// results.
+/// Records a fault; called by one thread of a grid. Only a rank's first fault is recorded, because
+/// later ones are its consequences.
 __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std::uint32_t code,
                                std::uint32_t reporter, std::int64_t rows) {
   Control* own = peers.control(peers.rank);
@@ -23,9 +23,9 @@ __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std
   }
 }
 
-/// Whether this rank has given up, in this kernel or an earlier one. Its waits then end at once, so
-/// kernels that write to other ranks must not run: a slow rank may still read what an earlier step
-/// has sent to it.
+/// Whether this rank has a fault, from this kernel or an earlier one. Its waits then end at once,
+/// so kernels that write to other ranks must do nothing: a slow rank may still read rows of an
+/// earlier step.
 __device__ inline bool has_fault(const Peers& peers) {
   return *static_cast<volatile const std::uint32_t*>(&peers.control(peers.rank)->fault) != 0;
 }

@@ -1,7 +1,8 @@
-// The layer between the transfers. Products over gathered rows are launched twice: over full tile
-// records of this rank's tokens while other ranks' rows travel, then over the rest. Sums of other
-// ranks' tokens come before those of this rank's, which add what other ranks have sent (kFinish).
-// Sums are computed in the parts of token_parts(); those of two ranks are 1 and 2 here:
+// The layer of one rank, between the transfers. Each product over gathered rows is two launches:
+// first the tile records that are full of this rank's rows ("own"), while rows of other ranks
+// travel, then the remaining records ("rest"). Sums of other ranks' tokens are computed first,
+// because they are sent. Sums of this rank's tokens follow in kFinish and add the partial sums of
+// the other ranks. Sums are computed in the parts of token_parts(), here 1 and 2 (two ranks):
 //
 //   forward   A own | A rest  Y rest  O others 1, 2 | Y own | O own 1, 2
 //   sending   x --->                          | 1 ---> 2 --->
@@ -18,7 +19,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// A list of steps that is launched at once.
+/// Builds a list of steps and launches it at once.
 class Launch {
  public:
   Launch(const Run& run, const PassContext& pass, const Exec& exec)
@@ -36,8 +37,8 @@ class Launch {
   const Exec& exec_;
 };
 
-/// The product over the rows of one list. Its tile counter is the `index`th of the second half of
-/// the pass's counters, which no step of the pass uses.
+/// `product` over the rows of one list only. Its tile counter is number `index` in the second half
+/// of the pass's counters, which the steps of the pass do not use.
 RowProduct part_of(RowProduct product, const Metadata& list, unsigned* counters, int index) {
   constexpr int kFirstCounter = kCounterBytes / 4 / 2;
   product.groups.lists = &list;
@@ -50,8 +51,8 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
   return product;
 }
 
-/// Splits the tile records. Those of the second list read this rank's `rows` in the array at byte
-/// `offset`, so what they need is copied there.
+/// Splits the tile records into the two lists. Records of the second list read all rows in the
+/// array at byte `offset`, so this rank's `rows` that they need are copied there.
 void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64_t offset) {
   const Exchange& e = run.exchange;
   const Metadata& rest = run.memory.split.rest;
@@ -65,7 +66,7 @@ void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64
                   offset, run.stream);
 }
 
-/// The tokens of other ranks in a part, as the layer numbers them.
+/// The tokens of other ranks in a part, in the layer's numbering.
 TokenRange others_of(const Run& run, const TokenPart& part) {
   const ExchangeShape& s = run.exchange.shape;
   return {s.max_tokens + part.first, (s.ranks - 1) * part.count};
@@ -76,7 +77,7 @@ TokenRange own_of(const Run& run, const TokenPart& part) {
   return {part.first, std::clamp<std::int64_t>(left, 0, part.count)};
 }
 
-/// f(part) for each part that has tokens.
+/// Calls f(part) for each part that has tokens.
 template <class F>
 void each_part(const Run& run, const F& f) {
   for (const TokenPart& part : token_parts(run.exchange.shape)) {
@@ -84,7 +85,7 @@ void each_part(const Run& run, const F& f) {
   }
 }
 
-/// Sends a part when `stream` has computed its sums.
+/// Sends the partial sums of a part, after the work that is now on `stream` has computed them.
 void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
   const Exchange& e = run.exchange;
   follow(e, e.sending, stream);
@@ -92,13 +93,13 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
   announce(e, part.phase, e.sending);
 }
 
-/// Without rows for its experts a rank still takes part in all phases.
+/// For a rank without rows for its experts, which must take part in all phases too.
 void send_nothing(const Run& run) {
   signal(*run.exchange.device, run.exchange.peers, kPhaseFree, run.stream);
   each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
 }
 
-/// Adds up what other ranks have sent, where this rank has no rows.
+/// Adds the partial sums of other ranks, if this rank has no rows.
 void sum_of_others(const Run& run, const Tensor& out, cudaStream_t stream) {
   const Exchange& e = run.exchange;
   each_part(run, [&](const TokenPart& part) { run.wait(part.phase, stream); });
@@ -139,8 +140,8 @@ struct Backward {
   BackwardScratch scratch;
   PassContext pass;
   BackwardCall call;
-  Exec aside;   ///< launches on the stream aside, where observers do not look
-  bool beside;  ///< sums run beside weight gradients
+  Exec aside;   ///< launches on the stream aside, without an observer
+  bool beside;  ///< sums run at the same time as weight gradients
 
   Backward(const Run& run, const BackwardArgs& a)
       : args(layer_args(run, a)),
@@ -178,7 +179,7 @@ struct Backward {
   }
 };
 
-/// dH and dX~.
+/// Launches dH and dX~.
 void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   const Exchange& e = run.exchange;
   const StepMemory& m = run.memory;
@@ -200,7 +201,8 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   });
 }
 
-/// dX of other ranks' tokens and the gradients of routing weights, beside the weight gradients.
+/// Computes and sends dX of other ranks' tokens and the gradients of routing weights, at the same
+/// time as the weight gradients.
 void send_sums(const Run& run, const Backward& b) {
   const Exchange& e = run.exchange;
   const Launch launch(run, b.pass, b.aside);
@@ -213,7 +215,7 @@ void send_sums(const Run& run, const Backward& b) {
     });
   }
   if (b.args.dweights.data == nullptr) return;
-  // With a bias they read the rows of dout.
+  // With a bias, the gradients of routing weights read the rows of dout.
   if (b.args.weights.b_down.data != nullptr) run.wait(kPhaseAgain, e.aside);
   launch([&](Steps& steps) { add_score_grad(b.call, steps); });
   push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
@@ -285,14 +287,16 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     return;
   }
   add_row_grads(run, b, args.dout);
-  b.call.order.input_grad_first = false;  // nothing is read before the previous launch is complete
+  // No product may read anything before the previous launch is complete.
+  b.call.order.input_grad_first = false;
   send_sums(run, b);
   run.wait(kPhaseAgain, run.stream);
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
-    // dW2 does not wait for dX~: when dX~ lets the next launch start, dH is complete. The wait for
-    // rows in between does so when they have come.
+    // dW2 need not wait for dX~, only for dH and the rows. dX~ lets the next kernel start after dH
+    // is complete. The wait for rows, which runs between them, lets dW2 start after the rows have
+    // come.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

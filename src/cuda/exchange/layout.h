@@ -1,5 +1,5 @@
-// What lies where in a symmetric buffer. Every rank has the same layout, so that a rank finds its
-// place in another rank's buffer by that buffer's address alone.
+// The layout of a symmetric buffer. It is the same on every rank, so a rank needs only the address
+// of another rank's buffer to find its place there.
 #pragma once
 
 #include <array>
@@ -10,11 +10,11 @@
 
 namespace sonicmoe::cuda {
 
-/// What a flag announces. Each phase has one flag for each pair of ranks.
+/// The event that a flag announces. Each phase has one flag for each pair of ranks.
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
-  kPhaseRows,          ///< rows of x, in backward of dout
-  kPhaseAgain,         ///< rows of x in backward; a rank's own rows of dout and x
+  kPhaseRows,          ///< rows of x; in backward rows of dout
+  kPhaseAgain,         ///< rows of x in backward; on the rank itself, its own rows of dout and x
   kPhasePartials,      ///< partial sums of the first tokens of each rank (token_parts())
   kPhaseMorePartials,  ///< partial sums of its other tokens
   kPhaseScores,        ///< gradients of routing weights
@@ -23,11 +23,12 @@ enum Phase : std::int32_t {
 };
 
 constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
-/// Phases that a rank announces to itself too: its own rows of dout and x are then in its arrays.
+/// Phases that a rank also announces to itself, when its own rows of dout and x are in its arrays.
 inline constexpr std::uint32_t kOwnPhases = phase_bit(kPhaseAgain);
 
-/// Begins a symmetric buffer. Flags count the steps of their phase (epochs), so a flag is never
-/// reset: a rank waits until the flag has reached its own epoch of this phase.
+/// The flags at the beginning of a symmetric buffer. A flag counts the steps of its phase (epochs)
+/// and is never set back: a rank waits until the flag has reached the rank's own epoch of the
+/// phase.
 struct Control {
   // Written by other ranks: entry r by rank r.
   std::uint32_t flags[kPhaseCount][kMaxRanks];
@@ -35,16 +36,16 @@ struct Control {
   std::int32_t slots[kMaxRanks];    ///< length of a rank's list of slots
   // Written by this rank.
   std::uint32_t epochs[kPhaseCount];
-  /// What announcements by copy engines carry: the epoch. After a fault it is the epoch before, so
-  /// that they announce nothing.
+  /// The value that copy engines copy to the flags: the epoch. After a fault it is the previous
+  /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
   std::uint32_t fault;  ///< FaultCode of this rank
 };
 
-/// Why a rank gave up; the text is in fault_sentence().
+/// The kind of a fault; fault_sentence() has the text.
 enum FaultKind : std::uint32_t { kFaultNone, kFaultMissing, kFaultOverflow };
 
-/// Kind, phase and the rank to blame as one word; 0 is no fault.
+/// Kind, phase and the rank that caused the fault, as one word; 0 means no fault.
 struct FaultCode {
   std::uint32_t kind, phase, rank;
 
@@ -56,8 +57,8 @@ struct FaultCode {
   }
 };
 
-/// In pinned host memory, written by the kernel that finds a fault and read by the host without
-/// waiting. `code` is written last.
+/// In pinned host memory. The kernel that finds a fault writes it, `code` last; the host reads it
+/// without waiting.
 struct FaultRecord {
   std::uint32_t code;
   std::uint32_t reporter;  ///< the rank that found it
@@ -67,8 +68,8 @@ struct FaultRecord {
 /// The slots of all ranks: a slot is a (token, expert, weight). Slot i of rank s lies at
 /// s * max_slots + i.
 struct SlotLists {
-  std::int32_t* token;   ///< (W, max_slots) the rank's own number of the token
-  std::int32_t* expert;  ///< (W, max_slots) of all experts; -1: empty
+  std::int32_t* token;   ///< (W, max_slots) index among the tokens of the slot's rank
+  std::int32_t* expert;  ///< (W, max_slots) index among all E experts; -1: empty
   float* weight;         ///< (W, max_slots)
 };
 
@@ -80,8 +81,9 @@ struct ExchangeLayout {
   std::int64_t dout;         ///< likewise
   std::int64_t partials;     ///< (W, max_tokens, d) by rank: its partial sums of this rank's tokens
   std::int64_t score_grads;  ///< (max_slots) fp32, each written by the rank of its expert
-  std::int64_t rank_masks;   ///< (max_tokens) bit q: rank q owns an expert of the token; local
-  std::int64_t block_counts;  ///< slots of this rank's experts by block of list_pairs; local
+  // Used by this rank only:
+  std::int64_t rank_masks;    ///< (max_tokens) bit q: rank q owns an expert of the token
+  std::int64_t block_counts;  ///< pairs that each block of count_pairs has counted
   std::int64_t bytes;
 };
 
@@ -92,15 +94,15 @@ struct TokenPart {
   std::int64_t first, count;
   Phase phase;
 };
-/// With two ranks a rank's tokens are two parts: the first partial sums travel, and are added,
-/// while the others are computed. With more ranks the tokens of a part are not contiguous, and the
-/// first part has all tokens.
+/// With two ranks, a rank's tokens are divided into two parts: partial sums of the first part are
+/// sent and added while those of the second are computed. With more ranks the first part has all
+/// tokens, because the tokens of a part would not be contiguous.
 inline std::array<TokenPart, 2> token_parts(const ExchangeShape& shape) {
   const std::int64_t first = shape.ranks == 2 ? shape.max_tokens / 2 : shape.max_tokens;
   return {{{0, first, kPhasePartials}, {first, shape.max_tokens - first, kPhaseMorePartials}}};
 }
 
-/// Slots that one block of the pair kernels looks at.
+/// Slots of one block of count_pairs and list_pairs.
 inline constexpr std::int64_t kPairChunk = 1024;
 inline std::int64_t pair_blocks(const ExchangeShape& shape) {
   return (shape.ranks * shape.max_slots + kPairChunk - 1) / kPairChunk;
@@ -117,7 +119,8 @@ struct Peers {
 #else
 #define SONICMOE_HOST_DEVICE
 #endif
-  /// Where the tokens of rank r lie at rank `at`, in units of max_tokens: a rank's own come first.
+  /// The position of rank r's tokens in the arrays of rank `at`, in units of max_tokens. A rank's
+  /// own tokens come first.
   SONICMOE_HOST_DEVICE std::int32_t place(std::int32_t r, std::int32_t at) const {
     return (r - at + ranks) % ranks;
   }

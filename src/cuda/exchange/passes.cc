@@ -1,6 +1,7 @@
-// Forward and backward over all ranks. The layer itself is that of one rank: its tokens are those
-// of all ranks (W * max_tokens), its routing is the list of pairs of its own experts, and its
-// output is this rank's partial sums.
+// Forward and backward over all ranks: the parts of a step, and the transfers around the layer.
+// Each rank runs the layer of one GPU (layer.cc) on the tokens of all ranks (W * max_tokens), with
+// the list of pairs of its own experts as routing. The output of this layer is the rank's partial
+// sums.
 //
 //   exec.stream   routing | own work | pairs, layer | own work | sum
 //   sending               | rows                    | partial sums
@@ -32,7 +33,7 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .experts_per_rank = problem.experts / exchange.shape.ranks};
 }
 
-/// Begins the epochs of a step and lets the other two streams follow the caller's.
+/// Begins the epochs of a step, and makes the other two streams wait for the caller's stream.
 void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
   const Exchange& e = run.exchange;
   begin_phases(*e.device, e.peers, phases, run.stream);
@@ -40,7 +41,7 @@ void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
   follow(e, e.sending, run.stream);
   follow(e, e.aside, run.stream);
 }
-/// The caller's stream waits for all that was enqueued on the other two.
+/// Makes the caller's stream wait for all work that was enqueued on the other two.
 void end_step(const Run& run) {
   follow(run.exchange, run.stream, run.exchange.sending);
   follow(run.exchange, run.stream, run.exchange.aside);
@@ -78,8 +79,8 @@ void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
           "; exchange_reset on all ranks gives a step up.");
 }
 
-/// Runs one part or all of them. A part that throws half done leaves a step that only
-/// exchange_reset ends: the other ranks wait for what it did not send.
+/// Runs one part or all of them. If a part throws in the middle, the other ranks wait for rows that
+/// it did not send, so only exchange_reset can end the step.
 template <class Begin, class Compute, class Finish>
 void run_parts(Exchange& exchange, Pass pass, ExchangePart part, const Begin& begin,
                const Compute& compute, const Finish& finish) {
@@ -212,7 +213,7 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
     run.wait(kPhaseFree, exchange.sending);
     distribute(exchange, args.dout, exchange.layout.dout, kPhaseRows);
     distribute(exchange, args.x, exchange.layout.x, kPhaseAgain);
-    // The weight gradients read rows of all ranks in one array.
+    // The weight gradients read the rows of all ranks in one array, also this rank's own.
     copy_own_rows(exchange, args.dout, exchange.layout.dout);
     copy_own_rows(exchange, args.x, exchange.layout.x);
     announce_own(exchange, kPhaseAgain);

@@ -1,5 +1,6 @@
-// Rows and partial sums between ranks. A warp moves a row by 16-byte accesses, kPieces of them in
-// flight in each lane, so that few multiprocessors fill the link.
+// Kernels that send rows, partial sums and gradients to other ranks, and that add what has arrived.
+// A warp copies a row by 16-byte accesses. Each lane has kPieces of them in flight, so that few
+// multiprocessors use the whole rate of the link.
 #include <algorithm>
 
 #include "cuda/device/launch.h"
@@ -22,7 +23,7 @@ struct PushParams {
   std::int64_t max_tokens;
 };
 
-/// Lane `lane`'s chunks of a round, from one row.
+/// The chunks of a row that a lane copies in one round.
 struct Pieces {
   uint4 piece[kPieces];
 
@@ -47,7 +48,7 @@ __device__ __forceinline__ std::int64_t warps() {
   return static_cast<std::int64_t>(gridDim.x) * kPushWarps;
 }
 
-/// Each row is read once, whatever the number of ranks that it goes to.
+/// Sends rows of x or dout. Each row is read once and written to all ranks in its mask.
 __global__ void __launch_bounds__(kPushThreads)
     push_rows_kernel(const __grid_constant__ Peers peers, const PushParams p,
                      const std::uint64_t* masks, std::int64_t offset) {
@@ -70,7 +71,8 @@ __global__ void __launch_bounds__(kPushThreads)
   }
 }
 
-/// Rows go to the ranks in turn, starting behind this one, so that no rank gets all at once.
+/// Sends partial sums. Consecutive rows go to different ranks, beginning with the next rank, so
+/// that the ranks do not all send to the same rank at the same time.
 __global__ void __launch_bounds__(kPushThreads)
     push_partials_kernel(const __grid_constant__ Peers peers, const PushParams p,
                          const std::uint8_t* has_row, const TokenPart part, std::int64_t offset) {
@@ -96,8 +98,8 @@ __global__ void __launch_bounds__(kPushThreads)
 constexpr int kGatherThreads = 256;
 constexpr int kGatherBlocks = 16;  // of an expert: a warp copies one row or none
 
-/// A row may be copied for several experts, and at the same time by copy_own_rows(): all of them
-/// write the same bytes.
+/// A row may be copied for several experts, and at the same time by copy_own_rows(). This is no
+/// race: all write the same bytes.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_own_rows_kernel(const OwnRows own, uint4* to) {
   ptx::wait_for_previous_kernel();
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kGatherThreads)
   for (int row = begin + static_cast<int>(blockIdx.y * kWarps + threadIdx.x / 32); row < end;
        row += kGatherBlocks * kWarps) {
     const std::int64_t token = own.row_token[row];
-    if (token >= own.source.rows) return;  // this one and all after it are of other ranks
+    if (token >= own.source.rows) return;  // this row and all later ones belong to other ranks
     const auto* from = reinterpret_cast<const uint4*>(
         static_cast<const std::uint16_t*>(own.source.data) + token * own.source.stride);
     for (int first = lane; first < chunks; first += 32 * kPieces) {
@@ -121,11 +123,11 @@ __global__ void __launch_bounds__(kGatherThreads)
   }
 }
 
-/// Small blocks, which run beside a weight gradient.
+/// Blocks are small enough to run on a multiprocessor together with a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     push_score_grads_kernel(const __grid_constant__ Peers peers, const PairList list,
                             const float* grads, std::int64_t max_tokens, std::int64_t offset) {
-  if (has_fault(peers)) return;  // the list may also have rows that were never written
+  if (has_fault(peers)) return;  // rows of the list may not have been written
 #pragma unroll 4
   for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kBesideThreads + threadIdx.x;
        row < list.rows; row += static_cast<std::int64_t>(gridDim.x) * kBesideThreads) {
@@ -143,8 +145,8 @@ struct SumParams {
   std::int32_t chunks;
 };
 
-/// A thread adds one chunk of token blockIdx.x, which gets zero if it has no rows. Blocks are small
-/// enough to run beside a weight gradient (kBesideThreads).
+/// A thread adds the partial sums of one chunk of token blockIdx.x; without partial sums the result
+/// is 0. Blocks are small enough to run on a multiprocessor together with a weight gradient.
 template <class Element>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_partials_kernel(const SumParams p) {

@@ -5,7 +5,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr unsigned kPause = 100;  // nanoseconds between two looks at a flag
+constexpr unsigned kPause = 100;  // nanoseconds between two reads of a flag
 
 __global__ void __launch_bounds__(32)
     begin_phases_kernel(const __grid_constant__ Peers peers, std::uint32_t phases) {
@@ -45,12 +45,12 @@ __global__ void __launch_bounds__(kMaxRanks)
   announce_epoch(peers, phase, epoch);
 }
 
-/// Epochs are compared by their difference, so that they may overflow.
+/// Whether a flag has reached the epoch. Compares their difference, so that epochs may overflow.
 __device__ bool has_come(const std::uint32_t* flag, std::uint32_t epoch) {
   return static_cast<std::int32_t>(ptx::acquire_system(flag) - epoch) >= 0;
 }
 
-/// Thread r waits for rank r.
+/// Thread r waits for rank r. If a thread finds a fault, all threads return.
 __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits& limits) {
   __shared__ volatile int first_failed;  // 1 + the thread that gave up first
   const int r = static_cast<int>(threadIdx.x);
@@ -73,9 +73,10 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
   }
 }
 
-/// The epoch that it reads was begun before the previous kernel, so it looks at flags beside the
-/// end of that. The next kernel is not launched before all flags have come: its blocks would fill
-/// the GPU, and another rank of this GPU, for which they wait, could not run.
+/// It waits for the flags before it waits for the previous kernel, because the epoch that it reads
+/// was begun before that kernel. It lets the next kernel launch only after all flags have come.
+/// Else the next kernel's blocks could fill the GPU while they wait, and another rank on the same
+/// GPU, which must set the flags, could not run.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
   wait_for_ranks(peers, phase, limits);

@@ -1,4 +1,5 @@
-// A rank's slots, sent to all ranks, and the pairs that each rank picks from all slots.
+// Sends a rank's slots to all ranks, and makes each rank's list of pairs from the slots of all
+// ranks.
 #include <algorithm>
 
 #include "cuda/device/launch.h"
@@ -13,7 +14,7 @@ namespace {
 constexpr int kThreads = 1024;
 static_assert(kPairChunk == kThreads, "a thread has one slot");
 
-/// OwnSlots as kernels see it.
+/// OwnSlots as a kernel argument.
 struct SlotSource {
   SlotView expert, token, weight;
   std::int32_t top_k, count, tokens, experts, experts_per_rank;
@@ -46,7 +47,7 @@ unsigned blocks_of(std::int64_t count) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((count + kThreads - 1) / kThreads, 1, 256));
 }
 
-/// For pairs, whose tokens are in any order.
+/// mark_ranks() for a list of pairs, whose tokens may be in any order.
 __global__ void __launch_bounds__(kThreads)
     mark_pairs_kernel(const SlotSource slots, unsigned long long* masks) {
   ptx::wait_for_previous_kernel();
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// For ids: a thread for each token.
+/// mark_ranks() for ids, with one thread for each token.
 __global__ void __launch_bounds__(kThreads)
     mark_ids_kernel(const SlotSource slots, unsigned long long* masks) {
   ptx::wait_for_previous_kernel();
@@ -110,7 +111,8 @@ struct PairParams {
   std::int32_t first_expert;
   std::int32_t experts;  // of this rank
 
-  /// This rank's number of the expert at a place of the lists; negative where it has none.
+  /// The index of a slot's expert among this rank's experts. Negative if there is no slot at
+  /// `place`, if it is empty, or if its expert belongs to another rank.
   __device__ int expert(std::int64_t place) const {
     const std::int64_t s = place / max_slots;
     if (s >= ranks || place - s * max_slots >= min(static_cast<std::int64_t>(slots[s]), max_slots))
@@ -122,7 +124,7 @@ struct PairParams {
 
 __device__ std::int64_t own_place() { return blockIdx.x * kPairChunk + threadIdx.x; }
 
-/// Also zeroes `marks`.
+/// Counts the pairs of each block of slots, and zeroes `marks`.
 __global__ void __launch_bounds__(kThreads)
     count_pairs_kernel(const PairParams p, std::uint8_t* marks, std::int64_t mark_count) {
   ptx::wait_for_previous_kernel();
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) p.block_counts[blockIdx.x] = count;
 }
 
-/// Pairs of the blocks before `block` and of all `blocks`; all threads of a block call it. Fewer
-/// than 2^31, because slots are.
+/// The number of pairs of the blocks before `block`, and of all `blocks`. All threads of a block
+/// must call it. The numbers are below 2^31, because the number of slots is.
 struct CountSums {
   int before, all;
 };
@@ -158,14 +160,15 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *total = sums.all;
 }
 
-/// Positions are given out in the order of places, so the list does not depend on timing.
+/// A pair's position follows from the counts of the blocks before it, in the order of slots, so the
+/// list does not depend on timing.
 __global__ void __launch_bounds__(kThreads)
     list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
                       const WaitLimits limits) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const std::int64_t place = own_place();
-  // Without the routing of all ranks a late rank may be writing its slots: the list stays empty.
+  // After a fault the list stays empty, because a late rank may still be writing its slots.
   const bool fault = has_fault(peers);
   const int expert = fault ? -1 : p.expert(place);
   const CountSums sums =
@@ -210,8 +213,8 @@ PairParams pair_params(const PairWork& w) {
           static_cast<std::int32_t>(w.experts_per_rank)};
 }
 
-/// Every slot's gradient has been sent by the rank of its expert. Small blocks, which run beside a
-/// weight gradient.
+/// Reads each slot's gradient, which the rank of its expert has sent. Blocks are small enough to
+/// run on a multiprocessor together with a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     take_score_grads_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                             const float* sent, const SlotView out) {

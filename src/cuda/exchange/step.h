@@ -1,4 +1,4 @@
-// One step of a pass: what its parts share.
+// The state that the parts of a step share.
 #pragma once
 
 #include "cuda/exchange/exchange.h"
@@ -6,13 +6,13 @@
 
 namespace sonicmoe::cuda {
 
-/// What a step keeps in the caller's buffers.
+/// The arrays of a step in the caller's buffers saved and scratch.
 struct StepMemory {
   PairList pairs;
   Buffer layer_saved;
   Buffer layer_scratch;
-  RecordSplit split;   ///< rows of this rank's tokens, rows of all others
-  void* partials;      ///< (W * max_tokens, d), by the layer
+  RecordSplit split;   ///< tile records full of this rank's rows, and the rest
+  void* partials;      ///< (W * max_tokens, d), the output of the layer
   float* score_grads;  ///< (rows), backward only
   std::int64_t saved_bytes;
   std::int64_t scratch_bytes;
@@ -65,11 +65,12 @@ struct Run {
   }
 };
 
-/// kCompute of forward and backward: from the list of pairs to the partial sums that are sent.
+/// kCompute of forward and backward, after the list of pairs: computes the layer and sends partial
+/// sums.
 void compute_forward(const Run& run, const ForwardArgs& args);
 void compute_backward(const Run& run, const BackwardArgs& args);
-/// The sums of this rank's tokens over all ranks: out, on the caller's stream, and dx, on the
-/// stream aside.
+/// kFinish: sums over all ranks for this rank's tokens. out is computed on the caller's stream, dx
+/// on the stream aside.
 void finish_forward(const Run& run, const ForwardArgs& args);
 void finish_backward(const Run& run, const BackwardArgs& args);
 

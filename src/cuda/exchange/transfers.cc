@@ -1,4 +1,4 @@
-// Rows, partial sums and announcements, by a kernel or by the copy engines.
+// Transfers of rows, partial sums and flags, by kernels (kPush) or by the copy engines (kCopy).
 #include "cuda/exchange/exchange.h"
 
 namespace sonicmoe::cuda {
@@ -33,13 +33,13 @@ Control* control(const Exchange& e, std::int32_t rank) {
   return reinterpret_cast<Control*>(e.peers.base[rank]);
 }
 
-/// Whether the rank behind this one gets all rows of this rank, by copy engines.
+/// Whether the next rank gets all rows of this rank, by copy engines.
 bool next_has_all(const Exchange& e) {
   return e.transport == ExchangeTransport::kCopy && e.peers.ranks > 1;
 }
 std::int32_t next_rank(const Exchange& e) { return (e.peers.rank + 1) % e.peers.ranks; }
 
-/// Byte offset of the rows of this rank at rank `at`, from the begin of an array of `rows`.
+/// Byte offset of this rank's rows on rank `at`, from the beginning of an array like `rows`.
 std::int64_t place_at(const Exchange& e, std::int32_t at, const Tensor& rows) {
   return e.peers.place(e.peers.rank, at) * e.shape.max_tokens * rows.shape[1] *
          dtype_bytes(rows.dtype);
