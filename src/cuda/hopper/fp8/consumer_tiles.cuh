@@ -1,5 +1,5 @@
-// A consumer warp's way through its cluster's tiles, kept in shared memory: products and epilogues
-// need the registers.
+// The iteration of a consumer warp over the tiles of its cluster. Its state is in shared memory,
+// because products and epilogues need the registers.
 #pragma once
 
 #include "cuda/hopper/engine/tile_queue.cuh"
@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 
 using Fp8Cta = Cta<kFp8Tile>;
 
-/// What TileIterator does for a warp, and the current and the next tile.
+/// Does the work of TileIterator for a warp, and stores the current and the next tile.
 class ConsumerTiles {
  public:
   __device__ __forceinline__ ConsumerTiles(const Fp8Cta& cta, int first_index)
@@ -23,12 +23,12 @@ class ConsumerTiles {
 
   /// The index of the next tile, or kNoTile.
   __device__ __forceinline__ int index() const { return ptx::uniform(ptx::load_word(place())); }
-  /// Indices read from the queue; 0 in static order.
+  /// Number of indices that have been read from the queue; 0 in static order.
   __device__ __forceinline__ std::uint32_t entries_read() const {
     return ptx::load_word(place() + 4);
   }
 
-  /// Finds the index after the next one, as TileIterator::next().
+  /// Reads the index of the tile after the next one, as TileIterator::next().
   template <class Scheduler>
   __device__ __forceinline__ void next_index(const Fp8Cta& cta, const RowTilesParams& tiles) {
     if (tiles.tile_counter == nullptr) {
@@ -59,14 +59,14 @@ class ConsumerTiles {
     return tile;
   }
 
-  /// The parity of the phase in which the epilogue's next input arrives: 0, 1, 0, ...
+  /// The mbarrier parity of the epilogue's next input: 0, 1, 0, ...
   __device__ __forceinline__ std::uint32_t next_input_parity() const {
     const std::uint32_t parity = ptx::load_word(place() + 8);
     write(place() + 8, parity ^ 1, 0);
     return parity;
   }
 
-  /// Keeps a position in the operand pipeline during an epilogue.
+  /// save() and restore() keep a position in the operand pipeline during an epilogue.
   using Ring = RingPosition<kFp8Tile.stages>;
   __device__ __forceinline__ void save(const Ring& ring) const {
     write(place() + kBytes, ring.stage, static_cast<int>(ring.parity));
@@ -76,7 +76,7 @@ class ConsumerTiles {
     ring.parity = ptx::load_word(place() + kBytes + 4);
   }
 
-  /// Where the warp's scales of weights begin.
+  /// The shared address of the warp's scales of weights.
   __device__ __forceinline__ std::uint32_t weight_scales() const { return place() + 2 * kBytes; }
 
  private:
@@ -85,7 +85,7 @@ class ConsumerTiles {
   __device__ __forceinline__ std::uint32_t place() const {
     return (at_ & ~(2 * kBytes - 1)) + 2 * kBytes;
   }
-  /// By one lane, when all lanes have read what was there.
+  /// One lane writes, after all lanes have read the old values.
   static __device__ __forceinline__ void write(std::uint32_t at, int first, int second) {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) ptx::store_words(at, first, second);

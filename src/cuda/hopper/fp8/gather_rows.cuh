@@ -1,6 +1,6 @@
-// Producer: rows of codes gathered by index, with their scales. All 128 threads copy by cp.async;
-// thread 0 also issues B by TMA. Eight threads copy the 128 bytes of a row; each thread copies the
-// scale of one row.
+// Producer: gathers rows of codes by index, with their scales. All 128 threads copy by cp.async:
+// eight threads copy the 128 bytes of a row, and each thread copies the scale of one row. Thread 0
+// also loads B by TMA.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -27,19 +27,21 @@ struct Fp8GatherRows {
   static __device__ __forceinline__ void run(const typename Gemm::Params& p, const Fp8Cta& cta) {
     constexpr TileShape kShape = Gemm::kShape;
     constexpr int kRows = kShape.m / 16;  // of this thread
-    constexpr int kTogether = 4;          // k tiles whose copies differ by a constant
+    constexpr int kTogether = 4;          // k tiles that are copied from one set of addresses
     const int lane = threadIdx.x & 31;
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
     const std::uint32_t target = first * 128 + ((chunk ^ (first & 7)) << 4);
-    // The row that this lane looks up, and whose scales it copies.
+    // This lane looks up the index of this row of the tile, and copies its scales.
     const int own = (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2) * 16;
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
-    // The next tile is looked up while this one is copied, because the stages in flight do not
-    // cover the latency of the look-up. Each lane looks up one row and shares it with its warp.
+    // The next tile and its row indices are looked up while the current tile is copied, because the
+    // stages in flight do not cover the latency of the look-up. Each lane looks up one row index
+    // and shares it with its warp.
     int next_row = kNoRow;
     int next_expert = 0;
-    int next_column = 0;  // its complement where the CTA has its own B: registers are scarce
+    // The column, or its complement if the CTA has its own B. One register has both.
+    int next_column = 0;
     const auto look_up = [&] {
       if (tiles.done()) return;
       const CtaTile next =
@@ -51,8 +53,8 @@ struct Fp8GatherRows {
     RingPosition<kShape.stages> ring;
     look_up();
     while (!tiles.done()) {
-      // Full pointers stay in registers for four k tiles, so that the copies of a stage do not wait
-      // for each other.
+      // The addresses of all rows stay in registers, and are advanced every kTogether k tiles. So
+      // the copies of a stage do not wait for each other.
       const std::uint8_t* source = ptx::opaque(p.producer.codes) + chunk * 16;
       const std::uint8_t* from[kRows];
       std::uint32_t present = next_row != kNoRow ? 1u << kRows : 0;
@@ -63,7 +65,7 @@ struct Fp8GatherRows {
         from[i] = source + static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
       }
       const std::uint32_t scale = static_cast<std::uint32_t>(max(next_row, 0)) * p.producer.blocks;
-      CtaTile tile{};  // what B needs
+      CtaTile tile{};  // only the fields that B::load() reads
       tile.expert = next_expert;
       tile.own_b = next_column < 0;
       tile.column = tile.own_b ? ~next_column : next_column;

@@ -1,6 +1,6 @@
-// The FP8 grouped GEMM: producers, schedulers, barriers and staging of the 16-bit engine around
-// products that are promoted (mainloop.cuh). Epilogues run at once: deferred under the next tile's
-// products they held a stage and lost 3 to 7 % (H200).
+// The FP8 grouped GEMM. Producers, schedulers, barriers and staging are those of the 16-bit engine;
+// products are promoted to fp32 (mainloop.cuh). Epilogues are immediate: deferred epilogues kept a
+// stage occupied during the next tile's products and were 3 to 7 % slower (H200).
 #pragma once
 
 #include "cuda/hopper/engine/kernel.cuh"
@@ -8,7 +8,8 @@
 
 namespace sonicmoe::cuda {
 
-/// A kernel. Epilogue::begin() runs before a tile's first products, run() after its last.
+/// The parts of a kernel. Epilogue::begin() is called before the first products of a tile, run()
+/// after the last.
 template <class Producer_, class Scheduler_, class Epilogue_, BSource kSource>
 struct Fp8Gemm {
   using Producer = Producer_;
@@ -45,8 +46,9 @@ __device__ __forceinline__ void consume_promoting(const typename Gemm::Params& p
     tiles.advance();
     const bool valid = ptx::uniform(tiles.current().valid_rows) > rows.offset;
     ring.make_uniform();
-    // Also without rows: else these loads might land after those of the next tile, in their place.
-    // Before begin(), whose loads are not waited for until the epilogue.
+    // Waits also if this warpgroup has no rows in the tile: else these loads could land after those
+    // of the next tile, which go to the same place. Comes before begin(), because wait() would also
+    // wait for begin()'s loads, which only the epilogue needs.
     TileWeightScales(tiles).wait();
     if (Gemm::kConsumerSchedules) scheduler.take();
     if (valid) {
@@ -55,7 +57,7 @@ __device__ __forceinline__ void consume_promoting(const typename Gemm::Params& p
     } else {
       Loop::pass(p, cta, ring);
     }
-    // The next tile's scales arrive under the epilogue.
+    // The scales of the next tile are loaded during the epilogue.
     if (Gemm::kConsumerSchedules) scheduler.send(tiles.entries_read() + 1);
     tiles.template next_index<typename Gemm::Scheduler>(cta, p.tiles);
     look_up();
@@ -91,7 +93,8 @@ __global__ void __maxnreg__(kLaunchRegisters)
     ptx::grow_registers<kRegisters.consumer>();
     consume_promoting<Gemm>(p, cta);
   }
-  // The neighbour may still multicast into this CTA's stages and arrive at its mbarriers.
+  // The other CTA of the cluster may still multicast to this CTA's stages and arrive at its
+  // mbarriers, so neither exits before both are done.
   ptx::cluster_sync();
 }
 

@@ -10,13 +10,13 @@ namespace sonicmoe::cuda {
 enum class Fp8Role : int {
   kUp = 0,                    ///< gathered rows x W1, activation
   kDown = 1,                  ///< rows x W2 (Y) or x W1 (dX~)
-  kHiddenGradOfCodes = 2,     ///< gathered rows x W2, derivative of the activation at H in codes
-  kHiddenGradOfElements = 3,  ///< the same at H in bf16
+  kHiddenGradOfCodes = 2,     ///< gathered rows x W2, gradient of the activation; H in codes
+  kHiddenGradOfElements = 3,  ///< the same; H in bf16
 };
 
 struct Fp8KernelEntry {
   Fp8Role role;
-  ActivationKind activation;  ///< kSwiGLU where the role has none
+  ActivationKind activation;  ///< kSwiGLU if the role has no activation
   const void* function;
 };
 

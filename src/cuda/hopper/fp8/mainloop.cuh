@@ -1,9 +1,10 @@
-// The products of one tile. The tensor core sums 128 products of codes; fp32 registers sum these
-// sums, each times the scales of its row and of its block of weights (promotion).
+// The products of one tile. The tensor cores sum the 128 products of codes of a k tile. Each such
+// sum is multiplied by the scale of its row and that of its block of weights, and added to an fp32
+// register (promotion).
 //
-// A warpgroup multiplies a unit, waits for it and promotes it; meanwhile the tensor core works for
-// the other warpgroup. A second set of accumulators would hide more, but the registers buy more as
-// a wider tile.
+// A warpgroup multiplies a unit, waits for it, and promotes it. Meanwhile the tensor cores work for
+// the other warpgroup. With a second set of accumulators a warpgroup could overlap its own products
+// and promotion, but a wider tile is a better use of these registers.
 #pragma once
 
 #include "cuda/hopper/engine/mainloop.cuh"
@@ -20,7 +21,7 @@ struct Fp8Mainloop {
   using Sums = float[kFp8Units * kUnitSums];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Multiplies the current tile, whose first scales of weights are there.
+  /// Multiplies the current tile. Its first scales of weights must be in shared memory.
   static __device__ __forceinline__ void run(Sums& sums, const typename Gemm::Params& p,
                                              const Fp8Cta& cta, Ring& ring,
                                              const ConsumerTiles& tiles, int warpgroup) {
@@ -56,7 +57,7 @@ struct Fp8Mainloop {
     }
   }
 
-  /// Passes the stages of a tile on, without rows.
+  /// For a warpgroup without rows in the tile: waits for the tile's stages and releases them.
   static __device__ __forceinline__ void pass(const typename Gemm::Params& p, const Fp8Cta& cta,
                                               Ring& ring) {
 #pragma unroll 1

@@ -21,18 +21,19 @@ struct Fp8TmaParams {
   CUtensorMap scales;  ///< (row, 1, block of K), box kFp8ScaleRows x 1 x 1
 };
 
-/// Scales of the weights by expert, block of columns and block of K; strides in elements. A tile
-/// multiplies two blocks of columns: that of its first column, and one `unit_stride` further.
+/// Scales of the weights by expert, block of columns and block of K. Strides count elements. A tile
+/// multiplies two blocks of columns: the block of its first column, and the one `unit_stride`
+/// after.
 struct Fp8WeightScales {
   const float* data;
   std::int64_t expert_stride;
   std::int32_t column_stride;
   std::int32_t unit_stride;
   std::int32_t depth_stride;
-  std::int32_t column_blocks;  ///< blocks before the operand's end; INT_MAX: all units are there
+  std::int32_t column_blocks;  ///< blocks of columns; INT_MAX: every tile has both blocks
 };
 
-/// Where codes and scales of rows in expert order are stored.
+/// The outputs for codes and scales of rows in expert order.
 struct Fp8RowsOut {
   RaggedMap codes;  ///< (word, 0, row, base), box of 64 words x 64 rows
   float* scales;    ///< (columns / 128, scale_rows)
@@ -42,7 +43,7 @@ struct Fp8RowsOut {
 /// How H is kept.
 enum class Fp8KeptH : std::int32_t { kNone = 0, kCodes = 1, kElements = 2 };
 
-/// Of Fp8Act.
+/// Arguments of the epilogue Fp8Act.
 struct Fp8ActParams {
   Fp8RowsOut a;
   Fp8RowsOut h;       ///< kCodes: columns of gate, then of up
@@ -53,7 +54,7 @@ struct Fp8ActParams {
   Fp8KeptH keep;
 };
 
-/// Of Fp8ActGrad.
+/// Arguments of the epilogue Fp8ActGrad.
 struct Fp8ActGradParams {
   /// Box 64 x 1 x 64. kCodes: (word, 0, row), columns of gate, then of up. kElements: (column,
   /// part, row).
@@ -67,11 +68,11 @@ struct Fp8ActGradParams {
   std::int32_t score_tiles;
   std::int32_t width;       ///< n
   std::int32_t alternates;  ///< 1: gate and up alternate in dH
-  std::uint32_t zero;       ///< 0, which the compiler does not know
+  std::uint32_t zero;       ///< 0, a value that the compiler cannot know
   ActivationScalars scalars;
 };
 
-/// Of Fp8Store.
+/// Arguments of the epilogue Fp8Store.
 struct Fp8StoreParams {
   RaggedMap out;
   Bias bias;

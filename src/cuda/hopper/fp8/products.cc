@@ -97,7 +97,8 @@ Order order_of(const Fp8RowProduct& product) {
   return product.weights.depth >= 1024 ? Order::kDynamic : Order::kStatic;
 }
 
-/// Fills what all products have; a tile computes `column_step` columns of the output.
+/// Fills the parameters that all products have. A tile computes `column_step` columns of the
+/// output.
 template <class Params>
 void set_operands(const Launch& launch, int column_step, Params* params) {
   const Fp8Matrices& w = launch.weights();

@@ -1,5 +1,5 @@
-// Codes and scales of rows in bf16: each 128 columns of a row have one scale. Limited by memory: 2
-// bytes read and 1 written for each element.
+// Quantises rows in bf16 to codes and scales; 128 columns of a row share a scale. The memory
+// bandwidth is the limit: an element is 2 bytes read and 1 byte written.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kEach = 16;                    // elements of a thread
-constexpr int kLanes = fp8::kBlock / kEach;  // that share a block
+constexpr int kLanes = fp8::kBlock / kEach;  // lanes of a block
 using Two = Pair<__nv_bfloat16>;
 
 struct Args {
@@ -27,7 +27,8 @@ struct Args {
 };
 
 __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, float inverse) {
-  // The conversion would saturate infinity: zero times it is NaN, and NaN has a code of its own.
+  // The conversion would saturate infinity to 448. 0 * infinity is NaN, so adding it gives the code
+  // of NaN, and for finite values it adds 0.
   const float low = fmaf(Two::low(word), 0.0f, Two::low(word) * inverse);
   const float high = fmaf(Two::high(word), 0.0f, Two::high(word) * inverse);
   return ptx::to_e4m3(low, high);

@@ -1,7 +1,7 @@
-// Codes and scales of weight matrices in both orientations, from one read of the bf16 weights. A
-// CTA quantises one block of 128 x 128. It reads along the contiguous dimension of the weights (16
-// bytes a thread), writes the codes in the same orientation at once and the transposed ones through
-// shared memory.
+// Quantises weight matrices. It reads the bf16 weights once and writes the codes of each matrix and
+// of its transpose. A CTA quantises one block of 128 x 128. It reads along the contiguous dimension
+// of the weights (16 bytes a thread), writes the codes in this orientation directly, and the
+// transposed codes through shared memory.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
@@ -21,13 +21,12 @@ constexpr int kEach = 8;                              // columns of a thread in 
 constexpr int kAcross = kBlock / kEach;               // threads of a row
 constexpr int kRows = kBlock / (kThreads / kAcross);  // of a thread
 
-/// Matrices (down, across), contiguous along `across` up to `step`; (row, column) of codes.
+/// The weights are matrices (down, across), with the stride `step` along `across`.
 struct Args {
   const std::uint16_t* weights;
   std::int64_t expert_stride;
   std::int64_t down_stride;
-  std::int32_t
-      step;  ///< elements from a column to the next one: 1, or 2 where gate and up alternate
+  std::int32_t step;  ///< elements from a column to the next one: 1, or 2 if gate and up alternate
   std::uint8_t* codes;  ///< (down, across)
   std::int64_t codes_expert;
   std::int64_t codes_row;
@@ -40,11 +39,11 @@ struct Args {
   std::int64_t scales_across;
 };
 
-/// Eight elements from `from` on, as four words.
+/// Eight elements `step` apart, from `from` on, as four words.
 __device__ __forceinline__ uint4 load_eight(const std::uint16_t* from, int step) {
   const uint4 first = __ldg(reinterpret_cast<const uint4*>(from));
   if (step == 1) return first;
-  // Every second element, from an address that is a multiple of 4 bytes less the parity.
+  // Every second element, from the first one on.
   const uint4 second = __ldg(reinterpret_cast<const uint4*>(from) + 1);
   return {__byte_perm(first.x, first.y, 0x5410), __byte_perm(first.z, first.w, 0x5410),
           __byte_perm(second.x, second.y, 0x5410), __byte_perm(second.z, second.w, 0x5410)};
@@ -57,7 +56,8 @@ __device__ __forceinline__ uint4 load_eight_odd(const std::uint16_t* from) {
 }
 
 __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, float inverse) {
-  // The conversion would saturate infinity: zero times it is NaN, and NaN has a code of its own.
+  // The conversion would saturate infinity to 448. 0 * infinity is NaN, so adding it gives the code
+  // of NaN, and for finite values it adds 0.
   const float low = fmaf(Two::low(word), 0.0f, Two::low(word) * inverse);
   const float high = fmaf(Two::high(word), 0.0f, Two::high(word) * inverse);
   return ptx::to_e4m3(low, high);
@@ -84,8 +84,8 @@ __device__ __forceinline__ std::uint32_t largest_of_block(std::uint32_t own) {
   return most;
 }
 
-/// The word of the tile of codes with columns 4 word .. of a row. Exchanging words by the group of
-/// sixteen rows keeps both directions free of bank conflicts.
+/// The position, in the tile of codes, of the word with columns 4 word to 4 word + 3 of a row.
+/// Words are permuted by the group of sixteen rows, so that neither direction has bank conflicts.
 __device__ __forceinline__ int tile_word(int row, int word) {
   return row * (kBlock / 4) + (word ^ (row / 16) * 4);
 }
@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
   const int first = threadIdx.x / kAcross;
   const std::uint16_t* from = p.weights + blockIdx.z * p.expert_stride + down * p.down_stride +
                               (across + lane * kEach) * p.step;
-  // Alternating weights: up begins one element after gate, so the words begin one element earlier.
+  // If gate and up alternate, up begins one element after gate, at an odd element. Then the loads
+  // begin one element earlier, to be aligned.
   const bool odd = (reinterpret_cast<std::uintptr_t>(p.weights) & 2) != 0;
   uint4 words[kRows];
   std::uint32_t most = 0;
@@ -165,8 +166,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
       p.transposed_row);
 }
 
-/// Where one matrix (rows, columns) of an expert goes: its codes, those of its transposed, scales
-/// by block of rows and of columns.
+/// The outputs for one matrix (rows, columns) of an expert: its codes, the codes of its transpose,
+/// and the scales by block of rows and block of columns.
 struct Target {
   std::uint8_t* codes;
   std::int64_t codes_expert;

@@ -1,4 +1,4 @@
-// The FP8 kernels by role.
+// The parts of the FP8 kernels, by role.
 //
 //   | role    | producer      | scheduler       | epilogue   | B                         |
 //   | up      | Fp8GatherRows | RowTiles        | Fp8Act     | W1: gate and up by halves |

@@ -1,4 +1,5 @@
-// Scales in the main loop: those of rows lie in the stage, those of weights in registers of a warp.
+// Scales in the main loop: the scales of rows are in the pipeline stage, those of weights in an
+// array of each consumer warp. Both are in shared memory.
 #pragma once
 
 #include "cuda/hopper/fp8/consumer_tiles.cuh"
@@ -7,13 +8,14 @@
 
 namespace sonicmoe::cuda {
 
-/// Row scales of a stage: 128 floats; by TMA up to three more before the tile's first row.
+/// The address of a stage's row scales: 128 floats. If TMA loads them, up to three floats before
+/// the tile's first row come first.
 __device__ __forceinline__ std::uint32_t row_scales(const Fp8Cta& cta, int stage) {
   return cta.base + Fp8SharedLayout::kRowScales + stage * Fp8SharedLayout::kStageScales;
 }
 
-/// The weights' scales of a consumer warp's tile, kWeightScaleTiles k tiles at a time, in shared
-/// memory. Those of the next tile arrive under the epilogue.
+/// The scales of the weights for the tile of a consumer warp, for kWeightScaleTiles k tiles at a
+/// time. Those of the next tile are loaded during the epilogue.
 class TileWeightScales {
  public:
   static constexpr int kTiles = Fp8SharedLayout::kWeightScaleTiles;
@@ -37,7 +39,7 @@ class TileWeightScales {
       if (block + 1 < p.column_blocks) ptx::copy4(at_ + (kTiles + i) * 4, value + p.unit_stride);
     }
   }
-  /// Until the loads have landed, for the whole warp.
+  /// Waits until the loads of all lanes have landed.
   __device__ __forceinline__ void wait() const {
     ptx::copies_wait();
     __syncwarp();

@@ -1,8 +1,9 @@
 // The tile of FP8 products and its shared memory. Plain C++: host and kernels share it.
 //
-// A k tile is 128 codes of one byte: one scale a row, and as many bytes as the 64 elements of a
-// 16-bit k tile. So the engine's shapes, stages, producers and tensor maps serve both, with two
-// codes as one 16-bit word: K, columns of codes and row lengths are counted in words there.
+// A k tile has 128 codes of one byte, with one scale for each row. That is as many bytes as the 64
+// elements of a 16-bit k tile. So the shapes, stages, producers and tensor maps of the 16-bit
+// engine are used here too. To them two codes are one 16-bit word: K, columns of codes and row
+// lengths are counted in words.
 #pragma once
 
 #include "cuda/hopper/engine/shape.h"
@@ -10,28 +11,28 @@
 namespace sonicmoe::cuda {
 
 inline constexpr int kFp8Block = 128;  // codes that share a scale, along K and along N
-inline constexpr int kFp8Units = 2;    // of 128 columns in a tile
+inline constexpr int kFp8Units = 2;    // a unit: 128 columns of a tile
 
-// Two warpgroups of 64 rows; each multiplies units of 64 x 128 and adds them, scaled, to 128 fp32
-// registers. A stage lasts 1024 clocks of the tensor core, so three are enough, and store boxes for
-// a whole tile fit beside them: 3 to 8 % over four stages and half of the boxes (H200).
+// Two warpgroups of 64 rows. Each multiplies units of 64 x 128 and adds them, times their scales,
+// to 128 fp32 registers. The tensor cores need 1024 clocks for a stage, so three stages are enough,
+// and store boxes for a whole tile fit into shared memory: 3 to 8 % faster than four stages and
+// half of the boxes (H200).
 inline constexpr TileShape kFp8Tile{128, 256, 3, 2, 4, Schedule::kCooperative};
 
-/// Rows of a box of row scales: the tile's, and three more because a box begins at a multiple of
-/// four rows (16 bytes).
+/// Rows in a box of row scales: those of the tile and up to three before it, because a TMA box
+/// begins at a multiple of four rows (16 bytes) and has a multiple of four rows.
 inline constexpr int kFp8ScaleRows = kFp8Tile.m + 4;
 
-/// Shared memory of a CTA: that of the 16-bit kernels, then the rest.
+/// Shared memory of a CTA: first as in the 16-bit kernels, then the arrays of FP8.
 struct Fp8SharedLayout {
   using Base = SharedLayout<kFp8Tile>;
-  static constexpr int kAlign = 128;  // of a target of TMA
+  static constexpr int kAlign = 128;  // required by TMA
   static constexpr int kStageScales = (kFp8ScaleRows * 4 + kAlign - 1) / kAlign * kAlign;
   static constexpr int kRowScales = (Base::kEnd + kAlign - 1) / kAlign * kAlign;
-  /// Of H, for each warpgroup: (unit, part, row).
+  /// Scales of H for each warpgroup: (unit, part, row).
   static constexpr int kInputScales = kRowScales + kFp8Tile.stages * kStageScales;
   static constexpr int kInputScaleBytes = kFp8Units * 2 * 64 * 4;
-  /// Of each consumer warp: two tiles and its place among them (ConsumerTiles), then scales of
-  /// weights (unit, k tile).
+  /// For each consumer warp: the state of ConsumerTiles, then scales of weights (unit, k tile).
   static constexpr int kSavedTiles = kInputScales + kConsumers * kInputScaleBytes;
   static constexpr int kSavedBytes = 16;
   static constexpr int kWeightScaleTiles = 64;

@@ -1,5 +1,6 @@
-// Producer: rows of codes in expert order, and their scales, by TMA. Thread 0 issues all loads;
-// with the dynamic scheduler thread 32 of the cluster's first CTA takes the tile indices.
+// Producer: loads rows of codes in expert order, and their scales, by TMA. Thread 0 issues all
+// loads. In dynamic order thread 32 of the cluster's first CTA takes the tile indices from the
+// counter.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -22,7 +23,7 @@ struct Fp8TmaRows {
     ptx::prefetch_map(&p.rows);
     ptx::prefetch_map(&p.scales);
   }
-  /// Row scales are loaded from a multiple of four rows on.
+  /// Row scales are loaded from a multiple of four rows on: so many rows come before the tile's.
   static __device__ __forceinline__ int rows_before(const CtaTile& tile) { return tile.row & 3; }
 
   template <class Gemm>
@@ -50,7 +51,8 @@ struct Fp8TmaRows {
         ptx::tma_load(row_scales(cta, ring.stage), &p.producer.scales, full,
                       {tile.row & ~3, 0, kt});
         Gemm::B::load(p.b, tile, kt, k_tiles, cta.b(ring.stage), full, cta.rank());
-        // Half a tile ahead: the stages in flight do not cover the latency of the look-up.
+        // The next tile is looked up in the middle of this one, because the stages in flight do not
+        // cover the latency of the look-up.
         if (kt == k_tiles / 2) {
           tiles.next();
           if (!tiles.done()) next = look_up();

@@ -1,8 +1,8 @@
-// Epilogue of the up projection: H = r(acc + b1), A = q(r(act(H))), and what is kept of H: codes
-// and scales, or bf16, or nothing (inference).
+// Epilogue of the up-projection: H = r(acc + b1) and A = q(r(act(H))). H is kept as codes and
+// scales, or in bf16, or not at all (inference).
 //
-// With a gate a tile is 128 columns of gate and the same 128 of up, in the same thread; without one
-// it is two blocks of 128 columns.
+// With a gate, a tile is 128 columns of gate and the same 128 columns of up, and a thread has both
+// values of a column. Without a gate it is two blocks of 128 columns.
 #pragma once
 
 #include "cuda/hopper/epilogues/rounding.cuh"
@@ -28,7 +28,7 @@ struct Fp8Act {
     const CtaTile tile = tiles.current();
     if (p.bias[0].data != nullptr) stage_biases(p, tile, staging);
     if constexpr (kGated) {
-      staging.begin();  // also: the bias is there
+      staging.begin();  // its barrier also makes the staged biases visible
       BlockWords gate, up;
       round(p, gate, &sums[0], staging, 0);
       round(p, up, &sums[64], staging, kFp8Block);
@@ -75,8 +75,8 @@ struct Fp8Act {
     }
   }
 
-  /// Stores H as it is kept, then A, over `first`: gate or H; `second` is up. Boxes 0 and 1 have
-  /// codes of H, box 2 those of A.
+  /// Stores H in the form in which it is kept, then A. `first` is gate (H without a gate) and is
+  /// overwritten by A; `second` is up. Boxes 0 and 1 have the codes of H, box 2 those of A.
   template <int kParts>
   static __device__ __forceinline__ void finish(const Params& p, BlockWords& first,
                                                 BlockWords& second, int block, const CtaTile& tile,

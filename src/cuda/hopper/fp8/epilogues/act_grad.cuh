@@ -1,19 +1,17 @@
-// Epilogue of dH. The accumulator is dA' = dO W2 and is never rounded. From the kept H and the
-// row's score s: dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)), and the codes
-// of dH.
+// Epilogue of dH. The accumulator is dA' = dO W2 and is never rounded. From it, the kept H and the
+// row's score s the epilogue computes dH = r(act'(H) s dA') and its codes, A' = r(s act(H)), and
+// dS = sum of dA' r(act(H)).
 //
-// A tile is two units of 128 columns, one after the other. A unit's H comes by TMA into the store
-// boxes, that of the first unit under the tile's products. A' and dH are written over what a warp
-// has read.
+// A tile is two units of 128 columns, which are computed one after the other. TMA loads the H of a
+// unit into the store boxes; the H of the first unit is loaded during the tile's products. A warp
+// writes A' and dH over the H that it has read. The boxes hold, one after the other:
 //
-//   boxes          | 0, 1                               | 2, 3
-//   codes of H     | H: gate, up; A'; H of the next     | first half of dH, second half, codes of
-//   dH
-//                  | unit                               |
-//   H in bf16      | gate; A'                           | up; dH and its codes as above
+//   H kept as | boxes 0, 1                       | boxes 2, 3
+//   codes     | H (gate, up), A', next unit's H  | first half of dH, second half, codes of dH
+//   bf16      | gate, A'                         | up, then dH and its codes as above
 //
-// The halves of dH are gate and up or, where they alternate, the first and the last 64 columns of
-// A.
+// The halves of dH are gate and up. If these alternate in dH, they are the columns of dH that
+// belong to the first and to the last 64 columns of A.
 #pragma once
 
 #include "cuda/hopper/fp8/epilogues/codes.cuh"
@@ -33,7 +31,7 @@ struct Fp8ActGrad {
   using Two = Pair<__nv_bfloat16>;
   using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
-  /// Kernels that would otherwise spill.
+  /// Words are computed one after the other: only in kernels that would otherwise spill.
   static constexpr bool kOrdered =
       !kCodes || kKind == ActivationKind::kSwiGLUOai || kKind == ActivationKind::kSwiGLUClamped;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
@@ -74,7 +72,7 @@ struct Fp8ActGrad {
     ptx::copies_wait();  // for begin()'s copies
     __syncwarp();
     float score[2] = {0.0f, 0.0f};
-    // One loop, because the code of two units would not fit the instruction cache.
+    // Not unrolled, because the code of two units would not fit the instruction cache.
 #pragma unroll 1
     for (int unit = 0; unit < units_of(p, tiles); unit++) {
       const Source source{p, tiles, cta, staging, rows, unit};
@@ -88,7 +86,7 @@ struct Fp8ActGrad {
       for (int i = 0; i < 64; i++) sums[i] = sums[64 + i];
     }
     store_scores(p, tiles.current(), rows, score);
-    __syncwarp();  // all lanes have read their scales: begin() may overwrite them
+    __syncwarp();  // all lanes have read their scales, which begin() may overwrite
   }
 
  private:
@@ -116,7 +114,7 @@ struct Fp8ActGrad {
     return part * (p.width / kFp8Block) + tile.column / kFp8Block + unit;
   }
 
-  /// A unit, and where words of its H come from.
+  /// A unit, and functions that read its H.
   struct Source {
     const Params& p;
     const ConsumerTiles& tiles;
@@ -129,8 +127,9 @@ struct Fp8ActGrad {
       return tiles.current().column + unit * kFp8Block;
     }
 
-    /// Codes of 16 columns, from step 16: of each eight the lane's two, of its first row in the low
-    /// half and of its second row in the high half.
+    /// Reads this lane's codes of the 16 columns from 16 * step on: two of each eight columns. A
+    /// word has those of the lane's first row in its low half and of its second row in its high
+    /// half.
     __device__ __forceinline__ void read_codes(std::uint32_t* to, int part, int step,
                                                std::uint32_t after) const {
       const int lane = ptx::lane();
@@ -140,7 +139,7 @@ struct Fp8ActGrad {
       to[0] = ptx::load_half_word(at) | ptx::load_half_word(at + 8 * 128) << 16;
       to[1] = ptx::load_half_word(at + 8) | ptx::load_half_word(at + 8 + 8 * 128) << 16;
     }
-    /// The words of 16 columns, from their codes.
+    /// Converts the codes of 16 columns to bf16 words.
     __device__ __forceinline__ void decode(std::uint32_t (&to)[4], const std::uint32_t* codes,
                                            int part) const {
       const std::uint32_t at =
@@ -152,15 +151,15 @@ struct Fp8ActGrad {
         to[i] = Two::pack(v.x * scale[i & 1], v.y * scale[i & 1]);
       }
     }
-    /// The words of 16 columns, from H in bf16.
+    /// Reads the words of 16 columns of an H in bf16.
     __device__ __forceinline__ void read_elements(std::uint32_t (&to)[4], int part, int step,
                                                   std::uint32_t offset) const {
       ptx::load_matrices(to, matrix_address(staging, part * 2, offset, step));
     }
   };
 
-  /// Loads a unit's H into the boxes: codes of gate and up, or two boxes of each. Their stores have
-  /// been read.
+  /// Loads a unit's H into the boxes: one box of codes, or two of bf16, for gate and for up. Waits
+  /// until earlier stores have read the boxes.
   static __device__ __forceinline__ void load_h(const Source& s) {
     constexpr int kBoxes = kCodes ? 1 : 2;  // of a part
     const ptx::Mbarrier full = input(s.cta, warpgroup());
@@ -199,8 +198,8 @@ struct Fp8ActGrad {
                                                        BlockWords& second) {
     const std::uint32_t offset = matrix_offset();
     std::uint32_t ahead[16];
-    // Zero, but known only when the score of a word is computed: without it ptxas works at several
-    // words at once and has too few registers.
+    // This is 0, but its value depends on the score of the previous word. Without it ptxas computes
+    // several words at once and has too few registers.
     std::uint32_t after = 0;
 #pragma unroll
     for (int step = 0; step < 8; step++) {
@@ -224,8 +223,8 @@ struct Fp8ActGrad {
       std::uint32_t a[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        // A sum of its own for each word: one chain of additions would lag behind and hold what it
-        // adds in registers.
+        // Each word has its own sum. In one chain of additions, terms that wait to be added would
+        // occupy registers.
         float part = 0.0f;
         a[i] = Act::run(h.p.scalars, gate[i], up[i], sums + step * 8 + 2 * i, weight[i & 1], part);
         score[i & 1] += part;
@@ -293,7 +292,7 @@ struct Fp8ActGrad {
     }
   }
 
-  /// 64 columns of gate and up become 128 alternating ones, in two boxes.
+  /// Writes 64 columns of gate and of up as 128 alternating columns, to two boxes.
   template <int kHalf>
   static __device__ __forceinline__ void write_alternating(const Fp8Staging& staging,
                                                            const BlockWords& gate,

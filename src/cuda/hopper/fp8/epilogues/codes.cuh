@@ -1,5 +1,5 @@
-// Quantising what a warp holds of 16 rows by 128 columns: rounded bf16 words to codes and one scale
-// a row (core/fp8_quantize.h has the rule).
+// Quantises the block of 16 rows by 128 columns that a warp holds: bf16 words become codes and one
+// scale for each row (core/fp8_quantize.h has the rule).
 #pragma once
 
 #include "core/fp8_quantize.h"
@@ -27,7 +27,8 @@ using Fp8Staging = Staging<kFp8Tile>;
 /// The scales of a lane's two rows.
 using RowScales = float[2];
 
-/// From the largest of each of the two columns of a word, for both rows: the first row's in the low
+/// Takes, for each of the lane's two rows, a word with the maxima of even and of odd columns.
+/// Returns the maximum of the first row in the low half and that of the second row in the high
 /// half.
 __device__ __forceinline__ std::uint32_t of_both_columns(std::uint32_t first,
                                                          std::uint32_t second) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ std::uint32_t largest(const BlockWords& words) {
   return of_both_columns(*reinterpret_cast<const std::uint32_t*>(&most[0]),
                          *reinterpret_cast<const std::uint32_t*>(&most[1]));
 }
-/// Of all columns of the block: a row's lie in four lanes.
+/// The maxima over all columns of the block, which four lanes hold.
 __device__ __forceinline__ std::uint32_t largest_of_rows(std::uint32_t own) {
   own = __vmaxu2(own, __shfl_xor_sync(~0u, own, 1));
   return __vmaxu2(own, __shfl_xor_sync(~0u, own, 2));
@@ -56,7 +57,7 @@ __device__ __forceinline__ std::uint32_t not_finite(std::uint32_t word) {
   return __vcmpgeu2(word & 0x7fff7fffu, 0x7f807f80u);
 }
 
-/// largest() of the finite elements alone.
+/// As largest(), but infinities are ignored too.
 __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words) {
   std::uint32_t most[2] = {0, 0};
 #pragma unroll
@@ -67,9 +68,9 @@ __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words)
   return of_both_columns(most[0], most[1]);
 }
 
-/// The two codes of a word, times the inverse of the scale. The product is exact in bf16: what
-/// becomes subnormal has the code 0 in any case. The conversion would saturate infinity: adding
-/// zero times the word makes it NaN and changes nothing else.
+/// The two codes of a word, which is multiplied by the inverse of the scale. The product is exact
+/// in bf16, except where it is subnormal, and then the code is 0 in any case. The conversion would
+/// saturate infinity; adding 0 times the word makes it NaN and changes no finite value.
 __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t word, __nv_bfloat162 inverse) {
   const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
   const __nv_bfloat162 scaled = __hfma2(value, __float2bfloat162_rn(0.0f), __hmul2(value, inverse));

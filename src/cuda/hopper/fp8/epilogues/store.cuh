@@ -1,4 +1,5 @@
-// Epilogue: (+ bias), (scale), round, store. Y = r(acc + b2), dX~ = r(acc).
+// Epilogue that adds a bias or multiplies by a row scale (both optional), rounds and stores.
+// Y = r(acc + b2), dX~ = r(acc).
 #pragma once
 
 #include "cuda/hopper/epilogues/rounding.cuh"
