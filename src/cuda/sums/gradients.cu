@@ -12,7 +12,7 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kMostRowBlocks = 16;  // that split an expert's rows
+constexpr int kMostRowBlocks = 16;  // among which an expert's rows are divided
 
 /// A view that is filled with zeros.
 struct ClearArgs {
@@ -21,7 +21,7 @@ struct ClearArgs {
   std::int64_t stride[3];
   std::int32_t bytes;
 
-  /// Zeroes what falls to block `block` of `blocks`; blocks have one dimension.
+  /// Zeroes the share of block `block` of `blocks`. Blocks have one dimension.
   __device__ void clear(std::int64_t block, std::int64_t blocks) const {
     const std::int64_t count = shape[0] * shape[1] * shape[2];
     for (std::int64_t i = block * blockDim.x + threadIdx.x; i < count; i += blocks * blockDim.x) {
@@ -46,8 +46,8 @@ ClearArgs clear_args(const Tensor& t) {
   return a;
 }
 
-/// Sorts the experts by falling number of rows: writes expert blockIdx.x to its place. One block
-/// for each expert calls it.
+/// Sorts the experts by number of rows, largest first. One block for each expert calls it, and
+/// writes expert blockIdx.x to its place.
 __device__ void rank_expert(const Metadata& m, ExpertRecord* out) {
   const auto experts = static_cast<int>(gridDim.x);
   const auto expert = static_cast<int>(blockIdx.x);
@@ -91,20 +91,22 @@ struct ScoreKernel {
   std::int32_t beside;
 };
 
-/// Beside a weight gradient nothing is waited for: rule 2 of ptx/dependent.cuh, because the weight
-/// gradient has waited for the kernel that writes `parts`. So no load may be ld.global.nc.
+/// A kernel that runs at the same time as a weight gradient does not wait, by rule 2 of
+/// ptx/dependent.cuh: the weight gradient has waited for the kernel that writes `parts`. So no load
+/// may be ld.global.nc.
 __device__ __forceinline__ void begin_scores(const ScoreKernel& a) {
   if (a.beside == 0) ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
 }
 
-/// Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
+/// By rule 4 of ptx/dependent.cuh: a kernel that waits for this one then waits for all before it
+/// too.
 __device__ __forceinline__ void end_scores(const ScoreKernel& a) {
   const bool last = blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y;
   if (a.beside != 0 && last) ptx::wait_for_previous_kernel();
 }
 
-/// Without a bias: one thread sums the parts of a row.
+/// dS without a bias: a thread sums the partial dot products of a row.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     score_parts_kernel(const Metadata m, const ScoreKernel a) {
   begin_scores(a);
@@ -121,7 +123,8 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
   end_scores(a);
 }
 
-/// With a bias: a warp for each row. Lanes split the dot product, then add up in a fixed order.
+/// dS with a bias: a warp for each row. The lanes compute parts of <dO, b2> and add them in a fixed
+/// order.
 template <class Element>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     scores_kernel(const Metadata m, const ScoreKernel a) {
@@ -171,7 +174,8 @@ struct ColumnKernel {
   std::int32_t accumulate;
 };
 
-/// Sums 64 columns of an expert with 8 threads across and 32 down, each over every 32nd row.
+/// Sums 64 columns over the rows of an expert. The threads are 8 across and 32 down; each sums 8
+/// columns over every 32nd row.
 template <class Element>
 __global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnKernel a) {
   __shared__ float sums[32][65];
@@ -214,7 +218,7 @@ __global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnK
 
 __global__ void clear_kernel(const ClearArgs a) { a.clear(blockIdx.x, gridDim.x); }
 
-/// Blocks that split an expert's rows, about `rows` for each.
+/// A grid with one block for about `rows` rows of each expert.
 dim3 expert_grid(const Problem& p, std::int64_t rows) {
   const std::int64_t blocks = row_capacity(p) / p.experts / rows;
   return dim3(static_cast<unsigned>(p.experts),
@@ -244,7 +248,8 @@ void finish_scores(const Device& device, const Problem& problem, const Metadata&
   const auto kernel = args.b_down.data == nullptr     ? score_parts_kernel
                       : problem.dtype == DType::kBF16 ? scores_kernel<__nv_bfloat16>
                                                       : scores_kernel<__half>;
-  // Beside a product few blocks run at a time: a block gets many rows, to pay for its start.
+  // Few blocks run at a time while a product runs, so each gets many rows, to make up for its
+  // start.
   const std::int64_t rows = args.b_down.data == nullptr ? 4 * kBesideThreads : kBesideThreads;
   launch_dependent(device, "launching the gradient of the scores", kernel,
                    {expert_grid(problem, rows), kBesideThreads}, stream, metadata, a);

@@ -1,5 +1,5 @@
-// The gradients that no engine computes: of routing weights and biases, and zeros where nothing was
-// routed.
+// The gradients that no engine computes: those of routing weights and biases, and zeros for experts
+// and slots without rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,10 +12,10 @@
 
 namespace sonicmoe::cuda {
 
-/// Lists that the products of backward read beside the metadata.
+/// Lists that the products of backward read in addition to the metadata.
 struct RowLists {
-  float* weights;         ///< (C): the routing weight of every row (1 where there are none)
-  ExpertRecord* experts;  ///< (E): the longest first, equally long ones as they are numbered
+  float* weights;         ///< (C): the routing weight of every row; 1 without routing weights
+  ExpertRecord* experts;  ///< (E): those with most rows first; equal ones by number
   unsigned* counters;     ///< zeroed
   std::int32_t counter_count;
 };
@@ -24,7 +24,7 @@ void make_row_lists(const Device& device, const Problem& problem, const Metadata
                     const Tensor& weights, const RowLists& lists, const Tensor& dweights,
                     cudaStream_t stream);
 
-/// dS: dweights[slot] = sum of a row's partial dot products in order (+ <dO[token], b2>). Empty
+/// dS: dweights[slot] = sum of the row's partial dot products, in order (+ <dO[token], b2>). Empty
 /// slots are not written.
 struct ScoreGrad {
   const float* parts;  ///< (C, tiles)
@@ -32,15 +32,15 @@ struct ScoreGrad {
   Tensor dout;    ///< (T, d)
   Tensor b_down;  ///< (E, d) or absent
   Tensor out;     ///< dweights
-  /// Runs beside an independent weight gradient, as sum_rows_beside() does and under its condition;
-  /// here the kernel that writes `parts` must be complete.
+  /// Runs at the same time as an independent weight gradient, as sum_rows_beside() with kPrevious.
+  /// The condition is the same, for the kernel that writes `parts`.
   bool beside;
 };
 void finish_scores(const Device& device, const Problem& problem, const Metadata& metadata,
                    const ScoreGrad& args, cudaStream_t stream);
 
 /// out[e] = sum over the rows of e of weight * source[index[row]], in a fixed order. With `odd`,
-/// columns alternate: even ones go to `out`, odd ones to `odd`, and either may have no data.
+/// even columns go to `out` and odd ones to `odd`; one of the two may have no data.
 struct ColumnSum {
   const void* source;         ///< rows of 16-bit elements
   std::int64_t row_stride;    ///< elements

@@ -1,4 +1,4 @@
-// Adds the sums of other ranks to this rank's sum of a chunk of a token.
+// Adds the partial sums of other ranks to this rank's sum of a token, one chunk at a time.
 #pragma once
 
 #include "cuda/math/element.cuh"
@@ -7,7 +7,7 @@
 
 namespace sonicmoe::cuda {
 
-/// `ranks` for launches that number tokens from `first`.
+/// Converts `ranks` for a launch whose token 0 is token `first`.
 inline RankSums from_token(const RankSums& ranks, std::int64_t first, std::int64_t row_bytes) {
   RankSums part = ranks;
   part.rows += first * row_bytes;
@@ -32,19 +32,21 @@ __device__ __forceinline__ void pack(uint4& v, const std::uint32_t (&words)[4]) 
   v = {words[0], words[1], words[2], words[3]};
 }
 
-/// Bit r: rank r has a sum of the token. Loaded at each use, so that no register holds it.
+/// Bit r: rank r has a partial sum of the token. Loaded for each use, so that it takes no register
+/// in between.
 __device__ __forceinline__ std::uint64_t mask_of(const RankSums& ranks, std::int64_t token) {
   const uint2 words = ptx::load8(ranks.masks + token);
   return static_cast<std::uint64_t>(words.y) << 32 | words.x;
 }
 
-/// The first rank beside this one that has a sum; -1: there is none.
+/// The first rank, except this one, that has a partial sum; -1 if there is none.
 __device__ __forceinline__ int first_other(const RankSums& ranks, std::uint64_t mask) {
   return __ffsll(static_cast<long long>(mask & ~(std::uint64_t{1} << ranks.own))) - 1;
 }
 
-/// What other ranks add to a token's sum at byte `at` of (T, d). The first other rank's chunk is
-/// loaded early, beside the token's rows; further ones when they are added.
+/// The partial sums of other ranks at byte `at` of (T, d). The chunk of the first other rank is
+/// loaded early, together with the token's rows; chunks of further ranks are loaded when they are
+/// added.
 template <class Chunk>
 struct OtherSums {
   Chunk first{};
@@ -55,7 +57,7 @@ struct OtherSums {
     if (r >= 0) first = load(ranks, r, at);
   }
 
-  /// The sum over all ranks, where `own` is this rank's.
+  /// The sum over all ranks, in rank order. `own` is this rank's sum.
   template <class Element>
   __device__ __forceinline__ Chunk add(const RankSums& ranks, std::int64_t token, std::int64_t at,
                                        const Chunk& own) const {
@@ -90,9 +92,9 @@ struct OtherSums {
   }
 };
 
-/// OwnSum and SumOverRanks say what a kernel writes for a token: its own sum, or the sum over all
-/// ranks. They are template arguments, so that the kernels of a layer on one GPU need no registers
-/// for other ranks. `at` is an offset in bytes in (T, d).
+/// OwnSum and SumOverRanks are template arguments of the sum kernels. They decide what a kernel
+/// writes for a token: its own sum, or the sum over all ranks. So the kernels of a layer on one GPU
+/// need no registers for other ranks. `at` is an offset in bytes in (T, d).
 struct OwnSum {
   template <class Chunk>
   struct Others {};
@@ -100,7 +102,7 @@ struct OwnSum {
   __device__ __forceinline__ Others<Chunk> load(std::int64_t, std::int64_t) const {
     return {};
   }
-  /// The result, where `own` is this launch's sum.
+  /// The result. `own` is the sum of this launch.
   template <class Element, class Chunk>
   __device__ __forceinline__ Chunk add(const Others<Chunk>&, std::int64_t, std::int64_t,
                                        const Chunk& own) const {
@@ -108,7 +110,7 @@ struct OwnSum {
   }
 };
 struct SumOverRanks {
-  RankSums ranks;  ///< without masks: the result is this launch's sum
+  RankSums ranks;  ///< if masks is null, the result is the sum of this launch
   template <class Chunk>
   using Others = OtherSums<Chunk>;
 

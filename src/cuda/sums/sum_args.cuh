@@ -14,11 +14,11 @@ struct SumArgs {
   std::int64_t out_stride;
   std::int64_t tokens;
   std::int32_t chunks;  // d / 8
-  std::int32_t top_k;   // positions of a token where token_offsets is null
+  std::int32_t top_k;   // positions of a token if token_offsets is null
   const std::int32_t* position_row;
   const std::int32_t* position_slot;
   const std::int32_t* token_offsets;
-  SlotView weights;      // without data: 1
+  SlotView weights;      // no data: all weights are 1
   std::int32_t is_fp16;  // 1: elements are fp16; 0: bf16
 };
 

@@ -1,12 +1,12 @@
-// The sum of dX that runs beside a weight gradient. Next to a CTA of that, a multiprocessor has
-// room for one block of 128 threads with 32 registers and no shared memory. Few threads must
-// therefore keep many bytes in flight: a warp sums 2 KB of a token's rows, and a thread loads 8
-// bytes of each of eight rows before it adds the first. Blocks are small and many, so that more of
-// them run on a multiprocessor when the weight gradient's CTAs exit.
+// The sum of dX, in kernels that run at the same time as a weight gradient. Together with a CTA of
+// the weight gradient, a multiprocessor has room for one block of 128 threads with 32 registers and
+// no shared memory. So few threads must keep many bytes in flight: a warp sums 2 KB of a token's
+// rows, and a thread loads 8 bytes of each of eight rows before it adds the first. Blocks are small
+// and many, so that more of them run on a multiprocessor when CTAs of the weight gradient exit.
 //
-// Behind a weight gradient of its stream the kernel reads its rows without a wait, by rule 2 of
-// ptx/dependent.cuh: the weight gradient has waited for them before it lets this kernel start. So
-// no load here may be ld.global.nc.
+// sum_rows_beside_kernel follows the weight gradient on the same stream and reads its rows without
+// a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has waited for the rows before it
+// lets this kernel start. So no load here may be ld.global.nc.
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
 #include "cuda/math/element.cuh"
@@ -21,9 +21,9 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kWarps = kBesideThreads / 32;
-constexpr std::uint32_t kBytes = 8;            // of a row and thread
-constexpr std::uint32_t kPiece = 32 * kBytes;  // of a row and warp
-constexpr std::uint32_t kPart = 8 * kPiece;    // of a row and warp in all
+constexpr std::uint32_t kBytes = 8;            // bytes of a row that a thread loads at once
+constexpr std::uint32_t kPiece = 32 * kBytes;  // bytes of a row that a warp loads at once
+constexpr std::uint32_t kPart = 8 * kPiece;    // bytes of a row that a warp sums in all
 
 struct BesideArgs {
   const std::uint8_t* rows;  // (C, d), contiguous
@@ -32,13 +32,13 @@ struct BesideArgs {
   std::uint32_t first_token;
   std::uint32_t tokens;
   std::uint32_t row_bytes;
-  std::int32_t top_k;  // positions of a token where token_offsets is null
+  std::int32_t top_k;  // positions of a token if token_offsets is null
   const std::int32_t* position_row;
   const std::int32_t* token_offsets;
   std::uint32_t zero;  // 0, a value that the compiler cannot know
 };
 
-/// Of a row.
+/// A range of bytes in a row.
 struct ByteRange {
   std::uint32_t begin, end;
 };
@@ -61,8 +61,8 @@ __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, 
   *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = sum;
 }
 
-/// Loads the rows that lanes `first` to first + kMost - 1 hold, of which only `count` exist, and
-/// adds them to the sum. All are loaded before the first is added.
+/// Adds `count` rows to the sum, at most kMost; lanes `first`, first + 1, ... hold their numbers.
+/// All rows are loaded before the first is added.
 template <class Element, int kMost>
 __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* from,
                                          std::int32_t rows, int first, int count,
@@ -74,8 +74,8 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
     value[i] = {0, 0};
     if (i < count) value[i] = ptx::load8(ptx::row_address(from, row, a.row_bytes));
   }
-  // The first sum depends on all loads. Else the compiler, to save registers, adds some rows before
-  // it loads the others, and fewer bytes are in flight.
+  // Makes the first addition depend on all loads. Else the compiler, to save registers, adds some
+  // rows before it loads the others, and fewer bytes are in flight.
   std::uint32_t nothing = 0;
 #pragma unroll
   for (int i = 1; i < kMost; i++) nothing |= value[i].y;
@@ -87,8 +87,8 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
   }
 }
 
-/// For a layer on one GPU: most tokens have top_k rows, one after the other. 8, 4, 2 or 1 rows are
-/// loaded at once, without a predicate. The weight gradient before the sum has waited for the rows.
+/// For a layer on one GPU, where most tokens have all their top_k rows. 8, 4, 2 or 1 rows are
+/// loaded at once, without predicates.
 struct ManyRows {
   template <class Element>
   static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
@@ -115,11 +115,10 @@ struct ManyRows {
   }
 };
 
-/// For a rank of an exchange: a token has few rows here, its other experts are on other ranks. Up
-/// to kMost rows are loaded at once, however few they are. The sum is on a stream of its own, so it
-/// waits for the rows.
+/// For a rank of an exchange, where a token has few rows, because its other experts are on other
+/// ranks. Up to kMost rows are loaded at once, with predicates.
 struct FewRows {
-  static constexpr int kMost = 5;  // what is loaded of other ranks takes registers too
+  static constexpr int kMost = 5;  // sums of other ranks need registers too
 
   template <class Element>
   static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
@@ -127,7 +126,7 @@ struct FewRows {
                                                  const BesideArgs& a) {
 #pragma unroll 1
     for (int k = 0; k < 32 && present >> k != 0;) {
-      // Zeros are shifted in; only of 32 rows no bit is zero.
+      // The number of ones at the low end of present >> k; -1 if all 32 bits are ones.
       const int ones = __ffs(static_cast<int>(~(present >> k))) - 1;
       const int run = ones < 0 ? kMost : min(ones, kMost);
       if (run > 0) add_rows<Element, kMost>(sum, from, rows, k, run, a);
@@ -141,8 +140,8 @@ __device__ __forceinline__ std::int64_t place(const BesideArgs& a, std::uint32_t
   return static_cast<std::int64_t>(token) * a.row_bytes + byte;
 }
 
-/// A token of at most 32 positions. Each lane looks up one row and shuffles it to the others;
-/// looked up for each piece, rows would cost another round trip to memory.
+/// Sums a token of at most 32 positions. Each lane looks up one row number and shuffles it to the
+/// others, once for all pieces. A look-up for each piece would cost another round trip to memory.
 template <class Element, class Rows, class Result>
 __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& result,
                                           std::uint32_t token, const ByteRange& bytes,
@@ -207,13 +206,14 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& resu
   }
 }
 
-/// Sums this warp's part of a token. The rows are in memory when it is called.
+/// Sums this warp's part of a token. The rows must be in memory.
 template <class Element, class Rows, class Result>
 __device__ __forceinline__ void sum_beside(const BesideArgs& a, const Result& result) {
-  // The shuffle makes the number uniform, so that what depends on it takes no lane's registers.
+  // The shuffle makes the number uniform, so that values that depend on it use uniform registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (i < a.tokens) sum_part<Element, Rows>(a, result, i, blockIdx.y);
-  // Rule 4 of ptx/dependent.cuh: whoever waits for this kernel waits for all before it.
+  // By rule 4 of ptx/dependent.cuh: a kernel that waits for this one then waits for all before it
+  // too.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
 }
 
@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
   sum_beside<Element, ManyRows>(a, OwnSum{});
 }
 
-/// For a rank of an exchange, in bf16 or fp16. It adds other ranks' sums if there are any.
+/// For a rank of an exchange, in bf16 or fp16. It is on another stream than the weight gradient, so
+/// it waits for its rows. It also adds the sums of other ranks, if `result` has any.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_few_rows_beside_kernel(const BesideArgs a, const SumOverRanks result,
                                const std::uint32_t is_fp16) {

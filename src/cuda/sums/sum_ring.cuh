@@ -1,6 +1,7 @@
-// Sums of rows from rings in shared memory, for sm_90 and later. Every warp has a ring of its own:
-// bulk copies load the rows of its next batches while it sums one batch, so that a multiprocessor
-// has 200 KB in flight whatever its clock is. Row numbers are loaded one batch ahead of the rows.
+// Sums of rows through rings in shared memory, for sm_90 and later. Every warp has its own ring:
+// bulk copies load the rows of its next batches while it sums the current one. So a multiprocessor
+// has 200 KB in flight, and the rate does not depend on the clock. Row numbers are loaded one batch
+// before the rows.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +15,14 @@
 
 namespace sonicmoe::cuda {
 
-/// A token's columns are cut into parts. A warp sums one part at a time, its rows in batches.
+/// The columns of a token are divided into parts. A warp sums one part at a time, in batches of
+/// rows.
 struct RingArgs {
   SumArgs sum;
-  std::int32_t width;  ///< chunks of 16 bytes of a part; the last one of a token may have fewer
+  std::int32_t width;  ///< chunks of 16 bytes in a part; the last part of a token may have fewer
   std::int32_t parts;  ///< of a token
-  std::int32_t depth;  ///< batches of a ring, at least 2
-  std::int32_t step_tokens;  ///< from one part of a warp to its next one
+  std::int32_t depth;  ///< batches in a ring, at least 2
+  std::int32_t step_tokens;  ///< this and the next: from a part of a warp to its next part
   std::int32_t step_parts;
 };
 
@@ -32,8 +34,8 @@ struct SumRing {
   static constexpr int kMostWidth = 32 * kPieces;
   static constexpr int kMostDepth = 8;
   static constexpr int kSharedBytes = 227 * 1024 / kBlocks - 1024;
-  // Beside the rows of a batch, at these offsets: its barrier, a header (a bit for each row that it
-  // has, and kLast if it is the part's last batch), and the rows' weights.
+  // Each batch also has an info block: at offset 0 its mbarrier, then a header (a bit for each row
+  // that it has, and kLast if it is the last batch of the part), then the rows' weights.
   static constexpr int kHeader = 8;
   static constexpr int kWeights = 16;
   static constexpr int kBatchInfoBytes = kWeights + kRows * 4;
@@ -41,7 +43,7 @@ struct SumRing {
 
   static constexpr int batch_bytes(int width) { return kRows * width * 16 + kBatchInfoBytes; }
 
-  /// The walk of a warp through its parts, parts of a token first.
+  /// Iterates over the parts of a warp, in the order (token, part).
   struct Walk {
     std::int64_t token;
     std::int32_t part;
@@ -86,9 +88,9 @@ struct SumRing {
     }
   };
 
-  /// The loads of a warp: lane i loads the number of row i of a batch one batch before the row, and
-  /// the row's weight beside the row. It stores the weight to the ring one batch later, when the
-  /// load has returned.
+  /// The loads of a warp. Lane i loads the number of row i of a batch one batch before the row, and
+  /// the row's weight at the same time as the row. It stores the weight to the ring one batch
+  /// later, when the weight has arrived.
   class Loads {
    public:
     __device__ __forceinline__ Loads(const RingArgs& a, const WarpRing& ring)

@@ -1,6 +1,6 @@
-// Large sums run from rings in shared memory (sum_ring.cuh). A few tokens do not fill the GPU, and
-// before sm_90 there are no bulk copies: then a block sums a token by plain loads, eight rows at
-// once, without the time that a ring takes to fill. Both sum in the same order.
+// Sums that run alone. Large sums use rings in shared memory (sum_ring.cuh). If there are few
+// tokens, or before sm_90, which has no bulk copies, a block sums a token by plain loads of eight
+// rows at once; this saves the time to fill a ring. Both kernels add in the same order.
 #include <algorithm>
 
 #include "cuda/device/device.h"
@@ -15,10 +15,10 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr std::int64_t kFewChunks = 1 << 16;  // of 16 bytes, of all tokens
+constexpr std::int64_t kFewChunks = 1 << 16;  // chunks of 16 bytes of all tokens
 constexpr int kMostThreads = 256;             // of a block; wider rows take several rounds
 constexpr int kBlocks = 2;                    // on a multiprocessor, at kMostThreads
-constexpr int kRows = 8;                      // loaded before the first is summed
+constexpr int kRows = 8;                      // rows loaded before the first is added
 
 template <class Element>
 __device__ __forceinline__ void accumulate_rows(float (&sum)[8], const uint4 (&value)[kRows],
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     const auto others = result.template load<uint4>(token, byte);
     float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
-      // Loads in this order: a look-up after the loads of a row would wait for them, and rows after
-      // the weights would wait for those.
+      // This order of loads matters: a look-up after the loads of rows would wait for these, and
+      // rows after the weights would wait for the weights.
       std::int32_t row[kRows];
       std::int32_t slot[kRows];
       uint4 value[kRows];

@@ -16,17 +16,17 @@ struct TokenRange {
   std::int64_t count;
 };
 
-/// Sums of the same tokens that other ranks have computed (exchange/). The result is then the sum
-/// over ranks of their rounded sums, in rank order.
+/// The partial sums of the same tokens that other ranks have computed (exchange/). The result is
+/// then the sum of all ranks' rounded partial sums, in rank order.
 struct RankSums {
-  const std::uint8_t* rows;  ///< of rank r at r * rank_bytes: (T, d), contiguous
+  const std::uint8_t* rows;  ///< (T, d), contiguous; those of rank r begin at r * rank_bytes
   std::int64_t rank_bytes;
-  const std::uint64_t* masks;  ///< (T) bit r: rank r has a sum of the token
+  const std::uint64_t* masks;  ///< (T) bit r: rank r has a partial sum of the token
   const std::uint32_t* fault;  ///< not 0: every output is NaN
   std::int32_t own;            ///< the rank whose sum this launch computes
 };
 
-/// Where sums go. With `ranks` they are added to those of other ranks first.
+/// The output of a sum. With `ranks`, the partial sums of other ranks are added first.
 struct SumOutput {
   SumOutput(const Tensor& t, const RankSums* r = nullptr) : rows(t), ranks(r) {}
   const Tensor& rows;
@@ -39,16 +39,19 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
               const void* rows, const Tensor& weights, const SumOutput& out,
               const TokenRange& tokens, cudaStream_t stream);
 
-/// The weight gradient beside which a sum runs.
+/// The weight gradient that runs at the same time as a sum.
 enum class BesideWhat {
-  /// An independent one (Start) of the same stream. That is the previous kernel, or the one before
-  /// other kernels that run beside it too. It must let the next kernel start only after its own
-  /// wait for the kernel that writes `rows` (ptx/dependent.cuh, rule 2).
+  /// An independent one (Start) on the same stream. Between it and the sum there may only be
+  /// kernels
+  /// that run at the same time as it too. It must let the next kernel start only after it has
+  /// itself
+  /// waited for the kernel that writes `rows` (ptx/dependent.cuh, rule 2).
   kPrevious,
-  kOtherStream,  ///< one of another stream: the sum waits for what is before it on its own
+  kOtherStream,  ///< one on another stream; the sum waits for earlier kernels of its own stream
 };
 
-/// The same without weights, in blocks that run beside a weight gradient.
+/// The same without weights, in blocks that are small enough to run on a multiprocessor together
+/// with a weight gradient.
 void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
                      const void* rows, const SumOutput& out, const TokenRange& tokens,
                      BesideWhat beside, cudaStream_t stream);
