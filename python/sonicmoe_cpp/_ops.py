@@ -1,5 +1,5 @@
-"""What operators need beside their kernels, fakes (the shapes of results) and derivatives, and how
-they are called."""
+"""Gives the operators fake implementations (the shapes of their results) and derivatives, and calls
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._names import ACTIVATION, FORM, GATED, PRECISION, ROUNDING
 from ._names import UNGATED as UNGATED
 
 ops = torch.ops.sonicmoe_cpp
-# A message that begins so stands for a NotImplementedError (boxing.h).
+# An error with a message that begins so is raised as a NotImplementedError (boxing.h).
 UNSUPPORTED = "NotImplementedError: "
 GATED_NUMBERS = frozenset(ACTIVATION[name] for name in GATED)
 
@@ -40,7 +40,7 @@ _FRESH = [name for name in DIFFERENTIABLE if name not in _ACCUMULATED]
 
 
 def score_dtype(t: Tensor) -> torch.dtype:
-    """Scores are fp32, and fp64 beside fp64 tensors."""
+    """The dtype of scores: fp64 for fp64 tensors, else fp32."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
@@ -275,7 +275,7 @@ def _begin(ctx, inputs) -> None:
 
 
 def _of_first_output(setup, backward):
-    """setup and backward of an operator whose first output alone is differentiable."""
+    """setup and backward of an operator of which only the first output is differentiable."""
 
     def setup_once(ctx, inputs, output):
         _begin(ctx, inputs)
@@ -291,7 +291,7 @@ def _of_first_output(setup, backward):
 
 
 def _once(name: str):
-    """The derivative of a backward: a refusal that says so."""
+    """The derivative of a backward: raises an error, because there is no second derivative."""
 
     def setup(ctx, inputs, output):
         ctx.arguments = len(inputs)

@@ -1,4 +1,4 @@
-"""Low-rank factors beside the frozen experts of a transformers model: add, save, load, merge."""
+"""Low-rank factors on the frozen experts of a transformers model: add, save, load, merge."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _base_model(model: nn.Module) -> nn.Module:
 
 
 def _warn_of_other_owner(model: nn.Module) -> None:
-    """Warns if a PeftModel outside `model` owns it: its save_pretrained cannot be made to write the
-    factors, only that of `model` and of models inside it."""
+    """Warns if `model` is inside a PeftModel. Only the save_pretrained of `model` and of models
+    inside it writes the factors, not that of the PeftModel."""
     peft = sys.modules.get("peft")
     if peft is None or isinstance(model, peft.PeftModel):
         return
@@ -107,11 +107,11 @@ def _attach(model: nn.Module, modules: dict[str, nn.Module], factors: list) -> N
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[str]:
-    """Freezes every experts module of `model` and trains low-rank factors beside it.
+    """Freezes every experts module of `model` and adds trainable low-rank factors to it.
 
     The factors are parameters of the experts: lora.up_a, lora.up_b, lora.down_a, lora.down_b, with
-    scale = alpha / rank. Other parameters stay trained or frozen as they were. Returns the modules'
-    names. The model must run with this experts_implementation.
+    scale = alpha / rank. Other parameters are not frozen or unfrozen. Returns the modules' names.
+    The model must run with this experts_implementation.
     """
     modules = _found(model)
     for config in _marked(modules):
@@ -191,9 +191,9 @@ def _marking(configs: list):
 
 
 def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) -> None:
-    """The model's own save_pretrained, and the factors in a folder of their own, because
+    """Runs the model's own save_pretrained and writes the factors to a separate folder, because
     from_pretrained drops parameters that the model's class does not have. An attribute of the
-    config says that the folder is there."""
+    config marks that the folder exists."""
     configs = {id(m.config): m.config for m in experts_of(model).values()}
     own = type(model).save_pretrained
     given = inspect.signature(own).bind(model, save_directory, *arguments, **options).arguments
@@ -210,8 +210,8 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
 
 
 def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
-    """Like add_lora, with the factors in `directory`, which save_lora, PEFT or save_pretrained
-    wrote. Returns the modules' names.
+    """As add_lora, with factors from `directory`, written by save_lora, PEFT or save_pretrained.
+    Returns the modules' names.
     """
     folder = Path(directory) / FOLDER
     if not (folder / _peft_files.CONFIG).is_file():  # a PeftModel's directory has both

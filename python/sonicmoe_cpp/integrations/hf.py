@@ -4,7 +4,7 @@
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="sonicmoe_cpp")
 
-docs/huggingface.md has what is supported. The model's own weights are used without a copy.
+docs/huggingface.md says what is supported. The model's own weights are used without a copy.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def _interfaces() -> list:
 def register(name: str = NAME) -> str:
     """Makes `experts_implementation=name` known to transformers; returns the name.
 
-    A second call changes nothing; the name "sonicmoe" replaces transformers' own implementation.
-    From now on there is a warning for a model that is given the name but does not let its experts
-    be replaced.
+    A second call changes nothing. The name "sonicmoe" replaces transformers' own implementation. If
+    a model gets this name but its experts cannot be replaced, there is a warning.
     """
     try:
         version = metadata.version("transformers")
@@ -82,16 +81,15 @@ def _count_of_experts(config) -> int:
 
 
 def never_asks(model: nn.Module) -> bool:
-    """Whether a transformers model has experts and does not let another implementation compute
-    them."""
+    """Whether a transformers model has experts that another implementation cannot compute."""
     config = getattr(model, "config", None)
     can_choose = getattr(model, "_can_set_experts_implementation", None)
     return can_choose is not None and _count_of_experts(config) > 1 and not can_choose()
 
 
 def _warn_of_models_that_never_ask() -> None:
-    """Wraps the method of PreTrainedModel that every model calls with its implementation's name,
-    when it is built and in set_experts_implementation. No other place knows model and name."""
+    """Wraps the method of PreTrainedModel that every model calls with the implementation's name,
+    when it is built and in set_experts_implementation. No other place knows both model and name."""
     from transformers import PreTrainedModel
 
     check = PreTrainedModel.get_correct_experts_implementation
@@ -127,7 +125,7 @@ class Support(NamedTuple):
 
 
 def supports(model: nn.Module) -> Support:
-    """Which experts modules of `model` this implementation computes; runs nothing of the model."""
+    """Says which experts modules of `model` this library can compute. It does not run the model."""
     served, refused = {}, {}
     for name, module in experts_of(model).items():
         try:

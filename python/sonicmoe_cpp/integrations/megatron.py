@@ -1,4 +1,4 @@
-"""Experts for Megatron-Core 0.16 in the place of its GroupedMLP.
+"""Experts for Megatron-Core 0.16, which replace its GroupedMLP.
 
 from sonicmoe_cpp.integrations.megatron import with_experts
 spec = with_experts(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
@@ -36,7 +36,7 @@ __all__ = ["EXPERTS", "SonicMoECppExperts", "gpt_layer_spec", "with_experts"]
 
 
 def _activation(config) -> Any:
-    """The library's activation for the one that Megatron's config describes."""
+    """The library's activation that equals the one in Megatron's config."""
     act = config.activation_func
     if not config.gated_linear_unit:
         found = _recognise.ungated(act)
@@ -205,7 +205,7 @@ def _replaced(spec: Any, found: list) -> Any:
 
 
 def with_experts(spec: Any) -> Any:
-    """A copy of Megatron-Core's spec of a layer or of a block, with experts of this library."""
+    """A copy of a Megatron-Core spec of a layer or a block, with experts of this library."""
     found: list = []
     copy = _replaced(spec, found)
     if not found:
@@ -216,7 +216,7 @@ def with_experts(spec: Any) -> Any:
 def gpt_layer_spec(*, transformer_engine: bool = gpt_layer_specs.HAVE_TE, **options) -> ModuleSpec:
     """Megatron-Core's spec of a GPT layer with MoE, with experts of this library.
 
-    options are those of get_gpt_layer_with_transformer_engine_spec, or of get_gpt_layer_local_spec:
+    `options` are those of get_gpt_layer_with_transformer_engine_spec or get_gpt_layer_local_spec:
     qk_layernorm=True for Qwen3-MoE, multi_latent_attention=True for DeepSeek-V3.
     """
     make = gpt_layer_specs.get_gpt_layer_local_spec

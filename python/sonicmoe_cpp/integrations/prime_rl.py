@@ -61,8 +61,8 @@ class SonicMoECppExpertCompute:
     """Computes experts in bf16: gate and up fused or separate, biases, every activation of the
     library.
 
-    The dispatcher applies the scores. Groups may have any size: token_group_alignment matters to
-    the dispatcher only. Rows past the counts give zeros and are not read.
+    The dispatcher applies the scores. Groups may have any size; only the dispatcher uses
+    token_group_alignment. Rows past the counts are not read; their outputs are zeros.
     """
 
     def __init__(self, token_group_alignment: int = 8) -> None:

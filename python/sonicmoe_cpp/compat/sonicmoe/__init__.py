@@ -1,4 +1,4 @@
-"""A stand-in for the package `sonicmoe`: same names, shapes, layouts and returns.
+"""Replaces the package `sonicmoe`: the same names, shapes, layouts and results.
 
 docs/sonic-moe.md says what differs.
 
@@ -35,7 +35,7 @@ NAME = "sonicmoe"
 def install() -> None:
     """Makes `import sonicmoe` and its submodules mean this package, in this process.
 
-    Refused once another `sonicmoe` has been imported: code may hold on to parts of it already.
+    Raises an error if another `sonicmoe` has been imported, because code may already use its parts.
     """
     here = sys.modules[__name__]
     if sys.modules.get(NAME, here) is not here:
