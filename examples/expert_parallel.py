@@ -2,9 +2,9 @@
 """Trains one layer whose 12 experts are divided among processes, and keeps a checkpoint.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py --folder out/ep
-    torchrun --nproc-per-node 3 examples/expert_parallel.py --folder out/ep    goes on with three
+    torchrun --nproc-per-node 3 examples/expert_parallel.py --folder out/ep    continues with three
 
-It uses a GPU a process where there are enough of them, else the CPU. docs/distributed.md explains
+Each process uses its own GPU if there are enough GPUs, else the CPU. docs/distributed.md explains
 the steps.
 """
 
@@ -23,7 +23,7 @@ HIDDEN, TOKENS = 64, 512
 
 
 def batch(step: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the tokens of a step, and what the layer is to make of them."""
+    """This rank's part of the tokens of a step, and the outputs that the layer shall learn."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(TOKENS, HIDDEN, generator=generator)
     x = x.tensor_split(dist.get_world_size())[dist.get_rank()].to(device, dtype)
