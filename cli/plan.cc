@@ -199,7 +199,7 @@ Json document(const Options& o, const Plan& p) {
 }
 
 void print_kernels(const Plan& p) {
-  std::printf("%-10s %12s %12s %12s  %s\n", "kernel", "GFLOP", "MB", "us", "bound by");
+  std::printf("%-10s %12s %12s %12s  %s\n", "kernel", "GFLOP", "MB", "roofline us", "bound by");
   for (const KernelCost& k : p.kernels) {
     std::printf("%-10s %12.2f %12.2f %12.1f  %-9s %s\n", k.name, k.flops / 1e9, k.bytes / 1e6,
                 k.seconds * 1e6, k.memory_bound ? "memory" : "compute", p.tile(k).c_str());

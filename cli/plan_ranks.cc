@@ -133,17 +133,17 @@ void print_assumptions(const RanksOptions& o, const RanksSubject& s, const Rates
   std::printf("products: engine %s, %s\n", s.engine.name.c_str(), products_text(o, s).c_str());
   if (!s.engine.note.empty()) std::printf("  %s\n", s.engine.note.c_str());
   if (r.options.link_gbytes > 0) {
-    std::printf("inside a node of %lld: %s GB/s each way, %s\n",
+    std::printf("inside a node of %lld: %s GB/s per GPU and direction, %s\n",
                 static_cast<long long>(o.ranks_per_node), fixed(r.options.link_gbytes, 0).c_str(),
                 r.link.c_str());
   }
   if (r.options.network_gbits > 0) {
-    std::printf("between nodes: %s GB/s each way and GPU, given\n",
+    std::printf("between nodes: %s GB/s per GPU and direction, given\n",
                 fixed(r.options.network_gbits / 8, 1).c_str());
   }
   std::printf("routing: even and random");
   if (o.imbalance > 1) std::printf(", the busiest rank with %g times the mean", o.imbalance);
-  std::printf("; a row goes to a rank once\n\n");
+  std::printf("; a token's row is sent to a rank once\n\n");
 }
 
 void print_times(const RanksOptions& o, const std::vector<std::pair<std::int64_t, RankPlan>>& all) {
@@ -164,6 +164,14 @@ void print_times(const RanksOptions& o, const std::vector<std::pair<std::int64_t
     if (o.hidden > 0) std::printf("  %9.2f", p.over_alone(&RankPass::assumed));
     std::printf("\n");
   }
+}
+
+void print_meanings() {
+  std::printf(
+      "\nexposed: products and transfers one after the other. hidden: the shorter is hidden.\n"
+      "over one GPU: time divided by that of one GPU with as many rows and experts.\n"
+      "exact, arena, worst case: memory if buffers have room for the rows of even routing, for\n"
+      "--arena times as many, or for any routing.\n");
 }
 
 void print_memory(const RanksOptions& o, const RanksSubject& s,
@@ -246,6 +254,7 @@ ExitCode print_rank_plans(const RanksOptions& o, const RanksSubject& s, bool jso
   print_assumptions(o, s, r);
   print_times(o, all);
   print_memory(o, s, all);
+  print_meanings();
   return kGood;
 }
 

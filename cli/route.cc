@@ -142,8 +142,9 @@ void print_text(const Options& o, const LayerShape& shape, const std::vector<Spr
                 static_cast<long long>(s.moved));
   }
   std::printf(
-      "\nrows, min, mean, max: rows an expert gets. padding: rows added to fill tiles.\n"
-      "moved: (token, expert) pairs that rounding adds or drops.\n");
+      "\nrows: (token, expert) pairs. min, mean, max: rows of an expert.\n"
+      "empty: experts without rows. padding: rows added to fill tiles, as a share of the rows.\n"
+      "moved: pairs that rounding adds or drops.\n");
 }
 
 }  // namespace

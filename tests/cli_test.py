@@ -246,7 +246,7 @@ class CliTest(unittest.TestCase):
         self.assertIn("assumed", a100["products"])
         code, out, err = run("plan", *shape, *many, "--hidden", "0.5")
         self.assertEqual((code, err), (0, ""))
-        self.assertIn("between nodes: 50.0 GB/s each way and GPU, given", out)
+        self.assertIn("between nodes: 50.0 GB/s per GPU and direction, given", out)
         self.assertIn("hiding 0.5", out)
         self.assertIn("94 layers", out)
 
