@@ -139,7 +139,7 @@ def peers():
         [
             "TFLOP/s forward/backward:",
             grid(columns, speed),
-            "MiB kept from forward to backward beside X:",
+            "MiB kept from forward to backward, without X:",
             grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
             f"First forward and backward of the process, {first['config']}, nothing compiled "
             f"before: {calls}. Not timed: {missing or 'none'}.{failed} {source(record)}",
@@ -213,7 +213,7 @@ def kept_text(record):
     above = summary.over_promise(record)
     verdict = f"above the promise on {', '.join(above)}" if above else "within the promise on all"
     return (
-        f"Kept from forward to backward beside X: {min(shares):.3f} to {max(shares):.3f} times "
+        f"Kept from forward to backward, without X: {min(shares):.3f} to {max(shares):.3f} times "
         f"4TKn, {verdict} ([memory](#memory))."
     )
 
@@ -228,7 +228,7 @@ def portable():
             goals(record),
             'TFLOP/s forward/backward; "over" is the speed of both passes together:',
             layers_beside(record),
-            "TFLOP/s of each product, ours of the best peer's, and in brackets ours over it:",
+            "TFLOP/s of each product: ours, the best peer's, and in brackets ours divided by it:",
             products_beside(record),
             f"{kept_text(record)}{' Not timed: ' + ' '.join(missing) if missing else ''} "
             f"Triton {record['triton']}. {source(record)}",

@@ -13,7 +13,7 @@ VARIABLE = "SONICMOE_CPP_LIBRARY"
 
 
 def path() -> Path:
-    """The library beside this package, unless the environment names another one."""
+    """The library in this package, or the one that the environment variable names."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else Path(__file__).parent / "libsonicmoe_torch.so"
 
