@@ -26,6 +26,8 @@ EXPERTS = {
     "routed": [f"{OURS}.routed_experts"],
     "grouped": [f"{OURS}.grouped_experts"],
 }
+# Under expert parallelism: who moves the rows.
+EXCHANGED = [f'{OURS}.routed_experts={{"transport": "all_to_all"}}']
 ROUTERS = {
     "own": [],
     "router": [f"{OURS}.router"],
@@ -114,6 +116,7 @@ def one_rank(folder: Folder) -> dict:
         add(f"rounding/{tile}", "deepseek_v3_sigmoid", [rounding])
     add("rounding/1 gpt_oss", "gpt_oss_sigmoid", [f'{OURS}.token_rounding={{"tile": 1}}'])
     add("gpt_oss_sigmoid/own", "gpt_oss_sigmoid", [])
+    add("sigmoid saves", "deepseek_v3_sigmoid", [], *SAVE, "--training.steps", "2")
     add("full AC", "qwen3_full_ac", ours)
     add("selective AC", "qwen3_selective_ac", ours)
     add("kept AC", "qwen3_selective_ac", [*ours, f"{OURS}.selective_ac"])
@@ -146,6 +149,7 @@ def two_ranks(folder: Folder) -> dict:
         for name in ("own", "swapped", "routed"):
             degree = ("--parallelism.expert-parallel-degree", "2")
             add(f"EP/{model}/{name}", model, EXPERTS[name], *degree)
+        add(f"EP/{model}/exchanged", model, EXCHANGED, *degree)
     split = ("--parallelism.tensor-parallel-degree", "2")
     for name in ("own", "swapped", "routed"):
         add(f"TP/{name}", "qwen3", EXPERTS[name], *split)
@@ -153,10 +157,42 @@ def two_ranks(folder: Folder) -> dict:
     degree = ("--parallelism.expert-parallel-degree", "2")
     compiled = ("--compile.enable", "--compile.backend", "aot_eager")
     add("compiled", "qwen3", EXPERTS["routed"], *degree, *compiled)
+    add("exchanged, compiled", "qwen3", EXCHANGED, *degree, *compiled)
+    add("exchanged, full AC", "qwen3_full_ac", EXCHANGED, *degree)
+    kept = [*EXCHANGED, f"{OURS}.selective_ac"]
+    add("exchanged, kept AC", "qwen3_selective_ac", kept, *degree)
+    add("exchanged, kept AC, compiled", "qwen3_selective_ac", kept, *degree, *compiled)
+    for name, overrides in (("own", []), ("exchanged", EXCHANGED)):
+        add(f"EP and TP/{name}", "qwen3", overrides, *degree, *split)
     rounding = [f"{OURS}.token_rounding"]
     add("EP/rounding", "deepseek_v3_sigmoid", rounding, *degree)
+    add("TP/rounding", "deepseek_v3_sigmoid", rounding, *split)
     add("debug", "sonicmoe_debug", None, *DEBUG, *BATCH)
     add("killed", "sonicmoe_debug", None, *DEBUG, *BATCH, kill_at=7)
+    return jobs
+
+
+def roundings(folder: Folder, ranks: int) -> dict:
+    """Trainings of four sequences a step that begin with the same weights, with one rank and two:
+    initial weights depend on the number of ranks."""
+    saved = str(folder.path / "1/sigmoid saves/checkpoint/step-2")
+    load = ("--checkpoint.enable", "--checkpoint.initial-load-path", saved)
+    jobs = {}
+
+    def add(name, options, *more):
+        overrides = [f"{OURS}.token_rounding={json.dumps({'tile': 16} | options)}"]
+        arguments = (*more, *load, *DTENSOR)
+        jobs[name] = folder.job(f"{ranks}/{name}", "deepseek_v3_sigmoid", overrides, *arguments)
+
+    if ranks == 1:
+        add("rounding of four", {}, "--training.local-batch-size", "4")
+        return jobs
+    degree = ("--parallelism.expert-parallel-degree", "2")
+    together = {"transport": "all_to_all"}
+    add("rounding alone", {})
+    add("rounding together", together, *degree)
+    compiled = ("--compile.enable", "--compile.backend", "aot_eager")
+    add("rounding together, compiled", together, *degree, *compiled)
     return jobs
 
 
@@ -169,7 +205,8 @@ def results(tmp_path_factory):
     for ranks, other in ((1, 2), (2, 1)):
         more = (*DEBUG, *BATCH, *DTENSOR)
         resumed = folder.job(f"{other}/killed", "sonicmoe_debug", None, *more)
-        phases[1].append(world(f"resumed by {ranks}", ranks, {"resumed": resumed}))
+        jobs = {"resumed": resumed} | roundings(folder, ranks)
+        phases[1].append(world(f"resumed by {ranks}", ranks, jobs))
     found = folder.run(phases)
     return {
         ranks: found[name] | found[f"resumed by {ranks}"]
@@ -213,12 +250,23 @@ def test_fsdp(results):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_expert_parallel(results, model):
-    assert_within_noise(of(results[2], f"EP/{model}/"), "routed")
+    assert_within_noise(of(results[2], f"EP/{model}/"), "routed", "exchanged")
 
 
-def test_expert_parallel_compiled(results):
-    runs = of(results[2], "EP/qwen3/") | {"compiled": results[2]["compiled"]}
-    assert_within_noise(runs, "compiled")
+@pytest.mark.parametrize("name", ["compiled", "exchanged, compiled"])
+def test_expert_parallel_compiled(results, name):
+    assert_within_noise(of(results[2], "EP/qwen3/") | {name: results[2][name]}, name)
+
+
+@pytest.mark.parametrize("name", ["full AC", "kept AC", "kept AC, compiled"])
+def test_expert_parallel_checkpointed(results, name):
+    whole = results[2]["exchanged, compiled" if "compiled" in name else "EP/qwen3/exchanged"]
+    assert difference(results[2][f"exchanged, {name}"], whole) == (0, 0)
+
+
+def test_expert_and_tensor_parallel(results):
+    loss, norm = difference(results[2]["EP and TP/exchanged"], results[2]["EP and TP/own"])
+    assert loss < 1e-4 and norm < 1e-4
 
 
 def test_tensor_parallel(results):
@@ -246,6 +294,15 @@ def test_token_rounding(results):
         loss, norm = difference(runs[rounded], runs[own])
         assert loss < 3e-3 and norm < 3e-3, (rounded, loss, norm)
     assert difference(runs["rounding/16"], runs["sigmoid/own"])[0] > 1e-3
+
+
+def test_token_rounding_over_ranks(results):
+    """Two ranks round their tokens together, as one rank that has the tokens of both."""
+    whole = results[1]["rounding of four"]
+    for name in ("rounding together", "rounding together, compiled"):
+        loss, norm = difference(results[2][name], whole)
+        assert loss < 1e-3 and norm < 1e-3, (name, loss, norm)
+    assert difference(results[2]["rounding alone"], whole)[0] > 5e-3
 
 
 @pytest.mark.parametrize("name", ["full AC", "selective AC", "kept AC", "partial_dtensor"])
@@ -295,7 +352,8 @@ def test_metrics(results):
     [
         (1, "softmax with bias", 'score_func is "softmax" with an expert bias: .* load_balance'),
         (2, "TP/gpt_oss", "tensor_parallel_degree is 2, which would split them"),
-        (2, "EP/rounding", "token rounding in torchtitan needs every .*: ep is 2, must be 1"),
+        (2, "EP/rounding", "token rounding in torchtitan needs a transport where ep is 2: give"),
+        (2, "TP/rounding", "token rounding in torchtitan needs whole .*: tp is 2, must be 1"),
     ],
 )
 def test_refusals(results, ranks, name, sentence):

@@ -178,6 +178,35 @@ def test_rounding_options_are_checked(options, sentence):
         overrides.token_rounding(None, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"transport": "rdma"}, ValueError, "transport is .*rdma"),
+        ({"transport": "peer", "capacity": 1.2}, ValueError, "capacity is given without max_tok"),
+        ({"max_tokens": 64}, ValueError, "max_tokens and capacity are for a transport: name one"),
+        (
+            {"transport": "peer", "precision": "fp8"},
+            NotImplementedError,
+            "expert parallelism by transport needs precision=None; without transport torchtitan's",
+        ),
+    ],
+)
+def test_options_of_a_transport_are_checked(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        overrides.routed_experts(routed_config(GroupedExperts), **options)
+    with pytest.raises(error, match=sentence):
+        overrides.token_rounding(layer_config(), **options)
+
+
+def test_a_transport_serves_without_expert_parallelism():
+    """One list of overrides for any number of ranks."""
+    config = overrides.routed_experts(routed_config(GroupedExperts), transport="peer")
+    plain = overrides.routed_experts(routed_config(GroupedExperts))
+    inputs = tokens(B, L, D, seed=3), tokens(B, L, D), *routing(L)
+    found, want = step(build(config), *inputs), step(build(plain), *inputs)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
 class Forwards(TorchDispatchMode):
     """How often the layer's forward ran."""
 

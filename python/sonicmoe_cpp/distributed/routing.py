@@ -37,12 +37,35 @@ class AllTokens:
         copies = logits.detach().repeat(size, 1)
         everyone = self.group.all_to_all(copies, [own] * size, self.tokens, self.timeout)
         before, _, after = everyone.split([begin, own, self.total - begin - own])
-        pairs = rule(torch.cat((before, logits, after)))
-        here = (pairs.token >= begin) & (pairs.token < begin + own)
-        return pairs._replace(
-            token=torch.where(here, pairs.token - begin, -1),
-            expert=torch.where(here, pairs.expert, logits.shape[1]),
-        )
+        return _own(rule(torch.cat((before, logits, after))), begin, logits)
+
+
+def _own(pairs: Pairs, begin: int, logits: Tensor) -> Pairs:
+    """`pairs` of all ranks' tokens, of which this rank's begin at `begin`: the other ranks' tokens
+    become -1 and their experts E."""
+    here = (pairs.token >= begin) & (pairs.token < begin + logits.shape[0])
+    return pairs._replace(
+        token=torch.where(here, pairs.token - begin, -1),
+        expert=torch.where(here, pairs.expert, logits.shape[1]),
+    )
+
+
+def _gathered(group: Group, values: Tensor, timeout: float) -> Tensor:
+    """(W, ...) from every rank's values (...); as one operator in compiled code."""
+    if torch.compiler.is_compiling():
+        return _ops.ops.expert_parallel_all_gather(values.detach(), group.name, timeout)
+    return group.all_gather(values, timeout)
+
+
+def pairs_of_equal_ranks(
+    group: Group, logits: Tensor, rule: Callable[[Tensor], Pairs], timeout: float
+) -> Pairs:
+    """As AllTokens.pairs, where all ranks have as many tokens: so no rank asks for sizes, and
+    torch.compile sees one graph."""
+    everyone = _gathered(group, logits, timeout)
+    before, after = everyone[: group.rank].flatten(0, 1), everyone[group.rank + 1 :].flatten(0, 1)
+    pairs = rule(torch.cat((before, logits, after)))
+    return _own(pairs, group.rank * logits.shape[0], logits)
 
 
 def group_losses(
@@ -63,10 +86,7 @@ def group_losses(
     """
     tokens, p, z = (t.double() for t in loss_sums(logits, score, padding))
     mine = torch.cat((counts.double(), tokens.view(1), p, z.view(1)))
-    if torch.compiler.is_compiling():
-        of_ranks = _ops.ops.expert_parallel_all_gather(mine.detach(), group.name, timeout)
-    else:
-        of_ranks = group.all_gather(mine, timeout)
+    of_ranks = _gathered(group, mine, timeout)
     total = of_ranks[0]
     for other in of_ranks[1:]:
         total = total + other

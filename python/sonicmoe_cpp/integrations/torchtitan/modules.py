@@ -21,9 +21,12 @@ from torchtitan.models.common.moe import (
     TokenChoiceTopKRouter,
 )
 
+from ...distributed.layer import TIMEOUT, Place, make_transport, run
+from ...distributed.peer import Limits
+from ...distributed.routing import pairs_of_equal_ranks
 from ...layer import moe, moe_grouped, moe_pairs
 from ...module import _one_or_nan
-from ...routing import route, token_round
+from ...routing import Pairs, route, token_round
 from .._grouped import offsets_of
 from .._recognise import local
 
@@ -73,14 +76,39 @@ class SonicGroupedExperts(Experts, GroupedExperts):
         return {"w_up": (gate, up), "w_down": down, "precision": self.precision}
 
 
+def _over_ranks(place: Place, form: str, x: Tensor, routing: tuple, arguments: dict) -> Tensor:
+    """The layer over the ranks of expert parallelism; `arguments` as of layer_arguments()."""
+    up, down, b_up, b_down = (arguments.get(n) for n in ("w_up", "w_down", "b_up", "b_down"))
+    style = arguments.get("activation", "swiglu"), arguments.get("gate_layout", "concatenated")
+    return run(place, form, x, routing, (up, down, b_up, b_down), style, None)
+
+
 class SonicRoutedExperts(RoutedExperts):
     """Dispatch, experts and combine in one operator: no permuted copy of the tokens, no padded
-    rows, no scatter. Under expert parallelism torchtitan's dispatcher moves the rows, and
-    inner_experts computes them."""
+    rows, no scatter. Under expert parallelism sonicmoe_cpp.distributed moves the rows if
+    `transport` names how, and then a token's row travels once to each rank. Without `transport`
+    torchtitan's dispatcher moves the rows, and inner_experts computes them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        pass
+        transport: str | None = None
+        timeout: float = TIMEOUT
+        max_tokens: int | None = None
+        capacity: float | None = None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.transport = config.transport
+        top_k = config.token_dispatcher.top_k
+        self.limits = Limits(config.timeout, config.max_tokens, config.capacity, top_k)
+        self.place: Place | None = None
+
+    def parallelize(self, parallel_dims) -> None:
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("ep")
+        if mesh is not None and self.transport is not None:
+            transport = make_transport(self.transport, mesh, self.limits)
+            self.place = Place(transport, transport.group.next_layer())
 
     def forward(
         self,
@@ -89,7 +117,8 @@ class SonicRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        if getattr(self.token_dispatcher, "ep_mesh", None) is not None:
+        divided = getattr(self.token_dispatcher, "ep_mesh", None) is not None
+        if divided and self.place is None:
             return super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
@@ -98,7 +127,11 @@ class SonicRoutedExperts(RoutedExperts):
         ids, scores = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
         arguments = self.inner_experts.layer_arguments()
         with torch.autocast(x.device.type, enabled=False):
-            out = moe(x.bfloat16(), ids, scores, **arguments)
+            if self.place is None:
+                out = moe(x.bfloat16(), ids, scores, **arguments)
+            else:
+                routing = ids, None, scores
+                out = _over_ranks(self.place, "ids", x.bfloat16(), routing, arguments)
         return out.type_as(x).view(x_BLD.shape)
 
 
@@ -205,7 +238,8 @@ class SonicRoundedMoE(MoE):
     """MoE that rounds every expert's tokens to multiples of `tile` while training.
 
     Evaluation routes by top-k, and so does a batch with T*K < E*tile/2. The counts for load
-    balancing are those of top-k.
+    balancing are those of top-k. Under expert parallelism T and rows are those of all its ranks,
+    which torchtitan gives as many tokens each.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -219,17 +253,42 @@ class SonicRoundedMoE(MoE):
         self.rounding = config.rounding
 
     def parallelize(self, parallel_dims) -> None:
-        for name in ("tp", "ep", "cp"):
+        for name in ("tp", "cp"):
             if getattr(parallel_dims, name) > 1:
                 raise NotImplementedError(
-                    f"token rounding in torchtitan needs every token and expert on its rank: "
-                    f"{name} is {getattr(parallel_dims, name)}, must be 1"
+                    f"token rounding in torchtitan needs whole sequences on a rank: {name} is "
+                    f"{getattr(parallel_dims, name)}, must be 1"
                 )
+        if parallel_dims.ep > 1 and self.routed_experts.transport is None:
+            raise NotImplementedError(
+                f"token rounding in torchtitan needs a transport where ep is {parallel_dims.ep}: "
+                'give the override {"transport": "all_to_all"}'
+            )
         super().parallelize(parallel_dims)
+
+    def _pairs(self, logits: Tensor, options: dict) -> Pairs:
+        def rule(logits: Tensor) -> Pairs:
+            own = {"tile": self.tile, "mode": self.rounding}
+            return token_round(logits, self.router.top_k, **own, **options)
+
+        place = self.routed_experts.place
+        if place is None:
+            return rule(logits)
+        return pairs_of_equal_ranks(place.transport.group, logits, rule, place.transport.timeout)
+
+    def _experts(self, x: Tensor, pairs: Pairs) -> Tensor:
+        arguments = self.routed_experts.inner_experts.layer_arguments()
+        place = self.routed_experts.place
+        with torch.autocast(x.device.type, enabled=False):
+            if place is None:
+                return moe_pairs(x.bfloat16(), pairs, **arguments)
+            return _over_ranks(place, "pairs", x.bfloat16(), tuple(pairs[:3]), arguments)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         x, router = x_BLD.flatten(0, 1), self.router
-        too_few = 2 * x.shape[0] * router.top_k < router.num_experts * self.tile
+        place = self.routed_experts.place
+        ranks = 1 if place is None else place.transport.group.size
+        too_few = 2 * ranks * x.shape[0] * router.top_k < router.num_experts * self.tile
         if not self.training or too_few or router._debug_force_load_balance:
             return super().forward(x_BLD)
         _refuse_typechecking()
@@ -239,11 +298,7 @@ class SonicRoundedMoE(MoE):
             ids, _ = _choice(router, logits, options)
             chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, True)
             self.tokens_per_expert_E.add_(chosen.sum(0))
-        rule = {"tile": self.tile, "mode": self.rounding}
-        pairs = token_round(logits, router.top_k, **rule, **options)
-        arguments = self.routed_experts.inner_experts.layer_arguments()
-        with torch.autocast(x.device.type, enabled=False):
-            out = moe_pairs(x.bfloat16(), pairs, **arguments)
+        out = self._experts(x, self._pairs(logits, options))
         out = (out * _one_or_nan(logits).to(out.dtype)).type_as(x).view(x_BLD.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x_BLD)
 
@@ -258,5 +313,5 @@ class SonicSelectiveAC(SelectiveAC):
 
     def get_save_ops(self) -> set:
         ops = torch.ops.sonicmoe_cpp
-        kept = (ops.moe_forward, ops.route, ops.token_round)
+        kept = (ops.moe_forward, ops.route, ops.token_round, ops.expert_parallel_forward)
         return super().get_save_ops() | {op.default for op in kept}

@@ -27,6 +27,9 @@ with needs("torchtitan.overrides", "torchtitan", "0.3"):
     )
 
 from ..._checks import integer, one_of
+from ...distributed.layer import TIMEOUT
+from ...distributed.peer import Limits
+from ...distributed.transport import TRANSPORTS
 from ...fp8 import check_request
 from ...routing import MODES
 from .modules import (
@@ -76,11 +79,36 @@ def grouped_experts(
     return _served(config, _EXPERTS | _gpt_oss()[0], precision=precision)
 
 
+def _check_transport(precision: str | None, transport: str | None, limits: Limits) -> None:
+    if transport is None:
+        if limits != Limits(TIMEOUT):
+            raise ValueError("timeout, max_tokens and capacity are for a transport: name one")
+        return
+    one_of("transport", transport, TRANSPORTS)
+    limits.check()
+    if precision is not None:
+        raise NotImplementedError(
+            f'precision is "{precision}", expert parallelism by transport needs precision=None; '
+            "without transport torchtitan's dispatcher moves the rows, for any precision"
+        )
+
+
 @override(target=RoutedExperts.Config, description="fused experts of sonicmoe_cpp")
 def routed_experts(
-    config: RoutedExperts.Config, precision: str | None = None
+    config: RoutedExperts.Config,
+    precision: str | None = None,
+    transport: str | None = None,
+    timeout: float = TIMEOUT,
+    max_tokens: int | None = None,
+    capacity: float | None = None,
 ) -> RoutedExperts.Config:
-    return _served(config, _ROUTED, inner_experts=grouped_experts(config.inner_experts, precision))
+    """transport: how rows travel under expert parallelism, as in
+    sonicmoe_cpp.distributed.ExpertParallelMoE, with timeout, max_tokens and capacity. None:
+    torchtitan's dispatcher moves them."""
+    limits = {"timeout": timeout, "max_tokens": max_tokens, "capacity": capacity}
+    _check_transport(precision, transport, Limits(**limits))
+    experts = grouped_experts(config.inner_experts, precision)
+    return _served(config, _ROUTED, inner_experts=experts, transport=transport, **limits)
 
 
 @override(target=TokenChoiceTopKRouter.Config, description="router of sonicmoe_cpp")
@@ -90,13 +118,18 @@ def router(config: TokenChoiceTopKRouter.Config) -> TokenChoiceTopKRouter.Config
 
 @override(target=MoE.Config, description="token rounding of sonicmoe_cpp")
 def token_rounding(
-    config: MoE.Config, tile: int = 128, rounding: str = "nearest", precision: str | None = None
+    config: MoE.Config,
+    tile: int = 128,
+    rounding: str = "nearest",
+    precision: str | None = None,
+    **exchange,
 ) -> MoE.Config:
-    """Refuses stochastic rounding: a CUDA graph of a step would repeat the same draw for ever."""
+    """Refuses stochastic rounding: a CUDA graph of a step would repeat the same draw for ever.
+    exchange: transport and its limits, as of routed_experts."""
     integer("tile", tile)
     one_of("rounding", rounding, [mode for mode in MODES if mode != "stochastic"])
     parts = {"router": router(config.router)}
-    parts["routed_experts"] = routed_experts(config.routed_experts, precision)
+    parts["routed_experts"] = routed_experts(config.routed_experts, precision, **exchange)
     return _served(config, _LAYERS | _gpt_oss()[1], tile=tile, rounding=rounding, **parts)
 
 
