@@ -193,6 +193,14 @@ TEST(Engines, DeclareWhatTheyServe) {
     EXPECT_NE(cuda::refusal(p, *engine).find("multiples of 8"), std::string::npos) << engine->name;
     p.width = 16;
     EXPECT_EQ(cuda::refusal(p, *engine), "") << engine->name;
+    p.tokens = (1LL << 30) - (1LL << 17);
+    p.top_k = 2;
+    EXPECT_EQ(cuda::refusal(p, *engine), "") << engine->name;
+    p.tokens++;
+    EXPECT_EQ(cuda::refusal(p, *engine),
+              "row capacity C is 2147221506 but CUDA takes at most 2147221504.")
+        << engine->name;
+    p.tokens = 0;
   }
 }
 

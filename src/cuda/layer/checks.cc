@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/checks.h"
 #include "cuda/layer/views.h"
 
 namespace sonicmoe::cuda {
@@ -10,9 +11,16 @@ namespace {
 
 constexpr std::int64_t kMaxExperts = 1024;
 constexpr std::int64_t kMaxRowStride = std::int64_t{1} << 30;
+constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - (std::int64_t{1} << 18);
 
 [[noreturn]] void refuse(const std::string& sentence, Status status = Status::kUnsupported) {
   throw Error(status, sentence);
+}
+
+std::string too_many_rows(const char* name, std::int64_t rows) {
+  if (rows <= kMaxRows) return {};
+  return std::string(name) + " is " + std::to_string(rows) + " but CUDA takes at most " +
+         std::to_string(kMaxRows) + ".";
 }
 
 void check_aligned(const char* name, const Tensor& t) {
@@ -86,7 +94,7 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return "experts is " + std::to_string(p.experts) + " but CUDA takes at most " +
            std::to_string(kMaxExperts) + ".";
   }
-  return {};
+  return too_many_rows("row capacity C", checks::rows(p));
 }
 
 void check_problem(const Problem& problem, const Engine& engine) {
@@ -112,6 +120,11 @@ void check_experts(const char* name, std::int64_t experts) {
   if (experts <= kMaxExperts) return;
   refuse(std::string(name) + " is " + std::to_string(experts) + " but CUDA takes at most " +
          std::to_string(kMaxExperts) + ".");
+}
+
+void check_row_count(const char* name, std::int64_t rows) {
+  const std::string sentence = too_many_rows(name, rows);
+  if (!sentence.empty()) refuse(sentence);
 }
 
 void check_rows(const char* name, const Tensor& rows) {

@@ -19,6 +19,10 @@ std::string refusal(const Problem& problem, const Engine& engine);
 /// At most 1024 experts: the metadata kernels use one thread of a block for each expert.
 void check_experts(const char* name, std::int64_t experts);
 
+/// At most 2^31 - 2^18 rows: kernels compute 32-bit indices of rows past the last one, by up to one
+/// record (kRecordRows) for each expert and each CTA.
+void check_row_count(const char* name, std::int64_t rows);
+
 /// Rows (R, width): 16-byte aligned, last stride 1, row stride a multiple of 8 below 2^30.
 void check_rows(const char* name, const Tensor& rows);
 

@@ -35,6 +35,7 @@ void grouped_gemm(const GroupedGemm& args, const Exec& exec) {
   const std::int64_t experts = b.shape[0];
   check_product("a", a.dtype, {b.shape[1], b.shape[2]}, *device.engine);
   check_experts("E", experts);
+  check_row_count("R", rows);
   check_rows("a", a);
   check_rows("d", d);
   check_matrices("b", b);
@@ -60,6 +61,7 @@ void grouped_gemm_k(const GroupedGemmK& args, const Exec& exec) {
   const std::int64_t experts = d.shape[0];
   check_product("a", a.dtype, {d.shape[1], d.shape[2]}, *device.engine);
   check_experts("E", experts);
+  check_row_count("R", rows);
   check_rows("a", a);
   check_rows("b", b);
   check_matrices("d", d);
