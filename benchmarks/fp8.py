@@ -1,0 +1,392 @@
+#!/usr/bin/env python3
+"""Compares the layer in fp8 with the layer in bf16 on one Hopper GPU; writes fp8.json.
+
+    cmake --build --preset release --target fp8_bench
+    python benchmarks/fp8.py                        benchmarks/results/h200/fp8.json
+    python benchmarks/fp8.py --summary RECORD       the figures by which fp8 is judged
+
+Every contender is called as in training code, routing and every cast included, hot, in one process,
+in random order. The weights of fp8 and auto are quantised before; quantise_ms is that call, and
+step_ms are whole steps of 1 and 4 micro-batches, each of which quantises the weights once.
+torch_scaled is h200_bench/scaled.py. Before anything is timed, the cosines of all results with
+those of a bf16 layer in plain torch are recorded; a wrong layer is refused.
+
+products: fp8_bench's time of A, Y, dH and dX~, gather and epilogue included, and cuBLAS's product
+with block scales of the same shape, on rows that are gathered and quantised already.
+
+The record is written after each layer. Run again with the same --out to measure what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("SONICMOE_UNTRIED_FP8", "1")
+
+import h200
+import torch
+from h200_bench import check, packages, rivals, timing
+from h200_bench.layer import Data, Shape
+from h200_bench.scaled import scaled_layer
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = {"tiny": Shape(96, 128, 128, 4, 2)}
+CONFIGS = {
+    name: shape
+    for name, shape in h200.CONFIGS.items()
+    if shape.d % 128 == shape.n % 128 == 0 and name not in h200.SMALL
+} | TINY
+PRECISIONS = {"bf16": None, "fp8": "fp8", "auto": "auto"}
+PEERS = ("torch_scaled",)
+MICRO_BATCHES = (1, 4)
+# The least cosine with torch's bf16 layer that shows a correct layer.
+LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99, "torch_scaled": 0.99}
+# (N, K) of a product over C rows, by the name of fp8_bench's step.
+PRODUCTS = {
+    "A": lambda s: (2 * s.n, s.d),
+    "Y": lambda s: (s.d, s.n),
+    "dH": lambda s: (s.n, s.d),
+    "dX~": lambda s: (s.d, 2 * s.n),
+}
+
+
+# ---- contenders ----------------------------------------------------------------------------------
+
+
+class Ours:
+    """This library's layer with routing; its quantised weights are made by quantise()."""
+
+    def __init__(self, data, precision):
+        import sonicmoe_cpp as smoe
+
+        self.smoe, self.precision, self.codes = smoe, precision, None
+        self.autograd = rivals.Autograd(data, self.layer)
+        self.forward, self.both = self.autograd.forward, self.autograd.both
+        self.results = self.autograd.results
+
+    def layer(self, x, logits, w_up, w_down):
+        ids, weights = self.smoe.route(logits, self.autograd.data.shape.K)
+        options = {"precision": self.precision, "fp8_weights": self.codes}
+        return self.smoe.moe(x, ids, weights, w_up, w_down, **options)
+
+    def quantise(self):
+        if self.precision is not None:
+            data = self.autograd.data
+            self.codes = self.smoe.quantize_weights(data.w_up, data.w_down)
+
+    def step(self, micro_batches):
+        self.quantise()
+        for _ in range(micro_batches):
+            self.both()
+
+    def kept_bytes(self):
+        """Of tensors saved for backward that are neither arguments nor quantised weights."""
+        given = {t.untyped_storage().data_ptr() for t in self.autograd.leaves}
+        if self.codes is not None:
+            given.add(self.codes.codes.untyped_storage().data_ptr())
+        kept = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in given:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = self.forward()  # alive, so that no two storages have one address
+        return sum(kept.values()) * (out is not None)
+
+
+def contenders(data):
+    """({name: contender}, {name: reason})"""
+    found = {name: Ours(data, precision) for name, precision in PRECISIONS.items()}
+    left_out = {}
+    try:
+        found["torch_scaled"] = rivals.Autograd(data, scaled_layer(data.shape))
+    except Exception as error:
+        left_out["torch_scaled"] = packages.first_line(error)
+    return found, left_out
+
+
+def cosines(want, out, gradients):
+    """Cosine of each result with torch's."""
+    names = ("dx", "dlogits", "dw_up", "dw_down")
+    results = {"out": out} | dict(zip(names, gradients, strict=True))
+    flat = {name: (got.detach().flatten().float(), want[name].flatten().float())
+            for name, got in results.items()}  # fmt: skip
+    return {name: (torch.dot(a, b) / (a.norm() * b.norm())).item() for name, (a, b) in flat.items()}
+
+
+def checked(found, data, left_out):
+    """{name: cosines}. A peer that fails is left out; ours end the run."""
+    want = check.Checker(data).want
+    result = {}
+    for name, contender in list(found.items()):
+        try:
+            got = cosines(want, *contender.results())
+            if not min(got.values()) >= LEAST_COSINE[name]:
+                raise SystemExit(f"{name} is wrong: cosines {got}")
+        except (Exception, SystemExit) as error:
+            if name not in PEERS:
+                raise
+            left_out[name] = packages.first_line(error)
+            del found[name]
+        else:
+            result[name] = {key: round(value, 5) for key, value in got.items()}
+    return result
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def host_round(runs, _milliseconds, times):
+    """As timing.hot_round, on the CPU."""
+    for name, run in runs.items():
+        began = time.perf_counter()
+        run()
+        times.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
+
+
+def medians_of(runs, device, burst, rounds):
+    times = {}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        (timing.hot_round if device.type == "cuda" else host_round)(runs, burst, times)
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def measure_layer(config, options):
+    """A row of the record."""
+    shape, device = CONFIGS[config], torch.device(options.device)
+    torch._dynamo.reset()
+    data = Data(shape, device)
+    data.sample(0)
+    found, left_out = contenders(data)
+    ours = {name: found[name] for name in PRECISIONS}
+    for contender in ours.values():
+        contender.quantise()
+    row = {"config": config, **vars(shape), "cosine": checked(found, data, left_out)}
+    runs = {}
+    for name, contender in found.items():
+        runs[name, "fwd"], runs[name, "both"] = contender.forward, contender.both
+    for micro in MICRO_BATCHES:
+        for name in ("bf16", "fp8"):
+            runs[name, micro] = lambda c=ours[name], m=micro: c.step(m)
+    runs["fp8", "quantise"] = ours["fp8"].quantise
+    times = medians_of(runs, device, options.burst, options.rounds)
+    for name in found:
+        fwd, both = times[name, "fwd"], times[name, "both"]
+        row[name] = {"fwd_ms": round(fwd, 4), "bwd_ms": round(both - fwd, 4)}
+    row["quantise_ms"] = round(times["fp8", "quantise"], 4)
+    row["step_ms"] = {
+        str(micro): {name: round(times[name, micro], 4) for name in ("bf16", "fp8")}
+        for micro in MICRO_BATCHES
+    }
+    row["kept_mib"] = {n: round(ours[n].kept_bytes() / 2**20, 3) for n in ("bf16", "fp8")}
+    return row | ({"left_out": left_out} if left_out else {})
+
+
+def blocks_ms(shape, columns, depth, burst, rounds):
+    """cuBLAS's time of (C, depth) x (depth, columns) in e4m3 with scales of 1 x 128 and 128 x 128.
+    One matrix serves all rows: cuBLAS has no grouped form of it."""
+    rows, cuda = shape.rows, {"device": "cuda"}
+    a = torch.randn(rows, depth, **cuda).to(torch.float8_e4m3fn)
+    b = torch.randn(columns, depth, **cuda).to(torch.float8_e4m3fn)
+    of_rows = torch.ones(depth // 128, rows, **cuda).t()
+    of_blocks = torch.ones(columns // 128, depth // 128, **cuda).t()
+
+    def run():
+        torch._scaled_mm(a, b.t(), of_rows, of_blocks, out_dtype=torch.bfloat16)
+
+    return medians_of({"cublas": run}, torch.device("cuda"), burst, rounds)["cublas"]
+
+
+def lines_of(text):
+    """The JSON objects of fp8_bench's output."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def steps_of(lines):
+    """[(config, Shape, {step: ms})] of fp8."""
+    shapes = {line["config"]: Shape(*(line[k] for k in "TdnEK")) for line in lines if "T" in line}
+    of_fp8 = [line for line in lines if line.get("precision") == "fp8"]
+    return [(line["config"], shapes[line["config"]], line["steps_ms"]) for line in of_fp8]
+
+
+def measure_products(options):
+    """Rows of the record: {config, T, d, n, E, K, products: {name: ours_ms, cublas_ms, ...}}"""
+    done = subprocess.run(
+        [options.bench, str(options.bench_seconds)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip() or f"{options.bench} exited {done.returncode}")
+    rows = []
+    for config, shape, steps in steps_of(lines_of(done.stdout)):
+        products = {}
+        for name, size in PRODUCTS.items():
+            cublas = blocks_ms(shape, *size(shape), options.burst, options.rounds)
+            ours = steps[name]
+            products[name] = {"ours_ms": ours, "cublas_ms": round(cublas, 4)}
+            products[name]["of_cublas"] = round(cublas / ours, 3)
+        rows.append({"config": config, **vars(shape), "products": products})
+    return rows
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def total(row, name):
+    return row[name]["fwd_ms"] + row[name]["bwd_ms"]
+
+
+def spread(values):
+    values = list(values)
+    if not values:
+        return None
+    return {"mean": statistics.geometric_mean(values), "least": min(values), "of": len(values)}
+
+
+# title: (goal, the figure that it is for)
+GOALS = {
+    "forward over bf16, d >= 2048, n >= 1024": (1.40, "mean"),
+    "forward + backward over bf16, d >= 2048, n >= 1024": (1.25, "mean"),
+    "forward + backward over bf16, n = 512": (1.12, "least"),
+    '"auto" over bf16, all layers': (0.99, "least"),
+    "over torch's scaled products": (1.0, "least"),
+    "bf16's bytes kept for backward over fp8's": (1 / 0.55, "least"),
+    "a product over cuBLAS's": (0.95, "least"),
+}
+
+
+def summary(record):
+    """{title of GOALS: {mean, least, of}}, None where nothing was measured."""
+    rows = [row for row in record["rows"] if row["config"] not in TINY]
+    wide = [row for row in rows if row["d"] >= 2048 and row["n"] >= 1024]
+    narrow = [row for row in rows if row["n"] == 512]
+    beside = [row for row in rows if "torch_scaled" in row]
+    products = [p for row in record["products"] for p in row["products"].values()]
+    values = (
+        (row["bf16"]["fwd_ms"] / row["fp8"]["fwd_ms"] for row in wide),
+        (total(row, "bf16") / total(row, "fp8") for row in wide),
+        (total(row, "bf16") / total(row, "fp8") for row in narrow),
+        (total(row, "bf16") / total(row, "auto") for row in rows),
+        (total(row, "torch_scaled") / total(row, "fp8") for row in beside),
+        (row["kept_mib"]["bf16"] / row["kept_mib"]["fp8"] for row in rows),
+        (product["of_cublas"] for product in products),
+    )
+    return {title: spread(each) for title, each in zip(GOALS, values, strict=True)}
+
+
+def summary_lines(record):
+    found = []
+    for title, figures in summary(record).items():
+        goal, which = GOALS[title]
+        if figures is None:
+            found.append(f"{title}: nothing measured")
+            continue
+        verdict = "met" if figures[which] >= goal else "MISSED"
+        found.append(
+            f"{title}: geometric mean {figures['mean']:.3f}, least {figures['least']:.3f}, of "
+            f"{figures['of']}; goal {goal:.3g} for the {which}: {verdict}"
+        )
+    return found
+
+
+# ---- the record ----------------------------------------------------------------------------------
+
+
+def header(options):
+    if options.device == "cuda":
+        return h200.header()
+    return {"device": "cpu", "torch": torch.__version__, "commit": h200.commit()}
+
+
+def opened(options):
+    """The record, with what an earlier run on this device and commit has measured."""
+    found = header(options) | {"what": "fp8", "state": "hot", "rows": [], "products": []}
+    if options.out.exists():
+        earlier = json.loads(options.out.read_text())
+        if any(earlier.get(key) != found[key] for key in ("device", "commit")):
+            raise SystemExit(f"{options.out} is of another device or commit, must be of this one")
+        found |= {"rows": earlier["rows"], "products": earlier["products"]}
+    return found
+
+
+def written(record, out):
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def run(options, record):
+    """Measures what is missing. Returns what failed or was not reached."""
+    began, failed = time.perf_counter(), []
+    done = {row["config"] for row in record["rows"]}
+    for config in options.configs:
+        if config in done:
+            continue
+        if time.perf_counter() - began > options.seconds:
+            failed.append(f"{config}: not reached")
+            continue
+        try:
+            record["rows"].append(measure_layer(config, options))
+        except (Exception, SystemExit) as error:  # go on with the other layers
+            failed.append(f"{config}: {packages.first_line(error)}")
+            continue
+        print(json.dumps(record["rows"][-1]), flush=True)
+        written(record, options.out)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    if options.bench and not record["products"]:
+        try:
+            record["products"] = measure_products(options)
+            written(record, options.out)
+        except Exception as error:
+            failed.append(f"products: {packages.first_line(error)}")
+    return failed
+
+
+def parsed():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    standard = [name for name in CONFIGS if name not in TINY]
+    parser.add_argument("--summary", type=Path, metavar="RECORD")
+    parser.add_argument("--configs", nargs="+", choices=list(CONFIGS), default=standard)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--burst", type=float, default=40.0, help="milliseconds of a hot burst")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=280.0, help="start no layer after these")
+    parser.add_argument("--bench", default=str(ROOT / "build/release/fp8_bench"), help="or ''")
+    parser.add_argument("--bench-seconds", type=float, default=1.0)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/h200/fp8.json")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        options.bench = ""
+    elif options.summary is None and not torch.cuda.is_available():
+        parser.error("no GPU: --device cpu runs the program, but its times say nothing")
+    return options
+
+
+def main():
+    options = parsed()
+    if options.summary is not None:
+        print("\n".join(summary_lines(json.loads(options.summary.read_text()))))
+        return 0
+    record = opened(options)
+    failed = run(options, record)
+    print("\n".join((*summary_lines(record), *failed)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
