@@ -1,23 +1,10 @@
 #include "cuda/portable/epilogues/activate.cuh"
-#include "cuda/portable/instances.cuh"
-#include "cuda/portable/loaders/rows.cuh"
+#include "cuda/portable/row_instances.cuh"
 
 namespace sonicmoe::cuda::portable {
-namespace {
-
-template <class Element, Depth kDepth>
-const void* kernel(WeightOrder order) {
-  using enum Order;
-  return order == WeightOrder::kAlongDepth
-             ? address_of<Kernel<Element, RowLoader<kDepth, kAlongK>, Activate<Element>>>()
-             : address_of<Kernel<Element, RowLoader<kDepth, kAcrossK>, Activate<Element>>>();
-}
-
-}  // namespace
 
 const void* activate_kernel(const Variant& variant, WeightOrder order) {
-  return for_variant(variant,
-                     [&]<class Element, Depth kDepth>() { return kernel<Element, kDepth>(order); });
+  return row_kernel<Activate>(variant, order);
 }
 
 }  // namespace sonicmoe::cuda::portable
