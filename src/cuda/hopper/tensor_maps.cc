@@ -39,16 +39,20 @@ CUtensorMap encode_map(const Device& device, const MapFormat& format, const void
     if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride * format.bytes);
     rank++;
   }
-  CUtensorMap map;
+  // The driver asks for an address that is a multiple of 64. The caller's place for the result may
+  // be none: GCC 12 gives temporaries no more than 16.
+  struct {
+    CUtensorMap map;
+  } encoded;
   const CUresult result = hopper_state(device).encode(
-      &map, format.type, rank, const_cast<void*>(base), sizes, strides, boxes, steps,
+      &encoded.map, format.type, rank, const_cast<void*>(base), sizes, strides, boxes, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(Status::kInternal, "the driver refused a tensor map (code " +
                                        std::to_string(static_cast<int>(result)) + ").");
   }
-  return map;
+  return encoded.map;
 }
 
 /// Of 16-bit elements. Boxes are swizzled in shared memory by 64 bytes where a row of a box is no
