@@ -1,0 +1,105 @@
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "machine.h"
+
+namespace sonicmoe::emulator {
+namespace {
+
+constexpr std::size_t kSharedAlignment = 1024;
+constexpr std::size_t kGranule = 16;  // bytes whose last write is known
+/// What shared memory holds when a CTA starts: a NaN in every format.
+constexpr int kGarbage = 0xff;
+
+}  // namespace
+
+Cta::Cta(Cluster& cluster, std::uint32_t rank, Dim index)
+    : cluster_(cluster), rank_(rank), index_(index) {
+  const Launch& launch = cluster.grid().launch();
+  shared_bytes_ = launch.program->static_shared + launch.dynamic_shared;
+  shared_storage_ = std::make_unique<std::byte[]>(shared_bytes_ + kSharedAlignment);
+  const auto address = reinterpret_cast<std::uintptr_t>(shared_storage_.get());
+  shared_ = shared_storage_.get() + (kSharedAlignment - address % kSharedAlignment);
+  std::memset(shared_, kGarbage, shared_bytes_);
+  writes_.resize(shared_bytes_ / kGranule + 1);
+  const std::uint32_t threads = launch.block.count();
+  for (std::uint32_t first = 0; first < threads; first += kLanes) {
+    const std::uint32_t count = std::min<std::uint32_t>(threads - first, kLanes);
+    const std::uint32_t lanes = count == kLanes ? kAllLanes : (1u << count) - 1;
+    warps.push_back(std::make_unique<Warp>(*this, static_cast<int>(first / kLanes), lanes));
+  }
+  fences_.resize(warps.size());
+}
+
+std::byte* Cta::own_shared(std::uint32_t offset, std::size_t bytes) {
+  if (std::size_t{offset} + bytes > shared_bytes_) {
+    throw Fault("shared memory is accessed at byte " + std::to_string(offset) + " of " +
+                std::to_string(shared_bytes_));
+  }
+  return shared_ + offset;
+}
+
+Cta& Cta::owner(std::uint32_t address) {
+  const std::uint32_t name = address >> kRankShift;
+  if (name == 0) return *this;
+  if (name > cluster_.ctas.size()) throw Fault("a shared address names no CTA of the cluster");
+  Cta& owner = *cluster_.ctas[name - 1];
+  if (owner.is_done()) throw Fault("shared memory of a CTA that has ended is accessed");
+  return owner;
+}
+
+std::byte* Cta::shared(std::uint32_t address, std::size_t bytes) {
+  return owner(address).own_shared(address & ((1u << kRankShift) - 1), bytes);
+}
+
+void Cta::note_write(std::uint32_t offset, std::size_t bytes, int warp) {
+  ++time_;
+  const std::size_t last = (offset + bytes - 1) / kGranule;
+  for (std::size_t i = offset / kGranule; i <= last; ++i) writes_[i] = {time_, warp};
+}
+
+void Cta::note_async_write(std::uint32_t offset, std::size_t bytes) {
+  const std::size_t last = (offset + bytes - 1) / kGranule;
+  for (std::size_t i = offset / kGranule; i <= last; ++i) writes_[i] = {};
+}
+
+void Cta::note_proxy_fence(int warp) { fences_[static_cast<std::size_t>(warp)] = ++time_; }
+
+void Cta::check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const {
+  const std::size_t last = (offset + bytes - 1) / kGranule;
+  for (std::size_t i = offset / kGranule; i <= last; ++i) {
+    const Write& w = writes_[i];
+    if (w.time == 0 || fences_[static_cast<std::size_t>(w.warp)] > w.time ||
+        fences_[static_cast<std::size_t>(warp)] > w.time) {
+      continue;
+    }
+    throw Fault("byte " + std::to_string(i * kGranule) + " of shared memory, written by warp " +
+                std::to_string(w.warp) + ", is read asynchronously without a fence.proxy.async");
+  }
+}
+
+std::uint32_t Cta::threads_alive() const {
+  std::uint32_t threads = 0;
+  for (const auto& warp : warps) threads += static_cast<std::uint32_t>(std::popcount(warp->live()));
+  return threads;
+}
+
+bool Cta::is_done() const {
+  return std::all_of(warps.begin(), warps.end(), [](const auto& w) { return w->is_done(); });
+}
+
+Cluster::Cluster(Grid& grid, Dim first) : index(first), grid_(grid) {
+  const Dim size = grid.launch().cluster;
+  for (std::uint32_t rank = 0; rank < size.count(); ++rank) {
+    const Dim cta{index.x * size.x + rank % size.x, index.y * size.y + rank / size.x % size.y,
+                  index.z * size.z + rank / size.x / size.y};
+    ctas.push_back(std::make_unique<Cta>(*this, rank, cta));
+  }
+}
+
+bool Cluster::is_done() const {
+  return std::all_of(ctas.begin(), ctas.end(), [](const auto& c) { return c->is_done(); });
+}
+
+}  // namespace sonicmoe::emulator

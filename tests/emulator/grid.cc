@@ -1,0 +1,130 @@
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "machine.h"
+
+namespace sonicmoe::emulator {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Rounds without progress after which a grid gives its core to others.
+constexpr int kIdleRounds = 8;
+/// In one of so many turns a deferred copy is done.
+constexpr std::uint64_t kCopyTurns = 4;
+
+std::uint32_t resident_clusters(const Launch& launch, const Settings& settings) {
+  const std::size_t shared = launch.program->static_shared + launch.dynamic_shared;
+  std::size_t ctas = settings.multiprocessor_threads / launch.block.count();
+  if (shared > 0) ctas = std::min(ctas, settings.shared_bytes / shared);
+  ctas = std::max<std::size_t>(ctas, 1) * settings.multiprocessors;
+  return std::max<std::uint32_t>(static_cast<std::uint32_t>(ctas) / launch.cluster.count(), 1);
+}
+
+}  // namespace
+
+Grid::Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory)
+    : launch_(launch), settings_(settings), memory_(memory), random_(settings.seed) {}
+
+RegisterFile Grid::take_file() {
+  if (!spare_files_.empty()) {
+    RegisterFile file = std::move(spare_files_.back());
+    spare_files_.pop_back();
+    return file;
+  }
+  constexpr std::size_t kAlignment = 64;
+  const std::size_t bytes = (launch_.program->file_bytes + kAlignment) / kAlignment * kAlignment;
+  RegisterFile file(static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes)));
+  std::memset(file.get(), 0xa5, bytes);
+  return file;
+}
+
+void Grid::start_clusters() {
+  const Dim cluster = launch_.cluster;
+  const Dim clusters{launch_.grid.x / cluster.x, launch_.grid.y / cluster.y,
+                     launch_.grid.z / cluster.z};
+  while (next_cluster_ < clusters.count() &&
+         resident_.size() < resident_clusters(launch_, settings_)) {
+    const std::uint32_t i = next_cluster_++;
+    const Dim index{i % clusters.x, i / clusters.x % clusters.y, i / clusters.x / clusters.y};
+    resident_.push_back(std::make_unique<Cluster>(*this, index));
+    note_progress();
+  }
+}
+
+void Grid::finish_pending() {
+  for (const CopyTask& copy : pending_) copy->finish();
+  pending_.clear();
+}
+
+void Grid::retire_clusters() {
+  const auto is_done = [](const auto& cluster) { return cluster->is_done(); };
+  if (std::none_of(resident_.begin(), resident_.end(), is_done)) return;
+  finish_pending();  // copies that nobody waited for still use the cluster's memory
+  std::erase_if(resident_, is_done);
+}
+
+void Grid::run_some_pending() {
+  if (pending_.empty() || random_() % kCopyTurns != 0) return;
+  const std::size_t chosen = random_() % pending_.size();
+  std::swap(pending_[chosen], pending_.back());
+  const CopyTask copy = std::move(pending_.back());
+  pending_.pop_back();
+  if (copy->is_finished()) return;
+  copy->finish();
+  note_progress();
+}
+
+void Grid::report_deadlock() {
+  std::string text = "deadlock: no warp can go on";
+  for (const auto& cluster : resident_) {
+    for (const auto& cta : cluster->ctas) {
+      for (const auto& warp : cta->warps) {
+        if (!warp->is_done()) text += "\n  " + warp->where();
+      }
+    }
+  }
+  throw Fault(text);
+}
+
+void Grid::run() try {
+  const auto patience = std::chrono::duration<double>(settings_.patience_s);
+  Clock::time_point changed = Clock::now();
+  std::uint64_t seen = 0;
+  int idle = 0;
+  std::vector<Warp*> warps;
+  while (true) {
+    retire_clusters();
+    start_clusters();
+    if (resident_.empty()) break;
+    warps.clear();
+    for (const auto& cluster : resident_) {
+      for (const auto& cta : cluster->ctas) {
+        for (const auto& warp : cta->warps) warps.push_back(warp.get());
+      }
+    }
+    std::shuffle(warps.begin(), warps.end(), random_);
+    Turn most = Turn::kNothing;
+    for (Warp* warp : warps) {
+      if (!warp->is_done()) most = std::max(most, warp->run_turn());
+      run_some_pending();
+    }
+    if (progress_ != seen) {
+      seen = progress_;
+      changed = Clock::now();
+      idle = 0;
+      continue;
+    }
+    if (most == Turn::kNothing && pending_.empty()) report_deadlock();
+    if (Clock::now() - changed > patience) report_deadlock();
+    if (most == Turn::kBusy) continue;
+    if (++idle > kIdleRounds) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  finish_pending();
+} catch (const Fault& fault) {
+  throw Fault(launch_.program->name + ": " + fault.what());
+}
+
+}  // namespace sonicmoe::emulator

@@ -1,0 +1,292 @@
+// The state of a running grid: clusters of CTAs of warps, their memories and barriers.
+//
+// One thread of the host runs a grid. Warps take turns in an order drawn from a seed, and copies
+// that hardware makes asynchronously happen at a drawn later time, at the latest where the program
+// waits for them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+
+namespace sonicmoe::emulator {
+
+struct Dim {
+  std::uint32_t x = 1, y = 1, z = 1;
+  std::uint32_t count() const { return x * y * z; }
+};
+
+struct Launch {
+  const Program* program = nullptr;
+  Dim grid, block, cluster;
+  std::size_t dynamic_shared = 0;
+  std::vector<std::byte> parameters;  ///< Program::parameter_bytes of them
+};
+
+struct Settings {
+  int multiprocessors = 4;
+  std::size_t shared_bytes = 227 * 1024;  ///< of a multiprocessor
+  int multiprocessor_threads = 2048;
+  std::uint64_t seed = 1;
+  double patience_s = 60;  ///< a grid without progress for so long has met a deadlock
+};
+
+/// Which global memory exists. Several grids and the host use it at once.
+class GlobalMemory {
+ public:
+  virtual ~GlobalMemory() = default;
+  /// Throws Fault unless [address, address + bytes) lies in one live allocation.
+  virtual void check(std::uint64_t address, std::size_t bytes) const = 0;
+};
+
+// Generic addresses: a window each for shared and local memory, anything else is global. Within the
+// shared window, and in 32-bit shared addresses, the bits from kRankShift on name a CTA of the
+// cluster, rank + 1; zero is the CTA that runs.
+inline constexpr std::uint64_t kSharedWindow = 0x0100'0000'0000'0000;
+inline constexpr std::uint64_t kLocalWindow = 0x0200'0000'0000'0000;
+inline constexpr std::uint64_t kWindowMask = 0xff00'0000'0000'0000;
+inline constexpr int kRankShift = 24;
+
+class Cta;
+class Cluster;
+class Grid;
+
+/// Something that hardware does later, once.
+class Copy {
+ public:
+  explicit Copy(std::function<void()> act) : act_(std::move(act)) {}
+  void finish() {
+    if (const auto act = std::exchange(act_, nullptr)) act();
+  }
+  bool is_finished() const { return act_ == nullptr; }
+
+ private:
+  std::function<void()> act_;
+};
+using CopyTask = std::shared_ptr<Copy>;
+
+/// Copies of a thread, for commit_group and wait_group.
+struct CopyGroups {
+  std::vector<CopyTask> open;  ///< issued since the last commit
+  std::deque<std::vector<CopyTask>> committed;
+};
+
+/// Lanes that stand at the same instruction.
+struct Fragment {
+  std::uint32_t lanes = 0;
+  std::uint32_t pc = 0;
+  bool waits = false;        ///< its last instruction returned kWait or kYield in this turn
+  std::int64_t ticket = -1;  ///< of a barrier at which it has arrived
+  std::uint32_t last = 0;    ///< place of its last instruction that waited or yielded
+};
+
+/// What a warp did with its turn.
+enum class Turn {
+  kNothing,  ///< every fragment waits
+  kPolled,   ///< it asked for something, which is not there yet, or gave its turn back
+  kBusy,     ///< it has used the whole turn
+};
+
+struct FreeMemory {
+  void operator()(std::byte* p) const { std::free(p); }
+};
+using RegisterFile = std::unique_ptr<std::byte[], FreeMemory>;
+
+class Warp {
+ public:
+  Warp(Cta& cta, int index, std::uint32_t lanes);
+  ~Warp();
+  Warp(const Warp&) = delete;
+  Warp& operator=(const Warp&) = delete;
+
+  /// Runs until every fragment waits, has yielded or the turn is over.
+  Turn run_turn();
+  bool is_done() const { return live_ == 0; }
+  std::string where() const;  ///< for messages: the places of its fragments
+
+  Cta& cta() { return cta_; }
+  Grid& grid();
+  int index() const { return index_; }
+  std::uint32_t live() const { return live_; }  ///< lanes that have not exited
+  Fragment& fragment() { return fragments_[current_]; }
+
+  template <class T>
+  T* lanes_of(Slot slot) {
+    return reinterpret_cast<T*>(file_.get() + slot);
+  }
+  std::uint32_t& predicate(Slot slot) { return *lanes_of<std::uint32_t>(slot); }
+  /// Local memory of a lane; throws Fault outside of it.
+  std::byte* local(int lane, std::uint64_t offset, std::size_t bytes);
+  /// The host address of a generic address, checked. `lane` is for local memory.
+  std::byte* generic(int lane, std::uint64_t address, std::size_t bytes);
+
+  /// For instructions that a set of lanes runs together: whether all lanes of `members` that have
+  /// not exited stand here. If not, the handler returns kWait.
+  bool has_all(std::uint32_t members) const { return (members & live_ & ~lanes_here()) == 0; }
+  std::uint32_t lanes_here() const { return fragments_[current_].lanes; }
+
+  void jump(std::uint32_t lanes, std::uint32_t target);  ///< the others go on behind the branch
+  void exit(std::uint32_t lanes);
+
+  /// What a thread has issued and not waited for. cp.async and bulk copies count apart.
+  std::int64_t cluster_phase = -1;  ///< of barrier.cluster, in which it has arrived
+  CopyGroups& copies(int lane) { return copies_[lane]; }
+  CopyGroups& bulk_copies(int lane) { return bulk_copies_[lane]; }
+  /// The same for products of wgmma, which belong to the warp.
+  CopyGroups& products() { return products_; }
+
+ private:
+  void preset_file();
+  void join_fragments();
+  bool choose_hindmost();
+  bool choose_any();
+  bool run_fragment(int* left);
+  std::uint32_t guarded(const Instruction& instruction) const;
+
+  Cta& cta_;
+  int index_;
+  std::uint32_t live_;
+  RegisterFile file_;
+  std::unique_ptr<std::byte[]> local_;
+  std::vector<Fragment> fragments_;
+  std::size_t current_ = 0;
+  std::uint32_t stop_ = 0;  ///< place of the next fragment, where the current one may join it
+  std::uint64_t turns_ = 0;
+  std::array<CopyGroups, kLanes> copies_;
+  std::array<CopyGroups, kLanes> bulk_copies_;
+  CopyGroups products_;
+};
+
+/// bar.sync and bar.arrive: one of the sixteen barriers of a CTA.
+struct NamedBarrier {
+  std::int64_t phase = 0;
+  std::uint32_t arrived = 0;   ///< threads
+  std::uint32_t expected = 0;  ///< 0: every thread of the CTA that is alive
+  std::uint32_t count = 0;     ///< bar.red: threads of this phase whose predicate holds
+  std::uint32_t result = 0;    ///< the count of the last complete phase
+};
+
+class Cta {
+ public:
+  Cta(Cluster& cluster, std::uint32_t rank, Dim index);
+
+  Cluster& cluster() { return cluster_; }
+  std::uint32_t rank() const { return rank_; }
+  Dim index() const { return index_; }
+  std::size_t shared_bytes() const { return shared_bytes_; }
+  /// Throws Fault outside of this CTA's shared memory.
+  std::byte* own_shared(std::uint32_t offset, std::size_t bytes);
+  /// Of any CTA of the cluster, by a 32-bit address.
+  std::byte* shared(std::uint32_t address, std::size_t bytes);
+  Cta& owner(std::uint32_t address);  ///< of a 32-bit shared address
+
+  // Ordinary instructions and the asynchronous copies and products see shared memory by different
+  // proxies. Between a write by the one and a read by the other the program needs a
+  // fence.proxy.async of the writing or of the reading warp.
+  void note_write(std::uint32_t offset, std::size_t bytes, int warp);
+  void note_async_write(std::uint32_t offset, std::size_t bytes);
+  void note_proxy_fence(int warp);
+  /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence.
+  void check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const;
+
+  std::array<NamedBarrier, 16> barriers;
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::uint32_t threads_alive() const;
+  bool is_done() const;
+
+ private:
+  Cluster& cluster_;
+  std::uint32_t rank_;
+  Dim index_;
+  std::size_t shared_bytes_;
+  std::unique_ptr<std::byte[]> shared_storage_;
+  std::byte* shared_ = nullptr;  ///< aligned as on the device, to 1024 bytes
+  struct Write {
+    std::uint64_t time = 0;  ///< 0: never
+    int warp = 0;
+  };
+  std::vector<Write> writes_;          ///< the last one to each 16 bytes
+  std::vector<std::uint64_t> fences_;  ///< time of each warp's last one
+  std::uint64_t time_ = 0;
+};
+
+class Cluster {
+ public:
+  Cluster(Grid& grid, Dim index);
+  Grid& grid() { return grid_; }
+  bool is_done() const;
+
+  Dim index;
+  std::vector<std::unique_ptr<Cta>> ctas;
+  std::int64_t phase = 0;     ///< of barrier.cluster
+  std::uint32_t arrived = 0;  ///< threads
+
+ private:
+  Grid& grid_;
+};
+
+class Grid {
+ public:
+  Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory);
+
+  /// To the end. Throws Fault, with the kernel, the instruction and its line in the PTX text.
+  void run();
+
+  const Launch& launch() const { return launch_; }
+  const Settings& settings() const { return settings_; }
+  const GlobalMemory& memory() const { return memory_; }
+  std::mt19937_64& random() { return random_; }
+  const std::byte* parameters() const { return launch_.parameters.data(); }
+
+  /// A register file, full of garbage or of what an earlier warp has left in it.
+  RegisterFile take_file();
+  void give_back(RegisterFile file) { spare_files_.push_back(std::move(file)); }
+
+  /// Something that may let a waiting warp go on has happened.
+  void note_progress() { ++progress_; }
+  /// Finishes the copy at a drawn later time, at the latest when the grid ends.
+  void defer(CopyTask copy) { pending_.push_back(std::move(copy)); }
+
+ private:
+  void start_clusters();
+  void retire_clusters();
+  void finish_pending();
+  void run_some_pending();
+  [[noreturn]] void report_deadlock();
+
+  const Launch& launch_;
+  const Settings& settings_;
+  const GlobalMemory& memory_;
+  std::mt19937_64 random_;
+  std::uint32_t next_cluster_ = 0;
+  std::vector<RegisterFile> spare_files_;  // outlives the warps
+  std::vector<std::unique_ptr<Cluster>> resident_;
+  std::vector<CopyTask> pending_;
+  std::uint64_t progress_ = 0;
+};
+
+/// mbarrier objects: 8 bytes of shared memory in a format of the emulator's own.
+namespace mbarrier {
+void init(std::byte* at, std::uint32_t count);
+void invalidate(std::byte* at);
+void expect(std::byte* at, std::uint32_t bytes);
+/// `bytes` of copies have arrived. Throws Fault if the count leaves its range.
+void complete(Grid& grid, std::byte* at, std::uint32_t bytes);
+void arrive(Grid& grid, std::byte* at, std::uint32_t count);
+/// One more arrival is needed in this phase: cp.async.mbarrier.arrive without .noinc.
+void expect_arrival(std::byte* at);
+/// Whether the phase with this parity is complete.
+bool is_complete(const std::byte* at, std::uint32_t parity);
+}  // namespace mbarrier
+
+}  // namespace sonicmoe::emulator

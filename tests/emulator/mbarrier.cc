@@ -1,0 +1,102 @@
+// The format: bit 0 says that the object is initialised, bit 1 is the phase's parity, then 20 bits
+// of arrivals that are missing, 20 bits of arrivals of a phase and 22 bits of bytes that are
+// missing.
+#include <cstring>
+
+#include "machine.h"
+
+namespace sonicmoe::emulator::mbarrier {
+namespace {
+
+constexpr std::int64_t kMostArrivals = (1 << 20) - 1;
+constexpr std::int64_t kMostBytes = (1 << 20) - 1;
+
+struct State {
+  bool valid = false;
+  std::uint32_t parity = 0;
+  std::int64_t missing = 0;
+  std::int64_t expected = 0;
+  std::int64_t bytes = 0;
+};
+
+std::uint64_t word_of(const std::byte* at) {
+  std::uint64_t word;
+  std::memcpy(&word, at, sizeof word);
+  return word;
+}
+
+State load(const std::byte* at) {
+  const std::uint64_t word = word_of(at);
+  // Memory that was never initialised is all ones (cta.cc).
+  if ((word & 1) == 0 || word == ~std::uint64_t{0}) throw Fault("an mbarrier is not initialised");
+  State s;
+  s.valid = true;
+  s.parity = word >> 1 & 1;
+  s.missing = static_cast<std::int64_t>(word >> 2 & kMostArrivals);
+  s.expected = static_cast<std::int64_t>(word >> 22 & kMostArrivals);
+  s.bytes = static_cast<std::int64_t>(word) >> 42;  // signed
+  return s;
+}
+
+void store(std::byte* at, const State& s) {
+  if (s.missing < 0) throw Fault("an mbarrier has more arrivals than it expects");
+  if (s.missing > kMostArrivals) throw Fault("an mbarrier expects too many arrivals");
+  if (s.bytes > kMostBytes || s.bytes < -kMostBytes) {
+    throw Fault("the bytes of an mbarrier leave their range");
+  }
+  const std::uint64_t word = (s.valid ? 1 : 0) | std::uint64_t{s.parity} << 1 |
+                             static_cast<std::uint64_t>(s.missing) << 2 |
+                             static_cast<std::uint64_t>(s.expected) << 22 |
+                             static_cast<std::uint64_t>(s.bytes) << 42;
+  std::memcpy(at, &word, sizeof word);
+}
+
+/// Stores the state, in its next phase if this one is complete.
+void settle(Grid& grid, std::byte* at, State s) {
+  if (s.missing == 0 && s.bytes == 0) {
+    s.parity ^= 1;
+    s.missing = s.expected;
+    grid.note_progress();
+  }
+  store(at, s);
+}
+
+}  // namespace
+
+void init(std::byte* at, std::uint32_t count) {
+  if (count == 0 || count > kMostArrivals) throw Fault("an mbarrier for no arrival or too many");
+  store(at, {true, 0, count, count, 0});
+}
+
+void invalidate(std::byte* at) {
+  load(at);
+  std::memset(at, 0, sizeof(std::uint64_t));
+}
+
+void expect(std::byte* at, std::uint32_t bytes) {
+  State s = load(at);
+  s.bytes += bytes;
+  store(at, s);
+}
+
+void complete(Grid& grid, std::byte* at, std::uint32_t bytes) {
+  State s = load(at);
+  s.bytes -= bytes;
+  settle(grid, at, s);
+}
+
+void arrive(Grid& grid, std::byte* at, std::uint32_t count) {
+  State s = load(at);
+  s.missing -= count;
+  settle(grid, at, s);
+}
+
+void expect_arrival(std::byte* at) {
+  State s = load(at);
+  ++s.missing;
+  store(at, s);
+}
+
+bool is_complete(const std::byte* at, std::uint32_t parity) { return load(at).parity != parity; }
+
+}  // namespace sonicmoe::emulator::mbarrier
