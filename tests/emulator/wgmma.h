@@ -1,0 +1,43 @@
+// Operands of wgmma in shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "machine.h"
+#include "matrix_product.h"
+
+namespace sonicmoe::emulator {
+
+/// The contiguous dimension of an operand.
+enum class Major : std::uint32_t { kK, kMN };
+
+/// A matrix descriptor, in bytes.
+struct MatrixDescriptor {
+  std::uint32_t start = 0;
+  std::uint32_t leading = 0;
+  std::uint32_t stride = 0;
+  std::uint32_t span = 0;  ///< of the swizzle: 0, 32, 64 or 128
+
+  /// Throws Fault for what is not emulated: a base offset.
+  static MatrixDescriptor decode(std::uint64_t bits);
+};
+
+struct SharedMatrix {
+  const Cta* cta;
+  const std::byte* memory;  ///< shared memory of the CTA
+  std::size_t memory_bytes;
+  int warp;  ///< that reads
+  MatrixDescriptor descriptor;
+  Major major;
+  ElementType type;
+};
+
+/// Bytes of K in one wgmma.
+inline constexpr int kDepthBytes = 32;
+
+/// Rows [first, first + count) of an operand, over all of K, as floats: out is (K, count), the rows
+/// in the order of position_of(). Throws Fault outside of shared memory.
+void read_matrix(const SharedMatrix& matrix, int first, int count, float* out);
+
+}  // namespace sonicmoe::emulator
