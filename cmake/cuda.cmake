@@ -79,13 +79,17 @@ set(ptxas_gate ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gat
 
 # An object library whose kernels are compiled by the options `code`.
 function(add_cuda_objects name sources code launcher)
+  set(verbose)
+  if(launcher MATCHES "ptxas_gate") # which reads what ptxas prints
+    set(verbose -Xptxas=-v)
+  endif()
   add_library(${name} OBJECT ${sources})
   target_include_directories(${name} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include
                                              ${CMAKE_CURRENT_SOURCE_DIR}/src ${cuda_build}
                                              ${CUDAToolkit_INCLUDE_DIRS})
   target_compile_options(
     ${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
-                    $<$<COMPILE_LANGUAGE:CUDA>:${code} --expt-relaxed-constexpr -Xptxas=-v
+                    $<$<COMPILE_LANGUAGE:CUDA>:${code} --expt-relaxed-constexpr ${verbose}
                     -Xcompiler=-Wall>)
   set_target_properties(
     ${name} PROPERTIES CUDA_STANDARD 20 CUDA_SEPARABLE_COMPILATION OFF

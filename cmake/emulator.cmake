@@ -1,0 +1,61 @@
+# The CUDA tests without a GPU: the kernels' PTX runs on the CPU (tests/emulator).
+option(SONICMOE_EMULATOR "Build the device tests for the PTX emulator too (needs CUDA and the tests)"
+       ON)
+if(NOT SONICMOE_EMULATOR OR NOT SONICMOE_BUILD_TESTS OR NOT SONICMOE_WITH_CUDA)
+  return()
+endif()
+if(NOT 90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+  message(STATUS "PTX emulator: off, it needs 90 in SONICMOE_CUDA_ARCHITECTURES")
+  return()
+endif()
+find_package(GTest REQUIRED)
+
+# Stands in for the CUDA runtime, and under its file name for the driver, which the library opens at
+# run time. A folder of its own keeps it away from programs that want the real one.
+file(GLOB emulator_sources CONFIGURE_DEPENDS tests/emulator/*.cc tests/emulator/runtime/*.cc)
+set(emulator_tests ${emulator_sources})
+list(FILTER emulator_tests INCLUDE REGEX "_test\\.cc$")
+list(REMOVE_ITEM emulator_sources ${emulator_tests})
+add_library(sonicmoe_emulator SHARED ${emulator_sources})
+target_include_directories(sonicmoe_emulator PUBLIC tests/emulator
+                                                    ${CUDAToolkit_INCLUDE_DIRS})
+target_compile_options(sonicmoe_emulator PRIVATE -O3)
+# Products of matrices need not round each term.
+set_source_files_properties(tests/emulator/matrix_product.cc PROPERTIES COMPILE_OPTIONS
+                                                                        -ffp-contract=fast)
+target_link_libraries(sonicmoe_emulator PRIVATE sonicmoe_options Threads::Threads)
+target_link_options(sonicmoe_emulator PRIVATE -Wl,--no-undefined)
+set_target_properties(
+  sonicmoe_emulator
+  PROPERTIES OUTPUT_NAME cuda
+             SOVERSION 1
+             CXX_VISIBILITY_PRESET default
+             VISIBILITY_INLINES_HIDDEN OFF
+             LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/emulator)
+
+# An RPATH of the old kind comes before LD_LIBRARY_PATH, which may name the real driver's folder.
+add_executable(emulator_test ${emulator_tests})
+target_link_libraries(emulator_test PRIVATE sonicmoe_options sonicmoe_emulator GTest::gtest
+                                            GTest::gtest_main)
+target_link_options(emulator_test PRIVATE -Wl,--disable-new-dtags)
+gtest_discover_tests(emulator_test DISCOVERY_TIMEOUT 120)
+
+# The device tests. Kernels are compiled to PTX only, uncompressed so that the emulator can read it;
+# everything else is the objects of the other targets.
+set(emulated_kernels ${SONICMOE_CUDA_SOURCES} ${SONICMOE_HOPPER_SOURCES} ${instances})
+list(FILTER emulated_kernels INCLUDE REGEX "\\.cu$")
+add_cuda_objects(sonicmoe_emulated_kernels "${emulated_kernels}"
+                 "-gencode=arch=compute_90a,code=compute_90a;-no-compress" "${cached}")
+add_executable(
+  sonicmoe_emulated_tests
+  $<TARGET_OBJECTS:sonicmoe_objects>
+  $<TARGET_OBJECTS:sonicmoe_verify>
+  $<TARGET_OBJECTS:sonicmoe_cuda_tests>
+  $<FILTER:$<TARGET_OBJECTS:sonicmoe_cuda_objects>,INCLUDE,\\.cc\\.o$>
+  $<FILTER:$<TARGET_OBJECTS:sonicmoe_hopper_objects>,INCLUDE,\\.cc\\.o$>
+  $<TARGET_OBJECTS:sonicmoe_emulated_kernels>)
+target_link_libraries(sonicmoe_emulated_tests PRIVATE sonicmoe_emulator Threads::Threads
+                                                      GTest::gtest GTest::gtest_main)
+target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
+set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
+                                                         CUDA_RUNTIME_LIBRARY None)

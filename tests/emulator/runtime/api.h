@@ -1,0 +1,34 @@
+// What the files of the runtime's interface share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "runtime/capture.h"
+#include "runtime/device.h"
+#include "runtime/error.h"
+#include "runtime/handles.h"
+
+namespace sonicmoe::emulator {
+
+Handles<Stream, cudaStream_t>& streams();
+Handles<Event, cudaEvent_t>& events();
+
+/// Null and cudaStreamLegacy name the default stream of the current device.
+std::shared_ptr<Stream> stream_of(cudaStream_t handle);
+
+/// Waits until an operation has ended; throws ApiError if its device has a fault then.
+void wait_on(const Device& device, const MomentPtr& end);
+
+/// As status_of, for calls that a fault of the current device makes fail.
+template <class F>
+cudaError_t device_call(F f) noexcept {
+  return status_of([&] {
+    const cudaError_t fault = current_device().fault();
+    require(fault == cudaSuccess, fault);
+    f();
+  });
+}
+
+}  // namespace sonicmoe::emulator

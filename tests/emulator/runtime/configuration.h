@@ -1,0 +1,19 @@
+// What the environment says about the emulated devices.
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::emulator {
+
+inline constexpr int kMostDevices = 16;
+
+struct Configuration {
+  int devices = 2;          ///< SONICMOE_EMULATED_GPUS
+  int multiprocessors = 4;  ///< SONICMOE_EMULATED_MULTIPROCESSORS, of each device
+  std::uint64_t seed = 1;   ///< SONICMOE_EMULATED_SEED: of the order in which warps run
+};
+
+/// Read once. A value that is no number of the allowed range ends the program with a sentence.
+const Configuration& configuration();
+
+}  // namespace sonicmoe::emulator

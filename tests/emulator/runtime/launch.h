@@ -1,0 +1,31 @@
+// Launches of kernels: what CUDA refuses, and the action that runs the grid.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <memory>
+
+#include "runtime/device.h"
+#include "runtime/module.h"
+
+namespace sonicmoe::emulator {
+
+struct LaunchShape {
+  dim3 grid, block, cluster;
+  std::size_t shared = 0;  ///< dynamic
+};
+
+/// What CUDA reads from the attributes of a launch. Throws ApiError for one that is not emulated.
+LaunchShape shape_of(const cudaLaunchConfig_t& config);
+
+/// An action that runs the kernel on the device, with a copy of the arguments. Throws ApiError
+/// where CUDA would refuse the launch.
+Action launch_action(Kernel& kernel, const LaunchShape& shape, void** arguments,
+                     const Device& device);
+
+/// cudaFuncAttributeMaxDynamicSharedMemorySize.
+void allow_dynamic_shared(Kernel& kernel, const Device& device, int bytes);
+cudaFuncAttributes attributes_of(Kernel& kernel, const Device& device);
+
+}  // namespace sonicmoe::emulator
