@@ -39,7 +39,7 @@ inline void commit_group(CopyGroups& groups) {
 inline void wait_group(CopyGroups& groups, std::size_t keep) {
   while (groups.committed.size() > keep) {
     const std::vector<CopyTask> group = std::move(groups.committed.front());
-    groups.committed.pop_front();
+    groups.committed.erase(groups.committed.begin());
     for (const CopyTask& copy : group) copy->finish();
   }
 }

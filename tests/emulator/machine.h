@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -77,8 +76,8 @@ using CopyTask = std::shared_ptr<Copy>;
 
 /// Copies of a thread, for commit_group and wait_group.
 struct CopyGroups {
-  std::vector<CopyTask> open;  ///< issued since the last commit
-  std::deque<std::vector<CopyTask>> committed;
+  std::vector<CopyTask> open;                    ///< issued since the last commit
+  std::vector<std::vector<CopyTask>> committed;  ///< oldest first
 };
 
 /// Lanes that stand at the same instruction.

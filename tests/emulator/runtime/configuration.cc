@@ -31,6 +31,7 @@ const Configuration& configuration() {
     c.multiprocessors =
         static_cast<int>(number_or("SONICMOE_EMULATED_MULTIPROCESSORS", c.multiprocessors, 1024));
     c.seed = number_or("SONICMOE_EMULATED_SEED", c.seed, UINT64_MAX);
+    if (const char* log = std::getenv("SONICMOE_EMULATED_LOG")) c.log = log;
     return c;
   }();
   return read;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace sonicmoe::emulator {
 
@@ -11,6 +12,7 @@ struct Configuration {
   int devices = 2;          ///< SONICMOE_EMULATED_GPUS
   int multiprocessors = 4;  ///< SONICMOE_EMULATED_MULTIPROCESSORS, of each device
   std::uint64_t seed = 1;   ///< SONICMOE_EMULATED_SEED: of the order in which warps run
+  std::string log;  ///< SONICMOE_EMULATED_LOG: file that gets the name of each kernel that ran
 };
 
 /// Read once. A value that is no number of the allowed range ends the program with a sentence.

@@ -106,6 +106,7 @@ LaunchShape shape_of(const cudaLaunchConfig_t& config) {
 Action launch_action(Kernel& kernel, const LaunchShape& shape, void** arguments,
                      const Device& device) {
   check_shape(kernel, shape, device);
+  kernel.note_run();
   auto order = std::make_shared<Order>();
   order->program = kernel.program();
   order->kernel = kernel.readable_name();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <stdexcept>
 #include <utility>
 
@@ -109,6 +110,12 @@ std::shared_ptr<const Program> Kernel::program() {
   const std::lock_guard lock(mutex_);
   if (program_ == nullptr) program_ = std::make_shared<Program>(module_->build(name_));
   return program_;
+}
+
+void Kernel::note_run() {
+  if (configuration().log.empty()) return;
+  std::call_once(noted_,
+                 [&] { std::ofstream(configuration().log, std::ios::app) << name_ + "\n"; });
 }
 
 int Kernel::most_threads() {

@@ -52,6 +52,9 @@ class Kernel {
   int most_threads();
   bool is_of(const LoadedModule* module) const { return module_.get() == module; }
 
+  /// Appends the name to the configuration's log, once in a process.
+  void note_run();
+
   /// cudaFuncAttributeMaxDynamicSharedMemorySize on a device. 0: never set.
   std::atomic<int>& dynamic_shared(int device) { return dynamic_shared_[device]; }
 
@@ -60,6 +63,7 @@ class Kernel {
   const std::string name_;
   std::mutex mutex_;
   std::shared_ptr<const Program> program_;
+  std::once_flag noted_;
   std::array<std::atomic<int>, kMostDevices> dynamic_shared_{};
 };
 
