@@ -95,7 +95,10 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
 
 /// For a rank without rows for its experts, which must take part in all phases too.
 void send_nothing(const Run& run) {
-  signal(*run.exchange.device, run.exchange.peers, kPhaseFree, run.stream);
+  const Exchange& e = run.exchange;
+  // On the stream where this rank waits for the same phase of the others: a wait takes the epoch
+  // that it finds when it runs, which must be the one before this signal.
+  signal(*e.device, e.peers, kPhaseFree, e.sending);
   each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
 }
 
