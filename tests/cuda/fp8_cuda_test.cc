@@ -179,6 +179,8 @@ class IntegerLayer {
     dout_ = values(s.tokens * s.hidden, 2, 7);
     up_ = values(s.experts * 2 * s.width * s.hidden, 3, 1);
     down_ = values(s.experts * s.hidden * s.width, 4, 1);
+    vary_scales(s.hidden, up_);
+    vary_scales(s.width, down_);
     for (std::int64_t i = 0; i < s.tokens * s.top_k; ++i) {
       const auto expert = static_cast<std::int32_t>((i * 7 + i / s.top_k) % s.experts);
       ids_.push_back(i % 3 == 0 ? 0 : expert);
@@ -240,6 +242,17 @@ class IntegerLayer {
     std::vector<std::uint16_t> all(static_cast<std::size_t>(count));
     for (std::int64_t i = 0; i < count; i += step) all[i] = period[i % testing::kPeriod];
     return all;
+  }
+  /// Multiplies the values of each block of K by its own power of two, 1 to 8, so that a product
+  /// with the scale of another block is wrong.
+  static void vary_scales(std::int64_t depth, std::vector<std::uint16_t>& values) {
+    constexpr std::int64_t kBlock = 128;
+    constexpr int kExponent = 7;  // its lowest bit in bf16
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const std::int64_t block = static_cast<std::int64_t>(i) % depth / kBlock;
+      if ((values[i] & 0x7fff) != 0)
+        values[i] += static_cast<std::uint16_t>(block % 4 << kExponent);
+    }
   }
   template <class T>
   static std::int64_t bytes(const std::vector<T>& v) {
