@@ -59,3 +59,22 @@ target_link_libraries(sonicmoe_emulated_tests PRIVATE sonicmoe_emulator Threads:
 target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
                                                          CUDA_RUNTIME_LIBRARY None)
+
+# A part of the device tests, each in seconds to a minute. `cases` selects those of the harness.
+function(add_emulated_test name filter cases)
+  add_test(NAME Emulated.${name} COMMAND sonicmoe_emulated_tests --gtest_filter=${filter})
+  set_tests_properties(
+    Emulated.${name}
+    PROPERTIES TIMEOUT 600
+               ENVIRONMENT "SONICMOE_FILTER=${cases}"
+               FAIL_REGULAR_EXPRESSION "Running 0 tests")
+endfunction()
+add_emulated_test(Fp8 "CudaFp8.*-CudaFp8.EveryRunHasTheSameBits" "")
+add_emulated_test(HopperEngine "Each/Cuda.PassesTheHarness/hopper" "")
+add_emulated_test(PortableEngine "Each/Cuda.PassesTheHarness/portable" "")
+add_emulated_test(Graphs "Each/CudaGraph.*" "")
+add_emulated_test(Routing "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor" "")
+add_emulated_test(
+  Exchange "Exchange.*-Exchange.EqualBitsWhateverArrivesFirst:Exchange.TwoGpusEqualPretendedRanks" "")
+add_emulated_test(ExchangeBetweenProcesses "ExchangeProcesses.*" "")
+add_emulated_test(ExchangeOfRanks "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange" "")

@@ -45,8 +45,10 @@ Next run_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     const std::uint64_t source = address_at(warp, list + kAddressEntries, lane);
     const std::uint32_t bytes = source_bytes(warp, i, lane, size);
     check_aligned(target, size, "the target of cp.async");
-    check_aligned(source, size, "the source of cp.async");
-    if (bytes > 0) warp.grid().memory().check(source, bytes);
+    if (bytes > 0) {  // else the source is not read, and may be anything
+      check_aligned(source, size, "the source of cp.async");
+      warp.grid().memory().check(source, bytes);
+    }
     pieces.push_back({warp.cta().own_shared(target, size), target,
                       reinterpret_cast<const std::byte*>(source), bytes});
   });

@@ -31,6 +31,8 @@ const Configuration& configuration() {
     c.multiprocessors =
         static_cast<int>(number_or("SONICMOE_EMULATED_MULTIPROCESSORS", c.multiprocessors, 1024));
     c.seed = number_or("SONICMOE_EMULATED_SEED", c.seed, UINT64_MAX);
+    c.patience_s = static_cast<int>(number_or("SONICMOE_EMULATED_PATIENCE", c.patience_s, 86400));
+    if (const char* spot = std::getenv("SONICMOE_EMULATED_WITHOUT")) c.without = spot;
     if (const char* log = std::getenv("SONICMOE_EMULATED_LOG")) c.log = log;
     return c;
   }();

@@ -71,6 +71,7 @@ void run_grid(const Order& order, const Device& device) {
   Settings settings;
   settings.multiprocessors = configuration().multiprocessors;
   settings.seed = next_seed();
+  settings.patience_s = configuration().patience_s;
   const GridMemory seen(device);
   try {
     Grid(order.launch, settings, seen).run();

@@ -47,6 +47,21 @@ T read(const std::byte* from) {
   return value;
 }
 
+/// `spot` is NAME:LINE or empty.
+void remove_instruction(const std::string& spot, Function* function) {
+  const std::size_t colon = spot.find(':');
+  if (colon == std::string::npos ||
+      function->name.find(spot.substr(0, colon)) == std::string::npos) {
+    return;
+  }
+  const int line = std::atoi(spot.c_str() + colon + 1);
+  for (Statement& s : function->statements) {
+    if (s.line != line) continue;
+    s.parts = {"griddepcontrol", "wait"};  // which has no effect
+    s.operands.clear();
+  }
+}
+
 }  // namespace
 
 std::string_view ptx_of(const void* wrapper) {
@@ -96,7 +111,9 @@ Program LoadedModule::build(const std::string& kernel) {
   const auto found = std::find_if(module_.kernels.begin(), module_.kernels.end(),
                                   [&](const Function& f) { return f.name == kernel; });
   require(found != module_.kernels.end(), cudaErrorInvalidDeviceFunction);
-  return Builder(*found, variables_).build();
+  Function function = *found;
+  remove_instruction(configuration().without, &function);
+  return Builder(function, variables_).build();
 }
 
 std::string Kernel::readable_name() const {

@@ -26,7 +26,8 @@ class LoadedModule {
   explicit LoadedModule(const void* wrapper) : wrapper_(wrapper) {}
 
   /// Throws ApiError if there is no PTX or no such kernel in it, std::runtime_error if it cannot be
-  /// understood.
+  /// understood. If the configuration's `without` is NAME:LINE, kernels whose name contains NAME
+  /// lose the instruction at that line of the PTX: so a test can be asked whether it notices.
   Program build(const std::string& kernel);
 
  private:

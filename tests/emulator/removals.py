@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Asks a test whether it notices that a kernel lacks one of its waits, fences or arrivals.
+
+    python tests/emulator/removals.py build/release/sonicmoe_emulated_tests KERNEL 'GTEST_FILTER'
+
+Takes the first kernel whose mangled name contains KERNEL. Removes one synchronising instruction of
+its PTX at a time and runs the tests with each of a few seeds. Prints a line for each removal, and
+exits 1 if one was not noticed. An instruction that nobody misses may be superfluous, or of a kind
+that the emulator cannot judge: docs/emulator.md.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+
+# mbarrier.try_wait is left out: what it would have returned is not known, so its loop never ends.
+SYNCHRONISES = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?((?:fence\.proxy|bar\.(?!warp)|barrier|mbarrier\.arrive|wgmma\.wait_group"
+    r"|cp\.async\.(?:wait|mbarrier|bulk\.wait))[\w.:]*)"
+)
+
+
+def kernel_lines(binary, part):
+    """Name of the kernel, and (line in its module's PTX, opcode) of what synchronises."""
+    with open(binary, "rb") as file:
+        data = file.read()
+    for blob in re.finditer(rb"\.version [^\0]*", data):
+        text = blob.group(0).decode("utf-8", "replace")
+        # The emulator counts lines from the beginning of the text, which has comments before this.
+        before = data[data.rfind(b"\0", 0, blob.start()) + 1 : blob.start()].count(b"\n")
+        entry = re.search(rf"\.entry (\S*{re.escape(part)}\S*)\(", text)
+        if entry is None:
+            continue
+        after = text.find(".entry", entry.end())
+        end = after if after != -1 else len(text)
+        first = text.count("\n", 0, entry.start()) + before + 1
+        found = []
+        for number, line in enumerate(text[entry.start() : end].split("\n"), first):
+            match = SYNCHRONISES.match(line)
+            if match:
+                found.append((number, match.group(1)))
+        return entry.group(1), found
+    sys.exit(f"no kernel's name contains {part}")
+
+
+def passes(options, environment):
+    command = [options.binary, f"--gtest_filter={options.filter}"]
+    try:
+        run = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, timeout=options.timeout
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return run.returncode == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("binary")
+    parser.add_argument("kernel")
+    parser.add_argument("filter")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=120)
+    options = parser.parse_args()
+    name, lines = kernel_lines(options.binary, options.kernel)
+    print(f"{name}: {len(lines)} removals")
+    unnoticed = 0
+    for number, opcode in lines:
+        spots = {"SONICMOE_EMULATED_WITHOUT": f"{name}:{number}", "SONICMOE_EMULATED_PATIENCE": "2"}
+        seeds = ({"SONICMOE_EMULATED_SEED": str(s)} for s in range(1, options.seeds + 1))
+        noticed = not all(passes(options, spots | seed) for seed in seeds)
+        unnoticed += not noticed
+        print(f"{'noticed' if noticed else 'MISSED':8} line {number:6} {opcode}", flush=True)
+    print(f"{len(lines) - unnoticed} of {len(lines)} removals were noticed")
+    return unnoticed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
