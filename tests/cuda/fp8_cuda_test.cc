@@ -179,8 +179,7 @@ class IntegerLayer {
     dout_ = values(s.tokens * s.hidden, 2, 7);
     up_ = values(s.experts * 2 * s.width * s.hidden, 3, 1);
     down_ = values(s.experts * s.hidden * s.width, 4, 1);
-    vary_scales(s.hidden, up_);
-    vary_scales(s.width, down_);
+    vary_scales(s);
     for (std::int64_t i = 0; i < s.tokens * s.top_k; ++i) {
       const auto expert = static_cast<std::int32_t>((i * 7 + i / s.top_k) % s.experts);
       ids_.push_back(i % 3 == 0 ? 0 : expert);
@@ -243,16 +242,22 @@ class IntegerLayer {
     for (std::int64_t i = 0; i < count; i += step) all[i] = period[i % testing::kPeriod];
     return all;
   }
-  /// Multiplies the values of each block of K by its own power of two, 1 to 8, so that a product
-  /// with the scale of another block is wrong.
-  static void vary_scales(std::int64_t depth, std::vector<std::uint16_t>& values) {
+  /// Multiplies each block of 128 columns, or rows, of an operand by a power of two of its own, and
+  /// its counterpart in the other operand by the inverse. No sum changes, but a product with the
+  /// scale of another block is wrong.
+  void vary_scales(const LayerShape& s) {
     constexpr std::int64_t kBlock = 128;
-    constexpr int kExponent = 7;  // its lowest bit in bf16
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::int64_t block = static_cast<std::int64_t>(i) % depth / kBlock;
-      if ((values[i] & 0x7fff) != 0)
-        values[i] += static_cast<std::uint16_t>(block % 4 << kExponent);
+    const auto scale = [](std::uint16_t& value, std::int64_t index, int sign) {
+      const int exponent = sign * static_cast<int>(index / kBlock % 3);
+      if ((value & 0x7fff) != 0) value += static_cast<std::uint16_t>(exponent * (1 << 7));
+    };
+    for (std::size_t i = 0; i < x_.size(); ++i) scale(x_[i], i % s.hidden, -1);
+    for (std::size_t i = 0; i < up_.size(); ++i) {
+      const std::int64_t row = static_cast<std::int64_t>(i) / s.hidden % (2 * s.width);
+      scale(up_[i], i % s.hidden, 1);
+      if (row >= s.width) scale(up_[i], row - s.width, -1);  // A, by which down is multiplied
     }
+    for (std::size_t i = 0; i < down_.size(); ++i) scale(down_[i], i % s.width, 1);
   }
   template <class T>
   static std::int64_t bytes(const std::vector<T>& v) {
