@@ -201,6 +201,23 @@ void add_activations(std::vector<Case>& cases) {
       }
     }
   }
+  // CUDA has a kernel for each activation, dtype and order of the weights.
+  constexpr std::pair<const char*, Layout> kOrders[] = {{"_transposed", Layout::kTransposed},
+                                                        {"_paired", Layout::kPaired},
+                                                        {"_paired_up", Layout::kPairedUp}};
+  for (std::int32_t index = 0; index < kActivationCount; ++index) {
+    const auto kind = static_cast<ActivationKind>(index);
+    for (const auto& [name, layout] : kOrders) {
+      if (!is_gated(kind) && layout != Layout::kTransposed) continue;
+      for (const DType dtype : {DType::kBF16, DType::kF16}) {
+        Case c = make_case(std::string("activation/") + activation_name(kind) + name + "/" +
+                               dtype_name(dtype) + "/random",
+                           {150, 40, 24, 5, 2}, dtype, kind, Data::kRandom);
+        c.layout = layout;
+        cases.push_back(c);
+      }
+    }
+  }
   // A limit that clamps many values, and an alpha other than the default.
   for (const DType dtype : kDTypes) {
     Case c = make_case(std::string("activation/swiglu_oai_limits/") + dtype_name(dtype) + "/random",

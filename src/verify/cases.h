@@ -41,6 +41,7 @@ enum class Layout {
   kPaired,        ///< W1 (E, d, 2n), gate and up columns alternate, W2 (E, n, d)
   kPadded,        ///< as kSeparate, 8 elements of padding after every row of every tensor
   kReversed,      ///< everything in reverse order of dimensions: nothing has a last stride of 1
+  kPairedUp,      ///< W1 as kPaired, W2 (E, d, n)
 };
 
 /// Distribution of logits. Ids must be exact for all of them.

@@ -42,6 +42,7 @@ void add_w1(const Case& c, const std::string& what, DType dtype, std::int32_t ra
       if (rank == 3) view.stride[2] = factor * n;
       return add_to_one_block(what, view, n, gated, blocks, gate, up);
     case Layout::kPaired:
+    case Layout::kPairedUp:
       view.stride[1] = factor;
       if (rank == 3) view.stride[2] = factor * n;
       return add_to_one_block(what, view, 1, gated, blocks, gate, up);
