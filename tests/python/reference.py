@@ -86,11 +86,13 @@ MOST_OF_PLAIN = 0.5
 
 
 def assert_twice(name: str, got: Tensor, plain: Tensor, exact: Tensor, dtype) -> None:
-    """Our error is at most twice that of the same formula in torch, or one rounding of `dtype`."""
+    """Our error is at most twice that of the same formula in torch, or one rounding of `dtype`; in
+    fp32, where some processors' torch rounds less, the four roundings of H, A, Y and O."""
     assert got.dtype == plain.dtype and got.shape == exact.shape, name
     of_plain = error(plain, exact)
     assert of_plain < MOST_OF_PLAIN, (name, of_plain)
-    allowed = max(2 * of_plain, torch.finfo(dtype).eps)
+    roundings = 4 if dtype == torch.float32 else 1
+    allowed = max(2 * of_plain, roundings * torch.finfo(dtype).eps)
     assert error(got, exact) <= allowed, (name, error(got, exact), allowed)
 
 
