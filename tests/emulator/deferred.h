@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "machine.h"
+#include "lanes.h"
 
 namespace sonicmoe::emulator {
 
@@ -42,17 +42,6 @@ inline void wait_group(CopyGroups& groups, std::size_t keep) {
     groups.committed.erase(groups.committed.begin());
     for (const CopyTask& copy : group) copy->finish();
   }
-}
-
-template <class F>
-void for_each_lane(std::uint32_t lanes, F f) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (lanes >> lane & 1) f(lane);
-  }
-}
-
-inline const Slot* list_of(Warp& warp, const Instruction& instruction) {
-  return warp.grid().launch().program->lists.data() + instruction.list;
 }
 
 /// Instructions here have several addresses. Each takes this many entries of the instruction's

@@ -1,16 +1,12 @@
 // bar, barrier and mbarrier.
 #include <bit>
 
-#include "machine.h"
+#include "lanes.h"
 
 namespace sonicmoe::emulator {
 namespace {
 
 int first_lane(std::uint32_t lanes) { return std::countr_zero(lanes); }
-
-void set_bits(std::uint32_t& word, std::uint32_t lanes, bool value) {
-  word = value ? word | lanes : word & ~lanes;
-}
 
 /// Slots: member mask.
 Next run_warp_barrier(Warp& warp, const Instruction& i, std::uint32_t lanes) {
@@ -70,10 +66,11 @@ void store_result(Warp& warp, const Instruction& i, const NamedBarrier& barrier,
       }
       break;
     case Named::kAny:
-      set_bits(warp.predicate(i.slots[0]), lanes, barrier.result != 0);
+      write_predicate(warp, i.slots[0], barrier.result != 0 ? kAllLanes : 0, lanes);
       break;
     case Named::kAll:
-      set_bits(warp.predicate(i.slots[0]), lanes, barrier.result == warp.cta().threads_alive());
+      write_predicate(warp, i.slots[0],
+                      barrier.result == warp.cta().threads_alive() ? kAllLanes : 0, lanes);
       break;
     default:
       break;
@@ -209,7 +206,7 @@ Next run_object(Warp& warp, const Instruction& i, std::uint32_t lanes) {
       case Object::kTest: {
         const bool done = mbarrier::is_complete(at, operand & 1);
         waits = waits || !done;
-        set_bits(warp.predicate(result), 1u << lane, done);
+        write_predicate_bit(warp, result, lane, done);
         break;
       }
       case Object::kArriveExpect:

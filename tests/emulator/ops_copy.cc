@@ -210,9 +210,7 @@ void decode_store_async(const Statement& s, Builder& b, Instruction* i) {
   int bits = 0;
   std::from_chars(type.data() + 1, type.data() + type.size(), bits);
   if (bits != 32 && bits != 64) throw Fault("st.async has no values of type " + type);
-  const Operand& value = s.operands.at(1);
-  const std::vector<Operand> values =
-      value.kind == Operand::Kind::kVector ? value.elements : std::vector<Operand>{value};
+  const std::vector<Operand> values = elements_of(s.operands.at(1));
   std::vector<Slot> list;
   append_address(b, s.operands.at(0), &list);
   append_address(b, s.operands.at(2), &list);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "machine.h"
+#include "lanes.h"
 
 namespace sonicmoe::emulator {
 namespace {
@@ -15,24 +15,12 @@ constexpr std::uint32_t kGarbage = 0xdeadbeef;
 /// is no member of its own mask.
 bool is_gathered(Warp& warp, Slot masks, std::uint32_t lanes) {
   std::uint32_t members = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for_each_lane(lanes, [&](int lane) {
     const std::uint32_t mask = warp.lanes_of<std::uint32_t>(masks)[lane];
     if ((mask >> lane & 1) == 0) throw Fault("a lane is missing from its own member mask");
     members |= mask;
-  }
+  });
   return warp.has_all(members);
-}
-
-template <class F>
-void for_lanes(std::uint32_t lanes, F f) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (lanes >> lane & 1) f(lane);
-  }
-}
-
-void set_bit(std::uint32_t& word, int lane, bool value) {
-  word = (word & ~(1u << lane)) | std::uint32_t{value} << lane;
 }
 
 enum class Shuffle : std::uint32_t { kUp, kDown, kButterfly, kIndex };
@@ -76,7 +64,7 @@ Next run_shuffle(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!is_gathered(warp, i.slots[5], lanes)) return Next::kWait;
   std::array<std::uint32_t, kLanes> before;
   std::copy_n(warp.lanes_of<std::uint32_t>(i.slots[2]), kLanes, before.begin());
-  for_lanes(lanes, [&](int lane) {
+  for_each_lane(lanes, [&](int lane) {
     const ShuffleSource s = shuffle_source(static_cast<Shuffle>(i.detail), lane,
                                            warp.lanes_of<std::uint32_t>(i.slots[3])[lane],
                                            warp.lanes_of<std::uint32_t>(i.slots[4])[lane]);
@@ -84,7 +72,7 @@ Next run_shuffle(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     if (i.slots[0] != kNoSlot) {
       warp.lanes_of<std::uint32_t>(i.slots[0])[lane] = present ? before[s.lane] : kGarbage;
     }
-    if (i.slots[1] != kNoSlot) set_bit(warp.predicate(i.slots[1]), lane, s.in_range);
+    write_predicate_bit(warp, i.slots[1], lane, s.in_range);
   });
   return Next::kAdvance;
 }
@@ -117,7 +105,7 @@ Next run_vote(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!is_gathered(warp, i.slots[3], lanes)) return Next::kWait;
   const std::uint32_t bits =
       i.value != 0 ? ~warp.predicate(i.slots[2]) : warp.predicate(i.slots[2]);
-  for_lanes(lanes, [&](int lane) {
+  for_each_lane(lanes, [&](int lane) {
     const std::uint32_t members = warp.lanes_of<std::uint32_t>(i.slots[3])[lane] & lanes;
     const std::uint32_t set = bits & members;
     switch (static_cast<Vote>(i.detail)) {
@@ -125,13 +113,13 @@ Next run_vote(Warp& warp, const Instruction& i, std::uint32_t lanes) {
         warp.lanes_of<std::uint32_t>(i.slots[0])[lane] = set;
         break;
       case Vote::kAny:
-        set_bit(warp.predicate(i.slots[0]), lane, set != 0);
+        write_predicate_bit(warp, i.slots[0], lane, set != 0);
         break;
       case Vote::kAll:
-        set_bit(warp.predicate(i.slots[0]), lane, set == members);
+        write_predicate_bit(warp, i.slots[0], lane, set == members);
         break;
       case Vote::kUniform:
-        set_bit(warp.predicate(i.slots[0]), lane, set == members || set == 0);
+        write_predicate_bit(warp, i.slots[0], lane, set == members || set == 0);
         break;
     }
   });
@@ -157,16 +145,16 @@ Next run_match(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!is_gathered(warp, i.slots[3], lanes)) return Next::kWait;
   const T* values = warp.lanes_of<T>(i.slots[2]);
   std::array<std::uint32_t, kLanes> equal{};
-  for_lanes(lanes, [&](int lane) {
+  for_each_lane(lanes, [&](int lane) {
     const std::uint32_t members = warp.lanes_of<std::uint32_t>(i.slots[3])[lane] & lanes;
-    for_lanes(members, [&](int other) {
+    for_each_lane(members, [&](int other) {
       equal[lane] |= std::uint32_t{values[other] == values[lane]} << other;
     });
     if (kAll && equal[lane] != members) equal[lane] = 0;
   });
-  for_lanes(lanes, [&](int lane) {
+  for_each_lane(lanes, [&](int lane) {
     if (i.slots[0] != kNoSlot) warp.lanes_of<std::uint32_t>(i.slots[0])[lane] = equal[lane];
-    if (i.slots[1] != kNoSlot) set_bit(warp.predicate(i.slots[1]), lane, equal[lane] != 0);
+    write_predicate_bit(warp, i.slots[1], lane, equal[lane] != 0);
   });
   return Next::kAdvance;
 }
@@ -209,14 +197,15 @@ template <class T, class Operation>
 Next run_reduction(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!is_gathered(warp, i.slots[3], lanes)) return Next::kWait;
   std::array<T, kLanes> result{};
-  for_lanes(lanes, [&](int lane) {
+  for_each_lane(lanes, [&](int lane) {
     const std::uint32_t members = warp.lanes_of<std::uint32_t>(i.slots[3])[lane] & lanes;
     const T* values = warp.lanes_of<T>(i.slots[2]);
     T sum = values[std::countr_zero(members)];
-    for_lanes(members & (members - 1), [&](int other) { sum = Operation{}(sum, values[other]); });
+    for_each_lane(members & (members - 1),
+                  [&](int other) { sum = Operation{}(sum, values[other]); });
     result[lane] = sum;
   });
-  for_lanes(lanes, [&](int lane) { warp.lanes_of<T>(i.slots[0])[lane] = result[lane]; });
+  for_each_lane(lanes, [&](int lane) { warp.lanes_of<T>(i.slots[0])[lane] = result[lane]; });
   return Next::kAdvance;
 }
 
@@ -242,13 +231,13 @@ void decode_reduction(const Statement& s, Builder& b, Instruction* i) {
 /// Slots: leader, predicate, member mask.
 Next run_elect(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!is_gathered(warp, i.slots[2], lanes)) return Next::kWait;
-  for_lanes(lanes, [&](int lane) {
+  for_each_lane(lanes, [&](int lane) {
     const std::uint32_t members = warp.lanes_of<std::uint32_t>(i.slots[2])[lane] & lanes;
     const int leader = std::countr_zero(members);
     if (i.slots[0] != kNoSlot) {
       warp.lanes_of<std::uint32_t>(i.slots[0])[lane] = static_cast<std::uint32_t>(leader);
     }
-    if (i.slots[1] != kNoSlot) set_bit(warp.predicate(i.slots[1]), lane, lane == leader);
+    write_predicate_bit(warp, i.slots[1], lane, lane == leader);
   });
   return Next::kAdvance;
 }
@@ -260,7 +249,7 @@ void decode_elect(const Statement& s, Builder& b, Instruction* i) {
 }
 
 Next run_active(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  for_lanes(lanes, [&](int lane) { warp.lanes_of<std::uint32_t>(i.slots[0])[lane] = lanes; });
+  for_each_lane(lanes, [&](int lane) { warp.lanes_of<std::uint32_t>(i.slots[0])[lane] = lanes; });
   return Next::kAdvance;
 }
 

@@ -15,28 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "machine.h"
-#include "program.h"
+#include "lanes.h"
 
 namespace sonicmoe::emulator {
-
-/// Calls body(lane) for each lane of `lanes`. Registers are either the same or apart, so the loop
-/// over all lanes may run as vector code.
-template <class Body>
-void for_lanes(std::uint32_t lanes, const Body& body) {
-  if (lanes == kAllLanes) {
-#pragma GCC ivdep
-    for (int lane = 0; lane < kLanes; ++lane) body(lane);
-    return;
-  }
-  for (; lanes != 0; lanes &= lanes - 1) body(std::countr_zero(lanes));
-}
-
-inline void write_predicate(Warp& warp, Slot slot, std::uint32_t bits, std::uint32_t lanes) {
-  if (slot == kNoSlot) return;
-  std::uint32_t& word = warp.predicate(slot);
-  word = (word & ~lanes) | (bits & lanes);
-}
 
 /// The handler of d = Op()(a, b, ...). Signature: R(A...), the types of the registers.
 template <class Op, class Signature>

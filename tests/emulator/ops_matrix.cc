@@ -416,9 +416,7 @@ Next run_store_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes) {
 void decode_matrices(const Statement& s, Builder& b, Instruction* i) {
   if (!s.has("m8n8") || !s.has("b16")) return decode_unknown(s, b, i);
   const bool loads = s.opcode() == "ldmatrix";
-  const Operand& o = s.operands.at(loads ? 0 : 1);
-  const std::vector<Operand> registers =
-      o.kind == Operand::Kind::kVector ? o.elements : std::vector<Operand>{o};
+  const std::vector<Operand> registers = elements_of(s.operands.at(loads ? 0 : 1));
   std::string count = "x";
   count += std::to_string(registers.size());
   if (!s.has(count)) {

@@ -5,7 +5,7 @@
 #include <charconv>
 #include <cstring>
 
-#include "machine.h"
+#include "lanes.h"
 #include "ops_copy.h"
 
 namespace sonicmoe::emulator {
@@ -152,10 +152,6 @@ std::uint64_t get(Warp& warp, Slot slot, int lane, std::uint32_t bytes) {
   return value;
 }
 
-const Slot* list_of(Warp& warp, const Instruction& i) {
-  return warp.grid().launch().program->lists.data() + i.list;
-}
-
 /// Elements that fill their registers, which is most of them.
 template <class T>
 Next run_plain_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
@@ -243,10 +239,6 @@ Handler store_handler(const Access& a) {
     default:
       return &run_plain_store<std::uint64_t>;
   }
-}
-
-std::vector<Operand> elements_of(const Operand& o) {
-  return o.kind == Operand::Kind::kVector ? o.elements : std::vector<Operand>{o};
 }
 
 void decode_load(const Statement& s, Builder& b, Instruction* i) {
