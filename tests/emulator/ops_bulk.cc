@@ -117,6 +117,7 @@ Next run_shared_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     const std::vector<Landing> all = landings(warp, list, lane, bytes);
     check_aligned(all.front().offset, kBulkAlignment, "the target of a bulk copy");
     const std::byte* from = warp.cta().own_shared(source, bytes);
+    warp.cta().check_async_read(source, bytes, warp.index());
     defer_landings(warp, i, all, bytes,
                    [from, bytes](const Landing& to) { std::memmove(to.data, from, bytes); });
   });
