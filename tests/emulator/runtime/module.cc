@@ -47,18 +47,25 @@ T read(const std::byte* from) {
   return value;
 }
 
-/// `spot` is NAME:LINE or empty.
+/// `spot` is NAME:LINE or empty. Throws if a kernel of that name has no instruction at the line.
 void remove_instruction(const std::string& spot, Function* function) {
+  if (spot.empty()) return;
   const std::size_t colon = spot.find(':');
-  if (colon == std::string::npos ||
-      function->name.find(spot.substr(0, colon)) == std::string::npos) {
-    return;
+  if (colon == std::string::npos) {
+    throw std::runtime_error("SONICMOE_EMULATED_WITHOUT is '" + spot + "' but must be KERNEL:LINE");
   }
+  if (function->name.find(spot.substr(0, colon)) == std::string::npos) return;
   const int line = std::atoi(spot.c_str() + colon + 1);
+  bool is_found = false;
   for (Statement& s : function->statements) {
     if (s.line != line) continue;
     s.parts = {"griddepcontrol", "wait"};  // which has no effect
     s.operands.clear();
+    is_found = true;
+  }
+  if (!is_found) {
+    throw std::runtime_error(function->name + " has no instruction at line " +
+                             spot.substr(colon + 1));
   }
 }
 
