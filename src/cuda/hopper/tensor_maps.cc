@@ -39,8 +39,8 @@ CUtensorMap encode_map(const Device& device, const MapFormat& format, const void
     if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride * format.bytes);
     rank++;
   }
-  // The driver asks for an address that is a multiple of 64. The caller's place for the result may
-  // be none: GCC 12 gives temporaries no more than 16.
+  // The result is encoded here and then copied: the driver asks for an address that is a multiple
+  // of 64, and GCC 12 aligns the caller's temporaries to 16 bytes only.
   struct {
     CUtensorMap map;
   } encoded;
