@@ -82,7 +82,10 @@ def grouped_experts(
 def _check_transport(precision: str | None, transport: str | None, limits: Limits) -> None:
     if transport is None:
         if limits != Limits(TIMEOUT):
-            raise ValueError("timeout, max_tokens and capacity are for a transport: name one")
+            raise ValueError(
+                f"timeout is {limits.timeout}, max_tokens is {limits.max_tokens} and capacity is "
+                f"{limits.capacity} without transport, must come with one of {TRANSPORTS}"
+            )
         return
     one_of("transport", transport, TRANSPORTS)
     limits.check()
