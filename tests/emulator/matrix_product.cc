@@ -62,7 +62,59 @@ __attribute__((target("avx512f"))) void multiply_avx512(const float* a, const fl
   multiply_blocks<Floats16, 8>(a, b, sums, depth, columns);
 }
 
-constexpr std::uint32_t kFractionBits = 23;  // of a float
+constexpr int kFractionBits = 23;  // of a float
+constexpr int kNarrowBits = 13;    // of the fraction of a sum of 14 bits
+
+using Ints4 __attribute__((vector_size(16))) = std::int32_t;
+using Ints8 __attribute__((vector_size(32))) = std::int32_t;
+
+/// Terms are counted in integers, in units of the last bit that is kept.
+template <class Vector, class Ints>
+__attribute__((always_inline)) inline void multiply_narrow(const float* a, const float* b,
+                                                           float* sums, int depth, int columns) {
+  constexpr int kWidth = sizeof(Vector) / sizeof(float);
+  constexpr std::int32_t kMagnitude = 0x7fffffff;
+  constexpr std::int32_t kExponent = 0xff << kFractionBits;
+  // No sum other than 0 is as small: the least product of e5m2 is 2^-32.
+  constexpr std::int32_t kLeast = (127 - 64) << kFractionBits;
+  for (int column = 0; column < columns; column += kWidth) {
+    for (int row = 0; row < kProductRows; ++row) {
+      auto* at = reinterpret_cast<Vector*>(sums + row * columns + column);
+      Vector terms[kMostDepth + 1];
+      Vector plain_sum = terms[depth] = *at;
+      Ints most = (Ints)*at & kMagnitude;
+      for (int k = 0; k < depth; ++k) {
+        const auto& right = *reinterpret_cast<const Vector*>(b + k * columns + column);
+        plain_sum += terms[k] = a[k * kProductRows + row] * right;
+        const Ints bits = (Ints)terms[k] & kMagnitude;
+        most = bits > most ? bits : most;
+      }
+      Ints power = most & kExponent;
+      const Ints is_finite = power != kExponent;
+      power = power > kLeast ? power : kLeast;
+      const auto unit = (Vector)(power - (kNarrowBits << kFractionBits));
+      const auto units =  // 1 / unit
+          (Vector)((254 << kFractionBits) - power + (kNarrowBits << kFractionBits));
+      Ints count = {};
+      for (int k = 0; k <= depth; ++k) {
+        const auto finite = (Vector)((Ints)terms[k] & is_finite);
+        count += __builtin_convertvector(finite * units, Ints);
+      }
+      const Vector sum = __builtin_convertvector(count, Vector) * unit;
+      const Ints narrow = (Ints)sum & ~((1 << (kFractionBits - kNarrowBits)) - 1);
+      *at = (Vector)((narrow & is_finite) | ((Ints)plain_sum & ~is_finite));
+    }
+  }
+}
+
+void multiply_narrow_any(const float* a, const float* b, float* sums, int depth, int columns) {
+  multiply_narrow<Floats4, Ints4>(a, b, sums, depth, columns);
+}
+
+__attribute__((target("avx2"))) void multiply_narrow_avx2(const float* a, const float* b,
+                                                          float* sums, int depth, int columns) {
+  multiply_narrow<Floats8, Ints8>(a, b, sums, depth, columns);
+}
 
 /// The float with the magnitude `m` of a smaller format, infinity and NaN apart. Without branches,
 /// so that loops become vector code.
@@ -150,6 +202,11 @@ void multiply_add(const float* a, const float* b, float* sums, int depth, int co
   if (has_avx2 && columns % 16 == 0) multiply = &multiply_avx2;
   if (has_avx512 && columns % 32 == 0) multiply = &multiply_avx512;
   multiply(a, b, sums, depth, columns);
+}
+
+void multiply_add_14_bits(const float* a, const float* b, float* sums, int depth, int columns) {
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  (has_avx2 ? &multiply_narrow_avx2 : &multiply_narrow_any)(a, b, sums, depth, columns);
 }
 
 void load_sums(Warp& warp, const Slot* registers, int columns, float* sums) {

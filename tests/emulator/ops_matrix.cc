@@ -162,7 +162,8 @@ struct Wgmma {
     } else {
       std::memset(sums, 0, sizeof(float) * kProductRows * form.columns);
     }
-    multiply_add(left, right, sums, depth, form.columns);
+    const bool is_narrow = bytes_of(form.type_a) == 1;
+    (is_narrow ? &multiply_add_14_bits : &multiply_add)(left, right, sums, depth, form.columns);
     store_sums(*warp, accumulators, form.columns, sums);
   }
 };

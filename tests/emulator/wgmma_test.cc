@@ -233,6 +233,31 @@ TEST(Wgmma, Columns) {
   }
 }
 
+/// Of row 0 and column 0, if the products there are those of `left` and `right`.
+float sum_of_e4m3(std::vector<float> left, std::vector<float> right, float start) {
+  const Product p{kE4M3, 8};
+  Operands operands(p);
+  left.resize(p.type.depth());
+  right.resize(p.type.depth());
+  std::copy(left.begin(), left.end(), operands.a.begin());
+  std::copy(right.begin(), right.end(), operands.b.begin());
+  operands.c[0] = start;
+  return operands.sums(p, p.instruction("%rd3", "%p2") + kCommitAndWait)[0];
+}
+
+TEST(Wgmma, SumsOfE4M3Have14Bits) {
+  EXPECT_EQ(sum_of_e4m3({256}, {256}, 0), 65536);
+  // The last bit beside 2^16 is worth 8. Each term is truncated, not their sum.
+  EXPECT_EQ(sum_of_e4m3({256, 3}, {256, 3}, 0), 65544);
+  EXPECT_EQ(sum_of_e4m3({256, -3}, {256, 3}, 0), 65528);
+  EXPECT_EQ(sum_of_e4m3({256, 2, 2}, {256, 3, 3}, 0), 65536);
+  EXPECT_EQ(sum_of_e4m3({256}, {256}, 7), 65536);
+  EXPECT_EQ(sum_of_e4m3({2, 2}, {3, 3}, 65536), 65536);
+  // A sum that grows beyond 2^17 has 14 bits again.
+  EXPECT_EQ(sum_of_e4m3({256, 256, 2}, {256, 256, 4}, 0), 131072);
+  EXPECT_EQ(sum_of_e4m3({0.001953125f}, {0.001953125f}, 0), 0x1p-18f);
+}
+
 TEST(Wgmma, Layouts) {
   for (const int span_a : {0, 32, 64, 128}) {
     for (const int span_b : {0, 32, 64, 128}) {
