@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "machine.h"
 
@@ -14,6 +15,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kIdleRounds = 8;
 /// In one of so many turns a deferred copy is done.
 constexpr std::uint64_t kCopyTurns = 4;
+/// One of so many grids gives the next kernel a head start: what that kernel does too early shows.
+constexpr std::uint64_t kHeadStartGrids = 4;
+constexpr std::chrono::milliseconds kHeadStart{2};
 
 std::uint32_t resident_clusters(const Launch& launch, const Settings& settings) {
   const std::size_t shared = launch.program->static_shared + launch.dynamic_shared;
@@ -25,8 +29,13 @@ std::uint32_t resident_clusters(const Launch& launch, const Settings& settings) 
 
 }  // namespace
 
-Grid::Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory)
-    : launch_(launch), settings_(settings), memory_(memory), random_(settings.seed) {}
+Grid::Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory,
+           Neighbours neighbours)
+    : launch_(launch),
+      settings_(settings),
+      memory_(memory),
+      neighbours_(std::move(neighbours)),
+      random_(settings.seed) {}
 
 RegisterFile Grid::take_file() {
   if (!spare_files_.empty()) {
@@ -54,6 +63,20 @@ void Grid::start_clusters() {
   }
 }
 
+bool Grid::previous_is_complete() const {
+  return !neighbours_.previous_is_complete || neighbours_.previous_is_complete();
+}
+
+void Grid::launch_next(Cta& cta) {
+  if (std::exchange(cta.has_launched_next, true)) return;
+  if (++launched_next_ < launch_.grid.count() || !neighbours_.launch_next) return;
+  neighbours_.launch_next();
+  const bool has_ended = next_cluster_ * launch_.cluster.count() == launched_next_ &&
+                         std::all_of(resident_.begin(), resident_.end(),
+                                     [](const auto& cluster) { return cluster->is_done(); });
+  if (!has_ended && random_() % kHeadStartGrids == 0) std::this_thread::sleep_for(kHeadStart);
+}
+
 void Grid::finish_pending() {
   for (const CopyTask& copy : pending_) copy->finish();
   pending_.clear();
@@ -63,6 +86,10 @@ void Grid::retire_clusters() {
   const auto is_done = [](const auto& cluster) { return cluster->is_done(); };
   if (std::none_of(resident_.begin(), resident_.end(), is_done)) return;
   finish_pending();  // copies that nobody waited for still use the cluster's memory
+  for (const auto& cluster : resident_) {
+    if (!cluster->is_done()) continue;
+    for (const auto& cta : cluster->ctas) launch_next(*cta);
+  }
   std::erase_if(resident_, is_done);
 }
 
@@ -106,6 +133,7 @@ void Grid::run() try {
       }
     }
     std::shuffle(warps.begin(), warps.end(), random_);
+    const bool may_wait_no_longer = previous_is_complete();  // for the previous kernel
     Turn most = Turn::kNothing;
     for (Warp* warp : warps) {
       if (!warp->is_done()) most = std::max(most, warp->run_turn());
@@ -117,7 +145,7 @@ void Grid::run() try {
       idle = 0;
       continue;
     }
-    if (most == Turn::kNothing && pending_.empty()) report_deadlock();
+    if (most == Turn::kNothing && pending_.empty() && may_wait_no_longer) report_deadlock();
     if (Clock::now() - changed > patience) report_deadlock();
     if (most == Turn::kBusy) continue;
     if (++idle > kIdleRounds) std::this_thread::sleep_for(std::chrono::microseconds(50));

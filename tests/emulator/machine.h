@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "neighbours.h"
 #include "program.h"
 
 namespace sonicmoe::emulator {
@@ -198,6 +199,7 @@ class Cta {
   /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence.
   void check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const;
 
+  bool has_launched_next = false;  ///< griddepcontrol.launch_dependents
   std::array<NamedBarrier, 16> barriers;
   std::vector<std::unique_ptr<Warp>> warps;
   std::uint32_t threads_alive() const;
@@ -236,7 +238,8 @@ class Cluster {
 
 class Grid {
  public:
-  Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory);
+  Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory,
+       Neighbours neighbours = {});
 
   /// To the end. Throws Fault, with the kernel, the instruction and its line in the PTX text.
   void run();
@@ -253,6 +256,9 @@ class Grid {
 
   /// Something that may let a waiting warp go on has happened.
   void note_progress() { ++progress_; }
+  bool previous_is_complete() const;
+  /// The CTA needs the next kernel to wait no longer.
+  void launch_next(Cta& cta);
   /// Finishes the copy at a drawn later time, at the latest when the grid ends.
   void defer(CopyTask copy) { pending_.push_back(std::move(copy)); }
 
@@ -266,8 +272,10 @@ class Grid {
   const Launch& launch_;
   const Settings& settings_;
   const GlobalMemory& memory_;
+  const Neighbours neighbours_;
   std::mt19937_64 random_;
   std::uint32_t next_cluster_ = 0;
+  std::uint32_t launched_next_ = 0;        // CTAs
   std::vector<RegisterFile> spare_files_;  // outlives the warps
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<CopyTask> pending_;

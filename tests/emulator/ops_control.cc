@@ -45,6 +45,26 @@ void decode_fence(const Statement& s, Builder&, Instruction* i) {
   i->run = s.has("proxy") && s.has("async") ? &run_proxy_fence : &run_fence;
 }
 
+Next run_wait_for_previous(Warp& warp, const Instruction&, std::uint32_t) {
+  return warp.grid().previous_is_complete() ? Next::kAdvance : Next::kWait;
+}
+
+Next run_launch_next(Warp& warp, const Instruction&, std::uint32_t) {
+  warp.grid().launch_next(warp.cta());
+  return Next::kAdvance;
+}
+
+/// Programmatic dependent launch.
+void decode_dependence(const Statement& s, Builder& b, Instruction* i) {
+  if (s.has("wait")) {
+    i->run = &run_wait_for_previous;
+  } else if (s.has("launch_dependents")) {
+    i->run = &run_launch_next;
+  } else {
+    decode_unknown(s, b, i);
+  }
+}
+
 Next run_nothing(Warp&, const Instruction&, std::uint32_t) { return Next::kAdvance; }
 
 void decode_nothing(const Statement&, Builder&, Instruction* i) { i->run = &run_nothing; }
@@ -72,7 +92,7 @@ void add_control_opcodes(OpcodeTable& table) {
   table["nanosleep"] = &decode_sleep;
   table["fence"] = &decode_fence;
   table["membar"] = &decode_fence;
-  table["griddepcontrol"] = &decode_nothing;
+  table["griddepcontrol"] = &decode_dependence;
   table["setmaxnreg"] = &decode_nothing;
   table["discard"] = &decode_nothing;
   table["applypriority"] = &decode_nothing;

@@ -18,7 +18,7 @@ import sys
 # mbarrier.try_wait is left out: what it would have returned is not known, so its loop never ends.
 SYNCHRONISES = re.compile(
     r"^\s*(?:@!?%\w+\s+)?((?:fence\.proxy|bar\.(?!warp)|barrier|mbarrier\.arrive|wgmma\.wait_group"
-    r"|cp\.async\.(?:wait|mbarrier|bulk\.wait))[\w.:]*)"
+    r"|cp\.async\.(?:wait|mbarrier|bulk\.wait)|griddepcontrol\.wait)[\w.:]*)"
 )
 
 
@@ -62,6 +62,7 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("kernel")
     parser.add_argument("filter")
+    parser.add_argument("--only", default="", help="opcodes that begin with this")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=120)
     options = parser.parse_args()
@@ -69,6 +70,7 @@ def main():
     if not all(passes(options, seed) for seed in seeds):
         sys.exit(f"{options.filter} fails or runs no test, without any removal")
     name, lines = kernel_lines(options.binary, options.kernel)
+    lines = [line for line in lines if line[1].startswith(options.only)]
     print(f"{name}: {len(lines)} removals")
     unnoticed = 0
     for number, opcode in lines:

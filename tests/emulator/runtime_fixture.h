@@ -78,6 +78,41 @@ again:
   ret;
 }
 
+// Lets the next kernel start, waits for `gate`, then sets `done`. Two CTAs.
+.visible .entry early(.param .u64 gate, .param .u64 done)
+{
+  .reg .pred %p<2>;
+  .reg .b32 %r<2>;
+  .reg .b64 %rd<3>;
+  ld.param.u64 %rd1, [gate];
+  ld.param.u64 %rd2, [done];
+  griddepcontrol.wait;
+  griddepcontrol.launch_dependents;
+again:
+  ld.acquire.sys.global.u32 %r1, [%rd1];
+  setp.eq.s32 %p1, %r1, 0;
+  @%p1 bra again;
+  mov.u32 %r1, 1;
+  st.global.u32 [%rd2], %r1;
+  ret;
+}
+
+// Opens `gate` of the kernel before it, waits for that kernel, then copies `done` to `seen`.
+.visible .entry dependent(.param .u64 gate, .param .u64 done, .param .u64 seen)
+{
+  .reg .b32 %r<2>;
+  .reg .b64 %rd<4>;
+  ld.param.u64 %rd1, [gate];
+  ld.param.u64 %rd2, [done];
+  ld.param.u64 %rd3, [seen];
+  mov.u32 %r1, 1;
+  st.release.sys.global.u32 [%rd1], %r1;
+  griddepcontrol.wait;
+  ld.global.u32 %r1, [%rd2];
+  st.global.u32 [%rd3], %r1;
+  ret;
+}
+
 .visible .entry mixed(.param .u8 a, .param .u64 b, .param .u16 c, .param .u64 out)
 {
   .reg .b16 %rs<2>;
@@ -147,7 +182,7 @@ class TestModule {
     wrapper_ = {0x466243b1, 1, fatbin_.data(), nullptr};
     handle_ = __cudaRegisterFatBinary(&wrapper_);
     for (const char* name : {"_Z3addPji", "double_first", "wait_for_word", "mixed", "sum_of_table",
-                             "ranks", "limited", "missing"}) {
+                             "ranks", "limited", "early", "dependent", "missing"}) {
       __cudaRegisterFunction(handle_, function(name), nullptr, name, -1, nullptr, nullptr, nullptr,
                              nullptr, nullptr);
     }
@@ -239,6 +274,20 @@ class RuntimeTest : public ::testing::Test {
   }
   static cudaError_t wait_for_word(std::uint32_t* word, cudaStream_t stream) {
     return launch("wait_for_word", 1, 1, {&word}, stream);
+  }
+  /// With programmatic dependent launch.
+  static cudaError_t launch_overlapping(const char* name, unsigned grid,
+                                        std::vector<void*> arguments, cudaStream_t stream) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = 1;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelExC(&config, function(name), arguments.data());
   }
   static cudaError_t launch_clusters(unsigned grid, unsigned cluster, std::uint32_t* out) {
     cudaLaunchAttribute attributes[2];

@@ -21,6 +21,28 @@ TEST_F(RuntimeTest, KernelsOfTwoStreamsRunAtOnce) {
   EXPECT_EQ(cudaStreamSynchronize(first_), cudaSuccess);
 }
 
+TEST_F(RuntimeTest, ADependentKernelOverlapsAndWaits) {
+  for (int i = 0; i < 20; ++i) {
+    Words gate(1), done(1), seen(1);
+    std::uint32_t *g = gate.data(), *d = done.data(), *s = seen.data();
+    ASSERT_EQ(launch_overlapping("early", 2, {&g, &d}, first_), cudaSuccess);
+    ASSERT_EQ(launch_overlapping("dependent", 1, {&g, &d, &s}, first_), cudaSuccess);
+    ASSERT_EQ(add(s, 1, first_), cudaSuccess);  // waits for both
+    ASSERT_EQ(cudaStreamSynchronize(first_), cudaSuccess);
+    EXPECT_EQ(seen.get(), Values{2});
+  }
+}
+
+TEST_F(RuntimeTest, AKernelWithoutTheAttributeDoesNotOverlap) {
+  Words gate(1), done(1);
+  std::uint32_t *g = gate.data(), *d = done.data();
+  ASSERT_EQ(launch_overlapping("early", 2, {&g, &d}, first_), cudaSuccess);
+  ASSERT_EQ(double_first(d, first_), cudaSuccess);
+  ASSERT_EQ(add(g, 1, second_), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(first_), cudaSuccess);
+  EXPECT_EQ(done.get(), Values{2});
+}
+
 TEST_F(RuntimeTest, EventsOrderStreams) {
   Words word(1), sum(1);
   cudaEvent_t event = nullptr;
@@ -162,7 +184,7 @@ TEST_F(RuntimeGraphTest, RefusesCallsThatWouldWait) {
   };
   expect_refused([&] { return cudaStreamSynchronize(first_); });
   expect_refused([&] { return cudaDeviceSynchronize(); });
-  void* memory = nullptr;
+  void *memory = nullptr;
   expect_refused([&] { return cudaMalloc(&memory, 4); });
   EXPECT_EQ(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal),
             cudaErrorStreamCaptureUnsupported);

@@ -53,9 +53,9 @@ cudaError_t launch(const void* function, const LaunchShape& shape, void** argume
   return device_call([&] {
     const auto stream = stream_of(handle);
     require(&stream->device() == &current_device(), cudaErrorInvalidResourceHandle);
-    Action action = launch_action(*kernels().find(function), shape, arguments, stream->device());
+    Work work = launch_work(*kernels().find(function), shape, arguments, stream->device());
     const std::lock_guard lock(issue_mutex());
-    issue(*stream, std::move(action));
+    issue(*stream, std::move(work));
   });
 }
 
@@ -103,13 +103,13 @@ cudaError_t __cudaGetKernel(cudaKernel_t* handle, const void* host) {
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
                                size_t shared, cudaStream_t stream) {
-  return launch(kernel, {grid, block, dim3(1, 1, 1), shared}, arguments, stream);
+  return launch(kernel, {grid, block, dim3(1, 1, 1), shared, false}, arguments, stream);
 }
 }
 
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
                              size_t shared, cudaStream_t stream) {
-  return launch(function, {grid, block, dim3(1, 1, 1), shared}, arguments, stream);
+  return launch(function, {grid, block, dim3(1, 1, 1), shared, false}, arguments, stream);
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,

@@ -131,11 +131,12 @@ void fill(void* data, std::size_t pitch, int value, Rows rows, cudaStream_t hand
   require(place_of({bytes, pitch}, rows) != Place::kPageable, cudaErrorInvalidValue);
   const auto stream = stream_of(handle);
   const std::lock_guard lock(issue_mutex());
-  issue(*stream, [bytes, pitch, value, rows] {
+  const Action action = [bytes, pitch, value, rows] {
     for (std::size_t row = 0; row < rows.height; ++row) {
       std::memset(bytes + row * pitch, value, rows.width);
     }
-  });
+  };
+  issue(*stream, action);
 }
 
 void* allocate(std::size_t bytes, Extent::Kind kind) {

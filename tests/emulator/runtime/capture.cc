@@ -84,15 +84,17 @@ void begin_capture(const std::shared_ptr<Stream>& stream, cudaStreamCaptureMode 
   open_captures().push_back(stream->capture.get());
 }
 
-MomentPtr issue(Stream& stream, Action action, std::vector<MomentPtr> after) {
+MomentPtr issue(Stream& stream, Work work, std::vector<MomentPtr> after) {
   if (stream.capture != nullptr) {
-    stream.capture->add(stream, std::move(action));
+    // The kernels of a graph run one after the other.
+    if (work.kernel) work.action = [kernel = std::move(work.kernel)] { kernel({}); };
+    stream.capture->add(stream, std::move(work.action));
     return nullptr;
   }
   if (stream.kind() == Stream::Kind::kLegacy) {
     for (Capture* capture : open_captures()) capture->refuse_default_stream(stream.device());
   }
-  return stream.device().issue(stream, std::move(action), std::move(after));
+  return stream.device().issue(stream, std::move(work), std::move(after));
 }
 
 void record(Event& event, Stream& stream) {

@@ -56,8 +56,8 @@ class Capture {
 
 void begin_capture(const std::shared_ptr<Stream>& stream, cudaStreamCaptureMode mode);
 
-/// Issues the action, or adds it to the capture of the stream and returns null.
-MomentPtr issue(Stream& stream, Action action, std::vector<MomentPtr> after = {});
+/// Issues the work, or adds it to the capture of the stream and returns null.
+MomentPtr issue(Stream& stream, Work work, std::vector<MomentPtr> after = {});
 void record(Event& event, Stream& stream);
 /// What is issued to the stream from now on waits for the event.
 void wait_for(const Event& event, const std::shared_ptr<Stream>& stream);

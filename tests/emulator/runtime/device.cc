@@ -64,7 +64,7 @@ void Device::close_stream(const std::shared_ptr<Stream>& stream) {
   std::erase_if(streams_, [](const auto& stream) { return stream->has_ended(); });
 }
 
-MomentPtr Device::issue(Stream& stream, Action action, std::vector<MomentPtr> after) {
+MomentPtr Device::issue(Stream& stream, Work work, std::vector<MomentPtr> after) {
   const auto follow = [&](const Stream& other) {
     if (MomentPtr last = other.last(); last != nullptr && !last->is_past()) {
       after.push_back(std::move(last));
@@ -76,7 +76,7 @@ MomentPtr Device::issue(Stream& stream, Action action, std::vector<MomentPtr> af
       if (other->kind() == Stream::Kind::kBlocking) follow(*other);
     }
   }
-  return stream.append(std::move(action), std::move(after));
+  return stream.append(std::move(work), std::move(after));
 }
 
 void Device::synchronize() {
@@ -96,6 +96,7 @@ void Device::finish() {
   const std::lock_guard lock(issue_mutex());
   streams_.clear();
   legacy_.reset();
+  threads_.finish();
 }
 
 void Device::run(const Action& action) noexcept {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/host_threads.h"
 #include "runtime/stream.h"
 
 namespace sonicmoe::emulator {
@@ -50,12 +51,13 @@ class Device {
 
   /// Appends to a stream of this device, in the order that CUDA gives blocking streams and the
   /// default stream. The caller holds issue_mutex().
-  MomentPtr issue(Stream& stream, Action action, std::vector<MomentPtr> after = {});
+  MomentPtr issue(Stream& stream, Work work, std::vector<MomentPtr> after = {});
   /// Waits for everything that was issued.
   void synchronize();
   /// Ends the threads, at the end of the process.
   void finish();
   void run(const Action& action) noexcept;
+  HostThreads& threads() { return threads_; }
 
   /// Of the first fault; every later call on the device returns it. cudaSuccess: none.
   cudaError_t fault() const { return fault_.load(std::memory_order_acquire); }
@@ -81,6 +83,7 @@ class Device {
   const int ordinal_;
   std::shared_ptr<Stream> legacy_;
   std::vector<std::shared_ptr<Stream>> streams_;  ///< the others, also closed ones that still run
+  HostThreads threads_;
   std::atomic<cudaError_t> fault_{cudaSuccess};
   std::atomic<std::uint32_t> peers_{0};
 };

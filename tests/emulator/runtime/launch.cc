@@ -67,14 +67,14 @@ std::uint64_t next_seed() {
   return configuration().seed + (launches.fetch_add(1) << 32);
 }
 
-void run_grid(const Order& order, const Device& device) {
+void run_grid(const Order& order, const Device& device, const Neighbours& neighbours) {
   Settings settings;
   settings.multiprocessors = configuration().multiprocessors;
   settings.seed = next_seed();
   settings.patience_s = configuration().patience_s;
   const GridMemory seen(device);
   try {
-    Grid(order.launch, settings, seen).run();
+    Grid(order.launch, settings, seen, neighbours).run();
   } catch (const std::exception& error) {
     throw DeviceFault(seen.is_violated() ? cudaErrorIllegalAddress : cudaErrorLaunchFailure,
                       order.kernel + ": " + error.what());
@@ -84,7 +84,7 @@ void run_grid(const Order& order, const Device& device) {
 }  // namespace
 
 LaunchShape shape_of(const cudaLaunchConfig_t& config) {
-  LaunchShape shape{config.gridDim, config.blockDim, dim3(1, 1, 1), config.dynamicSmemBytes};
+  LaunchShape shape{config.gridDim, config.blockDim, dim3(1, 1, 1), config.dynamicSmemBytes, false};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     switch (attribute.id) {
@@ -95,8 +95,10 @@ LaunchShape shape_of(const cudaLaunchConfig_t& config) {
       }
       case cudaLaunchAttributeIgnore:
       case cudaLaunchAttributePriority:
+        break;
       case cudaLaunchAttributeProgrammaticStreamSerialization:
-        break;  // a kernel that begins after the one before has ended is right as well
+        shape.may_overlap = attribute.val.programmaticStreamSerializationAllowed != 0;
+        break;
       default:
         throw ApiError{cudaErrorNotSupported};
     }
@@ -104,8 +106,7 @@ LaunchShape shape_of(const cudaLaunchConfig_t& config) {
   return shape;
 }
 
-Action launch_action(Kernel& kernel, const LaunchShape& shape, void** arguments,
-                     const Device& device) {
+Work launch_work(Kernel& kernel, const LaunchShape& shape, void** arguments, const Device& device) {
   check_shape(kernel, shape, device);
   kernel.note_run();
   auto order = std::make_shared<Order>();
@@ -114,9 +115,9 @@ Action launch_action(Kernel& kernel, const LaunchShape& shape, void** arguments,
   order->launch = {order->program.get(), dim(shape.grid),
                    dim(shape.block),     dim(shape.cluster),
                    shape.shared,         copy_arguments(*order->program, arguments)};
-  return [order = std::shared_ptr<const Order>(std::move(order)), &device] {
-    run_grid(*order, device);
-  };
+  const auto run = [order = std::shared_ptr<const Order>(std::move(order)), &device](
+                       const Neighbours& neighbours) { run_grid(*order, device, neighbours); };
+  return {run, shape.may_overlap};
 }
 
 void allow_dynamic_shared(Kernel& kernel, const Device& device, int bytes) {

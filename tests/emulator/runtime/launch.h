@@ -13,16 +13,16 @@ namespace sonicmoe::emulator {
 
 struct LaunchShape {
   dim3 grid, block, cluster;
-  std::size_t shared = 0;  ///< dynamic
+  std::size_t shared = 0;    ///< dynamic
+  bool may_overlap = false;  ///< programmatic dependent launch
 };
 
 /// What CUDA reads from the attributes of a launch. Throws ApiError for one that is not emulated.
 LaunchShape shape_of(const cudaLaunchConfig_t& config);
 
-/// An action that runs the kernel on the device, with a copy of the arguments. Throws ApiError
-/// where CUDA would refuse the launch.
-Action launch_action(Kernel& kernel, const LaunchShape& shape, void** arguments,
-                     const Device& device);
+/// Runs the kernel on the device, with a copy of the arguments. Throws ApiError where CUDA would
+/// refuse the launch.
+Work launch_work(Kernel& kernel, const LaunchShape& shape, void** arguments, const Device& device);
 
 /// cudaFuncAttributeMaxDynamicSharedMemorySize.
 void allow_dynamic_shared(Kernel& kernel, const Device& device, int bytes);

@@ -59,7 +59,7 @@ void remove_instruction(const std::string& spot, Function* function) {
   bool is_found = false;
   for (Statement& s : function->statements) {
     if (s.line != line) continue;
-    s.parts = {"griddepcontrol", "wait"};  // which has no effect
+    s.parts = {"discard"};  // which has no effect
     s.operands.clear();
     is_found = true;
   }

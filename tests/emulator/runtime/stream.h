@@ -11,12 +11,30 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "neighbours.h"
 
 namespace sonicmoe::emulator {
 
 /// What an operation does. A graph runs it several times. Throws DeviceFault.
 using Action = std::function<void()>;
+
+/// Runs a kernel.
+using KernelAction = std::function<void(const Neighbours&)>;
+
+/// An action, or a kernel instead.
+struct Work {
+  Work() = default;
+  Work(Action does) : action(std::move(does)) {}  // NOLINT(google-explicit-constructor)
+  Work(KernelAction runs, bool overlaps) : kernel(std::move(runs)), may_overlap(overlaps) {}
+
+  Action action;
+  KernelAction kernel;
+  /// It may start before the kernel before it in the stream has ended.
+  bool may_overlap = false;
+};
 
 /// The end of an operation.
 class Moment {
@@ -24,7 +42,7 @@ class Moment {
   void wait() const;
   bool is_past() const;
   std::chrono::steady_clock::time_point time() const;  ///< once it is past
-  void pass();
+  void pass();                                         ///< nothing happens if it is past
 
  private:
   mutable std::mutex mutex_;
@@ -53,8 +71,8 @@ class Stream {
   Device& device() const { return device_; }
   Kind kind() const { return kind_; }
 
-  /// Runs the action after the earlier ones and after these moments.
-  MomentPtr append(Action action, std::vector<MomentPtr> after);
+  /// Does the work after the earlier one and after these moments.
+  MomentPtr append(Work work, std::vector<MomentPtr> after);
   /// The end of the operation that was appended last; null if there is none.
   MomentPtr last() const;
   /// Nothing more will be appended.
@@ -68,11 +86,16 @@ class Stream {
 
  private:
   struct Operation {
-    Action action;
+    Work work;
     std::vector<MomentPtr> after;
     std::shared_ptr<Moment> end;
   };
+  /// A kernel that was started. Its end is also that of the kernels before it.
+  struct Running {
+    MomentPtr launched_next, done, end;
+  };
   void work();
+  void start(const Operation& operation, Running& running);
 
   Device& device_;
   const Kind kind_;
