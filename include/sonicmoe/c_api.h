@@ -5,7 +5,7 @@
  *   zero, which means the default. New versions only append fields; a larger struct is accepted if
  *   its unknown bytes are zero.
  * - Pass NULL for an optional tensor that you leave out. If `exec` is NULL, the call runs on the
- * CPU with all cores. Every other NULL is refused.
+ *   CPU with all cores. Every other NULL is refused.
  * - A call returns SMOE_OK or is refused before any work: then no output has been written, and
  *   smoe_last_error() returns the reason as one sentence. Only SMOE_CUDA and SMOE_INTERNAL may
  *   occur after a part of the work: outputs are then undefined. No call throws or ends the process.

@@ -136,9 +136,9 @@ struct HViews {
 ///
 /// Rows are in the order of the experts. Within an expert, rows of the ids form are in the order
 /// (token, slot), those of the pairs form in the order (token, position in the list), and grouped
-/// rows as in x. On CUDA row p of H belongs to row p of x for grouped rows; this differs if
-/// groups have gaps between them or are not in the order of the experts. Rows after the last routed
-/// row, and rows of no group, are not written.
+/// rows as in x. On CUDA, row p of H belongs to row p of x for grouped rows, also if groups have
+/// gaps between them or are not in the order of the experts. Rows after the last routed row, and
+/// rows of no group, are not written.
 ///
 /// Gate and up lie side by side ([gate | up]). On CUDA they alternate if they do so in the weights:
 /// if n is contiguous, with each element of up behind that of gate. Of `weights` only the addresses

@@ -54,9 +54,9 @@ enum class RoundingMode : std::int32_t {
   kNearest = 0,     ///< the closer of lo and hi, a tie to the even multiple
   kUp = 1,          ///< hi
   kDown = 2,        ///< lo
-  kScore = 3,       ///< hi iff the score mass gained by hi is less than the mass lost by lo
+  kScore = 3,       ///< hi iff the scores that hi adds sum to less than those that lo drops
   kStochastic = 4,  ///< hi with probability (f - lo)/(hi - lo), Philox4x32-10(seed, expert)
-  kBalanced = 5,    ///< keeps the running sum of changes nearest to zero
+  kBalanced = 5,    ///< lo or hi, whichever keeps the running sum of changes nearer to zero
 };
 
 struct RoundOptions {
