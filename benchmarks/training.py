@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--curve", type=int, default=0, help="record losses of this many steps")
     parser.add_argument("--budget", type=float, default=460, help="seconds")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="default: training.json of results/h200, or the curves'")
+    parser.add_argument("--out", help="default: training.json of results/h100, or the curves'")
     options = parser.parse_args()
     name = "training_curves.json" if options.curve else "training.json"
     options.out = options.out or str(HERE / "results/h100" / name)
