@@ -1,6 +1,7 @@
 #include "verify/cases.h"
 
 #include <algorithm>
+#include <string_view>
 
 namespace sonicmoe::verify {
 namespace {
@@ -136,6 +137,21 @@ void add_routings(Extent extent, std::vector<Case>& cases) {
       cases.push_back(routing_case(shape, DType::kF16, Data::kRoundings));
     }
     cases.push_back(routing_case(shape, DType::kF64, Data::kRandom));
+  }
+}
+
+// Y of grouped rows is multiplied by the rows' weights, with another kernel for each dtype and each
+// order of W2.
+void add_weighted_rows(Extent extent, std::vector<Case>& cases) {
+  for (const RoutingShape& shape : routing_shapes()) {
+    if (shape.name != std::string_view("grouped_edges")) continue;
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      Case c = routing_case(shape, dtype, Data::kRandom);
+      if (extent == Extent::kQuick && dtype == DType::kF16) cases.push_back(c);
+      c.name = std::string("routing/grouped_edges_transposed/") + dtype_name(dtype) + "/random";
+      c.layout = Layout::kTransposed;
+      cases.push_back(c);
+    }
   }
 }
 
@@ -543,6 +559,7 @@ bool wants(const Case& c, const std::string& output) {
 std::vector<Case> all_cases(Extent extent, const std::string& filter) {
   std::vector<Case> cases;
   add_routings(extent, cases);
+  add_weighted_rows(extent, cases);
   add_shapes(extent, cases);
   add_activations(cases);
   add_layouts(cases);

@@ -129,13 +129,17 @@ void add_shapes(std::vector<Case>& cases) {
 void add_activations(std::vector<Case>& cases) {
   for (std::int32_t index = 0; index < kActivationCount; ++index) {
     const auto kind = static_cast<ActivationKind>(index);
-    for (const char* bias : {"", "_bias"}) {
-      Case c = fp8_case(std::string("activation/") + activation_name(kind) + bias, Data::kRandom,
-                        90, 128, 128);
-      c.problem.activation.kind = kind;
-      c.bias = *bias != '\0';
-      cases.push_back(c);
-    }
+    const std::string name = std::string("activation/") + activation_name(kind);
+    Case c = fp8_case(name, Data::kRandom, 90, 128, 128);
+    c.problem.activation.kind = kind;
+    cases.push_back(c);
+    c.name = "fp8/" + name + "_kept_bf16/random";
+    c.problem.kept_h = KeptH::kTensors;
+    cases.push_back(c);
+    c.name = "fp8/" + name + "_bias/random";
+    c.problem.kept_h = KeptH::kPrecision;
+    c.bias = true;
+    cases.push_back(c);
   }
   Case plain = fp8_case("activation/relu_bias", Data::kRoundings, 90, 128, 256);
   plain.problem.activation.kind = ActivationKind::kReLU;
