@@ -20,17 +20,17 @@ struct TileChoice {
   std::string tile;
 };
 
-/// An engine of a backend: what multiplies on a device. A build may have several.
+/// An engine of a backend: code that computes products on a device. A build may have several.
 struct EngineInfo {
   const char* name;    ///< "hopper"
   std::string serves;  ///< "9.0 (H100, H200)"
 };
 
-/// A function that is null is not served: the call is refused by name. Functions named *_bytes and
-/// moe_sizes need no device; the others run on the one of `exec`.
+/// Where a function is null, the backend does not serve the call, and serve() refuses it by name.
+/// Functions named *_bytes and moe_sizes need no device; the others use the device of `exec`.
 struct BackendTable {
   const char* name = nullptr;
-  /// What the buffers of a call are aligned to, in bytes.
+  /// The alignment of a call's buffers, in bytes.
   std::int64_t buffer_alignment = 0;
   /// Whether large layers are faster in fp8 than in bf16. If not, auto_precision() never gives
   /// kFp8.
@@ -41,14 +41,15 @@ struct BackendTable {
   void* (*device_open)(std::int32_t ordinal, const char* engine) = nullptr;
   void (*device_close)(void* device) = nullptr;
 
-  /// A handle for the sizes and plans of a device that need not be there; launches refuse it. By
-  /// compute capability (90 is 9.0); null where this build has no kernels for it.
+  /// A handle for the sizes and plans of a device that need not be present; launches refuse the
+  /// handle. `capability` is a compute capability (90 is 9.0). Null: this build has no kernels for
+  /// it.
   const void* (*device_model)(std::int32_t capability) = nullptr;
   /// The engines of this build; the first that serves a device is the default.
   std::vector<EngineInfo> (*engines)() = nullptr;
-  /// Which engine multiplies on a device: "hopper".
+  /// The name of the engine that computes products on a device: "hopper".
   const char* (*engine_name)(const void* device) = nullptr;
-  /// What device code the build has: "sm_80 sm_90".
+  /// The architectures for which the build has device code: "sm_80 sm_90".
   const char* (*code_names)() = nullptr;
 
   /// The tiles of a problem whose gate and up do not alternate. Null: the backend has no fixed
@@ -126,10 +127,10 @@ const char* backend_name(Backend backend);
 Backend backend_from_name(const std::string& name);
 /// Null where this build does not have it.
 const BackendTable* find_backend(Backend backend);
-/// Refuses an unknown backend, and one that this build does not have.
+/// Refuses an unknown backend and a backend that this build does not have.
 const BackendTable& backend_table(Backend backend);
 
-/// The function that serves a call on exec; refuses, by name, one that its backend lacks.
+/// The backend's function for a call on `exec`. Refuses the call, by name, if the backend lacks it.
 template <class F>
 F serve(const Exec& exec, const char* name, F BackendTable::* function) {
   const BackendTable& table = backend_table(exec.backend);

@@ -36,7 +36,7 @@ bool has_elements(const Tensor& tensor) {
   return std::all_of(tensor.shape, tensor.shape + tensor.rank, [](auto n) { return n > 0; });
 }
 
-// Adds |stride| * steps elements to `bytes`; false from kMostBytes on.
+// Adds the bytes of |stride| * steps elements to `bytes`. False if the sum reaches kMostBytes.
 bool step_within_reach(std::int64_t stride, std::int64_t steps, std::int64_t element,
                        std::int64_t* bytes) {
   std::int64_t step = 0;
@@ -67,8 +67,8 @@ void size_and_reach(const Tensor& tensor, const char* name) {
   }
 }
 
-// True unless each stride steps over everything that the smaller strides reach. Some tensors that
-// do not overlap are arranged otherwise, and are taken to overlap too.
+// True unless each stride steps over everything that the smaller strides reach. The test is
+// sufficient, not necessary: some tensors without overlap give true as well.
 bool overlaps_itself(const Tensor& tensor) {
   std::array<std::pair<std::int64_t, std::int64_t>, 3> dims{};  // {stride, extent}
   for (std::int32_t i = 0; i < tensor.rank; ++i) {

@@ -1,5 +1,5 @@
-// The rules that the checks of every call are made of. Each rule looks at one argument and refuses
-// it by one sentence: which argument, what it has, what it must have.
+// The rules from which the checks of every call are built. Each rule looks at one argument and
+// refuses it with one sentence: the argument, the value that it has, the value that it must have.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ void rank(const Tensor& tensor, const char* name, const char* letters, std::int3
 void input(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
 /// As input; also refuses a tensor in which two elements share memory.
 void output(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
-/// As output, for a weight matrix: a gradient with its strides would be written.
+/// As output, for a weight matrix: its gradient, which is written, may have the same strides.
 void parameter(const Tensor& tensor, const char* name, const Shape& shape, DTypes dtypes);
 /// Refuses an argument that has no meaning in the call, e.g. a gate for silu.
 void absent(const Tensor& tensor, const std::string& name, const char* reason);

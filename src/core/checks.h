@@ -1,5 +1,5 @@
-// The checks of every public function. They run before any work and refuse whatever the host can
-// see to be wrong with the arguments. The host cannot see values on the device (ids, offsets,
+// The checks of every public function. They run before any work and refuse every error in the
+// arguments that the host can see. The host cannot see values on the device (ids, offsets,
 // counts): these are never refused, and each of their bit patterns has a defined meaning.
 //
 // The functions *_overlap come after all other checks of a call: no buffer may share a byte with
@@ -15,7 +15,8 @@ namespace sonicmoe::checks {
 
 void exec(const Exec& exec);
 
-/// C, from the form and its counts alone: the other fields may still be unchecked.
+/// The row capacity C. Reads only form, tokens, top_k and capacity; the other fields may still be
+/// unchecked.
 std::int64_t rows(const Problem& problem);
 void problem(const Problem& problem);
 void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
@@ -62,12 +63,12 @@ void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pai
                    const Exec& exec);
 void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tensor& dweight,
                             const Tensor& dlogits, const Exec& exec);
-/// `bias` is that of the route options, empty for expert choice.
+/// `bias` is the bias of the route options; empty for expert choice.
 void pairs_overlap(const Tensor& bias, const Tensor& logits, const Pairs& pairs,
                    const Buffer& scratch);
 void pairs_backward_overlap(const Tensor& bias, const Tensor& logits, const Pairs& pairs,
                             const Tensor& dweight, const Tensor& dlogits, const Buffer& scratch);
-/// T and E of a query for scratch.
+/// Checks T and E of a call that asks for the size of scratch.
 void routing_sizes(std::int64_t tokens, std::int64_t experts, const Exec& exec);
 void router_losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids,
                    const RouterLosses& out, const Exec& exec);

@@ -14,7 +14,8 @@ constexpr std::int32_t kDTypeCount = 6;
 
 DType score_dtype(const Problem& p) { return p.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
-// Refuses a parameter for a kind that does not have it, which is one whose default is 0.
+// Refuses a parameter other than 0 for an activation kind without that parameter. A kind lacks a
+// parameter if the parameter's default in ActivationTraits is 0.
 void activation_parameter(const char* name, const Activation& a, double value,
                           double ActivationTraits::* of_kind) {
   if (value == 0.0 || activation_traits(a.kind).*of_kind != 0.0) return;
@@ -154,7 +155,7 @@ void weights(const Problem& p, const Weights& w) {
   }
 }
 
-// fp64 layers have fp64 gradients only: they serve gradient checks, which fp32 would spoil.
+// fp64 layers have fp64 gradients only: they serve gradient checks, for which fp32 is too coarse.
 DTypes grad_dtypes(const Problem& p, GradMode mode) {
   if (p.dtype == DType::kF64) return DType::kF64;
   if (mode == GradMode::kAccumulate) return DType::kF32;

@@ -1,5 +1,5 @@
-// Refuses memory that is lent to a call twice. These checks come last: they rely on checked
-// tensors.
+// Refuses arguments of a call that share memory. These checks come last: they rely on tensors that
+// other checks have accepted.
 #include "core/checks.h"
 #include "core/overlap.h"
 

@@ -8,7 +8,7 @@
 //
 // v is a bf16 value, so v/s is exact in fp32, or so small that its code is 0. code * s is a bf16
 // value, even where s is so small that codes are closer together than bf16's subnormal numbers:
-// there v/s was an e4m3 value before it was rounded. The exception is |v| > 255 * 2^120: its code
+// there v/s was an e4m3 value before it was rounded. The exception is |v| >= 248 * 2^120: its code
 // times s is 2^128, which is infinite in fp32 and bf16.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What data sheets say of the GPUs that people train on, and which engine multiplies there.
+// Peak rates of GPUs from their data sheets, and the engine that computes products on each GPU.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,9 @@ enum class Evidence {
 };
 const char* evidence_name(Evidence evidence);
 
-/// Roofline time over time under sustained load, both passes of 18 large layers on an H200: the
-/// mean and the extremes. By default those of the hopper engine (benchmarks/results/h200/hot.json).
+/// Roofline time divided by measured time under sustained load: mean, minimum and maximum over both
+/// passes of 18 large layers on an H200. The defaults are the hopper engine's
+/// (benchmarks/results/h200/hot.json).
 struct ShareOfRoofline {
   double mean = 0.63, least = 0.57, most = 0.68;
 };
@@ -39,14 +40,15 @@ struct ShareOfRoofline {
 /// An engine on a machine.
 struct EngineRate {
   std::string name;          ///< "hopper", "portable", or "cpu"
-  std::string instructions;  ///< that multiply: "wgmma", "mma.sync", or "vector"
+  std::string instructions;  ///< of the products: "wgmma", "mma.sync", or "vector"
   Evidence evidence = Evidence::kEstimated;
-  /// Most that its instructions reach, at most the machine's rate.
+  /// The highest rate that its instructions reach, at most the machine's rate.
   double flops_per_second = 0.0;
   std::string note;            ///< a sentence about that rate; may be empty
   ShareOfRoofline share = {};  ///< not known here where the evidence is kEstimated
 };
-/// The engine that serves a machine, or the one of that name; refuses one that cannot run there.
+/// The engine called `name`, or the machine's default engine if `name` is empty. Refuses an engine
+/// that cannot run on the machine.
 EngineRate engine_rate(const Machine& machine, const std::string& name = "");
 
 }  // namespace sonicmoe

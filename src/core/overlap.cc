@@ -25,7 +25,7 @@ Range range_of(const Tensor& t) {
 }
 
 // The bytes that a tensor occupies modulo `step`: its range without the dimensions whose stride is
-// a multiple of it.
+// a multiple of `step`.
 Range range_within(const Tensor& t, std::int64_t step) {
   Tensor inner = t;
   for (std::int32_t i = 0; i < t.rank; ++i) {

@@ -21,11 +21,13 @@ struct Range {
 };
 
 /// False if no byte belongs to an element of both tensors. Tensors that interleave (columns of one
-/// matrix, alternating gate and up rows of one gradient) are recognised by a stride of either one:
-/// modulo that stride they occupy different bytes. Other interleaved arrangements give true.
+/// matrix, alternating gate and up rows of one gradient) are recognised by a stride of either
+/// tensor: modulo that stride they occupy different bytes. Other interleaved arrangements give
+/// true.
 bool share_memory(const Tensor& a, const Tensor& b);
 
-/// The memory that a call is lent, by name. Every call builds one, so it allocates nothing.
+/// The memory that the caller lends to a call, by name. Every call builds a Lent, so the class
+/// allocates nothing.
 class Lent {
  public:
   void add(const char* name, const Tensor& tensor, Use use = Use::kRead);

@@ -119,7 +119,7 @@ double expected_padding(const LayerShape& s, std::int64_t tile) {
     return static_cast<double>(f % tile == 0 ? 0 : tile - f % tile);
   };
   if (p >= 1.0) return padding(s.tokens) / T;
-  // Twelve standard deviations on each side hold all of the mass that a double can see.
+  // Beyond twelve standard deviations the mass is too small to change a sum in double.
   const double reach = 12.0 * std::sqrt(mean * (1.0 - p)) + 16.0;
   const auto first = static_cast<std::int64_t>(std::max(0.0, std::floor(mean - reach)));
   const auto last = static_cast<std::int64_t>(std::min(T, std::ceil(mean + reach)));

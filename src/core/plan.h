@@ -25,7 +25,7 @@ struct KernelCost {
   const char* name;
   bool backward = false;
   double flops = 0.0;
-  double bytes = 0.0;  ///< every operand counts once; a gathered row counts once for each token
+  double bytes = 0.0;  ///< every operand counts once; gathered X and dO count T rows, not R
   double seconds = 0.0;
   bool memory_bound = false;
 };
@@ -54,7 +54,7 @@ struct MemoryCost {
   std::int64_t callers = 0;      ///< ids (int64), weights (fp32) and logits (dtype) of the router
   /// Gathered X, H, A and Y: T*K*(2d + (G+1)n), as grouped-GEMM layers under autograd keep.
   std::int64_t cache_everything = 0;
-  /// Y, H, A and the activation's factors, X gathered again: T*K*(d + 2Gn).
+  /// Y, H, A and the activation's factors: T*K*(d + 2Gn). Backward gathers X again.
   std::int64_t scatter_style = 0;
 
   std::int64_t ours() const { return h + metadata; }

@@ -13,7 +13,7 @@ namespace {
 constexpr Transport kTransports[] = {{"copy", 361, 386}, {"kernels", 333, 348}, {"nccl", 178, 280}};
 constexpr double kMeasuredLink = 450e9;  // NVLink of the H200 on which the rates were measured
 
-// Upper bounds on the metadata of a layer.
+// Upper bounds on the bytes of a layer's metadata.
 constexpr double kBytesARow = 20, kBytesAToken = 16, kBytesAnExpert = 1024;
 
 void within(const char* name, double value, bool good, const char* range) {

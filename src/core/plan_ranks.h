@@ -10,8 +10,8 @@
 
 namespace sonicmoe {
 
-/// A way in which rows travel between two GPUs of a node, and its measured rates: each way, with
-/// both ways at once, between two H200 (NVLink of 450 GB/s each way), rows of 4 KB and more.
+/// A way in which rows travel between two GPUs of a node, and its measured rates in each direction
+/// while both directions transfer: two H200 (NVLink of 450 GB/s each way), rows of 4 KB and more.
 struct Transport {
   const char* name;
   double least, most;  ///< GB/s
@@ -30,7 +30,7 @@ struct RankOptions {
   double tflops = 0.0;              ///< rate of the products; 0: `share` times the roofline
   double share = ShareOfRoofline{}.mean;
   double imbalance = 1.0;  ///< rows of the busiest rank over the mean
-  double arena = 1.3;      ///< rows that an arena has room for over the rows expected
+  double arena = 1.3;      ///< rows for which an arena has room over the expected rows
   double hidden = 0.0;     ///< hidden part of the shorter of products and transfers, 0 to 1
   std::int64_t layers = 1;
 };

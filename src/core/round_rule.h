@@ -1,5 +1,5 @@
-// How many rows an expert keeps under each rounding mode. Integers only, one text for host and
-// device, so that both round alike.
+// How many rows an expert keeps under each rounding mode. Integers only; host and device compile
+// the same source, so that both round alike.
 #pragma once
 
 #include <cstdint>
@@ -45,11 +45,12 @@ SONICMOE_HD std::int64_t score_count(const RoundBounds& b, std::uint64_t gained,
   return gained < lost ? b.hi : b.lo;
 }
 
-/// Balanced: of the changes -down = lo - f and up = hi - f, the one that keeps |running + change|
-/// smaller, running = sum of the changes of the experts before; a tie goes to `nearest`.
+/// Balanced rounding: returns the change, -down = lo - f or up = hi - f, with the smaller
+/// |running + change|, where `running` is the sum of the changes of the experts before this one. A
+/// tie gives `nearest`, the change to nearest_count().
 template <class Int>
 SONICMOE_HD Int balanced_change(Int down, Int up, Int nearest, Int running) {
-  const Int middle = 2 * running + up - down;  // |running + up| < |running - down| where negative
+  const Int middle = 2 * running + up - down;  // negative: |running + up| < |running - down|
   const Int closer = middle < 0 ? up : -down;
   return middle == 0 ? nearest : closer;
 }

@@ -1,5 +1,5 @@
-// The arithmetic that decides which expert a token goes to. Host and device compile this one text,
-// so the CPU and the GPU compute the same bits and choose the same experts.
+// The arithmetic that decides to which experts a token goes. Host and device compile this same
+// source, so the CPU and the GPU compute the same bits and choose the same experts.
 //
 // All operations are fp32 in a stated order. Products and sums are fused only by an explicit fma,
 // and no library function is called, so the compiler has nothing to choose. Exponentials of x < -80
@@ -59,7 +59,7 @@ SONICMOE_HD float div32(float a, float b) { return a / b; }
 
 SONICMOE_HD float minus_infinity() { return float_of(0xff800000u); }
 
-/// The largest finite value of each logits dtype: what +inf counts as.
+/// The largest finite value of each logits dtype. +inf counts as this value.
 inline constexpr float kLargestF32 = 0x1.fffffep+127f;
 inline constexpr float kLargestBF16 = 0x1.fep+127f;
 inline constexpr float kLargestF16 = 65504.0f;
@@ -112,14 +112,16 @@ SONICMOE_HD float biased(float logit, float sigmoid, float bias) {
   return logit == minus_infinity() ? logit : v;
 }
 
-/// A group's value: its two largest selection values added, -inf counting as the lowest finite one.
+/// A group's value: the sum of its two largest selection values. -inf counts as the lowest finite
+/// value.
 SONICMOE_HD float group_value(float best, float second) {
   const float a = best < -kLargestF32 ? -kLargestF32 : best;
   const float b = second < -kLargestF32 ? -kLargestF32 : second;
   return add32(a, b);
 }
 
-/// Score mass as a fixed-point number with 40 fraction bits (cut off): sums have no order.
+/// Score mass as a fixed-point number with 40 fraction bits, truncated. Sums of such numbers do not
+/// depend on the order of the summands.
 SONICMOE_HD std::uint64_t mass(float p) { return static_cast<std::uint64_t>(mul32(p, 0x1p40f)); }
 
 }  // namespace sonicmoe::key
