@@ -14,7 +14,7 @@ const BackendTable* cpu_backend() {
   static constexpr BackendTable kBackend = [] {
     BackendTable backend;
     backend.name = "cpu";
-    backend.buffer_alignment = 64;  // what host allocators of tensors give
+    backend.buffer_alignment = 64;  // the alignment that host allocators of tensors give
     backend.moe_sizes = &cpu::moe_sizes;
     backend.h_rows = &cpu::h_rows;
     backend.quantize_weights = &cpu::quantize_weights;

@@ -1,4 +1,4 @@
-// Expert choice: every expert takes the tokens with its highest softmax over E.
+// Expert choice: every expert takes the `capacity` tokens with the highest softmax over E for it.
 #include <vector>
 
 #include "cpu/backend.h"

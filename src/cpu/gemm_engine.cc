@@ -25,7 +25,7 @@ const void* advance(const void* data, std::int64_t bytes) {
 
 // The least rows of a task, unless the expert has fewer.
 constexpr std::int64_t kSplitRows = 64;
-// Bytes of rows that a group has for each worker.
+// A group of experts has about this many bytes of rows for each worker.
 constexpr std::int64_t kGroupBytes = 6 << 20;
 // Rows that sweep_columns() packs into all panels before it reads the next rows: they stay in the
 // L1 cache until the last panel has its columns.
@@ -54,7 +54,7 @@ void sweep_columns(const Kernels& k, const Sweep& s) {
   }
 }
 
-/// The row of the operand's memory, or of its index, that is row `row` of the task
+/// The row in the operand's index, or in its memory if it has no index, for row `row` of a task
 /// (RowTask::origin).
 std::int64_t stored_row(const Operand& m, std::int64_t row, std::int64_t origin) {
   return m.index != nullptr ? row : row - origin;

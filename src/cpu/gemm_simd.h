@@ -112,8 +112,8 @@ inline U32V rounded_bf16(F32V v) {
   return (u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
 }
 #if defined(__AVX512BF16__)
-/// The bf16 instruction flushes denormals to zero, so lanes that may be denormal take the other
-/// way.
+/// The bf16 instruction flushes denormals to zero. A vector with a lane that may be denormal goes
+/// through rounded_bf16() instead.
 inline U16V to_bf16(F32V v) {
   constexpr int kExponent = 0x7f800000;
   if (_mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(kExponent)) == 0xffff) [[likely]] {

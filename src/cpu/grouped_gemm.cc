@@ -1,4 +1,4 @@
-// The primitive beneath the layer, on the same engine.
+// The grouped GEMMs of the public interface, on the engine of the layer.
 #include <algorithm>
 
 #include "cpu/moe_layer.h"
@@ -7,7 +7,7 @@ namespace sonicmoe::cpu {
 namespace {
 
 /// The caller's offsets, each clamped to [0, R]. Expert e has rows [offsets[e], offsets[e + 1]),
-/// none where that ends before it begins.
+/// and no rows if offsets[e + 1] < offsets[e].
 class Offsets {
  public:
   Offsets(const Tensor& t, std::int64_t rows) : values_(static_cast<std::size_t>(t.shape[0])) {
@@ -55,7 +55,7 @@ class Gather {
   std::vector<std::int32_t> copy_;
 };
 
-/// Rows that can be computed: none where there is nothing to gather from.
+/// Rows that can be computed: none if `a` has no rows to gather from.
 std::int64_t served_rows(const Tensor& a, std::int64_t rows) { return a.shape[0] == 0 ? 0 : rows; }
 
 }  // namespace
@@ -73,7 +73,8 @@ void grouped_gemm_on(Isa isa, const GroupedGemm& args, const Exec& exec) {
                      1,
                      args.b.shape[1],
                      args.b.shape[2]};
-  // Where ranges overlap, tasks write the same rows: one thread then, in the order of the experts.
+  // If ranges of experts overlap, several tasks write the same rows. One thread then computes them,
+  // in the order of the experts.
   const double flops =
       2.0 * static_cast<double>(offsets.taken()) * static_cast<double>(gemm.n * gemm.seg_k);
   Team team(offsets.ascend() ? thread_count(exec, flops) : 1);

@@ -32,7 +32,7 @@ void order_row(const double* v, std::int64_t n, std::uint64_t* keys) {
   for (std::int64_t i = 0; i < n; ++i) keys[i] = order_bits(v[i]);
 }
 
-// The tree of core/selection_key.h, for the K chosen and for fp64.
+// The tree sum of core/selection_key.h, for the K chosen scores and for fp64.
 template <class Real>
 Real tree_sum(const Real* v, std::int64_t n) {
   if (n <= 1) return n == 1 ? v[0] : Real{0};

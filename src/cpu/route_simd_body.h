@@ -34,8 +34,8 @@ inline void fold(const float* __restrict from, std::int64_t half, float* __restr
   for (std::int64_t i = 0; i < half; ++i) to[i] = from[2 * i] + from[2 * i + 1];
 }
 
-// The tree of core/selection_key.h. An odd last element is taken over to the next level: the tree
-// adds zero to it, which does not change it.
+// The tree sum of core/selection_key.h. An odd last element moves to the next level unchanged: the
+// tree adds zero to it.
 inline float tree_sum_row(const float* v, std::int64_t n, float* tmp) {
   float* to = tmp;
   float* next = tmp + (n + 1) / 2;

@@ -9,7 +9,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-// Starting a thread costs about 20 us. A thread with less work than this costs more than it saves.
+// Starting a thread costs about 20 us. A thread with fewer flops costs more than it saves.
 constexpr double kFlopsPerThread = 4e6;
 // More threads than this do not run at the same time.
 constexpr std::int32_t kThreadsPerCore = 4;
