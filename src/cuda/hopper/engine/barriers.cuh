@@ -1,6 +1,6 @@
-// Every barrier of the kernel and what it orders.
+// Every barrier of the kernel, and the accesses that it orders.
 //
-// mbarriers, in shared memory (Cta in pipeline.cuh gives them by these names):
+// mbarriers, in shared memory (Cta in pipeline.cuh has a function for each name):
 //
 //   name             arrivals a phase               who waits          what it orders
 //   full[stage]      1 with the TMA's bytes, and    consumers          loads of a stage before
@@ -13,8 +13,8 @@
 //                    CTAs; in the first CTA only    thread             before the next one
 //
 // Named barriers (bar.sync, bar.arrive): NamedBarrier. The cluster barrier runs twice: after the
-// mbarriers are initialised, and before a CTA exits, because its neighbour may still multicast into
-// its stages and arrive at its mbarriers.
+// mbarriers are initialised, and before a CTA exits, because the other CTA of the cluster may still
+// multicast into its stages and arrive at its mbarriers.
 #pragma once
 
 #include "cuda/hopper/engine/shape.h"
@@ -27,17 +27,17 @@ enum class NamedBarrier : int {
   kStaging0 = 1,      ///< warpgroup 0: its writes to boxes, bias and scales before their readers
   kStaging1 = 2,      ///< the same of warpgroup 1
   kProducts0 = 3,     ///< ping-pong: warpgroup 1 has issued its tile's products, 0 may begin
-  kProducts1 = 4,     ///< the same the other way round
+  kProducts1 = 4,     ///< ping-pong: warpgroup 0 has issued its tile's products, 1 may begin
   kTail = 5,          ///< both: the rows of B past the expert are zero before wgmma reads them
-  kEarlyRelease = 6,  ///< both: their stores are in memory before one thread counts the CTA
+  kEarlyRelease = 6,  ///< both: all their stores are in memory before one thread counts the CTA
 };
 
-/// The barrier of `warpgroup`, where the one of warpgroup 0 is `first`.
+/// The barrier of `warpgroup`; `first` is the barrier of warpgroup 0.
 __device__ __forceinline__ NamedBarrier of_warpgroup(NamedBarrier first, int warpgroup) {
   return static_cast<NamedBarrier>(static_cast<int>(first) + warpgroup);
 }
 
-/// `threads` are all that sync or arrive.
+/// `threads`: the number of threads that sync or arrive, together.
 __device__ __forceinline__ void sync(NamedBarrier barrier, int threads) {
   ptx::named_sync(static_cast<int>(barrier), threads);
 }

@@ -1,4 +1,5 @@
-// What a producer and an epilogue must offer.
+// The interfaces of producers and epilogues. "Under" the products of a tile or k tile means: while
+// the tensor cores execute their wgmma, which are asynchronous.
 #pragma once
 
 #include <concepts>
@@ -23,8 +24,8 @@ concept RowProducer = requires(const typename P::Params& p) {
 // Three kinds of epilogues, by when the epilogue of tile t runs:
 //
 //   | concept           | runs                                      | for                         |
-//   | ImmediateEpilogue | after t's products: run(). What it keeps  | ping-pong; H and A without  |
-//   |                   | back is stored under t + 1's products     | a gate; weight gradients    |
+//   | ImmediateEpilogue | after t's products: run(). Stores that it | ping-pong; H and A without  |
+//   |                   | defers run under t + 1's products         | a gate; weight gradients    |
 //   | DeferredEpilogue  | take() rounds t after its products;       | H and A with a gate; Y, dX~ |
 //   |                   | pieces run under t + 1's products         |                             |
 //   | RingEpilogue      | after t's products: run(), whose input    | dH                          |
@@ -37,23 +38,24 @@ concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::St
                                      const CtaTile& tile, const Staging<kShape>& staging,
                                      Rows rows) { E::run(p, state, acc, tile, staging, rows); };
 
-/// An immediate epilogue that keeps half a tile back while state.pending: store_deferred(.., 1)
-/// stores it under k tile deferred_k_tile() of the next tile. Unless state.first_stored, run() also
-/// leaves the other half in the boxes, and store_deferred(.., 0) stores it under k tile 0.
+/// An immediate epilogue that stores a part of its tile under the next tile's products. While
+/// state.pending, half 1 of the tile is in the state: store_deferred(.., 1) stores it under k tile
+/// deferred_k_tile(). If state.first_stored, run() has stored half 0; else half 0 is in the boxes,
+/// and store_deferred(.., 0) stores it under k tile 0.
 template <class E>
 concept DefersStores = requires(const typename E::State& state) {
   { E::deferred_k_tile(state, 0, 0) } -> std::convertible_to<int>;
 };
 
-/// A deferred epilogue whose pieces run under the first k tiles, each with code of its own: for
-/// long pieces, which are slower if branches choose among them.
+/// A deferred epilogue whose pieces are unrolled into the main loop, under the first k tiles of the
+/// next tile: for long pieces, which are slower if branches choose among them.
 template <class E>
 concept UnrolledEpilogue = requires { requires E::kUnrolls; };
 
-/// take() moves what is needed from the accumulator into the state; piece<0>() ..
-/// piece<kPieces - 1>() do the rest, one every k_tiles_per_piece() k tiles of the next tile or,
-/// unrolled, one under each of its first k tiles. What the next tile is too short for, and what is
-/// left after the last tile, runs without products.
+/// take() moves a tile's results from the accumulator into the state. piece<0>() ..
+/// piece<kPieces - 1>() do the rest under the next tile's products: one piece every
+/// k_tiles_per_piece() k tiles or, unrolled, one under each of the first k tiles. Pieces for which
+/// the next tile is too short, and pieces of the last tile, run without products.
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() &&
@@ -69,8 +71,9 @@ concept DeferredEpilogue =
     };
 
 /// After a tile's k tiles the producer fills kInputTiles more stages by load_input(). run() reads
-/// them and may store out of them; each stage is released when the next one is worked through, the
-/// last one by release_input() under the next tile's first products.
+/// these input stages and may store results out of them. It releases an input stage once it has
+/// worked through the next one; release_input() releases the last one under the next tile's first
+/// products.
 template <class E, TileShape kShape>
 concept RingEpilogue =
     !kShape.ping_pong() &&

@@ -1,5 +1,4 @@
-// What is left of a tile's epilogue when the next tile begins, as Mainloop::run() calls it under
-// the next tile's products.
+// The part of a tile's epilogue that Mainloop::run() executes under the next tile's products.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -12,7 +11,7 @@ struct NothingDeferred {
   static __device__ __forceinline__ void run(int) {}
 };
 
-/// The stores that an immediate epilogue keeps back (DefersStores).
+/// The stores that an immediate epilogue defers to the next tile (DefersStores).
 template <class Gemm>
 struct DeferredStores {
   using Epilogue = typename Gemm::Epilogue;
@@ -27,7 +26,7 @@ struct DeferredStores {
     if constexpr (DefersStores<Epilogue>) return state.pending;
     return false;
   }
-  /// Before a tile of so many k tiles.
+  /// Called before a tile of `k_tiles` k tiles.
   __device__ __forceinline__ void begin(int k_tiles) {
     if constexpr (DefersStores<Epilogue>)
       second_at = Epilogue::deferred_k_tile(state, k_tiles, warpgroup);
@@ -56,13 +55,13 @@ struct DeferredPieces {
   __device__ __forceinline__ void run(int kt) {
     if (kt >= done * k_tiles_per_piece) run_next();
   }
-  /// Runs all that are left, without products.
+  /// Runs all remaining pieces, without products.
   __device__ __forceinline__ void flush() {
 #pragma unroll 1
     while (pending()) run_next();
   }
-  /// Multiplies a tile and runs the pieces of the one before. between() is called once, where
-  /// registers are free for it and products still follow.
+  /// Multiplies a tile and runs the pieces of the tile before. Calls between() once, at a point
+  /// where registers are free for it and products still follow.
   template <class Loop, class Between>
   __device__ __forceinline__ void multiply(typename Loop::Accumulator& acc,
                                            const Cta<Gemm::kShape>& cta, typename Loop::Ring& ring,
@@ -105,8 +104,8 @@ struct DeferredPieces {
   }
 };
 
-/// The last input stage of a ring epilogue, released under the next tile's first k tile: its stores
-/// out of the stage have been read by then.
+/// Releases the last input stage of a ring epilogue under the next tile's first k tile: by then the
+/// TMA has read the results that the epilogue stores out of this stage.
 template <class Gemm>
 struct DeferredRelease {
   const Cta<Gemm::kShape>& cta;

@@ -1,14 +1,14 @@
 // Tile scheduler of products with one (M, N) output matrix an expert, whose K is the expert's rows:
 // the weight gradients.
 //
-// A cluster's tile is rows for each of its two CTAs over columns whose B they share. Where M ends
-// with rows for one CTA only, the last tiles of an expert are these rows for both CTAs, over two
-// column tiles, each with its own B; if the number of column tiles is odd, the second CTA computes
-// nothing in the last of them.
+// In a cluster's tile the two CTAs compute different rows over the same columns and share B. If M
+// ends with rows for one CTA only, both CTAs compute these rows in the last tiles of an expert:
+// each CTA another column tile, with its own B. If the number of column tiles is odd, the second
+// CTA computes nothing in the last of these tiles.
 //
-// Tiles are numbered by expert, then by raster group: with columns_fastest a group is one row of
-// tiles, else two columns of tiles (the row tiles of the first, those of the second, then the tile
-// whose rows both CTAs compute).
+// Tiles are numbered by expert, then by raster group. With columns_fastest a group is one row of
+// tiles. Else it is two columns of tiles: the row tiles of the first column, the row tiles of the
+// second, then the tile whose rows both CTAs compute.
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
@@ -28,8 +28,9 @@ struct ExpertTiles {
   static __device__ __forceinline__ int k_tiles(const Params&, const CtaTile& tile) {
     return (tile.depth + kDepth - 1) / kDepth;
   }
-  /// A tile runs through all rows of its expert. So long experts come first: one that was taken
-  /// last would leave the other clusters waiting for it.
+  /// A tile runs through all rows of its expert. So experts with many rows come first
+  /// (longest_first): if the longest tile started last, the other clusters would idle until its
+  /// end.
   template <TileShape kShape>
   static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
     static_assert(kShape.cluster == 2);
@@ -40,7 +41,8 @@ struct ExpertTiles {
     if (p.columns_fastest == 0) {
       n = 2 * at.quotient + (at.rest >= p.row_tiles ? 1 : 0);
       m = at.rest >= p.row_tiles ? at.rest - p.row_tiles : at.rest;
-      // A last group of one column tile: the tile of shared rows follows its row tiles.
+      // The last group may have one column tile only: the tile of shared rows follows its row
+      // tiles.
       if (n == p.column_tiles) m = p.row_tiles;
     }
     CtaTile tile{};

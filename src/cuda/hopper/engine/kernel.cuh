@@ -1,8 +1,8 @@
 // The one grouped GEMM kernel: a producer warpgroup and two consumer warpgroups around a pipeline
 // of shared memory stages. Producer, tile scheduler and epilogue are template arguments.
 //
-// Time in one CTA (to the right): cooperative tiles t and u of 8 k tiles each, whose numbers are
-// shown, and a deferred epilogue:
+// Time in one CTA (to the right), for two cooperative tiles t and u with a deferred epilogue. The
+// numbers are the 8 k tiles of each:
 //
 //   loads       t 0 1 2 3 4 5 6 7  u 0 1 2 3 4 5 6 7           up to 4 stages ahead
 //   wgmma             t 0 1 2 3 4 5 6 7    u 0 1 2 3 4 5 6 7
@@ -49,8 +49,8 @@ struct GroupedGemmKernel {
       Scheduler::kFixedDepth ? kLaunchRegisters : kLaunchRegistersCoresident;
   /// Whether a tile at the end of N may multiply fewer columns: its columns lie as in the output.
   static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
-  /// Not in ping-pong, where the scheduler's warpgroup passes over every second tile: gathers in
-  /// ping-pong are launched in static order.
+  /// Not in ping-pong, where the scheduler's warpgroup skips every second tile. No gathering kernel
+  /// is built in ping-pong; one would have to be launched in static order.
   static constexpr bool kConsumerSchedules =
       Producer::kScheduler == SchedulerThread::kConsumer && !kShape.ping_pong();
   static_assert(!Producer::kMayStartEarly || Scheduler::kCoherent,
@@ -95,8 +95,8 @@ __device__ __forceinline__ void wait_for_unread_index(const Cta<Gemm::kShape>& c
   }
 }
 
-/// The CTA's tile. Branches depend on valid_rows and depth: made uniform, they cost no divergence
-/// handling.
+/// The CTA's tile. Branches depend on valid_rows and depth. ptx::uniform() tells the compiler that
+/// both are equal in all lanes, so that it adds no handling of divergence.
 template <class Gemm>
 __device__ __forceinline__ CtaTile tile_of(const typename Gemm::Params& p,
                                            const Cta<Gemm::kShape>& cta, int index) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   const Staging<kShape> staging(cta);
   typename Gemm::Epilogue::State state{};
   TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
-  // Ping-pong: passes over the stages of the other warpgroup's tile.
+  // Ping-pong: skips the stages of the other warpgroup's tile.
   const auto skip_other = [&] {
     const int other = Gemm::Scheduler::k_tiles(p.tiles, CtaTile{});
     ring.skip(other % Gemm::kShape.stages, other / Gemm::kShape.stages);
@@ -132,13 +132,13 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   if (Gemm::kConsumerSchedules && !tiles.done()) scheduler.begin();
   DeferredStores<Gemm> deferred{p.epilogue, staging, warpgroup, state};
   while (true) {
-    // One round more than there are tiles where stores of the last one are deferred.
+    // If stores of the last tile are deferred, the loop runs one round more than there are tiles.
     const bool more = !tiles.done();
     if (!more && !deferred.pending()) break;
     if (Gemm::kConsumerSchedules && more) scheduler.take();
     const CtaTile tile = more ? tile_of<Gemm>(p, cta, tiles.index()) : CtaTile{};
     const int offset = kShape.ping_pong() ? 0 : warpgroup * kShape.warpgroup_rows();
-    // Blocks of 64 rows without a valid one are neither multiplied nor stored.
+    // Blocks of 64 rows without a valid row are neither multiplied nor stored.
     const int valid = tile.valid_rows - offset;
     const int blocks = valid <= 0 ? 0 : min((valid + 63) / 64, kShape.row_blocks());
     const Rows rows{offset, blocks};
@@ -244,7 +244,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
     const CtaTile tile = tile_of<Gemm>(p, cta, tiles.index());
     const Rows rows{offset, tile.valid_rows > offset ? 1 : 0};
     if (rows.blocks > 0) Epilogue::begin(p.epilogue, tile, staging, rows);
-    // A warpgroup without rows passes the input stages on as well.
+    // A warpgroup without rows releases the input stages unread, like the stages of k tiles.
     const int input_tiles = rows.blocks > 0 ? 0 : Epilogue::kInputTiles;
     const WarpgroupTile part{warpgroup, rows.blocks, p.tiles.columns - tile.column,
                              Gemm::Scheduler::k_tiles(p.tiles, tile) + input_tiles, tile.depth};
@@ -260,7 +260,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
     tiles.next();
   }
   staging.drain();
-  // A cluster that had only early tiles.
+  // The cluster computed early tiles only.
   if (releases_early) release_early(staging, p.early_release_count);
 }
 
@@ -303,9 +303,9 @@ __global__ void __maxnreg__(Gemm::kRegistersAtLaunch)
       consume<Gemm>(p, cta);
     }
   }
-  // A kernel that waits for this one must find all earlier ones complete too (Begins).
+  // When this kernel is complete, all kernels before it must be complete too (Begins, rule 3).
   if (p.begins != Begins::kAfterPrevious) ptx::wait_for_previous_kernel();
-  // The neighbour may still multicast into this CTA's stages and arrive at its mbarriers.
+  // The other CTA may still multicast into this CTA's stages and arrive at its mbarriers.
   if constexpr (kShape.cluster > 1) ptx::cluster_sync();
 }
 

@@ -1,5 +1,5 @@
-// Programmatic dependent launch (PDL): when a kernel lets the next one start, and what a kernel may
-// read before the one before it is complete.
+// Programmatic dependent launch (PDL): when a kernel lets the next kernel start. Begins (params.h)
+// says what a kernel may read while the kernel before it still runs.
 #pragma once
 
 #include "cuda/hopper/engine/staging.cuh"
@@ -9,10 +9,11 @@
 
 namespace sonicmoe::cuda {
 
-/// Lets the next kernel start on multiprocessors that this one leaves, when all CTAs have called it
-/// or ended. It waits first: the next kernel may then read what was written before this one.
+/// Lets the next kernel start on multiprocessors that this kernel leaves, once all CTAs have called
+/// this function or ended. It waits for the previous kernel first, so that the next kernel may read
+/// the results of all kernels before this one.
 ///
-///   | this kernel                                | a CTA calls it                                |
+///   | this kernel                                | a CTA calls the function                      |
 ///   | kAfterPrevious                             | at its beginning                              |
 ///   | kAfterPrevious with early_release_tiles    | release_early(): after its last early tile    |
 ///   | kIndependent                               | after its first tile: the wait is short then  |
@@ -22,8 +23,8 @@ __device__ __forceinline__ void launch_dependents_after_wait() {
   ptx::launch_next_kernel();
 }
 
-/// Counts this CTA as one whose stores so far are in memory, and lets the next kernel start. Called
-/// once, by both consumer warpgroups.
+/// Waits until this CTA's stores so far are in memory, counts the CTA in `count`, and lets the next
+/// kernel start. Called once, by both consumer warpgroups.
 template <TileShape kShape>
 __device__ __forceinline__ void release_early(const Staging<kShape>& staging, unsigned* count) {
   staging.drain();

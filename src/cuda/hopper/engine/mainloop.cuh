@@ -1,5 +1,5 @@
-// The consumers' loop over K: wait for a stage, issue four k16 steps of wgmma, release the stage
-// before.
+// The consumers' loop over K: wait for a stage, issue four k16 steps of wgmma, release the previous
+// stage.
 #pragma once
 
 #include <utility>
@@ -16,11 +16,11 @@ namespace sonicmoe::cuda {
 constexpr int k16_bytes(Major major) { return major == Major::kK ? 32 : 2048; }
 constexpr int leading_bytes(Major major) { return major == Major::kK ? 16 : kBoxBytes; }
 
-/// What a consumer warpgroup multiplies of a tile.
+/// The part of a tile that a consumer warpgroup multiplies.
 struct WarpgroupTile {
   int warpgroup;
-  int row_blocks;  ///< of 64 rows; 0: the warpgroup only passes the stages on
-  int columns;     ///< of the output, from the tile's first one to the end
+  int row_blocks;  ///< of 64 rows; 0: the warpgroup only waits for the stages and releases them
+  int columns;     ///< of the output, from the tile's first column to the end
   int k_tiles;
   int depth;  ///< K, where it varies by expert
 };
@@ -39,10 +39,10 @@ struct Mainloop {
   using Accumulator = float[kShape.row_blocks()][kShape.n / 2];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Issues the products of a tile. deferred.run(kt) runs under the products of k tile kt while
-  /// deferred.pending(), and is called on after the last k tile until nothing is pending. All cases
-  /// share one loop with branches: several loops would be compiled into each of 130 kernels, and
-  /// their code fetched anew where tiles are short.
+  /// Issues the products of a tile. While deferred.pending(), calls deferred.run(kt) under the
+  /// products of k tile kt, and after the last k tile until nothing is pending. All cases share one
+  /// loop with branches: several loops would be compiled into each of 144 kernels, and with short
+  /// tiles the instruction cache would have to fetch their code again and again.
   template <class Deferred>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
                                              const WarpgroupTile& tile, Deferred& deferred) {
@@ -91,7 +91,7 @@ struct Mainloop {
     return full_k_tiles(tile) == tile.k_tiles;
   }
 
-  /// Waits for the last products. Every path from run() must come here, visibly for ptxas: else it
+  /// Waits for the last products. ptxas must see that every path from run() comes here; else it
   /// serialises the wgmma.
   static __device__ __forceinline__ void finish(const Cta<kShape>& cta, const Ring& ring,
                                                 const WarpgroupTile& tile) {
@@ -100,9 +100,9 @@ struct Mainloop {
   }
 
  private:
-  /// Zeroes the rows of B from `rows` to the end of its k16 step. They are another expert's, or
-  /// unset, and may hold NaN: A is zero there, but zero times NaN is NaN. Both warpgroups clear a
-  /// part and both read all, so both wait.
+  /// Zeroes the rows of B from `rows` to the end of their k16 step. These rows belong to another
+  /// expert or are unset, and may hold NaN: A is zero there, but zero times NaN is NaN. Each
+  /// warpgroup clears some of the rows and reads all of them, so both wait.
   static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, int rows) {
     constexpr int kChunks = kShape.n / 8;  // 16-byte chunks of a row
     static_assert(kChunks == 32, "each warp clears a row");
@@ -118,7 +118,7 @@ struct Mainloop {
   }
 
   /// The number of k tiles that are multiplied in all rows, columns and depth; the others go
-  /// through multiply_partial(). One comparison a k tile for the frequent case.
+  /// through multiply_partial(). So the frequent case costs run() one comparison per k tile.
   static __device__ __forceinline__ int full_k_tiles(const WarpgroupTile& tile) {
     constexpr int kNarrow = kShape.n > 128 ? 128 : 64;
     if (tile.row_blocks < kShape.row_blocks() || (Gemm::kNarrows && tile.columns <= kNarrow))
@@ -138,7 +138,7 @@ struct Mainloop {
     ptx::wgmma_commit();
   }
 
-  /// Multiplies what k tile `kt` has of rows, columns and depth; without rows, nothing.
+  /// Multiplies only the rows, columns and depth that k tile `kt` has; without rows, nothing.
   static __device__ __forceinline__ void multiply_partial(Accumulator& acc, const Cta<kShape>& cta,
                                                           int stage, const WarpgroupTile& tile,
                                                           int kt) {
@@ -149,8 +149,8 @@ struct Mainloop {
     }
     if (tile.row_blocks == 0) return;
     if constexpr (Gemm::Producer::kNeedsProxyFence) ptx::fence_async_shared();
-    // Products, the fence before them and the commit after them lie on one path in each branch:
-    // else ptxas serialises the wgmma.
+    // Each branch has its own fence, products and commit, on one path: else ptxas serialises the
+    // wgmma.
     if (Gemm::kNarrows && tile.columns <= 64 && depth == kDepth) {
       multiply<64>(acc, cta, stage, tile.warpgroup, kt != 0);
     } else if (Gemm::kNarrows && kShape.n > 128 && tile.columns <= 128 && depth == kDepth) {
@@ -166,7 +166,7 @@ struct Mainloop {
     }
   }
 
-  /// Of a stage: the warpgroup's rows of A, and all of B.
+  /// The operands in a stage: the warpgroup's rows of A, and all of B.
   struct Operands {
     ptx::SwizzledOperand a;
     ptx::SwizzledOperand b;

@@ -6,8 +6,8 @@
 //   TMA                                 | writes A and B, full |                 |
 //   consumers                           | wait full            | wgmma, k tile t | arrive at empty
 //
-// A consumer keeps one k tile's wgmma in flight: it issues those of k tile t, waits until those of
-// t - 1 are complete and only then releases the stage of t - 1.
+// A consumer keeps the wgmma of one k tile in flight: it issues the wgmma of k tile t, waits until
+// the wgmma of t - 1 are complete and only then releases the stage of t - 1.
 #pragma once
 
 #include "cuda/hopper/engine/barriers.cuh"
@@ -18,8 +18,8 @@
 namespace sonicmoe::cuda {
 
 /// A thread's position in a ring: the stage, and the parity of the phase that it waits for next.
-/// Counted, because `k % stages` with 3, 5 or 6 stages costs up to a fifth of the tensor throughput
-/// (H200).
+/// The position is counted up: to compute `k % stages` with 3, 5 or 6 stages costs up to a fifth of
+/// the tensor throughput (H200).
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -31,9 +31,9 @@ struct RingPosition {
       parity ^= 1;
     }
   }
-  /// Tells the compiler that all lanes have the same position. After a branch on one thread's wait
-  /// it could not see that, and would keep the position and the wgmma descriptors in registers of
-  /// every lane instead of uniform ones.
+  /// Tells the compiler that all lanes have the same position. After a branch in which one thread
+  /// waits, the compiler does not know this, and would keep the position and the wgmma descriptors
+  /// in registers of every lane instead of uniform registers.
   __device__ __forceinline__ void make_uniform() {
     stage = ptx::uniform(stage);
     parity = ptx::uniform(parity);
@@ -58,7 +58,7 @@ struct Cta {
   using Layout = SharedLayout<kShape>;
   std::uint32_t base;
 
-  // Computed at every use: reading a special register costs less than keeping its value in one.
+  // Computed at every use: to read the special register costs less than a register for its value.
   __device__ __forceinline__ int rank() const { return blockIdx.x % kShape.cluster; }
   __device__ __forceinline__ int cluster() const { return blockIdx.x / kShape.cluster; }
   __device__ __forceinline__ int clusters() const { return gridDim.x / kShape.cluster; }
@@ -86,8 +86,8 @@ struct Cta {
   }
 };
 
-/// Called by every consumer warp: it has read the stage. Lane i arrives at CTA i of the cluster,
-/// because each CTA loads a part of B into both.
+/// Called by every consumer warp once it has read the stage. Lane i arrives at CTA i of the
+/// cluster, because each CTA loads a part of B into the stages of both.
 template <TileShape kShape>
 __device__ __forceinline__ void release_stage(const Cta<kShape>& cta, int stage) {
   const int lane = threadIdx.x & 31;

@@ -3,18 +3,19 @@
 //
 // A CTA tile is one record by one tile of columns; CTA tiles are numbered with records slowest, and
 // tile t of a cluster of two is CTA tiles 2t and 2t + 1. Records 2i and 2i + 1 of an expert are a
-// pair: their CTA tiles are dealt out again so that a cluster's tile is one record for each CTA
-// over the same columns, which share B by multicast. With three column tiles and the records r0, r1
-// (a pair) and r2 (an odd last one):
+// pair: their CTA tiles are renumbered, so that in a cluster's tile each CTA has one record of the
+// pair over the same columns, and the CTAs share B by multicast. With three column tiles and the
+// records r0, r1 (a pair) and r2 (an odd last record):
 //
 //   CTA tile        0  1 | 2  3 | 4  5 | 6  7 | 8  9
 //   record          r0 r1| r0 r1| r0 r1| r2 r2| r2 r3 (next expert)
 //   column tile     0  0 | 1  1 | 2  2 | 0  1 | 2  0
 //   B               shared for a pair  | each CTA its own
 //
-// An odd last record gives both CTAs work (two column tiles), so that none idles for want of rows.
-// A pair that begins at an odd CTA tile, as r3 does, has its column tile 0 computed by halves of
-// two neighbouring tiles, each with its own B; its other columns are paired as usual.
+// For an odd last record each CTA computes another column tile, so that no CTA idles for want of
+// rows. A pair may begin at an odd CTA tile, as r3 and r4 do (CTA tiles 9 to 14). Its column tile 0
+// is then computed without multicast: r3's in the second CTA of the tile before the pair's, r4's in
+// the first CTA of the tile after them. Its other columns are paired as usual.
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
@@ -133,9 +134,9 @@ struct RowTilesOf {
 };
 
 using RowTiles = RowTilesOf<RasterOrder::kColumns>;
-/// Finding a tile takes more registers: for kernels that have them.
+/// The look-up of a tile takes more registers than in RowTiles: for kernels that have them.
 using GroupedRowTiles = RowTilesOf<RasterOrder::kGrouped>;
-/// Finding a tile takes longer: for kernels that do it under an epilogue.
+/// The look-up of a tile takes longer than in RowTiles: for kernels that do it under an epilogue.
 using SplitRowTiles = RowTilesOf<RasterOrder::kSplitLastWave>;
 
 }  // namespace sonicmoe::cuda

@@ -9,8 +9,8 @@ namespace sonicmoe::cuda {
 /// How the two consumer warpgroups divide the tiles.
 enum class Schedule : int {
   kCooperative = 0,  ///< each computes half of the rows of every tile
-  kPingPong = 1,     ///< each computes every second tile, and runs its epilogue under the other
-                     ///< one's products
+  kPingPong = 1,     ///< each computes every second tile, and runs its epilogue under the products
+                     ///< of the other
 };
 
 /// The contiguous dimension of an operand in memory.
@@ -58,8 +58,8 @@ constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
-/// What a consumer warpgroup saves of a tile until its epilogue is finished (Staging::save_expert,
-/// save_origin).
+/// Bytes that a consumer warpgroup saves of a tile until the tile's epilogue is finished
+/// (Staging::save_expert, save_origin).
 inline constexpr int kSavedTileBytes = 16;
 
 /// Entries of the tile index queue (tile_queue.cuh): two mbarriers and a 4-byte index each.
@@ -74,7 +74,8 @@ inline constexpr int kLaunchRegistersCoresident = 160;
 static_assert(kThreads * kLaunchRegistersCoresident + 128 * 32 <= 65536);
 
 /// Registers of a thread after setmaxnreg, by warpgroup. One producer and two consumer warpgroups
-/// divide what three had at launch: with a larger sum setmaxnreg.inc would wait for ever.
+/// divide the registers that the three had at launch: with a larger sum setmaxnreg.inc would wait
+/// for ever.
 struct Registers {
   int producer;
   int consumer;

@@ -1,5 +1,5 @@
-// The shared memory through which a consumer warpgroup's epilogue works: store boxes, bias and
-// scales, and a few words of the tile whose epilogue is not finished.
+// The shared memory of a consumer warpgroup's epilogue: store boxes, bias and scales, and a few
+// words of the tile whose epilogue is not finished.
 #pragma once
 
 #include "cuda/hopper/engine/pipeline.cuh"
@@ -13,7 +13,7 @@ namespace sonicmoe::cuda {
 
 /// The rows of one warpgroup in its CTA's tile.
 struct Rows {
-  int offset;  ///< first
+  int offset;  ///< the first row
   int blocks;  ///< 64-row blocks with at least one valid row
 };
 
@@ -29,8 +29,8 @@ struct TileOrigin {
   int base;
 };
 
-/// One store: begin(), write() every box, publish(), then the elected thread issues the TMA stores
-/// and calls commit(). Its boxes may be written again after the next begin().
+/// A store takes these steps: begin(), write() for every box, publish(); then the elected thread
+/// issues the TMA stores and calls commit(). The boxes may be written again after the next begin().
 template <TileShape kShape>
 class Staging {
  public:
@@ -51,11 +51,12 @@ class Staging {
   }
 
   /// The bias of accumulator column i, as the element's bits; 0 until it is set. The caller calls
-  /// sync() between setting and reading, and publish() between reading and setting the next tile's.
+  /// sync() after it sets the biases and before it reads them, and publish() after it reads them
+  /// and before it sets those of the next tile.
   __device__ __forceinline__ void set_bias(int i, std::uint16_t bits) const {
     ptx::store_half_word(bias() + i * kElementBytes, bits);
   }
-  /// Of this lane's two columns among the eight from column i on.
+  /// The biases of this lane's two columns among the eight columns from i on.
   __device__ __forceinline__ std::uint32_t bias_pair(int i) const {
     return ptx::load_word(bias() + (threadIdx.x & 3) * 4 + i * kElementBytes);
   }
@@ -64,11 +65,11 @@ class Staging {
   __device__ __forceinline__ void set_scale(int i, float value) const {
     ptx::store_float(scale() + i * 4, value);
   }
-  /// The same by cp.async.
+  /// As set_scale(), by cp.async.
   __device__ __forceinline__ void copy_scale(int i, const float* value) const {
     ptx::copy4(scale() + i * 4, value);
   }
-  /// Of this lane's first row (which = 0) or second row (1) in a 64-row block.
+  /// The scale of this lane's first row (which = 0) or second row (1) in a 64-row block.
   __device__ __forceinline__ float row_scale(int block, int which) const {
     const int row =
         block * 64 + ((threadIdx.x >> 5) & 3) * 16 + which * 8 + ((threadIdx.x & 31) >> 2);
@@ -76,12 +77,12 @@ class Staging {
   }
 
   // Four words a warpgroup, which epilogues would otherwise hold in registers from tile to tile.
-  /// The expert of the tile that is multiplied; after a sync() all threads may read it.
+  /// The expert of the tile that is multiplied. All threads may read it after a sync().
   __device__ __forceinline__ void save_expert(int expert) const {
     ptx::store_float(saved_tile() + 12, __int_as_float(expert));
   }
   __device__ __forceinline__ int saved_expert() const { return ptx::load_word(saved_tile() + 12); }
-  /// Written and read by the elected thread.
+  /// The origin of the tile; only the elected thread writes and reads it.
   __device__ __forceinline__ void save_origin(const TileOrigin& origin) const {
     const std::uint32_t at = saved_tile();
     ptx::store_words(at, origin.column, origin.row);
@@ -126,7 +127,7 @@ class Staging {
     sync();
   }
   __device__ __forceinline__ void commit() const { ptx::tma_commit(); }
-  /// Waits until all stores are in memory. The first lane of any warp may have issued some.
+  /// Waits until all stores of this warp are in memory. Its first lane may have issued some.
   __device__ __forceinline__ void drain() const {
     if ((threadIdx.x & 31) == 0) ptx::tma_wait_done();
     __syncwarp();
@@ -137,8 +138,8 @@ class Staging {
   static __device__ __forceinline__ int warpgroup() {
     return static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   }
-  /// For stmatrix: this lane's address in box i of the matrices whose first column is 8c (c even):
-  /// row lane % 8 of matrix lane / 8, swizzled.
+  /// For stmatrix: this lane's address, swizzled, of row lane % 8 of matrix lane / 8, where the
+  /// first column of matrix 0 in box i is 8c (c even).
   __device__ __forceinline__ std::uint32_t matrix_address(int i, int c) const {
     const int lane = threadIdx.x & 31;
     const int matrix = lane >> 3;

@@ -1,4 +1,5 @@
-// What every tile scheduler gives: how many tiles there are, and what a CTA computes in tile t.
+// The interface of tile schedulers: the number of tiles, and the part of tile t that a CTA
+// computes.
 #pragma once
 
 #include <concepts>
@@ -8,16 +9,16 @@
 
 namespace sonicmoe::cuda {
 
-/// A shape with which concepts are checked.
+/// Any valid shape; concepts are checked with it.
 inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative};
 
 /// One CTA's part of its cluster's tile.
 struct CtaTile {
   int expert;
   int row;         ///< the CTA's first row in expert order; the expert's first row where rows are K
-  int valid_rows;  ///< output rows from the CTA's first one to the end of the expert (of M where
-                   ///< rows are K); may exceed the tile. Not positive: the CTA has no rows and only
-                   ///< passes the stages on
+  int valid_rows;  ///< output rows from the CTA's first row to the end of the expert (of M where
+                   ///< rows are K); may exceed the tile. Not positive: the CTA has no rows, and its
+                   ///< consumers only release the stages
   int column;      ///< first output column
   int output_row;  ///< where rows are K: first output row of the CTA
   int depth;       ///< where rows are K: rows of the expert

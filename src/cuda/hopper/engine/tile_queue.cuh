@@ -1,7 +1,7 @@
-// Which tiles a cluster computes: in static order every `clusters`-th one; with the dynamic tile
-// scheduler the next one that no cluster has taken, from a counter in global memory, which keeps
-// the weights in use inside L2 and evens out tiles of different length. The launch chooses: without
-// a counter the order is static.
+// Which tiles a cluster computes. In static order: every `clusters`-th tile. With the dynamic tile
+// scheduler: the next tile that no cluster has taken, from a counter in global memory. Clusters
+// then work on neighbouring tiles, so that the weights in use stay in L2, and tiles of different
+// length even out. The launch chooses: without a counter the order is static.
 //
 // The dynamic scheduler is one thread of the cluster's first CTA. It takes an index from the
 // counter and writes it by st.async into the tile index queue of every CTA; the readers are the
@@ -19,21 +19,21 @@
 
 namespace sonicmoe::cuda {
 
-/// Tiles that the scheduler is ahead of the readers, which bounds how far clusters drift apart.
-/// kQueueEntries must cover it, and the two tiles by which a ping-pong warpgroup may lag the
-/// producer.
+/// The number of tiles by which the scheduler runs ahead of the readers. It bounds how far clusters
+/// drift apart. kQueueEntries must cover this distance plus the two tiles by which a ping-pong
+/// warpgroup may lag the producer.
 inline constexpr int kPrefetchDistance = 2;
 
 /// The thread that runs the dynamic scheduler.
 enum class SchedulerThread {
-  kProducer,  ///< of a producer warp that does nothing else
-  kConsumer,  ///< of a consumer warp, where all producer warps copy
+  kProducer,  ///< in a producer warp that does nothing else
+  kConsumer,  ///< in a consumer warp, for producers whose warps all copy
 };
 
 /// Who reads the queue: one thread, or a warp of which one lane releases the entries.
 enum class QueueReader { kThread, kWarp };
 
-/// Instead of an index: there are no more tiles.
+/// Sent instead of an index: there are no more tiles.
 inline constexpr int kNoTile = -1;
 
 /// The number of tiles is computed at every call: the callers have no register to keep it in.
@@ -42,7 +42,7 @@ __device__ __forceinline__ int tile_or_none(const typename Scheduler::Params& ti
   return index < Scheduler::template count<kShape>(tiles) ? index : kNoTile;
 }
 
-/// A reader's way through the tiles of its cluster.
+/// Iterates over the tiles of a cluster, for one reader.
 template <class Scheduler, TileShape kShape, QueueReader kReader>
 class TileIterator {
  public:
@@ -84,7 +84,7 @@ __device__ __forceinline__ void send_index(const Cta<kShape>& cta, int entry, in
   }
 }
 
-/// SchedulerThread::kProducer: the thread's whole work.
+/// SchedulerThread::kProducer: all that the thread does.
 template <class Scheduler, TileShape kShape>
 __device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
                                               const typename Scheduler::Params& tiles) {
@@ -116,8 +116,8 @@ class InlineScheduler {
   using Params = typename Scheduler::Params;
   __device__ __forceinline__ InlineScheduler(const Cta<kShape>& cta, const Params& tiles)
       : cta_(cta), tiles_(tiles) {}
-  /// Sends tile 1. Its entry is free, and no wait is written here: see
-  /// RingPosition::make_uniform().
+  /// Sends index 1. Its entry is free, so this function has no wait: a wait would make the ring
+  /// position non-uniform for the compiler (RingPosition::make_uniform()).
   __device__ __forceinline__ void begin() {
     take();
     if (is_scheduler()) send_taken(0);
@@ -128,7 +128,7 @@ class InlineScheduler {
     // Set in every thread, or the compiler would keep the previous tile's value alive.
     taken_ = is_scheduler() ? ptx::count_up(tiles_.tile_counter) : 0;
   }
-  /// Sends what take() got, as entry `t` of the queue.
+  /// Sends the index that take() got, as entry `t` of the queue.
   __device__ __forceinline__ void send(std::uint32_t t) const {
     if (is_scheduler()) {
       const int entry = t % kQueueEntries;
