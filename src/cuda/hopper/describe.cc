@@ -1,4 +1,4 @@
-// What the tile table chooses for a layer, for people to read.
+// The tile table's choices for a layer, as text.
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/tiles.h"
 

@@ -1,4 +1,4 @@
-// The list of compiled kernels, by what they compute. Host only; instances/ fills it.
+// The list of compiled kernels, by role. Host only; instances/ fills it.
 #pragma once
 
 #include <span>
@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 enum class Role : int {
   kUp = 0,                ///< gathered rows x W1, activation
   kDown = 1,              ///< rows x W2
-  kDownScaled = 2,        ///< the same, rows scaled by their weight
+  kDownScaled = 2,        ///< kDown, rows scaled by their weight
   kHiddenGrad = 3,        ///< gathered rows x W2, derivative of the activation
   kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert; `b` is the output's order
   kGather = 5,            ///< gathered rows x weights, as they are: the grouped GEMM

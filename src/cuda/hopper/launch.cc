@@ -43,8 +43,8 @@ void launch_product(const Device& device, const KernelEntry& kernel, const void*
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-  // The kernel waits for the launch before it by itself, so that its prologue may overlap the end
-  // of that launch.
+  // The kernel itself waits for the previous launch, so that its prologue may overlap the end of
+  // that launch.
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};

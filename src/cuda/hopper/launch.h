@@ -1,4 +1,4 @@
-// Launches of Hopper's product kernels, and what a device keeps for them.
+// Launches of Hopper's product kernels, and the state that a device keeps for them.
 #pragma once
 
 #include <cuda.h>
@@ -12,7 +12,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Of one device. Any thread may use it: `encode` never changes, `prepared` only remembers.
+/// The state of one device. Any thread may use it: `encode` never changes, and to prepare a kernel
+/// twice does no harm.
 struct HopperState {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                               const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -30,11 +31,11 @@ HopperState& hopper_state(const Device& device);
 /// The kernel of a key; a missing one is a defect of the build.
 const KernelEntry& find_kernel(const KernelKey& key);
 
-/// How many clusters a launch of so many tiles (an upper bound) has.
+/// The number of clusters of a launch; `tiles` is an upper bound of its tiles.
 std::int64_t clusters_of(const Device& device, const TileShape& shape, std::int64_t tiles);
 
-/// Launches persistent CTAs: one cluster on every pair of multiprocessors, or fewer where `tiles`
-/// (an upper bound of the clusters' tiles) says so. `params` is the kernel's Params.
+/// Launches persistent CTAs: one cluster on every pair of multiprocessors, but at most `tiles`
+/// clusters. `tiles` is an upper bound of the clusters' tiles; `params` is the kernel's Params.
 void launch_product(const Device& device, const KernelEntry& kernel, const void* params,
                     std::int64_t tiles, cudaStream_t stream);
 

@@ -44,7 +44,7 @@ struct Divisor {
   std::uint32_t inverse;  ///< 2^32 / by, rounded down; at most 2^32 - 1
 };
 
-/// Of RowTiles: tiles of rows by columns.
+/// Arguments of RowTiles: tiles of rows by columns.
 struct RowTilesParams {
   const TileRecord* records;
   const std::int32_t* record_count;
@@ -58,7 +58,7 @@ struct RowTilesParams {
   Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
 };
 
-/// Of ExpertTiles: tiles of one matrix an expert.
+/// Arguments of ExpertTiles: tiles of one matrix an expert.
 struct ExpertTilesParams {
   const ExpertRecord* longest_first;  ///< the experts by their rows; null: in their own order
   const std::int32_t* expert_begin;
@@ -67,8 +67,8 @@ struct ExpertTilesParams {
   std::int32_t experts;
   std::int32_t rows;          ///< M
   std::int32_t columns;       ///< N
-  std::int32_t row_tiles;     ///< along M, those with rows for both CTAs
-  std::int32_t column_tiles;  ///< along N
+  std::int32_t row_tiles;     ///< tiles along M that have rows for both CTAs
+  std::int32_t column_tiles;  ///< tiles along N
   std::int32_t column_step;
   Divisor tiles_per_expert;
   Divisor raster_group;  ///< tiles of a raster group
@@ -86,7 +86,7 @@ struct RaggedMap {
   std::int32_t reach;
 };
 
-/// Of ActRows and ActPlainRows.
+/// Arguments of ActRows and ActPlainRows.
 struct ActRowsParams {
   RaggedMap h;  ///< (column, part, row, base): part 0 is the gate (or the only one), part 1 up;
                 ///< paired: one part of 2n columns
@@ -97,10 +97,10 @@ struct ActRowsParams {
   std::int32_t keep_h;  ///< 0: inference
 };
 
-/// Columns of A in an input stage, and of a box.
+/// Columns of A in an input stage of dH, which are also the columns of a box.
 inline constexpr int kGradColumns = 64;
 
-/// Of ActGrad.
+/// Arguments of ActGrad.
 struct ActGradParams {
   CUtensorMap h_in;  ///< (column, part, row), box 64 x 1 x 128; kPaired: one part of 2n columns
   RaggedMap dh;      ///< (column, part, row, base), box of 64 rows
@@ -112,7 +112,7 @@ struct ActGradParams {
   ActivationScalars scalars;
 };
 
-/// Of StoreRows.
+/// Arguments of StoreRows.
 struct StoreRowsParams {
   RaggedMap out;
   Bias bias;
@@ -129,7 +129,7 @@ struct FloatGrad {
   std::int64_t strides[3];
 };
 
-/// Entries [0] and [1] are the outputs: gate and up, or one matrix alone.
+/// Arguments of StoreExpert. Entries [0] and [1] are the outputs: gate and up, or one matrix alone.
 struct StoreExpertParams {
   CUtensorMap map[2];   ///< kElement: (contiguous, other, expert), box 64 x 64 x 1
   FloatGrad floats[2];  ///< kFloat, kAccumulate
@@ -173,7 +173,7 @@ struct GemmParams {
   SchedulerParams tiles;
   EpilogueParams epilogue;
   Begins begins;
-  /// kEarly: tiles below it read only what the previous kernel releases early.
+  /// kEarly: tiles below this number read only rows that the previous kernel releases early.
   std::int32_t early_start_tiles;
   /// 0: the next kernel is launched once this kernel's own predecessors are complete. More: it is
   /// launched only when the first `early_release_tiles` tiles of this kernel are in memory.

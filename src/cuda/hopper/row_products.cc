@@ -17,7 +17,7 @@ struct Launch {
 
   const WeightOperand& weights() const { return product.weights; }
   std::int64_t columns() const { return product.weights.first.shape[1]; }
-  /// Of one part.
+  /// K of one part of the weights.
   std::int64_t depth() const { return product.weights.first.shape[2]; }
   std::int64_t mean_rows() const { return product.groups.mean_rows(); }
   unsigned* counter(const Tiling& tiling) const {
@@ -33,7 +33,7 @@ struct Launch {
   }
 };
 
-/// Roles without an activation are listed under this one.
+/// Kernels of roles without an activation are listed under this activation.
 constexpr ActivationKind kNoActivation = ActivationKind::kSwiGLU;
 
 Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
@@ -67,9 +67,10 @@ void multiply(const Launch& launch, const Activate& e) {
              params);
 }
 
-/// The tiles of dH. dX~ is launched when the first `early_release` of them are in memory, and runs
-/// beside the others. That number is a multiple of a wave: the last wave, whose tiles may be split
-/// in two (RasterOrder::kSplitLastWave), then lies on one side of it, however few rows there are.
+/// The tiles of dH. dX~ is launched when the first `early_release` tiles are in memory, and runs
+/// beside the other tiles. `early_release` is a multiple of a wave: the last wave, whose tiles may
+/// be split in two (RasterOrder::kSplitLastWave), then is either all early or not early at all,
+/// however few rows there are.
 struct HiddenGradTiles {
   Tiling tiling;
   RowTilesParams params;
@@ -89,7 +90,8 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
                            tiles.tiling.counter(product.hints.tile_counter));
   tiles.clusters = clusters_of(device, shape, most_tiles(product.groups, tiles.params));
   if (splits_last_wave(rows)) tiles.params.wave = divisor(tiles.clusters);
-  // Early release pays where a cluster has few tiles and dX~ does not need their bandwidth.
+  // Early release pays if a cluster has few tiles and dX~ does not need the memory bandwidth of the
+  // remaining tiles.
   constexpr std::int64_t kFewTiles = 24;
   const std::int64_t cta_tiles = product.groups.capacity / kRecordRows * tiles.params.column_tiles;
   const std::int64_t waves = cta_tiles / shape.cluster / tiles.clusters;
@@ -99,9 +101,9 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
   return tiles;
 }
 
-/// The number of first tiles of dX~ that read only rows of the early tiles of dH. Of the records in
-/// these, 2 are left out, because the last pair may be computed in part, and 2 * raster_group,
-/// because a group of dX~ visits all of its pairs before the next tile of columns.
+/// The number of first tiles of dX~ that read only rows of the early tiles of dH. Of the records of
+/// these early tiles, 2 are left out because the last pair may be computed in part, and 2 *
+/// raster_group because a group of dX~ visits all of its pairs before the next tile of columns.
 std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTilesParams& tiles,
                          const TileShape& shape) {
   const std::int64_t cta_tiles = grad.early_release * grad.tiling.shape().cluster;
@@ -154,7 +156,7 @@ StoreRowsParams store_params(const Launch& launch, const StoreOutput& e) {
   return params;
 }
 
-/// Rows in order, by TMA.
+/// Rows in expert order, loaded by TMA.
 void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   const WeightOperand& w = launch.weights();
   const bool two = w.parts == WeightParts::kOneAfterOther;

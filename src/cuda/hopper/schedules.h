@@ -13,11 +13,12 @@ Divisor divisor(std::int64_t by);
 RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
                          std::int64_t depth, unsigned* counter);
 
-/// Tiles of one matrix (rows, columns) an expert, whose depth is the expert's rows.
+/// Tiles of a depth product: one matrix (rows, columns) an expert; the depth is the expert's rows.
 ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
                                const TileShape& shape);
 
-/// Upper bound of the number of CTA tiles, and so of the clusters' tiles: the host knows C, not R.
+/// An upper bound of the number of CTA tiles, and so of the clusters' tiles: the host knows C, not
+/// R.
 std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles);
 
 }  // namespace sonicmoe::cuda

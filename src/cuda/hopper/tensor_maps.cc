@@ -34,7 +34,7 @@ CUtensorMap encode_map(const Device& device, const MapFormat& format, const void
     boxes[rank] = static_cast<cuuint32_t>(dim.box);
     steps[rank] = 1;
     // The stride of a dimension of one element is never used, and may be anything in the caller's
-    // view. The driver refuses what is no multiple of 16 bytes.
+    // view. But the driver refuses a stride that is no multiple of 16 bytes.
     const std::int64_t stride = dim.size == 1 ? 8 : dim.stride;
     if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride * format.bytes);
     rank++;
@@ -55,8 +55,8 @@ CUtensorMap encode_map(const Device& device, const MapFormat& format, const void
   return encoded.map;
 }
 
-/// Of 16-bit elements. Boxes are swizzled in shared memory by 64 bytes where a row of a box is no
-/// longer, else by 128.
+/// A map of 16-bit elements. The swizzle of boxes in shared memory is 64 bytes if a row of a box
+/// has at most 64 bytes, else 128 bytes.
 CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
                        std::initializer_list<MapDim> dims) {
   const bool narrow = dims.begin()->box * kElementBytes <= 64;
@@ -104,7 +104,8 @@ CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_
 RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns) {
   const RowDims dims(rows);
   const std::int64_t capacity = rows.shape[0];
-  // The address may lie before the allocation: only addresses of clipped boxes are ever formed.
+  // The base may lie before the allocation. The kernels store only boxes that begin inside the
+  // tensor (RaggedMap).
   const std::uintptr_t base =
       reinterpret_cast<std::uintptr_t>(rows.data) -
       static_cast<std::uintptr_t>(capacity * rows.stride[0] * kElementBytes);

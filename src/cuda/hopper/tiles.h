@@ -9,10 +9,10 @@
 
 namespace sonicmoe::cuda {
 
-/// Which tile a cluster takes next: kStatic, the next one of its own (index, index + clusters,
-/// ...); kDynamic, the next one of all, by an atomic counter. Dynamic order keeps the weights at
-/// work inside L2, because clusters work on neighbouring tiles; static order costs nothing. Every
-/// kernel takes both.
+/// Which tile a cluster takes next. kStatic: the next of its own tiles (index, index + clusters,
+/// ...). kDynamic: the next tile that no cluster has taken, by an atomic counter. Dynamic order
+/// keeps the weights in use inside L2, because clusters work on neighbouring tiles; static order
+/// costs nothing. Every kernel takes both.
 enum class Order : int { kStatic = 0, kDynamic = 1 };
 
 // Two CTAs of 128 rows share 256 columns of B by multicast: the least energy per flop of the tiles
@@ -20,19 +20,21 @@ enum class Order : int { kStatic = 0, kDynamic = 1 };
 // store boxes a warpgroup fill the shared memory.
 inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative};
 
-// For a very short K, where even what a deferred epilogue leaves between two tiles shows. In
-// ping-pong the epilogue of one tile runs under the products of another.
+// For a very short K, where even the part of a deferred epilogue that runs between two tiles takes
+// a visible share of the time. In ping-pong the whole epilogue of a tile runs under the products of
+// another tile.
 inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPong};
 
-// dH, whose epilogue is the heaviest. Ping-pong by 128x128 hides it, but loads more than that
-// saves. H arrives in pipeline stages, and dH and A' are stored out of them: no store boxes.
+// For dH, whose epilogue takes longest. A ping-pong tile of 128x128 hides the epilogue, but its
+// additional loads cost more than that saves. H arrives in pipeline stages, and dH and A' are
+// stored out of them: no store boxes.
 inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooperative};
 
 // A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
-// hardware takes 1 KB of each CTA for itself.
+// hardware reserves 1 KB of shared memory for each CTA.
 static_assert(shared_bytes(kCoop128x256) + 2 * 1024 <= 228 * 1024);
 
-/// Columns of A below which an expert is narrow: its products move more than they multiply.
+/// Experts with fewer columns of A than this are narrow: memory limits their products.
 inline constexpr std::int64_t kNarrowWidth = 512;
 
 /// Index of a tile in the list of kernels.
@@ -59,9 +61,9 @@ struct Tiling {
   }
 };
 
-/// For products that gather, with `rows` rows an expert in the mean. Dynamic order evens out
-/// experts of different length and clusters that drift apart. With few rows the tiles are few or
-/// short, and taking a number costs more than it gives.
+/// For products that gather; `rows` is the mean number of rows of an expert. Dynamic order evens
+/// out experts of different length and clusters that drift apart. With few rows the tiles are few
+/// or short, and to take an index from the counter costs more than the order gains.
 constexpr Order gathered_order(std::int64_t rows) {
   return rows >= 256 ? Order::kDynamic : Order::kStatic;
 }
@@ -81,16 +83,17 @@ constexpr Tiling hidden_grad_tiling(std::int64_t rows) {
 /// be empty and its weights loaded for nothing.
 constexpr bool splits_last_wave(std::int64_t rows) { return rows > 64; }
 
-/// The raster order of an expert's tiles, `row_tiles` along M by `column_tiles` along N. Columns
-/// fastest: neighbours share the gathered rows, the dearer operand. With more than 16 tiles of
-/// columns the clusters at work cover only a few tiles of rows, and the rows in expert order would
-/// be loaded again for each few of them.
+/// The raster order of an expert's tiles, `row_tiles` along M by `column_tiles` along N. With
+/// columns fastest, neighbouring tiles share the gathered rows, which cost more to load than the
+/// rows in expert order. But with more than 16 tiles of columns (and more of them than tiles of
+/// rows) the tiles in work at one time span only a few tiles of rows, and the rows in expert order
+/// would be loaded again for every few tiles of rows.
 constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles) {
   return column_tiles <= 16 || column_tiles <= row_tiles;
 }
 
-/// For products over rows in order, `columns` wide and `depth` deep, with `rows` rows an expert in
-/// the mean. The first row that applies, measured on an H200:
+/// For products over rows in expert order, `columns` wide and `depth` deep; `rows` is the mean
+/// number of rows of an expert. The first line that applies decides; measured on an H200:
 ///
 ///   | where                                     | tile       | why                             |
 ///   | at most 64 rows                           | 128 x 256  | streams the weights: more bytes |
@@ -99,7 +102,7 @@ constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles
 ///   | 192 divides well, 256 does not            | ping-pong  | as fast, and less waste         |
 ///   | else                                      | 128 x 256  |                                 |
 ///
-/// A tile divides well if the last one wastes at most 1/16 of the columns.
+/// A tile divides well if the last tile wastes at most 1/16 of the columns.
 ///
 /// Dynamic order gains up to 5 % from a depth of 1024 on.
 constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64_t rows) {
@@ -110,7 +113,7 @@ constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64
           depth >= 1024 ? Order::kDynamic : Order::kStatic};
 }
 
-/// The same where rows are scaled: the ping-pong tile has no registers for the scales.
+/// As row_tiling(), where rows are scaled: the ping-pong tile has no registers for the scales.
 constexpr Tiling scaled_row_tiling(std::int64_t depth) {
   return {TileId::kCoop128x256, depth >= 1024 ? Order::kDynamic : Order::kStatic};
 }

@@ -1,9 +1,9 @@
-// Epilogue of the gated up projection: H = r(acc + b1), A = r(act(H)) of the rounded H, under the
-// products of the next tile. Inference does not store H.
+// Epilogue of the gated up projection: H = r(acc + b1), A = r(act(H)) of the rounded H. It runs
+// under the products of the next tile. Inference does not store H.
 //
-// Split layout: gate and up of one column are in one thread, half the accumulator apart. Paired
-// layout (gate and up columns alternate in W1): they are neighbours in the accumulator; H keeps the
-// alternating columns, and 128 of them become 64 of A.
+// Split layout: one thread has gate and up of a column, half the accumulator apart. Paired layout
+// (gate and up columns alternate in W1): gate and up are neighbours in the accumulator; H keeps the
+// alternating columns, and 128 columns of H become 64 of A.
 #pragma once
 
 #include "cuda/hopper/epilogues/deferred_tile.cuh"
@@ -21,8 +21,9 @@ struct ActRows {
   using Act = ActivationWords<Element, kKind>;
   using State = DeferredTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 block 2
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
-  /// Pieces: store two boxes of H, activate them in kParts parts; the same for the other two; store
-  /// two boxes of A. More at once does not fit the registers beside a tile's products.
+  /// Pieces: store two boxes of H, activate them in kParts parts; the same for the other two boxes;
+  /// store two boxes of A. Larger pieces would not fit in the registers that a tile's products
+  /// leave.
   static constexpr int kParts = 2;
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
   /// If branches chose the pieces, tiles of 12 k tiles would be up to 9 % slower (H200).
@@ -109,9 +110,10 @@ struct ActRows {
     });
   }
 
-  /// A part of a block of A, written over H. ptx::pinned keeps the compiler from computing ahead of
-  /// the k tile under which the piece runs. Paired: a word holds one column in rows 0-7 (low) and
-  /// 8-15 (high); the next word's column is four further.
+  /// Computes a part of a block of A and writes it over H. ptx::pinned keeps the compiler from
+  /// computing it ahead of the k tile under which the piece runs. Paired: a word of A holds one
+  /// column, for a row of 0-7 (low half) and of 8-15 (high half); the next word's column is four
+  /// further.
   template <int kBlock, int kPart>
   static __device__ __forceinline__ void activate(const Params& p, State& state) {
     constexpr int kWords = 16 / kParts;
@@ -131,8 +133,8 @@ struct ActRows {
     }
   }
 
-  /// stmatrix takes two neighbouring columns a word; a thread's columns are four apart here, so the
-  /// elements are written one by one.
+  /// stmatrix takes two neighbouring columns in a word. Here a thread's columns are four apart, so
+  /// the elements are written one by one.
   static __device__ __forceinline__ void write_paired(std::uint32_t box, const Fragment& a) {
     // ptx::lane() is read anew, so that no address is kept in a register from tile to tile.
     const int lane = ptx::lane();

@@ -2,16 +2,16 @@
 // s: dH = r(act'(H) s dA'), A' = r(s act(H)), dS = sum of dA' r(act(H)).
 //
 // H comes through the operand pipeline: after a tile's k tiles the producer fills one stage for
-// each 64 columns of A. A stage in use:
+// each 64 columns of A. The memory of such a stage:
 //
-//   where B was, gate or first part   H  -> dH
-//   where B was, up or second part    H  -> dH
-//   where A was                       free -> A'
+//   place of B, gate or first part    H, then dH
+//   place of B, up or second part     H, then dH
+//   place of A                        unused, then A'
 //
-// The results are stored out of the stage. It is released when the next one has been worked
-// through, the last one under the next tile's first products: by then the stores have read it. In
-// each of three warps one thread issues one store: issuing takes a warp some hundred clocks, for
-// which the others would wait at the next barrier.
+// TMA stores the results out of the stage. The stage is released when the next one has been worked
+// through, the tile's last one under the next tile's first products: by then the TMA has read it.
+// Three warps issue one store each, by one thread: to issue a store takes a warp some hundred
+// clocks, for which the other warps would wait at the next barrier.
 #pragma once
 
 #include "cuda/hopper/engine/pipeline.cuh"
@@ -37,8 +37,8 @@ struct ActGrad {
 
   static constexpr int kInputTiles = 256 / kGradColumns;
 
-  /// By the producer: loads input stage i, of all rows of the CTA. Without rows, or past the width,
-  /// it completes the stage without a load, because all CTAs count the same stages.
+  /// Called by the producer: loads input stage i, for all rows of the CTA. Without rows, or past
+  /// the width, it completes the stage without a load, because all CTAs count the same stages.
   template <TileShape kShape>
   static __device__ __forceinline__ void load_input(const Params& p, const CtaTile& tile, int i,
                                                     std::uint32_t target, ptx::Mbarrier full) {
@@ -56,7 +56,8 @@ struct ActGrad {
     }
   }
 
-  /// Before the products: each warp copies its rows' scores by cp.async, which run() waits for.
+  /// Before the products: each warp copies its rows' scores by cp.async. run() waits for the
+  /// copies.
   template <TileShape kShape>
   static __device__ __forceinline__ void begin(const Params& p, const CtaTile& tile,
                                                const Staging<kShape>& staging, Rows rows) {
@@ -84,7 +85,7 @@ struct ActGrad {
       cta.full(ring.stage).wait(ring.parity);
       const Boxes boxes{cta.b(ring.stage) + rows.offset * 128,
                         cta.a(ring.stage) + rows.offset * 128};
-      // Past the width accumulators may hold anything.
+      // Past the width the accumulators are undefined.
       const bool inside = tile.column + i * kGradColumns < p.width;
       if (inside) differentiate(p, &acc[0][i * (kGradColumns / 2)], boxes, scale, score);
       ptx::fence_async_shared();
@@ -116,7 +117,7 @@ struct ActGrad {
 
   static constexpr int kPartBytes = 2 * kBoxBytes;  // of H in a stage: 128 rows of 128 bytes
 
-  /// Warp 0 stores part 0 of dH, warp 1 part 1, this one A'.
+  /// The warp that stores A'. Warp 0 stores part 0 of dH, warp 1 part 1.
   static constexpr int kStoresA = 2;
   static __device__ __forceinline__ bool issues() { return (threadIdx.x & 31) == 0; }
   static __device__ __forceinline__ int warp() { return (threadIdx.x >> 5) & 3; }
@@ -140,8 +141,8 @@ struct ActGrad {
     staging.commit();
   }
 
-  /// One stage: H becomes dH, and A' is written. Sixteen columns at a time, because the accumulator
-  /// leaves no registers for more; the next sixteen are read meanwhile.
+  /// Replaces H by dH in one stage, and writes A'. Sixteen columns at a time, because the
+  /// accumulator leaves no registers for more; the next sixteen are read meanwhile.
   static __device__ __forceinline__ void differentiate(const Params& p, const float* acc,
                                                        const Boxes& boxes, const float (&scale)[2],
                                                        float (&score)[2]) {
@@ -183,8 +184,8 @@ struct ActGrad {
       if constexpr (kGated) ptx::store_matrices(matrix_address(h + kPartBytes, c), second);
     }
   }
-  /// For ldmatrix and stmatrix: this lane's address of columns 16c .. in a box, row lane % 8 of
-  /// matrix lane / 8, swizzled.
+  /// For ldmatrix and stmatrix on columns 16c .. 16c + 15 of a box: this lane's address, swizzled,
+  /// of row lane % 8 of matrix lane / 8.
   static __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t box, int c) {
     const int lane = threadIdx.x & 31;
     const int row = warp() * 16 + (lane & 15);

@@ -1,5 +1,5 @@
-// The state of a deferred epilogue: a tile's results in the element type. They take half the
-// registers of the accumulator, which the next tile's products then have.
+// The state of a deferred epilogue: a tile's results in the element type. They take half as many
+// registers as the accumulator, which is then free for the next tile's products.
 #pragma once
 
 #include "cuda/hopper/engine/staging.cuh"
@@ -7,8 +7,8 @@
 
 namespace sonicmoe::cuda {
 
-/// One warpgroup's 64 rows of a tile of 256 columns. The tile's origin, which
-/// only the elected thread reads, is kept in shared memory.
+/// One warpgroup's 64 rows of a tile of 256 columns. The tile's origin is in shared memory, because
+/// only the elected thread reads it.
 struct DeferredTile {
   Fragment block[4];  ///< 64 columns each
 
@@ -21,7 +21,7 @@ struct DeferredTile {
     }
   }
 
-  /// Stores the boxes that were written, by issue(origin) in the elected thread.
+  /// Publishes the written boxes; the elected thread stores them by issue(origin).
   template <TileShape kShape, class Issue>
   static __device__ __forceinline__ void store(const Staging<kShape>& staging, Issue issue) {
     staging.publish();

@@ -1,5 +1,5 @@
-// From the accumulator to 64-column blocks in the element type, with a bias and row scales that
-// wait in shared memory.
+// Rounds the accumulator to 64-column blocks in the element type, with a bias and row scales from
+// shared memory.
 #pragma once
 
 #include "cuda/hopper/engine/staging.cuh"
@@ -16,9 +16,9 @@ struct BiasColumns {
 };
 
 /// Copies the bias of the output columns `column` .. (below `width`) to `columns` of the staging.
-/// Biases go through shared memory because an unrolled epilogue has no registers for them, and are
-/// added at the rounding because only wgmma may write the accumulator: ptxas would serialise the
-/// products (C7515). The caller syncs.
+/// Biases go through shared memory because an unrolled epilogue has no registers for them. They are
+/// added at the rounding, not in the accumulator: if instructions other than wgmma wrote the
+/// accumulator, ptxas would serialise the products (C7515). The caller syncs.
 template <TileShape kShape>
 __device__ __forceinline__ void stage_bias(const Staging<kShape>& staging, const Bias& bias,
                                            int expert, int column, int width, BiasColumns columns) {

@@ -1,5 +1,6 @@
 // Epilogue: (+ bias), (scale), round, store. Y = r(acc + b2), dX~ = r(acc). Cooperative tiles are
-// stored under the products of the next tile, ping-pong tiles under those of the other warpgroup.
+// stored under the products of the next tile, ping-pong tiles under the products of the other
+// warpgroup.
 #pragma once
 
 #include "cuda/hopper/epilogues/deferred_tile.cuh"
@@ -19,7 +20,8 @@ struct StoreRows {
   static constexpr int kPieces = 4;  // one box each
 
   /// Spreads the pieces over half of the next tile. All clusters end their tiles at about the same
-  /// time: stores that followed each other would delay the next tiles' loads more.
+  /// time: if a tile's stores followed each other at once, they would delay the next tiles' loads
+  /// more.
   static __device__ __forceinline__ int k_tiles_per_piece(int k_tiles) { return k_tiles / 8 + 1; }
 
   template <TileShape kShape>

@@ -1,7 +1,7 @@
 // Epilogue of the weight gradients: one matrix an expert, (M, N) with N contiguous, or transposed
 // with M contiguous. 16-bit results are stored by TMA; fp32 results, written or accumulated, are
-// rearranged in the boxes and stored element by element. An expert without rows gets zeros, and
-// nothing where gradients are accumulated.
+// rearranged in the boxes and stored element by element. An expert without rows gets zeros, or
+// keeps its gradient where gradients are accumulated.
 #pragma once
 
 #include "cuda/hopper/engine/mainloop.cuh"
@@ -17,7 +17,7 @@ namespace sonicmoe::cuda {
 template <class Element, Major kOut>
 struct StoreExpert {
   using Params = StoreExpertParams;
-  /// The part of a tile that is stored under the next one's products (DefersStores).
+  /// The part of a tile that is stored under the next tile's products (DefersStores).
   struct State {
     Fragment block[2];  ///< the second half of the columns, rounded
     bool pending;       ///< until the second half is stored
@@ -30,9 +30,9 @@ struct StoreExpert {
   ///   | long   | k tile 0            | k tile 4 (warpgroup 0) or 9 (1)    | k tile 1        |
   ///
   /// All clusters end their tiles at about the same time, and stores at that moment delay the next
-  /// tiles' loads: so they are spread. The first half waits for k tile 0 because between two tiles
-  /// no product hides its fence and its stores. Both halves in registers would make the products
-  /// slower. After a short tile there is little to gain.
+  /// tiles' loads: so the stores are spread. The first half waits for k tile 0 because between two
+  /// tiles no product hides its fence and its stores. It waits in the boxes: both halves in
+  /// registers would make the products slower. After a short tile there is little to gain.
   static __device__ __forceinline__ int deferred_k_tile(const State& state, int k_tiles,
                                                         int warpgroup) {
     return k_tiles > kShort ? 4 + 5 * warpgroup : (state.first_stored ? 0 : 1);
@@ -125,9 +125,9 @@ struct StoreExpert {
   static constexpr int kFloatRow = 64 * 4;  // bytes of a row; 64 x 64 fp32 values fill two boxes
   static constexpr int kWarpRows = 16;
 
-  /// fp32: 64 columns at a time, each warp its own rows. Lanes write the boxes in accumulator order
-  /// and read them in output order. Loops that are not unrolled, because addresses of all elements
-  /// of a thread in line would be most of the kernel's code.
+  /// Stores fp32 results, 64 columns at a time, each warp its own rows. Lanes write the boxes in
+  /// accumulator order and read them in output order. The loops are not unrolled: the addresses of
+  /// all elements of a thread would be most of the kernel's code.
   template <TileShape kShape>
   static __device__ __forceinline__ void store_floats(const Params& p, const float (&acc)[128],
                                                       const CtaTile& tile,
@@ -165,9 +165,9 @@ struct StoreExpert {
                         empty ? 0.0f : acc[2 * i + 1]);
     }
   }
-  /// Copies a warp's rows of a block to an output: rows from m0 on, columns from n0 on, as far as
-  /// they are that output's. Lanes run along the contiguous dimension; a lane's columns are all
-  /// even or all odd, so that `alternate` decides once a lane.
+  /// Copies a warp's rows of a block to output `output`: rows from m0 on, and those columns from n0
+  /// on that belong to this output. Lanes run along the contiguous dimension. A lane's columns are
+  /// all even or all odd, so that with `alternate` one test per lane decides.
   static __device__ __forceinline__ void copy_floats(const Params& p, std::uint32_t rows,
                                                      int output, int expert, int m0, int n0) {
     constexpr bool kAcross = kOut == Major::kK;

@@ -47,7 +47,7 @@ struct GatherDepth {
       if (tiles.done()) return CtaTile{};
       const int index = ptx::uniform(tiles.index());
       CtaTile tile = Gemm::Scheduler::template tile<kShape>(p.tiles, index, cta.rank());
-      // Made uniform, these stay out of the lanes' registers: 0.2 % (H200).
+      // In uniform registers these values need no register of each lane: 0.2 % faster (H200).
       tile.row = ptx::uniform(tile.row);
       tile.depth = ptx::uniform(tile.depth);
       tile.column = ptx::uniform(tile.column);
@@ -71,9 +71,9 @@ struct GatherDepth {
       const std::uint8_t* source = ptx::opaque(static_cast<const std::uint8_t*>(p.producer.source) +
                                                (inside ? column : 0) * kElementBytes);
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
-      // The next tile is looked up while this one is copied, and its first rows with this one's
-      // last k tiles: the stages in flight do not cover two accesses to L2 in sequence. The next
-      // index has arrived when the second pair of k tiles is copied.
+      // The next tile is looked up while this tile is copied, and the next tile's first rows with
+      // this tile's last k tiles: the stages in flight do not cover two accesses to L2 in sequence.
+      // The next tile index has arrived by the time the second pair of k tiles is copied.
       const int ask_at = k_tiles > kTogether ? kTogether : 0;
       for (int kt = 0; kt == 0 || kt < k_tiles; kt += kTogether) {
         if (kt == ask_at) {
@@ -119,7 +119,7 @@ struct GatherDepth {
   }
 
  private:
-  static constexpr int kRows = kDepth / 16;            // that a thread copies of a k tile
+  static constexpr int kRows = kDepth / 16;            // rows that a thread copies of a k tile
   static constexpr int kTogether = 2;                  // k tiles looked up together
   static constexpr int kNextBox = 64 * kElementBytes;  // from a row's first box to its second
 };

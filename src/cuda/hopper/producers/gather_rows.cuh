@@ -1,7 +1,7 @@
 // Producer: rows of a token matrix gathered by index. All 128 threads copy A by cp.async; thread 0
-// also issues B, and what a ring epilogue reads, by TMA. cp.async itself zeroes rows past the
-// expert and k past the width, so the producer makes no ordinary store to a stage, which would need
-// a fence of its own.
+// also issues the TMA loads of B and of a ring epilogue's input. cp.async itself zeroes rows past
+// the expert and k past the width, so the producer makes no ordinary store to a stage; such a store
+// would need a fence of its own.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -17,8 +17,8 @@ struct GatherRows {
   static constexpr int kCopyArrivals = kWarpgroup;
   static constexpr int kQueueReaders = kWarpgroup / 32;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;
-  /// The deferred epilogue of A needs 232. dH, which has no boxes, defers nothing, and its copies
-  /// are 0.5 % slower with 40 (H200).
+  /// The consumers of A, whose epilogue is deferred, need 232 registers. dH, which has no boxes,
+  /// defers nothing, and with 40 registers for the producer its copies are 0.5 % slower (H200).
   static constexpr Registers registers(const TileShape& shape) {
     return shape.boxes == 0 ? Registers{56, 224} : Registers{40, 232};
   }
@@ -31,7 +31,7 @@ struct GatherRows {
   static __device__ __forceinline__ void run(const typename Gemm::Params& p,
                                              const Cta<Gemm::kShape>& cta) {
     constexpr TileShape kShape = Gemm::kShape;
-    constexpr int kRows = kShape.m / 16;  // of this thread: eight threads copy a 128-byte row
+    constexpr int kRows = kShape.m / 16;  // rows of a thread: eight threads copy a 128-byte row
     constexpr int kTogether = 4;          // k tiles whose copies differ by a constant
     constexpr int kStep = kDepth * kElementBytes;
     static_assert(kRows * 4 == 32, "a warp copies as many rows as it has lanes");
@@ -43,14 +43,14 @@ struct GatherRows {
     const auto* source = static_cast<const std::uint8_t*>(p.producer.source) + chunk * 16;
 
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
-    // The next tile is looked up while this one is copied, because the stages in flight do not
-    // cover the latency of the look-up. A ring epilogue's tile begins with no full stage to spare:
-    // there the look-up follows the input stages, under the epilogue. Each lane looks up one
-    // row and shares it with its warp by shuffles.
+    // The next tile is looked up while this tile is copied, because the stages in flight do not
+    // cover the latency of the look-up. With a ring epilogue a tile begins with no full stage in
+    // reserve: there the look-up follows the input stages, under the epilogue. Each lane looks up
+    // one row and shares it with its warp by shuffles.
     int next_row = kNoRow;
     int next_expert = 0;
-    int next_column = 0;  // its complement where the CTA has its own B: registers are scarce
-    int next_begin = 0;   // its complement where there are no rows
+    int next_column = 0;  // complemented if the CTA has its own B: no register is free for a flag
+    int next_begin = 0;   // complemented if the tile has no rows
     const auto look_up = [&] {
       if (tiles.done()) return;
       const CtaTile next =
@@ -68,9 +68,9 @@ struct GatherRows {
     RingPosition<kShape.stages> ring;
     look_up();
     while (!tiles.done()) {
-      // Full pointers stay in registers for four k tiles. Computed or advanced for each k tile, a
-      // register would become free only when a copy has read it, and the copies of a stage would
-      // wait for each other (5 to 9 % slower on the H200).
+      // 64-bit pointers stay in registers for four k tiles. If they were computed or advanced for
+      // each k tile, a register would become free only when a copy has read it, and the copies of a
+      // stage would wait for each other (5 to 9 % slower on the H200).
       const std::uint8_t* from[kRows];
       std::uint32_t present = 0;
 #pragma unroll
@@ -79,7 +79,7 @@ struct GatherRows {
         if (row != kNoRow) present |= 1u << i;
         from[i] = source + static_cast<std::int64_t>(max(row, 0)) * p.producer.row_bytes;
       }
-      CtaTile tile{};  // only what B and the epilogue's input need
+      CtaTile tile{};  // only the members that the loads of B and of the epilogue's input need
       tile.expert = next_expert;
       tile.own_b = next_column < 0;
       tile.column = tile.own_b ? ~next_column : next_column;
@@ -119,8 +119,8 @@ struct GatherRows {
  private:
   static constexpr int kNoRow = -1;
 
-  /// Fills the epilogue's input stages, after the tile's k tiles. `full` expects an arrival of
-  /// every copying thread in each phase, so all of them arrive.
+  /// Fills the epilogue's input stages, after the tile's k tiles. In each phase `full` expects an
+  /// arrival of every copying thread, so all threads arrive.
   template <class Gemm>
   static __device__ __forceinline__ void load_epilogue_input(
       const typename Gemm::Params& p, const Cta<Gemm::kShape>& cta,
@@ -137,7 +137,7 @@ struct GatherRows {
     }
   }
 
-  /// The row of the source that is row `row` of a tile.
+  /// The source's row for row `row` of a tile.
   static __device__ __forceinline__ int source_row(const Params& p, const CtaTile& tile, int row) {
     if (row >= tile.valid_rows) return kNoRow;
     return p.index != nullptr ? __ldg(p.index + tile.row + row) : tile.row + row;

@@ -59,7 +59,8 @@ struct TmaRows {
         ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full,
                       {(kt - part * p.tiles.k_tiles) * kDepth, part, tile.row});
         Gemm::B::load(p.b, tile, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
-        // Half a tile ahead: the stages in flight do not cover the latency of the look-up.
+        // The next tile is looked up half a tile ahead: the stages in flight do not cover the
+        // latency of the look-up.
         if (kt == k_tiles / 2) {
           tiles.next();
           if (!tiles.done()) next = look_up();
