@@ -6,7 +6,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Which of the kernels with the same epilogue.
+/// Selects one of the kernels with the same epilogue.
 struct Variant {
   DType dtype;  ///< kBF16 or kF16
   Depth depth;

@@ -15,8 +15,8 @@ struct State {
   Depth depth;  ///< of a pipeline stage, as depth_for() chose it
 };
 
-/// The largest depth that the code for a compute capability has kernels for and whose shared memory
-/// fits into `shared` bytes; none if there is no such depth.
+/// The largest depth for which the code for a compute capability has kernels and whose shared
+/// memory fits into `shared` bytes; none if there is no such depth.
 std::optional<Depth> depth_for(int capability, int shared);
 
 std::shared_ptr<void> open(int ordinal);

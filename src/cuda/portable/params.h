@@ -17,8 +17,8 @@ struct Rows {
   std::int64_t row_bytes;
 };
 
-/// One matrix for each expert; strides in bytes. In a K-major matrix a line is a column of D. In
-/// another one a line is one k, and the columns of D are contiguous in it.
+/// One matrix for each expert; strides in bytes. In a K-major matrix a line has all k of one column
+/// of D. In any other matrix a line has all columns of D for one k.
 struct Matrices {
   const std::uint8_t* data;
   std::int64_t expert_bytes;

@@ -1,8 +1,8 @@
 // The tiles of the portable engine and their shared memory, for host and device.
 //
 // The 8 warps of a CTA compute 128 x 256 elements of D, each warp 64 x 64: 128 accumulators a
-// thread. Its registers do not hold more. A smaller tile reads more bytes a flop from L2: 128 x 128
-// with two CTAs a multiprocessor is 10 % slower (H200, hot).
+// thread, as many as its registers can hold. A smaller tile reads more bytes a flop from L2: 128 x
+// 128 with two CTAs a multiprocessor is 10 % slower (H200, hot).
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ constexpr bool is_compiled(Depth depth, int capability) {
   return true;
 }
 
-/// Pipeline stages. Four are as fast (H200).
+/// Pipeline stages. Four stages are not faster (H200).
 inline constexpr int kStages = 3;
 
 /// A pipeline stage: kTileRows lines of A, then kTileColumns lines of B. Sizes of lines are those

@@ -35,7 +35,7 @@ struct Activate {
   }
 
  private:
-  /// Pieces that a lane activates at once. Two would spill registers in code for 10.0.
+  /// Pieces that a lane activates at once. Two pieces would spill registers in code for 10.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
   static constexpr int kAtOnce = 1;
 #else

@@ -61,7 +61,7 @@ struct ActivateGrad {
   static constexpr int kSliceRows = 8;
   static constexpr int kLaneRows = 4;
   /// Pieces of H that a lane reads ahead. Processing two pieces takes about as long as the latency
-  /// of memory. In code for 12.0 two would spill registers.
+  /// of memory. In code for 12.0 two pieces would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   static constexpr int kAhead = 1;
 #else
