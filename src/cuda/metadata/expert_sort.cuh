@@ -25,7 +25,7 @@ inline constexpr int kThreadPositions = 4;  // positions of a thread in a span
 /// A span: the positions that a block ranks in shared memory at once.
 inline constexpr int kSpan = kMetadataThreads * kThreadPositions;
 
-/// What is sorted: positions in token order, each with an expert.
+/// The positions to sort, in token order, each with an expert.
 struct Positions {
   SlotView expert;
   const std::int32_t* token;  // null: position / top_k
@@ -188,8 +188,9 @@ __global__ void __launch_bounds__(kCountThreads) count_positions(const SortParam
   }
 }
 
-/// What counts the positions: the sorting kernel itself, or count_positions in a launch before it,
-/// which fills the table. In the second case positions are ranked while count_positions still runs.
+/// The kernel that counts the positions: the sorting kernel itself, or count_positions in a launch
+/// before it, which fills the table. In the second case the sorting kernel ranks positions while
+/// count_positions still runs.
 enum class Counting { kInSort, kBeforeSort };
 
 /// A thread's positions of a span. A warp has per_warp consecutive positions, of which its lanes
@@ -373,7 +374,7 @@ __global__ void __maxnreg__(kSortRegisters) sort_positions(const SortParams p) {
     count = sort_span(p, s, chunk, &own);
     __syncthreads();
   }
-  if (kCounting == Counting::kInSort) ptx::cluster_sync();  // others may still read s.counted
+  if (kCounting == Counting::kInSort) ptx::cluster_sync();  // other blocks may still read s.counted
 }
 
 }  // namespace sonicmoe::cuda

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kMetadataThreads)
   take_ranges(out, groups.experts, counters, [&](int e) {
     std::int64_t begin = groups.row_begin.integer(groups.row_begin.offset(e));
     std::int64_t rows = max(std::int64_t{0}, groups.row_count.integer(groups.row_count.offset(e)));
-    if (begin < 0) {  // keeps the rows from 0 on; this sum has opposite signs and cannot overflow
+    if (begin < 0) {  // keeps the rows from 0 on; summands of opposite signs cannot overflow
       rows = max(std::int64_t{0}, begin + rows);
       begin = 0;
     }

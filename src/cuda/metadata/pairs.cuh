@@ -181,7 +181,7 @@ __device__ inline void order_brief(const PairParams& p, const TokenSlots& slots,
   }
 }
 
-/// A warp sorts the slots of a token that has too many for order_brief or for its bin.
+/// A warp sorts the slots of a token that has too many slots for order_brief or for its bin.
 __device__ inline void order_long(const PairParams& p, const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
   if (lane == 0 && slots.count > p.bin) {

@@ -65,7 +65,7 @@ __device__ inline void write_records(const Metadata& out, int experts, RowRange 
   const int last = min(index.total, out.most_records);
   for (int i = blockIdx.x * kMetadataThreads + threadIdx.x; i < last;
        i += gridDim.x * kMetadataThreads) {
-    int low = 0;  // searches the last expert whose first record is at or before i
+    int low = 0;  // binary search: the last expert whose first record is at or before i
     for (int high = experts; high - low > 1;) {
       const int middle = (low + high) / 2;
       (all.first_record[middle] <= i ? low : high) = middle;
