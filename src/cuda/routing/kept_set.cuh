@@ -17,7 +17,8 @@ struct KeptSet {
   KeptTokens kept;  // of this expert
   SelectSmem* smem;
 
-  /// Adds the first tokens of kOthers, or removes those of kChosen, up to the one with key `last`.
+  /// Adds the first tokens of kOthers, or removes the first of kChosen, up to the token with key
+  /// `last`.
   __device__ void toggle(const TokenSearch& search, Side side, std::uint64_t last) const {
     search.each([&](std::uint64_t order) {
       if (order < last) return;

@@ -1,4 +1,4 @@
-// From tensors to kernel parameters, and from a dtype and E to the Row that serves them.
+// Makes kernel parameters from tensors, and chooses the Row for a dtype, E and K.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kCountThreads) count_chosen(RoundScratch s) {
   if (threadIdx.x == 0) s.counts[blockIdx.x] = count;
 }
 
-/// Rows of all experts in the balanced mode. It goes through the experts one by one, so one block
-/// does it for all.
+/// Decides the rows of all experts in the balanced mode. An expert's rows depend on the experts
+/// before it, so one block decides for all.
 __global__ void __launch_bounds__(kMaxExperts) decide_rows(RoundParams p, RoundScratch s) {
   __shared__ int4 changes[kMaxExperts];  // f, and f - lo, hi - f, nearest - f
   ptx::wait_for_previous_kernel();
@@ -230,7 +230,7 @@ __device__ std::int64_t round_by_score(const KeptSet& t, const RoundBounds& b) {
   return b.lo;
 }
 
-/// From marks to the kept tokens. One block for each expert.
+/// Selects the tokens that an expert keeps, from the marks. One block for each expert.
 __global__ void __launch_bounds__(kSearchThreads, 2) select_tokens(RoundParams p, RoundScratch s) {
   __shared__ SelectSmem smem;
   ptx::wait_for_previous_kernel();
@@ -273,7 +273,7 @@ void launch_rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) 
 }
 
 void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
-  constexpr std::int64_t kFewTokens = 8192;  // fewer tiles than multiprocessors
+  constexpr std::int64_t kFewTokens = 8192;  // 128 tiles: fewer than multiprocessors
   with_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;

@@ -1,4 +1,4 @@
-// From the tokens that every expert keeps to the sorted lists of pairs, with their weights.
+// Writes the sorted lists of pairs, with their weights, from the tokens that every expert keeps.
 #pragma once
 
 #include "cuda/routing/block.cuh"
@@ -74,8 +74,8 @@ struct ListIndex {
   int count;           // tokens in the list of the stretch
 };
 
-/// From the rows of all experts to this block's first pair. The first block writes all offsets. One
-/// prefix sum serves everything that the block needs.
+/// Computes the index of this block's first pair from the rows of all experts. The first block
+/// writes all offsets. One prefix sum gives all values that the block needs.
 __device__ inline ListIndex list_index(const KeptTokens& kept, const PairsView& out,
                                        const StretchBits& bits) {
   constexpr int kEach = kMaxExperts / kListThreads;

@@ -24,7 +24,7 @@ __device__ inline unsigned inverted_cut_of(float p) { return cut_of(p) ^ ((1u <<
 
 /// Marks of kTileTokens tokens for one expert. `best` and `worst` have an entry for each group of
 /// kGroupTokens: a bound of the p of its tokens, so that a search reads only the groups that can
-/// have what it looks for. 0: the group has no such token, or p is 0.
+/// have a token that it searches. 0: the group has no such token, or p is 0.
 struct TileMarks {
   std::uint64_t chosen;              ///< a bit for each token
   std::uint16_t best[kTileGroups];   ///< the largest cut of the tokens that did not choose
@@ -51,7 +51,7 @@ struct PairScores {
     const float x = logit_at(logits, token, expert);
     return score == ScoreMode::kSigmoid ? key::sigmoid32(x) : all(x);
   }
-  /// The weight of a pair that top-k chose, or of one that rounding added.
+  /// The weight of a pair that top-k chose, or of a pair that rounding added.
   __device__ float weight(int token, int expert, bool chosen) const {
     const TokenSoftmaxes own = softmaxes[token];
     const float x = logit_at(logits, token, expert);

@@ -13,8 +13,9 @@ inline constexpr int kSearchThreads = 512;  // two blocks fit one multiprocessor
 /// it chose, from the worst p on.
 enum class Side { kOthers, kChosen };
 
-/// A token's key in the order of a side; larger keys come first. p, then the lower token; inverted
-/// for chosen tokens. No two are equal.
+/// A token's key in the order of a side; larger keys come first. The key is p, then the inverted
+/// token number (the lower token first); for chosen tokens all bits are inverted. No two keys are
+/// equal.
 struct TokenOrder {
   static constexpr int kTokenBits = 31;
   static constexpr int kBits = kTokenBits + 30;  // p is at most 1
@@ -67,7 +68,7 @@ struct SearchSmem {
   std::uint64_t last;
 };
 
-/// One digit of a value that is looked for.
+/// One digit of the value that is searched.
 struct Digit {
   int bin;    // -1: there are fewer values
   int rank;   // rank from the top among the values with this digit, from 1
@@ -110,7 +111,7 @@ __device__ Digit find_digit(unsigned* bins, int m, const Visit& visit) {
   return result;
 }
 
-/// Looks for the first m of a side. All threads of the block call everything together.
+/// Searches the first m tokens of a side. All threads of the block call every function together.
 class TokenSearch {
  public:
   __device__ TokenSearch(const ExpertTokens& x, Side side, int m, SearchSmem* smem)

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kRowThreads, ptx::resident_blocks(16, kRowThre
   if (mine) store_logit(dlogits, token, id, sum);
 }
 
-/// Of softmax over all E, which gives every expert a gradient.
+/// The gradient of routing by softmax over all E, which gives every expert a gradient.
 template <class R>
 __global__ void __launch_bounds__(kRowThreads)
     route_rows_backward(RouteParams p, SlotView ids, SlotView dweights, LogitsView dlogits) {

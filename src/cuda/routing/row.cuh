@@ -69,8 +69,8 @@ struct Row {
     }
   }
 
-  /// Cleans two logits of a word at once: -0 becomes +0, +inf the largest, NaN the one NaN that is
-  /// all ones.
+  /// Cleans two logits of a word at once: -0 becomes +0, +inf the largest finite value, every NaN
+  /// 0x7fff, whose order bits are all ones.
   static __device__ std::uint32_t clean_words(std::uint32_t word) {
     const __nv_bfloat162 largest = __float2bfloat162_rn(key::kLargestBF16);
     const __nv_bfloat162 zero = __float2bfloat162_rn(0.0f);
@@ -129,7 +129,7 @@ struct Row {
     for (int v = 1; v < kValues; v++) top = fmaxf(top, x[v]);
     return softmax(lanes_max<kLanes>(top), e);
   }
-  /// As above, where the row's largest logit is known.
+  /// As softmax() above, where the row's largest logit is known.
   __device__ Softmax softmax(float top, float (&e)[kValues]) const {
     if (!(top > key::minus_infinity())) top = 0.0f;  // every exponential is then 0
     float part[kValues];
@@ -195,7 +195,8 @@ struct Row {
     take_best(item, {p.top_k, pass}, reinterpret_cast<std::uint64_t*>(smem), mine);
   }
 
-  /// The same for bf16 logits that are themselves the selection value, from cleaned words.
+  /// As select() above, from cleaned words, for bf16 logits that are themselves the selection
+  /// value.
   static __device__ void select(const RouteParams& p, const Words& words, std::uint32_t* smem,
                                 int pass, std::uint32_t* mine) {
     const std::uint32_t tie = 0x1ffffu - static_cast<std::uint32_t>(first());
@@ -419,8 +420,9 @@ struct RowSource<R, std::uint32_t> {
   }
 };
 
-/// One pass over a row. `visit` gets a function that returns the row in fp32; where Item is u32 the
-/// row is widened only if `visit` calls it. The lanes that hold the row's slots keep its selection.
+/// One pass over a row. `visit` gets a function that returns the row in fp32; if Item is u32, the
+/// row is widened only if `visit` calls this function. The lanes that hold the row's slots keep its
+/// selection.
 template <class R, class Item, class Visit>
 __device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t* smem, int pass,
                          Item* mine, const Visit& visit) {
@@ -437,7 +439,7 @@ struct SlotGradient {
   float mean;  ///< sum of d(raw) * raw for kSoftmaxBeforeTopK: mean * p is subtracted everywhere
 };
 
-/// From the gradient of a slot's weight to that of its logit.
+/// Computes the gradient of a slot's logit from the gradient of the slot's weight.
 template <class R>
 __device__ SlotGradient slot_gradient(const RouteParams& p, int id, float raw, float dweight) {
   float d = id < 0 ? 0.0f : dweight * p.scale;

@@ -26,7 +26,7 @@ struct LogitsView {
   DType dtype;           ///< bf16, f16 or f32
 };
 
-/// RouteOptions as the kernels see them.
+/// RouteOptions and the logits, as an argument of kernels.
 struct RouteParams {
   LogitsView logits;
   std::int64_t tokens;
@@ -104,8 +104,8 @@ __device__ inline float logit_at(const LogitsView& logits, std::int64_t token, i
 
 /// An item is an expert as selection compares it: larger is better, no two available experts are
 /// equal, and unavailable ones are smaller. u64: order bits, then the expert, lower numbers first.
-/// u32, for bf16 logits: the upper 16 order bits plus 1 (so that NaN, all ones, becomes 0), then
-/// the expert. Returns the item's expert, -1 for an unavailable one.
+/// u32, for bf16 logits: the upper 16 order bits plus 1 (so that NaN, whose order bits are all
+/// ones, becomes 0), then the expert. Returns the item's expert, -1 for an unavailable one.
 template <class Item>
 __device__ int item_expert(Item item) {
   if constexpr (sizeof(Item) == 4) {

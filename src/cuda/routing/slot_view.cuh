@@ -1,4 +1,4 @@
-// The caller's routing, one value for each slot, as kernels see it.
+// The view that kernels have of the caller's routing, one value for each slot.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@ namespace sonicmoe::cuda {
 struct SlotView {
   void* data;           ///< null: absent
   std::int64_t row;     ///< stride from one token to the next
-  std::int64_t column;  ///< stride from one k to the next, and between slots that lie evenly
-  std::int32_t top_k;   ///< K where tokens lie apart; 1 where all slots lie evenly
-  DType dtype;          ///< i32 or i64; f32 for weights
+  std::int64_t column;  ///< stride from one k to the next
+  std::int32_t top_k;  ///< K; 1 if `column` is also the stride from a token's last slot to the next
+  DType dtype;         ///< i32 or i64; f32 for weights
 
   __device__ std::int64_t offset(std::int64_t token, int k) const {
     return token * row + k * column;
@@ -35,8 +35,8 @@ struct SlotView {
     return dtype == DType::kI64 ? static_cast<const std::int64_t*>(data)[at]
                                 : static_cast<const std::int32_t*>(data)[at];
   }
-  /// The expert at an offset, -1 where none of `experts` is named. Compared as 64 bits: an int64 id
-  /// that would be valid when narrowed names no expert.
+  /// The expert at an offset, -1 if the id is outside [0, experts). Ids are compared as 64 bits: an
+  /// int64 id that only its lower 32 bits would make valid names no expert.
   __device__ int expert(std::int64_t at, int experts) const {
     const std::int64_t e = integer(at);
     return e < 0 || e >= experts ? -1 : static_cast<int>(e);
