@@ -23,8 +23,8 @@ struct WaitLimits {
   std::int64_t nanoseconds;
   FaultRecord* record;  ///< as the device sees it
 };
-/// Waits until every rank has announced the epoch of `phase` in which this rank is. After the time
-/// limit, or if another rank has a fault, it records the fault, alarms all ranks and ends. The
+/// Waits until every rank has announced this rank's current epoch of `phase`. After the time limit,
+/// or if another rank has a fault, the kernel records the fault, alarms all ranks and ends. The
 /// epoch must have begun before the previous kernel.
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
               cudaStream_t stream);

@@ -37,8 +37,8 @@ class Launch {
   const Exec& exec_;
 };
 
-/// `product` over the rows of one list only. Its tile counter is number `index` in the second half
-/// of the pass's counters, which the steps of the pass do not use.
+/// `product` over the rows of one list only. Its tile counter is counter `index` of the second half
+/// of the pass's counters. The steps of the pass do not use this half.
 RowProduct part_of(RowProduct product, const Metadata& list, unsigned* counters, int index) {
   constexpr int kFirstCounter = kCounterBytes / 4 / 2;
   product.groups.lists = &list;
@@ -96,8 +96,8 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
 /// For a rank without rows for its experts, which must take part in all phases too.
 void send_nothing(const Run& run) {
   const Exchange& e = run.exchange;
-  // On the stream where this rank waits for the same phase of the others: a wait takes the epoch
-  // that it finds when it runs, which must be the one before this signal.
+  // On the stream on which this rank waits for kPhaseFree of the other ranks: a wait reads the
+  // epoch when it runs, and it must read the epoch before this signal.
   signal(*e.device, e.peers, kPhaseFree, e.sending);
   each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
 }
@@ -297,9 +297,9 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
-    // dW2 need not wait for dX~, only for dH and the rows. dX~ lets the next kernel start after dH
-    // is complete. The wait for rows, which runs between them, lets dW2 start after the rows have
-    // come.
+    // dW2 need not wait for dX~, only for dH and the rows. dX~ lets the next kernel start once dH
+    // is complete. The wait for rows, a kernel between dX~ and dW2, lets dW2 start once the rows
+    // have arrived.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

@@ -73,10 +73,10 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
   }
 }
 
-/// It waits for the flags before it waits for the previous kernel, because the epoch that it reads
-/// was begun before that kernel. It lets the next kernel launch only after all flags have come.
-/// Else the next kernel's blocks could fill the GPU while they wait, and another rank on the same
-/// GPU, which must set the flags, could not run.
+/// Waits for the flags first, then for the previous kernel: it may read the epoch at once, because
+/// the epoch was begun before that kernel. It lets the next kernel launch only after all flags have
+/// arrived. Else the next kernel's blocks could fill the GPU while they wait, and another rank on
+/// the same GPU, which must set the flags, could not run.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
   wait_for_ranks(peers, phase, limits);
