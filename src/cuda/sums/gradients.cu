@@ -21,7 +21,8 @@ struct ClearArgs {
   std::int64_t stride[3];
   std::int32_t bytes;
 
-  /// Zeroes the share of block `block` of `blocks`. Blocks have one dimension.
+  /// Zeroes part `block` of `blocks` parts of the view. Called by each of `blocks` one-dimensional
+  /// blocks.
   __device__ void clear(std::int64_t block, std::int64_t blocks) const {
     const std::int64_t count = shape[0] * shape[1] * shape[2];
     for (std::int64_t i = block * blockDim.x + threadIdx.x; i < count; i += blocks * blockDim.x) {
@@ -47,7 +48,7 @@ ClearArgs clear_args(const Tensor& t) {
 }
 
 /// Sorts the experts by number of rows, largest first. One block for each expert calls it, and
-/// writes expert blockIdx.x to its place.
+/// writes expert blockIdx.x to its position.
 __device__ void rank_expert(const Metadata& m, ExpertRecord* out) {
   const auto experts = static_cast<int>(gridDim.x);
   const auto expert = static_cast<int>(blockIdx.x);
@@ -99,8 +100,8 @@ __device__ __forceinline__ void begin_scores(const ScoreKernel& a) {
   ptx::launch_next_kernel();
 }
 
-/// By rule 4 of ptx/dependent.cuh: a kernel that waits for this one then waits for all before it
-/// too.
+/// Keeps rule 4 of ptx/dependent.cuh: a kernel that waits for this kernel then also waits for all
+/// kernels before it.
 __device__ __forceinline__ void end_scores(const ScoreKernel& a) {
   const bool last = blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y;
   if (a.beside != 0 && last) ptx::wait_for_previous_kernel();
@@ -248,8 +249,8 @@ void finish_scores(const Device& device, const Problem& problem, const Metadata&
   const auto kernel = args.b_down.data == nullptr     ? score_parts_kernel
                       : problem.dtype == DType::kBF16 ? scores_kernel<__nv_bfloat16>
                                                       : scores_kernel<__half>;
-  // Few blocks run at a time while a product runs, so each gets many rows, to make up for its
-  // start.
+  // Few blocks run at a time while a product runs, so each block gets many rows: its start then
+  // costs less per row.
   const std::int64_t rows = args.b_down.data == nullptr ? 4 * kBesideThreads : kBesideThreads;
   launch_dependent(device, "launching the gradient of the scores", kernel,
                    {expert_grid(problem, rows), kBesideThreads}, stream, metadata, a);

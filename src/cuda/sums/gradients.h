@@ -1,5 +1,5 @@
-// The gradients that no engine computes: those of routing weights and biases, and zeros for experts
-// and slots without rows.
+// The gradients that no engine computes: gradients of routing weights and biases, and zeros for
+// experts and slots without rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,8 @@ namespace sonicmoe::cuda {
 /// Lists that the products of backward read in addition to the metadata.
 struct RowLists {
   float* weights;         ///< (C): the routing weight of every row; 1 without routing weights
-  ExpertRecord* experts;  ///< (E): those with most rows first; equal ones by number
-  unsigned* counters;     ///< zeroed
+  ExpertRecord* experts;  ///< (E): by descending number of rows, then by expert number
+  unsigned* counters;     ///< set to zero
   std::int32_t counter_count;
 };
 /// Also zeroes `dweights`, unless it is absent.
@@ -33,7 +33,7 @@ struct ScoreGrad {
   Tensor b_down;  ///< (E, d) or absent
   Tensor out;     ///< dweights
   /// Runs at the same time as an independent weight gradient, as sum_rows_beside() with kPrevious.
-  /// The condition is the same, for the kernel that writes `parts`.
+  /// The condition of kPrevious must hold for the kernel that writes `parts`.
   bool beside;
 };
 void finish_scores(const Device& device, const Problem& problem, const Metadata& metadata,

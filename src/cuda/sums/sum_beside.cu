@@ -212,8 +212,8 @@ __device__ __forceinline__ void sum_beside(const BesideArgs& a, const Result& re
   // The shuffle makes the number uniform, so that values that depend on it use uniform registers.
   const std::uint32_t i = blockIdx.x * kWarps + __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (i < a.tokens) sum_part<Element, Rows>(a, result, i, blockIdx.y);
-  // By rule 4 of ptx/dependent.cuh: a kernel that waits for this one then waits for all before it
-  // too.
+  // Keeps rule 4 of ptx/dependent.cuh: a kernel that waits for this kernel then also waits for all
+  // kernels before it.
   if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) ptx::wait_for_previous_kernel();
 }
 
@@ -224,8 +224,9 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
   sum_beside<Element, ManyRows>(a, OwnSum{});
 }
 
-/// For a rank of an exchange, in bf16 or fp16. It is on another stream than the weight gradient, so
-/// it waits for its rows. It also adds the sums of other ranks, if `result` has any.
+/// For a rank of an exchange, in bf16 or fp16. The kernel is on another stream than the weight
+/// gradient, so it waits for the kernels of its own stream, which write its rows. It also adds the
+/// sums of other ranks, if `result` has any.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_few_rows_beside_kernel(const BesideArgs a, const SumOverRanks result,
                                const std::uint32_t is_fp16) {

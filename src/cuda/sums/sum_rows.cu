@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     const auto others = result.template load<uint4>(token, byte);
     float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
-      // This order of loads matters: a look-up after the loads of rows would wait for these, and
-      // rows after the weights would wait for the weights.
+      // The order of these loads matters: a look-up after the loads of rows would wait for the
+      // rows, and rows after the weights would wait for the weights.
       std::int32_t row[kRows];
       std::int32_t slot[kRows];
       uint4 value[kRows];

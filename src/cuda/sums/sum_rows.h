@@ -19,7 +19,7 @@ struct TokenRange {
 /// The partial sums of the same tokens that other ranks have computed (exchange/). The result is
 /// then the sum of all ranks' rounded partial sums, in rank order.
 struct RankSums {
-  const std::uint8_t* rows;  ///< (T, d), contiguous; those of rank r begin at r * rank_bytes
+  const std::uint8_t* rows;  ///< (T, d), contiguous; the sums of rank r begin at r * rank_bytes
   std::int64_t rank_bytes;
   const std::uint64_t* masks;  ///< (T) bit r: rank r has a partial sum of the token
   const std::uint32_t* fault;  ///< not 0: every output is NaN
@@ -41,17 +41,16 @@ void sum_rows(const Device& device, const Problem& problem, const Metadata& meta
 
 /// The weight gradient that runs at the same time as a sum.
 enum class BesideWhat {
-  /// An independent one (Start) on the same stream. Between it and the sum there may only be
-  /// kernels
-  /// that run at the same time as it too. It must let the next kernel start only after it has
-  /// itself
-  /// waited for the kernel that writes `rows` (ptx/dependent.cuh, rule 2).
+  /// An independent weight gradient (Start) earlier on the same stream. All kernels between it and
+  /// the sum must run at the same time as the weight gradient too. The weight gradient must let the
+  /// next kernel start only after it has itself waited for the kernel that writes `rows`
+  /// (ptx/dependent.cuh, rule 2).
   kPrevious,
-  kOtherStream,  ///< one on another stream; the sum waits for earlier kernels of its own stream
+  kOtherStream,  ///< a weight gradient on another stream; the sum waits for its own stream
 };
 
-/// The same without weights, in blocks that are small enough to run on a multiprocessor together
-/// with a weight gradient.
+/// As sum_rows() without weights, in blocks that are small enough to run on a multiprocessor
+/// together with a weight gradient.
 void sum_rows_beside(const Device& device, const Problem& problem, const Metadata& metadata,
                      const void* rows, const SumOutput& out, const TokenRange& tokens,
                      BesideWhat beside, cudaStream_t stream);
