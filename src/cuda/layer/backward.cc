@@ -166,7 +166,7 @@ void add_up_grads(const BackwardCall& c, Steps& steps) {
   const Problem& p = c.problem();
   const Weights& g = c.args.grads;
   if (!has_up_grads(g)) return;
-  // If an earlier product waits for dH, dH is complete before this one begins.
+  // If an earlier product has waited for dH, dH is complete before this product begins.
   const bool second = c.order.input_grad_first || g.down.data != nullptr;
   if (c.layout == GateLayout::kInterleaved) {
     steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, start_of(second))));

@@ -40,7 +40,8 @@ void add_down_grad(const BackwardCall& call, Steps& steps);
 void add_up_grads(const BackwardCall& call, Steps& steps);
 void add_token_sum(const BackwardCall& call, const TokenRange& tokens, Steps& steps);
 
-/// What the precisions compute by different steps. Each function adds its steps when it is called.
+/// The products whose steps depend on the precision. Each function adds its steps when it is
+/// called.
 struct BackwardProducts {
   std::function<void()> hidden_grad;
   std::function<void()> input_grad;

@@ -1,4 +1,4 @@
-// An engine turns products into launches for the architectures that it serves. A new one is a
+// An engine turns products into launches for the architectures that it serves. A new engine is a
 // folder beside hopper/ and a row in engines() (engine.cc).
 #pragma once
 
@@ -31,7 +31,7 @@ struct Service {
   Capabilities capabilities;
   const char* devices;  ///< examples, for messages: "H100, H200"
   checks::DTypes dtypes;
-  std::int64_t multiple;  ///< d and n are multiples of it
+  std::int64_t multiple;  ///< d and n must be multiples of this number
 };
 
 /// The order of backward's launches; it depends on which launches the engine can overlap.
@@ -46,7 +46,8 @@ struct BackwardOrder {
   Companion companion;
 };
 
-/// Launches of the products and quantisers of Precision::kFp8, as Engine has for 16-bit products.
+/// Launches of the products and quantisers of Precision::kFp8. Engine has the launches of 16-bit
+/// products.
 struct Fp8Engine {
   void (*multiply_rows)(const Device& device, const Fp8RowProduct& product, cudaStream_t stream);
   void (*quantize_rows)(const Device& device, const QuantizeRows& work, cudaStream_t stream);
@@ -87,13 +88,13 @@ std::span<const Engine* const> engines();
 /// The first of `candidates` that serves a compute capability; null if none does.
 const Engine* engine_for(int capability, std::span<const Engine* const> candidates = engines());
 
-/// Which engine is asked for.
+/// The engine that the caller asks for.
 struct EngineRequest {
   std::string name;    ///< empty: the first that serves the device
   const char* source;  ///< where the name comes from, for messages
 };
 
-/// The request for `name`, or if it is null for the name in the environment variable
+/// The request for `name`; if `name` is null, for the name in the environment variable
 /// SONICMOE_ENGINE. Refuses a name that no candidate has.
 EngineRequest engine_request(const char* name,
                              std::span<const Engine* const> candidates = engines());

@@ -11,8 +11,8 @@ namespace {
 constexpr std::int64_t kBlock = fp8::kBlock;
 
 enum Counter : int { kCounterA, kCounterY };
-// Tile counters of backward's fp8 products: the same indices as in backward.cc, whose steps use the
-// other counters of the same array.
+// Tile counters of backward's fp8 products. The indices are those of backward.cc: its other steps
+// use the other counters of the same array.
 constexpr int kCounterInputGrad = 0;
 constexpr int kCounterHiddenGrad = 4;
 

@@ -1,4 +1,4 @@
-// The grouped GEMMs of sonicmoe/grouped_gemm.h on the engine.
+// The grouped GEMMs of sonicmoe/grouped_gemm.h, on the device's engine.
 #pragma once
 
 #include "sonicmoe/grouped_gemm.h"

@@ -33,7 +33,7 @@ struct RowOperand {
 enum class WeightParts {
   kOne,            ///< `first` alone
   kSideBySide,     ///< output column j has a gate and an up value: the activation needs both
-  kOneAfterOther,  ///< K runs over the n rows of gate, then over those of up
+  kOneAfterOther,  ///< K runs over the n rows of gate, then over the n rows of up
 };
 
 /// One matrix (columns, depth) for each expert: D = rows * first[e]^T.
@@ -83,8 +83,9 @@ struct ActivateGrad {
 /// When the tiles of a product may begin. The launches of a pass are on one stream.
 enum class Start {
   kAfterPrevious,  ///< after all earlier launches are complete
-  kIndependent,    ///< while the previous launch runs; it reads none of its results
-  kWithRowsOf,     ///< while the last tiles of `LaunchHints::source` run, whose rows it reads
+  kIndependent,    ///< while the previous launch runs: the product reads none of its results
+  kWithRowsOf,     ///< while the last tiles of `LaunchHints::source` run: the product reads the
+                   ///< rows that `source` writes
 };
 
 struct RowProduct;
@@ -94,8 +95,9 @@ struct LaunchHints {
   Start start = Start::kAfterPrevious;
   const RowProduct* source = nullptr;  ///< with kWithRowsOf only
   unsigned* tile_counter = nullptr;    ///< of the dynamic tile scheduler; zero before the launch
-  /// Counts the CTAs whose first tiles are in memory; zero before the launch. Set where a later
-  /// product with kWithRowsOf reads these rows: it starts on them when all CTAs are counted.
+  /// Counts the CTAs whose first tiles are in memory; zero before the launch. Given if a later
+  /// product with kWithRowsOf reads the rows of these tiles: that product starts on them once all
+  /// CTAs are counted.
   unsigned* release_counter = nullptr;
 };
 

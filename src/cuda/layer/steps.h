@@ -42,7 +42,7 @@ struct TokenSum {
   BesideWhat beside = BesideWhat::kPrevious;  ///< with kIndependent
 };
 
-/// Zero in every element of rows (T, d) whose last stride is 1.
+/// Sets every element of rows (T, d) to zero; their last stride is 1.
 struct ClearRows {
   Tensor out;
 };
@@ -55,8 +55,8 @@ struct Step {
   Work work;
 };
 
-/// Steps in stream order. A step never moves in memory, because later steps may point to it: hence
-/// no copies.
+/// Steps in stream order. A step never moves in memory, because later steps may point to it; so the
+/// list cannot be copied.
 class Steps {
  public:
   Steps() = default;
