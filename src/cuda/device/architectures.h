@@ -1,12 +1,13 @@
-// What the CUDA code of this build was compiled for (SONICMOE_CUDA_ARCHITECTURES).
+// The architectures for which the CUDA code of this build was compiled
+// (SONICMOE_CUDA_ARCHITECTURES).
 #pragma once
 
 #include <span>
 
 namespace sonicmoe::cuda {
 
-/// Architectures that the kernels outside of the Hopper engine have SASS for, as major * 10 +
-/// minor. With 80 the build also has their PTX of compute_80.
+/// Architectures, as major * 10 + minor, for which the kernels outside of the Hopper engine have
+/// SASS. If 80 is among them, the build also has the PTX of these kernels for compute_80.
 std::span<const int> architectures();
 
 /// Whether a GPU of this compute capability runs code of `compiled`: SASS of the same major version

@@ -13,7 +13,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// What the engines of this build serve, as "9.0 (H100, H200)".
+/// The capabilities that the engines of this build serve, as "9.0 (H100, H200)".
 std::string served_capabilities() {
   std::string text;
   for (const Engine* engine : engines()) text += (text.empty() ? "" : ", ") + served_by(*engine);
@@ -94,7 +94,7 @@ const Device* device_model(int capability) {
   const Engine& engine = choose_engine(capability, request);
   const std::lock_guard lock(mutex);
   const auto [entry, is_new] = models.try_emplace({capability, &engine});
-  if (is_new) {  // another thread may already read an older one
+  if (is_new) {  // other threads may already read an existing entry
     entry->second.capability = capability;
     entry->second.engine = &engine;
   }

@@ -21,9 +21,9 @@ struct Device {
   std::shared_ptr<void> engine_state;  ///< made by Engine::open
 };
 
-/// The handle for Exec::device. `engine` is the name of the engine that shall compute; null: that
-/// of SONICMOE_ENGINE in the environment, else the first that serves the GPU. Throws if no engine
-/// of the build serves it, or not the named one.
+/// The handle for Exec::device. `engine` is the name of an engine; null: the engine named by the
+/// environment variable SONICMOE_ENGINE, else the first that serves the GPU. Throws if the named
+/// engine, or every engine of the build, does not serve the GPU.
 const Device* open_device(int ordinal, const char* engine = nullptr);
 void close_device(const Device* device);
 

@@ -13,9 +13,8 @@ std::uint64_t key_of(const void* function, int ordinal) {
   return reinterpret_cast<std::uint64_t>(function) | static_cast<std::uint64_t>(ordinal) << 47;
 }
 
-/// One bit of every (function, device) that was inserted: a lock-free open-addressing table. It has
-/// more entries than there are kernels. If it were full, a bit would be found out again at each
-/// launch.
+/// A lock-free open-addressing table with one bit for every inserted (function, device). It has
+/// more entries than there are kernels. If it were full, CUDA would be asked again at each launch.
 class KernelBits {
  public:
   std::optional<bool> find(std::uint64_t key) const {
@@ -74,7 +73,8 @@ bool has_sm90(const Device& device, const void* function) {
   static KernelBits known;
   const std::uint64_t key = key_of(function, device.ordinal);
   if (const std::optional<bool> found = known.find(key)) return *found;
-  // Also of SASS: the virtual architecture, which __CUDA_ARCH__ had, that it was compiled from.
+  // For SASS too, ptxVersion is the virtual architecture from which the code was compiled, which is
+  // the one that __CUDA_ARCH__ named.
   const bool has = attributes_of(function).ptxVersion >= 90;
   known.insert(key, has);
   return has;

@@ -24,9 +24,9 @@ inline constexpr std::size_t kPlainShared = 32 * 1024;
 inline constexpr std::size_t kLeastShared = 99 * 1024;
 
 /// Threads of a CTA that fits on a Hopper multiprocessor at the same time as a weight gradient's
-/// CTA; there it has at most 32 registers a thread, and no shared memory. An idle multiprocessor
-/// holds kBesideBlocks of them. Code for other architectures may use 40 registers: ptxas needs
-/// them.
+/// CTA: it has at most 32 registers a thread and no shared memory. An idle multiprocessor holds
+/// kBesideBlocks such CTAs. Code for other architectures may use 40 registers a thread, which ptxas
+/// needs there.
 inline constexpr int kBesideThreads = 128;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kBesideBlocks = 16;
@@ -40,10 +40,10 @@ inline constexpr int kBesideBlocks = 12;
 /// below the size that another thread is about to launch.
 void allow_shared_memory(const void* function);
 
-/// Whether the code of `function` that runs on `device`, the current one, was compiled for sm_90 or
-/// later: ptx::kHasSm90 of cuda/ptx/sm90.cuh, asked by the host. A device of 9.0 or later may also
-/// run code that was compiled from PTX of compute_80, without clusters, programmatic launches and
-/// bulk copies. Asks CUDA once for each function and device; thread-safe.
+/// Whether the code of `function` that runs on `device`, which must be current, was compiled for
+/// sm_90 or later: the host's view of ptx::kHasSm90 (cuda/ptx/sm90.cuh). A device of 9.0 or later
+/// may also run code that was compiled from PTX of compute_80, without clusters, programmatic
+/// launches and bulk copies. Asks CUDA once for each function and device; thread-safe.
 bool has_sm90(const Device& device, const void* function);
 template <class... Params>
 bool has_sm90(const Device& device, void (*kernel)(Params...)) {
