@@ -1,5 +1,5 @@
-// Guarded memory: a buffer between two guards that records which of its bytes may change and finds
-// the others that did.
+// Guarded memory: a buffer between two guards. It records which of its bytes may change, and finds
+// every other byte that has changed.
 #pragma once
 
 #include <cstdint>

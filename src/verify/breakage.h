@@ -93,7 +93,7 @@ inline Break after_backward(BackwardHook hook) {
   };
 }
 
-// --- Breakages of arguments: a sound implementation gets other ones.
+// --- Breakages of arguments: a sound implementation gets changed arguments.
 
 // Changed copies of views in device memory, freed after one call.
 class DeviceCopies {
@@ -154,7 +154,7 @@ Break with_inputs(F f) {
 
 /// The controls of the router.
 std::vector<Control> controls_of_the_router();
-/// The controls of Precision::kFp8, and those that break the oracle instead of a backend.
+/// The controls of Precision::kFp8. controls_of_fp8_sums() breaks the oracle instead of a backend.
 std::vector<Control> controls_of_fp8();
 std::vector<Control> controls_of_fp8_sums();
 

@@ -14,8 +14,8 @@ inline void require(bool condition, Fault fault, const std::string& message) {
   if (!condition) throw Rejected{{fault, message}};
 }
 
-/// A call: the buffers that it may write besides its outputs, and the bytes that all of them hold
-/// before it.
+/// A call: the buffers that it may write besides its outputs, and the byte with which outputs and
+/// buffers are filled before the call.
 struct CallSetup {
   std::string what;
   std::uint8_t filling = kPoison;

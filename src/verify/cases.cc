@@ -78,8 +78,9 @@ std::vector<RoutingShape> routing_shapes() {
       {"ids_k_is_e", kIds, kDistinct, {37, 24, 40, 4, 4}, {}},
       {"ids_one_expert", kIds, kDistinct, {131, 24, 40, 1, 1}, {}},
       {"ids_many_experts", kIds, kDistinct, {50, 16, 24, 300, 2}, {}},
-      // At 256 mean rows an expert or more, CUDA computes dX~ before the weight gradients and sums
-      // tokens of more than 32 rows by another loop.
+      // With 256 mean rows an expert or more, the Hopper engine computes dX~ before the weight
+      // gradients, and the sums of dX run beside these. Such a sum adds tokens of more than 32 rows
+      // by another loop.
       {"ids_sentinels_k11", kIds, kSentinels, {290, 264, 40, 5, 11}, {}},
       {"ids_repeated_k45", kIds, kRepeated, {37, 264, 40, 3, 45}, {}},
       {"pairs_many_of_each", kPairs, kShuffled, {25, 264, 40, 3, 1100}, {}},
@@ -117,7 +118,7 @@ Case routing_case(const RoutingShape& shape, DType dtype, Data data) {
   return c;
 }
 
-// For pairs the mean number.
+// The number of slots of a token; for pairs the mean.
 std::int64_t slots_of_a_token(const RoutingShape& shape) {
   const Sizes5& s = shape.sizes;
   return shape.form == RoutingForm::kPairs ? s.top_k / std::max<std::int64_t>(1, s.tokens)
@@ -217,7 +218,7 @@ void add_activations(std::vector<Case>& cases) {
       }
     }
   }
-  // CUDA has a kernel for each activation, dtype and order of the weights.
+  // The Hopper engine has a kernel for each activation, dtype and order of the weights.
   constexpr std::pair<const char*, Layout> kOrders[] = {{"_transposed", Layout::kTransposed},
                                                         {"_paired", Layout::kPaired},
                                                         {"_paired_up", Layout::kPairedUp}};
@@ -453,8 +454,8 @@ Case router_case(Subject subject, const RouterShape& s, DType dtype, const Route
   return c;
 }
 
-// Logits, dtypes, modes and tiles change with different periods over options and shapes, so that
-// every fifth variant, which the quick extent takes, still has each value of each.
+// Logits, dtypes, modes and tiles change with different periods over options and shapes. So the
+// quick extent, which takes every fifth variant, still has every value of each of them.
 void add_routers(Extent extent, std::vector<Case>& cases) {
   constexpr DType kLogitDTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
   constexpr std::int64_t kTiles[] = {16, 1, 128, 3};
@@ -474,7 +475,7 @@ void add_routers(Extent extent, std::vector<Case>& cases) {
   }
 }
 
-// R = 2^17: a 16-bit row number or counter overflows.
+// R = 2^17: a 16-bit row number or counter would overflow.
 void add_large(std::vector<Case>& cases) {
   for (const Data data : {Data::kIntegers, Data::kRandom}) {
     Case c = make_case(std::string("large/rows_131072/bf16/") + data_name(data),

@@ -13,7 +13,7 @@ namespace sonicmoe::verify {
 enum class Data {
   kIntegers,   ///< small integers, no sum ever rounds: equality
   kRoundings,  ///< integers whose fp32 sums are exact but whose r(.) rounds: equality to the bit
-  kRandom,     ///< x, dO ~ N(0, 1), W ~ N(0, 1)/sqrt(fan-in): the twice-the-error rule
+  kRandom,     ///< x, dO ~ N(0, 1), W ~ N(0, 1)/sqrt(fan-in): the twice rule
 };
 
 /// How tokens are routed.
@@ -75,13 +75,13 @@ struct Case {
   Data data = Data::kRandom;
   Layout layout = Layout::kSeparate;
   DType index_dtype = DType::kI64;
-  DType grad_dtype = DType::kF32;  ///< of dW; db has it too when accumulated, else the tensors'
+  DType grad_dtype = DType::kF32;  ///< of dW, and of db if accumulated; else db has the tensors'
   GradMode grad_mode = GradMode::kWrite;
   bool bias = false;
   std::vector<std::string> wanted;  ///< gradients asked for, as "dx", "dgate"; empty: all
   double bias_shift = 0.0;          ///< added to the random bias of gate (of up without a gate)
   bool gather = false;              ///< grouped GEMMs: rows of a through an index
-  bool out_of_range = false;        ///< grouped GEMMs: some offsets and indices are
+  bool out_of_range = false;        ///< grouped GEMMs: some offsets and indices are out of range
   bool row_weights = true;          ///< grouped form: whether rows have weights
   bool cancelling = false;          ///< K = 384: the first and the last 128 cancel in H and dA'
   RouterCase router;

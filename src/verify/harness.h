@@ -25,8 +25,8 @@ struct CaseResult {
 
 struct VerifyOptions {
   Extent extent = Extent::kQuick;
-  std::string filter;                    ///< runs the cases whose names contain it
-  std::optional<Precision> precision{};  ///< runs the cases in this precision alone
+  std::string filter;                    ///< runs only the cases whose names contain the filter
+  std::optional<Precision> precision{};  ///< runs only the cases in this precision
 };
 
 /// Called after each case.

@@ -1,4 +1,4 @@
-// Verdicts on one output tensor: equality, or the twice-the-error rule.
+// Verdicts on one output tensor: equality, or the twice rule.
 #pragma once
 
 #include <string>
@@ -17,9 +17,9 @@ enum class Fault {
   kInputChanged,   ///< an input, or state kept for backward, changed
   kNotRepeatable,  ///< equal inputs gave different bits
   kUnequal,        ///< integers differ
-  kInaccurate,     ///< an error above twice the same-precision formula's
+  kInaccurate,     ///< an error above twice the error of the same formula in the same precision
   kNotZero,        ///< not exactly zero (or untouched) where no row contributes
-  kSizes,          ///< a result of moe_sizes exceeds its limit
+  kSizes,          ///< a result of moe_sizes exceeds its limit, or h_bytes is not the exact size
   kThrew,          ///< the call threw
   kBadCase,        ///< the case itself is wrong: its integers are not exact
 };

@@ -19,8 +19,8 @@ struct ControlResult {
 
 using ControlProgress = std::function<void(const ControlResult&)>;
 
-/// Breaks `sound` in every known way and judges each on the cases that show it, as far as `sound`
-/// serves them.
+/// Breaks `sound` in every known way, and judges each broken implementation on the cases that show
+/// the breakage, as far as `sound` serves them.
 std::vector<ControlResult> negative_controls(const VerifyOptions& options,
                                              const Implementation& sound,
                                              const ControlProgress& progress = {});

@@ -38,7 +38,7 @@ Matrix<Real> transposed(const Matrix<Real>& m) {
   return out;
 }
 
-/// What a product's sums are held in: Real, or Real cut to `bits` bits after every `step` terms.
+/// The type of a product's sums: Real, or Real cut to `bits` bits after every `step` terms.
 struct Accumulator {
   int bits = 0;  ///< 0: Real as it is
   std::int64_t step = 32;

@@ -34,7 +34,8 @@ Matrix<double> with_sums(DType dtype, Precision precision, F f) {
   return wide ? f.template operator()<double>() : f.template operator()<float>();
 }
 
-// Expert e's rows, of `rows`: offsets are clamped, and where they decrease there are none.
+// The rows of expert e, among `rows` rows. Offsets are clamped; where they decrease the expert has
+// no rows.
 struct RowRange {
   std::int64_t begin, end;
 };

@@ -1,4 +1,4 @@
-// The grouped GEMMs by themselves.
+// The oracle of the grouped GEMMs.
 #pragma once
 
 #include "sonicmoe/grouped_gemm.h"

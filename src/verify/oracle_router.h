@@ -1,5 +1,5 @@
 // Router formulas in fp64 with a plain sort, to judge values. Ids, pairs and their order are judged
-// by src/core/selection_key.h, which rounds as the backends do.
+// by routing_reference.h, which rounds as the backends do.
 #pragma once
 
 #include "sonicmoe/routing.h"
@@ -25,8 +25,8 @@ Matrix<double> route_backward(const RouteOptions& options, const Matrix<double>&
                               const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
                               Precision precision = Precision::kExact);
 
-/// The same for rounded pairs: dweights (T, E), 0 where there is no pair. Pairs that are not among
-/// `ids` have the weight p * scale, p over all E.
+/// As route_backward(), for rounded pairs: dweights (T, E), 0 where there is no pair. Pairs that
+/// are not among `ids` have the weight p * scale, p over all E.
 Matrix<double> round_backward(const RouteOptions& options, const Matrix<double>& logits,
                               const Matrix<std::int64_t>& ids, const Matrix<double>& dweights,
                               Precision precision);

@@ -1,4 +1,5 @@
-// In a file of its own, so that a program without a backend can link the rest of the harness.
+// public_api() has a file of its own, so that a program without a backend can link the rest of the
+// harness.
 #include "core/backend_table.h"
 #include "verify/implementation.h"
 

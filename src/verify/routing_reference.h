@@ -1,5 +1,5 @@
-// A second, naive implementation of routing: full sorts, one row at a time. It uses nothing of the
-// library except the fp32 exponential, whose bits are part of the definition.
+// A second, naive implementation of routing: full sorts, one row at a time. Of the library's code
+// it uses only the fp32 exponential and Philox, whose bits are part of the definition.
 #pragma once
 
 #include <algorithm>
