@@ -270,7 +270,7 @@ SMOE_API smoe_status smoe_expert_choice_backward(const smoe_tensor* logits, cons
                                                  const smoe_tensor* dweight,
                                                  const smoe_tensor* dlogits, const smoe_exec* exec);
 
-/* The same with scratch, which CUDA needs. */
+/* Expert choice with scratch, which CUDA needs. */
 SMOE_API smoe_status smoe_expert_choice_scratch_bytes(int64_t tokens, int64_t experts,
                                                       const smoe_exec* exec, int64_t* bytes);
 SMOE_API smoe_status smoe_expert_choice_in_scratch(const smoe_tensor* logits, int64_t capacity,
@@ -325,13 +325,13 @@ SMOE_API smoe_status smoe_device_close(smoe_device* device);
 typedef struct smoe_device_options {
   uint32_t size;
   int32_t ordinal;
-  /* The engine of the products, a name of smoe_engine_name. NULL: that of the environment variable
-   * SONICMOE_ENGINE, else the first that serves the device. */
+  /* The engine of the products, a name of smoe_engine_name. NULL: the engine named by the
+   * environment variable SONICMOE_ENGINE, else the first that serves the device. */
   const char* engine;
 } smoe_device_options;
 
-/* smoe_device_open with options. An unknown engine is SMOE_INVALID_ARGUMENT, one that does not
- * serve the device SMOE_UNSUPPORTED. */
+/* smoe_device_open with options. An unknown engine gives SMOE_INVALID_ARGUMENT, an engine that does
+ * not serve the device SMOE_UNSUPPORTED. */
 SMOE_API smoe_status smoe_device_open_with(const smoe_device_options* options,
                                            smoe_device** device);
 /* The name of engine `index` of this build, such as "hopper"; NULL past the last one. */

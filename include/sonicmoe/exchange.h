@@ -22,9 +22,10 @@
 
 namespace sonicmoe {
 
-/// What one rank of a group needs for expert parallelism: its mapping of all symmetric buffers, its
-/// flags and its streams. An exchange runs one step at a time, and one thread at a time may use it.
-/// Exchanges of two groups, each with its own buffers, may run steps at the same time.
+/// The state that one rank of a group needs for expert parallelism: its mapping of all symmetric
+/// buffers, its flags and its streams. An exchange runs one step at a time, and one thread at a
+/// time may use it. Exchanges of two groups, each with its own buffers, may run steps at the same
+/// time.
 struct Exchange;
 
 /// The largest sizes of any step of a group; equal on all ranks.
@@ -52,37 +53,37 @@ struct ExchangeOptions {
   /// W addresses: the symmetric buffer of each rank as mapped on this rank's device. 256-byte
   /// aligned.
   void* const* buffers = nullptr;
-  std::int64_t buffer_bytes = 0;     ///< of each
+  std::int64_t buffer_bytes = 0;     ///< of each symmetric buffer
   std::int64_t time_limit_ms = 0;    ///< of a wait for another rank; 0: 60,000
-  std::int32_t multiprocessors = 0;  ///< that kPush uses; 0: 8
+  std::int32_t multiprocessors = 0;  ///< multiprocessors that kPush uses; 0: 8
   ExchangeTransport transport = ExchangeTransport::kAuto;
 };
 
 /// Opens the exchange of this rank and clears the flags in its own symmetric buffer. The host waits
-/// for the device. After it the caller needs a barrier over all ranks: no rank may begin a step
-/// before all ranks have opened. Later calls allocate nothing. The buffers and the handle
-/// `exec.device` must outlive the exchange; the array of addresses is copied. All later calls need
-/// a handle of the same GPU and engine.
+/// for the device. After exchange_open() the caller needs a barrier over all ranks: no rank may
+/// begin a step before all ranks have opened. Later calls allocate nothing. The buffers and the
+/// handle `exec.device` must outlive the exchange; the array of addresses is copied. All later
+/// calls need a handle of the same GPU and engine.
 SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
 /// Waits for the exchange's work and frees the exchange; null is ignored.
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
-/// Throws if an earlier step failed: a rank did not come within the time limit, or a rank got more
-/// than `rows` rows. Every part of a step makes this check first. The check does not wait for the
-/// device, so it finds a fault only after the failing kernel has run. The exchange stays broken
-/// until exchange_reset.
+/// Throws if an earlier step failed: a rank did not send its data within the time limit, or a rank
+/// got more than `rows` rows. Every part of a step makes this check first. The check does not wait
+/// for the device, so it finds a fault only after the failing kernel has run. The exchange stays
+/// broken until exchange_reset.
 ///
 /// A failed step fills out, dx and dweights with NaN on every rank that learns of the fault in
 /// time. Gradients of weights, also accumulated ones, are not valid, but they are not NaN. A rank
-/// that comes after the time limit may finish a step that has failed on the others; it learns of
-/// the fault in its next step. With kCopy the rows of its step may have been overwritten, because
-/// copies that the other ranks have enqueued cannot be stopped.
+/// that is later than the time limit may finish a step that has failed on the other ranks; it
+/// learns of the fault in its next step. With kCopy the rows of its step may have been overwritten,
+/// because copies that the other ranks have enqueued cannot be stopped.
 SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 
 /// Makes a broken or aborted exchange usable again. The host waits for the device. All ranks must
 /// do this:
 /// 1. wait for their own device (waits for other ranks end within the time limit);
-/// 2. a barrier: a rank that still works would write flags that another one has cleared;
+/// 2. a barrier: a rank that still works would write flags that another rank has cleared;
 /// 3. exchange_reset;
 /// 4. a barrier, so that no rank begins a step before all have reset.
 SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
@@ -113,10 +114,10 @@ SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& probl
                                   std::int64_t rows, Pass pass, const Exec& exec);
 
 /// moe_forward over all ranks. `args.weights` are this rank's E/W experts; x, routing and out
-/// belong to this rank's tokens, and expert ids are in [0, E). The result is that of one process
-/// with all tokens and experts, with one more rounding: a rank rounds its partial sum of a token to
-/// the dtype before it sends it. Partial sums are added in fp32 in rank order, so equal inputs give
-/// equal bits, whatever arrives first.
+/// belong to this rank's tokens, and expert ids are in [0, E). The result equals the result of one
+/// process with all tokens and experts, but for one more rounding: a rank rounds its partial sum of
+/// a token to the dtype before it sends the sum. Partial sums are added in fp32 in rank order, so
+/// equal inputs give equal bits in whatever order the sums arrive.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                    const ForwardArgs& args, ExchangePart part, const Exec& exec);
 

@@ -38,7 +38,8 @@ enum class KeptH : std::int32_t {
   kTensors = 1,    ///< in Problem::dtype
 };
 
-/// What the host must know before it launches. Counts on the device are never read back.
+/// The numbers that the host must know before it launches. Counts on the device are never read
+/// back.
 struct Problem {
   std::int64_t tokens = 0;    ///< T: rows of x and of the output; 0 is allowed
   std::int64_t hidden = 0;    ///< d >= 1
@@ -54,7 +55,8 @@ struct Problem {
   KeptH kept_h = KeptH::kPrecision;
 };
 
-/// C, the rows that buffers are sized for: T*K, the pair list's length, or T. Refuses C >= 2^31.
+/// C, the number of rows for which buffers have room: T*K, the pair list's length, or T. Refuses
+/// C >= 2^31.
 SONICMOE_API std::int64_t row_capacity(const Problem& problem);
 
 /// The routing, in memory of the call's device. Values out of range are skipped, never refused.
@@ -135,19 +137,20 @@ struct HViews {
 /// Views of gate and up before the activation, with biases added, as forward left them in `h`.
 ///
 /// Rows are in the order of the experts. Within an expert, rows of the ids form are in the order
-/// (token, slot), those of the pairs form in the order (token, position in the list), and grouped
-/// rows as in x. On CUDA, row p of H belongs to row p of x for grouped rows, also if groups have
-/// gaps between them or are not in the order of the experts. Rows after the last routed row, and
-/// rows of no group, are not written.
+/// (token, slot), rows of the pairs form in the order (token, position in the list), and grouped
+/// rows in the order of x. For grouped rows, row p of H belongs to row p of x on CUDA, while on the
+/// CPU the rows of H have no gaps; the two differ if there are gaps between the groups or if the
+/// groups are not in the order of the experts. Rows after the last routed row, and rows of no
+/// group, are not written.
 ///
-/// Gate and up lie side by side ([gate | up]). On CUDA they alternate if they do so in the weights:
-/// if n is contiguous, with each element of up behind that of gate. Of `weights` only the addresses
-/// and strides of gate and up are used. If h has no data, the views have none. If H is kept as e4m3
-/// codes, the call is refused.
+/// Gate and up lie side by side ([gate | up]). On CUDA, except in fp8, they alternate if they
+/// alternate along n in the weights: each element of up directly follows the same element of gate.
+/// Of `weights` only the addresses and strides of gate and up are used. If h has no data, the views
+/// have no data. If H is kept as e4m3 codes, the call is refused.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 
-/// What happens to the weight gradients.
+/// How the weight gradients are stored.
 enum class GradMode : std::int32_t {
   kWrite = 0,       ///< dW in the weights' dtype (or fp32); experts without rows get zero
   kAccumulate = 1,  ///< dW is added once to fp32 buffers; experts without rows do not change

@@ -87,14 +87,14 @@ SONICMOE_API void token_round_backward(const RoundOptions& options, const Tensor
 SONICMOE_API std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::int64_t experts,
                                                       const Exec& exec = {});
 
-/// Expert choice: every expert takes its `capacity` best tokens by softmax over E, weight = that
-/// probability. Pairs have C = E*min(capacity, T).
+/// Expert choice: every expert takes its `capacity` best tokens by softmax over E; the weight is
+/// the token's softmax probability. Pairs have C = E*min(capacity, T).
 SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
                                 Buffer scratch, const Exec& exec);
 SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
                                          const Tensor& dweight, const Tensor& dlogits,
                                          Buffer scratch, const Exec& exec);
-/// The same where no scratch is needed.
+/// The functions above, for backends that need no scratch.
 SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
                                 const Exec& exec = {});
 SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
@@ -114,7 +114,7 @@ SONICMOE_API std::int64_t router_losses_scratch_bytes(std::int64_t tokens, std::
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, Buffer scratch,
                                 const Exec& exec);
-/// The same where no scratch is needed.
+/// The function above, for backends that need no scratch.
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, const Exec& exec = {});
 /// dvalues (2) -> dlogits (T, E), all written; counts are constants.

@@ -8,7 +8,7 @@
 
 namespace sonicmoe {
 
-/// What went wrong. The values are part of the C ABI and never change.
+/// The kind of an error. The values are part of the C ABI and never change.
 enum class Status : std::int32_t {
   kOk = 0,
   kInvalidArgument = 1,    ///< a shape, stride, dtype, name or pointer that no backend accepts
@@ -19,8 +19,8 @@ enum class Status : std::int32_t {
   kInternal = 6,           ///< a defect of this library
 };
 
-/// Every public C++ function may throw it. A call is refused before any work: no output has been
-/// written. kCuda and kInternal may also occur after a part of the work was launched: outputs are
+/// Every public C++ function may throw an Error. A refused call has done no work and written no
+/// output. kCuda and kInternal may also occur after a part of the work was launched: outputs are
 /// then undefined.
 class Error : public std::runtime_error {
  public:

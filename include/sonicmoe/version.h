@@ -1,4 +1,4 @@
-// The version of these headers; version_string() is that of the library linked.
+// The version of these headers; version_string() is the version of the linked library.
 #pragma once
 
 #include "sonicmoe/types.h"
