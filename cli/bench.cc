@@ -40,7 +40,7 @@ struct Measurement {
   const char* pass;
   std::vector<double> seconds;
   double flops = 0.0;     ///< of the routed rows
-  double roofline = 0.0;  ///< seconds at the machine's peak; 0 where that is not known
+  double roofline = 0.0;  ///< seconds at the machine's peak; 0 if the peak is not known
 
   double median_seconds() const { return median(seconds); }
   bool covers(const KernelCost& kernel) const {
@@ -135,7 +135,7 @@ void measure(const Options& o, const BenchLayer& layer, verify::Clock& clock, Cp
     progress.show("measuring " + std::to_string(i + 1) + "/" + std::to_string(o.repeats));
     if (i % stride == 0) {
       if (peak != nullptr) peak->sample();
-      layer.forward();  // untimed: pages, caches and what backward reads
+      layer.forward();  // untimed: fills pages, caches and the tensors that backward reads
       if (o.pass != "fwd") layer.backward();
     }
     if (o.pass != "bwd") forward.seconds.push_back(seconds_of(clock, [&] { layer.forward(); }));

@@ -19,8 +19,8 @@ using Json = nlohmann::ordered_json;
 
 enum ExitCode : int { kGood = 0, kCheckFailed = 1, kBadUsage = 2 };
 
-/// A subcommand, its options, and what runs it once they are parsed. Only main.cc includes the
-/// parser: it costs a file 8 seconds of compilation, 27 with sanitizers.
+/// A subcommand, its options, and the function that runs it after they are parsed. Only main.cc
+/// includes the parser: it costs a file 8 seconds of compilation, 27 with sanitizers.
 class Command {
  public:
   Command(CLI::App& app, const char* name, const char* description);
@@ -50,7 +50,8 @@ struct ShapeOptions {
   bool list = false;
 
   void add_to(Command& command);
-  /// The shape asked for, or that of `fallback`; without a fallback one of the two is required.
+  /// The requested shape, or the shape named `fallback`; without a fallback, --config or --shape
+  /// is required.
   LayerShape resolve(const char* fallback = nullptr) const;
   std::string label() const;
 };
@@ -62,19 +63,19 @@ struct LayerOptions {
   std::string precision = "tensors";
 
   void add_to(Command& command);
-  /// Refuses what is no dtype of a layer, integers among them.
+  /// Refuses a dtype that no layer can have, such as an integer dtype.
   DType layer_dtype() const;
   /// The ids form of a shape; "auto" takes auto_precision() for `exec`.
   Problem problem(const LayerShape& shape, const Exec& exec) const;
 };
 
-/// The version of what --json prints: it grows when a field changes its meaning or goes away.
+/// The version of the output of --json: it grows when a field changes its meaning or goes away.
 inline constexpr int kJsonFormat = 1;
 
 /// The only thing a --json run writes to stdout: `document` after its "version" and "format".
 void print_json(const Json& document);
 
-/// What --list prints: every named shape.
+/// Prints every named shape: the output of --list.
 ExitCode print_configs(bool json);
 
 /// One line of progress on stderr, rewritten in place; nothing unless stderr is a terminal.

@@ -1,4 +1,4 @@
-// What the command knows of GPUs by their names, and how it says that there is none.
+// Which data sheet belongs to a GPU's name, and the sentence for a machine without a usable GPU.
 #pragma once
 
 #include <string>
@@ -32,7 +32,7 @@ inline constexpr GpuName kGpuNames[] = {
     {"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"},
 };
 
-/// The machine of a device; "" where its data sheet is not known here.
+/// The machine of a device; "" for a device that kGpuNames does not list.
 constexpr std::string_view machine_of_gpu(std::string_view driver_name) {
   for (const GpuName& gpu : kGpuNames) {
     if (gpu.driver == driver_name) return gpu.machine;
@@ -40,9 +40,9 @@ constexpr std::string_view machine_of_gpu(std::string_view driver_name) {
   return "";
 }
 
-/// Why no GPU can be used. `refusal` is what opening the first device said: without a driver the
-/// CUDA runtime complains of the driver's version, without a GPU the library complains of ordinal
-/// 0.
+/// Why no GPU can be used. `refusal` is the error message from opening the first device: without a
+/// driver the CUDA runtime complains of the driver's version, without a GPU the library complains
+/// of ordinal 0.
 inline std::string gpu_problem(const std::string& refusal, bool driver_present) {
   if (refusal.find("driver version is insufficient") != std::string::npos && !driver_present) {
     return "no NVIDIA driver found (libcuda.so.1)";

@@ -1,4 +1,4 @@
-// sonicmoe info: what this build is and what it can run on.
+// sonicmoe info: this build, its backends and the devices that it can run on.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -68,7 +68,7 @@ bool driver_present() {
   return driver != nullptr;
 }
 
-// Opens the first device and gives it back, to learn whether it can be used and by which engine.
+// Opens the first device and closes it, to learn whether it can be used and by which engine.
 Json cuda_state(const std::string& engine) {
   const BackendTable* cuda = find_backend(Backend::kCuda);
   Json state = {{"usable", false},

@@ -18,7 +18,8 @@ Command::Command(CLI::App& app, const char* name, const char* description)
 
 namespace {
 
-// The parser itself would take -1 for 2^64 - 1, and 2^64 too.
+// Checks the range of an integer option. The parser itself would read -1 as 2^64 - 1, and would
+// accept 2^64.
 template <class T>
 CLI::Validator integer(const char* name) {
   const std::string argument = std::string(name).substr(2);  // without its "--"

@@ -1,4 +1,4 @@
-// What this CPU can do at best, measured.
+// The measured peak rates of this CPU.
 #pragma once
 
 #include <memory>
@@ -12,18 +12,19 @@ namespace sonicmoe::cli {
 /// Multiply-add throughput of the widest vectors that the backend uses for `dtype` (bf16 dot
 /// products where the CPU has them), and the bandwidth of reading and writing large arrays, both
 /// with exec's threads. The peak is the best of all samples: other load on the machine lowers a
-/// sample and never raises one, so samples between the runs that are held against the peak keep a
-/// short load from lowering all of them.
+/// sample and never raises one, so samples are taken between the runs that are compared with
+/// the peak: a short load then lowers only some of the samples.
 class CpuPeak {
  public:
   CpuPeak(DType dtype, const Exec& exec);
   ~CpuPeak();
   /// Takes a fraction of a second.
   void sample();
-  /// Of the samples so far, of which there must be one.
+  /// The best rates of the samples so far; needs at least one sample.
   Machine machine() const;
   std::size_t samples() const { return flops_.size(); }
-  /// The slowest sample's multiply-adds over the fastest's: far below 1 on a machine that is busy.
+  /// The slowest sample's multiply-add rate divided by the fastest's: far below 1 on a busy
+  /// machine.
   double steadiness() const;
 
  private:

@@ -1,4 +1,4 @@
-// sonicmoe plan: what a layer costs, before anything runs.
+// sonicmoe plan: the cost of a layer, computed without running it.
 #include "core/plan.h"
 
 #include <cstdio>
@@ -20,8 +20,8 @@ struct Options {
   LayerOptions layer;
   RanksOptions ranks;
   std::string device = "h200";
-  std::string engine;   ///< empty: the one that serves the device
-  std::string backend;  ///< empty: that of the device
+  std::string engine;   ///< empty: the engine that serves the device
+  std::string backend;  ///< empty: the backend of the device
   std::int64_t tile = 128;
   bool json = false;
 };
@@ -29,7 +29,7 @@ struct Options {
 struct Plan {
   LayerShape shape;
   Problem problem;
-  Machine machine;  ///< its rate is what the engine's instructions reach
+  Machine machine;  ///< its rate is the peak of the engine's instructions
   EngineRate engine;
   std::vector<KernelCost> kernels;
   double padding = 0.0;
@@ -44,8 +44,8 @@ struct Plan {
   }
 };
 
-/// Where the problem is planned: a device that need not be there, none where this build has no
-/// kernels for it.
+/// The Exec that the problem is planned for. Its device is a model, so the machine needs no such
+/// GPU; the device is null on the CPU, and if this build has no kernels for the GPU.
 Exec exec_of(const Plan& p) {
   Exec exec{.backend = p.backend};
   const BackendTable* table = find_backend(p.backend);
@@ -87,12 +87,13 @@ Plan make_plan(const Options& o) {
   p.problem = problem_from(o, p);
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
-  // Asked for by name, a backend that is not in this build is refused; else its part is left out.
+  // This build may lack the backend. If --backend names it, backend_table() refuses; otherwise the
+  // plan has no workspace and no tiles.
   if (o.backend.empty() && find_backend(p.backend) == nullptr) return p;
   const BackendTable& table = backend_table(p.backend);
   const Exec exec = exec_of(p);
   if (table.device_model != nullptr && p.machine.capability != 0) {
-    // Tiles and workspace are an engine's own: those of another one would mislead.
+    // Each engine has its own tiles and workspace: the values of another engine would mislead.
     if (exec.device == nullptr || table.engine_name(exec.device) != p.engine.name) return p;
   }
   if (table.refusal != nullptr && !table.refusal(p.problem, exec).empty()) return p;

@@ -24,7 +24,7 @@ std::vector<std::int64_t> counts(const std::string& text) {
   }
 }
 
-/// The rates of a plan, and where they come from.
+/// The rates of a plan, and the source of each rate.
 struct Rates {
   Transport transport;
   RankOptions options;  ///< all but the number of ranks

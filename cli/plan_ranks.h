@@ -1,4 +1,4 @@
-// sonicmoe plan --ranks: what expert parallelism over several GPUs costs.
+// sonicmoe plan --ranks: the cost of expert parallelism over several GPUs.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,15 @@ struct RanksOptions {
 
   void add_to(Command& command);
   bool asked() const { return !ranks.empty(); }
-  /// Refuses what was given without --ranks.
+  /// Refuses the options of this group that were given without --ranks.
   void refuse_alone() const;
 };
 
-/// What is planned: the problem has the tokens of one rank.
+/// The layer and machine of the plan; the problem has the tokens of one rank.
 struct RanksSubject {
   LayerShape shape;
   Problem problem;
-  Machine machine;  ///< its rate is what the engine's instructions reach
+  Machine machine;  ///< its rate is the peak of the engine's instructions
   EngineRate engine;
   LayerOptions layer;
 };

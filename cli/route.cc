@@ -1,4 +1,4 @@
-// sonicmoe route: how tokens spread over experts, and what padding costs, for top-K and for every
+// sonicmoe route: how tokens spread over experts, and the cost of padding, for top-K and for every
 // rounding mode, on random logits.
 #include <algorithm>
 #include <cstdio>

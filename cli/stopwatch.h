@@ -13,7 +13,7 @@
 
 namespace sonicmoe::cli {
 
-/// The host's clock on the CPU, that of the stream on CUDA.
+/// The host's clock on the CPU, the stream's clock on CUDA.
 std::unique_ptr<verify::Clock> clock_of(const Target& target);
 
 double seconds_of(verify::Clock& clock, const std::function<void()>& work);

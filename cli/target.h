@@ -11,7 +11,7 @@
 
 namespace sonicmoe::cli {
 
-/// An Exec with its device, closed with the last copy, and the memory to put tensors in.
+/// An Exec, its device and the memory for tensors. The last copy of a target closes the device.
 struct Target {
   Exec exec;
   std::shared_ptr<void> device;
@@ -19,7 +19,7 @@ struct Target {
 
   bool on_cuda() const { return exec.backend == Backend::kCuda; }
 };
-/// What a subcommand says of its target.
+/// The options of a subcommand that choose its target.
 struct TargetOptions {
   std::string backend = "cpu";
   std::string engine{};  ///< empty: the backend's choice
@@ -30,9 +30,9 @@ struct TargetOptions {
 };
 /// Refuses a backend or engine that this build or machine cannot serve.
 Target target_from_options(const TargetOptions& options);
-/// The engine that multiplies on a target, empty where its backend has none.
+/// The engine that multiplies on `target`; empty if its backend has no engines.
 std::string engine_of(const Target& target);
-/// The functions that the harness checks on that target.
+/// The functions that the harness checks on `target`.
 verify::Implementation implementation_of(const Target& target);
 
 }  // namespace sonicmoe::cli

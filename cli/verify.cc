@@ -57,7 +57,8 @@ Outcome run(const Options& o) {
     const auto control = [&](const verify::ControlResult& r) {
       progress.show("negative control: " + r.name);
     };
-    // All controls, whatever the filter: it selects cases, and may select none of theirs.
+    // Every control runs, whatever the filter: the filter selects cases, and could exclude all the
+    // cases that a control breaks.
     outcome.controls =
         verify::negative_controls({options.extent, "", options.precision}, implementation, control);
   }
