@@ -218,7 +218,7 @@ class WeightGradient {
   const Backward& b_;
   const ColGemm gemm_;
   const std::array<Tensor, 2> grads_;
-  std::vector<ColTask> tasks_;  ///< of expert 0; those of the other experts have the same tiles
+  std::vector<ColTask> tasks_;  ///< of expert 0; the tasks of other experts have the same tiles
   PerWorker<ColGemmWorker> workers_;
 };
 

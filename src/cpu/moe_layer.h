@@ -33,7 +33,7 @@ ForwardScratch forward_scratch(const Problem& problem, Pass pass);
 
 struct BackwardScratch {
   std::int64_t dh = 0;       ///< dH (C, G*n); every group of experts writes it from the beginning
-  std::int64_t scaled = 0;   ///< A' (C, n), likewise
+  std::int64_t scaled = 0;   ///< A' (C, n); written like dH
   std::int64_t dx_rows = 0;  ///< dX~ (C, d)
   // fp8 only, all in bf16.
   std::int64_t dout = 0;     ///< dO (T, d), quantised and restored
