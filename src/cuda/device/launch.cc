@@ -73,8 +73,8 @@ bool has_sm90(const Device& device, const void* function) {
   static KernelBits known;
   const std::uint64_t key = key_of(function, device.ordinal);
   if (const std::optional<bool> found = known.find(key)) return *found;
-  // For SASS too, ptxVersion is the virtual architecture from which the code was compiled, which is
-  // the one that __CUDA_ARCH__ named.
+  // For SASS too, ptxVersion is the virtual architecture from which the code was compiled: the
+  // value of __CUDA_ARCH__ / 10.
   const bool has = attributes_of(function).ptxVersion >= 90;
   known.insert(key, has);
   return has;
