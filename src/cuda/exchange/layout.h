@@ -78,7 +78,7 @@ struct ExchangeLayout {
   std::int64_t control;
   std::int64_t slot_token, slot_expert, slot_weight;
   std::int64_t x;            ///< (W, max_tokens, d) in the order of Peers::place()
-  std::int64_t dout;         ///< likewise
+  std::int64_t dout;         ///< dO, with the shape and order of x
   std::int64_t partials;     ///< (W, max_tokens, d) by rank: its partial sums of this rank's tokens
   std::int64_t score_grads;  ///< (max_slots) fp32, each written by the rank of its expert
   // Used by this rank only:
