@@ -23,8 +23,8 @@ BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
   order.input_grad_first =
       args.dx.data != nullptr && has_weight_grads(g) && row_capacity(p) / p.experts >= kFewRows;
   if (!order.input_grad_first) return order;
-  // Where experts are narrow the weight gradients are short: at n = 256 they hide three quarters of
-  // the sum beside them, and more if they leave the sum multiprocessors of its own.
+  // If experts are narrow the weight gradients are short: at n = 256 they hide three quarters of
+  // the sum beside them, and more if the sum has multiprocessors that the gradients do not use.
   if (p.width < kNarrowWidth) order.companion = Companion::kTokenSum;
   const bool split = g.down.data != nullptr && (g.gate.data != nullptr || g.up.data != nullptr);
   if (split && p.width < kNarrow) {
