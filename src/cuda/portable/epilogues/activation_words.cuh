@@ -76,7 +76,7 @@ struct HiddenWords {
 };
 
 /// A = r(act(H)) for kPieces pieces of eight columns. The instructions of all pieces alternate:
-/// those of one piece depend on each other, and a piece alone would wait for most of them.
+/// instructions of one piece depend on each other, and a piece alone would wait for most of them.
 template <class Element, bool kGated, int kPieces>
 __device__ __forceinline__ void activate(const Activating& act, const HiddenWords (&h)[kPieces],
                                          std::uint32_t (&a)[kPieces][4]) {
