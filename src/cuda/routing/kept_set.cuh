@@ -1,4 +1,4 @@
-// The set of tokens that one expert keeps: those that top-k chose, with some added or removed.
+// The set of tokens that one expert keeps: the tokens that top-k chose, with some added or removed.
 #pragma once
 
 #include "cuda/routing/round_search.cuh"

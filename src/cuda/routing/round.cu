@@ -40,7 +40,7 @@ RoundScratch scratch_at(void* base, std::int64_t tokens, std::int64_t experts) {
   return s;
 }
 
-/// Bytes of a block's shared memory: the marks, and what select() needs.
+/// Bytes of a block's shared memory: the marks, and the arrays of select().
 template <class R, class Item, class Shape>
 constexpr std::size_t rank_shared(int n_group) {
   return TileSmem<R, Shape>::kBytes + R::template smem_bytes<Item>(Shape::kThreads, n_group);
