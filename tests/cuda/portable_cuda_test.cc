@@ -1,39 +1,53 @@
-// The portable engine's kernels for GPUs whose CTAs have 99 KB of shared memory. A GPU with more
-// never takes them by itself, and code for 10.0 has none of them.
+// The portable engine's tiles of other GPUs. A GPU never takes them by itself.
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <string>
 
+#include "cuda/layer/engine.h"
 #include "cuda/portable/launch.h"
-#include "each_engine.h"
-#include "verify/device.h"
-#include "verify/harness.h"
+#include "run_harness.h"
 
 namespace sonicmoe::verify {
 namespace {
 
-TEST(PortableEngine, PassesTheHarnessInLittleSharedMemory) {
+using cuda::portable::Depth;
+using cuda::portable::State;
+using cuda::portable::Width;
+
+struct Tiles {
+  const char* name;  ///< the GPUs' compute capability
+  State state;
+};
+const Tiles kTiles[] = {{"of_8_0", {Depth::k64, Depth::k32}},
+                        {"of_8_6", {Depth::k32, {}}},
+                        {"of_10_0", {Depth::k64, {}}}};
+
+bool are_compiled(const State& state, int capability) {
+  using cuda::portable::is_compiled;
+  return is_compiled({state.depth, Width::k256}, capability) &&
+         (!state.narrow_depth || is_compiled({*state.narrow_depth, Width::k128}, capability));
+}
+
+class PortableTiles : public ::testing::TestWithParam<Tiles> {};
+
+TEST_P(PortableTiles, PassTheHarness) {
   const std::unique_ptr<const cuda::Device, void (*)(const cuda::Device*)> device(
       cuda::open_device(0, "portable"), &cuda::close_device);
-  using cuda::portable::Depth;
-  if (!cuda::portable::is_compiled(Depth::k32, device->capability)) {
-    GTEST_SKIP() << "code for " << cuda::dotted(device->capability) << " has none of them";
+  const State& state = GetParam().state;
+  if (!are_compiled(state, device->capability)) {
+    GTEST_SKIP() << "code for " << cuda::dotted(device->capability) << " lacks some of them";
   }
-  cuda::Device little = *device;
-  little.engine_state = std::make_shared<cuda::portable::State>(cuda::portable::State{Depth::k32});
+  cuda::Device other = *device;
+  other.engine_state = std::make_shared<State>(state);
   Exec exec;
   exec.backend = Backend::kCuda;
-  exec.device = &little;
-  std::size_t failed = 0;
-  const auto progress = [&](const CaseResult& r, std::size_t, std::size_t) {
-    if (r.passed()) return;
-    ++failed;
-    ADD_FAILURE() << r.name << ": " << fault_name(r.fault) << ": " << r.message;
-  };
-  const auto results = verify(VerifyOptions{}, cuda_implementation(exec), progress);
-  EXPECT_GT(results.size(), 0u);
-  EXPECT_EQ(failed, 0u);
+  exec.device = &other;
+  expect_harness_passes(exec);
 }
+
+INSTANTIATE_TEST_SUITE_P(Each, PortableTiles, ::testing::ValuesIn(kTiles),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace sonicmoe::verify

@@ -10,6 +10,7 @@ namespace {
 
 using cuda::portable::Depth;
 using cuda::portable::depth_for;
+using cuda::portable::narrow_depth_for;
 
 constexpr int kKilobyte = 1024;
 
@@ -26,6 +27,14 @@ TEST(PortableDepth, IsOneThatTheCodeHas) {
   EXPECT_EQ(depth_for(121, 227 * kKilobyte), Depth::k32);
   EXPECT_EQ(depth_for(100, 99 * kKilobyte), std::nullopt);
   EXPECT_EQ(depth_for(90, 48 * kKilobyte), std::nullopt);
+}
+
+TEST(PortableDepth, LetsTwoNarrowTilesShareAMultiprocessor) {
+  EXPECT_EQ(narrow_depth_for(80, 164 * kKilobyte, kKilobyte), Depth::k32);
+  EXPECT_EQ(narrow_depth_for(86, 100 * kKilobyte, kKilobyte), std::nullopt);
+  EXPECT_EQ(narrow_depth_for(90, 228 * kKilobyte, kKilobyte), Depth::k64);
+  EXPECT_EQ(narrow_depth_for(100, 228 * kKilobyte, kKilobyte), std::nullopt);
+  EXPECT_EQ(narrow_depth_for(120, 228 * kKilobyte, kKilobyte), std::nullopt);
 }
 
 }  // namespace

@@ -94,6 +94,8 @@ StoreExpertParams epilogue_of(const DepthProduct& product, const Sides& sides) {
 
 void multiply_depth(const Device& device, const DepthProduct& product, cudaStream_t stream) {
   const Sides sides = sides_of(product);
+  const TileShape shape{state_of(device).depth, Width::k256};
+  constexpr int kColumns = static_cast<int>(Width::k256);
   ProductParams<DepthTilesParams, StoreExpertParams> params{};
   DepthTilesParams& tiles = params.tiles;
   tiles.longest_first = product.groups.longest_first;
@@ -105,14 +107,14 @@ void multiply_depth(const Device& device, const DepthProduct& product, cudaStrea
   tiles.rows = sides.rows;
   tiles.columns = sides.columns;
   tiles.row_tiles = (sides.rows + kTileRows - 1) / kTileRows;
-  tiles.column_tiles = (sides.columns + kTileColumns - 1) / kTileColumns;
+  tiles.column_tiles = (sides.columns + kColumns - 1) / kColumns;
   params.epilogue = epilogue_of(product, sides);
   const std::int32_t each = tiles.row_tiles * tiles.column_tiles;
-  const std::int32_t ctas = ctas_of(device, product.groups.experts * each);
+  const std::int32_t ctas = ctas_of(device, shape, product.groups.experts * each);
   tiles.experts_apart = ctas / each;
   tiles.tiles_apart = ctas % each;
-  launch(device, store_expert_kernel({product.dtype, state_of(device).depth}, sides.gathered),
-         &params, ctas, stream);
+  run(device, {store_expert_kernel({product.dtype, shape}, sides.gathered), shape, ctas}, &params,
+      stream);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -11,15 +11,16 @@ const void* address_of() {
   return reinterpret_cast<const void*>(product_kernel<K>);
 }
 
-/// Calls make.template operator()<Element, kDepth>() with the element type and depth of a variant.
-template <class Make>
+/// Calls make.template operator()<Element, Shape>() with the element type and depth of a variant.
+template <Width kWidth, class Make>
 const void* for_variant(const Variant& variant, const Make& make) {
   const auto of_depth = [&]<Depth kDepth>() {
-    return variant.dtype == DType::kBF16 ? make.template operator()<__nv_bfloat16, kDepth>()
-                                         : make.template operator()<__half, kDepth>();
+    using Tile = Shape<kDepth, kWidth>;
+    return variant.dtype == DType::kBF16 ? make.template operator()<__nv_bfloat16, Tile>()
+                                         : make.template operator()<__half, Tile>();
   };
-  return variant.depth == Depth::k64 ? of_depth.template operator()<Depth::k64>()
-                                     : of_depth.template operator()<Depth::k32>();
+  return variant.shape.depth == Depth::k64 ? of_depth.template operator()<Depth::k64>()
+                                           : of_depth.template operator()<Depth::k32>();
 }
 
 }  // namespace sonicmoe::cuda::portable

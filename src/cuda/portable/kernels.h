@@ -8,8 +8,8 @@ namespace sonicmoe::cuda::portable {
 
 /// Selects one of the kernels with the same epilogue.
 struct Variant {
-  DType dtype;  ///< kBF16 or kF16
-  Depth depth;
+  DType dtype;      ///< kBF16 or kF16
+  TileShape shape;  ///< narrow only for ActivateGrad
 };
 
 /// For row products: whether the weights are contiguous along the depth K (K-major) or not.

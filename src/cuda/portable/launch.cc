@@ -10,7 +10,17 @@ namespace sonicmoe::cuda::portable {
 
 std::optional<Depth> depth_for(int capability, int shared) {
   for (const Depth depth : {Depth::k64, Depth::k32}) {
-    if (is_compiled(depth, capability) && shared_bytes(depth) <= shared) return depth;
+    const TileShape shape{depth, Width::k256};
+    if (is_compiled(shape, capability) && shared_bytes(shape) <= shared) return depth;
+  }
+  return {};
+}
+
+std::optional<Depth> narrow_depth_for(int capability, int shared, int reserved) {
+  for (const Depth depth : {Depth::k64, Depth::k32}) {
+    const TileShape shape{depth, Width::k128};
+    const int needed = ctas_each(shape) * (shared_bytes(shape) + reserved);
+    if (is_compiled(shape, capability) && needed <= shared) return depth;
   }
   return {};
 }
@@ -32,24 +42,28 @@ std::shared_ptr<void> open(int ordinal) {
                     "engine's code for compute capability " +
                     dotted(capability) + ".");
   }
-  return std::make_shared<State>(State{*depth});
+  const int of_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int reserved = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
+  return std::make_shared<State>(
+      State{*depth, narrow_depth_for(capability, of_multiprocessor, reserved)});
 }
 
 const State& state_of(const Device& device) {
   return *static_cast<const State*>(device.engine_state.get());
 }
 
-std::int32_t ctas_of(const Device& device, std::int64_t tiles) {
-  return static_cast<std::int32_t>(std::min<std::int64_t>(device.multiprocessors, tiles));
+std::int32_t ctas_of(const Device& device, const TileShape& shape, std::int64_t tiles) {
+  const std::int64_t at_once = std::int64_t{device.multiprocessors} * ctas_each(shape);
+  return static_cast<std::int32_t>(std::min(at_once, tiles));
 }
 
-void launch(const Device& device, const void* kernel, const void* params, std::int32_t ctas,
-            cudaStream_t stream) {
-  allow_shared_memory(kernel);
+void run(const Device&, const Launch& launch, const void* params, cudaStream_t stream) {
+  allow_shared_memory(launch.kernel);
   void* arguments[] = {const_cast<void*>(params)};
-  const auto shared = static_cast<std::size_t>(shared_bytes(state_of(device).depth));
-  check_cuda(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(ctas)), dim3(kThreads), arguments,
-                              shared, stream),
+  const dim3 ctas(static_cast<unsigned>(launch.ctas));
+  const dim3 threads(static_cast<unsigned>(threads_of(launch.shape)));
+  const auto shared = static_cast<std::size_t>(shared_bytes(launch.shape));
+  check_cuda(cudaLaunchKernel(launch.kernel, ctas, threads, arguments, shared, stream),
              "launching a kernel of the portable engine");
 }
 

@@ -12,21 +12,30 @@ namespace sonicmoe::cuda::portable {
 
 /// The engine's state for one device; it never changes.
 struct State {
-  Depth depth;  ///< of a pipeline stage, as depth_for() chose it
+  Depth depth;                        ///< of a stage of the wide tile, as depth_for() chose it
+  std::optional<Depth> narrow_depth;  ///< of the narrow tile, as narrow_depth_for() chose it
 };
 
 /// The largest depth for which the code for a compute capability has kernels and whose shared
 /// memory fits into `shared` bytes; none if there is no such depth.
 std::optional<Depth> depth_for(int capability, int shared);
+/// The same for narrow tiles, two of whose CTAs must fit into the `shared` bytes of a
+/// multiprocessor; a CTA also takes `reserved` bytes.
+std::optional<Depth> narrow_depth_for(int capability, int shared, int reserved);
 
 std::shared_ptr<void> open(int ordinal);
 const State& state_of(const Device& device);
 
-/// The number of CTAs to launch for at most `tiles` tiles: at most one on each multiprocessor.
-std::int32_t ctas_of(const Device& device, std::int64_t tiles);
+/// The number of CTAs to launch for at most `tiles` tiles: at most as many as run at once.
+std::int32_t ctas_of(const Device& device, const TileShape& shape, std::int64_t tiles);
 
-/// Launches persistent CTAs. `params` is the kernel's Params.
-void launch(const Device& device, const void* kernel, const void* params, std::int32_t ctas,
-            cudaStream_t stream);
+/// A kernel and its CTAs, which are persistent.
+struct Launch {
+  const void* kernel;
+  TileShape shape;
+  std::int32_t ctas;
+};
+/// `params` is the kernel's Params.
+void run(const Device& device, const Launch& launch, const void* params, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda::portable

@@ -39,7 +39,8 @@ struct RowTilesParams {
   std::int32_t records_apart;
   std::int32_t column_tiles_apart;
   /// Distance of the second half of a tile from the first half, in columns of a matrix:
-  /// kTileColumns / 2; or 0 if the second half has the same columns of weights[1] (gate and up).
+  /// half of the tile's columns; or 0 if the second half has the same columns of weights[1] (gate
+  /// and up).
   std::int32_t second_half;
   std::int32_t depth;  ///< K of one part
   std::int32_t parts;  ///< 2: K runs through weights[0], then weights[1]

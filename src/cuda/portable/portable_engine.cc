@@ -12,10 +12,11 @@ namespace {
 /// The default order: the launches of this engine never overlap.
 BackwardOrder backward_order(const Problem&, const BackwardArgs&) { return {}; }
 
-std::vector<TileChoice> describe(const Problem&) {
-  const std::string tile =
-      std::to_string(portable::kTileRows) + "x" + std::to_string(portable::kTileColumns);
-  return {{"A", tile}, {"Y", tile}, {"dH", tile}, {"dW2", tile}, {"dX~", tile}, {"dW1", tile}};
+std::vector<TileChoice> describe(const Problem& p) {
+  const std::string tile = "128x256";
+  const bool may_be_narrow = p.width <= static_cast<int>(portable::Width::k128);
+  const std::string grad_tile = may_be_narrow ? "128x128 or " + tile : tile;
+  return {{"A", tile}, {"Y", tile}, {"dH", grad_tile}, {"dW2", tile}, {"dX~", tile}, {"dW1", tile}};
 }
 
 }  // namespace

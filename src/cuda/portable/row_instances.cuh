@@ -6,13 +6,12 @@
 
 namespace sonicmoe::cuda::portable {
 
-template <template <class> class Epilogue>
+template <template <class> class Epilogue, Width kWidth = Width::k256>
 const void* row_kernel(const Variant& variant, WeightOrder order) {
-  return for_variant(variant, [&]<class Element, Depth kDepth>() {
+  return for_variant<kWidth>(variant, [&]<class Element, class Tile>() {
     return order == WeightOrder::kAlongDepth
-               ? address_of<Kernel<Element, RowLoader<kDepth, Order::kAlongK>, Epilogue<Element>>>()
-               : address_of<
-                     Kernel<Element, RowLoader<kDepth, Order::kAcrossK>, Epilogue<Element>>>();
+               ? address_of<Kernel<Element, RowLoader<Tile, Order::kAlongK>, Epilogue<Element>>>()
+               : address_of<Kernel<Element, RowLoader<Tile, Order::kAcrossK>, Epilogue<Element>>>();
   });
 }
 

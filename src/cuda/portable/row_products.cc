@@ -1,5 +1,6 @@
 // Row products: A, Y, dH, dX~ and the grouped GEMM.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/portable/kernels.h"
 #include "cuda/portable/launch.h"
@@ -44,9 +45,23 @@ std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
   return std::max<std::int64_t>(1, records * tiles.column_tiles);
 }
 
+/// Whether a product may have the narrow tile.
+template <class Epilogue>
+constexpr bool kMayBeNarrow = std::is_same_v<Epilogue, ActivateGrad>;
+
+template <class Epilogue>
+TileShape shape_of(const State& state, const RowProduct& product, const Epilogue&) {
+  const std::int64_t columns = product.weights.first.shape[1];
+  if (kMayBeNarrow<Epilogue> && state.narrow_depth && columns <= static_cast<int>(Width::k128)) {
+    return {*state.narrow_depth, Width::k128};
+  }
+  return {state.depth, Width::k256};
+}
+
 /// All fields except records_apart and column_tiles_apart, which depend on the number of CTAs.
-RowTilesParams tiles_of(const RowProduct& product) {
+RowTilesParams tiles_of(const RowProduct& product, Width width) {
   const WeightOperand& w = product.weights;
+  const auto tile_columns = static_cast<std::int32_t>(width);
   const bool halves = w.parts == WeightParts::kSideBySide;
   RowTilesParams tiles{};
   tiles.records = product.groups.lists->records;
@@ -56,9 +71,9 @@ RowTilesParams tiles_of(const RowProduct& product) {
   tiles.weights[0] = matrices_of(w.first);
   tiles.weights[1] = w.parts == WeightParts::kOne ? tiles.weights[0] : matrices_of(w.second);
   tiles.columns = static_cast<std::int32_t>(w.first.shape[1]);
-  tiles.column_step = halves ? kTileColumns / 2 : kTileColumns;
+  tiles.column_step = halves ? tile_columns / 2 : tile_columns;
   tiles.column_tiles = (tiles.columns + tiles.column_step - 1) / tiles.column_step;
-  tiles.second_half = halves ? 0 : kTileColumns / 2;
+  tiles.second_half = halves ? 0 : tile_columns / 2;
   tiles.depth = static_cast<std::int32_t>(w.first.shape[2]);
   tiles.parts = w.parts == WeightParts::kOneAfterOther ? 2 : 1;
   return tiles;
@@ -113,18 +128,18 @@ const void* kernel_of(const ActivateGrad&, const Variant& variant, WeightOrder o
 }  // namespace
 
 void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
-  RowTilesParams tiles = tiles_of(product);
-  const std::int32_t ctas = ctas_of(device, most_tiles(product.groups, tiles));
-  tiles.records_apart = ctas / tiles.column_tiles;
-  tiles.column_tiles_apart = ctas % tiles.column_tiles;
   std::visit(
       [&](const auto& epilogue) {
-        const ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
-            tiles, epilogue_of(epilogue)};
-        launch(device,
-               kernel_of(epilogue, {product.dtype, state_of(device).depth},
-                         order_of(product.weights.first)),
-               &params, ctas, stream);
+        const TileShape shape = shape_of(state_of(device), product, epilogue);
+        ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
+            tiles_of(product, shape.width), epilogue_of(epilogue)};
+        RowTilesParams& tiles = params.tiles;
+        const std::int32_t ctas = ctas_of(device, shape, most_tiles(product.groups, tiles));
+        tiles.records_apart = ctas / tiles.column_tiles;
+        tiles.column_tiles_apart = ctas % tiles.column_tiles;
+        const void* kernel =
+            kernel_of(epilogue, {product.dtype, shape}, order_of(product.weights.first));
+        run(device, {kernel, shape, ctas}, &params, stream);
       },
       product.epilogue);
 }

@@ -1,55 +1,79 @@
 // The tiles of the portable engine and their shared memory, for host and device.
 //
-// The 8 warps of a CTA compute 128 x 256 elements of D, each warp 64 x 64: 128 accumulators a
-// thread, as many as its registers can hold. A smaller tile reads more bytes a flop from L2: 128 x
-// 128 with two CTAs a multiprocessor is 10 % slower (H200, hot).
+// A warp computes 64 x 64 elements of D: 128 accumulators a thread, as many as its registers can
+// hold.
+//
+//   | tile of a CTA | warps | CTAs a multiprocessor | for                                         |
+//   | 128 x 256     | 8     | 1                     | the other products                          |
+//   | 128 x 128     | 4     | 2                     | dH with n <= 128: a wide tile would compute |
+//   |               |       |                       | half of its columns in vain                 |
+//
+// The narrow tile reads more bytes a flop from L2: for plain products with long rows it is 10 %
+// slower (H200, hot). But the epilogue of one CTA runs beside the products of the other.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda::portable {
 
+/// Columns of a CTA's tile.
+enum class Width : int { k128 = 128, k256 = 256 };
+
 inline constexpr int kTileRows = 128;
-inline constexpr int kTileColumns = 256;
 inline constexpr int kWarpRows = 64;
 inline constexpr int kWarpColumns = 64;
-inline constexpr int kWarpsAlongColumns = kTileColumns / kWarpColumns;
-inline constexpr int kWarps = kTileRows / kWarpRows * kWarpsAlongColumns;
-inline constexpr int kThreads = kWarps * 32;
 
 inline constexpr int kElementBytes = 2;
-/// Chunks of 16 bytes in a row of kTileColumns elements.
-inline constexpr int kColumnChunks = kTileColumns * kElementBytes / 16;
-
 /// Elements of K in a pipeline stage.
 ///
-///   | depth | shared memory | where                                                        |
-///   | 64    | 163 KB        | 8.0, 8.7, 9.0, 10.x, 11.0. It needs half as many waits and   |
-///   |       |               | is 4 to 20 % faster (H200)                                   |
-///   | 32    | 91 KB         | 8.6, 8.9, 12.x: a CTA has at most 99 KB                      |
+///   | depth | shared memory   | where the wide tile has it                                 |
+///   |       | wide   | narrow |                                                            |
+///   | 64    | 163 KB | 106 KB | 8.0, 8.7, 9.0, 10.x, 11.0. It needs half as many waits and |
+///   |       |        |        | is 4 to 20 % faster (H200)                                 |
+///   | 32    | 91 KB  | 58 KB  | 8.6, 8.9, 12.x: a CTA has at most 99 KB                    |
+///
+/// The narrow tile has depth 64 on 9.0, and 32 on 8.0 and 8.7. 8.6, 8.9 and 12.x have no room for
+/// two CTAs; they and 10.x take the wide tile for every product.
 enum class Depth : int { k32 = 32, k64 = 64 };
 
-/// Whether code compiled for a compute capability (major * 10 + minor) has the kernels of a depth.
+/// A Shape at run time.
+struct TileShape {
+  Depth depth;
+  Width width;
+};
+
+/// Whether code compiled for a compute capability (major * 10 + minor) has the kernels of a shape.
 /// Code for less than 10.0 has both depths: code for 8.0 also runs on 8.6 and 8.9, and the tests
-/// run both depths on 9.0.
-constexpr bool is_compiled(Depth depth, int capability) {
-  if (capability >= 120) return depth == Depth::k32;
-  if (capability >= 100) return depth == Depth::k64;
-  return true;
+/// run both depths on 9.0. Code for 10.0 has no narrow tile, because it would spill registers.
+constexpr bool is_compiled(const TileShape& shape, int capability) {
+  if (capability < 100) return true;
+  return shape.width == Width::k256 && shape.depth == (capability < 120 ? Depth::k64 : Depth::k32);
 }
 
 /// Pipeline stages. Four stages are not faster (H200).
 inline constexpr int kStages = 3;
 
-/// A pipeline stage: kTileRows lines of A, then kTileColumns lines of B. Sizes of lines are those
-/// of K-major operands.
-template <Depth kOfStage>
-struct Stage {
+/// The shape of a CTA's tile of D and of its pipeline stages.
+template <Depth kOfStage, Width kOfTile>
+struct Shape {
+  static constexpr TileShape kShape{kOfStage, kOfTile};
+  static constexpr int kColumns = static_cast<int>(kOfTile);
+  /// Chunks of 16 bytes in a row of the tile.
+  static constexpr int kColumnChunks = kColumns * kElementBytes / 16;
+  static constexpr int kWarpsAlongColumns = kColumns / kWarpColumns;
+  static constexpr int kWarps = kTileRows / kWarpRows * kWarpsAlongColumns;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kCtas = 256 / kColumns;  ///< of a multiprocessor
+
+  /// A stage has kTileRows lines of A, then kColumns lines of B. Sizes of lines are those of
+  /// K-major operands.
   static constexpr int kDepth = static_cast<int>(kOfStage);
   static constexpr int kLineBytes = kDepth * kElementBytes;
   static constexpr int kLineChunks = kLineBytes / 16;
   static constexpr int kBytesA = kTileRows * kLineBytes;
-  static constexpr int kBytes = (kTileRows + kTileColumns) * kLineBytes;
+  static constexpr int kBytes = (kTileRows + kColumns) * kLineBytes;
+  /// Copies of 16 bytes that a thread issues for a stage.
+  static constexpr int kCopies = (kTileRows + kColumns) * kLineChunks / kThreads;
 
   /// Chunk c of a line is stored at c ^ swizzle(line). So eight consecutive lines have the same
   /// chunk in different banks.
@@ -78,12 +102,33 @@ static_assert(kTileSlots >= kStages + 2);
 inline constexpr int kBarrierBytes = 128;
 inline constexpr int kSlotBytes = kTileSlots * static_cast<int>(sizeof(TileSlot));
 
-/// Dynamic shared memory of a CTA: barriers, tile slots, staging buffers, stages.
-constexpr int shared_bytes(Depth depth) {
-  const int stage = depth == Depth::k64 ? Stage<Depth::k64>::kBytes : Stage<Depth::k32>::kBytes;
-  return kBarrierBytes + kSlotBytes + kWarps * kStagingBytes + kStages * stage;
+/// Calls call.template operator()<kDepth, kWidth>() with the values of a TileShape.
+template <class Call>
+constexpr auto with_shape(const TileShape& shape, const Call& call) {
+  const auto of_depth = [&]<Depth kDepth>() {
+    return shape.width == Width::k256 ? call.template operator()<kDepth, Width::k256>()
+                                      : call.template operator()<kDepth, Width::k128>();
+  };
+  return shape.depth == Depth::k64 ? of_depth.template operator()<Depth::k64>()
+                                   : of_depth.template operator()<Depth::k32>();
 }
-static_assert(shared_bytes(Depth::k32) <= 99 * 1024);
-static_assert(shared_bytes(Depth::k64) <= 163 * 1024);
+
+/// Dynamic shared memory of a CTA: barriers, tile slots, staging buffers, stages.
+constexpr int shared_bytes(const TileShape& shape) {
+  return with_shape(shape, []<Depth kDepth, Width kWidth>() {
+    using S = Shape<kDepth, kWidth>;
+    return kBarrierBytes + kSlotBytes + S::kWarps * kStagingBytes + kStages * S::kBytes;
+  });
+}
+constexpr int threads_of(const TileShape& shape) {
+  return with_shape(shape,
+                    []<Depth kDepth, Width kWidth>() { return Shape<kDepth, kWidth>::kThreads; });
+}
+constexpr int ctas_each(const TileShape& shape) {
+  return with_shape(shape,
+                    []<Depth kDepth, Width kWidth>() { return Shape<kDepth, kWidth>::kCtas; });
+}
+static_assert(shared_bytes({Depth::k32, Width::k256}) <= 99 * 1024);
+static_assert(shared_bytes({Depth::k64, Width::k256}) <= 163 * 1024);
 
 }  // namespace sonicmoe::cuda::portable

@@ -27,6 +27,8 @@ std::optional<int> attribute(cudaDeviceAttr which) {
       return static_cast<int>(kMostShared);
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
       return static_cast<int>(kMostShared + kReservedShared);
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      return static_cast<int>(kReservedShared);
     case cudaDevAttrMaxThreadsPerBlock:
       return kMostThreads;
     case cudaDevAttrMaxThreadsPerMultiProcessor:

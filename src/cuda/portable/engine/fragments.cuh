@@ -24,9 +24,14 @@ enum class Order { kAlongK, kAcrossK };
 
 /// The position of a thread's warp in the CTA's tile.
 struct Warp {
-  int lane = threadIdx.x & 31;
-  int row = (threadIdx.x >> 5) / kWarpsAlongColumns;
-  int column = (threadIdx.x >> 5) % kWarpsAlongColumns;
+  __device__ __forceinline__ explicit Warp(int along_columns)
+      : lane(threadIdx.x & 31),
+        row((threadIdx.x >> 5) / along_columns),
+        column((threadIdx.x >> 5) % along_columns) {}
+
+  int lane;
+  int row;
+  int column;
 };
 
 /// Which 64 columns of the tile a warp computes: 64 neighbours, or 32 of each half of the tile.
@@ -34,15 +39,15 @@ struct Warp {
 enum class Columns { kNeighbours, kHalves };
 
 /// Loads the operand of a warp's 64 rows of D: 4 fragments of 16 x 16.
-template <class Stage, Order kOrder>
+template <class Shape, Order kOrder>
 class FragmentsA {
  public:
   __device__ __forceinline__ explicit FragmentsA(const Warp& warp) {
     const int lane = warp.lane;
     if constexpr (kOrder == Order::kAlongK) {
       const int row = lane & 15;
-      base_ = (warp.row * kWarpRows + row) * Stage::kLineBytes +
-              (((lane >> 4) ^ Stage::swizzle(row)) << 4);
+      base_ = (warp.row * kWarpRows + row) * Shape::kLineBytes +
+              (((lane >> 4) ^ Shape::swizzle(row)) << 4);
     } else {
       const int k = (lane & 7) + (lane >> 4) * 8;
       base_ =
@@ -55,7 +60,7 @@ class FragmentsA {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if constexpr (kOrder == Order::kAlongK) {
-        ptx::load_matrices(a[i], stage + (base_ ^ (kStep << 5)) + i * 16 * Stage::kLineBytes);
+        ptx::load_matrices(a[i], stage + (base_ ^ (kStep << 5)) + i * 16 * Shape::kLineBytes);
       } else {
         ptx::load_matrices_transposed(
             a[i], stage + (base_ ^ (i << 5)) + kStep * 16 * kTileRows * kElementBytes);
@@ -68,7 +73,7 @@ class FragmentsA {
 };
 
 /// Loads the operand of a warp's 64 columns of D: 8 fragments of 16 x 8; b[i] holds two of them.
-template <class Stage, Order kOrder, Columns kColumns>
+template <class Shape, Order kOrder, Columns kColumns>
 class FragmentsB {
  public:
   __device__ __forceinline__ explicit FragmentsB(const Warp& warp) {
@@ -76,12 +81,12 @@ class FragmentsB {
     const int first = warp.column * (kColumns == Columns::kHalves ? 32 : 64);
     if constexpr (kOrder == Order::kAlongK) {
       const int column = first + (lane & 7) + (lane >> 4) * 8;
-      base_ = Stage::kBytesA + column * Stage::kLineBytes +
-              (((lane >> 3 & 1) ^ Stage::swizzle(lane & 7)) << 4);
+      base_ = Shape::kBytesA + column * Shape::kLineBytes +
+              (((lane >> 3 & 1) ^ Shape::swizzle(lane & 7)) << 4);
     } else {
       const int k = (lane & 7) + (lane >> 3 & 1) * 8;
       const int chunk = first / 8 + (lane >> 4);
-      base_ = Stage::kBytesA + k * kTileColumns * kElementBytes + ((chunk ^ (lane & 7)) << 4);
+      base_ = Shape::kBytesA + k * Shape::kColumns * kElementBytes + ((chunk ^ (lane & 7)) << 4);
     }
   }
 
@@ -94,12 +99,12 @@ class FragmentsB {
       const int far = kHalves ? i >> 1 : 0;
       if constexpr (kOrder == Order::kAlongK) {
         const std::uint32_t at = stage + (base_ ^ (kStep << 5));
-        ptx::load_matrices(
-            b[i], at + near * 16 * Stage::kLineBytes + far * kTileColumns / 2 * Stage::kLineBytes);
+        ptx::load_matrices(b[i], at + near * 16 * Shape::kLineBytes +
+                                     far * Shape::kColumns / 2 * Shape::kLineBytes);
       } else {
         const std::uint32_t at = stage + (base_ ^ (near << 5));
-        ptx::load_matrices_transposed(b[i], at + kStep * 16 * kTileColumns * kElementBytes +
-                                                far * kTileColumns / 2 * kElementBytes);
+        ptx::load_matrices_transposed(b[i], at + kStep * 16 * Shape::kColumns * kElementBytes +
+                                                far * Shape::kColumns / 2 * kElementBytes);
       }
     }
   }

@@ -26,19 +26,19 @@ namespace sonicmoe::cuda::portable {
 template <class Element, class Loader, class Epilogue>
 class Kernel {
  public:
-  static constexpr Depth kDepth{Loader::Stage::kDepth};
+  using Shape = typename Loader::Shape;
   using Params = ProductParams<typename Loader::Params, typename Epilogue::Params>;
 
   static __device__ __forceinline__ void run(const Params& p) {
     const std::uint32_t base = ptx::shared_address(shared_memory());
     const std::uint32_t staging = base + kBarrierBytes + kSlotBytes;
-    const Ring<Stage> ring(base, staging + kWarps * kStagingBytes);
+    const Ring<Shape> ring(base, staging + Shape::kWarps * kStagingBytes);
     if (threadIdx.x == 0) ring.init();
     __syncthreads();
 
     Kernel kernel(p, ring);
     for (int i = 0; i < kStages - 1; i++) {
-      kernel.template copy<0, Loader::kCopies>();
+      kernel.template copy<0, Shape::kCopies>();
       kernel.finish_copies();
     }
     for (unsigned tile = 0;; tile++) {
@@ -59,11 +59,10 @@ class Kernel {
   }
 
  private:
-  using Stage = typename Loader::Stage;
   /// Steps of a k tile: one mma.sync takes 16 of K.
-  static constexpr int kSteps = Stage::kDepth / 16;
+  static constexpr int kSteps = Shape::kDepth / 16;
 
-  __device__ __forceinline__ Kernel(const Params& p, const Ring<Stage>& ring)
+  __device__ __forceinline__ Kernel(const Params& p, const Ring<Shape>& ring)
       : p_(p), ring_(ring), loader_(p.tiles), a_(warp_), b_(warp_) {}
 
   template <int kFrom, int kTo>
@@ -112,20 +111,19 @@ class Kernel {
     load<(kStep + 1) % kSteps>(operands[(kStep + 1) & 1]);
     multiply_add<Element>(acc, operands[kStep & 1], [&]<int i>() {
       constexpr int kPlace = kStep * 4 + i;
-      copy<kPlace * Loader::kCopies / (4 * kSteps),
-           (kPlace + 1) * Loader::kCopies / (4 * kSteps)>();
+      copy<kPlace * Shape::kCopies / (4 * kSteps), (kPlace + 1) * Shape::kCopies / (4 * kSteps)>();
     });
     if constexpr (kStep + 1 < kSteps) multiply_steps<kStep + 1>(acc, operands);
   }
 
   const Params& p_;
-  Ring<Stage> ring_;
-  Warp warp_;
+  Ring<Shape> ring_;
+  Warp warp_{Shape::kWarpsAlongColumns};
   RingPosition fill_;
   RingPosition read_;
   Loader loader_;
-  FragmentsA<Stage, Loader::kOrderA> a_;
-  FragmentsB<Stage, Loader::kOrderB, Epilogue::kColumns> b_;
+  FragmentsA<Shape, Loader::kOrderA> a_;
+  FragmentsB<Shape, Loader::kOrderB, Epilogue::kColumns> b_;
 };
 
 /// The compute capability that this code is compiled for, as major * 10 + minor; 0 on the host.
@@ -138,9 +136,9 @@ inline constexpr int kArchitecture = 0;
 /// Empty for a compute capability whose code lacks this depth (is_compiled()); the host does not
 /// launch it there.
 template <class K>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(K::Shape::kThreads, K::Shape::kCtas)
     product_kernel(const __grid_constant__ typename K::Params p) {
-  if constexpr (is_compiled(K::kDepth, kArchitecture)) K::run(p);
+  if constexpr (is_compiled(K::Shape::kShape, kArchitecture)) K::run(p);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -13,7 +13,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-template <class Stage>
+template <class Shape>
 class Ring {
  public:
   __device__ __forceinline__ Ring(std::uint32_t barriers, std::uint32_t first_stage)
@@ -23,8 +23,8 @@ class Ring {
   /// which makes the tile slot that it has written visible to the other threads.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; i++) {
-      full(i).init(kThreads + 1);
-      empty(i).init(kWarps);
+      full(i).init(Shape::kThreads + 1);
+      empty(i).init(Shape::kWarps);
     }
   }
 
@@ -35,7 +35,7 @@ class Ring {
     return ptx::RingBarrier(barriers_ + (stage * 2 + 1) * ptx::RingBarrier::kBytes);
   }
   __device__ __forceinline__ std::uint32_t address(int stage) const {
-    return first_stage_ + stage * Stage::kBytes;
+    return first_stage_ + stage * Shape::kBytes;
   }
 
  private:

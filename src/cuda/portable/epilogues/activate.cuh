@@ -115,7 +115,7 @@ struct Activate {
                                                        const Warp& warp, int j) {
     const int within = chunk_column<kColumns>(warp, j) + (warp.lane & 3) * 2;
     if constexpr (kGates == Gates::kSplit) {
-      const int column = tile.column + within % (kTileColumns / 2);
+      const int column = tile.column + within % kHalfColumns;
       return bias_word(p.bias[j / 4], tile.expert, column, p.act.width);
     }
     if constexpr (kGates == Gates::kNone) {

@@ -9,7 +9,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-template <class Element>
+template <class Element, Width kWidth>
 struct ActivateGrad {
   using Params = ActivateGradParams;
   static constexpr Columns kColumns = Columns::kNeighbours;
@@ -40,15 +40,17 @@ struct ActivateGrad {
   /// Prefetches H of the tile to L2, so that it arrives while the products run. Otherwise the
   /// epilogues of all CTAs would read H from memory at the same time and wait for its bandwidth.
   static __device__ __forceinline__ void prepare(const Params& p, const TileSlot& tile) {
-    const int row = threadIdx.x / 2;
+    constexpr int kColumns = static_cast<int>(kWidth);
+    constexpr int kTogether = kColumns / 128;  // threads that share a row: as many as lines of A
+    const int row = threadIdx.x / kTogether;
     if (row >= tile.rows) return;
     const int gates = p.act.gates == Gates::kNone ? 1 : 2;
     const int from = tile.column * (p.act.gates == Gates::kInterleaved ? 2 : 1);
-    const int columns = kTileColumns * gates;
+    const int columns = kColumns * gates;
     const std::uint8_t* at = p.h + (std::int64_t{tile.row} + row) * p.h_row_bytes;
-    for (int i = threadIdx.x % 2 * kLine; i < columns; i += 2 * kLine) {
+    for (int i = threadIdx.x % kTogether * kLine; i < columns; i += kTogether * kLine) {
       int column = from + i;
-      if (p.act.gates == Gates::kSplit && i >= kTileColumns) column += p.act.width - kTileColumns;
+      if (p.act.gates == Gates::kSplit && i >= kColumns) column += p.act.width - kColumns;
       if (column < p.act.width * gates) ptx::prefetch_l2(at + column * kElementBytes);
     }
   }

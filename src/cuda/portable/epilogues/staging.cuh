@@ -18,6 +18,8 @@
 namespace sonicmoe::cuda::portable {
 
 inline constexpr int kChunks = kWarpColumns / 8;
+/// Columns of a half of the tile (Columns::kHalves), which is a wide one.
+inline constexpr int kHalfColumns = static_cast<int>(Width::k256) / 2;
 inline constexpr int kWordsRowBytes = 144;
 inline constexpr int kFloatsRowBytes = 288;
 static_assert(16 * kWordsRowBytes <= kStagingBytes && 8 * kFloatsRowBytes <= kStagingBytes);
@@ -26,7 +28,7 @@ static_assert(16 * kWordsRowBytes <= kStagingBytes && 8 * kFloatsRowBytes <= kSt
 template <Columns kColumns>
 __device__ __forceinline__ int chunk_column(const Warp& warp, int chunk) {
   if constexpr (kColumns == Columns::kNeighbours) return warp.column * kWarpColumns + chunk * 8;
-  return chunk / 4 * (kTileColumns / 2) + warp.column * 32 + chunk % 4 * 8;
+  return chunk / 4 * kHalfColumns + warp.column * 32 + chunk % 4 * 8;
 }
 
 /// The address to which a lane writes its words of a fragment, in row lane / 4.

@@ -2,9 +2,18 @@
 #include "cuda/portable/row_instances.cuh"
 
 namespace sonicmoe::cuda::portable {
+namespace {
+
+template <class Element>
+using Wide = ActivateGrad<Element, Width::k256>;
+template <class Element>
+using Narrow = ActivateGrad<Element, Width::k128>;
+
+}  // namespace
 
 const void* activate_grad_kernel(const Variant& variant, WeightOrder order) {
-  return row_kernel<ActivateGrad>(variant, order);
+  return variant.shape.width == Width::k256 ? row_kernel<Wide>(variant, order)
+                                            : row_kernel<Narrow, Width::k128>(variant, order);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -5,19 +5,19 @@
 namespace sonicmoe::cuda::portable {
 namespace {
 
-template <class Element, Depth kDepth>
+template <class Element, class Tile>
 const void* kernel(GatheredSide side) {
   using enum Side;
   return side == GatheredSide::kLeft
-             ? address_of<Kernel<Element, DepthLoader<kDepth, kLeft>, StoreExpert<Element>>>()
-             : address_of<Kernel<Element, DepthLoader<kDepth, kRight>, StoreExpert<Element>>>();
+             ? address_of<Kernel<Element, DepthLoader<Tile, kLeft>, StoreExpert<Element>>>()
+             : address_of<Kernel<Element, DepthLoader<Tile, kRight>, StoreExpert<Element>>>();
 }
 
 }  // namespace
 
 const void* store_expert_kernel(const Variant& variant, GatheredSide side) {
-  return for_variant(variant,
-                     [&]<class Element, Depth kDepth>() { return kernel<Element, kDepth>(side); });
+  return for_variant<Width::k256>(
+      variant, [&]<class Element, class Tile>() { return kernel<Element, Tile>(side); });
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -15,15 +15,13 @@ namespace sonicmoe::cuda::portable {
 
 enum class Side { kLeft, kRight };
 
-template <Depth kOfStage, Side kGathered>
+template <class OfTile, Side kGathered>
 class DepthLoader {
  public:
-  using Stage = portable::Stage<kOfStage>;
+  using Shape = OfTile;
   using Params = DepthTilesParams;
   static constexpr Order kOrderA = Order::kAcrossK;
   static constexpr Order kOrderB = Order::kAcrossK;
-  /// Copies of 16 bytes that a thread issues for a k tile.
-  static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
 
   __device__ __forceinline__ explicit DepthLoader(const Params& p) {
     const int each = p.row_tiles * p.column_tiles;
@@ -41,14 +39,14 @@ class DepthLoader {
     if constexpr (i < copies(Side::kLeft)) {
       copy_side<Side::kLeft, i>(p.left, stage);
     } else {
-      copy_side<Side::kRight, i - copies(Side::kLeft)>(p.right, stage + Stage::kBytesA);
+      copy_side<Side::kRight, i - copies(Side::kLeft)>(p.right, stage + Shape::kBytesA);
     }
   }
 
   /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
-    k_ += Stage::kDepth;
-    other_ += Stage::kDepth * other(p).row_bytes;
+    k_ += Shape::kDepth;
+    other_ += Shape::kDepth * other(p).row_bytes;
     if (k_ >= rows_.z) {
       open(p);
     } else if (rows_.x != kNoExpert) {
@@ -58,13 +56,13 @@ class DepthLoader {
 
  private:
   static constexpr int line_bytes(Side side) {
-    return (side == Side::kLeft ? kTileRows : kTileColumns) * kElementBytes;
+    return (side == Side::kLeft ? kTileRows : Shape::kColumns) * kElementBytes;
   }
   /// Lines that all threads of the CTA copy at once, and copies of a thread.
-  static constexpr int lines(Side side) { return kThreads * 16 / line_bytes(side); }
-  static constexpr int copies(Side side) { return Stage::kDepth / lines(side); }
+  static constexpr int lines(Side side) { return Shape::kThreads * 16 / line_bytes(side); }
+  static constexpr int copies(Side side) { return Shape::kDepth / lines(side); }
   /// Lines of the gathered tensor that a warp copies at once.
-  static constexpr int kWarpLines = lines(kGathered) / kWarps;
+  static constexpr int kWarpLines = lines(kGathered) / Shape::kWarps;
   /// rows_ after the last tile: no expert, so that advance() reads no index, and so many rows that
   /// advance() opens no further tile. present_ is 0, so copies read nothing and write zeros.
   static constexpr int kNoExpert = -1;
@@ -128,7 +126,7 @@ class DepthLoader {
   /// gathered rows of a k tile: as many lanes each look one source up, and copy_side() shuffles it.
   static __device__ __forceinline__ int source(const Params& p, const int4& rows, int k) {
     const std::int32_t* index = gathered(p).index;
-    const int lane = threadIdx.x & 31 & (Stage::kDepth / 8 - 1);
+    const int lane = threadIdx.x & 31 & (Shape::kDepth / 8 - 1);
     const int own = k + (threadIdx.x >> 5) * kWarpLines + lane % kWarpLines +
                     lane / kWarpLines * lines(kGathered);
     return index != nullptr && own < rows.z ? index[rows.y + own] : rows.y + own;
@@ -148,8 +146,8 @@ class DepthLoader {
       slot.expert = rows_.x;
       slot.row = row_tile * kTileRows;
       slot.rows = min(kTileRows, p.rows - slot.row);
-      slot.column = (next_.number - row_tile * p.column_tiles) * kTileColumns;
-      slot.k_tiles = max(1, (rows_.z + Stage::kDepth - 1) / Stage::kDepth);
+      slot.column = (next_.number - row_tile * p.column_tiles) * Shape::kColumns;
+      slot.k_tiles = max(1, (rows_.z + Shape::kDepth - 1) / Shape::kDepth);
       open_side<Side::kLeft>(p.left, slot.row, p.rows);
       open_side<Side::kRight>(p.right, slot.column, p.columns);
       next_ = ahead_;

@@ -11,15 +11,13 @@
 
 namespace sonicmoe::cuda::portable {
 
-template <Depth kOfStage, Order kWeights>
+template <class OfTile, Order kWeights>
 class RowLoader {
  public:
-  using Stage = portable::Stage<kOfStage>;
+  using Shape = OfTile;
   using Params = RowTilesParams;
   static constexpr Order kOrderA = Order::kAlongK;
   static constexpr Order kOrderB = kWeights;
-  /// Copies of 16 bytes that a thread issues for a k tile.
-  static constexpr int kCopies = (kTileRows + kTileColumns) * Stage::kLineChunks / kThreads;
 
   __device__ __forceinline__ explicit RowLoader(const Params& p) : records_(*p.record_count) {
     const int record = blockIdx.x / p.column_tiles;
@@ -35,33 +33,33 @@ class RowLoader {
   __device__ __forceinline__ void copy(const Params& p, std::uint32_t stage) {
     if constexpr (i < kRowsEach) {
       const std::uint32_t at =
-          stage + line() * Stage::kLineBytes + ((chunk() ^ Stage::swizzle(line())) << 4);
-      ptx::copy16(at + i * kApart * Stage::kLineBytes, a_[i],
+          stage + line() * Shape::kLineBytes + ((chunk() ^ Shape::swizzle(line())) << 4);
+      ptx::copy16(at + i * kApart * Shape::kLineBytes, a_[i],
                   inside(p) && (present_ >> i & 1) != 0);
-      a_[i] += Stage::kDepth * kElementBytes;
+      a_[i] += Shape::kDepth * kElementBytes;
     } else {
-      copy_weights<i - kRowsEach>(p, stage + Stage::kBytesA);
+      copy_weights<i - kRowsEach>(p, stage + Shape::kBytesA);
     }
   }
 
   /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
-    k_ += Stage::kDepth;
+    k_ += Shape::kDepth;
     if constexpr (kAlongK) {
-      b_[0] += Stage::kDepth * kElementBytes;
-      b_[1] += Stage::kDepth * kElementBytes;
+      b_[0] += Shape::kDepth * kElementBytes;
+      b_[1] += Shape::kDepth * kElementBytes;
     } else {
-      b_[0] += Stage::kDepth * matrices(p, half()).line_bytes;
+      b_[0] += Shape::kDepth * matrices(p, half()).line_bytes;
     }
     if (k_ >= p.depth) next_part(p);
   }
 
  private:
   static constexpr bool kAlongK = kWeights == Order::kAlongK;
-  static constexpr int kRowsEach = kTileRows * Stage::kLineChunks / kThreads;
-  static constexpr int kLinesEach = kTileColumns * Stage::kLineChunks / kThreads;
+  static constexpr int kRowsEach = kTileRows * Shape::kLineChunks / Shape::kThreads;
+  static constexpr int kLinesEach = Shape::kColumns * Shape::kLineChunks / Shape::kThreads;
   /// For K-major weights: lines between two copies of a thread, and its copies for half a tile.
-  static constexpr int kApart = kThreads / Stage::kLineChunks;
+  static constexpr int kApart = Shape::kThreads / Shape::kLineChunks;
   static constexpr int kHalf = kLinesEach / 2;
   /// The bit of present_ for the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
@@ -69,11 +67,11 @@ class RowLoader {
   /// present_ is 0, so copies read nothing and write zeros.
   static constexpr int kNoMore = -(1 << 30);
 
-  static __device__ __forceinline__ int chunk() { return threadIdx.x % Stage::kLineChunks; }
-  static __device__ __forceinline__ int line() { return threadIdx.x / Stage::kLineChunks; }
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % Shape::kLineChunks; }
+  static __device__ __forceinline__ int line() { return threadIdx.x / Shape::kLineChunks; }
   /// For weights that are not K-major: the half of the tile's columns that this thread copies.
   static __device__ __forceinline__ int half() {
-    return threadIdx.x % kColumnChunks / (kColumnChunks / 2);
+    return threadIdx.x % Shape::kColumnChunks / (Shape::kColumnChunks / 2);
   }
 
   __device__ __forceinline__ bool inside(const Params& p) const {
@@ -89,15 +87,15 @@ class RowLoader {
   __device__ __forceinline__ void copy_weights(const Params& p, std::uint32_t stage) const {
     if constexpr (kAlongK) {
       const std::uint32_t at =
-          stage + line() * Stage::kLineBytes + ((chunk() ^ Stage::swizzle(line())) << 4);
+          stage + line() * Shape::kLineBytes + ((chunk() ^ Shape::swizzle(line())) << 4);
       const std::uint8_t* from = b_[i / kHalf] + i % kHalf * apart_[i / kHalf];
-      ptx::copy16(at + i * kApart * Stage::kLineBytes, from,
+      ptx::copy16(at + i * kApart * Shape::kLineBytes, from,
                   inside(p) && (present_ >> (kFirstWeight + i) & 1) != 0);
     } else {
-      const int k = threadIdx.x / kColumnChunks;
+      const int k = threadIdx.x / Shape::kColumnChunks;
       const std::uint32_t at =
-          stage + k * kColumnChunks * 16 + ((threadIdx.x % kColumnChunks ^ k) << 4);
-      ptx::copy16(at + i * 8 * kColumnChunks * 16, b_[0] + i * apart_[0],
+          stage + k * Shape::kColumnChunks * 16 + ((threadIdx.x % Shape::kColumnChunks ^ k) << 4);
+      ptx::copy16(at + i * 8 * Shape::kColumnChunks * 16, b_[0] + i * apart_[0],
                   (present_ >> kFirstWeight & 1) != 0 && k_ + k + i * 8 < p.depth);
     }
   }
@@ -159,7 +157,7 @@ class RowLoader {
               next_.row,
               next_.rows,
               next_.column_tile * p.column_step,
-              (p.depth + Stage::kDepth - 1) / Stage::kDepth * p.parts,
+              (p.depth + Shape::kDepth - 1) / Shape::kDepth * p.parts,
               {}};
       expert_ = slot.expert;
       column_ = slot.column;
@@ -199,9 +197,10 @@ class RowLoader {
       }
     } else {
       const Matrices& m = matrices(p, half());
-      const int column = column_ + half() * p.second_half + threadIdx.x % (kColumnChunks / 2) * 8;
-      b_[0] = m.data + expert_ * m.expert_bytes + threadIdx.x / kColumnChunks * m.line_bytes +
-              column * kElementBytes;
+      const int column =
+          column_ + half() * p.second_half + threadIdx.x % (Shape::kColumnChunks / 2) * 8;
+      b_[0] = m.data + expert_ * m.expert_bytes +
+              threadIdx.x / Shape::kColumnChunks * m.line_bytes + column * kElementBytes;
       apart_[0] = 8 * m.line_bytes;
       present_ |= column < p.columns ? 1u << kFirstWeight : 0u;
     }
