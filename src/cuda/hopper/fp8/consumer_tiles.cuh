@@ -11,7 +11,8 @@ namespace sonicmoe::cuda {
 
 using Fp8Cta = Cta<kFp8Tile>;
 
-/// Does the work of TileIterator for a warp, and stores the current and the next tile.
+/// The tile iterator of a consumer warp: like TileIterator, but it also stores the current and the
+/// next tile.
 class ConsumerTiles {
  public:
   __device__ __forceinline__ ConsumerTiles(const Fp8Cta& cta, int first_index)
@@ -21,14 +22,14 @@ class ConsumerTiles {
     write(place() + 8, 0, 0);
   }
 
-  /// The index of the next tile, or kNoTile.
+  /// The index read last, or kNoTile: until advance() the next tile, after advance() the current.
   __device__ __forceinline__ int index() const { return ptx::uniform(ptx::load_word(place())); }
   /// Number of indices that have been read from the queue; 0 in static order.
   __device__ __forceinline__ std::uint32_t entries_read() const {
     return ptx::load_word(place() + 4);
   }
 
-  /// Reads the index of the tile after the next one, as TileIterator::next().
+  /// Replaces index() by the index of the cluster's following tile, as TileIterator::next() does.
   template <class Scheduler>
   __device__ __forceinline__ void next_index(const Fp8Cta& cta, const RowTilesParams& tiles) {
     if (tiles.tile_counter == nullptr) {

@@ -32,7 +32,7 @@ struct Fp8GatherRows {
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
     const std::uint32_t target = first * 128 + ((chunk ^ (first & 7)) << 4);
-    // This lane looks up the index of this row of the tile, and copies its scales.
+    // The row of the tile whose index this lane looks up, and whose scales it copies.
     const int own = (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2) * 16;
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
     // The next tile and its row indices are looked up while the current tile is copied, because the
@@ -40,7 +40,8 @@ struct Fp8GatherRows {
     // and shares it with its warp.
     int next_row = kNoRow;
     int next_expert = 0;
-    // The column, or its complement if the CTA has its own B. One register has both.
+    // The column, or its complement if the CTA has its own B: one register for the column and for
+    // own_b.
     int next_column = 0;
     const auto look_up = [&] {
       if (tiles.done()) return;

@@ -1,6 +1,7 @@
-// The FP8 grouped GEMM. Producers, schedulers, barriers and staging are those of the 16-bit engine;
-// products are promoted to fp32 (mainloop.cuh). Epilogues are immediate: deferred epilogues kept a
-// stage occupied during the next tile's products and were 3 to 7 % slower (H200).
+// The FP8 grouped GEMM. Schedulers, the loads of B, barriers and staging are the same code as in
+// the 16-bit kernels. The producers of A also load its row scales (gather_rows.cuh, tma_rows.cuh),
+// and products are promoted to fp32 (mainloop.cuh). Epilogues are immediate: deferred epilogues
+// kept a stage occupied during the next tile's products and were 3 to 7 % slower (H200).
 #pragma once
 
 #include "cuda/hopper/engine/kernel.cuh"
@@ -46,9 +47,9 @@ __device__ __forceinline__ void consume_promoting(const typename Gemm::Params& p
     tiles.advance();
     const bool valid = ptx::uniform(tiles.current().valid_rows) > rows.offset;
     ring.make_uniform();
-    // Waits also if this warpgroup has no rows in the tile: else these loads could land after those
-    // of the next tile, which go to the same place. Comes before begin(), because wait() would also
-    // wait for begin()'s loads, which only the epilogue needs.
+    // Waits also if this warpgroup has no rows in the tile: otherwise these loads could land after
+    // the loads for the next tile, which write the same addresses. The wait comes before begin(),
+    // because it would also wait for begin()'s loads, which only the epilogue needs.
     TileWeightScales(tiles).wait();
     if (Gemm::kConsumerSchedules) scheduler.take();
     if (valid) {
@@ -94,7 +95,7 @@ __global__ void __maxnreg__(kLaunchRegisters)
     consume_promoting<Gemm>(p, cta);
   }
   // The other CTA of the cluster may still multicast to this CTA's stages and arrive at its
-  // mbarriers, so neither exits before both are done.
+  // mbarriers, so neither CTA exits before both are done.
   ptx::cluster_sync();
 }
 

@@ -11,7 +11,7 @@ enum class Fp8Role : int {
   kUp = 0,                    ///< gathered rows x W1, activation
   kDown = 1,                  ///< rows x W2 (Y) or x W1 (dX~)
   kHiddenGradOfCodes = 2,     ///< gathered rows x W2, gradient of the activation; H in codes
-  kHiddenGradOfElements = 3,  ///< the same; H in bf16
+  kHiddenGradOfElements = 3,  ///< as kHiddenGradOfCodes, with H in bf16
 };
 
 struct Fp8KernelEntry {

@@ -1,10 +1,10 @@
-// The products of one tile. The tensor cores sum the 128 products of codes of a k tile. Each such
-// sum is multiplied by the scale of its row and that of its block of weights, and added to an fp32
-// register (promotion).
+// The products of one tile. For each element of the tile the tensor cores sum the 128 products of
+// codes of a k tile. This sum is multiplied by the scale of its row and the scale of its block of
+// weights, and added to an fp32 register (promotion).
 //
 // A warpgroup multiplies a unit, waits for it, and promotes it. Meanwhile the tensor cores work for
 // the other warpgroup. With a second set of accumulators a warpgroup could overlap its own products
-// and promotion, but a wider tile is a better use of these registers.
+// and promotion, but a wider tile is a better use of the registers.
 #pragma once
 
 #include "cuda/hopper/engine/mainloop.cuh"

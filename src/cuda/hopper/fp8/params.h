@@ -22,8 +22,8 @@ struct Fp8TmaParams {
 };
 
 /// Scales of the weights by expert, block of columns and block of K. Strides count elements. A tile
-/// multiplies two blocks of columns: the block of its first column, and the one `unit_stride`
-/// after.
+/// multiplies two blocks of columns: the block of its first column, and a second block whose scales
+/// lie `unit_stride` elements further.
 struct Fp8WeightScales {
   const float* data;
   std::int64_t expert_stride;

@@ -48,6 +48,7 @@ __device__ __forceinline__ uint4 load_eight(const std::uint16_t* from, int step)
   return {__byte_perm(first.x, first.y, 0x5410), __byte_perm(first.z, first.w, 0x5410),
           __byte_perm(second.x, second.y, 0x5410), __byte_perm(second.z, second.w, 0x5410)};
 }
+/// Every second element, from the second one of `from` on.
 __device__ __forceinline__ uint4 load_eight_odd(const std::uint16_t* from) {
   const uint4 first = __ldg(reinterpret_cast<const uint4*>(from));
   const uint4 second = __ldg(reinterpret_cast<const uint4*>(from) + 1);
@@ -84,13 +85,14 @@ __device__ __forceinline__ std::uint32_t largest_of_block(std::uint32_t own) {
   return most;
 }
 
-/// The position, in the tile of codes, of the word with columns 4 word to 4 word + 3 of a row.
-/// Words are permuted by the group of sixteen rows, so that neither direction has bank conflicts.
+/// The position, in the tile of codes, of word `word` of a row: columns 4 * word .. 4 * word + 3.
+/// The words of each group of sixteen rows are permuted differently, so that neither writes along
+/// rows nor reads along columns have bank conflicts.
 __device__ __forceinline__ int tile_word(int row, int word) {
   return row * (kBlock / 4) + (word ^ (row / 16) * 4);
 }
 
-/// Four words of four codes, transposed: word j has byte j of each.
+/// Four words of four codes, transposed: word j of the result has byte j of each input word.
 __device__ __forceinline__ uint4 transpose(const std::uint32_t (&w)[4]) {
   const std::uint32_t low01 = __byte_perm(w[0], w[1], 0x5140);
   const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);

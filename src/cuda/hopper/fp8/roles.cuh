@@ -2,8 +2,9 @@
 //
 //   | role    | producer      | scheduler       | epilogue   | B                         |
 //   | up      | Fp8GatherRows | RowTiles        | Fp8Act     | W1: gate and up by halves |
-//   | down,   | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W2; W1 transposed, whose  |
-//   |   dX~   |               |                 |            | K is gate's n, then up's  |
+//   | down    | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W2                        |
+//   | dX~     | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W1 transposed: K is the n |
+//   |         |               |                 |            | of gate, then the n of up |
 //   | dH      | Fp8GatherRows | RowTiles        | Fp8ActGrad | W2 transposed             |
 #pragma once
 

@@ -1,5 +1,5 @@
-// Scales in the main loop: the scales of rows are in the pipeline stage, those of weights in an
-// array of each consumer warp. Both are in shared memory.
+// Scales in the main loop. The scales of rows belong to a pipeline stage; the scales of weights are
+// in an array of each consumer warp. Both are in shared memory.
 #pragma once
 
 #include "cuda/hopper/fp8/consumer_tiles.cuh"
@@ -8,14 +8,14 @@
 
 namespace sonicmoe::cuda {
 
-/// The address of a stage's row scales: 128 floats. If TMA loads them, up to three floats before
-/// the tile's first row come first.
+/// The address of a stage's row scales, one float for each of 128 rows. If TMA loads them, the
+/// scales of up to three earlier rows lie before the scale of the tile's first row.
 __device__ __forceinline__ std::uint32_t row_scales(const Fp8Cta& cta, int stage) {
   return cta.base + Fp8SharedLayout::kRowScales + stage * Fp8SharedLayout::kStageScales;
 }
 
 /// The scales of the weights for the tile of a consumer warp, for kWeightScaleTiles k tiles at a
-/// time. Those of the next tile are loaded during the epilogue.
+/// time. The first scales of the next tile are loaded during the epilogue.
 class TileWeightScales {
  public:
   static constexpr int kTiles = Fp8SharedLayout::kWeightScaleTiles;

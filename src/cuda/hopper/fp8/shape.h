@@ -1,8 +1,8 @@
 // The tile of FP8 products and its shared memory. Plain C++: host and kernels share it.
 //
-// A k tile has 128 codes of one byte, with one scale for each row. That is as many bytes as the 64
-// elements of a 16-bit k tile. So the shapes, stages, producers and tensor maps of the 16-bit
-// engine are used here too. To them two codes are one 16-bit word: K, columns of codes and row
+// A k tile has 128 codes of one byte, with one scale for each row. The codes have as many bytes as
+// the 64 elements of a 16-bit k tile. So the code of the 16-bit engine for stages, tensor maps and
+// loads of B is used here too. It takes two codes as one 16-bit word: K, columns of codes and row
 // lengths are counted in words.
 #pragma once
 
@@ -14,13 +14,13 @@ inline constexpr int kFp8Block = 128;  // codes that share a scale, along K and 
 inline constexpr int kFp8Units = 2;    // a unit: 128 columns of a tile
 
 // Two warpgroups of 64 rows. Each multiplies units of 64 x 128 and adds them, times their scales,
-// to 128 fp32 registers. The tensor cores need 1024 clocks for a stage, so three stages are enough,
-// and store boxes for a whole tile fit into shared memory: 3 to 8 % faster than four stages and
-// half of the boxes (H200).
+// to 128 fp32 registers a thread. The tensor cores need 1024 clocks for a stage, so three stages
+// are enough, and store boxes for a whole tile fit into shared memory: 3 to 8 % faster than four
+// stages and half of the boxes (H200).
 inline constexpr TileShape kFp8Tile{128, 256, 3, 2, 4, Schedule::kCooperative};
 
-/// Rows in a box of row scales: those of the tile and up to three before it, because a TMA box
-/// begins at a multiple of four rows (16 bytes) and has a multiple of four rows.
+/// Rows in a box of row scales: the rows of the tile and up to three rows before them, because a
+/// TMA box begins at a multiple of four rows (16 bytes) and has a multiple of four rows.
 inline constexpr int kFp8ScaleRows = kFp8Tile.m + 4;
 
 /// Shared memory of a CTA: first as in the 16-bit kernels, then the arrays of FP8.

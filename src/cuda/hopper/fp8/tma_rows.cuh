@@ -23,7 +23,8 @@ struct Fp8TmaRows {
     ptx::prefetch_map(&p.rows);
     ptx::prefetch_map(&p.scales);
   }
-  /// Row scales are loaded from a multiple of four rows on: so many rows come before the tile's.
+  /// The number of rows whose scales lie before the scales of the tile's rows: a box of row scales
+  /// begins at a multiple of four rows.
   static __device__ __forceinline__ int rows_before(const CtaTile& tile) { return tile.row & 3; }
 
   template <class Gemm>
@@ -51,8 +52,8 @@ struct Fp8TmaRows {
         ptx::tma_load(row_scales(cta, ring.stage), &p.producer.scales, full,
                       {tile.row & ~3, 0, kt});
         Gemm::B::load(p.b, tile, kt, k_tiles, cta.b(ring.stage), full, cta.rank());
-        // The next tile is looked up in the middle of this one, because the stages in flight do not
-        // cover the latency of the look-up.
+        // The next tile is looked up in the middle of this tile, because the stages in flight do
+        // not cover the latency of the look-up.
         if (kt == k_tiles / 2) {
           tiles.next();
           if (!tiles.done()) next = look_up();

@@ -76,7 +76,12 @@ struct Fp8Act {
   }
 
   /// Stores H in the form in which it is kept, then A. `first` is gate (H without a gate) and is
-  /// overwritten by A; `second` is up. Boxes 0 and 1 have the codes of H, box 2 those of A.
+  /// overwritten by A; `second` is up. The boxes hold:
+  ///
+  ///   H kept as | gate    | up      | A
+  ///   codes     | box 0   | box 1   | box 2
+  ///   bf16      | 0 and 1 | 2 and 3 | box 2, after the stores of H have read their boxes
+  ///   not kept  |         |         | box 2
   template <int kParts>
   static __device__ __forceinline__ void finish(const Params& p, BlockWords& first,
                                                 BlockWords& second, int block, const CtaTile& tile,

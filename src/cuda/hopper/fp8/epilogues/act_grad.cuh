@@ -31,7 +31,7 @@ struct Fp8ActGrad {
   using Two = Pair<__nv_bfloat16>;
   using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
-  /// Words are computed one after the other: only in kernels that would otherwise spill.
+  /// Whether words are computed one after the other: only in kernels that would otherwise spill.
   static constexpr bool kOrdered =
       !kCodes || kKind == ActivationKind::kSwiGLUOai || kKind == ActivationKind::kSwiGLUClamped;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
@@ -128,8 +128,8 @@ struct Fp8ActGrad {
     }
 
     /// Reads this lane's codes of the 16 columns from 16 * step on: two of each eight columns. A
-    /// word has those of the lane's first row in its low half and of its second row in its high
-    /// half.
+    /// word has the codes of the lane's first row in its low half, and the codes of the lane's
+    /// second row in its high half.
     __device__ __forceinline__ void read_codes(std::uint32_t* to, int part, int step,
                                                std::uint32_t after) const {
       const int lane = ptx::lane();
@@ -183,8 +183,7 @@ struct Fp8ActGrad {
     const int row = (thread >> 5 & 3) * 16 + (thread & 15);
     return row * 128 + (((thread >> 4 & 1) ^ (thread & 7)) << 4);
   }
-  /// The address of 16 columns, from column 16 step of a part's two boxes, the first of which is
-  /// `box`.
+  /// The address of 16 columns, from column 16 * step on, in the two boxes `box` and `box` + 1.
   static __device__ __forceinline__ std::uint32_t matrix_address(const Fp8Staging& staging, int box,
                                                                  std::uint32_t offset, int step) {
     return staging.box(box + step / 4) + (offset ^ (step % 4 * 2) << 4);
@@ -198,8 +197,8 @@ struct Fp8ActGrad {
                                                        BlockWords& second) {
     const std::uint32_t offset = matrix_offset();
     std::uint32_t ahead[16];
-    // This is 0, but its value depends on the score of the previous word. Without it ptxas computes
-    // several words at once and has too few registers.
+    // Always 0, but computed from the score of the previous word, which ptxas does not know to be
+    // 0. Without this dependence ptxas computes several words at once and has too few registers.
     std::uint32_t after = 0;
 #pragma unroll
     for (int step = 0; step < 8; step++) {
@@ -243,7 +242,9 @@ struct Fp8ActGrad {
     }
   }
 
-  /// Stores A', dH and its codes, and starts the load of the next unit's H.
+  /// Stores A', dH and its codes. If H is kept as codes, it also starts the load of the next unit's
+  /// H, whose boxes are free as soon as A' is stored. An H in bf16 is loaded by run(), after all
+  /// stores of this unit.
   static __device__ __forceinline__ void store_gradient(const Source& s, const BlockWords& first,
                                                         const BlockWords& second) {
     const Params& p = s.p;
@@ -312,7 +313,7 @@ struct Fp8ActGrad {
     }
   }
 
-  /// Sums dS over the four lanes of a row, in a fixed order, and writes this tile's part of it.
+  /// Sums dS over the four lanes of a row, in a fixed order, and writes the tile's part of the sum.
   static __device__ __forceinline__ void store_scores(const Params& p, const CtaTile& tile,
                                                       Rows rows, const float (&score)[2]) {
     const int thread = ptx::thread();

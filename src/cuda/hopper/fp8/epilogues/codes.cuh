@@ -28,8 +28,8 @@ using Fp8Staging = Staging<kFp8Tile>;
 using RowScales = float[2];
 
 /// Takes, for each of the lane's two rows, a word with the maxima of even and of odd columns.
-/// Returns the maximum of the first row in the low half and that of the second row in the high
-/// half.
+/// Returns the maximum of the first row in the low half and the maximum of the second row in the
+/// high half.
 __device__ __forceinline__ std::uint32_t of_both_columns(std::uint32_t first,
                                                          std::uint32_t second) {
   return __vmaxu2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
@@ -68,9 +68,10 @@ __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words)
   return of_both_columns(most[0], most[1]);
 }
 
-/// The two codes of a word, which is multiplied by the inverse of the scale. The product is exact
-/// in bf16, except where it is subnormal, and then the code is 0 in any case. The conversion would
-/// saturate infinity; adding 0 times the word makes it NaN and changes no finite value.
+/// The two codes of a word: its two elements times the inverse of the scale, converted to e4m3. A
+/// product is exact in bf16 unless it is subnormal, and then its code is 0 in any case. The
+/// conversion alone would turn infinity into 448; adding 0 times the element makes infinity NaN and
+/// changes no finite value.
 __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t word, __nv_bfloat162 inverse) {
   const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
   const __nv_bfloat162 scaled = __hfma2(value, __float2bfloat162_rn(0.0f), __hmul2(value, inverse));
