@@ -7,13 +7,14 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// To nearest even. NaN becomes the NaN code; what is larger than 448, infinity too, becomes 448.
+/// Rounds to nearest even. NaN becomes the NaN code; magnitudes above 448, also infinity, become
+/// 448 and keep their sign.
 __device__ __forceinline__ std::uint32_t to_e4m3(float low, float high) {
   std::uint16_t codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   return codes;
 }
-/// Exact.
+/// The values of two codes, exactly.
 __device__ __forceinline__ float2 from_e4m3(std::uint32_t codes) {
   std::uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(codes)));

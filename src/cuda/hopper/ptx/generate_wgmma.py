@@ -33,7 +33,7 @@ template <int kN> struct WgmmaE4M3;
 
 
 def operands(count: int) -> tuple[str, str]:
-    """The accumulator's registers in the instruction, and as operands of the asm statement."""
+    """The registers of the accumulator: as written in the instruction, and as asm operands."""
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return registers, outputs
@@ -73,7 +73,7 @@ def e4m3_wrapper(n: int) -> str:
 
 def write(path: pathlib.Path, head: str, wrappers: list[str]) -> None:
     text = head + "".join(wrappers) + "}  // namespace sonicmoe::cuda::ptx\n"
-    # An unchanged file keeps its date, so that configuring again compiles nothing again.
+    # An unchanged file keeps its date, so that a repeated CMake configuration rebuilds nothing.
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-// Barriers in shared memory: the ring between producers and consumers.
+// Barriers in shared memory (mbarriers), by which producers and consumers wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -27,14 +27,14 @@ class Mbarrier {
         "r"(cta)
         : "memory");
   }
-  /// One arrival, and the phase now also waits for `bytes` of bulk copies.
+  /// One arrival. The current phase also waits for `bytes` more bytes of bulk copies.
   __device__ __forceinline__ void arrive_expecting(std::uint32_t bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_),
                  "r"(bytes)
                  : "memory");
   }
-  /// This thread's arrival, made when all its earlier cp.async copies have landed (noinc: it is
-  /// one of the arrivals the barrier was initialised with).
+  /// This thread's arrival, made when all its earlier cp.async copies have landed (noinc: the
+  /// arrival is one of those that init() counted).
   __device__ __forceinline__ void arrive_after_copies() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address_) : "memory");
   }
@@ -51,14 +51,15 @@ class Mbarrier {
   std::uint32_t address_;
 };
 
-/// Makes initialised mbarriers visible to the cluster and to the copy engine.
+/// Makes initialised mbarriers visible to the cluster and to bulk copies.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Stores a word into CTA `cta` of the cluster at `slot`, and arrives at the barrier of that CTA:
-/// its phase ends when the word is there. The thread waits for nothing. (A store and an arrival
-/// that releases it to the cluster would wait for all earlier stores of the thread, 600 clocks.)
+/// Stores a word at the shared address `slot` of CTA `cta` of the cluster, and arrives at
+/// `barrier` in that CTA: its phase ends only when the word has arrived. The thread waits for
+/// nothing. (An ordinary store, followed by an arrival that releases it to the cluster, would wait
+/// for all earlier stores of the thread, 600 clocks.)
 __device__ __forceinline__ void post_word(std::uint32_t slot, Mbarrier barrier, std::uint32_t cta,
                                           std::int32_t value) {
   asm volatile(

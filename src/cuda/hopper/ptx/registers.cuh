@@ -1,11 +1,13 @@
-// Registers that a warpgroup gives up or takes.
+// Changes the number of registers of a warpgroup's threads.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda::ptx {
 
-/// Moves registers between the warpgroups of a CTA; every warp of the warpgroup must execute it.
+/// Set the registers of a thread of this warpgroup to kRegisters: growing takes registers from the
+/// CTA's pool, and waits for them if none are free; shrinking returns registers to the pool. Every
+/// warp of the warpgroup must execute the call.
 template <int kRegisters>
 __device__ __forceinline__ void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -1,4 +1,4 @@
-// Fragments to shared memory.
+// Stores fragments to shared memory.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ void store_matrices(std::uint32_t address, const std:
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
-/// The same, each matrix transposed.
+/// As store_matrices(), with each matrix transposed.
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address,
                                                           const std::uint32_t (&m)[4]) {
   asm volatile(

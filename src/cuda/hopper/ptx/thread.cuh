@@ -1,5 +1,5 @@
-// The thread number, read anew at each call: what is computed from it is not kept in registers from
-// tile to tile.
+// The thread number, read anew at each call: values computed from it are then computed again for
+// each tile, and occupy no registers between tiles.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {

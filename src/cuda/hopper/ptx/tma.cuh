@@ -1,4 +1,4 @@
-// Copies by the TMA unit, and the fences between its accesses and ordinary ones.
+// Copies by the TMA unit, and the fences between its accesses and ordinary accesses.
 #pragma once
 
 #include <cuda.h>
@@ -21,7 +21,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// Box of a rank-3 map into shared memory of this CTA; completes `bytes of the box` at `barrier`.
+/// Loads the box of a rank-3 map at `at` into shared memory of this CTA. Its bytes count at
+/// `barrier`.
 __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap* map,
                                          Mbarrier barrier, Coord3 at) {
   asm volatile(
@@ -31,7 +32,8 @@ __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap
       : "memory");
 }
 
-/// As tma_load, into the same shared address of every CTA in `mask`, each at its own barrier.
+/// As tma_load(), into the same shared address of every CTA in `mask`. In each CTA the bytes count
+/// at its own barrier, at the address of `barrier`.
 __device__ __forceinline__ void tma_load_multicast(std::uint32_t target, const CUtensorMap* map,
                                                    Mbarrier barrier, Coord3 at,
                                                    std::uint16_t mask) {
@@ -58,11 +60,11 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, std::uint32_t 
 __device__ __forceinline__ void tma_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Until this thread's stores have read their shared memory.
+/// Waits until this thread's stores have read their shared memory.
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-/// Until this thread's stores are complete in memory.
+/// Waits until this thread's stores are complete in global memory.
 __device__ __forceinline__ void tma_wait_done() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -72,10 +74,12 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Orders ordinary accesses before later ones by TMA, and the other way round.
+/// Orders ordinary accesses before later accesses by TMA, and accesses by TMA before later ordinary
+/// accesses.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-/// `bytes` (a multiple of 16) into shared memory, completed at `barrier`; both ends on 16 bytes.
+/// Loads `bytes` (a multiple of 16) into shared memory; the bytes count at `barrier`. Source and
+/// target are aligned to 16 bytes.
 __device__ __forceinline__ void bulk_load(std::uint32_t target, const void* source,
                                           std::uint32_t bytes, Mbarrier barrier) {
   asm volatile(

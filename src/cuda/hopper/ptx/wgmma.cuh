@@ -1,5 +1,5 @@
-// Warpgroup matrix products. The products themselves are generated (generate_wgmma.py):
-// Wgmma<Element, N, A order, B order>::run(accumulator, a, b, accumulate).
+// Warpgroup matrix products: operand descriptors and synchronization. generate_wgmma.py writes the
+// products, Wgmma<Element, N, kMnA, kMnB>::run(accumulator, a, b, accumulate).
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,15 @@ namespace sonicmoe::cuda::ptx {
 /// offsets in units of 16, swizzle mode 1 at bit 62).
 ///   K-major:  rows of 128 bytes (64 k); 8 rows = 1024 bytes; 16 k further = +32 bytes;
 ///   MN-major: groups of 64 mn x 64 k of 8192 bytes; 8 k = 1024 bytes; 16 k further = +2048 bytes.
-/// Only the start changes from one to the next. It has 18 bits without the CTA's rank in its
-/// cluster, which addresses carry above them, and never reaches their end: one addition moves it.
+/// The descriptors of an operand's steps differ only in the start address. The start has the low 18
+/// bits of a shared address: the bits above them hold the CTA's rank in its cluster. A stage never
+/// crosses the end of these 18 bits, so one addition gives the next descriptor.
 struct SwizzledOperand {
   std::uint32_t low;
 
   __device__ __forceinline__ SwizzledOperand(std::uint32_t address, std::uint32_t leading)
       : low((address & 0x3ffff) >> 4 | leading >> 4 << 16) {}
-  /// Of what lies `bytes` further.
+  /// The descriptor of the operand that lies `bytes` further.
   __device__ __forceinline__ std::uint64_t at(std::uint32_t bytes) const {
     constexpr std::uint64_t kHigh = std::uint64_t{1024 >> 4} | std::uint64_t{1} << 30;
     return (low + (bytes >> 4)) | kHigh << 32;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Until at most kPending committed groups are still running.
+/// Waits until at most kPending committed groups are still running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

@@ -243,8 +243,8 @@ struct Fp8ActGrad {
   }
 
   /// Stores A', dH and its codes. If H is kept as codes, it also starts the load of the next unit's
-  /// H, whose boxes are free as soon as A' is stored. An H in bf16 is loaded by run(), after all
-  /// stores of this unit.
+  /// H, whose boxes are free once the store of A' has read them. An H in bf16 is loaded by run(),
+  /// after all stores of this unit.
   static __device__ __forceinline__ void store_gradient(const Source& s, const BlockWords& first,
                                                         const BlockWords& second) {
     const Params& p = s.p;
