@@ -1,5 +1,5 @@
-// Addresses: those of shared memory, which are 32 bits wide throughout, and pointers to global
-// memory whose arithmetic the compiler must not rearrange.
+// Addresses of shared memory, which are 32 bits wide in all kernels, and pointers to global memory
+// whose arithmetic the compiler must not rearrange.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ __device__ __forceinline__ void advance(const std::uint8_t*& pointer) {
   asm volatile("add.s64 %0, %0, %1;" : "+l"(pointer) : "n"(kBytes));
 }
 
-/// The same pointer, without what the compiler knows about it.
+/// The same pointer, about whose value the compiler then knows nothing: it cannot rearrange
+/// arithmetic across this call.
 __device__ __forceinline__ const std::uint8_t* opaque(const std::uint8_t* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;

@@ -5,7 +5,8 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Named barriers 1..15 of the CTA; `threads` counts those that sync plus those that only arrive.
+/// Named barriers 1..15 of the CTA. `threads` is the number of threads that sync plus the number
+/// that only arrive.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

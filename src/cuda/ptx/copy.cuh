@@ -5,7 +5,8 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// 16 bytes, bypassing L1; with `valid` zero the target is zeroed and the source is not read.
+/// Copies 16 bytes, bypassing L1. If `valid` is zero, it writes zeros to the target and does not
+/// read the source.
 __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
                                        std::uint32_t valid) {
   asm volatile(
@@ -15,11 +16,11 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
       : "memory");
 }
 
-/// 4 bytes.
+/// Copies 4 bytes.
 __device__ __forceinline__ void copy4(std::uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
-/// Until all cp.async copies of this thread are in shared memory.
+/// Waits until all cp.async copies of this thread are in shared memory.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace sonicmoe::cuda::ptx

@@ -1,5 +1,5 @@
-// Programmatic dependent launch (sm_90 and later): a kernel starts beside the end of the kernel
-// before it in the stream. Elsewhere kernels run one after the other and both calls do nothing.
+// Programmatic dependent launch (sm_90 and later): a kernel starts while the previous kernel of the
+// stream still runs. On earlier GPUs kernels run one after the other and both calls do nothing.
 //
 // What a kernel may read, for kernels P, W, S that follow each other in a stream, all launched with
 // the programmatic attribute; by PTX's chapters on griddepcontrol and on memory synchronization:
@@ -13,20 +13,20 @@
 //     W's wait, S may load without a wait only what W may.
 //  3. launch_next_kernel() releases nothing. S may load W's results only after its own wait, or
 //     after it has acquired a word that W has released (acquire_word(), release_one()).
-//  4. Every kernel waits in at least one CTA before it ends, so that whoever waits for a kernel
-//     waits for all kernels before it, and rules 1 and 2 hold for all of them.
+//  4. Every kernel waits in at least one CTA before it ends. So a kernel that waits for its
+//     predecessor waits for all kernels before it, and rules 1 and 2 hold for all these kernels.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {
 
-/// Until the kernels before this one have completed and their writes are visible.
+/// Waits until the kernels before this kernel have completed and their writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// The next kernel may start once every CTA has called this or has exited.
+/// The next kernel may start once every CTA has called this function or has exited.
 __device__ __forceinline__ void launch_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

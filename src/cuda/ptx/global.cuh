@@ -1,4 +1,4 @@
-// Loads and atomics of global memory with the caching or the ordering that their name says.
+// Loads and atomics of global memory with a fixed caching or memory ordering.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@ __device__ __forceinline__ std::int32_t load_again(const std::int32_t* pointer) 
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
   return value;
 }
-/// Adds 1 to a number below 2^31 and returns its old value; the warp waits only where that is used.
-/// An atomic addition would wait on the spot: ptxas combines those of a warp into one and shuffles
-/// the result to the lanes.
+/// Adds 1 to a number below 2^31 and returns its old value; the warp waits only where the old value
+/// is used. An atomic addition would wait at once: ptxas combines the additions of a warp's lanes
+/// into one and shuffles the result to the lanes.
 __device__ __forceinline__ std::uint32_t count_up(std::uint32_t* counter) {
   std::uint32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
@@ -22,7 +22,7 @@ __device__ __forceinline__ std::uint32_t count_up(std::uint32_t* counter) {
                : "memory");
   return before;
 }
-/// 16 bytes by ld.global.nc: only after wait_for_previous_kernel() (ptx/dependent.cuh).
+/// Loads 16 bytes by ld.global.nc: only after wait_for_previous_kernel() (ptx/dependent.cuh).
 __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
   uint4 r;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -30,13 +30,13 @@ __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
                : "l"(pointer));
   return r;
 }
-/// A word by an ordinary load, which the compiler may move or repeat past stores.
+/// Loads a word by ld.global. The compiler may move or repeat the load past stores.
 __device__ __forceinline__ std::int32_t load4(const std::int32_t* pointer) {
   std::int32_t value;
   asm("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
   return value;
 }
-/// 8 bytes, by an ordinary load that stays where it is written.
+/// Loads 8 bytes by ld.global. The compiler does not move the load past other volatile statements.
 __device__ __forceinline__ uint2 load8(const void* pointer) {
   uint2 r;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(pointer));
@@ -44,8 +44,8 @@ __device__ __forceinline__ uint2 load8(const void* pointer) {
 }
 
 /// Adds 1 to a word that another kernel reads by acquire_word(). A thread that acquires the new
-/// number also sees what this thread wrote before, and what threads wrote that it has met at a
-/// barrier since.
+/// number also sees all earlier writes of this thread, and all writes that other threads made
+/// before a barrier which they and this thread have passed.
 __device__ __forceinline__ void release_one(unsigned* word) {
   asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(word)
                : "memory");

@@ -12,12 +12,12 @@ __device__ __forceinline__ int lane() {
   return lane;
 }
 
-/// A value that is the same in all lanes. The shuffle tells the compiler so: it then branches on
-/// the value, and computes with it, once for the warp.
+/// A value that is the same in all lanes. From the shuffle the compiler knows this: it then
+/// branches on the value, and computes with it, once for the warp.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-/// The same value. What is computed from it is not computed before this point: without it the
-/// compiler moves work out of branches, ahead of the code that should run first.
+/// The same value. The compiler cannot compute anything from the result before this point. Without
+/// pinned() it moves work out of branches, ahead of the code that should run first.
 __device__ __forceinline__ std::uint32_t pinned(std::uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;

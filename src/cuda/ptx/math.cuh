@@ -1,5 +1,5 @@
-// Functions of the special function unit without the code that keeps denormals: results below
-// 2^-126 are 0.
+// Functions that are one instruction. exp2() and reciprocal() run on the special function unit and
+// flush denormals: results below 2^-126 are 0.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {
@@ -17,7 +17,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
-/// Minimum and maximum that keep a NaN.
+/// Minimum and maximum; NaN if an argument is NaN.
 __device__ __forceinline__ float smaller(float x, float y) {
   float r;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));

@@ -1,4 +1,4 @@
-// Fragments from shared memory.
+// Loads fragments from shared memory.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// How many blocks can run on a multiprocessor of the architecture that is compiled for.
+// How many blocks can run on a multiprocessor of the architecture for which this code is compiled.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {
@@ -11,8 +11,8 @@ inline constexpr int kMultiprocessorThreads = 1536;
 inline constexpr int kMultiprocessorThreads = 2048;
 #endif
 
-/// `wanted` blocks, or fewer where a multiprocessor has not so many threads: the second argument of
-/// __launch_bounds__, which ptxas ignores where it is too large.
+/// `wanted` blocks, or fewer if a multiprocessor cannot run so many threads. For the second
+/// argument of __launch_bounds__, which ptxas ignores if it is too large.
 constexpr int resident_blocks(int wanted, int threads) {
   const int most = kMultiprocessorThreads / threads;
   return wanted < most ? wanted : most;

@@ -34,7 +34,7 @@ __device__ __forceinline__ float load_float(std::uint32_t address) {
 __device__ __forceinline__ void store_float(std::uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-/// Two of them, 8 bytes aligned.
+/// Stores two floats, 8 bytes aligned.
 __device__ __forceinline__ void store_floats(std::uint32_t address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
                : "memory");

@@ -1,6 +1,7 @@
-// Clusters and bulk copies, which kernels for every GPU use on sm_90 and later. A kernel asks
-// kHasSm90 and has a plain form; the host asks has_sm90() of cuda/device/launch.h for the kernel's
-// loaded code. Both say the same on every device, whichever code of the build it runs.
+// Clusters and bulk copies for kernels that run on every GPU. Such a kernel uses them if kHasSm90,
+// and has a plain form without them. The host asks has_sm90() (cuda/device/launch.h), which reads
+// for which architecture the loaded code of the kernel was compiled: it equals the kHasSm90 of
+// that code on every device.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ inline constexpr bool kHasSm90 = true;
 inline constexpr bool kHasSm90 = false;
 #endif
 
-/// All threads of the cluster meet; what they wrote before is visible to each other. Plain form: a
-/// cluster is one CTA.
+/// A barrier of all threads of the cluster; each thread then sees the earlier writes of all. Plain
+/// form: a cluster is one CTA.
 __device__ __forceinline__ void cluster_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -27,7 +28,8 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-/// The array of shared memory that lies in CTA `rank` of the cluster where `own` lies in this one.
+/// The array in the shared memory of CTA `rank` of the cluster, at the address that `own` has in
+/// this CTA.
 template <class T>
 __device__ __forceinline__ const T* cluster_shared(T* own, unsigned rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

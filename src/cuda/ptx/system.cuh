@@ -5,8 +5,9 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Stores a word that another GPU reads by acquire_system(). Whoever reads the value also sees what
-/// this thread wrote before, and what kernels wrote that were complete when this one began.
+/// Stores a word that another GPU reads by acquire_system(). A thread that reads the value also
+/// sees all earlier writes of this thread, and all writes of kernels that were complete when this
+/// kernel began.
 __device__ __forceinline__ void release_system(std::uint32_t* word, std::uint32_t value) {
   asm volatile("fence.acq_rel.sys;\nst.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value)
                : "memory");
