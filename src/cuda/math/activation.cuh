@@ -1,5 +1,6 @@
 // The activations and their derivatives on single fp32 values, which were rounded as H is
-// (docs/method.md has the formulas). To add one: docs/architecture.md, "Adding things".
+// (docs/method.md has the formulas). docs/architecture.md, "Adding things", says how to add an
+// activation.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,21 +16,22 @@ enum class HLayout { kSplit, kPaired };
 
 inline constexpr float kLog2E = 1.4426950409f;
 
-/// 1 / (1 + 2^x) = sigmoid(-x / kLog2E), to about 2 ulp of fp32; 0 where x is above 127.
+/// 1 / (1 + 2^x) = sigmoid(-x / kLog2E), to about 2 ulp of fp32; 0 for x above 127.
 __device__ __forceinline__ float sigmoid_of_power(float x) {
   return ptx::reciprocal(1.0f + ptx::exp2(x));
 }
 
-/// f(x), the same bits as in forward, and f'(x) g.
+/// f(x), with the same bits as value() gives in forward, and f'(x) g.
 struct Slope {
   float value;
   float times;
 };
 
-// Functions of one value: alone, or of the gate in Gated below. slope() writes f g exactly as
-// Gated::gradient() does, so that the compiler computes the product once. Where a product is added
-// to something the code says fmaf or not: left to the compiler, value() and slope() could round
-// differently, and backward would see another A than forward stored.
+// Functions of one value: an activation without a gate, or the function of the gate in Gated below.
+// slope() writes f g exactly as Gated::gradient() does, so that the compiler computes the product
+// once. Wherever a product is added to something, the code itself chooses between fmaf and two
+// operations. If the compiler chose, value() and slope() could round differently, and backward
+// would compute another A than forward stored.
 
 struct Silu {
   static __device__ __forceinline__ float sigmoid(float x) { return sigmoid_of_power(-kLog2E * x); }
@@ -97,7 +99,7 @@ struct Relu2 {
   }
 };
 
-/// act(H), and g times its derivatives by gate and up; without a gate by_up is 0.
+/// act(H), and g times the derivatives of act by gate and by up; without a gate by_up is 0.
 struct Gradient {
   float value;
   float by_gate;

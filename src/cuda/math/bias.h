@@ -1,4 +1,4 @@
-// The biases of an operator's experts, as epilogues and sums take them.
+// The biases of all experts, as epilogues and sums read them.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Rounding of accumulators into packed words. The layout is that of the accumulators of wgmma and
-// of mma.sync m16n8, so any engine can call these functions.
+// Rounding of accumulators into packed words. The accumulators of wgmma and of mma.sync m16n8 have
+// the same layout, so any engine can call these functions.
 //
 // Of 16 rows by 8 columns a lane holds four accumulators, which become two words:
 //
@@ -23,7 +23,7 @@ __device__ __forceinline__ void round_words(std::uint32_t* words, const float* a
   words[1] = Pair<Element>::pack(acc[2], acc[3]);
 }
 
-/// Adds the bias of the lane's two columns (a packed pair) first.
+/// Adds the bias of the lane's two columns (a packed pair), then rounds.
 template <class Element>
 __device__ __forceinline__ void round_words(std::uint32_t* words, const float* acc,
                                             std::uint32_t bias) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void round_words(std::uint32_t* words, const float* a
   words[1] = Pair<Element>::pack(acc[2] + low, acc[3] + high);
 }
 
-/// Adds the bias, then multiplies each of the two rows by its scale: rounded once.
+/// Adds the bias, multiplies each of the two rows by its scale, then rounds.
 template <class Element>
 __device__ __forceinline__ void round_words(std::uint32_t* words, const float* acc,
                                             std::uint32_t bias, float first_scale,
