@@ -28,7 +28,7 @@ Tensor convert(const smoe_tensor* given, const char* name) {
   return result;
 }
 
-// Buffer has a pointer to mutable memory also where a call only reads it.
+// Buffer has a pointer to mutable memory, also for memory that a call only reads.
 Buffer input_buffer(const void* data, std::int64_t bytes) {
   return {const_cast<void*>(data), bytes};
 }
@@ -72,7 +72,7 @@ Exec exec(const smoe_exec* given) {
   return {static_cast<Backend>(e.backend), e.num_threads, e.device, e.stream};
 }
 
-// The structs below have grown: their first version ends before the field that is named.
+// The structs below have grown: the first version of each ends before the field named here.
 constexpr std::size_t kFirstProblem = offsetof(smoe_problem, precision);
 constexpr std::size_t kFirstForwardArgs = offsetof(smoe_forward_args, fp8_weights);
 constexpr std::size_t kFirstBackwardArgs = offsetof(smoe_backward_args, fp8_weights);

@@ -1,5 +1,6 @@
-// Conversion from the structs of C to those of C++. A caller's struct may have the size of another
-// version: it is first copied into a struct of this version, so only read() deals with sizes.
+// Conversion from the structs of the C interface to the structs of C++. A caller's struct may have
+// the size of another version: read() copies it into a struct of this version, so no other function
+// deals with sizes.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +20,11 @@ namespace sonicmoe::capi {
 
 inline constexpr const char* kNoMemory = "memory is exhausted, nothing was computed";
 
-/// Obtains this thread's storage for exceptions and for the last error. False if it cannot be had.
+/// Allocates this thread's storage for exceptions and for the last error. False if that fails.
 bool can_report_errors() noexcept;
 void set_last_error(const char* sentence) noexcept;
 
-/// Runs a call and turns an exception into a status and the sentence of smoe_last_error().
+/// Runs a call. Turns an exception into a status, and into the sentence of smoe_last_error().
 template <class F>
 smoe_status guarded(F&& call) noexcept {
   if (!can_report_errors()) return SMOE_INTERNAL;
@@ -62,7 +63,7 @@ T read(const T* given, const char* name, std::size_t first = sizeof(T)) {
   return result;
 }
 
-/// Writes what compute() returns to `sizes`, which is checked before and whose size field stays.
+/// Checks `sizes`, then writes the result of compute() to it. The size field keeps its value.
 template <class F>
 void write_sizes(smoe_sizes* sizes, const F& compute) {
   smoe_sizes result = read(static_cast<const smoe_sizes*>(sizes), "sizes");

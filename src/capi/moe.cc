@@ -7,7 +7,7 @@ using namespace sonicmoe;
 
 namespace {
 
-// GroupedGemm and GroupedGemmK have the same members, with other shapes.
+// GroupedGemm and GroupedGemmK have the same members; only the shapes of their tensors differ.
 template <class Args>
 Args gemm_args(const smoe_grouped_gemm_args* given) {
   // The first version of the struct ends before `scratch`.

@@ -80,7 +80,7 @@ SONICMOE_SAME(SMOE_PART_COMPUTE, ExchangePart::kCompute);
 SONICMOE_SAME(SMOE_PART_FINISH, ExchangePart::kFinish);
 #undef SONICMOE_SAME
 
-/// A flag of each thread, not set at first. Where it cannot be kept it stays not set.
+/// A flag of each thread, not set at first. If pthreads cannot store the flag, it stays not set.
 class ThreadFlag {
  public:
   ThreadFlag() noexcept : usable_(pthread_key_create(&key_, nullptr) == 0) {}
@@ -105,11 +105,12 @@ const BackendTable& device_backend() {
 
 }  // namespace
 
-// In a library that is loaded late, glibc allocates a thread's part of thread-local storage on
-// first use, and ends the process if it cannot: so malloc is asked first, for more than that. What
-// remembers the answer is a key of pthreads, which allocates nothing. A thread_local flag would
-// have to be initial-exec, and then the library could not be loaded after torch: with the CUDA
-// runtime its storage is larger than what glibc keeps for libraries that are loaded late.
+// If a library is loaded by dlopen, glibc allocates a thread's thread-local storage of the library
+// on first use, and ends the process if the allocation fails. So this function first tests whether
+// malloc can give more memory than that. It remembers the answer in a pthreads key, which allocates
+// nothing. A thread_local flag would have to be initial-exec, and then the library could not be
+// loaded after torch: with the CUDA runtime, its thread-local storage is larger than the space that
+// glibc reserves for libraries loaded by dlopen.
 bool can_report_errors() noexcept {
   static const ThreadFlag obtained;
   if (obtained.is_set()) return true;
@@ -117,7 +118,7 @@ bool can_report_errors() noexcept {
   void* const probe = std::malloc(kMoreThanNeeded);
   if (probe == nullptr) return false;
   std::free(probe);
-  // volatile, or the compiler drops a call whose result nobody reads
+  // Volatile, or the compiler would drop the call, because nothing reads its result.
   [[maybe_unused]] const void* volatile exceptions = abi::__cxa_get_globals();
   set_last_error("");
   obtained.set();
