@@ -1,12 +1,13 @@
 // Measures expert parallelism over the GPUs of this machine and prints a JSON object a line:
 //   - bare dispatch and combine in GB/s that leave a rank, all ranks at once;
-//   - forward and backward of layers, beside the same layer alone on one GPU with as many routed
-//     rows and E/W experts, in turn: the median of slices.
+//   - forward and backward of layers, compared with the same layer without an exchange: each GPU
+//     alone with E/W experts and as many routed rows. Slices of the two alternate; the times are
+//     medians over the slices.
 //
 //   exchange_bench [--seconds S] [--ranks W] [--transport copy|push] [CONFIG ...]
 //
-// S: seconds to heat before a config. W: ranks, one a GPU by default; more share GPUs. All configs
-// and the transport of kAuto by default.
+// S: seconds of load before a config is measured. W: number of ranks, by default the number of
+// GPUs; if there are more ranks than GPUs, ranks share GPUs. All configs and kAuto by default.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -38,7 +39,8 @@ constexpr Config kConfigs[] = {{"7B-n256", 24576, 1536, 256, 128, 8},
                                {"qwen3-30b", 16384, 2048, 768, 128, 8},
                                {"qwen3-235b", 16384, 4096, 1536, 128, 8}};
 
-/// The tensors and buffers of one rank, or of a layer alone (E/W experts, no exchange).
+/// The tensors and buffers of one rank, or of a layer alone (E/W experts, no exchange). `experts`:
+/// experts that the rank has; `named`: experts that its ids may name.
 struct Layer {
   Layer(const Config& c, std::int64_t experts, std::int64_t named, unsigned seed)
       : x(c.tokens * c.hidden, 1.0),
@@ -120,7 +122,7 @@ void each(const PretendedRanks& ranks, const F& f) {
   }
 }
 
-/// Milliseconds of step(), which enqueues work for all ranks, on the slowest rank.
+/// Measures step(), which enqueues work for all ranks: milliseconds on the slowest rank.
 class Clock {
  public:
   explicit Clock(const PretendedRanks& ranks)
@@ -213,7 +215,7 @@ struct Transfers {
   double dispatch, combine;  // ms
 };
 
-/// Every row goes to every rank and every partial sum comes back.
+/// Times a dispatch of every row to every other rank, and a combine of all their partial sums.
 Transfers transfer_times(const Options& options, const Config& c) {
   const std::int32_t count = options.ranks;
   PretendedRanks ranks(group_of(options, c));
@@ -223,13 +225,13 @@ Transfers transfer_times(const Options& options, const Config& c) {
     rows.push_back(std::make_unique<Memory>(count * c.tokens * c.hidden, 1.0));
     marks.push_back(std::make_unique<Memory>(count * c.tokens));
     marks[r]->upload(std::vector<std::uint8_t>(c.tokens, 1));
-    // All ranks but this one: the copy to itself leaves no rank.
+    // All ranks but this rank: a copy from a rank to itself does not leave the rank.
     const std::uint64_t others = ((1ull << count) - 1) & ~(1ull << r);
     std::vector<std::uint64_t> masks(c.tokens, others);
     must(cudaMemcpy(ranks.at<void>(r, cuda::exchange_layout(ranks.shape()).rank_masks),
                     masks.data(), masks.size() * 8, cudaMemcpyHostToDevice));
   }
-  // Rows travel as those of backward's second transfer, without the copy of a rank's own rows.
+  // Rows are sent as in the second transfer of backward, which copies no rows of the own rank.
   const auto step = [&](std::int32_t r, bool combine) {
     Exchange& e = ranks.exchange(r);
     const cudaStream_t stream = ranks.stream(r);
@@ -286,14 +288,15 @@ struct Times {
   double both() const { return forward + backward; }
 };
 
-/// Layers of all ranks, and how a step is enqueued for all of them.
+/// The layers of all ranks, and functions that enqueue a step for all ranks. `parallel`: with an
+/// exchange; otherwise each rank has a layer alone.
 struct Subject {
   Subject(const Options& options, const Config& c, bool parallel)
       : ranks(parallel ? group_of(options, c) : group_of(options, {c.name, 1, 8, 0, 0, 1})),
         clock(ranks) {
     const std::int64_t own = c.experts / options.ranks;
-    // Each rank's experts get as many rows as its tokens have; an even routing has 1 % more at
-    // most.
+    // The average rank's experts get as many rows as its tokens have. This routing is even: no rank
+    // gets more than 1 % above the average, so 5 % of spare rows are enough.
     rows = parallel ? c.tokens * c.top_k * 21 / 20 : 0;
     for (std::int32_t r = 0; r < options.ranks; ++r) {
       must(cudaSetDevice(ranks.ordinal(r)));
@@ -316,7 +319,8 @@ struct Subject {
     if (rows == 0) return moe_backward(l.problem, l.backward, ranks.exec(r));
     exchange_backward(ranks.exchange(r), l.problem, rows, l.backward, part, ranks.exec(r));
   }
-  /// One thread drives all ranks, so each part is enqueued for all of them before the next one.
+  /// One thread enqueues for all ranks, so it enqueues each part for all ranks before the next
+  /// part.
   template <class Call>
   void parts(const Call& call) const {
     if (rows == 0) return each(ranks, [&](std::int32_t r) { call(r, ExchangePart::kAll); });
@@ -339,7 +343,7 @@ struct Subject {
   std::vector<std::unique_ptr<Layer>> layers;
 };
 
-/// What a slice measures of each subject.
+/// The times of a subject, one of each kind for every slice.
 struct Slices {
   std::vector<double> both, forward, replayed;
 
@@ -351,7 +355,7 @@ struct Slices {
 
 void measure(const Options& options, const Config& c) {
   constexpr int kSlices = 9;
-  constexpr double kSliceMs = 100.0;  // against the host, which enqueues the first step late
+  constexpr double kSliceMs = 100.0;  // long: the time includes the enqueuing of the first step
   const Transfers transfers = transfer_times(options, c);
   const Subject alone(options, c, false), ours(options, c, true);
   const Subject* subjects[] = {&alone, &ours};
@@ -371,7 +375,8 @@ void measure(const Options& options, const Config& c) {
   }
   for (int i = 0; i < kSlices; ++i) {
     for (int j = 0; j < 2; ++j) {
-      const int k = (i + j) % 2;  // each comes first in turn: a GPU that has just worked is slower
+      // The subjects alternate in being first: a GPU that has just worked is slower.
+      const int k = (i + j) % 2;
       const Subject& s = *subjects[k];
       slices[k].both.push_back(s.clock.time(repeats, [&] { s.step(); }));
       slices[k].forward.push_back(s.clock.time(repeats, [&] { s.forward_step(); }));
@@ -380,7 +385,8 @@ void measure(const Options& options, const Config& c) {
   }
   ours.ranks.wait();
   const Times a = slices[0].times(), o = slices[1].times();
-  // Forward sends rows and partial sums, backward rows of dout and x and partial sums.
+  // Forward sends rows of x and partial sums; backward sends rows of dout, rows of x and partial
+  // sums.
   const double sent = 3 * transfers.dispatch + 2 * transfers.combine;
   std::printf(
       "{\"config\": \"%s\", \"T\": %ld, \"d\": %ld, \"n\": %ld, \"E\": %ld, \"K\": %ld, "

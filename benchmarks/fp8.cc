@@ -36,7 +36,7 @@ constexpr Config kConfigs[] = {
     {"d2048-n1024", 32768, 2048, 1024, 64, 8}, {"d2048-n2048", 16384, 2048, 2048, 64, 8},
     {"7B-n512", 24576, 1536, 512, 64, 4},      {"d7168-n2048", 16384, 7168, 2048, 64, 4}};
 
-/// Inputs and outputs of a layer; both precisions use the same ones.
+/// Inputs and outputs of a layer; the layers of both precisions use the same tensors.
 struct Tensors {
   explicit Tensors(const Config& config) : c(config) {
     std::mt19937 random(5);
@@ -201,8 +201,8 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// Median time of each step over several calls. The events between launches prevent the overlap of
-/// steps, so their sum can exceed the time of a pass.
+/// Median time of each step over several calls, as a JSON object. The events between launches
+/// prevent the overlap of steps, so the sum of the steps can exceed the time of a pass.
 std::string step_times(Layer& layer) {
   constexpr int kCalls = 9;
   StepTimes observer;

@@ -2,10 +2,12 @@
 //
 // usage: h200_routing [ROUNDS [NAME...]]
 // Prints one line for each shape and kind of logits: microseconds of every stage, hot (20 calls in
-// a graph, without a pause) and cool (5 ms idle, one warm-up call, one timed call), medians over
-// interleaved rounds. Logits are N(0, 1) in bf16, or skewed: with "hot-expert" one expert gets ten
-// times the mean, "zipf" samples experts without replacement with p ~ 1/rank (log p + Gumbel
-// noise).
+// a graph, without a pause) and cool (5 ms idle, one warm-up call, one timed call). The times are
+// medians over ROUNDS rounds; in a round every stage runs once, in random order. Logits in bf16:
+//
+//   uniform    | N(0, 1)
+//   hot-expert | N(0, 1), but one expert gets ten times the mean number of tokens
+//   zipf       | log p + Gumbel noise: experts without replacement, expert i with p ~ 1/(i + 1)
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -114,7 +116,8 @@ class Timer {
   cudaEvent_t begin_{}, end_{};
 };
 
-/// A call captured 20 times in a graph, so that the host's launch rate is no limit.
+/// A call captured 20 times in a graph, so that the host's launch rate is no limit, and once in
+/// another graph.
 class Replay {
  public:
   static constexpr int kCalls = 20;
