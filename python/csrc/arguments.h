@@ -1,11 +1,11 @@
-// Arguments of operators, each list written once: a struct's members, the order in which they come
-// off torch's stack and the schema that torch parses are made from it.
+// Arguments of operators. Each list is written once, as a macro. The macro makes the members of a
+// struct, their order on torch's stack, and the schema that torch parses.
 //
 //   #define GEMM_ARGUMENTS(ARGUMENT) ARGUMENT(Array, a) ARGUMENT(MaybeArray, gather)
 //   struct Gemm { SONICMOE_ARGUMENTS(GEMM_ARGUMENTS) };
 //
 // gives Gemm the members `a` and `gather`, fields(), and schema() "Tensor a, Tensor? gather".
-// No argument is a string: torch's header makes a std::string of it that is never freed.
+// No argument is a string: torch's header would convert it to a std::string that is never freed.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ inline constexpr const char* kSchemaType<double> = "float";
 template <>
 inline constexpr const char* kSchemaType<bool> = "bool";
 
-/// The parts that are not empty, with commas between.
+/// The parts that are not empty, joined by commas.
 inline std::string listed(std::initializer_list<std::string> parts) {
   std::string list;
   for (const std::string& part : parts) {
@@ -48,14 +48,14 @@ inline std::string listed(std::initializer_list<std::string> parts) {
   auto fields() { return std::tuple_cat(LIST(SONICMOE_FIELD) std::tuple<>()); } \
   static std::string schema() { return listed({LIST(SONICMOE_SCHEMA) std::string()}); }
 
-/// Several lists of arguments, one after the other.
+/// A struct that concatenates several lists of arguments.
 template <class... Lists>
 struct Joined : Lists... {
   auto fields() { return std::tuple_cat(Lists::fields()...); }
   static std::string schema() { return listed({Lists::schema()...}); }
 };
 
-/// The enumerator of a number, which must be from 0 to that of `last`.
+/// Converts a number to an enumerator; refuses numbers outside of 0 .. `last`.
 template <class Enum>
 Enum enumerator(const char* name, std::int64_t number, Enum last) {
   if (number < 0 || number > static_cast<std::int64_t>(last)) {

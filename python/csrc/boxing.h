@@ -16,8 +16,10 @@
 
 namespace sonicmoe_torch {
 
-/// torch raises std::invalid_argument as ValueError, from a compiled graph too. No C++ exception
-/// becomes NotImplementedError: such a message begins with that name, which _ops.py removes.
+/// Throws an exception for which torch raises the right Python exception. torch raises
+/// std::invalid_argument as ValueError, from a compiled graph too. It has no C++ exception for
+/// NotImplementedError, so the message begins with that name; _ops.py removes the name and raises
+/// NotImplementedError.
 [[noreturn]] inline void rethrow(const sonicmoe::Error& error) {
   switch (error.status()) {
     case sonicmoe::Status::kInvalidArgument:
@@ -51,7 +53,8 @@ void box(StableIValue* stack, std::uint64_t num_args, std::uint64_t num_outputs)
   auto fields = args.fields();
   constexpr std::size_t kArgs = std::tuple_size_v<decltype(fields)>;
   STD_TORCH_CHECK(num_args == kArgs, "the schema has ", num_args, " arguments, its kernel ", kArgs);
-  // Take every argument off the stack before anything may throw: one that stays there is not freed.
+  // Take every argument off the stack before anything can throw: an argument that stays on the
+  // stack is never freed.
   std::apply(
       [&](auto&... field) {
         std::size_t i = 0;

@@ -1,4 +1,4 @@
-// The device that an operator runs on, and torch's current stream of it.
+// The device that an operator runs on, and torch's current stream of that device.
 #pragma once
 
 #include <dlfcn.h>
@@ -19,12 +19,12 @@
 
 namespace sonicmoe_torch {
 
-/// Index of the engine that calls on CUDA shall use; -1: the library's choice. Of the whole
+/// Index of the engine that calls on CUDA use; -1: the library's choice. One value for the whole
 /// process, because backward runs in other threads than forward.
 inline std::atomic<std::int32_t> chosen_engine{-1};
 
-/// The library's handle of a CUDA device with the chosen engine. It is opened on the first call and
-/// never closed: no object owns the operators and could close it.
+/// The library's handle of a CUDA device with the chosen engine. The first call opens it. It is
+/// never closed, because no object owns the operators and could close it.
 inline const smoe_device* device_handle(std::int32_t ordinal) {
   static std::mutex mutex;
   static std::map<std::pair<std::int32_t, std::int32_t>, const smoe_device*> opened;
@@ -44,8 +44,9 @@ inline const smoe_device* device_handle(std::int32_t ordinal) {
   return handle = device;
 }
 
-/// torch's current stream of a CUDA device. The function is looked up in the libtorch_cuda.so that
-/// torch has loaded: linked, it would keep this library from loading beside a torch without CUDA.
+/// torch's current stream of a CUDA device. torch's function is looked up in the libtorch_cuda.so
+/// that torch has loaded. If this library were linked to libtorch_cuda.so, it could not be loaded
+/// with a torch without CUDA.
 inline void* current_stream(std::int32_t ordinal) {
   using Get = AOTITorchError (*)(std::int32_t, void**);
   static const auto get = [] {
@@ -64,8 +65,8 @@ inline void* current_stream(std::int32_t ordinal) {
   return stream;
 }
 
-/// Makes the device of `like` current until the end of the scope, as kernel launches need it, and
-/// names it to the library, with its stream and the number of threads.
+/// Makes the device of `like` current until the end of the scope, because kernel launches need
+/// this. exec() gives the library the device and its stream; on the CPU the number of threads.
 class DeviceScope {
  public:
   explicit DeviceScope(const torch::stable::Tensor& like) {

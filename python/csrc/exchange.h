@@ -1,6 +1,6 @@
-// Expert parallelism over peer memory as operators. An exchange is known by its number, because an
-// operator takes no objects: exchanges are opened in the same order on all ranks, so that an
-// exchange has one number there.
+// Expert parallelism over peer memory as operators. An operator takes no objects, so an exchange is
+// passed by its number. All ranks open exchanges in the same order, so an exchange has the same
+// number on all ranks.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ struct OpenedExchange {
   std::int32_t ranks = 0;
 };
 
-/// The exchanges of this process. None is ever closed: tensors that a forward has kept, and CUDA
-/// graphs, may need it as long as the process runs.
+/// The exchanges of this process. No exchange is ever closed: a backward after the forward that
+/// used it, and CUDA graphs, may need it as long as the process runs.
 class Exchanges {
  public:
   static Exchanges& of_process() {
@@ -87,7 +87,8 @@ struct PlaceOptions {
 };
 using OpenCall = Joined<ShapeCall, PlaceOptions>;
 
-/// The number of a new exchange. The buffers must stay mapped as long as the process runs.
+/// Opens an exchange and returns its number. The buffers must stay mapped as long as the process
+/// runs.
 inline std::int64_t exchange_open(OpenCall& a) {
   const DeviceScope device(a.like);
   if (a.addresses.is_cuda() || a.addresses.scalar_type() != ScalarType::Long ||
@@ -133,8 +134,8 @@ inline std::tuple<> exchange_reset(StateCall& a) {
   return {};
 }
 
-/// How many rows this rank's experts may get; -1: as many as are routed to them, for which the host
-/// waits.
+/// How many rows this rank's experts may get. -1: exactly the rows that are routed to them; the
+/// host waits for this number.
 #define SONICMOE_EXCHANGE_ROWS(ARGUMENT) ARGUMENT(std::int64_t, rows)
 struct ExchangeRows {
   SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_ROWS)
@@ -153,8 +154,9 @@ struct ExchangeCall {
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
 };
 
-/// Sends routing and rows. Gives the number of rows to compute with: at least one, because a tensor
-/// H without elements would have no address, which means inference.
+/// Sends routing and rows. Returns the row capacity of the rest of the step. It is at least 1,
+/// because an H without elements would have a null address, and the library takes a null H for
+/// inference.
 inline std::int64_t begin_forward(const ExchangeCall& c, std::int64_t rows,
                                   const sonicmoe::ForwardArgs& args, const sonicmoe::Exec& exec) {
   const bool exact = rows == kRoutedRows;
@@ -190,7 +192,7 @@ inline Array exchange_inference(ExchangeInferenceCall& a) {
 
 using ExchangeForwardCall = Joined<Layer, MainGradients, ExchangeNumber, ExchangeRows>;
 
-/// (out, H, metadata). H has as many rows as were computed with.
+/// (out, H, metadata). The number of rows of H is the row capacity of the step.
 inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) {
   const DeviceScope device(a.x);
   const ExchangeCall c(a, a.exchange);
@@ -212,8 +214,8 @@ inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) 
   return {out, h, saved};
 }
 
-/// Computes a backward together with the other ranks, which ask for the same ones of dx and
-/// dweights.
+/// Computes a backward together with the other ranks. All ranks must ask for dx or none, and all
+/// ranks for dweights or none.
 struct RunTogether {
   std::int64_t exchange;
 

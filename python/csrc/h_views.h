@@ -1,4 +1,4 @@
-// An operator that says where gate and up are in H.
+// An operator that returns the positions of gate and up in H.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct HViewsCall {
   SONICMOE_ARGUMENTS(SONICMOE_H_VIEWS)
 };
 
-/// (where up begins, stride of rows, stride of columns) in elements; gate begins at 0.
+/// (first element of up, stride of rows, stride of columns) in elements; gate begins at 0.
 inline std::tuple<std::int64_t, std::int64_t, std::int64_t> h_views(HViewsCall& a) {
   const DeviceScope device(a.h);
   expect_rank(a.h, 2, "h");

@@ -13,7 +13,7 @@
 
 namespace sonicmoe_torch {
 
-// What every operator of the layer takes. _ops.py reads this list from the schemas.
+// The arguments that every operator of the layer takes. _ops.py reads this list from the schemas.
 #define SONICMOE_LAYER(ARGUMENT)                                                \
   ARGUMENT(Array, x)                                                            \
   ARGUMENT(Array, index)       /* ids (T, K), or token (C), or row_begin (E) */ \
@@ -45,7 +45,8 @@ struct Fp8Argument {
   static std::string schema() { return "Tensor? fp8_weights=None"; }
 };
 
-/// The same arguments as positions: bit i of `needs` asks for the gradient of argument i.
+/// The positions of the arguments of SONICMOE_LAYER: bit i of `needs` asks for the gradient of
+/// argument i.
 #define SONICMOE_POSITION(type, name) name,
 enum class At : std::int32_t { SONICMOE_LAYER(SONICMOE_POSITION) };
 
@@ -58,7 +59,7 @@ inline GateLayout gate_layout_of(std::int64_t number) {
   return enumerator("gate_layout", number, GateLayout::kInterleaved);
 }
 
-/// The same call in the library's terms.
+/// The arguments of a call as structs of the library.
 struct Call {
   sonicmoe::Problem problem;
   sonicmoe::Routing routing;
@@ -136,9 +137,9 @@ inline Call call_of(Layer& a) {
   return c;
 }
 
-/// Memory that is kept and of which a backend does not write every byte. It is cleared on the CPU:
-/// a recomputed forward (activation checkpointing) is to give equal bytes. On CUDA clearing would
-/// take one more kernel.
+/// Memory that is kept for backward, for data of which a backend does not write every byte. It is
+/// cleared on the CPU, so that a recomputed forward (activation checkpointing) gives equal bytes.
+/// On CUDA it is not cleared, because this would take one more kernel.
 inline Array new_bytes(const Array& like, std::int64_t bytes) {
   if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
   return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);
@@ -176,7 +177,8 @@ inline Array moe_inference(InferenceCall& a) {
   return out;
 }
 
-/// For autograd alone: the buffers that backward is to add to.
+/// The buffers to which backward adds. Forward ignores them: they are its arguments only so that
+/// autograd can pass them to backward.
 #define SONICMOE_MAIN_GRADIENTS(ARGUMENT) \
   ARGUMENT(MaybeArray, g_gate)            \
   ARGUMENT(MaybeArray, g_up)              \
@@ -186,8 +188,8 @@ struct MainGradients {
 };
 using ForwardCall = Joined<Layer, MainGradients, Fp8Argument>;
 
-/// Bytes of metadata kept for backward: an upper limit that holds for every backend, so that fakes
-/// know the shape, with symbolic T too. _ops.py has the same formula.
+/// Bytes of metadata kept for backward: an upper limit for every backend. So fake implementations
+/// know the shape without asking a backend, also with symbolic T. _ops.py has the same formula.
 inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }
@@ -242,13 +244,13 @@ inline MaybeArray gradient_of(const BackwardCall& a, At argument, const MaybeArr
 
 inline Array or_nothing(const MaybeArray& t, const Array& like) { return t ? *t : nothing(like); }
 
-/// dx is contiguous whatever the strides of x.
+/// dx, which is contiguous for any strides of x.
 inline MaybeArray gradient_of_x(const BackwardCall& a) {
   if (!needs(a, At::x)) return std::nullopt;
   return empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
 }
 
-/// All of a backward but its scratch.
+/// All arguments of a backward except its scratch.
 inline sonicmoe::BackwardArgs backward_args(BackwardCall& a, const Call& c,
                                             const sonicmoe::Weights& grads, const MaybeArray& dx,
                                             const MaybeArray& dweights, sonicmoe::GradMode mode) {
@@ -267,7 +269,8 @@ inline sonicmoe::BackwardArgs backward_args(BackwardCall& a, const Call& c,
   return args;
 }
 
-/// Computes a backward by the layer of one process. exchange.h has the same for several.
+/// Computes a backward with the layer of one process; RunTogether of exchange.h computes it over
+/// several ranks.
 struct RunAlone {
   const MaybeArray& fp8_weights;
 
@@ -310,7 +313,7 @@ inline LayerGradients moe_backward(AloneBackwardCall& a) {
   return written_gradients(a, RunAlone{a.fp8_weights});
 }
 
-/// MainGradients as arguments that are written.
+/// MainGradients as arguments that the operator writes.
 struct Accumulated {
   MaybeArray g_gate;
   Array g_up;
@@ -323,8 +326,8 @@ using AccumulateCall = Joined<BackwardCall, Accumulated>;
 /// The gradients that are not added to g_*: of x, weights and biases.
 using FreshGradients = std::tuple<Array, Array, Array, Array>;
 
-/// Adds to g_* the gradients of the weights that `needs` names. Bias gradients are fresh, in the
-/// dtype of g_*.
+/// Adds the gradients of those weights that `needs` names to g_*. Bias gradients are new tensors in
+/// the dtype of g_*.
 template <class Run>
 FreshGradients accumulated_gradients(AccumulateCall& a, const Run& run) {
   const MaybeArray dx = gradient_of_x(a);

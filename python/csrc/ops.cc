@@ -1,8 +1,9 @@
-// The operators of the PyTorch package, against libtorch's stable ABI. No arithmetic here: tensors
-// become views, scratch comes from torch's allocator, and the public C++ API does the rest.
+// The operators of the PyTorch package, against libtorch's stable ABI. They compute nothing
+// themselves: they convert tensors to views, take scratch from torch's allocator, and call the
+// public C++ API.
 //
-// One file serves every torch from 2.10 on and every Python: it uses no header of CPython and no
-// C++ type of libtorch. docs/pytorch.md says what each operator means.
+// One compiled library works with every torch from 2.10 on and every Python, because it uses no
+// header of CPython and no C++ type of libtorch. docs/pytorch.md describes the operators.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 
 #include <cstdint>
@@ -35,7 +36,7 @@ struct DeviceCall {
   SONICMOE_ARGUMENTS(SONICMOE_DEVICE)
 };
 
-/// Why a CUDA device cannot be used, or nothing.
+/// The reason why a CUDA device cannot be used, or an empty string.
 std::string cuda_problem(DeviceCall& a) {
   try {
     device_handle(static_cast<std::int32_t>(a.ordinal));
@@ -45,7 +46,7 @@ std::string cuda_problem(DeviceCall& a) {
   }
 }
 
-/// The engines of the library, with a space between.
+/// The names of the library's engines, separated by spaces.
 std::string engine_names(NoArguments&) {
   std::string names;
   for (std::int32_t i = 0; smoe_engine_name(i) != nullptr; ++i) {
@@ -64,7 +65,7 @@ struct EngineCall {
   SONICMOE_ARGUMENTS(SONICMOE_ENGINE)
 };
 
-/// Later calls on CUDA use this engine; -1: the library's choice. Returns the index before.
+/// Makes later calls on CUDA use this engine; -1: the library's choice. Returns the previous index.
 std::int64_t use_engine(EngineCall& a) {
   if (a.index != -1 && (a.index < 0 || a.index > INT32_MAX ||
                         smoe_engine_name(static_cast<std::int32_t>(a.index)) == nullptr)) {
@@ -159,6 +160,7 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CompositeExplicitAutograd, m) {
   m.impl("use_engine", &box<&use_engine>);
 }
 
-// One function serves both: the backend is that of the tensors (device_scope.h).
+// The same functions serve CPU and CUDA: the tensors' device determines the backend
+// (device_scope.h).
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CPU, m) { sonicmoe_torch::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CUDA, m) { sonicmoe_torch::implement(m); }

@@ -14,7 +14,7 @@
 
 namespace sonicmoe_torch {
 
-// What every operator of a router takes, expert choice excepted.
+// The arguments that every routing operator takes, except expert choice.
 #define SONICMOE_ROUTE(ARGUMENT)                \
   ARGUMENT(Array, logits)                       \
   ARGUMENT(MaybeArray, bias)                    \
@@ -48,7 +48,7 @@ inline Array like_logits(const Array& logits) {
 
 inline std::tuple<Array, Array> route(RouteCall& a) {
   const sonicmoe::RouteOptions options = options_of(a);
-  // The library refuses a bad k below: do not allocate by it.
+  // The library refuses a bad k below. Until then nothing is allocated with a bad k.
   const std::int64_t slots = a.k > 0 && a.k <= a.logits.size(1) ? a.k : 1;
   Array ids = empty(a.logits, {a.logits.size(0), slots}, ScalarType::Long);
   Array weights = empty(a.logits, {a.logits.size(0), slots}, score_dtype(a.logits));
@@ -73,7 +73,7 @@ inline Array route_backward(RouteBackwardCall& a) {
   return dlogits;
 }
 
-/// The weight is first: torch's derivatives are of the first result (_ops.py).
+/// The weight comes first, because _ops.py differentiates only the first result of an operator.
 #define SONICMOE_PAIRS(ARGUMENT) \
   ARGUMENT(Array, weight)        \
   ARGUMENT(Array, token)         \

@@ -49,7 +49,8 @@ inline void expect_rank(const Array& t, std::int64_t rank, const char* name) {
                               " dimensions, must have " + std::to_string(rank));
 }
 
-/// Refuses a weight that torch.expand made: the gradients of its copies would be one memory.
+/// Refuses a weight that torch.expand made: its experts would share memory, and so would their
+/// gradients.
 inline void expect_own_memory(const Array& t, const char* name) {
   for (std::int64_t i = 0; i < t.dim(); ++i) {
     if (t.stride(i) != 0 || t.size(i) < 2) continue;
@@ -59,8 +60,8 @@ inline void expect_own_memory(const Array& t, const char* name) {
   }
 }
 
-/// A view of all of `t`. torch gives a tensor without elements a null address, which the library
-/// takes for "not given": such a view gets the address of a static buffer, which is never read.
+/// A view of all of `t`. The address of a tensor without elements is null, which the library takes
+/// for "not given". So its view gets the address of a static buffer, which is never read.
 inline sonicmoe::Tensor view(const Array& t, const char* name) {
   alignas(256) static char unread[256];
   sonicmoe::Tensor v;
@@ -148,7 +149,7 @@ inline Array empty(const Array& like, std::initializer_list<std::int64_t> shape,
   return empty(device_of(like), shape, dtype);
 }
 
-/// torch's empty_like, without the dispatcher where `t` is contiguous.
+/// torch's empty_like; if `t` is contiguous, without torch's dispatcher.
 inline Array empty_beside(const Array& t) {
   const std::int64_t rank = t.dim();
   if (!t.is_contiguous() || rank < 1 || rank > 3) return torch::stable::empty_like(t);
@@ -158,8 +159,8 @@ inline Array empty_beside(const Array& t) {
   return empty(t, {t.size(0), t.size(1), t.size(2)}, dtype);
 }
 
-/// t (T, d), copied where its strides are not those that kernels read: elements of a row side by
-/// side, rows that do not overlap, and on CUDA rows that begin at multiples of 16 bytes.
+/// t (T, d), or a contiguous copy of t if kernels cannot read its strides. Kernels need rows that
+/// are contiguous and do not overlap, and on CUDA rows that begin at multiples of 16 bytes.
 inline Array readable_rows(const Array& t) {
   if (t.dim() != 2) return t;
   const std::int64_t step = t.stride(0);
@@ -170,7 +171,8 @@ inline Array readable_rows(const Array& t) {
   return copy;
 }
 
-/// Stands for a gradient that is not wanted. In host memory, where allocating is faster.
+/// An empty tensor in place of a gradient that is not wanted. It is in host memory, where
+/// allocation is faster.
 inline Array nothing(const Array& like) { return empty(DeviceId{}, {0}, like.scalar_type()); }
 
 inline ScalarType score_dtype(const Array& t) {
