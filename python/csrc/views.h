@@ -49,8 +49,8 @@ inline void expect_rank(const Array& t, std::int64_t rank, const char* name) {
                               " dimensions, must have " + std::to_string(rank));
 }
 
-/// Refuses a weight that torch.expand made: its experts would share memory, and so would their
-/// gradients.
+/// Refuses a weight that torch.expand made: its elements share memory, and so would the elements of
+/// its gradient.
 inline void expect_own_memory(const Array& t, const char* name) {
   for (std::int64_t i = 0; i < t.dim(); ++i) {
     if (t.stride(i) != 0 || t.size(i) < 2) continue;

@@ -21,7 +21,7 @@ INDICES = (torch.int32, torch.int64)
 
 
 class Facts(NamedTuple):
-    """The properties of a tensor that the checks below look at."""
+    """The properties of a tensor that the checks below use."""
 
     dtype: torch.dtype
     device: torch.device
@@ -35,7 +35,7 @@ def tensor(name: str, value) -> None:
 
 
 def is_distributed(value) -> bool:
-    """Whether it is a DTensor, without importing torch.distributed."""
+    """Whether `value` is a DTensor; does not import torch.distributed."""
     return type(value).__name__ == "DTensor"
 
 
@@ -53,8 +53,8 @@ def given(name: str, value) -> None:
 
 
 def keys(names: tuple, values: tuple) -> tuple:
-    """The Facts of every tensor as plain tuples, because these are much faster to make; None for
-    None."""
+    """The Facts of every tensor as plain tuples, which are much faster to make than Facts; None
+    for None."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -116,7 +116,8 @@ def on_device(name: str, value: Facts | Tensor, x: Facts | Tensor) -> None:
 
 
 def supported(device: torch.device) -> None:
-    # Not while a graph is traced: a device without kernels is refused when the graph runs.
+    # While a graph is traced nothing is refused: the graph refuses a device without kernels when it
+    # runs.
     if torch.compiler.is_compiling() and _library.PROBLEM is None:
         return
     reason = _library.unsupported_reason(device)

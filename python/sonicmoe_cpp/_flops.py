@@ -1,8 +1,9 @@
 """Flops of the operators, for torch.utils.flop_counter.FlopCounterMode.
 
-Two for each multiplication with its addition, in matrix products alone. The number of routed rows
-is on the device, so all C rows that a call can have are counted (T*K for top-k ids; token rounding
-fills fewer). Activations that backward computes again are not products.
+Only matrix products are counted, with two flops for each multiplication and its addition. The
+number of routed rows is on the device, so all C rows that a call can have are counted (T*K for
+top-k ids; token rounding fills fewer than C rows). Backward computes activations again, which are
+no products and are not counted.
 """
 
 import importlib.util
@@ -97,7 +98,7 @@ class _Importer:
 
 
 def register() -> None:
-    """Tells FlopCounterMode of the operators, now or when somebody imports it."""
+    """Registers the formulas with FlopCounterMode: now, or when its module is imported."""
     if COUNTER in sys.modules:
         _register()
     else:

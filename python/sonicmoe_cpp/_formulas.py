@@ -1,7 +1,7 @@
-"""The activations in plain PyTorch: what their names mean, with derivatives.
+"""The formulas of the activations in plain PyTorch, with derivatives.
 
-The kernels have formulas of their own. These serve what lies around them: recognising the
-activation of a foreign module, and the low-rank path, whose products are separate.
+The kernels have formulas of their own. The formulas here have two uses: to recognise the activation
+of a foreign module, and to compute activations on the low-rank path, which calls separate products.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The parameters of the activations that have some, with their defaults.
+# The activations that have parameters, and the defaults of their parameters.
 PARAMETERS = {"swiglu_oai": {"alpha": 1.702, "limit": 7.0}, "swiglu_clamped": {"limit": 10.0}}
 
 
@@ -25,7 +25,8 @@ def _relu2(u: Tensor) -> Tensor:
 
 
 UNARY = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu, "relu2": _relu2}
-# act(gate) * up, of clamped values where there is a limit; swiglu_oai is not of this form.
+# The activations of the form f(gate) * up, and their f. If there is a limit, gate and up are
+# clamped first. swiglu_oai does not have this form.
 GATE_OF = {
     "swiglu": "silu",
     "geglu": "gelu",
@@ -36,7 +37,7 @@ GATE_OF = {
 
 
 def _with_defaults(name: str, alpha: float | None, limit: float | None):
-    """(alpha, limit), None for one that the activation does not have."""
+    """(alpha, limit); None for a parameter that the activation does not have."""
     default = PARAMETERS.get(name, {})
     return alpha or default.get("alpha"), limit or default.get("limit")
 
@@ -84,7 +85,8 @@ SLOPE = {
 def gated_slopes(
     name: str, gate: Tensor, up: Tensor, alpha: float | None = None, limit: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(d act / d gate, d act / d up). Clamps pass the gradient at equality, as in torch."""
+    """(d act / d gate, d act / d up). At the limit itself a clamp passes its gradient, as in
+    torch."""
     alpha, limit = _with_defaults(name, alpha, limit)
     if limit is None:
         unary = GATE_OF[name]

@@ -1,4 +1,4 @@
-"""Finds and loads the library of operators, or says why it cannot."""
+"""Finds and loads the library of operators. PROBLEM is the reason if it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ VARIABLE = "SONICMOE_CPP_LIBRARY"
 
 
 def path() -> Path:
-    """The library in this package, or the one that the environment variable names."""
+    """The path of the library: in this package, or as the environment variable VARIABLE says."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else Path(__file__).parent / "libsonicmoe_torch.so"
 
 
 def _load() -> str | None:
-    """Loads the operators. Returns None, or the reason why it cannot as one sentence."""
+    """Loads the operators. Returns None, or one sentence: the reason why they cannot be loaded."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -40,7 +40,8 @@ PROBLEM = _load()
 
 @functools.cache
 def _cuda_problem(ordinal: int) -> str | None:
-    """Asks torch for the device and the library for its kernels; touches no CUDA context."""
+    """The reason why a CUDA device cannot be used, or None. Asks torch for the device and the
+    library for its kernels; touches no CUDA context."""
     device = f"device is cuda:{ordinal}"
     if not torch.backends.cuda.is_built():
         return f"{device}, but torch {torch.__version__} is built without CUDA"
@@ -68,8 +69,8 @@ _choices = 0
 
 
 def choices() -> int:
-    """How often use_engine() has been called. Caches of what depends on the engine have it in
-    their keys."""
+    """How often use_engine() has been called. Caches of values that depend on the engine have this
+    number in their keys."""
     return _choices
 
 

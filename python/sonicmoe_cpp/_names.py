@@ -1,6 +1,6 @@
-"""The names that users write, with the numbers that operators take: those of sonicmoe/c_api.h.
+"""The names that users write, with the numbers of sonicmoe/c_api.h, which operators take.
 
-Operators take no strings: torch's header for them never frees one.
+Operators take no strings, because torch's C++ header never frees a string argument.
 """
 
 FORM = {"ids": 0, "pairs": 1, "grouped": 2}

@@ -64,7 +64,7 @@ def fp8_weights_bytes(experts, gates, width, hidden):
 
 
 def kept_h_bytes(rows, depth):
-    """Bytes of H as it is kept in fp8: codes and scales (core/fp8_layout.h)."""
+    """Bytes of an H that is kept in fp8: codes and scales (core/fp8_layout.h)."""
     return _aligned(rows * depth) + _aligned(depth // 128 * ((rows + 3) // 4 * 4) * 4)
 
 
@@ -126,8 +126,9 @@ def _needs(wanted: tuple) -> int:
 def gradients(
     dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple, by: str = "moe", place=()
 ) -> list:
-    """The gradients of DIFFERENTIABLE, None where they are not wanted, by the operators
-    {by}_backward and {by}_backward_accumulate, which take `place` last."""
+    """The gradients of DIFFERENTIABLE, None for a gradient that is not wanted. Calls the operator
+    {by}_backward, or {by}_backward_accumulate if there are main gradients; `place` are their last
+    arguments."""
     needs = _needs(wanted)
     arguments = (dout, *layer, h, saved, needs)
     if main_gradients[1] is None:
@@ -269,7 +270,7 @@ def _fake_grouped_gemm_k(a):
 
 
 def _begin(ctx, inputs) -> None:
-    # Without this, autograd makes a zero gradient for every unused output, one as large as H.
+    # Otherwise autograd makes a zero gradient for every unused output, also for H.
     ctx.set_materialize_grads(False)
     ctx.inputs = len(inputs)
 
@@ -340,7 +341,8 @@ DERIVATIVES = {
 
 
 def by_name(name: str, function):
-    """`function` of one object that has the operator's arguments as attributes."""
+    """Makes a function that takes the operator's arguments and calls `function` with one object,
+    which has the arguments as attributes."""
     names = [argument.name for argument in _arguments(name)]
 
     def run(*arguments, **keywords):
@@ -351,7 +353,7 @@ def by_name(name: str, function):
 
 
 def register() -> None:
-    """Tells torch about fakes and derivatives, once the library has been loaded."""
+    """Registers the fake implementations and derivatives with torch; needs the loaded library."""
     for name, fake in FAKES.items():
         torch.library.register_fake(f"sonicmoe_cpp::{name}", by_name(name, fake))
     for name, (setup, backward) in DERIVATIVES.items():
@@ -363,8 +365,8 @@ def register() -> None:
 
 @functools.cache
 def _kernel(name: str):
-    """The operator without the steps that record derivatives. What it does not support raises
-    NotImplementedError."""
+    """The operator without the steps that record derivatives. A call that the library does not
+    support raises NotImplementedError."""
     operator = getattr(ops, name).default
 
     def run(*arguments):
@@ -383,8 +385,8 @@ def _kernel(name: str):
 
 
 def function(name: str, forward, backward):
-    """The call of an autograd.Function. register_autograd makes one too, which costs the host
-    several times as much: only graphs use that."""
+    """The call of an autograd.Function with this forward and backward. The Function that
+    register_autograd makes costs the host several times as much, so only graphs use it."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), parts)
     # Skips the Python part of Function.apply, which only functorch's transforms need.
@@ -445,8 +447,8 @@ def _recorded_layer():
 
 @functools.cache
 def _recorded_route():
-    """As _recorded("route") without a bias: a function of the logits and of one tuple with the
-    rest of the arguments."""
+    """Like _recorded("route") for calls without a bias: a function of the logits and of one tuple
+    with the rest of the arguments."""
     kernel = _kernel("route")
 
     def forward(ctx, logits, rule):
@@ -493,7 +495,7 @@ def run(name: str, *arguments):
 
 
 def call(name: str, *arguments):
-    """Calls an operator, with its derivative where one is wanted."""
+    """Calls an operator. Records its derivative if autograd needs it."""
     if torch.compiler.is_compiling():
         return getattr(ops, name)(*arguments)
     return (_recorded if records(*arguments) else _kernel)(name)(*arguments)
@@ -509,8 +511,8 @@ def route(logits: Tensor, bias: Tensor | None, *rule) -> tuple[Tensor, Tensor]:
 def layer(
     tensors: tuple, options: tuple, main_gradients: tuple, fp8_weights: Tensor | None = None
 ) -> Tensor:
-    """The output of the layer; what its backward needs is kept where one is wanted. `tensors` are
-    LAYER_TENSORS, `options` OPTIONS."""
+    """The output of the layer. If autograd records the call, it keeps the tensors that backward
+    needs. `tensors` are LAYER_TENSORS, `options` OPTIONS."""
     if not records(*tensors):
         return run("moe_inference", *tensors, *options, fp8_weights)
     if torch.compiler.is_compiling():

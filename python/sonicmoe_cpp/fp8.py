@@ -163,8 +163,8 @@ def quantize_weights(
 
 
 class _Steps:
-    """Counts the steps of all optimizers. Some write to `parameter.data`, which does not change the
-    version counter of the parameter, so the cache cannot rely on versions alone."""
+    """Counts the steps of all optimizers. Some optimizers write to `parameter.data`, which does not
+    change the version counter of the parameter, so the cache cannot rely on versions alone."""
 
     count = 0
 
@@ -190,15 +190,16 @@ class Fp8Cache:
         self._quantised: Fp8Weights | None = None
 
     def _state_of(self, parameters: tuple) -> tuple:
-        """A key that changes whenever the values of the parameters change. It has the CUDA stream
-        too, because another stream would not wait until the quantised copy is written."""
+        """A key that changes whenever the values of the parameters change. The CUDA stream is a
+        part of the key, because another stream would not wait until the quantised weights are
+        written."""
         device = parameters[0].device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         parts = parameters
         if self.sharded is not None:
             whole = [p.sharded_param for p in self.sharded]
             parts = (*whole, *(t._local_tensor for t in whole))
-            # A DTensor has the version counter, its local tensor has the memory.
+            # A DTensor has the version counter; only its local tensor has an address.
             addresses = (0, 0, *(t.data_ptr() for t in parts[2:]))
         else:
             addresses = [t.data_ptr() for t in parts]
@@ -263,7 +264,7 @@ def share_fp8_weights(model: nn.Module) -> None:
     Call it after fully_shard.
 
     Without this call, weights are quantised in each forward and each backward. With it, every rank
-    holds the quantised weights of whole layers, 2 (G+1) E n d bytes a layer, also while the
+    holds the quantised weights of whole layers, 2 (G+1) E n d bytes a layer, also after the
     gathered bf16 weights are freed.
     """
     from torch.distributed.fsdp import FSDPModule

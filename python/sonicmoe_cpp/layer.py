@@ -28,7 +28,7 @@ class Activation(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The properties of a call that depend only on dtypes, shapes and options."""
+    """The parts of a call that depend only on dtypes, devices, shapes and options."""
 
     options: tuple  # the values of _ops.OPTIONS
     scores: torch.dtype  # routing weights are cast to it
@@ -63,7 +63,7 @@ def _pair(name: str, value) -> tuple[Tensor | None, Tensor]:
 
 
 def _up_shape(rows, gated: bool, separate: bool, hidden) -> tuple[str, tuple]:
-    """The shape of w_up without its experts, in letters and in numbers."""
+    """The shape of w_up in letters, and in numbers without the dimension of the experts."""
     if separate:
         return "(E, n, d)", (rows, hidden)
     return ("(E, 2*n, d)", (2 * rows, hidden)) if gated else ("(E, n, d)", (rows, hidden))
@@ -96,7 +96,7 @@ def _check_weights(hidden, weights: list, gated: bool, x: Facts) -> None:
 
 
 def _check_routing(name: str, value, x, expected: tuple, meaning: str, dtypes) -> None:
-    """value and x are Facts or tensors; dtypes FLOATS for weights, INDICES for the others."""
+    """`value` and `x` are Facts or tensors; `dtypes` is FLOATS for weights, else INDICES."""
     _checks.given(name, value)
     _checks.dtype(name, value, dtypes)
     _checks.shape(name, value, meaning, expected)
@@ -116,12 +116,13 @@ def _check_pairs(x: Facts, token: Facts, expert: Facts, weight: Facts) -> None:
 
 
 def _check_grouped(rows: Facts, begin: Facts, count: Facts, row_weights: Facts | None) -> None:
-    if row_weights is not None:  # moe_grouped has checked the others
+    if row_weights is not None:  # moe_grouped has checked begin and count
         _check_routing("row_weights", row_weights, rows, (rows.shape[0],), "(R,)", FLOATS)
 
 
 class _Form(NamedTuple):
-    """A form of input: its tensors' names, the order that of the operators, and their check."""
+    """A form of input: the names of its tensors in the order of the operators' arguments, and the
+    check of its routing."""
 
     names: tuple
     check: Callable
@@ -182,7 +183,7 @@ def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast casts to, None where it is not enabled for the device of x."""
+    """The dtype that autocast casts to; None if autocast is not enabled for the device of x."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -190,7 +191,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _autocast(x: Tensor, experts: tuple) -> tuple[Tensor, tuple]:
-    """Under autocast, x, weights and biases go to its dtype (fp64 stays, as in torch's own ops)."""
+    """Under autocast, casts x, weights and biases to its dtype. fp64 is not cast, as in torch's own
+    operators."""
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, experts
@@ -212,9 +214,9 @@ def arguments(
     request: Request = NOTHING,
 ) -> tuple:
     """The arguments of _ops.layer(), checked, without quantised weights. routing is (index, second,
-    weights), experts (w_up, w_down, b_up, b_down), style (activation, gate_layout). This runs in
-    every call: what depends on dtypes, devices and shapes alone is in _plan, whose results are
-    cached."""
+    weights), experts (w_up, w_down, b_up, b_down), style (activation, gate_layout). This function
+    runs in every call, so the work that depends only on dtypes, devices and shapes is in _plan(),
+    whose results are cached."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
     w_up, w_down, b_up, b_down = experts
@@ -233,7 +235,7 @@ def arguments(
 
 
 def _run(*form_and_tensors, request: Request) -> Tensor:
-    """The layer in the form and over the tensors of arguments()."""
+    """Runs the layer on the arguments of arguments()."""
     tensors, options, main_gradients = arguments(*form_and_tensors, request)
     if request is NOTHING:
         return _ops.layer(tensors, options, main_gradients)
@@ -368,9 +370,11 @@ def h_views(
     """Views (C, n) of gate and up before the activation, with biases added. `h` is the H (C, G*n)
     that a forward with these weights kept. Without a gate the result is (None, up).
 
-    Rows are in the order of the experts. Within an expert they are in the order (token, slot), for
-    lists of pairs (token, position in the list), for grouped rows as in the input. On CUDA grouped
-    rows stay in their places. Rows after the last routed one, or of no group, are not written.
+    Rows are in the order of the experts. Within an expert, rows of top-k ids are in the order
+    (token, slot), rows of a list of pairs in the order (token, position in the list), and grouped
+    rows in the order of the input. For grouped rows, row p of H belongs to row p of the input on
+    CUDA, while on the CPU the rows of H have no gaps. Rows after the last routed row, and rows of
+    no group, are not written.
     """
     w_gate, w_up = _pair("w_up", w_up)
     for name, value in (("h", h), ("w_up", w_up)):

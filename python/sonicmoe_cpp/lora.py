@@ -65,12 +65,13 @@ def _group(ids: Tensor, experts: int) -> _Rows:
 
 
 def _product(a: Tensor, weight: Tensor, rows: _Rows, gather: Tensor | None = None) -> Tensor:
-    """(C, out): row times its expert's weight (E, out, in), rows of `a` through `gather`."""
+    """(C, out): each row times the weight (E, out, in) of its expert. With `gather`, row p is
+    a[gather[p]]."""
     return _ops.run("grouped_gemm", a, weight, rows.offsets, gather)
 
 
 def _outer(a: Tensor, b: Tensor, rows: _Rows, gather: Tensor | None = None) -> Tensor:
-    """(E, columns of a, columns of b): the sum over every expert's rows of a^T b."""
+    """(E, columns of a, columns of b): for each expert a^T b over its rows."""
     return _ops.run("grouped_gemm_k", a, b, rows.offsets, gather)
 
 
@@ -94,7 +95,8 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _blocks(rows, columns: int):
-    """Slices of at most BLOCK elements; all at once in a graph, where the compiler fuses."""
+    """Slices of rows with at most BLOCK elements. In a graph one slice of all rows, because the
+    compiler fuses the operations."""
     step = rows if torch.compiler.is_compiling() else max(1, BLOCK // columns)
     return [slice(0, rows)] if step >= rows else [slice(i, i + step) for i in range(0, rows, step)]
 
@@ -108,7 +110,7 @@ def _act(h: Tensor, form: _Form) -> Tensor:
 
 
 def _act_backward(h: Tensor, da: Tensor, form: _Form) -> Tensor:
-    """dH of dA, which is wide."""
+    """dH from `da`, which is in fp32 or fp64."""
     name, *parameters = form.activation
     if name not in _ops.GATED:
         return (_formulas.SLOPE[name](_wide(h)) * da).to(h.dtype)
@@ -124,7 +126,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _combine(y: Tensor, rows: _Rows, weights: Tensor | None) -> Tensor:
-    """(T, columns): the sum over a token's slots, in slot order; deterministic."""
+    """(T, columns): the sum over a token's slots in the order of the slots, so it is
+    deterministic."""
     tokens, k = rows.valid.shape
     out = _wide(y.new_zeros((tokens, y.shape[1])))
     for slot in range(k):
@@ -136,7 +139,7 @@ def _combine(y: Tensor, rows: _Rows, weights: Tensor | None) -> Tensor:
 
 
 def _rank(a: Tensor, factor: Tensor | None, scale: float, rows: _Rows, gather=None):
-    """scale times the first half of a low-rank product (C, r), None without factors."""
+    """`scale` times the first half of a low-rank product (C, r); None without factors."""
     return None if factor is None else _product(a, factor, rows, gather) * scale
 
 
@@ -175,7 +178,7 @@ def _transposed(t: Tensor) -> Tensor:
 
 
 def _score_gradient(dout: Tensor, ids: Tensor, ds: Tensor, rows: _Rows, b_down) -> Tensor:
-    """(T, K): <dA, A>, and with a bias <dO, b2> of the slot's expert; 0 in empty slots."""
+    """(T, K): <dA, A>, plus <dO, b2> of the slot's expert if there is a bias; 0 in empty slots."""
     by_slot = ds[rows.position]
     if b_down is not None:
         by_expert = _wide(dout) @ _wide(b_down).t()
@@ -278,7 +281,8 @@ def _check_shapes(x: Tensor, t: _Tensors, gated: bool) -> None:
 
 
 def _padded(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The factors at a rank of a multiple of 8, which CUDA's products need: zeros add nothing."""
+    """The factors padded with zeros to a rank that is a multiple of 8, which the products on CUDA
+    need. The zeros do not change the result."""
     if a is None or a.shape[1] % 8 == 0:
         return a, b
     more = -a.shape[1] % 8
@@ -307,7 +311,7 @@ def lora_moe(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
 ) -> Tensor:
-    """moe() with W + scale * B A for each projection that has factors. W and biases are frozen.
+    """As moe(), with W + scale * B A for each projection that has factors. W and biases are frozen.
 
     Differentiable in x, topk_weights and the factors: up.a (E, r, d), up.b (E, G*n, r), down.a
     (E, r, n), down.b (E, d, r), in any float dtype. gate_layout gives the order of the rows of

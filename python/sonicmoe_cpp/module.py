@@ -42,7 +42,7 @@ class MoEAux(NamedTuple):
     logits: Tensor  # (T, E)
 
 
-# torch.export.save writes the names of such types.
+# torch.export.save writes these names in place of the types.
 _pytree._register_namedtuple(MoEAux, serialized_type_name="sonicmoe_cpp.MoEAux")
 _pytree._register_namedtuple(Pairs, serialized_type_name="sonicmoe_cpp.Pairs")
 
@@ -58,14 +58,15 @@ def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
 
 def _one_or_nan(logits: Tensor) -> Tensor:
     """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) for a bias (E,). The
-    outputs are multiplied by it: routing treats a NaN as -inf, which would hide it."""
+    outputs are multiplied by this factor, because routing treats a NaN as -inf and would hide it.
+    """
     return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
 
 
 class Router(nn.Linear):
     """A Linear without bias. If compute_dtype is given, it computes in this dtype, also under
-    autocast and if its weight has another dtype (after module.bfloat16(), or as FSDP2 gathers
-    it)."""
+    autocast, and also if its weight has another dtype (after module.bfloat16(), or because FSDP2
+    gathers it in another dtype)."""
 
     def __init__(self, hidden_size: int, num_experts: int, compute_dtype=None, **where):
         super().__init__(hidden_size, num_experts, bias=False, **where)
@@ -197,7 +198,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def _held_experts(self) -> int:
-        """How many experts' weights this module holds."""
+        """The number of experts whose weights this module holds."""
         return self.num_experts
 
     def _make_parameters(self, bias, router_dtype, shared_experts: int, where: dict) -> None:
@@ -243,14 +244,14 @@ class MoE(nn.Module):
             token_round(logits, self.top_k, **rule, **self.route_options)
 
     def _apply(self, fn, recurse=True):
-        """As nn.Module, but selection_bias stays fp32: bf16 would round its steps to nothing."""
+        """As nn.Module, but selection_bias stays fp32: in bf16, rounding would lose its updates."""
         super()._apply(fn, recurse)
         if self.selection_bias is not None:
             self.selection_bias = self.selection_bias.float()
         return self
 
     def reset_parameters(self) -> None:
-        """Weights ~ N(0, 1/fan_in), router too; biases zero."""
+        """Weights ~ N(0, 1/fan_in), also the router's; biases 0."""
         for weight in (self.router.weight, self.w_up, self.w_down, *self._shared()):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         for bias in (self.b_up, self.b_down, self.selection_bias):
@@ -309,7 +310,7 @@ class MoE(nn.Module):
         return text
 
     def _weights(self) -> tuple:
-        """(w_up, w_down) as the functions take them; refused as DTensors."""
+        """(w_up, w_down) as moe() takes them; refuses DTensors."""
         for name in ("w_up", "w_down"):
             _checks.not_distributed(name, getattr(self, name))
         return self.w_up, self.w_down
@@ -320,7 +321,8 @@ class MoE(nn.Module):
             cache.forget()
 
     def _precision(self, name: str, weights: tuple) -> dict:
-        """The options of the functions for the weights `name` ("experts" or "shared")."""
+        """The options precision, keep_h and fp8_weights of moe() for the weights `name` ("experts"
+        or "shared")."""
         if self.precision is None:
             return {}
         options = {"precision": self.precision, "keep_h": self.keep_h}
@@ -374,10 +376,11 @@ class MoE(nn.Module):
             _checks.on_device("padding_mask", padding_mask, x)
 
     def _without(self, padding: Tensor | None, pairs: Pairs) -> Pairs:
-        """Empties the pairs of padding tokens, which an expert takes if it has too few others."""
+        """Makes the pairs of padding tokens empty. An expert with too few other tokens gets such
+        pairs."""
         if padding is None:
             return pairs
-        # A pair without a token, -1, takes the last element.
+        # The index -1 of a pair without a token selects the appended last element.
         fills = F.pad(padding.flatten(), (0, 1), value=True)[pairs.token.long()]
         return pairs._replace(expert=pairs.expert.masked_fill(fills, self.num_experts))
 
@@ -389,14 +392,14 @@ class MoE(nn.Module):
         return token_round(logits, self.top_k, **rule, **options)
 
     def _capacity(self, tokens) -> int:
-        """How many tokens every expert takes by expert choice."""
+        """The number of tokens that every expert takes in expert choice."""
         return max(1, -(-tokens * self.top_k // self.num_experts))
 
     def _chosen(self, logits: Tensor) -> Pairs:
         return expert_choice(logits, self._capacity(logits.shape[0]))
 
     def _losses(self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None) -> tuple:
-        """What router_losses gives."""
+        """(load_balancing, z, tokens_per_expert), as router_losses() returns them."""
         return router_losses(logits, ids, padding=padding, **options)
 
     def _losses_of_choice(self, logits: Tensor, pairs: Pairs, padding: Tensor | None) -> tuple:
@@ -405,7 +408,7 @@ class MoE(nn.Module):
         return *plain_losses(logits, shares, "softmax_before_topk", padding), counts
 
     def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict) -> tuple:
-        """(out, ids) of top-k and token rounding; factor as of _one_or_nan."""
+        """(out, ids) of top-k and token rounding; `factor` is a result of _one_or_nan()."""
         ids, weights = route(logits, self.top_k, **options)
         pairs = self._rounded(logits, options)
         if pairs is not None:
@@ -421,7 +424,7 @@ class MoE(nn.Module):
         return lora_moe(rows, chosen, weights, *self._weights(), **experts), ids
 
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
-        """(out, what router_losses gives)."""
+        """(out, losses), with the losses as router_losses() returns them."""
         pairs = self._without(padding, self._chosen(logits))
         out = self._moe_pairs(rows, pairs, experts)
         return out, self._losses_of_choice(logits, pairs, padding)

@@ -29,13 +29,13 @@ class Pairs(NamedTuple):
     offsets: Tensor  # (E+1,) int64
 
     def trimmed(self) -> Pairs:
-        """A copy without the unused rows. Only this routing function waits for the device."""
+        """The pairs without the unused rows. No other routing function waits for the device."""
         used = int(self.offsets[-1])
         return Pairs(self.token[:used], self.expert[:used], self.weight[:used], self.offsets)
 
 
 def _pairs(weight, token, expert, offsets) -> Pairs:
-    """Pairs of an operator's results, which come with the weight first."""
+    """Pairs of an operator's results, of which the weight is the first."""
     return Pairs(token, expert, weight, offsets)
 
 
@@ -47,7 +47,8 @@ def _check_logits(logits: Facts | Tensor) -> None:
 
 @_checks.remembered
 def _rule(logits: tuple, k, score, renormalize, scale, n_group, topk_group) -> tuple:
-    """k and what follows it among the arguments of a routing operator, checked; logits is a key."""
+    """Checks k and the arguments after k of a routing operator, and returns them as the operator
+    takes them. `logits` is a plain tuple of Facts, as in _checks.keys()."""
     logits = Facts(*logits)
     _check_logits(logits)
     _checks.integer("k", k)
@@ -91,9 +92,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The k best experts of every token: ids (T, k) int64 and weights (T, k) fp32, best first.
 
-    The weights are differentiable in logits (T, E). Of equal experts the lower one is chosen. If
-    only -inf or NaN remain, a slot has id -1 and weight 0. `bias` (E,) fp32 changes only the
-    selection; it needs score="sigmoid".
+    The weights are differentiable in logits (T, E). Of experts that rank equally, the lower id is
+    chosen. If only -inf or NaN remain, a slot has id -1 and weight 0. `bias` (E,) fp32 changes only
+    the selection; it needs score="sigmoid".
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     weights, ids = _ops.route(*options)
@@ -141,7 +142,7 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
-    """(E,) how often each expert is in `ids`, an int64 tensor; -1 and E are not counted."""
+    """(E,): how often each expert occurs in `ids`, an int64 tensor; -1 and E are not counted."""
     found = torch.zeros(experts + 2, dtype=torch.int64, device=ids.device)
     found = found.index_add(0, (ids + 1).flatten(), torch.ones_like(ids).flatten())
     return found[1 : experts + 1]
@@ -152,7 +153,7 @@ def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
     (T, 1)."""
     values = logits.to(_ops.score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
-    if padding is not None:  # before anything is computed: a NaN of padding stays out of gradients
+    if padding is not None:  # first, so that a NaN in padding does not reach the gradients
         values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
     p = values.sigmoid() if score == "sigmoid" else values.softmax(-1)
     z = (values.logsumexp(-1, keepdim=True).square() * real).sum()
@@ -160,14 +161,15 @@ def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
 
 
 def losses_of_sums(shares: Tensor, tokens: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """(load_balancing, z) of loss_sums(). shares (E,): the part of all rows of each expert."""
+    """(load_balancing, z) from the results of loss_sums(). shares (E,): the fraction of all rows
+    that each expert has."""
     tokens = tokens.clamp(min=1)
     return shares.shape[0] * (shares * p / tokens).sum(), z / tokens
 
 
 def plain_losses(logits: Tensor, shares: Tensor, score: str, padding: Tensor | None):
-    """(load_balancing, z) in PyTorch, for what the operator does not serve: padding, and rows that
-    top-k did not choose."""
+    """(load_balancing, z) in PyTorch, for two cases that the operator does not serve: padding, and
+    rows that top-k did not choose."""
     return losses_of_sums(shares, *loss_sums(logits, score, padding))
 
 
