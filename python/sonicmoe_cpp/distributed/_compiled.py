@@ -1,7 +1,7 @@
 """Custom operators of the expert-parallel layer: torch.compile sees one operator and no
 communication.
 
-The sizes of their results depend on the routing. An operator cannot take an object, so a group is
+The sizes of the results depend on the routing. An operator cannot take an object, so a group is
 passed by its name, and a forward keeps only tensors and numbers for backward.
 """
 

@@ -1,5 +1,5 @@
-"""Collectives among the ranks of a process group. Each one ends: with data, or with an
-ExpertParallelError whose message says which rank is missing."""
+"""Collectives among the ranks of a process group. Each collective ends: with data, or with an
+ExpertParallelError whose message names the rank that is missing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Activation checkpointing raises it to end a recomputation, at the same place on all ranks.
+# Activation checkpointing raises this error to end a recomputation, at the same place on all ranks.
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ._peers import FOR_GOOD, ExpertParallelError, Peers
 
-# While a collective runs, it is polled in intervals of so many seconds; Ctrl-C acts between them.
+# A rank waits for a collective in intervals of SLICE seconds; Ctrl-C acts between them.
 SLICE = 0.25
-# A rank that has waited for so many seconds writes to the store that it waits. From then on it asks
-# about the other ranks in this interval.
+# A rank that has waited for PATIENCE seconds writes to the store that it waits. From then on it
+# asks about the other ranks every PATIENCE seconds.
 PATIENCE = 1.0
 # The purposes of read(), and the largest number of values that a rank sends to another in it.
 FORWARD, BACKWARD, ROUTING, GRADIENTS, CHOICE, RESET = range(6)
@@ -47,8 +47,8 @@ def from_host(numbers: list, device: torch.device) -> Tensor:
 
 class Group:
     """The ranks among which the experts are divided. Every rank must make the same calls in the
-    same order. To find ranks that do not, `calls` counts the calls of the layer and `exchanges` the
-    collectives."""
+    same order. To find ranks that make other calls, `calls` counts the calls of the layer and
+    `exchanges` counts the collectives."""
 
     def __init__(self, group: dist.ProcessGroup):
         # A weak reference: _groups maps the group to this object, which must not keep it alive.
@@ -121,7 +121,7 @@ class Group:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """If an error is raised inside, reports it to the ranks that wait for this one. If a
+        """If an error is raised inside, reports it to the ranks that wait for this rank. If a
         collective has run before the error, other ranks are in the middle of a call that this rank
         leaves, so the group is broken."""
         if self.broken is not None:
@@ -152,7 +152,7 @@ class Group:
         raise ExpertParallelError(self.broken) from None
 
     def _abort(self) -> None:
-        """Ends pending collectives, because with these the process could not end."""
+        """Ends pending collectives: a process with pending collectives could not end."""
         group = self._group()
         if group is not None:
             with contextlib.suppress(RuntimeError):
@@ -161,8 +161,9 @@ class Group:
     def _wait(
         self, work: dist.Work, device: torch.device, timeout: float, moment: int | None = None
     ) -> None:
-        """Waits until the collective has ended on this rank; on CUDA the stream waits too. If
-        another rank failed before `moment` (default: now), it still comes, so this is ignored."""
+        """Waits until the collective has ended on this rank; on CUDA the stream waits too. A
+        failure of another rank that concerns only moments before `moment` (default: now) is
+        ignored, because that rank still comes to this collective."""
         moment = self.moment if moment is None else moment
         began = time.monotonic()
         patience = min(PATIENCE, timeout / 4)
@@ -186,7 +187,7 @@ class Group:
             self._complete(work)
 
     def _ended(self, work: dist.Work, device: torch.device, seconds: float) -> bool:
-        """Waits at most so many seconds. Returns whether the collective has ended."""
+        """Waits at most `seconds`. Returns whether the collective has ended."""
         try:
             if device.type == "cuda":
                 return _polled(work, seconds)
@@ -249,8 +250,9 @@ class Group:
     def read(self, what: int, values: Tensor, timeout: float) -> tuple[list, list]:
         """Sends row r of `values` (W, at most WIDTH columns) to rank r. Returns the rows sent and
         the rows received, as lists. The host waits for them; the time limit holds also on CUDA. All
-        ranks must read the same `what` in the same call, and they compare this. For that every
-        message has the same size. In a reset the number of the call may differ between ranks."""
+        ranks must read with the same `what` in the same call. They compare both, which is possible
+        because every message has the same size. In a reset the number of the call may differ
+        between ranks."""
         call = 0 if what == RESET else self.calls
         head = from_host([what, call], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))
@@ -268,12 +270,12 @@ class Group:
         return [row[2:] for row in sent], [row[2:] for row in received]
 
     def read_all(self, what: int, values: list[int], device, timeout: float) -> list[list[int]]:
-        """Sends the same values to every rank. Returns the values of every rank. As read()."""
+        """Like read(), but sends equal values to every rank. Returns the values of every rank."""
         mine = from_host(values, device).expand(self.size, -1)
         return self.read(what, mine, timeout)[1]
 
     def agree(self, names: tuple[str, ...], mine: tuple, of_ranks: list) -> None:
-        """Raises if another rank has other values than this one."""
+        """Raises if another rank has other values than this rank."""
         for rank, theirs in zip(self.peers.ranks, of_ranks, strict=True):
             for name, own, other in zip(names, mine, theirs, strict=True):
                 if own != other:

@@ -1,4 +1,5 @@
-"""Allocates device memory that the other ranks of a group can write, and maps theirs."""
+"""Allocates device memory that the other ranks of a group can write, and maps the memory of the
+other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-ALIGNMENT = 256  # in bytes, which exchange.h requires of a buffer
+ALIGNMENT = 256  # bytes; exchange.h requires it of a buffer
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -85,7 +86,7 @@ class CudaIpc:
         rebuild = mine = problem = None
         try:
             rebuild, mine = reduce_tensor(memory)
-        except RuntimeError as error:  # raised below: the other ranks wait for this one
+        except RuntimeError as error:  # raised below: the other ranks wait for this rank's data
             problem = error
         of_ranks: list = [None] * group.size()
         dist.all_gather_object(of_ranks, mine, group)
@@ -99,8 +100,8 @@ class CudaIpc:
                 mapped.append(memory)
                 continue
             arguments = list(arguments)
-            # The handle is opened on this rank's GPU, which then can access the memory. The device
-            # index in `arguments` is valid only in the process that sent it.
+            # The handle is opened on this rank's GPU, which can then access the memory. The device
+            # index in `arguments` is valid only in the process that sent the handle.
             arguments[_STORAGE_DEVICE] = memory.device.index
             mapped.append(rebuild(*arguments))
         return [t.data_ptr() for t in mapped], mapped
@@ -126,7 +127,7 @@ def number_of(text: str) -> int:
 
 
 def host_number() -> int:
-    """A number that all processes of this machine share, and other machines do not."""
+    """A number that is the same in all processes of this machine and differs between machines."""
     try:
         return number_of(Path("/proc/sys/kernel/random/boot_id").read_text())
     except OSError:

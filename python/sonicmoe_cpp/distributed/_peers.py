@@ -1,4 +1,4 @@
-"""Finds out which other ranks have ended, have failed, or do not come."""
+"""Finds out which other ranks have ended, have failed, or do not come to a collective."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# For so many seconds a rank looks for the cause of an error of the transport. The connections of a
-# killed process close a little before the system lists the process as ended.
+# The seconds for which a rank looks for the cause of an error of the transport. The connections of
+# a killed process close a little before the system lists the process as ended.
 GRACE = 2.0
-# For so many seconds a rank waits for an answer of the store.
+# The seconds for which a rank waits for an answer of the store.
 ANSWER = 2.0
 FOR_GOOD = 2**62  # later than every moment: the failure is permanent
 _made: dict[str, itertools.count] = {}  # numbers the groups that have the same name
 
 
 class ExpertParallelError(RuntimeError):
-    """A rank is missing, has failed, or makes another call than the others. The message says
+    """A rank is missing, has failed, or makes another call than the other ranks. The message says
     whether the group can be used again."""
 
 
 def _this_process() -> dict:
-    """Identifies this process, so that others on the same machine can see whether it still runs.
-    The host is None if the system lists no processes."""
+    """Identifies this process, so that other processes on the same machine can see whether it still
+    runs. The host is None if the system lists no processes."""
     host = None
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -39,7 +39,7 @@ def _this_process() -> dict:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """(state, start time) of a process as the system lists it; state X if it does not."""
+    """(state, start time) of a process as the system lists it; state X if it is not listed."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -56,9 +56,9 @@ def _listed(ranks: list) -> str:
 class Peers:
     """Finds out what happened to the other ranks of a group. Ranks are numbered within the job.
 
-    A rank that waits for long, or fails, writes this to the group's store. For ranks on the same
-    machine the list of processes is read too, because the store is lost with the process that
-    serves it.
+    A rank that has waited for a long time, or has failed, writes this to the group's store. For
+    ranks on the same machine the system's list of processes is read too, because the store is lost
+    if the process that serves it ends.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -78,7 +78,8 @@ class Peers:
     def _ask(self, question: Callable):
         """Calls question(), which reads or writes the store. Raises RuntimeError if the store does
         not answer in time. torch's store waits for ever if the process that serves it is stopped,
-        or if its node is lost. So a thread asks, and no other thread is started while it waits."""
+        or if its node is lost. So a thread calls question(), and no second thread is started while
+        the first waits."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
 
         def answer() -> None:
@@ -102,7 +103,7 @@ class Peers:
         return found
 
     def _write(self, key: str, value) -> None:
-        # If the store is gone, another error is the cause; that one must be reported.
+        # If the store is gone, another error is the cause, and the other error must be reported.
         with contextlib.suppress(RuntimeError):
             self._ask(lambda: self.store.set(key, json.dumps(value)))
 
@@ -113,8 +114,8 @@ class Peers:
         return [rank for rank in self.ranks if rank != self.me]
 
     def remember_processes(self) -> None:
-        """Reads the processes of the other ranks while the store is there. After a collective all
-        ranks have written theirs."""
+        """Reads the processes of the other ranks, while the store still exists. After a collective
+        all ranks have written their process."""
         unknown = [rank for rank in self.others() if not self.processes.get(rank)]
         with contextlib.suppress(RuntimeError):
             self.processes |= self._ask(lambda: {r: self._read(f"process/{r}") for r in unknown})
@@ -124,7 +125,8 @@ class Peers:
 
     def failed(self, until: int, sentence: str) -> None:
         """Reports a failure to the ranks that wait at the moment `until` (Group.moment) or before.
-        If another rank has reported one, this one may be its consequence and is not reported."""
+        If another rank has reported a failure, this failure may be its consequence and is not
+        reported."""
         if self._failure(until) is None:
             self._write("failed", {"rank": self.me, "until": until, "sentence": sentence})
 
@@ -138,7 +140,8 @@ class Peers:
         return None
 
     def let_others_read(self) -> None:
-        """Called after failed(). Waits, if this process serves the store, so others can read it."""
+        """Called after failed(). If this process serves the store, waits until the other ranks have
+        had time to read it."""
         if self.me == 0 and self.rank_0_holds_store:
             time.sleep(GRACE)
 

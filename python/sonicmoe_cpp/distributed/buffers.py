@@ -13,7 +13,7 @@ from . import _memory
 from ._group import CHOICE, Group
 
 DTYPES = (torch.bfloat16, torch.float16)
-GROWTH = 1.5  # smallest factor by which a size grows that is too small
+GROWTH = 1.5  # a size that is too small grows at least by this factor
 # The state of a rank, as a number that it sends to the other ranks.
 OK, NO_EXCHANGE, NOT_REACHED, NO_MEMORY, NOT_MAPPED = range(5)
 PROBLEMS = {
@@ -23,8 +23,8 @@ PROBLEMS = {
     NOT_MAPPED: "cannot map the others' buffers",
 }
 _LONGEST_MS = 1 << 32  # exchange.h
-# What keeps the buffers of every exchange mapped. An exchange is never closed: other ranks and CUDA
-# graphs may still write its memory when its group is gone.
+# The objects that keep the buffers of every exchange mapped. An exchange is never closed: other
+# ranks and CUDA graphs may still write its memory when its group is gone.
 _mapped: list = []
 
 
@@ -68,7 +68,7 @@ class PeerBuffers:
         self.shape: Shape | None = None
         self.like: Tensor | None = None  # an empty tensor of the dtype and GPU
         self.way: str | None = None  # how the last buffers were mapped
-        self.opened: list[int] = []  # numbers
+        self.opened: list[int] = []  # the numbers of the exchanges
 
     @property
     def number(self) -> int:
@@ -76,7 +76,8 @@ class PeerBuffers:
 
     def open(self, needed: Shape, x: Tensor, timeout: float) -> str | None:
         """Opens an exchange for the shape `needed`, which is the same on all ranks, unless the last
-        one holds it. If none can be opened, returns the reason; the last exchange stays in use."""
+        exchange is large enough. If no exchange can be opened, returns the reason; the last
+        exchange stays in use."""
         if self.shape is not None and self.shape.holds(needed):
             return None
         if self.decided and self.problem is not None:
@@ -138,8 +139,8 @@ class PeerBuffers:
         return self.group.read_all(CHOICE, mine, device, timeout)
 
     def _agreed(self, code: int, timeout: float) -> str | None:
-        """Sends this rank's `code` to all ranks and waits for theirs. Returns None or a sentence on
-        the first rank with a problem, the same on all ranks."""
+        """Sends this rank's `code` to all ranks and waits for the codes of all ranks. Returns None,
+        or a sentence about the first rank with a problem, which is the same on all ranks."""
         found = self.group.read_all(CHOICE, [code], self.like.device, timeout)
         for rank, (theirs, *_) in enumerate(found):
             if theirs != OK:

@@ -15,7 +15,7 @@ from ._group import group_of
 from .peer import Auto, Limits, PeerMemory
 from .transport import TRANSPORTS, AllToAll, Forward, Transport
 
-TIMEOUT = 600.0  # seconds, as NCCL's own
+TIMEOUT = 600.0  # seconds, as in NCCL
 
 
 class Place(NamedTuple):
@@ -53,7 +53,7 @@ def _recorded(ctx, x, weights, *others):
     return given.out
 
 
-# Communication is not recorded in a graph. A second derivative would lack its part without notice.
+# Autograd does not record the communication, so a second derivative would silently be wrong.
 @once_differentiable
 def _differentiated(ctx, dout):
     transport, options, main_gradients, needs, host = ctx.rest
@@ -62,7 +62,7 @@ def _differentiated(ctx, dout):
         count = len(_ops.LAYER_TENSORS)
         tensors, kept = saved[:count], saved[count:]
         if dout is None:
-            dout = torch.zeros_like(tensors[0])  # the other ranks wait for this one's rows
+            dout = torch.zeros_like(tensors[0])  # the other ranks wait for this rank's rows
         given = Forward(dout, kept, host)
         found = transport.backward(dout, tensors, options, main_gradients, given, needs)
     return *found, None
@@ -128,12 +128,12 @@ def moe_expert_parallel(
 
     Every rank of `group` (a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks)
     calls it with its own tokens x (T, d), any T, and ids in [0, E). Rank r passes the weights and
-    biases of the experts r*E/W to (r+1)*E/W. Every rank also calls backward, in the same order. The
-    gradient of an expert is that of the sum of all ranks' losses.
+    biases of the experts r*E/W to (r+1)*E/W - 1. Every rank also calls backward, in the same order.
+    An expert's gradient is the gradient of the sum of all ranks' losses.
 
-    If a rank ends, fails, or does not come within `timeout` seconds, the others raise
-    ExpertParallelError. transport, max_tokens and capacity are those of ExpertParallelMoE; capacity
-    is relative to max_tokens * K rows.
+    If a rank ends, fails, or does not make the call within `timeout` seconds, the other ranks raise
+    ExpertParallelError. transport, max_tokens and capacity are as in ExpertParallelMoE; capacity is
+    relative to max_tokens * K rows.
     """
     place = Place(make_transport(transport, group, Limits(timeout, max_tokens, capacity)), 0)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
@@ -157,9 +157,9 @@ def moe_pairs_expert_parallel(
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
 ) -> Tensor:
-    """moe_pairs() with the experts divided over ranks, as in moe_expert_parallel(). The tokens of
-    the pairs are this rank's, the experts are in [0, E). capacity is relative to the number of
-    pairs in the longest list of a rank."""
+    """moe_pairs() with the experts divided over ranks, as in moe_expert_parallel(). The pairs name
+    tokens of this rank and experts in [0, E). capacity is relative to the number of pairs in the
+    longest list of a rank."""
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
     place = Place(make_transport(transport, group, Limits(timeout, max_tokens, capacity)), 0)

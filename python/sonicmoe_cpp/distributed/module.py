@@ -22,11 +22,11 @@ _SEED_BITS = 62
 
 class ExpertParallelMoE(MoE):
     """A MoE whose E experts are divided among the W ranks of a group: rank r holds the experts
-    r*E/W to (r+1)*E/W. Every rank calls it with its own tokens, any number of them.
+    r*E/W to (r+1)*E/W - 1. Every rank calls it with its own tokens, any number of them.
 
-    The result is that of one MoE with all experts and all ranks' tokens, except that each rank
-    rounds its partial sum of a token to the dtype before it sends it. Losses, tokens_per_expert,
-    token rounding and expert choice use the tokens of all ranks.
+    The result equals the result of one MoE with all experts and all ranks' tokens, except that each
+    rank rounds its partial sum of a token to the dtype before it sends the sum. Losses,
+    tokens_per_expert, token rounding and expert choice use the tokens of all ranks.
 
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
     timeout: seconds after which waiting ranks raise ExpertParallelError.
@@ -40,10 +40,10 @@ class ExpertParallelMoE(MoE):
     The other arguments are those of MoE.
 
     Parameters have the names and shapes of MoE. w_up, w_down, b_up and b_down are DTensors, sharded
-    in dimension 0. Every rank has a whole copy of the others, whose gradients contain only the
-    terms of its own tokens; sum_replicated_gradients() sums them over ranks. The whole loss is the
-    sum of the ranks' losses. Every rank adds the auxiliary losses to its own loss, and they still
-    count once.
+    in dimension 0. Every rank has a whole copy of the other parameters, whose gradients contain
+    only the terms of the rank's own tokens; sum_replicated_gradients() sums them over ranks. The
+    whole loss is the sum of the ranks' losses. Every rank adds the auxiliary losses to its own
+    loss, and they still count once.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class ExpertParallelMoE(MoE):
     def sum_replicated_gradients(self) -> None:
         """Sums the gradients of replicated_parameters() over the ranks. Call it once an optimizer
         step, after the last backward, unless DDP or FSDP2 reduces these gradients over the same
-        ranks. If only some ranks have no gradient, theirs counts as 0; if none has one, it stays
-        None. The host waits for the device."""
+        ranks. If some ranks have no gradient of a parameter, their part counts as 0; if no rank has
+        one, it stays None. The host waits for the device."""
         timeout, parameters = self.transport.timeout, self.replicated_parameters()
         with self.group.call():
             have = sum(1 << i for i, p in enumerate(parameters) if p.grad is not None)

@@ -226,8 +226,8 @@ def check_exchange(group=None) -> None:
 
 
 def reset_exchange(group=None, timeout: float = 600.0) -> None:
-    """Makes a group usable again after a failed step over peer memory, if all ranks still run: a
-    rank got more rows than its capacity, or came too late. All ranks must call it. The host waits
+    """Makes a group usable again after a failed step over peer memory (a rank got more rows than
+    its capacity, or came too late). All ranks must still run, and all must call it. The host waits
     for the device and for the other ranks."""
     found, _ = _of_group(group, timeout)
     for buffers in found.memory.values():
@@ -237,7 +237,8 @@ def reset_exchange(group=None, timeout: float = 600.0) -> None:
         torch.cuda.synchronize(device)
         with found.call():
             calls = found.read_all(RESET, [found.calls], device, timeout)
-            # A fault may end another call on each rank. From here on the ranks count alike again.
+            # A fault may end a different call on each rank. From here on all ranks have the same
+            # number of calls again.
             found.calls = max(row[0] for row in calls)
             buffers.reset()
             found.read_all(RESET, [found.calls], device, timeout)

@@ -3,7 +3,7 @@
 Token rounding and expert choice compare an expert's tokens over the whole group, as one process
 does. So every rank gets the logits of all ranks, computes the whole list, and keeps the part of its
 own tokens. If each rank rounded only its own tokens, an expert could have up to W partial tiles,
-and the chosen rows would differ from those of one process.
+and the chosen rows would differ from the rows that one process chooses.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AllTokens:
 
 
 def _own(pairs: Pairs, begin: int, logits: Tensor) -> Pairs:
-    """`pairs` of all ranks' tokens, of which this rank's begin at `begin`: the other ranks' tokens
-    become -1 and their experts E."""
+    """Keeps this rank's part of `pairs`, which are of all ranks' tokens; this rank's tokens begin
+    at `begin`. In the pairs of other ranks' tokens the token becomes -1 and the expert E."""
     here = (pairs.token >= begin) & (pairs.token < begin + logits.shape[0])
     return pairs._replace(
         token=torch.where(here, pairs.token - begin, -1),
@@ -60,8 +60,8 @@ def _gathered(group: Group, values: Tensor, timeout: float) -> Tensor:
 def pairs_of_equal_ranks(
     group: Group, logits: Tensor, rule: Callable[[Tensor], Pairs], timeout: float
 ) -> Pairs:
-    """As AllTokens.pairs, where all ranks have as many tokens: so no rank asks for sizes, and
-    torch.compile sees one graph."""
+    """As AllTokens.pairs, for ranks that all have the same number of tokens. So the ranks need not
+    exchange their sizes, and torch.compile sees one graph."""
     everyone = _gathered(group, logits, timeout)
     before, after = everyone[: group.rank].flatten(0, 1), everyone[group.rank + 1 :].flatten(0, 1)
     pairs = rule(torch.cat((before, logits, after)))
@@ -77,11 +77,11 @@ def group_losses(
     padding: Tensor | None,
     timeout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (load_balancing, z, counts) over all ranks' tokens. The argument counts (E,) has this
-    rank's rows of each expert. An expert's share is its part of `slots` rows a token, or of the
-    actual rows if `slots` is None.
+    """Returns (load_balancing, z, counts) over all ranks' tokens. The argument counts (E,) has the
+    number of rows that this rank's tokens give to each expert. An expert's share is its fraction of
+    all rows, which are `slots` rows a token, or the actual rows if `slots` is None.
 
-    On each rank the gradient of a loss is that with respect to this rank's logits. Together the
+    On each rank the gradient of a loss is taken with respect to this rank's logits. Together the
     ranks have the gradient of one process.
     """
     tokens, p, z = (t.double() for t in loss_sums(logits, score, padding))

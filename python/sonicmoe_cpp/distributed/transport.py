@@ -1,6 +1,6 @@
 """How the ranks of expert parallelism compute a layer together, and how rows travel between them.
 
-A token's row is sent to each rank that holds at least one of the token's experts, once. That rank
+A token's row is sent once to each rank that holds at least one of the token's experts. This rank
 sends one row back, the sum over its experts. The token's rank adds these rows in the order of the
 ranks. Let D be the 0/1 matrix that maps tokens to rows sent. Then
 
@@ -32,17 +32,17 @@ COMPARED = ("the layer", "d", "the experts of a rank", "the dtype", "the graph f
 
 
 class Routes(NamedTuple):
-    """Which rows and pairs a call sends and receives, with W ranks. Sent ones are ordered by
-    destination rank, received ones by source rank, and by token within a rank."""
+    """Which rows and pairs a call sends and receives, with W ranks. Sent rows and pairs are ordered
+    by destination rank, received rows and pairs by source rank, and by token within a rank."""
 
     sent_rows: list[int]  # (W,) rows sent to each rank
     received_rows: list[int]  # (W,) rows received from each rank
-    sent_pairs: list[int]  # (W,)
-    received_pairs: list[int]  # (W,)
+    sent_pairs: list[int]  # (W,) pairs sent to each rank
+    received_pairs: list[int]  # (W,) pairs received from each rank
     needs: int  # bits of _ops.NEEDS: the gradients that at least one rank needs
     call: int  # Group.calls
-    token: Tensor  # (rows sent,) int64: the token of each
-    slot: Tensor  # (pairs sent,) int64: the position of each in the caller's list
+    token: Tensor  # (rows sent,) int64: the token of each row
+    slot: Tensor  # (pairs sent,) int64: the position of each pair in the caller's list
     row: Tensor  # (pairs received,) int32: the received row of each pair
     expert: Tensor  # (pairs received,) int32: index among this rank's experts
 
@@ -103,8 +103,8 @@ class Transport(ABC):
         return self
 
     def chosen(self, tensors: tuple, layer: int, needs: int) -> Transport:
-        """The transport that serves tensors like these: itself, or for "auto" the chosen one. All
-        ranks call it at the same point of a forward."""
+        """The transport that serves tensors like these: this transport, or the choice of "auto".
+        All ranks call it at the same point of a forward."""
         return self
 
     @abstractmethod
@@ -116,8 +116,8 @@ class Transport(ABC):
 
     @abstractmethod
     def backward(self, dout, tensors, options, main_gradients, given: Forward, needs: int) -> list:
-        """The gradients of _ops.DIFFERENTIABLE, None for those that are not in `needs`. `given` is
-        the result of forward, without its output."""
+        """The gradients of _ops.DIFFERENTIABLE, None for a gradient that is not in `needs`. `given`
+        is the result of forward, in which `out` does not matter."""
 
 
 def with_option(options: tuple, name: str, value) -> tuple:
@@ -178,12 +178,12 @@ class RowTransport(Transport):
     @abstractmethod
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
         """Begins a call: the ranks exchange the numbers of rows and pairs that they send. The
-        caller's pairs are token (C,) and expert (C,), the latter in [0, E). A token's pairs are
+        caller's pairs are token (C,) and expert (C,), with experts in [0, E). A token's pairs are
         summed in the order of the list."""
 
     @abstractmethod
     def begin_backward(self, routes: Routes) -> None:
-        """Called once in a backward, before it communicates."""
+        """Called once in a backward, before dispatch()."""
 
     @abstractmethod
     def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
@@ -197,7 +197,7 @@ class RowTransport(Transport):
 
     @abstractmethod
     def dispatch_weights(self, weights: Tensor, routes: Routes) -> Tensor:
-        """Sends the weights (C,) of the caller's pairs; returns those of the pairs received."""
+        """Sends the weights (C,) of the caller's pairs. Returns the weights of received pairs."""
 
     @abstractmethod
     def return_weights(self, gradients: Tensor, routes: Routes, slots: int) -> Tensor:
@@ -232,7 +232,7 @@ class AllToAll(RowTransport):
         self.group, self.timeout = group, timeout
 
     def check(self) -> None:
-        """Does nothing: a step that failed raises by itself, at the latest in the next forward."""
+        """Does nothing: a failed step raises an error itself, at the latest in the next forward."""
 
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
         ranks, tokens = self.group.size, facts.tokens
@@ -269,8 +269,9 @@ class AllToAll(RowTransport):
         )
 
     def _agree(self, counts: Tensor, facts: Facts) -> tuple[tuple, tuple]:
-        """Exchanges `counts` and compares facts. Returns (rows, pairs) sent to each rank, and
-        (rows, pairs) received from each rank with the bits of the gradients that any rank needs."""
+        """Exchanges `counts` and compares `facts`. Returns the numbers (rows, pairs) sent to each
+        rank, and (rows, pairs, needs): the numbers received from each rank, and the bits of the
+        gradients that at least one rank needs."""
         mine = (facts.layer, facts.hidden, facts.experts, DTYPES.index(facts.dtype), facts.needs)
         head = from_host(mine, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
