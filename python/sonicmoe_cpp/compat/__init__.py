@@ -1,1 +1,1 @@
-"""Stand-ins for other packages, each imported only when it is asked for: sonicmoe."""
+"""Replacements of other packages, which are imported only on request: sonicmoe."""

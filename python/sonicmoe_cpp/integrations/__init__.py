@@ -1,2 +1,2 @@
-"""Adapters for other projects: hf, megatron, nemo_automodel, prime_rl, torchtitan. Import the one
-that you need."""
+"""Adapters for other projects: hf, megatron, nemo_automodel, prime_rl, torchtitan. Import the
+adapter that you need."""

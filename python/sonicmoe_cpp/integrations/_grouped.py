@@ -10,8 +10,8 @@ from .. import _checks
 
 
 def offsets_of(num_tokens_per_expert: Tensor, experts: int) -> Tensor:
-    """Offsets (E+1,) int64 from counts (E,) of any dtype; routers that count by histc give
-    floats."""
+    """Offsets (E+1,) int64 from counts (E,) of any dtype. The counts may be floats: torch.histc
+    returns floats."""
     name = "num_tokens_per_expert"
     _checks.tensor(name, num_tokens_per_expert)
     _checks.shape(name, num_tokens_per_expert, "(E,)", (experts,))

@@ -45,8 +45,8 @@ def _recognise_plan(module: nn.Module) -> Plan | None:
         if activation is not None:
             return Plan(activation, "concatenated")
     else:
-        # The model was trained with _apply_gate, so _apply_gate decides; the flag may contradict
-        # it.
+        # The model was trained with _apply_gate, so _apply_gate determines the layout. The flag
+        # is_concatenated may contradict it.
         for layout in LAYOUTS if module.is_concatenated else LAYOUTS[::-1]:
 
             def apply(gate, up, layout=layout):
@@ -68,20 +68,20 @@ def _refusal(module: nn.Module) -> NotImplementedError:
 
 
 def _facts(module: nn.Module) -> tuple:
-    """A key that identifies a module's activation. It has the class's function and not the class,
-    because PEFT makes a new class at every call."""
+    """A key that identifies a module's activation. It contains the function _apply_gate of the
+    class and not the class itself, because PEFT makes a new class at every call."""
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float))}
     gate = getattr(type(module), "_apply_gate", type(module))
     return getattr(module, "act_fn", None), gate, numbers
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers lets another implementation compute modules of this kind."""
+    """Whether transformers allows another implementation for modules of this kind."""
     return hasattr(module, "down_proj") and hasattr(module, "is_transposed")
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of a model that transformers lets others compute, by name."""
+    """The modules of a model for which is_experts() holds, by name."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
@@ -90,7 +90,7 @@ def up_name(module: nn.Module) -> str:
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
-    """Refuses modules that cannot be computed, whatever their activation is."""
+    """Refuses modules that cannot be computed for a reason other than their activation."""
     kind = type(module).__name__
     other = "sonicmoe_cpp does not compute: use another experts_implementation for this model"
     for name in (up_name(module), "down_proj"):
@@ -115,11 +115,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
 
 @_recognise.once_a_module("_sonicmoe_cpp_plan", _facts)
 def plan_of(module: nn.Module) -> Plan:
-    """The activation and layout of an experts module; refuses what cannot be computed."""
+    """The activation and layout of an experts module; refuses a module that cannot be computed."""
     _refuse_unsupported(module)
     try:
         plan = _recognise_plan(module)
-    except Exception as error:  # whatever a foreign function raises on fp64 rows of the CPU
+    except Exception as error:  # a foreign function may raise any error for fp64 rows on the CPU
         raise _refusal(module) from error
     if plan is None:
         raise _refusal(module)
@@ -140,7 +140,7 @@ def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
 
 
 class Precision(NamedTuple):
-    """What set_precision() leaves at an experts module."""
+    """The choice of set_precision(), stored on each experts module."""
 
     precision: str
     keep_h: str | None
@@ -149,7 +149,7 @@ class Precision(NamedTuple):
 
 def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = None) -> None:
     """The precision of all experts of a model, as in sonicmoe_cpp.moe(): "fp8", "auto", or None for
-    the weights' dtype. Weights are quantised once for each of their values, as by MoE."""
+    the weights' dtype. As in MoE, weights are quantised again only after they have changed."""
     check_request(precision, keep_h)
     modules = experts_of(model)
     for name, module in modules.items():

@@ -74,8 +74,8 @@ def _base_model(model: nn.Module) -> nn.Module:
 
 
 def _warn_of_other_owner(model: nn.Module) -> None:
-    """Warns if `model` is inside a PeftModel. Only the save_pretrained of `model` and of models
-    inside it writes the factors, not that of the PeftModel."""
+    """Warns if `model` is inside a PeftModel. Only save_pretrained of `model` and of models inside
+    `model` writes the factors; save_pretrained of the PeftModel does not."""
     peft = sys.modules.get("peft")
     if peft is None or isinstance(model, peft.PeftModel):
         return
@@ -210,7 +210,7 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
 
 
 def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
-    """As add_lora, with factors from `directory`, written by save_lora, PEFT or save_pretrained.
+    """As add_lora, with factors from `directory`, which save_lora, PEFT or save_pretrained wrote.
     Returns the modules' names.
     """
     folder = Path(directory) / FOLDER

@@ -1,9 +1,10 @@
 """Low-rank factors of experts in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 PEFT adapts a parameter (E, ...) by LoraConfig.target_parameters. It keeps the factors of all
-experts in two matrices, lora_A (E*r, in) with the expert slowest and lora_B (out, r*E) with the
-expert fastest. It wraps a module once for each adapted parameter, in the order in which the
-parameters are registered; every further wrapper adds ".base_layer" to the names inside it.
+experts in two matrices: lora_A (E*r, in), whose rows are ordered by (expert, rank), and
+lora_B (out, r*E), whose columns are ordered by (rank, expert). It wraps a module once for each
+adapted parameter, in the order in which the parameters are registered; every further wrapper adds
+".base_layer" to the names inside it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Options that change the formula, with the values for which the formula is the one computed here.
+# Options that change the formula, with the values for which the formula is as in Scaling.
 _PLAIN = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),

@@ -1,9 +1,9 @@
 """Finds which of the library's activations a foreign function computes, by evaluating it.
 
-A name is not enough: "gelu" is erf in one project and tanh in another, and a class may clamp, scale
-or shift around its activation. So the function is run once, in fp64 on the CPU, over a grid that
-reaches far past any clamp, and compared with every formula. A function that matches none is
-refused.
+A name is not enough: "gelu" is the erf form in one project and the tanh form in another, and a
+class may clamp, scale or shift the input or output of its activation. So the function is run on a
+grid of points that reaches far past any clamp, in fp64 on the CPU, and compared with every formula.
+A function that matches no formula is refused.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _swiglu_oai(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | No
 
 
 def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
-    # Activations with solved parameters come first: a limit past the grid shows only there.
+    # Activations with solved parameters come first: if the limit lies outside of the grid, only the
+    # solution for the limit shows it.
     for solve in (_swiglu_clamped, _swiglu_oai):
         solved = solve(function)
         if solved is not None:
@@ -140,8 +141,8 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
         @torch._dynamo.assume_constant_result
         def find_at(address: int):
-            # A graph cannot have a module as a constant, but its address. The caller keeps the
-            # module alive.
+            # A graph cannot have a module as a constant, so it has the module's address. The caller
+            # keeps the module alive.
             return find(ctypes.cast(address, ctypes.py_object).value)
 
         @functools.wraps(find)
@@ -161,6 +162,6 @@ def once_a_module(attribute: str, facts: Callable[[nn.Module], object]):
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a DTensor; a plain tensor unchanged. It asks for the type, because while
-    torch.compile traces, hasattr(tensor, "to_local") is false for a DTensor."""
+    """This rank's part of a DTensor; a plain tensor unchanged. The test is by type, because
+    hasattr(tensor, "to_local") is false for a DTensor while torch.compile traces."""
     return tensor.to_local() if _checks.is_distributed(tensor) else tensor

@@ -10,9 +10,9 @@ from importlib import metadata
 
 @contextlib.contextmanager
 def needs(integration: str, package: str, release: str) -> Iterator[None]:
-    """A context for imports of `package`. Raises one ImportError that says which release is needed,
-    also if another release is installed whose imports succeed. `release` is major and minor
-    version: "0.16"."""
+    """A context for imports of `package`. If an import fails or another release is installed,
+    raises an ImportError that names the needed release. `release` is the major and minor version:
+    "0.16"."""
     try:
         version = metadata.version(package)
         if ".".join(re.findall(r"\d+", version)[:2]) != release:

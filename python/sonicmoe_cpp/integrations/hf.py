@@ -4,7 +4,7 @@
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="sonicmoe_cpp")
 
-docs/huggingface.md says what is supported. The model's own weights are used without a copy.
+docs/huggingface.md lists the supported models. The model's own weights are used without a copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _interfaces() -> list:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     except ImportError:  # releases without an interface for FP8 experts
         return [ALL_EXPERTS_FUNCTIONS]
-    # FP8 experts look here. Registered, they get this library's sentence of refusal.
+    # FP8 experts look up implementations in their own interface. The function is registered there
+    # too, so that plan_of() refuses FP8 experts with an error that names the reason.
     return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
 
 
@@ -88,8 +89,9 @@ def never_asks(model: nn.Module) -> bool:
 
 
 def _warn_of_models_that_never_ask() -> None:
-    """Wraps the method of PreTrainedModel that every model calls with the implementation's name,
-    when it is built and in set_experts_implementation. No other place knows both model and name."""
+    """Wraps the method of PreTrainedModel that every model calls with the implementation's name:
+    when the model is built, and in set_experts_implementation. No other method gets both the model
+    and the name."""
     from transformers import PreTrainedModel
 
     check = PreTrainedModel.get_correct_experts_implementation
@@ -114,10 +116,10 @@ def _warn_of_models_that_never_ask() -> None:
 
 
 class Support(NamedTuple):
-    """The result of supports(); true if all experts are computed by this library."""
+    """The result of supports(); true if this library can compute all experts of the model."""
 
     served: dict[str, Plan]  # by the module's name
-    refused: dict[str, str]  # why
+    refused: dict[str, str]  # by the module's name: the reason
     never_asked: list[str]  # names of the models whose experts cannot be replaced
 
     def __bool__(self) -> bool:
@@ -125,7 +127,7 @@ class Support(NamedTuple):
 
 
 def supports(model: nn.Module) -> Support:
-    """Says which experts modules of `model` this library can compute. It does not run the model."""
+    """Finds which experts modules of `model` this library can compute; does not run the model."""
     served, refused = {}, {}
     for name, module in experts_of(model).items():
         try:

@@ -3,7 +3,7 @@
 from sonicmoe_cpp.integrations.megatron import with_experts
 spec = with_experts(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
-Parameters and distributed checkpoints are those of GroupedMLP. See docs/adapters.md.
+Parameters and distributed checkpoints are as in GroupedMLP. See docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["EXPERTS", "SonicMoECppExperts", "gpt_layer_spec", "with_experts"]
 
 
 def _activation(config) -> Any:
-    """The library's activation that equals the one in Megatron's config."""
+    """The library's activation that equals the activation of Megatron's config."""
     act = config.activation_func
     if not config.gated_linear_unit:
         found = _recognise.ungated(act)
@@ -80,8 +80,8 @@ class _ToMainGrad(torch.autograd.Function):
     """A weight whose gradient the layer adds to weight.main_grad.
 
     Megatron's hook runs when the weight gets a gradient. grad_added_to_main_grad tells the hook
-    that main_grad has it already. So backward returns an empty tensor, as Megatron's own fused
-    layers do.
+    that the gradient is already in main_grad. So backward returns a tensor whose values are not
+    used, as Megatron's own fused layers do.
     """
 
     @staticmethod
@@ -168,7 +168,8 @@ class SonicMoECppExperts(GroupedMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Rows grouped by local expert, their counts (on either device), their probabilities."""
+        """The arguments are rows grouped by local expert, the number of rows of each expert (on
+        either device), and the probability of each row."""
         rows, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
             rows, probs = (probs.unsqueeze(-1) * rows).to(rows.dtype), None
@@ -188,7 +189,7 @@ class SonicMoECppExperts(GroupedMLP):
         return out, None
 
 
-# Name this wherever Megatron-Core takes a spec of experts.
+# The spec of these experts, for every place where Megatron-Core takes a spec of experts.
 EXPERTS = ModuleSpec(module=SonicMoECppExperts)
 
 

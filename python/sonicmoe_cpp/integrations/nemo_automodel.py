@@ -1,4 +1,4 @@
-"""Experts for NeMo AutoModel 0.7, with its dispatchers, parameters and checkpoints.
+"""Experts for NeMo AutoModel 0.7, for AutoModel's own dispatchers, parameters and checkpoints.
 
 from sonicmoe_cpp.integrations import nemo_automodel
 nemo_automodel.replace()
@@ -44,8 +44,9 @@ def _style(experts: nn.Module) -> dict:
 
 
 def _local_experts(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, experts) -> Tensor:
-    """This rank's output, which GroupedExperts adds up over ranks: fp32, (T, d), or (T, 1, d) where
-    it sums over slots. `ids` outside of this rank's experts are empty slots."""
+    """This rank's output, which GroupedExperts sums over ranks: fp32 (T, d), or (T, 1, d) if
+    GroupedExperts then also sums over slots. `ids` outside of this rank's experts are empty slots.
+    """
     w_up, w_down, b_up, b_down = experts
     w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
     out = moe(x, ids, weights, w_up, w_down, b_up=b_up, b_down=b_down, **_style(self)).float()
@@ -65,7 +66,7 @@ def _forward_grouped_mm(self, x, token_mask, weights, indices, *local_experts):
 
 
 def _forward(self, x, token_mask, weights, indices):
-    """The forward of GroupedExpertsDeepEP: its dispatcher brings the rows and takes the outputs."""
+    """The forward of GroupedExpertsDeepEP. Its dispatcher gives the rows and takes the outputs."""
     rows, counts, probs = self._dispatch_tokens(x, token_mask, weights, indices)
 
     def get(name: str) -> Tensor | None:
@@ -108,9 +109,9 @@ _SEAM = {
 def replace() -> None:
     """Makes AutoModel's GroupedExperts and GroupedExpertsDeepEP use this library, in every model.
 
-    These classes are its backends experts="torch", "torch_mm" and "gmm" with every dispatcher
-    except "mok". TransformerEngine's experts ("te") and those that AutoModel's PEFT adapts do not
-    change.
+    These classes are AutoModel's backends experts="torch", "torch_mm" and "gmm" with every
+    dispatcher except "mok". TransformerEngine's experts ("te"), and experts that AutoModel's PEFT
+    adapts, do not change.
     """
     with needs("nemo_automodel", "nemo-automodel", "0.7"):
         module = importlib.import_module(MODULE)

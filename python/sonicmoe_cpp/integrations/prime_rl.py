@@ -98,8 +98,8 @@ class SonicMoECppExpertCompute:
 
 
 def _refuse_another_prime_rl() -> None:
-    """Whether prime-rl has the module to replace. It looks for the file, because importing the
-    module would need the package sonicmoe."""
+    """Raises ImportError if prime-rl does not have the module and the class to replace. Reads the
+    module's source, because importing the module would need the package sonicmoe."""
     try:
         spec = importlib.util.find_spec(MODULE)
     except ImportError as error:

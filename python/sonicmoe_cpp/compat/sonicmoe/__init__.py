@@ -1,6 +1,6 @@
 """Replaces the package `sonicmoe`: the same names, shapes, layouts and results.
 
-docs/sonic-moe.md says what differs.
+docs/sonic-moe.md lists the differences.
 
     from sonicmoe_cpp.compat import sonicmoe
     sonicmoe.install()      # from here on, `import sonicmoe` is this package
@@ -33,7 +33,7 @@ NAME = "sonicmoe"
 
 
 def install() -> None:
-    """Makes `import sonicmoe` and its submodules mean this package, in this process.
+    """Makes `import sonicmoe`, and imports of its submodules, import this package in this process.
 
     Raises an error if another `sonicmoe` has been imported, because code may already use its parts.
     """

@@ -9,7 +9,8 @@ from ... import _checks
 
 
 def frequency(experts: Tensor, num_experts: int) -> Tensor:
-    """(E,) int32 of ids of any shape; ids outside of [0, E) are empty slots."""
+    """(E,) int32: how often each expert occurs in ids of any shape. Ids outside of [0, E) are empty
+    slots."""
     flat = experts.flatten().long()
     counted = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
@@ -18,7 +19,7 @@ def frequency(experts: Tensor, num_experts: int) -> Tensor:
 
 @torch.no_grad()
 def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """Of ids (N,) in int32 or int64: their counts (E,) int32, and their inclusive sums."""
+    """The counts (E,) int32 of ids (N,) in int32 or int64, and the inclusive sums of the counts."""
     _checks.tensor("x", x)
     _checks.dtype("x", x, _checks.INDICES)
     _checks.shape("x", x, "(N,)", (None,))

@@ -1,4 +1,4 @@
-"""The enums of sonicmoe, and what they mean here."""
+"""The enums of sonicmoe, and the activations of this library that they select."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ActivationType(Enum):
         return cls.GELU if value == "gelu_tanh_approx" else None
 
 
-# sonicmoe's kernels compute the tanh form wherever they say GELU.
+# For GELU and GEGLU sonicmoe's kernels compute the tanh form.
 MEANING = {
     ActivationType.SWIGLU: "swiglu",
     ActivationType.GEGLU: "geglu_tanh",
@@ -50,7 +50,7 @@ def is_glu(activation_type: ActivationType) -> bool:
 
 
 def activation(kind: ActivationType | str) -> str:
-    """The library's name of an activation, given as a member, its value or its name."""
+    """The library's name of an activation. `kind` is a member, or a member's value or name."""
     if isinstance(kind, str):
         kind = _BY_NAME.get(kind.lower(), kind)
     if not isinstance(kind, ActivationType):

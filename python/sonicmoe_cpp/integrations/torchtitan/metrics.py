@@ -15,8 +15,8 @@ from .._recognise import local
 
 
 class ExpertLoad:
-    """Tokens by layer and expert since the last take(). They are collected before every optimizer
-    step, because torchtitan then resets its own counts."""
+    """Tokens by layer and expert since the last take(). The counts are collected before every
+    optimizer step, because torchtitan then resets its own counts."""
 
     def __init__(self, model_parts: list[nn.Module]):
         layers = [block for part in model_parts for block in part.layers.values()]

@@ -1,7 +1,7 @@
-"""torchtitan 0.3's MoE modules, computed by this library; overrides.py puts them in place.
+"""torchtitan 0.3's MoE modules, computed by this library; overrides.py makes a job use them.
 
-Each is a subclass of torchtitan's own class and keeps its parameters, so that state dicts, DCP
-checkpoints, initialisation and sharding stay torchtitan's.
+Each module is a subclass of torchtitan's own class and keeps its parameters, so that state dicts,
+DCP checkpoints, initialisation and sharding do not change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _refuse_typechecking() -> None:
 
 
 class Experts:
-    """The forward that both kinds of experts share, in bf16 as torchtitan's own. Products are in
+    """The common forward of both kinds of experts, in bf16 as in torchtitan. Products are in
     `precision`, as in sonicmoe_cpp.moe()."""
 
     precision: str | None = None
@@ -77,7 +77,7 @@ class SonicGroupedExperts(Experts, GroupedExperts):
 
 
 def _over_ranks(place: Place, form: str, x: Tensor, routing: tuple, arguments: dict) -> Tensor:
-    """The layer over the ranks of expert parallelism; `arguments` as of layer_arguments()."""
+    """The layer over the ranks of expert parallelism; `arguments` are from layer_arguments()."""
     up, down, b_up, b_down = (arguments.get(n) for n in ("w_up", "w_down", "b_up", "b_down"))
     style = arguments.get("activation", "swiglu"), arguments.get("gate_layout", "concatenated")
     return run(place, form, x, routing, (up, down, b_up, b_down), style, None)
@@ -85,8 +85,8 @@ def _over_ranks(place: Place, form: str, x: Tensor, routing: tuple, arguments: d
 
 class SonicRoutedExperts(RoutedExperts):
     """Dispatch, experts and combine in one operator: no permuted copy of the tokens, no padded
-    rows, no scatter. Under expert parallelism sonicmoe_cpp.distributed moves the rows if
-    `transport` names how, and then a token's row travels once to each rank. Without `transport`
+    rows, no scatter. Under expert parallelism, sonicmoe_cpp.distributed moves the rows if
+    `transport` is given; a token's row is then sent only once to each rank. Without `transport`
     torchtitan's dispatcher moves the rows, and inner_experts computes them."""
 
     @dataclass(kw_only=True, slots=True)
@@ -191,7 +191,7 @@ def _computes_only(gate) -> bool:
 
 def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
     """The gate's outputs in fp32. torchtitan casts x and weights to fp32 first. If both are bf16,
-    as under FSDP2's mixed precision, bf16 tensor cores compute the same without the casts."""
+    as under FSDP2's mixed precision, bf16 tensor cores compute the same products without casts."""
     gate = router.gate
     bf16 = x_BLD.dtype == gate.weight.dtype == torch.bfloat16
     if bf16 and _computes_only(gate) and not isinstance(gate.weight, DTensor):
@@ -202,9 +202,10 @@ def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
 
 
 def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
-    """(ids, weights) of route(). A token with a NaN gets NaN weights, as in torchtitan's router,
-    and the ids 0, 1, ... torchtitan uses ids as indices and counts the tokens of each expert, so
-    with equal ids a token would have rows in no group."""
+    """(ids, weights) of route(). A token with a NaN among its logits gets NaN weights, as in
+    torchtitan's router. A token with an empty slot gets the ids 0, 1, ... instead: torchtitan uses
+    ids as indices and counts the tokens of each expert, so with equal ids a token would have rows
+    in no group."""
     ids, weights = route(logits, router.top_k, **options)
     first = torch.arange(router.top_k, dtype=ids.dtype, device=ids.device)
     ids = torch.where((ids < 0).any(-1, keepdim=True), first, ids)
@@ -212,8 +213,8 @@ def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tup
 
 
 class SonicRouter(TokenChoiceTopKRouter):
-    """Scores, choice and renormalisation in one operator; of equal scores it takes the lower
-    expert."""
+    """Scores, choice and renormalisation in one operator. Of experts with equal scores it takes the
+    lower id."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -238,8 +239,8 @@ class SonicRoundedMoE(MoE):
     """MoE that rounds every expert's tokens to multiples of `tile` while training.
 
     Evaluation routes by top-k, and so does a batch with T*K < E*tile/2. The counts for load
-    balancing are those of top-k. Under expert parallelism T and rows are those of all its ranks,
-    which torchtitan gives as many tokens each.
+    balancing are of the top-k choice. Under expert parallelism T counts the tokens of all ranks,
+    and rounding uses the tokens of all ranks; torchtitan gives every rank the same number.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -305,7 +306,8 @@ class SonicRoundedMoE(MoE):
 
 class SonicSelectiveAC(SelectiveAC):
     """Selective checkpointing that also keeps the results of this library's forward (H and
-    metadata) for backward, as torchtitan's own keeps those of its grouped products."""
+    metadata) for backward, as torchtitan's SelectiveAC keeps the results of its grouped products.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -5,8 +5,8 @@
 routed_experts    dispatch, experts and combine in one operator
 grouped_experts   the experts alone, behind any dispatcher
 router            scores, choice and renormalisation in one operator
-token_rounding    router and experts, with every expert's tokens rounded to a tile; it replaces the
-                  three above
+token_rounding    router and experts, with every expert's tokens rounded to a tile; use it in place
+                  of the three overrides above
 selective_ac      selective checkpointing also keeps the results of the layer's forward
 """
 
@@ -48,8 +48,8 @@ _LAYERS = {MoE.Config: SonicRoundedMoE.Config}
 
 def _gpt_oss() -> tuple[dict, dict]:
     """Replacements of gpt-oss's experts and layers, if the job has imported that model. It is not
-    imported here, because with a torch older than torchtitan asks for only layers can be
-    imported."""
+    imported here: with a torch older than torchtitan requires, torchtitan's layers can be imported,
+    but this model cannot."""
     if "torchtitan.models.gpt_oss.moe" not in sys.modules:
         return {}, {}
     from . import gpt_oss
@@ -58,8 +58,7 @@ def _gpt_oss() -> tuple[dict, dict]:
 
 
 def _served(config, replacements: dict, **deltas):
-    """The replacement of `config`, by its exact class, because a subclass may compute something
-    else."""
+    """The replacement of `config` by its exact class: a subclass may compute something else."""
     replacement = replacements.get(type(config))
     if replacement is None:
         known = " and ".join(c.__qualname__ for c in replacements)
@@ -127,8 +126,9 @@ def token_rounding(
     precision: str | None = None,
     **exchange,
 ) -> MoE.Config:
-    """Refuses stochastic rounding: a CUDA graph of a step would repeat the same draw for ever.
-    exchange: transport and its limits, as of routed_experts."""
+    """Token rounding in training. Refuses stochastic rounding, because a CUDA graph of a step would
+    use the same random numbers in every step. exchange: transport and its limits, as in
+    routed_experts()."""
     integer("tile", tile)
     one_of("rounding", rounding, [mode for mode in MODES if mode != "stochastic"])
     parts = {"router": router(config.router)}

@@ -63,8 +63,8 @@ class Samples:
 
 
 def _example(tokens: Tensor, end_of_text: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(input, positions, labels). After an end-of-text token positions begin at 0 again. That token
-    has no label, because the next document does not follow from this one."""
+    """(input, positions, labels). After an end-of-text token positions begin at 0 again. The
+    end-of-text token has no label, because the next document does not follow from this document."""
     inputs, labels = tokens[:-1], tokens[1:]
     places = torch.arange(len(inputs))
     ends = inputs == end_of_text
@@ -74,9 +74,9 @@ def _example(tokens: Tensor, end_of_text: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TokenFileLoader(BaseDataLoader):
-    """Step s of a run reads samples s*G to (s+1)*G of the file, where G is the global batch size.
-    The number of ranks decides which rank reads which sample. The state is the number of samples
-    that all ranks together have read, so any number of ranks can resume from it."""
+    """Step s of a run reads samples s*G to (s+1)*G - 1 of the file, where G is the global batch
+    size. The number of ranks determines which rank reads which sample. The state is the number of
+    samples that all ranks together have read, so any number of ranks can resume from it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

@@ -1,4 +1,4 @@
-"""The functions of sonicmoe, in this library's terms.
+"""The functions of sonicmoe, computed by this library.
 
 Weights are w1 (I or 2I, H, E) and w2 (H, I, E), views by stride of tensors (E, ...). Gate and up
 rows alternate unless concat_layout is set. `stream_id` is ignored: work goes to torch's stream.
@@ -55,7 +55,8 @@ def _experts(x, w1, b1, w2, b2, kind, concat_layout) -> dict:
 
 @contextlib.contextmanager
 def _as_sonicmoe(device: torch.device, is_inference_mode_enabled: bool):
-    """Its kernels ignore autocast, and keep nothing for backward in inference mode."""
+    """The kernels of sonicmoe ignore autocast, and keep nothing for backward in inference mode: so
+    do calls inside this context."""
     with torch.autocast(device.type, enabled=False):
         if is_inference_mode_enabled:
             with torch.no_grad():
@@ -81,8 +82,8 @@ def moe_TC_softmax_topk_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Router and experts: (o (T, H), router_logits (T, E), expert_frequency (E,) int32).
 
-    is_softmax_over_topk=False takes the softmax over all experts before the choice, and then
-    norm_topk_probs makes the chosen ones sum to 1.
+    is_softmax_over_topk=False takes the softmax over all experts before the choice; norm_topk_probs
+    then makes the probabilities of the chosen experts sum to 1.
     """
     experts = _experts(x, w1, b1, w2, b2, activation_type, concat_layout)
     logits = F.linear(x, router_w)

@@ -1,4 +1,4 @@
-"""Which of sonicmoe's kernels would run; there is one way here, whatever is asked for."""
+"""The switch between sonicmoe's kernels. This library has no such choice and ignores the switch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _asked_for = False
 
 @contextlib.contextmanager
 def enable_quack_gemm(enable: bool = True):
-    """Changes what is_using_quack_gemm() says."""
+    """Changes only the result of is_using_quack_gemm()."""
     global _asked_for
     before, _asked_for = _asked_for, enable
     try:
