@@ -12,7 +12,7 @@
 
 namespace sonicmoe::emulator {
 
-/// Up to four inputs and the result that is expected of them.
+/// Up to four inputs and the expected result.
 struct Row {
   std::vector<std::uint64_t> in;
   std::uint64_t out;
@@ -80,7 +80,7 @@ inline std::uint64_t untouched(Result result) {
   }
 }
 
-/// The results of all lanes; lane i gets row i, and again from the first one.
+/// The results of all lanes; lane i gets row i modulo the number of rows.
 inline std::vector<std::uint64_t> run_alu(const std::string& instruction, Result result,
                                           const std::vector<Row>& rows) {
   Arrays memory;
@@ -96,7 +96,8 @@ inline std::vector<std::uint64_t> run_alu(const std::string& instruction, Result
   return {first, first + kLanes};
 }
 
-/// Runs the instruction by all lanes, and by the odd lanes while the others keep what they had.
+/// Runs the instruction by all lanes, and then by the odd lanes alone: the even lanes must keep
+/// their registers.
 inline void expect_rows(const std::string& instruction, Result result,
                         const std::vector<Row>& rows) {
   for (std::size_t first = 0; first < rows.size(); first += kLanes) {
@@ -136,7 +137,7 @@ inline void expect_q(const std::string& instruction, const std::vector<Row>& row
 /// The bits of a float and of a double.
 inline std::uint64_t f(float x) { return std::bit_cast<std::uint32_t>(x); }
 inline std::uint64_t d(double x) { return std::bit_cast<std::uint64_t>(x); }
-/// Of a bf16 and of a normal f16, which hold x exactly.
+/// The bits of a bf16, and of a normal f16, that hold x exactly.
 inline std::uint64_t b(float x) { return f(x) >> 16; }
 inline std::uint64_t h(float x) {
   const std::uint64_t bits = f(x);

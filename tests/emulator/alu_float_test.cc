@@ -8,8 +8,8 @@ namespace sonicmoe::emulator {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr std::uint64_t kNan = 0x7fff'ffff;       // the one that PTX makes
-constexpr std::uint64_t kOtherNan = 0xffc0'1234;  // one that it does not
+constexpr std::uint64_t kNan = 0x7fff'ffff;       // the NaN that PTX makes
+constexpr std::uint64_t kOtherNan = 0xffc0'1234;  // a NaN that PTX does not make
 constexpr std::uint64_t kNanHalf = 0x7fff;
 constexpr std::uint64_t kLeast = 1;               // the least denormal number
 constexpr std::uint64_t kDenormal = 0x007f'ffff;  // the largest one
@@ -84,7 +84,7 @@ TEST(AluFloat, HalvesRoundOnce) {
                                      {{h(0x1.8p-14f), h(0x1p-11f)}, 1},
                                      {{h(-0x1p-14f), h(0x1p-12f)}, 0x8000}});
   expect_h("add.sat.f16 %h, %h0, %h1;", {{{h(1), h(2)}, h(1)}, {{0x7e00, 0}, 0}});
-  // 2049 lies halfway between two numbers; what is added decides.
+  // 2049 lies halfway between two numbers; the third operand determines the rounding.
   expect_h("fma.rn.f16 %h, %h0, %h1, %h2;", {{{h(3), h(683), 0}, h(2048)},
                                              {{h(3), h(683), 1}, h(2050)},
                                              {{h(3), h(683), 0x8001}, h(2048)},
@@ -110,7 +110,8 @@ TEST(AluFloat, BrainsRoundOnce) {
                                       {{b(0x1.02p-67f), b(0x1.fep-68f)}, 1},
                                       {{b(0x1p-67f), b(0x1p-67f)}, 0},
                                       {{b(3), b(-5)}, b(-15)}});
-  // 261 and 267 lie halfway between two numbers; what is added decides, however small it is.
+  // 261 and 267 lie halfway between two numbers; the third operand determines the rounding, even if
+  // it is very small.
   expect_h("fma.rn.bf16 %h, %h0, %h1, %h2;", {{{b(9), b(29), 0}, b(260)},
                                               {{b(9), b(29), b(0x1p-126f)}, b(262)},
                                               {{b(9), b(29), b(-0x1p-126f)}, b(260)},

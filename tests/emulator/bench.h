@@ -14,7 +14,7 @@ namespace sonicmoe::emulator {
 /// Arrays of the host that a kernel may access, and nothing else.
 class Arrays : public GlobalMemory {
  public:
-  /// Zeros; `bytes` of them.
+  /// Adds an array of `bytes` zeros.
   std::byte* add(std::size_t bytes) {
     arrays_.emplace_back(std::make_unique<std::byte[]>(bytes + 1024), bytes);
     const auto address = reinterpret_cast<std::uintptr_t>(arrays_.back().first.get());
@@ -40,7 +40,7 @@ class Arrays : public GlobalMemory {
   std::vector<std::byte*> begins_;
 };
 
-/// What PTX text needs before its first kernel.
+/// The PTX directives that must come before the first kernel.
 inline constexpr const char* kPtxHeader = ".version 8.8\n.target sm_90a\n.address_size 64\n";
 
 struct BenchShape {

@@ -439,9 +439,9 @@ INSTANTIATE_TEST_SUITE_P(
                      testing::Values(std::array{0, 0}, std::array{5, 3}, std::array{65, 45},
                                      std::array{-7, -2}, std::array{72, 0}, std::array{0, -32})));
 
-/// Stores the first rows of a box whose last rows belong to somebody else, as the kernels do: the
-/// map has one dimension more, and begins so far before the allocation that the tensor ends where
-/// the rows end.
+/// Stores only the first rows of a box, as the kernels do: rows after them belong to another tile.
+/// The map has one more dimension, and its base lies before the allocation, so that the tensor ends
+/// where the rows end.
 TEST(TensorStore, RaggedRowsEndWhereTheTensorEnds) {
   constexpr int kCapacity = 20;
   constexpr int kWidth = 16;
@@ -488,7 +488,8 @@ $end:
   }
 }
 
-/// Each of two CTAs loads half of the rows for both. Both wait for all, and each writes its words.
+/// Each of two CTAs loads half of the rows for both CTAs. Each CTA waits for all rows and writes
+/// its words.
 TEST(TensorLoad, MulticastReachesEveryCta) {
   constexpr int kRows = 4;
   const Matrix source(2 * kRows, 64, 1);

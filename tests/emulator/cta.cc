@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kSharedAlignment = 1024;
 constexpr std::size_t kGranule = 16;  // bytes whose last write is known
-/// What shared memory holds when a CTA starts: a NaN in every format.
+/// Each byte of shared memory when a CTA starts. It gives a NaN in every format.
 constexpr int kGarbage = 0xff;
 
 }  // namespace

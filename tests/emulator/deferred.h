@@ -1,5 +1,5 @@
-// Work that an instruction leaves to a later time, its groups, and the operands of such
-// instructions.
+// Asynchronous work: actions that an instruction defers to a later time, groups of them, and the
+// operands of such instructions.
 #pragma once
 
 #include <cstddef>
@@ -44,8 +44,8 @@ inline void wait_group(CopyGroups& groups, std::size_t keep) {
   }
 }
 
-/// Instructions here have several addresses. Each takes this many entries of the instruction's
-/// list: slot, offset, and 1 where the slot has 8 bytes.
+/// Asynchronous instructions have several addresses. Each address takes this many entries of the
+/// instruction's list: slot, offset, and 1 if the slot has 8 bytes.
 inline constexpr std::size_t kAddressEntries = 3;
 
 inline void append_address(Builder& builder, const Operand& operand, std::vector<Slot>* list) {
@@ -73,7 +73,7 @@ inline void check_aligned(std::uint64_t value, std::uint64_t alignment, const ch
               std::to_string(alignment));
 }
 
-/// For .sync.aligned instructions, once all lanes are there.
+/// For .sync.aligned instructions: throws Fault unless all lanes run the instruction together.
 inline void check_whole_warp(std::uint32_t lanes) {
   if (lanes != kAllLanes) throw Fault("an aligned instruction is run by a part of its warp");
 }

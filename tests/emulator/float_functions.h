@@ -1,4 +1,4 @@
-// What the floating-point opcodes do to one lane, and what their modifiers add to it.
+// The floating-point operations on the values of one lane, and the modifiers of the operations.
 #pragma once
 
 #include <bit>
@@ -102,8 +102,8 @@ struct Rectify {
   }
 };
 
-/// Op on numbers of 16 bits: in double, then one rounding. For sums and products the result is that
-/// of one rounding in all.
+/// Op on numbers of 16 bits: computed in double, then rounded. For sums and products the result
+/// equals the exact result rounded once.
 template <class Op>
 struct Small {
   template <class T, class... More>
@@ -149,8 +149,9 @@ struct FusedMultiplyAdd {
   }
 };
 
-/// For factors of 16 bits: their product is exact. If the sum is not, its last bit is set, so that
-/// a further rounding to 16 bits sees on which side of the sum the exact value lies.
+/// a * b + c for factors of 16 bits, whose product is exact in double. If the sum is not exact, its
+/// last bit is set, so that a further rounding to 16 bits sees on which side of the sum the exact
+/// value lies.
 struct SmallMultiplyAdd {
   double operator()(double a, double b, double c) const {
     const double product = a * b;
@@ -165,7 +166,7 @@ struct SmallMultiplyAdd {
   }
 };
 
-/// min and max: of two numbers, or the number if one is NaN. -0 is below +0.
+/// min and max of two numbers. If one operand is NaN, the result is the other. -0 is below +0.
 template <class IsFirst, class OfEqual>
 struct Extreme {
   template <class T>
@@ -180,7 +181,7 @@ struct Extreme {
   }
 };
 
-/// .NaN: NaN if one is.
+/// .NaN: NaN if an operand is NaN.
 template <class Op>
 struct SpreadNan {
   template <class T>
@@ -189,7 +190,7 @@ struct SpreadNan {
   }
 };
 
-/// .xorsign.abs: of the absolute values, with the product's sign.
+/// .xorsign.abs: Op on the absolute values, with the sign of the product of a and b.
 template <class Op>
 struct XorSign {
   template <class T>
@@ -243,7 +244,7 @@ struct ReciprocalRoot {
   }
 };
 
-/// rcp and rsqrt.approx.ftz.f64 see and make the upper 32 bits only.
+/// rcp and rsqrt.approx.ftz.f64 read and write only the upper 32 bits.
 template <class Op>
 struct UpperHalf {
   double operator()(double x) const { return cut(Op()(cut(x))); }

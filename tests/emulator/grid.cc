@@ -13,9 +13,10 @@ using Clock = std::chrono::steady_clock;
 
 /// Rounds without progress after which a grid gives its core to others.
 constexpr int kIdleRounds = 8;
-/// In one of so many turns a deferred copy is done.
+/// After a warp's turn, the grid runs a deferred copy with probability 1 / kCopyTurns.
 constexpr std::uint64_t kCopyTurns = 4;
-/// One of so many grids gives the next kernel a head start: what that kernel does too early shows.
+/// With probability 1 / kHeadStartGrids a grid sleeps for kHeadStart after it has launched the next
+/// kernel, so that work which the next kernel does too early becomes visible.
 constexpr std::uint64_t kHeadStartGrids = 4;
 constexpr std::chrono::milliseconds kHeadStart{2};
 

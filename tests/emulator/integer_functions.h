@@ -1,4 +1,4 @@
-// What the integer opcodes do to one lane.
+// The integer operations on the values of one lane.
 #pragma once
 
 #include <algorithm>
@@ -118,7 +118,7 @@ struct MultiplyAdd {
   }
 };
 
-/// Dividing by zero is undefined in CUDA C++, so a lane that does so has met a bug.
+/// Throws Fault for a division by zero: it is undefined in CUDA C++, so the kernel has a bug.
 template <class T>
 void check_divisor(T b) {
   if (b == 0) throw Fault("an integer is divided by zero");

@@ -1,4 +1,4 @@
-// What the opcodes share: loops over lanes, predicates, and lists of operands.
+// Functions that all opcodes use: loops over lanes, predicates, and lists of operands.
 #pragma once
 
 #include <bit>
@@ -10,8 +10,8 @@
 
 namespace sonicmoe::emulator {
 
-/// Calls body(lane) for each lane of `lanes`. Registers are either the same or apart, so the loop
-/// over all lanes may run as vector code.
+/// Calls body(lane) for each lane of `lanes`. Two registers are either the same or do not overlap,
+/// so the loop over all lanes may run as vector code.
 template <class Body>
 void for_lanes(std::uint32_t lanes, const Body& body) {
   if (lanes == kAllLanes) {
@@ -22,7 +22,7 @@ void for_lanes(std::uint32_t lanes, const Body& body) {
   for (; lanes != 0; lanes &= lanes - 1) body(std::countr_zero(lanes));
 }
 
-/// Calls body(lane) one lane after the other: for bodies that touch what lanes share.
+/// Calls body(lane) one lane after the other: for bodies that access data of several lanes.
 template <class Body>
 void for_each_lane(std::uint32_t lanes, const Body& body) {
   for (; lanes != 0; lanes &= lanes - 1) body(std::countr_zero(lanes));

@@ -1,8 +1,8 @@
 // The state of a running grid: clusters of CTAs of warps, their memories and barriers.
 //
-// One thread of the host runs a grid. Warps take turns in an order drawn from a seed, and copies
-// that hardware makes asynchronously happen at a drawn later time, at the latest where the program
-// waits for them.
+// One thread of the host runs a grid. Warps take turns in a random order, which a seed determines.
+// Copies that hardware makes asynchronously happen at a random later time, at the latest when the
+// program waits for them.
 #pragma once
 
 #include <array>
@@ -38,7 +38,7 @@ struct Settings {
   std::size_t shared_bytes = 227 * 1024;  ///< of a multiprocessor
   int multiprocessor_threads = 2048;
   std::uint64_t seed = 1;
-  double patience_s = 60;  ///< a grid without progress for so long has met a deadlock
+  double patience_s = 60;  ///< a grid without progress for so many seconds has a deadlock
 };
 
 /// Which global memory exists. Several grids and the host use it at once.
@@ -61,7 +61,7 @@ class Cta;
 class Cluster;
 class Grid;
 
-/// Something that hardware does later, once.
+/// An action of the hardware that happens once, at a later time.
 class Copy {
  public:
   explicit Copy(std::function<void()> act) : act_(std::move(act)) {}
@@ -90,10 +90,10 @@ struct Fragment {
   std::uint32_t last = 0;    ///< place of its last instruction that waited or yielded
 };
 
-/// What a warp did with its turn.
+/// The result of a warp's turn.
 enum class Turn {
   kNothing,  ///< every fragment waits
-  kPolled,   ///< it asked for something, which is not there yet, or gave its turn back
+  kPolled,   ///< it tested a condition that does not hold yet, or gave its turn back
   kBusy,     ///< it has used the whole turn
 };
 
@@ -135,14 +135,15 @@ class Warp {
   bool has_all(std::uint32_t members) const { return (members & live_ & ~lanes_here()) == 0; }
   std::uint32_t lanes_here() const { return fragments_[current_].lanes; }
 
-  void jump(std::uint32_t lanes, std::uint32_t target);  ///< the others go on behind the branch
+  void jump(std::uint32_t lanes, std::uint32_t target);  ///< other lanes go on behind the branch
   void exit(std::uint32_t lanes);
 
-  /// What a thread has issued and not waited for. cp.async and bulk copies count apart.
-  std::int64_t cluster_phase = -1;  ///< of barrier.cluster, in which it has arrived
+  std::int64_t cluster_phase = -1;  ///< phase of barrier.cluster in which the warp has arrived
+  /// Copies that a thread has issued and not waited for. cp.async and bulk copies have separate
+  /// groups.
   CopyGroups& copies(int lane) { return copies_[lane]; }
   CopyGroups& bulk_copies(int lane) { return bulk_copies_[lane]; }
-  /// The same for products of wgmma, which belong to the warp.
+  /// Products of wgmma that the warp has issued and not waited for.
   CopyGroups& products() { return products_; }
 
  private:
@@ -186,13 +187,13 @@ class Cta {
   std::size_t shared_bytes() const { return shared_bytes_; }
   /// Throws Fault outside of this CTA's shared memory.
   std::byte* own_shared(std::uint32_t offset, std::size_t bytes);
-  /// Of any CTA of the cluster, by a 32-bit address.
+  /// The host address of shared memory of any CTA of the cluster, by a 32-bit address.
   std::byte* shared(std::uint32_t address, std::size_t bytes);
   Cta& owner(std::uint32_t address);  ///< of a 32-bit shared address
 
-  // Ordinary instructions and the asynchronous copies and products see shared memory by different
-  // proxies. Between a write by the one and a read by the other the program needs a
-  // fence.proxy.async of the writing or of the reading warp.
+  // Ordinary instructions access shared memory by the generic proxy, asynchronous copies and
+  // products by the async proxy. Between a write by one proxy and a read by the other the program
+  // needs a fence.proxy.async of the writing or of the reading warp.
   void note_write(std::uint32_t offset, std::size_t bytes, int warp);
   void note_async_write(std::uint32_t offset, std::size_t bytes);
   void note_proxy_fence(int warp);
@@ -241,7 +242,8 @@ class Grid {
   Grid(const Launch& launch, const Settings& settings, const GlobalMemory& memory,
        Neighbours neighbours = {});
 
-  /// To the end. Throws Fault, with the kernel, the instruction and its line in the PTX text.
+  /// Runs the grid to its end. Throws Fault, which names the kernel, the instruction and its line
+  /// in the PTX text.
   void run();
 
   const Launch& launch() const { return launch_; }
@@ -250,16 +252,16 @@ class Grid {
   std::mt19937_64& random() { return random_; }
   const std::byte* parameters() const { return launch_.parameters.data(); }
 
-  /// A register file, full of garbage or of what an earlier warp has left in it.
+  /// A register file. It contains garbage, or the values of an earlier warp.
   RegisterFile take_file();
   void give_back(RegisterFile file) { spare_files_.push_back(std::move(file)); }
 
-  /// Something that may let a waiting warp go on has happened.
+  /// Called after every event that may let a waiting warp go on.
   void note_progress() { ++progress_; }
   bool previous_is_complete() const;
-  /// The CTA needs the next kernel to wait no longer.
+  /// The CTA allows the launch of the next kernel (griddepcontrol.launch_dependents).
   void launch_next(Cta& cta);
-  /// Finishes the copy at a drawn later time, at the latest when the grid ends.
+  /// Finishes the copy at a random later time, at the latest when the grid ends.
   void defer(CopyTask copy) { pending_.push_back(std::move(copy)); }
 
  private:

@@ -1,8 +1,8 @@
 // Products of small matrices in fp32, in an order that suits the fragments that warps hold.
 //
-// A lane's registers have every second column of eight neighbouring ones. So rows and columns stand
-// in the order 0 2 4 ... 1 3 5 ... here: the four lanes of a register that hold one row are then
-// four floats side by side.
+// One register of a lane has an even column of eight neighbouring columns, the next register the
+// odd column after it. So rows and columns are in the order 0 2 4 ... 1 3 5 ... here: the values
+// that four lanes hold of one row in one register are then four contiguous floats.
 #pragma once
 
 #include <cstddef>
@@ -23,16 +23,16 @@ constexpr int position_of(int index, int count) { return (index & 1) * (count / 
 /// (16, columns). All have an alignment of 64 bytes; columns is a multiple of 8.
 void multiply_add(const float* a, const float* b, float* sums, int depth, int columns);
 
-/// The same for products of 8-bit elements, whose sums have 14 significant bits on Hopper. Let 2^e
-/// be the largest power of two that is at most the largest magnitude of a term; the old sum is a
-/// term too. Each term is truncated toward zero to a multiple of 2^(e - 13), and the new sum to 14
-/// bits. A sum with an infinity or NaN among its terms is that of multiply_add(). Sources: arXiv
-/// 2511.10909 and 2512.07004. It is not known here whether hardware takes e before or after it
-/// normalises a product; after is the less exact of the two.
+/// Like multiply_add(), for products of 8-bit elements, whose sums have 14 significant bits on
+/// Hopper. Let 2^e be the largest power of two that is at most the largest magnitude of a term; the
+/// old sum is a term too. Each term is truncated toward zero to a multiple of 2^(e - 13), and the
+/// new sum to 14 bits. If a term is infinite or NaN, the sum is computed as by multiply_add().
+/// Sources: arXiv 2511.10909 and 2512.07004. It is not known here whether hardware takes e before
+/// or after it normalises a product; the emulator takes it after, which is less exact.
 void multiply_add_14_bits(const float* a, const float* b, float* sums, int depth, int columns);
 
-/// Between registers of fp32 and 16 rows of sums. Four registers have eight columns: even and odd
-/// columns of rows 0 to 7, then those of rows 8 to 15.
+/// Copy between fp32 registers and 16 rows of sums. Four registers have eight columns: the even and
+/// the odd columns of rows 0 to 7, then the even and the odd columns of rows 8 to 15.
 void load_sums(Warp& warp, const Slot* registers, int columns, float* sums);
 void store_sums(Warp& warp, const Slot* registers, int columns, const float* sums);
 

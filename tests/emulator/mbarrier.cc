@@ -1,6 +1,10 @@
-// The format: bit 0 says that the object is initialised, bit 1 is the phase's parity, then 20 bits
-// of arrivals that are missing, 20 bits of arrivals of a phase and 22 bits of bytes that are
-// missing.
+// The format, from bit 0:
+//
+//   1 bit   | 1: the object is initialised
+//   1 bit   | parity of the phase
+//   20 bits | missing arrivals
+//   20 bits | arrivals of a phase
+//   22 bits | missing bytes
 #include <cstring>
 
 #include "machine.h"

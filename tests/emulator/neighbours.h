@@ -7,7 +7,7 @@
 namespace sonicmoe::emulator {
 
 struct Neighbours {
-  /// Whether griddepcontrol.wait may return. Empty: it may.
+  /// Whether griddepcontrol.wait may return. An empty function means yes.
   std::function<bool()> previous_is_complete;
   /// Called once, when every CTA has run griddepcontrol.launch_dependents or has ended.
   std::function<void()> launch_next;

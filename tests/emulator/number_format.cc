@@ -113,7 +113,7 @@ Real flush_subnormal(const NumberFormat& format, Real value) {
   return format.name == "f32" && is_subnormal ? std::copysign(Real{0}, value) : value;
 }
 
-/// What becomes of a rounded value beyond the largest number.
+/// The result for a rounded value beyond the format's largest number.
 Real overflow(const NumberFormat& format, Real value, Rounding rounding) {
   const bool is_negative = std::signbit(value);
   const bool stays =

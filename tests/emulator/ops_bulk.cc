@@ -9,7 +9,7 @@
 namespace sonicmoe::emulator {
 namespace {
 
-// The list of a bulk copy. What an instruction does not have is kNoSlot.
+// The list of a bulk copy. An operand that an instruction does not have is kNoSlot.
 constexpr std::size_t kTarget = 0;  // an address, as the next two; a tensor's is that of its map
 constexpr std::size_t kSource = kTarget + kAddressEntries;
 constexpr std::size_t kBarrier = kSource + kAddressEntries;
@@ -21,7 +21,7 @@ constexpr std::uint32_t kBulkAlignment = 16;
 constexpr std::uint32_t kTensorAlignment = 128;
 constexpr std::size_t kBarrierBytes = sizeof(std::uint64_t);
 
-/// Where a copy into shared memory arrives in one CTA.
+/// The target of a copy into the shared memory of one CTA.
 struct Landing {
   Cta* cta;
   std::uint32_t offset;
@@ -107,7 +107,7 @@ Next run_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   return Next::kAdvance;
 }
 
-/// From this CTA's shared memory to that of a CTA of the cluster.
+/// From this CTA's shared memory to the shared memory of any CTA of the cluster.
 Next run_shared_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Slot* list = list_of(warp, i);
   for_each_lane(lanes, [&](int lane) {
@@ -200,7 +200,8 @@ Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
   return Next::kAdvance;
 }
 
-/// With .read or without: a copy reads and writes in one step here. Value: groups that may stay.
+/// wait_group with and without .read, which are equal here because a copy reads and writes in one
+/// step. Value: the number of groups that may stay.
 Next run_wait(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   for_each_lane(lanes, [&](int lane) {
     wait_group(warp.bulk_copies(lane), static_cast<std::size_t>(i.value));

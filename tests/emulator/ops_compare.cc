@@ -172,7 +172,7 @@ const TestTable& integer_tests() {
   return table;
 }
 
-/// With u: true if one is NaN. Without: false, for ne as well.
+/// If an operand is NaN, tests with the suffix u are true, and tests without it false, also ne.
 const TestTable& float_tests() {
   static const TestTable table{
       {"eq", &find_float<std::equal_to<>>},

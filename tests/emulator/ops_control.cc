@@ -1,4 +1,4 @@
-// Branches, ends, hints and what has no effect here.
+// Branches, exits, hints, and instructions that have no effect in the emulator.
 #include <atomic>
 
 #include "machine.h"

@@ -10,7 +10,7 @@
 namespace sonicmoe::emulator {
 namespace {
 
-/// What the operand of cp.async after its size says.
+/// The meaning of the operand of cp.async after its size.
 enum class Limit : std::uint32_t { kNone, kSourceBytes, kIgnored, kUnlessIgnored };
 
 /// The copy of one lane.
@@ -151,7 +151,7 @@ void decode_arrive(const Statement& s, Builder& b, Instruction* i) {
   i->run = &run_arrive;
 }
 
-/// All that begins with cp.
+/// All opcodes that begin with cp.
 void decode_cp(const Statement& s, Builder& b, Instruction* i) {
   if (s.parts.size() < 3 || s.parts[1] != "async") return decode_unknown(s, b, i);
   const std::string& what = s.parts[2];

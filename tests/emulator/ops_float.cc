@@ -103,7 +103,7 @@ Form find_copy_sign(Modifiers& m) {
   return type == "f64" ? form_of<CopySign, Binary<double>>() : Form();
 }
 
-/// Quotients and roots: what PTX calls approximate is computed like the exact one.
+/// Quotients and roots. The approximate forms are computed like the exact forms.
 template <class Op, template <class> class Signature>
 Form find_quotient(Modifiers& m) {
   const std::string type = m.take_last();

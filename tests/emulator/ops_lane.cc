@@ -1,4 +1,4 @@
-// Instructions by which lanes of a warp see each other: shfl, vote, match, redux, elect,
+// Instructions that exchange values between the lanes of a warp: shfl, vote, match, redux, elect,
 // activemask.
 #include <algorithm>
 #include <bit>
@@ -8,7 +8,7 @@
 namespace sonicmoe::emulator {
 namespace {
 
-/// What a lane reads from one that does not take part.
+/// The value that a lane reads from a lane that does not take part.
 constexpr std::uint32_t kGarbage = 0xdeadbeef;
 
 /// Whether every lane that `lanes` name in their member masks stands here. Throws Fault if a lane

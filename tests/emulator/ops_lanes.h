@@ -1,6 +1,6 @@
-// What the arithmetic opcodes share: handlers that apply a function object to each lane, and the
-// search for the handler of a statement by its modifiers. Code that includes this needs
-// -ffp-contract=off: products and sums must not be fused.
+// The common parts of the arithmetic opcodes: handlers that apply a function object to each lane,
+// and the search for the handler of a statement by its modifiers. Code that includes this file
+// needs -ffp-contract=off: products and sums must not be fused.
 #pragma once
 
 #include <algorithm>
@@ -100,8 +100,8 @@ struct Pairs {
   }
 };
 
-/// The parts of a statement behind its opcode. What a search knows it takes out, so that nothing is
-/// left if every part has been understood.
+/// The parts of a statement after its opcode. A search takes out the parts that it knows, so
+/// nothing is left if all parts are known.
 class Modifiers {
  public:
   explicit Modifiers(const Statement& statement)

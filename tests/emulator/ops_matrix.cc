@@ -131,7 +131,7 @@ SharedMatrix shared_matrix(Warp& warp, std::uint64_t descriptor, Major major, El
           type};
 }
 
-/// What a warp has to do for one wgmma: its 16 rows of the 64.
+/// The work of one warp for a wgmma: 16 of the 64 rows.
 struct Wgmma {
   Warp* warp;
   const Slot* accumulators;

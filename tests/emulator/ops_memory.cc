@@ -13,7 +13,7 @@ namespace {
 
 enum class Space : std::uint32_t { kGeneric, kGlobal, kShared, kLocal, kParameter };
 
-/// What Instruction::detail holds of a memory instruction.
+/// The fields in Instruction::detail of a memory instruction.
 struct Access {
   Space space;
   bool wide_address;

@@ -17,7 +17,7 @@ namespace sonicmoe::emulator {
 inline constexpr int kLanes = 32;
 inline constexpr std::uint32_t kAllLanes = ~0u;
 
-/// What a program did wrong, or an instruction that the emulator does not know.
+/// An error of the emulated program, or an instruction that the emulator does not know.
 class Fault : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -30,7 +30,7 @@ struct Instruction;
 enum class Next {
   kAdvance,  ///< they go on behind it
   kJumped,   ///< the handler has placed them
-  kWait,     ///< they run it again once something has changed
+  kWait,     ///< they run it again later, when another event may have changed its result
   kYield,    ///< they go on behind it after other warps had a turn
 };
 
@@ -94,8 +94,8 @@ class Builder {
   Slot source(const Operand& operand, int bytes);
   Slot target(const Operand& operand);      ///< kNoSlot where the result is discarded
   int width(const Operand& operand) const;  ///< bytes of a register; 0: a predicate
-  /// Slot of the base and, into `offset`, what is added to it. Registers of 4 bytes are allowed:
-  /// `is_wide` says which. Symbols become constants.
+  /// The slot of the base; `offset` gets the constant that is added to the base. The base is a
+  /// register of 8 bytes (`is_wide`) or of 4 bytes. Symbols become constants.
   Slot address(const Operand& operand, std::int64_t* offset, bool* is_wide);
   std::size_t label(const Operand& operand) const;
   /// Appends slots to Program::lists and sets list and count.

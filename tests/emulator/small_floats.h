@@ -113,8 +113,8 @@ inline Half half_of_e5m2(std::uint8_t byte) {
       static_cast<std::uint16_t>(select(is_nan, kNan16, static_cast<std::uint32_t>(byte) << 8))};
 }
 
-/// x, or, where x is no float, the float beside it whose last bit is set. Rounding this to 16 bits
-/// gives what one rounding of x gives.
+/// x if x is a float; otherwise the neighbouring float whose last bit is set. Rounding the result
+/// to 16 bits gives the same as rounding x directly.
 inline float narrow_to_odd(double x) {
   const float nearest = static_cast<float>(x);
   const double back = nearest;

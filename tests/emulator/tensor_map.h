@@ -1,4 +1,4 @@
-// The emulator's own content of a CUtensorMap, which users of CUDA do not look into.
+// The emulator's content of a CUtensorMap, whose format CUDA does not define for users.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@ namespace {
 
 /// Instructions after which a warp lets others run.
 constexpr int kTurn = 512;
-/// Each so many turns a warp starts with a fragment drawn at random: the fragment that is furthest
-/// behind may spin until another one has done its work.
+/// In one of kRandomTurns turns a warp starts with a random fragment, because the fragment that is
+/// furthest behind may spin until another fragment has done its work.
 constexpr std::uint64_t kRandomTurns = 4;
 constexpr int kRandomSteps = 64;
 
@@ -188,7 +188,7 @@ bool Warp::choose_any() {
   return false;
 }
 
-/// Runs the current fragment until it waits, jumps apart or meets another one. False: nothing ran.
+/// Runs the current fragment until it waits, diverges or meets another one. False: nothing ran.
 bool Warp::run_fragment(int* left) {
   const std::vector<Instruction>& code = grid().launch().program->code;
   bool ran = false;

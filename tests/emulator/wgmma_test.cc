@@ -34,8 +34,8 @@ int swizzled_chunk(int line, int chunk, int span) {
   }
 }
 
-/// An operand in shared memory, and its descriptor. A row of a K-major one has one span of the
-/// swizzle, and the product takes the last 32 bytes of it.
+/// An operand in shared memory, and its descriptor. A row of a K-major operand has one span of the
+/// swizzle, and the product reads the last 32 bytes of the row.
 class Image {
  public:
   Image(const std::vector<float>& values, int rows, Type type, Layout layout)

@@ -1,4 +1,4 @@
-// What the files of the runtime's interface share.
+// Functions that all files of the runtime's interface use.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,10 +18,10 @@ Handles<Event, cudaEvent_t>& events();
 /// Null and cudaStreamLegacy name the default stream of the current device.
 std::shared_ptr<Stream> stream_of(cudaStream_t handle);
 
-/// Waits until an operation has ended; throws ApiError if its device has a fault then.
+/// Waits until an operation has ended. Throws ApiError if its device then has a fault.
 void wait_on(const Device& device, const MomentPtr& end);
 
-/// As status_of, for calls that a fault of the current device makes fail.
+/// As status_of, for calls that return an error if the current device has a fault.
 template <class F>
 cudaError_t device_call(F f) noexcept {
   return status_of([&] {

@@ -40,7 +40,7 @@ Modules& modules() {
   return all;
 }
 
-/// What <<<>>> says, between two calls of the stubs.
+/// The configuration that <<<>>> gives. The stubs store it in one call and read it in another.
 struct CallConfiguration {
   dim3 grid, block;
   std::size_t shared = 0;

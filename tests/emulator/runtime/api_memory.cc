@@ -14,15 +14,15 @@
 namespace sonicmoe::emulator {
 namespace {
 
-/// Rows of equal length, one row where the memory is contiguous.
+/// Rows of equal length; one row if the memory is contiguous.
 struct Rows {
   std::size_t width = 0, height = 1;
   std::size_t span(std::size_t pitch) const { return pitch * (height - 1) + width; }
   bool is_empty() const { return width == 0 || height == 0; }
 };
 
-/// Kernels of other streams may wait for a word that is copied, so it arrives in one piece and
-/// after what was written before.
+/// Copies a word atomically and after all earlier writes, because kernels of other streams may wait
+/// for this word.
 template <class T>
 void copy_word(std::byte* to, const std::byte* from) {
   const T value = std::atomic_ref<T>(*reinterpret_cast<T*>(const_cast<std::byte*>(from)))
@@ -90,7 +90,7 @@ Action copy_action(const CopyRequest& request) {
   };
 }
 
-/// As CUDA copies from pageable memory: it is read before the call returns.
+/// A copy from pageable memory: as in CUDA, the memory is read before the call returns.
 Action staged_copy_action(const CopyRequest& request) {
   const std::size_t bytes = request.rows.span(request.from.pitch);
   const auto stage =

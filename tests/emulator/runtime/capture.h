@@ -16,7 +16,7 @@ struct Graph {
   std::vector<Action> actions;
 };
 
-/// What an event marks: a moment, or a point of a capture.
+/// An event. It marks a moment, or a point of a capture.
 struct Event {
   int device = 0;
   bool is_timed = true;
@@ -59,7 +59,7 @@ void begin_capture(const std::shared_ptr<Stream>& stream, cudaStreamCaptureMode 
 /// Issues the work, or adds it to the capture of the stream and returns null.
 MomentPtr issue(Stream& stream, Work work, std::vector<MomentPtr> after = {});
 void record(Event& event, Stream& stream);
-/// What is issued to the stream from now on waits for the event.
+/// Work that is issued to the stream from now on waits for the event.
 void wait_for(const Event& event, const std::shared_ptr<Stream>& stream);
 
 /// Throws ApiError if the stream is being captured.

@@ -1,4 +1,4 @@
-// What the environment says about the emulated devices.
+// The settings of the emulated devices, from environment variables.
 #pragma once
 
 #include <cstdint>

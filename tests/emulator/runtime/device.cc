@@ -108,7 +108,8 @@ void Device::run(const Action& action) noexcept {
   } catch (const std::exception& error) {
     note_fault(cudaErrorLaunchFailure, error.what());
   }
-  // Registered here, it is called before the destructors of what kernels have made for themselves.
+  // Registered here, after the first action, so that it is called before the destructors of static
+  // objects that the action has made.
   [[maybe_unused]] static const int registered = std::atexit(wait_for_all);
 }
 

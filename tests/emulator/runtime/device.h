@@ -1,4 +1,4 @@
-// The emulated devices: their streams, and what is left of a kernel that did something wrong.
+// The emulated devices: their streams, and the fault that an erroneous kernel leaves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,7 +46,7 @@ class Device {
   int ordinal() const { return ordinal_; }
   const std::shared_ptr<Stream>& legacy() const { return legacy_; }
   std::shared_ptr<Stream> open_stream(Stream::Kind kind);
-  /// The stream ends once it has done what was issued.
+  /// The stream ends when all its issued work is done.
   void close_stream(const std::shared_ptr<Stream>& stream);
 
   /// Appends to a stream of this device, in the order that CUDA gives blocking streams and the
@@ -59,7 +59,7 @@ class Device {
   void run(const Action& action) noexcept;
   HostThreads& threads() { return threads_; }
 
-  /// Of the first fault; every later call on the device returns it. cudaSuccess: none.
+  /// The status of the first fault; every later call on the device returns it. cudaSuccess: none.
   cudaError_t fault() const { return fault_.load(std::memory_order_acquire); }
   /// Forgets the fault and the peers.
   void reset() {
@@ -71,7 +71,7 @@ class Device {
   bool reaches(int owner) const {
     return owner < 0 || owner == ordinal_ || (peers_.load() >> owner & 1) != 0;
   }
-  /// False if it was so before.
+  /// False if the peer was enabled before.
   bool enable_peer(int other) { return (peers_.fetch_or(1u << other) >> other & 1) == 0; }
 
   std::size_t total_memory() const;

@@ -9,7 +9,7 @@ namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
 
-/// A fault stays whatever the program reads.
+/// A fault of the device stays: reading it does not clear it.
 cudaError_t with_fault(cudaError_t status) {
   cudaError_t fault = cudaSuccess;
   try {

@@ -20,7 +20,7 @@ class Handles {
     objects_[handle] = std::move(object);
     return handle;
   }
-  /// Throws ApiError for what is no handle, or no longer.
+  /// Throws ApiError if `handle` is not a live handle.
   std::shared_ptr<T> find(Handle handle) const {
     const std::lock_guard lock(mutex_);
     const auto found = objects_.find(handle);

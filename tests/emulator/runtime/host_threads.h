@@ -1,5 +1,5 @@
-// Threads of the host that run kernels. They are kept: memory that a new thread allocates is new to
-// the process, which takes longer than many a kernel.
+// Threads of the host that run kernels. They are reused: memory that a new thread allocates is new
+// to the process, and its first use takes longer than many kernels.
 #pragma once
 
 #include <condition_variable>

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint32_t kMostClusterCtas = 8;
 
-/// A launch and what keeps it valid.
+/// A launch and the objects that it refers to.
 struct Order {
   std::shared_ptr<const Program> program;
   std::string kernel;  ///< for people
@@ -61,7 +61,8 @@ std::vector<std::byte> copy_arguments(const Program& program, void** arguments) 
   return bytes;
 }
 
-/// A launch has an order of its own, the same in every run of a program with one thread.
+/// The seed of a launch's random order: different for each launch, and the same in every run of a
+/// program with one thread.
 std::uint64_t next_seed() {
   static std::atomic<std::uint64_t> launches{0};
   return configuration().seed + (launches.fetch_add(1) << 32);

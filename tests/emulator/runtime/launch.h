@@ -1,4 +1,4 @@
-// Launches of kernels: what CUDA refuses, and the action that runs the grid.
+// Launches of kernels: the checks that CUDA makes, and the action that runs the grid.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ struct LaunchShape {
   bool may_overlap = false;  ///< programmatic dependent launch
 };
 
-/// What CUDA reads from the attributes of a launch. Throws ApiError for one that is not emulated.
+/// Reads the attributes of a launch. Throws ApiError for an attribute that is not emulated.
 LaunchShape shape_of(const cudaLaunchConfig_t& config);
 
 /// Runs the kernel on the device, with a copy of the arguments. Throws ApiError where CUDA would

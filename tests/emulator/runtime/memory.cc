@@ -15,11 +15,12 @@
 namespace sonicmoe::emulator {
 namespace {
 
-/// Address space that is set aside at the start, or less where a sanitizer or a limit forbids so
-/// much. It takes no memory.
+/// Address space that is reserved at the start; less if a sanitizer or a limit forbids so much. It
+/// takes no memory.
 constexpr std::size_t kReserved = std::size_t{1} << 44;
 constexpr std::size_t kPage = 4096;
-/// An allocation begins so far behind the begin of a page: it is aligned to this and to no more.
+/// An allocation begins kAlignment bytes after the beginning of a page, so it has exactly this
+/// alignment.
 constexpr std::size_t kAlignment = 512;
 /// New memory holds this byte, which is NaN in every float type. Larger allocations keep the zeros
 /// of the system, because pages that nobody touches take no memory.

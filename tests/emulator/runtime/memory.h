@@ -44,18 +44,19 @@ class Memory {
 
   Memory();
 
-  /// Aligned to 512 bytes, as on the device, and never to more. Throws ApiError.
+  /// Allocates memory that is aligned to 512 bytes, as on the device, and never to more. Throws
+  /// ApiError.
   void* allocate(std::size_t bytes, int owner, Extent::Kind kind);
   /// Throws ApiError unless `address` was returned for an allocation of this kind.
   void release(void* address, Extent::Kind kind);
-  /// Everything that a device owns.
+  /// Releases all allocations of a device.
   void release_all(int owner);
 
   /// Moves an allocation to memory that other processes can map. Nobody may use it meanwhile.
   SharedMemoryName share(const void* address);
   void* import(const SharedMemoryName& name, int owner);
 
-  /// The allocation that holds [address, address + bytes), or one of 0 bytes.
+  /// The allocation that contains [address, address + bytes), or an Extent of 0 bytes.
   Extent find(const void* address, std::size_t bytes) const;
   /// Whether the address is in the range from which allocations are taken.
   bool is_ours(const void* address) const;

@@ -16,18 +16,19 @@
 
 namespace sonicmoe::emulator {
 
-/// The PTX text inside of what __cudaRegisterFatBinary gets. Empty if it holds none; throws
-/// std::runtime_error if it is compressed.
+/// The PTX text inside of the argument of __cudaRegisterFatBinary. Empty if there is none; throws
+/// std::runtime_error if the text is compressed.
 std::string_view ptx_of(const void* wrapper);
 
-/// What __cudaRegisterFatBinary registers. Parsed when one of its kernels is asked for.
+/// A module that __cudaRegisterFatBinary registers. It is parsed at the first request for one of
+/// its kernels.
 class LoadedModule {
  public:
   explicit LoadedModule(const void* wrapper) : wrapper_(wrapper) {}
 
   /// Throws ApiError if there is no PTX or no such kernel in it, std::runtime_error if it cannot be
   /// understood. If the configuration's `without` is NAME:LINE, kernels whose name contains NAME
-  /// lose the instruction at that line of the PTX: so a test can be asked whether it notices.
+  /// lose the instruction at that line of the PTX. removals.py finds so whether a test notices it.
   Program build(const std::string& kernel);
 
  private:

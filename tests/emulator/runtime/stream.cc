@@ -59,7 +59,7 @@ bool Stream::has_ended() const {
   return closed_ && (last_ == nullptr || last_->is_past());
 }
 
-/// Starts the kernel; `running` is the one before it, then this one.
+/// Starts the kernel. `running` is first the previous kernel, then this kernel.
 void Stream::start(const Operation& operation, Running& running) {
   const Running previous = running;
   if (previous.end != nullptr) {

@@ -18,7 +18,7 @@
 
 namespace sonicmoe::emulator {
 
-/// What an operation does. A graph runs it several times. Throws DeviceFault.
+/// The work of an operation. A graph may run it several times. Throws DeviceFault.
 using Action = std::function<void()>;
 
 /// Runs a kernel.
@@ -32,7 +32,7 @@ struct Work {
 
   Action action;
   KernelAction kernel;
-  /// It may start before the kernel before it in the stream has ended.
+  /// The kernel may start before the previous kernel of the stream has ended.
   bool may_overlap = false;
 };
 
@@ -71,13 +71,13 @@ class Stream {
   Device& device() const { return device_; }
   Kind kind() const { return kind_; }
 
-  /// Does the work after the earlier one and after these moments.
+  /// Runs the work after all earlier work of the stream and after the moments `after`.
   MomentPtr append(Work work, std::vector<MomentPtr> after);
   /// The end of the operation that was appended last; null if there is none.
   MomentPtr last() const;
   /// Nothing more will be appended.
   void close();
-  /// Whether it is closed and has done everything.
+  /// Whether the stream is closed and all its work is done.
   bool has_ended() const;
 
   // Held by issue_mutex().
@@ -90,7 +90,7 @@ class Stream {
     std::vector<MomentPtr> after;
     std::shared_ptr<Moment> end;
   };
-  /// A kernel that was started. Its end is also that of the kernels before it.
+  /// A kernel that was started. At its end all kernels before it have ended too.
   struct Running {
     MomentPtr launched_next, done, end;
   };
