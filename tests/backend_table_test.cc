@@ -1,4 +1,5 @@
-// A stand-in backend: what a new one must give, and what the public functions answer for the rest.
+// A stand-in backend with the smallest table of functions that a new backend needs, and the results
+// of the public functions for the entries that it lacks.
 #include "core/backend_table.h"
 
 #include <gtest/gtest.h>

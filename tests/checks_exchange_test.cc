@@ -111,7 +111,7 @@ struct Backward : Forward {
   BackwardArgs grads;
 
   Backward() {
-    part = ExchangePart::kBegin;  // checks the buffers, unlike that of a forward
+    part = ExchangePart::kBegin;  // checks the buffers, unlike kBegin of a forward
     grads.x = args.x;
     grads.routing = args.routing;
     grads.weights = args.weights;

@@ -1,5 +1,6 @@
-// What the checks tests share: a backend that only counts its calls (defined here, so the real one
-// is never linked), and memory that must keep every byte of its pattern through a refusal.
+// The common parts of the tests of argument checks: a backend that only counts its calls (defined
+// here, so the real CPU backend is never linked), and memory that must not change in a refused
+// call.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -61,7 +62,7 @@ class Memory {
   std::int64_t used_ = 0;
 };
 
-/// One line of a table: what is broken, and the whole sentence that must come back.
+/// One line of a table: a function that makes a call invalid, and the sentence of the refusal.
 template <class Call>
 struct Refusal {
   std::function<void(Call&)> spoil;
@@ -111,7 +112,7 @@ const BackendTable* cpu_backend() {
       return pass == Pass::kInference ? Sizes{0, 0, test::kFakeSizes.scratch_bytes}
                                       : test::kFakeSizes;
     };
-    // As a backend whose gate and up alternate, which the CPU's do not.
+    // Here gate and up may alternate in H, as on CUDA. On the CPU they never do.
     backend.h_rows = [](const Problem& p, const Weights&, void* data) {
       ++test::backend_calls;
       return tensor2(data, p.dtype, row_capacity(p), gate_factor(p.activation.kind) * p.width);

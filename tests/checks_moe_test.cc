@@ -129,7 +129,8 @@ TEST(ChecksMoe, CountsThatOverflow) {
   });
 }
 
-// Loops step past the one element of a dimension, so its stride must be harmless too.
+// A loop over a dimension of one element also adds its stride once, after the element. So the
+// stride must not overflow.
 TEST(ChecksMoe, StridesOfOneElementThatOverflow) {
   const auto one_expert = [](Forward& f) {
     f.problem.experts = 1;

@@ -227,7 +227,7 @@ TEST(ChecksRouting, LossesRefusals) {
   });
 }
 
-// Every output in turn is laid over what the call reads or writes beside it.
+// Each output in turn overlaps another argument of the call.
 TEST(ChecksRouting, MemoryLentTwiceIsRefused) {
   expect_refusals<Route>({
       {[](Route& r) { r.weights.data = r.ids.data; },
@@ -281,7 +281,7 @@ TEST(ChecksRouting, RoundScratchThatOverflows) {
   }
 }
 
-// The CPU needs no scratch; what a query refuses is the same everywhere.
+// The CPU needs no scratch. All backends refuse the same queries.
 TEST(ChecksRouting, ScratchQueries) {
   using Query = std::int64_t (*)(std::int64_t, std::int64_t, const Exec&);
   const auto sentence = [](Query query, std::int64_t rows, std::int64_t experts) -> std::string {

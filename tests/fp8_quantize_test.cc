@@ -95,7 +95,7 @@ TEST(Fp8Quantize, EveryBf16ValueAloneInABlock) {
       continue;
     }
     ASSERT_EQ(code, nearest_code(v / scale)) << v;
-    // code * scale is a bf16 value, past the largest of which it is infinite.
+    // code * scale is exact in bf16, or infinite if it is 2^128.
     const double product = value_by_definition(code) * scale;
     const double held = to_float(to_bf16(fp8::value_of(code) * scale));
     ASSERT_EQ(held, std::fabs(product) < 0x1p128 ? product : std::copysign(HUGE_VAL, v)) << v;
@@ -116,7 +116,7 @@ TEST(Fp8Quantize, EveryBf16ValueBesideALargerOne) {
       if (product < 0x1p128) {
         ASSERT_EQ(to_float(to_bf16(static_cast<float>(product))), product) << v << " of " << larger;
       }
-      // The search is slow: only where the code is not far below the largest.
+      // The search is slow, so it is left out for codes far below the largest.
       if (bits + 0x900 >= top) {
         ASSERT_EQ(code, nearest_code(v / scale)) << v << " of " << larger;
       }

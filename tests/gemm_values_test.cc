@@ -17,7 +17,7 @@ constexpr float kUntouched = 1234.5f;
 
 using Offsets = std::vector<std::int64_t>;
 
-// What the header says, spelt without the library.
+// The definition in the header, computed without the library.
 std::int64_t begin_of(const Offsets& o, std::size_t e) {
   return std::clamp<std::int64_t>(o[e], 0, kRows);
 }

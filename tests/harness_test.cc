@@ -1,4 +1,4 @@
-// The harness accepts what is right: the oracle in the precision of the tensors.
+// The harness accepts a correct implementation: the oracle in the precision of the tensors.
 #include "verify/harness.h"
 
 #include <gtest/gtest.h>

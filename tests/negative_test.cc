@@ -1,4 +1,4 @@
-// Broken implementations must be rejected, each for its own reason.
+// The harness must reject each broken implementation, with the reason that belongs to its fault.
 #include "verify/negative.h"
 
 #include <gtest/gtest.h>

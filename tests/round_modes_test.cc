@@ -69,7 +69,7 @@ void expect_reference(const RoundOptions& o, const Shape& s, DType dtype, Guarde
   }
 }
 
-// What holds whatever the reference says.
+// The properties of every correct result, checked without the reference.
 void expect_invariants(const RoundOptions& o, const Shape& s, Guarded* logits, Result* got) {
   Guarded ids(DType::kI64, s.tokens * s.top_k);
   Guarded weights(got->weight.vector().dtype, s.tokens * s.top_k);
@@ -99,7 +99,7 @@ void expect_invariants(const RoundOptions& o, const Shape& s, Guarded* logits, R
       EXPECT_TRUE(i == begin || got->token.value(i - 1) < got->token.value(i));
       kept += chosen.count({e, static_cast<std::int64_t>(got->token.value(i))});
     }
-    // Rows are only added once every chosen one is in, and only chosen ones stay otherwise.
+    // If rounding adds rows, all chosen rows stay; if it removes rows, only chosen rows stay.
     EXPECT_EQ(kept, std::min(rows, count[e])) << "expert " << e;
   }
 }

@@ -1,5 +1,5 @@
-// Every gradient of the router against central finite differences in fp64, and what the gradients
-// of awkward rows must be.
+// Every gradient of the router against central finite differences in fp64, and the gradients of
+// rows with special values.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -109,7 +109,7 @@ TEST(RouterGradient, TokenRound) {
       };
       value();
       for (auto i = static_cast<std::int64_t>(offsets.value(kExperts)); i < capacity; ++i) {
-        dweight.set(i, std::nan(""));  // nobody's entries must not be read,
+        dweight.set(i, std::nan(""));  // entries of unused pairs must not be read,
         const bool no_expert = i % 4 == 3;
         const double beyond[] = {kTokens, std::numeric_limits<std::int32_t>::max(), -7};
         token.set(i, no_expert ? 0 : beyond[i % 4]);  // whichever index says so
@@ -188,7 +188,7 @@ TEST(RouterGradient, EmptySlotsAndUnavailableExpertsGetZero) {
   }
 }
 
-// fp32 gradients are those of fp64, rounded: checks the lower precisions against the fp64 path.
+// fp32 gradients are the rounded fp64 gradients: checks the lower precisions against fp64.
 TEST(RouterGradient, LowerPrecisionsAgreeWithDouble) {
   constexpr std::int64_t kRows = 50, kWide = 96, kTop = 7;
   std::mt19937_64 random(29);

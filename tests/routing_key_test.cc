@@ -1,4 +1,5 @@
-// The keys that decide: accuracy, order, known answers, and the same bits on every instruction set.
+// The selection keys of routing: accuracy, order, known results, and equal bits on every
+// instruction set.
 #include <gtest/gtest.h>
 
 #include <bit>

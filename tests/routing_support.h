@@ -104,7 +104,7 @@ class Guarded {
   std::unique_ptr<unsigned char[]> bytes_;
 };
 
-/// What random logits look like.
+/// The distributions of random logits.
 enum class Flavour { kNormal, kFewValues, kSpecials, kEmptyRows, kOneHot };
 inline constexpr Flavour kFlavours[] = {Flavour::kNormal, Flavour::kFewValues, Flavour::kSpecials,
                                         Flavour::kEmptyRows, Flavour::kOneHot};

@@ -130,8 +130,8 @@ TEST(TopKRules, GroupsAreChosenByTheirTwoBest) {
   options.n_group = 3;
   options.topk_group = 1;
   EXPECT_EQ(ids_of(options, {9, 0, 5, 5, 4, 4}), (Ids{2, 3}));
-  // A group with one available expert comes before one with none, and a tie goes to the lower
-  // group.
+  // A group with one available expert comes before a group with none. Of equal groups the lower
+  // group is chosen.
   EXPECT_EQ(ids_of(options, {kNaN, kNaN, kNaN, -7, -kInf, 3}), (Ids{3, -1}));
 }
 

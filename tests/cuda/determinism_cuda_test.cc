@@ -40,9 +40,9 @@ TEST_P(CudaDeterminism, LayerOnFewerMultiprocessors) {
   Exec exec = exec_;
   exec.device = fewer;
   // On 34 multiprocessors the second layer has so few tiles that dX~ begins while dH runs. The
-  // third has a dynamic tile order in A; on few multiprocessors a CTA takes more tiles than its
-  // first. The first two layers have a dynamic order in dH, whose last wave is small enough to be
-  // split: on 54 multiprocessors in both layers, on 34 in the first one too.
+  // third has a dynamic tile order in A; on few multiprocessors a CTA takes more than one tile. The
+  // first two layers have a dynamic order in dH, whose last wave is small enough to be split: on 54
+  // multiprocessors in both layers, on 34 also in the first layer.
   const LayerShape shapes[] = {
       {3001, 264, 200, 40, 4}, {3001, 264, 520, 40, 4}, {700, 2312, 136, 2, 1}};
   for (const LayerShape& shape : shapes) {

@@ -25,7 +25,7 @@ inline std::vector<std::uint16_t> period_of(std::uint64_t seed) {
   return values;
 }
 
-/// A tensor of `count` such values.
+/// A tensor of `count` values that repeats the values of period_of().
 class Periodic {
  public:
   Periodic(std::int64_t count, std::uint64_t seed) : values_(period_of(seed)), array_(count * 2) {

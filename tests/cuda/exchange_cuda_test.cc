@@ -243,7 +243,7 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   EXPECT_TRUE(contains(first, "rank 2 did not send its r")) << first;
   EXPECT_TRUE(contains(second, "rank 2 did not send its r")) << second;
   EXPECT_THROW(group.layers[0]->forward(ExchangePart::kBegin), Error);
-  // The late rank learns at its first wait that the others have given up on it.
+  // The late rank learns at its first wait that the other ranks have ended the step.
   try {
     for (const ExchangePart part :
          {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
@@ -268,7 +268,7 @@ TEST(Exchange, AFailedStepWritesNothingBesideItsArrays) {
   const Exchange& exchange = ranks.exchange(0);
   const cuda::ExchangeLayout layout = exchange.layout;
   const std::int64_t places = s.ranks * s.max_slots;
-  // Slots of this rank's expert 0 whose tokens were never written.
+  // Slots that name expert 0 of this rank, but whose tokens were never written.
   must(cudaMemset(ranks.at<void>(0, layout.slot_expert), 0, places * 4));
   must(cudaMemset(ranks.at<void>(0, layout.slot_token), 0x01, places * 4));
   const auto count = static_cast<std::int32_t>(s.max_slots);
@@ -372,7 +372,7 @@ TEST(Exchange, AFailedStepLeavesNaN) {
 
 TEST(Exchange, OverflowIsReportedOnEveryRank) {
   const RankShape shape;
-  const std::int64_t rows = 1024;  // less than rank 0 gets below
+  const std::int64_t rows = 1024;  // fewer rows than rank 0 gets below
   Group group(shape, options_of(shape, 2, ExchangeTransport::kPush), rows);
   group.route(1, 12);
   for (const ExchangePart part :
@@ -458,7 +458,7 @@ TEST(Exchange, ARankThatGivesUpAnnouncesNothing) {
   EXPECT_EQ(flag(), 1u);
 }
 
-/// A rank that does not wait for what a flag announces gives other bits: the flags are needed.
+/// A rank that does not wait for a flag gives other bits. This shows that the flags are needed.
 TEST(Exchange, AFlagOneEpochOffIsSeen) {
   const RankShape shape;
   for (const bool early : {false, true}) {

@@ -1,5 +1,5 @@
-// The harness on an implementation that divides tokens and experts among pretended ranks. What it
-// computes must be what one process computes; controls break the exchange itself.
+// The harness on an implementation that divides tokens and experts among pretended ranks. Its
+// results must equal the results of one process; negative controls break the exchange itself.
 #include <algorithm>
 #include <chrono>
 #include <iostream>
@@ -72,7 +72,7 @@ std::vector<std::int64_t> integers(const Tensor& t) {
   return values;
 }
 
-/// One rank's share of a case.
+/// The part of a case that one rank computes.
 struct Share {
   Problem problem;
   Routing routing;
@@ -209,8 +209,9 @@ class ParallelLayer {
     open_ranks(options);
   }
 
-  /// Keeps the ranks of the step before where they fit, because opening takes longer than a step.
-  /// Their arrays hold no valid rows then, as new ones.
+  /// Opens ranks, or reuses the ranks of the previous step if their shape fits, because opening
+  /// takes longer than a step. The arrays of reused ranks are filled with invalid rows, as in new
+  /// ranks.
   void open_ranks(const sonicmoe::testing::GroupOptions& options) {
     if (ranks_ != nullptr && ended_ && same_shape(ranks_->shape(), options.shape)) {
       const cuda::ExchangeLayout layout = cuda::exchange_layout(options.shape);
@@ -296,7 +297,7 @@ Implementation parallel_implementation(const Exec& exec, const Form& form,
   i.moe_forward = [layer](const Problem& p, const ForwardArgs& a) { layer->forward(p, a); };
   i.moe_backward = [layer](const Problem& p, const BackwardArgs& a) { layer->backward(p, a); };
   i.serves = [form, serves = whole.serves](const Case& c) {
-    // Partial sums are rounded once more, so outputs whose sums round differ by it.
+    // Each partial sum is rounded once more, so outputs with inexact partial sums may differ.
     const bool same_rounding = c.data != Data::kRoundings || form.ranks == 1;
     return c.subject == Subject::kLayer && serves(c) && same_rounding &&
            c.problem.form != RoutingForm::kGrouped && c.problem.experts % form.ranks == 0;

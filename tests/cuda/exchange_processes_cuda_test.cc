@@ -1,5 +1,5 @@
-// One process for each rank, over memory that they share by CUDA IPC: on two GPUs where there are
-// two, else on one. The test starts itself again for each rank.
+// One process for each rank, over memory that the processes share by CUDA IPC: on two GPUs if the
+// machine has two, else on one. The test starts itself again for each rank.
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -74,8 +74,8 @@ void step(RankLayer& layer) {
   layer.backward(ExchangePart::kAll);
 }
 
-/// One rank: ten steps, whose bits it writes down. Then rank 1 dies after it has sent its rows, and
-/// rank 0 writes down how its step ends.
+/// One rank: runs ten steps and writes their bits to a file. Then rank 1 dies after it has sent its
+/// rows, and rank 0 writes to its file how its step ends.
 void run_rank(const Meeting& meeting, std::int32_t rank) {
   int devices = 0;
   must(cudaGetDeviceCount(&devices));
@@ -135,7 +135,7 @@ void run_rank(const Meeting& meeting, std::int32_t rank) {
     sentence = e.what();
   }
   meeting.write("sentence", sentence.data(), sentence.size());
-  _exit(0);  // without freeing what the other process has shared
+  _exit(0);  // does not free the memory that the other process has shared
 }
 
 pid_t start_rank(const std::filesystem::path& folder, std::int32_t rank) {
@@ -156,7 +156,7 @@ pid_t start_rank(const std::filesystem::path& folder, std::int32_t rank) {
   return child;
 }
 
-/// What ranks of one process compute.
+/// The results of ranks in one process.
 std::vector<std::string> expected_bits() {
   const RankShape shape;
   PretendedRanks ranks({.shape = exchange_shape(shape)});

@@ -320,8 +320,8 @@ class IntegerLayer {
 };
 
 // Sums of integers are exact, so the CPU and the device have the same bits. The first shape has
-// more blocks of K than a warp keeps scales of; the others have a dynamic order in A and dH, in
-// dX~.
+// more blocks of K than a warp keeps scales of. The other shapes cover a dynamic tile order in A
+// and dH, and in dX~.
 TEST_F(CudaFp8, IntegersEqualTheCpu) {
   constexpr LayerShape kShapes[] = {
       {5, 8448, 128, 1, 1}, {130, 128, 4224, 2, 1}, {700, 256, 384, 2, 2}, {900, 384, 640, 3, 2}};

@@ -1,5 +1,6 @@
 // Several ranks in one process: each has its own stream, exchange and symmetric buffer, on one GPU
-// or dealt to several. Everything but the link between GPUs is that of separate processes.
+// or divided among several GPUs. Everything except the link between GPUs is as with one process for
+// each rank.
 #pragma once
 
 #include <cstdlib>
@@ -14,8 +15,8 @@
 
 namespace sonicmoe::testing {
 
-/// Ranks of one GPU may not share a hardware queue: a rank that waits would hold back the one that
-/// it waits for. CUDA reads the variables when it starts.
+/// Ranks of one GPU must not share a hardware queue: a waiting rank would block the rank that it
+/// waits for. CUDA reads the variables when it starts.
 inline const bool kManyQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0 &&
                                 setenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "32", 1) == 0;
 

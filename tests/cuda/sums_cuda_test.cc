@@ -116,7 +116,7 @@ struct SumCall {
   }
 };
 
-/// `own` are the sums of this rank, `memory` that of the output.
+/// `own` are the sums of this rank; `memory` is the memory of the output.
 void check_over_ranks(const SumCall& call, const Shape& s, const std::vector<std::uint16_t>& own,
                       DeviceArray& memory, std::mt19937& random) {
   OtherRanks others(s, random);

@@ -1,4 +1,4 @@
-// Which engine computes on a device: the first that serves it, or the one that is asked for.
+// Which engine computes on a device: the first engine that serves it, or the requested engine.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// The passes of the CUDA backend without a GPU: the lists of steps say all that an engine needs, so
-// an engine that knows nothing else passes the harness.
+// The passes of the CUDA backend without a GPU. The lists of steps contain everything that an
+// engine needs: an engine that reads only these lists passes the harness.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the metadata's kernels need of a device.
+// The shared memory that the metadata's kernels need.
 #include "cuda/metadata/metadata.h"
 
 #include <gtest/gtest.h>

@@ -29,7 +29,7 @@ struct HostSteps {
   const Metadata& lists() const { return pass.metadata; }
 
   void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
-  // Only an engine with FP8 gets these, and the stand-in has none.
+  // Only an engine with FP8 gets these steps, and the stand-in has no FP8.
   void operator()(const Fp8RowProduct&) const { throw Error(Status::kInternal, "no FP8 here."); }
   void operator()(const QuantizeRows&) const { throw Error(Status::kInternal, "no FP8 here."); }
   void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
@@ -92,7 +92,7 @@ struct HostSteps {
                   std::vector<double>(static_cast<std::size_t>(oracle::element_count(w.dweights))));
   }
 
-  /// First position of a token; that of the token after the last one ends the list.
+  /// The first position of a token. For the token after the last one: the end of the positions.
   std::int64_t first_position(std::int64_t token) const {
     if (problem().form == RoutingForm::kPairs) return lists().token_offsets[token];
     return problem().form == RoutingForm::kIds ? token * problem().top_k : token;
@@ -156,7 +156,7 @@ struct HostSteps {
   }
 };
 
-/// Whether a step may run beside the one before it.
+/// Whether a step may run at the same time as the previous step.
 bool is_independent(const Step& step) {
   if (const auto* w = std::get_if<RowProduct>(&step.work)) {
     return w->hints.start == Start::kIndependent;
@@ -217,7 +217,7 @@ verify::Implementation implementation_of(const Engine& engine, Overlap overlap) 
   i.moe_backward = [device, overlap](const Problem& p, const BackwardArgs& args) {
     backward(*device, overlap, p, args);
   };
-  // A pass without tokens or rows has no steps; large cases would show nothing more here.
+  // A pass without tokens or rows has no steps. Large cases would test nothing more here.
   i.serves = [&engine](const verify::Case& c) {
     if (c.subject != verify::Subject::kLayer || c.cpu_only) return false;
     const Problem& p = c.problem;

@@ -10,18 +10,20 @@ namespace sonicmoe::testing {
 /// Serves compute capability 0.7, which no device has. dX~ comes after the weight gradients.
 const cuda::Engine& stand_in_engine();
 
-/// The same, with dX~ before the weight gradients and sums of dX beside both of them.
+/// The same engine, but with dX~ before the weight gradients, and with the sums of dX at the same
+/// time as both weight gradients.
 const cuda::Engine& input_grad_first_engine();
 
-/// In which order run_on_host() computes steps that may run beside the step before them. An engine
-/// may finish either of the two first, so every order must give the same results.
+/// The order in which run_on_host() computes steps that may run at the same time as the previous
+/// step. An engine may finish either of the two steps first, so every order must give the same
+/// results.
 enum class Overlap {
   kNone,  ///< as listed
-  kEven,  ///< swapped with the step before where that one has an even index
-  kOdd,   ///< likewise, an odd index
+  kEven,  ///< swapped with the previous step if the previous step has an even index
+  kOdd,   ///< swapped with the previous step if the previous step has an odd index
 };
 
-/// Computes the steps of a pass; throws where the hints of a product break their rules.
+/// Computes the steps of a pass; throws if the hints of a product break their rules.
 void run_on_host(const cuda::Steps& steps, const cuda::PassContext& pass,
                  const cuda::Engine& engine, Overlap overlap);
 

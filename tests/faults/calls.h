@@ -14,7 +14,7 @@
 
 namespace sonicmoe::faults {
 
-/// What a block of memory is to the call that gets it.
+/// How a call uses a block of memory.
 enum class Role { kInput, kResult, kScratch };
 
 /// Buffers of the layer begin at a multiple of 256 bytes.

@@ -1,4 +1,4 @@
-// Lets one allocation or one thread start after the other fail in calls of the C interface.
+// Makes one allocation or one thread start after the other fail in calls of the C interface.
 //
 //   faults_test inject            about 10 s: a fixed set of calls, each fault once
 //   faults_test inject 4000       the same, then random calls until 4000 faults were injected
@@ -42,7 +42,8 @@ class Injector {
     }
   }
 
-  /// Every fault of a call that is refused without one: its sentence, or that of lacking memory.
+  /// Injects every fault into a call that is refused even without a fault. The sentence must be the
+  /// sentence of this refusal, or the sentence about lacking memory.
   void all_faults_of_a_refusal(Call& call) {
     ++calls_;
     call.reset();

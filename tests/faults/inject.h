@@ -9,19 +9,20 @@ namespace sonicmoe::faults {
 /// What fails while a call is under test. Numbers count from 0; -1: none.
 struct Fault {
   std::int64_t allocation = -1;        ///< this allocation fails
-  std::int64_t allocations_from = -1;  ///< this one and all after it fail
+  std::int64_t allocations_from = -1;  ///< this allocation and all later ones fail
   std::int64_t thread = -1;            ///< this thread start fails
-  std::int64_t threads_from = -1;      ///< this one and all after it fail
+  std::int64_t threads_from = -1;      ///< this thread start and all later ones fail
 };
 
 /// Allocations and thread starts that were asked for, failed ones included.
 struct Demand {
   std::int64_t allocations = 0;
   std::int64_t threads = 0;
-  std::int64_t worker_allocations = 0;  ///< those on another thread than the caller's
+  std::int64_t worker_allocations = 0;  ///< allocations on other threads than the caller's
 };
 
-/// Faults strike and are counted from here on; on the calling thread and those that it starts.
+/// From here on faults are injected and counted: on the calling thread, and on threads that it
+/// starts.
 void arm(const Fault& fault);
 /// Back to normal.
 Demand disarm();

@@ -12,12 +12,13 @@
 namespace sonicmoe::faults {
 namespace {
 
-// A leak of 64 bytes a step exceeds this in 20,000 steps; what the allocator keeps does not.
+// A leak of 64 bytes a step exceeds this limit in 20,000 steps; memory that the allocator keeps for
+// later use does not.
 constexpr std::int64_t kAllowedGrowth = 1 << 20;
 
 std::int64_t resident_bytes() {
 #if defined(__GLIBC__)
-  malloc_trim(0);  // so that what is resident is what is in use
+  malloc_trim(0);  // so that only memory in use is resident
 #endif
   long long total = 0;
   long long resident = 0;

@@ -1,6 +1,7 @@
-// A fuzzer of the C interface: calls with small valid arguments, most of them with something
-// spoilt. A good call must be served and agree with a reference; a refused one must write nothing
-// and say why; none may touch memory that it was not lent. Build it with sanitizers.
+// A fuzzer of the C interface: calls with small valid arguments, of which most have been made
+// invalid in one place. A valid call must succeed and agree with a reference. A refused call must
+// write nothing and give a reason. No call may access memory that is not among its arguments. Build
+// the fuzzer with sanitizers.
 //
 //   capi_fuzz [--calls N] [--seed S] [--first I]
 //

@@ -17,7 +17,7 @@
 
 namespace sonicmoe::fuzz {
 
-/// What a call did that it may not do.
+/// A forbidden action of a call.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -83,7 +83,7 @@ class World {
 
   Random random;
   smoe_exec exec{};
-  /// What intermediate results are rounded to, where that is coarser than an output.
+  /// The dtype to which intermediate results are rounded, if it is coarser than an output's.
   DType rounded_to = DType::kF64;
 
   Arg& tensor(const std::string& name, Access access, std::int32_t dtype,
@@ -102,9 +102,9 @@ class World {
   /// Changes something in `percent` of 100 calls.
   void spoil(std::int64_t percent);
   bool spoilt() const { return !changes_.empty(); }
-  /// What spoil() did, in words.
+  /// The change that spoil() made, in words.
   std::string changes() const;
-  /// The same with every argument.
+  /// The same text with every argument of the call.
   std::string description() const;
   /// Gives every tensor and buffer its memory, with the same values again if called again.
   void place();
@@ -112,7 +112,7 @@ class World {
   /// Runs a call and holds it to what is true of every call. True where it returned SMOE_OK. Does
   /// not run a call that claims more memory than the fuzzer gives: the library may believe it.
   bool call(const std::function<smoe_status()>& run);
-  /// A dense copy of an output to write what is expected to.
+  /// A dense copy of an output, for the expected values.
   Tensor expected(const Arg& arg);
   /// The output against its expected() copy.
   void compare(const Arg& arg, const Tensor& want) const;
