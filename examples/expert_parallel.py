@@ -23,7 +23,7 @@ HIDDEN, TOKENS = 64, 512
 
 
 def batch(step: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the tokens of a step, and the outputs that the layer shall learn."""
+    """This rank's part of the tokens of a step, and the outputs that the layer is to learn."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(TOKENS, HIDDEN, generator=generator)
     x = x.tensor_split(dist.get_world_size())[dist.get_rank()].to(device, dtype)
@@ -61,7 +61,8 @@ def main() -> None:
     for step in range(int(done), int(done) + given.steps):
         x, target = batch(step, device, dtype)
         out, aux = layer(x)
-        # The sum over ranks of their losses is the loss; aux.loss counts once.
+        # The whole loss is the sum of the ranks' losses. Every rank adds aux.loss, which still
+        # counts once.
         loss = (out - target).float().square().sum() / (TOKENS * HIDDEN)
         (loss + aux.loss).backward()
         layer.sum_replicated_gradients()

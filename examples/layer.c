@@ -8,7 +8,7 @@
 
 enum { T = 256, D = 64, N = 32, E = 16, K = 4 };
 
-/* Every call returns a status; the sentence of a refusal is kept for each thread. */
+/* Every call returns a status. The library keeps the sentence of the last error for each thread. */
 static void check(smoe_status status) {
   if (status == SMOE_OK) return;
   fprintf(stderr, "sonicmoe: %s\n", smoe_last_error());
@@ -24,7 +24,7 @@ static smoe_tensor view(void* data, int32_t dtype, int64_t n0, int64_t n1, int64
   return t;
 }
 
-/* What main() frees at its end. */
+/* The memory that main() frees at its end. */
 static void* owned[16];
 static int owned_count = 0;
 
@@ -42,7 +42,7 @@ static float* random_values(int64_t count) {
   return values;
 }
 
-/* Memory lent to the library for one step, aligned as it asks. */
+/* Memory that the library uses for one step, aligned as the library requires. */
 static void* lend(int64_t bytes) {
   char* memory = allocate((size_t)bytes + 256);
   return memory + (256 - (uintptr_t)memory % 256) % 256;
@@ -72,7 +72,7 @@ int main(void) {
   smoe_tensor down = view(w2, SMOE_F32, E, D, N), ddown = view(dw2, SMOE_F32, E, D, N);
   gate.stride[0] = up.stride[0] = dgate.stride[0] = dup.stride[0] = 2 * N * D;
 
-  /* Structs start with their size; what is not named is zero and means the default. */
+  /* Structs start with their size. Fields that are not named are zero, which means the default. */
   smoe_problem problem = {.size = sizeof problem, .tokens = T, .hidden = D, .width = N};
   problem.experts = E, problem.top_k = K;
   smoe_route_options options = {.size = sizeof options, .top_k = K};

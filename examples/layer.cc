@@ -24,7 +24,7 @@ Tensor matrix(std::vector<float>& v, std::int64_t rows, std::int64_t cols) {
   return tensor2(v.data(), DType::kF32, rows, cols);
 }
 
-// Memory lent to the library for one step, aligned as it asks.
+// Memory that the library uses for one step, aligned as the library requires.
 struct Lent {
   explicit Lent(std::int64_t bytes)
       : memory(std::aligned_alloc(256, (bytes + 255) / 256 * 256), &std::free),

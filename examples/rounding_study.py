@@ -44,7 +44,7 @@ FILES = ("study.json", "study.md", "study.png")
 
 @dataclass(frozen=True)
 class Job:
-    """All that a process needs to train one run."""
+    """The data that a process needs to train one run."""
 
     case: study.Case
     config: Config
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Worker:
-    """What each process of the pool gets at its start."""
+    """The data that each process of the pool gets at its start."""
 
     corpus: Corpus
     threads: int
@@ -66,7 +66,8 @@ _worker: Worker
 def begin_worker(worker: Worker) -> None:
     global _worker
     _worker = worker
-    # Ctrl-C reaches every process of the terminal; workers stop by the parent's event alone.
+    # Ctrl-C reaches every process of the terminal. Workers ignore it and stop only by the parent's
+    # event.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(startable_threads(worker.threads))
 
@@ -116,7 +117,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def train_missing(own: argparse.Namespace, config: Config, planned: list[study.Case]) -> bool:
-    """Trains what has no result yet; False if it was interrupted."""
+    """Trains the runs that have no result yet; False if it was interrupted."""
     out = Path(config.out)
     found = {case: study.load_result(out, case, config) for case in planned}
     jobs = [Job(case, config, out) for case, result in found.items() if result is None]
@@ -154,7 +155,7 @@ def train_missing(own: argparse.Namespace, config: Config, planned: list[study.C
 
 
 def origin(config: Config) -> dict[str, str]:
-    """Device, versions and date of a study; SONICMOE_COMMIT names the commit where there is no git
+    """Device, versions and date of a study. SONICMOE_COMMIT names the commit if there is no git
     history."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = os.environ.get("SONICMOE_COMMIT")

@@ -12,7 +12,7 @@ cmake --preset release --log-level=WARNING \
   -DPython3_EXECUTABLE="$(python -c 'import sys; print(sys.executable)')" >/dev/null
 cmake --build --preset release
 
-# The wheel holds the library: it is stale when any source of either is newer than its stamp.
+# The wheel contains the library: the wheel is stale if a source of either is newer than its stamp.
 if [ -e "$PACKAGE_STAMP" ] && python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("sonicmoe_cpp"))' &&
   [ -z "$(find src include python cmake CMakeLists.txt pyproject.toml -newer "$PACKAGE_STAMP" -not -name '*.pyc' -type f -print -quit)" ]; then
   exit 0

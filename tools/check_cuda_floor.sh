@@ -4,10 +4,10 @@
 #
 #   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     default build/release; needs its generated files
 #
-# ptxas 12.9 is on PyPI. No registry has the front end of 12.9, so the PTX is made by that of 12.4
-# (Debian's nvidia-cuda-toolkit): code that it compiles also compiles with later ones. It does not
-# know sm_100 and sm_120, so these are left out. 12.9 is the oldest because the ptxas of 12.4 to 12.8
-# serialises the wgmma of every kernel (C7515).
+# ptxas 12.9 is on PyPI. No registry has the front end of 12.9, so the front end of 12.4 (Debian's
+# nvidia-cuda-toolkit) makes the PTX: code that it compiles also compiles with later front ends. It
+# does not know sm_100 and sm_120, so these architectures are left out. 12.9 is the oldest supported
+# toolkit because the ptxas of 12.4 to 12.8 serialises the wgmma of every kernel (C7515).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

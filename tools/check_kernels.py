@@ -31,7 +31,8 @@ class Budget:
     mebibytes: int  # size of all architectures
 
 
-# By folder of src/cuda; the folders that no row names share one. An engine without a row fails.
+# By folder of src/cuda. The folders of REST_FOLDERS share the row REST. An engine without a row
+# fails.
 REST = "metadata, routing, sums"
 # Measured values stand above each row; kernels are those of one architecture.
 BUDGETS = {

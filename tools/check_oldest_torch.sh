@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the operators of the Python package against the headers of torch 2.10, the oldest that it
-# supports: a name that newer headers have and those lack would pass every other check. Nothing is
-# linked. The headers come from the wheel for macOS (80 MB): they are the same in every wheel, and
-# those for Linux are ten times as large.
+# supports: a name that only newer headers have would pass every other check. Nothing is linked. The
+# headers come from the wheel for macOS (80 MB): they are the same in every wheel, and the wheels
+# for Linux are ten times as large.
 #
 #   tools/check_oldest_torch.sh [INCLUDE]     INCLUDE: headers that are there, nothing is downloaded
 set -euo pipefail

@@ -46,10 +46,11 @@ GROUPS = (
     Group(HARNESS, "pairs"),
     Group(HARNESS, "route"),
     Group(HARNESS, "round"),
-    # racecheck takes minutes here; the groups above run the same kernels under it.
+    # Without racecheck, which takes minutes for these tests; the groups above run the same kernels
+    # under racecheck.
     Group("CudaMetadata*", tools=("memcheck", "initcheck", "synccheck")),
 )
-# Exit status of compute-sanitizer on findings; by default it is that of the test program.
+# Exit status of compute-sanitizer if it finds an error; its default is the test program's status.
 FOUND = 86
 
 

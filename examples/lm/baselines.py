@@ -12,15 +12,16 @@ def unigram_probabilities(train: np.ndarray, vocab: int) -> np.ndarray:
 
 
 def unigram_loss(train: np.ndarray, targets: np.ndarray, vocab: int) -> float:
-    """Mean nats a target token."""
+    """Mean loss of the unigram model, in nats a target token."""
     return float(-np.log(unigram_probabilities(train, vocab)[targets]).mean())
 
 
 def bigram_loss(train: np.ndarray, inputs: np.ndarray, targets: np.ndarray, vocab: int) -> float:
-    """Mean nats a target token of the bigram model with absolute discounting.
+    """Mean loss of the bigram model with absolute discounting, in nats a target token.
 
     p(w | v) = max(c(v, w) - D, 0) / c(v) + D * kinds(v) / c(v) * p(w), where kinds(v) counts the
-    different tokens seen after v and p is the unigram; a v never followed by anything gives p(w).
+    different tokens seen after v, and p(w) is the unigram. If no token was seen after v, it is
+    p(w).
     """
     train = train.astype(np.int64)
     pairs, pair_counts = np.unique(train[:-1] * vocab + train[1:], return_counts=True)

@@ -1,11 +1,11 @@
-"""Checkpoints: a folder a step, complete or absent, whatever moment the power fails.
+"""Checkpoints: one folder for a step. It is complete or absent, even after a power failure.
 
     step-00000400/model.safetensors      weights under the model's own names
                   optimizer.safetensors  AdamW's moments and the random state
                   state.json             run, step, settings, history
 
-A checkpoint is written to the folder .writing, flushed to the disk and renamed; only then are older
-ones removed. So the newest checkpoint is always complete.
+A checkpoint is written to the folder .writing, flushed to the disk and renamed. Older checkpoints
+are removed after that, so the newest checkpoint is always complete.
 
 A folder is taken for a checkpoint if its name is exactly step- and eight digits, and its state.json
 names the same step. Nothing else in the folder of a run is read, replaced or removed.
@@ -41,7 +41,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _named(folder: Path) -> list[Path]:
-    """The entries whose name is that of a checkpoint, oldest first."""
+    """The entries whose names have the form of a checkpoint's name, oldest first."""
     try:
         return [folder / name for name in sorted(os.listdir(folder)) if _NAME.fullmatch(name)]
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def _named(folder: Path) -> list[Path]:
 
 
 def _check_ours(path: Path) -> None:
-    """Refuses a folder with the name of a checkpoint that is none."""
+    """Refuses a folder that has the name of a checkpoint but is not a checkpoint."""
     if path.is_symlink() or not path.is_dir():
         raise UserError(f"{path} has the name of a checkpoint and is no folder; {MOVE}")
     if not os.path.lexists(path / STATE):
@@ -70,13 +70,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Names in a checkpoint's folder, or in an unfinished one, that were not written here."""
+    """Names in the folder of a checkpoint, also an unfinished one, that are foreign."""
     known = {*FILES, *(name + UNFINISHED for name in FILES)}
     return sorted(set(os.listdir(folder)) - known)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first. Whatever else bears such a name is refused."""
+    """The checkpoints in a folder, oldest first. Refuses any other entry with such a name."""
     found = _named(folder)
     for path in found:
         _check_ours(path)
@@ -84,7 +84,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The last checkpoint in a folder, whatever else is there; None if there is none."""
+    """The last checkpoint in a folder; None if there is none. Other entries are ignored."""
     return next(filter(_is_ours, reversed(_named(folder))), None)
 
 
@@ -116,7 +116,7 @@ def open_folder(folder: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint. It is renamed first: interrupted, it is an unfinished one."""
+    """Removes a checkpoint. It is renamed first: after an interruption it is an unfinished one."""
     _clear(path.parent)
     os.rename(path, path.parent / UNFINISHED)
     _clear(path.parent)
@@ -143,7 +143,7 @@ def remove_all(folders: list[Path]) -> bool:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state as INDEX.KEY, the index that of the parameter."""
+    """AdamW's state by names INDEX.KEY, with the index of the parameter."""
     state = optimizer.state_dict()["state"]
     return {f"{i}.{key}": value for i, item in state.items() for key, value in item.items()}
 
@@ -151,9 +151,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> Path:
-    """Writes the checkpoint of state["step"] and removes the ones before it.
+    """Writes the checkpoint of state["step"] and removes earlier checkpoints.
 
-    One that holds a file of somebody else stays as it is.
+    An earlier checkpoint that contains a foreign file is not removed.
     """
     final = folder / f"step-{state['step']:08d}"
     if os.path.lexists(final):

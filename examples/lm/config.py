@@ -90,7 +90,7 @@ class Config:
 
 # A resumed run may change these settings and no other.
 FREE_KEYS = frozenset({"out", "save_every", "sample_tokens", "threads"})
-# These decide the shapes of the tensors.
+# The settings that determine the shapes of the tensors.
 SHAPE_KEYS = ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width")
 # `--short`: enough steps for CI to see that the demo completes and that the loss falls.
 SHORT = {"steps": 60, "warmup": 10, "eval_every": 30, "save_every": 30, "eval_sequences": 16}
@@ -139,7 +139,8 @@ def _convert(key: str, kind: type, value: Any) -> Any:
 def _read_scalars(path: str, content: bytes) -> dict[str, Any]:
     """The keys and values of a flat YAML mapping.
 
-    Only scalars are constructed: aliases of aliases, which grow exponentially, never are.
+    Only scalars are constructed, so aliases of aliases, which could grow exponentially, are not
+    expanded.
     """
     loader = yaml.SafeLoader(content)
     try:
@@ -238,7 +239,8 @@ def validate(config: Config) -> Config:
 
 
 def parse(argv: list[str]) -> Request:
-    """Defaults, then those of the device, --short, --config, and the other flags."""
+    """Parses a command line: the defaults, the defaults of the device, --short, --config and the
+    other flags. Each overrides the settings before it."""
     parser = Parser(
         description="Trains the same small MoE language model with top-K routing and with token "
         "rounding, and compares both with n-gram baselines."

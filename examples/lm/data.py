@@ -82,7 +82,7 @@ def find_files(folder: str, pattern: str) -> list[Path]:
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """The UTF-8 texts among the files; empty ones, binaries and exact copies are left out."""
+    """The UTF-8 texts among the files; empty files, binaries and exact copies are left out."""
     texts: dict[bytes, str] = {}
     for path in paths:
         try:
@@ -101,7 +101,7 @@ def read_texts(paths: list[Path]) -> list[str]:
 def split_by_file(texts: list[str], fraction: float) -> Split:
     """Files in the order of their content's hash fill the validation side up to its share.
 
-    Depends on the set of files alone: neither on their names nor on the order they are found in.
+    The split depends only on the contents of the files, not on their names or their order.
     """
     if len(texts) < 2:
         raise UserError(
@@ -188,7 +188,7 @@ def load_corpus(config: Config) -> Corpus:
 
 
 class Batches:
-    """Training batches as a pure function of (seed, step): a checkpoint needs no state of theirs.
+    """Training batches as a pure function of (seed, step), so a checkpoint stores no state of them.
 
     Each epoch walks all windows of the text once, in a fresh order and at a fresh offset.
     """
@@ -219,7 +219,8 @@ class Batches:
 
 
 def validation_windows(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (windows, context): the split from its start, a tail dropped.
+    """Inputs and targets (windows, context) from the beginning of the split; the rest that does not
+    fill a window is dropped.
 
     Models and baselines are scored on these targets.
     """

@@ -38,7 +38,8 @@ CUDA = Device("cuda", "bf16", LARGER)
 
 
 def choose(asked: str) -> Device:
-    """The device that was asked for; if none was, the GPU where sonicmoe_cpp computes on it."""
+    """The requested device. Without a request, the GPU if sonicmoe_cpp can compute on it, else the
+    CPU."""
     if asked not in ("", "cpu", "cuda"):
         raise UserError(f"device is '{asked}'; it must be cpu or cuda")
     reason = sonicmoe_cpp.unsupported_reason("cuda")
@@ -48,19 +49,19 @@ def choose(asked: str) -> Device:
 
 
 def memory_bytes(name: str) -> int:
-    """The memory that a device has in all."""
+    """The total memory of a device."""
     if name == "cuda":
         return torch.cuda.get_device_properties("cuda").total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def most_threads() -> int:
-    """More CPU threads than this only wait for each other."""
+    """The number of CPU threads above which further threads only wait for each other."""
     return 4 * len(os.sched_getaffinity(0))
 
 
 def startable_threads(wanted: int) -> int:
-    """How many of these CPU threads the system lets this process have, the calling one included.
+    """How many of `wanted` CPU threads the system allows this process, with the calling thread.
 
     libgomp ends the process if it cannot start a thread that torch asks for.
     """
@@ -80,5 +81,5 @@ def startable_threads(wanted: int) -> int:
 
 
 def autocast(device: str, precision: str) -> torch.autocast:
-    """The precision that matrices are multiplied in; weights and their gradients stay fp32."""
+    """The precision in which matrices are multiplied; weights and their gradients stay fp32."""
     return torch.autocast(device, torch.bfloat16, enabled=precision != "fp32")

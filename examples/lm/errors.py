@@ -9,7 +9,7 @@ LONGEST = 600  # characters of a sentence; a setting of thousands of digits is c
 
 
 class UserError(Exception):
-    """One sentence: what is wrong, what was got, what is allowed. The command exits with 2."""
+    """One sentence: the argument, its value, and what is allowed. The command exits with 2."""
 
     status = 2
 
@@ -26,7 +26,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _one_line(sentence: str) -> str:
-    """File names and settings may hold line breaks; the sentence is one line all the same."""
+    """The sentence as one line, also if file names or settings contain line breaks."""
     line = " ".join(sentence.split())
     half = LONGEST // 2
     return line if len(line) <= LONGEST else f"{line[:half]} ... {line[-half:]}"

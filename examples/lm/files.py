@@ -1,4 +1,4 @@
-"""Writes files as a whole, and only where no file of somebody else is lost."""
+"""Writes files as a whole, and never replaces files that this program did not write."""
 
 import os
 import tempfile
@@ -43,7 +43,7 @@ def claim(out: Path, marker: str, names: Sequence[str], earlier: bool) -> None:
     """Makes `out` the output folder of a program that writes files of these names.
 
     The file `marker` says that the program wrote to the folder before. Without it (and without
-    results of an `earlier` version) a file of such a name is somebody else's, and is not replaced.
+    results of an `earlier` version) a file of such a name is foreign, and is not replaced.
     """
     make_folder(out)
     ours = earlier or (out / marker).is_file()

@@ -11,7 +11,8 @@ from lm.config import Config
 
 
 def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a layer's forward keeps for its backward: every storage once, no parameters."""
+    """Bytes that a layer's forward keeps for its backward: each storage counts once, parameters do
+    not count."""
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
 
@@ -57,7 +58,8 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
 
 @torch.no_grad()
 def padding(config: Config, auxes: list[Any]) -> dict[str, int]:
-    """Rows of one step in all layers, for top-K and for rounding: as routed, and in whole tiles."""
+    """Rows of one step in all layers, for top-K and for rounding: the routed rows, and the rows of
+    whole tiles."""
 
     def whole_tiles(rows: torch.Tensor) -> int:
         return int((-(-rows // config.tile) * config.tile).sum())

@@ -48,7 +48,8 @@ class Attention(nn.Module):
 def main_gradients(moe: MoE) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The experts' .grad in fp32, for backward to add to in place.
 
-    Without it autocast's bf16 weights would get bf16 gradients, to be cast and added.
+    Without these buffers autocast's bf16 weights would get bf16 gradients, which would then be cast
+    and added.
     """
     if not torch.is_grad_enabled():
         return None
@@ -100,7 +101,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, config: Config) -> None:
-        """Every matrix keeps the variance of its input at one; residual branches start small."""
+        """Matrices keep the variance of their input; residual branches start smaller, and the head
+        is zero."""
         branch = (2 * config.layers) ** -0.5
         nn.init.normal_(self.embedding.weight)
         nn.init.zeros_(self.head.weight)

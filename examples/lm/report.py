@@ -228,7 +228,7 @@ def markdown(report: dict[str, Any], sample: str) -> str:
 
 
 def as_json(report: dict[str, Any]) -> str:
-    """What report.json holds."""
+    """The content of report.json."""
     return json.dumps(report, indent=1) + "\n"
 
 

@@ -1,5 +1,6 @@
-"""Reads a checkpoint. All of it is checked against the run before any of it is used: torch's fused
-AdamW takes shapes and dtypes of moments on trust, and writes past their end if they are wrong."""
+"""Reads a checkpoint. The whole checkpoint is checked against the run before any part is used:
+torch's fused AdamW does not check shapes and dtypes of moments, and writes past their end if they
+are wrong."""
 
 import math
 from pathlib import Path
@@ -38,7 +39,7 @@ def _check_keys(path: Path, state: dict[str, Any]) -> None:
 
 
 def _check_settings(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """A run continues only as the run that it was."""
+    """Refuses a checkpoint whose settings differ from the run's."""
     for key in [*SHAPE_KEYS, *(k for k in wanted if k not in SHAPE_KEYS)]:
         if key not in FREE_KEYS and saved.get(key) != wanted[key]:
             kind = "shape" if key in SHAPE_KEYS else "run"
@@ -57,14 +58,14 @@ def _numbers(value: Any) -> bool:
 
 
 def _is_padding(value: Any) -> bool:
-    """Whether a JSON value is what lm.measure.padding returns."""
+    """Whether a JSON value has the form of a result of lm.measure.padding()."""
     if not isinstance(value, dict) or value.keys() != PADDING_KEYS:
         return False
     return all(type(rows) is int and 0 <= rows < 2**63 for rows in value.values())
 
 
 def _check_history(path: Path, history: dict[str, Any], step: int, config: dict) -> None:
-    """The lengths and steps are those that a run has at this step."""
+    """Refuses a history whose lengths and steps differ from those of a run at this step."""
     steps, every = config["steps"], config["eval_every"]
     if not 0 <= step <= steps:
         _damaged(path, f"its step {step} is not from 0 to {steps}")
@@ -85,7 +86,8 @@ def _check_history(path: Path, history: dict[str, Any], step: int, config: dict)
 
 
 def _check_tensors(path: Path, file: str, expected: Layout, found: Tensors) -> None:
-    """Exactly the names, shapes and dtypes that the run has, and finite values."""
+    """Refuses tensors unless they have exactly the run's names, shapes and dtypes, and finite
+    values."""
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             _damaged(path, f"{file} lacks {name}")
@@ -103,8 +105,8 @@ def _check_tensors(path: Path, file: str, expected: Layout, found: Tensors) -> N
 
 
 def _optimizer_layout(optimizer: torch.optim.Optimizer, step: int) -> Layout:
-    """What the optimizer has after so many steps: nothing before the first, then three tensors a
-    parameter."""
+    """The tensors of the optimizer's state after `step` steps: none before the first step, then
+    three for each parameter."""
     expected: Layout = {"rng": (tuple(torch.get_rng_state().shape), torch.uint8)}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, parameter in enumerate(parameters if step else []):

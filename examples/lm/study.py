@@ -37,7 +37,7 @@ class Case:
         )
 
     def config(self, config: Config) -> Config:
-        """The settings of this run: all the same but seed, rounding mode and tile."""
+        """The settings of this run: `config` with another seed, rounding mode and tile."""
         if not self.ratio:
             return replace(config, seed=self.seed)
         tile = rows_of_expert(config) // self.ratio
@@ -64,7 +64,7 @@ def cases(config: Config, modes: list[str], ratios: list[int], seeds: int) -> li
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What every run of one study has in common."""
+    """The settings that all runs of one study share."""
     left_out = {*FREE, "seed", "rounding", "tile"}
     return {key: value for key, value in asdict(config).items() if key not in left_out}
 
@@ -86,7 +86,7 @@ def save_result(out: Path, case: Case, result: dict[str, Any]) -> None:
 
 
 def load_result(out: Path, case: Case, config: Config) -> dict[str, Any] | None:
-    """The result of a run that was finished before, else None."""
+    """The saved result of a run; None if the run is not finished."""
     path = result_file(out, case)
     try:
         result = json.loads(path.read_bytes())
@@ -119,8 +119,8 @@ def _scalars(result: dict[str, Any]) -> set[tuple[str, Any]]:
 
 
 def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each mode and ratio: the loss over seeds, and its distance from top-K's loss with
-    the same seed, with the sample standard deviation of that distance."""
+    """A row for each mode and ratio: the mean loss over seeds, the mean distance from top-K's loss
+    with the same seed, and the sample standard deviation of this distance."""
     topk = {r["seed"]: r["val_loss"] for r in results if not r["ratio"]}
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for r in results:

@@ -73,7 +73,7 @@ def evaluate(model: nn.Module, inputs: np.ndarray, targets: np.ndarray, config: 
 class StopSignal:
     """Turns the first Ctrl-C (or SIGTERM) into a flag, so that the run ends after a whole step.
 
-    A second one interrupts at once; checkpoints survive that, too.
+    A second Ctrl-C interrupts at once; checkpoints stay complete.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Run:
         try:
             losses, totals, auxes = self._gradients()
         except (RuntimeError, MemoryError):
-            # The weights are still those of the step before, so its work can be saved.
+            # The weights are still the weights after the previous step, so they can be saved.
             torch.set_rng_state(random_state)
             self.save()
             raise
