@@ -1,4 +1,4 @@
-// Names and sentences of cli/gpu.h, which no machine of ours shows all of.
+// The names and sentences of cli/gpu.h. No single machine could show all of them.
 #include <gtest/gtest.h>
 
 #include "../cli/gpu.h"
@@ -53,7 +53,7 @@ TEST(Gpu, IsMissedByASentenceThatSaysWhatIsMissing) {
   const std::string old_driver =
       "no CUDA device can be used: CUDA driver version is insufficient for CUDA runtime version.";
   EXPECT_EQ(gpu_problem(old_driver, false), "no NVIDIA driver found (libcuda.so.1)");
-  EXPECT_EQ(gpu_problem(old_driver, true), old_driver);  // here the version is what is wrong
+  EXPECT_EQ(gpu_problem(old_driver, true), old_driver);  // here the driver's version is the problem
   EXPECT_EQ(gpu_problem("ordinal is 0 but this machine has 0 CUDA devices.", true), "no GPU found");
   const std::string other = "device 0 has compute capability 8.0 but the kernels need 9.0.";
   EXPECT_EQ(gpu_problem(other, true), other);

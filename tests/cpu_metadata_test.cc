@@ -1,4 +1,4 @@
-// The stable sort of rows against the obvious one.
+// The CPU's stable sort of rows against a simple sort.
 #include <gtest/gtest.h>
 
 #include <algorithm>

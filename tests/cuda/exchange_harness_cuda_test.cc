@@ -230,8 +230,8 @@ class ParallelLayer {
            a.dtype == b.dtype;
   }
 
-  /// The pairs of a rank's tokens, with the rank's numbers of them. Pairs of no token go to no
-  /// rank.
+  /// Takes the pairs of a rank's tokens, and numbers the tokens from 0 on the rank. Pairs without a
+  /// valid token go to no rank.
   static void take_pairs(const Routing& routing, const std::vector<std::int64_t>& tokens,
                          const std::vector<std::int64_t>& experts, Share& s) {
     std::vector<std::int64_t> token, expert;
@@ -349,8 +349,8 @@ TEST_F(ExchangeHarness, NumberOfRowsAskedFor) {
   expect_sound({2, ExchangeTransport::kPush, Split::kEven, true}, "routing/");
   expect_sound({4, ExchangeTransport::kCopy, Split::kFirstHasNone, true}, "routing/");
 }
-/// Many times, because a rank without rows is done at once, and then its streams may meet in any
-/// order.
+/// Repeats the step many times: a rank without rows is done at once, and its streams may then run
+/// in any order.
 TEST_F(ExchangeHarness, NoTokens) {
   for (int repeat = 0; repeat < 30; ++repeat) {
     expect_sound({2, ExchangeTransport::kCopy}, "routing/ids_no_tokens");

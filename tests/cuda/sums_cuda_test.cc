@@ -18,7 +18,8 @@ using testing::DeviceArray;
 struct Shape {
   std::int64_t tokens, top_k, hidden;
 };
-// One block, a few tokens, and enough for the rings; narrow rows and rows of several parts.
+// Shapes for one block, for a few tokens, and with enough tokens for the rings; narrow rows, and
+// rows of several parts.
 constexpr Shape kShapes[] = {{1, 1, 8},      {5, 3, 72},      {64, 8, 2056},  {3, 40, 264},
                              {3001, 8, 512}, {20000, 2, 200}, {9000, 33, 64}, {700, 9, 4104}};
 
@@ -58,8 +59,8 @@ std::uint16_t bits(float v) {
 }
 float value(std::uint16_t b) { return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16); }
 
-/// Sums that three other ranks have sent, where this rank is the second of four; not each has sums
-/// of every token.
+/// The partial sums of other ranks; this rank is the second of four. Not every rank has a partial
+/// sum of every token.
 class OtherRanks {
  public:
   OtherRanks(const Shape& s, std::mt19937& random)
@@ -80,7 +81,7 @@ class OtherRanks {
             static_cast<std::uint32_t*>(d_fault_.data()), kOwn};
   }
   void fail() { d_fault_.set(std::vector<std::uint32_t>{7}); }
-  /// The sum over ranks at element i of (T, d), where this rank's is `own`.
+  /// The sum over ranks at element i of (T, d); `own` is this rank's partial sum.
   float total(std::int64_t i, float own) const {
     float sum = 0.0f;
     for (int r = 0; r < kRanks; ++r) {

@@ -1,4 +1,4 @@
-// The device of the tests that call metadata, routing and sums by themselves.
+// The device of the tests that call metadata, routing and sums directly.
 #pragma once
 
 #include <cuda_runtime.h>

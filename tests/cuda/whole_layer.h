@@ -1,4 +1,5 @@
-// A layer in device memory that owns its inputs, with many rows for one expert; gives result bits.
+// A layer in device memory that owns its inputs, with many rows for one expert. It returns the bits
+// of its results.
 #pragma once
 
 #include <random>

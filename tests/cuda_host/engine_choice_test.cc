@@ -89,7 +89,7 @@ TEST(EngineChoice, OneThatDoesNotServeTheDeviceIsRefusedByThoseThatDo) {
             "engine is \"narrow\" but compute capability 8.6 is served by: wide.");
 }
 
-// The name is refused before the device is looked for, so this needs no GPU.
+// An unknown name is refused before the device is opened, so this test needs no GPU.
 TEST(EngineChoice, OpeningADeviceRefusesAnUnknownEngine) {
   const std::string first = cuda::engines().front()->name;
   const std::string sentence =

@@ -22,7 +22,8 @@ TEST(PortableDepth, IsTheLargestThatFits) {
   EXPECT_EQ(depth_for(120, 99 * kKilobyte), Depth::k32);
 }
 
-// A kernel that the code has not is empty: its launch would leave results as they were.
+// A kernel that is not in the code of an architecture is empty there: its launch would not write
+// the results.
 TEST(PortableDepth, IsOneThatTheCodeHas) {
   EXPECT_EQ(depth_for(121, 227 * kKilobyte), Depth::k32);
   EXPECT_EQ(depth_for(100, 99 * kKilobyte), std::nullopt);

@@ -47,7 +47,8 @@ bool step(Random& random) {
 
 }  // namespace
 
-// The least of many measurements on either side: a leak raises every later one.
+// Compares the minimum of many measurements before with the minimum after: a leak raises all later
+// measurements.
 int soak(std::int64_t steps) {
   constexpr std::int64_t kMeasureEvery = 25;
   const std::int64_t warm = std::max<std::int64_t>(steps / 10, 200);
