@@ -326,7 +326,7 @@ using AccumulateCall = Joined<BackwardCall, Accumulated>;
 /// The gradients that are not added to g_*: of x, weights and biases.
 using FreshGradients = std::tuple<Array, Array, Array, Array>;
 
-/// Adds the gradients of those weights that `needs` names to g_*. Bias gradients are new tensors in
+/// Adds the gradients of the weights that `needs` names to g_*. Bias gradients are new tensors in
 /// the dtype of g_*.
 template <class Run>
 FreshGradients accumulated_gradients(AccumulateCall& a, const Run& run) {

@@ -10,7 +10,7 @@
 //     ld.global.nc, which the memory model does not cover. Why: P has completed before S starts,
 //     and the completion of a task synchronizes with the start of later tasks of its stream; the
 //     attribute gives this up only for W, the kernel that S overlaps. If these calls come before
-//     W's wait, S may load without a wait only what W may.
+//     W's wait, S may load without a wait only the data that W may load without a wait.
 //  3. launch_next_kernel() releases nothing. S may load W's results only after its own wait, or
 //     after it has acquired a word that W has released (acquire_word(), release_one()).
 //  4. Every kernel waits in at least one CTA before it ends. So a kernel that waits for its

@@ -34,7 +34,7 @@ class Mbarrier {
                  : "memory");
   }
   /// This thread's arrival, made when all its earlier cp.async copies have landed (noinc: the
-  /// arrival is one of those that init() counted).
+  /// arrival is one of the arrivals that init() counted).
   __device__ __forceinline__ void arrive_after_copies() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address_) : "memory");
   }
