@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -403,6 +404,26 @@ void measure(const Options& options, const Config& c) {
   std::fflush(stdout);
 }
 
+template <class T>
+T number_of(const std::string& name, const std::string& value) {
+  T number{};
+  const char* end = value.data() + value.size();
+  const auto [at, error] = std::from_chars(value.data(), end, number);
+  if (error != std::errc{} || at != end || !(number > 0)) {
+    throw std::runtime_error(name + " is '" + value + "' but must be a positive number");
+  }
+  return number;
+}
+
+void check_config(const std::string& name) {
+  std::string names;
+  for (const Config& c : kConfigs) {
+    if (name == c.name) return;
+    names += std::string(names.empty() ? "" : ", ") + c.name;
+  }
+  throw std::runtime_error("the layer is '" + name + "' but must be one of " + names);
+}
+
 Options options_of(int count, char** arguments) {
   Options options;
   must(cudaGetDeviceCount(&options.devices));
@@ -411,14 +432,15 @@ Options options_of(int count, char** arguments) {
     const std::string name = arguments[i];
     const std::string value = i + 1 < count ? arguments[i + 1] : "";
     if (name.rfind("--", 0) != 0) {
+      check_config(name);
       options.configs.push_back(name);
       continue;
     }
     ++i;
     if (name == "--seconds") {
-      options.seconds = std::stod(value);
+      options.seconds = number_of<double>(name, value);
     } else if (name == "--ranks") {
-      options.ranks = std::stoi(value);
+      options.ranks = number_of<std::int32_t>(name, value);
     } else if (name == "--transport" && (value == "copy" || value == "push")) {
       options.transport = value == "copy" ? ExchangeTransport::kCopy : ExchangeTransport::kPush;
     } else {
