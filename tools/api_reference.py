@@ -20,18 +20,28 @@ NAME = re.compile(
     r"|enum {\s*(\w+)|(\w+)\s*="
 )
 MACROS = re.compile(r"SONICMOE_API|SMOE_API|__attribute__\(\(.*?\)\)")
+# An item of a list, and a text whose last line is one.
+ITEM = re.compile(r"- |\d+\. |\|")
+LAST_IS_ITEM = re.compile(r"(^|\n)(- |\d+\. |\|)[^\n]*$")
 # Lines that open or close a scope and declare nothing.
 SCOPES = ("#", "namespace", 'extern "C"', "}", "//", "/* extern")
 
 
-def introduction(lines):
-    """The first comment of a header, paragraph by paragraph."""
-    text = []
+def introduction(lines, language):
+    """The first comment of a header. Indented lines after a line that ends with ":" are code."""
+    text, is_code = [], False
     for line in lines:
         if not line.startswith(("//", "/*", " *")) or line == " */":
             break
-        text.append(line[2:].removeprefix(" "))
-    return "\n".join(text).strip()
+        words = line[2:].removeprefix(" ")
+        if words.startswith("  ") and text and text[-1].endswith(":"):
+            text += ["", f"```{language}"]
+            is_code = True
+        elif is_code and not words.startswith("  "):
+            text.append("```")
+            is_code = False
+        text.append(words[2:] if is_code else words)
+    return "\n".join([*text, "```"] if is_code else text).strip()
 
 
 def declaration(lines, start):
@@ -55,7 +65,20 @@ def comment_at(lines, start):
     while lines[end].startswith("///"):
         end += 1
     words = [re.sub(r"^(///|/\*| \*)|\*/$", "", line).strip() for line in lines[start:end]]
-    return " ".join(words), end - start
+    return paragraphs(words), end - start
+
+
+def paragraphs(lines):
+    """Joins lines, but not those of two paragraphs, and no item of a list with the line before."""
+    text = ""
+    for line in lines:
+        if not line:
+            text += "\n\n"
+        elif ITEM.match(line):
+            text += f"\n{line}" if LAST_IS_ITEM.search(text) else f"\n\n{line}"
+        else:
+            text += line if not text or text.endswith("\n") else f" {line}"
+    return text.strip()
 
 
 def names_of(code):
@@ -68,7 +91,7 @@ def names_of(code):
 
 def entries(lines):
     """(names, comment, code) of the declarations at namespace level, by entry."""
-    at = len(introduction(lines).splitlines())
+    at = next(i for i, line in enumerate(lines) if not line.startswith(("//", "/*", " *")))
     names, comment, code = [], "", []
     for end in range(at, len(lines) + 1):
         if end < at:
@@ -96,8 +119,8 @@ def reference():
     ]
     for header in HEADERS:
         lines = (ROOT / f"include/sonicmoe/{header}.h").read_text().splitlines()
-        parts += [f"## sonicmoe/{header}.h", introduction(lines)]
         language = "c" if header == "c_api" else "cpp"
+        parts += [f"## sonicmoe/{header}.h", introduction(lines, language)]
         for names, comment, code in entries(lines):
             heading = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
             block = "\n".join(code)
