@@ -38,10 +38,10 @@ REST = "metadata, routing, sums"
 BUDGETS = {
     # 180 kernels (34 products and 2 quantisers of FP8), 13 MiB; 104 compilations without FP8
     "hopper": Budget(200, 175.0, 17),
-    # 32 kernels, 78 compilations, 10.3 MiB on 4 architectures
-    "portable": Budget(40, 105.0, 14),
-    # 89 kernels, 15.1 MiB on 4 architectures; 30 compilations without the exchange
-    REST: Budget(95, 50.0, 18),
+    # 40 kernels, 12.0 MiB on 4 architectures; 67 compilations (elsewhere 78 for 32 kernels)
+    "portable": Budget(44, 120.0, 14),
+    # 95 kernels, 73 compilations on a busy machine, 15.6 MiB on 4 architectures
+    REST: Budget(105, 90.0, 18),
 }
 REST_FOLDERS = {"metadata", "routing", "sums", "device", "layer", "exchange"}
 CACHED_SECONDS = 1.0  # a faster compilation came from the ccache
