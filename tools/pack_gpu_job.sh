@@ -5,7 +5,8 @@
 #   tools/pack_gpu_job.sh build/release job && rsync -a job/ gpu:job/
 #   ssh gpu 'cd job && ./run.sh benchmarks/h200.py --library ./libsonicmoe.so --out records'
 #
-# Records name the commit that was packed. torch.compile's cache stays in job/inductor.
+# Records name the commit that was packed: HEAD, or SONICMOE_COMMIT in a copy without .git.
+# torch.compile's cache stays in job/inductor.
 set -euo pipefail
 [ $# = 2 ] || { echo "usage: tools/pack_gpu_job.sh BUILD_DIRECTORY JOB_DIRECTORY" >&2 && exit 2; }
 build=$(realpath "$1") job=$(realpath -m "$2")
@@ -23,7 +24,7 @@ else
 fi
 cp -r benchmarks/*.py benchmarks/*_bench benchmarks/data "$job/benchmarks/"
 find "$job" -name __pycache__ -prune -exec rm -rf {} +
-git rev-parse --short HEAD >"$job/commit"
+echo "${SONICMOE_COMMIT:-$(git rev-parse --short HEAD)}" >"$job/commit"
 cat >"$job/run.sh" <<'RUN'
 #!/usr/bin/env bash
 cd "$(dirname "$0")"
