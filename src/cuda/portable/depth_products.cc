@@ -113,8 +113,7 @@ void multiply_depth(const Device& device, const DepthProduct& product, cudaStrea
   const std::int32_t ctas = ctas_of(device, shape, product.groups.experts * each);
   tiles.experts_apart = ctas / each;
   tiles.tiles_apart = ctas % each;
-  run(device, {store_expert_kernel({product.dtype, shape}, sides.gathered), shape, ctas}, &params,
-      stream);
+  run({store_expert_kernel({product.dtype, shape}, sides.gathered), shape, ctas}, &params, stream);
 }
 
 }  // namespace sonicmoe::cuda::portable

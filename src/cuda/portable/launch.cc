@@ -8,21 +8,29 @@
 
 namespace sonicmoe::cuda::portable {
 
-std::optional<Depth> depth_for(int capability, int shared) {
+namespace {
+
+/// The largest depth for which the code has kernels of a width, and `ctas` of whose CTAs, each with
+/// `reserved` bytes more, fit into `shared` bytes.
+std::optional<Depth> largest_depth(int capability, Width width, int ctas, int shared,
+                                   int reserved) {
   for (const Depth depth : {Depth::k64, Depth::k32}) {
-    const TileShape shape{depth, Width::k256};
-    if (is_compiled(shape, capability) && shared_bytes(shape) <= shared) return depth;
+    const TileShape shape{depth, width};
+    const int needed = ctas * (shared_bytes(shape) + reserved);
+    if (is_compiled(shape, capability) && needed <= shared) return depth;
   }
   return {};
 }
 
+}  // namespace
+
+std::optional<Depth> depth_for(int capability, int shared) {
+  return largest_depth(capability, Width::k256, 1, shared, 0);
+}
+
 std::optional<Depth> narrow_depth_for(int capability, int shared, int reserved) {
-  for (const Depth depth : {Depth::k64, Depth::k32}) {
-    const TileShape shape{depth, Width::k128};
-    const int needed = ctas_each(shape) * (shared_bytes(shape) + reserved);
-    if (is_compiled(shape, capability) && needed <= shared) return depth;
-  }
-  return {};
+  return largest_depth(capability, Width::k128, ctas_each({Depth::k64, Width::k128}), shared,
+                       reserved);
 }
 
 std::shared_ptr<void> open(int ordinal) {
@@ -57,7 +65,7 @@ std::int32_t ctas_of(const Device& device, const TileShape& shape, std::int64_t 
   return static_cast<std::int32_t>(std::min(at_once, tiles));
 }
 
-void run(const Device&, const Launch& launch, const void* params, cudaStream_t stream) {
+void run(const Launch& launch, const void* params, cudaStream_t stream) {
   allow_shared_memory(launch.kernel);
   void* arguments[] = {const_cast<void*>(params)};
   const dim3 ctas(static_cast<unsigned>(launch.ctas));

@@ -36,6 +36,6 @@ struct Launch {
   std::int32_t ctas;
 };
 /// `params` is the kernel's Params.
-void run(const Device& device, const Launch& launch, const void* params, cudaStream_t stream);
+void run(const Launch& launch, const void* params, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda::portable

@@ -139,7 +139,7 @@ void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t
         tiles.column_tiles_apart = ctas % tiles.column_tiles;
         const void* kernel =
             kernel_of(epilogue, {product.dtype, shape}, order_of(product.weights.first));
-        run(device, {kernel, shape, ctas}, &params, stream);
+        run({kernel, shape, ctas}, &params, stream);
       },
       product.epilogue);
 }
