@@ -479,8 +479,8 @@ TEST(Exchange, AFlagOneEpochOffIsSeen) {
       }
     }
     group.layers[0]->forward(ExchangePart::kFinish);
-    // With the flags of this epoch the sum waits for nothing. Else it waits for rank 1, so only
-    // time can tell.
+    // The early flags let rank 0 sum before rank 1 has sent anything: wait for that sum. Without
+    // them rank 0 cannot end before rank 1, so the test can only give it some time.
     if (early) must(cudaStreamSynchronize(group.ranks.stream(0)));
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     group.layers[1]->forward(ExchangePart::kCompute);

@@ -134,7 +134,9 @@ void Grid::run() try {
       }
     }
     std::shuffle(warps.begin(), warps.end(), random_);
-    const bool may_wait_no_longer = previous_is_complete();  // for the previous kernel
+    // Asked before the turns: if the previous kernel was complete then, no warp waits for it after
+    // them.
+    const bool previous_was_complete = previous_is_complete();
     Turn most = Turn::kNothing;
     for (Warp* warp : warps) {
       if (!warp->is_done()) most = std::max(most, warp->run_turn());
@@ -146,7 +148,7 @@ void Grid::run() try {
       idle = 0;
       continue;
     }
-    if (most == Turn::kNothing && pending_.empty() && may_wait_no_longer) report_deadlock();
+    if (most == Turn::kNothing && pending_.empty() && previous_was_complete) report_deadlock();
     if (Clock::now() - changed > patience) report_deadlock();
     if (most == Turn::kBusy) continue;
     if (++idle > kIdleRounds) std::this_thread::sleep_for(std::chrono::microseconds(50));

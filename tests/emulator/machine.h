@@ -259,7 +259,8 @@ class Grid {
   /// Called after every event that may let a waiting warp go on.
   void note_progress() { ++progress_; }
   bool previous_is_complete() const;
-  /// The CTA allows the launch of the next kernel (griddepcontrol.launch_dependents).
+  /// Notes that the CTA has run griddepcontrol.launch_dependents or has ended. The last CTA lets
+  /// the next kernel start.
   void launch_next(Cta& cta);
   /// Finishes the copy at a random later time, at the latest when the grid ends.
   void defer(CopyTask copy) { pending_.push_back(std::move(copy)); }

@@ -41,7 +41,7 @@ struct ActivateGrad {
   /// epilogues of all CTAs would read H from memory at the same time and wait for its bandwidth.
   static __device__ __forceinline__ void prepare(const Params& p, const TileSlot& tile) {
     constexpr int kColumns = static_cast<int>(kWidth);
-    constexpr int kTogether = kColumns / 128;  // threads that share a row: as many as lines of A
+    constexpr int kTogether = kColumns / 128;  // the CTA has as many threads for each row
     const int row = threadIdx.x / kTogether;
     if (row >= tile.rows) return;
     const int gates = p.act.gates == Gates::kNone ? 1 : 2;
