@@ -76,6 +76,9 @@ if(CCACHE) # relative paths in the hash: all checkouts use the same cached resul
       CCACHE_DEPEND=1 ${CCACHE})
 endif()
 set(ptxas_gate ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
+# Without ccache the other two lists are empty and add no element.
+set(common_launcher ${ptxas_gate} ${cached_by_dependencies})
+set(hopper_launcher ${ptxas_gate} ${cached})
 
 # An object library whose kernels are compiled by the options `code`.
 function(add_cuda_objects name sources code launcher)
@@ -100,7 +103,7 @@ endfunction()
 file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${cuda_source}/*.cc)
 list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/hopper/")
 add_cuda_objects(sonicmoe_cuda_objects "${SONICMOE_CUDA_SOURCES}" "${common_code}"
-                 "${ptxas_gate};${cached_by_dependencies}")
+                 "${common_launcher}")
 list(JOIN SONICMOE_CUDA_ARCHITECTURES "," architectures)
 set_source_files_properties(
   ${cuda_source}/device/architectures.cc
@@ -122,7 +125,7 @@ if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   file(GLOB_RECURSE SONICMOE_HOPPER_SOURCES CONFIGURE_DEPENDS ${cuda_source}/hopper/*.cu
        ${cuda_source}/hopper/*.cc)
   add_cuda_objects(sonicmoe_hopper_objects "${SONICMOE_HOPPER_SOURCES};${instances}"
-                   "${hopper_code}" "${ptxas_gate};${cached}")
+                   "${hopper_code}" "${hopper_launcher}")
   set_source_files_properties(${cuda_source}/layer/engine.cc PROPERTIES COMPILE_DEFINITIONS
                                                                         SONICMOE_WITH_HOPPER)
   list(APPEND cuda_libraries sonicmoe_hopper_objects)
