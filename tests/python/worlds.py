@@ -42,13 +42,33 @@ def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path
         found["error"] = f"{type(error).__name__}: {error}"
         found["traceback"] = traceback.format_exc()
     found["seconds"] = time.monotonic() - began
-    (folder / f"{rank}-of-{size}.json").write_text(json.dumps(found))
+    _write_result(folder, rank, size, found)
     sys.stdout.flush()
     if "error" in found:
         return  # as a user's program: the interpreter ends what is left
-    dist.barrier()
+    _wait_for_results(folder, size)
     dist.destroy_process_group()
     os._exit(0)  # test_training.py says why
+
+
+def _write_result(folder: Path, rank: int, size: int, found: dict) -> None:
+    unfinished = folder / f"{rank}-of-{size}.unfinished"
+    unfinished.write_text(json.dumps(found))
+    unfinished.rename(_result_file(folder, rank, size))
+
+
+def _result_file(folder: Path, rank: int, size: int) -> Path:
+    return folder / f"{rank}-of-{size}.json"
+
+
+def _wait_for_results(folder: Path, size: int, limit=60.0) -> None:
+    """Until every rank has its result, so that no rank closes a connection that another one uses.
+    Not by a barrier: ranks whose cases failed at different places would wait in it forever, because
+    their collectives no longer match."""
+    until = time.monotonic() + limit
+    files = [_result_file(folder, rank, size) for rank in range(size)]
+    while time.monotonic() < until and not all(file.is_file() for file in files):
+        time.sleep(0.01)
 
 
 def run(function, size: int, folder: Path, limit=150.0, backend="gloo") -> list[dict | None]:
@@ -69,5 +89,5 @@ def run(function, size: int, folder: Path, limit=150.0, backend="gloo") -> list[
     for process in ranks:
         process.kill()
     assert not hanging, f"ranks {hanging} of {size} still ran after {limit} s"
-    files = [folder / f"{rank}-of-{size}.json" for rank in range(size)]
+    files = [_result_file(folder, rank, size) for rank in range(size)]
     return [json.loads(file.read_text()) if file.is_file() else None for file in files]
