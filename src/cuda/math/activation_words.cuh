@@ -63,6 +63,30 @@ struct ActivationGradientWords {
       first = Two::pack(of[0].by_gate, of[1].by_gate);
       second = Two::pack(of[0].by_up, of[1].by_up);
     }
+    return finish(of, grad, s, score);
+  }
+
+  /// As run() with kSplit or without a gate, for H as fp32 values: h[0] are gates (H without a
+  /// gate), h[1] ups. dH is written to `first` and `second`.
+  static __device__ __forceinline__ std::uint32_t run_values(
+      const ActivationScalars& scalars, const float2 (&h)[2], std::uint32_t& first,
+      std::uint32_t& second, const float* grad, float s, float& score) {
+    Gradient of[2];
+    if constexpr (is_gated(kKind)) {
+      of[0] = Act::gradient(h[0].x, h[1].x, s * grad[0], scalars);
+      of[1] = Act::gradient(h[0].y, h[1].y, s * grad[1], scalars);
+      second = Two::pack(of[0].by_up, of[1].by_up);
+    } else {
+      of[0] = Act::gradient(h[0].x, s * grad[0]);
+      of[1] = Act::gradient(h[0].y, s * grad[1]);
+    }
+    first = Two::pack(of[0].by_gate, of[1].by_gate);
+    return finish(of, grad, s, score);
+  }
+
+ private:
+  static __device__ __forceinline__ std::uint32_t finish(const Gradient (&of)[2], const float* grad,
+                                                         float s, float& score) {
     const float2 rounded = Two::round(of[0].value, of[1].value);
     score = fmaf(grad[0], rounded.x, score);
     score = fmaf(grad[1], rounded.y, score);

@@ -16,6 +16,18 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
       : "memory");
 }
 
+/// As copy16(), from the 16-byte unit `unit` of `source`. The address is computed in place: between
+/// uses a unit takes one register, and an address would take two.
+__device__ __forceinline__ void copy_unit(std::uint32_t target, const void* source,
+                                          std::uint32_t unit, std::uint32_t valid) {
+  asm volatile(
+      "{\n.reg .pred absent;\n.reg .b64 from;\nsetp.eq.u32 absent, %3, 0;\n"
+      "mad.wide.u32 from, %2, 16, %1;\n"
+      "cp.async.cg.shared.global [%0], [from], 16, absent;\n}\n" ::"r"(target),
+      "l"(source), "r"(unit), "r"(valid)
+      : "memory");
+}
+
 /// Copies 4 bytes.
 __device__ __forceinline__ void copy4(std::uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");

@@ -53,6 +53,8 @@ struct GroupedGemmKernel {
   /// is built in ping-pong; one would have to be launched in static order.
   static constexpr bool kConsumerSchedules =
       Producer::kScheduler == SchedulerThread::kConsumer && !kShape.ping_pong();
+  /// Threads or warps of a CTA that read tile indices: the producer's, and every consumer warp.
+  static constexpr int kQueueReaders = Producer::kQueueReaders + kConsumers * kWarpgroup / 32;
   static_assert(!Producer::kMayStartEarly || Scheduler::kCoherent,
                 "before griddepcontrol.wait earlier results may not be read by ld.global.nc");
   static_assert(
@@ -73,7 +75,7 @@ __device__ __forceinline__ void init_barriers(const Cta<Gemm::kShape>& cta) {
   }
   for (int s = 0; s < kQueueEntries; s++) {
     cta.queue_full(s).init(1);
-    cta.queue_empty(s).init((Gemm::Producer::kQueueReaders + 8) * kShape.cluster);
+    cta.queue_empty(s).init(Gemm::kQueueReaders * kShape.cluster);
   }
   ptx::fence_barrier_init();
 }
@@ -83,15 +85,19 @@ __device__ __forceinline__ int consumer_warpgroup() {
   return ptx::uniform(threadIdx.x / kWarpgroup - 1);
 }
 
-/// An inline scheduler sends indices two tiles ahead, so the last one sent to a cluster is never
-/// read. Its remote store (st.async) may still be in flight: wait for it before the CTA exits, or
-/// it would land in shared memory that belongs to another CTA by then.
+/// An inline scheduler sends indices two tiles ahead, so the last one sent to a cluster, entry
+/// `entry`, is never read. Its remote store (st.async) may still be in flight: wait for it before
+/// the CTA exits, or it would land in shared memory that belongs to another CTA by then.
+template <TileShape kShape>
+__device__ __forceinline__ void wait_for_unread_index(const Cta<kShape>& cta, std::uint32_t entry) {
+  cta.queue_full(entry % kQueueEntries).wait(entry / kQueueEntries & 1);
+}
 template <class Gemm, class Tiles>
 __device__ __forceinline__ void wait_for_unread_index(const Cta<Gemm::kShape>& cta,
                                                       const Tiles& tiles) {
   if constexpr (Gemm::kConsumerSchedules) {
     const std::uint32_t entry = tiles.entries_read();  // 0: static order, or no tiles
-    if (entry > 0) cta.queue_full(entry % kQueueEntries).wait(entry / kQueueEntries & 1);
+    if (entry > 0) wait_for_unread_index(cta, entry);
   }
 }
 

@@ -110,11 +110,11 @@ __device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
 ///   | producers look the next tile up | sent before tile 0 | sent in the cluster's tile t |
 ///   | while they copy this one        | index 1            | index t + 2                  |
 ///   | after this one (RingEpilogue)   | nothing            | index t + 1                  |
-template <class Scheduler, TileShape kShape>
+template <class Scheduler, TileShape kShape, class CtaType = Cta<kShape>>
 class InlineScheduler {
  public:
   using Params = typename Scheduler::Params;
-  __device__ __forceinline__ InlineScheduler(const Cta<kShape>& cta, const Params& tiles)
+  __device__ __forceinline__ InlineScheduler(const CtaType& cta, const Params& tiles)
       : cta_(cta), tiles_(tiles) {}
   /// Sends index 1. Its entry is free, so this function has no wait: a wait would make the ring
   /// position non-uniform for the compiler (RingPosition::make_uniform()).
@@ -147,7 +147,7 @@ class InlineScheduler {
     send_index(cta_, entry, tile_or_none<Scheduler, kShape>(tiles_, index));
   }
 
-  const Cta<kShape>& cta_;
+  const CtaType& cta_;
   const Params& tiles_;
   unsigned taken_;
 };

@@ -6,6 +6,7 @@
 
 #include "cuda/hopper/engine/kernel.cuh"
 #include "cuda/hopper/fp8/mainloop.cuh"
+#include "cuda/hopper/ptx/thread.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -19,7 +20,13 @@ struct Fp8Gemm {
   static constexpr TileShape kShape = kFp8Tile;
   using B = OperandB<kShape, kSource, Major::kK>;
   static constexpr bool kConsumerSchedules = Producer::kScheduler == SchedulerThread::kConsumer;
+  static constexpr int kQueueReaders = Producer::kQueueReaders;  // consumers read cards
   using Params = Fp8Params<typename Producer::Params, typename Epilogue::Params>;
+};
+
+/// Reads its rank anew at each call: ptxas would hold the rank in a register and spill it.
+struct Fp8SchedulerCta : Fp8Cta {
+  __device__ __forceinline__ int rank() const { return ptx::cta() % kFp8Tile.cluster; }
 };
 
 template <class Gemm>
@@ -31,43 +38,30 @@ __device__ __forceinline__ void consume_promoting(const typename Gemm::Params& p
   typename Loop::Sums sums;
   typename Loop::Ring ring;
   const Staging<kFp8Tile> staging(cta);
-  ConsumerTiles tiles(cta,
-                      tile_or_none<typename Gemm::Scheduler, kFp8Tile>(p.tiles, cta.cluster()));
-  InlineScheduler<typename Gemm::Scheduler, kFp8Tile> scheduler(cta, p.tiles);
-  if (Gemm::kConsumerSchedules && tiles.index() != kNoTile) scheduler.begin();
-  const auto look_up = [&] {
-    const int index = tiles.index();
-    if (index == kNoTile) return;
-    const CtaTile next = tile_of<Gemm>(p, cta, index);
-    tiles.save_next(next);
-    TileWeightScales(tiles).load(p.weight_scales, next, p.tiles.k_tiles, 0);
-  };
-  look_up();
-  while (tiles.index() != kNoTile) {
-    tiles.advance();
+  ConsumerTiles tiles(cta);
+  const Fp8SchedulerCta scheduler_cta{cta};
+  InlineScheduler<typename Gemm::Scheduler, kFp8Tile, Fp8SchedulerCta> scheduler(scheduler_cta,
+                                                                                 p.tiles);
+  if (Gemm::kConsumerSchedules) scheduler.begin();
+  while (tiles.next()) {
     const bool valid = ptx::uniform(tiles.current().valid_rows) > rows.offset;
     ring.make_uniform();
-    // Waits also if this warpgroup has no rows in the tile: otherwise these loads could land after
-    // the loads for the next tile, which write the same addresses. The wait comes before begin(),
-    // because it would also wait for begin()'s loads, which only the epilogue needs.
-    TileWeightScales(tiles).wait();
     if (Gemm::kConsumerSchedules) scheduler.take();
     if (valid) {
       Gemm::Epilogue::begin(p.epilogue, tiles, cta, staging, rows);
       Loop::run(sums, p, cta, ring, tiles, warpgroup);
     } else {
-      Loop::pass(p, cta, ring);
+      Loop::pass(p, cta, ring, warpgroup);
     }
-    // The scales of the next tile are loaded during the epilogue.
-    if (Gemm::kConsumerSchedules) scheduler.send(tiles.entries_read() + 1);
-    tiles.template next_index<typename Gemm::Scheduler>(cta, p.tiles);
-    look_up();
+    if (Gemm::kConsumerSchedules) scheduler.send(tiles.cards_read());
     tiles.save(ring);
     if (valid) Gemm::Epilogue::run(p.epilogue, sums, tiles, cta, staging, rows);
     tiles.restore(ring);
   }
   staging.drain();
-  wait_for_unread_index<Gemm>(cta, tiles);
+  if (Gemm::kConsumerSchedules && p.tiles.tile_counter != nullptr) {
+    wait_for_unread_index(cta, tiles.cards_read() - 1);
+  }
 }
 
 template <class Gemm>
@@ -79,6 +73,7 @@ __global__ void __maxnreg__(kLaunchRegisters)
   if (threadIdx.x == 0) {
     Gemm::Epilogue::init(cta);
     init_barriers<Gemm>(cta);
+    for (int i = 0; i < kFp8Cards; i++) card_full(cta, i).init(1);
     Gemm::Producer::prefetch(p.producer);
     ptx::prefetch_map(&p.b.map[0]);
   }

@@ -12,8 +12,10 @@ struct Fp8GatherParams {
   const std::uint8_t* codes;  ///< (T, K)
   const float* scales;        ///< (T, K / 128)
   const std::int32_t* index;  ///< row of `codes` for row p in expert order
-  std::int32_t row_bytes;     ///< K
-  std::int32_t blocks;        ///< K / 128
+  /// K / 16: the codes of a row in units of 16 bytes. Offsets in these units have 32 bits, enough
+  /// for 69 GB of codes; the bf16 rows that they are made from would have 137 GB.
+  std::uint32_t row_units;
+  std::int32_t blocks;  ///< K / 128
 };
 
 struct Fp8TmaParams {
@@ -21,12 +23,13 @@ struct Fp8TmaParams {
   CUtensorMap scales;  ///< (row, 1, block of K), box kFp8ScaleRows x 1 x 1
 };
 
-/// Scales of the weights by expert, block of columns and block of K. Strides count elements. A tile
-/// multiplies two blocks of columns: the block of its first column, and a second block whose scales
-/// lie `unit_stride` elements further.
+/// Scales of the weights by expert, block of columns and block of K. Strides count elements.
+/// Offsets have 31 bits, enough for the scales of 35 TB of codes. A tile multiplies two blocks of
+/// columns: the block of its first column, and a second block whose scales lie `unit_stride`
+/// elements further.
 struct Fp8WeightScales {
   const float* data;
-  std::int64_t expert_stride;
+  std::int32_t expert_stride;
   std::int32_t column_stride;
   std::int32_t unit_stride;
   std::int32_t depth_stride;
@@ -35,9 +38,10 @@ struct Fp8WeightScales {
 
 /// The outputs for codes and scales of rows in expert order.
 struct Fp8RowsOut {
-  RaggedMap codes;  ///< (word, 0, row, base), box of 64 words x 64 rows
-  float* scales;    ///< (columns / 128, scale_rows)
-  std::int32_t scale_rows;
+  std::uint8_t* codes;      ///< (C, row_bytes)
+  float* scales;            ///< (row_bytes / 128, scale_rows)
+  std::int32_t row_bytes;   ///< codes of a row
+  std::int32_t scale_rows;  ///< C, rounded up
 };
 
 /// How H is kept.

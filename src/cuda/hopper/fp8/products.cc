@@ -72,7 +72,7 @@ Fp8WeightScales weight_scales(const Fp8Matrices& w) {
   const std::int64_t blocks = w.columns / kBlock;
   Fp8WeightScales s{};
   s.data = w.scales;
-  s.expert_stride = w.expert_scales;
+  s.expert_stride = static_cast<std::int32_t>(w.expert_scales);
   s.column_stride = static_cast<std::int32_t>(w.column_scales);
   s.depth_stride = static_cast<std::int32_t>(w.depth_scales);
   const bool two = w.parts == 2;  // a tile's second unit is up
@@ -83,12 +83,12 @@ Fp8WeightScales weight_scales(const Fp8Matrices& w) {
 
 Fp8GatherParams gathered(const Fp8RowProduct& product) {
   const Fp8Rows& rows = product.rows;
-  return {rows.codes, rows.scales, product.index, static_cast<std::int32_t>(rows.depth),
+  return {rows.codes, rows.scales, product.index, static_cast<std::uint32_t>(rows.depth / 16),
           static_cast<std::int32_t>(rows.depth / kBlock)};
 }
 
-Fp8RowsOut rows_out(const Device& device, const Fp8Rows& rows) {
-  return {ragged_map(device, words_of(rows.codes, rows.rows, rows.depth)), rows.scales,
+Fp8RowsOut rows_out(const Fp8Rows& rows) {
+  return {rows.codes, rows.scales, static_cast<std::int32_t>(rows.depth),
           static_cast<std::int32_t>(rows.scale_stride)};
 }
 
@@ -116,10 +116,10 @@ void multiply(const Launch& launch, const Fp8Activate& e) {
   set_operands(launch, launch.weights().parts == 2 ? kFp8Block : kFp8Tile.n, &params);
   params.producer = gathered(launch.product);
   Fp8ActParams& p = params.epilogue;
-  p.a = rows_out(launch.device, e.a);
+  p.a = rows_out(e.a);
   if (e.h_codes.codes != nullptr) {
     p.keep = Fp8KeptH::kCodes;
-    p.h = rows_out(launch.device, e.h_codes);
+    p.h = rows_out(e.h_codes);
   } else if (e.h.data != nullptr) {
     p.keep = Fp8KeptH::kElements;
     p.h_words = ragged_map(launch.device, e.h);
@@ -143,7 +143,7 @@ void multiply(const Launch& launch, const Fp8ActivateGrad& e) {
       rows_map(launch.device,
                codes ? words_of(e.h_codes.codes, e.h_codes.rows, e.h_codes.depth) : e.h, kBoxRows);
   p.h_scales = e.h_codes.scales;
-  p.dh_codes = rows_out(launch.device, e.dh_codes);
+  p.dh_codes = rows_out(e.dh_codes);
   p.dh = ragged_map(launch.device, e.dh);
   p.a = ragged_map(launch.device, e.a);
   p.row_weight = e.row_weight;

@@ -23,22 +23,28 @@ inline constexpr TileShape kFp8Tile{128, 256, 3, 2, 4, Schedule::kCooperative};
 /// TMA box begins at a multiple of four rows (16 bytes) and has a multiple of four rows.
 inline constexpr int kFp8ScaleRows = kFp8Tile.m + 4;
 
+/// Tiles whose cards (tile_cards.cuh) are in shared memory.
+inline constexpr int kFp8Cards = 8;
+
 /// Shared memory of a CTA: first as in the 16-bit kernels, then the arrays of FP8.
 struct Fp8SharedLayout {
   using Base = SharedLayout<kFp8Tile>;
   static constexpr int kAlign = 128;  // required by TMA
-  static constexpr int kStageScales = (kFp8ScaleRows * 4 + kAlign - 1) / kAlign * kAlign;
-  static constexpr int kRowScales = (Base::kEnd + kAlign - 1) / kAlign * kAlign;
+  /// The scales of a stage: of kFp8ScaleRows rows, then of the weights of each unit.
+  static constexpr int kStageWeights = kFp8ScaleRows * 4;
+  static constexpr int kStageScales =
+      (kStageWeights + kFp8Units * 4 + kAlign - 1) / kAlign * kAlign;
+  static constexpr int kScales = (Base::kEnd + kAlign - 1) / kAlign * kAlign;
   /// Scales of H for each warpgroup: (unit, part, row).
-  static constexpr int kInputScales = kRowScales + kFp8Tile.stages * kStageScales;
+  static constexpr int kInputScales = kScales + kFp8Tile.stages * kStageScales;
   static constexpr int kInputScaleBytes = kFp8Units * 2 * 64 * 4;
-  /// For each consumer warp: the state of ConsumerTiles, then scales of weights (unit, k tile).
-  static constexpr int kSavedTiles = kInputScales + kConsumers * kInputScaleBytes;
-  static constexpr int kSavedBytes = 16;
-  static constexpr int kWeightScaleTiles = 64;
-  static constexpr int kWarpBytes = 4 * kSavedBytes + kFp8Units * kWeightScaleTiles * 4;
-  static_assert(kSavedTiles % (4 * kSavedBytes) == 0 && kWarpBytes % (4 * kSavedBytes) == 0);
-  static constexpr int kInputFull = kSavedTiles + kConsumers * 4 * kWarpBytes;
+  static constexpr int kCards = kInputScales + kConsumers * kInputScaleBytes;
+  static constexpr int kCardBytes = 16;
+  /// The state of ConsumerTiles of each consumer warp.
+  static constexpr int kWarpStates = kCards + kFp8Cards * kCardBytes;
+  static constexpr int kWarpStateBytes = 16;
+  static constexpr int kCardFull = kWarpStates + kConsumers * 4 * kWarpStateBytes;
+  static constexpr int kInputFull = kCardFull + kFp8Cards * 8;
   static constexpr int kEnd = kInputFull + kConsumers * 8;
   static_assert(kEnd <= 232448, "more shared memory than a CTA of sm_90 has");
 };

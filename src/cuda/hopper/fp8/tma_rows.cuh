@@ -1,6 +1,6 @@
 // Producer: loads rows of codes in expert order, and their scales, by TMA. Thread 0 issues all
-// loads. In dynamic order thread 32 of the cluster's first CTA takes the tile indices from the
-// counter.
+// loads; it copies the scales of the weights by cp.async. In dynamic order thread 32 of the
+// cluster's first CTA takes the tile indices from the counter.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -13,7 +13,7 @@ namespace sonicmoe::cuda {
 
 struct Fp8TmaRows {
   using Params = Fp8TmaParams;
-  static constexpr int kCopyArrivals = 0;
+  static constexpr int kCopyArrivals = 1;
   static constexpr int kQueueReaders = 1;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kProducer;
   static constexpr Registers registers() { return {40, 232}; }
@@ -36,11 +36,17 @@ struct Fp8TmaRows {
     if (threadIdx.x != 0) return;
     RingPosition<kShape.stages> ring;
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kThread> tiles(cta, p.tiles);
-    const auto look_up = [&] {
-      return Gemm::Scheduler::template tile<kShape>(p.tiles, tiles.index(), cta.rank());
-    };
+    CardWriter cards(cta);
     CtaTile next{};
-    if (!tiles.done()) next = look_up();
+    const auto look_up = [&] {
+      if (tiles.done()) {
+        cards.write_end();
+        return;
+      }
+      next = Gemm::Scheduler::template tile<kShape>(p.tiles, tiles.index(), cta.rank());
+      cards.write(next);
+    };
+    look_up();
     while (!tiles.done()) {
       const CtaTile tile = next;
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
@@ -52,11 +58,16 @@ struct Fp8TmaRows {
         ptx::tma_load(row_scales(cta, ring.stage), &p.producer.scales, full,
                       {tile.row & ~3, 0, kt});
         Gemm::B::load(p.b, tile, kt, k_tiles, cta.b(ring.stage), full, cta.rank());
+#pragma unroll
+        for (int unit = 0; unit < kFp8Units; unit++) {
+          copy_weight_scale(p.weight_scales, tile, unit, kt, cta, ring.stage);
+        }
+        full.arrive_after_copies();
         // The next tile is looked up in the middle of this tile, because the stages in flight do
         // not cover the latency of the look-up.
         if (kt == k_tiles / 2) {
           tiles.next();
-          if (!tiles.done()) next = look_up();
+          look_up();
         }
       }
     }

@@ -14,6 +14,15 @@ __device__ __forceinline__ std::uint32_t to_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   return codes;
 }
+/// As to_e4m3(), of four values; the first has the lowest byte.
+__device__ __forceinline__ std::uint32_t to_e4m3(float a, float b, float c, float d) {
+  std::uint32_t codes;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}\n"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
 /// The values of two codes, exactly.
 __device__ __forceinline__ float2 from_e4m3(std::uint32_t codes) {
   std::uint32_t halves;

@@ -1,5 +1,5 @@
-// The thread number, read anew at each call: values computed from it are then computed again for
-// each tile, and occupy no registers between tiles.
+// The numbers of the thread and of the CTA, read anew at each call: values computed from them are
+// then computed again for each tile, and occupy no registers between tiles.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {
@@ -8,6 +8,12 @@ __device__ __forceinline__ int thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
+}
+
+__device__ __forceinline__ int cta() {
+  int cta;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
+  return cta;
 }
 
 }  // namespace sonicmoe::cuda::ptx

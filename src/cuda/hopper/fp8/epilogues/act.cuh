@@ -26,9 +26,12 @@ struct Fp8Act {
                                              const ConsumerTiles& tiles, const Fp8Cta&,
                                              const Fp8Staging& staging, Rows rows) {
     const CtaTile tile = tiles.current();
-    if (p.bias[0].data != nullptr) stage_biases(p, tile, staging);
+    const bool biased = p.bias[0].data != nullptr;
+    if (biased) {
+      stage_biases(p, tile, staging);
+      staging.sync();
+    }
     if constexpr (kGated) {
-      staging.begin();  // its barrier also makes the staged biases visible
       BlockWords gate, up;
       round(p, gate, &sums[0], staging, 0);
       round(p, up, &sums[64], staging, kFp8Block);
@@ -38,12 +41,12 @@ struct Fp8Act {
       for (int unit = 0; unit < kFp8Units; unit++) {
         const int block = tile.column / kFp8Block + unit;
         if (block * kFp8Block >= p.width) break;
-        staging.begin();
         BlockWords h, unused;
         round(p, h, &sums[unit * 64], staging, unit * kFp8Block);
         finish<1>(p, h, unused, block, tile, staging, rows);
       }
     }
+    if (biased) staging.sync();  // before the biases of the next tile are staged
   }
 
  private:
@@ -76,18 +79,14 @@ struct Fp8Act {
   }
 
   /// Stores H in the form in which it is kept, then A. `first` is gate (H without a gate) and is
-  /// overwritten by A; `second` is up. The boxes hold:
-  ///
-  ///   H kept as | gate    | up      | A
-  ///   codes     | box 0   | box 1   | box 2
-  ///   bf16      | 0 and 1 | 2 and 3 | box 2, after the stores of H have read their boxes
-  ///   not kept  |         |         | box 2
+  /// overwritten by A; `second` is up. An H in bf16 goes through the boxes: gate through 0 and 1,
+  /// up through 2 and 3.
   template <int kParts>
   static __device__ __forceinline__ void finish(const Params& p, BlockWords& first,
                                                 BlockWords& second, int block, const CtaTile& tile,
                                                 const Fp8Staging& staging, Rows rows) {
-    const int up_block = p.width / kFp8Block + block;
     if (p.keep == Fp8KeptH::kElements) {
+      staging.begin();
       write_words(staging, 0, first);
       if (kParts == 2) write_words(staging, 2, second);
       staging.publish();
@@ -97,10 +96,11 @@ struct Fp8Act {
         staging.commit();
       }
     }
-    if (p.keep == Fp8KeptH::kElements) staging.begin();
     if (p.keep == Fp8KeptH::kCodes) {
-      quantize_block(p.h, block, staging, 0, first, tile, rows);
-      if (kParts == 2) quantize_block(p.h, up_block, staging, 1, second, tile, rows);
+      store_quantized<Words::kUsed>(p.h, block, first, tile, rows);
+      if (kParts == 2) {
+        store_quantized<Words::kUsed>(p.h, p.width / kFp8Block + block, second, tile, rows);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) {
@@ -110,16 +110,7 @@ struct Fp8Act {
         first[i] = Act::plain(first[i]);
       }
     }
-    quantize_block(p.a, block, staging, 2, first, tile, rows);
-    staging.publish();
-    if (staging.elected()) {
-      if (p.keep == Fp8KeptH::kCodes) {
-        issue_codes(p.h, staging, 0, block, tile, rows);
-        if (kParts == 2) issue_codes(p.h, staging, 1, up_block, tile, rows);
-      }
-      issue_codes(p.a, staging, 2, block, tile, rows);
-      staging.commit();
-    }
+    store_quantized<Words::kDone>(p.a, block, first, tile, rows);
   }
 };
 

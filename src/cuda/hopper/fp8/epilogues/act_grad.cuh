@@ -7,8 +7,8 @@
 // writes A' and dH over the H that it has read. The boxes hold, one after the other:
 //
 //   H kept as | boxes 0, 1                       | boxes 2, 3
-//   codes     | H (gate, up), A', next unit's H  | first half of dH, second half, codes of dH
-//   bf16      | gate, A'                         | up, then dH and its codes as above
+//   codes     | H (gate, up), A', next unit's H  | first half of dH, second half
+//   bf16      | gate, A'                         | up, then the halves of dH
 //
 // The halves of dH are gate and up. If these alternate in dH, they are the columns of dH that
 // belong to the first and to the last 64 columns of A.
@@ -31,9 +31,9 @@ struct Fp8ActGrad {
   using Two = Pair<__nv_bfloat16>;
   using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
-  /// Whether words are computed one after the other: only in kernels that would otherwise spill.
-  static constexpr bool kOrdered =
-      !kCodes || kKind == ActivationKind::kSwiGLUOai || kKind == ActivationKind::kSwiGLUClamped;
+  /// Whether words are computed one after the other, as all kernels but this one need, which would
+  /// otherwise spill registers.
+  static constexpr bool kOrdered = !kCodes || kKind != ActivationKind::kSwiGLU;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
   static __device__ __forceinline__ void init(const Fp8Cta& cta) {
     for (int warpgroup = 0; warpgroup < kConsumers; warpgroup++) input(cta, warpgroup).init(1);
@@ -139,8 +139,8 @@ struct Fp8ActGrad {
       to[0] = ptx::load_half_word(at) | ptx::load_half_word(at + 8 * 128) << 16;
       to[1] = ptx::load_half_word(at + 8) | ptx::load_half_word(at + 8 + 8 * 128) << 16;
     }
-    /// Converts the codes of 16 columns to bf16 words.
-    __device__ __forceinline__ void decode(std::uint32_t (&to)[4], const std::uint32_t* codes,
+    /// Converts the codes of 16 columns. The values are bf16 values, in fp32.
+    __device__ __forceinline__ void decode(float2 (&to)[4], const std::uint32_t* codes,
                                            int part) const {
       const std::uint32_t at =
           scale_address(cta, unit, part) + (warp() * 16 + (ptx::lane() >> 2)) * 4;
@@ -148,7 +148,7 @@ struct Fp8ActGrad {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float2 v = ptx::from_e4m3((i & 1) == 0 ? codes[i / 2] & 0xffff : codes[i / 2] >> 16);
-        to[i] = Two::pack(v.x * scale[i & 1], v.y * scale[i & 1]);
+        to[i] = {v.x * scale[i & 1], v.y * scale[i & 1]};
       }
     }
     /// Reads the words of 16 columns of an H in bf16.
@@ -203,50 +203,54 @@ struct Fp8ActGrad {
 #pragma unroll
     for (int step = 0; step < 8; step++) {
       std::uint32_t gate[4], up[4];
+      float2 decoded[2][4];  // H of gate and of up
       if constexpr (kCodes) {
         if (step < 4) {
           h.read_codes(&ahead[4 * step], 0, 2 * step, after);
           h.read_codes(&ahead[4 * step + 2], 0, 2 * step + 1, after);
         }
-        h.decode(gate, &ahead[2 * step], 0);
+        h.decode(decoded[0], &ahead[2 * step], 0);
         if constexpr (kParts == 2) {
           std::uint32_t of_up[2];
           h.read_codes(of_up, 1, step, after);
-          h.decode(up, of_up, 1);
+          h.decode(decoded[1], of_up, 1);
         }
       } else {
         h.read_elements(gate, 0, step, offset + after);
         if constexpr (kParts == 2) h.read_elements(up, 1, step, offset + after);
       }
-      const float weight[2] = {h.staging.row_scale(0, 0), h.staging.row_scale(0, 1)};
       std::uint32_t a[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         // Each word has its own sum. In one chain of additions, terms that wait to be added would
         // occupy registers.
         float part = 0.0f;
-        a[i] = Act::run(h.p.scalars, gate[i], up[i], sums + step * 8 + 2 * i, weight[i & 1], part);
-        score[i & 1] += part;
-        if constexpr (kOrdered) {
-          after = __float_as_uint(part) & h.p.zero;
-          if (i < 3) gate[i + 1] += after;
+        const float s = __uint_as_float(__float_as_uint(h.staging.row_scale(0, i & 1)) + after);
+        const float* grad = sums + step * 8 + 2 * i;
+        if constexpr (kCodes) {
+          const float2 both[2] = {decoded[0][i], kParts == 2 ? decoded[1][i] : float2{}};
+          a[i] = Act::run_values(h.p.scalars, both, gate[i], up[i], grad, s, part);
+        } else {
+          a[i] = Act::run(h.p.scalars, gate[i], up[i], grad, s, part);
         }
+        score[i & 1] += part;
+        if constexpr (kOrdered) after = __float_as_uint(part) & h.p.zero;
         first[step * 4 + i] = gate[i];
         if constexpr (kParts == 2) second[step * 4 + i] = up[i];
       }
       if (!alternates(h.p)) {
-        ptx::store_matrices(matrix_address(h.staging, 2, offset, step), gate);
+        ptx::store_matrices(matrix_address(h.staging, 2, offset + after, step), gate);
       }
       __syncwarp();  // the codes that A' overwrites have been read
-      ptx::store_matrices(matrix_address(h.staging, 0, offset, step), a);
+      ptx::store_matrices(matrix_address(h.staging, 0, offset + after, step), a);
     }
   }
 
-  /// Stores A', dH and its codes. If H is kept as codes, it also starts the load of the next unit's
-  /// H, whose boxes are free once the store of A' has read them. An H in bf16 is loaded by run(),
-  /// after all stores of this unit.
-  static __device__ __forceinline__ void store_gradient(const Source& s, const BlockWords& first,
-                                                        const BlockWords& second) {
+  /// Stores A', dH and its codes. A block is quantised while the TMA reads the boxes. If H is kept
+  /// as codes, the load of the next unit's H begins when the store of A' has read its boxes. An H
+  /// in bf16 is loaded by run(), after all stores of this unit.
+  static __device__ __forceinline__ void store_gradient(const Source& s, BlockWords& first,
+                                                        BlockWords& second) {
     const Params& p = s.p;
     const CtaTile tile = s.tiles.current();
     const auto issue_half = [&](int half) {
@@ -261,12 +265,16 @@ struct Fp8ActGrad {
       issue_words(p.a, s.staging, 0, s.column(), 0, tile, s.rows);
       issue_half(0);
       s.staging.commit();
+    }
+    store_quantized<Words::kDone>(p.dh_codes, block_of(p, tile, s.unit, 0), first, tile, s.rows);
+    if (s.staging.elected()) {
+      ptx::tma_wait_read();
       if (kCodes && s.unit + 1 < units_of(p, s.tiles)) {
         load_h(Source{p, s.tiles, s.cta, s.staging, s.rows, s.unit + 1});
       }
     }
     if constexpr (kParts == 2) {
-      s.staging.begin();
+      s.staging.sync();
       if (alternates(p)) {
         write_alternating<1>(s.staging, first, second);
       } else {
@@ -277,19 +285,7 @@ struct Fp8ActGrad {
         issue_half(1);
         s.staging.commit();
       }
-    }
-    s.staging.begin();
-    const auto block = [&](int part) { return block_of(p, tile, s.unit, part); };
-    quantize_block(p.dh_codes, block(0), s.staging, 2, first, tile, s.rows);
-    if constexpr (kParts == 2)
-      quantize_block(p.dh_codes, block(1), s.staging, 3, second, tile, s.rows);
-    s.staging.publish();
-    if (s.staging.elected()) {
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        issue_codes(p.dh_codes, s.staging, 2 + part, block(part), tile, s.rows);
-      }
-      s.staging.commit();
+      store_quantized<Words::kDone>(p.dh_codes, block_of(p, tile, s.unit, 1), second, tile, s.rows);
     }
   }
 

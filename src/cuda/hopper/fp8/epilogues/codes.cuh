@@ -11,7 +11,6 @@
 #include "cuda/math/element.cuh"
 #include "cuda/math/fragment.cuh"
 #include "cuda/ptx/lane.cuh"
-#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -23,9 +22,6 @@ struct BlockWords {
 };
 
 using Fp8Staging = Staging<kFp8Tile>;
-
-/// The scales of a lane's two rows.
-using RowScales = float[2];
 
 /// Takes, for each of the lane's two rows, a word with the maxima of even and of odd columns.
 /// Returns the maximum of the first row in the low half and the maximum of the second row in the
@@ -68,58 +64,120 @@ __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words)
   return of_both_columns(most[0], most[1]);
 }
 
-/// The two codes of a word: its two elements times the inverse of the scale, converted to e4m3. A
-/// product is exact in bf16 unless it is subnormal, and then its code is 0 in any case. The
-/// conversion alone would turn infinity into 448; adding 0 times the element makes infinity NaN and
-/// changes no finite value.
-__device__ __forceinline__ std::uint32_t codes_of(std::uint32_t word, __nv_bfloat162 inverse) {
-  const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
-  const __nv_bfloat162 scaled = __hfma2(value, __float2bfloat162_rn(0.0f), __hmul2(value, inverse));
-  const auto bits = *reinterpret_cast<const std::uint32_t*>(&scaled);
-  return ptx::to_e4m3(Pair<__nv_bfloat16>::low(bits), Pair<__nv_bfloat16>::high(bits));
+/// Whether a block's words are used after it is quantised.
+enum class Words { kDone, kUsed };
+
+/// Turns infinities into NaN, whose code they get: the conversion alone would turn them into 448.
+/// Adding 0 times an element makes infinity NaN and changes no finite value.
+__device__ __forceinline__ __nv_bfloat162 without_infinities(__nv_bfloat162 word,
+                                                             __nv_bfloat162 sum) {
+  return __hfma2(word, __float2bfloat162_rn(0.0f), sum);
 }
 
-/// Writes the block's codes to a box of 64 rows by 128 codes, swizzled, and finds the scales of the
-/// lane's rows.
-__device__ __forceinline__ void write_codes(RowScales& scale, std::uint32_t box,
-                                            const BlockWords& words) {
+/// The scales of the lane's two rows. Words that are not used later lose their infinities.
+template <Words kWords>
+__device__ __forceinline__ void find_scales(float (&scale)[2], BlockWords& words) {
   std::uint32_t most = largest_of_rows(largest(words));
-  if (__any_sync(~0u, not_finite(most) != 0)) most = largest_of_rows(largest_finite(words));
+  if (__any_sync(~0u, not_finite(most) != 0)) {
+    most = largest_of_rows(largest_finite(words));
+    if constexpr (kWords == Words::kDone) {
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const auto word = *reinterpret_cast<const __nv_bfloat162*>(&words[i]);
+        const __nv_bfloat162 finite = without_infinities(word, word);
+        words[i] = *reinterpret_cast<const std::uint32_t*>(&finite);
+      }
+    }
+  }
   scale[0] = fp8::scale_of(most << 16);
   scale[1] = fp8::scale_of(most & 0xffff0000u);
-  const __nv_bfloat162 inverse[2] = {__float2bfloat162_rn(fp8::inverse_of(scale[0])),
-                                     __float2bfloat162_rn(fp8::inverse_of(scale[1]))};
-  const int lane = ptx::lane();
-  const int swizzle = lane >> 2;
-  const int row = ((threadIdx.x >> 5) & 3) * 16 + swizzle;
-  const std::uint32_t first = box + row * 128 + (swizzle << 4) + (lane & 3) * 2;
-#pragma unroll
-  for (int i = 0; i < 32; i++) {
-    const std::uint32_t codes = codes_of(words[i], inverse[i & 1]);
-    const std::uint32_t at = (first ^ (i >> 2) << 4) + (i >> 1 & 1) * 8 + (i & 1) * 8 * 128;
-    ptx::store_half_word(at, static_cast<std::uint16_t>(codes));
+}
+
+/// The word's elements times the inverse of the scale. A product is exact in bf16 unless it is
+/// subnormal, and then its code is 0 in any case.
+template <Words kWords>
+__device__ __forceinline__ std::uint32_t scaled(std::uint32_t word, __nv_bfloat162 inverse) {
+  const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
+  __nv_bfloat162 product = __hmul2(value, inverse);
+  if constexpr (kWords == Words::kUsed) product = without_infinities(value, product);
+  return *reinterpret_cast<const std::uint32_t*>(&product);
+}
+/// The four codes of two words.
+template <Words kWords>
+__device__ __forceinline__ std::uint32_t codes_of(std::uint32_t first, std::uint32_t second,
+                                                  __nv_bfloat162 inverse) {
+  using Two = Pair<__nv_bfloat16>;
+  first = scaled<kWords>(first, inverse);
+  second = scaled<kWords>(second, inverse);
+  return ptx::to_e4m3(Two::low(first), Two::high(first), Two::low(second), Two::high(second));
+}
+
+/// Four lanes have the codes of a row, each two of every group of eight columns. gather() gives
+/// lane j of the four all codes of group j.
+///
+/// Written as (lane, group) with two codes each, lane 0 comes to its codes by two exchanges:
+///
+///   has (0, 0) (0, 1) (0, 2) (0, 3) | from lane 2: (2, 0) (2, 1) | from lane 1: (1, 0) (3, 0)
+class GroupGatherer {
+ public:
+  __device__ __forceinline__ GroupGatherer() {
+    const int lane = ptx::lane();
+    const bool odd = (lane & 1) != 0;
+    upper_ = (lane & 2) != 0;
+    keep_ = odd ? 0x7632 : 0x5410;
+    send_ = odd ? 0x5410 : 0x7632;
+    const std::uint32_t own_lane_pair = odd ? 0x1054 : 0x5410;
+    const std::uint32_t other_lane_pair = odd ? 0x3276 : 0x7632;
+    low_ = upper_ ? other_lane_pair : own_lane_pair;
+    high_ = upper_ ? own_lane_pair : other_lane_pair;
   }
-}
+  /// `first`: this lane's codes of groups 0 and 1, `second`: of groups 2 and 3.
+  __device__ __forceinline__ uint2 gather(std::uint32_t first, std::uint32_t second) const {
+    // Lanes l and l ^ 2 exchange: lanes 0 and 1 keep groups 0 and 1, lanes 2 and 3 groups 2 and 3.
+    const std::uint32_t own = upper_ ? second : first;
+    const std::uint32_t other = __shfl_xor_sync(~0u, upper_ ? first : second, 2);
+    // Lanes l and l ^ 1 exchange: even lanes keep the group in the low halves.
+    const std::uint32_t keep = __byte_perm(own, other, keep_);
+    const std::uint32_t got = __shfl_xor_sync(~0u, __byte_perm(own, other, send_), 1);
+    // The halves of `keep` are of lanes l and l ^ 2, those of `got` of lanes l ^ 1 and l ^ 3.
+    return make_uint2(__byte_perm(keep, got, low_), __byte_perm(keep, got, high_));
+  }
 
-/// Stores the scales of this warp's rows for block `block` of the columns.
-__device__ __forceinline__ void store_scales(const Fp8RowsOut& to, int block, const CtaTile& tile,
-                                             Rows rows, const RowScales& scale) {
+ private:
+  bool upper_;
+  std::uint32_t keep_, send_, low_, high_;  // selectors of __byte_perm
+};
+
+/// Quantises block `block` of the columns and stores its codes and scales. Rows past the expert's
+/// end are not stored. The codes go straight to global memory, 32 bytes of a row at once, because
+/// store boxes would have to be waited for.
+template <Words kWords>
+__device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, int block, BlockWords& words,
+                                                const CtaTile& tile, Rows rows) {
+  float scale[2];
+  find_scales<kWords>(scale, words);
+  const GroupGatherer gatherer;
   const int lane = ptx::lane();
-  if ((lane & 3) != 0) return;
-  const int row = rows.offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
-  float* at = to.scales + static_cast<std::int64_t>(block) * to.scale_rows + tile.row + row;
-  if (row < tile.valid_rows) at[0] = scale[0];
-  if (row + 8 < tile.valid_rows) at[8] = scale[1];
-}
-
-/// Quantises a block into box `box` and stores its scales.
-__device__ __forceinline__ void quantize_block(const Fp8RowsOut& to, int block,
-                                               const Fp8Staging& staging, int box,
-                                               const BlockWords& words, const CtaTile& tile,
-                                               Rows rows) {
-  RowScales scale;
-  write_codes(scale, staging.box(box), words);
-  store_scales(to, block, tile, rows, scale);
+  const int first_row = rows.offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
+#pragma unroll
+  for (int which = 0; which < 2; which++) {
+    const int row = first_row + which * 8;
+    const bool present = row < tile.valid_rows;
+    std::uint8_t* at = to.codes + static_cast<std::int64_t>(tile.row + row) * to.row_bytes +
+                       block * kFp8Block + (lane & 3) * 8;
+    const __nv_bfloat162 inverse = __float2bfloat162_rn(fp8::inverse_of(scale[which]));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int word = i * 8 + which;
+      const uint2 codes =
+          gatherer.gather(codes_of<kWords>(words[word], words[word + 2], inverse),
+                          codes_of<kWords>(words[word + 4], words[word + 6], inverse));
+      if (present) *reinterpret_cast<uint2*>(at + i * 32) = codes;
+    }
+    if (present && (lane & 3) == 0) {
+      to.scales[static_cast<std::int64_t>(block) * to.scale_rows + tile.row + row] = scale[which];
+    }
+  }
 }
 
 /// Writes the block's words to the boxes `box` and `box` + 1.
@@ -131,11 +189,6 @@ __device__ __forceinline__ void write_words(const Fp8Staging& staging, int box,
   }
 }
 
-/// Issues the store of a box of codes: block `block` of the columns.
-__device__ __forceinline__ void issue_codes(const Fp8RowsOut& to, const Fp8Staging& staging,
-                                            int box, int block, const CtaTile& tile, Rows rows) {
-  store_ragged(to.codes, staging.box(box), block * 64, 0, tile, rows.offset);
-}
 /// Issues the stores of the boxes `box` and `box` + 1 of elements, from `column` on.
 __device__ __forceinline__ void issue_words(const RaggedMap& to, const Fp8Staging& staging, int box,
                                             int column, int part, const CtaTile& tile, Rows rows) {
