@@ -260,7 +260,6 @@ void measure(const Config& c, double seconds, const Exec& exec) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  setenv("SONICMOE_UNTRIED_FP8", "1", 1);
   try {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 2.0;
     const cuda::Device* device = cuda::open_device(0);

@@ -22,14 +22,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-os.environ.setdefault("SONICMOE_UNTRIED_FP8", "1")
 
 import h200
 import torch

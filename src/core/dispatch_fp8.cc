@@ -9,11 +9,11 @@
 namespace sonicmoe {
 namespace {
 
-// Below these sizes, quantisation is expected to cost more than the faster products save. The
-// values are not measured yet.
-constexpr std::int64_t kLeastHidden = 512;
-constexpr std::int64_t kLeastWidth = 256;
-constexpr std::int64_t kLeastRowsPerExpert = 128;
+// The sizes from which fp8 was faster than bf16 wherever it was measured, also if the weights are
+// quantised for each micro-batch (docs/fp8.md). With 640 rows an expert it was not.
+constexpr std::int64_t kLeastHidden = 2048;
+constexpr std::int64_t kLeastWidth = 512;
+constexpr std::int64_t kLeastRowsPerExpert = 1024;
 
 /// Whether the device of `exec` serves `problem` in fp8, and its backend says that large fp8
 /// problems are faster there than bf16 ones (BackendTable::fast_fp8).

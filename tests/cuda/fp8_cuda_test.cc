@@ -2,7 +2,6 @@
 // bits in every run and in a graph, and refusals.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <random>
 
 #include "core/fp8_layout.h"
@@ -21,9 +20,6 @@ using testing::LayerWeights;
 using testing::must;
 using testing::period_of;
 using Bytes = std::vector<std::uint8_t>;
-
-/// The kernels are refused without this variable; the harness of this program needs it too.
-const int untried_fp8_is_allowed = setenv("SONICMOE_UNTRIED_FP8", "1", 1);
 
 /// Zeros at a multiple of 64 bytes, as the CPU takes its buffers.
 class HostArray {

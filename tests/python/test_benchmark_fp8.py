@@ -17,7 +17,6 @@ def fp8(monkeypatch):
     if not BENCHMARKS.is_dir():
         pytest.skip("this copy has no benchmarks/")
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setenv("SONICMOE_UNTRIED_FP8", "1")  # restores what the import sets
     import fp8
 
     return fp8

@@ -2,9 +2,6 @@
 and on several streams."""
 
 import math
-import os
-
-os.environ["SONICMOE_UNTRIED_FP8"] = "1"  # the kernels are refused without it
 
 import pytest
 import reference
@@ -99,9 +96,11 @@ def test_another_stream_makes_a_copy_of_its_own():
 def test_auto_takes_fp8_for_large_layers(monkeypatch):
     sizes = {"hidden_size": 2048, "intermediate_size": 1024, "num_experts": 4, "top_k": 2}
     moe = sonicmoe_cpp.MoE(**sizes, precision="auto", dtype=BF16, device="cuda")
-    for least in (4 * 128, math.inf):  # as on a device where fp8 is faster, and on another one
+    # As on a device where fp8 is faster, and on another one. The choice is remembered for a shape,
+    # so the second one gets a shape of its own.
+    for least, large in ((4 * 128, 8192), (math.inf, 4096)):
         monkeypatch.setattr(sonicmoe_cpp.fp8, "_auto_rows", lambda *_, least=least: least)
-        for tokens in (16, 8192):
+        for tokens in (16, large):
             moe.forget_fp8_weights()
             moe(torch.randn(tokens, 2048, dtype=BF16, device="cuda"))
             took = moe._fp8["experts"]._quantised is not None

@@ -65,6 +65,7 @@ const BackendTable* cuda_backend() {
       return problem.precision == Precision::kFp8 ? cuda::fp8_h_rows(problem, data)
                                                   : cuda::h_rows(problem, weights, data);
     };
+    backend.fast_fp8 = true;
     backend.quantize_weights = on_device<&cuda::quantize_weights>;
     backend.moe_forward = on_device<&cuda::moe_forward>;
     backend.moe_backward = on_device<&cuda::moe_backward>;

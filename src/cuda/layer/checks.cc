@@ -1,6 +1,5 @@
 #include "cuda/layer/checks.h"
 
-#include <cstdlib>
 #include <string>
 
 #include "core/checks.h"
@@ -81,10 +80,6 @@ std::string refusal(const Problem& p, const Engine& engine) {
   if (p.precision == Precision::kFp8 && engine.fp8 == nullptr) {
     return std::string("precision is fp8 but the engine ") + engine.name +
            " has no FP8: it needs an H100 or H200 and the engine hopper.";
-  }
-  if (p.precision == Precision::kFp8 && std::getenv("SONICMOE_UNTRIED_FP8") == nullptr) {
-    return "precision is fp8 but nobody has run its CUDA kernels on a GPU yet: "
-           "SONICMOE_UNTRIED_FP8=1 in the environment allows them.";
   }
   if (p.hidden % service.multiple != 0 || p.width % service.multiple != 0) {
     return "hidden is " + std::to_string(p.hidden) + " and width " + std::to_string(p.width) +
