@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import ep2_figures
+import fp8_page
 import h200_figures
 import h200_page
 import training_figures
@@ -21,10 +22,11 @@ from cpu_layer import MARKERS, ROOT, table
 
 EXAMPLE = ("<!-- example:begin -->", "<!-- example:end -->")
 SOURCE_MARKERS = ("  // [readme\n", "  // readme]\n")
+RESULTS = ROOT / "benchmarks/results"
 
 
 def newest_record():
-    records = [json.loads(p.read_text()) for p in (ROOT / "benchmarks/results/cpu").glob("*.json")]
+    records = [json.loads(p.read_text()) for p in (RESULTS / "cpu").glob("*.json")]
     if not records:
         raise SystemExit("benchmarks/results/cpu has no record")
     return max(records, key=lambda record: record["date"])
@@ -66,15 +68,14 @@ def performance_parts():
 
 def demo_parts():
     """The table that examples/rounding_study.py wrote with its record."""
-    markers = ("<!-- study:begin -->", "<!-- study:end -->")
-    yield markers, "the study's table", (ROOT / "benchmarks/results/study/study.md").read_text()
+    yield from tables_of({"study": (RESULTS / "study/study.md").read_text})
 
 
 def fp8_parts():
-    """The tables that examples/precision_study.py wrote with its record."""
-    markers = ("<!-- precision:begin -->", "<!-- precision:end -->")
-    content = (ROOT / "benchmarks/results/study/precision.md").read_text()
-    yield markers, "the precision study's tables", content
+    """The speed, and the tables that examples/precision_study.py wrote with its records."""
+    yield from tables_of(fp8_page.TABLES)
+    small, large = (RESULTS / folder / "precision.md" for folder in ("study", "h200"))
+    yield from tables_of({"precision": small.read_text, "precision-126m": large.read_text})
 
 
 def training_parts():

@@ -1,7 +1,7 @@
 """Tables and plots of the H200 records; measures nothing.
 
 python benchmarks/h200_figures.py            writes the plots to docs/images/
-python benchmarks/check_figures.py --fix     writes the tables to README.md and docs/performance.md
+python benchmarks/check_figures.py --fix     writes the tables to README.md and docs/
 """
 
 from __future__ import annotations
@@ -366,6 +366,32 @@ def plot_portable(plt, record):
     return figure
 
 
+def fp8_speeds(row):
+    """Speed of fp8 over bf16: forward, forward + backward."""
+    forward = {name: row[name]["fwd_ms"] for name in ("bf16", "fp8")}
+    both = {name: forward[name] + row[name]["bwd_ms"] for name in forward}
+    return tuple(ms["bf16"] / ms["fp8"] for ms in (forward, both))
+
+
+def plot_fp8(plt, record):
+    figure, axes = plt.subplots(figsize=(9, 4.4), layout="constrained")
+    rows, width = record["rows"], 0.4
+    series = zip(*map(fp8_speeds, rows), strict=True)
+    styles = (("forward", COLOURS["hopper"]), ("forward + backward", OURS))
+    for i, (values, (label, colour)) in enumerate(zip(series, styles, strict=True)):
+        positions = [x + (i - 0.5) * width for x in range(len(rows))]
+        style = {"color": colour, "edgecolor": "white", "linewidth": 0.3}
+        axes.bar(positions, values, width, label=label, **style)
+    axes.axhline(1.0, color=COLOURS["bound"], linewidth=0.8, label="bf16")
+    labels = [f"{row['config']}\nd={row['d']}, n={row['n']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.tick_params(axis="x", rotation=40, labelsize=8)
+    axes.set(ylabel="speed over bf16", title=f"fp8 over bf16, one {record['device']}, hot")
+    axes.spines[["top", "right"]].set_visible(False)
+    legend_above(figure, axes)
+    return figure
+
+
 def main():
     import matplotlib
 
@@ -380,6 +406,7 @@ def main():
         "h200-peers": (plot_peers, extra("peers")),
         "h200-rounding": (plot_rounding, extra("rounding")),
         "h200-portable": (plot_portable, extra("portable")),
+        "h200-fp8": (plot_fp8, extra("fp8")),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, (plot, record) in plots.items():

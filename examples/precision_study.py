@@ -41,6 +41,7 @@ import matplotlib.pyplot as plt
 PRECISIONS = ("bf16", "fp8")
 MARKER = ".precision_study"  # this file in the output folder says that a study wrote to it before
 FILES = ("precision.json", "precision.md", "precision.png")
+LAST_STEPS = 50  # the record holds the mean training loss of so many steps at the end
 # For d and n of whole blocks of 128; as many parameters and active ones as train_lm.py's.
 DEFAULTS = {"out": "out/precision", "expert_width": "128", "experts": "32", "top_k": "4"}
 
@@ -175,11 +176,17 @@ def plot(runs: list[dict[str, Any]]) -> bytes:
     return image.getvalue()
 
 
-def write_report(config: Config, runs: list[dict[str, Any]]) -> None:
-    summary = summarise(runs)
+def shorten(run: dict[str, Any]) -> dict[str, Any]:
+    """A run as the record holds it: of the training loss only the mean of the last steps."""
     left_out = ("settings", "text", "train_loss")
-    short = [{key: value for key, value in run.items() if key not in left_out} for run in runs]
-    document = origin(config) | {"settings": settings(config), "summary": summary, "runs": short}
+    last = statistics.fmean(run["train_loss"][-LAST_STEPS:])
+    return {k: v for k, v in run.items() if k not in left_out} | {"last_train_loss": last}
+
+
+def write_report(config: Config, runs: list[dict[str, Any]], train_tokens: int) -> None:
+    summary = summarise(runs)
+    document = origin(config) | {"settings": settings(config), "train_tokens": train_tokens}
+    document |= {"summary": summary, "runs": [shorten(run) for run in runs]}
     document["cosines"] = cosines(config)
     tables = f"{table(summary)}\n\n{cosine_table(document['cosines'])}"
     texts = json.dumps(document, indent=1) + "\n", tables + "\n"
@@ -204,7 +211,7 @@ def run_study(argv: list[str]) -> int:
                     print(INTERRUPTED, file=sys.stderr)
                     return 130
                 runs.append(run)
-    write_report(config, runs)
+    write_report(config, runs, len(corpus.train))
     return 0
 
 

@@ -1,0 +1,92 @@
+"""The tables of docs/fp8.md#speed, from benchmarks/results/h200/fp8.json."""
+
+from __future__ import annotations
+
+from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PRODUCTS, TINY, summary, total
+from h200_figures import extra, fp8_speeds, grid, shape_text
+from h200_page import source
+
+
+def step_speeds(row):
+    steps = (row["step_ms"][str(micro)] for micro in MICRO_BATCHES)
+    return [step["bf16"] / step["fp8"] for step in steps]
+
+
+def layer_cells(row):
+    over = [*fp8_speeds(row), *step_speeds(row)]
+    beside = (
+        f"{total(row, 'torch_scaled') / total(row, 'fp8'):.2f}" if "torch_scaled" in row else "-"
+    )
+    kept = f"{row['kept_mib']['bf16']:.0f} -> {row['kept_mib']['fp8']:.0f}"
+    rows = row["T"] * row["K"] // row["E"]
+    speeds = (f"{value:.2f}" for value in over)
+    return [row["config"], row["d"], row["n"], rows, *speeds, beside, kept]
+
+
+def means(record):
+    """A sentence on the wide layers and their goals."""
+    found = summary(record)
+    parts, goals = [], []
+    for title in list(GOALS)[:2]:
+        name, goal = title.split(" over bf16")[0], GOALS[title][0]
+        mean = found[title]["mean"]
+        parts.append(f"{name} {mean:.3f}")
+        goals.append(f"{goal:.2f} ({'met' if mean >= goal else 'missed'})")
+    return (
+        f"Geometric mean over bf16 of the {found[title]['of']} layers with d >= 2048 and "
+        f"n >= 1024: {', '.join(parts)}. The goals were {' and '.join(goals)}."
+    )
+
+
+def difference(row, which):
+    """By how much the times of fp8 and auto differ."""
+    times = [sum(row[name][key] for key in which) for name in ("fp8", "auto")]
+    return max(times) / min(times) - 1
+
+
+def repeated(record):
+    """Sentences on how far to trust the times: auto repeats those of fp8 where it takes fp8."""
+    rows = [row for row in record["rows"] if row["cosine"]["auto"] == row["cosine"]["fp8"]]
+    forward, both = (
+        max(difference(row, which) for row in rows) for which in (("fwd_ms",), ("fwd_ms", "bwd_ms"))
+    )
+    above = [r["config"] for r in record["rows"] if max(step_speeds(r)) > fp8_speeds(r)[1]]
+    steps = (
+        f" At {' and '.join(above)} a step has a higher ratio than forward + backward, although it "
+        "also quantises; the cause is not known."
+    )
+    return (
+        f'On {len(rows)} layers `"auto"` runs the same kernels as `"fp8"`. Their times in this run '
+        f"differ by up to {forward:.0%} forward and {both:.0%} forward + backward."
+    ).replace("%", " %") + steps * bool(above)
+
+
+def layers():
+    record = extra("fp8")
+    columns = ["layer", "d", "n", "rows an expert", "forward", "forward + backward"]
+    columns += [f"{micro} micro-batch{'es' * (micro > 1)} a step" for micro in MICRO_BATCHES]
+    columns += ["over torch's scaled products", "kept MiB, bf16 -> fp8"]
+    measured = {row["config"] for row in record["rows"]}
+    missing = [name for name in CONFIGS if name not in measured | set(TINY)]
+    absent = f"Not measured: {', '.join(missing)}. " if missing else ""
+    return "\n\n".join(
+        [
+            grid(columns, [layer_cells(row) for row in record["rows"]]),
+            f"{means(record)} {repeated(record)}",
+            f"{absent}{source(record)}",
+        ]
+    )
+
+
+def products():
+    rows, found = [], {name: [] for name in PRODUCTS}
+    for row in extra("fp8")["products"]:
+        for name, values in found.items():  # of_cublas is rounded already
+            values.append(row["products"][name]["cublas_ms"] / row["products"][name]["ours_ms"])
+        rows.append([row["config"], shape_text(row), *(f"{v[-1]:.2f}" for v in found.values())])
+    spans = (f"{min(values):.2f} to {max(values):.2f}" for values in found.values())
+    rows.append(["least to most", "", *spans])
+    return grid(["layer", "T,d,n,E,K", *PRODUCTS], rows, words=2)
+
+
+TABLES = {"fp8-layers": layers, "fp8-products": products}
