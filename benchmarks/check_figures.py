@@ -17,6 +17,7 @@ import ep2_figures
 import fp8_page
 import h200_figures
 import h200_page
+import scaling_figures
 import training_figures
 from cpu_layer import MARKERS, ROOT, table
 
@@ -83,7 +84,7 @@ def training_parts():
 
 
 def distributed_parts():
-    yield from tables_of(ep2_figures.TABLES)
+    yield from tables_of(ep2_figures.TABLES | scaling_figures.TABLES)
 
 
 DOCUMENTS = {

@@ -20,6 +20,11 @@ CONFIGS = {
     "30B-n256": Shape(16384, 4096, 256, 256, 16),
     "qwen3-30b": Shape(16384, 2048, 768, 128, 8),
     "qwen3-235b": Shape(16384, 4096, 1536, 128, 8),
+    # For nodes of four and eight GPUs (scaling.py).
+    "qwen3-235b-8k": Shape(8192, 4096, 1536, 128, 8),
+    "qwen3-30b-8k": Shape(8192, 2048, 768, 128, 8),
+    "7B-n256-8k": Shape(8192, 1536, 256, 128, 8),
+    "30B-n256-8k": Shape(8192, 4096, 256, 256, 16),
     "tiny": Shape(96, 64, 32, 8, 2),  # for a test without GPUs
 }
 

@@ -17,6 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from training_bench.model import POLICIES, ChunkedLoss, Model, chunk_gradient, job
+from training_bench.over_ranks import (
+    clip_gradients,
+    divide_experts,
+    parameter_groups,
+    shard_experts,
+)
 from training_bench.profile import where
 
 GIB = 1 << 30
@@ -29,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=SIZES, required=True)
     parser.add_argument("--experts", choices=("ours", "titan"), required=True)
     parser.add_argument("--policy", choices=POLICIES, required=True)
+    parser.add_argument("--parallel", choices=("fsdp", "ep"), default="fsdp")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--reduce", default="float32")
@@ -70,6 +77,8 @@ def build(options, size, mesh) -> Model:
     config = job(size, options.experts == "ours", options.policy)
     with torch.device("meta"):
         model = Model(size, config, options.sequence)
+    if options.parallel == "ep":
+        divide_experts(model, options, mesh.size())
     if config.checkpointing is not None:
         policy = config.checkpointing.build()
         for i, layer in enumerate(model.layers):
@@ -81,6 +90,8 @@ def build(options, size, mesh) -> Model:
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce)
     )
+    if options.parallel == "ep":
+        shard_experts(model, options.device, mesh.size(), mixed)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
@@ -89,7 +100,13 @@ def build(options, size, mesh) -> Model:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=options.device)
-    torch.manual_seed(1 + mesh.get_local_rank())
+    initialise(model, size, mesh.get_local_rank())
+    return model
+
+
+def initialise(model: Model, size, rank: int) -> None:
+    """Sets this rank's part of the weights, and zeros in the buffers."""
+    torch.manual_seed(1 + rank)
     residual = 0.02 / (2 * size.layers) ** 0.5
     for name, parameter in model.named_parameters():
         local = parameter.to_local()
@@ -100,7 +117,6 @@ def build(options, size, mesh) -> Model:
             local.detach().normal_(std=residual if scaled else 0.02)
     for buffer in model.buffers():
         buffer.zero_()
-    return model
 
 
 @torch.no_grad()
@@ -125,8 +141,10 @@ class Training:
         self.rope = self.model.rope(options.device)
         self.text = Text(options, self.size.vocabulary, self.rank, self.ranks)
         fused = {"fused": True} if options.device == "cuda" else {}
+        self.divided = parameter_groups(self.model) if options.parallel == "ep" else None
+        groups = [{"params": g} for g in self.divided or [list(self.model.parameters())]]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
+            groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
         )
         self.losses: list[torch.Tensor] = []
 
@@ -140,11 +158,20 @@ class Training:
             loss = self.model(tokens, *self.rope) / count
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.divided:
+            clip_gradients(self.divided, 1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         balance(self.model, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(total)
+
+    def parameters(self) -> int:
+        """Of all ranks."""
+        groups = self.divided or [[], self.model.parameters()]
+        of_experts, others = (sum(p.numel() for p in group) for group in groups)
+        return of_experts * self.ranks + others
 
     def mean_losses(self) -> list[float]:
         losses = torch.stack(self.losses)
@@ -176,9 +203,10 @@ def measure(options) -> dict:
         "flops_per_token": training.model.flops_per_token(),
         "peak_gib": None,
         "losses": training.mean_losses(),
-        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "parameters": training.parameters(),
         "compiled": bool(options.compile),
         "policy": options.policy,
+        "parallel": options.parallel,
     }
     if cuda:
         peak = torch.tensor([torch.cuda.max_memory_allocated() / GIB], device="cuda")

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Measures how one layer and how training scale over the GPUs of this machine: scaling.json.
+
+    python benchmarks/scaling.py layers      the layer under expert parallelism, beside NCCL
+    python benchmarks/scaling.py training    tokens a day of the 7B model
+
+Either command ends within --seconds (less than ten minutes) and needs nobody. It measures with 2,
+4, ... GPUs, the most first (training also with 1), and writes the record after each measurement. A
+later call on the same device and commit measures only what the record lacks; --again measures all.
+
+Layers are forward and backward through PyTorch with 8192 tokens on each rank. Each row has the time
+of the same layer alone on one GPU, with as many routed rows and without communication, and what
+`sonicmoe plan` predicts. Training is FSDP2 alone ("fsdp"), and FSDP2 with the experts divided over
+the ranks ("ep"): with --tokens tokens on each GPU ("weak"), and with one sequence a GPU of the
+largest number of GPUs, so that the tokens of all GPUs are the same for each number ("strong").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import ep2
+from ep2_bench.data import CONFIGS
+from training import DAY, PEAK
+
+HERE = Path(__file__).parent
+LAYERS = ("qwen3-235b-8k", "qwen3-30b-8k", "7B-n256-8k", "30B-n256-8k")
+# With eight ranks: time over the layer alone, or over the time that the bytes take at RATE.
+OVER_ALONE = {"qwen3-235b-8k": 1.12, "qwen3-30b-8k": 1.25}
+OVER_BYTES = {"7B-n256-8k": 1.15, "30B-n256-8k": 1.15}
+OVER_PEERS = 1.25
+RATE = 350e9  # bytes a second, each way
+SCALING = ("weak", "strong")
+FACTS = ("model", "sequence", "policy")  # options that a row of training has
+# As in training.py. Memory that peers map may not come from expandable segments.
+EXPANDABLE = {"fsdp": ["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], "ep": []}
+START = 30.0  # seconds that a measurement of training takes at least
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("what", choices=("layers", "training", "summary"))
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: 1, 2, 4, ... GPUs")
+    parser.add_argument("--layers", nargs="+", choices=CONFIGS, default=list(LAYERS))
+    parser.add_argument("--model", default="7B-n256")
+    parser.add_argument("--scaling", nargs="+", choices=SCALING, default=list(SCALING))
+    parser.add_argument("--tokens", type=int, default=16384, help="of a GPU in a step (weak)")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of training")
+    parser.add_argument("--policy", default="attention", help="of activation checkpointing")
+    parser.add_argument("--eager", action="store_true", help="training without torch.compile")
+    parser.add_argument("--command", default="", help="sonicmoe; default: of the build or on PATH")
+    parser.add_argument("--seconds", type=float, default=560.0)
+    parser.add_argument("--again", action="store_true", help="measure what the record has too")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", default=str(HERE / "results/h200/scaling.json"))
+    options = parser.parse_args()
+    options.burst, options.rounds = 60.0, 3
+    if options.ranks is None and options.what != "summary":
+        options.ranks = counts(options.device)
+    return options
+
+
+def counts(device: str) -> list[int]:
+    """1, 2, 4, ... up to the number of GPUs."""
+    import torch
+
+    most = torch.cuda.device_count() if device == "cuda" else 2
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+class Part(NamedTuple):
+    """A measurement of training."""
+
+    ranks: int
+    scaling: str  # "weak" or "strong"
+    parallel: str  # "fsdp" or "ep"
+    tokens_per_gpu: int
+
+
+def parts(options) -> list[Part]:
+    """What to measure of training, the most important first."""
+    most, found = max(options.ranks), []
+    for scaling in options.scaling:
+        for ranks in sorted(options.ranks, reverse=True):
+            tokens = options.tokens if scaling == "weak" else options.sequence * most // ranks
+            for parallel in ("fsdp", "ep"):
+                if ranks > 1 or parallel == "fsdp":
+                    found.append(Part(ranks, scaling, parallel, tokens))
+    return found
+
+
+class Driver(ep2.Driver):
+    def __init__(self, options):
+        self.options, self.began = options, time.monotonic()
+        self.record = ep2.header(options) | {"what": "scaling"}
+        self.record |= {"layers": [], "training": [], "problems": {}} | self.before()
+
+    def before(self) -> dict:
+        """The rows of an earlier record of this device and commit."""
+        path = Path(self.options.out)
+        old = json.loads(path.read_text()) if path.exists() and not self.options.again else {}
+        if any(old.get(key) != self.record[key] for key in ("device", "commit", "torch")):
+            return {}
+        return {name: old[name] for name in ("layers", "training")}
+
+    def missing(self, problem: str, name: str) -> None:
+        self.record["problems"][name] = problem
+        print(f"{name}: {problem}", flush=True)
+        self.write()
+
+    # ---- layers ----------------------------------------------------------------------------------
+
+    def layers(self) -> bool:
+        whole = True
+        groups = sorted((ranks for ranks in self.options.ranks if ranks > 1), reverse=True)
+        for i, ranks in enumerate(groups):
+            have = {row["config"] for row in self.record["layers"] if row["ranks"] == ranks}
+            todo = [name for name in self.options.layers if name not in have]
+            if todo:
+                whole &= self.layers_over(ranks, todo, self.left() / (len(groups) - i))
+        return whole
+
+    def layers_over(self, ranks: int, configs: list[str], seconds: float) -> bool:
+        """Measures layers over some GPUs; whether all are measured."""
+        self.options.gpus = ranks
+        lines, problem = self.worker("torch", configs, seconds)
+        rows = [line for line in lines if "ours_torch" in line]
+        for row in rows:
+            self.record["layers"].append(row | {"planned": self.planned(row)})
+        if problem or len(rows) < len(configs):
+            self.missing(problem or "no time was left for all layers", f"layers over {ranks} ranks")
+        self.write()
+        return len(rows) == len(configs)
+
+    def planned(self, row: dict) -> dict | None:
+        """What `sonicmoe plan` predicts; None without the command."""
+        built = HERE.parent / "build/release/cli/sonicmoe"
+        command = self.options.command or (built if built.exists() else shutil.which("sonicmoe"))
+        if not command:
+            return None
+        shape = ",".join(str(row[name]) for name in ("T", "d", "n", "E", "K"))
+        given = ["plan", "--shape", shape, "--ranks", str(row["ranks"]), "--json"]
+        out, problem = ep2.run([str(command), *given], 30.0)
+        if problem:
+            self.missing(problem, "sonicmoe plan")
+            return None
+        (plan,) = json.loads(out)["ranks"]
+        both = (plan["forward"], plan["backward"])
+        return {
+            "alone_ms": sum(each["alone_us"] for each in both) / 1e3,
+            "hidden_ms": sum(each["hidden_us"] for each in both) / 1e3,
+            "exposed_ms": sum(each["exposed_us"] for each in both) / 1e3,
+            "bytes": sum(each["link_bytes"] for each in plan["transfers"]),
+        }
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def training(self) -> bool:
+        whole = True
+        for part in parts(self.options):
+            name = " ".join(map(str, part))
+            facts = part._asdict() | {name: getattr(self.options, name) for name in FACTS}
+            if any(facts.items() <= row.items() for row in self.record["training"]):
+                continue
+            if self.left() < START:
+                self.missing("no time was left", name)
+                whole = False
+                continue
+            found = self.train(part, name)
+            whole &= found is not None
+            if found is not None:
+                self.record["training"].append(facts | found)
+                print(f"{name}: {found['tokens_per_s']:,} tokens/s", flush=True)
+            self.write()
+        return whole
+
+    def train(self, part: Part, name: str) -> dict | None:
+        options = self.options
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "result.json"
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            torchrun += [f"--nproc-per-node={part.ranks}", "-m", "training_bench.worker"]
+            given = {name: getattr(options, name) for name in FACTS} | {"experts": "ours"}
+            given |= {"tokens": part.tokens_per_gpu, "parallel": part.parallel}
+            given |= {"device": options.device, "compile": int(not options.eager), "out": out}
+            given |= {"steps": options.steps}
+            command = [sys.executable, *torchrun, *(f"--{k}={v}" for k, v in given.items())]
+            command = [*EXPANDABLE[part.parallel], *command]
+            _, problem = ep2.run(command, self.left())
+            if not out.exists():
+                full = "OutOfMemoryError" in problem
+                self.missing("out of memory" if full else problem, name)
+                return None
+            found = json.loads(out.read_text())
+        rate = found["tokens_per_s"]
+        return {
+            "tokens_per_s": rate,
+            "tokens_per_day_and_gpu": round(rate / part.ranks * DAY),
+            "mfu": round(rate * found["flops_per_token"] / (part.ranks * PEAK), 4),
+            "peak_gib": found["peak_gib"],
+            "losses": found["losses"],
+        }
+
+
+def best_peer(row: dict) -> float:
+    """The time of the fastest other implementation."""
+    return min((ep2.total(row[name]) for name in ep2.PEERS if name in row), default=float("nan"))
+
+
+def summary(record: dict) -> list[str]:
+    """A line for each row, with its goals."""
+    lines = []
+    for row in record["layers"]:
+        ours, alone = ep2.total(row["ours_torch"]), ep2.total(row["alone_torch"])
+        name, eight = row["config"], row["ranks"] == 8
+        line = f"{name} over {row['ranks']}: {ours:.2f} ms, {ours / alone:.3f} of alone"
+        line += f" (goal {OVER_ALONE[name]})" if eight and name in OVER_ALONE else ""
+        plan = row["planned"]
+        if plan:
+            moved = plan["bytes"] / RATE * 1e3
+            hidden = 1 - (ours - alone) / moved
+            line += f", {ours / moved:.2f} of its bytes at {RATE / 1e9:.0f} GB/s"
+            line += f" (goal {OVER_BYTES[name]})" if eight and name in OVER_BYTES else ""
+            over = plan["hidden_ms"] / plan["alone_ms"], plan["exposed_ms"] / plan["alone_ms"]
+            line += f", hidden {hidden:.0%}, planned {over[0]:.2f} to {over[1]:.2f} of alone"
+        line += f", others {best_peer(row) / ours:.2f} times ours"
+        lines.append(line + (f" (goal {OVER_PEERS})" if eight else ""))
+    for row in record["training"]:
+        a_day = row["tokens_per_day_and_gpu"] / 1e9
+        lines.append(
+            f"{row['model']} {row['scaling']} {row['parallel']} over {row['ranks']}: "
+            f"{row['tokens_per_s']:,} tokens/s, {a_day:.2f} billion a day and GPU"
+        )
+    return lines
+
+
+def main() -> int:
+    options = arguments()
+    if options.what == "summary":
+        print("\n".join(summary(json.loads(Path(options.out).read_text()))))
+        return 0
+    driver = Driver(options)
+    whole = driver.layers() if options.what == "layers" else driver.training()
+    print("\n".join(summary(driver.record)), flush=True)
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

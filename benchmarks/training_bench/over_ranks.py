@@ -1,0 +1,58 @@
+"""Expert parallelism of a measurement: every rank holds E / W experts of each layer, and FSDP2
+shards all other parameters over the W ranks."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from sonicmoe_cpp.distributed.layer import Place, make_transport
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def divide_experts(model: nn.Module, options, ranks: int) -> None:
+    """Leaves this rank's experts in each layer of a model on the meta device, and lets rows travel
+    over peer memory (over torch.distributed's all-to-all on the CPU)."""
+    name = "peer" if options.device == "cuda" else "all_to_all"
+    for layer in model.layers:
+        routed = layer.moe.routed_experts
+        experts = routed.inner_experts
+        for parameter, value in list(experts.named_parameters(recurse=False)):
+            if len(value) % ranks:
+                raise ValueError(f"{len(value)} experts cannot be divided over {ranks} ranks")
+            setattr(experts, parameter, nn.Parameter(value[: len(value) // ranks]))
+        limits = routed.limits._replace(max_tokens=options.tokens)
+        transport = make_transport(name, dist.group.WORLD, limits)
+        routed.place = Place(transport, transport.group.next_layer())
+
+
+def shard_experts(model: nn.Module, device: str, ranks: int, mixed) -> None:
+    """FSDP2 over one rank: it casts the experts' parameters and keeps their gradients in fp32."""
+    mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("experts", "copies"))["copies"]
+    for layer in model.layers:
+        routed = layer.moe.routed_experts
+        fully_shard(routed, mesh=mesh, mp_policy=mixed)
+        # Each rank's loss is a mean over its own tokens; FSDP2 averages the other gradients.
+        routed.set_gradient_divide_factor(ranks)
+
+
+def parameter_groups(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The experts' parameters, then all others: an optimizer's call takes DTensors of one mesh."""
+    groups: tuple[list, list] = ([], [])
+    for name, parameter in model.named_parameters():
+        groups["inner_experts" not in name].append(parameter)
+    return list(groups)
+
+
+def clip_gradients(groups: list[list[nn.Parameter]], most: float) -> Tensor:
+    """As torch's clip_grad_norm_(), for groups of parameters of different meshes. The first group
+    has other parameters on each rank."""
+    experts, others = ([p.grad for p in group if p.grad is not None] for group in groups)
+    squares = get_total_norm([grad.to_local() for grad in experts]).square()
+    dist.all_reduce(squares)
+    norm = (squares + get_total_norm(others).full_tensor().square()).sqrt()
+    for group in groups:
+        local = [p for p in group if p.grad is not None]
+        clip_grads_with_norm_(local, most, norm)
+    return norm

@@ -1,0 +1,121 @@
+"""benchmarks/scaling.py measures what it says: training at its smallest size on CPUs; layers, the
+record and the plot from made-up times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TRAINING = ["--model=debug", "--tokens=256", "--sequence=64", "--steps=2", "--policy=none"]
+
+
+@pytest.fixture
+def scaling(monkeypatch):
+    if not BENCHMARKS.is_dir():
+        pytest.skip("this copy has no benchmarks/")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import scaling
+    import scaling_figures
+
+    return scaling, scaling_figures
+
+
+def times(whole):
+    return {"fwd_ms": whole / 4, "bwd_ms": 3 * whole / 4}
+
+
+def a_layer(ranks=8):
+    row = {"config": "qwen3-235b-8k", "T": 8192, "d": 4096, "n": 1536, "E": 128, "K": 8}
+    row |= {"ranks": ranks, "ours_torch": times(13.0), "alone_torch": times(12.0)}
+    return row | {"nccl_grouped": times(20.0), "gather_scatter": times(19.5)}
+
+
+def driver(scaling, monkeypatch, tmp_path, *given):
+    out = f"--out={tmp_path / 'scaling.json'}"
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *given, "--device=cpu", out])
+    return scaling.Driver(scaling.arguments())
+
+
+@pytest.mark.slow
+def test_both_ways_of_dividing_train_alike(tmp_path, scaling):
+    pytest.importorskip("torchtitan.models.common.moe", reason="needs torchtitan 0.3")
+    out = tmp_path / "scaling.json"
+    given = ["training", "--device=cpu", "--ranks=2", "--scaling=weak", "--eager", *TRAINING]
+    program = [sys.executable, str(BENCHMARKS / "scaling.py"), *given, f"--out={out}"]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    fsdp, ep = json.loads(out.read_text())["training"]
+    assert (fsdp["parallel"], ep["parallel"]) == ("fsdp", "ep")
+    assert fsdp["tokens_per_s"] > 0 and ep["tokens_per_s"] > 0
+    pairs = zip(fsdp["losses"], ep["losses"], strict=True)
+    assert all(abs(a - b) < 1e-3 for a, b in pairs)
+    assert fsdp["losses"][0] - fsdp["losses"][-1] > 0.01  # weights have moved
+    assert "debug weak ep over 2" in ran.stdout
+    again = subprocess.run(program, capture_output=True, text=True, timeout=60)  # measures nothing
+    assert again.returncode == 0 and json.loads(out.read_text())["training"] == [fsdp, ep]
+
+
+def test_layers_and_what_is_planned(scaling, tmp_path, monkeypatch):
+    scaling, _ = scaling
+    plan = {"alone_us": 5000, "hidden_us": 5250, "exposed_us": 6000}
+    plan = {"ranks": [{"forward": plan, "backward": plan, "transfers": [{"link_bytes": 7e8}] * 2}]}
+    command = tmp_path / "sonicmoe"
+    command.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(plan)}\nEND\n")
+    command.chmod(0o755)
+    given = ["layers", "--ranks", "1", "4", "8", "--layers=qwen3-235b-8k", f"--command={command}"]
+    made = driver(scaling, monkeypatch, tmp_path, *given)
+    asked = []
+
+    def worker(peers, configs, seconds):
+        asked.append((made.options.gpus, configs))
+        late = {"config": configs[0], "late": True}
+        return ([a_layer()], "") if made.options.gpus == 8 else ([late], "")
+
+    monkeypatch.setattr(made, "worker", worker)
+    assert not made.layers()  # four ranks had no time
+    assert asked == [(8, ["qwen3-235b-8k"]), (4, ["qwen3-235b-8k"])]
+    assert list(made.record["problems"]) == ["layers over 4 ranks"]
+    (line,) = scaling.summary(json.loads((tmp_path / "scaling.json").read_text()))
+    assert "1.083 of alone (goal 1.12), 3.25 of its bytes at 350 GB/s, hidden 75%" in line
+    assert "planned 1.05 to 1.20 of alone, others 1.50 times ours (goal 1.25)" in line
+    resumed = driver(scaling, monkeypatch, tmp_path, *given)
+    assert resumed.record["layers"] == made.record["layers"]
+    assert driver(scaling, monkeypatch, tmp_path, *given, "--again").record["layers"] == []
+
+
+def test_parts_have_equal_tokens(scaling, tmp_path, monkeypatch):
+    scaling, _ = scaling
+    given = ["training", "--ranks", "1", "2", "8", "--sequence=64", "--tokens=256"]
+    made = driver(scaling, monkeypatch, tmp_path, *given, "--seconds=0")
+    found = scaling.parts(made.options)
+    assert found[0] == scaling.Part(8, "weak", "fsdp", 256)
+    strong = [part for part in found if part.scaling == "strong"]
+    assert {part.ranks * part.tokens_per_gpu for part in strong} == {8 * 64}
+    assert [part.parallel for part in found if part.ranks == 1] == ["fsdp", "fsdp"]
+    assert not made.training() and made.record["training"] == []
+    assert set(made.record["problems"].values()) == {"no time was left"}
+
+
+def test_the_page_and_the_plot(scaling, tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _, figures = scaling
+    monkeypatch.setattr(figures, "RECORD", tmp_path / "scaling.json")
+    assert figures.part() == figures.ABSENT
+    plan = {"alone_ms": 10.0, "hidden_ms": 10.5, "exposed_ms": 12.0, "bytes": 1.4e9}
+    rate = {"model": "7B-n256", "tokens_per_gpu": 16384, "tokens_per_s": 200_000}
+    rate |= {"tokens_per_day_and_gpu": 4.1e9, "scaling": "weak"}
+    rates = [rate | {"ranks": r, "parallel": p} for r in (2, 4) for p in ("fsdp", "ep")]
+    record = {"layers": [a_layer(4) | {"planned": plan}, a_layer() | {"planned": None}]}
+    record |= {"training": rates, "device": "GPU", "torch": "2.11", "commit": "abc"}
+    figures.RECORD.write_text(json.dumps(record | {"date": "2026-11-24T00:00:00"}))
+    assert "| 4 | 12.00 | 13.00 | 1.083 | 1.05 to 1.20 | 1.50 |" in figures.part()
+    assert "FSDP2 and expert parallelism | 4 | 16384 | 200,000 | 4.10 billion |" in figures.part()
+    figure = figures.plot(plt, record)
+    assert [len(axes.lines) for axes in figure.axes] == [2, 1]
+    plt.close(figure)
