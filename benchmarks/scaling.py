@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import ep2
 from ep2_bench.data import CONFIGS
-from training import DAY, PEAK
+from training import DAY, MEMORY, PEAK
 
 HERE = Path(__file__).parent
 LAYERS = ("qwen3-235b-8k", "qwen3-30b-8k", "7B-n256-8k", "30B-n256-8k")
@@ -178,11 +178,12 @@ class Driver(ep2.Driver):
             whole &= found is not None
             if found is not None:
                 self.record["training"].append(facts | found)
-                print(f"{name}: {found['tokens_per_s']:,} tokens/s", flush=True)
+                print(f"{name}: {speed(found)}", flush=True)
             self.write()
         return whole
 
     def train(self, part: Part, name: str) -> dict | None:
+        """The result, or that it does not fit into memory; None if there is neither."""
         options = self.options
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
@@ -195,9 +196,10 @@ class Driver(ep2.Driver):
             command = [sys.executable, *torchrun, *(f"--{k}={v}" for k, v in given.items())]
             command = [*EXPANDABLE[part.parallel], *command]
             _, problem = ep2.run(command, self.left())
+            if "OutOfMemoryError" in problem:
+                return {"absent": MEMORY}
             if not out.exists():
-                full = "OutOfMemoryError" in problem
-                self.missing("out of memory" if full else problem, name)
+                self.missing(problem, name)
                 return None
             found = json.loads(out.read_text())
         rate = found["tokens_per_s"]
@@ -208,6 +210,13 @@ class Driver(ep2.Driver):
             "peak_gib": found["peak_gib"],
             "losses": found["losses"],
         }
+
+
+def speed(found: dict) -> str:
+    if "absent" in found:
+        return found["absent"]
+    a_day = found["tokens_per_day_and_gpu"] / 1e9
+    return f"{found['tokens_per_s']:,} tokens/s, {a_day:.2f} billion a day and GPU"
 
 
 def best_peer(row: dict) -> float:
@@ -234,11 +243,8 @@ def summary(record: dict) -> list[str]:
         line += f", others {best_peer(row) / ours:.2f} times ours"
         lines.append(line + (f" (goal {OVER_PEERS})" if eight else ""))
     for row in record["training"]:
-        a_day = row["tokens_per_day_and_gpu"] / 1e9
-        lines.append(
-            f"{row['model']} {row['scaling']} {row['parallel']} over {row['ranks']}: "
-            f"{row['tokens_per_s']:,} tokens/s, {a_day:.2f} billion a day and GPU"
-        )
+        what = f"{row['model']} {row['scaling']} {row['parallel']} over {row['ranks']}"
+        lines.append(f"{what}: {speed(row)}")
     return lines
 
 

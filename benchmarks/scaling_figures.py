@@ -52,9 +52,12 @@ def training(found: dict) -> str:
     columns = ["model", "scaling", "parallel", "GPUs", "tokens a GPU", "tokens/s", "a day and GPU"]
     cells = []
     for row in found["training"]:
-        a_day = f"{row['tokens_per_day_and_gpu'] / 1e9:.2f} billion"
         names = (row["model"], row["scaling"], STYLES[row["parallel"]][1], row["ranks"])
-        cells.append([*names, row["tokens_per_gpu"], f"{row['tokens_per_s']:,}", a_day])
+        figures = [row.get("absent", "-")] * 2
+        if "absent" not in row:
+            a_day = f"{row['tokens_per_day_and_gpu'] / 1e9:.2f} billion"
+            figures = [f"{row['tokens_per_s']:,}", a_day]
+        cells.append([*names, row["tokens_per_gpu"], *figures])
     return grid(columns, cells, words=3)
 
 
@@ -75,11 +78,10 @@ def plot(plt, found: dict):
     """Tokens a second of training, and the time of layers over alone, by the number of GPUs."""
     figure, (rates, costs) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     dashes = {"weak": "-", "strong": "--"}
-    kinds = sorted({(row["scaling"], row["parallel"]) for row in found["training"]}, reverse=True)
+    trained = [row for row in found["training"] if "absent" not in row]
+    kinds = sorted({(row["scaling"], row["parallel"]) for row in trained}, reverse=True)
     for scaling, parallel in kinds:
-        rows = [
-            r for r in found["training"] if (r["scaling"], r["parallel"]) == (scaling, parallel)
-        ]
+        rows = [r for r in trained if (r["scaling"], r["parallel"]) == (scaling, parallel)]
         points = sorted((r["ranks"], r["tokens_per_s"]) for r in rows)
         colour, name = STYLES[parallel]
         style = {"color": colour, "linestyle": dashes[scaling], "marker": "o", "markersize": 4}

@@ -111,11 +111,14 @@ def test_the_page_and_the_plot(scaling, tmp_path, monkeypatch):
     rate = {"model": "7B-n256", "tokens_per_gpu": 16384, "tokens_per_s": 200_000}
     rate |= {"tokens_per_day_and_gpu": 4.1e9, "scaling": "weak"}
     rates = [rate | {"ranks": r, "parallel": p} for r in (2, 4) for p in ("fsdp", "ep")]
+    large = {"model": "7B-n256", "scaling": "strong", "parallel": "fsdp", "ranks": 1}
+    rates.append(large | {"tokens_per_gpu": 32768, "absent": "out of memory"})
     record = {"layers": [a_layer(4) | {"planned": plan}, a_layer() | {"planned": None}]}
     record |= {"training": rates, "device": "GPU", "torch": "2.11", "commit": "abc"}
     figures.RECORD.write_text(json.dumps(record | {"date": "2026-11-24T00:00:00"}))
     assert "| 4 | 12.00 | 13.00 | 1.083 | 1.05 to 1.20 | 1.50 |" in figures.part()
     assert "FSDP2 and expert parallelism | 4 | 16384 | 200,000 | 4.10 billion |" in figures.part()
+    assert "FSDP2 | 1 | 32768 | out of memory | out of memory |" in figures.part()
     figure = figures.plot(plt, record)
     assert [len(axes.lines) for axes in figure.axes] == [2, 1]
     plt.close(figure)
