@@ -1,5 +1,5 @@
-"""One thread for every test: two OpenMP teams on few cores mostly wait for each other. And memory
-that shows what nobody wrote."""
+"""Runs every test on one thread, because two OpenMP teams on few cores mostly wait for each other.
+Fills fresh memory, so that a test sees memory that was never written."""
 
 import functools
 
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """On the CPU there is nothing to choose: one run is enough."""
+    """Removes the repetitions of a CPU test for other engines: the CPU has only one."""
     others = engines_here()[1:]
     for item in list(items):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -52,8 +52,8 @@ def one_thread():
 
 
 def poison_cuda():
-    """0xFF in what torch's allocator hands out next: its blocks are kept when they are freed."""
-    sizes = [512 << 10] * 64 + [16 << 20] * 8  # from either of its pools
+    """Writes 0xFF to memory that torch's allocator will hand out next: it keeps freed blocks."""
+    sizes = [512 << 10] * 64 + [16 << 20] * 8  # for its small and its large pool
     blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
     torch.cuda.synchronize()
     blocks.clear()
@@ -61,8 +61,9 @@ def poison_cuda():
 
 @pytest.fixture
 def poisoned():
-    """Fresh memory holds NaN and 0xFF: what nobody writes shows. torch fills what Python asks for;
-    what operators ask for is filled by poison.c (CPU) and beforehand (CUDA)."""
+    """Fresh memory holds NaN and 0xFF, so that a value that is never written is seen. torch fills
+    the tensors that Python allocates. Memory that operators allocate is filled by poison.c on the
+    CPU, and by poison_cuda() before the test on CUDA."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     if torch.cuda.is_available():
         poison_cuda()

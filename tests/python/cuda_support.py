@@ -1,4 +1,4 @@
-"""What the tests on CUDA share: when they run, and how errors are judged."""
+"""Shared by the tests on CUDA: when they run, and how errors are judged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 REASON = sonicmoe_cpp.unsupported_reason("cuda")
 needs_cuda = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 DTYPES = (torch.bfloat16, torch.float16)
-# Rows of the experts: none, one, and around the tiles' 64 and 128.
+# Rows of the experts: none, one, and numbers around 64 (a row block) and 128 (a tile).
 AWKWARD = (0, 1, 63, 64, 65, 127, 128, 129)
 
 
@@ -34,8 +34,8 @@ def row_errors(got: Tensor, exact: Tensor) -> Tensor:
 
 
 def assert_twice(name: str, got: Tensor, peer: Tensor, exact: Tensor, dtype) -> None:
-    """Row for row our error is, in the maximum and in the mean, at most twice that of the same
-    formula in the same precision, or one rounding of `dtype`."""
+    """Checks the maximum and the mean of the rows' errors: ours may be at most twice the error of
+    the same formula in the same precision (`peer`), or one rounding of `dtype`."""
     assert got.dtype == peer.dtype and got.shape == exact.shape, name
     assert got.isfinite().all(), name
     if exact.numel() == 0:
@@ -48,7 +48,7 @@ def assert_twice(name: str, got: Tensor, peer: Tensor, exact: Tensor, dtype) -> 
 
 
 def compare(layer: Layer, ours, plain) -> dict[str, Tensor]:
-    """ours(layer on CUDA) against ours on the CPU, both judged by plain in float64."""
+    """Compares ours() on CUDA with ours() on the CPU; plain() in float64 is the exact result."""
     dtype = layer.x.dtype
     exact = layer.to(torch.float64, "cuda").step(plain)
     peer, got = layer.step(ours), layer.to(dtype, "cuda").step(ours)

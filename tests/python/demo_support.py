@@ -7,7 +7,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_lm.py"
 sys.path.insert(0, str(EXAMPLES))
 
-# Flags of a model that takes milliseconds a step. T*K = 128 rows, 32 an expert: rounding bites.
+# Flags of a model that takes milliseconds a step. An expert has T*K/E = 128/4 = 32 rows, so token
+# rounding changes the routing.
 TINY = {
     "vocab": 280,
     "context": 16,

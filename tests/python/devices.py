@@ -1,4 +1,4 @@
-"""The devices that a test runs on: the CPU, and CUDA where this build and machine have it."""
+"""The devices that a test runs on: the CPU, and CUDA if this build and machine have it."""
 
 import pytest
 import sonicmoe_cpp
@@ -13,7 +13,7 @@ def _param(device: str):
 
 
 DEVICES = [_param("cpu"), _param("cuda")]
-# The rule for rounded dtypes holds on both; fp32 is the CPU's.
+# Both devices are tested in bf16, only the CPU in fp32.
 DTYPES = [
     pytest.param(device.values[0], dtype, marks=device.marks, id=f"{device.values[0]}-{name}")
     for device in DEVICES
@@ -23,7 +23,7 @@ DTYPES = [
 
 
 class Waits(TorchDispatchMode):
-    """The operators called that would make the host wait for a device, found on any device."""
+    """Records calls of operators that would make the host wait for a GPU; works on any device."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "unique")
 

@@ -1,5 +1,5 @@
-"""The exchange's operators on CPUs: all-to-all behind the operators' arguments and results. So what
-lies around them (choice, sizes, autograd, graphs, faults) is tested without a GPU."""
+"""Replaces the exchange's operators by all-to-all on CPUs, with the same arguments and results. So
+the code around the operators (choice, sizes, autograd, graphs, faults) is tested without a GPU."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Fake:
             self.fault = OVERFLOW.format(rows=came)
         key = next(_keys)
         self.kept[key] = given
-        # As of torch's own, a tensor is what a graph keeps.
+        # The graph keeps a tensor, as with the real operator.
         return given.out, h, torch.tensor([key], dtype=torch.int64).view(torch.uint8)
 
     def backward(self, *arguments):
@@ -110,7 +110,7 @@ class Fake:
 
 
 class FakeMemory:
-    """A way to map memory that gives addresses as far as the test wants."""
+    """Stands in for the ways to map peer memory. The tests make its steps fail by `problem`."""
 
     name = "fake"
     problem = None
@@ -138,7 +138,7 @@ _call = _ops.call
 
 
 def install() -> Fake:
-    """Peer memory serves CPU tensors in this process from now on."""
+    """From this call on, peer memory serves CPU tensors in this process."""
     fake = Fake()
     open_by = buffers.PeerBuffers._open_by
 

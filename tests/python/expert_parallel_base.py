@@ -1,4 +1,4 @@
-"""What the cases of expert parallelism share: sizes, how tokens and experts are divided."""
+"""Shared by the cases of expert parallelism: sizes, and how tokens and experts are divided."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class World(NamedTuple):
     size: int
     device: str
     folder: Path
-    saves: bool  # the checkpoint, which other worlds load
+    saves: bool  # whether this world saves the checkpoint that other worlds load
 
     @property
     def experts(self) -> slice:
@@ -39,7 +39,7 @@ class World(NamedTuple):
         return slice(begin, begin + sizes[self.rank])
 
     def mean_dtypes(self) -> tuple:
-        """The dtypes that the layer takes here."""
+        """The dtypes that the layer supports on this device."""
         return (torch.bfloat16,) if self.device == "cuda" else (torch.float32, torch.bfloat16)
 
 

@@ -27,8 +27,8 @@ from expert_parallel_base import CASES, TRANSPORT, World
 
 
 def run_cases(world: World, cases: dict, tell: Callable[..., None]) -> dict[str, str | None]:
-    """What went wrong on this rank, by case; None where nothing did. tell(name, seconds, problem)
-    is called after each, tell(name) before it."""
+    """Returns {case: the traceback of its exception on this rank, or None}. Calls tell(name) before
+    each case and tell(name, seconds, problem) after it."""
     found = {}
     for name, check in cases.items():
         began = time.monotonic()
@@ -51,7 +51,7 @@ def run_all(world: World, part: str = "") -> dict[str, str | None]:
 
 
 def leave() -> None:
-    """Ends a rank as test_training.py says."""
+    """Ends this rank without tearing the interpreter down; test_training.leave() says why."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -15,7 +15,7 @@ from sonicmoe_cpp.distributed import moe_expert_parallel, moe_pairs_expert_paral
 
 
 def of_one_process(layer: Layer, split: str) -> Layer:
-    """The layer with the tokens that the ranks have together."""
+    """The layer with the tokens of all ranks together."""
     if split == "none":
         for name in ("x", "weights"):
             setattr(layer, name, getattr(layer, name).detach()[:0].requires_grad_())
@@ -30,7 +30,8 @@ def by_ids(mine: Layer, group=None) -> torch.Tensor:
 
 
 def by_pairs(mine: Layer) -> torch.Tensor:
-    """In any order, with empty pairs of every kind, and gate and up apart."""
+    """The layer by pairs in random order, among them empty pairs of every kind; gate and up weights
+    are separate where the layout allows it."""
     token = torch.arange(mine.ids.shape[0]).repeat_interleave(K).to(mine.ids)
     expert, weight = mine.ids.flatten(), mine.weights.flatten()
     order = torch.randperm(token.numel(), generator=torch.Generator().manual_seed(3))
@@ -63,7 +64,7 @@ def mine_of(world: World, layer: Layer, dtype, split: str) -> Layer:
 
 
 def results(mine: Layer, function) -> dict:
-    """As Layer.step, for a function of the whole Layer."""
+    """As Layer.step, but `function` takes the whole Layer."""
     out = function(mine)
     leaves = mine.leaves()
     grads = torch.autograd.grad(out, list(leaves.values()), mine.dout)
@@ -86,7 +87,8 @@ def random_layer(**options) -> Layer:
 
 
 def skewed(layer: Layer, experts: int, first=0) -> Layer:
-    """All tokens at the first experts; a token that has one of them twice has it twice."""
+    """Routes all tokens to `experts` experts from `first` on. A token may have the same expert
+    twice."""
     layer.ids = first + layer.ids % experts
     return layer
 
@@ -168,7 +170,8 @@ def one_rank_has_the_bits_of_moe(world):
 
 @case
 def bits_of_the_rounding_points(world):
-    """Each rank's part of a token rounded to the dtype, the parts added in fp32 by rank."""
+    """Each rank's partial sum is rounded to the dtype; the partial sums are added in fp32, in the
+    order of the ranks."""
     for dtype in world.mean_dtypes():
         layer = random_layer(bias=True)
         got = results(mine_of(world, layer, dtype, "uneven"), by_ids)
@@ -233,7 +236,7 @@ def gradients_that_are_not_wanted(world):
 
 @case
 def gradients_that_one_rank_wants(world):
-    """x of the first rank alone: the others send their part of it."""
+    """Only rank 0 needs the gradient of x. The other ranks still send their part of it."""
     mine = mine_of(world, random_layer(), torch.bfloat16, "even")
     whole = results(mine, by_ids)
     mine.x.requires_grad_(world.rank == 0)
@@ -303,8 +306,9 @@ def second_derivatives_are_refused(world):
 
 @case
 def host_waits(world):
-    """Once a forward, for its sizes. torch does not see waits of the library, of which a forward
-    over peer memory without a capacity has one. With max_tokens the sizes are known."""
+    """The host waits once in a forward, to read its sizes; with max_tokens the sizes are known.
+    torch does not see waits inside the library: a forward over peer memory without a capacity has
+    one."""
     if world.device != "cuda":
         return
     expected = 0 if "max_tokens" in TRANSPORT else 1
@@ -323,7 +327,7 @@ def host_waits(world):
 
 @case
 def refusals(world):
-    """Every rank refuses, and the next call works."""
+    """Every rank raises the error, and the next call works."""
     layer = random_layer()
     mine = mine_of(world, layer, torch.bfloat16, "even")
     with pytest.raises(TypeError, match="w_down has dtype float64, must be x's bfloat16"):
@@ -343,7 +347,7 @@ def refusals(world):
 
 @case
 def keeps_no_rows_of_others(world):
-    """Kept are this rank's own x, H of the rows routed here, and metadata."""
+    """For backward a rank keeps only its own x, H of the rows routed to it, and metadata."""
     mine = mine_of(world, random_layer(), torch.bfloat16, "even")
     kept = {}
 

@@ -12,8 +12,8 @@ from sonicmoe_cpp.distributed import ExpertParallelMoE, clip_grad_norm_
 
 
 def modules(world: World, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
-    """With equal weights, which both have by their number alone; loaded one from the other."""
-    torch.manual_seed(world.rank)  # rank 0's counts
+    """Two modules with equal weights: `one` loads the gathered weights of `parallel`."""
+    torch.manual_seed(world.rank)  # all ranks must use rank 0's seed
     dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
     where = {"device": world.device, "dtype": dtype, "router_dtype": torch.float32}
     sizes = (E, K, D, N)
@@ -36,7 +36,8 @@ def inputs(world: World, split: str, seed=1) -> torch.Tensor:
 
 
 def close(world: World, name: str, got, want, roundings=2) -> None:
-    """Equal but for the order of sums; on CUDA, where modules have bf16, for so many roundings."""
+    """Checks that results are equal up to the order of sums; on CUDA, where modules are in bf16, up
+    to `roundings` roundings of bf16."""
     allowed = 2e-6 if world.device == "cpu" else roundings * torch.finfo(torch.bfloat16).eps
     assert got.dtype == want.dtype and got.shape == want.shape, name
     assert reference.error(got, want) <= allowed, (name, reference.error(got, want))
@@ -51,7 +52,7 @@ def check_module(world: World, split="uneven", mask=False, call=None, **options)
     if mask:
         padding = torch.arange(len(whole), device=whole.device) % 4 == 1
         masks = {"padding_mask": padding}, {"padding_mask": padding[tokens]}
-    torch.manual_seed(5 + world.rank)  # one process draws as rank 0 does
+    torch.manual_seed(5 + world.rank)  # rank 0 has the seed of the single process
     out, aux = (call or parallel)(part, **masks[1])
     torch.manual_seed(5)
     want, of_one = one(whole, **masks[0])
@@ -105,15 +106,16 @@ def module_activations(world):
 
 @case
 def module_rounding_modes(world):
-    """Decided over the whole group, as one process does, stochastic ones by rank 0's draw."""
+    """Rounding is decided over the whole group, as in one process; stochastic rounding takes its
+    random numbers from rank 0."""
     for rounding in ("nearest", "up", "down", "score", "stochastic", "balanced"):
         check_module(world, routing="token_rounding", rounding=rounding, tile=8)
 
 
 @case
 def module_rounds_over_the_group(world):
-    """Where every rank's tokens are too few to round and all together are enough; and in
-    evaluation top-k."""
+    """One rank's tokens are too few to fill a tile, those of all ranks are enough. In evaluation
+    the routing is top-k."""
     parallel, one = modules(world, routing="token_rounding", tile=2 * T * K // E, rounding="up")
     x, tokens = inputs(world, "even"), world.tokens("even")
     close(world, "training", parallel(x[tokens])[0], one(x)[0][tokens])
@@ -177,7 +179,7 @@ def module_clipping(world):
 
 @case
 def module_gradients_that_some_ranks_lack(world):
-    """They are 0 in the sum; a gradient that all lack stays None."""
+    """A missing gradient counts as 0 in the sum; a gradient that no rank has stays None."""
     parallel, _ = modules(world, shared_experts=1)
     shared = parallel.shared_up, parallel.shared_down
     if world.rank == world.size - 1:
@@ -191,7 +193,7 @@ def module_gradients_that_some_ranks_lack(world):
 
 @case
 def module_nan(world):
-    """A NaN of one rank is in its token's output and in all ranks' losses."""
+    """A NaN on one rank appears in the output of its token and in the losses of all ranks."""
     parallel, _ = modules(world, lb_coef=0.1)
     x = inputs(world, "even")[world.tokens("even")].clone()
     if world.rank == 0:
@@ -305,7 +307,7 @@ def training_kind(world: World) -> dict:
 
 
 def trained_by_one(world: World, steps: int) -> tuple[smoe.MoE, torch.optim.Optimizer]:
-    """One process's module after some steps, the same on every rank."""
+    """The module of a single process after some steps, computed by every rank itself."""
     torch.manual_seed(11)
     one = smoe.MoE(E, K, D, N, bias=True, lb_coef=0.1, **training_kind(world))
     optimizer = adam(one)
@@ -319,7 +321,8 @@ def trained_by_one(world: World, steps: int) -> tuple[smoe.MoE, torch.optim.Opti
 
 @case
 def checkpoint(world):
-    """One world saves after a step; any number of ranks load and go on as one process."""
+    """One world saves after a step; any number of ranks load the checkpoint and continue as one
+    process would."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -341,7 +344,8 @@ def checkpoint(world):
     )
     want = trained_by_one(world, 2)[0](x)[0][tokens]
     got = train(parallel, optimizer, x[tokens])
-    # Adam's first step has the size of the signs of the gradients, which are rounded in bf16.
+    # Adam's first step depends only on the signs of the gradients, and bf16 rounding can flip a
+    # sign.
     allowed = 1e-4 if world.device == "cpu" else 0.3
     assert reference.error(got, want) < allowed, reference.error(got, want)
 
@@ -370,7 +374,8 @@ def fsdp2_over_the_other_dimension(world):
     x, tokens = inputs(world, "uneven"), world.tokens("uneven")
     for _ in range(2):
         out, aux = parallel(x[tokens])
-        # FSDP2 averages over dp. The losses of either pair of ranks are over its own tokens.
+        # FSDP2 averages over dp, hence the factor 2. The load-balancing losses of a pair of ranks
+        # cover only the pair's tokens, hence the factor 0.
         (2 * out.square().sum() + 0 * aux.loss).backward()
         parallel.sum_replicated_gradients()
         optimizer.step()

@@ -30,7 +30,7 @@ def case(function):
 
 
 def middle(world: World, dtype=torch.bfloat16, seed=0) -> Layer:
-    """A layer of a size whose rows fill several tiles: each rank has half of the tokens."""
+    """This rank's part of a layer whose rows fill several tiles."""
     tokens, experts = MIDDLE[0], MIDDLE[3]
     layer = Layer(*MIDDLE, seed=seed).to(dtype, world.device)
     mine = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
@@ -59,7 +59,7 @@ def equal(a: dict, b: dict) -> None:
 
 @case
 def repeats(world):
-    """Equal bits, with other routings between."""
+    """Repeated steps give equal bits, also with other routings between them."""
     layer, other = middle(world), middle(world, seed=1)
     first = results(layer, run)
     for _ in range(REPEATS):
@@ -133,7 +133,7 @@ def checkpointed(world):
 
 @case
 def overflow(world):
-    """Every rank raises the sentence that names the rank; after a reset all goes on."""
+    """Every rank raises the error that names the rank; after a reset the next steps work."""
     if world.device != "cuda":
         return
     layer = middle(world)
@@ -156,7 +156,7 @@ def overflow(world):
 
 
 def warm_up(step):
-    """Runs a step on another stream, as a capture wants it."""
+    """Runs steps on another stream, as torch requires before a graph capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -211,7 +211,7 @@ def graphs(world):
 
 @case
 def graphs_of_the_module(world):
-    """With its router and losses, whose sums travel by NCCL."""
+    """The module in a graph, with its router and its losses; NCCL adds the losses' sums."""
     limits = {"max_tokens": T, "capacity": 4.0}
     kind = training_kind(world) | TRANSPORT | limits
     layer = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **kind)
@@ -251,7 +251,7 @@ def cuda_ipc(world):
 
 @case
 def way(world):
-    """torch's symmetric memory serves where it can: CUDA IPC is for what lacks it."""
+    """torch's symmetric memory is used where it works; CUDA IPC serves only machines without it."""
     if world.device != "cuda":
         return
     by_ids(mine_of(world, Layer(60, 24, 16, 12, 3), torch.bfloat16, "even"))

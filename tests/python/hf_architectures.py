@@ -1,4 +1,5 @@
-"""Every architecture of transformers that has experts: what becomes of them here, by running them.
+"""Runs the experts of every architecture of transformers that has some, to see which this library
+serves.
 
 python tests/python/hf_architectures.py prints the table of docs/huggingface.md.
 """
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig
 MODELS = Path(transformers.__path__[0]) / "models"
 COUNTS = re.compile(r"config\.(num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
 ROUTES = re.compile(r"top_?k|router", re.IGNORECASE)
-# Whatever of these a config has makes its experts small.
+# A config gets those of these values whose names it has: they make its experts small.
 SMALL = {
     "hidden_size": 32,
     "moe_hidden_size": 32,
@@ -37,13 +38,14 @@ SMALL = {
 
 class Found(NamedTuple):
     architecture: str
-    experts: str  # the class
+    experts: str  # name of the class
     plan: hf.Plan | None
     reason: str  # of a refusal
 
 
 def architectures() -> tuple[list[str], list[str]]:
-    """Those whose experts ask for an implementation, and those that have experts and do not."""
+    """(architectures whose experts use transformers' interface for implementations, architectures
+    with experts that do not use it)."""
     asking, silent = [], []
     for file in sorted(MODELS.glob("*/modeling_*.py")):
         code, name = file.read_text(), file.parent.name
@@ -79,7 +81,7 @@ def small(kind: type, module) -> nn.Module:
         try:
             with torch.device("meta"):
                 experts = kind(config, **width)
-        except (AttributeError, TypeError, KeyError) as error:  # a config of something else
+        except (AttributeError, TypeError, KeyError) as error:  # a config without experts
             errors.append(repr(error))
             continue
         if sum(p.numel() for p in experts.parameters()) < 1 << 20:
@@ -129,7 +131,7 @@ def look_at(architecture: str) -> list[Found]:
         except NotImplementedError as error:
             found.append(Found(architecture, kind.__name__, None, str(error)))
             continue
-        scale = plan.activation.limit or 1  # so that clamps act
+        scale = plan.activation.limit or 1  # large inputs, so that clamps take effect
         results = (run(experts, by, scale) for by in ("sonicmoe_cpp", "eager"))
         for ours, eager in zip(*results, strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
@@ -147,7 +149,7 @@ def label(found: Found) -> str:
 
 
 def table() -> str:
-    """Rows of a table in Markdown: what becomes of them, architectures."""
+    """Rows of a Markdown table: result, architectures with this result."""
     asking, silent = architectures()
     rows: dict[str, list[str]] = {}
     for architecture in asking:

@@ -41,7 +41,7 @@ DEEPSEEK_V4 = {
     "deepseek_v4": {
         "n_routed_experts": 6,
         "moe_intermediate_size": 24,
-        "swiglu_limit": 0.5,  # so that clamps act
+        "swiglu_limit": 0.5,  # low, so that clamps take effect
         "layer_types": ["sliding_attention"] * 2,
         "mlp_layer_types": ["moe"] * 2,
     }
@@ -49,7 +49,8 @@ DEEPSEEK_V4 = {
 
 
 def build(architecture: str, **options):
-    """Random weights, biases and gains too: what is zero or one by default would hide mistakes."""
+    """A model with random weights, biases and gains. Biases and gains that stay at their default of
+    0 or 1 would hide mistakes."""
     torch.manual_seed(0)
     sizes = SIZE | (ARCHITECTURES | DEEPSEEK_V4)[architecture] | options
     config = CONFIG_MAPPING[architecture](**sizes)

@@ -1,4 +1,5 @@
-"""Megatron-Core on the CPU: it asks torch.cuda for its device and streams wherever it runs."""
+"""Runs Megatron-Core on the CPU. It asks torch.cuda for its device and streams on any machine, so
+parts of torch.cuda are replaced."""
 
 import contextlib
 
@@ -19,7 +20,7 @@ E, D, N = 4, 32, 24
 
 
 class Stream:
-    """The one order in which a CPU works."""
+    """A stream on the CPU, where all work runs in one order."""
 
     def wait_stream(self, other): ...
     def record_event(self):
@@ -29,7 +30,8 @@ class Stream:
 
 
 def as_dispatchers_need_it(tensor, as_numpy=False, record_stream=False):
-    """maybe_move_tensor_to_cpu also of what is on the CPU: splits must be no tensors."""
+    """maybe_move_tensor_to_cpu that also converts a tensor that is on the CPU already: the
+    dispatchers need split sizes that are no tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -55,7 +57,8 @@ def parallel(store, rank=0, world=1, backend="gloo", **sizes):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         try:
             parallel_state.initialize_model_parallel(**sizes)
-            # What routers log, by layer: of a model before with another number of layers.
+            # The routers' log, by layer: it may be that of an earlier model with another number of
+            # layers.
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
             yield
         finally:
@@ -88,7 +91,7 @@ def config_of(**options) -> TransformerConfig:
 
 
 def own_spec():
-    """Megatron's MoE layer with its experts one after the other."""
+    """The spec of Megatron's own MoE layer, which computes its experts one after the other."""
     return get_moe_module_spec(use_te=False, num_experts=E)
 
 

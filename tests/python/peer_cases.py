@@ -38,7 +38,7 @@ SMOKE = ("ids_even", "repeats_have_equal_bits", "all_tokens_to_one_rank", "main_
 
 
 class Part(NamedTuple):
-    """A group of processes: what each rank runs, and with which arguments of the layers."""
+    """A group of processes: the function that each rank runs, and the arguments of its layers."""
 
     name: str
     job: str  # a function of this file
@@ -104,8 +104,8 @@ def cases(rank: int, size: int, folder: Path) -> None:
 
 
 def steps(folder: Path, rank: int, size: int, spoil) -> None:
-    """Steps of a layer until one raises; rank 1 calls spoil(layer) before the last one. A rank that
-    raises does not wait for the others at its end."""
+    """Runs steps of a layer until one raises. Rank 1 calls spoil(layer) before the last step. A
+    rank that raises ends without waiting for the other ranks."""
     import expert_parallel_peer as peer
     import torch
     from sonicmoe_cpp.distributed import check_exchange
@@ -163,7 +163,7 @@ def arguments() -> argparse.Namespace:
 
 
 def read_log(folder: Path, rank: int) -> dict[str, tuple]:
-    """(seconds, problem) by case; (None, None) for one that has not ended."""
+    """{case: (seconds, problem)}; (None, None) for a case that has not ended."""
     path = folder / f"{rank}.log"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {name: (seconds, problem) for name, seconds, problem in lines}
@@ -183,7 +183,7 @@ def run_part(part: Part, options, folder: Path, done: list[str]) -> list[dict | 
 
 
 def unfinished(folder: Path, found: list) -> dict[str, str]:
-    """What failed, by case."""
+    """{case that failed: its problem}."""
     problems = {}
     for rank in range(RANKS):
         for name, (seconds, problem) in read_log(folder, rank).items():
@@ -207,7 +207,8 @@ def report(part: Part, name: str, problem: str | None, seconds: float) -> None:
 
 
 def run_cases_part(part: Part, options, folder: Path, left) -> int:
-    """All cases; after one that fails the others run in new processes. Gives how many failed."""
+    """Runs all cases. After a failed case, new processes run the remaining ones. Returns the number
+    of failed cases."""
     done, failed = [], 0
     for attempt in range(4):
         here = folder / f"{part.name}-{attempt}".replace(" ", "-")

@@ -43,7 +43,8 @@ def split(t: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return (t[:, 0::2], t[:, 1::2]) if layout == "interleaved" else t.chunk(2, dim=1)
 
 
-# With fewer rows torch sums a product in another order on some processors, and rounds less.
+# With fewer rows, torch adds the terms of a product in another order on some processors and has a
+# smaller error.
 ROWS_OF_A_PRODUCT = 4
 
 
@@ -92,7 +93,7 @@ def error(got: Tensor, exact: Tensor) -> float:
     return ((got - exact).norm() / scale if scale > 0 else (got - exact).norm()).item()
 
 
-# A formula in torch that is further off than this is no measure: something in it was never set.
+# If torch's own error is larger than this, it is no measure: some input was never set.
 MOST_OF_PLAIN = 0.5
 
 
@@ -114,7 +115,7 @@ def assert_twice(
 
 
 class Layer:
-    """Random inputs of one layer; every float is a leaf that wants its gradient."""
+    """Random inputs of one layer; every float tensor is a leaf of the autograd graph."""
 
     def __init__(self, tokens, hidden, width, experts, k, dtype=torch.float64, **options):
         self.options = {"activation": "swiglu", "gate_layout": "concatenated"} | options

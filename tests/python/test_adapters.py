@@ -1,4 +1,4 @@
-"""Grouped rows as torchtitan and prime-rl hand them over, by imitations of their callers."""
+"""Grouped rows as torchtitan and prime-rl pass them, by imitations of the code that calls us."""
 
 import sys
 import types
@@ -16,7 +16,7 @@ from sonicmoe_cpp.integrations import prime_rl, torchtitan
 from torch import nn
 
 E, D, N = 5, 24, 16
-COUNTS = [7, 0, 12, 1, 9]  # 29 rows; with groups of 8: 8, 8, 16, 8, 16, as nothing may be empty
+COUNTS = [7, 0, 12, 1, 9]  # 29 rows; padded to ALIGN, at least 8: 8, 8, 16, 8, 16
 ALIGN = 8
 
 
@@ -46,7 +46,8 @@ def loop(x, counts, gate, up, down, act=F.silu, biases=(None, None, None)):
 
 
 class TitanExperts(nn.Module):
-    """torchtitan's GroupedExperts, its seam looked up in the module that defines it."""
+    """torchtitan's GroupedExperts. It looks up the function that replace() replaces in the module
+    that defines it."""
 
     def __init__(self, titan, dtype):
         super().__init__()
@@ -69,7 +70,7 @@ def their_grouped_mm(w1, w2, w3, x, num_tokens_per_expert):
 
 
 def aligned(counts):
-    """Row indices with every group padded to a multiple of ALIGN, by -1, and the padded sizes."""
+    """Row indices in which -1 pads every group to a multiple of ALIGN; and the padded sizes."""
     begins = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
     sizes = [max(ALIGN, -(-count // ALIGN) * ALIGN) for count in counts]
     indices = []
@@ -79,7 +80,8 @@ def aligned(counts):
 
 
 def their_padding(function):
-    """indices_padding_wrapper: a row of zeros to pad from, groups of ALIGN, a tail of padding."""
+    """torchtitan's indices_padding_wrapper: appends a row of zeros, which index -1 reads; pads
+    every group to a multiple of ALIGN and the whole to a fixed length."""
 
     def wrapper(w1, w2, w3, x, num_tokens_per_expert):
         wrapper.used = True
@@ -138,7 +140,7 @@ def test_torchtitan(device, tail, padded, counts_dtype):
     experts = TitanExperts(titan, torch.bfloat16).to(device)
     arguments = [t.to(device) for t in (x.bfloat16(), counts, dout.bfloat16())]
     plain = step(experts, *arguments)
-    plain["out"][29:] = 0  # which their padding leaves unset
+    plain["out"][29:] = 0  # their padding wrapper does not write these rows
     torchtitan.replace(titan)
     got = step(experts, *arguments)
     compare(exact, got, plain, exact)
@@ -150,7 +152,8 @@ def test_torchtitan(device, tail, padded, counts_dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_torchtitan_with_groups_that_are_padded_already(device):
-    """Expert parallelism pads before the seam: padding rows are rows of zeros of some expert."""
+    """Under expert parallelism the groups arrive padded: padding rows are zeros and belong to an
+    expert."""
     indices, sizes = aligned(COUNTS)
     real = torch.tensor(indices) >= 0
     x = torch.cat([rows(29), rows(1) * 0])[indices]
@@ -205,7 +208,7 @@ def test_torchtitan_distributed_weights():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_with_distributed_weights(backend):
-    """The adapters take this rank's part of a DTensor, also while torch.compile traces."""
+    """The adapters use this rank's part of a DTensor, also while torch.compile traces."""
     distributed = pytest.importorskip("torch.distributed")
     from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
@@ -235,7 +238,7 @@ def test_torchtitan_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
     with pytest.raises(ImportError, match=f"torchtitan.models.* is missing: {works}"):
         torchtitan.replace()
-    # torchtitan 0.2's gpt-oss has a function of this name over other weights.
+    # torchtitan 0.2's gpt-oss has a function of this name with other arguments.
     gpt_oss = types.ModuleType("gpt_oss")
     gpt_oss._run_experts_grouped_mm = lambda mlp1_weight, mlp1_bias, x: x
     with pytest.raises(
@@ -312,7 +315,7 @@ class PrimeExperts(nn.Module):
 
 
 class Backend(nn.Module):
-    """The experts as prime-rl calls them: through the expert compute that was configured."""
+    """The experts as prime-rl calls them: by the configured expert compute."""
 
     def __init__(self, experts, compute):
         super().__init__()
@@ -326,13 +329,13 @@ class Backend(nn.Module):
 @pytest.mark.parametrize("form", ["fused", "separate", "ungated"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_prime_rl(device, form, bias):
-    """Aligned groups of a fixed buffer: padding inside of the groups, more of it at the end."""
+    """Aligned groups in a buffer of fixed size: padding inside of the groups, rows behind them."""
     activation = Relu2 if form == "ungated" else Silu
     compute = prime_rl.SonicMoECppExpertCompute()
     assert compute.token_group_alignment == ALIGN
     indices, sizes = aligned(COUNTS)
     x = torch.cat([rows(29), rows(1) * 0])[indices]
-    x = torch.cat([x, rows(ALIGN, seed=5)])  # beyond the counts: whatever the buffer held
+    x = torch.cat([x, rows(ALIGN, seed=5)])  # rows behind the groups: arbitrary values
     dout = rows(len(x), seed=2)
     counts = torch.tensor(sizes, dtype=torch.int32)
     options = {"form": form, "activation": activation, "bias": bias}
@@ -349,7 +352,8 @@ def test_prime_rl(device, form, bias):
 
 
 def test_prime_rl_as_it_calls_sonicmoe():
-    """Its own adapter for sonicmoe, on the stand-in: fake routing, padding on the last expert."""
+    """The calls that prime-rl's own adapter for sonicmoe makes, on our stand-in for sonicmoe: its
+    routing has one expert a row, and padding rows go to the last expert."""
     experts = PrimeExperts(dtype=torch.bfloat16)
     x, counts = rows(29 + 3, torch.bfloat16), torch.tensor(COUNTS)
     token = torch.arange(len(x), dtype=torch.int32)
@@ -377,7 +381,8 @@ THEIRS = f"import a_package_that_is_not_installed\n\n\nclass {prime_rl.SEAM}:\n 
 
 @pytest.fixture
 def prime_package(tmp_path, monkeypatch):
-    """A function that installs a prime-rl whose module of the backend has this text, or is not."""
+    """Returns a function that installs a package prime_rl whose backend module has the given text;
+    with None the module is missing."""
 
     def install(text):
         folder = tmp_path.joinpath(*prime_rl.MODULE.split(".")[:-1])
@@ -392,7 +397,7 @@ def prime_package(tmp_path, monkeypatch):
 
 
 def test_prime_rl_is_configured(prime_package):
-    """Its configuration imports the class by name, as it resolves the backend."""
+    """prime-rl's configuration imports the class by its name when it resolves the backend."""
     prime_package(THEIRS)
     resolve = {}
     code = f"def resolve():\n from {prime_rl.MODULE} import {prime_rl.SEAM} as C\n return C()"

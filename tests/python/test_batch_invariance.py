@@ -8,9 +8,9 @@ from devices import DEVICES, DTYPES
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 
-# (T, d, n, E, K), and numbers of tokens that are cut out of the batch. On CUDA tiles, their order
-# and what overlaps change with the mean rows of an expert (T*K/E) and with n: the cuts take an
-# expert from 1 to 2048 rows.
+# (T, d, n, E, K), and numbers of tokens that are cut out of the batch. On CUDA the tiles, their
+# order and which kernels overlap depend on the mean rows of an expert (T*K/E) and on n. The cuts
+# give an expert 1 to 2048 rows.
 SMALL = ((300, 72, 40, 8, 2), (1, 4, 43, 150))
 STEPS = ((8192, 512, 256, 8, 2), (1, 4, 160, 400, 600, 800, 1200, 2800, 4400))
 WIDE = ((6144, 768, 512, 12, 4), (4, 200, 400, 800, 3100))
@@ -39,7 +39,7 @@ class Batch:
             }
 
     def results(self, rows, layer):
-        """out, dx and the logits' gradient of these rows alone."""
+        """out, dx and the gradient of the logits, computed for these rows alone."""
         x = self.x[rows].requires_grad_()
         logits = self.logits[rows].requires_grad_()
         out = layer(self, x, logits)
@@ -64,7 +64,8 @@ def by_pairs(batch, x, logits):
 
 
 def by_groups(batch, x, logits):
-    """Every token at its best expert; the order of rows is that of the tokens within an expert."""
+    """Grouped rows: every token goes to its best expert; rows of an expert are in the order of
+    tokens."""
     ids, weights = smoe.route(logits, 1)
     expert, order = ids.flatten().sort(stable=True)
     ends = torch.bincount(expert, minlength=batch.experts).cumsum(0)

@@ -1,5 +1,5 @@
-"""benchmarks/ep2.py measures what it says: run at its smallest size on CPUs, and its parts of the
-documentation from a record."""
+"""Runs benchmarks/ep2.py at its smallest size on CPUs, and makes its parts of the documentation
+from a record."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""benchmarks/fp8.py: its smallest layer on the CPU, its arithmetic, and the layer beside ours."""
+"""benchmarks/fp8.py: its smallest layer on the CPU, its arithmetic, and the layer of torch's scaled
+products."""
 
 import json
 import os
@@ -101,7 +102,7 @@ def run(out, *more):
 
 @pytest.mark.slow
 def test_the_smallest_layer(fp8, tmp_path):
-    """Every contender computes the layer, and what is measured is not measured again."""
+    """Every contender computes the layer, and a second run repeats no measurement."""
     out = tmp_path / "fp8.json"
     ran = run(out)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -119,7 +120,7 @@ def test_the_smallest_layer(fp8, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_layer_is_not_timed(fp8, monkeypatch):
-    """Ours ends the run, a peer is left out with the reason."""
+    """A wrong result of ours ends the run; a peer with one is left out with the reason."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
     data = fp8.Data(fp8.TINY["tiny"], torch.device("cpu"))
     data.sample(0)

@@ -1,4 +1,5 @@
-"""What benchmarks/ times beside ours computes what its checker expects, and that can tell."""
+"""The peers of benchmarks/ on the CPU: they compute what the checker expects, and the checker
+rejects wrong results."""
 
 import importlib
 import importlib.machinery
@@ -63,7 +64,8 @@ def test_transformers_agrees(bench):
 
 
 def sorted_pairs(expert_idxs, num_experts):
-    """What scattermoe returns: experts in order, the pairs in that order, where experts end."""
+    """What scattermoe returns: the sorted experts, the pairs in this order, and the end of each
+    expert."""
     experts, pairs = expert_idxs.flatten().sort()
     return experts, pairs, expert_idxs.flatten().bincount(minlength=num_experts).cumsum(-1)
 
@@ -72,7 +74,8 @@ def products_by_expert(
     inputs, weights, k, experts, pairs, ends, biases=None, gates=None,
     grouped_in=False, grouped_out=False,
 ):  # fmt: skip
-    """scattermoe's grouped product: rows by token and pair (k of a token) or by expert."""
+    """scattermoe's grouped product. Input and output rows are by token and k, or sorted by expert
+    (grouped_in, grouped_out)."""
     rows = inputs if grouped_in else inputs[pairs // k]
     out = torch.einsum("ri,rio->ro", rows, weights[experts])
     if not grouped_out:
@@ -130,7 +133,7 @@ ALIGNMENT = 64
 
 
 def blocks_of(layout):
-    """(expert, rows) of each block that is computed: its first row decides."""
+    """(expert, rows) of each block that is computed; the block's first row names its expert."""
     assert layout.dtype == torch.int32 and layout.is_contiguous()
     assert layout.numel() % ALIGNMENT == 0
     for begin in range(0, layout.numel(), ALIGNMENT):
@@ -141,7 +144,8 @@ def blocks_of(layout):
 
 
 def grouped_nt(a, b, d, grouped_layout):
-    """DeepGEMM's product of rows; what it skips is not written, here NaN."""
+    """DeepGEMM's product in which M differs between experts. It does not write skipped rows: NaN
+    here."""
     assert a.is_contiguous() and d.is_contiguous() and a.dtype == b.dtype == d.dtype
     assert 1 in b.stride()[1:] and a.shape[1] == b.shape[2]
     d.fill_(float("nan"))
@@ -150,7 +154,8 @@ def grouped_nt(a, b, d, grouped_layout):
 
 
 def grouped_over_rows(a, b, d, ks, ks_tensor, c):
-    """DeepGEMM's product over rows, on Hopper: sizes on both sides, sums into fp32 alone."""
+    """DeepGEMM's product in which K differs between experts, for Hopper: it needs the sizes on host
+    and device, and adds to fp32 only."""
     assert a.is_contiguous() and b.is_contiguous() and d.dtype == torch.float32 and c is d
     assert ks == ks_tensor.tolist() and ks_tensor.dtype == torch.int32
     assert sum(ks) == a.shape[0] == b.shape[0] and not any(k % 128 for k in ks)
@@ -161,7 +166,8 @@ def grouped_over_rows(a, b, d, ks, ks_tensor, c):
 
 @pytest.fixture
 def deep_gemm(monkeypatch):
-    """A stand-in for the package, in sys.modules; the parts around its products run uncompiled."""
+    """A stand-in for the package deep_gemm, in sys.modules. The code around its products is not
+    compiled."""
     module = types.ModuleType("deep_gemm")
     module.m_grouped_bf16_gemm_nt_contiguous = grouped_nt
     module.k_grouped_bf16_gemm_tn_contiguous = grouped_over_rows
@@ -220,7 +226,7 @@ def test_absent_peers_are_named(bench, peers):
 
 
 def other_signature(a, b, d):
-    """As an older or newer version may have it."""
+    """The signature of another version of the package."""
 
 
 @pytest.mark.parametrize(
@@ -361,7 +367,7 @@ def test_kernels_are_timed_by_role(bench, monkeypatch):
             for call in range(calls):
                 launched.clear()
                 run()
-                # The first of three calls does not count: with it the median would be another.
+                # The first of three calls does not count: it would change the median.
                 factor = (100, 0.5, 1.5)[call]
                 parts[-1] += [(name, factor * us) for name, us in launched]
         return parts

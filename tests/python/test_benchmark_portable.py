@@ -1,4 +1,4 @@
-"""benchmarks/portable.py: its arithmetic, its record, and the products beside ours."""
+"""benchmarks/portable.py: its arithmetic, its record, and the products of the peers."""
 
 import importlib
 import json
@@ -17,7 +17,8 @@ ROLES = ("A", "Y", "dH", "dX~", "dW2", "dW1")
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Imports a module of benchmarks/. What portable.py sets for its process is undone."""
+    """Imports a module of benchmarks/, and restores the environment variables that portable.py
+    sets."""
     if not BENCHMARKS.is_dir():
         pytest.skip("this copy has no benchmarks/")
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -1,4 +1,4 @@
-"""benchmarks/training.py measures what it says: run at its smallest size, on the CPU."""
+"""Runs benchmarks/training.py at its smallest size, on the CPU."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_both_kinds_of_experts_train_alike(tmp_path, bench):
         assert row[kind]["tokens_per_s"] > 0 and row[kind]["parameters"] == 198016
     pairs = zip(row["ours"]["losses"], row["titan"]["losses"], strict=True)
     assert all(abs(a - b) < 1e-3 for a, b in pairs)
-    assert row["ours"]["losses"] != row["titan"]["losses"]  # these are two kinds
+    assert row["ours"]["losses"] != row["titan"]["losses"]  # two kinds of experts were trained
 
 
 def test_what_is_missing_fails(tmp_path, bench, monkeypatch):
@@ -67,7 +67,8 @@ def test_loss_and_its_gradients(bench):
 
 
 def test_flops_are_those_of_the_model(bench):
-    """Without attention's products: 6 an active parameter, norms and embeddings left out."""
+    """Without the products of attention a token costs 6 flops for each active parameter, without
+    norms and embeddings."""
     model, _ = bench
     from sonicmoe_cpp.integrations.torchtitan.sizes import SIZES
 

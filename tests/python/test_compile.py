@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): one graph, and none more when T changes."""
+"""torch.compile(fullgraph=True) makes one graph, and no other graph when T changes."""
 
 import pytest
 import sonicmoe_cpp

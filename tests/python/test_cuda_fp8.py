@@ -14,9 +14,9 @@ from test_fp8_module import batch, module
 
 
 def problem() -> str | None:
-    """Why the GPU's default engine computes no fp8."""
+    """Why the GPU's default engine cannot compute in fp8, or None."""
     if sonicmoe_cpp.unsupported_reason("cuda") is not None:
-        return None  # needs_cuda says it
+        return None  # needs_cuda gives the reason
     layer = fp8_layer().to(BF16, "cuda")
     try:
         layer.call(with_options(precision="fp8"))
@@ -47,7 +47,7 @@ def test_codes_of_the_weights_are_those_of_the_cpu():
     layer = fp8_layer()
     experts = [sonicmoe_cpp.quantize_weights(x.w_up, x.w_down).codes.cpu()
                for x in (layer, layer.to(BF16, "cuda"))]  # fmt: skip
-    # The codes of both orientations; padding lies behind the scales alone.
+    # The codes of both orientations of the weights; the scales, which follow them, contain padding.
     codes = E * 2 * (2 * N * D) + E * 2 * (N * D)
     assert torch.equal(*(e[:codes] for e in experts))
 
@@ -62,7 +62,7 @@ def test_the_same_bits_on_every_run():
 
 
 def test_a_graph_quantises_what_it_finds():
-    """Replays see new weights; the module keeps no copy after a capture."""
+    """A replay quantises the weights that it finds; the module keeps no copy after a capture."""
     moe, x = module().cuda(), batch().cuda()
     with torch.no_grad():
         side = torch.cuda.Stream()

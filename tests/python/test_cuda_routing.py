@@ -1,4 +1,5 @@
-"""Routing on CUDA: the CPU's ids and pairs bit for bit, its weights and gradients closely."""
+"""Routing on CUDA against the CPU: ids and pairs are equal bit for bit, weights and gradients are
+close."""
 
 import pytest
 import sonicmoe_cpp
@@ -11,7 +12,7 @@ SHAPES = [(1, 8, 2), (130, 6, 3), (513, 64, 8), (300, 128, 6), (65, 256, 1)]
 
 
 def logits_of(tokens, experts, dtype=torch.float32):
-    """Logits with ties, and with tokens that have few experts or none to choose."""
+    """Logits with ties, with tokens that can choose one expert only, and with tokens of NaN."""
     g = torch.Generator().manual_seed(tokens + experts)
     logits = (4 * torch.randn(tokens, experts, generator=g)).round() / 4
     logits[::7, 1:] = float("-inf")

@@ -1,4 +1,4 @@
-"""What training on a GPU does around the layer: no waiting, graphs, compilation, streams, FSDP2."""
+"""The layer in training on a GPU: no waits of the host, graphs, compilation, streams, FSDP2."""
 
 import copy
 import time
@@ -54,7 +54,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture
 def waiting_raises():
-    """A function after which any operator of torch that waits for the device raises."""
+    """A function after whose call any operator of torch that waits for the device raises."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
@@ -71,7 +71,7 @@ def test_nothing_waits_for_the_device(options, waiting_raises):
 
     steps()
     torch.cuda.synchronize()
-    torch.cuda._sleep(2 * 10**9)  # about a second: whoever waits is seen
+    torch.cuda._sleep(2 * 10**9)  # about a second: a wait of the host shows in the time
     waiting_raises()
     steps()
     assert not torch.cuda.current_stream().query()
@@ -115,7 +115,7 @@ def test_a_captured_training_step_follows_its_routing(options):
 
 
 def test_expert_choice_waits_for_nothing_and_can_be_captured(waiting_raises):
-    """A replay follows the logits it finds, not those it was captured with."""
+    """A replay routes by its current logits, not by those of the capture."""
     module, x = build(), rows(320)
     weights = [w.detach().requires_grad_() for w in (module.w_up, module.w_down)]
     draws = [torch.randn(320, E, generator=torch.Generator().manual_seed(s)) for s in range(3)]
@@ -190,7 +190,7 @@ def test_one_graph_for_every_number_of_tokens(function, backend):
 
 @pytest.mark.slow
 def test_compiled_code_becomes_cuda_graphs():
-    """Nothing in it, forward or backward, makes torch give up on them."""
+    """No operator of forward or backward makes torch fall back from CUDA graphs."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -259,7 +259,8 @@ def test_autocast_of_the_module():
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_work_is_queued_on_the_current_stream(options):
-    """The inputs are written late, on the same stream: work on another one would read before."""
+    """The inputs are written late on the current stream: work on another stream would read them too
+    early."""
     module, x = build(**options), rows(300)
     want = gradients(module, x)
     late = torch.zeros_like(x)
@@ -275,7 +276,7 @@ def test_work_is_queued_on_the_current_stream(options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_captured_module_shows_nan_and_takes_padding(options):
-    """Whatever it was captured with: a replay finds another mask and a NaN."""
+    """A replay finds another mask and a NaN that the capture did not have."""
     module, x = build(**options), rows(300)
     mask = torch.zeros(300, dtype=torch.bool, device="cuda")
     module.eval()
@@ -354,7 +355,7 @@ def test_the_second_call_is_as_fast_as_the_hundredth():
 
 
 def test_fsdp2_with_mixed_precision(tmp_path):
-    """One process: the sharded module trains as the plain one does under the same casts."""
+    """On one process, the sharded module trains as the plain module with the same casts."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,5 +1,5 @@
-"""Faults around the demo: files of somebody else, crafted checkpoints, a full disk, a run that
-diverges. Each ends with one sentence, and nothing that was saved is lost."""
+"""Faults around the demo: foreign files, crafted checkpoints, a full disk, a run that diverges. The
+command ends with one sentence, and saved results stay."""
 
 import builtins
 import errno
@@ -343,7 +343,7 @@ def test_a_folder_whose_name_is_not_utf8_gets_its_report(tmp_path, monkeypatch):
 
 
 class FullDisk:
-    """Every call that writes to the disk fails from the n-th on, until the disk has room again."""
+    """From call n on, every write to the disk fails, until the disk has room again."""
 
     def __init__(self, patch, after):
         self.left, self.failed = after, False

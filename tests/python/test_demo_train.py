@@ -84,8 +84,8 @@ def test_both_runs_start_equal_and_differ_by_their_routing(tmp_path, text, preci
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_batch_in_parts_gives_the_same_training(tmp_path, text, precision):
-    """No load balancing: its loss is not a sum over tokens. The first step moves by the gradient's
-    sign alone, later ones by its size too."""
+    """Without load balancing, whose loss is not a sum over tokens. Several steps, because AdamW's
+    first step depends only on the signs of the gradients."""
     losses = []
     for parts in (1, 2, 4):
         config = tiny(text, accumulate=parts, lb_coef=0.0, steps=6, precision=precision)
@@ -159,7 +159,7 @@ def test_an_interrupted_write_leaves_the_last_checkpoint(tmp_path, text, monkeyp
     again = trainer.Run("topk", config, corpus, tmp_path / "run")
     assert again.restore() and again.step == 3
     assert same_bits(weights(again), before)
-    run.save()  # what the broken write left behind is no obstacle
+    run.save()  # the rest of the broken write does not disturb
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-00000004"]
 
 
@@ -233,7 +233,7 @@ def test_the_model_is_causal_and_knows_positions(text):
     a, b = model(tokens)[0], model(changed)[0]
     assert torch.equal(a[:, :9], b[:, :9])
     assert not torch.allclose(a[:, 9:], b[:, 9:])
-    # In one layer nothing but the rotation tells the order of what came before.
+    # In a model of one layer, only the rotation depends on the order of the earlier tokens.
     model = build(tiny(text, layers=1), "topk").eval()
     torch.nn.init.normal_(model.head.weight)
     swapped = tokens.clone()
@@ -292,7 +292,8 @@ def test_memory_and_padding_are_measured(text):
 
 
 def test_memory_in_bf16_is_without_copies_of_weights(text):
-    """What is kept beside X and H is no more than in fp32, where there are no copies."""
+    """In bf16, tensors kept in addition to X and H take no more memory than in fp32, where autocast
+    makes no copies of weights."""
     beside = {}
     for precision in ("fp32", "bf16"):
         config = tiny(text, precision=precision)
@@ -302,7 +303,7 @@ def test_memory_in_bf16_is_without_copies_of_weights(text):
 
 
 def start(text, out, *more, **settings):
-    """The script as a user starts it."""
+    """Starts the script as a user does."""
     argv = [sys.executable, str(SCRIPT), *flags(**(TINY | settings)), "--data", str(text)]
     return subprocess.Popen(
         [*argv, "--out", str(out), *more],
@@ -328,7 +329,7 @@ def test_ctrl_c_saves_and_resuming_ends_at_the_same_report(tmp_path, text):
     resumed = start(text, tmp_path / "parts", "--resume", **long)
     document, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
-    assert "topk  step    40" in err  # stdout is the report alone
+    assert "topk  step    40" in err  # stdout has the report only
     assert document == (tmp_path / "whole" / "report.json").read_text()
     out, err = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, err

@@ -1,4 +1,4 @@
-"""The first example of a page runs as it stands there; the reference has every name."""
+"""The first example of a page runs as it is written; the reference contains every name."""
 
 import re
 import subprocess
@@ -38,7 +38,7 @@ def test_example_for_two_processes(page, tmp_path):
 
 @pytest.mark.slow
 def test_example_of_expert_parallelism(tmp_path):
-    """It goes on from its own checkpoint, and its loss falls."""
+    """The example continues from its own checkpoint, and its loss falls."""
     script = ROOT / "examples/expert_parallel.py"
     if not script.is_file():
         pytest.skip("this copy has no examples")
@@ -48,8 +48,8 @@ def test_example_of_expert_parallelism(tmp_path):
     assert re.findall(r"step (\d+)", out) == ["0", "20", "40"] and losses[2] < 0.8 * losses[0]
 
 
-# A process whose script has ended does not tear its interpreter down: there torch's process groups
-# abort now and then (github.com/pytorch/pytorch/pull/179291).
+# torch's process groups sometimes abort while the interpreter is torn down
+# (github.com/pytorch/pytorch/pull/179291), so these processes end without a teardown.
 WITHOUT_TEARDOWN = """
 import os, runpy, sys
 sys.argv = sys.argv[1:]
@@ -102,7 +102,7 @@ def test_hooks_have_the_pinned_versions():
 
 
 def test_lines_that_the_engine_page_cites():
-    """Each citation links a line of a file and quotes what stands there."""
+    """Each citation links a line of a file and quotes its text."""
     page = ROOT / "docs/engine.md"
     if not page.is_file():
         pytest.skip("this copy has no documentation")

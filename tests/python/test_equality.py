@@ -63,7 +63,7 @@ def test_alpha_and_limit(name, parameters):
 @pytest.mark.parametrize("path", [sonicmoe_cpp.moe, sonicmoe_cpp.lora_moe])
 @pytest.mark.parametrize("device,dtype", DTYPES)
 def test_clamps_pass_their_gradient_at_equality_as_torch(device, dtype, path, name):
-    """Gate and up of a token are one input each, at, inside and beyond the limit: H is exact."""
+    """W1 copies one input each to gate and up, at, inside and beyond the limit, so H is exact."""
     values = torch.tensor([-2.125, -2.0, -1.875, 0.5, 1.875, 2.0, 2.125], dtype=torch.float64)
     points = torch.cartesian_prod(values, values)
     x = F.pad(points, (0, 6)).to(device, dtype).requires_grad_()

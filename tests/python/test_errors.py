@@ -1,4 +1,4 @@
-"""Refusals: one sentence that names the argument, what it got and what is allowed."""
+"""Errors are one sentence that names the argument, its value and the allowed values."""
 
 import re
 
@@ -321,7 +321,8 @@ def test_mixed_devices_are_refused():
 def test_operators_check_for_themselves():
     ops = torch.ops.sonicmoe_cpp
     x, ids, weights, w_up, w_down = arguments().values()
-    # ids, swiglu, its defaults, concatenated, the tensors' precision
+    # routing by ids, activation swiglu with its default alpha and limit, layout concatenated, the
+    # precision of the tensors
     tail = (0, 0, 0.0, 0.0, 0, 0)
     with pytest.raises(ValueError, match="w_up has 7 rows an expert, must be an even number"):
         ops.moe_inference(x, ids, None, weights, None, w_up[:, :7], w_down, None, None, *tail)

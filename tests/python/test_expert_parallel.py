@@ -8,7 +8,7 @@ import worlds
 pytestmark = pytest.mark.slow
 # The first one saves the checkpoint that the others load.
 SIZES = (2, 1, 3, 4)
-LIMIT = 600.0  # seconds: two ranks also compile, which takes 80 on two cores that others use too
+LIMIT = 600.0  # seconds; two ranks also compile, 80 s on two busy cores
 
 
 def of_rank(rank, size, folder):
@@ -23,7 +23,7 @@ def results(tmp_path_factory):
         try:
             return worlds.run(of_rank, size, folder, LIMIT)
         except AssertionError as error:
-            return error  # of all tests of this size: none waits for the limit again
+            return error  # kept for all tests of this size, so that they do not wait again
 
     def of_size(size):
         for each in SIZES[: SIZES.index(size) + 1]:

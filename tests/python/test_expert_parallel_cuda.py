@@ -70,7 +70,7 @@ def never_comes(rank, size, folder):
 
 @pytest.mark.parametrize("function", [killed_forward, killed_backward])
 def test_a_killed_rank(function, tmp_path):
-    """The host learns of it when it reads counts: in the same call or in the next one."""
+    """The host notices the killed rank when it reads counts: in this call or in the next one."""
     found = worlds.run(function, 2, tmp_path, 60.0, "nccl")
     assert found[1] is None
     assert "rank 1 (process" in found[0]["error"] and "has ended" in found[0]["error"], found[0]

@@ -60,7 +60,7 @@ def killed(rank, size, folder, victim, number):
 
 
 def killed_1_first(*world):
-    """Before any exchange, of the module's seed."""
+    """Rank 1 is killed before the first exchange, which is that of the module's seed."""
     killed(*world, 1, 1)
 
 
@@ -102,13 +102,13 @@ def test_a_rank_that_does_not_come(tmp_path):
     for each in found[:2]:
         assert "rank 2 did not come within 5 s" in each["error"], each
         assert TIMEOUT <= each["seconds"] < SOON
-    assert "ExpertParallelError" in found[2]["error"]  # when it comes at last
+    assert "ExpertParallelError" in found[2]["error"]  # the late rank raises too
     assert found[2]["seconds"] < 2 * TIMEOUT + SOON
 
 
 def stops(rank, size, folder):
-    """The process that holds the store of the process group answers nothing, until the others have
-    ended, or for a minute; then it is killed."""
+    """Rank 0, whose process holds the store of the process group, is stopped until the other ranks
+    have ended, at most a minute; then it is killed."""
     layer = module(TIMEOUT)
     files = " && ".join(f"[ -f {folder}/{other}-of-{size}.json ]" for other in (1, 2))
     wait = f"for i in $(seq 600); do {files} && break; sleep 0.1; done"
@@ -150,7 +150,8 @@ def test_a_rank_that_refuses(tmp_path):
 
 
 def all_refuse(rank, size, folder):
-    """Between a forward and its backward, to which rank 2 comes late."""
+    """All ranks raise an error between a forward and its backward; rank 2 comes late to the
+    backward."""
     layer = module()
     out, _ = layer(torch.randn(5, 24))
     with pytest.raises(ValueError, match="its last dimension must be 24"):
@@ -181,7 +182,7 @@ def runs_out_of_memory(rank, size, folder):
         steps(layer)
     except MemoryError as first:
         try:
-            steps(layer)  # the group is broken, and says so
+            steps(layer)  # the group is broken, so further steps raise
         except RuntimeError as second:
             raise RuntimeError(f"{second}; {first}") from None
 
@@ -195,8 +196,8 @@ def test_a_rank_that_fails_in_the_middle_of_a_call(tmp_path):
 
 
 def interrupted(rank, size, folder):
-    """Ctrl-C at rank 1, which waits for rank 2, ends rank 0 that waits as well. Rank 2 comes when
-    both have ended."""
+    """Ctrl-C at rank 1, which waits for rank 2, also ends rank 0, which waits too. Rank 2 comes
+    after both have ended."""
     layer = module()
     if rank == 1:
         # A test that a shell started in the background has inherited that SIGINT is ignored.

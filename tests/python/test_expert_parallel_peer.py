@@ -1,5 +1,5 @@
-"""Expert parallelism over peer memory, as far as CPUs can show: what lies around the exchange's
-operators, which exchange_fake.py replaces. peer_cases.py runs the exchange itself on GPUs."""
+"""Expert parallelism over peer memory on CPUs: the code around the exchange's operators, which
+exchange_fake.py replaces. peer_cases.py tests the exchange itself on GPUs."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ from sonicmoe_cpp.distributed._group import group_of
 
 pytestmark = pytest.mark.slow
 LIMIT = 400.0
-# Two ranks that read sizes and rows in each forward; three that read nothing.
+# exact: the ranks read sizes and numbers of rows in each forward; arena: they read nothing.
 WORLDS = {
     "exact": (2, {"transport": "peer"}),
     "arena": (3, {"transport": "peer", "max_tokens": base.T, "capacity": 12.0}),
@@ -79,7 +79,7 @@ def step(layer, tokens):
 
 
 def one(function, tmp_path, size=2):
-    """The results of all ranks."""
+    """Runs the function on all ranks and returns their results."""
     found = worlds.run(function, size, tmp_path, 60.0)
     for each in found:
         assert "error" not in each, each["traceback"]
@@ -124,7 +124,7 @@ def test_more_tokens_than_the_limit(tmp_path):
 
 
 def overflows(rank, size, folder):
-    """Every call after the fault raises, checks too, until all ranks have reset."""
+    """After the fault every call raises, check_exchange() too, until all ranks have reset."""
     fake = exchange_fake.install()
     layer = layer_of(max_tokens=8, capacity=0.01)
     torch.cuda.synchronize = lambda device: None
@@ -152,7 +152,8 @@ def test_an_overflow(tmp_path):
 
 
 def learns_later(rank, size, folder):
-    """A fault shows in a later call on rank 1. After the reset the ranks count calls alike."""
+    """Rank 1 notices the fault in a later call than rank 0. After the reset all ranks have the same
+    count of calls."""
     fake = exchange_fake.install()
     layer = layer_of()
     torch.cuda.synchronize = lambda device: None
@@ -162,7 +163,7 @@ def learns_later(rank, size, folder):
         raises = pytest.raises(RuntimeError, match="rank 1 did not send its routing")
         with raises, group_of(None).call():
             check_exchange()
-    time.sleep(2.0 * rank)  # the other rank waits, and asks what keeps this one
+    time.sleep(2.0 * rank)  # the other rank waits and looks for a fault of this one
     reset_exchange(timeout=20.0)
     step(layer, 8)
     return group_of(None).calls
@@ -174,7 +175,7 @@ def test_a_reset_after_different_numbers_of_calls(tmp_path):
 
 
 def chooses(rank, size, folder, problem):
-    """What rank 1 alone cannot do, no rank does. Decided once."""
+    """If rank 1 cannot use peer memory, no rank uses it. The choice is made once."""
     fake = exchange_fake.install()
     if rank == 1:
         if problem in ("memory", "mapping"):
@@ -254,7 +255,8 @@ def test_ranks_choose_together(function, reason, tmp_path):
 
 
 def refuses(rank, size, folder):
-    """A rank that raises before it sends: the others' reading of sizes ends with its sentence."""
+    """Rank 1 raises before it sends. Rank 0, which waits for its sizes, ends with rank 1's
+    sentence."""
     exchange_fake.install()
     layer = layer_of()
     step(layer, 8)
@@ -270,8 +272,8 @@ def test_an_exception_on_one_rank(tmp_path):
 
 
 def is_late(rank, size, folder, calls_after):
-    """Rank 0 learns of rank 1's exception when the GPU's time limit is over: after its call, or in
-    the next one."""
+    """Rank 0 notices rank 1's exception when the GPU's time limit is over: after its own call, or
+    in its next call."""
     fake = exchange_fake.install()
     layer, group = layer_of(), group_of(None)
     step(layer, 8)
@@ -280,7 +282,7 @@ def is_late(rank, size, folder, calls_after):
             layer(torch.zeros(4, 25))
         dist.barrier()
         return None
-    with group.call():  # a forward that only enqueued its work
+    with group.call():  # a forward that has only enqueued its work
         pass
     dist.barrier()
     fake.fault = exchange_fake.MISSING
@@ -308,7 +310,7 @@ def test_the_cause_of_a_fault_that_shows_late(function, tmp_path):
 
 
 def without_gpus(rank, size, folder):
-    """On CPUs auto is all-to-all, and peer memory is refused by name."""
+    """On CPUs "auto" is all-to-all, and "peer" is refused."""
     step(layer_of(transport="auto"), 8)
     layer = layer_of()
     with pytest.raises(

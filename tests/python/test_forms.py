@@ -13,7 +13,7 @@ on_each = pytest.mark.parametrize("device, dtype", DTYPES)
 
 
 def compare(layer: Layer, device, ours, plain) -> dict:
-    """What ours gives on the device, judged by plain in float64."""
+    """Returns the results of ours() on the device, after a comparison with plain() in float64."""
     if device == "cuda":
         return cuda_support.compare(layer, ours, plain)
     exact = layer.to(torch.float64).step(plain)
@@ -24,8 +24,9 @@ def compare(layer: Layer, device, ours, plain) -> dict:
 
 
 def sums_of_rows_compare(dtype) -> bool:
-    """Over hundreds of rows fp32 sums one after the other are less exact than torch's pairwise
-    ones: gradients of biases are compared in fp32 where there are fewer (test_equality.py)."""
+    """Whether gradients of biases are compared: not in fp32, where our sum over hundreds of rows,
+    one after the other, is less exact than torch's pairwise sum. test_equality.py compares them
+    over fewer rows."""
     return dtype != torch.float32
 
 
@@ -127,7 +128,7 @@ def test_grouped_rows_without_weights(device, dtype):
 
 
 def stored(gate, up, form, transposed):
-    """(gate, up) as the tensors of a form, each in the strides asked for."""
+    """Gate and up weights as the tensors of a form; `transposed` gives them MN-major strides."""
     if form == "separate":
         tensors = [gate, up]
     elif form == "interleaved":
@@ -151,7 +152,8 @@ def halves(tensors, form):
 @pytest.mark.parametrize("form", ["concatenated", "interleaved", "separate"])
 @on_each
 def test_layouts_and_strides(device, dtype, form, transposed):
-    """All forms hold the same numbers: the same bits come out, in each weight's own strides."""
+    """All forms hold the same numbers, so results have the same bits, in the strides of each
+    weight."""
     layer = Layer(140, 72, 56, 5, 2, dtype).to(dtype, device)
     want = layer.step(sonicmoe_cpp.moe)
     down = layer.w_down.detach().clone()
@@ -166,7 +168,8 @@ def test_layouts_and_strides(device, dtype, form, transposed):
     assert torch.equal(out, want["out"])
     dx, *grads = torch.autograd.grad(out, [layer.x, *tensors], layer.dout)
     if device == "cuda" and form == "interleaved" and transposed:
-        # H alternates there, so that dH W1 is summed in another order.
+        # For MN-major interleaved weights gate and up columns of H alternate, so dH W1 is summed in
+        # another order.
         assert reference.error(dx, want["x"]) < torch.finfo(dtype).eps
     else:
         assert torch.equal(dx, want["x"])

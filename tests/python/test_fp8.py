@@ -26,7 +26,7 @@ def scale_of(largest):
 
 
 def coded(v, *block):
-    """v through e4m3 and back, in blocks of the last dimensions."""
+    """v quantised to e4m3 and back, in blocks of the last dimensions."""
     sizes = [
         s for size, b in zip(v.shape[-len(block) :], block, strict=True) for s in (size // b, b)
     ]
@@ -125,9 +125,9 @@ def test_against_the_same_formulas(activation, layout, keep_h):
     exact = layer.to(torch.float32).step(reference.moe)
     for name, want in plain_step(layer, keep_h).items():
         close, far = reference.error(got[name], want), reference.error(exact[name], want)
-        # A code that rounds the other way in one of the two is a small part of all codes.
+        # Few codes differ: where one of the two rounded to the other neighbour.
         assert close < 0.008, (name, close)
-        if name != "b_down":  # which nothing quantised goes into
+        if name != "b_down":  # db_down does not depend on quantised values
             assert far > 2 * close, (name, far, close)
 
 
@@ -186,7 +186,7 @@ def test_quantised_weights_are_those_of_the_call():
         if not options:
             for name in want:
                 assert torch.equal(got[name], want[name]), name
-    # The codes are what is multiplied: the weights themselves are not read.
+    # The products read the codes, not the weights.
     layer.w_up.data.zero_()
     again = layer.call(with_options(precision="fp8", fp8_weights=quantised))
     assert torch.equal(again, want["out"])

@@ -13,7 +13,7 @@ from worlds import free_port
 
 
 def count_quantising(monkeypatch) -> list[int]:
-    """How often modules have quantised, as a list of one number."""
+    """A list of one number: how often modules have quantised."""
     times = [0]
     original = sonicmoe_cpp.fp8.quantize_weights
 
@@ -61,7 +61,7 @@ def test_weights_are_quantised_once_for_each_value(quantised_times, kind):
     moe = module()
 
     class OfData(torch.optim.Optimizer):
-        """Writes to .data, which leaves versions as they are."""
+        """An optimizer that writes to .data, which does not change a parameter's version."""
 
         def __init__(self, parameters):
             super().__init__(parameters, {})
@@ -148,11 +148,11 @@ def test_autocast_quantises_what_it_casts():
 
 
 def test_no_copy_is_kept_where_changes_cannot_be_seen(quantised_times, monkeypatch):
-    """A capture is pretended here; test_cuda_fp8.py has real ones."""
+    """A capture is simulated here; test_cuda_fp8.py tests real ones."""
     moe, x = module(), batch()
     want = moe(x)[0]
     assert quantised_times[0] == 1
-    moe.w_up.ds_id = 0  # a parameter of DeepSpeed's ZeRO-3, whose .data is another one after a step
+    moe.w_up.ds_id = 0  # marks a parameter of DeepSpeed's ZeRO-3, which replaces .data
     assert torch.equal(moe(x)[0], want) and quantised_times[0] == 1
     del moe.w_up.ds_id
     cache, pretended = moe._fp8["experts"], torch.device("cuda")
@@ -168,7 +168,7 @@ def test_no_copy_is_kept_where_changes_cannot_be_seen(quantised_times, monkeypat
     monkeypatch.undo()
     assert cache.captured and cache._quantised is None
     with torch.no_grad():
-        moe.w_up.data.mul_(2)  # as a replay would
+        moe.w_up.data.mul_(2)  # as a replay may
     assert torch.equal(moe(x)[0], fresh_output(moe, x))
 
 
@@ -228,15 +228,16 @@ def sharded_rank(rank, port, results):
                 times[0] = 0
                 out, _ = sharded(x)
                 out.float().square().mean().backward()
-                # Shared: anew after an optimizer's step and after the change below, at step 1.
+                # With shared weights: again after the optimizer's step and after the change below
+                # in step 1.
                 if times[0] != (shares and (micro == 0 or step == 1)):
                     wrong.append(f"quantised {times[0]} times")
                 if not torch.equal(out, whole(x)[0]):
                     wrong.append((reshards, shares, step, micro))
                 if shares and step != 1:
                     continue
-                # Not by an optimizer: the version of a gathered parameter stays as it is, and
-                # so may its address, so that no copy may be kept.
+                # A change without an optimizer: the gathered parameter keeps its version and may
+                # keep its address, so the module may keep no copy.
                 for p in sharded.parameters():
                     p.data.to_local().mul_(1.25)
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Where gate and up lie in what forward keeps, for every form of input and of weights."""
+"""The layout of gate and up in H as forward keeps it, for every form of input and of weights."""
 
 import pytest
 import reference
@@ -11,7 +11,7 @@ T, D, N, E, K = 40, 24, 16, 5, 2
 
 
 def kept(function, *arguments, **options):
-    """H of a call: of what it keeps, the only thing that is as wide."""
+    """H of a call: the only kept tensor of its width."""
     found = []
 
     def pack(t):
@@ -26,7 +26,7 @@ def kept(function, *arguments, **options):
 
 
 def assert_rows(views, layer, token, expert, halves):
-    """Row by row against float64: the halves of W1 times x."""
+    """Compares each row with float64: the halves of W1 times x."""
     x = layer.x.detach().double()[token]
     for got, half in zip(views, halves, strict=True):
         want = torch.einsum("rd,rnd->rn", x, half.detach().double()[expert])

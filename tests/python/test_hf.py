@@ -42,8 +42,8 @@ def gradients(model, implementation, ids, labels):
 
 @contextlib.contextmanager
 def choices(recorded: list):
-    """Records what every torch.topk of a router chose, or repeats it where something is recorded:
-    the same token must not go elsewhere because its logits were rounded."""
+    """Records the choices of every torch.topk, or repeats recorded ones: a token must not go to
+    other experts because its logits were rounded."""
     replay, topk, calls = bool(recorded), torch.topk, 0
 
     def chosen(values, *arguments, **options):
@@ -63,7 +63,7 @@ def choices(recorded: list):
 @pytest.mark.parametrize("device,dtype", DTYPES)
 @pytest.mark.parametrize("architecture", hf_models.ARCHITECTURES)
 def test_model(architecture, device, dtype):
-    """Logits and every gradient of a whole model, at most twice as far off as eager's."""
+    """Logits and gradients of a whole model: our error is at most twice that of eager experts."""
     model = hf_models.build(architecture)
     ids = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(2))
     recorded = []
@@ -328,7 +328,7 @@ def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
     experts = make_experts(gate=gate, init={"alpha": alpha, "limit": limit})
     assert hf.plan_of(experts).activation == Activation(name, alpha=alpha, limit=limit)
     compare(experts, *routing())
-    experts.limit = 3.0  # a changed module is looked at again
+    experts.limit = 3.0  # a changed module is examined again
     assert hf.plan_of(experts).activation == Activation(name, alpha=alpha, limit=3.0)
 
 
@@ -428,7 +428,7 @@ def test_export_and_fake_tensors_before_the_first_call(has_gate):
 
 
 def test_layers_of_one_class_share_a_graph_when_they_are_alike():
-    """Layer by layer, as models are compiled; another limit is another graph, not a wrong one."""
+    """Compiled layer by layer, as models are. A layer with another limit gets its own graph."""
     torch._dynamo.reset()
     layers = [
         make_experts(gate=clamped, init={"alpha": 1.702, "limit": limit})

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 hf.register()
 IDS = torch.randint(96, (2, 11), generator=torch.Generator().manual_seed(7))
-# A gate and biases, transposed; names that transformers renames on disk.
+# Experts with a gate; with biases and transposed weights; with names that transformers changes on
+# disk.
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "mixtral"]
 
 
@@ -51,7 +52,7 @@ def factors(model):
 def test_saved_and_loaded_again(architecture, tmp_path):
     model = adapted(architecture)
     model.save_pretrained(tmp_path)
-    assert not hasattr(model.config, "sonicmoe_cpp_lora")  # that is for the file only
+    assert not hasattr(model.config, "sonicmoe_cpp_lora")  # only the file has this entry
     again = from_pretrained(tmp_path)
     for run in (lambda: again(IDS), lambda: hf.add_lora(again, 3, 6.0)):
         with pytest.raises((RuntimeError, ValueError), match="was saved with low-rank factors"):
@@ -250,7 +251,7 @@ def test_peft_on_expert_parameters(architecture, monkeypatch):
         results.append((out.logits, *(p.grad for p in trained)))
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    # The class that PEFT makes for every call does not have the activation looked up again.
+    # PEFT makes a class for every call; the activation must not be recognised again for it.
     from sonicmoe_cpp.integrations import _hf_experts
 
     monkeypatch.setattr(_hf_experts, "_recognise_plan", None)

@@ -53,7 +53,7 @@ def train(model, folder, **options):
 
 
 def compare(build, folder, **options):
-    """The same run by our experts and by eager ones: losses, and what was trained."""
+    """The same run with our experts and with eager ones: losses, and the trained parameters."""
     runs = []
     for implementation in ("sonicmoe_cpp", "eager"):
         model = build()
@@ -84,7 +84,7 @@ def test_checkpointing_computes_the_same_bits_again(tmp_path):
 
 
 def test_trainer_in_bf16(tmp_path):
-    """By autocast; each step rounds, so only the first ones can be compared."""
+    """In bf16 by autocast. Each step rounds, so only the first steps are compared."""
     build = hf_models.build
     exact = train(build("qwen3_moe"), tmp_path)
     rounded = train(build("qwen3_moe"), tmp_path, bf16=True)
@@ -157,8 +157,8 @@ def expert_parallel_worker(rank, port, folder, results):
 
 
 def test_expert_parallelism(tmp_path):
-    """Half of the experts on either rank, by transformers' plan: logits and all gradients are those
-    of the whole model with eager experts."""
+    """Each rank has half of the experts, by transformers' plan: logits and all gradients equal
+    those of the whole model with eager experts."""
     needed = "transformers.distributed.expert_parallel"
     pytest.importorskip(needed, reason="this transformers has no such expert parallelism")
     for architecture in EP_MODELS:

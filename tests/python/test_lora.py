@@ -76,7 +76,7 @@ class Adapted(Layer):
 
 
 def need_products(device):
-    """A build may have no grouped GEMM for a device."""
+    """Skips the test if this build has no grouped GEMM for the device."""
     try:
         Adapted(8).on(device, torch.bfloat16).ours()
     except NotImplementedError as error:
@@ -164,7 +164,9 @@ def test_several_blocks_are_as_one(monkeypatch):
 
 def test_odd_routings():
     layer = Adapted()
-    layer.ids = torch.full_like(layer.ids, 3)  # an expert twice in every token, the others idle
+    layer.ids = torch.full_like(
+        layer.ids, 3
+    )  # a token has one expert several times, the others no rows
     want, got = layer.gradients(layer.merged()), layer.gradients(layer.ours())
     for name, value in want.items():
         torch.testing.assert_close(got[name], value)
@@ -180,7 +182,8 @@ def test_odd_routings():
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any operator made; views of the leaves are not made."""
+    """Records the bytes of the largest tensor that any operator makes; views of leaves do not
+    count."""
 
     def __init__(self, leaves):
         super().__init__()
@@ -196,7 +199,8 @@ class Largest(TorchDispatchMode):
 
 
 def wide_layer():
-    """Few tokens beside large weights, so that a copy of a weight stands out."""
+    """A layer with few tokens and large weights, so that a copy of a weight is larger than all
+    else."""
     layer = Adapted(4)
     g = torch.Generator().manual_seed(1)
     for name in Adapted.NAMES:
@@ -352,7 +356,7 @@ def test_module_trains_its_factors_only():
     plain = module(x)[0]
     module.add_lora(rank=4, alpha=8.0)
     assert module.lora.scale == 2.0
-    torch.testing.assert_close(module(x)[0], plain)  # B is zero at first
+    torch.testing.assert_close(module(x)[0], plain)  # B is zero before training
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert trained == {"router.weight", *(f"lora.{name}" for name in FACTORS)}
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.02)

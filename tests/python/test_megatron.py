@@ -43,7 +43,7 @@ def one_rank():
 
 
 def of_experts(experts, what=lambda parameter: parameter.detach()):
-    """[(E, G*n, d), (E, d, n)] of either kind of experts: of their weights, or of gradients."""
+    """The weights of either kind of experts, or their gradients, as [(E, G*n, d), (E, d, n)]."""
     if isinstance(experts, megatron.SonicMoECppExperts):
         return experts._by_expert(what(experts.weight1), what(experts.weight2))
     linears = ([getattr(e, name) for e in experts.local_experts] for name in LINEARS)
@@ -158,7 +158,7 @@ def test_main_gradients_are_added_in_fp32(one_rank, overlap):
         for name, want in plain.items():
             assert want.abs().max() > 0
             assert error(fused[name], want) < (1e-6 if dtype == torch.float32 else 2**-7), name
-    # Neither product nor sum was rounded to bf16 on the way.
+    # Neither the products nor their sums were rounded to bf16 before.
     for name in ("experts.weight1", "experts.weight2"):
         assert not torch.equal(fused[name], fused[name].bfloat16().float())
         assert not torch.equal(fused[name], plain[name])
@@ -175,20 +175,20 @@ def as_list(parts):
 
 
 def parts_of(value):
-    """The pieces of a checkpoint that a value of a sharded_state_dict stands for."""
+    """The shards of a checkpoint that a value of a sharded_state_dict describes."""
     parts = value.build() if isinstance(value, ShardedTensorFactory) else value
     return [part for part in as_list(parts) if isinstance(part, ShardedTensor)]
 
 
 def place(part):
-    """The part's elements in the whole tensor."""
+    """The index of the part in the whole tensor."""
     sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
     return tuple(slice(o, o + s) for o, s in zip(part.global_offset, sizes, strict=True))
 
 
 def saved(layer):
-    """The whole tensors of a distributed checkpoint. Without files: Megatron's save() forks, which
-    a process with OpenMP threads does not survive."""
+    """The whole tensors of a distributed checkpoint, without files: Megatron's save() forks, which
+    fails in a process with OpenMP threads."""
     whole = {}
     for value in layer.sharded_state_dict().values():
         for part in parts_of(value):
@@ -221,7 +221,7 @@ def test_checkpoints_are_those_of_megatrons_own_experts(one_rank, gated):
     assert all(torch.equal(p, wanted[name]) for name, p in new.named_parameters())
 
 
-# How two ranks share the experts: half of them each, or half of every one's width.
+# How two ranks divide the experts: half of the experts each, or half of every expert's width.
 SPLITS = {
     "experts": {"expert_model_parallel_size": 2},
     "width": {
@@ -233,7 +233,8 @@ SPLITS = {
 
 
 def parallel_errors(options, rank):
-    """Of ours against theirs, both split alike: output, dx and the rank's weight gradients."""
+    """Errors of ours against theirs, both divided in the same way: output, dx and the rank's weight
+    gradients."""
     layers = pair(support.config_of(**options))
     results = []
     for layer in layers:
@@ -358,7 +359,9 @@ REFUSED[r"activation \(silu_and_more"]["activation_func"].__name__ = "silu_and_m
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_refusals(one_rank, sentence):
     config = support.config_of()
-    for name, value in REFUSED[sentence].items():  # past the checks of other packages' versions
+    for name, value in REFUSED[
+        sentence
+    ].items():  # set after the checks of other packages' versions
         setattr(config, name, value)
     groups = support.moe_utils.get_default_pg_collection()
     with pytest.raises(NotImplementedError, match=sentence):

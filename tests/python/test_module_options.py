@@ -1,5 +1,5 @@
-"""The module's further parts: NaN that stays visible, padding, shared experts, a router of its own
-dtype, balance by a selection bias, expert choice, and what tools of PyTorch see of it."""
+"""Further options of the module: visible NaN, padding, shared experts, the router's dtype, balance
+by a selection bias, expert choice, and PyTorch's tools on the module."""
 
 import io
 import math
@@ -59,7 +59,7 @@ def test_a_nan_of_x_shows_in_its_token_and_in_the_losses(device, options, compil
     assert out[3].isnan().all()
     assert all(value.isnan() for value in (aux.loss, aux.load_balancing, aux.z))
     assert out[others].isfinite().all()
-    if alone:  # the others' experts are theirs alone
+    if alone:  # the token with the NaN has experts of its own
         assert torch.equal(out[others], clean[others])
     (out.float().square().mean() + aux.loss).backward()
     assert module.router.weight.grad.isnan().any()
@@ -305,7 +305,7 @@ def test_the_flop_counter_sees_the_products(activation):
         out, aux = module(x)
     assert count.get_total_flops() == products * one + router
     with FlopCounterMode(display=False) as count:
-        (out.float().sum() + aux.loss).backward()  # x wants no gradient
+        (out.float().sum() + aux.loss).backward()  # x needs no gradient
     w_up = products - 1
     assert count.get_total_flops() == (1 + 1 + w_up) * one + router
     x.requires_grad_()

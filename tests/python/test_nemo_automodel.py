@@ -43,20 +43,20 @@ DEFAULT = {
 
 @pytest.fixture(autouse=True)
 def eager():
-    """Their activations are compiled with max_autotune; here they run as they are written."""
+    """NeMo compiles its activations with max_autotune; here they run uncompiled."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def keep_theirs(patch):
-    """Their functions are back once the patch ends, whoever replaced them."""
+    """Restores NeMo's functions when the patch ends, whatever replaced them."""
     for kind, name in nemo_automodel._SEAM:
         patch.setattr(getattr(package, kind), name, vars(getattr(package, kind))[name])
 
 
 @pytest.fixture
 def replaced():
-    """Their classes with our functions, until the test ends."""
+    """NeMo's classes with our functions, until the test ends."""
     with pytest.MonkeyPatch.context() as patch:
         keep_theirs(patch)
         yield nemo_automodel.replace
@@ -132,7 +132,8 @@ def test_training_is_that_of_automodels_own_experts(replaced, options, experts):
 
 
 def test_a_rank_computes_its_own_experts_alone(replaced):
-    """The seam gets the ids of all experts and the weights of the rank's."""
+    """The replaced function gets the ids of all experts, but the weights of this rank's experts
+    only."""
     theirs = layer_of("torch_mm").experts
     g = torch.Generator().manual_seed(3)
     x = torch.randn(9, D, generator=g)
@@ -151,7 +152,8 @@ def test_a_rank_computes_its_own_experts_alone(replaced):
 
 
 def split_worker(rank, port, results):
-    """One of two ranks: half of the experts, its own number of tokens."""
+    """One of two ranks: it has half of the experts and another number of tokens than the other
+    rank."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.set_num_threads(1)
@@ -192,7 +194,8 @@ def test_expert_parallelism():
 
 
 class Dispatcher:
-    """One rank's: rows in the order of the experts, and back. It stands in for DeepEP's."""
+    """Stands in for DeepEP's dispatcher on one rank: sorts rows by expert, and sums them back by
+    token."""
 
     def token_permutation2(self, hidden_states, num_local_tokens, token_probs, token_indices):
         ids = token_indices.flatten()
@@ -210,7 +213,7 @@ class Dispatcher:
 
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss", "relu2"])
 def test_rows_of_a_flex_dispatcher(replaced, name):
-    """GroupedExpertsDeepEP between a dispatcher's two calls, against their loop over experts."""
+    """GroupedExpertsDeepEP between the dispatcher's two calls, against NeMo's loop over experts."""
     plain = layer_of(**CONFIGS[name]).experts
     deepep = package.GroupedExpertsDeepEP(plain.config)
     deepep.load_state_dict(plain.state_dict())

@@ -1,5 +1,5 @@
 """torch.library.opcheck of every operator: schema, fakes (also with symbolic sizes), autograd; and
-what the operators leave behind."""
+whether operators leak memory."""
 
 import ctypes
 import re
@@ -107,14 +107,14 @@ def test_expert_choice(capacity):
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_gemm(dtype, gathers):
-    """Groups of 3, 0 and 5 rows; the ninth row belongs to none and is left out."""
+    """Groups of 3, 0 and 5 rows; the ninth row belongs to no group."""
     g = torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, 3, 3, 8])
     gather = torch.randint(12, (9,), generator=g, dtype=torch.int32) if gathers else None
     a = torch.randn(12 if gathers else 9, 16, generator=g).to(dtype)
     weight, b = (torch.randn(*size, generator=g).to(dtype) for size in ((3, 24, 16), (9, 8)))
     for operator, other in ((ops.grouped_gemm, weight), (ops.grouped_gemm_k, b)):
-        # Rows of no group are not written, so that runs are not compared here.
+        # Rows of no group are not written, so the results of two runs are not compared here.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         opcheck(operator, (a, other, offsets, gather), test_utils=checks)
     rows = a[gather.long()] if gathers else a
@@ -133,7 +133,7 @@ class MallInfo(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Bytes that malloc has handed out and nobody has freed."""
+    """Bytes that malloc has handed out and that are not freed."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
     info = mallinfo()
@@ -162,7 +162,8 @@ def test_calls_leave_no_memory_behind():
 
 
 def test_no_operator_takes_a_string():
-    """The library's own: its C ABI leaks strings. Operators of expert parallelism are Python."""
+    """torch's C ABI leaks strings, so no operator of the library takes one. Those of expert
+    parallelism are written in Python and may."""
     for name in dir(ops):
         if name.startswith("expert_parallel_"):
             continue

@@ -1,4 +1,4 @@
-"""The package as a thing: what its library needs, importing it, and the wheel.
+"""The package: what its library needs, importing it, and the wheel.
 
 The wheel is built from the source distribution, without kernels; or it is the one that
 SONICMOE_WHEEL names, as `make wheel` leaves it in dist/.
@@ -118,7 +118,7 @@ def pythons():
     managed = [str(bin) for bin in Path.home().glob(".pyenv/versions/3.*/bin")]
     path = os.pathsep.join([*managed, os.environ["PATH"]])
     for minor in range(10, 14):
-        # A name on the path may be a wrapper around nothing: ask it.
+        # The program on the path may be a wrapper without a Python: run it.
         other = shutil.which(f"python3.{minor}", path=path)
         facts = other and run(other, "-c", "import sys; print(sys.executable)", check=False)
         if facts and facts.returncode == 0:
@@ -140,8 +140,8 @@ def files_of(folder):
 
 
 def unpacked(archive, scratch):
-    """The sources in build/sdist. Only what has changed is written, so that a second run compiles
-    nothing; the times in an archive do not tell."""
+    """Unpacks the sources to build/sdist. Writes only files whose content has changed, because the
+    times in an archive are always new: a second run compiles nothing."""
     shutil.unpack_archive(archive, scratch)
     (new,) = (path for path in scratch.iterdir() if path.is_dir())
     source = ROOT / "build/sdist"
@@ -172,7 +172,7 @@ def wheel(request, tmp_path_factory):
 
 
 def required(name, found):
-    """`found` with the distribution `name` and all that it requires here, by their names."""
+    """Adds the distribution `name` and all that it requires here to `found`, by name."""
     if name not in found:
         found[name] = metadata.distribution(name)
         for line in found[name].requires or ():
@@ -183,7 +183,7 @@ def required(name, found):
 
 
 def environment_with_torch(folder):
-    """The Python of a new environment with links to torch and what it requires, and no more."""
+    """The Python of a new environment that has only links to torch and to what torch requires."""
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     for distribution in required("torch", {}).values():

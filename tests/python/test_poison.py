@@ -1,4 +1,4 @@
-"""Whether memory that nobody wrote shows: without this, some tests could not fail."""
+"""Tests that memory that was never written shows as NaN: other tests rely on it."""
 
 import os
 
@@ -17,7 +17,7 @@ preloaded = pytest.mark.skipif(
 def test_rows_that_no_operator_writes():
     x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
     ids = torch.arange(T * K).view(T, K) % E
-    ids[3, 0] = -1  # so that H has one row too many
+    ids[3, 0] = -1  # an empty slot: H has one row that is not written
     w_up = torch.randn(E, 2 * N, D, dtype=torch.bfloat16)
     w_down = torch.randn(E, D, N, dtype=torch.bfloat16)
     found = []

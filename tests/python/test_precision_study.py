@@ -59,7 +59,7 @@ def test_a_study_is_trained_once_and_reported(tmp_path, capsys):
     assert record["train_tokens"] > 0
     assert all(abs(run["last_train_loss"] - run["val_loss"]) < 1 for run in record["runs"])
     of_seed = [[r["val_loss"] for r in record["runs"] if r["seed"] == s] for s in (0, 1)]
-    assert all(a != b and abs(a - b) < 0.05 for a, b in of_seed)  # the precisions are two
+    assert all(a != b and abs(a - b) < 0.05 for a, b in of_seed)  # the two precisions differ
     assert (tmp_path / "study/precision.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     assert main(["--seeds", "2", *given]) == 0

@@ -1,4 +1,4 @@
-"""Callers of sonicmoe, as they are written, on its stand-in, against plain PyTorch."""
+"""The calls that other projects make to sonicmoe, on our stand-in for it, against plain PyTorch."""
 
 import enum
 import importlib
@@ -295,7 +295,7 @@ def test_the_torch_backend_chooses_as_route_does(dtype):
     torch.testing.assert_close(*gradients)
 
 
-# What is left out of the stand-in: parts of sonic-moe's kernels, and another project's kernels.
+# Names that the stand-in leaves out: parts of sonic-moe's kernels, and another project's kernels.
 ABSENT = {
     "TC_Softmax_Topk_Router_Function",
     "TC_topk_router_metadata",
@@ -316,7 +316,8 @@ RELEASED = [(release, module) for release in NAMES for module in NAMES[release]]
 
 
 def assert_accepts(ours, theirs):
-    """Every call that theirs takes: its names in its order; what we add has defaults."""
+    """Our function accepts every call of theirs: the same names in the same order; additional
+    parameters have defaults."""
     parameters = list(inspect.signature(ours).parameters.values())
     if theirs[:1] == ["self"]:
         theirs = theirs[1:] if parameters[0].name != "self" else theirs
@@ -374,7 +375,7 @@ def test_the_names_are_those_of_the_wheel(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("experts", [4, 72, 1920])
 def test_count_cumsum(experts, dtype):
-    """Their test, and ids that belong to nobody."""
+    """sonic-moe's own test, and ids outside of the range."""
     torch._dynamo.reset()
     x = torch.randint(0, experts, (3001,), dtype=dtype)
     want = x.bincount(minlength=experts)

@@ -122,7 +122,7 @@ def test_a_study_is_trained_once_and_reported(tmp_path, capsys):
     assert json.loads((out / "study.json").read_text())["runs"] == document["runs"]
 
     (tmp_path / "text" / "more.txt").write_text("more of it " * 50)
-    assert main(given) == 0  # all runs are there: nothing is read again
+    assert main(given) == 0  # all runs have results, so the text is not read
     one.unlink()
     assert main(given) == 2
     assert "were trained on other text" in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_ctrl_c_saves_and_the_study_goes_on(tmp_path):
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "the same command continues" in errors
-    # Checkpoints are far apart, so the one that is there is the signal's.
+    # Checkpoints are far apart, so this one was written at the signal.
     assert len(list((tmp_path / "study" / "checkpoints" / "topk-0").glob("step-*"))) == 1
 
 

@@ -26,7 +26,7 @@ EXPERTS = {
     "routed": [f"{OURS}.routed_experts"],
     "grouped": [f"{OURS}.grouped_experts"],
 }
-# Under expert parallelism: who moves the rows.
+# Under expert parallelism: the transport of the rows.
 EXCHANGED = [f'{OURS}.routed_experts={{"transport": "all_to_all"}}']
 ROUTERS = {
     "own": [],
@@ -41,7 +41,7 @@ DEBUG = (
     "--debug.seed=1",
 )
 BATCH = ("--training.global-batch-size", "4")
-# The default, spmd_types, shards over more than one rank with torch 2.14 or later only.
+# spmd_types, the default, needs torch 2.14 or later to shard over more than one rank.
 DTENSOR = ("--parallelism.spmd-backend", "partial_dtensor")
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
 
@@ -61,7 +61,8 @@ class Folder:
         self.common = ["--hf-assets-path", assets, "--dataloader.dataset-path", self.tokens]
 
     def job(self, name, config, overrides, *more, kill_at=None):
-        """`name` is also the dump folder; overrides None leaves the configuration's own."""
+        """A job. `name` is also its dump folder; with overrides None the configuration keeps its
+        own."""
         module = "titan_models"
         if config.startswith("sonicmoe"):
             module = "sonicmoe_cpp.integrations.torchtitan"
@@ -72,7 +73,7 @@ class Folder:
         return {"arguments": arguments, "kill_at": kill_at}
 
     def run(self, phases: list) -> dict:
-        """The results of every world by its name."""
+        """Runs the phases. Returns the results of every world by its name."""
         path = self.path / "phases.json"
         path.write_text(json.dumps(phases))
         process = subprocess.Popen(
@@ -84,7 +85,7 @@ class Folder:
             code = process.wait(timeout=LIMIT)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ranks that wait for one that failed
+                os.killpg(process.pid, signal.SIGKILL)  # ranks may wait for one that failed
         if code != 0:
             logs = sorted(self.path.glob("*.log"))
             raise AssertionError("\n".join(log.read_text()[-4000:] for log in logs))
@@ -173,8 +174,8 @@ def two_ranks(folder: Folder) -> dict:
 
 
 def roundings(folder: Folder, ranks: int) -> dict:
-    """Trainings of four sequences a step that begin with the same weights, with one rank and two:
-    initial weights depend on the number of ranks."""
+    """Trainings with four sequences a step, on one rank and on two. They begin with the weights of
+    one checkpoint, because initial weights depend on the number of ranks."""
     saved = str(folder.path / "1/sigmoid saves/checkpoint/step-2")
     load = ("--checkpoint.enable", "--checkpoint.initial-load-path", saved)
     jobs = {}
@@ -198,8 +199,8 @@ def roundings(folder: Folder, ranks: int) -> dict:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """{1: of one rank, 2: of two ranks}, by name; in each, a run killed in step 7 is resumed from
-    its checkpoint of step 5 by the other number of ranks."""
+    """{number of ranks: {name: result}}. In each world a run is killed in step 7; the other number
+    of ranks resumes it from its checkpoint of step 5."""
     folder = Folder(tmp_path_factory.mktemp("titan"))
     phases = [[world("one", 1, one_rank(folder)), world("two", 2, two_ranks(folder))], []]
     for ranks, other in ((1, 2), (2, 1)):
@@ -215,7 +216,7 @@ def results(tmp_path_factory):
 
 
 def difference(run, reference) -> tuple:
-    """Of losses and of gradient norms, the rms over the steps."""
+    """The rms difference over the steps, of losses and of relative gradient norms."""
     assert "error" not in run, run
     assert run["steps"].keys() == reference["steps"].keys()
     pairs = [(run["steps"][s], reference["steps"][s]) for s in reference["steps"]]
@@ -225,8 +226,9 @@ def difference(run, reference) -> tuple:
 
 
 def assert_within_noise(runs, *names):
-    """Nearer to torchtitan's own experts than a quarter of what broken ones differ by. (Rounding
-    differs; where it makes two experts of a token change places, by a jump.)"""
+    """Checks that runs differ from torchtitan's own experts by less than a quarter of what swapped
+    experts do. Rounding makes runs differ; the loss jumps if it exchanges two experts of a token.
+    """
     loss, norm = difference(runs["swapped"], runs["own"])
     for name in names:
         found = difference(runs[name], runs["own"])
@@ -275,8 +277,9 @@ def test_tensor_parallel(results):
 
 @pytest.mark.parametrize("name", ["sigmoid", "no bias"])
 def test_router(results, name):
-    """The same choice, and weights that differ in fp32's last bits. Broken routers exceed the
-    limit: swapped weights by losses, a gate without gradients by gradient norms."""
+    """The router chooses the same experts, with weights that differ in the last bits of fp32.
+    Broken routers exceed the limit: swapped weights by losses, a gate without gradients by gradient
+    norms."""
     runs, limit = of(results[1], f"{name}/"), 6e-5
     loss, norm = difference(runs["router"], runs["own"])
     assert loss < limit and norm < limit
@@ -285,7 +288,7 @@ def test_router(results, name):
 
 
 def test_token_rounding(results):
-    """Rounding to a tile of 1 is top-k; to 16 it is another training."""
+    """Rounding to a tile of 1 is top-k; rounding to 16 changes the training."""
     runs = results[1]
     for rounded, own in (
         ("rounding/1", "sigmoid/own"),
@@ -297,7 +300,7 @@ def test_token_rounding(results):
 
 
 def test_token_rounding_over_ranks(results):
-    """Two ranks round their tokens together, as one rank that has the tokens of both."""
+    """Two ranks round their tokens together, as one rank does that has the tokens of both."""
     whole = results[1]["rounding of four"]
     for name in ("rounding together", "rounding together, compiled"):
         loss, norm = difference(results[2][name], whole)
@@ -331,11 +334,13 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(results, ranks, other
     assert list(resumed) == ["6", "7", "8", "9", "10"]
     for step, found in resumed.items():
         assert abs(found["loss"] - whole[step]["loss"]) < 1e-3
-    assert abs(whole["6"]["loss"] - whole["1"]["loss"]) > 0.02  # a run that starts again would show
+    assert (
+        abs(whole["6"]["loss"] - whole["1"]["loss"]) > 0.02
+    )  # a run from the start would have the loss of step 1
 
 
 def test_metrics(results):
-    """Experts' load, and torchtitan's own metrics beside it."""
+    """The load of the experts, and torchtitan's own metrics."""
     steps = results[1]["debug"]["steps"]
     for found in steps.values():
         most, least = found["experts/max_load"], found["experts/min_load"]

@@ -1,4 +1,4 @@
-"""torchtitan 0.2.2, from its wheel, trains as with its own experts after replace()."""
+"""After replace(), torchtitan 0.2.2 (from its wheel) trains as with its own experts."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def results(tmp_path_factory):
             code = process.wait(timeout=LIMIT)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a rank that waits for one that failed
+                os.killpg(process.pid, signal.SIGKILL)  # a rank may wait for one that failed
     text = (folder / "log").read_text()
     missing = re.search(r"No module named '(?!sonicmoe_cpp|torchtitan).*'", text)
     if missing:
@@ -57,7 +57,7 @@ def results(tmp_path_factory):
 
 
 def difference(steps, reference) -> tuple:
-    """Of losses and of gradient norms, the rms over the steps."""
+    """The rms difference over the steps, of losses and of relative gradient norms."""
     pairs = list(zip(steps, reference, strict=True))
     loss = sum((a[0] - b[0]) ** 2 for a, b in pairs) / len(pairs)
     norm = sum((a[1] / b[1] - 1) ** 2 for a, b in pairs) / len(pairs)
@@ -66,7 +66,7 @@ def difference(steps, reference) -> tuple:
 
 @pytest.mark.parametrize("way", ["one process", "compiled", "FSDP2", "EP"])
 def test_training_is_that_of_its_own_experts(results, way):
-    """Nearer to its own experts than a quarter of what broken ones differ by."""
+    """The difference from its own experts is less than a quarter of what swapped experts cause."""
     own, swapped, replaced = (
         results[f"{way}/{experts}"] for experts in ("own", "swapped", "replaced")
     )
@@ -75,5 +75,5 @@ def test_training_is_that_of_its_own_experts(results, way):
 
 
 def test_the_seam_was_replaced(results):
-    """Rounding differs, so equal bits would be those of its own experts."""
+    """Our experts round differently. Equal bits would mean that torchtitan's own experts ran."""
     assert results["one process/replaced"] != results["one process/own"]

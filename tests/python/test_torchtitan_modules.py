@@ -1,4 +1,5 @@
-"""The parts of the torchtitan integration, each against torchtitan's own or by its own rules."""
+"""The parts of the torchtitan integration, compared with torchtitan's own parts or with their
+rules."""
 
 import contextlib
 import importlib
@@ -199,7 +200,7 @@ def test_options_of_a_transport_are_checked(options, error, sentence):
 
 
 def test_a_transport_serves_without_expert_parallelism():
-    """One list of overrides for any number of ranks."""
+    """The same list of overrides serves any number of ranks."""
     config = overrides.routed_experts(routed_config(GroupedExperts), transport="peer")
     plain = overrides.routed_experts(routed_config(GroupedExperts))
     inputs = tokens(B, L, D, seed=3), tokens(B, L, D), *routing(L)
@@ -208,7 +209,7 @@ def test_a_transport_serves_without_expert_parallelism():
 
 
 class Forwards(TorchDispatchMode):
-    """How often the layer's forward ran."""
+    """Counts the runs of the layer's forward."""
 
     count = 0
 
@@ -254,8 +255,8 @@ def with_router(config):
     ids=["router", "rounding"],
 )
 def test_nan_shows_in_its_token_alone(replaced):
-    """As in torchtitan's own router, whose loss then stops the run: an expert that does not exist
-    would instead be an index error of the device."""
+    """As in torchtitan's own router, a NaN reaches the loss, which stops the run. It must not
+    choose an expert that does not exist: that would be an index error on the device."""
     layer = build(replaced(layer_config())).train()
     layer.expert_bias_E = layer.expert_bias_E.float()
     x = tokens(B, L, D)
@@ -284,14 +285,14 @@ def logits_and_gradients(logits, router, x, dlogits):
 
 
 def in_fp32(router, x):
-    """What autocast to fp32 does, which CPUs do not have."""
+    """The result of autocast to fp32, which the CPU does not support."""
     return x.float() @ router.gate.weight.float().t()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gate_in_bf16_is_the_gate_in_fp32(device):
-    """In fp32, but for gradients that are rounded to bf16 at the end: those of fp64 may differ from
-    them by twice as much as torchtitan's."""
+    """Logits are in fp32; their gradients are rounded to bf16 at the end. The error against fp64
+    may be twice that of torchtitan's gate."""
     router = gate_of().to(device)
     x, dlogits = tokens(B, L, 96).bfloat16().to(device), tokens(B, L, E, seed=9).to(device)
     ours = logits_and_gradients(modules._logits, router, x, dlogits)
@@ -304,7 +305,7 @@ def test_gate_in_bf16_is_the_gate_in_fp32(device):
 
 
 def test_gate_splits_its_gradient():
-    """A gradient that bf16 rounds to 1 keeps its last bits."""
+    """A gradient that bf16 would round to 1 keeps its last bits."""
     router, x = gate_of(), torch.zeros(1, 2, 96, dtype=torch.bfloat16)
     x[0, 0, 0], x[0, 1, 0] = 1, -1
     dlogits = torch.ones(1, 2, E)

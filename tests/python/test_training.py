@@ -1,4 +1,4 @@
-"""What training loops do around the layer: checkpointing, autocast, memory, FSDP2."""
+"""The layer in training loops: checkpointing, autocast, memory, FSDP2."""
 
 import os
 
@@ -204,9 +204,9 @@ def build():
 
 
 def leave():
-    """Ends a rank. FSDP keeps its process group, whose threads may hold tensors that have Python
-    references; an interpreter that is torn down meanwhile now and then aborts
-    (github.com/pytorch/pytorch/pull/179291). So it is not."""
+    """Ends a rank without tearing the interpreter down. FSDP keeps its process group, whose threads
+    may hold tensors with references to Python objects; then the teardown sometimes aborts
+    (github.com/pytorch/pytorch/pull/179291)."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -228,7 +228,7 @@ def worker(rank, port, results):
         for part in (model.first, model.second, model):
             fully_shard(part, mesh=mesh)
         x, target = (t.split(list(sizes))[rank] for t in data())
-        # FSDP averages gradients over the two ranks, the loss is a sum over them.
+        # FSDP averages gradients over the two ranks; the loss is a sum over the ranks.
         losses = train(model, x, target, 48 / 2) / 2
         dist.all_reduce(losses)
         if rank == 0:

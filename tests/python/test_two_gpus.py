@@ -1,4 +1,4 @@
-"""Two devices: the one that is not current, and training over two ranks by NCCL."""
+"""Two GPUs: work on the one that is not current, and training on two ranks over NCCL."""
 
 import copy
 import os
@@ -69,7 +69,7 @@ def test_routing_on_a_device_that_is_not_current(first_is_current):
 
 
 def test_the_current_stream_of_a_device_that_is_not_current(first_is_current):
-    """The input is written late on that stream: work on another one would read before."""
+    """The input is written late on that stream: work on another stream would read it too early."""
     module, x = build("cuda:1"), tokens("cuda:1")
     want = gradients(module, x)
     late = torch.zeros_like(x)
@@ -141,7 +141,8 @@ def of_two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_train_as_one_process(of_two_ranks, way, split):
-    """Ranks average gradients of a loss that is a sum: they hold half of one process's."""
+    """The ranks average their gradients, but the loss is a sum: they have half of one process's
+    gradients."""
     loss, *found = of_two_ranks[way, split]
     parts = [gradients(copy.deepcopy(build(0)), p) for p in tokens(0).split(SPLITS[split])]
     torch.testing.assert_close(loss, sum(p[0] for p in parts).cpu(), rtol=1e-6, atol=0)

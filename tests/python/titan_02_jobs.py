@@ -82,7 +82,8 @@ def model() -> Qwen3Model:
 
 
 def trained(way: str, rank: int) -> list:
-    """Every rank has the same tokens, so that a sum over ranks changes no direction."""
+    """Trains. Every rank has the same tokens, so a sum of gradients over the ranks keeps its
+    direction."""
     torch._dynamo.reset()
     net = model()
     if way == "EP":

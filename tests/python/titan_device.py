@@ -1,7 +1,7 @@
-"""The CPU as torchtitan's accelerator: to be imported before torchtitan.
+"""The CPU as torchtitan's accelerator. Import this module before torchtitan.
 
-torchtitan knows accelerators only. This answers the questions that it asks of torch.cuda; nothing
-else of it is replaced.
+torchtitan runs on accelerators only. This module answers the calls that torchtitan would make to
+torch.cuda; torchtitan itself stays as it is.
 """
 
 import types

@@ -30,7 +30,7 @@ from torchtitan.models.common.attention import FlexAttention
 
 
 def attention(q, k, v, *, block_mask, scale, return_aux, **others):
-    """flex_attention, which has no gradient on the CPU."""
+    """Replaces flex_attention, which has no gradient on the CPU."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     mask = create_mask(block_mask.mask_mod, len(q), 1, q.shape[2], k.shape[2], device="cpu")
     scores = (q.float() @ k.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -40,7 +40,7 @@ def attention(q, k, v, *, block_mask, scale, return_aux, **others):
 
 
 def without_division(model) -> None:
-    """fsdp.disable_fsdp_gradient_division by a sum, as gloo has no scaled one."""
+    """Replaces fsdp.disable_fsdp_gradient_division: it sums, because gloo has no scaled sum."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -97,7 +97,7 @@ def work(world: dict, rank: int, stem: str) -> None:
 
 
 def fork(world: dict, rank: int, stem: str) -> int:
-    """The process that works as this rank; exits with 0 unless something was raised."""
+    """Forks the process of this rank, which exits with 0 unless it raised."""
     process = os.fork()
     if process:
         return process

@@ -21,8 +21,9 @@ E, K, N = 8, 2, 32
 
 
 def _resize(moe):
-    """Few narrow experts with weights large enough to matter. Of eight, the second and the third
-    are seldom so close that rounding swaps them."""
+    """Makes experts few and narrow, with weights large enough to affect the loss. With eight
+    experts, the second and third best of a token are seldom so close that rounding exchanges them.
+    """
     moe.num_experts = E
     experts, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
     experts.hidden_dim = N
@@ -43,15 +44,16 @@ def _small(config, layers):
     for layer in model.layers:
         if layer.moe is not None:
             _resize(layer.moe)
-    # A residual stream that no layer overturns, so that rounding stays small to the end.
+    # A large residual stream, which no layer dominates: rounding errors stay small.
     model.tok_embeddings.param_init = {"weight": nn.init.normal_}
     config.dataloader = TokenFileLoader.Config()
     config.metrics = MetricsProcessor.Config(log_freq=1)
     config.training.local_batch_size, config.training.seq_len = 2, 64
     config.training.steps = 4
-    config.training.mixed_precision_param = "float32"  # experts are in bf16 all the same
+    config.training.mixed_precision_param = "float32"  # experts are in bf16 in any case
     config.training.disable_cuda_graphs = True
-    # With a small eps AdamW's first step is the sign of a gradient, also where that is noise.
+    # With a small eps AdamW's first step would be the sign of the gradient, even of one that is
+    # rounding noise.
     config.optimizer = default_adamw(lr=0.05, eps=0.1)
     config.optimizer.implementation = "foreach"
     config.validator.enable = False
@@ -112,7 +114,8 @@ def qwen3_selective_ac():
 
 
 class SwappedExperts(SonicGroupedExperts):
-    """Broken: takes gate for up. A training that does not show it shows nothing."""
+    """Broken: exchanges gate and up. A training that does not differ with these experts tests
+    nothing."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SonicGroupedExperts.Config):

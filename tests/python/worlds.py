@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path) -> None:
-    """One rank: its result, or what it raised, is written to a file."""
+    """Runs the function on one rank; writes its result, or the exception, to a file."""
     if backend == "nccl":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
@@ -45,10 +45,10 @@ def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path
     _write_result(folder, rank, size, found)
     sys.stdout.flush()
     if "error" in found:
-        return  # as a user's program: the interpreter ends what is left
+        return  # the interpreter ends the rest, as in a user's program
     _wait_for_results(folder, size)
     dist.destroy_process_group()
-    os._exit(0)  # test_training.py says why
+    os._exit(0)  # test_training.leave() says why
 
 
 def _write_result(folder: Path, rank: int, size: int, found: dict) -> None:
@@ -62,9 +62,9 @@ def _result_file(folder: Path, rank: int, size: int) -> Path:
 
 
 def _wait_for_results(folder: Path, size: int, limit=60.0) -> None:
-    """Until every rank has its result, so that no rank closes a connection that another one uses.
-    Not by a barrier: ranks whose cases failed at different places would wait in it forever, because
-    their collectives no longer match."""
+    """Waits until every rank has its result, so that no rank closes a connection that another rank
+    uses. Not by a barrier: ranks whose cases failed at different places would wait in it forever,
+    because their collectives no longer match."""
     until = time.monotonic() + limit
     files = [_result_file(folder, rank, size) for rank in range(size)]
     while time.monotonic() < until and not all(file.is_file() for file in files):
@@ -72,8 +72,8 @@ def _wait_for_results(folder: Path, size: int, limit=60.0) -> None:
 
 
 def run(function, size: int, folder: Path, limit=150.0, backend="gloo") -> list[dict | None]:
-    """What function(rank, size, folder) gave on every rank; None for one that was killed. Fails if
-    a process is left after `limit` seconds."""
+    """Runs function(rank, size, folder) on every rank and returns the results; None for a rank that
+    was killed. Fails if a process is left after `limit` seconds."""
     _context.set_forkserver_preload(PRELOAD)
     port = free_port()
     ranks = [
