@@ -1,6 +1,6 @@
 """One MoE layer on the CPU, forward and backward: sonicmoe_cpp and PyTorch implementations.
 
-    python benchmarks/cpu_layer.py                          the judged run: 4096,512,256,64,8
+    python benchmarks/cpu_layer.py                          the target's run: 4096,512,256,64,8
     python benchmarks/cpu_layer.py --update-page            ... and rewrite its table in the docs
     python benchmarks/cpu_layer.py --shape 512,256,128,16,4 --threads 1 --rounds 3 --out ''
 
@@ -9,14 +9,14 @@ x, of the routing weights and of both expert weights. The time includes sorting 
 expert, not the choice of experts. First, all implementations must agree with an fp64 loop. The time
 is the median of interleaved rounds.
 
-Peak memory is measured in one process for each implementation: after a warm-up step the kernel's
-high-water mark of resident memory is reset; the increase during one more step counts, with results
-and gradients, which are equally large for all. MALLOC_MMAP_THRESHOLD_ makes glibc return large
-blocks at once; otherwise the step would reuse memory of the warm-up step, which would not be
-counted.
+Peak memory is measured in one process for each implementation. After a warm-up step, Linux's
+high-water mark of resident memory is reset; its increase during a second step is the peak memory.
+It includes results and gradients, which have the same size in all implementations.
+MALLOC_MMAP_THRESHOLD_ makes glibc return large blocks to the system at once. Otherwise the second
+step would reuse memory of the warm-up step, which does not count.
 
 Target, on one thread: at least 1.5 times as fast as the fastest other implementation, and less
-memory than each of them. On processors with AMX, bf16 is reported but not judged.
+memory than each of them. The target does not apply to bf16 on processors with AMX.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def ours(x, ids, weights, w_up, w_down):
 def expert_loop(x, ids, weights, w_up, w_down):
     """The usual loop of model code: for each expert a gather, two linears and an index_add."""
     out = torch.zeros_like(x)
-    # The backward of w_up[expert] would fill a gradient of all experts each time; unbind does not.
+    # The backward of w_up[expert] would fill a gradient of the size of all experts, once for each
+    # expert; the backward of unbind fills one.
     for expert, (up, down) in enumerate(zip(w_up.unbind(), w_down.unbind(), strict=True)):
         token, slot = torch.where(ids == expert)
         h = F.linear(x[token], up)
@@ -253,7 +254,7 @@ def measure_row(arguments, names, dtype_name, threads):
 
 
 def holds(row, amx):
-    """Whether the target is met; None where it is not judged."""
+    """Whether the target is met; None if the target does not apply to the row."""
     if row["threads"] != 1 or "speedup" not in row or (amx and row["dtype"] == "bf16"):
         return None
     return row["speedup"] >= BAR and row.get("less_memory", True)
@@ -297,7 +298,9 @@ def parse():
     parser.add_argument("--threads", default="1,2", help="one row for each number of threads")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "; "), help="a;b or a,b")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall is judged")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="the target applies to wall time"
+    )
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/cpu/layer.json"))
     parser.add_argument("--update-page", action="store_true")

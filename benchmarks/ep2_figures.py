@@ -42,7 +42,7 @@ def over_alone(row: dict) -> float:
 
 
 def best_peer(row: dict) -> float | None:
-    """The time of the fastest peer / our time in the same run."""
+    """The time of the fastest peer divided by our time in the same run."""
     ratios = [total(row[name]) / of_run(row, name) for name in PEERS if name in row]
     return min(ratios, default=None)
 

@@ -3,16 +3,18 @@
 
     cmake --build --preset release --target fp8_bench
     python benchmarks/fp8.py                        benchmarks/results/h200/fp8.json
-    python benchmarks/fp8.py --summary RECORD       the figures by which fp8 is judged
+    python benchmarks/fp8.py --summary RECORD       the record's figures and their goals
 
-Every contender is called as in training code, routing and every cast included, hot, in one process,
-in random order. The weights of fp8 and auto are quantised before; quantise_ms is that call, and
-step_ms are whole steps of 1 and 4 micro-batches, each of which quantises the weights once.
-torch_scaled is h200_bench/scaled.py. Before anything is timed, the cosines of all results with
-those of a bf16 layer in plain torch are recorded; a wrong layer is refused.
+All contenders are called as in training code, with routing and all casts, hot, in one process and
+in random order. torch_scaled is h200_bench/scaled.py. First, the cosines of all results with those
+of a bf16 layer in plain torch are recorded; a layer with wrong results is not timed.
 
-products: fp8_bench's time of A, Y, dH and dX~, gather and epilogue included, and cuBLAS's product
-with block scales of the same shape, on rows that are gathered and quantised already.
+fwd_ms, bwd_ms   a call; the weights of fp8 and auto are quantised before it
+quantise_ms      the call that quantises the weights
+step_ms          whole steps of 1 and of 4 micro-batches; a step quantises the weights once
+products         fp8_bench's times of A, Y, dH and dX~, with gather and epilogue; and the time of
+                 cuBLAS's product of the same shape with block scales, of rows that are gathered and
+                 quantised already
 
 The record is written after each layer. Run again with the same --out to measure what is missing.
 """
@@ -85,7 +87,7 @@ class Ours:
             self.both()
 
     def kept_bytes(self):
-        """Of tensors saved for backward that are neither arguments nor quantised weights."""
+        """Bytes of the tensors saved for backward, without arguments and quantised weights."""
         given = {t.untyped_storage().data_ptr() for t in self.autograd.leaves}
         if self.codes is not None:
             given.add(self.codes.codes.untyped_storage().data_ptr())
@@ -98,7 +100,7 @@ class Ours:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = self.forward()  # alive, so that no two storages have one address
+            out = self.forward()  # keeps all storages alive, so that their addresses differ
         return sum(kept.values()) * (out is not None)
 
 
@@ -123,7 +125,7 @@ def cosines(want, out, gradients):
 
 
 def checked(found, data, left_out):
-    """{name: cosines}. A peer that fails is left out; ours end the run."""
+    """{name: cosines}. A peer with wrong results is left out; a wrong layer of ours raises."""
     want = check.Checker(data).want
     result = {}
     for name, contender in list(found.items()):
@@ -145,7 +147,7 @@ def checked(found, data, left_out):
 
 
 def host_round(runs, _milliseconds, times):
-    """As timing.hot_round, on the CPU."""
+    """As timing.hot_round, on the CPU: one timed call each."""
     for name, run in runs.items():
         began = time.perf_counter()
         run()
@@ -265,7 +267,7 @@ GOALS = {
 
 
 def summary(record):
-    """{title of GOALS: {mean, least, of}}, None where nothing was measured."""
+    """{title of GOALS: {mean, least, of: number of values}}; None if nothing was measured."""
     rows = [row for row in record["rows"] if row["config"] not in TINY]
     wide = [row for row in rows if row["d"] >= 2048 and row["n"] >= 1024]
     narrow = [row for row in rows if row["n"] == 512]
@@ -308,7 +310,7 @@ def header(options):
 
 
 def opened(options):
-    """The record, with what an earlier run on this device and commit has measured."""
+    """The record, with the results of an earlier run on this device and commit."""
     found = header(options) | {"what": "fp8", "state": "hot", "rows": [], "products": []}
     if options.out.exists():
         earlier = json.loads(options.out.read_text())
@@ -324,7 +326,7 @@ def written(record, out):
 
 
 def run(options, record):
-    """Measures what is missing. Returns what failed or was not reached."""
+    """Measures what the record lacks. Returns a line for each part that it has not measured."""
     began, failed = time.perf_counter(), []
     done = {row["config"] for row in record["rows"]}
     for config in options.configs:
@@ -362,15 +364,17 @@ def parsed():
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--burst", type=float, default=40.0, help="milliseconds of a hot burst")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=280.0, help="start no layer after these")
-    parser.add_argument("--bench", default=str(ROOT / "build/release/fp8_bench"), help="or ''")
+    parser.add_argument("--seconds", type=float, default=280.0, help="start no layer later")
+    parser.add_argument(
+        "--bench", default=str(ROOT / "build/release/fp8_bench"), help="'': no products"
+    )
     parser.add_argument("--bench-seconds", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/h200/fp8.json")
     options = parser.parse_args()
     if options.device == "cpu":
         options.bench = ""
     elif options.summary is None and not torch.cuda.is_available():
-        parser.error("no GPU: --device cpu runs the program, but its times say nothing")
+        parser.error("no GPU: --device cpu runs the program, but its times are meaningless")
     return options
 
 

@@ -39,13 +39,13 @@ def means(record):
 
 
 def difference(row, which):
-    """By how much the times of fp8 and auto differ."""
+    """The relative difference between the times of fp8 and auto."""
     times = [sum(row[name][key] for key in which) for name in ("fp8", "auto")]
     return max(times) / min(times) - 1
 
 
 def repeated(record):
-    """Sentences on how far to trust the times: auto repeats those of fp8 where it takes fp8."""
+    """Sentences on the accuracy of the times: where auto takes fp8, it repeats the measurement."""
     rows = [row for row in record["rows"] if row["cosine"]["auto"] == row["cosine"]["fp8"]]
     forward, both = (
         max(difference(row, which) for row in rows) for which in (("fwd_ms",), ("fwd_ms", "bwd_ms"))

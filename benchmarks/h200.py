@@ -2,22 +2,22 @@
 
     python benchmarks/h200.py --library build/cuda/libsonicmoe.so --out build/records
     python benchmarks/h200.py --library old=A.so --library new=B.so --peers bound --configs olmoe
-    python benchmarks/h200.py --merge DIR DIR...         parts of one run into one record a state
+    python benchmarks/h200.py --merge DIR DIR...         merges the parts of one run
 
 Forward includes top-k routing and its metadata, backward the router's gradient; neither includes
-the router's matmul. Model flops are counted: 6 T K n d forward, 12 T K n d backward. All contenders
-run alternately in one process on the same values (three seeds); results are checked against torch
-first.
+the router's matmul. TFLOP/s count model flops: 6 T K n d forward, 12 T K n d backward. Calls of all
+contenders alternate in one process, on the same values (three seeds). First, all results are
+compared with torch's.
 
-With --states '' nothing is timed; torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
+With --states '' nothing is timed, but torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
 
 hot      bursts of calls without a pause, in random order; the first 40 % of each are dropped;
-         median of 5 over 3 seeds. The chip runs at the clock that its power limit allows. This
-         state decides.
+         median of 5 over 3 seeds. The chip runs at the clock that its power limit allows. Decisions
+         are made by this state.
 cool     30 ms idle, one warm-up call, one timed call; median of 5. Not for autograd layers, whose
          backward time is the difference of two times.
 flushed  small layers: L2 is flushed before each call, for longer than the host needs to enqueue the
-         call; events around one call, median of 200. In the hot record only.
+         call; events around one call, median of 210. In the hot record only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SEEDS = (0, 1, 2)
 PASSES = ("fwd", "bwd")
 ROUNDS = (2, 2, 1)  # bursts or cool calls for each seed: the median of 5 ignores two outliers
 FLUSHED_CALLS = 70  # for each seed
-PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet; a faster result is a measuring error
+PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12  # of the data sheet; a faster result is an error
 
 
 class Contenders:
@@ -281,7 +281,9 @@ def parse():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--library", action="append", default=[], help="PATH or NAME=PATH")
+    parser.add_argument(
+        "--library", action="append", default=[], help="PATH or NAME=PATH; repeat it to compare"
+    )
     parser.add_argument("--configs", default=",".join(DEFAULT))
     parser.add_argument(
         "--peers", default="bound,torch,ours_torch", help="other contenders to time"

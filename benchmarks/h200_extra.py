@@ -77,7 +77,8 @@ def measure_kernels(arguments, library):
 
 
 def hot_expert(logits, fraction):
-    """Makes about this fraction of the tokens choose expert 0, and no other token."""
+    """Changes the logits so that about this fraction of the tokens choose expert 0, and no other
+    token does."""
     chosen = torch.rand(logits.shape[0], device=logits.device) < fraction
     extreme = torch.where(chosen, logits.max(dim=1).values, logits.min(dim=1).values)
     at = torch.where(chosen, logits.argmax(dim=1), logits.argmin(dim=1))
@@ -232,7 +233,7 @@ def measure_memory(arguments, library):
             row["ours_torch"] = kept_by(rivals.torch_front_end(shape), data)
         except ImportError as absent:
             print(f"ours_torch is absent: {absent}", file=sys.stderr)
-        # ScatterMoE keeps Y, H, A and the activation's factors, by its source.
+        # ScatterMoE keeps Y, H, A and the factors of the activation, according to its source.
         scatter = 2 * shape.rows * (shape.d + 4 * shape.n)
         row["scattermoe_formula_MiB"] = round(scatter / 2**20, 2)
         rows.append(row)
@@ -289,7 +290,8 @@ def measure_tokens(arguments, library):
 
 
 def measure_host(arguments):
-    """Uses a small layer, so that the host never waits for the device."""
+    """The host time of each call, and the time of the first calls. The layer is small, so that the
+    host never waits for the device."""
     torch.empty(1, device=CUDA)
     torch.cuda.synchronize()
     data = Data(CONFIGS["olmoe-T64"], CUDA)
@@ -340,7 +342,7 @@ def main():
     )
     parser.add_argument("what", nargs="+", choices=["host", *MEASURES])
     parser.add_argument("--library", required=True)
-    parser.add_argument("--configs", default="", help="of kernels")
+    parser.add_argument("--configs", default="", help="layers of kernels")
     parser.add_argument("--burst", type=float, default=60.0, help="milliseconds of a hot burst")
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()

@@ -86,8 +86,8 @@ def earlier_ratio(row, which, name):
 
 
 def over_sonic(row, which, state="hot"):
-    """Our speed over sonic-moe's: of one process, else the quotient of speeds over the
-    reference."""
+    """Our speed over sonic-moe's. If no process timed both, it is the quotient of their speeds over
+    the reference."""
     together = TOGETHER_ROWS.get(row["config"])
     if together is None:
         return ratio(row, which) / earlier_ratio(row, which, "sonicmoe")
@@ -96,14 +96,14 @@ def over_sonic(row, which, state="hot"):
 
 
 def grouped_ratio(row, which):
-    """Speed of the compiled grouped_mm layer over the reference's, of the same run if timed
-    there."""
+    """Speed of the compiled grouped_mm layer over the reference's: of this run, or else of an
+    earlier one."""
     own = ratio(row, which, "torch")
     return earlier_ratio(row, which, "torch") if own is None else own
 
 
 def grouped_source(record):
-    """A sentence on the run that grouped_mm's ratios are from."""
+    """A sentence that names the run of grouped_mm's ratios."""
     missing = [row["config"] for row in record["rows"] if "torch" not in row]
     if not missing:
         return "grouped_mm ran in the same run."
@@ -112,7 +112,7 @@ def grouped_source(record):
 
 
 def host_limited(config):
-    """Whether the host limits sonic-moe's time: it is not shorter on a cool chip."""
+    """Whether the host limits sonic-moe's time: then a cool chip is not faster."""
     sonic = TOGETHER_ROWS.get(config, {}).get("sonicmoe")
     return sonic is not None and sonic["cool_fwd_ms"] > sonic["fwd_ms"]
 

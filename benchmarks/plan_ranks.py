@@ -115,7 +115,7 @@ def table(head, rows):
 
 
 def filled(page, command):
-    """The page with its tables as the command computes them."""
+    """The page with the tables that the command computes."""
     for name, (head, rows) in TABLES.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         before, rest = page.split(begin)
@@ -162,7 +162,7 @@ def main():
     current = filled(page, options.command)
     if options.check:
         if page != current:
-            raise SystemExit(f"{PAGE.relative_to(ROOT)} differs from what the command computes")
+            raise SystemExit(f"{PAGE.relative_to(ROOT)} differs from the output of the command")
         return
     PAGE.write_text(current)
     draw(options.command)

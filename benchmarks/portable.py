@@ -1,16 +1,16 @@
-"""Judges the portable engine (mma.sync, cp.async) on one Hopper GPU; writes one record.
+"""Compares the portable engine (mma.sync, cp.async) with others on a Hopper GPU; writes one record.
 
     python benchmarks/portable.py --library build/release/libsonicmoe.so --out records
     python benchmarks/portable.py --summary records/portable.json
 
 Times forward and backward of the layer, hot, in one process: the portable engine and the Hopper
 engine (two handles of one library: SONICMOE_ENGINE is read when a handle is opened), ScatterMoE and
-a loop over experts. Then every matrix product of the portable engine beside the best mma.sync
-product of its shape, of Triton and of cuBLAS. All that Triton compiles is for sm_80 here, by
-TRITON_OVERRIDE_ARCH. Every result is compared with torch before it is timed.
+a loop over experts. Then times every matrix product of the portable engine, and the best mma.sync
+products of the same shape from Triton and from cuBLAS. TRITON_OVERRIDE_ARCH makes Triton compile
+for sm_80. Every result is compared with torch's before it is timed.
 
-The record is written after each layer. Run again with the same --out to measure what is missing:
-the run ends by itself after --seconds.
+The record is written after each layer. No measurement starts later than --seconds; run again with
+the same --out to measure what is missing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def require_sm80(folder):
 
 
 def memory_of(library, shape):
-    """Bytes kept for backward beside X: asked for, the formula and what is promised."""
+    """Bytes kept for backward without X: the size the library asks for, the formula, and the
+    promise."""
     problem = capi.Problem(
         form=capi.FORM_IDS,
         dtype=capi.BF16,
@@ -116,7 +117,7 @@ def measure_roles(library, config, burst, peers):
 
 
 def check_memory(library):
-    """What is wrong, if the engine allocates device memory of its own."""
+    """[the error] if the engine allocates device memory of its own, else []."""
     data = Data(QUICK["quick-n1024"], CUDA)
     data.sample(0)
     ours = Ours(library, data)
@@ -185,7 +186,7 @@ def run(arguments, libraries, record):
             print(f"{part} {json.dumps(row)} [{time.perf_counter() - start:.1f} s]", flush=True)
         gc.collect()
         if 2 * torch.cuda.memory_reserved() > torch.cuda.mem_get_info()[1]:
-            free()  # only then: mapping the memory again takes seconds
+            free()  # only if most memory is in use: mapping it again takes seconds
     return failed
 
 
@@ -202,9 +203,9 @@ def parse():
     parser.add_argument("--role-configs", default=names(summary.PEER_CONFIGS))
     parser.add_argument("--role-peers", default="triton,cublas")
     parser.add_argument("--parts", default="rows,roles")
-    parser.add_argument("--quick", action="store_true", help="two small layers, with everything")
+    parser.add_argument("--quick", action="store_true", help="two small layers, all parts")
     parser.add_argument("--burst", type=float, default=40.0, help="milliseconds of a hot burst")
-    parser.add_argument("--seconds", type=float, default=280.0, help="start nothing after these")
+    parser.add_argument("--seconds", type=float, default=280.0, help="start nothing later")
     parser.add_argument("--out", default="", help="folder for portable.json")
     arguments = parser.parse_args()
     if arguments.quick:

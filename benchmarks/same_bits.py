@@ -3,10 +3,10 @@
     python benchmarks/same_bits.py OLD.so NEW.so
 
 Use it for a change that must not change results. Both libraries compute the same layers in one
-process: every activation that both have, both 16-bit dtypes, all forms of routing, K-major,
-MN-major and interleaved weights, with and without biases, gradients written and accumulated, one
-hot expert, one expert without rows; then top-k routing and every mode of token rounding. All bytes
-of every output buffer, including H, are compared. Exits with 1 on a difference.
+process, then top-k routing and every mode of token rounding. The layers have every activation that
+both libraries have, both 16-bit dtypes, all forms of routing, K-major, MN-major and interleaved
+weights; some have biases, and some accumulate gradients. In each, one expert has many rows and one
+has none. All bytes of every output buffer, including H, are compared. Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Layer:
         return found | {name: like(bias) for name, bias in self.biases.items()}
 
     def run(self, library: capi.Library):
-        """Computes the layer; all outputs by name."""
+        """Computes the layer. Returns all outputs by name."""
         forward, backward = (library.sizes(self.problem, which) for which in (1, 2))
 
         def buffer(size):

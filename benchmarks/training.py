@@ -38,9 +38,9 @@ PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
 MEMORY = "out of memory"
 SMALL_GIB = 100  # of device memory
-# Policies to measure, by model and whether the device has little memory: those that may be the
-# fastest that fit. With little memory "attention" is measured for both kinds of experts, because
-# with it both keep the same.
+# Policies to measure, by model and by whether the device has less than SMALL_GIB. They are the
+# policies that fit and may be the fastest. On a small device "attention" is measured for both kinds
+# of experts, because with it both keep the same tensors.
 POLICIES = {
     ("7B", True): {"ours": ["attention+H", "attention"], "titan": ["selective", "attention"]},
     ("7B", False): {"ours": ["none", "selective"], "titan": ["none", "selective"]},
@@ -52,17 +52,17 @@ POLICIES = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["7B-n256", "1.4B-n256"])
-    parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: a program on each GPU")
+    parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: one program a GPU")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
     parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12, help="measured steps, after 4 others")
-    parser.add_argument("--text", default="", help="file of tokens (.npy); default: random ones")
-    parser.add_argument("--policies", nargs="+", help="of checkpointing; default: POLICIES")
+    parser.add_argument("--text", default="", help="file of tokens (.npy); default: random")
+    parser.add_argument("--policies", nargs="+", help="activation checkpointing; default: POLICIES")
     parser.add_argument("--eager", action="store_true", help="blocks without torch.compile")
     parser.add_argument("--curve", type=int, default=0, help="record losses of this many steps")
-    parser.add_argument("--budget", type=float, default=460, help="seconds")
+    parser.add_argument("--budget", type=float, default=460, help="seconds: no run starts later")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", help="default: training.json of results/h100, or the curves'")
     options = parser.parse_args()
@@ -85,8 +85,8 @@ def machine(options) -> dict:
 
 
 def places(options) -> queue.Queue[str | None]:
-    """Values of CUDA_VISIBLE_DEVICES for the programs that may run at the same time: with --gpus 1
-    one for each GPU, else a single one without a restriction."""
+    """Values of CUDA_VISIBLE_DEVICES for programs that run at the same time: with --gpus 1 one
+    value for each GPU; otherwise the single value None, which does not restrict the program."""
     free: queue.Queue[str | None] = queue.Queue()
     if options.device == "cuda" and options.gpus == 1:
         import torch
@@ -224,7 +224,7 @@ def measured_before(options, found: dict) -> list[dict]:
 
 
 def described_by(options) -> dict:
-    """What the rows of one call have in common."""
+    """The settings that all rows of a call have in common."""
     facts = {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
     return facts | {"micro_batches": options.micro_batches, "reduce": options.reduce}
 
