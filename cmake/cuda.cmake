@@ -68,9 +68,9 @@ set(cached_by_dependencies)
 if(CCACHE) # relative paths in the hash: all checkouts use the same cached results
   set(cached ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       ${CCACHE})
-  # ccache compares preprocessed text, and nvcc preprocesses for one architecture only. Code that
-  # another architecture alone compiles could then come stale from the cache. The compiler's list of
-  # included files is complete.
+  # By default ccache compares preprocessed text, and nvcc preprocesses for one architecture only. A
+  # change to code of another architecture alone would be missed. With CCACHE_DEPEND ccache compares
+  # all included files instead.
   set(cached_by_dependencies
       ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_CURRENT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       CCACHE_DEPEND=1 ${CCACHE})

@@ -11,7 +11,7 @@ endif()
 find_package(GTest REQUIRED)
 
 # Stands in for the CUDA runtime, and under its file name for the driver, which the library opens at
-# run time. A folder of its own keeps it away from programs that want the real one.
+# run time. It is in a folder of its own, so that other programs do not find it.
 file(GLOB emulator_sources CONFIGURE_DEPENDS tests/emulator/*.cc tests/emulator/runtime/*.cc)
 set(emulator_tests ${emulator_sources})
 list(FILTER emulator_tests INCLUDE REGEX "_test\\.cc$")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What fp8 experts cost in quality: the same model on the same text with bf16 and with fp8 experts,
-several seeds each; and the cosines of a layer's gradients in fp8 with those in bf16.
+"""Compares the quality of fp8 and bf16 experts: the same model on the same text, several seeds,
+and the cosines of a layer's gradients in fp8 with those in bf16.
 
     python examples/precision_study.py --out out/precision --steps 400
 

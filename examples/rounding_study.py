@@ -44,7 +44,7 @@ FILES = ("study.json", "study.md", "study.png")
 
 @dataclass(frozen=True)
 class Job:
-    """The data that a process needs to train one run."""
+    """The arguments of a process that trains one run."""
 
     case: study.Case
     config: Config

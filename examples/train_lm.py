@@ -37,7 +37,8 @@ TOKENIZER = "tokenizer.json"
 
 
 def prepare_output(config: Config) -> Path:
-    """The output folder, known to be writable and the demo's own before anything is computed."""
+    """Makes the output folder before anything is computed. Refuses a folder that is not writable or
+    whose files of the demo's names are not the demo's own."""
     out = Path(config.out)
     earlier = checkpoint.any_checkpoint(out / "checkpoints")
     claim(out, MARKER, (*report.FILES, TOKENIZER), earlier)

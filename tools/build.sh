@@ -7,7 +7,8 @@ source tools/package.sh
 
 readonly PACKAGE_STAMP=.setup/package
 
-# The interpreter is named as the Python package's build names it: commands of kernels contain it.
+# The same path of the interpreter as in the Python package's build: the commands that compile
+# kernels contain it, and another path would compile all kernels again.
 cmake --preset release --log-level=WARNING \
   -DPython3_EXECUTABLE="$(python -c 'import sys; print(sys.executable)')" >/dev/null
 cmake --build --preset release

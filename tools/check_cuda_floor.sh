@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compiles the CUDA sources with the oldest supported toolkit, 12.9, as far as package registries
-# have its parts. Fails on a register spill or a serialised wgmma, as a build does.
+# Compiles the CUDA sources for the oldest supported toolkit, 12.9, with those of its parts that can
+# be installed as packages. Fails on a register spill or a serialised wgmma, as a build does.
 #
 #   tools/check_cuda_floor.sh [BUILD_DIRECTORY]     default build/release; needs its generated files
 #

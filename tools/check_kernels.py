@@ -89,7 +89,8 @@ def read_cost(path):
 
 
 def faults(name, cost, unit):
-    """What of a budget an engine exceeds. `unit`: seconds of a compilation, 0 if not measured."""
+    """A line for each limit of its budget that an engine exceeds. `unit`: seconds of a compilation,
+    0 if not measured."""
     budget = BUDGETS.get(name, Budget(0, 0.0, 0))
     for architecture, kernels in cost.kernels.items():
         if kernels > budget.kernels:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks where code stands and how large files and functions are.
+"""Checks in which folders code may be, and how large files and functions are.
 
     python tools/check_structure.py [ROOT]
 
@@ -208,7 +208,7 @@ def check_record(root, path, text):
 
 
 def git(root, *arguments):
-    """Standard output, or None when git says no or there is no repository."""
+    """Standard output; None if git fails or there is no repository."""
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
 
