@@ -1,6 +1,10 @@
-// Producer: gathers rows of codes by index, with their scales. All 128 threads copy by cp.async:
-// eight threads copy the 128 bytes of a row, and each thread copies the scale of one row. Threads 0
-// and 1 also copy the scales of the weights, and thread 0 loads B by TMA.
+// Producer for gathered rows: copies rows of codes by index, and their scales, by cp.async.
+//
+//   | threads | work in each k tile                                                             |
+//   | all 128 | copy codes: 16 bytes of each of eight rows a thread; eight threads copy one row |
+//   | all 128 | copy one row scale a thread                                                     |
+//   | 0 and 1 | copy the weight scales of the two units                                         |
+//   | 0       | loads B by TMA; once a tile it writes the card of the next tile                 |
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -30,15 +34,14 @@ struct Fp8GatherRows {
     const int first = threadIdx.x >> 3;
     const std::uint32_t target = first * 128 + (((threadIdx.x ^ first) & 7) << 4);
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
-    // The next tile and its row indices are looked up while the current tile is copied, because the
-    // stages in flight do not cover the latency of the look-up. Each lane looks up one row index
-    // and shares it with its warp.
+    // The next tile and its row indices are looked up in the middle of the current tile, because
+    // the stages in flight do not cover the latency of the look-up. Each lane looks up one row
+    // index; __shfl_sync gives it to the lanes that copy this row.
     int next_row = kNoRow;
     int next_expert = 0;
-    // The column, or its complement if the CTA has its own B: one register for the column and for
-    // own_b.
+    // The tile's column if own_b is false, ~column if it is true: both in one register.
     int next_column = 0;
-    CardWriter cards(cta);  // of thread 0
+    CardWriter cards(cta);  // only thread 0 uses it
     const auto look_up = [&] {
       if (tiles.done()) {
         if (threadIdx.x == 0) cards.write_end();
@@ -56,7 +59,8 @@ struct Fp8GatherRows {
     look_up();
     while (!tiles.done()) {
       const int thread = ptx::thread();
-      std::uint32_t from[kRows];  // in units of 16 bytes
+      std::uint32_t from[kRows];  // source of each row that this thread copies: units of 16 bytes
+      // Bit i: row i exists. Bit kRows: the row exists whose scale this thread copies.
       std::uint32_t present = next_row != kNoRow ? 1u << kRows : 0;
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
@@ -65,7 +69,7 @@ struct Fp8GatherRows {
         from[i] = static_cast<std::uint32_t>(max(row, 0)) * p.producer.row_units + (thread & 7);
       }
       const std::uint32_t scale = static_cast<std::uint32_t>(max(next_row, 0)) * p.producer.blocks;
-      CtaTile tile{};  // only the fields that are read below
+      CtaTile tile{};  // has only the fields that B::load() and copy_weight_scale() read
       tile.expert = next_expert;
       tile.own_b = next_column < 0;
       tile.column = tile.own_b ? ~next_column : next_column;
@@ -100,7 +104,8 @@ struct Fp8GatherRows {
  private:
   static constexpr int kNoRow = -1;
 
-  /// The row of the tile whose index this thread looks up, and whose scales it copies.
+  /// The row of the tile whose index this thread looks up, and whose scales it copies. A warp looks
+  /// up the same 32 rows whose codes it copies.
   static __device__ __forceinline__ int own_row() {
     const int thread = ptx::thread();
     return (thread >> 5) * 4 + (thread & 3) + (thread >> 2 & 7) * 16;

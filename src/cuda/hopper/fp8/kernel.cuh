@@ -1,7 +1,9 @@
-// The FP8 grouped GEMM. Schedulers, the loads of B, barriers and staging are the same code as in
-// the 16-bit kernels. The producers of A also load its row scales (gather_rows.cuh, tma_rows.cuh),
-// and products are promoted to fp32 (mainloop.cuh). Epilogues are immediate: deferred epilogues
-// kept a stage occupied during the next tile's products and were 3 to 7 % slower (H200).
+// The FP8 grouped GEMM. It shares schedulers, loads of B, barriers and staging with the 16-bit
+// kernels. Two parts differ: the producers of A also load row scales (gather_rows.cuh,
+// tma_rows.cuh), and the consumers promote products to fp32 (mainloop.cuh).
+//
+// A tile's epilogue runs right after the tile's last products (immediate). Deferred epilogues,
+// which run under the next tile's products, kept a stage occupied and were 3 to 7 % slower (H200).
 #pragma once
 
 #include "cuda/hopper/engine/kernel.cuh"
@@ -10,8 +12,8 @@
 
 namespace sonicmoe::cuda {
 
-/// The parts of a kernel. Epilogue::begin() is called before the first products of a tile, run()
-/// after the last.
+/// The parts of a kernel. A consumer calls Epilogue::begin() before the first products of a tile,
+/// and Epilogue::run() after the last.
 template <class Producer_, class Scheduler_, class Epilogue_, BSource kSource>
 struct Fp8Gemm {
   using Producer = Producer_;
@@ -20,15 +22,17 @@ struct Fp8Gemm {
   static constexpr TileShape kShape = kFp8Tile;
   using B = OperandB<kShape, kSource, Major::kK>;
   static constexpr bool kConsumerSchedules = Producer::kScheduler == SchedulerThread::kConsumer;
-  static constexpr int kQueueReaders = Producer::kQueueReaders;  // consumers read cards
+  static constexpr int kQueueReaders = Producer::kQueueReaders;  // consumers read cards instead
   using Params = Fp8Params<typename Producer::Params, typename Epilogue::Params>;
 };
 
-/// Reads its rank anew at each call: ptxas would hold the rank in a register and spill it.
+/// A Cta whose rank() reads the CTA number again at each call. Otherwise ptxas would keep the rank
+/// in a register during the whole tile and spill it.
 struct Fp8SchedulerCta : Fp8Cta {
   __device__ __forceinline__ int rank() const { return ptx::cta() % kFp8Tile.cluster; }
 };
 
+/// The work of a consumer warpgroup: all tiles of the CTA.
 template <class Gemm>
 __device__ __forceinline__ void consume_promoting(const typename Gemm::Params& p,
                                                   const Fp8Cta& cta) {
@@ -89,8 +93,8 @@ __global__ void __maxnreg__(kLaunchRegisters)
     ptx::grow_registers<kRegisters.consumer>();
     consume_promoting<Gemm>(p, cta);
   }
-  // The other CTA of the cluster may still multicast to this CTA's stages and arrive at its
-  // mbarriers, so neither CTA exits before both are done.
+  // No CTA exits before the other CTA of the cluster is done: the other one may still multicast to
+  // this CTA's stages and arrive at its mbarriers.
   ptx::cluster_sync();
 }
 

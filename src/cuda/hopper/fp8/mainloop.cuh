@@ -1,10 +1,12 @@
-// The products of one tile. For each element of the tile the tensor cores sum the 128 products of
-// codes of a k tile. This sum is multiplied by the scale of its row and the scale of its block of
-// weights, and added to an fp32 register (promotion).
+// The main loop of the FP8 kernels: computes the products of one tile. For each element of the tile
+// the tensor cores sum the 128 products of codes of a k tile. The main loop multiplies this sum by
+// the scale of the row and by the scale of the block of weights, and adds it to an fp32 register
+// (promotion).
 //
-// A warpgroup multiplies a unit, waits for it, and promotes it. Meanwhile the tensor cores work for
-// the other warpgroup. With a second set of accumulators a warpgroup could overlap its own products
-// and promotion, but a wider tile is a better use of the registers.
+// A warpgroup multiplies a unit, waits until its products are complete, and promotes them. While
+// one warpgroup promotes, the tensor cores work for the other. With a second set of accumulators
+// one warpgroup could overlap its own products and promotion, but a wider tile uses the registers
+// better.
 #pragma once
 
 #include "cuda/hopper/engine/mainloop.cuh"
@@ -17,12 +19,12 @@ namespace sonicmoe::cuda {
 template <class Gemm>
 struct Fp8Mainloop {
   static constexpr TileShape kShape = Gemm::kShape;
-  static constexpr int kUnitSums = kFp8Block / 2;  // of a thread in a unit of 64 x 128
+  static constexpr int kUnitSums = kFp8Block / 2;  // sums of a thread in a unit of 64 x 128
   using Sums = float[kFp8Units * kUnitSums];
   using Ring = RingPosition<kShape.stages>;
 
-  /// Multiplies the current tile. Under the last products of a k tile the warpgroup waits for the
-  /// next stage.
+  /// Computes the sums of the current tile. The warpgroup waits for the next stage while the last
+  /// products of a k tile run, which hides the latency of this wait.
   static __device__ __forceinline__ void run(Sums& sums, const typename Gemm::Params& p,
                                              const Fp8Cta& cta, Ring& ring,
                                              const ConsumerTiles& tiles, int warpgroup) {
@@ -61,7 +63,8 @@ struct Fp8Mainloop {
     }
   }
 
-  /// For a warpgroup without rows in the tile: waits for the tile's stages and releases them.
+  /// For a warpgroup without valid rows in the tile: waits for each stage of the tile and releases
+  /// it. Both warpgroups must release a stage before the producer fills it again.
   static __device__ __forceinline__ void pass(const typename Gemm::Params& p, const Fp8Cta& cta,
                                               Ring& ring, int warpgroup) {
     if (alternates(p)) {
@@ -79,24 +82,28 @@ struct Fp8Mainloop {
   }
 
  private:
-  /// Whether warpgroup 1 waits, when a tile begins, until warpgroup 0 has multiplied its first
-  /// unit. Then the tensor cores mostly work for one warpgroup while the other promotes. It is up
-  /// to 5 % faster with gathered rows, and 1 to 2 % slower with others (H200). A tile needs more k
-  /// tiles than there are stages: otherwise warpgroup 0 could come to the barrier of its next tile
-  /// before warpgroup 1 has come to that of this tile.
+  /// Whether warpgroup 1 begins a tile only after warpgroup 0 has multiplied its first unit. From
+  /// then on the tensor cores mostly work for one warpgroup while the other promotes. This is up to
+  /// 5 % faster with gathered rows, but 1 to 2 % slower with rows in expert order (H200).
+  ///
+  /// The tile must have more k tiles than the pipeline has stages. Then warpgroup 0 cannot finish
+  /// the tile before warpgroup 1 has passed the barrier and released a stage. In a shorter tile
+  /// warpgroup 0 could arrive at the same barrier again, for its next tile.
   static __device__ __forceinline__ bool alternates(const typename Gemm::Params& p) {
     return kGathers && p.tiles.k_tiles > kShape.stages;
   }
-  /// cp.async writes the gathered rows, and wgmma reads shared memory through another proxy.
+  /// Whether a consumer needs a proxy fence: cp.async writes gathered rows through the generic
+  /// proxy, and wgmma reads them through the async proxy.
   static constexpr bool kGathers = Gemm::Producer::kNeedsProxyFence;
   static __device__ __forceinline__ void wait(const Fp8Cta& cta, const Ring& ring) {
     cta.full(ring.stage).wait(ring.parity);
     if constexpr (kGathers) ptx::fence_async_shared();
   }
 
-  static constexpr int kSteps = 4;  // of 32 codes of K
+  static constexpr int kSteps = 4;  // wgmma instructions of a unit; each takes 32 codes along K
 
-  /// The offset of this lane's first row among the row scales of a stage.
+  /// The byte offset of the scale of this lane's first row among the row scales of a stage. The
+  /// lane's second row is eight rows further.
   static __device__ __forceinline__ std::uint32_t first_scale(const CtaTile& tile, int warpgroup) {
     const int row = warpgroup * 64 + ((threadIdx.x >> 5) & 3) * 16 + ((threadIdx.x & 31) >> 2);
     return (Gemm::Producer::rows_before(tile) + row) * 4;

@@ -12,8 +12,8 @@ struct Fp8GatherParams {
   const std::uint8_t* codes;  ///< (T, K)
   const float* scales;        ///< (T, K / 128)
   const std::int32_t* index;  ///< row of `codes` for row p in expert order
-  /// K / 16: the codes of a row in units of 16 bytes. Offsets in these units have 32 bits, enough
-  /// for 69 GB of codes; the bf16 rows that they are made from would have 137 GB.
+  /// K / 16: the length of a row of codes in units of 16 bytes. Offsets in these units have 32
+  /// bits, enough for 69 GB of codes, which are made from 137 GB of bf16 rows.
   std::uint32_t row_units;
   std::int32_t blocks;  ///< K / 128
 };
@@ -24,35 +24,35 @@ struct Fp8TmaParams {
 };
 
 /// Scales of the weights by expert, block of columns and block of K. Strides count elements.
-/// Offsets have 31 bits, enough for the scales of 35 TB of codes. A tile multiplies two blocks of
-/// columns: the block of its first column, and a second block whose scales lie `unit_stride`
-/// elements further.
+/// Offsets have 31 bits, enough for the scales of 35 TB of codes. A tile has two blocks of columns
+/// (units): the block of its first column, and a second block whose scales lie `unit_stride`
+/// elements after the first block's.
 struct Fp8WeightScales {
   const float* data;
   std::int32_t expert_stride;
   std::int32_t column_stride;
   std::int32_t unit_stride;
   std::int32_t depth_stride;
-  std::int32_t column_blocks;  ///< blocks of columns; INT_MAX: every tile has both blocks
+  std::int32_t column_blocks;  ///< blocks of columns; INT_MAX: the second block always exists
 };
 
-/// The outputs for codes and scales of rows in expert order.
+/// Where an epilogue stores codes and scales of rows in expert order (fp8::RowsLayout).
 struct Fp8RowsOut {
   std::uint8_t* codes;      ///< (C, row_bytes)
   float* scales;            ///< (row_bytes / 128, scale_rows)
-  std::int32_t row_bytes;   ///< codes of a row
-  std::int32_t scale_rows;  ///< C, rounded up
+  std::int32_t row_bytes;   ///< number of codes in a row
+  std::int32_t scale_rows;  ///< C, rounded up to a multiple of 4
 };
 
-/// How H is kept.
+/// How forward keeps H for backward: not at all, as codes and scales, or as bf16 elements.
 enum class Fp8KeptH : std::int32_t { kNone = 0, kCodes = 1, kElements = 2 };
 
 /// Arguments of the epilogue Fp8Act.
 struct Fp8ActParams {
   Fp8RowsOut a;
-  Fp8RowsOut h;       ///< kCodes: columns of gate, then of up
-  RaggedMap h_words;  ///< kElements: (column, part, row, base)
-  Bias bias[2];       ///< gate, up; without a gate [0] alone
+  Fp8RowsOut h;       ///< for kCodes: columns of gate, then of up
+  RaggedMap h_words;  ///< for kElements: (column, gate or up, row, base)
+  Bias bias[2];       ///< gate, up; without a gate only [0]
   ActivationScalars scalars;
   std::int32_t width;  ///< n
   Fp8KeptH keep;
@@ -60,19 +60,19 @@ struct Fp8ActParams {
 
 /// Arguments of the epilogue Fp8ActGrad.
 struct Fp8ActGradParams {
-  /// Box 64 x 1 x 64. kCodes: (word, 0, row), columns of gate, then of up. kElements: (column,
-  /// part, row).
+  /// The kept H, in boxes of 64 x 1 x 64. For kCodes the coordinates are (16-bit word, 0, row),
+  /// with the columns of gate before those of up; for kElements (column, gate or up, row).
   CUtensorMap h;
-  const float* h_scales;    ///< kCodes: (G n / 128, scale_rows)
+  const float* h_scales;    ///< for kCodes: (G n / 128, scale_rows)
   Fp8RowsOut dh_codes;      ///< columns of gate, then of up
-  RaggedMap dh;             ///< (column, part, row, base); alternating: one part of 2n columns
+  RaggedMap dh;             ///< (column, gate or up, row, base); alternating: (column of 2n, 0, ..)
   RaggedMap a;              ///< A'
   const float* row_weight;  ///< (C); null: 1
   float* score_parts;       ///< (C, score_tiles)
   std::int32_t score_tiles;
   std::int32_t width;       ///< n
   std::int32_t alternates;  ///< 1: gate and up alternate in dH
-  std::uint32_t zero;       ///< 0, a value that the compiler cannot know
+  std::uint32_t zero;       ///< always 0, but unknown to the compiler; see Fp8ActGrad::kOrdered
   ActivationScalars scalars;
 };
 
@@ -80,7 +80,7 @@ struct Fp8ActGradParams {
 struct Fp8StoreParams {
   RaggedMap out;
   Bias bias;
-  const float* row_scale;  ///< null: none
+  const float* row_scale;  ///< null: rows are not scaled
   std::int64_t scale_stride;
   std::int32_t width;
 };

@@ -54,7 +54,7 @@ struct Launch {
   }
 };
 
-/// Codes as matrices or rows of 16-bit words (fp8/shape.h).
+/// Describes codes as rows (or, below, matrices) of 16-bit words of two codes each (fp8/shape.h).
 Tensor words_of(const void* codes, std::int64_t rows, std::int64_t codes_in_row) {
   return tensor2(const_cast<void*>(codes), DType::kBF16, rows, codes_in_row / 2);
 }
@@ -75,7 +75,7 @@ Fp8WeightScales weight_scales(const Fp8Matrices& w) {
   s.expert_stride = static_cast<std::int32_t>(w.expert_scales);
   s.column_stride = static_cast<std::int32_t>(w.column_scales);
   s.depth_stride = static_cast<std::int32_t>(w.depth_scales);
-  const bool two = w.parts == 2;  // a tile's second unit is up
+  const bool two = w.parts == 2;  // gate and up: the second unit of a tile has the columns of up
   s.unit_stride = static_cast<std::int32_t>(two ? blocks * w.column_scales : w.column_scales);
   s.column_blocks = two ? INT_MAX : static_cast<std::int32_t>(blocks);
   return s;
@@ -97,8 +97,7 @@ Order order_of(const Fp8RowProduct& product) {
   return product.weights.depth >= 1024 ? Order::kDynamic : Order::kStatic;
 }
 
-/// Fills the parameters that all products have. A tile computes `column_step` columns of the
-/// output.
+/// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
 template <class Params>
 void set_operands(const Launch& launch, int column_step, Params* params) {
   const Fp8Matrices& w = launch.weights();

@@ -1,5 +1,6 @@
-// Quantises rows in bf16 to codes and scales; 128 columns of a row share a scale. The memory
-// bandwidth is the limit: an element is 2 bytes read and 1 byte written.
+// Quantises bf16 rows to codes and scales; 128 columns of a row share a scale. A thread has 16
+// elements, and eight neighbouring lanes find the scale of their block. Memory bandwidth limits the
+// kernel: it reads 2 bytes and writes 1 byte for each element.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
@@ -13,7 +14,7 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kEach = 16;                    // elements of a thread
+constexpr int kEach = 16;                    // elements that a thread quantises
 constexpr int kLanes = fp8::kBlock / kEach;  // lanes of a block
 using Two = Pair<__nv_bfloat16>;
 
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const Args p) {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= p.threads) return;  // whole blocks of 128 elements
+  if (at >= p.threads) return;  // all eight lanes of a block, because p.threads is a multiple of 8
   const std::uint32_t row = static_cast<std::uint32_t>(at / p.row_threads);
   const std::uint32_t column = static_cast<std::uint32_t>(at % p.row_threads) * kEach;
   const uint4* from = reinterpret_cast<const uint4*>(p.rows + row * p.row_stride + column);

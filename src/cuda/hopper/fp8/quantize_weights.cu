@@ -1,7 +1,7 @@
-// Quantises weight matrices. It reads the bf16 weights once and writes the codes of each matrix and
-// of its transpose. A CTA quantises one block of 128 x 128. It reads along the contiguous dimension
-// of the weights (16 bytes a thread), writes the codes in this orientation directly, and the
-// transposed codes through shared memory.
+// Quantises weight matrices: reads the bf16 weights once and writes the codes of each matrix and of
+// its transpose. A CTA quantises one block of 128 x 128. It reads along the contiguous dimension of
+// the weights (16 bytes a thread) and writes the codes in this orientation from registers. It
+// transposes the codes in shared memory.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
@@ -17,11 +17,12 @@ using Two = Pair<__nv_bfloat16>;
 
 constexpr int kThreads = 256;
 constexpr int kBlock = static_cast<int>(fp8::kBlock);
-constexpr int kEach = 8;                              // columns of a thread in one row
-constexpr int kAcross = kBlock / kEach;               // threads of a row
-constexpr int kRows = kBlock / (kThreads / kAcross);  // of a thread
+constexpr int kEach = 8;                              // columns that a thread reads of one row
+constexpr int kAcross = kBlock / kEach;               // threads that read one row
+constexpr int kRows = kBlock / (kThreads / kAcross);  // rows of which a thread reads columns
 
-/// The weights are matrices (down, across), with the stride `step` along `across`.
+/// Here a weight matrix has the dimensions (down, across), whatever they are in the layer: `across`
+/// is the contiguous one, or has the stride 2 if gate and up alternate.
 struct Args {
   const std::uint16_t* weights;
   std::int64_t expert_stride;
@@ -48,7 +49,7 @@ __device__ __forceinline__ uint4 load_eight(const std::uint16_t* from, int step)
   return {__byte_perm(first.x, first.y, 0x5410), __byte_perm(first.z, first.w, 0x5410),
           __byte_perm(second.x, second.y, 0x5410), __byte_perm(second.z, second.w, 0x5410)};
 }
-/// Every second element, from the second one of `from` on.
+/// Every second element, from the second element of `from` on, as four words.
 __device__ __forceinline__ uint4 load_eight_odd(const std::uint16_t* from) {
   const uint4 first = __ldg(reinterpret_cast<const uint4*>(from));
   const uint4 second = __ldg(reinterpret_cast<const uint4*>(from) + 1);
@@ -73,7 +74,7 @@ __device__ __forceinline__ std::uint32_t largest_of(const uint4& v) {
   return most;
 }
 
-/// The largest value of all threads.
+/// The largest value of all threads of the CTA.
 __device__ __forceinline__ std::uint32_t largest_of_block(std::uint32_t own) {
   __shared__ std::uint32_t of_warp[kThreads / 32];
   own = __reduce_max_sync(~0u, own);
@@ -85,14 +86,14 @@ __device__ __forceinline__ std::uint32_t largest_of_block(std::uint32_t own) {
   return most;
 }
 
-/// The position, in the tile of codes, of word `word` of a row: columns 4 * word .. 4 * word + 3.
-/// The words of each group of sixteen rows are permuted differently, so that neither writes along
-/// rows nor reads along columns have bank conflicts.
+/// The position in the tile of codes of word `word` of a row, which has columns 4 * word .. 4 *
+/// word + 3. Each group of sixteen rows has another permutation of the words in a row, so that
+/// neither writes along rows nor reads along columns have bank conflicts.
 __device__ __forceinline__ int tile_word(int row, int word) {
   return row * (kBlock / 4) + (word ^ (row / 16) * 4);
 }
 
-/// Four words of four codes, transposed: word j of the result has byte j of each input word.
+/// Transposes four words of four codes: word j of the result has byte j of each input word.
 __device__ __forceinline__ uint4 transpose(const std::uint32_t (&w)[4]) {
   const std::uint32_t low01 = __byte_perm(w[0], w[1], 0x5140);
   const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);
@@ -102,10 +103,10 @@ __device__ __forceinline__ uint4 transpose(const std::uint32_t (&w)[4]) {
           __byte_perm(high01, high23, 0x5410), __byte_perm(high01, high23, 0x7632)};
 }
 
-/// A thread writes 16 codes of each of four rows of the transposed matrix.
+/// Writes the transposed block: each thread writes 16 codes in each of four rows of the transpose.
 __device__ __forceinline__ void write_transposed(const std::uint32_t* tile, std::uint8_t* to,
                                                  std::int64_t row_bytes) {
-  const int group = threadIdx.x & 7;  // of sixteen rows of the tile
+  const int group = threadIdx.x & 7;  // a group is sixteen rows of the tile
   const int word = threadIdx.x >> 3;
   uint4 out[4];
 #pragma unroll
@@ -135,8 +136,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
   const int first = threadIdx.x / kAcross;
   const std::uint16_t* from = p.weights + blockIdx.z * p.expert_stride + down * p.down_stride +
                               (across + lane * kEach) * p.step;
-  // If gate and up alternate, up begins one element after gate, at an odd element. Then the loads
-  // begin one element earlier, to be aligned.
+  // If gate and up alternate, up begins one element after gate. Then its loads begin one element
+  // earlier, because 16-byte loads must be aligned, and every second element is taken.
   const bool odd = (reinterpret_cast<std::uintptr_t>(p.weights) & 2) != 0;
   uint4 words[kRows];
   std::uint32_t most = 0;
@@ -168,8 +169,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
       p.transposed_row);
 }
 
-/// The outputs for one matrix (rows, columns) of an expert: its codes, the codes of its transpose,
-/// and the scales by block of rows and block of columns.
+/// Where the results for the matrices (rows, columns) of all experts are written: the codes, the
+/// codes of the transposes, and the scales by block of rows and block of columns.
 struct Target {
   std::uint8_t* codes;
   std::int64_t codes_expert;

@@ -1,8 +1,8 @@
-// The parts of the FP8 kernels, by role.
+// The FP8 kernels and their parts: producer of A, tile order, epilogue, B.
 //
-//   | role    | producer      | scheduler       | epilogue   | B                         |
-//   | up      | Fp8GatherRows | RowTiles        | Fp8Act     | W1: gate and up by halves |
-//   | down    | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W2                        |
+//   | product | producer      | tile order      | epilogue   | B                         |
+//   | H, A    | Fp8GatherRows | RowTiles        | Fp8Act     | W1: gate and up by halves |
+//   | Y       | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W2                        |
 //   | dX~     | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W1 transposed: K is the n |
 //   |         |               |                 |            | of gate, then the n of up |
 //   | dH      | Fp8GatherRows | RowTiles        | Fp8ActGrad | W2 transposed             |

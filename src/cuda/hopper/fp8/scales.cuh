@@ -1,4 +1,5 @@
-// The scales of a pipeline stage, in shared memory: of its rows, and of the weights of each unit.
+// The scales of a pipeline stage in shared memory: one for each row, and one weight scale for each
+// unit.
 #pragma once
 
 #include "cuda/hopper/fp8/params.h"
@@ -7,8 +8,8 @@
 
 namespace sonicmoe::cuda {
 
-/// The address of a stage's row scales, one float for each of 128 rows. If TMA loads them, the
-/// scales of up to three earlier rows lie before the scale of the tile's first row.
+/// The address of a stage's row scales, one float for each of the tile's 128 rows. If TMA loads
+/// them, up to three scales of earlier rows come first (Fp8TmaRows::rows_before()).
 __device__ __forceinline__ std::uint32_t row_scales(const Fp8Cta& cta, int stage) {
   return cta.base + Fp8SharedLayout::kScales + stage * Fp8SharedLayout::kStageScales;
 }
@@ -17,9 +18,10 @@ __device__ __forceinline__ std::uint32_t weight_scales(const Fp8Cta& cta, int st
   return row_scales(cta, stage) + Fp8SharedLayout::kStageWeights;
 }
 
-/// Starts the copy of a weight scale, that of unit `unit` and k tile `kt`, into a stage. If the
-/// matrix has no columns for the second unit, the scale is that of the first, and nothing reads the
-/// results.
+/// Starts the copy of the weight scale of unit `unit` and k tile `kt` into a stage. If the second
+/// unit lies past the last column of the matrix, its scale would lie outside the array. So the
+/// scale of the first unit is copied instead; results of columns that do not exist are never
+/// stored.
 __device__ __forceinline__ void copy_weight_scale(const Fp8WeightScales& p, const CtaTile& tile,
                                                   int unit, int kt, const Fp8Cta& cta, int stage) {
   const int block = tile.column / kFp8Block;

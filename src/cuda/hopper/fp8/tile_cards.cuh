@@ -1,10 +1,16 @@
-// The tiles of a CTA, which the producer hands to the consumers through shared memory. The producer
-// looks a tile up while it loads the tile before it, so no consumer waits for the look-up.
+// Cards: the producer writes the description of each tile of the CTA to a card in shared memory,
+// and the consumers read it there. The producer looks a tile up while it loads the previous tile.
+// So no consumer waits for the look-up, a chain of dependent loads.
 //
-// No mbarrier tells when a card may be overwritten, because the pipeline's stages tell it. The
-// producer's thread 0 writes the card of tile i + 1 when it has got a stage for tile i. Three k
-// tiles earlier the same stage held a k tile of tile i - 3 or of a later tile, and the consumers
-// have released it. So they do not read card i - 7 any more, whose place card i + 1 takes.
+// There are kFp8Cards = 8 cards, and tile i has card i % 8. A card needs an mbarrier that says that
+// it is written, but none that says that it may be overwritten, because the pipeline's stages imply
+// it:
+//
+//   1. The producer's thread 0 writes the card of tile i + 1 after it has waited for an empty stage
+//      for a k tile of tile i.
+//   2. Before, this stage held the k tile three k tiles earlier. That k tile belongs to tile i - 3
+//      or a later one, because every tile has at least one k tile, and all consumers released it.
+//   3. So no consumer still reads the card of tile i - 7, which the card of tile i + 1 overwrites.
 #pragma once
 
 #include "cuda/hopper/engine/tile_queue.cuh"
@@ -20,7 +26,7 @@ __device__ __forceinline__ ptx::Mbarrier card_full(const Fp8Cta& cta, int card) 
   return ptx::Mbarrier(cta.base + Fp8SharedLayout::kCardFull + card * 8);
 }
 
-/// For the producer's thread 0: writes one card after the other.
+/// Writes one card after the other. Only the producer's thread 0 may call it.
 class CardWriter {
  public:
   __device__ __forceinline__ explicit CardWriter(const Fp8Cta& cta) : cta_(cta) {}
@@ -30,7 +36,7 @@ class CardWriter {
     ptx::store_words(at + 8, tile.valid_rows, tile.column);
     publish();
   }
-  /// After the last tile.
+  /// Writes the card that follows the last tile: its first word is kNoTile.
   __device__ __forceinline__ void write_end() {
     ptx::store_word(next(), kNoTile);
     publish();
@@ -49,15 +55,16 @@ class CardWriter {
   std::uint32_t next_ = 0;
 };
 
-/// A consumer warp's way through the tiles. Its state is in shared memory, because products and
-/// epilogues need the registers.
+/// Reads the cards, for one consumer warp. Its state is in shared memory, because products and
+/// epilogues need the registers: cards read, parity of the epilogue's input, stage and parity of
+/// the operand pipeline.
 class ConsumerTiles {
  public:
   __device__ __forceinline__ explicit ConsumerTiles(const Fp8Cta& cta) : cta_(cta) {
     write(state(), 0, 0);
   }
 
-  /// Goes to the next tile. False: there is none.
+  /// Waits for the next card. Returns false if there are no more tiles.
   __device__ __forceinline__ bool next() {
     const std::uint32_t read = cards_read();
     const int card = read % kFp8Cards;
@@ -75,17 +82,18 @@ class ConsumerTiles {
     tile.column = static_cast<int>(words.w);
     return tile;
   }
-  /// Number of cards read, with that of the end.
+  /// Number of cards read, including the card after the last tile.
   __device__ __forceinline__ std::uint32_t cards_read() const { return ptx::load_word(state()); }
 
-  /// The mbarrier parity of the epilogue's next input: 0, 1, 0, ...
+  /// Returns the mbarrier parity for which the epilogue's next input is awaited: 0, 1, 0, ...
   __device__ __forceinline__ std::uint32_t next_input_parity() const {
     const std::uint32_t parity = input_parity();
     write(state(), cards_read(), parity ^ 1);
     return parity;
   }
 
-  /// save() and restore() keep a position in the operand pipeline during an epilogue.
+  /// save() writes the position in the operand pipeline to shared memory and restore() reads it, so
+  /// that it takes no registers during an epilogue.
   using Ring = RingPosition<kFp8Tile.stages>;
   __device__ __forceinline__ void save(const Ring& ring) const {
     write(state() + 8, ring.stage, ring.parity);

@@ -1,6 +1,6 @@
-// Producer: loads rows of codes in expert order, and their scales, by TMA. Thread 0 issues all
-// loads; it copies the scales of the weights by cp.async. In dynamic order thread 32 of the
-// cluster's first CTA takes the tile indices from the counter.
+// Producer for rows in expert order. Thread 0 issues all loads: rows of codes, their scales and B
+// by TMA, the weight scales by cp.async. It also writes the cards (tile_cards.cuh). In dynamic
+// order thread 32 of the cluster's first CTA runs the tile scheduler.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -23,8 +23,8 @@ struct Fp8TmaRows {
     ptx::prefetch_map(&p.rows);
     ptx::prefetch_map(&p.scales);
   }
-  /// The number of rows whose scales lie before the scales of the tile's rows: a box of row scales
-  /// begins at a multiple of four rows.
+  /// The number of earlier rows whose scales come before the scales of the tile's rows in a stage,
+  /// because a box of row scales begins at a multiple of four rows.
   static __device__ __forceinline__ int rows_before(const CtaTile& tile) { return tile.row & 3; }
 
   template <class Gemm>

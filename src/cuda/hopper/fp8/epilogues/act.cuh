@@ -1,8 +1,9 @@
-// Epilogue of the up-projection: H = r(acc + b1) and A = q(r(act(H))). H is kept as codes and
-// scales, or in bf16, or not at all (inference).
+// Epilogue of the up-projection: computes H = r(acc + b1) and A = q(r(act(H))). Stores the codes
+// and scales of A, and H as codes and scales, in bf16, or not at all (inference).
 //
-// With a gate, a tile is 128 columns of gate and the same 128 columns of up, and a thread has both
-// values of a column. Without a gate it is two blocks of 128 columns.
+// With a gate, a tile has 128 columns of gate and the same 128 columns of up, and a thread has the
+// gate and the up value of each of its columns. Without a gate a tile has two blocks of 128
+// columns.
 #pragma once
 
 #include "cuda/hopper/epilogues/rounding.cuh"
@@ -63,6 +64,8 @@ struct Fp8Act {
     }
   }
 
+  /// Adds the staged bias, if there is one, and rounds a unit. `column` is the unit's first column
+  /// in the tile.
   static __device__ __forceinline__ void round(const Params& p, BlockWords& words,
                                                const float* sums, const Fp8Staging& staging,
                                                int column) {
@@ -78,9 +81,9 @@ struct Fp8Act {
     }
   }
 
-  /// Stores H in the form in which it is kept, then A. `first` is gate (H without a gate) and is
-  /// overwritten by A; `second` is up. An H in bf16 goes through the boxes: gate through 0 and 1,
-  /// up through 2 and 3.
+  /// Stores H in the form in which it is kept, then computes and stores A. `first` has gate (or H,
+  /// if there is no gate); A overwrites it. `second` has up. An H in bf16 is stored from the store
+  /// boxes: gate from boxes 0 and 1, up from 2 and 3.
   template <int kParts>
   static __device__ __forceinline__ void finish(const Params& p, BlockWords& first,
                                                 BlockWords& second, int block, const CtaTile& tile,

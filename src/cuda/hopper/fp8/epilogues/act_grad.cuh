@@ -1,17 +1,18 @@
-// Epilogue of dH. The accumulator is dA' = dO W2 and is never rounded. From it, the kept H and the
-// row's score s the epilogue computes dH = r(act'(H) s dA') and its codes, A' = r(s act(H)), and
-// dS = sum of dA' r(act(H)).
+// Epilogue of dH. The accumulator has dA' = dO W2, which is never rounded. From dA', the kept H and
+// the row's score s the epilogue computes dH = r(act'(H) s dA') and its codes, A' = r(s act(H)),
+// and dS = sum of dA' r(act(H)).
 //
-// A tile is two units of 128 columns, which are computed one after the other. TMA loads the H of a
-// unit into the store boxes; the H of the first unit is loaded during the tile's products. A warp
-// writes A' and dH over the H that it has read. The boxes hold, one after the other:
+// A tile has two units of 128 columns, which are computed one after the other. TMA loads the H of a
+// unit into the store boxes. The H of the first unit is loaded while the tile's products run. A
+// warp writes A' and dH over the H that it has read. Over time the boxes hold:
 //
 //   H kept as | boxes 0, 1                       | boxes 2, 3
-//   codes     | H (gate, up), A', next unit's H  | first half of dH, second half
-//   bf16      | gate, A'                         | up, then the halves of dH
+//   codes     | H (gate, up), A', next unit's H  | first half of dH, second half of dH
+//   bf16      | gate, A'                         | up, first half of dH, second half of dH
 //
-// The halves of dH are gate and up. If these alternate in dH, they are the columns of dH that
-// belong to the first and to the last 64 columns of A.
+// The first half of dH is dH of gate, the second half is dH of up. If gate and up alternate in dH,
+// the first half has the columns of dH that belong to the first 64 columns of A, the second half
+// those of the last 64. Without a gate, boxes 2 and 3 hold the whole dH of the unit.
 #pragma once
 
 #include "cuda/hopper/fp8/epilogues/codes.cuh"
@@ -31,15 +32,16 @@ struct Fp8ActGrad {
   using Two = Pair<__nv_bfloat16>;
   using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
-  /// Whether words are computed one after the other, as all kernels but this one need, which would
-  /// otherwise spill registers.
+  /// Whether the words of a unit are computed one after the other. Without this order ptxas
+  /// computes several words at once and spills registers. Only the kernel of SwiGLU with H kept as
+  /// codes has enough registers without it.
   static constexpr bool kOrdered = !kCodes || kKind != ActivationKind::kSwiGLU;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
   static __device__ __forceinline__ void init(const Fp8Cta& cta) {
     for (int warpgroup = 0; warpgroup < kConsumers; warpgroup++) input(cta, warpgroup).init(1);
   }
 
-  /// Starts the loads of scores, and of H and its scales.
+  /// Starts the loads of the scores, of the first unit's H, and of the scales of both units' H.
   static __device__ __forceinline__ void begin(const Params& p, const ConsumerTiles& tiles,
                                                const Fp8Cta& cta, const Fp8Staging& staging,
                                                Rows rows) {
@@ -69,7 +71,7 @@ struct Fp8ActGrad {
   static __device__ __forceinline__ void run(const Params& p, float (&sums)[128],
                                              const ConsumerTiles& tiles, const Fp8Cta& cta,
                                              const Fp8Staging& staging, Rows rows) {
-    ptx::copies_wait();  // for begin()'s copies
+    ptx::copies_wait();  // the copies that begin() has started
     __syncwarp();
     float score[2] = {0.0f, 0.0f};
     // Not unrolled, because the code of two units would not fit the instruction cache.
@@ -86,7 +88,7 @@ struct Fp8ActGrad {
       for (int i = 0; i < 64; i++) sums[i] = sums[64 + i];
     }
     store_scores(p, tiles.current(), rows, score);
-    __syncwarp();  // all lanes have read their scales, which begin() may overwrite
+    __syncwarp();  // all lanes have read the scales, which the next tile's begin() overwrites
   }
 
  private:
@@ -108,13 +110,13 @@ struct Fp8ActGrad {
   static __device__ __forceinline__ bool alternates(const Params& p) {
     return kParts == 2 && p.alternates != 0;
   }
-  /// The block of columns of H and dH.
+  /// The block of 128 columns of H and of dH; the blocks of up follow those of gate.
   static __device__ __forceinline__ int block_of(const Params& p, const CtaTile& tile, int unit,
                                                  int part) {
     return part * (p.width / kFp8Block) + tile.column / kFp8Block + unit;
   }
 
-  /// A unit, and functions that read its H.
+  /// One unit of the tile, and functions that read its H from the store boxes.
   struct Source {
     const Params& p;
     const ConsumerTiles& tiles;
@@ -127,9 +129,10 @@ struct Fp8ActGrad {
       return tiles.current().column + unit * kFp8Block;
     }
 
-    /// Reads this lane's codes of the 16 columns from 16 * step on: two of each eight columns. A
-    /// word has the codes of the lane's first row in its low half, and the codes of the lane's
-    /// second row in its high half.
+    /// Reads this lane's codes of the 16 columns from 16 * step on: two codes of each eight
+    /// columns, in each of the lane's two rows. A word has the two codes of the first row in its
+    /// low half and the two codes of the second row in its high half. `after` is always 0
+    /// (differentiate()).
     __device__ __forceinline__ void read_codes(std::uint32_t* to, int part, int step,
                                                std::uint32_t after) const {
       const int lane = ptx::lane();
@@ -139,7 +142,7 @@ struct Fp8ActGrad {
       to[0] = ptx::load_half_word(at) | ptx::load_half_word(at + 8 * 128) << 16;
       to[1] = ptx::load_half_word(at + 8) | ptx::load_half_word(at + 8 + 8 * 128) << 16;
     }
-    /// Converts the codes of 16 columns. The values are bf16 values, in fp32.
+    /// Dequantises the codes of 16 columns. The results are exact in bf16 and are returned as fp32.
     __device__ __forceinline__ void decode(float2 (&to)[4], const std::uint32_t* codes,
                                            int part) const {
       const std::uint32_t at =
@@ -151,17 +154,17 @@ struct Fp8ActGrad {
         to[i] = {v.x * scale[i & 1], v.y * scale[i & 1]};
       }
     }
-    /// Reads the words of 16 columns of an H in bf16.
+    /// Reads this lane's words of 16 columns of an H in bf16.
     __device__ __forceinline__ void read_elements(std::uint32_t (&to)[4], int part, int step,
                                                   std::uint32_t offset) const {
       ptx::load_matrices(to, matrix_address(staging, part * 2, offset, step));
     }
   };
 
-  /// Loads a unit's H into the boxes: one box of codes, or two of bf16, for gate and for up. Waits
-  /// until earlier stores have read the boxes.
+  /// Starts the load of a unit's H into the store boxes, after earlier stores have read them. Gate
+  /// and up take one box each as codes, two boxes each in bf16.
   static __device__ __forceinline__ void load_h(const Source& s) {
-    constexpr int kBoxes = kCodes ? 1 : 2;  // of a part
+    constexpr int kBoxes = kCodes ? 1 : 2;  // of gate, and of up
     const ptx::Mbarrier full = input(s.cta, warpgroup());
     const CtaTile tile = s.tiles.current();
     ptx::tma_wait_read();
@@ -175,30 +178,34 @@ struct Fp8ActGrad {
     }
   }
 
-  /// For ldmatrix and stmatrix: this lane's offset of columns 0 .. 15 in a box, row lane % 8 of
-  /// matrix lane / 8, swizzled. The lane is read anew in each unit: offsets that were kept from
-  /// tile to tile would take registers from the products.
+  /// For ldmatrix and stmatrix of columns 0 .. 15 of a box: the swizzled offset of row lane % 8 of
+  /// matrix lane / 8. The thread number is read again in each unit, so that the compiler does not
+  /// keep the offset from tile to tile, in a register that the products need.
   static __device__ __forceinline__ std::uint32_t matrix_offset() {
     const int thread = ptx::thread();
     const int row = (thread >> 5 & 3) * 16 + (thread & 15);
     return row * 128 + (((thread >> 4 & 1) ^ (thread & 7)) << 4);
   }
-  /// The address of 16 columns, from column 16 * step on, in the two boxes `box` and `box` + 1.
+  /// This lane's address for the 16 columns from 16 * step on, in the boxes `box` (columns 0 .. 63)
+  /// and `box` + 1. `offset` is matrix_offset().
   static __device__ __forceinline__ std::uint32_t matrix_address(const Fp8Staging& staging, int box,
                                                                  std::uint32_t offset, int step) {
     return staging.box(box + step / 4) + (offset ^ (step % 4 * 2) << 4);
   }
 
-  /// H of a unit becomes dH (`first` and `second`, gate and up). A' is written to boxes 0 and 1: 16
-  /// columns of A' lie over 32 codes, so codes of gate are read ahead. Unless gate and up
-  /// alternate, dH of gate is written to boxes 2 and 3.
+  /// Computes dH of a unit (`first`: gate, `second`: up), writes A' to boxes 0 and 1 and adds to
+  /// dS (`score`). Unless gate and up alternate, also writes dH of gate to boxes 2 and 3.
+  ///
+  /// If H is kept as codes, the 16 columns of A' that step s writes overwrite 32 codes. So step s
+  /// first reads 32 codes of gate (`ahead`), from which steps 2s and 2s + 1 compute.
   static __device__ __forceinline__ void differentiate(const Source& h, const float* sums,
                                                        float (&score)[2], BlockWords& first,
                                                        BlockWords& second) {
     const std::uint32_t offset = matrix_offset();
     std::uint32_t ahead[16];
-    // Always 0, but computed from the score of the previous word, which ptxas does not know to be
-    // 0. Without this dependence ptxas computes several words at once and has too few registers.
+    // Always 0, but ptxas does not know it: if kOrdered, it is computed from the previous word's
+    // score. Addresses and the row's score are computed from `after`, so ptxas cannot begin a word
+    // before the previous word is finished.
     std::uint32_t after = 0;
 #pragma unroll
     for (int step = 0; step < 8; step++) {
@@ -222,8 +229,8 @@ struct Fp8ActGrad {
       std::uint32_t a[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        // Each word has its own sum. In one chain of additions, terms that wait to be added would
-        // occupy registers.
+        // Each word sums its part of dS by itself. ptxas would run one long chain of additions
+        // late, and the terms would occupy registers until then.
         float part = 0.0f;
         const float s = __uint_as_float(__float_as_uint(h.staging.row_scale(0, i & 1)) + after);
         const float* grad = sums + step * 8 + 2 * i;
@@ -246,9 +253,10 @@ struct Fp8ActGrad {
     }
   }
 
-  /// Stores A', dH and its codes. A block is quantised while the TMA reads the boxes. If H is kept
-  /// as codes, the load of the next unit's H begins when the store of A' has read its boxes. An H
-  /// in bf16 is loaded by run(), after all stores of this unit.
+  /// Stores A', dH and the codes of dH. The first half of dH is quantised while the TMA reads the
+  /// boxes of A' and of this half. If H is kept as codes, the load of the next unit's H begins when
+  /// the TMA has read these boxes. run() loads an H in bf16 later, after all stores of this unit
+  /// have read their boxes, because up's H takes the boxes of dH.
   static __device__ __forceinline__ void store_gradient(const Source& s, BlockWords& first,
                                                         BlockWords& second) {
     const Params& p = s.p;
@@ -289,7 +297,7 @@ struct Fp8ActGrad {
     }
   }
 
-  /// Writes 64 columns of gate and of up as 128 alternating columns, to two boxes.
+  /// Writes 64 columns of gate and of up as 128 alternating columns, to boxes 2 and 3.
   template <int kHalf>
   static __device__ __forceinline__ void write_alternating(const Fp8Staging& staging,
                                                            const BlockWords& gate,
@@ -309,7 +317,8 @@ struct Fp8ActGrad {
     }
   }
 
-  /// Sums dS over the four lanes of a row, in a fixed order, and writes the tile's part of the sum.
+  /// Sums the parts of dS that the four lanes of a row have, in a fixed order, and writes the sum
+  /// over the tile's columns to score_parts.
   static __device__ __forceinline__ void store_scores(const Params& p, const CtaTile& tile,
                                                       Rows rows, const float (&score)[2]) {
     const int thread = ptx::thread();

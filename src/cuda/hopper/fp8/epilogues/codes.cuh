@@ -1,5 +1,6 @@
-// Quantises the block of 16 rows by 128 columns that a warp holds: bf16 words become codes and one
-// scale for each row (core/fp8_quantize.h has the rule).
+// Quantises the block of 16 rows by 128 columns that a warp holds in registers: converts bf16 words
+// to codes, with one scale for each row (core/fp8_quantize.h has the rule). A lane holds two rows,
+// lane / 4 and lane / 4 + 8, and two of each eight columns (math/fragment.cuh).
 #pragma once
 
 #include "core/fp8_quantize.h"
@@ -14,7 +15,8 @@
 
 namespace sonicmoe::cuda {
 
-/// 16 rows by 128 columns of bf16: words 2i and 2i + 1 hold columns 8i .. 8i + 7.
+/// A lane's words of 16 rows by 128 columns of bf16: words 2i (first row) and 2i + 1 (second row)
+/// hold its two of columns 8i .. 8i + 7.
 struct BlockWords {
   Fragment half[2];
   __device__ __forceinline__ std::uint32_t& operator[](int i) { return half[i / 16][i % 16]; }
@@ -23,15 +25,15 @@ struct BlockWords {
 
 using Fp8Staging = Staging<kFp8Tile>;
 
-/// Takes, for each of the lane's two rows, a word with the maxima of even and of odd columns.
-/// Returns the maximum of the first row in the low half and the maximum of the second row in the
-/// high half.
+/// Each argument belongs to one of the lane's two rows: its halves are the maxima over even columns
+/// and over odd columns. Returns the maximum of the first row in the low half of a word, that of
+/// the second row in the high half.
 __device__ __forceinline__ std::uint32_t of_both_columns(std::uint32_t first,
                                                          std::uint32_t second) {
   return __vmaxu2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
 }
-/// Largest absolute values of both rows over the lane's columns, as bf16 bits; infinity counts, NaN
-/// does not.
+/// The largest absolute value in each of the two rows over the lane's columns, as bf16 bits.
+/// Infinity counts; NaN is ignored.
 __device__ __forceinline__ std::uint32_t largest(const BlockWords& words) {
   __nv_bfloat162 most[2] = {__float2bfloat162_rn(0.0f), __float2bfloat162_rn(0.0f)};
 #pragma unroll
@@ -42,13 +44,13 @@ __device__ __forceinline__ std::uint32_t largest(const BlockWords& words) {
   return of_both_columns(*reinterpret_cast<const std::uint32_t*>(&most[0]),
                          *reinterpret_cast<const std::uint32_t*>(&most[1]));
 }
-/// The maxima over all columns of the block, which four lanes hold.
+/// The maxima over all 128 columns, from the maxima of the four lanes that hold a row.
 __device__ __forceinline__ std::uint32_t largest_of_rows(std::uint32_t own) {
   own = __vmaxu2(own, __shfl_xor_sync(~0u, own, 1));
   return __vmaxu2(own, __shfl_xor_sync(~0u, own, 2));
 }
 
-/// 0xffff in each half of a word that is infinite or NaN.
+/// Returns 0xffff in each half whose bf16 value is infinite or NaN, and 0 in the others.
 __device__ __forceinline__ std::uint32_t not_finite(std::uint32_t word) {
   return __vcmpgeu2(word & 0x7fff7fffu, 0x7f807f80u);
 }
@@ -64,17 +66,18 @@ __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words)
   return of_both_columns(most[0], most[1]);
 }
 
-/// Whether a block's words are used after it is quantised.
+/// Whether the caller reads a block's words after they are quantised (kUsed) or not (kDone). Words
+/// that are not read may be changed.
 enum class Words { kDone, kUsed };
 
-/// Turns infinities into NaN, whose code they get: the conversion alone would turn them into 448.
-/// Adding 0 times an element makes infinity NaN and changes no finite value.
+/// Returns `sum` + 0 * `word`: `sum`, with NaN where `word` is infinite. Infinities must get the
+/// NaN code, but the conversion to e4m3 alone would saturate them to 448.
 __device__ __forceinline__ __nv_bfloat162 without_infinities(__nv_bfloat162 word,
                                                              __nv_bfloat162 sum) {
   return __hfma2(word, __float2bfloat162_rn(0.0f), sum);
 }
 
-/// The scales of the lane's two rows. Words that are not used later lose their infinities.
+/// Computes the scales of the lane's two rows. With kDone, infinities in `words` become NaN.
 template <Words kWords>
 __device__ __forceinline__ void find_scales(float (&scale)[2], BlockWords& words) {
   std::uint32_t most = largest_of_rows(largest(words));
@@ -93,8 +96,8 @@ __device__ __forceinline__ void find_scales(float (&scale)[2], BlockWords& words
   scale[1] = fp8::scale_of(most & 0xffff0000u);
 }
 
-/// The word's elements times the inverse of the scale. A product is exact in bf16 unless it is
-/// subnormal, and then its code is 0 in any case.
+/// The two elements of a word times the inverse of the scale, in bf16. A product is exact unless it
+/// is subnormal in bf16; then its code is 0, rounded or not.
 template <Words kWords>
 __device__ __forceinline__ std::uint32_t scaled(std::uint32_t word, __nv_bfloat162 inverse) {
   const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
@@ -112,10 +115,10 @@ __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t first, std::uint
   return ptx::to_e4m3(Two::low(first), Two::high(first), Two::low(second), Two::high(second));
 }
 
-/// Four lanes have the codes of a row, each two of every group of eight columns. gather() gives
-/// lane j of the four all codes of group j.
-///
-/// Written as (lane, group) with two codes each, lane 0 comes to its codes by two exchanges:
+/// Reorders the codes of 32 columns of a row, four groups of eight columns, among the four lanes
+/// that hold the row. Before, each lane has two codes of each group; after gather(), lane j of the
+/// four has all eight codes of group j. This takes two exchanges. With (lane, group) for two codes,
+/// lane 0 gets its codes as follows:
 ///
 ///   has (0, 0) (0, 1) (0, 2) (0, 3) | from lane 2: (2, 0) (2, 1) | from lane 1: (1, 0) (3, 0)
 class GroupGatherer {
@@ -131,7 +134,7 @@ class GroupGatherer {
     low_ = upper_ ? other_lane_pair : own_lane_pair;
     high_ = upper_ ? own_lane_pair : other_lane_pair;
   }
-  /// `first`: this lane's codes of groups 0 and 1, `second`: of groups 2 and 3.
+  /// `first` has this lane's codes of groups 0 and 1, `second` those of groups 2 and 3.
   __device__ __forceinline__ uint2 gather(std::uint32_t first, std::uint32_t second) const {
     // Lanes l and l ^ 2 exchange: lanes 0 and 1 keep groups 0 and 1, lanes 2 and 3 groups 2 and 3.
     const std::uint32_t own = upper_ ? second : first;
@@ -148,9 +151,9 @@ class GroupGatherer {
   std::uint32_t keep_, send_, low_, high_;  // selectors of __byte_perm
 };
 
-/// Quantises block `block` of the columns and stores its codes and scales. Rows past the expert's
-/// end are not stored. The codes go straight to global memory, 32 bytes of a row at once, because
-/// store boxes would have to be waited for.
+/// Quantises `words`, block `block` of the columns, and stores the codes and scales. Rows past the
+/// expert's last row are not stored. Four lanes store 32 bytes of a row at once, from registers to
+/// global memory: through store boxes, the warp would have to wait until the TMA has read them.
 template <Words kWords>
 __device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, int block, BlockWords& words,
                                                 const CtaTile& tile, Rows rows) {

@@ -1,5 +1,5 @@
-// Epilogue that adds a bias or multiplies by a row scale (both optional), rounds and stores.
-// Y = r(acc + b2), dX~ = r(acc).
+// Epilogue of Y = r(acc + b2) and dX~ = r(acc): adds a bias or multiplies each row by a scale (both
+// optional), rounds to bf16 and stores by TMA.
 #pragma once
 
 #include "cuda/hopper/epilogues/rounding.cuh"
