@@ -1,6 +1,6 @@
-// The activations and their derivatives on single fp32 values, which were rounded as H is
-// (docs/method.md has the formulas). docs/architecture.md, "Adding things", says how to add an
-// activation.
+// The activations and their derivatives on single fp32 values, which were rounded to H's dtype
+// before (docs/method.md has the formulas). docs/architecture.md, "Adding things", says how to add
+// an activation.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,8 @@
 
 namespace sonicmoe::cuda {
 
-/// The columns of H and dH: [all gates | all ups], or gate and up alternating (paired weights).
+/// The order of the columns of H and dH: kSplit has all gates, then all ups; in kPaired gate and up
+/// alternate.
 enum class HLayout { kSplit, kPaired };
 
 inline constexpr float kLog2E = 1.4426950409f;
@@ -21,17 +22,20 @@ __device__ __forceinline__ float sigmoid_of_power(float x) {
   return ptx::reciprocal(1.0f + ptx::exp2(x));
 }
 
-/// f(x), with the same bits as value() gives in forward, and f'(x) g.
+/// The result of slope(x, g). `value` is f(x), with the same bits as value(x) gives in forward;
+/// `times` is f'(x) g.
 struct Slope {
   float value;
   float times;
 };
 
-// Functions of one value: an activation without a gate, or the function of the gate in Gated below.
-// slope() writes f g exactly as Gated::gradient() does, so that the compiler computes the product
-// once. Wherever a product is added to something, the code itself chooses between fmaf and two
-// operations. If the compiler chose, value() and slope() could round differently, and backward
-// would compute another A than forward stored.
+// Functions f of one value: an activation without a gate, or the function of the gate in Gated
+// below.
+// - slope() writes the product f g exactly as Gated::gradient() does, so that the compiler computes
+//   it once.
+// - Where a product is added to a value, the code says explicitly whether to use fmaf or two
+//   operations. If the compiler chose, value() and slope() could round differently, and backward
+//   would compute another A than forward stored.
 
 struct Silu {
   static __device__ __forceinline__ float sigmoid(float x) { return sigmoid_of_power(-kLog2E * x); }
@@ -84,7 +88,7 @@ struct GeluTanh {
   }
 };
 
-/// NaN stays NaN; the derivative at 0 is 0.
+/// value() keeps NaN; the derivative at 0 is 0.
 struct Relu {
   static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x; }
   static __device__ __forceinline__ Slope slope(float x, float g) {
@@ -99,7 +103,8 @@ struct Relu2 {
   }
 };
 
-/// act(H), and g times the derivatives of act by gate and by up; without a gate by_up is 0.
+/// The result of gradient(): act(H), and g times the derivatives of act by gate and by up. Without
+/// a gate, by_gate is the derivative by H and by_up is 0.
 struct Gradient {
   float value;
   float by_gate;

@@ -6,31 +6,32 @@
 
 namespace sonicmoe::cuda {
 
-/// Two columns of A = r(act(H)), from words of the rounded H.
+/// Computes a word of A = r(act(H)), which has two columns, from words of the rounded H.
 template <class Element, ActivationKind kKind>
 struct ActivationWords {
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
 
-  /// HLayout::kSplit: a word of gates and the word of ups of the same two columns.
+  /// For HLayout::kSplit: `gate` has the gates and `up` the ups of the two columns.
   static __device__ __forceinline__ std::uint32_t split(std::uint32_t gate, std::uint32_t up,
                                                         const ActivationScalars& scalars) {
     return Two::pack(Act::value(Two::low(gate), Two::low(up), scalars),
                      Act::value(Two::high(gate), Two::high(up), scalars));
   }
-  /// HLayout::kPaired: each word is one column's gate (low) and up (high).
+  /// For HLayout::kPaired: each word has the gate (low) and the up (high) of one column.
   static __device__ __forceinline__ std::uint32_t paired(std::uint32_t first, std::uint32_t second,
                                                          const ActivationScalars& scalars) {
     return Two::pack(Act::value(Two::low(first), Two::high(first), scalars),
                      Act::value(Two::low(second), Two::high(second), scalars));
   }
-  /// Without a gate.
+  /// For activations without a gate: `h` has H of the two columns.
   static __device__ __forceinline__ std::uint32_t plain(std::uint32_t h) {
     return Two::pack(Act::value(Two::low(h)), Act::value(Two::high(h)));
   }
 };
 
-/// Two neighbouring columns of one row in backward.
+/// Backward of the activation for two neighbouring columns of one row. The words of H, and of dH
+/// after the call:
 ///
 ///   | layout           | first                   | second                  |
 ///   | kSplit, gated    | gates of both columns   | ups of both columns     |
@@ -41,9 +42,9 @@ struct ActivationGradientWords {
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
 
-  /// grad: dA' of the columns in fp32, not scaled; s: the row's routing weight. Overwrites H by
-  /// dH = r(act'(H) s dA'), adds the columns' part of dS = sum of dA' r(act(H)) to `score`, and
-  /// returns A' = r(s act(H)).
+  /// `grad` has dA' of the two columns in fp32, not scaled; `s` is the row's score. Overwrites H
+  /// with dH = r(act'(H) s dA'), adds the two columns' part of dS = sum of dA' r(act(H)) to
+  /// `score`, and returns A' = r(s act(H)).
   static __device__ __forceinline__ std::uint32_t run(const ActivationScalars& scalars,
                                                       std::uint32_t& first, std::uint32_t& second,
                                                       const float* grad, float s, float& score) {
@@ -66,8 +67,8 @@ struct ActivationGradientWords {
     return finish(of, grad, s, score);
   }
 
-  /// As run() with kSplit or without a gate, for H as fp32 values: h[0] are gates (H without a
-  /// gate), h[1] ups. dH is written to `first` and `second`.
+  /// As run() with kSplit or without a gate, but reads H as fp32 values: h[0] has the gates (or H,
+  /// if there is no gate), h[1] the ups. Writes dH to `first` and `second`.
   static __device__ __forceinline__ std::uint32_t run_values(
       const ActivationScalars& scalars, const float2 (&h)[2], std::uint32_t& first,
       std::uint32_t& second, const float* grad, float s, float& score) {

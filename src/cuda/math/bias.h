@@ -1,11 +1,11 @@
-// The biases of all experts, as epilogues and sums read them.
+// The biases of all experts, as kernels take them.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda {
 
-/// One vector for every expert; strides in elements. Null: no bias.
+/// One bias vector for each expert. Strides count elements. `data` is null if there is no bias.
 struct Bias {
   const void* data;
   std::int64_t expert_stride;

@@ -1,4 +1,4 @@
-// The 16-bit element types, packed in pairs as fragments hold them.
+// Conversions between fp32 and 16-bit elements, which fragments hold in pairs: two in a word.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Two elements in a 32-bit word; `low` has the lower column. Rounds to nearest even.
+/// Two elements in a 32-bit word; `low` belongs to the lower column. Conversions to 16 bits round
+/// to nearest even.
 template <class Element>
 struct Pair;
 

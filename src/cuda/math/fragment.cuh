@@ -1,7 +1,7 @@
-// Rounding of accumulators into packed words. The accumulators of wgmma and of mma.sync m16n8 have
-// the same layout, so any engine can call these functions.
+// Rounds accumulators to 16-bit elements, two in a word. The accumulators of wgmma and of mma.sync
+// m16n8 have the same layout, so every engine can call these functions.
 //
-// Of 16 rows by 8 columns a lane holds four accumulators, which become two words:
+// A lane holds four accumulators of 16 rows by 8 columns, which become two words:
 //
 //            columns 2 (lane % 4) and the next one
 //   row lane / 4        acc[0]  acc[1]   ->  words[0]
@@ -14,7 +14,8 @@
 
 namespace sonicmoe::cuda {
 
-/// 16 rows by 64 columns of rounded results: words 2i and 2i + 1 hold columns 8i .. 8i + 7.
+/// A lane's words of 16 rows by 64 columns of rounded results: words 2i and 2i + 1 are the lane's
+/// two words of columns 8i .. 8i + 7.
 using Fragment = std::uint32_t[16];
 
 template <class Element>

@@ -1,4 +1,5 @@
-// Conversions between fp32 and e4m3fn codes, two at a time; the lower column has the lower byte.
+// Conversions between fp32 and e4m3fn codes, two or four values at once. The first value has the
+// lowest byte.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -7,14 +8,14 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Rounds to nearest even. NaN becomes the NaN code; magnitudes above 448, also infinity, become
-/// 448 and keep their sign.
+/// The codes of two values, rounded to the nearest e4m3 value, ties to even. NaN becomes the NaN
+/// code. Magnitudes above 448, also infinity, become 448 and keep their sign.
 __device__ __forceinline__ std::uint32_t to_e4m3(float low, float high) {
   std::uint16_t codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   return codes;
 }
-/// As to_e4m3(), of four values; the first has the lowest byte.
+/// The codes of four values; `a` has the lowest byte.
 __device__ __forceinline__ std::uint32_t to_e4m3(float a, float b, float c, float d) {
   std::uint32_t codes;
   asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
@@ -30,7 +31,7 @@ __device__ __forceinline__ float2 from_e4m3(std::uint32_t codes) {
   return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
-/// Two codes of shared memory.
+/// Loads two codes (16 bits) from shared memory.
 __device__ __forceinline__ std::uint32_t load_half_word(std::uint32_t address) {
   std::uint16_t value;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");

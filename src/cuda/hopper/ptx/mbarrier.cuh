@@ -1,11 +1,11 @@
-// Barriers in shared memory (mbarriers), by which producers and consumers wait for each other.
+// Barriers in shared memory (mbarriers): producers and consumers wait for each other on them.
 #pragma once
 
 #include <cstdint>
 
 namespace sonicmoe::cuda::ptx {
 
-/// An mbarrier of this CTA. Waiting takes the parity of the phase that must have completed.
+/// An mbarrier of this CTA. wait() takes the parity of the phase that must have completed.
 class Mbarrier {
  public:
   static constexpr std::uint32_t kBytes = 8;
@@ -27,14 +27,14 @@ class Mbarrier {
         "r"(cta)
         : "memory");
   }
-  /// One arrival. The current phase also waits for `bytes` more bytes of bulk copies.
+  /// Arrives once, and makes the current phase also wait for `bytes` more bytes of bulk copies.
   __device__ __forceinline__ void arrive_expecting(std::uint32_t bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_),
                  "r"(bytes)
                  : "memory");
   }
-  /// This thread's arrival, made when all its earlier cp.async copies have landed (noinc: the
-  /// arrival is one of the arrivals that init() counted).
+  /// Arrives once, as soon as all earlier cp.async copies of this thread have landed. The thread
+  /// does not wait. (noinc: the arrival is one of the arrivals that init() counted.)
   __device__ __forceinline__ void arrive_after_copies() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address_) : "memory");
   }
@@ -56,10 +56,10 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Stores a word at the shared address `slot` of CTA `cta` of the cluster, and arrives at
-/// `barrier` in that CTA: its phase ends only when the word has arrived. The thread waits for
-/// nothing. (An ordinary store, followed by an arrival that releases it to the cluster, would wait
-/// for all earlier stores of the thread, 600 clocks.)
+/// Stores a word at the shared address `slot` of CTA `cta` of the cluster, and arrives once at
+/// `barrier` in that CTA. The barrier's phase ends only when the word has arrived. The thread does
+/// not wait. An ordinary store, followed by an arrival that releases it to the cluster, would wait
+/// 600 clocks for all earlier stores of the thread.
 __device__ __forceinline__ void post_word(std::uint32_t slot, Mbarrier barrier, std::uint32_t cta,
                                           std::int32_t value) {
   asm volatile(

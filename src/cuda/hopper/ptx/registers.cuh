@@ -5,9 +5,10 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Set the registers of a thread of this warpgroup to kRegisters: growing takes registers from the
-/// CTA's pool, and waits for them if none are free; shrinking returns registers to the pool. Every
-/// warp of the warpgroup must execute the call.
+/// Both functions set the number of registers of each thread of this warpgroup to kRegisters.
+/// grow_registers() takes registers from the CTA's pool, and waits until enough are free.
+/// shrink_registers() returns registers to the pool. Every warp of the warpgroup must make the
+/// call.
 template <int kRegisters>
 __device__ __forceinline__ void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

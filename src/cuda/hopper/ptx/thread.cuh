@@ -1,5 +1,6 @@
-// The numbers of the thread and of the CTA, read anew at each call: values computed from them are
-// then computed again for each tile, and occupy no registers between tiles.
+// The numbers of the thread and of the CTA, read again at each call (asm volatile). So the compiler
+// computes values that depend on them again for each tile, and keeps none in registers between
+// tiles.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {

@@ -21,8 +21,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// Loads the box of a rank-3 map at `at` into shared memory of this CTA. Its bytes count at
-/// `barrier`.
+/// Starts the load of the box at `at` of a rank-3 map into shared memory of this CTA. `barrier`
+/// counts the bytes as they arrive (arrive_expecting()).
 __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap* map,
                                          Mbarrier barrier, Coord3 at) {
   asm volatile(
@@ -32,8 +32,8 @@ __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap
       : "memory");
 }
 
-/// As tma_load(), into the same shared address of every CTA in `mask`. In each CTA the bytes count
-/// at its own barrier, at the address of `barrier`.
+/// As tma_load(), to the same shared address of every CTA in `mask`. Each CTA's own mbarrier at the
+/// address of `barrier` counts the bytes.
 __device__ __forceinline__ void tma_load_multicast(std::uint32_t target, const CUtensorMap* map,
                                                    Mbarrier barrier, Coord3 at,
                                                    std::uint16_t mask) {
@@ -44,6 +44,8 @@ __device__ __forceinline__ void tma_load_multicast(std::uint32_t target, const C
       : "memory");
 }
 
+/// Starts the store of a box from shared memory to `at`. Elements outside of the map are not
+/// stored.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, std::uint32_t source, Coord3 at) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
@@ -60,11 +62,11 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, std::uint32_t 
 __device__ __forceinline__ void tma_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Waits until this thread's stores have read their shared memory.
+/// Waits until the TMA has read the shared memory of this thread's committed stores.
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-/// Waits until this thread's stores are complete in global memory.
+/// Waits until this thread's committed stores are complete in global memory.
 __device__ __forceinline__ void tma_wait_done() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -78,8 +80,8 @@ __device__ __forceinline__ void fence_async_shared() {
 /// accesses.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-/// Loads `bytes` (a multiple of 16) into shared memory; the bytes count at `barrier`. Source and
-/// target are aligned to 16 bytes.
+/// Starts the load of `bytes` (a multiple of 16) into shared memory; `barrier` counts the bytes as
+/// they arrive. Source and target are aligned to 16 bytes.
 __device__ __forceinline__ void bulk_load(std::uint32_t target, const void* source,
                                           std::uint32_t bytes, Mbarrier barrier) {
   asm volatile(

@@ -6,13 +6,14 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// Shared-memory matrix descriptor of a 128-byte-swizzled operand (start, leading and stride byte
-/// offsets in units of 16, swizzle mode 1 at bit 62).
+/// Shared-memory matrix descriptor of an operand with the 128-byte swizzle. It holds the start, the
+/// leading offset and the stride offset in units of 16 bytes, and swizzle mode 1 at bit 62. Layouts
+/// of 16-bit operands:
 ///   K-major:  rows of 128 bytes (64 k); 8 rows = 1024 bytes; 16 k further = +32 bytes;
 ///   MN-major: groups of 64 mn x 64 k of 8192 bytes; 8 k = 1024 bytes; 16 k further = +2048 bytes.
-/// The descriptors of an operand's steps differ only in the start address. The start has the low 18
-/// bits of a shared address: the bits above them hold the CTA's rank in its cluster. A stage never
-/// crosses the end of these 18 bits, so one addition gives the next descriptor.
+/// The descriptors of an operand's steps along K differ only in the start. The start holds the low
+/// 18 bits of a shared address, because the bits above them hold the CTA's rank in its cluster. A
+/// stage never crosses a multiple of 2^18, so one addition gives the next descriptor.
 struct SwizzledOperand {
   std::uint32_t low;
 
