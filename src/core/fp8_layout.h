@@ -50,9 +50,9 @@ constexpr WeightsLayout weights_layout(const Problem& p) {
   return at;
 }
 
-/// Byte offsets of quantised rows: codes (rows, depth) and scales (depth/128, scale_stride). For
-/// one block of 128 columns the scales of consecutive rows are contiguous, so one TMA box loads the
-/// scales of all rows of a tile.
+/// The byte offsets of the arrays of quantised rows: codes (rows, depth), then scales (depth/128,
+/// scale_stride). The scales that consecutive rows have for the same block of 128 columns are
+/// contiguous, so one TMA box loads the scales of all rows of a tile.
 struct RowsLayout {
   std::int64_t codes = 0;
   std::int64_t scales = 0;

@@ -6,10 +6,10 @@
 // magnitude is 0. The code of v is v/s rounded to the nearest e4m3 value, ties to even. NaN and
 // infinities get the NaN code and are ignored when the scale is chosen.
 //
-// v is a bf16 value, so v/s is exact in fp32, or so small that its code is 0. code * s is a bf16
-// value, even where s is so small that codes are closer together than bf16's subnormal numbers:
-// there v/s was an e4m3 value before it was rounded. The exception is |v| >= 248 * 2^120: its code
-// times s is 2^128, which is infinite in fp32 and bf16.
+// v is a bf16 value, so v/s is exact in fp32, or so small that its code is 0. code * s is exact in
+// bf16. This holds even where s is so small that codes times s are closer together than bf16's
+// subnormal numbers: there v/s is an e4m3 value already, so nothing is rounded. The one exception
+// is |v| >= 248 * 2^120: its code times s is 2^128, which is infinite in fp32 and bf16.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +43,8 @@ SONICMOE_HD float inverse_of(float scale) {
   return key::float_of(0x7f000000u - key::bits_of(scale));
 }
 
-/// The e4m3 code nearest to v, ties to even; from 448 on the code of 448 (saturation). v must not
-/// be NaN.
+/// The e4m3 code nearest to v, ties to even. Magnitudes above 448 get the code of 448, with their
+/// sign (saturation). v must not be NaN.
 SONICMOE_HD std::uint8_t e4m3_of(float v) {
   const std::uint32_t sign = key::bits_of(v) >> 31 << 7;
   const std::uint32_t magnitude = key::bits_of(v) & 0x7fffffffu;

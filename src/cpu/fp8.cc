@@ -43,15 +43,15 @@ void quantise_block(const QuantiseRows& job, std::int64_t row, std::int64_t bloc
   }
 }
 
-/// A weight tensor (E, rows, cols) and the destinations of its codes and scales. Shapes below are
-/// those of one expert; the pointers are to expert 0.
+/// A weight tensor (E, rows, cols), and where its codes and scales are written. The shapes below
+/// are those of one expert; the pointers point to expert 0.
 struct WeightJob {
   Tensor source;
   std::uint8_t* codes;       ///< (rows, cols), rows contiguous
   std::uint8_t* transposed;  ///< (cols, rows), transposed_stride elements from row to row
   std::int64_t transposed_stride;
   float* scales;              ///< (rows/128, cols/128)
-  std::int64_t expert_codes;  ///< from one expert to the next, in `codes` and in `transposed`
+  std::int64_t expert_codes;  ///< codes from one expert to the next, in both arrays of codes
 };
 
 void quantise_tile(const WeightJob& job, std::int64_t expert, std::int64_t tile) {
@@ -113,7 +113,7 @@ WeightJobs weight_jobs(const Problem& p, const Weights& w, const Buffer& out) {
   return jobs;
 }
 
-/// Dequantises one row of 128 x 128 blocks: 128 rows of `cols` codes, cols/128 scales.
+/// Dequantises one row of 128 x 128 blocks, which has 128 rows of `cols` codes and cols/128 scales.
 void restore_tiles(const std::uint8_t* codes, const float* scales, std::int64_t cols, BF16* out) {
   for (std::int64_t r = 0; r < kBlock; ++r) {
     for (std::int64_t c = 0; c < cols; ++c) {

@@ -1,5 +1,6 @@
-// Precision::kFp8 on the CPU. Operands are quantised, then restored (dequantised) to bf16, which
-// holds code * scale exactly. The bf16 kernels multiply the restored operands.
+// Precision::kFp8 on the CPU: operands are quantised, then dequantised ("restored") to bf16, and
+// the bf16 kernels multiply the restored operands. code * scale is exact in bf16
+// (core/fp8_quantize.h).
 #pragma once
 
 #include "cpu/gemm_kernels.h"
@@ -17,8 +18,8 @@ struct CodedRows {
 /// The codes and scales of the kept H in its buffer `h`.
 CodedRows kept_h_rows(const Problem& problem, const Buffer& h);
 
-/// Quantises the rows [0, rows) of `source`: `depth` bf16 values each, in blocks of 128. Writes
-/// the result to `restored`, to `coded`, or to both.
+/// Quantises the rows [0, rows) of `source`, each of `depth` bf16 values in blocks of 128. Writes
+/// the restored values to `restored`, the codes and scales to `coded`, or both.
 struct QuantiseRows {
   Operand source;
   std::int64_t rows = 0;
