@@ -33,8 +33,8 @@ struct Fp8ActGrad {
   using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
   /// Whether the words of a unit are computed one after the other. Without this order ptxas
-  /// computes several words at once and spills registers. Only the kernel of SwiGLU with H kept as
-  /// codes has enough registers without it.
+  /// computes several words at once, and many of these kernels spill registers. The kernel of
+  /// SwiGLU with H kept as codes does not need it.
   static constexpr bool kOrdered = !kCodes || kKind != ActivationKind::kSwiGLU;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
   static __device__ __forceinline__ void init(const Fp8Cta& cta) {
