@@ -7,10 +7,10 @@
 
 namespace sonicmoe {
 
-/// One rank's exchange. exchange_open() sets everything except `step`, and nothing changes it
-/// later.
+/// One rank's exchange. exchange_open() sets all fields. Later only `step` changes.
 struct Exchange {
-  /// The part that must be called next, and its pass. `next` is kAll after a part has failed.
+  /// The part that must be called next, and its pass. After a part has failed, `next` is kAll, and
+  /// every part is refused until exchange_reset().
   struct Step {
     Pass pass = Pass::kInference;
     ExchangePart next = ExchangePart::kBegin;
@@ -26,8 +26,8 @@ struct Exchange {
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
   std::int64_t* row_count = nullptr;    ///< pinned; the result of exchange_rows()
   cudaStream_t sending = nullptr;       ///< sends rows and partial sums
-  cudaStream_t aside = nullptr;         ///< runs sums at the same time as weight gradients
-  cudaEvent_t reached = nullptr;        ///< used by follow()
+  cudaStream_t aside = nullptr;         ///< runs sums of backward beside the weight gradients
+  cudaEvent_t reached = nullptr;        ///< follow() records it
   Step step{};
 };
 
@@ -48,19 +48,20 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
 
 /// Refuses exec.device if its GPU or engine is not that of the exchange.
 void check_handle(const Exchange& exchange, const Exec& exec);
-/// Work that is enqueued on `stream` from now on waits for all work that is now on `earlier`.
+/// Makes work that is enqueued on `stream` from now on wait for all work that is now on `earlier`.
 void follow(const Exchange& exchange, cudaStream_t stream, cudaStream_t earlier);
-/// Announces the phase's epoch (begin_phases()) to the other ranks: it sets this rank's flag in
-/// their buffers. A rank that has waited for the flag sees the results of everything before it in
-/// the stream. A rank that has a fault announces nothing. With kCopy the copy engines write the
-/// flags, because a kernel could not start before the products that fill the multiprocessors end.
+/// Announces the phase's epoch (begin_phases()) to the other ranks: writes it to this rank's flag
+/// in their buffers, after all earlier work in `stream`. A rank that has waited for the flag sees
+/// the results of this earlier work. A rank that has a fault announces nothing. With kCopy the copy
+/// engines write the flags, because a kernel could not start before the products that fill the
+/// multiprocessors end.
 void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
 /// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
 /// buffers, on the sending stream.
 void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
 /// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's own
-/// buffer, on the sending stream. With kCopy the copy engines read them back from another rank,
-/// because cudaMemcpyAsync within a GPU runs on multiprocessors and could not start before the
+/// buffer, on the sending stream. With kCopy the copy engines read the rows back from another rank:
+/// cudaMemcpyAsync within a GPU would run on the multiprocessors, and could not start before the
 /// running products end.
 void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
 /// Sets this rank's own flag of the phase, after the work that is now on the sending stream. Must

@@ -1,4 +1,4 @@
-// Faults found by kernels: the kernel reports the fault to the host and to all ranks.
+// For kernels that find a fault: report it to the host and to all ranks.
 #pragma once
 
 #include "cuda/exchange/kernels.h"
@@ -6,8 +6,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Records a fault; called by one thread of a grid. Only a rank's first fault is recorded, because
-/// later ones are its consequences.
+/// Records a fault for the host and alarms all ranks. If the rank has a fault already, it does
+/// nothing, because later faults are consequences of the first.
 __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std::uint32_t code,
                                std::uint32_t reporter, std::int64_t rows) {
   Control* own = peers.control(peers.rank);
@@ -23,9 +23,9 @@ __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std
   }
 }
 
-/// Whether this rank has a fault, from this kernel or an earlier one. Its waits then end at once,
-/// so kernels that write to other ranks must do nothing: a slow rank may still read rows of an
-/// earlier step.
+/// Whether this rank has a fault, from this kernel or an earlier one. After a fault the rank's
+/// waits end at once. So kernels that write to other ranks must then write nothing: a slow rank may
+/// still read rows of an earlier step.
 __device__ inline bool has_fault(const Peers& peers) {
   return *static_cast<volatile const std::uint32_t*>(&peers.control(peers.rank)->fault) != 0;
 }

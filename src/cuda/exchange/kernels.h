@@ -10,11 +10,11 @@
 
 namespace sonicmoe::cuda {
 
-/// Begins the next epoch of each phase in `phases`, a sum of phase_bit(). announce() of exchange.h
-/// announces the epoch later.
+/// Begins the next epoch of each phase in `phases`, a sum of phase_bit(). The other ranks do not
+/// see it until announce() of exchange.h announces it.
 void begin_phases(const Device& device, const Peers& peers, std::uint32_t phases,
                   cudaStream_t stream);
-/// As announce() of exchange.h, by a kernel.
+/// As announce() of exchange.h, but always by a kernel.
 void announce_by_kernel(const Device& device, const Peers& peers, Phase phase, cudaStream_t stream);
 /// Begins the next epoch of a phase and announces it to all ranks.
 void signal(const Device& device, const Peers& peers, Phase phase, cudaStream_t stream);
@@ -23,9 +23,10 @@ struct WaitLimits {
   std::int64_t nanoseconds;
   FaultRecord* record;  ///< as the device sees it
 };
-/// Waits until every rank has announced this rank's current epoch of `phase`. After the time limit,
-/// or if another rank has a fault, the kernel records the fault, alarms all ranks and ends. The
-/// epoch must have begun before the previous kernel.
+/// Makes `stream` wait until every rank has announced this rank's current epoch of `phase`. After
+/// the time limit, or if another rank has a fault, the kernel records the fault, alarms all ranks
+/// and ends. The kernel reads the epoch before the previous kernel in `stream` is complete, so an
+/// earlier kernel must have begun the epoch.
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
               cudaStream_t stream);
 
@@ -73,7 +74,7 @@ void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream);
 /// After an earlier fault the list is empty.
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream);
 
-/// Rows of d elements of 16 bits, a multiple of 8.
+/// Rows of `hidden` elements of 16 bits. `hidden` is a multiple of 8.
 struct RowSource {
   const void* data;
   std::int64_t stride;  ///< elements
@@ -82,18 +83,19 @@ struct RowSource {
 };
 struct OwnRows {
   RowSource source;
-  const std::int32_t* row_token;  ///< this and the next two: of Metadata
+  const std::int32_t* row_token;  ///< row_token, expert_begin and expert_rows are as in Metadata
   const std::int32_t* expert_begin;
   const std::int32_t* expert_rows;
   std::int64_t experts;
 };
-/// Copies row t to all other ranks in masks[t], to the array (W, max_tokens, d) at byte `offset` of
-/// their buffers.
+/// Copies row t of `source` to each other rank r whose bit is set in masks[t] (mark_ranks()), into
+/// the array (W, max_tokens, d) at byte `offset` of rank r's buffer.
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
                std::int64_t offset, int multiprocessors, cudaStream_t stream);
-/// Copies this rank's rows, `own.source`, to the array at byte `offset` of its own buffer, as far
-/// as the experts of `own` have them: tiles with rows of several ranks read all rows in that array.
-/// Within an expert rows are in the order of tokens, so this rank's rows come first.
+/// Copies rows of this rank (`own.source`) into the array at byte `offset` of its own buffer: each
+/// row that is among the rows [expert_begin, expert_begin + expert_rows) of an expert. A tile with
+/// rows of several ranks reads all of its rows from this array. An expert's rows are in the order
+/// of tokens, so this rank's rows come first.
 void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,
                      std::int64_t offset, cudaStream_t stream);
 
@@ -111,8 +113,8 @@ void push_partials(const Peers& peers, const ExchangeShape& shape, const Partial
 void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
                       const float* grads, cudaStream_t stream);
 
-/// The partial sums, with rows of `hidden` elements, that other ranks have sent to this rank: an
-/// argument of the kernels that add them to this rank's own. `hidden` may be less than
+/// Describes the partial sums that other ranks have sent to this rank, for the kernels that add
+/// them to this rank's own partial sums. Their rows have `hidden` elements, which may be fewer than
 /// shape.hidden.
 RankSums other_sums(const Peers& peers, const ExchangeShape& shape, std::int64_t hidden);
 /// out[t] = r(sum of the partial sums of the ranks in masks[t], in rank order). For a rank that has
@@ -124,8 +126,9 @@ void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& 
 void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnSlots& slots,
                       const Tensor& out, cudaStream_t stream);
 
-/// Loads the kernels of each file now. If a kernel is loaded by its first launch, that launch may
-/// wait for the device; there, a kernel of another rank may be waiting for this launch (deadlock).
+/// Load all kernels of a file now. Otherwise the first launch of a kernel would load it, and
+/// loading may wait until the device is idle. If a kernel of another rank runs there and waits for
+/// this launch, neither ends (deadlock).
 void load_signal_kernels();
 void load_slot_kernels();
 void load_row_kernels();

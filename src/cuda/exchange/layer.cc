@@ -1,8 +1,9 @@
-// The layer of one rank, between the transfers. Each product over gathered rows is two launches:
-// first the tile records that are full of this rank's rows ("own"), while rows of other ranks
-// travel, then the remaining records ("rest"). Sums of other ranks' tokens are computed first,
-// because they are sent. Sums of this rank's tokens follow in kFinish and add the partial sums of
-// the other ranks. Sums are computed in the parts of token_parts(), here 1 and 2 (two ranks):
+// The layer of one rank, between the transfers. Each product over gathered rows is two launches.
+// The first ("own") multiplies the full tile records with only this rank's rows, while rows of
+// other ranks travel. The second ("rest") multiplies the other records. Sums of other ranks' tokens
+// are computed before sums of this rank's tokens, because they must be sent. Sums of this rank's
+// tokens follow in kFinish; they add the partial sums of the other ranks. Sums are computed in the
+// parts of token_parts(), 1 and 2 in this drawing of two ranks. Time runs to the right:
 //
 //   forward   A own | A rest  Y rest  O others 1, 2 | Y own | O own 1, 2
 //   sending   x --->                          | 1 ---> 2 --->
@@ -19,7 +20,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// Builds a list of steps and launches it at once.
+/// A call builds a list of steps by `add` and launches all of them.
 class Launch {
  public:
   Launch(const Run& run, const PassContext& pass, const Exec& exec)
@@ -37,8 +38,8 @@ class Launch {
   const Exec& exec_;
 };
 
-/// `product` over the rows of one list only. Its tile counter is counter `index` of the second half
-/// of the pass's counters. The steps of the pass do not use this half.
+/// `product`, restricted to the rows of one list. Its tile counter is counter `index` of the second
+/// half of the pass's counters, which the steps of the pass do not use.
 RowProduct part_of(RowProduct product, const Metadata& list, unsigned* counters, int index) {
   constexpr int kFirstCounter = kCounterBytes / 4 / 2;
   product.groups.lists = &list;
@@ -51,8 +52,8 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
   return product;
 }
 
-/// Splits the tile records into the two lists. Records of the second list read all rows in the
-/// array at byte `offset`, so this rank's `rows` that they need are copied there.
+/// Splits the tile records into the two lists, own and rest. Records of the rest read all of their
+/// rows from the array at byte `offset`. So this rank's `rows` that they need are copied there.
 void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64_t offset) {
   const Exchange& e = run.exchange;
   const Metadata& rest = run.memory.split.rest;
@@ -66,7 +67,7 @@ void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64
                   offset, run.stream);
 }
 
-/// The tokens of other ranks in a part, in the layer's numbering.
+/// The tokens of other ranks in a part, as rows of the layer's token arrays.
 TokenRange others_of(const Run& run, const TokenPart& part) {
   const ExchangeShape& s = run.exchange.shape;
   return {s.max_tokens + part.first, (s.ranks - 1) * part.count};
@@ -93,16 +94,17 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
   announce(e, part.phase, e.sending);
 }
 
-/// For a rank without rows for its experts, which must take part in all phases too.
+/// For a rank without rows for its experts: announces the phases all the same, because the other
+/// ranks wait for its flags too.
 void send_nothing(const Run& run) {
   const Exchange& e = run.exchange;
-  // On the stream on which this rank waits for kPhaseFree of the other ranks: a wait reads the
-  // epoch when it runs, and it must read the epoch before this signal.
+  // signal() begins the next epoch of kPhaseFree. This step's wait for kPhaseFree must read the
+  // epoch before, so signal() is on the same stream as the wait.
   signal(*e.device, e.peers, kPhaseFree, e.sending);
   each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
 }
 
-/// Adds the partial sums of other ranks, if this rank has no rows.
+/// Adds the partial sums of the other ranks. For a rank that has no rows, and so no partial sums.
 void sum_of_others(const Run& run, const Tensor& out, cudaStream_t stream) {
   const Exchange& e = run.exchange;
   each_part(run, [&](const TokenPart& part) { run.wait(part.phase, stream); });
@@ -143,8 +145,8 @@ struct Backward {
   BackwardScratch scratch;
   PassContext pass;
   BackwardCall call;
-  Exec aside;   ///< launches on the stream aside, without an observer
-  bool beside;  ///< sums run at the same time as weight gradients
+  Exec aside;   ///< for launches on the stream `aside`, without an observer
+  bool beside;  ///< whether sums run at the same time as weight gradients
 
   Backward(const Run& run, const BackwardArgs& a)
       : args(layer_args(run, a)),
@@ -290,16 +292,16 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     return;
   }
   add_row_grads(run, b, args.dout);
-  // No product may read anything before the previous launch is complete.
+  // Without input_grad_first each launch waits until the previous launch is complete.
   b.call.order.input_grad_first = false;
   send_sums(run, b);
   run.wait(kPhaseAgain, run.stream);
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
-    // dW2 need not wait for dX~, only for dH and the rows. dX~ lets the next kernel start once dH
-    // is complete. The wait for rows, a kernel between dX~ and dW2, lets dW2 start once the rows
-    // have arrived.
+    // dW2 needs dH and the rows, but not dX~, so it may start before dX~ is complete
+    // (input_grad_first). The kernel dX~ launches the next kernel only once dH is complete. The
+    // next kernel is the wait for rows, which launches dW2 only once the rows have arrived.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

@@ -1,5 +1,5 @@
-// The layout of a symmetric buffer. It is the same on every rank, so a rank needs only the address
-// of another rank's buffer to find its place there.
+// The layout of a symmetric buffer. It is the same on every rank. So the address of another rank's
+// buffer is enough to find every array in it.
 #pragma once
 
 #include <array>
@@ -10,25 +10,28 @@
 
 namespace sonicmoe::cuda {
 
-/// The event that a flag announces. Each phase has one flag for each pair of ranks.
+/// The phases of a step. When a rank has finished its part of a phase for another rank, it
+/// announces the phase to that rank by a flag. A rank's buffer has one flag for each phase and
+/// sending rank. The comments say which data have then arrived.
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
   kPhaseRows,          ///< rows of x; in backward rows of dout
-  kPhaseAgain,         ///< rows of x in backward; on the rank itself, its own rows of dout and x
-  kPhasePartials,      ///< partial sums of the first tokens of each rank (token_parts())
-  kPhaseMorePartials,  ///< partial sums of its other tokens
+  kPhaseAgain,         ///< rows of x in backward; from the rank itself: its own rows of dout and x
+  kPhasePartials,      ///< partial sums of the first part of the tokens (token_parts())
+  kPhaseMorePartials,  ///< partial sums of the other tokens
   kPhaseScores,        ///< gradients of routing weights
   kPhaseFree,          ///< the layer has read all rows: the next step may overwrite them
   kPhaseCount,
 };
 
 constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
-/// Phases that a rank also announces to itself, when its own rows of dout and x are in its arrays.
+/// Phases that a rank also announces to itself. For kPhaseAgain it does so when its own rows of
+/// dout and x are in its arrays.
 inline constexpr std::uint32_t kOwnPhases = phase_bit(kPhaseAgain);
 
-/// The flags at the beginning of a symmetric buffer. A flag counts the steps of its phase (epochs)
-/// and is never set back: a rank waits until the flag has reached the rank's own epoch of the
-/// phase.
+/// The flags at the beginning of a symmetric buffer. A flag holds the number of the last announced
+/// step of its phase (epoch). During steps it only grows: a rank waits until the flag has reached
+/// the rank's own epoch of the phase. Only exchange_open() and exchange_reset() set it to 0.
 struct Control {
   // Written by other ranks: entry r by rank r.
   std::uint32_t flags[kPhaseCount][kMaxRanks];
@@ -36,7 +39,7 @@ struct Control {
   std::int32_t slots[kMaxRanks];    ///< length of a rank's list of slots
   // Written by this rank.
   std::uint32_t epochs[kPhaseCount];
-  /// The value that copy engines copy to the flags: the epoch. After a fault it is the previous
+  /// The value that the copy engines copy to the flags: the epoch, or after a fault the previous
   /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
   std::uint32_t fault;  ///< FaultCode of this rank
@@ -57,8 +60,8 @@ struct FaultCode {
   }
 };
 
-/// In pinned host memory. The kernel that finds a fault writes it, `code` last; the host reads it
-/// without waiting.
+/// A fault for the host, in pinned host memory. The kernel that finds the fault writes it, `code`
+/// last. The host reads it without waiting for the device.
 struct FaultRecord {
   std::uint32_t code;
   std::uint32_t reporter;  ///< the rank that found it
@@ -89,20 +92,22 @@ struct ExchangeLayout {
 
 ExchangeLayout exchange_layout(const ExchangeShape& shape);
 
-/// Tokens of each rank whose partial sums travel together, and the phase that announces them.
+/// A part of each rank's tokens, whose partial sums are sent together, and the phase that announces
+/// them. `first` and `count` are the same for every rank.
 struct TokenPart {
   std::int64_t first, count;
   Phase phase;
 };
-/// With two ranks, a rank's tokens are divided into two parts: partial sums of the first part are
-/// sent and added while those of the second are computed. With more ranks the first part has all
-/// tokens, because the tokens of a part would not be contiguous.
+/// Divides a rank's tokens into two parts. With two ranks, the partial sums of the first part are
+/// sent while the partial sums of the second part are computed. With more ranks the first part has
+/// all tokens: the first halves of several ranks' tokens are not contiguous, and one launch of a
+/// sum takes contiguous tokens (TokenRange).
 inline std::array<TokenPart, 2> token_parts(const ExchangeShape& shape) {
   const std::int64_t first = shape.ranks == 2 ? shape.max_tokens / 2 : shape.max_tokens;
   return {{{0, first, kPhasePartials}, {first, shape.max_tokens - first, kPhaseMorePartials}}};
 }
 
-/// Slots of one block of count_pairs and list_pairs.
+/// The number of slots that one block of count_pairs() or list_pairs() processes.
 inline constexpr std::int64_t kPairChunk = 1024;
 inline std::int64_t pair_blocks(const ExchangeShape& shape) {
   return (shape.ranks * shape.max_slots + kPairChunk - 1) / kPairChunk;
@@ -119,8 +124,8 @@ struct Peers {
 #else
 #define SONICMOE_HOST_DEVICE
 #endif
-  /// The position of rank r's tokens in the arrays of rank `at`, in units of max_tokens. A rank's
-  /// own tokens come first.
+  /// The position of rank r's tokens in the arrays of rank `at`, in units of max_tokens. On each
+  /// rank its own tokens come first, then those of the next rank.
   SONICMOE_HOST_DEVICE std::int32_t place(std::int32_t r, std::int32_t at) const {
     return (r - at + ranks) % ranks;
   }

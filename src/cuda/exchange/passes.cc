@@ -1,9 +1,9 @@
 // Forward and backward over all ranks: the parts of a step, and the transfers around the layer.
 // Each rank runs the layer of one GPU (layer.cc) on the tokens of all ranks (W * max_tokens), with
 // the list of pairs of its own experts as routing. The output of this layer is the rank's partial
-// sums.
+// sums. "caller" is work that the caller enqueues between the parts:
 //
-//   exec.stream   routing | own work | pairs, layer | own work | sum
+//   exec.stream   routing | caller   | pairs, layer | caller   | sum
 //   sending               | rows                    | partial sums
 //   aside                                                  | sums of backward
 #include <string>
@@ -79,8 +79,8 @@ void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
           "; exchange_reset on all ranks gives a step up.");
 }
 
-/// Runs one part or all of them. If a part throws in the middle, the other ranks wait for rows that
-/// it did not send, so only exchange_reset can end the step.
+/// Runs one part, or all of them. If a part throws in the middle, the other ranks wait for rows
+/// that were not sent. So the step can only be ended by exchange_reset().
 template <class Begin, class Compute, class Finish>
 void run_parts(Exchange& exchange, Pass pass, ExchangePart part, const Begin& begin,
                const Compute& compute, const Finish& finish) {

@@ -1,6 +1,6 @@
-// Kernels that send rows, partial sums and gradients to other ranks, and that add what has arrived.
-// A warp copies a row by 16-byte accesses. Each lane has kPieces of them in flight, so that few
-// multiprocessors use the whole rate of the link.
+// Kernels that send rows, partial sums and gradients to other ranks, and that add the partial sums
+// that have arrived. A warp copies a row by 16-byte accesses. Each lane has kPieces accesses in
+// flight, so that a few multiprocessors use the whole rate of the link.
 #include <algorithm>
 
 #include "cuda/device/launch.h"
@@ -18,7 +18,7 @@ constexpr int kPieces = 8;
 struct PushParams {
   const std::uint8_t* rows;
   std::int64_t stride;  // bytes
-  std::int32_t chunks;  // of 16 bytes, of a row
+  std::int32_t chunks;  // chunks of 16 bytes in a row
   std::int64_t count;   // rows
   std::int64_t max_tokens;
 };
@@ -48,7 +48,7 @@ __device__ __forceinline__ std::int64_t warps() {
   return static_cast<std::int64_t>(gridDim.x) * kPushWarps;
 }
 
-/// Sends rows of x or dout. Each row is read once and written to all ranks in its mask.
+/// Sends rows of x or dout. A warp reads a row once and writes it to all ranks in the row's mask.
 __global__ void __launch_bounds__(kPushThreads)
     push_rows_kernel(const __grid_constant__ Peers peers, const PushParams p,
                      const std::uint64_t* masks, std::int64_t offset) {
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kPushThreads)
   }
 }
 
-/// Sends partial sums. Consecutive rows go to different ranks, beginning with the next rank, so
-/// that the ranks do not all send to the same rank at the same time.
+/// Sends partial sums. Consecutive warps send to different ranks, and each rank begins with the
+/// next rank. So the ranks do not all send to the same rank at the same time.
 __global__ void __launch_bounds__(kPushThreads)
     push_partials_kernel(const __grid_constant__ Peers peers, const PushParams p,
                          const std::uint8_t* has_row, const TokenPart part, std::int64_t offset) {
@@ -96,10 +96,10 @@ __global__ void __launch_bounds__(kPushThreads)
 }
 
 constexpr int kGatherThreads = 256;
-constexpr int kGatherBlocks = 16;  // of an expert: a warp copies one row or none
+constexpr int kGatherBlocks = 16;  // blocks for each expert, so that a warp copies at most one row
 
-/// A row may be copied for several experts, and at the same time by copy_own_rows(). This is no
-/// race: all write the same bytes.
+/// A row may be copied several times, for several experts and by copy_own_rows(). This is harmless,
+/// because all copies write the same bytes.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_own_rows_kernel(const OwnRows own, uint4* to) {
   ptx::wait_for_previous_kernel();
@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kGatherThreads)
   }
 }
 
-/// Blocks are small enough to run on a multiprocessor together with a weight gradient.
+/// Sends dS of each pair. Blocks are small enough to run on a multiprocessor together with a weight
+/// gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     push_score_grads_kernel(const __grid_constant__ Peers peers, const PairList list,
                             const float* grads, std::int64_t max_tokens, std::int64_t offset) {
@@ -145,8 +146,8 @@ struct SumParams {
   std::int32_t chunks;
 };
 
-/// A thread adds the partial sums of one chunk of token blockIdx.x; without partial sums the result
-/// is 0. Blocks are small enough to run on a multiprocessor together with a weight gradient.
+/// Each thread adds the partial sums of one chunk of token blockIdx.x. Without partial sums the
+/// result is 0. Blocks are small enough to run on a multiprocessor together with a weight gradient.
 template <class Element>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_partials_kernel(const SumParams p) {

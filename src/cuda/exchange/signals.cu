@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kMaxRanks)
   announce_epoch(peers, phase, epoch);
 }
 
-/// Whether a flag has reached the epoch. Compares their difference, so that epochs may overflow.
+/// Whether a flag has reached the epoch. Tests the sign of the difference, so that epochs may
+/// overflow.
 __device__ bool has_come(const std::uint32_t* flag, std::uint32_t epoch) {
   return static_cast<std::int32_t>(ptx::acquire_system(flag) - epoch) >= 0;
 }
@@ -73,10 +74,10 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
   }
 }
 
-/// Waits for the flags first, then for the previous kernel: it may read the epoch at once, because
-/// the epoch was begun before that kernel. It lets the next kernel launch only after all flags have
-/// arrived. Else the next kernel's blocks could fill the GPU while they wait, and another rank on
-/// the same GPU, which must set the flags, could not run.
+/// Waits for the flags first, then for the previous kernel. It may read the epoch before the
+/// previous kernel is complete, because an earlier kernel has begun the epoch. It lets the next
+/// kernel launch only after all flags have arrived. Otherwise the next kernel's blocks could fill
+/// the GPU while they wait, and a rank on the same GPU that must set a flag could not run.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
   wait_for_ranks(peers, phase, limits);

@@ -1,4 +1,4 @@
-// Sends a rank's slots to all ranks, and makes each rank's list of pairs from the slots of all
+// Sends a rank's slots to all ranks, and makes the list of a rank's pairs from the slots of all
 // ranks.
 #include <algorithm>
 
@@ -124,7 +124,7 @@ struct PairParams {
 
 __device__ std::int64_t own_place() { return blockIdx.x * kPairChunk + threadIdx.x; }
 
-/// Counts the pairs of each block of slots, and zeroes `marks`.
+/// Counts the pairs in each block of kPairChunk slots, and sets `marks` to 0.
 __global__ void __launch_bounds__(kThreads)
     count_pairs_kernel(const PairParams p, std::uint8_t* marks, std::int64_t mark_count) {
   ptx::wait_for_previous_kernel();
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *total = sums.all;
 }
 
-/// A pair's position follows from the counts of the blocks before it, in the order of slots, so the
-/// list does not depend on timing.
+/// Writes the list of pairs. A pair's position is the number of pairs in the blocks before its
+/// block, plus the number of pairs before it in its block. So the list does not depend on timing.
 __global__ void __launch_bounds__(kThreads)
     list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
                       const WaitLimits limits) {

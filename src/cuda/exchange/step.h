@@ -6,12 +6,12 @@
 
 namespace sonicmoe::cuda {
 
-/// The arrays of a step in the caller's buffers saved and scratch.
+/// The arrays of a step in the caller's buffers `saved` and `scratch`.
 struct StepMemory {
   PairList pairs;
   Buffer layer_saved;
   Buffer layer_scratch;
-  RecordSplit split;   ///< tile records full of this rank's rows, and the rest
+  RecordSplit split;   ///< full tile records with only this rank's rows, and the other records
   void* partials;      ///< (W * max_tokens, d), the output of the layer
   float* score_grads;  ///< (rows), backward only
   std::int64_t saved_bytes;
@@ -22,7 +22,7 @@ struct StepBuffers {
   void* saved;
   void* scratch;
 };
-/// With null buffers only the sizes are valid.
+/// Places the arrays of a step. With null buffers only the sizes of the result are valid.
 StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffers,
                        const Exec& exec);
 
@@ -49,7 +49,7 @@ struct Run {
   Tensor rows_at(void* data) const {
     return tensor2(data, layer.dtype, layer.tokens, layer.hidden);
   }
-  /// Rows of all ranks' tokens in this rank's symmetric buffer.
+  /// The array (W * max_tokens, d) at byte `offset` of this rank's symmetric buffer.
   Tensor received(std::int64_t offset) const {
     return rows_at(exchange.peers.own<std::uint8_t>(offset));
   }
@@ -65,12 +65,12 @@ struct Run {
   }
 };
 
-/// kCompute of forward and backward, after the list of pairs: computes the layer and sends partial
-/// sums.
+/// The part kCompute of forward and backward, after the list of pairs is made: computes the layer
+/// and sends partial sums.
 void compute_forward(const Run& run, const ForwardArgs& args);
 void compute_backward(const Run& run, const BackwardArgs& args);
-/// kFinish: sums over all ranks for this rank's tokens. out is computed on the caller's stream, dx
-/// on the stream aside.
+/// The part kFinish: adds the partial sums of all ranks for this rank's tokens. Forward computes
+/// `out` on the caller's stream, backward computes `dx` on the stream `aside`.
 void finish_forward(const Run& run, const ForwardArgs& args);
 void finish_backward(const Run& run, const BackwardArgs& args);
 

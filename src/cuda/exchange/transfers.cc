@@ -12,7 +12,7 @@ void copy_bytes(void* to, const void* from, std::int64_t bytes, cudaStream_t str
 void copy_rows(void* to, const Tensor& from, cudaStream_t stream) {
   const std::int64_t count = from.shape[0];
   const std::int64_t width = from.shape[1] * dtype_bytes(from.dtype);
-  const std::int64_t step = from.stride[0] * dtype_bytes(from.dtype);  // any, if there is one row
+  const std::int64_t step = from.stride[0] * dtype_bytes(from.dtype);  // not used if count is 1
   if (count == 0) return;
   if (count == 1 || step == width) {
     copy_bytes(to, from.data, width * count, stream);
@@ -33,13 +33,13 @@ Control* control(const Exchange& e, std::int32_t rank) {
   return reinterpret_cast<Control*>(e.peers.base[rank]);
 }
 
-/// Whether the next rank gets all rows of this rank, by copy engines.
+/// Whether the copy engines send all rows of this rank to the next rank.
 bool next_has_all(const Exchange& e) {
   return e.transport == ExchangeTransport::kCopy && e.peers.ranks > 1;
 }
 std::int32_t next_rank(const Exchange& e) { return (e.peers.rank + 1) % e.peers.ranks; }
 
-/// Byte offset of this rank's rows on rank `at`, from the beginning of an array like `rows`.
+/// The byte offset of this rank's rows in an array of rank `at` that has rows like `rows`.
 std::int64_t place_at(const Exchange& e, std::int32_t at, const Tensor& rows) {
   return e.peers.place(e.peers.rank, at) * e.shape.max_tokens * rows.shape[1] *
          dtype_bytes(rows.dtype);
