@@ -10,8 +10,9 @@ namespace sonicmoe::cuda::portable {
 
 namespace {
 
-/// The largest depth for which the code has kernels of a width, and `ctas` of whose CTAs, each with
-/// `reserved` bytes more, fit into `shared` bytes.
+/// The largest depth that fulfils two conditions: the code has kernels of this depth and of
+/// `width`, and `ctas` of their CTAs fit into `shared` bytes of shared memory, where each CTA takes
+/// `reserved` bytes more.
 std::optional<Depth> largest_depth(int capability, Width width, int ctas, int shared,
                                    int reserved) {
   for (const Depth depth : {Depth::k64, Depth::k32}) {

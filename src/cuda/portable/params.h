@@ -17,8 +17,8 @@ struct Rows {
   std::int64_t row_bytes;
 };
 
-/// One matrix for each expert; strides in bytes. In a K-major matrix a line has all k of one column
-/// of D. In any other matrix a line has all columns of D for one k.
+/// One matrix for each expert; strides in bytes. A line is contiguous: in a K-major matrix it has
+/// all k of one column of D, in any other matrix all columns of D for one k.
 struct Matrices {
   const std::uint8_t* data;
   std::int64_t expert_bytes;
@@ -34,13 +34,13 @@ struct RowTilesParams {
   std::int32_t columns;       ///< of one matrix
   std::int32_t column_tiles;  ///< tiles along the columns
   std::int32_t column_step;   ///< columns of one matrix in a tile
-  /// The distance from a CTA's tile to its next one, gridDim.x tiles, as whole records and the
-  /// remaining column tiles.
+  /// A CTA's next tile is gridDim.x tiles after its current one: `records_apart` whole records and
+  /// `column_tiles_apart` more column tiles.
   std::int32_t records_apart;
   std::int32_t column_tiles_apart;
-  /// Distance of the second half of a tile from the first half, in columns of a matrix:
-  /// half of the tile's columns; or 0 if the second half has the same columns of weights[1] (gate
-  /// and up).
+  /// The column of a matrix at which the second half of a tile begins, minus that of the first
+  /// half: half of the tile's columns, or 0 if the second half has the same columns of weights[1]
+  /// (gate and up).
   std::int32_t second_half;
   std::int32_t depth;  ///< K of one part
   std::int32_t parts;  ///< 2: K runs through weights[0], then weights[1]
@@ -58,8 +58,8 @@ struct DepthTilesParams {
   std::int32_t columns;  ///< of D: the width of right
   std::int32_t row_tiles;
   std::int32_t column_tiles;
-  /// The distance from a CTA's tile to its next one, gridDim.x tiles, as whole experts and the
-  /// remaining tiles.
+  /// A CTA's next tile is gridDim.x tiles after its current one: `experts_apart` whole experts and
+  /// `tiles_apart` more tiles.
   std::int32_t experts_apart;
   std::int32_t tiles_apart;
 };
@@ -94,7 +94,7 @@ struct Activating {
 struct ActivateParams {
   RowsOut h;  ///< data is null at inference
   RowsOut a;
-  Bias bias[2];  ///< gate, up; without a gate [0] alone
+  Bias bias[2];  ///< gate, up; without a gate only [0]
   Activating act;
 };
 
@@ -111,7 +111,7 @@ struct ActivateGradParams {
 
 enum class GradStore : std::int32_t { kElement, kFloat, kAccumulate };
 
-/// How D is distributed over two outputs: which dimension, as halves or alternating.
+/// How D is divided between two outputs: along its rows or its columns, as halves or alternating.
 enum class GradSplit : std::int32_t {
   kNone,
   kColumnHalves,
@@ -132,7 +132,7 @@ struct StoreExpertParams {
   GradOut out[2];
   GradStore store;
   GradSplit split;
-  std::int32_t border;   ///< of halves: first row or column of out[1]
+  std::int32_t border;   ///< if split in halves: the first row or column of out[1]
   std::int32_t columns;  ///< of D
   /// For fp32: whether 4 neighbouring elements of a row may be accessed at once.
   std::int32_t vectors;

@@ -4,12 +4,13 @@
 // hold.
 //
 //   | tile of a CTA | warps | CTAs a multiprocessor | for                                         |
-//   | 128 x 256     | 8     | 1                     | the other products                          |
+//   | 128 x 256     | 8     | 1                     | all other products                          |
 //   | 128 x 128     | 4     | 2                     | dH with n <= 128: a wide tile would compute |
 //   |               |       |                       | half of its columns in vain                 |
 //
-// The narrow tile reads more bytes a flop from L2: for plain products with long rows it is 10 %
-// slower (H200, hot). But the epilogue of one CTA runs beside the products of the other.
+// With narrow tiles the epilogue of one CTA runs beside the products of the other CTA. But the
+// narrow tile reads more bytes a flop from L2: plain products with long rows are 10 % slower (H200,
+// hot).
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ inline constexpr int kElementBytes = 2;
 /// two CTAs; they and 10.x take the wide tile for every product.
 enum class Depth : int { k32 = 32, k64 = 64 };
 
-/// A Shape at run time.
+/// The arguments of the template Shape, as values at run time.
 struct TileShape {
   Depth depth;
   Width width;
@@ -50,7 +51,7 @@ constexpr bool is_compiled(const TileShape& shape, int capability) {
   return shape.width == Width::k256 && shape.depth == (capability < 120 ? Depth::k64 : Depth::k32);
 }
 
-/// Pipeline stages. Four stages are not faster (H200).
+/// Stages of the operand pipeline. Four stages are not faster (H200).
 inline constexpr int kStages = 3;
 
 /// The shape of a CTA's tile of D and of its pipeline stages.
@@ -83,7 +84,7 @@ struct Shape {
 /// The staging buffer of a warp (epilogues/staging.cuh).
 inline constexpr int kStagingBytes = 2304;
 
-/// The description of a tile that the loader gives to the main loop and the epilogue.
+/// The description of a tile: the loader writes it, the main loop and the epilogue read it.
 struct TileSlot {
   std::int32_t expert;
   std::int32_t row;      ///< first row of D: in expert order, or in the expert's matrix
@@ -93,9 +94,9 @@ struct TileSlot {
   std::int32_t unused[3];
 };
 
-/// At least the slots in use at once if every tile has one k tile: one for the tile that the
-/// slowest warp stores, those of the tiles in the ring, and one for the tile that the loader
-/// begins.
+/// Tile slots. The most slots are in use at once if every tile has one k tile: one for the tile
+/// that the slowest warp stores, one for each tile in the ring, and one for the tile that the
+/// loader begins.
 inline constexpr int kTileSlots = 8;
 static_assert(kTileSlots >= kStages + 2);
 

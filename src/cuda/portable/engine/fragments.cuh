@@ -1,14 +1,15 @@
 // Loads operands from a pipeline stage into the fragments of mma.sync.
 //
-// A tile has the same lines in shared memory as in global memory. A line is divided into chunks of
-// 16 bytes, which are swizzled: the eight chunks of an 8x8 matrix are in different banks.
+// A k tile has the same lines in shared memory as in global memory. A line is divided into chunks
+// of 16 bytes. The chunks are swizzled, so that the eight chunks of an 8x8 matrix are in different
+// banks.
 //
 //   | order   | line                         | chunk c of line i is at        |
 //   | K-major | 32 or 64 of K: 4 or 8 chunks | c ^ (i / 2 % 4) or c ^ (i % 8) |
 //   | other   | 128 or 256 rows or columns   | c ^ (i % 8)                    |
 //
-// The addresses of a warp's matrices differ by an XOR with a constant or by an added constant,
-// which the compiler folds into the instruction.
+// The addresses of a lane's matrices follow from one base by an XOR with a constant and by adding a
+// constant, which the compiler folds into the instruction.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Whether K is contiguous in memory (kAlongK) or not.
+/// Whether K is the contiguous dimension of an operand in memory (kAlongK) or not (kAcrossK).
 enum class Order { kAlongK, kAcrossK };
 
 /// The position of a thread's warp in the CTA's tile.

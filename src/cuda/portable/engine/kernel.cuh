@@ -1,12 +1,13 @@
-// The kernel. Its CTAs are persistent, and all warps copy, multiply and store.
+// The kernel of the portable engine. Its CTAs are persistent, and all warps copy, multiply and
+// store.
 //
 // Every thread issues a part of the copies of each k tile. Copies run kStages - 1 k tiles ahead of
 // the products, also from one tile of D to the next: while a warp's epilogue stores a tile, the
-// operands of the next tile arrive. There is no warp that only copies, because with nine warps a
-// thread has 168 registers, and its products alone take 192.
+// operands of the next tile arrive. No warp only copies, because with a ninth warp a thread would
+// have 168 registers, and its products alone take 192.
 //
-// A warp issues a copy after every few mma.sync. If it issued all copies at the beginning of a k
-// tile, the tensor cores would be idle meanwhile.
+// A warp issues a copy after every few mma.sync. If it issued all copies of a k tile at once, the
+// tensor cores would be idle meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +87,7 @@ class Kernel {
     b_.template load<kStep>(operands.b, ring_.address(read_.stage));
   }
 
-  /// Computes a tile of D whose first k tile has arrived.
+  /// Computes the sums of a tile of D. Its first k tile must have arrived.
   __device__ __forceinline__ void multiply(Accumulators& acc, int k_tiles) {
     Operands operands[2];
     load<0>(operands[0]);
@@ -133,8 +134,8 @@ inline constexpr int kArchitecture = __CUDA_ARCH__ / 10;
 inline constexpr int kArchitecture = 0;
 #endif
 
-/// Empty for a compute capability whose code lacks this depth (is_compiled()); the host does not
-/// launch it there.
+/// The kernel is empty in code for a compute capability that does not have its shape
+/// (is_compiled()). The host does not launch it there.
 template <class K>
 __global__ void __launch_bounds__(K::Shape::kThreads, K::Shape::kCtas)
     product_kernel(const __grid_constant__ typename K::Params p) {

@@ -1,9 +1,9 @@
 // The ring of pipeline stages between copies and products.
 //
-// A stage has two mbarriers. `full` completes when the copies of all threads have landed, `empty`
-// when all warps have read the stage. While a warp multiplies k tile i, it copies k tile i +
-// kStages - 1 to the stage of k tile i - 1. Before that it waits until all warps have read this
-// stage. So warps drift apart by at most one k tile.
+// A stage has two mbarriers. A phase of `full` completes when the copies of all threads have
+// landed, a phase of `empty` when all warps have read the stage. While a warp multiplies k tile i,
+// it copies k tile i + kStages - 1 to the stage of k tile i - 1. Before it copies, it waits until
+// all warps have read k tile i - 1. So warps drift apart by at most one k tile.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ class Ring {
   __device__ __forceinline__ Ring(std::uint32_t barriers, std::uint32_t first_stage)
       : barriers_(barriers), first_stage_(first_stage) {}
 
-  /// Arrivals at `full`: one of each thread, when its copies have landed, and one more of thread 0,
-  /// which makes the tile slot that it has written visible to the other threads.
+  /// `full` expects one arrival of each thread, when its copies have landed, and one more of thread
+  /// 0. The latter makes the tile slot that thread 0 has written visible to the other threads.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; i++) {
       full(i).init(Shape::kThreads + 1);

@@ -1,4 +1,4 @@
-// H = r(D + bias), A = r(act(H)).
+// Epilogue of the up-projection: H = r(D + bias), A = r(act(H)).
 //
 // The warp's 64 columns of D are 8 chunks of 8 columns. Chunks 0 to 3 are in the first half of the
 // tile, 4 to 7 in the second (Columns::kHalves). A lane processes pieces of 8 columns of A:

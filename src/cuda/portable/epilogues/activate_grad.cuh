@@ -1,5 +1,5 @@
-// With dA = D: dH = r(act'(H) s dA), A' = r(s act(H)), and the partial dot products of dS over 64
-// columns.
+// Epilogue of dH. The accumulator D is dA' = dO W2. Computes dH = r(act'(H) s dA'), A' = r(s
+// act(H)), and the part of dS over 64 columns.
 #pragma once
 
 #include "cuda/portable/epilogues/hidden_rows.cuh"
@@ -73,7 +73,7 @@ struct ActivateGrad {
   /// The rows and columns of a lane.
   struct Place {
     std::int64_t row;  ///< first row, in expert order
-    int rows;          ///< rows of the expert from there on; 0 if the columns are past the width
+    int rows;          ///< rows of the warp that exist from there on; 0 if the columns do not exist
     int column;        ///< first column, of A
 
     __device__ __forceinline__ Place(const Params& p, const TileSlot& tile, const Warp& warp) {

@@ -1,6 +1,6 @@
-// The activation, which is a kernel argument. Kernels branch on it for every eight columns; the
-// time of the branches is not measurable. As a template argument it would need 11 times as many
-// kernels.
+// Applies the activation to words of H. The activation is a kernel argument: kernels branch on it
+// for every eight columns, and the time of these branches is not measurable. As a template argument
+// it would make 11 times as many kernels necessary.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +39,8 @@ __device__ __forceinline__ void with_activation(ActivationKind kind, const Call&
   }
 }
 
-/// Turns two words in which gate and up alternate into a word of gates and a word of ups. A second
-/// call turns them back.
+/// Converts two words in which gate and up alternate to a word of gates and a word of ups. A second
+/// call converts them back.
 __device__ __forceinline__ void exchange_halves(std::uint32_t& first, std::uint32_t& second) {
   const std::uint32_t low = __byte_perm(first, second, 0x5410);
   second = __byte_perm(first, second, 0x7632);

@@ -68,8 +68,8 @@ __device__ __forceinline__ void read_floats(float (&values)[8], std::uint32_t st
 }
 
 /// Calls write(acc[part]). The caller's loop over the four parts is not unrolled, because four
-/// copies of an epilogue would not fit the instruction cache. Registers have no index at run time,
-/// so a branch selects the part.
+/// copies of an epilogue would not fit the instruction cache. Registers cannot be indexed at run
+/// time, so a branch selects the part.
 template <class Write>
 __device__ __forceinline__ void with_part(const Accumulators& acc, int part, const Write& write) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// out = r(scale * (D + bias)).
+// Epilogue that stores rows: out = r(scale * (D + bias)).
 #pragma once
 
 #include "cuda/portable/epilogues/bias.cuh"

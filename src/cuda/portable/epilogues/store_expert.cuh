@@ -1,4 +1,5 @@
-// Stores a matrix for each expert: in 16 bits, in fp32, or added to fp32 values in memory.
+// Epilogue of weight gradients: stores a matrix for each expert in 16 bits or in fp32, or adds it
+// to fp32 values in memory.
 #pragma once
 
 #include "cuda/portable/epilogues/staging.cuh"

@@ -123,7 +123,8 @@ class DepthLoader {
   }
 
   /// The source of one gathered row of the k tile that begins at k. A warp copies kDepth / 8
-  /// gathered rows of a k tile: as many lanes each look one source up, and copy_side() shuffles it.
+  /// gathered rows of a k tile. Each lane looks up one of these sources, and copy_side() gives it
+  /// to the lanes that copy the row by a shuffle.
   static __device__ __forceinline__ int source(const Params& p, const int4& rows, int k) {
     const std::int32_t* index = gathered(p).index;
     const int lane = threadIdx.x & 31 & (Shape::kDepth / 8 - 1);
