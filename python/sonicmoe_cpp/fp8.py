@@ -1,5 +1,5 @@
-"""precision="fp8": quantised weights, the choice of a call's precision, and a module's cache of
-quantised weights. docs/fp8.md has the formulas."""
+"""Implements precision="fp8" and "auto": quantised weights, the choice of a call's precision, and a
+module's cache of quantised weights. docs/fp8.md has the formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEEP_H = ("bf16",)
 
 
 class Fp8Weights(NamedTuple):
-    """Weights in e4m3 with block scales: the result of quantize_weights()."""
+    """Weights of one layer in e4m3 with block scales: the result of quantize_weights()."""
 
     codes: Tensor  # (bytes,) uint8: codes in two orientations, and scales
     experts: int
@@ -33,8 +33,8 @@ class Request(NamedTuple):
 
     precision: str | None = None
     keep_h: str | None = None
-    # Fp8Weights, None, or a function that returns one of them. The function is called only if the
-    # call computes in fp8.
+    # Fp8Weights, None, or a function that returns Fp8Weights or None. The function is called only
+    # if the call computes in fp8.
     fp8_weights: object = None
 
 
@@ -67,7 +67,7 @@ _constant_auto_rows._dynamo_marked_constant = True
 
 
 def auto_rows(w_down, activation: int):
-    """The smallest row capacity at which "auto" takes fp8. w_down is a tensor or its Facts."""
+    """The smallest row capacity for which "auto" takes fp8. w_down is a tensor or its Facts."""
     if w_down.device.type == "meta":
         return math.inf
     if not torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ def auto_rows(w_down, activation: int):
 
 
 def number_of(precision, keep_h, rows, w_down, activation: int) -> int:
-    """The operators' argument `precision`, for a call whose row capacity is `rows`."""
+    """The operators' argument `precision` (a number) for a call whose row capacity is `rows`."""
     check_request(precision, keep_h)
     if precision == "auto" and rows < auto_rows(w_down, activation):
         precision = None
@@ -99,8 +99,9 @@ def capacity(form: str, x, index):
 
 
 def given_weights(request: Request, tensors: tuple, options: tuple) -> Tensor | None:
-    """The checked codes of a call's quantised weights. None if the call does not compute in fp8, or
-    if the operator has to quantise. `tensors` are _ops.LAYER_TENSORS, `options` _ops.OPTIONS."""
+    """Checks a call's quantised weights and returns their codes. Returns None if the call does not
+    compute in fp8, or if the operator must quantise the weights. `tensors` are _ops.LAYER_TENSORS,
+    `options` are _ops.OPTIONS."""
     named = dict(zip(_ops.OPTIONS, options, strict=True))
     weights = request.fp8_weights
     if named["precision"] == PRECISION["tensors"]:
@@ -164,7 +165,7 @@ def quantize_weights(
 
 class _Steps:
     """Counts the steps of all optimizers. Some optimizers write to `parameter.data`, which does not
-    change the version counter of the parameter, so the cache cannot rely on versions alone."""
+    change the version counter of the parameter. So the cache must look at more than versions."""
 
     count = 0
 
@@ -190,8 +191,10 @@ class Fp8Cache:
         self._quantised: Fp8Weights | None = None
 
     def _state_of(self, parameters: tuple) -> tuple:
-        """A key that changes whenever the values of the parameters change. The CUDA stream is a
-        part of the key, because another stream would not wait until the quantised weights are
+        """A key that changes with every change of the parameters that the module can see: an
+        optimizer's step, a change in place, or a new address. A write to `parameter.data` outside
+        of an optimizer does not change it (MoE.forget_fp8_weights()). The CUDA stream is a part of
+        the key, because work on another stream would not wait until the quantised weights are
         written."""
         device = parameters[0].device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -213,8 +216,8 @@ class Fp8Cache:
         return Fp8Cache, ()
 
     def get(self, parameters: tuple, dtype: torch.dtype, **options) -> Fp8Weights:
-        """The quantised weights of the parameters (w_up, w_down), cast to `dtype` first. `options`
-        are those of quantize_weights()."""
+        """The quantised weights of the parameters (w_up, w_down), which are cast to `dtype` before
+        they are quantised. `options` are the keyword arguments of quantize_weights()."""
         return self.of(parameters, parameters, dtype, **options)
 
     def of(self, parameters: tuple, weights: tuple, dtype, **options) -> Fp8Weights:

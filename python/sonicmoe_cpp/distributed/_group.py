@@ -250,9 +250,9 @@ class Group:
     def read(self, what: int, values: Tensor, timeout: float) -> tuple[list, list]:
         """Sends row r of `values` (W, at most WIDTH columns) to rank r. Returns the rows sent and
         the rows received, as lists. The host waits for them; the time limit holds also on CUDA. All
-        ranks must read with the same `what` in the same call. They compare both, which is possible
-        because every message has the same size. In a reset the number of the call may differ
-        between ranks."""
+        ranks must read with the same `what` in the same call. The ranks compare `what` and the
+        number of the call; every message has the same size, so even messages of different reads can
+        be compared. In a reset the number of the call may differ between ranks."""
         call = 0 if what == RESET else self.calls
         head = from_host([what, call], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))

@@ -113,7 +113,8 @@ WAYS = (SymmetricMemory, CudaIpc)
 
 
 def aligned(addresses: list[int], own: int) -> list[int]:
-    """The first aligned address in each buffer. `own` is the address of this rank's buffer."""
+    """The first address in each buffer that is a multiple of ALIGNMENT. `own` is the address of
+    this rank's buffer."""
     if own not in addresses:
         raise RuntimeError(f"the buffer of this rank begins at {own}, but is mapped elsewhere")
     if len({address % ALIGNMENT for address in addresses}) != 1 or 0 in addresses:

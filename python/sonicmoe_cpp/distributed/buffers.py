@@ -13,7 +13,7 @@ from . import _memory
 from ._group import CHOICE, Group
 
 DTYPES = (torch.bfloat16, torch.float16)
-GROWTH = 1.5  # a size that is too small grows at least by this factor
+GROWTH = 1.5  # a size of an exchange that is too small is multiplied at least by this factor
 # The state of a rank, as a number that it sends to the other ranks.
 OK, NO_EXCHANGE, NOT_REACHED, NO_MEMORY, NOT_MAPPED = range(5)
 PROBLEMS = {
@@ -152,7 +152,7 @@ class PeerBuffers:
         return f"peer memory cannot be used: rank {who} {PROBLEMS[code]}"
 
     def _explain(self, way, error: Exception) -> None:
-        """Warns with the error on this rank. The other ranks get only the number of the problem."""
+        """Warns of the error on this rank. The other ranks get only the number of the problem."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         text = f"{way.name} cannot be used on rank {self.group.peers.me}: {reason}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Clips gradients of which some are divided among ranks."""
+"""Clips gradients, of which some are DTensors divided among ranks."""
 
 from __future__ import annotations
 

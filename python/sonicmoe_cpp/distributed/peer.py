@@ -115,8 +115,8 @@ class PeerMemory(Transport):
         if capacity is None:
             not_in_a_graph("without capacity the host reads the number of rows")
             return ROUTED
-        # A module's list also has the pairs of other ranks' tokens, as empty slots. So the
-        # mean follows from max_tokens and top_k, not from the length of the list.
+        # A module's list also has the pairs of other ranks' tokens, as empty slots. So the mean
+        # number of rows follows from max_tokens and top_k, not from the length of the list.
         mean = most * top_k if by_pairs and top_k else needed.max_slots
         return max(1, math.ceil(capacity * mean))
 

@@ -32,8 +32,9 @@ COMPARED = ("the layer", "d", "the experts of a rank", "the dtype", "the graph f
 
 
 class Routes(NamedTuple):
-    """Which rows and pairs a call sends and receives, with W ranks. Sent rows and pairs are ordered
-    by destination rank, received rows and pairs by source rank, and by token within a rank."""
+    """The rows and pairs that a call sends and receives, with W ranks. Sent rows and pairs are
+    ordered by destination rank, received rows and pairs by source rank; within a rank they are
+    ordered by token."""
 
     sent_rows: list[int]  # (W,) rows sent to each rank
     received_rows: list[int]  # (W,) rows received from each rank
@@ -117,7 +118,7 @@ class Transport(ABC):
     @abstractmethod
     def backward(self, dout, tensors, options, main_gradients, given: Forward, needs: int) -> list:
         """The gradients of _ops.DIFFERENTIABLE, None for a gradient that is not in `needs`. `given`
-        is the result of forward, in which `out` does not matter."""
+        is the result of forward; `given.out` is not read."""
 
 
 def with_option(options: tuple, name: str, value) -> tuple:
