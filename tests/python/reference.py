@@ -97,21 +97,13 @@ def error(got: Tensor, exact: Tensor) -> float:
 MOST_OF_PLAIN = 0.5
 
 
-ALL_ROWS = slice(None)
-
-
-def assert_twice(
-    name: str, got: Tensor, plain: Tensor, exact: Tensor, dtype, rows: slice = ALL_ROWS
-) -> None:
-    """Our error is at most twice that of the same formula in torch, or one rounding of `dtype`.
-    `got` has some rows of the result: the error in torch is that of these rows or of all rows, the
-    larger one, because a few numbers may by chance be nearly exact in torch."""
-    mine = exact[rows]
-    assert got.dtype == plain.dtype and got.shape == mine.shape, name
-    of_plain = max(error(plain[rows], mine), error(plain, exact))
+def assert_twice(name: str, got: Tensor, plain: Tensor, exact: Tensor, dtype) -> None:
+    """Our error is at most twice that of the same formula in torch, or one rounding of `dtype`."""
+    assert got.dtype == plain.dtype and got.shape == exact.shape, name
+    of_plain = error(plain, exact)
     assert of_plain < MOST_OF_PLAIN, (name, of_plain)
     allowed = max(2 * of_plain, torch.finfo(dtype).eps)
-    assert error(got, mine) <= allowed, (name, error(got, mine), allowed)
+    assert error(got, exact) <= allowed, (name, error(got, exact), allowed)
 
 
 class Layer:
