@@ -209,6 +209,7 @@ class Driver(ep2.Driver):
             "mfu": round(rate * found["flops_per_token"] / (part.ranks * PEAK), 4),
             "peak_gib": found["peak_gib"],
             "losses": found["losses"],
+            "expert_norms": found["expert_norms"],
         }
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from sonicmoe_cpp.distributed.layer import Place, make_transport
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
@@ -33,8 +33,14 @@ def shard_experts(model: nn.Module, device: str, ranks: int, mixed) -> None:
     for layer in model.layers:
         routed = layer.moe.routed_experts
         fully_shard(routed, mesh=mesh, mp_policy=mixed)
-        # Each rank's loss is a mean over its own tokens; FSDP2 averages the other gradients.
-        routed.set_gradient_divide_factor(ranks)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """FSDP2 adds gradients from now on, instead of averaging them: those of the experts are sums
+    over the ranks' tokens, too. The caller divides the loss by the number of ranks."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
 
 
 def parameter_groups(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -45,13 +51,19 @@ def parameter_groups(model: nn.Module) -> list[list[nn.Parameter]]:
     return list(groups)
 
 
+def norm_of_parts(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of gradients, of which each rank has a part that no other rank has."""
+    squares = get_total_norm([p.grad.to_local() for p in parameters]).square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
 def clip_gradients(groups: list[list[nn.Parameter]], most: float) -> Tensor:
     """As torch's clip_grad_norm_(), for groups of parameters of different meshes. The first group
     has other parameters on each rank."""
-    experts, others = ([p.grad for p in group if p.grad is not None] for group in groups)
-    squares = get_total_norm([grad.to_local() for grad in experts]).square()
-    dist.all_reduce(squares)
-    norm = (squares + get_total_norm(others).full_tensor().square()).sqrt()
+    experts, others = groups
+    of_others = get_total_norm([p.grad for p in others if p.grad is not None]).full_tensor()
+    norm = (norm_of_parts(experts).square() + of_others.square()).sqrt()
     for group in groups:
         local = [p for p in group if p.grad is not None]
         clip_grads_with_norm_(local, most, norm)

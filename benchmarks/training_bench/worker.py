@@ -20,8 +20,10 @@ from training_bench.model import POLICIES, ChunkedLoss, Model, chunk_gradient, j
 from training_bench.over_ranks import (
     clip_gradients,
     divide_experts,
+    norm_of_parts,
     parameter_groups,
     shard_experts,
+    sum_gradients,
 )
 from training_bench.profile import where
 
@@ -95,6 +97,8 @@ def build(options, size, mesh) -> Model:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
+    if options.parallel == "ep":
+        sum_gradients(model)
     if options.device == "cpu":  # gloo has no scaled sum
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -147,6 +151,7 @@ class Training:
             groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
         )
         self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []  # of the experts' gradients, before they are clipped
 
     def step(self, number: int) -> None:
         """Forward, backward, clipping, optimizer; nothing waits for the device."""
@@ -156,8 +161,10 @@ class Training:
         for part in range(number * count, (number + 1) * count):
             tokens = self.text(part).to(self.options.device, non_blocking=True)
             loss = self.model(tokens, *self.rope) / count
-            loss.backward()
+            (loss / self.ranks if self.divided else loss).backward()
             total += loss.detach()
+        if number < WARM_UP:
+            self.norms.append(norm_of_parts(parameter_groups(self.model)[0]))
         if self.divided:
             clip_gradients(self.divided, 1.0)
         else:
@@ -203,6 +210,7 @@ def measure(options) -> dict:
         "flops_per_token": training.model.flops_per_token(),
         "peak_gib": None,
         "losses": training.mean_losses(),
+        "expert_norms": [norm.item() for norm in training.norms],
         "parameters": training.parameters(),
         "compiled": bool(options.compile),
         "policy": options.policy,
