@@ -32,7 +32,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-CONFIGS = ("7B-n256", "30B-n256", "qwen3-30b", "qwen3-235b")
+CONFIGS = ("7B-n256", "30B-n256", "qwen3-30b", "qwen3-235b", "gpt-oss-20b")
 GOAL = {"7B-n256": 1.15, "30B-n256": 1.12, "qwen3-30b": 1.08, "qwen3-235b": 1.05}
 PEERS = ("nccl_grouped", "nccl_grouped_mm", "gather_scatter", "vdev_2d")
 RATES = ("dispatch_gbs", "combine_gbs")
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", default=str(HERE / "results/h200/ep2.json"))
     options = parser.parse_args()
-    options.burst, options.rounds, options.heat = 60.0, 3, 0.3
+    options.burst, options.rounds, options.heat = 100.0, 5, 0.3
     if options.smoke:
         options.configs, options.burst, options.rounds, options.heat = ["7B-n256"], 15.0, 1, 0.05
         options.seconds = min(options.seconds, 60.0)

@@ -75,7 +75,7 @@ def cost_part() -> str:
     cells = []
     for row in in_cpp(found):
         alone, ours = total(row["alone"]), total(row["ours"])
-        times = (alone, ours, over_alone(row), GOAL[row["config"]])
+        times = (alone, ours, over_alone(row), GOAL.get(row["config"]))
         times += (row["not_overlapped_ms"], row["hidden"], row["ours"]["replayed_ms"])
         figures = [f"{value:.{digits}f}" for value, digits in zip(times, DIGITS, strict=True)]
         cells.append([row["config"], shape_text(row), *figures])

@@ -20,6 +20,7 @@ CONFIGS = {
     "30B-n256": Shape(16384, 4096, 256, 256, 16),
     "qwen3-30b": Shape(16384, 2048, 768, 128, 8),
     "qwen3-235b": Shape(16384, 4096, 1536, 128, 8),
+    "gpt-oss-20b": Shape(16384, 2880, 2880, 32, 4),  # with two ranks small enough for vdev_2d
     # For nodes of four and eight GPUs (scaling.py).
     "qwen3-235b-8k": Shape(8192, 4096, 1536, 128, 8),
     "qwen3-30b-8k": Shape(8192, 2048, 768, 128, 8),
