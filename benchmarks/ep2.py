@@ -48,11 +48,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--bench", default=str(ROOT / "build/release/exchange_bench"))
     parser.add_argument("--seconds", type=float, default=235.0)
+    parser.add_argument("--rounds", type=int, default=5, help="bursts of each call")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", default=str(HERE / "results/h200/ep2.json"))
     options = parser.parse_args()
-    options.burst, options.rounds, options.heat = 100.0, 5, 0.3
+    options.burst, options.heat = 100.0, 0.3
     if options.smoke:
         options.configs, options.burst, options.rounds, options.heat = ["7B-n256"], 15.0, 1, 0.05
         options.seconds = min(options.seconds, 60.0)

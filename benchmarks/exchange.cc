@@ -357,7 +357,7 @@ struct Slices {
 };
 
 void measure(const Options& options, const Config& c) {
-  constexpr int kSlices = 9;
+  constexpr int kSlices = 5;
   constexpr double kSliceMs = 100.0;
   const Transfers transfers = transfer_times(options, c);
   const Subject alone(options, c, false), ours(options, c, true);

@@ -209,10 +209,12 @@ void check(const Shape& s, RoutingForm form, bool weighted, std::uint32_t seed) 
   testing::must(cudaDeviceSynchronize());
   equal(range.first, range.count);
   if (!weighted) {
-    d_out.fill(0xff);
-    sum_rows_beside(device, p, m, d_rows.data(), out, range, BesideWhat::kPrevious, nullptr);
-    testing::must(cudaDeviceSynchronize());
-    equal(range.first, range.count);
+    for (const BesideWhat beside : {BesideWhat::kPrevious, BesideWhat::kOtherStream}) {
+      d_out.fill(0xff);
+      sum_rows_beside(device, p, m, d_rows.data(), out, range, beside, nullptr);
+      testing::must(cudaDeviceSynchronize());
+      equal(range.first, range.count);
+    }
   }
   check_over_ranks({device, p, m, d_rows.data(), w, out, range}, s, expected, d_out, random);
 }

@@ -155,10 +155,12 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
   const auto chunk = static_cast<std::int32_t>(blockIdx.y * kBesideThreads + threadIdx.x);
   if (chunk >= p.chunks) return;
   const std::int64_t at = (t * p.chunks + chunk) * 16;
-  OtherSums<uint4> others;
-  others.load_first(p.sums, t, at);
+  const SumOverRanks sum{p.sums};
+  const TokenRanks ranks = sum.ranks_of(t);
+  const auto others = sum.load<uint4>(ranks, at);
+  const uint4 total = sum.add<Element>(others, ranks, at, uint4{});
   *reinterpret_cast<uint4*>(p.out + t * p.out_stride + chunk * 8) =
-      others.add<Element>(p.sums, t, at, uint4{});
+      sum.fault() ? nan_chunk<uint4>() : total;
 }
 
 PushParams push_params(const RowSource& s, const ExchangeShape& shape) {

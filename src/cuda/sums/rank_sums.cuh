@@ -32,8 +32,17 @@ __device__ __forceinline__ void pack(uint4& v, const std::uint32_t (&words)[4]) 
   v = {words[0], words[1], words[2], words[3]};
 }
 
-/// Bit r: rank r has a partial sum of the token. Loaded for each use, so that it takes no register
-/// in between.
+/// A chunk of NaN, in bf16 and in fp16.
+template <class Chunk>
+__device__ __forceinline__ Chunk nan_chunk() {
+  std::uint32_t words[sizeof(Chunk) / 4];
+  for (std::uint32_t& word : words) word = ~0u;
+  Chunk chunk;
+  pack(chunk, words);
+  return chunk;
+}
+
+/// Bit r: rank r has a partial sum of the token.
 __device__ __forceinline__ std::uint64_t mask_of(const RankSums& ranks, std::int64_t token) {
   const uint2 words = ptx::load8(ranks.masks + token);
   return static_cast<std::uint64_t>(words.y) << 32 | words.x;
@@ -44,6 +53,13 @@ __device__ __forceinline__ int first_other(const RankSums& ranks, std::uint64_t 
   return __ffsll(static_cast<long long>(mask & ~(std::uint64_t{1} << ranks.own))) - 1;
 }
 
+/// A token, and the first other rank that has a partial sum of it. The mask of all such ranks is
+/// loaded again when it is needed, from L1, so that it takes no register in between.
+struct TokenRanks {
+  std::uint32_t token = 0;
+  int first = -1;
+};
+
 /// The partial sums of other ranks at byte `at` of (T, d). The chunk of the first other rank is
 /// loaded early, together with the token's rows; chunks of further ranks are loaded when they are
 /// added.
@@ -51,35 +67,34 @@ template <class Chunk>
 struct OtherSums {
   Chunk first{};
 
-  __device__ __forceinline__ void load_first(const RankSums& ranks, std::int64_t token,
+  __device__ __forceinline__ void load_first(const RankSums& ranks, const TokenRanks& of,
                                              std::int64_t at) {
-    const int r = first_other(ranks, mask_of(ranks, token));
-    if (r >= 0) first = load(ranks, r, at);
+    if (of.first >= 0) first = load(ranks, of.first, at);
   }
 
   /// The sum over all ranks, in rank order. `own` is this rank's sum.
   template <class Element>
-  __device__ __forceinline__ Chunk add(const RankSums& ranks, std::int64_t token, std::int64_t at,
+  __device__ __forceinline__ Chunk add(const RankSums& ranks, const TokenRanks& of, std::int64_t at,
                                        const Chunk& own) const {
     constexpr int kWords = sizeof(Chunk) / 4;
-    const std::uint64_t mask = mask_of(ranks, token);
-    const int loaded = first_other(ranks, mask);
     float total[2 * kWords] = {};
-    for (std::uint64_t left = mask; left != 0; left &= left - 1) {
+    // Hides the token from the compiler, which would else keep the mask's address in two registers.
+    std::uint32_t token = of.token;
+    asm volatile("" : "+r"(token));
+    for (std::uint64_t left = mask_of(ranks, token); left != 0; left &= left - 1) {
       const int r = __ffsll(static_cast<long long>(left)) - 1;
       std::uint32_t words[kWords];
-      unpack(words, r == ranks.own ? own : r == loaded ? first : load(ranks, r, at));
+      unpack(words, r == ranks.own ? own : r == of.first ? first : load(ranks, r, at));
 #pragma unroll
       for (int i = 0; i < kWords; i++) {
         total[2 * i] += Pair<Element>::low(words[i]);
         total[2 * i + 1] += Pair<Element>::high(words[i]);
       }
     }
-    const bool fault = *static_cast<const volatile std::uint32_t*>(ranks.fault) != 0;
     std::uint32_t words[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; i++) {
-      words[i] = fault ? ~0u : Pair<Element>::pack(total[2 * i], total[2 * i + 1]);  // NaN
+      words[i] = Pair<Element>::pack(total[2 * i], total[2 * i + 1]);
     }
     Chunk sum;
     pack(sum, words);
@@ -95,35 +110,49 @@ struct OtherSums {
 /// OwnSum and SumOverRanks are template arguments of the sum kernels. They decide what a kernel
 /// writes for a token: its own sum, or the sum over all ranks. So the kernels of a layer on one GPU
 /// need no registers for other ranks. `at` is an offset in bytes in (T, d).
+///
+/// A kernel calls ranks_of() once a token, and early, because load() needs its result: two round
+/// trips to memory, one after the other. If fault() is true, it writes NaN to the token. Each call
+/// of fault() is a round trip to L2.
 struct OwnSum {
+  struct Ranks {};
   template <class Chunk>
   struct Others {};
+  __device__ __forceinline__ Ranks ranks_of(std::int64_t) const { return {}; }
+  __device__ __forceinline__ bool fault() const { return false; }
   template <class Chunk>
-  __device__ __forceinline__ Others<Chunk> load(std::int64_t, std::int64_t) const {
+  __device__ __forceinline__ Others<Chunk> load(Ranks, std::int64_t) const {
     return {};
   }
   /// The result. `own` is the sum of this launch.
   template <class Element, class Chunk>
-  __device__ __forceinline__ Chunk add(const Others<Chunk>&, std::int64_t, std::int64_t,
+  __device__ __forceinline__ Chunk add(const Others<Chunk>&, Ranks, std::int64_t,
                                        const Chunk& own) const {
     return own;
   }
 };
 struct SumOverRanks {
-  RankSums ranks;  ///< if masks is null, the result is the sum of this launch
+  RankSums sums;
+  using Ranks = TokenRanks;
   template <class Chunk>
   using Others = OtherSums<Chunk>;
 
+  __device__ __forceinline__ Ranks ranks_of(std::int64_t token) const {
+    return {static_cast<std::uint32_t>(token), first_other(sums, mask_of(sums, token))};
+  }
+  __device__ __forceinline__ bool fault() const {
+    return *static_cast<const volatile std::uint32_t*>(sums.fault) != 0;
+  }
   template <class Chunk>
-  __device__ __forceinline__ Others<Chunk> load(std::int64_t token, std::int64_t at) const {
+  __device__ __forceinline__ Others<Chunk> load(const Ranks& ranks, std::int64_t at) const {
     Others<Chunk> others;
-    if (ranks.masks != nullptr) others.load_first(ranks, token, at);
+    others.load_first(sums, ranks, at);
     return others;
   }
   template <class Element, class Chunk>
-  __device__ __forceinline__ Chunk add(const Others<Chunk>& others, std::int64_t token,
+  __device__ __forceinline__ Chunk add(const Others<Chunk>& others, const Ranks& ranks,
                                        std::int64_t at, const Chunk& own) const {
-    return ranks.masks == nullptr ? own : others.template add<Element>(ranks, token, at, own);
+    return others.template add<Element>(sums, ranks, at, own);
   }
 };
 

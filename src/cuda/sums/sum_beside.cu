@@ -1,12 +1,15 @@
 // The sum of dX, in kernels that run at the same time as a weight gradient. Together with a CTA of
 // the weight gradient, a multiprocessor has room for one block of 128 threads with 32 registers and
-// no shared memory. So few threads must keep many bytes in flight: a warp sums 2 KB of a token's
-// rows, and a thread loads 8 bytes of each of eight rows before it adds the first. Blocks are small
-// and many, so that more of them run on a multiprocessor when CTAs of the weight gradient exit.
+// no shared memory. So few threads must keep many bytes in flight: a warp sums 2 or 4 KB of each of
+// a token's rows, and a thread loads 64 bytes before it adds the first: 8 bytes of each of eight
+// rows, or 16 bytes of each of four rows. Blocks are small and many, so that more of them run on a
+// multiprocessor when CTAs of the weight gradient exit.
 //
 // sum_rows_beside_kernel follows the weight gradient on the same stream and reads its rows without
 // a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has waited for the rows before it
 // lets this kernel start. So no load here may be ld.global.nc.
+#include <type_traits>
+
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
 #include "cuda/math/element.cuh"
@@ -23,7 +26,6 @@ namespace {
 constexpr int kWarps = kBesideThreads / 32;
 constexpr std::uint32_t kBytes = 8;            // bytes of a row that a thread loads at once
 constexpr std::uint32_t kPiece = 32 * kBytes;  // bytes of a row that a warp loads at once
-constexpr std::uint32_t kPart = 8 * kPiece;    // bytes of a row that a warp sums in all
 
 struct BesideArgs {
   const std::uint8_t* rows;  // (C, d), contiguous
@@ -61,6 +63,17 @@ __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, 
   *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = sum;
 }
 
+/// Makes the first value depend on all loads. Else the compiler, to save registers, adds some rows
+/// before it loads the others, and fewer bytes are in flight.
+template <int kCount>
+__device__ __forceinline__ void wait_for_all(uint2 (&value)[kCount], std::uint32_t zero) {
+  std::uint32_t nothing = 0;
+#pragma unroll
+  for (int i = 1; i < kCount; i++) nothing |= value[i].y;
+  value[0].x |= nothing & zero;
+  value[0].y |= nothing & zero;
+}
+
 /// Adds `count` rows to the sum, at most kMost; lanes `first`, first + 1, ... hold their numbers.
 /// All rows are loaded before the first is added.
 template <class Element, int kMost>
@@ -74,13 +87,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
     value[i] = {0, 0};
     if (i < count) value[i] = ptx::load8(ptx::row_address(from, row, a.row_bytes));
   }
-  // Makes the first addition depend on all loads. Else the compiler, to save registers, adds some
-  // rows before it loads the others, and fewer bytes are in flight.
-  std::uint32_t nothing = 0;
-#pragma unroll
-  for (int i = 1; i < kMost; i++) nothing |= value[i].y;
-  value[0].x |= nothing & a.zero;
-  value[0].y |= nothing & a.zero;
+  wait_for_all(value, a.zero);
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
     if (i < count) add<Element>(sum, value[i]);
@@ -90,6 +97,9 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], const std::uint8_t* fr
 /// For a layer on one GPU, where most tokens have all their top_k rows. 8, 4, 2 or 1 rows are
 /// loaded at once, without predicates.
 struct ManyRows {
+  static constexpr std::uint32_t kPart = 8 * kPiece;  ///< bytes of a row that a warp sums in all
+  static constexpr int kMostOfTwoPieces = 0;
+
   template <class Element>
   static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
                                                  std::int32_t rows, std::uint32_t present,
@@ -116,9 +126,16 @@ struct ManyRows {
 };
 
 /// For a rank of an exchange, where a token has few rows, because its other experts are on other
-/// ranks. Up to kMost rows are loaded at once, with predicates.
+/// ranks. Up to kMost rows are loaded at once, with predicates; if a token has at most
+/// kMostOfTwoPieces rows, two pieces of each.
+template <class Result>
 struct FewRows {
-  static constexpr int kMost = 5;  // sums of other ranks need registers too
+  /// Twice that of ManyRows: the look-ups before the first row take as long as two pieces.
+  static constexpr std::uint32_t kPart = 16 * kPiece;
+  // The sums of other ranks need registers too. With more rows at once the kernel would spill.
+  static constexpr bool kAlone = std::is_same_v<Result, OwnSum>;
+  static constexpr int kMost = kAlone ? 7 : 4;
+  static constexpr int kMostOfTwoPieces = kAlone ? 4 : 0;
 
   template <class Element>
   static __device__ __forceinline__ void add_all(float (&sum)[4], const std::uint8_t* from,
@@ -140,6 +157,42 @@ __device__ __forceinline__ std::int64_t place(const BesideArgs& a, std::uint32_t
   return static_cast<std::int64_t>(token) * a.row_bytes + byte;
 }
 
+/// Sums two pieces of a token, from byte `first` on, that both exist as a whole. The token has
+/// `count` rows, at most kMost; lanes 0, 1, ... hold their numbers.
+template <class Element, int kMost, class Result>
+__device__ __forceinline__ void sum_two_pieces(const BesideArgs& a, const Result& result,
+                                               std::uint32_t token,
+                                               const typename Result::Ranks& ranks,
+                                               std::uint32_t first, std::int32_t rows, int count) {
+  const std::uint32_t byte = first + ptx::lane() * kBytes;
+  const auto others = result.template load<uint2>(ranks, place(a, token, byte));
+  const auto more_others = result.template load<uint2>(ranks, place(a, token, byte + kPiece));
+  uint2 value[2 * kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; i++) {
+    const std::int32_t row = __shfl_sync(~0u, rows, i);
+    value[i] = value[kMost + i] = {0, 0};
+    if (i < count) {
+      const std::uint8_t* from = ptx::row_address(a.rows + byte, row, a.row_bytes);
+      value[i] = ptx::load8(from);
+      value[kMost + i] = ptx::load8(from + kPiece);
+    }
+  }
+  wait_for_all(value, a.zero);
+#pragma unroll
+  for (int piece = 0; piece < 2; piece++) {
+    float sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < kMost; i++) {
+      if (i < count) add<Element>(sum, value[piece * kMost + i]);
+    }
+    const std::uint32_t at = byte + piece * kPiece;
+    store(a, token, at,
+          result.template add<Element>(piece == 0 ? others : more_others, ranks,
+                                       place(a, token, at), rounded<Element>(sum)));
+  }
+}
+
 /// Sums a token of at most 32 positions. Each lane looks up one row number and shuffles it to the
 /// others, once for all pieces. A look-up for each piece would cost another round trip to memory.
 template <class Element, class Rows, class Result>
@@ -147,19 +200,30 @@ __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& res
                                           std::uint32_t token, const ByteRange& bytes,
                                           const std::int32_t* look_up, int count) {
   const std::int32_t rows = ptx::lane() < count ? ptx::load4(look_up + ptx::lane()) : -1;
+  const auto ranks = result.ranks_of(token);
   const std::uint32_t present = __shfl_sync(~0u, __ballot_sync(~0u, rows >= 0), 0);
+  std::uint32_t first = bytes.begin;
+  if constexpr (Rows::kMostOfTwoPieces != 0) {
+    const int ones = __popc(present);
+    if (ones <= Rows::kMostOfTwoPieces && present == (1u << ones) - 1) {
 #pragma unroll 1
-  for (std::uint32_t first = bytes.begin; first < bytes.end; first += kPiece) {
+      for (; first + 2 * kPiece <= bytes.end; first += 2 * kPiece) {
+        sum_two_pieces<Element, Rows::kMostOfTwoPieces>(a, result, token, ranks, first, rows, ones);
+      }
+    }
+  }
+#pragma unroll 1
+  for (; first < bytes.end; first += kPiece) {
     const std::uint32_t wanted = first + ptx::lane() * kBytes;
     const std::uint8_t* from = a.rows + (wanted < a.row_bytes ? wanted : 0);
     const auto others =
-        result.template load<uint2>(token, place(a, token, wanted < a.row_bytes ? wanted : 0));
+        result.template load<uint2>(ranks, place(a, token, wanted < a.row_bytes ? wanted : 0));
     float sum[4] = {};
     Rows::template add_all<Element>(sum, from, rows, present, a);
     const std::uint32_t byte = first + ptx::lane() * kBytes;
     if (byte < a.row_bytes) {
       store(a, token, byte,
-            result.template add<Element>(others, token, place(a, token, byte),
+            result.template add<Element>(others, ranks, place(a, token, byte),
                                          rounded<Element>(sum)));
     }
   }
@@ -169,9 +233,10 @@ template <class Element, class Result>
 __device__ __forceinline__ void sum_long(const BesideArgs& a, const Result& result,
                                          std::uint32_t token, const ByteRange& bytes,
                                          const std::int32_t* look_up, int count) {
+  const auto ranks = result.ranks_of(token);
 #pragma unroll 1
   for (std::uint32_t byte = bytes.begin + ptx::lane() * kBytes; byte < bytes.end; byte += kPiece) {
-    const auto others = result.template load<uint2>(token, place(a, token, byte));
+    const auto others = result.template load<uint2>(ranks, place(a, token, byte));
     float sum[4] = {};
 #pragma unroll 1
     for (int k = 0; k < count; k++) {
@@ -181,7 +246,7 @@ __device__ __forceinline__ void sum_long(const BesideArgs& a, const Result& resu
     }
     store(
         a, token, byte,
-        result.template add<Element>(others, token, place(a, token, byte), rounded<Element>(sum)));
+        result.template add<Element>(others, ranks, place(a, token, byte), rounded<Element>(sum)));
   }
 }
 
@@ -189,7 +254,7 @@ template <class Element, class Rows, class Result>
 __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& result, std::uint32_t i,
                                          std::uint32_t part) {
   const std::uint32_t token = a.first_token + i;
-  const ByteRange bytes{part * kPart, min(part * kPart + kPart, a.row_bytes)};
+  const ByteRange bytes{part * Rows::kPart, min(part * Rows::kPart + Rows::kPart, a.row_bytes)};
   const std::int32_t* look_up = a.position_row;
   int count = a.top_k;
   if (a.token_offsets != nullptr) {
@@ -203,6 +268,12 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& resu
     sum_short<Element, Rows>(a, result, token, bytes, look_up, count);
   } else {
     sum_long<Element>(a, result, token, bytes, look_up, count);
+  }
+  // Read last: the fault takes no register before.
+  if (!result.fault()) return;
+#pragma unroll 1
+  for (std::uint32_t byte = bytes.begin + ptx::lane() * kBytes; byte < bytes.end; byte += kPiece) {
+    store(a, token, byte, nan_chunk<uint2>());
   }
 }
 
@@ -224,19 +295,31 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
   sum_beside<Element, ManyRows>(a, OwnSum{});
 }
 
-/// For a rank of an exchange, in bf16 or fp16. The kernel is on another stream than the weight
-/// gradient, so it waits for the kernels of its own stream, which write its rows. It also adds the
-/// sums of other ranks, if `result` has any.
+/// For a rank of an exchange. The kernel is on another stream than the weight gradient, so it waits
+/// for the kernels of its own stream, which write its rows. It also adds the sums of other ranks,
+/// if `result` has any.
+template <class Element, class Result>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
-    sum_few_rows_beside_kernel(const BesideArgs a, const SumOverRanks result,
-                               const std::uint32_t is_fp16) {
+    sum_few_rows_beside_kernel(const BesideArgs a, const Result result) {
   ptx::launch_next_kernel();
   ptx::wait_for_previous_kernel();
-  if (is_fp16 != 0) {
-    sum_beside<__half, FewRows>(a, result);
-  } else {
-    sum_beside<__nv_bfloat16, FewRows>(a, result);
-  }
+  sum_beside<Element, FewRows<Result>>(a, result);
+}
+
+constexpr const char* kWhat = "launching the sum over a token's rows";
+
+template <class Rows>
+dim3 grid_of(const BesideArgs& args) {
+  return {(args.tokens + kWarps - 1) / kWarps, (args.row_bytes + Rows::kPart - 1) / Rows::kPart};
+}
+
+template <class Result>
+void launch_few_rows(const Device& device, const BesideArgs& args, const Result& result,
+                     bool is_fp16, cudaStream_t stream) {
+  const auto kernel = is_fp16 ? sum_few_rows_beside_kernel<__half, Result>
+                              : sum_few_rows_beside_kernel<__nv_bfloat16, Result>;
+  const dim3 grid = grid_of<FewRows<Result>>(args);
+  launch_dependent(device, kWhat, kernel, {grid, kBesideThreads}, stream, args, result);
 }
 
 }  // namespace
@@ -255,18 +338,19 @@ void sum_rows_beside(const Device& device, const Problem& problem, const Metadat
   args.top_k = problem.form == RoutingForm::kIds ? static_cast<std::int32_t>(problem.top_k) : 1;
   args.position_row = metadata.position_row;
   args.token_offsets = metadata.token_offsets;
-  const dim3 grid((args.tokens + kWarps - 1) / kWarps, (args.row_bytes + kPart - 1) / kPart);
-  const char* what = "launching the sum over a token's rows";
   const bool is_fp16 = problem.dtype == DType::kF16;
   if (out.ranks == nullptr && beside == BesideWhat::kPrevious) {
     const auto kernel =
         is_fp16 ? sum_rows_beside_kernel<__half> : sum_rows_beside_kernel<__nv_bfloat16>;
-    launch_dependent(device, what, kernel, {grid, kBesideThreads}, stream, args);
+    const dim3 grid = grid_of<ManyRows>(args);
+    launch_dependent(device, kWhat, kernel, {grid, kBesideThreads}, stream, args);
     return;
   }
-  const SumOverRanks result{out.ranks == nullptr ? RankSums{} : *out.ranks};
-  launch_dependent(device, what, sum_few_rows_beside_kernel, {grid, kBesideThreads}, stream, args,
-                   result, std::uint32_t{is_fp16});
+  if (out.ranks == nullptr) {
+    launch_few_rows(device, args, OwnSum{}, is_fp16, stream);
+  } else {
+    launch_few_rows(device, args, SumOverRanks{*out.ranks}, is_fp16, stream);
+  }
 }
 
 }  // namespace sonicmoe::cuda

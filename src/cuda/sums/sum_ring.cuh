@@ -64,6 +64,11 @@ struct SumRing {
     __device__ __forceinline__ int chunks(const RingArgs& a) const {
       return min(a.width, a.sum.chunks - part * a.width);
     }
+    /// The offset in (T, d) of chunk lane + 32 c of the part.
+    __device__ __forceinline__ std::int64_t byte(const RingArgs& a, int c) const {
+      const int chunk = part * a.width + static_cast<int>(threadIdx.x & 31) + 32 * c;
+      return (token * a.sum.chunks + chunk) * 16;
+    }
   };
 
   /// Shared addresses of this warp's ring.
@@ -179,6 +184,53 @@ struct SumRing {
     std::uint32_t weight_address_ = 0;  // 0: no weight to store
   };
 
+  /// The partial sums of other ranks, loaded to registers one part before they are added. Which
+  /// ranks have one is loaded one part earlier still.
+  template <class Result>
+  class OfOthers {
+   public:
+    struct Part {
+      typename Result::Ranks ranks;
+      bool fault;
+      typename Result::template Others<uint4> chunk[kPieces];
+    };
+
+    __device__ __forceinline__ OfOthers(const RingArgs& a, const Result& result)
+        : at_(a), ranks_(find(a, result)) {
+      load(a, result);
+    }
+    /// The chunks of the next part of the warp.
+    __device__ __forceinline__ Part take(const RingArgs& a, const Result& result) {
+      const Part part = next_;
+      load(a, result);
+      return part;
+    }
+
+   private:
+    __device__ __forceinline__ typename Result::Ranks find(const RingArgs& a,
+                                                           const Result& result) const {
+      return at_.token < a.sum.tokens ? result.ranks_of(at_.token) : typename Result::Ranks{};
+    }
+    __device__ __forceinline__ void load(const RingArgs& a, const Result& result) {
+      if (at_.token >= a.sum.tokens) return;
+      const int chunks = at_.chunks(a);
+      next_.ranks = ranks_;
+      next_.fault = result.fault();
+#pragma unroll
+      for (int c = 0; c < kPieces; c++) {
+        if (static_cast<int>(threadIdx.x & 31) + 32 * c < chunks) {
+          next_.chunk[c] = result.template load<uint4>(ranks_, at_.byte(a, c));
+        }
+      }
+      at_.next(a);
+      ranks_ = find(a, result);
+    }
+
+    Walk at_;  // the part that is loaded next
+    typename Result::Ranks ranks_;
+    Part next_;
+  };
+
   /// Adds the rows of a batch.
   template <class Element>
   static __device__ __forceinline__ void add(float (&sum)[kPieces][8], const RingArgs& a,
@@ -221,16 +273,10 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a, const Result& r
   for (int stage = 0; stage < a.depth; stage++) loads.load(stage);
   int stage = 0;
   std::uint32_t parity = 0;
+  SumRing::OfOthers<Result> ahead(a, result);
   for (SumRing::Walk at(a); at.token < s.tokens; at.next(a)) {
     const int chunks = at.chunks(a);
-    const auto byte = [&](int c) {
-      return (at.token * s.chunks + at.part * a.width + lane + 32 * c) * 16;
-    };
-    typename Result::template Others<uint4> others[SumRing::kPieces];
-#pragma unroll
-    for (int c = 0; c < SumRing::kPieces; c++) {
-      if (lane + 32 * c < chunks) others[c] = result.template load<uint4>(at.token, byte(c));
-    }
+    const auto others = ahead.take(a, result);
     float sum[SumRing::kPieces][8] = {};
     std::uint32_t header = 0;
     while ((header & SumRing::kLast) == 0) {
@@ -256,9 +302,12 @@ __device__ __forceinline__ void sum_from_ring(const RingArgs& a, const Result& r
     for (int c = 0; c < SumRing::kPieces; c++) {
       if (lane + 32 * c >= chunks) continue;
       const uint4 own = rounded(s, sum[c]);
-      out[32 * c] = s.is_fp16 != 0
-                        ? result.template add<__half>(others[c], at.token, byte(c), own)
-                        : result.template add<__nv_bfloat16>(others[c], at.token, byte(c), own);
+      const std::int64_t byte = at.byte(a, c);
+      const uint4 total =
+          s.is_fp16 != 0
+              ? result.template add<__half>(others.chunk[c], others.ranks, byte, own)
+              : result.template add<__nv_bfloat16>(others.chunk[c], others.ranks, byte, own);
+      out[32 * c] = others.fault ? nan_chunk<uint4>() : total;
     }
   }
 }

@@ -45,10 +45,12 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   if (weights != nullptr && !listed) weights += token * a.weights.row;
   if (weights != nullptr && listed && slots == nullptr) weights += begin * a.weights.column;
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(a.out) + token * a.out_stride);
+  const auto ranks = result.ranks_of(token);
+  const bool fault = result.fault();
   for (int chunk = threadIdx.x; chunk < a.chunks; chunk += blockDim.x) {
     const uint4* rows = static_cast<const uint4*>(a.rows) + chunk;
     const std::int64_t byte = (token * a.chunks + chunk) * 16;
-    const auto others = result.template load<uint4>(token, byte);
+    const auto others = result.template load<uint4>(ranks, byte);
     float sum[8] = {};
     for (int k0 = 0; k0 < count; k0 += kRows) {
       // The order of these loads matters: a look-up after the loads of rows would wait for the
@@ -79,8 +81,10 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
       }
     }
     const uint4 own = rounded(a, sum);
-    out[chunk] = a.is_fp16 != 0 ? result.template add<__half>(others, token, byte, own)
-                                : result.template add<__nv_bfloat16>(others, token, byte, own);
+    const uint4 total = a.is_fp16 != 0
+                            ? result.template add<__half>(others, ranks, byte, own)
+                            : result.template add<__nv_bfloat16>(others, ranks, byte, own);
+    out[chunk] = fault ? nan_chunk<uint4>() : total;
   }
 }
 
