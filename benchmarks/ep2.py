@@ -220,7 +220,8 @@ class Driver:
 
     def note(self, program: str, problem: str) -> None:
         if problem:
-            self.record.setdefault("problems", {})[program] = problem
+            # Without the program's output, which names files of the machine.
+            self.record.setdefault("problems", {})[program] = problem.split(":")[0]
             print(f"{program}: {problem}", flush=True)
         self.write()
 

@@ -77,7 +77,10 @@ def cost_part() -> str:
         alone, ours = total(row["alone"]), total(row["ours"])
         times = (alone, ours, over_alone(row), GOAL.get(row["config"]))
         times += (row["not_overlapped_ms"], row["hidden"], row["ours"]["replayed_ms"])
-        figures = [f"{value:.{digits}f}" for value, digits in zip(times, DIGITS, strict=True)]
+        figures = [
+            "-" if value is None else f"{value:.{digits}f}"
+            for value, digits in zip(times, DIGITS, strict=True)
+        ]
         cells.append([row["config"], shape_text(row), *figures])
     columns = ["layer", "T,d,n,E,K", "alone, ms", "ours, ms", "over alone", "goal"]
     columns += ["alone and transfers, ms", "share hidden", "as a graph, ms"]
@@ -126,7 +129,8 @@ def memory_part() -> str:
     return (
         f"Measured with {kept['layers']} layers {kept['config']}, in which rank 0's experts get "
         f"{parts} of the mean rows: the ranks keep {exact} MiB beside x without `capacity`, and "
-        f"with `capacity={kept['capacity']}` {ratios} times as much."
+        f"with `capacity={kept['capacity']}` {ratios} times as much (commit "
+        f"{kept.get('commit', record()['commit'])})."
     )
 
 
