@@ -372,23 +372,50 @@ TEST_F(CudaFp8, GraphsReplayTheStep) {
   EXPECT_TRUE(replayed == want);
 }
 
-TEST_F(CudaFp8, ThePortableEngineRefuses) {
-  const cuda::Device* portable = cuda::open_device(0, "portable");
-  Exec exec = exec_;
-  exec.device = portable;
+/// One token and one expert, of the smallest extents that fp8 takes.
+Problem smallest_problem() {
   Problem p;
   p.tokens = p.experts = p.top_k = 1;
   p.hidden = p.width = 128;
   p.dtype = DType::kBF16;
   p.precision = Precision::kFp8;
+  return p;
+}
+
+void expect_refusal(const Problem& p, Pass pass, const Exec& exec, const std::string& part) {
   try {
-    moe_sizes(p, Pass::kForward, exec);
+    moe_sizes(p, pass, exec);
     ADD_FAILURE() << "it was served";
   } catch (const Error& e) {
-    EXPECT_NE(std::string(e.what()).find("the engine portable has no FP8"), std::string::npos)
-        << e.what();
+    EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
   }
+}
+
+TEST_F(CudaFp8, ThePortableEngineRefuses) {
+  const cuda::Device* portable = cuda::open_device(0, "portable");
+  Exec exec = exec_;
+  exec.device = portable;
+  expect_refusal(smallest_problem(), Pass::kForward, exec, "the engine portable has no FP8");
   cuda::close_device(portable);
+}
+
+// 32-bit offsets in units of 16 bytes reach 2^36 codes. Only sizes are asked for: no memory is
+// allocated.
+TEST_F(CudaFp8, MoreCodesThanOffsetsReachAreRefused) {
+  for (const Pass pass : {Pass::kInference, Pass::kForward, Pass::kBackward}) {
+    for (const std::int64_t hidden : {128, 8192}) {
+      Problem p = smallest_problem();
+      p.hidden = hidden;
+      p.tokens = (std::int64_t{1} << 36) / hidden;
+      EXPECT_NO_THROW(moe_sizes(p, pass, exec_)) << "hidden " << hidden;
+      p.tokens++;
+      expect_refusal(p, pass, exec_,
+                     "tokens * hidden is " + std::to_string((std::int64_t{1} << 36) + hidden) +
+                         " but CUDA takes at most 68719476736 for fp8.");
+      p.precision = Precision::kTensors;
+      EXPECT_NO_THROW(moe_sizes(p, pass, exec_)) << "hidden " << hidden << " in bf16";
+    }
+  }
 }
 
 }  // namespace

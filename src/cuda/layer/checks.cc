@@ -11,6 +11,10 @@ namespace {
 constexpr std::int64_t kMaxExperts = 1024;
 constexpr std::int64_t kMaxRowStride = std::int64_t{1} << 30;
 constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - (std::int64_t{1} << 18);
+/// The FP8 kernels gather rows of X and of dO, (tokens, hidden) codes of one byte. They address
+/// them by 32-bit offsets in units of 16 bytes (Fp8GatherParams), which reach 64 GiB. All other
+/// arrays of codes are addressed by 64-bit offsets or by TMA.
+constexpr std::int64_t kMaxGatheredCodes = (std::int64_t{1} << 32) * 16;
 
 [[noreturn]] void refuse(const std::string& sentence, Status status = Status::kUnsupported) {
   throw Error(status, sentence);
@@ -20,6 +24,13 @@ std::string too_many_rows(const char* name, std::int64_t rows) {
   if (rows <= kMaxRows) return {};
   return std::string(name) + " is " + std::to_string(rows) + " but CUDA takes at most " +
          std::to_string(kMaxRows) + ".";
+}
+
+std::string too_many_codes(const Problem& p) {
+  const std::int64_t codes = p.tokens * p.hidden;
+  if (p.precision != Precision::kFp8 || codes <= kMaxGatheredCodes) return {};
+  return "tokens * hidden is " + std::to_string(codes) + " but CUDA takes at most " +
+         std::to_string(kMaxGatheredCodes) + " for fp8.";
 }
 
 void check_aligned(const char* name, const Tensor& t) {
@@ -89,7 +100,8 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return "experts is " + std::to_string(p.experts) + " but CUDA takes at most " +
            std::to_string(kMaxExperts) + ".";
   }
-  return too_many_rows("row capacity C", checks::rows(p));
+  const std::string sentence = too_many_rows("row capacity C", checks::rows(p));
+  return sentence.empty() ? too_many_codes(p) : sentence;
 }
 
 void check_problem(const Problem& problem, const Engine& engine) {

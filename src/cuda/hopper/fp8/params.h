@@ -13,7 +13,7 @@ struct Fp8GatherParams {
   const float* scales;        ///< (T, K / 128)
   const std::int32_t* index;  ///< row of `codes` for row p in expert order
   /// K / 16: the length of a row of codes in units of 16 bytes. Offsets in these units have 32
-  /// bits, enough for 69 GB of codes, which are made from 137 GB of bf16 rows.
+  /// bits, so they reach 64 GiB of codes; refusal() in layer/checks.cc refuses more.
   std::uint32_t row_units;
   std::int32_t blocks;  ///< K / 128
 };
