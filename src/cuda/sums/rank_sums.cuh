@@ -3,6 +3,7 @@
 
 #include "cuda/math/element.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/lane.cuh"
 #include "cuda/sums/sum_rows.h"
 
 namespace sonicmoe::cuda {
@@ -78,9 +79,8 @@ struct OtherSums {
                                        const Chunk& own) const {
     constexpr int kWords = sizeof(Chunk) / 4;
     float total[2 * kWords] = {};
-    // Hides the token from the compiler, which would else keep the mask's address in two registers.
-    std::uint32_t token = of.token;
-    asm volatile("" : "+r"(token));
+    // pinned(): else the compiler keeps the mask's address in two registers.
+    const std::uint32_t token = ptx::pinned(of.token);
     for (std::uint64_t left = mask_of(ranks, token); left != 0; left &= left - 1) {
       const int r = __ffsll(static_cast<long long>(left)) - 1;
       std::uint32_t words[kWords];
