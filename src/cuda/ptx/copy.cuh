@@ -16,8 +16,8 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
       : "memory");
 }
 
-/// As copy16(), from the 16-byte unit `unit` of `source`. The address is computed in place: between
-/// uses a unit takes one register, and an address would take two.
+/// As copy16(), from byte 16 * `unit` of `source`. A caller that keeps units between copies needs
+/// one register for each; addresses would need two.
 __device__ __forceinline__ void copy_unit(std::uint32_t target, const void* source,
                                           std::uint32_t unit, std::uint32_t valid) {
   asm volatile(

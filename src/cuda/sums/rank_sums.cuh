@@ -111,9 +111,10 @@ struct OtherSums {
 /// writes for a token: its own sum, or the sum over all ranks. So the kernels of a layer on one GPU
 /// need no registers for other ranks. `at` is an offset in bytes in (T, d).
 ///
-/// A kernel calls ranks_of() once a token, and early, because load() needs its result: two round
-/// trips to memory, one after the other. If fault() is true, it writes NaN to the token. Each call
-/// of fault() is a round trip to L2.
+/// A kernel calls ranks_of() once for each token, before it loads the token's rows: load() needs
+/// the result, and would else wait for memory twice while nothing else is in flight. If fault() is
+/// true, the kernel writes NaN to the token. It calls fault() once for each token, because each
+/// call waits for L2.
 struct OwnSum {
   struct Ranks {};
   template <class Chunk>

@@ -1,9 +1,9 @@
 // The sum of dX, in kernels that run at the same time as a weight gradient. Together with a CTA of
 // the weight gradient, a multiprocessor has room for one block of 128 threads with 32 registers and
-// no shared memory. So few threads must keep many bytes in flight: a warp sums 2 or 4 KB of each of
-// a token's rows, and a thread loads 64 bytes before it adds the first: 8 bytes of each of eight
-// rows, or 16 bytes of each of four rows. Blocks are small and many, so that more of them run on a
-// multiprocessor when CTAs of the weight gradient exit.
+// no shared memory. So few threads must keep many bytes in flight: a thread loads up to 64 bytes
+// before it adds the first, 8 bytes of each of eight rows or 16 bytes of each of four rows. Blocks
+// are small and many, so that more of them run on a multiprocessor when CTAs of the weight gradient
+// exit.
 //
 // sum_rows_beside_kernel follows the weight gradient on the same stream and reads its rows without
 // a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has waited for the rows before it
@@ -126,13 +126,14 @@ struct ManyRows {
 };
 
 /// For a rank of an exchange, where a token has few rows, because its other experts are on other
-/// ranks. Up to kMost rows are loaded at once, with predicates; if a token has at most
-/// kMostOfTwoPieces rows, two pieces of each.
+/// ranks. A thread loads one piece of up to kMost rows at once, with predicates. If a token has at
+/// most kMostOfTwoPieces rows, it loads two pieces of each row at once; 0: never.
 template <class Result>
 struct FewRows {
-  /// Twice that of ManyRows: the look-ups before the first row take as long as two pieces.
+  /// Twice that of ManyRows. Before its first row a warp waits twice for memory, for the position
+  /// and for the number of the row. Longer parts have fewer such waits.
   static constexpr std::uint32_t kPart = 16 * kPiece;
-  // The sums of other ranks need registers too. With more rows at once the kernel would spill.
+  // Sums of other ranks need registers, too: with more rows at once the kernel would spill.
   static constexpr bool kAlone = std::is_same_v<Result, OwnSum>;
   static constexpr int kMost = kAlone ? 7 : 4;
   static constexpr int kMostOfTwoPieces = kAlone ? 4 : 0;
@@ -157,16 +158,12 @@ __device__ __forceinline__ std::int64_t place(const BesideArgs& a, std::uint32_t
   return static_cast<std::int64_t>(token) * a.row_bytes + byte;
 }
 
-/// Sums two pieces of a token, from byte `first` on, that both exist as a whole. The token has
-/// `count` rows, at most kMost; lanes 0, 1, ... hold their numbers.
-template <class Element, int kMost, class Result>
-__device__ __forceinline__ void sum_two_pieces(const BesideArgs& a, const Result& result,
-                                               std::uint32_t token,
-                                               const typename Result::Ranks& ranks,
+/// Sums two pieces of a token, from byte `first` on, that both exist as a whole, without sums of
+/// other ranks. The token has `count` rows, at most kMost; lanes 0, 1, ... hold their numbers.
+template <class Element, int kMost>
+__device__ __forceinline__ void sum_two_pieces(const BesideArgs& a, std::uint32_t token,
                                                std::uint32_t first, std::int32_t rows, int count) {
   const std::uint32_t byte = first + ptx::lane() * kBytes;
-  const auto others = result.template load<uint2>(ranks, place(a, token, byte));
-  const auto more_others = result.template load<uint2>(ranks, place(a, token, byte + kPiece));
   uint2 value[2 * kMost];
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
@@ -186,10 +183,7 @@ __device__ __forceinline__ void sum_two_pieces(const BesideArgs& a, const Result
     for (int i = 0; i < kMost; i++) {
       if (i < count) add<Element>(sum, value[piece * kMost + i]);
     }
-    const std::uint32_t at = byte + piece * kPiece;
-    store(a, token, at,
-          result.template add<Element>(piece == 0 ? others : more_others, ranks,
-                                       place(a, token, at), rounded<Element>(sum)));
+    store(a, token, byte + piece * kPiece, rounded<Element>(sum));
   }
 }
 
@@ -208,7 +202,7 @@ __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& res
     if (ones <= Rows::kMostOfTwoPieces && present == (1u << ones) - 1) {
 #pragma unroll 1
       for (; first + 2 * kPiece <= bytes.end; first += 2 * kPiece) {
-        sum_two_pieces<Element, Rows::kMostOfTwoPieces>(a, result, token, ranks, first, rows, ones);
+        sum_two_pieces<Element, Rows::kMostOfTwoPieces>(a, token, first, rows, ones);
       }
     }
   }

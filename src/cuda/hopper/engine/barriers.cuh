@@ -29,7 +29,7 @@ enum class NamedBarrier : int {
   kProducts0 = 3,     ///< ping-pong: warpgroup 1 has issued its tile's products, 0 may begin
   kProducts1 = 4,     ///< ping-pong: warpgroup 0 has issued its tile's products, 1 may begin
   kTail = 5,          ///< both: the rows of B past the expert are zero before wgmma reads them
-  kOffset = 5,        ///< FP8, which has no kTail: warpgroup 0 has multiplied a unit, 1 may begin
+  kOffset = 5,        ///< FP8, without kTail: unit 0 of warpgroup 0 is multiplied, 1 may begin
   kEarlyRelease = 6,  ///< both: all their stores are in memory before one thread counts the CTA
 };
 
