@@ -109,11 +109,21 @@ def peers_part() -> str:
     for row in rows:
         times = [f"{total(row[name]):.2f}" if name in row else "-" for name in names]
         best = best_peer(row)
-        cells.append([row["config"], *times, "-" if best is None else f"{best:.2f}"])
-    columns = ["layer", *(NAMES[name] for name in names), "best of the others over ours"]
+        alone = total(row["alone_torch"])
+        cost = f"{total(row['ours_torch']) / alone:.3f}"
+        best = "-" if best is None else f"{best:.2f}"
+        cells.append([row["config"], f"{alone:.2f}", *times, cost, best])
+    columns = ["layer", "the layer alone", *(NAMES[name] for name in names)]
+    columns += ["ours over alone", "best of the others over ours"]
     notes = ["Milliseconds of forward and backward through PyTorch, interleaved, hot."]
-    absent = {n: why for row in rows for n, why in row.get("absent", {}).items()}
-    notes += [f"{NAMES.get(name, name)} is absent: {why}." for name, why in absent.items()]
+    absent = {}
+    for row in rows:
+        for name_and_why in row.get("absent", {}).items():
+            absent.setdefault(name_and_why, []).append(row["config"])
+    notes += [
+        f"{NAMES.get(name, name)} is absent at {', '.join(layers)}: {why}."
+        for (name, why), layers in absent.items()
+    ]
     parts = [grid(columns, cells), " ".join(notes), "![Time beside others](images/ep2-peers.svg)"]
     return "\n\n".join(parts)
 

@@ -112,7 +112,7 @@ class Driver(ep2.Driver):
         return {name: old[name] for name in ("layers", "training")}
 
     def missing(self, problem: str, name: str) -> None:
-        self.record["problems"][name] = problem
+        self.record["problems"][name] = ep2.headline(problem)
         print(f"{name}: {problem}", flush=True)
         self.write()
 

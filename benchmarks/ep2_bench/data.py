@@ -30,6 +30,17 @@ CONFIGS = {
 }
 
 
+MOST_OF_VDEV = 16  # experts on a rank: a limit of torch 2.11's all_to_all_vdev_2d
+
+
+def refused_by_vdev(experts: int, ranks: int) -> str | None:
+    """The reason why all_to_all_vdev_2d cannot serve a layer, or None."""
+    held = experts // ranks
+    if held <= MOST_OF_VDEV:
+        return None
+    return f"it takes at most {MOST_OF_VDEV} experts a rank, the layer has {held}"
+
+
 class Data:
     """x, routing and output gradient of one rank, and the weights of its experts. Without `share`
     every expert is chosen equally often on average. `share` is the part of all choices that falls

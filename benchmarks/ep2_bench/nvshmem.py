@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ep2_bench.data import Data, Shape
+from ep2_bench.data import Data
 from ep2_bench.peers import Combine, Order, Spread
-
-MOST_EXPERTS = 16  # on a rank: a limit of torch 2.11's operators
 
 
 def absent() -> str | None:
@@ -25,14 +23,6 @@ def absent() -> str | None:
     if not symmetric.is_nvshmem_available():
         return "this torch is built without NVSHMEM, or its library is not installed"
     return None
-
-
-def refusal(shape: Shape, ranks: int) -> str | None:
-    """The reason why the operators cannot serve a layer, or None."""
-    held = shape.E // ranks
-    if held <= MOST_EXPERTS:
-        return None
-    return f"it takes at most {MOST_EXPERTS} experts a rank, the layer has {held}"
 
 
 class Buffers:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 HEAT = 8  # bursts of the first call that heat the GPU before the measurement
-LEAD = 1.0  # calls before the timed ones, as a part of their number
 
 
 def slowest(value: float, device) -> float:
@@ -20,9 +19,9 @@ def slowest(value: float, device) -> float:
 
 
 def burst(call, count: int, device) -> float:
-    """Milliseconds of one call: the mean over `count` calls without a pause between them. Calls
-    that are not timed come first, so that the GPU's clock is that of this call and not of the call
-    before it: a GPU that has waited for NCCL is cooler and faster."""
+    """Milliseconds of one call: the mean over `count` calls without a pause between them. As many
+    calls that are not timed come first. Else the clock would depend on the burst before: a GPU that
+    has waited for NCCL is cooler and faster."""
     dist.barrier()
     if device.type != "cuda":
         began = time.perf_counter()
@@ -31,7 +30,7 @@ def burst(call, count: int, device) -> float:
         return slowest(1e3 * (time.perf_counter() - began) / count, device)
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(round(LEAD * count)):
+    for _ in range(count):
         call()
     begin.record()
     for _ in range(count):

@@ -97,17 +97,13 @@ class Rank:
 
     def layer(self, config: str) -> dict:
         shape = CONFIGS[config]
-        row = {"config": config, **shape._asdict(), "ranks": self.ranks}
-        if self.options.peers == "nvshmem":
-            reason = nvshmem.refusal(shape, self.ranks)
-            if reason is not None:
-                return row | {"absent": {"vdev_2d": reason}}
         data = Data(shape, self.rank, self.ranks, self.device)
         calls = peers.contenders(data, self.transport, CAPACITY if self.ranks > 1 else 2.0)
         if self.options.peers == "nvshmem":
             buffers = nvshmem.Buffers(data, 1.1)
             calls = {"ours_torch": calls["ours_torch"], "alone_torch": calls["alone_torch"]}
             calls["vdev_2d"] = functools.partial(nvshmem.step, data, buffers)
+        row = {"config": config, **shape._asdict(), "ranks": self.ranks}
         reasons = self.checked(calls, data)
         both = {name: functools.partial(results, call, data) for name, call in calls.items()}
         runs = {(name, "fwd"): call for name, call in calls.items()}

@@ -63,6 +63,19 @@ def test_every_peer_has_our_results(tmp_path, ep2):
     assert ran.returncode == 1  # no exchange_bench ran, and no NVSHMEM
 
 
+def test_a_record_names_no_files_of_the_machine(ep2):
+    headline = ep2[0].headline
+    assert headline("exit 1: File /home/me/torch/run.py\nabort") == "exit 1"
+    assert headline("exit 1: ...\nabsent: no NVSHMEM\n/home/me") == "no NVSHMEM"
+
+
+def test_layers_with_too_many_experts_are_not_sent_to_vdev_2d(ep2):
+    from ep2_bench.data import refused_by_vdev
+
+    assert refused_by_vdev(experts=32, ranks=2) is None
+    assert refused_by_vdev(34, 2) == "it takes at most 16 experts a rank, the layer has 17"
+
+
 def test_wrong_results_are_found(ep2):
     import torch
     from ep2_bench import worker
@@ -116,8 +129,8 @@ def test_parts_of_the_page(ep2, tmp_path, monkeypatch):
     assert "7B-n256 with 8 ranks that share the GPUs: 1.300 times alone" in figures.cost_part()
     assert "| 2.00 | 2.40 | 1.200 | 1.15 | 3.00 | 0.60 | 2.30 |" in figures.cost_part()
     peers = figures.peers_part()
-    assert "| 2.50 | 4.00 | 6.00 | 7.00 | 5.00 | 2.00 |" in peers
-    assert "all_to_all_vdev_2d, moe_grouped is absent: no NVSHMEM." in peers
+    assert "| 2.00 | 2.50 | 4.00 | 6.00 | 7.00 | 5.00 | 1.250 | 2.00 |" in peers
+    assert "all_to_all_vdev_2d, moe_grouped is absent at 7B-n256: no NVSHMEM." in peers
     assert "`capacity=1.25` 1.25 and 1.24 times as much" in figures.memory_part()
 
 
