@@ -210,12 +210,17 @@ TEST(ChecksFp8, AutoTakesFp8FromANumberOfRowsOn) {
   p.tokens = least;
   for (const auto& spoil :
        {+[](Problem& q) { q.dtype = DType::kF16; }, +[](Problem& q) { q.hidden = 4096 + 64; },
-        +[](Problem& q) { q.width = 128; }}) {
+        +[](Problem& q) { q.width = 128; }, +[](Problem& q) { q.hidden = 2048, q.width = 384; }}) {
     Problem q = p;
     spoil(q);
     q.precision = Precision::kTensors;
     EXPECT_EQ(auto_fp8_rows(q), kNever);
     EXPECT_EQ(auto_precision(q), Precision::kTensors);
+  }
+  for (const auto& [hidden, width] : {std::pair{2048, 512}, {4096, 256}}) {
+    p.hidden = hidden;
+    p.width = width;
+    EXPECT_EQ(auto_fp8_rows(p), least) << hidden << " " << width;
   }
 }
 

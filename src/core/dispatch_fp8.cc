@@ -13,7 +13,8 @@ namespace {
 // faster in fp8 than in bf16, also if the weights are quantised for each micro-batch. A layer with
 // 640 rows an expert was slower then (docs/fp8.md).
 constexpr std::int64_t kLeastHidden = 2048;
-constexpr std::int64_t kLeastWidth = 512;
+constexpr std::int64_t kLeastWidth = 256;
+constexpr std::int64_t kLeastMatrix = std::int64_t{1} << 20;  // d n
 constexpr std::int64_t kLeastRowsPerExpert = 1024;
 
 /// Whether the device of `exec` serves `problem` in fp8, and fp8 is faster than bf16 for large
@@ -49,6 +50,7 @@ std::int64_t auto_fp8_rows(const Problem& problem, const Exec& exec) {
   const bool served =
       p.dtype == DType::kBF16 && p.hidden % fp8::kBlock == 0 && p.width % fp8::kBlock == 0;
   if (!served || p.hidden < kLeastHidden || p.width < kLeastWidth) return kNever;
+  if (p.hidden * p.width < kLeastMatrix) return kNever;
   p.precision = Precision::kFp8;
   return is_fast(p, exec) ? kLeastRowsPerExpert * p.experts : kNever;
 }
