@@ -22,7 +22,7 @@ struct Fp8GatherRows {
   static constexpr int kQueueReaders = kWarpgroup / 32;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;
   static constexpr Registers registers() { return {40, 232}; }
-  static constexpr bool kNeedsProxyFence = true;
+  static constexpr bool kGathers = true;
 
   static __device__ __forceinline__ void prefetch(const Params&) {}
   static __device__ __forceinline__ int rows_before(const CtaTile&) { return 0; }

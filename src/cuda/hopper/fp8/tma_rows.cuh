@@ -17,7 +17,7 @@ struct Fp8TmaRows {
   static constexpr int kQueueReaders = 1;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kProducer;
   static constexpr Registers registers() { return {40, 232}; }
-  static constexpr bool kNeedsProxyFence = false;
+  static constexpr bool kGathers = false;
 
   static __device__ __forceinline__ void prefetch(const Params& p) {
     ptx::prefetch_map(&p.rows);
