@@ -14,8 +14,9 @@ namespace sonicmoe::cuda {
 
 /// The parts of a kernel. A consumer calls Epilogue::begin() before the first products of a tile,
 /// and Epilogue::run() after the last.
-template <class Producer_, class Scheduler_, class Epilogue_, BSource kSource>
+template <class Producer_, class Scheduler_, class Epilogue_, BSource kSource, class Codes_>
 struct Fp8Gemm {
+  using Codes = Codes_;  // where wgmma reads A (operand_a.cuh)
   using Producer = Producer_;
   using Scheduler = Scheduler_;
   using Epilogue = Epilogue_;

@@ -10,10 +10,9 @@
 #pragma once
 
 #include "cuda/hopper/engine/mainloop.cuh"
+#include "cuda/hopper/fp8/operand_a.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
-#include "cuda/hopper/ptx/thread.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
-#include "cuda/ptx/matrix.cuh"
 #include "wgmma_e4m3_generated.cuh"
 
 namespace sonicmoe::cuda {
@@ -33,10 +32,10 @@ struct Fp8Mainloop {
     const std::uint32_t first_row = first_scale(tiles.current(), warpgroup);
 #pragma unroll
     for (int i = 0; i < kFp8Units * kUnitSums; i++) sums[i] = 0.0f;
+    typename Gemm::Codes codes(warpgroup);
     cta.full(ring.stage).wait(ring.parity);
-    const std::uint32_t own = code_offset();
-    Codes codes;
-    load(codes, cta.a(ring.stage) + own);
+    codes.arrived();
+    codes.load(cta, ring.stage);
     if (alternates(p) && warpgroup == 1) sync(NamedBarrier::kOffset, 2 * kWarpgroup);
 #pragma unroll 1
     for (int kt = 0; kt < p.tiles.k_tiles; kt++) {
@@ -55,12 +54,15 @@ struct Fp8Mainloop {
         const float second = row[1] * weight;
         if constexpr (kLast) {
           ring.next();
-          if (kt + 1 < p.tiles.k_tiles) cta.full(ring.stage).wait(ring.parity);
+          if (kt + 1 < p.tiles.k_tiles) {
+            cta.full(ring.stage).wait(ring.parity);
+            codes.arrived();
+          }
         }
         ptx::wgmma_wait<0>();
         if constexpr (kLast) {
           release_stage(cta, ring.previous_stage());
-          if (kt + 1 < p.tiles.k_tiles) load(codes, cta.a(ring.stage) + own);
+          if (kt + 1 < p.tiles.k_tiles) codes.load(cta, ring.stage);
         } else if (kt == 0 && warpgroup == 0 && alternates(p)) {
           arrive(NamedBarrier::kOffset, 2 * kWarpgroup);
         }
@@ -99,25 +101,6 @@ struct Fp8Mainloop {
     return Gemm::Producer::kGathers && p.tiles.k_tiles > kShape.stages;
   }
 
-  static constexpr int kSteps = 4;  // wgmma instructions of a unit; each takes 32 codes along K
-  /// This thread's codes of A in a k tile. Both units multiply them, so shared memory is read once.
-  using Codes = std::uint32_t[kSteps][4];
-
-  /// For load(): lane i's swizzled offset, in the A of a stage, of the first or second 16 codes of
-  /// row i % 16 of its warp. The thread number is read again for each tile, so that the compiler
-  /// does not keep the offset in a register during an epilogue.
-  static __device__ __forceinline__ std::uint32_t code_offset() {
-    const int thread = ptx::thread() - kWarpgroup;
-    const int row = (thread >> 5) * 16 + (thread & 15);
-    return row * 128 + ((thread >> 4 & 1 ^ thread & 7) << 4);
-  }
-  /// Loads the codes of this warp's 16 rows from `at`. Bits 5 and 6 of an address count the steps,
-  /// because the 128 codes of a row lie together.
-  static __device__ __forceinline__ void load(Codes& codes, std::uint32_t at) {
-#pragma unroll
-    for (int k = 0; k < kSteps; k++) ptx::load_matrices(codes[k], at ^ k * 32);
-  }
-
   /// The byte offset of the scale of this lane's first row among the row scales of a stage. The
   /// lane's second row is eight rows further.
   static __device__ __forceinline__ std::uint32_t first_scale(const CtaTile& tile, int warpgroup) {
@@ -126,13 +109,14 @@ struct Fp8Mainloop {
   }
 
   template <int kUnit>
-  static __device__ __forceinline__ void multiply(float (&products)[kUnitSums], const Codes& codes,
+  static __device__ __forceinline__ void multiply(float (&products)[kUnitSums],
+                                                  const typename Gemm::Codes& codes,
                                                   const Fp8Cta& cta, int stage) {
     const ptx::SwizzledOperand b(cta.b(stage) + kUnit * kFp8Block * 128, leading_bytes(Major::kK));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kSteps; k++) {
-      ptx::WgmmaE4M3<kFp8Block>::run(products, codes[k], b.at(k * 32), k != 0);
+    for (int k = 0; k < kFp8Steps; k++) {
+      ptx::WgmmaE4M3<kFp8Block>::run(products, codes.step(cta, stage, k), b.at(k * 32), k != 0);
     }
     ptx::wgmma_commit();
   }

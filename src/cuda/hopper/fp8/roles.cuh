@@ -20,13 +20,15 @@
 namespace sonicmoe::cuda {
 
 template <ActivationKind kKind>
-using Fp8UpKernel = Fp8Gemm<Fp8GatherRows, RowTiles, Fp8Act<kKind>,
-                            is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights>;
+using Fp8UpKernel =
+    Fp8Gemm<Fp8GatherRows, RowTiles, Fp8Act<kKind>,
+            is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights, Fp8RegisterCodes>;
 
-using Fp8DownKernel = Fp8Gemm<Fp8TmaRows, GroupedRowTiles, Fp8Store, BSource::kWeights>;
+using Fp8DownKernel =
+    Fp8Gemm<Fp8TmaRows, GroupedRowTiles, Fp8Store, BSource::kWeights, Fp8SharedCodes<false>>;
 
 template <ActivationKind kKind, Fp8KeptH kKept>
-using Fp8HiddenGradKernel =
-    Fp8Gemm<Fp8GatherRows, RowTiles, Fp8ActGrad<kKind, kKept>, BSource::kWeights>;
+using Fp8HiddenGradKernel = Fp8Gemm<Fp8GatherRows, RowTiles, Fp8ActGrad<kKind, kKept>,
+                                    BSource::kWeights, Fp8SharedCodes<true>>;
 
 }  // namespace sonicmoe::cuda
