@@ -210,7 +210,9 @@ TEST(ChecksFp8, AutoTakesFp8FromANumberOfRowsOn) {
   p.tokens = least;
   for (const auto& spoil :
        {+[](Problem& q) { q.dtype = DType::kF16; }, +[](Problem& q) { q.hidden = 4096 + 64; },
-        +[](Problem& q) { q.width = 128; }, +[](Problem& q) { q.hidden = 2048, q.width = 384; }}) {
+        +[](Problem& q) { q.width = 128; }, +[](Problem& q) { q.hidden = 2048, q.width = 384; },
+        +[](Problem& q) { q.hidden = 8192, q.width = 128; },
+        +[](Problem& q) { q.hidden = 1920, q.width = 1536; }}) {
     Problem q = p;
     spoil(q);
     q.precision = Precision::kTensors;

@@ -1,6 +1,10 @@
-// Operand A of the FP8 products: where a consumer warpgroup's codes of a k tile are when wgmma
-// reads them. The classes have the same functions. The main loop calls arrived() when a stage is
-// full, and load() when, besides, the products of the k tile before are complete.
+// Operand A of the FP8 products. wgmma reads the codes of A from shared memory (Fp8SharedCodes) or
+// from registers (Fp8RegisterCodes). Both classes have the same functions. For each k tile the main
+// loop calls
+//
+//   arrived()  when the stage is full; products of the previous k tile may still run
+//   load()     when these products are complete too
+//   step()     for the operand of each wgmma
 #pragma once
 
 #include <cstdint>
@@ -15,14 +19,14 @@ namespace sonicmoe::cuda {
 
 inline constexpr int kFp8Steps = 4;  // wgmma instructions of a unit; each takes 32 codes along K
 
-/// In the stage, from which wgmma reads them for each unit.
-template <bool kGathers>
+/// The codes stay in the stage. Each unit reads them again. Producer is the kernel's producer.
+template <class Producer>
 class Fp8SharedCodes {
  public:
   __device__ __forceinline__ explicit Fp8SharedCodes(int warpgroup) : warpgroup_(warpgroup) {}
   /// cp.async writes gathered rows through the generic proxy; wgmma reads through the async proxy.
   __device__ __forceinline__ void arrived() const {
-    if constexpr (kGathers) ptx::fence_async_shared();
+    if constexpr (Producer::kGathers) ptx::fence_async_shared();
   }
   __device__ __forceinline__ void load(const Fp8Cta&, int) const {}
   __device__ __forceinline__ std::uint64_t step(const Fp8Cta& cta, int stage, int k) const {
@@ -34,8 +38,8 @@ class Fp8SharedCodes {
   int warpgroup_;
 };
 
-/// In registers, read once for both units. A is 2 to 6 % faster with them, but dH and dX~ are 1 to
-/// 3 % slower (H200).
+/// A thread's codes are copied to 16 registers once, for both units. This makes the kernels of A 2
+/// to 6 % faster, but those of dH and dX~ 1 to 3 % slower (H200).
 class Fp8RegisterCodes {
  public:
   /// The thread number is read again for each tile, so that the compiler does not keep the offset

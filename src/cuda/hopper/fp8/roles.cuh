@@ -25,10 +25,10 @@ using Fp8UpKernel =
             is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights, Fp8RegisterCodes>;
 
 using Fp8DownKernel =
-    Fp8Gemm<Fp8TmaRows, GroupedRowTiles, Fp8Store, BSource::kWeights, Fp8SharedCodes<false>>;
+    Fp8Gemm<Fp8TmaRows, GroupedRowTiles, Fp8Store, BSource::kWeights, Fp8SharedCodes<Fp8TmaRows>>;
 
 template <ActivationKind kKind, Fp8KeptH kKept>
 using Fp8HiddenGradKernel = Fp8Gemm<Fp8GatherRows, RowTiles, Fp8ActGrad<kKind, kKept>,
-                                    BSource::kWeights, Fp8SharedCodes<true>>;
+                                    BSource::kWeights, Fp8SharedCodes<Fp8GatherRows>>;
 
 }  // namespace sonicmoe::cuda
