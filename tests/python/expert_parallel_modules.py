@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import reference
 import sonicmoe_cpp as smoe
@@ -272,6 +274,67 @@ def compiled(world):
                 assert torch.equal(a, b)
         with torch.no_grad():
             assert torch.equal(whole(x)[0], parallel(x)[0])
+
+
+@case
+def compiled_blocks_share_one_graph(world):
+    """Blocks with selective checkpointing, compiled without fullgraph: one graph for all of them,
+    and what they keep is freed with the ticket."""
+    if world.size != 2:
+        return
+    from sonicmoe_cpp.distributed import _compiled
+    from torch.utils import checkpoint
+
+    torch._dynamo.reset()
+    kept = [torch.ops.sonicmoe_cpp.expert_parallel_forward.default]
+    context = functools.partial(checkpoint.create_selective_checkpoint_contexts, kept)
+
+    class Block(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return x + self.layer(x)[0]
+
+    def block(layer, x):
+        return checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=context)
+
+    blocks = [Block(modules(world)[0]) for _ in range(3)]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    whole = torch.compile(block, backend=counter)
+    x = inputs(world, "even")[world.tokens("even")]
+    found = []
+    for call in (block, whole):
+        leaf = x.clone().requires_grad_()
+        out = functools.reduce(lambda t, layer: call(layer, t), blocks, leaf)
+        alive = len(_compiled._alive)
+        assert alive == (0 if call is block else len(blocks))
+        out.float().square().sum().backward()
+        found.append([out.detach(), leaf.grad])
+        for layer in blocks:
+            found[-1] += [p.grad.clone() for p in layer.parameters()]
+            layer.zero_grad()
+        del out
+    assert len(_compiled._alive) == 0
+    assert counter.frame_count == 1
+    for a, b in zip(*found, strict=True):
+        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+        assert torch.equal(a, b)
+
+
+@case
+def a_copied_ticket_is_refused(world):
+    from sonicmoe_cpp.distributed import _compiled
+    from sonicmoe_cpp.distributed.transport import Forward
+
+    ticket = _compiled._ticket(Forward(torch.zeros(1), (torch.ones(2),), (3,)))
+    copy = ticket.clone()
+    memory = _compiled._kept_by(copy)
+    assert memory.kept[0].tolist() == [1, 1] and memory.host == (3,)
+    del ticket, memory
+    with pytest.raises(RuntimeError, match="its ticket was copied"):
+        _compiled._kept_by(copy)
 
 
 @case

@@ -1,12 +1,19 @@
 """Custom operators of the expert-parallel layer: torch.compile sees one operator and no
 communication.
 
-The sizes of the results depend on the routing. An operator cannot take an object, so a group is
-passed by its name, and a forward keeps only tensors and numbers for backward.
+Operators take tensors and numbers only:
+- A group is passed by its name.
+- The number of the layer in the model is a tensor (int64 on the CPU), because torch would compile
+  each value of an int anew.
+- What a forward keeps for backward has sizes that depend on the routing. So the operator returns a
+  ticket, a tensor of one number, and _kept_by() finds what was kept by it.
 """
 
 from __future__ import annotations
 
+import itertools
+import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +45,35 @@ def _options(numbers: Sequence[float]) -> tuple:
     return tuple(OPTION_TYPES.get(name, int)(value) for name, value in named)
 
 
+class _Kept(bytearray):
+    """The memory of a ticket, and what a forward keeps: both live as long as the ticket."""
+
+    kept: tuple
+    host: tuple
+
+
+_alive: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+_tickets = itertools.count()
+
+
+def _ticket(forward: Forward) -> Tensor:
+    number = next(_tickets)
+    memory = _Kept(number.to_bytes(8, sys.byteorder))
+    memory.kept, memory.host = forward.kept, forward.host
+    _alive[number] = memory
+    return torch.frombuffer(memory, dtype=torch.int64)  # the tensor's storage refers to `memory`
+
+
+def _kept_by(ticket: Tensor) -> _Kept:
+    memory = _alive.get(int(ticket))
+    if memory is None:
+        raise RuntimeError(
+            "what an expert-parallel layer keeps for backward is gone, because its ticket was "
+            "copied: exclude this layer from hooks that copy saved tensors, such as save_on_cpu"
+        )
+    return memory
+
+
 @torch.library.custom_op("sonicmoe_cpp::expert_parallel_inference", mutates_args=())
 def inference(
     x: Tensor,
@@ -49,16 +85,16 @@ def inference(
     w_down: Tensor,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    number: Tensor,
     numbers: Sequence[float],
     where: str,
     transport: str,
     limits: Sequence[float],
-    number: int,
 ) -> Tensor:
     tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
     with _group(where).call():
-        by = _transport(where, transport, limits, tensors, number, 0)
-        return by.forward(tensors, _options(numbers), _NO_MAIN_GRADIENTS, number, 0).out
+        by = _transport(where, transport, limits, tensors, int(number), 0)
+        return by.forward(tensors, _options(numbers), _NO_MAIN_GRADIENTS, int(number), 0).out
 
 
 @inference.register_fake
@@ -77,93 +113,71 @@ def recorded(
     w_down: Tensor,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    number: Tensor,
     numbers: Sequence[float],
     needs: int,
     where: str,
     transport: str,
     limits: Sequence[float],
-    number: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the output, H, metadata, five more tensors (empty if the transport keeps none), and
-    the numbers that the transport keeps."""
+) -> tuple[Tensor, Tensor]:
+    """Returns the output and a ticket."""
     tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
     with _group(where).call():
-        by = _transport(where, transport, limits, tensors, number, needs)
-        given = by.forward(tensors, _options(numbers), _NO_MAIN_GRADIENTS, number, needs)
-    h, saved, *rest = given.kept
-    if not rest:
-        rest = [t.new_empty((0,)) for t in _like_routes(weights)]
-    host = torch.tensor(given.host, dtype=torch.int64)
-    return given.out, h, saved, *rest, host
-
-
-def _like_routes(weights: Tensor) -> list[Tensor]:
-    """Empty tensors of the dtypes that AllToAll keeps in addition to H and metadata."""
-    dtypes = (weights.dtype, torch.int64, torch.int64, torch.int32, torch.int32)
-    return [weights.new_empty((0,), dtype=dtype) for dtype in dtypes]
+        by = _transport(where, transport, limits, tensors, int(number), needs)
+        given = by.forward(tensors, _options(numbers), _NO_MAIN_GRADIENTS, int(number), needs)
+    return given.out, _ticket(given)
 
 
 @recorded.register_fake
-def _(x, index, second, weights, w_gate, w_up, *_rest):
-    context = torch.library.get_ctx()
-    bytes_saved, received, numbers = (context.new_dynamic_size() for _ in range(3))
-    width = w_up.shape[1] * (1 if w_gate is None else 2)
-    return (
-        x.new_empty(x.shape),
-        x.new_empty((received, width)),
-        x.new_empty((bytes_saved,), dtype=torch.uint8),
-        *(t.new_empty((context.new_dynamic_size(),)) for t in _like_routes(weights)),
-        torch.empty((numbers,), dtype=torch.int64, device="cpu"),
-    )
+def _(x, *_others):
+    return x.new_empty(x.shape), torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("sonicmoe_cpp::expert_parallel_backward", mutates_args=())
 def differentiated(
     dout: Tensor,
     tensors: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
-    host: Tensor,
+    ticket: Tensor,
+    number: Tensor,
     numbers: Sequence[float],
     needs: int,
     where: str,
     transport: str,
     limits: Sequence[float],
-    number: int,
 ) -> list[Tensor]:
     with _group(where).guarded():
-        by = _transport(where, transport, limits, tuple(tensors), number, needs)
-        given = Forward(dout, tuple(kept), tuple(host.tolist()))
-        options = _options(numbers)
+        by = _transport(where, transport, limits, tuple(tensors), int(number), needs)
+        memory, options = _kept_by(ticket), _options(numbers)
+        given = Forward(dout, memory.kept, memory.host)
         found = by.backward(dout, tuple(tensors), options, _NO_MAIN_GRADIENTS, given, needs)
     return [g for g in found if g is not None]
 
 
 @differentiated.register_fake
-def _(dout, tensors, kept, host, numbers, needs, *_rest):
+def _(dout, tensors, ticket, number, numbers, needs, *_rest):
     like = dict(zip(_ops.LAYER_TENSORS, tensors, strict=True))
     wanted = [like[name] for name, bit in _ops.NEEDS.items() if needs & bit]
     return [torch.empty_like(t, memory_format=torch.preserve_format) for t in wanted]
 
 
 def _setup(ctx, inputs, output):
-    count = len(_ops.LAYER_TENSORS)
+    count = len(_ops.LAYER_TENSORS) + 1  # and the number of the layer
     ctx.rest = inputs[count:]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:count], *output[1:])
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:count], output[1])
 
 
-def _backward(ctx, dout, *_others):
-    count = len(_ops.LAYER_TENSORS)
-    tensors, (*kept, host) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+def _backward(ctx, dout, _ticket_gradient):
+    *tensors, number, ticket = ctx.saved_tensors
     numbers, needs, *place = ctx.rest
     found = iter(
         torch.ops.sonicmoe_cpp.expert_parallel_backward(
-            dout, list(tensors), kept, host, numbers, needs, *place
+            dout, tensors, ticket, number, numbers, needs, *place
         )
     )
     bits = [_ops.NEEDS.get(name, 0) for name in _ops.LAYER_TENSORS]
     gradients = [next(found) if needs & bit else None for bit in bits]
-    return *gradients, *[None] * len(ctx.rest)
+    return *gradients, None, *[None] * len(ctx.rest)
 
 
 recorded.register_autograd(_backward, setup_context=_setup)

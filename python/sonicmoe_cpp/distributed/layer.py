@@ -19,10 +19,21 @@ TIMEOUT = 600.0  # seconds, as in NCCL
 
 
 class Place(NamedTuple):
-    """The transport of a call, and the number of its layer in the model."""
+    """The transport of a call, and the number of its layer in the model, which compiled code takes
+    as a tensor (_compiled.py)."""
 
     transport: Transport
     layer: int
+    number: Tensor
+
+    @classmethod
+    def numbered(cls, transport: Transport, layer: int) -> Place:
+        return cls(transport, layer, torch.tensor(layer, device="cpu"))
+
+    @classmethod
+    def of_module(cls, transport: Transport) -> Place:
+        """The place of a new module."""
+        return cls.numbered(transport, transport.group.next_layer())
 
 
 def make_transport(name: str, group, limits: Limits) -> Transport:
@@ -76,11 +87,12 @@ def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tupl
     if main_gradients[1] is not None:
         raise NotImplementedError("grad_accum is not served by compiled expert parallelism")
     by = place.transport
-    rest = (by.group.name, by.name, by.limits_as_numbers(), place.layer)
+    rest = (by.group.name, by.name, by.limits_as_numbers())
     numbers = [float(option) for option in options]
+    given = (*tensors, place.number, numbers)
     if needs:
-        return _ops.ops.expert_parallel_forward(*tensors, numbers, needs, *rest)[0]
-    return _ops.ops.expert_parallel_inference(*tensors, numbers, *rest)
+        return _ops.ops.expert_parallel_forward(*given, needs, *rest)[0]
+    return _ops.ops.expert_parallel_inference(*given, *rest)
 
 
 def _run(place: Place, *others) -> Tensor:
@@ -135,7 +147,8 @@ def moe_expert_parallel(
     ExpertParallelError. transport, max_tokens and capacity are as in ExpertParallelMoE; capacity is
     relative to max_tokens * K rows.
     """
-    place = Place(make_transport(transport, group, Limits(timeout, max_tokens, capacity)), 0)
+    limits = Limits(timeout, max_tokens, capacity)
+    place = Place.numbered(make_transport(transport, group, limits), 0)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     return run(place, "ids", x, routing, experts, (activation, gate_layout), grad_accum)
 
@@ -162,6 +175,7 @@ def moe_pairs_expert_parallel(
     longest list of a rank."""
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
-    place = Place(make_transport(transport, group, Limits(timeout, max_tokens, capacity)), 0)
+    limits = Limits(timeout, max_tokens, capacity)
+    place = Place.numbered(make_transport(transport, group, limits), 0)
     experts = (w_up, w_down, b_up, b_down)
     return run(place, "pairs", x, tuple(pairs[:3]), experts, (activation, gate_layout), grad_accum)

@@ -78,7 +78,7 @@ class ExpertParallelMoE(MoE):
         self._process_group = group
         super().__init__(num_experts, top_k, hidden_size, intermediate_size, **options)
         del self._mesh, self._process_group  # copies of the module need neither
-        self.place = Place(self.transport, self.group.next_layer())
+        self.place = Place.of_module(self.transport)
 
     # ---- parameters ------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class SonicRoutedExperts(RoutedExperts):
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None and self.transport is not None:
             transport = make_transport(self.transport, mesh, self.limits)
-            self.place = Place(transport, transport.group.next_layer())
+            self.place = Place.of_module(transport)
 
     def forward(
         self,
