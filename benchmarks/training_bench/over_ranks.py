@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from sonicmoe_cpp.distributed.layer import Place, make_transport
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
@@ -24,15 +24,13 @@ def divide_experts(model: nn.Module, options, ranks: int) -> None:
             setattr(experts, parameter, nn.Parameter(value[: len(value) // ranks]))
         limits = routed.limits._replace(max_tokens=options.tokens)
         transport = make_transport(name, dist.group.WORLD, limits)
-        routed.place = Place(transport, transport.group.next_layer())
+        routed.place = Place.of_module(transport)
 
 
-def shard_experts(model: nn.Module, device: str, ranks: int, mixed) -> None:
-    """FSDP2 over one rank: it casts the experts' parameters and keeps their gradients in fp32."""
-    mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("experts", "copies"))["copies"]
-    for layer in model.layers:
-        routed = layer.moe.routed_experts
-        fully_shard(routed, mesh=mesh, mp_policy=mixed)
+def divided(model: nn.Module) -> set[nn.Parameter]:
+    """The experts' parameters. FSDP2 ignores them: a rank is the only owner of its experts, and
+    hooks of FSDP2 inside a block would make torch.compile run the whole block eagerly."""
+    return set(parameter_groups(model)[0])
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -51,9 +49,14 @@ def parameter_groups(model: nn.Module) -> list[list[nn.Parameter]]:
     return list(groups)
 
 
+def part_of_rank(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def norm_of_parts(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of gradients, of which each rank has a part that no other rank has."""
-    squares = get_total_norm([p.grad.to_local() for p in parameters]).square()
+    squares = get_total_norm([part_of_rank(p.grad) for p in parameters]).square()
     dist.all_reduce(squares)
     return squares.sqrt()
 

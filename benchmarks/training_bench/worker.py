@@ -20,9 +20,10 @@ from training_bench.model import POLICIES, ChunkedLoss, Model, chunk_gradient, j
 from training_bench.over_ranks import (
     clip_gradients,
     divide_experts,
+    divided,
     norm_of_parts,
     parameter_groups,
-    shard_experts,
+    part_of_rank,
     sum_gradients,
 )
 from training_bench.profile import where
@@ -88,15 +89,13 @@ def build(options, size, mesh) -> Model:
     if options.compile:
         ChunkedLoss.gradient = staticmethod(torch.compile(chunk_gradient))
         for layer in model.layers:
-            layer.compile()
+            layer.compile(fullgraph=True)
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce)
     )
-    if options.parallel == "ep":
-        shard_experts(model, options.device, mesh.size(), mixed)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed)
-    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    experts = divided(model) if options.parallel == "ep" else set()
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=mixed, ignored_params=experts)
     if options.parallel == "ep":
         sum_gradients(model)
     if options.device == "cpu":  # gloo has no scaled sum
@@ -113,12 +112,12 @@ def initialise(model: Model, size, rank: int) -> None:
     torch.manual_seed(1 + rank)
     residual = 0.02 / (2 * size.layers) ** 0.5
     for name, parameter in model.named_parameters():
-        local = parameter.to_local()
+        part = part_of_rank(parameter).detach()
         if "norm" in name:
-            local.detach().fill_(1)
+            part.fill_(1)
         else:
             scaled = name.endswith(("wo.weight", "w2_EDF"))
-            local.detach().normal_(std=residual if scaled else 0.02)
+            part.normal_(std=residual if scaled else 0.02)
     for buffer in model.buffers():
         buffer.zero_()
 
