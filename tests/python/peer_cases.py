@@ -49,6 +49,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("arena", "cases", {"transport": "peer", **ARENA}, 90.0),
     Part("exact", "cases", {"transport": "peer"}, 90.0),
+    Part("auto", "cases", {"transport": "auto"}, 90.0),
     Part("a rank is killed, sizes read", "killed", {"transport": "peer"}, 40.0),
     Part("a rank is killed, nothing read", "killed", {"transport": "peer", **ARENA}, 40.0),
     Part("a rank stalls", "stalls", {"transport": "peer", **ARENA}, 40.0),

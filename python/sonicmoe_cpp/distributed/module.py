@@ -54,7 +54,7 @@ class ExpertParallelMoE(MoE):
         intermediate_size: int,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
-        transport: str = "all_to_all",
+        transport: str = "auto",
         timeout: float = TIMEOUT,
         max_tokens: int | None = None,
         capacity: float | None = None,
