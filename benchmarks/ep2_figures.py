@@ -10,7 +10,8 @@ import json
 import sys
 
 from ep2 import GOAL, PEERS, total
-from h200_figures import COLOURS, IMAGES, OURS, RECORDS, grid, shape_text
+from h200_figures import COLOURS, OURS, RECORDS, grid, shape_text
+from plots import save_plots
 
 RECORD = RECORDS / "ep2.json"
 ABSENT = "No record yet: `python benchmarks/ep2.py` on two GPUs writes it."
@@ -177,18 +178,11 @@ def plot(plt, found: dict):
 
 
 def main() -> int:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
-    import matplotlib.pyplot as plt
-
     found = record()
     if found is None or not any("ours_torch" in row for row in found["rows"]):
         print(ABSENT, file=sys.stderr)
         return 0
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    plot(plt, found).savefig(IMAGES / "ep2-peers.svg", metadata={"Date": None})
+    save_plots({"ep2-peers": lambda plt: plot(plt, found)})
     return 0
 
 

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from h200_bench import summary
+from plots import save_plots
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks/results/h200"
-IMAGES = ROOT / "docs/images"
 MARKERS = ("<!-- h200-bench:begin -->", "<!-- h200-bench:end -->")
 DATA = ROOT / "benchmarks/data"
 PEERS = {row["config"]: row for row in json.loads((DATA / "peers-h200.json").read_text())["rows"]}
@@ -393,12 +393,6 @@ def plot_fp8(plt, record):
 
 
 def main():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
-    import matplotlib.pyplot as plt
-
     plots = {
         "h200-throughput": (plot_throughput, newest("hot")),
         "h200-memory": (plot_memory, extra("memory")),
@@ -408,14 +402,11 @@ def main():
         "h200-portable": (plot_portable, extra("portable")),
         "h200-fp8": (plot_fp8, extra("fp8")),
     }
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, (plot, record) in plots.items():
+    for name, (_, record) in plots.items():
         if record is None:
             print(f"{name}: no record", file=sys.stderr)
-            continue
-        figure = plot(plt, record)
-        figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
-        plt.close(figure)
+    recorded = {n: (plot, record) for n, (plot, record) in plots.items() if record is not None}
+    save_plots({n: lambda plt, p=p, record=r: p(plt, record) for n, (p, r) in recorded.items()})
     return 0
 
 

@@ -11,9 +11,10 @@ import json
 import subprocess
 from pathlib import Path
 
+from plots import save_plots
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/plan-ranks.md"
-IMAGE = ROOT / "docs/images/plan-ranks.svg"
 GIB = 2**30
 
 # T,d,n,E,K with T tokens on each rank.
@@ -124,13 +125,7 @@ def filled(page, command):
     return page
 
 
-def draw(command):
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
-    import matplotlib.pyplot as plt
-
+def plot(plt, command):
     figure, panels = plt.subplots(1, len(PLOTTED), figsize=(12, 4.4), layout="constrained")
     for axes, name in zip(panels, PLOTTED, strict=True):
         ranks = many_ranks(name)
@@ -150,7 +145,7 @@ def draw(command):
     panels[0].set_ylabel("time over one GPU, both passes")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(IMAGE, metadata={"Date": None})
+    return figure
 
 
 def main():
@@ -165,7 +160,7 @@ def main():
             raise SystemExit(f"{PAGE.relative_to(ROOT)} differs from the output of the command")
         return
     PAGE.write_text(current)
-    draw(options.command)
+    save_plots({"plan-ranks": lambda plt: plot(plt, options.command)})
 
 
 if __name__ == "__main__":

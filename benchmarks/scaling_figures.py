@@ -10,7 +10,8 @@ import json
 import sys
 
 from ep2 import total
-from h200_figures import COLOURS, IMAGES, OURS, RECORDS, grid
+from h200_figures import COLOURS, OURS, RECORDS, grid
+from plots import save_plots
 from scaling import best_peer
 
 RECORD = RECORDS / "scaling.json"
@@ -100,18 +101,11 @@ def plot(plt, found: dict):
 
 
 def main() -> int:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
-    import matplotlib.pyplot as plt
-
     found = record()
     if found is None:
         print(ABSENT, file=sys.stderr)
         return 0
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    plot(plt, found).savefig(IMAGES / "scaling.svg", metadata={"Date": None})
+    save_plots({"scaling": lambda plt: plot(plt, found)})
     return 0
 
 

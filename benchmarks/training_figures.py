@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 
-from h200_figures import IMAGES, OURS, ROOT
+from h200_figures import OURS, ROOT
 from h200_page import grid
+from plots import save_plots
 
 RECORDS = ROOT / "benchmarks/results/h100"
 NAMES = {"ours": "sonicmoe.cpp", "titan": "torchtitan"}
@@ -155,16 +156,7 @@ def plot_where(plt):
 
 
 def main():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "sonicmoe"
-    import matplotlib.pyplot as plt
-
-    for name, plot in {"training-curves": plot_curves, "training-where": plot_where}.items():
-        figure = plot(plt)
-        figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
-        plt.close(figure)
+    save_plots({"training-curves": plot_curves, "training-where": plot_where})
     return 0
 
 
