@@ -9,7 +9,9 @@ with this library's experts and with torchtitan's own in the same training progr
 
 A step is forward, backward, gradient clipping and AdamW. Products are in bf16; parameters,
 gradients and optimizer states are in fp32 and sharded. Each measurement is a process of its own
-under torchrun, with one policy of activation checkpointing. The fastest of each kind are "ours" and
+under torchrun, with one policy of activation checkpointing. On several GPUs this library's experts
+are measured twice: sharded by FSDP2 like all other parameters, and divided over the GPUs
+(expert parallelism). The fastest of each kind are "ours" and
 "titan" in the record, which is written after every measurement. No measurement starts later than
 --budget seconds after the start. The exit code is 1 if a model lacks "ours" or "titan".
 
@@ -37,6 +39,7 @@ HERE = Path(__file__).parent
 PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
 MEMORY = "out of memory"
+MEASURED = ("date", "commit")  # facts that each row of the record has for itself
 SMALL_GIB = 100  # of device memory
 # Policies to measure, by model and by whether the device has less than SMALL_GIB. They are the
 # policies that fit and may be the fastest. On a small device "attention" is measured for both kinds
@@ -47,6 +50,9 @@ POLICIES = {
     ("1.4B", True): {"ours": ["none"], "titan": ["none", "selective"]},
     ("1.4B", False): {"ours": ["none"], "titan": ["none"]},
 }
+
+# How this library's experts are shared among several GPUs: sharded by FSDP2, or divided.
+PARALLEL = ("fsdp", "ep")
 
 
 def arguments() -> argparse.Namespace:
@@ -60,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="measured steps, after 4 others")
     parser.add_argument("--text", default="", help="file of tokens (.npy); default: random")
     parser.add_argument("--policies", nargs="+", help="activation checkpointing; default: POLICIES")
+    parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=list(PARALLEL))
     parser.add_argument("--eager", action="store_true", help="blocks without torch.compile")
     parser.add_argument("--curve", type=int, default=0, help="record losses of this many steps")
     parser.add_argument("--budget", type=float, default=460, help="seconds: no run starts later")
@@ -104,6 +111,7 @@ class Run(NamedTuple):
     model: str
     experts: str
     policy: str
+    parallel: str
     steps: int
     compile: int
 
@@ -175,14 +183,17 @@ class Driver:
             print(f"{name}: {found['tokens_per_s']:,} tokens/s, {seconds:.0f} s", flush=True)
             return found
 
-    def measure(self, model: str, experts: str, policy: str, steps: int) -> dict | None:
+    def parallel(self, experts: str) -> list[str]:
+        return self.options.parallel if experts == "ours" and self.machine["gpus"] > 1 else ["fsdp"]
+
+    def measure(self, run: Run) -> dict | None:
         """Measures with compiled blocks. If that fails for another reason than memory, measures
         eagerly."""
         for compiled in (0,) if self.options.eager else (1, 0):
             if self.left() < 30:
-                print(f"{model} {experts} {policy}: no time left", flush=True)
+                print(f"{' '.join(map(str, run))}: no time left", flush=True)
                 return None
-            found = self.run(Run(model, experts, policy, steps, compiled))
+            found = self.run(run._replace(compile=compiled))
             if isinstance(found, dict):
                 return self.described(found)
             if found == MEMORY:
@@ -191,7 +202,8 @@ class Driver:
 
     def first(self, model: str, experts: str, steps: int) -> dict | None:
         """The measurement of the first policy that fits."""
-        found = (self.measure(model, experts, p, steps) for p in self.policies(model, experts))
+        runs = (Run(model, experts, p, "fsdp", steps, 1) for p in self.policies(model, experts))
+        found = map(self.measure, runs)
         return next((f for f in found if f is not None), None)
 
     def described(self, found: dict) -> dict:
@@ -220,7 +232,8 @@ def measured_before(options, found: dict) -> list[dict]:
         return []
     facts = described_by(options)
     again = [{"model": model, "gpus": found["gpus"]} | facts for model in options.models]
-    return [row for row in old["rows"] if not any(a.items() <= row.items() for a in again)]
+    kept = [row for row in old["rows"] if not any(a.items() <= row.items() for a in again)]
+    return [{name: old[name] for name in MEASURED} | row for row in kept]
 
 
 def described_by(options) -> dict:
@@ -235,14 +248,17 @@ def rates(driver: Driver) -> bool:
     record = driver.machine | {"rows": measured_before(options, driver.machine)}
     for model in options.models:
         row = {"model": model, "gpus": driver.machine["gpus"]}
-        row |= described_by(options)
+        row |= described_by(options) | {name: record[name] for name in MEASURED}
         row["others"] = []
         record["rows"].append(row)
-        runs = [(kind, p) for kind in ("ours", "titan") for p in driver.policies(model, kind)]
-        todo = [
-            (*run, driver.pool.submit(driver.measure, model, *run, options.steps)) for run in runs
+        runs = [
+            Run(model, kind, policy, parallel, options.steps, 1)
+            for kind in ("ours", "titan")
+            for policy in driver.policies(model, kind)
+            for parallel in driver.parallel(kind)
         ]
-        for kind, _, future in todo:
+        todo = [(run.experts, driver.pool.submit(driver.measure, run)) for run in runs]
+        for kind, future in todo:
             slower, row[kind] = sorted([future.result(), row.get(kind)], key=speed)
             row["others"] += [{"experts": kind} | slower] if slower else []
             driver.write(record)

@@ -33,7 +33,7 @@ def record(name):
 
 
 def order(row):
-    return row["gpus"] == 1, row["model"], row["tokens_per_gpu"]
+    return row["gpus"] == 1, row["model"], row["micro_batches"], row["tokens_per_gpu"]
 
 
 def rows():
@@ -48,14 +48,27 @@ def runs(row):
 
 
 def source(content):
-    return (
-        f"{content['device']}, driver {content['driver']}, torch {content['torch']}, "
-        f"{content['date']}, commit {content['commit']}."
-    )
+    found = [content, *content.get("rows", [])]
+    when = {f"{part['date']}, commit {part['commit']}": 0 for part in found if "commit" in part}
+    head = f"{content['device']}, driver {content['driver']}, torch {content['torch']}"
+    return f"{head}; {'; '.join(sorted(when))}."
+
+
+def tokens(row):
+    """The tokens of a GPU in a step; with several micro-batches also their number."""
+    count = row["micro_batches"]
+    return row["tokens_per_gpu"] if count == 1 else f"{count} x {row['tokens_per_gpu']}"
+
+
+def over_gpus(row, run):
+    """How the experts are shared among GPUs."""
+    if row["gpus"] == 1:
+        return "-"
+    return {"fsdp": "sharded", "ep": "divided"}[run.get("parallel", "fsdp")]
 
 
 def rates():
-    columns = ["model", "GPUs", "tokens a GPU", "experts", "keeps", "tokens/s"]
+    columns = ["model", "GPUs", "tokens a GPU", "experts", "over GPUs", "keeps", "tokens/s"]
     columns += ["a day and GPU", "MFU", "peak GiB", "over torchtitan"]
     lines = []
     for row in rows():
@@ -64,8 +77,7 @@ def rates():
             speed = f"{run['tokens_per_s']:,}"
             a_day = f"{run['tokens_per_day_and_gpu'] / 1e9:.2f} billion"
             lines.append([
-                *(row[name] for name in ("model", "gpus", "tokens_per_gpu")),
-                NAMES[kind],
+                *(row["model"], row["gpus"], tokens(row), NAMES[kind], over_gpus(row, run)),
                 run["policy"] if kind == "ours" else run["policy"].removesuffix("+H"),
                 f"**{speed}**" if fastest else speed,
                 *(a_day, f"{run['mfu']:.3f}", f"{run['peak_gib']:.1f}"),
@@ -80,10 +92,10 @@ def where():
     for row in rows():
         for kind, run, fastest in runs(row):
             if fastest:
-                tokens = row["tokens_per_gpu"] * row["gpus"]
-                step = 1e3 * tokens / run["tokens_per_s"]
+                each_step = row["tokens_per_gpu"] * row["micro_batches"] * row["gpus"]
+                step = 1e3 * each_step / run["tokens_per_s"]
                 parts = [f"{run['where_ms'].get(k, 0):.0f}" for k in KINDS]
-                head = [row["model"], row["gpus"], row["tokens_per_gpu"], NAMES[kind]]
+                head = [row["model"], row["gpus"], tokens(row), NAMES[kind]]
                 lines.append([*head, f"{step:.0f}", *parts])
     return grid(columns, lines)
 
@@ -139,10 +151,11 @@ def plot_where(plt):
     bars = [(row, *run) for row in rows() for run in runs(row) if run[2]]
     shades = plt.get_cmap("tab20c").colors
     left = [0.0] * len(bars)
-    labels = [f"{r['model']}, T {r['tokens_per_gpu']}, {NAMES[kind]}" for r, kind, *_ in bars]
+    labels = [f"{r['model']}, T {tokens(r)}, {NAMES[kind]}" for r, kind, *_ in bars]
     for kind, colour in zip(KINDS, shades[::2], strict=False):
         values = [
-            1e6 * run["where_ms"].get(kind, 0) / (r["tokens_per_gpu"]) for r, _, run, _ in bars
+            1e6 * run["where_ms"].get(kind, 0) / (r["tokens_per_gpu"] * r["micro_batches"])
+            for r, _, run, _ in bars
         ]
         axes.barh(
             labels, values, left=left, color=OURS if kind == "experts" else colour, label=kind
