@@ -123,8 +123,9 @@ def sentence():
     """The sentence of the README, from the fastest row of more than one GPU."""
     fast = max((r for r in rows() if r["gpus"] > 1), key=lambda r: r["ours"]["tokens_per_s"])
     ours, titan = fast["ours"], fast["titan"]
+    by = {"fsdp": "FSDP2", "ep": "FSDP2 and divided experts"}[ours.get("parallel", "fsdp")]
     return (
-        f"With FSDP2 on {fast['gpus']} {record('training')['device']}, the paper's {fast['model']} "
+        f"With {by} on {fast['gpus']} {record('training')['device']}, the paper's {fast['model']} "
         f"trains on {ours['tokens_per_day_and_gpu'] / 1e9:.2f} billion tokens\n"
         f"a day and GPU, {ours['tokens_per_s'] / titan['tokens_per_s']:.2f} times as many as with "
         "torchtitan's own experts in the same program ([speed](docs/torchtitan.md#speed))."
