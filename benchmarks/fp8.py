@@ -9,6 +9,7 @@ All contenders are called as in training code, with routing and all casts, hot, 
 in random order. torch_scaled is h200_bench/scaled.py. First, the cosines of all results with those
 of a bf16 layer in plain torch are recorded; a layer with wrong results is not timed.
 
+burst_ms, rounds length of a burst, and the number of bursts of each contender
 fwd_ms, bwd_ms   a call; the weights of fp8 and auto are quantised before it
 quantise_ms      the call that quantises the weights
 step_ms          whole steps of 1 and of 4 micro-batches; a step quantises the weights once
@@ -173,7 +174,8 @@ def measure_layer(config, options):
     ours = {name: found[name] for name in PRECISIONS}
     for contender in ours.values():
         contender.quantise()
-    row = {"config": config, **vars(shape), "cosine": checked(found, data, left_out)}
+    bursts = {"burst_ms": options.burst, "rounds": options.rounds}
+    row = {"config": config, **vars(shape), **bursts, "cosine": checked(found, data, left_out)}
     runs = {}
     for name, contender in found.items():
         runs[name, "fwd"], runs[name, "both"] = contender.forward, contender.both
