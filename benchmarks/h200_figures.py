@@ -402,11 +402,11 @@ def main():
         "h200-portable": (plot_portable, extra("portable")),
         "h200-fp8": (plot_fp8, extra("fp8")),
     }
-    for name, (_, record) in plots.items():
+    for name, (plot, record) in plots.items():
         if record is None:
             print(f"{name}: no record", file=sys.stderr)
-    recorded = {n: (plot, record) for n, (plot, record) in plots.items() if record is not None}
-    save_plots({n: lambda plt, p=p, record=r: p(plt, record) for n, (p, r) in recorded.items()})
+            continue
+        save_plots({name: lambda plt, plot=plot, record=record: plot(plt, record)})
     return 0
 
 

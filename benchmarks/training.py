@@ -10,10 +10,10 @@ with this library's experts and with torchtitan's own in the same training progr
 A step is forward, backward, gradient clipping and AdamW. Products are in bf16; parameters,
 gradients and optimizer states are in fp32 and sharded. Each measurement is a process of its own
 under torchrun, with one policy of activation checkpointing. On several GPUs this library's experts
-are measured twice: sharded by FSDP2 like all other parameters, and divided over the GPUs
-(expert parallelism). The fastest of each kind are "ours" and
-"titan" in the record, which is written after every measurement. No measurement starts later than
---budget seconds after the start. The exit code is 1 if a model lacks "ours" or "titan".
+are measured twice: sharded by FSDP2 like all other parameters, and divided over the GPUs (expert
+parallelism). The fastest of each kind are "ours" and "titan" in the record, which is written after
+every measurement. No measurement starts later than --budget seconds after the start. The exit code
+is 1 if a model lacks "ours" or "titan".
 
 It imports only layers of torchtitan 0.3.0, so torch 2.11 is enough.
 """

@@ -329,11 +329,11 @@ def a_copied_ticket_is_refused(world):
     from sonicmoe_cpp.distributed.transport import Forward
 
     ticket = _compiled._ticket(Forward(torch.zeros(1), (torch.ones(2),), (3,)))
-    copy = ticket.clone()
+    copy, number = ticket.clone(), int(ticket)
     memory = _compiled._kept_by(copy)
     assert memory.kept[0].tolist() == [1, 1] and memory.host == (3,)
     del ticket, memory
-    with pytest.raises(RuntimeError, match="its ticket was copied"):
+    with pytest.raises(RuntimeError, match=f"under ticket {number} is gone"):
         _compiled._kept_by(copy)
 
 

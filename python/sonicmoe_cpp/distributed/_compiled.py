@@ -68,8 +68,9 @@ def _kept_by(ticket: Tensor) -> _Kept:
     memory = _alive.get(int(ticket))
     if memory is None:
         raise RuntimeError(
-            "what an expert-parallel layer keeps for backward is gone, because its ticket was "
-            "copied: exclude this layer from hooks that copy saved tensors, such as save_on_cpu"
+            f"what an expert-parallel layer keeps for backward under ticket {int(ticket)} is gone, "
+            "because the ticket was copied: exclude this layer from hooks that copy saved tensors, "
+            "such as save_on_cpu"
         )
     return memory
 

@@ -16,24 +16,20 @@ from .peer import Auto, Limits, PeerMemory
 from .transport import TRANSPORTS, AllToAll, Forward, Transport
 
 TIMEOUT = 600.0  # seconds, as in NCCL
+_NO_MODULE = torch.tensor(0, device="cpu")  # the number of a layer that is called as a function
 
 
 class Place(NamedTuple):
-    """The transport of a call, and the number of its layer in the model, which compiled code takes
-    as a tensor (_compiled.py)."""
+    """The transport of a call, and the number of its layer in the model: a tensor on the CPU, for
+    the reason that _compiled.py gives."""
 
     transport: Transport
-    layer: int
     number: Tensor
-
-    @classmethod
-    def numbered(cls, transport: Transport, layer: int) -> Place:
-        return cls(transport, layer, torch.tensor(layer, device="cpu"))
 
     @classmethod
     def of_module(cls, transport: Transport) -> Place:
         """The place of a new module."""
-        return cls.numbered(transport, transport.group.next_layer())
+        return cls(transport, torch.tensor(transport.group.next_layer(), device="cpu"))
 
 
 def make_transport(name: str, group, limits: Limits) -> Transport:
@@ -101,11 +97,12 @@ def _run(place: Place, *others) -> Tensor:
     if torch.compiler.is_compiling():
         return _compiled(place, tensors, options, main_gradients, needs)
     place.transport.group.check_device("x", tensors[0].device)
-    transport = place.transport.chosen(tensors, place.layer, needs)
+    layer = int(place.number)
+    transport = place.transport.chosen(tensors, layer, needs)
     if not needs:
-        return transport.forward(tensors, options, main_gradients, place.layer, needs).out
+        return transport.forward(tensors, options, main_gradients, layer, needs).out
     x, index, second, weights, *experts = tensors
-    rest = (transport, place.layer, (index, second), options, main_gradients, needs)
+    rest = (transport, layer, (index, second), options, main_gradients, needs)
     return _record(x, weights, *experts, rest)
 
 
@@ -148,7 +145,7 @@ def moe_expert_parallel(
     relative to max_tokens * K rows.
     """
     limits = Limits(timeout, max_tokens, capacity)
-    place = Place.numbered(make_transport(transport, group, limits), 0)
+    place = Place(make_transport(transport, group, limits), _NO_MODULE)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     return run(place, "ids", x, routing, experts, (activation, gate_layout), grad_accum)
 
@@ -176,6 +173,6 @@ def moe_pairs_expert_parallel(
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
     limits = Limits(timeout, max_tokens, capacity)
-    place = Place.numbered(make_transport(transport, group, limits), 0)
+    place = Place(make_transport(transport, group, limits), _NO_MODULE)
     experts = (w_up, w_down, b_up, b_down)
     return run(place, "pairs", x, tuple(pairs[:3]), experts, (activation, gate_layout), grad_accum)
