@@ -174,9 +174,11 @@ class Driver:
             seconds = time.monotonic() - began
             name = " ".join(map(str, run))
             if not os.path.exists(out):
-                why = MEMORY if "OutOfMemoryError" in text else "failed"
-                tail = "" if why == MEMORY else f"\n{text[-3000:]}"
-                print(f"{name}: {why} after {seconds:.0f} s{tail}", flush=True)
+                # PyTorch's own error says so, or what its C functions print if they fail.
+                short = [line for line in text.splitlines() if MEMORY in line]
+                why = MEMORY if short else "failed"
+                tail = short[0][:300] if short else text[-3000:]
+                print(f"{name}: {why} after {seconds:.0f} s\n{tail}", flush=True)
                 return why
             with open(out) as file:
                 found = json.load(file)
