@@ -51,6 +51,8 @@ POLICIES = {
     ("1.4B", False): {"ours": ["none"], "titan": ["none"]},
 }
 
+KINDS = ("ours", "titan")  # of experts
+
 # How this library's experts are shared among several GPUs: sharded by FSDP2, or divided.
 PARALLEL = ("fsdp", "ep")
 
@@ -61,12 +63,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: one program a GPU")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
+    parser.add_argument("--settle", type=int, default=0, help="steps before, to balance the routing")
     parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12, help="measured steps, after 4 others")
     parser.add_argument("--text", default="", help="file of tokens (.npy); default: random")
     parser.add_argument("--policies", nargs="+", help="activation checkpointing; default: POLICIES")
     parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=list(PARALLEL))
+    parser.add_argument("--experts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--eager", action="store_true", help="blocks without torch.compile")
     parser.add_argument("--curve", type=int, default=0, help="record losses of this many steps")
     parser.add_argument("--budget", type=float, default=460, help="seconds: no run starts later")
@@ -139,6 +143,7 @@ class Driver:
         given = run._asdict() | {"out": out, "device": options.device, "text": options.text}
         given |= {"tokens": options.tokens, "sequence": options.sequence}
         given |= {"micro-batches": options.micro_batches, "reduce": options.reduce}
+        given |= {"settle": options.settle}
         return [sys.executable, *torchrun, *(f"--{name}={value}" for name, value in given.items())]
 
     def run(self, run: Run) -> dict | str:
@@ -241,7 +246,8 @@ def measured_before(options, found: dict) -> list[dict]:
 def described_by(options) -> dict:
     """The settings that all rows of a call have in common."""
     facts = {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
-    return facts | {"micro_batches": options.micro_batches, "reduce": options.reduce}
+    facts |= {"micro_batches": options.micro_batches, "reduce": options.reduce}
+    return facts | {"settle": options.settle}
 
 
 def rates(driver: Driver) -> bool:
@@ -255,7 +261,7 @@ def rates(driver: Driver) -> bool:
         record["rows"].append(row)
         runs = [
             Run(model, kind, policy, parallel, options.steps, 1)
-            for kind in ("ours", "titan")
+            for kind in options.experts
             for policy in driver.policies(model, kind)
             for parallel in driver.parallel(kind)
         ]
@@ -264,7 +270,7 @@ def rates(driver: Driver) -> bool:
             slower, row[kind] = sorted([future.result(), row.get(kind)], key=speed)
             row["others"] += [{"experts": kind} | slower] if slower else []
             driver.write(record)
-    return all(row[kind] for row in record["rows"] for kind in ("ours", "titan"))
+    return all(row.get(kind) for row in record["rows"] for kind in KINDS)
 
 
 def curves(driver: Driver) -> bool:

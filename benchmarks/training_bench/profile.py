@@ -20,18 +20,28 @@ KINDS = {
     "other": r"",
 }
 
+LONGEST, NAME = 40, 100  # kernels of the record, and characters of their names
+
 
 def kind(name: str) -> str:
     return next(k for k, pattern in KINDS.items() if re.search(pattern, name))
 
 
 def where(step) -> dict:
-    """Milliseconds of the device by kind, of one step; kernels that overlap count each."""
+    """Milliseconds of the device of one step: by kind ("where_ms"), and of the kernels that take
+    longest ("longest_ms"). Kernels that overlap count each."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    sums: dict[str, float] = defaultdict(float)
+    kinds: dict[str, float] = defaultdict(float)
+    kernels: dict[str, float] = defaultdict(float)
     for event in seen.key_averages():
-        sums[kind(event.key)] += event.self_device_time_total / 1e3
-    return {name: round(value, 2) for name, value in sorted(sums.items(), key=lambda i: -i[1])}
+        kinds[kind(event.key)] += event.self_device_time_total / 1e3
+        kernels[event.key[:NAME]] += event.self_device_time_total / 1e3
+    return {"where_ms": longest(kinds, len(kinds)), "longest_ms": longest(kernels, LONGEST)}
+
+
+def longest(sums: dict, most: int) -> dict:
+    found = sorted(sums.items(), key=lambda item: -item[1])[:most]
+    return {name: round(value, 2) for name, value in found}

@@ -13,6 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from sonicmoe_cpp.integrations.torchtitan.sizes import SIZES
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -31,6 +32,7 @@ from training_bench.profile import where
 GIB = 1 << 30
 WARM_UP = 4
 BALANCE = 1e-3  # a step of the experts' selection bias
+FASTER = 20  # times BALANCE, in the first of the steps before (--settle)
 
 
 def arguments() -> argparse.Namespace:
@@ -41,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", choices=("fsdp", "ep"), default="fsdp")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--settle", type=int, default=0)
     parser.add_argument("--reduce", default="float32")
     parser.add_argument("--sequence", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -62,7 +65,7 @@ class Text:
         if self.tokens is not None and self.tokens.max() >= vocabulary:
             raise ValueError(f"{options.text} has tokens beyond the vocabulary of {vocabulary}")
 
-    def __call__(self, step: int) -> torch.Tensor:
+    def __call__(self, step: int) -> Tensor:
         number = step * self.ranks + self.rank
         count = self.shape[0] * self.shape[1]
         if self.tokens is None:
@@ -123,16 +126,21 @@ def initialise(model: Model, size, rank: int) -> None:
 
 
 @torch.no_grad()
-def balance(model: Model, ranks: int) -> None:
-    """Moves the experts' selection bias against their load, for all layers at once."""
+def balance(model: Model, ranks: int, by: float) -> Tensor:
+    """Moves the experts' selection bias by `by` against their load, for all layers at once. Returns
+    the largest load of an expert and of a rank's E / ranks experts, over the mean, each averaged
+    over the layers."""
     moes = [m for m in model.modules() if hasattr(m, "expert_bias_E")]
     counts = torch.stack([m.tokens_per_expert_E for m in moes])
     if ranks > 1:
         dist.all_reduce(counts)
-    steps = BALANCE * (counts.mean(-1, keepdim=True) - counts).sign()
-    for moe, step in zip(moes, steps, strict=True):
+    mean = counts.mean(-1, keepdim=True)
+    for moe, step in zip(moes, by * (mean - counts).sign(), strict=True):
         moe.expert_bias_E.add_(step)
         moe.tokens_per_expert_E.zero_()
+    loads = counts / mean
+    of_ranks = loads.unflatten(1, (ranks, -1)).mean(-1)
+    return torch.stack([load.amax(1).mean() for load in (loads, of_ranks)])
 
 
 class Training:
@@ -149,26 +157,38 @@ class Training:
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
         )
-        self.losses: list[torch.Tensor] = []
-        self.norms: list[torch.Tensor] = []  # of the experts' gradients, before they are clipped
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []  # of the experts' gradients, before they are clipped
+        self.loads: list[Tensor] = []  # what balance() returns
+        self.batches = 0
 
-    def step(self, number: int) -> None:
-        """Forward, backward, clipping, optimizer; nothing waits for the device."""
+    def settle(self) -> None:
+        """Steps of one micro-batch in which the experts' bias moves faster. The routing of new
+        weights is far from balanced; afterwards it is about as balanced as in a long training."""
+        for number in range(-self.options.settle, 0):
+            self.step(number, 1, BALANCE * FASTER ** (-number / self.options.settle))
+        self.losses.clear()
+        self.norms.clear()
+
+    def step(self, number: int, count: int, by: float = BALANCE) -> None:
+        """Forward and backward of `count` micro-batches, clipping, optimizer; nothing waits for the
+        device. The numbers of settle()'s steps are negative."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr * min(1.0, (number + 1) / 20)
-        count, total = self.options.micro_batches, 0
-        for part in range(number * count, (number + 1) * count):
-            tokens = self.text(part).to(self.options.device, non_blocking=True)
+            group["lr"] = self.options.lr * min(1.0, (number + self.options.settle + 1) / 20)
+        total = 0
+        for _ in range(count):
+            tokens = self.text(self.batches).to(self.options.device, non_blocking=True)
+            self.batches += 1
             loss = self.model(tokens, *self.rope) / count
             (loss / self.ranks if self.divided else loss).backward()
             total += loss.detach()
-        if number < WARM_UP:
+        if len(self.norms) < WARM_UP:
             self.norms.append(norm_of_parts(parameter_groups(self.model)[0]))
         if self.divided:
             clip_gradients(self.divided, 1.0)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        balance(self.model, self.ranks)
+        self.loads.append(balance(self.model, self.ranks, by))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(total)
@@ -193,23 +213,27 @@ def wait(device: str) -> None:
 
 def measure(options) -> dict:
     training, cuda = Training(options), options.device == "cuda"
+    training.settle()
+    count = options.micro_batches
     for number in range(WARM_UP):
-        training.step(number)
+        training.step(number, count)
     wait(options.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     for number in range(WARM_UP, WARM_UP + options.steps):
-        training.step(number)
+        training.step(number, count)
     wait(options.device)
     seconds = (time.perf_counter() - began) / options.steps
-    rate = training.ranks * options.tokens * options.micro_batches / seconds
+    rate = training.ranks * options.tokens * count / seconds
+    of_expert, of_rank = torch.stack(training.loads[-options.steps :]).mean(0).tolist()
     found = {
         "tokens_per_s": round(rate),
         "flops_per_token": training.model.flops_per_token(),
         "peak_gib": None,
         "losses": training.mean_losses(),
         "expert_norms": [norm.item() for norm in training.norms],
+        "load": {"expert": round(of_expert, 3), "rank": round(of_rank, 3)},
         "parameters": training.parameters(),
         "compiled": bool(options.compile),
         "policy": options.policy,
@@ -220,7 +244,7 @@ def measure(options) -> dict:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         found["peak_gib"] = round(peak.item(), 2)
         found["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        found["where_ms"] = where(lambda: training.step(WARM_UP + options.steps))
+        found |= where(lambda: training.step(WARM_UP + options.steps, count))
     return found
 
 
