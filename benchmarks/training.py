@@ -64,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
     parser.add_argument("--settle", type=int, default=0, help="steps before, to balance the routing")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps until the learning rate")
     parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12, help="measured steps, after 4 others")
@@ -143,7 +144,7 @@ class Driver:
         given = run._asdict() | {"out": out, "device": options.device, "text": options.text}
         given |= {"tokens": options.tokens, "sequence": options.sequence}
         given |= {"micro-batches": options.micro_batches, "reduce": options.reduce}
-        given |= {"settle": options.settle}
+        given |= {"settle": options.settle, "warm-up": options.warm_up}
         return [sys.executable, *torchrun, *(f"--{name}={value}" for name, value in given.items())]
 
     def run(self, run: Run) -> dict | str:
@@ -247,7 +248,7 @@ def described_by(options) -> dict:
     """The settings that all rows of a call have in common."""
     facts = {"tokens_per_gpu": options.tokens, "sequence": options.sequence}
     facts |= {"micro_batches": options.micro_batches, "reduce": options.reduce}
-    return facts | {"settle": options.settle}
+    return facts | {"settle": options.settle, "warm_up": options.warm_up}
 
 
 def rates(driver: Driver) -> bool:

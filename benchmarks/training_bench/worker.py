@@ -30,7 +30,7 @@ from training_bench.over_ranks import (
 from training_bench.profile import where
 
 GIB = 1 << 30
-WARM_UP = 4
+WARM_UP = 4  # full steps before the measured ones; after settle() one
 BALANCE = 1e-3  # a step of the experts' selection bias
 FASTER = 20  # times BALANCE, in the first of the steps before (--settle)
 
@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--settle", type=int, default=0)
+    parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--reduce", default="float32")
     parser.add_argument("--sequence", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -111,13 +112,17 @@ def build(options, size, mesh) -> Model:
 
 
 def initialise(model: Model, size, rank: int) -> None:
-    """Sets this rank's part of the weights, and zeros in the buffers."""
+    """Sets this rank's part of the weights, and zeros in the buffers. Embeddings have a standard
+    deviation of 1, as torchtitan's: with 0.02 what attention adds is alike in all tokens and soon
+    larger than the embeddings, so that most tokens choose the same experts."""
     torch.manual_seed(1 + rank)
     residual = 0.02 / (2 * size.layers) ** 0.5
     for name, parameter in model.named_parameters():
         part = part_of_rank(parameter).detach()
         if "norm" in name:
             part.fill_(1)
+        elif name == "embeddings.weight":
+            part.normal_()
         else:
             scaled = name.endswith(("wo.weight", "w2_EDF"))
             part.normal_(std=residual if scaled else 0.02)
@@ -174,7 +179,8 @@ class Training:
         """Forward and backward of `count` micro-batches, clipping, optimizer; nothing waits for the
         device. The numbers of settle()'s steps are negative."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr * min(1.0, (number + self.options.settle + 1) / 20)
+            part = (number + self.options.settle + 1) / self.options.warm_up
+            group["lr"] = self.options.lr * min(1.0, part)
         total = 0
         for _ in range(count):
             tokens = self.text(self.batches).to(self.options.device, non_blocking=True)
@@ -214,14 +220,14 @@ def wait(device: str) -> None:
 def measure(options) -> dict:
     training, cuda = Training(options), options.device == "cuda"
     training.settle()
-    count = options.micro_batches
-    for number in range(WARM_UP):
+    count, warm_up = options.micro_batches, 1 if options.settle else WARM_UP
+    for number in range(warm_up):
         training.step(number, count)
     wait(options.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    for number in range(WARM_UP, WARM_UP + options.steps):
+    for number in range(warm_up, warm_up + options.steps):
         training.step(number, count)
     wait(options.device)
     seconds = (time.perf_counter() - began) / options.steps
@@ -244,7 +250,7 @@ def measure(options) -> dict:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         found["peak_gib"] = round(peak.item(), 2)
         found["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        found |= where(lambda: training.step(WARM_UP + options.steps, count))
+        found |= where(lambda: training.step(warm_up + options.steps, count))
     return found
 
 
