@@ -129,6 +129,19 @@ inline DeviceId device_of(const Array& t) {
   return id;
 }
 
+/// The error of an allocation that failed. torch prints its own reason on stderr, and its C shim
+/// gives no more than an error code. _ops.py makes a torch.OutOfMemoryError of this sentence.
+[[noreturn]] inline void throw_no_memory(DeviceId id, std::initializer_list<std::int64_t> shape,
+                                         ScalarType dtype) {
+  const bool cuda = id.type == aoti_torch_device_type_cuda();
+  std::string sizes;
+  for (const std::int64_t size : shape) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  throw std::runtime_error(std::string("OutOfMemoryError: ") + (cuda ? "CUDA" : "CPU") +
+                           " out of memory. Tried to allocate a tensor of " +
+                           torch::headeronly::toString(dtype) + " and shape (" + sizes +
+                           "); torch has printed why it failed");
+}
+
 /// A new contiguous tensor. Calls the C shim: the stable C++ API would go through the dispatcher,
 /// which takes longer than all other host code of an operator.
 inline Array empty(DeviceId id, std::initializer_list<std::int64_t> shape, ScalarType dtype) {
@@ -139,9 +152,10 @@ inline Array empty(DeviceId id, std::initializer_list<std::int64_t> shape, Scala
     strides[i - 1] = strides[i] * std::max<std::int64_t>(1, shape.begin()[i]);
   }
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.begin(), strides,
-                               to<std::int32_t>(from(dtype)), id.type, id.index, &made));
+  const auto rank = static_cast<std::int64_t>(shape.size());
+  const auto code = aoti_torch_empty_strided(
+      rank, shape.begin(), strides, to<std::int32_t>(from(dtype)), id.type, id.index, &made);
+  if (code != TORCH_SUCCESS) throw_no_memory(id, shape, dtype);
   return Array(made);
 }
 

@@ -14,8 +14,11 @@ from ._names import ACTIVATION, FORM, GATED, PRECISION, ROUNDING
 from ._names import UNGATED as UNGATED
 
 ops = torch.ops.sonicmoe_cpp
-# An error with a message that begins so is raised as a NotImplementedError (boxing.h).
-UNSUPPORTED = "NotImplementedError: "
+# An operator's error with a message that begins so is raised as this class (boxing.h, views.h).
+ERRORS = {
+    "NotImplementedError: ": NotImplementedError,
+    "OutOfMemoryError: ": torch.OutOfMemoryError,
+}
 GATED_NUMBERS = frozenset(ACTIVATION[name] for name in GATED)
 
 
@@ -366,7 +369,7 @@ def register() -> None:
 @functools.cache
 def _kernel(name: str):
     """The operator without the steps that record derivatives. A call that the library does not
-    support raises NotImplementedError."""
+    support raises NotImplementedError, one without memory for its results OutOfMemoryError."""
     operator = getattr(ops, name).default
 
     def run(*arguments):
@@ -377,8 +380,9 @@ def _kernel(name: str):
             for argument, value in zip(_arguments(name), arguments, strict=False):
                 _checks.not_distributed(argument.name, value)
             sentence = str(error)
-            if sentence.startswith(UNSUPPORTED):
-                raise NotImplementedError(sentence.removeprefix(UNSUPPORTED)) from None
+            for beginning, kind in ERRORS.items():
+                if sentence.startswith(beginning):
+                    raise kind(sentence.removeprefix(beginning)) from None
             raise
 
     return run

@@ -354,3 +354,13 @@ def test_seeds_of_all_64_bits():
         assert torch.equal(one.token, other.token)
     layer = module(routing="token_rounding", rounding="stochastic", tile=2, seed=2**64 - 1)()
     layer(torch.randn(T, D))
+
+
+def test_missing_memory_is_an_out_of_memory_error():
+    T, K, n = 1 << 20, 8, 1 << 22  # H would have 2^48 bytes, more than an address reaches
+    x = torch.zeros(T, 1, requires_grad=True)
+    ids = torch.arange(K, dtype=torch.int32).repeat(T, 1)
+    up, down = torch.zeros(K, 2 * n, 1), torch.zeros(K, 1, n)
+    sentence = r"CPU out of memory. Tried to allocate a tensor of Float and shape \("
+    with pytest.raises(torch.OutOfMemoryError, match=sentence):
+        sonicmoe_cpp.moe(x, ids, torch.ones(T, K), up, down)
