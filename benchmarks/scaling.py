@@ -38,7 +38,7 @@ OVER_BYTES = {"7B-n256-8k": 1.15, "30B-n256-8k": 1.15}
 OVER_PEERS = 1.25
 RATE = 350e9  # bytes a second, each way
 SCALING = ("weak", "strong")
-FACTS = ("model", "sequence", "policy")  # options that a row of training has
+FACTS = ("model", "sequence", "policy", "settle", "warm_up")  # options that a row of training has
 # As in training.py. Memory that peers map may not come from expandable segments.
 EXPANDABLE = {"fsdp": ["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], "ep": []}
 START = 30.0  # seconds that a measurement of training takes at least
@@ -54,6 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="of a GPU in a step (weak)")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of training")
+    parser.add_argument("--settle", type=int, default=20, help="steps before, to balance routing")
+    parser.add_argument("--warm-up", type=int, default=2000, help="steps until the learning rate")
     parser.add_argument("--policy", default="attention", help="of activation checkpointing")
     parser.add_argument("--eager", action="store_true", help="training without torch.compile")
     parser.add_argument("--command", default="", help="sonicmoe; default: of the build or on PATH")
@@ -193,7 +195,8 @@ class Driver(ep2.Driver):
             given |= {"tokens": part.tokens_per_gpu, "parallel": part.parallel}
             given |= {"device": options.device, "compile": int(not options.eager), "out": out}
             given |= {"steps": options.steps}
-            command = [sys.executable, *torchrun, *(f"--{k}={v}" for k, v in given.items())]
+            named = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
+            command = [sys.executable, *torchrun, *named]
             command = [*EXPANDABLE[part.parallel], *command]
             _, problem = ep2.run(command, self.left())
             if "OutOfMemoryError" in problem:

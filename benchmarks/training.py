@@ -39,7 +39,7 @@ HERE = Path(__file__).parent
 PEAK = 989e12  # bf16 on an H100 or H200, without sparsity
 DAY = 86400
 MEMORY = "out of memory"
-MEASURED = ("date", "commit")  # facts that each row of the record has for itself
+MEASURED = ("date", "commit", "driver")  # facts that each row of the record has for itself
 SMALL_GIB = 100  # of device memory
 # Policies to measure, by model and by whether the device has less than SMALL_GIB. They are the
 # policies that fit and may be the fastest. On a small device "attention" is measured for both kinds
@@ -63,7 +63,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: one program a GPU")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
-    parser.add_argument("--settle", type=int, default=0, help="steps before, to balance the routing")
+    parser.add_argument(
+        "--settle", type=int, default=0, help="steps before, to balance the routing"
+    )
     parser.add_argument("--warm-up", type=int, default=20, help="steps until the learning rate")
     parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequence", type=int, default=4096)
@@ -88,7 +90,7 @@ def machine(options) -> dict:
 
     found = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "commit": h200.commit()}
     if options.device == "cpu":
-        return found | {"device": "cpu", "gpus": options.gpus or 1, "gib": 0.0}
+        return found | {"device": "cpu", "driver": "none", "gpus": options.gpus or 1, "gib": 0.0}
     properties = torch.cuda.get_device_properties(0)
     count = options.gpus or torch.cuda.device_count()
     gib = properties.total_memory / (1 << 30)

@@ -49,9 +49,10 @@ def runs(row):
 
 def source(content):
     found = [content, *content.get("rows", [])]
-    when = {f"{part['date']}, commit {part['commit']}": 0 for part in found if "commit" in part}
-    head = f"{content['device']}, driver {content['driver']}, torch {content['torch']}"
-    return f"{head}; {'; '.join(sorted(when))}."
+    names = ("date", "commit", "driver")
+    when = {tuple(part[name] for name in names) for part in found if "commit" in part}
+    each = [f"{date}, commit {commit}, driver {driver}" for date, commit, driver in sorted(when)]
+    return f"{content['device']}, torch {content['torch']}; {'; '.join(each)}."
 
 
 def tokens(row):
@@ -64,12 +65,18 @@ def over_gpus(row, run):
     """How the experts are shared among GPUs."""
     if row["gpus"] == 1:
         return "-"
-    return {"fsdp": "sharded", "ep": "divided"}[run.get("parallel", "fsdp")]
+    shared = {"fsdp": "sharded", "ep": "divided"}[run.get("parallel", "fsdp")]
+    return shared if run["compiled"] else f"{shared}, eager"
+
+
+def load(row, run):
+    """The largest load of a GPU's experts over the mean."""
+    return f"{run['load']['rank']:.2f}" if "load" in run and row["gpus"] > 1 else "-"
 
 
 def rates():
     columns = ["model", "GPUs", "tokens a GPU", "experts", "over GPUs", "keeps", "tokens/s"]
-    columns += ["a day and GPU", "MFU", "peak GiB", "over torchtitan"]
+    columns += ["a day and GPU", "MFU", "peak GiB", "load", "over torchtitan"]
     lines = []
     for row in rows():
         base = row["titan"]["tokens_per_s"]
@@ -80,7 +87,7 @@ def rates():
                 *(row["model"], row["gpus"], tokens(row), NAMES[kind], over_gpus(row, run)),
                 run["policy"] if kind == "ours" else run["policy"].removesuffix("+H"),
                 f"**{speed}**" if fastest else speed,
-                *(a_day, f"{run['mfu']:.3f}", f"{run['peak_gib']:.1f}"),
+                *(a_day, f"{run['mfu']:.3f}", f"{run['peak_gib']:.1f}", load(row, run)),
                 f"{run['tokens_per_s'] / base:.2f}",
             ])  # fmt: skip
     return f"{grid(columns, lines)}\n\n{source(record('training'))}"

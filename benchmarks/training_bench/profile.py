@@ -20,7 +20,7 @@ KINDS = {
     "other": r"",
 }
 
-LONGEST, NAME = 40, 100  # kernels of the record, and characters of their names
+LONGEST, NAME = 15, 100  # kernels of the record, and characters of their names
 
 
 def kind(name: str) -> str:

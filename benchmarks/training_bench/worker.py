@@ -113,8 +113,8 @@ def build(options, size, mesh) -> Model:
 
 def initialise(model: Model, size, rank: int) -> None:
     """Sets this rank's part of the weights, and zeros in the buffers. Embeddings have a standard
-    deviation of 1, as torchtitan's: with 0.02 what attention adds is alike in all tokens and soon
-    larger than the embeddings, so that most tokens choose the same experts."""
+    deviation of 1, as in torchtitan's DeepSeek-V3. With 0.02 what attention adds, which is alike in
+    all tokens, is soon larger than the embeddings, and most tokens choose the same experts."""
     torch.manual_seed(1 + rank)
     residual = 0.02 / (2 * size.layers) ** 0.5
     for name, parameter in model.named_parameters():

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-TRAINING = ["--model=debug", "--tokens=256", "--sequence=64", "--steps=2", "--policy=none"]
+TRAINING = ["--model=debug", "--tokens=256", "--sequence=64", "--steps=16", "--policy=none"]
+TRAINING += ["--settle=0", "--warm-up=5"]
 
 
 @pytest.fixture
