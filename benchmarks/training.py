@@ -243,7 +243,8 @@ def measured_before(options, found: dict) -> list[dict]:
     facts = described_by(options)
     again = [{"model": model, "gpus": found["gpus"]} | facts for model in options.models]
     kept = [row for row in old["rows"] if not any(a.items() <= row.items() for a in again)]
-    return [{name: old[name] for name in MEASURED} | row for row in kept]
+    facts = {name: old[name] for name in MEASURED if name in old}
+    return [facts | row for row in kept]
 
 
 def described_by(options) -> dict:

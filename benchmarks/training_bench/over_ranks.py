@@ -3,6 +3,7 @@ shards all other parameters over the W ranks."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from sonicmoe_cpp.distributed.layer import Place, make_transport
 from torch import Tensor, nn
@@ -31,6 +32,18 @@ def divided(model: nn.Module) -> set[nn.Parameter]:
     """The experts' parameters. FSDP2 ignores them: a rank is the only owner of its experts, and
     hooks of FSDP2 inside a block would make torch.compile run the whole block eagerly."""
     return set(parameter_groups(model)[0])
+
+
+def add_in_place(model: nn.Module) -> None:
+    """Lets backward add to the fp32 gradients of the experts in the kernels that compute them.
+    Without, a micro-batch's gradients are stored in bf16, cast, and added by another kernel."""
+    for layer in model.layers:
+        experts = layer.moe.routed_experts.inner_experts
+        parameters = (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        gate, up, down = (parameter.grad for parameter in parameters)
+        experts.grad_accum = ((gate, up), down)
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from training_bench.model import POLICIES, ChunkedLoss, Model, chunk_gradient, job
 from training_bench.over_ranks import (
+    add_in_place,
     clip_gradients,
     divide_experts,
     divided,
@@ -108,6 +109,8 @@ def build(options, size, mesh) -> Model:
                 module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=options.device)
     initialise(model, size, mesh.get_local_rank())
+    if options.parallel == "ep":
+        add_in_place(model)
     return model
 
 
@@ -196,7 +199,7 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.loads.append(balance(self.model, self.ranks, by))
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.divided)  # add_in_place() needs the tensors
         self.losses.append(total)
 
     def parameters(self) -> int:

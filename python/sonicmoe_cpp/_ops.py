@@ -38,8 +38,8 @@ DIFFERENTIABLE = [name for name in LAYER_TENSORS if name not in ("index", "secon
 _POSITIONS = tuple(LAYER.index(name) for name in DIFFERENTIABLE)
 NEEDS = {name: 1 << LAYER.index(name) for name in DIFFERENTIABLE}
 # The gradients that moe_backward_accumulate adds to main gradients, and those that it returns.
-_ACCUMULATED = [name for name in DIFFERENTIABLE if name.startswith("w_")]
-_FRESH = [name for name in DIFFERENTIABLE if name not in _ACCUMULATED]
+ACCUMULATED = [name for name in DIFFERENTIABLE if name.startswith("w_")]
+_FRESH = [name for name in DIFFERENTIABLE if name not in ACCUMULATED]
 
 
 def score_dtype(t: Tensor) -> torch.dtype:

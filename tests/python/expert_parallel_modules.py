@@ -277,6 +277,31 @@ def compiled(world):
 
 
 @case
+def compiled_main_gradients(world):
+    """Micro-batches of a compiled layer add the same bits to main gradients as those of an eager
+    one."""
+    if world.size != 2:
+        return
+    torch._dynamo.reset()
+    parallel, _ = modules(world)
+    whole = torch.compile(parallel, fullgraph=True, backend="aot_eager")
+    x = inputs(world, "even")[world.tokens("even")]
+    found = []
+    for call in (parallel, whole):
+        parallel.zero_grad()
+        weights = [parallel._local(name) for name in ("w_up", "w_down")]
+        buffers = [torch.ones_like(w, dtype=torch.float32) for w in weights]
+        leaf = x.clone().requires_grad_()
+        for _ in range(2):
+            out, _ = call(leaf, grad_accum=tuple(buffers))
+            out.float().square().sum().backward()
+        assert parallel.w_up.grad is None and parallel.w_down.grad is None
+        assert all(not torch.equal(b, torch.ones_like(b)) for b in buffers)
+        found.append([leaf.grad, parallel.router.weight.grad, *buffers])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@case
 def compiled_blocks_share_one_graph(world):
     """Blocks with selective checkpointing, compiled without fullgraph: one graph for all of them,
     and what they keep is freed with the ticket."""

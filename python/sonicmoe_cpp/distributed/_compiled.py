@@ -114,6 +114,9 @@ def recorded(
     w_down: Tensor,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    g_gate: Tensor | None,
+    g_up: Tensor | None,
+    g_down: Tensor | None,
     number: Tensor,
     numbers: Sequence[float],
     needs: int,
@@ -121,11 +124,12 @@ def recorded(
     transport: str,
     limits: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output and a ticket."""
+    """Returns the output and a ticket. g_gate, g_up and g_down are main gradients (grad_accum)."""
     tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
+    main_gradients = (g_gate, g_up, g_down)
     with _group(where).call():
         by = _transport(where, transport, limits, tensors, int(number), needs)
-        given = by.forward(tensors, _options(numbers), _NO_MAIN_GRADIENTS, int(number), needs)
+        given = by.forward(tensors, _options(numbers), main_gradients, int(number), needs)
     return given.out, _ticket(given)
 
 
@@ -134,10 +138,15 @@ def _(x, *_others):
     return x.new_empty(x.shape), torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("sonicmoe_cpp::expert_parallel_backward", mutates_args=())
+@torch.library.custom_op(
+    "sonicmoe_cpp::expert_parallel_backward", mutates_args=("g_gate", "g_up", "g_down")
+)
 def differentiated(
     dout: Tensor,
     tensors: Sequence[Tensor | None],
+    g_gate: Tensor | None,
+    g_up: Tensor | None,
+    g_down: Tensor | None,
     ticket: Tensor,
     number: Tensor,
     numbers: Sequence[float],
@@ -145,40 +154,57 @@ def differentiated(
     where: str,
     transport: str,
     limits: Sequence[float],
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of _ops.DIFFERENTIABLE, empty where _returned() is false. Not a list of those
+    that there are: torch cannot compile an operator that changes arguments and returns a list."""
     with _group(where).guarded():
         by = _transport(where, transport, limits, tuple(tensors), int(number), needs)
         memory, options = _kept_by(ticket), _options(numbers)
         given = Forward(dout, memory.kept, memory.host)
-        found = by.backward(dout, tuple(tensors), options, _NO_MAIN_GRADIENTS, given, needs)
-    return [g for g in found if g is not None]
+        main_gradients = (g_gate, g_up, g_down)
+        found = by.backward(dout, tuple(tensors), options, main_gradients, given, needs)
+    return tuple(dout.new_empty(0) if g is None else g for g in found)
+
+
+def _returned(needs: int, main_gradients: bool) -> list[bool]:
+    """Whether differentiated() returns a gradient, for each of _ops.DIFFERENTIABLE."""
+    added = _ops.ACCUMULATED if main_gradients else ()
+    return [bool(needs & bit) and name not in added for name, bit in _ops.NEEDS.items()]
 
 
 @differentiated.register_fake
-def _(dout, tensors, ticket, number, numbers, needs, *_rest):
+def _(dout, tensors, g_gate, g_up, g_down, ticket, number, numbers, needs, *_rest):
     like = dict(zip(_ops.LAYER_TENSORS, tensors, strict=True))
-    wanted = [like[name] for name, bit in _ops.NEEDS.items() if needs & bit]
-    return [torch.empty_like(t, memory_format=torch.preserve_format) for t in wanted]
+    wanted = zip(_ops.DIFFERENTIABLE, _returned(needs, g_down is not None), strict=True)
+    return tuple(
+        torch.empty_like(like[name], memory_format=torch.preserve_format)
+        if want
+        else dout.new_empty(0)
+        for name, want in wanted
+    )
+
+
+_TENSORS = len(_ops.LAYER_TENSORS)
+_SAVED = _TENSORS + 4  # and three main gradients and the number of the layer
 
 
 def _setup(ctx, inputs, output):
-    count = len(_ops.LAYER_TENSORS) + 1  # and the number of the layer
-    ctx.rest = inputs[count:]
+    ctx.rest = inputs[_SAVED:]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:count], output[1])
+    ctx.save_for_backward(*inputs[:_SAVED], output[1])
 
 
 def _backward(ctx, dout, _ticket_gradient):
     *tensors, number, ticket = ctx.saved_tensors
+    tensors, main_gradients = tensors[:_TENSORS], tensors[_TENSORS:]
     numbers, needs, *place = ctx.rest
-    found = iter(
-        torch.ops.sonicmoe_cpp.expert_parallel_backward(
-            dout, tensors, ticket, number, numbers, needs, *place
-        )
+    found = torch.ops.sonicmoe_cpp.expert_parallel_backward(
+        dout, tensors, *main_gradients, ticket, number, numbers, needs, *place
     )
-    bits = [_ops.NEEDS.get(name, 0) for name in _ops.LAYER_TENSORS]
-    gradients = [next(found) if needs & bit else None for bit in bits]
-    return *gradients, None, *[None] * len(ctx.rest)
+    wanted = zip(found, _returned(needs, main_gradients[-1] is not None), strict=True)
+    named = dict(zip(_ops.DIFFERENTIABLE, [g if want else None for g, want in wanted], strict=True))
+    of_inputs = [named.get(name) for name in _ops.LAYER_TENSORS]
+    return *of_inputs, *[None] * (_SAVED - _TENSORS), *[None] * len(ctx.rest)
 
 
 recorded.register_autograd(_backward, setup_context=_setup)

@@ -80,15 +80,13 @@ _record = _ops.function("moe_expert_parallel", _recorded, _differentiated)
 
 def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tuple, needs: int):
     """Calls the layer as one operator (_compiled.py)."""
-    if main_gradients[1] is not None:
-        raise NotImplementedError("grad_accum is not served by compiled expert parallelism")
     by = place.transport
     rest = (by.group.name, by.name, by.limits_as_numbers())
-    numbers = [float(option) for option in options]
-    given = (*tensors, place.number, numbers)
+    how = (place.number, [float(option) for option in options])
     if needs:
-        return _ops.ops.expert_parallel_forward(*given, needs, *rest)[0]
-    return _ops.ops.expert_parallel_inference(*given, *rest)
+        given = (*tensors, *main_gradients, *how, needs)
+        return _ops.ops.expert_parallel_forward(*given, *rest)[0]
+    return _ops.ops.expert_parallel_inference(*tensors, *how, *rest)
 
 
 def _run(place: Place, *others) -> Tensor:

@@ -60,7 +60,14 @@ class Experts:
 
 class SonicGroupedExperts(Experts, GroupedExperts):
     """SwiGLU experts over the rows of any dispatcher. Groups need no alignment; rows past the
-    counts give zeros and are not read."""
+    counts give zeros and are not read.
+
+    Backward adds the weights' gradients to the fp32 buffers of `grad_accum` if it is set, for
+    example to the parameters' own .grad: ((w1.grad, w3.grad), w2.grad). Only for parameters that
+    FSDP does not shard.
+    """
+
+    grad_accum: tuple | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -73,14 +80,16 @@ class SonicGroupedExperts(Experts, GroupedExperts):
     def layer_arguments(self) -> dict:
         names = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
         gate, up, down = (local(w).bfloat16() for w in names)
-        return {"w_up": (gate, up), "w_down": down, "precision": self.precision}
+        how = {"precision": self.precision, "grad_accum": self.grad_accum}
+        return {"w_up": (gate, up), "w_down": down} | how
 
 
 def _over_ranks(place: Place, form: str, x: Tensor, routing: tuple, arguments: dict) -> Tensor:
     """The layer over the ranks of expert parallelism; `arguments` are from layer_arguments()."""
     up, down, b_up, b_down = (arguments.get(n) for n in ("w_up", "w_down", "b_up", "b_down"))
     style = arguments.get("activation", "swiglu"), arguments.get("gate_layout", "concatenated")
-    return run(place, form, x, routing, (up, down, b_up, b_down), style, None)
+    weights, buffers = (up, down, b_up, b_down), arguments.get("grad_accum")
+    return run(place, form, x, routing, weights, style, buffers)
 
 
 class SonicRoutedExperts(RoutedExperts):
