@@ -85,8 +85,12 @@ def _layer(size: Size, attention: str, exchange: str) -> Qwen3TransformerBlock.C
 
 
 def model(size: Size, attention: str = "flex", exchange: str = "standard") -> Qwen3Model.Config:
-    """The model of a size. attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher
-    under expert parallelism (standard, deepep, hybridep, minimal_async_ep)."""
+    """The model of a size.
+
+    attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher under expert parallelism
+    (standard, deepep, hybridep, minimal_async_ep). Embeddings ~ N(0, 1), as in torchtitan's
+    DeepSeek-V3: with N(0, 0.02) most tokens of a new model choose the same experts.
+    """
     return Qwen3Model.Config(
         vocab_size=size.vocabulary,
         dim=size.d,
@@ -94,7 +98,7 @@ def model(size: Size, attention: str = "flex", exchange: str = "standard") -> Qw
         tok_embeddings=Embedding.Config(
             num_embeddings=size.vocabulary,
             embedding_dim=size.d,
-            param_init={"weight": partial(nn.init.normal_, std=0.02)},
+            param_init={"weight": nn.init.normal_},
         ),
         lm_head=Linear.Config(
             in_features=size.d, out_features=size.vocabulary, param_init=_linear(0.02)
