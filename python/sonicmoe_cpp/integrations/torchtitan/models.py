@@ -87,8 +87,8 @@ def _layer(size: Size, attention: str, exchange: str) -> Qwen3TransformerBlock.C
 def model(size: Size, attention: str = "flex", exchange: str = "standard") -> Qwen3Model.Config:
     """The model of a size.
 
-    attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher under expert parallelism
-    (standard, deepep, hybridep, minimal_async_ep). Embeddings ~ N(0, 1), as in torchtitan's
+    attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher under expert
+    parallelism (standard, deepep, hybridep, minimal_async_ep). Embeddings ~ N(0, 1), as in torchtitan's
     DeepSeek-V3: with N(0, 0.02) most tokens of a new model choose the same experts.
     """
     return Qwen3Model.Config(
