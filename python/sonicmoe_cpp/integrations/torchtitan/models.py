@@ -88,8 +88,8 @@ def model(size: Size, attention: str = "flex", exchange: str = "standard") -> Qw
     """The model of a size.
 
     attention: flex, flex_flash or varlen. exchange: torchtitan's dispatcher under expert
-    parallelism (standard, deepep, hybridep, minimal_async_ep). Embeddings ~ N(0, 1), as in torchtitan's
-    DeepSeek-V3: with N(0, 0.02) most tokens of a new model choose the same experts.
+    parallelism (standard, deepep, hybridep, minimal_async_ep). Embeddings ~ N(0, 1), as in
+    torchtitan's DeepSeek-V3: with N(0, 0.02) most tokens of a new model choose the same experts.
     """
     return Qwen3Model.Config(
         vocab_size=size.vocabulary,
