@@ -54,8 +54,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="of a GPU in a step (weak)")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of training")
-    parser.add_argument("--settle", type=int, default=20, help="steps before, to balance routing")
-    parser.add_argument("--warm-up", type=int, default=2000, help="steps until the learning rate")
+    parser.add_argument(
+        "--settle", type=int, default=20, help="first steps, to balance the routing"
+    )
+    parser.add_argument("--warm-up", type=int, default=2000, help="of the learning rate, in steps")
     parser.add_argument("--policy", default="attention", help="of activation checkpointing")
     parser.add_argument("--eager", action="store_true", help="training without torch.compile")
     parser.add_argument("--command", default="", help="sonicmoe; default: of the build or on PATH")

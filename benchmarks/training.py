@@ -63,13 +63,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="0: all; 1: one program a GPU")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a GPU in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each optimizer step")
-    parser.add_argument(
-        "--settle", type=int, default=0, help="steps before, to balance the routing"
-    )
-    parser.add_argument("--warm-up", type=int, default=20, help="steps until the learning rate")
+    parser.add_argument("--settle", type=int, default=0, help="first steps, to balance the routing")
+    parser.add_argument("--warm-up", type=int, default=20, help="of the learning rate, in steps")
     parser.add_argument("--reduce", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps, after 4 others")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps, after others")
     parser.add_argument("--text", default="", help="file of tokens (.npy); default: random")
     parser.add_argument("--policies", nargs="+", help="activation checkpointing; default: POLICIES")
     parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=list(PARALLEL))
@@ -182,11 +180,9 @@ class Driver:
             seconds = time.monotonic() - began
             name = " ".join(map(str, run))
             if not os.path.exists(out):
-                # PyTorch's own error says so, or what its C functions print if they fail.
-                short = [line for line in text.splitlines() if MEMORY in line]
-                why = MEMORY if short else "failed"
-                tail = short[0][:300] if short else text[-3000:]
-                print(f"{name}: {why} after {seconds:.0f} s\n{tail}", flush=True)
+                why = MEMORY if "OutOfMemoryError" in text else "failed"
+                tail = "" if why == MEMORY else f"\n{text[-3000:]}"
+                print(f"{name}: {why} after {seconds:.0f} s{tail}", flush=True)
                 return why
             with open(out) as file:
                 found = json.load(file)

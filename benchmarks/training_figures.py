@@ -37,7 +37,9 @@ def order(row):
 
 
 def rows():
-    return sorted(record("training")["rows"], key=order)
+    """The rows that have both kinds of experts."""
+    complete = [r for r in record("training")["rows"] if all(r.get(kind) for kind in NAMES)]
+    return sorted(complete, key=order)
 
 
 def runs(row):

@@ -31,9 +31,9 @@ from training_bench.over_ranks import (
 from training_bench.profile import where
 
 GIB = 1 << 30
-WARM_UP = 4  # full steps before the measured ones; after settle() one
-BALANCE = 1e-3  # a step of the experts' selection bias
-FASTER = 20  # times BALANCE, in the first of the steps before (--settle)
+WARM_UP = 4  # steps before the measured ones; one is enough if settle() ran others
+BALANCE = 1e-3  # by which a step moves the experts' selection bias
+FASTER = 20  # the first step of settle() moves the bias by FASTER * BALANCE
 
 
 def arguments() -> argparse.Namespace:
@@ -167,23 +167,22 @@ class Training:
         )
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []  # of the experts' gradients, before they are clipped
-        self.loads: list[Tensor] = []  # what balance() returns
-        self.batches = 0
+        self.loads: list[Tensor] = []  # of every step: what balance() returns
+        self.batches = 0  # micro-batches so far
 
     def settle(self) -> None:
-        """Steps of one micro-batch in which the experts' bias moves faster. The routing of new
-        weights is far from balanced; afterwards it is about as balanced as in a long training."""
-        for number in range(-self.options.settle, 0):
-            self.step(number, 1, BALANCE * FASTER ** (-number / self.options.settle))
+        """Balances the routing of new weights: steps of one micro-batch in which the experts' bias
+        moves faster, at last by about BALANCE."""
+        for left in range(self.options.settle, 0, -1):
+            self.step(1, BALANCE * FASTER ** (left / self.options.settle))
         self.losses.clear()
         self.norms.clear()
 
-    def step(self, number: int, count: int, by: float = BALANCE) -> None:
+    def step(self, count: int, by: float = BALANCE) -> None:
         """Forward and backward of `count` micro-batches, clipping, optimizer; nothing waits for the
-        device. The numbers of settle()'s steps are negative."""
+        device."""
         for group in self.optimizer.param_groups:
-            part = (number + self.options.settle + 1) / self.options.warm_up
-            group["lr"] = self.options.lr * min(1.0, part)
+            group["lr"] = self.options.lr * min(1.0, (len(self.loads) + 1) / self.options.warm_up)
         total = 0
         for _ in range(count):
             tokens = self.text(self.batches).to(self.options.device, non_blocking=True)
@@ -223,15 +222,15 @@ def wait(device: str) -> None:
 def measure(options) -> dict:
     training, cuda = Training(options), options.device == "cuda"
     training.settle()
-    count, warm_up = options.micro_batches, 1 if options.settle else WARM_UP
-    for number in range(warm_up):
-        training.step(number, count)
+    count = options.micro_batches
+    for _ in range(1 if options.settle else WARM_UP):
+        training.step(count)
     wait(options.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    for number in range(warm_up, warm_up + options.steps):
-        training.step(number, count)
+    for _ in range(options.steps):
+        training.step(count)
     wait(options.device)
     seconds = (time.perf_counter() - began) / options.steps
     rate = training.ranks * options.tokens * count / seconds
@@ -243,6 +242,7 @@ def measure(options) -> dict:
         "losses": training.mean_losses(),
         "expert_norms": [norm.item() for norm in training.norms],
         "load": {"expert": round(of_expert, 3), "rank": round(of_rank, 3)},
+        "steps": len(training.loads),  # of all kinds
         "parameters": training.parameters(),
         "compiled": bool(options.compile),
         "policy": options.policy,
@@ -253,7 +253,7 @@ def measure(options) -> dict:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         found["peak_gib"] = round(peak.item(), 2)
         found["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        found |= where(lambda: training.step(warm_up + options.steps, count))
+        found |= where(lambda: training.step(count))
     return found
 
 

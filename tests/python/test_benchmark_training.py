@@ -27,6 +27,7 @@ def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     out = tmp_path / "training.json"
     options = {"device": "cpu", "gpus": 1, "models": "debug", "tokens": 256, "sequence": 64}
     options |= {"steps": 2, "policies": "selective", "out": str(out), "micro-batches": 2}
+    options |= {"settle": 3, "warm-up": 2}
     given = [f"--{name}={value}" for name, value in options.items()]
     program = [sys.executable, str(BENCHMARKS / "training.py"), "--eager", *given]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
@@ -35,9 +36,29 @@ def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     assert (row["tokens_per_gpu"], row["micro_batches"], row["reduce"]) == (256, 2, "float32")
     for kind in ("ours", "titan"):
         assert row[kind]["tokens_per_s"] > 0 and row[kind]["parameters"] == 198016
+        assert row[kind]["steps"] == 6  # three to settle, one more before the two measured ones
+        assert len(row[kind]["losses"]) == 3
+        assert 1 < row[kind]["load"]["expert"] <= 4 and row[kind]["load"]["rank"] == 1
     pairs = zip(row["ours"]["losses"], row["titan"]["losses"], strict=True)
     assert all(abs(a - b) < 1e-3 for a, b in pairs)
     assert row["ours"]["losses"] != row["titan"]["losses"]  # two kinds of experts were trained
+
+
+def test_loads_and_the_bias_against_them(bench):
+    from training_bench import worker
+
+    class Layer(torch.nn.Module):
+        def __init__(self, counts):
+            super().__init__()
+            self.expert_bias_E = torch.zeros(4)
+            self.tokens_per_expert_E = torch.tensor(counts)
+
+    layers = torch.nn.ModuleList([Layer([6.0, 2, 0, 0]), Layer([2.0, 2, 2, 2])])
+    loads = worker.balance(layers, 1, 0.5)
+    assert loads.tolist() == [2.0, 1.0]  # an expert 3 and 1 times the mean; one rank has all
+    assert layers[0].expert_bias_E.tolist() == [-0.5, 0, 0.5, 0.5]
+    assert not any(layer.tokens_per_expert_E.any() for layer in layers)
+    assert not layers[1].expert_bias_E.any()
 
 
 def test_what_is_missing_fails(tmp_path, bench, monkeypatch):
