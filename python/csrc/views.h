@@ -16,6 +16,10 @@
 
 #include "sonicmoe/moe.h"
 
+// torch's C shim has this function since 2.13. Before, it is null here, and the shim prints the
+// reason of an error on stderr.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
 namespace sonicmoe_torch {
 
 using Array = torch::stable::Tensor;
@@ -129,17 +133,22 @@ inline DeviceId device_of(const Array& t) {
   return id;
 }
 
-/// The error of an allocation that failed. torch prints its own reason on stderr, and its C shim
-/// gives no more than an error code. _ops.py makes a torch.OutOfMemoryError of this sentence.
-[[noreturn]] inline void throw_no_memory(DeviceId id, std::initializer_list<std::int64_t> shape,
-                                         ScalarType dtype) {
-  const bool cuda = id.type == aoti_torch_device_type_cuda();
+/// Throws the error of an allocation that failed, with torch's reason if torch gives one. _ops.py
+/// raises a torch.OutOfMemoryError for a message that begins with that name.
+[[noreturn]] inline void throw_not_allocated(std::initializer_list<std::int64_t> shape,
+                                             ScalarType dtype) {
   std::string sizes;
   for (const std::int64_t size : shape) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
-  throw std::runtime_error(std::string("OutOfMemoryError: ") + (cuda ? "CUDA" : "CPU") +
-                           " out of memory. Tried to allocate a tensor of " +
-                           torch::headeronly::toString(dtype) + " and shape (" + sizes +
-                           "); torch has printed why it failed");
+  const std::string what = std::string("a tensor of ") + torch::headeronly::toString(dtype) +
+                           " and shape (" + sizes + ") cannot be allocated";
+  if (torch_exception_get_what_without_backtrace == nullptr) {
+    throw std::runtime_error("OutOfMemoryError: " + what + "; torch has printed the reason");
+  }
+  const std::string all = torch_exception_get_what_without_backtrace();
+  const std::string reason = all.substr(0, all.find('\n'));
+  const bool memory = reason.find("out of memory") != std::string::npos ||
+                      reason.find("can't allocate memory") != std::string::npos;
+  throw std::runtime_error((memory ? "OutOfMemoryError: " : "") + what + ": " + reason);
 }
 
 /// A new contiguous tensor. Calls the C shim: the stable C++ API would go through the dispatcher,
@@ -155,7 +164,7 @@ inline Array empty(DeviceId id, std::initializer_list<std::int64_t> shape, Scala
   const auto rank = static_cast<std::int64_t>(shape.size());
   const auto code = aoti_torch_empty_strided(
       rank, shape.begin(), strides, to<std::int32_t>(from(dtype)), id.type, id.index, &made);
-  if (code != TORCH_SUCCESS) throw_no_memory(id, shape, dtype);
+  if (code != TORCH_SUCCESS) throw_not_allocated(shape, dtype);
   return Array(made);
 }
 

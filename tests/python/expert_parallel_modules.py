@@ -283,7 +283,7 @@ def compiled_main_gradients(world):
     if world.size != 2:
         return
     torch._dynamo.reset()
-    parallel, _ = modules(world)
+    parallel, _ = modules(world, bias=True)
     whole = torch.compile(parallel, fullgraph=True, backend="aot_eager")
     x = inputs(world, "even")[world.tokens("even")]
     found = []
@@ -297,7 +297,9 @@ def compiled_main_gradients(world):
             out.float().square().sum().backward()
         assert parallel.w_up.grad is None and parallel.w_down.grad is None
         assert all(not torch.equal(b, torch.ones_like(b)) for b in buffers)
-        found.append([leaf.grad, parallel.router.weight.grad, *buffers])
+        others = [parallel.router.weight, parallel.b_up, parallel.b_down]
+        gradients = [p.grad.to_local() if hasattr(p, "to_local") else p.grad for p in others]
+        found.append([leaf.grad, *gradients, *buffers])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

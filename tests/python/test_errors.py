@@ -361,6 +361,8 @@ def test_missing_memory_is_an_out_of_memory_error():
     x = torch.zeros(T, 1, requires_grad=True)
     ids = torch.arange(K, dtype=torch.int32).repeat(T, 1)
     up, down = torch.zeros(K, 2 * n, 1), torch.zeros(K, 1, n)
-    sentence = r"CPU out of memory. Tried to allocate a tensor of Float and shape \("
+    sentence = r"^a tensor of Float and shape \(8388608, 8388608\) cannot be allocated"
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        sentence += ": .*DefaultCPUAllocator: can't allocate memory"
     with pytest.raises(torch.OutOfMemoryError, match=sentence):
         sonicmoe_cpp.moe(x, ids, torch.ones(T, K), up, down)

@@ -121,6 +121,23 @@ def test_grouped_experts(device, kind, monkeypatch):
     compare(got, plain, exact)
 
 
+def test_gradients_are_added_to_buffers():
+    dout, x, routed = tokens(B, L, D, seed=3), tokens(B, L, D), routing(L)
+    config = overrides.routed_experts(routed_config(GroupedExperts))
+    want = step(build(config), dout, x, *routed)
+    module, leaf = build(config), x.clone().requires_grad_()
+    weights = dict(module.inner_experts.named_parameters())
+    buffers = {name: torch.ones_like(w, dtype=torch.float32) for name, w in weights.items()}
+    gate, up, down = (buffers[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
+    module.inner_experts.grad_accum = ((gate, up), down)
+    module(leaf, *routed).backward(dout)
+    assert torch.equal(leaf.grad, want["x"])
+    for name, buffer in buffers.items():
+        assert weights[name].grad is None, name
+        expected = want[f"inner_experts.{name}"].float()
+        torch.testing.assert_close(buffer - 1, expected, rtol=2**-7, atol=1e-6)
+
+
 def test_rows_past_the_counts_are_not_read():
     counts = torch.tensor([7, 0, 12, 1, 9, 0, 3, 0])
     x, dout = tokens(40, D), tokens(40, D, seed=3)

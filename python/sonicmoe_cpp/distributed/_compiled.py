@@ -155,8 +155,9 @@ def differentiated(
     transport: str,
     limits: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of _ops.DIFFERENTIABLE, empty where _returned() is false. Not a list of those
-    that there are: torch cannot compile an operator that changes arguments and returns a list."""
+    """Returns a gradient for each of _ops.DIFFERENTIABLE, an empty tensor where _returned() is
+    false. A list of the other gradients would be shorter, but torch cannot compile an operator that
+    changes its arguments and returns a list."""
     with _group(where).guarded():
         by = _transport(where, transport, limits, tuple(tensors), int(number), needs)
         memory, options = _kept_by(ticket), _options(numbers)
@@ -167,7 +168,8 @@ def differentiated(
 
 
 def _returned(needs: int, main_gradients: bool) -> list[bool]:
-    """Whether differentiated() returns a gradient, for each of _ops.DIFFERENTIABLE."""
+    """For each of _ops.DIFFERENTIABLE: whether its gradient is returned, not added to a main
+    gradient and not left out."""
     added = _ops.ACCUMULATED if main_gradients else ()
     return [bool(needs & bit) and name not in added for name, bit in _ops.NEEDS.items()]
 
@@ -185,7 +187,7 @@ def _(dout, tensors, g_gate, g_up, g_down, ticket, number, numbers, needs, *_res
 
 
 _TENSORS = len(_ops.LAYER_TENSORS)
-_SAVED = _TENSORS + 4  # and three main gradients and the number of the layer
+_SAVED = _TENSORS + 4  # the tensors, three main gradients and the layer's number
 
 
 def _setup(ctx, inputs, output):
@@ -201,8 +203,9 @@ def _backward(ctx, dout, _ticket_gradient):
     found = torch.ops.sonicmoe_cpp.expert_parallel_backward(
         dout, tensors, *main_gradients, ticket, number, numbers, needs, *place
     )
-    wanted = zip(found, _returned(needs, main_gradients[-1] is not None), strict=True)
-    named = dict(zip(_ops.DIFFERENTIABLE, [g if want else None for g, want in wanted], strict=True))
+    returned = _returned(needs, main_gradients[-1] is not None)
+    each = zip(_ops.DIFFERENTIABLE, found, returned, strict=True)
+    named = {name: gradient for name, gradient, wanted in each if wanted}
     of_inputs = [named.get(name) for name in _ops.LAYER_TENSORS]
     return *of_inputs, *[None] * (_SAVED - _TENSORS), *[None] * len(ctx.rest)
 
