@@ -24,6 +24,7 @@ import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
 from expert_parallel_base import CASES, TRANSPORT, World
+from worlds import leave
 
 
 def run_cases(world: World, cases: dict, tell: Callable[..., None]) -> dict[str, str | None]:
@@ -48,14 +49,6 @@ def run_cases(world: World, cases: dict, tell: Callable[..., None]) -> dict[str,
 def run_all(world: World, part: str = "") -> dict[str, str | None]:
     cases = {name: check for name, check in CASES.items() if part in name}
     return run_cases(world, cases, lambda *_: None)
-
-
-def leave() -> None:
-    """Ends this rank without tearing the interpreter down; test_training.leave() says why."""
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def arguments() -> argparse.Namespace:

@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from reference import error
 from sonicmoe_cpp.integrations import hf
-from worlds import free_port
+from worlds import free_port, leave
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import hf_models  # noqa: E402
@@ -153,7 +153,7 @@ def expert_parallel_worker(rank, port, folder, results):
             worst = max(error(got[name], value) for name, value in want.items())
             served = bool(hf.supports(model))
             results.put((architecture, implementation, rank, local, served, worst))
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def test_expert_parallelism(tmp_path):

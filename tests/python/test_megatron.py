@@ -12,7 +12,7 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from reference import error
 from sonicmoe_cpp import Activation
-from worlds import free_port
+from worlds import free_port, leave
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import megatron_support as support
@@ -256,6 +256,7 @@ def parallel_worker(rank, port, results):
             for dispatcher in ("allgather", "alltoall"):
                 chosen = options | {"moe_token_dispatcher_type": dispatcher}
                 results.put((split, dispatcher, rank, parallel_errors(chosen, rank)))
+    leave()
 
 
 def test_parallelism_by_its_dispatchers():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from reference import error
 from sonicmoe_cpp.integrations import nemo_automodel
 from sonicmoe_cpp.integrations._recognise import local
-from worlds import free_port
+from worlds import free_port, leave
 
 MODULE = "nemo_automodel.components.moe.experts"
 package = pytest.importorskip(MODULE, reason="nemo-automodel is not installed")
@@ -182,7 +182,7 @@ def split_worker(rank, port, results):
                 grads = torch.autograd.grad(out.square().sum(), leaves)
                 outs.append([local(t).detach() for t in (out, *grads)])
         results.put((form, rank, [error(got, want) for want, got in zip(*outs, strict=True)]))
-    dist.destroy_process_group()
+    leave()
 
 
 def test_expert_parallelism():

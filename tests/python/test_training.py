@@ -10,7 +10,7 @@ from reference import Layer
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from worlds import free_port
+from worlds import free_port, leave
 
 
 def gradients(module, x, wrap=lambda function, x: function(x)):
@@ -201,17 +201,6 @@ def data():
 def build():
     torch.manual_seed(0)
     return Model()
-
-
-def leave():
-    """Ends a rank without tearing the interpreter down. FSDP keeps its process group, whose threads
-    may hold tensors with references to Python objects; then the teardown sometimes aborts
-    (github.com/pytorch/pytorch/pull/179291)."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
 
 
 def worker(rank, port, results):

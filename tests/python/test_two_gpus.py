@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cuda_support import needs_cuda
 from torch import multiprocessing
+from worlds import leave
 
 pytestmark = [
     needs_cuda,
@@ -127,7 +128,7 @@ def worker(rank, folder):
             results[way, split] = [loss.cpu(), *(g.cpu() for g in found)]
     if rank == 0:
         torch.save(results, f"{folder}/results.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,24 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def leave() -> None:
+    """Waits for the other ranks of the default group, if there is one, and ends this rank.
+
+    It does not tear the interpreter down: a process group that a mesh or FSDP keeps has threads
+    that may hold references to Python objects, and then the teardown sometimes aborts with
+    "terminate called without an active exception" (github.com/pytorch/pytorch/pull/179291)."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    exit_at_once()
+
+
+def exit_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path) -> None:
     """Runs the function on one rank; writes its result, or the exception, to a file."""
     if backend == "nccl":
@@ -48,7 +66,7 @@ def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path
         return  # the interpreter ends the rest, as in a user's program
     _wait_for_results(folder, size)
     dist.destroy_process_group()
-    os._exit(0)  # test_training.leave() says why
+    exit_at_once()
 
 
 def _write_result(folder: Path, rank: int, size: int, found: dict) -> None:
