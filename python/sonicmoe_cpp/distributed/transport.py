@@ -84,8 +84,9 @@ class Forward(NamedTuple):
 class Transport(ABC):
     """Computes the layer together with the other ranks of `group`.
 
-    The layer is deterministic and batch-invariant. So results must depend neither on the transport
-    nor on the order in which rows arrive.
+    The layer is deterministic and batch-invariant, so no result depends on the order in which rows
+    arrive. Two transports may order an expert's rows differently. Then their weight gradients,
+    which are sums over these rows, differ by rounding.
     """
 
     name: str  # one of TRANSPORTS
