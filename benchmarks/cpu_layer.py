@@ -266,9 +266,9 @@ def table(record):
         f"T,d,n,E,K = {tokens},{hidden},{width},{experts},{k}, swiglu, forward + backward, "
         f"median {record['clock']} time of {record['rows'][0]['rounds']} interleaved rounds, "
         f"{record['device']}, torch {record['torch']}, {record['date'][:10]}. "
-        "Peak memory is what one step adds.",
+        "Peak MiB: the increase of resident memory during one step.",
         "",
-        "| dtype | threads | way | ms | times ours | peak MiB |",
+        "| dtype | threads | implementation | ms | times ours | peak MiB |",
         "|---|---:|---|---:|---:|---:|",
     ]
     for row in record["rows"]:

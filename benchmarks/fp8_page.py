@@ -56,7 +56,7 @@ def repeated(record):
         "also quantises; the cause is not known."
     )
     return (
-        f'On {len(rows)} layers `"auto"` runs the same kernels as `"fp8"`. Their times in this run '
+        f'On {len(rows)} layers `"auto"` runs the same kernels as `"fp8"`. In this run their times '
         f"differ by up to {forward:.0%} forward and {both:.0%} forward + backward."
     ).replace("%", " %") + steps * bool(above)
 

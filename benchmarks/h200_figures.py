@@ -214,7 +214,8 @@ def hot_table(hot):
             f"{means[1]:.2f} backward.",
             f"{small}: single calls, L2 flushed before each. {grouped_source(hot)} "
             f"{hot['device']}, driver {hot['driver']}, torch {hot['torch']}, {hot['date'][:10]}, "
-            f"commit {hot['commit']}; \\*: commit {TOGETHER['commit']}, {TOGETHER['date'][:10]}.",
+            f"commit {hot['commit']}. Over sonic-moe on layers with \\*: commit "
+            f"{TOGETHER['commit']}, {TOGETHER['date'][:10]}.",
         ]
     )
 

@@ -141,8 +141,8 @@ def peers():
             grid(columns, speed),
             "MiB kept from forward to backward, without X:",
             grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
-            f"First forward and backward of the process, {first['config']}, nothing compiled "
-            f"before: {calls}. Not timed: {missing or 'none'}.{failed} {source(record)}",
+            f"Time of the first forward and backward in a process, {first['config']}, with nothing "
+            f"compiled before: {calls}. Not timed: {missing or 'none'}.{failed} {source(record)}",
             "![Beside other implementations](images/h200-peers.svg)",
         ]
     )
@@ -211,10 +211,10 @@ def kept_text(record):
     if not shares:
         return "No memory figures."
     above = summary.over_promise(record)
-    verdict = f"above the promise on {', '.join(above)}" if above else "within the promise on all"
+    verdict = f"exceeded on {', '.join(above)}" if above else "kept on all layers"
     return (
         f"Kept from forward to backward, without X: {min(shares):.3f} to {max(shares):.3f} times "
-        f"4TKn, {verdict} ([memory](#memory))."
+        f"4TKn bytes. Limit 4TKn + 20TK + 16T + 1024E: {verdict}."
     )
 
 
@@ -226,7 +226,8 @@ def portable():
     return "\n\n".join(
         [
             goals(record),
-            'TFLOP/s forward/backward; "over" is the speed of both passes together:',
+            'TFLOP/s forward/backward. Columns "over": the other\'s time of forward + backward '
+            "divided by the portable engine's.",
             layers_beside(record),
             "TFLOP/s of each product: ours, the best peer's, and in brackets ours divided by it:",
             products_beside(record),

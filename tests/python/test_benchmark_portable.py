@@ -127,7 +127,10 @@ def test_the_page_and_the_plot_come_from_the_record(bench, record, monkeypatch, 
         "| 2.10 |"
     ) in text
     assert "400 of 390 (0.79)" in text
-    assert "1.000 to 1.000 times 4TKn, within the promise on all" in text
+    assert (
+        "1.000 to 1.000 times 4TKn bytes. Limit 4TKn + 20TK + 16T + 1024E: kept on all layers."
+        in text
+    )
     assert "scattermoe on kimi-linear: OutOfMemoryError: too large." in text
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
