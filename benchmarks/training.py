@@ -53,8 +53,8 @@ POLICIES = {
 
 KINDS = ("ours", "titan")  # of experts
 
-# How this library's experts are shared among several GPUs: sharded by FSDP2, or divided.
-PARALLEL = ("fsdp", "ep")
+# How this library's experts are shared among several GPUs; training_bench/worker.py explains.
+PARALLEL = ("fsdp", "ep", "ep-gathered")
 
 
 def arguments() -> argparse.Namespace:
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="measured steps, after others")
     parser.add_argument("--text", default="", help="file of tokens (.npy); default: random")
     parser.add_argument("--policies", nargs="+", help="activation checkpointing; default: POLICIES")
-    parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=list(PARALLEL))
+    parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=["fsdp", "ep"])
     parser.add_argument("--experts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--eager", action="store_true", help="blocks without torch.compile")
     parser.add_argument("--curve", type=int, default=0, help="record losses of this many steps")

@@ -15,6 +15,8 @@ from plots import save_plots
 
 RECORDS = ROOT / "benchmarks/results/h100"
 NAMES = {"ours": "sonicmoe.cpp", "titan": "torchtitan"}
+# How experts are shared among GPUs, by training_bench/worker.py's PARALLEL.
+SHARED = {"fsdp": "sharded", "ep": "divided", "ep-gathered": "divided, others gathered"}
 KINDS = (
     "experts",
     "rows",
@@ -67,7 +69,7 @@ def over_gpus(row, run):
     """How the experts are shared among GPUs."""
     if row["gpus"] == 1:
         return "-"
-    shared = {"fsdp": "sharded", "ep": "divided"}[run.get("parallel", "fsdp")]
+    shared = SHARED[run.get("parallel", "fsdp")]
     return shared if run["compiled"] else f"{shared}, eager"
 
 
@@ -132,7 +134,7 @@ def sentence():
     """The sentence of the README, from the fastest row of more than one GPU."""
     fast = max((r for r in rows() if r["gpus"] > 1), key=lambda r: r["ours"]["tokens_per_s"])
     ours, titan = fast["ours"], fast["titan"]
-    by = {"fsdp": "FSDP2", "ep": "FSDP2 and divided experts"}[ours.get("parallel", "fsdp")]
+    by = "FSDP2" if ours.get("parallel", "fsdp") == "fsdp" else "FSDP2 and divided experts"
     return (
         f"With {by} on {fast['gpus']} {record('training')['device']}, the paper's {fast['model']} "
         f"trains on {ours['tokens_per_day_and_gpu'] / 1e9:.2f} billion tokens\n"

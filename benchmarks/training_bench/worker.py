@@ -31,6 +31,10 @@ from training_bench.over_ranks import (
 from training_bench.profile import where
 
 GIB = 1 << 30
+# "fsdp": FSDP2 shards all parameters. "ep": a rank has whole experts, FSDP2 shards the others.
+# "ep-gathered": as "ep", and the others stay gathered from a step's first forward to its last
+# backward.
+PARALLEL = ("fsdp", "ep", "ep-gathered")
 WARM_UP = 4  # steps before the measured ones; one is enough if settle() ran others
 BALANCE = 1e-3  # by which a step moves the experts' selection bias
 FASTER = 20  # the first step of settle() moves the bias by FASTER * BALANCE
@@ -41,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=SIZES, required=True)
     parser.add_argument("--experts", choices=("ours", "titan"), required=True)
     parser.add_argument("--policy", choices=POLICIES, required=True)
-    parser.add_argument("--parallel", choices=("fsdp", "ep"), default="fsdp")
+    parser.add_argument("--parallel", choices=PARALLEL, default="fsdp")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--settle", type=int, default=0)
@@ -85,7 +89,8 @@ def build(options, size, mesh) -> Model:
     config = job(size, options.experts == "ours", options.policy)
     with torch.device("meta"):
         model = Model(size, config, options.sequence)
-    if options.parallel == "ep":
+    divides = options.parallel != "fsdp"
+    if divides:
         divide_experts(model, options, mesh.size())
     if config.checkpointing is not None:
         policy = config.checkpointing.build()
@@ -98,10 +103,12 @@ def build(options, size, mesh) -> Model:
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce)
     )
-    experts = divided(model) if options.parallel == "ep" else set()
-    for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=mixed, ignored_params=experts)
-    if options.parallel == "ep":
+    sharding = {"mesh": mesh, "mp_policy": mixed}
+    sharding["ignored_params"] = divided(model) if divides else set()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=not keeps_gathered(options), **sharding)
+    fully_shard(model, **sharding)
+    if divides:
         sum_gradients(model)
     if options.device == "cpu":  # gloo has no scaled sum
         for module in model.modules():
@@ -109,9 +116,13 @@ def build(options, size, mesh) -> Model:
                 module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=options.device)
     initialise(model, size, mesh.get_local_rank())
-    if options.parallel == "ep":
+    if divides:
         add_in_place(model)
     return model
+
+
+def keeps_gathered(options) -> bool:
+    return options.parallel == "ep-gathered"
 
 
 def initialise(model: Model, size, rank: int) -> None:
@@ -160,7 +171,7 @@ class Training:
         self.rope = self.model.rope(options.device)
         self.text = Text(options, self.size.vocabulary, self.rank, self.ranks)
         fused = {"fused": True} if options.device == "cuda" else {}
-        self.divided = parameter_groups(self.model) if options.parallel == "ep" else None
+        self.divided = parameter_groups(self.model) if options.parallel != "fsdp" else None
         groups = [{"params": g} for g in self.divided or [list(self.model.parameters())]]
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
@@ -184,7 +195,9 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * min(1.0, (len(self.loads) + 1) / self.options.warm_up)
         total = 0
-        for _ in range(count):
+        for left in reversed(range(count)):
+            if keeps_gathered(self.options):  # but the optimizer changes the sharded parameters
+                self.model.set_reshard_after_backward(left == 0)
             tokens = self.text(self.batches).to(self.options.device, non_blocking=True)
             self.batches += 1
             loss = self.model(tokens, *self.rope) / count

@@ -44,6 +44,25 @@ def test_both_kinds_of_experts_train_alike(tmp_path, bench):
     assert row["ours"]["losses"] != row["titan"]["losses"]  # two kinds of experts were trained
 
 
+@pytest.mark.slow
+def test_parameters_that_stay_gathered_change_no_loss(tmp_path, bench):
+    """Two ranks with divided experts, several micro-batches a step. If FSDP2 did not gather the
+    other parameters again after the optimizer changed them, the losses would differ."""
+    out = tmp_path / "training.json"
+    options = {"device": "cpu", "gpus": 2, "models": "debug", "tokens": 128, "sequence": 64}
+    options |= {"steps": 3, "policies": "selective", "out": str(out), "micro-batches": 2}
+    options |= {"warm-up": 1}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    given += ["--eager", "--experts", "ours", "--parallel", "ep", "ep-gathered"]
+    program = [sys.executable, str(BENCHMARKS / "training.py"), *given]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    (row,) = json.loads(out.read_text())["rows"]
+    found = {run["parallel"]: run["losses"] for run in (row["ours"], *row["others"])}
+    assert len(found) == 2, ran.stdout
+    assert found["ep"] == found["ep-gathered"]
+    assert found["ep"][0] - found["ep"][-1] > 0.01  # the optimizer has changed parameters
+
+
 def test_loads_and_the_bias_against_them(bench):
     from training_bench import worker
 
