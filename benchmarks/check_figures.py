@@ -48,6 +48,8 @@ def example():
 
 def readme_parts():
     """Yields (markers, name, expected content) of each part."""
+    markers = ("<!-- over-sonic:begin -->", "<!-- over-sonic:end -->")
+    yield markers, "the sentence on speed", h200_figures.readme_sentence()
     yield h200_figures.MARKERS, "the H200 table", h200_figures.readme_table()
     markers = ("<!-- training:begin -->", "<!-- training:end -->")
     yield markers, "the sentence on training", training_figures.sentence()
