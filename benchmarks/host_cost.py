@@ -5,7 +5,7 @@
 
 Shapes are tiny (T=64). A few calls are enqueued, then the benchmark waits for the device, so that
 the launch queue is never full and no call waits for another. The limits are those of
-docs/pytorch.md. --profile prints the functions that take most time.
+docs/notes/2026-11-host-cost.md. --profile prints the functions that take most time.
 """
 
 import argparse
