@@ -4,13 +4,13 @@
  * - A struct begins with `size`. Set it to sizeof the struct, and the fields that you do not use to
  *   zero, which means the default. New versions only append fields; a larger struct is accepted if
  *   its unknown bytes are zero.
- * - Pass NULL for an optional tensor that you leave out. If `exec` is NULL, the call runs on the
- *   CPU with all cores. Every other NULL is refused.
+ * - Pass NULL for an optional tensor that you leave out, or for a buffer of 0 bytes. If `exec` is
+ *   NULL, the call runs on the CPU with all cores. Any other NULL is refused, unless a comment at
+ *   the argument allows it.
  * - A call returns SMOE_OK or is refused before any work: then no output has been written, and
  *   smoe_last_error() returns the reason as one sentence. Only SMOE_CUDA and SMOE_INTERNAL may
  *   occur after a part of the work: outputs are then undefined. No call throws or ends the process.
- * - Shapes, units and meanings are those of moe.h, routing.h and grouped_gemm.h. Letters: T tokens,
- *   d model width, n expert width, E experts, K experts per token, C row capacity.
+ * - Shapes, units, meanings and letters (T, d, n, E, K, C) are those of the C++ headers.
  * - Calls are thread-safe as long as they write to different memory.
  */
 #ifndef SONICMOE_C_API_H_
@@ -208,6 +208,7 @@ SMOE_API smoe_status smoe_quantize_weights(const smoe_problem* problem, const sm
 /* The precision that is expected to be faster for this problem. */
 SMOE_API smoe_status smoe_auto_precision(const smoe_problem* problem, const smoe_exec* exec,
                                          int32_t* precision);
+/* Forward and backward of the layer, as in moe.h. */
 SMOE_API smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_forward_args* args,
                                       const smoe_exec* exec);
 SMOE_API smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,

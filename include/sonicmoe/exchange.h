@@ -42,7 +42,7 @@ SONICMOE_API std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec&
 
 /// How rows travel. Results have the same bits for every value.
 enum class ExchangeTransport : std::int32_t {
-  kAuto = 0,  ///< kCopy for two ranks, else kPush
+  kAuto = 0,  ///< kCopy for one or two ranks, else kPush
   kPush = 1,  ///< a kernel on few multiprocessors sends each rank the rows that it needs
   kCopy = 2,  ///< the copy engines send all rows to all ranks, without using multiprocessors
 };
@@ -69,9 +69,9 @@ SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec&
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
 /// Throws if an earlier step failed: a rank did not send its data within the time limit, or a rank
-/// got more than `rows` rows. Every part of a step makes this check first. The check does not wait
-/// for the device, so it finds a fault only after the failing kernel has run. The exchange stays
-/// broken until exchange_reset.
+/// got more than `rows` rows. Every part of a step makes this check before any work. The check does
+/// not wait for the device, so it finds a fault only after the failing kernel has run. The exchange
+/// stays broken until exchange_reset.
 ///
 /// A failed step fills out, dx and dweights with NaN on every rank that learns of the fault in
 /// time. Gradients of weights, also accumulated ones, are not valid, but they are not NaN. A rank
@@ -107,9 +107,9 @@ SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Problem& probl
                                         const Exec& exec);
 
 /// As moe_sizes(). `problem` describes this rank's tokens and all E experts, in the form ids or
-/// pairs. `rows` is the capacity: the number of rows that this rank's experts may get. In addition
-/// to the layer's metadata, saved has 12 bytes a row and one byte for each of W * max_tokens
-/// tokens. The step uses scratch from kBegin to the end of kFinish.
+/// pairs, with Precision::kTensors. `rows` is the capacity: the number of rows that this rank's
+/// experts may get. In addition to the layer's metadata, saved has 12 bytes a row and one byte for
+/// each of W * max_tokens tokens. A step uses scratch until the end of kFinish.
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
 

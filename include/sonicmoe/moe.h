@@ -1,8 +1,8 @@
 // The MoE layer: O[t] = sum_k s_k * (W2_e act(W1_e x_t + b1_e) + b2_e), forward and backward.
 //
 // The method (SonicMoE, arXiv 2512.14080) keeps only X, H and routing metadata for backward. Every
-// element of an output is written, whatever the routing. Equal inputs give equal bits in every run.
-// docs/method.md says where values are rounded.
+// element of an output is written, whatever the routing; for weight gradients see GradMode. Equal
+// inputs give equal bits in every run. docs/method.md says where values are rounded.
 //
 // A training step:
 //   Sizes f = moe_sizes(problem, Pass::kForward), b = moe_sizes(problem, Pass::kBackward);
@@ -45,7 +45,7 @@ struct Problem {
   std::int64_t hidden = 0;    ///< d >= 1
   std::int64_t width = 0;     ///< n >= 1
   std::int64_t experts = 0;   ///< E >= 1
-  std::int64_t top_k = 0;     ///< K of the kIds form, 1 <= K <= E unless ids may repeat; else 0
+  std::int64_t top_k = 0;     ///< K >= 1 of the kIds form (K > E if ids repeat); else 0
   std::int64_t capacity = 0;  ///< C of the kPairs form; 0 (derived) for the others
   RoutingForm form = RoutingForm::kIds;
   DType dtype =
@@ -150,7 +150,7 @@ struct HViews {
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 
-/// How the weight gradients are stored.
+/// How the weight gradients are stored. fp64 weights have fp64 gradients in both modes.
 enum class GradMode : std::int32_t {
   kWrite = 0,       ///< dW in the weights' dtype (or fp32); experts without rows get zero
   kAccumulate = 1,  ///< dW is added once to fp32 buffers; experts without rows do not change
@@ -166,7 +166,7 @@ struct BackwardArgs {
   Buffer scratch{};
   Tensor dx{};        ///< (T, d), optional
   Tensor dweights{};  ///< shape and dtype of routing.weights, optional; empty slots get 0
-  Weights grads{};    ///< any subset; shapes of the weights, any strides
+  Weights grads{};    ///< any subset; shapes of the weights; strides on CUDA: docs/cpp.md
   GradMode grad_mode = GradMode::kWrite;
   Buffer fp8_weights{};  ///< as in forward
 };

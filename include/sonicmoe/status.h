@@ -14,7 +14,7 @@ enum class Status : std::int32_t {
   kInvalidArgument = 1,    ///< a shape, stride, dtype, name or pointer that no backend accepts
   kUnsupported = 2,        ///< a valid request that this build or device cannot serve
   kOutOfRange = 3,         ///< a count or a size that overflows its type
-  kWorkspaceTooSmall = 4,  ///< a caller's buffer smaller than moe_sizes() says
+  kWorkspaceTooSmall = 4,  ///< a buffer of the caller is missing or too small
   kCuda = 5,               ///< the CUDA runtime reported an error
   kInternal = 6,           ///< a defect of this library
 };
