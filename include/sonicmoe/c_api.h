@@ -7,9 +7,9 @@
  * - Pass NULL for an optional tensor that you leave out, or for a buffer of 0 bytes. If `exec` is
  *   NULL, the call runs on the CPU with all cores. Any other NULL is refused, unless a comment at
  *   the argument allows it.
- * - A call returns SMOE_OK or is refused before any work: then no output has been written, and
- *   smoe_last_error() returns the reason as one sentence. Only SMOE_CUDA and SMOE_INTERNAL may
- *   occur after a part of the work: outputs are then undefined. No call throws or ends the process.
+ * - If a call fails, smoe_last_error() returns the reason as one sentence. After SMOE_CUDA and
+ *   SMOE_INTERNAL outputs may be undefined. Any other error means that the call was refused before
+ *   any work and wrote nothing. No call throws or ends the process.
  * - Shapes, units, meanings and letters (T, d, n, E, K, C) are those of the C++ headers.
  * - Calls are thread-safe as long as they write to different memory.
  */
@@ -78,7 +78,7 @@ enum {
 /* 1: the activation acts on gate and up; 0: on one input; -1: the value is unknown. */
 SMOE_API int32_t smoe_activation_is_gated(int32_t activation);
 
-/* "0.1.0" of the library that is running. */
+/* The version of the linked library: "0.1.0". */
 SMOE_API const char* smoe_version(void);
 /* The sentence of this thread's last refused call; "" before the first. Never NULL. */
 SMOE_API const char* smoe_last_error(void);

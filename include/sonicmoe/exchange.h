@@ -14,8 +14,8 @@
 //   exchange_forward(*exchange, problem, rows, forward_args, ExchangePart::kAll, exec);
 //   exchange_backward(*exchange, problem, rows, backward_args, ExchangePart::kAll, exec);
 //
-// Functions throw Error (status.h). If an argument is refused, the step is unchanged, and the call
-// can be repeated. After Status::kCuda the exchange must be reset or closed.
+// If an argument is refused, the step is unchanged, and the call can be repeated. After
+// Status::kCuda the exchange must be reset or closed.
 #pragma once
 
 #include "sonicmoe/moe.h"
@@ -60,10 +60,10 @@ struct ExchangeOptions {
 };
 
 /// Opens the exchange of this rank and clears the flags in its own symmetric buffer. The host waits
-/// for the device. After exchange_open() the caller needs a barrier over all ranks: no rank may
-/// begin a step before all ranks have opened. Later calls allocate nothing. The buffers and the
-/// handle `exec.device` must outlive the exchange; the array of addresses is copied. All later
-/// calls need a handle of the same GPU and engine.
+/// for the device. The caller needs a barrier afterwards: no rank may begin a step before all ranks
+/// have opened. Later calls allocate nothing. The buffers and the handle `exec.device` must outlive
+/// the exchange; the array of addresses is copied. Later calls need a handle of the same GPU and
+/// engine.
 SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
 /// Waits for the exchange's work and frees the exchange; null is ignored.
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
@@ -83,7 +83,7 @@ SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 /// Makes a broken or aborted exchange usable again. The host waits for the device. All ranks must
 /// do this:
 /// 1. wait for their own device (waits for other ranks end within the time limit);
-/// 2. a barrier: a rank that still works would write flags that another rank has cleared;
+/// 2. a barrier: a rank that still works could write flags that another rank has cleared;
 /// 3. exchange_reset;
 /// 4. a barrier, so that no rank begins a step before all have reset.
 SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);

@@ -124,8 +124,8 @@ struct ForwardArgs {
 };
 
 /// Forward. With h and saved it keeps H and metadata for backward; without them it is inference.
-/// Both give the same bits. A bad argument throws Error before any work. Outputs and buffers must
-/// not share memory with another argument; tensors may interleave.
+/// Both give the same bits. A bad argument throws Error before any work. No output may share an
+/// element with another argument, and no buffer a byte.
 SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
                               const Exec& exec = {});
 

@@ -54,7 +54,7 @@ enum class RoundingMode : std::int32_t {
   kNearest = 0,     ///< the closer of lo and hi, a tie to the even multiple
   kUp = 1,          ///< hi
   kDown = 2,        ///< lo
-  kScore = 3,       ///< hi iff the scores that hi adds sum to less than those that lo drops
+  kScore = 3,       ///< hi if the scores that hi adds sum to less than the scores that lo drops
   kStochastic = 4,  ///< hi with probability (f - lo)/(hi - lo), Philox4x32-10(seed, expert)
   kBalanced = 5,    ///< lo or hi, whichever keeps the running sum of changes nearer to zero
 };
@@ -94,7 +94,7 @@ SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, con
 SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
                                          const Tensor& dweight, const Tensor& dlogits,
                                          Buffer scratch, const Exec& exec);
-/// The functions above, for backends that need no scratch.
+/// The functions above without scratch, for the CPU.
 SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
                                 const Exec& exec = {});
 SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
@@ -114,7 +114,7 @@ SONICMOE_API std::int64_t router_losses_scratch_bytes(std::int64_t tokens, std::
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, Buffer scratch,
                                 const Exec& exec);
-/// The function above, for backends that need no scratch.
+/// The function above without scratch, for the CPU.
 SONICMOE_API void router_losses(const RouteOptions& options, const Tensor& logits,
                                 const Tensor& ids, const RouterLosses& out, const Exec& exec = {});
 /// dvalues (2) -> dlogits (T, E), all written; counts are constants.

@@ -47,8 +47,8 @@ constexpr Tensor tensor3(void* data, DType t, std::int64_t n0, std::int64_t n1, 
   return {data, t, 3, {n0, n1, n2}, {n1 * n2, n2, 1}};
 }
 
-/// Memory of the caller, used during one call (scratch) or from forward to backward (h, saved). It
-/// must be aligned to 256 bytes; on the CPU to 64, as tensor libraries align host memory.
+/// Memory of the caller: scratch of one call, or data for later calls (h, saved, fp8_weights). It
+/// must be aligned to 256 bytes, on the CPU to 64.
 struct Buffer {
   void* data = nullptr;
   std::int64_t bytes = 0;
@@ -56,7 +56,7 @@ struct Buffer {
 
 /// The activation between the two projections. Gated kinds act on (gate, up), the others on one
 /// input. docs/method.md has the formulas and their derivatives. The values are part of the C ABI:
-/// a new kind gets the next one, whatever its traits.
+/// a new kind gets the next value.
 enum class ActivationKind : std::int32_t {
   kSwiGLU = 0,          ///< silu(gate) * up
   kSwiGLUOai = 1,       ///< g' sigmoid(alpha g') (u' + 1), g' = min(gate, limit), u' = clamp(up)
@@ -72,8 +72,8 @@ enum class ActivationKind : std::int32_t {
 };
 inline constexpr std::int32_t kActivationCount = 11;
 
-/// A kind and its parameters. 0 means the kind's default. If the kind does not have a parameter,
-/// any other value of it is refused.
+/// A kind and its parameters. 0 means the kind's default. A parameter that the kind does not have
+/// must be 0.
 struct Activation {
   ActivationKind kind = ActivationKind::kSwiGLU;
   double alpha = 0.0;
@@ -88,7 +88,7 @@ struct ActivationTraits {
   double limit;      ///< default of Activation::limit, 0 if the kind has none
 };
 
-/// The properties of each kind. The table is inside the function so that device code can call it.
+/// The properties of each kind. The table is inside the function so that device code can read it.
 constexpr ActivationTraits activation_traits(ActivationKind kind) {
   constexpr ActivationTraits kTable[kActivationCount] = {
       {"swiglu", true, 0.0, 0.0},           // 0

@@ -10,7 +10,7 @@
 
 namespace sonicmoe {
 
-/// "0.1.0" of the library that is running.
+/// For example "0.1.0".
 SONICMOE_API const char* version_string();
 
 }  // namespace sonicmoe
