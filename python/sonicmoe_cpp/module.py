@@ -38,7 +38,8 @@ class MoEAux(NamedTuple):
     loss: Tensor  # () lb_coef * load_balancing + z_coef * z: add it to the model's loss
     load_balancing: Tensor  # ()
     z: Tensor  # ()
-    tokens_per_expert: Tensor  # (E,) int64, the top-k choice before rounding
+    # (E,) int64: the top-k choice, before token rounding; in expert choice the pairs taken
+    tokens_per_expert: Tensor
     logits: Tensor  # (T, E)
 
 
@@ -104,8 +105,9 @@ class MoE(nn.Module):
     score="sigmoid". update_selection_bias() changes it to balance the experts without a loss.
     precision, keep_h: as in moe(), also for the shared experts. The quantised weights are kept
     until the parameters change, so that micro-batches share them. Call forget_fp8_weights() after
-    writing to `parameter.data` outside of an optimizer. In graphs of torch.compile or CUDA, and
-    under fully_shard without share_fp8_weights(), every call quantises the weights.
+    writing to `parameter.data` outside of an optimizer. In graphs of torch.compile, during and
+    after a CUDA graph capture, under DeepSpeed, and under fully_shard without share_fp8_weights(),
+    every call quantises the weights.
 
     Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n); with bias=True also
     b_up (E, G*n) and b_down (E, d); with S shared experts also shared_up (1, G*S*n, d) and
@@ -280,7 +282,9 @@ class MoE(nn.Module):
     def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
         """Freezes the experts and adds trainable low-rank factors (LoRA), the parameters lora.*.
 
-        scale = alpha / rank. Needs routing="topk".
+        scale = alpha / rank; dtype is that of the factors, by default of w_up. Raises
+        NotImplementedError unless routing="topk" and precision=None, ValueError if the module has
+        factors already.
         """
         if self.routing != "topk":
             raise NotImplementedError(
@@ -414,8 +418,9 @@ class MoE(nn.Module):
         if pairs is not None:
             out = self._moe_pairs(rows, self._without(padding, pairs), experts)
             return out * factor.to(out.dtype), ids
-        # The factor multiplies the routing weights, which are smaller than the output. A token
-        # whose logits are all NaN has no expert; it goes to expert 0, so that its output is NaN.
+        # The factor multiplies the routing weights, which are smaller than the output. All slots of
+        # a token with a NaN go to expert 0: if all its logits are NaN, route() gave it no expert,
+        # and its output would be 0 instead of NaN.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
         if self.lora is None:
