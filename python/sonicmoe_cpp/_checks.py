@@ -1,6 +1,7 @@
 """Checks of arguments. An error is one sentence: the argument, its value, and what is allowed.
 
-Wrong types, dtypes and devices raise TypeError or NotImplementedError, shapes and names ValueError.
+Wrong types and dtypes, and DTensors, raise TypeError. Wrong shapes, names and values, and a device
+other than x's, raise ValueError. A device that cannot be computed on raises NotImplementedError.
 The library itself checks the rest: ranges, options, overlapping weights.
 """
 
