@@ -269,9 +269,10 @@ def moe(
     and biases.
 
     x (T, d); topk_ids (T, K) int32 or int64, where an id < 0 or >= E is an empty slot;
-    topk_weights (T, K); w_up (E, G*n, d), or a tuple (gate, up) of (E, n, d); w_down (E, d, n);
-    b_up (E, G*n); b_down (E, d). Weights may have any strides whose elements do not overlap; they
-    are never copied.
+    topk_weights (T, K) of any float dtype, cast to fp32 (fp64 if x is fp64); w_up (E, G*n, d), or a
+    tuple (gate, up) of (E, n, d); w_down (E, d, n); b_up (E, G*n); b_down (E, d). Weights are never
+    copied. Their elements must not overlap. The CPU takes all other strides; for CUDA,
+    docs/pytorch.md gives the strides and sizes.
 
     grad_accum=(g_up, g_down): buffers of the weights' shapes, fp32 (fp64 if the weights are fp64).
     Backward adds the weights' gradients to them, except those of frozen weights, and gives the
@@ -282,6 +283,9 @@ def moe(
     fp8_weights: the result of quantize_weights() for w_up and w_down. Without it the call quantises
     them, and its backward quantises them again.
     keep_h: "bf16" keeps H for backward in bf16 instead of fp8.
+
+    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, names and values, and
+    NotImplementedError for a call that the device or the precision does not support.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     request = _request(precision, keep_h, fp8_weights)
