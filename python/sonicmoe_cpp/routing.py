@@ -90,7 +90,8 @@ def route(
     n_group: int | None = None,
     topk_group: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k best experts of every token: ids (T, k) int64 and weights (T, k) fp32, best first.
+    """The k best experts of every token, best first: ids (T, k) int64 and weights (T, k) fp32 (fp64
+    for fp64 logits).
 
     The weights are differentiable in logits (T, E). Of experts that rank equally, the lower id is
     chosen. If only -inf or NaN remain, a slot has id -1 and weight 0. `bias` (E,) fp32 changes only
@@ -184,7 +185,7 @@ def router_losses(
     """(load_balancing, z, tokens_per_expert) for the ids (T, K) that route(logits, K, ...) gave.
 
     load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], where p is the softmax over all
-    experts (the sigmoid for score="sigmoid"). It is 1 for a balanced router.
+    experts (the sigmoid for score="sigmoid"). With softmax it is 1 for a balanced router.
     z = mean_t logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in
     logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route().
 
