@@ -67,7 +67,8 @@ _constant_auto_rows._dynamo_marked_constant = True
 
 
 def auto_rows(w_down, activation: int):
-    """The smallest row capacity for which "auto" takes fp8. w_down is a tensor or its Facts."""
+    """The smallest row capacity for which "auto" takes fp8; infinite on the meta device. w_down is
+    a tensor or its Facts."""
     if w_down.device.type == "meta":
         return math.inf
     if not torch.compiler.is_compiling():
@@ -136,8 +137,9 @@ def quantize_weights(
     gate_layout: str = "concatenated",
 ) -> Fp8Weights:
     """Quantises the weights of a layer to e4m3, for the argument fp8_weights of moe(), moe_pairs()
-    and moe_grouped() with precision="fp8". Call it again after w_up or w_down have changed. w_up
-    and w_down are as in moe(); they must be bf16, and d and n multiples of 128."""
+    and moe_grouped() with precision="fp8" or "auto". Call it again after w_up or w_down have
+    changed. w_up and w_down are as in moe(). Raises NotImplementedError unless they are bf16, and d
+    and n multiples of 128; other errors as in moe()."""
     from .layer import _activation, _check_weights, _pair
 
     w_gate, w_up = _pair("w_up", w_up)
@@ -243,7 +245,8 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
       version counter, and the quantised copy would occupy memory after the gathered weights are
       freed (share_fp8_weights() allows it for FSDP2);
     - inside a graph of torch.compile or CUDA: replays would use the values from the capture;
-    - after a CUDA graph capture: a replay can change parameters without a change of version.
+    - after a CUDA graph capture: a replay can change parameters without a change of version;
+    - if a weight is not an nn.Parameter, or is a tensor made in inference mode.
     """
     if torch.compiler.is_compiling():
         return False
