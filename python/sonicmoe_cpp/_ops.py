@@ -27,8 +27,9 @@ def _arguments(name: str) -> list:
     return [] if _library.PROBLEM else list(getattr(ops, name).default._schema.arguments)
 
 
-# The arguments that every operator of the layer takes: tensors first, then options. Each operator's
-# last argument, fp8_weights, is left out here. It is None unless the call is in fp8.
+# The arguments that every operator of the layer takes: tensors first, then options. The last
+# argument of the moe_* operators, fp8_weights, is left out here. It is None unless the call is in
+# fp8.
 _LAYER = _arguments("moe_inference")[:-1]
 LAYER = [argument.name for argument in _LAYER]
 LAYER_TENSORS = [a.name for a in _LAYER if "Tensor" in str(a.type)]

@@ -3,8 +3,9 @@ forming this sum.
 
 The fused layer cannot use the factors of the up-projection, because they act before the activation:
 H is the sum of two products. So this file composes the layer from grouped GEMMs over the routed
-rows; docs/adapters.md has the formulas. Kept for backward are x, H as in the layer, and x A^T,
-which has `rank` columns. Gradients of the frozen weights are not computed.
+rows; docs/adapters.md has the formulas. Kept for backward are x, H as in the layer, and
+scale * x A^T of the up-projection, which has `rank` columns. Gradients of the frozen weights are
+not computed.
 """
 
 from __future__ import annotations
