@@ -31,12 +31,15 @@ class ExpertParallelMoE(MoE):
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
     timeout: seconds after which waiting ranks raise ExpertParallelError.
     transport: "all_to_all" is torch.distributed's all-to-all. With "peer" the GPUs of one host
-    write rows into each other's memory while products are computed. "auto" uses "peer" if it serves
-    the group, else "all_to_all".
-    max_tokens, for peer memory: the largest number of tokens that any rank has in any call. Without
-    it the ranks exchange their sizes in each forward.
-    capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows.
-    Without it the host reads the number of rows in each forward.
+    write rows into each other's memory while products are computed; if this is not possible, a call
+    raises RuntimeError or NotImplementedError. "auto" uses "peer" if it serves the group, else
+    "all_to_all".
+    max_tokens, for peer memory: the largest number of tokens that any rank has in any call; with
+    more, ValueError. Without it, and always in token rounding and expert choice, the ranks exchange
+    their sizes in each forward, and the host waits.
+    capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows;
+    with more, the step fails (ExpertParallelError). Without it the host reads the number of rows in
+    each forward.
     The other arguments are those of MoE.
 
     Parameters have the names and shapes of MoE. w_up, w_down, b_up and b_down are DTensors, sharded
@@ -115,8 +118,9 @@ class ExpertParallelMoE(MoE):
         return value.to_local() if isinstance(value, DTensor) else value
 
     def reset_parameters(self) -> None:
-        """As in MoE, but rank 0 draws one seed, from which every expert gets a seed of its own. So
-        the weights do not depend on the number of ranks."""
+        """As in MoE, but every expert has its own seed, computed from a seed of rank 0. So the
+        weights do not depend on the number of ranks. All ranks must call it; the host waits for
+        them. On the meta device it does nothing."""
         device = self._local("w_up").device
         if device.type == "meta":
             return

@@ -193,8 +193,8 @@ class PeerMemory(Transport):
 
 
 class Auto(PeerMemory):
-    """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, once for
-    each dtype, in the first call with CUDA tensors."""
+    """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, in the
+    first call with CUDA tensors of each dtype of DTYPES. Other tensors use all-to-all."""
 
     name = "auto"
 
@@ -219,16 +219,17 @@ def _of_group(group, timeout: float) -> tuple[Group, PeerMemory]:
 
 
 def check_exchange(group=None) -> None:
-    """Raises ExpertParallelError if a step over peer memory has failed. Every call of a layer does
-    this check first. The check does not wait for the device: call torch.cuda.synchronize() before
-    it to find faults of the last step."""
+    """Raises ExpertParallelError if a step over peer memory has failed. Every call of a layer over
+    peer memory does this check, too. The check does not wait for the device: call
+    torch.cuda.synchronize() before it to find faults of the last step."""
     _of_group(group, 1.0)[1].check()
 
 
 def reset_exchange(group=None, timeout: float = 600.0) -> None:
     """Makes a group usable again after a failed step over peer memory (a rank got more rows than
     its capacity, or came too late). All ranks must still run, and all must call it. The host waits
-    for the device and for the other ranks."""
+    for the device and, at most `timeout` seconds, for the other ranks; then it raises
+    ExpertParallelError."""
     found, _ = _of_group(group, timeout)
     for buffers in found.memory.values():
         if buffers.like is None:

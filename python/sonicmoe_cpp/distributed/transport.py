@@ -1,8 +1,8 @@
 """How the ranks of expert parallelism compute a layer together, and how rows travel between them.
 
-A token's row is sent once to each rank that holds at least one of the token's experts. This rank
-sends one row back, the sum over its experts. The token's rank adds these rows in the order of the
-ranks. Let D be the 0/1 matrix that maps tokens to rows sent. Then
+A token's row is sent once to each rank that holds at least one of the token's experts. Each of
+these ranks sends one row back, the sum over its experts. The token's rank adds these rows in the
+order of the ranks. Let D be the 0/1 matrix that maps tokens to rows sent. Then
 
     dispatch = D      x -> rows, and in backward dO -> rows
     combine  = D^T    rows -> O, and in backward dX of the rows -> dX
