@@ -127,7 +127,8 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
-    """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down) as views without a copy, of one dtype."""
+    """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down): the weights as views, the biases cast to
+    the dtype of w_up. The biases are None if the module has none."""
     up = up_name(module)
     w_up, w_down = local(getattr(module, up)), local(module.down_proj)
     b_up = b_down = None

@@ -26,8 +26,8 @@ OVERRIDES = "sonicmoe_cpp.integrations.torchtitan.overrides"
 
 
 def _training(name: str, lr: float, training: TrainingConfig, warmup: int) -> Trainer.Config:
-    """Sequences of 4096 tokens, AdamW, a warm-up followed by a cosine to a tenth of the learning
-    rate, and a checkpoint every 1000 steps that any number of ranks can resume."""
+    """AdamW, `warmup` steps of warm-up followed by a cosine to a tenth of the learning rate, and a
+    checkpoint every 1000 steps that any number of ranks can resume."""
     overrides = [f"{OVERRIDES}.{part}" for part in ("routed_experts", "router", "selective_ac")]
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(
@@ -48,6 +48,7 @@ def _training(name: str, lr: float, training: TrainingConfig, warmup: int) -> Tr
 
 
 def _paper(name: str, lr: float) -> Trainer.Config:
+    """100,000 steps of 256 sequences of 4096 tokens."""
     training = TrainingConfig(
         local_batch_size=4, global_batch_size=256, seq_len=4096, steps=100_000
     )

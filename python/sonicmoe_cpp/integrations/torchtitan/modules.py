@@ -212,9 +212,9 @@ def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
 
 def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
     """(ids, weights) of route(). A token with a NaN among its logits gets NaN weights, as in
-    torchtitan's router. A token with an empty slot gets the ids 0, 1, ... instead: torchtitan uses
-    ids as indices and counts the tokens of each expert, so with equal ids a token would have rows
-    in no group."""
+    torchtitan's router. A token with an empty slot gets the ids 0, 1, ... instead, because
+    torchtitan uses ids as indices. They differ, because torchtitan counts a token once for each
+    expert: with two equal ids a token would have a row that is not counted."""
     ids, weights = route(logits, router.top_k, **options)
     first = torch.arange(router.top_k, dtype=ids.dtype, device=ids.device)
     ids = torch.where((ids < 0).any(-1, keepdim=True), first, ids)
@@ -314,9 +314,9 @@ class SonicRoundedMoE(MoE):
 
 
 class SonicSelectiveAC(SelectiveAC):
-    """Selective checkpointing that also keeps the results of this library's forward (H and
-    metadata) for backward, as torchtitan's SelectiveAC keeps the results of its grouped products.
-    """
+    """Selective checkpointing that also keeps the results of this library's forward (output, H and
+    metadata), of route() and of token_round() for backward, as torchtitan's SelectiveAC keeps the
+    results of its grouped products."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
