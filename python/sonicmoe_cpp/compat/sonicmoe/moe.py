@@ -94,8 +94,10 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(..., H) -> ((..., H), aux_loss (), None in inference mode).
 
-        Nothing is kept for backward in inference mode or after eval(). The torch backend is plain
-        PyTorch to compare with, one expert after the other; it waits for the device.
+        In inference mode or after eval() the experts of the sonicmoe backend keep nothing for
+        backward, and the output has no gradient. The torch backend, plain PyTorch to compare with,
+        computes one expert after the other and waits for the device; it keeps tensors for backward
+        in every mode. Other backends raise NotImplementedError.
         """
         rows = hidden_states.reshape(-1, self.hidden_size)
         if kernel_backend_moe == KernelBackendMoE.sonicmoe:
