@@ -100,7 +100,7 @@ def _fake_forward(a):
 def _fake_gradient(a, name: str) -> Tensor:
     value = getattr(a, name)
     if value is None or not a.needs & NEEDS[name]:
-        # A gradient that is not wanted: nothing() in views.h.
+        # An empty CPU tensor in place of a gradient that is not wanted, as nothing() of views.h.
         return torch.empty((0,), dtype=a.x.dtype, device="cpu")
     if name == "x":
         return value.new_empty(value.shape)
@@ -131,8 +131,8 @@ def gradients(
     dout, layer: tuple, wanted: tuple, h, saved, main_gradients: tuple, by: str = "moe", place=()
 ) -> list:
     """The gradients of DIFFERENTIABLE, None for a gradient that is not wanted. Calls the operator
-    {by}_backward, or {by}_backward_accumulate if there are main gradients; `place` are their last
-    arguments."""
+    {by}_backward, or {by}_backward_accumulate if there are main gradients; `place` is a tuple of
+    the operator's last arguments."""
     needs = _needs(wanted)
     arguments = (dout, *layer, h, saved, needs)
     if main_gradients[1] is None:
@@ -146,8 +146,8 @@ def gradients(
 
 
 def _setup_layer(ctx, inputs, output):
-    # Not save_for_backward: another backward may add to main gradients before this one runs, and
-    # autograd refuses saved tensors that have changed.
+    # Main gradients are not saved by save_for_backward: autograd refuses saved tensors that have
+    # changed, and another backward may add to main gradients before this one runs.
     *ctx.main_gradients, fp8_weights = inputs[len(LAYER) :]
     ctx.options = inputs[len(LAYER_TENSORS) : len(LAYER)]
     _, h, saved = output
@@ -425,8 +425,8 @@ def _recorded(name: str):
 @functools.cache
 def _recorded_layer():
     """moe_forward with its derivative, as a function of DIFFERENTIABLE and of one tuple with the
-    rest: (index, second), options, main gradients, quantised weights. Gives `out` alone. Every
-    further argument and output of a Function takes time."""
+    rest: (index, second), options, main gradients, quantised weights. Returns `out` alone. The
+    tuple saves host time: each argument and output of a Function costs some."""
     kernel = _kernel("moe_forward")
 
     def forward(ctx, x, *others):
@@ -474,8 +474,8 @@ def _recorded_route():
     return function("route", forward, backward)
 
 
-# The functions below run in every call, where each generator and each further function would add to
-# the time on the host.
+# The functions below run in every call. They use no generators and few functions, because each
+# adds to the host time of a call.
 
 
 def may_autocast() -> bool:
@@ -484,7 +484,7 @@ def may_autocast() -> bool:
 
 
 def records(*arguments) -> bool:
-    """Whether autograd is to record a call with these arguments."""
+    """Whether autograd must record a call with these arguments."""
     if torch.is_grad_enabled():
         for a in arguments:
             if isinstance(a, Tensor) and a.requires_grad:
@@ -507,7 +507,7 @@ def call(name: str, *arguments):
 
 
 def route(logits: Tensor, bias: Tensor | None, *rule) -> tuple[Tensor, Tensor]:
-    """(weights, ids)."""
+    """Calls the operator route; returns (weights, ids)."""
     if bias is not None or torch.compiler.is_compiling() or not records(logits):
         return call("route", logits, bias, *rule)
     return _recorded_route()(logits, rule)

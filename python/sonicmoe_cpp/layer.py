@@ -54,7 +54,7 @@ def _activation(value) -> Activation:
 
 
 def _pair(name: str, value) -> tuple[Tensor | None, Tensor]:
-    """(gate, up) of a tuple, (None, tensor) of one tensor."""
+    """Returns (gate, up) if `value` is such a tuple, (None, value) if it is one tensor."""
     if not isinstance(value, (tuple, list)):
         return None, value
     if len(value) != 2:
@@ -138,8 +138,9 @@ _FORMS = {
 
 @_checks.remembered
 def _plan(form: str, activation, gate_layout, wish: tuple, facts: tuple) -> _Plan:
-    """Checks everything but main gradients, by the keys of all tensors; `wish` is (precision,
-    keep_h, the number of the engine's choice, on which "auto" depends)."""
+    """Checks all arguments except main gradients and quantised weights. `facts` are the
+    _checks.keys() of all tensors. `wish` is (precision, keep_h, _library.choices()): the choice of
+    "auto" depends on the engine."""
     x, *routing = (None if f is None else Facts(*f) for f in facts)
     routing, experts = routing[:3], routing[3:]
     name = _FORMS[form].names[0]
@@ -163,7 +164,7 @@ def _plan(form: str, activation, gate_layout, wish: tuple, facts: tuple) -> _Pla
 
 
 def _main_gradients(grad_accum, w_gate, w_up, w_down) -> tuple:
-    """(g_gate, g_up, g_down)."""
+    """Checks grad_accum and returns it as (g_gate, g_up, g_down)."""
     if not isinstance(grad_accum, (tuple, list)) or len(grad_accum) != 2:
         raise ValueError("grad_accum must be (g_up, g_down), in the form of (w_up, w_down)")
     g_gate, g_up = _pair("grad_accum[0]", grad_accum[0])

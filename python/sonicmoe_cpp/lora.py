@@ -150,7 +150,7 @@ def _activated(h: Tensor, form: _Form) -> Tensor:
 
 
 def _differentiated(h: Tensor, da: Tensor, scores: Tensor, form: _Form) -> tuple[Tensor, ...]:
-    """(A, dS (C,), dH) of H, of dA before it is scaled, and of the rows' scores (C, 1)."""
+    """Returns (A, dS (C,), dH). h is H, da is dA before it is multiplied by scores (C, 1)."""
     parts = []
     for block in _blocks(h.shape[0], h.shape[1]):
         a, gradient = _act(h[block], form), _wide(da[block])

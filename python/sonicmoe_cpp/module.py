@@ -380,8 +380,8 @@ class MoE(nn.Module):
             _checks.on_device("padding_mask", padding_mask, x)
 
     def _without(self, padding: Tensor | None, pairs: Pairs) -> Pairs:
-        """Makes the pairs of padding tokens empty. An expert with too few other tokens gets such
-        pairs."""
+        """Makes the pairs of padding tokens empty. Expert choice and token rounding choose padding
+        tokens for an expert if there are too few other tokens."""
         if padding is None:
             return pairs
         # The index -1 of a pair without a token selects the appended last element.
@@ -493,6 +493,6 @@ class MoE(nn.Module):
         factor = factor.prod()
         load_balancing, z = load_balancing * factor, z * factor
         loss = self.lb_coef * load_balancing + self.z_coef * z
-        if x.dim() != 2:  # not a view: FSDP2 hooks what a module returns, and views can lose hooks
+        if x.dim() != 2:  # not a view: FSDP2 hooks a module's output, and a view can lose the hook
             out = torch.ops.aten._unsafe_view(out, x.shape)
         return out, MoEAux(loss, load_balancing, z, counts, logits)
