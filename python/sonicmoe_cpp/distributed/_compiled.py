@@ -5,8 +5,8 @@ Operators take tensors and numbers only:
 - A group is passed by its name.
 - The number of the layer in the model is a tensor (int64 on the CPU), because torch would compile
   each value of an int anew.
-- What a forward keeps for backward has sizes that depend on the routing. So the operator returns a
-  ticket, a tensor of one number, and _kept_by() finds what was kept by it.
+- The tensors that a forward keeps for backward have sizes that depend on the routing. So the
+  operator returns a ticket instead, a tensor of one number, by which _kept_by() finds them.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def differentiated(
 
 
 def _returned(needs: int, main_gradients: bool) -> list[bool]:
-    """For each of _ops.DIFFERENTIABLE: whether its gradient is returned, not added to a main
-    gradient and not left out."""
+    """For each of _ops.DIFFERENTIABLE: true if its gradient is returned, false if it is added to a
+    main gradient or not needed."""
     added = _ops.ACCUMULATED if main_gradients else ()
     return [bool(needs & bit) and name not in added for name, bit in _ops.NEEDS.items()]
 

@@ -24,7 +24,8 @@ SLICE = 0.25
 # A rank that has waited for PATIENCE seconds writes to the store that it waits. From then on it
 # asks about the other ranks every PATIENCE seconds.
 PATIENCE = 1.0
-# The purposes of read(), and the largest number of values that a rank sends to another in it.
+# The purposes of read(). WIDTH is the largest number of values that a rank sends to another rank in
+# one read().
 FORWARD, BACKWARD, ROUTING, GRADIENTS, CHOICE, RESET = range(6)
 READS = (
     "forward",
