@@ -110,8 +110,9 @@ def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[s
     """Freezes every experts module of `model` and adds trainable low-rank factors to it.
 
     The factors are parameters of the experts: lora.up_a, lora.up_b, lora.down_a, lora.down_b, with
-    scale = alpha / rank. Other parameters are not frozen or unfrozen. Returns the modules' names.
-    The model must run with this experts_implementation.
+    scale = alpha / rank; dtype is that of the factors, by default of the weights. Other parameters
+    are not frozen or unfrozen. Returns the modules' names. The model must run with
+    experts_implementation="sonicmoe_cpp".
     """
     modules = _found(model)
     for config in _marked(modules):
@@ -211,7 +212,8 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
 
 def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
     """As add_lora, with factors from `directory`, which save_lora, PEFT or save_pretrained wrote.
-    Returns the modules' names.
+    dtype: of the factors, by default as in the file. Returns the modules' names. Raises
+    FileNotFoundError if the directory has no factors, ValueError if they are not of this model.
     """
     folder = Path(directory) / FOLDER
     if not (folder / _peft_files.CONFIG).is_file():  # a PeftModel's directory has both

@@ -58,7 +58,8 @@ def register(name: str = NAME) -> str:
     """Makes `experts_implementation=name` known to transformers; returns the name.
 
     A second call changes nothing. The name "sonicmoe" replaces transformers' own implementation. If
-    a model gets this name but its experts cannot be replaced, there is a warning.
+    a model gets this name but its experts cannot be replaced, there is a warning. Raises
+    ImportError without transformers 5.7 or later.
     """
     try:
         version = metadata.version("transformers")

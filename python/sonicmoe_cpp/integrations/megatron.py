@@ -169,7 +169,7 @@ class SonicMoECppExperts(GroupedMLP):
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
         """The arguments are rows grouped by local expert, the number of rows of each expert (on
-        either device), and the probability of each row."""
+        the CPU or on the rows' device), and the probability of each row."""
         rows, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
             rows, probs = (probs.unsqueeze(-1) * rows).to(rows.dtype), None
@@ -206,7 +206,8 @@ def _replaced(spec: Any, found: list) -> Any:
 
 
 def with_experts(spec: Any) -> Any:
-    """A copy of a Megatron-Core spec of a layer or a block, with experts of this library."""
+    """A copy of a Megatron-Core spec of a layer or a block, with experts of this library. Raises
+    ValueError if the spec has no MoE layer."""
     found: list = []
     copy = _replaced(spec, found)
     if not found:

@@ -111,7 +111,7 @@ def replace() -> None:
 
     These classes are AutoModel's backends experts="torch", "torch_mm" and "gmm" with every
     dispatcher except "mok". TransformerEngine's experts ("te"), and experts that AutoModel's PEFT
-    adapts, do not change.
+    adapts, do not change. Raises ImportError if another release is installed.
     """
     with needs("nemo_automodel", "nemo-automodel", "0.7"):
         module = importlib.import_module(MODULE)

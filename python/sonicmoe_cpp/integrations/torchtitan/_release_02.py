@@ -74,7 +74,7 @@ def replace(module: ModuleType | None = None) -> None:
     """Makes `module`, in which torchtitan defines its GroupedExperts, call run_experts.
 
     The default is torchtitan.models.moe.moe. If the module pads every group to a multiple of 8
-    rows, that padding is left out.
+    rows, that padding is left out. Raises ImportError if the module has no such function.
     """
     module = _found(module)
     setattr(module, SEAM, run_experts)

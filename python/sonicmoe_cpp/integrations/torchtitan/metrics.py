@@ -49,8 +49,9 @@ def register_hooks(optimizers, model_parts, parallel_dims) -> None:
 
 
 class SonicMetrics(MetricsProcessor):
-    """Adds experts/max_load and experts/min_load (of the worst layer) and experts/max_load/LAYER:
-    the tokens of the fullest or emptiest expert divided by the mean, since the last report."""
+    """Adds experts/max_load/LAYER: the largest number of tokens of an expert since the last report,
+    divided by the mean of the layer. experts/max_load is the maximum over layers, experts/min_load
+    the minimum over layers of the smallest number divided by the mean."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
