@@ -95,7 +95,7 @@ def route(
 
     The weights are differentiable in logits (T, E). Of experts that rank equally, the lower id is
     chosen. If only -inf or NaN remain, a slot has id -1 and weight 0. `bias` (E,) fp32 changes only
-    the selection; it needs score="sigmoid".
+    the selection; it needs score="sigmoid". Errors are as in moe(); CUDA takes E <= 1024, k <= 32.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     weights, ids = _ops.route(*options)
@@ -116,8 +116,8 @@ def token_round(
     n_group: int | None = None,
     topk_group: int | None = None,
 ) -> Pairs:
-    """Top-k, then the number of every expert's tokens rounded to a multiple of `tile`; for
-    training.
+    """Top-k, then the number of every expert's tokens rounded to a multiple of `tile`, or to T if
+    rounding up would exceed T; for training.
 
     The pairs' weights are differentiable in logits. Only mode="stochastic" uses `seed`: an int from
     0 to 2^64 - 1, or an int64 tensor of one element in host memory. With a tensor, a new seed does
@@ -132,7 +132,8 @@ def token_round(
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
-    """Every expert takes its `capacity` best tokens, by softmax over the experts.
+    """Every expert takes its `capacity` best tokens (all if T is smaller), by softmax over the
+    experts. C = E * min(capacity, T).
 
     A pair's weight is this probability; it is differentiable in logits (T, E).
     """
