@@ -22,7 +22,7 @@ PROBLEMS = {
     NO_MEMORY: "has not enough device memory for its buffer",
     NOT_MAPPED: "cannot map the others' buffers",
 }
-_LONGEST_MS = 1 << 32  # exchange.h
+_LONGEST_MS = 1 << 32  # milliseconds; src/core/checks_exchange.cc refuses more
 # The objects that keep the buffers of every exchange mapped. An exchange is never closed: other
 # ranks and CUDA graphs may still write its memory when its group is gone.
 _mapped: list = []

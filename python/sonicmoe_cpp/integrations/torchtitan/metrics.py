@@ -50,8 +50,9 @@ def register_hooks(optimizers, model_parts, parallel_dims) -> None:
 
 class SonicMetrics(MetricsProcessor):
     """Adds experts/max_load/LAYER: the largest number of tokens of an expert since the last report,
-    divided by the mean of the layer. experts/max_load is the maximum over layers, experts/min_load
-    the minimum over layers of the smallest number divided by the mean."""
+    divided by the mean of the layer; LAYER counts layers with MoE from 0. experts/max_load is the
+    maximum over layers, experts/min_load the minimum over layers of the smallest number divided by
+    the mean."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
