@@ -347,6 +347,7 @@ def moe_grouped(
     """
     _checks.tensor("rows", rows)
     _checks.tensor("w_down", w_down)
+    _checks.shape("w_down", w_down, "(E, d, n)", (None, None, None))
     number = w_down.shape[0]
     if isinstance(expert_offsets, (tuple, list)):
         if len(expert_offsets) != 2:

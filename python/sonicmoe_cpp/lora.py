@@ -329,6 +329,8 @@ def lora_moe(
     for name, factors in (("up", up), ("down", down)):
         if not (factors is None or isinstance(factors, LowRank)):
             raise TypeError(f"{name} is {type(factors).__name__}, must be a LowRank or None")
+        for part in ("a", "b") if factors is not None else ():
+            _checks.tensor(f"{name}.{part}", getattr(factors, part))
     none = LowRank(None, None)
     (up_a, up_b, up_scale), (down_a, down_b, down_scale) = up or none, down or none
     _checks.tensor("topk_ids", topk_ids)

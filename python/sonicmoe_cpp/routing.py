@@ -195,6 +195,8 @@ def router_losses(
 
     padding (T,) bool: tokens that are not counted; their ids must be -1.
     """
+    _checks.tensor("logits", logits)
+    _checks.shape("logits", logits, "(T, E)", (None, None))
     _checks.tensor("ids", ids)
     _checks.dtype("ids", ids, (torch.int64,))
     _checks.shape("ids", ids, "(T, K)", (logits.shape[0], None))

@@ -30,8 +30,8 @@ def pairs(*chosen):
     return lambda: sonicmoe_cpp.moe_pairs(values["x"], chosen, *experts)
 
 
-def grouped(offsets, **options):
-    values = arguments()
+def grouped(offsets, w_down=None, **options):
+    values = arguments() if w_down is None else arguments(w_down=w_down)
     experts = values["w_up"], values["w_down"]
     return lambda: sonicmoe_cpp.moe_grouped(values["x"], offsets, *experts, **options)
 
@@ -62,6 +62,21 @@ CASES = [
         "x has dtype int32, must be bfloat16, float16, float32, float64",
     ),
     (moe(x=torch.randn(D)), ValueError, "x has shape (8,), must be (T, d) = (any, any)"),
+    (
+        grouped(ints(E + 1), w_down=torch.ones(())),
+        ValueError,
+        "w_down has shape (), must be (E, d, n) = (any, any, any)",
+    ),
+    (
+        lambda: sonicmoe_cpp.router_losses([1.0], ints(T, K)),
+        TypeError,
+        "logits is list, must be a torch.Tensor",
+    ),
+    (
+        lambda: sonicmoe_cpp.router_losses(torch.ones(()), ints(T, K)),
+        ValueError,
+        "logits has shape (), must be (T, E) = (any, any)",
+    ),
     (
         moe(topk_ids=torch.zeros(T, K)),
         TypeError,

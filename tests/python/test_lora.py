@@ -313,6 +313,8 @@ def test_refusals():
         lora_moe(*inputs, tuple(layer.w_up.chunk(2, 1)), layer.w_down)
     with pytest.raises(TypeError, match="up is tuple, must be a LowRank or None"):
         lora_moe(*inputs, layer.w_up, layer.w_down, up=(layer.up_a, layer.up_b))
+    with pytest.raises(TypeError, match=r"down\.b is NoneType, must be a torch\.Tensor"):
+        lora_moe(*inputs, layer.w_up, layer.w_down, down=LowRank(layer.down_a, None))
     with pytest.raises(TypeError, match="w_down has dtype"):
         lora_moe(*inputs, layer.w_up, layer.w_down.float())
     weights = {"w_up": layer.w_up, "w_down": layer.w_down, "b_up": None, "b_down": None}
