@@ -10,7 +10,7 @@ namespace sonicmoe::cuda {
 
 enum class Role : int {
   kUp = 0,                ///< gathered rows x W1, activation
-  kDown = 1,              ///< rows x W2
+  kDown = 1,              ///< rows in expert order x W2 (Y), W1 (dX~), any (grouped GEMM)
   kDownScaled = 2,        ///< kDown, rows scaled by their weight
   kHiddenGrad = 3,        ///< gathered rows x W2, derivative of the activation
   kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert; `b` is the output's order

@@ -18,7 +18,7 @@ struct GatherRowsParams {
   const void* source;         ///< (T, width) 16-bit elements
   const std::int32_t* index;  ///< row of `source` for row p in expert order; null: p
   std::int32_t row_bytes;     ///< stride of `source`, below 2 GiB
-  std::int32_t width;         ///< K, a multiple of 8
+  std::int32_t width;         ///< K (GatherDepth: M), a multiple of 8
 };
 
 struct TmaRowsParams {

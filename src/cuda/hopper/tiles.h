@@ -21,8 +21,8 @@ enum class Order : int { kStatic = 0, kDynamic = 1 };
 inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative};
 
 // For a very short K, where even the part of a deferred epilogue that runs between two tiles takes
-// a visible share of the time. In ping-pong the whole epilogue of a tile runs under the products of
-// another tile.
+// a visible share of the time: in ping-pong the whole epilogue of a tile runs under the products of
+// another tile. Also for widths that 192 divides well and 256 does not (row_tiling()).
 inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPong};
 
 // For dH, whose epilogue takes longest. A ping-pong tile of 128x128 hides the epilogue, but its

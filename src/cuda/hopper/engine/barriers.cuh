@@ -4,7 +4,8 @@
 //
 //   name             arrivals a phase               who waits          what it orders
 //   full[stage]      1 with the TMA's bytes, and    consumers          loads of a stage before
-//                    128 where threads copy                            the wgmma that read it
+//                    1 a thread that copies                            the wgmma that read it
+//                    by cp.async (kCopyArrivals)
 //   empty[stage]     1 a warp that consumes it,     the producer       reads of a stage before
 //                    in both CTAs of a cluster                         its next loads
 //   queue_full[i]    1 with the 4 bytes of          queue readers      a tile index before its

@@ -15,7 +15,7 @@ concept RowProducer = requires(const typename P::Params& p) {
   { P::kCopyArrivals } -> std::convertible_to<int>;  // threads that arrive at `full` after copying
   { P::kQueueReaders } -> std::convertible_to<int>;  // threads or warps that read tile indices
   { P::kNeedsProxyFence } -> std::convertible_to<bool>;  // it writes A through the generic proxy
-  { P::kMayStartEarly } -> std::convertible_to<bool>;    // its kernels take any Begins
+  { P::kMayStartEarly } -> std::convertible_to<bool>;    // its kernels take kIndependent (Begins)
   { P::kScheduler } -> std::convertible_to<SchedulerThread>;
   { P::registers(kAnyShape) } -> std::same_as<Registers>;
   P::prefetch(p);
@@ -27,7 +27,7 @@ concept RowProducer = requires(const typename P::Params& p) {
 //   | ImmediateEpilogue | after t's products: run(). Stores that it | ping-pong; H and A without  |
 //   |                   | defers run under t + 1's products         | a gate; weight gradients    |
 //   | DeferredEpilogue  | take() rounds t after its products;       | H and A with a gate; Y, dX~ |
-//   |                   | pieces run under t + 1's products         |                             |
+//   |                   | pieces run under t + 1's products         | and the grouped GEMM        |
 //   | RingEpilogue      | after t's products: run(), whose input    | dH                          |
 //   |                   | comes through the operand pipeline        |                             |
 
@@ -54,8 +54,9 @@ concept UnrolledEpilogue = requires { requires E::kUnrolls; };
 
 /// take() moves a tile's results from the accumulator into the state. piece<0>() ..
 /// piece<kPieces - 1>() do the rest under the next tile's products: one piece every
-/// k_tiles_per_piece() k tiles or, unrolled, one under each of the first k tiles. Pieces for which
-/// the next tile is too short, and pieces of the last tile, run without products.
+/// k_tiles_per_piece() k tiles or, unrolled, one under each of the first k tiles. Pieces run
+/// without products after the last tile, and if the next tile has too few k tiles. Unrolled pieces
+/// also do if the next tile has k tiles that are not full.
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() &&

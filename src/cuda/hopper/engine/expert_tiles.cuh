@@ -2,13 +2,14 @@
 // the weight gradients.
 //
 // In a cluster's tile the two CTAs compute different rows over the same columns and share B. If M
-// ends with rows for one CTA only, both CTAs compute these rows in the last tiles of an expert:
-// each CTA another column tile, with its own B. If the number of column tiles is odd, the second
-// CTA computes nothing in the last of these tiles.
+// ends with rows for one CTA only, both CTAs compute these rows, in tiles of their own: each CTA
+// another column tile, with its own B. If the number of column tiles is odd, the second CTA
+// computes nothing in the last of these tiles.
 //
 // Tiles are numbered by expert, then by raster group. With columns_fastest a group is one row of
-// tiles. Else it is two columns of tiles: the row tiles of the first column, the row tiles of the
-// second, then the tile whose rows both CTAs compute.
+// tiles; the tiles whose rows both CTAs compute are the last group. Else a group is two columns of
+// tiles: the row tiles of the first column, the row tiles of the second, then the tile whose rows
+// both CTAs compute.
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"

@@ -1,5 +1,5 @@
-// The one grouped GEMM kernel: a producer warpgroup and two consumer warpgroups around a pipeline
-// of shared memory stages. Producer, tile scheduler and epilogue are template arguments.
+// The 16-bit grouped GEMM kernel: a producer and two consumer warpgroups around a pipeline of
+// stages in shared memory. Producer, tile scheduler and epilogue are template arguments.
 //
 // Time in one CTA (to the right), for two cooperative tiles t and u with a deferred epilogue. The
 // numbers are the 8 k tiles of each:

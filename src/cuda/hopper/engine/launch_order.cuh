@@ -17,7 +17,8 @@ namespace sonicmoe::cuda {
 ///   | kAfterPrevious                             | at its beginning                              |
 ///   | kAfterPrevious with early_release_tiles    | release_early(): after its last early tile    |
 ///   | kIndependent                               | after its first tile: the wait is short then  |
-///   | kEarly                                     | before its first tile that is not early       |
+///   | kEarly                                     | before its first tile that is not early; at   |
+///   |                                            | its beginning if the count is incomplete      |
 __device__ __forceinline__ void launch_dependents_after_wait() {
   ptx::wait_for_previous_kernel();
   ptx::launch_next_kernel();

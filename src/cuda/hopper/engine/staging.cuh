@@ -22,7 +22,8 @@ struct Rows {
 ///   |        | rows in expert order (RaggedMap)     | one matrix an expert |
 ///   | column | first column                         | first column         |
 ///   | row    | first row - base, which is negative  | first row            |
-///   | base   | one past the expert's last row       | expert               |
+///   | base   | one past the expert's last row, or   | expert               |
+///   |        | past the last row of half a tile     |                      |
 struct TileOrigin {
   int column;
   int row;

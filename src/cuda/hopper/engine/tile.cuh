@@ -17,12 +17,13 @@ struct CtaTile {
   int expert;
   int row;         ///< the CTA's first row in expert order; the expert's first row where rows are K
   int valid_rows;  ///< output rows from the CTA's first row to the end of the expert (of M where
-                   ///< rows are K); may exceed the tile. Not positive: the CTA has no rows, and its
+                   ///< rows are K); may exceed the tile. If the tile is half of a split one, at
+                   ///< most the rows of this half. Not positive: the CTA has no rows, and its
                    ///< consumers only release the stages
   int column;      ///< first output column
   int output_row;  ///< where rows are K: first output row of the CTA
   int depth;       ///< where rows are K: rows of the expert
-  bool own_b;      ///< the CTA loads all of its B itself: its neighbour has other columns
+  bool own_b;      ///< the CTA loads all of its B itself: the cluster's other CTA has other columns
 };
 
 struct Quotient {

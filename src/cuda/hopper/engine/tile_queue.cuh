@@ -19,9 +19,9 @@
 
 namespace sonicmoe::cuda {
 
-/// The number of tiles by which the scheduler runs ahead of the readers. It bounds how far clusters
-/// drift apart. kQueueEntries must cover this distance plus the two tiles by which a ping-pong
-/// warpgroup may lag the producer.
+/// The number of tiles by which the scheduler runs ahead of the slowest reader. It bounds how far
+/// clusters drift apart. kQueueEntries must be at least this number: before run_scheduler() sends
+/// entry i, it waits until all readers have read entry i - kPrefetchDistance, but for no later one.
 inline constexpr int kPrefetchDistance = 2;
 
 /// The thread that runs the dynamic scheduler.

@@ -1,4 +1,4 @@
-// Epilogue of Y = r(acc + b2) and dX~ = r(acc): adds a bias or multiplies each row by a scale (both
+// Epilogue of Y = r(acc + b2) and dX~ = r(acc): adds a bias, multiplies each row by a scale (both
 // optional), rounds to bf16 and stores by TMA.
 #pragma once
 
