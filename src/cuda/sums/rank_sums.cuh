@@ -111,10 +111,10 @@ struct OtherSums {
 /// writes for a token: its own sum, or the sum over all ranks. So the kernels of a layer on one GPU
 /// need no registers for other ranks. `at` is an offset in bytes in (T, d).
 ///
-/// A kernel calls ranks_of() once for each token, before it loads the token's rows: load() needs
-/// the result, and would else wait for memory twice while nothing else is in flight. If fault() is
-/// true, the kernel writes NaN to the token. It calls fault() once for each token, because each
-/// call waits for L2.
+/// A kernel calls ranks_of() once for each token (or part of a token that a warp sums), before it
+/// loads the rows: load() needs the result, and would else wait for memory twice while nothing else
+/// is in flight. If fault() is true, the kernel writes NaN. It calls fault() as rarely as
+/// ranks_of(), because each call waits for L2.
 struct OwnSum {
   struct Ranks {};
   template <class Chunk>

@@ -1,6 +1,7 @@
-// Sums that run alone. Large sums use rings in shared memory (sum_ring.cuh). If there are few
-// tokens, or before sm_90, which has no bulk copies, a block sums a token by plain loads of eight
-// rows at once; this saves the time to fill a ring. Both kernels add in the same order.
+// Sums that run alone. Large sums use rings in shared memory (sum_ring.cuh). Small sums, and all
+// sums on GPUs before sm_90, which have no bulk copies, use plain loads of eight rows at once; this
+// saves the time to fill a ring. A block then sums one token, or several if rows are short. Both
+// kernels add in the same order.
 #include <algorithm>
 
 #include "cuda/device/device.h"

@@ -26,7 +26,7 @@ struct RankSums {
   std::int32_t own;            ///< the rank whose sum this launch computes
 };
 
-/// The output of a sum. With `ranks`, the partial sums of other ranks are added first.
+/// The output of a sum. With `ranks`, the sum over all ranks; without, this launch's own sum.
 struct SumOutput {
   SumOutput(const Tensor& t, const RankSums* r = nullptr) : rows(t), ranks(r) {}
   const Tensor& rows;
