@@ -25,8 +25,8 @@ struct WaitLimits {
 };
 /// Makes `stream` wait until every rank has announced this rank's current epoch of `phase`. After
 /// the time limit, or if another rank has a fault, the kernel records the fault, alarms all ranks
-/// and ends. The kernel reads the epoch before the previous kernel in `stream` is complete, so an
-/// earlier kernel must have begun the epoch.
+/// and ends. The kernel may read the epoch before the previous kernel in `stream` is complete, so a
+/// kernel before that one must have begun the epoch.
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
               cudaStream_t stream);
 

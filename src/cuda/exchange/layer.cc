@@ -292,7 +292,7 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     return;
   }
   add_row_grads(run, b, args.dout);
-  // Without input_grad_first each launch waits until the previous launch is complete.
+  // Without input_grad_first, dS waits until the launches before it on its stream are complete.
   b.call.order.input_grad_first = false;
   send_sums(run, b);
   run.wait(kPhaseAgain, run.stream);

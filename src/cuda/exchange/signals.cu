@@ -75,9 +75,9 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
 }
 
 /// Waits for the flags first, then for the previous kernel. It may read the epoch before the
-/// previous kernel is complete, because an earlier kernel has begun the epoch. It lets the next
-/// kernel launch only after all flags have arrived. Otherwise the next kernel's blocks could fill
-/// the GPU while they wait, and a rank on the same GPU that must set a flag could not run.
+/// previous kernel is complete, because a kernel before that one has begun the epoch. It lets the
+/// next kernel launch only after all flags have arrived. Otherwise the next kernel's blocks could
+/// fill the GPU while they wait, and a rank on the same GPU that must set a flag could not run.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
   wait_for_ranks(peers, phase, limits);
