@@ -9,16 +9,16 @@ namespace sonicmoe::cuda {
 /// `by` at least 1 and below 2^31.
 Divisor divisor(std::int64_t by);
 
-/// Tiles of a row product: blocks of rows by columns of `column_step`, `depth` deep.
+/// Tiles of a row product: the rows of a tile record by `column_step` columns, with K = `depth`.
 RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
                          std::int64_t depth, unsigned* counter);
 
-/// Tiles of a depth product: one matrix (rows, columns) an expert; the depth is the expert's rows.
+/// Tiles of a depth product: one matrix (rows, columns) an expert; K is the expert's rows.
 ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
                                const TileShape& shape);
 
-/// An upper bound of the number of CTA tiles, and so of the clusters' tiles: the host knows C, not
-/// R.
+/// An upper bound of the number of CTA tiles, and so of the clusters' tiles. The host can give only
+/// a bound: it knows C, not R.
 std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles);
 
 }  // namespace sonicmoe::cuda

@@ -15,9 +15,9 @@ namespace sonicmoe::cuda {
 /// costs nothing. Every kernel takes both.
 enum class Order : int { kStatic = 0, kDynamic = 1 };
 
-// Two CTAs of 128 rows share 256 columns of B by multicast: the least energy per flop of the tiles
-// that fit. Without multicast the tile would load more from L2 than L2 delivers. 4 stages and 2
-// store boxes a warpgroup fill the shared memory.
+// Two CTAs of 128 rows share 256 columns of B by multicast. Of the tiles that fit, this one takes
+// the least energy per flop. Without multicast its loads would need more bandwidth than L2 has. 4
+// stages and 2 store boxes a warpgroup fill the shared memory.
 inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative};
 
 // For a very short K, where even the part of a deferred epilogue that runs between two tiles takes

@@ -23,14 +23,14 @@
 
 namespace sonicmoe::cuda {
 
-/// Ids of bar.sync. Id 0 is __syncthreads().
+/// Ids of bar.sync. Id 0 is __syncthreads(). Warpgroups here are the two consumer warpgroups.
 enum class NamedBarrier : int {
-  kStaging0 = 1,      ///< warpgroup 0: its writes to boxes, bias and scales before their readers
-  kStaging1 = 2,      ///< the same of warpgroup 1
+  kStaging0 = 1,      ///< warpgroup 0: its writes to boxes, bias and scales before their reads
+  kStaging1 = 2,      ///< the same for warpgroup 1
   kProducts0 = 3,     ///< ping-pong: warpgroup 1 has issued its tile's products, 0 may begin
   kProducts1 = 4,     ///< ping-pong: warpgroup 0 has issued its tile's products, 1 may begin
   kTail = 5,          ///< both: the rows of B past the expert are zero before wgmma reads them
-  kOffset = 5,        ///< FP8, without kTail: unit 0 of warpgroup 0 is multiplied, 1 may begin
+  kOffset = 5,        ///< FP8 (no kTail): warpgroup 0 has multiplied its unit 0, 1 may begin
   kEarlyRelease = 6,  ///< both: all their stores are in memory before one thread counts the CTA
 };
 

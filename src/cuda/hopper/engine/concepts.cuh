@@ -72,9 +72,9 @@ concept DeferredEpilogue =
     };
 
 /// After a tile's k tiles the producer fills kInputTiles more stages by load_input(). run() reads
-/// these input stages and may store results out of them. It releases an input stage once it has
-/// worked through the next one; release_input() releases the last one under the next tile's first
-/// products.
+/// these input stages, and TMA may store results from their memory. run() releases an input stage
+/// after it has computed the results of the next one. release_input() releases the tile's last
+/// input stage, under the next tile's first products.
 template <class E, TileShape kShape>
 concept RingEpilogue =
     !kShape.ping_pong() &&

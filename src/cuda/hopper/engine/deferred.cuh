@@ -104,8 +104,8 @@ struct DeferredPieces {
   }
 };
 
-/// Releases the last input stage of a ring epilogue under the next tile's first k tile: by then the
-/// TMA has read the results that the epilogue stores out of this stage.
+/// Releases the last input stage of a ring epilogue under the next tile's first k tile. By then the
+/// TMA has usually read the results that it stores from this stage, so the release rarely waits.
 template <class Gemm>
 struct DeferredRelease {
   const Cta<Gemm::kShape>& cta;

@@ -9,9 +9,9 @@
 
 namespace sonicmoe::cuda {
 
-/// Lets the next kernel start on multiprocessors that this kernel leaves, once all CTAs have called
-/// this function or ended. It waits for the previous kernel first, so that the next kernel may read
-/// the results of all kernels before this one.
+/// Waits for the previous kernel, then lets the next kernel start. Once all CTAs have called this
+/// function or ended, the next kernel starts on multiprocessors that this kernel leaves. Because of
+/// the wait it may read the results of all kernels before this one.
 ///
 ///   | this kernel                                | a CTA calls the function                      |
 ///   | kAfterPrevious                             | at its beginning                              |

@@ -17,8 +17,8 @@ struct OperandB {
       kMajor == Major::kK ? 2 / kShape.cluster : (kByGroup ? kGroups / kShape.cluster : kGroups);
   static constexpr std::uint16_t kEveryCta = (1 << kShape.cluster) - 1;
 
-  /// Issues this CTA's boxes of k tile `kt` to both CTAs; if the CTA has its own B, all boxes to
-  /// itself. `k_tiles`: the number of k tiles in one part of K.
+  /// Loads k tile `kt` of B: this CTA's part of the boxes into the stages of both CTAs, or with
+  /// own_b all boxes into its own stage. `k_tiles`: the number of k tiles in one part of K.
   static __device__ __forceinline__ void load(const OperandBMaps& maps, const CtaTile& tile, int kt,
                                               int k_tiles, std::uint32_t target, ptx::Mbarrier full,
                                               int rank) {

@@ -12,10 +12,10 @@
 //   column tile     0  0 | 1  1 | 2  2 | 0  1 | 2  0
 //   B               shared for a pair  | each CTA its own
 //
-// For an odd last record each CTA computes another column tile, so that no CTA idles for want of
-// rows. A pair may begin at an odd CTA tile, as r3 and r4 do (CTA tiles 9 to 14). Its column tile 0
-// is then computed without multicast: r3's in the second CTA of the tile before the pair's, r4's in
-// the first CTA of the tile after them. Its other columns are paired as usual.
+// For an odd last record each CTA computes another column tile, so that both CTAs have rows. A pair
+// may begin at an odd CTA tile, as r3 and r4 do (CTA tiles 9 to 14). Then its column tile 0 is
+// computed without multicast: r3 in CTA tile 9, the second CTA of a cluster's tile, and r4 in CTA
+// tile 14, the first CTA of a later one. The pair's other column tiles share B as usual.
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
@@ -134,9 +134,9 @@ struct RowTilesOf {
 };
 
 using RowTiles = RowTilesOf<RasterOrder::kColumns>;
-/// The look-up of a tile takes more registers than in RowTiles: for kernels that have them.
+/// For kernels with registers to spare: the look-up of a tile takes more of them than in RowTiles.
 using GroupedRowTiles = RowTilesOf<RasterOrder::kGrouped>;
-/// The look-up of a tile takes longer than in RowTiles: for kernels that do it under an epilogue.
+/// For kernels that look a tile up under an epilogue: the look-up takes longer than in RowTiles.
 using SplitRowTiles = RowTilesOf<RasterOrder::kSplitLastWave>;
 
 }  // namespace sonicmoe::cuda

@@ -1,7 +1,7 @@
 // Which tiles a cluster computes. In static order: every `clusters`-th tile. With the dynamic tile
 // scheduler: the next tile that no cluster has taken, from a counter in global memory. Clusters
-// then work on neighbouring tiles, so that the weights in use stay in L2, and tiles of different
-// length even out. The launch chooses: without a counter the order is static.
+// then work on neighbouring tiles, so that the weights in use stay in L2, and a cluster with short
+// tiles computes more of them. The launch chooses: without a counter the order is static.
 //
 // The dynamic scheduler is one thread of the cluster's first CTA. It takes an index from the
 // counter and writes it by st.async into the tile index queue of every CTA; the readers are the

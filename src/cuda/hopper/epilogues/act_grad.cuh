@@ -8,10 +8,10 @@
 //   place of B, up or second part     H, then dH
 //   place of A                        unused, then A'
 //
-// TMA stores the results out of the stage. The stage is released when the next one has been worked
-// through, the tile's last one under the next tile's first products: by then the TMA has read it.
-// Three warps issue one store each, by one thread: to issue a store takes a warp some hundred
-// clocks, for which the other warps would wait at the next barrier.
+// TMA stores the results from the memory of the stage. A stage is released after the results of the
+// next stage are computed, the tile's last stage under the next tile's first products: by then TMA
+// has usually read it. Up to three warps issue one store each, by one thread. To issue one takes a
+// warp some hundred clocks: if one warp issued all, the others would wait at the next barrier.
 #pragma once
 
 #include "cuda/hopper/engine/pipeline.cuh"
@@ -97,7 +97,7 @@ struct ActGrad {
     __syncwarp();  // all lanes have read their scales: begin() may overwrite them
   }
 
-  /// Releases a stage once this warp's stores out of it have been read.
+  /// Waits until the TMA has read this warp's stores from a stage, then releases the stage.
   template <TileShape kShape>
   static __device__ __forceinline__ void release_input(const Cta<kShape>& cta, int stage) {
     if (issues()) ptx::tma_wait_read();

@@ -30,9 +30,9 @@ struct StoreExpert {
   ///   | long   | k tile 0            | k tile 4 (warpgroup 0) or 9 (1)    | k tile 1        |
   ///
   /// All clusters end their tiles at about the same time, and stores at that moment delay the next
-  /// tiles' loads: so the stores are spread. The first half waits for k tile 0 because between two
-  /// tiles no product hides its fence and its stores. It waits in the boxes: both halves in
-  /// registers would make the products slower. After a short tile there is little to gain.
+  /// tiles' loads: so the stores are spread. The first half is stored under k tile 0, because
+  /// between two tiles no product hides its fence and its stores. Until then it lies in the boxes:
+  /// both halves in registers would make the products slower. After a short tile this gains little.
   static __device__ __forceinline__ int deferred_k_tile(const State& state, int k_tiles,
                                                         int warpgroup) {
     return k_tiles > kShort ? 4 + 5 * warpgroup : (state.first_stored ? 0 : 1);

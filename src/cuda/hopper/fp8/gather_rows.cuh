@@ -60,7 +60,7 @@ struct Fp8GatherRows {
     while (!tiles.done()) {
       const int thread = ptx::thread();
       std::uint32_t from[kRows];  // source of each row that this thread copies: units of 16 bytes
-      // Bit i: row i exists. Bit kRows: the row exists whose scale this thread copies.
+      // Bit i: row i exists. Bit kRows: the row whose scale this thread copies exists.
       std::uint32_t present = next_row != kNoRow ? 1u << kRows : 0;
 #pragma unroll
       for (int i = 0; i < kRows; i++) {

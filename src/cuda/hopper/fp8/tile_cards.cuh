@@ -2,9 +2,9 @@
 // and the consumers read it there. The producer looks a tile up while it loads the previous tile.
 // So no consumer waits for the look-up, a chain of dependent loads.
 //
-// There are kFp8Cards = 8 cards, and tile i has card i % 8. A card needs an mbarrier that says that
-// it is written, but none that says that it may be overwritten, because the pipeline's stages imply
-// it:
+// There are kFp8Cards = 8 cards, and tile i has card i % 8. Each card has an mbarrier whose phase
+// completes when the card is written. No mbarrier says that a card may be overwritten, because the
+// order of the pipeline's stages implies it:
 //
 //   1. The producer's thread 0 writes the card of tile i + 1 after it has waited for an empty stage
 //      for a k tile of tile i.

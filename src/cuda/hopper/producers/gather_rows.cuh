@@ -44,8 +44,8 @@ struct GatherRows {
 
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
     // The next tile is looked up while this tile is copied, because the stages in flight do not
-    // cover the latency of the look-up. With a ring epilogue a tile begins with no full stage in
-    // reserve: there the look-up follows the input stages, under the epilogue. Each lane looks up
+    // cover the latency of the look-up. With a ring epilogue no stage of the next tile is full when
+    // it begins: there the look-up follows the input stages, under the epilogue. Each lane looks up
     // one row and shares it with its warp by shuffles.
     int next_row = kNoRow;
     int next_expert = 0;
