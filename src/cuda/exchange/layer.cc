@@ -94,12 +94,12 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
   announce(e, part.phase, e.sending);
 }
 
-/// For a rank without rows for its experts: announces the phases all the same, because the other
-/// ranks wait for its flags too.
+/// For a rank without rows for its experts. It also announces the phases, because the other ranks
+/// wait for its flags.
 void send_nothing(const Run& run) {
   const Exchange& e = run.exchange;
-  // signal() begins the next epoch of kPhaseFree. This step's wait for kPhaseFree must read the
-  // epoch before, so signal() is on the same stream as the wait.
+  // signal() begins the next epoch of kPhaseFree. Before that, this step's wait for kPhaseFree must
+  // have read the current epoch. So both are on the same stream.
   signal(*e.device, e.peers, kPhaseFree, e.sending);
   each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
 }
@@ -299,9 +299,9 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
-    // dW2 needs dH and the rows, but not dX~, so it may start before dX~ is complete
-    // (input_grad_first). The kernel dX~ launches the next kernel only once dH is complete. The
-    // next kernel is the wait for rows, which launches dW2 only once the rows have arrived.
+    // dW2 needs dH and the rows, but not dX~. With input_grad_first it may start before dX~ is
+    // complete: the kernel of dX~ launches the next kernel once dH is complete. The next kernel is
+    // the wait for rows, which launches dW2 once the rows have arrived.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

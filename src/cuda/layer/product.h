@@ -121,7 +121,8 @@ enum class GradParts {
 /// The launch that runs at the same time as a product.
 enum class Companion {
   kNone,
-  kTokenSum,  ///< a memory-bound sum over tokens' rows: short tiles should leave it multiprocessors
+  kTokenSum,  ///< a sum over tokens' rows, limited by memory; the product may leave some
+              ///< multiprocessors to it
 };
 
 /// D[e] = sum over the rows p of expert e of left[index[p]]^T * right[p]: a weight gradient.

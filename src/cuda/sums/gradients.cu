@@ -249,8 +249,8 @@ void finish_scores(const Device& device, const Problem& problem, const Metadata&
   const auto kernel = args.b_down.data == nullptr     ? score_parts_kernel
                       : problem.dtype == DType::kBF16 ? scores_kernel<__nv_bfloat16>
                                                       : scores_kernel<__half>;
-  // Few blocks run at a time while a product runs, so each block gets many rows: its start then
-  // costs less per row.
+  // While a product runs, only few blocks run at the same time. So each block gets many rows: the
+  // start of a block then costs less per row.
   const std::int64_t rows = args.b_down.data == nullptr ? 4 * kBesideThreads : kBesideThreads;
   launch_dependent(device, "launching the gradient of the scores", kernel,
                    {expert_grid(problem, rows), kBesideThreads}, stream, metadata, a);

@@ -5,8 +5,8 @@
 // are small and many, so that more of them run on a multiprocessor when CTAs of the weight gradient
 // exit.
 //
-// sum_rows_beside_kernel follows the weight gradient on the same stream and reads its rows without
-// a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has waited for the rows before it
+// sum_rows_beside_kernel follows the weight gradient on the same stream and reads the rows of dX~
+// without a wait, by rule 2 of ptx/dependent.cuh: the weight gradient has waited for dX~ before it
 // lets this kernel start. So no load here may be ld.global.nc.
 #include <type_traits>
 
@@ -158,8 +158,9 @@ __device__ __forceinline__ std::int64_t place(const BesideArgs& a, std::uint32_t
   return static_cast<std::int64_t>(token) * a.row_bytes + byte;
 }
 
-/// Sums two pieces of a token, from byte `first` on, that both exist as a whole, without sums of
-/// other ranks. The token has `count` rows, at most kMost; lanes 0, 1, ... hold their numbers.
+/// Sums two pieces of a token, from byte `first` on, without sums of other ranks. Both pieces must
+/// end inside the row. The token has `count` rows, at most kMost; lanes 0, 1, ... hold their
+/// numbers.
 template <class Element, int kMost>
 __device__ __forceinline__ void sum_two_pieces(const BesideArgs& a, std::uint32_t token,
                                                std::uint32_t first, std::int32_t rows, int count) {
@@ -263,7 +264,7 @@ __device__ __forceinline__ void sum_part(const BesideArgs& a, const Result& resu
   } else {
     sum_long<Element>(a, result, token, bytes, look_up, count);
   }
-  // Read last: the fault takes no register before.
+  // fault() is read last, so that it takes no register during the sum.
   if (!result.fault()) return;
 #pragma unroll 1
   for (std::uint32_t byte = bytes.begin + ptx::lane() * kBytes; byte < bytes.end; byte += kPiece) {
