@@ -156,7 +156,8 @@ struct StoreExpertParams {
 ///    red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and executes
 ///    fence.proxy.async. If the count is not complete, it waits.
 /// 3. N waits before it ends (rule 4).
-/// If M launches N before it has waited itself (sums/), "L" is what was complete when M started.
+/// If M launches N before it has waited itself (sums/, exchange/), "L" is what was complete when M
+/// started.
 enum class Begins : int {
   kAfterPrevious = 0,  ///< after griddepcontrol.wait
   kIndependent = 1,    ///< at once: no tile reads what the previous kernel writes

@@ -13,6 +13,8 @@
 //   queue_empty[i]   1 a queue reader, in both      the scheduler      all reads of an index
 //                    CTAs; in the first CTA only    thread             before the next one
 //
+// FP8 kernels have two more: card_full (fp8/tile_cards.cuh), and the input of Fp8ActGrad.
+//
 // Named barriers (bar.sync, bar.arrive): NamedBarrier. The cluster barrier runs twice: after the
 // mbarriers are initialised, and before a CTA exits, because the other CTA of the cluster may still
 // multicast into its stages and arrive at its mbarriers.

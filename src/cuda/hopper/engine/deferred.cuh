@@ -60,8 +60,8 @@ struct DeferredPieces {
 #pragma unroll 1
     while (pending()) run_next();
   }
-  /// Multiplies a tile and runs the pieces of the tile before. Calls between() once, at a point
-  /// where registers are free for it and products still follow.
+  /// Multiplies a tile and runs the pieces of the previous tile. Calls between() once, at a point
+  /// where registers are free for it, before the tile's last products are complete.
   template <class Loop, class Between>
   __device__ __forceinline__ void multiply(typename Loop::Accumulator& acc,
                                            const Cta<Gemm::kShape>& cta, typename Loop::Ring& ring,

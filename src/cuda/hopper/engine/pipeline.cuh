@@ -1,9 +1,10 @@
 // The operand pipeline between the producer and the consumers: a ring of stages in shared memory.
 //
-// The life of one stage, to the right ("full" and "empty" are its mbarriers):
+// The life of one stage, to the right ("full" and "empty" are its mbarriers; loads are by TMA or,
+// where A is gathered, by cp.async):
 //
 //   producer    wait empty, issue loads |                      |                 | wait empty, ...
-//   TMA                                 | writes A and B, full |                 |
+//   loads                               | write A and B, full  |                 |
 //   consumers                           | wait full            | wgmma, k tile t | arrive at empty
 //
 // A consumer keeps the wgmma of one k tile in flight: it issues the wgmma of k tile t, waits until
