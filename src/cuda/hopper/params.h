@@ -38,7 +38,7 @@ struct OperandBMaps {
 
 // Tile schedulers.
 
-/// A divisor that the host knows; division is a multiplication.
+/// A divisor that the host knows, with its inverse: kernels divide by a multiplication.
 struct Divisor {
   std::uint32_t by;
   std::uint32_t inverse;  ///< 2^32 / by, rounded down; at most 2^32 - 1

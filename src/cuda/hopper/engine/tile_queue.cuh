@@ -20,8 +20,8 @@
 namespace sonicmoe::cuda {
 
 /// The number of tiles by which the scheduler runs ahead of the slowest reader. It bounds how far
-/// clusters drift apart. kQueueEntries must be at least this number: before run_scheduler() sends
-/// entry i, it waits until all readers have read entry i - kPrefetchDistance, but for no later one.
+/// clusters drift apart. kQueueEntries must be at least this number, because run_scheduler() sends
+/// entry i as soon as all readers have read entry i - kPrefetchDistance.
 inline constexpr int kPrefetchDistance = 2;
 
 /// The thread that runs the dynamic scheduler.

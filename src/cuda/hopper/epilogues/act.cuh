@@ -21,9 +21,9 @@ struct ActRows {
   using Act = ActivationWords<Element, kKind>;
   using State = DeferredTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 block 2
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
-  /// Pieces: store two boxes of H, activate them in kParts parts; the same for the other two boxes;
-  /// store two boxes of A. Larger pieces would not fit in the registers that a tile's products
-  /// leave.
+  /// Pieces: store two boxes of H, then compute A from them in kParts pieces; the same for the
+  /// other two boxes; store two boxes of A. Larger pieces would not fit in the registers that a
+  /// tile's products leave.
   static constexpr int kParts = 2;
   static constexpr int kPieces = 2 * (1 + kParts) + 1;
   /// If branches chose the pieces, tiles of 12 k tiles would be up to 9 % slower (H200).

@@ -4,9 +4,9 @@
 // H comes through the operand pipeline: after a tile's k tiles the producer fills one stage for
 // each 64 columns of A. The memory of such a stage:
 //
-//   place of B, gate or first part    H, then dH
-//   place of B, up or second part     H, then dH
-//   place of A                        unused, then A'
+//   memory of B, gate or first part    H, then dH
+//   memory of B, up or second part     H, then dH
+//   memory of A                        unused, then A'
 //
 // TMA stores the results from the memory of the stage. A stage is released after the results of the
 // next stage are computed, the tile's last stage under the next tile's first products: by then TMA
@@ -141,8 +141,8 @@ struct ActGrad {
     staging.commit();
   }
 
-  /// Replaces H by dH in one stage, and writes A'. Sixteen columns at a time, because the
-  /// accumulator leaves no registers for more; the next sixteen are read meanwhile.
+  /// Replaces H by dH in one stage, and writes A'. Computes sixteen columns at a time, because the
+  /// accumulator leaves no registers for more, and reads the next sixteen meanwhile.
   static __device__ __forceinline__ void differentiate(const Params& p, const float* acc,
                                                        const Boxes& boxes, const float (&scale)[2],
                                                        float (&score)[2]) {
