@@ -213,8 +213,8 @@ PairParams pair_params(const PairWork& w) {
           static_cast<std::int32_t>(w.experts_per_rank)};
 }
 
-/// Reads each slot's gradient, which the rank of its expert has sent. Blocks are small enough to
-/// run on a multiprocessor together with a weight gradient.
+/// Reads the gradient of each slot, which the rank of the slot's expert has sent. Blocks are small
+/// enough to run on a multiprocessor together with a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     take_score_grads_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                             const float* sent, const SlotView out) {

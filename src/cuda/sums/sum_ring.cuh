@@ -257,7 +257,7 @@ struct SumRing {
 static_assert(2 * SumRing::kWarps * SumRing::batch_bytes(SumRing::kMostWidth) <=
               SumRing::kSharedBytes);
 
-/// Each warp sums its parts in turn, from its ring.
+/// Each warp sums its parts one after the other, from its ring.
 template <class Result>
 __device__ __forceinline__ void sum_from_ring(const RingArgs& a, const Result& result) {
   extern __shared__ __align__(128) std::uint8_t shared[];
