@@ -81,6 +81,10 @@ def fp8_parts():
     yield from tables_of({"precision": small.read_text, "precision-126m": large.read_text})
 
 
+def pytorch_parts():
+    yield from tables_of({"host-calls": h200_page.host_calls})
+
+
 def training_parts():
     yield from tables_of(training_figures.TABLES)
 
@@ -95,6 +99,7 @@ DOCUMENTS = {
     "docs/performance.md": performance_parts,
     "docs/demo.md": demo_parts,
     "docs/fp8.md": fp8_parts,
+    "docs/pytorch.md": pytorch_parts,
     "docs/torchtitan.md": training_parts,
     "docs/distributed.md": distributed_parts,
 }

@@ -1,4 +1,5 @@
-"""The tables of docs/performance.md, from the records in benchmarks/results/h200/."""
+"""The tables of docs/performance.md, and one of docs/pytorch.md, from the records in
+benchmarks/results/h200/."""
 
 from __future__ import annotations
 
@@ -248,6 +249,29 @@ def host():
         f"{1e3 * first['forward']:.0f} ms, with its backward "
         f"{1e3 * first['forward_backward']:.0f} ms. {source(record)}"
     )
+
+
+HOST_CALLS = {
+    "forward": "`moe()`",
+    "route": "`route()`",
+    "forward + backward": "`moe()`, forward and backward",
+    "forward + backward, autograd on one thread": (
+        "the same under `torch.autograd.set_multithreading_enabled(False)`"
+    ),
+    "autograd alone, forward + backward": (
+        "for comparison: both passes of an empty `autograd.Function` with the same four leaves"
+    ),
+}
+
+
+def host_calls():
+    """The table of docs/pytorch.md."""
+    record = extra("host_cost")
+    shape = ", ".join(f"{letter} {size}" for letter, size in record["shape"].items())
+    rows = [
+        [name, f"{record['microseconds'][call]['best']:.0f}"] for call, name in HOST_CALLS.items()
+    ]
+    return f"{grid(['call', 'us'], rows)}\n\n{shape}; the best round. {source(record)}"
 
 
 TABLES = {
