@@ -21,6 +21,10 @@ struct MapFormat {
   CUtensorMapSwizzle swizzle;
 };
 
+/// The stride of a dimension. The stride of one element is never used and may be anything in the
+/// caller's view, but the driver refuses a stride that is no multiple of 16 bytes.
+std::int64_t stride_of(std::int64_t size, std::int64_t stride) { return size == 1 ? 8 : stride; }
+
 CUtensorMap encode_map(const Device& device, const MapFormat& format, const void* base,
                        std::initializer_list<MapDim> dims) {
   constexpr int kMaxRank = 5;
@@ -33,9 +37,7 @@ CUtensorMap encode_map(const Device& device, const MapFormat& format, const void
     sizes[rank] = static_cast<cuuint64_t>(dim.size);
     boxes[rank] = static_cast<cuuint32_t>(dim.box);
     steps[rank] = 1;
-    // The stride of a dimension of one element is never used, and may be anything in the caller's
-    // view. But the driver refuses a stride that is no multiple of 16 bytes.
-    const std::int64_t stride = dim.size == 1 ? 8 : dim.stride;
+    const std::int64_t stride = stride_of(dim.size, dim.stride);
     if (rank > 0) strides[rank - 1] = static_cast<cuuint64_t>(stride * format.bytes);
     rank++;
   }
@@ -104,16 +106,16 @@ CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_
 RaggedMap ragged_map(const Device& device, const Tensor& rows, std::int32_t box_columns) {
   const RowDims dims(rows);
   const std::int64_t capacity = rows.shape[0];
+  const std::int64_t stride = stride_of(capacity, rows.stride[0]);
   // The base may lie before the allocation. The kernels store only boxes that begin inside the
   // tensor (RaggedMap).
-  const std::uintptr_t base =
-      reinterpret_cast<std::uintptr_t>(rows.data) -
-      static_cast<std::uintptr_t>(capacity * rows.stride[0] * kElementBytes);
+  const std::uintptr_t base = reinterpret_cast<std::uintptr_t>(rows.data) -
+                              static_cast<std::uintptr_t>(capacity * stride * kElementBytes);
   return {encode_map(device, rows.dtype, reinterpret_cast<const void*>(base),
                      {{dims.width, 1, box_columns},
                       dims.parts,
-                      {capacity, rows.stride[0], 64},
-                      {capacity + 1, rows.stride[0], 1}}),
+                      {capacity, stride, 64},
+                      {capacity + 1, stride, 1}}),
           static_cast<std::int32_t>(capacity)};
 }
 
