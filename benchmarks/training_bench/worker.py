@@ -170,11 +170,10 @@ class Training:
         self.model = build(options, self.size, mesh)
         self.rope = self.model.rope(options.device)
         self.text = Text(options, self.size.vocabulary, self.rank, self.ranks)
-        fused = {"fused": True} if options.device == "cuda" else {}
         self.divided = parameter_groups(self.model) if options.parallel != "fsdp" else None
         groups = [{"params": g} for g in self.divided or [list(self.model.parameters())]]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused
+            groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []  # of the experts' gradients, before they are clipped
@@ -211,8 +210,17 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.loads.append(balance(self.model, self.ranks, by))
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.divided)  # add_in_place() needs the tensors
+        self.clear_gradients()
         self.losses.append(total)
+
+    def clear_gradients(self) -> None:
+        """Zeros in the gradients that add_in_place() adds to, none for all other parameters."""
+        kept = [p.grad for p in self.divided[0]] if self.divided else []
+        self.optimizer.zero_grad()
+        if self.divided:
+            torch._foreach_zero_(kept)
+            for parameter, gradient in zip(self.divided[0], kept, strict=True):
+                parameter.grad = gradient
 
     def parameters(self) -> int:
         """Of all ranks."""
