@@ -258,11 +258,10 @@ def main_gradients(world):
     buffers = tuple(
         torch.ones_like(w, dtype=torch.float32).detach() for w in (mine.w_up, mine.w_down)
     )
-    for _ in range(2):
+    inputs = (mine.x, mine.weights)
+    for x, weights in (inputs, [t.detach() for t in inputs]):  # also if nothing else needs one
         out = moe_expert_parallel(
-            *(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down),
-            grad_accum=buffers,
-            **TRANSPORT,
+            *(x, mine.ids, weights, mine.w_up, mine.w_down), grad_accum=buffers, **TRANSPORT
         )
         out.backward(mine.dout)
     assert mine.w_up.grad is None and mine.w_down.grad is None

@@ -310,6 +310,7 @@ def compiled_blocks_share_one_graph(world):
     if world.size != 2:
         return
     from sonicmoe_cpp.distributed import _compiled
+    from torch._dynamo.testing import CompileCounterWithBackend
     from torch.utils import checkpoint
 
     torch._dynamo.reset()
@@ -328,7 +329,7 @@ def compiled_blocks_share_one_graph(world):
         return checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=context)
 
     blocks = [Block(modules(world)[0]) for _ in range(3)]
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     whole = torch.compile(block, backend=counter)
     x = inputs(world, "even")[world.tokens("even")]
     found = []

@@ -49,6 +49,20 @@ def _needs(tensors: tuple) -> int:
     return sum(_ops.NEEDS[name] for name, t in wanted if isinstance(t, Tensor) and t.requires_grad)
 
 
+def _without_gradients(tensors: tuple, main_gradients: tuple, needs: int) -> tuple:
+    """The tensors, with weights that have a main gradient detached, so that autograd records no
+    gradient for them. In torch 2.11 the to_local() of a DTensor would make zeros of a missing one,
+    as large as the weight. If no other tensor needs a gradient, they are not detached, because
+    without them autograd would not call backward."""
+    others = needs & ~sum(_ops.NEEDS[name] for name in _ops.ACCUMULATED)
+    if not others or all(gradient is None for gradient in main_gradients):
+        return tensors
+    named = zip(_ops.LAYER_TENSORS, tensors, strict=True)
+    return tuple(
+        t.detach() if name in _ops.ACCUMULATED and t is not None else t for name, t in named
+    )
+
+
 def _recorded(ctx, x, weights, *others):
     *experts, (transport, layer, routing, options, main_gradients, needs) = others
     tensors = (x, *routing, weights, *experts)
@@ -92,6 +106,7 @@ def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tupl
 def _run(place: Place, *others) -> Tensor:
     tensors, options, main_gradients = arguments(*others)
     needs = _needs(tensors)
+    tensors = _without_gradients(tensors, main_gradients, needs)
     if torch.compiler.is_compiling():
         return _compiled(place, tensors, options, main_gradients, needs)
     place.transport.group.check_device("x", tensors[0].device)
