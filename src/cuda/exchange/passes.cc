@@ -79,6 +79,16 @@ void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
           "; exchange_reset on all ranks gives a step up.");
 }
 
+/// The checks of a part before any work. Only the first part looks for faults of earlier steps:
+/// once a step has begun, all of it is enqueued, whether or not the host sees a fault of it in
+/// between.
+void check_call(Exchange& exchange, ExchangePart part, const Exec& exec) {
+  check_handle(exchange, exec);
+  if (part == ExchangePart::kBegin || part == ExchangePart::kAll) {
+    cuda::exchange_check(exchange, exec);
+  }
+}
+
 /// Runs one part, or all of them. If a part throws in the middle, the other ranks wait for rows
 /// that were not sent. So the step can only be ended by exchange_reset().
 template <class Begin, class Compute, class Finish>
@@ -163,7 +173,7 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
 
 void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                       const ForwardArgs& args, ExchangePart part, const Exec& exec) {
-  cuda::exchange_check(exchange, exec);
+  check_call(exchange, part, exec);
   check_rows("x", args.x);
   check_rows("out", args.out);
   const Pass pass = args.saved.data == nullptr ? Pass::kInference : Pass::kForward;
@@ -196,7 +206,7 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
 
 void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                        const BackwardArgs& args, ExchangePart part, const Exec& exec) {
-  cuda::exchange_check(exchange, exec);
+  check_call(exchange, part, exec);
   check_rows("x", args.x);
   check_rows("dout", args.dout);
   if (args.dx.data != nullptr) check_rows("dx", args.dx);
