@@ -2,7 +2,7 @@
 """Expert parallelism over peer memory on two GPUs: all cases against one process, ranks that are
 killed, stall or raise, and a table of what failed.
 
-    python tests/python/peer_cases.py               everything, less than two minutes
+    python tests/python/peer_cases.py               everything, two to three minutes
     python tests/python/peer_cases.py --smoke       one step of each kind, 20 seconds
     python tests/python/peer_cases.py graphs pairs  cases whose names contain one of these
 
@@ -156,7 +156,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--faults", action="store_true", help="only the parts with faults")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=115.0, help="no part begins after")
+    parser.add_argument("--seconds", type=float, default=180.0, help="no part begins after")
     options = parser.parse_args()
     if options.smoke:
         options.parts = list(SMOKE)
