@@ -91,7 +91,8 @@ struct TileSlot {
   std::int32_t rows;     ///< rows that exist, at most kTileRows
   std::int32_t column;   ///< first column of D
   std::int32_t k_tiles;  ///< 0: there are no more tiles
-  std::int32_t unused[3];
+  std::int32_t summed;   ///< in depth products: rows of the expert, over which D is a sum
+  std::int32_t unused[2];
 };
 
 /// Tile slots. The most slots are in use at once if every tile has one k tile: one for the tile

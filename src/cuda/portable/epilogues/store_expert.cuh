@@ -1,5 +1,5 @@
 // Epilogue of weight gradients: stores a matrix for each expert in 16 bits or in fp32, or adds it
-// to fp32 values in memory.
+// to fp32 values in memory. Values of an expert without rows do not change: -0 + 0 would be +0.
 #pragma once
 
 #include "cuda/portable/epilogues/staging.cuh"
@@ -17,7 +17,7 @@ struct StoreExpert {
                                              std::uint32_t staging) {
     if (p.store == GradStore::kElement) {
       store_words(p, acc, tile, warp, staging);
-    } else {
+    } else if (p.store == GradStore::kFloat || tile.summed > 0) {
       store_floats(p, acc, tile, warp, staging);
     }
   }

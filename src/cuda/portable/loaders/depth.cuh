@@ -149,6 +149,7 @@ class DepthLoader {
       slot.rows = min(kTileRows, p.rows - slot.row);
       slot.column = (next_.number - row_tile * p.column_tiles) * Shape::kColumns;
       slot.k_tiles = max(1, (rows_.z + Shape::kDepth - 1) / Shape::kDepth);
+      slot.summed = rows_.z;
       open_side<Side::kLeft>(p.left, slot.row, p.rows);
       open_side<Side::kRight>(p.right, slot.column, p.columns);
       next_ = ahead_;

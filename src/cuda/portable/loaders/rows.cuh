@@ -158,6 +158,7 @@ class RowLoader {
               next_.rows,
               next_.column_tile * p.column_step,
               (p.depth + Shape::kDepth - 1) / Shape::kDepth * p.parts,
+              0,
               {}};
       expert_ = slot.expert;
       column_ = slot.column;
