@@ -57,7 +57,7 @@ inline void* current_stream(std::int32_t ordinal) {
   }();
   if (get == nullptr) {
     throw sonicmoe::Error(sonicmoe::Status::kUnsupported,
-                          "torch has CUDA tensors but libtorch_cuda.so has no "
+                          "torch has CUDA tensors but no libtorch_cuda.so with the function "
                           "aoti_torch_get_current_cuda_stream: this torch build cannot be served");
   }
   void* stream = nullptr;

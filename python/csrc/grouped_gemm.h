@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 
 #include "arguments.h"
 #include "device_scope.h"
@@ -47,6 +48,9 @@ inline Array grouped_gemm_k(GroupedGemmCall& call) {
   expect_rank(call.a, 2, "a");
   expect_rank(call.b, 2, "b");
   expect_rank(call.offsets, 1, "offsets");
+  if (call.offsets.size(0) == 0) {
+    throw std::invalid_argument("offsets has no elements, must have E + 1");
+  }
   const Array a = readable_rows(call.a);
   const Array b = readable_rows(call.b);
   const Array d = empty(a, {call.offsets.size(0) - 1, a.size(1), b.size(1)}, a.scalar_type());

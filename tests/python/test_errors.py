@@ -357,6 +357,8 @@ def test_operators_check_for_themselves():
         ops.route(weights, None, 1, 3, False, 1.0, 0, 0)
     with pytest.raises(ValueError, match="mode is 6, must be from 0 to 5"):
         ops.token_round(weights, None, 1, 0, False, 1.0, 0, 0, torch.tensor(0), 4, 6)
+    with pytest.raises(ValueError, match=r"offsets has no elements, must have E \+ 1"):
+        ops.grouped_gemm_k(x, x, ids.new_empty(0), None)
 
 
 def test_seeds_of_all_64_bits():
