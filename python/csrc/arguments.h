@@ -55,6 +55,15 @@ struct Joined : Lists... {
   static std::string schema() { return listed({Lists::schema()...}); }
 };
 
+/// Refuses numbers that do not fit into 32 bits.
+inline std::int32_t int32(const char* name, std::int64_t number) {
+  if (number < INT32_MIN || number > INT32_MAX) {
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(number) +
+                                ", must fit into 32 bits");
+  }
+  return static_cast<std::int32_t>(number);
+}
+
 /// Converts a number to an enumerator; refuses numbers outside of 0 .. `last`.
 template <class Enum>
 Enum enumerator(const char* name, std::int64_t number, Enum last) {

@@ -63,7 +63,7 @@ struct ShapeCall {
 
 inline sonicmoe::ExchangeShape shape_of(const ShapeCall& a) {
   sonicmoe::ExchangeShape shape;
-  shape.ranks = static_cast<std::int32_t>(a.ranks);
+  shape.ranks = int32("ranks", a.ranks);
   shape.max_tokens = a.max_tokens;
   shape.max_slots = a.max_slots;
   shape.hidden = a.hidden;
@@ -92,9 +92,9 @@ using OpenCall = Joined<ShapeCall, PlaceOptions>;
 inline std::int64_t exchange_open(OpenCall& a) {
   const DeviceScope device(a.like);
   if (a.addresses.is_cuda() || a.addresses.scalar_type() != ScalarType::Long ||
-      a.addresses.numel() != a.ranks) {
+      a.addresses.numel() != a.ranks || !a.addresses.is_contiguous()) {
     throw std::invalid_argument("addresses must be " + std::to_string(a.ranks) +
-                                " int64 numbers in host memory");
+                                " contiguous int64 numbers in host memory");
   }
   const auto* addresses = static_cast<const std::int64_t*>(a.addresses.data_ptr());
   std::vector<void*> buffers;
@@ -103,7 +103,7 @@ inline std::int64_t exchange_open(OpenCall& a) {
   }
   sonicmoe::ExchangeOptions options;
   options.shape = shape_of(a);
-  options.rank = static_cast<std::int32_t>(a.rank);
+  options.rank = int32("rank", a.rank);
   options.buffers = buffers.data();
   options.buffer_bytes = a.buffer_bytes;
   options.time_limit_ms = a.time_limit_ms;

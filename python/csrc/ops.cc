@@ -39,7 +39,7 @@ struct DeviceCall {
 /// The reason why a CUDA device cannot be used, or an empty string.
 std::string cuda_problem(DeviceCall& a) {
   try {
-    device_handle(static_cast<std::int32_t>(a.ordinal));
+    device_handle(int32("ordinal", a.ordinal));
     return "";
   } catch (const sonicmoe::Error& error) {
     return error.what();
@@ -57,7 +57,7 @@ std::string engine_names(NoArguments&) {
 
 /// The engine that calls on a CUDA device use.
 std::string engine_of(DeviceCall& a) {
-  return smoe_device_engine(device_handle(static_cast<std::int32_t>(a.ordinal)));
+  return smoe_device_engine(device_handle(int32("ordinal", a.ordinal)));
 }
 
 #define SONICMOE_ENGINE(ARGUMENT) ARGUMENT(std::int64_t, index)

@@ -359,6 +359,13 @@ def test_operators_check_for_themselves():
         ops.token_round(weights, None, 1, 0, False, 1.0, 0, 0, torch.tensor(0), 4, 6)
     with pytest.raises(ValueError, match=r"offsets has no elements, must have E \+ 1"):
         ops.grouped_gemm_k(x, x, ids.new_empty(0), None)
+    with pytest.raises(ValueError, match=f"ordinal is {2**32}, must fit into 32 bits"):
+        ops.cuda_problem(2**32)
+    with pytest.raises(ValueError, match=f"ranks is {2**32 + 1}, must fit into 32 bits"):
+        ops.exchange_bytes(x, 2**32 + 1, 1, 1, D)
+    with pytest.raises(ValueError, match="addresses must be 2 contiguous int64 numbers"):
+        addresses = torch.zeros(4, dtype=torch.int64)[::2]
+        ops.exchange_open(x, 2, 1, 1, D, addresses, 0, 0, 0, 0)
 
 
 def test_seeds_of_all_64_bits():
