@@ -78,7 +78,8 @@ add_emulated_test(PortableEngine "Each/Cuda.PassesTheHarness/portable" "")
 add_emulated_test(Graphs "Each/CudaGraph.*" "")
 add_emulated_test(OneRow "Each/CudaOneRow.*" "")
 add_emulated_test(Accumulate "Each/CudaAccumulate.*" "")
-add_emulated_test(Routing "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor" "")
+add_emulated_test(
+  Routing "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
 add_emulated_test(
   Exchange "Exchange.*-Exchange.EqualBitsWhateverArrivesFirst:Exchange.TwoGpusEqualPretendedRanks" "")
 add_emulated_test(ExchangeBetweenProcesses "ExchangeProcesses.*" "")

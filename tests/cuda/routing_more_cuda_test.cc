@@ -203,5 +203,28 @@ TEST_F(CudaRouter, ScratchIsAskedFor) {
   EXPECT_THROW(expert_choice(logits, 2, pairs, exec_), Error);
 }
 
+// The caller has not yet read an error of its own.
+TEST_F(CudaRouter, AnErrorOfTheCallerStaysTheCallers) {
+  constexpr std::int64_t kTokens = 8, kExperts = 4;
+  RoundOptions options;
+  options.route.top_k = 1;
+  options.tile = 4;
+  const std::int64_t capacity = round_capacity(options, kTokens, kExperts);
+  DeviceArray x(kTokens * kExperts * 4, 0), grad(kTokens * kExperts * 4);
+  DeviceArray list(capacity * 4), weight(capacity * 4, 0), offsets((kExperts + 1) * 8, 0);
+  DeviceArray scratch(round_scratch_bytes(options, kTokens, kExperts, exec_));
+  const Tensor logits = tensor2(x.data(), DType::kF32, kTokens, kExperts);
+  const Tensor numbers = tensor1(list.data(), DType::kI32, capacity);  // -1: no pairs
+  const Tensor weights = tensor1(weight.data(), DType::kF32, capacity);
+  const Pairs pairs{numbers, numbers, weights, tensor1(offsets.data(), DType::kI64, kExperts + 1)};
+  EXPECT_NE(cudaSetDevice(-1), cudaSuccess);
+  EXPECT_NO_THROW(token_round_backward(options, logits, pairs, weights,
+                                       tensor2(grad.data(), DType::kF32, kTokens, kExperts),
+                                       scratch.buffer(), exec_));
+  EXPECT_NE(cudaGetLastError(), cudaSuccess);
+  testing::must(cudaDeviceSynchronize());
+  EXPECT_EQ(grad.get<float>(), std::vector<float>(kTokens * kExperts, 0.0f));
+}
+
 }  // namespace
 }  // namespace sonicmoe

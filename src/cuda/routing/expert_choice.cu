@@ -151,14 +151,13 @@ void expert_choice_backward(const Tensor& logits, const Pairs& pairs, const Tens
                             const Tensor& dlogits, Buffer scratch, const Exec& exec) {
   const RouteParams p = softmax_params(logits);
   if (p.tokens == 0) return;
-  const auto stream = stream_of(exec);
   float* dense = gradient_scratch(scratch.data, p.tokens, p.experts).dense;
-  spread_gradients(p, pairs, dweight, dense, stream);
+  spread_gradients(p, pairs, dweight, dense, exec);
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     launch_dependent(device_of(exec), "launching expert_choice_backward", choice_rows_backward<R>,
-                     {blocks_of(p.tokens, rows_of_block<R>(kRowThreads)), kRowThreads}, stream, p,
-                     static_cast<const float*>(dense), view_of(dlogits));
+                     {blocks_of(p.tokens, rows_of_block<R>(kRowThreads)), kRowThreads},
+                     stream_of(exec), p, static_cast<const float*>(dense), view_of(dlogits));
   });
 }
 

@@ -124,11 +124,4 @@ inline unsigned blocks_of(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
-/// Throws Error(kCuda) naming `what` if the status or a launch before it failed.
-inline void check_launch(const char* what, cudaError_t status = cudaGetLastError()) {
-  if (status == cudaSuccess) return;
-  throw Error(Status::kCuda,
-              std::string("the CUDA runtime refused ") + what + ": " + cudaGetErrorString(status));
-}
-
 }  // namespace sonicmoe::cuda

@@ -23,6 +23,6 @@ inline GradientScratch gradient_scratch(void* base, std::int64_t tokens, std::in
 
 /// Fills `dense` (T, E) from dweight (C), zero where there is no pair.
 void spread_gradients(const RouteParams& p, const Pairs& pairs, const Tensor& dweight, float* dense,
-                      cudaStream_t stream);
+                      const Exec& exec);
 
 }  // namespace sonicmoe::cuda

@@ -1,5 +1,6 @@
 // Gradient of token rounding on CUDA: the pairs' gradients as a (T, E) matrix, then a row a token.
-#include "cuda/device/device.h"
+#include "cuda/device/launch.h"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/pair_gradients.cuh"
 #include "cuda/routing/routing.h"
@@ -21,6 +22,7 @@ struct PairGradients {
 
 __global__ void __launch_bounds__(kScatterThreads)
     scatter_pairs(PairGradients in, std::int64_t tokens, int experts, float* dense) {
+  ptx::wait_for_previous_kernel();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kScatterThreads + threadIdx.x;
   if (i >= in.capacity) return;
   const std::int32_t t = in.token[i * in.token_stride];
@@ -33,6 +35,7 @@ template <class R, class Item>
 __global__ void __launch_bounds__(kRowThreads)
     round_rows_backward(RouteParams p, const float* dense, LogitsView dlogits) {
   extern __shared__ __align__(8) std::uint32_t shared[];
+  ptx::wait_for_previous_kernel();
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * rows_of_block<R>(kRowThreads) +
                            threadIdx.x / 32 * R::kRowsPerWarp + R::slot_row();
   const std::int64_t token = min(row, p.tokens - 1);
@@ -85,7 +88,8 @@ __global__ void __launch_bounds__(kRowThreads)
 }  // namespace
 
 void spread_gradients(const RouteParams& p, const Pairs& pairs, const Tensor& dweight, float* dense,
-                      cudaStream_t stream) {
+                      const Exec& exec) {
+  const auto stream = stream_of(exec);
   const PairGradients in{static_cast<const std::int32_t*>(pairs.token.data),
                          static_cast<const std::int32_t*>(pairs.expert.data),
                          static_cast<const float*>(dweight.data),
@@ -93,11 +97,12 @@ void spread_gradients(const RouteParams& p, const Pairs& pairs, const Tensor& dw
                          pairs.expert.stride[0],
                          dweight.stride[0],
                          pairs.token.shape[0]};
-  check_launch("clearing gradients",
-               cudaMemsetAsync(dense, 0, p.tokens * p.experts * sizeof(float), stream));
+  check_cuda(cudaMemsetAsync(dense, 0, p.tokens * p.experts * sizeof(float), stream),
+             "clearing gradients");
   if (in.capacity > 0) {
-    scatter_pairs<<<blocks_of(in.capacity, kScatterThreads), kScatterThreads, 0, stream>>>(
-        in, p.tokens, p.experts, dense);
+    launch_dependent(device_of(exec), "launching the gradients of pairs", scatter_pairs,
+                     {blocks_of(in.capacity, kScatterThreads), kScatterThreads}, stream, in,
+                     p.tokens, p.experts, dense);
   }
 }
 
@@ -106,18 +111,18 @@ void token_round_backward(const RoundOptions& options, const Tensor& logits, con
                           const Exec& exec) {
   const RouteParams p = params_of(options.route, logits);
   if (p.tokens == 0) return;
-  const auto stream = stream_of(exec);
   float* dense = gradient_scratch(scratch.data, p.tokens, p.experts).dense;
-  spread_gradients(p, pairs, dweight, dense, stream);
+  spread_gradients(p, pairs, dweight, dense, exec);
   with_wide_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
     constexpr int kRows = rows_of_block<R>(kRowThreads);
     const std::size_t shared = R::template smem_bytes<Item>(kRowThreads, p.n_group);
-    round_rows_backward<R, Item>
-        <<<blocks_of(p.tokens, kRows), kRowThreads, shared, stream>>>(p, dense, view_of(dlogits));
+    launch_dependent(device_of(exec), "launching token_round_backward",
+                     round_rows_backward<R, Item>,
+                     {blocks_of(p.tokens, kRows), kRowThreads, shared}, stream_of(exec), p,
+                     static_cast<const float*>(dense), view_of(dlogits));
   });
-  check_launch("the launches of token_round_backward");
 }
 
 }  // namespace sonicmoe::cuda
