@@ -8,9 +8,10 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// A function on a device. User addresses have 47 bits, and an ordinal fits into the 16 above them.
+/// A function on a device. User addresses have 48 bits on Arm, 47 on x86-64, and an ordinal fits
+/// into the 15 bits between them and KernelBits::kBit.
 std::uint64_t key_of(const void* function, int ordinal) {
-  return reinterpret_cast<std::uint64_t>(function) | static_cast<std::uint64_t>(ordinal) << 47;
+  return reinterpret_cast<std::uint64_t>(function) | static_cast<std::uint64_t>(ordinal) << 48;
 }
 
 /// A lock-free open-addressing table with one bit for every inserted (function, device). It has
