@@ -51,8 +51,8 @@ const Device* open_device(int ordinal, const char* engine) {
   const EngineRequest request = engine_request(engine);
   int count = 0;
   const cudaError_t counted = cudaGetDeviceCount(&count);
+  if (counted != cudaSuccess) cudaGetLastError();
   if (counted != cudaSuccess && counted != cudaErrorNoDevice) {
-    cudaGetLastError();
     throw Error(Status::kUnsupported,
                 std::string("no CUDA device can be used: ") + cudaGetErrorString(counted) + ".");
   }
