@@ -48,7 +48,9 @@ struct ExpertTokens {
   int expert;
   int tokens;
 
-  __device__ int tiles() const { return (tokens + kTileTokens - 1) / kTileTokens; }
+  __device__ int tiles() const {
+    return static_cast<int>((std::int64_t{tokens} + kTileTokens - 1) / kTileTokens);
+  }
   __device__ bool is_chosen(int token) const {
     return (marks[token / kTileTokens].chosen >> token % kTileTokens & 1) != 0;
   }
@@ -182,16 +184,17 @@ class TokenSearch {
   __device__ void evaluate(const Body& body) const {
     constexpr int kAtOnce = 4;  // tokens whose loads overlap
     const bool listed = smem_->listed <= SearchSmem::kMost;
-    const int count = listed ? smem_->listed * kGroupTokens : x_.tokens;
+    // Unsigned: an index past 2^31 - 1 tokens must not overflow.
+    const unsigned count = listed ? smem_->listed * kGroupTokens : x_.tokens;
 #pragma unroll 1
-    for (int first = threadIdx.x; first < count; first += kAtOnce * kSearchThreads) {
+    for (unsigned first = threadIdx.x; first < count; first += kAtOnce * kSearchThreads) {
       int token[kAtOnce];
       float p[kAtOnce];
       bool wanted[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++) {
-        const int at = first + i * kSearchThreads;
-        const int i_th = at < count ? at : first;
+        const unsigned at = first + i * kSearchThreads;
+        const int i_th = static_cast<int>(at < count ? at : first);
         token[i] =
             listed ? smem_->groups[i_th / kGroupTokens] * kGroupTokens + i_th % kGroupTokens : i_th;
         wanted[i] = at < count && token[i] < x_.tokens;
