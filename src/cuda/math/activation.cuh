@@ -17,7 +17,7 @@ enum class HLayout { kSplit, kPaired };
 
 inline constexpr float kLog2E = 1.4426950409f;
 
-/// 1 / (1 + 2^x) = sigmoid(-x / kLog2E), to about 2 ulp of fp32; 0 for x above 127.
+/// 1 / (1 + 2^x) = sigmoid(-x / kLog2E), to about 2 ulp of fp32; 0 for x above 126.
 __device__ __forceinline__ float sigmoid_of_power(float x) {
   return ptx::reciprocal(1.0f + ptx::exp2(x));
 }

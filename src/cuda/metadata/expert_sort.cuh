@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(kCountThreads) count_positions(const SortParam
 /// count_positions still runs.
 enum class Counting { kInSort, kBeforeSort };
 
-/// A thread's positions of a span. A warp has per_warp consecutive positions, of which its lanes
-/// have 32 at a time.
+/// A thread's positions of a span. A warp has per_warp consecutive positions; position i of a lane
+/// is number 32 i + lane of them.
 struct ThreadPositions {
   int expert[kThreadPositions];
   int rank[kThreadPositions];  // among positions of the same expert: of the warp, then of the span

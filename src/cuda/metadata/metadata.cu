@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kMetadataThreads) mark_groups(Metadata out) {
   }
 }
 
-/// Aligns arrays to 16 bytes only, because the promised bound on saved memory also holds for one
-/// token and one expert.
+/// Aligns arrays to 16 bytes only: with more padding, the saved memory of one token and one expert
+/// would exceed the promised bound.
 using TightCarver = Carver<16>;
 
 /// The counters that pairs.cuh needs, as words without gaps from `base` on, so that one launch sets

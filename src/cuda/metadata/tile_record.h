@@ -8,7 +8,8 @@ namespace sonicmoe::cuda {
 /// Rows that a tile record covers at most.
 inline constexpr int kRecordRows = 128;
 
-/// Up to kRecordRows rows of one expert, from a multiple of kRecordRows on.
+/// Up to kRecordRows rows of one expert: record i has the rows from begin + (i - first) *
+/// kRecordRows on.
 struct TileRecord {
   std::int32_t expert;
   std::int32_t begin;  ///< first row of the expert

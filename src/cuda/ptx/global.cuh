@@ -30,7 +30,7 @@ __device__ __forceinline__ uint4 load_constant16(const void* pointer) {
                : "l"(pointer));
   return r;
 }
-/// Loads a word by ld.global. The compiler may move or repeat the load past stores.
+/// Loads a word by ld.global. The compiler may move the load past stores, or repeat it.
 __device__ __forceinline__ std::int32_t load4(const std::int32_t* pointer) {
   std::int32_t value;
   asm("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer));

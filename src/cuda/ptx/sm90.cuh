@@ -1,7 +1,6 @@
 // Clusters and bulk copies for kernels that run on every GPU. Such a kernel uses them if kHasSm90,
-// and has a plain form without them. The host asks has_sm90() (cuda/device/launch.h), which reads
-// for which architecture the loaded code of the kernel was compiled: it equals the kHasSm90 of
-// that code on every device.
+// and has a plain form without them. A device may run either form. The host asks has_sm90()
+// (cuda/device/launch.h), which is the kHasSm90 of the code that the device runs.
 #pragma once
 
 #include <cstdint>
