@@ -4,9 +4,9 @@
 // hold.
 //
 //   | tile of a CTA | warps | CTAs a multiprocessor | for                                         |
-//   | 128 x 256     | 8     | 1                     | all other products                          |
 //   | 128 x 128     | 4     | 2                     | dH with n <= 128: a wide tile would compute |
 //   |               |       |                       | half of its columns in vain                 |
+//   | 128 x 256     | 8     | 1                     | all other products                          |
 //
 // With narrow tiles the epilogue of one CTA runs beside the products of the other CTA. But the
 // narrow tile reads more bytes a flop from L2: plain products with long rows are 10 % slower (H200,
@@ -34,7 +34,7 @@ inline constexpr int kElementBytes = 2;
 ///   | 32    | 91 KB  | 58 KB  | 8.6, 8.9, 12.x: a CTA has at most 99 KB                    |
 ///
 /// The narrow tile has depth 64 on 9.0, and 32 on 8.0 and 8.7. 8.6, 8.9 and 12.x have no room for
-/// two CTAs; they and 10.x take the wide tile for every product.
+/// two CTAs. They, 10.x and 11.0 take the wide tile for every product.
 enum class Depth : int { k32 = 32, k64 = 64 };
 
 /// The arguments of the template Shape, as values at run time.

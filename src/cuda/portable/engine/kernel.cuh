@@ -3,8 +3,9 @@
 //
 // Every thread issues a part of the copies of each k tile. Copies run kStages - 1 k tiles ahead of
 // the products, also from one tile of D to the next: while a warp's epilogue stores a tile, the
-// operands of the next tile arrive. No warp only copies, because with a ninth warp a thread would
-// have 168 registers, and its products alone take 192.
+// operands of the next tile arrive. No warp only copies: with a ninth warp, three warps would share
+// a quarter of the multiprocessor's registers. A thread would have 168 of them, but its products
+// alone take 192.
 //
 // A warp issues a copy after every few mma.sync. If it issued all copies of a k tile at once, the
 // tensor cores would be idle meanwhile.

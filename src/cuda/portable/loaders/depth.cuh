@@ -123,8 +123,8 @@ class DepthLoader {
   }
 
   /// The source of one gathered row of the k tile that begins at k. A warp copies kDepth / 8
-  /// gathered rows of a k tile. Each lane looks up one of these sources, and copy_side() gives it
-  /// to the lanes that copy the row by a shuffle.
+  /// gathered rows of a k tile. Each lane looks up the source of one of them, and copy_side() sends
+  /// it by a shuffle to the lanes that copy the row.
   static __device__ __forceinline__ int source(const Params& p, const int4& rows, int k) {
     const std::int32_t* index = gathered(p).index;
     const int lane = threadIdx.x & 31 & (Shape::kDepth / 8 - 1);
