@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kSearchThreads, 2)
   ptx::launch_next_kernel();
   const int e = blockIdx.x;
   const KeptSet t{{s.marks + e * s.kept.tiles, scores, e, tokens}, s.kept.of(e), &smem};
-  keep_chosen(t);  // none: no token chose
+  keep_chosen(t);  // begins with no token, because no token chose an expert
   if (count > 0) t.toggle(Side::kOthers, count);
   t.finish(count);
 }

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kRowThreads)
   R r;
   r.load(p, token);
   const Softmax s = r.softmax();
-  // In fp64: logits of 1e38 overflow it in fp32, and infinity times a p of 0 would be NaN.
+  // In fp64: with logits of 1e38 fp32 would overflow, and infinity times a p of 0 would be NaN.
   const double through = in.dvalues[in.value_stride] * 2.0 * log_sum(s) / tokens;
   float dp[R::kValues];
   float gradient[R::kValues];

@@ -277,7 +277,7 @@ void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
   with_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;
-    if constexpr (R::kLanes < 32) {  // rows whose groups fit four warps at a time
+    if constexpr (R::kLanes < 32) {  // four warps read the 16 rows of a group in one or two passes
       if (p.tokens <= kFewTokens) return launch_rank<R, Item, RankGroup>(p, s, exec);
     }
     // Where a block that ranks a whole tile may need more shared memory than the device has, blocks

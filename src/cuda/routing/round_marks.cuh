@@ -63,7 +63,8 @@ struct PairScores {
   }
 };
 
-/// The tokens that a block ranks: a tile, or one group where tokens are few.
+/// The tokens that a block ranks: a tile; one group if there are few tokens or little shared
+/// memory.
 template <int kWarpCount, int kTokenCount>
 struct RankShape {
   static constexpr int kWarps = kWarpCount;
@@ -109,7 +110,8 @@ struct TileSmem {
     atomicOr(&chosen[token / 32 * kExperts + e], 1u << token % 32);
     atomicMax(&worst[token / kGroupTokens * kExperts + e], inverted_cut_of(p));
   }
-  /// This lane's experts' largest cuts, two a word, over the lanes that hold the same experts.
+  /// Stores the largest cut of each of this lane's experts, over all lanes that hold these experts.
+  /// `two` has two cuts in a word.
   __device__ void store_best(std::uint32_t (&two)[R::kValues / 2]) const {
 #pragma unroll
     for (int i = 0; i < R::kValues / 2; i++) {

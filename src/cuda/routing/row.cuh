@@ -10,9 +10,9 @@
 
 namespace sonicmoe::cuda {
 
-/// kWidth lanes hold the K slots of a row after the selection, in kPasses passes over the rows of a
-/// warp. The dtype of the logits is a run-time branch of the load: a template parameter would
-/// triple the kernels and save no time.
+/// A warp reads 32 / kLanes rows at once, and kPasses times as many in all. After the selection
+/// kWidth lanes hold the K slots of a row. The dtype of the logits is a run-time branch of the
+/// load: a template parameter would triple the kernels and save no time.
 template <int kLaneCount, int kValueCount, int kSlotWidth>
 struct Row {
   static constexpr int kLanes = kLaneCount;
@@ -436,7 +436,9 @@ __device__ void read_row(const RouteParams& p, std::int64_t token, std::uint32_t
 /// The gradient of a slot's logit, and the part that softmax over all E subtracts from every logit.
 struct SlotGradient {
   float slot;
-  float mean;  ///< sum of d(raw) * raw for kSoftmaxBeforeTopK: mean * p is subtracted everywhere
+  /// kSoftmaxBeforeTopK: the sum of d(raw) * raw; mean * p is subtracted from every logit's
+  /// gradient. Other modes: 0.
+  float mean;
 };
 
 /// Computes the gradient of a slot's logit from the gradient of the slot's weight.

@@ -13,8 +13,8 @@ struct SlotView {
   void* data;           ///< null: absent
   std::int64_t row;     ///< stride from one token to the next
   std::int64_t column;  ///< stride from one k to the next
-  std::int32_t top_k;  ///< K; 1 if `column` is also the stride from a token's last slot to the next
-  DType dtype;         ///< i32 or i64; f32 for weights
+  std::int32_t top_k;   ///< K; 1 if all slots have one stride, `column`
+  DType dtype;          ///< i32 or i64; f32 for weights
 
   __device__ std::int64_t offset(std::int64_t token, int k) const {
     return token * row + k * column;
