@@ -154,9 +154,9 @@ struct ExchangeCall {
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
 };
 
-/// Sends routing and rows. Returns the row capacity of the rest of the step. It is at least 1,
-/// because an H without elements would have a null address, and the library takes a null H for
-/// inference.
+/// Sends routing and rows. Returns the row capacity of the rest of the step: `rows`, or the number
+/// of routed rows if `rows` is kRoutedRows. This number becomes at least 1, because an H without
+/// elements would have a null address, and the library takes a null H for inference.
 inline std::int64_t begin_forward(const ExchangeCall& c, std::int64_t rows,
                                   const sonicmoe::ForwardArgs& args, const sonicmoe::Exec& exec) {
   const bool exact = rows == kRoutedRows;

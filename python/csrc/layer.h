@@ -37,8 +37,8 @@ struct Layer {
 /// Problem::precision and Problem::kept_h as one number, equal to PRECISION in _names.py.
 enum class CallPrecision : std::int32_t { kTensors = 0, kFp8 = 1, kFp8KeepsTensors = 2 };
 
-/// The last argument of every operator of the layer. Without it, an fp8 call quantises the weights,
-/// and its backward quantises them again.
+/// The last argument of moe_inference, moe_forward and their backward operators. Without it, an fp8
+/// call quantises the weights, and its backward quantises them again.
 struct Fp8Argument {
   MaybeArray fp8_weights;
   auto fields() { return std::tie(fp8_weights); }
@@ -137,9 +137,9 @@ inline Call call_of(Layer& a) {
   return c;
 }
 
-/// Memory that is kept for backward, for data of which a backend does not write every byte. It is
-/// cleared on the CPU, so that a recomputed forward (activation checkpointing) gives equal bytes.
-/// On CUDA it is not cleared, because this would take one more kernel.
+/// Bytes that outlive the call (metadata, codes and scales). A backend does not write all of them.
+/// On the CPU they are cleared, so that a recomputed forward (activation checkpointing) gives equal
+/// bytes. On CUDA they are not cleared, because this would take one more kernel.
 inline Array new_bytes(const Array& like, std::int64_t bytes) {
   if (like.is_cuda()) return empty(like, {bytes}, ScalarType::Byte);
   return torch::stable::new_zeros(like, {bytes}, ScalarType::Byte);

@@ -97,9 +97,9 @@ inline PairArrays new_pairs(const Array& logits, std::int64_t capacity) {
           .offsets = empty(logits, {logits.size(1) + 1}, ScalarType::Long)};
 }
 
-#define SONICMOE_ROUNDING(ARGUMENT)                                                              \
-  ARGUMENT(Array, seed) /* () int64 in host memory: a graph is not compiled again for another */ \
-  ARGUMENT(std::int64_t, tile)                                                                   \
+#define SONICMOE_ROUNDING(ARGUMENT)                                                        \
+  ARGUMENT(Array, seed) /* () int64 in host memory: one compiled graph serves all seeds */ \
+  ARGUMENT(std::int64_t, tile)                                                             \
   ARGUMENT(std::int64_t, mode) /* RoundingMode */
 struct Rounding {
   SONICMOE_ARGUMENTS(SONICMOE_ROUNDING)

@@ -16,8 +16,8 @@
 
 #include "sonicmoe/moe.h"
 
-// torch's C shim has this function since 2.13. Before, it is null here, and the shim prints the
-// reason of an error on stderr.
+// torch's C shim has this function since 2.13. With an older torch its address is null, and the
+// shim prints the reason of an error on stderr.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace sonicmoe_torch {
