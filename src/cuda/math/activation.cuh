@@ -47,8 +47,9 @@ struct Silu {
   }
 };
 
-/// x Phi(x), with Phi by the rational-exponential form of Abramowitz and Stegun 7.1.26: absolute
-/// error below 1e-7, small relative error in the negative tail. normcdff would branch.
+/// x Phi(x), with Phi by the rational-exponential form of Abramowitz and Stegun 7.1.26. The
+/// absolute error of Phi is about 3e-7. Its relative error is below 5e-4 for x > -4 and below 4e-3
+/// for x > -6. normcdff would branch.
 struct GeluErf {
   static __device__ __forceinline__ float distribution(float x, float bell) {
     const float t = ptx::reciprocal(fmaf(0.3275911f * 0.70710678f, fabsf(x), 1.0f));
