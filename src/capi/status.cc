@@ -80,7 +80,7 @@ SONICMOE_SAME(SMOE_PART_COMPUTE, ExchangePart::kCompute);
 SONICMOE_SAME(SMOE_PART_FINISH, ExchangePart::kFinish);
 #undef SONICMOE_SAME
 
-/// A flag of each thread, not set at first. If pthreads cannot store the flag, it stays not set.
+/// A flag of each thread, not set at first. If pthreads cannot store it, it is never set.
 class ThreadFlag {
  public:
   ThreadFlag() noexcept : usable_(pthread_key_create(&key_, nullptr) == 0) {}
@@ -107,10 +107,10 @@ const BackendTable& device_backend() {
 
 // If a library is loaded by dlopen, glibc allocates a thread's thread-local storage of the library
 // on first use, and ends the process if the allocation fails. So this function first tests whether
-// malloc can give more memory than that. It remembers the answer in a pthreads key, which allocates
-// nothing. A thread_local flag would have to be initial-exec, and then the library could not be
-// loaded after torch: with the CUDA runtime, its thread-local storage is larger than the space that
-// glibc reserves for libraries loaded by dlopen.
+// malloc can give more memory than that. It remembers the answer in a pthreads key. If pthreads
+// cannot store the answer, every call tests again. A thread_local flag would have to be
+// initial-exec, and then the library could not be loaded after torch: with the CUDA runtime, its
+// thread-local storage is larger than the space that glibc reserves for libraries loaded by dlopen.
 bool can_report_errors() noexcept {
   static const ThreadFlag obtained;
   if (obtained.is_set()) return true;
@@ -118,9 +118,10 @@ bool can_report_errors() noexcept {
   void* const probe = std::malloc(kMoreThanNeeded);
   if (probe == nullptr) return false;
   std::free(probe);
-  // Volatile, or the compiler would drop the call, because nothing reads its result.
+  // Volatile, or the compiler would drop the calls, because nothing reads their results. The error
+  // keeps its sentence: a thread whose flag cannot be stored comes here in every call.
   [[maybe_unused]] const void* volatile exceptions = abi::__cxa_get_globals();
-  set_last_error("");
+  [[maybe_unused]] const void* volatile error = &last_error();
   obtained.set();
   return true;
 }

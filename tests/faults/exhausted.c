@@ -162,6 +162,21 @@ static int child_status(size_t extra, int who) {
   return 0;
 }
 
+/* A process without a free pthreads key must still get the sentence of an error. */
+static int sentence_without_keys(void) {
+  int status = 0;
+  pthread_key_t key;
+  const pid_t child = fork();
+  if (child < 0) exit(3);
+  if (child > 0) {
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) == CHILD_REFUSED;
+  }
+  while (pthread_key_create(&key, NULL) == 0) continue;
+  moe_forward(NULL, NULL, NULL);
+  _exit(strstr(last_error(), " is null, must not be null") != NULL ? CHILD_REFUSED : CHILD_WRONG);
+}
+
 int main(int argc, char** argv) {
   void* library = argc > 1 ? dlopen(argv[1], RTLD_NOW) : NULL;
   int count[2] = {0, 0};
@@ -174,6 +189,10 @@ int main(int argc, char** argv) {
   *(void**)&moe_sizes = dlsym(library, "smoe_moe_sizes");
   *(void**)&moe_forward = dlsym(library, "smoe_moe_forward");
   *(void**)&last_error = dlsym(library, "smoe_last_error");
+  if (!sentence_without_keys()) {
+    printf("FAILED: an error without its sentence\n");
+    ++failed;
+  }
   prepare();
   if (moe_forward(&problem, &args, &executor) != SMOE_OK) return 3;
   memcpy(expected, out.data, sizeof expected);
