@@ -106,12 +106,14 @@ void exchange_forward(const ExchangeShape& s, const Problem& p, const ForwardArg
                       ExchangePart part, const Exec& exec) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
   checks::moe_forward(own_problem(s, p), args, exec);
+  fp8_weights(p, args.fp8_weights, exec);
 }
 
 void exchange_backward(const ExchangeShape& s, const Problem& p, const BackwardArgs& args,
                        ExchangePart part, const Exec& exec) {
   known("part", static_cast<std::int32_t>(part), kPartCount);
   checks::moe_backward(own_problem(s, p), args, exec);
+  fp8_weights(p, args.fp8_weights, exec);
 }
 
 }  // namespace sonicmoe::checks
