@@ -355,8 +355,14 @@ static void test_struct_sizes(void) {
     smoe_problem problem;
     unsigned char appended[24];
   } newer;
+  const smoe_problem p = make_problem();
+  smoe_sizes sizes = sizes_of(&p, SMOE_FORWARD);
   int64_t capacity = 0;
   char sentence[200];
+
+  sizes.reserved = 3;
+  expect_sentence(smoe_moe_sizes(&p, SMOE_FORWARD, NULL, &sizes), SMOE_INVALID_ARGUMENT,
+                  "sizes.reserved is 3, must be 0");
 
   memset(&newer, 0, sizeof(newer));
   newer.problem = make_problem();
@@ -463,6 +469,10 @@ static void test_scratch(void) {
          "the grouped GEMM needs no scratch here");
   expect_sentence(smoe_grouped_gemm_scratch_bytes(2, 0, NULL, &bytes), SMOE_INVALID_ARGUMENT,
                   "experts is 0, must be at least 1");
+  gemm.reserved = 3;
+  expect_sentence(smoe_grouped_gemm(&gemm, NULL), SMOE_INVALID_ARGUMENT,
+                  "args.reserved is 3, must be 0");
+  gemm.reserved = 0;
   gemm.size = (uint32_t)offsetof(smoe_grouped_gemm_args, scratch) - 1;
   expect(smoe_grouped_gemm(&gemm, NULL) == SMOE_INVALID_ARGUMENT, "a struct of no version");
 }

@@ -12,16 +12,9 @@ constexpr std::size_t kLargestStruct = 4096;
   throw Error(status, sentence);
 }
 
-void reserved(std::int64_t value, const char* name) {
-  if (value != 0) {
-    refuse(Status::kInvalidArgument,
-           std::string(name) + ".reserved is " + std::to_string(value) + ", must be 0");
-  }
-}
-
 Tensor convert(const smoe_tensor* given, const char* name) {
   const smoe_tensor t = read(given, name);
-  reserved(t.reserved, name);
+  refuse_reserved(t.reserved, name);
   Tensor result{t.data, static_cast<DType>(t.dtype), t.rank, {}, {}};
   std::copy_n(t.shape, 3, result.shape);
   std::copy_n(t.stride, 3, result.stride);
@@ -38,6 +31,13 @@ Buffer input_buffer(const void* data, std::int64_t bytes) {
 void refuse_null(const void* pointer, const char* name) {
   if (pointer == nullptr) {
     refuse(Status::kInvalidArgument, std::string(name) + " is null, must not be null");
+  }
+}
+
+void refuse_reserved(std::int64_t value, const char* name) {
+  if (value != 0) {
+    refuse(Status::kInvalidArgument,
+           std::string(name) + ".reserved is " + std::to_string(value) + ", must be 0");
   }
 }
 
@@ -68,7 +68,7 @@ Tensor optional(const smoe_tensor* given, const char* name) {
 Exec exec(const smoe_exec* given) {
   if (given == nullptr) return {};
   const smoe_exec e = read(given, "exec");
-  reserved(e.reserved, "exec");
+  refuse_reserved(e.reserved, "exec");
   return {static_cast<Backend>(e.backend), e.num_threads, e.device, e.stream};
 }
 
@@ -96,7 +96,7 @@ Problem problem(const smoe_problem* given) {
 
 Routing routing(const smoe_routing* given) {
   const smoe_routing r = read(given, "routing");
-  reserved(r.reserved, "routing");
+  refuse_reserved(r.reserved, "routing");
   return {optional(r.ids, "routing.ids"),
           optional(r.weights, "routing.weights"),
           optional(r.token, "routing.token"),
@@ -107,7 +107,7 @@ Routing routing(const smoe_routing* given) {
 
 Weights weights(const smoe_weights* given, const char* name) {
   const smoe_weights w = read(given, name);
-  reserved(w.reserved, name);
+  refuse_reserved(w.reserved, name);
   const auto member = [name](const smoe_tensor* t, const char* field) {
     return optional(t, (std::string(name) + field).c_str());
   };
@@ -117,7 +117,7 @@ Weights weights(const smoe_weights* given, const char* name) {
 
 RouteOptions route_options(const smoe_route_options* given) {
   const smoe_route_options o = read(given, "route options");
-  reserved(o.reserved, "route options");
+  refuse_reserved(o.reserved, "route options");
   RouteOptions result;
   result.top_k = o.top_k;
   result.score = static_cast<ScoreMode>(o.score);
@@ -141,7 +141,7 @@ RoundOptions round_options(const smoe_round_options* given) {
 
 Pairs pairs(const smoe_pairs* given) {
   const smoe_pairs p = read(given, "pairs");
-  reserved(p.reserved, "pairs");
+  refuse_reserved(p.reserved, "pairs");
   return {required(p.token, "pairs.token"), required(p.expert, "pairs.expert"),
           required(p.weight, "pairs.weight"), required(p.offsets, "pairs.offsets")};
 }

@@ -47,6 +47,8 @@ smoe_status guarded(F&& call) noexcept {
 }
 
 void refuse_null(const void* pointer, const char* name);
+/// Refuses the value of a field `reserved` other than 0; `name` is that of the struct.
+void refuse_reserved(std::int64_t value, const char* name);
 /// Checks the size field of a struct: it is at least `first`, the size in the version that
 /// introduced the struct, and bytes past `known`, its size in this version, are zero. Returns the
 /// number of bytes that the caller's struct and this version's have in common.
@@ -67,6 +69,7 @@ T read(const T* given, const char* name, std::size_t first = sizeof(T)) {
 template <class F>
 void write_sizes(smoe_sizes* sizes, const F& compute) {
   smoe_sizes result = read(static_cast<const smoe_sizes*>(sizes), "sizes");
+  refuse_reserved(result.reserved, "sizes");
   const Sizes s = compute();
   result.h_bytes = s.h_bytes;
   result.saved_bytes = s.saved_bytes;

@@ -13,6 +13,7 @@ Args gemm_args(const smoe_grouped_gemm_args* given) {
   // The first version of the struct ends before `scratch`.
   constexpr std::size_t kFirst = offsetof(smoe_grouped_gemm_args, scratch);
   const smoe_grouped_gemm_args a = capi::read(given, "args", kFirst);
+  capi::refuse_reserved(a.reserved, "args");
   return {capi::required(a.a, "a"),           capi::required(a.b, "b"),
           capi::required(a.d, "d"),           capi::required(a.offsets, "offsets"),
           capi::optional(a.gather, "gather"), {a.scratch, a.scratch_bytes}};
