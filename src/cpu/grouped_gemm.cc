@@ -32,13 +32,13 @@ class Offsets {
   std::int64_t taken_ = 0;
 };
 
-/// The caller's row indices, clamped to the rows of a: copied where they are strided or out of
-/// range, else read in place.
+/// The caller's row indices, clamped to the rows of a. They are copied if they are strided or out
+/// of range, else read in place. If a has no rows they are not read.
 class Gather {
  public:
   Gather(const Tensor& t, std::int64_t source_rows)
       : data_(static_cast<const std::int32_t*>(t.data)) {
-    if (data_ == nullptr) return;
+    if (data_ == nullptr || source_rows == 0) return;
     const auto last = static_cast<std::int32_t>(source_rows - 1);
     const auto within = [last](std::int32_t row) { return row >= 0 && row <= last; };
     if (t.stride[0] == 1 && std::all_of(data_, data_ + t.shape[0], within)) return;
