@@ -21,9 +21,9 @@ void add(Lent& lent, const Routing& r, const Weights& w) {
   lent.add("weights.b_down", w.b_down);
 }
 
-/// Memory that a call only reads, as a tensor.
+/// Memory that a call only reads, as a tensor, rounded up to 4 bytes.
 Tensor read_only(const Buffer& buffer) {
-  return tensor1(buffer.data, DType::kI32, (buffer.bytes + 3) / 4);
+  return tensor1(buffer.data, DType::kI32, buffer.bytes / 4 + (buffer.bytes % 4 != 0 ? 1 : 0));
 }
 
 void add(Lent& lent, const Pairs& pairs, Use use) {
