@@ -16,7 +16,10 @@ const RouteSimd& route_simd() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     return kRouteSimdAvx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kRouteSimdAvx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    return kRouteSimdAvx2;
+  }
   return kRouteSimdPortable;
 }
 
