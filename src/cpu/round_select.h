@@ -32,7 +32,7 @@ constexpr Ranked<Key> keep_nothing() {
 template <class Key>
 class ColumnRanking {
  public:
-  explicit ColumnRanking(std::int64_t tokens) : tokens_(tokens), kept_(tokens + 1) {
+  explicit ColumnRanking(std::int64_t tokens) : tokens_(tokens), kept_(tokens) {
     candidates_.reserve(tokens);
   }
   /// Sets the rank keys (T) that the other functions read.
@@ -131,7 +131,7 @@ class ColumnRanking {
   const Key* keys_ = nullptr;
   std::int64_t tokens_;
   std::vector<Ranked<Key>> candidates_;  ///< T at most
-  std::vector<std::int32_t> kept_;  ///< T, and one element that kept() writes before it counts it
+  std::vector<std::int32_t> kept_;       ///< T
 };
 
 }  // namespace sonicmoe::cpu
