@@ -26,8 +26,10 @@ struct EngineInfo {
   std::string serves;  ///< "9.0 (H100, H200)"
 };
 
-/// Where a function is null, the backend does not serve the call, and serve() refuses it by name.
-/// Functions named *_bytes and moe_sizes need no device; the others use the device of `exec`.
+/// If a function is null, the backend does not serve its call, and serve() refuses the call by
+/// name. moe_sizes, layer_tiles, refusal and the functions named *_bytes launch nothing: for them
+/// Exec::device may be null (the default engine) or a handle of device_model(). Calls that launch
+/// kernels need a device that is present.
 struct BackendTable {
   const char* name = nullptr;
   /// The alignment of a call's buffers, in bytes.
@@ -36,14 +38,15 @@ struct BackendTable {
   /// kFp8.
   bool fast_fp8 = false;
 
-  /// Opens a device: an immutable handle for Exec::device, given back to device_close. `engine` is
-  /// a name of engines(), or null for the backend's choice. Null: the backend has no devices.
+  /// Opens a device and returns an immutable handle for Exec::device, which device_close frees.
+  /// `engine` is a name of engines(), or null for the backend's choice. A backend without devices
+  /// has no such function.
   void* (*device_open)(std::int32_t ordinal, const char* engine) = nullptr;
   void (*device_close)(void* device) = nullptr;
 
   /// A handle for the sizes and plans of a device that need not be present; launches refuse the
-  /// handle. `capability` is a compute capability (90 is 9.0). Null: this build has no kernels for
-  /// it.
+  /// handle. `capability` is a compute capability (90 is 9.0). Returns null if this build has no
+  /// kernels for it.
   const void* (*device_model)(std::int32_t capability) = nullptr;
   /// The engines of this build; the first that serves a device is the default.
   std::vector<EngineInfo> (*engines)() = nullptr;
@@ -52,17 +55,18 @@ struct BackendTable {
   /// The architectures for which the build has device code: "sm_80 sm_90".
   const char* (*code_names)() = nullptr;
 
-  /// The tiles of a problem whose gate and up do not alternate. Null: the backend has no fixed
-  /// tiles.
+  /// The tiles of a problem whose gate and up do not alternate. A backend without fixed tiles has
+  /// no such function.
   std::vector<TileChoice> (*layer_tiles)(const Problem& problem, const Exec& exec) = nullptr;
-  /// Why the device of `exec` cannot compute a problem that is well formed, empty if it can. Null:
-  /// it can compute all.
+  /// Why the device of `exec` cannot compute a problem that is well formed; empty if it can. A
+  /// backend that can compute all problems has no such function.
   std::string (*refusal)(const Problem& problem, const Exec& exec) = nullptr;
 
   Sizes (*moe_sizes)(const Problem& problem, Pass pass, const Exec& exec) = nullptr;
   /// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.
   Tensor (*h_rows)(const Problem& problem, const Weights& weights, void* data) = nullptr;
-  /// Writes the buffer of core/fp8_layout.h. Null: the backend does not serve Precision::kFp8.
+  /// Writes the buffer of core/fp8_layout.h. A backend without Precision::kFp8 has no such
+  /// function.
   void (*quantize_weights)(const Problem& problem, const Weights& weights, const Buffer& out,
                            const Exec& exec) = nullptr;
   void (*moe_forward)(const Problem& problem, const ForwardArgs& args, const Exec& exec) = nullptr;

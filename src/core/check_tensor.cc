@@ -67,8 +67,8 @@ void size_and_reach(const Tensor& tensor, const char* name) {
   }
 }
 
-// True unless each stride steps over everything that the smaller strides reach. The test is
-// sufficient, not necessary: some tensors without overlap give true as well.
+// True unless each stride steps over everything that the smaller strides reach. True for every
+// tensor that overlaps itself, and for some that do not.
 bool overlaps_itself(const Tensor& tensor) {
   std::array<std::pair<std::int64_t, std::int64_t>, 3> dims{};  // {stride, extent}
   for (std::int32_t i = 0; i < tensor.rank; ++i) {

@@ -7,9 +7,9 @@
 namespace sonicmoe {
 namespace {
 
-// Rows 1 to 12: the model sizes of the SonicMoE paper (arXiv 2512.14080) at several granularities.
-// The others: layers of public models at a training batch, three layers at a smaller batch (their
-// names end in -T<tokens>), and a small layer for a laptop.
+// Entries 1 to 12: the model sizes of the SonicMoE paper (arXiv 2512.14080) at several
+// granularities. The others: layers of public models at a training batch, three layers at a smaller
+// batch (their names end in -T<tokens>), and a small layer for a laptop.
 constexpr NamedConfig kConfigs[] = {
     {"1.4B-n256", {40960, 768, 256, 128, 8}},     {"1.4B-n512", {40960, 768, 512, 64, 4}},
     {"1.4B-n1024", {40960, 768, 1024, 32, 2}},    {"7B-n256", {24576, 1536, 256, 128, 8}},

@@ -10,8 +10,8 @@ namespace sonicmoe {
 namespace {
 
 // The smallest sizes for which "auto" takes fp8. Every measured layer of at least these sizes was
-// faster in fp8 than in bf16, also if the weights are quantised for each micro-batch. A layer with
-// 640 rows an expert was slower then in one of two runs (docs/fp8.md).
+// faster in fp8 than in bf16, even with weights that are quantised for each micro-batch. With such
+// weights a layer with 640 rows an expert was slower in one of two runs (docs/fp8.md).
 constexpr std::int64_t kLeastHidden = 2048;
 constexpr std::int64_t kLeastWidth = 256;
 constexpr std::int64_t kLeastMatrix = std::int64_t{1} << 20;  // d n

@@ -30,9 +30,9 @@ enum class Evidence {
 };
 const char* evidence_name(Evidence evidence);
 
-/// Roofline time divided by measured time under sustained load: mean, minimum and maximum over both
-/// passes of 18 large layers on an H200. The defaults are the hopper engine's
-/// (benchmarks/results/h200/hot.json).
+/// Roofline time divided by measured time under sustained load: mean, minimum and maximum over 18
+/// large layers on an H200. The defaults are those of the hopper engine, for forward and backward
+/// one by one (benchmarks/results/h200/hot.json).
 struct ShareOfRoofline {
   double mean = 0.63, least = 0.57, most = 0.68;
 };

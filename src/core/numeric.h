@@ -52,7 +52,7 @@ inline F16 to_f16(float v) {
   return {static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13))};
 }
 
-/// r(.) of docs/method.md: to the tensor's dtype and back, from the accumulator's type.
+/// Rounds fp32 to the type T.
 template <class T>
 T from_float(float v);
 template <>

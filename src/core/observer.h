@@ -5,9 +5,9 @@
 
 namespace sonicmoe {
 
-/// begin and end are called by the thread that called the layer. On CUDA the kernels between them
-/// have been launched on Exec::stream and may still run. A kernel may be launched several times in
-/// a pass: its time is the sum.
+/// The thread that called the layer calls begin and end. On CUDA the kernels between them may still
+/// run on Exec::stream when end is called. A kernel may be launched several times in a pass: its
+/// time is the sum.
 class KernelObserver {
  public:
   virtual ~KernelObserver() = default;

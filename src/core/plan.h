@@ -29,7 +29,8 @@ struct KernelCost {
   double seconds = 0.0;
   bool memory_bound = false;
 };
-/// The kernels in order of execution, with their time on `machine`.
+/// The kernels of forward, then those of backward, with their time on `machine`. Engines differ in
+/// the order of dW2, dX~ and dW1.
 std::vector<KernelCost> kernel_costs(const Problem& problem, const Machine& machine);
 
 /// The part of a layer that one GPU computes: `rows` routed rows of `tokens` tokens over `experts`

@@ -27,7 +27,7 @@ struct RankOptions {
   std::int64_t ranks_per_node = 8;  ///< GPUs of one NVLink domain
   double link_gbytes = 0.0;         ///< GB/s a GPU, each way, inside a node
   double network_gbits = 0.0;       ///< Gbit/s a GPU, each way, between nodes
-  double tflops = 0.0;              ///< rate of the products; 0: `share` times the roofline
+  double tflops = 0.0;              ///< rate of the products; 0: `share` of the roofline
   double share = ShareOfRoofline{}.mean;
   double imbalance = 1.0;  ///< rows of the busiest rank over the mean
   double arena = 1.3;      ///< rows for which an arena has room over the expected rows
@@ -52,7 +52,7 @@ struct RankTransfer {
 
 struct RankPass {
   double alone = 0.0;      ///< time of one GPU with as many rows and experts and no transfers
-  double products = 0.0;   ///< products, packing of rows and adding of partial sums
+  double products = 0.0;   ///< products, and (without RankOptions::tflops) packing and adding
   double transfers = 0.0;  ///< all transfers, one after the other
   double exposed = 0.0;    ///< nothing hidden: products + transfers
   double hidden = 0.0;     ///< all hidden: the longer of products and transfers

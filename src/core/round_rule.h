@@ -45,9 +45,9 @@ SONICMOE_HD std::int64_t score_count(const RoundBounds& b, std::uint64_t gained,
   return gained < lost ? b.hi : b.lo;
 }
 
-/// Balanced rounding: returns the change, -down = lo - f or up = hi - f, with the smaller
-/// |running + change|, where `running` is the sum of the changes of the experts before this one. A
-/// tie gives `nearest`, the change to nearest_count().
+/// Balanced rounding changes an expert's count by -down (to lo) or by up (to hi). `running` is the
+/// sum of the changes of the experts before this one. Returns the change for which |running +
+/// change| is smaller; on a tie `nearest`, the change to nearest_count().
 template <class Int>
 SONICMOE_HD Int balanced_change(Int down, Int up, Int nearest, Int running) {
   const Int middle = 2 * running + up - down;  // negative: |running + up| < |running - down|

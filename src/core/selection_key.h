@@ -2,8 +2,9 @@
 // source, so the CPU and the GPU compute the same bits and choose the same experts.
 //
 // All operations are fp32 in a stated order. Products and sums are fused only by an explicit fma,
-// and no library function is called, so the compiler has nothing to choose. Exponentials of x < -80
-// are zero: no value is subnormal (E <= 1024), so flush-to-zero modes change nothing.
+// so the compiler has nothing to choose. No library function is called, except fmaf by code that is
+// built without fma instructions; it gives the same bits. Exponentials of x < -80 are zero: no
+// value is subnormal (E <= 1024), so flush-to-zero modes change nothing.
 //
 // - exp32: 2^n * P(r), where x = n ln2 + r, |r| <= ln2/2 and P has degree 6. At most 1 ulp off on
 //   [-80, 0].
