@@ -10,7 +10,7 @@ namespace sonicmoe::cpu {
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
                       const Exec& exec);
-/// H at `data`: (C, G, n), or (C, 2n) where gate and up alternate.
+/// H at `data`: (C, G, n).
 Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);

@@ -1,4 +1,5 @@
-// Expert choice: every expert takes the `capacity` tokens with the highest softmax over E for it.
+// Expert choice: every expert takes the `capacity` tokens that give it the highest probability
+// (softmax over E).
 #include <vector>
 
 #include "cpu/backend.h"

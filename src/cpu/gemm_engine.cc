@@ -11,9 +11,11 @@ namespace {
 constexpr std::int64_t kAlignment = 64;
 // Bytes that vector stores of the last lanes may write past the end of AlignedMemory.
 constexpr std::int64_t kSlack = 256;
-// Packed columns of an expert that a task multiplies by all its rows: they fit the L2 or L3 cache.
+// Bytes of an expert's columns that a task packs and multiplies by all its rows before it packs the
+// next columns: they fit the L2 or L3 cache.
 constexpr std::int64_t kChunkBytes = 2 << 20;
-// Accumulators of a ColTask.
+// Most rows, of all segments together, and most columns of a ColTask's accumulators; the rows are
+// rounded up to whole tiles.
 constexpr std::int64_t kColTaskRows = 512;
 constexpr std::int64_t kColTaskCols = 512;
 
@@ -23,7 +25,7 @@ const void* advance(const void* data, std::int64_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
 
-// The least rows of a task, unless the expert has fewer.
+// The least rows of a RowTask. The last task of an expert may have fewer.
 constexpr std::int64_t kSplitRows = 64;
 // A group of experts has about this many bytes of rows for each worker.
 constexpr std::int64_t kGroupBytes = 6 << 20;

@@ -74,7 +74,8 @@ std::int64_t most_row_tasks(std::int64_t rows, std::int64_t experts);
 /// allocates: next() is called when outputs have been written.
 class ExpertGroups {
  public:
-  /// `most_rows`: an upper bound on the rows of all experts.
+  /// `most_rows`: an upper bound on the rows of all experts. `row_bytes`: bytes of a row; 0: all
+  /// experts are one group.
   ExpertGroups(std::int64_t experts, std::int64_t most_rows, std::int64_t row_bytes,
                std::int32_t workers);
   /// The next group, or null after the last. Overwrites the group that it returned before.
@@ -237,7 +238,7 @@ class ColGemmWorker {
   AlignedMemory acc_;
 };
 
-/// Most rows and columns of a task.
+/// Most rows of a segment and most columns in a task.
 std::int64_t col_task_rows(const ColGemm& gemm);
 std::int64_t col_task_cols(const ColGemm& gemm);
 

@@ -1,9 +1,9 @@
 // Packs strided or gathered rows of any storage type into the panels of gemm_kernels.h. Included by
 // gemm_<isa>.cc through gemm_table.h.
 //
-// pack_rows may write past the end of its panel. So panels are packed in ascending order of
-// address, and AlignedMemory has room behind the last panel. pack_cols writes only the k of its
-// job.
+// If the lanes of a panel do not fill whole vectors (mr lanes), pack_rows may write past the end of
+// the panel. So such panels are packed in ascending order of address, and AlignedMemory has room
+// behind the last panel. pack_cols writes only the k of its job.
 #pragma once
 
 #include <utility>

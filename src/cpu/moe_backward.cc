@@ -17,8 +17,8 @@ struct Backward {
   const Kernels& kernels;
   const Isa isa;
   const Metadata metadata;
-  // Operands of dA' and dX~. In bf16: dO, weights and H of `args`, and dh. In fp8:
-  // quantised and restored tensors in scratch; H of `args` if it is kept in bf16.
+  // Operands of dA' and dX~. kTensors: dO, weights and H of `args`, and dh. kFp8: quantised and
+  // restored tensors in scratch; H of `args` if it is kept in bf16.
   Tensor da_rows;
   Weights weights;
   void* h;

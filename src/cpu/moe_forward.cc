@@ -13,7 +13,7 @@ struct Forward {
   const ForwardArgs& args;
   const Kernels& kernels;
   const Metadata metadata;
-  // Operands of the products. In bf16: those of `args`. In fp8: the same tensors quantised and
+  // Operands of the products. kTensors: those of `args`. kFp8: the same tensors quantised and
   // restored to bf16, in scratch.
   Tensor x;
   Weights weights;
