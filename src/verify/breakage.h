@@ -102,7 +102,7 @@ class DeviceCopies {
   ~DeviceCopies() {
     for (void* address : addresses_) memory_.release(address);
   }
-  // A contiguous copy of a view with changed values; absent where the view is absent.
+  // A copy of a view, with the same strides and changed values; absent if the view is absent.
   template <class F>
   Tensor changed(const Tensor& t, F f) {
     if (t.data == nullptr) return t;

@@ -275,7 +275,8 @@ void add_activations(std::vector<Case>& cases) {
   }
 }
 
-// Widths that fill the widest tiles, with experts that end at every position within a tile.
+// Widths that fill the widest tiles, with experts that end just before, at and just after the end
+// of a tile.
 void add_wide(Extent extent, std::vector<Case>& cases) {
   const std::int64_t edge = total(kEdgeCounts);
   const auto add = [&](std::int64_t n, ActivationKind kind, Layout layout, DType dtype, Data data) {
@@ -533,7 +534,8 @@ void add_large(std::vector<Case>& cases) {
     c.problem.tokens = total(c.counts) + 5;
     c.name = "large/" + c.name;
   }
-  // From 2^16 chunks of 16 bytes on, CUDA sums a token's rows by another kernel.
+  // If the output has more than 2^16 chunks of 16 bytes, CUDA sums the rows of its tokens by
+  // another kernel on compute capability 9.0.
   const RoutingShape shapes[] = {
       {"ids_sentinels_t4200", RoutingForm::kIds, Pattern::kSentinels, {4200, 2000, 8, 5, 3}, {}},
       {"pairs_shuffled_t4200",

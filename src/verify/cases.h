@@ -75,7 +75,7 @@ struct Case {
   Data data = Data::kRandom;
   Layout layout = Layout::kSeparate;
   DType index_dtype = DType::kI64;
-  DType grad_dtype = DType::kF32;  ///< of dW, and of db if accumulated; else db has the tensors'
+  DType grad_dtype = DType::kF32;  ///< of dW and of accumulated db; other db: problem.dtype
   GradMode grad_mode = GradMode::kWrite;
   bool bias = false;
   std::vector<std::string> wanted;  ///< gradients asked for, as "dx", "dgate"; empty: all

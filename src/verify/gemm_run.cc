@@ -13,7 +13,8 @@ namespace {
 using oracle::Matrix;
 using oracle::Precision;
 
-// Sizes of a case. The R rows are gathered from fewer rows of a, so that many are read twice.
+// Sizes of a case. With a gather index, the R rows come from R/3 rows of a, so that each is read
+// about three times.
 struct Shape {
   std::int64_t experts, rows, source_rows, left, right;
   std::vector<std::int64_t> offsets;

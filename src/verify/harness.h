@@ -15,7 +15,7 @@ struct CaseResult {
   std::string name;
   Fault fault = Fault::kNone;
   std::string message;            ///< one sentence when it failed
-  std::vector<Measure> measures;  ///< of random cases: one an output
+  std::vector<Measure> measures;  ///< of random cases: one for each output
   double seconds = 0.0;
 
   bool passed() const { return fault == Fault::kNone; }

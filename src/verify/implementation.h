@@ -24,8 +24,9 @@ Memory host_memory();
 
 struct Case;
 
-/// The public functions of a backend with their Exec bound. Where a function is empty, its cases
-/// are skipped.
+/// The public functions of a backend with their Exec bound. If quantize_weights, grouped_gemm,
+/// grouped_gemm_k, route or token_round is empty, its cases are skipped. If moe_backward is empty,
+/// cases of the layer run without backward.
 struct Implementation {
   std::string name;
   Memory memory;

@@ -12,8 +12,8 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// Generates the values of one case. Most integers are 0, so that every sum of products is an
-// integer that its type holds exactly.
+// Generates the values of one case. In cases of integers most weights are 0, so that every sum of
+// products is an integer that its type holds exactly.
 class Filler {
  public:
   Filler(const Case& c, std::uint64_t stream) : case_(c), engine_(seed_of(c) + stream) {}
@@ -90,11 +90,11 @@ class Filler {
   }
   bool random() const { return case_.data == Data::kRandom; }
   bool fp8() const { return case_.problem.precision == Precision::kFp8; }
-  /// Multiplies each block of `rows` x `cols` of the last two dimensions by a power of two, so that
-  /// neighbouring blocks have different scales.
   struct BlockShape {
     std::int64_t rows, cols;
   };
+  /// Multiplies each block of the last two dimensions by a random power of two, so that blocks have
+  /// different scales.
   void spread_blocks(const BlockView& tensor, BlockShape block) {
     const Tensor t = tensor.on_host();
     const std::int64_t cols = t.shape[t.rank - 1];
@@ -158,9 +158,9 @@ void poison_unused(const Case& c, const Tensors& tensors) {
   }
 }
 
-/// Case::cancelling: the next two functions change `rows` (T, 3 * 128), x or dO, and the weights,
-/// whose dimension `depth` is K = 3 * 128. The first and the last block of K become 64 times the
-/// first one, in the last block of the weights with the opposite sign.
+/// For Case::cancelling. `rows` (T, K) is x or dO; dimension `depth` of the weights is K = 384. The
+/// next two functions multiply the first 128 elements of K by 64 and copy them to the last 128. In
+/// the weights the copy has the opposite sign: the products of the first and the last block cancel.
 void cancel_rows(const BlockView& rows) {
   const Tensor t = rows.on_host();
   std::vector<double> values = oracle::read(t);

@@ -16,7 +16,7 @@ enum class Fault {
   kOutside,        ///< a byte outside the outputs changed
   kInputChanged,   ///< an input, or state kept for backward, changed
   kNotRepeatable,  ///< equal inputs gave different bits
-  kUnequal,        ///< integers differ
+  kUnequal,        ///< a value differs in a check for equality
   kInaccurate,     ///< an error above twice the error of the same formula in the same precision
   kNotZero,        ///< not exactly zero (or untouched) where no row contributes
   kSizes,          ///< a result of moe_sizes exceeds its limit, or h_bytes is not the exact size

@@ -7,8 +7,8 @@
 namespace sonicmoe::oracle {
 namespace {
 
-// Rows [begin, end) of a tensor, or of its gathered rows where there is a gather index, which is
-// clamped.
+// Rows [begin, end) of a tensor. With a gather index, row p is row gather[p] of the tensor, clamped
+// to its rows.
 template <class Real>
 Matrix<Real> rows_of(const Tensor& t, const Tensor& gather, std::int64_t begin, std::int64_t end) {
   Matrix<Real> out(end - begin, t.shape[1]);

@@ -150,7 +150,7 @@ struct PairList {
   std::vector<std::int64_t> offsets;
 };
 
-/// One expert's tokens, best first: (chosen, p, token).
+/// A token that an expert may keep. Chosen tokens rank first, then a larger p, then a lower token.
 template <class Real>
 struct Candidate {
   bool chosen;
