@@ -27,8 +27,8 @@ void Caller::call(const CallSetup& setup, const std::vector<Expected>& outputs,
                                     [&](const Expected& e) { return e.tensor.block == &block; });
     throw Rejected{{within && !output ? Fault::kInputChanged : Fault::kOutside,
                     setup.what + " changed byte " + std::to_string(*at) + " of " + block.what() +
-                        ", which has " + std::to_string(block.bytes()) +
-                        (output ? " and is written in part" : " and is not its to write")}};
+                        " (" + std::to_string(block.bytes()) + " bytes), which " +
+                        (output ? "is no element of the output" : "it must not write")}};
   }
 }
 
