@@ -25,7 +25,7 @@ TEST(ChecksRouting, OptionRefusals) {
       {[](Route& r) { r.options.renormalize = 2; }, "renormalize is 2, must be in 0 to 1"},
       {[](Route& r) { r.options.scale = HUGE_VAL; }, "scale is inf, must be finite"},
       {[](Route& r) { r.options.scale = -0x1p128; },
-       "scale is -340282366920938463463374607431768211456.000000, must be finite in f32"},
+       "scale is -3.40282367e+38, must be finite in f32"},
       {[](Route& r) { r.options.top_k = 0; }, "top_k is 0, must be at least 1"},
       {[](Route& r) { r.options.top_k = 5; }, "top_k is 5, must be at most E = 4"},
       {[](Route& r) { r.options.n_group = -1; }, "n_group is -1, must be at least 0"},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <utility>
 
 #include "core/backend_table.h"
@@ -95,6 +96,12 @@ void no_self_overlap(const Tensor& tensor, const char* name, const char* reason)
 void refuse(const std::string& sentence) { refuse(Status::kInvalidArgument, sentence); }
 void refuse(Status status, const std::string& sentence) { throw Error(status, sentence); }
 
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
+
 std::string DTypes::text() const {
   std::string text;
   for (std::int32_t i = 0; i <= static_cast<std::int32_t>(DType::kI64); ++i) {
@@ -154,7 +161,7 @@ void refuse_past_31_bits(const char* name, std::int64_t value) {
 }
 
 void refuse_not_finite(const char* name, double value) {
-  refuse(std::string(name) + " is " + std::to_string(value) + ", must be finite" +
+  refuse(std::string(name) + " is " + number_text(value) + ", must be finite" +
          (std::isfinite(value) ? " in f32" : ""));
 }
 

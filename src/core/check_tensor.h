@@ -16,6 +16,9 @@ namespace sonicmoe::checks {
 [[noreturn]] void refuse(const std::string& sentence);
 [[noreturn]] void refuse(Status status, const std::string& sentence);
 
+/// A number as refusals print it: "1.5", "1e-09".
+std::string number_text(double value);
+
 /// A set of element types, one bit each.
 class DTypes {
  public:

@@ -24,7 +24,7 @@ void activation_parameter(const char* name, const Activation& a, double value,
     const ActivationTraits traits = activation_traits(static_cast<ActivationKind>(i));
     if (traits.*of_kind != 0.0) owners += (owners.empty() ? "" : " or ") + std::string(traits.name);
   }
-  refuse(std::string("activation ") + name + " is " + std::to_string(value) + " for " +
+  refuse(std::string("activation ") + name + " is " + number_text(value) + " for " +
          activation_name(a.kind) + ", must be 0: only " + owners + " has it");
 }
 
@@ -35,7 +35,7 @@ void activation(const Activation& a) {
   activation_parameter("alpha", a, a.alpha, &ActivationTraits::alpha);
   activation_parameter("limit", a, a.limit, &ActivationTraits::limit);
   if (a.limit < 0.0) {
-    refuse("activation limit is " + std::to_string(a.limit) +
+    refuse("activation limit is " + number_text(a.limit) +
            ", must be above 0, or 0 for the default");
   }
 }

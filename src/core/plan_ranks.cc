@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "core/check_tensor.h"
 #include "core/checks.h"
@@ -18,9 +17,7 @@ constexpr double kBytesARow = 20, kBytesAToken = 16, kBytesAnExpert = 1024;
 
 void within(const char* name, double value, bool good, const char* range) {
   if (good && std::isfinite(value)) return;
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", value);
-  checks::refuse(std::string(name) + " is " + text + ", must be " + range);
+  checks::refuse(std::string(name) + " is " + checks::number_text(value) + ", must be " + range);
 }
 
 void above_zero(const char* name, double value) { within(name, value, value > 0, "above 0"); }
