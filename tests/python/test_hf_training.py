@@ -150,9 +150,9 @@ def expert_parallel_worker(rank, port, folder, results):
             _, experts = hf_models.experts_of(model)[0]
             local = experts.down_proj.to_local().shape[0], experts.down_proj.shape[0]
             got = gradients(model)
-            worst = max(error(got[name], value) for name, value in want.items())
+            errors = [error(got[name], value) for name, value in want.items()]
             served = bool(hf.supports(model))
-            results.put((architecture, implementation, rank, local, served, worst))
+            results.put((architecture, implementation, rank, local, served, errors))
     leave()
 
 
@@ -168,6 +168,6 @@ def test_expert_parallelism(tmp_path):
     multiprocessing.spawn(expert_parallel_worker, (free_port(), str(tmp_path), results), nprocs=2)
     found = [results.get() for _ in range(2 * len(EP_MODELS) * len(EP))]
     assert {f[:3] for f in found} == {(a, i, r) for a in EP_MODELS for i in EP for r in (0, 1)}
-    for *_, (local, whole), served, worst in found:
+    for *_, (local, whole), served, errors in found:
         assert served and 2 * local == whole
-        assert worst < 1e-5
+        assert all(e < 1e-5 for e in errors)

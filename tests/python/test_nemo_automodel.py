@@ -190,7 +190,7 @@ def test_expert_parallelism():
     multiprocessing.spawn(split_worker, (free_port(), results), nprocs=2)
     found = [results.get() for _ in range(4)]
     assert len({(form, rank) for form, rank, _ in found}) == 4
-    assert all(0 <= max(errors) < 1e-5 for *_, errors in found)
+    assert all(e < 1e-5 for *_, errors in found for e in errors)
 
 
 class Dispatcher:
