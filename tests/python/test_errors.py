@@ -369,13 +369,16 @@ def test_operators_check_for_themselves():
 
 
 def test_seeds_of_all_64_bits():
-    logits = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
     options = {"tile": 16, "mode": "stochastic"}
+    found = []
     for seed in (0, 2**63 - 1, 2**63, 2**64 - 1):
         bits = torch.tensor(seed if seed < 2**63 else seed - 2**64)
         one = sonicmoe_cpp.token_round(logits, 2, seed=seed, **options)
         other = sonicmoe_cpp.token_round(logits, 2, seed=bits, **options)
         assert torch.equal(one.token, other.token)
+        assert not any(torch.equal(one.token, token) for token in found)  # the top bit counts
+        found.append(one.token)
     layer = module(routing="token_rounding", rounding="stochastic", tile=2, seed=2**64 - 1)()
     layer(torch.randn(T, D))
 
