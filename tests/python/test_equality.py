@@ -115,9 +115,15 @@ def test_the_number_of_threads_does_not_matter():
 
 def test_scores_of_another_dtype_are_cast():
     layer = Layer(40, 24, 16, 5, 2, dtype=torch.bfloat16)
-    layer.weights = layer.weights.detach().bfloat16().requires_grad_()
-    got = layer.step(sonicmoe_cpp.moe)
-    assert got["weights"].dtype == torch.bfloat16
+    rounded = layer.weights.detach().bfloat16()
+    results = []
+    for weights in (rounded, rounded.float()):
+        layer.weights = weights.clone().requires_grad_()
+        results.append(layer.step(sonicmoe_cpp.moe))
+    got, want = results
+    assert got["weights"].dtype == torch.bfloat16 and want["weights"].dtype == torch.float32
+    for name, value in want.items():
+        assert torch.equal(got[name], value.to(got[name].dtype)), name
 
 
 def test_only_wanted_gradients_are_computed():
