@@ -222,12 +222,13 @@ def test_main_gradients(device, dtype, form):
     assert torch.equal(layer.x.grad, plain["x"] * 2)
     sums = (torch.cat(buffers[:-1], dim=1), buffers[-1])
     limit = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 1e-2)
+    bias_limit = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)  # summed in dtype
     for got, name in zip(sums, ("w_up", "w_down"), strict=True):
         assert got.dtype == kind and (got[4] == 0.5).all()
         assert reference.error(got - 0.5, 2 * exact[name]) < limit, name
     for bias in ("b_up", "b_down"):
         grad = getattr(layer, bias).grad
-        assert grad.dtype == dtype and reference.error(grad, 2 * exact[bias]) < 2e-2, bias
+        assert grad.dtype == dtype and reference.error(grad, 2 * exact[bias]) < bias_limit, bias
 
 
 @pytest.mark.parametrize("form", ["one tensor", "separate"])
