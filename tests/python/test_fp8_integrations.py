@@ -60,6 +60,10 @@ def test_transformers_model_generates_and_trains(model):
 
     hf.set_precision(model, "fp8")
     ids = torch.randint(96, (2, 9), generator=torch.Generator().manual_seed(2))
+    longer = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+    with torch.no_grad():
+        assert torch.equal(longer[:, -1], model(longer[:, :-1]).logits[:, -1].argmax(-1))
+    assert longer.shape == (2, 12) and torch.equal(longer[:, :9], ids)
     out = model(ids, labels=ids)
     out.loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
