@@ -76,7 +76,9 @@ class Adapted(Layer):
 
 
 def need_products(device):
-    """Skips the test if this build has no grouped GEMM for the device."""
+    """Skips the test if the engine has no grouped GEMM; the CPU's has one."""
+    if device == "cpu":
+        return
     try:
         Adapted(8).on(device, torch.bfloat16).ours()
     except NotImplementedError as error:
@@ -282,11 +284,13 @@ def test_autocast_casts_what_it_is_given():
 
 def test_factors_may_be_kept_in_fp32():
     layer = Adapted().on("cpu", torch.bfloat16)
+    want = layer.gradients(layer.ours())
     for name in FACTORS:
         setattr(layer, name, getattr(layer, name).detach().float().requires_grad_())
     got = layer.gradients(layer.ours())
-    assert got["out"].dtype == torch.bfloat16
     assert all(got[name].dtype == torch.float32 for name in FACTORS)
+    for name, value in want.items():
+        assert torch.equal(got[name].to(value.dtype), value), name
 
 
 def test_nothing_waits_for_the_device():
