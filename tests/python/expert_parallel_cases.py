@@ -59,6 +59,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--capacity", type=float)
     options = parser.parse_args()
+    if not any(options.part in name for name in CASES):
+        parser.error(f"no case has {options.part!r} in its name")
     if options.device is None:
         options.device = "cuda" if smoe.unsupported_reason("cuda") is None else "cpu"
     return options
