@@ -84,7 +84,6 @@ def their_padding(function):
     every group to a multiple of ALIGN and the whole to a fixed length."""
 
     def wrapper(w1, w2, w3, x, num_tokens_per_expert):
-        wrapper.used = True
         indices, sizes = aligned([int(c) for c in num_tokens_per_expert])
         longest = len(x) + E * ALIGN
         indices = torch.tensor(indices + [-1] * (longest - len(indices)), device=x.device)
