@@ -62,14 +62,6 @@ def general(layer, kind, concat, **options):
     )
 
 
-def on(layer, device, dtype):
-    layer = layer.to(dtype)
-    layer.ids, layer.dout = layer.ids.to(device), layer.dout.to(device)
-    for name, value in layer.leaves().items():
-        setattr(layer, name, value.detach().to(device).requires_grad_())
-    return layer
-
-
 @pytest.mark.parametrize("concat", [False, True], ids=["interleaved", "concatenated"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ActivationType)
@@ -81,7 +73,7 @@ def test_general_routing(device, dtype, kind, bias, concat):
     layer.ids[::7, 1] = 5  # a slot that belongs to another rank
     exact = layer.step(reference.moe)
     plain = layer.to(dtype).step(reference.moe)
-    rounded = on(layer, device, dtype)
+    rounded = layer.to(dtype, device)
     got = rounded.step(lambda *_, **__: general(rounded, kind, concat)[0])
     for name, value in exact.items():
         assert_twice(name, got[name].cpu(), plain[name], value, dtype)
