@@ -307,7 +307,7 @@ def test_state_dicts_travel():
 
 
 def test_memory():
-    """Forward keeps H and metadata; inference and a frozen base keep nothing of theirs."""
+    """Forward keeps H and metadata, inference only its output. Frozen weights get no gradient."""
     tokens, hidden, width, experts, k = 4096, 256, 512, 32, 8
     layer = Layer(tokens, hidden, width, experts, k, torch.bfloat16).to(torch.bfloat16, "cuda")
     layer.call(sonicmoe_cpp.moe)

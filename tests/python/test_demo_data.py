@@ -88,7 +88,7 @@ def test_the_split_depends_on_the_files_alone_and_keeps_them_apart(text):
     assert not set(first.train) & set(first.validation)
     share = sum(map(len, first.validation)) / sum(map(len, texts))
     assert 0.1 < share <= 0.2
-    # Another file moves no file that was there before across by its name or place.
+    # However small its share, validation has a file.
     assert len(data.split_by_file(texts, 1e-9).validation) == 1
 
 

@@ -59,7 +59,7 @@ def test_a_nan_of_x_shows_in_its_token_and_in_the_losses(device, options, compil
     assert out[3].isnan().all()
     assert all(value.isnan() for value in (aux.loss, aux.load_balancing, aux.z))
     assert out[others].isfinite().all()
-    if alone:  # the token with the NaN has experts of its own
+    if alone:  # a token's output does not depend on other tokens
         assert torch.equal(out[others], clean[others])
     (out.float().square().mean() + aux.loss).backward()
     assert module.router.weight.grad.isnan().any()
@@ -253,7 +253,7 @@ def test_expert_choice(device):
         module(x, selection_bias=torch.zeros(E, device=device))
 
 
-def test_router_losses_with_the_note_on_transformers():
+def test_the_load_balancing_loss_of_transformers_is_k_times_ours():
     pytest.importorskip("transformers")
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

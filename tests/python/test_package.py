@@ -244,7 +244,7 @@ def test_the_wheel_works_where_only_torch_is_installed(wheel, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_python_imports_the_wheel_or_says_that_torch_is_missing(wheel, tmp_path):
+def test_every_python_says_that_torch_is_missing(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     for version, python in pythons().items():
         command = (python, "-S", "-c", "import sonicmoe_cpp")

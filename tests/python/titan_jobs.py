@@ -84,7 +84,7 @@ def work(world: dict, rank: int, stem: str) -> None:
     ranks = world["ranks"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    # The trainer takes a group that is there. It would begin one so, too:
+    # The trainer uses a process group that exists. Before it makes its own, it does this too:
     torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group("gloo", init_method=f"file://{stem}.store", rank=rank, world_size=ranks)
     found = {}
