@@ -61,12 +61,6 @@ constexpr Shape kShapes[] = {{0, 8, 2, 0, 0},      {1, 1, 1, 0, 0},      {5, 3, 
                              {513, 256, 8, 0, 0},  {40, 256, 8, 8, 4},   {31, 384, 8, 0, 0},
                              {65, 512, 10, 64, 8}, {18, 1000, 17, 0, 0}, {35, 1024, 32, 256, 200}};
 
-struct Case {
-  Shape shape;
-  DType dtype;
-  RouteOptions options;
-};
-
 /// Enumerates score modes, renormalisation, scale, bias and groups.
 RouteOptions options_of(const Shape& s, unsigned variant, const Tensor& bias) {
   RouteOptions o;
