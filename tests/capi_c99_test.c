@@ -1,5 +1,5 @@
 /* One MoE layer through the C interface alone: forward and backward against plain loops, refusals,
- * and the rule of struct sizes. Prints what differs; the exit code counts the failures. */
+ * and the rule of struct sizes. Prints what differs; the exit code is 1 if anything does. */
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>

@@ -31,7 +31,7 @@ void fill(std::mt19937_64& engine, std::vector<Matrix<double>>& experts, std::in
   }
 }
 
-// Tokens of 0, 1, 2 and 3 rows, one of them twice at the same expert; expert 2 has no rows.
+// Tokens of 0, 1 and 3 rows, one of them twice at the same expert; expert 2 has no rows.
 Layer random_layer(Variant variant, std::uint64_t seed) {
   constexpr std::int64_t kTokens = 5, kHidden = 3, kWidth = 4, kExperts = 4;
   std::mt19937_64 engine(seed);

@@ -111,8 +111,8 @@ TEST(PlanRanks, BytesAndRowsAreThoseOfRandomRouting) {
 }
 
 // Eight ranks of 8192 tokens, by hand at 600 TFLOP/s and 380 GB/s: 4.1 and 8.2 ms of products, 308
-// MB in 0.81 ms a transfer. That hand let a token choose an expert twice, 8 * (1 - (7/8)^8) = 5.25
-// ranks; without repetition they are 5.34.
+// MB in 0.81 ms a transfer. The estimate let a token choose an expert twice, 8 * (1 - (7/8)^8)
+// = 5.25 ranks; without repetition they are 5.34.
 TEST(PlanRanks, ReproducesAnEstimateByHand) {
   const RankPlan p =
       plan({8192, 4096, 1536, 128, 8}, {.ranks = 8, .link_gbytes = 380, .tflops = 600});
@@ -129,8 +129,8 @@ TEST(PlanRanks, ReproducesAnEstimateByHand) {
   EXPECT_NEAR(p.over_alone(&RankPass::hidden), 1.0, 1e-6);
 }
 
-/// Measured on two H200, hot: the milliseconds of the layer alone, and the ratio of the layer over
-/// ranks to it if no communication were hidden.
+/// Of two H200, hot. alone_ms: the layer alone. exposed: the time over two ranks with no transfer
+/// hidden, divided by alone_ms.
 struct Pair {
   LayerShape shape;
   double alone_ms, exposed;

@@ -109,10 +109,11 @@ TEST(RouterGradient, TokenRound) {
       };
       value();
       for (auto i = static_cast<std::int64_t>(offsets.value(kExperts)); i < capacity; ++i) {
-        dweight.set(i, std::nan(""));  // entries of unused pairs must not be read,
+        // An unused pair has a token or an expert out of range. Its gradient must not be read.
+        dweight.set(i, std::nan(""));
         const bool no_expert = i % 4 == 3;
         const double beyond[] = {kTokens, std::numeric_limits<std::int32_t>::max(), -7};
-        token.set(i, no_expert ? 0 : beyond[i % 4]);  // whichever index says so
+        token.set(i, no_expert ? 0 : beyond[i % 4]);
         expert.set(i, no_expert ? kExperts : 0);
       }
       cpu::token_round_backward(o, in.x(), pairs, dweight.vector(), in.dx(), scratch.buffer(), {});
@@ -188,7 +189,7 @@ TEST(RouterGradient, EmptySlotsAndUnavailableExpertsGetZero) {
   }
 }
 
-// fp32 gradients are the rounded fp64 gradients: checks the lower precisions against fp64.
+// Gradients in fp32, bf16 and fp16 against those in fp64.
 TEST(RouterGradient, LowerPrecisionsAgreeWithDouble) {
   constexpr std::int64_t kRows = 50, kWide = 96, kTop = 7;
   std::mt19937_64 random(29);

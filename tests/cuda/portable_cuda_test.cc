@@ -1,4 +1,4 @@
-// The portable engine's tiles of other GPUs. A GPU never takes them by itself.
+// Runs on this GPU the tiles that the portable engine takes on other GPUs only.
 #include <gtest/gtest.h>
 
 #include <memory>

@@ -109,8 +109,8 @@ class World {
   /// Gives every tensor and buffer its memory, with the same values again if called again.
   void place();
 
-  /// Runs a call and holds it to what is true of every call. True where it returned SMOE_OK. Does
-  /// not run a call that claims more memory than the fuzzer gives: the library may believe it.
+  /// Runs a call, checks what must hold for every call, and returns whether it gave SMOE_OK. Does
+  /// not run a call that claims more memory than it has: the library may use what is claimed.
   bool call(const std::function<smoe_status()>& run);
   /// A dense copy of an output, for the expected values.
   Tensor expected(const Arg& arg);
