@@ -140,7 +140,7 @@ static void* limited_call(void* extra) {
             : CHILD_WRONG);
 }
 
-/* Who makes the call: a thread that the library has refused something before, or a new one. */
+/* Who makes the call: a thread on which the library has refused a call before, or a new thread. */
 enum { KNOWN_THREAD, NEW_THREAD };
 
 static int child_status(size_t extra, int who) {
@@ -179,7 +179,7 @@ static int sentence_without_keys(void) {
 
 int main(int argc, char** argv) {
   void* library = argc > 1 ? dlopen(argv[1], RTLD_NOW) : NULL;
-  int count[2] = {0, 0};
+  int count[2][2] = {{0, 0}, {0, 0}};
   int failed = 0;
   int who;
   size_t extra;
@@ -200,7 +200,7 @@ int main(int argc, char** argv) {
     for (extra = 0; extra < 24u << 20; extra += extra < 2u << 20 ? 4 << 10 : 256 << 10) {
       const int status = child_status(extra, who);
       if (WIFEXITED(status) && WEXITSTATUS(status) < CHILD_WRONG) {
-        ++count[WEXITSTATUS(status)];
+        ++count[who][WEXITSTATUS(status)];
         continue;
       }
       printf("FAILED: %s thread, %d KiB: %s %d\n", who == NEW_THREAD ? "new" : "known",
@@ -208,8 +208,12 @@ int main(int argc, char** argv) {
              WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status));
       ++failed;
     }
+    printf("%s thread: %d calls succeeded, %d were refused\n", who == NEW_THREAD ? "new" : "known",
+           count[who][CHILD_OK], count[who][CHILD_REFUSED]);
+    if (count[who][CHILD_OK] == 0 || count[who][CHILD_REFUSED] == 0) {
+      puts("FAILED: the limits were all too low, or none was low enough");
+      ++failed;
+    }
   }
-  printf("%d calls succeeded, %d were refused, %d failed\n", count[CHILD_OK], count[CHILD_REFUSED],
-         failed);
   return failed != 0;
 }
