@@ -259,6 +259,7 @@ void fuzz_losses_forward(Router& r) {
   w.place();
   r.bind();
   const Tensor want = w.spoilt() ? Tensor{} : w.expected(values);
+  const Tensor want_counts = w.spoilt() ? Tensor{} : w.expected(counts);
   const bool served = w.call([&] {
     return smoe_router_losses(&r.options, r.logits->pointer(), ids.pointer(), values.pointer(),
                               counts.pointer(), w.exec_pointer());
@@ -272,6 +273,9 @@ void fuzz_losses_forward(Router& r) {
   const oracle::Losses losses = oracle::router_losses(r.cpp(), r.matrix(), chosen);
   oracle::write(want, {losses.load_balancing, losses.z});
   w.compare(values, want);
+  if (want_counts.data == nullptr) return;
+  put(want_counts, losses.tokens_per_expert, 0);
+  w.compare(counts, want_counts);
 }
 
 void fuzz_losses_backward(Router& r) {
