@@ -4,8 +4,8 @@
 //   faults_test inject 4000       the same, then random calls until 4000 faults were injected
 //   faults_test soak [STEPS]      random small layers and routing with flat memory (soak.cc)
 //
-// After a fault a call must either return the right bits, or refuse with a sentence and an
-// untouched caller's memory; called again without a fault it must return the right bits.
+// After a fault a call must either return the right bits, or refuse with a sentence and leave the
+// caller's memory untouched. Called again without the fault, it must return the right bits.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,7 +22,7 @@ constexpr const char* kSentence = "memory is exhausted, nothing was computed";
 
 class Injector {
  public:
-  /// Every fault of `call`, one by one. Returns how many there were.
+  /// Injects every fault into `call`, one by one.
   void all_faults(Call& call) {
     ++calls_;
     call.reset();
@@ -52,6 +52,7 @@ class Injector {
     const Demand demand = disarm();
     if (status != SMOE_INVALID_ARGUMENT) return fail(call, {}, "not refused");
     const std::string sentence = smoe_last_error();
+    if (demand.allocations == 0) fail(call, {}, "no allocation was seen");
     for (std::int64_t i = 0; i < demand.allocations; ++i) {
       ++allocation_faults_;
       arm({.allocation = i});
@@ -64,6 +65,8 @@ class Injector {
     }
   }
 
+  /// Whether faults of both kinds were injected: the library's calls reach the replacements.
+  bool injected_both() const { return allocation_faults_ > 0 && thread_faults_ > 0; }
   std::int64_t injected() const { return allocation_faults_ + thread_faults_; }
   std::int64_t failures() const { return failures_; }
   void print() const {
@@ -182,6 +185,10 @@ int inject(std::int64_t wanted) {
   fixed_routers(injector);
   fixed_gemms(injector);
   injector.print();
+  if (!injector.injected_both()) {
+    std::puts("FAILED: no allocation or no thread start was seen");
+    return 1;
+  }
   Random random(20);
   for (std::int64_t i = 0; injector.injected() < wanted; ++i) {
     const LayerSpec layer = random_layer(random);
