@@ -22,13 +22,11 @@ double ulps(float got, double want) {
 }
 
 TEST(SelectionKey, ExponentialIsWithinOneUlp) {
-  double worst = 0.0;
   for (std::uint32_t bits = std::bit_cast<std::uint32_t>(1e-12f);
        bits <= std::bit_cast<std::uint32_t>(80.0f); bits += 331) {
     const float x = -std::bit_cast<float>(bits);
-    worst = std::max(worst, ulps(key::exp32(x), std::exp(static_cast<double>(x))));
+    ASSERT_LE(ulps(key::exp32(x), std::exp(static_cast<double>(x))), 1.0) << x;
   }
-  EXPECT_LE(worst, 1.0);
   EXPECT_EQ(key::exp32(0.0f), 1.0f);
   EXPECT_EQ(key::exp32(-0.0f), 1.0f);
   EXPECT_GT(key::exp32(-80.0f), 1024 * std::numeric_limits<float>::min());
@@ -37,7 +35,7 @@ TEST(SelectionKey, ExponentialIsWithinOneUlp) {
   EXPECT_EQ(key::exp32(key::minus_infinity()), 0.0f);
 }
 
-TEST(SelectionKey, SigmoidIsWithinTwoUlps) {
+TEST(SelectionKey, SigmoidIsWithinTwoAndAHalfUlps) {
   for (float x = -79.0f; x < 79.0f; x += 0.00137f) {
     ASSERT_LE(ulps(key::sigmoid32(x), 1.0 / (1.0 + std::exp(-static_cast<double>(x)))), 2.5) << x;
   }
