@@ -11,7 +11,7 @@ namespace {
 
 Implementation with_changing_threads() {
   const auto next = [calls = std::make_shared<std::int32_t>(0)] {
-    return Exec{.num_threads = 1 + (*calls)++ % 4};
+    return Exec{.num_threads = 1 + (*calls)++ % 5};
   };
   Implementation i = public_api({});
   i.quantize_weights = [next](const Problem& p, const Weights& weights, const Buffer& out) {
@@ -25,6 +25,18 @@ Implementation with_changing_threads() {
   };
   i.grouped_gemm = [next](const GroupedGemm& args) { grouped_gemm(args, next()); };
   i.grouped_gemm_k = [next](const GroupedGemmK& args) { grouped_gemm_k(args, next()); };
+  i.route = [next](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
+                   const Tensor& weights) { route(o, logits, ids, weights, next()); };
+  i.route_backward = [next](const RouteOptions& o, const Tensor& logits, const Tensor& ids,
+                            const Tensor& dweights, const Tensor& dlogits) {
+    route_backward(o, logits, ids, dweights, dlogits, next());
+  };
+  i.token_round = [next](const RoundOptions& o, const Tensor& logits, const Pairs& pairs,
+                         Buffer scratch) { token_round(o, logits, pairs, scratch, next()); };
+  i.token_round_backward = [next](const RoundOptions& o, const Tensor& logits, const Pairs& pairs,
+                                  const Tensor& dweight, const Tensor& dlogits, Buffer scratch) {
+    token_round_backward(o, logits, pairs, dweight, dlogits, scratch, next());
+  };
   return i;
 }
 
