@@ -405,6 +405,17 @@ TEST(Exchange, OverflowIsReportedOnEveryRank) {
   group.run();
 }
 
+// The caller has not yet read an error of its own.
+TEST(Exchange, AnErrorOfTheCallerStaysTheCallers) {
+  const RankShape shape;
+  Group group(shape, options_of(shape, 2, ExchangeTransport::kPush));
+  group.route(1, 24);
+  EXPECT_NE(cudaSetDevice(-1), cudaSuccess);
+  EXPECT_NO_THROW(group.step());
+  EXPECT_NE(cudaGetLastError(), cudaSuccess);
+  group.ranks.wait();
+}
+
 TEST(Exchange, PartsOutOfOrderAreRefused) {
   const RankShape shape;
   Group group(shape, options_of(shape, 1, ExchangeTransport::kPush));

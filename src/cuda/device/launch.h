@@ -1,5 +1,5 @@
-// Launches the kernels outside of the engines with programmatic dependent launch: the prologue of a
-// kernel overlaps the end of the previous one.
+// Launches the kernels outside of the engines, most of them with programmatic dependent launch: the
+// prologue of a kernel overlaps the end of the previous one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -70,6 +70,19 @@ void launch_dependent(const Device& device, const char* what, void (*kernel)(Par
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = !has_sm90(device, kernel) ? 0 : shape.cluster > 1 ? 2 : 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), what);
+}
+
+/// Launches `kernel`, which begins after all earlier work of the stream. Throws Error(kCuda) that
+/// names `what`. Unlike <<<>>> with cudaGetLastError, it does not report an earlier error, which is
+/// the caller's.
+template <class... Params, class... Args>
+void launch(const char* what, void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
+            const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), what);
 }
 

@@ -174,9 +174,8 @@ void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& 
                std::int64_t offset, int multiprocessors, cudaStream_t stream) {
   if (source.rows == 0) return;
   const auto* masks = peers.own<std::uint64_t>(exchange_layout(shape).rank_masks);
-  push_rows_kernel<<<multiprocessors, kPushThreads, 0, stream>>>(peers, push_params(source, shape),
-                                                                 masks, offset);
-  check_cuda(cudaGetLastError(), "launching the exchange of rows");
+  launch("launching the exchange of rows", push_rows_kernel, static_cast<unsigned>(multiprocessors),
+         kPushThreads, stream, peers, push_params(source, shape), masks, offset);
 }
 
 void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,
@@ -190,10 +189,9 @@ void push_partials(const Peers& peers, const ExchangeShape& shape, const Partial
                    int multiprocessors, cudaStream_t stream) {
   if (peers.ranks == 1) return;
   const RowSource rows{source.data, source.hidden, shape.ranks * shape.max_tokens, source.hidden};
-  push_partials_kernel<<<multiprocessors, kPushThreads, 0, stream>>>(
-      peers, push_params(rows, shape), source.has_row, source.part,
-      exchange_layout(shape).partials);
-  check_cuda(cudaGetLastError(), "launching the exchange of partial sums");
+  launch("launching the exchange of partial sums", push_partials_kernel,
+         static_cast<unsigned>(multiprocessors), kPushThreads, stream, peers,
+         push_params(rows, shape), source.has_row, source.part, exchange_layout(shape).partials);
 }
 
 void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
@@ -202,9 +200,9 @@ void push_score_grads(const Peers& peers, const ExchangeShape& shape, const Pair
   constexpr std::int64_t kRows = 8 * kBesideThreads;  // of a block
   const auto blocks =
       static_cast<unsigned>(std::min<std::int64_t>((list.rows + kRows - 1) / kRows, 1024));
-  push_score_grads_kernel<<<blocks, kBesideThreads, 0, stream>>>(
-      peers, list, grads, shape.max_tokens, exchange_layout(shape).score_grads);
-  check_cuda(cudaGetLastError(), "launching the exchange of gradients of routing weights");
+  launch("launching the exchange of gradients of routing weights", push_score_grads_kernel, blocks,
+         kBesideThreads, stream, peers, list, grads, shape.max_tokens,
+         exchange_layout(shape).score_grads);
 }
 
 RankSums other_sums(const Peers& peers, const ExchangeShape& shape, std::int64_t hidden) {
@@ -225,8 +223,7 @@ void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& 
                   static_cast<unsigned>((params.chunks + kBesideThreads - 1) / kBesideThreads));
   const auto kernel =
       out.dtype == DType::kBF16 ? sum_partials_kernel<__nv_bfloat16> : sum_partials_kernel<__half>;
-  kernel<<<grid, kBesideThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launching the sum of partial sums");
+  launch("launching the sum of partial sums", kernel, grid, kBesideThreads, stream, params);
 }
 
 void load_row_kernels() {

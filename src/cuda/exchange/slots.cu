@@ -262,9 +262,8 @@ void count_pairs(const PairWork& work, const PairList* list, cudaStream_t stream
 }
 
 void sum_pairs(const PairWork& work, std::int64_t* total, cudaStream_t stream) {
-  sum_pairs_kernel<<<1, kThreads, 0, stream>>>(pair_params(work).block_counts,
-                                               static_cast<int>(pair_blocks(work.shape)), total);
-  check_cuda(cudaGetLastError(), "launching the number of pairs");
+  launch("launching the number of pairs", sum_pairs_kernel, 1, kThreads, stream,
+         pair_params(work).block_counts, static_cast<int>(pair_blocks(work.shape)), total);
 }
 
 void list_pairs(const PairWork& work, const PairList& list, cudaStream_t stream) {
@@ -279,10 +278,9 @@ void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnS
   constexpr std::int64_t kSlots = 8 * kBesideThreads;  // of a block
   const auto blocks =
       static_cast<unsigned>(std::min<std::int64_t>((slots.count + kSlots - 1) / kSlots, 1024));
-  take_score_grads_kernel<<<blocks, kBesideThreads, 0, stream>>>(
-      peers, slot_source(slots), peers.own<float>(exchange_layout(shape).score_grads),
-      slot_view(out));
-  check_cuda(cudaGetLastError(), "launching the gradients of routing weights");
+  launch("launching the gradients of routing weights", take_score_grads_kernel, blocks,
+         kBesideThreads, stream, peers, slot_source(slots),
+         peers.own<float>(exchange_layout(shape).score_grads), slot_view(out));
 }
 
 void load_slot_kernels() {

@@ -273,8 +273,7 @@ void sum_columns(const Problem& problem, const Metadata& metadata, const ColumnS
       problem.dtype == DType::kBF16 ? columns_kernel<__nv_bfloat16> : columns_kernel<__half>;
   const dim3 grid(static_cast<unsigned>((columns + 63) / 64),
                   static_cast<unsigned>(problem.experts));
-  kernel<<<grid, kBlock, 0, stream>>>(metadata, a);
-  check_cuda(cudaGetLastError(), "launching the gradient of a bias");
+  launch("launching the gradient of a bias", kernel, grid, kBlock, stream, metadata, a);
 }
 
 void clear(const Tensor& t, cudaStream_t stream) {
@@ -283,8 +282,7 @@ void clear(const Tensor& t, cudaStream_t stream) {
   if (count == 0) return;
   const auto grid =
       static_cast<unsigned>(std::min<std::int64_t>((count + kBlock - 1) / kBlock, 4096));
-  clear_kernel<<<grid, kBlock, 0, stream>>>(a);
-  check_cuda(cudaGetLastError(), "launching a clear");
+  launch("launching a clear", clear_kernel, grid, kBlock, stream, a);
 }
 
 }  // namespace sonicmoe::cuda
