@@ -119,7 +119,6 @@ TEST(PlanRanks, ReproducesAnEstimateByHand) {
   EXPECT_NEAR(p.forward.products, 4.12e-3, 0.01e-3);
   EXPECT_NEAR(p.backward.products, 8.25e-3, 0.01e-3);
   const double repeated = 8 * (1 - std::pow(7.0 / 8, 8)) * 7 / 8;
-  EXPECT_NEAR(repeated * 8192 * 8192 / 1e6, 308, 0.5);
   const RankTransfer& x = p.transfers[0];
   EXPECT_NEAR(x.link_bytes / 1e6, 313.6, 0.1);
   EXPECT_NEAR(x.link_bytes / (repeated * 8192 * 8192), 1.017, 0.001);
@@ -140,7 +139,7 @@ constexpr Pair kPairs[] = {{{24576, 1536, 256, 128, 8}, 2.86, 1.38},
                            {{16384, 2048, 768, 128, 8}, 6.51, 1.15},
                            {{16384, 4096, 1536, 128, 8}, 24.7, 1.08}};
 
-TEST(PlanRanks, TwoRanksTakeWhatWasMeasuredAndEstimatedApart) {
+TEST(PlanRanks, TimesOfTwoRanksAreThoseMeasured) {
   const double link = link_gbytes(machine_from_name("h200"), transport_from_name("copy"));
   EXPECT_DOUBLE_EQ(link, 361);
   for (const Pair& m : kPairs) {
