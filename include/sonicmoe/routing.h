@@ -77,7 +77,8 @@ SONICMOE_API std::int64_t round_scratch_bytes(const RoundOptions& options, std::
 /// round_capacity.
 SONICMOE_API void token_round(const RoundOptions& options, const Tensor& logits, const Pairs& pairs,
                               Buffer scratch, const Exec& exec = {});
-/// dweight (C), in the pairs' order -> dlogits (T, E), all written.
+/// Backward of token_round(): dweight (C), in the order of the pairs that it wrote -> dlogits (T,
+/// E), all written. No pair may be in the list twice; this is not checked.
 SONICMOE_API void token_round_backward(const RoundOptions& options, const Tensor& logits,
                                        const Pairs& pairs, const Tensor& dweight,
                                        const Tensor& dlogits, Buffer scratch,
@@ -91,6 +92,7 @@ SONICMOE_API std::int64_t expert_choice_scratch_bytes(std::int64_t tokens, std::
 /// the token's softmax probability. Pairs have C = E*min(capacity, T).
 SONICMOE_API void expert_choice(const Tensor& logits, std::int64_t capacity, const Pairs& pairs,
                                 Buffer scratch, const Exec& exec);
+/// As token_round_backward(), for the pairs of expert_choice().
 SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pairs,
                                          const Tensor& dweight, const Tensor& dlogits,
                                          Buffer scratch, const Exec& exec);
