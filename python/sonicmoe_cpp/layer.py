@@ -238,7 +238,7 @@ def arguments(
 def _run(*form_and_tensors, request: Request) -> Tensor:
     """Runs the layer on the arguments of arguments()."""
     tensors, options, main_gradients = arguments(*form_and_tensors, request)
-    if request is NOTHING:
+    if request.precision is None and request.fp8_weights is None:
         return _ops.layer(tensors, options, main_gradients)
     quantised = fp8.given_weights(request, tensors, options)
     return _ops.layer(tensors, options, main_gradients, quantised)
