@@ -69,10 +69,10 @@ SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec&
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
 /// Throws if an earlier step failed: a rank did not send its data within the time limit, or a rank
-/// got more than `rows` rows. The first part of a step makes this check before any work, and
-/// exchange_rows makes it, too; parts that follow do not, so a step that has begun is enqueued
-/// whole. The check does not wait for the device, so it finds a fault only after the failing kernel
-/// has run. The exchange stays broken until exchange_reset.
+/// got more than `rows` rows. The first part of a step makes this check before any work.
+/// exchange_rows makes it too. The other parts do not, so a step that has begun is always enqueued
+/// to its end. The check does not wait for the device, so it finds a fault only after the failing
+/// kernel has run. The exchange stays broken until exchange_reset.
 ///
 /// A failed step fills out, dx and dweights with NaN on every rank that learns of the fault in
 /// time. Gradients of weights, also accumulated ones, are not valid, but they are not NaN. A rank

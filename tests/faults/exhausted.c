@@ -143,15 +143,19 @@ static void* limited_call(void* extra) {
 /* Who makes the call: a thread on which the library has refused a call before, or a new thread. */
 enum { KNOWN_THREAD, NEW_THREAD };
 
-static int child_status(size_t extra, int who) {
+/* Forks. Returns -1 in the child, and in the parent the status with which the child has ended. */
+static int fork_and_wait(void) {
   int status = 0;
-  pthread_t thread;
   const pid_t child = fork();
-  if (child < 0) exit(3);
-  if (child > 0) {
-    waitpid(child, &status, 0);
-    return status;
-  }
+  if (child == 0) return -1;
+  if (child < 0 || waitpid(child, &status, 0) != child) exit(3);
+  return status;
+}
+
+static int child_status(size_t extra, int who) {
+  pthread_t thread;
+  const int status = fork_and_wait();
+  if (status >= 0) return status;
   memset(out.data, 0, sizeof expected);
   if (who == KNOWN_THREAD) {
     moe_forward(NULL, NULL, NULL);
@@ -164,14 +168,9 @@ static int child_status(size_t extra, int who) {
 
 /* A process without a free pthreads key must still get the sentence of an error. */
 static int sentence_without_keys(void) {
-  int status = 0;
   pthread_key_t key;
-  const pid_t child = fork();
-  if (child < 0) exit(3);
-  if (child > 0) {
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) && WEXITSTATUS(status) == CHILD_REFUSED;
-  }
+  const int status = fork_and_wait();
+  if (status >= 0) return WIFEXITED(status) && WEXITSTATUS(status) == CHILD_REFUSED;
   while (pthread_key_create(&key, NULL) == 0) continue;
   moe_forward(NULL, NULL, NULL);
   _exit(strstr(last_error(), " is null, must not be null") != NULL ? CHILD_REFUSED : CHILD_WRONG);

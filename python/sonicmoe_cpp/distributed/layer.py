@@ -49,13 +49,15 @@ def _needs(tensors: tuple) -> int:
     return sum(_ops.NEEDS[name] for name, t in wanted if isinstance(t, Tensor) and t.requires_grad)
 
 
+_WEIGHTS = sum(_ops.NEEDS[name] for name in _ops.ACCUMULATED)
+
+
 def _without_gradients(tensors: tuple, main_gradients: tuple, needs: int) -> tuple:
     """The tensors, with weights that have a main gradient detached, so that autograd records no
     gradient for them. In torch 2.11 the to_local() of a DTensor would make zeros of a missing one,
     as large as the weight. If no other tensor needs a gradient, they are not detached, because
     without them autograd would not call backward."""
-    others = needs & ~sum(_ops.NEEDS[name] for name in _ops.ACCUMULATED)
-    if not others or all(gradient is None for gradient in main_gradients):
+    if main_gradients[-1] is None or not needs & ~_WEIGHTS:
         return tensors
     named = zip(_ops.LAYER_TENSORS, tensors, strict=True)
     return tuple(

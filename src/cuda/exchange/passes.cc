@@ -83,10 +83,8 @@ void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
 /// once a step has begun, all of it is enqueued, whether or not the host sees a fault of it in
 /// between.
 void check_call(Exchange& exchange, ExchangePart part, const Exec& exec) {
-  check_handle(exchange, exec);
-  if (part == ExchangePart::kBegin || part == ExchangePart::kAll) {
-    cuda::exchange_check(exchange, exec);
-  }
+  const bool first = part == ExchangePart::kBegin || part == ExchangePart::kAll;
+  first ? cuda::exchange_check(exchange, exec) : check_handle(exchange, exec);
 }
 
 /// Runs one part, or all of them. If a part throws in the middle, the other ranks wait for rows
