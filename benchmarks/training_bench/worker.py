@@ -215,12 +215,11 @@ class Training:
 
     def clear_gradients(self) -> None:
         """Zeros in the gradients that add_in_place() adds to, none for all other parameters."""
-        kept = [p.grad for p in self.divided[0]] if self.divided else []
-        self.optimizer.zero_grad()
-        if self.divided:
-            torch._foreach_zero_(kept)
-            for parameter, gradient in zip(self.divided[0], kept, strict=True):
-                parameter.grad = gradient
+        experts, others = self.divided or ([], self.model.parameters())
+        for parameter in others:
+            parameter.grad = None
+        if experts:
+            torch._foreach_zero_([p.grad for p in experts])
 
     def parameters(self) -> int:
         """Of all ranks."""
