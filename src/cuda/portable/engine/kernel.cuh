@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "cuda/portable/engine/architecture.cuh"
 #include "cuda/portable/engine/fragments.cuh"
 #include "cuda/portable/engine/ring.cuh"
 #include "cuda/portable/engine/tile_slots.cuh"
@@ -127,13 +128,6 @@ class Kernel {
   FragmentsA<Shape, Loader::kOrderA> a_;
   FragmentsB<Shape, Loader::kOrderB, Epilogue::kColumns> b_;
 };
-
-/// The compute capability that this code is compiled for, as major * 10 + minor; 0 on the host.
-#if defined(__CUDA_ARCH__)
-inline constexpr int kArchitecture = __CUDA_ARCH__ / 10;
-#else
-inline constexpr int kArchitecture = 0;
-#endif
 
 /// The kernel is empty in code for a compute capability that does not have its shape
 /// (is_compiled()). The host does not launch it there.

@@ -9,6 +9,7 @@
 //   | none        | i                              | 64                     | 8               |
 #pragma once
 
+#include "cuda/portable/engine/architecture.cuh"
 #include "cuda/portable/epilogues/bias.cuh"
 #include "cuda/portable/epilogues/hidden_rows.cuh"
 #include "cuda/portable/epilogues/staging.cuh"
@@ -35,12 +36,8 @@ struct Activate {
   }
 
  private:
-  /// Pieces that a lane activates at once. Two pieces would spill registers in code for 10.0.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-  static constexpr int kAtOnce = 1;
-#else
-  static constexpr int kAtOnce = 2;
-#endif
+  /// Pieces that a lane activates at once. Two pieces would spill registers in code for 10.x.
+  static constexpr int kAtOnce = kArchitecture >= 100 && kArchitecture < 120 ? 1 : 2;
 
   template <Gates kGates>
   static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
