@@ -37,7 +37,8 @@ inline constexpr int kBesideBlocks = 12;
 /// Sets the dynamic shared memory limit of `function` to the current device's maximum, once for
 /// each function and device; thread-safe. The limit is a property of function and device, not of a
 /// launch: if it were set to the size of each launch, a small launch of one thread could lower it
-/// below the size that another thread is about to launch.
+/// below the size that another thread is about to launch. To set it clears an error that the caller
+/// has not read yet (cudaFuncSetAttribute of CUDA 13.0 on an H100).
 void allow_shared_memory(const void* function);
 
 /// Whether the code of `function` that runs on `device`, which must be current, was compiled for
@@ -74,8 +75,8 @@ void launch_dependent(const Device& device, const char* what, void (*kernel)(Par
 }
 
 /// Launches `kernel`, which begins after all earlier work of the stream. Throws Error(kCuda) that
-/// names `what`. Unlike <<<>>> with cudaGetLastError, it does not report an earlier error, which is
-/// the caller's.
+/// names `what`. Unlike <<<>>> with cudaGetLastError, it does not report or clear an earlier error,
+/// which is the caller's.
 template <class... Params, class... Args>
 void launch(const char* what, void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
             const Args&... args) {
