@@ -63,7 +63,8 @@ target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
                                                          CUDA_RUNTIME_LIBRARY None)
 
-# A part of the device tests, each in seconds to a minute. `cases` selects those of the harness.
+# A part of the device tests: seconds to a minute each, the harnesses of the engines four minutes.
+# `cases` selects those of the harness.
 function(add_emulated_test name filter cases)
   add_test(NAME Emulated.${name} COMMAND sonicmoe_emulated_tests --gtest_filter=${filter})
   set_tests_properties(
