@@ -70,6 +70,29 @@ class SanitizeTest(unittest.TestCase):
         self.assertEqual(self.rows()[0]["findings"], 3)
         self.assertIn("FINDINGS", self.output)
 
+    def test_one_engine(self):
+        body = f"echo '{PASSED}'; echo '{CLEAN}'"
+        self.assertEqual(self.verdict(body, "--engine", "portable", "--jobs", "3"), 0)
+        harness = {row["tests"] for row in self.rows()} - {"CudaMetadata*"}
+        self.assertEqual(harness, {"Each/Cuda.PassesTheHarness/portable"})
+
+    def test_only_clean_runs_of_the_commit_are_kept(self):
+        counted = f"echo run >> {self.folder}/count; echo '{PASSED}'; echo '{CLEAN}'"
+        dirty_first = f"[ $SONICMOE_FILTER = layout ] && exit 86; {counted}"
+        count = self.folder / "count"
+        groups = len(sanitize_gpu.GROUPS)
+        for body, commit, status, run in (
+            (dirty_first, "a", 1, groups - 1),
+            (counted, "a", 0, 1),  # what was not clean
+            (counted, "b", 0, groups),
+        ):
+            count.write_text("")
+            with mock.patch.dict(os.environ, SONICMOE_COMMIT=commit):
+                skip_version = f'[ "$1" = --version ] && exit; {body}'
+                self.assertEqual(self.verdict(skip_version, "--tools", "synccheck"), status)
+            self.assertEqual(count.read_text().count("run"), run)
+            self.assertEqual(len(self.rows()), groups)
+
     def test_findings_without_an_exit_status(self):
         for summary in ("ERROR SUMMARY: 1 error", "RACECHECK SUMMARY: 2 hazards displayed"):
             body = f"echo '{PASSED}'; echo '========= {summary}'"

@@ -2,11 +2,13 @@
 """Runs the device tests under compute-sanitizer's four tools on this machine's GPU.
 
     python tools/sanitize_gpu.py [--tests build/release/sonicmoe_cuda_tests] [--out RECORD.json]
+    python tools/sanitize_gpu.py --engine portable --jobs 4
 
 memcheck finds accesses out of bounds and leaks, racecheck hazards in shared memory, initcheck reads
 of uninitialised global memory, synccheck invalid barriers. Every tool runs every group of tests
 below. Exits with 1 on a finding, a failed test, a hang, or if no test ran. Needs compute-sanitizer
-(part of the CUDA toolkit) on PATH; takes about ten minutes.
+(part of the CUDA toolkit) on PATH; takes about ten minutes one run after the other. Run again with
+the same --out to do what is missing: clean runs of this commit and device are not repeated.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-HARNESS = "*Cuda.PassesTheHarness*"  # with every engine
+ENGINES = ("hopper", "portable")
+HARNESS = "Each/Cuda.PassesTheHarness/{engine}"
+EVERY_ENGINE = "*"
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,38 @@ def output_within(command: list[str], environment: dict, limit: float) -> tuple[
             return 124, output
 
 
-def run_group(tool: str, group: Group, tests: Path, limit: float) -> dict:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
-    if tool == "memcheck":
+@dataclass(frozen=True)
+class Run:
+    tool: str
+    tests: str
+    cases: str
+
+    def is_of(self, row: dict) -> bool:
+        return (self.tool, self.tests, self.cases) == (row["tool"], row["tests"], row["cases"])
+
+
+def runs_of(tools: list[str], engine: str) -> list[Run]:
+    return [
+        Run(tool, group.tests.format(engine=engine), group.cases)
+        for tool in tools
+        for group in GROUPS
+        if tool in group.tools
+    ]
+
+
+def sanitize(run: Run, tests: Path, limit: float) -> dict:
+    command = ["compute-sanitizer", "--tool", run.tool, "--error-exitcode", str(FOUND)]
+    if run.tool == "memcheck":
         command += ["--leak-check", "full"]
-    command += [str(tests), f"--gtest_filter={group.tests}"]
+    command += [str(tests), f"--gtest_filter={run.tests}"]
     began = time.monotonic()
-    status, output = output_within(command, os.environ | {"SONICMOE_FILTER": group.cases}, limit)
+    status, output = output_within(command, os.environ | {"SONICMOE_FILTER": run.cases}, limit)
     found = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", output)
     passed = re.search(r"\[  PASSED  \] (\d+) tests?", output)
     row = {
-        "tool": tool,
-        "tests": group.tests,
-        "cases": group.cases,
+        "tool": run.tool,
+        "tests": run.tests,
+        "cases": run.cases,
         "passed": int(passed.group(1)) if passed else 0,
         "findings": int(found[-1]) if found else None,
         "status": status,
@@ -107,7 +131,7 @@ def output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
-def record(rows: list[dict]) -> dict:
+def header() -> dict:
     name, driver = output_of(
         "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"
     ).split(", ")
@@ -119,8 +143,30 @@ def record(rows: list[dict]) -> dict:
         "commit": os.environ.get("SONICMOE_COMMIT")
         or output_of("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.date.today().isoformat(),
-        "rows": rows,
     }
+
+
+class Record:
+    """The rows so far, and the file they are written to. It keeps the clean rows that an earlier
+    run wrote for the same device and commit."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.header = header() if path else {}
+        self.rows: list[dict] = []
+        if path and path.exists():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            if all(earlier.get(key) == self.header[key] for key in ("device", "commit")):
+                self.rows = [row for row in earlier["rows"] if clean(row)]
+
+    def has(self, run: Run) -> bool:
+        return any(run.is_of(row) for row in self.rows)
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        if self.path:
+            content = self.header | {"rows": self.rows}
+            self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments):
@@ -128,24 +174,26 @@ def main(arguments):
     parser.add_argument("--tests", type=Path, default=ROOT / "build/release/sonicmoe_cuda_tests")
     parser.add_argument("--out", type=Path, help="write the record here")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--engine", choices=ENGINES, default=EVERY_ENGINE, help="default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one run at most")
     options = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
         parser.exit(2, "compute-sanitizer is not on PATH; it comes with the CUDA toolkit\n")
     if not options.tests.exists():
         parser.exit(2, f"{options.tests} does not exist; `make build` makes it where nvcc is\n")
-    rows = []
-    for tool in options.tools:
-        for group in (group for group in GROUPS if tool in group.tools):
-            row = run_group(tool, group, options.tests, options.limit)
-            rows.append(row)
+    record = Record(options.out)
+    missing = [run for run in runs_of(options.tools, options.engine) if not record.has(run)]
+    with ThreadPoolExecutor(max(options.jobs, 1)) as pool:
+        begun = [pool.submit(sanitize, run, options.tests, options.limit) for run in missing]
+        for done in as_completed(begun):
+            row = done.result()
+            record.add(row)
             verdict = "clean" if clean(row) else "FINDINGS"
-            name = f"{group.tests} {group.cases}".strip()
-            print(f"{verdict:8s} {tool:10s} {name:40s} {row['seconds']:6.1f} s", flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(record(rows), indent=1) + "\n", encoding="utf-8")
-    dirty = [row for row in rows if not clean(row)]
-    print(f"{len(rows)} runs, {len(dirty)} with findings")
+            name = f"{row['tests']} {row['cases']}".strip()
+            print(f"{verdict:8s} {row['tool']:10s} {name:46s} {row['seconds']:6.1f} s", flush=True)
+    dirty = [row for row in record.rows if not clean(row)]
+    print(f"{len(record.rows)} runs, {len(dirty)} with findings")
     return 1 if dirty else 0
 
 
