@@ -76,22 +76,28 @@ class SanitizeTest(unittest.TestCase):
         harness = {row["tests"] for row in self.rows()} - {"CudaMetadata*"}
         self.assertEqual(harness, {"Each/Cuda.PassesTheHarness/portable"})
 
-    def test_only_clean_runs_of_the_commit_are_kept(self):
+    def test_only_clean_runs_of_the_same_program_are_kept(self):
         counted = f"echo run >> {self.folder}/count; echo '{PASSED}'; echo '{CLEAN}'"
         dirty_first = f"[ $SONICMOE_FILTER = layout ] && exit 86; {counted}"
         count = self.folder / "count"
         groups = len(sanitize_gpu.GROUPS)
-        for body, commit, status, run in (
+        for body, program, status, run in (
             (dirty_first, "a", 1, groups - 1),
             (counted, "a", 0, 1),  # what was not clean
-            (counted, "b", 0, groups),
+            (counted, "b", 0, groups),  # rebuilt, the commit is the same
         ):
             count.write_text("")
-            with mock.patch.dict(os.environ, SONICMOE_COMMIT=commit):
-                skip_version = f'[ "$1" = --version ] && exit; {body}'
-                self.assertEqual(self.verdict(skip_version, "--tools", "synccheck"), status)
+            self.tests.write_text(program)
+            skip_version = f'[ "$1" = --version ] && exit; {body}'
+            self.assertEqual(self.verdict(skip_version, "--tools", "synccheck"), status)
             self.assertEqual(count.read_text().count("run"), run)
             self.assertEqual(len(self.rows()), groups)
+
+    def test_refuses_no_jobs(self):
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit):
+            self.verdict("exit 0", "--jobs", "0")
+        self.assertIn("jobs is 0, must be at least 1", errors.getvalue())
 
     def test_findings_without_an_exit_status(self):
         for summary in ("ERROR SUMMARY: 1 error", "RACECHECK SUMMARY: 2 hazards displayed"):

@@ -8,13 +8,15 @@ memcheck finds accesses out of bounds and leaks, racecheck hazards in shared mem
 of uninitialised global memory, synccheck invalid barriers. Every tool runs every group of tests
 below. Exits with 1 on a finding, a failed test, a hang, or if no test ran. Needs compute-sanitizer
 (part of the CUDA toolkit) on PATH; takes about ten minutes one run after the other. Run again with
-the same --out to do what is missing: clean runs of this commit and device are not repeated.
+the same --out to do what is missing: clean runs of the same test program and device are not
+repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -131,7 +133,7 @@ def output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
-def header() -> dict:
+def header(tests: Path) -> dict:
     name, driver = output_of(
         "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"
     ).split(", ")
@@ -143,20 +145,22 @@ def header() -> dict:
         "commit": os.environ.get("SONICMOE_COMMIT")
         or output_of("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.date.today().isoformat(),
+        "tests_sha256": hashlib.sha256(tests.read_bytes()).hexdigest(),
     }
 
 
 class Record:
     """The rows so far, and the file they are written to. It keeps the clean rows that an earlier
-    run wrote for the same device and commit."""
+    run wrote for the same device and test program. The commit alone would not do: a program that
+    was rebuilt from changed files has the same one."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path | None, tests: Path):
         self.path = path
-        self.header = header() if path else {}
+        self.header = header(tests) if path else {}
         self.rows: list[dict] = []
         if path and path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
-            if all(earlier.get(key) == self.header[key] for key in ("device", "commit")):
+            if all(earlier.get(key) == self.header[key] for key in ("device", "tests_sha256")):
                 self.rows = [row for row in earlier["rows"] if clean(row)]
 
     def has(self, run: Run) -> bool:
@@ -167,6 +171,13 @@ class Record:
         if self.path:
             content = self.header | {"rows": self.rows}
             self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def report(row: dict, record: Record) -> None:
+    record.add(row)
+    verdict = "clean" if clean(row) else "FINDINGS"
+    name = f"{row['tests']} {row['cases']}".strip()
+    print(f"{verdict:8s} {row['tool']:10s} {name:46s} {row['seconds']:6.1f} s", flush=True)
 
 
 def main(arguments):
@@ -182,16 +193,17 @@ def main(arguments):
         parser.exit(2, "compute-sanitizer is not on PATH; it comes with the CUDA toolkit\n")
     if not options.tests.exists():
         parser.exit(2, f"{options.tests} does not exist; `make build` makes it where nvcc is\n")
-    record = Record(options.out)
+    if options.jobs < 1:
+        parser.exit(2, f"jobs is {options.jobs}, must be at least 1\n")
+    record = Record(options.out, options.tests)
     missing = [run for run in runs_of(options.tools, options.engine) if not record.has(run)]
-    with ThreadPoolExecutor(max(options.jobs, 1)) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         begun = [pool.submit(sanitize, run, options.tests, options.limit) for run in missing]
-        for done in as_completed(begun):
-            row = done.result()
-            record.add(row)
-            verdict = "clean" if clean(row) else "FINDINGS"
-            name = f"{row['tests']} {row['cases']}".strip()
-            print(f"{verdict:8s} {row['tool']:10s} {name:46s} {row['seconds']:6.1f} s", flush=True)
+        try:
+            for done in as_completed(begun):
+                report(done.result(), record)
+        finally:  # after Ctrl-C no other run begins
+            pool.shutdown(wait=False, cancel_futures=True)
     dirty = [row for row in record.rows if not clean(row)]
     print(f"{len(record.rows)} runs, {len(dirty)} with findings")
     return 1 if dirty else 0

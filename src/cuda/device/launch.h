@@ -37,8 +37,8 @@ inline constexpr int kBesideBlocks = 12;
 /// Sets the dynamic shared memory limit of `function` to the current device's maximum, once for
 /// each function and device; thread-safe. The limit is a property of function and device, not of a
 /// launch: if it were set to the size of each launch, a small launch of one thread could lower it
-/// below the size that another thread is about to launch. To set it clears an error that the caller
-/// has not read yet (cudaFuncSetAttribute of CUDA 13.0 on an H100).
+/// below the size that another thread is about to launch. Side effect: CUDA
+/// clears an earlier error that the caller has not read yet (CUDA 13.0, H100).
 void allow_shared_memory(const void* function);
 
 /// Whether the code of `function` that runs on `device`, which must be current, was compiled for

@@ -156,7 +156,7 @@ struct ActivateGrad {
     float score = (second ? scores[1] : scores[0]) + other;
 #pragma unroll
     for (int apart = 2; apart < 8; apart *= 2) score += __shfl_xor_sync(~0u, score, apart);
-    // The first lane's columns exist if those of any of the eight lanes do.
+    // The first of the eight lanes has columns in the matrix if any of the eight has.
     const int rows = __shfl_sync(~0u, place.rows, threadIdx.x & 24);
     offset += second ? kLaneRows : 0;
     if ((threadIdx.x & 7) < 2 && offset < rows) write_score(p, place, offset, score);
