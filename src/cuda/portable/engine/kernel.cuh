@@ -64,6 +64,9 @@ class Kernel {
  private:
   /// Steps of a k tile: one mma.sync takes 16 of K.
   static constexpr int kSteps = Shape::kDepth / 16;
+  /// The first step that issues copies. In step 0 a warp would wait for the slowest warp, which is
+  /// still reading the previous k tile; the products of one step cover this wait.
+  static constexpr int kFirstCopies = kSteps > 2 ? 1 : 0;
 
   __device__ __forceinline__ Kernel(const Params& p, const Ring<Shape>& ring)
       : p_(p), ring_(ring), loader_(p.tiles), a_(warp_), b_(warp_) {}
@@ -94,7 +97,6 @@ class Kernel {
     Operands operands[2];
     load<0>(operands[0]);
     for (int i = 0; i < k_tiles; i++) {
-      ring_.empty(fill_.stage).wait(fill_.parity ^ 1);
       multiply_steps<0>(acc, operands);
       finish_copies();
     }
@@ -105,6 +107,7 @@ class Kernel {
   /// next tile of D.
   template <int kStep>
   __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands (&operands)[2]) {
+    if constexpr (kStep == kFirstCopies) ring_.empty(fill_.stage).wait(fill_.parity ^ 1);
     if constexpr (kStep + 1 == kSteps) {
       __syncwarp();
       if (warp_.lane == 0) ring_.empty(read_.stage).arrive();
@@ -113,8 +116,11 @@ class Kernel {
     }
     load<(kStep + 1) % kSteps>(operands[(kStep + 1) & 1]);
     multiply_add<Element>(acc, operands[kStep & 1], [&]<int i>() {
-      constexpr int kPlace = kStep * 4 + i;
-      copy<kPlace * Shape::kCopies / (4 * kSteps), (kPlace + 1) * Shape::kCopies / (4 * kSteps)>();
+      if constexpr (kStep >= kFirstCopies) {
+        constexpr int kPlaces = 4 * (kSteps - kFirstCopies);
+        constexpr int kPlace = 4 * (kStep - kFirstCopies) + i;
+        copy<kPlace * Shape::kCopies / kPlaces, (kPlace + 1) * Shape::kCopies / kPlaces>();
+      }
     });
     if constexpr (kStep + 1 < kSteps) multiply_steps<kStep + 1>(acc, operands);
   }

@@ -6,19 +6,36 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// `row` points to the beginning of the row; `column` is a column of A.
-__device__ __forceinline__ HiddenWords read_hidden(const Activating& act, const std::uint8_t* row,
+/// Eight columns of H as 32 bytes in the order of memory: gates and ups, or both alternating.
+struct HiddenQuads {
+  uint4 first;
+  uint4 second;  ///< zeros without a gate
+};
+
+/// `row` points to the beginning of the row; `column` is a column of A. Both loads have the same
+/// registers in all layouts: if they had others, ptxas would copy the words, and the copies would
+/// wait for the loads.
+__device__ __forceinline__ HiddenQuads read_hidden(const Activating& act, const std::uint8_t* row,
                                                    int column) {
-  HiddenWords h{};
-  if (act.gates == Gates::kInterleaved) {
-    const auto* from = reinterpret_cast<const uint4*>(row + column * 2 * kElementBytes);
-    h.set_quad(0, from[0]);
-    h.set_quad(1, from[1]);
-    return h;
+  const bool interleaved = act.gates == Gates::kInterleaved;
+  const std::uint8_t* first = row + column * (interleaved ? 2 : 1) * kElementBytes;
+  HiddenQuads quads{};
+  quads.first = *reinterpret_cast<const uint4*>(first);
+  if (act.gates != Gates::kNone) {
+    const int apart = interleaved ? 16 : act.width * kElementBytes;
+    quads.second = *reinterpret_cast<const uint4*>(first + apart);
   }
-  h.set_gates(*reinterpret_cast<const uint4*>(row + column * kElementBytes));
-  if (act.gates == Gates::kSplit) {
-    h.set_ups(*reinterpret_cast<const uint4*>(row + (act.width + column) * kElementBytes));
+  return quads;
+}
+
+__device__ __forceinline__ HiddenWords words_of(const Activating& act, const HiddenQuads& quads) {
+  HiddenWords h;
+  if (act.gates == Gates::kInterleaved) {
+    h.set_quad(0, quads.first);
+    h.set_quad(1, quads.second);
+  } else {
+    h.set_gates(quads.first);
+    h.set_ups(quads.second);
   }
   return h;
 }

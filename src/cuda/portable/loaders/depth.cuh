@@ -30,6 +30,7 @@ class DepthLoader {
     next_source_ = source(p, next_.rows, 0);
     ahead_ = after(p, next_);
     open(p);
+    if (rows_.x != kNoExpert) coming_source_ = source(p, rows_, Shape::kDepth);
   }
 
   /// Issues copy i of the k tile. It has no branch, so that the compiler can place it between
@@ -49,9 +50,10 @@ class DepthLoader {
     other_ += Shape::kDepth * other(p).row_bytes;
     if (k_ >= rows_.z) {
       open(p);
-    } else if (rows_.x != kNoExpert) {
-      source_ = source(p, rows_, k_);
+    } else {
+      source_ = coming_source_;
     }
+    if (rows_.x != kNoExpert) coming_source_ = source(p, rows_, k_ + Shape::kDepth);
   }
 
  private:
@@ -179,6 +181,7 @@ class DepthLoader {
   int4 rows_{};       // ExpertRecord of the tile's expert
   int k_;
   int source_ = 0;               // for the current k tile
+  int coming_source_ = 0;        // for the next k tile, so that no copy waits for its source
   int next_source_;              // for the first k tile of the next tile
   const std::uint8_t* columns_;  // this thread's columns of row 0, gathered tensor
   const std::uint8_t* other_;    // this thread's first line of the k tile, other tensor
