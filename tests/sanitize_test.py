@@ -55,6 +55,29 @@ class SanitizeTest(unittest.TestCase):
     def rows(self):
         return json.loads(self.record.read_text())["rows"]
 
+    def test_racecheck_runs_the_portable_engine_only_in_a_build_for_it(self):
+        body = f"echo '{PASSED}'; echo '{CLEAN}'"
+        self.assertEqual(self.verdict(body, "--engine", "portable"), 0)
+        self.assertNotIn("racecheck", {row["tool"] for row in self.rows()})
+        self.assertEqual(self.verdict(body, "--tools", "racecheck"), 0)
+        self.assertTrue(any(row["tool"] == "racecheck" for row in self.rows()))
+        for row in self.rows():
+            if row["tool"] == "racecheck":
+                self.assertIn("/hopper", row["tests"])
+
+    def test_racecheck_uses_its_own_program(self):
+        own = self.folder / "racecheck_tests"
+        own.write_text("built for racecheck")
+        body = f"""case "$*" in
+*racecheck*{own}*) ;;
+*racecheck*|*{own}*) exit 1;;
+esac
+echo '{PASSED}'; echo '{CLEAN}'"""
+        self.assertEqual(self.verdict(body, "--racecheck-tests", str(own)), 0)
+        self.assertTrue(
+            any(row["tool"] == "racecheck" and "/*" in row["tests"] for row in self.rows())
+        )
+
     def test_clean(self):
         self.assertEqual(self.verdict(f"echo '{PASSED}'; echo '{CLEAN}'"), 0)
         self.assertEqual(len(self.rows()), sum(len(group.tools) for group in sanitize_gpu.GROUPS))

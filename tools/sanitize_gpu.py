@@ -2,7 +2,7 @@
 """Runs the device tests under compute-sanitizer's four tools on this machine's GPU.
 
     python tools/sanitize_gpu.py [--tests build/release/sonicmoe_cuda_tests] [--out RECORD.json]
-    python tools/sanitize_gpu.py --engine portable --jobs 4
+    python tools/sanitize_gpu.py --engine portable --jobs 4 --racecheck-tests PROGRAM
 
 memcheck finds accesses out of bounds and leaks, racecheck hazards in shared memory, initcheck reads
 of uninitialised global memory, synccheck invalid barriers. Every tool runs every group of tests
@@ -10,6 +10,10 @@ below. Exits with 1 on a finding, a failed test, a hang, or if no test ran. Need
 (part of the CUDA toolkit) on PATH; takes about ten minutes one run after the other. Run again with
 the same --out to do what is missing: clean runs of the same test program and device are not
 repeated.
+
+Racecheck does not see that the mbarriers of the portable engine order accesses. So it runs that
+engine only with --racecheck-tests: the tests of a build with CUDAFLAGS=-DSONICMOE_RACECHECK, whose
+threads also meet at __syncthreads().
 """
 
 from __future__ import annotations
@@ -92,13 +96,18 @@ class Run:
         return (self.tool, self.tests, self.cases) == (row["tool"], row["tests"], row["cases"])
 
 
-def runs_of(tools: list[str], engine: str) -> list[Run]:
-    return [
-        Run(tool, group.tests.format(engine=engine), group.cases)
-        for tool in tools
-        for group in GROUPS
-        if tool in group.tools
-    ]
+def runs_of(options) -> list[Run]:
+    runs = []
+    for tool in options.tools:
+        engine = options.engine
+        if tool == "racecheck" and options.racecheck_tests is None:
+            if engine == "portable":
+                continue
+            engine = "hopper"
+        for group in GROUPS:
+            if tool in group.tools:
+                runs.append(Run(tool, group.tests.format(engine=engine), group.cases))
+    return runs
 
 
 def sanitize(run: Run, tests: Path, limit: float) -> dict:
@@ -133,7 +142,11 @@ def output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
-def header(tests: Path) -> dict:
+def sha256(program: Path | None) -> str:
+    return hashlib.sha256(program.read_bytes()).hexdigest() if program else ""
+
+
+def header(tests: Path, racecheck_tests: Path | None) -> dict:
     name, driver = output_of(
         "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"
     ).split(", ")
@@ -145,22 +158,25 @@ def header(tests: Path) -> dict:
         "commit": os.environ.get("SONICMOE_COMMIT")
         or output_of("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.date.today().isoformat(),
-        "tests_sha256": hashlib.sha256(tests.read_bytes()).hexdigest(),
+        "tests_sha256": sha256(tests),
+        "racecheck_tests_sha256": sha256(racecheck_tests),
     }
 
 
 class Record:
     """The rows so far, and the file they are written to. It keeps the clean rows that an earlier
-    run wrote for the same device and test program. The commit alone would not do: a program that
+    run wrote for the same device and test programs. The commit alone would not do: a program that
     was rebuilt from changed files has the same one."""
 
-    def __init__(self, path: Path | None, tests: Path):
+    KEYS = ("device", "tests_sha256", "racecheck_tests_sha256")
+
+    def __init__(self, path: Path | None, tests: Path, racecheck_tests: Path | None):
         self.path = path
-        self.header = header(tests) if path else {}
+        self.header = header(tests, racecheck_tests) if path else {}
         self.rows: list[dict] = []
         if path and path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
-            if all(earlier.get(key) == self.header[key] for key in ("device", "tests_sha256")):
+            if all(earlier.get(key) == self.header[key] for key in self.KEYS):
                 self.rows = [row for row in earlier["rows"] if clean(row)]
 
     def has(self, run: Run) -> bool:
@@ -183,6 +199,7 @@ def report(row: dict, record: Record) -> None:
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tests", type=Path, default=ROOT / "build/release/sonicmoe_cuda_tests")
+    parser.add_argument("--racecheck-tests", type=Path, help="tests of a build for racecheck")
     parser.add_argument("--out", type=Path, help="write the record here")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--engine", choices=ENGINES, default=EVERY_ENGINE, help="default: all")
@@ -191,14 +208,19 @@ def main(arguments):
     options = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
         parser.exit(2, "compute-sanitizer is not on PATH; it comes with the CUDA toolkit\n")
-    if not options.tests.exists():
-        parser.exit(2, f"{options.tests} does not exist; `make build` makes it where nvcc is\n")
+    for tests in (options.tests, options.racecheck_tests):
+        if tests is not None and not tests.exists():
+            parser.exit(2, f"{tests} does not exist; `make build` makes it where nvcc is\n")
     if options.jobs < 1:
         parser.exit(2, f"jobs is {options.jobs}, must be at least 1\n")
-    record = Record(options.out, options.tests)
-    missing = [run for run in runs_of(options.tools, options.engine) if not record.has(run)]
+    record = Record(options.out, options.tests, options.racecheck_tests)
+    missing = [run for run in runs_of(options) if not record.has(run)]
+    programs = {"racecheck": options.racecheck_tests or options.tests}
     with ThreadPoolExecutor(options.jobs) as pool:
-        begun = [pool.submit(sanitize, run, options.tests, options.limit) for run in missing]
+        begun = [
+            pool.submit(sanitize, run, programs.get(run.tool, options.tests), options.limit)
+            for run in missing
+        ]
         try:
             for done in as_completed(begun):
                 report(done.result(), record)

@@ -24,6 +24,16 @@
 
 namespace sonicmoe::cuda::portable {
 
+/// Racecheck (compute-sanitizer 2025.3.1) does not see that the ring's mbarriers order accesses,
+/// and reports races between copies and reads of stages. In a build with SONICMOE_RACECHECK all
+/// threads also meet where they wait for a stage, so it can judge all other accesses to shared
+/// memory.
+__device__ __forceinline__ void meet_for_racecheck() {
+#ifdef SONICMOE_RACECHECK
+  __syncthreads();
+#endif
+}
+
 /// `Loader` copies k tiles (loaders/). `Epilogue` processes and stores the accumulators of a tile
 /// (epilogues/). If an epilogue has prepare(), it is called before the products of each tile.
 template <class Element, class Loader, class Epilogue>
@@ -46,6 +56,7 @@ class Kernel {
     }
     for (unsigned tile = 0;; tile++) {
       ring.full(kernel.read_.stage).wait(kernel.read_.parity);
+      meet_for_racecheck();
       const TileSlot& slot = tile_slots()[tile % kTileSlots];
       if (slot.k_tiles == 0) break;
       if constexpr (requires { Epilogue::prepare(p.epilogue, slot); }) {
@@ -107,7 +118,10 @@ class Kernel {
   /// next tile of D.
   template <int kStep>
   __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands (&operands)[2]) {
-    if constexpr (kStep == kFirstCopies) ring_.empty(fill_.stage).wait(fill_.parity ^ 1);
+    if constexpr (kStep == kFirstCopies) {
+      ring_.empty(fill_.stage).wait(fill_.parity ^ 1);
+      meet_for_racecheck();
+    }
     if constexpr (kStep + 1 == kSteps) {
       __syncwarp();
       if (warp_.lane == 0) ring_.empty(read_.stage).arrive();
