@@ -2,7 +2,7 @@
 """Runs the device tests under compute-sanitizer's four tools on this machine's GPU.
 
     python tools/sanitize_gpu.py [--tests build/release/sonicmoe_cuda_tests] [--out RECORD.json]
-    python tools/sanitize_gpu.py --engine portable --jobs 4 --racecheck-tests PROGRAM
+    python tools/sanitize_gpu.py --engines portable --jobs 4 --racecheck-tests PROGRAM
 
 memcheck finds accesses out of bounds and leaks, racecheck hazards in shared memory, initcheck reads
 of uninitialised global memory, synccheck invalid barriers. Every tool runs every group of tests
@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ENGINES = ("hopper", "portable")
 HARNESS = "Each/Cuda.PassesTheHarness/{engine}"
-EVERY_ENGINE = "*"
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,20 @@ class Run:
         return (self.tool, self.tests, self.cases) == (row["tool"], row["tests"], row["cases"])
 
 
+def engines_of(tool: str, options) -> tuple[str, ...]:
+    if tool == "racecheck" and options.racecheck_tests is None:
+        return tuple(engine for engine in options.engines if engine != "portable")
+    return tuple(options.engines)
+
+
 def runs_of(options) -> list[Run]:
     runs = []
     for tool in options.tools:
-        engine = options.engine
-        if tool == "racecheck" and options.racecheck_tests is None:
-            if engine == "portable":
-                continue
-            engine = "hopper"
         for group in GROUPS:
-            if tool in group.tools:
+            if tool not in group.tools:
+                continue
+            engines = engines_of(tool, options) if "{engine}" in group.tests else ("",)
+            for engine in engines:
                 runs.append(Run(tool, group.tests.format(engine=engine), group.cases))
     return runs
 
@@ -202,7 +205,7 @@ def main(arguments):
     parser.add_argument("--racecheck-tests", type=Path, help="tests of a build for racecheck")
     parser.add_argument("--out", type=Path, help="write the record here")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    parser.add_argument("--engine", choices=ENGINES, default=EVERY_ENGINE, help="default: all")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one run at most")
     options = parser.parse_args(arguments)

@@ -61,6 +61,7 @@ struct Fp8Mainloop {
         }
         ptx::wgmma_wait<0>();
         if constexpr (kLast) {
+          __syncwarp();  // all lanes have read their scales and codes of the stage
           release_stage(cta, ring.previous_stage());
           if (kt + 1 < p.tiles.k_tiles) codes.load(cta, ring.stage);
         } else if (kt == 0 && warpgroup == 0 && alternates(p)) {
