@@ -65,6 +65,14 @@ class SanitizeTest(unittest.TestCase):
             if row["tool"] == "racecheck":
                 self.assertIn("/hopper", row["tests"])
 
+    def test_refuses_to_run_nothing(self):
+        errors = io.StringIO()
+        options = ("--engines", "portable", "--tools", "racecheck")
+        with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit) as stop:
+            self.verdict("exit 0", *options)
+        self.assertEqual(stop.exception.code, 2)
+        self.assertIn("needs --racecheck-tests", errors.getvalue())
+
     def test_racecheck_uses_its_own_program(self):
         own = self.folder / "racecheck_tests"
         own.write_text("built for racecheck")

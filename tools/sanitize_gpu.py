@@ -202,7 +202,11 @@ def report(row: dict, record: Record) -> None:
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tests", type=Path, default=ROOT / "build/release/sonicmoe_cuda_tests")
-    parser.add_argument("--racecheck-tests", type=Path, help="tests of a build for racecheck")
+    parser.add_argument(
+        "--racecheck-tests",
+        type=Path,
+        help="tests of a build for racecheck; without them it leaves out portable",
+    )
     parser.add_argument("--out", type=Path, help="write the record here")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
@@ -216,6 +220,8 @@ def main(arguments):
             parser.exit(2, f"{tests} does not exist; `make build` makes it where nvcc is\n")
     if options.jobs < 1:
         parser.exit(2, f"jobs is {options.jobs}, must be at least 1\n")
+    if not runs_of(options):
+        parser.exit(2, "nothing to run: racecheck over portable needs --racecheck-tests\n")
     record = Record(options.out, options.tests, options.racecheck_tests)
     missing = [run for run in runs_of(options) if not record.has(run)]
     programs = {"racecheck": options.racecheck_tests or options.tests}

@@ -20,8 +20,8 @@ struct ActivateGrad {
                                              std::uint32_t staging) {
     const Place place(p, tile, warp);
     SliceInputs inputs{};
-    // With kAhead the first iteration only reads. If the inputs of the first slice were read before
-    // the loop, ptxas would make each iteration wait for the loads that it has just issued.
+    // If kAhead is 1, the first iteration only reads the inputs of slice 0. If these were read
+    // before the loop, ptxas would make every iteration wait for the loads that it has just issued.
 #pragma unroll 1
     for (int slice = -kAhead; slice < kSlices; slice++) {
       SliceInputs coming;
