@@ -31,9 +31,14 @@ struct TmaRowsParams {
 ///   | weights, K-major   | (k, n, expert)       | 64 x n/2              |
 ///   | weights, MN-major  | (n, k, expert)       | 64 x mn_box_depth     |
 ///   | rows, expert order | (column, part, row)  | 64 x 1 x 64           |
+///
+/// With ColumnOrder::kByLane the columns n of all experts are one sequence, which is divided into
+/// groups of 32: column 8q + 2j + b of group g. The dimensions are (k, b, q, j, g), and the box is
+/// 64 x 2 x 4 x 4 x n/64.
 struct OperandBMaps {
   CUtensorMap map[2];
-  std::int32_t part;  ///< of rows in expert order: 0 gate (or the only part), 1 up
+  std::int32_t part;           ///< of rows in expert order: 0 gate (or the only part), 1 up
+  std::int32_t expert_groups;  ///< kByLane: the number of groups from one expert to the next
 };
 
 // Tile schedulers.

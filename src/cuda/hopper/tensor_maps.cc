@@ -95,6 +95,18 @@ CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileSha
                      experts});
 }
 
+CUtensorMap weight_map_by_lane(const Device& device, const Tensor& weight, const TileShape& shape) {
+  const std::int64_t row = weight.stride[1];
+  const std::int64_t expert_rows = weight.stride[0] / row;
+  const std::int64_t rows = (weight.shape[0] - 1) * expert_rows + weight.shape[1];
+  return encode_map(device, weight.dtype, weight.data,
+                    {{weight.shape[2], 1, kDepth},
+                     {2, row, 2},
+                     {4, 8 * row, 4},
+                     {4, 2 * row, 4},
+                     {rows / 32, 32 * row, shape.n / 64}});
+}
+
 CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
                      std::int32_t box_columns) {
   const RowDims dims(rows);

@@ -18,6 +18,10 @@ Major major_of(const Tensor& matrices);
 /// are K-major, a group of 64 columns if they are MN-major.
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);
 
+/// As weight_map() of K-major matrices whose experts lie one after the other, at equal distances
+/// that are multiples of 32 rows, in boxes of ColumnOrder::kByLane (OperandBMaps).
+CUtensorMap weight_map_by_lane(const Device& device, const Tensor& weight, const TileShape& shape);
+
 /// Loads of rows (C, width) or (C, G, width).
 CUtensorMap rows_map(const Device& device, const Tensor& rows, std::int32_t box_rows,
                      std::int32_t box_columns = 64);

@@ -1,15 +1,19 @@
 // Loads of the N x K operand: TMA boxes. In a cluster each CTA loads its part and multicasts it.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/hopper/engine/tile.cuh"
 #include "cuda/hopper/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 
-template <TileShape kShape, BSource kSource, Major kMajor>
+template <TileShape kShape, BSource kSource, Major kMajor,
+          ColumnOrder kOrder = ColumnOrder::kAscending>
 struct OperandB {
   static_assert(kSource != BSource::kRows || kMajor == Major::kMN);
+  static_assert(kOrder == ColumnOrder::kAscending || kMajor == Major::kK);
   static constexpr int kGroups = kShape.n / 64;
   static constexpr bool kByGroup = kMajor == Major::kK || splits_by_group(kShape);
   /// Boxes of a stage that one CTA loads.
@@ -39,10 +43,11 @@ struct OperandB {
   }
 
  private:
+  using Coordinates = std::conditional_t<kOrder == ColumnOrder::kByLane, ptx::Coord5, ptx::Coord3>;
   struct Box {
     const CUtensorMap* map;
     int offset;  ///< in the stage
-    ptx::Coord3 at;
+    Coordinates at;
   };
 
   /// The boxes that CTA `cta` of a cluster loads. Unrolled: a single thread issues them all.
@@ -58,9 +63,13 @@ struct OperandB {
       } else if constexpr (kMajor == Major::kK) {
         constexpr bool kHalves = kSource == BSource::kWeightHalves;
         const int row = tile.column + (kHalves ? 0 : group * (kShape.n / 2));
-        issue(Box{&maps.map[kHalves ? group : part],
-                  group * (kShape.b_bytes() / 2),
-                  {k, row, tile.expert}});
+        const CUtensorMap* map = &maps.map[kHalves ? group : part];
+        const int offset = group * (kShape.b_bytes() / 2);
+        if constexpr (kOrder == ColumnOrder::kByLane) {
+          issue(Box{map, offset, {k, 0, 0, 0, tile.expert * maps.expert_groups + row / 32}});
+        } else {
+          issue(Box{map, offset, {k, row, tile.expert}});
+        }
       } else {
         const int skip = kByGroup ? 0 : cta * mn_box_depth(kShape);
         const bool second = kSource == BSource::kWeightHalves && group >= kGroups / 2;

@@ -24,6 +24,15 @@ enum class BSource : int {
   kRows = 3,           ///< rows in expert order, whose number is K; MN-major
 };
 
+/// Which output columns a lane of the warp holds (math/fragment.cuh: q is lane % 4).
+enum class ColumnOrder : int {
+  kAscending = 0,  ///< columns 2q and 2q + 1 of each eight
+  /// Columns 8q .. 8q + 7 of each 32, so the lane can load and store them at once. The columns of B
+  /// are loaded in another order for this: column 8q + 2j + b of 32 becomes column 8j + 2q + b of
+  /// the product, whose words 2j and 2j + 1 are then the lane's columns 8q + 2j and 8q + 2j + 1.
+  kByLane = 1,
+};
+
 inline constexpr int kDepth = 64;  // K elements of a stage: one 128-byte swizzled row
 inline constexpr int kElementBytes = 2;
 inline constexpr int kBoxBytes = 64 * 64 * kElementBytes;  // a store box of 64 x 64 elements

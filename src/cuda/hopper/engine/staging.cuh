@@ -59,7 +59,11 @@ class Staging {
   }
   /// The biases of this lane's two columns among the eight columns from i on.
   __device__ __forceinline__ std::uint32_t bias_pair(int i) const {
-    return ptx::load_word(bias() + (threadIdx.x & 3) * 4 + i * kElementBytes);
+    return bias_pair_at((threadIdx.x & 3) * 2 + i);
+  }
+  /// The biases of columns i and i + 1; i is even.
+  __device__ __forceinline__ std::uint32_t bias_pair_at(int i) const {
+    return ptx::load_word(bias() + i * kElementBytes);
   }
 
   /// The scale of row i of this warpgroup; 1 until it is set. Synchronised as the bias is.

@@ -44,15 +44,23 @@ struct Fp8RowsOut {
   std::int32_t scale_rows;  ///< C, rounded up to a multiple of 4
 };
 
+/// Where an epilogue stores 16-bit elements of rows in expert order: (C, width) or (C, G, width).
+/// Rows begin at multiples of 16 bytes.
+struct Fp8ElementsOut {
+  std::uint16_t* data;
+  std::int64_t row_stride;   ///< elements
+  std::int64_t part_stride;  ///< from gate to up, elements
+};
+
 /// How forward keeps H for backward: not at all, as codes and scales, or as bf16 elements.
 enum class Fp8KeptH : std::int32_t { kNone = 0, kCodes = 1, kElements = 2 };
 
 /// Arguments of the epilogue Fp8Act.
 struct Fp8ActParams {
   Fp8RowsOut a;
-  Fp8RowsOut h;       ///< for kCodes: columns of gate, then of up
-  RaggedMap h_words;  ///< for kElements: (column, gate or up, row, base)
-  Bias bias[2];       ///< gate, up; without a gate only [0]
+  Fp8RowsOut h;               ///< for kCodes: columns of gate, then of up
+  Fp8ElementsOut h_elements;  ///< for kElements
+  Bias bias[2];               ///< gate, up; without a gate only [0]
   ActivationScalars scalars;
   std::int32_t width;  ///< n
   Fp8KeptH keep;
@@ -60,13 +68,13 @@ struct Fp8ActParams {
 
 /// Arguments of the epilogue Fp8ActGrad.
 struct Fp8ActGradParams {
-  /// The kept H, in boxes of 64 x 1 x 64. For kCodes the coordinates are (16-bit word, 0, row),
+  /// The kept H, in boxes of 64 x 1 x 16. For kCodes the coordinates are (16-bit word, 0, row),
   /// with the columns of gate before those of up; for kElements (column, gate or up, row).
   CUtensorMap h;
   const float* h_scales;    ///< for kCodes: (G n / 128, scale_rows)
   Fp8RowsOut dh_codes;      ///< columns of gate, then of up
-  RaggedMap dh;             ///< (column, gate or up, row, base); alternating: (column of 2n, 0, ..)
-  RaggedMap a;              ///< A'
+  Fp8ElementsOut dh;        ///< alternating: one part of 2n columns
+  Fp8ElementsOut a;         ///< A'
   const float* row_weight;  ///< (C); null: 1
   float* score_parts;       ///< (C, score_tiles)
   std::int32_t score_tiles;

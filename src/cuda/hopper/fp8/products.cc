@@ -92,6 +92,11 @@ Fp8RowsOut rows_out(const Fp8Rows& rows) {
           static_cast<std::int32_t>(rows.scale_stride)};
 }
 
+Fp8ElementsOut elements_out(const Tensor& rows) {
+  return {static_cast<std::uint16_t*>(rows.data), rows.stride[0],
+          rows.rank == 3 ? rows.stride[1] : 0};
+}
+
 Order order_of(const Fp8RowProduct& product) {
   if (product.index != nullptr) return gathered_order(product.groups.mean_rows());
   return product.weights.depth >= 1024 ? Order::kDynamic : Order::kStatic;
@@ -99,11 +104,15 @@ Order order_of(const Fp8RowProduct& product) {
 
 /// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
 template <class Params>
-void set_operands(const Launch& launch, int column_step, Params* params) {
+void set_operands(const Launch& launch, int column_step, ColumnOrder order, Params* params) {
   const Fp8Matrices& w = launch.weights();
+  const bool by_lane = order == ColumnOrder::kByLane;
   for (std::int64_t part = 0; part < w.parts; ++part) {
-    params->b.map[part] = weight_map(launch.device, words_of(w, part), kFp8Tile);
+    const Tensor words = words_of(w, part);
+    params->b.map[part] = by_lane ? weight_map_by_lane(launch.device, words, kFp8Tile)
+                                  : weight_map(launch.device, words, kFp8Tile);
   }
+  params->b.expert_groups = static_cast<std::int32_t>(w.parts * w.columns / 32);
   const bool is_dynamic = order_of(launch.product) == Order::kDynamic;
   params->tiles = row_tiles(launch.product.groups, w.columns, column_step, w.depth / 2,
                             is_dynamic ? launch.product.tile_counter : nullptr);
@@ -112,7 +121,8 @@ void set_operands(const Launch& launch, int column_step, Params* params) {
 
 void multiply(const Launch& launch, const Fp8Activate& e) {
   Fp8UpParams params{};
-  set_operands(launch, launch.weights().parts == 2 ? kFp8Block : kFp8Tile.n, &params);
+  set_operands(launch, launch.weights().parts == 2 ? kFp8Block : kFp8Tile.n, ColumnOrder::kByLane,
+               &params);
   params.producer = gathered(launch.product);
   Fp8ActParams& p = params.epilogue;
   p.a = rows_out(e.a);
@@ -121,7 +131,7 @@ void multiply(const Launch& launch, const Fp8Activate& e) {
     p.h = rows_out(e.h_codes);
   } else if (e.h.data != nullptr) {
     p.keep = Fp8KeptH::kElements;
-    p.h_words = ragged_map(launch.device, e.h);
+    p.h_elements = elements_out(e.h);
   }
   const bool gated = is_gated(e.activation.kind);
   p.bias[0] = bias_of(gated ? e.bias_gate : e.bias_up);
@@ -133,18 +143,18 @@ void multiply(const Launch& launch, const Fp8Activate& e) {
 
 void multiply(const Launch& launch, const Fp8ActivateGrad& e) {
   Fp8HiddenGradParams params{};
-  set_operands(launch, kFp8Tile.n, &params);
+  set_operands(launch, kFp8Tile.n, ColumnOrder::kByLane, &params);
   params.producer = gathered(launch.product);
   Fp8ActGradParams& p = params.epilogue;
   const bool codes = e.h_codes.codes != nullptr;
-  constexpr std::int32_t kBoxRows = 64;
+  constexpr std::int32_t kBoxRows = 16;  // of a warp
   p.h =
       rows_map(launch.device,
                codes ? words_of(e.h_codes.codes, e.h_codes.rows, e.h_codes.depth) : e.h, kBoxRows);
   p.h_scales = e.h_codes.scales;
   p.dh_codes = rows_out(e.dh_codes);
-  p.dh = ragged_map(launch.device, e.dh);
-  p.a = ragged_map(launch.device, e.a);
+  p.dh = elements_out(e.dh);
+  p.a = elements_out(e.a);
   p.row_weight = e.row_weight;
   p.score_parts = e.score_parts;
   p.score_tiles = e.score_tiles;
@@ -159,7 +169,7 @@ void multiply(const Launch& launch, const StoreOutput& e) {
   const Fp8Rows& rows = launch.product.rows;
   const Fp8Matrices& w = launch.weights();
   Fp8DownParams params{};
-  set_operands(launch, kFp8Tile.n, &params);
+  set_operands(launch, kFp8Tile.n, ColumnOrder::kAscending, &params);
   params.tiles.raster_group = raster_group(w.columns, w.depth / 2);
   params.producer.rows =
       rows_map(launch.device, words_of(rows.codes, rows.rows, rows.depth), kFp8Tile.m);

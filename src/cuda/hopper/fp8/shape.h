@@ -47,8 +47,8 @@ struct Fp8SharedLayout {
   static constexpr int kWarpStates = kCards + kFp8Cards * kCardBytes;
   static constexpr int kWarpStateBytes = 16;
   static constexpr int kCardFull = kWarpStates + kConsumers * 4 * kWarpStateBytes;
-  static constexpr int kInputFull = kCardFull + kFp8Cards * 8;
-  static constexpr int kEnd = kInputFull + kConsumers * 8;
+  static constexpr int kInputFull = kCardFull + kFp8Cards * 8;  ///< of each consumer warp
+  static constexpr int kEnd = kInputFull + kConsumers * 4 * 8;
   static_assert(kEnd <= 232448, "more shared memory than a CTA of sm_90 has");
 };
 

@@ -24,18 +24,16 @@ __device__ __forceinline__ std::uint32_t to_e4m3(float a, float b, float c, floa
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return codes;
 }
-/// The values of two codes, exactly.
-__device__ __forceinline__ float2 from_e4m3(std::uint32_t codes) {
-  std::uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(codes)));
-  return __half22float2(*reinterpret_cast<const __half2*>(&halves));
-}
-
-/// Loads two codes (16 bits) from shared memory.
-__device__ __forceinline__ std::uint32_t load_half_word(std::uint32_t address) {
-  std::uint16_t value;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-  return value;
+/// The values of four codes, exactly.
+__device__ __forceinline__ void from_e4m3(float2& first, float2& second, std::uint32_t codes) {
+  __half2 halves[2];
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
+      : "=r"(reinterpret_cast<std::uint32_t&>(halves[0])),
+        "=r"(reinterpret_cast<std::uint32_t&>(halves[1]))
+      : "r"(codes));
+  first = __half22float2(halves[0]);
+  second = __half22float2(halves[1]);
 }
 
 }  // namespace sonicmoe::cuda::ptx

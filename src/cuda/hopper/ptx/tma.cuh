@@ -16,19 +16,34 @@ struct Coord3 {
 struct Coord4 {
   std::int32_t x, y, z, w;
 };
+struct Coord5 {
+  /// No aggregate: the braces of a Coord3 would fit it too.
+  __device__ __forceinline__ Coord5(int x, int y, int z, int w, int v)
+      : x(x), y(y), z(z), w(w), v(v) {}
+  std::int32_t x, y, z, w, v;
+};
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// Starts the load of the box at `at` of a rank-3 map into shared memory of this CTA. `barrier`
-/// counts the bytes as they arrive (arrive_expecting()).
+/// Starts the load of the box at `at` into shared memory of this CTA. `at` has as many coordinates
+/// as the map has dimensions. `barrier` counts the bytes as they arrive (arrive_expecting()).
 __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap* map,
                                          Mbarrier barrier, Coord3 at) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
       "l"(map), "r"(barrier.address()), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap* map,
+                                         Mbarrier barrier, Coord5 at) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
+      "l"(map), "r"(barrier.address()), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w), "r"(at.v)
       : "memory");
 }
 
@@ -41,6 +56,17 @@ __device__ __forceinline__ void tma_load_multicast(std::uint32_t target, const C
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
       "l"(map), "r"(barrier.address()), "r"(at.x), "r"(at.y), "r"(at.z), "h"(mask)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_multicast(std::uint32_t target, const CUtensorMap* map,
+                                                   Mbarrier barrier, Coord5 at,
+                                                   std::uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
+      "l"(map), "r"(barrier.address()), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w), "r"(at.v),
+      "h"(mask)
       : "memory");
 }
 

@@ -18,6 +18,7 @@ struct Fp8Act {
   using Element = __nv_bfloat16;
   using Act = ActivationWords<Element, kKind>;
   static constexpr bool kGated = is_gated(kKind);
+  static constexpr ColumnOrder kOrder = ColumnOrder::kByLane;
 
   static __device__ __forceinline__ void init(const Fp8Cta&) {}
   static __device__ __forceinline__ void begin(const Params&, const ConsumerTiles&, const Fp8Cta&,
@@ -32,11 +33,12 @@ struct Fp8Act {
       stage_biases(p, tile, staging);
       staging.sync();
     }
+    const LanePlace place(tile, rows);
     if constexpr (kGated) {
       BlockWords gate, up;
       round(p, gate, &sums[0], staging, 0);
       round(p, up, &sums[64], staging, kFp8Block);
-      finish<2>(p, gate, up, tile.column / kFp8Block, tile, staging, rows);
+      finish<2>(p, gate, up, tile.column / kFp8Block, place);
     } else {
 #pragma unroll
       for (int unit = 0; unit < kFp8Units; unit++) {
@@ -44,7 +46,7 @@ struct Fp8Act {
         if (block * kFp8Block >= p.width) break;
         BlockWords h, unused;
         round(p, h, &sums[unit * 64], staging, unit * kFp8Block);
-        finish<1>(p, h, unused, block, tile, staging, rows);
+        finish<1>(p, h, unused, block, place);
       }
     }
     if (biased) staging.sync();  // before the biases of the next tile are staged
@@ -69,40 +71,33 @@ struct Fp8Act {
   static __device__ __forceinline__ void round(const Params& p, BlockWords& words,
                                                const float* sums, const Fp8Staging& staging,
                                                int column) {
+    if (p.bias[0].data == nullptr) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      Fragment& block = words.half[half];
-      const int at = column + half * 64;
-      if (p.bias[0].data != nullptr) {
-        round_block<Element, BiasUse::kStaged>(block, sums + half * 32, staging, at);
-      } else {
-        round_block<Element, BiasUse::kNone>(block, sums + half * 32, staging, at);
-      }
+      for (int i = 0; i < 16; i++) round_words<Element>(&words[2 * i], sums + 4 * i);
+      return;
+    }
+    const int own = column + (ptx::lane() & 3) * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const std::uint32_t bias = staging.bias_pair_at(own + i / 4 * 32 + i % 4 * 2);
+      round_words<Element>(&words[2 * i], sums + 4 * i, bias);
     }
   }
 
   /// Stores H in the form in which it is kept, then computes and stores A. `first` has gate (or H,
-  /// if there is no gate); A overwrites it. `second` has up. An H in bf16 is stored from the store
-  /// boxes: gate from boxes 0 and 1, up from 2 and 3.
+  /// if there is no gate); A overwrites it. `second` has up.
   template <int kParts>
   static __device__ __forceinline__ void finish(const Params& p, BlockWords& first,
-                                                BlockWords& second, int block, const CtaTile& tile,
-                                                const Fp8Staging& staging, Rows rows) {
+                                                BlockWords& second, int block,
+                                                const LanePlace& place) {
     if (p.keep == Fp8KeptH::kElements) {
-      staging.begin();
-      write_words(staging, 0, first);
-      if (kParts == 2) write_words(staging, 2, second);
-      staging.publish();
-      if (staging.elected()) {
-        issue_words(p.h_words, staging, 0, block * kFp8Block, 0, tile, rows);
-        if (kParts == 2) issue_words(p.h_words, staging, 2, block * kFp8Block, 1, tile, rows);
-        staging.commit();
-      }
+      store_elements(p, first, block, 0, place);
+      if (kParts == 2) store_elements(p, second, block, 1, place);
     }
     if (p.keep == Fp8KeptH::kCodes) {
-      store_quantized<Words::kUsed>(p.h, block, first, tile, rows);
+      store_quantized<Words::kUsed>(p.h, block, first, place);
       if (kParts == 2) {
-        store_quantized<Words::kUsed>(p.h, p.width / kFp8Block + block, second, tile, rows);
+        store_quantized<Words::kUsed>(p.h, p.width / kFp8Block + block, second, place);
       }
     }
 #pragma unroll
@@ -113,7 +108,23 @@ struct Fp8Act {
         first[i] = Act::plain(first[i]);
       }
     }
-    store_quantized<Words::kDone>(p.a, block, first, tile, rows);
+    store_quantized<Words::kDone>(p.a, block, first, place);
+  }
+
+  static __device__ __forceinline__ void store_elements(const Params& p, const BlockWords& words,
+                                                        int block, int part,
+                                                        const LanePlace& place) {
+    const LaneElements to(p.h_elements, place, block * kFp8Block + place.column);
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+      if (!place.present[which]) continue;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int word = i * 8 + which;
+        to.store(which, part * p.h_elements.part_stride + i * 32,
+                 make_uint4(words[word], words[word + 2], words[word + 4], words[word + 6]));
+      }
+    }
   }
 };
 

@@ -1,26 +1,28 @@
 // Quantises the block of 16 rows by 128 columns that a warp holds in registers: converts bf16 words
 // to codes, with one scale for each row (core/fp8_quantize.h has the rule). A lane holds two rows,
-// lane / 4 and lane / 4 + 8, and two of each eight columns (math/fragment.cuh).
+// lane / 4 and lane / 4 + 8, and of each its eight columns of each 32 (ColumnOrder::kByLane). So it
+// stores eight codes or eight elements of a row at once, from registers to global memory.
 #pragma once
 
 #include "core/fp8_quantize.h"
 #include "cuda/hopper/engine/staging.cuh"
 #include "cuda/hopper/engine/tile.cuh"
-#include "cuda/hopper/epilogues/ragged.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
 #include "cuda/hopper/ptx/e4m3.cuh"
+#include "cuda/hopper/ptx/thread.cuh"
 #include "cuda/math/element.cuh"
 #include "cuda/math/fragment.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
 
-/// A lane's words of 16 rows by 128 columns of bf16: words 2i (first row) and 2i + 1 (second row)
-/// hold its two of columns 8i .. 8i + 7.
+/// A lane's words of 16 rows by 128 columns of bf16. Words 8g, 8g + 2, .. 8g + 6 hold its eight
+/// columns, in order, of columns 32g .. 32g + 31 of its first row, the words between them those of
+/// its second row.
 struct BlockWords {
-  Fragment half[2];
-  __device__ __forceinline__ std::uint32_t& operator[](int i) { return half[i / 16][i % 16]; }
-  __device__ __forceinline__ std::uint32_t operator[](int i) const { return half[i / 16][i % 16]; }
+  std::uint32_t words[32];
+  __device__ __forceinline__ std::uint32_t& operator[](int i) { return words[i]; }
+  __device__ __forceinline__ std::uint32_t operator[](int i) const { return words[i]; }
 };
 
 using Fp8Staging = Staging<kFp8Tile>;
@@ -115,89 +117,61 @@ __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t first, std::uint
   return ptx::to_e4m3(Two::low(first), Two::high(first), Two::low(second), Two::high(second));
 }
 
-/// Reorders the codes of 32 columns of a row, four groups of eight columns, among the four lanes
-/// that hold the row. Before, each lane has two codes of each group; after gather(), lane j of the
-/// four has all eight codes of group j. This takes two exchanges. With (lane, group) for two codes,
-/// lane 0 gets its codes as follows:
-///
-///   has (0, 0) (0, 1) (0, 2) (0, 3) | from lane 2: (2, 0) (2, 1) | from lane 1: (1, 0) (3, 0)
-class GroupGatherer {
- public:
-  __device__ __forceinline__ GroupGatherer() {
-    const int lane = ptx::lane();
-    const bool odd = (lane & 1) != 0;
-    upper_ = (lane & 2) != 0;
-    keep_ = odd ? 0x7632 : 0x5410;
-    send_ = odd ? 0x5410 : 0x7632;
-    const std::uint32_t own_lane_pair = odd ? 0x1054 : 0x5410;
-    const std::uint32_t other_lane_pair = odd ? 0x3276 : 0x7632;
-    low_ = upper_ ? other_lane_pair : own_lane_pair;
-    high_ = upper_ ? own_lane_pair : other_lane_pair;
+/// Where a lane's results of a block are: its rows in the CTA's tile, and its first column.
+struct LanePlace {
+  __device__ __forceinline__ LanePlace(const CtaTile& tile, Rows rows) {
+    const int thread = ptx::thread();
+    const int first = rows.offset + (thread >> 5 & 3) * 16 + (thread >> 2 & 7);
+    row = tile.row + first;
+    present[0] = first < tile.valid_rows;
+    present[1] = first + 8 < tile.valid_rows;
+    column = (thread & 3) * 8;
   }
-  /// `first` has this lane's codes of groups 0 and 1, `second` those of groups 2 and 3.
-  __device__ __forceinline__ uint2 gather(std::uint32_t first, std::uint32_t second) const {
-    // Lanes l and l ^ 2 exchange: lanes 0 and 1 keep groups 0 and 1, lanes 2 and 3 groups 2 and 3.
-    const std::uint32_t own = upper_ ? second : first;
-    const std::uint32_t other = __shfl_xor_sync(~0u, upper_ ? first : second, 2);
-    // Lanes l and l ^ 1 exchange: even lanes keep the group in the low halves.
-    const std::uint32_t keep = __byte_perm(own, other, keep_);
-    const std::uint32_t got = __shfl_xor_sync(~0u, __byte_perm(own, other, send_), 1);
-    // The halves of `keep` are of lanes l and l ^ 2, those of `got` of lanes l ^ 1 and l ^ 3.
-    return make_uint2(__byte_perm(keep, got, low_), __byte_perm(keep, got, high_));
+  int row;          ///< in expert order; the second row is 8 rows further
+  bool present[2];  ///< whether the two rows belong to the expert
+  int column;       ///< of each 32 columns, the first of the lane's eight
+};
+
+/// Where a lane stores elements of its two rows.
+class LaneElements {
+ public:
+  __device__ __forceinline__ LaneElements(const Fp8ElementsOut& to, const LanePlace& place,
+                                          int column) {
+    at_[0] = to.data + place.row * to.row_stride + column;
+    at_[1] = at_[0] + 8 * to.row_stride;
+  }
+  /// Stores eight elements, `words`, from element `offset` on.
+  __device__ __forceinline__ void store(int which, std::int64_t offset, uint4 words) const {
+    *reinterpret_cast<uint4*>(at_[which] + offset) = words;
   }
 
  private:
-  bool upper_;
-  std::uint32_t keep_, send_, low_, high_;  // selectors of __byte_perm
+  std::uint16_t* at_[2];
 };
 
 /// Quantises `words`, block `block` of the columns, and stores the codes and scales. Rows past the
-/// expert's last row are not stored. Four lanes store 32 bytes of a row at once, from registers to
-/// global memory: through store boxes, the warp would have to wait until the TMA has read them.
+/// expert's last row are not stored.
 template <Words kWords>
 __device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, int block, BlockWords& words,
-                                                const CtaTile& tile, Rows rows) {
+                                                const LanePlace& place) {
   float scale[2];
   find_scales<kWords>(scale, words);
-  const GroupGatherer gatherer;
-  const int lane = ptx::lane();
-  const int first_row = rows.offset + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
 #pragma unroll
   for (int which = 0; which < 2; which++) {
-    const int row = first_row + which * 8;
-    const bool present = row < tile.valid_rows;
-    std::uint8_t* at = to.codes + static_cast<std::int64_t>(tile.row + row) * to.row_bytes +
-                       block * kFp8Block + (lane & 3) * 8;
+    if (!place.present[which]) continue;
+    const int row = place.row + which * 8;
+    std::uint8_t* at =
+        to.codes + static_cast<std::int64_t>(row) * to.row_bytes + block * kFp8Block + place.column;
     const __nv_bfloat162 inverse = __float2bfloat162_rn(fp8::inverse_of(scale[which]));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int word = i * 8 + which;
-      const uint2 codes =
-          gatherer.gather(codes_of<kWords>(words[word], words[word + 2], inverse),
-                          codes_of<kWords>(words[word + 4], words[word + 6], inverse));
-      if (present) *reinterpret_cast<uint2*>(at + i * 32) = codes;
+      *reinterpret_cast<uint2*>(at + i * 32) =
+          make_uint2(codes_of<kWords>(words[word], words[word + 2], inverse),
+                     codes_of<kWords>(words[word + 4], words[word + 6], inverse));
     }
-    if (present && (lane & 3) == 0) {
-      to.scales[static_cast<std::int64_t>(block) * to.scale_rows + tile.row + row] = scale[which];
-    }
-  }
-}
-
-/// Writes the block's words to the boxes `box` and `box` + 1.
-__device__ __forceinline__ void write_words(const Fp8Staging& staging, int box,
-                                            const BlockWords& words) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    staging.write(box + half, words.half[half]);
-  }
-}
-
-/// Issues the stores of the boxes `box` and `box` + 1 of elements, from `column` on.
-__device__ __forceinline__ void issue_words(const RaggedMap& to, const Fp8Staging& staging, int box,
-                                            int column, int part, const CtaTile& tile, Rows rows) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    store_ragged(to, staging.box(box + half), column + half * 64, part, tile, rows.offset);
+    if (place.column == 0)
+      to.scales[static_cast<std::int64_t>(block) * to.scale_rows + row] = scale[which];
   }
 }
 

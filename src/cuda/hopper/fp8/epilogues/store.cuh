@@ -2,6 +2,7 @@
 // optional), rounds to bf16 and stores by TMA.
 #pragma once
 
+#include "cuda/hopper/epilogues/ragged.cuh"
 #include "cuda/hopper/epilogues/rounding.cuh"
 #include "cuda/hopper/fp8/epilogues/codes.cuh"
 
@@ -10,6 +11,7 @@ namespace sonicmoe::cuda {
 struct Fp8Store {
   using Params = Fp8StoreParams;
   using Element = __nv_bfloat16;
+  static constexpr ColumnOrder kOrder = ColumnOrder::kAscending;
 
   static __device__ __forceinline__ void init(const Fp8Cta&) {}
   static __device__ __forceinline__ void begin(const Params&, const ConsumerTiles&, const Fp8Cta&,
