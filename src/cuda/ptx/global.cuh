@@ -43,6 +43,16 @@ __device__ __forceinline__ uint2 load8(const void* pointer) {
   return r;
 }
 
+/// Stores 16 bytes if `valid`. Unlike an if, it is no branch, so the compiler moves arithmetic past
+/// it.
+__device__ __forceinline__ void store16_if(bool valid, void* pointer, uint4 words) {
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.u32 valid, %5, 0;\n"
+      "@valid st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(pointer),
+      "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(static_cast<unsigned>(valid))
+      : "memory");
+}
+
 /// Adds 1 to a word that another kernel reads by acquire_word(). A thread that acquires the new
 /// number also sees all earlier writes of this thread, and all writes that other threads made
 /// before a barrier which they and this thread have passed.

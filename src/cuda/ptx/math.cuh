@@ -2,6 +2,8 @@
 // flush denormals: results below 2^-126 are 0.
 #pragma once
 
+#include <cstdint>
+
 namespace sonicmoe::cuda::ptx {
 
 /// 2^x to 2 ulp.
@@ -26,6 +28,14 @@ __device__ __forceinline__ float smaller(float x, float y) {
 __device__ __forceinline__ float larger(float x, float y) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+
+/// For each of two bf16 values, the one with the larger magnitude; its sign has no meaning. NaN is
+/// ignored if the other value is a number.
+__device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t x, std::uint32_t y) {
+  std::uint32_t r;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
   return r;
 }
 

@@ -116,14 +116,11 @@ struct Fp8Act {
                                                         const LanePlace& place) {
     const LaneElements to(p.h_elements, place, block * kFp8Block + place.column);
 #pragma unroll
-    for (int which = 0; which < 2; which++) {
-      if (!place.present[which]) continue;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int word = i * 8 + which;
-        to.store(which, part * p.h_elements.part_stride + i * 32,
-                 make_uint4(words[word], words[word + 2], words[word + 4], words[word + 6]));
-      }
+    for (int i = 0; i < 8; i++) {
+      const int which = i % 2;
+      const int word = i / 2 * 8 + which;
+      to.store(place.present[which], which, part * p.h_elements.part_stride + i / 2 * 32,
+               make_uint4(words[word], words[word + 2], words[word + 4], words[word + 6]));
     }
   }
 };

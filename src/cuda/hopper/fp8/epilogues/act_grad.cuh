@@ -145,18 +145,20 @@ struct Fp8ActGrad {
       return staging.box(warp()) + i * kPieceBytes;
     }
 
-    /// Reads the lane's eight codes of columns 32 * group .. + 31 in one of its two rows and
-    /// dequantises them. The results are exact in bf16 and are returned as fp32. `after` is always
-    /// 0 (differentiate()).
-    __device__ __forceinline__ void read_codes(float2 (&to)[4], int part, int group, int which,
-                                               float scale, std::uint32_t after) const {
+    /// Reads the lane's eight codes of columns 32 * group .. + 31 in one of its two rows. `after`
+    /// is always 0 (differentiate()).
+    __device__ __forceinline__ void read_codes(std::uint32_t (&to)[2], int part, int group,
+                                               int which, std::uint32_t after) const {
       const int lane = ptx::lane();
       const int swizzle = lane >> 2;
       const int chunk = group * 2 + (lane >> 1 & 1);
-      std::uint32_t codes[2];
-      ptx::load_words(codes[0], codes[1],
+      ptx::load_words(to[0], to[1],
                       piece(unit * 2 + part) + (which * 8 + swizzle) * 128 +
                           ((chunk ^ swizzle) << 4) + (lane & 1) * 8 + after);
+    }
+    /// Dequantises eight codes. The results are exact in bf16 and are returned as fp32.
+    static __device__ __forceinline__ void decode(float2 (&to)[4], const std::uint32_t (&codes)[2],
+                                                  float scale) {
       ptx::from_e4m3(to[0], to[1], codes[0]);
       ptx::from_e4m3(to[2], to[3], codes[1]);
 #pragma unroll
@@ -212,6 +214,9 @@ struct Fp8ActGrad {
     // score. Addresses and the row's score are computed from `after`, so ptxas cannot begin a word
     // before the previous word is finished.
     std::uint32_t after = 0;
+    std::uint32_t codes[2][2] = {};  // of gate and of up, read one run ahead
+#pragma unroll
+    for (int part = 0; kCodes && part < kParts; part++) h.read_codes(codes[part], part, 0, 0, 0);
 #pragma unroll
     for (int run = 0; run < 8; run++) {
       const int group = run / 2;
@@ -221,7 +226,8 @@ struct Fp8ActGrad {
 #pragma unroll
       for (int part = 0; part < kParts; part++) {
         if constexpr (kCodes) {
-          h.read_codes(decoded[part], part, group, which, scale[part][which], after);
+          h.decode(decoded[part], codes[part], scale[part][which]);
+          if (run < 7) h.read_codes(codes[part], part, (run + 1) / 2, (run + 1) % 2, after);
         } else {
           elements[part] = h.read_elements(part, group, which, after);
         }
@@ -250,15 +256,16 @@ struct Fp8ActGrad {
         first[group * 8 + i * 2 + which] = gate[i];
         if constexpr (kParts == 2) second[group * 8 + i * 2 + which] = up[i];
       }
-      if (!place.present[which]) continue;
-      to_a.store(which, group * 32, make_uint4(a[0], a[1], a[2], a[3]));
+      const bool present = place.present[which];
+      to_a.store(present, which, group * 32, make_uint4(a[0], a[1], a[2], a[3]));
       if (alternate) {
-        to_dh.store(which, group * 64, interleaved(gate, up, 0));
-        to_dh.store(which, group * 64 + 8, interleaved(gate, up, 2));
+        to_dh.store(present, which, group * 64, interleaved(gate, up, 0));
+        to_dh.store(present, which, group * 64 + 8, interleaved(gate, up, 2));
       } else {
-        to_dh.store(which, group * 32, make_uint4(gate[0], gate[1], gate[2], gate[3]));
+        to_dh.store(present, which, group * 32, make_uint4(gate[0], gate[1], gate[2], gate[3]));
         if constexpr (kParts == 2) {
-          to_dh.store(which, p.dh.part_stride + group * 32, make_uint4(up[0], up[1], up[2], up[3]));
+          to_dh.store(present, which, p.dh.part_stride + group * 32,
+                      make_uint4(up[0], up[1], up[2], up[3]));
         }
       }
     }

@@ -12,7 +12,9 @@
 #include "cuda/hopper/ptx/thread.cuh"
 #include "cuda/math/element.cuh"
 #include "cuda/math/fragment.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/math.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -37,14 +39,10 @@ __device__ __forceinline__ std::uint32_t of_both_columns(std::uint32_t first,
 /// The largest absolute value in each of the two rows over the lane's columns, as bf16 bits.
 /// Infinity counts; NaN is ignored.
 __device__ __forceinline__ std::uint32_t largest(const BlockWords& words) {
-  __nv_bfloat162 most[2] = {__float2bfloat162_rn(0.0f), __float2bfloat162_rn(0.0f)};
+  std::uint32_t most[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 32; i++) {
-    const std::uint32_t word = words[i];
-    most[i & 1] = __hmax2(most[i & 1], __habs2(*reinterpret_cast<const __nv_bfloat162*>(&word)));
-  }
-  return of_both_columns(*reinterpret_cast<const std::uint32_t*>(&most[0]),
-                         *reinterpret_cast<const std::uint32_t*>(&most[1]));
+  for (int i = 0; i < 32; i++) most[i & 1] = ptx::larger_magnitudes(most[i & 1], words[i]);
+  return of_both_columns(most[0] & 0x7fff7fffu, most[1] & 0x7fff7fffu);
 }
 /// The maxima over all 128 columns, from the maxima of the four lanes that hold a row.
 __device__ __forceinline__ std::uint32_t largest_of_rows(std::uint32_t own) {
@@ -140,9 +138,10 @@ class LaneElements {
     at_[0] = to.data + place.row * to.row_stride + column;
     at_[1] = at_[0] + 8 * to.row_stride;
   }
-  /// Stores eight elements, `words`, from element `offset` on.
-  __device__ __forceinline__ void store(int which, std::int64_t offset, uint4 words) const {
-    *reinterpret_cast<uint4*>(at_[which] + offset) = words;
+  /// Stores eight elements, `words`, from element `offset` of a row on, if the row is present.
+  __device__ __forceinline__ void store(bool present, int which, std::int64_t offset,
+                                        uint4 words) const {
+    ptx::store16_if(present, at_[which] + offset, words);
   }
 
  private:
