@@ -52,6 +52,14 @@ __device__ __forceinline__ void store16_if(bool valid, void* pointer, uint4 word
       "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(static_cast<unsigned>(valid))
       : "memory");
 }
+/// As store16_if(), 8 bytes.
+__device__ __forceinline__ void store8_if(bool valid, void* pointer, uint2 words) {
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.u32 valid, %3, 0;\n"
+      "@valid st.global.v2.u32 [%0], {%1, %2};\n}\n" ::"l"(pointer),
+      "r"(words.x), "r"(words.y), "r"(static_cast<unsigned>(valid))
+      : "memory");
+}
 
 /// Adds 1 to a word that another kernel reads by acquire_word(). A thread that acquires the new
 /// number also sees all earlier writes of this thread, and all writes that other threads made

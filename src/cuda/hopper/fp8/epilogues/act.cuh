@@ -95,9 +95,9 @@ struct Fp8Act {
       if (kParts == 2) store_elements(p, second, block, 1, place);
     }
     if (p.keep == Fp8KeptH::kCodes) {
-      store_quantized<Words::kUsed>(p.h, block, first, place);
+      store_quantized(p.h, block, first, place);
       if (kParts == 2) {
-        store_quantized<Words::kUsed>(p.h, p.width / kFp8Block + block, second, place);
+        store_quantized(p.h, p.width / kFp8Block + block, second, place);
       }
     }
 #pragma unroll
@@ -108,7 +108,7 @@ struct Fp8Act {
         first[i] = Act::plain(first[i]);
       }
     }
-    store_quantized<Words::kDone>(p.a, block, first, place);
+    store_quantized(p.a, block, first, place);
   }
 
   static __device__ __forceinline__ void store_elements(const Params& p, const BlockWords& words,

@@ -81,9 +81,9 @@ struct Fp8ActGrad {
         __syncwarp();  // all lanes have read their H
         if (ptx::lane() == 0) load_h(Source{p, tiles, cta, staging, rows, unit + 1});
       }
-      store_quantized<Words::kDone>(p.dh_codes, source.block(0), first, place);
+      store_quantized(p.dh_codes, source.block(0), first, place);
       if constexpr (kParts == 2) {
-        store_quantized<Words::kDone>(p.dh_codes, source.block(1), second, place);
+        store_quantized(p.dh_codes, source.block(1), second, place);
       }
 #pragma unroll
       for (int i = 0; i < 64; i++) sums[i] = sums[64 + i];

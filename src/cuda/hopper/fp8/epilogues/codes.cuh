@@ -66,52 +66,29 @@ __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words)
   return of_both_columns(most[0], most[1]);
 }
 
-/// Whether the caller reads a block's words after they are quantised (kUsed) or not (kDone). Words
-/// that are not read may be changed.
-enum class Words { kDone, kUsed };
+/// Whether words may have infinities. Infinities must get the NaN code, but the conversion to e4m3
+/// alone would saturate them to 448.
+enum class Infinities { kNone, kPossible };
 
-/// Returns `sum` + 0 * `word`: `sum`, with NaN where `word` is infinite. Infinities must get the
-/// NaN code, but the conversion to e4m3 alone would saturate them to 448.
-__device__ __forceinline__ __nv_bfloat162 without_infinities(__nv_bfloat162 word,
-                                                             __nv_bfloat162 sum) {
-  return __hfma2(word, __float2bfloat162_rn(0.0f), sum);
-}
-
-/// Computes the scales of the lane's two rows. With kDone, infinities in `words` become NaN.
-template <Words kWords>
-__device__ __forceinline__ void find_scales(float (&scale)[2], BlockWords& words) {
-  std::uint32_t most = largest_of_rows(largest(words));
-  if (__any_sync(~0u, not_finite(most) != 0)) {
-    most = largest_of_rows(largest_finite(words));
-    if constexpr (kWords == Words::kDone) {
-#pragma unroll
-      for (int i = 0; i < 32; i++) {
-        const auto word = *reinterpret_cast<const __nv_bfloat162*>(&words[i]);
-        const __nv_bfloat162 finite = without_infinities(word, word);
-        words[i] = *reinterpret_cast<const std::uint32_t*>(&finite);
-      }
-    }
-  }
-  scale[0] = fp8::scale_of(most << 16);
-  scale[1] = fp8::scale_of(most & 0xffff0000u);
-}
-
-/// The two elements of a word times the inverse of the scale, in bf16. A product is exact unless it
-/// is subnormal in bf16; then its code is 0, rounded or not.
-template <Words kWords>
+/// The two elements of a word times the inverse of the scale, in bf16, with NaN instead of
+/// infinities. A product is exact unless it is subnormal in bf16; then its code is 0, rounded or
+/// not.
+template <Infinities kInfinities>
 __device__ __forceinline__ std::uint32_t scaled(std::uint32_t word, __nv_bfloat162 inverse) {
   const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
   __nv_bfloat162 product = __hmul2(value, inverse);
-  if constexpr (kWords == Words::kUsed) product = without_infinities(value, product);
+  if constexpr (kInfinities == Infinities::kPossible) {
+    product = __hfma2(value, __float2bfloat162_rn(0.0f), product);
+  }
   return *reinterpret_cast<const std::uint32_t*>(&product);
 }
 /// The four codes of two words.
-template <Words kWords>
+template <Infinities kInfinities>
 __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t first, std::uint32_t second,
                                                   __nv_bfloat162 inverse) {
   using Two = Pair<__nv_bfloat16>;
-  first = scaled<kWords>(first, inverse);
-  second = scaled<kWords>(second, inverse);
+  first = scaled<kInfinities>(first, inverse);
+  second = scaled<kInfinities>(second, inverse);
   return ptx::to_e4m3(Two::low(first), Two::high(first), Two::low(second), Two::high(second));
 }
 
@@ -148,29 +125,42 @@ class LaneElements {
   std::uint16_t* at_[2];
 };
 
-/// Quantises `words`, block `block` of the columns, and stores the codes and scales. Rows past the
-/// expert's last row are not stored.
-template <Words kWords>
-__device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, int block, BlockWords& words,
-                                                const LanePlace& place) {
-  float scale[2];
-  find_scales<kWords>(scale, words);
+/// Stores the codes and scales of a block. `largest` has the largest finite magnitudes of the
+/// lane's two rows.
+template <Infinities kInfinities>
+__device__ __forceinline__ void store_codes(const Fp8RowsOut& to, int block,
+                                            const BlockWords& words, std::uint32_t largest,
+                                            const LanePlace& place) {
+  std::uint8_t* first = to.codes + static_cast<std::int64_t>(place.row) * to.row_bytes +
+                        block * kFp8Block + place.column;
+  float* scales = to.scales + static_cast<std::int64_t>(block) * to.scale_rows + place.row;
 #pragma unroll
   for (int which = 0; which < 2; which++) {
-    if (!place.present[which]) continue;
-    const int row = place.row + which * 8;
-    std::uint8_t* at =
-        to.codes + static_cast<std::int64_t>(row) * to.row_bytes + block * kFp8Block + place.column;
-    const __nv_bfloat162 inverse = __float2bfloat162_rn(fp8::inverse_of(scale[which]));
+    const bool present = place.present[which];
+    const float scale = fp8::scale_of(which == 0 ? largest << 16 : largest & 0xffff0000u);
+    const __nv_bfloat162 inverse = __float2bfloat162_rn(fp8::inverse_of(scale));
+    std::uint8_t* at = first + static_cast<std::int64_t>(which) * 8 * to.row_bytes;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int word = i * 8 + which;
-      *reinterpret_cast<uint2*>(at + i * 32) =
-          make_uint2(codes_of<kWords>(words[word], words[word + 2], inverse),
-                     codes_of<kWords>(words[word + 4], words[word + 6], inverse));
+      ptx::store8_if(present, at + i * 32,
+                     make_uint2(codes_of<kInfinities>(words[word], words[word + 2], inverse),
+                                codes_of<kInfinities>(words[word + 4], words[word + 6], inverse)));
     }
-    if (place.column == 0)
-      to.scales[static_cast<std::int64_t>(block) * to.scale_rows + row] = scale[which];
+    if (present && place.column == 0) scales[which * 8] = scale;
+  }
+}
+
+/// Quantises `words`, block `block` of the columns, and stores the codes and scales. Rows past the
+/// expert's last row are not stored.
+__device__ __forceinline__ void store_quantized(const Fp8RowsOut& to, int block,
+                                                const BlockWords& words, const LanePlace& place) {
+  const std::uint32_t most = largest_of_rows(largest(words));
+  if (__any_sync(~0u, not_finite(most) != 0)) {
+    const std::uint32_t finite = largest_of_rows(largest_finite(words));
+    store_codes<Infinities::kPossible>(to, block, words, finite, place);
+  } else {
+    store_codes<Infinities::kNone>(to, block, words, most, place);
   }
 }
 
