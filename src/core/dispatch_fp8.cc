@@ -10,12 +10,14 @@ namespace sonicmoe {
 namespace {
 
 // The smallest sizes for which "auto" takes fp8. Every measured layer of at least these sizes was
-// faster in fp8 than in bf16, even with weights that are quantised for each micro-batch. With such
-// weights a layer with 640 rows an expert was slower in one of two runs (docs/fp8.md).
-constexpr std::int64_t kLeastHidden = 2048;
+// faster in fp8 than in bf16, even with weights that are quantised for each micro-batch
+// (docs/fp8.md). The time to quantise them does not depend on the rows, so layers need a least
+// number of rows.
+constexpr std::int64_t kLeastHidden = 768;
 constexpr std::int64_t kLeastWidth = 256;
-constexpr std::int64_t kLeastMatrix = std::int64_t{1} << 20;  // d n
-constexpr std::int64_t kLeastRowsPerExpert = 1024;
+constexpr std::int64_t kLargeMatrix = std::int64_t{1} << 20;  // d n
+constexpr std::int64_t kRowsOfLarge = 640;                    // an expert
+constexpr std::int64_t kRowsOfSmall = 1024;
 
 /// Whether the device of `exec` serves `problem` in fp8, and fp8 is faster than bf16 for large
 /// problems on its backend (BackendTable::fast_fp8).
@@ -50,9 +52,9 @@ std::int64_t auto_fp8_rows(const Problem& problem, const Exec& exec) {
   const bool served =
       p.dtype == DType::kBF16 && p.hidden % fp8::kBlock == 0 && p.width % fp8::kBlock == 0;
   if (!served || p.hidden < kLeastHidden || p.width < kLeastWidth) return kNever;
-  if (p.hidden * p.width < kLeastMatrix) return kNever;
   p.precision = Precision::kFp8;
-  return is_fast(p, exec) ? kLeastRowsPerExpert * p.experts : kNever;
+  if (!is_fast(p, exec)) return kNever;
+  return (p.hidden * p.width < kLargeMatrix ? kRowsOfSmall : kRowsOfLarge) * p.experts;
 }
 
 Precision auto_precision(const Problem& problem, const Exec& exec) {
