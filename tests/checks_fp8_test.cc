@@ -225,7 +225,7 @@ TEST(ChecksFp8, AutoTakesFp8FromANumberOfRowsOn) {
   for (const auto& [hidden, width] : {std::pair{2048, 384}, {768, 256}}) {
     p.hidden = hidden;
     p.width = width;
-    EXPECT_EQ(auto_fp8_rows(p), least / 640 * 1024) << hidden << " " << width;
+    EXPECT_EQ(auto_fp8_rows(p), least / 640 * 1280) << hidden << " " << width;
   }
 }
 

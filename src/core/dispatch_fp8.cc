@@ -10,14 +10,14 @@ namespace sonicmoe {
 namespace {
 
 // The smallest sizes for which "auto" takes fp8. Every measured layer of at least these sizes was
-// faster in fp8 than in bf16, even with weights that are quantised for each micro-batch
-// (docs/fp8.md). The time to quantise them does not depend on the rows, so layers need a least
+// faster in fp8 than in bf16, even with weights that are quantised once for each micro-batch
+// (docs/fp8.md). The time to quantise them does not depend on the rows, so a layer needs a least
 // number of rows.
 constexpr std::int64_t kLeastHidden = 768;
 constexpr std::int64_t kLeastWidth = 256;
 constexpr std::int64_t kLargeMatrix = std::int64_t{1} << 20;  // d n
 constexpr std::int64_t kRowsOfLarge = 640;                    // an expert
-constexpr std::int64_t kRowsOfSmall = 1024;
+constexpr std::int64_t kRowsOfSmall = 1280;
 
 /// Whether the device of `exec` serves `problem` in fp8, and fp8 is faster than bf16 for large
 /// problems on its backend (BackendTable::fast_fp8).
