@@ -15,14 +15,13 @@
 #include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/copy.cuh"
-#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {
 
 template <ActivationKind kKind, Fp8KeptH kKept>
 struct Fp8ActGrad {
   using Params = Fp8ActGradParams;
-  using Two = Pair<__nv_bfloat16>;
   using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
   /// Whether the words of a unit are computed one after the other. Without this order ptxas
@@ -30,7 +29,7 @@ struct Fp8ActGrad {
   /// SwiGLU with H kept as codes does not need it.
   static constexpr bool kOrdered = !kCodes || kKind != ActivationKind::kSwiGLU;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
-  static constexpr ColumnOrder kOrder = ColumnOrder::kByLane;
+  static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
   static __device__ __forceinline__ void init(const Fp8Cta& cta) {
     for (int warp = 0; warp < kConsumers * 4; warp++) input(cta, warp).init(1);
   }
@@ -187,7 +186,7 @@ struct Fp8ActGrad {
     const CtaTile tile = s.tiles.current();
     full.arrive_expecting(kPieces * kPieceBytes);
 #pragma unroll
-    for (int i = 0; i < 2 * kParts; i++) {
+    for (int i = 0; i < kPieces; i++) {
       // kCodes: i counts units and parts; else parts and halves of the unit.
       const int part = kCodes ? i % kParts : i / 2;
       const int other = kCodes ? i / kParts : i % 2;
