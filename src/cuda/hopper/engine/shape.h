@@ -29,7 +29,7 @@ enum class ColumnOrder : int {
   kAscending = 0,  ///< columns 2q and 2q + 1 of each eight
   /// Columns 8q .. 8q + 7 of each 32, so the lane can load and store them at once. The columns of B
   /// are loaded in another order for this: column 8q + 2j + b of 32 becomes column 8j + 2q + b of
-  /// the product, whose words 2j and 2j + 1 are then the lane's columns 8q + 2j and 8q + 2j + 1.
+  /// the product (j = 0 to 3, b = 0 or 1).
   kByLane = 1,
 };
 
