@@ -37,6 +37,11 @@ class Request(NamedTuple):
     # if the call computes in fp8.
     fp8_weights: object = None
 
+    def quantisations(self) -> int:
+        """How often a micro-batch quantises the weights at most: in its forward and again in its
+        backward if the call is not given quantised weights."""
+        return 2 if self.fp8_weights is None else 1
+
 
 NOTHING = Request()
 
@@ -79,10 +84,11 @@ def auto_rows(w_down, activation: int):
     return _constant_auto_rows(w_down.device, w_down.dtype, activation, *sizes)
 
 
-def number_of(precision, keep_h, rows, w_down, activation: int) -> int:
-    """The operators' argument `precision` (a number) for a call whose row capacity is `rows`."""
+def number_of(precision, keep_h, rows: int, w_down, activation: int, quantisations: int) -> int:
+    """The operators' argument `precision` (a number) for a call whose row capacity is `rows`. Each
+    of the Request.quantisations() must be paid for by as many rows as auto_rows()."""
     check_request(precision, keep_h)
-    if precision == "auto" and rows < auto_rows(w_down, activation):
+    if precision == "auto" and rows < quantisations * auto_rows(w_down, activation):
         precision = None
     if precision is None:
         return PRECISION["tensors"]

@@ -139,8 +139,8 @@ _FORMS = {
 @_checks.remembered
 def _plan(form: str, activation, gate_layout, wish: tuple, facts: tuple) -> _Plan:
     """Checks all arguments except main gradients and quantised weights. `facts` are the
-    _checks.keys() of all tensors. `wish` is (precision, keep_h, _library.choices()): the choice of
-    "auto" depends on the engine."""
+    _checks.keys() of all tensors. `wish` is (precision, keep_h, Request.quantisations(),
+    _library.choices()): the choice of "auto" depends on all of them."""
     x, *routing = (None if f is None else Facts(*f) for f in facts)
     routing, experts = routing[:3], routing[3:]
     name = _FORMS[form].names[0]
@@ -159,7 +159,10 @@ def _plan(form: str, activation, gate_layout, wish: tuple, facts: tuple) -> _Pla
         "gate_layout": LAYOUT[gate_layout],
     }
     rows = fp8.capacity(form, x, routing[0])
-    options["precision"] = fp8.number_of(*wish[:2], rows, experts[2], options["activation"])
+    precision, keep_h, quantisations, _ = wish
+    options["precision"] = fp8.number_of(
+        precision, keep_h, rows, experts[2], options["activation"], quantisations
+    )
     return _Plan(tuple([options[option] for option in _ops.OPTIONS]), _ops.score_dtype(x))
 
 
@@ -224,7 +227,7 @@ def arguments(
     experts = (*_pair("w_up", w_up), w_down, b_up, b_down)
     if _ops.may_autocast():
         x, experts = _autocast(x, experts)
-    wish = (*request[:2], _library.choices())
+    wish = (*request[:2], request.quantisations(), _library.choices())
     plan = _plan(form, *style, wish, _checks.keys(names, (x, *routing, *experts)))
     index, second, weights = routing
     if weights is not None and weights.dtype != plan.scores:

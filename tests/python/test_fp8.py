@@ -281,10 +281,15 @@ def test_auto_takes_the_faster_one(monkeypatch):
     plain, fp8 = layer.call(sonicmoe_cpp.moe), layer.call(with_options(precision="fp8"))
     # On the CPU, fp8 is never faster.
     assert torch.equal(layer.call(with_options(precision="auto")), plain)
-    for least, want in ((T * K, fp8), (T * K + 1, plain)):
-        monkeypatch.setattr(sonicmoe_cpp.fp8, "_auto_rows", lambda *_, least=least: least)
-        monkeypatch.setattr(sonicmoe_cpp._library, "_choices", 1000 + least)
-        assert torch.equal(layer.call(with_options(precision="auto")), want)
+    given = sonicmoe_cpp.quantize_weights(layer.w_up, layer.w_down)
+    # Without given weights the call quantises them twice, so it needs twice as many rows.
+    for weights, least in ((given, T * K), (None, T * K // 2)):
+        for more, want in ((0, fp8), (1, plain)):
+            rows = least + more
+            monkeypatch.setattr(sonicmoe_cpp.fp8, "_auto_rows", lambda *_, rows=rows: rows)
+            monkeypatch.setattr(sonicmoe_cpp._library, "_choices", 1000 + rows)
+            call = with_options(precision="auto", fp8_weights=weights)
+            assert torch.equal(layer.call(call), want), (weights is None, more)
 
 
 def test_auto_in_a_graph():
