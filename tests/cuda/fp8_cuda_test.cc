@@ -183,6 +183,14 @@ class IntegerLayer {
     }
   }
 
+  /// Makes one element of a token of x and of another token of dout so large that products
+  /// overflow: H and A get infinities and NaN in the first token's rows, dH in the other's.
+  void overflow(std::int64_t of_x, std::int64_t of_dout) {
+    constexpr std::uint16_t kLarge = 0x7f00;  // 2^127
+    x_[static_cast<std::size_t>(of_x * shape_.hidden)] = kLarge;
+    dout_[static_cast<std::size_t>(of_dout * shape_.hidden)] = kLarge;
+  }
+
   /// out, dx, dweights, dup and ddown.
   std::vector<Bytes> on_cpu() {
     std::vector<Bytes> results = empty_results();
@@ -331,6 +339,42 @@ TEST_F(CudaFp8, IntegersEqualTheCpu) {
             << names[i] << " of d = " << s.hidden << ", n = " << s.width << ", kept "
             << static_cast<int>(kept) << " differs at byte "
             << std::mismatch(got[i].begin(), got[i].end(), want[i].begin()).first - got[i].begin();
+      }
+    }
+  }
+}
+
+/// The number of bf16 elements of a row that are NaN.
+std::int64_t count_nan(const Bytes& elements, std::int64_t row, std::int64_t width) {
+  std::int64_t count = 0;
+  for (std::int64_t i = row * width; i < (row + 1) * width; ++i) {
+    const int magnitude = elements[2 * i] | (elements[2 * i + 1] & 0x7f) << 8;
+    count += magnitude > 0x7f80 ? 1 : 0;
+  }
+  return count;
+}
+
+// Infinities get the NaN code in the epilogues of A and dH, so they reach the outputs as NaN: the
+// code of 448 in their place would give a finite output. Other tokens keep their bits.
+TEST_F(CudaFp8, InfinitiesOfATokenBecomeNaN) {
+  constexpr LayerShape kShape{130, 256, 384, 2, 2};
+  constexpr std::int64_t kOfX = 3, kOfDout = 70;
+  for (const KeptH kept : {KeptH::kPrecision, KeptH::kTensors}) {
+    const std::vector<Bytes> usual = IntegerLayer(kShape, kept).on_device(exec_);
+    IntegerLayer layer(kShape, kept);
+    layer.overflow(kOfX, kOfDout);
+    const std::vector<Bytes> want = layer.on_cpu(), got = layer.on_device(exec_);
+    EXPECT_GT(count_nan(want[0], kOfX, kShape.hidden), 0);
+    EXPECT_GT(count_nan(want[1], kOfDout, kShape.hidden), 0);
+    for (std::int64_t t = 0; t < kShape.tokens; ++t) {
+      for (int i = 0; i < 2; ++i) {  // out, dx
+        EXPECT_EQ(count_nan(got[i], t, kShape.hidden), count_nan(want[i], t, kShape.hidden))
+            << "output " << i << ", token " << t;
+        if (t == kOfX || t == kOfDout) continue;
+        const std::int64_t row = kShape.hidden * 2;
+        EXPECT_TRUE(std::equal(got[i].begin() + t * row, got[i].begin() + (t + 1) * row,
+                               usual[i].begin() + t * row))
+            << "output " << i << ", token " << t;
       }
     }
   }
