@@ -21,7 +21,7 @@ struct Fp8Gemm {
   using Scheduler = Scheduler_;
   using Epilogue = Epilogue_;
   static constexpr TileShape kShape = kFp8Tile;
-  using B = OperandB<kShape, kSource, Major::kK, Epilogue::kColumns>;
+  using B = OperandB<kShape, kSource, Major::kK, Epilogue::Params::kColumns>;
   static constexpr bool kConsumerSchedules = Producer::kScheduler == SchedulerThread::kConsumer;
   static constexpr int kQueueReaders = Producer::kQueueReaders;  // consumers read cards instead
   using Params = Fp8Params<typename Producer::Params, typename Epilogue::Params>;

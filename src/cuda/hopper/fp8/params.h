@@ -57,6 +57,7 @@ enum class Fp8KeptH : std::int32_t { kNone = 0, kCodes = 1, kElements = 2 };
 
 /// Arguments of the epilogue Fp8Act.
 struct Fp8ActParams {
+  static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
   Fp8RowsOut a;
   Fp8RowsOut h;               ///< for kCodes: columns of gate, then of up
   Fp8ElementsOut h_elements;  ///< for kElements
@@ -68,6 +69,7 @@ struct Fp8ActParams {
 
 /// Arguments of the epilogue Fp8ActGrad.
 struct Fp8ActGradParams {
+  static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
   /// The kept H, in boxes of 64 x 1 x 16. For kCodes the coordinates are (16-bit word, 0, row),
   /// with the columns of gate before those of up; for kElements (column, gate or up, row).
   CUtensorMap h;
@@ -86,6 +88,7 @@ struct Fp8ActGradParams {
 
 /// Arguments of the epilogue Fp8Store.
 struct Fp8StoreParams {
+  static constexpr ColumnOrder kColumns = ColumnOrder::kAscending;
   RaggedMap out;
   Bias bias;
   const float* row_scale;  ///< null: rows are not scaled

@@ -104,15 +104,15 @@ Order order_of(const Fp8RowProduct& product) {
 
 /// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
 template <class Params>
-void set_operands(const Launch& launch, int column_step, ColumnOrder order, Params* params) {
+void set_operands(const Launch& launch, int column_step, Params* params) {
   const Fp8Matrices& w = launch.weights();
-  const bool by_lane = order == ColumnOrder::kByLane;
+  constexpr bool kByLane = decltype(params->epilogue)::kColumns == ColumnOrder::kByLane;
   for (std::int64_t part = 0; part < w.parts; ++part) {
     const Tensor words = words_of(w, part);
-    params->b.map[part] = by_lane ? weight_map_by_lane(launch.device, words, kFp8Tile)
+    params->b.map[part] = kByLane ? weight_map_by_lane(launch.device, words, kFp8Tile)
                                   : weight_map(launch.device, words, kFp8Tile);
+    params->b.expert_groups = static_cast<std::int32_t>(words.stride[0] / words.stride[1] / 32);
   }
-  params->b.expert_groups = static_cast<std::int32_t>(w.parts * w.columns / 32);
   const bool is_dynamic = order_of(launch.product) == Order::kDynamic;
   params->tiles = row_tiles(launch.product.groups, w.columns, column_step, w.depth / 2,
                             is_dynamic ? launch.product.tile_counter : nullptr);
@@ -121,8 +121,7 @@ void set_operands(const Launch& launch, int column_step, ColumnOrder order, Para
 
 void multiply(const Launch& launch, const Fp8Activate& e) {
   Fp8UpParams params{};
-  set_operands(launch, launch.weights().parts == 2 ? kFp8Block : kFp8Tile.n, ColumnOrder::kByLane,
-               &params);
+  set_operands(launch, launch.weights().parts == 2 ? kFp8Block : kFp8Tile.n, &params);
   params.producer = gathered(launch.product);
   Fp8ActParams& p = params.epilogue;
   p.a = rows_out(e.a);
@@ -143,7 +142,7 @@ void multiply(const Launch& launch, const Fp8Activate& e) {
 
 void multiply(const Launch& launch, const Fp8ActivateGrad& e) {
   Fp8HiddenGradParams params{};
-  set_operands(launch, kFp8Tile.n, ColumnOrder::kByLane, &params);
+  set_operands(launch, kFp8Tile.n, &params);
   params.producer = gathered(launch.product);
   Fp8ActGradParams& p = params.epilogue;
   const bool codes = e.h_codes.codes != nullptr;
@@ -169,7 +168,7 @@ void multiply(const Launch& launch, const StoreOutput& e) {
   const Fp8Rows& rows = launch.product.rows;
   const Fp8Matrices& w = launch.weights();
   Fp8DownParams params{};
-  set_operands(launch, kFp8Tile.n, ColumnOrder::kAscending, &params);
+  set_operands(launch, kFp8Tile.n, &params);
   params.tiles.raster_group = raster_group(w.columns, w.depth / 2);
   params.producer.rows =
       rows_map(launch.device, words_of(rows.codes, rows.rows, rows.depth), kFp8Tile.m);

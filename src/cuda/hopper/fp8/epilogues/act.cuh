@@ -18,7 +18,6 @@ struct Fp8Act {
   using Element = __nv_bfloat16;
   using Act = ActivationWords<Element, kKind>;
   static constexpr bool kGated = is_gated(kKind);
-  static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
 
   static __device__ __forceinline__ void init(const Fp8Cta&) {}
   static __device__ __forceinline__ void begin(const Params&, const ConsumerTiles&, const Fp8Cta&,

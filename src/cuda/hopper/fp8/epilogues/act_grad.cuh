@@ -29,7 +29,6 @@ struct Fp8ActGrad {
   /// SwiGLU with H kept as codes does not need it.
   static constexpr bool kOrdered = !kCodes || kKind != ActivationKind::kSwiGLU;
   static constexpr int kParts = is_gated(kKind) ? 2 : 1;
-  static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
   static __device__ __forceinline__ void init(const Fp8Cta& cta) {
     for (int warp = 0; warp < kConsumers * 4; warp++) input(cta, warp).init(1);
   }

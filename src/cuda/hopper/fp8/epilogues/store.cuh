@@ -11,7 +11,6 @@ namespace sonicmoe::cuda {
 struct Fp8Store {
   using Params = Fp8StoreParams;
   using Element = __nv_bfloat16;
-  static constexpr ColumnOrder kColumns = ColumnOrder::kAscending;
 
   static __device__ __forceinline__ void init(const Fp8Cta&) {}
   static __device__ __forceinline__ void begin(const Params&, const ConsumerTiles&, const Fp8Cta&,
