@@ -50,6 +50,16 @@ struct OperandB {
     Coordinates at;
   };
 
+  /// Where a box of K-major weights begins: column `row` of the tile's expert.
+  static __device__ __forceinline__ Coordinates weights_at(const OperandBMaps& maps,
+                                                           const CtaTile& tile, int k, int row) {
+    if constexpr (kOrder == ColumnOrder::kByLane) {
+      return {k, 0, 0, 0, tile.expert * maps.expert_groups + row / 32};
+    } else {
+      return {k, row, tile.expert};
+    }
+  }
+
   /// The boxes that CTA `cta` of a cluster loads. Unrolled: a single thread issues them all.
   template <class F>
   static __device__ __forceinline__ void for_each_box(const OperandBMaps& maps, const CtaTile& tile,
@@ -63,13 +73,8 @@ struct OperandB {
       } else if constexpr (kMajor == Major::kK) {
         constexpr bool kHalves = kSource == BSource::kWeightHalves;
         const int row = tile.column + (kHalves ? 0 : group * (kShape.n / 2));
-        const CUtensorMap* map = &maps.map[kHalves ? group : part];
-        const int offset = group * (kShape.b_bytes() / 2);
-        if constexpr (kOrder == ColumnOrder::kByLane) {
-          issue(Box{map, offset, {k, 0, 0, 0, tile.expert * maps.expert_groups + row / 32}});
-        } else {
-          issue(Box{map, offset, {k, row, tile.expert}});
-        }
+        issue(Box{&maps.map[kHalves ? group : part], group * (kShape.b_bytes() / 2),
+                  weights_at(maps, tile, k, row)});
       } else {
         const int skip = kByGroup ? 0 : cta * mn_box_depth(kShape);
         const bool second = kSource == BSource::kWeightHalves && group >= kGroups / 2;

@@ -59,7 +59,7 @@ class Staging {
   }
   /// The biases of this lane's two columns among the eight columns from i on.
   __device__ __forceinline__ std::uint32_t bias_pair(int i) const {
-    return bias_pair_at((threadIdx.x & 3) * 2 + i);
+    return ptx::load_word(bias() + (threadIdx.x & 3) * 4 + i * kElementBytes);
   }
   /// The biases of columns i and i + 1; i is even.
   __device__ __forceinline__ std::uint32_t bias_pair_at(int i) const {
