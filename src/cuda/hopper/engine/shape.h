@@ -24,12 +24,12 @@ enum class BSource : int {
   kRows = 3,           ///< rows in expert order, whose number is K; MN-major
 };
 
-/// Which output columns a lane of the warp holds (math/fragment.cuh: q is lane % 4).
+/// Which output columns a lane of the warp holds, with q = lane % 4. wgmma always gives the lane
+/// columns 2q and 2q + 1 of each eight columns of the tile in shared memory (math/fragment.cuh).
 enum class ColumnOrder : int {
-  kAscending = 0,  ///< columns 2q and 2q + 1 of each eight
-  /// Columns 8q .. 8q + 7 of each 32, so the lane can load and store them at once. The columns of B
-  /// are loaded in another order for this: column 8q + 2j + b of 32 becomes column 8j + 2q + b of
-  /// the product (j = 0 to 3, b = 0 or 1).
+  kAscending = 0,  ///< the tile has the columns in their order
+  /// The lane holds columns 8q .. 8q + 7 of each 32, and can load and store them at once. For this
+  /// the tile has column 8q + 2j + b of each 32 at place 8j + 2q + b (j = 0 to 3, b = 0 or 1).
   kByLane = 1,
 };
 

@@ -70,9 +70,9 @@ __device__ __forceinline__ std::uint32_t largest_finite(const BlockWords& words)
 /// alone would saturate them to 448.
 enum class Infinities { kNone, kPossible };
 
-/// The two elements of a word times the inverse of the scale, in bf16, with NaN instead of
-/// infinities. A product is exact unless it is subnormal in bf16; then its code is 0, rounded or
-/// not.
+/// The two elements of a word times the inverse of the scale, in bf16. kPossible also turns
+/// infinities into NaN. A product is exact unless it is subnormal in bf16; then its code is 0,
+/// rounded or not.
 template <Infinities kInfinities>
 __device__ __forceinline__ std::uint32_t scaled(std::uint32_t word, __nv_bfloat162 inverse) {
   const auto value = *reinterpret_cast<const __nv_bfloat162*>(&word);
