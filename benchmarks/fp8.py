@@ -6,11 +6,13 @@
     python benchmarks/fp8.py --summary RECORD       the record's figures and their goals
 
 All contenders are called as in training code, with routing and all casts, hot, in one process and
-in random order. torch_scaled is h200_bench/scaled.py. First, the cosines of all results with those
-of a bf16 layer in plain torch are recorded; a layer with wrong results is not timed.
+in random order. torch_scaled is h200_bench/scaled.py, and deep_gemm h200_bench/blocks.py. First,
+the cosines of all results with those of a bf16 layer in plain torch are recorded; a layer with wrong
+results is not timed.
 
 burst_ms, rounds length of a burst, and the number of bursts of each contender
-fwd_ms, bwd_ms   a call; the weights of fp8 and auto are quantised before it
+fwd_ms, bwd_ms   a call; the weights of fp8, auto and deep_gemm are quantised before it, those of
+                 torch_scaled in forward and again in backward
 quantise_ms      the call that quantises the weights
 step_ms          whole steps of 1 and of 4 micro-batches; a step quantises the weights once
 products         fp8_bench's times of A, Y, dH and dX~, with gather and epilogue; and the time of
@@ -34,6 +36,7 @@ from pathlib import Path
 import h200
 import torch
 from h200_bench import check, packages, rivals, timing
+from h200_bench.blocks import BlocksLayer
 from h200_bench.layer import Data, Shape
 from h200_bench.scaled import scaled_layer
 
@@ -45,10 +48,11 @@ CONFIGS = {
     if shape.d % 128 == shape.n % 128 == 0 and name not in h200.SMALL
 } | TINY
 PRECISIONS = {"bf16": None, "fp8": "fp8", "auto": "auto"}
-PEERS = ("torch_scaled",)
+# make(shape, device) of the layers beside
+PEERS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": BlocksLayer}
 MICRO_BATCHES = (1, 4)
 # The least cosine with torch's bf16 layer that shows a correct layer.
-LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99, "torch_scaled": 0.99}
+LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99} | dict.fromkeys(PEERS, 0.99)
 # (N, K) of a product over C rows, by the name of fp8_bench's step.
 PRODUCTS = {
     "A": lambda s: (2 * s.n, s.d),
@@ -105,14 +109,24 @@ class Ours:
         return sum(kept.values()) * (out is not None)
 
 
+class Peer(rivals.Autograd):
+    """A layer of PEERS. If it has a method quantise, its weights are quantised before a call."""
+
+    def quantise(self):
+        quantise = getattr(self.layer, "quantise", None)
+        if quantise is not None:
+            quantise(self.data.w_up, self.data.w_down)
+
+
 def contenders(data):
     """({name: contender}, {name: reason})"""
     found = {name: Ours(data, precision) for name, precision in PRECISIONS.items()}
     left_out = {}
-    try:
-        found["torch_scaled"] = rivals.Autograd(data, scaled_layer(data.shape))
-    except Exception as error:
-        left_out["torch_scaled"] = packages.first_line(error)
+    for name, make in PEERS.items():
+        try:
+            found[name] = Peer(data, make(data.shape, data.device))
+        except Exception as error:
+            left_out[name] = packages.first_line(error)
     return found, left_out
 
 
@@ -126,11 +140,13 @@ def cosines(want, out, gradients):
 
 
 def checked(found, data, left_out):
-    """{name: cosines}. A peer with wrong results is left out; a wrong layer of ours raises."""
+    """Quantises the weights of all contenders. Returns {name: cosines}. A peer with wrong results
+    is left out; a wrong layer of ours raises."""
     want = check.Checker(data).want
     result = {}
     for name, contender in list(found.items()):
         try:
+            contender.quantise()
             got = cosines(want, *contender.results())
             if not min(got.values()) >= LEAST_COSINE[name]:
                 raise SystemExit(f"{name} is wrong: cosines {got}")
@@ -172,8 +188,6 @@ def measure_layer(config, options):
     data.sample(0)
     found, left_out = contenders(data)
     ours = {name: found[name] for name in PRECISIONS}
-    for contender in ours.values():
-        contender.quantise()
     bursts = {"burst_ms": options.burst, "rounds": options.rounds}
     row = {"config": config, **vars(shape), **bursts, "cosine": checked(found, data, left_out)}
     runs = {}
@@ -249,6 +263,10 @@ def total(row, name):
     return row[name]["fwd_ms"] + row[name]["bwd_ms"]
 
 
+def speeds_over(peer, rows):
+    return (total(row, peer) / total(row, "fp8") for row in rows if peer in row)
+
+
 def spread(values):
     values = list(values)
     if not values:
@@ -263,6 +281,7 @@ GOALS = {
     "forward + backward over bf16, n = 512": (1.12, "least"),
     '"auto" over bf16, all layers': (0.99, "least"),
     "over torch's scaled products": (1.0, "least"),
+    "over DeepGEMM's products": (1.0, "least"),
     "bf16's bytes kept for backward over fp8's": (1 / 0.55, "least"),
     "a product over cuBLAS's": (0.95, "least"),
 }
@@ -273,14 +292,13 @@ def summary(record):
     rows = [row for row in record["rows"] if row["config"] not in TINY]
     wide = [row for row in rows if row["d"] >= 2048 and row["n"] >= 1024]
     narrow = [row for row in rows if row["n"] == 512]
-    beside = [row for row in rows if "torch_scaled" in row]
     products = [p for row in record["products"] for p in row["products"].values()]
     values = (
         (row["bf16"]["fwd_ms"] / row["fp8"]["fwd_ms"] for row in wide),
         (total(row, "bf16") / total(row, "fp8") for row in wide),
         (total(row, "bf16") / total(row, "fp8") for row in narrow),
         (total(row, "bf16") / total(row, "auto") for row in rows),
-        (total(row, "torch_scaled") / total(row, "fp8") for row in beside),
+        *(speeds_over(name, rows) for name in PEERS),
         (row["kept_mib"]["bf16"] / row["kept_mib"]["fp8"] for row in rows),
         (product["of_cublas"] for product in products),
     )

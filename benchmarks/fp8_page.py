@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PRODUCTS, TINY, summary, total
+from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PEERS, PRODUCTS, TINY, speeds_over, summary
 from h200_figures import extra, fp8_speeds, grid, shape_text
 from h200_page import source
 
@@ -12,15 +12,18 @@ def step_speeds(row):
     return [step["bf16"] / step["fp8"] for step in steps]
 
 
+def over(peer, row):
+    """How many times as fast fp8 is, as text."""
+    return "".join(f"{speed:.2f}" for speed in speeds_over(peer, [row])) or "-"
+
+
 def layer_cells(row):
-    over = [*fp8_speeds(row), *step_speeds(row)]
-    beside = (
-        f"{total(row, 'torch_scaled') / total(row, 'fp8'):.2f}" if "torch_scaled" in row else "-"
-    )
+    over_bf16 = [*fp8_speeds(row), *step_speeds(row)]
+    beside = (over(name, row) for name in PEERS)
     kept = f"{row['kept_mib']['bf16']:.0f} -> {row['kept_mib']['fp8']:.0f}"
     rows = row["T"] * row["K"] // row["E"]
-    speeds = (f"{value:.2f}" for value in over)
-    return [row["config"], row["d"], row["n"], rows, *speeds, beside, kept]
+    speeds = (f"{value:.2f}" for value in over_bf16)
+    return [row["config"], row["d"], row["n"], rows, *speeds, *beside, kept]
 
 
 def means(record):
@@ -65,7 +68,7 @@ def layers():
     record = extra("fp8")
     columns = ["layer", "d", "n", "rows an expert", "forward", "forward + backward"]
     columns += [f"{micro} micro-batch{'es' * (micro > 1)} a step" for micro in MICRO_BATCHES]
-    columns += ["over torch's scaled products", "kept MiB, bf16 -> fp8"]
+    columns += ["over torch's scaled products", "over DeepGEMM", "kept MiB, bf16 -> fp8"]
     measured = {row["config"] for row in record["rows"]}
     missing = [name for name in CONFIGS if name not in measured | set(TINY)]
     absent = f"Not measured: {', '.join(missing)}. " if missing else ""

@@ -1,5 +1,5 @@
-"""benchmarks/fp8.py: its smallest layer on the CPU, its arithmetic, and the layer of torch's scaled
-products."""
+"""benchmarks/fp8.py: its smallest layer on the CPU, its arithmetic, and the casts of the layers
+beside."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def row(config, d, n, fp8_ms, auto_ms=1.0, **more):
 
 def a_record():
     rows = [
-        row("wide", 4096, 1024, 0.8, torch_scaled=times(1.2)),
+        row("wide", 4096, 1024, 0.8, torch_scaled=times(1.2), deep_gemm=times(0.72)),
         row("wider", 2048, 2048, 0.5, auto_ms=0.5),
         row("narrow", 1536, 512, 0.9),
         row("tiny", 128, 128, 9.0, auto_ms=9.0),
@@ -45,16 +45,17 @@ def a_record():
 
 
 def test_the_summary_is_right(fp8):
-    forward, both, narrow, auto, peer, kept, products = fp8.summary(a_record()).values()
+    forward, both, narrow, auto, *peers, kept, products = fp8.summary(a_record()).values()
     assert forward == both == {"mean": pytest.approx((2 / 0.8) ** 0.5), "least": 1.25, "of": 2}
     assert narrow["least"] == pytest.approx(1 / 0.9) and narrow["of"] == 1
     assert auto["of"] == 3 and auto["least"] == 1.0
-    assert peer == {"mean": pytest.approx(1.5), "least": pytest.approx(1.5), "of": 1}
+    for peer, speed in zip(peers, (1.5, 0.9), strict=True):
+        assert peer == {"mean": pytest.approx(speed), "least": pytest.approx(speed), "of": 1}
     assert kept["least"] == pytest.approx(100 / 52)
     assert products["least"] == 0.9
     lines = fp8.summary_lines(a_record())
     assert [line.rsplit(": ", 1)[1] for line in lines] == [
-        "met", "met", "MISSED", "met", "met", "met", "MISSED"
+        "met", "met", "MISSED", "met", "met", "MISSED", "met", "MISSED"
     ]  # fmt: skip
     empty = fp8.summary_lines({"rows": [], "products": []})
     assert all(line.endswith("nothing measured") for line in empty) and len(empty) == len(lines)
@@ -88,6 +89,26 @@ def test_the_casts_of_the_layer_beside(fp8):
     assert (error <= values.abs() / 16 + scales[:, None] * 2**-9).all()
 
 
+def test_the_casts_of_blocks(fp8):
+    from h200_bench import blocks
+
+    weights = torch.randn(3, 256, 128) * torch.logspace(-3, 3, 256)[:, None]
+    weights[1, 128:] = 0
+    codes, scales = blocks.cast_weights(weights)
+    wide = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert scales.shape == (3, 2, 1) and codes.shape == weights.shape
+    error = (codes.float() * wide - weights).abs()
+    assert (error <= weights.abs() / 16 + wide * 2**-9).all()
+    turned, turned_scales = blocks.cast_transposed(weights)
+    assert torch.equal(turned.float(), codes.float().transpose(1, 2))
+    assert torch.equal(turned_scales, scales.transpose(1, 2))
+    codes, scales = blocks.cast_rows(weights[0])
+    assert scales.shape == (256, 1) and scales.stride(0) == 1
+    assert torch.equal(codes.float().abs().amax(-1), torch.full((256,), 448.0))
+    error = (codes.float() * scales - weights[0]).abs()
+    assert (error <= weights[0].abs() / 16 + scales * 2**-9).all()
+
+
 def run(out, *more):
     command = [sys.executable, str(BENCHMARKS / "fp8.py"), "--device=cpu", "--configs", "tiny"]
     return subprocess.run(
@@ -108,7 +129,7 @@ def test_the_smallest_layer(fp8, tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (found,) = json.loads(out.read_text())["rows"]
     assert "left_out" not in found
-    for name in ("bf16", "fp8", "auto", "torch_scaled"):
+    for name in (*fp8.PRECISIONS, *fp8.PEERS):
         assert found[name]["fwd_ms"] > 0
         assert min(found["cosine"][name].values()) >= fp8.LEAST_COSINE[name]
     assert max(found["cosine"]["fp8"].values()) < fp8.LEAST_COSINE["bf16"]
@@ -124,7 +145,7 @@ def test_a_wrong_layer_is_not_timed(fp8, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     data = fp8.Data(fp8.TINY["tiny"], torch.device("cpu"))
     data.sample(0)
-    for wrong, ends in (("torch_scaled", False), ("fp8", True)):
+    for wrong, ends in (*((peer, False) for peer in fp8.PEERS), ("fp8", True)):
         found, left_out = fp8.contenders(data)
         results = found[wrong].results
 
@@ -138,4 +159,4 @@ def test_a_wrong_layer_is_not_timed(fp8, monkeypatch):
                 fp8.checked(found, data, left_out)
         else:
             fp8.checked(found, data, left_out)
-            assert wrong not in found and "torch_scaled is wrong" in left_out[wrong]
+            assert wrong not in found and f"{wrong} is wrong" in left_out[wrong]
