@@ -13,13 +13,20 @@ from . import capi, timing
 
 ROUNDS = 3  # bursts of each; the times of two bursts differ by 2 to 3 %
 # The portable engine's kernels are named after their epilogues.
-PORTABLE = (("activategrad<", "dH"), ("activate<", "A"), ("storeexpert<", "dW"), ("store<", "Y"))
+PORTABLE = {
+    "activategrad<": "dH",
+    "activate<": "A",
+    "activatestaged<": "A",
+    "storeexpert<": "dW",
+    "store<": "Y",
+    "storestaged<": "Y",
+}
 
 
 def role_of(which, name):
     """The name of a kernel in docs/notation.md; "rest" is routing, metadata and similar."""
     low = name.lower()
-    for part, role in PORTABLE:
+    for part, role in PORTABLE.items():
         if "portable::" in low and part in low:
             return role if role != "Y" or which == "fwd" else "dX~"
     if "up_" in low or "upkernel" in low:
