@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "cuda/math/column_order.h"
+
 namespace sonicmoe::cuda::portable {
 
 /// Columns of a CTA's tile.
@@ -76,9 +78,15 @@ struct Shape {
   /// Copies of 16 bytes that a thread issues for a stage.
   static constexpr int kCopies = (kTileRows + kColumns) * kLineChunks / kThreads;
 
-  /// Chunk c of a line is stored at c ^ swizzle(line). So eight consecutive lines have the same
-  /// chunk in different banks.
-  static constexpr int swizzle(int line) { return kLineChunks == 8 ? line & 7 : line >> 1 & 3; }
+  /// Chunk c of a line is stored at c ^ swizzle(line). So the eight lines of an 8x8 matrix have the
+  /// same chunk in different banks: lines i to i + 7, or, for weights with ColumnOrder::kByLane,
+  /// lines i, i + 1, i + 8, i + 9, i + 16, ...; i is even there.
+  template <ColumnOrder kOrder = ColumnOrder::kAscending>
+  static constexpr int swizzle(int line) {
+    constexpr bool kByLane = kOrder == ColumnOrder::kByLane;
+    if (kLineChunks == 8) return kByLane ? (line & 1) | (line >> 2 & 6) : line & 7;
+    return kByLane ? line >> 3 & 3 : line >> 1 & 3;
+  }
 };
 
 /// The staging buffer of a warp (epilogues/staging.cuh).

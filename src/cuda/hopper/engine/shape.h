@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/math/column_order.h"
+
 namespace sonicmoe::cuda {
 
 /// How the two consumer warpgroups divide the tiles.
@@ -22,15 +24,6 @@ enum class BSource : int {
   kWeightHalves = 1,   ///< columns [0, n/2) of a tile from the gate, the others from up
   kWeightsAlongK = 2,  ///< K runs through one tensor, then through a second one if there is one
   kRows = 3,           ///< rows in expert order, whose number is K; MN-major
-};
-
-/// Which output columns a lane of the warp holds, with q = lane % 4. wgmma always gives the lane
-/// columns 2q and 2q + 1 of each eight columns of the tile in shared memory (math/fragment.cuh).
-enum class ColumnOrder : int {
-  kAscending = 0,  ///< the tile has the columns in their order
-  /// The lane holds columns 8q .. 8q + 7 of each 32, and can load and store them at once. For this
-  /// the tile has column 8q + 2j + b of each 32 at place 8j + 2q + b (j = 0 to 3, b = 0 or 1).
-  kByLane = 1,
 };
 
 inline constexpr int kDepth = 64;  // K elements of a stage: one 128-byte swizzled row

@@ -4,9 +4,9 @@
 // of 16 bytes. The chunks are swizzled, so that the eight chunks of an 8x8 matrix are in different
 // banks.
 //
-//   | order   | line                         | chunk c of line i is at        |
-//   | K-major | 32 or 64 of K: 4 or 8 chunks | c ^ (i / 2 % 4) or c ^ (i % 8) |
-//   | other   | 128 or 256 rows or columns   | c ^ (i % 8)                    |
+//   | order   | line                         | chunk c of line i is at |
+//   | K-major | 32 or 64 of K: 4 or 8 chunks | c ^ Shape::swizzle(i)   |
+//   | other   | 128 or 256 rows or columns   | c ^ (i % 8)             |
 //
 // The addresses of a lane's matrices follow from one base by an XOR with a constant and by adding a
 // constant, which the compiler folds into the instruction.
@@ -74,16 +74,17 @@ class FragmentsA {
 };
 
 /// Loads the operand of a warp's 64 columns of D: 8 fragments of 16 x 8; b[i] holds two of them.
-template <class Shape, Order kOrder, Columns kColumns>
+/// With ColumnOrder::kByLane, 4 fragments are 32 neighbouring columns, in another order.
+template <class Shape, Order kOrder, Columns kColumns, ColumnOrder kColumnOrder>
 class FragmentsB {
  public:
   __device__ __forceinline__ explicit FragmentsB(const Warp& warp) {
     const int lane = warp.lane;
     const int first = warp.column * (kColumns == Columns::kHalves ? 32 : 64);
     if constexpr (kOrder == Order::kAlongK) {
-      const int column = first + (lane & 7) + (lane >> 4) * 8;
+      const int column = first + column_of(lane & 7, lane >> 4);
       base_ = Shape::kBytesA + column * Shape::kLineBytes +
-              (((lane >> 3 & 1) ^ Shape::swizzle(lane & 7)) << 4);
+              (((lane >> 3 & 1) ^ Shape::template swizzle<kColumnOrder>(column)) << 4);
     } else {
       const int k = (lane & 7) + (lane >> 3 & 1) * 8;
       const int chunk = first / 8 + (lane >> 4);
@@ -99,9 +100,9 @@ class FragmentsB {
       const int near = kHalves ? i & 1 : i;
       const int far = kHalves ? i >> 1 : 0;
       if constexpr (kOrder == Order::kAlongK) {
-        const std::uint32_t at = stage + (base_ ^ (kStep << 5));
-        ptx::load_matrices(b[i], at + near * 16 * Shape::kLineBytes +
-                                     far * Shape::kColumns / 2 * Shape::kLineBytes);
+        const int column =
+            column_of(0, 2 * (i & 1)) + (i >> 1) * (kHalves ? Shape::kColumns / 2 : 32);
+        ptx::load_matrices(b[i], stage + (base_ ^ (kStep << 5)) + column * Shape::kLineBytes);
       } else {
         const std::uint32_t at = stage + (base_ ^ (near << 5));
         ptx::load_matrices_transposed(b[i], at + kStep * 16 * Shape::kColumns * kElementBytes +
@@ -111,11 +112,18 @@ class FragmentsB {
   }
 
  private:
+  static_assert(kColumnOrder == ColumnOrder::kAscending || kOrder == Order::kAlongK);
+
+  /// The column that is number i of fragment j of 32 columns.
+  static constexpr int column_of(int i, int j) {
+    return kColumnOrder == ColumnOrder::kByLane ? i / 2 * 8 + i % 2 + j * 2 : i + j * 8;
+  }
+
   std::uint32_t base_;
 };
 
-/// 64 x 64 elements of D. acc[i][j] has 16 rows from 16i on and 8 columns from 8j on
-/// (math/fragment.cuh).
+/// 64 x 64 elements of D. acc[i][j] has 16 rows from 16i on, and the 8 columns of fragment j of
+/// FragmentsB (math/fragment.cuh): with ColumnOrder::kAscending those from 8j on.
 using Accumulators = float[4][8][4];
 
 /// A warp's operands for 16 of K.

@@ -146,7 +146,7 @@ class Kernel {
   RingPosition read_;
   Loader loader_;
   FragmentsA<Shape, Loader::kOrderA> a_;
-  FragmentsB<Shape, Loader::kOrderB, Epilogue::kColumns> b_;
+  FragmentsB<Shape, Loader::kOrderB, Epilogue::kColumns, Epilogue::kColumnOrder> b_;
 };
 
 /// The kernel is empty in code for a compute capability that does not have its shape

@@ -1,19 +1,18 @@
-// Epilogue of the up-projection: H = r(D + bias), A = r(act(H)).
+// Epilogue of the up-projection: H = r(D + bias), A = r(act(H)), for K-major weights.
 //
-// The warp's 64 columns of D are 8 chunks of 8 columns. Chunks 0 to 3 are in the first half of the
-// tile, 4 to 7 in the second (Columns::kHalves). A lane processes pieces of 8 columns of A:
+// The warp has 32 columns of each half of the tile (Columns::kHalves). In each of its rows a lane
+// holds one chunk of eight columns of each half (ColumnOrder::kByLane). It activates and stores
+// them without other lanes:
 //
-//   | gates       | chunks of H for piece i        | columns of A in a warp | pieces in a row |
-//   | split       | i (gate) and 4 + i (up)        | 32                     | 4               |
-//   | interleaved | 2i and 2i + 1                  | 32                     | 4               |
-//   | none        | i                              | 64                     | 8               |
+//   | gates       | chunk of the first half | chunk of the second half | columns of A |
+//   | split       | gate                    | up                       | 8            |
+//   | interleaved | 4 of gate and up        | 4 of gate and up         | 4 and 4      |
+//   | none        | 8 of H                  | 8 of H                   | 8 and 8      |
 #pragma once
 
+#include "cuda/math/fragment.cuh"
 #include "cuda/portable/engine/architecture.cuh"
-#include "cuda/portable/epilogues/bias.cuh"
-#include "cuda/portable/epilogues/hidden_rows.cuh"
-#include "cuda/portable/epilogues/staging.cuh"
-#include "cuda/portable/params.h"
+#include "cuda/portable/epilogues/activate_staged.cuh"
 
 namespace sonicmoe::cuda::portable {
 
@@ -21,120 +20,168 @@ template <class Element>
 struct Activate {
   using Params = ActivateParams;
   static constexpr Columns kColumns = Columns::kHalves;
+  /// In code for 10.x and 12.x kByLane would spill more than 1 KB of registers.
+  static constexpr ColumnOrder kColumnOrder =
+      kArchitecture < 100 ? ColumnOrder::kByLane : ColumnOrder::kAscending;
 
   static __device__ __forceinline__ void run(const Params& p, const Accumulators& acc,
                                              const TileSlot& tile, const Warp& warp,
                                              std::uint32_t staging) {
-    switch (p.act.gates) {
-      case Gates::kNone:
-        return store<Gates::kNone>(p, acc, tile, warp, staging);
-      case Gates::kSplit:
-        return store<Gates::kSplit>(p, acc, tile, warp, staging);
-      case Gates::kInterleaved:
-        return store<Gates::kInterleaved>(p, acc, tile, warp, staging);
+    if constexpr (kColumnOrder == ColumnOrder::kAscending) {
+      ActivateStaged<Element>::run(p, acc, tile, warp, staging);
+    } else if (p.act.gates == Gates::kSplit && p.act.kind == ActivationKind::kSwiGLU) {
+      store<Gates::kSplit, OneKind<ActivationKind::kSwiGLU>>(p, acc, tile, warp);
+    } else if (p.act.gates == Gates::kSplit) {
+      store<Gates::kSplit, AnyKind>(p, acc, tile, warp);
+    } else if (p.act.gates == Gates::kInterleaved) {
+      store<Gates::kInterleaved, AnyKind>(p, acc, tile, warp);
+    } else {
+      store<Gates::kNone, AnyKind>(p, acc, tile, warp);
     }
   }
 
  private:
-  /// Pieces that a lane activates at once. Two pieces would spill registers in code for 10.x.
-  static constexpr int kAtOnce = kArchitecture >= 100 && kArchitecture < 120 ? 1 : 2;
-
+  /// Pieces of eight columns of A that a lane has in a row.
   template <Gates kGates>
-  static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
-                                               const TileSlot& tile, const Warp& warp,
-                                               std::uint32_t staging) {
-    constexpr int kPieces = kGates == Gates::kNone ? kChunks : kChunks / 2;
-    constexpr int kRows = 32 / kPieces;  // rows that the warp's lanes process at once
-    const int piece = warp.lane % kPieces;
-    const int row = warp.lane / kPieces;
-    const int chunk =
-        chunk_column<kColumns>(warp, kGates == Gates::kInterleaved ? 2 * piece : piece);
-    const int column =
-        kGates == Gates::kInterleaved ? (tile.column + chunk) / 2 : tile.column + chunk;
-    int first = tile.row + warp.row * kWarpRows + row;
-    int rows = column < p.act.width ? tile.rows - warp.row * kWarpRows - row : 0;
-    const std::uint32_t staged = staging + row * kWordsRowBytes;
-#pragma unroll 1
-    for (int part = 0; part < 4; part++, first += 16, rows -= 16) {
-      with_part(acc, part,
-                [&](const float(&values)[8][4]) { write<kGates>(p, values, tile, warp, staging); });
-      __syncwarp();
-#pragma unroll 1
-      for (int at = 0; at < 16; at += kAtOnce * kRows) {
-        HiddenWords words[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i++) {
-          words[i] = read_staged<kGates>(staged + (at + i * kRows) * kWordsRowBytes, piece);
-          if (p.h.data != nullptr && at + i * kRows < rows) {
-            store_hidden(p.act, words[i], row_of(p.h, first + at + i * kRows), column);
-          }
-          if constexpr (kGates == Gates::kInterleaved) words[i].exchange();
+  static constexpr int kPieces = kGates == Gates::kNone ? 2 : 1;
+  /// Rows that a lane activates at once: two pieces. Four would spill registers.
+  template <Gates kGates>
+  static constexpr int kAtOnce = 2 / kPieces<kGates>;
+
+  /// Where a lane's chunks are in memory, in its first row of a part of 16 rows. Its second row is
+  /// eight rows further.
+  template <Gates kGates>
+  struct Place {
+    int rows;        ///< rows of the expert from this row on
+    bool exists[2];  ///< of each chunk: whether its columns exist
+    std::uint8_t* h;
+    std::uint8_t* a;
+    std::int64_t second_h;  ///< bytes from the first chunk of H to the second
+
+    __device__ __forceinline__ Place(const Params& p, const TileSlot& tile, const Warp& warp) {
+      const int row = warp.row * kWarpRows + (warp.lane >> 2);
+      const int column = tile.column + chunk_column<kColumns>(warp, warp.lane & 3);
+      const int width = p.act.width * (kGates == Gates::kInterleaved ? 2 : 1);
+      rows = tile.rows - row;
+      exists[0] = column < width;
+      exists[1] = kGates == Gates::kSplit ? exists[0] : column + kHalfColumns < width;
+      const std::int64_t at = std::int64_t{tile.row} + row;
+      h = p.h.data + at * p.h.row_bytes + column * kElementBytes;
+      a = p.a.data + at * p.a.row_bytes +
+          (kGates == Gates::kInterleaved ? column / 2 : column) * kElementBytes;
+      second_h = (kGates == Gates::kSplit ? p.act.width : kHalfColumns) * kElementBytes;
+    }
+    /// Moves on to the next part.
+    __device__ __forceinline__ void next(const Params& p) {
+      rows -= 16;
+      h += 16 * p.h.row_bytes;
+      a += 16 * p.a.row_bytes;
+    }
+
+    __device__ __forceinline__ void store_h(const Params& p, const Fragment& words, int row) const {
+      if (8 * row >= rows) return;
+      std::uint8_t* to = h + 8 * row * p.h.row_bytes;
+      if (exists[0]) *reinterpret_cast<uint4*>(to) = chunk_of(words, row, 0);
+      if (exists[1]) *reinterpret_cast<uint4*>(to + second_h) = chunk_of(words, row, 1);
+    }
+    __device__ __forceinline__ void store_a(const Params& p, const std::uint32_t (*pieces)[4],
+                                            int row) const {
+      if (8 * row >= rows) return;
+      std::uint8_t* to = a + 8 * row * p.a.row_bytes;
+      const std::uint32_t(&first)[4] = pieces[0];
+      if constexpr (kGates == Gates::kInterleaved) {
+        if (exists[0]) *reinterpret_cast<uint2*>(to) = {first[0], first[1]};
+        if (exists[1]) {
+          *reinterpret_cast<uint2*>(to + kHalfColumns / 2 * kElementBytes) = {first[2], first[3]};
         }
-        std::uint32_t activated[kAtOnce][4];
-        portable::activate<Element, kGates != Gates::kNone>(p.act, words, activated);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i++) {
-          if (at + i * kRows < rows) {
-            std::uint8_t* to = row_of(p.a, first + at + i * kRows) + column * kElementBytes;
-            *reinterpret_cast<uint4*>(to) = quad_of(activated[i]);
-          }
+      } else {
+        if (exists[0]) *reinterpret_cast<uint4*>(to) = quad_of(first);
+      }
+      if constexpr (kGates == Gates::kNone) {
+        if (exists[1]) {
+          *reinterpret_cast<uint4*>(to + kHalfColumns * kElementBytes) = quad_of(pieces[1]);
         }
       }
-      __syncwarp();
+    }
+  };
+
+  template <Gates kGates, class Kinds>
+  static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
+                                               const TileSlot& tile, const Warp& warp) {
+    Place<kGates> place(p, tile, warp);
+#pragma unroll 1
+    for (int part = 0; part < 4; part++, place.next(p)) {
+      Fragment words;
+      with_part(acc, part,
+                [&](const float(&values)[8][4]) { round<kGates>(p, values, tile, warp, words); });
+      if (p.h.data != nullptr) {
+        place.store_h(p, words, 0);
+        place.store_h(p, words, 1);
+      }
+#pragma unroll
+      for (int row = 0; row < 2; row += kAtOnce<kGates>) {
+        store_rows<kGates, Kinds>(p, words, row, place);
+      }
     }
   }
 
-  static __device__ __forceinline__ std::uint8_t* row_of(const RowsOut& out, int row) {
-    return out.data + row * out.row_bytes;
-  }
-
-  /// Rounds 16 rows of H and writes them to the staging buffer.
+  /// Rounds the lane's two rows of H.
   template <Gates kGates>
-  static __device__ __forceinline__ void write(const Params& p, const float (&values)[8][4],
+  static __device__ __forceinline__ void round(const Params& p, const float (&values)[8][4],
                                                const TileSlot& tile, const Warp& warp,
-                                               std::uint32_t staging) {
-    const std::uint32_t at = word_address(staging, warp);
-    const bool biased = p.bias[0].data != nullptr;
+                                               Fragment& words) {
+    if (p.bias[0].data == nullptr) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) round_words<Element>(&words[2 * j], values[j]);
+      return;
+    }
+    const int chunk = warp.lane & 3;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      std::uint32_t words[2];
-      if (biased) {
-        round_words<Element>(words, values[j], bias<kGates>(p, tile, warp, j));
-      } else {
-        round_words<Element>(words, values[j]);
-      }
-      write_words(at, j, words);
+      const int within = chunk_column<kColumns>(warp, j / 4 * 4 + chunk) + j % 4 * 2;
+      round_words<Element>(&words[2 * j], values[j], hidden_bias<kGates>(p, tile, within, j / 4));
+    }
+  }
+
+  /// Row 0 or 1 of a lane's words, its chunk of one half of the tile.
+  static __device__ __forceinline__ uint4 chunk_of(const Fragment& words, int row, int half) {
+    const std::uint32_t* first = &words[8 * half + row];
+    return {first[0], first[2], first[4], first[6]};
+  }
+
+  /// Activates and stores kAtOnce rows of a lane's words, from `row` on.
+  template <Gates kGates, class Kinds>
+  static __device__ __forceinline__ void store_rows(const Params& p, const Fragment& words, int row,
+                                                    const Place<kGates>& place) {
+    HiddenWords hidden[2];
+    std::uint32_t activated[2][4];
+#pragma unroll
+    for (int i = 0; i < kAtOnce<kGates>; i++) {
+      load_pieces<kGates>(&hidden[i * kPieces<kGates>], words, row + i);
+    }
+    Kinds::template activate<Element, kGates != Gates::kNone>(p.act, hidden, activated);
+#pragma unroll
+    for (int i = 0; i < kAtOnce<kGates>; i++) {
+      place.store_a(p, &activated[i * kPieces<kGates>], row + i);
     }
   }
 
   template <Gates kGates>
-  static __device__ __forceinline__ std::uint32_t bias(const Params& p, const TileSlot& tile,
-                                                       const Warp& warp, int j) {
-    const int within = chunk_column<kColumns>(warp, j) + (warp.lane & 3) * 2;
-    if constexpr (kGates == Gates::kSplit) {
-      const int column = tile.column + within % kHalfColumns;
-      return bias_word(p.bias[j / 4], tile.expert, column, p.act.width);
-    }
-    if constexpr (kGates == Gates::kNone) {
-      return bias_word(p.bias[0], tile.expert, tile.column + within, p.act.width);
-    }
-    const int column = (tile.column + within) / 2;
-    return bias_of(p.bias[0], tile.expert, column, p.act.width) |
-           bias_of(p.bias[1], tile.expert, column, p.act.width) << 16;
-  }
-
-  /// Reads a piece of a row from the staging buffer, in the layout of H.
-  template <Gates kGates>
-  static __device__ __forceinline__ HiddenWords read_staged(std::uint32_t row, int piece) {
-    HiddenWords h{};
+  static __device__ __forceinline__ void load_pieces(HiddenWords* pieces, const Fragment& words,
+                                                     int row) {
+    const uint4 first = chunk_of(words, row, 0);
+    const uint4 second = chunk_of(words, row, 1);
     if constexpr (kGates == Gates::kInterleaved) {
-      h.set_quad(0, ptx::load_shared16(row + piece * 32));
-      h.set_quad(1, ptx::load_shared16(row + piece * 32 + 16));
-      return h;
+      pieces[0].set_quad(0, first);
+      pieces[0].set_quad(1, second);
+      pieces[0].exchange();
+    } else if constexpr (kGates == Gates::kSplit) {
+      pieces[0].set_gates(first);
+      pieces[0].set_ups(second);
+    } else {
+      pieces[0].set_gates(first);
+      pieces[1].set_gates(second);
     }
-    h.set_gates(ptx::load_shared16(row + piece * 16));
-    if constexpr (kGates == Gates::kSplit) h.set_ups(ptx::load_shared16(row + (piece + 4) * 16));
-    return h;
   }
 };
 

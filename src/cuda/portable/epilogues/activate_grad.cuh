@@ -14,6 +14,7 @@ template <class Element, Width kWidth>
 struct ActivateGrad {
   using Params = ActivateGradParams;
   static constexpr Columns kColumns = Columns::kNeighbours;
+  static constexpr ColumnOrder kColumnOrder = ColumnOrder::kAscending;
 
   static __device__ __forceinline__ void run(const Params& p, const Accumulators& acc,
                                              const TileSlot& tile, const Warp& warp,

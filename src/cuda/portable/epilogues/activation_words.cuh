@@ -77,26 +77,46 @@ struct HiddenWords {
 
 /// A = r(act(H)) for kPieces pieces of eight columns. The instructions of all pieces alternate:
 /// instructions of one piece depend on each other, and a piece alone would wait for most of them.
-template <class Element, bool kGated, int kPieces>
-__device__ __forceinline__ void activate(const Activating& act, const HiddenWords (&h)[kPieces],
+template <class Element, ActivationKind kKind, int kPieces>
+__device__ __forceinline__ void activate(const ActivationScalars& scalars,
+                                         const HiddenWords (&h)[kPieces],
                                          std::uint32_t (&a)[kPieces][4]) {
-  with_activation(act.kind, [&]<ActivationKind kKind>() {
-    using Act = ActivationWords<Element, kKind>;
-    if constexpr (is_gated(kKind) == kGated) {
+  using Act = ActivationWords<Element, kKind>;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int piece = 0; piece < kPieces; piece++) {
-          if constexpr (kGated) {
-            a[piece][i] = Act::split(h[piece].gate[i], h[piece].up[i], act.scalars);
-          } else {
-            a[piece][i] = Act::plain(h[piece].gate[i]);
-          }
-        }
+    for (int piece = 0; piece < kPieces; piece++) {
+      if constexpr (is_gated(kKind)) {
+        a[piece][i] = Act::split(h[piece].gate[i], h[piece].up[i], scalars);
+      } else {
+        a[piece][i] = Act::plain(h[piece].gate[i]);
       }
     }
-  });
+  }
 }
+
+/// The activations that a loop of an epilogue can compute: kOne, or all with or without a gate.
+template <ActivationKind kOne>
+struct OneKind {
+  template <class Element, bool, int kPieces>
+  static __device__ __forceinline__ void activate(const Activating& act,
+                                                  const HiddenWords (&h)[kPieces],
+                                                  std::uint32_t (&a)[kPieces][4]) {
+    portable::activate<Element, kOne>(act.scalars, h, a);
+  }
+};
+struct AnyKind {
+  template <class Element, bool kGated, int kPieces>
+  static __device__ __forceinline__ void activate(const Activating& act,
+                                                  const HiddenWords (&h)[kPieces],
+                                                  std::uint32_t (&a)[kPieces][4]) {
+    with_activation(act.kind, [&]<ActivationKind kKind>() {
+      if constexpr (is_gated(kKind) == kGated) {
+        portable::activate<Element, kKind>(act.scalars, h, a);
+      }
+    });
+  }
+};
 
 /// Inputs and outputs of backward for eight columns, besides H.
 struct GradPiece {

@@ -12,24 +12,14 @@
 #include <cstdint>
 
 #include "cuda/math/fragment.cuh"
-#include "cuda/portable/engine/fragments.cuh"
+#include "cuda/portable/epilogues/columns.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda::portable {
 
-inline constexpr int kChunks = kWarpColumns / 8;
-/// Columns of a half of the tile (Columns::kHalves), which is a wide one.
-inline constexpr int kHalfColumns = static_cast<int>(Width::k256) / 2;
 inline constexpr int kWordsRowBytes = 144;
 inline constexpr int kFloatsRowBytes = 288;
 static_assert(16 * kWordsRowBytes <= kStagingBytes && 8 * kFloatsRowBytes <= kStagingBytes);
-
-/// The tile's column at which chunk `chunk` of a warp begins.
-template <Columns kColumns>
-__device__ __forceinline__ int chunk_column(const Warp& warp, int chunk) {
-  if constexpr (kColumns == Columns::kNeighbours) return warp.column * kWarpColumns + chunk * 8;
-  return chunk / 4 * kHalfColumns + warp.column * 32 + chunk % 4 * 8;
-}
 
 /// The address to which a lane writes its words of a fragment, in row lane / 4.
 __device__ __forceinline__ std::uint32_t word_address(std::uint32_t staging, const Warp& warp) {
@@ -64,17 +54,6 @@ __device__ __forceinline__ void read_floats(float (&values)[8], std::uint32_t st
     values[4 * i + 1] = __uint_as_float(v.y);
     values[4 * i + 2] = __uint_as_float(v.z);
     values[4 * i + 3] = __uint_as_float(v.w);
-  }
-}
-
-/// Calls write(acc[part]). The caller's loop over the four parts is not unrolled, because four
-/// copies of an epilogue would not fit the instruction cache. Registers cannot be indexed at run
-/// time, so a branch selects the part.
-template <class Write>
-__device__ __forceinline__ void with_part(const Accumulators& acc, int part, const Write& write) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (i == part) write(acc[i]);
   }
 }
 

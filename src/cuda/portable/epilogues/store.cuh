@@ -11,6 +11,7 @@ template <class Element>
 struct Store {
   using Params = StoreParams;
   static constexpr Columns kColumns = Columns::kNeighbours;
+  static constexpr ColumnOrder kColumnOrder = ColumnOrder::kAscending;
 
   static __device__ __forceinline__ void run(const Params& p, const Accumulators& acc,
                                              const TileSlot& tile, const Warp& warp,

@@ -1,10 +1,11 @@
 #include "cuda/portable/epilogues/activate.cuh"
+#include "cuda/portable/epilogues/activate_staged.cuh"
 #include "cuda/portable/row_instances.cuh"
 
 namespace sonicmoe::cuda::portable {
 
 const void* activate_kernel(const Variant& variant, WeightOrder order) {
-  return row_kernel<Activate>(variant, order);
+  return row_kernel<Activate, ActivateStaged>(variant, order);
 }
 
 }  // namespace sonicmoe::cuda::portable

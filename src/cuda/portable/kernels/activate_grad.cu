@@ -12,8 +12,9 @@ using Narrow = ActivateGrad<Element, Width::k128>;
 }  // namespace
 
 const void* activate_grad_kernel(const Variant& variant, WeightOrder order) {
-  return variant.shape.width == Width::k256 ? row_kernel<Wide>(variant, order)
-                                            : row_kernel<Narrow, Width::k128>(variant, order);
+  return variant.shape.width == Width::k256
+             ? row_kernel<Wide>(variant, order)
+             : row_kernel<Narrow, Narrow, Width::k128>(variant, order);
 }
 
 }  // namespace sonicmoe::cuda::portable

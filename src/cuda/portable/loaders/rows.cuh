@@ -11,7 +11,8 @@
 
 namespace sonicmoe::cuda::portable {
 
-template <class OfTile, Order kWeights>
+/// `ForEpilogue` says in which order its accumulators have the columns of K-major weights.
+template <class OfTile, Order kWeights, class ForEpilogue>
 class RowLoader {
  public:
   using Shape = OfTile;
@@ -56,11 +57,14 @@ class RowLoader {
 
  private:
   static constexpr bool kAlongK = kWeights == Order::kAlongK;
+  static constexpr ColumnOrder kColumnOrder = ForEpilogue::kColumnOrder;
   static constexpr int kRowsEach = kTileRows * Shape::kLineChunks / Shape::kThreads;
   static constexpr int kLinesEach = Shape::kColumns * Shape::kLineChunks / Shape::kThreads;
   /// For K-major weights: lines between two copies of a thread, and its copies for half a tile.
   static constexpr int kApart = Shape::kThreads / Shape::kLineChunks;
   static constexpr int kHalf = kLinesEach / 2;
+  static_assert(kColumnOrder == ColumnOrder::kAscending || kApart % 32 == 0,
+                "the swizzle of all lines of a thread must be the same");
   /// The bit of present_ for the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
   /// k_ after the last tile: so far below K that advance() never reaches the end of a part.
@@ -86,8 +90,8 @@ class RowLoader {
   template <int i>
   __device__ __forceinline__ void copy_weights(const Params& p, std::uint32_t stage) const {
     if constexpr (kAlongK) {
-      const std::uint32_t at =
-          stage + line() * Shape::kLineBytes + ((chunk() ^ Shape::swizzle(line())) << 4);
+      const std::uint32_t at = stage + line() * Shape::kLineBytes +
+                               ((chunk() ^ Shape::template swizzle<kColumnOrder>(line())) << 4);
       const std::uint8_t* from = b_[i / kHalf] + i % kHalf * apart_[i / kHalf];
       ptx::copy16(at + i * kApart * Shape::kLineBytes, from,
                   inside(p) && (present_ >> (kFirstWeight + i) & 1) != 0);
