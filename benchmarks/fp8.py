@@ -6,8 +6,8 @@
     python benchmarks/fp8.py --summary RECORD       the record's figures and their goals
 
 All contenders are called as in training code, with routing and all casts, hot, in one process and
-in random order. torch_scaled is h200_bench/scaled.py, and deep_gemm h200_bench/blocks.py. First,
-the cosines of all results with those of a bf16 layer in plain torch are recorded; a layer with wrong
+in random order. torch_scaled is h200_bench/scaled.py, deep_gemm h200_bench/blocks.py. First, the
+cosines of all results with those of a bf16 layer in plain torch are recorded; a layer with wrong
 results is not timed.
 
 burst_ms, rounds length of a burst, and the number of bursts of each contender
@@ -35,8 +35,7 @@ from pathlib import Path
 
 import h200
 import torch
-from h200_bench import check, packages, rivals, timing
-from h200_bench.blocks import BlocksLayer
+from h200_bench import blocks, check, packages, rivals, timing
 from h200_bench.layer import Data, Shape
 from h200_bench.scaled import scaled_layer
 
@@ -49,7 +48,7 @@ CONFIGS = {
 } | TINY
 PRECISIONS = {"bf16": None, "fp8": "fp8", "auto": "auto"}
 # make(shape, device) of the layers beside
-PEERS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": BlocksLayer}
+PEERS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": blocks.BlocksLayer}
 MICRO_BATCHES = (1, 4)
 # The least cosine with torch's bf16 layer that shows a correct layer.
 LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99} | dict.fromkeys(PEERS, 0.99)
@@ -325,7 +324,7 @@ def summary_lines(record):
 
 def header(options):
     if options.device == "cuda":
-        return h200.header()
+        return h200.header() | blocks.version()
     return {"device": "cpu", "torch": torch.__version__, "commit": h200.commit()}
 
 

@@ -64,6 +64,10 @@ def repeated(record):
     ).replace("%", " %") + steps * bool(above)
 
 
+def deep_gemm(record):
+    return f" DeepGEMM {record['deep_gemm']}." if "deep_gemm" in record else ""
+
+
 def layers():
     record = extra("fp8")
     columns = ["layer", "d", "n", "rows an expert", "forward", "forward + backward"]
@@ -76,7 +80,7 @@ def layers():
         [
             grid(columns, [layer_cells(row) for row in record["rows"]]),
             f"{means(record)} {repeated(record)}",
-            f"{absent}{source(record)}",
+            f"{absent}{source(record)}{deep_gemm(record)}",
         ]
     )
 

@@ -70,6 +70,15 @@ def product(rows, weights, expert):
     return out
 
 
+def version() -> dict:
+    """{"deep_gemm": the package's version}, empty if it cannot be imported."""
+    try:
+        import deep_gemm
+    except (ImportError, OSError):
+        return {}
+    return {"deep_gemm": deep_gemm.__version__}
+
+
 def alignment(device):
     if device.type != "cuda":
         return DEPTH
