@@ -204,7 +204,7 @@ def parse():
     parser.add_argument("--role-peers", default="triton,cublas")
     parser.add_argument("--parts", default="rows,roles")
     parser.add_argument("--quick", action="store_true", help="two small layers, all parts")
-    parser.add_argument("--burst", type=float, default=40.0, help="milliseconds of a hot burst")
+    parser.add_argument("--burst", type=float, default=120.0, help="milliseconds of a hot burst")
     parser.add_argument("--seconds", type=float, default=280.0, help="start nothing later")
     parser.add_argument("--out", default="", help="folder for portable.json")
     arguments = parser.parse_args()
@@ -239,6 +239,7 @@ def main():
     import triton
 
     header = h200.header() | {"triton": triton.__version__, "triton_arch": "sm80"}
+    header["burst_ms"] = arguments.burst
     record = Record(Path(arguments.out) / "portable.json" if arguments.out else None, header)
     libraries = {
         "portable": capi.Library(arguments.library, CUDA, "portable"),
