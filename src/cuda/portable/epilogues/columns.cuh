@@ -1,4 +1,4 @@
-// The columns of a warp's results, and its results of 16 rows.
+// The columns of a warp's results in the tile, and access to 16 of its rows.
 #pragma once
 
 #include "cuda/portable/engine/fragments.cuh"
