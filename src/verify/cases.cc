@@ -298,6 +298,10 @@ void add_wide(Extent extent, std::vector<Case>& cases) {
       add(n, ActivationKind::kSwiGLU, layout, DType::kF16, Data::kRandom);
     }
   }
+  // Without a gate both halves of the portable engine's tile are columns of H.
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    add(248, kIntegerPlain, Layout::kConcatenated, dtype, Data::kIntegers);
+  }
   if (extent == Extent::kQuick) return;
   for (std::int32_t index = 0; index < kActivationCount; ++index) {
     const auto kind = static_cast<ActivationKind>(index);

@@ -4,10 +4,12 @@
 // holds one chunk of eight columns of each half (ColumnOrder::kByLane). It activates and stores
 // them without other lanes:
 //
-//   | gates       | chunk of the first half | chunk of the second half | columns of A |
-//   | split       | gate                    | up                       | 8            |
-//   | interleaved | 4 of gate and up        | 4 of gate and up         | 4 and 4      |
-//   | none        | 8 of H                  | 8 of H                   | 8 and 8      |
+//   | gates | chunk of the first half | chunk of the second half | columns of A |
+//   | split | gate                    | up                       | 8            |
+//   | none  | 8 of H                  | 8 of H                   | 8 and 8      |
+//
+// Gates::kInterleaved does not occur: gate and up alternate only along the contiguous dimension of
+// the weights (layer/views.cc), which is K here.
 #pragma once
 
 #include "cuda/math/fragment.cuh"
@@ -33,8 +35,6 @@ struct Activate {
       store<Gates::kSplit, OneKind<ActivationKind::kSwiGLU>>(p, acc, tile, warp);
     } else if (p.act.gates == Gates::kSplit) {
       store<Gates::kSplit, AnyKind>(p, acc, tile, warp);
-    } else if (p.act.gates == Gates::kInterleaved) {
-      store<Gates::kInterleaved, AnyKind>(p, acc, tile, warp);
     } else {
       store<Gates::kNone, AnyKind>(p, acc, tile, warp);
     }
@@ -61,14 +61,12 @@ struct Activate {
     __device__ __forceinline__ Place(const Params& p, const TileSlot& tile, const Warp& warp) {
       const int row = warp.row * kWarpRows + (warp.lane >> 2);
       const int column = tile.column + chunk_column<kColumns>(warp, warp.lane & 3);
-      const int width = p.act.width * (kGates == Gates::kInterleaved ? 2 : 1);
       rows = tile.rows - row;
-      exists[0] = column < width;
-      exists[1] = kGates == Gates::kSplit ? exists[0] : column + kHalfColumns < width;
+      exists[0] = column < p.act.width;
+      exists[1] = kGates == Gates::kSplit ? exists[0] : column + kHalfColumns < p.act.width;
       const std::int64_t at = std::int64_t{tile.row} + row;
       h = p.h.data + at * p.h.row_bytes + column * kElementBytes;
-      a = p.a.data + at * p.a.row_bytes +
-          (kGates == Gates::kInterleaved ? column / 2 : column) * kElementBytes;
+      a = p.a.data + at * p.a.row_bytes + column * kElementBytes;
       second_h = (kGates == Gates::kSplit ? p.act.width : kHalfColumns) * kElementBytes;
     }
     /// Moves on to the next part.
@@ -88,15 +86,7 @@ struct Activate {
                                             int row) const {
       if (8 * row >= rows) return;
       std::uint8_t* to = a + 8 * row * p.a.row_bytes;
-      const std::uint32_t(&first)[4] = pieces[0];
-      if constexpr (kGates == Gates::kInterleaved) {
-        if (exists[0]) *reinterpret_cast<uint2*>(to) = {first[0], first[1]};
-        if (exists[1]) {
-          *reinterpret_cast<uint2*>(to + kHalfColumns / 2 * kElementBytes) = {first[2], first[3]};
-        }
-      } else {
-        if (exists[0]) *reinterpret_cast<uint4*>(to) = quad_of(first);
-      }
+      if (exists[0]) *reinterpret_cast<uint4*>(to) = quad_of(pieces[0]);
       if constexpr (kGates == Gates::kNone) {
         if (exists[1]) {
           *reinterpret_cast<uint4*>(to + kHalfColumns * kElementBytes) = quad_of(pieces[1]);
@@ -171,15 +161,10 @@ struct Activate {
                                                      int row) {
     const uint4 first = chunk_of(words, row, 0);
     const uint4 second = chunk_of(words, row, 1);
-    if constexpr (kGates == Gates::kInterleaved) {
-      pieces[0].set_quad(0, first);
-      pieces[0].set_quad(1, second);
-      pieces[0].exchange();
-    } else if constexpr (kGates == Gates::kSplit) {
-      pieces[0].set_gates(first);
+    pieces[0].set_gates(first);
+    if constexpr (kGates == Gates::kSplit) {
       pieces[0].set_ups(second);
     } else {
-      pieces[0].set_gates(first);
       pieces[1].set_gates(second);
     }
   }
