@@ -1,8 +1,11 @@
 """Runs an nvcc command and fails on register spills and serialised wgmma.
 
-usage: ptxas_gate.py COMMAND... ptxas reports both only as information (serialised wgmma as
-advisories C7500 to C7599), but they cost up to half the speed. Writes FILE.cost next to the object
-file, with its number of kernels of each architecture and CPU seconds, for tools/check_kernels.py.
+usage: ptxas_gate.py [--ptx ARCHITECTURE] COMMAND...
+
+ptxas reports both only as information (serialised wgmma as advisories C7500 to C7599), but they
+cost up to half the speed. Writes OBJECT.cost next to the object file, with its number of kernels of
+each architecture and CPU seconds, for tools/check_kernels.py. With --ptx it also writes OBJECT.ptx,
+the PTX of that architecture (90 or 90a, say), for the emulator.
 """
 
 import json
@@ -10,6 +13,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -40,25 +44,65 @@ def kernels_of(lines: list[str]) -> Counter[str]:
     return Counter(found.group(1) for line in lines if (found := KERNEL.search(line)))
 
 
+def target_of(command: list[str]) -> str | None:
+    return command[command.index("-o") + 1] if "-o" in command[:-1] else None
+
+
 def write_cost(command: list[str], lines: list[str]) -> None:
-    if "-o" not in command[:-1]:
+    target = target_of(command)
+    if target is None:
         return
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     cost = {"kernels": kernels_of(lines), "cpu_seconds": round(spent.ru_utime + spent.ru_stime, 2)}
-    target = command[command.index("-o") + 1]
     Path(target + ".cost").write_text(json.dumps(cost) + "\n", encoding="utf-8")
 
 
+def ptx_command(command: list[str], architecture: str, target: str) -> list[str]:
+    """The command that makes the PTX alone."""
+    words, result = iter(command), []
+    for word in words:
+        if word in ("-o", "-MT", "-MF"):
+            next(words)
+        elif word != "-MD" and not word.startswith(("-gencode", "-Xptxas")):
+            result.append("-ptx" if word == "-c" else word)
+    return [*result, f"-arch=compute_{architecture}", "-o", target]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def run_with_ptx(command: list[str], architecture: str) -> subprocess.CompletedProcess:
+    """Runs the command, which compiles an object, and writes OBJECT.ptx."""
+    target = Path(target_of(command))
+    ptx = Path(f"{target}.ptx")
+    if any(Path(word).name == "ccache" for word in command):  # it caches one result of a command
+        made = run(ptx_command(command, architecture, str(ptx)))
+        return made if made.returncode != 0 else run(command)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = run([*command, "--keep", "--keep-dir", folder])
+        if made.returncode == 0:
+            stem = f"{folder}/{target.name.split('.')[0]}"
+            one = Path(f"{stem}.ptx")  # the name if nvcc compiles for one architecture
+            (one if one.exists() else Path(f"{stem}.compute_{architecture}.ptx")).replace(ptx)
+    return made
+
+
 def main() -> int:
-    run = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE, text=True, check=False)
-    lines = run.stderr.splitlines()
+    command = sys.argv[1:]
+    if command[0] == "--ptx":
+        architecture, command = command[1], command[2:]
+        done = run_with_ptx(command, architecture)
+    else:
+        done = run(command)
+    lines = done.stderr.splitlines()
     info = ("ptxas info", "    0 bytes stack frame")
     for line in lines:
-        if run.returncode != 0 or not line.startswith(info):
+        if done.returncode != 0 or not line.startswith(info):
             print(line, file=sys.stderr)
-    if run.returncode != 0:
-        return run.returncode
-    write_cost(sys.argv[1:], lines)
+    if done.returncode != 0:
+        return done.returncode
+    write_cost(command, lines)
     faults = verdict(lines)
     for fault in faults:
         print(f"ptxas gate: {fault}", file=sys.stderr)

@@ -1,5 +1,5 @@
-// Runs the harness on a device. SONICMOE_FILTER selects the cases whose names contain it;
-// SONICMOE_EXTENT=full runs the large ones too.
+// Runs the harness on a device. SONICMOE_FILTER selects the cases whose names contain it, or one of
+// its words if it has spaces; SONICMOE_EXTENT=full runs the large ones too.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -7,19 +7,35 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
+#include <iterator>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "verify/device.h"
 #include "verify/harness.h"
 
 namespace sonicmoe::verify {
 
+/// verify() for every word of `filter`, once if there is none.
+inline std::vector<CaseResult> verify_words(VerifyOptions options, const std::string& filter,
+                                            const Implementation& implementation,
+                                            const Progress& progress) {
+  std::istringstream words(filter);
+  std::vector<CaseResult> results;
+  do {
+    words >> options.filter;
+    auto more = verify(options, implementation, progress);
+    std::move(more.begin(), more.end(), std::back_inserter(results));
+  } while (words.good());
+  return results;
+}
+
 inline void expect_harness_passes(const Exec& exec) {
   constexpr std::size_t kMostLines = 40;
   VerifyOptions options;
   const char* filter = std::getenv("SONICMOE_FILTER");
   const char* extent = std::getenv("SONICMOE_EXTENT");
-  if (filter != nullptr) options.filter = filter;
   if (extent != nullptr && std::string(extent) == "full") options.extent = Extent::kFull;
   std::size_t failed = 0;
   double worst = 0.0;
@@ -30,7 +46,8 @@ inline void expect_harness_passes(const Exec& exec) {
       std::cout << r.name << ": " << fault_name(r.fault) << ": " << r.message << std::endl;
     }
   };
-  const auto results = verify(options, cuda_implementation(exec), progress);
+  const auto results =
+      verify_words(options, filter == nullptr ? "" : filter, cuda_implementation(exec), progress);
   std::cout << results.size() << " cases, " << failed << " failed, worst ratio " << worst
             << std::endl;
   EXPECT_GT(results.size(), 0u);

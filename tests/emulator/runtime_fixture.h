@@ -12,6 +12,7 @@
 #include <vector>
 
 extern "C" {
+void emulator_add_ptx(const char* begin, const char* end);
 void** __cudaRegisterFatBinary(void* wrapper);
 void __cudaRegisterFatBinaryEnd(void** module);
 void __cudaUnregisterFatBinary(void** module);
@@ -169,18 +170,11 @@ again:
 class TestModule {
  public:
   TestModule() {
-    append<std::uint32_t>(0xba55ed50);
-    append<std::uint16_t>(1);
-    append<std::uint16_t>(16);
-    append<std::uint64_t>(kEntryHeader + sizeof(kPtx));
-    append<std::uint16_t>(1);  // PTX
-    append<std::uint16_t>(0x101);
-    append<std::uint32_t>(kEntryHeader);
-    append<std::uint64_t>(sizeof(kPtx));
-    fatbin_.resize(16 + kEntryHeader);
-    fatbin_.insert(fatbin_.end(), kPtx, kPtx + sizeof(kPtx));
-    wrapper_ = {0x466243b1, 1, fatbin_.data(), nullptr};
-    handle_ = __cudaRegisterFatBinary(&wrapper_);
+    [[maybe_unused]] static const bool is_added = [] {
+      emulator_add_ptx(kPtx, kPtx + sizeof(kPtx));
+      return true;
+    }();
+    handle_ = __cudaRegisterFatBinary(this);
     for (const char* name : {"_Z3addPji", "double_first", "wait_for_word", "mixed", "sum_of_table",
                              "ranks", "limited", "early", "dependent", "missing"}) {
       __cudaRegisterFunction(handle_, function(name), nullptr, name, -1, nullptr, nullptr, nullptr,
@@ -194,20 +188,6 @@ class TestModule {
   const char* function(const std::string& name) { return &functions_[name]; }
 
  private:
-  static constexpr std::uint32_t kEntryHeader = 80;
-  struct Wrapper {
-    std::uint32_t magic, version;
-    const void* data;
-    void* file;
-  };
-  template <class T>
-  void append(T value) {
-    const auto* bytes = reinterpret_cast<const char*>(&value);
-    fatbin_.insert(fatbin_.end(), bytes, bytes + sizeof(T));
-  }
-
-  std::vector<char> fatbin_;
-  Wrapper wrapper_{};
   void** handle_ = nullptr;
   std::map<std::string, char> functions_;
 };

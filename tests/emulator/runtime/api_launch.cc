@@ -1,5 +1,4 @@
 // Registration and launches of kernels, as the stubs of nvcc 13 and programs call them.
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -10,35 +9,6 @@
 
 namespace sonicmoe::emulator {
 namespace {
-
-/// Modules by the handle that __cudaRegisterFatBinary returns.
-class Modules {
- public:
-  void** add(const void* wrapper) {
-    auto module = std::make_shared<LoadedModule>(wrapper);
-    const auto handle = reinterpret_cast<void**>(module.get());
-    const std::lock_guard lock(mutex_);
-    modules_[handle] = std::move(module);
-    return handle;
-  }
-  std::shared_ptr<LoadedModule> find(void** handle) const {
-    const std::lock_guard lock(mutex_);
-    return modules_.at(handle);
-  }
-  void remove(void** handle) {
-    const std::lock_guard lock(mutex_);
-    modules_.erase(handle);
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::map<void**, std::shared_ptr<LoadedModule>> modules_;
-};
-
-Modules& modules() {
-  static Modules& all = *new Modules;
-  return all;
-}
 
 /// The configuration that <<<>>> gives. The stubs store it in one call and read it in another.
 struct CallConfiguration {
@@ -66,18 +36,15 @@ using namespace sonicmoe::emulator;
 
 // Headers of CUDA declare these for code that nvcc compiles.
 extern "C" {
-void** __cudaRegisterFatBinary(void* wrapper) { return modules().add(wrapper); }
+void** __cudaRegisterFatBinary(void* wrapper) { return static_cast<void**>(wrapper); }
 
 void __cudaRegisterFatBinaryEnd(void**) {}
 
-void __cudaUnregisterFatBinary(void** handle) {
-  kernels().remove_module(modules().find(handle).get());
-  modules().remove(handle);
-}
+void __cudaUnregisterFatBinary(void** handle) { kernels().remove_module(handle); }
 
 void __cudaRegisterFunction(void** module, const char* host, char*, const char* name, int, uint3*,
                             uint3*, dim3*, dim3*, int*) {
-  kernels().add(host, std::make_shared<Kernel>(modules().find(module), name));
+  kernels().add(host, std::make_shared<Kernel>(module, name));
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {

@@ -16,37 +16,6 @@
 namespace sonicmoe::emulator {
 namespace {
 
-/// What nvcc's stubs register.
-struct Wrapper {
-  static constexpr std::uint32_t kMagic = 0x466243b1;
-  std::uint32_t magic;
-  std::uint32_t version;
-  const std::byte* data;  ///< a FatHeader and entries
-};
-
-struct FatHeader {
-  static constexpr std::uint32_t kMagic = 0xba55ed50;
-  std::uint32_t magic;
-  std::uint16_t version;
-  std::uint16_t header_bytes;
-  std::uint64_t bytes;  ///< behind the header
-};
-
-struct FatEntry {
-  static constexpr std::uint16_t kPtx = 1;
-  std::uint16_t kind;
-  std::uint16_t version;
-  std::uint32_t header_bytes;
-  std::uint64_t bytes;  ///< behind the header
-};
-
-template <class T>
-T read(const std::byte* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(T));
-  return value;
-}
-
 /// `spot` is NAME:LINE or empty. Throws if a kernel of that name has no instruction at the line.
 void remove_instruction(const std::string& spot, Function* function) {
   if (spot.empty()) return;
@@ -71,38 +40,7 @@ void remove_instruction(const std::string& spot, Function* function) {
 
 }  // namespace
 
-std::string_view ptx_of(const void* wrapper) {
-  const auto outer = read<Wrapper>(static_cast<const std::byte*>(wrapper));
-  if (outer.magic != Wrapper::kMagic) throw std::runtime_error("a module has no fatbin");
-  const auto header = read<FatHeader>(outer.data);
-  if (header.magic != FatHeader::kMagic) throw std::runtime_error("a fatbin has no header");
-  const std::byte* at = outer.data + header.header_bytes;
-  const std::byte* end = at + header.bytes;
-  while (at < end) {
-    const auto entry = read<FatEntry>(at);
-    at += entry.header_bytes;
-    if (entry.kind == FatEntry::kPtx) {
-      std::string_view text(reinterpret_cast<const char*>(at), entry.bytes);
-      text = text.substr(0, text.find('\0'));
-      if (text.find(".version") == std::string_view::npos) {
-        throw std::runtime_error("the PTX of a module is compressed; nvcc needs -no-compress");
-      }
-      return text;
-    }
-    at += entry.bytes;
-  }
-  return {};
-}
-
-void LoadedModule::parse() {
-  const std::string_view text = ptx_of(wrapper_);
-  require(!text.empty(), cudaErrorNoKernelImageForDevice);
-  module_ = parse_module(text);
-  place_variables();
-  is_parsed_ = true;
-}
-
-void LoadedModule::place_variables() {
+void PtxText::place_variables() {
   for (const Variable& variable : module_.variables) {
     if (variable.space != "global" && variable.space != "const") continue;
     void* at = memory().allocate(variable.bytes, kEveryDevice, Extent::Kind::kVariable);
@@ -112,15 +50,46 @@ void LoadedModule::place_variables() {
   }
 }
 
-Program LoadedModule::build(const std::string& kernel) {
+Program PtxText::build(const std::string& kernel) {
   const std::lock_guard lock(mutex_);
-  if (!is_parsed_) parse();
+  if (!is_parsed_) {
+    module_ = parse_module(text_);
+    place_variables();
+    is_parsed_ = true;
+  }
   const auto found = std::find_if(module_.kernels.begin(), module_.kernels.end(),
                                   [&](const Function& f) { return f.name == kernel; });
   require(found != module_.kernels.end(), cudaErrorInvalidDeviceFunction);
   Function function = *found;
   remove_instruction(configuration().without, &function);
   return Builder(function, variables_).build();
+}
+
+void PtxTexts::add(const char* begin, const char* end) {
+  static constexpr std::string_view kEntry = ".entry ";
+  const std::lock_guard lock(mutex_);
+  while (begin < end) {
+    const std::string_view text(begin);
+    texts_.push_back(std::make_unique<PtxText>(text));
+    for (auto at = text.find(kEntry); at != text.npos; at = text.find(kEntry, at)) {
+      at += kEntry.size();
+      by_kernel_.try_emplace(std::string(text.substr(at, text.find_first_of("( \n", at) - at)),
+                             texts_.back().get());
+    }
+    begin += text.size() + 1;
+  }
+}
+
+PtxText& PtxTexts::with(const std::string& kernel) {
+  const std::lock_guard lock(mutex_);
+  const auto found = by_kernel_.find(kernel);
+  require(found != by_kernel_.end(), cudaErrorInvalidDeviceFunction);
+  return *found->second;
+}
+
+PtxTexts& ptx_texts() {
+  static PtxTexts& all = *new PtxTexts;  // as kernels() below
+  return all;
 }
 
 std::string Kernel::readable_name() const {
@@ -132,7 +101,8 @@ std::string Kernel::readable_name() const {
 
 std::shared_ptr<const Program> Kernel::program() {
   const std::lock_guard lock(mutex_);
-  if (program_ == nullptr) program_ = std::make_shared<Program>(module_->build(name_));
+  if (program_ == nullptr)
+    program_ = std::make_shared<Program>(ptx_texts().with(name_).build(name_));
   return program_;
 }
 
@@ -159,7 +129,7 @@ void Kernels::add(const void* host, std::shared_ptr<Kernel> kernel) {
   kernels_.try_emplace(host, std::move(kernel));
 }
 
-void Kernels::remove_module(const LoadedModule* module) {
+void Kernels::remove_module(const void* module) {
   const std::lock_guard lock(mutex_);
   std::erase_if(kernels_, [&](const auto& entry) { return entry.second->is_of(module); });
 }
@@ -172,3 +142,7 @@ std::shared_ptr<Kernel> Kernels::find(const void* host_or_handle) const {
 }
 
 }  // namespace sonicmoe::emulator
+
+void emulator_add_ptx(const char* begin, const char* end) {
+  sonicmoe::emulator::ptx_texts().add(begin, end);
+}

@@ -1,58 +1,70 @@
-// Modules: the PTX that nvcc embeds in a program, and its kernels.
+// A program's PTX and its kernels.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "machine.h"
 #include "runtime/configuration.h"
 
 namespace sonicmoe::emulator {
 
-/// The PTX text inside of the argument of __cudaRegisterFatBinary. Empty if there is none; throws
-/// std::runtime_error if the text is compressed.
-std::string_view ptx_of(const void* wrapper);
-
-/// A module that __cudaRegisterFatBinary registers. It is parsed at the first request for one of
-/// its kernels.
-class LoadedModule {
+/// A text of PTX. It is parsed at the first request for one of its kernels.
+class PtxText {
  public:
-  explicit LoadedModule(const void* wrapper) : wrapper_(wrapper) {}
+  explicit PtxText(std::string_view text) : text_(text) {}
 
-  /// Throws ApiError if there is no PTX or no such kernel in it, std::runtime_error if it cannot be
-  /// understood. If the configuration's `without` is NAME:LINE, kernels whose name contains NAME
-  /// lose the instruction at that line of the PTX. removals.py finds so whether a test notices it.
+  /// Throws ApiError if the text has no such kernel, std::runtime_error if it cannot be understood.
+  /// If the configuration's `without` is NAME:LINE, kernels whose name contains NAME lose the
+  /// instruction at that line of the PTX. removals.py finds so whether a test notices it.
   Program build(const std::string& kernel);
 
  private:
-  void parse();
   void place_variables();
 
-  const void* wrapper_;
+  const std::string_view text_;
   std::mutex mutex_;
   bool is_parsed_ = false;
   Module module_;
   std::map<std::string, std::uint64_t> variables_;  ///< addresses, equal on all devices
 };
 
+/// The texts that emulator_add_ptx() is given, by the names of their kernels. An instance of a
+/// template that several texts have is the same in all.
+class PtxTexts {
+ public:
+  /// Texts from `begin` to `end`, with a zero byte behind each.
+  void add(const char* begin, const char* end);
+  /// Throws ApiError if there is none.
+  PtxText& with(const std::string& kernel);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<PtxText>> texts_;
+  std::map<std::string, PtxText*, std::less<>> by_kernel_;
+};
+PtxTexts& ptx_texts();
+
 class Kernel {
  public:
-  Kernel(std::shared_ptr<LoadedModule> module, std::string name)
-      : module_(std::move(module)), name_(std::move(name)) {}
+  /// `module` is the handle that __cudaRegisterFatBinary returned.
+  Kernel(const void* module, std::string name) : module_(module), name_(std::move(name)) {}
 
   const std::string& name() const { return name_; }
   std::string readable_name() const;
   /// Built at the first call.
   std::shared_ptr<const Program> program();
   int most_threads();
-  bool is_of(const LoadedModule* module) const { return module_.get() == module; }
+  bool is_of(const void* module) const { return module_ == module; }
 
   /// Appends the name to the configuration's log, once in a process.
   void note_run();
@@ -61,7 +73,7 @@ class Kernel {
   std::atomic<int>& dynamic_shared(int device) { return dynamic_shared_[device]; }
 
  private:
-  const std::shared_ptr<LoadedModule> module_;
+  const void* module_;
   const std::string name_;
   std::mutex mutex_;
   std::shared_ptr<const Program> program_;
@@ -73,7 +85,7 @@ class Kernel {
 class Kernels {
  public:
   void add(const void* host, std::shared_ptr<Kernel> kernel);
-  void remove_module(const LoadedModule* module);
+  void remove_module(const void* module);
   /// Throws ApiError if there is none.
   std::shared_ptr<Kernel> find(const void* host_or_handle) const;
 
@@ -84,3 +96,6 @@ class Kernels {
 Kernels& kernels();
 
 }  // namespace sonicmoe::emulator
+
+/// A program gives its PTX before its first launch: the emulator does not read fat binaries.
+extern "C" void emulator_add_ptx(const char* begin, const char* end);
