@@ -58,27 +58,30 @@ assemble() {
   for part in cuda_runtime cuda_cccl cuda_nvcc; do cp -rT "$wheels/$part/include" "$WORK/include"; done
 }
 
-compile() { # SOURCE ARCHITECTURE...
-  local source=$1 architecture code=()
-  shift
-  for architecture in "$@"; do
-    code+=("-gencode=arch=compute_$architecture,code=sm_$architecture")
-  done
+compile() { # SOURCE ARCHITECTURE
+  local object
+  object=$(mktemp -p "$WORK" --suffix=.o)
   PATH=$WORK/bin:$PATH python cmake/ptxas_gate.py "$WORK/bin/nvcc" -I"$WORK/include" -std=c++20 \
-    "${code[@]}" --expt-relaxed-constexpr -Xptxas=-v -Iinclude -Isrc -I"$BUILD/cuda" \
-    -c "$source" -o "$WORK/object.o"
+    "-gencode=arch=compute_$2,code=sm_$2" --expt-relaxed-constexpr -Xptxas=-v -Iinclude -Isrc \
+    -I"$BUILD/cuda" -c "$1" -o "$object"
+  rm "$object" "$object.cost"
+}
+
+# One architecture for each source: that of an A100 for the engine that serves it.
+list_sources() { # SOURCE ARCHITECTURE in each line
+  local name source
+  for name in products fp8_plain; do echo "$BUILD/cuda/hopper/instances/$name.cu 90a"; done
+  for source in $(find src/cuda -name '*.cu' | sort); do
+    case $source in
+      src/cuda/hopper/*) echo "$source 90a" ;;
+      src/cuda/portable/*) echo "$source 80" ;;
+      *) echo "$source 90" ;;
+    esac
+  done
 }
 
 [ -x "$WORK/bin/ptxas" ] || { fetch_front_end && fetch_wheels && assemble; }
-for name in products fp8_plain; do
-  compile "$BUILD/cuda/hopper/instances/$name.cu" 90a
-done
-count=2
-for source in $(find src/cuda -name '*.cu'); do
-  case $source in
-    src/cuda/hopper/*) compile "$source" 90a ;;
-    *) compile "$source" 80 90 ;;
-  esac
-  count=$((count + 1))
-done
-echo "CUDA floor: $count files compiled by the front end of $FRONT_END and ptxas of $FLOOR"
+export WORK BUILD
+export -f compile
+list_sources | xargs -P "$(nproc)" -L 1 bash -euo pipefail -c 'compile "$@"' compile
+echo "CUDA floor: $(list_sources | wc -l) files compiled by the front end of $FRONT_END and ptxas of $FLOOR"
