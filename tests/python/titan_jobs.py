@@ -22,11 +22,11 @@ import titan_models  # noqa: F401  (jobs name it)
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.attention.flex_attention import AuxOutput, create_mask
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, create_mask
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import fsdp
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common import attention as titan_attention
 
 
 def attention(q, k, v, *, block_mask, scale, return_aux, **others):
@@ -48,7 +48,8 @@ def without_division(model) -> None:
 
 
 fsdp.disable_fsdp_gradient_division = without_division
-FlexAttention._compiled_flex_attn = attention
+titan_attention.FlexAttention._compiled_flex_attn = attention
+titan_attention._compiled_create_block_mask = create_block_mask  # every rank would compile it again
 time.sleep = lambda seconds: None  # the trainer waits two seconds at its end
 
 
