@@ -3,8 +3,15 @@ set(SONICMOE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO, ON or OFF")
 set_property(CACHE SONICMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 # What kernels are compiled for: SASS for each entry. 80 also brings PTX, from which the driver compiles
 # for GPUs without SASS; 90 also brings Hopper's engine.
-set(SONICMOE_CUDA_ARCHITECTURES "80;90;100;120"
-    CACHE STRING "Compute capabilities to compile CUDA kernels for, as major * 10 + minor")
+include(cmake/architectures.cmake)
+if(NOT DEFINED CACHE{SONICMOE_CUDA_ARCHITECTURES})
+  sonicmoe_architectures_here(architectures)
+endif()
+set(SONICMOE_CUDA_ARCHITECTURES "${architectures}"
+    CACHE STRING "What CUDA kernels are compiled for, as major * 10 + minor, or all")
+if(SONICMOE_CUDA_ARCHITECTURES STREQUAL "all")
+  set(SONICMOE_CUDA_ARCHITECTURES ${SONICMOE_EVERY_ARCHITECTURE})
+endif()
 set(SONICMOE_WITH_CUDA OFF)
 if(SONICMOE_CUDA STREQUAL "OFF")
   message(STATUS "CUDA backend: off")
@@ -23,7 +30,7 @@ endif()
 foreach(architecture IN LISTS SONICMOE_CUDA_ARCHITECTURES)
   if(NOT architecture MATCHES "^[0-9]+$" OR architecture LESS 80)
     message(FATAL_ERROR "SONICMOE_CUDA_ARCHITECTURES has \"${architecture}\"; it must be numbers "
-                        "from 80 on, such as 80;90;100;120.")
+                        "from 80 on, such as 80;90;100;120, or all.")
   endif()
 endforeach()
 if(NOT SONICMOE_CUDA_ARCHITECTURES)

@@ -13,7 +13,7 @@ built=$(mktemp -d build/wheel.XXXXXX)
 trap 'rm -rf "$built"' EXIT
 
 rm -rf dist
-pip_package wheel -w "$built"
+pip_package wheel -w "$built" -C cmake.define.SONICMOE_CUDA_ARCHITECTURES=all
 python -m auditwheel repair --plat "$PLATFORM" --exclude 'libtorch*.so' --exclude 'libc10*.so' \
   -w dist "$built"/*.whl || {
   python -m auditwheel show "$built"/*.whl >&2
