@@ -107,6 +107,22 @@ class GateTest(unittest.TestCase):
         self.assertIn("4 bytes spill stores", fault)
         self.assertIn("_Zone for sm_120", fault)
 
+    def test_ptx_comes_beside_the_object(self):
+        """A stand-in for nvcc keeps its PTX under the names that nvcc gives it."""
+        keep = 'for folder; do :; done; echo kept >"$folder/a.$NAME"'
+        for name in ("ptx", "compute_90.ptx"):
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                nvcc = ["sh", "-c", keep.replace("$NAME", name), "nvcc", "-o", f"{folder}/a.cu.o"]
+                self.assertEqual(ptxas_gate.run_with_ptx(nvcc, "90").returncode, 0)
+                self.assertEqual([p.name for p in Path(folder).iterdir()], ["a.cu.o.ptx"])
+                self.assertEqual(Path(folder, "a.cu.o.ptx").read_text(), "kept\n")
+
+    def test_with_ccache_ptx_is_made_alone(self):
+        options = "-O3 -gencode=arch=compute_80,code=sm_80 -Xptxas=-v -MD -MT a.o -MF a.d"
+        command = f"ccache nvcc {options} -c a.cu -o a.o".split()
+        made = ptxas_gate.ptx_command(command, "90", "a.o.ptx")
+        self.assertEqual(" ".join(made), "ccache nvcc -O3 -ptx a.cu -arch=compute_90 -o a.o.ptx")
+
 
 if __name__ == "__main__":
     unittest.main()
