@@ -83,14 +83,15 @@ if(CCACHE) # relative paths in the hash: all checkouts use the same cached resul
       CCACHE_DEPEND=1 ${CCACHE})
 endif()
 set(ptxas_gate ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
-# Tests read and run the PTX of which the kernels for Hopper are made (tests/emulator).
+# With tests, the gate writes the PTX of capability 9.0 beside each object. The emulator runs this PTX,
+# and early_loads_test.py reads it.
 set(common_ptx)
 set(hopper_ptx)
 if(SONICMOE_BUILD_TESTS AND 90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   set(common_ptx --ptx 90)
   set(hopper_ptx --ptx 90a)
 endif()
-# Empty lists, as of ccache where it is not installed, add no element.
+# An empty list (no tests, no ccache) adds no element.
 set(common_launcher ${ptxas_gate} ${common_ptx} ${cached_by_dependencies})
 set(hopper_launcher ${ptxas_gate} ${hopper_ptx} ${cached})
 

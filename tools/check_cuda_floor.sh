@@ -67,7 +67,7 @@ compile() { # SOURCE ARCHITECTURE
   rm "$object" "$object.cost"
 }
 
-# One architecture for each source: that of an A100 for the engine that serves it.
+# Each source is compiled for one architecture: the portable engine for 80 (A100), the rest for Hopper.
 list_sources() { # SOURCE ARCHITECTURE in each line
   local name source
   for name in products fp8_plain; do echo "$BUILD/cuda/hopper/instances/$name.cu 90a"; done

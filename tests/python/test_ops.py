@@ -156,9 +156,9 @@ def test_calls_leave_no_memory_behind():
     for _ in range(100):
         step()
     before = allocated()
-    for _ in range(500):
+    for _ in range(1000):  # other threads of the process allocate a few thousand bytes, once
         step()
-    assert allocated() - before < 500 * 16  # a block of malloc takes 32 bytes or more
+    assert allocated() - before < 1000 * 8
 
 
 def test_no_operator_takes_a_string():

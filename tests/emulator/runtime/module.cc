@@ -101,8 +101,9 @@ std::string Kernel::readable_name() const {
 
 std::shared_ptr<const Program> Kernel::program() {
   const std::lock_guard lock(mutex_);
-  if (program_ == nullptr)
+  if (program_ == nullptr) {
     program_ = std::make_shared<Program>(ptx_texts().with(name_).build(name_));
+  }
   return program_;
 }
 

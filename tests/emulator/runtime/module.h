@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -38,11 +37,12 @@ class PtxText {
   std::map<std::string, std::uint64_t> variables_;  ///< addresses, equal on all devices
 };
 
-/// The texts that emulator_add_ptx() is given, by the names of their kernels. An instance of a
-/// template that several texts have is the same in all.
+/// Finds the PTX of a kernel by its name, in all texts that emulator_add_ptx() has added. If
+/// several texts contain an instance of the same template, the first is used, because their code is
+/// equal.
 class PtxTexts {
  public:
-  /// Texts from `begin` to `end`, with a zero byte behind each.
+  /// See emulator_add_ptx().
   void add(const char* begin, const char* end);
   /// Throws ApiError if there is none.
   PtxText& with(const std::string& kernel);
@@ -50,7 +50,7 @@ class PtxTexts {
  private:
   std::mutex mutex_;
   std::vector<std::unique_ptr<PtxText>> texts_;
-  std::map<std::string, PtxText*, std::less<>> by_kernel_;
+  std::map<std::string, PtxText*> by_kernel_;
 };
 PtxTexts& ptx_texts();
 
@@ -97,5 +97,6 @@ Kernels& kernels();
 
 }  // namespace sonicmoe::emulator
 
-/// A program gives its PTX before its first launch: the emulator does not read fat binaries.
+/// Adds texts of PTX, each ended by a zero byte. A program calls it before its first launch,
+/// because the emulator does not read the fat binaries that nvcc embeds.
 extern "C" void emulator_add_ptx(const char* begin, const char* end);
