@@ -1,21 +1,23 @@
 // Expert parallelism: the MoE layer over the GPUs of one node. CUDA only.
 //
-// Rank r of W owns the experts [r * E/W, (r + 1) * E/W). A step (one forward or one backward) sends
-// the row of a token at most once to each rank that owns one of its experts. Each rank computes its
-// own experts and sends one partial sum of the token back.
+// A rank is one of W GPUs. Rank r owns the experts [r * E/W, (r + 1) * E/W). A step is one forward
+// or one backward. It sends the row of a token once to each other rank that owns one of the token's
+// experts (kCopy: to every other rank). Each rank computes its own experts and sends one partial
+// sum of the token back.
 //
 // A symmetric buffer is memory of the same size on every rank, which all ranks can write: torch
-// symmetric memory, CUDA IPC, or peer access within a process. One symmetric buffer serves all
-// layers of a group of ranks.
+// symmetric memory, CUDA IPC, or peer access within a process. One symmetric buffer on each rank
+// serves all layers of a group of ranks.
 //
-// A training step, on every rank; args as for moe_forward and moe_backward:
+// A training step, on every rank, with the arguments of moe_forward() and moe_backward():
 //   Exchange* exchange = exchange_open(options, exec);  // then a barrier over all ranks
 //   Sizes sizes = exchange_sizes(*exchange, problem, rows, Pass::kForward, exec);
 //   exchange_forward(*exchange, problem, rows, forward_args, ExchangePart::kAll, exec);
 //   exchange_backward(*exchange, problem, rows, backward_args, ExchangePart::kAll, exec);
 //
-// If an argument is refused, the step is unchanged, and the call can be repeated. After
-// Status::kCuda the exchange must be reset or closed.
+// If a call is refused (status.h), the step is unchanged and the call can be repeated. After
+// Status::kCuda the exchange must be reset or closed. On the CPU all calls throw
+// Status::kUnsupported.
 #pragma once
 
 #include "sonicmoe/moe.h"
@@ -23,8 +25,8 @@
 namespace sonicmoe {
 
 /// The state that one rank of a group needs for expert parallelism: its mapping of all symmetric
-/// buffers, its flags and its streams. An exchange runs one step at a time, and one thread at a
-/// time may use it. Exchanges of two groups, each with its own buffers, may run steps at the same
+/// buffers, its flags and its streams. An exchange runs one step at a time. Only one thread at a
+/// time may use it. Two groups, each with its own buffers and exchanges, may run steps at the same
 /// time.
 struct Exchange;
 
@@ -32,12 +34,12 @@ struct Exchange;
 struct ExchangeShape {
   std::int32_t ranks = 0;       ///< W, 1 to 64
   std::int64_t max_tokens = 0;  ///< of one rank
-  std::int64_t max_slots = 0;   ///< of one rank: T * K, or the length of a list of pairs
-  std::int64_t hidden = 0;      ///< d
-  DType dtype = DType::kBF16;   ///< of the rows, 16 bits
+  std::int64_t max_slots = 0;   ///< of one rank: T * K, or the length of its list of pairs
+  std::int64_t hidden = 0;      ///< d, at most this
+  DType dtype = DType::kBF16;   ///< of the rows: bf16 or fp16
 };
 
-/// Bytes of the symmetric buffer of each rank.
+/// Bytes of the symmetric buffer of each rank: about 3 * W * max_tokens * d elements.
 SONICMOE_API std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec& exec);
 
 /// How rows travel. Results have the same bits for every value.
@@ -47,32 +49,33 @@ enum class ExchangeTransport : std::int32_t {
   kCopy = 2,  ///< the copy engines send all rows to all ranks, without using multiprocessors
 };
 
+/// Options of exchange_open(). Shape and buffer_bytes are equal on all ranks.
 struct ExchangeOptions {
   ExchangeShape shape{};
-  std::int32_t rank = 0;
-  /// W addresses: the symmetric buffer of each rank as mapped on this rank's device. 256-byte
-  /// aligned.
+  std::int32_t rank = 0;  ///< this rank, 0 to W - 1
+  /// W addresses, aligned to 256 bytes: the symmetric buffer of each rank, as mapped on this rank's
+  /// device.
   void* const* buffers = nullptr;
-  std::int64_t buffer_bytes = 0;     ///< of each symmetric buffer
-  std::int64_t time_limit_ms = 0;    ///< of a wait for another rank; 0: 60,000
+  std::int64_t buffer_bytes = 0;     ///< of each symmetric buffer; at least exchange_bytes()
+  std::int64_t time_limit_ms = 0;    ///< the longest wait for another rank; 0: 60,000
   std::int32_t multiprocessors = 0;  ///< multiprocessors that kPush uses; 0: 8
   ExchangeTransport transport = ExchangeTransport::kAuto;
 };
 
 /// Opens the exchange of this rank and clears the flags in its own symmetric buffer. The host waits
-/// for the device. The caller needs a barrier afterwards: no rank may begin a step before all ranks
-/// have opened. Later calls allocate nothing. The buffers and the handle `exec.device` must outlive
-/// the exchange; the array of addresses is copied. Later calls need a handle of the same GPU and
-/// engine.
+/// for the device. Then the caller must run a barrier over all ranks: no rank may begin a step
+/// before all ranks have opened. Later calls allocate nothing on the device. The buffers and the
+/// handle `exec.device` must outlive the exchange; the array of addresses is copied. Later calls
+/// need a handle of the same GPU and engine.
 SONICMOE_API Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec);
-/// Waits for the exchange's work and frees the exchange; null is ignored.
+/// The host waits for the device, then frees the exchange. Null is ignored.
 SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 
-/// Throws if an earlier step failed: a rank did not send its data within the time limit, or a rank
-/// got more than `rows` rows. The first part of a step makes this check before any work.
-/// exchange_rows makes it too. The other parts do not, so a step that has begun is always enqueued
-/// to its end. The check does not wait for the device, so it finds a fault only after the failing
-/// kernel has run. The exchange stays broken until exchange_reset.
+/// Throws Status::kCuda if a step has failed: a rank did not send its data within the time limit,
+/// or a rank got more than `rows` rows. The first part of a step, and exchange_rows(), make the
+/// same check. The other parts do not, so all parts of a step that has begun can be enqueued. The
+/// check does not wait for the device: it finds a fault only after the kernel that detects the
+/// fault has run. All checks fail until exchange_reset().
 ///
 /// A failed step fills out, dx and dweights with NaN on every rank that learns of the fault in
 /// time. Gradients of weights, also accumulated ones, are not valid, but they are not NaN. A rank
@@ -81,51 +84,56 @@ SONICMOE_API void exchange_close(Exchange* exchange, const Exec& exec);
 /// because copies that the other ranks have enqueued cannot be stopped.
 SONICMOE_API void exchange_check(Exchange& exchange, const Exec& exec);
 
-/// Makes a broken or aborted exchange usable again. The host waits for the device. All ranks must
-/// do this:
-/// 1. wait for their own device (waits for other ranks end within the time limit);
-/// 2. a barrier: a rank that still works could write flags that another rank has cleared;
-/// 3. exchange_reset;
-/// 4. a barrier, so that no rank begins a step before all have reset.
+/// Makes an exchange usable again after a fault, or after a step that was not finished. The host
+/// waits for the device. Every rank must do this:
+/// 1. Wait for its own device. Waits for other ranks end within the time limit.
+/// 2. Run a barrier. Without it, a rank that still works could write flags that another has
+/// cleared.
+/// 3. Call exchange_reset().
+/// 4. Run a barrier, so that no rank begins a step before all ranks have reset.
 SONICMOE_API void exchange_reset(Exchange& exchange, const Exec& exec);
 
-/// The parts of a step; kAll runs all three. Between two parts the caller may enqueue its own work
-/// on exec.stream: it runs while rows and partial sums travel on another stream. All parts of a
-/// step get the same arguments and exec; a part may get fewer of them if its comment says so. A
-/// CUDA graph must contain whole steps.
+/// The parts of a step, in order; kAll runs all three. Between two parts the caller may enqueue its
+/// own work on exec.stream: it runs while another stream transfers rows and partial sums. All parts
+/// of a step get the same arguments and exec, with one exception: kBegin of a forward needs no
+/// buffers yet, and `rows` may be 0. Parts in another order throw Status::kInvalidArgument. A CUDA
+/// graph must contain whole steps.
 enum class ExchangePart : std::int32_t {
   kAll = 0,
-  kBegin = 1,  ///< sends routing and rows (backward: dout, then x); a forward needs no buffers yet
+  kBegin = 1,    ///< sends routing and rows of x; in backward rows of dout, then of x
   kCompute = 2,  ///< waits for rows, computes this rank's experts, sends partial sums
   kFinish = 3,   ///< waits for partial sums and adds them in rank order
 };
 
-/// The number of rows that the current step routes to this rank's experts: the smallest valid
-/// `rows`. Call it after kBegin and before kCompute of a forward. The host waits for the routing of
-/// all ranks, not for their rows; no other function of a step waits for the device. A CUDA graph
-/// cannot contain this call.
+/// The number of rows that the current step routes to this rank's experts: the smallest value of
+/// `rows` with which the step does not fail. Call it after kBegin and before kCompute of a forward.
+/// The host waits for the routing of all ranks, not for their rows; no other function of a step
+/// waits for the device. A CUDA graph cannot contain this call.
 SONICMOE_API std::int64_t exchange_rows(Exchange& exchange, const Problem& problem,
                                         const Exec& exec);
 
-/// As moe_sizes(). `problem` describes this rank's tokens and all E experts, in the form ids or
-/// pairs, with Precision::kTensors. `rows` is the capacity: the number of rows that this rank's
-/// experts may get. In addition to the layer's metadata, saved has 12 bytes a row and one byte for
-/// each of W * max_tokens tokens. A step uses scratch until the end of kFinish.
+/// The sizes of the buffers of a step, as moe_sizes(). `problem` describes this rank's tokens and
+/// all E experts, in the form kIds or kPairs, with Precision::kTensors; E must be a multiple of W.
+/// `rows` is the capacity: the largest number of rows that this rank's experts may get. In addition
+/// to the layer's metadata, saved has 12 bytes a row and one byte for each of W * max_tokens
+/// tokens. A step uses scratch until the end of kFinish.
 SONICMOE_API Sizes exchange_sizes(const Exchange& exchange, const Problem& problem,
                                   std::int64_t rows, Pass pass, const Exec& exec);
 
-/// moe_forward over all ranks. `args.weights` are this rank's E/W experts; x, routing and out
-/// belong to this rank's tokens, and expert ids are in [0, E). The result equals the result of one
-/// process with all tokens and experts, but for one more rounding: a rank rounds its partial sum of
-/// a token to the dtype before it sends the sum. Partial sums are added in fp32 in rank order, so
-/// equal inputs give equal bits in whatever order the sums arrive.
+/// moe_forward() over all ranks. `args.weights` are this rank's E/W experts. x, routing and out
+/// belong to this rank's tokens, and expert ids are in [0, E). `problem` and `rows` are as in
+/// exchange_sizes().
+///
+/// The result equals the result of one process with all tokens and experts, except for one more
+/// rounding: a rank rounds its partial sum of a token to the dtype before it sends the sum. Partial
+/// sums are added in fp32 in rank order. So equal inputs give equal bits, in whatever order the
+/// sums arrive.
 SONICMOE_API void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                    const ForwardArgs& args, ExchangePart part, const Exec& exec);
 
-/// moe_backward over all ranks. `args.grads` are the gradients of this rank's E/W experts, dx and
-/// dweights those of this rank's tokens. x is sent again, because ranks do not keep each other's
-/// rows. All ranks must ask for the same gradients among dx and dweights. kBegin needs the buffers
-/// too.
+/// moe_backward() over all ranks. `args.grads` are the gradients of this rank's E/W experts; dx and
+/// dweights are those of this rank's tokens. x is sent again, because ranks do not keep rows of
+/// other ranks. All ranks must ask for the same gradients among dx and dweights.
 SONICMOE_API void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t rows,
                                     const BackwardArgs& args, ExchangePart part, const Exec& exec);
 

@@ -1,13 +1,16 @@
-// The MoE layer: O[t] = sum_k s_k * (W2_e act(W1_e x_t + b1_e) + b2_e), forward and backward.
+// The MoE layer, forward and backward: O[t] = sum_k s_k * (W2_e act(W1_e x_t + b1_e) + b2_e), where
+// e is the expert of token t's k-th choice and s_k its routing weight.
 //
-// The method (SonicMoE, arXiv 2512.14080) keeps only X, H and routing metadata for backward. Every
-// element of an output is written, whatever the routing; for weight gradients see GradMode. Equal
-// inputs give equal bits in every run. docs/method.md says where values are rounded.
+// From forward to backward the layer keeps only X, H and routing metadata (the method of SonicMoE,
+// arXiv 2512.14080). A call writes every element of its outputs, whatever the routing.
+// GradMode says how weight gradients are stored. Equal inputs give equal bits in every run.
+// docs/method.md has the formulas and says where values are rounded.
 //
 // A training step:
 //   Sizes f = moe_sizes(problem, Pass::kForward), b = moe_sizes(problem, Pass::kBackward);
 //   moe_forward(problem, {x, routing, weights, out, h, saved, scratch}, exec);
 //   moe_backward(problem, {x, routing, weights, dout, h, saved, scratch, grads...}, exec);
+// Both calls may use the same scratch, of the larger of the two sizes.
 #pragma once
 
 #include "sonicmoe/types.h"
@@ -18,35 +21,37 @@ namespace sonicmoe {
 enum class RoutingForm : std::int32_t {
   kIds = 0,      ///< ids and weights (T, K); C = T*K
   kPairs = 1,    ///< a list of (token, expert, weight) in any order; C is its length
-  kGrouped = 2,  ///< x already grouped by expert: rows of expert e begin at row_begin[e]; C = T
+  kGrouped = 2,  ///< x is grouped by expert: rows of expert e begin at row_begin[e]; C = T
 };
 
-/// The precision of the products. kFp8 needs bf16 tensors, and d and n that are multiples of 128;
-/// docs/fp8.md has its formulas.
+/// The precision of the products. kFp8 needs bf16 tensors, d and n that are multiples of 128, and
+/// the CPU or a GPU whose engine has FP8 kernels (H100 and H200 with the engine hopper). Other
+/// requests throw Status::kUnsupported. docs/fp8.md has its formulas.
 enum class Precision : std::int32_t {
   kTensors = 0,  ///< Problem::dtype
-  kFp8 = 1,      ///< e4m3 with block scales; Problem::dtype for weight gradients
+  kFp8 = 1,      ///< e4m3 with block scales; weight gradients in Problem::dtype
 };
 
-/// Converts a precision to its name, "tensors" or "fp8", and back.
+/// Converts a precision to its name, "tensors" or "fp8", and back. An unknown value has the name
+/// "unknown"; an unknown name throws Status::kInvalidArgument.
 SONICMOE_API const char* precision_name(Precision precision);
 SONICMOE_API Precision precision_from_name(const char* name);
 
 /// How H is kept from forward to backward. The output of forward does not depend on it.
 enum class KeptH : std::int32_t {
-  kPrecision = 0,  ///< in the precision of the products: kFp8 keeps e4m3 codes and scales
+  kPrecision = 0,  ///< with kFp8 as e4m3 codes and scales, else in Problem::dtype
   kTensors = 1,    ///< in Problem::dtype
 };
 
-/// The numbers that the host must know before it launches. Counts on the device are never read
-/// back.
+/// The sizes and options of a layer. On CUDA moe_forward() and moe_backward() need no other numbers
+/// on the host: they never read counts back from the device.
 struct Problem {
   std::int64_t tokens = 0;    ///< T: rows of x and of the output; 0 is allowed
   std::int64_t hidden = 0;    ///< d >= 1
   std::int64_t width = 0;     ///< n >= 1
   std::int64_t experts = 0;   ///< E >= 1
-  std::int64_t top_k = 0;     ///< K >= 1 of the kIds form (K > E if ids repeat); else 0
-  std::int64_t capacity = 0;  ///< C of the kPairs form; 0 (derived) for the others
+  std::int64_t top_k = 0;     ///< kIds: K >= 1, may exceed E (ids may repeat); else 0
+  std::int64_t capacity = 0;  ///< kPairs: C >= 0, the length of the list; else 0
   RoutingForm form = RoutingForm::kIds;
   DType dtype =
       DType::kF32;  ///< of x, weights, biases and outputs; scores are fp32, or fp64 for fp64
@@ -55,24 +60,28 @@ struct Problem {
   KeptH kept_h = KeptH::kPrecision;
 };
 
-/// C, the number of rows for which buffers have room: T*K, the pair list's length, or T. Refuses
-/// C >= 2^31.
+/// C, the number of rows for which buffers have room: T*K (kIds), Problem::capacity (kPairs) or T
+/// (kGrouped). C >= 2^31 throws Status::kOutOfRange.
 SONICMOE_API std::int64_t row_capacity(const Problem& problem);
 
-/// The routing, in memory of the call's device. Values out of range are skipped, never refused.
+/// The routing, in memory of the call's device. Tensors of other forms must not be given. The host
+/// does not check values on the device: empty slots are skipped and ranges are clamped. If the row
+/// ranges of two experts overlap, the results are unspecified.
 struct Routing {
-  Tensor ids{};      ///< kIds: (T, K) i32 or i64; < 0 or >= E is an empty slot
-  Tensor weights{};  ///< kIds (T, K), kPairs (C): fp32, or fp64 for fp64; kGrouped: (T), absent: 1
-  Tensor token{};    ///< kPairs: (C) i32 or i64; out of [0, T) is an empty slot
-  Tensor expert{};   ///< kPairs: (C) i32 or i64; out of [0, E) is an empty slot
-  Tensor row_begin{};  ///< kGrouped: (E) i32 or i64
-  Tensor row_count{};  ///< kGrouped: (E) i32 or i64; ranges are clamped to the buffer
+  Tensor ids{};  ///< kIds: (T, K) i32 or i64; outside [0, E): an empty slot
+  Tensor
+      weights{};   ///< fp32 (fp64 for fp64); kIds: (T, K); kPairs: (C); kGrouped: (T) or absent (1)
+  Tensor token{};  ///< kPairs: (C) i32 or i64; outside [0, T): an empty slot
+  Tensor expert{};     ///< kPairs: (C) i32 or i64; outside [0, E): an empty slot
+  Tensor row_begin{};  ///< kGrouped: (E) i32 or i64; the first row of x of each expert
+  Tensor row_count{};  ///< kGrouped: (E) i32 or i64; ranges are clamped to [0, T)
 };
 
-/// Expert weights as strided views, so concatenated, interleaved, separate and transposed tensors
-/// all have this form. Activations without a gate use only `up` and leave `gate` empty. The same
-/// struct holds gradients; an absent gradient is not computed. Elements of gate, up or down must
-/// not share memory (expanded tensors are refused), because each has a gradient of its own.
+/// Expert weights as strided views. Views describe concatenated, interleaved, separate and
+/// transposed tensors. Activations without a gate use `up` and leave `gate` and `b_gate` empty. Two
+/// elements of one weight matrix must not share memory, because each has its own gradient: expanded
+/// tensors are refused. The same struct holds gradients; a gradient that is not given is not
+/// computed.
 struct Weights {
   Tensor gate{};    ///< (E, n, d)
   Tensor up{};      ///< (E, n, d)
@@ -82,96 +91,108 @@ struct Weights {
   Tensor b_down{};  ///< (E, d), optional
 };
 
+/// A pass of the layer. Inference is a forward that keeps nothing for backward.
 enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
 
-/// Bytes of the buffers that the caller must allocate. Forward writes h and saved, and backward
-/// only reads them. The contents of scratch are not needed after the call's work is done. Inference
-/// keeps nothing: h and saved have 0 bytes. A problem with an array of 2^55 bytes or more is
-/// refused.
+/// Bytes of the buffers that the caller must allocate for a pass. Forward writes h and saved, and
+/// backward only reads them; for inference both have 0 bytes. The contents of scratch are not
+/// needed after the call's work is done. A problem with an array of 2^55 bytes or more throws
+/// Status::kOutOfRange.
 struct Sizes {
   std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype, or their e4m3 codes and scales
   std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
-  std::int64_t scratch_bytes = 0;  ///< of the pass asked for
+  std::int64_t scratch_bytes = 0;  ///< differs between passes
 };
 SONICMOE_API Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec = {});
 
-/// Bytes of the buffer that quantize_weights() fills; 0 if the problem's precision is kTensors.
+/// Bytes of the buffer that quantize_weights() fills; 0 if problem.precision is kTensors.
 SONICMOE_API std::int64_t fp8_weights_bytes(const Problem& problem, const Exec& exec = {});
 
-/// Quantises gate, up and down into `out`, the argument fp8_weights of forward and backward. Call
-/// it again after the weights have changed. Any number of passes may read one buffer.
+/// Quantises gate, up and down of a problem with kFp8 into `out`, a buffer of fp8_weights_bytes().
+/// Pass `out` as fp8_weights to forward and backward; any number of passes may read it. Quantise
+/// again after the weights have changed. A problem with kTensors throws Status::kInvalidArgument.
 SONICMOE_API void quantize_weights(const Problem& problem, const Weights& weights,
                                    const Buffer& out, const Exec& exec = {});
 
 /// The smallest row capacity C at which kFp8 is expected to be faster than kTensors, for the
-/// problem's d, n and E on the device of `exec`. INT64_MAX if kFp8 is never faster or not served.
+/// problem's d, n and E on the device of `exec`. INT64_MAX if kFp8 is not expected to be faster at
+/// any C, or if dtype, sizes or device do not allow kFp8. Ignores problem.precision.
 SONICMOE_API std::int64_t auto_fp8_rows(const Problem& problem, const Exec& exec = {});
 /// kFp8 if row_capacity(problem) >= auto_fp8_rows(problem, exec), else kTensors. Ignores
 /// problem.precision.
 SONICMOE_API Precision auto_precision(const Problem& problem, const Exec& exec = {});
 
+/// Arguments of moe_forward(). Tensors have Problem::dtype, unless a comment says otherwise.
 struct ForwardArgs {
   Tensor x{};  ///< (T, d)
   Routing routing{};
   Weights weights{};
   Tensor out{};  ///< (T, d); kGrouped: out[p] = row weight * Y[p], and 0 for rows of no expert
-  Buffer h{};    ///< h and saved empty: inference
+  Buffer h{};    ///< for inference leave h and saved empty
   Buffer saved{};
   Buffer scratch{};
-  /// kFp8: the buffer that quantize_weights() filled. Gate, up and down of `weights` are then not
-  /// read. Empty for kTensors.
+  /// kFp8: the buffer that quantize_weights() filled; gate, up and down of `weights` are checked,
+  /// but their elements are not read. kTensors: empty.
   Buffer fp8_weights{};
 };
 
 /// Forward. With h and saved it keeps H and metadata for backward; without them it is inference.
-/// Both give the same bits. A bad argument throws Error before any work. No output may share an
-/// element with another argument, and no buffer a byte.
+/// Both give the same bits in `out`. An output must not share an element with another argument, and
+/// h, saved and scratch must not share a byte with another argument. Wrong arguments are refused
+/// before any work (status.h).
 SONICMOE_API void moe_forward(const Problem& problem, const ForwardArgs& args,
                               const Exec& exec = {});
 
 /// The two parts of H, as views (C, n) of the buffer that forward wrote.
 struct HViews {
-  Tensor gate{};  ///< empty without a gate
+  Tensor gate{};  ///< empty if the activation has no gate
   Tensor up{};
 };
-/// Views of gate and up before the activation, with biases added, as forward left them in `h`.
+/// Views of gate and up before the activation, with biases added, as forward wrote them to `h`.
+/// | form | order of the rows of H |
+/// |---|---|
+/// | kIds | by expert, then token, then slot |
+/// | kPairs | by expert, then token, then position in the list |
+/// | kGrouped on the CPU | by expert, then row of x, without gaps |
+/// | kGrouped on CUDA | row p of H belongs to row p of x |
 ///
-/// Rows are in the order of the experts. Within an expert, rows of the ids form are in the order
-/// (token, slot), rows of the pairs form in the order (token, position in the list), and grouped
-/// rows in the order of x. For grouped rows, row p of H belongs to row p of x on CUDA, while on the
-/// CPU the rows of H have no gaps; the two differ if there are gaps between the groups or if the
-/// groups are not in the order of the experts. Rows after the last routed row, and rows of no
-/// group, are not written.
+/// Forward does not write the rows after the last routed row, nor (kGrouped on CUDA) rows of no
+/// group.
 ///
-/// Gate and up lie side by side ([gate | up]). On CUDA, except in fp8, they alternate if they
-/// alternate along n in the weights: each element of up directly follows the same element of gate.
-/// Of `weights` only the addresses and strides of gate and up are used. If h has no data, the views
-/// have no data. If H is kept as e4m3 codes, the call is refused.
+/// A row of H is [gate | up], with one exception: on CUDA with kTensors, gate and up alternate if
+/// they alternate along n in the weights. Each element of up then directly follows the same element
+/// of gate.
+///
+/// Of `weights` the call uses only the descriptions of gate and up, not their elements. If h has no
+/// data, the views have no data. If H is kept as e4m3 codes, the call throws Status::kUnsupported.
 SONICMOE_API HViews h_views(const Problem& problem, const Weights& weights, const Buffer& h,
                             const Exec& exec = {});
 
 /// How the weight gradients are stored. fp64 weights have fp64 gradients in both modes.
 enum class GradMode : std::int32_t {
-  kWrite = 0,       ///< dW in the weights' dtype (or fp32); experts without rows get zero
-  kAccumulate = 1,  ///< dW is added once to fp32 buffers; experts without rows do not change
+  kWrite = 0,       ///< writes dW, in the weights' dtype or fp32; 0 for experts without rows
+  kAccumulate = 1,  ///< adds the finished dW to fp32 buffers; experts without rows: no change
 };
 
+/// Arguments of moe_backward(). Absent gradients are not computed.
 struct BackwardArgs {
   Tensor x{};         ///< as in forward
   Routing routing{};  ///< as in forward
   Weights weights{};  ///< as in forward
   Tensor dout{};      ///< (T, d)
-  Buffer h{};         ///< as forward left it; not written
-  Buffer saved{};     ///< as forward left it; not written
+  Buffer h{};         ///< as forward wrote it; only read
+  Buffer saved{};     ///< as forward wrote it; only read
   Buffer scratch{};
   Tensor dx{};        ///< (T, d), optional
   Tensor dweights{};  ///< shape and dtype of routing.weights, optional; empty slots get 0
-  Weights grads{};    ///< any subset; shapes of the weights; strides on CUDA: docs/cpp.md
+  Weights grads{};    ///< any subset, each with its weight's shape; strides on CUDA: docs/cpp.md
   GradMode grad_mode = GradMode::kWrite;
   Buffer fp8_weights{};  ///< as in forward
 };
 
-/// Backward of moe_forward. It may be called more than once on the same h and saved.
+/// Backward of moe_forward(). It may be called more than once with the same h and saved. `problem`,
+/// x, routing and weights must be those of the forward. The rules for shared memory and wrong
+/// arguments are those of moe_forward().
 SONICMOE_API void moe_backward(const Problem& problem, const BackwardArgs& args,
                                const Exec& exec = {});
 

@@ -1,6 +1,6 @@
-// Plain descriptions shared by every entry point: tensors, activations, buffers, where to run.
+// The types that all functions use: tensors, buffers, activations, and the device of a call.
 //
-// Letters, here and everywhere: T tokens, d model width, n expert width, E experts, K experts per
+// Letters in all headers: T tokens, d model width, n expert width, E experts, K experts per
 // token, R routed rows, C row capacity, G gate factor (2 for gated activations, else 1).
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace sonicmoe {
 
-/// Element types. Zero-initialised descriptions mean fp32.
+/// Element types. A zero-initialised description has the value 0, fp32.
 enum class DType : std::int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kI32 = 4, kI64 = 5 };
 
 /// Bytes of one element.
@@ -25,9 +25,10 @@ constexpr std::int64_t dtype_bytes(DType t) {
   return t == DType::kF64 || t == DType::kI64 ? 8 : t == DType::kBF16 || t == DType::kF16 ? 2 : 4;
 }
 
-/// A strided view of memory that the caller owns. Strides count elements and may be negative; a
-/// tensor spans fewer than 2^55 bytes. `data == nullptr` means "not given" where an argument is
-/// optional. Inputs are never written, though the pointer's type allows it.
+/// A strided view of memory that the caller owns. Only the first `rank` entries of `shape` and
+/// `stride` are used. Strides count elements and may be negative. A tensor spans fewer than 2^55
+/// bytes. An optional argument with `data == nullptr` is not given. Inputs are never written,
+/// although `data` is not a pointer to const.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kF32;
@@ -36,7 +37,7 @@ struct Tensor {
   std::int64_t stride[3] = {0, 0, 0};
 };
 
-/// Contiguous views.
+/// Contiguous row-major views of rank 1, 2 and 3.
 constexpr Tensor tensor1(void* data, DType t, std::int64_t n0) {
   return {data, t, 1, {n0, 0, 0}, {1, 0, 0}};
 }
@@ -47,19 +48,20 @@ constexpr Tensor tensor3(void* data, DType t, std::int64_t n0, std::int64_t n1, 
   return {data, t, 3, {n0, n1, n2}, {n1 * n2, n2, 1}};
 }
 
-/// Memory of the caller: scratch of one call, or data for later calls (h, saved, fp8_weights). It
-/// must be aligned to 256 bytes, on the CPU to 64.
+/// Memory of the caller: scratch of one call, or data that later calls read (h, saved,
+/// fp8_weights). `data` must be aligned to 256 bytes on CUDA and to 64 bytes on the CPU.
 struct Buffer {
   void* data = nullptr;
   std::int64_t bytes = 0;
 };
 
 /// The activation between the two projections. Gated kinds act on (gate, up), the others on one
-/// input. docs/method.md has the formulas and their derivatives. The values are part of the C ABI:
-/// a new kind gets the next value.
+/// input x. In the formulas g' = min(gate, limit) and u' = clamp(up, -limit, limit). docs/method.md
+/// has all formulas and their derivatives. The values are part of the C ABI: a new kind gets the
+/// next value.
 enum class ActivationKind : std::int32_t {
   kSwiGLU = 0,          ///< silu(gate) * up
-  kSwiGLUOai = 1,       ///< g' sigmoid(alpha g') (u' + 1), g' = min(gate, limit), u' = clamp(up)
+  kSwiGLUOai = 1,       ///< g' sigmoid(alpha g') (u' + 1)
   kGeGLU = 2,           ///< gelu(gate) * up, exact erf
   kGeGLUTanh = 3,       ///< gelu(gate) * up, tanh form
   kReGLU = 4,           ///< relu(gate) * up
@@ -68,12 +70,12 @@ enum class ActivationKind : std::int32_t {
   kGELUTanh = 7,        ///< gelu(x), tanh form
   kReLU = 8,            ///< max(x, 0)
   kReLU2 = 9,           ///< max(x, 0)^2
-  kSwiGLUClamped = 10,  ///< silu(g') u', g' = min(gate, limit), u' = clamp(up)
+  kSwiGLUClamped = 10,  ///< silu(g') u'
 };
 inline constexpr std::int32_t kActivationCount = 11;
 
 /// A kind and its parameters. 0 means the kind's default. A parameter that the kind does not have
-/// must be 0.
+/// must be 0. Parameters must be finite, and limit must not be negative.
 struct Activation {
   ActivationKind kind = ActivationKind::kSwiGLU;
   double alpha = 0.0;
@@ -88,7 +90,8 @@ struct ActivationTraits {
   double limit;      ///< default of Activation::limit, 0 if the kind has none
 };
 
-/// The properties of each kind. The table is inside the function so that device code can read it.
+/// The properties of a kind; those of an unknown kind have the name "unknown". The table is inside
+/// the function so that device code can read it.
 constexpr ActivationTraits activation_traits(ActivationKind kind) {
   constexpr ActivationTraits kTable[kActivationCount] = {
       {"swiglu", true, 0.0, 0.0},           // 0
@@ -108,35 +111,41 @@ constexpr ActivationTraits activation_traits(ActivationKind kind) {
                                                 : ActivationTraits{"unknown", false, 0.0, 0.0};
 }
 
+/// Whether a kind acts on (gate, up).
 constexpr bool is_gated(ActivationKind kind) { return activation_traits(kind).gated; }
 /// G: 2 for gated activations, else 1.
 constexpr std::int64_t gate_factor(ActivationKind kind) { return is_gated(kind) ? 2 : 1; }
 
-/// `activation` with its kind's defaults in place of zeros.
+/// `activation`, in which parameters that are 0 have the defaults of its kind.
 constexpr Activation with_defaults(const Activation& activation) {
   const ActivationTraits traits = activation_traits(activation.kind);
   return {activation.kind, activation.alpha != 0.0 ? activation.alpha : traits.alpha,
           activation.limit != 0.0 ? activation.limit : traits.limit};
 }
 
-/// Converts a kind to its public name ("swiglu_oai") and back; an unknown name throws Error.
+/// Converts a kind to its public name ("swiglu_oai") and back. An unknown value has the name
+/// "unknown"; an unknown name throws Status::kInvalidArgument.
 SONICMOE_API const char* activation_name(ActivationKind kind);
 SONICMOE_API ActivationKind activation_from_name(const char* name);
-/// Converts a dtype to its name, "f32", "bf16", "f16", "f64", "i32" or "i64", and back.
+/// Converts a dtype to its name, "f32", "bf16", "f16", "f64", "i32" or "i64", and back. Unknown
+/// values and names are treated as by activation_name().
 SONICMOE_API const char* dtype_name(DType dtype);
 SONICMOE_API DType dtype_from_name(const char* name);
 
+/// The implementation that a call uses.
 enum class Backend : std::int32_t { kCpu = 0, kCuda = 1 };
 
 /// Times the kernels of the layer one by one; used by `sonicmoe bench` only.
 class KernelObserver;
 
-/// Where a call runs. On the CPU the bits of a result do not depend on num_threads.
+/// Where a call runs. On the CPU the bits of a result do not depend on num_threads. On CUDA a call
+/// enqueues its work on `stream` and does not wait for the device, unless its comment says so.
+/// Every call with kCuda needs `device`, also a call that only returns a size.
 struct Exec {
   Backend backend = Backend::kCpu;
-  std::int32_t num_threads = 0;        ///< CPU: 0 means one per core; at most 4 per core are used
-  const void* device = nullptr;        ///< CUDA: handle of smoe_device_open
-  void* stream = nullptr;              ///< CUDA: a cudaStream_t
+  std::int32_t num_threads = 0;        ///< CPU: 0: one per core of the process; at most 4 per core
+  const void* device = nullptr;        ///< CUDA: a handle of smoe_device_open() in c_api.h
+  void* stream = nullptr;              ///< CUDA: a cudaStream_t; null: the default stream
   KernelObserver* observer = nullptr;  ///< leave it null
 };
 

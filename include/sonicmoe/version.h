@@ -1,4 +1,4 @@
-// The version of these headers; version_string() is the version of the linked library.
+// The version of these headers, and of the library that is linked.
 #pragma once
 
 #include "sonicmoe/types.h"
@@ -10,7 +10,7 @@
 
 namespace sonicmoe {
 
-/// For example "0.1.0".
+/// The version of the linked library, for example "0.1.0".
 SONICMOE_API const char* version_string();
 
 }  // namespace sonicmoe
