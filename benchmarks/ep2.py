@@ -117,8 +117,8 @@ def run(command: list[str], seconds: float) -> tuple[str, str]:
 
 
 def headline(problem: str) -> str:
-    """A problem without the program's output, which names files of the machine: the reason that the
-    program gave after "absent: ", or else how it ended."""
+    """The part of a problem for the record: the reason that the program gave after "absent: ", or
+    else how the program ended. The rest of its output names files of the machine."""
     reason = problem.split("absent: ")[1:]
     return reason[-1].splitlines()[0] if reason else problem.split(":")[0]
 

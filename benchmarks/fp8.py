@@ -47,7 +47,7 @@ CONFIGS = {
     if shape.d % 128 == shape.n % 128 == 0 and name not in h200.SMALL
 } | TINY
 PRECISIONS = {"bf16": None, "fp8": "fp8", "auto": "auto"}
-# make(shape, device) of the layers beside
+# The other implementations: make(shape, device) returns a layer.
 PEERS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": blocks.BlocksLayer}
 MICRO_BATCHES = (1, 4)
 # The least cosine with torch's bf16 layer that shows a correct layer.
@@ -273,7 +273,7 @@ def spread(values):
     return {"mean": statistics.geometric_mean(values), "least": min(values), "of": len(values)}
 
 
-# title: (goal, the figure that it is for)
+# title: (goal, the figure of summary() that must reach it)
 GOALS = {
     "forward over bf16, d >= 2048, n >= 1024": (1.40, "mean"),
     "forward + backward over bf16, d >= 2048, n >= 1024": (1.25, "mean"),

@@ -12,8 +12,8 @@ compared with torch's.
 With --states '' nothing is timed, but torch.compile's cache (TORCHINDUCTOR_CACHE_DIR) is filled.
 
 hot      bursts of calls without a pause, in random order; the first 40 % of each are dropped;
-         median of 5 over 3 seeds. The chip runs at the clock that its power limit allows. Decisions
-         are made by this state.
+         median of 5 over 3 seeds. The chip runs at the clock that its power limit allows. Design
+         decisions use the times of this state.
 cool     30 ms idle, one warm-up call, one timed call; median of 5. Not for autograd layers, whose
          backward time is the difference of two times.
 flushed  small layers: L2 is flushed before each call, for longer than the host needs to enqueue the

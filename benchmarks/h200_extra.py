@@ -4,9 +4,9 @@
 
 kernels    time of every kernel and of torch.bmm on gathered, balanced rows, hot, in one run
 skew       time of skewed routings relative to a uniform one with as many rows
-rounding   time per routed row of token rounding (nearest) relative to top-k, over sparsity
-memory     bytes kept for backward and peak workspace over granularity, also of grouped_mm
-tokens     time over T
+rounding   time per routed row of token rounding (nearest) relative to top-k, for several sparsities
+memory     bytes kept for backward and peak workspace for several d/n, also of compiled grouped_mm
+tokens     time for several T
 host       host time of a call, and the first call of a new process (must be the first argument)
 """
 
@@ -168,7 +168,8 @@ def measure_rounding(arguments, library):
 
 
 def kept_by(layer, data):
-    """MiB that an autograd layer keeps after its forward, without its output, and at its peak."""
+    """MiB that an autograd layer keeps after its forward (without the output), and the peak during
+    the forward."""
     contender = rivals.contender(data, layer)
     contender.forward()
     free()

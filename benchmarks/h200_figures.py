@@ -112,7 +112,7 @@ def grouped_source(record):
 
 
 def host_limited(config):
-    """Whether the host limits sonic-moe's time: then a cool chip is not faster."""
+    """Whether the host limits sonic-moe's time. If it does, a cool chip is not faster."""
     sonic = TOGETHER_ROWS.get(config, {}).get("sonicmoe")
     return sonic is not None and sonic["cool_fwd_ms"] > sonic["fwd_ms"]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Host overhead: microseconds of CPU time for moe(), its backward and route().
+"""Measures microseconds of host time for calls of moe(), its backward and route().
 
     python benchmarks/host_cost.py [--device cuda] [--profile] [--out FILE]
 

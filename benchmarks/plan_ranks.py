@@ -1,4 +1,4 @@
-"""Tables and plot of docs/plan-ranks.md, from what `sonicmoe plan --ranks --json` prints.
+"""Tables and plot of docs/plan-ranks.md, from the output of `sonicmoe plan --ranks --json`.
 
 python benchmarks/plan_ranks.py COMMAND            rewrites the tables and the plot
 python benchmarks/plan_ranks.py COMMAND --check    compares the tables; exit 1 on a difference

@@ -5,8 +5,9 @@
 Use it for a change that must not change results. Both libraries compute the same layers in one
 process, then top-k routing and every mode of token rounding. The layers have every activation that
 both libraries have, both 16-bit dtypes, all forms of routing, K-major, MN-major and interleaved
-weights; some have biases, and some accumulate gradients. In each, one expert has many rows and one
-has none. All bytes of every output buffer, including H, are compared. Exits with 1 on a difference.
+weights; some have biases, and some accumulate gradients. With ids and pairs one expert has many
+rows and one has none; grouped rows are divided evenly. All bytes of the output, of H and of every
+gradient are compared, but not the metadata. Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def activations(libraries):
 
 
 def cases(libraries):
-    """Every activation, dtype, order and shape; the other axes cycle with the case number."""
+    """Every activation, dtype, order and shape. Form, biases and accumulation depend on the case
+    number. The form cycles with period 3, as the shapes do, so each shape has one form."""
     numbers = itertools.count()
     for (activation, gated), dtype, order in itertools.product(
         activations(libraries), (torch.bfloat16, torch.float16), ORDERS
@@ -77,7 +79,7 @@ def cases(libraries):
 
 
 class Layer:
-    """Inputs of a case; both libraries use the same ones."""
+    """The inputs of a case, which are the same for both libraries."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -100,7 +102,7 @@ class Layer:
                 self.biases["b_gate"] = normal(E, n)
         logits = torch.randn(T, E, device=device)
         logits[:, 0] += 2.0  # a hot expert
-        logits[:, E - 1] -= 50.0  # one without rows
+        logits[:, E - 1] -= 50.0  # an expert without rows
         scores, ids = logits.topk(K)
         weights = scores.softmax(-1).contiguous()
         if case.form == FORM_GROUPED:

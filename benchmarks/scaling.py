@@ -4,15 +4,16 @@
     python benchmarks/scaling.py layers      the layer under expert parallelism, beside NCCL
     python benchmarks/scaling.py training    tokens a day of the 7B model
 
-Either command ends within --seconds (less than ten minutes) and needs nobody. It measures with 2,
-4, ... GPUs, the most first (training also with 1), and writes the record after each measurement. A
-later call on the same device and commit measures only what the record lacks; --again measures all.
+Each command ends within --seconds (less than ten minutes) and needs no supervision. It measures
+with 2, 4, ... GPUs (training also with 1), the largest number first, and writes the record after
+each measurement. A later call with the same device, commit and torch measures only what the record
+lacks; --again measures all.
 
 Layers are forward and backward through PyTorch with 8192 tokens on each rank. Each row has the time
-of the same layer alone on one GPU, with as many routed rows and without communication, and what
-`sonicmoe plan` predicts. Training is FSDP2 alone ("fsdp"), and FSDP2 with the experts divided over
-the ranks ("ep"): with --tokens tokens on each GPU ("weak"), and with one sequence a GPU of the
-largest number of GPUs, so that the tokens of all GPUs are the same for each number ("strong").
+of the same layer alone on one GPU, with as many routed rows and without communication, and the
+prediction of `sonicmoe plan`. Training is FSDP2 alone ("fsdp"), and FSDP2 with the experts divided
+over the ranks ("ep"). Each GPU has --tokens tokens ("weak"), or all GPUs together have the same
+number of tokens for every number of GPUs: one sequence a GPU with the most GPUs ("strong").
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Part(NamedTuple):
 
 
 def parts(options) -> list[Part]:
-    """What to measure of training, the most important first."""
+    """The measurements of training, the most important first."""
     most, found = max(options.ranks), []
     for scaling in options.scaling:
         for ranks in sorted(options.ranks, reverse=True):
@@ -108,7 +109,7 @@ class Driver(ep2.Driver):
         self.record |= {"layers": [], "training": [], "problems": {}} | self.before()
 
     def before(self) -> dict:
-        """The rows of an earlier record of this device and commit."""
+        """The rows of an earlier record with the same device, commit and torch."""
         path = Path(self.options.out)
         old = json.loads(path.read_text()) if path.exists() and not self.options.again else {}
         if any(old.get(key) != self.record[key] for key in ("device", "commit", "torch")):
@@ -133,7 +134,7 @@ class Driver(ep2.Driver):
         return whole
 
     def layers_over(self, ranks: int, configs: list[str], seconds: float) -> bool:
-        """Measures layers over some GPUs; whether all are measured."""
+        """Measures the layers `configs` over `ranks` GPUs. Returns whether all were measured."""
         self.options.gpus = ranks
         lines, problem = self.worker("torch", configs, seconds)
         rows = [line for line in lines if "ours_torch" in line]
@@ -145,7 +146,7 @@ class Driver(ep2.Driver):
         return len(rows) == len(configs)
 
     def planned(self, row: dict) -> dict | None:
-        """What `sonicmoe plan` predicts; None without the command."""
+        """The prediction of `sonicmoe plan`; None without the command."""
         built = HERE.parent / "build/release/cli/sonicmoe"
         command = self.options.command or (built if built.exists() else shutil.which("sonicmoe"))
         if not command:
@@ -187,7 +188,8 @@ class Driver(ep2.Driver):
         return whole
 
     def train(self, part: Part, name: str) -> dict | None:
-        """The result, or that it does not fit into memory; None if there is neither."""
+        """The result, or {"absent": MEMORY} if the run does not fit into memory; None if it failed
+        for another reason."""
         options = self.options
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Compares the quality of fp8 and bf16 experts: the same model on the same text, several seeds,
-and the cosines of a layer's gradients in fp8 with those in bf16.
+"""Compares the quality of fp8 and bf16 experts: trains the same model on the same text in both
+precisions with several seeds, and computes the cosine similarity of a layer's fp8 and bf16 results.
 
     python examples/precision_study.py --out out/precision --steps 400
 
@@ -41,8 +41,9 @@ import matplotlib.pyplot as plt
 PRECISIONS = ("bf16", "fp8")
 MARKER = ".precision_study"  # this file in the output folder says that a study wrote to it before
 FILES = ("precision.json", "precision.md", "precision.png")
-LAST_STEPS = 50  # the record holds the mean training loss of so many steps at the end
-# For d and n of whole blocks of 128; as many parameters and active ones as train_lm.py's.
+LAST_STEPS = 50  # the record has the mean training loss of this many last steps
+# d and n are multiples of 128, as fp8 needs. The experts' parameters, total and active, are as many
+# as in train_lm.py.
 DEFAULTS = {"out": "out/precision", "expert_width": "128", "experts": "32", "top_k": "4"}
 
 
@@ -117,7 +118,7 @@ def table(summary: dict[str, Any]) -> str:
 
 def unit_layer(config: Config) -> dict[str, torch.Tensor]:
     """Tensors of a layer with the study's d and n. They are normally distributed; the weights are
-    scaled by 1/sqrt(K), so that products have unit scale."""
+    scaled by 1/sqrt(fan-in), so that products have unit scale."""
     d, n, experts = config.width, config.expert_width, config.experts
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -140,7 +141,8 @@ def gradients(config: Config, **options: str | None) -> dict[str, torch.Tensor]:
 
 
 def cosines(config: Config) -> dict[str, dict[str, float]]:
-    """Cosines of the output and gradients in fp8 with those in bf16, for H kept in either form."""
+    """Cosine similarity of the fp8 output and gradients with bf16's, by the form in which H is kept
+    (fp8 or bf16)."""
     exact = gradients(config)
     found = {}
     for kept, keep_h in (("fp8", None), ("bf16", "bf16")):
@@ -177,7 +179,7 @@ def plot(runs: list[dict[str, Any]]) -> bytes:
 
 
 def shorten(run: dict[str, Any]) -> dict[str, Any]:
-    """A run as the record holds it: of the training loss only the mean of the last steps."""
+    """A run as the record has it: the training losses are replaced by the mean of the last ones."""
     left_out = ("settings", "text", "train_loss")
     last = statistics.fmean(run["train_loss"][-LAST_STEPS:])
     return {k: v for k, v in run.items() if k not in left_out} | {"last_train_loss": last}

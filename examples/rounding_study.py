@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What token rounding costs in quality: the same model on the same text with top-K routing and with
-each rounding mode, several seeds each, all evaluated with top-K.
+"""Measures what token rounding costs in quality: trains the same model on the same text with top-K
+routing and with each rounding mode, several seeds each, and evaluates all with top-K.
 
     python examples/rounding_study.py --out out/study                3 seeds, nearest, up and down
     python examples/rounding_study.py --jobs 8 --steps 400           eight runs at a time

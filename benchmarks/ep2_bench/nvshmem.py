@@ -26,8 +26,8 @@ def absent() -> str | None:
 
 
 class Buffers:
-    """Symmetric tensors for rows on the rank of their tokens (`here`, T * K) and on the rank of
-    their experts (`there`)."""
+    """Symmetric tensors for rows on the rank of their tokens (`here`, T * K rows) and on the rank
+    of their experts (`there`, capacity * T * K rows)."""
 
     def __init__(self, data: Data, capacity: float):
         import torch.distributed._symmetric_memory as symmetric

@@ -19,9 +19,9 @@ def slowest(value: float, device) -> float:
 
 
 def burst(call, count: int, device) -> float:
-    """Milliseconds of one call: the mean over `count` calls without a pause between them. As many
-    calls that are not timed come first. Else the clock would depend on the burst before: a GPU that
-    has waited for NCCL is cooler and faster."""
+    """Milliseconds of one call: the mean over `count` calls without a pause between them. On CUDA,
+    `count` calls that are not timed come first. Without them the clock would depend on the burst
+    before: a GPU that has waited for NCCL is cooler and faster."""
     dist.barrier()
     if device.type != "cuda":
         began = time.perf_counter()
@@ -41,8 +41,9 @@ def burst(call, count: int, device) -> float:
 
 
 def interleaved(calls: dict, device, burst_ms: float, rounds: int) -> dict[str, float]:
-    """The median time of each call over bursts of all calls in turn. Every second round has the
-    opposite order. Bursts that are not counted bring the GPU to its power limit first."""
+    """The median over rounds of each call's time, in milliseconds. A round has one burst of every
+    call; every second round has the opposite order. First, calls that are not counted bring the GPU
+    to its power limit."""
     counts = {}
     for name, call in calls.items():
         call()

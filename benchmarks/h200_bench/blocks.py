@@ -1,11 +1,11 @@
 """A layer around the grouped fp8 products of DeepGEMM (github.com/deepseek-ai/DeepGEMM).
 
-The package has products and no layer. What lies between them is compiled PyTorch. Rows are gathered
-in bf16, every expert's beginning at a multiple of the alignment, as its contiguous layout wants
-them, and are quantised with a scale for each 128 elements. The weights have a scale for each
-128 x 128 elements; quantise() makes their codes for all calls with the same values, in both
-orientations, because the depth of a product must be contiguous. Weight gradients are products of
-bf16 (torch._grouped_mm).
+The package has products and no layer. The operations between the products are compiled PyTorch.
+Rows are gathered in bf16 and quantised with a scale for each 128 elements. Every expert's first row
+is at a multiple of the alignment, as DeepGEMM's contiguous layout requires. The weights have a
+scale for each 128 x 128 elements. quantise() makes their codes once for all calls with the same
+values, in both orientations, because the depth of a product must be contiguous. Weight gradients
+are products of bf16 (torch._grouped_mm).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def alignment(device):
 
 
 class Parts:
-    """What lies between the products, compiled."""
+    """The operations between the products, compiled."""
 
     def __init__(self):
         self.arrange, self.take, self.take_cast, self.act = map(

@@ -1,9 +1,9 @@
-"""Batched products by those kernels of cuBLAS that use mma.sync.
+"""Batched products by the cuBLAS kernels that use mma.sync.
 
-On Hopper cuBLAS chooses wgmma. cublasLtMatmul takes an algorithm from the caller, so that its other
-kernels can be asked for: each algorithm, tile and number of stages that cublasLtMatmulAlgoCheck
-allows is run once on a small product, and a profiler says which kernel it is. The names of kernels
-with mma.sync.m16n8k16 have 16816 or 16x8x16 in them.
+On Hopper cuBLAS chooses kernels with wgmma. But cublasLtMatmul also takes an algorithm from the
+caller. To find the kernels with mma.sync, each algorithm, tile and number of stages that
+cublasLtMatmulAlgoCheck allows is run once on a small product, under a profiler that gives the
+kernel's name. Names of kernels with mma.sync.m16n8k16 contain 16816 or 16x8x16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CAP_TILES, CAP_CUSTOM_MAX, CAP_STAGES = 6, 7, 13
 CONFIG_TILE, CONFIG_SWIZZLE, CONFIG_CUSTOM, CONFIG_STAGES = 1, 4, 5, 6
 TILES = {19: "64x256", 20: "128x128", 21: "256x64", 23: "128x256", 24: "256x128", 31: "192x128",
          32: "128x192"}  # fmt: skip
-STAGES = {0, *range(8, 13), *range(14, 19), 34, 35}  # any, or 32 or 64 of the depth a stage
+# 0: not given; 8 to 12 and 34: stages of depth 32; 14 to 18 and 35: stages of depth 64.
+STAGES = {0, *range(8, 13), *range(14, 19), 34, 35}
 MOST_CUSTOM = 8
 FASTEST = 6  # kernels that are timed on every product
 WORKSPACE_BYTES = 32 << 20
@@ -116,7 +117,7 @@ class Lt:
 class Batched:
     """out[e] = left[e] right[e] of bf16 tensors (E, M, K), (E, K, N), (E, M, N).
 
-    cuBLAS counts by columns, so that it computes the transposes: out^T = right^T left^T.
+    cuBLAS uses column-major order, so it computes the transposes: out^T = right^T left^T.
     """
 
     def __init__(self, lt, left, right, out):
@@ -178,7 +179,7 @@ def handle():
 
 
 def runs(lt, batched, choices, swizzles):
-    """(choice, call) of everything that is allowed on this product and starts."""
+    """Yields (choice, call) for every choice that cuBLAS allows for this product and that runs."""
     for choice, swizzle in itertools.product(choices, swizzles):
         try:
             algorithm = lt.configured(choice, swizzle)
@@ -191,7 +192,7 @@ def runs(lt, batched, choices, swizzles):
 
 
 def example(transposed, experts, size):
-    """A product of squares with these orders of its operands (right, left)."""
+    """A product of square matrices; `transposed` says which of (right, left) is column-major."""
     tensors = [torch.randn(experts, size, size, device="cuda").bfloat16() for _ in range(3)]
     right, left = (
         t.transpose(1, 2) if by_columns else t

@@ -1,9 +1,9 @@
 """A layer around the grouped bf16 products of DeepGEMM (github.com/deepseek-ai/DeepGEMM).
 
-The package has products and no layer. What lies between them is compiled PyTorch: rows are
-gathered, every expert's beginning at a multiple of the alignment, as its contiguous layout wants
-them. The gradients of the weights need the experts' sizes on the host, which is waited for, and
-come in fp32.
+The package has products and no layer. The operations between the products are compiled PyTorch.
+Rows are gathered; every expert's first row is at a multiple of the alignment, as DeepGEMM's
+contiguous layout requires. The products of the weight gradients need the experts' sizes on the
+host, so the host waits for the device. Their results are in fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from .pieces import swiglu, topk_softmax
 
 BF = torch.bfloat16
-DEPTH = 128  # for weight gradients the rows of an expert are padded to a multiple of it
+DEPTH = 128  # for weight gradients, an expert's rows are padded to a multiple of DEPTH
 
 
 class Rows(NamedTuple):

@@ -24,7 +24,8 @@ PORTABLE = {
 
 
 def role_of(which, name):
-    """The name of a kernel in docs/notation.md; "rest" is routing, metadata and similar."""
+    """The role of a kernel: the tensor that it computes, as in docs/notation.md. "rest" is routing,
+    metadata and similar."""
     low = name.lower()
     for part, role in PORTABLE.items():
         if "portable::" in low and part in low:
@@ -149,8 +150,8 @@ def torch_in(calls):
 
 
 def passes_of(ours, products):
-    """(ours or torch, pass) -> Pass. The sum into dX overlaps dW1: only the time that it adds
-    counts, and dW is timed in a backward without dX. The sum of forward is compared with a copy."""
+    """(ours or torch, pass) -> Pass. The sum into dX overlaps dW1. So dX counts only the time that
+    it adds, and dW is timed in a backward without dX. The sum into O is compared with a copy."""
     calls = {name: call for name, (_, call) in products.calls().items()} | {"O": products.copy()}
     without_dx = ours.layer_backward.without_dx
     return {

@@ -82,7 +82,8 @@ def weights_of(w_up, w_down):
 
 
 class Ours:
-    """forward: route and the layer. backward: of the layer and of the router, every gradient."""
+    """forward() computes the routing and the layer, backward() all gradients of the layer and of
+    the routing."""
 
     def __init__(self, library: capi.Library, data: Data):
         self.library, self.data = library, data

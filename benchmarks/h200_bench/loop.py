@@ -1,4 +1,4 @@
-"""A loop over experts in PyTorch: what model code does where no grouped product is to be had."""
+"""A loop over experts in PyTorch, as in model code that has no grouped product."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .pieces import swiglu, topk_softmax
 def loop_layer(shape):
     """For each expert: find its tokens, copy their rows, two products, add to the output.
 
-    As in the default experts of Hugging Face transformers: finding the tokens waits for the device,
-    because the host must know their number. Every expert's weights are tensors of their own
-    (`by_expert`): slices of one tensor would cost a gradient of that tensor's size for each expert.
+    The default experts of Hugging Face transformers do the same. The host waits for the device,
+    because it must know the number of tokens. Every expert has its own weight tensors
+    (`by_expert`): the backward of a slice would make a gradient of the whole tensor's size for each
+    expert.
     """
 
     def layer(x, logits, ups, downs):

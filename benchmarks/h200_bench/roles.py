@@ -1,8 +1,8 @@
-"""Every matrix product of the layer beside the best mma.sync product of its shape.
+"""Compares every matrix product of the layer with the best mma.sync product of the same shape.
 
-Ours gathers rows, applies activations and writes all that the layer needs; the peer's product reads
-rows that are already gathered and writes the product alone, on the same number of rows an expert.
-Both are hot: bursts of whole passes in random order, times by CUPTI.
+Our kernels gather rows, apply activations and write all that the layer needs. A peer's product
+reads rows that are already gathered and writes only the product, on the same number of rows an
+expert. Both are hot: bursts of whole passes in random order, times by CUPTI.
 """
 
 from __future__ import annotations

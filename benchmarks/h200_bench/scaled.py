@@ -1,9 +1,9 @@
 """A layer around torch._scaled_grouped_mm, as torchao trains MoE layers in fp8 with row scales.
 
-Rows are gathered in bf16, every expert's beginning at a multiple of 16, and quantised; the weights
-are quantised in every forward and, along their other dimension, in every backward. A row of an
-operand has one scale, a power of two. Weight gradients are products of bf16 (torch._grouped_mm).
-What lies between the products is compiled PyTorch.
+Rows are gathered in bf16 and quantised; every expert's first row is at a multiple of 16. The
+weights are quantised in every forward and, along their other dimension, in every backward. A row of
+an operand has one scale, a power of two. Weight gradients are products of bf16 (torch._grouped_mm).
+The operations between the products are compiled PyTorch.
 """
 
 from __future__ import annotations

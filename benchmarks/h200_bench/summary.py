@@ -34,7 +34,7 @@ def both(rows, *names):
 
 
 def spread(values):
-    """The geometric mean and the least, or None of nothing."""
+    """{mean (geometric), least, of (number of values)}; None if there are no values."""
     if not values:
         return None
     return {"mean": statistics.geometric_mean(values), "least": min(values), "of": len(values)}
@@ -72,7 +72,7 @@ def over_promise(record):
     ]
 
 
-# Which figure a goal is for: the mean over all layers, or each layer or product.
+# The figure that must reach the goal: the mean over the layers, or the least of all values.
 JUDGED_BY = {"tflops": "mean", "hopper": "mean", "scattermoe": "least", "loop": "least",
              "roles": "least"}  # fmt: skip
 

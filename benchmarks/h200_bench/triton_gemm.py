@@ -1,8 +1,8 @@
-"""Grouped products in Triton, on rows that are already gathered: the yardstick of single products.
+"""Grouped products in Triton on rows that are already gathered, to compare single products with.
 
-With TRITON_OVERRIDE_ARCH=sm80 Triton makes mma.sync and cp.async of them, as on an A100. They have
-no gather, no activation and no biases. A product is measured with the fastest of TILES and ORDERS
-on its shape.
+With TRITON_OVERRIDE_ARCH=sm80 Triton compiles them to mma.sync and cp.async, as for an A100. They
+have no gather, no activation and no biases. A product is timed with the fastest of TILES and ORDERS
+for its shape.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def depth_kernel(
     m = tl.load(record + 3) * BM + tl.arange(0, BM)
     n = tl.load(record + 4) * BN + tl.arange(0, BN)
     rows = begin + tl.arange(0, BK)
-    # Read as its transpose: Triton does not load ahead what it transposes afterwards.
+    # P is read as its transpose: Triton does not prefetch a tile that it transposes after the load.
     p_at = p_ptr + rows.to(tl.int64)[None, :] * M + m[:, None]
     q_at = q_ptr + rows.to(tl.int64)[:, None] * N + n[None, :]
     sums = tl.zeros((BM, BN), dtype=tl.float32)
@@ -98,7 +98,7 @@ class Tile:
         return f"{self.BM}x{self.BN}x{self.BK}, {self.stages} stages, {self.warps} warps"
 
 
-# On sm_80 Triton loads one stage less ahead than `stages` says: 128x256x64 in 4 takes 147 KB.
+# On sm_80 Triton prefetches `stages` - 1 tiles: 128x256x64 with 4 stages takes 147 KB.
 TILES = tuple(
     Tile(*numbers)
     for numbers in (
@@ -116,7 +116,9 @@ TILES = tuple(
         (256, 128, 64, 4, 8),
     )
 )
-ORDERS = (8, 1, 4, 64)  # row tiles that one after the other use the same columns; the first: tuning
+# The number of row tiles that use the same columns one after the other. The tile is tuned with the
+# first value.
+ORDERS = (8, 1, 4, 64)
 
 
 def ordered(row_tiles, column_tiles, group):

@@ -36,7 +36,7 @@ ATTENTION = [
 
 
 class Job(Configurable):
-    """What overrides find: a layer's MoE and the policy of checkpointing."""
+    """The configuration that overrides change: a layer's MoE and the policy of checkpointing."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -125,8 +125,8 @@ def chunk_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross entropy of h W^T, by chunks of rows: all logits at once would be the largest
-    tensor of the step. Its gradients are computed with it."""
+    """Mean cross entropy of the logits h W^T. The forward computes the loss and its gradients by
+    chunks of rows, because all logits at once would be the largest tensor of the step."""
 
     CHUNKS = 8
     gradient = staticmethod(chunk_gradient)
@@ -175,7 +175,7 @@ class Model(nn.Module):
 
     def flops_per_token(self) -> float:
         """Of forward and backward: 6 a parameter that multiplies the token, and attention's
-        products over the causal half. Nothing for what is computed again."""
+        products over the causal half. Recomputation is not counted."""
         s = self.size
         layer = 4 * s.d * s.d + s.d * s.E + 3 * s.K * s.d * s.n
         attention = 6 * s.layers * s.d * self.sequence

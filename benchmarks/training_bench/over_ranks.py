@@ -36,7 +36,7 @@ def divided(model: nn.Module) -> set[nn.Parameter]:
 
 def add_in_place(model: nn.Module) -> None:
     """Lets backward add to the fp32 gradients of the experts in the kernels that compute them.
-    Without, a micro-batch's gradients are stored in bf16, cast, and added by another kernel."""
+    Otherwise a micro-batch's gradients are stored in bf16, cast, and added by another kernel."""
     for layer in model.layers:
         experts = layer.moe.routed_experts.inner_experts
         parameters = (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)
@@ -47,8 +47,9 @@ def add_in_place(model: nn.Module) -> None:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """FSDP2 adds gradients from now on, instead of averaging them: those of the experts are sums
-    over the ranks' tokens, too. The caller divides the loss by the number of ranks."""
+    """Makes FSDP2 sum gradients over the ranks instead of averaging them, because the experts'
+    gradients are also sums over all ranks' tokens. The caller divides the loss by the number of
+    ranks."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -76,7 +77,7 @@ def norm_of_parts(parameters: list[nn.Parameter]) -> Tensor:
 
 def clip_gradients(groups: list[list[nn.Parameter]], most: float) -> Tensor:
     """As torch's clip_grad_norm_(), for groups of parameters of different meshes. The first group
-    has other parameters on each rank."""
+    has different parameters on each rank."""
     experts, others = groups
     of_others = get_total_norm([p.grad for p in others if p.grad is not None]).full_tensor()
     norm = (norm_of_parts(experts).square() + of_others.square()).sqrt()

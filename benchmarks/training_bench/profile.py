@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first that matches a kernel's name.
+# A kernel has the first kind whose pattern matches the kernel's name.
 KINDS = {
     "communication": r"nccl|all_gather|reduce_scatter|ReduceScatter|AllGather",
     "experts": r"smoe|sonicmoe|grouped|GroupProblem|GroupGEMM|indexing_backward|moe",
@@ -29,7 +29,7 @@ def kind(name: str) -> str:
 
 def where(step) -> dict:
     """Milliseconds of the device of one step: by kind ("where_ms"), and of the kernels that take
-    longest ("longest_ms"). Kernels that overlap count each."""
+    longest ("longest_ms"). The times of overlapping kernels are added."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()

@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Text:
-    """Batches of a file of tokens, or tokens drawn by Zipf's law where there is none."""
+    """Batches of a file of tokens; without a file, random tokens by Zipf's law."""
 
     def __init__(self, options, vocabulary: int, rank: int, ranks: int):
         self.shape = (options.tokens // options.sequence, options.sequence + 1)
@@ -127,8 +127,8 @@ def keeps_gathered(options) -> bool:
 
 def initialise(model: Model, size, rank: int) -> None:
     """Sets this rank's part of the weights, and zeros in the buffers. Embeddings have a standard
-    deviation of 1, as in torchtitan's DeepSeek-V3. With 0.02 what attention adds, which is alike in
-    all tokens, is soon larger than the embeddings, and most tokens choose the same experts."""
+    deviation of 1, as in torchtitan's DeepSeek-V3. With 0.02, attention's output, which is similar
+    for all tokens, soon exceeds the embeddings, and most tokens choose the same experts."""
     torch.manual_seed(1 + rank)
     residual = 0.02 / (2 * size.layers) ** 0.5
     for name, parameter in model.named_parameters():
@@ -177,7 +177,7 @@ class Training:
         )
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []  # of the experts' gradients, before they are clipped
-        self.loads: list[Tensor] = []  # of every step: what balance() returns
+        self.loads: list[Tensor] = []  # of every step: the result of balance()
         self.batches = 0  # micro-batches so far
 
     def settle(self) -> None:
@@ -195,7 +195,8 @@ class Training:
             group["lr"] = self.options.lr * min(1.0, (len(self.loads) + 1) / self.options.warm_up)
         total = 0
         for left in reversed(range(count)):
-            if keeps_gathered(self.options):  # but the optimizer changes the sharded parameters
+            # The last backward reshards, because the optimizer changes the sharded parameters.
+            if keeps_gathered(self.options):
                 self.model.set_reshard_after_backward(left == 0)
             tokens = self.text(self.batches).to(self.options.device, non_blocking=True)
             self.batches += 1

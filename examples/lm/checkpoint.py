@@ -70,7 +70,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Names in the folder of a checkpoint, also an unfinished one, that are foreign."""
+    """The names in a checkpoint's folder, finished or not, that this program does not write."""
     known = {*FILES, *(name + UNFINISHED for name in FILES)}
     return sorted(set(os.listdir(folder)) - known)
 
@@ -116,7 +116,8 @@ def open_folder(folder: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint. It is renamed first: after an interruption it is an unfinished one."""
+    """Removes a checkpoint. The folder is renamed first, so that after an interruption it counts as
+    an unfinished checkpoint, which _clear() removes."""
     _clear(path.parent)
     os.rename(path, path.parent / UNFINISHED)
     _clear(path.parent)

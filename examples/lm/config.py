@@ -130,7 +130,7 @@ def _convert(key: str, kind: type, value: Any) -> Any:
         except ValueError:
             pass
     name = {int: "an integer", float: "a number", str: "a string"}[kind]
-    # repr refuses an integer of more than 4300 digits, which YAML reads from a hexadecimal one.
+    # YAML reads hexadecimal integers of any length, but repr refuses one of more than 4300 digits.
     large = type(value) is int and not integral
     shown = f"an integer of {value.bit_length()} bits" if large else reprlib.repr(value)
     raise UserError(f"config key '{key}' takes {name}, got {shown}")

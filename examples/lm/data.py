@@ -17,9 +17,9 @@ from lm.config import Config
 from lm.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-# A run of letters, of digits, of other signs or of white space is one word to the BPE, and training
-# takes time quadratic in the length of a word. Runs are cut to words of this many characters; the
-# standard library has none of more than 80.
+# To the BPE, a run of letters, of digits, of other signs or of white space is one word. Training
+# takes time quadratic in the length of a word, so longer runs are cut into words of LONGEST_WORD
+# characters. The standard library has no run of more than 80 characters.
 LONGEST_WORD = 256
 _LONG_WORD = "|".join(
     f"{kind}{{{LONGEST_WORD}}}" for kind in (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
@@ -196,7 +196,8 @@ class Batches:
     def __init__(self, tokens: np.ndarray, config: Config):
         self._tokens = tokens
         self._config = config
-        # One window fewer than would fit: every offset below `context` then stays in the text.
+        # One window fewer than would fit, so that windows moved by an offset below `context` still
+        # fit.
         self._windows = (len(tokens) - config.context) // config.context
         self._epoch = -1
         self._starts = np.empty(0, dtype=np.int64)
@@ -219,8 +220,8 @@ class Batches:
 
 
 def validation_windows(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (windows, context) from the beginning of the split; the rest that does not
-    fill a window is dropped.
+    """Inputs and targets (windows, context) int64 from the beginning of the split. Tokens at the
+    end that do not fill a window are dropped.
 
     Models and baselines are scored on these targets.
     """

@@ -42,8 +42,9 @@ def make_folder(folder: Path) -> None:
 def claim(out: Path, marker: str, names: Sequence[str], earlier: bool) -> None:
     """Makes `out` the output folder of a program that writes files of these names.
 
-    The file `marker` says that the program wrote to the folder before. Without it (and without
-    results of an `earlier` version) a file of such a name is foreign, and is not replaced.
+    The file `marker` says that the program wrote to the folder before. `earlier` says that the
+    folder has checkpoints of this program, for versions that wrote no marker. If neither holds, a
+    file with one of these names is foreign: it is refused and not replaced.
     """
     make_folder(out)
     ours = earlier or (out / marker).is_file()

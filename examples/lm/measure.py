@@ -30,7 +30,8 @@ def saved_for_backward(layer: nn.Module, x: torch.Tensor) -> int:
 
 
 def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, Any]:
-    """One MoE layer in training: bytes measured, bytes predicted, bytes of keeping everything."""
+    """Bytes that one MoE layer keeps for backward: as measured, as predicted for X and H alone, and
+    of an implementation that keeps everything."""
     tokens = config.tokens
     generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(tokens, config.width, generator=generator)

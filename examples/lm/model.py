@@ -13,7 +13,7 @@ ROUTINGS = {"topk": "topk", "rounded": "token_rounding"}
 
 
 def rotary_table(context: int, head_width: int) -> torch.Tensor:
-    """Angles of rotary position embedding as complex numbers, (context, head_width / 2)."""
+    """Cosines and sines of the rotary position embedding, (2, context, head_width / 2) in fp32."""
     frequency = 10000.0 ** (-torch.arange(0, head_width, 2).double() / head_width)
     angle = torch.arange(context).double()[:, None] * frequency
     return torch.stack((angle.cos(), angle.sin())).float()

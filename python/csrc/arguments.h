@@ -55,7 +55,7 @@ struct Joined : Lists... {
   static std::string schema() { return listed({Lists::schema()...}); }
 };
 
-/// Refuses numbers that do not fit into 32 bits.
+/// Converts a number to 32 bits; refuses a number that does not fit.
 inline std::int32_t int32(const char* name, std::int64_t number) {
   if (number < INT32_MIN || number > INT32_MAX) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(number) +

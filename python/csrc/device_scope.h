@@ -24,7 +24,7 @@ namespace sonicmoe_torch {
 inline std::atomic<std::int32_t> chosen_engine{-1};
 
 /// The library's handle of a CUDA device with the chosen engine. The first call opens it. It is
-/// never closed, because no object owns the operators and could close it.
+/// never closed: the operators exist until the process ends, and no object could close it.
 inline const smoe_device* device_handle(std::int32_t ordinal) {
   static std::mutex mutex;
   static std::map<std::pair<std::int32_t, std::int32_t>, const smoe_device*> opened;

@@ -24,8 +24,8 @@ struct OpenedExchange {
   std::int32_t ranks = 0;
 };
 
-/// The exchanges of this process. No exchange is ever closed: a backward after the forward that
-/// used it, and CUDA graphs, may need it as long as the process runs.
+/// The exchanges of this process. No exchange is ever closed, because a later backward or a CUDA
+/// graph may use it until the process ends.
 class Exchanges {
  public:
   static Exchanges& of_process() {
@@ -71,6 +71,7 @@ inline sonicmoe::ExchangeShape shape_of(const ShapeCall& a) {
   return shape;
 }
 
+/// Bytes of the symmetric buffer of each rank.
 inline std::int64_t exchange_bytes(ShapeCall& a) {
   const DeviceScope device(a.like);
   return sonicmoe::exchange_bytes(shape_of(a), device.exec());
@@ -122,27 +123,30 @@ struct ExchangeDevice {
 };
 using StateCall = Joined<ExchangeDevice, ExchangeNumber>;
 
+/// Throws if an earlier step has failed; does not wait for the device.
 inline std::tuple<> exchange_check(StateCall& a) {
   const DeviceScope device(a.like);
   sonicmoe::exchange_check(*Exchanges::of_process().at(a.exchange).exchange, device.exec());
   return {};
 }
 
+/// Makes an exchange usable again after a failed step; the host waits for the device. All ranks
+/// must call it, with a barrier before and after it.
 inline std::tuple<> exchange_reset(StateCall& a) {
   const DeviceScope device(a.like);
   sonicmoe::exchange_reset(*Exchanges::of_process().at(a.exchange).exchange, device.exec());
   return {};
 }
 
-/// How many rows this rank's experts may get. -1: exactly the rows that are routed to them; the
-/// host waits for this number.
+/// The row capacity of this rank's experts. -1: the number of rows that are routed to them, for
+/// which the host waits.
 #define SONICMOE_EXCHANGE_ROWS(ARGUMENT) ARGUMENT(std::int64_t, rows)
 struct ExchangeRows {
   SONICMOE_ARGUMENTS(SONICMOE_EXCHANGE_ROWS)
 };
 inline constexpr std::int64_t kRoutedRows = -1;
 
-/// A call of the layer with the experts of all ranks.
+/// A call of the layer over all ranks: problem.experts counts the experts of all ranks.
 struct ExchangeCall {
   OpenedExchange opened;
   Call call;
@@ -154,9 +158,9 @@ struct ExchangeCall {
   sonicmoe::Exchange& exchange() const { return *opened.exchange; }
 };
 
-/// Sends routing and rows. Returns the row capacity of the rest of the step: `rows`, or the number
-/// of routed rows if `rows` is kRoutedRows. This number becomes at least 1, because an H without
-/// elements would have a null address, and the library takes a null H for inference.
+/// Sends routing and rows. Returns the row capacity of the rest of the step: `rows`, or if `rows`
+/// is kRoutedRows the number of routed rows, but at least 1. (An H without elements would have a
+/// null address, and to the library a null H means inference.)
 inline std::int64_t begin_forward(const ExchangeCall& c, std::int64_t rows,
                                   const sonicmoe::ForwardArgs& args, const sonicmoe::Exec& exec) {
   const bool exact = rows == kRoutedRows;
@@ -166,6 +170,7 @@ inline std::int64_t begin_forward(const ExchangeCall& c, std::int64_t rows,
   return std::max<std::int64_t>(1, sonicmoe::exchange_rows(c.exchange(), c.call.problem, exec));
 }
 
+/// Computes this rank's experts and adds the partial sums of all ranks to args.out.
 inline void end_forward(const ExchangeCall& c, std::int64_t rows, const sonicmoe::ForwardArgs& args,
                         const sonicmoe::Exec& exec) {
   for (const auto part : {sonicmoe::ExchangePart::kCompute, sonicmoe::ExchangePart::kFinish}) {
@@ -214,8 +219,8 @@ inline std::tuple<Array, Array, Array> exchange_forward(ExchangeForwardCall& a) 
   return {out, h, saved};
 }
 
-/// Computes a backward together with the other ranks. All ranks must ask for dx or none, and all
-/// ranks for dweights or none.
+/// Computes a backward together with the other ranks. Either all ranks ask for dx, or no rank does;
+/// the same holds for dweights.
 struct RunTogether {
   std::int64_t exchange;
 

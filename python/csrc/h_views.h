@@ -22,7 +22,8 @@ struct HViewsCall {
   SONICMOE_ARGUMENTS(SONICMOE_H_VIEWS)
 };
 
-/// (first element of up, stride of rows, stride of columns) in elements; gate begins at 0.
+/// Returns (offset of up in H, row stride, column stride) in elements. Gate has offset 0 and the
+/// same strides.
 inline std::tuple<std::int64_t, std::int64_t, std::int64_t> h_views(HViewsCall& a) {
   const DeviceScope device(a.h);
   expect_rank(a.h, 2, "h");

@@ -313,7 +313,7 @@ inline LayerGradients moe_backward(AloneBackwardCall& a) {
   return written_gradients(a, RunAlone{a.fp8_weights});
 }
 
-/// MainGradients as arguments that the operator writes.
+/// MainGradients as arguments to which the operator adds ("a!" in the schema).
 struct Accumulated {
   MaybeArray g_gate;
   Array g_up;

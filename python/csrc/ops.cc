@@ -3,7 +3,8 @@
 // public C++ API.
 //
 // One compiled library works with every torch from 2.10 on and every Python, because it uses no
-// header of CPython and no C++ type of libtorch. docs/pytorch.md describes the operators.
+// header of CPython and no C++ type of libtorch. The operators are internal: users call the
+// functions of the package (docs/pytorch.md).
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 
 #include <cstdint>

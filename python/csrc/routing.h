@@ -48,7 +48,8 @@ inline Array like_logits(const Array& logits) {
 
 inline std::tuple<Array, Array> route(RouteCall& a) {
   const sonicmoe::RouteOptions options = options_of(a);
-  // The library refuses a bad k below. Until then nothing is allocated with a bad k.
+  // The library refuses a bad k in the call below. The results are allocated before this call, with
+  // k = 1 in place of a bad k.
   const std::int64_t slots = a.k > 0 && a.k <= a.logits.size(1) ? a.k : 1;
   Array ids = empty(a.logits, {a.logits.size(0), slots}, ScalarType::Long);
   Array weights = empty(a.logits, {a.logits.size(0), slots}, score_dtype(a.logits));

@@ -49,13 +49,14 @@ def not_distributed(name: str, value) -> None:
 
 
 def given(name: str, value) -> None:
+    """Refuses None, with the message of tensor()."""
     if value is None:
         tensor(name, value)
 
 
 def keys(names: tuple, values: tuple) -> tuple:
-    """The Facts of every tensor as plain tuples, which are much faster to make than Facts; None
-    for None."""
+    """(dtype, device, shape) of every tensor, as plain tuples, which are much faster to make than
+    Facts. None stays None; any other value is refused."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -94,7 +95,8 @@ def dtype(name: str, value: Facts | Tensor, dtypes=FLOATS) -> None:
 
 
 def shape(name: str, value: Facts | Tensor, meaning: str, expected: tuple) -> None:
-    """`expected` has a size for every dimension, or None if any size is allowed."""
+    """Refuses a shape that differs from `expected`, which has a size or None (any size) for every
+    dimension. `meaning` is the expected shape in letters."""
     if len(value.shape) == len(expected):
         for have, want in zip(value.shape, expected, strict=True):
             if want is not None and have != want:

@@ -2,8 +2,8 @@
 
 Only matrix products are counted, with two flops for each multiplication and its addition. The
 number of routed rows is on the device, so all C rows that a call can have are counted (T*K for
-top-k ids; token rounding usually fills fewer). Backward computes activations again, which are
-no products and are not counted.
+top-k ids; token rounding usually fills fewer). The activations that
+backward computes again are not products, so they are not counted.
 """
 
 import importlib.util

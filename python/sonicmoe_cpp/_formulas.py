@@ -45,6 +45,7 @@ def _with_defaults(name: str, alpha: float | None, limit: float | None):
 def gated(
     name: str, gate: Tensor, up: Tensor, alpha: float | None = None, limit: float | None = None
 ) -> Tensor:
+    """The gated activation `name`, elementwise. Parameters that are None have their defaults."""
     alpha, limit = _with_defaults(name, alpha, limit)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -14,7 +14,8 @@ from ._names import ACTIVATION, FORM, GATED, PRECISION, ROUNDING
 from ._names import UNGATED as UNGATED
 
 ops = torch.ops.sonicmoe_cpp
-# An operator's error with a message that begins so is raised as this class (boxing.h, views.h).
+# If the message of an operator's error begins with a key, the error is raised as the key's class
+# (boxing.h, views.h).
 ERRORS = {
     "NotImplementedError: ": NotImplementedError,
     "OutOfMemoryError: ": torch.OutOfMemoryError,
@@ -370,7 +371,8 @@ def register() -> None:
 @functools.cache
 def _kernel(name: str):
     """The operator without the steps that record derivatives. A call that the library does not
-    support raises NotImplementedError, one without memory for its results OutOfMemoryError."""
+    support raises NotImplementedError. A call that gets no memory for its results raises
+    torch.OutOfMemoryError."""
     operator = getattr(ops, name).default
 
     def run(*arguments):
@@ -390,8 +392,8 @@ def _kernel(name: str):
 
 
 def function(name: str, forward, backward):
-    """The call of an autograd.Function with this forward and backward. The Function that
-    register_autograd makes costs the host several times as much, so only graphs use it."""
+    """Makes a callable that runs an autograd.Function with this forward and backward. The Function
+    that register_autograd makes takes several times as much host time, so only graphs use it."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), parts)
     # Skips the Python part of Function.apply, which only functorch's transforms need.

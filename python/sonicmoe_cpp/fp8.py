@@ -38,8 +38,8 @@ class Request(NamedTuple):
     fp8_weights: object = None
 
     def quantisations(self) -> int:
-        """How often a micro-batch quantises the weights at most: in its forward and again in its
-        backward if the call is not given quantised weights."""
+        """How often a micro-batch quantises the weights at most: twice (in forward and in backward)
+        if the call gets no quantised weights, else once."""
         return 2 if self.fp8_weights is None else 1
 
 
@@ -85,8 +85,9 @@ def auto_rows(w_down, activation: int):
 
 
 def number_of(precision, keep_h, rows: int, w_down, activation: int, quantisations: int) -> int:
-    """The operators' argument `precision` (a number) for a call whose row capacity is `rows`. Each
-    of the Request.quantisations() must be paid for by as many rows as auto_rows()."""
+    """The operators' argument `precision` (a number) for a call whose row capacity is `rows`.
+    "auto" takes fp8 if rows >= quantisations * auto_rows(), because a quantisation takes about as
+    long as fp8 saves on auto_rows() rows. `quantisations` is from Request.quantisations()."""
     check_request(precision, keep_h)
     if precision == "auto" and rows < quantisations * auto_rows(w_down, activation):
         precision = None
@@ -173,7 +174,7 @@ def quantize_weights(
 
 class _Steps:
     """Counts the steps of all optimizers. Some optimizers write to `parameter.data`, which does not
-    change the version counter of the parameter. So the cache must look at more than versions."""
+    change the version counter of the parameter. So the cache compares this count too."""
 
     count = 0
 
@@ -201,9 +202,9 @@ class Fp8Cache:
     def _state_of(self, parameters: tuple) -> tuple:
         """A key that changes with every change of the parameters that the module can see: an
         optimizer's step, a change in place, or a new address. A write to `parameter.data` outside
-        of an optimizer does not change it (MoE.forget_fp8_weights()). The CUDA stream is a part of
-        the key, because work on another stream would not wait until the quantised weights are
-        written."""
+        of an optimizer does not change the key: call MoE.forget_fp8_weights() after it. The CUDA
+        stream is a part of the key, because work on another stream would not wait until the
+        quantised weights are written."""
         device = parameters[0].device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         parts = parameters

@@ -77,7 +77,8 @@ def _outer(a: Tensor, b: Tensor, rows: _Rows, gather: Tensor | None = None) -> T
 
 
 def _beside(out: Tensor, inner: Tensor | None, factor: Tensor | None, rows: _Rows) -> Tensor:
-    """Adds the second half of a low-rank product to `out`, in place."""
+    """Adds the second product of a low-rank term, `inner` (C, r) times the `factor` of its expert,
+    to `out` in place. Without factors (`inner` is None) `out` does not change."""
     return out if inner is None else out.add_(_product(inner, factor, rows))
 
 
@@ -140,7 +141,7 @@ def _combine(y: Tensor, rows: _Rows, weights: Tensor | None) -> Tensor:
 
 
 def _rank(a: Tensor, factor: Tensor | None, scale: float, rows: _Rows, gather=None):
-    """`scale` times the first half of a low-rank product (C, r); None without factors."""
+    """`scale` times the first product of a low-rank term, (C, r); None without factors."""
     return None if factor is None else _product(a, factor, rows, gather) * scale
 
 

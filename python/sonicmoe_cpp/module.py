@@ -282,7 +282,7 @@ class MoE(nn.Module):
     def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
         """Freezes the experts and adds trainable low-rank factors (LoRA), the parameters lora.*.
 
-        scale = alpha / rank; dtype is that of the factors, by default of w_up. Raises
+        scale = alpha / rank. dtype: the dtype of the factors; default: w_up's dtype. Raises
         NotImplementedError unless routing="topk" and precision=None, ValueError if the module has
         factors already.
         """

@@ -121,7 +121,7 @@ def token_round(
 
     The pairs' weights are differentiable in logits. Only mode="stochastic" uses `seed`: an int from
     0 to 2^64 - 1, or an int64 tensor of one element in host memory. With a tensor, a new seed does
-    not recompile a graph.
+    not recompile a graph. Errors and limits are as in route().
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
     _checks.integer("tile", tile)
@@ -132,10 +132,11 @@ def token_round(
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
-    """Every expert takes its `capacity` best tokens (all if T is smaller), by softmax over the
-    experts. C = E * min(capacity, T).
+    """Every expert takes its `capacity` best tokens (all if T is smaller), ranked by the softmax of
+    each token's logits over the experts. C = E * min(capacity, T).
 
-    A pair's weight is this probability; it is differentiable in logits (T, E).
+    A pair's weight is its softmax probability, which is differentiable in logits (T, E). Errors are
+    as in moe(); CUDA takes E <= 1024.
     """
     _checks.tensor("logits", logits)
     _check_logits(logits)
@@ -144,15 +145,16 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
-    """(E,): how often each expert occurs in `ids`, an int64 tensor; -1 and E are not counted."""
+    """(E,) int64: how often each expert occurs in `ids`, an int64 tensor with values from -1 to E.
+    The values -1 and E (empty slots) are not counted."""
     found = torch.zeros(experts + 2, dtype=torch.int64, device=ids.device)
     found = found.index_add(0, (ids + 1).flatten(), torch.ones_like(ids).flatten())
     return found[1 : experts + 1]
 
 
 def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
-    """(number of tokens, sums of p (E,), sum of logsumexp^2) over the tokens that are no padding
-    (T, 1)."""
+    """Sums over the tokens that are not padding: (number of tokens (), sum of p (E,), sum of
+    logsumexp^2 ()). p is the softmax or sigmoid of logits (T, E); padding is (T, 1) bool."""
     values = logits.to(_ops.score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
     if padding is not None:  # first, so that a NaN in padding does not reach the gradients

@@ -3,8 +3,8 @@ communication.
 
 Operators take tensors and numbers only:
 - A group is passed by its name.
-- The number of the layer in the model is a tensor (int64 on the CPU), because torch would compile
-  each value of an int anew.
+- The number of the layer in the model is a tensor (int64 on the CPU), because torch.compile would
+  recompile for each value of an int.
 - The tensors that a forward keeps for backward have sizes that depend on the routing. So the
   operator returns a ticket instead, a tensor of one number, by which _kept_by() finds them.
 """
@@ -46,7 +46,8 @@ def _options(numbers: Sequence[float]) -> tuple:
 
 
 class _Kept(bytearray):
-    """The memory of a ticket, and what a forward keeps: both live as long as the ticket."""
+    """The memory of a ticket. It holds the state that a forward keeps for backward, so this state
+    lives as long as the ticket."""
 
     kept: tuple
     host: tuple

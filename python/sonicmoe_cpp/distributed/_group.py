@@ -96,9 +96,10 @@ class Group:
 
     @property
     def moment(self) -> int:
-        """A counter that grows when a call begins and when it ends. If a rank raises before the
-        first collective of a call, the error concerns ranks that wait in this call. It does not
-        concern a later backward, because then all ranks have raised."""
+        """A counter that grows when a call begins and when it ends. A rank that raises before the
+        first collective of a call reports the error with this number. The error ends the waits of
+        other ranks in the same call. It does not end waits in a later backward: its number is
+        larger, because by then every rank has left the call with an error."""
         return 2 * self.calls + (0 if self._inside else 1)
 
     @property
@@ -168,7 +169,7 @@ class Group:
         moment = self.moment if moment is None else moment
         began = time.monotonic()
         patience = min(PATIENCE, timeout / 4)
-        asked = 0  # how often
+        asked = 0  # the number of times that this rank has asked about the others
         while not self._ended(work, device, min(SLICE, timeout)):
             waited = time.monotonic() - began
             if waited < (asked + 1) * patience:

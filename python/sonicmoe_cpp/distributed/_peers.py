@@ -103,7 +103,8 @@ class Peers:
         return found
 
     def _write(self, key: str, value) -> None:
-        # If the store is gone, another error is the cause, and the other error must be reported.
+        # An error of the store is ignored: if the store is gone, an earlier error is the cause, and
+        # the caller must report the earlier error.
         with contextlib.suppress(RuntimeError):
             self._ask(lambda: self.store.set(key, json.dumps(value)))
 

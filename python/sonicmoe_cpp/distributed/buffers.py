@@ -104,6 +104,8 @@ class PeerBuffers:
     # ---- opening ---------------------------------------------------------------------------------
 
     def _open(self, shape: Shape, timeout: float) -> str | None:
+        """Opens an exchange of this shape by the first of _memory.WAYS that works. Returns None, or
+        the reason why no exchange can be opened, which is the same on all ranks."""
         size, code = self._bytes(shape)
         facts = self._facts(code, timeout)
         first = next((rank for rank, row in enumerate(facts) if row[0] != OK), None)
@@ -158,6 +160,8 @@ class PeerBuffers:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _open_by(self, way, shape: Shape, size: int, timeout: float) -> str | None:
+        """Allocates and maps the buffers, of `size` bytes, by one way, and opens the exchange.
+        Returns as _open()."""
         device, memory, code = self.like.device, None, OK
         try:
             memory = way.allocate(size + _memory.ALIGNMENT, device)

@@ -20,8 +20,8 @@ _NO_MODULE = torch.tensor(0, device="cpu")  # the number of a layer that is call
 
 
 class Place(NamedTuple):
-    """The transport of a call, and the number of its layer in the model: a tensor on the CPU, for
-    the reason that _compiled.py gives."""
+    """The transport of a call, and the number of its layer in the model. The number is a tensor on
+    the CPU, because torch.compile would recompile for each value of an int."""
 
     transport: Transport
     number: Tensor
@@ -53,10 +53,10 @@ _WEIGHTS = sum(_ops.NEEDS[name] for name in _ops.ACCUMULATED)
 
 
 def _without_gradients(tensors: tuple, main_gradients: tuple, needs: int) -> tuple:
-    """The tensors, with weights that have a main gradient detached, so that autograd records no
-    gradient for them. In torch 2.11 the to_local() of a DTensor would make zeros of a missing one,
-    as large as the weight. If no other tensor needs a gradient, they are not detached, because
-    without them autograd would not call backward."""
+    """The tensors, but weights that have a main gradient are detached, so that autograd records no
+    gradient for them. Otherwise, in torch 2.11, the backward of a DTensor's to_local() would
+    replace the missing gradient by zeros as large as the weight. If no other tensor needs a
+    gradient, nothing is detached, because autograd would then not call backward."""
     if main_gradients[-1] is None or not needs & ~_WEIGHTS:
         return tensors
     named = zip(_ops.LAYER_TENSORS, tensors, strict=True)
@@ -151,8 +151,9 @@ def moe_expert_parallel(
     """moe() with the E experts divided over W ranks. Returns (T, d).
 
     Every rank of `group` (a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks)
-    calls it with its own tokens x (T, d), any T, and ids in [0, E). Rank r passes the weights and
-    biases of the experts r*E/W to (r+1)*E/W - 1. Every rank also calls backward, in the same order.
+    calls it with its own tokens x (T, d), with any T, and with ids (T, K) in [0, E). Rank r passes
+    the weights and biases of the experts r*E/W to (r+1)*E/W - 1. Every rank also calls backward, in
+    the same order.
     An expert's gradient is the gradient of the sum of all ranks' losses.
 
     If a rank ends, fails, or does not make the call within `timeout` seconds, the other ranks raise

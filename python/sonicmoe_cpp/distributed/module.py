@@ -34,12 +34,12 @@ class ExpertParallelMoE(MoE):
     write rows into each other's memory while products are computed; if this is not possible, a call
     raises RuntimeError or NotImplementedError. "auto" uses "peer" if it serves the group, else
     "all_to_all".
-    max_tokens, for peer memory: the largest number of tokens that any rank has in any call; with
-    more, ValueError. Without it, and always in token rounding and expert choice, the ranks exchange
-    their sizes in each forward, and the host waits.
-    capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows;
-    with more, the step fails (ExpertParallelError). Without it the host reads the number of rows in
-    each forward.
+    max_tokens, for peer memory: the largest number of tokens that any rank has in any call. More
+    tokens raise ValueError. Without it, and always in token rounding and expert choice, the ranks
+    exchange their sizes in each forward, and the host waits.
+    capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows.
+    If they get more, the step fails (ExpertParallelError). Without it the host reads the number of
+    rows in each forward.
     The other arguments are those of MoE.
 
     Parameters have the names and shapes of MoE. w_up, w_down, b_up and b_down are DTensors, sharded

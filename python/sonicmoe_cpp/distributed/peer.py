@@ -228,8 +228,8 @@ def check_exchange(group=None) -> None:
 def reset_exchange(group=None, timeout: float = 600.0) -> None:
     """Makes a group usable again after a failed step over peer memory (a rank got more rows than
     its capacity, or came too late). All ranks must still run, and all must call it. The host waits
-    for the device and, at most `timeout` seconds, for the other ranks; then it raises
-    ExpertParallelError."""
+    for the device, and at most `timeout` seconds for the other ranks. If a rank does not come in
+    this time, raises ExpertParallelError."""
     found, _ = _of_group(group, timeout)
     for buffers in found.memory.values():
         if buffers.like is None:

@@ -110,9 +110,10 @@ def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype=None) -> list[s
     """Freezes every experts module of `model` and adds trainable low-rank factors to it.
 
     The factors are parameters of the experts: lora.up_a, lora.up_b, lora.down_a, lora.down_b, with
-    scale = alpha / rank; dtype is that of the factors, by default of the weights. Other parameters
-    are not frozen or unfrozen. Returns the modules' names. The model must run with
-    experts_implementation="sonicmoe_cpp".
+    scale = alpha / rank. dtype: the dtype of the factors; default: the weights' dtype. Other
+    parameters are neither frozen nor unfrozen. Returns the modules' names. The model must run with
+    experts_implementation="sonicmoe_cpp". Raises ValueError if the model has no experts, or has
+    factors already, NotImplementedError if its experts cannot be computed.
     """
     modules = _found(model)
     for config in _marked(modules):
@@ -212,7 +213,7 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
 
 def load_lora(model: nn.Module, directory, *, dtype=None) -> list[str]:
     """As add_lora, with factors from `directory`, which save_lora, PEFT or save_pretrained wrote.
-    dtype: of the factors, by default as in the file. Returns the modules' names. Raises
+    dtype: the dtype of the factors; default: as in the file. Returns the modules' names. Raises
     FileNotFoundError if the directory has no factors, ValueError if they are not of this model.
     """
     folder = Path(directory) / FOLDER

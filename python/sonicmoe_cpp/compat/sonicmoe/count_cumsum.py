@@ -19,7 +19,8 @@ def frequency(experts: Tensor, num_experts: int) -> Tensor:
 
 @torch.no_grad()
 def count_cumsum(x: Tensor, E: int, do_cumsum: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """The counts (E,) int32 of ids (N,) in int32 or int64, and the inclusive sums of the counts."""
+    """The counts (E,) int32 of ids x (N,), int32 or int64. With do_cumsum also the inclusive sums
+    (E,) int32 of the counts."""
     _checks.tensor("x", x)
     _checks.dtype("x", x, _checks.INDICES)
     _checks.shape("x", x, "(N,)", (None,))

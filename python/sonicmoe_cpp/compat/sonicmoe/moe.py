@@ -141,7 +141,7 @@ class MoE(nn.Module):
         return out.to(x.dtype), logits, frequency(ids, self.num_experts)
 
     def _switch_loss(self, logits: Tensor, frequency: Tensor) -> Tensor:
-        """E times the sum over experts of mean router probability times share of the slots."""
+        """E * the sum over experts of (mean router probability) * (fraction of all slots)."""
         probability = F.softmax(logits, dim=-1, dtype=torch.float32).sum(0)
         shares = [F.normalize(t, p=1, dim=0) for t in (probability, frequency.float())]
         return self.num_experts * (shares[0] * shares[1]).sum()

@@ -15,8 +15,8 @@ from .._recognise import local
 
 
 class ExpertLoad:
-    """Tokens by layer and expert since the last take(). The counts are collected before every
-    optimizer step, because torchtitan then resets its own counts."""
+    """Tokens by layer and expert since the last take(). collect() runs before every optimizer step,
+    because torchtitan resets its own counts in the step."""
 
     def __init__(self, model_parts: list[nn.Module]):
         layers = [block for part in model_parts for block in part.layers.values()]
@@ -41,8 +41,8 @@ class ExpertLoad:
 
 
 def register_hooks(optimizers, model_parts, parallel_dims) -> None:
-    """The post_optimizer_build_fn of a model: registers the load of its experts, then torchtitan's
-    load balancing."""
+    """The post_optimizer_build_fn of a model. Registers two hooks of the optimizer's step: one
+    collects the load of the experts, the next is torchtitan's load balancing."""
     optimizers.expert_load = load = ExpertLoad(model_parts)
     optimizers.register_step_pre_hook(lambda *arguments, **keywords: load.collect())
     register_moe_load_balancing_hook(optimizers, model_parts, parallel_dims)

@@ -213,8 +213,8 @@ def _logits(router: TokenChoiceTopKRouter, x_BLD: Tensor) -> Tensor:
 def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tuple:
     """(ids, weights) of route(). A token with a NaN among its logits gets NaN weights, as in
     torchtitan's router. A token with an empty slot gets the ids 0, 1, ... instead, because
-    torchtitan uses ids as indices. They differ, because torchtitan counts a token once for each
-    expert: with two equal ids a token would have a row that is not counted."""
+    torchtitan uses ids as indices. These ids are all different, because torchtitan counts a token
+    once for each expert: of two rows with equal ids it would count only one."""
     ids, weights = route(logits, router.top_k, **options)
     first = torch.arange(router.top_k, dtype=ids.dtype, device=ids.device)
     ids = torch.where((ids < 0).any(-1, keepdim=True), first, ids)

@@ -55,8 +55,8 @@ def _experts(x, w1, b1, w2, b2, kind, concat_layout) -> dict:
 
 @contextlib.contextmanager
 def _as_sonicmoe(device: torch.device, is_inference_mode_enabled: bool):
-    """The kernels of sonicmoe ignore autocast, and keep nothing for backward in inference mode: so
-    do calls inside this context."""
+    """Inside this context calls behave like sonicmoe's kernels: they ignore autocast, and in
+    inference mode they keep nothing for backward."""
     with torch.autocast(device.type, enabled=False):
         if is_inference_mode_enabled:
             with torch.no_grad():
