@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kDefaultLimitMs = 60'000;
 constexpr int kDefaultMultiprocessors = 8;
 
-/// For the fault's sentence: the action that the missing rank did not do in time.
+/// What the missing rank did not do in time, for the fault's sentence.
 const char* phase_text(std::uint32_t phase) {
   switch (phase) {
     case kPhaseRouting:
@@ -77,7 +77,7 @@ void clear_control(const Exchange& exchange) {
   *exchange.record = FaultRecord{};
 }
 
-/// Frees an exchange, also one that exchange_open() has opened only in part.
+/// Frees an exchange, also after exchange_open() has thrown in the middle.
 struct Closer {
   void operator()(Exchange* exchange) const {
     if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);

@@ -9,8 +9,8 @@ namespace sonicmoe {
 
 /// One rank's exchange. exchange_open() sets all fields. Later only `step` changes.
 struct Exchange {
-  /// The part that must be called next, and its pass. After a part has failed, `next` is kAll, and
-  /// every part is refused until exchange_reset().
+  /// The part that must be called next, and its pass. After a part has failed, `next` is kAll:
+  /// every part is then refused until exchange_reset().
   struct Step {
     Pass pass = Pass::kInference;
     ExchangePart next = ExchangePart::kBegin;
@@ -27,7 +27,7 @@ struct Exchange {
   std::int64_t* row_count = nullptr;    ///< pinned; the result of exchange_rows()
   cudaStream_t sending = nullptr;       ///< sends rows and partial sums
   cudaStream_t aside = nullptr;         ///< runs sums of backward beside the weight gradients
-  cudaEvent_t reached = nullptr;        ///< follow() records it
+  cudaEvent_t reached = nullptr;        ///< the event that follow() records
   Step step{};
 };
 
@@ -53,8 +53,8 @@ void follow(const Exchange& exchange, cudaStream_t stream, cudaStream_t earlier)
 /// Announces the phase's epoch (begin_phases()) to the other ranks: writes it to this rank's flag
 /// in their buffers, after all earlier work in `stream`. A rank that has waited for the flag sees
 /// the results of this earlier work. A rank that has a fault announces nothing. With kCopy the copy
-/// engines write the flags, because a kernel could not start before the products that fill the
-/// multiprocessors end.
+/// engines write the flags: a kernel could not start before running products leave a multiprocessor
+/// free.
 void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
 /// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
 /// buffers, on the sending stream.
@@ -62,7 +62,7 @@ void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset
 /// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's own
 /// buffer, on the sending stream. With kCopy the copy engines read the rows back from another rank:
 /// cudaMemcpyAsync within a GPU would run on the multiprocessors, and could not start before the
-/// running products end.
+/// products that fill them end.
 void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
 /// Sets this rank's own flag of the phase, after the work that is now on the sending stream. Must
 /// be called after announce().

@@ -6,8 +6,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Records a fault for the host and alarms all ranks. If the rank has a fault already, it does
-/// nothing, because later faults are consequences of the first.
+/// Records a fault for the host and alarms all ranks. Does nothing if the rank already has a fault,
+/// because later faults are consequences of the first.
 __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std::uint32_t code,
                                std::uint32_t reporter, std::int64_t rows) {
   Control* own = peers.control(peers.rank);
@@ -23,8 +23,8 @@ __device__ inline void give_up(const Peers& peers, const WaitLimits& limits, std
   }
 }
 
-/// Whether this rank has a fault, from this kernel or an earlier one. After a fault the rank's
-/// waits end at once. So kernels that write to other ranks must then write nothing: a slow rank may
+/// Whether this rank has a fault. After a fault the rank's waits end at once, so its kernels may
+/// run too early. A kernel that writes to other ranks must then write nothing: a slow rank may
 /// still read rows of an earlier step.
 __device__ inline bool has_fault(const Peers& peers) {
   return *static_cast<volatile const std::uint32_t*>(&peers.control(peers.rank)->fault) != 0;

@@ -10,8 +10,8 @@
 
 namespace sonicmoe::cuda {
 
-/// Begins the next epoch of each phase in `phases`, a sum of phase_bit(). The other ranks do not
-/// see it until announce() of exchange.h announces it.
+/// Increments this rank's epoch of each phase in `phases`, a sum of phase_bit(). The other ranks do
+/// not see the new epoch until announce() of exchange.h announces it.
 void begin_phases(const Device& device, const Peers& peers, std::uint32_t phases,
                   cudaStream_t stream);
 /// As announce() of exchange.h, but always by a kernel.
@@ -21,12 +21,12 @@ void signal(const Device& device, const Peers& peers, Phase phase, cudaStream_t 
 
 struct WaitLimits {
   std::int64_t nanoseconds;
-  FaultRecord* record;  ///< as the device sees it
+  FaultRecord* record;  ///< device address of the pinned record
 };
 /// Makes `stream` wait until every rank has announced this rank's current epoch of `phase`. After
 /// the time limit, or if another rank has a fault, the kernel records the fault, alarms all ranks
-/// and ends. The kernel may read the epoch before the previous kernel in `stream` is complete, so a
-/// kernel before that one must have begun the epoch.
+/// and ends. The kernel may read the epoch before the previous kernel in `stream` is complete. So
+/// that previous kernel must not be the one that begins the epoch: an earlier kernel must begin it.
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
               cudaStream_t stream);
 
@@ -41,7 +41,7 @@ struct OwnSlots {
   std::int64_t experts;
   std::int64_t experts_per_rank;
 };
-/// Sets masks[t]: bit r says that rank r owns an expert of token t.
+/// Sets bit r of masks[t] if rank r owns an expert of token t, else clears it.
 void mark_ranks(const Device& device, const OwnSlots& slots, std::uint64_t* masks,
                 cudaStream_t stream);
 /// Writes this rank's slots to the buffers of all ranks.
@@ -51,8 +51,8 @@ void send_slots(const Device& device, const Peers& peers, const ExchangeShape& s
 /// The pairs of this rank: the slots of all ranks whose expert this rank owns, in the order
 /// (rank, slot).
 struct PairList {
-  std::int32_t* token;    ///< (rows) Peers::place() of its rank * max_tokens + its index there; -1
-                          ///< past the last pair
+  std::int32_t* token;    ///< (rows) Peers::place() of its rank * max_tokens + its index on that
+                          ///< rank; -1 past the last pair
   std::int32_t* expert;   ///< (rows) index among this rank's experts
   float* weight;          ///< (rows)
   std::int32_t* slot;     ///< (rows) index of the slot on the sending rank
@@ -117,8 +117,8 @@ void push_score_grads(const Peers& peers, const ExchangeShape& shape, const Pair
 /// them to this rank's own partial sums. Their rows have `hidden` elements, which may be fewer than
 /// shape.hidden.
 RankSums other_sums(const Peers& peers, const ExchangeShape& shape, std::int64_t hidden);
-/// out[t] = r(sum of the partial sums of the ranks in masks[t], in rank order). For a rank that has
-/// no partial sums of its own. NaN after a fault.
+/// out[t] = r(sum of the partial sums of the ranks in masks[t], in rank order); NaN after a fault.
+/// For a rank that has no partial sums of its own.
 void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& out,
                   cudaStream_t stream);
 /// out[slot] = the gradient that the rank of the slot's expert has sent; 0 for empty slots, NaN
@@ -127,8 +127,8 @@ void take_score_grads(const Peers& peers, const ExchangeShape& shape, const OwnS
                       const Tensor& out, cudaStream_t stream);
 
 /// Load all kernels of a file now. Otherwise the first launch of a kernel would load it, and
-/// loading may wait until the device is idle. If a kernel of another rank runs there and waits for
-/// this launch, neither ends (deadlock).
+/// loading may wait until the device is idle. If a kernel of another rank ran there and waited for
+/// the result of this launch, neither would end (deadlock).
 void load_signal_kernels();
 void load_slot_kernels();
 void load_row_kernels();

@@ -1,7 +1,10 @@
-// The layer of one rank, between the transfers. Each product over gathered rows is two launches.
-// The first ("own") multiplies the full tile records with only this rank's rows, while rows of
-// other ranks travel. The second ("rest") multiplies the other records. Sums of other ranks' tokens
-// are computed before sums of this rank's tokens, because they must be sent. Sums of this rank's
+// The layer of one rank, between the transfers.
+//
+// Each product over gathered rows is two launches. The first ("own") multiplies the full tile
+// records that have only rows of this rank, while rows of other ranks are being sent. The second
+// ("rest") multiplies the other records.
+//
+// Sums of other ranks' tokens are computed first, because they must be sent. Sums of this rank's
 // tokens follow in kFinish; they add the partial sums of the other ranks. Sums are computed in the
 // parts of token_parts(), 1 and 2 in this drawing of two ranks. Time runs to the right:
 //
@@ -20,7 +23,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// A call builds a list of steps by `add` and launches all of them.
+/// Launches the list of steps that add(steps) makes.
 class Launch {
  public:
   Launch(const Run& run, const PassContext& pass, const Exec& exec)
@@ -39,7 +42,7 @@ class Launch {
 };
 
 /// `product`, restricted to the rows of one list. Its tile counter is counter `index` of the second
-/// half of the pass's counters, which the steps of the pass do not use.
+/// half of the pass's counters; the steps of the pass use only the first half.
 RowProduct part_of(RowProduct product, const Metadata& list, unsigned* counters, int index) {
   constexpr int kFirstCounter = kCounterBytes / 4 / 2;
   product.groups.lists = &list;
@@ -53,7 +56,8 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
 }
 
 /// Splits the tile records into the two lists, own and rest. Records of the rest read all of their
-/// rows from the array at byte `offset`. So this rank's `rows` that they need are copied there.
+/// rows from the array at byte `offset`. So those of this rank's `rows` that they need are copied
+/// there.
 void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64_t offset) {
   const Exchange& e = run.exchange;
   const Metadata& rest = run.memory.split.rest;
@@ -94,17 +98,18 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
   announce(e, part.phase, e.sending);
 }
 
-/// For a rank without rows for its experts. It also announces the phases, because the other ranks
-/// wait for its flags.
+/// Announces the phases of a rank that has no rows for its experts, because the other ranks wait
+/// for its flags.
 void send_nothing(const Run& run) {
   const Exchange& e = run.exchange;
-  // signal() begins the next epoch of kPhaseFree. Before that, this step's wait for kPhaseFree must
-  // have read the current epoch. So both are on the same stream.
+  // signal() begins the next epoch of kPhaseFree. This step's wait for kPhaseFree must read the
+  // epoch before that. So both are on the same stream.
   signal(*e.device, e.peers, kPhaseFree, e.sending);
   each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
 }
 
-/// Adds the partial sums of the other ranks. For a rank that has no rows, and so no partial sums.
+/// Adds the partial sums of the other ranks. For a rank that has no rows for its experts, and so no
+/// partial sums of its own.
 void sum_of_others(const Run& run, const Tensor& out, cudaStream_t stream) {
   const Exchange& e = run.exchange;
   each_part(run, [&](const TokenPart& part) { run.wait(part.phase, stream); });
@@ -300,8 +305,8 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
     // dW2 needs dH and the rows, but not dX~. With input_grad_first it may start before dX~ is
-    // complete: the kernel of dX~ launches the next kernel once dH is complete. The next kernel is
-    // the wait for rows, which launches dW2 once the rows have arrived.
+    // complete: dX~ launches the next kernel once dH is complete. The next kernel is the wait for
+    // rows (above). It launches dW2 once the rows have arrived.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

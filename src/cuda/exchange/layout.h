@@ -16,7 +16,7 @@ namespace sonicmoe::cuda {
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
   kPhaseRows,          ///< rows of x; in backward rows of dout
-  kPhaseAgain,         ///< rows of x in backward; from the rank itself: its own rows of dout and x
+  kPhaseAgain,         ///< backward: rows of x; own flag: this rank's own rows of dout and x
   kPhasePartials,      ///< partial sums of the first part of the tokens (token_parts())
   kPhaseMorePartials,  ///< partial sums of the other tokens
   kPhaseScores,        ///< gradients of routing weights
@@ -25,17 +25,18 @@ enum Phase : std::int32_t {
 };
 
 constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
-/// Phases that a rank also announces to itself. For kPhaseAgain it does so when its own rows of
-/// dout and x are in its arrays.
+/// Phases whose own flag begin_phases() does not set. The rank announces kPhaseAgain to itself when
+/// its own rows of dout and x are in its arrays (announce_own()).
 inline constexpr std::uint32_t kOwnPhases = phase_bit(kPhaseAgain);
 
-/// The flags at the beginning of a symmetric buffer. A flag holds the number of the last announced
-/// step of its phase (epoch). During steps it only grows: a rank waits until the flag has reached
-/// the rank's own epoch of the phase. Only exchange_open() and exchange_reset() set it to 0.
+/// The flags at the beginning of a symmetric buffer. The epoch of a phase is the number of times
+/// that the rank has begun it (begin_phases(), signal()). A flag holds the last epoch that its rank
+/// has announced, and during steps it only grows. A waiting rank waits until the flag has reached
+/// its own epoch of the phase. Only exchange_open() and exchange_reset() set flags to 0.
 struct Control {
   // Written by other ranks: entry r by rank r.
   std::uint32_t flags[kPhaseCount][kMaxRanks];
-  std::uint32_t alarms[kMaxRanks];  ///< FaultCode of a rank that gave up, 0 if it did not
+  std::uint32_t alarms[kMaxRanks];  ///< FaultCode of a rank that has a fault; 0: it has none
   std::int32_t slots[kMaxRanks];    ///< length of a rank's list of slots
   // Written by this rank.
   std::uint32_t epochs[kPhaseCount];
@@ -64,7 +65,7 @@ struct FaultCode {
 /// last. The host reads it without waiting for the device.
 struct FaultRecord {
   std::uint32_t code;
-  std::uint32_t reporter;  ///< the rank that found it
+  std::uint32_t reporter;  ///< this rank if it found the fault, else the rank whose alarm it read
   std::int64_t rows;       ///< of an overflow
 };
 
@@ -92,8 +93,8 @@ struct ExchangeLayout {
 
 ExchangeLayout exchange_layout(const ExchangeShape& shape);
 
-/// A part of each rank's tokens, whose partial sums are sent together, and the phase that announces
-/// them. `first` and `count` are the same for every rank.
+/// A part of each rank's tokens: its partial sums are sent together and announced by `phase`. All
+/// ranks have the same `first` and `count`.
 struct TokenPart {
   std::int64_t first, count;
   Phase phase;
@@ -125,7 +126,7 @@ struct Peers {
 #define SONICMOE_HOST_DEVICE
 #endif
   /// The position of rank r's tokens in the arrays of rank `at`, in units of max_tokens. On each
-  /// rank its own tokens come first, then those of the next rank.
+  /// rank its own tokens come first, then the tokens of the next rank.
   SONICMOE_HOST_DEVICE std::int32_t place(std::int32_t r, std::int32_t at) const {
     return (r - at + ranks) % ranks;
   }

@@ -1,7 +1,7 @@
 // Forward and backward over all ranks: the parts of a step, and the transfers around the layer.
 // Each rank runs the layer of one GPU (layer.cc) on the tokens of all ranks (W * max_tokens), with
 // the list of pairs of its own experts as routing. The output of this layer is the rank's partial
-// sums. "caller" is work that the caller enqueues between the parts:
+// sums. Time runs to the right; "caller" is work that the caller enqueues between the parts:
 //
 //   exec.stream   routing | caller   | pairs, layer | caller   | sum
 //   sending               | rows                    | partial sums
@@ -33,7 +33,8 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .experts_per_rank = problem.experts / exchange.shape.ranks};
 }
 
-/// Begins the epochs of a step, and makes the other two streams wait for the caller's stream.
+/// Begins the epochs of a step, marks the ranks of each token, and makes the other two streams wait
+/// for the caller's stream.
 void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
   const Exchange& e = run.exchange;
   begin_phases(*e.device, e.peers, phases, run.stream);
@@ -79,16 +80,16 @@ void check_part(const Exchange& exchange, Pass pass, ExchangePart part) {
           "; exchange_reset on all ranks gives a step up.");
 }
 
-/// The checks of a part before any work. Only the first part looks for faults of earlier steps:
-/// once a step has begun, all of it is enqueued, whether or not the host sees a fault of it in
-/// between.
+/// The checks of a part before any work. Only the first part checks for faults of earlier steps.
+/// The later parts are always enqueued, even if the host could already see a fault of this step.
 void check_call(Exchange& exchange, ExchangePart part, const Exec& exec) {
   const bool first = part == ExchangePart::kBegin || part == ExchangePart::kAll;
   first ? cuda::exchange_check(exchange, exec) : check_handle(exchange, exec);
 }
 
 /// Runs one part, or all of them. If a part throws in the middle, the other ranks wait for rows
-/// that were not sent. So the step can only be ended by exchange_reset().
+/// that are never sent. So `next` is kAll while a part runs: after a throw every call is refused
+/// until exchange_reset().
 template <class Begin, class Compute, class Finish>
 void run_parts(Exchange& exchange, Pass pass, ExchangePart part, const Begin& begin,
                const Compute& compute, const Finish& finish) {

@@ -1,6 +1,6 @@
-// Kernels that send rows, partial sums and gradients to other ranks, and that add the partial sums
-// that have arrived. A warp copies a row by 16-byte accesses. Each lane has kPieces accesses in
-// flight, so that a few multiprocessors use the whole rate of the link.
+// Kernels that send rows, partial sums and gradients of routing weights to other ranks, and that
+// add the partial sums that have arrived. A warp copies a row by 16-byte accesses. Each lane has
+// kPieces accesses in flight, so that a few multiprocessors use the whole bandwidth of the link.
 #include <algorithm>
 
 #include "cuda/device/launch.h"
@@ -96,10 +96,12 @@ __global__ void __launch_bounds__(kPushThreads)
 }
 
 constexpr int kGatherThreads = 256;
-constexpr int kGatherBlocks = 16;  // blocks for each expert, so that a warp copies at most one row
+// Blocks for each expert: 128 warps. The rest has fewer than 128 own rows of an expert, because
+// full records with only own rows are not in it. So a warp copies at most one row.
+constexpr int kGatherBlocks = 16;
 
-/// A row may be copied several times, for several experts and by copy_own_rows(). This is harmless,
-/// because all copies write the same bytes.
+/// gather_own_rows(), one warp per row. A row may be copied several times, for several experts and
+/// by copy_own_rows(). This is harmless, because all copies write the same bytes.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_own_rows_kernel(const OwnRows own, uint4* to) {
   ptx::wait_for_previous_kernel();
@@ -123,8 +125,8 @@ __global__ void __launch_bounds__(kGatherThreads)
   }
 }
 
-/// Sends dS of each pair. Blocks are small enough to run on a multiprocessor together with a weight
-/// gradient.
+/// Sends the gradient of each pair's routing weight. Blocks are small enough to run on a
+/// multiprocessor together with a block of a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     push_score_grads_kernel(const __grid_constant__ Peers peers, const PairList list,
                             const float* grads, std::int64_t max_tokens, std::int64_t offset) {
@@ -147,7 +149,8 @@ struct SumParams {
 };
 
 /// Each thread adds the partial sums of one chunk of token blockIdx.x. Without partial sums the
-/// result is 0. Blocks are small enough to run on a multiprocessor together with a weight gradient.
+/// result is 0. Blocks are small enough to run on a multiprocessor together with a block of a
+/// weight gradient.
 template <class Element>
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     sum_partials_kernel(const SumParams p) {

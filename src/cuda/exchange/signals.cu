@@ -1,3 +1,4 @@
+// Kernels that begin epochs, announce them to other ranks by flags, and wait for flags.
 #include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
 #include "cuda/ptx/dependent.cuh"
@@ -51,7 +52,7 @@ __device__ bool has_come(const std::uint32_t* flag, std::uint32_t epoch) {
   return static_cast<std::int32_t>(ptx::acquire_system(flag) - epoch) >= 0;
 }
 
-/// Thread r waits for rank r. If a thread finds a fault, all threads return.
+/// Thread r waits for rank r. If one thread finds a fault, all threads return.
 __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits& limits) {
   __shared__ volatile int first_failed;  // 1 + the thread that gave up first
   const int r = static_cast<int>(threadIdx.x);
@@ -75,9 +76,10 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
 }
 
 /// Waits for the flags first, then for the previous kernel. It may read the epoch before the
-/// previous kernel is complete, because a kernel before that one has begun the epoch. It lets the
-/// next kernel launch only after all flags have arrived. Otherwise the next kernel's blocks could
-/// fill the GPU while they wait, and a rank on the same GPU that must set a flag could not run.
+/// previous kernel is complete, because an earlier kernel has begun the epoch (wait_for()). It
+/// launches the next kernel only after all flags have arrived. Otherwise the next kernel's blocks
+/// could fill the GPU while they wait, and a rank on the same GPU that must set a flag could not
+/// run.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
   wait_for_ranks(peers, phase, limits);

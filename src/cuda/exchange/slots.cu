@@ -111,8 +111,8 @@ struct PairParams {
   std::int32_t first_expert;
   std::int32_t experts;  // of this rank
 
-  /// The index of a slot's expert among this rank's experts. Negative if there is no slot at
-  /// `place`, if it is empty, or if its expert belongs to another rank.
+  /// The index among this rank's experts of the expert of slot `place` (an index in SlotLists).
+  /// Negative if there is no such slot, if it is empty, or if its expert belongs to another rank.
   __device__ int expert(std::int64_t place) const {
     const std::int64_t s = place / max_slots;
     if (s >= ranks || place - s * max_slots >= min(static_cast<std::int64_t>(slots[s]), max_slots))
@@ -124,7 +124,7 @@ struct PairParams {
 
 __device__ std::int64_t own_place() { return blockIdx.x * kPairChunk + threadIdx.x; }
 
-/// Counts the pairs in each block of kPairChunk slots, and sets `marks` to 0.
+/// Counts the pairs in each block of kPairChunk slots, and sets `marks` (PairList::has_row) to 0.
 __global__ void __launch_bounds__(kThreads)
     count_pairs_kernel(const PairParams p, std::uint8_t* marks, std::int64_t mark_count) {
   ptx::wait_for_previous_kernel();
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *total = sums.all;
 }
 
-/// Writes the list of pairs. A pair's position is the number of pairs in the blocks before its
-/// block, plus the number of pairs before it in its block. So the list does not depend on timing.
+/// Writes the list of pairs. A pair's index is the number of pairs in the blocks before its block,
+/// plus the number of pairs before it in its block. So the list does not depend on timing.
 __global__ void __launch_bounds__(kThreads)
     list_pairs_kernel(const PairParams p, const PairList out, const __grid_constant__ Peers peers,
                       const WaitLimits limits) {
@@ -213,8 +213,8 @@ PairParams pair_params(const PairWork& w) {
           static_cast<std::int32_t>(w.experts_per_rank)};
 }
 
-/// Reads the gradient of each slot, which the rank of the slot's expert has sent. Blocks are small
-/// enough to run on a multiprocessor together with a weight gradient.
+/// take_score_grads(). Blocks are small enough to run on a multiprocessor together with a block of
+/// a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     take_score_grads_kernel(const __grid_constant__ Peers peers, const SlotSource slots,
                             const float* sent, const SlotView out) {

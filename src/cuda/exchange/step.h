@@ -22,7 +22,7 @@ struct StepBuffers {
   void* saved;
   void* scratch;
 };
-/// Places the arrays of a step. With null buffers only the sizes of the result are valid.
+/// Divides the buffers into the arrays of a step. With null buffers only the sizes are valid.
 StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffers,
                        const Exec& exec);
 

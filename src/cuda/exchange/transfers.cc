@@ -39,7 +39,8 @@ bool next_has_all(const Exchange& e) {
 }
 std::int32_t next_rank(const Exchange& e) { return (e.peers.rank + 1) % e.peers.ranks; }
 
-/// The byte offset of this rank's rows in an array of rank `at` that has rows like `rows`.
+/// The byte offset of this rank's rows in an array of rank `at` whose rows have the width and dtype
+/// of `rows`.
 std::int64_t place_at(const Exchange& e, std::int32_t at, const Tensor& rows) {
   return e.peers.place(e.peers.rank, at) * e.shape.max_tokens * rows.shape[1] *
          dtype_bytes(rows.dtype);

@@ -33,7 +33,8 @@ StoreExpertParams store_params(const Device& device, const DepthProduct& product
   return params;
 }
 
-/// Clusters that the launch leaves to a sum beside it. With few clusters none can be spared.
+/// The number of clusters by which a launch is smaller than usual, so that a sum runs on their
+/// multiprocessors at the same time. 0 if there are few clusters: the product needs all of them.
 std::int64_t clusters_left(Companion companion, std::int64_t clusters) {
   constexpr std::int64_t kMany = 64;
   return companion == Companion::kTokenSum && clusters > kMany ? 2 : 0;

@@ -12,9 +12,9 @@ bool has_weight_grads(const Weights& g) {
   return g.gate.data != nullptr || g.up.data != nullptr || g.down.data != nullptr;
 }
 
-/// The sums into dX are limited by memory, the weight gradients by the tensor cores: so they run
-/// beside each other. Weight gradients over few rows are limited by memory too, because they mostly
-/// write their outputs; then no sum runs beside them.
+/// Sums into dX run beside weight gradients, because memory limits the sums and the tensor cores
+/// limit the weight gradients. Memory also limits weight gradients over few rows, because they
+/// mostly write their outputs. Then no sum runs beside them.
 BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
   constexpr std::int64_t kFewRows = 256;
   constexpr std::int64_t kNarrow = 768;
@@ -23,8 +23,8 @@ BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
   order.input_grad_first =
       args.dx.data != nullptr && has_weight_grads(g) && row_capacity(p) / p.experts >= kFewRows;
   if (!order.input_grad_first) return order;
-  // If experts are narrow the weight gradients are short: at n = 256 they hide three quarters of
-  // the sum beside them, and more if the sum has multiprocessors that the gradients do not use.
+  // If experts are narrow, the weight gradients are short: at n = 256 they hide three quarters of
+  // the sum beside them. They hide more if they leave some multiprocessors to the sum.
   if (p.width < kNarrowWidth) order.companion = Companion::kTokenSum;
   const bool split = g.down.data != nullptr && (g.gate.data != nullptr || g.up.data != nullptr);
   if (split && p.width < kNarrow) {

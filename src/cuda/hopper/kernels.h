@@ -13,8 +13,8 @@ enum class Role : int {
   kDown = 1,              ///< rows in expert order x W2 (Y), W1 (dX~), any (grouped GEMM)
   kDownScaled = 2,        ///< kDown, rows scaled by their weight
   kHiddenGrad = 3,        ///< gathered rows x W2, derivative of the activation
-  kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert; `b` is the output's order
-  kGather = 5,            ///< gathered rows x weights, as they are: the grouped GEMM
+  kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert
+  kGather = 5,            ///< gathered rows x weights, without an activation: the grouped GEMM
   kUpPaired = 6,          ///< kUp where gate and up alternate in W1 and H
   kHiddenGradPaired = 7,  ///< kHiddenGrad where they alternate in H
 };
@@ -23,7 +23,7 @@ struct KernelKey {
   Role role;
   DType dtype;  ///< kBF16 or kF16
   TileId tile;
-  Major b;                    ///< of the weights
+  Major b;                    ///< contiguous dimension of the weights; kWeightGrad: of the output
   ActivationKind activation;  ///< kSwiGLU where the role has none
   bool operator==(const KernelKey&) const = default;
 };

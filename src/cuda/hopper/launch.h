@@ -20,7 +20,8 @@ struct HopperState {
                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   Encode encode = nullptr;  ///< cuTensorMapEncodeTiled
-  /// By index in kernel_list(): whether the kernel may take its shared memory on this device.
+  /// By index in kernel_list(): whether the kernel's attribute of shared memory is set on this
+  /// device.
   std::unique_ptr<std::atomic<bool>[]> prepared;
 };
 
@@ -28,7 +29,7 @@ struct HopperState {
 std::shared_ptr<void> open_hopper(int ordinal);
 HopperState& hopper_state(const Device& device);
 
-/// The kernel of a key; a missing one is a defect of the build.
+/// The kernel of a key. Throws if it is missing, which is a defect of the build.
 const KernelEntry& find_kernel(const KernelKey& key);
 
 /// The number of clusters of a launch; `tiles` is an upper bound of its tiles.

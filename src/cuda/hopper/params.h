@@ -25,16 +25,16 @@ struct TmaRowsParams {
   CUtensorMap rows;  ///< (k, part, row), box 64 x 1 x tile rows; part is 0 unless K has two parts
 };
 
-/// map[0] alone, or the maps of gate and up.
+/// The tensor maps of operand B: map[0] alone, or the maps of gate and up.
 ///
 ///   | operand            | dimensions           | box                   |
 ///   | weights, K-major   | (k, n, expert)       | 64 x n/2              |
 ///   | weights, MN-major  | (n, k, expert)       | 64 x mn_box_depth     |
 ///   | rows, expert order | (column, part, row)  | 64 x 1 x 64           |
 ///
-/// With ColumnOrder::kByLane the columns n of all experts are one sequence, which is divided into
-/// groups of 32: column 8q + 2j + b of group g. The dimensions are (k, b, q, j, g), and the box is
-/// 64 x 2 x 4 x 4 x n/64.
+/// Weights with ColumnOrder::kByLane: the columns of all experts form one sequence of groups of 32
+/// columns. Column 8q + 2j + b of group g has the coordinates (b, q, j, g). The dimensions are
+/// (k, b, q, j, g), and the box is 64 x 2 x 4 x 4 x n/64.
 struct OperandBMaps {
   CUtensorMap map[2];
   std::int32_t part;           ///< of rows in expert order: 0 gate (or the only part), 1 up
@@ -63,16 +63,16 @@ struct RowTilesParams {
   Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
 };
 
-/// Arguments of ExpertTiles: tiles of one matrix an expert.
+/// Arguments of ExpertTiles: the tiles of one output matrix per expert.
 struct ExpertTilesParams {
-  const ExpertRecord* longest_first;  ///< the experts by their rows; null: in their own order
+  const ExpertRecord* longest_first;  ///< experts by descending rows; null: in index order
   const std::int32_t* expert_begin;
   const std::int32_t* expert_rows;
   unsigned* tile_counter;  ///< dynamic scheduler: 0 before the launch; null: static order
   std::int32_t experts;
   std::int32_t rows;          ///< M
   std::int32_t columns;       ///< N
-  std::int32_t row_tiles;     ///< tiles along M that have rows for both CTAs
+  std::int32_t row_tiles;     ///< tiles of a cluster along M that have rows for both CTAs
   std::int32_t column_tiles;  ///< tiles along N
   std::int32_t column_step;
   Divisor tiles_per_expert;
@@ -82,10 +82,11 @@ struct ExpertTilesParams {
 
 // Epilogues.
 
-/// A store map with dimensions (column, part, row, base). Row and base have the same stride, and
-/// the map begins `reach` rows before the tensor. A store at row = reach - left and base = first
-/// row + left begins at `first row`, and the hardware clips it after `left` rows, where the row
-/// dimension ends. One map serves all experts.
+/// A tensor map for stores that end at the end of an expert. One map serves all experts. Its
+/// dimensions are (column, part, row, base); row and base have the same stride, and the map begins
+/// `reach` rows before the tensor. To store `left` rows from row `first` on, a kernel stores at row
+/// = reach - left and base = first + left. This address is row `first` of the tensor, and the
+/// hardware clips the store after `left` rows, where the row dimension ends.
 struct RaggedMap {
   CUtensorMap map;
   std::int32_t reach;
@@ -111,7 +112,7 @@ struct ActGradParams {
   RaggedMap dh;      ///< (column, part, row, base), box of 64 rows
   RaggedMap a;       ///< A'
   const float* row_weight;  ///< (C) s; null: 1
-  float* score_parts;       ///< (C, score_tiles): dS of a row and tile of columns
+  float* score_parts;       ///< (C, score_tiles): the part of a row's dS from a tile of columns
   std::int32_t score_tiles;
   std::int32_t width;  ///< n
   ActivationScalars scalars;
@@ -121,7 +122,7 @@ struct ActGradParams {
 struct StoreRowsParams {
   RaggedMap out;
   Bias bias;
-  const float* row_scale;  ///< of row p, by scale_stride; RowScale::kWeights only
+  const float* row_scale;  ///< of row p: element p * scale_stride; RowScale::kWeights only
   std::int64_t scale_stride;
   std::int32_t width;  ///< output columns
 };
@@ -149,20 +150,20 @@ struct StoreExpertParams {
 
 // A kernel.
 
-/// When a kernel's tiles may begin. The rules are those of ptx/dependent.cuh; its kernels P, W, S
-/// are here L, M, N. This is how the engine keeps them:
+/// When a kernel's tiles may begin. L, M and N are three kernels that follow each other in a stream
+/// (P, W and S in ptx/dependent.cuh). The engine keeps the rules of ptx/dependent.cuh in this way:
 /// 1. Every CTA of M executes griddepcontrol.wait, then launch_dependents. So N may read, without a
 ///    wait of its own, what L and earlier kernels wrote (rule 2), under two conditions:
 ///    - by ld.global.ca (RasterOrder::kGrouped, ExpertTiles, GatherDepth) and cp.async, not by
-///      ld.global.nc (__ldg), which may return a stale copy;
+///      ld.global.nc (__ldg), which may return stale data;
 ///    - by TMA, which is another proxy, only after fence.proxy.async in the thread that loads.
 /// 2. N reads what M writes only after its own wait (rule 3), except in kEarly tiles. For these, a
 ///    CTA of M whose stores are complete executes fence.proxy.async and counts itself by
 ///    red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and executes
 ///    fence.proxy.async. If the count is not complete, it waits.
 /// 3. N waits before it ends (rule 4).
-/// If M launches N before it has waited itself (sums/, exchange/), "L" is what was complete when M
-/// started.
+/// If M launches N before M has executed its own wait (kernels of sums/ and exchange/), "L" means
+/// the kernels that were complete when M started.
 enum class Begins : int {
   kAfterPrevious = 0,  ///< after griddepcontrol.wait
   kIndependent = 1,    ///< at once: no tile reads what the previous kernel writes
@@ -185,8 +186,8 @@ struct GemmParams {
   /// launched only when the first `early_release_tiles` tiles of this kernel are in memory.
   /// RingEpilogue only.
   std::int32_t early_release_tiles;
-  /// CTAs whose early tiles are in memory; 0 before the launch. This kernel counts it up if
-  /// early_release_tiles > 0; the next kernel reads it if it is kEarly.
+  /// The number of CTAs whose early tiles are in memory; 0 before the launch. The kernel with
+  /// early_release_tiles > 0 increments it. The next kernel reads it if it is kEarly.
   unsigned* early_release_count;
   std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
 };

@@ -69,8 +69,8 @@ using HiddenGradPairedKernel =
     GroupedGemmKernel<Element, kShape, GatherRows, SplitRowTiles,
                       ActGrad<Element, kKind, HLayout::kPaired>, BSource::kWeights, kB>;
 
-/// dW = rows[token]^T grad, a matrix an expert; kOut says whether its columns (kK) or its rows
-/// (kMN) are contiguous.
+/// dW = rows[token]^T grad, one matrix per expert. kOut is its contiguous dimension: N (kK) or M
+/// (kMN).
 template <class Element, TileShape kShape, Major kOut>
 using WeightGradKernel = GroupedGemmKernel<Element, kShape, GatherDepth, ExpertTiles,
                                            StoreExpert<Element, kOut>, BSource::kRows, Major::kMN>;

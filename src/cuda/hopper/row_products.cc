@@ -68,9 +68,9 @@ void multiply(const Launch& launch, const Activate& e) {
 }
 
 /// The tiles of dH. dX~ is launched when the first `early_release` tiles are in memory, and runs
-/// beside the other tiles. `early_release` is a multiple of a wave: the last wave, whose tiles may
-/// be split in two (RasterOrder::kSplitLastWave), then is either all early or not early at all,
-/// however few rows there are.
+/// beside the other tiles. `early_release` is a number of whole waves. The tiles of the last wave
+/// may be split in two (RasterOrder::kSplitLastWave); so either all of them are early or none,
+/// however few rows are routed.
 struct HiddenGradTiles {
   Tiling tiling;
   RowTilesParams params;
@@ -90,8 +90,8 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
                            tiles.tiling.counter(product.hints.tile_counter));
   tiles.clusters = clusters_of(device, shape, most_tiles(product.groups, tiles.params));
   if (splits_last_wave(rows)) tiles.params.wave = divisor(tiles.clusters);
-  // Early release pays if a cluster has few tiles and dX~ does not need the memory bandwidth of the
-  // remaining tiles.
+  // Early release is faster only if a cluster has few tiles, and if experts are not narrow: with
+  // narrow experts dX~ would take the memory bandwidth that the remaining tiles of dH need.
   constexpr std::int64_t kFewTiles = 24;
   const std::int64_t cta_tiles = product.groups.capacity / kRecordRows * tiles.params.column_tiles;
   const std::int64_t waves = cta_tiles / shape.cluster / tiles.clusters;

@@ -1,4 +1,4 @@
-// The lists of tiles that a launch walks, as parameters of the kernels' schedulers.
+// Fills the parameters of the kernels' tile schedulers.
 #pragma once
 
 #include "cuda/hopper/params.h"

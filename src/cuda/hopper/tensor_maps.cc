@@ -8,7 +8,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// One dimension of a tensor map, fastest first; the stride of the first is one element.
+/// One dimension of a tensor map. Lists begin with the fastest dimension, whose stride is 1.
 struct MapDim {
   std::int64_t size;
   std::int64_t stride;  // elements
@@ -21,8 +21,8 @@ struct MapFormat {
   CUtensorMapSwizzle swizzle;
 };
 
-/// The stride of a dimension. The stride of one element is never used and may be anything in the
-/// caller's view, but the driver refuses a stride that is no multiple of 16 bytes.
+/// The stride of a dimension. The stride of a dimension of size 1 is never used, so the caller's
+/// view may have any number there. But the driver refuses a stride that is no multiple of 16 bytes.
 std::int64_t stride_of(std::int64_t size, std::int64_t stride) { return size == 1 ? 8 : stride; }
 
 CUtensorMap encode_map(const Device& device, const MapFormat& format, const void* base,
@@ -69,7 +69,7 @@ CUtensorMap encode_map(const Device& device, DType dtype, const void* base,
       base, dims);
 }
 
-/// Rows (C, width) are one part; (C, parts, width) has a dimension for the part.
+/// Dimensions of rows (C, width), which have one part, or (C, parts, width).
 struct RowDims {
   explicit RowDims(const Tensor& rows)
       : width(rows.shape[rows.rank - 1]),

@@ -1,4 +1,4 @@
-// The one tile table: every tile that is built, with its reason, and the choice among them.
+// The tile table: every tile that is built, why it exists, and when it is chosen.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace sonicmoe::cuda {
 
-/// Which tile a cluster takes next. kStatic: the next of its own tiles (index, index + clusters,
+/// Which tile a cluster computes next. kStatic: the next of its own tiles (index, index + clusters,
 /// ...). kDynamic: the next tile that no cluster has taken, by an atomic counter. Dynamic order
-/// keeps the weights in use inside L2, because clusters work on neighbouring tiles; static order
-/// costs nothing. Every kernel takes both.
+/// keeps the weights in use inside L2, because clusters compute neighbouring tiles. Static order
+/// costs nothing. Every kernel supports both.
 enum class Order : int { kStatic = 0, kDynamic = 1 };
 
 // Two CTAs of 128 rows share 256 columns of B by multicast. Of the tiles that fit, this one takes
@@ -20,14 +20,14 @@ enum class Order : int { kStatic = 0, kDynamic = 1 };
 // stages and 2 store boxes a warpgroup fill the shared memory.
 inline constexpr TileShape kCoop128x256{128, 256, 4, 2, 2, Schedule::kCooperative};
 
-// For a very short K, where even the part of a deferred epilogue that runs between two tiles takes
-// a visible share of the time: in ping-pong the whole epilogue of a tile runs under the products of
-// another tile. Also for widths that 192 divides well and 256 does not (row_tiling()).
+// For a very short K. There even the part of a deferred epilogue that runs between two tiles takes
+// much of the time. In ping-pong the whole epilogue of a tile runs under the products of another
+// tile. Also for widths that 192 divides well and 256 does not (row_tiling()).
 inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPong};
 
-// For dH, whose epilogue takes longest. A ping-pong tile of 128x128 hides the epilogue, but its
-// additional loads cost more than that saves. H arrives in pipeline stages, and dH and A' are
-// stored out of them: no store boxes.
+// For dH, whose epilogue takes longest. A ping-pong tile of 128x128 would hide the epilogue, but
+// its additional loads cost more time than this saves. The tile has no store boxes: H arrives in
+// pipeline stages, and dH and A' are stored from the memory of these stages.
 inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooperative};
 
 // A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
@@ -61,9 +61,9 @@ struct Tiling {
   }
 };
 
-/// For products that gather; `rows` is the mean number of rows of an expert. Dynamic order evens
-/// out experts of different length and clusters that drift apart. With few rows the tiles are few
-/// or short, and to take an index from the counter costs more than the order gains.
+/// For products that gather; `rows` is the mean number of rows of an expert. Dynamic order balances
+/// experts of different length and clusters of different speed. With few rows the tiles are few or
+/// short, and taking indices from the counter costs more time than the order saves.
 constexpr Order gathered_order(std::int64_t rows) {
   return rows >= 256 ? Order::kDynamic : Order::kStatic;
 }
@@ -78,16 +78,18 @@ constexpr Tiling hidden_grad_tiling(std::int64_t rows) {
   return {TileId::kCoop128x256Grad, gathered_order(rows)};
 }
 
-/// Whether the last wave of dH's tiles may be split in halves of 64 rows, so that more clusters
-/// take part in it. Where experts have at most 64 rows, the second half of every split tile would
-/// be empty and its weights loaded for nothing.
+/// Whether the tiles of dH's last wave may be split in halves of 64 rows, so that more clusters
+/// compute a part of the wave. If experts have at most 64 rows, the second half of every split tile
+/// would be empty, and its weights would be loaded for nothing.
 constexpr bool splits_last_wave(std::int64_t rows) { return rows > 64; }
 
-/// The raster order of an expert's tiles, `row_tiles` along M by `column_tiles` along N. With
-/// columns fastest, neighbouring tiles share the gathered rows, which cost more to load than the
-/// rows in expert order. But with more than 16 tiles of columns (and more of them than tiles of
-/// rows) the tiles in work at one time span only a few tiles of rows, and the rows in expert order
-/// would be loaded again for every few tiles of rows.
+/// Whether the tiles of an expert's weight gradient, `row_tiles` along M by `column_tiles` along N,
+/// are numbered with the columns fastest. Neighbouring tiles then read the same gathered rows (A),
+/// which cost more to load than the rows in expert order (B).
+///
+/// Not with more than 16 column tiles if they are also more than the row tiles: the tiles that are
+/// computed at one time would then have only a few row tiles, and B would be loaded again for every
+/// few row tiles.
 constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles) {
   return column_tiles <= 16 || column_tiles <= row_tiles;
 }
@@ -96,8 +98,8 @@ constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles
 /// number of rows of an expert. The first line that applies decides; measured on an H200:
 ///
 ///   | where                                     | tile       | why                             |
-///   | at most 64 rows                           | 128 x 256  | streams the weights: more bytes |
-///   |                                           |            | are in flight                   |
+///   | at most 64 rows                           | 128 x 256  | memory limits the product; more |
+///   |                                           |            | bytes of weights are in flight  |
 ///   | depth < 512, and 192 divides well         | ping-pong  | 3 to 7 % faster                 |
 ///   | 192 divides well, 256 does not            | ping-pong  | as fast, and less waste         |
 ///   | else                                      | 128 x 256  |                                 |
@@ -113,20 +115,20 @@ constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64
           depth >= 1024 ? Order::kDynamic : Order::kStatic};
 }
 
-/// As row_tiling(), where rows are scaled: the ping-pong tile has no registers for the scales.
+/// As row_tiling(), for rows that are scaled: the ping-pong tile has no registers for the scales.
 constexpr Tiling scaled_row_tiling(std::int64_t depth) {
   return {TileId::kCoop128x256, depth >= 1024 ? Order::kDynamic : Order::kStatic};
 }
 
-/// The number of record pairs that visit a tile of columns before any visits the next one
-/// (RasterOrder::kGrouped). Where an expert's matrix takes more than half of L2, each pair would
-/// otherwise load much of it again (d = 7168, n = 2048 on an H200: 2 to 3 %).
+/// The number of record pairs that visit a column tile before any of them visits the next one
+/// (RasterOrder::kGrouped). It is more than 1 if an expert's matrix takes more than half of L2:
+/// each pair would otherwise load much of the matrix again (d = 7168, n = 2048: 2 to 3 %, H200).
 constexpr std::int32_t raster_group(std::int64_t columns, std::int64_t depth) {
   return columns * depth * kElementBytes > (std::int64_t{24} << 20) ? 8 : 1;
 }
 
-// One list of tile records serves every tile, because a record has the rows of a CTA's tile. An odd
-// last record of an expert leaves no half of a cluster idle (engine/row_tiles.cuh).
+// One list of tile records serves every tile shape, because a record has the rows of a CTA's tile.
+// An odd last record of an expert leaves no CTA of a cluster idle (engine/row_tiles.cuh).
 static_assert(kCoop128x256.m == kRecordRows);
 static_assert(kPingPong128x192.m == kRecordRows);
 static_assert(kCoop128x256Grad.m == kRecordRows);

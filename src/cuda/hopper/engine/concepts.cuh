@@ -12,10 +12,10 @@ namespace sonicmoe::cuda {
 /// A producer also has run<Gemm>(params, cta), which the whole producer warpgroup executes.
 template <class P>
 concept RowProducer = requires(const typename P::Params& p) {
-  { P::kCopyArrivals } -> std::convertible_to<int>;  // threads that arrive at `full` after copying
+  { P::kCopyArrivals } -> std::convertible_to<int>;  // threads that arrive at `full` by cp.async
   { P::kQueueReaders } -> std::convertible_to<int>;  // threads or warps that read tile indices
   { P::kNeedsProxyFence } -> std::convertible_to<bool>;  // it writes A through the generic proxy
-  { P::kMayStartEarly } -> std::convertible_to<bool>;    // its kernels take kIndependent (Begins)
+  { P::kMayStartEarly } -> std::convertible_to<bool>;    // its kernels support Begins::kIndependent
   { P::kScheduler } -> std::convertible_to<SchedulerThread>;
   { P::registers(kAnyShape) } -> std::same_as<Registers>;
   P::prefetch(p);
@@ -31,32 +31,39 @@ concept RowProducer = requires(const typename P::Params& p) {
 //   | RingEpilogue      | after t's products: run(), whose input    | dH                          |
 //   |                   | comes through the operand pipeline        |                             |
 
-/// run() consumes the accumulator. State belongs to one warpgroup and lives from tile to tile.
+/// run() computes the tile's results from the accumulator and stores them. `state` belongs to one
+/// warpgroup and keeps its values from tile to tile.
 template <class E, TileShape kShape>
 concept ImmediateEpilogue = requires(const typename E::Params& p, typename E::State& state,
                                      float (&acc)[kShape.row_blocks()][kShape.n / 2],
                                      const CtaTile& tile, const Staging<kShape>& staging,
                                      Rows rows) { E::run(p, state, acc, tile, staging, rows); };
 
-/// An immediate epilogue that stores a part of its tile under the next tile's products. While
-/// state.pending, half 1 of the tile is in the state: store_deferred(.., 1) stores it under k tile
-/// deferred_k_tile(). If state.first_stored, run() has stored half 0; else half 0 is in the boxes,
-/// and store_deferred(.., 0) stores it under k tile 0.
+/// An immediate epilogue that stores a part of its tile under the next tile's products. The tile
+/// has two halves of columns. While state.pending is true:
+///
+///   | half                  | where it is        | what stores it                               |
+///   | 0, state.first_stored | in global memory   | run() has stored it                          |
+///   | 0, not first_stored   | in the store boxes | store_deferred(.., 0), under k tile 0        |
+///   | 1                     | in the state       | store_deferred(.., 1), under k tile          |
+///   |                       |                    | deferred_k_tile()                            |
 template <class E>
 concept DefersStores = requires(const typename E::State& state) {
   { E::deferred_k_tile(state, 0, 0) } -> std::convertible_to<int>;
 };
 
-/// A deferred epilogue whose pieces are unrolled into the main loop, under the first k tiles of the
-/// next tile: for long pieces, which are slower if branches choose among them.
+/// A deferred epilogue whose pieces are unrolled into the main loop: piece i runs under k tile i of
+/// the next tile. For long pieces: if branches selected the piece, they would be slower.
 template <class E>
 concept UnrolledEpilogue = requires { requires E::kUnrolls; };
 
-/// take() moves a tile's results from the accumulator into the state. piece<0>() ..
+/// take() rounds a tile's results from the accumulator into the state. piece<0>() ..
 /// piece<kPieces - 1>() do the rest under the next tile's products: one piece every
-/// k_tiles_per_piece() k tiles or, unrolled, one under each of the first k tiles. Pieces run
-/// without products after the last tile, and if the next tile has too few k tiles. Unrolled pieces
-/// also do if the next tile has k tiles that are not full.
+/// k_tiles_per_piece() k tiles or, unrolled, one piece under each of the first k tiles. Pieces run
+/// without products
+///  - after the last tile,
+///  - if the next tile has too few k tiles,
+///  - unrolled pieces also if a k tile of the next tile is not full (Mainloop::full_k_tiles()).
 template <class E, TileShape kShape>
 concept DeferredEpilogue =
     !kShape.ping_pong() &&
@@ -71,10 +78,10 @@ concept DeferredEpilogue =
       };
     };
 
-/// After a tile's k tiles the producer fills kInputTiles more stages by load_input(). run() reads
-/// these input stages, and TMA may store results from their memory. run() releases an input stage
-/// after it has computed the results of the next one. release_input() releases the tile's last
-/// input stage, under the next tile's first products.
+/// After a tile's k tiles the producer fills kInputTiles more stages by load_input(): the input
+/// stages. run() reads them, and may store results by TMA from their memory. run() releases an
+/// input stage after it has computed the results of the next input stage. release_input() releases
+/// the tile's last input stage, under the next tile's first products.
 template <class E, TileShape kShape>
 concept RingEpilogue =
     !kShape.ping_pong() &&

@@ -90,7 +90,7 @@ struct DeferredPieces {
     run_one_of<0, Epilogue::kPieces>();
     done++;
   }
-  /// Runs piece `done`, found by bisection: fewer branches than one comparison a piece.
+  /// Runs piece `done`. Bisection finds it with fewer branches than one comparison per piece.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void run_one_of() {
     constexpr int kMiddle = (kFirst + kEnd) / 2;
@@ -104,8 +104,8 @@ struct DeferredPieces {
   }
 };
 
-/// Releases the last input stage of a ring epilogue under the next tile's first k tile. By then the
-/// TMA has usually read the results that it stores from this stage, so the release rarely waits.
+/// Releases the last input stage of a ring epilogue under the next tile's first k tile. TMA stores
+/// results from this stage's memory. It has usually read them by then, so the release rarely waits.
 template <class Gemm>
 struct DeferredRelease {
   const Cta<Gemm::kShape>& cta;

@@ -1,15 +1,25 @@
-// Tile scheduler of products with one (M, N) output matrix an expert, whose K is the expert's rows:
-// the weight gradients.
+// Tile scheduler of depth products (the weight gradients): one (M, N) output matrix per expert. K
+// is the number of the expert's rows.
 //
-// In a cluster's tile the two CTAs compute different rows over the same columns and share B. If M
-// ends with rows for one CTA only, both CTAs compute these rows, in tiles of their own: each CTA
-// another column tile, with its own B. If the number of column tiles is odd, the second CTA
-// computes nothing in the last of these tiles.
+// In a tile of a cluster the two CTAs compute different rows of M over the same columns, and share
+// B. If M is an odd number of CTA tiles, the last rows are enough for one CTA only. Then both CTAs
+// compute these last rows: each CTA another column tile, with its own B (own_b). If the number of
+// column tiles is odd, the second CTA computes nothing in the last of these tiles.
 //
-// Tiles are numbered by expert, then by raster group. With columns_fastest a group is one row of
-// tiles; the tiles whose rows both CTAs compute are the last group. Else a group is two columns of
-// tiles: the row tiles of the first column, the row tiles of the second, then the tile whose rows
-// both CTAs compute.
+// Tiles are numbered by expert, then by raster group:
+//
+//   | columns_fastest | a group is                                                              |
+//   | 1               | one row of tiles; the last rows are a group too                         |
+//   | 0               | two columns of tiles: the row tiles of the first column, the row tiles  |
+//   |                 | of the second column, then one tile with the last rows of both columns  |
+//
+// The tile of each part of an expert's matrix, with row_tiles = 2, column_tiles = 3 and last rows:
+//
+//   columns_fastest    1            0
+//   column tile        0  1  2      0  1  2
+//   row tile 0         0  1  2      0  2  5
+//   row tile 1         3  4  5      1  3  6
+//   last rows          6  6  7      4  4  7      a tile with two columns: each CTA computes one
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
@@ -29,9 +39,9 @@ struct ExpertTiles {
   static __device__ __forceinline__ int k_tiles(const Params&, const CtaTile& tile) {
     return (tile.depth + kDepth - 1) / kDepth;
   }
-  /// A tile runs through all rows of its expert. So experts with many rows come first
-  /// (longest_first): if the longest tile started last, the other clusters would idle until its
-  /// end.
+  /// The time of a tile grows with the number of its expert's rows. So experts with many rows come
+  /// first (longest_first). If the longest tile started last, the other clusters would be idle
+  /// until its end.
   template <TileShape kShape>
   static __device__ __forceinline__ CtaTile tile(const Params& p, int t, int rank) {
     static_assert(kShape.cluster == 2);
@@ -42,8 +52,7 @@ struct ExpertTiles {
     if (p.columns_fastest == 0) {
       n = 2 * at.quotient + (at.rest >= p.row_tiles ? 1 : 0);
       m = at.rest >= p.row_tiles ? at.rest - p.row_tiles : at.rest;
-      // The last group may have one column tile only: the tile of shared rows follows its row
-      // tiles.
+      // If the last group has one column only, the tile with the last rows follows its row tiles.
       if (n == p.column_tiles) m = p.row_tiles;
     }
     CtaTile tile{};

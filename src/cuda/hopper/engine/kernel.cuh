@@ -10,8 +10,8 @@
 //   stores                                   t   t   t   t     one box at a time
 //   tile index        take         send                        two tiles ahead (InlineScheduler)
 //
-// Ping-pong: the warpgroups alternate at the tensor cores, so that no product waits for an
-// epilogue:
+// Ping-pong: while one warpgroup runs its epilogue, the tensor cores multiply the other one's tile,
+// so that no product waits for an epilogue:
 //
 //   warpgroup 0   products t     | epilogue t     | products t + 2 | ...
 //   warpgroup 1   epilogue t - 1 | products t + 1 | epilogue t + 1 | ...
@@ -47,10 +47,10 @@ struct GroupedGemmKernel {
   using B = OperandB<kShape, kSource, kMajorB>;
   static constexpr int kRegistersAtLaunch =
       Scheduler::kFixedDepth ? kLaunchRegisters : kLaunchRegistersCoresident;
-  /// Whether a tile at the end of N may multiply fewer columns: its columns lie as in the output.
+  /// Whether the last tile along N multiplies fewer columns: not if its halves are gate and up.
   static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
-  /// Not in ping-pong, where the scheduler's warpgroup skips every second tile. No gathering kernel
-  /// is built in ping-pong; one would have to be launched in static order.
+  /// Whether a consumer thread is the dynamic scheduler. Not in ping-pong, where a warpgroup skips
+  /// every second tile: a gathering kernel in ping-pong (none is built) would need static order.
   static constexpr bool kConsumerSchedules =
       Producer::kScheduler == SchedulerThread::kConsumer && !kShape.ping_pong();
   /// Threads or warps of a CTA that read tile indices: the producer's, and every consumer warp.
@@ -101,8 +101,8 @@ __device__ __forceinline__ void wait_for_unread_index(const Cta<Gemm::kShape>& c
   }
 }
 
-/// The CTA's tile. Branches depend on valid_rows and depth. ptx::uniform() tells the compiler that
-/// both are equal in all lanes, so that it adds no handling of divergence.
+/// The CTA's part of the tile with this index. Branches depend on valid_rows and depth. From
+/// ptx::uniform() the compiler knows that both are equal in all lanes: it handles no divergence.
 template <class Gemm>
 __device__ __forceinline__ CtaTile tile_of(const typename Gemm::Params& p,
                                            const Cta<Gemm::kShape>& cta, int index) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Params& p,
   if (Gemm::kConsumerSchedules && !tiles.done()) scheduler.begin();
   DeferredStores<Gemm> deferred{p.epilogue, staging, warpgroup, state};
   while (true) {
-    // If stores of the last tile are deferred, the loop runs one round more than there are tiles.
+    // If stores of the last tile are deferred, they run in one more round, which has no tile.
     const bool more = !tiles.done();
     if (!more && !deferred.pending()) break;
     if (Gemm::kConsumerSchedules && more) scheduler.take();
@@ -194,7 +194,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
   if (!tiles.done()) next = tile_of<Gemm>(p, cta, tiles.index());
   while (true) {
     const bool more = !tiles.done();
-    // The pieces of the last tile run in one more round, except unrolled ones: flush() below.
+    // The pieces of the last tile run in one more round. Unrolled pieces run in flush(), below.
     if (!more && (UnrolledEpilogue<Epilogue> || !pieces.pending())) break;
     const CtaTile tile = next;
     const bool valid = more && tile.valid_rows > offset;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
     pieces.template multiply<Loop>(acc, cta, ring, part, [&] {
       if (Gemm::kConsumerSchedules && more) scheduler.take();
     });
-    // The next tile is looked up under the last products.
+    // Computes the next tile while the tensor cores execute this tile's last products.
     if (more) {
       if (Gemm::kConsumerSchedules) scheduler.send(tiles.entries_read() + 1);
       tiles.next();
@@ -218,7 +218,7 @@ __device__ __forceinline__ void consume_deferring(const typename Gemm::Params& p
       Epilogue::take(p.epilogue, state, acc, tile, staging, {offset, kShape.row_blocks()});
       pieces.done = 0;
     }
-    // Up projections, which never start early, have no register for the comparison.
+    // Up projections are never launched as kIndependent, and have no register for the comparison.
     if (Gemm::Producer::kMayStartEarly && p.begins == Begins::kIndependent &&
         threadIdx.x == kWarpgroup)
       launch_dependents_after_wait();
@@ -266,7 +266,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
     tiles.next();
   }
   staging.drain();
-  // The cluster computed early tiles only.
+  // All tiles of the cluster were early, or it had none: the loop has not released.
   if (releases_early) release_early(staging, p.early_release_count);
 }
 

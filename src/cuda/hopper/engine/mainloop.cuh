@@ -91,8 +91,8 @@ struct Mainloop {
     return full_k_tiles(tile) == tile.k_tiles;
   }
 
-  /// Waits for the last products. ptxas must see that every path from run() comes here; else it
-  /// serialises the wgmma.
+  /// Waits for the last products and releases their stage. ptxas must see that every path from
+  /// run() comes here; else it serialises the wgmma.
   static __device__ __forceinline__ void finish(const Cta<kShape>& cta, const Ring& ring,
                                                 const WarpgroupTile& tile) {
     ptx::wgmma_wait<0>();
@@ -101,8 +101,8 @@ struct Mainloop {
 
  private:
   /// Zeroes the rows of B from `rows` to the end of their k16 step. These rows belong to another
-  /// expert or are unset, and may hold NaN: A is zero there, but zero times NaN is NaN. Each
-  /// warpgroup clears some of the rows and reads all of them, so both wait.
+  /// expert or are not initialised, and may hold NaN: A is zero there, but zero times NaN is NaN.
+  /// Each warpgroup zeroes some of the rows and reads all of them, so each waits for the other.
   static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, int rows) {
     constexpr int kChunks = kShape.n / 8;  // 16-byte chunks of a row
     static_assert(kChunks == 32, "each warp clears a row");
@@ -117,8 +117,8 @@ struct Mainloop {
     sync(NamedBarrier::kTail, kConsumers * kWarpgroup);
   }
 
-  /// The number of k tiles that are multiplied in all rows, columns and depth; the others go
-  /// through multiply_partial(). So the frequent case costs run() one comparison per k tile.
+  /// The number of full k tiles: those that are multiplied in all rows, columns and depth. The
+  /// others go through multiply_partial(). So run() makes one comparison per full k tile.
   static __device__ __forceinline__ int full_k_tiles(const WarpgroupTile& tile) {
     constexpr int kNarrow = kShape.n > 128 ? 128 : 64;
     if (tile.row_blocks < kShape.row_blocks() || (Gemm::kNarrows && tile.columns <= kNarrow))

@@ -1,4 +1,5 @@
-// Loads of the N x K operand: TMA boxes. In a cluster each CTA loads its part and multicasts it.
+// Loads operand B (N x K) by TMA, in boxes. Each CTA of a cluster loads its part of the boxes and
+// multicasts it to both CTAs.
 #pragma once
 
 #include <type_traits>
@@ -50,7 +51,7 @@ struct OperandB {
     Coordinates at;
   };
 
-  /// Where a box of K-major weights begins: column `row` of the tile's expert.
+  /// Where a box of K-major weights begins: at element k of column `row` of the tile's expert.
   static __device__ __forceinline__ Coordinates weights_at(const OperandBMaps& maps,
                                                            const CtaTile& tile, int k, int row) {
     if constexpr (kOrder == ColumnOrder::kByLane) {
@@ -60,7 +61,8 @@ struct OperandB {
     }
   }
 
-  /// The boxes that CTA `cta` of a cluster loads. Unrolled: a single thread issues them all.
+  /// Calls issue(box) for each box that CTA `cta` of a cluster loads. Unrolled, because one thread
+  /// issues them all.
   template <class F>
   static __device__ __forceinline__ void for_each_box(const OperandBMaps& maps, const CtaTile& tile,
                                                       int part, int k, int cta, F issue) {

@@ -19,8 +19,8 @@
 namespace sonicmoe::cuda {
 
 /// A thread's position in a ring: the stage, and the parity of the phase that it waits for next.
-/// The position is counted up: to compute `k % stages` with 3, 5 or 6 stages costs up to a fifth of
-/// the tensor throughput (H200).
+/// next() increments the stage and compares it with kStages. Computing `k % stages` instead costs
+/// up to a fifth of the throughput of the tensor cores (3, 5 or 6 stages, H200).
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -42,7 +42,8 @@ struct RingPosition {
   __device__ __forceinline__ int previous_stage() const {
     return (stage == 0 ? kStages : stage) - 1;
   }
-  /// Skips whole `rounds` of the ring and `stages` (fewer than kStages) more.
+  /// Moves the position forward by `rounds` whole rounds of the ring plus `stages` (fewer than
+  /// kStages) stages.
   __device__ __forceinline__ void skip(int stages, std::uint32_t rounds) {
     stage += stages;
     parity ^= rounds & 1;
@@ -53,13 +54,13 @@ struct RingPosition {
   }
 };
 
-/// A CTA's shared memory, and its place in the cluster and the grid.
+/// Addresses in the CTA's shared memory, the CTA's rank in its cluster, and the cluster's number.
 template <TileShape kShape>
 struct Cta {
   using Layout = SharedLayout<kShape>;
   std::uint32_t base;
 
-  // Computed at every use: to read the special register costs less than a register for its value.
+  // Not stored: reading the special register at every use costs less than a register for its value.
   __device__ __forceinline__ int rank() const { return blockIdx.x % kShape.cluster; }
   __device__ __forceinline__ int cluster() const { return blockIdx.x / kShape.cluster; }
   __device__ __forceinline__ int clusters() const { return gridDim.x / kShape.cluster; }
@@ -87,8 +88,9 @@ struct Cta {
   }
 };
 
-/// Called by every consumer warp once it has read the stage. Lane i arrives at CTA i of the
-/// cluster, because each CTA loads a part of B into the stages of both.
+/// Releases a stage to the producers of both CTAs, because each of them loads a part of B into the
+/// stages of both: lane i arrives at `empty` of CTA i. Every consumer warp calls it, after it has
+/// read the stage.
 template <TileShape kShape>
 __device__ __forceinline__ void release_stage(const Cta<kShape>& cta, int stage) {
   const int lane = threadIdx.x & 31;

@@ -1,11 +1,12 @@
-// Tile scheduler over rows in expert order: M varies by expert, K is fixed. The tiles come from the
-// tile records that the metadata kernels write, up to 128 rows of an expert each.
+// Tile scheduler of row products: M varies by expert, K is fixed. The tiles come from the tile
+// records that the metadata kernels write. A record has up to 128 rows of an expert.
 //
-// A CTA tile is one record by one tile of columns; CTA tiles are numbered with records slowest, and
-// tile t of a cluster of two is CTA tiles 2t and 2t + 1. Records 2i and 2i + 1 of an expert are a
-// pair: their CTA tiles are renumbered, so that in a cluster's tile each CTA has one record of the
-// pair over the same columns, and the CTAs share B by multicast. With three column tiles and the
-// records r0, r1 (a pair) and r2 (an odd last record):
+// A CTA tile has the rows of one record and the columns of one column tile. CTA tiles are numbered
+// record by record. Tile t of a cluster of two is the CTA tiles 2t and 2t + 1.
+//
+// Records 2i and 2i + 1 of an expert are a pair. The CTA tiles of a pair are renumbered: in a tile
+// of a cluster each CTA has one record of the pair, over the same columns, so that the CTAs share B
+// by multicast. Example with three column tiles; r0 and r1 are a pair, r2 is an odd last record:
 //
 //   CTA tile        0  1 | 2  3 | 4  5 | 6  7 | 8  9
 //   record          r0 r1| r0 r1| r0 r1| r2 r2| r2 r3 (next expert)
@@ -24,12 +25,12 @@
 
 namespace sonicmoe::cuda {
 
-/// The order in which clusters take the tiles.
+/// The order of the tile indices.
 enum class RasterOrder {
   kColumns,        ///< a pair's column tiles follow each other
-  kGrouped,        ///< `raster_group` pairs of an expert form a group: all pairs visit column tile
-                   ///< j before any visits j + 1. Where an expert's matrix does not stay in L2, its
-                   ///< columns are then read once a group instead of once a pair.
+  kGrouped,        ///< `raster_group` pairs of an expert form a group: all pairs of a group visit
+                   ///< column tile j before any visits j + 1. If an expert's matrix does not stay
+                   ///< in L2, its columns are then read once per group instead of once per pair
   kSplitLastWave,  ///< as kColumns; if the last wave fills at most half of the clusters, each of
                    ///< its tiles is split into two of half the rows
 };
@@ -62,6 +63,7 @@ struct RowTilesOf {
     }
     const int cta_tile = t * kShape.cluster + rank;
     const int index = static_cast<unsigned>(cta_tile) / static_cast<unsigned>(across);
+    // If the number of CTA tiles is odd, the second CTA of the last tile has no rows.
     if (kShape.cluster > 1 && index >= load(p.record_count)) return {0, 0, 0, 0, 0, 0, true};
     const int4 raw = load(reinterpret_cast<const int4*>(p.records) + index);
     const TileRecord record{raw.x, raw.y, raw.z, raw.w};
@@ -134,9 +136,10 @@ struct RowTilesOf {
 };
 
 using RowTiles = RowTilesOf<RasterOrder::kColumns>;
-/// For kernels with registers to spare: the look-up of a tile takes more of them than in RowTiles.
+/// For kernels with free registers: tile() needs more registers than in RowTiles.
 using GroupedRowTiles = RowTilesOf<RasterOrder::kGrouped>;
-/// For kernels that look a tile up under an epilogue: the look-up takes longer than in RowTiles.
+/// For kernels whose producer computes the next tile while the consumers run an epilogue: tile()
+/// takes longer than in RowTiles.
 using SplitRowTiles = RowTilesOf<RasterOrder::kSplitLastWave>;
 
 }  // namespace sonicmoe::cuda

@@ -53,15 +53,17 @@ struct TileShape {
   constexpr int staging_bytes() const { return kConsumers * boxes * kBoxBytes; }
 };
 
-/// MN-major B is loaded in boxes of 64 columns by mn_box_depth() of K. A cluster divides a stage by
-/// groups of 64 columns where their number is even; else each CTA loads half of K of every group.
+/// MN-major B is loaded in boxes of 64 columns by mn_box_depth() elements of K. The CTAs of a
+/// cluster divide the loads of a stage: if the number of column groups (64 columns each) is a
+/// multiple of the cluster size, each CTA loads its part of the groups. Else each CTA loads its
+/// part of K of every group.
 constexpr bool splits_by_group(const TileShape& s) { return (s.n / 64) % s.cluster == 0; }
 constexpr int mn_box_depth(const TileShape& s) {
   return splits_by_group(s) ? kDepth : kDepth / s.cluster;
 }
 
-/// Bytes that a consumer warpgroup saves of a tile until the tile's epilogue is finished
-/// (Staging::save_expert, save_origin).
+/// Bytes of shared memory in which a consumer warpgroup keeps a tile's expert and origin until the
+/// tile's epilogue is finished (Staging::save_expert, save_origin).
 inline constexpr int kSavedTileBytes = 16;
 
 /// Entries of the tile index queue (tile_queue.cuh): two mbarriers and a 4-byte index each.
@@ -75,9 +77,9 @@ inline constexpr int kLaunchRegisters = 168;
 inline constexpr int kLaunchRegistersCoresident = 160;
 static_assert(kThreads * kLaunchRegistersCoresident + 128 * 32 <= 65536);
 
-/// Registers of a thread after setmaxnreg, by warpgroup. One producer and two consumer warpgroups
-/// divide the registers that the three had at launch: with a larger sum setmaxnreg.inc would wait
-/// for ever.
+/// Registers of a thread after setmaxnreg: in the producer and in each consumer warpgroup. The sum
+/// of the three warpgroups may not exceed their sum at launch: else setmaxnreg.inc would wait for
+/// ever.
 struct Registers {
   int producer;
   int consumer;

@@ -1,5 +1,5 @@
-// The shared memory of a consumer warpgroup's epilogue: store boxes, bias and scales, and a few
-// words of the tile whose epilogue is not finished.
+// The shared memory of a consumer warpgroup's epilogue: store boxes, biases, scales, and the expert
+// and origin of the tile whose epilogue is not finished.
 #pragma once
 
 #include "cuda/hopper/engine/pipeline.cuh"
@@ -81,13 +81,13 @@ class Staging {
     return ptx::load_float(scale() + row * 4);
   }
 
-  // Four words a warpgroup, which epilogues would otherwise hold in registers from tile to tile.
-  /// The expert of the tile that is multiplied. All threads may read it after a sync().
+  // Four words per warpgroup. Epilogues would otherwise hold them in registers from tile to tile.
+  /// The expert of the current tile. One thread saves it; all threads may read it after a sync().
   __device__ __forceinline__ void save_expert(int expert) const {
     ptx::store_float(saved_tile() + 12, __int_as_float(expert));
   }
   __device__ __forceinline__ int saved_expert() const { return ptx::load_word(saved_tile() + 12); }
-  /// The origin of the tile; only the elected thread writes and reads it.
+  /// The origin of the tile. Only the elected thread writes and reads it.
   __device__ __forceinline__ void save_origin(const TileOrigin& origin) const {
     const std::uint32_t at = saved_tile();
     ptx::store_words(at, origin.column, origin.row);
@@ -132,14 +132,14 @@ class Staging {
     sync();
   }
   __device__ __forceinline__ void commit() const { ptx::tma_commit(); }
-  /// Waits until all stores of this warp are in memory. Its first lane may have issued some.
+  /// Waits until all TMA stores of this warp are in memory. Only its first lane issues any.
   __device__ __forceinline__ void drain() const {
     if ((threadIdx.x & 31) == 0) ptx::tma_wait_done();
     __syncwarp();
   }
 
  private:
-  // Addresses are computed at every use: registers are scarcer here than integer arithmetic.
+  // Addresses are computed at every use: registers are scarce here, integer arithmetic is not.
   static __device__ __forceinline__ int warpgroup() {
     return static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   }

@@ -15,14 +15,14 @@ inline constexpr TileShape kAnyShape{128, 256, 4, 1, 2, Schedule::kCooperative};
 /// One CTA's part of its cluster's tile.
 struct CtaTile {
   int expert;
-  int row;         ///< the CTA's first row in expert order; the expert's first row where rows are K
-  int valid_rows;  ///< output rows from the CTA's first row to the end of the expert (of M where
-                   ///< rows are K); may exceed the tile. If the tile is half of a split one, at
-                   ///< most the rows of this half. Not positive: the CTA has no rows, and its
-                   ///< consumers only release the stages
+  int row;         ///< the CTA's first row in expert order; depth products: the expert's first row
+  int valid_rows;  ///< output rows from the CTA's first row to the end of the expert; depth
+                   ///< products: to the end of M. May be more than the tile has. If a tile is split
+                   ///< in two halves: at most the rows of this half. 0 or negative: the CTA has no
+                   ///< rows, and its consumers only wait for the stages and release them
   int column;      ///< first output column
-  int output_row;  ///< where rows are K: first output row of the CTA
-  int depth;       ///< where rows are K: rows of the expert
+  int output_row;  ///< depth products: first output row of the CTA
+  int depth;       ///< depth products: K, the number of rows of the expert
   bool own_b;      ///< the CTA loads all of its B itself: the cluster's other CTA has other columns
 };
 

@@ -1,11 +1,12 @@
 // Which tiles a cluster computes. In static order: every `clusters`-th tile. With the dynamic tile
-// scheduler: the next tile that no cluster has taken, from a counter in global memory. Clusters
-// then work on neighbouring tiles, so that the weights in use stay in L2, and a cluster with short
-// tiles computes more of them. The launch chooses: without a counter the order is static.
+// scheduler: the next tile that no cluster has taken, by an atomic counter in global memory.
+// Clusters then compute neighbouring tiles, so that the weights in use stay in L2, and a cluster
+// with short tiles computes more of them. A launch without a counter has static order.
 //
 // The dynamic scheduler is one thread of the cluster's first CTA. It takes an index from the
-// counter and writes it by st.async into the tile index queue of every CTA; the readers are the
-// threads that load and the warps that multiply. It runs up to kPrefetchDistance tiles ahead:
+// counter and stores it by st.async in the tile index queue of every CTA. The readers are the
+// threads that load and the warps that multiply. The scheduler is up to kPrefetchDistance tiles
+// ahead of them:
 //
 //   scheduler   takes index 1 | takes index 2 | takes index 3 | ...
 //   queue       entry 0       | entry 1       | entry 2       | ...   kQueueEntries, then entry 0
@@ -19,9 +20,10 @@
 
 namespace sonicmoe::cuda {
 
-/// The number of tiles by which the scheduler runs ahead of the slowest reader. It bounds how far
-/// clusters drift apart. kQueueEntries must be at least this number, because run_scheduler() sends
-/// entry i as soon as all readers have read entry i - kPrefetchDistance.
+/// The number of tiles by which the scheduler is ahead of the slowest reader. The smaller this
+/// number, the closer together are the tiles that the clusters compute at one time. It may be at
+/// most kQueueEntries, because run_scheduler() sends entry i as soon as all readers have read entry
+/// i - kPrefetchDistance.
 inline constexpr int kPrefetchDistance = 2;
 
 /// The thread that runs the dynamic scheduler.
@@ -30,13 +32,14 @@ enum class SchedulerThread {
   kConsumer,  ///< in a consumer warp, for producers whose warps all copy
 };
 
-/// Who reads the queue: one thread, or a warp of which one lane releases the entries.
+/// What reads the queue: one thread, or a warp, of which one lane releases the entries.
 enum class QueueReader { kThread, kWarp };
 
-/// Sent instead of an index: there are no more tiles.
+/// The scheduler sends it instead of an index if there are no more tiles.
 inline constexpr int kNoTile = -1;
 
-/// The number of tiles is computed at every call: the callers have no register to keep it in.
+/// `index`, or kNoTile if there is no such tile. The number of tiles is computed at every call,
+/// because the callers have no register for it.
 template <class Scheduler, TileShape kShape>
 __device__ __forceinline__ int tile_or_none(const typename Scheduler::Params& tiles, int index) {
   return index < Scheduler::template count<kShape>(tiles) ? index : kNoTile;
@@ -76,7 +79,7 @@ class TileIterator {
   std::uint32_t entries_read_ = 0;
 };
 
-/// Writes an index into an entry of every CTA's queue.
+/// Stores an index in an entry of every CTA's queue.
 template <TileShape kShape>
 __device__ __forceinline__ void send_index(const Cta<kShape>& cta, int entry, int index) {
   for (int c = 0; c < kShape.cluster; c++) {
@@ -84,7 +87,7 @@ __device__ __forceinline__ void send_index(const Cta<kShape>& cta, int entry, in
   }
 }
 
-/// SchedulerThread::kProducer: all that the thread does.
+/// SchedulerThread::kProducer: the whole work of the scheduler thread.
 template <class Scheduler, TileShape kShape>
 __device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
                                               const typename Scheduler::Params& tiles) {
@@ -105,11 +108,12 @@ __device__ __forceinline__ void run_scheduler(const Cta<kShape>& cta,
 
 /// SchedulerThread::kConsumer: the thread issues the atomic early in a tile and sends its result
 /// under the tile's last products, so that it never waits for the atomic. All consumer warps call
-/// these functions; only the scheduler thread acts.
+/// these functions; only the scheduler thread acts. Which index it sends depends on when the
+/// producer needs it (tile t is the t-th tile of the cluster):
 ///
-///   | producers look the next tile up | sent before tile 0 | sent in the cluster's tile t |
-///   | while they copy this one        | index 1            | index t + 2                  |
-///   | after this one (RingEpilogue)   | nothing            | index t + 1                  |
+///   | the producer computes tile t + 1          | before tile 0       | in tile t               |
+///   | while it copies tile t                    | the index of tile 1 | the index of tile t + 2 |
+///   | after it has copied tile t (RingEpilogue) | none                | the index of tile t + 1 |
 template <class Scheduler, TileShape kShape, class CtaType = Cta<kShape>>
 class InlineScheduler {
  public:
@@ -123,7 +127,7 @@ class InlineScheduler {
     if (is_scheduler()) send_taken(0);
     __syncwarp();
   }
-  /// Issues the atomic.
+  /// Issues the atomic and does not wait for its result.
   __device__ __forceinline__ void take() {
     // Set in every thread, or the compiler would keep the previous tile's value alive.
     taken_ = is_scheduler() ? ptx::count_up(tiles_.tile_counter) : 0;

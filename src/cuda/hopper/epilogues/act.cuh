@@ -19,7 +19,7 @@ template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActRows {
   using Params = ActRowsParams;
   using Act = ActivationWords<Element, kKind>;
-  using State = DeferredTile;  ///< H: blocks 0 and 1 become block 0 of A, blocks 2 and 3 block 2
+  using State = DeferredTile;  ///< H, then A: blocks 0 and 1 become block 0, blocks 2 and 3 block 2
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
   /// Pieces: store two boxes of H, then compute A from them in kParts pieces; the same for the
   /// other two boxes; store two boxes of A. Larger pieces would not fit in the registers that a
@@ -111,9 +111,9 @@ struct ActRows {
   }
 
   /// Computes a part of a block of A and writes it over H. ptx::pinned keeps the compiler from
-  /// computing it ahead of the k tile under which the piece runs. Paired: a word of A holds one
-  /// column, for a row of 0-7 (low half) and of 8-15 (high half); the next word's column is four
-  /// further.
+  /// computing it before the k tile under which the piece runs. Paired: a word of A has one column
+  /// of two rows, row lane / 4 in its low half and row lane / 4 + 8 in its high half. The column of
+  /// the next word is four further.
   template <int kBlock, int kPart>
   static __device__ __forceinline__ void activate(const Params& p, State& state) {
     constexpr int kWords = 16 / kParts;
@@ -133,8 +133,8 @@ struct ActRows {
     }
   }
 
-  /// stmatrix takes two neighbouring columns in a word. Here a thread's columns are four apart, so
-  /// the elements are written one by one.
+  /// Writes a block of A of the paired layout to a box, one element at a time: stmatrix would need
+  /// two neighbouring columns in a word, but here a thread's columns are four apart.
   static __device__ __forceinline__ void write_paired(std::uint32_t box, const Fragment& a) {
     // ptx::lane() is read anew, so that no address is kept in a register from tile to tile.
     const int lane = ptx::lane();

@@ -10,8 +10,10 @@
 //
 // TMA stores the results from the memory of the stage. A stage is released after the results of the
 // next stage are computed, the tile's last stage under the next tile's first products: by then TMA
-// has usually read it. Up to three warps issue one store each, by one thread. To issue one takes a
-// warp some hundred clocks: if one warp issued all, the others would wait at the next barrier.
+// has usually read it.
+//
+// One thread in each of two or three warps issues one store. Issuing a store takes a warp some
+// hundred clocks: if one warp issued all of them, the others would wait for it at the next barrier.
 #pragma once
 
 #include "cuda/hopper/engine/pipeline.cuh"
@@ -38,7 +40,7 @@ struct ActGrad {
   static constexpr int kInputTiles = 256 / kGradColumns;
 
   /// Called by the producer: loads input stage i, for all rows of the CTA. Without rows, or past
-  /// the width, it completes the stage without a load, because all CTAs count the same stages.
+  /// the width, it arrives without a load: consumers wait for every input stage.
   template <TileShape kShape>
   static __device__ __forceinline__ void load_input(const Params& p, const CtaTile& tile, int i,
                                                     std::uint32_t target, ptx::Mbarrier full) {
@@ -142,7 +144,8 @@ struct ActGrad {
   }
 
   /// Replaces H by dH in one stage, and writes A'. Computes sixteen columns at a time, because the
-  /// accumulator leaves no registers for more, and reads the next sixteen meanwhile.
+  /// accumulator leaves no registers for more. The next sixteen columns of H are read before that,
+  /// to hide the latency of the read.
   static __device__ __forceinline__ void differentiate(const Params& p, const float* acc,
                                                        const Boxes& boxes, const float (&scale)[2],
                                                        float (&score)[2]) {
@@ -164,7 +167,7 @@ struct ActGrad {
     }
   }
 
-  /// Words of H as ActivationGradientWords takes them.
+  /// Reads sixteen columns of H, in the words that ActivationGradientWords needs.
   static __device__ __forceinline__ void read(std::uint32_t h, int c, Words& first, Words& second) {
     if constexpr (kPaired) {
 #pragma unroll
@@ -199,7 +202,8 @@ struct ActGrad {
     return box + (c >> 1) * kPartBytes + row * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 1) * 8;
   }
 
-  /// Sums dS over the four lanes of a row, in a fixed order, and writes this tile's part of it.
+  /// Sums the parts of dS that the four lanes of a row have, in a fixed order, and writes the sum
+  /// over this tile's columns.
   template <TileShape kShape>
   static __device__ __forceinline__ void store_scores(const Params& p, const TileOrigin& origin,
                                                       const float (&score)[2]) {

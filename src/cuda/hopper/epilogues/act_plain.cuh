@@ -1,6 +1,6 @@
 // Epilogue of the up projection without a gate: H = r(acc + b1), A = r(act(H)), 64 columns at a
-// time, right after the products. It is not deferred: H and A of a whole tile would not fit in the
-// registers that the next tile's products leave.
+// time, right after the tile's products. It is not deferred, because H and A of a whole tile would
+// not fit in the registers that the next tile's products leave.
 #pragma once
 
 #include "cuda/hopper/epilogues/act.cuh"

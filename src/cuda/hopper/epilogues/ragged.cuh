@@ -7,12 +7,13 @@
 
 namespace sonicmoe::cuda {
 
+/// Stores a box, clipped after the last row of the expert (RaggedMap).
 __device__ __forceinline__ void store_ragged(const RaggedMap& to, std::uint32_t box, int column,
                                              int part, const TileOrigin& origin) {
   ptx::tma_store(&to.map, box, ptx::Coord4{column, part, to.reach + origin.row, origin.base});
 }
 
-/// The rows of a tile from `offset` on.
+/// The same for the rows of a tile from `offset` on.
 __device__ __forceinline__ void store_ragged(const RaggedMap& to, std::uint32_t box, int column,
                                              int part, const CtaTile& tile, int offset) {
   ptx::tma_store(

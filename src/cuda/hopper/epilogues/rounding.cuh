@@ -15,10 +15,11 @@ struct BiasColumns {
   int count;
 };
 
-/// Copies the bias of the output columns `column` .. (below `width`) to `columns` of the staging.
-/// Biases go through shared memory because an unrolled epilogue has no registers for them. They are
-/// added at the rounding, not in the accumulator: if instructions other than wgmma wrote the
-/// accumulator, ptxas would serialise the products (C7515). The caller syncs.
+/// Copies the biases of the output columns from `column` on to the accumulator columns `columns` in
+/// shared memory; columns from `width` on get 0. The caller syncs. Shared memory, because an
+/// unrolled epilogue has no registers for biases. They are added when the accumulator is rounded:
+/// if instructions other than wgmma wrote the accumulator, ptxas would serialise the products
+/// (C7515).
 template <TileShape kShape>
 __device__ __forceinline__ void stage_bias(const Staging<kShape>& staging, const Bias& bias,
                                            int expert, int column, int width, BiasColumns columns) {

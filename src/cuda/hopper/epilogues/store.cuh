@@ -1,6 +1,6 @@
-// Epilogue: (+ bias), (scale), round, store. Y = r(acc + b2), dX~ = r(acc). Cooperative tiles are
-// stored under the products of the next tile, ping-pong tiles under the products of the other
-// warpgroup.
+// Epilogue of Y = r(acc + b2), dX~ = r(acc) and the grouped GEMM: adds a bias, multiplies each row
+// by a scale (both optional), rounds and stores. Cooperative tiles are stored under the products of
+// the next tile, ping-pong tiles under the products of the other warpgroup.
 #pragma once
 
 #include "cuda/hopper/epilogues/deferred_tile.cuh"
@@ -20,7 +20,7 @@ struct StoreRows {
   static constexpr int kPieces = 4;  // one box each
 
   /// Spreads the pieces over half of the next tile. All clusters end their tiles at about the same
-  /// time: if a tile's stores followed each other at once, they would delay the next tiles' loads
+  /// time. If all of a tile's stores were issued at once, they would delay the next tiles' loads
   /// more.
   static __device__ __forceinline__ int k_tiles_per_piece(int k_tiles) { return k_tiles / 8 + 1; }
 

@@ -1,7 +1,7 @@
-// Epilogue of the weight gradients: one matrix an expert, (M, N) with N contiguous, or transposed
-// with M contiguous. 16-bit results are stored by TMA; fp32 results, written or accumulated, are
-// rearranged in the boxes and stored element by element. An expert without rows gets zeros, or
-// keeps its gradient where gradients are accumulated.
+// Epilogue of the weight gradients: one matrix (M, N) per expert, with N or M contiguous. 16-bit
+// results are stored by TMA. fp32 results, written or accumulated, are rearranged in the boxes and
+// stored element by element. An expert without rows gets zeros; if gradients are accumulated, its
+// gradient does not change.
 #pragma once
 
 #include "cuda/hopper/engine/mainloop.cuh"
@@ -29,10 +29,11 @@ struct StoreExpert {
   ///   | short  | at once             | k tile 4 (warpgroup 0) or 9 (1)    | k tile 0        |
   ///   | long   | k tile 0            | k tile 4 (warpgroup 0) or 9 (1)    | k tile 1        |
   ///
-  /// All clusters end their tiles at about the same time, and stores at that moment delay the next
-  /// tiles' loads: so the stores are spread. The first half is stored under k tile 0, because
-  /// between two tiles no product hides its fence and its stores. Until then it lies in the boxes:
-  /// both halves in registers would make the products slower. After a short tile this gains little.
+  /// The stores are spread, because all clusters end their tiles at about the same time, and stores
+  /// at that moment delay the next tiles' loads. After a long tile the first half is stored under k
+  /// tile 0, because between two tiles no product hides its fence and its stores. Until then it is
+  /// in the boxes: both halves in registers would make the products slower. After a short tile this
+  /// would save little time.
   static __device__ __forceinline__ int deferred_k_tile(const State& state, int k_tiles,
                                                         int warpgroup) {
     return k_tiles > kShort ? 4 + 5 * warpgroup : (state.first_stored ? 0 : 1);
@@ -150,7 +151,7 @@ struct StoreExpert {
     }
   }
 
-  /// The address of column c in row r. Rows are swizzled by r % 8, against bank conflicts.
+  /// The address of column c in row r. Rows are swizzled by r % 8, to avoid bank conflicts.
   static __device__ __forceinline__ std::uint32_t float_address(std::uint32_t rows, int r, int c) {
     return rows + r * kFloatRow + ((c >> 1 ^ (r & 7) << 2) << 3) + (c & 1) * 4;
   }

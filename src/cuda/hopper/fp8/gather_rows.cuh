@@ -34,9 +34,9 @@ struct Fp8GatherRows {
     const int first = threadIdx.x >> 3;
     const std::uint32_t target = first * 128 + (((threadIdx.x ^ first) & 7) << 4);
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
-    // The next tile and its row indices are looked up in the middle of the current tile, because
-    // the stages in flight do not cover the latency of the look-up. Each lane looks up one row
-    // index; __shfl_sync gives it to the lanes that copy this row.
+    // look_up() computes the next tile, and each lane loads the index of one row; __shfl_sync gives
+    // it to the lanes that copy this row. It runs in the middle of the current tile, because the
+    // stages in flight do not cover its latency.
     int next_row = kNoRow;
     int next_expert = 0;
     // The tile's column if own_b is false, ~column if it is true: both in one register.
@@ -104,8 +104,8 @@ struct Fp8GatherRows {
  private:
   static constexpr int kNoRow = -1;
 
-  /// The row of the tile whose index this thread looks up, and whose scales it copies. A warp looks
-  /// up the same 32 rows whose codes it copies.
+  /// The row of the tile whose index this thread loads, and whose scales it copies. A warp loads
+  /// the indices of the 32 rows whose codes it copies.
   static __device__ __forceinline__ int own_row() {
     const int thread = ptx::thread();
     return (thread >> 5) * 4 + (thread & 3) + (thread >> 2 & 7) * 16;

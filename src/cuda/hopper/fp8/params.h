@@ -25,8 +25,8 @@ struct Fp8TmaParams {
 
 /// Scales of the weights by expert, block of columns and block of K. Strides count elements.
 /// Offsets have 31 bits, enough for the scales of 35 TB of codes. A tile has two blocks of columns
-/// (units): the block of its first column, and a second block whose scales lie `unit_stride`
-/// elements after the first block's.
+/// (units). The first has the tile's first column. The scales of the second lie `unit_stride`
+/// elements after the scales of the first.
 struct Fp8WeightScales {
   const float* data;
   std::int32_t expert_stride;

@@ -75,7 +75,7 @@ Fp8WeightScales weight_scales(const Fp8Matrices& w) {
   s.expert_stride = static_cast<std::int32_t>(w.expert_scales);
   s.column_stride = static_cast<std::int32_t>(w.column_scales);
   s.depth_stride = static_cast<std::int32_t>(w.depth_scales);
-  const bool two = w.parts == 2;  // gate and up: the second unit of a tile has the columns of up
+  const bool two = w.parts == 2;  // gate and up: the second unit of a tile is columns of up
   s.unit_stride = static_cast<std::int32_t>(two ? blocks * w.column_scales : w.column_scales);
   s.column_blocks = two ? INT_MAX : static_cast<std::int32_t>(blocks);
   return s;

@@ -1,6 +1,6 @@
-// Quantises bf16 rows to codes and scales; 128 columns of a row share a scale. A thread has 16
-// elements, and eight neighbouring lanes find the scale of their block. Memory bandwidth limits the
-// kernel: it reads 2 bytes and writes 1 byte for each element.
+// Quantises bf16 rows to codes and scales. A block of 128 columns of a row has one scale. A thread
+// quantises 16 elements, and eight neighbouring lanes compute the scale of their block. Memory
+// bandwidth limits the kernel: it reads 2 bytes and writes 1 byte for each element.
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"

@@ -86,9 +86,9 @@ __device__ __forceinline__ std::uint32_t largest_of_block(std::uint32_t own) {
   return most;
 }
 
-/// The position in the tile of codes of word `word` of a row, which has columns 4 * word .. 4 *
-/// word + 3. Each group of sixteen rows has another permutation of the words in a row, so that
-/// neither writes along rows nor reads along columns have bank conflicts.
+/// The index in the tile of codes of word `word` of a row, which has columns 4 * word to 4 * word +
+/// 3. Each group of sixteen rows permutes the words of its rows in another way, so that neither
+/// writes along rows nor reads along columns have bank conflicts.
 __device__ __forceinline__ int tile_word(int row, int word) {
   return row * (kBlock / 4) + (word ^ (row / 16) * 4);
 }
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(const Args p
   const int first = threadIdx.x / kAcross;
   const std::uint16_t* from = p.weights + blockIdx.z * p.expert_stride + down * p.down_stride +
                               (across + lane * kEach) * p.step;
-  // If gate and up alternate, up begins one element after gate. Then its loads begin one element
-  // earlier, because 16-byte loads must be aligned, and every second element is taken.
+  // If gate and up alternate, up begins one element after gate. Its loads begin one element before
+  // up, because 16-byte loads must be aligned; then load_eight_odd() takes every second element.
   const bool odd = (reinterpret_cast<std::uintptr_t>(p.weights) & 2) != 0;
   uint4 words[kRows];
   std::uint32_t most = 0;

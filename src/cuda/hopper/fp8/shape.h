@@ -15,8 +15,8 @@ inline constexpr int kFp8Units = 2;    // units in a tile; a unit has 128 column
 
 // 128 x 256, 3 stages, cluster of 2, 4 store boxes. Each of the two consumer warpgroups has 64
 // rows. It multiplies one unit (64 x 128) after the other and adds the products, times their
-// scales, to 128 fp32 registers a thread. The tensor cores need 1024 clocks for a stage, so three
-// stages are enough, and boxes for a whole tile of Y or dX~, or for the H that dH reads, fit into
+// scales, to 128 fp32 registers per thread. The tensor cores need 1024 clocks for a stage, so three
+// stages are enough. Then boxes for a whole tile of Y or dX~, or for the H that dH reads, fit into
 // shared memory. Four stages with half as many boxes are 3 to 8 % slower (H200).
 inline constexpr TileShape kFp8Tile{128, 256, 3, 2, 4, Schedule::kCooperative};
 
@@ -25,7 +25,7 @@ inline constexpr TileShape kFp8Tile{128, 256, 3, 2, 4, Schedule::kCooperative};
 /// rows is a multiple of four.
 inline constexpr int kFp8ScaleRows = kFp8Tile.m + 4;
 
-/// Cards in shared memory; a card describes one tile (tile_cards.cuh).
+/// Cards in shared memory. A card is the description of one tile (tile_cards.cuh).
 inline constexpr int kFp8Cards = 8;
 
 /// Shared memory of a CTA: first the arrays of the 16-bit kernels (SharedLayout), then the arrays

@@ -1,15 +1,16 @@
-// Cards: the producer writes the description of each tile of the CTA to a card in shared memory,
-// and the consumers read it there. The producer looks a tile up while it loads the previous tile.
-// So no consumer waits for the look-up, a chain of dependent loads.
+// Cards: a ring of tile descriptions (expert, first row, rows, first column) in shared memory. The
+// producer computes a tile while it loads the previous tile, and writes its card. The consumers
+// read it there. So no consumer waits for the chain of dependent loads that a tile needs.
 //
 // There are kFp8Cards = 8 cards, and tile i has card i % 8. Each card has an mbarrier whose phase
-// completes when the card is written. No mbarrier says that a card may be overwritten, because the
-// order of the pipeline's stages implies it:
+// completes when the card is written. No mbarrier protects a card from being overwritten too early,
+// because the order of the pipeline's stages does:
 //
 //   1. The producer's thread 0 writes the card of tile i + 1 after it has waited for an empty stage
 //      for a k tile of tile i.
-//   2. Before, this stage held the k tile three k tiles earlier. That k tile belongs to tile i - 3
-//      or a later one, because every tile has at least one k tile, and all consumers released it.
+//   2. Before, this stage held the k tile three k tiles earlier, which all consumers have released.
+//      That k tile belongs to tile i - 3 or a later tile, because every tile has at least one k
+//      tile.
 //   3. So no consumer still reads the card of tile i - 7, which the card of tile i + 1 overwrites.
 #pragma once
 
@@ -56,8 +57,8 @@ class CardWriter {
 };
 
 /// Reads the cards, for one consumer warp. Its state is in shared memory, because products and
-/// epilogues need the registers: cards read, parity of the epilogue's input, stage and parity of
-/// the operand pipeline.
+/// epilogues need the registers. The state is four words: the number of cards read, the parity of
+/// the epilogue's input, and the stage and parity of the operand pipeline.
 class ConsumerTiles {
  public:
   __device__ __forceinline__ explicit ConsumerTiles(const Fp8Cta& cta) : cta_(cta) {
@@ -85,7 +86,8 @@ class ConsumerTiles {
   /// Number of cards read, including the card after the last tile.
   __device__ __forceinline__ std::uint32_t cards_read() const { return ptx::load_word(state()); }
 
-  /// Returns the mbarrier parity for which the epilogue's next input is awaited: 0, 1, 0, ...
+  /// Returns the parity of the mbarrier phase in which the epilogue's next input arrives: 0, 1, 0,
+  /// ...
   __device__ __forceinline__ std::uint32_t next_input_parity() const {
     const std::uint32_t parity = input_parity();
     write(state(), cards_read(), parity ^ 1);

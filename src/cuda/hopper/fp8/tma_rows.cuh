@@ -63,8 +63,8 @@ struct Fp8TmaRows {
           copy_weight_scale(p.weight_scales, tile, unit, kt, cta, ring.stage);
         }
         full.arrive_after_copies();
-        // The next tile is looked up in the middle of this tile, because the stages in flight do
-        // not cover the latency of the look-up.
+        // The next tile is computed in the middle of this tile, because the stages in flight do
+        // not cover the latency of the loads that this needs.
         if (kt == k_tiles / 2) {
           tiles.next();
           look_up();

@@ -1,5 +1,5 @@
-// Producer: gathered rows as K. A k tile of A is 128 columns of the source by 64 gathered rows,
-// MN-major. cp.async zeroes rows past the expert and columns past the width.
+// Producer of depth products: the gathered rows are K. A k tile of A is 128 columns of the source
+// by 64 gathered rows, MN-major. cp.async zeroes rows past the expert and columns past the width.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -33,11 +33,13 @@ struct GatherDepth {
     const int first = threadIdx.x >> 3;
     const int chunk = threadIdx.x & 7;
     const std::uint32_t target = first * 128 + ((chunk ^ (first & 7)) << 4);
-    // A thread copies rows first + 16 i of every k tile: 16 bytes of the first box, 16 of the
-    // second. A warp copies sixteen rows of a k tile; for two k tiles at once each lane looks up
-    // one of the 32 rows, two k tiles ahead, and shares it by a shuffle. Look-ups by every thread
-    // would take longer than a k tile's products, and one shuffle for each copy would cost 2 to 3 %
-    // of them (H200), because shuffles use the shared memory that wgmma reads.
+    // A thread copies rows first + 16 i of every k tile: 16 bytes of the first box (64 columns) and
+    // 16 bytes of the second. So a warp copies sixteen rows of a k tile. Row indices are loaded for
+    // two k tiles at once and two k tiles ahead: each lane loads one of 32 indices, and shuffles
+    // give it to the lanes that copy this row. If every thread loaded all of its indices, this
+    // would take longer than a k tile's products. One shuffle per copy, instead of one for the two
+    // copies of a row, would cost 2 to 3 % of the products' time (H200), because shuffles use the
+    // shared memory that wgmma reads.
     const int looked_up =
         (lane >> 4) * kDepth + (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2 & 3) * 16;
     if (threadIdx.x == 0 && p.begins == Begins::kIndependent) ptx::fence_async();
@@ -47,7 +49,8 @@ struct GatherDepth {
       if (tiles.done()) return CtaTile{};
       const int index = ptx::uniform(tiles.index());
       CtaTile tile = Gemm::Scheduler::template tile<kShape>(p.tiles, index, cta.rank());
-      // In uniform registers these values need no register of each lane: 0.2 % faster (H200).
+      // The values are then in uniform registers instead of registers of each lane: 0.2 % faster
+      // (H200).
       tile.row = ptx::uniform(tile.row);
       tile.depth = ptx::uniform(tile.depth);
       tile.column = ptx::uniform(tile.column);
@@ -71,9 +74,10 @@ struct GatherDepth {
       const std::uint8_t* source = ptx::opaque(static_cast<const std::uint8_t*>(p.producer.source) +
                                                (inside ? column : 0) * kElementBytes);
       const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
-      // The next tile is looked up while this tile is copied, and the next tile's first rows with
-      // this tile's last k tiles: the stages in flight do not cover two accesses to L2 in sequence.
-      // The next tile index has arrived by the time the second pair of k tiles is copied.
+      // The next tile is computed while this tile is copied, before the second pair of k tiles: by
+      // then its index has usually arrived. The next tile's first row indices are loaded with this
+      // tile's last k tiles. If both happened between two tiles, the stages in flight would not
+      // cover the latency of two dependent accesses to L2.
       const int ask_at = k_tiles > kTogether ? kTogether : 0;
       for (int kt = 0; kt == 0 || kt < k_tiles; kt += kTogether) {
         if (kt == ask_at) {
@@ -93,7 +97,7 @@ struct GatherDepth {
             const int row = __shfl_sync(~0u, rows, (u * kRows + i) * 4 + (lane >> 3));
             from[i] = ptx::row_address(source, row, p.producer.row_bytes);
           }
-          const int left = tile.depth - (kt + u) * kDepth - first;  // rows 16 i < left are present
+          const int left = tile.depth - (kt + u) * kDepth - first;  // row i exists if 16 i < left
           const int present = inside ? left : 0;
           const int second_present = second_inside ? left : 0;
           const ptx::Mbarrier full = cta.full(ring.stage);
@@ -120,7 +124,7 @@ struct GatherDepth {
 
  private:
   static constexpr int kRows = kDepth / 16;            // rows that a thread copies of a k tile
-  static constexpr int kTogether = 2;                  // k tiles looked up together
+  static constexpr int kTogether = 2;                  // k tiles whose indices are loaded together
   static constexpr int kNextBox = 64 * kElementBytes;  // from a row's first box to its second
 };
 

@@ -1,7 +1,7 @@
-// Producer: rows of a token matrix gathered by index. All 128 threads copy A by cp.async; thread 0
+// Producer of row products: rows gathered by index. All 128 threads copy A by cp.async. Thread 0
 // also issues the TMA loads of B and of a ring epilogue's input. cp.async itself zeroes rows past
-// the expert and k past the width, so the producer makes no ordinary store to a stage; such a store
-// would need a fence of its own.
+// the expert and k past the width: an ordinary store of zeros would need a fence of its own, before
+// the arrival at `full`.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -17,8 +17,8 @@ struct GatherRows {
   static constexpr int kCopyArrivals = kWarpgroup;
   static constexpr int kQueueReaders = kWarpgroup / 32;
   static constexpr SchedulerThread kScheduler = SchedulerThread::kConsumer;
-  /// The consumers of A, whose epilogue is deferred, need 232 registers. dH, which has no boxes,
-  /// defers nothing, and with 40 registers for the producer its copies are 0.5 % slower (H200).
+  /// The consumers of A, whose epilogue is deferred, need 232 registers; those of dH (the tile
+  /// without boxes) need fewer. With 40 registers the copies for dH are 0.5 % slower (H200).
   static constexpr Registers registers(const TileShape& shape) {
     return shape.boxes == 0 ? Registers{56, 224} : Registers{40, 232};
   }
@@ -43,14 +43,14 @@ struct GatherRows {
     const auto* source = static_cast<const std::uint8_t*>(p.producer.source) + chunk * 16;
 
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
-    // The next tile is looked up while this tile is copied, because the stages in flight do not
-    // cover the latency of the look-up. With a ring epilogue no stage of the next tile is full when
-    // it begins: there the look-up follows the input stages, under the epilogue. Each lane looks up
-    // one row and shares it with its warp by shuffles.
+    // look_up() computes the next tile, and each lane loads the index of one row; shuffles give it
+    // to the lanes that copy this row. This happens while this tile is copied, because the stages
+    // in flight do not cover its latency; with a ring epilogue, during the epilogue: this tile's
+    // input then fills all stages, so nothing of the next tile could be copied earlier.
     int next_row = kNoRow;
     int next_expert = 0;
-    int next_column = 0;  // complemented if the CTA has its own B: no register is free for a flag
-    int next_begin = 0;   // complemented if the tile has no rows
+    int next_column = 0;  // ~column if the CTA has its own B: no register is free for a flag
+    int next_begin = 0;   // ~row if the tile has no rows
     const auto look_up = [&] {
       if (tiles.done()) return;
       const CtaTile next =

@@ -1,5 +1,5 @@
-// Producer: rows that already lie in expert order, loaded by TMA. Thread 0 issues both operands;
-// with the dynamic scheduler thread 32 of the cluster's first CTA takes the tile indices.
+// Producer of row products whose rows are in expert order: TMA loads them. Thread 0 issues the
+// loads of both operands. In dynamic order thread 32 of the cluster's first CTA is the scheduler.
 #pragma once
 
 #include "cuda/hopper/engine/concepts.cuh"
@@ -59,8 +59,8 @@ struct TmaRows {
         ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full,
                       {(kt - part * p.tiles.k_tiles) * kDepth, part, tile.row});
         Gemm::B::load(p.b, tile, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
-        // The next tile is looked up half a tile ahead: the stages in flight do not cover the
-        // latency of the look-up.
+        // The next tile is computed half a tile ahead, because the stages in flight do not cover
+        // the latency of the loads that this needs.
         if (kt == k_tiles / 2) {
           tiles.next();
           if (!tiles.done()) next = look_up();

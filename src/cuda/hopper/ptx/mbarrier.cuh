@@ -1,4 +1,4 @@
-// Barriers in shared memory (mbarriers): producers and consumers wait for each other on them.
+// Barriers in shared memory (mbarriers), by which producers and consumers wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -57,9 +57,9 @@ __device__ __forceinline__ void fence_barrier_init() {
 }
 
 /// Stores a word at the shared address `slot` of CTA `cta` of the cluster, and arrives once at
-/// `barrier` in that CTA. The barrier's phase ends only when the word has arrived. The thread does
-/// not wait. An ordinary store, followed by an arrival that releases it to the cluster, would wait
-/// 600 clocks for all earlier stores of the thread.
+/// `barrier` in that CTA. The barrier's phase completes only after the word is stored. The thread
+/// does not wait. An ordinary store, followed by an arrival that releases it to the cluster, would
+/// wait 600 clocks for all earlier stores of the thread (H200).
 __device__ __forceinline__ void post_word(std::uint32_t slot, Mbarrier barrier, std::uint32_t cta,
                                           std::int32_t value) {
   asm volatile(

@@ -1,6 +1,6 @@
-// The numbers of the thread and of the CTA, read again at each call (asm volatile). So the compiler
-// computes values that depend on them again for each tile, and keeps none in registers between
-// tiles.
+// The numbers of the thread and of the CTA. asm volatile reads them again at each call, so the
+// compiler recomputes values that depend on them for each tile, instead of keeping them in
+// registers between tiles.
 #pragma once
 
 namespace sonicmoe::cuda::ptx {

@@ -17,7 +17,8 @@ struct Coord4 {
   std::int32_t x, y, z, w;
 };
 struct Coord5 {
-  /// No aggregate: the braces of a Coord3 would fit it too.
+  /// The constructor makes Coord5 no aggregate: else three coordinates in braces, which mean a
+  /// Coord3, would match Coord5 too.
   __device__ __forceinline__ Coord5(int x, int y, int z, int w, int v)
       : x(x), y(y), z(z), w(w), v(v) {}
   std::int32_t x, y, z, w, v;

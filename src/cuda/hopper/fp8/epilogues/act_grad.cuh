@@ -178,8 +178,8 @@ struct Fp8ActGrad {
     }
   };
 
-  /// Starts the load of H into the warp's box, after all lanes have read what is in it: of both
-  /// units if H is kept as codes, else of the unit. One lane calls it.
+  /// Starts the load of H into the warp's box: of both units if H is kept as codes, else of the
+  /// unit. One lane calls it, after all lanes have read the previous H in the box.
   static __device__ __forceinline__ void load_h(const Source& s) {
     const ptx::Mbarrier full = input(s.cta, consumer_warp());
     const CtaTile tile = s.tiles.current();
@@ -208,9 +208,9 @@ struct Fp8ActGrad {
     float scale[2][2] = {};
 #pragma unroll
     for (int i = 0; kCodes && i < 2 * kParts; i++) scale[i / 2][i % 2] = h.scale(i / 2, i % 2);
-    // Always 0, but ptxas does not know it: if kOrdered, it is computed from the previous word's
-    // score. Addresses and the row's score are computed from `after`, so ptxas cannot begin a word
-    // before the previous word is finished.
+    // Always 0, but ptxas does not know it. If kOrdered, `after` is computed from the previous
+    // word's part of dS. Addresses and the row's score are computed from `after`, so ptxas cannot
+    // begin a word before the previous word is finished.
     std::uint32_t after = 0;
     std::uint32_t codes[2][2] = {};  // of gate and of up, read one run ahead
 #pragma unroll
@@ -236,8 +236,8 @@ struct Fp8ActGrad {
           {elements[1].x, elements[1].y, elements[1].z, elements[1].w}};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        // Each word sums its part of dS by itself. ptxas would run one long chain of additions
-        // late, and the terms would occupy registers until then.
+        // Each word has its own sum of its terms of dS. With one long chain of additions ptxas
+        // would execute the chain late, and its terms would occupy registers until then.
         float part = 0.0f;
         const float s = __uint_as_float(__float_as_uint(scores[which]) + after);
         const float* grad = sums + (group * 4 + i) * 4 + which * 2;

@@ -1,7 +1,8 @@
 // Quantises the block of 16 rows by 128 columns that a warp holds in registers: converts bf16 words
-// to codes, with one scale for each row (core/fp8_quantize.h has the rule). A lane holds two rows,
-// lane / 4 and lane / 4 + 8, and of each its eight columns of each 32 (ColumnOrder::kByLane). So it
-// stores eight codes or eight elements of a row at once, from registers to global memory.
+// to codes, with one scale for each row (core/fp8_quantize.h has the rule). A lane holds elements
+// of two rows, lane / 4 and lane / 4 + 8: eight neighbouring columns of each 32 columns
+// (ColumnOrder::kByLane). So it stores eight codes or eight elements of a row at once, from
+// registers to global memory.
 #pragma once
 
 #include "core/fp8_quantize.h"
@@ -18,9 +19,11 @@
 
 namespace sonicmoe::cuda {
 
-/// A lane's words of 16 rows by 128 columns of bf16. Words 8g, 8g + 2, .. 8g + 6 hold its eight
-/// columns, in order, of columns 32g .. 32g + 31 of its first row, the words between them those of
-/// its second row.
+/// A lane's words of 16 rows by 128 columns of bf16. Of columns 32g .. 32g + 31 the lane has eight:
+///
+///   | words                          | hold                                          |
+///   | 8g, 8g + 2, 8g + 4, 8g + 6     | the eight columns, in order, of its first row |
+///   | 8g + 1, 8g + 3, 8g + 5, 8g + 7 | the same columns of its second row            |
 struct BlockWords {
   std::uint32_t words[32];
   __device__ __forceinline__ std::uint32_t& operator[](int i) { return words[i]; }
@@ -92,7 +95,7 @@ __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t first, std::uint
   return ptx::to_e4m3(Two::low(first), Two::high(first), Two::low(second), Two::high(second));
 }
 
-/// Where a lane's results of a block are: its rows in the CTA's tile, and its first column.
+/// The rows and columns of a block whose results a lane holds.
 struct LanePlace {
   __device__ __forceinline__ LanePlace(const CtaTile& tile, Rows rows) {
     const int thread = ptx::thread();
