@@ -121,7 +121,7 @@ Machine gpu_machine() {
 
 bool has_roofline(const Report& r) { return r.machine.flops_per_second > 0; }
 
-// How often a CPU's peak is sampled before the end.
+// Samples of a CPU's peak during the measurement. Another sample follows at its end.
 constexpr std::int32_t kPeakSamples = 3;
 
 // `peak` is null on CUDA.

@@ -40,9 +40,9 @@ constexpr std::string_view machine_of_gpu(std::string_view driver_name) {
   return "";
 }
 
-/// Why no GPU can be used. `refusal` is the error message from opening the first device: without a
-/// driver the CUDA runtime complains of the driver's version, without a GPU the library complains
-/// of ordinal 0.
+/// Why no GPU can be used. `refusal` is the error message from opening the first device. This
+/// message misleads in two cases: without a driver the CUDA runtime says that the driver's version
+/// is insufficient, and without a GPU the library says that ordinal 0 is wrong.
 inline std::string gpu_problem(const std::string& refusal, bool driver_present) {
   if (refusal.find("driver version is insufficient") != std::string::npos && !driver_present) {
     return "no NVIDIA driver found (libcuda.so.1)";

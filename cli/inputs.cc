@@ -10,7 +10,8 @@
 namespace sonicmoe::cli {
 namespace {
 
-// Random values in the block that fills a large tensor by repetition; odd, so that rows differ.
+// Most random values that are generated for a tensor. A larger tensor repeats them. The number is
+// odd, so that rows differ.
 constexpr std::int64_t kDrawn = (1 << 22) - 1;
 
 }  // namespace

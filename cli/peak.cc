@@ -126,12 +126,13 @@ double best_seconds(cpu::Team& team, Work&& work) {
     const auto begin = std::chrono::steady_clock::now();
     team.run(team.size(), work);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-    if (repeat > 0) best = std::min(best, took.count());  // the first starts threads, faults pages
+    if (repeat > 0) best = std::min(best, took.count());  // run 0 starts threads and maps pages
   }
   return best;
 }
 
-constexpr std::int64_t kFloats = 8 << 20;  // 32 MiB a thread, twice: beyond any cache share
+// A thread has two arrays of 32 MiB, which are larger than its part of any cache.
+constexpr std::int64_t kFloats = 8 << 20;
 
 }  // namespace
 

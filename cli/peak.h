@@ -11,9 +11,9 @@ namespace sonicmoe::cli {
 
 /// Multiply-add throughput of the widest vectors that the backend uses for `dtype` (bf16 dot
 /// products where the CPU has them), and the bandwidth of reading and writing large arrays, both
-/// with exec's threads. The peak is the best of all samples: other load on the machine lowers a
-/// sample and never raises one, so samples are taken between the runs that are compared with
-/// the peak: a short load then lowers only some of the samples.
+/// with exec's threads. The peak is the best of all samples, because other load on the machine
+/// lowers a sample and never raises one. Samples are taken between the runs that are compared with
+/// the peak, so that a short load lowers only some of the samples.
 class CpuPeak {
  public:
   CpuPeak(DType dtype, const Exec& exec);

@@ -14,7 +14,7 @@
 
 namespace sonicmoe {
 
-/// A product of the layer and the tile that the backend computes it with, in words.
+/// A product of the layer and, as text, the tile with which the backend computes it.
 struct TileChoice {
   const char* kernel;
   std::string tile;

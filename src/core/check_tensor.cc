@@ -68,8 +68,9 @@ void size_and_reach(const Tensor& tensor, const char* name) {
   }
 }
 
-// True unless each stride steps over everything that the smaller strides reach. True for every
-// tensor that overlaps itself, and for some that do not.
+// Whether two elements may have the same address. Compares each stride with the distance that all
+// smaller strides cover together: the stride must be larger. True for every tensor that overlaps
+// itself, and for some that do not.
 bool overlaps_itself(const Tensor& tensor) {
   std::array<std::pair<std::int64_t, std::int64_t>, 3> dims{};  // {stride, extent}
   for (std::int32_t i = 0; i < tensor.rank; ++i) {

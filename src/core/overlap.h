@@ -26,8 +26,8 @@ struct Range {
 /// true.
 bool share_memory(const Tensor& a, const Tensor& b);
 
-/// The memory that the caller lends to a call, by name. Every call builds a Lent, so the class
-/// allocates nothing.
+/// The memory of a call's arguments: names and address ranges. Every call makes such a list, so the
+/// class allocates nothing.
 class Lent {
  public:
   void add(const char* name, const Tensor& tensor, Use use = Use::kRead);

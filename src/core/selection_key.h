@@ -3,8 +3,8 @@
 //
 // All operations are fp32 in a stated order. Products and sums are fused only by an explicit fma,
 // so the compiler has nothing to choose. No library function is called, except fmaf by code that is
-// built without fma instructions; it gives the same bits. Exponentials of x < -80 are zero: no
-// value is subnormal (E <= 1024), so flush-to-zero modes change nothing.
+// built without fma instructions; it gives the same bits. Exponentials of x < -80 are zero. So no
+// value is subnormal (E <= 1024), and flush-to-zero modes change nothing.
 //
 // - exp32: 2^n * P(r), where x = n ln2 + r, |r| <= ln2/2 and P has degree 6. At most 1 ulp off on
 //   [-80, 0].

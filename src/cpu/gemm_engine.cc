@@ -56,8 +56,8 @@ void sweep_columns(const Kernels& k, const Sweep& s) {
   }
 }
 
-/// The row in the operand's index, or in its memory if it has no index, for row `row` of a task
-/// (RowTask::origin).
+/// Converts a row of a task to a row of operand m. An index has all rows. An operand without an
+/// index has only the rows from `origin` on (RowTask::origin).
 std::int64_t stored_row(const Operand& m, std::int64_t row, std::int64_t origin) {
   return m.index != nullptr ? row : row - origin;
 }

@@ -1,6 +1,6 @@
 // The inner loops of the CPU backend, as one table of functions for each dtype and instruction set:
 // packing, the register-tiled product, and the epilogues on its fp32 (fp64) tile, which is then
-// still in the L1 cache. The code above this table does not know the instruction set.
+// still in the L1 cache. The code that calls this table does not depend on the instruction set.
 //
 // A product tile is `mr` x `nr`. Both operands are packed into panels of mr or nr lanes, where a
 // lane is a row of a or a column of b. For k_group = 2 and lanes 0, 1, ... a panel lies in memory

@@ -3,7 +3,7 @@
 //
 // If the lanes of a panel do not fill whole vectors (mr lanes), pack_rows may write past the end of
 // the panel. So such panels are packed in ascending order of address, and AlignedMemory has room
-// behind the last panel. pack_cols writes only the k of its job.
+// after the last panel. pack_cols writes only the k of its job.
 #pragma once
 
 #include <utility>

@@ -142,8 +142,8 @@ class KernelDh {
     const BackwardTile t = describe(tile, task.origin);
     const std::int64_t element = b_.kernels.element_bytes;
     const std::int64_t bytes = t.da.cols * element;
-    // H comes from memory. It is prefetched for the tile mr rows below, which is multiplied after
-    // all other columns of these rows.
+    // H is not in the caches, so it is prefetched early: not for this tile, but for the tile of the
+    // next mr rows and the same columns, which is multiplied after the other columns of these rows.
     const std::int64_t below = std::min(t.da.rows, task.end - tile.row - t.da.rows);
     const std::int64_t step = t.da.rows * t.h_stride;
     for (const void* h : {t.h_gate, t.h_up}) {
@@ -324,7 +324,8 @@ class Fp8Backward {
  public:
   Fp8Backward(Team& team, const Backward& b) : team_(team), b_(b) {}
 
-  /// Before all products: dO, the weights and H, into Backward::da_rows, weights and h.
+  /// Before all products: writes the restored dO, weights and, if codes of H are kept, H to
+  /// Backward::da_rows, weights and h.
   void before() {
     const Problem& p = b_.problem;
     quantise_rows(team_, {.source = rows_of(b_.args.dout, nullptr),
@@ -336,7 +337,8 @@ class Fp8Backward {
     restore_rows(team_, kept_h_rows(p, b_.args.h), b_.metadata.offsets[p.experts],
                  b_.gates() * p.width, b_.h);
   }
-  /// Before dX~ of a group of experts: the group's rows of dH, into Backward::dx_operand.
+  /// Before dX~ of a group of experts: writes the group's rows of dH, quantised and restored, to
+  /// Backward::dx_operand.
   void between(const ExpertGroup& group) {
     const std::int64_t depth = b_.gates() * b_.problem.width;
     quantise_rows(team_, {.source = dense_rows(b_.dh, depth),

@@ -160,7 +160,7 @@ class Fp8Forward {
  public:
   Fp8Forward(Team& team, const Forward& f) : team_(team), f_(f) {}
 
-  /// Before all products: X and the weights, into Forward::x and Forward::weights.
+  /// Before all products: writes the restored X and weights to Forward::x and Forward::weights.
   void before() {
     const Problem& p = f_.problem;
     quantise_rows(team_, {.source = rows_of(f_.args.x, nullptr),
@@ -169,8 +169,8 @@ class Fp8Forward {
                           .restored = f_.x.data});
     restore_weights(team_, p, f_.args.fp8_weights, f_.weights);
   }
-  /// Between A and Y of a group of experts: A in place; if codes of H are kept, H of the group to
-  /// the caller's buffer.
+  /// Between A and Y of a group of experts: quantises and restores A in place. If codes of H are
+  /// kept, it also quantises the group's H into the caller's buffer.
   void between(const ExpertGroup& group) {
     const Problem& p = f_.problem;
     const std::int64_t rows = group.end - group.begin;

@@ -163,7 +163,7 @@ class TokenRounding {
     }
   }
 
-  // Chosen pairs keep route()'s weight, added ones carry p * scale.
+  // The weight of a pair: that of route() if top-k chose the pair, p * scale if rounding added it.
   Real weight_of(Key key, std::int64_t t, std::int64_t e) const {
     if (key < kChosenBit<Key>) {
       return bits_probability(key) * static_cast<Real>(options_.route.scale);

@@ -45,7 +45,8 @@ class ColumnRanking {
     return static_cast<std::int64_t>(count);
   }
 
-  /// The token of rank c, of which f are chosen.
+  /// The argument of kept() with which an expert keeps c tokens: the token of rank c, or a value
+  /// between this token and the next one. `f` is the number of chosen tokens.
   Ranked<Key> last_kept(std::int64_t c, std::int64_t f) {
     candidates_.clear();
     if (c == 0) return keep_nothing<Key>();
@@ -111,6 +112,7 @@ class ColumnRanking {
     Key low = 0;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       const Key k = keys_[t];
+      // One unsigned comparison skips keys below `low` and keys of chosen tokens.
       if (static_cast<Key>(k - low) >= static_cast<Key>(kChosenBit<Key> - low)) continue;
       candidates_.push_back({k, t});
       if (candidates_.size() == many) low = static_cast<Key>(cut_to(m).key + 1);

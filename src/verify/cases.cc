@@ -489,8 +489,8 @@ void add_large(std::vector<Case>& cases) {
     c.grad_dtype = DType::kF32;
     cases.push_back(c);
   }
-  // More experts than CUDA has clusters at work, several hundred rows each: half of a dW tile is
-  // stored during the main loop of the next tile (deferred epilogue).
+  // More experts than clusters that run at the same time, several hundred rows each: half of a dW
+  // tile is stored during the main loop of the next tile (deferred epilogue).
   cases.push_back(make_case("large/deep_experts/bf16/random", {7000, 72, 136, 70, 8}, DType::kBF16,
                             ActivationKind::kSwiGLU, Data::kRandom));
   // Three tiles of 128 rows along d, several tiles a cluster. dW's third row tile has no neighbour,

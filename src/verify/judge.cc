@@ -128,7 +128,8 @@ Verdict judge_error(const Expected& expected, std::uint8_t filling, Measure& mea
                          std::sqrt(static_cast<double>(end - begin));
     for (std::int64_t i = begin; i < end; ++i) {
       const double* truth = expected.exact.row(i);
-      // Quantised values may lie on the other side of a kink: then only the exact row is zero.
+      // A row must be zero if the exact row and the row in the same precision are zero. A quantised
+      // value may be on the other side of the activation's kink: then only the exact row is zero.
       const auto is_zero = [cols](const double* row) {
         return std::all_of(row, row + cols, [](double v) { return v == 0.0; });
       };

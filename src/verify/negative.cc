@@ -311,7 +311,8 @@ std::vector<Control> controls_of_memory() {
   };
 }
 
-// `keep` leaves some outputs in the arguments; these are computed without any rounding in between.
+// Replaces some outputs of backward by results without any rounding in between: the outputs that
+// `keep` leaves in the arguments.
 Break with_exact(void (*keep)(BackwardArgs&)) {
   return [keep](const Implementation& sound) {
     Implementation broken = sound;

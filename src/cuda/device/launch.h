@@ -17,16 +17,18 @@ struct LaunchShape {
   unsigned cluster = 1;  ///< CTAs of a cluster along x, where the kernel's code has clusters
 };
 
-/// Dynamic shared memory that needs no attribute, next to at most 16 KB of static arrays.
+/// Dynamic shared memory that a launch may have without allow_shared_memory(), if the kernel has at
+/// most 16 KB of static arrays.
 inline constexpr std::size_t kPlainShared = 32 * 1024;
 
-/// Shared memory that a block may have on the GPUs with the least of it: 8.6, 8.9 and 12.0.
+/// Shared memory that a block may have on every GPU. 8.6, 8.9 and 12.0 have no more.
 inline constexpr std::size_t kLeastShared = 99 * 1024;
 
-/// Threads of a CTA that fits on a Hopper multiprocessor at the same time as a weight gradient's
-/// CTA: it has at most 32 registers a thread and no shared memory. An idle multiprocessor holds
-/// kBesideBlocks such CTAs. Code for other architectures may use 40 registers a thread, which ptxas
-/// needs there.
+/// Threads of a CTA of a kernel that runs beside a weight gradient. A Hopper multiprocessor has
+/// room for one such CTA next to a CTA of the weight gradient, because the small CTA has at most 32
+/// registers a thread and no shared memory. An idle multiprocessor holds kBesideBlocks such CTAs;
+/// as an argument of __launch_bounds__ this number limits the registers. Code for other
+/// architectures may use 40 registers a thread, which ptxas needs there.
 inline constexpr int kBesideThreads = 128;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kBesideBlocks = 16;
@@ -37,12 +39,12 @@ inline constexpr int kBesideBlocks = 12;
 /// Sets the dynamic shared memory limit of `function` to the current device's maximum, once for
 /// each function and device; thread-safe. The limit is a property of function and device, not of a
 /// launch: if it were set to the size of each launch, a small launch of one thread could lower it
-/// below the size that another thread is about to launch. Side effect: CUDA
-/// clears an earlier error that the caller has not read yet (CUDA 13.0, H100).
+/// below the size that another thread is about to launch. Side effect: CUDA clears an earlier error
+/// that the caller has not read yet (CUDA 13.0, H100).
 void allow_shared_memory(const void* function);
 
 /// Whether the code of `function` that runs on `device`, which must be current, was compiled for
-/// sm_90 or later: the host's view of ptx::kHasSm90 (cuda/ptx/sm90.cuh). A device of 9.0 or later
+/// sm_90 or later: the value of ptx::kHasSm90 (cuda/ptx/sm90.cuh) in it. A device of 9.0 or later
 /// may also run code that was compiled from PTX of compute_80, without clusters, programmatic
 /// launches and bulk copies. Asks CUDA once for each function and device; thread-safe.
 bool has_sm90(const Device& device, const void* function);

@@ -54,8 +54,9 @@ Start start_of(bool independent) {
   return independent ? Start::kIndependent : Start::kAfterPrevious;
 }
 
-/// The columns of dH alternate between gate and up. 16-bit gradients alternate too and are one
-/// matrix; fp32 gradients are two matrices with any strides.
+/// dW1 if gate and up are interleaved: the columns of dH alternate between gate and up. 16-bit
+/// gradients alternate too and are one output matrix. fp32 gradients are two output matrices with
+/// any strides.
 WeightGrad interleaved_up_grad(const BackwardCall& c, Start start) {
   const Weights& g = c.args.grads;
   const Tensor gate = transposed(g.gate);

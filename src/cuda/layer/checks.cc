@@ -63,7 +63,8 @@ void check_grad(const char* name, const Tensor& t) {
   if (t.data != nullptr && t.dtype != DType::kF32) check_matrices(name, t);
 }
 
-/// With paired weights the columns of dH alternate, so 16-bit gradients must alternate too.
+/// Checks the gradients of interleaved gate and up. The columns of dH alternate, so 16-bit
+/// gradients must alternate too.
 void check_paired_grads(const Weights& grads) {
   const Tensor& gate = grads.gate;
   const Tensor& up = grads.up;

@@ -67,8 +67,8 @@ struct Activate {
   GateLayout layout;
 };
 
-/// With dA = D: dH = r(act'(H) * weight * dA), A' = r(weight * act(H)), and partial dot products
-/// <A, dA>. Their sum over a row is the gradient of the row's routing weight.
+/// With dA' = D: dH = r(act'(H) * weight * dA'), A' = r(weight * act(H)), and partial dot products
+/// <A, dA'>. Their sum over a row is the gradient of the row's routing weight.
 struct ActivateGrad {
   Tensor h;                  ///< written by Activate
   Tensor dh;                 ///< layout of h

@@ -132,7 +132,7 @@ struct GatedOai {
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
     return x * sigmoid(x, c) * (u + 1.0f);
   }
-  /// At the limit itself a clamp passes its gradient.
+  /// If a value equals its limit, the clamp passes the gradient.
   static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
                                                       const ActivationScalars& c) {
     const float x = ptx::smaller(gate, c.limit);
@@ -156,7 +156,7 @@ struct GatedClamped {
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
     return Silu::value(ptx::smaller(gate, c.limit)) * u;
   }
-  /// At the limit itself a clamp passes its gradient.
+  /// If a value equals its limit, the clamp passes the gradient.
   static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
                                                       const ActivationScalars& c) {
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);

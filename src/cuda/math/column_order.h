@@ -9,7 +9,7 @@ namespace sonicmoe::cuda {
 enum class ColumnOrder : int {
   kAscending = 0,  ///< B has the columns in their order
   /// The lane holds columns 8q .. 8q + 7 of each 32, and can load and store them at once. For this
-  /// B has column 8q + 2j + b of each 32 at place 8j + 2q + b (j = 0 to 3, b = 0 or 1).
+  /// B has column 8q + 2j + b of each 32 at index 8j + 2q + b (j = 0 to 3, b = 0 or 1).
   kByLane = 1,
 };
 

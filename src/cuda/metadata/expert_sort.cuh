@@ -1,9 +1,9 @@
 // A stable counting sort of positions by expert, which gives every position its row. Every block
-// counts its chunk of the positions, learns the counts of all blocks, and scatters its own chunk.
+// counts its chunk of the positions, gets the counts of all blocks, and scatters its own chunk.
 // Ranks come from warp votes and prefix sums, never from the order in which atomics are executed,
 // so the result is the same in every run.
 //
-//   positions      launches       how a block learns the other blocks' counts
+//   positions      launches       how a block gets the counts of other blocks
 //   <= 8 * kSpan   sort           one cluster: from the others' shared memory (sum_cluster);
 //                                 before sm_90: it counts all positions itself (count_all)
 //   more           count, sort    from a table in global memory (sum_table)
@@ -197,7 +197,7 @@ enum class Counting { kInSort, kBeforeSort };
 /// is number 32 i + lane of them.
 struct ThreadPositions {
   int expert[kThreadPositions];
-  int rank[kThreadPositions];  // among positions of the same expert: of the warp, then of the span
+  int rank[kThreadPositions];  // index among those of its expert: in the warp, later in the span
   int per_warp;
   int valid;  // positions of the span that have an expert
 
@@ -324,6 +324,9 @@ __device__ inline int write_rows(const Metadata& out, int experts, int rows,
   return sums[0];
 }
 
+/// The sorting kernel. A block sorts its first span, gets the counts of all blocks, writes its part
+/// of the tile records, and writes the span. Then it sorts and writes its other spans. If the pairs
+/// are sorted already (PairRanges), it writes only the row ranges and the tile records.
 template <Counting kCounting>
 __global__ void __maxnreg__(kSortRegisters) sort_positions(const SortParams p) {
   extern __shared__ __align__(16) std::uint8_t shared[];

@@ -46,12 +46,14 @@ std::int32_t columns_of(const Problem& p) {
   return static_cast<std::int32_t>(divided(p.experts, 4) * 4);
 }
 
-/// Tokens of a token span: the slots of its tokens are counted in one sum.
+/// The number of tokens in a token span. One sum counts the slots of all tokens of a span
+/// (PairCounters::span_sums).
 std::int64_t span_of(const Problem& p) {
   return divided(p.tokens, std::int64_t{kTokenSpan} * kMostSpans) * kTokenSpan;
 }
 
-/// Slots that a token's bin has room for: twice the mean, so that few tokens overflow theirs.
+/// The number of slots for which a token's bin has room: twice the mean, so that few tokens have
+/// more slots.
 std::int32_t bin_of(const Problem& p) {
   const std::int64_t most = std::max<std::int64_t>(p.tokens, 1);
   return static_cast<std::int32_t>(std::clamp<std::int64_t>(

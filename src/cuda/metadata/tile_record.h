@@ -17,7 +17,8 @@ struct TileRecord {
   std::int32_t first;  ///< index of the expert's first record
 };
 
-/// An expert in the list by descending number of rows, which depth products follow.
+/// An expert in the list of experts by descending number of rows. Depth products process the
+/// experts in this order.
 struct ExpertRecord {
   std::int32_t expert;
   std::int32_t begin;  ///< first row

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-/// The engine for mma.sync and cp.async: serves every device from compute capability 8.0 on.
+/// The engine that uses mma.sync and cp.async. It serves compute capabilities 8.0 to 12.9.
 extern const Engine kPortableEngine;
 
 }  // namespace sonicmoe::cuda

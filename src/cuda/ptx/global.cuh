@@ -5,7 +5,8 @@
 
 namespace sonicmoe::cuda::ptx {
 
-/// A word that no kernel in flight writes, loaded at each use so that no register holds it.
+/// Loads a word that no running kernel writes. Every call loads it again, so that no register holds
+/// it between two uses.
 __device__ __forceinline__ std::int32_t load_again(const std::int32_t* pointer) {
   std::int32_t value;
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(pointer));

@@ -8,7 +8,7 @@ namespace sonicmoe::cuda {
 /// Shared memory of a block that selects tokens.
 struct SelectSmem {
   SearchSmem search;
-  std::int32_t kept[kMostRanges];  // of every range
+  std::int32_t kept[kMostRanges];  // number of kept tokens in each range
 };
 
 /// One expert's tokens and which of them it keeps.
@@ -17,8 +17,8 @@ struct KeptSet {
   KeptTokens kept;  // of this expert
   SelectSmem* smem;
 
-  /// Adds the first tokens of kOthers, or removes the first of kChosen, up to the token with key
-  /// `last`.
+  /// Adds tokens of kOthers, or removes tokens of kChosen: the first ones in the order of the side,
+  /// up to and including the token with key `last`.
   __device__ void toggle(const TokenSearch& search, Side side, std::uint64_t last) const {
     search.each([&](std::uint64_t order) {
       if (order < last) return;

@@ -63,7 +63,8 @@ struct RowChoice {
   using Item = ItemType;
 };
 
-/// bf16 logits that are themselves the selection value are compared as 16 bits.
+/// Whether the selection values are the bf16 logits themselves. Then the compared items have 32
+/// bits (item_expert), of which 16 are the logit.
 inline bool selects_by_word(const RouteParams& p) {
   return p.logits.dtype == DType::kBF16 && p.score != ScoreMode::kSigmoid && p.n_group == 0;
 }

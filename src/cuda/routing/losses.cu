@@ -111,7 +111,8 @@ struct LossOutputs {
   std::int64_t count_stride;
 };
 
-/// One block sums every expert's parts in the order of the blocks, by groups of threads.
+/// One block adds up the parts of all blocks in a fixed order. Group g of `groups` groups of
+/// threads adds parts g, g + groups, ...; then the sums of the groups are added.
 __global__ void __launch_bounds__(kSumThreads)
     sum_losses(LossParts parts, LossOutputs out, double tokens, int experts, int top_k) {
   __shared__ double sums[kSumThreads];

@@ -264,7 +264,8 @@ RoundParams round_params(const RoundOptions& o, const RouteParams& p, const Roun
 
 template <class R, class Item, class Shape>
 void launch_rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
-  // Whole tiles: blocks of one group also write the marks of groups past the last token.
+  // The grid covers whole tiles: blocks of one group also write the marks of groups past the last
+  // token.
   constexpr unsigned kParts = kTileTokens / Shape::kTokens;
   launch_dependent(device_of(exec), "launching token_round", rank_tokens<R, Item, Shape>,
                    {blocks_of(p.tokens, kTileTokens) * kParts, Shape::kThreads,
@@ -273,7 +274,9 @@ void launch_rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) 
 }
 
 void rank(const RouteParams& p, const RoundScratch& s, const Exec& exec) {
-  constexpr std::int64_t kFewTokens = 8192;  // 128 tiles: fewer than multiprocessors
+  // With so few tokens a grid of one block a tile has at most 128 blocks; an H100 has 132
+  // multiprocessors.
+  constexpr std::int64_t kFewTokens = 8192;
   with_row(p, [&](auto choice) {
     using R = typename decltype(choice)::R;
     using Item = typename decltype(choice)::Item;

@@ -1,4 +1,5 @@
-// Gradient of token rounding on CUDA: the pairs' gradients as a (T, E) matrix, then a row a token.
+// Gradient of token rounding on CUDA. Writes the gradients of the pairs to a (T, E) matrix, then
+// computes the gradients of the logits, row by row.
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/launch.cuh"

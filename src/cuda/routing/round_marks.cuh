@@ -1,5 +1,5 @@
 // Results of the ranking: a few words for each expert and 64 tokens, and for every token the
-// softmaxes from which p and weights are computed again. The logits stay the only (T, E) matrix.
+// softmaxes from which p and weights are computed again. So the logits are the only (T, E) matrix.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,9 @@ __device__ inline std::uint32_t two_cuts(float first, float second) {
 __device__ inline unsigned inverted_cut_of(float p) { return cut_of(p) ^ ((1u << kCutBits) - 1); }
 
 /// Marks of kTileTokens tokens for one expert. `best` and `worst` have an entry for each group of
-/// kGroupTokens: a bound of the p of its tokens, so that a search reads only the groups that can
-/// have a token that it searches. 0: the group has no such token, or p is 0.
+/// kGroupTokens tokens: a bound of the p of its tokens, so that a search reads only the groups that
+/// can have one of the tokens that it looks for. An entry is 0 if the group has no such token;
+/// `best` is also 0 if p is 0.
 struct TileMarks {
   std::uint64_t chosen;              ///< a bit for each token
   std::uint16_t best[kTileGroups];   ///< the largest cut of the tokens that did not choose
@@ -63,7 +64,7 @@ struct PairScores {
   }
 };
 
-/// The tokens that a block ranks: a tile; one group if there are few tokens or little shared
+/// The tokens that a block ranks: a tile, or one group if there are few tokens or little shared
 /// memory.
 template <int kWarpCount, int kTokenCount>
 struct RankShape {
@@ -88,7 +89,7 @@ struct TileSmem {
 
   std::uint32_t* chosen;  // (kChosenWords, kExperts): a bit for each token
   std::uint32_t* worst;   // (kGroups, kExperts)
-  std::uint16_t* taken;   // (warps, kRows, kExperts): all ones where the row being read chose
+  std::uint16_t* taken;   // (warps, kRows, kExperts): all ones if the row being read chose it
   std::uint16_t* best;    // (warps, kExperts)
 
   __device__ explicit TileSmem(void* base)
@@ -156,7 +157,8 @@ struct TileSmem {
 };
 
 inline constexpr int kListThreads = 256;
-inline constexpr int kStretchTiles = kListThreads / 2;  // listed at once: 32 tokens a thread
+/// A stretch: the tokens that a block lists at once, 32 for each thread.
+inline constexpr int kStretchTiles = kListThreads / 2;
 inline constexpr int kStretchTokens = kStretchTiles * kTileTokens;
 inline constexpr int kMostRanges = 256;
 

@@ -229,6 +229,9 @@ class TokenSearch {
     __syncthreads();
     return smem_->last;
   }
+  /// Finds the key digit by digit. If the m-th key is the smallest one with the digits that are
+  /// found so far, the other digits may stay 0: the result is then between this key and the next
+  /// one.
   __device__ std::uint64_t last_of_many(int m) const {
     std::uint64_t value = 0;
     int top = TokenOrder::kBits;

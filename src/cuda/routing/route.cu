@@ -53,7 +53,7 @@ __device__ void clear_rows(const LogitsView& out, std::int64_t first, int rows, 
   const int bytes = out.dtype == DType::kF32 ? 4 : 2;
   auto* data = static_cast<std::uint8_t*>(out.data) + first * out.row_stride * bytes;
   int length = experts;
-  if (out.vectors != 0 && out.row_stride == experts) {  // one run of memory
+  if (out.vectors != 0 && out.row_stride == experts) {  // the rows are contiguous
     length *= rows;
     rows = 1;
   }

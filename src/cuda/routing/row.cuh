@@ -144,8 +144,9 @@ struct Row {
     return {top, sum > 0.0f ? key::div32(1.0f, sum) : 0.0f};
   }
 
-  /// p of every expert of this lane, and the softmax (unused for sigmoid routing). `chosen` are
-  /// the row's items; where they are bf16 logits the first is the largest logit.
+  /// p of every expert of this lane, and the softmax (unused for sigmoid routing). `chosen` has the
+  /// chosen items of the row, best first. Items of 32 bits contain the bf16 logits, so the first
+  /// one has the largest logit of the row.
   template <class Item>
   __device__ void probabilities(const RouteParams& p, const Item* chosen, float* out,
                                 Softmax* own) const {
@@ -302,9 +303,10 @@ struct Row {
     int pass;
   };
 
-  // Each lane sorts its items; the best of all lanes' first items is taken K times. The other items
-  // and the chosen ones are in shared memory: as register moves they would fill the slower half of
-  // the integer pipe.
+  // Takes the K best items of a row. Each lane sorts its items. Then, K times, the lanes compare
+  // their first items; the lane with the best one writes it to `chosen` and continues with its next
+  // item. The other items and the chosen ones are in shared memory: as register moves they would
+  // fill the slower half of the integer pipe.
   template <class Item>
   static __device__ void take_best(Item (&item)[kValues], Selection selection, Item* smem,
                                    Item* mine) {
@@ -329,7 +331,8 @@ struct Row {
     if (in_pass(selection.pass) && slot() < selection.top_k) *mine = chosen[slot()];
   }
 
-  // The lanes of a row read its groups from shared memory: a group need not be one lane's experts.
+  // Sets the values of all experts outside of the best groups to -inf. The values go through shared
+  // memory, because several lanes may hold the experts of one group.
   static __device__ void keep_best_groups(const RouteParams& p, std::uint32_t* smem,
                                           float (&value)[kValues]) {
     auto* values = reinterpret_cast<float*>(smem);  // select() stores items here afterwards
@@ -403,11 +406,12 @@ struct RowSource {
 };
 template <class R>
 struct RowSource<R, std::uint32_t> {
-  static constexpr bool kSmall = true;  // registers suffice for a second row in flight
+  static constexpr bool kSmall = true;  // enough registers to load a second row ahead
   typename R::Words words;
 
   __device__ void load(const RouteParams& p, std::int64_t token) { R::load_words(p, token, words); }
-  /// Called before select() and widened(). Apart from load(), so that work can run under the load.
+  /// Must be called before select() and widened(). It is not a part of load(), so that other work
+  /// can run before the loaded words arrive.
   __device__ void clean() { R::clean_all(words); }
   __device__ void select(const RouteParams& p, std::uint32_t* smem, int pass,
                          std::uint32_t* mine) const {

@@ -102,10 +102,16 @@ __device__ inline float logit_at(const LogitsView& logits, std::int64_t token, i
                                      : key::clean(widen<__nv_bfloat16>(bits), key::kLargestBF16);
 }
 
-/// An item is an expert as selection compares it: larger is better, no two available experts are
-/// equal, and unavailable ones are smaller. u64: order bits, then the expert, lower numbers first.
-/// u32, for bf16 logits: the upper 16 order bits plus 1 (so that NaN, whose order bits are all
-/// ones, becomes 0), then the expert. Returns the item's expert, -1 for an unavailable one.
+/// Returns the expert of an item, -1 for an unavailable expert. An item is an expert as selection
+/// compares it: larger is better, no two available experts are equal, and unavailable ones are
+/// smaller.
+///
+///   | item                 | upper half                        | lower half      |
+///   | u64                  | order bits of the selection value | inverted expert |
+///   | u32, for bf16 logits | upper 16 order bits, plus 1       | inverted expert |
+///
+/// With equal upper halves the lower expert number is better. The upper half of a u32 is 0 for NaN,
+/// whose order bits are all ones.
 template <class Item>
 __device__ int item_expert(Item item) {
   if constexpr (sizeof(Item) == 4) {
@@ -116,7 +122,7 @@ __device__ int item_expert(Item item) {
   }
 }
 
-/// The logit of an item that is a bf16 and the selection value itself; -inf for none.
+/// The bf16 logit in an item of 32 bits; -inf for an unavailable expert.
 __device__ inline float item_logit(std::uint32_t item) {
   const std::uint32_t order = (item - 0x10000u) & 0xffff0000u;
   const std::uint32_t bits = key::bits_of(key::from_order_bits(order)) & 0xffff0000u;

@@ -36,7 +36,7 @@ struct SlotView {
                                 : static_cast<const std::int32_t*>(data)[at];
   }
   /// The expert at an offset, -1 if the id is outside [0, experts). Ids are compared as 64 bits: an
-  /// int64 id that only its lower 32 bits would make valid names no expert.
+  /// int64 id names no expert if only its lower 32 bits are a valid id.
   __device__ int expert(std::int64_t at, int experts) const {
     const std::int64_t e = integer(at);
     return e < 0 || e >= experts ? -1 : static_cast<int>(e);

@@ -12,7 +12,7 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kMostRowBlocks = 16;  // among which an expert's rows are divided
+constexpr int kMostRowBlocks = 16;  // of an expert
 
 /// A view that is filled with zeros.
 struct ClearArgs {
@@ -219,7 +219,7 @@ __global__ void columns_kernel(const Metadata m, const __grid_constant__ ColumnK
 
 __global__ void clear_kernel(const ClearArgs a) { a.clear(blockIdx.x, gridDim.x); }
 
-/// A grid with one block for about `rows` rows of each expert.
+/// A grid of (experts, blocks of an expert), in which a block has about `rows` rows.
 dim3 expert_grid(const Problem& p, std::int64_t rows) {
   const std::int64_t blocks = row_capacity(p) / p.experts / rows;
   return dim3(static_cast<unsigned>(p.experts),

@@ -112,9 +112,9 @@ struct OtherSums {
 /// need no registers for other ranks. `at` is an offset in bytes in (T, d).
 ///
 /// A kernel calls ranks_of() once for each token (or part of a token that a warp sums), before it
-/// loads the rows: load() needs the result, and would else wait for memory twice while nothing else
-/// is in flight. If fault() is true, the kernel writes NaN. It calls fault() as rarely as
-/// ranks_of(), because each call waits for L2.
+/// loads the rows. load() needs the result: if load() read the mask itself, it would wait for
+/// memory twice while no other load is in flight. If fault() is true, the kernel writes NaN. It
+/// calls fault() as rarely as ranks_of(), because each call waits for L2.
 struct OwnSum {
   struct Ranks {};
   template <class Chunk>

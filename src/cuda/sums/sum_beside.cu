@@ -63,8 +63,8 @@ __device__ __forceinline__ void store(const BesideArgs& a, std::uint32_t token, 
   *reinterpret_cast<uint2*>(a.out + token * a.out_bytes + byte) = sum;
 }
 
-/// Makes the first value depend on all loads. Else the compiler, to save registers, adds some rows
-/// before it loads the others, and fewer bytes are in flight.
+/// Makes the first value depend on all loads. Otherwise the compiler, to save registers, would add
+/// some rows before it loads the others, and fewer bytes would be in flight.
 template <int kCount>
 __device__ __forceinline__ void wait_for_all(uint2 (&value)[kCount], std::uint32_t zero) {
   std::uint32_t nothing = 0;
@@ -153,6 +153,7 @@ struct FewRows {
   }
 };
 
+/// The offset in (T, d) of a byte of a token.
 __device__ __forceinline__ std::int64_t place(const BesideArgs& a, std::uint32_t token,
                                               std::uint32_t byte) {
   return static_cast<std::int64_t>(token) * a.row_bytes + byte;
@@ -224,6 +225,7 @@ __device__ __forceinline__ void sum_short(const BesideArgs& a, const Result& res
   }
 }
 
+/// Sums a token of more than 32 positions. Every lane loads all row numbers, for each piece again.
 template <class Element, class Result>
 __device__ __forceinline__ void sum_long(const BesideArgs& a, const Result& result,
                                          std::uint32_t token, const ByteRange& bytes,

@@ -22,7 +22,8 @@ struct RingArgs {
   std::int32_t width;  ///< chunks of 16 bytes in a part; the last part of a token may have fewer
   std::int32_t parts;  ///< of a token
   std::int32_t depth;  ///< batches in a ring, at least 2
-  std::int32_t step_tokens;  ///< this and the next: from a part of a warp to its next part
+  /// A warp's next part is `step_tokens` tokens and `step_parts` parts after its current one.
+  std::int32_t step_tokens;
   std::int32_t step_parts;
 };
 
@@ -184,8 +185,8 @@ struct SumRing {
     std::uint32_t weight_address_ = 0;  // 0: no weight to store
   };
 
-  /// The partial sums of other ranks, loaded to registers one part before they are added. Which
-  /// ranks have one is loaded one part earlier still.
+  /// The partial sums of other ranks. They are loaded to registers one part before they are added.
+  /// The mask of the ranks that have a partial sum is loaded two parts before.
   template <class Result>
   class OfOthers {
    public:

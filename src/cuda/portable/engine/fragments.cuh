@@ -74,7 +74,7 @@ class FragmentsA {
 };
 
 /// Loads the operand of a warp's 64 columns of D: 8 fragments of 16 x 8; b[i] holds two of them.
-/// With ColumnOrder::kByLane, 4 fragments are 32 neighbouring columns, in another order.
+/// With ColumnOrder::kByLane, 4 fragments have 32 neighbouring columns in the order of column_of().
 template <class Shape, Order kOrder, Columns kColumns, ColumnOrder kColumnOrder>
 class FragmentsB {
  public:
@@ -114,7 +114,7 @@ class FragmentsB {
  private:
   static_assert(kColumnOrder == ColumnOrder::kAscending || kOrder == Order::kAlongK);
 
-  /// The column that is number i of fragment j of 32 columns.
+  /// The index, among 32 columns, of column i of fragment j.
   static constexpr int column_of(int i, int j) {
     return kColumnOrder == ColumnOrder::kByLane ? i / 2 * 8 + i % 2 + j * 2 : i + j * 8;
   }

@@ -3,9 +3,10 @@
 //
 // Every thread issues a part of the copies of each k tile. Copies run kStages - 1 k tiles ahead of
 // the products, also from one tile of D to the next: while a warp's epilogue stores a tile, the
-// operands of the next tile arrive. No warp only copies: with a ninth warp, three warps would share
-// a quarter of the multiprocessor's registers. A thread would have 168 of them, but its products
-// alone take 192.
+// operands of the next tile arrive.
+//
+// There is no producer warp. With a ninth warp, one quarter of the multiprocessor's registers would
+// have to serve three warps. A thread would have 168 registers, but its products alone take 192.
 //
 // A warp issues a copy after every few mma.sync. If it issued all copies of a k tile at once, the
 // tensor cores would be idle meanwhile.
@@ -24,10 +25,10 @@
 
 namespace sonicmoe::cuda::portable {
 
-/// Racecheck (compute-sanitizer 2025.3.1) does not see that the ring's mbarriers order accesses,
-/// and reports races between copies and reads of stages. In a build with SONICMOE_RACECHECK all
-/// threads also meet where they wait for a stage, so it can judge all other accesses to shared
-/// memory.
+/// A barrier of all threads in a build with SONICMOE_RACECHECK, else nothing. Racecheck
+/// (compute-sanitizer 2025.3.1) does not see that the ring's mbarriers order accesses, and reports
+/// races between copies and reads of stages. With this barrier at each wait for a stage, racecheck
+/// can judge all other accesses to shared memory.
 __device__ __forceinline__ void meet_for_racecheck() {
 #ifdef SONICMOE_RACECHECK
   __syncthreads();

@@ -44,7 +44,7 @@ struct Activate {
   /// Pieces of eight columns of A that a lane has in a row.
   template <Gates kGates>
   static constexpr int kPieces = kGates == Gates::kNone ? 2 : 1;
-  /// Rows that a lane activates at once: two pieces. Four would spill registers.
+  /// Rows that a lane activates at once. They have two pieces; four would spill registers.
   template <Gates kGates>
   static constexpr int kAtOnce = 2 / kPieces<kGates>;
 

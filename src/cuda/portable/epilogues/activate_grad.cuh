@@ -37,7 +37,7 @@ struct ActivateGrad {
   /// epilogues of all CTAs would read H from memory at the same time and wait for its bandwidth.
   static __device__ __forceinline__ void prepare(const Params& p, const TileSlot& tile) {
     constexpr int kColumns = static_cast<int>(kWidth);
-    constexpr int kThreadsEach = kColumns / 128;  // the CTA has as many threads for each row
+    constexpr int kThreadsEach = kColumns / 128;  // threads of the CTA for each row
     const int row = threadIdx.x / kThreadsEach;
     if (row >= tile.rows) return;
     const int gates = p.act.gates == Gates::kNone ? 1 : 2;
@@ -54,15 +54,15 @@ struct ActivateGrad {
  private:
   /// Elements in a line of L2.
   static constexpr int kLine = 128 / kElementBytes;
-  /// Rows that the staging buffer holds, and rows that the warp's lanes process at once: eight
-  /// lanes share the 64 columns of a row.
+  /// Rows that the staging buffer holds, and rows that a warp processes at once, with eight lanes
+  /// for the 64 columns of a row.
   static constexpr int kSliceRows = 8;
   static constexpr int kLaneRows = 4;
   /// Pieces of eight columns, one in each of its rows of a slice, that a lane processes.
   static constexpr int kPieces = kSliceRows / kLaneRows;
   static constexpr int kSlices = kWarpRows / kSliceRows;
-  /// Slices that a lane reads its inputs ahead. Reading ahead makes dH 1 to 7 % faster (H100, hot).
-  /// In code for 10.x it would spill 60 bytes of registers, in code for 12.x 80.
+  /// How many slices before their use a lane reads its inputs. 1 makes dH 1 to 7 % faster than 0
+  /// (H100, hot). In code for 10.x it would spill 60 bytes of registers, in code for 12.x 80.
   static constexpr int kAhead = kArchitecture < 100 ? 1 : 0;
   /// Whether a row's weight is read ahead with its H, and whether the parts of dS of a lane's two
   /// rows are summed together. This makes dH 2 to 11 % faster (H100, hot). In code for 10.x it

@@ -96,8 +96,9 @@ __device__ __forceinline__ void activate(const ActivationScalars& scalars,
   }
 }
 
-/// How a loop of an epilogue activates pieces: by the activation kOne, or by the one of the call
-/// (AnyKind), which kGated says to have a gate or not.
+/// The activation that a loop of an epilogue applies. OneKind: the activation kOne. AnyKind: the
+/// activation of the call; kGated says whether it has a gate, so that the loop contains only the
+/// activations with, or only those without a gate.
 template <ActivationKind kOne>
 struct OneKind {
   template <class Element, bool, int kPieces>

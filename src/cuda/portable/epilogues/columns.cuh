@@ -6,7 +6,7 @@
 namespace sonicmoe::cuda::portable {
 
 inline constexpr int kChunks = kWarpColumns / 8;
-/// Columns of a half of the tile (Columns::kHalves), which is a wide one.
+/// Columns of a half of the tile (Columns::kHalves). Only wide tiles are divided into halves.
 inline constexpr int kHalfColumns = static_cast<int>(Width::k256) / 2;
 
 /// The tile's column at which chunk `chunk` of a warp's 8 chunks of 8 columns begins.

@@ -12,9 +12,9 @@ struct HiddenQuads {
   uint4 second;  ///< zeros without a gate
 };
 
-/// `row` points to the beginning of the row; `column` is a column of A. Both loads have the same
-/// registers in all layouts: if they had others, ptxas would copy the words, and the copies would
-/// wait for the loads.
+/// Reads H for eight columns of A. `row` points to the beginning of the row; `column` is the first
+/// column of A. Both loads use the same registers in all layouts. Otherwise ptxas would copy the
+/// words, and the copies would wait for the loads.
 __device__ __forceinline__ HiddenQuads read_hidden(const Activating& act, const std::uint8_t* row,
                                                    int column) {
   const bool interleaved = act.gates == Gates::kInterleaved;

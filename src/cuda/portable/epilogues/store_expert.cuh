@@ -1,5 +1,6 @@
 // Epilogue of weight gradients: stores a matrix for each expert in 16 bits or in fp32, or adds it
-// to fp32 values in memory. Values of an expert without rows do not change: -0 + 0 would be +0.
+// to fp32 values in memory. It adds nothing for an expert without rows: -0 + 0 would change a value
+// to +0.
 #pragma once
 
 #include "cuda/portable/epilogues/staging.cuh"

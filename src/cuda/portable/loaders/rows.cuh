@@ -118,8 +118,9 @@ class RowLoader {
     return record < records_ ? reinterpret_cast<const int4*>(p.records)[record] : int4{};
   }
 
-  /// Past the last record read.w is 0, and the offset is less than (rows / kRecordRows + experts +
-  /// CTAs) * kRecordRows. That is below 2^31, because check_row_count() refuses more rows.
+  /// Sets next_ to a tile of the record `read` (TileRecord). Past the last record read.w is 0, and
+  /// the offset is less than (rows / kRecordRows + experts + CTAs) * kRecordRows. That is below
+  /// 2^31, because check_row_count() refuses more rows.
   __device__ __forceinline__ void take(int record, int column_tile, const int4& read) {
     const int offset = (record - read.w) * kRecordRows;
     next_ = {record, column_tile, read.x, read.y + offset, min(kTileRows, read.z - offset)};
