@@ -85,6 +85,7 @@ add_emulated_test(
   "activation/ wide/ shape/ grads/ layout/ gemm edges sentinels/ shuffled/ repeated/ no_tokens")
 add_emulated_test(Graphs "Each/CudaGraph.*" "")
 add_emulated_test(OneRow "Each/CudaOneRow.*" "")
+add_emulated_test(Nan "Each/CudaNan.*" "")
 add_emulated_test(Accumulate "Each/CudaAccumulate.*" "")
 add_emulated_test(
   Routing "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")

@@ -89,7 +89,7 @@ struct GeluTanh {
   }
 };
 
-/// value() keeps NaN; the derivative at 0 is 0.
+/// value() keeps NaN; the derivatives at 0 and at NaN are 0.
 struct Relu {
   static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x; }
   static __device__ __forceinline__ Slope slope(float x, float g) {
@@ -97,10 +97,11 @@ struct Relu {
   }
 };
 
+/// The derivative keeps NaN too: it is 2 x for every x that is not below 0.
 struct Relu2 {
   static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
   static __device__ __forceinline__ Slope slope(float x, float g) {
-    return {value(x), x > 0.0f ? 2.0f * x * g : 0.0f};
+    return {value(x), x <= 0.0f ? 0.0f : 2.0f * x * g};
   }
 };
 
