@@ -6,6 +6,7 @@ python tests/cli_test.py PATH_OF_SONICMOE
 import ctypes.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import unittest
@@ -13,6 +14,10 @@ from pathlib import Path
 
 COMMAND = ""
 SMALL = ["--shape", "60,24,16,6,2"]
+FP8 = ["--precision", "fp8"]
+ROOT = Path(__file__).parent.parent
+SHORT = {"forward": "fwd", "backward": "bwd"}
+RECORDS = "benchmarks/results/h200"
 
 
 def run(*arguments):
@@ -116,7 +121,7 @@ class CliTest(unittest.TestCase):
         self.assertIsNone(fp8["forward"]["sustained_us"])
         self.assertTrue(all(g["n"] % 128 == 0 for g in fp8["granularity"]))
         text = run("plan", *shape, "--backend", "cpu", "--precision", "fp8")[1]
-        self.assertIn("A, Y, dH and dX~ in fp8 at 1.4 times the rate of bf16, as measured", text)
+        self.assertIn("A, Y, dH and dX~ in fp8 at 1.5 times the rate of bf16, as measured", text)
         auto = ("--device", "cpu", "--precision", "auto")
         self.assertEqual(self.document("plan", *SMALL, *auto)["precision"], "tensors")
         small = ("--shape", "70,256,128,4,2", "--repeats", "1")
@@ -181,7 +186,7 @@ class CliTest(unittest.TestCase):
         self.assertIsNone(plan("--device", "cpu", "--dtype", "f32")["device"]["memory_bytes"])
 
     def test_the_devices_in_the_docs(self):
-        page = (Path(__file__).parent.parent / "docs/command.md").read_text()
+        page = (ROOT / "docs/command.md").read_text()
         table = page.split("### Devices of plan")[1].split("\n\n| ")[1].split("\n\n")[0]
         rows = [[c.strip() for c in row.strip("| ").split("|")] for row in table.splitlines()[2:]]
         names = run("plan", *SMALL, "--device", "tpu")[2].split("one of: ")[1].strip().split(", ")
@@ -251,10 +256,47 @@ class CliTest(unittest.TestCase):
         self.assertIn("94 layers", out)
 
     def test_the_page_of_ranks_is_what_the_command_computes(self):
-        script = Path(__file__).parent.parent / "benchmarks/plan_ranks.py"
+        script = ROOT / "benchmarks/plan_ranks.py"
         check = [sys.executable, str(script), COMMAND, "--check"]
         done = subprocess.run(check, capture_output=True, text=True, check=False)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_plan_has_the_rates_of_the_records(self):
+        """The H200's shares of the roofline (docs/command.md), and the speed of fp8 over bf16."""
+
+        def rows(record):
+            for row in json.loads((ROOT / f"{RECORDS}/{record}.json").read_text())["rows"]:
+                shape = ("plan", "--shape", ",".join(str(row[c]) for c in "TdnEK"))
+                yield row, lambda *more, shape=shape: self.document(*shape, *more)
+
+        page = " ".join((ROOT / "docs/command.md").read_text().split())
+        both = ("forward", "backward")
+        for record, column, engine, passes in (
+            ("hot", "ours_cpp", "hopper", [("forward",), ("backward",)]),
+            ("portable", "portable", "portable", [both]),
+        ):
+            shares = []
+            for row, plan in rows(record):
+                if row["T"] < 16384:
+                    continue
+                planned = plan("--engine", engine)
+                for names in passes:
+                    roofline = sum(planned[name]["us"] for name in names)
+                    measured = sum(row[column][f"{SHORT[name]}_ms"] for name in names)
+                    shares.append(roofline / measured / 1e3)
+            self.assertEqual(len(shares), 18 * len(passes))
+            mean = planned["forward"]["us"] / planned["forward"]["sustained_us"]
+            self.assertAlmostEqual(mean, statistics.mean(shares), delta=0.005)
+            told = f"{min(shares):.2f} to {max(shares):.2f} of"
+            self.assertIn(f"The `{engine}` engine reached {told}", page)
+            self.assertIn(f", {mean:.2f} in the mean", page)
+        for row, plan in rows("fp8"):
+            if row["d"] < 2048 or row["n"] < 1024:
+                continue
+            planned = [sum(p[name]["us"] for name in both) for p in (plan(), plan(*FP8))]
+            measured = [row[c]["fwd_ms"] + row[c]["bwd_ms"] for c in ("bf16", "fp8")]
+            ratio = planned[0] / planned[1] * measured[1] / measured[0]
+            self.assertAlmostEqual(ratio, 1, delta=0.03, msg=row["config"])
 
     def test_plan_of_one_rank_is_the_plan(self):
         """Each engine at its own share of the roofline."""
