@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import _checks, _formulas, _ops
-from .layer import LAYOUTS, Activation, _activation, _check_ids
+from .layer import LAYOUTS, Activation, _activation, _autocast, _check_ids
 
 # Elements of a block of rows: the elementwise parts work in fp32 on one block at a time.
 BLOCK = 1 << 22
@@ -226,15 +226,19 @@ class _Layer(torch.autograd.Function):
         if needs.weights:
             grads["weights"] = _score_gradient(dout, ids, ds, rows, t.b_down)
         if has_down:
-            grads["down_a"] = _outer((back * scores).to(a.dtype), a, rows)
-            inner = _rank(a, t.down_a, form.down_scale, rows) * scores
-            grads["down_b"] = _outer(dout, inner.to(a.dtype), rows, rows.token)
+            if needs.down_a:
+                grads["down_a"] = _outer((back * scores).to(a.dtype), a, rows)
+            if needs.down_b:
+                inner = _rank(a, t.down_a, form.down_scale, rows) * scores
+                grads["down_b"] = _outer(dout, inner.to(a.dtype), rows, rows.token)
         del a
 
         back = None
-        if has_up:
+        if has_up and (needs.up_a or needs.x):
             back = _rank(dh, _transposed(t.up_b), form.up_scale, rows)
+        if needs.up_a:
             grads["up_a"] = _transposed(_outer(t.x, back, rows, rows.token))
+        if needs.up_b:
             grads["up_b"] = _outer(dh, low, rows)
         if needs.x:
             dx = _product(dh, _transposed(t.w_up), rows)
@@ -291,14 +295,6 @@ def _padded(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor |
     return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the computation: autocast's under autocast, else x's."""
-    kind = x.device.type
-    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
-
-
 def lora_moe(
     x: Tensor,
     topk_ids: Tensor,
@@ -339,16 +335,17 @@ def lora_moe(
     _check_ids(x, topk_ids, None, topk_weights)
     weights = topk_weights.to(_ops.score_dtype(x))
     _check_frozen({"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down})
-    t = _Tensors(x, weights, up_a, up_b, down_a, down_b, w_up, w_down, b_up, b_down)
+    frozen = w_up, w_down, b_up, b_down
+    if _ops.may_autocast():
+        x, frozen = _autocast(x, frozen)
+    t = _Tensors(x, weights, up_a, up_b, down_a, down_b, *frozen)
     _check_shapes(x, t, activation.name in _ops.GATED)
-    for name, value in (("w_up", w_up), ("w_down", w_down)):
-        if _dtype(x) == x.dtype and value.dtype != x.dtype:
-            raise TypeError(f"{name} has dtype {value.dtype}, must be x's {x.dtype}")
+    _checks.same("w_up", t.w_up, x)
+    _checks.same("w_down", t.w_down, x)
     up_a, up_b = _padded(up_a, up_b)
     down_a, down_b = _padded(down_a, down_b)
     t = t._replace(up_a=up_a, up_b=up_b, down_a=down_a, down_b=down_b)
-    dtype = _dtype(x)
-    cast = [v if n == "weights" or v is None else v.to(dtype) for n, v in t._asdict().items()]
+    cast = [v if n == "weights" or v is None else v.to(x.dtype) for n, v in t._asdict().items()]
     form = _Form(activation, gate_layout, up_scale, down_scale)
     return _Layer.apply(form, topk_ids, *cast)
 

@@ -1,5 +1,8 @@
 """Low-rank factors beside frozen experts, against merged weights in plain PyTorch."""
 
+import collections
+import itertools
+
 import pytest
 import reference
 import sonicmoe_cpp
@@ -282,6 +285,23 @@ def test_autocast_casts_what_it_is_given():
         assert 1e-5 < reference.error(got[name], value) < 2e-2
 
 
+def test_autocast_casts_as_in_the_layer():
+    """x of autocast's dtype, weights of another: lora_moe casts and refuses as moe() does."""
+    layer = Adapted(bias=True).on("cpu", torch.float32)
+    x = layer.x.detach().bfloat16()
+    inputs = (layer.ids, layer.weights.detach(), layer.w_up, layer.w_down)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = sonicmoe_cpp.moe(x, *inputs, **layer.options_with_bias())
+        got = lora_moe(x, *inputs, **layer.options_with_bias())
+        assert got.dtype == want.dtype == torch.bfloat16
+        assert reference.error(got, want) < 2e-2
+        for function in (sonicmoe_cpp.moe, lora_moe):
+            with pytest.raises(TypeError, match=r"has dtype bfloat16, must be x's float64"):
+                function(x.double(), *inputs)
+    with pytest.raises(TypeError, match=r"w_up has dtype float32, must be x's bfloat16"):
+        lora_moe(x, *inputs)
+
+
 def test_factors_may_be_kept_in_fp32():
     layer = Adapted().on("cpu", torch.bfloat16)
     want = layer.gradients(layer.ours())
@@ -352,6 +372,49 @@ def test_frozen_experts_get_no_gradient_and_none_is_computed(device):
         sonicmoe_cpp.moe(*inputs).backward(layer.dout)
     assert layer.w_up.grad is None and layer.w_down.grad is None
     assert seen.shapes == [(40, D), (40, 2), (0,), (0,), (0,), (0,), (0,)]
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator of the package is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.of[function.name().removeprefix("sonicmoe_cpp::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [*itertools.combinations(FACTORS, 1), FACTORS, ("x", "up_a")])
+def test_gradients_of_frozen_factors_are_not_computed(frozen):
+    layer = Adapted(bias=True)
+    want = layer.gradients(layer.ours())
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    out = layer.ours()
+    with Calls() as seen:
+        got = layer.gradients(out)
+    assert set(want) - set(got) == set(frozen)
+    assert all(torch.equal(value, want[name]) for name, value in got.items())
+    assert seen.of["grouped_gemm_k"] == sum(name not in frozen for name in FACTORS)
+    # dA needs three products, the factor's gradient down_b one more. dX needs two, and one that
+    # the gradient of up_a needs, too.
+    both = not set(frozen) >= {"x", "up_a"}
+    products = 3 + ("down_b" not in frozen) + 2 * ("x" not in frozen) + both
+    assert seen.of["grouped_gemm"] == products
+
+
+def test_module_casts_under_autocast_as_without_factors():
+    module = sonicmoe_cpp.MoE(E, 2, D, N)
+    x = torch.randn(16, D).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = module(x)[0]
+        module.add_lora(rank=8, alpha=8.0)
+        out = module(x)[0]
+    assert reference.error(out, plain) < 2e-2
+    out.float().sum().backward()
+    assert module.lora.up_b.grad.abs().sum() > 0
 
 
 def test_module_trains_its_factors_only():
