@@ -108,6 +108,17 @@ def test_merged(architecture, tmp_path):
         hf.merge_lora(again)
 
 
+def test_merging_through_an_inner_model(tmp_path):
+    """add_lora was called with the outer model, merge_lora with the model inside it."""
+    model = adapted("qwen3_moe")
+    want = logits(model)
+    hf.merge_lora(model.model)
+    model.save_pretrained(tmp_path)
+    assert "save_pretrained" not in vars(model)
+    assert not (tmp_path / "lora").exists()
+    torch.testing.assert_close(logits(from_pretrained(tmp_path)), want, rtol=1e-4, atol=1e-4)
+
+
 def test_merging_rounds_once():
     model = adapted("qwen3_moe").bfloat16()
     _, experts = hf_models.experts_of(model)[0]
@@ -283,6 +294,9 @@ def test_peft_on_other_layers(tmp_path):
     again = peft.PeftModel.from_pretrained(hf_models.build("qwen3_moe"), tmp_path).eval()
     hf.load_lora(again, tmp_path)
     torch.testing.assert_close(logits(again), logits(theirs))
+    hf.merge_lora(theirs.get_base_model())
+    theirs.save_pretrained(tmp_path / "merged")
+    assert not (tmp_path / "merged" / "lora").exists()
     other = peft.get_peft_model(hf_models.build("qwen3_moe"), config)
     with pytest.warns(UserWarning, match="PeftModel will leave out the low-rank factors"):
         hf.add_lora(other.get_base_model(), 3, 6.0)

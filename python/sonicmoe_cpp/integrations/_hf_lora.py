@@ -196,8 +196,14 @@ def _save_pretrained(model: nn.Module, save_directory, *arguments, **options) ->
     """Runs the model's own save_pretrained and writes the factors to a separate folder, because
     from_pretrained drops parameters that the model's class does not have. An attribute of the
     config marks that the folder exists."""
-    configs = {id(m.config): m.config for m in experts_of(model).values()}
+    modules = experts_of(model)
     own = type(model).save_pretrained
+    if all(getattr(m, "lora", None) is None for m in modules.values()):
+        # merge_lora() was called with a model inside this one, so it has not removed this function.
+        model.__dict__.pop("save_pretrained", None)
+        own(model, save_directory, *arguments, **options)
+        return
+    configs = {id(m.config): m.config for m in modules.values()}
     given = inspect.signature(own).bind(model, save_directory, *arguments, **options).arguments
     given = given | given.get("kwargs", {})
     if given.get("push_to_hub"):
