@@ -145,8 +145,9 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
-    """(E,) int64: how often each expert occurs in `ids`, an int64 tensor with values from -1 to E.
-    The values -1 and E (empty slots) are not counted."""
+    """(E,): how often each expert occurs in `ids`, an int64 tensor; ids < 0 and ids >= E are not
+    counted."""
+    ids = ids.clamp(-1, experts)
     found = torch.zeros(experts + 2, dtype=torch.int64, device=ids.device)
     found = found.index_add(0, (ids + 1).flatten(), torch.ones_like(ids).flatten())
     return found[1 : experts + 1]
@@ -190,7 +191,8 @@ def router_losses(
     load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], where p is the softmax over all
     experts (the sigmoid for score="sigmoid"). With softmax it is 1 for a balanced router.
     z = mean_t logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in
-    logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route().
+    logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route(). An id < 0 or
+    >= E is an empty slot, which is not counted.
 
     transformers' load_balancing_loss_func divides the counts by T instead of T*K, so it is K times
     load_balancing: multiply its coefficient (router_aux_loss_coef) by K to use it here.

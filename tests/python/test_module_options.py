@@ -272,6 +272,16 @@ def test_the_load_balancing_loss_of_transformers_is_k_times_ours():
         sonicmoe_cpp.router_losses(logits, [1])
 
 
+def test_losses_do_not_count_ids_that_are_no_experts():
+    logits = torch.randn(4, E)
+    ids = torch.tensor([[0, 1], [-5, 2], [2, E], [E + 7, -(2**40)]])
+    none = torch.zeros(4, dtype=torch.bool)
+    want = torch.tensor([1, 1, 2] + [0] * (E - 3))
+    losses = [sonicmoe_cpp.router_losses(logits, ids, padding=p) for p in (None, none)]
+    assert all(torch.equal(counts, want) for *_, counts in losses)
+    torch.testing.assert_close(losses[1], losses[0])
+
+
 @pytest.mark.parametrize("routing", ["topk", "expert_choice"])
 def test_all_together_in_one_graph(routing):
     torch._dynamo.reset()
