@@ -216,6 +216,15 @@ def test_options_of_a_transport_are_checked(options, error, sentence):
         overrides.token_rounding(layer_config(), **options)
 
 
+def test_a_precision_over_ranks_is_refused_in_a_config_built_by_hand():
+    config = overrides.routed_experts(routed_config(GroupedExperts), transport="peer")
+    config.inner_experts.precision = "fp8"
+    module = build(config)
+    module.place = object()  # not used, because the call is refused before
+    with pytest.raises(NotImplementedError, match="by transport needs precision=None; without"):
+        module(tokens(B, L, D), *routing(L))
+
+
 def test_a_transport_serves_without_expert_parallelism():
     """The same list of overrides serves any number of ranks."""
     config = overrides.routed_experts(routed_config(GroupedExperts), transport="peer")

@@ -84,8 +84,17 @@ class SonicGroupedExperts(Experts, GroupedExperts):
         return {"w_up": (gate, up), "w_down": down} | how
 
 
+def refuse_over_ranks(precision: str | None) -> None:
+    if precision is not None:
+        raise NotImplementedError(
+            f'precision is "{precision}", expert parallelism by transport needs precision=None; '
+            "without transport torchtitan's dispatcher moves the rows, for any precision"
+        )
+
+
 def _over_ranks(place: Place, form: str, x: Tensor, routing: tuple, arguments: dict) -> Tensor:
     """The layer over the ranks of expert parallelism; `arguments` are from layer_arguments()."""
+    refuse_over_ranks(arguments.get("precision"))
     up, down, b_up, b_down = (arguments.get(n) for n in ("w_up", "w_down", "b_up", "b_down"))
     style = arguments.get("activation", "swiglu"), arguments.get("gate_layout", "concatenated")
     weights, buffers = (up, down, b_up, b_down), arguments.get("grad_accum")

@@ -38,6 +38,7 @@ from .modules import (
     SonicRoutedExperts,
     SonicRouter,
     SonicSelectiveAC,
+    refuse_over_ranks,
 )
 
 _EXPERTS = {GroupedExperts.Config: SonicGroupedExperts.Config}
@@ -88,11 +89,7 @@ def _check_transport(precision: str | None, transport: str | None, limits: Limit
         return
     one_of("transport", transport, TRANSPORTS)
     limits.check()
-    if precision is not None:
-        raise NotImplementedError(
-            f'precision is "{precision}", expert parallelism by transport needs precision=None; '
-            "without transport torchtitan's dispatcher moves the rows, for any precision"
-        )
+    refuse_over_ranks(precision)
 
 
 @override(target=RoutedExperts.Config, description="fused experts of sonicmoe_cpp")
