@@ -58,9 +58,12 @@ def activation_memory(config: Config, layer: nn.Module, run: str) -> dict[str, A
 
 
 @torch.no_grad()
-def padding(config: Config, auxes: list[Any]) -> dict[str, int]:
+def padding(config: Config, auxes: list[Any], random_state: torch.Tensor) -> dict[str, int]:
     """Rows of one step in all layers, for top-K and for rounding: the routed rows, and the rows of
-    whole tiles."""
+    whole tiles. random_state: torch's at the begin of the step, from which every layer drew the
+    seed of stochastic rounding, in the order of `auxes`."""
+    generator = torch.Generator()
+    generator.set_state(random_state)
 
     def whole_tiles(rows: torch.Tensor) -> int:
         return int((-(-rows // config.tile) * config.tile).sum())
@@ -68,9 +71,10 @@ def padding(config: Config, auxes: list[Any]) -> dict[str, int]:
     total = {"topk_rows": 0, "topk_tiled": 0, "rounded_rows": 0, "rounded_tiled": 0}
     for aux in auxes:
         topk = aux.tokens_per_expert
-        pairs = sonicmoe_cpp.token_round(
-            aux.logits.detach(), config.top_k, tile=config.tile, mode=config.rounding
-        )
+        rule: dict[str, Any] = {"tile": config.tile, "mode": config.rounding}
+        if config.rounding == "stochastic":
+            rule["seed"] = torch.randint(2**62, (), dtype=torch.int64, generator=generator)
+        pairs = sonicmoe_cpp.token_round(aux.logits.detach(), config.top_k, **rule)
         rounded = pairs.offsets.diff()
         total["topk_rows"] += int(topk.sum())
         total["topk_tiled"] += whole_tiles(topk)

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import sonicmoe_cpp
 import torch
 from demo_support import SCRIPT, TINY, flags, write_text
 from lm import checkpoint, data, measure, restore, trainer
@@ -285,10 +286,28 @@ def test_memory_and_padding_are_measured(text):
         assert memory["bytes_measured"] >= memory["bytes_predicted"]
         model.train()
         _, auxes = model(torch.zeros(4, 16, dtype=torch.int64) + torch.arange(16))
-        rows = measure.padding(config, auxes)
+        rows = measure.padding(config, auxes, torch.get_rng_state())
         assert rows["topk_rows"] == 2 * 64 * 2
         assert rows["topk_tiled"] % 8 == 0 and rows["topk_tiled"] >= rows["topk_rows"]
         assert rows["rounded_rows"] == rows["rounded_tiled"]
+
+
+def test_padding_of_stochastic_rounding_is_that_of_the_step(text, tmp_path, monkeypatch):
+    rounded = []
+
+    def token_round(*arguments, **options):
+        pairs = sonicmoe_cpp.token_round(*arguments, **options)
+        rounded.append(int(pairs.offsets[-1]))
+        return pairs
+
+    monkeypatch.setattr("sonicmoe_cpp.module.token_round", token_round)
+    config = tiny(text, rounding="stochastic", accumulate=2, steps=6, eval_every=1)
+    run = trainer.Run("rounded", config, data.load_corpus(config), tmp_path)
+    rounded.clear()
+    assert run.train(lambda: False)
+    each = [sum(rounded[i : i + 4]) for i in range(0, len(rounded), 4)]  # two layers, two parts
+    assert len(set(each)) > 1
+    assert [rows["rounded_rows"] for rows in run.history.padding] == each
 
 
 def test_memory_in_bf16_is_without_copies_of_weights(text):
