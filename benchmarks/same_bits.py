@@ -5,9 +5,10 @@
 Use it for a change that must not change results. Both libraries compute the same layers in one
 process, then top-k routing and every mode of token rounding. The layers have every activation that
 both libraries have, both 16-bit dtypes, all forms of routing, K-major, MN-major and interleaved
-weights; some have biases, and some accumulate gradients. With ids and pairs one expert has many
-rows and one has none; grouped rows are divided evenly. All bytes of the output, of H and of every
-gradient are compared, but not the metadata. Exits with 1 on a difference.
+weights; some have biases, and some accumulate gradients. With ids and pairs one
+expert has many rows and one has none; grouped rows are divided evenly. All bytes of every output
+buffer, with H and the metadata kept for backward, are
+compared. Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def activations(libraries):
 
 
 def cases(libraries):
-    """Every activation, dtype, order and shape. Form, biases and accumulation depend on the case
-    number. The form cycles with period 3, as the shapes do, so each shape has one form."""
+    """Every activation, dtype, order and shape; the other axes cycle with the case number. The form
+    is moved by one after each 3 and each 9 cases, so that every shape and order gets every form."""
     numbers = itertools.count()
     for (activation, gated), dtype, order in itertools.product(
         activations(libraries), (torch.bfloat16, torch.float16), ORDERS
@@ -75,7 +76,8 @@ def cases(libraries):
             continue
         for shape in SHAPES:
             i = next(numbers)
-            yield Case(shape, activation, gated, dtype, i % 3, order, i % 2 == 0, i % 5 == 0)
+            form = (i + i // 3 + i // 9) % 3
+            yield Case(shape, activation, gated, dtype, form, order, i % 2 == 0, i % 5 == 0)
 
 
 class Layer:
@@ -206,7 +208,7 @@ class Layer:
             library.exec,
         )()
         torch.cuda.synchronize()
-        return {"out": out, "h": h, "dx": dx, "dweights": dweights} | {
+        return {"out": out, "h": h, "saved": saved, "dx": dx, "dweights": dweights} | {
             f"d{name}": grad for name, grad in grads.items() if grad is not None
         }
 
