@@ -68,8 +68,14 @@ class Text:
         self.shape = (options.tokens // options.sequence, options.sequence + 1)
         self.rank, self.ranks, self.vocabulary = rank, ranks, vocabulary
         self.tokens = numpy.load(options.text, mmap_mode="r") if options.text else None
-        if self.tokens is not None and self.tokens.max() >= vocabulary:
+        if self.tokens is not None and self.tokens.max(initial=0) >= vocabulary:
             raise ValueError(f"{options.text} has tokens beyond the vocabulary of {vocabulary}")
+        count = self.shape[0] * self.shape[1]
+        if self.tokens is not None and len(self.tokens) <= count:
+            raise ValueError(
+                f"{options.text} has {len(self.tokens)} tokens, must have more than the {count} of "
+                "a batch"
+            )
 
     def __call__(self, step: int) -> Tensor:
         number = step * self.ranks + self.rank

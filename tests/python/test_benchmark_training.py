@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -90,6 +92,38 @@ def test_what_is_missing_fails(tmp_path, bench, monkeypatch):
         assert training.main() == 1
     monkeypatch.setattr(sys, "argv", ["training.py", "--curve=2"])
     assert training.arguments().out.endswith("results/h100/training_curves.json")
+
+
+def test_only_the_kinds_asked_for_are_needed(tmp_path, bench, monkeypatch):
+    import training
+
+    def measure(driver, run):
+        return {"tokens_per_s": 1} if run.experts in measured else None
+
+    monkeypatch.setattr(training.Driver, "measure", measure)
+    given = ["training.py", "--device=cpu", "--models=debug", f"--out={tmp_path / 'record.json'}"]
+    for measured, kinds, code in (
+        (("ours",), ("ours",), 0),
+        (("titan",), ("titan",), 0),
+        (("ours",), ("ours", "titan"), 1),
+        (("ours", "titan"), ("ours", "titan"), 0),
+    ):
+        monkeypatch.setattr(sys, "argv", [*given, "--experts", *kinds])
+        assert training.main() == code, kinds
+
+
+def test_a_text_with_too_few_tokens_is_refused(tmp_path, bench):
+    from training_bench import worker
+
+    path = str(tmp_path / "tokens.npy")
+    options = SimpleNamespace(tokens=32, sequence=16, text=path)  # a batch: 2 rows of 17
+    for count in (0, 33, 34):
+        numpy.save(path, numpy.arange(count, dtype=numpy.int32))
+        with pytest.raises(ValueError, match=f"has {count} tokens, must have more than the 34 of"):
+            worker.Text(options, 100, 0, 1)
+    numpy.save(path, numpy.arange(35))
+    text = worker.Text(options, 100, 0, 1)
+    assert all(text(step).flatten().tolist() == list(range(34)) for step in range(3))
 
 
 def test_loss_and_its_gradients(bench):
