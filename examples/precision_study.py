@@ -12,7 +12,9 @@ interrupted.
 
 import argparse
 import io
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -26,7 +28,7 @@ import matplotlib
 import sonicmoe_cpp
 import torch
 import torch.nn.functional as F
-from lm import checkpoint
+from lm import checkpoint, study
 from lm.config import Config, Parser, parse
 from lm.data import load_corpus
 from lm.device import startable_threads
@@ -76,8 +78,8 @@ def train(config: Config, corpus, stop: StopSignal) -> dict[str, Any] | None:
     name = f"{config.precision}-{config.seed}"
     path = Path(config.out) / "runs" / f"{name}.json"
     facts = {"settings": settings(config), "text": corpus.digest()}
-    if path.exists():
-        result = json.loads(path.read_text())
+    result = study.read_result(path, name, lambda result: _is_result(result, config))
+    if result is not None:
         if any(result.get(key) != value for key, value in facts.items()):
             raise UserError(f"{path} is of other settings or text; choose another --out")
         return result
@@ -92,6 +94,20 @@ def train(config: Config, corpus, stop: StopSignal) -> dict[str, Any] | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, (json.dumps(result) + "\n").encode())
     return result
+
+
+def _is_result(result: dict[str, Any], config: Config) -> bool:
+    """Whether a JSON object has the form of a run's result, as train() writes it."""
+    lists = [result.get(key) for key in ("val_steps", "curve", "train_loss")]
+    if not all(isinstance(values, list) and values for values in lists):
+        return False
+    figures = [result.get("val_loss"), *itertools.chain(*lists)]
+    return (
+        result.get("precision") == config.precision
+        and result.get("seed") == config.seed
+        and all(type(x) in (int, float) and abs(x) < math.inf for x in figures)
+        and len(lists[0]) == len(lists[1])
+    )
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,8 +209,7 @@ def write_report(config: Config, runs: list[dict[str, Any]], train_tokens: int) 
     tables = f"{table(summary)}\n\n{cosine_table(document['cosines'])}"
     texts = json.dumps(document, indent=1) + "\n", tables + "\n"
     contents = *(text.encode() for text in texts), plot(runs)
-    for name, content in zip(FILES, contents, strict=True):
-        write_file(Path(config.out) / name, content)
+    study.write_report(Path(config.out), dict(zip(FILES, contents, strict=True)))
     print(tables)
 
 

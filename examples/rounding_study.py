@@ -33,7 +33,7 @@ from lm.config import ROUNDING_MODES, Config, Parser, parse
 from lm.data import Corpus, load_corpus
 from lm.device import startable_threads
 from lm.errors import UserError, exit_code
-from lm.files import claim, write_file
+from lm.files import claim
 from lm.trainer import Run, StopSignal
 from tqdm import tqdm
 
@@ -174,14 +174,7 @@ def write_report(config: Config, results: list[dict[str, Any]]) -> None:
     document |= {"rows": rows, "runs": results}
     texts = json.dumps(document, indent=1) + "\n", study.table(rows) + "\n"
     contents = *(text.encode(errors="surrogateescape") for text in texts), study.plot(rows)
-    try:
-        for name, content in zip(FILES, contents, strict=True):
-            write_file(out / name, content)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the report to {out}: {error.strerror}; the results are saved, and the "
-            "same command writes it again"
-        ) from error
+    study.write_report(out, dict(zip(FILES, contents, strict=True)))
     print(study.table(rows))
 
 

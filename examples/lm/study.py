@@ -4,6 +4,7 @@ import io
 import json
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,25 +86,43 @@ def save_result(out: Path, case: Case, result: dict[str, Any]) -> None:
         ) from error
 
 
-def load_result(out: Path, case: Case, config: Config) -> dict[str, Any] | None:
-    """The saved result of a run; None if the run is not finished."""
-    path = result_file(out, case)
+def write_report(out: Path, contents: dict[str, bytes]) -> None:
+    """Writes the files of a study's report, {name: content}."""
+    try:
+        for name, content in contents.items():
+            write_file(out / name, content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the report to {out}: {error.strerror}; the results are saved, and the "
+            "same command writes it again"
+        ) from error
+
+
+def read_result(path: Path, name: str, is_result: Callable[[dict], bool]) -> dict | None:
+    """The result of the run `name` from its file; None if there is no file."""
     try:
         result = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; move it elsewhere") from error
-    if not _is_result(result, case):
-        raise UserError(f"{path} is no result of {case.name}; move it elsewhere")
-    if result["settings"] != settings(config):
+    if not isinstance(result, dict) or not is_result(result):
+        raise UserError(f"{path} is no result of {name}; move it elsewhere")
+    return result
+
+
+def load_result(out: Path, case: Case, config: Config) -> dict[str, Any] | None:
+    """The saved result of a run; None if the run is not finished."""
+    path = result_file(out, case)
+    result = read_result(path, case.name, lambda result: _is_result(result, case))
+    if result is not None and result["settings"] != settings(config):
         raise UserError(f"{path} is of a study with other settings; choose another --out")
     return result
 
 
-def _is_result(result: Any, case: Case) -> bool:
-    """Whether a JSON value has the form of a run's result, as save_result writes it."""
-    if not isinstance(result, dict) or asdict(case).items() - _scalars(result):
+def _is_result(result: dict[str, Any], case: Case) -> bool:
+    """Whether a JSON object has the form of a run's result, as save_result writes it."""
+    if asdict(case).items() - _scalars(result):
         return False
     figures = [result.get("val_loss"), result.get("train_seconds")]
     return (

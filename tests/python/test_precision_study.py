@@ -1,12 +1,14 @@
 """The study of fp8 experts: its arithmetic, its refusals, and a small one from start to report."""
 
 import json
+import math
 
 import pytest
 import torch
 from demo_support import TINY, flags, write_text
 from lm.config import Config
 from lm.errors import UserError
+from lm.files import UNFINISHED
 from precision_study import cosines, gradients, main, parse_arguments, summarise, table
 
 SMALL = {"width": 128, "heads": 2, "expert_width": 128, "experts": 4, "top_k": 2}
@@ -66,3 +68,20 @@ def test_a_study_is_trained_once_and_reported(tmp_path, capsys):
     assert "step" not in capsys.readouterr().out  # nothing was trained again
     assert main(["--seeds", "2", *given, "--steps", "4"]) == 2
     assert "is of other settings or text" in capsys.readouterr().err
+    (tmp_path / f"study/precision.json{UNFINISHED}").mkdir()
+    assert main(["--seeds", "2", *given]) == 2
+    assert "cannot write the report to" in capsys.readouterr().err
+    damaged = tmp_path / "study/runs/fp8-1.json"
+    whole = json.loads(damaged.read_text())
+    for content, sentence in (
+        ("{", "fp8-1.json cannot be read"),
+        ("[" * 100_000, "fp8-1.json cannot be read"),
+        ("null", "fp8-1.json is no result of fp8-1; move it elsewhere"),
+        (json.dumps(whole | {"val_loss": math.nan}), "is no result of fp8-1"),
+        (json.dumps(whole | {"curve": [1.0]}), "is no result of fp8-1"),
+        (json.dumps(whole | {"train_loss": []}), "is no result of fp8-1"),
+        (json.dumps(whole | {"precision": "bf16"}), "is no result of fp8-1"),
+    ):
+        damaged.write_text(content)
+        assert main(["--seeds", "2", *given]) == 2
+        assert sentence in capsys.readouterr().err

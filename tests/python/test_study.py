@@ -81,6 +81,7 @@ def test_a_mode_or_ratio_that_is_given_twice_is_trained_once():
         ({"tile": None}, "is no result of topk-0"),
         ({"settings": {}}, "is of a study with other settings"),
         ("[1]", "is no result of topk-0"),
+        ("null", "is no result of topk-0"),
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
     ],
