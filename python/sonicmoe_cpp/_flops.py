@@ -2,13 +2,19 @@
 
 Only matrix products are counted, with two flops for each multiplication and its addition. The
 number of routed rows is on the device, so all C rows that a call can have are counted (T*K for
-top-k ids; token rounding usually fills fewer). The activations that
-backward computes again are not products, so they are not counted.
+top-k ids; token rounding usually fills fewer). Backward computes activations again, which are
+no products and are not counted.
+
+In expert parallelism the arguments do not tell how many rows this rank's experts get. So the
+operators of peer memory and of compiled calls count the rows of this rank's tokens: the sum over
+all ranks is that of the layer. An eager all-to-all calls the operators of the layer, which count
+the rows that came.
 """
 
 import importlib.util
 import math
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -56,20 +62,39 @@ def _grouped_gemm_k(a) -> int:
     return 2 * math.prod(a.b) * a.a[1]
 
 
+def _compiled_forward(a) -> int:
+    return _forward(SimpleNamespace(**vars(a), form=FORM["ids"]))  # of pairs, too
+
+
+def _compiled_backward(a) -> int:
+    layer = dict(zip(_ops.LAYER_TENSORS, a.tensors, strict=True))
+    return _backward(SimpleNamespace(**layer, needs=a.needs, form=FORM["ids"]))
+
+
 FORMULAS = {
     "moe_inference": _forward,
     "moe_forward": _forward,
     "moe_backward": _backward,
     "moe_backward_accumulate": _backward,
+    "exchange_inference": _forward,
+    "exchange_forward": _forward,
+    "exchange_backward": _backward,
+    "exchange_backward_accumulate": _backward,
     "grouped_gemm": _grouped_gemm,
     "grouped_gemm_k": _grouped_gemm_k,
 }
+# The operators of distributed/_compiled.py, which exist from its import on.
+COMPILED = {
+    "expert_parallel_inference": _compiled_forward,
+    "expert_parallel_forward": _compiled_forward,
+    "expert_parallel_backward": _compiled_backward,
+}
 
 
-def _register() -> None:
+def _register(formulas: dict) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
-    for name, formula in FORMULAS.items():
+    for name, formula in formulas.items():
         by_name = _ops.by_name(name, formula)
 
         def flops(*shapes, out_shape=None, by_name=by_name, **keywords):
@@ -91,15 +116,22 @@ class _Importer:
 
         def execute_and_register(module):
             execute(module)
-            _register()
+            _register(FORMULAS)
 
         spec.loader.exec_module = execute_and_register
         return spec
 
 
+def register_compiled() -> None:
+    """As register(), for the formulas of COMPILED."""
+    FORMULAS.update(COMPILED)
+    if COUNTER in sys.modules:
+        _register(COMPILED)
+
+
 def register() -> None:
     """Registers the formulas with FlopCounterMode: now, or when its module is imported."""
     if COUNTER in sys.modules:
-        _register()
+        _register(FORMULAS)
     else:
         sys.meta_path.insert(0, _Importer())

@@ -3,6 +3,8 @@ by a selection bias, expert choice, and PyTorch's tools on the module."""
 
 import io
 import math
+import subprocess
+import sys
 import re
 import warnings
 
@@ -11,7 +13,7 @@ import sonicmoe_cpp
 import torch
 import torch.nn.functional as F
 from devices import DEVICES, Waits
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 E, K, D, N, T = 6, 2, 16, 8, 40
 OPTIONS = {
@@ -327,6 +329,53 @@ def test_the_flop_counter_sees_the_products(activation):
         module(x.detach())
     low_rank = 2 * T * K * 8 * (D + w_up * N + N + D)
     assert count.get_total_flops() == products * one + router + low_rank
+
+
+@pytest.mark.parametrize("name", ["inference", "forward", "backward", "backward_accumulate"])
+def test_the_flop_counter_knows_the_operators_of_peer_memory(name):
+    """They take the arguments of the layer alone, then the exchange."""
+    alone, over_ranks = (getattr(torch.ops.sonicmoe_cpp, f"{k}_{name}") for k in ("moe", "exchange"))
+    values = {"x": (T, D), "dout": (T, D), "index": (T, K), "weights": (T, K), "form": 0}
+    values |= {"w_up": (E, 2 * N, D), "w_down": (E, D, N), "needs": (1 << 9) - 1}
+    found = []
+    for operator in (alone, over_ranks):
+        given = [values.get(argument.name) for argument in operator.default._schema.arguments]
+        found.append(flop_registry[operator](*given, out_val=None))
+    assert found[0] == found[1] == 2 * T * K * D * N * (6 if "backward" in name else 3)
+
+
+# Run in a process of its own, which imports the counter before or after the operators.
+COUNT_COMPILED = """
+import sys, torch, torch.distributed as dist
+if sys.argv[1] == "before":
+    import torch.utils.flop_counter
+from sonicmoe_cpp.distributed import ExpertParallelMoE
+from torch.utils.flop_counter import FlopCounterMode
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+T, D, N, E, K = 40, 24, 16, 6, 2
+module, x = ExpertParallelMoE(E, K, D, N), torch.randn(T, D, requires_grad=True)
+compiled = torch.compile(module, backend="aot_eager")
+found = []
+for call in (module, compiled):
+    with torch.no_grad(), FlopCounterMode(display=False) as count:
+        call(x.detach())
+    found.append(count.get_total_flops())
+    with FlopCounterMode(display=False) as count:
+        call(x)[0].sum().backward()
+    found.append(count.get_total_flops())
+one = 2 * T * D * (3 * K * N + E)  # the products of experts and router
+assert found == [one, 3 * one] * 2, (found, one)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_flop_counter_sees_compiled_expert_parallelism(moment):
+    command = [sys.executable, "-c", COUNT_COMPILED, moment]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("routing", ["topk", "token_rounding"])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _ops
+from .. import _flops, _ops
 from . import layer
 from ._group import group_of
 from .peer import Limits
@@ -225,3 +225,6 @@ def all_gather(values: Tensor, where: str, timeout: float) -> Tensor:
 def _(values, where, timeout):
     size = dist.distributed_c10d._resolve_process_group(where).size()
     return values.new_empty((size, *values.shape))
+
+
+_flops.register_compiled()
