@@ -486,6 +486,55 @@ def fsdp2_over_the_other_dimension(world):
 
 
 @case
+def checkpoint_with_fsdp2(world):
+    """2 x 2 ranks save experts that are divided and sharded. As many ranks load the checkpoint and
+    continue with the same bits; one process loads it into MoE."""
+    if world.size != 4:
+        return
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device, (2, 2), mesh_dim_names=("dp", "ep"))
+    kind = training_kind(world)
+    x = inputs(world, "even")[world.tokens("even")]
+    folder = world.folder / "checkpoint_with_fsdp2"
+
+    def new():
+        where = kind | TRANSPORT | {"group": mesh["ep"]}
+        module = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **where)
+        fully_shard(module, mesh=mesh["dp"])
+        return module, adam(module)
+
+    def state_of(module, optimizer):
+        return dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+
+    parallel, optimizer = new()
+    train(parallel, optimizer, x)
+    dcp.save(state_of(parallel, optimizer), checkpoint_id=folder)
+    saved = {name: value.full_tensor() for name, value in parallel.state_dict().items()}
+    torch.manual_seed(17)
+    loaded, other_optimizer = new()
+    assert not torch.equal(loaded.w_up.full_tensor(), saved["w_up"])
+    state = state_of(loaded, other_optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    model, moments = state["model"], state["optimizer"]
+    set_state_dict(loaded, other_optimizer, model_state_dict=model, optim_state_dict=moments)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value.full_tensor(), saved[name]), name
+    train(parallel, optimizer, x)
+    train(loaded, other_optimizer, x)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value.full_tensor(), parallel.state_dict()[name].full_tensor()), name
+
+    one = smoe.MoE(E, K, D, N, bias=True, **kind)
+    state = {"model": one.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(value, saved[name]) for name, value in state["model"].items())
+
+
+@case
 def weights_do_not_depend_on_the_number_of_ranks(world):
     parallel, _ = modules(world)
     alone = dist.new_group([world.rank], use_local_synchronization=True)
