@@ -4,7 +4,9 @@ import pytest
 import reference
 import sonicmoe_cpp as smoe
 import torch
+import worlds
 from devices import DEVICES, DTYPES
+from sonicmoe_cpp.distributed import moe_expert_parallel
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 
@@ -132,6 +134,32 @@ def test_any_number_of_threads(threads, dtype):
     for count in counts:
         part = batch.results(torch.arange(count), by_ids)
         assert all(torch.equal(part[name], whole[name][:count]) for name in whole)
+
+
+def over_ranks(rank, size, folder):
+    """Expert parallelism. The numbers of tokens that this rank cuts out differ from those of the
+    other rank, whose tokens are others."""
+    torch.manual_seed(rank)
+    (tokens, *sizes, experts, k), counts = SMALL
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = Batch((tokens, *sizes, experts, k), "cpu", dtype)
+        order = torch.randperm(tokens)
+        batch.x, batch.logits = batch.x[order], batch.logits[order]
+        own = slice(rank * experts // size, (rank + 1) * experts // size)
+        for name in ("w_up", "w_down"):
+            batch.weights[name] = batch.weights[name][own]
+
+        def layer(batch, x, logits):
+            ids, weights = smoe.route(logits, batch.k)
+            return moe_expert_parallel(x, ids, weights, **batch.weights)
+
+        assert_invariant(batch, layer, counts if rank == 0 else counts[::-1])
+
+
+@pytest.mark.slow
+def test_expert_parallelism(tmp_path):
+    for found in worlds.run(over_ranks, 2, tmp_path):
+        assert "error" not in found, found["traceback"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
