@@ -5,9 +5,12 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import exchange_fake
 import expert_parallel_functions as functions
 import pytest
 import torch
@@ -20,9 +23,9 @@ SOON = 30.0  # seconds for a rank that is gone: less than the time limit of 60
 TIMEOUT = 5.0
 
 
-def module(timeout=60.0):
+def module(timeout=60.0, **options):
     torch.manual_seed(0)
-    return ExpertParallelMoE(12, 3, 24, 16, timeout=timeout)
+    return ExpertParallelMoE(12, 3, 24, 16, timeout=timeout, **options)
 
 
 def steps(layer, count=3, **kind):
@@ -195,23 +198,39 @@ def test_a_rank_that_fails_in_the_middle_of_a_call(tmp_path):
         assert each["seconds"] < SOON
 
 
-def interrupted(rank, size, folder):
+def interrupted(rank, size, folder, **options):
     """Ctrl-C at rank 1, which waits for rank 2, also ends rank 0, which waits too. Rank 2 comes
     after both have ended."""
-    layer = module()
+    layer = module(**options)
+    steps(layer, 1)
     if rank == 1:
         # A test that a shell started in the background has inherited that SIGINT is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        at_exchange(2, interrupt.start)
+        at_exchange(layer.transport.group.exchanges + 1, interrupt.start)
     ended = [folder / f"{other}-of-{size}.json" for other in (0, 1)]
     while rank == 2 and not all(file.is_file() for file in ended):
         time.sleep(0.05)
     steps(layer)
 
 
-def test_ctrl_c(tmp_path):
-    found = worlds.run(interrupted, SIZE, tmp_path)
+def interrupted_over_peer_memory(*world):
+    """The ranks wait for each other's sizes."""
+    exchange_fake.install()
+    interrupted(*world, transport="peer")
+
+
+def interrupted_in_an_exchange(*world):
+    """The ranks wait for each other's rows."""
+    exchange_fake.install()
+    interrupted(*world, transport="peer", max_tokens=40, capacity=3.0)
+
+
+@pytest.mark.parametrize(
+    "function", [interrupted, interrupted_over_peer_memory, interrupted_in_an_exchange]
+)
+def test_ctrl_c(function, tmp_path):
+    found = worlds.run(function, SIZE, tmp_path)
     assert found[1]["error"].startswith("KeyboardInterrupt"), found[1]
     assert found[0]["error"].endswith("rank 1 failed: KeyboardInterrupt"), found[0]
     assert found[0]["seconds"] < SOON and found[1]["seconds"] < SOON
@@ -277,6 +296,14 @@ def other_sizes(rank, size, folder):
 def test_ranks_with_other_sizes(tmp_path):
     found = worlds.run(other_sizes, SIZE, tmp_path)
     assert "but d is 16 on rank 1 and 24 on rank 0" in found[0]["error"], found[0]
+
+
+def test_faults_over_peer_memory():
+    """A rank is killed, stalls or raises, over the exchange that stands for peer memory on CPUs."""
+    program = [sys.executable, str(Path(__file__).with_name("peer_cases.py"))]
+    ran = subprocess.run([*program, "--device=cpu", "--faults"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("ok ") == 4 and "0 failed, 0 not run" in ran.stdout, ran.stdout
 
 
 def test_one_process_without_a_group():
