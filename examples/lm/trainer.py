@@ -200,9 +200,7 @@ class Run:
                 loss, speed = self.history.train_loss[-1], self.tokens_per_second()
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
                 if self.step % self.config.eval_every == 0 or self.finished:
-                    self.history.padding.append(
-                        measure.padding(self.config, auxes, random_state)
-                    )
+                    self.history.padding.append(measure.padding(self.config, auxes, random_state))
                     self._note_validation()
                 if self.step % self.config.save_every == 0:
                     self.save()

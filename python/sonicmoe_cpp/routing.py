@@ -191,8 +191,8 @@ def router_losses(
     load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], where p is the softmax over all
     experts (the sigmoid for score="sigmoid"). With softmax it is 1 for a balanced router.
     z = mean_t logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in
-    logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route(). An id < 0 or
-    >= E is an empty slot, which is not counted.
+    logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route(). An id < 0
+    or >= E is an empty slot, which is not counted.
 
     transformers' load_balancing_loss_func divides the counts by T instead of T*K, so it is K times
     load_balancing: multiply its coefficient (router_aux_loss_coef) by K to use it here.

@@ -97,17 +97,20 @@ def test_what_is_missing_fails(tmp_path, bench, monkeypatch):
 def test_only_the_kinds_asked_for_are_needed(tmp_path, bench, monkeypatch):
     import training
 
+    measured = []
+
     def measure(driver, run):
         return {"tokens_per_s": 1} if run.experts in measured else None
 
     monkeypatch.setattr(training.Driver, "measure", measure)
     given = ["training.py", "--device=cpu", "--models=debug", f"--out={tmp_path / 'record.json'}"]
-    for measured, kinds, code in (
+    for works, kinds, code in (
         (("ours",), ("ours",), 0),
         (("titan",), ("titan",), 0),
         (("ours",), ("ours", "titan"), 1),
         (("ours", "titan"), ("ours", "titan"), 0),
     ):
+        measured[:] = works
         monkeypatch.setattr(sys, "argv", [*given, "--experts", *kinds])
         assert training.main() == code, kinds
 

@@ -3,9 +3,9 @@ by a selection bias, expert choice, and PyTorch's tools on the module."""
 
 import io
 import math
+import re
 import subprocess
 import sys
-import re
 import warnings
 
 import pytest
@@ -334,7 +334,8 @@ def test_the_flop_counter_sees_the_products(activation):
 @pytest.mark.parametrize("name", ["inference", "forward", "backward", "backward_accumulate"])
 def test_the_flop_counter_knows_the_operators_of_peer_memory(name):
     """They take the arguments of the layer alone, then the exchange."""
-    alone, over_ranks = (getattr(torch.ops.sonicmoe_cpp, f"{k}_{name}") for k in ("moe", "exchange"))
+    names = f"moe_{name}", f"exchange_{name}"
+    alone, over_ranks = (getattr(torch.ops.sonicmoe_cpp, each) for each in names)
     values = {"x": (T, D), "dout": (T, D), "index": (T, K), "weights": (T, K), "form": 0}
     values |= {"w_up": (E, 2 * N, D), "w_down": (E, D, N), "needs": (1 << 9) - 1}
     found = []
