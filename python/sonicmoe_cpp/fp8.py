@@ -3,6 +3,7 @@ module's cache of quantised weights. docs/fp8.md has the formulas."""
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from typing import NamedTuple
@@ -186,63 +187,84 @@ def _count_step(*_) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-class Fp8Cache:
-    """Keeps the quantised weights of a module's parameters until the parameters change."""
+def _parts_of(parameter: Tensor) -> tuple:
+    """The tensors whose version counters show a change of a parameter: the parameter, and the local
+    part of a DTensor, which can be changed without a change of the DTensor's version."""
+    local = (parameter._local_tensor,) if _checks.is_distributed(parameter) else ()
+    return (parameter, *local)
 
-    def __init__(self):
+
+def _address(tensor: Tensor) -> int:
+    return 0 if _checks.is_distributed(tensor) else tensor.data_ptr()  # a DTensor has no address
+
+
+class Fp8Cache:
+    """Keeps the quantised weights of a module until the parameters change. `names` are the names of
+    the parameters in the module, which keeps its caches in the dictionary module._fp8."""
+
+    def __init__(self, *names: str):
+        self.names = names
         self.captured = False  # a CUDA graph that uses the parameters was captured
         self.sharded = None  # FSDP2's objects of the sharded parameters; see share_fp8_weights()
         self.forget()
 
     def forget(self) -> None:
-        self._weights: tuple = ()
+        self._seen: tuple = ()
         self._state: tuple = ()
         self._quantised: Fp8Weights | None = None
 
-    def _state_of(self, parameters: tuple) -> tuple:
+    def _watched(self, parameters: tuple) -> tuple:
+        """The tensors that show a change of the parameters. FSDP2 gathers a parameter without a
+        change of its version, so with share_fp8_weights() the sharded parameters are watched."""
+        if self.sharded is not None:
+            parameters = [p.sharded_param for p in self.sharded]
+        return tuple(part for p in parameters for part in _parts_of(p))
+
+    def _state_of(self, watched: tuple, device: torch.device) -> tuple:
         """A key that changes with every change of the parameters that the module can see: an
         optimizer's step, a change in place, or a new address. A write to `parameter.data` outside
         of an optimizer does not change the key: call MoE.forget_fp8_weights() after it. The CUDA
-        stream is a part of the key, because work on another stream would not wait until the
-        quantised weights are written."""
-        device = parameters[0].device
+        stream is a part of the key, because work on another stream would not wait until the quantised weights are
+        written."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        parts = parameters
-        if self.sharded is not None:
-            whole = [p.sharded_param for p in self.sharded]
-            parts = (*whole, *(t._local_tensor for t in whole))
-            # A DTensor has the version counter; only its local tensor has an address.
-            addresses = (0, 0, *(t.data_ptr() for t in parts[2:]))
-        else:
-            addresses = [t.data_ptr() for t in parts]
-        versions = [(t._version, at) for t, at in zip(parts, addresses, strict=True)]
-        return _Steps.count, stream, *versions
+        return _Steps.count, stream, *((t._version, _address(t)) for t in watched)
 
     def __deepcopy__(self, memo) -> Fp8Cache:
-        return Fp8Cache()  # a copy of the module has parameters of its own
+        return Fp8Cache(*self.names)  # a copy of the module has parameters of its own
 
     def __reduce__(self):
-        return Fp8Cache, ()
+        return Fp8Cache, self.names
 
-    def get(self, parameters: tuple, dtype: torch.dtype, **options) -> Fp8Weights:
-        """The quantised weights of the parameters (w_up, w_down), which are cast to `dtype` before
-        they are quantised. `options` are the keyword arguments of quantize_weights()."""
-        return self.of(parameters, parameters, dtype, **options)
-
-    def of(self, parameters: tuple, weights: tuple, dtype, **options) -> Fp8Weights:
-        """As get(), but quantises `weights`, which are views of `parameters`."""
-        state = dtype, *self._state_of(parameters)
-        same = len(self._weights) == len(parameters) and all(
-            ref() is t for ref, t in zip(self._weights, parameters, strict=True)
+    def get(self, parameters: tuple, weights: tuple, dtype: torch.dtype, **style) -> Fp8Weights:
+        """The quantised weights. `weights` are w_up and w_down for quantize_weights(): views or
+        casts of `parameters`. They are cast to `dtype` before they are quantised. `style` are the
+        keyword arguments of quantize_weights()."""
+        watched = self._watched(parameters)
+        state = dtype, style, *self._state_of(watched, parameters[0].device)
+        seen = (*parameters, *watched)
+        same = len(self._seen) == len(seen) and all(
+            ref() is t for ref, t in zip(self._seen, seen, strict=True)
         )
         if not same or state != self._state:
             # Autograd refuses to save tensors made in inference mode for a later backward.
             with torch.inference_mode(False), torch.no_grad():
-                cast = [t.detach().to(dtype) for t in weights]
-                self._quantised = quantize_weights(*cast, **options)
-            self._weights = tuple(weakref.ref(t) for t in parameters)
+                cast = [_cast(t, dtype) for t in weights]
+                self._quantised = quantize_weights(*cast, **style)
+            self._seen = tuple(weakref.ref(t) for t in seen)
             self._state = state
         return self._quantised
+
+
+def _cast(weights: Tensor | tuple, dtype: torch.dtype):
+    if isinstance(weights, tuple):
+        return tuple(_cast(t, dtype) for t in weights)
+    return weights.detach().to(dtype)
+
+
+def _is_traced() -> bool:
+    """Whether make_fx() traces the call, or tensors are fake and have no values."""
+    kinds = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(k) is not None for k in (kinds.PROXY, kinds.FAKE))
 
 
 def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
@@ -251,11 +273,12 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
     - under FSDP2 or DeepSpeed, which gather the weights for each use: a gather does not change the
       version counter, and the quantised copy would occupy memory after the gathered weights are
       freed (share_fp8_weights() allows it for FSDP2);
-    - inside a graph of torch.compile or CUDA: replays would use the values from the capture;
+    - inside a graph of torch.compile, make_fx() or CUDA: replays would use the values from the
+      capture;
     - after a CUDA graph capture: a replay can change parameters without a change of version;
     - if a weight is not an nn.Parameter, or is a tensor made in inference mode.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_traced():
         return False
     if getattr(module, "_is_fsdp_managed_module", False) and cache.sharded is None:
         return False
@@ -268,13 +291,27 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
     return not cache.captured
 
 
-# The names of the parameters whose quantised weights each cache of a MoE holds.
-_PARAMETERS = {"experts": ("w_up", "w_down"), "shared": ("shared_up", "shared_down")}
+def kept_weights(module: nn.Module, name: str, weights: tuple, dtype, style: dict) -> dict:
+    """The option fp8_weights of moe() for a module with the cache module._fp8[name]; {} if the
+    module may not keep quantised weights. The other arguments are those of Fp8Cache.get()."""
+    cache = module._fp8[name]
+    parameters = tuple(getattr(module, n) for n in cache.names)
+    if not is_cached(module, parameters, cache):
+        return {}
+    return {"fp8_weights": functools.partial(cache.get, parameters, weights, dtype, **style)}
+
+
+def caches_of(module: nn.Module) -> list[Fp8Cache]:
+    caches = getattr(module, "_fp8", None)
+    if not isinstance(caches, dict):  # a module of other code
+        return []
+    return [cache for cache in caches.values() if isinstance(cache, Fp8Cache)]
 
 
 def share_fp8_weights(model: nn.Module) -> None:
-    """Lets every MoE of a model keep its quantised weights between micro-batches under fully_shard.
-    Call it after fully_shard.
+    """Lets the experts of a model keep their quantised weights between micro-batches under
+    fully_shard: those of MoE, of Hugging Face models and of torchtitan's overrides. Call it after
+    fully_shard, and after hf.set_precision().
 
     Without this call, weights are quantised in each forward and each backward. With it, every rank
     holds the quantised weights of whole layers, 2 (G+1) E n d bytes a layer, also after the
@@ -291,7 +328,7 @@ def share_fp8_weights(model: nn.Module) -> None:
                 for p in () if group is None else group.fsdp_params:
                     found[p._module_info.module, p._module_info.param_name] = p
     for part in model.modules():
-        for name, cache in getattr(part, "_fp8", {}).items():
-            sharded = [found.get((part, parameter)) for parameter in _PARAMETERS[name]]
+        for cache in caches_of(part):
+            sharded = [found.get((part, name)) for name in cache.names]
             cache.sharded = None if None in sharded else tuple(sharded)
             cache.forget()

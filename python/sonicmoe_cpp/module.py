@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from . import _checks, _library
 from ._names import GATED
-from .fp8 import Fp8Cache, check_request, is_cached
+from .fp8 import Fp8Cache, check_request, kept_weights
 from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
 from .lora import LoRA, lora_moe, new_factors
 from .routing import (
@@ -174,7 +174,10 @@ class MoE(nn.Module):
         check_request(precision, keep_h)
         self.precision = precision
         self.keep_h = keep_h
-        self._fp8 = {"experts": Fp8Cache(), "shared": Fp8Cache()}
+        self._fp8 = {
+            "experts": Fp8Cache("w_up", "w_down"),
+            "shared": Fp8Cache("shared_up", "shared_down"),
+        }
         self.num_experts = num_experts
         self.top_k = top_k
         self.hidden_size = hidden_size
@@ -330,12 +333,9 @@ class MoE(nn.Module):
         if self.precision is None:
             return {}
         options = {"precision": self.precision, "keep_h": self.keep_h}
-        if not is_cached(self, weights, self._fp8[name]):
-            return options
         dtype = autocast_dtype(weights[0]) or weights[0].dtype
         style = {"activation": self.activation, "gate_layout": self.gate_layout}
-        get = functools.partial(self._fp8[name].get, weights, dtype, **style)
-        return options | {"fp8_weights": get}
+        return options | kept_weights(self, name, weights, dtype, style)
 
     def _biases(self) -> dict:
         return {"b_up": self.b_up, "b_down": self.b_down}

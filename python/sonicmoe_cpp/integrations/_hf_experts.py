@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import _checks, _ops
-from ..fp8 import Fp8Cache, check_request, is_cached
+from ..fp8 import Fp8Cache, caches_of, check_request, kept_weights
 from ..layer import LAYOUTS, Activation, autocast_dtype, moe
 from ..lora import lora_moe
 from . import _recognise
@@ -145,7 +144,6 @@ class Precision(NamedTuple):
 
     precision: str
     keep_h: str | None
-    cache: Fp8Cache
 
 
 def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = None) -> None:
@@ -159,9 +157,11 @@ def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = 
                 f'precision is "{precision}", but {name} has low-rank factors, which need None'
             )
     for module in modules.values():
-        module._sonicmoe_cpp_precision = (
-            None if precision is None else Precision(precision, keep_h, Fp8Cache())
-        )
+        chosen = None if precision is None else Precision(precision, keep_h)
+        module._sonicmoe_cpp_precision = chosen
+        if not caches_of(module):
+            module._fp8 = {"experts": Fp8Cache(up_name(module), "down_proj")}
+        module._fp8["experts"].forget()
 
 
 def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
@@ -170,13 +170,9 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
     if chosen is None:
         return {}
     options = {"precision": chosen.precision, "keep_h": chosen.keep_h}
-    parameters = getattr(module, up_name(module)), module.down_proj
-    if not is_cached(module, parameters, chosen.cache):
-        return options
     dtype = autocast_dtype(weights[0]) or weights[0].dtype
     style = {"activation": plan.activation, "gate_layout": plan.gate_layout}
-    get = functools.partial(chosen.cache.of, parameters, weights, dtype, **style)
-    return options | {"fp8_weights": get}
+    return options | kept_weights(module, "experts", weights, dtype, style)
 
 
 def experts_forward(

@@ -24,6 +24,7 @@ from torchtitan.models.common.moe import (
 from ...distributed.layer import TIMEOUT, Place, make_transport, run
 from ...distributed.peer import Limits
 from ...distributed.routing import pairs_of_equal_ranks
+from ...fp8 import Fp8Cache, kept_weights
 from ...layer import moe, moe_grouped, moe_pairs
 from ...module import _one_or_nan
 from ...routing import Pairs, route, token_round
@@ -40,14 +41,25 @@ def _refuse_typechecking() -> None:
 
 class Experts:
     """The common forward of both kinds of experts, in bf16 as in torchtitan. Products are in
-    `precision`, as in sonicmoe_cpp.moe()."""
+    `precision`, as in sonicmoe_cpp.moe(). For fp8 the quantised weights are kept until the
+    parameters change, as in sonicmoe_cpp.MoE. A class sets _fp8 to a cache of its weights."""
 
     precision: str | None = None
+    _fp8: dict
 
     def layer_arguments(self) -> dict:
         """Weights and options as arguments of moe(), moe_grouped() and moe_pairs(): this rank's
         part of every parameter, in bf16."""
         raise NotImplementedError
+
+    def _precision(self, w_up, w_down, **style) -> dict:
+        """The options precision and fp8_weights for the weights and their style (activation and
+        gate_layout), as arguments of moe()."""
+        if self.precision is None:
+            return {}
+        weights, style = (w_up, w_down), {"activation": "swiglu"} | style
+        kept = kept_weights(self, "experts", weights, torch.bfloat16, style)
+        return {"precision": self.precision} | kept
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         _refuse_typechecking()
@@ -76,12 +88,13 @@ class SonicGroupedExperts(Experts, GroupedExperts):
     def __init__(self, config: Config):
         super().__init__(config)
         self.precision = config.precision
+        self._fp8 = {"experts": Fp8Cache("w1_EFD", "w3_EFD", "w2_EDF")}
 
     def layer_arguments(self) -> dict:
         names = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
         gate, up, down = (local(w).bfloat16() for w in names)
-        how = {"precision": self.precision, "grad_accum": self.grad_accum}
-        return {"w_up": (gate, up), "w_down": down} | how
+        weights = {"w_up": (gate, up), "w_down": down}
+        return weights | {"grad_accum": self.grad_accum} | self._precision(**weights)
 
 
 def refuse_over_ranks(precision: str | None) -> None:
