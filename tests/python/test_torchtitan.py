@@ -26,6 +26,13 @@ EXPERTS = {
     "routed": [f"{OURS}.routed_experts"],
     "grouped": [f"{OURS}.grouped_experts"],
 }
+FP8 = {
+    "fp8": [f'{OURS}.routed_experts={{"precision": "fp8"}}'],
+    "shared": [
+        f'{OURS}.routed_experts={{"precision": "fp8"}}',
+        "sonicmoe_cpp.integrations.torchtitan.optimizers.share_fp8_weights",
+    ],
+}
 # Under expert parallelism: the transport of the rows.
 EXCHANGED = [f'{OURS}.routed_experts={{"transport": "all_to_all"}}']
 ROUTERS = {
@@ -41,6 +48,7 @@ DEBUG = (
     "--debug.seed=1",
 )
 BATCH = ("--training.global-batch-size", "4")
+TWICE = ("--training.global-batch-size", "8")  # two ranks compute two micro-batches a step
 # spmd_types, the default, needs torch 2.14 or later to shard over more than one rank.
 DTENSOR = ("--parallelism.spmd-backend", "partial_dtensor")
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
@@ -146,16 +154,18 @@ def two_ranks(folder: Folder) -> dict:
 
     for name, overrides in EXPERTS.items():
         add(f"FSDP/{name}", "qwen3", overrides)
+    degree = ("--parallelism.expert-parallel-degree", "2")
+    for name, overrides in FP8.items():
+        add(f"fp8, FSDP/{name}", "qwen3_fp8", overrides, *TWICE)
+        add(f"fp8, EP/{name}", "qwen3_fp8", overrides, *TWICE, *degree)
     for model in MODELS:
         for name in ("own", "swapped", "routed"):
-            degree = ("--parallelism.expert-parallel-degree", "2")
             add(f"EP/{model}/{name}", model, EXPERTS[name], *degree)
         add(f"EP/{model}/exchanged", model, EXCHANGED, *degree)
     split = ("--parallelism.tensor-parallel-degree", "2")
     for name in ("own", "swapped", "routed"):
         add(f"TP/{name}", "qwen3", EXPERTS[name], *split)
     add("TP/gpt_oss", "gpt_oss", EXPERTS["routed"], *split)
-    degree = ("--parallelism.expert-parallel-degree", "2")
     compiled = ("--compile.enable", "--compile.backend", "aot_eager")
     add("compiled", "qwen3", EXPERTS["routed"], *degree, *compiled)
     add("exchanged, compiled", "qwen3", EXCHANGED, *degree, *compiled)
@@ -248,6 +258,15 @@ def test_losses_are_those_of_its_own_experts(results, model):
 
 def test_fsdp(results):
     assert_within_noise(of(results[2], "FSDP/"), "routed", "grouped")
+
+
+@pytest.mark.parametrize("form", ["FSDP", "EP"])
+def test_fp8_weights_are_shared_by_micro_batches(results, form):
+    """The training has the same bits. Each of the two layers quantises once in each of four steps;
+    without the override, the layer's operator quantises."""
+    runs = of(results[2], f"fp8, {form}/")
+    assert difference(runs["shared"], runs["fp8"]) == (0, 0)
+    assert (runs["shared"]["quantised"], runs["fp8"]["quantised"]) == (2 * 4, 0)
 
 
 @pytest.mark.parametrize("model", MODELS)

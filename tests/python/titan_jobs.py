@@ -6,7 +6,8 @@ PHASES.json: a list of phases, one after the other. A phase is a list of worlds 
 other: {"name": ..., "ranks": ..., "jobs": {name: {"arguments": [...], "kill_at": step}}}. A killed
 job is the last of its world. Every rank is forked from this process, which has imported everything
 and computed nothing: an import takes longer than a job. Beside PHASES.json come NAME.RANK.log and,
-by rank 0, NAME.results: {name: {"steps": {step: metrics}, "names": parameters} or {"error": ...}}.
+by rank 0, NAME.results: {name: {"steps": {step: metrics}, "names": parameters, "quantised": how
+often modules quantised weights} or {"error": ...}}.
 """
 
 import json
@@ -16,11 +17,13 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import titan_device  # noqa: F401
 import titan_models  # noqa: F401  (jobs name it)
 import torch
 import torch.distributed as dist
+from sonicmoe_cpp import fp8
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, create_mask
 from torchtitan.components.metrics import MetricsProcessor
@@ -67,9 +70,11 @@ def run(job: dict) -> dict:
 
     MetricsProcessor.log = log
     trainer = None
+    quantise = mock.patch.object(fp8, "quantize_weights", wraps=fp8.quantize_weights)
     try:
-        trainer = ConfigManager().parse_args(job["arguments"]).build()
-        trainer.train()
+        with quantise as calls:
+            trainer = ConfigManager().parse_args(job["arguments"]).build()
+            trainer.train()
     except (NotImplementedError, ValueError, TypeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -77,7 +82,7 @@ def run(job: dict) -> dict:
         if trainer is not None:
             trainer.close()
     names = [name for name, _ in trainer.model_parts[0].state_dict().items()]
-    return {"steps": steps, "names": names}
+    return {"steps": steps, "names": names, "quantised": calls.call_count}
 
 
 def work(world: dict, rank: int, stem: str) -> None:

@@ -67,6 +67,14 @@ def qwen3():
     return _small(qwen3_moe_debug(), range(2))
 
 
+def qwen3_fp8():
+    """Experts of a size that fp8 serves."""
+    config = qwen3()
+    for layer in config.model_spec.model.layers:
+        layer.moe.routed_experts.inner_experts.hidden_dim = 128
+    return config
+
+
 def deepseek_v3():
     return _small(deepseek_v3_debugmodel(), range(3))
 
