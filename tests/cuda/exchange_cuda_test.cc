@@ -1,4 +1,4 @@
-// Steps over pretended ranks: equal bits on every run and replay, faults that end in a sentence.
+// Steps over pretended ranks: equal bits of every replay, faults that end in a sentence.
 #include <algorithm>
 #include <chrono>
 #include <random>
@@ -6,81 +6,20 @@
 #include <thread>
 
 #include "cuda/layer/engine.h"
-#include "cuda/pretended_ranks.h"
-#include "cuda/rank_layer.h"
+#include "cuda/rank_group.h"
 
 namespace sonicmoe {
 namespace {
 
 using testing::Bits;
 using testing::DeviceArray;
+using testing::Group;
 using testing::GroupOptions;
 using testing::must;
+using testing::options_of;
 using testing::PretendedRanks;
 using testing::random_bf16;
-using testing::RankLayer;
 using testing::RankShape;
-
-GroupOptions options_of(const RankShape& s, std::int32_t ranks, ExchangeTransport transport) {
-  GroupOptions o;
-  o.shape = {ranks, s.tokens, s.tokens * s.top_k, s.hidden, DType::kBF16};
-  o.transport = transport;
-  return o;
-}
-
-/// All ranks of a layer. Parts are enqueued for the ranks in `order`.
-struct Group {
-  Group(const RankShape& s, const GroupOptions& o, std::int64_t rows = 0)
-      : ranks(o), shape(s), order(o.shape.ranks) {
-    for (std::int32_t r = 0; r < ranks.size(); ++r) {
-      order[r] = r;
-      layers.push_back(std::make_unique<RankLayer>(
-          ranks.handle(r), s, rows != 0 ? rows : o.shape.ranks * s.tokens * s.top_k));
-    }
-  }
-  void route(unsigned seed, int experts) {
-    for (auto& layer : layers) layer->route(seed, experts);
-  }
-  void step() {
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
-      for (const std::int32_t r : order) layers[r]->forward(part);
-    }
-    for (const ExchangePart part :
-         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
-      for (const std::int32_t r : order) layers[r]->backward(part);
-    }
-  }
-  void poison() {
-    for (auto& layer : layers) layer->poison();
-  }
-  Bits bits() {
-    ranks.wait();
-    Bits all;
-    for (auto& layer : layers) layer->append(all);
-    return all;
-  }
-  Bits run() {
-    poison();
-    step();
-    return bits();
-  }
-  /// The sentence of a rank's fault; empty if it has none.
-  std::string fault(std::int32_t r) {
-    ranks.wait_quietly();
-    try {
-      exchange_check(ranks.exchange(r), ranks.exec(r));
-    } catch (const Error& e) {
-      return e.what();
-    }
-    return {};
-  }
-
-  PretendedRanks ranks;
-  RankShape shape;
-  std::vector<std::int32_t> order;
-  std::vector<std::unique_ptr<RankLayer>> layers;
-};
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
@@ -101,27 +40,6 @@ bool is_nan(const DeviceArray& rows) {
   const std::vector<std::uint16_t> values = rows.get<std::uint16_t>();
   return std::all_of(values.begin(), values.end(),
                      [](std::uint16_t v) { return (v & 0x7fff) > 0x7f80; });
-}
-
-TEST(Exchange, EqualBitsWhateverArrivesFirst) {
-  const RankShape shape;
-  for (const std::int32_t count : {2, 3, 8}) {
-    Group push(shape, options_of(shape, count, ExchangeTransport::kPush));
-    Group copy(shape, options_of(shape, count, ExchangeTransport::kCopy));
-    push.route(1, 24);
-    copy.route(1, 24);
-    const Bits want = push.run();
-    EXPECT_EQ(copy.run(), want) << "copy engines, " << count << " ranks";
-    std::mt19937 random(5);
-    for (int repeat = 0; repeat < 100; ++repeat) {
-      std::shuffle(push.order.begin(), push.order.end(), random);
-      push.step();
-      if (repeat % 20 == 19) {
-        ASSERT_EQ(push.bits(), want) << count << " ranks, repeat " << repeat;
-        push.poison();
-      }
-    }
-  }
 }
 
 TEST(Exchange, ReplaysOverOtherRoutings) {
@@ -511,27 +429,6 @@ TEST(Exchange, AFlagOneEpochOffIsSeen) {
     group.layers[1]->forward(ExchangePart::kFinish);
     group.ranks.wait();
     EXPECT_EQ(group.layers[0]->out().get() == want[0], !early);
-  }
-}
-
-TEST(Exchange, TwoGpusEqualPretendedRanks) {
-  int devices = 0;
-  must(cudaGetDeviceCount(&devices));
-  if (devices < 2) GTEST_SKIP() << "needs two GPUs";
-  const RankShape shape;
-  for (const std::int32_t count : {2, 4}) {
-    for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
-      GroupOptions options = options_of(shape, count, transport);
-      Group pretended(shape, options);
-      options.devices = 2;
-      Group two(shape, options);
-      pretended.route(1, 24);
-      two.route(1, 24);
-      const Bits want = pretended.run();
-      ASSERT_EQ(two.run(), want);
-      for (int repeat = 0; repeat < 100; ++repeat) two.step();
-      ASSERT_EQ(two.bits(), want) << count << " ranks";
-    }
   }
 }
 

@@ -26,6 +26,7 @@ using testing::PretendedRanks;
 using testing::RankHandle;
 using testing::RankLayer;
 using testing::RankShape;
+using testing::shape_with_own_records;
 
 constexpr std::int32_t kRanks = 2;
 constexpr std::int64_t kLimitMs = 5'000;
@@ -85,7 +86,7 @@ void run_rank(const Meeting& meeting, std::int32_t rank) {
   must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const Exec exec{
       .backend = Backend::kCuda, .device = cuda::open_device(ordinal), .stream = stream};
-  const RankShape shape;
+  const RankShape shape = shape_with_own_records(kRanks);
   ExchangeOptions options;
   options.shape = exchange_shape(shape);
   options.rank = rank;
@@ -158,7 +159,7 @@ pid_t start_rank(const std::filesystem::path& folder, std::int32_t rank) {
 
 /// The results of ranks in one process.
 std::vector<std::string> expected_bits() {
-  const RankShape shape;
+  const RankShape shape = shape_with_own_records(kRanks);
   PretendedRanks ranks({.shape = exchange_shape(shape)});
   std::vector<std::unique_ptr<RankLayer>> layers;
   for (std::int32_t r = 0; r < kRanks; ++r) {
@@ -175,6 +176,7 @@ std::vector<std::string> expected_bits() {
     for (auto& layer : layers) layer->backward(part);
   }
   ranks.wait();
+  for (auto& layer : layers) EXPECT_GT(layer->own_records(Pass::kBackward), 0);
   std::vector<std::string> all;
   for (auto& layer : layers) {
     Bits bits;

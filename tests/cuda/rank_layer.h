@@ -3,12 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <random>
 #include <vector>
 
 #include "cuda/device_array.h"
-#include "sonicmoe/exchange.h"
+#include "cuda/exchange/step.h"
 
 namespace sonicmoe::testing {
 
@@ -38,6 +39,15 @@ inline std::vector<std::uint16_t> random_bf16(std::int64_t count, unsigned seed)
     v = static_cast<std::uint16_t>(word >> 16);
   }
   return out;
+}
+
+/// A shape with 250 rows of each token's rank for every expert. So each rank has full tile records
+/// of its own rows, which it multiplies before the rows of other ranks have arrived. RankShape{}
+/// has about 48 such rows for an expert and no full record of them.
+inline RankShape shape_with_own_records(std::int32_t ranks) {
+  RankShape s;
+  s.experts = s.top_k = 2 * ranks;
+  return s;
 }
 
 /// One rank's tensors, buffers and calls, on its own GPU.
@@ -89,6 +99,10 @@ class RankLayer {
   }
 
   const Exec& exec() const { return at_.exec; }
+  const Problem& problem() const { return problem_; }
+  std::int64_t rows() const { return rows_; }
+  const ForwardArgs& forward_args() const { return forward_; }
+  const BackwardArgs& backward_args() const { return backward_; }
   /// Ids below `experts`, some slots empty.
   void route(unsigned seed, int experts) {
     must(cudaSetDevice(at_.ordinal));
@@ -111,15 +125,51 @@ class RankLayer {
   std::int64_t rows_asked() const { return exchange_rows(*at_.exchange, problem_, exec()); }
   void poison() {
     must(cudaSetDevice(at_.ordinal));
-    for (DeviceArray* a : {out_, dx_, dweights_, dup_, ddown_}) a->fill(0x7f);
+    for (DeviceArray* a : outputs()) a->fill(0x7f);
     must(cudaSetDevice(0));
   }
   void append(Bits& bits) const {
-    for (const DeviceArray* a : {out_, dx_, dweights_, dup_, ddown_}) bits.push_back(a->get());
+    for (const DeviceArray* a : outputs()) bits.push_back(a->get());
+  }
+  /// Enqueues a copy of the outputs, as repeat `index`, and then fills the outputs, h, saved and
+  /// scratch, so that no later step can use what this one has left there. Every repeat can be
+  /// compared, although the host waits only after the last one.
+  void keep(std::size_t index) {
+    must(cudaSetDevice(at_.ordinal));
+    const auto stream = static_cast<cudaStream_t>(exec().stream);
+    while (kept_.size() <= index) {
+      kept_.emplace_back();
+      for (const DeviceArray* a : outputs()) kept_.back().push_back(array(a->bytes()));
+    }
+    for (std::size_t i = 0; i < outputs().size(); ++i) {
+      DeviceArray* a = outputs()[i];
+      must(cudaMemcpyAsync(kept_[index][i]->data(), a->data(), a->bytes(), cudaMemcpyDeviceToDevice,
+                           stream));
+      must(cudaMemsetAsync(a->data(), 0x7f, a->bytes(), stream));
+    }
+    for (const Buffer& b : {forward_.h, forward_.saved, forward_.scratch}) {
+      must(cudaMemsetAsync(b.data, 0xff, b.bytes, stream));
+    }
+    must(cudaSetDevice(0));
+  }
+  void append_kept(std::size_t index, Bits& bits) const {
+    for (const DeviceArray* a : kept_[index]) bits.push_back(a->get());
+  }
+  /// The number of tile records that the last step of `pass` multiplied before the rows of other
+  /// ranks had arrived. The step must be complete.
+  std::int32_t own_records(Pass pass) const {
+    const Problem layer = cuda::layer_problem(*at_.exchange, problem_, rows_);
+    const cuda::StepMemory memory =
+        cuda::step_memory(layer, pass, {forward_.saved.data, forward_.scratch.data}, exec());
+    std::int32_t count = 0;
+    must(cudaMemcpy(&count, memory.split.first.record_count, 4, cudaMemcpyDeviceToHost));
+    return count;
   }
   const DeviceArray& out() const { return *out_; }
+  const DeviceArray& dx() const { return *dx_; }
 
  private:
+  std::array<DeviceArray*, 5> outputs() const { return {out_, dx_, dweights_, dup_, ddown_}; }
   DeviceArray* array(std::int64_t bytes) {
     return arrays_.emplace_back(std::make_unique<DeviceArray>(bytes)).get();
   }
@@ -149,6 +199,7 @@ class RankLayer {
   ForwardArgs forward_;
   BackwardArgs backward_;
   std::vector<std::unique_ptr<DeviceArray>> arrays_;
+  std::vector<std::vector<DeviceArray*>> kept_;  ///< outputs of each repeat
   DeviceArray *x_, *dout_, *up_, *down_, *ids_, *weights_, *out_, *dx_, *dweights_, *dup_, *ddown_;
 };
 
