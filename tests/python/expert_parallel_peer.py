@@ -20,7 +20,10 @@ from sonicmoe_cpp.distributed import (
 from sonicmoe_cpp.distributed._group import group_of
 
 PEER_CASES = {}
-MIDDLE = (512, 256, 128, 16, 4)  # T of all ranks, d, n, E, K
+# T of all ranks, d, n, E, K. On CUDA a rank's own tokens fill tile records of RECORD_ROWS rows. A
+# step multiplies these before the rows of other ranks have arrived.
+MIDDLE = {"cuda": (4096, 256, 128, 16, 4), "cpu": (512, 256, 128, 16, 4)}
+RECORD_ROWS = 128
 REPEATS = 100
 
 
@@ -31,11 +34,15 @@ def case(function):
 
 def middle(world: World, dtype=torch.bfloat16, seed=0) -> Layer:
     """This rank's part of a layer whose rows fill several tiles."""
-    tokens, experts = MIDDLE[0], MIDDLE[3]
-    layer = Layer(*MIDDLE, seed=seed).to(dtype, world.device)
+    shape = MIDDLE[world.device]
+    tokens, experts = shape[0], shape[3]
+    layer = Layer(*shape, seed=seed).to(dtype, world.device)
     mine = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
     held = slice(world.rank * experts // world.size, (world.rank + 1) * experts // world.size)
     layer.ids, layer.dout = layer.ids[mine], layer.dout[mine]
+    if world.device == "cuda":
+        own_rows = torch.bincount(layer.ids.flatten(), minlength=experts)[held]
+        assert own_rows.max() >= RECORD_ROWS
     for name, value in layer.leaves().items():
         rows = mine if name in ("x", "weights") else held
         setattr(layer, name, value.detach()[rows].clone().requires_grad_())
@@ -43,7 +50,8 @@ def middle(world: World, dtype=torch.bfloat16, seed=0) -> Layer:
 
 
 def run(layer: Layer, group=None, **options) -> torch.Tensor:
-    options = TRANSPORT | {"max_tokens": MIDDLE[0], "capacity": 2.0} | options
+    tokens = MIDDLE[layer.x.device.type][0]
+    options = TRANSPORT | {"max_tokens": tokens, "capacity": 2.0} | options
     weights = (layer.w_up, layer.w_down)
     return moe_expert_parallel(layer.x, layer.ids, layer.weights, *weights, group=group, **options)
 
@@ -138,7 +146,7 @@ def overflow(world):
         return
     layer = middle(world)
     want = results(layer, run)
-    layer.ids = layer.ids % (MIDDLE[3] // world.size)  # all to rank 0
+    layer.ids = layer.ids % (MIDDLE[world.device][3] // world.size)  # all to rank 0
     out = run(layer, capacity=0.6)
     torch.cuda.synchronize()
     dist.barrier()

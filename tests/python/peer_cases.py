@@ -116,7 +116,7 @@ def steps(folder: Path, rank: int, size: int, spoil) -> None:
     layer = peer.middle(world)
     options = {"timeout": TIMEOUT, "max_tokens": None, "capacity": None}
     if "max_tokens" in peer.TRANSPORT:
-        options |= {"max_tokens": peer.MIDDLE[0], "capacity": 2.0}
+        options |= {"max_tokens": peer.MIDDLE[world.device][0], "capacity": 2.0}
     for last in (False, False, False, True):
         began = time.monotonic()
         if last and rank == 1:
