@@ -90,6 +90,7 @@ add_emulated_test(Accumulate "Each/CudaAccumulate.*" "")
 add_emulated_test(
   Routing "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
 add_emulated_test(Exchange "Exchange.*" "")
+add_emulated_test(ExchangeInC "ExchangeInC.*" "")
 add_emulated_test(ExchangeRepeats "ExchangeRepeats.OwnRowsAreMultipliedFirst" "")
 add_emulated_test(ExchangeBetweenProcesses "ExchangeProcesses.*" "")
 add_emulated_test(ExchangeOfRanks "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange" "")
