@@ -188,6 +188,45 @@ TEST(Exchange, AMissingRankIsNamedWithinTheTimeLimit) {
   EXPECT_EQ(group.run(), want) << "after a reset";
 }
 
+/// Rank 1 leaves the step after its forward: it never calls backward, but begins another forward.
+/// Its rows of x then arrive where the other ranks wait for its rows of dout, so they pass this
+/// wait.
+TEST(Exchange, ARankThatLeavesAStepEndsItOnEveryRank) {
+  const RankShape shape{.tokens = 100, .hidden = 72, .width = 40};
+  Group group(shape, options_of(shape, 3, ExchangeTransport::kPush));
+  group.route(1, 24);
+  const Bits want = group.run();
+  group.poison();
+  group.forward();
+  group.ranks.wait();
+  const auto set_limit = [&](milliseconds limit) {
+    for (std::int32_t r = 0; r < group.ranks.size(); ++r) {
+      group.ranks.exchange(r).limits.nanoseconds = std::chrono::nanoseconds(limit).count();
+    }
+  };
+  set_limit(milliseconds(1'000));
+  const auto start = steady_clock::now();
+  for (const ExchangePart part :
+       {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+    group.layers[0]->backward(part);
+    group.layers[1]->forward(part);
+    group.layers[2]->backward(part);
+  }
+  for (std::int32_t r = 0; r < group.ranks.size(); ++r) {
+    const std::string sentence = group.fault(r);
+    EXPECT_TRUE(contains(sentence, " within the time limit of 1000 ms")) << r << ": " << sentence;
+    EXPECT_THROW(group.layers[r]->forward(ExchangePart::kBegin), Error);
+  }
+  // Much less than the default time limit, also on an emulated GPU.
+  EXPECT_LT(steady_clock::now() - start, milliseconds(40'000));
+  EXPECT_TRUE(is_nan(group.layers[0]->dx()));
+  EXPECT_TRUE(is_nan(group.layers[1]->out()));
+  EXPECT_TRUE(is_nan(group.layers[2]->dx()));
+  group.ranks.reset();
+  set_limit(milliseconds(20'000));
+  EXPECT_TRUE(group.run() == want) << "after a reset";
+}
+
 /// After a fault neither the slots of other ranks nor a list of pairs may be trusted: memory beside
 /// the arrays is not written (DeviceArray looks at it).
 TEST(Exchange, AFailedStepWritesNothingBesideItsArrays) {
