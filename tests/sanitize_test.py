@@ -1,9 +1,11 @@
 """The sanitizer runs can fail: a stand-in for compute-sanitizer reports what each test wants."""
 
 import contextlib
+import fnmatch
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import unittest
@@ -63,7 +65,7 @@ class SanitizeTest(unittest.TestCase):
         self.assertTrue(any(row["tool"] == "racecheck" for row in self.rows()))
         for row in self.rows():
             if row["tool"] == "racecheck":
-                self.assertIn("/hopper", row["tests"])
+                self.assertNotIn("/portable", row["tests"])
 
     def test_refuses_to_run_nothing(self):
         errors = io.StringIO()
@@ -88,8 +90,9 @@ echo '{PASSED}'; echo '{CLEAN}'"""
 
     def test_clean(self):
         self.assertEqual(self.verdict(f"echo '{PASSED}'; echo '{CLEAN}'"), 0)
-        # Seven groups on two engines and one without, by three tools; seven on Hopper by racecheck.
-        self.assertEqual(len(self.rows()), 3 * (2 * 7 + 1) + 7)
+        # Seven groups on two engines and three without, by three tools; seven on Hopper and one
+        # without an engine by racecheck.
+        self.assertEqual(len(self.rows()), 3 * (2 * 7 + 3) + 7 + 1)
         self.assertTrue(all(row["findings"] == 0 and row["passed"] == 1 for row in self.rows()))
 
     def test_racecheck_has_a_summary_of_its_own(self):
@@ -102,10 +105,26 @@ echo '{PASSED}'; echo '{CLEAN}'"""
         self.assertEqual(self.rows()[0]["findings"], 3)
         self.assertIn("FINDINGS", self.output)
 
+    def test_groups_name_tests_that_exist(self):
+        folder = Path(__file__).resolve().parent / "cuda"
+        text = "".join(file.read_text() for file in sorted(folder.glob("*.cc")))
+        existing = [
+            ".".join(names) for names in re.findall(r"TEST(?:_[FP])?\((\w+), (\w+)\)", text)
+        ]
+        for group in sanitize_gpu.GROUPS:
+            for part in re.split("[:-]", group.tests):
+                name = part.removeprefix("Each/").removesuffix("/{engine}")
+                self.assertTrue(fnmatch.filter(existing, name), part)
+
+    def test_expert_parallelism_runs_by_every_tool(self):
+        self.assertEqual(self.verdict(f"echo '{PASSED}'; echo '{CLEAN}'"), 0)
+        tools = {row["tool"] for row in self.rows() if "ExchangeHarness." in row["tests"]}
+        self.assertEqual(tools, set(sanitize_gpu.TOOLS))
+
     def test_one_engine(self):
         body = f"echo '{PASSED}'; echo '{CLEAN}'"
         self.assertEqual(self.verdict(body, "--engines", "portable", "--jobs", "3"), 0)
-        harness = {row["tests"] for row in self.rows()} - {"CudaMetadata*"}
+        harness = {row["tests"] for row in self.rows() if row["tests"].startswith("Each/")}
         self.assertEqual(harness, {"Each/Cuda.PassesTheHarness/portable"})
 
     def test_only_clean_runs_of_the_same_program_are_kept(self):
