@@ -93,4 +93,5 @@ add_emulated_test(Exchange "Exchange.*" "")
 add_emulated_test(ExchangeInC "ExchangeInC.*" "")
 add_emulated_test(ExchangeRepeats "ExchangeRepeats.OwnRowsAreMultipliedFirst" "")
 add_emulated_test(ExchangeBetweenProcesses "ExchangeProcesses.*" "")
-add_emulated_test(ExchangeOfRanks "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange" "")
+add_emulated_test(ExchangeOfRanks
+                  "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange:*.PortableEngine" "")

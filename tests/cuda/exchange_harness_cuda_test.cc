@@ -4,6 +4,7 @@
 #include <chrono>
 #include <iostream>
 
+#include "cuda/layer/engine.h"
 #include "cuda/pretended_ranks.h"
 #include "verify/device.h"
 #include "verify/harness.h"
@@ -22,7 +23,8 @@ struct Form {
   std::int32_t ranks;
   ExchangeTransport transport = ExchangeTransport::kPush;
   Split split = Split::kEven;
-  bool exact = false;  ///< asks the device for the number of rows
+  bool exact = false;            ///< asks the device for the number of rows
+  const char* engine = nullptr;  ///< null: the device's first engine
 };
 
 /// Changes memory between the parts of a step, when all ranks are idle.
@@ -191,6 +193,7 @@ class ParallelLayer {
     sonicmoe::testing::GroupOptions options;
     options.shape = {form_.ranks, 1, 1, p.hidden, p.dtype};
     options.transport = form_.transport;
+    options.engine = form_.engine;
     each([&](std::int32_t r, Share& s) {
       s.first = bounds[r];
       s.last = bounds[r + 1];
@@ -224,6 +227,10 @@ class ParallelLayer {
     }
     ranks_.reset();
     ranks_ = std::make_unique<PretendedRanks>(options);
+    if (form_.engine == nullptr) return;
+    for (std::int32_t r = 0; r < form_.ranks; ++r) {
+      EXPECT_STREQ(ranks_->exchange(r).device->engine->name, form_.engine);
+    }
   }
   static bool same_shape(const ExchangeShape& a, const ExchangeShape& b) {
     return a.max_tokens == b.max_tokens && a.max_slots == b.max_slots && a.hidden == b.hidden &&
@@ -365,6 +372,13 @@ TEST_F(ExchangeHarness, Gradients) {
 TEST_F(ExchangeHarness, WideTiles) { expect_sound({2}, "wide/"); }
 TEST_F(ExchangeHarness, Activations) { expect_sound({5}, "activation/"); }
 TEST_F(ExchangeHarness, Shapes) { expect_sound({3}, "shape/"); }
+/// An expert with 511 rows: each rank has a full tile record of its own rows.
+TEST_F(ExchangeHarness, PortableEngine) {
+  Form form{2};
+  form.engine = "portable";
+  expect_sound(form, "routing/ids_more_edges_k2/bf16/integers");
+  expect_sound(form, "routing/pairs_sorted/bf16/integers");
+}
 TEST_F(ExchangeHarness, OneRank) {
   for (const char* filter : {"layout/", "grads/", "wide/", "activation/", "shape/"}) {
     expect_sound({1}, filter);

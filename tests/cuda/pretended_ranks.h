@@ -25,6 +25,7 @@ struct GroupOptions {
   ExchangeTransport transport = ExchangeTransport::kPush;
   std::int64_t time_limit_ms = 20'000;
   int devices = 1;
+  const char* engine = nullptr;  ///< null: the device's first engine
 };
 
 class PretendedRanks {
@@ -42,7 +43,7 @@ class PretendedRanks {
         cudaGetLastError();
       }
       must(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
-      rank.device = cuda::open_device(rank.ordinal);
+      rank.device = cuda::open_device(rank.ordinal, options.engine);
       rank.buffer = std::make_unique<DeviceArray>(exchange_bytes(shape_, exec(r)));
       addresses.push_back(rank.buffer->data());
     }
