@@ -186,6 +186,12 @@ class ExchangeInC : public ::testing::Test {
                                        part, &r.exec));
     }
   }
+  /// Calls a part of backward, which rank 0 has just called, once more.
+  smoe_status again(int part) {
+    Rank& r = ranks_[0];
+    return smoe_exchange_backward(r.exchange, &r.args->problem, r.rows, &r.args->backward, part,
+                                  &r.exec);
+  }
   Bits bits() {
     must(cudaDeviceSynchronize());
     Bits all;
@@ -224,7 +230,10 @@ TEST_F(ExchangeInC, StepsHaveTheBitsOfCpp) {
   }
   forward(SMOE_PART_COMPUTE);
   forward(SMOE_PART_FINISH);
-  for (const int part : kParts) backward(part);
+  for (const int part : kParts) {
+    backward(part);
+    EXPECT_EQ(again(part), SMOE_INVALID_ARGUMENT) << "part " << part << " of backward is over";
+  }
   EXPECT_TRUE(bits() == want) << "each pass in parts, with as many rows as were routed";
 }
 
