@@ -62,6 +62,11 @@ struct RouterCase {
   std::int64_t tile = 0;
 };
 
+/// The tokens (for grouped rows: the rows) from `begin` to `end` - 1.
+struct TokenRange {
+  std::int64_t begin, end;
+};
+
 /// The function under test. Grouped GEMMs use `problem` with other letters: T is R (rows), d the
 /// width of a (k; m in varlen-K), n that of b or d, and Case::counts the rows of each expert.
 enum class Subject { kLayer, kGroupedGemm, kGroupedGemmK, kRoute, kTokenRound };
@@ -85,6 +90,8 @@ struct Case {
   bool row_weights = true;          ///< grouped form: whether rows have weights
   bool cancelling = false;          ///< K = 384: the first and the last 128 cancel in H and dA'
   RouterCase router;
+  /// Each part also runs as a batch of its own; its results must have the whole batch's bits.
+  std::vector<TokenRange> parts;
   bool cpu_only = false;  ///< sizes or strides that only the CPU serves
 };
 
@@ -95,6 +102,9 @@ enum class Extent { kQuick, kFull };
 
 /// The cases of Precision::kFp8, a part of all_cases().
 void add_fp8_cases(Extent extent, std::vector<Case>& cases);
+
+/// Cases with Case::parts in every precision, a part of all_cases(). Their names contain "batch/".
+void add_batch_cases(Extent extent, std::vector<Case>& cases);
 
 /// The cases whose names contain `filter`.
 std::vector<Case> all_cases(Extent extent, const std::string& filter);

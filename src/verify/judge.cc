@@ -94,9 +94,10 @@ double distance(const double* a, const double* b, std::int64_t count) {
 }  // namespace
 
 const char* fault_name(Fault fault) {
-  constexpr const char* kNames[] = {"none",           "unwritten", "outside",    "input changed",
-                                    "not repeatable", "unequal",   "inaccurate", "not zero",
-                                    "sizes",          "threw",     "bad case"};
+  constexpr const char* kNames[] = {"none",          "unwritten",      "outside",
+                                    "input changed", "not repeatable", "depends on the batch",
+                                    "unequal",       "inaccurate",     "not zero",
+                                    "sizes",         "threw",          "bad case"};
   return kNames[static_cast<int>(fault)];
 }
 

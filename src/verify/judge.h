@@ -16,6 +16,7 @@ enum class Fault {
   kOutside,        ///< a byte outside the outputs changed
   kInputChanged,   ///< an input, or state kept for backward, changed
   kNotRepeatable,  ///< equal inputs gave different bits
+  kBatch,          ///< the bits of a token's results depend on other tokens of the batch
   kUnequal,        ///< a value differs in a check for equality
   kInaccurate,     ///< an error above twice the error of the same formula in the same precision
   kNotZero,        ///< not exactly zero (or untouched) where no row contributes
