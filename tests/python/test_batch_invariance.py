@@ -15,11 +15,13 @@ pytestmark = pytest.mark.usefixtures("each_engine")
 # give an expert 1 to 2048 rows.
 SMALL = ((300, 72, 40, 8, 2), (1, 4, 43, 150))
 STEPS = ((8192, 512, 256, 8, 2), (1, 4, 160, 400, 600, 800, 1200, 2800, 4400))
+# d and n of fp8 are multiples of 128.
+SMALL_FP8 = ((300, 256, 128, 8, 2), (1, 4, 43, 150))
 WIDE = ((6144, 768, 512, 12, 4), (4, 200, 400, 800, 3100))
 
 
 class Batch:
-    def __init__(self, shape, device, dtype, activation="swiglu", bias=False):
+    def __init__(self, shape, device, dtype, activation="swiglu", bias=False, **options):
         tokens, hidden, width, self.experts, self.k = shape
         rows = 2 * width if reference.is_gated(activation) else width
         generator = torch.Generator().manual_seed(3)
@@ -33,6 +35,7 @@ class Batch:
             "w_up": normal(self.experts, rows, hidden, scale=hidden**-0.5),
             "w_down": normal(self.experts, hidden, width, scale=width**-0.5),
             "activation": activation,
+            **options,
         }
         if bias:
             self.weights |= {
@@ -122,6 +125,39 @@ def test_where_tiles_change(device, case):
     shape, counts = case
     for dtype in (torch.bfloat16, torch.float16):
         assert_invariant(Batch(shape, device, dtype), by_ids, counts)
+
+
+def skip_without_fp8(device):
+    """Skips a GPU whose engine has no fp8."""
+    if device == "cuda":
+        try:
+            batch = fp8_batch((1, 128, 128, 1, 1), device)
+            by_ids(batch, batch.x, batch.logits)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+
+
+def fp8_batch(shape, device, activation="swiglu", **options):
+    return Batch(shape, device, torch.bfloat16, activation, precision="fp8", **options)
+
+
+@pytest.mark.parametrize("keep_h", [None, "bf16"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("layer", [by_ids, by_pairs, by_groups])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8(device, layer, activation, keep_h):
+    skip_without_fp8(device)
+    shape, counts = SMALL_FP8
+    batch = fp8_batch(shape, device, activation, bias=True, keep_h=keep_h)
+    assert_invariant(batch, layer, counts)
+
+
+@pytest.mark.parametrize("case", [STEPS, WIDE], ids=["n256", "n512"])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_fp8_where_tiles_change(device, case):
+    skip_without_fp8(device)
+    shape, counts = case
+    assert_invariant(fp8_batch(shape, device), by_ids, counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
