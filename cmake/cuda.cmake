@@ -83,12 +83,13 @@ if(CCACHE) # relative paths in the hash: all checkouts use the same cached resul
       CCACHE_DEPEND=1 ${CCACHE})
 endif()
 set(ptxas_gate ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/ptxas_gate.py)
-# With tests, the gate writes the PTX of capability 9.0 beside each object. The emulator runs this PTX,
-# and early_loads_test.py reads it.
+list(JOIN SONICMOE_CUDA_ARCHITECTURES "," architectures)
+# With tests, the gate writes the PTX of every architecture beside each object. The emulator runs this
+# PTX, and early_loads_test.py reads it.
 set(common_ptx)
 set(hopper_ptx)
 if(SONICMOE_BUILD_TESTS AND 90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
-  set(common_ptx --ptx 90)
+  set(common_ptx --ptx ${architectures})
   set(hopper_ptx --ptx 90a)
 endif()
 # An empty list (no tests, no ccache) adds no element.
@@ -119,7 +120,6 @@ file(GLOB_RECURSE SONICMOE_CUDA_SOURCES CONFIGURE_DEPENDS ${cuda_source}/*.cu ${
 list(FILTER SONICMOE_CUDA_SOURCES EXCLUDE REGEX "/src/cuda/hopper/")
 add_cuda_objects(sonicmoe_cuda_objects "${SONICMOE_CUDA_SOURCES}" "${common_code}"
                  "${common_launcher}")
-list(JOIN SONICMOE_CUDA_ARCHITECTURES "," architectures)
 set_source_files_properties(
   ${cuda_source}/device/architectures.cc
   PROPERTIES COMPILE_DEFINITIONS

@@ -40,6 +40,13 @@ target_link_libraries(emulator_test PRIVATE sonicmoe_options sonicmoe_emulator G
                                             GTest::gtest_main)
 target_link_options(emulator_test PRIVATE -Wl,--disable-new-dtags)
 gtest_discover_tests(emulator_test DISCOVERY_TIMEOUT 120)
+foreach(capability 8.0 8.6 10.0 12.0) # and 9.0, the default
+  add_test(NAME Capability.Is${capability} COMMAND emulator_test --gtest_filter=Capability.*)
+  set_tests_properties(
+    Capability.Is${capability}
+    PROPERTIES ENVIRONMENT SONICMOE_EMULATED_CAPABILITY=${capability}
+               FAIL_REGULAR_EXPRESSION "Running 0 tests")
+endforeach()
 
 # The device tests, of the same objects as the library and sonicmoe_cuda_tests. The emulator runs the
 # PTX that ptxas_gate.py keeps beside the objects of the kernels.
@@ -95,3 +102,27 @@ add_emulated_test(ExchangeRepeats "ExchangeRepeats.OwnRowsAreMultipliedFirst" ""
 add_emulated_test(ExchangeBetweenProcesses "ExchangeProcesses.*" "")
 add_emulated_test(ExchangeOfRanks
                   "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange:*.PortableEngine" "")
+
+# Code for other architectures, on devices of other capabilities: A100 (8.0), GPUs of 8.6, which run
+# the code for 8.0 with less shared memory, B200 (10.0) and RTX 5090 (12.0). The cases have every
+# product of the layer, gated and not, with weights of both orders, in bf16 and fp16, and the kernels
+# of metadata and sums.
+set(portable_cases
+    "layout/concatenated layout/transposed activation/swiglu_paired/ wide/n248 gemm"
+    "routing/ids_sentinels_k11/bf16/integers routing/pairs_many_of_each/bf16/integers"
+    "routing/ids_many_experts/bf16/random routing/grouped_gaps/bf16/random")
+list(JOIN portable_cases " " portable_cases)
+function(add_capability_tests capability architecture)
+  if(NOT architecture IN_LIST SONICMOE_CUDA_ARCHITECTURES)
+    return()
+  endif()
+  string(REPLACE "." "" name ${capability})
+  add_emulated_test(Portable${name} "Each/Cuda.PassesTheHarness/portable" "${portable_cases}")
+  add_emulated_test(Routing${name} "CudaRouting.TopK*:CudaRouter.AnError*" "")
+  set_property(TEST Emulated.Portable${name} Emulated.Routing${name} APPEND
+               PROPERTY ENVIRONMENT "SONICMOE_EMULATED_CAPABILITY=${capability}")
+endfunction()
+add_capability_tests(8.0 80)
+add_capability_tests(8.6 80)
+add_capability_tests(10.0 100)
+add_capability_tests(12.0 120)

@@ -1,11 +1,11 @@
 """Runs an nvcc command and fails on register spills and serialised wgmma.
 
-usage: ptxas_gate.py [--ptx ARCHITECTURE] COMMAND...
+usage: ptxas_gate.py [--ptx ARCHITECTURE,...] COMMAND...
 
 ptxas reports both only as information (serialised wgmma as advisories C7500 to C7599), but they
 cost up to half the speed. Writes OBJECT.cost next to the object file, with its number of kernels of
 each architecture and CPU seconds, for tools/check_kernels.py. With --ptx it also writes OBJECT.ptx,
-the PTX of that architecture (90 or 90a, say), for the emulator.
+for the emulator: the PTX of the named architectures (80, 90 or 90a, say), a zero byte between two.
 """
 
 import json
@@ -72,27 +72,31 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
 
 
-def run_with_ptx(command: list[str], architecture: str) -> subprocess.CompletedProcess:
+def run_with_ptx(command: list[str], architectures: list[str]) -> subprocess.CompletedProcess:
     """Runs the command, which compiles an object, and writes OBJECT.ptx."""
     target = Path(target_of(command))
-    ptx = Path(f"{target}.ptx")
-    if any(Path(word).name == "ccache" for word in command):  # it caches one result of a command
-        made = run(ptx_command(command, architecture, str(ptx)))
-        return made if made.returncode != 0 else run(command)
+    is_cached = any(Path(word).name == "ccache" for word in command)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = run([*command, "--keep", "--keep-dir", folder])
+        stem = f"{folder}/{target.name.split('.')[0]}"
+        texts = [Path(f"{stem}.compute_{name}.ptx") for name in architectures]
+        if is_cached:  # ccache stores one result of a command
+            for name, text in zip(architectures, texts, strict=True):
+                made = run(ptx_command(command, name, str(text)))
+                if made.returncode != 0:
+                    return made
+        made = run(command if is_cached else [*command, "--keep", "--keep-dir", folder])
         if made.returncode == 0:
-            stem = f"{folder}/{target.name.split('.')[0]}"
             one = Path(f"{stem}.ptx")  # the name if nvcc compiles for one architecture
-            (one if one.exists() else Path(f"{stem}.compute_{architecture}.ptx")).replace(ptx)
+            texts = [one] if one.exists() else texts
+            Path(f"{target}.ptx").write_bytes(b"\0".join(text.read_bytes() for text in texts))
     return made
 
 
 def main() -> int:
     command = sys.argv[1:]
     if command[0] == "--ptx":
-        architecture, command = command[1], command[2:]
-        done = run_with_ptx(command, architecture)
+        architectures, command = command[1].split(","), command[2:]
+        done = run_with_ptx(command, architectures)
     else:
         done = run(command)
     lines = done.stderr.splitlines()

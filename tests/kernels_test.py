@@ -103,13 +103,34 @@ class GateTest(unittest.TestCase):
 
     def test_ptx_comes_beside_the_object(self):
         """A stand-in for nvcc keeps its PTX under the names that nvcc gives it."""
-        keep = 'for folder; do :; done; echo kept >"$folder/a.$NAME"'
-        for name in ("ptx", "compute_90.ptx"):
-            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
-                nvcc = ["sh", "-c", keep.replace("$NAME", name), "nvcc", "-o", f"{folder}/a.cu.o"]
-                self.assertEqual(ptxas_gate.run_with_ptx(nvcc, "90").returncode, 0)
+        keep = 'for folder; do :; done; for name in $NAMES; do echo $name >"$folder/a.$name"; done'
+        cases = {
+            "ptx": (["90a"], "ptx\n"),
+            "compute_90.ptx compute_80.ptx": (["90"], "compute_90.ptx\n"),
+            "compute_120.ptx compute_80.ptx": (
+                ["80", "120"],
+                "compute_80.ptx\n\0compute_120.ptx\n",
+            ),
+        }
+        for names, (architectures, expected) in cases.items():
+            with self.subTest(names), tempfile.TemporaryDirectory() as folder:
+                nvcc = ["sh", "-c", keep.replace("$NAMES", names), "nvcc", "-o", f"{folder}/a.cu.o"]
+                self.assertEqual(ptxas_gate.run_with_ptx(nvcc, architectures).returncode, 0)
                 self.assertEqual([p.name for p in Path(folder).iterdir()], ["a.cu.o.ptx"])
-                self.assertEqual(Path(folder, "a.cu.o.ptx").read_text(), "kept\n")
+                self.assertEqual(Path(folder, "a.cu.o.ptx").read_text(), expected)
+
+    def test_ptx_comes_beside_the_object_with_ccache(self):
+        """A stand-in for ccache writes its arguments to the file that they name behind -o."""
+        with tempfile.TemporaryDirectory() as folder:
+            ccache = Path(folder, "ccache")
+            ccache.write_text('#!/bin/sh\nfor last; do :; done; echo "$@" >"$last"\n')
+            ccache.chmod(0o755)
+            command = [str(ccache), "nvcc", "-c", "a.cu", "-o", f"{folder}/a.cu.o"]
+            self.assertEqual(ptxas_gate.run_with_ptx(command, ["80", "120"]).returncode, 0)
+            texts = Path(folder, "a.cu.o.ptx").read_text().split("\0")
+            made_for = [word for text in texts for word in text.split() if word.startswith("-arch")]
+            self.assertEqual(made_for, ["-arch=compute_80", "-arch=compute_120"])
+            self.assertTrue(Path(folder, "a.cu.o").exists())
 
     def test_with_ccache_ptx_is_made_alone(self):
         options = "-O3 -gencode=arch=compute_80,code=sm_80 -Xptxas=-v -MD -MT a.o -MF a.d"

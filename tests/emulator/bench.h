@@ -40,21 +40,19 @@ class Arrays : public GlobalMemory {
   std::vector<std::byte*> begins_;
 };
 
-/// The PTX directives that must come before the first kernel.
-inline constexpr const char* kPtxHeader = ".version 8.8\n.target sm_90a\n.address_size 64\n";
-
 struct BenchShape {
   Dim grid{1, 1, 1};
   Dim block{32, 1, 1};
   Dim cluster{1, 1, 1};
   std::size_t dynamic_shared = 0;
+  Target target{90, true};
 };
 
 /// Runs the first kernel of `text`, whose parameters are 64-bit words. Throws Fault.
 inline void run_kernel(const std::string& text, const BenchShape& shape, const Arrays& memory,
                        const std::vector<std::uint64_t>& parameters, std::uint64_t seed = 1) {
-  const Module module = parse_module(kPtxHeader + text);
-  const Program program = Builder(module.kernels.at(0), {}).build();
+  const Module module = parse_module(text);
+  const Program program = Builder(module.kernels.at(0), {}, shape.target).build();
   Launch launch;
   launch.program = &program;
   launch.grid = shape.grid;

@@ -48,9 +48,11 @@ const OpcodeTable& opcode_table() {
   return table;
 }
 
-Builder::Builder(const Function& function, const std::map<std::string, std::uint64_t>& globals)
+Builder::Builder(const Function& function, const std::map<std::string, std::uint64_t>& globals,
+                 const Target& target)
     : function_(function) {
   program_.name = function.name;
+  program_.target = target;
   program_.most_threads = function.most_threads;
   for (const auto& [name, type] : function.registers) {
     registers_[name] = allocate(bytes_of_register(type));
@@ -102,6 +104,7 @@ Program Builder::build() {
     }
     const auto found = table.find(s.opcode());
     try {
+      program_.target.check(s);
       (found == table.end() ? &decode_unknown : found->second)(s, *this, &i);
     } catch (const std::exception& e) {
       throw Fault("PTX line " + std::to_string(s.line) + ", " + s.text() + ": " + e.what());

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ptx_text.h"
+#include "target.h"
 
 namespace sonicmoe::emulator {
 
@@ -66,6 +67,7 @@ struct Preset {
 
 struct Program {
   std::string name;
+  Target target;
   std::vector<Instruction> code;
   std::vector<std::string> texts;  ///< of each instruction, for messages
   std::vector<Slot> lists;
@@ -83,7 +85,9 @@ struct Program {
 class Builder {
  public:
   /// `globals`: addresses of the module's variables.
-  Builder(const Function& function, const std::map<std::string, std::uint64_t>& globals);
+  Builder(const Function& function, const std::map<std::string, std::uint64_t>& globals,
+          const Target& target);
+  /// Throws Fault if the target lacks one of the instructions, as ptxas refuses the whole text.
   Program build();
 
   // For the functions that decode one opcode each.

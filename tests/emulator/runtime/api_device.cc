@@ -14,25 +14,26 @@ constexpr int kL2Bytes = 50 << 20;
 constexpr int kGreatestPriority = -5;
 
 std::optional<int> attribute(cudaDeviceAttr which) {
+  const Limits& limits = configuration().limits;
   switch (which) {
     case cudaDevAttrComputeCapabilityMajor:
-      return kCapability / 10;
+      return limits.capability / 10;
     case cudaDevAttrComputeCapabilityMinor:
-      return kCapability % 10;
+      return limits.capability % 10;
     case cudaDevAttrMultiProcessorCount:
       return configuration().multiprocessors;
     case cudaDevAttrMaxSharedMemoryPerBlock:
       return static_cast<int>(kPlainShared);
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return static_cast<int>(kMostShared);
+      return static_cast<int>(limits.block_shared);
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      return static_cast<int>(kMostShared + kReservedShared);
+      return static_cast<int>(limits.block_shared + kReservedShared);
     case cudaDevAttrReservedSharedMemoryPerBlock:
       return static_cast<int>(kReservedShared);
     case cudaDevAttrMaxThreadsPerBlock:
       return kMostThreads;
     case cudaDevAttrMaxThreadsPerMultiProcessor:
-      return kMostMultiprocessorThreads;
+      return limits.multiprocessor_threads;
     case cudaDevAttrWarpSize:
       return kLanes;
     case cudaDevAttrL2CacheSize:
@@ -43,21 +44,23 @@ std::optional<int> attribute(cudaDeviceAttr which) {
 }
 
 cudaDeviceProp properties_of(const Device& device) {
+  const Limits& limits = configuration().limits;
   cudaDeviceProp p{};
   std::snprintf(p.name, sizeof(p.name), "emulated");
   p.totalGlobalMem = device.total_memory();
   p.sharedMemPerBlock = kPlainShared;
-  p.sharedMemPerBlockOptin = kMostShared;
-  p.sharedMemPerMultiprocessor = kMostShared + kReservedShared;
+  p.sharedMemPerBlockOptin = limits.block_shared;
+  p.sharedMemPerMultiprocessor = limits.block_shared + kReservedShared;
   p.reservedSharedMemPerBlock = kReservedShared;
   p.regsPerBlock = p.regsPerMultiprocessor = kRegisters;
   p.warpSize = kLanes;
   p.maxThreadsPerBlock = kMostThreads;
-  p.maxThreadsPerMultiProcessor = kMostMultiprocessorThreads;
-  p.major = kCapability / 10;
-  p.minor = kCapability % 10;
+  p.maxThreadsPerMultiProcessor = limits.multiprocessor_threads;
+  p.major = limits.capability / 10;
+  p.minor = limits.capability % 10;
   p.multiProcessorCount = configuration().multiprocessors;
-  p.canMapHostMemory = p.unifiedAddressing = p.concurrentKernels = p.clusterLaunch = 1;
+  p.canMapHostMemory = p.unifiedAddressing = p.concurrentKernels = 1;
+  p.clusterLaunch = limits.has_sm90();
   p.streamPrioritiesSupported = 1;
   p.asyncEngineCount = 1;
   p.l2CacheSize = kL2Bytes;

@@ -24,11 +24,36 @@ std::uint64_t number_or(const char* name, std::uint64_t otherwise, std::uint64_t
   return number;
 }
 
+std::string dotted(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+/// From the table of compute capabilities in the CUDA Programming Guide.
+constexpr Limits kLimits[] = {
+    {80, 163 * 1024, 2048},  {86, 99 * 1024, 1536},   {87, 163 * 1024, 1536},
+    {89, 99 * 1024, 1536},   {90, 227 * 1024, 2048},  {100, 227 * 1024, 2048},
+    {103, 227 * 1024, 2048}, {110, 227 * 1024, 1536}, {120, 99 * 1024, 1536},
+    {121, 99 * 1024, 1536},
+};
+
+Limits limits_or(const char* name, const Limits& otherwise) {
+  const char* value = std::getenv(name);
+  if (value == nullptr) return otherwise;
+  std::string known;
+  for (const Limits& limits : kLimits) {
+    if (value == dotted(limits.capability)) return limits;
+    known += " " + dotted(limits.capability);
+  }
+  std::fprintf(stderr, "emulator: %s is '%s' but must be one of%s\n", name, value, known.c_str());
+  std::exit(EXIT_FAILURE);
+}
+
 }  // namespace
 
 const Configuration& configuration() {
   static const Configuration read = [] {
     Configuration c;
+    c.limits = limits_or("SONICMOE_EMULATED_CAPABILITY", c.limits);
     c.devices = static_cast<int>(number_or("SONICMOE_EMULATED_GPUS", c.devices, 0, kMostDevices));
     c.multiprocessors = static_cast<int>(
         number_or("SONICMOE_EMULATED_MULTIPROCESSORS", c.multiprocessors, 1, 1024));

@@ -17,12 +17,9 @@
 
 namespace sonicmoe::emulator {
 
-inline constexpr int kCapability = 90;                  ///< major * 10 + minor
 inline constexpr std::size_t kPlainShared = 48 * 1024;  ///< of a block, without an attribute
-inline constexpr std::size_t kMostShared = 227 * 1024;  ///< of a block
 inline constexpr std::size_t kReservedShared = 1024;    ///< of a block, by the system
 inline constexpr int kMostThreads = 1024;               ///< of a block
-inline constexpr int kMostMultiprocessorThreads = 2048;
 
 /// Held while operations are issued and captured, never while they run.
 std::mutex& issue_mutex();

@@ -71,6 +71,8 @@ std::uint64_t next_seed() {
 void run_grid(const Order& order, const Device& device, const Neighbours& neighbours) {
   Settings settings;
   settings.multiprocessors = configuration().multiprocessors;
+  settings.shared_bytes = configuration().limits.block_shared;
+  settings.multiprocessor_threads = configuration().limits.multiprocessor_threads;
   settings.seed = next_seed();
   settings.patience_s = configuration().patience_s;
   const GridMemory seen(device);
@@ -90,6 +92,7 @@ LaunchShape shape_of(const cudaLaunchConfig_t& config) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     switch (attribute.id) {
       case cudaLaunchAttributeClusterDimension: {
+        require(configuration().limits.has_sm90(), cudaErrorNotSupported);
         const auto& cluster = attribute.val.clusterDim;
         shape.cluster = dim3(cluster.x, cluster.y, cluster.z);
         break;
@@ -98,6 +101,7 @@ LaunchShape shape_of(const cudaLaunchConfig_t& config) {
       case cudaLaunchAttributePriority:
         break;
       case cudaLaunchAttributeProgrammaticStreamSerialization:
+        require(configuration().limits.has_sm90(), cudaErrorNotSupported);
         shape.may_overlap = attribute.val.programmaticStreamSerializationAllowed != 0;
         break;
       default:
@@ -122,7 +126,7 @@ Work launch_work(Kernel& kernel, const LaunchShape& shape, void** arguments, con
 }
 
 void allow_dynamic_shared(Kernel& kernel, const Device& device, int bytes) {
-  require(bytes >= 0 && kernel.program()->static_shared + bytes <= kMostShared,
+  require(bytes >= 0 && kernel.program()->static_shared + bytes <= configuration().limits.block_shared,
           cudaErrorInvalidValue);
   kernel.dynamic_shared(device.ordinal()) = bytes;
 }
@@ -137,7 +141,10 @@ cudaFuncAttributes attributes_of(Kernel& kernel, const Device& device) {
   attributes.numRegs =
       std::min(kMostRegisters, kMultiprocessorRegisters / attributes.maxThreadsPerBlock /
                                    kRegisterUnit * kRegisterUnit);
-  attributes.ptxVersion = attributes.binaryVersion = kCapability;
+  // PTX of another major version is compiled for the device.
+  const int made_for = program->target.capability, device_is = configuration().limits.capability;
+  attributes.ptxVersion = made_for;
+  attributes.binaryVersion = made_for / 10 == device_is / 10 ? made_for : device_is;
   attributes.maxDynamicSharedSizeBytes = static_cast<int>(most_dynamic_shared(kernel, device));
   return attributes;
 }

@@ -17,7 +17,8 @@ struct LaunchShape {
   bool may_overlap = false;  ///< programmatic dependent launch
 };
 
-/// Reads the attributes of a launch. Throws ApiError for an attribute that is not emulated.
+/// Reads the attributes of a launch. Throws ApiError for an attribute that is not emulated, or that
+/// the devices do not have.
 LaunchShape shape_of(const cudaLaunchConfig_t& config);
 
 /// Runs the kernel on the device, with a copy of the arguments. Throws ApiError where CUDA would

@@ -62,7 +62,7 @@ Program PtxText::build(const std::string& kernel) {
   require(found != module_.kernels.end(), cudaErrorInvalidDeviceFunction);
   Function function = *found;
   remove_instruction(configuration().without, &function);
-  return Builder(function, variables_).build();
+  return Builder(function, variables_, target_).build();
 }
 
 void PtxTexts::add(const char* begin, const char* end) {
@@ -70,21 +70,26 @@ void PtxTexts::add(const char* begin, const char* end) {
   const std::lock_guard lock(mutex_);
   while (begin < end) {
     const std::string_view text(begin);
-    texts_.push_back(std::make_unique<PtxText>(text));
+    PtxText& added = *texts_.emplace_back(std::make_unique<PtxText>(text));
     for (auto at = text.find(kEntry); at != text.npos; at = text.find(kEntry, at)) {
       at += kEntry.size();
-      by_kernel_.try_emplace(std::string(text.substr(at, text.find_first_of("( \n", at) - at)),
-                             texts_.back().get());
+      const std::string kernel(text.substr(at, text.find_first_of("( \n", at) - at));
+      by_kernel_[kernel].try_emplace(added.target(), &added);
     }
     begin += text.size() + 1;
   }
 }
 
-PtxText& PtxTexts::with(const std::string& kernel) {
+PtxText& PtxTexts::with(const std::string& kernel, int capability) {
   const std::lock_guard lock(mutex_);
   const auto found = by_kernel_.find(kernel);
   require(found != by_kernel_.end(), cudaErrorInvalidDeviceFunction);
-  return *found->second;
+  PtxText* latest = nullptr;
+  for (const auto& [target, text] : found->second) {
+    if (target.runs_on(capability)) latest = text;
+  }
+  require(latest != nullptr, cudaErrorNoKernelImageForDevice);
+  return *latest;
 }
 
 PtxTexts& ptx_texts() {
@@ -102,15 +107,18 @@ std::string Kernel::readable_name() const {
 std::shared_ptr<const Program> Kernel::program() {
   const std::lock_guard lock(mutex_);
   if (program_ == nullptr) {
-    program_ = std::make_shared<Program>(ptx_texts().with(name_).build(name_));
+    PtxText& text = ptx_texts().with(name_, configuration().limits.capability);
+    program_ = std::make_shared<Program>(text.build(name_));
   }
   return program_;
 }
 
 void Kernel::note_run() {
   if (configuration().log.empty()) return;
-  std::call_once(noted_,
-                 [&] { std::ofstream(configuration().log, std::ios::app) << name_ + "\n"; });
+  std::call_once(noted_, [&] {
+    std::ofstream(configuration().log, std::ios::app)
+        << name_ + " " + program()->target.name() + "\n";
+  });
 }
 
 int Kernel::most_threads() {

@@ -20,7 +20,9 @@ namespace sonicmoe::emulator {
 /// A text of PTX. It is parsed at the first request for one of its kernels.
 class PtxText {
  public:
-  explicit PtxText(std::string_view text) : text_(text) {}
+  explicit PtxText(std::string_view text) : text_(text), target_(target_of(text)) {}
+
+  const Target& target() const { return target_; }
 
   /// Throws ApiError if the text has no such kernel, std::runtime_error if it cannot be understood.
   /// If the configuration's `without` is NAME:LINE, kernels whose name contains NAME lose the
@@ -31,26 +33,28 @@ class PtxText {
   void place_variables();
 
   const std::string_view text_;
+  const Target target_;
   std::mutex mutex_;
   bool is_parsed_ = false;
   Module module_;
   std::map<std::string, std::uint64_t> variables_;  ///< addresses, equal on all devices
 };
 
-/// Finds the PTX of a kernel by its name, in all texts that emulator_add_ptx() has added. If
-/// several texts contain an instance of the same template, the first is used, because their code is
-/// equal.
+/// Finds the PTX of a kernel by its name and a device's capability, in all texts that
+/// emulator_add_ptx() has added. If several texts for one target contain an instance of the same
+/// template, the first is used, because their code is equal.
 class PtxTexts {
  public:
   /// See emulator_add_ptx().
   void add(const char* begin, const char* end);
-  /// Throws ApiError if there is none.
-  PtxText& with(const std::string& kernel);
+  /// The code that a device of `capability` runs (Target::runs_on). Throws ApiError if there is
+  /// none.
+  PtxText& with(const std::string& kernel, int capability);
 
  private:
   std::mutex mutex_;
   std::vector<std::unique_ptr<PtxText>> texts_;
-  std::map<std::string, PtxText*> by_kernel_;
+  std::map<std::string, std::map<Target, PtxText*>> by_kernel_;
 };
 PtxTexts& ptx_texts();
 
