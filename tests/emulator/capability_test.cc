@@ -31,7 +31,8 @@ constexpr char kTexts[] = R"(
   mbarrier.try_wait.parity.shared.b64 %p1, [barrier], 0;
 }
 )"
-                          "\0" R"(
+                          "\0"
+                          R"(
 .version 9.0
 .target sm_90
 .visible .entry target(.param .u64 out) {
@@ -41,7 +42,8 @@ constexpr char kTexts[] = R"(
   ret;
 }
 )"
-                          "\0" R"(
+                          "\0"
+                          R"(
 .version 9.0
 .target sm_120
 .visible .entry target(.param .u64 out) {
@@ -60,8 +62,8 @@ struct Expected {
   int block_shared, multiprocessor_threads;
 };
 const std::map<int, Expected> kExpected = {
-    {80, {80, 166912, 2048}},  {86, {80, 101376, 1536}},   {89, {80, 101376, 1536}},
-    {90, {90, 232448, 2048}},  {100, {80, 232448, 2048}}, {120, {120, 101376, 1536}},
+    {80, {80, 166912, 2048}}, {86, {80, 101376, 1536}},  {89, {80, 101376, 1536}},
+    {90, {90, 232448, 2048}}, {100, {80, 232448, 2048}}, {120, {120, 101376, 1536}},
 };
 
 class Capability : public ::testing::Test {

@@ -14,8 +14,9 @@ struct Requirement {
   int capability;
 };
 
-/// From "Target ISA Notes" of the PTX specification: instructions that need more than sm_80, which is
-/// the least that the library supports. Instructions that the emulator does not know are left out.
+/// From "Target ISA Notes" of the PTX specification: instructions that need more than sm_80, which
+/// is the least that the library supports. Instructions that the emulator does not know are left
+/// out.
 constexpr Requirement kRequirements[] = {
     {"min", "xorsign", 86},
     {"max", "xorsign", 86},

@@ -43,8 +43,9 @@ TEST(Target, LacksLaterInstructions) {
       {90, "griddepcontrol.wait;"},
       {90, "griddepcontrol.launch_dependents;"},
       {90, "cp.async.bulk.commit_group;"},
-      {90, "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%rd0], %r1, "
-           "[%r2];"},
+      {90,
+       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%rd0], %r1, "
+       "[%r2];"},
       {90, "barrier.cluster.arrive.aligned;"},
       {90, "fence.proxy.async;"},
       {90, "fence.acq_rel.cluster;"},

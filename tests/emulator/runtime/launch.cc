@@ -126,8 +126,9 @@ Work launch_work(Kernel& kernel, const LaunchShape& shape, void** arguments, con
 }
 
 void allow_dynamic_shared(Kernel& kernel, const Device& device, int bytes) {
-  require(bytes >= 0 && kernel.program()->static_shared + bytes <= configuration().limits.block_shared,
-          cudaErrorInvalidValue);
+  require(
+      bytes >= 0 && kernel.program()->static_shared + bytes <= configuration().limits.block_shared,
+      cudaErrorInvalidValue);
   kernel.dynamic_shared(device.ordinal()) = bytes;
 }
 
