@@ -5,10 +5,9 @@
 Use it for a change that must not change results. Both libraries compute the same layers in one
 process, then top-k routing and every mode of token rounding. The layers have every activation that
 both libraries have, both 16-bit dtypes, all forms of routing, K-major, MN-major and interleaved
-weights; some have biases, and some accumulate gradients. With ids and pairs one
-expert has many rows and one has none; grouped rows are divided evenly. All bytes of every output
-buffer, with H and the metadata kept for backward, are
-compared. Exits with 1 on a difference.
+weights; some have biases, and some accumulate gradients. With ids and pairs one expert has many
+rows and one has none; grouped rows are divided evenly. All bytes of every output buffer, with H and
+the metadata kept for backward, are compared. Exits with 1 on a difference.
 """
 
 from __future__ import annotations

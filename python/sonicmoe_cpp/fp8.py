@@ -224,8 +224,8 @@ class Fp8Cache:
         """A key that changes with every change of the parameters that the module can see: an
         optimizer's step, a change in place, or a new address. A write to `parameter.data` outside
         of an optimizer does not change the key: call MoE.forget_fp8_weights() after it. The CUDA
-        stream is a part of the key, because work on another stream would not wait until the quantised weights are
-        written."""
+        stream is a part of the key, because work on another stream would not wait until the
+        quantised weights are written."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return _Steps.count, stream, *((t._version, _address(t)) for t in watched)
 
