@@ -10,13 +10,15 @@ import json
 import sys
 
 from ep2 import GOAL, PEERS, total
+from ep2_bench.data import CAPACITY
 from h200_figures import COLOURS, OURS, RECORDS, grid, shape_text
 from plots import save_plots
 
 RECORD = RECORDS / "ep2.json"
 ABSENT = "No record yet: `python benchmarks/ep2.py` on two GPUs writes it."
 NAMES = {
-    "ours_torch": "sonicmoe.cpp, peer memory",
+    "ours_torch": "sonicmoe.cpp, peer memory, arena",
+    "ours_exact": "sonicmoe.cpp, peer memory, exact",
     "ours_all_to_all": 'sonicmoe.cpp, "all_to_all"',
     "nccl_grouped": "NCCL all-to-all, moe_grouped",
     "nccl_grouped_mm": "NCCL all-to-all, compiled grouped_mm",
@@ -25,6 +27,7 @@ NAMES = {
 }
 PLOT_COLOURS = {
     "ours_torch": OURS,
+    "ours_exact": COLOURS["bound"],
     "ours_all_to_all": COLOURS["hopper"],
     "nccl_grouped": COLOURS["sonicmoe"],
     "nccl_grouped_mm": COLOURS["torch"],
@@ -91,7 +94,8 @@ def cost_part() -> str:
         [
             grid(columns, cells, words=2),
             "Forward and backward in C++, T tokens on each rank, hot. *Alone*: the same layer on "
-            "one GPU with as many routed rows and E/W experts, without communication. *Share "
+            "one GPU with as many routed rows and E/W experts, without communication. *Ours*: the "
+            f"arena mode with room for {CAPACITY} times the mean rows. *Share "
             "hidden*: 1 - (ours - alone) / time of the transfers without products. "
             f"Transfers without products, rows of 4 KB: {rates} each way, dispatch and combine. "
             f"{where}, commit {found['commit']}.{pretended(found)}",
@@ -116,7 +120,13 @@ def peers_part() -> str:
         cells.append([row["config"], f"{alone:.2f}", *times, cost, best])
     columns = ["layer", "the layer alone", *(NAMES[name] for name in names)]
     columns += ["ours over alone", "best of the others over ours"]
-    notes = ["Milliseconds of forward and backward through PyTorch, interleaved, hot."]
+    notes = [
+        "Milliseconds of forward and backward through PyTorch, interleaved, hot. *Arena*: with "
+        f"`max_tokens` and `capacity={CAPACITY}`, the host waits for nothing. *Exact*: "
+        "with `max_tokens` alone, the host waits for the counts of rows. The "
+        "last two columns are for the arena. The default, without both, waits once more and was "
+        "not timed."
+    ]
     absent = {}
     for row in rows:
         for name_and_why in row.get("absent", {}).items():
@@ -171,7 +181,8 @@ def plot(plt, found: dict):
     rows = in_cpp(found)
     share.bar(range(len(rows)), [row["hidden"] for row in rows], 0.4, color=OURS)
     share.set_xticks(range(len(rows)), [row["config"] for row in rows])
-    share.set(ylabel="share hidden", ylim=(0, 1), title="transfers hidden by products, C++")
+    share.set(ylabel="share hidden", ylim=(-0.25, 1), title="transfers hidden by products, C++")
+    share.axhline(0.0, color=COLOURS["bound"], linewidth=0.8)
     for axes in (times, share):
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -30,6 +30,7 @@ CONFIGS = {
 }
 
 
+CAPACITY = 1.05  # enough: an even routing has at most 1 % more rows than the mean
 MOST_OF_VDEV = 16  # experts on a rank: a limit of torch 2.11's all_to_all_vdev_2d
 
 

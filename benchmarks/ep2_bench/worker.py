@@ -18,11 +18,10 @@ import torch._dynamo
 import torch.distributed as dist
 
 from ep2_bench import nvshmem, peers, timing
-from ep2_bench.data import CONFIGS, Data
+from ep2_bench.data import CAPACITY, CONFIGS, Data
 
 LARGEST_ERROR = 0.02  # of a result: norm of the difference from ours / norm of ours
 NAMES = ("out", "dx", "dweights", "dw_up", "dw_down")
-CAPACITY = 1.05  # enough: an even routing has at most 1 % more rows than the mean
 SKEWS = (0.6, 0.4, 0.55, 0.45)  # part of the choices that falls on rank 0, one for each layer
 
 
