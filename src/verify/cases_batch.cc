@@ -70,8 +70,9 @@ void add(const BatchShape& shape, const Format& format, std::vector<Case>& cases
   cases.push_back(c);
 }
 
-// CUDA sums tokens by another kernel if the output has more than 2^16 chunks of 16 bytes: that of
-// the whole batch has, those of the parts have not.
+// CUDA uses another kernel to sum a token's rows if the output has more than 2^16 chunks of 16
+// bytes. Here the output of the whole batch is larger than that, and the outputs of the parts are
+// smaller.
 void add_large(std::vector<Case>& cases) {
   const BatchShape shape{"large_output",         kIds, Pattern::kDistinct, 4200, 5, 3, {},
                          ActivationKind::kSwiGLU};

@@ -8,6 +8,13 @@
 namespace sonicmoe::emulator {
 namespace {
 
+/// Ends the program without destructors: those of the devices would ask for the configuration,
+/// which is not read yet.
+[[noreturn]] void end_program() {
+  std::fflush(stderr);
+  std::_Exit(EXIT_FAILURE);
+}
+
 std::uint64_t number_or(const char* name, std::uint64_t otherwise, std::uint64_t least,
                         std::uint64_t most) {
   const char* value = std::getenv(name);
@@ -19,7 +26,7 @@ std::uint64_t number_or(const char* name, std::uint64_t otherwise, std::uint64_t
     std::fprintf(stderr, "emulator: %s is '%s' but must be a number from %llu to %llu\n", name,
                  value, static_cast<unsigned long long>(least),
                  static_cast<unsigned long long>(most));
-    std::exit(EXIT_FAILURE);
+    end_program();
   }
   return number;
 }
@@ -45,7 +52,7 @@ Limits limits_or(const char* name, const Limits& otherwise) {
     known += " " + dotted(limits.capability);
   }
   std::fprintf(stderr, "emulator: %s is '%s' but must be one of%s\n", name, value, known.c_str());
-  std::exit(EXIT_FAILURE);
+  end_program();
 }
 
 }  // namespace
