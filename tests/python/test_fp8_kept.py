@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import sonicmoe_cpp
 import torch
-from test_fp8_module import count_quantising
+from test_fp8_module import OfData, count_quantising
 from torch import multiprocessing, nn
 from torch.utils.checkpoint import checkpoint
 from worlds import free_port, leave
@@ -91,18 +91,6 @@ def batch(seed):
 def fresh(layer, x):
     """The output of a copy, which has no quantised weights yet."""
     return copy.deepcopy(layer)(x)
-
-
-class OfData(torch.optim.Optimizer):
-    """An optimizer that writes to .data, which does not change a parameter's version."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            p.data.add_(p.grad.data, alpha=-0.5)
 
 
 @pytest.mark.parametrize("kind", [lambda p: torch.optim.AdamW(p, lr=0.05), OfData])

@@ -56,20 +56,21 @@ def fresh_output(moe, x):
     return moe(x)[0]
 
 
+class OfData(torch.optim.Optimizer):
+    """An optimizer that writes to .data, which does not change a parameter's version."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad.data, alpha=-0.5)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "data"])
 def test_weights_are_quantised_once_for_each_value(quantised_times, kind):
     moe = module()
-
-    class OfData(torch.optim.Optimizer):
-        """An optimizer that writes to .data, which does not change a parameter's version."""
-
-        def __init__(self, parameters):
-            super().__init__(parameters, {})
-
-        @torch.no_grad()
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                p.data.add_(p.grad.data, alpha=-0.5)
 
     optimizers = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
