@@ -65,8 +65,9 @@ def activations(libraries):
 
 
 def cases(libraries):
-    """Every activation, dtype, order and shape; the other axes cycle with the case number. The form
-    is moved by one after each 3 and each 9 cases, so that every shape and order gets every form."""
+    """Every activation, dtype, order and shape; the other axes cycle with the case number. The
+    form would repeat with the 3 shapes, so it skips one value after each 3 and each 9 cases: every
+    shape and order gets every form."""
     numbers = itertools.count()
     for (activation, gated), dtype, order in itertools.product(
         activations(libraries), (torch.bfloat16, torch.float16), ORDERS

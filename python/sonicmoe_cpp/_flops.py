@@ -5,10 +5,10 @@ number of routed rows is on the device, so all C rows that a call can have are c
 top-k ids; token rounding usually fills fewer). Backward computes activations again, which are
 no products and are not counted.
 
-In expert parallelism the arguments do not tell how many rows this rank's experts get. So the
-operators of peer memory and of compiled calls count the rows of this rank's tokens: the sum over
-all ranks is that of the layer. An eager all-to-all calls the operators of the layer, which count
-the rows that came.
+Expert parallelism over peer memory, and every compiled call of it, is one operator. Its arguments
+do not say how many rows this rank's experts receive. So a rank counts the rows of its own tokens,
+and the sum over all ranks is right. An eager all-to-all calls the operators of the layer with the
+received rows, which are counted.
 """
 
 import importlib.util
