@@ -27,8 +27,12 @@ struct WaitLimits {
 /// the time limit, or if another rank has a fault, the kernel records the fault, alarms all ranks
 /// and ends. The kernel may read the epoch before the previous kernel in `stream` is complete. So
 /// that previous kernel must not be the one that begins the epoch: an earlier kernel must begin it.
+///
+/// A next kernel that does not wait for this one must not read what other ranks have sent. It may
+/// if it acquires `arrival`, a word of this GPU that is 0 before the launch and becomes 1 when the
+/// flags have been seen, also after a fault.
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
-              cudaStream_t stream);
+              cudaStream_t stream, unsigned* arrival = nullptr);
 
 /// This rank's routing, one entry for each slot.
 struct OwnSlots {

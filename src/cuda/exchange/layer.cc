@@ -41,10 +41,14 @@ class Launch {
   const Exec& exec_;
 };
 
-/// `product`, restricted to the rows of one list. Its tile counter is counter `index` of the second
-/// half of the pass's counters; the steps of the pass use only the first half.
+/// The exchange's counters: the second half of the pass's counters. The steps of the pass use only
+/// the first half.
+constexpr int kFirstCounter = kCounterBytes / 4 / 2;
+constexpr int kArrivalCounter = kFirstCounter + 8;  // in another 32-byte sector
+
+/// `product`, restricted to the rows of one list. Its tile counter is counter `index` of the
+/// exchange's counters.
 RowProduct part_of(RowProduct product, const Metadata& list, unsigned* counters, int index) {
-  constexpr int kFirstCounter = kCounterBytes / 4 / 2;
   product.groups.lists = &list;
   product.hints = {.tile_counter = counters + kFirstCounter + index};
   return product;
@@ -300,13 +304,14 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   // Without input_grad_first, dS waits until the launches before it on its stream are complete.
   b.call.order.input_grad_first = false;
   send_sums(run, b);
-  run.wait(kPhaseAgain, run.stream);
+  b.call.arrival = b.scratch.counters + kArrivalCounter;
+  run.wait(kPhaseAgain, run.stream, b.call.arrival);
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
     // dW2 needs dH and the rows, but not dX~. With input_grad_first it may start before dX~ is
     // complete: dX~ launches the next kernel once dH is complete. The next kernel is the wait for
-    // rows (above). It launches dW2 once the rows have arrived.
+    // rows (above). It launches dW2 once the rows have arrived, and dW2 acquires `arrival`.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

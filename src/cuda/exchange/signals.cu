@@ -2,6 +2,7 @@
 #include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
 #include "cuda/ptx/dependent.cuh"
+#include "cuda/ptx/global.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -81,9 +82,11 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
 /// could fill the GPU while they wait, and a rank on the same GPU that must set a flag could not
 /// run.
 __global__ void __launch_bounds__(kMaxRanks)
-    wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits) {
+    wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits,
+                unsigned* arrival) {
   wait_for_ranks(peers, phase, limits);
   __syncthreads();
+  if (threadIdx.x == 0 && arrival != nullptr) ptx::release_one(arrival);
   ptx::launch_next_kernel();
   ptx::wait_for_previous_kernel();
 }
@@ -108,9 +111,9 @@ void signal(const Device& device, const Peers& peers, Phase phase, cudaStream_t 
 }
 
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
-              cudaStream_t stream) {
+              cudaStream_t stream, unsigned* arrival) {
   launch_dependent(device, "launching a wait for other ranks", wait_kernel, {1, kMaxRanks}, stream,
-                   peers, phase, limits);
+                   peers, phase, limits, arrival);
 }
 
 void load_signal_kernels() {

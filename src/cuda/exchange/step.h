@@ -60,8 +60,8 @@ struct Run {
     routing.weights = tensor1(memory.pairs.weight, DType::kF32, layer.capacity);
     return routing;
   }
-  void wait(Phase phase, cudaStream_t on) const {
-    wait_for(*exchange.device, exchange.peers, phase, exchange.limits, on);
+  void wait(Phase phase, cudaStream_t on, unsigned* arrival = nullptr) const {
+    wait_for(*exchange.device, exchange.peers, phase, exchange.limits, on, arrival);
   }
 };
 

@@ -162,6 +162,9 @@ struct StoreExpertParams {
 ///    red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and executes
 ///    fence.proxy.async. If the count is not complete, it waits.
 /// 3. N waits before it ends (rule 4).
+/// 4. M may be a kernel that waits for rows of other GPUs. It acquires their flags, releases a
+/// word,
+///    then launches N. N's loading threads acquire the word before they read these rows.
 /// If M launches N before M has executed its own wait (kernels of sums/ and exchange/), "L" means
 /// the kernels that were complete when M started.
 enum class Begins : int {
@@ -187,7 +190,8 @@ struct GemmParams {
   /// RingEpilogue only.
   std::int32_t early_release_tiles;
   /// The number of CTAs whose early tiles are in memory; 0 before the launch. The kernel with
-  /// early_release_tiles > 0 increments it. The next kernel reads it if it is kEarly.
+  /// early_release_tiles > 0 increments it. The next kernel reads it if it is kEarly. For
+  /// GatherDepth with kIndependent it is LaunchHints::arrival.
   unsigned* early_release_count;
   std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
 };

@@ -46,7 +46,9 @@ DepthProduct weight_grad_product(const BackwardCall& c, const WeightGrad& g) {
           .out = {g.out[0], g.out[1]},
           .parts = g.parts,
           .mode = c.args.grad_mode,
-          .hints = {.start = g.start, .tile_counter = counter(c, g.counter)},
+          .hints = {.start = g.start,
+                    .tile_counter = counter(c, g.counter),
+                    .arrival = g.counter == kCounterDownGrad ? c.arrival : nullptr},
           .companion = c.order.companion};
 }
 

@@ -99,6 +99,10 @@ struct LaunchHints {
   /// product with kWithRowsOf reads the rows of these tiles: that product starts on them once all
   /// CTAs are counted.
   unsigned* release_counter = nullptr;
+  /// For a weight gradient with kIndependent that also reads rows from other GPUs: a word that an
+  /// earlier launch sets to 1 after the rows have arrived (wait_for() of exchange/kernels.h). The
+  /// product acquires it before it reads rows.
+  unsigned* arrival = nullptr;
 };
 
 /// D[p] = rows[index[p]] * W[e]^T for the rows p of every expert e.

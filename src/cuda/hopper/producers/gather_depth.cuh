@@ -9,6 +9,7 @@
 #include "cuda/hopper/ptx/tma.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {
@@ -42,7 +43,13 @@ struct GatherDepth {
     // shared memory that wgmma reads.
     const int looked_up =
         (lane >> 4) * kDepth + (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2 & 3) * 16;
-    if (threadIdx.x == 0 && p.begins == Begins::kIndependent) ptx::fence_async();
+    if (p.begins == Begins::kIndependent) {
+      if (p.early_release_count != nullptr) {
+        while (ptx::acquire_word(p.early_release_count) == 0) {
+        }
+      }
+      if (threadIdx.x == 0) ptx::fence_async();
+    }
     RingPosition<kShape.stages> ring;
     TileIterator<typename Gemm::Scheduler, kShape, QueueReader::kWarp> tiles(cta, p.tiles);
     const auto tile_of = [&] {
