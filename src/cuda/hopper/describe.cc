@@ -28,8 +28,10 @@ std::vector<TileChoice> hopper_tiles(const Problem& p) {
   if (p.precision == Precision::kFp8) return fp8_tiles(p);
   const ActivationKind kind = p.activation.kind;
   const std::int64_t rows = row_capacity(p) / p.experts, gates = gate_factor(kind);
+  // Y of grouped rows is scaled by row.
+  const bool scaled = p.form == RoutingForm::kGrouped;
   return {{"A", words(gathered_tiling(rows))},
-          {"Y", words(row_tiling(p.hidden, p.width, rows))},
+          {"Y", words(scaled ? scaled_row_tiling(p.width) : row_tiling(p.hidden, p.width, rows))},
           {"dH", words(hidden_grad_tiling(rows))},
           {"dW2", words(gathered_tiling(rows))},
           {"dX~", words(row_tiling(p.hidden, gates * p.width, rows))},
