@@ -63,11 +63,11 @@ bool share_memory(const Tensor& a, const Tensor& b) {
 }
 
 void Lent::add(const char* name, const Tensor& tensor, Use use) {
-  if (given(tensor)) tensors_[tensor_count_++] = {name, &tensor, range_of(tensor), use};
+  if (given(tensor)) tensors_.at(tensor_count_++) = {name, &tensor, range_of(tensor), use};
 }
 
 void Lent::add(const char* name, const Buffer& buffer) {
-  if (buffer.data != nullptr) buffers_[buffer_count_++] = {name, range_of(buffer)};
+  if (buffer.data != nullptr) buffers_.at(buffer_count_++) = {name, range_of(buffer)};
 }
 
 void Lent::refuse_shared_memory() const {

@@ -11,6 +11,7 @@ namespace sonicmoe::cuda {
 
 inline constexpr int kTokenSpan = 4096;  // the least number of tokens in a span
 inline constexpr int kMostSpans = 1024;
+static_assert(kMostSpans == kMetadataThreads, "a thread has one span");
 inline constexpr int kOrderLanes = 8;                                // lanes that sort one token
 inline constexpr int kOrderTokens = kMetadataThreads / kOrderLanes;  // tokens of a block
 inline constexpr int kMostBin = 64;
