@@ -7,22 +7,22 @@
 namespace sonicmoe::emulator {
 namespace {
 
-constexpr std::size_t kSharedAlignment = 1024;
-constexpr std::size_t kGranule = 16;  // bytes whose last write is known
+constexpr std::size_t kGranule = SharedMemory::kGranule;
 /// Each byte of shared memory when a CTA starts. It gives a NaN in every format.
 constexpr int kGarbage = 0xff;
 
 }  // namespace
 
 Cta::Cta(Cluster& cluster, std::uint32_t rank, Dim index)
-    : cluster_(cluster), rank_(rank), index_(index) {
+    : cluster_(cluster),
+      rank_(rank),
+      index_(index),
+      shared_bytes_(cluster.grid().launch().program->static_shared +
+                    cluster.grid().launch().dynamic_shared),
+      shared_(Pool<SharedMemory>::pool().take(shared_bytes_)),
+      start_(shared_->time) {
   const Launch& launch = cluster.grid().launch();
-  shared_bytes_ = launch.program->static_shared + launch.dynamic_shared;
-  shared_storage_ = std::make_unique<std::byte[]>(shared_bytes_ + kSharedAlignment);
-  const auto address = reinterpret_cast<std::uintptr_t>(shared_storage_.get());
-  shared_ = shared_storage_.get() + (kSharedAlignment - address % kSharedAlignment);
-  std::memset(shared_, kGarbage, shared_bytes_);
-  writes_.resize(shared_bytes_ / kGranule + 1);
+  std::memset(shared_->bytes(), kGarbage, shared_bytes_);
   const std::uint32_t threads = launch.block.count();
   for (std::uint32_t first = 0; first < threads; first += kLanes) {
     const std::uint32_t count = std::min<std::uint32_t>(threads - first, kLanes);
@@ -37,7 +37,7 @@ std::byte* Cta::own_shared(std::uint32_t offset, std::size_t bytes) {
     throw Fault("shared memory is accessed at byte " + std::to_string(offset) + " of " +
                 std::to_string(shared_bytes_));
   }
-  return shared_ + offset;
+  return shared_->bytes() + offset;
 }
 
 Cta& Cta::owner(std::uint32_t address) {
@@ -54,23 +54,23 @@ std::byte* Cta::shared(std::uint32_t address, std::size_t bytes) {
 }
 
 void Cta::note_write(std::uint32_t offset, std::size_t bytes, int warp) {
-  ++time_;
+  const SharedMemory::Write write{++shared_->time, warp};
   const std::size_t last = (offset + bytes - 1) / kGranule;
-  for (std::size_t i = offset / kGranule; i <= last; ++i) writes_[i] = {time_, warp};
+  for (std::size_t i = offset / kGranule; i <= last; ++i) shared_->writes[i] = write;
 }
 
 void Cta::note_async_write(std::uint32_t offset, std::size_t bytes) {
   const std::size_t last = (offset + bytes - 1) / kGranule;
-  for (std::size_t i = offset / kGranule; i <= last; ++i) writes_[i] = {};
+  for (std::size_t i = offset / kGranule; i <= last; ++i) shared_->writes[i] = {};
 }
 
-void Cta::note_proxy_fence(int warp) { fences_[static_cast<std::size_t>(warp)] = ++time_; }
+void Cta::note_proxy_fence(int warp) { fences_[static_cast<std::size_t>(warp)] = ++shared_->time; }
 
 void Cta::check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const {
   const std::size_t last = (offset + bytes - 1) / kGranule;
   for (std::size_t i = offset / kGranule; i <= last; ++i) {
-    const Write& w = writes_[i];
-    if (w.time == 0 || fences_[static_cast<std::size_t>(w.warp)] > w.time ||
+    const SharedMemory::Write& w = shared_->writes[i];
+    if (w.time <= start_ || fences_[static_cast<std::size_t>(w.warp)] > w.time ||
         fences_[static_cast<std::size_t>(warp)] > w.time) {
       continue;
     }

@@ -38,19 +38,6 @@ Grid::Grid(const Launch& launch, const Settings& settings, const GlobalMemory& m
       neighbours_(std::move(neighbours)),
       random_(settings.seed) {}
 
-RegisterFile Grid::take_file() {
-  if (!spare_files_.empty()) {
-    RegisterFile file = std::move(spare_files_.back());
-    spare_files_.pop_back();
-    return file;
-  }
-  constexpr std::size_t kAlignment = 64;
-  const std::size_t bytes = (launch_.program->file_bytes + kAlignment) / kAlignment * kAlignment;
-  RegisterFile file(static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes)));
-  std::memset(file.get(), 0xa5, bytes);
-  return file;
-}
-
 void Grid::start_clusters() {
   const Dim cluster = launch_.cluster;
   const Dim clusters{launch_.grid.x / cluster.x, launch_.grid.y / cluster.y,

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "neighbours.h"
+#include "pool.h"
 #include "program.h"
 
 namespace sonicmoe::emulator {
@@ -97,15 +98,9 @@ enum class Turn {
   kBusy,     ///< it has used the whole turn
 };
 
-struct FreeMemory {
-  void operator()(std::byte* p) const { std::free(p); }
-};
-using RegisterFile = std::unique_ptr<std::byte[], FreeMemory>;
-
 class Warp {
  public:
   Warp(Cta& cta, int index, std::uint32_t lanes);
-  ~Warp();
   Warp(const Warp&) = delete;
   Warp& operator=(const Warp&) = delete;
 
@@ -122,7 +117,7 @@ class Warp {
 
   template <class T>
   T* lanes_of(Slot slot) {
-    return reinterpret_cast<T*>(file_.get() + slot);
+    return reinterpret_cast<T*>(file_->bytes() + slot);
   }
   std::uint32_t& predicate(Slot slot) { return *lanes_of<std::uint32_t>(slot); }
   /// Local memory of a lane; throws Fault outside of it.
@@ -157,7 +152,7 @@ class Warp {
   Cta& cta_;
   int index_;
   std::uint32_t live_;
-  RegisterFile file_;
+  Pooled<RegisterFile> file_;
   std::unique_ptr<std::byte[]> local_;
   std::vector<Fragment> fragments_;
   std::size_t current_ = 0;
@@ -211,15 +206,9 @@ class Cta {
   std::uint32_t rank_;
   Dim index_;
   std::size_t shared_bytes_;
-  std::unique_ptr<std::byte[]> shared_storage_;
-  std::byte* shared_ = nullptr;  ///< aligned as on the device, to 1024 bytes
-  struct Write {
-    std::uint64_t time = 0;  ///< 0: never
-    int warp = 0;
-  };
-  std::vector<Write> writes_;          ///< the last one to each 16 bytes
+  Pooled<SharedMemory> shared_;
   std::vector<std::uint64_t> fences_;  ///< time of each warp's last one
-  std::uint64_t time_ = 0;
+  std::uint64_t start_;                ///< SharedMemory::time before this CTA
 };
 
 class Cluster {
@@ -252,10 +241,6 @@ class Grid {
   std::mt19937_64& random() { return random_; }
   const std::byte* parameters() const { return launch_.parameters.data(); }
 
-  /// A register file. It contains garbage, or the values of an earlier warp.
-  RegisterFile take_file();
-  void give_back(RegisterFile file) { spare_files_.push_back(std::move(file)); }
-
   /// Called after every event that may let a waiting warp go on.
   void note_progress() { ++progress_; }
   bool previous_is_complete() const;
@@ -279,7 +264,6 @@ class Grid {
   std::mt19937_64 random_;
   std::uint32_t next_cluster_ = 0;
   std::uint32_t launched_next_ = 0;        // CTAs
-  std::vector<RegisterFile> spare_files_;  // outlives the warps
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<CopyTask> pending_;
   std::uint64_t progress_ = 0;

@@ -88,15 +88,16 @@ Special special_register(const std::string& name) {
 }  // namespace
 
 Warp::Warp(Cta& cta, int index, std::uint32_t lanes)
-    : cta_(cta), index_(index), live_(lanes), file_(cta.cluster().grid().take_file()) {
+    : cta_(cta),
+      index_(index),
+      live_(lanes),
+      file_(Pool<RegisterFile>::pool().take(cta.cluster().grid().launch().program->file_bytes)) {
   const Program& program = *cta.cluster().grid().launch().program;
-  local_ = std::make_unique<std::byte[]>(program.local_bytes * kLanes);
+  local_ = std::make_unique_for_overwrite<std::byte[]>(program.local_bytes * kLanes);
   std::memset(local_.get(), 0xa5, program.local_bytes * kLanes);
   fragments_.push_back({.lanes = lanes});
   preset_file();
 }
-
-Warp::~Warp() { grid().give_back(std::move(file_)); }
 
 Grid& Warp::grid() { return cta_.cluster().grid(); }
 
@@ -116,7 +117,7 @@ void Warp::preset_file() {
     const std::uint32_t first = static_cast<std::uint32_t>(index_) * kLanes;
     for (std::uint32_t lane = 0; lane < kLanes; ++lane) {
       if (special != nullptr) bits = special(Place{*this, cta_, lane, first + lane});
-      std::memcpy(file_.get() + p.slot + lane * p.bytes, &bits, p.bytes);
+      std::memcpy(file_->bytes() + p.slot + lane * p.bytes, &bits, p.bytes);
     }
   }
 }
@@ -141,7 +142,7 @@ std::byte* Warp::generic(int lane, std::uint64_t address, std::size_t bytes) {
 std::uint32_t Warp::guarded(const Instruction& instruction) const {
   if (instruction.guard == kNoSlot) return kAllLanes;
   std::uint32_t bits;
-  std::memcpy(&bits, file_.get() + instruction.guard, sizeof bits);
+  std::memcpy(&bits, file_->bytes() + instruction.guard, sizeof bits);
   return instruction.guard_negated ? ~bits : bits;
 }
 
