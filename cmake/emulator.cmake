@@ -19,12 +19,13 @@ target_include_directories(sonicmoe_emulator PUBLIC tests/emulator
                                                     ${CUDAToolkit_INCLUDE_DIRS})
 # GCC 12 warns of overlapping copies in sums of strings, which do not overlap.
 set(no_restrict $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>)
-target_compile_options(sonicmoe_emulator PRIVATE -O3 ${no_restrict})
+# No other library replaces its functions, so calls among them are direct or inlined.
+target_compile_options(sonicmoe_emulator PRIVATE -O3 -fno-semantic-interposition ${no_restrict})
 # Products of matrices need not round each term.
 set_source_files_properties(tests/emulator/matrix_product.cc PROPERTIES COMPILE_OPTIONS
                                                                         -ffp-contract=fast)
 target_link_libraries(sonicmoe_emulator PRIVATE sonicmoe_options Threads::Threads)
-target_link_options(sonicmoe_emulator PRIVATE -Wl,--no-undefined)
+target_link_options(sonicmoe_emulator PRIVATE -Wl,--no-undefined -Wl,-Bsymbolic-functions)
 set_target_properties(
   sonicmoe_emulator
   PROPERTIES OUTPUT_NAME cuda

@@ -32,31 +32,17 @@ Cta::Cta(Cluster& cluster, std::uint32_t rank, Dim index)
   fences_.resize(warps.size());
 }
 
-std::byte* Cta::own_shared(std::uint32_t offset, std::size_t bytes) {
-  if (std::size_t{offset} + bytes > shared_bytes_) {
-    throw Fault("shared memory is accessed at byte " + std::to_string(offset) + " of " +
-                std::to_string(shared_bytes_));
-  }
-  return shared_->bytes() + offset;
+void Cta::refuse_shared(std::uint32_t offset) const {
+  throw Fault("shared memory is accessed at byte " + std::to_string(offset) + " of " +
+              std::to_string(shared_bytes_));
 }
 
-Cta& Cta::owner(std::uint32_t address) {
-  const std::uint32_t name = address >> kRankShift;
-  if (name == 0) return *this;
+/// `name`: rank + 1.
+Cta& Cta::other_owner(std::uint32_t name) {
   if (name > cluster_.ctas.size()) throw Fault("a shared address names no CTA of the cluster");
   Cta& owner = *cluster_.ctas[name - 1];
   if (owner.is_done()) throw Fault("shared memory of a CTA that has ended is accessed");
   return owner;
-}
-
-std::byte* Cta::shared(std::uint32_t address, std::size_t bytes) {
-  return owner(address).own_shared(address & ((1u << kRankShift) - 1), bytes);
-}
-
-void Cta::note_write(std::uint32_t offset, std::size_t bytes, int warp) {
-  const SharedMemory::Write write{++shared_->time, warp};
-  const std::size_t last = (offset + bytes - 1) / kGranule;
-  for (std::size_t i = offset / kGranule; i <= last; ++i) shared_->writes[i] = write;
 }
 
 void Cta::note_async_write(std::uint32_t offset, std::size_t bytes) {

@@ -31,12 +31,12 @@ CopyTask defer(Warp& warp, const Instruction& instruction, Act act) {
 }
 
 /// commit_group.
-inline void commit_group(CopyGroups& groups) {
+inline void commit_group(ProductGroups& groups) {
   groups.committed.push_back(std::exchange(groups.open, {}));
 }
 
 /// wait_group: finishes all committed groups but the last `keep`.
-inline void wait_group(CopyGroups& groups, std::size_t keep) {
+inline void wait_group(ProductGroups& groups, std::size_t keep) {
   while (groups.committed.size() > keep) {
     const std::vector<CopyTask> group = std::move(groups.committed.front());
     groups.committed.erase(groups.committed.begin());

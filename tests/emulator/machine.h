@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "lane_copies.h"
 #include "neighbours.h"
 #include "pool.h"
 #include "program.h"
@@ -62,22 +63,8 @@ class Cta;
 class Cluster;
 class Grid;
 
-/// An action of the hardware that happens once, at a later time.
-class Copy {
- public:
-  explicit Copy(std::function<void()> act) : act_(std::move(act)) {}
-  void finish() {
-    if (const auto act = std::exchange(act_, nullptr)) act();
-  }
-  bool is_finished() const { return act_ == nullptr; }
-
- private:
-  std::function<void()> act_;
-};
-using CopyTask = std::shared_ptr<Copy>;
-
-/// Copies of a thread, for commit_group and wait_group.
-struct CopyGroups {
+/// Products of a warp, for commit_group and wait_group.
+struct ProductGroups {
   std::vector<CopyTask> open;                    ///< issued since the last commit
   std::vector<std::vector<CopyTask>> committed;  ///< oldest first
 };
@@ -110,7 +97,8 @@ class Warp {
   std::string where() const;  ///< for messages: the places of its fragments
 
   Cta& cta() { return cta_; }
-  Grid& grid();
+  inline Grid& grid();
+  inline const Program& program();
   int index() const { return index_; }
   std::uint32_t live() const { return live_; }  ///< lanes that have not exited
   Fragment& fragment() { return fragments_[current_]; }
@@ -134,12 +122,12 @@ class Warp {
   void exit(std::uint32_t lanes);
 
   std::int64_t cluster_phase = -1;  ///< phase of barrier.cluster in which the warp has arrived
-  /// Copies that a thread has issued and not waited for. cp.async and bulk copies have separate
+  /// Copies that the lanes have issued and not waited for. cp.async and bulk copies have separate
   /// groups.
-  CopyGroups& copies(int lane) { return copies_[lane]; }
-  CopyGroups& bulk_copies(int lane) { return bulk_copies_[lane]; }
+  LaneCopies& copies() { return copies_; }
+  LaneCopies& bulk_copies() { return bulk_copies_; }
   /// Products of wgmma that the warp has issued and not waited for.
-  CopyGroups& products() { return products_; }
+  ProductGroups& products() { return products_; }
 
  private:
   void preset_file();
@@ -158,9 +146,9 @@ class Warp {
   std::size_t current_ = 0;
   std::uint32_t stop_ = 0;  ///< place of the next fragment, where the current one may join it
   std::uint64_t turns_ = 0;
-  std::array<CopyGroups, kLanes> copies_;
-  std::array<CopyGroups, kLanes> bulk_copies_;
-  CopyGroups products_;
+  LaneCopies copies_;
+  LaneCopies bulk_copies_;
+  ProductGroups products_;
 };
 
 /// bar.sync and bar.arrive: one of the sixteen barriers of a CTA.
@@ -181,15 +169,28 @@ class Cta {
   Dim index() const { return index_; }
   std::size_t shared_bytes() const { return shared_bytes_; }
   /// Throws Fault outside of this CTA's shared memory.
-  std::byte* own_shared(std::uint32_t offset, std::size_t bytes);
+  std::byte* own_shared(std::uint32_t offset, std::size_t bytes) {
+    if (std::size_t{offset} + bytes > shared_bytes_) refuse_shared(offset);
+    return shared_->bytes() + offset;
+  }
   /// The host address of shared memory of any CTA of the cluster, by a 32-bit address.
-  std::byte* shared(std::uint32_t address, std::size_t bytes);
-  Cta& owner(std::uint32_t address);  ///< of a 32-bit shared address
+  std::byte* shared(std::uint32_t address, std::size_t bytes) {
+    return owner(address).own_shared(address & ((1u << kRankShift) - 1), bytes);
+  }
+  Cta& owner(std::uint32_t address) {  ///< of a 32-bit shared address
+    return address >> kRankShift == 0 ? *this : other_owner(address >> kRankShift);
+  }
 
   // Ordinary instructions access shared memory by the generic proxy, asynchronous copies and
   // products by the async proxy. Between a write by one proxy and a read by the other the program
   // needs a fence.proxy.async of the writing or of the reading warp.
-  void note_write(std::uint32_t offset, std::size_t bytes, int warp);
+  void note_write(std::uint32_t offset, std::size_t bytes, int warp) {
+    const SharedMemory::Write write{++shared_->time, warp};
+    const std::size_t last = (offset + bytes - 1) / SharedMemory::kGranule;
+    for (std::size_t i = offset / SharedMemory::kGranule; i <= last; ++i) {
+      shared_->writes[i] = write;
+    }
+  }
   void note_async_write(std::uint32_t offset, std::size_t bytes);
   void note_proxy_fence(int warp);
   /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence.
@@ -202,6 +203,9 @@ class Cta {
   bool is_done() const;
 
  private:
+  [[noreturn]] void refuse_shared(std::uint32_t offset) const;
+  Cta& other_owner(std::uint32_t name);
+
   Cluster& cluster_;
   std::uint32_t rank_;
   Dim index_;
@@ -263,11 +267,14 @@ class Grid {
   const Neighbours neighbours_;
   std::mt19937_64 random_;
   std::uint32_t next_cluster_ = 0;
-  std::uint32_t launched_next_ = 0;        // CTAs
+  std::uint32_t launched_next_ = 0;  // CTAs
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<CopyTask> pending_;
   std::uint64_t progress_ = 0;
 };
+
+Grid& Warp::grid() { return cta_.cluster().grid(); }
+const Program& Warp::program() { return *grid().launch().program; }
 
 /// mbarrier objects: 8 bytes of shared memory in a format of the emulator's own.
 namespace mbarrier {

@@ -76,10 +76,11 @@ void defer_landings(Warp& warp, const Instruction& i, const std::vector<Landing>
 template <class Read>
 void defer_store(Warp& warp, const Instruction& i, int lane, Read read) {
   Cta& cta = warp.cta();
-  warp.bulk_copies(lane).open.push_back(defer(warp, i, [&cta, read = std::move(read)] {
+  CopyTask copy = defer(warp, i, [&cta, read = std::move(read)] {
     if (cta.is_done()) throw Fault("a bulk copy reads shared memory of a CTA that has ended");
     read();
-  }));
+  });
+  warp.bulk_copies().issue(std::move(copy), 1u << lane);
 }
 
 std::uint32_t bulk_bytes(Warp& warp, const Slot* list, int lane) {
@@ -196,16 +197,14 @@ Next run_tensor_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
 }
 
 Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
-  for_each_lane(lanes, [&](int lane) { commit_group(warp.bulk_copies(lane)); });
+  warp.bulk_copies().commit(lanes);
   return Next::kAdvance;
 }
 
 /// wait_group with and without .read, which are equal here because a copy reads and writes in one
 /// step. Value: the number of groups that may stay.
 Next run_wait(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  for_each_lane(lanes, [&](int lane) {
-    wait_group(warp.bulk_copies(lane), static_cast<std::size_t>(i.value));
-  });
+  warp.bulk_copies().wait(lanes, i.value);
   return Next::kAdvance;
 }
 

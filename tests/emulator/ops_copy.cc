@@ -40,6 +40,7 @@ Next run_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Slot* list = list_of(warp, i);
   const auto size = static_cast<std::uint32_t>(i.value);
   std::vector<Piece> pieces;
+  pieces.reserve(kLanes);
   for_each_lane(lanes, [&](int lane) {
     const std::uint32_t target = shared_address_at(warp, list, lane);
     const std::uint64_t source = address_at(warp, list + kAddressEntries, lane);
@@ -54,14 +55,14 @@ Next run_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   });
   Cta& cta = warp.cta();
   const int index = warp.index();
-  const CopyTask copy = defer(warp, i, [&cta, index, pieces = std::move(pieces), size] {
+  CopyTask copy = defer(warp, i, [&cta, index, pieces = std::move(pieces), size] {
     for (const Piece& p : pieces) {
       cta.note_write(p.target_offset, size, index);
       if (p.bytes > 0) std::memcpy(p.target, p.source, p.bytes);
       std::memset(p.target + p.bytes, 0, size - p.bytes);
     }
   });
-  for_each_lane(lanes, [&](int lane) { warp.copies(lane).open.push_back(copy); });
+  warp.copies().issue(std::move(copy), lanes);
   return Next::kAdvance;
 }
 
@@ -89,22 +90,19 @@ void decode_copy(const Statement& s, Builder& b, Instruction* i) {
 }
 
 Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
-  for_each_lane(lanes, [&](int lane) { commit_group(warp.copies(lane)); });
+  warp.copies().commit(lanes);
   return Next::kAdvance;
 }
 
 /// Value: the number of groups that may stay.
 Next run_wait_group(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  for_each_lane(
-      lanes, [&](int lane) { wait_group(warp.copies(lane), static_cast<std::size_t>(i.value)); });
+  warp.copies().wait(lanes, i.value);
   return Next::kAdvance;
 }
 
 Next run_wait_all(Warp& warp, const Instruction&, std::uint32_t lanes) {
-  for_each_lane(lanes, [&](int lane) {
-    commit_group(warp.copies(lane));
-    wait_group(warp.copies(lane), 0);
-  });
+  warp.copies().commit(lanes);
+  warp.copies().wait(lanes, 0);
   return Next::kAdvance;
 }
 
@@ -116,7 +114,7 @@ constexpr std::uint32_t kIsGeneric = 2;  // the address
 Next run_arrive(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Slot* list = list_of(warp, i);
   std::vector<std::byte*> barriers;
-  std::vector<std::vector<CopyTask>> earlier;
+  barriers.reserve(kLanes);
   for_each_lane(lanes, [&](int lane) {
     constexpr std::size_t kBytes = sizeof(std::uint64_t);
     const std::uint64_t address = address_at(warp, list, lane);
@@ -126,19 +124,14 @@ Next run_arrive(Warp& warp, const Instruction& i, std::uint32_t lanes) {
                         : warp.cta().own_shared(static_cast<std::uint32_t>(address), kBytes);
     if ((i.detail & kIsCounted) == 0) mbarrier::expect_arrival(at);
     barriers.push_back(at);
-    CopyGroups& copies = warp.copies(lane);
-    for (const std::vector<CopyTask>& group : copies.committed) earlier.push_back(group);
-    earlier.push_back(std::exchange(copies.open, {}));
   });
   Grid& grid = warp.grid();
-  const CopyTask arrival =
-      defer(warp, i, [&grid, barriers = std::move(barriers), earlier = std::move(earlier)] {
-        for (const std::vector<CopyTask>& copies : earlier) {
-          for (const CopyTask& copy : copies) copy->finish();
-        }
+  CopyTask arrival =
+      defer(warp, i, [&grid, barriers = std::move(barriers), earlier = warp.copies().take(lanes)] {
+        for (const CopyTask& copy : earlier) copy->finish();
         for (std::byte* barrier : barriers) mbarrier::arrive(grid, barrier, 1);
       });
-  for_each_lane(lanes, [&](int lane) { warp.copies(lane).open.push_back(arrival); });
+  warp.copies().issue(std::move(arrival), lanes);
   return Next::kAdvance;
 }
 

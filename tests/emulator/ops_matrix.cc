@@ -168,7 +168,7 @@ struct Wgmma {
   }
 };
 
-CopyTask last_product(const CopyGroups& products) {
+CopyTask last_product(const ProductGroups& products) {
   if (!products.open.empty()) return products.open.back();
   for (auto group = products.committed.rbegin(); group != products.committed.rend(); ++group) {
     if (!group->empty()) return group->back();
@@ -381,9 +381,6 @@ void for_each_element(std::byte* const* rows, std::uint32_t* lanes, bool transpo
   }
 }
 
-void load_element(std::byte* half, const std::byte* element) { std::memcpy(half, element, 2); }
-void store_element(const std::byte* half, std::byte* element) { std::memcpy(element, half, 2); }
-
 template <class Move>
 Next run_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes, const Move& move) {
   if (!warp.has_all(kAllLanes)) return Next::kWait;
@@ -400,11 +397,15 @@ Next run_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes, const M
 }
 
 Next run_load_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  return run_matrices(warp, i, lanes, &load_element);
+  return run_matrices(warp, i, lanes, [](std::byte* half, const std::byte* element) {
+    std::memcpy(half, element, 2);
+  });
 }
 
 Next run_store_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  const Next next = run_matrices(warp, i, lanes, &store_element);
+  const Next next = run_matrices(warp, i, lanes, [](const std::byte* half, std::byte* element) {
+    std::memcpy(element, half, 2);
+  });
   if (next == Next::kWait || (i.detail & kIsGeneric) != 0) return next;
   const int rows = static_cast<int>(i.count - kAddressEntries) * kMatrixRows;
   for (int lane = 0; lane < rows; ++lane) {

@@ -99,8 +99,6 @@ Warp::Warp(Cta& cta, int index, std::uint32_t lanes)
   preset_file();
 }
 
-Grid& Warp::grid() { return cta_.cluster().grid(); }
-
 void Warp::preset_file() {
   const Program& program = *grid().launch().program;
   for (const Preset& p : program.presets) {
