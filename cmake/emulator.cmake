@@ -74,34 +74,41 @@ target_link_options(sonicmoe_emulated_tests PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sonicmoe_emulated_tests PROPERTIES LINKER_LANGUAGE CXX
                                                          CUDA_RUNTIME_LIBRARY None)
 
-# A part of the device tests: seconds to a minute each, the harnesses of the engines five minutes.
-# `cases` selects those of the harness.
-function(add_emulated_test name filter cases)
+# A part of the device tests: seconds to two minutes each. `cases` selects those of the harness.
+# ctest starts the tests of most seconds first.
+function(add_emulated_test name seconds filter cases)
   add_test(NAME Emulated.${name} COMMAND sonicmoe_emulated_tests --gtest_filter=${filter})
   set_tests_properties(
     Emulated.${name}
     PROPERTIES TIMEOUT 1200
+               COST ${seconds}
                ENVIRONMENT "SONICMOE_FILTER=${cases}"
                FAIL_REGULAR_EXPRESSION "Running 0 tests|SKIPPED")
 endfunction()
-add_emulated_test(Fp8 "CudaFp8.*-CudaFp8.EveryRunHasTheSameBits" "")
-add_emulated_test(HopperEngine "Each/Cuda.PassesTheHarness/hopper" "")
-# Both engines use the same kernels for routing and rounding. HopperEngine has tested them, so this
-# test runs only some cases of routing and none of rounding.
+add_emulated_test(Fp8 10 "CudaFp8.*-CudaFp8.EveryRunHasTheSameBits" "")
+foreach(part 1 2 3)
+  add_emulated_test(HopperEngine${part} 90 "Each/Cuda.PassesTheHarness/hopper" "")
+  set_property(TEST Emulated.HopperEngine${part} APPEND PROPERTY ENVIRONMENT
+                                                                 "SONICMOE_PART=${part}/3")
+endforeach()
+# Both engines use the same kernels for routing and rounding. HopperEngine has tested them, so these
+# tests run only some cases of routing and none of rounding.
+set(portable "Each/Cuda.PassesTheHarness/portable")
+add_emulated_test(PortableActivations 80 ${portable} "activation batch/")
 add_emulated_test(
-  PortableEngine "Each/Cuda.PassesTheHarness/portable"
-  "activation batch/ wide/ shape/ grads layout gemm edges sentinels/ shuffled/ repeated/ no_tokens")
-add_emulated_test(Graphs "Each/CudaGraph.*" "")
-add_emulated_test(OneRow "Each/CudaOneRow.*" "")
-add_emulated_test(Nan "Each/CudaNan.*" "")
-add_emulated_test(Accumulate "Each/CudaAccumulate.*" "")
+  PortableShapes 80 ${portable}
+  "wide/ shape/ grads layout gemm edges sentinels/ shuffled/ repeated/ no_tokens")
+add_emulated_test(Graphs 5 "Each/CudaGraph.*" "")
+add_emulated_test(OneRow 1 "Each/CudaOneRow.*" "")
+add_emulated_test(Nan 5 "Each/CudaNan.*" "")
+add_emulated_test(Accumulate 1 "Each/CudaAccumulate.*" "")
 add_emulated_test(
-  Routing "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
-add_emulated_test(Exchange "Exchange.*" "")
-add_emulated_test(ExchangeInC "ExchangeInC.*" "")
-add_emulated_test(ExchangeRepeats "ExchangeRepeats.OwnRowsAreMultipliedFirst" "")
-add_emulated_test(ExchangeBetweenProcesses "ExchangeProcesses.*" "")
-add_emulated_test(ExchangeOfRanks
+  Routing 25 "CudaRouting.TopK*:CudaRouting.Strided*:CudaRouter.ScratchIsAskedFor:CudaRouter.AnError*" "")
+add_emulated_test(Exchange 70 "Exchange.*" "")
+add_emulated_test(ExchangeInC 2 "ExchangeInC.*" "")
+add_emulated_test(ExchangeRepeats 8 "ExchangeRepeats.OwnRowsAreMultipliedFirst" "")
+add_emulated_test(ExchangeBetweenProcesses 15 "ExchangeProcesses.*" "")
+add_emulated_test(ExchangeOfRanks 70
                   "ExchangeHarness.NumberOf*:*.NoTokens:*.RejectsABrokenExchange:*.PortableEngine" "")
 
 # Code for other architectures, on devices of other capabilities: A100 (8.0), GPUs of 8.6, which run
@@ -114,20 +121,19 @@ set(more_cases
     "routing/ids_sentinels_k11/bf16/integers routing/pairs_many_of_each/bf16/integers"
     "routing/ids_many_experts/bf16/random routing/grouped_gaps/bf16/random")
 list(JOIN more_cases " " more_cases)
-function(add_capability_test name capability filter cases)
-  add_emulated_test(${name} ${filter} "${cases}")
+function(add_capability_test name seconds capability filter cases)
+  add_emulated_test(${name} ${seconds} ${filter} "${cases}")
   set_property(TEST Emulated.${name} APPEND
                PROPERTY ENVIRONMENT "SONICMOE_EMULATED_CAPABILITY=${capability}")
 endfunction()
-set(portable "Each/Cuda.PassesTheHarness/portable")
 if(80 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
-  add_capability_test(Portable80 8.0 ${portable} "${more_cases}")
-  add_capability_test(Portable86 8.6 ${portable} "${some_cases}")
-  add_capability_test(Routing80 8.0 "CudaRouting.TopK*:CudaRouter.AnError*" "")
+  add_capability_test(Portable80 40 8.0 ${portable} "${more_cases}")
+  add_capability_test(Portable86 10 8.6 ${portable} "${some_cases}")
+  add_capability_test(Routing80 15 8.0 "CudaRouting.TopK*:CudaRouter.AnError*" "")
 endif()
 if(100 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
-  add_capability_test(Portable100 10.0 ${portable} "${some_cases}")
+  add_capability_test(Portable100 10 10.0 ${portable} "${some_cases}")
 endif()
 if(120 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
-  add_capability_test(Portable120 12.0 ${portable} "${more_cases}")
+  add_capability_test(Portable120 30 12.0 ${portable} "${more_cases}")
 endif()

@@ -44,9 +44,10 @@ void Block::allow_all() { std::fill(allowed_.begin(), allowed_.end(), std::uint8
 void Block::allow_none() { std::fill(allowed_.begin(), allowed_.end(), std::uint8_t{0}); }
 
 void Block::poison(std::uint8_t filling) {
-  for (std::size_t i = 0; i < allowed_.size(); ++i) {
-    if (allowed_[i] != 0) image_[kGuard + i] = filling;
-  }
+  std::uint8_t* const bytes = host();
+  const std::uint8_t* const allowed = allowed_.data();
+  const std::size_t count = allowed_.size();
+  for (std::size_t i = 0; i < count; ++i) bytes[i] = allowed[i] != 0 ? filling : bytes[i];
 }
 
 void Block::upload() {
@@ -56,21 +57,31 @@ void Block::upload() {
 std::optional<std::int64_t> Block::download() {
   std::vector<std::uint8_t> now(image_.size());
   memory_.download(now.data(), device_, static_cast<std::int64_t>(now.size()));
-  std::optional<std::int64_t> changed;
-  for (std::int64_t i = 0; i < static_cast<std::int64_t>(now.size()) && !changed; ++i) {
-    const std::int64_t at = i - kGuard;
-    const bool may_change = at >= 0 && at < bytes_ && allowed_[at] != 0;
-    if (now[i] != image_[i] && !may_change) changed = at;
+  image_.swap(now);
+  const std::vector<std::uint8_t>& before = now;
+  const auto may_change = [this](std::int64_t at) {
+    return at >= 0 && at < bytes_ && allowed_[static_cast<std::size_t>(at)] != 0;
+  };
+  const auto end = static_cast<std::int64_t>(image_.size());
+  for (std::int64_t begin = 0; begin < end; begin += kGuard) {
+    const std::int64_t count = std::min(kGuard, end - begin);
+    if (std::memcmp(&image_[begin], &before[begin], count) == 0) continue;
+    for (std::int64_t i = begin; i < begin + count; ++i) {
+      if (image_[i] != before[i] && !may_change(i - kGuard)) return i - kGuard;
+    }
   }
-  image_ = std::move(now);
-  return changed;
+  return std::nullopt;
 }
 
 void BlockView::allow() const {
   const std::int64_t size = dtype_bytes(view.dtype);
   const std::int64_t count = oracle::element_count(view);
-  for (std::int64_t i = 0; i < count; ++i) {
-    block->allow((offset + oracle::element_offset(view, i)) * size, size);
+  if (count == 0) return;
+  // Elements along the last axis often lie side by side.
+  const std::int32_t last = view.rank - 1;
+  const std::int64_t run = last >= 0 && view.stride[last] == 1 ? view.shape[last] : 1;
+  for (std::int64_t i = 0; i < count; i += run) {
+    block->allow((offset + oracle::element_offset(view, i)) * size, run * size);
   }
 }
 
