@@ -163,8 +163,10 @@ def wheel(request, tmp_path_factory):
     pytest.importorskip("scikit_build_core")
     out = tmp_path_factory.mktemp("wheel")
     options = ("--no-build-isolation", "--no-deps", "--disable-pip-version-check", "-q")
-    # Kernels would take minutes to compile and change nothing of what is tested here.
+    # Kernels and optimised code would take minutes to compile and change nothing of what is tested
+    # here.
     options += ("-C", "cmake.define.SONICMOE_CUDA=OFF")
+    options += ("-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0")
     source = unpacked(request.getfixturevalue("sdist"), tmp_path_factory.mktemp("source"))
     run(sys.executable, "-m", "pip", "wheel", *options, "-w", out, source, timeout=600)
     (path,) = out.glob("*.whl")
