@@ -28,7 +28,7 @@ fi
 workers=$(($(nproc) < 4 ? $(nproc) : 4))
 if nvidia-smi -L >/dev/null 2>&1; then workers=0; fi
 check "Python tests" env SONICMOE_POISON=1 LD_PRELOAD="$poison" \
-  python -m pytest -q tests/python -n "$workers" --dist loadfile
+  python -m pytest -q tests/python -n "$workers" --dist loadfile --no-loadscope-reorder
 
 echo "== summary"
 printf '%s\n' "${summary[@]}"

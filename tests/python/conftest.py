@@ -26,8 +26,27 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("each_engine", engines_here(), indirect=True)
 
 
+# The files that take longest, for workers of pytest-xdist: a long file that starts last is waited
+# for by workers without work.
+LONGEST = (
+    "test_torchtitan",
+    "test_expert_parallel_peer",
+    "test_package",
+    "test_demo_faults",
+    "test_benchmark_training",
+    "test_expert_parallel",
+    "test_forms",
+    "test_megatron",
+    "test_benchmark_scaling",
+    "test_torchtitan_02",
+)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Removes the repetitions of a CPU test for other engines: the CPU has only one."""
+    """Puts the longest files first. Removes the repetitions of a CPU test for other engines: the
+    CPU has only one."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
     others = engines_here()[1:]
     for item in list(items):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
