@@ -30,20 +30,6 @@ CopyTask defer(Warp& warp, const Instruction& instruction, Act act) {
   return copy;
 }
 
-/// commit_group.
-inline void commit_group(ProductGroups& groups) {
-  groups.committed.push_back(std::exchange(groups.open, {}));
-}
-
-/// wait_group: finishes all committed groups but the last `keep`.
-inline void wait_group(ProductGroups& groups, std::size_t keep) {
-  while (groups.committed.size() > keep) {
-    const std::vector<CopyTask> group = std::move(groups.committed.front());
-    groups.committed.erase(groups.committed.begin());
-    for (const CopyTask& copy : group) copy->finish();
-  }
-}
-
 /// Asynchronous instructions have several addresses. Each address takes this many entries of the
 /// instruction's list: slot, offset, and 1 if the slot has 8 bytes.
 inline constexpr std::size_t kAddressEntries = 3;

@@ -1,4 +1,4 @@
-// The asynchronous copies that the lanes of a warp have issued, and their groups.
+// The asynchronous copies and products that the lanes of a warp have issued, and their groups.
 #pragma once
 
 #include <array>
@@ -29,9 +29,13 @@ class Copy {
 using CopyTask = std::shared_ptr<Copy>;
 
 /// Each lane has copies that it has issued since its last commit, and committed groups. Lanes
-/// mostly issue, commit and wait together, so a copy is stored once for all of them.
+/// mostly issue, commit and wait together, so a copy is stored once for all of them. The products
+/// of wgmma are kept in the same way.
 class LaneCopies {
  public:
+  /// The copy that was issued last, of those that some lane has not waited for; null: none.
+  CopyTask last() const { return issues_.empty() ? nullptr : issues_.back().task; }
+
   void issue(CopyTask task, std::uint32_t lanes) {
     issues_.push_back({std::move(task), lanes, kOpen});
   }

@@ -23,6 +23,21 @@ TEST(LaneCopies, ALaneCommitsItsOwnCopiesOnly) {
   EXPECT_EQ(finished, 1);
 }
 
+TEST(LaneCopies, TheLastOneIsKnownUntilItIsWaitedFor) {
+  LaneCopies copies;
+  int finished = 0;
+  const CopyTask first = counting(&finished), second = counting(&finished);
+  EXPECT_EQ(copies.last(), nullptr);
+  copies.issue(first, kAllLanes);
+  copies.commit(kAllLanes);
+  EXPECT_EQ(copies.last(), first);
+  copies.issue(second, kAllLanes);
+  EXPECT_EQ(copies.last(), second);
+  copies.commit(kAllLanes);
+  copies.wait(kAllLanes, 0);
+  EXPECT_EQ(copies.last(), nullptr);
+}
+
 TEST(LaneCopies, LanesWithDifferentNumbersOfGroupsWaitTogether) {
   constexpr std::uint32_t kFirst = 1, kSecond = 2;
   LaneCopies copies;

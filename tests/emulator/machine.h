@@ -63,12 +63,6 @@ class Cta;
 class Cluster;
 class Grid;
 
-/// Products of a warp, for commit_group and wait_group.
-struct ProductGroups {
-  std::vector<CopyTask> open;                    ///< issued since the last commit
-  std::vector<std::vector<CopyTask>> committed;  ///< oldest first
-};
-
 /// Lanes that stand at the same instruction.
 struct Fragment {
   std::uint32_t lanes = 0;
@@ -127,7 +121,7 @@ class Warp {
   LaneCopies& copies() { return copies_; }
   LaneCopies& bulk_copies() { return bulk_copies_; }
   /// Products of wgmma that the warp has issued and not waited for.
-  ProductGroups& products() { return products_; }
+  LaneCopies& products() { return products_; }
 
  private:
   void preset_file();
@@ -148,7 +142,7 @@ class Warp {
   std::uint64_t turns_ = 0;
   LaneCopies copies_;
   LaneCopies bulk_copies_;
-  ProductGroups products_;
+  LaneCopies products_;
 };
 
 /// bar.sync and bar.arrive: one of the sixteen barriers of a CTA.

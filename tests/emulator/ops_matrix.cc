@@ -168,14 +168,6 @@ struct Wgmma {
   }
 };
 
-CopyTask last_product(const ProductGroups& products) {
-  if (!products.open.empty()) return products.open.back();
-  for (auto group = products.committed.rbegin(); group != products.committed.rend(); ++group) {
-    if (!group->empty()) return group->back();
-  }
-  return nullptr;
-}
-
 /// Shared memory is read and the accumulators are written later, at the latest in wait_group: until
 /// then a program may touch neither. Products of a warp stay in their order.
 Next run_wgmma(Warp& warp, const Instruction& i, std::uint32_t lanes) {
@@ -199,11 +191,11 @@ Next run_wgmma(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   } else {
     product.a = shared_matrix(warp, uniform_descriptor(warp, slot_a[0]), form.major_a, form.type_a);
   }
-  const CopyTask previous = last_product(warp.products());
-  warp.products().open.push_back(defer(warp, i, [previous, product] {
+  CopyTask task = defer(warp, i, [previous = warp.products().last(), product] {
     if (previous != nullptr) previous->finish();
     product.run();
-  }));
+  });
+  warp.products().issue(std::move(task), lanes);
   return Next::kAdvance;
 }
 
@@ -263,14 +255,14 @@ Next run_fence(Warp& warp, const Instruction&, std::uint32_t lanes) {
 Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
   if (!warp.has_all(kAllLanes)) return Next::kWait;
   check_whole_warp(lanes);
-  commit_group(warp.products());
+  warp.products().commit(lanes);
   return Next::kAdvance;
 }
 
 Next run_wait(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!warp.has_all(kAllLanes)) return Next::kWait;
   check_whole_warp(lanes);
-  wait_group(warp.products(), static_cast<std::size_t>(i.value));
+  warp.products().wait(lanes, i.value);
   return Next::kAdvance;
 }
 
