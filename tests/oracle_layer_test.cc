@@ -6,6 +6,7 @@
 
 #include "verify/oracle.h"
 #include "verify/oracle_activation.h"
+#include "verify/oracle_formulas.h"
 
 namespace sonicmoe::oracle {
 namespace {
@@ -213,6 +214,16 @@ TEST(OracleLayer, RoundsWhereTheContractSays) {
   EXPECT_EQ(b.dweights[0], 528.0) << "dS takes r(act(H))";
   EXPECT_EQ(b.ddown[0].values[0], 4768.0) << "A' = r(9 * 529 = 4761), from the unrounded act(H)";
   EXPECT_EQ(b.dup[0].values[0], 2.0 * 23.0 * 9.0);
+}
+
+TEST(OracleLayer, ProductsRefuseMatricesOfOtherShapes) {
+  const Matrix<double> a(2, 3), b(3, 4);
+  Matrix<double> sum(2, 4), narrow(2, 3), cut(2, 4);
+  cut.values.pop_back();
+  EXPECT_NO_THROW(add_product(sum, a, b));
+  EXPECT_THROW(add_product(narrow, a, b), Error);
+  EXPECT_THROW(add_product(cut, a, b), Error);
+  EXPECT_THROW(add_product(sum, b, b), Error);
 }
 
 }  // namespace

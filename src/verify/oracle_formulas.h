@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cmath>
+#include <string>
 
 #include "verify/convert.h"
 #include "verify/matrix.h"
@@ -51,8 +52,8 @@ Real cut(Real v, int bits) {
   return std::ldexp(std::trunc(std::ldexp(fraction, bits)), exponent - bits);
 }
 
-/// out += factor in, for `count` elements. Sanitizers would check each of them, which takes ten
-/// times as long as the sum. add_product checks whole matrices instead.
+/// out += factor * in, for `count` elements. Without the attribute, sanitizers would check each
+/// element, which takes ten times as long as the sum. add_product() checks the shapes instead.
 template <class Real>
 __attribute__((no_sanitize("address", "undefined"))) void add_scaled(Real factor, const Real* in,
                                                                      std::int64_t count,
@@ -65,7 +66,10 @@ template <class Real>
 void require_shape(const Matrix<Real>& m, std::int64_t rows, std::int64_t cols) {
   const bool is_whole = static_cast<std::int64_t>(m.values.size()) == m.rows * m.cols;
   if (m.rows != rows || m.cols != cols || !is_whole) {
-    throw Error(Status::kInternal, "the oracle multiplies matrices of wrong shapes");
+    throw Error(Status::kInternal, "the oracle needs a matrix of " + std::to_string(rows) + " x " +
+                                       std::to_string(cols) + " but got " + std::to_string(m.rows) +
+                                       " x " + std::to_string(m.cols) + " with " +
+                                       std::to_string(m.values.size()) + " elements.");
   }
 }
 
