@@ -11,6 +11,7 @@
 #include <iostream>
 #include <iterator>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -42,7 +43,9 @@ inline Implementation for_part(Implementation implementation, const std::string&
   std::size_t number = 0, parts = 0;
   char slash = '\0';
   text >> number >> slash >> parts;
-  EXPECT_TRUE(slash == '/' && 1 <= number && number <= parts) << "SONICMOE_PART is " << part;
+  if (slash != '/' || number < 1 || number > parts || !text.eof()) {
+    throw std::invalid_argument("SONICMOE_PART is '" + part + "' but must be like 2/3");
+  }
   implementation.serves = [=, serves = implementation.serves](const Case& c) {
     return std::hash<std::string>()(c.name) % parts + 1 == number && (!serves || serves(c));
   };
