@@ -204,6 +204,28 @@ TEST(Engines, DeclareWhatTheyServe) {
   }
 }
 
+TEST(Engines, HopperNamesAnotherTileForScaledRows) {
+  for (const cuda::Engine* engine : cuda::engines()) {
+    if (engine->name != std::string("hopper")) continue;
+    Problem p;
+    p.tokens = 1024;
+    p.top_k = 2;
+    p.hidden = 1536;
+    p.width = 256;
+    p.experts = 2;
+    const auto tile_of_y = [&] {
+      for (const TileChoice& choice : engine->describe(p)) {
+        if (choice.kernel == std::string("Y")) return choice.tile;
+      }
+      return std::string();
+    };
+    EXPECT_EQ(tile_of_y().find("128x192"), 0u) << tile_of_y();
+    p.form = RoutingForm::kGrouped;
+    p.top_k = 0;
+    EXPECT_EQ(tile_of_y().find("128x256"), 0u) << tile_of_y();
+  }
+}
+
 TEST(Driver, AMissingFunctionIsNamed) {
   try {
     cuda::driver_function("cuNoSuchFunction");
