@@ -28,9 +28,10 @@ struct WaitLimits {
 /// and ends. The kernel may read the epoch before the previous kernel in `stream` is complete. So
 /// that previous kernel must not be the one that begins the epoch: an earlier kernel must begin it.
 ///
-/// A next kernel that does not wait for this one must not read what other ranks have sent. It may
-/// if it acquires `arrival`, a word of this GPU that is 0 before the launch and becomes 1 when the
-/// flags have been seen, also after a fault.
+/// The next kernel may start before this kernel is complete. Only if it waits for this kernel may
+/// it read what other ranks have sent, or if it first acquires `arrival`: a count in this GPU's
+/// memory, 0 before the launch. This kernel increments it by a release before it lets the next
+/// kernel start, also after a fault.
 void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
               cudaStream_t stream, unsigned* arrival = nullptr);
 

@@ -311,7 +311,7 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
     add_bias_grads(b.call, steps);
     // dW2 needs dH and the rows, but not dX~. With input_grad_first it may start before dX~ is
     // complete: dX~ launches the next kernel once dH is complete. The next kernel is the wait for
-    // rows (above). It launches dW2 once the rows have arrived, and dW2 acquires `arrival`.
+    // rows (above). It increments `arrival` once the rows have arrived, then launches dW2.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;

@@ -57,7 +57,7 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
   params.tiles.tile_counter = tiling.counter(product.hints.tile_counter);
   params.begins =
       product.hints.start == Start::kIndependent ? Begins::kIndependent : Begins::kAfterPrevious;
-  params.early_release_count = product.hints.arrival;
+  params.release_count = product.hints.arrival;
   params.epilogue = store_params(device, product, params.tiles);
   const KernelEntry& kernel = find_kernel({Role::kWeightGrad, product.dtype, tiling.tile,
                                            major_of(product.out[0]), ActivationKind::kSwiGLU});

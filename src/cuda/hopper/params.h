@@ -162,9 +162,9 @@ struct StoreExpertParams {
 ///    red.release.gpu; N's loading thread reads the count by ld.acquire.gpu and executes
 ///    fence.proxy.async. If the count is not complete, it waits.
 /// 3. N waits before it ends (rule 4).
-/// 4. M may be a kernel that waits for rows of other GPUs. It acquires their flags, releases a
-/// word,
-///    then launches N. N's loading threads acquire the word before they read these rows.
+/// 4. M may be a kernel that waits for the rows of other GPUs (wait_for() of exchange/kernels.h).
+///    When the rows have arrived, M first increments a count by red.release.gpu and then launches
+///    N. N's loading threads read the count by ld.acquire.gpu before they read the rows.
 /// If M launches N before M has executed its own wait (kernels of sums/ and exchange/), "L" means
 /// the kernels that were complete when M started.
 enum class Begins : int {
@@ -189,10 +189,12 @@ struct GemmParams {
   /// launched only when the first `early_release_tiles` tiles of this kernel are in memory.
   /// RingEpilogue only.
   std::int32_t early_release_tiles;
-  /// The number of CTAs whose early tiles are in memory; 0 before the launch. The kernel with
-  /// early_release_tiles > 0 increments it. The next kernel reads it if it is kEarly. For
-  /// GatherDepth with kIndependent it is LaunchHints::arrival.
-  unsigned* early_release_count;
+  /// A count that one kernel releases and a later kernel acquires; 0 before.
+  /// - Early tiles: the number of CTAs whose early tiles are in memory. A kernel with
+  ///   early_release_tiles > 0 increments it; the next kernel reads it if it is kEarly.
+  /// - GatherDepth with kIndependent: not 0 once the rows of other GPUs have arrived; null if all
+  ///   rows are of this GPU.
+  unsigned* release_count;
   std::int32_t early_release_ctas;  ///< kEarly: the count when all CTAs have released
 };
 

@@ -119,7 +119,7 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
   params.tiles = tiles.params;
   params.early_release_tiles = static_cast<std::int32_t>(tiles.early_release);
-  params.early_release_count = launch.product.hints.release_counter;
+  params.release_count = launch.product.hints.release_counter;
   params.epilogue.h_in = rows_map(launch.device, e.h, shape.m, kGradColumns);
   params.epilogue.dh = ragged_map(launch.device, e.dh, kGradColumns);
   params.epilogue.a = ragged_map(launch.device, e.a, kGradColumns);
@@ -142,7 +142,7 @@ void set_start(const Launch& launch, const TileShape& shape, DownParams* params)
   params->early_start_tiles = static_cast<std::int32_t>(early_tiles(before, params->tiles, shape));
   if (params->early_start_tiles == 0) return;
   params->begins = Begins::kEarly;
-  params->early_release_count = hints.source->hints.release_counter;
+  params->release_count = hints.source->hints.release_counter;
   params->early_release_ctas = before.ctas();
 }
 

@@ -35,6 +35,7 @@ struct WeightGrad {
   GradParts parts;
   Counter counter;
   Start start;
+  unsigned* arrival = nullptr;  ///< LaunchHints::arrival
 };
 
 DepthProduct weight_grad_product(const BackwardCall& c, const WeightGrad& g) {
@@ -46,9 +47,7 @@ DepthProduct weight_grad_product(const BackwardCall& c, const WeightGrad& g) {
           .out = {g.out[0], g.out[1]},
           .parts = g.parts,
           .mode = c.args.grad_mode,
-          .hints = {.start = g.start,
-                    .tile_counter = counter(c, g.counter),
-                    .arrival = g.counter == kCounterDownGrad ? c.arrival : nullptr},
+          .hints = {.start = g.start, .tile_counter = counter(c, g.counter), .arrival = g.arrival},
           .companion = c.order.companion};
 }
 
@@ -162,7 +161,8 @@ void add_down_grad(const BackwardCall& c, Steps& steps) {
                                            {down, {}},
                                            GradParts::kOne,
                                            kCounterDownGrad,
-                                           start_of(c.order.input_grad_first)}));
+                                           start_of(c.order.input_grad_first),
+                                           c.arrival}));
 }
 
 void add_up_grads(const BackwardCall& c, Steps& steps) {

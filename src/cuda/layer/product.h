@@ -99,9 +99,9 @@ struct LaunchHints {
   /// product with kWithRowsOf reads the rows of these tiles: that product starts on them once all
   /// CTAs are counted.
   unsigned* release_counter = nullptr;
-  /// For a weight gradient with kIndependent that also reads rows from other GPUs: a word that an
-  /// earlier launch sets to 1 after the rows have arrived (wait_for() of exchange/kernels.h). The
-  /// product acquires it before it reads rows.
+  /// For a weight gradient with kIndependent whose rows come from other GPUs, too: a count that is
+  /// not 0 once these rows have arrived (wait_for() of exchange/kernels.h). The product acquires it
+  /// before it reads rows. Null: all rows are of this GPU.
   unsigned* arrival = nullptr;
 };
 

@@ -258,7 +258,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
     scheduler.send(tiles.entries_read());
     Loop::finish(cta, ring, part);
     if (releases_early && tiles.index() >= p.early_release_tiles) {
-      release_early(staging, p.early_release_count);
+      release_early(staging, p.release_count);
       releases_early = false;
     }
     last_input.unreleased = rows.blocks > 0;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void consume_with_input(const typename Gemm::Params& 
   }
   staging.drain();
   // All tiles of the cluster were early, or it had none: the loop has not released.
-  if (releases_early) release_early(staging, p.early_release_count);
+  if (releases_early) release_early(staging, p.release_count);
 }
 
 template <class Gemm>

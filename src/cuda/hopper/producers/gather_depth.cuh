@@ -44,8 +44,9 @@ struct GatherDepth {
     const int looked_up =
         (lane >> 4) * kDepth + (threadIdx.x >> 5) * 4 + (lane & 3) + (lane >> 2 & 3) * 16;
     if (p.begins == Begins::kIndependent) {
-      if (p.early_release_count != nullptr) {
-        while (ptx::acquire_word(p.early_release_count) == 0) {
+      if (p.release_count != nullptr) {
+        // The kernel before has incremented the count, also after a fault: this does not wait long.
+        while (ptx::acquire_word(p.release_count) == 0) {
         }
       }
       if (threadIdx.x == 0) ptx::fence_async();

@@ -39,7 +39,7 @@ struct TmaRows {
     if (!tiles.done()) next = look_up();
     bool early = p.begins == Begins::kEarly;  // the previous kernel may still be running
     if (early &&
-        ptx::acquire_word(p.early_release_count) != static_cast<unsigned>(p.early_release_ctas)) {
+        ptx::acquire_word(p.release_count) != static_cast<unsigned>(p.early_release_ctas)) {
       launch_dependents_after_wait();
       early = false;
     }
