@@ -13,7 +13,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADERS = ("status", "types", "moe", "routing", "grouped_gemm", "exchange", "version", "c_api")
+HEADERS = (
+    "status",
+    "types",
+    "moe",
+    "low_rank",
+    "routing",
+    "grouped_gemm",
+    "exchange",
+    "version",
+    "c_api",
+)
 TARGET = ROOT / "docs/api.md"
 NAME = re.compile(
     r"(?:struct|class|enum class)\s+(\w+)\s*[{:;]|typedef (?:struct )?\w+ (\w+);|(\w+)\s*\("

@@ -13,6 +13,7 @@
 // Both calls may use the same scratch, of the larger of the two sizes.
 #pragma once
 
+#include "sonicmoe/low_rank.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe {
@@ -58,6 +59,9 @@ struct Problem {
   Activation activation{};
   Precision precision = Precision::kTensors;
   KeptH kept_h = KeptH::kPrecision;
+  std::int64_t up_rank = 0;    ///< rank of the low-rank factors of gate and up; 0: no factors
+  std::int64_t down_rank = 0;  ///< rank of the low-rank factors of down; 0: no factors
+  bool f32_factors = false;    ///< the factors are fp32; else they are in `dtype`
 };
 
 /// C, the number of rows for which buffers have room: T*K (kIds), Problem::capacity (kPairs) or T
@@ -99,8 +103,10 @@ enum class Pass : std::int32_t { kInference = 0, kForward = 1, kBackward = 2 };
 /// needed after the call's work is done. A problem with an array of 2^55 bytes or more throws
 /// Status::kOutOfRange.
 struct Sizes {
-  std::int64_t h_bytes = 0;        ///< G*C*n elements of the dtype, or their e4m3 codes and scales
-  std::int64_t saved_bytes = 0;    ///< metadata: at most 20 B a row, 16 B a token, 1 KiB an expert
+  std::int64_t h_bytes = 0;  ///< G*C*n elements of the dtype, or their e4m3 codes and scales
+  /// Metadata: at most 20 B a row, 16 B a token, 1 KiB an expert; and C * up_rank elements of the
+  /// dtype.
+  std::int64_t saved_bytes = 0;
   std::int64_t scratch_bytes = 0;  ///< differs between passes
 };
 SONICMOE_API Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec = {});
@@ -134,6 +140,7 @@ struct ForwardArgs {
   /// kFp8: the buffer that quantize_weights() filled; gate, up and down of `weights` are checked,
   /// but their elements are not read. kTensors: empty.
   Buffer fp8_weights{};
+  Lora lora{};  ///< low-rank factors, of the ranks that `problem` has
 };
 
 /// Forward. With h and saved it keeps H and metadata for backward; without them it is inference.
@@ -188,11 +195,13 @@ struct BackwardArgs {
   Weights grads{};    ///< any subset, each with its weight's shape; strides on CUDA: docs/cpp.md
   GradMode grad_mode = GradMode::kWrite;
   Buffer fp8_weights{};  ///< as in forward
+  Lora lora{};           ///< as in forward
+  Lora lora_grads{};     ///< any subset, each with its factor's shape; stored by grad_mode
 };
 
 /// Backward of moe_forward(). It may be called more than once with the same h and saved. `problem`,
-/// x, routing and weights must be those of the forward. The rules for shared memory and wrong
-/// arguments are those of moe_forward().
+/// x, routing, weights and factors must be those of the forward. The rules for shared memory and
+/// wrong arguments are those of moe_forward().
 SONICMOE_API void moe_backward(const Problem& problem, const BackwardArgs& args,
                                const Exec& exec = {});
 

@@ -6,6 +6,7 @@
 // anything, and no output an element with another argument.
 #pragma once
 
+#include "core/check_tensor.h"
 #include "sonicmoe/exchange.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
@@ -23,6 +24,13 @@ void moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 /// Checks the tensors only. The sizes of the buffers depend on the backend: see forward_buffers.
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec);
+/// Checks the ranks and the dtype of the low-rank factors of a problem; part of problem().
+void low_rank(const Problem& problem);
+/// Checks that each projection has factors exactly if its rank is above 0; part of moe_forward()
+/// and moe_backward().
+void factors(const Problem& problem, const Lora& lora);
+/// Checks the gradients of factors that `args` asks for. `dtypes`: those of weight gradients.
+void factor_grads(const Problem& problem, const BackwardArgs& args, DTypes dtypes);
 /// Checks Problem::precision, Problem::kept_h and the sizes that they need; part of problem().
 void precision(const Problem& problem);
 void quantize_weights(const Problem& problem, const Weights& weights, const Exec& exec);

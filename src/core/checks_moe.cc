@@ -172,6 +172,7 @@ void grads(const Problem& p, const BackwardArgs& args) {
     }
     output(grad, r.grad_name, r.shape, grad_dtypes(p, args.grad_mode));
   }
+  factor_grads(p, args, grad_dtypes(p, args.grad_mode));
   if (given(args.dx)) {
     output(args.dx, "dx", {{"T", p.tokens}, {"d", p.hidden}}, p.dtype);
   }
@@ -206,6 +207,7 @@ void problem(const Problem& p) {
   capacity_of_form(p);
   below_2_31("top_k", p.top_k);
   precision(p);
+  low_rank(p);
   const std::int64_t capacity = rows(p);
   below_2_31("row capacity C", capacity);
   const std::int64_t bytes = dtype_bytes(p.dtype);
@@ -228,6 +230,7 @@ void moe_forward(const Problem& p, const ForwardArgs& args, const Exec& e) {
   input(args.x, "x", {{"T", p.tokens}, {"d", p.hidden}}, p.dtype);
   routing(p, args.routing);
   weights(p, args.weights);
+  factors(p, args.lora);
   output(args.out, "out", {{"T", p.tokens}, {"d", p.hidden}}, p.dtype);
 }
 
@@ -237,6 +240,7 @@ void moe_backward(const Problem& p, const BackwardArgs& args, const Exec& e) {
   input(args.x, "x", {{"T", p.tokens}, {"d", p.hidden}}, p.dtype);
   routing(p, args.routing);
   weights(p, args.weights);
+  factors(p, args.lora);
   input(args.dout, "dout", {{"T", p.tokens}, {"d", p.hidden}}, p.dtype);
   grads(p, args);
 }

@@ -21,6 +21,14 @@ void add(Lent& lent, const Routing& r, const Weights& w) {
   lent.add("weights.b_down", w.b_down);
 }
 
+void add(Lent& lent, const Lora& lora) {
+  lent.add("lora.up.a", lora.up.a);
+  lent.add("lora.up.b", lora.up.b);
+  lent.add("lora.up.gate_b", lora.up.gate_b);
+  lent.add("lora.down.a", lora.down.a);
+  lent.add("lora.down.b", lora.down.b);
+}
+
 /// Memory that a call only reads, as a tensor, rounded up to 4 bytes.
 Tensor read_only(const Buffer& buffer) {
   return tensor1(buffer.data, DType::kI32, buffer.bytes / 4 + (buffer.bytes % 4 != 0 ? 1 : 0));
@@ -57,6 +65,7 @@ void forward_overlap(const ForwardArgs& args) {
   const Tensor fp8_weights = read_only(args.fp8_weights);
   lent.add("fp8_weights", fp8_weights);
   add(lent, args.routing, args.weights);
+  add(lent, args.lora);
   lent.refuse_shared_memory();
 }
 
@@ -73,11 +82,17 @@ void backward_overlap(const BackwardArgs& args) {
   lent.add("grads.b_gate", args.grads.b_gate, Use::kWritten);
   lent.add("grads.b_up", args.grads.b_up, Use::kWritten);
   lent.add("grads.b_down", args.grads.b_down, Use::kWritten);
+  lent.add("lora_grads.up.a", args.lora_grads.up.a, Use::kWritten);
+  lent.add("lora_grads.up.b", args.lora_grads.up.b, Use::kWritten);
+  lent.add("lora_grads.up.gate_b", args.lora_grads.up.gate_b, Use::kWritten);
+  lent.add("lora_grads.down.a", args.lora_grads.down.a, Use::kWritten);
+  lent.add("lora_grads.down.b", args.lora_grads.down.b, Use::kWritten);
   lent.add("x", args.x);
   lent.add("dout", args.dout);
   const Tensor fp8_weights = read_only(args.fp8_weights);
   lent.add("fp8_weights", fp8_weights);
   add(lent, args.routing, args.weights);
+  add(lent, args.lora);
   lent.refuse_shared_memory();
 }
 

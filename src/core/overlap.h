@@ -50,7 +50,7 @@ class Lent {
     Range range;
   };
 
-  std::array<NamedTensor, 23> tensors_;
+  std::array<NamedTensor, 33> tensors_;
   std::array<NamedBuffer, 3> buffers_;
   std::size_t tensor_count_ = 0;
   std::size_t buffer_count_ = 0;

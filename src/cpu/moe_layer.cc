@@ -80,6 +80,10 @@ RowBuffers::RowBuffers(const Problem& p, const Kernels& kernels)
 std::int64_t token_tasks(const Problem& p) { return (p.tokens + kTokenTask - 1) / kTokenTask; }
 
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
+  if (problem.up_rank != 0 || problem.down_rank != 0) {
+    throw Error(Status::kUnsupported,
+                "up_rank or down_rank is above 0, must be 0: low-rank factors are not served yet");
+  }
   Sizes sizes;
   sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch(problem).bytes
                                                 : forward_scratch(problem, pass).bytes;

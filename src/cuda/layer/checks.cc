@@ -89,6 +89,10 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes " +
            service.dtypes.text() + ".";
   }
+  if (p.up_rank != 0 || p.down_rank != 0) {
+    return "up_rank is " + std::to_string(p.up_rank) + " and down_rank " +
+           std::to_string(p.down_rank) + " but CUDA takes 0: it has no low-rank factors yet.";
+  }
   if (p.precision == Precision::kFp8 && engine.fp8 == nullptr) {
     return std::string("precision is fp8 but the engine ") + engine.name +
            " has no FP8: it needs an H100 or H200 and the engine hopper.";
