@@ -129,12 +129,13 @@ def supported(device: torch.device) -> None:
 
 
 def integer(name: str, value) -> None:
-    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, numbers.Integral):
+    whole = isinstance(value, (torch.SymInt, numbers.Integral))
+    if isinstance(value, bool) or not whole:
         raise TypeError(f"{name} is {type(value).__name__}, must be an int")
 
 
 def number(name: str, value) -> None:
-    if not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {type(value).__name__}, must be a number")
 
 

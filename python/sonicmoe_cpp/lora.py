@@ -10,7 +10,6 @@ not computed.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -351,29 +350,49 @@ def lora_moe(
 
 
 class LoRA(nn.Module):
-    """Trainable factors for both projections of E experts. B = 0 at first, so that the layer's
-    result does not change."""
+    """Trainable factors for both projections of E experts. Calling it returns the arguments `up`
+    and `down` of lora_moe(): a call, unlike a read of its parameters, runs the hooks by which other
+    packages bring offloaded parameters back."""
 
     def __init__(self, w_up: Tensor, w_down: Tensor, rank: int, alpha: float, dtype=None):
-        """For w_up (E, G*n, d) and w_down (E, d, n); scale = alpha / rank."""
+        """For w_up (E, G*n, d) and w_down (E, d, n); scale = alpha / rank. dtype: default fp32, or
+        the weights' dtype if it is wider."""
         super().__init__()
+        _checks.integer("rank", rank)
+        _checks.finite("alpha", alpha)
         if rank < 1:
             raise ValueError(f"rank is {rank}, must be at least 1")
         self.scale = alpha / rank
-        where = {"device": w_up.device, "dtype": dtype or w_up.dtype}
+        dtype = dtype or torch.promote_types(w_up.dtype, torch.float32)
         for name, w in (("up", w_up), ("down", w_down)):
             experts, outer, inner = w.shape
-            a = torch.empty(experts, rank, inner, **where)
-            bound = 1 / math.sqrt(inner)
-            setattr(self, f"{name}_a", nn.Parameter(a.uniform_(-bound, bound)))
-            setattr(self, f"{name}_b", nn.Parameter(torch.zeros(experts, outer, rank, **where)))
+            for factor, shape in (("a", (experts, rank, inner)), ("b", (experts, outer, rank))):
+                value = torch.empty(shape, device=w.device, dtype=dtype)
+                setattr(self, f"{name}_{factor}", nn.Parameter(value))
+        self.reset_parameters()
 
-    def factors(self) -> dict[str, LowRank]:
-        """The arguments up and down of lora_moe()."""
+    def reset_parameters(self) -> None:
+        """A ~ U(-1, 1) / sqrt(in). B = 0, so that the layer's result does not change."""
+        for a, b in ((self.up_a, self.up_b), (self.down_a, self.down_b)):
+            bound = a.shape[2] ** -0.5
+            nn.init.uniform_(a, -bound, bound)
+            nn.init.zeros_(b)
+
+    def forward(self) -> dict[str, LowRank]:
+        for name, value in self.named_parameters():
+            if hasattr(self, "unshard") or _checks.is_distributed(value):
+                raise TypeError(
+                    f"lora.{name} is sharded apart from its layer, which would not gather it: call "
+                    "fully_shard(layer), not fully_shard(layer.lora) (before it "
+                    "fully_shard(layer.router), if the router's dtype is another)"
+                )
         return {
             "up": LowRank(self.up_a, self.up_b, self.scale),
             "down": LowRank(self.down_a, self.down_b, self.scale),
         }
+
+    def extra_repr(self) -> str:
+        return f"rank={self.up_a.shape[1]}, scale={self.scale}"
 
 
 def new_factors(module: nn.Module, weights: tuple, rank: int, alpha: float, dtype) -> LoRA:

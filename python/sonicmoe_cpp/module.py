@@ -256,12 +256,14 @@ class MoE(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """Weights ~ N(0, 1/fan_in), also the router's; biases 0."""
+        """Weights ~ N(0, 1/fan_in), also the router's; biases 0; low-rank factors as at first."""
         for weight in (self.router.weight, self.w_up, self.w_down, *self._shared()):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         for bias in (self.b_up, self.b_down, self.selection_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+        if self.lora is not None:
+            self.lora.reset_parameters()
 
     def _shared(self) -> tuple:
         return (self.shared_up, self.shared_down) if self.shared_experts > 0 else ()
@@ -285,9 +287,10 @@ class MoE(nn.Module):
     def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
         """Freezes the experts and adds trainable low-rank factors (LoRA), the parameters lora.*.
 
-        scale = alpha / rank. dtype: the dtype of the factors; default: w_up's dtype. Raises
-        NotImplementedError unless routing="topk" and precision=None, ValueError if the module has
-        factors already.
+        scale = alpha / rank; a state dict does not have it. dtype: the dtype of the factors;
+        default: fp32, in which small steps are not rounded away, or w_up's dtype if it is wider.
+        Raises NotImplementedError unless routing="topk" and precision=None, ValueError if the
+        module has factors already.
         """
         if self.routing != "topk":
             raise NotImplementedError(
@@ -425,7 +428,7 @@ class MoE(nn.Module):
         weights = weights * factor.to(weights.dtype)
         if self.lora is None:
             return self._moe(rows, chosen, weights, experts), ids
-        experts |= self.lora.factors()
+        experts |= self.lora()
         return lora_moe(rows, chosen, weights, *self._weights(), **experts), ids
 
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:

@@ -1,7 +1,10 @@
 """Low-rank factors beside frozen experts, against merged weights in plain PyTorch."""
 
 import collections
+import copy
+import io
 import itertools
+import math
 
 import pytest
 import reference
@@ -456,6 +459,90 @@ def test_module_refuses_distributed_weights():
         distributed.destroy_process_group()
 
 
+def test_module_initialises_its_factors_after_the_meta_device():
+    with torch.device("meta"):
+        module = sonicmoe_cpp.MoE(E, 2, D, N)
+        module.add_lora(rank=4, alpha=8)
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.lora.parameters():
+            parameter.fill_(float("nan"))  # what memory may hold
+    module.reset_parameters()
+    assert (module.lora.up_b == 0).all() and (module.lora.down_b == 0).all()
+    for a, width in ((module.lora.up_a, D), (module.lora.down_a, N)):
+        assert 0.9 * width**-0.5 < a.abs().max() <= width**-0.5
+    assert module(torch.randn(8, D))[0].isfinite().all()
+
+
+def test_factors_of_a_bf16_module_are_fp32():
+    """An optimizer's step that is smaller than a rounding of bf16 would be lost."""
+    module = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.bfloat16)
+    module.add_lora(4, 8)
+    assert {p.dtype for p in module.lora.parameters()} == {torch.float32}
+    module(torch.randn(8, D).bfloat16())[0].float().sum().backward()
+    assert module.lora.up_b.grad.dtype == torch.float32
+    wide = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.float64)
+    wide.add_lora(4, 8)
+    assert wide.lora.up_a.dtype == torch.float64
+    given = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.bfloat16)
+    given.add_lora(4, 8, dtype=torch.bfloat16)
+    assert given.lora.up_a.dtype == torch.bfloat16
+
+
+def trained_module(seed=3):
+    torch.manual_seed(seed)
+    module = sonicmoe_cpp.MoE(E, 2, D, N)
+    module.add_lora(4, 8)
+    torch.nn.init.normal_(module.lora.up_b)
+    torch.nn.init.normal_(module.lora.down_b)
+    return module, torch.randn(8, D)
+
+
+def test_module_with_factors_is_pickled_and_copied():
+    module, x = trained_module()
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(module)):
+        assert torch.equal(other(x)[0], module(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*on the meta device")
+def test_offloaded_factors_are_brought_back():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    module, x = trained_module()
+    want = module(x)[0].detach()
+    accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
+    assert module.lora.up_a.is_meta
+    with torch.no_grad():
+        assert torch.equal(module(x)[0], want)
+    assert module.lora.up_a.is_meta
+
+
+def test_factors_are_sharded_with_their_layer():
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        module, x = trained_module()
+        want = module(x)[0]
+        fully_shard(module.lora, mesh=mesh)
+        with pytest.raises(TypeError, match=r"lora\.up_a is sharded apart from its layer"):
+            module(x)
+        module, _ = trained_module()
+        fully_shard(module, mesh=mesh)
+        torch.testing.assert_close(module(x)[0], want)
+        half = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.bfloat16)
+        half.add_lora(4, 8)
+        fully_shard(half.router, mesh=mesh)
+        fully_shard(half, mesh=mesh)(x.bfloat16())[0].float().sum().backward()
+        assert half.lora.up_b.grad.full_tensor().abs().sum() > 0
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_module_refuses_token_rounding():
     with pytest.raises(NotImplementedError, match='need routing="topk"'):
         sonicmoe_cpp.MoE(E, 2, D, N, routing="token_rounding").add_lora(4, 8)
@@ -465,7 +552,11 @@ def test_module_keeps_the_factors_it_has():
     module = sonicmoe_cpp.MoE(E, 2, D, N)
     with pytest.raises(ValueError, match="rank is 0"):
         module.add_lora(0, 8)
-    assert module.w_up.requires_grad
+    with pytest.raises(TypeError, match="rank is bool, must be an int"):
+        module.add_lora(True, 8)
+    with pytest.raises(ValueError, match="alpha is nan, must be finite"):
+        module.add_lora(4, math.nan)
+    assert module.w_up.requires_grad and module.lora is None
     module.add_lora(4, 8)
     with pytest.raises(ValueError, match="MoE has low-rank factors already"):
         module.add_lora(2, 8)

@@ -191,7 +191,7 @@ def experts_forward(
     if lora is None:
         compute, others = moe, _precision_of(self, (w_up, w_down), plan)
     else:
-        compute, others = lora_moe, lora.factors()
+        compute, others = lora_moe, lora()
     out = compute(
         x,
         top_k_index,

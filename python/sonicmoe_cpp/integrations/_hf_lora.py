@@ -274,7 +274,7 @@ def merge_lora(model: nn.Module) -> list[str]:
     _scaling_of(modules)
     for module in modules.values():
         for weight, (a, b, scale) in zip(
-            weights_of(module)[:2], module.lora.factors().values(), strict=True
+            weights_of(module)[:2], module.lora().values(), strict=True
         ):
             _add_product(weight, a, b, scale)
         del module.lora
