@@ -64,7 +64,7 @@ endif()
 list(JOIN SONICMOE_CUDA_CODE " " SONICMOE_CUDA_CODE)
 message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${SONICMOE_CUDA_CODE}")
 
-# src/cuda/layer/backend.cc replaces this file in builds with CUDA.
+# src/cuda/backend.cc replaces this file in builds with CUDA.
 set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY ON)
 
 set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
@@ -141,7 +141,7 @@ if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
        ${cuda_source}/hopper/*.cc)
   add_cuda_objects(sonicmoe_hopper_objects "${SONICMOE_HOPPER_SOURCES};${instances}"
                    "${hopper_code}" "${hopper_launcher}")
-  set_source_files_properties(${cuda_source}/layer/engine.cc PROPERTIES COMPILE_DEFINITIONS
+  set_source_files_properties(${cuda_source}/engines.cc PROPERTIES COMPILE_DEFINITIONS
                                                                         SONICMOE_WITH_HOPPER)
   list(APPEND cuda_libraries sonicmoe_hopper_objects)
 endif()

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
 #include "elements.h"
 #include "stand_in.h"
 #include "verify/cases.h"

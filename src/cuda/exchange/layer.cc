@@ -17,7 +17,7 @@
 #include <algorithm>
 
 #include "cuda/exchange/step.h"
-#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
 #include "cuda/layer/backward.h"
 
 namespace sonicmoe::cuda {

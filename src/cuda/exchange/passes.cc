@@ -10,7 +10,7 @@
 
 #include "cuda/device/carver.h"
 #include "cuda/exchange/step.h"
-#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
 #include "cuda/layer/checks.h"
 
 namespace sonicmoe::cuda {

@@ -5,8 +5,8 @@
 #include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/routing/block.cuh"
-#include "cuda/routing/slot_view.cuh"
+#include "cuda/metadata/block.cuh"
+#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // Forward on CUDA: metadata, A (gather, up projection, activation), Y (down projection), O (sum).
 #include "cuda/device/carver.h"
-#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/passes.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
 
 namespace sonicmoe::cuda {
 

@@ -12,7 +12,7 @@
 #include "cuda/metadata/records.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/sm90.cuh"
-#include "cuda/routing/slot_view.cuh"
+#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 

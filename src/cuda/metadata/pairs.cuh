@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/metadata/expert_sort.cuh"
-#include "cuda/ptx/resident.cuh"
+#include "cuda/device/resident.cuh"
 
 namespace sonicmoe::cuda {
 

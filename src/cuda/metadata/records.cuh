@@ -3,7 +3,7 @@
 
 #include "cuda/metadata/metadata.h"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/routing/block.cuh"
+#include "cuda/metadata/block.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -5,10 +5,10 @@
 #include "cuda/device/carver.h"
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/routing/block.cuh"
+#include "cuda/metadata/block.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
-#include "cuda/routing/slot_view.cuh"
+#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include "core/round_rule.h"
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/routing/block.cuh"
+#include "cuda/metadata/block.cuh"
 #include "cuda/routing/kept_set.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/pair_gradients.cuh"

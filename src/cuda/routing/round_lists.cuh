@@ -1,7 +1,7 @@
 // Writes the sorted lists of pairs, with their weights, from the tokens that every expert keeps.
 #pragma once
 
-#include "cuda/routing/block.cuh"
+#include "cuda/metadata/block.cuh"
 #include "cuda/routing/round_marks.cuh"
 #include "sonicmoe/routing.h"
 

@@ -2,7 +2,7 @@
 // or among the others. Radix selection over integers: the result does not depend on timing.
 #pragma once
 
-#include "cuda/routing/block.cuh"
+#include "cuda/metadata/block.cuh"
 #include "cuda/routing/round_marks.cuh"
 
 namespace sonicmoe::cuda {

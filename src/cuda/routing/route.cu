@@ -1,10 +1,10 @@
 // Top-k on CUDA, and its gradient: a warp, or a part of one, for each token.
 #include "cuda/device/launch.h"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/ptx/resident.cuh"
+#include "cuda/device/resident.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
-#include "cuda/routing/slot_view.cuh"
+#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -5,7 +5,7 @@
 #include "cuda/math/bias.h"
 #include "cuda/math/element.cuh"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/routing/slot_view.cuh"
+#include "cuda/metadata/slot_view.cuh"
 #include "cuda/sums/gradients.h"
 
 namespace sonicmoe::cuda {

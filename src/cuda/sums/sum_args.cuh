@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/math/element.cuh"
-#include "cuda/routing/slot_view.cuh"
+#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 

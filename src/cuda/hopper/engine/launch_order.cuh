@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/hopper/engine/staging.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/global.cuh"
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "cuda/hopper/engine/pipeline.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/hopper/ptx/wgmma.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "wgmma_generated.cuh"

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "cuda/hopper/engine/tile.cuh"
-#include "cuda/hopper/ptx/mbarrier.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

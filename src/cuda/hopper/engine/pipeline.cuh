@@ -13,7 +13,7 @@
 
 #include "cuda/hopper/engine/barriers.cuh"
 #include "cuda/hopper/engine/shape.h"
-#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/lane.cuh"
 
 namespace sonicmoe::cuda {

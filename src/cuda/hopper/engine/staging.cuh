@@ -4,7 +4,7 @@
 
 #include "cuda/hopper/engine/pipeline.cuh"
 #include "cuda/hopper/ptx/stmatrix.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/math/fragment.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/shared.cuh"

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
-#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/shared.cuh"
 

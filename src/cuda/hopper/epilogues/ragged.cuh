@@ -3,7 +3,7 @@
 
 #include "cuda/hopper/engine/staging.cuh"
 #include "cuda/hopper/engine/tile.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -12,7 +12,7 @@
 #include "cuda/hopper/engine/mainloop.cuh"
 #include "cuda/hopper/fp8/operand_a.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "wgmma_e4m3_generated.cuh"
 
 namespace sonicmoe::cuda {

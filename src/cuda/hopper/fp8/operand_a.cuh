@@ -12,7 +12,7 @@
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/fp8/tile_cards.cuh"
 #include "cuda/hopper/ptx/thread.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/matrix.cuh"
 
 namespace sonicmoe::cuda {

@@ -6,8 +6,8 @@
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
-#include "cuda/hopper/ptx/mbarrier.cuh"
-#include "cuda/hopper/ptx/tma.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -6,7 +6,7 @@
 
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
-#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/ptx/mbarrier.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 
 namespace sonicmoe::cuda::ptx {
 

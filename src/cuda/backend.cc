@@ -1,4 +1,4 @@
-#include "cuda/layer/backend.h"
+#include "cuda/layer/moe.h"
 
 #include <tuple>
 
