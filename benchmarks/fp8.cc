@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "core/observer.h"
-#include "cuda/device/device.h"
+#include "cuda/engines.h"
 #include "device_memory.h"
 #include "sonicmoe/moe.h"
 

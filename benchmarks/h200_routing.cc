@@ -23,7 +23,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/device/device.h"
+#include "cuda/engines.h"
 #include "cuda/metadata/metadata.h"
 #include "cuda/routing/routing.h"
 

@@ -64,8 +64,7 @@ endif()
 list(JOIN SONICMOE_CUDA_CODE " " SONICMOE_CUDA_CODE)
 message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${SONICMOE_CUDA_CODE}")
 
-# src/cuda/backend.cc replaces this file in builds with CUDA.
-set_source_files_properties(src/core/cuda_absent.cc PROPERTIES HEADER_FILE_ONLY ON)
+set_source_files_properties(src/backends.cc PROPERTIES COMPILE_DEFINITIONS SONICMOE_WITH_CUDA)
 
 set(cuda_source ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda)
 set(cuda_build ${CMAKE_CURRENT_BINARY_DIR}/cuda)

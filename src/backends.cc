@@ -1,18 +1,29 @@
-// The list of backends: the only place of the core that names them.
+// The table of backends. This file alone knows all of them; the core knows none.
 #include <iterator>
 
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
+#include "cpu/backend.h"
+#if defined(SONICMOE_WITH_CUDA)
+#include "cuda/backend.h"
+#endif
 
 namespace sonicmoe {
 namespace {
 
 struct Row {
   const char* name;
-  const BackendTable* (*table)();
+  const BackendTable* (*table)();  ///< returns null in a build without the backend
 };
 // By the value of Backend.
-constexpr Row kBackends[] = {{"cpu", &cpu_backend}, {"cuda", &cuda_backend}};
+constexpr Row kBackends[] = {
+    {"cpu", &cpu_backend},
+#if defined(SONICMOE_WITH_CUDA)
+    {"cuda", &cuda_backend},
+#else
+    {"cuda", [] { return static_cast<const BackendTable*>(nullptr); }},
+#endif
+};
 constexpr auto kBackendCount = static_cast<std::int32_t>(std::size(kBackends));
 
 const Row& row_of(Backend backend) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "core/plan.h"
+#include "cpu/backend.h"
 
 namespace sonicmoe {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "core/backend_table.h"
+#include "cpu/backend.h"
 
 namespace sonicmoe::test {
 

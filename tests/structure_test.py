@@ -51,6 +51,24 @@ class StructureTest(unittest.TestCase):
         self.expect("src/cpu/a.cc", "\n__global__ void f();\n", "2: CUDA outside src/cuda/")
         self.expect("src/core/b.h", "__device__ int f();\n", "1: CUDA outside src/cuda/")
 
+    def test_includes(self):
+        device = '#include "cuda/device/device.h"\n'
+        self.expect("src/cuda/layer/a.cc", device + '#include "sonicmoe/moe.h"\n')
+        self.expect("src/cuda/engines.cc", '#include "cuda/hopper/a.h"\n')
+        self.expect("src/backends.cc", '#include "cpu/backend.h"\n#include "cuda/backend.h"\n')
+        self.expect("src/cuda/hopper/a.cuh", '#include "generated.cuh"\n')
+        for path, header in (
+            ("src/cuda/device/a.cc", "cuda/layer/engine.h"),
+            ("src/cuda/ptx/a.cuh", "cuda/hopper/ptx/b.cuh"),
+            ("src/cuda/layer/a.cc", "cuda/engines.h"),
+            ("src/cuda/hopper/a.h", "cuda/portable/b.h"),
+            ("src/core/a.cc", "cpu/backend.h"),
+        ):
+            room = path.removeprefix("src/").rsplit("/", 1)[0]
+            text = f'int x;\n#include "{header}"\n'
+            self.expect(path, text, f"2: {room} must not include {header}")
+        self.expect("src/cuda/attic/a.cc", "int x;\n", "1: a folder that INCLUDES does not have")
+
     def test_sizes(self):
         self.expect("src/a.cc", "int x;\n" * 601, "601: 601 lines, at most 600 are allowed")
         long = "int g();\nvoid f(int a)" + body(99)

@@ -5,6 +5,7 @@
 
 Prints one line per finding and exits 1 if there is any. Rules:
   - Torch headers only in python/, asm only in ptx/ folders of src/cuda, no CUDA in src/core;
+  - folders of src/ include only those that INCLUDES allows them;
   - files of at most 600 lines, functions of at most 100 (200 under src/cuda), 8 parameters;
   - no paths of one machine, no TODO notes, no commented-out code;
   - every record in benchmarks/results/ parses and names a commit of the history.
@@ -48,6 +49,27 @@ ASM = re.compile(r"\b(?:asm|__asm__)\b(?:\s+volatile)?\s*\(")
 CUDA_INCLUDE = re.compile(r"#\s*include\s*[<\"](?:cuda|cub/|thrust/)")
 CUDA_CODE = re.compile(r"\b__global__\b|\bcuda[A-Z]\w+\s*\(|<<<")
 HOST_DEVICE = re.compile(r"\b__(?:host|device)__\b")
+
+# The folders of src/ from bottom to top, and the folders whose headers each may include besides its
+# own. Files in src/ or src/cuda/ itself are the tables of backends and of engines: they may include
+# everything. docs/architecture.md draws the same.
+INCLUDES = {
+    "core": "",
+    "cpu": "core",
+    "cuda/ptx": "",
+    "cuda/device": "",
+    "cuda/math": "cuda/ptx",
+    "cuda/metadata": "cuda/ptx cuda/device",
+    "cuda/routing": "core cuda/ptx cuda/device cuda/metadata",
+    "cuda/sums": "cuda/ptx cuda/device cuda/math cuda/metadata",
+    "cuda/layer": "core cuda/device cuda/metadata cuda/sums",
+    "cuda/portable": "cuda/ptx cuda/device cuda/math cuda/metadata cuda/layer",
+    "cuda/hopper": "core cuda/ptx cuda/device cuda/math cuda/metadata cuda/layer",
+    "cuda/exchange": "core cuda/ptx cuda/device cuda/metadata cuda/sums cuda/layer",
+    "capi": "core",
+    "verify": "core cuda/device",
+}
+INCLUDE = re.compile(r'^#include "([^"\n]+)"', re.M)
 
 # The header of a function definition: name, parameters, specifiers, open brace.
 FUNCTION = re.compile(
@@ -183,6 +205,36 @@ def check_layers(path, text):
             yield Finding(path, where.count("\n", 0, found.start()) + 1, sentence)
 
 
+def folder_of(header):
+    """The key of INCLUDES for a file below src/, "" for files of the tables, None for others."""
+    parts = header.split("/")
+    folder = "/".join(parts[: 2 if parts[0] == "cuda" else 1])
+    if folder in INCLUDES:
+        return folder
+    return "" if len(parts) <= 2 and parts[0] in ("cuda", Path(header).name) else None
+
+
+def check_includes(path, text):
+    if Path(path).suffix not in CPP or not path.startswith("src/"):
+        return
+    folder = folder_of(path.removeprefix("src/"))
+    if folder is None:
+        yield Finding(path, 1, "a folder that INCLUDES does not have")
+    if not folder:
+        return
+    allowed = {folder, *INCLUDES[folder].split()}
+    for found in INCLUDE.finditer(text):
+        header = found.group(1)
+        # Headers without a folder are generated, those of sonicmoe/ public.
+        if (
+            "/" in header
+            and not header.startswith("sonicmoe/")
+            and folder_of(header) not in allowed
+        ):
+            line = text.count("\n", 0, found.start()) + 1
+            yield Finding(path, line, f"{folder} must not include {header}")
+
+
 def check_words(path, text):
     for number, line in enumerate(text.split("\n"), 1):
         for pattern, sentence in FORBIDDEN:
@@ -231,6 +283,7 @@ def check_file(root, path):
     if suffix in SOURCE:
         yield from check_sizes(path, text)
         yield from check_layers(path, text)
+        yield from check_includes(path, text)
     if suffix in TEXT and path not in SELF:
         yield from check_words(path, text)
 

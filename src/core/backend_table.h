@@ -1,7 +1,7 @@
 // A backend as the core sees it: a name, a few facts and a table of functions. The public functions
 // check every argument (core/checks.h), then call the table of Exec's backend, so a backend may
 // assume well-formed arguments. Adding a backend is a value of Backend, a table and a row in
-// backends.cc.
+// src/backends.cc.
 #pragma once
 
 #include <string>
@@ -121,11 +121,8 @@ struct BackendTable {
                             const Exec& exec) = nullptr;
 };
 
-/// Each backend defines its own function. It returns null in a build without the backend
-/// (cuda_absent.cc is then linked in place of src/cuda).
-const BackendTable* cpu_backend();
-const BackendTable* cuda_backend();
-
+/// The functions below are in src/backends.cc, which stands above all backends.
+///
 /// "cpu", "cuda", and back; an unknown name is refused.
 const char* backend_name(Backend backend);
 Backend backend_from_name(const std::string& name);

@@ -1,8 +1,6 @@
 // The CPU's table of functions.
 #include "cpu/backend.h"
 
-#include "core/backend_table.h"
-
 namespace sonicmoe {
 namespace {
 

@@ -1,9 +1,13 @@
 // The functions of the CPU backend; backend.cc puts them in its table (core/backend_table.h).
 #pragma once
 
-#include "sonicmoe/grouped_gemm.h"
-#include "sonicmoe/moe.h"
-#include "sonicmoe/routing.h"
+#include "core/backend_table.h"
+
+namespace sonicmoe {
+
+const BackendTable* cpu_backend();
+
+}  // namespace sonicmoe
 
 namespace sonicmoe::cpu {
 

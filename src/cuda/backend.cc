@@ -1,14 +1,14 @@
-#include "cuda/layer/moe.h"
+#include "cuda/backend.h"
 
 #include <tuple>
 
-#include "core/backend_table.h"
 #include "cuda/device/architectures.h"
-#include "cuda/device/device.h"
+#include "cuda/engines.h"
 #include "cuda/exchange/exchange.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/grouped_gemm.h"
+#include "cuda/layer/moe.h"
 #include "cuda/layer/views.h"
 #include "cuda/routing/routing.h"
 
@@ -56,11 +56,15 @@ const BackendTable* cuda_backend() {
     backend.engine_name = [](const void* device) {
       return static_cast<const cuda::Device*>(device)->engine->name;
     };
-    backend.layer_tiles = &cuda::layer_tiles;
+    backend.layer_tiles = [](const Problem& problem, const Exec& exec) {
+      return cuda::engine_of(exec).describe(problem);
+    };
     backend.refusal = [](const Problem& problem, const Exec& exec) {
       return cuda::refusal(problem, cuda::engine_of(exec));
     };
-    backend.moe_sizes = &cuda::moe_sizes;
+    backend.moe_sizes = [](const Problem& problem, Pass pass, const Exec& exec) {
+      return cuda::moe_sizes(problem, pass, cuda::engine_of(exec));
+    };
     backend.h_rows = [](const Problem& problem, const Weights& weights, void* data) {
       return problem.precision == Precision::kFp8 ? cuda::fp8_h_rows(problem, data)
                                                   : cuda::h_rows(problem, weights, data);

@@ -1,14 +1,34 @@
-#include "cuda/layer/engine.h"
+// Knows every engine, and is above all of them.
+#include "cuda/engines.h"
 
 #include <cstdlib>
+#include <map>
+#include <mutex>
+#include <utility>
 
-#include "cuda/device/device.h"
+#include "cuda/device/architectures.h"
 #if defined(SONICMOE_WITH_HOPPER)
 #include "cuda/hopper/hopper_engine.h"
 #endif
 #include "cuda/portable/portable_engine.h"
 
 namespace sonicmoe::cuda {
+namespace {
+
+/// The capabilities that the engines of this build serve, as "9.0 (H100, H200)".
+std::string served_capabilities() {
+  std::string text;
+  for (const Engine* engine : engines()) text += (text.empty() ? "" : ", ") + served_by(*engine);
+  return text;
+}
+
+int attribute(int ordinal, cudaDeviceAttr which) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, which, ordinal), "reading device attributes");
+  return value;
+}
+
+}  // namespace
 
 std::span<const Engine* const> engines() {
   static constexpr const Engine* kEngines[] = {
@@ -58,14 +78,58 @@ const Engine& choose_engine(int capability, const EngineRequest& request,
                                         " is served by: " + serving + ".");
 }
 
-std::string served_by(const Engine& engine) {
-  const Capabilities& c = engine.service.capabilities;
-  return dotted(c.first) + (c.last == c.first ? "" : " to " + dotted(c.last)) + " (" +
-         engine.service.devices + ")";
+const Device* open_device(int ordinal, const char* engine) {
+  const EngineRequest request = engine_request(engine);
+  int count = 0;
+  const cudaError_t counted = cudaGetDeviceCount(&count);
+  if (counted != cudaSuccess) cudaGetLastError();
+  if (counted != cudaSuccess && counted != cudaErrorNoDevice) {
+    throw Error(Status::kUnsupported,
+                std::string("no CUDA device can be used: ") + cudaGetErrorString(counted) + ".");
+  }
+  if (ordinal < 0 || ordinal >= count) {
+    throw Error(Status::kInvalidArgument, "ordinal is " + std::to_string(ordinal) +
+                                              " but this machine has " + std::to_string(count) +
+                                              " CUDA devices.");
+  }
+  auto device = std::make_unique<Device>();
+  device->ordinal = ordinal;
+  device->capability = attribute(ordinal, cudaDevAttrComputeCapabilityMajor) * 10 +
+                       attribute(ordinal, cudaDevAttrComputeCapabilityMinor);
+  device->multiprocessors = attribute(ordinal, cudaDevAttrMultiProcessorCount);
+  device->block_shared = attribute(ordinal, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (!has_code(device->capability)) {
+    throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
+                                          " has compute capability " + dotted(device->capability) +
+                                          " but this build has code for " + code_names() +
+                                          " only (SONICMOE_CUDA_ARCHITECTURES).");
+  }
+  if (engine_for(device->capability) == nullptr) {
+    throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
+                                          " has compute capability " + dotted(device->capability) +
+                                          " but the kernels of this build need " +
+                                          served_capabilities() + ".");
+  }
+  device->engine = &choose_engine(device->capability, request);
+  device->engine_state = device->engine->open(ordinal);
+  return device.release();
 }
 
-std::string dotted(int capability) {
-  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+void close_device(const Device* device) { delete device; }
+
+const Device* device_model(int capability) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const Engine*>, Device> models;
+  const EngineRequest request = engine_request(nullptr);
+  if (!has_code(capability) || engine_for(capability) == nullptr) return nullptr;
+  const Engine& engine = choose_engine(capability, request);
+  const std::lock_guard lock(mutex);
+  const auto [entry, is_new] = models.try_emplace({capability, &engine});
+  if (is_new) {  // other threads may already read an existing entry
+    entry->second.capability = capability;
+    entry->second.engine = &engine;
+  }
+  return &entry->second;
 }
 
 const Engine& engine_of(const Exec& exec) {

@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device/device.h"
-#include "cuda/layer/engine.h"
+#include "cuda/engines.h"
 #include "test_device.h"
 
 namespace sonicmoe::testing {

@@ -5,7 +5,7 @@
 #include <string>
 #include <thread>
 
-#include "cuda/layer/engine.h"
+#include "cuda/engines.h"
 #include "cuda/rank_group.h"
 
 namespace sonicmoe {

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <iostream>
 
-#include "cuda/layer/engine.h"
+#include "cuda/engines.h"
 #include "cuda/pretended_ranks.h"
 #include "verify/device.h"
 #include "verify/harness.h"

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "cuda/layer/engine.h"
+#include "cuda/engines.h"
 #include "cuda/portable/launch.h"
 #include "run_harness.h"
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/device_array.h"
+#include "cuda/engines.h"
 #include "cuda/exchange/exchange.h"
 #include "cuda/rank_layer.h"
 

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "../routing_support.h"
-#include "cuda/device/device.h"
+#include "cuda/engines.h"
 #include "device_array.h"
 
 namespace sonicmoe {

@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "cuda/device/architectures.h"
-#include "cuda/device/device.h"
-#include "cuda/layer/engine.h"
+#include "cuda/engines.h"
 #include "sonicmoe/c_api.h"
 #include "stand_in.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device/device.h"
+#include "cuda/engines.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/views.h"
 #include "stand_in.h"

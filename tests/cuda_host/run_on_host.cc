@@ -209,7 +209,7 @@ verify::Implementation implementation_of(const Engine& engine, Overlap overlap) 
   i.name = engine.name;
   i.memory = verify::host_memory();
   i.moe_sizes = [device](const Problem& p, Pass pass) {
-    return cuda::moe_sizes(p, pass, {.backend = Backend::kCuda, .device = device.get()});
+    return cuda::moe_sizes(p, pass, *device->engine);
   };
   i.moe_forward = [device, overlap](const Problem& p, const ForwardArgs& args) {
     forward(*device, overlap, p, args);

@@ -2,31 +2,7 @@
 
 #include <dlfcn.h>
 
-#include <map>
-#include <mutex>
-#include <string>
-#include <utility>
-
-#include "cuda/device/architectures.h"
-#include "cuda/layer/engine.h"
-
 namespace sonicmoe::cuda {
-namespace {
-
-/// The capabilities that the engines of this build serve, as "9.0 (H100, H200)".
-std::string served_capabilities() {
-  std::string text;
-  for (const Engine* engine : engines()) text += (text.empty() ? "" : ", ") + served_by(*engine);
-  return text;
-}
-
-int attribute(int ordinal, cudaDeviceAttr which) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, which, ordinal), "reading device attributes");
-  return value;
-}
-
-}  // namespace
 
 void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -47,58 +23,8 @@ void* driver_function(const char* name) {
   return function;
 }
 
-const Device* open_device(int ordinal, const char* engine) {
-  const EngineRequest request = engine_request(engine);
-  int count = 0;
-  const cudaError_t counted = cudaGetDeviceCount(&count);
-  if (counted != cudaSuccess) cudaGetLastError();
-  if (counted != cudaSuccess && counted != cudaErrorNoDevice) {
-    throw Error(Status::kUnsupported,
-                std::string("no CUDA device can be used: ") + cudaGetErrorString(counted) + ".");
-  }
-  if (ordinal < 0 || ordinal >= count) {
-    throw Error(Status::kInvalidArgument, "ordinal is " + std::to_string(ordinal) +
-                                              " but this machine has " + std::to_string(count) +
-                                              " CUDA devices.");
-  }
-  auto device = std::make_unique<Device>();
-  device->ordinal = ordinal;
-  device->capability = attribute(ordinal, cudaDevAttrComputeCapabilityMajor) * 10 +
-                       attribute(ordinal, cudaDevAttrComputeCapabilityMinor);
-  device->multiprocessors = attribute(ordinal, cudaDevAttrMultiProcessorCount);
-  device->block_shared = attribute(ordinal, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (!has_code(device->capability)) {
-    throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
-                                          " has compute capability " + dotted(device->capability) +
-                                          " but this build has code for " + code_names() +
-                                          " only (SONICMOE_CUDA_ARCHITECTURES).");
-  }
-  if (engine_for(device->capability) == nullptr) {
-    throw Error(Status::kUnsupported, "device " + std::to_string(ordinal) +
-                                          " has compute capability " + dotted(device->capability) +
-                                          " but the kernels of this build need " +
-                                          served_capabilities() + ".");
-  }
-  device->engine = &choose_engine(device->capability, request);
-  device->engine_state = device->engine->open(ordinal);
-  return device.release();
-}
-
-void close_device(const Device* device) { delete device; }
-
-const Device* device_model(int capability) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, const Engine*>, Device> models;
-  const EngineRequest request = engine_request(nullptr);
-  if (!has_code(capability) || engine_for(capability) == nullptr) return nullptr;
-  const Engine& engine = choose_engine(capability, request);
-  const std::lock_guard lock(mutex);
-  const auto [entry, is_new] = models.try_emplace({capability, &engine});
-  if (is_new) {  // other threads may already read an existing entry
-    entry->second.capability = capability;
-    entry->second.engine = &engine;
-  }
-  return &entry->second;
+std::string dotted(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
 const Device& device_of(const Exec& exec) {

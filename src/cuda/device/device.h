@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <memory>
+#include <string>
 
 #include "sonicmoe/types.h"
 
@@ -11,25 +12,16 @@ namespace sonicmoe::cuda {
 
 struct Engine;
 
-/// A GPU that an engine serves. Immutable once opened, so any thread may use it.
+/// A GPU that an engine serves. open_device() (cuda/engines.h) makes it. Immutable once opened, so
+/// any thread may use it.
 struct Device {
-  int ordinal = -1;  ///< -1: a model (device_model)
+  int ordinal = -1;  ///< -1: a model without a GPU (device_model() of cuda/engines.h)
   int multiprocessors = 0;
   int block_shared = 0;                ///< bytes of shared memory that a block may have
   int capability = 0;                  ///< 90: compute capability 9.0
   const Engine* engine = nullptr;      ///< computes the products
   std::shared_ptr<void> engine_state;  ///< made by Engine::open
 };
-
-/// The handle for Exec::device. `engine` is the name of an engine; null: the engine named by the
-/// environment variable SONICMOE_ENGINE, else the first that serves the GPU. Throws if the named
-/// engine, or every engine of the build, does not serve the GPU.
-const Device* open_device(int ordinal, const char* engine = nullptr);
-void close_device(const Device* device);
-
-/// A handle without a GPU, for sizes and plans, with the engine that open_device would choose. Null
-/// if the build has no code or no engine for the capability.
-const Device* device_model(int capability);
 
 /// The handle of a call; throws if it is null or a model.
 const Device& device_of(const Exec& exec);
@@ -48,6 +40,9 @@ class CurrentDevice {
  private:
   int before_ = -1;  // -1: the device was already current
 };
+
+/// "9.0": a compute capability as people write it.
+std::string dotted(int capability);
 
 /// Throws Error(kCuda) that names `what` unless the status is success. Clears the runtime's last
 /// error, so that the caller's own cudaGetLastError does not report it again.

@@ -1,7 +1,7 @@
 // How many blocks can run on a multiprocessor of the architecture for which this code is compiled.
 #pragma once
 
-namespace sonicmoe::cuda::ptx {
+namespace sonicmoe::cuda {
 
 /// Threads that a multiprocessor runs at most.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || \
@@ -18,4 +18,4 @@ constexpr int resident_blocks(int wanted, int threads) {
   return wanted < most ? wanted : most;
 }
 
-}  // namespace sonicmoe::cuda::ptx
+}  // namespace sonicmoe::cuda

@@ -17,8 +17,8 @@
 #include <algorithm>
 
 #include "cuda/exchange/step.h"
-#include "cuda/layer/moe.h"
 #include "cuda/layer/backward.h"
+#include "cuda/layer/moe.h"
 
 namespace sonicmoe::cuda {
 namespace {

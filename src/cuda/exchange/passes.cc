@@ -10,8 +10,8 @@
 
 #include "cuda/device/carver.h"
 #include "cuda/exchange/step.h"
-#include "cuda/layer/moe.h"
 #include "cuda/layer/checks.h"
+#include "cuda/layer/moe.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -119,7 +119,7 @@ Problem layer_problem(const Exchange& exchange, const Problem& problem, std::int
 
 StepMemory step_memory(const Problem& layer, Pass pass, const StepBuffers& buffers,
                        const Exec& exec) {
-  const Sizes sizes = cuda::moe_sizes(layer, pass, exec);
+  const Sizes sizes = cuda::moe_sizes(layer, pass, *device_of(exec).engine);
   Carver<256> saved(buffers.saved);
   Carver<256> scratch(buffers.scratch);
   Carver<256>& kept = pass == Pass::kInference ? scratch : saved;
@@ -148,7 +148,7 @@ Sizes exchange_sizes(const Exchange& exchange, const Problem& problem, std::int6
   check_handle(exchange, exec);
   const Problem layer = layer_problem(exchange, problem, rows);
   const StepMemory memory = step_memory(layer, pass, {}, exec);
-  Sizes sizes = cuda::moe_sizes(layer, pass, exec);
+  Sizes sizes = cuda::moe_sizes(layer, pass, *device_of(exec).engine);
   sizes.saved_bytes = pass == Pass::kInference ? 0 : memory.saved_bytes;
   sizes.scratch_bytes = memory.scratch_bytes;
   return sizes;

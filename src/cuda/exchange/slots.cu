@@ -4,9 +4,9 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/exchange/faults.cuh"
-#include "cuda/ptx/dependent.cuh"
 #include "cuda/metadata/block.cuh"
 #include "cuda/metadata/slot_view.cuh"
+#include "cuda/ptx/dependent.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -2,9 +2,9 @@
 #include "cuda/layer/backward.h"
 
 #include "cuda/device/carver.h"
-#include "cuda/layer/moe.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/fp8_passes.h"
+#include "cuda/layer/moe.h"
 #include "cuda/layer/passes.h"
 #include "cuda/layer/views.h"
 

@@ -1,12 +1,11 @@
 // An engine turns products into launches for the architectures that it serves. A new engine is a
-// folder beside hopper/ and a row in engines() (engine.cc).
+// folder beside hopper/ and a row in engines() (cuda/engines.cc).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -82,34 +81,7 @@ struct Engine {
   }
 };
 
-/// Every engine of the build. If several serve a device, the first one is used.
-std::span<const Engine* const> engines();
-
-/// The first of `candidates` that serves a compute capability; null if none does.
-const Engine* engine_for(int capability, std::span<const Engine* const> candidates = engines());
-
-/// The engine that the caller asks for.
-struct EngineRequest {
-  std::string name;    ///< empty: the first that serves the device
-  const char* source;  ///< where the name comes from, for messages
-};
-
-/// The request for `name`; if `name` is null, for the name in the environment variable
-/// SONICMOE_ENGINE. Refuses a name that no candidate has.
-EngineRequest engine_request(const char* name,
-                             std::span<const Engine* const> candidates = engines());
-
-/// The requested engine for a compute capability that at least one candidate serves. Refuses an
-/// engine that does not serve this capability.
-const Engine& choose_engine(int capability, const EngineRequest& request,
-                            std::span<const Engine* const> candidates = engines());
-
 /// "9.0 (H100, H200)".
 std::string served_by(const Engine& engine);
-/// "9.0": a compute capability as people write it.
-std::string dotted(int capability);
-
-/// The engine of exec's device; the first engine if exec has no device (sizes and plans).
-const Engine& engine_of(const Exec& exec);
 
 }  // namespace sonicmoe::cuda

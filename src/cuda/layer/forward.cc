@@ -1,8 +1,8 @@
 // Forward on CUDA: metadata, A (gather, up projection, activation), Y (down projection), O (sum).
 #include "cuda/device/carver.h"
-#include "cuda/layer/moe.h"
 #include "cuda/layer/checks.h"
 #include "cuda/layer/fp8_passes.h"
+#include "cuda/layer/moe.h"
 #include "cuda/layer/passes.h"
 #include "cuda/layer/views.h"
 
@@ -82,12 +82,7 @@ void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
       TokenSum{scratch.y, args.routing.weights, args.out, {0, p.tokens}, Start::kAfterPrevious});
 }
 
-std::vector<TileChoice> layer_tiles(const Problem& problem, const Exec& exec) {
-  return engine_of(exec).describe(problem);
-}
-
-Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec) {
-  const Engine& engine = engine_of(exec);
+Sizes moe_sizes(const Problem& problem, Pass pass, const Engine& engine) {
   check_problem(problem, engine);
   Sizes sizes;
   const bool fp8 = problem.precision == Precision::kFp8;

@@ -10,9 +10,9 @@
 #pragma once
 
 #include "cuda/metadata/records.cuh"
+#include "cuda/metadata/slot_view.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/sm90.cuh"
-#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 

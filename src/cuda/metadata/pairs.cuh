@@ -4,8 +4,8 @@
 // In that case row p is slot p, and no sort by expert is needed.
 #pragma once
 
-#include "cuda/metadata/expert_sort.cuh"
 #include "cuda/device/resident.cuh"
+#include "cuda/metadata/expert_sort.cuh"
 
 namespace sonicmoe::cuda {
 
@@ -17,7 +17,7 @@ inline constexpr int kOrderTokens = kMetadataThreads / kOrderLanes;  // tokens o
 inline constexpr int kMostBin = 64;
 /// Blocks of order_tokens on a multiprocessor. With two a thread has 32 registers: enough from
 /// sm_90 on, but code for sm_80 would spill.
-inline constexpr int kOrderBlocks = ptx::resident_blocks(ptx::kHasSm90 ? 2 : 1, kMetadataThreads);
+inline constexpr int kOrderBlocks = resident_blocks(ptx::kHasSm90 ? 2 : 1, kMetadataThreads);
 
 /// Working memory that clear_words() sets to zero; one contiguous array of words.
 struct PairCounters {

@@ -1,9 +1,9 @@
 // Writes the tile records, which products read, from the row range of every expert.
 #pragma once
 
+#include "cuda/metadata/block.cuh"
 #include "cuda/metadata/metadata.h"
 #include "cuda/ptx/dependent.cuh"
-#include "cuda/metadata/block.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -4,11 +4,11 @@
 
 #include "cuda/device/carver.h"
 #include "cuda/device/launch.h"
-#include "cuda/ptx/dependent.cuh"
 #include "cuda/metadata/block.cuh"
+#include "cuda/metadata/slot_view.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
-#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

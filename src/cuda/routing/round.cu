@@ -5,8 +5,8 @@
 
 #include "core/round_rule.h"
 #include "cuda/device/launch.h"
-#include "cuda/ptx/dependent.cuh"
 #include "cuda/metadata/block.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/kept_set.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/pair_gradients.cuh"

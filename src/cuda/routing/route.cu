@@ -1,10 +1,10 @@
 // Top-k on CUDA, and its gradient: a warp, or a part of one, for each token.
 #include "cuda/device/launch.h"
-#include "cuda/ptx/dependent.cuh"
 #include "cuda/device/resident.cuh"
+#include "cuda/metadata/slot_view.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/routing/launch.cuh"
 #include "cuda/routing/routing.h"
-#include "cuda/metadata/slot_view.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -17,8 +17,9 @@ __device__ std::int64_t first_row() {
 }
 
 template <class R, class Item>
-__global__ void __launch_bounds__(
-    kRowThreads, ptx::resident_blocks(R::kValues == 8 && sizeof(Item) == 4 ? 16 : 1, kRowThreads))
+__global__ void __launch_bounds__(kRowThreads,
+                                  resident_blocks(R::kValues == 8 && sizeof(Item) == 4 ? 16 : 1,
+                                                  kRowThreads))
     route_rows(RouteParams p, SlotView ids, SlotView weights) {
   extern __shared__ __align__(8) std::uint32_t shared[];
   ptx::wait_for_previous_kernel();
@@ -77,7 +78,7 @@ __device__ void clear_rows(const LogitsView& out, std::int64_t first, int rows, 
 /// Only chosen experts have a gradient: rows are zeroed, then every slot stores the gradient of its
 /// expert. kWidth lanes hold the slots of a token.
 template <int kWidth>
-__global__ void __launch_bounds__(kRowThreads, ptx::resident_blocks(16, kRowThreads))
+__global__ void __launch_bounds__(kRowThreads, resident_blocks(16, kRowThreads))
     route_slots_backward(RouteParams p, SlotView ids, SlotView dweights, LogitsView dlogits) {
   using R = Row<kWidth, 8, kWidth>;
   ptx::wait_for_previous_kernel();

@@ -4,8 +4,8 @@
 #include "cuda/device/launch.h"
 #include "cuda/math/bias.h"
 #include "cuda/math/element.cuh"
-#include "cuda/ptx/dependent.cuh"
 #include "cuda/metadata/slot_view.cuh"
+#include "cuda/ptx/dependent.cuh"
 #include "cuda/sums/gradients.h"
 
 namespace sonicmoe::cuda {

@@ -22,13 +22,13 @@
 #include "cuda/hopper/engine/launch_order.cuh"
 #include "cuda/hopper/engine/mainloop.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/registers.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "cuda/hopper/engine/staging.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/dependent.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "cuda/hopper/engine/pipeline.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/hopper/ptx/wgmma.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "wgmma_generated.cuh"
 
 namespace sonicmoe::cuda {

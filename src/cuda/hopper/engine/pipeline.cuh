@@ -13,8 +13,8 @@
 
 #include "cuda/hopper/engine/barriers.cuh"
 #include "cuda/hopper/engine/shape.h"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -4,10 +4,10 @@
 
 #include "cuda/hopper/engine/pipeline.cuh"
 #include "cuda/hopper/ptx/stmatrix.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/math/fragment.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -14,8 +14,8 @@
 #pragma once
 
 #include "cuda/hopper/engine/tile.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace sonicmoe::cuda {

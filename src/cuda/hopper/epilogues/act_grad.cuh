@@ -18,13 +18,13 @@
 
 #include "cuda/hopper/engine/pipeline.cuh"
 #include "cuda/hopper/epilogues/ragged.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/stmatrix.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -7,10 +7,10 @@
 #include "cuda/hopper/engine/mainloop.cuh"
 #include "cuda/hopper/engine/staging.cuh"
 #include "cuda/hopper/engine/tile.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/math/fragment.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -10,9 +10,9 @@
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/fp8/scales.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/thread.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -12,8 +12,8 @@
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/fp8/tile_cards.cuh"
 #include "cuda/hopper/ptx/thread.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

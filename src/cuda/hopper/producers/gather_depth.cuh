@@ -5,12 +5,12 @@
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
 #include "cuda/hopper/producers/gather_rows.cuh"
-#include "cuda/ptx/mbarrier.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -6,9 +6,9 @@
 
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 
 namespace sonicmoe::cuda {
 

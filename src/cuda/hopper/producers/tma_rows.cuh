@@ -5,9 +5,9 @@
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/launch_order.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/global.cuh"
 
 namespace sonicmoe::cuda {
 

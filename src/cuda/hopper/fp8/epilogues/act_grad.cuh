@@ -10,12 +10,12 @@
 #pragma once
 
 #include "cuda/hopper/fp8/epilogues/codes.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/hopper/ptx/thread.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/math/activation_words.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace sonicmoe::cuda {
 

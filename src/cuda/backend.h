@@ -1,7 +1,10 @@
+// The backend "cuda".
+#pragma once
+
 #include "core/backend_table.h"
 
 namespace sonicmoe {
 
-const BackendTable* cuda_backend() { return nullptr; }
+const BackendTable* cuda_backend();
 
 }  // namespace sonicmoe
