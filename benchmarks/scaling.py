@@ -10,17 +10,16 @@ each measurement. A later call with the same device, commit and torch measures o
 lacks; --again measures all.
 
 Layers are forward and backward through PyTorch with 8192 tokens on each rank. Each row has the time
-of the same layer alone on one GPU, with as many routed rows and without communication, and the
-prediction of `sonicmoe plan`. Training is FSDP2 alone ("fsdp"), and FSDP2 with the experts divided
-over the ranks ("ep"). Each GPU has --tokens tokens ("weak"), or all GPUs together have the same
-number of tokens for every number of GPUs: one sequence a GPU with the most GPUs ("strong").
+of the same layer alone on one GPU, with as many routed rows and without communication. Training is
+FSDP2 alone ("fsdp"), and FSDP2 with the experts divided over the ranks ("ep"). Each GPU has
+--tokens tokens ("weak"), or all GPUs together have the same number of tokens for every number of
+GPUs: one sequence a GPU with the most GPUs ("strong").
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -33,11 +32,9 @@ from training import DAY, MEMORY, PEAK
 
 HERE = Path(__file__).parent
 LAYERS = ("qwen3-235b-8k", "qwen3-30b-8k", "7B-n256-8k", "30B-n256-8k")
-# With eight ranks: time over the layer alone, or over the time that the bytes take at RATE.
+# With eight ranks: time over the layer alone.
 OVER_ALONE = {"qwen3-235b-8k": 1.12, "qwen3-30b-8k": 1.25}
-OVER_BYTES = {"7B-n256-8k": 1.15, "30B-n256-8k": 1.15}
 OVER_PEERS = 1.25
-RATE = 350e9  # bytes a second, each way
 SCALING = ("weak", "strong")
 FACTS = ("model", "sequence", "policy", "settle", "warm_up")  # options that a row of training has
 # As in training.py. Memory that peers map may not come from expandable segments.
@@ -61,7 +58,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2000, help="of the learning rate, in steps")
     parser.add_argument("--policy", default="attention", help="of activation checkpointing")
     parser.add_argument("--eager", action="store_true", help="training without torch.compile")
-    parser.add_argument("--command", default="", help="sonicmoe; default: of the build or on PATH")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--again", action="store_true", help="measure what the record has too")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -139,32 +135,11 @@ class Driver(ep2.Driver):
         lines, problem = self.worker("torch", configs, seconds)
         rows = [line for line in lines if "ours_torch" in line]
         for row in rows:
-            self.record["layers"].append(row | {"planned": self.planned(row)})
+            self.record["layers"].append(row)
         if problem or len(rows) < len(configs):
             self.missing(problem or "no time was left for all layers", f"layers over {ranks} ranks")
         self.write()
         return len(rows) == len(configs)
-
-    def planned(self, row: dict) -> dict | None:
-        """The prediction of `sonicmoe plan`; None without the command."""
-        built = HERE.parent / "build/release/cli/sonicmoe"
-        command = self.options.command or (built if built.exists() else shutil.which("sonicmoe"))
-        if not command:
-            return None
-        shape = ",".join(str(row[name]) for name in ("T", "d", "n", "E", "K"))
-        given = ["plan", "--shape", shape, "--ranks", str(row["ranks"]), "--json"]
-        out, problem = ep2.run([str(command), *given], 30.0)
-        if problem:
-            self.missing(problem, "sonicmoe plan")
-            return None
-        (plan,) = json.loads(out)["ranks"]
-        both = (plan["forward"], plan["backward"])
-        return {
-            "alone_ms": sum(each["alone_us"] for each in both) / 1e3,
-            "hidden_ms": sum(each["hidden_us"] for each in both) / 1e3,
-            "exposed_ms": sum(each["exposed_us"] for each in both) / 1e3,
-            "bytes": sum(each["link_bytes"] for each in plan["transfers"]),
-        }
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -240,14 +215,6 @@ def summary(record: dict) -> list[str]:
         name, eight = row["config"], row["ranks"] == 8
         line = f"{name} over {row['ranks']}: {ours:.2f} ms, {ours / alone:.3f} of alone"
         line += f" (goal {OVER_ALONE[name]})" if eight and name in OVER_ALONE else ""
-        plan = row["planned"]
-        if plan:
-            moved = plan["bytes"] / RATE * 1e3
-            hidden = 1 - (ours - alone) / moved
-            line += f", {ours / moved:.2f} of its bytes at {RATE / 1e9:.0f} GB/s"
-            line += f" (goal {OVER_BYTES[name]})" if eight and name in OVER_BYTES else ""
-            over = plan["hidden_ms"] / plan["alone_ms"], plan["exposed_ms"] / plan["alone_ms"]
-            line += f", hidden {hidden:.0%}, planned {over[0]:.2f} to {over[1]:.2f} of alone"
         line += f", others {best_peer(row) / ours:.2f} times ours"
         lines.append(line + (f" (goal {OVER_PEERS})" if eight else ""))
     for row in record["training"]:

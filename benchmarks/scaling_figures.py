@@ -33,18 +33,12 @@ def layers(found: dict) -> str:
         "alone, ms",
         "ours, ms",
         "over alone",
-        "planned",
         "others over ours",
     ]
     cells = []
     for row in sorted(found["layers"], key=lambda row: (row["config"], row["ranks"])):
         ours, alone = total(row["ours_torch"]), total(row["alone_torch"])
-        plan = row["planned"]
-        over = "-"
-        if plan:
-            ends = (plan[end] / plan["alone_ms"] for end in ("hidden_ms", "exposed_ms"))
-            over = " to ".join(f"{end:.2f}" for end in ends)
-        figures = [f"{alone:.2f}", f"{ours:.2f}", f"{ours / alone:.3f}", over]
+        figures = [f"{alone:.2f}", f"{ours:.2f}", f"{ours / alone:.3f}"]
         cells.append([row["config"], row["ranks"], *figures, f"{best_peer(row) / ours:.2f}"])
     return grid(columns, cells, words=1)
 

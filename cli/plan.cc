@@ -9,7 +9,6 @@
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "peak.h"
-#include "plan_ranks.h"
 #include "target.h"
 
 namespace sonicmoe::cli {
@@ -18,7 +17,6 @@ namespace {
 struct Options {
   ShapeOptions shape;
   LayerOptions layer;
-  RanksOptions ranks;
   std::string device = "h200";
   std::string engine;   ///< empty: the engine that serves the device
   std::string backend;  ///< empty: the backend of the device
@@ -302,22 +300,6 @@ void print_text(const Options& o, const Plan& p) {
   print_memory(p);
 }
 
-RanksSubject ranks_subject(const Options& o) {
-  RanksSubject s;
-  s.shape = o.shape.resolve();
-  if (o.layer.precision != precision_name(Precision::kTensors)) {
-    checks::refuse("precision is " + o.layer.precision +
-                   ", must be tensors with --ranks: expert parallelism has no fp8 products");
-  }
-  s.problem = o.layer.problem(s.shape, {});
-  if (o.device == "cpu") checks::refuse("device is cpu, must be a GPU with --ranks");
-  s.machine = machine_from_name(o.device);
-  s.engine = engine_rate(s.machine, o.engine);
-  s.machine.flops_per_second = s.engine.flops_per_second;
-  s.layer = o.layer;
-  return s;
-}
-
 }  // namespace
 
 Command add_plan(CLI::App& app) {
@@ -337,11 +319,8 @@ Command add_plan(CLI::App& app) {
       "device)");
   command.option("--tile", o->tile, "Rows of a tile, to compute the padding");
   command.flag("--json", o->json, "Print one JSON document to stdout");
-  o->ranks.add_to(command);
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
-    if (o->ranks.asked()) return print_rank_plans(o->ranks, ranks_subject(*o), o->json);
-    o->ranks.refuse_alone();
     const Plan p = make_plan(*o);
     o->json ? print_json(document(*o, p)) : print_text(*o, p);
     return kGood;

@@ -143,10 +143,6 @@ class CliTest(unittest.TestCase):
                 ("bench", *SMALL, "--precision", "fp8"),
                 "hidden is 24, must be a multiple of 128 for fp8",
             ),
-            (
-                ("plan", *shape, "--ranks", "2", "--precision", "fp8"),
-                "precision is fp8, must be tensors with --ranks",
-            ),
         ):
             code, out, err = run(*arguments)
             self.assertEqual((code, out), (2, ""))
@@ -206,61 +202,6 @@ class CliTest(unittest.TestCase):
             self.assertIn(source.split(",")[0], said["source"], device)
             self.assertEqual(capability, document["device"]["compute_capability"], device)
 
-    def test_plan_of_ranks(self):
-        shape = ["--shape", "8192,4096,1536,128,8"]
-        eight = ["--ranks", "8", "--tflops", "600", "--link", "380"]
-        plan = self.document("plan", *shape, *eight)
-        (row,) = plan["ranks"]
-        self.assertAlmostEqual(row["forward"]["products_us"], 4124, delta=5)
-        self.assertAlmostEqual(row["distinct_ranks"], 5.34, delta=0.01)
-        self.assertAlmostEqual(row["over_alone"]["exposed"], 1.33, delta=0.01)
-        self.assertEqual(
-            [(t["name"], t["pass"]) for t in row["transfers"]],
-            [
-                ("X", "forward"),
-                ("O", "forward"),
-                ("X again", "backward"),
-                ("dO", "backward"),
-                ("dX", "backward"),
-            ],
-        )
-        for t in row["transfers"]:
-            self.assertAlmostEqual(t["us"], t["link_bytes"] / 380e9 * 1e6, delta=1e-6)
-            self.assertEqual(t["network_bytes"], 0)
-        self.assertEqual(plan["link"], {"bytes_per_second": 380e9, "source": "given"})
-        self.assertIsNone(plan["network"]["bytes_per_second"])
-        # Measured rates where none is given; a list is planned in its order.
-        many = ["--ranks", "2,8,64", "--network", "400", "--layers", "94"]
-        plan = self.document("plan", *shape, *many)
-        self.assertEqual([r["ranks"] for r in plan["ranks"]], [2, 8, 64])
-        self.assertEqual(plan["link"]["bytes_per_second"], 361e9)
-        self.assertEqual(plan["network"]["bytes_per_second"], 50e9)
-        self.assertIn("measured", plan["products"])
-        totals = [r["memory_bytes"]["total"] for r in plan["ranks"]]
-        for total in totals:
-            self.assertLess(total["exact"], total["arena"])
-            self.assertLessEqual(total["arena"], total["worst"])
-        self.assertGreater(totals[0]["exact"], totals[1]["exact"])
-        rates = {
-            name: self.document("plan", *shape, "--ranks", "2", "--transport", name)["link"]
-            for name in ("copy", "kernels", "nccl")
-        }
-        self.assertEqual([r["bytes_per_second"] for r in rates.values()], [361e9, 333e9, 178e9])
-        a100 = self.document("plan", *shape, "--ranks", "8", "--device", "a100")
-        self.assertIn("estimated", a100["link"]["source"])
-        self.assertIn("assumed", a100["products"])
-        code, out, err = run("plan", *shape, *many, "--hidden", "0.5")
-        self.assertEqual((code, err), (0, ""))
-        self.assertIn("between nodes: 50.0 GB/s per GPU and direction, given", out)
-        self.assertIn("hiding 0.5", out)
-        self.assertIn("94 layers", out)
-
-    def test_the_page_of_ranks_is_what_the_command_computes(self):
-        script = ROOT / "benchmarks/plan_ranks.py"
-        check = [sys.executable, str(script), COMMAND, "--check"]
-        done = subprocess.run(check, capture_output=True, text=True, check=False)
-        self.assertEqual((done.returncode, done.stderr), (0, ""))
-
     def test_plan_has_the_rates_of_the_records(self):
         """The H200's shares of the roofline (docs/command.md), and the speed of fp8 over bf16."""
 
@@ -297,51 +238,6 @@ class CliTest(unittest.TestCase):
             measured = [row[c]["fwd_ms"] + row[c]["bwd_ms"] for c in ("bf16", "fp8")]
             ratio = planned[0] / planned[1] * measured[1] / measured[0]
             self.assertAlmostEqual(ratio, 1, delta=0.03, msg=row["config"])
-
-    def test_plan_of_one_rank_is_the_plan(self):
-        """Each engine at its own share of the roofline."""
-        for engine in ("hopper", "portable"):
-            asked = ("plan", "--shape", "8192,4096,1536,128,8", "--engine", engine)
-            whole, alone = self.document(*asked), self.document(*asked, "--ranks", "1")
-            self.assertIn("measured on this device", alone["products"])
-            for which in ("forward", "backward"):
-                found = alone["ranks"][0][which]["alone_us"]
-                self.assertAlmostEqual(found / whole[which]["sustained_us"], 1, delta=1e-3)
-
-    def test_plan_of_ranks_refuses(self):
-        for sentence, *arguments in (
-            ("link is given, must come with --ranks", "--link", "300"),
-            ("layers is given, must come with --ranks", "--layers", "2"),
-            ("ranks is 7, must be from 1 to E = 6", "--ranks", "7"),
-            ('ranks is "2,", must be integers and commas, as 8 or 2,4,8', "--ranks", "2,"),
-            ('ranks is "many", must be integers and commas, as 8 or 2,4,8', "--ranks", "many"),
-            ("device is cpu, must be a GPU with --ranks", "--ranks", "2", "--device", "cpu"),
-            (
-                "network is missing, must be --network GBIT/S: "
-                "6 ranks are more than the 2 of a node",
-                "--ranks",
-                "6",
-                "--ranks-per-node",
-                "2",
-            ),
-            (
-                "link is missing, must be --link GB/S: no NVLink rate of rtx-4090 is known",
-                "--ranks",
-                "2",
-                "--device",
-                "rtx-4090",
-            ),
-            ("link is -1, must be above 0", "--ranks", "2", "--link", "-1"),
-            ("hidden is 2, must be from 0 to 1", "--ranks", "2", "--hidden", "2"),
-            (
-                'transport is "tcp", must be one of: copy, kernels, nccl',
-                "--ranks",
-                "2",
-                "--transport",
-                "tcp",
-            ),
-        ):
-            self.refused(sentence, "plan", *SMALL, *arguments)
 
     def test_route(self):
         routed = self.document("route", "--shape", "1000,8,8,16,4", "--tile", "32", "--skew", "1")
