@@ -38,7 +38,6 @@ LONGEST = (
     "test_forms",
     "test_megatron",
     "test_benchmark_scaling",
-    "test_torchtitan_02",
 )
 
 

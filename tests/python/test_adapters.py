@@ -1,8 +1,6 @@
-"""Grouped rows as torchtitan and prime-rl pass them, by imitations of the code that calls us."""
+"""Grouped rows as prime-rl passes them, by imitations of the code that calls us."""
 
 import sys
-import types
-from importlib import metadata
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from reference import assert_twice, error
 from sonicmoe_cpp import Activation
 from sonicmoe_cpp.compat.sonicmoe import moe_general_routing_inputs
 from sonicmoe_cpp.compat.sonicmoe.enums import ActivationType
-from sonicmoe_cpp.integrations import prime_rl, torchtitan
+from sonicmoe_cpp.integrations import prime_rl
 from torch import nn
 
 E, D, N = 5, 24, 16
@@ -45,30 +43,6 @@ def loop(x, counts, gate, up, down, act=F.silu, biases=(None, None, None)):
     return torch.cat([*parts, x.new_zeros(len(x) - begin, x.shape[1])])
 
 
-class TitanExperts(nn.Module):
-    """torchtitan's GroupedExperts. It looks up the function that replace() replaces in the module
-    that defines it."""
-
-    def __init__(self, titan, dtype):
-        super().__init__()
-        self.titan = titan
-        for name, value in parameters(("w1", "w2", "w3"), dtype).items():
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, x, num_tokens_per_expert):
-        w1, w2, w3 = (
-            w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w2, self.w3)
-        )
-        run = self.titan._run_experts_grouped_mm
-        if hasattr(self.titan, "indices_padding_wrapper"):
-            run = self.titan.indices_padding_wrapper(run)
-        return run(w1, w2, w3, x, num_tokens_per_expert)
-
-
-def their_grouped_mm(w1, w2, w3, x, num_tokens_per_expert):
-    return loop(x, [int(c) for c in num_tokens_per_expert], w1, w3, w2)
-
-
 def aligned(counts):
     """Row indices in which -1 pads every group to a multiple of ALIGN; and the padded sizes."""
     begins = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
@@ -77,32 +51,6 @@ def aligned(counts):
     for begin, count, size in zip(begins.tolist(), counts, sizes, strict=True):
         indices += [*range(begin, begin + count), *[-1] * (size - count)]
     return indices, sizes
-
-
-def their_padding(function):
-    """torchtitan's indices_padding_wrapper: appends a row of zeros, which index -1 reads; pads
-    every group to a multiple of ALIGN and the whole to a fixed length."""
-
-    def wrapper(w1, w2, w3, x, num_tokens_per_expert):
-        indices, sizes = aligned([int(c) for c in num_tokens_per_expert])
-        longest = len(x) + E * ALIGN
-        indices = torch.tensor(indices + [-1] * (longest - len(indices)), device=x.device)
-        padded = torch.vstack((x, x.new_zeros(x.shape[-1])))
-        shape = padded.shape
-        out = function(w1, w2, w3, padded[indices], torch.tensor(sizes, device=x.device))
-        back = out.new_empty(shape)
-        back[indices] = out
-        return back[:-1]
-
-    return wrapper
-
-
-def titan_module(padded):
-    module = types.ModuleType("titan_moe")
-    module._run_experts_grouped_mm = their_grouped_mm
-    if padded:
-        module.indices_padding_wrapper = their_padding
-    return module
 
 
 def step(experts, x, counts, dout):
@@ -125,136 +73,6 @@ def rows(count, dtype=torch.float64, seed=1):
 def compare(names, got, plain, exact):
     for name in names:
         assert_twice(name, got[name].cpu(), plain[name].cpu(), exact[name], torch.bfloat16)
-
-
-@pytest.mark.parametrize("counts_dtype", [torch.int64, torch.int32, torch.float32])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("tail", [0, 3])
-@pytest.mark.parametrize("device", DEVICES)
-def test_torchtitan(device, tail, padded, counts_dtype):
-    x, dout = rows(29 + tail), rows(29 + tail, seed=2)
-    counts = torch.tensor(COUNTS, dtype=counts_dtype)
-    titan = titan_module(padded)
-    exact = step(TitanExperts(titan_module(False), torch.float64), x, counts, dout)
-    experts = TitanExperts(titan, torch.bfloat16).to(device)
-    arguments = [t.to(device) for t in (x.bfloat16(), counts, dout.bfloat16())]
-    plain = step(experts, *arguments)
-    plain["out"][29:] = 0  # their padding wrapper does not write these rows
-    torchtitan.replace(titan)
-    got = step(experts, *arguments)
-    compare(exact, got, plain, exact)
-    if tail:
-        assert (got["out"][29:] == 0).all() and (got["x"][29:] == 0).all()
-    if padded:
-        assert titan.indices_padding_wrapper(torchtitan.run_experts) is torchtitan.run_experts
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_torchtitan_with_groups_that_are_padded_already(device):
-    """Under expert parallelism the groups arrive padded: padding rows are zeros and belong to an
-    expert."""
-    indices, sizes = aligned(COUNTS)
-    real = torch.tensor(indices) >= 0
-    x = torch.cat([rows(29), rows(1) * 0])[indices]
-    dout = rows(len(x), seed=2) * real[:, None]
-    counts = torch.tensor(sizes)
-    exact = step(TitanExperts(titan_module(False), torch.float64), x, counts, dout)
-    experts = TitanExperts(titan_module(False), torch.bfloat16).to(device)
-    arguments = [t.to(device) for t in (x.bfloat16(), counts, dout.bfloat16())]
-    plain = step(experts, *arguments)
-    torchtitan.replace(experts.titan)
-    compare(exact, step(experts, *arguments), plain, exact)
-
-
-def test_torchtitan_master_weights_are_cast():
-    titan = titan_module(False)
-    torchtitan.replace(titan)
-    experts = TitanExperts(titan, torch.float32)
-    got = step(experts, rows(29, torch.float32), torch.tensor(COUNTS), rows(29, torch.float32))
-    assert {value.dtype for value in got.values()} == {torch.float32}
-    same = step(
-        TitanExperts(titan, torch.bfloat16),
-        rows(29, torch.bfloat16),
-        torch.tensor(COUNTS),
-        rows(29, torch.bfloat16),
-    )
-    assert all(torch.equal(got[name], same[name].float()) for name in same)
-
-
-def test_torchtitan_distributed_weights():
-    distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
-
-    titan = titan_module(False)
-    torchtitan.replace(titan)
-    experts = TitanExperts(titan, torch.bfloat16)
-    x, counts = rows(29, torch.bfloat16), torch.tensor(COUNTS)
-    want = experts(x, counts)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        whole = {
-            n: distribute_tensor(p, mesh, [Replicate()])
-            for n, p in parameters(("w1", "w2", "w3"), torch.bfloat16).items()
-        }
-        assert torch.equal(torchtitan.run_experts(**whole, x=x, num_tokens_per_expert=counts), want)
-        for name, value in whole.items():
-            setattr(experts, name, nn.Parameter(value))
-        assert torch.equal(experts(x, counts), want)
-    finally:
-        distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_with_distributed_weights(backend):
-    """The adapters use this rank's part of a DTensor, also while torch.compile traces."""
-    distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    torch._dynamo.reset()
-    titan = titan_module(False)
-    torchtitan.replace(titan)
-    x, counts = rows(29, torch.bfloat16), torch.tensor(COUNTS)
-    want = TitanExperts(titan, torch.bfloat16)(x, counts)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        weights = {
-            n: nn.Parameter(distribute_tensor(p, mesh, [Shard(0)]))
-            for n, p in parameters(("w1", "w2", "w3"), torch.bfloat16).items()
-        }
-        run = torch.compile(torchtitan.run_experts, backend=backend, fullgraph=True)
-        assert torch.equal(run(**weights, x=x, num_tokens_per_expert=counts), want)
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_torchtitan_says_what_it_needs(monkeypatch):
-    works = "this adapter works with torchtitan 0.2.0 to 0.2.2"
-    monkeypatch.setattr(metadata, "version", lambda name: "0.3.0")
-    with pytest.raises(ImportError, match=f"other has no _run_experts_grouped_mm: {works}.* 0.3.0"):
-        torchtitan.replace(types.ModuleType("other"))
-    monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
-    with pytest.raises(ImportError, match=f"torchtitan.models.* is missing: {works}"):
-        torchtitan.replace()
-    # torchtitan 0.2's gpt-oss has a function of this name with other arguments.
-    gpt_oss = types.ModuleType("gpt_oss")
-    gpt_oss._run_experts_grouped_mm = lambda mlp1_weight, mlp1_bias, x: x
-    with pytest.raises(
-        ImportError, match=r"gpt_oss takes mlp1_weight, .*, must take w1, w2, w3, x"
-    ):
-        torchtitan.replace(gpt_oss)
-
-
-def test_torchtitan_is_found_by_its_name(monkeypatch):
-    titan = titan_module(False)
-    name = "torchtitan.models.moe.moe"
-    for end in range(1, 5):
-        parent = ".".join(name.split(".")[:end])
-        monkeypatch.setitem(sys.modules, parent, titan if parent == name else types.ModuleType(""))
-    torchtitan.replace()
-    assert titan._run_experts_grouped_mm is torchtitan.run_experts
-    torchtitan.replace()
 
 
 # ---- prime-rl ------------------------------------------------------------------------------------
@@ -451,29 +269,18 @@ def test_one_graph(device):
 
 
 def test_nothing_waits_for_the_device():
-    titan = titan_module(True)
-    torchtitan.replace(titan)
     prime = Backend(PrimeExperts(dtype=torch.bfloat16), prime_rl.SonicMoECppExpertCompute())
     prime.compute.validate(prime.experts)
     x, counts = rows(29, torch.bfloat16), torch.tensor(COUNTS)
-    for experts in (TitanExperts(titan, torch.bfloat16), prime):
-        with Waits() as seen:
-            step(experts, x, counts, x)
-        assert seen.calls == []
+    with Waits() as seen:
+        step(prime, x, counts, x)
+    assert seen.calls == []
 
 
-def titan_rows(counts):
-    return torchtitan.run_experts(
-        **parameters(("w1", "w2", "w3")), x=rows(6), num_tokens_per_expert=counts
-    )
+def test_counts_are_checked():
+    def run(counts):
+        return prime_rl.SonicMoECppExpertCompute()(PrimeExperts(), rows(6), counts)
 
-
-def prime_rows(counts):
-    return prime_rl.SonicMoECppExpertCompute()(PrimeExperts(), rows(6), counts)
-
-
-@pytest.mark.parametrize("run", [titan_rows, prime_rows], ids=["torchtitan", "prime-rl"])
-def test_counts_are_checked(run):
     with pytest.raises(TypeError, match="num_tokens_per_expert is list, must be"):
         run([3, 1, 2, 0])
     with pytest.raises(ValueError, match=r"num_tokens_per_expert has shape \(3,\), must be \(E,\)"):
