@@ -95,6 +95,9 @@ TEST(OracleRouter, BalancedLossIsOneAndEmptyIsZero) {
   EXPECT_DOUBLE_EQ(losses.load_balancing, 1.0);
   EXPECT_DOUBLE_EQ(losses.z, std::log(2.0) * std::log(2.0));
   EXPECT_EQ(losses.tokens_per_expert, (std::vector<std::int64_t>{1, 1}));
+  options.score = ScoreMode::kSigmoid;
+  logits.values.assign(4, -1000.0);
+  EXPECT_DOUBLE_EQ(router_losses(options, logits, ids).load_balancing, 1.0);
   const Losses none = router_losses(options, Matrix<double>(0, 2), Matrix<std::int64_t>(0, 1));
   EXPECT_EQ(none.load_balancing, 0.0);
   EXPECT_EQ(none.z, 0.0);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <numeric>
 #include <random>
 
 #include "cpu/backend.h"
@@ -75,7 +76,9 @@ Losses plain_losses(const RouteOptions& o, DType dtype, Guarded* logits, Guarded
   losses.count.assign(experts, 0);
   std::vector<double> mean(experts, 0.0);
   for (std::int64_t t = 0; t < tokens; ++t) {
-    const auto p = testing::probabilities(o, x[t]);
+    auto p = testing::probabilities(o, x[t]);
+    const double scores = std::accumulate(p.begin(), p.end(), 0.0);
+    for (double& v : p) v = scores > 0.0 ? v / scores : 0.0;
     double sum = 0.0;
     const double top = *std::max_element(x[t].begin(), x[t].end());
     for (std::int64_t e = 0; e < experts; ++e) {
@@ -137,6 +140,30 @@ TEST(RouterLosses, PerfectBalanceIsOne) {
                      {});
   EXPECT_FLOAT_EQ(static_cast<float>(values.value(0)), 1.0f);
   EXPECT_NEAR(values.value(1), std::pow(std::log(4.0), 2), 1e-6);
+}
+
+// DeepSeek-V3 divides sigmoids by their sum. Without this the loss would fall with all logits.
+TEST(RouterLosses, BalancedSigmoidsCostOneAtAnyHeight) {
+  for (const DType dtype : {DType::kF32, DType::kF64}) {
+    for (const double height : {0.0, -5.0, -20.0, -100.0, 30.0}) {
+      const DType value_dtype = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+      Guarded logits(dtype, 16), ids(DType::kI64, 4), values(value_dtype, 2);
+      Guarded counts(DType::kI64, 4), dvalues(value_dtype, 2), dlogits(dtype, 16);
+      for (int i = 0; i < 16; ++i) logits.set(i, height + (i / 4 == i % 4 ? 1.0 : 0.0));
+      for (int i = 0; i < 4; ++i) ids.set(i, i);
+      RouteOptions o;
+      o.top_k = 1;
+      o.score = ScoreMode::kSigmoid;
+      cpu::router_losses(o, logits.matrix(4, 4), ids.matrix(4, 1),
+                         {values.vector(), counts.vector()}, {});
+      EXPECT_NEAR(values.value(0), 1.0, 1e-6) << height;
+      dvalues.set(0, 1.0);
+      dvalues.set(1, 0.0);
+      cpu::router_losses_backward(o, logits.matrix(4, 4), counts.vector(), dvalues.vector(),
+                                  dlogits.matrix(4, 4), {});
+      for (int i = 0; i < 16; ++i) EXPECT_NEAR(dlogits.value(i), 0.0, 1e-7) << height;
+    }
+  }
 }
 
 TEST(RouterLosses, NoTokensCostNothing) {

@@ -116,8 +116,8 @@ SONICMOE_API void expert_choice_backward(const Tensor& logits, const Pairs& pair
                                          const Tensor& dweight, const Tensor& dlogits,
                                          const Exec& exec = {});
 
-/// The auxiliary losses of a routing. p is the softmax over E (kSigmoid: the sigmoid), count_e the
-/// number of tokens that top-k gives to expert e. Both losses are 0 if T = 0.
+/// The auxiliary losses of a routing. p is the softmax over E (kSigmoid: the sigmoid over its sum
+/// over E), count_e the number of tokens that top-k gives to expert e. Both losses are 0 if T = 0.
 /// - load_balancing = E * sum_e count_e/(T*K) * mean_t p[t,e]
 /// - z = mean_t logsumexp(logits_t)^2
 struct RouterLosses {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _checks, _ops
@@ -155,12 +156,14 @@ def counted(ids: Tensor, experts: int) -> Tensor:
 
 def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
     """Sums over the tokens that are not padding: (number of tokens (), sum of p (E,), sum of
-    logsumexp^2 ()). p is the softmax or sigmoid of logits (T, E); padding is (T, 1) bool."""
+    logsumexp^2 ()). p is the softmax of logits (T, E), or their sigmoid over its sum; padding is
+    (T, 1) bool."""
     values = logits.to(_ops.score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
     if padding is not None:  # first, so that a NaN in padding does not reach the gradients
         values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
-    p = values.sigmoid() if score == "sigmoid" else values.softmax(-1)
+    # As a softmax of logarithms, because small sigmoids would underflow.
+    p = (F.logsigmoid(values) if score == "sigmoid" else values).softmax(-1)
     z = (values.logsumexp(-1, keepdim=True).square() * real).sum()
     return real.sum(), (p * real).sum(0), z
 
@@ -189,7 +192,8 @@ def router_losses(
     """(load_balancing, z, tokens_per_expert) for the ids (T, K) that route(logits, K, ...) gave.
 
     load_balancing = E * sum_e (count_e / (T*K)) * mean_t p[t, e], where p is the softmax over all
-    experts (the sigmoid for score="sigmoid"). With softmax it is 1 for a balanced router.
+    experts. For score="sigmoid" it is the sigmoid divided by the token's sum of sigmoids, as in
+    DeepSeek-V3. It is 1 for a balanced router.
     z = mean_t logsumexp(logits[t])^2. Both are () fp32 (fp64 for fp64 logits) and differentiable in
     logits. tokens_per_expert is (E,) int64. `options` are the other arguments of route(). An id < 0
     or >= E is an empty slot, which is not counted.

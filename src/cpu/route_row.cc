@@ -132,6 +132,25 @@ void RouteRow<Real>::compute_probabilities() {
 }
 
 template <class Real>
+void RouteRow<Real>::normalize_scores(Real top) {
+  if (options_.score != ScoreMode::kSigmoid) return;
+  // The sigmoid is e^x sigmoid(-x). Where all logits are negative, e^x is the softmax times a
+  // factor that the division cancels: so small scores do not underflow.
+  Real* slope = v_.data();
+  for (std::int64_t e = 0; e < experts_; ++e) tmp_[e] = -x_[e];
+  sigmoid_row(tmp_.data(), experts_, slope);
+  if (top > 0) {
+    sigmoid_row(x_.data(), experts_, p_.data());
+  } else {
+    for (std::int64_t e = 0; e < experts_; ++e) p_[e] *= slope[e];
+  }
+  double sum = 0.0;
+  for (std::int64_t e = 0; e < experts_; ++e) sum += p_[e];
+  const double factor = sum > 0.0 ? 1.0 / sum : 0.0;
+  for (std::int64_t e = 0; e < experts_; ++e) p_[e] = static_cast<Real>(p_[e] * factor);
+}
+
+template <class Real>
 void RouteRow<Real>::selection_values() {
   if (options_.score != ScoreMode::kSigmoid) {
     order_row(x_.data(), experts_, keys_.data());
@@ -257,6 +276,16 @@ void RouteRow<Real>::add_probability_gradient(const double* dp, double* dlogits)
     return;
   }
   for (std::int64_t e = 0; e < experts_; ++e) dlogits[e] += dp[e] * p_[e] * (1.0 - p_[e]);
+}
+
+template <class Real>
+void RouteRow<Real>::add_loss_gradient(const double* dp, double* dlogits) const {
+  const bool sigmoid = options_.score == ScoreMode::kSigmoid;
+  double mean = 0.0;
+  for (std::int64_t e = 0; e < experts_; ++e) mean += dp[e] * p_[e];
+  for (std::int64_t e = 0; e < experts_; ++e) {
+    dlogits[e] += p_[e] * (dp[e] - mean) * (sigmoid ? v_[e] : Real{1});
+  }
 }
 
 template class RouteRow<float>;

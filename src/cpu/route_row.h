@@ -40,6 +40,11 @@ class RouteRow {
   /// p = softmax over E whatever the score mode.
   ExpSum<Real> compute_softmax();
 
+  /// p of the losses, from compute_softmax() and its result `top`: the scores over their sum.
+  /// Leaves the softmax as it is for softmax routing. For sigmoid routing it also computes the
+  /// slopes that add_loss_gradient() needs.
+  void normalize_scores(Real top);
+
   /// Chooses K experts, best first; -1 for an empty slot. kSigmoid needs probabilities.
   void select(std::int32_t* ids);
   /// The weights of the K chosen experts; 0 for an empty slot. Needs probabilities unless
@@ -51,6 +56,8 @@ class RouteRow {
   void add_weight_gradient(const std::int32_t* ids, const double* dweights, double* dlogits);
   /// Adds the gradient through compute_probabilities() to dlogits (E).
   void add_probability_gradient(const double* dp, double* dlogits) const;
+  /// Adds the gradient through normalize_scores() to dlogits (E).
+  void add_loss_gradient(const double* dp, double* dlogits) const;
   /// Adds the gradient through compute_softmax() to dlogits (E).
   void add_softmax_gradient(const double* dp, double* dlogits) const;
 

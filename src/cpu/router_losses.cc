@@ -24,13 +24,13 @@ struct BlockSums {
 };
 
 template <class Real>
-void sum_block(RouteRow<Real>& row, const RouteOptions& options, const Tensor& logits, Range tokens,
-               const BlockSums& sums) {
+void sum_block(RouteRow<Real>& row, const Tensor& logits, Range tokens, const BlockSums& sums) {
   const std::int64_t experts = logits.shape[1];
   for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
     row.load(logits, t);
-    const double lse = logsumexp(row.compute_softmax());
-    if (options.score == ScoreMode::kSigmoid) row.compute_probabilities();
+    const ExpSum<Real> parts = row.compute_softmax();
+    const double lse = logsumexp(parts);
+    row.normalize_scores(parts.top);
     for (std::int64_t e = 0; e < experts; ++e) sums.probability[e] += row.probabilities()[e];
     *sums.z += lse * lse;
   }
@@ -55,7 +55,7 @@ void losses(const RouteOptions& options, const Tensor& logits, const Tensor& ids
   PerWorker<RouteRow<Real>> rows(team, options, experts);
   for_ranges(&team, tokens, kTokenBlock, [&](Range range, std::int32_t worker) {
     const std::int64_t block = range.begin / kTokenBlock;
-    sum_block(rows[worker], options, logits, range,
+    sum_block(rows[worker], logits, range,
               {probability.data() + block * experts, z_sums.data() + block});
   });
   double balance = 0.0;
@@ -98,12 +98,13 @@ void losses_backward(const RouteOptions& options, const Tensor& logits, const Te
     std::vector<double>& gradient = gradients[worker];
     for (std::int64_t t = range.begin; t < range.end; ++t) {
       row.load(logits, t);
-      const double through_lse = dz * 2.0 * logsumexp(row.compute_softmax()) / tokens;
+      const ExpSum<Real> parts = row.compute_softmax();
+      const double through_lse = dz * 2.0 * logsumexp(parts) / tokens;
       for (std::int64_t e = 0; e < experts; ++e) {
         gradient[e] = through_lse * row.probabilities()[e];
       }
-      if (options.score == ScoreMode::kSigmoid) row.compute_probabilities();
-      row.add_probability_gradient(dp.data(), gradient.data());
+      row.normalize_scores(parts.top);
+      row.add_loss_gradient(dp.data(), gradient.data());
       store_row(dlogits, t, gradient.data(), experts);
     }
   });

@@ -90,6 +90,15 @@ std::vector<double> sigmoids(const std::vector<double>& logits) {
   return p;
 }
 
+// p of the losses: the scores over their sum. For sigmoids it is the softmax of their logarithms,
+// so that very small scores do not underflow.
+std::vector<double> normalized_scores(const RouteOptions& options, std::vector<double> logits) {
+  if (options.score == ScoreMode::kSigmoid) {
+    for (double& v : logits) v = std::min(v, 0.0) - std::log1p(std::exp(-std::abs(v)));
+  }
+  return softmax(logits);
+}
+
 // Score of each expert before renormalisation, given the chosen experts.
 template <class Real>
 std::vector<Real> scores(const RouteOptions& options, const std::vector<Real>& logits,
@@ -235,8 +244,7 @@ Losses router_losses(const RouteOptions& options, const Matrix<double>& logits,
   const auto experts = static_cast<double>(logits.cols);
   for (std::int64_t t = 0; t < logits.rows; ++t) {
     const std::vector<double> clean = cleaned(logits.row(t), logits.cols);
-    const std::vector<double> p =
-        options.score == ScoreMode::kSigmoid ? scores(options, clean, ids.row(t)) : softmax(clean);
+    const std::vector<double> p = normalized_scores(options, clean);
     for (std::int64_t e = 0; e < logits.cols; ++e) {
       const double fraction = static_cast<double>(out.tokens_per_expert[e]) /
                               (tokens * static_cast<double>(options.top_k));
@@ -256,23 +264,19 @@ Matrix<double> router_losses_backward(const RouteOptions& options, const Matrix<
   const auto experts = static_cast<double>(logits.cols);
   for (std::int64_t t = 0; t < logits.rows; ++t) {
     const std::vector<double> clean = cleaned(logits.row(t), logits.cols);
-    const std::vector<double> p = softmax(clean);
+    const std::vector<double> p = normalized_scores(options, clean);
     std::vector<double> dp(p.size());
     for (std::size_t e = 0; e < p.size(); ++e) {
       dp[e] = dload_balancing * experts * static_cast<double>(tokens_per_expert[e]) /
               (tokens * tokens * static_cast<double>(options.top_k));
     }
-    std::vector<double> by_p(p.size());
-    if (options.score == ScoreMode::kSigmoid) {
-      for (std::size_t e = 0; e < p.size(); ++e) {
-        const double s = sigmoid(clean[e]);
-        by_p[e] = dp[e] * s * (1.0 - s);
-      }
-    } else {
-      by_p = softmax_backward(p, dp);
+    const std::vector<double> by_p = softmax_backward(p, dp);
+    const std::vector<double> by_lse = softmax(clean);
+    const double dlse = dz * 2.0 * log_sum_exp(clean) / tokens;
+    for (std::size_t e = 0; e < p.size(); ++e) {
+      const double slope = options.score == ScoreMode::kSigmoid ? sigmoid(-clean[e]) : 1.0;
+      dlogits(t, e) = by_p[e] * slope + dlse * by_lse[e];
     }
-    const double by_lse = dz * 2.0 * log_sum_exp(clean) / tokens;
-    for (std::size_t e = 0; e < p.size(); ++e) dlogits(t, e) = by_p[e] + by_lse * p[e];
   }
   return dlogits;
 }

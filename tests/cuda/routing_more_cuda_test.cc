@@ -131,21 +131,26 @@ TEST_F(CudaRouter, ExpertChoiceEqualsTheCpu) {
   }
 }
 
+constexpr double kSoftmax = 1.0;  // softmax scores instead of sigmoids
+
 TEST_F(CudaRouter, LossesEqualTheCpu) {
   std::mt19937_64 random(22);
   for (const Shape& s : kShapes) {
     for (const DType dtype : kDTypes) {
       for (const Flavour flavour : testing::kFlavours) {
-        for (const ScoreMode score : {ScoreMode::kSoftmaxAfterTopK, ScoreMode::kSigmoid}) {
+        for (const double height : {0.0, -30.0, kSoftmax}) {
           SCOPED_TRACE(::testing::Message()
                        << "T " << s.tokens << " E " << s.experts << " K " << s.top_k << " "
-                       << dtype_name(dtype) << " flavour " << static_cast<int>(flavour) << " score "
-                       << static_cast<int>(score));
+                       << dtype_name(dtype) << " flavour " << static_cast<int>(flavour)
+                       << " sigmoids at height " << height);
           RouteOptions options;
           options.top_k = s.top_k;
-          options.score = score;
+          if (height != kSoftmax) options.score = ScoreMode::kSigmoid;
           Guarded logits(dtype, s.tokens * s.experts);
           fill_logits(&logits, s.experts, flavour, &random);
+          for (std::int64_t i = 0; height < 0.0 && i < logits.count(); ++i) {
+            logits.set(i, logits.value(i) + height);
+          }
           std::vector<std::int64_t> ids(static_cast<std::size_t>(s.tokens * s.top_k));
           for (std::int64_t& id : ids) {
             id = static_cast<std::int64_t>(random() % (s.experts + 2)) - 1;

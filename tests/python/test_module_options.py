@@ -255,6 +255,26 @@ def test_expert_choice(device):
         module(x, selection_bias=torch.zeros(E, device=device))
 
 
+@on_each
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("height", [0.0, -5.0, -20.0, -100.0, 20.0])
+def test_the_balance_loss_divides_sigmoids_by_their_sum(height, padded, device):
+    torch.manual_seed(0)
+    logits = torch.randn(T, E, dtype=torch.float64)
+    ids = torch.arange(T * K).reshape(T, K).remainder(E)  # balanced, not what route() chooses
+    padding = torch.arange(T) % 5 == 0 if padded else None
+    high = (logits + height).sigmoid()
+    p = high / high.sum(-1, keepdim=True)  # DeepSeek-V3, equations 17 to 20
+    real = slice(None) if padding is None else ~padding
+    counts = ids[real].flatten().bincount(minlength=E)
+    want = (E * counts / counts.sum() * p[real].mean(0)).sum()
+    if padding is not None:
+        ids, padding = ids.masked_fill(padding[:, None], -1), padding.to(device)
+    given = (logits + height).float().to(device), ids.to(device)
+    got, *_ = sonicmoe_cpp.router_losses(*given, score="sigmoid", padding=padding)
+    assert got.item() == pytest.approx(want.item(), rel=1e-5)
+
+
 def test_the_load_balancing_loss_of_transformers_is_k_times_ours():
     pytest.importorskip("transformers")
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -46,6 +46,30 @@ __device__ double log_sum(const Softmax& s) {
   return s.inverse > 0.0f ? s.top - log(static_cast<double>(s.inverse)) : 0.0;
 }
 
+/// p of the losses: the scores over their sum. The sigmoid is e^x sigmoid(-x). Where all logits are
+/// negative, e^x is the softmax times a factor that the division cancels: so small scores do not
+/// underflow.
+template <class R>
+__device__ void loss_probabilities(const RouteParams& p, const R& r, const Softmax& s,
+                                   float (&out)[R::kValues]) {
+  if (p.score != ScoreMode::kSigmoid) {
+    r.probabilities(p, s, out);
+    return;
+  }
+  const bool large = s.top > 0.0f;
+  float sum = 0.0f;
+#pragma unroll
+  for (int v = 0; v < R::kValues; v++) {
+    const float sigmoid = key::sigmoid32(large ? r.x[v] : -r.x[v]);
+    out[v] = large ? sigmoid : s(r.x[v]) * sigmoid;
+    sum += out[v];
+  }
+  sum = lanes_sum<R::kLanes>(sum);
+  const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+#pragma unroll
+  for (int v = 0; v < R::kValues; v++) out[v] *= factor;
+}
+
 template <class R>
 __global__ void __maxnreg__(kLossRegisters)
     loss_parts(RouteParams p, SlotView ids, LossParts parts) {
@@ -72,7 +96,7 @@ __global__ void __maxnreg__(kLossRegisters)
     r.load(p, mine ? row : begin);
     const Softmax s = r.softmax();
     float probability[R::kValues];
-    r.probabilities(p, s, probability);
+    loss_probabilities(p, r, s, probability);
 #pragma unroll
     for (int v = 0; v < R::kValues; v++) sum[v] += mine ? probability[v] : 0.0f;
     const double lse = log_sum(s);
@@ -182,15 +206,15 @@ __global__ void __launch_bounds__(kRowThreads)
     dp[v] = static_cast<float>(per_token * static_cast<double>(count));
     gradient[v] = static_cast<float>(through * s(r.x[v]));
   }
-  r.probabilities(p, s, probability);
+  loss_probabilities(p, r, s, probability);
   float mean = 0.0f;
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) mean += dp[v] * probability[v];
   mean = lanes_sum<R::kLanes>(mean);
 #pragma unroll
   for (int v = 0; v < R::kValues; v++) {
-    gradient[v] += p.score == ScoreMode::kSigmoid ? dp[v] * probability[v] * (1.0f - probability[v])
-                                                  : probability[v] * (dp[v] - mean);
+    const float slope = p.score == ScoreMode::kSigmoid ? key::sigmoid32(-r.x[v]) : 1.0f;
+    gradient[v] += probability[v] * (dp[v] - mean) * slope;
   }
   if (row < p.tokens) store_gradient<R>(dlogits, token, p.experts, gradient);
 }
