@@ -7,6 +7,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from . import _checks, _library
@@ -397,17 +398,7 @@ def function(name: str, forward, backward):
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), parts)
     # Skips the Python part of Function.apply, which only functorch's transforms need.
-    plain = super(torch.autograd.Function, function).apply
-
-    def apply(*arguments):
-        if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                f"sonicmoe_cpp.{name} is called under torch.func (grad, vmap, ...), for which it "
-                "has no rules: use torch.autograd"
-            )
-        return plain(*arguments)
-
-    return apply
+    return super(torch.autograd.Function, function).apply
 
 
 @functools.cache
@@ -476,6 +467,23 @@ def _recorded_route():
     return function("route", forward, backward)
 
 
+@torch._disable_dynamo  # which would trace it with tensors that have no tangent
+def _is_transformed(value) -> bool:
+    """Whether forward-mode AD or a transform of torch.func differentiates with respect to `value`,
+    or vmap hides from autograd that it requires a gradient."""
+    if not isinstance(value, Tensor):
+        return False
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        return True
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_gradtrackingtensor(value):
+            return True
+        value = torch._C._functorch.get_unwrapped(value)
+        if value.requires_grad:
+            return True
+    return False
+
+
 # The functions below run in every call. They use no generators and few functions, because each
 # adds to the host time of a call.
 
@@ -494,6 +502,20 @@ def records(*arguments) -> bool:
     return False
 
 
+def refuse_transforms(name: str, *arguments) -> None:
+    """Raises NotImplementedError if the call would be differentiated in another way than by
+    autograd's backward. Without this check these derivatives would silently be 0."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return
+    # A graph does not show to what the tensors belong. Outside of fullgraph=True the error makes
+    # torch.compile call the function itself, which comes here again.
+    if torch.compiler.is_compiling() or any(map(_is_transformed, arguments)):
+        raise NotImplementedError(
+            f"sonicmoe_cpp.{name} is called under torch.func (grad, jvp, vmap, ...) or "
+            "forward-mode AD, for which it has no rules: use torch.autograd"
+        )
+
+
 def run(name: str, *arguments):
     """Calls an operator without its derivative."""
     if torch.compiler.is_compiling():
@@ -503,6 +525,7 @@ def run(name: str, *arguments):
 
 def call(name: str, *arguments):
     """Calls an operator. Records its derivative if autograd needs it."""
+    refuse_transforms(name, *arguments)
     if torch.compiler.is_compiling():
         return getattr(ops, name)(*arguments)
     return (_recorded if records(*arguments) else _kernel)(name)(*arguments)
@@ -512,6 +535,7 @@ def route(logits: Tensor, bias: Tensor | None, *rule) -> tuple[Tensor, Tensor]:
     """Calls the operator route; returns (weights, ids)."""
     if bias is not None or torch.compiler.is_compiling() or not records(logits):
         return call("route", logits, bias, *rule)
+    refuse_transforms("route", logits)
     return _recorded_route()(logits, rule)
 
 
@@ -520,6 +544,7 @@ def layer(
 ) -> Tensor:
     """The output of the layer. If autograd records the call, it keeps the tensors that backward
     needs. `tensors` are LAYER_TENSORS, `options` OPTIONS."""
+    refuse_transforms("moe_forward", *tensors)
     if not records(*tensors):
         return run("moe_inference", *tensors, *options, fp8_weights)
     if torch.compiler.is_compiling():

@@ -346,6 +346,7 @@ def lora_moe(
     t = t._replace(up_a=up_a, up_b=up_b, down_a=down_a, down_b=down_b)
     cast = [v if n == "weights" or v is None else v.to(x.dtype) for n, v in t._asdict().items()]
     form = _Form(activation, gate_layout, up_scale, down_scale)
+    _ops.refuse_transforms("lora_moe", *cast)
     return _Layer.apply(form, topk_ids, *cast)
 
 

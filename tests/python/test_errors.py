@@ -5,6 +5,7 @@ import re
 import pytest
 import sonicmoe_cpp
 import torch
+from sonicmoe_cpp.lora import LowRank, lora_moe
 
 T, D, N, E, K = 6, 8, 4, 3, 2
 
@@ -301,11 +302,72 @@ def test_what_is_remembered_does_not_let_others_pass():
             sonicmoe_cpp.route(logits, other)
 
 
-def test_torch_func_is_not_supported():
-    values = arguments()
+def forward_mode(function, x):
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def compiled(transform):
+    torch._dynamo.reset()
+    return torch.compile(transform, backend="aot_eager")
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x),
+    "jacobian": lambda f, x: torch.autograd.functional.jacobian(
+        f, x, strategy="forward-mode", vectorize=True
+    ),
+    "dual": forward_mode,
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None].requires_grad_()),
+    "compiled grad": lambda f, x: compiled(torch.func.grad(f))(x),
+    "compiled jvp": lambda f, x: compiled(lambda t: torch.func.jvp(f, (t,), (t,)))(x),
+    "compiled dual": lambda f, x: forward_mode(compiled(f), x),
+}
+
+
+def transformed():
+    """Functions of one tensor to a scalar, by the operator that refuses them, and that tensor. No
+    other tensor requires a gradient."""
+    values = {name: v.detach() for name, v in arguments().items()}
+    x, logits = values.pop("x"), torch.randn(T, E)
+    ids = values["topk_ids"]
+    layer = sonicmoe_cpp.MoE(E, K, D, N).requires_grad_(False)
+    low = {"activation": "swiglu"}
+    low["up"] = LowRank(torch.randn(E, 2, D), torch.randn(E, 2 * N, 2))
+    return {
+        "moe_forward": (lambda t: sonicmoe_cpp.moe(t, **values).sum(), x),
+        "route": (lambda t: sonicmoe_cpp.route(t, K)[1][:, 0].sum(), logits),
+        "token_round": (lambda t: sonicmoe_cpp.token_round(t, K, tile=2).weight.sum(), logits),
+        "expert_choice": (lambda t: sonicmoe_cpp.expert_choice(t, 2).weight.sum(), logits),
+        "router_losses": (lambda t: sonicmoe_cpp.router_losses(t, ids)[0], logits),
+        "lora_moe": (lambda t: lora_moe(t, **values, **low).sum(), x),
+        "route of a module": (lambda t: layer(t)[0].sum(), x),
+    }
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", transformed())
+def test_derivatives_other_than_backward_are_refused(name, transform):
+    function, x = transformed()[name]
+    name = name.split(" ")[0]
+    with pytest.raises(NotImplementedError, match=rf"sonicmoe_cpp.{name} .* under torch.func"):
+        TRANSFORMS[transform](function, x)
+
+
+def test_transforms_that_do_not_differentiate_the_layer():
+    values = {name: v.detach() for name, v in arguments().items()}
     x = values.pop("x")
-    with pytest.raises(NotImplementedError, match=r"sonicmoe_cpp.moe_forward .* under torch.func"):
-        torch.func.grad(lambda t: sonicmoe_cpp.moe(t, **values).sum())(x)
+    want = sonicmoe_cpp.moe(x, **values)
+    assert torch.equal(torch.func.vmap(lambda t: sonicmoe_cpp.moe(t, **values))(x[None])[0], want)
+    scaled = torch.func.grad(lambda s: (s * sonicmoe_cpp.moe(x, **values)).sum())
+    assert torch.equal(scaled(torch.ones(())), want.sum())
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(sonicmoe_cpp.moe(x, **values), want)
 
 
 def test_another_device_is_not_supported():

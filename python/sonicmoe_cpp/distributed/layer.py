@@ -107,6 +107,7 @@ def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tupl
 
 def _run(place: Place, *others) -> Tensor:
     tensors, options, main_gradients = arguments(*others)
+    _ops.refuse_transforms("moe_expert_parallel", *tensors)
     needs = _needs(tensors)
     tensors = _without_gradients(tensors, main_gradients, needs)
     if torch.compiler.is_compiling():
