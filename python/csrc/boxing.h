@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include <utility>
 
 #include "sonicmoe/status.h"
+#include "views.h"
 
 namespace sonicmoe_torch {
 
@@ -45,6 +47,46 @@ struct IsTuple : std::false_type {};
 template <class... T>
 struct IsTuple<std::tuple<T...>> : std::true_type {};
 
+/// The name of argument `index` of a schema such as "Tensor x, Tensor? gather, int k=0".
+inline std::string argument_name(const std::string& schema, std::size_t index) {
+  std::size_t begin = 0;
+  for (; index > 0; --index) begin = schema.find(", ", begin) + 2;
+  const std::size_t end = schema.find_first_of(",=", begin);
+  const std::string argument = schema.substr(begin, end - begin);
+  return argument.substr(argument.rfind(' ') + 1);
+}
+
+/// Refuses tensors on different devices: torch does not check them, and the backend of the first
+/// one would take the addresses of the others for addresses of its own memory. A seed and the
+/// addresses of buffers are always in host memory.
+template <class Args>
+void expect_one_device(Args& args) {
+  std::optional<DeviceId> first;
+  std::size_t index = 0, first_index = 0;
+  const auto check = [&](const Array& t) {
+    const DeviceId device = device_of(t);
+    if (!first) {
+      first = device;
+      first_index = index;
+    }
+    if (device.type == first->type && device.index == first->index) return;
+    const std::string name = argument_name(Args::schema(), index);
+    if (name == "seed" || name == "addresses") return;
+    throw std::invalid_argument(name + " is on another device than " +
+                                argument_name(Args::schema(), first_index) +
+                                ", must be on the same");
+  };
+  const auto visit = [&](const auto& field) {
+    using Field = std::remove_cvref_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, Array>) check(field);
+    if constexpr (std::is_same_v<Field, MaybeArray>) {
+      if (field.has_value()) check(*field);
+    }
+    ++index;
+  };
+  std::apply([&](const auto&... field) { (visit(field), ...); }, args.fields());
+}
+
 /// The boxed kernel of kFunction: `Result f(Args&)`, where Args is a struct of arguments.h and
 /// Result is a value or a tuple of values.
 template <auto kFunction>
@@ -64,6 +106,7 @@ void box(StableIValue* stack, std::uint64_t num_args, std::uint64_t num_outputs)
       fields);
   auto results = [&] {
     try {
+      expect_one_device(args);
       auto result = kFunction(args);
       if constexpr (IsTuple<decltype(result)>::value) {
         return result;

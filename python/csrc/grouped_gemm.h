@@ -26,7 +26,7 @@ inline Array grouped_gemm(GroupedGemmCall& call) {
   const DeviceScope device(call.a);
   expect_rank(call.a, 2, "a");
   expect_rank(call.b, 3, "b");
-  const Array a = readable_rows(call.a);
+  const Array a = readable_rows(call.a, "a");
   const std::int64_t rows = call.gather ? call.gather->size(0) : a.size(0);
   const Array d = empty(a, {rows, call.b.size(1)}, a.scalar_type());
   sonicmoe::GroupedGemm args;
@@ -51,8 +51,8 @@ inline Array grouped_gemm_k(GroupedGemmCall& call) {
   if (call.offsets.size(0) == 0) {
     throw std::invalid_argument("offsets has no elements, must have E + 1");
   }
-  const Array a = readable_rows(call.a);
-  const Array b = readable_rows(call.b);
+  const Array a = readable_rows(call.a, "a");
+  const Array b = readable_rows(call.b, "b");
   const Array d = empty(a, {call.offsets.size(0) - 1, a.size(1), b.size(1)}, a.scalar_type());
   sonicmoe::GroupedGemmK args;
   args.a = view(a, "a");

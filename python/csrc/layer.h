@@ -97,7 +97,7 @@ inline sonicmoe::Weights weights_of(const Layer& a, const MaybeArray& w_gate,
 
 inline Call call_of(Layer& a) {
   expect_rank(a.x, 2, "x");
-  a.x = readable_rows(a.x);
+  a.x = readable_rows(a.x, "x");
   expect_rank(a.w_up, 3, "w_up");
   expect_rank(a.w_down, 3, "w_down");
   if (a.w_gate.has_value()) expect_rank(*a.w_gate, 3, "w_up");
@@ -151,6 +151,7 @@ class QuantisedWeights {
   QuantisedWeights(const Call& c, const MaybeArray& given, const Array& like,
                    const sonicmoe::Exec& exec)
       : memory_(given) {
+    if (given.has_value()) memory_ = owned_bytes(*given, "fp8_weights", ScalarType::Byte);
     if (given.has_value() || c.problem.precision == sonicmoe::Precision::kTensors) return;
     memory_ = empty(like, {sonicmoe::fp8_weights_bytes(c.problem, exec)}, ScalarType::Byte);
     sonicmoe::quantize_weights(c.problem, c.weights, buffer(), exec);
@@ -194,11 +195,14 @@ inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }
 
+/// Whether H is kept as codes and scales.
+inline bool keeps_codes(const sonicmoe::Problem& p) {
+  return p.precision == sonicmoe::Precision::kFp8 && p.kept_h == sonicmoe::KeptH::kPrecision;
+}
+
 /// Memory for the kept H: (C, G*n) of the tensors' dtype, or uint8 for codes and scales.
 inline Array new_kept_h(const Array& x, const sonicmoe::Problem& p, std::int64_t bytes) {
-  const bool codes =
-      p.precision == sonicmoe::Precision::kFp8 && p.kept_h == sonicmoe::KeptH::kPrecision;
-  if (codes) return new_bytes(x, bytes);
+  if (keeps_codes(p)) return new_bytes(x, bytes);
   const std::int64_t width = sonicmoe::gate_factor(p.activation.kind) * p.width;
   return empty(x, {sonicmoe::row_capacity(p), width}, x.scalar_type());
 }
@@ -254,7 +258,9 @@ inline MaybeArray gradient_of_x(const BackwardCall& a) {
 inline sonicmoe::BackwardArgs backward_args(BackwardCall& a, const Call& c,
                                             const sonicmoe::Weights& grads, const MaybeArray& dx,
                                             const MaybeArray& dweights, sonicmoe::GradMode mode) {
-  a.dout = readable_rows(a.dout);
+  a.dout = readable_rows(a.dout, "grad");
+  a.h = owned_bytes(a.h, "h", keeps_codes(c.problem) ? ScalarType::Byte : a.x.scalar_type());
+  a.saved = owned_bytes(a.saved, "saved", ScalarType::Byte);
   sonicmoe::BackwardArgs args;
   args.x = c.x;
   args.routing = c.routing;

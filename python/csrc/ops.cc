@@ -28,6 +28,7 @@ namespace {
 
 struct NoArguments {
   auto fields() { return std::tuple<>(); }
+  static std::string schema() { return ""; }
 };
 
 std::string version(NoArguments&) { return sonicmoe::version_string(); }
@@ -117,9 +118,9 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   };
   const std::string pairs = std::string("(").append(PairArrays::schema()).append(")");
 
-  def("version", "", "str");
+  def("version", NoArguments::schema(), "str");
   def("cuda_problem", DeviceCall::schema(), "str");
-  def("engine_names", "", "str");
+  def("engine_names", NoArguments::schema(), "str");
   def("engine_of", DeviceCall::schema(), "str");
   def("use_engine", EngineCall::schema(), "int");
   def("moe_inference", InferenceCall::schema(), "Tensor");

@@ -111,6 +111,7 @@ inline sonicmoe::RoundOptions options_of(const RoundCall& a) {
   if (a.seed.numel() != 1 || a.seed.scalar_type() != ScalarType::Long || !a.seed.is_cpu()) {
     throw std::invalid_argument("seed must be an int or one int64 element in host memory");
   }
+  expect_memory(a.seed, "seed");
   sonicmoe::RoundOptions o;
   o.route = options_of(static_cast<const RouteCall&>(a));
   o.tile = a.tile;

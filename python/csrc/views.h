@@ -64,6 +64,23 @@ inline void expect_own_memory(const Array& t, const char* name) {
   }
 }
 
+/// Refuses a tensor whose elements are not all inside of its storage. Such a tensor is a parameter
+/// that FSDP has freed, by resizing its storage: to read it would read other memory.
+inline void expect_memory(const Array& t, const char* name) {
+  std::int64_t bytes = 0;
+  std::int64_t last = 0;  // the index of the last element
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &last));
+  for (std::int64_t i = 0; i < t.dim(); ++i) {
+    if (t.size(i) == 0) return;
+    last += (t.size(i) - 1) * t.stride(i);
+  }
+  if ((last + 1) * static_cast<std::int64_t>(t.element_size()) <= bytes) return;
+  throw std::invalid_argument(std::string(name) + " has freed memory: its storage has " +
+                              std::to_string(bytes) + " bytes, must have at least " +
+                              std::to_string((last + 1) * t.element_size()));
+}
+
 /// A view of all of `t`. The address of a tensor without elements is null, which the library takes
 /// for "not given". So its view gets the address of a static buffer, which is never read.
 inline sonicmoe::Tensor view(const Array& t, const char* name) {
@@ -73,6 +90,7 @@ inline sonicmoe::Tensor view(const Array& t, const char* name) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(t.dim()) +
                                 " dimensions, must have 1 to 3");
   }
+  expect_memory(t, name);
   v.data = t.data_ptr();
   if (v.data == nullptr) v.data = unread;
   v.dtype = dtype_of(t, name);
@@ -184,8 +202,9 @@ inline Array empty_beside(const Array& t) {
 
 /// t (T, d), or a contiguous copy of t if kernels cannot read its strides. Kernels need rows that
 /// are contiguous and do not overlap, and on CUDA rows that begin at multiples of 16 bytes.
-inline Array readable_rows(const Array& t) {
+inline Array readable_rows(const Array& t, const char* name) {
   if (t.dim() != 2) return t;
+  expect_memory(t, name);
   const std::int64_t step = t.stride(0);
   const bool cuda_reads = reinterpret_cast<std::uintptr_t>(t.data_ptr()) % 16 == 0 && step % 8 == 0;
   if (t.stride(1) == 1 && step >= t.size(1) && (cuda_reads || !t.is_cuda())) return t;
@@ -219,8 +238,27 @@ class Scratch {
   std::int64_t bytes_;
 };
 
+/// The bytes of `t`, which must be contiguous: made by the operator, or checked by owned_bytes().
 inline sonicmoe::Buffer lend(const Array& t) {
   return {t.data_ptr(), t.numel() * static_cast<std::int64_t>(t.element_size())};
+}
+
+/// Memory that an earlier call has written, as the library reads it: `t`, or a contiguous and
+/// aligned copy. A hook of saved tensors, or a caller who builds a tuple, may give it any strides.
+inline Array owned_bytes(const Array& t, const char* name, ScalarType dtype) {
+  if (t.scalar_type() != dtype) {
+    throw std::invalid_argument(std::string(name) + " has dtype " +
+                                torch::headeronly::toString(t.scalar_type()) + ", must be " +
+                                torch::headeronly::toString(dtype) + ", as forward made it");
+  }
+  expect_own_memory(t, name);
+  expect_memory(t, name);
+  const std::uintptr_t alignment = t.is_cuda() ? 256 : 64;
+  if (!t.is_contiguous()) return torch::stable::contiguous(t);
+  if (reinterpret_cast<std::uintptr_t>(t.data_ptr()) % alignment != 0) {
+    return torch::stable::clone(t);
+  }
+  return t;
 }
 
 }  // namespace sonicmoe_torch

@@ -346,14 +346,28 @@ DERIVATIVES = {
 }
 
 
+def _expect_one_device(given: dict) -> None:
+    """Refuses tensors on different devices, as boxing.h. A single tensor on the meta device, such
+    as one that a hook returns, would make torch call the fake implementation, whose results have no
+    values. A seed is always in host memory."""
+    devices = {n: t.device for n, t in given.items() if isinstance(t, Tensor)}
+    if devices.get("seed", torch.device("meta")).type != "meta":
+        del devices["seed"]
+    first = next(iter(devices), "")
+    for name, device in devices.items():
+        if device != devices[first]:
+            raise ValueError(f"{name} is on {device}, must be on {first}'s device {devices[first]}")
+
+
 def by_name(name: str, function):
     """Makes a function that takes the operator's arguments and calls `function` with one object,
     which has the arguments as attributes."""
     names = [argument.name for argument in _arguments(name)]
 
     def run(*arguments, **keywords):
-        given = dict(zip(names, arguments, strict=False))
-        return function(SimpleNamespace(**given, **keywords))
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        _expect_one_device(given)
+        return function(SimpleNamespace(**given))
 
     return run
 

@@ -133,6 +133,7 @@ def given_weights(request: Request, tensors: tuple, options: tuple) -> Tensor | 
             f"fp8_weights are of (E, G, n, d) = {tuple(weights[1:])}, must be of "
             f"{(experts, gates, width, hidden)} as w_up and w_down"
         )
+    _checks.tensor("fp8_weights.codes", weights.codes)
     _checks.on_device("fp8_weights", weights.codes, w_down)
     return weights.codes
 

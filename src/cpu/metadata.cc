@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/routing_access.h"
+#include "sonicmoe/status.h"
 
 namespace sonicmoe::cpu {
 namespace {
@@ -167,6 +168,26 @@ std::int64_t count_rows(const Problem& p, const Routing& routing) {
 void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata) {
   if (problem.form == RoutingForm::kGrouped) return collect_groups(problem, routing, metadata);
   sort_choices(problem, routing, metadata);
+}
+
+void check_metadata(const Problem& p, const Metadata& m) {
+  const auto in_order = [](const auto* offsets, std::int64_t lists, std::int64_t end) {
+    const auto* last = offsets + lists;
+    return offsets[0] == 0 && *last <= end && std::is_sorted(offsets, last + 1);
+  };
+  const auto below = [](const std::int32_t* numbers, std::int64_t count, std::int64_t end) {
+    return std::all_of(numbers, numbers + count,
+                       [end](std::int32_t number) { return number >= 0 && number < end; });
+  };
+  const std::int64_t capacity = row_capacity(p);
+  if (in_order(m.offsets, p.experts, capacity) && in_order(m.token_offsets, p.tokens, capacity)) {
+    const std::int64_t rows = m.offsets[p.experts];
+    if (m.token_offsets[p.tokens] == rows && below(m.row_token, rows, p.tokens) &&
+        below(m.row_source, rows, capacity) && below(m.token_rows, rows, rows)) {
+      return;
+    }
+  }
+  throw Error(Status::kInvalidArgument, "saved has other bytes than a forward of this call wrote");
 }
 
 double source_weight(const Problem& problem, const Tensor& weights, std::int64_t source) {

@@ -32,6 +32,10 @@ Metadata metadata_at(const Problem& problem, void* base);
 std::int64_t count_rows(const Problem& problem, const Routing& routing);
 void build_metadata(const Problem& problem, const Routing& routing, const Metadata& metadata);
 
+/// Throws unless every index of the metadata is inside of its list, as in every metadata of
+/// build_metadata(). Backward would read and write other memory by an index from other bytes.
+void check_metadata(const Problem& problem, const Metadata& metadata);
+
 /// The routing weight of a source; 1 if grouped rows have no weights.
 double source_weight(const Problem& problem, const Tensor& weights, std::int64_t source);
 

@@ -402,6 +402,7 @@ std::int64_t most_tasks(const Backward& b, std::int64_t rows) {
 
 void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, const Exec& exec) {
   const Backward b = backward_of(isa, problem, args);
+  check_metadata(problem, b.metadata);
 
   // Everything that allocates. The caller's buffers are written only after this: in accumulate
   // mode, repeating a call that was refused later would add some gradients twice.

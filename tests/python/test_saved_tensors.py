@@ -1,0 +1,290 @@
+"""Tensors that come back from hooks, or from tuples that a user builds, with other strides,
+devices, dtypes or sizes: equal gradients or a refusal, never a read of other memory."""
+
+import pytest
+import sonicmoe_cpp as smoe
+import torch
+from devices import DEVICES
+from torch.autograd.graph import saved_tensors_hooks
+
+E, K, D, N, T = 4, 2, 128, 128, 24
+REFUSED = (ValueError, RuntimeError, TypeError, IndexError)  # NotImplementedError is a RuntimeError
+
+# ---- changes -------------------------------------------------------------------------------------
+
+
+def stacked(t):
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def sliced(t):
+    """Contiguous, but begins at the second element of an allocation."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def padded(t):
+    return torch.nn.functional.pad(t, (0, 3))[..., : t.shape[-1]]
+
+
+def transposed(t):
+    return t.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def expanded(t):
+    return t.flatten()[:1].expand(t.numel()).view(t.shape)
+
+
+def truncated(t):
+    return t[: t.shape[0] // 2]
+
+
+def empty(t):
+    return t[:0]
+
+
+def flat(t):
+    return t.flatten()
+
+
+def freed(t, part=0):
+    """As FSDP frees gathered parameters."""
+    t = t.clone()
+    t.untyped_storage().resize_(part * t.untyped_storage().nbytes() // 2)
+    return t
+
+
+def half_freed(t):
+    return freed(t, 1)
+
+
+def other_bytes(t):
+    """In metadata: indices that are out of range."""
+    return torch.full_like(t, 0x7F) if t.dtype == torch.uint8 else t
+
+
+def wider(t):
+    return t.to(torch.complex64 if t.dtype == torch.float64 else torch.float64)
+
+
+def as_wide(t):
+    """Another dtype of the same size, so that the number of bytes does not show it."""
+    same = {1: torch.int8, 2: torch.float16, 4: torch.int32, 8: torch.float64}
+    return t.view(same[t.element_size()])
+
+
+def on_meta(t):
+    return t.to("meta")
+
+
+SAME = (stacked, sliced, padded, transposed)
+OTHER = (expanded, truncated, empty, flat, freed, half_freed, other_bytes, wider, as_wide, on_meta)
+
+# ---- calls: each returns an output and the tensors that it is differentiated in ------------------
+
+
+def leaves(device):
+    torch.manual_seed(0)
+    kind = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    return [torch.randn(*s, **kind) for s in ((T, D), (E, 2 * N, D), (E, D, N), (E, 2 * N), (E, D))]
+
+
+def logits_of(device):
+    return torch.randn(T, E, device=device, requires_grad=True)
+
+
+def by_ids(device, **options):
+    x, w_up, w_down, b_up, b_down = leaves(device)
+    ids, weights = smoe.route(logits_of(device).detach(), K)
+    weights.requires_grad_()
+    biases = {} if options else {"b_up": b_up, "b_down": b_down}
+    out = smoe.moe(x, ids, weights, w_up, w_down, **biases, **options)
+    return out, (x, w_up, w_down, weights, *biases.values())
+
+
+def by_pairs(device):
+    x, w_up, w_down, *_ = leaves(device)
+    logits = logits_of(device)
+    pairs = smoe.token_round(logits, K, tile=8)
+    return smoe.moe_pairs(x, pairs, w_up, w_down), (x, w_up, w_down, logits)
+
+
+def by_choice(device):
+    x, w_up, w_down, *_ = leaves(device)
+    logits = logits_of(device)
+    pairs = smoe.expert_choice(logits, 9)
+    return smoe.moe_pairs(x, pairs, (w_up[:, :N], w_up[:, N:]), w_down), (x, w_up, w_down, logits)
+
+
+def grouped(device):
+    x, w_up, w_down, *_ = leaves(device)
+    offsets = torch.tensor([0, 1, 9, 9, T], device=device)
+    weights = torch.rand(T, device=device, requires_grad=True)
+    out = smoe.moe_grouped(x, offsets, w_up, w_down, row_weights=weights)
+    return out, (x, w_up, w_down, weights)
+
+
+def routed(device):
+    logits = logits_of(device)
+    bias = torch.randn(E, device=device)
+    return smoe.route(logits, K, score="sigmoid", bias=bias)[1], (logits,)
+
+
+def losses(device):
+    logits = logits_of(device)
+    ids, _ = smoe.route(logits, K)
+    balance, z, _ = smoe.router_losses(logits, ids)
+    return balance + z, (logits,)
+
+
+def factors(device):
+    layer = smoe.MoE(E, K, D, N, device=device, dtype=torch.bfloat16)
+    layer.add_lora(rank=4, alpha=8)
+    x = leaves(device)[0]
+    return layer(x)[0], (x, *layer.lora.parameters())
+
+
+def in_fp8(device):
+    _, w_up, w_down, *_ = leaves(device)
+    quantised = smoe.quantize_weights(w_up, w_down)
+    return by_ids(device, precision="fp8", fp8_weights=quantised)
+
+
+def keeping_bf16(device):
+    return by_ids(device, precision="fp8", keep_h="bf16")
+
+
+CALLS = (by_ids, by_pairs, by_choice, grouped, routed, losses, factors, in_fp8, keeping_bf16)
+
+
+def differentiated(call, device, change, only=None):
+    """The gradients of a call of which all saved tensors, or the tensor number `only`, are changed;
+    how many there are; and whether a tensor was changed before backward read it."""
+    count, changed = 0, False
+
+    def pack(t):
+        nonlocal count
+        count += 1
+        return count - 1, t
+
+    def unpack(packed):
+        nonlocal changed
+        number, t = packed
+        if t.dim() == 0 or only not in (None, number):
+            return t
+        changed = True
+        return change(t)
+
+    torch.manual_seed(1)
+    with saved_tensors_hooks(pack, unpack):
+        out, inputs = call(device)
+    found = torch.autograd.grad(out.float().square().sum(), inputs, allow_unused=True)
+    return found, count, changed
+
+
+def skip_without_fp8(device, call):
+    if device == "cuda" and call in (in_fp8, keeping_bf16):
+        reason = smoe.unsupported_reason(device)
+        if reason or torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("fp8 on CUDA needs the Hopper engine")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
+def test_equal_values_with_other_strides(device, call):
+    skip_without_fp8(device, call)
+    want, *_ = differentiated(call, device, lambda t: t)
+    tolerance = 2e-2 if call is factors else 0.0  # torch's products depend on strides
+    for change in SAME:
+        try:
+            got, *_ = differentiated(call, device, change)
+        except NotImplementedError:  # strides that CUDA does not read
+            assert device == "cuda"
+            continue
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=change.__name__)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
+def test_each_saved_tensor_changed(device, call):
+    """Where a tensor's values and sizes decide nothing about addresses, gradients may be computed
+    from another tensor; else it is refused. A tensor on another device is always refused."""
+    skip_without_fp8(device, call)
+    _, count, _ = differentiated(call, device, lambda t: t)
+    for change in OTHER:
+        if change in (freed, half_freed, other_bytes) and call is factors:
+            continue  # torch's own products between the factors would read freed memory
+        if change is other_bytes and device == "cuda":
+            continue  # metadata is in device memory, which the host does not read
+        for only in range(count):
+            try:
+                found, _, changed = differentiated(call, device, change, only)
+            except REFUSED:
+                continue
+            assert change is not on_meta or not changed or call is factors, only
+            assert all(g is None or g.device.type == device for g in found)
+
+
+# ---- tuples --------------------------------------------------------------------------------------
+
+
+def quantised_call(codes):
+    x, w_up, w_down, *_ = leaves("cpu")
+    quantised = smoe.quantize_weights(w_up, w_down)
+    quantised = quantised._replace(codes=codes(quantised.codes))
+    ids, weights = smoe.route(logits_of("cpu").detach(), K)
+    return smoe.moe(x, ids, weights, w_up, w_down, precision="fp8", fp8_weights=quantised)
+
+
+def test_codes_with_other_strides():
+    want = quantised_call(lambda t: t)
+    for change in SAME:
+        assert torch.equal(quantised_call(change), want), change.__name__
+
+
+@pytest.mark.parametrize("change", OTHER, ids=lambda f: f.__name__)
+def test_codes_changed(change):
+    if change in (flat, other_bytes):
+        return  # the same bytes, or codes of other weights
+    with pytest.raises(REFUSED):
+        quantised_call(change)
+
+
+def test_codes_that_are_no_tensor():
+    for value in (None, 3, [1, 2]):
+        with pytest.raises(TypeError, match=r"fp8_weights\.codes is .* torch\.Tensor"):
+            quantised_call(lambda _, v=value: v)
+
+
+def test_pairs_changed():
+    x, w_up, w_down, *_ = leaves("cpu")
+    pairs = smoe.token_round(logits_of("cpu").detach(), K, tile=8)
+    want = smoe.moe_pairs(x, pairs, w_up, w_down)
+    for name in ("token", "expert", "weight"):
+        value = getattr(pairs, name)
+        for change in SAME:
+            changed = pairs._replace(**{name: change(value)})
+            assert torch.equal(smoe.moe_pairs(x, changed, w_up, w_down), want)
+        for change in (truncated, freed, half_freed, on_meta):
+            with pytest.raises(REFUSED):
+                smoe.moe_pairs(x, pairs._replace(**{name: change(value)}), w_up, w_down)
+
+
+def test_main_gradients_changed():
+    """A buffer to which backward adds is never copied: it is used as it is, or refused."""
+    x, w_up, w_down, *_ = leaves("cpu")
+    ids, weights = smoe.route(logits_of("cpu").detach(), K)
+
+    def buffers(change):
+        g = change(torch.zeros(w_up.shape)), torch.zeros(w_down.shape)
+        out = smoe.moe(x, ids, weights, w_up, w_down, grad_accum=g)
+        out.float().square().sum().backward()
+        return g
+
+    want = buffers(lambda t: t)
+    for change in SAME:
+        for a, b in zip(buffers(change), want, strict=True):
+            assert torch.equal(a, b), change.__name__
+    for change in (expanded, truncated, freed, half_freed, on_meta, as_wide):
+        with pytest.raises(REFUSED):
+            buffers(change)
