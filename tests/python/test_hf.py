@@ -379,9 +379,8 @@ def test_quantised_experts_are_refused_by_name():
     config = transformers.Qwen3MoeConfig(**hf_models.SIZE, num_experts=4, moe_intermediate_size=32)
     config._experts_implementation = "sonicmoe_cpp"
     experts = kind(config, block_size=(16, 16))
-    for call in (lambda: experts(*routing()), lambda: hf.add_lora(nn.Sequential(experts), 2, 2)):
-        with pytest.raises(NotImplementedError, match="gate_up_proj of FP8Experts is quantised"):
-            call()
+    with pytest.raises(NotImplementedError, match="gate_up_proj of FP8Experts is quantised"):
+        experts(*routing())
     assert list(hf.supports(nn.Sequential(experts)).refused) == ["0"]
 
 
@@ -495,68 +494,3 @@ def test_an_old_transformers_is_refused(monkeypatch):
         hf.register()
     monkeypatch.setattr(hf.metadata, "version", lambda name: "5.10rc1")
     assert hf.register() == "sonicmoe_cpp"
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
-def test_low_rank_factors(architecture):
-    """Against eager experts whose weights hold W + B A."""
-    model = hf_models.build(architecture).double()
-    names = hf.add_lora(model, rank=3, alpha=6.0)
-    assert names == [name for name, _ in hf_models.experts_of(model)]
-    factors = {n: p for n, p in model.named_parameters() if ".lora." in n}
-    g = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in factors.values():
-            p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
-    ids = torch.randint(96, (2, 11), generator=g)
-    out = model(ids, labels=ids)
-    got = torch.autograd.grad(out.loss, list(factors.values()))
-    merged = hf_models.build(architecture).double()
-    merged.set_experts_implementation("eager")
-    weights = []
-    for (_, adapted), (_, plain) in zip(
-        hf_models.experts_of(model), hf_models.experts_of(merged), strict=True
-    ):
-        for target, name in (("up", "gate_up_proj"), ("down", "down_proj")):
-            low = getattr(adapted.lora, f"{target}_a"), getattr(adapted.lora, f"{target}_b")
-            delta = 2.0 * low[1] @ low[0]
-            delta = delta.transpose(1, 2) if plain.is_transposed else delta
-            weight = (getattr(plain, name) + delta).detach().requires_grad_()
-            setattr(plain, name, nn.Parameter(weight))
-            weights.append((getattr(plain, name), low, plain.is_transposed))
-    want = merged(ids, labels=ids)
-    torch.testing.assert_close(out.logits, want.logits)
-    want.loss.backward()
-    expected = []
-    for weight, (a, b), transposed in weights:
-        dw = weight.grad.transpose(1, 2) if transposed else weight.grad
-        expected += [2.0 * b.transpose(1, 2) @ dw, 2.0 * dw @ a.transpose(1, 2)]
-    for name, value, grad in zip(factors, expected, got, strict=True):
-        torch.testing.assert_close(grad, value, msg=name)
-
-
-def test_factors_are_not_left_out_silently():
-    model = hf_models.build("qwen3_moe")
-    hf.add_lora(model, rank=2, alpha=2)
-    assert not any(
-        p.requires_grad
-        for n, p in model.named_parameters()
-        if n.endswith("down_proj") and "experts" in n
-    )
-    model.set_experts_implementation("eager")
-    with pytest.raises(RuntimeError, match='experts_implementation is "eager", which leaves out'):
-        model(torch.tensor([[1, 2]]))
-    with pytest.raises(ValueError, match="Linear has no experts"):
-        hf.add_lora(nn.Linear(2, 2), rank=2, alpha=2)
-
-
-def test_refused_factors_change_nothing():
-    model = hf_models.build("qwen3_moe")
-    with pytest.raises(ValueError, match="rank is 0"):
-        hf.add_lora(model, rank=0, alpha=2)
-    assert all(p.requires_grad for p in model.parameters())
-    hf.add_lora(model, rank=2, alpha=2)
-    before = dict(model.named_parameters())
-    with pytest.raises(ValueError, match="Qwen3MoeExperts has low-rank factors already"):
-        hf.add_lora(model, rank=4, alpha=2)
-    assert dict(model.named_parameters()) == before

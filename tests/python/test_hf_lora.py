@@ -1,18 +1,22 @@
-"""Low-rank factors of a transformers model on disk: save, load, merge, and PEFT beside them."""
+"""Low-rank factors of a transformers model's experts: PEFT's own, computed by lora_moe()."""
 
 import copy
+import io
 import json
+import math
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-from sonicmoe_cpp.integrations import hf
+from sonicmoe_cpp.integrations import _hf_experts, _hf_lora, hf
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
 import hf_models  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 
 hf.register()
 IDS = torch.randint(96, (2, 11), generator=torch.Generator().manual_seed(7))
@@ -21,16 +25,18 @@ IDS = torch.randint(96, (2, 11), generator=torch.Generator().manual_seed(7))
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "mixtral"]
 
 
-def adapted(architecture, rank=3, alpha=6.0):
-    """A model whose factors have been trained: none of them is zero."""
-    model = hf_models.build(architecture)
-    hf.add_lora(model, rank, alpha)
-    g = torch.Generator().manual_seed(5)
+def fill(model, seed=5):
+    """Sets all factors to values as if trained: none of them is zero."""
+    g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if ".lora." in name:
+            if "lora_" in name:
                 p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5)
     return model
+
+
+def adapted(architecture="qwen3_moe", rank=3, alpha=6.0, **options):
+    return fill(hf.add_lora(hf_models.build(architecture), rank, alpha, **options)).eval()
 
 
 def logits(model):
@@ -38,292 +44,449 @@ def logits(model):
         return model(IDS).logits
 
 
-def from_pretrained(directory):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, experts_implementation="sonicmoe_cpp"
-    ).eval()
+def loaded(directory, architecture="qwen3_moe"):
+    return peft.PeftModel.from_pretrained(hf_models.build(architecture), directory).eval()
 
 
 def factors(model):
-    return {n: p for n, p in model.named_parameters() if ".lora." in n}
+    return {n: p for n, p in model.named_parameters() if "lora_" in n}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_saved_and_loaded_again(architecture, tmp_path):
-    model = adapted(architecture)
-    model.save_pretrained(tmp_path)
-    assert not hasattr(model.config, "sonicmoe_cpp_lora")  # only the file has this entry
-    again = from_pretrained(tmp_path)
-    for run in (lambda: again(IDS), lambda: hf.add_lora(again, 3, 6.0)):
-        with pytest.raises((RuntimeError, ValueError), match="was saved with low-rank factors"):
-            run()
-    assert not factors(again) and not hf.supports(again)
-    names = hf.load_lora(again, tmp_path)
-    assert names == [name for name, _ in hf_models.experts_of(model)]
-    assert torch.equal(logits(again), logits(model))
-    found = factors(again)
-    assert all(p.requires_grad for p in found.values())
-    assert all(torch.equal(p, found[n]) for n, p in factors(model).items())
-    # What was loaded is saved again.
-    again.save_pretrained(tmp_path / "second")
-    third = from_pretrained(tmp_path / "second")
-    hf.load_lora(third, tmp_path / "second")
-    assert torch.equal(logits(third), logits(model))
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of lora_moe()."""
+    seen, call = [], _hf_experts.lora_moe
+
+    def counted(*arguments, **options):
+        seen.append(options)
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(_hf_experts, "lora_moe", counted)
+    return seen
 
 
-def test_an_inner_model_and_a_state_dict_are_saved_too(tmp_path):
-    model = adapted("qwen3_moe")
-    state = {n: p + 1 if ".lora." in n else p for n, p in model.state_dict().items()}
-    model.save_pretrained(tmp_path / "whole", state_dict=state)
-    again = from_pretrained(tmp_path / "whole")
-    hf.load_lora(again, tmp_path / "whole")
-    assert all(torch.equal(p + 1, factors(again)[n]) for n, p in factors(model).items())
-    model.model.save_pretrained(tmp_path / "inner")
-    keys = load_file(tmp_path / "inner" / "lora" / "adapter_model.safetensors")
-    assert all(key.startswith("base_model.model.layers.") for key in keys)
-    model.save_pretrained(tmp_path / "other rank", is_main_process=False)
-    assert not (tmp_path / "other rank" / "lora").exists()
-    with pytest.raises(
-        ValueError, match="push_to_hub is True, which would upload the model without"
-    ):
-        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
-    assert not (tmp_path / "pushed").exists()
+# ---- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_merged(architecture, tmp_path):
-    model = adapted(architecture)
-    want = logits(model)
-    hf.merge_lora(model)
-    assert not factors(model)
-    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
-    model.save_pretrained(tmp_path)
-    assert not (tmp_path / "lora").exists()
-    again = from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(again), want, rtol=1e-4, atol=1e-4)
-    again.set_experts_implementation("eager")
-    torch.testing.assert_close(logits(again), want, rtol=1e-4, atol=1e-4)
-    hf.add_lora(model, 2, 2)  # room for new ones
-    with pytest.raises(ValueError, match="has no low-rank factors"):
-        hf.merge_lora(again)
-
-
-def test_merging_through_an_inner_model(tmp_path):
-    """add_lora was called with the outer model, merge_lora with the model inside it."""
-    model = adapted("qwen3_moe")
-    want = logits(model)
-    hf.merge_lora(model.model)
-    model.save_pretrained(tmp_path)
-    assert "save_pretrained" not in vars(model)
-    assert not (tmp_path / "lora").exists()
-    torch.testing.assert_close(logits(from_pretrained(tmp_path)), want, rtol=1e-4, atol=1e-4)
-
-
-def test_merging_rounds_once():
-    model = adapted("qwen3_moe").bfloat16()
-    _, experts = hf_models.experts_of(model)[0]
-    lora = experts.lora
-    want = experts.down_proj.float() + lora.scale * lora.down_b.float() @ lora.down_a.float()
-    hf.merge_lora(model)
-    assert torch.equal(experts.down_proj, want.bfloat16())
-
-
-def test_a_copy_saves_its_own(tmp_path):
-    model = adapted("qwen3_moe")
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in factors(other).values():
-            p.add_(1)
-    other.save_pretrained(tmp_path)
-    again = from_pretrained(tmp_path)
-    hf.load_lora(again, tmp_path)
-    assert all(torch.equal(p, factors(again)[n]) for n, p in factors(other).items())
-
-
-def test_what_cannot_be_loaded_is_refused_and_changes_nothing(tmp_path):
-    model = adapted("qwen3_moe")
-    hf.save_lora(model, tmp_path)
-    plain = hf_models.build("qwen3_moe")
-    config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
-
-    def refused(match, error=ValueError):
-        with pytest.raises(error, match=match):
-            hf.load_lora(plain, tmp_path)
-        assert not factors(plain) and all(p.requires_grad for p in plain.parameters())
-
-    options, tensors = json.loads(config.read_text()), load_file(weights)
-    for name, value in (("use_dora", True), ("rank_pattern", {"x": 2}), ("peft_type", "LOHA")):
-        config.write_text(json.dumps(options | {name: value}))
-        refused(f"{name} is .*, which cannot be loaded beside experts")
-    config.write_text(json.dumps(options))
-    first = min(tensors)
-    save_file({k: v for k, v in tensors.items() if k != first}, weights)
-    refused("lacks base_model.model.*must adapt both projections of every expert")
-    save_file(tensors | {"base_model.model.q_proj.lora_A.weight": torch.ones(3, 4)}, weights)
-    refused("holds base_model.model.q_proj.lora_A.weight, which is not a factor of an experts")
-    save_file(tensors | {first: tensors[first][:, :-1].contiguous()}, weights)
-    refused("has shape .* in the file, must be")
-    save_file(tensors | {first: tensors[first][:-1].contiguous()}, weights)
-    refused(r"must be \(E\*r, in\) and \(out, r\*E\) with r = 3")
-    config.unlink()
-    refused("has no adapter_config.json, neither itself nor in its folder lora", FileNotFoundError)
-    with pytest.raises(ValueError, match="has low-rank factors already"):
-        hf.save_lora(model, tmp_path)
-        hf.load_lora(model, tmp_path)
-    with pytest.raises(ValueError, match="has no low-rank factors"):
-        hf.save_lora(plain, tmp_path)
-
-
-def test_add_lora_after_fully_shard_is_refused():
-    distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.fsdp import fully_shard
-
-    model = hf_models.build("qwen3_moe")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="is a DTensor: add_lora must come before fully_shard"):
-            hf.add_lora(model, 2, 2)
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_a_sharded_model_is_saved_from_a_gathered_state_dict(tmp_path):
-    distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.fsdp import fully_shard
-
-    model = adapted("qwen3_moe")
-    want = logits(model)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
-        torch.testing.assert_close(logits(model), want)
-        model.reshard()
-        with pytest.raises(ValueError, match=r"lora\.up_a is a DTensor: pass state_dict="):
-            model.save_pretrained(tmp_path / "sharded")
-        assert not (tmp_path / "sharded").exists()
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        model.save_pretrained(tmp_path, state_dict=state)
-    finally:
-        distributed.destroy_process_group()
-    again = from_pretrained(tmp_path)
-    hf.load_lora(again, tmp_path)
-    torch.testing.assert_close(logits(again), want)
-
-
-# ---- PEFT ----------------------------------------------------------------------------------------
-
-
-def peft_config(**options):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    targets = ["experts.gate_up_proj", "experts.down_proj"]
-    options = {"target_modules": [], "target_parameters": targets} | options
-    return peft, peft.LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, **options)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_peft_reads_what_was_saved(architecture, tmp_path):
-    peft, _ = peft_config()
-    model = adapted(architecture)
-    hf.save_lora(model, tmp_path)
-    for implementation in ("sonicmoe_cpp", "eager"):
-        base = hf_models.build(architecture)
-        base.set_experts_implementation(implementation)
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path)
-        torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-4, atol=1e-4)
+def results(model):
+    """Logits and the gradients of all that is trained."""
+    model.zero_grad(set_to_none=True)
+    out = model(IDS, labels=IDS)
+    out.loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert grads and None not in grads.values()
+    return {"logits": out.logits.detach()} | grads
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_peft_saved_is_loaded(architecture, rslora, tmp_path):
-    peft, config = peft_config(use_rslora=rslora)
-    theirs = peft.get_peft_model(hf_models.build(architecture), config).eval()
-    theirs.save_pretrained(tmp_path)
-    model = hf_models.build(architecture)
-    hf.load_lora(model, tmp_path)
-    torch.testing.assert_close(logits(model), logits(theirs), rtol=1e-4, atol=1e-4)
+def test_factors_against_eager_experts_with_w_plus_ba(architecture, rslora, calls):
+    model = adapted(architecture, use_rslora=rslora)
+    got = results(model)
+    assert len(calls) == 2 and not any(hasattr(m, "parametrizations") for m in model.modules())
+    model.get_base_model().set_experts_implementation("eager")
+    want = results(model)
+    assert len(calls) == 2 and got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_sum_is_formed_only_where_it_must_be(calls):
+    """Trained base weights need gradients of their own; another release of PEFT is not known."""
+    model = adapted()
+    want = results(model)
+    _, experts = hf_models.experts_of(model)[0]
+    experts.down_proj.requires_grad_()
+    got = results(model)
+    assert len(calls) == 3  # the other layer's only
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert experts.down_proj.grad.abs().sum() > 0
+
+
+def test_another_release_of_peft_forms_the_sum(calls, monkeypatch):
+    theirs = ParamWrapper._activate_lora.__wrapped__.__wrapped__
+    monkeypatch.setattr(ParamWrapper, "_activate_lora", theirs)
+    monkeypatch.setattr(_hf_lora, "PEFT", "0.99.")
+    hf.register()
+    with pytest.warns(UserWarning, match=r"PEFT .* is not 0\.21, so it will form W \+ B A"):
+        model = adapted()
+    want = logits(model)
+    assert not calls
+    monkeypatch.setattr(_hf_lora, "PEFT", "0.21.")
+    hf.register()
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+
+
+def test_the_activation_is_not_recognised_again(monkeypatch):
+    model = adapted()
+    logits(model)
+    monkeypatch.setattr(_hf_experts, "_recognise_plan", None)
+    logits(model)
+
+
+def test_several_adapters_add_up():
+    model = adapted()
+    first = logits(model)
+    other = peft.LoraConfig(
+        r=2,
+        lora_alpha=1,
+        target_modules=[],
+        target_parameters=model.peft_config["default"].target_parameters,
+    )
+    model.add_adapter("other", other)
+    model.set_adapter("other")
+    fill(model)
+    assert (logits(model) - first).abs().max() > 0.1
+    model.base_model.set_adapter(["default", "other"])
+    got = logits(model)
+    model.get_base_model().set_experts_implementation("eager")
+    torch.testing.assert_close(got, logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_by_module(tmp_path):
+    """Every module keeps its own rank and alpha, in the file too."""
+    pattern = {r"model\.layers\.1\.mlp\.experts\.down_proj": 5}
+    model = adapted(rank_pattern=pattern, alpha_pattern=dict.fromkeys(pattern, 2.5))
+    ranks = [m.r["default"] for m in model.modules() if isinstance(m, ParamWrapper)]
+    assert sorted(ranks) == [3, 3, 3, 5]
+    want = logits(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(loaded(tmp_path)), want)
+    model.get_base_model().set_experts_implementation("eager")
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_checkpointing_computes_the_same_bits_again():
+    model = adapted().train()
+    want = results(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = results(model)
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "auto"])
+def test_a_model_in_fp8(precision, calls):
+    """Experts with factors are computed in their weights' dtype; for "fp8" it is said."""
+    model = hf_models.build("qwen3_moe", hidden_size=128, moe_intermediate_size=128).bfloat16()
+    hf.set_precision(model, precision)
+    model = fill(hf.add_lora(model, 8, 16.0))
+    if precision == "fp8":
+        with pytest.warns(UserWarning, match="are computed in the dtype of their weights"):
+            got = logits(model)
+    else:
+        got = logits(model)
+    assert len(calls) == 2
+    hf.set_precision(model, None)
+    assert torch.equal(got, logits(model))
+
+
+# ---- what is trained -----------------------------------------------------------------------------
+
+
+def test_everything_else_is_frozen_and_it_is_said(capsys):
+    model = hf.add_lora(hf_models.build("qwen3_moe").bfloat16(), 3, 6.0)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == factors(model).keys() and len(trained) == 8
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    count, every = (sum(p.numel() for p in ps) for ps in (trained.values(), model.parameters()))
+    tensors = len(list(model.parameters()))
+    assert capsys.readouterr().out == (
+        f"hf.add_lora: {count:,} of {every:,} parameters are trained (8 of {tensors} tensors), "
+        "among them the low-rank factors of 2 experts modules; all others are frozen\n"
+    )
+    assert logits(model).dtype == torch.bfloat16
+    plain = hf.add_lora(hf_models.build("qwen3_moe").bfloat16(), 3, 6, autocast_adapter_dtype=False)
+    assert {p.dtype for p in factors(plain).values()} == {torch.bfloat16}
+
+
+def test_other_layers_and_whole_modules_in_the_same_adapter(tmp_path):
+    model = adapted(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(2)
+    kinds = {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad}
+    assert kinds == {"lora_A", "lora_B", "modules_to_save"}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(loaded(tmp_path)), logits(model))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_peft_on_expert_parameters(architecture, monkeypatch):
-    """PEFT's own factors, on our experts and on eager ones: logits and gradients."""
-    peft, config = peft_config()
-    torch.manual_seed(1)
-    theirs = peft.get_peft_model(hf_models.build(architecture), config)
-    results = []
-    for implementation in ("eager", "sonicmoe_cpp"):
-        theirs.get_base_model().set_experts_implementation(implementation)
-        theirs.zero_grad(set_to_none=True)
-        out = theirs(IDS, labels=IDS)
-        out.loss.backward()
-        trained = [p for p in theirs.parameters() if p.requires_grad]
-        assert trained
-        results.append((out.logits, *(p.grad for p in trained)))
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    # PEFT makes a class for every call; the activation must not be recognised again for it.
-    from sonicmoe_cpp.integrations import _hf_experts
-
-    monkeypatch.setattr(_hf_experts, "_recognise_plan", None)
-    theirs(IDS)
-
-
-def test_two_kinds_of_factors_on_one_module_are_refused():
-    peft, config = peft_config()
-    theirs = peft.get_peft_model(hf_models.build("qwen3_moe"), config)
-    with pytest.raises(ValueError, match="PEFT adapts parameters of Qwen3MoeExperts already"):
-        hf.add_lora(theirs, 2, 2)
-    both = peft.get_peft_model(adapted("qwen3_moe"), config)
-    with pytest.raises(RuntimeError, match="PEFT adapts parameters of Qwen3MoeExperts, which has"):
-        both(IDS)
-
-
-def test_peft_on_other_layers(tmp_path):
-    """Attention by PEFT, experts by ours, in the order that keeps both trainable."""
-    peft, config = peft_config(target_modules=["q_proj"], target_parameters=None)
-    theirs = peft.get_peft_model(hf_models.build("qwen3_moe"), config).eval()
-    hf.add_lora(theirs, 3, 6.0)
-    g = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in factors(theirs).values():
-            p.copy_(torch.randn(p.shape, generator=g))
+def test_a_peft_model_gets_the_experts_in_its_own_adapter(architecture, tmp_path, calls):
+    model = hf_models.build(architecture)
+    base = logits(model)
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    fill(theirs)
+    attention = {n: p.clone() for n, p in factors(theirs).items()}
+    assert hf.add_lora(theirs, 3, 6.0) is theirs
+    assert all(torch.equal(factors(theirs)[n], p) for n, p in attention.items())
     trained = {n for n, p in theirs.named_parameters() if p.requires_grad}
-    assert trained == {n for n, _ in theirs.named_parameters() if ".lora." in n or "lora_" in n}
+    assert trained == factors(theirs).keys() and len(trained) == 4 + 8
+    fill(theirs)
+    want = logits(theirs)
+    assert len(calls) == 2 and (want - base).abs().max() > 0.1
+    with theirs.disable_adapter():
+        assert torch.equal(logits(theirs), base)
     theirs.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(hf_models.build("qwen3_moe"), tmp_path).eval()
-    hf.load_lora(again, tmp_path)
-    torch.testing.assert_close(logits(again), logits(theirs))
-    hf.merge_lora(theirs.get_base_model())
-    theirs.save_pretrained(tmp_path / "merged")
-    assert not (tmp_path / "merged" / "lora").exists()
-    other = peft.get_peft_model(hf_models.build("qwen3_moe"), config)
-    with pytest.warns(UserWarning, match="PeftModel will leave out the low-rank factors"):
-        hf.add_lora(other.get_base_model(), 3, 6.0)
-    frozen = peft.get_peft_model(adapted("qwen3_moe"), config).train()
-    with pytest.warns(UserWarning, match="the low-rank factors of Qwen3MoeExperts are frozen"):
-        frozen(IDS)
+    assert torch.equal(logits(loaded(tmp_path, architecture)), want)
+    assert torch.equal(logits(theirs.unload()), base)
+
+
+# ---- PEFT's switches -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_switches_reach_the_experts(architecture):
+    model = hf_models.build(architecture)
+    base = logits(model)
+    model = fill(hf.add_lora(model, 3, 6.0)).eval()
+    want = logits(model)
+    assert (want - base).abs().max() > 0.1
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    assert torch.equal(logits(model), want)
+    wrappers = [m for m in model.modules() if isinstance(m, ParamWrapper)]
+    for wrapper in wrappers:
+        wrapper.enable_adapters(False)
+    assert torch.equal(logits(model), base)
+    for wrapper in wrappers:
+        wrapper.enable_adapters(True)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+    merged = copy.deepcopy(model).merge_and_unload(safe_merge=True)
+    torch.testing.assert_close(logits(merged), want, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+    torch.testing.assert_close(logits(model.unload()), base, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merged_model_is_saved_whole(tmp_path):
+    model = adapted()
+    want = logits(model)
+    model.merge_and_unload(safe_merge=True).save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again), want, rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupted_merge_is_continued(monkeypatch):
+    """Ctrl-C at any computation of a delta, then the merge again: as without it."""
+    want = logits(adapted().merge_and_unload(safe_merge=True))
+    delta = ParamWrapper.get_delta_weight
+    for last in range(4):
+        count = iter(range(100))
+
+        def interrupted(self, adapter, last=last, count=count):
+            value = delta(self, adapter)
+            if next(count) == last:
+                signal.raise_signal(signal.SIGINT)
+            return value
+
+        model = adapted()
+        monkeypatch.setattr(ParamWrapper, "get_delta_weight", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.merge_and_unload(safe_merge=True)
+        monkeypatch.setattr(ParamWrapper, "get_delta_weight", delta)
+        assert torch.equal(logits(model.merge_and_unload(safe_merge=True)), want)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_the_folder_loads_base_and_factors_or_nothing(tmp_path):
+    hf_models.build("qwen3_moe").save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", experts_implementation="sonicmoe_cpp"
+    )
+    model = fill(hf.add_lora(model, 3, 6.0)).eval()
+    model.save_pretrained(tmp_path / "factors")
+    config = json.loads((tmp_path / "factors" / "adapter_config.json").read_text())
+    assert config["r"] == 3 and config["target_parameters"] == [
+        "mlp.experts.down_proj",
+        "mlp.experts.gate_up_proj",
+    ]
+    for kind in (transformers.AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
+        again = kind.from_pretrained(
+            tmp_path / "factors", experts_implementation="sonicmoe_cpp"
+        ).eval()
+        assert torch.equal(logits(again), logits(model))
+
+
+PLAIN = """
+import sys
+sys.modules["sonicmoe_cpp"] = None
+import peft, torch, transformers
+base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = peft.PeftModel.from_pretrained(base, sys.argv[2]).eval()
+ids, want = torch.load(sys.argv[3])
+torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_plain_peft_reads_the_folder(tmp_path):
+    model = adapted("mixtral")
+    hf_models.build("mixtral").save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "factors")
+    torch.save((IDS, logits(model)), tmp_path / "logits")
+    folders = [tmp_path / name for name in ("base", "factors", "logits")]
+    subprocess.run([sys.executable, "-c", PLAIN, *folders], check=True)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_save_pretrained_of_a_model_inside_or_around_writes_the_factors(whole, tmp_path):
+    """add_lora gets the whole model or a part; save_pretrained of the whole is called."""
+    model = hf_models.build("qwen3_moe")
+    fill(hf.add_lora(model if whole else model.model, 3, 6.0))
+    want = logits(model)
+    model.save_pretrained(tmp_path)
+    assert "_hf_peft_config_loaded" not in vars(model)
+    assert ("peft_config" in vars(model)) == whole
+    assert not (tmp_path / "model.safetensors").exists()
+    assert torch.equal(logits(loaded(tmp_path)), want)
+
+
+def test_parts_with_adapters_of_their_own_are_not_saved_as_one(tmp_path):
+    model = hf_models.build("qwen3_moe")
+    for rank, layer in enumerate(model.model.layers, start=2):
+        hf.add_lora(layer, rank, 4.0)
+    with pytest.raises(ValueError, match="2 parts of Qwen3MoeForCausalLM have adapters of their"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_model_with_factors_is_pickled():
+    model = adapted()
+    want = logits(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(logits(torch.load(file, weights_only=False)), want)
+
+
+def test_offloaded_factors_are_brought_back():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = adapted()
+    want = logits(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in factors(model).values())
+    assert torch.equal(logits(model), want)
+    assert all(p.is_meta for p in factors(model).values())
+
+
+def test_disk_offloaded_factors_are_brought_back(tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = adapted()
+    want = logits(model)
+    accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    assert torch.equal(logits(model), want)
+
+
+def test_factors_of_a_sharded_model():
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+
+    model = adapted()
+    want = logits(model)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        torch.testing.assert_close(logits(model), want)
+        plain = hf_models.build("qwen3_moe")
+        fully_shard(plain, mesh=mesh)
+        with pytest.raises(ValueError, match="is a DTensor: add_lora must come before fully_shard"):
+            hf.add_lora(plain, 2, 2)
+    finally:
+        distributed.destroy_process_group()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_refused_calls_change_nothing():
+    model = hf_models.build("qwen3_moe")
+    names = list(dict(model.named_parameters()))
+    for rank, alpha, error, match in (
+        (0, 2, ValueError, "rank is 0, must be at least 1"),
+        (-1, 2, ValueError, "rank is -1, must be at least 1"),
+        (True, 2, TypeError, "rank is bool, must be an int"),
+        (2.0, 2, TypeError, "rank is float, must be an int"),
+        (2, math.nan, ValueError, "alpha is nan, must be finite"),
+    ):
+        with pytest.raises(error, match=match):
+            hf.add_lora(model, rank, alpha)
+    with pytest.raises(ValueError, match="lora_dropout"):
+        hf.add_lora(model, 2, 2, lora_dropout=0.1)
+    assert list(dict(model.named_parameters())) == names
+    with pytest.raises(ValueError, match="Linear has no experts"):
+        hf.add_lora(nn.Linear(2, 2), 2, 2)
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(ValueError, match="is on the meta device, not loaded or offloaded"):
+        hf.add_lora(empty, 2, 2)
+
+
+def test_quantised_experts_are_refused():
+    model = hf_models.build("qwen3_moe")
+    hf_models.experts_of(model)[1][1].to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="gate_up_proj of Qwen3MoeExperts is quantised"):
+        hf.add_lora(model, 2, 2)
+    assert not factors(model)
+
+
+def test_factors_are_added_once():
+    model = adapted()
+    want = logits(model)
+    for again in (model, model.get_base_model()):
+        with pytest.raises(ValueError, match="have low-rank factors already: unload"):
+            hf.add_lora(again, 2, 2)
+    assert torch.equal(logits(model), want)
+
+
+def test_an_adapter_that_would_not_know_of_the_experts():
+    theirs = peft.get_peft_model(
+        hf_models.build("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    with pytest.raises(ValueError, match="has adapters of PEFT already: pass its PeftModel, or"):
+        hf.add_lora(theirs.get_base_model(), 2, 2)
+    with pytest.raises(ValueError, match="use_rslora cannot be given for a PeftModel"):
+        hf.add_lora(theirs, 2, 2, use_rslora=True)
+    theirs.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"must have one adapter, of LoRA, made by PEFT 0\.21"):
+        hf.add_lora(theirs, 2, 2)
+    dropping = peft.get_peft_model(
+        hf_models.build("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    )
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        hf.add_lora(dropping, 2, 2)
+    assert not dropping.peft_config["default"].target_parameters
+    assert not any(isinstance(m, ParamWrapper) for m in dropping.modules())
+    ours = peft.get_peft_model(
+        hf_models.build("qwen3_moe"),
+        peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    )
+    with pytest.raises(ValueError, match=r"must have one adapter, of LoRA, made by PEFT 0\.21"):
+        hf.add_lora(ours, 2, 2)
 
 
 WITHOUT_PEFT = """
 import sys
 sys.modules["peft"] = None
-import hf_models, sonicmoe_cpp
+import hf_models
 from sonicmoe_cpp.integrations import hf
 hf.register()
 model = hf_models.build("qwen3_moe")
-hf.add_lora(model, 2, 2)
-hf.save_lora(model, sys.argv[1])
-hf.load_lora(hf_models.build("qwen3_moe"), sys.argv[1])
+try:
+    hf.add_lora(model, 2, 2)
+except ImportError as error:
+    print(error)
 """
 
 
-def test_files_need_no_peft(tmp_path):
+def test_without_peft():
     folder = hf_models.__file__.rsplit("/", 1)[0]
-    subprocess.run([sys.executable, "-c", WITHOUT_PEFT, tmp_path], check=True, cwd=folder)
-
-
-def test_no_experts():
-    for call in (hf.merge_lora, lambda m: hf.save_lora(m, "unused")):
-        with pytest.raises(ValueError, match="Linear has no experts"):
-            call(nn.Linear(2, 2))
+    run = [sys.executable, "-c", WITHOUT_PEFT]
+    found = subprocess.run(run, check=True, cwd=folder, capture_output=True, text=True)
+    assert found.stdout.startswith("hf.add_lora needs PEFT 0.21: ")

@@ -12,6 +12,7 @@ from worlds import free_port, leave
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import hf_models  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 hf.register()
@@ -27,7 +28,7 @@ class Losses(transformers.TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def train(model, folder, **options):
+def train(model, folder, resume=None, **options):
     """Losses of six steps of Trainer, of two micro-batches each."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     arguments = TrainingArguments(
@@ -48,7 +49,8 @@ def train(model, folder, **options):
     )
     seen = Losses()
     rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
-    Trainer(model, arguments, train_dataset=rows, callbacks=[seen]).train()
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[seen])
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return torch.tensor(seen.losses)
 
 
@@ -109,6 +111,48 @@ def test_peft_under_trainer(architecture, tmp_path):
     assert any(value.abs().max() > 0 for name, value in ours.items() if "lora_B" in name)
     for name, value in ours.items():
         assert error(value, theirs[name]) < 5e-3, name
+
+
+def lora_run(architecture, folder, resume=None, **options):
+    """(losses, factors) of a run of Trainer on the factors of experts and of one projection."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    model = hf_models.build(architecture)
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model = hf.add_lora(theirs, 4, 8.0)
+    options = {"learning_rate": 5e-2, "save_strategy": "steps", "save_steps": 3} | options
+    losses = train(model, folder, resume, **options)
+    return losses, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_a_run_on_factors_is_resumed(architecture, tmp_path):
+    """With the optimizer's state the run goes on as if uninterrupted; without it factors are the
+    saved ones too, and all of them are trained."""
+    losses, want = lora_run(architecture, tmp_path)
+    checkpoint = tmp_path / "checkpoint-3"
+    again, got = lora_run(architecture, tmp_path, checkpoint)
+    torch.testing.assert_close(again, losses[3:])
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, msg=name)
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    (checkpoint / "optimizer.pt").unlink()
+    options = {"learning_rate": 1e-6, "max_steps": 4, "save_strategy": "no"}
+    _, close = lora_run(architecture, tmp_path, checkpoint, **options)
+    assert len(saved) == len(close) == 12
+    for name, value in close.items():
+        first = saved[name.replace(".default", "")]
+        assert 0 < (value - first).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_the_best_factors_are_loaded_at_the_end(architecture, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 3}
+    options |= {"load_best_model_at_end": True, "greater_is_better": True}  # so the first is best
+    _, got = lora_run(architecture, tmp_path, **options)
+    saved = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
+    for name, value in got.items():
+        assert torch.equal(value, saved[name.replace(".default", "")]), name
 
 
 # ---- expert parallelism --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from ..lora import lora_moe
 from . import _recognise
 from ._recognise import local
 
-# An attribute of a saved model's config: low-rank factors are saved in the same directory.
-SAVED_WITH_FACTORS = "sonicmoe_cpp_lora"
+# An attribute of experts during forward: {parameter: LowRank}, the active low-rank factors.
+FACTORS = "_sonicmoe_cpp_factors"
 
 
 class Plan(NamedTuple):
@@ -84,6 +85,14 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
+def is_computed_here(module: nn.Module) -> bool:
+    """Whether transformers computes these experts by experts_forward()."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return name in ALL_EXPERTS_FUNCTIONS and ALL_EXPERTS_FUNCTIONS[name] is experts_forward
+
+
 def up_name(module: nn.Module) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
@@ -102,13 +111,6 @@ def _refuse_unsupported(module: nn.Module) -> None:
     if getattr(module, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"{kind} normalises every expert's output (has_post_expert_norm), which {other}"
-        )
-    config = getattr(module, "config", None)
-    adapted = hasattr(module, "lora") or hasattr(module, "parametrizations")
-    if getattr(config, SAVED_WITH_FACTORS, False) and not adapted:
-        raise RuntimeError(
-            f"this model was saved with low-rank factors, which {kind} lacks: call "
-            f"hf.load_lora(model, directory), or delete config.{SAVED_WITH_FACTORS} to do without"
         )
 
 
@@ -150,13 +152,7 @@ def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = 
     """The precision of all experts of a model, as in sonicmoe_cpp.moe(): "fp8", "auto", or None for
     the weights' dtype. As in MoE, weights are quantised again only after they have changed."""
     check_request(precision, keep_h)
-    modules = experts_of(model)
-    for name, module in modules.items():
-        if precision is not None and getattr(module, "lora", None) is not None:
-            raise NotImplementedError(
-                f'precision is "{precision}", but {name} has low-rank factors, which need None'
-            )
-    for module in modules.values():
+    for module in experts_of(model).values():
         chosen = None if precision is None else Precision(precision, keep_h)
         module._sonicmoe_cpp_precision = chosen
         if not caches_of(module):
@@ -175,6 +171,18 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
     return options | kept_weights(module, "experts", weights, dtype, style)
 
 
+def _low_rank(module: nn.Module, factors: dict) -> dict:
+    """The options of lora_moe() for the active factors of a module's experts."""
+    chosen = getattr(module, "_sonicmoe_cpp_precision", None)
+    if chosen is not None and chosen.precision == "fp8" and not torch.compiler.is_compiling():
+        warnings.warn(
+            'precision is "fp8", but experts with low-rank factors are computed in the dtype of '
+            "their weights",
+            stacklevel=2,
+        )
+    return {"up": factors.get(up_name(module)), "down": factors.get("down_proj")}
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -187,11 +195,11 @@ def experts_forward(
     x = hidden_states
     if autocast_dtype(x) is None:
         x = x.to(w_up.dtype)
-    lora = getattr(self, "lora", None)
-    if lora is None:
-        compute, others = moe, _precision_of(self, (w_up, w_down), plan)
+    factors = self.__dict__.get(FACTORS)
+    if factors:
+        compute, others = lora_moe, _low_rank(self, factors)
     else:
-        compute, others = lora_moe, lora()
+        compute, others = moe, _precision_of(self, (w_up, w_down), plan)
     out = compute(
         x,
         top_k_index,

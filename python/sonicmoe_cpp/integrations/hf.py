@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ._hf_experts import Plan, experts_forward, experts_of, plan_of, set_precision
-from ._hf_lora import add_lora, load_lora, merge_lora, save_lora
+from ._hf_lora import add_lora, hand_over_factors, save_factors_of_parts
 
 __all__ = [
     "NAME",
@@ -26,11 +26,8 @@ __all__ = [
     "Support",
     "add_lora",
     "experts_forward",
-    "load_lora",
-    "merge_lora",
     "plan_of",
     "register",
-    "save_lora",
     "set_precision",
     "supports",
 ]
@@ -71,6 +68,8 @@ def register(name: str = NAME) -> str:
     for interface in interfaces:
         interface.register(name, experts_forward)
     _warn_of_models_that_never_ask()
+    hand_over_factors()
+    save_factors_of_parts()
     return name
 
 
