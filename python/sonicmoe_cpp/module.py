@@ -361,7 +361,7 @@ class MoE(nn.Module):
     def _seed(self) -> Tensor | int:
         if self.rounding != "stochastic":
             return 0
-        return torch.randint(2**62, (), dtype=torch.int64) ^ self.seed
+        return torch.randint(2**62, (), dtype=torch.int64, device="cpu") ^ self.seed
 
     def _check_input(self, x, padding_mask) -> None:
         _checks.tensor("x", x)

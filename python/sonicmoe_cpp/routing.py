@@ -128,7 +128,7 @@ def token_round(
     _checks.integer("tile", tile)
     _checks.one_of("mode", mode, MODES)
     if not isinstance(seed, Tensor):
-        seed = torch.full((), _checks.seed("seed", seed), dtype=torch.int64)
+        seed = torch.full((), _checks.seed("seed", seed), dtype=torch.int64, device="cpu")
     return _pairs(*_ops.call("token_round", *options, seed, tile, ROUNDING[mode]))
 
 

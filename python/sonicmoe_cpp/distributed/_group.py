@@ -42,7 +42,7 @@ def from_host(numbers: list, device: torch.device) -> Tensor:
     """An int64 tensor on `device`. The numbers are copied from pinned memory. From other memory the
     host would wait until the device has done all work that is queued."""
     pinned = device.type == "cuda"
-    values = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
+    values = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned)
     return values.to(device, non_blocking=True)
 
 

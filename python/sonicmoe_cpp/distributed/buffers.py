@@ -180,7 +180,7 @@ class PeerBuffers:
             number = _ops.run(
                 "exchange_open",
                 *(self.like, self.group.size, *shape),
-                *(torch.tensor(addresses), size, self.group.rank, limit, 0),
+                *(torch.tensor(addresses, device="cpu"), size, self.group.rank, limit, 0),
             )
         except (RuntimeError, ValueError, OSError) as error:
             code = NOT_MAPPED

@@ -125,7 +125,7 @@ class ExpertParallelMoE(MoE):
         if device.type == "meta":
             return
         self.group.check_device("the module", device)
-        seed = int(torch.randint(2**_SEED_BITS, ()))
+        seed = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
         with self.group.call():
             found = self.group.read_all(ROUTING, [0, seed], device, self.transport.timeout)
         generator = torch.Generator(device)
@@ -214,7 +214,7 @@ class ExpertParallelMoE(MoE):
             if not self._rounds(tokens.total):
                 return None
             rule = {"tile": self.tile, "mode": self.rounding, **options}
-            seed = torch.tensor(tokens.number)
+            seed = torch.tensor(tokens.number, device="cpu")
             return tokens.pairs(logits, lambda t: token_round(t, self.top_k, seed=seed, **rule))
 
     @torch.compiler.disable

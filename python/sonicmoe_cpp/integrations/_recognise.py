@@ -23,8 +23,9 @@ from ..layer import Activation
 
 # Far points reveal a clamp, near points the formula: the two forms of gelu differ by 5e-4 around
 # |u| = 2.
-_NEAR = torch.linspace(-9, 9, 37, dtype=torch.float64)
-_FAR = torch.tensor([-1e4, -300.0, -40.0, -17.0, 17.0, 40.0, 300.0, 1e4], dtype=torch.float64)
+_ON_HOST = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device is
+_NEAR = torch.linspace(-9, 9, 37, **_ON_HOST)
+_FAR = torch.tensor([-1e4, -300.0, -40.0, -17.0, 17.0, 40.0, 300.0, 1e4], **_ON_HOST)
 _POINTS = torch.cat([_NEAR, _FAR])
 _BEYOND_ANY_CLAMP = 1e12
 _NO_CLAMP = 1e6
@@ -47,7 +48,7 @@ def _same(got: Tensor, want: Tensor) -> bool:
 
 def _value(function: Callable[[Tensor, Tensor], Tensor], gate: float, up: float) -> float:
     def scalar(value):
-        return torch.full((1, 1), value, dtype=torch.float64)
+        return torch.full((1, 1), value, **_ON_HOST)
 
     return function(scalar(gate), scalar(up)).double().item()
 
@@ -93,12 +94,12 @@ def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activa
 
 
 def _on_real_tensors(find: Callable):
-    """Runs `find` without gradients, and outside of fake tensors and of tracing (torch.export), in
-    which tensors have no values to compare."""
+    """Runs `find` without gradients, and outside of fake tensors, of tracing (torch.export) and of
+    a default device such as "meta", in which tensors have no values to compare."""
 
     @functools.wraps(find)
     def run(function: Callable) -> Activation | None:
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
             return find(function)
 
     return run

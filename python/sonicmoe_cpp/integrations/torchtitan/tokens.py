@@ -66,7 +66,7 @@ def _example(tokens: Tensor, end_of_text: int) -> tuple[Tensor, Tensor, Tensor]:
     """(input, positions, labels). After an end-of-text token positions begin at 0 again. The
     end-of-text token has no label, because the next document does not follow from this document."""
     inputs, labels = tokens[:-1], tokens[1:]
-    places = torch.arange(len(inputs))
+    places = torch.arange(len(inputs), device=inputs.device)
     ends = inputs == end_of_text
     starts = torch.where(ends, places + 1, 0)
     starts = torch.cat([starts.new_zeros(1), starts[:-1]]).cummax(0).values
