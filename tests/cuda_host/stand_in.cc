@@ -68,38 +68,51 @@ void store(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j, c
   put(h, v.up, p, layout == GateLayout::kSplit ? 1 : 0, j);
 }
 
-/// The weights of a product and one of its epilogues, row by row.
+/// The weights of a product, those of its low-rank term, and one of its epilogues, row by row.
 struct RowMultiplier {
   const RowProduct& product;
+  LowRankTerm term = product.low_rank.value_or(LowRankTerm{});
   Matrices first{product.weights.first};
   Matrices second{product.weights.second};
+  Matrices outer[2] = {Matrices(term.outer[0]), Matrices(term.outer[1])};
 
   Row row(std::int64_t p, std::int64_t part = 0) const { return row_of(product.rows, p, part); }
+  /// Row p of the low-rank term; empty without one.
+  Row inner(std::int64_t p) const {
+    return product.low_rank ? row_of({term.inner, nullptr}, p, 0) : Row{};
+  }
 
   void operator()(const StoreOutput& out, std::int64_t e, std::int64_t p) const {
     const bool two = product.weights.parts == WeightParts::kOneAfterOther;
     const Row left = row(p);
     const Row right = two ? row(p, 1) : Row{};
-    const double scale = out.scale.data == nullptr ? 1.0
-                                                   : oracle::load(out.scale.data, out.scale.dtype,
-                                                                  slot_offset(out.scale, p));
+    const Row low = inner(p);
+    double scale = out.factor;
+    if (out.scale.data != nullptr) {
+      scale *= oracle::load(out.scale.data, out.scale.dtype, slot_offset(out.scale, p));
+    }
     for (std::int64_t j = 0; j < product.weights.first.shape[1]; ++j) {
-      const double sum = first.dot(left, e, j) + (two ? second.dot(right, e, j) : 0.0);
+      const double sum =
+          first.dot(left, e, j) + (two ? second.dot(right, e, j) : 0.0) + outer[0].dot(low, e, j);
       put(out.out, scale * (sum + bias_at(out.bias, e, j)), p, j);
     }
   }
 
   void operator()(const Activate& out, std::int64_t e, std::int64_t p) const {
     const Row x = row(p);
+    const Row low = inner(p);
+    const auto by_first = [&](std::int64_t j) {
+      return first.dot(x, e, j) + outer[0].dot(low, e, j);
+    };
     const bool interleaved = out.layout == GateLayout::kInterleaved;
     for (std::int64_t j = 0; j < out.a.shape[1]; ++j) {
       GateUp h{0.0, 0.0};
       if (out.layout != GateLayout::kNone) {
-        h.gate = first.dot(x, e, interleaved ? 2 * j : j) + bias_at(out.bias_gate, e, j);
+        h.gate = by_first(interleaved ? 2 * j : j) + bias_at(out.bias_gate, e, j);
       }
-      h.up = (interleaved                        ? first.dot(x, e, 2 * j + 1)
-              : out.layout == GateLayout::kSplit ? second.dot(x, e, j)
-                                                 : first.dot(x, e, j)) +
+      h.up = (interleaved                        ? by_first(2 * j + 1)
+              : out.layout == GateLayout::kSplit ? second.dot(x, e, j) + outer[1].dot(low, e, j)
+                                                 : by_first(j)) +
              bias_at(out.bias_up, e, j);
       h = {oracle::round_to(product.dtype, h.gate), oracle::round_to(product.dtype, h.up)};
       if (out.h.data != nullptr) store(out.h, out.layout, p, j, h);
@@ -110,10 +123,11 @@ struct RowMultiplier {
   void operator()(const ActivateGrad& out, std::int64_t e, std::int64_t p) const {
     const std::int64_t columns = product.weights.first.shape[1];
     const Row dy = row(p);
+    const Row low = inner(p);
     const double weight = out.row_weight[p];
     Row parts(static_cast<std::size_t>(out.score_tiles), 0.0);
     for (std::int64_t j = 0; j < columns; ++j) {
-      const double da = first.dot(dy, e, j);
+      const double da = first.dot(dy, e, j) + outer[0].dot(low, e, j);
       const GateUp h = load(out.h, out.layout, p, j);
       const auto act = oracle::activate(out.activation, h.gate, h.up);
       store(out.dh, out.layout, p, j, {weight * da * act.by_gate, weight * da * act.by_up});

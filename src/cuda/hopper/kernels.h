@@ -17,6 +17,7 @@ enum class Role : int {
   kGather = 5,            ///< gathered rows x weights, without an activation: the grouped GEMM
   kUpPaired = 6,          ///< kUp where gate and up alternate in W1 and H
   kHiddenGradPaired = 7,  ///< kHiddenGrad where they alternate in H
+  kGatherScaled = 8,      ///< kGather, rows scaled by a number
 };
 
 struct KernelKey {

@@ -41,6 +41,14 @@ struct OperandBMaps {
   std::int32_t expert_groups;  ///< kByLane: the number of groups from one expert to the next
 };
 
+/// The last k tiles of a row product with a LowRankTerm: their A is rows in expert order, whatever
+/// the producer. TMA fills the columns past r with zeros.
+struct LowRankParams {
+  TmaRowsParams inner;
+  OperandBMaps outer;
+  std::int32_t k_tiles;  ///< 0: no such term
+};
+
 // Tile schedulers.
 
 /// A divisor that the host knows, with its inverse: kernels divide by a multiplication.
@@ -57,8 +65,8 @@ struct RowTilesParams {
   std::int32_t columns;       ///< N
   std::int32_t column_tiles;  ///< tiles along N
   std::int32_t column_step;   ///< output columns of a tile
-  std::int32_t k_tiles;       ///< k tiles of one part of K
-  std::int32_t k_parts;       ///< 2: K runs through gate, then up
+  std::int32_t k_tiles;       ///< of a tile, those of a low-rank term included
+  std::int32_t part_k_tiles;  ///< k tiles of one part of K: of gate, then of up
   std::int32_t raster_group;  ///< of kGrouped: most pairs of a group, a power of two
   Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
 };
@@ -122,8 +130,11 @@ struct ActGradParams {
 struct StoreRowsParams {
   RaggedMap out;
   Bias bias;
-  const float* row_scale;  ///< of row p: element p * scale_stride; RowScale::kWeights only
+  /// RowScale::kWeights only: row p is multiplied by `factor`, and by element p * scale_stride of
+  /// row_scale unless it is null.
+  const float* row_scale;
   std::int64_t scale_stride;
+  float factor;
   std::int32_t width;  ///< output columns
 };
 
@@ -180,6 +191,7 @@ template <class ProducerParams, class SchedulerParams, class EpilogueParams>
 struct GemmParams {
   ProducerParams producer;
   OperandBMaps b;
+  LowRankParams low_rank;
   SchedulerParams tiles;
   EpilogueParams epilogue;
   Begins begins;

@@ -6,6 +6,7 @@
 //   | down, dX~ | TmaRows     | GroupedRowTiles | StoreRows             | W2; gate, up along K   |
 //   |   scaled  | TmaRows     | GroupedRowTiles | StoreRows, kWeights   | W2                     |
 //   | gather    | GatherRows  | RowTiles        | StoreRows             | any matrices           |
+//   |   scaled  | GatherRows  | RowTiles        | StoreRows, kWeights   | low-rank factors       |
 //   | dH        | GatherRows  | SplitRowTiles   | ActGrad               | W2                     |
 //   | dH paired | GatherRows  | SplitRowTiles   | ActGrad               | W2                     |
 //   | dW        | GatherDepth | ExpertTiles     | StoreExpert           | rows in expert order   |
@@ -57,6 +58,12 @@ using DownScaledKernel =
 template <class Element, TileShape kShape, Major kB>
 using GatherStoreKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
                                             StoreRows<Element>, BSource::kWeights, kB>;
+
+/// GatherStoreKernel with each row scaled by a number: the inner products of low-rank factors.
+template <class Element, TileShape kShape, Major kB>
+using GatherStoreScaledKernel =
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, StoreRows<Element, RowScale::kWeights>,
+                      BSource::kWeights, kB>;
 
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>

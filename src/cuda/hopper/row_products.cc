@@ -44,6 +44,21 @@ GatherRowsParams gathered(const RowOperand& operand, std::int64_t width) {
           static_cast<std::int32_t>(width)};
 }
 
+/// Appends the k tiles of the product's low-rank term, if it has one.
+template <class Params>
+void set_low_rank(const Launch& launch, const TileShape& shape, Params* params) {
+  if (!launch.product.low_rank) return;
+  const LowRankTerm& term = *launch.product.low_rank;
+  LowRankParams& low = params->low_rank;
+  low.inner.rows = rows_map(launch.device, term.inner, shape.m);
+  for (int part = 0; part < 2; part++) {
+    if (term.outer[part].data == nullptr) continue;
+    low.outer.map[part] = weight_map(launch.device, term.outer[part], shape);
+  }
+  low.k_tiles = static_cast<std::int32_t>((term.inner.shape[1] + kDepth - 1) / kDepth);
+  params->tiles.k_tiles += low.k_tiles;
+}
+
 void multiply(const Launch& launch, const Activate& e) {
   const WeightOperand& w = launch.weights();
   const bool interleaved = e.layout == GateLayout::kInterleaved;
@@ -56,6 +71,7 @@ void multiply(const Launch& launch, const Activate& e) {
   if (split) params.b.map[1] = weight_map(launch.device, w.second, shape);
   params.tiles = row_tiles(launch.product.groups, launch.columns(), split ? shape.n / 2 : shape.n,
                            launch.depth(), launch.counter(tiling));
+  set_low_rank(launch, shape, &params);
   params.epilogue.keep_h = e.h.data != nullptr ? 1 : 0;
   if (e.h.data != nullptr) params.epilogue.h = ragged_map(launch.device, e.h);
   params.epilogue.a = ragged_map(launch.device, e.a);
@@ -118,6 +134,7 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   params.producer = gathered(launch.product.rows, launch.depth());
   params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
   params.tiles = tiles.params;
+  set_low_rank(launch, shape, &params);
   params.early_release_tiles = static_cast<std::int32_t>(tiles.early_release);
   params.release_count = launch.product.hints.release_counter;
   params.epilogue.h_in = rows_map(launch.device, e.h, shape.m, kGradColumns);
@@ -152,6 +169,7 @@ StoreRowsParams store_params(const Launch& launch, const StoreOutput& e) {
   params.bias = bias_of(e.bias);
   params.row_scale = static_cast<const float*>(e.scale.data);
   params.scale_stride = e.scale.stride[0];
+  params.factor = e.factor;
   params.width = static_cast<std::int32_t>(launch.columns());
   return params;
 }
@@ -161,7 +179,7 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   const WeightOperand& w = launch.weights();
   const bool two = w.parts == WeightParts::kOneAfterOther;
   const std::int64_t depth = launch.depth() * (two ? 2 : 1);
-  const bool scaled = e.scale.data != nullptr;
+  const bool scaled = e.scales();
   const Tiling tiling =
       scaled ? scaled_row_tiling(depth) : row_tiling(launch.columns(), depth, launch.mean_rows());
   const TileShape shape = tiling.shape();
@@ -171,7 +189,8 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   if (two) params.b.map[1] = weight_map(launch.device, w.second, shape);
   params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
                            launch.counter(tiling));
-  params.tiles.k_parts = two ? 2 : 1;
+  if (two) params.tiles.k_tiles *= 2;
+  set_low_rank(launch, shape, &params);
   params.tiles.raster_group = raster_group(launch.columns(), depth);
   set_start(launch, shape, &params);
   params.epilogue = store_params(launch, e);
@@ -186,8 +205,10 @@ void multiply_gathered(const Launch& launch, const StoreOutput& e) {
   params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
   params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
                            launch.counter(tiling));
+  set_low_rank(launch, shape, &params);
   params.epilogue = store_params(launch, e);
-  launch.run(launch.key(Role::kGather, tiling, kNoActivation), params);
+  launch.run(launch.key(e.scales() ? Role::kGatherScaled : Role::kGather, tiling, kNoActivation),
+             params);
 }
 
 void multiply(const Launch& launch, const StoreOutput& e) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <variant>
 
 #include "cuda/metadata/metadata.h"
@@ -43,6 +44,13 @@ struct WeightOperand {
   WeightParts parts;
 };
 
+/// Adds inner[p] * outer[e]^T to row p of a product, for each row p of expert e: K grows by r.
+/// `outer` has the columns of the weights, and the same contiguous dimension. r is a multiple of 8.
+struct LowRankTerm {
+  Tensor inner;     ///< (C, r), rows in expert order
+  Tensor outer[2];  ///< (E, columns, r); [1] only with WeightParts::kSideBySide
+};
+
 /// Layout of gate and up in H and dH.
 enum class GateLayout {
   kNone,         ///< no gate
@@ -50,11 +58,14 @@ enum class GateLayout {
   kInterleaved,  ///< (C, 2n): gate and up alternate
 };
 
-/// out = r(scale * (D + bias)).
+/// out = r(factor * scale * (D + bias)).
 struct StoreOutput {
   Tensor out;      ///< (C, columns)
   Tensor bias{};   ///< (E, columns) or absent
   Tensor scale{};  ///< (C) fp32 or absent
+  float factor = 1.0f;
+
+  bool scales() const { return scale.data != nullptr || factor != 1.0f; }
 };
 
 /// H = r(D + bias), A = r(act(H)).
@@ -105,12 +116,13 @@ struct LaunchHints {
   unsigned* arrival = nullptr;
 };
 
-/// D[p] = rows[index[p]] * W[e]^T for the rows p of every expert e.
+/// D[p] = rows[index[p]] * W[e]^T, plus the low-rank term, for the rows p of every expert e.
 struct RowProduct {
   DType dtype;
   RowGroups groups;
   RowOperand rows;
   WeightOperand weights;
+  std::optional<LowRankTerm> low_rank{};
   std::variant<StoreOutput, Activate, ActivateGrad> epilogue;
   LaunchHints hints;
 };

@@ -30,7 +30,8 @@ struct RowTilesParams {
   const TileRecord* records;
   const std::int32_t* record_count;
   Rows rows;
-  Matrices weights[2];        ///< gate and up, or one matrix twice
+  /// [0] and [1]: gate and up, or one matrix twice. [2] and [3]: the same for a low-rank term.
+  Matrices weights[4];
   std::int32_t columns;       ///< of one matrix
   std::int32_t column_tiles;  ///< tiles along the columns
   std::int32_t column_step;   ///< columns of one matrix in a tile
@@ -42,8 +43,11 @@ struct RowTilesParams {
   /// half: half of the tile's columns, or 0 if the second half has the same columns of weights[1]
   /// (gate and up).
   std::int32_t second_half;
-  std::int32_t depth;  ///< K of one part
-  std::int32_t parts;  ///< 2: K runs through weights[0], then weights[1]
+  std::int32_t depth;    ///< K of one part
+  std::int32_t parts;    ///< 2: K runs through weights[0], then weights[1]
+  std::int32_t k_tiles;  ///< of a tile, those of a low-rank term included
+  std::int32_t rank;     ///< K of the low-rank term, which comes last; 0: none
+  Rows inner;            ///< rows of the low-rank term, in expert order
 };
 
 /// The tiles of a depth product: for each expert, left^T right, summed over its rows.
@@ -77,6 +81,7 @@ struct StoreParams {
   Bias bias;
   const float* row_scale;  ///< null: 1
   std::int64_t scale_stride;
+  float factor;  ///< of every row, besides row_scale
   std::int32_t columns;
 };
 

@@ -59,9 +59,9 @@ TileShape shape_of(const State& state, const RowProduct& product, const Epilogue
 }
 
 /// All fields except records_apart and column_tiles_apart, which depend on the number of CTAs.
-RowTilesParams tiles_of(const RowProduct& product, Width width) {
+RowTilesParams tiles_of(const RowProduct& product, const TileShape& shape) {
   const WeightOperand& w = product.weights;
-  const auto tile_columns = static_cast<std::int32_t>(width);
+  const auto tile_columns = static_cast<std::int32_t>(shape.width);
   const bool halves = w.parts == WeightParts::kSideBySide;
   RowTilesParams tiles{};
   tiles.records = product.groups.lists->records;
@@ -76,6 +76,19 @@ RowTilesParams tiles_of(const RowProduct& product, Width width) {
   tiles.second_half = halves ? 0 : tile_columns / 2;
   tiles.depth = static_cast<std::int32_t>(w.first.shape[2]);
   tiles.parts = w.parts == WeightParts::kOneAfterOther ? 2 : 1;
+  const auto k_tiles = [&](std::int64_t k) {
+    return static_cast<std::int32_t>((k + static_cast<int>(shape.depth) - 1) /
+                                     static_cast<int>(shape.depth));
+  };
+  tiles.k_tiles = tiles.parts * k_tiles(tiles.depth);
+  if (product.low_rank) {
+    const LowRankTerm& term = *product.low_rank;
+    tiles.weights[2] = matrices_of(term.outer[0]);
+    tiles.weights[3] = halves ? matrices_of(term.outer[1]) : tiles.weights[2];
+    tiles.inner = {bytes_of(term.inner), nullptr, term.inner.stride[0] * kElementBytes};
+    tiles.rank = static_cast<std::int32_t>(term.inner.shape[1]);
+    tiles.k_tiles += k_tiles(tiles.rank);
+  }
   return tiles;
 }
 
@@ -84,6 +97,7 @@ StoreParams epilogue_of(const StoreOutput& e) {
           .bias = bias_of(e.bias),
           .row_scale = static_cast<const float*>(e.scale.data),
           .scale_stride = e.scale.stride[0],
+          .factor = e.factor,
           .columns = static_cast<std::int32_t>(e.out.shape[1])};
 }
 
@@ -132,7 +146,7 @@ void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t
       [&](const auto& epilogue) {
         const TileShape shape = shape_of(state_of(device), product, epilogue);
         ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
-            tiles_of(product, shape.width), epilogue_of(epilogue)};
+            tiles_of(product, shape), epilogue_of(epilogue)};
         RowTilesParams& tiles = params.tiles;
         const std::int32_t ctas = ctas_of(device, shape, most_tiles(product.groups, tiles));
         tiles.records_apart = ctas / tiles.column_tiles;

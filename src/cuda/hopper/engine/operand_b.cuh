@@ -23,12 +23,11 @@ struct OperandB {
   static constexpr std::uint16_t kEveryCta = (1 << kShape.cluster) - 1;
 
   /// Loads k tile `kt` of B: this CTA's part of the boxes into the stages of both CTAs, or with
-  /// own_b all boxes into its own stage. `k_tiles`: the number of k tiles in one part of K.
+  /// own_b all boxes into its own stage. `part`: of K, with kWeightsAlongK; `kt` counts within it.
   static __device__ __forceinline__ void load(const OperandBMaps& maps, const CtaTile& tile, int kt,
-                                              int k_tiles, std::uint32_t target, ptx::Mbarrier full,
+                                              int part, std::uint32_t target, ptx::Mbarrier full,
                                               int rank) {
-    const int part = kSource == BSource::kWeightsAlongK && kt >= k_tiles ? 1 : 0;
-    const int k = (kt - part * k_tiles) * kDepth;
+    const int k = kt * kDepth;
     if (kShape.cluster > 1 && !tile.own_b) {
       for_each_box(maps, tile, part, k, rank, [&](const Box& box) {
         ptx::tma_load_multicast(target + box.offset, box.map, full, box.at, kEveryCta);

@@ -9,8 +9,8 @@
 
 namespace sonicmoe::cuda {
 
-/// kWeights: each row is multiplied by its routing weight before the one rounding. For grouped
-/// rows, in cooperative tiles only.
+/// kWeights: each row is multiplied by its routing weight (grouped rows) or by a number (low-rank
+/// factors) before the one rounding. In cooperative tiles only.
 enum class RowScale { kNone, kWeights };
 
 template <class Element, RowScale kScale = RowScale::kNone>
@@ -42,7 +42,8 @@ struct StoreRows {
       for (int i = threadIdx.x & 127; i < kShape.warpgroup_rows(); i += kWarpgroup) {
         const int row = rows.offset + i;
         const std::int64_t at = (tile.row + row) * p.scale_stride;
-        staging.set_scale(i, row < tile.valid_rows ? __ldg(p.row_scale + at) : 0.0f);
+        const bool reads = p.row_scale != nullptr && row < tile.valid_rows;
+        staging.set_scale(i, p.factor * (reads ? __ldg(p.row_scale + at) : 1.0f));
       }
     }
     staging.sync();

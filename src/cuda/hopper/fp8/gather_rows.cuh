@@ -91,7 +91,7 @@ struct Fp8GatherRows {
         full.arrive_after_copies();
         if (threadIdx.x == 0) {
           full.arrive_expecting(kShape.b_bytes());
-          Gemm::B::load(p.b, tile, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
+          Gemm::B::load(p.b, tile, kt, 0, cta.b(ring.stage), full, cta.rank());
         }
         if (kt == p.tiles.k_tiles / 2) {
           tiles.next();

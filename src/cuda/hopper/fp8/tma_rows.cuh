@@ -57,7 +57,7 @@ struct Fp8TmaRows {
         ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full, {kt * kDepth, 0, tile.row});
         ptx::tma_load(row_scales(cta, ring.stage), &p.producer.scales, full,
                       {tile.row & ~3, 0, kt});
-        Gemm::B::load(p.b, tile, kt, k_tiles, cta.b(ring.stage), full, cta.rank());
+        Gemm::B::load(p.b, tile, kt, 0, cta.b(ring.stage), full, cta.rank());
 #pragma unroll
         for (int unit = 0; unit < kFp8Units; unit++) {
           copy_weight_scale(p.weight_scales, tile, unit, kt, cta, ring.stage);

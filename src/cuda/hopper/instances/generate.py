@@ -31,6 +31,7 @@ OTHER_ROLES = (
     ("Down", "Down", (COOPERATIVE, "PingPong128x192"), MAJORS),
     ("DownScaled", "DownScaled", (COOPERATIVE,), MAJORS),
     ("Gather", "GatherStore", (COOPERATIVE,), MAJORS),
+    ("GatherScaled", "GatherStoreScaled", (COOPERATIVE,), MAJORS),
     ("WeightGrad", "WeightGrad", (COOPERATIVE,), MAJORS),
 )
 

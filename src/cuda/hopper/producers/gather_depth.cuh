@@ -120,7 +120,7 @@ struct GatherDepth {
           full.arrive_after_copies();
           if (threadIdx.x == 0) {
             full.arrive_expecting(kShape.b_bytes());
-            Gemm::B::load(p.b, tile, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
+            Gemm::B::load(p.b, tile, kt + u, 0, cta.b(ring.stage), full, cta.rank());
           }
           __syncwarp();
           ring.next();

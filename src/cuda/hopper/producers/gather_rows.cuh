@@ -59,7 +59,7 @@ struct GatherRows {
       next_row = source_row(p.producer, next, row);
       next_expert = next.expert;
       next_column = next.own_b ? ~next.column : next.column;
-      if (kHasInput) next_begin = next.valid_rows > 0 ? next.row : ~next.row;
+      next_begin = next.valid_rows > 0 ? next.row : ~next.row;
     };
     const auto advance_tile = [&] {
       tiles.next();
@@ -85,7 +85,7 @@ struct GatherRows {
       tile.column = tile.own_b ? ~next_column : next_column;
       tile.valid_rows = next_begin < 0 ? 0 : 1;
       tile.row = next_begin;
-      const int k_tiles = Gemm::Scheduler::k_tiles(p.tiles, tile);
+      const int k_tiles = p.tiles.part_k_tiles;
       for (int kt = 0; kt < k_tiles; kt += kTogether) {
 #pragma unroll
         for (int u = 0; u < kTogether; u++) {
@@ -101,7 +101,7 @@ struct GatherRows {
           full.arrive_after_copies();
           if (threadIdx.x == 0) {
             full.arrive_expecting(kShape.b_bytes());
-            Gemm::B::load(p.b, tile, kt + u, k_tiles, cta.b(ring.stage), full, cta.rank());
+            Gemm::B::load(p.b, tile, kt + u, 0, cta.b(ring.stage), full, cta.rank());
           }
           ring.next();
         }
@@ -109,6 +109,7 @@ struct GatherRows {
 #pragma unroll
         for (int i = 0; i < kRows; i++) ptx::advance<kTogether * kStep>(from[i]);
       }
+      load_low_rank<Gemm>(p, cta, ring, tile);
       if constexpr (kHasInput) {
         load_epilogue_input<Gemm>(p, cta, ring, tile);
         advance_tile();
@@ -118,6 +119,27 @@ struct GatherRows {
 
  private:
   static constexpr int kNoRow = -1;
+
+  /// Loads the k tiles of a low-rank term by TMA, after the gathered ones. In each phase `full`
+  /// expects an arrival of every copying thread, so all threads arrive.
+  template <class Gemm>
+  static __device__ __forceinline__ void load_low_rank(const typename Gemm::Params& p,
+                                                       const Cta<Gemm::kShape>& cta,
+                                                       RingPosition<Gemm::kShape.stages>& ring,
+                                                       const CtaTile& tile) {
+#pragma unroll 1
+    for (int kt = 0; kt < p.low_rank.k_tiles; kt++, ring.next()) {
+      const ptx::Mbarrier full = cta.full(ring.stage);
+      cta.empty(ring.stage).wait(ring.parity ^ 1);
+      if (threadIdx.x == 0) {
+        full.arrive_expecting(Gemm::kShape.a_bytes() + Gemm::kShape.b_bytes());
+        ptx::tma_load(cta.a(ring.stage), &p.low_rank.inner.rows, full,
+                      {kt * kDepth, 0, max(tile.row, 0)});
+        Gemm::B::load(p.low_rank.outer, tile, kt, 0, cta.b(ring.stage), full, cta.rank());
+      }
+      full.arrive();
+    }
+  }
 
   /// Fills the epilogue's input stages, after the tile's k tiles. In each phase `full` expects an
   /// arrival of every copying thread, so all threads arrive.

@@ -55,10 +55,14 @@ struct TmaRows {
         const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);
         full.arrive_expecting(kShape.a_bytes() + kShape.b_bytes());
-        const int part = kt >= p.tiles.k_tiles ? 1 : 0;
-        ptx::tma_load(cta.a(ring.stage), &p.producer.rows, full,
-                      {(kt - part * p.tiles.k_tiles) * kDepth, part, tile.row});
-        Gemm::B::load(p.b, tile, kt, p.tiles.k_tiles, cta.b(ring.stage), full, cta.rank());
+        const int low = kt - (k_tiles - p.low_rank.k_tiles);  // k tile of the low-rank term
+        const int at = low >= 0 ? low : kt;
+        const int part = low < 0 && kt >= p.tiles.part_k_tiles ? 1 : 0;
+        const int k = at - part * p.tiles.part_k_tiles;
+        ptx::tma_load(cta.a(ring.stage), low >= 0 ? &p.low_rank.inner.rows : &p.producer.rows, full,
+                      {k * kDepth, part, tile.row});
+        Gemm::B::load(low >= 0 ? p.low_rank.outer : p.b, tile, k, part, cta.b(ring.stage), full,
+                      cta.rank());
         // The next tile is computed half a tile ahead, because the stages in flight do not cover
         // the latency of the loads that this needs.
         if (kt == k_tiles / 2) {

@@ -44,7 +44,7 @@ struct Store {
                                                const TileSlot& tile, const Warp& warp, int part,
                                                std::uint32_t staging) {
     const std::uint32_t at = word_address(staging, warp);
-    if (p.bias.data == nullptr && p.row_scale == nullptr) {
+    if (p.bias.data == nullptr && p.row_scale == nullptr && p.factor == 1.0f) {
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         std::uint32_t words[2];
@@ -67,8 +67,8 @@ struct Store {
   }
 
   static __device__ __forceinline__ float scale_of(const Params& p, const TileSlot& tile, int row) {
-    if (p.row_scale == nullptr || row >= tile.rows) return 1.0f;
-    return p.row_scale[(std::int64_t{tile.row} + row) * p.scale_stride];
+    if (p.row_scale == nullptr || row >= tile.rows) return p.factor;
+    return p.factor * p.row_scale[(std::int64_t{tile.row} + row) * p.scale_stride];
   }
 };
 

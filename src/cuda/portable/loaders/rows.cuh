@@ -67,6 +67,8 @@ class RowLoader {
                 "the swizzle of all lines of a thread must be the same");
   /// The bit of present_ for the first line of weights.
   static constexpr int kFirstWeight = kRowsEach;
+  /// part_ in a low-rank term.
+  static constexpr int kLowRank = 2;
   /// k_ after the last tile: so far below K that advance() never reaches the end of a part.
   /// present_ is 0, so copies read nothing and write zeros.
   static constexpr int kNoMore = -(1 << 30);
@@ -82,9 +84,9 @@ class RowLoader {
     return k_ + chunk() * 8 < p.depth;
   }
 
-  /// The weights of one half of the tile (gate or up), or of the current part of K.
+  /// The weights of one half of the tile (gate or up) in the current part of K.
   __device__ __forceinline__ const Matrices& matrices(const Params& p, int half) const {
-    return p.weights[p.second_half == 0 ? half : part_];
+    return p.weights[p.second_half == 0 ? part_ + half : part_];
   }
 
   template <int i>
@@ -158,17 +160,10 @@ class RowLoader {
     present_ = 0;
     if (next_.record < records_) {
       k_ = 0;
-      slot = {next_.expert,
-              next_.row,
-              next_.rows,
-              next_.column_tile * p.column_step,
-              (p.depth + Shape::kDepth - 1) / Shape::kDepth * p.parts,
-              0,
-              {}};
-      expert_ = slot.expert;
-      column_ = slot.column;
+      slot = {next_.expert, next_.row, next_.rows, next_.column_tile * p.column_step,
+              p.k_tiles,    0,         {}};
       open_rows(p, slot.rows);
-      open_weights(p);
+      open_weights(p, slot.expert, slot.column);
       const Place place = after(p);
       take(place.record, place.column_tile, ahead_);
       find_sources(p);
@@ -187,13 +182,13 @@ class RowLoader {
   }
 
   /// Sets the addresses of the weights to the beginning of a part of K.
-  __device__ __forceinline__ void open_weights(const Params& p) {
+  __device__ __forceinline__ void open_weights(const Params& p, int expert, int first_column) {
     if constexpr (kAlongK) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const Matrices& m = matrices(p, half);
-        const int column = column_ + half * p.second_half + line();
-        b_[half] = m.data + expert_ * m.expert_bytes + column * m.line_bytes + chunk() * 16;
+        const int column = first_column + half * p.second_half + line();
+        b_[half] = m.data + expert * m.expert_bytes + column * m.line_bytes + chunk() * 16;
         apart_[half] = kApart * m.line_bytes;
 #pragma unroll
         for (int i = 0; i < kHalf; i++) {
@@ -204,24 +199,41 @@ class RowLoader {
     } else {
       const Matrices& m = matrices(p, half());
       const int column =
-          column_ + half() * p.second_half + threadIdx.x % (Shape::kColumnChunks / 2) * 8;
-      b_[0] = m.data + expert_ * m.expert_bytes +
-              threadIdx.x / Shape::kColumnChunks * m.line_bytes + column * kElementBytes;
+          first_column + half() * p.second_half + threadIdx.x % (Shape::kColumnChunks / 2) * 8;
+      b_[0] = m.data + expert * m.expert_bytes + threadIdx.x / Shape::kColumnChunks * m.line_bytes +
+              column * kElementBytes;
       apart_[0] = 8 * m.line_bytes;
       present_ |= column < p.columns ? 1u << kFirstWeight : 0u;
     }
   }
 
+  /// Begins the next part of K of this tile, or the next tile. The tile's expert, first row and
+  /// column are found again from next_, the tile after it, because no registers are free for them.
   __device__ __forceinline__ void next_part(const Params& p) {
-    if (part_ + 1 == p.parts) {
+    const bool low_rank = part_ + 1 >= p.parts;
+    if (low_rank && (p.rank == 0 || part_ == kLowRank)) {
       open(p);
       return;
     }
+    const int carry = next_.column_tile < p.column_tiles_apart ? 1 : 0;
+    const int record = next_.record - p.records_apart - carry;
+    const int column_tile = next_.column_tile - p.column_tiles_apart + carry * p.column_tiles;
+    if (low_rank) {
+      const TileRecord& read = p.records[record];
+      const int row = read.begin + (record - read.first) * kRecordRows + line();
 #pragma unroll
-    for (int i = 0; i < kRowsEach; i++) a_[i] -= (k_ - p.depth) * kElementBytes;
-    part_++;
-    k_ = 0;
-    open_weights(p);
+      for (int i = 0; i < kRowsEach; i++) {
+        a_[i] = p.inner.data + (row + i * kApart) * p.inner.row_bytes + chunk() * 16;
+      }
+      part_ = kLowRank;
+      k_ = p.depth - p.rank;  // so it reaches p.depth at the end of the term
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRowsEach; i++) a_[i] -= (k_ - p.depth) * kElementBytes;
+      part_++;
+      k_ = 0;
+    }
+    open_weights(p, p.records[record].expert, column_tile * p.column_step);
   }
 
   int records_;
@@ -230,8 +242,6 @@ class RowLoader {
   int source_[kRowsEach];  // rows that the next tile gathers
   unsigned count_ = 0;
   unsigned present_;  // a bit for each line that this thread copies: whether it exists
-  int expert_ = 0;
-  int column_ = 0;
   int k_;
   int part_;
   const std::uint8_t* a_[kRowsEach];
