@@ -150,6 +150,9 @@ struct HostSteps {
     if (w.odd != nullptr) sum_columns(w, *w.odd, 1, 2);
   }
 
+  void operator()(const CopyFactors& w) const {
+    for (int i = 0; i < w.count; ++i) oracle::write(w.copy[i].to, oracle::read(w.copy[i].from));
+  }
   void operator()(const ClearRows& w) const {
     oracle::write(w.out,
                   std::vector<double>(static_cast<std::size_t>(oracle::element_count(w.out))));

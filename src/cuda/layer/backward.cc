@@ -24,6 +24,13 @@ enum Counter : int {
 unsigned* counter(const BackwardCall& c, Counter which) { return c.scratch.counters + which; }
 
 bool has_up_grads(const Weights& g) { return g.gate.data != nullptr || g.up.data != nullptr; }
+/// Whether a product gives gradients of W1 or of its factors; of W2 or of its factors.
+bool has_up_grads(const BackwardArgs& args) {
+  return has_up_grads(args.grads) || has_factor_grads(args.lora_grads.up);
+}
+bool has_down_grads(const BackwardArgs& args) {
+  return args.grads.down.data != nullptr || has_factor_grads(args.lora_grads.down);
+}
 
 /// A weight gradient: rows of x or dO (`left`), gathered by token, times rows in expert order
 /// (`right`).
@@ -87,7 +94,10 @@ void clear_gradients(const BackwardArgs& args, cudaStream_t stream) {
   if (args.dweights.data != nullptr) clear(args.dweights, stream);
   if (args.grad_mode == GradMode::kAccumulate) return;
   const Weights& g = args.grads;
-  for (const Tensor* t : {&g.gate, &g.up, &g.down, &g.b_gate, &g.b_up, &g.b_down}) {
+  const LowRank& up = args.lora_grads.up;
+  const LowRank& down = args.lora_grads.down;
+  for (const Tensor* t : {&g.gate, &g.up, &g.down, &g.b_gate, &g.b_up, &g.b_down, &up.a, &up.b,
+                          &up.gate_b, &down.a, &down.b}) {
     if (t->data != nullptr) clear(*t, stream);
   }
 }
@@ -104,7 +114,9 @@ BackwardCall backward_call(const PassContext& pass, const BackwardArgs& args,
           engine.backward_order(p, args),
           gate_layout(p, args.weights),
           {&pass.metadata, scratch.experts, p.experts, row_capacity(p)},
-          h_rows(p, args.weights, scratch.dh)};
+          h_rows(p, args.weights, scratch.dh),
+          lora_pass(p, args.weights, args.lora, scratch.lora, saved_p(p, args.saved.data),
+                    scratch.counters + kLoraCounters)};
 }
 
 void add_row_lists(const BackwardCall& c, Steps& steps) {
@@ -122,6 +134,7 @@ RowProduct hidden_grad_product(const BackwardCall& c) {
           .groups = c.groups,
           .rows = {c.args.dout, c.pass.metadata.row_token},
           .weights = {transposed(c.args.weights.down), {}, WeightParts::kOne},
+          .low_rank = hidden_grad_term(c.lora),
           .epilogue = ActivateGrad{.h = h,
                                    .dh = c.dh,
                                    .a = c.rows(c.scratch.a, p.width),
@@ -136,18 +149,20 @@ RowProduct hidden_grad_product(const BackwardCall& c) {
 }
 
 RowProduct input_grad_product(const BackwardCall& c, const RowProduct& hidden_grad) {
-  const Weights& g = c.args.grads;
   LaunchHints hints{.tile_counter = counter(c, kCounterInputGrad)};
-  if (c.order.input_grad_first) {
+  if (!c.order.input_grad_first && (has_up_grads(c.args) || has_down_grads(c.args))) {
+    hints.start = Start::kIndependent;
+  } else if (const std::optional<Start> start = start_of_input_grad(c)) {
+    hints.start = *start;
+  } else if (c.order.input_grad_first) {
     hints.start = Start::kWithRowsOf;
     hints.source = &hidden_grad;
-  } else if (has_up_grads(g) || g.down.data != nullptr) {
-    hints.start = Start::kIndependent;
   }
   return {.dtype = c.problem().dtype,
           .groups = c.groups,
           .rows = {c.dh, nullptr},
           .weights = up_operand_transposed(c.problem(), c.args.weights),
+          .low_rank = input_grad_term(c.lora),
           .epilogue = StoreOutput{.out = c.rows(c.scratch.dx, c.problem().hidden)},
           .hints = hints};
 }
@@ -170,7 +185,7 @@ void add_up_grads(const BackwardCall& c, Steps& steps) {
   const Weights& g = c.args.grads;
   if (!has_up_grads(g)) return;
   // If an earlier product has waited for dH, dH is complete before this product begins.
-  const bool second = c.order.input_grad_first || g.down.data != nullptr;
+  const bool second = c.order.input_grad_first || has_down_grads(c.args);
   if (c.layout == GateLayout::kInterleaved) {
     steps.add("dW1", weight_grad_product(c, interleaved_up_grad(c, start_of(second))));
     return;
@@ -250,6 +265,7 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
   s.score_parts = carver.take<float>(capacity * engine.score_tiles(p));
   s.experts = carver.take<ExpertRecord>(p.experts);
   s.counters = carver.take<unsigned>(kCounterBytes / 4);
+  s.lora = take_lora_scratch(p, Pass::kBackward, carver);
   s.bytes = carver.used();
   return s;
 }
@@ -258,13 +274,18 @@ void add_backward_steps(const BackwardCall& c, const BackwardProducts& products,
   const bool input_first = c.order.input_grad_first;
   const std::int64_t early = c.order.tokens_beside_down_grad;
   add_row_lists(c, steps);
+  add_before_hidden_grad(c, steps);
   products.hidden_grad();
   add_bias_grads(c, steps);
   if (!input_first) add_score_grad(c, steps);
+  add_after_hidden_grad(c, steps);
   if (input_first) products.input_grad();
   add_down_grad(c, steps);
+  add_down_factor_grads(c, input_first || c.args.grads.down.data != nullptr, steps);
   if (early > 0) add_token_sum(c, {0, early}, steps);
   add_up_grads(c, steps);
+  add_up_factor_grads(c, input_first || has_down_grads(c.args) || has_up_grads(c.args.grads),
+                      steps);
   if (input_first) add_score_grad(c, steps);
   if (c.args.dx.data == nullptr) return;
   if (!input_first) products.input_grad();
@@ -290,6 +311,7 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
   if (args.dx.data != nullptr) check_rows("dx", args.dx);
   check_weights(problem, args.weights);
   check_grads(problem, args.weights, args.grads);
+  check_factor_grads(problem, args);
   if (row_capacity(problem) == 0 || problem.tokens == 0) {
     clear_gradients(args, stream_of(exec));
     return;

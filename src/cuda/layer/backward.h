@@ -16,7 +16,8 @@ struct BackwardCall {
   BackwardOrder order;
   GateLayout layout;
   RowGroups groups;
-  Tensor dh;                    ///< h_rows()
+  Tensor dh;  ///< h_rows()
+  LoraPass lora;
   unsigned* arrival = nullptr;  ///< LaunchHints::arrival of dW2
 
   const Problem& problem() const { return pass.problem; }

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/checks.h"
+#include "cuda/layer/lora.h"
 #include "cuda/layer/views.h"
 
 namespace sonicmoe::cuda {
@@ -56,12 +57,12 @@ void check_matrices(const char* name, const Tensor& t) {
   }
 }
 
-namespace {
-
-/// fp32 gradients are stored element by element, so any strides are allowed.
+// fp32 gradients are stored element by element.
 void check_grad(const char* name, const Tensor& t) {
   if (t.data != nullptr && t.dtype != DType::kF32) check_matrices(name, t);
 }
+
+namespace {
 
 /// Checks the gradients of interleaved gate and up. The columns of dH alternate, so 16-bit
 /// gradients must alternate too.
@@ -89,10 +90,6 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes " +
            service.dtypes.text() + ".";
   }
-  if (p.up_rank != 0 || p.down_rank != 0) {
-    return "up_rank is " + std::to_string(p.up_rank) + " and down_rank " +
-           std::to_string(p.down_rank) + " but CUDA takes 0: it has no low-rank factors yet.";
-  }
   if (p.precision == Precision::kFp8 && engine.fp8 == nullptr) {
     return std::string("precision is fp8 but the engine ") + engine.name +
            " has no FP8: it needs an H100 or H200 and the engine hopper.";
@@ -105,6 +102,7 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return "experts is " + std::to_string(p.experts) + " but CUDA takes at most " +
            std::to_string(kMaxExperts) + ".";
   }
+  if (std::string sentence = lora_refusal(p); !sentence.empty()) return sentence;
   const std::string sentence = too_many_rows("row capacity C", checks::rows(p));
   return sentence.empty() ? too_many_codes(p) : sentence;
 }

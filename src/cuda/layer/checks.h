@@ -30,6 +30,8 @@ void check_rows(const char* name, const Tensor& rows);
 void check_matrices(const char* name, const Tensor& matrices);
 
 void check_weights(const Problem& problem, const Weights& weights);
+/// As check_matrices() for a gradient, which may be absent, and in fp32 of any strides.
+void check_grad(const char* name, const Tensor& grad);
 void check_grads(const Problem& problem, const Weights& weights, const Weights& grads);
 
 }  // namespace sonicmoe::cuda

@@ -25,8 +25,15 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
   if (pass == Pass::kInference) {
     s.saved = carver.take<std::byte>(metadata_layout(p, nullptr).bytes);
   }
+  s.lora = take_lora_scratch(p, pass, carver);
   s.bytes = carver.used();
   return s;
+}
+
+LoraPass forward_lora(const Problem& p, const ForwardArgs& args, const ForwardScratch& scratch) {
+  void* kept = args.saved.data == nullptr ? scratch.lora.p : saved_p(p, args.saved.data);
+  return lora_pass(p, args.weights, args.lora, scratch.lora, kept,
+                   scratch.counters + kLoraCounters);
 }
 
 RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
@@ -39,6 +46,7 @@ RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
           .groups = {&pass.metadata, nullptr, p.experts, capacity},
           .rows = {args.x, pass.metadata.row_token},
           .weights = up_operand(p, args.weights),
+          .low_rank = up_term(p, forward_lora(p, args, scratch)),
           .epilogue = Activate{.h = training ? h_rows(p, args.weights, args.h.data) : Tensor{},
                                .a = tensor2(scratch.a, p.dtype, capacity, p.width),
                                .bias_gate = gated ? args.weights.b_gate : Tensor{},
@@ -57,6 +65,7 @@ RowProduct down_product(const PassContext& pass, const ForwardArgs& args,
           .groups = {&pass.metadata, nullptr, p.experts, capacity},
           .rows = {tensor2(scratch.a, p.dtype, capacity, p.width), nullptr},
           .weights = {args.weights.down, {}, WeightParts::kOne},
+          .low_rank = down_term(forward_lora(p, args, scratch)),
           .epilogue = StoreOutput{.out = out,
                                   .bias = args.weights.b_down,
                                   .scale = scaled ? args.routing.weights : Tensor{}},
@@ -68,7 +77,10 @@ void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
   const Problem& p = pass.problem;
   steps.add("metadata",
             BuildMetadata{args.routing, {scratch.metadata, scratch.counters, kCounterBytes / 4}});
+  const LoraPass lora = forward_lora(p, args, scratch);
+  add_up_inner(pass, args, lora, steps);
   steps.add("A", up_product(pass, args, scratch));
+  add_down_inner(pass, tensor2(scratch.a, p.dtype, row_capacity(p), p.width), lora, steps);
   if (p.form == RoutingForm::kGrouped) {
     // Row p of Y is row p of the output; rows in no group are zero.
     steps.add("Y", ClearRows{args.out});
@@ -90,7 +102,7 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Engine& engine) {
     sizes.h_bytes = fp8 ? fp8_h_bytes(problem)
                         : gate_factor(problem.activation.kind) * row_capacity(problem) *
                               problem.width * dtype_bytes(problem.dtype);
-    sizes.saved_bytes = metadata_layout(problem, nullptr).bytes;
+    sizes.saved_bytes = saved_bytes(problem);
   }
   if (pass == Pass::kBackward) {
     sizes.scratch_bytes = fp8 ? fp8_backward_scratch(problem, engine, nullptr).bytes

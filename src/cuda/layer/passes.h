@@ -2,12 +2,15 @@
 #pragma once
 
 #include "cuda/layer/engine.h"
+#include "cuda/layer/lora.h"
 #include "cuda/layer/steps.h"
 
 namespace sonicmoe::cuda {
 
 /// Bytes for the tile counters and release counters of a pass's products.
 inline constexpr std::int64_t kCounterBytes = 256;
+/// The first of the tile counters of low-rank products (LoraPass::counters).
+inline constexpr int kLoraCounters = 16;
 
 /// Arrays in the scratch of forward. Inference keeps the metadata there too.
 struct ForwardScratch {
@@ -16,6 +19,7 @@ struct ForwardScratch {
   unsigned* counters;  ///< kCounterBytes
   void* metadata;      ///< scratch of build_metadata
   void* saved;         ///< the metadata, at inference only
+  LoraScratch lora;
   std::int64_t bytes;
 };
 /// With base == nullptr only `bytes` is valid.
@@ -30,10 +34,14 @@ struct BackwardScratch {
   float* score_parts;     ///< (C, Engine::score_tiles())
   ExpertRecord* experts;  ///< (E), longest first
   unsigned* counters;     ///< kCounterBytes
+  LoraScratch lora;
   std::int64_t bytes;
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);
 
+/// The low-rank products of a forward.
+LoraPass forward_lora(const Problem& problem, const ForwardArgs& args,
+                      const ForwardScratch& scratch);
 /// A = act(X W1), of all rows.
 RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
                       const ForwardScratch& scratch);

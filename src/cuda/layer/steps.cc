@@ -38,6 +38,7 @@ struct Launcher {
     finish_scores(device, pass.problem, pass.metadata, w, stream);
   }
   void operator()(const ColumnSum& w) const { sum_columns(pass.problem, pass.metadata, w, stream); }
+  void operator()(const CopyFactors& w) const { copy_factors(w, stream); }
   void operator()(const ClearRows& w) const { clear_rows(w.out, stream); }
 };
 

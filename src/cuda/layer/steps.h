@@ -12,6 +12,7 @@
 #include "cuda/device/device.h"
 #include "cuda/layer/fp8_product.h"
 #include "cuda/layer/product.h"
+#include "cuda/sums/factors.h"
 #include "cuda/sums/gradients.h"
 #include "cuda/sums/sum_rows.h"
 
@@ -48,7 +49,7 @@ struct ClearRows {
 };
 
 using Work = std::variant<BuildMetadata, BuildRowLists, RowProduct, Fp8RowProduct, QuantizeRows,
-                          DepthProduct, TokenSum, ScoreGrad, ColumnSum, ClearRows>;
+                          DepthProduct, TokenSum, ScoreGrad, ColumnSum, ClearRows, CopyFactors>;
 
 struct Step {
   const char* name;  ///< as in docs/notation.md: "A", "dH", ...; passed to observers
@@ -71,7 +72,7 @@ class Steps {
   const Step& operator[](std::size_t i) const { return *steps_[i]; }
 
  private:
-  static constexpr std::size_t kMost = 16;
+  static constexpr std::size_t kMost = 32;
   std::array<std::optional<Step>, kMost> steps_;
   std::size_t count_ = 0;
 };
