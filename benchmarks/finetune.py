@@ -1,0 +1,267 @@
+"""Times a fine-tuned layer on one CUDA device: frozen weights, with low-rank factors, and the same
+in compiled PyTorch.
+
+    python benchmarks/finetune.py --out records
+    python benchmarks/finetune.py --configs qwen3-30b --tokens 4096 --ranks 16
+
+frozen is moe() with gradients of x and of the routing weights, lora is lora_moe(), torch is the
+layer of torch_layer() with grouped_mm. All are hot, interleaved in one process. Before the timing
+the results of lora and torch are compared with those of a loop over experts in fp32. The record
+finetune.json is written after each row; rows that an earlier run of the same commit on the same
+device measured are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from h200 import header
+from h200_bench import timing
+from h200_extra import free, medians
+from sonicmoe_cpp import LowRank, lora_moe, moe
+
+CUDA = torch.device("cuda")
+BF = torch.bfloat16
+ROUNDS = 3
+LEAST_LIMIT = 2**-8  # an error that is always allowed: one ulp of bf16
+
+
+class Config(NamedTuple):
+    d: int
+    n: int
+    E: int
+    K: int
+    activation: str
+    bias: bool
+
+
+CONFIGS = {
+    "qwen3-30b": Config(2048, 768, 128, 8, "swiglu", False),
+    "gpt-oss-20b": Config(2880, 2880, 32, 4, "swiglu_oai", True),
+}
+
+
+class Data:
+    """The tensors of a layer. `leaves` get gradients: x, routing weights, then the factors."""
+
+    def __init__(self, config, tokens, rank):
+        self.config, self.rank, self.scale = config, rank, 2.0
+        d, n, experts, top_k, self.activation, bias = config
+        generator = torch.Generator(CUDA).manual_seed(7)
+
+        def random(*shape, fan_in=1):
+            t = torch.empty(*shape, dtype=BF, device=CUDA)
+            return t.normal_(generator=generator).mul_(fan_in**-0.5)
+
+        self.w_up, self.w_down = (
+            random(experts, 2 * n, d, fan_in=d),
+            random(experts, d, n, fan_in=n),
+        )
+        self.b_up = random(experts, 2 * n) if bias else None
+        self.b_down = random(experts, d) if bias else None
+        logits = torch.empty(tokens, experts, device=CUDA).normal_(generator=generator)
+        weights, ids = logits.softmax(1).topk(top_k)
+        self.ids = ids.int()
+        factors = (
+            random(experts, rank, d, fan_in=d),
+            random(experts, 2 * n, rank, fan_in=rank),
+            random(experts, rank, n, fan_in=n),
+            random(experts, d, rank, fan_in=rank),
+        )
+        leaves = (random(tokens, d), weights / weights.sum(1, keepdim=True), *factors)
+        self.leaves = [t.requires_grad_() for t in leaves]
+        self.dout = random(tokens, d)
+
+    def options(self):
+        return {"b_up": self.b_up, "b_down": self.b_down, "activation": self.activation}
+
+
+def act(name, h):
+    gate, up = h.chunk(2, dim=-1)
+    if name == "swiglu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def torch_layer(data):
+    """LoRA as written in PyTorch: rows sorted by expert, four products with the weights' and the
+    factors' grouped_mm, a sum by index_add."""
+    top_k, experts, s = data.config.K, data.config.E, data.scale
+    name, w_up, w_down, b_up, b_down = (
+        data.activation, data.w_up.mT, data.w_down.mT, data.b_up, data.b_down)  # fmt: skip
+
+    @torch.compile(dynamic=False)
+    def layer(x, weights, up_a, up_b, down_a, down_b):
+        order = data.ids.flatten().argsort(stable=True)
+        expert, token = data.ids.flatten()[order], order // top_k
+        ends = torch.arange(1, experts + 1, device=x.device, dtype=torch.int32)
+        offsets = torch.searchsorted(expert, ends).int()
+
+        def project(rows, w, a, b, bias):
+            low = torch._grouped_mm(rows, a.mT, offs=offsets) * s
+            out = torch._grouped_mm(rows, w, offs=offsets)
+            out = out + torch._grouped_mm(low, b.mT, offs=offsets)
+            return out if bias is None else out + bias[expert]
+
+        a = act(name, project(x[token], w_up, up_a, up_b, b_up))
+        y = project(a, w_down, down_a, down_b, b_down)
+        y = y * weights.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(x).index_add(0, token, y)
+
+    return layer
+
+
+def lora_layer(data):
+    def layer(x, weights, up_a, up_b, down_a, down_b):
+        up, down = LowRank(up_a, up_b, data.scale), LowRank(down_a, down_b, data.scale)
+        options = data.options() | {"up": up, "down": down}
+        return lora_moe(x, data.ids, weights, data.w_up, data.w_down, **options)
+
+    return layer
+
+
+def frozen_layer(data):
+    def layer(x, weights):
+        return moe(x, data.ids, weights, data.w_up, data.w_down, **data.options())
+
+    return layer
+
+
+def reference(data):
+    """The layer in fp32, expert by expert: the output and the gradients of the leaves."""
+    leaves = [t.detach().float().requires_grad_() for t in data.leaves]
+    x, weights, up_a, up_b, down_a, down_b = leaves
+    out = torch.zeros_like(x, requires_grad=False)
+    for e in range(data.config.E):
+        token, slot = (data.ids == e).nonzero(as_tuple=True)
+
+        def project(rows, w, a, b, bias, e=e):
+            out = rows @ (w[e].float() + data.scale * b[e] @ a[e]).T
+            return out if bias is None else out + bias[e].float()
+
+        a = act(data.activation, project(x[token], data.w_up, up_a, up_b, data.b_up))
+        y = project(a, data.w_down, down_a, down_b, data.b_down)
+        out = out.index_add(0, token, y * weights[token, slot, None])
+    return out.detach(), torch.autograd.grad(out, leaves, data.dout.float())
+
+
+def both(layer, leaves, dout):
+    out = layer(*leaves)
+    return out, torch.autograd.grad(out, leaves, dout)
+
+
+def check(data, layers):
+    """Exits with a message if an error of lora is more than twice that of torch."""
+    want_out, want = reference(data)
+    errors = {}
+    for name, layer in layers.items():
+        out, grads = both(layer, data.leaves, data.dout)
+        errors[name] = [
+            ((got.float() - exact).norm() / exact.norm()).item()
+            for got, exact in zip((out, *grads), (want_out, *want), strict=True)
+        ]
+    names = ("out", "dx", "dweights", "dA_u", "dB_u", "dA_d", "dB_d")
+    for what, ours, torchs in zip(names, errors["lora"], errors["torch"], strict=True):
+        if not ours <= max(2 * torchs, LEAST_LIMIT):
+            raise SystemExit(f"{what} of lora has an error of {ours:.2e}, torch {torchs:.2e}")
+    return {name: round(max(found), 5) for name, found in errors.items()}
+
+
+def memory(layer, leaves, dout):
+    """MiB that forward keeps for backward besides its output, and the peak of both."""
+    both(layer, leaves, dout)
+    free()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = layer(*leaves)
+    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    grads = torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del grads
+    return {"kept_mib": round(kept / 2**20, 1), "peak_mib": round(peak / 2**20, 1)}
+
+
+def measure(name, tokens, rank, burst):
+    config = CONFIGS[name]
+    data = Data(config, tokens, rank)
+    layers = {"frozen": frozen_layer(data), "lora": lora_layer(data), "torch": torch_layer(data)}
+    errors = check(data, {key: layers[key] for key in ("lora", "torch")})
+    free()
+    runs = {}
+    row = {"config": name, "T": tokens, "d": config.d, "n": config.n, "E": config.E, "K": config.K,
+           "r": rank, "errors": errors}  # fmt: skip
+    for key, layer in layers.items():
+        leaves = data.leaves[:2] if key == "frozen" else data.leaves
+        row[key] = memory(layer, leaves, data.dout)
+        runs[key, "fwd"] = lambda layer=layer, leaves=leaves: layer(*leaves)
+        runs[key, "both"] = lambda layer=layer, leaves=leaves: both(layer, leaves, data.dout)
+    times = {}
+    for _ in range(ROUNDS):
+        timing.hot_round(runs, burst, times)
+    ms = medians(times)
+    for key in layers:
+        row[key]["fwd_ms"] = round(ms[key, "fwd"], 4)
+        row[key]["bwd_ms"] = round(ms[key, "both"] - ms[key, "fwd"], 4)
+    return row
+
+
+def total(row, key):
+    return row[key]["fwd_ms"] + row[key]["bwd_ms"]
+
+
+def summary(row):
+    lora = total(row, "lora")
+    return (
+        f"{row['config']} T {row['T']} r {row['r']}: frozen {total(row, 'frozen'):.3f} ms, lora "
+        f"{lora:.3f} ({lora / total(row, 'frozen'):.3f}), torch {total(row, 'torch'):.3f} "
+        f"({total(row, 'torch') / lora:.2f} times lora)"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--configs", default=",".join(CONFIGS))
+    parser.add_argument("--tokens", default="4096,8192,16384")
+    parser.add_argument("--ranks", default="16,64")
+    parser.add_argument("--burst", type=float, default=60.0, help="milliseconds of a hot burst")
+    parser.add_argument("--out", default="", help="folder of the record")
+    arguments = parser.parse_args()
+    record = header() | {"what": "finetune", "state": "hot", "rows": []}
+    path = Path(arguments.out or ".") / "finetune.json"
+    if arguments.out and path.exists():
+        earlier = json.loads(path.read_text())
+        if all(earlier.get(key) == record[key] for key in ("device", "commit")):
+            record["rows"] = earlier["rows"]
+    done = {(row["config"], row["T"], row["r"]) for row in record["rows"]}
+    for name in arguments.configs.split(","):
+        for tokens in map(int, arguments.tokens.split(",")):
+            for rank in map(int, arguments.ranks.split(",")):
+                if (name, tokens, rank) in done:
+                    continue
+                began = time.perf_counter()
+                torch._dynamo.reset()
+                row = measure(name, tokens, rank, arguments.burst)
+                record["rows"].append(row)
+                print(f"{summary(row)} [{time.perf_counter() - began:.0f} s]", flush=True)
+                print(json.dumps(row), flush=True)
+                if arguments.out:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(json.dumps(record, indent=1) + "\n")
+                free()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
