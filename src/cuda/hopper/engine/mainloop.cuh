@@ -41,7 +41,7 @@ struct Mainloop {
 
   /// Issues the products of a tile. While deferred.pending(), calls deferred.run(kt) under the
   /// products of k tile kt, and after the last k tile until nothing is pending. All cases share one
-  /// loop with branches: several loops would be compiled into each of 144 kernels, and with short
+  /// loop with branches: several loops would be compiled into each of 148 kernels, and with short
   /// tiles the instruction cache would have to fetch their code again and again.
   template <class Deferred>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
