@@ -429,6 +429,32 @@ def _recorded(name: str):
     return function(name, forward, backward)
 
 
+def _leaf_of(node):
+    """The node of the parameter that a weight is, or of which it is a view or a cast."""
+    while node is not None and node.next_functions:
+        node = next((n for n, _ in node.next_functions if n is not None), None)
+    return node
+
+
+def _asked(ctx, tensors: tuple, wanted: tuple, main_gradients: tuple) -> tuple:
+    """(wanted, main_gradients) as the running backward asks. backward(inputs=[x]) adds nothing to
+    the main gradients of weights that are not among the inputs. autograd.grad never adds to main
+    gradients, as it never adds to .grad: it returns the gradients."""
+    if main_gradients[1] is None:
+        return wanted, main_gradients
+    nodes = iter([node for node, _ in ctx.next_functions])  # of those that are not None
+    nodes = [None if t is None else next(nodes) for t in tensors]
+    asked = list(wanted)
+    try:
+        for at, name in enumerate(DIFFERENTIABLE):
+            leaf = _leaf_of(nodes[at]) if wanted[at] and name in ACCUMULATED else None
+            if leaf is not None:
+                asked[at] = torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch's answer for a leaf whose gradient autograd.grad returns
+        return wanted, (None, None, None)
+    return tuple(asked), main_gradients
+
+
 @functools.cache
 def _recorded_layer():
     """moe_forward with its derivative, as a function of DIFFERENTIABLE and of one tuple with the
@@ -451,6 +477,8 @@ def _recorded_layer():
             return (*[None] * len(wanted), None)
         *tensors, h, saved, fp8_weights = ctx.saved_tensors
         options, main_gradients = ctx.rest
+        of_graph = (tensors[0], *tensors[3:])
+        wanted, main_gradients = _asked(ctx, of_graph, wanted, main_gradients)
         layer, place = (*tensors, *options), (fp8_weights,)
         return *gradients(dout, layer, wanted, h, saved, main_gradients, place=place), None
 

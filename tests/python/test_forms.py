@@ -5,7 +5,7 @@ import pytest
 import reference
 import sonicmoe_cpp
 import torch
-from devices import DTYPES
+from devices import DEVICES, DTYPES
 from reference import Layer, assert_twice
 
 pytestmark = pytest.mark.usefixtures("poisoned", "each_engine")
@@ -265,6 +265,63 @@ def test_main_gradients_of_frozen_weights(device, dtype, how, form):
         for at, buffer in enumerate(buffers):
             assert (buffer == 0.5).all() if at in frozen else torch.equal(buffer, every[at])
         assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+
+
+def main_gradients_and_leaves(device, separate=False):
+    """A layer whose weights are views of leaves, its buffers, the leaves by name and the loss."""
+    layer = Layer(30, 72, 56, 5, 2, torch.float32).to(torch.bfloat16, device)
+    ups = layer.w_up.chunk(2, dim=1) if separate else layer.w_up
+    buffers = torch.zeros(5, 112, 72, device=device), torch.zeros(5, 72, 56, device=device)
+    accum = (buffers[0].chunk(2, dim=1), buffers[1]) if separate else buffers
+    arguments = (layer.x, layer.ids, layer.weights, ups, layer.w_down)
+    out = sonicmoe_cpp.moe(*arguments, grad_accum=accum)
+    leaves = {"x": layer.x, "w_up": layer.w_up, "w_down": layer.w_down}
+    return leaves, dict(zip(("w_up", "w_down"), buffers, strict=True)), (out * layer.dout).sum()
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_the_weights_among_the_inputs_of_backward_add_to_main_gradients(device, separate):
+    leaves, every, loss = main_gradients_and_leaves(device, separate)
+    loss.backward()
+    for inputs in (["x"], ["w_up"], ["x", "w_down"]):
+        leaves, buffers, loss = main_gradients_and_leaves(device, separate)
+        loss.backward(inputs=[leaves[name] for name in inputs], retain_graph=True)
+        for name, buffer in buffers.items():
+            assert torch.equal(buffer, every[name]) if name in inputs else (buffer == 0).all(), name
+        rest = [leaf for name, leaf in leaves.items() if name not in inputs]
+        loss.backward(inputs=rest)
+        assert all(torch.equal(buffers[name], every[name]) for name in buffers)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_autograd_grad_returns_gradients_and_adds_none(device, separate):
+    leaves, every, loss = main_gradients_and_leaves(device, separate)
+    loss.backward()
+    dx = leaves["x"].grad
+    leaves, buffers, loss = main_gradients_and_leaves(device, separate)
+    assert torch.equal(torch.autograd.grad(loss, leaves["x"], retain_graph=True)[0], dx)
+    for name, got in zip(leaves, torch.autograd.grad(loss, leaves.values()), strict=True):
+        assert torch.equal(got, dx if name == "x" else every[name].bfloat16()), name
+    assert all((buffer == 0).all() for buffer in buffers.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_two_backwards_of_a_zero_bubble_schedule(device):
+    from torch.distributed.pipelining import _backward
+
+    leaves, every, loss = main_gradients_and_leaves(device)
+    loss.backward()
+    dx = leaves.pop("x").grad
+    leaves, buffers, loss = main_gradients_and_leaves(device)
+    x = leaves.pop("x")
+    _, groups = _backward.stage_backward_input([loss], None, [x], iter(leaves.values()))
+    assert torch.equal(x.grad, dx)
+    assert all((buffer == 0).all() for buffer in buffers.values())
+    _backward.stage_backward_weight(iter(leaves.values()), groups)
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, every[name].bfloat16()) and (buffers[name] == 0).all()
 
 
 @pytest.mark.parametrize("form", ["ids", "pairs", "grouped"])

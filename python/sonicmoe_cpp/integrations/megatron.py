@@ -91,8 +91,10 @@ class _ToMainGrad(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, _none) -> Tensor | None:
+    def backward(ctx, gradient) -> Tensor | None:
         weight = ctx.weight
+        if gradient is not None:  # of autograd.grad, which adds nothing to main_grad
+            return gradient
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
