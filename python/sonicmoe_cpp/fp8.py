@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
+import operator
 from typing import NamedTuple
 
 import torch
@@ -243,15 +243,15 @@ class Fp8Cache:
         watched = self._watched(parameters)
         state = dtype, style, *self._state_of(watched, parameters[0].device)
         seen = (*parameters, *watched)
-        same = len(self._seen) == len(seen) and all(
-            ref() is t for ref, t in zip(self._seen, seen, strict=True)
-        )
+        same = len(self._seen) == len(seen) and all(map(operator.is_, self._seen, seen))
         if not same or state != self._state:
             # Autograd refuses to save tensors made in inference mode for a later backward.
             with torch.inference_mode(False), torch.no_grad():
                 cast = [_cast(t, dtype) for t in weights]
                 self._quantised = quantize_weights(*cast, **style)
-            self._seen = tuple(weakref.ref(t) for t in seen)
+            # Not weak references: with one, torch refuses to swap a parameter's contents, which
+            # Module.to() and load_state_dict() do with DTensors.
+            self._seen = seen
             self._state = state
         return self._quantised
 
@@ -281,11 +281,12 @@ def is_cached(module: nn.Module, weights: tuple, cache: Fp8Cache) -> bool:
     """
     if torch.compiler.is_compiling() or _is_traced():
         return False
-    if getattr(module, "_is_fsdp_managed_module", False) and cache.sharded is None:
-        return False
+    gathered = getattr(module, "_is_fsdp_managed_module", False) and cache.sharded is None
     for t in weights:
-        if not isinstance(t, nn.Parameter) or t.is_inference() or hasattr(t, "ds_id"):
-            return False
+        gathered |= not isinstance(t, nn.Parameter) or t.is_inference() or hasattr(t, "ds_id")
+    if gathered:
+        cache.forget()  # of the time before: the cache must not keep replaced parameters
+        return False
     if weights[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         cache.captured = True
         cache.forget()

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import weakref
 
 import pytest
 import sonicmoe_cpp
@@ -120,6 +121,38 @@ def test_the_cache_sees_every_change(quantised_times):
         assert quantised_times[0] > before, change
         assert torch.equal(moe(x)[0], got)
         assert torch.equal(got, fresh_output(moe, x))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_conversions_and_loading(quantised_times, swap):
+    """DTensors and tensors of other subclasses are always swapped, others by this option."""
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        moe, x = module(shared_experts=1), batch()
+        other = {name: 1.5 * value for name, value in moe.state_dict().items()}
+        for change in (
+            lambda: moe.load_state_dict(other),
+            lambda: moe.double().to(BF16),
+            lambda: moe.to("meta").to_empty(device="cpu").load_state_dict(other),
+        ):
+            moe(x)
+            before = quantised_times[0]
+            change()
+            got = moe(x)[0].detach()  # without a graph, which would hold the parameters
+            assert quantised_times[0] == before + 2
+            assert torch.equal(got, fresh_output(moe, x))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_replaced_parameters_are_freed():
+    moe, x = module(), batch()
+    moe(x)
+    replaced = weakref.ref(moe.w_up)
+    moe.w_up = torch.nn.Parameter(moe.w_up.detach().clone())
+    moe.w_down.ds_id = 0  # the module may keep nothing from now on
+    moe(x)
+    assert replaced() is None
 
 
 def test_copies_and_inference_mode():
