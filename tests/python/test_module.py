@@ -74,7 +74,7 @@ def test_against_plain_torch(score):
     biases = {"b_up": module.b_up, "b_down": module.b_down}
     want = reference.moe(rows, ids, weights, module.w_up, module.w_down, **biases).view_as(x)
     counts = torch.bincount(ids.flatten(), minlength=6)
-    balance = 6 * (counts / counts.sum() * p.mean(0)).sum()
+    balance = 6 * (counts / counts.sum() * (p / p.sum(-1, keepdim=True)).mean(0)).sum()
     z = logits.logsumexp(-1).square().mean()
     loss = 0.1 * balance + 0.01 * z
 
