@@ -8,7 +8,7 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help setup build demo test wheel sanitize-gpu format lint clean
+.PHONY: help setup build package demo test wheel sanitize-gpu format lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -20,7 +20,11 @@ setup: ## system packages and the Python environment .venv
 build: setup ## the C++ library, the command and their tests; the Python package into .venv
 	@tools/build.sh
 
-demo: build ## train a small MoE language model twice, report in out/demo (about 7 minutes)
+package: ## the Python package alone into .venv, with kernels for this machine's GPUs
+	@tools/setup.sh demo
+	@tools/build.sh package
+
+demo: package ## train a small MoE language model twice, report in out/demo (about 7 minutes)
 	@python examples/train_lm.py $(if $(RESUME),--resume) $(ARGS)
 
 test: build ## every test of C++ and Python, the structure and the format

@@ -71,7 +71,8 @@ bool driver_present() {
 // Opens the first device and closes it, to learn whether it can be used and by which engine.
 Json cuda_state(const std::string& engine) {
   const BackendTable* cuda = find_backend(Backend::kCuda);
-  Json state = {{"usable", false},
+  Json state = {{"built", cuda != nullptr},
+                {"usable", false},
                 {"reason", ""},
                 {"archs", words(cuda == nullptr ? "" : cuda->code_names())},
                 {"engines", engines(cuda)},
@@ -131,7 +132,7 @@ void print_text(const Json& d) {
   line("  uses", cpu["instruction_set"]);
   line("  threads", std::to_string(cpu["threads"].get<int>()));
   line("CUDA", cuda["usable"].get<bool>() ? "usable" : cuda["reason"].get<std::string>());
-  line("  archs", joined(cuda["archs"]));
+  line("  kernels for", cuda["built"].get<bool>() ? joined(cuda["archs"]) : "none");
   for (const Json& engine : cuda["engines"]) {
     line("  engine", engine["name"].get<std::string>() + ", for " +
                          engine["serves"].get<std::string>() +

@@ -1,10 +1,10 @@
 # Every architecture that kernels are compiled for, as major * 10 + minor.
 set(SONICMOE_EVERY_ARCHITECTURE 80 90 100 120)
 
-# Sets `result` to the entries that serve the GPUs of this machine, or to all of them if nvidia-smi
-# names no GPU or one that no entry serves.
+# Sets `result` to the entries that serve the GPUs of this machine: to all if no entry serves one of
+# them, to none if nvidia-smi names no GPU.
 function(sonicmoe_architectures_here result)
-  set(${result} ${SONICMOE_EVERY_ARCHITECTURE} PARENT_SCOPE)
+  set(${result} "" PARENT_SCOPE)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
                   RESULT_VARIABLE status OUTPUT_VARIABLE capabilities ERROR_QUIET TIMEOUT 20)
   if(NOT status EQUAL 0)
@@ -15,6 +15,7 @@ function(sonicmoe_architectures_here result)
   foreach(capability IN LISTS capabilities)
     string(REGEX REPLACE "\\..*" "0" entry ${capability}) # machine code serves later minor versions
     if(NOT entry IN_LIST SONICMOE_EVERY_ARCHITECTURE)
+      set(${result} ${SONICMOE_EVERY_ARCHITECTURE} PARENT_SCOPE)
       return()
     endif()
     list(APPEND found ${entry})

@@ -1,21 +1,39 @@
-# The CUDA backend: static runtime, no link to libcuda. AUTO builds it if nvcc is found.
+# The CUDA backend: static runtime, no link to libcuda. AUTO builds it if nvcc is found and there is a
+# GPU to run it, or a list of architectures was asked for.
 set(SONICMOE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO, ON or OFF")
 set_property(CACHE SONICMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(SONICMOE_WITH_CUDA OFF)
+
+# Leaves the backend out. `reason` is for the reader of this build's output, of `sonicmoe info` and of
+# refusals.
+macro(sonicmoe_without_cuda reason)
+  message(STATUS "CUDA backend: not built, ${reason}")
+  set(SONICMOE_CUDA_BUILD "none: ${reason}")
+  set_source_files_properties(
+    src/backends.cc PROPERTIES COMPILE_DEFINITIONS "SONICMOE_CUDA_ABSENCE=\"${reason}\"")
+endmacro()
+if(SONICMOE_CUDA STREQUAL "OFF")
+  sonicmoe_without_cuda("SONICMOE_CUDA is OFF")
+  return()
+endif()
+
 # What kernels are compiled for: SASS for each entry. 80 also brings PTX, from which the driver compiles
 # for GPUs without SASS; 90 also brings Hopper's engine.
 include(cmake/architectures.cmake)
 if(NOT DEFINED CACHE{SONICMOE_CUDA_ARCHITECTURES})
   sonicmoe_architectures_here(architectures)
+  if(SONICMOE_CUDA STREQUAL "AUTO" AND NOT architectures)
+    sonicmoe_without_cuda("nvidia-smi shows no GPU (SONICMOE_CUDA=ON builds all kernels)")
+    return()
+  endif()
+  if(NOT architectures)
+    set(architectures all)
+  endif()
 endif()
 set(SONICMOE_CUDA_ARCHITECTURES "${architectures}"
     CACHE STRING "What CUDA kernels are compiled for, as major * 10 + minor, or all")
 if(SONICMOE_CUDA_ARCHITECTURES STREQUAL "all")
   set(SONICMOE_CUDA_ARCHITECTURES ${SONICMOE_EVERY_ARCHITECTURE})
-endif()
-set(SONICMOE_WITH_CUDA OFF)
-if(SONICMOE_CUDA STREQUAL "OFF")
-  message(STATUS "CUDA backend: off")
-  return()
 endif()
 
 include(CheckLanguage)
@@ -24,7 +42,7 @@ if(NOT CMAKE_CUDA_COMPILER)
   if(SONICMOE_CUDA STREQUAL "ON")
     message(FATAL_ERROR "SONICMOE_CUDA is ON but no nvcc was found (set CUDACXX).")
   endif()
-  message(STATUS "CUDA backend: off, no nvcc was found; this build is CPU only")
+  sonicmoe_without_cuda("no nvcc was found (set CUDACXX)")
   return()
 endif()
 foreach(architecture IN LISTS SONICMOE_CUDA_ARCHITECTURES)
@@ -62,7 +80,8 @@ if(90 IN_LIST SONICMOE_CUDA_ARCHITECTURES)
   list(APPEND SONICMOE_CUDA_CODE sm_90a)
 endif()
 list(JOIN SONICMOE_CUDA_CODE " " SONICMOE_CUDA_CODE)
-message(STATUS "CUDA backend: on, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${SONICMOE_CUDA_CODE}")
+message(STATUS "CUDA backend: built, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${SONICMOE_CUDA_CODE}")
+set(SONICMOE_CUDA_BUILD ${SONICMOE_CUDA_CODE})
 
 set_source_files_properties(src/backends.cc PROPERTIES COMPILE_DEFINITIONS SONICMOE_WITH_CUDA)
 

@@ -45,6 +45,14 @@ Backend backend_from_name(const std::string& name) {
   checks::refuse("backend is \"" + name + "\", must be one of: " + known);
 }
 
+const char* cuda_absence() {
+#ifdef SONICMOE_CUDA_ABSENCE  // cmake/cuda.cmake
+  return SONICMOE_CUDA_ABSENCE;
+#else
+  return "";
+#endif
+}
+
 const BackendTable* find_backend(Backend backend) { return row_of(backend).table(); }
 
 const BackendTable& backend_table(Backend backend) {
@@ -56,7 +64,8 @@ const BackendTable& backend_table(Backend backend) {
   }
   const std::string name = backend_name(backend);
   checks::refuse(Status::kUnsupported, "backend is " + name + ", must be " + present +
-                                           ": this build has no " + name + " backend");
+                                           ": this build has no " + name + " backend (" +
+                                           cuda_absence() + ")");
 }
 
 }  // namespace sonicmoe

@@ -345,9 +345,11 @@ TEST(ChecksMoe, TensorsMayInterleave) {
 
 TEST(ChecksMoe, ABuildWithoutCudaRefusesIt) {
   if (find_backend(Backend::kCuda) != nullptr) GTEST_SKIP() << "this build has CUDA";
+  const std::string refusal =
+      std::string("backend is cuda, must be cpu: this build has no cuda backend (") +
+      cuda_absence() + ")";
   expect_refusals<Forward>({
-      {[](Forward& f) { f.exec.backend = Backend::kCuda; },
-       "backend is cuda, must be cpu: this build has no cuda backend", Status::kUnsupported},
+      {[](Forward& f) { f.exec.backend = Backend::kCuda; }, refusal.c_str(), Status::kUnsupported},
   });
 }
 

@@ -41,6 +41,10 @@ class CliTest(unittest.TestCase):
         info = self.document("info")
         self.assertGreaterEqual(info["cpu"]["threads"], 1)
         self.assertEqual(info["cuda"]["usable"], info["cuda"]["reason"] == "")
+        self.assertEqual(info["cuda"]["built"], bool(info["cuda"]["archs"]))
+        if not info["cuda"]["built"]:  # and why
+            reason = r"this build has no CUDA backend: (SONICMOE_CUDA is OFF|no nvcc|nvidia-smi) ?"
+            self.assertRegex(info["cuda"]["reason"], reason)
         self.assertNotIn("ordinal", info["cuda"]["reason"])
         if not ctypes.util.find_library("cuda"):
             self.assertNotIn("insufficient", info["cuda"]["reason"])
@@ -92,13 +96,10 @@ class CliTest(unittest.TestCase):
             self.assertIsNone(same["workspace_bytes"])
             unknown = "workspace during a call (cuda): not known, this build has no kernels for"
             self.assertIn(unknown, run("plan", *SMALL)[1])
-            self.refused(
-                "backend is cuda, must be cpu: this build has no cuda backend",
-                "plan",
-                *SMALL,
-                "--backend",
-                "cuda",
-            )
+            code, _, err = run("plan", *SMALL, "--backend", "cuda")
+            self.assertEqual(code, 2)
+            refusal = "backend is cuda, must be cpu: this build has no cuda backend ("
+            self.assertIn(refusal, err)
         here = self.document("plan", *SMALL, "--device", "cpu", "--dtype", "f32")
         self.assertEqual(here["backend"], "cpu")
         self.assertGreater(here["workspace_bytes"]["forward"], 0)

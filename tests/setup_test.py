@@ -89,11 +89,11 @@ class SetupTest(unittest.TestCase):
         add_package(site, "ninja", "1.13.2")
         return other
 
-    def set_up_beside(self, other):
+    def set_up_beside(self, other, *goal, reused=True):
         """Runs setup.sh where this environment's Python comes first."""
         path = f"{self.work / 'bin'}:{other / 'bin'}:{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", "tools/setup.sh"],
+            ["bash", "tools/setup.sh", *goal],
             cwd=self.project,
             env={**self.environment, "PATH": path},
             capture_output=True,
@@ -101,7 +101,7 @@ class SetupTest(unittest.TestCase):
             check=False,
         )
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("using the installed torch 2.13.0", done.stdout)
+        self.assertEqual("using the installed torch 2.13.0" in done.stdout, reused)
         return self.project / ".venv/bin"
 
     def test_commands_come_into_the_environment_beside_reused_packages(self):
@@ -114,6 +114,17 @@ class SetupTest(unittest.TestCase):
         where = "import torch; print(torch.__file__)"
         said = subprocess.run([commands / "python", "-c", where], capture_output=True, text=True)
         self.assertTrue(said.stdout.startswith(str(other)), said)
+
+    def test_the_demo_installs_no_packages_of_tests(self):
+        other = self.other_environment()
+        commands = self.set_up_beside(other, "demo")
+        self.assertTrue((commands / "ninja").exists())
+        self.assertFalse((commands / "ruff").exists())
+        self.set_up_beside(other, reused=False)  # adds to the same environment
+        self.assertTrue((commands / "ruff").exists())
+        (commands / "ninja").unlink()
+        self.set_up_beside(other, reused=False)  # does nothing
+        self.assertFalse((commands / "ninja").exists())
 
     def test_the_triton_of_a_torch_for_cuda_stays(self):
         other = self.other_environment()

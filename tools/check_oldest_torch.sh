@@ -32,5 +32,5 @@ PY
 fi
 
 "${CXX:-g++}" -std=c++20 -fsyntax-only -fvisibility=hidden -Wall -Wextra -Werror \
-  -Iinclude -isystem "$headers" python/csrc/ops.cc
+  -DSONICMOE_CUDA_BUILD='""' -Iinclude -isystem "$headers" python/csrc/ops.cc
 echo "operators compile against the headers of torch $TORCH_VERSION"

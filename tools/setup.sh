@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Prepares this machine for `make build`, `make test` and `make demo`: compiler and libraries from
-# the system's packages, everything Python in .venv. .setup/ready holds a digest of the preparation;
-# while it matches, a second run does nothing.
+# Prepares this machine: compiler and libraries from the system's packages, everything Python in
+# .venv. Files in .setup hold digests of the preparation; while they match, a second run does nothing.
 #
+#   tools/setup.sh demo                  what `make demo` needs
+#   tools/setup.sh                       also what the tests and the docs need
 #   PYTHON=python3.12 tools/setup.sh     uses this interpreter (3.10 or later) instead of python3
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +11,7 @@ cd "$(dirname "$0")/.."
 readonly TORCH_VERSION=2.13.0
 readonly TRITON_VERSION=3.9.0
 readonly VENV=.venv
-readonly STAMP=.setup/ready
+readonly READY=.setup/ready TESTS_READY=.setup/ready-for-tests
 # The interpreter that creates the environment must not be the environment's own.
 PATH=${PATH//"$PWD/$VENV/bin:"/}
 
@@ -110,38 +111,58 @@ make_environment() {
   echo "setup: Python environment in $VENV"
   rm -rf "$VENV"
   "$python" -m venv "$VENV"
-  local pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check)
   if ! reuse_torch "$python"; then
     echo "setup: pip install torch==$TORCH_VERSION (the largest download)"
-    "${pip[@]}" "torch==$TORCH_VERSION" || fail "pip could not install torch==$TORCH_VERSION"
+    pip_install "torch==$TORCH_VERSION"
   fi
-  local requirements=(-r tools/requirements.txt -r tools/requirements-dev.txt)
-  # pip takes a package beside the reused torch for installed. Its commands (ninja, cmake, ruff) may
-  # lie in a folder that is not on PATH, so install every listed package here whatever is there.
-  # Only then their dependencies, among which the reused torch counts.
-  "${pip[@]}" --force-reinstall --no-deps "${requirements[@]}" && "${pip[@]}" "${requirements[@]}" ||
-    fail "pip could not install tools/requirements.txt and tools/requirements-dev.txt"
-  "${pip[@]}" --no-deps -r tools/requirements-no-deps.txt ||
-    fail "pip could not install tools/requirements-no-deps.txt"
-  # A torch for CUDA brings the version that it needs, one for the CPU none.
-  "$VENV/bin/python" -c "$HAS_TRITON" || "${pip[@]}" "triton==$TRITON_VERSION" ||
-    fail "pip could not install triton==$TRITON_VERSION"
+  install_requirements tools/requirements.txt
   "$VENV/bin/python" -c 'import torch' || fail "torch is installed in $VENV but cannot be imported"
 }
 
-main() {
-  local python digest
-  need_python
-  python=$(find_python)
-  digest=$({ "$python" -VV; echo "$python"; cat tools/setup.sh tools/requirements*.txt; } | sha256sum)
-  if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$digest" ]; then
-    return 0
-  fi
-  rm -f "$STAMP" # so that an interrupted run does not leave the stamp of an earlier one
-  install_missing_packages "$python"
-  make_environment "$python"
-  mkdir -p "$(dirname "$STAMP")"
-  echo "$digest" >"$STAMP"
+pip_install() {
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
+    fail "pip could not install $*"
 }
 
-main
+install_requirements() { # FILE
+  # pip takes a package beside the reused torch for installed. Its commands (ninja, cmake, ruff) may
+  # lie in a folder that is not on PATH, so install every listed package here whatever is there.
+  # Only then their dependencies, among which the reused torch counts.
+  pip_install --force-reinstall --no-deps -r "$1"
+  pip_install -r "$1"
+}
+
+add_packages_of_tests() {
+  echo "setup: what the tests need"
+  install_requirements tools/requirements-dev.txt
+  pip_install --no-deps -r tools/requirements-no-deps.txt
+  # A torch for CUDA brings the version that it needs, one for the CPU none.
+  "$VENV/bin/python" -c "$HAS_TRITON" || pip_install "triton==$TRITON_VERSION"
+}
+
+# Runs COMMAND, unless STAMP holds the digest of FILES and of this interpreter from an earlier run.
+once() { # STAMP FILES -- COMMAND...
+  local stamp=$1 files=() digest
+  shift
+  while [ "$1" != -- ]; do files+=("$1") && shift; done
+  shift
+  digest=$({ "$python" -VV; echo "$python"; cat "${files[@]}"; } | sha256sum)
+  if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then return 0; fi
+  rm -f "$stamp" # so that an interrupted run does not leave the stamp of an earlier one
+  "$@"
+  mkdir -p "$(dirname "$stamp")"
+  echo "$digest" >"$stamp"
+}
+
+prepare() {
+  rm -f "$TESTS_READY"
+  install_missing_packages "$python"
+  make_environment "$python"
+}
+
+need_python
+python=$(find_python)
+once $READY tools/setup.sh tools/requirements.txt -- prepare
+if [ "${1:-}" != demo ]; then
+  once $TESTS_READY tools/requirements-dev.txt tools/requirements-no-deps.txt -- add_packages_of_tests
+fi

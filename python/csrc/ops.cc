@@ -57,6 +57,9 @@ std::string engine_names(NoArguments&) {
   return names;
 }
 
+/// The architectures of the kernels, or "none: " and the reason why no kernels were built.
+std::string cuda_build(NoArguments&) { return SONICMOE_CUDA_BUILD; }
+
 /// The engine that calls on a CUDA device use.
 std::string engine_of(DeviceCall& a) {
   return smoe_device_engine(device_handle(int32("ordinal", a.ordinal)));
@@ -121,6 +124,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("version", NoArguments::schema(), "str");
   def("cuda_problem", DeviceCall::schema(), "str");
   def("engine_names", NoArguments::schema(), "str");
+  def("cuda_build", NoArguments::schema(), "str");
   def("engine_of", DeviceCall::schema(), "str");
   def("use_engine", EngineCall::schema(), "int");
   def("moe_inference", InferenceCall::schema(), "Tensor");
@@ -158,6 +162,7 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe_cpp, CompositeExplicitAutograd, m) {
   m.impl("version", &box<&version>);
   m.impl("cuda_problem", &box<&cuda_problem>);
   m.impl("engine_names", &box<&engine_names>);
+  m.impl("cuda_build", &box<&cuda_build>);
   m.impl("engine_of", &box<&engine_of>);
   m.impl("use_engine", &box<&use_engine>);
 }

@@ -79,5 +79,6 @@ def show_config() -> str:
         "cpu": f"available, {torch.get_num_threads()} threads" if reason is None else reason,
         "cuda": unsupported_reason("cuda") or f"available, engine {_cuda_engine()}",
         "engines": ", ".join(engines()) or "none",
+        "kernels": "none" if reason else torch.ops.sonicmoe_cpp.cuda_build(),
     }
     return "\n".join(f"{name}: {value}" for name, value in lines.items())

@@ -98,7 +98,8 @@ class ThreadFlag {
 const BackendTable& device_backend() {
   const BackendTable* backend = find_backend(Backend::kCuda);
   if (backend == nullptr) {
-    checks::refuse(Status::kUnsupported, "this build has no CUDA backend, no device can be opened");
+    checks::refuse(Status::kUnsupported,
+                   std::string("this build has no CUDA backend: ") + cuda_absence());
   }
   return *backend;
 }

@@ -126,6 +126,8 @@ struct BackendTable {
 /// "cpu", "cuda", and back; an unknown name is refused.
 const char* backend_name(Backend backend);
 Backend backend_from_name(const std::string& name);
+/// Why this build has no CUDA backend; empty if it has one.
+const char* cuda_absence();
 /// Null where this build does not have it.
 const BackendTable* find_backend(Backend backend);
 /// Refuses an unknown backend and a backend that this build does not have.
