@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
+#include <string_view>
 
 #include "core/check_tensor.h"
 #include "core/checks.h"
@@ -19,6 +21,12 @@ void ShapeOptions::add_to(Command& command) {
 }
 
 LayerShape ShapeOptions::resolve(const char* fallback) const {
+  const LayerShape found = named_or_given(fallback);
+  problem_of(found, DType::kBF16, {});  // refuses impossible shapes before anything is computed
+  return found;
+}
+
+LayerShape ShapeOptions::named_or_given(const char* fallback) const {
   if (!config.empty() && !shape.empty()) {
     checks::refuse("config and shape are both given, must be one of them");
   }
@@ -74,14 +82,28 @@ ExitCode print_configs(bool json) {
   return kGood;
 }
 
-ProgressLine::ProgressLine() : terminal_(isatty(STDERR_FILENO) != 0) {}
+ProgressLine::ProgressLine(bool lines) : lines_(lines), began_(Time::now()), last_(began_) {
+  const char* terminal = std::getenv("TERM");
+  terminal_ =
+      isatty(STDERR_FILENO) != 0 && terminal != nullptr && std::string_view(terminal) != "dumb";
+}
 ProgressLine::~ProgressLine() { clear(); }
 
-void ProgressLine::show(const std::string& text) {
-  if (!terminal_) return;
-  std::fprintf(stderr, "\r\033[K%s", text.c_str());
+void ProgressLine::show(const std::string& text, double done) {
+  using Seconds = std::chrono::duration<double>;
+  const Time::time_point now = Time::now();
+  if (!terminal_ && (!lines_ || now - last_ < kBetweenLines)) return;
+  std::string line = text;
+  const double seconds = Seconds(now - began_).count();
+  if (done > 0 && seconds > 2) {
+    const double left = seconds / done - seconds;
+    line += left < 100 ? ", about " + fixed(left, 0) + " s left"
+                       : ", about " + fixed(left / 60, 0) + " minutes left";
+  }
+  last_ = now;
+  std::fprintf(stderr, terminal_ ? "\r\033[K%s" : "%s\n", line.c_str());
   std::fflush(stderr);
-  shown_ = true;
+  shown_ = terminal_;
 }
 
 void ProgressLine::clear() {

@@ -1,6 +1,7 @@
 // Shared by the subcommands: registration with main, shape options, output and progress.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
@@ -54,6 +55,9 @@ struct ShapeOptions {
   /// is required.
   LayerShape resolve(const char* fallback = nullptr) const;
   std::string label() const;
+
+ private:
+  LayerShape named_or_given(const char* fallback) const;
 };
 
 /// --activation, --dtype, --precision.
@@ -78,17 +82,24 @@ void print_json(const Json& document);
 /// Prints every named shape: the output of --list.
 ExitCode print_configs(bool json);
 
-/// One line of progress on stderr, rewritten in place; nothing unless stderr is a terminal.
+/// One line of progress on stderr, rewritten in place on a terminal that can (TERM is set and not
+/// "dumb"). Elsewhere, if `lines`, a line of its own after each half minute.
 class ProgressLine {
  public:
-  ProgressLine();
+  explicit ProgressLine(bool lines = false);
   ~ProgressLine();
-  void show(const std::string& text);
+  /// `done`: the share of the work that is done, from which the time left is estimated; 0: unknown.
+  void show(const std::string& text, double done = 0);
   void clear();
 
  private:
+  using Time = std::chrono::steady_clock;
+  static constexpr std::chrono::seconds kBetweenLines{30};
+
   bool terminal_ = false;
+  bool lines_ = false;
   bool shown_ = false;
+  Time::time_point began_, last_;
 };
 
 /// "1.23 GiB".

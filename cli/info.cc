@@ -1,6 +1,4 @@
 // sonicmoe info: this build, its backends and the devices that it can run on.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
@@ -14,6 +12,7 @@
 #include "gpu.h"
 #include "sonicmoe/c_api.h"
 #include "sonicmoe/version.h"
+#include "target.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -60,12 +59,6 @@ Json engines(const BackendTable* cuda) {
 std::vector<std::string> words(const std::string& text) {
   std::istringstream stream(text);
   return {std::istream_iterator<std::string>(stream), {}};
-}
-
-bool driver_present() {
-  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
-  if (driver != nullptr) dlclose(driver);
-  return driver != nullptr;
 }
 
 // Opens the first device and closes it, to learn whether it can be used and by which engine.

@@ -1,9 +1,13 @@
 // The command sonicmoe.
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <charconv>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <iostream>
 #include <limits>
+#include <new>
 #include <string>
 #include <type_traits>
 
@@ -82,7 +86,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(  // subcommands print it too
       "Exit codes: 0 done; 1 a check against the oracle failed; 2 an argument is wrong or not "
-      "supported (one sentence on stderr says why).\n"
+      "supported, or the output cannot be written (one sentence on stderr says why).\n"
       "The oracle is the library's own reference implementation in fp64. Documentation: "
       "docs/command.md.");
   const cli::Command commands[] = {cli::add_info(app), cli::add_verify(app), cli::add_bench(app),
@@ -103,11 +107,20 @@ int run(int argc, char** argv) {
   return cli::kBadUsage;
 }
 
+/// Output is lost silently unless someone asks: a full disk shows when the buffer is written.
+int written(int code) {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return code;
+  return complain(std::string("stdout cannot be written: ") + std::strerror(errno));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    return written(run(argc, argv));
+  } catch (const std::bad_alloc&) {
+    return complain("this machine has not enough memory for the call");
   } catch (const std::exception& e) {
     return complain(e.what());
   }

@@ -14,10 +14,13 @@
 namespace sonicmoe::cli {
 namespace {
 
+// The device of a plan on a machine without a GPU whose data sheet is known.
+constexpr const char* kFallback = "h200";
+
 struct Options {
   ShapeOptions shape;
   LayerOptions layer;
-  std::string device = "h200";
+  std::string device;   ///< empty: this machine's GPU, else kFallback
   std::string engine;   ///< empty: the engine that serves the device
   std::string backend;  ///< empty: the backend of the device
   std::int64_t tile = 128;
@@ -26,6 +29,7 @@ struct Options {
 
 struct Plan {
   LayerShape shape;
+  bool fallback = false;  ///< whether the machine is kFallback
   Problem problem;
   Machine machine;  ///< its rate is the peak of the engine's instructions
   EngineRate engine;
@@ -63,26 +67,52 @@ Problem problem_from(const Options& o, const Plan& p) {
   return o.layer.problem(p.shape, exec);
 }
 
-/// The memory of the layer with the sizes of `shape`; none if fp8 does not serve its width.
+/// The memory of the layer with the sizes of `shape`; none if no layer has these sizes, or fp8 does
+/// not serve its width.
 std::optional<MemoryCost> memory_at(const Plan& p, const LayerShape& shape) {
-  Problem at = problem_of(shape, p.problem.dtype, p.problem.activation);
-  at.precision = p.problem.precision;
-  if (at.precision == Precision::kFp8 && at.width % 128 != 0) return std::nullopt;
-  return memory_cost(at);
+  try {
+    Problem at = problem_of(shape, p.problem.dtype, p.problem.activation);
+    at.precision = p.problem.precision;
+    if (at.precision == Precision::kFp8 && at.width % 128 != 0) return std::nullopt;
+    return memory_cost(at);
+  } catch (const Error&) {
+    return std::nullopt;  // more experts than any layer has, for example
+  }
+}
+
+/// Refuses what no engine of CUDA serves, also in a build without CUDA (src/cuda/layer/checks.cc
+/// has the same limits).
+void refuse_off_cuda(const Problem& p) {
+  const auto is = [](const char* name, std::int64_t value) {
+    return std::string(name) + " is " + std::to_string(value);
+  };
+  if (dtype_bytes(p.dtype) != 2) {
+    checks::refuse(std::string("dtype is ") + dtype_name(p.dtype) +
+                   ", must be bf16 or f16 on a GPU (--device cpu plans for this machine's CPU)");
+  }
+  if (p.hidden % 8 != 0)
+    checks::refuse(is("hidden", p.hidden) + ", must be a multiple of 8 on a GPU");
+  if (p.width % 8 != 0) checks::refuse(is("width", p.width) + ", must be a multiple of 8 on a GPU");
+  if (p.experts > 1024)
+    checks::refuse(is("experts", p.experts) + ", must be at most 1024 on a GPU");
 }
 
 Plan make_plan(const Options& o) {
   Plan p;
+  std::string device = o.device.empty() ? machine_here() : o.device;
+  p.fallback = device.empty();
+  if (p.fallback) device = kFallback;
   p.shape = o.shape.resolve();
   checks::below_2_31("tile", o.tile);
   p.padding = expected_padding(p.shape, o.tile);
   const DType dtype = o.layer.layer_dtype();
-  p.machine = o.device == "cpu" ? measured_cpu(dtype, {}) : machine_from_name(o.device);
+  p.machine = device == "cpu" ? measured_cpu(dtype, {}) : machine_from_name(device);
   p.engine = engine_rate(p.machine, o.engine);
   p.machine.flops_per_second = p.engine.flops_per_second;
-  const std::string of_device = o.device == "cpu" ? "cpu" : "cuda";
+  const std::string of_device = device == "cpu" ? "cpu" : "cuda";
   p.backend = backend_from_name(o.backend.empty() ? of_device : o.backend);
   p.problem = problem_from(o, p);
+  if (p.backend == Backend::kCuda) refuse_off_cuda(p.problem);
   p.kernels = kernel_costs(p.problem, p.machine);
   p.memory = memory_cost(p.problem);
   // This build may lack the backend. If --backend names it, backend_table() refuses; otherwise the
@@ -288,6 +318,9 @@ void print_text(const Options& o, const Plan& p) {
   std::printf("%s, %s, %s\n", to_text(p.shape).c_str(), o.layer.dtype.c_str(),
               o.layer.activation.c_str());
   std::printf("roofline of %s (%s)\n", p.machine.name.c_str(), p.machine.source.c_str());
+  if (p.fallback) {
+    std::printf("  the default where no GPU with a known data sheet is found; --device chooses\n");
+  }
   print_engine(p);
   if (p.problem.precision == Precision::kFp8) {
     std::printf("A, Y, dH and dX~ in fp8 at %.1f times the rate of bf16, as measured on one H200\n",
@@ -309,9 +342,11 @@ Command add_plan(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
   o->layer.add_to(command);
-  command.option("--device", o->device,
-                 "A GPU, whose rates are those of its data sheet: h200, a100, rtx-4090, ... (an "
-                 "unknown name lists all); or cpu, which is measured");
+  command.option(
+      "--device", o->device,
+      "A GPU, whose rates are those of its data sheet: h200, a100, rtx-4090, ... (an "
+      "unknown name lists all); or cpu, which is measured (default: this machine's GPU, else "
+      "h200)");
   command.option("--engine", o->engine, "Engine: hopper or portable (default: that of the device)");
   command.option(
       "--backend", o->backend,

@@ -82,7 +82,7 @@ Counts rounded_counts(const LayerShape& shape, const RoundOptions& options, cons
 }
 
 std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
-  const Target target = target_from_options({.threads = o.threads});
+  const Target target = target_from_options({.backend = "cpu", .threads = o.threads});
   RoundOptions options;
   options.route.top_k = shape.top_k;
   options.route.score = score_mode_from_name(o.score.c_str());
@@ -91,8 +91,11 @@ std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
   checks::below_2_31("tile", o.tile);
   round_capacity(options, shape.tokens, shape.experts);  // refuses before the work begins
   checks::finite("skew", o.skew);
+  // Of the logits: the values drawn, in fp64, and the tensor.
+  const double logits_bytes = 10.0 * static_cast<double>(shape.tokens * shape.experts);
+  refuse_above_memory(logits_bytes + 8.0 * static_cast<double>(shape.tokens * shape.top_k), target);
 
-  ProgressLine progress;
+  ProgressLine progress(!o.json);
   progress.show("generating logits");
   const OwnedTensor logits = random_logits(target.memory, shape, DType::kBF16, o.skew, o.seed);
   progress.show("top-k");
@@ -101,7 +104,7 @@ std::vector<Spread> spreads(const Options& o, const LayerShape& shape) {
   for (std::int32_t mode = 0; mode < kModes; ++mode) {
     options.mode = static_cast<RoundingMode>(mode);
     const char* name = rounding_mode_name(options.mode);
-    progress.show(std::string("rounding: ") + name);
+    progress.show(std::string("rounding: ") + name, (1.0 + mode) / (1 + kModes));
     const Counts rounded = rounded_counts(shape, options, logits.view(), target);
     result.push_back(spread_of(name, rounded, chosen, o.tile));
   }
@@ -166,7 +169,6 @@ Command add_route(CLI::App& app) {
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
     const LayerShape shape = o->shape.resolve();
-    problem_of(shape, DType::kBF16, {});  // refuses impossible shapes
     const std::vector<Spread> all = spreads(*o, shape);
     o->json ? print_json(document(*o, shape, all)) : print_text(*o, shape, all);
     return kGood;

@@ -21,8 +21,8 @@ struct Target {
 };
 /// The options of a subcommand that choose its target.
 struct TargetOptions {
-  std::string backend = "cpu";
-  std::string engine{};  ///< empty: the backend's choice
+  std::string backend{};  ///< empty: cuda if the first GPU can be used, else cpu
+  std::string engine{};   ///< empty: the backend's choice
   std::int32_t threads = 0;
 
   /// --backend, --engine, --threads.
@@ -32,6 +32,13 @@ struct TargetOptions {
 Target target_from_options(const TargetOptions& options);
 /// The engine that multiplies on `target`; empty if its backend has no engines.
 std::string engine_of(const Target& target);
+/// Refuses work that needs more bytes than the target has.
+void refuse_above_memory(double needed, const Target& target);
+/// The data sheet of the first GPU, by its name in machine_from_name(); empty if no GPU can be used
+/// or its data sheet is not known.
+std::string machine_here();
+/// Whether the CUDA driver is installed.
+bool driver_present();
 /// The functions that the harness checks on `target`.
 verify::Implementation implementation_of(const Target& target);
 

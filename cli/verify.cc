@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "command.h"
+#include "core/backend_table.h"
 #include "target.h"
 #include "verify/harness.h"
 #include "verify/negative.h"
@@ -15,12 +16,13 @@ struct Options {
   std::string filter;
   std::string precision;  ///< of the cases to run; empty: all
   bool full = false;
+  bool list = false;
   bool negative = true;
   bool json = false;
 };
 
 struct Outcome {
-  std::string engine;
+  std::string backend, engine;
   std::vector<verify::CaseResult> cases;
   std::vector<verify::ControlResult> controls;
 
@@ -35,17 +37,36 @@ struct Outcome {
   }
 };
 
+verify::VerifyOptions extent_of(const Options& o) {
+  verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick, o.filter};
+  if (!o.precision.empty()) options.precision = precision_from_name(o.precision.c_str());
+  return options;
+}
+
+// The names that --filter selects from.
+ExitCode print_names(const Options& o) {
+  const verify::VerifyOptions options = extent_of(o);
+  Json names = Json::array();
+  for (const verify::Case& c : verify::all_cases(options.extent, options.filter)) {
+    if (!verify::asked_for(options, c)) continue;
+    names.push_back(c.name);
+    if (!o.json) std::printf("%s\n", c.name.c_str());
+  }
+  if (o.json) print_json({{"cases", names}});
+  return kGood;
+}
+
 Outcome run(const Options& o) {
   const Target target = target_from_options(o.target);
   const verify::Implementation implementation = implementation_of(target);
-  verify::VerifyOptions options{o.full ? verify::Extent::kFull : verify::Extent::kQuick, o.filter};
-  if (!o.precision.empty()) options.precision = precision_from_name(o.precision.c_str());
-  ProgressLine progress;
+  const verify::VerifyOptions options = extent_of(o);
+  ProgressLine progress(!o.json);
   Outcome outcome;
+  outcome.backend = backend_name(target.exec.backend);
   outcome.engine = engine_of(target);
   const auto show = [&](const verify::CaseResult& r, std::size_t done, std::size_t total) {
     const std::string count = std::to_string(done) + "/" + std::to_string(total);
-    progress.show(count + " " + r.name);
+    progress.show(count + " " + r.name, static_cast<double>(done) / static_cast<double>(total));
   };
   outcome.cases = verify::verify(options, implementation, show);
   if (outcome.cases.empty()) {
@@ -65,7 +86,7 @@ Outcome run(const Options& o) {
   return outcome;
 }
 
-Json document(const Options& o, const Outcome& outcome) {
+Json document(const Outcome& outcome) {
   Json cases = Json::array(), controls = Json::array();
   for (const auto& r : outcome.cases) {
     cases.push_back({{"name", r.name},
@@ -82,7 +103,7 @@ Json document(const Options& o, const Outcome& outcome) {
                         {"expected_fault", verify::fault_name(r.expected)},
                         {"fault", verify::fault_name(r.fault)}});
   }
-  return {{"backend", o.target.backend},
+  return {{"backend", outcome.backend},
           {"engine", outcome.engine.empty() ? Json() : Json(outcome.engine)},
           {"passed", outcome.good()},
           {"cases", cases},
@@ -105,8 +126,8 @@ void print_text(const Outcome& outcome) {
     std::printf("ACCEPTED BY MISTAKE: negative control %s on %s\n", r.name.c_str(),
                 r.case_name.c_str());
   }
-  std::printf("%zu cases, %zu failed; largest error %.2f of what is allowed\n",
-              outcome.cases.size(), failed, worst);
+  std::printf("%zu cases on %s, %zu failed; largest error %.2f of what is allowed\n",
+              outcome.cases.size(), outcome.backend.c_str(), failed, worst);
   std::printf("%zu broken implementations, %zu accepted by mistake\n", outcome.controls.size(),
               accepted);
 }
@@ -117,7 +138,9 @@ Command add_verify(CLI::App& app) {
   Command command(app, "verify", "Compare every function with the oracle");
   auto o = std::make_shared<Options>();
   o->target.add_to(command);
-  command.option("--filter", o->filter, "Run only the cases whose names contain this text");
+  command.option("--filter", o->filter,
+                 "Run only the cases whose names contain this text (--list prints the names)");
+  command.flag("--list", o->list, "Print the names of the cases and exit");
   command.option("--precision", o->precision,
                  "Run only the cases of this precision: tensors or fp8");
   command.flag("--full", o->full, "Also run the long list of cases");
@@ -125,8 +148,9 @@ Command add_verify(CLI::App& app) {
                "Also check that broken implementations are rejected (the default)");
   command.flag("--json", o->json, "Print one JSON document to stdout");
   command.run = [o] {
+    if (o->list) return print_names(*o);
     const Outcome outcome = run(*o);
-    o->json ? print_json(document(*o, outcome)) : print_text(outcome);
+    o->json ? print_json(document(outcome)) : print_text(outcome);
     return outcome.good() ? kGood : kCheckFailed;
   };
   return command;

@@ -6,6 +6,7 @@ python tests/cli_test.py PATH_OF_SONICMOE
 import ctypes.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,8 +22,32 @@ RECORDS = "benchmarks/results/h200"
 
 
 def run(*arguments):
+    if arguments[:1] in (("bench",), ("verify",)) and "--backend" not in arguments:
+        arguments += ("--backend", "cpu")  # the default is a GPU where there is one
+    if arguments[:1] == ("plan",) and "--device" not in arguments:
+        arguments += ("--device", "h200")
     done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+def on_terminal(term, *arguments):
+    """What the command writes to stderr on a terminal of this kind."""
+    ours, theirs = os.openpty()
+    done = subprocess.run(
+        [COMMAND, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=os.environ | {"TERM": term},
+        check=True,
+    )
+    os.close(theirs)
+    assert done.returncode == 0
+    try:
+        return os.read(ours, 1 << 16)
+    except OSError:  # nothing was written
+        return b""
+    finally:
+        os.close(ours)
 
 
 class CliTest(unittest.TestCase):
@@ -310,6 +335,79 @@ class CliTest(unittest.TestCase):
         self.assertTrue(verified["cases"])
         for case in verified["cases"]:
             self.assertLessEqual(case["worst_ratio"], 1, case["name"])
+
+    def test_output_that_cannot_be_written(self):
+        for arguments in (["info"], ["plan", *SMALL, "--json"], ["--help"], ["--version"]):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run(
+                    [COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+                )
+            said = "sonicmoe: stdout cannot be written: No space left on device\n"
+            self.assertEqual((done.returncode, done.stderr), (2, said), arguments)
+            # A pipe that nobody reads, where SIGPIPE is ignored and where it is not.
+            for ignored in (True, False):
+                read, write = os.pipe()
+                os.close(read)
+                done = subprocess.run(
+                    [COMMAND, *arguments],
+                    stdout=write,
+                    stderr=subprocess.PIPE,
+                    restore_signals=not ignored,
+                )
+                os.close(write)
+                self.assertEqual(done.returncode, 2 if ignored else -signal.SIGPIPE, arguments)
+
+    def test_progress_has_control_characters_only_on_terminals_that_have_them(self):
+        self.assertIn(b"\033[K", on_terminal("xterm", "route", *SMALL))
+        self.assertEqual(on_terminal("dumb", "route", *SMALL), b"")
+
+    def test_impossible_and_too_large_shapes(self):
+        huge = "4611686018427387904,512,256,64,4"
+        for command in ("plan", "bench", "route"):
+            code, out, err = run(command, "--shape", huge)
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn("tokens is 4611686018427387904, must be below 2^31", err)
+        code, _, err = run("route", "--shape", "1000000000,8,8,1000,2")
+        self.assertEqual(code, 2)
+        self.assertRegex(err, "^sonicmoe: shape needs about .* of memory, must fit in the ")
+        # Wider granularities than any layer has are left out.
+        many = self.document("plan", "--shape", "1,8,8,2147483647,1", "--backend", "cpu")
+        self.assertTrue(all(row["E"] < 2**31 for row in many["granularity"]))
+
+    def test_plan_refuses_what_a_gpu_does(self):
+        for shape, more, sentence in (
+            ("128,100,64,8,2", (), "hidden is 100, must be a multiple of 8 on a GPU"),
+            ("128,64,60,8,2", (), "width is 60, must be a multiple of 8 on a GPU"),
+            ("128,64,64,2048,2", (), "experts is 2048, must be at most 1024 on a GPU"),
+            (
+                "128,64,64,8,2",
+                ("--dtype", "f32"),
+                "dtype is f32, must be bf16 or f16 on a GPU "
+                "(--device cpu plans for this machine's CPU)",
+            ),
+        ):
+            self.refused(sentence, "plan", "--shape", shape, *more)
+            self.document("plan", "--shape", shape, *more, "--device", "cpu")
+
+    def test_plan_names_the_device_that_it_chose(self):
+        command = [COMMAND, "plan", *SMALL]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.assertEqual("the default where no GPU" in out, "roofline of h200 (" in out)
+        self.assertNotIn("the default", run("plan", *SMALL)[1])
+
+    def test_bench_checks_a_layer_of_one_token(self):
+        for dtype in ("f64", "f32", "bf16"):
+            for shape in ("1,8,8,1,1", "3,1,1,2,1", "0,8,8,2,1"):
+                bench = self.document("bench", "--shape", shape, "--dtype", dtype, "--repeats", "1")
+                self.assertTrue(bench["check"]["passed"], (shape, dtype, bench["check"]))
+
+    def test_verify_lists_its_cases(self):
+        every = self.document("verify", "--list")["cases"]
+        self.assertEqual(run("verify", "--list")[1].splitlines(), every)
+        some = self.document("verify", "--list", "--filter", "silu", "--precision", "tensors")
+        ran = self.document("verify", "--filter", "silu", "--precision", "tensors", "--no-negative")
+        self.assertEqual(some["cases"], [case["name"] for case in ran["cases"]])
+        self.assertLess(set(some["cases"]), set(every))
 
     def test_list(self):
         for command in ("plan", "bench", "route"):
