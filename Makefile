@@ -8,7 +8,7 @@ VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help setup build package demo test wheel sanitize-gpu format lint clean
+.PHONY: help setup build package demo test docs wheel sanitize-gpu format lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +29,10 @@ demo: package ## train a small MoE language model twice, report in out/demo (abo
 
 test: build ## every test of C++ and Python, the structure and the format
 	@tools/run_tests.sh
+
+docs: setup ## the documentation as a site with search and the Python reference, in build/site
+	@python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 wheel: build ## a wheel for other machines and a source distribution, in dist/
 	@tools/wheel.sh

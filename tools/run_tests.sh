@@ -16,7 +16,6 @@ check() { # NAME COMMAND...
 
 check "format and lint" tools/format.sh --check
 check "structure" python tools/check_structure.py
-check "API reference" python tools/api_reference.py --check
 check "C++ tests" ctest --preset release --no-tests=error -j "$(nproc)"
 poison=$PWD/build/release/tests/libsonicmoe_poison.so
 if [[ $poison == *[[:space:]:]* ]]; then # LD_PRELOAD cannot contain such a path

@@ -1,0 +1,52 @@
+"""Hooks of MkDocs (mkdocs.yml) for `make docs`. They add README.md as the first page, and copies of
+the repository's files that pages link to.
+
+A link that leaves docs/ must name a file that exists. On GitHub the same links work unchanged.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
+FIRST_PAGE = "index.md"
+MOVED = {"README.md": FIRST_PAGE}  # pages of the site that are not in docs/
+
+
+def on_files(files, config):
+    text = (ROOT / "README.md").read_text()
+    files.append(File.generated(config, FIRST_PAGE, content=text))
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        MOVED[name] = name.lower()
+        files.append(File.generated(config, name.lower(), content=(ROOT / name).read_text()))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    uri = page.file.src_uri
+    moved = uri in MOVED.values()
+    folder = "" if moved else posixpath.join("docs", posixpath.dirname(uri))
+
+    def rewritten(match):
+        opening, target, rest = match.groups()
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path.startswith("docs/"):
+            site = path.removeprefix("docs/")
+        elif path in MOVED:
+            site = MOVED[path]
+        else:
+            site, rest = f"files/{path}", ")"  # the anchor is a line of GitHub's
+            if not (ROOT / path).exists():
+                raise PluginError(f"{uri} links to {target}, which does not exist")
+            if (ROOT / path).is_dir():
+                raise PluginError(f"{uri} links to the folder {target}; link to a file")
+            if files.get_file_from_path(site) is None:
+                content = (ROOT / path).read_bytes()
+                files.append(File.generated(config, site, content=content))
+        return f"{opening}{posixpath.relpath(site, posixpath.dirname(uri) or '.')}{rest}"
+
+    return LINK.sub(rewritten, markdown)
