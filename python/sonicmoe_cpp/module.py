@@ -57,6 +57,15 @@ def _warn_few_tokens(num_experts: int, top_k: int, tile: int) -> None:
     )
 
 
+def _memory_budget() -> float:
+    """The share of activations that torch.compile keeps; it recomputes the others in backward."""
+    return torch._functorch.config.activation_memory_budget
+
+
+# torch.compiler.assume_constant_result() sets the same attribute, but imports the compiler.
+_memory_budget._dynamo_marked_constant = True
+
+
 def _one_or_nan(logits: Tensor) -> Tensor:
     """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) for a bias (E,). The
     outputs are multiplied by this factor, because routing treats a NaN as -inf and would hide it.
@@ -361,6 +370,12 @@ class MoE(nn.Module):
     def _seed(self) -> Tensor | int:
         if self.rounding != "stochastic":
             return 0
+        if torch.compiler.is_compiling() and _memory_budget() < 1:
+            # Otherwise backward would draw other random numbers, as torch's dropout does there.
+            torch._dynamo.graph_break(
+                msg='rounding="stochastic" draws its seed outside of graphs whose '
+                "activation_memory_budget is below 1"
+            )
         return torch.randint(2**62, (), dtype=torch.int64, device="cpu") ^ self.seed
 
     def _check_input(self, x, padding_mask) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 
 import pytest
 import reference
@@ -160,6 +161,8 @@ def module_refusals(world):
             ExpertParallelMoE(E + 1, K, D, N)
     with pytest.raises(NotImplementedError, match="low-rank factors need the experts of one"):
         modules(world)[0].add_lora(4, 8.0)
+    with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
+        torch.save(modules(world)[0], io.BytesIO())
 
 
 @case

@@ -1,5 +1,7 @@
 """torch.compile(fullgraph=True) makes one graph, and no other graph when T changes."""
 
+import functools
+
 import pytest
 import sonicmoe_cpp
 import torch
@@ -148,3 +150,30 @@ def test_a_refusal_names_the_argument():
     w_up, w_down = parameters()
     with pytest.raises(Exception, match="w_down has shape"):
         compiled(x, logits, w_up, w_down[:, :3])
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+def test_stochastic_rounding_is_not_drawn_again_in_backward(budget):
+    pytest.importorskip("networkx", reason="torch's partitioner needs networkx")
+    torch.manual_seed(0)
+    options = {"routing": "token_rounding", "rounding": "stochastic", "tile": 4}
+    layer = sonicmoe_cpp.MoE(E, K, D, N, **options)
+    first = torch.nn.Linear(D, D)
+    leaves = [*layer.parameters(), *first.parameters()]
+
+    def run(x):
+        return layer(torch.relu(first(x)))[0].sin().sum()
+
+    def gradients(function):
+        torch.manual_seed(7)
+        return torch.autograd.grad(function(torch.randn(64, D)), leaves)
+
+    compile = functools.partial(torch.compile, run, backend="aot_eager_decomp_partition")
+    want = gradients(run)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        got = gradients(compile())
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        if budget < 1:
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match='rounding="stochastic" draws its seed outside'):
+                gradients(compile(fullgraph=True))

@@ -166,6 +166,27 @@ def test_gradient_checkpointing_computes_the_same_bits_again():
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
+def test_one_graph():
+    torch._dynamo.reset()
+    model = adapted()
+    experts = model.get_base_model().model.layers[0].mlp.experts
+    g = torch.Generator().manual_seed(3)
+    x, weights = torch.randn(11, 32, generator=g), torch.rand(11, 2, generator=g)
+    arguments = x, torch.randint(6, (11, 2), generator=g), weights
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    leaves = [p for p in experts.parameters() if p.requires_grad]
+
+    def compare():
+        got, want = compiled(*arguments), experts(*arguments)
+        torch.testing.assert_close(got, want)
+        return got, want
+
+    grads = [torch.autograd.grad(out.sum(), leaves) for out in compare()]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with model.disable_adapter():
+        compare()
+
+
 @pytest.mark.parametrize("precision", ["fp8", "auto"])
 def test_a_model_in_fp8(precision, calls):
     """Experts with factors are computed in their weights' dtype; for "fp8" it is said."""

@@ -104,6 +104,12 @@ class Transport(ABC):
     def __deepcopy__(self, _memo) -> Transport:
         return self
 
+    def __reduce__(self):
+        raise TypeError(
+            "an ExpertParallelMoE belongs to its group of processes and cannot be pickled: save "
+            "its state_dict() instead"
+        )
+
     def chosen(self, tensors: tuple, layer: int, needs: int) -> Transport:
         """The transport that serves tensors like these: this transport, or the choice of "auto".
         All ranks call it at the same point of a forward."""
