@@ -56,10 +56,10 @@ void sweep_columns(const Kernels& k, const Sweep& s) {
   }
 }
 
-/// Converts a row of a task to a row of operand m. An index has all rows. An operand without an
-/// index has only the rows from `origin` on (RowTask::origin).
+/// Converts a row of a task to a row of operand m. Without an index and without all_rows it has
+/// only the rows from `origin` on (RowTask::origin).
 std::int64_t stored_row(const Operand& m, std::int64_t row, std::int64_t origin) {
-  return m.index != nullptr ? row : row - origin;
+  return m.index != nullptr || m.all_rows ? row : row - origin;
 }
 
 }  // namespace
@@ -121,12 +121,15 @@ RowGemmWorker::RowGemmWorker(const RowGemm& gemm)
     : gemm_(gemm),
       kernels_(*gemm.kernels),
       seg_packed_k_(ceil_div(gemm.seg_k, kernels_.k_group)),
+      term_packed_k_(ceil_div(gemm.term.k, kernels_.k_group)),
       a_panel_bytes_(gemm.segments * seg_packed_k_ * kernels_.mr * kernels_.packed_bytes),
       b_panel_bytes_(gemm.segments * seg_packed_k_ * kernels_.nr * kernels_.packed_bytes),
       chunk_blocks_(std::clamp(kChunkBytes / (gemm.outputs * b_panel_bytes_), std::int64_t{1},
                                ceil_div(gemm.n, kernels_.nr))),
       a_(a_panel_bytes_),
       b_(chunk_blocks_ * gemm.outputs * b_panel_bytes_),
+      a_term_(term_packed_k_ * kernels_.mr * kernels_.packed_bytes),
+      b_term_(chunk_blocks_ * gemm.outputs * term_packed_k_ * kernels_.nr * kernels_.packed_bytes),
       tile_(gemm.outputs * kernels_.mr * kernels_.nr * kernels_.acc_bytes) {}
 
 void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin) {
@@ -136,40 +139,52 @@ void RowGemmWorker::pack_a(std::int64_t row, std::int64_t rows, std::int64_t ori
   for (std::int64_t s = 0; s < gemm_.segments; ++s, out += seg_bytes) {
     kernels_.pack_rows({gemm_.a, row0, rows, kernels_.mr, s * gemm_.seg_k, gemm_.seg_k, out});
   }
+  const RowTerm& term = gemm_.term;
+  if (term.k == 0) return;
+  kernels_.pack_rows(
+      {term.a, stored_row(term.a, row, origin), rows, kernels_.mr, 0, term.k, a_term_.data()});
+}
+
+void RowGemmWorker::pack_matrix(const ExpertMatrix& m, std::int64_t expert, const Columns& c) {
+  const void* data = advance(m.data, expert * m.stride_e * kernels_.element_bytes);
+  if (m.stride_n == 1 && m.stride_k != 1) {
+    return sweep_columns(kernels_, {{data, nullptr, m.stride_k, m.stride_n},
+                                    c.first,
+                                    c.count,
+                                    kernels_.nr,
+                                    0,
+                                    c.k,
+                                    c.out,
+                                    c.panel_bytes});
+  }
+  std::byte* out = c.out;
+  for (std::int64_t col = 0; col < c.count; col += kernels_.nr, out += c.panel_bytes) {
+    kernels_.pack_rows({{data, nullptr, m.stride_n, m.stride_k},
+                        c.first + col,
+                        std::min(kernels_.nr, c.count - col),
+                        kernels_.nr,
+                        0,
+                        c.k,
+                        out});
+  }
 }
 
 void RowGemmWorker::pack_b(std::int64_t expert, std::int64_t first, std::int64_t last) {
   const std::int64_t col0 = first * kernels_.nr;
   const std::int64_t cols = std::min(gemm_.n, last * kernels_.nr) - col0;
   const std::int64_t parts = gemm_.outputs * gemm_.segments;
-  const std::int64_t part_bytes = seg_packed_k_ * kernels_.nr * kernels_.packed_bytes;
+  const std::int64_t lane_bytes = kernels_.nr * kernels_.packed_bytes;
+  const std::int64_t part_bytes = seg_packed_k_ * lane_bytes;
   for (std::int64_t i = 0; i < parts; ++i) {
-    const ExpertMatrix& m = gemm_.matrices[i];
-    if (m.stride_n != 1 || m.stride_k == 1) continue;
-    const void* data = advance(m.data, expert * m.stride_e * kernels_.element_bytes);
-    sweep_columns(kernels_, {{data, nullptr, m.stride_k, m.stride_n},
-                             col0,
-                             cols,
-                             kernels_.nr,
-                             0,
-                             gemm_.seg_k,
-                             b_.data() + i * part_bytes,
-                             parts * part_bytes});
+    pack_matrix(gemm_.matrices[i], expert,
+                {col0, cols, gemm_.seg_k, b_.data() + i * part_bytes, parts * part_bytes});
   }
-  std::byte* out = b_.data();
-  for (std::int64_t c = 0; c < cols; c += kernels_.nr) {
-    for (std::int64_t i = 0; i < parts; ++i, out += part_bytes) {
-      const ExpertMatrix& m = gemm_.matrices[i];
-      if (m.stride_n == 1 && m.stride_k != 1) continue;
-      const void* data = advance(m.data, expert * m.stride_e * kernels_.element_bytes);
-      kernels_.pack_rows({{data, nullptr, m.stride_n, m.stride_k},
-                          col0 + c,
-                          std::min(kernels_.nr, cols - c),
-                          kernels_.nr,
-                          0,
-                          gemm_.seg_k,
-                          out});
-    }
+  if (gemm_.term.k == 0) return;
+  const std::int64_t term_bytes = term_packed_k_ * lane_bytes;
+  for (std::int64_t o = 0; o < gemm_.outputs; ++o) {
+    pack_matrix(
+        gemm_.term.matrices[o], expert,
+        {col0, cols, gemm_.term.k, b_term_.data() + o * term_bytes, gemm_.outputs * term_bytes});
   }
 }
 
@@ -190,6 +205,11 @@ void RowGemmWorker::multiply(std::int64_t b_panel, const RowTile& tile) {
   for (std::int64_t o = 0; o < gemm_.outputs; ++o) {
     kernels_.product({a_.data(), b_.data() + (b_panel * gemm_.outputs + o) * b_panel_bytes_,
                       gemm_.segments * seg_packed_k_, tile.acc[o].rows, Start::kZero,
+                      tile_.data() + o * tile_bytes});
+    if (term_packed_k_ == 0) continue;
+    const std::int64_t term_bytes = term_packed_k_ * kernels_.nr * kernels_.packed_bytes;
+    kernels_.product({a_term_.data(), b_term_.data() + (b_panel * gemm_.outputs + o) * term_bytes,
+                      term_packed_k_, tile.acc[o].rows, Start::kAdd,
                       tile_.data() + o * tile_bytes});
   }
 }

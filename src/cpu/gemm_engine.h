@@ -48,7 +48,7 @@ class AlignedMemory {
 };
 
 /// Rows [begin, end) of one expert. Row `origin` is the first row in the memory of operands that
-/// have no index: they hold one group of experts at a time.
+/// have no index and not all rows: they hold one group of experts at a time.
 struct RowTask {
   std::int64_t expert = 0;
   std::int64_t begin = 0;
@@ -92,7 +92,12 @@ ExpertGroup one_group(std::span<const std::int64_t> offsets, std::int32_t worker
 
 /// Varlen-M. acc[o](p, j) = sum over s, k of a(p, s * seg_k + k) * b(j, k). With two outputs, b is
 /// matrices[o]: gate and up are two products of the same rows. With two segments, b is matrices[s]:
-/// gate and up are one sum.
+/// gate and up are one sum. A term adds sum over k of term.a(p, k) * term.matrices[o](j, k).
+struct RowTerm {
+  Operand a;
+  ExpertMatrix matrices[2];
+  std::int64_t k = 0;  ///< 0: no term
+};
 struct RowGemm {
   const Kernels* kernels = nullptr;
   Operand a;
@@ -101,6 +106,7 @@ struct RowGemm {
   std::int64_t segments = 1;
   std::int64_t n = 0;
   std::int64_t seg_k = 0;
+  RowTerm term{};
 };
 
 /// A finished tile: rows [row, row + rows) and columns [col, col + cols) of one expert.
@@ -141,6 +147,15 @@ class RowGemmWorker {
  private:
   void pack_a(std::int64_t row, std::int64_t rows, std::int64_t origin);
   void pack_b(std::int64_t expert, std::int64_t first, std::int64_t last);
+  /// Columns of one matrix of an expert. Panels of nr columns lie panel_bytes apart.
+  struct Columns {
+    std::int64_t first;
+    std::int64_t count;
+    std::int64_t k;
+    std::byte* out;
+    std::int64_t panel_bytes;
+  };
+  void pack_matrix(const ExpertMatrix& matrix, std::int64_t expert, const Columns& columns);
   RowTile tile_at(std::int64_t expert, std::int64_t row, std::int64_t rows,
                   std::int64_t block) const;
   void multiply(std::int64_t b_panel, const RowTile& tile);
@@ -148,11 +163,14 @@ class RowGemmWorker {
   const RowGemm gemm_;
   const Kernels& kernels_;
   const std::int64_t seg_packed_k_;   ///< packed elements in a lane of a segment
+  const std::int64_t term_packed_k_;  ///< packed elements in a lane of the term
   const std::int64_t a_panel_bytes_;  ///< for mr rows
   const std::int64_t b_panel_bytes_;  ///< for nr columns
   const std::int64_t chunk_blocks_;   ///< blocks of nr columns that are packed at a time
   AlignedMemory a_;
   AlignedMemory b_;
+  AlignedMemory a_term_;
+  AlignedMemory b_term_;
   AlignedMemory tile_;
 };
 

@@ -27,6 +27,7 @@ struct Operand {
   const std::int32_t* index = nullptr;
   std::int64_t row_stride = 0;
   std::int64_t col_stride = 1;
+  bool all_rows = false;  ///< without an index: has the rows of all groups (RowTask::origin)
 };
 
 /// The offset of element (r, c), in elements.

@@ -6,37 +6,10 @@
 
 #include "core/fp8_layout.h"
 #include "cpu/fp8.h"
-#include "cpu/moe_layer.h"
+#include "cpu/low_rank_backward.h"
 
 namespace sonicmoe::cpu {
 namespace {
-
-struct Backward {
-  const Problem& problem;
-  const BackwardArgs& args;
-  const Kernels& kernels;
-  const Isa isa;
-  const Metadata metadata;
-  // Operands of dA' and dX~. kTensors: dO, weights and H of `args`, and dh. kFp8: quantised and
-  // restored tensors in scratch; H of `args` if it is kept in bf16.
-  Tensor da_rows;
-  Weights weights;
-  void* h;
-  void* dx_operand;
-  void* dh;      ///< dH of the current group of experts
-  void* scaled;  ///< A' of the current group of experts
-  void* dx_rows;
-
-  std::int64_t gates() const { return gate_factor(problem.activation.kind); }
-  bool wants_dh() const {
-    const Weights& g = args.grads;
-    return args.dx.data != nullptr || g.gate.data != nullptr || g.up.data != nullptr ||
-           g.b_gate.data != nullptr || g.b_up.data != nullptr;
-  }
-  bool adds() const { return args.grad_mode == GradMode::kAccumulate; }
-  Operand x_rows() const { return rows_of(args.x, metadata.row_token); }
-  Operand dout_rows() const { return rows_of(args.dout, metadata.row_token); }
-};
 
 void store_dweight(const Backward& b, std::int64_t source, double value) {
   const Tensor& t = b.args.dweights;
@@ -78,14 +51,17 @@ class KernelDh {
         buffers_(buffers),
         b_(b),
         dh_(b.wants_dh() ? b.dh : nullptr),
-        scaled_(b.args.grads.down.data != nullptr ? b.scaled : nullptr),
+        scaled_(b.wants_scaled() ? b.scaled : nullptr),
         gemm_{&b.kernels,
               rows_of(b.da_rows, b.metadata.row_token),
               {transposed_expert_matrix(b.weights.down), {}},
               1,
               1,
               b.problem.width,
-              b.problem.hidden},
+              b.problem.hidden,
+              {inner_rows(b.q, b.problem.down_rank),
+               {transposed_expert_matrix(b.lora.down.a), {}},
+               b.problem.down_rank}},
         workers_(team, gemm_) {}
 
   void run(const ExpertGroup& group) {
@@ -164,62 +140,6 @@ class KernelDh {
   void* const scaled_;
   const RowGemm gemm_;
   PerWorker<RowGemmWorker> workers_;
-};
-
-/// dW2 or dW1: grads[s] (E, m, n) = the sum over rows of columns [s*m, (s+1)*m) of a times b.
-class WeightGradient {
- public:
-  WeightGradient(Team& team, const Backward& b, const ColGemm& gemm, std::array<Tensor, 2> grads)
-      : team_(team),
-        b_(b),
-        gemm_(gemm),
-        grads_(grads),
-        tasks_(split_cols(gemm_, 0, 1)),
-        workers_(team, gemm_) {}
-
-  void run(const ExpertGroup& group) {
-    const std::int64_t each = std::ssize(tasks_);
-    team_.run((group.last - group.first) * each, [&](std::int64_t i, std::int32_t worker) {
-      const std::int64_t e = group.first + i / each;
-      ColTask task = tasks_[i % each];
-      task.expert = e;
-      const RowTask rows{e, b_.metadata.offsets[e], b_.metadata.offsets[e + 1], group.begin};
-      if (b_.adds() && rows.begin == rows.end) return;
-      workers_[worker].run(
-          task, rows, [&](const ColTile& tile) { prepare(e, tile); },
-          [&](const ColTile& tile) { finish(e, tile); });
-    });
-  }
-
- private:
-  static void* tile_in(const Tensor& out, std::int64_t e, const ColTile& tile) {
-    const std::int64_t at = e * out.stride[0] + tile.row * out.stride[1] + tile.col * out.stride[2];
-    return at_element(out.data, at, dtype_bytes(out.dtype));
-  }
-  void prepare(std::int64_t e, const ColTile& tile) const {
-    const Tensor& out = grads_[tile.segment];
-    if (out.data == nullptr || out.stride[2] != 1) return;
-    const std::int64_t element = dtype_bytes(out.dtype);
-    prefetch_rows(tile_in(out, e, tile), tile.acc.rows, out.stride[1] * element,
-                  tile.acc.cols * element);
-  }
-  void finish(std::int64_t e, const ColTile& tile) const {
-    const Tensor& out = grads_[tile.segment];
-    if (out.data == nullptr) return;
-    StoreTile t{.tile = tile.acc};
-    t.out = tile_in(out, e, tile);
-    t.row_stride = out.stride[1];
-    t.col_stride = out.stride[2];
-    t.mode = b_.adds() ? StoreMode::kAdd : StoreMode::kWrite;
-    kernels(out.dtype, b_.isa).store_tile(t);
-  }
-
-  Team& team_;
-  const Backward& b_;
-  const ColGemm gemm_;
-  const std::array<Tensor, 2> grads_;
-  std::vector<ColTask> tasks_;  ///< of expert 0; the tasks of other experts have the same tiles
-  PerWorker<ColGemmWorker> workers_;
 };
 
 /// A bias gradient (E, cols): the sums of the columns of `rows`, whose rows may be scaled by
@@ -308,6 +228,9 @@ class KernelDxRows {
         p.width};
     gemm.matrices[0] = transposed_expert_matrix(b.gates() == 2 ? w.gate : w.up);
     gemm.matrices[1] = transposed_expert_matrix(w.up);
+    if (p.up_rank == 0) return gemm;
+    gemm.term = {
+        inner_rows(b.v, p.up_rank), {transposed_expert_matrix(b.lora.up.a), {}}, p.up_rank};
     return gemm;
   }
 
@@ -366,7 +289,12 @@ Backward backward_of(Isa isa, const Problem& p, const BackwardArgs& args) {
              scratch(at.dh),
              scratch(at.dh),
              scratch(at.scaled),
-             scratch(at.dx_rows)};
+             scratch(at.dx_rows),
+             rounded_factors(p, args.lora, scratch(at.factors)),
+             at_byte(args.saved, saved_p(p)),
+             scratch(at.q),
+             scratch(at.u),
+             scratch(at.v)};
   if (p.precision == Precision::kTensors) return b;
   b.da_rows = tensor2(scratch(at.dout), p.dtype, p.tokens, p.hidden);
   b.weights = restored_weights(p, args.weights, scratch(at.weights));
@@ -393,7 +321,8 @@ ColGemm describe_dw1(const Backward& b) {
 
 /// The largest number of tasks of any phase.
 std::int64_t most_tasks(const Backward& b, std::int64_t rows) {
-  const std::int64_t tiles = std::max(col_tasks(describe_dw2(b)), col_tasks(describe_dw1(b)));
+  const std::int64_t tiles =
+      std::max({col_tasks(describe_dw2(b)), col_tasks(describe_dw1(b)), LowRankBackward::tiles(b)});
   return std::max(
       {most_row_tasks(rows, b.problem.experts), b.problem.experts * tiles, token_tasks(b.problem)});
 }
@@ -413,7 +342,7 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
   PerWorker<RowBuffers> buffers(team, problem, b.kernels);
   const Weights& g = args.grads;
   std::optional<KernelDh> dh;
-  if (b.wants_dh() || g.down.data != nullptr || args.dweights.data != nullptr) {
+  if (b.wants_dh() || b.wants_scaled() || args.dweights.data != nullptr) {
     dh.emplace(team, buffers, b);
   }
   std::optional<WeightGradient> dw2;
@@ -427,6 +356,7 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
   }
   std::optional<KernelDxRows> dx_rows;
   if (args.dx.data != nullptr) dx_rows.emplace(team, b);
+  LowRankBackward low_rank(team, b);
   ExpertGroups groups = expert_groups(problem, rows, team.size());
   const bool fp8 = problem.precision == Precision::kFp8;
   Fp8Backward quantised(team, b);
@@ -440,8 +370,12 @@ void moe_backward_on(Isa isa, const Problem& problem, const BackwardArgs& args, 
     });
   };
   if (fp8) observed(exec, "quantise", [&] { quantised.before(); });
+  const bool has_factors = problem.up_rank > 0 || problem.down_rank > 0;
+  if (has_factors) round_factors(team, problem, args.lora, b.lora);
   while (const ExpertGroup* group = groups.next(b.metadata.expert_offsets(problem))) {
+    if (has_factors) observed(exec, "Q", [&] { low_rank.before_dh(*group); });
     run("dH", dh, *group);
+    if (has_factors) observed(exec, "factors", [&] { low_rank.after_dh(*group); });
     run("dW2", dw2, *group);
     run("dW1", dw1, *group);
     observed(exec, "biases", [&] { bias_gradients(team, buffers, b, *group); });

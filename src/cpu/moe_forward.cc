@@ -1,8 +1,10 @@
 // The forward pass: kernels A, Y and O of docs/method.md.
 #include <algorithm>
+#include <optional>
 
 #include "core/fp8_layout.h"
 #include "cpu/fp8.h"
+#include "cpu/low_rank.h"
 #include "cpu/moe_layer.h"
 
 namespace sonicmoe::cpu {
@@ -20,6 +22,9 @@ struct Forward {
   void* h;  ///< null: inference, H is not kept
   void* a;  ///< A of the current group of experts
   void* y;
+  Lora lora;  ///< factors in the dtype
+  void* p;    ///< P of all groups
+  void* u;    ///< U of the current group of experts
 
   std::int64_t gates() const { return gate_factor(problem.activation.kind); }
 };
@@ -47,6 +52,11 @@ class KernelA {
                  p.hidden};
     gemm.matrices[0] = expert_matrix(f.gates() == 2 ? w.gate : w.up);
     gemm.matrices[1] = expert_matrix(w.up);
+    if (p.up_rank == 0) return gemm;
+    const LowRank& up = f.lora.up;
+    gemm.term = {inner_rows(f.p, p.up_rank, true),
+                 {expert_matrix(f.gates() == 2 ? up.gate_b : up.b), expert_matrix(up.b)},
+                 p.up_rank};
     return gemm;
   }
 
@@ -114,7 +124,10 @@ class KernelY {
               1,
               1,
               f.problem.hidden,
-              f.problem.width},
+              f.problem.width,
+              {inner_rows(f.u, f.problem.down_rank),
+               {expert_matrix(f.lora.down.b), {}},
+               f.problem.down_rank}},
         workers_(team, gemm_) {}
 
   void run(const ExpertGroup& group) {
@@ -153,6 +166,36 @@ class KernelY {
   const RowGemm gemm_;
   PerWorker<RowGemmWorker> workers_;
 };
+
+/// P = r(scale X A_u^T), from x as the caller gave it, also in fp8.
+InnerRowsJob describe_p(const Forward& f) {
+  const Problem& p = f.problem;
+  const LowRank& up = f.lora.up;
+  return {{&f.kernels,
+           rows_of(f.args.x, f.metadata.row_token),
+           {expert_matrix(up.a), {}},
+           1,
+           1,
+           p.up_rank,
+           p.hidden},
+          up.scale,
+          f.p,
+          true};
+}
+/// U = r(scale A A_d^T), from A before it is quantised.
+InnerRowsJob describe_u(const Forward& f) {
+  const Problem& p = f.problem;
+  const LowRank& down = f.lora.down;
+  return {{&f.kernels,
+           dense_rows(f.a, p.width),
+           {expert_matrix(down.a), {}},
+           1,
+           1,
+           p.down_rank,
+           p.width},
+          down.scale,
+          f.u};
+}
 
 /// Precision::kFp8: quantises and restores (cpu/fp8.h) the operands of the products, and quantises
 /// the kept H.
@@ -203,7 +246,10 @@ Forward forward_of(Isa isa, const Problem& p, const ForwardArgs& args) {
             args.weights,
             args.h.data,
             at_byte(args.scratch, at.a),
-            at_byte(args.scratch, at.y)};
+            at_byte(args.scratch, at.y),
+            rounded_factors(p, args.lora, at_byte(args.scratch, at.factors)),
+            training ? at_byte(args.saved, saved_p(p)) : at_byte(args.scratch, at.p),
+            at_byte(args.scratch, at.u)};
   if (p.precision == Precision::kTensors) return f;
   f.x = tensor2(at_byte(args.scratch, at.x), p.dtype, p.tokens, p.hidden);
   f.weights = restored_weights(p, args.weights, at_byte(args.scratch, at.weights));
@@ -226,6 +272,9 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   PerWorker<RowBuffers> buffers(team, problem, k);
   KernelA up(team, f);
   KernelY down(team, buffers, f);
+  std::optional<InnerRows> inner_p, inner_u;
+  if (problem.up_rank > 0) inner_p.emplace(team, describe_p(f));
+  if (problem.down_rank > 0) inner_u.emplace(team, describe_u(f));
   ExpertGroups groups = expert_groups(problem, rows, team.size());
   const bool fp8 = problem.precision == Precision::kFp8;
   Fp8Forward quantised(team, f);
@@ -235,8 +284,14 @@ void moe_forward_on(Isa isa, const Problem& problem, const ForwardArgs& args, co
   prefer_large_pages(args.scratch);
   prefer_large_pages(args.out);
   if (fp8) observed(exec, "quantise", [&] { quantised.before(); });
+  round_factors(team, problem, args.lora, f.lora);
+  const auto run = [&](const char* name, auto& kernel, const ExpertGroup& group) {
+    if (kernel) observed(exec, name, [&] { kernel->run(group); });
+  };
   while (const ExpertGroup* group = groups.next(f.metadata.expert_offsets(problem))) {
+    run("P", inner_p, *group);
     observed(exec, "A", [&] { up.run(*group); });
+    run("U", inner_u, *group);
     if (fp8) observed(exec, "quantise", [&] { quantised.between(*group); });
     observed(exec, "Y", [&] { down.run(*group); });
   }

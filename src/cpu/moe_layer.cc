@@ -7,6 +7,7 @@
 #include "core/fp8_layout.h"
 #include "cpu/backend.h"
 #include "cpu/fp8.h"
+#include "cpu/low_rank.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -43,6 +44,9 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass) {
     s.weights = carver.take(restored_weights_elements(p) * element);
     s.h = carver.take(codes ? gate_factor(p.activation.kind) * rows * p.width * element : 0);
   }
+  s.p = carver.take(pass == Pass::kInference ? rows * p.up_rank * element : 0);
+  s.u = carver.take(rows * p.down_rank * element);
+  s.factors = carver.take(rounded_factors_bytes(p));
   s.bytes = carver.used;
   return s;
 }
@@ -63,8 +67,18 @@ BackwardScratch backward_scratch(const Problem& p) {
     s.h = carver.take(fp8::keeps_codes(p) ? h : 0);
     s.dh_coded = carver.take(h);
   }
+  s.q = carver.take(rows * p.down_rank * element);
+  s.u = carver.take(rows * p.down_rank * element);
+  s.v = carver.take(rows * p.up_rank * element);
+  s.factors = carver.take(rounded_factors_bytes(p));
   s.bytes = carver.used;
   return s;
+}
+
+std::int64_t saved_p(const Problem& p) {
+  Carver carver;
+  carver.take(metadata_bytes(p));
+  return carver.used;
 }
 
 ExpertGroups expert_groups(const Problem& p, std::int64_t most_rows, std::int32_t workers) {
@@ -80,10 +94,6 @@ RowBuffers::RowBuffers(const Problem& p, const Kernels& kernels)
 std::int64_t token_tasks(const Problem& p) { return (p.tokens + kTokenTask - 1) / kTokenTask; }
 
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
-  if (problem.up_rank != 0 || problem.down_rank != 0) {
-    throw Error(Status::kUnsupported,
-                "up_rank or down_rank is above 0, must be 0: low-rank factors are not served yet");
-  }
   Sizes sizes;
   sizes.scratch_bytes = pass == Pass::kBackward ? backward_scratch(problem).bytes
                                                 : forward_scratch(problem, pass).bytes;
@@ -93,6 +103,9 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Exec&) {
                                             : gate_factor(problem.activation.kind) * rows *
                                                   problem.width * dtype_bytes(problem.dtype);
   sizes.saved_bytes = metadata_bytes(problem);
+  if (problem.up_rank > 0) {
+    sizes.saved_bytes = saved_p(problem) + rows * problem.up_rank * dtype_bytes(problem.dtype);
+  }
   return sizes;
 }
 

@@ -27,6 +27,10 @@ struct ForwardScratch {
   std::int64_t x = 0;        ///< X (T, d), quantised and restored
   std::int64_t weights = 0;  ///< restored weights, as restored_weights() places them
   std::int64_t h = 0;        ///< H (C, G*n) before it is quantised; empty unless codes are kept
+  // Low-rank factors only.
+  std::int64_t p = 0;        ///< inference only, P (C, r) of all groups; training: saved_p()
+  std::int64_t u = 0;        ///< U (C, r); written like A
+  std::int64_t factors = 0;  ///< factors in the dtype, as rounded_factors() places them
   std::int64_t bytes = 0;
 };
 ForwardScratch forward_scratch(const Problem& problem, Pass pass);
@@ -40,9 +44,17 @@ struct BackwardScratch {
   std::int64_t weights = 0;  ///< restored weights, as restored_weights() places them
   std::int64_t h = 0;  ///< H (C, G*n) restored from the kept codes; empty unless codes are kept
   std::int64_t dh_coded = 0;  ///< dH quantised and restored; shape and use of `dh`
+  // Low-rank factors only; inner rows are written like dH.
+  std::int64_t q = 0;        ///< Q (C, r)
+  std::int64_t u = 0;        ///< U' (C, r)
+  std::int64_t v = 0;        ///< V (C, r)
+  std::int64_t factors = 0;  ///< factors in the dtype, as rounded_factors() places them
   std::int64_t bytes = 0;
 };
 BackwardScratch backward_scratch(const Problem& problem);
+
+/// The offset of P (C, r) in `saved`, after the metadata.
+std::int64_t saved_p(const Problem& problem);
 
 inline void* at_byte(const Buffer& buffer, std::int64_t offset) {
   return static_cast<std::byte*>(buffer.data) + offset;
