@@ -17,6 +17,7 @@ constexpr double kAwayFromKinks = 1e-3;
 struct Variant {
   ActivationKind kind;
   bool bias;
+  bool factors;
 };
 
 void fill(std::mt19937_64& engine, std::vector<double>& values) {
@@ -30,6 +31,24 @@ void fill(std::mt19937_64& engine, std::vector<Matrix<double>>& experts, std::in
     m = Matrix<double>(rows, cols);
     fill(engine, m.values);
   }
+}
+
+void add_factors(std::mt19937_64& engine, Layer& layer) {
+  const Problem& p = layer.problem;
+  constexpr std::int64_t kUpRank = 2, kDownRank = 3;
+  for (Factors* f : {&layer.lora_up, &layer.lora_down}) {
+    f->a.resize(p.experts);
+    f->b.resize(p.experts);
+  }
+  layer.lora_up.scale = 0.7;
+  layer.lora_down.scale = -1.3;
+  fill(engine, layer.lora_up.a, kUpRank, p.hidden);
+  fill(engine, layer.lora_up.b, p.width, kUpRank);
+  fill(engine, layer.lora_down.a, kDownRank, p.width);
+  fill(engine, layer.lora_down.b, p.hidden, kDownRank);
+  if (layer.gate.empty()) return;
+  layer.lora_up.gate_b.resize(p.experts);
+  fill(engine, layer.lora_up.gate_b, p.width, kUpRank);
 }
 
 // Tokens of 0, 1 and 3 rows, one of them twice at the same expert; expert 2 has no rows.
@@ -73,6 +92,7 @@ Layer random_layer(Variant variant, std::uint64_t seed) {
       fill(engine, layer.b_gate.values);
     }
   }
+  if (variant.factors) add_factors(engine, layer);
   return layer;
 }
 
@@ -113,6 +133,20 @@ void expect_slopes(const Layer& layer, const Matrix<double>& dout, std::vector<d
   }
 }
 
+void expect_factor_slopes(Layer& layer, const Matrix<double>& dout, Factors& factors,
+                          const Factors& gradients) {
+  const auto expect = [&](std::vector<Matrix<double>>& inputs,
+                          const std::vector<Matrix<double>>& slopes, const char* what) {
+    ASSERT_EQ(inputs.size(), slopes.size()) << what;
+    for (std::size_t e = 0; e < inputs.size(); ++e) {
+      expect_slopes(layer, dout, inputs[e].values, slopes[e].values, what);
+    }
+  };
+  expect(factors.a, gradients.a, "a");
+  expect(factors.b, gradients.b, "b");
+  expect(factors.gate_b, gradients.gate_b, "gate_b");
+}
+
 class OracleLayer : public ::testing::TestWithParam<Variant> {};
 
 TEST_P(OracleLayer, BackwardIsTheSlopeOfForward) {
@@ -138,6 +172,8 @@ TEST_P(OracleLayer, BackwardIsTheSlopeOfForward) {
     expect_slopes(layer, dout, layer.up[e].values, grad.dup[e].values, "up");
     expect_slopes(layer, dout, layer.down[e].values, grad.ddown[e].values, "down");
   }
+  expect_factor_slopes(layer, dout, layer.lora_up, grad.dlora_up);
+  expect_factor_slopes(layer, dout, layer.lora_down, grad.dlora_down);
   expect_slopes(layer, dout, layer.b_gate.values, grad.db_gate.values, "b_gate");
   expect_slopes(layer, dout, layer.b_up.values, grad.db_up.values, "b_up");
   expect_slopes(layer, dout, layer.b_down.values, grad.db_down.values, "b_down");
@@ -146,8 +182,10 @@ TEST_P(OracleLayer, BackwardIsTheSlopeOfForward) {
 std::vector<Variant> all_variants() {
   std::vector<Variant> variants;
   for (std::int32_t kind = 0; kind < kActivationCount; ++kind) {
-    variants.push_back({static_cast<ActivationKind>(kind), false});
-    variants.push_back({static_cast<ActivationKind>(kind), true});
+    for (const bool factors : {false, true}) {
+      variants.push_back({static_cast<ActivationKind>(kind), false, factors});
+      variants.push_back({static_cast<ActivationKind>(kind), true, factors});
+    }
   }
   return variants;
 }
@@ -155,7 +193,8 @@ std::vector<Variant> all_variants() {
 INSTANTIATE_TEST_SUITE_P(EveryActivation, OracleLayer, ::testing::ValuesIn(all_variants()),
                          [](const auto& info) {
                            return std::string(activation_name(info.param.kind)) +
-                                  (info.param.bias ? "_bias" : "");
+                                  (info.param.bias ? "_bias" : "") +
+                                  (info.param.factors ? "_factors" : "");
                          });
 
 // A layer small enough to work out by hand: one expert, d = n = 1, relu2, two tokens.
@@ -214,6 +253,40 @@ TEST(OracleLayer, RoundsWhereTheContractSays) {
   EXPECT_EQ(b.dweights[0], 528.0) << "dS takes r(act(H))";
   EXPECT_EQ(b.ddown[0].values[0], 4768.0) << "A' = r(9 * 529 = 4761), from the unrounded act(H)";
   EXPECT_EQ(b.dup[0].values[0], 2.0 * 23.0 * 9.0);
+}
+
+// With one expert, d = n = 1 and relu: every inner row is rounded, H and Y once.
+TEST(OracleLayer, RoundsInnerRowsAndTheirSumsOnce) {
+  Layer layer;
+  Problem& p = layer.problem;
+  p.tokens = p.hidden = p.width = p.experts = p.top_k = p.up_rank = p.down_rank = 1;
+  p.activation.kind = ActivationKind::kReLU;
+  p.dtype = DType::kBF16;
+  layer.slots = 1;
+  layer.rows = {{0, 0, 0, 1.0}};
+  layer.x = Matrix<double>(1, 1);
+  layer.x.values = {1.0};
+  const auto one = [](double value) {
+    Matrix<double> m(1, 1);
+    m.values = {value};
+    return std::vector<Matrix<double>>{m};
+  };
+  layer.up = one(0.5);
+  layer.down = one(1.0);
+  layer.lora_up = {one(129.0), one(1.0), {}, 3.0};
+  layer.lora_down = {one(1.0), one(3.0), {}, 1.0};
+  const Forward f = forward(layer, Precision::kSame);
+  EXPECT_EQ(f.h.up.values[0], 388.0) << "P = r(387) = 388, H = r(0.5 + 388)";
+  EXPECT_EQ(f.out.values[0], 1552.0) << "U = 388, Y = r(388 + 3 * 388 = 1552)";
+  Matrix<double> dout(1, 1);
+  dout.values = {1.0};
+  const Backward b = backward(layer, f.h, dout, Precision::kSame);
+  EXPECT_EQ(b.dweights[0], 4.0 * 388.0) << "dA' = 1 + Q, Q = 3";
+  EXPECT_EQ(b.dlora_up.b[0].values[0], 4.0 * 388.0) << "dH P";
+  EXPECT_EQ(b.dlora_up.a[0].values[0], 12.0) << "V = r(3 * 4)";
+  EXPECT_EQ(b.dlora_down.a[0].values[0], 3.0 * 388.0) << "Q A'";
+  EXPECT_EQ(b.dlora_down.b[0].values[0], 388.0) << "dO U'";
+  EXPECT_EQ(b.dx.values[0], 1552.0) << "r(4 * 0.5 + 12 * 129 = 1550)";
 }
 
 TEST(OracleLayer, ProductsRefuseMatricesOfOtherShapes) {

@@ -106,6 +106,9 @@ void add_fp8_cases(Extent extent, std::vector<Case>& cases);
 /// Cases with Case::parts in every precision, a part of all_cases(). Their names contain "batch/".
 void add_batch_cases(Extent extent, std::vector<Case>& cases);
 
+/// Adds low-rank factors to some of `cases` and appends these as "lora/...", a part of all_cases().
+void add_lora_cases(Extent extent, std::vector<Case>& cases);
+
 /// The cases whose names contain `filter`.
 std::vector<Case> all_cases(Extent extent, const std::string& filter);
 

@@ -85,8 +85,8 @@ Verdict soundness(const Case& c, const Both& exact, const Both& rounded, const B
 }  // namespace
 
 ExpectedLayer expect_layer(const Case& c, const Tensors& t) {
-  oracle::Layer layer =
-      oracle::read_layer(c.problem, t.x.on_host(), t.routing.on_host(), t.weights.on_host());
+  oracle::Layer layer = oracle::read_layer(c.problem, t.x.on_host(), t.routing.on_host(),
+                                           t.weights.on_host(), t.factors.on_host());
   const Matrix<double> dout = oracle::read_matrix(t.dout.on_host());
   const Both exact = run(layer, dout, Precision::kExact);
   const Both same = run(layer, dout, Precision::kSame);
@@ -112,10 +112,17 @@ ExpectedLayer expect_layer(const Case& c, const Tensors& t) {
     if (c.grad_mode == GradMode::kAccumulate) add_initial(outputs.back());
     round_to_storage(outputs.back());
   };
-  if (c.grad_mode == GradMode::kAccumulate) fill_initial_grads(c, t.grads);
+  if (c.grad_mode == GradMode::kAccumulate) fill_initial_grads(c, t);
   add_weight("dgate", t.grads.gate, exact.backward.dgate, same.backward.dgate);
   add_weight("dup", t.grads.up, exact.backward.dup, same.backward.dup);
   add_weight("ddown", t.grads.down, exact.backward.ddown, same.backward.ddown);
+  const oracle::Factors &up = exact.backward.dlora_up, &same_up = same.backward.dlora_up;
+  const oracle::Factors &down = exact.backward.dlora_down, &same_down = same.backward.dlora_down;
+  add_weight("dup.a", t.factor_grads.up_a, up.a, same_up.a);
+  add_weight("dup.b", t.factor_grads.up_b, up.b, same_up.b);
+  add_weight("dup.gate_b", t.factor_grads.up_gate_b, up.gate_b, same_up.gate_b);
+  add_weight("ddown.a", t.factor_grads.down_a, down.a, same_down.a);
+  add_weight("ddown.b", t.factor_grads.down_b, down.b, same_down.b);
   const auto add_bias = [&](const char* what, const BlockView& tensor, const Matrix<double>& a,
                             const Matrix<double>& b) {
     if (tensor.block == nullptr) return;

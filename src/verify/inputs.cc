@@ -41,6 +41,16 @@ class Filler {
     });
     if (random() && fp8()) spread_blocks(tensor, {128, 128});
   }
+  /// A low-rank factor: as a weight, or integers of which `terms` a row are not 0 on average.
+  void fill_factor(const BlockView& tensor, double terms) {
+    if (tensor.block == nullptr) return;
+    const auto depth = static_cast<double>(tensor.view.shape[2]);
+    std::bernoulli_distribution present(std::min(1.0, terms / depth));
+    fill(tensor, [&] {
+      if (random()) return normal_(engine_) / std::sqrt(depth);
+      return present(engine_) ? 2.0 * integer(0, 1) - 1.0 : 0.0;
+    });
+  }
   /// Biases. In kRoundings they are so large that H = r(acc + b1) and Y = r(acc + b2) are rounded.
   void fill_bias(const BlockView& tensor, double shift, double spread) {
     if (tensor.block == nullptr) return;
@@ -194,6 +204,7 @@ Tensors make_tensors(const Case& c, Blocks& blocks) {
   t.dout = blocks.add_view("dout", rows);
   t.routing = add_routing(c, blocks);
   t.weights = add_weights(c, "", {p.dtype, p.dtype}, blocks);
+  t.factors = add_factors(c, "", p.f32_factors ? DType::kF32 : p.dtype, blocks);
   t.out = blocks.add_view("out", rows);
   t.dx = blocks.add_view("dx", rows);
   if (t.routing.weights.block != nullptr) {
@@ -201,6 +212,8 @@ Tensors make_tensors(const Case& c, Blocks& blocks) {
   }
   const bool adds = c.grad_mode == GradMode::kAccumulate;
   t.grads = add_weights(c, "d", {c.grad_dtype, adds ? c.grad_dtype : p.dtype}, blocks);
+
+  t.factor_grads = add_factors(c, "d", c.grad_dtype, blocks);
 
   Filler filler(c, 0);
   filler.fill_rows(t.x);
@@ -217,6 +230,9 @@ Tensors make_tensors(const Case& c, Blocks& blocks) {
   filler.fill_bias(t.weights.b_gate, c.bias_shift, shifted ? 0.1 : 1.0);
   filler.fill_bias(t.weights.b_up, gated ? 0.0 : c.bias_shift, shifted && !gated ? 0.1 : 1.0);
   filler.fill_bias(t.weights.b_down, 0.0, shifted ? 0.0 : 1.0);
+  const FactorViews& f = t.factors;
+  for (const BlockView* a : {&f.up_a, &f.down_a}) filler.fill_factor(*a, 1.0);
+  for (const BlockView* b : {&f.up_b, &f.up_gate_b, &f.down_b}) filler.fill_factor(*b, 0.25);
   if (c.cancelling) {
     cancel_rows(t.x);
     cancel_weights(t.weights.gate, 2);
@@ -244,10 +260,13 @@ void fill_normal(const Case& c, std::uint64_t stream, const BlockView& tensor) {
   Filler(c, stream).fill_rows(tensor);
 }
 
-void fill_initial_grads(const Case& c, const WeightViews& grads) {
+void fill_initial_grads(const Case& c, const Tensors& tensors) {
   Filler filler(c, 1);
+  const WeightViews& grads = tensors.grads;
+  const FactorViews& factors = tensors.factor_grads;
   for (const BlockView* g :
-       {&grads.gate, &grads.up, &grads.down, &grads.b_gate, &grads.b_up, &grads.b_down}) {
+       {&grads.gate, &grads.up, &grads.down, &grads.b_gate, &grads.b_up, &grads.b_down,
+        &factors.up_a, &factors.up_b, &factors.up_gate_b, &factors.down_a, &factors.down_b}) {
     filler.fill_grads(*g);
   }
 }

@@ -9,9 +9,11 @@ struct Tensors {
   BlockView x, dout;
   RoutingViews routing;
   WeightViews weights;
+  FactorViews factors;
   // Outputs.
   BlockView out, dx, dweights;
   WeightViews grads;
+  FactorViews factor_grads;
 };
 
 /// Creates all tensors and fills the inputs on the host. Elements that no routed row needs are NaN:
@@ -27,6 +29,6 @@ void fill_logits(const Case& c, const BlockView& logits);
 void fill_normal(const Case& c, std::uint64_t stream, const BlockView& tensor);
 
 /// Initial values of accumulated gradients; the same on every call.
-void fill_initial_grads(const Case& c, const WeightViews& grads);
+void fill_initial_grads(const Case& c, const Tensors& tensors);
 
 }  // namespace sonicmoe::verify

@@ -143,7 +143,8 @@ class LayerRun {
     require(
         forward.h_bytes == h_bytes, Fault::kSizes,
         "h_bytes is " + std::to_string(forward.h_bytes) + ", must be " + std::to_string(h_bytes));
-    const std::int64_t most = 20 * capacity + 16 * p.tokens + 1024 * p.experts;
+    const std::int64_t most = 20 * capacity + 16 * p.tokens + 1024 * p.experts +
+                              capacity * p.up_rank * dtype_bytes(p.dtype);
     require(forward.saved_bytes <= most, Fault::kSizes,
             "saved_bytes is " + std::to_string(forward.saved_bytes) + ", must be at most " +
                 std::to_string(most));
@@ -183,6 +184,7 @@ class LayerRun {
     args.weights = batch.tensors.weights.on_device();
     args.out = batch.tensors.out.on_device();
     args.fp8_weights = buffer_of(fp8_weights_);
+    args.lora = batch.tensors.factors.on_device();
     return args;
   }
 
@@ -224,10 +226,15 @@ class LayerRun {
     args.grads.b_gate = wanted("db_gate", grads.b_gate);
     args.grads.b_up = wanted("db_up", grads.b_up);
     args.grads.b_down = wanted("db_down", grads.b_down);
+    args.lora = batch.tensors.factors.on_device();
+    const FactorViews& factors = batch.tensors.factor_grads;
+    args.lora_grads.up = {wanted("dup.a", factors.up_a), wanted("dup.b", factors.up_b),
+                          wanted("dup.gate_b", factors.up_gate_b)};
+    args.lora_grads.down = {wanted("ddown.a", factors.down_a), wanted("ddown.b", factors.down_b)};
     args.grad_mode = case_.grad_mode;
     std::function<void()> prepare;
     if (case_.grad_mode == GradMode::kAccumulate) {
-      prepare = [this] { fill_initial_grads(case_, whole_.tensors.grads); };
+      prepare = [this] { fill_initial_grads(case_, whole_.tensors); };
     }
     caller_.call({"backward", filling, {batch.backward_scratch}, prepare}, batch.backward,
                  [&] { implementation_.moe_backward(batch.problem, args); });

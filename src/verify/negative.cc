@@ -378,6 +378,7 @@ std::vector<ControlResult> negative_controls(const VerifyOptions& options,
   judge_all(controls_of_the_router(), sound);
   judge_all(controls_of_fp8(), sound);
   judge_all(controls_of_batches(), sound);
+  judge_all(controls_of_factors(), sound);
   const Implementation reference = oracle_implementation(oracle::Precision::kSame);
   judge_all(controls_of_roundings(), reference);
   judge_all(controls_of_fp8_sums(), reference);

@@ -63,6 +63,10 @@ std::vector<Matrix<double>> read_experts(const Tensor& t) {
   return experts;
 }
 
+Factors read_factors(const LowRank& f) {
+  return {read_experts(f.a), read_experts(f.b), read_experts(f.gate_b), f.scale};
+}
+
 // Whether the operands of the products are quantised.
 enum class Coded { kNo, kYes };
 
@@ -91,18 +95,23 @@ class Run {
     Matrix<Real> y(row_count, problem_.hidden);
     const bool grouped = problem_.form == RoutingForm::kGrouped;
     for (std::int64_t e = 0; e < problem_.experts; ++e) {
-      const Matrix<Real> x = coded(gathered(layer_.x, e));
+      const Matrix<Real> x = gathered(layer_.x, e);
+      const Factors& up = layer_.lora_up;
+      const Matrix<Real> p = inner(up, x, columns_of(up.a, e));
       Hidden<Real> h;
       if (!layer_.gate.empty()) {
-        h.gate = up_projection(storage_, x, weight(layer_.gate, e), bias(layer_.b_gate, e),
-                               accumulator_);
+        h.gate = up_projection(storage_, coded(x), weight(layer_.gate, e), bias(layer_.b_gate, e),
+                               accumulator_, {p, columns_of(up.gate_b, e)});
         put_rows(kept(h.gate), e, result.h.gate);
       }
-      h.up = up_projection(storage_, x, weight(layer_.up, e), bias(layer_.b_up, e), accumulator_);
+      h.up = up_projection(storage_, coded(x), weight(layer_.up, e), bias(layer_.b_up, e),
+                           accumulator_, {p, columns_of(up.b, e)});
       put_rows(kept(h.up), e, result.h.up);
-      const Matrix<Real> a = coded(activated(storage_, problem_.activation, h));
-      Matrix<Real> sum =
-          down_projection_sum(a, weight(layer_.down, e), bias(layer_.b_down, e), accumulator_);
+      const Matrix<Real> a = activated(storage_, problem_.activation, h);
+      const Factors& down = layer_.lora_down;
+      Matrix<Real> sum = down_projection_sum(
+          coded(a), weight(layer_.down, e), bias(layer_.b_down, e), accumulator_,
+          {inner(down, a, columns_of(down.a, e)), columns_of(down.b, e)});
       // Grouped rows are scaled, then rounded once. The other forms round Y and then O.
       put_rows(grouped ? std::move(sum) : rounded(storage_, std::move(sum)), e, y);
     }
@@ -125,7 +134,10 @@ class Run {
       h.up = take_rows(hidden.up, e);
       if (!layer_.gate.empty()) h.gate = take_rows(hidden.gate, e);
       const std::vector<Real> s = scores(first_[e], first_[e + 1]);
-      const Matrix<Real> da_unscaled = product(coded(dout), weight(layer_.down, e), accumulator_);
+      const Term<Real> back{inner(layer_.lora_down, dout, rows_of(layer_.lora_down.b, e)),
+                            rows_of(layer_.lora_down.a, e)};
+      const Matrix<Real> da_unscaled =
+          sum_with(product(coded(dout), weight(layer_.down, e), accumulator_), back);
       const ActivationGrad<Real> grad =
           activation_grad(storage_, problem_.activation, h, da_unscaled, s);
       put_dscores(grad.dscores, dout, e, result);
@@ -140,7 +152,11 @@ class Run {
         w_gate = weight(layer_.gate, e);
       }
       const Hidden<Real> dh{coded(grad.dh.gate), coded(grad.dh.up)};
-      put_rows(input_grad(storage_, dh, w_gate, weight(layer_.up, e), accumulator_), e, dx_rows);
+      const Term<Real> term{inner_of_dh(grad.dh, e), rows_of(layer_.lora_up.a, e)};
+      put_rows(input_grad(storage_, dh, w_gate, weight(layer_.up, e), accumulator_, term), e,
+               dx_rows);
+      put_down_factors(dout, grad.scaled, back.inner, e, result.dlora_down);
+      put_up_factors(x, grad.dh, term.inner, e, result.dlora_up);
     }
     result.dx = cast<double>(sum_by_token(dx_rows, std::vector<Real>(layer_.rows.size(), Real(1))));
     return result;
@@ -165,6 +181,45 @@ class Run {
   }
   Matrix<Real> weight(const std::vector<Matrix<double>>& experts, std::int64_t e) const {
     return in_blocks(cast<Real>(experts[e]), kWeightBlocks);
+  }
+  // A factor of expert e, rounded to the tensors' dtype; empty without factors.
+  Matrix<Real> rows_of(const std::vector<Matrix<double>>& factor, std::int64_t e) const {
+    return factor.empty() ? Matrix<Real>() : rounded(storage_, cast<Real>(factor[e]));
+  }
+  Matrix<Real> columns_of(const std::vector<Matrix<double>>& factor, std::int64_t e) const {
+    return transposed(rows_of(factor, e));
+  }
+  Matrix<Real> inner(const Factors& factors, const Matrix<Real>& rows,
+                     const Matrix<Real>& factor) const {
+    if (factors.a.empty()) return {};
+    return inner_rows(storage_, Real(factors.scale), rows, factor);
+  }
+  // V: one sum over gate and up, rounded once.
+  Matrix<Real> inner_of_dh(const Hidden<Real>& dh, std::int64_t e) const {
+    const Factors& up = layer_.lora_up;
+    if (up.a.empty()) return {};
+    Matrix<Real> sum(dh.up.rows, up.a[e].rows);
+    if (!dh.gate.empty()) add_product(sum, dh.gate, rows_of(up.gate_b, e));
+    add_product(sum, dh.up, rows_of(up.b, e));
+    for (Real& v : sum.values) v *= Real(up.scale);
+    return rounded(storage_, std::move(sum));
+  }
+  void put_down_factors(const Matrix<Real>& dout, const Matrix<Real>& scaled,
+                        const Matrix<Real>& back, std::int64_t e, Factors& grads) const {
+    const Factors& down = layer_.lora_down;
+    if (down.a.empty()) return;
+    const Matrix<Real> u = inner(down, scaled, columns_of(down.a, e));
+    grads.a.push_back(cast<double>(weight_grad(back, scaled)));
+    grads.b.push_back(cast<double>(weight_grad(dout, u)));
+  }
+  void put_up_factors(const Matrix<Real>& x, const Hidden<Real>& dh, const Matrix<Real>& v,
+                      std::int64_t e, Factors& grads) const {
+    const Factors& up = layer_.lora_up;
+    if (up.a.empty()) return;
+    const Matrix<Real> p = inner(up, x, columns_of(up.a, e));
+    grads.a.push_back(cast<double>(weight_grad(v, x)));
+    grads.b.push_back(cast<double>(weight_grad(dh.up, p)));
+    if (!dh.gate.empty()) grads.gate_b.push_back(cast<double>(weight_grad(dh.gate, p)));
   }
   std::vector<Real> bias(const Matrix<double>& b, std::int64_t e) const {
     if (b.empty()) return {};
@@ -267,7 +322,7 @@ std::vector<Row> routed_rows(const Problem& problem, const Routing& routing) {
 }
 
 Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
-                 const Weights& weights) {
+                 const Weights& weights, const Lora& lora) {
   Layer layer;
   layer.problem = problem;
   layer.rows = routed_rows(problem, routing);
@@ -283,6 +338,8 @@ Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing
   layer.b_gate = read_matrix(weights.b_gate);
   layer.b_up = read_matrix(weights.b_up);
   layer.b_down = read_matrix(weights.b_down);
+  layer.lora_up = read_factors(lora.up);
+  layer.lora_down = read_factors(lora.down);
   return layer;
 }
 

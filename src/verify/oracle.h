@@ -15,6 +15,12 @@ struct Row {
   double weight = 1.0;
 };
 
+/// Low-rank factors of one projection, or their gradients: one matrix an expert, or empty.
+struct Factors {
+  std::vector<Matrix<double>> a, b, gate_b;
+  double scale = 1.0;
+};
+
 /// A problem with its values, dense and in fp64.
 struct Layer {
   Problem problem;
@@ -23,6 +29,7 @@ struct Layer {
   Matrix<double> x;                            ///< (T, d)
   std::vector<Matrix<double>> gate, up, down;  ///< one an expert; gate empty without a gate
   Matrix<double> b_gate, b_up, b_down;         ///< (E, n), (E, n), (E, d), or empty
+  Factors lora_up, lora_down;
 };
 
 /// Entries of the caller's routing weights: C.
@@ -34,7 +41,7 @@ std::vector<Row> routed_rows(const Problem& problem, const Routing& routing);
 /// Reads descriptors of host memory. Rows of x without a routed row and weights of empty slots are
 /// never read.
 Layer read_layer(const Problem& problem, const Tensor& x, const Routing& routing,
-                 const Weights& weights);
+                 const Weights& weights, const Lora& lora = {});
 
 /// A layer that has weights only: no rows and no x.
 Layer read_weights(const Problem& problem, const Weights& weights);
@@ -67,6 +74,7 @@ struct Backward {
   std::vector<double> dweights;  ///< (slots)
   std::vector<Matrix<double>> dgate, dup, ddown;
   Matrix<double> db_gate, db_up, db_down;  ///< computed even without biases
+  Factors dlora_up, dlora_down;
 };
 
 Forward forward(const Layer& layer, Precision precision);

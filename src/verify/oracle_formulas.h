@@ -4,6 +4,9 @@
 //   Y    Y = r(A W2^T + b2)                             A' = r(s act(H)), dS = sum dA' r(act(H))
 //   dW2  dO^T A'     dW1  dH^T X             dX~  r(dH W1)     db1, db2  column sums
 //
+// Low-rank factors add a Term to the sums of H, Y, dA' and dX~; sonicmoe/low_rank.h has the
+// formulas.
+//
 // Gradients of weights and biases are rounded when they are stored. O and dX, sums over a token's
 // rows, are in oracle.cc. Real is the type of sums and epilogues, r(.) rounds to
 // `storage`; Real = double with storage kF64 rounds nothing. Sums run in ascending order of their
@@ -96,6 +99,29 @@ Matrix<Real> product(const Matrix<Real>& a, const Matrix<Real>& b, Accumulator a
   return out;
 }
 
+/// What low-rank factors add to a product of the same rows: inner (m, r) times outer (r, columns).
+/// Without factors both are empty.
+template <class Real>
+struct Term {
+  Matrix<Real> inner;
+  Matrix<Real> outer;
+};
+
+template <class Real>
+Matrix<Real> sum_with(Matrix<Real> sum, const Term<Real>& term) {
+  if (!term.outer.empty()) add_product(sum, term.inner, term.outer);
+  return sum;
+}
+
+/// The inner matrix of a term: r(scale * rows factor), rows (m, k), factor (k, r).
+template <class Real>
+Matrix<Real> inner_rows(DType storage, Real scale, const Matrix<Real>& rows,
+                        const Matrix<Real>& factor) {
+  Matrix<Real> sum = product(rows, factor);
+  for (Real& v : sum.values) v *= scale;
+  return rounded(storage, std::move(sum));
+}
+
 /// r(sum + bias), the bias one value a column or empty.
 template <class Real>
 Matrix<Real> rounded_with_bias(DType storage, Matrix<Real> sum, const std::vector<Real>& bias) {
@@ -119,8 +145,9 @@ struct Hidden {
 /// Kernel A, first half, for gate or up alone: x (m, d), w (n, d) -> (m, n).
 template <class Real>
 Matrix<Real> up_projection(DType storage, const Matrix<Real>& x, const Matrix<Real>& w,
-                           const std::vector<Real>& bias, Accumulator accumulator = {}) {
-  return rounded_with_bias(storage, product(x, transposed(w), accumulator), bias);
+                           const std::vector<Real>& bias, Accumulator accumulator = {},
+                           const Term<Real>& term = {}) {
+  return rounded_with_bias(storage, sum_with(product(x, transposed(w), accumulator), term), bias);
 }
 
 /// Kernel A, second half: A = r(act(H)).
@@ -138,8 +165,10 @@ Matrix<Real> activated(DType storage, const Activation& activation, const Hidden
 /// Kernel Y before its rounding: a (m, n), w2 (d, n) -> (m, d). The grouped form scales this sum.
 template <class Real>
 Matrix<Real> down_projection_sum(const Matrix<Real>& a, const Matrix<Real>& w2,
-                                 const std::vector<Real>& bias, Accumulator accumulator = {}) {
-  return rounded_with_bias(DType::kF64, product(a, transposed(w2), accumulator), bias);
+                                 const std::vector<Real>& bias, Accumulator accumulator = {},
+                                 const Term<Real>& term = {}) {
+  return rounded_with_bias(DType::kF64, sum_with(product(a, transposed(w2), accumulator), term),
+                           bias);
 }
 
 /// Outputs of kernel dH for one expert.
@@ -194,11 +223,12 @@ Matrix<Real> weight_grad(const Matrix<Real>& left, const Matrix<Real>& right) {
 /// Kernel dX~: one sum over gate and up, rounded once.
 template <class Real>
 Matrix<Real> input_grad(DType storage, const Hidden<Real>& dh, const Matrix<Real>& w_gate,
-                        const Matrix<Real>& w_up, Accumulator accumulator = {}) {
+                        const Matrix<Real>& w_up, Accumulator accumulator = {},
+                        const Term<Real>& term = {}) {
   Matrix<Real> sum(dh.up.rows, w_up.cols);
   if (!dh.gate.empty()) add_product(sum, dh.gate, w_gate, accumulator);
   add_product(sum, dh.up, w_up, accumulator);
-  return rounded(storage, std::move(sum));
+  return rounded(storage, sum_with(std::move(sum), term));
 }
 
 /// db1: the column sums of dH (m, n).

@@ -28,7 +28,7 @@ void put(const Tensor& t, const std::vector<double>& values) {
 // which gives the same values.
 template <class Args>
 oracle::Layer layer_of(const Problem& problem, const Args& args) {
-  oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights);
+  oracle::Layer layer = oracle::read_layer(problem, args.x, args.routing, args.weights, args.lora);
   if (args.fp8_weights.data != nullptr) oracle::read_fp8_weights(args.fp8_weights.data, layer);
   return layer;
 }
@@ -109,6 +109,12 @@ void backward(Precision precision, const Problem& problem, const BackwardArgs& a
   writer.put(args.grads.gate, result.dgate);
   writer.put(args.grads.up, result.dup);
   writer.put(args.grads.down, result.ddown);
+  const Lora& factors = args.lora_grads;
+  writer.put(factors.up.a, result.dlora_up.a);
+  writer.put(factors.up.b, result.dlora_up.b);
+  writer.put(factors.up.gate_b, result.dlora_up.gate_b);
+  writer.put(factors.down.a, result.dlora_down.a);
+  writer.put(factors.down.b, result.dlora_down.b);
   writer.put(args.grads.b_gate, result.db_gate);
   writer.put(args.grads.b_up, result.db_up);
   writer.put(args.grads.b_down, result.db_down);

@@ -1,6 +1,7 @@
 #include "verify/views.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "verify/convert.h"
 #include "verify/routings.h"
@@ -20,14 +21,15 @@ void add_to_one_block(const std::string& what, Tensor view, std::int64_t up_offs
   up = {&block, view, gated ? up_offset : 0};
 }
 
-// W1's gate and up, or their biases' when rank is 2.
-void add_w1(const Case& c, const std::string& what, DType dtype, std::int32_t rank, Blocks& blocks,
-            BlockView& gate, BlockView& up) {
+// Gate and up of a tensor (E, G n, depth): W1, B_u, or without depth the biases.
+void add_w1(const Case& c, const std::string& what, DType dtype, std::optional<std::int64_t> depth,
+            Blocks& blocks, BlockView& gate, BlockView& up) {
   const Problem& p = c.problem;
   const bool gated = is_gated(p.activation.kind);
   const std::int64_t factor = gate_factor(p.activation.kind);
   const std::int64_t n = p.width;
-  const std::int64_t d = rank == 3 ? p.hidden : 1;
+  const std::int32_t rank = depth ? 3 : 2;
+  const std::int64_t d = depth.value_or(1);
   Tensor view =
       rank == 3 ? tensor3(nullptr, dtype, p.experts, n, d) : tensor2(nullptr, dtype, p.experts, n);
   view.stride[0] = factor * n * d;
@@ -62,6 +64,11 @@ Result map_weights(const WeightViews& w, F f) {
   return {f(w.gate), f(w.up), f(w.down), f(w.b_gate), f(w.b_up), f(w.b_down)};
 }
 template <class F>
+Lora map_factors(const FactorViews& v, F f) {
+  return {{f(v.up_a), f(v.up_b), f(v.up_gate_b), v.up_scale},
+          {f(v.down_a), f(v.down_b), {}, v.down_scale}};
+}
+template <class F>
 Routing map_routing(const RoutingViews& r, F f) {
   return {f(r.ids), f(r.weights), f(r.token), f(r.expert), f(r.row_begin), f(r.row_count)};
 }
@@ -72,6 +79,8 @@ Tensor device_of(const BlockView& tensor) { return tensor.on_device(); }
 
 Weights WeightViews::on_host() const { return map_weights<Weights>(*this, host_of); }
 Weights WeightViews::on_device() const { return map_weights<Weights>(*this, device_of); }
+Lora FactorViews::on_host() const { return map_factors(*this, host_of); }
+Lora FactorViews::on_device() const { return map_factors(*this, device_of); }
 Routing RoutingViews::on_host() const { return map_routing(*this, host_of); }
 Routing RoutingViews::on_device() const { return map_routing(*this, device_of); }
 
@@ -146,15 +155,35 @@ WeightViews add_weights(const Case& c, const std::string& prefix, WeightDTypes d
                         Blocks& blocks) {
   const Problem& p = c.problem;
   WeightViews w;
-  add_w1(c, prefix + "w1", dtypes.weights, 3, blocks, w.gate, w.up);
+  add_w1(c, prefix + "w1", dtypes.weights, p.hidden, blocks, w.gate, w.up);
   w.down =
       add_expert_matrices(c, prefix + "w2", dtypes.weights, {p.experts, p.hidden, p.width}, blocks);
   if (c.bias) {
-    add_w1(c, prefix + "b1", dtypes.biases, 2, blocks, w.b_gate, w.b_up);
+    add_w1(c, prefix + "b1", dtypes.biases, std::nullopt, blocks, w.b_gate, w.b_up);
     w.b_down =
         blocks.add_view(prefix + "b2", laid_out(c.layout, dtypes.biases, {p.experts, p.hidden}));
   }
   return w;
+}
+
+FactorViews add_factors(const Case& c, const std::string& prefix, DType dtype, Blocks& blocks) {
+  const Problem& p = c.problem;
+  FactorViews f;
+  // -1 keeps integers small.
+  f.up_scale = c.data == Data::kRandom ? 1.5 : -1.0;
+  f.down_scale = c.data == Data::kRandom ? 0.75 : -1.0;
+  if (p.up_rank > 0) {
+    f.up_a =
+        add_expert_matrices(c, prefix + "up.a", dtype, {p.experts, p.up_rank, p.hidden}, blocks);
+    add_w1(c, prefix + "up.b", dtype, p.up_rank, blocks, f.up_gate_b, f.up_b);
+  }
+  if (p.down_rank > 0) {
+    f.down_a =
+        add_expert_matrices(c, prefix + "down.a", dtype, {p.experts, p.down_rank, p.width}, blocks);
+    f.down_b = add_expert_matrices(c, prefix + "down.b", dtype, {p.experts, p.hidden, p.down_rank},
+                                   blocks);
+  }
+  return f;
 }
 
 }  // namespace sonicmoe::verify

@@ -13,6 +13,15 @@ struct WeightViews {
   Weights on_device() const;
 };
 
+/// The scales of the case are part of the views.
+struct FactorViews {
+  BlockView up_a, up_b, up_gate_b, down_a, down_b;
+  double up_scale = 1.0, down_scale = 1.0;
+
+  Lora on_host() const;
+  Lora on_device() const;
+};
+
 struct RoutingViews {
   BlockView ids, weights, token, expert, row_begin, row_count;
 
@@ -41,5 +50,7 @@ struct WeightDTypes {
 /// Weights and, if the case has them, biases; `prefix` names their blocks.
 WeightViews add_weights(const Case& c, const std::string& prefix, WeightDTypes dtypes,
                         Blocks& blocks);
+/// Low-rank factors of the ranks that the case has; `prefix` names their blocks.
+FactorViews add_factors(const Case& c, const std::string& prefix, DType dtype, Blocks& blocks);
 
 }  // namespace sonicmoe::verify

@@ -307,7 +307,8 @@ Implementation parallel_implementation(const Exec& exec, const Form& form,
     // Each partial sum is rounded once more, so outputs with inexact partial sums may differ.
     const bool same_rounding = c.data != Data::kRoundings || form.ranks == 1;
     return c.subject == Subject::kLayer && serves(c) && same_rounding &&
-           c.problem.form != RoutingForm::kGrouped && c.problem.experts % form.ranks == 0;
+           c.problem.form != RoutingForm::kGrouped && c.problem.up_rank == 0 &&
+           c.problem.down_rank == 0 && c.problem.experts % form.ranks == 0;
   };
   return i;
 }

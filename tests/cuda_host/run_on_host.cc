@@ -222,8 +222,9 @@ verify::Implementation implementation_of(const Engine& engine, Overlap overlap) 
   };
   // A pass without tokens or rows has no steps. Large cases would test nothing more here.
   i.serves = [&engine](const verify::Case& c) {
-    if (c.subject != verify::Subject::kLayer || c.cpu_only) return false;
     const Problem& p = c.problem;
+    if (c.subject != verify::Subject::kLayer || c.cpu_only) return false;
+    if (p.up_rank != 0 || p.down_rank != 0) return false;
     const std::int64_t terms = row_capacity(p) * p.hidden * p.width;
     return p.tokens > 0 && terms > 0 && terms <= kMostTerms &&
            engine.service.dtypes.contains(p.dtype);
