@@ -135,6 +135,10 @@ typedef struct smoe_problem {
   double limit;     /* swiglu_oai, 0 = 7, and swiglu_clamped, 0 = 10 */
   int32_t precision;
   int32_t kept_h;
+  int64_t up_rank;     /* rank of low-rank factors; 0: none */
+  int64_t down_rank;   /* likewise */
+  int32_t f32_factors; /* 1: the factors are fp32; 0: in dtype */
+  int32_t reserved;    /* 0 */
 } smoe_problem;
 
 /* Bytes of the buffers of a pass, as Sizes in moe.h. */
@@ -169,6 +173,24 @@ typedef struct smoe_weights {
   const smoe_tensor* b_down;
 } smoe_weights;
 
+/* Low-rank factors of one projection and of both, as LowRank and Lora in low_rank.h; also their
+ * gradients, which have no scale. */
+typedef struct smoe_low_rank {
+  uint32_t size;
+  uint32_t reserved; /* 0 */
+  const smoe_tensor* a;
+  const smoe_tensor* b;
+  const smoe_tensor* gate_b;
+  double scale; /* 0 = 1 */
+} smoe_low_rank;
+
+typedef struct smoe_lora {
+  uint32_t size;
+  uint32_t reserved; /* 0 */
+  const smoe_low_rank* up;
+  const smoe_low_rank* down;
+} smoe_lora;
+
 /* Arguments of smoe_moe_forward and smoe_exchange_forward, as ForwardArgs in moe.h. */
 typedef struct smoe_forward_args {
   uint32_t size;
@@ -185,6 +207,7 @@ typedef struct smoe_forward_args {
   int64_t scratch_bytes;
   const void* fp8_weights; /* SMOE_PRECISION_FP8: written by smoe_quantize_weights; else NULL */
   int64_t fp8_weights_bytes;
+  const smoe_lora* lora; /* optional */
 } smoe_forward_args;
 
 /* Arguments of smoe_moe_backward and smoe_exchange_backward, as BackwardArgs in moe.h. */
@@ -206,6 +229,8 @@ typedef struct smoe_backward_args {
   const smoe_weights* grads;   /* optional, any subset */
   const void* fp8_weights;     /* as in forward */
   int64_t fp8_weights_bytes;
+  const smoe_lora* lora;       /* as in forward */
+  const smoe_lora* lora_grads; /* optional, any subset */
 } smoe_backward_args;
 
 /* C of a problem, and the sizes in bytes of the buffers of a pass. */

@@ -91,6 +91,14 @@ Problem problem(const smoe_problem* given) {
   result.activation = {static_cast<ActivationKind>(p.activation), p.alpha, p.limit};
   result.precision = static_cast<Precision>(p.precision);
   result.kept_h = static_cast<KeptH>(p.kept_h);
+  refuse_reserved(p.reserved, "problem");
+  result.up_rank = p.up_rank;
+  result.down_rank = p.down_rank;
+  if (p.f32_factors != 0 && p.f32_factors != 1) {
+    refuse(Status::kInvalidArgument,
+           "problem.f32_factors is " + std::to_string(p.f32_factors) + ", must be 0 or 1");
+  }
+  result.f32_factors = p.f32_factors == 1;
   return result;
 }
 
@@ -113,6 +121,28 @@ Weights weights(const smoe_weights* given, const char* name) {
   };
   return {member(w.gate, ".gate"),     member(w.up, ".up"),     member(w.down, ".down"),
           member(w.b_gate, ".b_gate"), member(w.b_up, ".b_up"), member(w.b_down, ".b_down")};
+}
+
+namespace {
+
+LowRank low_rank(const smoe_low_rank* given, const std::string& name) {
+  if (given == nullptr) return {};
+  const smoe_low_rank f = read(given, name.c_str());
+  refuse_reserved(f.reserved, name.c_str());
+  const auto member = [&](const smoe_tensor* t, const char* field) {
+    return optional(t, (name + field).c_str());
+  };
+  return {member(f.a, ".a"), member(f.b, ".b"), member(f.gate_b, ".gate_b"),
+          f.scale != 0.0 ? f.scale : 1.0};
+}
+
+}  // namespace
+
+Lora lora(const smoe_lora* given, const char* name) {
+  if (given == nullptr) return {};
+  const smoe_lora l = read(given, name);
+  refuse_reserved(l.reserved, name);
+  return {low_rank(l.up, std::string(name) + ".up"), low_rank(l.down, std::string(name) + ".down")};
 }
 
 RouteOptions route_options(const smoe_route_options* given) {
@@ -157,6 +187,7 @@ ForwardArgs forward_args(const smoe_forward_args* args) {
   forward.saved = {a.saved, a.saved_bytes};
   forward.scratch = {a.scratch, a.scratch_bytes};
   forward.fp8_weights = input_buffer(a.fp8_weights, a.fp8_weights_bytes);
+  forward.lora = lora(a.lora, "lora");
   return forward;
 }
 
@@ -175,6 +206,8 @@ BackwardArgs backward_args(const smoe_backward_args* args) {
   if (a.grads != nullptr) backward.grads = weights(a.grads, "grads");
   backward.grad_mode = static_cast<GradMode>(a.grad_mode);
   backward.fp8_weights = input_buffer(a.fp8_weights, a.fp8_weights_bytes);
+  backward.lora = lora(a.lora, "lora");
+  backward.lora_grads = lora(a.lora_grads, "lora_grads");
   return backward;
 }
 

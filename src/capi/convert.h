@@ -86,6 +86,8 @@ Exec exec(const smoe_exec* given);
 Problem problem(const smoe_problem* given);
 Routing routing(const smoe_routing* given);
 Weights weights(const smoe_weights* given, const char* name);
+/// Null becomes no factors.
+Lora lora(const smoe_lora* given, const char* name);
 ForwardArgs forward_args(const smoe_forward_args* given);
 BackwardArgs backward_args(const smoe_backward_args* given);
 RouteOptions route_options(const smoe_route_options* given);
