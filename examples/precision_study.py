@@ -28,7 +28,7 @@ import matplotlib
 import sonicmoe_cpp
 import torch
 import torch.nn.functional as F
-from lm import checkpoint, study
+from lm import study
 from lm.config import Config, Parser, parse
 from lm.data import load_corpus
 from lm.device import startable_threads
@@ -216,7 +216,7 @@ def write_report(config: Config, runs: list[dict[str, Any]], train_tokens: int) 
 def run_study(argv: list[str]) -> int:
     own, config = parse_arguments(argv)
     out = Path(config.out)
-    claim(out, MARKER, FILES, checkpoint.any_checkpoint(out / "checkpoints"))
+    claim(out, MARKER)
     torch.set_num_threads(startable_threads(config.threads or len(os.sched_getaffinity(0))))
     corpus = load_corpus(config)
     runs = []

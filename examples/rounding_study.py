@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle torch threads must not spin
 
 import torch
-from lm import checkpoint, study
+from lm import study
 from lm.config import ROUNDING_MODES, Config, Parser, parse
 from lm.data import Corpus, load_corpus
 from lm.device import startable_threads
@@ -182,7 +182,7 @@ def run_study(argv: list[str]) -> int:
     own, config = parse_arguments(argv)
     out = Path(config.out)
     planned = study.cases(config, own.modes, own.ratios, own.seeds)
-    claim(out, MARKER, FILES, checkpoint.any_checkpoint(out / "checkpoints"))
+    claim(out, MARKER)
     complete = train_missing(own, config, planned)
     found = [study.load_result(out, case, config) for case in planned]
     results = [result for result in found if result is not None]

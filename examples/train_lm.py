@@ -38,10 +38,9 @@ TOKENIZER = "tokenizer.json"
 
 def prepare_output(config: Config) -> Path:
     """Makes the output folder before anything is computed. Refuses a folder that is not writable or
-    whose files of the demo's names are not the demo's own."""
+    holds files of other programs."""
     out = Path(config.out)
-    earlier = checkpoint.any_checkpoint(out / "checkpoints")
-    claim(out, MARKER, (*report.FILES, TOKENIZER), earlier)
+    claim(out, MARKER)
     return out
 
 
@@ -66,7 +65,8 @@ def open_runs(request: Request, corpus: Corpus, out: Path) -> list[Run]:
     folder = out / "checkpoints"
     runs = [Run(name, request.config, corpus, folder / name) for name in ROUTINGS]
     if not request.resume:
-        if checkpoint.remove_all([run.folder for run in runs]):
+        removed = [checkpoint.remove(run.folder) for run in runs]
+        if any(removed):
             print(f"starting afresh: the checkpoints in {folder} were removed (--resume continues)")
     else:
         for run in runs:

@@ -1,25 +1,17 @@
-"""Writes files as a whole, and never replaces files that this program did not write."""
+"""Writes files as a whole, into an output folder that holds nothing else."""
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from lm.errors import UserError
 
-UNFINISHED = ".writing"  # ends the name of a file or folder that is not complete yet
+UNFINISHED = ".writing"  # ends the name of a file that is not complete yet
 
 
-def flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: readers see the old content or the new one."""
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Replaces a file as a whole: readers see the old content or the new one, also after a power
+    failure."""
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.unlink(missing_ok=True)
     with open(unfinished, "xb") as file:  # "x": never writes through a symlink
@@ -39,21 +31,16 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"cannot write to output folder {folder}: {error.strerror}") from error
 
 
-def claim(out: Path, marker: str, names: Sequence[str], earlier: bool) -> None:
-    """Makes `out` the output folder of a program that writes files of these names.
-
-    The file `marker` says that the program wrote to the folder before. `earlier` says that the
-    folder has checkpoints of this program, for versions that wrote no marker. If neither holds, a
-    file with one of these names is foreign: it is refused and not replaced.
-    """
+def claim(out: Path, marker: str) -> None:
+    """Makes `out` the output folder of a program. The file `marker` says that the program has
+    written to the folder before; without it the folder must be empty."""
     make_folder(out)
-    ours = earlier or (out / marker).is_file()
-    for path in (out / name for name in names):
-        if path.is_dir() or (not ours and os.path.lexists(path)):
-            raise UserError(
-                f"{path} was not written by this program and would be replaced; move it elsewhere "
-                "or choose another --out"
-            )
+    others = {path.name for path in out.iterdir()} - {marker + UNFINISHED}
+    if others and not (out / marker).is_file():
+        raise UserError(
+            f"{out} holds files that were not written by this program and could be replaced; "
+            "choose another --out"
+        )
     try:
         write_file(out / marker, b"")
     except OSError as error:

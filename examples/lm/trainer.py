@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from lm import checkpoint, measure, restore
+from lm import checkpoint, measure
 from lm.config import Config
 from lm.data import Batches, Corpus, validation_windows
 from lm.device import autocast
 from lm.errors import TrainingFailed, UserError, first_line
+from lm.files import make_folder
 from lm.model import build
 
 
@@ -113,7 +114,8 @@ class Run:
     def __init__(self, name: str, config: Config, corpus: Corpus, folder: Path):
         self.name = name
         self.config = config
-        self.folder = checkpoint.open_folder(folder)
+        self.folder = folder
+        make_folder(folder)
         try:
             self.model = build(config, name)
         except (RuntimeError, ValueError, MemoryError) as error:
@@ -132,13 +134,16 @@ class Run:
         return self.step >= self.config.steps
 
     def restore(self) -> bool:
-        """Continues from the newest checkpoint; False if there is none."""
-        found = checkpoint.checkpoints(self.folder)
-        if not found:
+        """Continues from the checkpoint; False if there is none."""
+        path = checkpoint.newest(self.folder)
+        if path is None:
             return False
-        state = restore.load_checkpoint(found[-1], self.model, self.optimizer, self._identity())
-        self.step = state["step"]
-        self.history = History(**state["history"])
+        content = checkpoint.load(path, self._identity())
+        self.model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        torch.set_rng_state(content["rng"])
+        self.step = content["step"]
+        self.history = History(**content["history"])
         return True
 
     def _identity(self) -> dict[str, Any]:
@@ -147,17 +152,19 @@ class Run:
 
     def save(self) -> Path:
         """Writes a checkpoint. A run that has diverged fails instead and keeps the last one."""
-        moments = checkpoint.optimizer_tensors(self.optimizer)
-        for values in (self.model.state_dict(), moments):
-            if not all(value.isfinite().all() for value in values.values()):
-                raise self._diverged(f"weights or moments are not finite after step {self.step}")
-        state = self._identity() | {
+        optimizer = self.optimizer.state_dict()
+        moments = [value for state in optimizer["state"].values() for value in state.values()]
+        if not all(value.isfinite().all() for value in [*self.model.parameters(), *moments]):
+            raise self._diverged(f"weights or moments are not finite after step {self.step}")
+        content = self._identity() | {
             "step": self.step,
-            "torch": torch.__version__,
             "history": asdict(self.history),
+            "model": self.model.state_dict(),
+            "optimizer": optimizer,
+            "rng": torch.get_rng_state(),
         }
         try:
-            return checkpoint.save_checkpoint(self.folder, self.model, self.optimizer, state)
+            return checkpoint.save(self.folder, content)
         except OSError as error:
             raise UserError(
                 f"cannot write a checkpoint to {self.folder}: {error.strerror}; the one before it "

@@ -5,6 +5,7 @@ import builtins
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -16,7 +17,6 @@ from lm.config import Config, parse
 from lm.errors import UserError, exit_code
 from lm.model import build
 from rounding_study import main as study_main
-from safetensors.torch import load_file, save_file
 from train_lm import main
 
 
@@ -36,10 +36,10 @@ def tiny(text, **settings):
 
 
 def trained(text, corpus, folder, step, **settings):
-    """A run that was stopped and saved at this step, and its checkpoint."""
+    """A run that was stopped and saved at this step, and the path of its checkpoint."""
     run = trainer.Run("topk", tiny(text, **settings), corpus, folder)
     run.train(lambda: run.step >= step)
-    return run, folder / f"step-{step:08d}"
+    return run, folder / checkpoint.NAME
 
 
 def arguments(text, out, *more, **settings):
@@ -60,211 +60,37 @@ def sentence_of(capfd, code, argv, program=main):
     return err[-1]
 
 
-# Files of somebody else.
+# Files of other programs.
 
 
-def test_only_files_of_the_demo_are_removed(tmp_path, text, capfd):
+@pytest.mark.parametrize("program", [main, study_main])
+def test_a_folder_of_other_files_is_refused(tmp_path, text, capfd, program):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.json").write_text("my work")
+    given = arguments(text, out) if program is main else study_arguments(text, out)
+    sentence = sentence_of(capfd, 2, given, program)
+    assert f"{out} holds files that were not written by this program" in sentence
+    assert [p.name for p in out.iterdir()] == ["report.json"]
+    assert (out / "report.json").read_text() == "my work"
+
+
+def test_starting_afresh_removes_the_checkpoints(tmp_path, text, capfd):
     out = tmp_path / "out"
     assert main(arguments(text, out)) == 0
-    saved = out / "checkpoints" / "topk" / "step-00000004"
-    backup = saved.with_name("step-00000004-backup")
-    backup.mkdir()
-    (backup / "state.json").write_text("{}")
-    theirs = [backup / "state.json", out / "checkpoints" / "thesis.txt", out / ".probe"]
-    theirs += [out / "checkpoints" / "topk" / "notes.txt", out / "checkpoints" / "other" / "a.txt"]
-    for path in theirs[1:]:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("my work")
-    assert main(arguments(text, out, steps=3)) == 0  # afresh
-    assert not saved.exists() and saved.with_name("step-00000003").exists()
-    assert all(path.exists() for path in theirs)
-    assert "were removed" in capfd.readouterr().out
-    assert main(arguments(text, out, "--resume", steps=3)) == 0  # not from the backup
+    (out / "notes.txt").write_text("my work")
+    assert main(arguments(text, out, steps=3)) == 0
+    assert "were removed" in capfd.readouterr().out and (out / "notes.txt").exists()
+    assert main(arguments(text, out, "--resume", steps=3)) == 0
     assert "topk: continuing at step 3 of 3" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("more", [[], ["--resume"]])
-@pytest.mark.parametrize("made", ["empty folder", "file", "symlink", "copy"])
-def test_a_name_of_ours_that_we_did_not_write_is_refused(tmp_path, text, capfd, made, more):
+def test_a_file_named_checkpoints(tmp_path, text, capfd):
     out = tmp_path / "out"
     assert main(arguments(text, out)) == 0
-    saved = out / "checkpoints" / "topk" / "step-00000004"
-    theirs = saved.with_name("step-00000009")
-    if made == "empty folder":
-        theirs.mkdir()
-    elif made == "file":
-        theirs.write_text("my work")
-    elif made == "symlink":
-        theirs.symlink_to(saved)
-    else:
-        theirs.mkdir()
-        (theirs / "state.json").write_bytes((saved / "state.json").read_bytes())
-    sentence = sentence_of(capfd, 2, arguments(text, out, *more))
-    assert str(theirs) in sentence and "move it elsewhere" in sentence
-    assert saved.exists() and os.path.lexists(theirs)
-
-
-def test_a_note_in_a_checkpoint_is_not_removed_with_it(tmp_path, text, corpus, capfd):
-    out = tmp_path / "out"
-    assert main(arguments(text, out)) == 0
-    note = out / "checkpoints" / "rounded" / "step-00000004" / "note.txt"
-    note.write_text("my work")
-    assert "holds note.txt" in sentence_of(capfd, 2, arguments(text, out))
-    assert note.exists() and (out / "checkpoints" / "topk" / "step-00000004").exists()
-
-    run, path = trained(text, corpus, tmp_path / "run", 3)
-    (path / "note.txt").write_text("my work")
-    run.train(lambda: run.step >= 5)
-    assert (path / "note.txt").exists() and (path / "state.json").exists()
-    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run")][-1] == "step-00000005"
-
-
-@pytest.mark.parametrize("name", [*report.FILES, "tokenizer.json"])
-def test_a_report_that_is_not_ours_is_not_replaced(tmp_path, text, capfd, name):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / name).write_text("my work")
-    (out / "report.json.writing").write_text("my work")
-    sentence = sentence_of(capfd, 2, arguments(text, out))
-    assert f"{name} was not written by this program" in sentence
-    assert sorted(p.name for p in out.iterdir()) == sorted([name, "report.json.writing"])
-    assert (out / name).read_text() == "my work"
-
-
-def test_an_output_folder_of_an_earlier_version_is_ours(tmp_path, text):
-    out = tmp_path / "out"
-    assert main(arguments(text, out)) == 0
-    (out / ".train_lm").unlink()
-    assert main(arguments(text, out)) == 0
-
-
-def test_the_study_leaves_files_of_somebody_else(tmp_path, text, capfd):
-    out = tmp_path / "study"
-    out.mkdir()
-    (out / "study.md").write_text("my work")
-    given = study_arguments(text, out)
-    assert "study.md was not written" in sentence_of(capfd, 2, given, study_main)
-    assert (out / "study.md").read_text() == "my work"
-
-
-@pytest.mark.parametrize("made", ["folder", "dangling", "file"])
-def test_a_symlink_or_file_named_checkpoints(tmp_path, text, capfd, made):
-    out = tmp_path / "out"
-    out.mkdir()
-    target = tmp_path / "large-disk"
-    if made == "folder":
-        target.mkdir()
-        (target / "thesis.txt").write_text("my work")
-    if made == "file":
-        (out / "checkpoints").write_text("my work")
-    else:
-        (out / "checkpoints").symlink_to(target)
-    if made != "folder":
-        sentence = sentence_of(capfd, 2, arguments(text, out))
-        assert "cannot write to output folder" in sentence
-        return
-    for _ in range(2):
-        assert main(arguments(text, out)) == 0
-    assert (target / "thesis.txt").exists() and (target / "topk" / "step-00000004").exists()
-
-
-# Checkpoints that were crafted or damaged.
-
-
-def crafted(file, change):
-    tensors = {name: value.clone() for name, value in load_file(file).items()}
-    change(tensors)
-    save_file(tensors, file)
-
-
-CRAFTED = [
-    ("0.exp_avg", lambda t: t[:1], "is of another shape: 0.exp_avg is"),
-    ("1.exp_avg_sq", lambda t: t.repeat(2, 1), "is of another shape: 1.exp_avg_sq is"),
-    ("1.exp_avg", lambda t: t.double(), "torch.float64"),
-    ("2.exp_avg_sq", lambda t: t.bfloat16(), "torch.bfloat16"),
-    ("0.step", lambda t: t.expand(2), "is of another shape: 0.step is (2,)"),
-    ("0.step", lambda t: t + 1, "0.step in optimizer.safetensors is 5.0, the run's step is 4"),
-    ("0.step", lambda t: t * float("nan"), "0.step in optimizer.safetensors is not finite"),
-    ("0.exp_avg", lambda t: t / 0, "0.exp_avg in optimizer.safetensors is not finite"),
-    ("0.exp_avg_sq", lambda t: -t.abs() - 1, "is negative"),
-    ("3.exp_avg", lambda t: None, "lacks 3.exp_avg"),
-    ("rng", lambda t: None, "lacks rng"),
-    ("rng", lambda t: torch.zeros_like(t), "rng in optimizer.safetensors is no random state"),
-    ("rng", lambda t: t[:-1], "is of another shape: rng"),
-    ("rng", lambda t: t.float(), "torch.float32"),
-    ("0.max_exp_avg_sq", lambda t: torch.ones(2), "holds 0.max_exp_avg_sq"),
-    ("x", lambda t: torch.ones(2), "holds x"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "sentence"), CRAFTED)
-def test_crafted_moments_are_refused(tmp_path, text, corpus, name, change, sentence):
-    run, path = trained(text, corpus, tmp_path / "run", 4)
-
-    def replace(tensors):
-        value = change(tensors.get(name))
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value.contiguous().clone()
-
-    crafted(path / "optimizer.safetensors", replace)
-    random_state = torch.get_rng_state()
-    with pytest.raises(UserError) as caught:
-        run.restore()
-    assert sentence in str(caught.value)
-    assert torch.equal(random_state, torch.get_rng_state())
-
-
-def test_crafted_weights_are_refused(tmp_path, text, corpus):
-    run, path = trained(text, corpus, tmp_path / "run", 4)
-    for change, sentence in (
-        (lambda t: t.update({"head.weight": t["head.weight"].double()}), "torch.float64"),
-        (lambda t: t["head.weight"].zero_().div_(0), "head.weight in model.safetensors is not"),
-        (lambda t: t.pop("norm.weight"), "lacks"),
-    ):
-        whole = (path / "model.safetensors").read_bytes()
-        crafted(path / "model.safetensors", change)
-        with pytest.raises(UserError) as caught:
-            run.restore()
-        assert sentence in str(caught.value)
-        (path / "model.safetensors").write_bytes(whole)
-    assert run.restore()
-
-
-STATES = [
-    (lambda s: s.clear(), "does not name its step"),
-    (lambda s: s.pop("config"), "state.json has no dict 'config'"),
-    (lambda s: s.pop("text"), "state.json has no str 'text'"),
-    (lambda s: s.update(run="rounded"), "is of another run: rounded, not topk"),
-    (lambda s: s.update(config=[]), "state.json has no dict 'config'"),
-    (lambda s: s.update(more=1), "unknown key 'more'"),
-    (lambda s: s["history"].pop("padding"), "no 'padding' in its history"),
-    (lambda s: s["history"].update(more=1), "unknown key 'more'"),
-    (lambda s: s["history"]["train_loss"].pop(), "'train_loss' in its history is not that of"),
-    (lambda s: s["history"]["val_loss"].append(1.0), "'val_loss' in its history"),
-    (lambda s: s["history"]["padding"][0].clear(), "'padding' in its history"),
-    (lambda s: s["history"].update(seconds=float("nan")), "'seconds' in its history"),
-]
-
-
-@pytest.mark.parametrize(("change", "sentence"), STATES)
-def test_a_state_without_its_keys_is_refused(tmp_path, text, corpus, change, sentence):
-    run, path = trained(text, corpus, tmp_path / "run", 4)
-    state = json.loads((path / "state.json").read_text())
-    change(state)
-    (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(UserError) as caught:
-        run.restore()
-    assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "9" * 5000, "\udcff", '{"step": 1}'])
-def test_a_state_that_is_no_state_is_refused(tmp_path, text, corpus, content):
-    run, path = trained(text, corpus, tmp_path / "run", 4)
-    (path / "state.json").write_text(content, errors="surrogateescape")
-    with pytest.raises(UserError, match="move it elsewhere"):
-        run.restore()
+    shutil.rmtree(out / "checkpoints")
+    (out / "checkpoints").write_text("my work")
+    assert "cannot write to output folder" in sentence_of(capfd, 2, arguments(text, out))
 
 
 # Bad input.
@@ -374,7 +200,7 @@ def test_a_full_disk_at_any_write_is_one_sentence_and_loses_nothing(
     monkeypatch.setattr(report, "plot", lambda report: b"PNG")  # it takes most of the time
     whole = arguments(text, tmp_path / "whole", **small)
     assert main(whole) == 0
-    want = load_file(tmp_path / "whole/checkpoints/rounded/step-00000002/model.safetensors")
+    want = torch.load(tmp_path / "whole/checkpoints/rounded" / checkpoint.NAME)["model"]
     seen = set()
     for after in range(200):
         out = tmp_path / f"out{after}"
@@ -394,7 +220,7 @@ def test_a_full_disk_at_any_write_is_one_sentence_and_loses_nothing(
             assert main(arguments(text, out, "--resume", **small)) == 0
         else:
             assert main(arguments(text, out, **small)) == 0
-        found = load_file(out / "checkpoints/rounded/step-00000002/model.safetensors")
+        found = torch.load(out / "checkpoints/rounded" / checkpoint.NAME)["model"]
         assert all(torch.equal(want[name], found[name]) for name in want)
     else:
         raise AssertionError("the demo writes more often than was tried")
@@ -439,7 +265,7 @@ def test_a_step_that_fails_saves_the_steps_before(tmp_path, text, corpus, monkey
         run.train(lambda: False)
     assert caught.value.status == 1
     assert "topk: training failed after step 7: Resource temporarily" in str(caught.value)
-    assert "step-00000007 is kept" in str(caught.value) and "C++" not in str(caught.value)
+    assert f"{checkpoint.NAME} is kept" in str(caught.value) and "C++" not in str(caught.value)
     monkeypatch.setattr(trainer, "cross_entropy", kept)
     again = trainer.Run("topk", config, corpus, tmp_path / "run")
     assert again.restore() and again.step == 7
@@ -456,8 +282,8 @@ def test_a_run_that_diverges_ends_with_a_sentence(tmp_path, text, capfd):
     sentence = sentence_of(capfd, 1, arguments(text, out, **hot))
     assert "topk diverged: " in sentence and "not finite" in sentence
     assert not (out / "report.json").exists()
-    (path,) = checkpoint.checkpoints(out / "checkpoints" / "topk")
-    weights = load_file(path / "model.safetensors")
+    path = checkpoint.newest(out / "checkpoints" / "topk")
+    weights = torch.load(path)["model"]
     assert all(value.isfinite().all() for value in weights.values())
     assert f"{path} is kept" in sentence
     # Continuing diverges at the same step.
@@ -466,7 +292,6 @@ def test_a_run_that_diverges_ends_with_a_sentence(tmp_path, text, capfd):
 
 def test_a_loss_that_is_not_finite_is_named_at_its_step(tmp_path, text, corpus):
     run, path = trained(text, corpus, tmp_path / "run", 5)
-    (tmp_path / "run" / "step-00000009").mkdir()  # somebody else's; it hides no sentence
     with torch.no_grad():
         run.model.head.weight[3, 2] = float("inf")
     with pytest.raises(
@@ -474,7 +299,6 @@ def test_a_loss_that_is_not_finite_is_named_at_its_step(tmp_path, text, corpus):
     ) as caught:
         run.train(lambda: False)
     assert caught.value.status == 1 and f"{path} is kept" in str(caught.value)
-    (tmp_path / "run" / "step-00000009").rmdir()
     assert run.restore() and run.step == 5
 
 
@@ -485,7 +309,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, text, corpu
         run.model.norm.weight[0] = float("nan")
     with pytest.raises(UserError, match="weights or moments are not finite after step 6"):
         run.save()
-    assert checkpoint.checkpoints(tmp_path / "run") == [path]
+    assert torch.load(path)["step"] == 5
 
 
 def test_a_study_whose_run_diverges_ends_with_a_sentence(tmp_path, text, capfd):

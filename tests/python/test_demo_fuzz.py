@@ -1,23 +1,17 @@
-"""Mutated command lines, YAML files and checkpoints: each is served or refused by a UserError.
+"""Mutated command lines and YAML files: each is served or refused by a UserError.
 
 SONICMOE_DEMO_FUZZ=20000 sets the number of cases of each fuzzer; the seeds are 0, 1, 2, ...
 """
 
-import copy
 import dataclasses
-import json
-import math
 import os
 import random
-import shutil
 
 import pytest
-import torch
 from demo_support import TINY, flags, write_text
 from lm import data, trainer
 from lm.config import Config, parse
 from lm.errors import UserError
-from safetensors.torch import load_file, save_file
 
 CASES = int(os.environ.get("SONICMOE_DEMO_FUZZ", "120"))
 KEYS = [f.name for f in dataclasses.fields(Config)]
@@ -101,103 +95,3 @@ def test_mutated_yaml_files(place, seed):
             parse(["--config", "settings.yaml", "--device", "cpu"])
         except UserError as error:
             assert str(error)
-
-
-STRANGE = [None, True, -1, 0, 1, 1.5, 2**70, math.nan, math.inf, "", "x", [], [0], {}, {"a": 1}]
-
-
-def nodes(value):
-    """Every (container, key) of a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    found = []
-    for key, item in items:
-        found.append((value, key))
-        if isinstance(item, dict | list):
-            found += nodes(item)
-    return found
-
-
-def mutate_state(path, rng):
-    """Removes, replaces or adds an entry of state.json, or damages its bytes."""
-    file = path / "state.json"
-    state = json.loads(file.read_text())
-    container, key = rng.choice(nodes(state))
-    kind = rng.randrange(4)
-    if kind == 0:
-        del container[key]
-    elif kind == 1:
-        container[key] = copy.deepcopy(rng.choice(STRANGE))
-    elif kind == 2 and isinstance(container, dict):
-        container["more"] = rng.choice(STRANGE)
-    raw = bytearray(json.dumps(state).encode())
-    if kind == 3:
-        raw[rng.randrange(len(raw))] = rng.randrange(256)
-    file.write_bytes(raw)
-
-
-def strange_tensor(value, rng):
-    """Another shape, dtype or value."""
-    changes = (
-        lambda: value[..., :-1] if value.ndim else value.expand(3),
-        lambda: value.reshape(-1)[:1],
-        lambda: value.unsqueeze(0),
-        lambda: value.to(torch.float64),
-        lambda: value.to(torch.bfloat16),
-        lambda: value.to(torch.int32),
-        lambda: torch.full_like(value, math.nan if value.is_floating_point() else 0),
-        lambda: -value.abs() - 1,
-        lambda: value.new_empty(0),
-        lambda: value.T if value.ndim == 2 else value.flatten(),
-    )
-    return rng.choice(changes)().contiguous().clone()
-
-
-def mutate_tensors(path, rng):
-    """Removes, adds, renames or changes a tensor, or damages bytes of the file."""
-    file = path / rng.choice(["model.safetensors", "optimizer.safetensors"])
-    tensors = {name: value.clone() for name, value in load_file(file).items()}
-    name = rng.choice(sorted(tensors))
-    kind = rng.randrange(6)
-    if kind == 0:
-        del tensors[name]
-    elif kind == 1:
-        tensors[rng.choice(["0", "0.", "x.y", "99.exp_avg", "-1.step", "0.max_exp_avg_sq"])] = (
-            torch.ones(2)
-        )
-    elif kind == 2:
-        tensors[rng.choice(["0.exp_avg.x", "1", "head"])] = tensors.pop(name)
-    elif kind == 3:
-        tensors[name] = strange_tensor(tensors[name], rng)
-    save_file(tensors, file)
-    raw = bytearray(file.read_bytes())
-    if kind == 4:
-        raw[rng.randrange(400)] = rng.randrange(256)
-    elif kind == 5:
-        del raw[rng.randrange(len(raw)) :]
-    file.write_bytes(raw)
-
-
-@pytest.mark.parametrize("mutate", [mutate_state, mutate_tensors])
-def test_mutated_checkpoints(tmp_path, mutate):
-    text = write_text(tmp_path / "text")
-    config = Config(**(TINY | {"data": str(text), "layers": 1, "width": 4, "expert_width": 2}))
-    corpus = data.load_corpus(config)
-    first = trainer.Run("topk", config, corpus, tmp_path / "first")
-    first.train(lambda: first.step >= 5)
-    (path,) = (tmp_path / "first").glob("step-*")
-    refused = 0
-    run = trainer.Run("topk", config, corpus, tmp_path / "mutated")
-    rng = random.Random(0)
-    for _ in range(CASES):
-        shutil.rmtree(tmp_path / "mutated")
-        shutil.copytree(path, tmp_path / "mutated" / path.name)
-        mutate(tmp_path / "mutated" / path.name, rng)
-        before = [value.clone() for value in run.model.state_dict().values()]
-        try:
-            assert run.restore()
-            run._train_step()
-        except UserError:
-            refused += 1
-            after = run.model.state_dict().values()
-            assert all(map(torch.equal, before, after))  # all is checked before any is used
-    assert refused > CASES // 2

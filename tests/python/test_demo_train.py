@@ -1,5 +1,6 @@
 """The demo's training: checkpoints, resuming, interruption, report, exit codes."""
 
+import builtins
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ import pytest
 import sonicmoe_cpp
 import torch
 from demo_support import SCRIPT, TINY, flags, write_text
-from lm import checkpoint, data, measure, restore, trainer
+from lm import checkpoint, data, files, measure, trainer
 from lm import model as model_module
 from lm.config import Config
 from lm.errors import UserError
@@ -41,7 +42,8 @@ def weights(run):
 
 
 def moments(run):
-    return checkpoint.optimizer_tensors(run.optimizer)
+    state = run.optimizer.state_dict()["state"]
+    return {f"{i}.{key}": value for i, item in state.items() for key, value in item.items()}
 
 
 def same_bits(a, b):
@@ -130,17 +132,15 @@ def test_a_checkpoint_holds_plain_weights_and_replaces_the_one_before(tmp_path, 
     config = tiny(text)
     run = trainer.Run("topk", config, data.load_corpus(config), tmp_path / "run")
     run.train(stop_at(run, 7))
-    (path,) = checkpoint.checkpoints(tmp_path / "run")
-    assert path.name == "step-00000007"
-    saved = restore.load_file(path / "model.safetensors")
-    assert same_bits(saved, weights(run))
-    assert saved["blocks.0.moe.w_up"].shape == (4, 16, 16)
-    state = json.loads((path / "state.json").read_text())
-    assert state["step"] == 7 and state["run"] == "topk"
-    assert state["config"] == vars(config)
+    (path,) = (tmp_path / "run").iterdir()
+    saved = torch.load(path, weights_only=True)
+    assert same_bits(saved["model"], weights(run))
+    assert saved["model"]["blocks.0.moe.w_up"].shape == (4, 16, 16)
+    assert saved["step"] == 7 and saved["run"] == "topk"
+    assert saved["config"] == vars(config)
 
 
-@pytest.mark.parametrize("fails", ["save", "fsync", "rename"])
+@pytest.mark.parametrize("fails", ["open", "fsync", "replace"])
 def test_an_interrupted_write_leaves_the_last_checkpoint(tmp_path, text, monkeypatch, fails):
     config = tiny(text)
     corpus = data.load_corpus(config)
@@ -152,29 +152,28 @@ def test_an_interrupted_write_leaves_the_last_checkpoint(tmp_path, text, monkeyp
     def broken(*_args):
         raise OSError(28, "No space left on device")
 
-    target = checkpoint if fails == "save" else checkpoint.os
     with monkeypatch.context() as patch:
-        patch.setattr(target, fails, broken)
+        patch.setattr(builtins if fails == "open" else os, fails, broken)
         with pytest.raises(UserError, match="No space left on device; the one before it is intact"):
             run.save()
     again = trainer.Run("topk", config, corpus, tmp_path / "run")
     assert again.restore() and again.step == 3
     assert same_bits(weights(again), before)
     run.save()  # the rest of the broken write does not disturb
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-00000004"]
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [checkpoint.NAME]
 
 
 def test_write_file_never_shows_half_a_file(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
-    checkpoint.write_file(path, b"old")
+    files.write_file(path, b"old")
 
     def broken(_handle):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "fsync", broken)
+        patch.setattr(os, "fsync", broken)
         with pytest.raises(OSError):
-            checkpoint.write_file(path, b"new and longer")
+            files.write_file(path, b"new and longer")
     assert path.read_bytes() == b"old"
 
 
@@ -201,12 +200,19 @@ def test_a_damaged_checkpoint_and_changed_text_are_refused(tmp_path, text):
     config = tiny(text)
     run = trainer.Run("topk", config, data.load_corpus(config), tmp_path / "run")
     run.train(stop_at(run, 1))
-    (path,) = checkpoint.checkpoints(tmp_path / "run")
-    whole = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(b"\x08")
-    with pytest.raises(UserError, match="cannot be read"):
+    path = checkpoint.newest(tmp_path / "run")
+    whole = path.read_bytes()
+    before = weights(run)
+    for damaged in (b"", b"\x08", whole[: len(whole) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="cannot be read"):
+            run.restore()
+        assert same_bits(weights(run), before)
+    torch.save({"model": weights(run)}, path)
+    with pytest.raises(UserError, match="is no checkpoint of this program"):
         run.restore()
-    (path / "model.safetensors").write_bytes(whole)
+    path.write_bytes(whole)
+    assert run.restore()
     (text / "file00.txt").write_text("other words " * 300)
     again = trainer.Run("topk", config, data.load_corpus(config), tmp_path / "run")
     with pytest.raises(UserError, match="was trained on other text than is here now"):
@@ -354,9 +360,9 @@ def test_ctrl_c_saves_and_resuming_ends_at_the_same_report(tmp_path, text):
     assert resumed.returncode == 0, err
     assert "topk: continuing at step" in out and "rounded: no checkpoint yet" in out
     for run in ROUTINGS:
-        path = f"checkpoints/{run}/step-00000240/model.safetensors"
-        a, b = (tmp_path / side / path for side in ("whole", "parts"))
-        assert a.read_bytes() == b.read_bytes()
+        path = f"checkpoints/{run}/{checkpoint.NAME}"
+        a, b = (torch.load(tmp_path / side / path) for side in ("whole", "parts"))
+        assert a["step"] == 240 and same_bits(a["model"], b["model"])
     whole, parts = (
         json.loads((tmp_path / side / "report.json").read_text()) for side in ("whole", "parts")
     )
