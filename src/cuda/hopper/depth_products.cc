@@ -45,13 +45,15 @@ std::int64_t clusters_left(Companion companion, std::int64_t clusters) {
 void hopper_multiply_depth(const Device& device, const DepthProduct& product, cudaStream_t stream) {
   const std::int64_t rows = product.left.rows.shape[1];
   const std::int64_t columns = product.right.shape[product.right.rank - 1];
-  const Tiling tiling = gathered_tiling(product.groups.mean_rows());
+  const std::int64_t mean_rows = product.groups.mean_rows();
+  const Tiling tiling =
+      columns <= kFewColumns ? narrow_tiling(mean_rows) : gathered_tiling(mean_rows);
   const TileShape shape = tiling.shape();
   WeightGradParams params{};
   params.producer = {product.left.rows.data, product.left.index,
                      static_cast<std::int32_t>(product.left.rows.stride[0] * kElementBytes),
                      static_cast<std::int32_t>(rows)};
-  params.b.map[0] = rows_map(device, product.right, kDepth);
+  params.b.map[0] = rows_map(device, product.right, mn_box_depth(shape));
   params.b.part = product.right_part;
   params.tiles = expert_tiles(product.groups, rows, columns, shape);
   params.tiles.tile_counter = tiling.counter(product.hints.tile_counter);

@@ -30,7 +30,7 @@ struct TmaRowsParams {
 ///   | operand            | dimensions           | box                   |
 ///   | weights, K-major   | (k, n, expert)       | 64 x n/2              |
 ///   | weights, MN-major  | (n, k, expert)       | 64 x mn_box_depth     |
-///   | rows, expert order | (column, part, row)  | 64 x 1 x 64           |
+///   | rows, expert order | (column, part, row)  | 64 x 1 x mn_box_depth |
 ///
 /// Weights with ColumnOrder::kByLane: the columns of all experts form one sequence of groups of 32
 /// columns. Column 8q + 2j + b of group g has the coordinates (b, q, j, g). The dimensions are

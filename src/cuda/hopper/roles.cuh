@@ -50,9 +50,9 @@ using DownKernel = GroupedGemmKernel<Element, kShape, TmaRows, GroupedRowTiles, 
                                      BSource::kWeightsAlongK, kB>;
 /// DownKernel with each row scaled by its routing weight: the grouped form of routing.
 template <class Element, TileShape kShape, Major kB>
-using DownScaledKernel =
-    GroupedGemmKernel<Element, kShape, TmaRows, GroupedRowTiles,
-                      StoreRows<Element, RowScale::kWeights>, BSource::kWeightsAlongK, kB>;
+using DownScaledKernel = GroupedGemmKernel<Element, kShape, TmaRows, GroupedRowTiles,
+                                           StoreRows<Element, RowScale::kWeights, kShape.n / 64>,
+                                           BSource::kWeightsAlongK, kB>;
 
 /// D = A[gather] B^T: the public grouped GEMM.
 template <class Element, TileShape kShape, Major kB>
@@ -62,8 +62,8 @@ using GatherStoreKernel = GroupedGemmKernel<Element, kShape, GatherRows, RowTile
 /// GatherStoreKernel with each row scaled by a number: the inner products of low-rank factors.
 template <class Element, TileShape kShape, Major kB>
 using GatherStoreScaledKernel =
-    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles, StoreRows<Element, RowScale::kWeights>,
-                      BSource::kWeights, kB>;
+    GroupedGemmKernel<Element, kShape, GatherRows, RowTiles,
+                      StoreRows<Element, RowScale::kWeights, kShape.n / 64>, BSource::kWeights, kB>;
 
 /// dH = act'(H) s dO[token] W2, with A' and dS.
 template <class Element, TileShape kShape, ActivationKind kKind, Major kB>

@@ -19,6 +19,7 @@ struct Launch {
   std::int64_t columns() const { return product.weights.first.shape[1]; }
   /// K of one part of the weights.
   std::int64_t depth() const { return product.weights.first.shape[2]; }
+  bool is_narrow() const { return columns() <= kFewColumns; }
   std::int64_t mean_rows() const { return product.groups.mean_rows(); }
   unsigned* counter(const Tiling& tiling) const {
     return tiling.counter(product.hints.tile_counter);
@@ -179,9 +180,10 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   const WeightOperand& w = launch.weights();
   const bool two = w.parts == WeightParts::kOneAfterOther;
   const std::int64_t depth = launch.depth() * (two ? 2 : 1);
-  const bool scaled = e.scales();
-  const Tiling tiling =
-      scaled ? scaled_row_tiling(depth) : row_tiling(launch.columns(), depth, launch.mean_rows());
+  const bool scaled = e.scales() || launch.is_narrow();  // there are no other narrow kernels
+  const Tiling tiling = launch.is_narrow() ? narrow_tiling(launch.mean_rows())
+                        : scaled           ? scaled_row_tiling(depth)
+                                 : row_tiling(launch.columns(), depth, launch.mean_rows());
   const TileShape shape = tiling.shape();
   DownParams params{};
   params.producer.rows = rows_map(launch.device, launch.product.rows.rows, shape.m);
@@ -198,7 +200,9 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
 }
 
 void multiply_gathered(const Launch& launch, const StoreOutput& e) {
-  const Tiling tiling = gathered_tiling(launch.mean_rows());
+  const bool scaled = e.scales() || launch.is_narrow();  // these are always narrow
+  const Tiling tiling =
+      scaled ? narrow_tiling(launch.mean_rows()) : gathered_tiling(launch.mean_rows());
   const TileShape shape = tiling.shape();
   GatherStoreParams params{};
   params.producer = gathered(launch.product.rows, launch.depth());
@@ -207,7 +211,7 @@ void multiply_gathered(const Launch& launch, const StoreOutput& e) {
                            launch.counter(tiling));
   set_low_rank(launch, shape, &params);
   params.epilogue = store_params(launch, e);
-  launch.run(launch.key(e.scales() ? Role::kGatherScaled : Role::kGather, tiling, kNoActivation),
+  launch.run(launch.key(scaled ? Role::kGatherScaled : Role::kGather, tiling, kNoActivation),
              params);
 }
 

@@ -30,9 +30,15 @@ inline constexpr TileShape kPingPong128x192{128, 192, 4, 2, 3, Schedule::kPingPo
 // pipeline stages, and dH and A' are stored from the memory of these stages.
 inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooperative};
 
+// For products of at most kFewColumns columns: those with low-rank factors. Memory limits them, so
+// the tile has many stages. A wider tile would fill most of a stage's memory with zeros.
+inline constexpr TileShape kNarrow128x64{128, 64, 7, 2, 2, Schedule::kCooperative};
+inline constexpr std::int64_t kFewColumns = 128;
+
 // A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
 // hardware reserves 1 KB of shared memory for each CTA.
 static_assert(shared_bytes(kCoop128x256) + 2 * 1024 <= 228 * 1024);
+static_assert(shared_bytes(kNarrow128x64) + 2 * 1024 <= 228 * 1024);
 
 /// Experts with fewer columns of A than this are narrow: memory limits their products.
 inline constexpr std::int64_t kNarrowWidth = 512;
@@ -42,10 +48,11 @@ enum class TileId : int {
   kCoop128x256 = 0,
   kPingPong128x192 = 1,
   kCoop128x256Grad = 2,
+  kNarrow128x64 = 3,
 };
 
 constexpr TileShape tile_shape(TileId id) {
-  constexpr TileShape kShapes[] = {kCoop128x256, kPingPong128x192, kCoop128x256Grad};
+  constexpr TileShape kShapes[] = {kCoop128x256, kPingPong128x192, kCoop128x256Grad, kNarrow128x64};
   return kShapes[static_cast<int>(id)];
 }
 
@@ -71,6 +78,11 @@ constexpr Order gathered_order(std::int64_t rows) {
 /// A and the gradients of the weights.
 constexpr Tiling gathered_tiling(std::int64_t rows) {
   return {TileId::kCoop128x256, gathered_order(rows)};
+}
+
+/// Products of few columns, of any rows.
+constexpr Tiling narrow_tiling(std::int64_t rows) {
+  return {TileId::kNarrow128x64, gathered_order(rows)};
 }
 
 /// dH.
@@ -132,5 +144,6 @@ constexpr std::int32_t raster_group(std::int64_t columns, std::int64_t depth) {
 static_assert(kCoop128x256.m == kRecordRows);
 static_assert(kPingPong128x192.m == kRecordRows);
 static_assert(kCoop128x256Grad.m == kRecordRows);
+static_assert(kNarrow128x64.m == kRecordRows);
 
 }  // namespace sonicmoe::cuda

@@ -48,7 +48,7 @@ struct GroupedGemmKernel {
   static constexpr int kRegistersAtLaunch =
       Scheduler::kFixedDepth ? kLaunchRegisters : kLaunchRegistersCoresident;
   /// Whether the last tile along N multiplies fewer columns: not if its halves are gate and up.
-  static constexpr bool kNarrows = kSource != BSource::kWeightHalves;
+  static constexpr bool kNarrows = kSource != BSource::kWeightHalves && kShape.n > 64;
   /// Whether a consumer thread is the dynamic scheduler. Not in ping-pong, where a warpgroup skips
   /// every second tile: a gathering kernel in ping-pong (none is built) would need static order.
   static constexpr bool kConsumerSchedules =

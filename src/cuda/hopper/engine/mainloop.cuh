@@ -41,7 +41,7 @@ struct Mainloop {
 
   /// Issues the products of a tile. While deferred.pending(), calls deferred.run(kt) under the
   /// products of k tile kt, and after the last k tile until nothing is pending. All cases share one
-  /// loop with branches: several loops would be compiled into each of 148 kernels, and with short
+  /// loop with branches: several loops would be compiled into each of 156 kernels, and with short
   /// tiles the instruction cache would have to fetch their code again and again.
   template <class Deferred>
   static __device__ __forceinline__ void run(Accumulator& acc, const Cta<kShape>& cta, Ring& ring,
@@ -104,13 +104,16 @@ struct Mainloop {
   /// expert or are not initialised, and may hold NaN: A is zero there, but zero times NaN is NaN.
   /// Each warpgroup zeroes some of the rows and reads all of them, so each waits for the other.
   static __device__ __forceinline__ void clear_tail(const Cta<kShape>& cta, int stage, int rows) {
-    constexpr int kChunks = kShape.n / 8;  // 16-byte chunks of a row
-    static_assert(kChunks == 32, "each warp clears a row");
-    const int chunk = threadIdx.x & 31;
+    constexpr int kChunks = kShape.n / 8;    // 16-byte chunks of a row
+    constexpr int kTogether = 32 / kChunks;  // rows that a warp clears at once
+    static_assert(kTogether * kChunks == 32);
+    const int lane = threadIdx.x & 31;
+    const int chunk = lane % kChunks;
     const std::uint32_t at = cta.b(stage) + chunk / 8 * kBoxBytes + chunk % 8 * 16;
     const int end = (rows + 15) / 16 * 16;
+    const int warp = threadIdx.x / 32 - kWarpgroup / 32;
 #pragma unroll 1
-    for (int row = rows + threadIdx.x / 32 - kWarpgroup / 32; row < end; row += 2 * 4) {
+    for (int row = rows + warp * kTogether + lane / kChunks; row < end; row += 2 * 4 * kTogether) {
       ptx::store_zero16(at + row * 128);
     }
     ptx::fence_async_shared();

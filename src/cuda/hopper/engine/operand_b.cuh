@@ -69,8 +69,10 @@ struct OperandB {
     for (int i = 0; i < kBoxesPerCta; i++) {
       const int group = kByGroup ? cta * kBoxesPerCta + i : i;
       if constexpr (kSource == BSource::kRows) {
-        issue(Box{
-            &maps.map[0], group * kBoxBytes, {tile.column + group * 64, maps.part, tile.row + k}});
+        const int skip = kByGroup ? 0 : cta * mn_box_depth(kShape);
+        issue(Box{&maps.map[0],
+                  group * kBoxBytes + skip * 128,
+                  {tile.column + group * 64, maps.part, tile.row + k + skip}});
       } else if constexpr (kMajor == Major::kK) {
         constexpr bool kHalves = kSource == BSource::kWeightHalves;
         const int row = tile.column + (kHalves ? 0 : group * (kShape.n / 2));

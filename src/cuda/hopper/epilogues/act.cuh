@@ -19,7 +19,8 @@ template <class Element, ActivationKind kKind, HLayout kLayout>
 struct ActRows {
   using Params = ActRowsParams;
   using Act = ActivationWords<Element, kKind>;
-  using State = DeferredTile;  ///< H, then A: blocks 0 and 1 become block 0, blocks 2 and 3 block 2
+  using State =
+      DeferredTile<4>;  ///< H, then A: blocks 0 and 1 become block 0, blocks 2 and 3 block 2
   static constexpr bool kPaired = kLayout == HLayout::kPaired;
   /// Pieces: store two boxes of H, then compute A from them in kParts pieces; the same for the
   /// other two boxes; store two boxes of A. Larger pieces would not fit in the registers that a

@@ -7,15 +7,16 @@
 
 namespace sonicmoe::cuda {
 
-/// One warpgroup's 64 rows of a tile of 256 columns. The tile's origin is in shared memory, because
-/// only the elected thread reads it.
+/// One warpgroup's 64 rows of a tile of kBlocks * 64 columns. The tile's origin is in shared
+/// memory, because only the elected thread reads it.
+template <int kBlocks>
 struct DeferredTile {
-  Fragment block[4];  ///< 64 columns each
+  Fragment block[kBlocks];  ///< 64 columns each
 
   template <TileShape kShape>
   static __device__ __forceinline__ void save_origin(const CtaTile& tile,
                                                      const Staging<kShape>& staging, Rows rows) {
-    static_assert(kShape.n == 256 && kShape.row_blocks() == 1 && kShape.boxes == 2);
+    static_assert(kShape.n == kBlocks * 64 && kShape.row_blocks() == 1 && kShape.boxes == 2);
     if (staging.elected()) {
       staging.save_origin({tile.column, rows.offset - tile.valid_rows, tile.row + tile.valid_rows});
     }

@@ -13,11 +13,11 @@ namespace sonicmoe::cuda {
 /// factors) before the one rounding. In cooperative tiles only.
 enum class RowScale { kNone, kWeights };
 
-template <class Element, RowScale kScale = RowScale::kNone>
+template <class Element, RowScale kScale = RowScale::kNone, int kBlocks = 4>
 struct StoreRows {
   using Params = StoreRowsParams;
-  using State = DeferredTile;
-  static constexpr int kPieces = 4;  // one box each
+  using State = DeferredTile<kBlocks>;
+  static constexpr int kPieces = kBlocks;  // one box each
 
   /// Spreads the pieces over half of the next tile. All clusters end their tiles at about the same
   /// time. If all of a tile's stores were issued at once, they would delay the next tiles' loads

@@ -44,7 +44,8 @@ struct StoreExpert {
                                              float (&acc)[kShape.row_blocks()][kShape.n / 2],
                                              const CtaTile& tile, const Staging<kShape>& staging,
                                              Rows rows) {
-    static_assert(kShape.row_blocks() == 1 && kShape.boxes == 2 && kShape.n == 256);
+    static_assert(kShape.row_blocks() == 1 && kShape.boxes == 2);
+    static_assert(kShape.n == 256 || kShape.n == 64);
     const bool empty = tile.depth == 0;
     if (p.mode != GradStore::kElement) {
       if (empty && p.mode == GradStore::kAccumulate) return;
@@ -52,19 +53,12 @@ struct StoreExpert {
       state = {};  // the old values would occupy registers
       return;
     }
-    Fragment first[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      round(first[i], &acc[0][i * 32], empty);
-      round(state.block[i], &acc[0][(2 + i) * 32], empty);
+    if constexpr (kShape.n == 64) {
+      store_block(p, acc[0], tile, staging, rows.offset);
+      state = {};
+    } else {
+      defer(p, state, acc[0], tile, staging, rows.offset);
     }
-    write(first, staging);
-    if (staging.elected()) {
-      staging.save_origin({tile.column, tile.output_row + rows.offset, tile.expert});
-    }
-    state.pending = true;
-    state.first_stored = tile.depth <= kShort * kDepth;
-    if (state.first_stored) store(p, staging, 0);
   }
 
   /// Stores half 0 or 1. Both halves go through one function on purpose: if it is inlined twice,
@@ -80,6 +74,47 @@ struct StoreExpert {
   }
 
  private:
+  /// A tile of 64 columns is stored at once.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void store_block(const Params& p, const float (&acc)[32],
+                                                     const CtaTile& tile,
+                                                     const Staging<kShape>& staging, int offset) {
+    Fragment block;
+    round(block, acc, tile.depth == 0);
+    staging.begin();
+    write(0, block, staging);
+    staging.publish();
+    if (!staging.elected()) return;
+    const int output = tile.column < p.border ? 0 : 1;
+    const int n = tile.column - (output == 0 ? 0 : p.border), m = tile.output_row + offset;
+    ptx::tma_store(
+        &p.map[output], staging.box(0),
+        kOut == Major::kK ? ptx::Coord3{n, m, tile.expert} : ptx::Coord3{m, n, tile.expert});
+    staging.commit();
+  }
+
+  /// Stores a part of the tile, and keeps the other part in the state.
+  template <TileShape kShape>
+  static __device__ __forceinline__ void defer(const Params& p, State& state,
+                                               const float (&acc)[kShape.n / 2],
+                                               const CtaTile& tile, const Staging<kShape>& staging,
+                                               int offset) {
+    const bool empty = tile.depth == 0;
+    Fragment first[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      round(first[i], &acc[i * 32], empty);
+      round(state.block[i], &acc[(2 + i) * 32], empty);
+    }
+    write(first, staging);
+    if (staging.elected()) {
+      staging.save_origin({tile.column, tile.output_row + offset, tile.expert});
+    }
+    state.pending = true;
+    state.first_stored = tile.depth <= kShort * kDepth;
+    if (state.first_stored) store(p, staging, 0);
+  }
+
   static __device__ __forceinline__ void round(Fragment& block, const float* acc, bool empty) {
 #pragma unroll
     for (int w = 0; w < 16; w++) {
@@ -93,12 +128,15 @@ struct StoreExpert {
                                                const Staging<kShape>& staging) {
     staging.begin();
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if constexpr (kOut == Major::kK) {
-        staging.write(i, blocks[i]);
-      } else {
-        staging.write_transposed(i, blocks[i]);
-      }
+    for (int i = 0; i < 2; i++) write(i, blocks[i], staging);
+  }
+  template <TileShape kShape>
+  static __device__ __forceinline__ void write(int i, const Fragment& block,
+                                               const Staging<kShape>& staging) {
+    if constexpr (kOut == Major::kK) {
+      staging.write(i, block);
+    } else {
+      staging.write_transposed(i, block);
     }
   }
 
@@ -130,7 +168,8 @@ struct StoreExpert {
   /// accumulator order and read them in output order. The loops are not unrolled: the addresses of
   /// all elements of a thread would be most of the kernel's code.
   template <TileShape kShape>
-  static __device__ __forceinline__ void store_floats(const Params& p, const float (&acc)[128],
+  static __device__ __forceinline__ void store_floats(const Params& p,
+                                                      const float (&acc)[kShape.n / 2],
                                                       const CtaTile& tile,
                                                       const Staging<kShape>& staging, int offset) {
     static_assert(kWarpRows * 4 * kFloatRow == 2 * kBoxBytes);

@@ -16,6 +16,7 @@ PLAIN = ("SiLU", "GELU", "GELUTanh", "ReLU", "ReLU2")
 TYPES = (("__nv_bfloat16", "DType::kBF16"), ("__half", "DType::kF16"))
 MAJORS = ("Major::kK", "Major::kMN")
 COOPERATIVE = "Coop128x256"
+NARROW = "Narrow128x64"
 
 # (role, kernel, tiles, orders of B): Role::kROLE and the template KERNELKernel of roles.cuh. A row
 # is one kernel for each tile, type, order and activation. Paired weights of the up projection are
@@ -29,10 +30,10 @@ GATED_ROLES = (
 PLAIN_ROLES = (GATED_ROLES[0], GATED_ROLES[2])
 OTHER_ROLES = (
     ("Down", "Down", (COOPERATIVE, "PingPong128x192"), MAJORS),
-    ("DownScaled", "DownScaled", (COOPERATIVE,), MAJORS),
+    ("DownScaled", "DownScaled", (COOPERATIVE, NARROW), MAJORS),
     ("Gather", "GatherStore", (COOPERATIVE,), MAJORS),
-    ("GatherScaled", "GatherStoreScaled", (COOPERATIVE,), MAJORS),
-    ("WeightGrad", "WeightGrad", (COOPERATIVE,), MAJORS),
+    ("GatherScaled", "GatherStoreScaled", (NARROW,), MAJORS),
+    ("WeightGrad", "WeightGrad", (COOPERATIVE, NARROW), MAJORS),
 )
 
 
