@@ -6,7 +6,6 @@
 #include "cuda/engines.h"
 #include "cuda/exchange/exchange.h"
 #include "cuda/layer/checks.h"
-#include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/grouped_gemm.h"
 #include "cuda/layer/moe.h"
 #include "cuda/layer/views.h"
@@ -65,10 +64,7 @@ const BackendTable* cuda_backend() {
     backend.moe_sizes = [](const Problem& problem, Pass pass, const Exec& exec) {
       return cuda::moe_sizes(problem, pass, cuda::engine_of(exec));
     };
-    backend.h_rows = [](const Problem& problem, const Weights& weights, void* data) {
-      return problem.precision == Precision::kFp8 ? cuda::fp8_h_rows(problem, data)
-                                                  : cuda::h_rows(problem, weights, data);
-    };
+    backend.h_rows = &cuda::h_rows;
     backend.fast_fp8 = true;
     backend.quantize_weights = on_device<&cuda::quantize_weights>;
     backend.moe_forward = on_device<&cuda::moe_forward>;

@@ -7,7 +7,7 @@
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "core/numeric.h"
-#include "cuda/layer/fp8_product.h"
+#include "cuda/layer/engine.h"
 #include "device_layer.h"
 #include "each_engine.h"
 
@@ -79,11 +79,9 @@ TEST_F(CudaFp8, QuantisesRowsAsTheHostDoes) {
   rows.set(values);
   Tensor view = tensor2(rows.data(), DType::kBF16, kRows, kDepth);
   view.stride[0] = kStride;
-  device_->engine->fp8->quantize_rows(*device_,
-                                      {view,
-                                       {static_cast<std::uint8_t*>(codes.data()),
-                                        static_cast<float*>(scales.data()), kRows, kDepth, 0}},
-                                      nullptr);
+  const cuda::CodedRows out{tensor2(codes.data(), DType::kBF16, kRows, kDepth),
+                            {static_cast<float*>(scales.data()), 0}};
+  device_->engine->quantizers->rows(*device_, {view, out}, nullptr);
   must(cudaDeviceSynchronize());
   const Bytes got = codes.get();
   const std::vector<float> got_scales = scales.get<float>();

@@ -133,7 +133,7 @@ TEST(Scratch, ItsArraysHaveTheirSizesAndLieApart) {
     const std::int64_t rows = row_capacity(p);
     std::vector<std::byte> memory(1 << 20);
     const auto forward = cuda::forward_scratch(p, Pass::kInference, memory.data());
-    expect_apart({{"a", forward.a, rows * p.width * 2},
+    expect_apart({{"a", forward.a.elements.data, rows * p.width * 2},
                   {"y", forward.y, rows * p.hidden * 2},
                   {"counters", forward.counters, cuda::kCounterBytes},
                   {"metadata", forward.metadata, cuda::metadata_scratch(p)},

@@ -29,8 +29,7 @@ struct HostSteps {
   const Metadata& lists() const { return pass.metadata; }
 
   void operator()(const RowProduct& w) const { engine.multiply_rows(device, w, nullptr); }
-  // Only an engine with FP8 gets these steps, and the stand-in has no FP8.
-  void operator()(const Fp8RowProduct&) const { throw Error(Status::kInternal, "no FP8 here."); }
+  // Only an engine with FP8 gets this step, and the stand-in has no FP8.
   void operator()(const QuantizeRows&) const { throw Error(Status::kInternal, "no FP8 here."); }
   void operator()(const DepthProduct& w) const { engine.multiply_depth(device, w, nullptr); }
 

@@ -105,7 +105,7 @@ struct RowMultiplier {
       return first.dot(x, e, j) + outer[0].dot(low, e, j);
     };
     const bool interleaved = out.layout == GateLayout::kInterleaved;
-    for (std::int64_t j = 0; j < out.a.shape[1]; ++j) {
+    for (std::int64_t j = 0; j < out.a.elements.shape[1]; ++j) {
       GateUp h{0.0, 0.0};
       if (out.layout != GateLayout::kNone) {
         h.gate = by_first(interleaved ? 2 * j : j) + bias_at(out.bias_gate, e, j);
@@ -115,8 +115,8 @@ struct RowMultiplier {
                                                  : by_first(j)) +
              bias_at(out.bias_up, e, j);
       h = {oracle::round_to(product.dtype, h.gate), oracle::round_to(product.dtype, h.up)};
-      if (out.h.data != nullptr) store(out.h, out.layout, p, j, h);
-      put(out.a, oracle::activate(out.activation, h.gate, h.up).value, p, j);
+      if (out.h.elements.data != nullptr) store(out.h.elements, out.layout, p, j, h);
+      put(out.a.elements, oracle::activate(out.activation, h.gate, h.up).value, p, j);
     }
   }
 
@@ -128,9 +128,10 @@ struct RowMultiplier {
     Row parts(static_cast<std::size_t>(out.score_tiles), 0.0);
     for (std::int64_t j = 0; j < columns; ++j) {
       const double da = first.dot(dy, e, j) + outer[0].dot(low, e, j);
-      const GateUp h = load(out.h, out.layout, p, j);
+      const GateUp h = load(out.h.elements, out.layout, p, j);
       const auto act = oracle::activate(out.activation, h.gate, h.up);
-      store(out.dh, out.layout, p, j, {weight * da * act.by_gate, weight * da * act.by_up});
+      store(out.dh.elements, out.layout, p, j,
+            {weight * da * act.by_gate, weight * da * act.by_up});
       put(out.a, weight * act.value, p, j);
       parts[j * out.score_tiles / columns] += da * oracle::round_to(product.dtype, act.value);
     }
@@ -169,7 +170,7 @@ void check_source(const RowProduct& product) {
           "the source of a product does not count its tiles");
   require(*source->hints.release_counter != 0, "a product comes before its source");
   const auto* written = std::get_if<ActivateGrad>(&source->epilogue);
-  require(written != nullptr && written->dh.data == product.rows.rows.data,
+  require(written != nullptr && written->dh.elements.data == product.rows.rows.data,
           "a product does not read what its source writes");
 }
 

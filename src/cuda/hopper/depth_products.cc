@@ -61,8 +61,8 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
       product.hints.start == Start::kIndependent ? Begins::kIndependent : Begins::kAfterPrevious;
   params.release_count = product.hints.arrival;
   params.epilogue = store_params(device, product, params.tiles);
-  const KernelEntry& kernel = find_kernel({Role::kWeightGrad, product.dtype, tiling.tile,
-                                           major_of(product.out[0]), ActivationKind::kSwiGLU});
+  const KernelEntry& kernel = find_kernel(
+      {Role::kWeightGrad, product.dtype, tiling.tile, major_of(product.out[0]), kNoActivation});
   const std::int64_t clusters =
       clusters_of(device, shape, product.groups.experts * params.tiles.tiles_per_expert.by);
   launch_product(device, kernel, &params, clusters - clusters_left(product.companion, clusters),

@@ -35,6 +35,8 @@ BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
 
 }  // namespace
 
+constexpr Quantizers kQuantizers = {&fp8_quantize_rows, &fp8_quantize_weights};
+
 const Engine kHopperEngine = {
     .name = "hopper",
     .service = {.capabilities = {90, 90},
@@ -47,7 +49,7 @@ const Engine kHopperEngine = {
     .multiply_rows = &hopper_multiply_rows,
     .multiply_depth = &hopper_multiply_depth,
     .describe = &hopper_tiles,
-    .fp8 = &kHopperFp8,
+    .quantizers = &kQuantizers,
 };
 
 }  // namespace sonicmoe::cuda

@@ -20,12 +20,15 @@ enum class Role : int {
   kGatherScaled = 8,      ///< kGather, rows scaled by a number
 };
 
+/// Kernels of roles without an activation are listed under this activation.
+inline constexpr ActivationKind kNoActivation = ActivationKind::kSwiGLU;
+
 struct KernelKey {
   Role role;
   DType dtype;  ///< kBF16 or kF16
   TileId tile;
-  Major b;                    ///< contiguous dimension of the weights; kWeightGrad: of the output
-  ActivationKind activation;  ///< kSwiGLU where the role has none
+  Major b;  ///< contiguous dimension of the weights; kWeightGrad: of the output
+  ActivationKind activation;
   bool operator==(const KernelKey&) const = default;
 };
 

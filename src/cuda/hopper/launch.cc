@@ -27,6 +27,28 @@ std::int64_t clusters_of(const Device& device, const TileShape& shape, std::int6
   return std::min<std::int64_t>(device.multiprocessors / shape.cluster, tiles);
 }
 
+void launch_clusters(const Device& device, const void* function, const ClusterLaunch& launch,
+                     const void* params, cudaStream_t stream) {
+  const auto cluster = static_cast<unsigned>(launch.shape.cluster);
+  const auto clusters = static_cast<unsigned>(clusters_of(device, launch.shape, launch.tiles));
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {cluster, 1, 1};
+  // The kernel itself waits for the previous launch, so that its prologue may overlap the end of
+  // that launch.
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(clusters * cluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(launch.shared);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  void* arguments[] = {const_cast<void*>(params)};
+  check_cuda(cudaLaunchKernelExC(&config, function, arguments), "launching a product");
+}
+
 void launch_product(const Device& device, const KernelEntry& kernel, const void* params,
                     std::int64_t tiles, cudaStream_t stream) {
   const TileShape shape = tile_shape(kernel.key.tile);
@@ -39,23 +61,7 @@ void launch_product(const Device& device, const KernelEntry& kernel, const void*
         "setting a kernel's shared memory");
     prepared.store(true, std::memory_order_relaxed);
   }
-  const std::int64_t clusters = clusters_of(device, shape, tiles);
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-  // The kernel itself waits for the previous launch, so that its prologue may overlap the end of
-  // that launch.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * shape.cluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  void* arguments[] = {const_cast<void*>(params)};
-  check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments), "launching a kernel");
+  launch_clusters(device, kernel.function, {shape, bytes, tiles}, params, stream);
 }
 
 }  // namespace sonicmoe::cuda

@@ -35,8 +35,19 @@ const KernelEntry& find_kernel(const KernelKey& key);
 /// The number of clusters of a launch; `tiles` is an upper bound of its tiles.
 std::int64_t clusters_of(const Device& device, const TileShape& shape, std::int64_t tiles);
 
-/// Launches persistent CTAs: one cluster on every pair of multiprocessors, but at most `tiles`
-/// clusters. `tiles` is an upper bound of the clusters' tiles; `params` is the kernel's Params.
+/// The shape of a launch: persistent CTAs of a tile, with `shared` bytes of dynamic shared memory,
+/// one cluster on every pair of multiprocessors, but at most `tiles` clusters. `tiles` is an upper
+/// bound of the clusters' tiles.
+struct ClusterLaunch {
+  TileShape shape;
+  int shared;
+  std::int64_t tiles;
+};
+/// Launches a kernel that may have so much shared memory; `params` is its Params.
+void launch_clusters(const Device& device, const void* function, const ClusterLaunch& launch,
+                     const void* params, cudaStream_t stream);
+
+/// Launches a kernel of the list for at most `tiles` tiles of clusters.
 void launch_product(const Device& device, const KernelEntry& kernel, const void* params,
                     std::int64_t tiles, cudaStream_t stream);
 

@@ -1,6 +1,7 @@
 // Row products on Hopper: A, Y, dH, dX~ and the grouped GEMM.
 #include <algorithm>
 
+#include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/schedules.h"
@@ -33,11 +34,6 @@ struct Launch {
                    stream);
   }
 };
-
-/// Kernels of roles without an activation are listed under this activation.
-constexpr ActivationKind kNoActivation = ActivationKind::kSwiGLU;
-
-Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
 
 GatherRowsParams gathered(const RowOperand& operand, std::int64_t width) {
   return {operand.rows.data, operand.index,
@@ -73,13 +69,13 @@ void multiply(const Launch& launch, const Activate& e) {
   params.tiles = row_tiles(launch.product.groups, launch.columns(), split ? shape.n / 2 : shape.n,
                            launch.depth(), launch.counter(tiling));
   set_low_rank(launch, shape, &params);
-  params.epilogue.keep_h = e.h.data != nullptr ? 1 : 0;
-  if (e.h.data != nullptr) params.epilogue.h = ragged_map(launch.device, e.h);
-  params.epilogue.a = ragged_map(launch.device, e.a);
+  params.epilogue.keep_h = e.h.elements.data != nullptr ? 1 : 0;
+  if (params.epilogue.keep_h != 0) params.epilogue.h = ragged_map(launch.device, e.h.elements);
+  params.epilogue.a = ragged_map(launch.device, e.a.elements);
   params.epilogue.bias[0] = bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate);
   params.epilogue.bias[1] = bias_of(e.bias_up);
   params.epilogue.scalars = scalars_of(e.activation);
-  params.epilogue.width = static_cast<std::int32_t>(e.a.shape[1]);
+  params.epilogue.width = static_cast<std::int32_t>(e.a.elements.shape[1]);
   launch.run(launch.key(interleaved ? Role::kUpPaired : Role::kUp, tiling, e.activation.kind),
              params);
 }
@@ -138,8 +134,8 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   set_low_rank(launch, shape, &params);
   params.early_release_tiles = static_cast<std::int32_t>(tiles.early_release);
   params.release_count = launch.product.hints.release_counter;
-  params.epilogue.h_in = rows_map(launch.device, e.h, shape.m, kGradColumns);
-  params.epilogue.dh = ragged_map(launch.device, e.dh, kGradColumns);
+  params.epilogue.h_in = rows_map(launch.device, e.h.elements, shape.m, kGradColumns);
+  params.epilogue.dh = ragged_map(launch.device, e.dh.elements, kGradColumns);
   params.epilogue.a = ragged_map(launch.device, e.a, kGradColumns);
   params.epilogue.row_weight = e.row_weight;
   params.epilogue.score_parts = e.score_parts;
@@ -226,6 +222,10 @@ void multiply(const Launch& launch, const StoreOutput& e) {
 }  // namespace
 
 void hopper_multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  if (product.rows.scales.data != nullptr) {
+    fp8_multiply_rows(device, product, stream);
+    return;
+  }
   const Launch launch{device, product, stream};
   std::visit([&](const auto& epilogue) { multiply(launch, epilogue); }, product.epilogue);
 }

@@ -1,4 +1,4 @@
-// Fills the parameters of the kernels' tile schedulers.
+// Fills the parameters of the kernels' tile schedulers and of biases.
 #pragma once
 
 #include "cuda/hopper/params.h"
@@ -8,6 +8,8 @@ namespace sonicmoe::cuda {
 
 /// `by` at least 1 and below 2^31.
 Divisor divisor(std::int64_t by);
+
+inline Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
 
 /// Tiles of a row product: the rows of a tile record by `column_step` columns, with K = `depth`.
 RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,

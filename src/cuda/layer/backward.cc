@@ -3,7 +3,6 @@
 
 #include "cuda/device/carver.h"
 #include "cuda/layer/checks.h"
-#include "cuda/layer/fp8_passes.h"
 #include "cuda/layer/moe.h"
 #include "cuda/layer/passes.h"
 #include "cuda/layer/views.h"
@@ -114,7 +113,7 @@ BackwardCall backward_call(const PassContext& pass, const BackwardArgs& args,
           engine.backward_order(p, args),
           gate_layout(p, args.weights),
           {&pass.metadata, scratch.experts, p.experts, row_capacity(p)},
-          h_rows(p, args.weights, scratch.dh),
+          dh_rows(p, args.weights, scratch.dh),
           lora_pass(p, args.weights, args.lora, scratch.lora, saved_p(p, args.saved.data),
                     scratch.counters + kLoraCounters)};
 }
@@ -128,15 +127,15 @@ void add_row_lists(const BackwardCall& c, Steps& steps) {
 
 RowProduct hidden_grad_product(const BackwardCall& c) {
   const Problem& p = c.problem();
-  Tensor h = c.dh;
-  h.data = c.args.h.data;
+  const std::int32_t* token = c.pass.metadata.row_token;
+  const bool coded = p.precision == Precision::kFp8;
   return {.dtype = p.dtype,
           .groups = c.groups,
-          .rows = {c.args.dout, c.pass.metadata.row_token},
-          .weights = {transposed(c.args.weights.down), {}, WeightParts::kOne},
+          .rows = coded ? operand_of(c.scratch.dout, token) : RowOperand{c.args.dout, token},
+          .weights = c.weights().down_transposed(),
           .low_rank = hidden_grad_term(c.lora),
-          .epilogue = ActivateGrad{.h = h,
-                                   .dh = c.dh,
+          .epilogue = ActivateGrad{.h = kept_h(p, c.args.weights, c.args.h.data),
+                                   .dh = {c.dh, c.scratch.dh_codes},
                                    .a = c.rows(c.scratch.a, p.width),
                                    .row_weight = c.scratch.row_weights,
                                    .score_parts = c.scratch.score_parts,
@@ -158,10 +157,11 @@ RowProduct input_grad_product(const BackwardCall& c, const RowProduct& hidden_gr
     hints.start = Start::kWithRowsOf;
     hints.source = &hidden_grad;
   }
+  const bool coded = c.problem().precision == Precision::kFp8;
   return {.dtype = c.problem().dtype,
           .groups = c.groups,
-          .rows = {c.dh, nullptr},
-          .weights = up_operand_transposed(c.problem(), c.args.weights),
+          .rows = coded ? operand_of(c.scratch.dh_codes, nullptr) : RowOperand{c.dh, nullptr},
+          .weights = c.weights().up_transposed(),
           .low_rank = input_grad_term(c.lora),
           .epilogue = StoreOutput{.out = c.rows(c.scratch.dx, c.problem().hidden)},
           .hints = hints};
@@ -265,42 +265,40 @@ BackwardScratch backward_scratch(const Problem& p, const Engine& engine, void* b
   s.score_parts = carver.take<float>(capacity * engine.score_tiles(p));
   s.experts = carver.take<ExpertRecord>(p.experts);
   s.counters = carver.take<unsigned>(kCounterBytes / 4);
+  if (p.precision == Precision::kFp8) {
+    s.dout = take_token_codes(carver, p.tokens, p.hidden);
+    s.dh_codes = take_row_codes(carver, capacity, gate_factor(p.activation.kind) * p.width);
+  }
   s.lora = take_lora_scratch(p, Pass::kBackward, carver);
   s.bytes = carver.used();
   return s;
 }
 
-void add_backward_steps(const BackwardCall& c, const BackwardProducts& products, Steps& steps) {
-  const bool input_first = c.order.input_grad_first;
-  const std::int64_t early = c.order.tokens_beside_down_grad;
-  add_row_lists(c, steps);
-  add_before_hidden_grad(c, steps);
-  products.hidden_grad();
-  add_bias_grads(c, steps);
-  if (!input_first) add_score_grad(c, steps);
-  add_after_hidden_grad(c, steps);
-  if (input_first) products.input_grad();
-  add_down_grad(c, steps);
-  add_down_factor_grads(c, input_first || c.args.grads.down.data != nullptr, steps);
-  if (early > 0) add_token_sum(c, {0, early}, steps);
-  add_up_grads(c, steps);
-  add_up_factor_grads(c, input_first || has_down_grads(c.args) || has_up_grads(c.args.grads),
-                      steps);
-  if (input_first) add_score_grad(c, steps);
-  if (c.args.dx.data == nullptr) return;
-  if (!input_first) products.input_grad();
-  add_token_sum(c, {early, c.problem().tokens - early}, steps);
-}
-
 void add_backward_steps(const PassContext& pass, const BackwardArgs& args,
                         const BackwardScratch& scratch, const Engine& engine, Steps& steps) {
   const BackwardCall c = backward_call(pass, args, scratch, engine);
-  const RowProduct* hidden_grad = nullptr;
-  add_backward_steps(
-      c,
-      {.hidden_grad = [&] { hidden_grad = &steps.add("dH", hidden_grad_product(c)); },
-       .input_grad = [&] { steps.add("dX~", input_grad_product(c, *hidden_grad)); }},
-      steps);
+  const bool input_first = c.order.input_grad_first;
+  const std::int64_t early = c.order.tokens_beside_down_grad;
+  add_row_lists(c, steps);
+  if (pass.problem.precision == Precision::kFp8) {
+    steps.add("q(dO)", QuantizeRows{args.dout, scratch.dout});
+  }
+  add_before_hidden_grad(c, steps);
+  const RowProduct& hidden_grad = steps.add("dH", hidden_grad_product(c));
+  const auto add_input_grad = [&] { steps.add("dX~", input_grad_product(c, hidden_grad)); };
+  add_bias_grads(c, steps);
+  if (!input_first) add_score_grad(c, steps);
+  add_after_hidden_grad(c, steps);
+  if (input_first) add_input_grad();
+  add_down_grad(c, steps);
+  add_down_factor_grads(c, input_first || args.grads.down.data != nullptr, steps);
+  if (early > 0) add_token_sum(c, {0, early}, steps);
+  add_up_grads(c, steps);
+  add_up_factor_grads(c, input_first || has_down_grads(args) || has_up_grads(args.grads), steps);
+  if (input_first) add_score_grad(c, steps);
+  if (args.dx.data == nullptr) return;
+  if (!input_first) add_input_grad();
+  add_token_sum(c, {early, pass.problem.tokens - early}, steps);
 }
 
 void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& exec) {
@@ -317,15 +315,9 @@ void moe_backward(const Problem& problem, const BackwardArgs& args, const Exec& 
     return;
   }
   const PassContext pass{problem, metadata_layout(problem, args.saved.data)};
+  const BackwardScratch scratch = backward_scratch(problem, *device.engine, args.scratch.data);
   Steps steps;
-  if (problem.precision == Precision::kFp8) {
-    add_fp8_backward_steps(pass, args,
-                           fp8_backward_scratch(problem, *device.engine, args.scratch.data),
-                           *device.engine, steps);
-  } else {
-    add_backward_steps(pass, args, backward_scratch(problem, *device.engine, args.scratch.data),
-                       *device.engine, steps);
-  }
+  add_backward_steps(pass, args, scratch, *device.engine, steps);
   run(steps, pass, device, exec);
 }
 

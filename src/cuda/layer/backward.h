@@ -1,9 +1,8 @@
 // The steps of backward as separate functions, for a pass that has other work between them.
 #pragma once
 
-#include <functional>
-
 #include "cuda/layer/passes.h"
+#include "cuda/layer/views.h"
 
 namespace sonicmoe::cuda {
 
@@ -16,11 +15,12 @@ struct BackwardCall {
   BackwardOrder order;
   GateLayout layout;
   RowGroups groups;
-  Tensor dh;  ///< h_rows()
+  Tensor dh;  ///< dh_rows()
   LoraPass lora;
   unsigned* arrival = nullptr;  ///< LaunchHints::arrival of dW2
 
   const Problem& problem() const { return pass.problem; }
+  WeightOperands weights() const { return {problem(), args.weights, args.fp8_weights}; }
   Tensor rows(void* data, std::int64_t width) const {
     return tensor2(data, problem().dtype, groups.capacity, width);
   }
@@ -41,14 +41,5 @@ void add_score_grad(const BackwardCall& call, Steps& steps);
 void add_down_grad(const BackwardCall& call, Steps& steps);
 void add_up_grads(const BackwardCall& call, Steps& steps);
 void add_token_sum(const BackwardCall& call, const TokenRange& tokens, Steps& steps);
-
-/// The products whose steps depend on the precision. Each function adds its steps when it is
-/// called.
-struct BackwardProducts {
-  std::function<void()> hidden_grad;
-  std::function<void()> input_grad;
-};
-/// All steps, in the order of `call`.
-void add_backward_steps(const BackwardCall& call, const BackwardProducts& products, Steps& steps);
 
 }  // namespace sonicmoe::cuda

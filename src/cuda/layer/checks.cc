@@ -90,7 +90,7 @@ std::string refusal(const Problem& p, const Engine& engine) {
     return std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes " +
            service.dtypes.text() + ".";
   }
-  if (p.precision == Precision::kFp8 && engine.fp8 == nullptr) {
+  if (p.precision == Precision::kFp8 && engine.quantizers == nullptr) {
     return std::string("precision is fp8 but the engine ") + engine.name +
            " has no FP8: it needs an H100 or H200 and the engine hopper.";
   }

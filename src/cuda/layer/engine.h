@@ -11,8 +11,8 @@
 
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
-#include "cuda/layer/fp8_product.h"
 #include "cuda/layer/product.h"
+#include "cuda/layer/steps.h"
 
 namespace sonicmoe::cuda {
 
@@ -45,14 +45,12 @@ struct BackwardOrder {
   Companion companion;
 };
 
-/// Launches of the products and quantisers of Precision::kFp8. Engine has the launches of 16-bit
-/// products.
-struct Fp8Engine {
-  void (*multiply_rows)(const Device& device, const Fp8RowProduct& product, cudaStream_t stream);
-  void (*quantize_rows)(const Device& device, const QuantizeRows& work, cudaStream_t stream);
+/// Launches that make the codes of Precision::kFp8.
+struct Quantizers {
+  void (*rows)(const Device& device, const QuantizeRows& work, cudaStream_t stream);
   /// Writes the buffer `fp8_weights` (fp8::WeightsLayout).
-  void (*quantize_weights)(const Device& device, const Problem& problem, const Weights& weights,
-                           const Buffer& out, cudaStream_t stream);
+  void (*weights)(const Device& device, const Problem& problem, const Weights& weights,
+                  const Buffer& out, cudaStream_t stream);
 };
 
 struct Engine {
@@ -73,7 +71,8 @@ struct Engine {
   void (*multiply_depth)(const Device& device, const DepthProduct& product, cudaStream_t stream);
   /// The tile of each product as text, for a layer with split gate and up (`sonicmoe plan`).
   std::vector<TileChoice> (*describe)(const Problem& problem);
-  const Fp8Engine* fp8 = nullptr;  ///< null: the engine has no FP8
+  /// Null: the engine has no FP8. No product that it gets then has scales.
+  const Quantizers* quantizers = nullptr;
 
   /// Number of partial dot products of a row in ActivateGrad.
   std::int32_t score_tiles(const Problem& problem) const {

@@ -14,7 +14,8 @@ inline constexpr int kLoraCounters = 16;
 
 /// Arrays in the scratch of forward. Inference keeps the metadata there too.
 struct ForwardScratch {
-  void* a;             ///< (C, n)
+  CodedRows x;         ///< (T, d) q(X), with Precision::kFp8 only
+  StoredRows a;        ///< (C, n); codes with Precision::kFp8
   void* y;             ///< (C, d)
   unsigned* counters;  ///< kCounterBytes
   void* metadata;      ///< scratch of build_metadata
@@ -27,13 +28,15 @@ ForwardScratch forward_scratch(const Problem& problem, Pass pass, void* base);
 
 /// Arrays in the scratch of backward.
 struct BackwardScratch {
-  void* dh;               ///< h_rows()
+  void* dh;               ///< dh_rows()
   void* a;                ///< (C, n) A'
   void* dx;               ///< (C, d) dX~
   float* row_weights;     ///< (C)
   float* score_parts;     ///< (C, Engine::score_tiles())
   ExpertRecord* experts;  ///< (E), longest first
   unsigned* counters;     ///< kCounterBytes
+  CodedRows dout;         ///< (T, d) q(dO), with Precision::kFp8 only
+  CodedRows dh_codes;     ///< (C, G n) q(dH), with Precision::kFp8 only
   LoraScratch lora;
   std::int64_t bytes;
 };

@@ -10,6 +10,7 @@
 #include <optional>
 #include <variant>
 
+#include "core/fp8_layout.h"
 #include "cuda/metadata/metadata.h"
 #include "sonicmoe/moe.h"
 
@@ -24,10 +25,36 @@ struct RowGroups {
   std::int64_t mean_rows() const { return capacity / experts; }
 };
 
+/// Columns, and along K and N of weights rows and columns, whose codes share a scale. A code is one
+/// e4m3 byte, a scale an fp32 power of two. `Tensor`s of codes have strides in codes; their dtype
+/// has no meaning.
+inline constexpr std::int64_t kScaleBlock = fp8::kBlock;
+
+/// The scales of rows of codes: one for each row and block of kScaleBlock codes.
+struct RowScales {
+  float* data = nullptr;  ///< null: the rows are elements, not codes
+  /// 0: scales are (rows, depth / kScaleBlock). Otherwise they are (depth / kScaleBlock,
+  /// block_stride): those of consecutive rows are contiguous.
+  std::int64_t block_stride = 0;
+};
+
+/// Quantised rows.
+struct CodedRows {
+  Tensor codes{};  ///< (rows, depth), contiguous; absent: none
+  RowScales scales{};
+};
+
+/// Rows in memory as elements, as codes, or as both.
+struct StoredRows {
+  Tensor elements{};
+  CodedRows codes{};  ///< (C, G n) with gate's n columns first, whatever the layout of `elements`
+};
+
 /// Gathered rows: row p of the product is row index[p] of `rows`, or row p where index is null.
 struct RowOperand {
-  Tensor rows;  ///< (T, width), (C, width) or (C, G, width)
+  Tensor rows;  ///< (T, width), (C, width) or (C, G, width); with scales, codes (T or C, width)
   const std::int32_t* index;
+  RowScales scales{};  ///< by row if and only if `index` is given (block_stride is 0)
 };
 
 /// How the gate and up matrices of an expert form one operand.
@@ -37,11 +64,24 @@ enum class WeightParts {
   kOneAfterOther,  ///< K runs over the n rows of gate, then over the n rows of up
 };
 
-/// One matrix (columns, depth) for each expert: D = rows * first[e]^T.
+/// The scales of matrices of codes: one for each block of kScaleBlock by kScaleBlock. Strides count
+/// scales.
+struct WeightScales {
+  const float* data = nullptr;  ///< null: the matrices are elements, not codes
+  std::int64_t expert_stride = 0;
+  std::int64_t part_stride = 0;  ///< from the scales of `first` to those of `second`
+  std::int64_t column_stride = 0;
+  std::int64_t depth_stride = 0;
+};
+
+/// One matrix (columns, depth) for each expert: D = rows * first[e]^T. If rows and weights have
+/// scales, the product of the codes of each block along the depth is multiplied by the scales of
+/// the row and of the weights and added to an fp32 sum. Both have scales, or neither.
 struct WeightOperand {
   Tensor first;   ///< (E, columns, depth); gate where there are two
   Tensor second;  ///< up, same shape; absent for kOne
   WeightParts parts;
+  WeightScales scales{};
 };
 
 /// Adds inner[p] * outer[e]^T to row p of a product, for each row p of expert e: K grows by r.
@@ -70,8 +110,8 @@ struct StoreOutput {
 
 /// H = r(D + bias), A = r(act(H)).
 struct Activate {
-  Tensor h;          ///< (C, 2, n), (C, 2n) or (C, 1, n), by `layout`; absent at inference
-  Tensor a;          ///< (C, n)
+  StoredRows h;      ///< (C, 2, n), (C, 2n) or (C, 1, n), by `layout`; absent at inference
+  StoredRows a;      ///< (C, n)
   Tensor bias_gate;  ///< (E, n) or absent
   Tensor bias_up;    ///< (E, n) or absent
   Activation activation;
@@ -81,14 +121,14 @@ struct Activate {
 /// With dA' = D: dH = r(act'(H) * weight * dA'), A' = r(weight * act(H)), and partial dot products
 /// <A, dA'>. Their sum over a row is the gradient of the row's routing weight.
 struct ActivateGrad {
-  Tensor h;                  ///< written by Activate
-  Tensor dh;                 ///< layout of h
+  StoredRows h;              ///< written by Activate: elements or codes
+  StoredRows dh;             ///< elements by `layout`, and codes for a product of codes
   Tensor a;                  ///< (C, n) A'
   const float* row_weight;   ///< (C)
   float* score_parts;        ///< (C, score_tiles): one partial dot product for each tile of columns
   std::int32_t score_tiles;  ///< Engine::score_tiles()
   Activation activation;
-  GateLayout layout;
+  GateLayout layout;  ///< of dh, and of h if the product has no scales; else h is not interleaved
 };
 
 /// When the tiles of a product may begin. The launches of a pass are on one stream.
@@ -101,7 +141,7 @@ enum class Start {
 
 struct RowProduct;
 
-/// Hints by which an engine may overlap launches and order tiles.
+/// Hints by which an engine may overlap launches and order tiles. An engine may ignore them.
 struct LaunchHints {
   Start start = Start::kAfterPrevious;
   const RowProduct* source = nullptr;  ///< with kWithRowsOf only

@@ -17,13 +17,10 @@ struct Launcher {
   void operator()(const BuildRowLists& w) const {
     make_row_lists(device, pass.problem, pass.metadata, w.weights, w.lists, w.dweights, stream);
   }
-  void operator()(const RowProduct& w) const { device.engine->multiply_rows(device, w, stream); }
-  void operator()(const Fp8RowProduct& w) const {
-    device.engine->fp8->multiply_rows(device, w, stream);
-  }
   void operator()(const QuantizeRows& w) const {
-    device.engine->fp8->quantize_rows(device, w, stream);
+    device.engine->quantizers->rows(device, w, stream);
   }
+  void operator()(const RowProduct& w) const { device.engine->multiply_rows(device, w, stream); }
   void operator()(const DepthProduct& w) const { device.engine->multiply_depth(device, w, stream); }
   void operator()(const TokenSum& w) const {
     if (w.start == Start::kIndependent) {

@@ -10,7 +10,6 @@
 #include <variant>
 
 #include "cuda/device/device.h"
-#include "cuda/layer/fp8_product.h"
 #include "cuda/layer/product.h"
 #include "cuda/sums/factors.h"
 #include "cuda/sums/gradients.h"
@@ -32,6 +31,12 @@ struct BuildRowLists {
   Tensor dweights;
 };
 
+/// out = codes and scales of `rows`, a 16-bit matrix (rows, depth).
+struct QuantizeRows {
+  Tensor rows;
+  CodedRows out;  ///< scales by row: block_stride is 0
+};
+
 /// out[t] = r(sum over the rows p of token t of weight * rows[p]).
 struct TokenSum {
   const void* rows;  ///< (C, d)
@@ -48,8 +53,8 @@ struct ClearRows {
   Tensor out;
 };
 
-using Work = std::variant<BuildMetadata, BuildRowLists, RowProduct, Fp8RowProduct, QuantizeRows,
-                          DepthProduct, TokenSum, ScoreGrad, ColumnSum, ClearRows, CopyFactors>;
+using Work = std::variant<BuildMetadata, BuildRowLists, QuantizeRows, RowProduct, DepthProduct,
+                          TokenSum, ScoreGrad, ColumnSum, ClearRows, CopyFactors>;
 
 struct Step {
   const char* name;  ///< as in docs/notation.md: "A", "dH", ...; passed to observers

@@ -101,32 +101,32 @@ StoreParams epilogue_of(const StoreOutput& e) {
           .columns = static_cast<std::int32_t>(e.out.shape[1])};
 }
 
-/// The activation of an Activate or ActivateGrad.
+/// The activation of an Activate or ActivateGrad; `a` is its A.
 template <class Epilogue>
-Activating activating_of(const Epilogue& e) {
+Activating activating_of(const Epilogue& e, const Tensor& a) {
   return {.scalars = scalars_of(e.activation),
           .kind = e.activation.kind,
           .gates = gates_of(e.layout),
-          .width = static_cast<std::int32_t>(e.a.shape[1])};
+          .width = static_cast<std::int32_t>(a.shape[1])};
 }
 
 ActivateParams epilogue_of(const Activate& e) {
-  return {.h = rows_out(e.h),
-          .a = rows_out(e.a),
+  return {.h = rows_out(e.h.elements),
+          .a = rows_out(e.a.elements),
           .bias = {bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate),
                    bias_of(e.bias_up)},
-          .act = activating_of(e)};
+          .act = activating_of(e, e.a.elements)};
 }
 
 ActivateGradParams epilogue_of(const ActivateGrad& e) {
-  return {.h = bytes_of(e.h),
-          .h_row_bytes = e.h.stride[0] * kElementBytes,
-          .dh = bytes_of(e.dh),
+  return {.h = bytes_of(e.h.elements),
+          .h_row_bytes = e.h.elements.stride[0] * kElementBytes,
+          .dh = bytes_of(e.dh.elements),
           .a = rows_out(e.a),
           .row_weight = e.row_weight,
           .score_parts = e.score_parts,
           .score_tiles = e.score_tiles,
-          .act = activating_of(e)};
+          .act = activating_of(e, e.a)};
 }
 
 const void* kernel_of(const StoreOutput&, const Variant& variant, WeightOrder order) {

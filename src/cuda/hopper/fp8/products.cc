@@ -1,12 +1,10 @@
 #include "cuda/hopper/fp8/products.h"
 
-#include <algorithm>
+#include <climits>
 
-#include "core/fp8_layout.h"
 #include "cuda/device/launch.h"
 #include "cuda/hopper/fp8/kernels.h"
 #include "cuda/hopper/fp8/params.h"
-#include "cuda/hopper/fp8/quantize.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
@@ -14,8 +12,6 @@
 
 namespace sonicmoe::cuda {
 namespace {
-
-constexpr std::int64_t kBlock = fp8::kBlock;
 
 const void* find(Fp8Role role, ActivationKind kind) {
   for (const Fp8KernelEntry& entry : fp8_kernel_list()) {
@@ -26,70 +22,57 @@ const void* find(Fp8Role role, ActivationKind kind) {
 
 struct Launch {
   const Device& device;
-  const Fp8RowProduct& product;
+  const RowProduct& product;
   cudaStream_t stream;
 
-  const Fp8Matrices& weights() const { return product.weights; }
+  const WeightOperand& weights() const { return product.weights; }
+  std::int64_t columns() const { return product.weights.first.shape[1]; }
+  /// K, in codes.
+  std::int64_t depth() const { return product.weights.first.shape[2]; }
+  bool two_parts() const { return product.weights.parts == WeightParts::kSideBySide; }
 
   template <class Params>
   void run(Fp8Role role, ActivationKind kind, const Params& params) const {
     const void* function = find(role, kind);
     allow_shared_memory(function);
-    const std::int64_t clusters =
-        clusters_of(device, kFp8Tile, most_tiles(product.groups, params.tiles));
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(kFp8Tile.cluster), 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(clusters * kFp8Tile.cluster));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = Fp8SharedLayout::kEnd;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    void* arguments[] = {const_cast<Params*>(&params)};
-    check_cuda(cudaLaunchKernelExC(&config, function, arguments), "launching an FP8 product");
+    launch_clusters(device, function,
+                    {kFp8Tile, Fp8SharedLayout::kEnd, most_tiles(product.groups, params.tiles)},
+                    &params, stream);
   }
 };
 
-/// Describes codes as rows (or, below, matrices) of 16-bit words of two codes each (fp8/shape.h).
-Tensor words_of(const void* codes, std::int64_t rows, std::int64_t codes_in_row) {
-  return tensor2(const_cast<void*>(codes), DType::kBF16, rows, codes_in_row / 2);
-}
-Tensor words_of(const Fp8Matrices& w, std::int64_t part) {
-  const std::int64_t matrix = w.columns * w.depth;
-  Tensor t = tensor3(const_cast<std::uint8_t*>(w.codes) + part * matrix, DType::kBF16, w.experts,
-                     w.columns, w.depth / 2);
-  t.stride[0] = w.parts * matrix / 2;
-  return t;
+/// Describes codes as 16-bit words of two codes each (fp8/shape.h).
+Tensor words_of(const Tensor& codes) {
+  Tensor words = codes;
+  words.dtype = DType::kBF16;
+  words.shape[words.rank - 1] /= 2;
+  for (int i = 0; i < words.rank - 1; ++i) words.stride[i] /= 2;
+  return words;
 }
 
-Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
-
-Fp8WeightScales weight_scales(const Fp8Matrices& w) {
-  const std::int64_t blocks = w.columns / kBlock;
+Fp8WeightScales weight_scales(const Launch& launch) {
+  const WeightScales& from = launch.weights().scales;
+  const bool two = launch.two_parts();  // the second unit of a tile is columns of up
   Fp8WeightScales s{};
-  s.data = w.scales;
-  s.expert_stride = static_cast<std::int32_t>(w.expert_scales);
-  s.column_stride = static_cast<std::int32_t>(w.column_scales);
-  s.depth_stride = static_cast<std::int32_t>(w.depth_scales);
-  const bool two = w.parts == 2;  // gate and up: the second unit of a tile is columns of up
-  s.unit_stride = static_cast<std::int32_t>(two ? blocks * w.column_scales : w.column_scales);
-  s.column_blocks = two ? INT_MAX : static_cast<std::int32_t>(blocks);
+  s.data = from.data;
+  s.expert_stride = static_cast<std::int32_t>(from.expert_stride);
+  s.column_stride = static_cast<std::int32_t>(from.column_stride);
+  s.depth_stride = static_cast<std::int32_t>(from.depth_stride);
+  s.unit_stride = static_cast<std::int32_t>(two ? from.part_stride : from.column_stride);
+  s.column_blocks = two ? INT_MAX : static_cast<std::int32_t>(launch.columns() / kScaleBlock);
   return s;
 }
 
-Fp8GatherParams gathered(const Fp8RowProduct& product) {
-  const Fp8Rows& rows = product.rows;
-  return {rows.codes, rows.scales, product.index, static_cast<std::uint32_t>(rows.depth / 16),
-          static_cast<std::int32_t>(rows.depth / kBlock)};
+Fp8GatherParams gathered(const RowOperand& rows) {
+  const std::int64_t depth = rows.rows.shape[1];
+  return {static_cast<const std::uint8_t*>(rows.rows.data), rows.scales.data, rows.index,
+          static_cast<std::uint32_t>(depth / 16), static_cast<std::int32_t>(depth / kScaleBlock)};
 }
 
-Fp8RowsOut rows_out(const Fp8Rows& rows) {
-  return {rows.codes, rows.scales, static_cast<std::int32_t>(rows.depth),
-          static_cast<std::int32_t>(rows.scale_stride)};
+Fp8RowsOut rows_out(const CodedRows& rows) {
+  return {static_cast<std::uint8_t*>(rows.codes.data), rows.scales.data,
+          static_cast<std::int32_t>(rows.codes.shape[1]),
+          static_cast<std::int32_t>(rows.scales.block_stride)};
 }
 
 Fp8ElementsOut elements_out(const Tensor& rows) {
@@ -97,67 +80,67 @@ Fp8ElementsOut elements_out(const Tensor& rows) {
           rows.rank == 3 ? rows.stride[1] : 0};
 }
 
-Order order_of(const Fp8RowProduct& product) {
-  if (product.index != nullptr) return gathered_order(product.groups.mean_rows());
-  return product.weights.depth >= 1024 ? Order::kDynamic : Order::kStatic;
+Order order_of(const Launch& launch) {
+  if (launch.product.rows.index != nullptr) {
+    return gathered_order(launch.product.groups.mean_rows());
+  }
+  return launch.depth() >= 1024 ? Order::kDynamic : Order::kStatic;
 }
 
 /// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
 template <class Params>
 void set_operands(const Launch& launch, int column_step, Params* params) {
-  const Fp8Matrices& w = launch.weights();
+  const WeightOperand& w = launch.weights();
   constexpr bool kByLane = decltype(params->epilogue)::kColumns == ColumnOrder::kByLane;
-  for (std::int64_t part = 0; part < w.parts; ++part) {
-    const Tensor words = words_of(w, part);
+  for (int part = 0; part < (launch.two_parts() ? 2 : 1); ++part) {
+    const Tensor words = words_of(part == 0 ? w.first : w.second);
     params->b.map[part] = kByLane ? weight_map_by_lane(launch.device, words, kFp8Tile)
                                   : weight_map(launch.device, words, kFp8Tile);
     params->b.expert_groups = static_cast<std::int32_t>(words.stride[0] / words.stride[1] / 32);
   }
-  const bool is_dynamic = order_of(launch.product) == Order::kDynamic;
-  params->tiles = row_tiles(launch.product.groups, w.columns, column_step, w.depth / 2,
-                            is_dynamic ? launch.product.tile_counter : nullptr);
-  params->weight_scales = weight_scales(w);
+  const bool is_dynamic = order_of(launch) == Order::kDynamic;
+  params->tiles =
+      row_tiles(launch.product.groups, launch.columns(), column_step, launch.depth() / 2,
+                is_dynamic ? launch.product.hints.tile_counter : nullptr);
+  params->weight_scales = weight_scales(launch);
 }
 
-void multiply(const Launch& launch, const Fp8Activate& e) {
+void multiply(const Launch& launch, const Activate& e) {
   Fp8UpParams params{};
-  set_operands(launch, launch.weights().parts == 2 ? kFp8Block : kFp8Tile.n, &params);
-  params.producer = gathered(launch.product);
+  set_operands(launch, launch.two_parts() ? kFp8Block : kFp8Tile.n, &params);
+  params.producer = gathered(launch.product.rows);
   Fp8ActParams& p = params.epilogue;
-  p.a = rows_out(e.a);
-  if (e.h_codes.codes != nullptr) {
+  p.a = rows_out(e.a.codes);
+  if (e.h.codes.codes.data != nullptr) {
     p.keep = Fp8KeptH::kCodes;
-    p.h = rows_out(e.h_codes);
-  } else if (e.h.data != nullptr) {
+    p.h = rows_out(e.h.codes);
+  } else if (e.h.elements.data != nullptr) {
     p.keep = Fp8KeptH::kElements;
-    p.h_elements = elements_out(e.h);
+    p.h_elements = elements_out(e.h.elements);
   }
-  const bool gated = is_gated(e.activation.kind);
-  p.bias[0] = bias_of(gated ? e.bias_gate : e.bias_up);
+  p.bias[0] = bias_of(e.layout == GateLayout::kNone ? e.bias_up : e.bias_gate);
   p.bias[1] = bias_of(e.bias_up);
   p.scalars = scalars_of(e.activation);
-  p.width = static_cast<std::int32_t>(launch.weights().columns);
+  p.width = static_cast<std::int32_t>(launch.columns());
   launch.run(Fp8Role::kUp, e.activation.kind, params);
 }
 
-void multiply(const Launch& launch, const Fp8ActivateGrad& e) {
+void multiply(const Launch& launch, const ActivateGrad& e) {
   Fp8HiddenGradParams params{};
   set_operands(launch, kFp8Tile.n, &params);
-  params.producer = gathered(launch.product);
+  params.producer = gathered(launch.product.rows);
   Fp8ActGradParams& p = params.epilogue;
-  const bool codes = e.h_codes.codes != nullptr;
+  const bool codes = e.h.codes.codes.data != nullptr;
   constexpr std::int32_t kBoxRows = 16;  // of a warp
-  p.h =
-      rows_map(launch.device,
-               codes ? words_of(e.h_codes.codes, e.h_codes.rows, e.h_codes.depth) : e.h, kBoxRows);
-  p.h_scales = e.h_codes.scales;
-  p.dh_codes = rows_out(e.dh_codes);
-  p.dh = elements_out(e.dh);
+  p.h = rows_map(launch.device, codes ? words_of(e.h.codes.codes) : e.h.elements, kBoxRows);
+  p.h_scales = e.h.codes.scales.data;
+  p.dh_codes = rows_out(e.dh.codes);
+  p.dh = elements_out(e.dh.elements);
   p.a = elements_out(e.a);
   p.row_weight = e.row_weight;
   p.score_parts = e.score_parts;
   p.score_tiles = e.score_tiles;
-  p.width = static_cast<std::int32_t>(launch.weights().columns);
+  p.width = static_cast<std::int32_t>(launch.columns());
   p.alternates = e.layout == GateLayout::kInterleaved ? 1 : 0;
   p.scalars = scalars_of(e.activation);
   launch.run(codes ? Fp8Role::kHiddenGradOfCodes : Fp8Role::kHiddenGradOfElements,
@@ -165,34 +148,26 @@ void multiply(const Launch& launch, const Fp8ActivateGrad& e) {
 }
 
 void multiply(const Launch& launch, const StoreOutput& e) {
-  const Fp8Rows& rows = launch.product.rows;
-  const Fp8Matrices& w = launch.weights();
+  const RowOperand& rows = launch.product.rows;
   Fp8DownParams params{};
   set_operands(launch, kFp8Tile.n, &params);
-  params.tiles.raster_group = raster_group(w.columns, w.depth / 2);
-  params.producer.rows =
-      rows_map(launch.device, words_of(rows.codes, rows.rows, rows.depth), kFp8Tile.m);
-  params.producer.scales =
-      scales_map(launch.device, rows.scales, rows.depth / kBlock, rows.rows, kFp8ScaleRows);
+  params.tiles.raster_group = raster_group(launch.columns(), launch.depth() / 2);
+  params.producer.rows = rows_map(launch.device, words_of(rows.rows), kFp8Tile.m);
+  params.producer.scales = scales_map(launch.device, rows.scales.data, launch.depth() / kScaleBlock,
+                                      rows.rows.shape[0], kFp8ScaleRows);
   params.epilogue.out = ragged_map(launch.device, e.out);
   params.epilogue.bias = bias_of(e.bias);
   params.epilogue.row_scale = static_cast<const float*>(e.scale.data);
   params.epilogue.scale_stride = e.scale.stride[0];
-  params.epilogue.width = static_cast<std::int32_t>(w.columns);
-  launch.run(Fp8Role::kDown, ActivationKind::kSwiGLU, params);
-}
-
-void multiply_rows(const Device& device, const Fp8RowProduct& product, cudaStream_t stream) {
-  const Launch launch{device, product, stream};
-  std::visit([&](const auto& epilogue) { multiply(launch, epilogue); }, product.epilogue);
+  params.epilogue.width = static_cast<std::int32_t>(launch.columns());
+  launch.run(Fp8Role::kDown, kNoActivation, params);
 }
 
 }  // namespace
 
-const Fp8Engine kHopperFp8 = {
-    .multiply_rows = &multiply_rows,
-    .quantize_rows = &fp8_quantize_rows,
-    .quantize_weights = &fp8_quantize_weights,
-};
+void fp8_multiply_rows(const Device& device, const RowProduct& product, cudaStream_t stream) {
+  const Launch launch{device, product, stream};
+  std::visit([&](const auto& epilogue) { multiply(launch, epilogue); }, product.epilogue);
+}
 
 }  // namespace sonicmoe::cuda

@@ -4,7 +4,7 @@
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/fp8/quantize.h"
+#include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/ptx/e4m3.cuh"
 #include "cuda/math/element.cuh"
 #include "cuda/ptx/dependent.cuh"
@@ -76,10 +76,11 @@ void fp8_quantize_rows(const Device& device, const QuantizeRows& work, cudaStrea
   Args args{};
   args.rows = static_cast<const std::uint16_t*>(work.rows.data);
   args.row_stride = work.rows.stride[0];
-  args.codes = work.out.codes;
-  args.scales = work.out.scales;
-  args.threads = work.out.rows * work.out.depth / kEach;
-  args.row_threads = static_cast<std::uint32_t>(work.out.depth / kEach);
+  const Tensor& codes = work.out.codes;
+  args.codes = static_cast<std::uint8_t*>(codes.data);
+  args.scales = work.out.scales.data;
+  args.threads = codes.shape[0] * codes.shape[1] / kEach;
+  args.row_threads = static_cast<std::uint32_t>(codes.shape[1] / kEach);
   const std::int64_t blocks = (args.threads + kThreads - 1) / kThreads;
   launch_dependent(device, "launching the quantiser of rows", &quantize_rows_kernel,
                    {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)}, stream,

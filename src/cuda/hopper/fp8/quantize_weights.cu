@@ -5,7 +5,7 @@
 #include "core/fp8_layout.h"
 #include "core/fp8_quantize.h"
 #include "cuda/device/launch.h"
-#include "cuda/hopper/fp8/quantize.h"
+#include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/ptx/e4m3.cuh"
 #include "cuda/math/element.cuh"
 #include "cuda/ptx/dependent.cuh"
