@@ -15,8 +15,8 @@ from pathlib import Path
 
 import ep2_figures
 import fp8_page
-import h200_figures
 import h200_page
+import readme_page
 import scaling_figures
 import training_figures
 from cpu_layer import MARKERS, ROOT, table
@@ -48,11 +48,7 @@ def example():
 
 def readme_parts():
     """Yields (markers, name, expected content) of each part."""
-    markers = ("<!-- over-sonic:begin -->", "<!-- over-sonic:end -->")
-    yield markers, "the sentence on speed", h200_figures.readme_sentence()
-    yield h200_figures.MARKERS, "the H200 table", h200_figures.readme_table()
-    markers = ("<!-- training:begin -->", "<!-- training:end -->")
-    yield markers, "the sentence on training", training_figures.sentence()
+    yield from tables_of(readme_page.TABLES)
 
 
 def cpp_parts():

@@ -16,13 +16,11 @@ from plots import save_plots
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks/results/h200"
-MARKERS = ("<!-- h200-bench:begin -->", "<!-- h200-bench:end -->")
 DATA = ROOT / "benchmarks/data"
 PEERS = {row["config"]: row for row in json.loads((DATA / "peers-h200.json").read_text())["rows"]}
 # The cuBLAS reference, sonic-moe and our PyTorch front end, timed alternately in one process.
 TOGETHER = json.loads((DATA / "side-by-side-h200.json").read_text())
 TOGETHER_ROWS = {row["config"]: row for row in TOGETHER["rows"]}
-README_ROWS = ("30B-n1024", "120B-n1024", "gpt-oss-20b", "qwen3-next", "dsv3.2")
 PASSES = {"fwd": "forward", "bwd": "backward"}
 # Names of the contenders in plots and tables.
 CONTENDERS = {
@@ -160,49 +158,6 @@ def grid(columns, rows, words=1):
 
 def shape_text(row):
     return ",".join(str(row[k]) for k in ("T", "d", "n", "E", "K"))
-
-
-def span_over_reference(hot):
-    """Our lowest and highest speed over the reference's in each pass."""
-    spans = []
-    for which, title in PASSES.items():
-        found = [ratio(row, which) for row in hot["rows"]]
-        spans.append(f"{min(found):.2f} to {max(found):.2f} in the {title} pass")
-    return " and ".join(spans)
-
-
-def readme_sentence():
-    hot = newest("hot")
-    count = sum(not host_limited(row["config"]) for row in large(hot))
-    forward, backward = (mean_over_sonic(hot, which) for which in PASSES)
-    return (
-        f"On an H200, in bf16, its forward pass is {forward:.2f} times as fast as sonic-moe's, the "
-        f"authors' implementation, and its\nbackward pass {backward:.2f} times (geometric means "
-        f"over {count} layers)."
-    )
-
-
-def readme_table():
-    """Five layers of the record with sonic-moe and our layer in one process."""
-    hot = newest("hot")
-    rows = [TOGETHER_ROWS[config] for config in README_ROWS]
-    cells = [
-        [row["config"], shape_text(row)]
-        + [pair(row, name) for name in ("bound", "sonicmoe", "ours_torch")]
-        + ["/".join(f"{ratio(row, which, 'ours_torch'):.2f}" for which in PASSES)]
-        + ["/".join(f"{over_sonic(row, which):.2f}" for which in PASSES)]
-        for row in rows
-    ]
-    names = [CONTENDERS["bound"], "sonic-moe", "sonicmoe.cpp", *SPEED_COLUMNS[:2]]
-    return "\n\n".join(
-        [
-            grid(["layer", "T,d,n,E,K", *names], cells, words=2),
-            f"TFLOP/s and speed-up, forward/backward. {TOGETHER['device']}, torch "
-            f"{TOGETHER['torch']}, {TOGETHER['date'][:10]}, commit {TOGETHER['commit']}. Over the "
-            f"reference on all {len(hot['rows'])} layers (C interface, commit {hot['commit']}): "
-            f"{span_over_reference(hot)}.",
-        ]
-    )
 
 
 def hot_table(hot):

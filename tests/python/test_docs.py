@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/pytorch.md", "docs/determinism.md", "docs/fp8.md"]
+    "page",
+    ["README.md", "docs/pytorch.md", "docs/porting.md", "docs/determinism.md", "docs/fp8.md"],
 )
 def test_first_example(page):
     if not (ROOT / page).is_file():
@@ -26,13 +27,16 @@ def test_first_example(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/distributed.md"])
-def test_example_for_two_processes(page, tmp_path):
+@pytest.mark.parametrize(
+    "page, has",
+    [("docs/distributed.md", "ExpertParallelMoE("), ("docs/porting.md", "fully_shard(")],
+)
+def test_example_for_two_processes(page, has, tmp_path):
     if not (ROOT / page).is_file():
         pytest.skip("this copy has no documentation")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     script = tmp_path / "layer.py"
-    script.write_text(next(e for e in examples if "ExpertParallelMoE(" in e))
+    script.write_text(next(e for e in examples if has in e))
     run_on_two_processes(tmp_path, script)
 
 

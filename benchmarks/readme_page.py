@@ -1,0 +1,124 @@
+"""README.md's five reasons and its table beside other implementations, from the records."""
+
+from __future__ import annotations
+
+import statistics
+
+import training_figures
+from h200_figures import (
+    PASSES,
+    PEERS,
+    TOGETHER,
+    TOGETHER_ROWS,
+    earlier_ratio,
+    extra,
+    fp8_speeds,
+    grouped_ratio,
+    host_limited,
+    large,
+    mean_over_sonic,
+    newest,
+    ratio,
+)
+
+LAYER = "7B-n256"  # of the memory
+FIRST = "7B-T2048"  # of the first call
+CARDS = "[H100, H200; others not yet run](docs/troubleshooting.md#which-cards); CPU"
+
+
+def spelled(values):
+    return "/".join(f"{value:.2f}" for value in values)
+
+
+def mean_over(other_ratio):
+    """Geometric means of our speed over another's, forward and backward, on large layers.
+    `other_ratio(row, pass)`: the other's speed over the reference's, or None."""
+    rows = [row for row in large(newest("hot")) if other_ratio(row, "fwd") is not None]
+    means = (
+        statistics.geometric_mean(ratio(row, which) / other_ratio(row, which) for row in rows)
+        for which in PASSES
+    )
+    return list(means), len(rows)
+
+
+def over_sonic():
+    hot = newest("hot")
+    count = sum(not host_limited(row["config"]) for row in large(hot))
+    return [mean_over_sonic(hot, which) for which in PASSES], count
+
+
+def over_scatter():
+    def other(row, which):
+        timed = "scattermoe" in PEERS[row["config"]]
+        return earlier_ratio(row, which, "scattermoe") if timed else None
+
+    return mean_over(other)
+
+
+def kept():
+    """MiB kept for backward by this layer, sonic-moe, ScatterMoE and compiled grouped_mm."""
+    peers = PEERS[LAYER]
+    ours = next(row for row in extra("memory")["rows"] if row["n"] == PEERS[LAYER]["n"])
+    names = ("sonicmoe", "scattermoe", "torch")
+    return [ours["ours_torch"]["kept_MiB"], *(peers[name]["act_MiB"] for name in names)]
+
+
+def first_calls():
+    """Seconds of the first forward and backward: this layer, sonic-moe, compiled grouped_mm."""
+    seconds = extra("peers")["first_call"]["seconds"]
+    sonic = TOGETHER_ROWS[FIRST]["sonicmoe"]["first_call_s"]
+    return [seconds["ours_torch"], sonic, seconds["torch"]]
+
+
+def reasons():
+    (forward, backward), count = over_sonic()
+    grouped, _ = mean_over(grouped_ratio)
+    ours, _, _, torch = kept()
+    first = first_calls()
+    fp8 = [fp8_speeds(row)[1] for row in extra("fp8")["rows"]]
+    halves = [row["kept_mib"]["fp8"] / row["kept_mib"]["bf16"] for row in extra("fp8")["rows"]]
+    lines = [
+        f"**Faster**: {forward:.2f} times the forward and {backward:.2f} times the backward speed "
+        f"of sonic-moe, the authors' implementation (H200, bf16, {count} layers), and "
+        f"{grouped[0]:.2f} and {grouped[1]:.2f} times those of compiled `grouped_mm`.",
+        f"**Less memory**: backward keeps {ours / torch:.2f} of the bytes that compiled "
+        f"`grouped_mm` keeps ({ours:.0f} instead of {torch:.0f} MiB, {LAYER}), and hardly more "
+        "when experts get smaller.",
+        f"**No compiling at run time**: the first forward and backward of a process take "
+        f"{first[0]:.2f} s, those of compiled `grouped_mm` {first[2]:.1f} s.",
+        f"**FP8**: {min(fp8):.2f} to {max(fp8):.2f} times the speed of bf16 and "
+        f"{min(halves):.2f} to {max(halves):.2f} of its kept memory ({len(fp8)} layers, H200).",
+        "**In training**: " + training_figures.sentence().replace("\n", " "),
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def beside():
+    names = ["this layer", "sonic-moe 0.1.2", "ScatterMoE 47b5e15", "compiled `grouped_mm`"]
+    (sonic, count), (scatter, few), (grouped, all_rows) = (
+        over_sonic(),
+        over_scatter(),
+        mean_over(grouped_ratio),
+    )
+    memory = [f"{value:.0f} MiB" for value in kept()]
+    first = [f"{value:.2g} s" for value in first_calls()]
+    rows = [
+        ["our speed over it, forward/backward", "", *map(spelled, (sonic, scatter, grouped))],
+        [f"kept for backward, {LAYER}", *memory],
+        [f"first call, {FIRST}", first[0], first[1], "-", first[2]],
+        ["fp8 training", "H100, H200; the CPU for tests", "in its repository", "no", "no"],
+        ["experts divided over GPUs", "PyTorch, C, C++", "in its repository", "no", "no"],
+        ["token rounding", "with gradients, 6 modes", "in a benchmark script", "no", "no"],
+        ["equal bits in every run and batch", "yes, tested", "-", "-", "-"],
+        ["cards", CARDS, "Hopper, Blackwell", "Triton's", "torch's"],
+    ]
+    head = ["", *names]
+    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines) + (
+        f"\n\nSpeed: geometric means over {count}, {few} and {all_rows} layers on an H200, under "
+        "sustained load ([how](docs/performance.md#how-it-is-measured)). -: not measured, not "
+        f"documented. {TOGETHER['device']}, torch {TOGETHER['torch']}."
+    )
+
+
+TABLES = {"why": reasons, "beside": beside}
