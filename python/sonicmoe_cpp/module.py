@@ -26,9 +26,11 @@ from .routing import (
     plain_losses,
     route,
     router_losses,
+    sequence_sums,
     token_round,
 )
 
+BALANCES = ("batch", "sequence")
 ROUTINGS = ("topk", "token_rounding", "expert_choice")
 
 
@@ -107,6 +109,8 @@ class MoE(nn.Module):
     - "expert_choice": each expert takes its ceil(T*K/E) best tokens, in training and evaluation. A
       token's experts depend on the other tokens, so do not use it for causal decoding.
 
+    balance: "batch" computes load_balancing over all tokens, "sequence" for each sequence of x
+    (..., S, d), and takes the mean over the sequences, as the sequence-wise loss of DeepSeek-V3.
     router_dtype: the dtype of the router's parameter and products, also under autocast; for example
     fp32 for bf16 experts. FSDP2 groups have one dtype: call fully_shard(module.router) first.
     shared_experts: the number of additional experts, without biases, that take every token.
@@ -148,6 +152,7 @@ class MoE(nn.Module):
         seed: int = 0,
         lb_coef: float = 0.0,
         z_coef: float = 0.0,
+        balance: str = "batch",
         router_dtype: torch.dtype | None = None,
         shared_experts: int = 0,
         selection_bias: bool = False,
@@ -171,6 +176,7 @@ class MoE(nn.Module):
             ("routing", routing, ROUTINGS),
             ("score", score, SCORES),
             ("rounding", rounding, MODES),
+            ("balance", balance, BALANCES),
         ):
             _checks.one_of(name, value, allowed)
         _checks.integer("shared_experts", shared_experts)
@@ -201,6 +207,9 @@ class MoE(nn.Module):
         self.seed = _checks.seed("seed", seed)
         self.lb_coef = lb_coef
         self.z_coef = z_coef
+        if balance != "batch" and routing == "expert_choice":
+            raise ValueError(f'balance is "{balance}", but routing is "expert_choice"')
+        self.balance = balance
 
         self._make_parameters(
             bias, router_dtype, shared_experts, {"device": device, "dtype": dtype}
@@ -420,8 +429,17 @@ class MoE(nn.Module):
     def _chosen(self, logits: Tensor) -> Pairs:
         return expert_choice(logits, self._capacity(logits.shape[0]))
 
-    def _losses(self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None) -> tuple:
-        """(load_balancing, z, tokens_per_expert), as router_losses() returns them."""
+    def _losses(
+        self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None, shape: tuple
+    ) -> tuple:
+        """(load_balancing, z, tokens_per_expert), as router_losses() returns them; `shape` is the
+        shape of the tokens."""
+        if self.balance == "sequence":
+            rows = None if padding is None else padding[:, None]
+            sums = sequence_sums(logits, ids, options["score"], rows, shape)
+            sequences, balance, tokens, z = sums
+            counts = counted(ids.flatten(), self.num_experts)
+            return balance / sequences.clamp(min=1), z / tokens.clamp(min=1), counts
         return router_losses(logits, ids, padding=padding, **options)
 
     def _losses_of_choice(self, logits: Tensor, pairs: Pairs, padding: Tensor | None) -> tuple:
@@ -502,9 +520,8 @@ class MoE(nn.Module):
             out = out * factor.to(out.dtype)
         else:
             out, ids = self._top_k(rows, routed, padding, factor, options, experts)
-            losses = self._losses(
-                logits, ids, options, None if padding is None else padding.flatten()
-            )
+            mask = None if padding is None else padding.flatten()
+            losses = self._losses(logits, ids, options, mask, x.shape[:-1] or (1,))
         if self.shared_experts > 0:
             out = self._add_shared(out, rows, padding)
         load_balancing, z, counts = losses

@@ -146,26 +146,45 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
-    """(E,): how often each expert occurs in `ids`, an int64 tensor; ids < 0 and ids >= E are not
-    counted."""
+    """(..., E): how often each expert occurs in the last dimension of `ids`, an int64 tensor; ids
+    < 0 and ids >= E are not counted."""
     ids = ids.clamp(-1, experts)
-    found = torch.zeros(experts + 2, dtype=torch.int64, device=ids.device)
-    found = found.index_add(0, (ids + 1).flatten(), torch.ones_like(ids).flatten())
-    return found[1 : experts + 1]
+    found = torch.zeros((*ids.shape[:-1], experts + 2), dtype=torch.int64, device=ids.device)
+    found = found.scatter_add(-1, ids + 1, torch.ones_like(ids))
+    return found[..., 1 : experts + 1]
 
 
-def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
-    """Sums over the tokens that are not padding: (number of tokens (), sum of p (E,), sum of
-    logsumexp^2 ()). p is the softmax of logits (T, E), or their sigmoid over its sum; padding is
-    (T, 1) bool."""
+def _loss_rows(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
+    """(real (T, 1), p (T, E), logsumexp^2 (T, 1)): `real` is 1, and 0 in padding, where the others
+    are 0 too. p is the softmax of logits (T, E), or their sigmoid over its sum; padding is (T, 1)
+    bool."""
     values = logits.to(_ops.score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
     if padding is not None:  # first, so that a NaN in padding does not reach the gradients
         values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
     # As a softmax of logarithms, because small sigmoids would underflow.
     p = (F.logsigmoid(values) if score == "sigmoid" else values).softmax(-1)
-    z = (values.logsumexp(-1, keepdim=True).square() * real).sum()
-    return real.sum(), (p * real).sum(0), z
+    return real, p * real, values.logsumexp(-1, keepdim=True).square() * real
+
+
+def loss_sums(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
+    """Sums of _loss_rows() over the tokens: (number of tokens (), of p (E,), of logsumexp^2 ())."""
+    real, p, z = _loss_rows(logits, score, padding)
+    return real.sum(), p.sum(0), z.sum()
+
+
+def sequence_sums(
+    logits: Tensor, ids: Tensor, score: str, padding: Tensor | None, shape: tuple
+) -> tuple:
+    """Sums for sequence-wise balance (DeepSeek-V3): (number of sequences, their load-balancing
+    losses, number of tokens, logsumexp^2), all (). `shape` (..., S) is the shape of the T tokens: S
+    tokens are a sequence. A sequence that is all padding does not count."""
+    real, p, z = _loss_rows(logits, score, padding)
+    tokens = real.view(*shape, 1).sum(-2)
+    means = p.view(*shape, p.shape[1]).sum(-2) / tokens.clamp(min=1)
+    counts = counted(ids.view(*shape, ids.shape[1]).flatten(-2), p.shape[1])
+    shares = counts / (tokens * ids.shape[1]).clamp(min=1)
+    return (tokens > 0).sum(), p.shape[1] * (shares * means).sum(), real.sum(), z.sum()
 
 
 def losses_of_sums(shares: Tensor, tokens: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,6 +237,6 @@ def router_losses(
     _checks.tensor("padding", padding)
     _checks.dtype("padding", padding, (torch.bool,))
     _checks.shape("padding", padding, "(T,)", (logits.shape[0],))
-    counts = counted(ids, logits.shape[1])
+    counts = counted(ids.flatten(), logits.shape[1])
     slots = ((~padding).sum() * ids.shape[1]).clamp(min=1)
     return *plain_losses(logits, counts / slots, score, padding[:, None]), counts

@@ -89,6 +89,28 @@ def module_scores(world):
 
 
 @case
+def module_sequences(world):
+    """The first of 12 sequences may be all padding."""
+    options = {"lb_coef": 0.1, "score": "sigmoid", "balance": "sequence"}
+    parallel, one = modules(world, **options)
+    whole = inputs(world, "even").view(12, -1, D)
+    each = 12 // world.size
+    for padded in (0, 1, whole.shape[1]):
+        padding = torch.zeros(whole.shape[:2], dtype=torch.bool, device=whole.device)
+        padding[0, :padded] = True
+        part = slice(each * world.rank, each * (world.rank + 1))
+        _, aux = parallel(whole[part], padding_mask=padding[part])
+        _, of_one = one(whole, padding_mask=padding)
+        torch.testing.assert_close(aux.loss, of_one.loss, rtol=1e-5, atol=1e-7)
+        assert torch.equal(aux.tokens_per_expert, of_one.tokens_per_expert)
+        for module, loss in ((parallel, aux.loss), (one, of_one.loss)):
+            module.router.weight.grad = None
+            loss.backward()
+        parallel.sum_replicated_gradients()
+        close(world, "router", parallel.router.weight.grad, one.router.weight.grad)
+
+
+@case
 def module_splits(world):
     for split in SPLITS:
         for routing in ("topk", "token_rounding", "expert_choice"):

@@ -275,6 +275,36 @@ def test_the_balance_loss_divides_sigmoids_by_their_sum(height, padded, device):
     assert got.item() == pytest.approx(want.item(), rel=1e-5)
 
 
+@on_each
+@pytest.mark.parametrize("score", ["sigmoid", "softmax_before_topk"])
+def test_sequence_wise_balance(score, device):
+    """The mean of the sequences' own losses; sequences that are all padding do not count."""
+    options = {"score": score, "balance": "sequence", "lb_coef": 1.0, "z_coef": 0.1}
+    module, x = make(device, **options, router_dtype=torch.float32)
+    x = x.view(2, 2, T // 4, D)
+    for padding in (None, torch.arange(T, device=device).view(2, 2, -1) < T // 4 + 3):
+        mask = torch.zeros(x.shape[:-1], dtype=torch.bool, device=device)
+        mask = mask if padding is None else padding
+        aux = module(x, padding_mask=padding)[1]
+        each = []
+        for rows, hidden in zip(x.flatten(0, 1), mask.flatten(0, 1), strict=True):
+            module.balance = "batch"
+            if not hidden.all():
+                each.append(module(rows[~hidden])[1])
+            module.balance = "sequence"
+        assert len(each) == (4 if padding is None else 3)
+        want = torch.stack([one.load_balancing for one in each]).mean()
+        torch.testing.assert_close(aux.load_balancing, want)
+        assert torch.equal(aux.tokens_per_expert, sum(one.tokens_per_expert for one in each))
+        weight = module.router.weight
+        got, want = (torch.autograd.grad(loss, weight)[0] for loss in (aux.load_balancing, want))
+        torch.testing.assert_close(got, want)
+    empty = module(x[:0])[1]
+    assert empty.loss == 0 and module(x[0, 0])[1].load_balancing.shape == ()
+    with pytest.raises(ValueError, match='balance is "sequence", but routing is "expert_choice"'):
+        make(routing="expert_choice", balance="sequence")
+
+
 def test_the_load_balancing_loss_of_transformers_is_k_times_ours():
     pytest.importorskip("transformers")
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -309,7 +339,7 @@ def test_all_together_in_one_graph(routing):
     torch._dynamo.reset()
     options = {"router_dtype": torch.float32, "shared_experts": 1}
     if routing == "topk":
-        options |= {"score": "sigmoid", "selection_bias": True}
+        options |= {"score": "sigmoid", "selection_bias": True, "balance": "sequence"}
     module, _ = make(routing=routing, **options)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (24, 40, 57):

@@ -14,7 +14,7 @@ from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import GRADIENTS, ROUTING
 from .layer import TIMEOUT, Place, make_transport, run
 from .peer import Limits
-from .routing import AllTokens, group_losses
+from .routing import AllTokens, group_losses, group_sequence_losses
 
 EXPERTS = ("w_up", "w_down", "b_up", "b_down")
 _SEED_BITS = 62
@@ -225,12 +225,17 @@ class ExpertParallelMoE(MoE):
             return tokens.pairs(logits, lambda t: expert_choice(t, capacity))
 
     def _group_losses(self, logits, expert: Tensor, slots: int | None, score: str, padding):
-        counts = counted(expert.long(), self.num_experts)
+        counts = counted(expert.long().flatten(), self.num_experts)
         timeout = self.transport.timeout
         return group_losses(self.group, logits, counts, slots, score, padding, timeout)
 
-    def _losses(self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None) -> tuple:
+    def _losses(
+        self, logits: Tensor, ids: Tensor, options: dict, padding: Tensor | None, shape: tuple
+    ) -> tuple:
         padding = None if padding is None else padding[:, None]
+        if self.balance == "sequence":
+            rest = (padding, shape, self.transport.timeout)
+            return group_sequence_losses(self.group, logits, ids, options["score"], *rest)
         return self._group_losses(logits, ids, self.top_k, options["score"], padding)
 
     def _losses_of_choice(self, logits: Tensor, pairs: Pairs, padding: Tensor | None) -> tuple:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from ..routing import Pairs, loss_sums, losses_of_sums
+from ..routing import Pairs, counted, loss_sums, losses_of_sums, sequence_sums
 from ._group import ROUTING, Group
 
 
@@ -68,6 +68,35 @@ def pairs_of_equal_ranks(
     return _own(pairs, group.rank * logits.shape[0], logits)
 
 
+def _total(group: Group, mine: Tensor, timeout: float) -> Tensor:
+    """The sum of the ranks' values. Its gradient is that of this rank's values."""
+    total, *others = _gathered(group, mine, timeout).unbind()
+    for other in others:
+        total = total + other
+    return total + (mine - mine.detach())
+
+
+def group_sequence_losses(
+    group: Group,
+    logits: Tensor,
+    ids: Tensor,
+    score: str,
+    padding: Tensor | None,
+    shape: tuple,
+    timeout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As group_losses() for sequence-wise balance: the mean over the sequences of all ranks.
+    `shape` is the shape of this rank's tokens."""
+    experts = logits.shape[1]
+    sums = sequence_sums(logits, ids, score, padding, shape)
+    counts = counted(ids.flatten(), experts)
+    mine = torch.cat((counts.double(), torch.stack([t.double() for t in sums])))
+    counts, (sequences, balance, tokens, z) = _total(group, mine, timeout).split([experts, 4])
+    losses = balance / sequences.clamp(min=1), z / tokens.clamp(min=1)
+    load_balancing, z = (t.to(_ops.score_dtype(logits)) for t in losses)
+    return load_balancing, z, counts.detach().long()
+
+
 def group_losses(
     group: Group,
     logits: Tensor,
@@ -86,13 +115,8 @@ def group_losses(
     """
     tokens, p, z = (t.double() for t in loss_sums(logits, score, padding))
     mine = torch.cat((counts.double(), tokens.view(1), p, z.view(1)))
-    of_ranks = _gathered(group, mine, timeout)
-    total = of_ranks[0]
-    for other in of_ranks[1:]:
-        total = total + other
-    total = total + (mine - mine.detach())
     experts = logits.shape[1]
-    counts, tokens, p, z = total.split([experts, 1, experts, 1])
+    counts, tokens, p, z = _total(group, mine, timeout).split([experts, 1, experts, 1])
     rows = counts.sum() if slots is None else tokens * slots
     shares = counts.detach() / rows.clamp(min=1)
     losses = losses_of_sums(shares, tokens, p, z)
