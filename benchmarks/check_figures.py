@@ -62,7 +62,7 @@ def tables_of(tables):
 
 def performance_parts():
     yield MARKERS, "the CPU table", table(newest_record())
-    yield from tables_of(h200_page.TABLES)
+    yield from tables_of(h200_page.TABLES | readme_page.ANSWERS)
 
 
 def demo_parts():
@@ -72,7 +72,7 @@ def demo_parts():
 
 def fp8_parts():
     """The speed, and the tables that examples/precision_study.py wrote with its records."""
-    yield from tables_of(fp8_page.TABLES)
+    yield from tables_of(fp8_page.TABLES | readme_page.FP8)
     small, large = (RESULTS / folder / "precision.md" for folder in ("study", "h200"))
     yield from tables_of({"precision": small.read_text, "precision-126m": large.read_text})
 
@@ -86,7 +86,7 @@ def training_parts():
 
 
 def distributed_parts():
-    yield from tables_of(ep2_figures.TABLES | scaling_figures.TABLES)
+    yield from tables_of(ep2_figures.TABLES | scaling_figures.TABLES | readme_page.RANKS)
 
 
 DOCUMENTS = {

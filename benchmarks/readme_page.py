@@ -1,4 +1,4 @@
-"""README.md's five reasons and its table beside other implementations, from the records."""
+"""What the first screens of README.md and of pages promise, from the records."""
 
 from __future__ import annotations
 
@@ -121,4 +121,74 @@ def beside():
     )
 
 
+def span(values):
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def answers():
+    """The three answers of docs/performance.md."""
+    hot = newest("hot")
+    (forward, backward), _ = over_sonic()
+    (grouped_fwd, grouped_bwd), _ = mean_over(grouped_ratio)
+    rows = large(hot)
+    rates = [row["ours_cpp"][f"{which}_tflops"] for row in rows for which in PASSES]
+    ours, sonic, scatter, torch = kept()
+    least = min(hot["rows"], key=lambda row: ratio(row, "fwd"))
+    close = min(rows, key=lambda row: ratio(row, "fwd") / grouped_ratio(row, "fwd"))
+    small = ratio(close, "fwd") / grouped_ratio(close, "fwd")
+    fast = (
+        f"- **How fast?** {min(rates):.0f} to {max(rates):.0f} TFLOP/s on the {len(rows)} large "
+        f"layers: {forward:.2f}/{backward:.2f} times the speed of sonic-moe (forward/backward, "
+        f"geometric means), {grouped_fwd:.2f}/{grouped_bwd:.2f} times that of compiled "
+        f"`grouped_mm`, and {span([ratio(r, 'fwd') for r in rows])} / "
+        f"{span([ratio(r, 'bwd') for r in rows])} times that of an idealised cuBLAS layer."
+    )
+    memory = (
+        "- **How much memory?** X, H (4TKn bytes in bf16) and a little metadata: "
+        f"{ours:.0f} MiB beside X at {LAYER}, where sonic-moe keeps {sonic:.0f}, ScatterMoE "
+        f"{scatter:.0f} and compiled `grouped_mm` {torch:.0f}."
+    )
+    unless = (
+        "- **When not?** With few tokens the weights' bytes decide, and the layer is at best as "
+        f"fast as cuBLAS ({least['config']}, {least['T']} tokens: {ratio(least, 'fwd'):.2f} times "
+        "the forward speed). With few wide experts the gain over `grouped_mm` is small "
+        f"({close['config']}: {small:.2f} times the forward speed). Cards other than H100 and "
+        "H200 have not been tried. The CPU backend is for tests."
+    )
+    return "\n".join((fast, memory, unless))
+
+
+def ranks():
+    """What docs/distributed.md promises."""
+    rows = extra("ep2")["rows"]
+
+    def times(name):
+        found = [row for row in rows if name in row and "alone_torch" in row]
+        return [sum(row[name].values()) / sum(row["alone_torch"].values()) for row in found]
+
+    peer = [row for row in rows if "ours_torch" in row]
+    return (
+        f"**What to expect**: over peer memory on two H200, forward and backward take "
+        f"{span(times('ours_torch'))} times as long as the layer alone with as many rows "
+        f"({len(peer)} layers, `max_tokens` and `capacity` given), over NCCL's all-to-all "
+        f"{span(times('ours_all_to_all'))} times ([table](#what-it-costs))."
+    )
+
+
+def fp8():
+    """What docs/fp8.md promises."""
+    rows = extra("fp8")["rows"]
+    speeds = [fp8_speeds(row)[1] for row in rows]
+    halves = [row["kept_mib"]["fp8"] / row["kept_mib"]["bf16"] for row in rows]
+    return (
+        f'**What to call**: `precision="auto"`. **What to expect**: {span(speeds)} times the speed '
+        f"of bf16, forward and backward, and {span(halves)} of its kept memory ({len(rows)} "
+        "layers, one H200). In two studies the final loss was not worse than with bf16 "
+        "([quality](#quality))."
+    )
+
+
 TABLES = {"why": reasons, "beside": beside}
+ANSWERS = {"answers": answers}
+RANKS = {"expect": ranks}
+FP8 = {"expect": fp8}
