@@ -12,6 +12,7 @@ import pytest
 import torch
 from sonicmoe_cpp.integrations import _hf_experts, _hf_lora, hf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -105,7 +106,7 @@ def test_the_sum_is_formed_only_where_it_must_be(calls):
 
 
 def test_another_release_of_peft_forms_the_sum(calls, monkeypatch):
-    theirs = ParamWrapper._activate_lora.__wrapped__.__wrapped__
+    theirs = ParamWrapper._activate_lora.__wrapped__
     monkeypatch.setattr(ParamWrapper, "_activate_lora", theirs)
     monkeypatch.setattr(_hf_lora, "PEFT", "0.99.")
     hf.register()
@@ -290,25 +291,62 @@ def test_a_merged_model_is_saved_whole(tmp_path):
     torch.testing.assert_close(logits(again), want, rtol=1e-4, atol=1e-4)
 
 
-def test_an_interrupted_merge_is_continued(monkeypatch):
-    """Ctrl-C at any computation of a delta, then the merge again: as without it."""
-    want = logits(adapted().merge_and_unload(safe_merge=True))
-    delta = ParamWrapper.get_delta_weight
-    for last in range(4):
-        count = iter(range(100))
+class Interrupt(TorchDispatchMode):
+    """Ctrl-C while operator number `last` runs. As from a keyboard, Python raises KeyboardInterrupt
+    after the operator has returned."""
 
-        def interrupted(self, adapter, last=last, count=count):
-            value = delta(self, adapter)
-            if next(count) == last:
-                signal.raise_signal(signal.SIGINT)
-            return value
+    def __init__(self, last):
+        super().__init__()
+        self.left = last
 
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        self.left -= 1
+        return result
+
+
+@pytest.mark.parametrize("unmerge", [False, True])
+def test_an_interrupted_merge_is_continued(unmerge):
+    """Ctrl-C at any operator of a merge, then the merge again: as without it."""
+
+    def run(model):
+        return model.unmerge_adapter() if unmerge else model.merge_adapter()
+
+    def start():
         model = adapted()
-        monkeypatch.setattr(ParamWrapper, "get_delta_weight", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model.merge_and_unload(safe_merge=True)
-        monkeypatch.setattr(ParamWrapper, "get_delta_weight", delta)
-        assert torch.equal(logits(model.merge_and_unload(safe_merge=True)), want)
+        if unmerge:
+            model.merge_adapter()
+        return model
+
+    whole = start()
+    run(whole)
+    want, count = logits(whole), 0
+    while True:
+        model = start()
+        try:
+            with Interrupt(count):
+                run(model)
+            break  # there are fewer operators
+        except KeyboardInterrupt:
+            run(model)
+        assert torch.equal(logits(model), want), count
+        count += 1
+    assert count > 20
+
+
+def test_factors_that_are_not_finite_are_not_merged():
+    model = adapted()
+    _, experts = hf_models.experts_of(model)[1]
+    before = experts.down_proj.clone()
+    with torch.no_grad():
+        next(p for n, p in factors(model).items() if "layers.1.mlp.experts.lora_A" in n)[0] = (
+            math.inf
+        )
+    with pytest.raises(ValueError, match="NaNs detected in the merged weights"):
+        model.merge_and_unload()
+    assert torch.equal(experts.down_proj, before)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -447,6 +485,30 @@ def test_refused_calls_change_nothing():
         empty = transformers.AutoModelForCausalLM.from_config(model.config)
     with pytest.raises(ValueError, match="is on the meta device, not loaded or offloaded"):
         hf.add_lora(empty, 2, 2)
+
+
+def test_a_second_peft_model_is_refused():
+    """It would save the experts' factors, but its config would not name them."""
+    model = hf_models.build("qwen3_moe")
+    ours = fill(hf.add_lora(model, 3, 6.0))
+    want = logits(ours)
+    for inner in (model, ours):
+        with pytest.raises(ValueError, match="which a second adapter's config would not name"):
+            peft.get_peft_model(inner, peft.LoraConfig(target_modules=["q_proj"]))
+    assert torch.equal(logits(ours), want)
+    again = peft.get_peft_model(ours.unload(), peft.LoraConfig(target_modules=["q_proj"]))
+    assert logits(again).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_factors_loaded_beside_offloaded_experts_are_refused(tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    adapted().save_pretrained(tmp_path)
+    model = hf_models.build("qwen3_moe")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    model = peft.PeftModel.from_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match="low-rank factors are on the meta device, where PEFT put"):
+        model(IDS)
 
 
 def test_quantised_experts_are_refused():

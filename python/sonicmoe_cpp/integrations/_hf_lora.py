@@ -8,6 +8,8 @@ import contextlib
 import copy
 import functools
 import re
+import signal
+import threading
 import warnings
 from importlib import metadata
 
@@ -31,11 +33,25 @@ def _weight(linear: nn.Module) -> Tensor:
     only, so its hook is run here."""
     hook = getattr(linear, "_hf_hook", None)
     if not getattr(hook, "offload", False):
+        if linear.weight.is_meta:
+            raise ValueError(
+                "low-rank factors are on the meta device, where PEFT put them beside offloaded "
+                "experts: load them before the model is offloaded"
+            )
         return linear.weight
     hook.pre_forward(linear)
     weight = linear.weight
     hook.post_forward(linear, None)
     return weight
+
+
+def _replace(kind: type, name: str, make) -> None:
+    """Replaces a method by make(method), once."""
+    method = getattr(kind, name)
+    if not hasattr(method, "_sonicmoe_cpp"):
+        new = functools.wraps(method)(make(method))
+        new._sonicmoe_cpp = True
+        setattr(kind, name, new)
 
 
 def _factors_of(wrapper, adapter: str) -> LowRank:
@@ -67,21 +83,11 @@ def _takes_factors(wrapper) -> bool:
     return not any(p.requires_grad or _checks.is_distributed(p) for p in parameters)
 
 
-def hand_over_factors() -> None:
-    """Replaces the method by which PEFT's ParamWrapper changes a parameter during forward. It runs
+def _handing_over(fold):
+    """Instead of ParamWrapper._activate_lora, which changes a parameter during forward. It runs
     only for active, enabled and unmerged adapters."""
-    try:
-        from peft.tuners.lora.layer import ParamWrapper
-    except ImportError:
-        return
-    if not _is_known():
-        return
-    fold = ParamWrapper._activate_lora
-    if hasattr(fold, "_sonicmoe_cpp"):
-        return
 
     @contextlib.contextmanager
-    @functools.wraps(fold)
     def activate(self, active_adapters):
         adapters = [a for a in active_adapters if a in self.lora_A]
         if not adapters or not _takes_factors(self):
@@ -95,8 +101,73 @@ def hand_over_factors() -> None:
         finally:
             del factors[self.parameter_name]
 
-    activate._sonicmoe_cpp = True
-    ParamWrapper._activate_lora = activate
+    return activate
+
+
+@contextlib.contextmanager
+def _uninterrupted():
+    """Delays Ctrl-C to the end of the block. Only the main thread gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _merging_whole(merge):
+    """ParamWrapper.merge adds to the weight in place and records it afterwards: an interrupt or an
+    error between them would let the next merge add again."""
+
+    def merge_whole(self, safe_merge=False, adapter_names=None):
+        with _uninterrupted():
+            safe_merge = safe_merge or is_experts(self.get_base_layer())
+            merge(self, safe_merge=safe_merge, adapter_names=adapter_names)
+
+    return merge_whole
+
+
+def _unmerging_whole(unmerge):
+    def unmerge_whole(self):
+        with _uninterrupted():
+            unmerge(self)
+
+    return unmerge_whole
+
+
+def _refusing_a_second_adapter(init):
+    """A second PeftModel around experts with factors would save the factors, but its config would
+    not name them, so that they would not be loaded."""
+
+    def refuse(self, model, *arguments, **options):
+        if _has_factors(model):
+            raise ValueError(
+                f"the experts of {type(model).__name__} have low-rank factors already, which a "
+                "second adapter's config would not name: unload() first, or adapt other layers by "
+                "hf.add_lora(..., target_modules=)"
+            )
+        init(self, model, *arguments, **options)
+
+    return refuse
+
+
+def adopt_factors() -> None:
+    """Replaces methods of PEFT, so that its factors of experts are computed without W + B A."""
+    try:
+        from peft import PeftModel
+        from peft.tuners.lora.layer import ParamWrapper
+    except ImportError:
+        return
+    if _is_known():
+        _replace(ParamWrapper, "_activate_lora", _handing_over)
+        _replace(ParamWrapper, "merge", _merging_whole)
+        _replace(ParamWrapper, "unmerge", _unmerging_whole)
+        _replace(PeftModel, "__init__", _refusing_a_second_adapter)
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -106,18 +177,12 @@ def _has_factors(model: nn.Module) -> bool:
     return any(name.endswith("base_layer") for name in experts_of(model))
 
 
-def save_factors_of_parts() -> None:
-    """Wraps PreTrainedModel.save_pretrained. A model whose experts PEFT has wrapped, and which is
-    inside a PeftModel or around one, would be written under names that from_pretrained does not
-    find. It is saved as transformers saves a model with an adapter: in PEFT's format."""
-    from transformers import PreTrainedModel
+def _saving_factors(save):
+    """A model whose experts PEFT has wrapped, and which is inside a PeftModel or around one, would
+    be written under names that from_pretrained does not find. It is saved as transformers saves a
+    model with an adapter: in PEFT's format."""
 
-    save = PreTrainedModel.save_pretrained
-    if hasattr(save, "_sonicmoe_cpp"):
-        return
-
-    @functools.wraps(save)
-    def checked(self, *arguments, **options):
+    def saving(self, *arguments, **options):
         if getattr(self, "_hf_peft_config_loaded", False) or not _has_factors(self):
             return save(self, *arguments, **options)
         configs = {id(c): c for m in self.modules() if (c := vars(m).get("peft_config"))}
@@ -135,8 +200,13 @@ def save_factors_of_parts() -> None:
             for name in {"peft_config", "_hf_peft_config_loaded"} - before.keys():
                 delattr(self, name)
 
-    checked._sonicmoe_cpp = True
-    PreTrainedModel.save_pretrained = checked
+    return saving
+
+
+def save_factors_of_parts() -> None:
+    from transformers import PreTrainedModel
+
+    _replace(PreTrainedModel, "save_pretrained", _saving_factors)
 
 
 # ---- add_lora ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ._hf_experts import Plan, experts_forward, experts_of, plan_of, set_precision
-from ._hf_lora import add_lora, hand_over_factors, save_factors_of_parts
+from ._hf_lora import add_lora, adopt_factors, save_factors_of_parts
 
 __all__ = [
     "NAME",
@@ -68,7 +68,7 @@ def register(name: str = NAME) -> str:
     for interface in interfaces:
         interface.register(name, experts_forward)
     _warn_of_models_that_never_ask()
-    hand_over_factors()
+    adopt_factors()
     save_factors_of_parts()
     return name
 
