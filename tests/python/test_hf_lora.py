@@ -237,11 +237,13 @@ def test_other_layers_and_whole_modules_in_the_same_adapter(tmp_path):
 def test_a_peft_model_gets_the_experts_in_its_own_adapter(architecture, tmp_path, calls):
     model = hf_models.build(architecture)
     base = logits(model)
-    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 2})
+    theirs = peft.get_peft_model(model, config).eval()
     fill(theirs)
     attention = {n: p.clone() for n, p in factors(theirs).items()}
     assert hf.add_lora(theirs, 3, 6.0) is theirs
     assert all(torch.equal(factors(theirs)[n], p) for n, p in attention.items())
+    assert {m.r["default"] for m in theirs.modules() if isinstance(m, ParamWrapper)} == {3}
     trained = {n for n, p in theirs.named_parameters() if p.requires_grad}
     assert trained == factors(theirs).keys() and len(trained) == 4 + 8
     fill(theirs)
@@ -539,6 +541,13 @@ def test_an_adapter_that_would_not_know_of_the_experts():
     theirs.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"must have one adapter, of LoRA, made by PEFT 0\.21"):
         hf.add_lora(theirs, 2, 2)
+    wide = peft.LoraConfig(target_modules=["q_proj"], rank_pattern={".*": 4})
+    wide = peft.get_peft_model(hf_models.build("qwen3_moe"), wide)
+    with pytest.raises(
+        ValueError, match=r"pattern \.\* of rank or alpha \(4\) holds for mlp\.experts"
+    ):
+        hf.add_lora(wide, 2, 2)
+    hf.add_lora(wide, 4, 2)
     dropping = peft.get_peft_model(
         hf_models.build("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     )

@@ -257,6 +257,23 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], rank: int, alpha: fl
                 )
 
 
+def _with_patterns(patterns: dict, targets: list[str], value) -> dict:
+    """PEFT's rank_pattern or alpha_pattern with the value for all targets."""
+    from peft.utils.other import get_pattern_key
+
+    # The first pattern that matches holds, and the file has them sorted.
+    own = {re.escape(target): value for target in targets}
+    found = dict(sorted((patterns | own).items()))
+    for target in targets:
+        key = get_pattern_key(found, target)
+        if found[key] != value:
+            raise ValueError(
+                f"the adapter's pattern {key} of rank or alpha ({found[key]}) holds for {target}, "
+                f"too, which must have {value}"
+            )
+    return found
+
+
 def _extend(model, targets: list[str], rank: int, alpha: float, cast: bool) -> None:
     """Adds the experts to the only adapter of a PeftModel, so that one file and one config have all
     of it. PEFT has no public function for this."""
@@ -266,17 +283,20 @@ def _extend(model, targets: list[str], rank: int, alpha: float, cast: bool) -> N
             f"target_parameters={targets} to its own LoraConfig"
         )
     (name,) = model.peft_config
-    config = copy.deepcopy(model.peft_config[name])
+    before = model.peft_config[name]
+    config = copy.deepcopy(before)
     config.target_parameters = sorted({*(config.target_parameters or ()), *targets})
-    for target in map(re.escape, targets):
-        if rank != config.r:
-            config.rank_pattern[target] = rank
-        if alpha != config.lora_alpha:
-            config.alpha_pattern[target] = alpha
+    config.rank_pattern = _with_patterns(config.rank_pattern, targets, rank)
+    config.alpha_pattern = _with_patterns(config.alpha_pattern, targets, alpha)
     tuner = model.base_model
-    tuner._inject_parameters(config, tuner.model, name, low_cpu_mem_usage=False)
-    tuner._cast_adapter_dtype(name, autocast_adapter_dtype=cast)
     model.peft_config[name] = config
+    try:
+        tuner._inject_parameters(config, tuner.model, name, low_cpu_mem_usage=False)
+    except BaseException:
+        if not _has_factors(model):
+            model.peft_config[name] = before
+        raise
+    tuner._cast_adapter_dtype(name, autocast_adapter_dtype=cast)
 
 
 def _say(model: nn.Module, count: int) -> None:
