@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _library
 
@@ -45,6 +46,21 @@ def not_distributed(name: str, value) -> None:
         raise TypeError(
             f"{name} is a DTensor, must be a plain torch.Tensor: pass {name}.to_local(), or shard "
             "the module by fully_shard, which gathers its parameters before forward"
+        )
+
+
+def is_wrapped(value) -> bool:
+    """Whether `value` is of another tensor class that keeps its data in inner tensors, for example
+    torchao's quantised tensors. Its dtype is the dtype that it stands for."""
+    return is_traceable_wrapper_subclass(value) and not is_distributed(value)
+
+
+def plain(name: str, value) -> None:
+    """Refuses DTensors and other classes of tensors; takes any other value."""
+    not_distributed(name, value)
+    if is_wrapped(value):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, must be a plain torch.Tensor: dequantise it first"
         )
 
 

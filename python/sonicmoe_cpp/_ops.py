@@ -396,7 +396,7 @@ def _kernel(name: str):
                 return operator(*arguments)
         except RuntimeError as error:
             for argument, value in zip(_arguments(name), arguments, strict=False):
-                _checks.not_distributed(argument.name, value)
+                _checks.plain(argument.name, value)
             sentence = str(error)
             for beginning, kind in ERRORS.items():
                 if sentence.startswith(beginning):

@@ -5,6 +5,7 @@ import re
 import pytest
 import sonicmoe_cpp
 import torch
+from quantised_tensor import CodedTensor
 from sonicmoe_cpp.lora import LowRank, lora_moe
 
 T, D, N, E, K = 6, 8, 4, 3, 2
@@ -368,6 +369,17 @@ def test_transforms_that_do_not_differentiate_the_layer():
     assert torch.equal(scaled(torch.ones(())), want.sum())
     with torch.autograd.forward_ad.dual_level():
         assert torch.equal(sonicmoe_cpp.moe(x, **values), want)
+
+
+def test_tensors_of_quantisation_packages_are_refused_by_name():
+    coded = CodedTensor(torch.zeros(E, D, N, dtype=torch.int8))
+    values = {k: v.bfloat16() if v.is_floating_point() else v for k, v in arguments().items()}
+    for x in (values["x"], values["x"].clone().requires_grad_()):
+        with pytest.raises(TypeError, match="w_down is a CodedTensor, must be a plain"):
+            sonicmoe_cpp.moe(**values | {"x": x, "w_down": coded})
+    low = {"up": LowRank(torch.randn(E, 2, D).bfloat16(), torch.randn(E, 2 * N, 2).bfloat16())}
+    with pytest.raises(TypeError, match="is a CodedTensor, must be a plain"):
+        lora_moe(**values | {"w_down": coded}, activation="swiglu", **low)
 
 
 def test_another_device_is_not_supported():

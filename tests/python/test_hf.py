@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
+from quantised_tensor import CodedTensor
 from reference import assert_twice, error
 from sonicmoe_cpp import Activation
 from sonicmoe_cpp.integrations import hf
@@ -382,6 +383,21 @@ def test_quantised_experts_are_refused_by_name():
     with pytest.raises(NotImplementedError, match="gate_up_proj of FP8Experts is quantised"):
         experts(*routing())
     assert list(hf.supports(nn.Sequential(experts)).refused) == ["0"]
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_weights_that_become_quantised_tensors_are_refused_by_name(name):
+    experts = make_experts().bfloat16()
+    assert hf.supports(nn.Sequential(experts))
+    whole = getattr(experts, name)
+    coded = nn.Parameter(CodedTensor(torch.zeros(whole.shape, dtype=torch.int8)), False)
+    setattr(experts, name, coded)
+    sentence = rf"{name} of Experts is quantised \(CodedTensor\)"
+    assert re.match(sentence, hf.supports(nn.Sequential(experts)).refused["0"])
+    with pytest.raises(NotImplementedError, match=sentence):
+        experts(*routing())
+    setattr(experts, name, whole)
+    assert hf.supports(nn.Sequential(experts))
 
 
 def test_post_expert_norm_is_refused():

@@ -67,12 +67,25 @@ def _refusal(module: nn.Module) -> NotImplementedError:
     )
 
 
+def _quantised(module: nn.Module) -> str | None:
+    """The first quantised weight of a module and its dtype or class, None if there is none."""
+    for name in (up_name(module), "down_proj"):
+        weight = getattr(module, name)
+        if _checks.is_wrapped(weight):
+            return f"{name} of {type(module).__name__} is quantised ({type(weight).__name__})"
+        if weight.dtype not in _checks.FLOATS:
+            dtype = _checks.names([weight.dtype])
+            return f"{name} of {type(module).__name__} is quantised ({dtype})"
+    return None
+
+
 def _facts(module: nn.Module) -> tuple:
-    """A key that identifies a module's activation. It contains the function _apply_gate of the
-    class and not the class itself, because PEFT makes a new class at every call."""
+    """A key that identifies a module's activation and whether its weights can be computed with. It
+    contains the function _apply_gate of the class and not the class itself, because PEFT makes a
+    new class at every call."""
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float))}
     gate = getattr(type(module), "_apply_gate", type(module))
-    return getattr(module, "act_fn", None), gate, numbers
+    return getattr(module, "act_fn", None), gate, numbers, _quantised(module)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -101,13 +114,9 @@ def _refuse_unsupported(module: nn.Module) -> None:
     """Refuses modules that cannot be computed for a reason other than their activation."""
     kind = type(module).__name__
     other = "sonicmoe_cpp does not compute: use another experts_implementation for this model"
-    for name in (up_name(module), "down_proj"):
-        dtype = getattr(module, name).dtype
-        if dtype not in _checks.FLOATS:
-            raise NotImplementedError(
-                f"{name} of {kind} is quantised ({_checks.names([dtype])}), which {other}, or load "
-                "it dequantised"
-            )
+    quantised = _quantised(module)
+    if quantised is not None:
+        raise NotImplementedError(f"{quantised}, which {other}, or load it dequantised")
     if getattr(module, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"{kind} normalises every expert's output (has_post_expert_norm), which {other}"
