@@ -39,6 +39,11 @@ def _weight(linear: nn.Module) -> Tensor:
                 "experts: load them before the model is offloaded"
             )
         return linear.weight
+    if linear.training and linear.weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "low-rank factors are offloaded, so they would not be trained: accelerate frees what "
+            "it brings back, with its gradient (for evaluation call model.eval())"
+        )
     hook.pre_forward(linear)
     weight = linear.weight
     hook.post_forward(linear, None)
