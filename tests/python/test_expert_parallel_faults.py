@@ -14,8 +14,10 @@ import exchange_fake
 import expert_parallel_functions as functions
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
-from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, transport
+from sonicmoe_cpp import Activation
+from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, _peers, transport
 
 pytestmark = pytest.mark.slow
 SIZE = 3
@@ -51,9 +53,10 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Exchanges of a step: 2 to 6 are a forward's (counts, pairs, rows, weights, rows back), 7 its
-# losses', 8 to 12 the backward's. The first one is that of the module's seed.
-FORWARD, BACKWARD, LATER = 6, 10, 21
+# Exchanges: 1 is the group's first, 2 that of the module's seed. Those of a step are, on the CPU, 3
+# and 4 for the losses, 5 to 9 of the layer (counts, pairs, rows, weights, rows back), and 10 to 14
+# of its backward. On CUDA they are 3, 4 to 8 and 9 to 12.
+FORWARD, BACKWARD, LATER = 6, 11, 23
 
 
 def killed(rank, size, folder, victim, number):
@@ -63,7 +66,7 @@ def killed(rank, size, folder, victim, number):
 
 
 def killed_1_first(*world):
-    """Rank 1 is killed before the first exchange, which is that of the module's seed."""
+    """Rank 1 is killed before the group's first exchange."""
     killed(*world, 1, 1)
 
 
@@ -91,6 +94,43 @@ def test_a_killed_rank(function, victim, tmp_path):
         assert "ExpertParallelError: expert parallelism, call" in each["error"], each
         assert each["seconds"] < SOON
         assert re.search(rf"ranks? (.* )?{victim} \(process \d+\).* ended", each["error"]), each
+
+
+def restarted(rank, size, folder, late):
+    """As after a restart by torchrun, whose store survives: it has a failure of rank 1 and the
+    process of rank 1, from before this attempt. Rank 1 is so late that the others read it."""
+    if rank == 1:
+        before = _peers.Peers(dist.group.WORLD)
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_peers.Process, "now", lambda: 0)
+            before.this = before.this._replace(pid=ended.pid)
+            before._write("process/1", [*before.this, 0])
+            before.failed(_peers.FOR_GOOD, "in the attempt before")
+        _peers._made.clear()
+    dist.barrier()
+    if late == "at first" and rank == 1:
+        time.sleep(2.5 * _group.PATIENCE)
+    layer = module()
+    if late == "later" and rank == 1:
+        time.sleep(2.5 * _group.PATIENCE)
+    steps(layer)
+    return "done"
+
+
+def restarted_and_late_at_first(*world):
+    restarted(*world, "at first")
+
+
+def restarted_and_late_later(*world):
+    restarted(*world, "later")
+
+
+@pytest.mark.parametrize("function", [restarted_and_late_at_first, restarted_and_late_later])
+def test_restart_with_the_same_store(function, tmp_path):
+    for each in worlds.run(function, SIZE, tmp_path):
+        assert "error" not in each, each
 
 
 def stalls(rank, size, folder):
@@ -254,7 +294,23 @@ def test_a_rank_that_leaves_a_step(tmp_path):
         assert "ExpertParallelError" in each["error"], each
         assert each["seconds"] < SOON
     others = found[0]["error"], found[2]["error"]
-    assert any("call 4 in its forward on rank 1" in error for error in others), others
+    assert any("sums of the losses on rank 1" in error for error in others), others
+
+
+def waits_elsewhere(rank, size, folder):
+    """Collectives that do not match, as a hook of the user's between them could make them."""
+    group = _group.group_of(None)
+    group.read_all(_group.ROUTING, [0], torch.device("cpu"), 60.0)
+    if rank == 1:
+        group.all_gather(torch.zeros(3), 4.0)
+    else:
+        group.all_to_all(torch.zeros(size, 1), [1] * size, [1] * size, 4.0)
+
+
+def test_ranks_that_wait_in_different_exchanges(tmp_path):
+    found = [each["error"] for each in worlds.run(waits_elsewhere, 2, tmp_path)]
+    sentence = "all ranks wait (rank 0 in an exchange of rows, rank 1 in an exchange of sums)"
+    assert any(sentence in error for error in found), found
 
 
 def makes_another_call(rank, size, folder):
@@ -296,6 +352,101 @@ def other_sizes(rank, size, folder):
 def test_ranks_with_other_sizes(tmp_path):
     found = worlds.run(other_sizes, SIZE, tmp_path)
     assert "but d is 16 on rank 1 and 24 on rank 0" in found[0]["error"], found[0]
+
+
+DIFFERENT = {
+    "top_k": 2,
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "activation": "geglu",
+    "gate_layout": "interleaved",
+    "bias": True,
+    "routing": "expert_choice",
+    "score": "softmax_before_topk",
+    "renormalize": True,
+    "scale": 2.0,
+    "tile": 64,
+    "rounding": "up",
+    "seed": 1,
+    "lb_coef": 0.1,
+    "z_coef": 0.1,
+    "router_dtype": torch.float64,
+    "dtype": torch.float64,
+    "shared_experts": 1,
+    "transport": "all_to_all",
+}
+SIZES = {"num_experts": 12, "top_k": 3, "hidden_size": 24, "intermediate_size": 16}
+
+
+def other_options(rank, size, folder):
+    """Rank 1 alone has another value of one option; each option in a group of its own."""
+    _peers.GRACE = 0.0
+    found = {}
+    for name, value in DIFFERENT.items():
+        options = SIZES | {"group": dist.new_group(range(size))}
+        if rank == 1:
+            options[name] = value
+        try:
+            ExpertParallelMoE(**options)
+        except _peers.ExpertParallelError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_with_other_options(tmp_path):
+    found = worlds.run(other_options, SIZE, tmp_path)
+    for name, value in DIFFERENT.items():
+        for rank, each in enumerate(found):
+            sentence = each["result"][name]
+            assert f"but {name} is " in sentence, sentence
+            other = f"{value!r} on rank 1" if name == "activation" else f"{value} on rank 1"
+            assert other in sentence.replace("('geglu', None, None)", "'geglu'"), sentence
+            assert f"on rank {rank}" in sentence or rank == 1, sentence
+
+
+def another_activation(rank, size, folder):
+    _peers.GRACE = 0.0
+    world = functions.World(rank, size, "cpu", folder, saves=False)
+    found = {}
+    options = {"activation": "geglu", "gate_layout": "interleaved"}
+    options["alpha or limit of activation"] = Activation("swiglu_oai", limit=3.0)
+    for name, value in options.items():
+        mine = functions.mine_of(world, functions.random_layer(), torch.float32, "even")
+        option = name.rpartition(" ")[-1]
+        if option == "activation":
+            mine.options[option] = "swiglu" if value == "geglu" else Activation("swiglu_oai")
+        if rank == 1:
+            mine.options[option] = value
+        try:
+            functions.by_ids(mine, dist.new_group(range(size)))
+        except _peers.ExpertParallelError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_that_call_functions_with_other_options(tmp_path):
+    for each in worlds.run(another_activation, SIZE, tmp_path):
+        found = each["result"]
+        assert "but activation is geglu on rank 1 and swiglu on rank" in found["activation"] or (
+            "but activation is swiglu on rank 0 and geglu on rank 1" in found["activation"]
+        )
+        assert "but gate_layout is " in found["gate_layout"]
+        name = "alpha or limit of activation"
+        assert f"but {name} is of hash " in found[name]
+
+
+def a_short_limit(rank, size, folder):
+    """Rank 1 comes to the first exchange when rank 0 has given up."""
+    until = time.monotonic() + 20
+    while rank == 1 and time.monotonic() < until and not (folder / f"0-of-{size}.json").is_file():
+        time.sleep(0.05)
+    _group.group_of(None).read_all(_group.ROUTING, [0], torch.device("cpu"), 1e-4)
+
+
+def test_a_limit_below_a_millisecond(tmp_path):
+    found = worlds.run(a_short_limit, 2, tmp_path)[0]
+    assert "rank 1 did not come within 0.0001 s" in found["error"], found
+    assert found["seconds"] < 15
 
 
 def test_faults_over_peer_memory():

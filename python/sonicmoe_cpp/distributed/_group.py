@@ -26,7 +26,7 @@ SLICE = 0.25
 PATIENCE = 1.0
 # The purposes of read(). WIDTH is the largest number of values that a rank sends to another rank in
 # one read().
-FORWARD, BACKWARD, ROUTING, GRADIENTS, CHOICE, RESET = range(6)
+FORWARD, BACKWARD, ROUTING, GRADIENTS, CHOICE, RESET, MEETING, LOSSES = range(8)
 READS = (
     "forward",
     "backward",
@@ -34,7 +34,12 @@ READS = (
     "sum of gradients",
     "choice of a transport",
     "reset of the exchange",
+    "first exchange",
+    "sums of the losses",
 )
+# In these the number of the call may differ between ranks: after a fault, and because in a compiled
+# module only the layer itself is a call.
+NOT_NUMBERED = (RESET, MEETING, LOSSES)
 WIDTH = 8
 
 
@@ -57,6 +62,8 @@ class Group:
         self.rank, self.size = group.rank(), group.size()
         self.calls = self.exchanges = 0
         self.layers = 0
+        self._met = False
+        self._place = ""  # describes the current collective
         self._served: set[str] = set()  # device types that the group can exchange
         self.name = group.group_name
         self._inside = False
@@ -175,7 +182,7 @@ class Group:
             if waited < (asked + 1) * patience:
                 continue
             if asked == 0:
-                self.peers.waits(self.exchanges)
+                self.peers.waits(self.exchanges, self._place)
             asked += 1
             problem = self.peers.problem(moment)
             if problem is not None:
@@ -184,7 +191,7 @@ class Group:
                     break
                 self._fail(problem)
             if waited > timeout:
-                self._fail(f"{self.peers.absent(self.exchanges)} within {timeout:g} s")
+                self._fail(f"{self.peers.absent(self.exchanges, self._place)} within {timeout:g} s")
         if device.type == "cuda":
             self._complete(work)
 
@@ -193,7 +200,8 @@ class Group:
         try:
             if device.type == "cuda":
                 return _polled(work, seconds)
-            work.wait(timedelta(seconds=seconds))
+            # In whole milliseconds; gloo would wait 0 ms for ever.
+            work.wait(timedelta(milliseconds=max(1, round(1e3 * seconds))))
         except RuntimeError:
             if not work.is_completed():
                 return False
@@ -238,6 +246,7 @@ class Group:
         data = rows.contiguous().view(rows.shape[0], size).view(torch.uint8)
         found = rows.new_empty((sum(received), *rows.shape[1:]))
         into = found.view(found.shape[0], size).view(torch.uint8)
+        self._place = "an exchange of rows"
         work = self._launch(dist.all_to_all_single, into, data, received, sent)
         self._finish(work, rows.device, timeout)
         return found
@@ -245,28 +254,40 @@ class Group:
     def all_gather(self, values: Tensor, timeout: float) -> Tensor:
         """Gathers the values (...) of all ranks, whose shapes are equal, as (W, ...)."""
         found = values.new_empty((self.size, *values.shape))
+        self._place = "an exchange of sums"
         work = self._launch(dist.all_gather, list(found.unbind()), values.detach().contiguous())
         self._finish(work, values.device, timeout)
         return found
+
+    def gather_losses(self, values: Tensor, timeout: float) -> Tensor:
+        """As all_gather(). It begins a forward, so on the CPU the ranks first compare their calls.
+        On CUDA the host would have to wait for the device; there the ranks compare them next."""
+        if values.device.type != "cuda":
+            self.read_all(LOSSES, [], values.device, timeout)
+        return self.all_gather(values, timeout)
 
     def read(self, what: int, values: Tensor, timeout: float) -> tuple[list, list]:
         """Sends row r of `values` (W, at most WIDTH columns) to rank r. Returns the rows sent and
         the rows received, as lists. The host waits for them; the time limit holds also on CUDA. All
         ranks must read with the same `what` in the same call. The ranks compare `what` and the
         number of the call; every message has the same size, so even messages of different reads can
-        be compared. In a reset the number of the call may differ between ranks."""
-        call = 0 if what == RESET else self.calls
+        be compared."""
+        if not self._met:
+            self._met = True
+            self.peers.meet(
+                self.read_all(MEETING, self.peers.introduction(), values.device, timeout)
+            )
+        call = 0 if what in NOT_NUMBERED else self.calls
         head = from_host([what, call], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))
         message = torch.cat((head, values), 1)
         found = torch.empty_like(message)
+        self._place = _place(what, call)
         work = self._launch(dist.all_to_all_single, found, message)
         # A rank that failed in an earlier call still comes to the reset.
         moment = FOR_GOOD if what == RESET else self.moment
         self._wait(work, values.device, timeout, moment)
         sent, received = torch.stack((message, found)).tolist()
-        if not self.peers.processes:
-            self.peers.remember_processes()
         names = [(_place(*row[:2]),) for row in received]
         self.agree(("it",), (_place(what, call),), names)
         return [row[2:] for row in sent], [row[2:] for row in received]
@@ -289,7 +310,7 @@ class Group:
 
 def _place(what: int, call: int) -> str:
     """Describes a read for an error message."""
-    return READS[what] if what == RESET else f"call {call} in its {READS[what]}"
+    return READS[what] if what in NOT_NUMBERED else f"call {call} in its {READS[what]}"
 
 
 def _polled(work: dist.Work, seconds: float) -> bool:

@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
+
+from ._memory import number_of
 
 # The seconds for which a rank looks for the cause of an error of the transport. The connections of
 # a killed process close a little before the system lists the process as ended.
@@ -28,23 +31,38 @@ class ExpertParallelError(RuntimeError):
     whether the group can be used again."""
 
 
-def _this_process() -> dict:
-    """Identifies this process, so that other processes on the same machine can see whether it still
-    runs. The host is None if the system lists no processes."""
-    host = None
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return {"host": host, "pid": os.getpid(), "start": _state(os.getpid())[1]}
+class Process(NamedTuple):
+    """Identifies a process, so that other processes on the same machine can see whether it runs."""
+
+    host: int  # a number of the machine and its list of processes; 0 if there is no list
+    pid: int
+    start: int  # time, in ticks since the machine was started
+
+    @classmethod
+    def this(cls) -> Process:
+        host = 0
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            host = number_of(f"{boot} {os.readlink('/proc/self/ns/pid')}")
+        return cls(host, os.getpid(), _state(os.getpid())[1])
+
+    @staticmethod
+    def now() -> int:
+        """The time on the clock of `start`."""
+        return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+    def has_ended(self) -> bool:
+        state, start = _state(self.pid)
+        return state in "ZX" or start != self.start
 
 
-def _state(pid: int) -> tuple[str, str]:
+def _state(pid: int) -> tuple[str, int]:
     """(state, start time) of a process as the system lists it; state X if it is not listed."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X", ""
-    return fields[0], fields[19]
+        return "X", 0
+    return fields[0], int(fields[19])
 
 
 def _listed(ranks: list) -> str:
@@ -66,14 +84,32 @@ class Peers:
         self.me = dist.get_rank()
         # Either torchrun serves the store, or the process of rank 0.
         self.rank_0_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._name = f"sonicmoe_cpp/{group.group_name}"
+        self._met = False
         # A new group must not read the keys of a destroyed group with the same name.
-        number = next(_made.setdefault(group.group_name, itertools.count()))
-        store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(f"sonicmoe_cpp/{group.group_name}/{number}", store)
-        self.processes: dict[int, dict] = {}
+        self._use(f"{next(_made.setdefault(group.group_name, itertools.count()))}")
+        self.processes: dict[int, Process] = {}
         self._asking: threading.Thread | None = None
-        self.this = _this_process()
-        self._write(f"process/{self.me}", self.this)
+        self.this = Process.this()
+        self._write(f"process/{self.me}", [*self.this, Process.now()])
+
+    def _use(self, prefix: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore(f"{self._name}/{prefix}", store)
+
+    def introduction(self) -> list[int]:
+        """The numbers that this rank sends to the others in the group's first exchange."""
+        return [int.from_bytes(os.urandom(8), "little") >> 2, *self.this]
+
+    def meet(self, introductions: list[list[int]]) -> None:
+        """Gets introduction() of every rank. From now on the group uses keys that no earlier
+        process has written: when torchrun starts processes again, the store still has the keys of
+        the attempt before, which name failures and processes that have ended."""
+        self._met = True
+        self._use(str(introductions[0][0]))
+        for rank, (_, *process) in zip(self.ranks, introductions, strict=True):
+            if rank != self.me:
+                self.processes[rank] = Process(*process[:3])
 
     def _ask(self, question: Callable):
         """Calls question(), which reads or writes the store. Raises RuntimeError if the store does
@@ -114,29 +150,40 @@ class Peers:
     def others(self) -> list[int]:
         return [rank for rank in self.ranks if rank != self.me]
 
-    def remember_processes(self) -> None:
-        """Reads the processes of the other ranks, while the store still exists. After a collective
-        all ranks have written their process."""
-        unknown = [rank for rank in self.others() if not self.processes.get(rank)]
-        with contextlib.suppress(RuntimeError):
-            self.processes |= self._ask(lambda: {r: self._read(f"process/{r}") for r in unknown})
+    def _is_new(self, host: int, time: int) -> bool:
+        """Whether something was written to the store in this attempt: in a group, all processes of
+        an attempt are started before one of them writes. Before meet() only what was written on
+        this machine is read, because clocks of two machines differ."""
+        return host == self.this.host != 0 and time >= self.this.start
 
-    def waits(self, exchange: int) -> None:
-        self._write(f"waits/{self.me}", exchange)
+    def _remember_processes(self) -> None:
+        """Before meet(): reads the processes of the other ranks from the store."""
+        unknown = [rank for rank in self.others() if rank not in self.processes]
+        with contextlib.suppress(RuntimeError):
+            found = self._ask(lambda: {r: self._read(f"process/{r}") for r in unknown})
+            for rank, each in found.items():
+                if each is not None and self._is_new(each[0], each[-1]):
+                    self.processes[rank] = Process(*each[:-1])
+
+    def waits(self, exchange: int, place: str) -> None:
+        self._write(f"waits/{self.me}", [exchange, place])
 
     def failed(self, until: int, sentence: str) -> None:
         """Reports a failure to the ranks that wait at the moment `until` (Group.moment) or before.
         If another rank has reported a failure, this failure may be its consequence and is not
         reported."""
         if self._failure(until) is None:
-            self._write("failed", {"rank": self.me, "until": until, "sentence": sentence})
+            failure = {"rank": self.me, "until": until, "sentence": sentence}
+            self._write("failed", failure | {"written": [self.this.host, Process.now()]})
 
     def _failure(self, moment: int) -> str | None:
         if self.rank_0_holds_store and 0 in self._ended():
             return None
         with contextlib.suppress(RuntimeError):
             found = self._ask(lambda: self._read("failed"))
-            if found is not None and found["until"] >= moment and found["rank"] != self.me:
+            if found is None or not (self._met or self._is_new(*found["written"])):
+                return None
+            if found["until"] >= moment and found["rank"] != self.me:
                 return f"rank {found['rank']} failed: {found['sentence']}"
         return None
 
@@ -147,26 +194,21 @@ class Peers:
             time.sleep(GRACE)
 
     def _ended(self) -> list[int]:
-        here = self.this["host"]
-        if here is None:
+        here = self.this.host
+        if here == 0:
             return []
-        return [
-            rank
-            for rank, process in self.processes.items()
-            if process is not None
-            and process["host"] == here
-            and (_state(process["pid"])[0] in "ZX" or _state(process["pid"])[1] != process["start"])
-        ]
+        known = self.processes.items()
+        return [rank for rank, each in known if each.host == here and each.has_ended()]
 
     def problem(self, moment: int) -> str | None:
         """The reason why other ranks will not come at this moment or later, as a sentence."""
-        if not all(self.processes.get(rank) for rank in self.others()):
-            self.remember_processes()
+        if len(self.processes) < len(self.others()):
+            self._remember_processes()
         failure, ended = self._failure(moment), self._ended()
         if failure is not None:
             return failure
         if ended:
-            who = [f"{rank} (process {self.processes[rank]['pid']})" for rank in ended]
+            who = [f"{rank} (process {self.processes[rank].pid})" for rank in ended]
             has = "has" if len(who) == 1 else "have"
             return f"{_listed(who)} {has} ended"
         return None
@@ -178,14 +220,16 @@ class Peers:
             time.sleep(0.05)
         return found
 
-    def absent(self, exchange: int) -> str:
+    def absent(self, exchange: int, place: str) -> str:
         """The ranks that have not come to this exchange, as the beginning of a sentence."""
         try:
             waits = self._ask(lambda: {r: self._read(f"waits/{r}") for r in self.others()})
         except RuntimeError:
             who = "rank 0" if self.rank_0_holds_store else "a rank"
             return f"{who} (the store of the process group does not answer) did not come"
-        absent = [rank for rank, waiting in waits.items() if waiting != exchange]
+        absent = [rank for rank, waiting in waits.items() if not waiting or waiting[0] != exchange]
         if not absent:
-            return "all ranks came, but the exchange did not end"
+            places = {self.me: place} | {rank: waiting[1] for rank, waiting in waits.items()}
+            each = ", ".join(f"rank {rank} in {places[rank]}" for rank in self.ranks)
+            return f"all ranks wait ({each}), but the exchange did not end"
         return f"{_listed(absent)} did not come"

@@ -54,7 +54,7 @@ def _gathered(group: Group, values: Tensor, timeout: float) -> Tensor:
     """(W, ...) from every rank's values (...); as one operator in compiled code."""
     if torch.compiler.is_compiling():
         return _ops.ops.expert_parallel_all_gather(values.detach(), group.name, timeout)
-    return group.all_gather(values, timeout)
+    return group.gather_losses(values, timeout)
 
 
 def pairs_of_equal_ranks(
