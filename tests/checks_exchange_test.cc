@@ -1,5 +1,6 @@
 // Every refusal of expert parallelism, word for word.
 #include "checks_fixture.h"
+#include "sonicmoe/c_api.h"
 
 namespace sonicmoe::test {
 namespace {
@@ -47,6 +48,13 @@ TEST(ChecksExchange, OpenRefusals) {
       {[](Open& o) { o.options.buffer_bytes = 100; }, "buffer_bytes is 100, must be at least 4096",
        Status::kWorkspaceTooSmall},
   });
+}
+
+TEST(ChecksExchange, ClosingNullIsAllowed) {
+  Exec no_device;
+  no_device.backend = Backend::kCuda;
+  EXPECT_NO_THROW(exchange_close(nullptr, no_device));
+  EXPECT_EQ(smoe_exchange_close(nullptr, nullptr), SMOE_OK);
 }
 
 constexpr std::int64_t T = 4, d = 8, n = 8, E = 4, K = 2;

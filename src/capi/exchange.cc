@@ -47,8 +47,10 @@ smoe_status smoe_exchange_open(const smoe_exchange_options* options, const smoe_
 }
 
 smoe_status smoe_exchange_close(smoe_exchange* exchange, const smoe_exec* exec) {
-  return capi::guarded(
-      [&] { exchange_close(reinterpret_cast<Exchange*>(exchange), capi::exec(exec)); });
+  return capi::guarded([&] {
+    if (exchange == nullptr) return;  // also without exec
+    exchange_close(reinterpret_cast<Exchange*>(exchange), capi::exec(exec));
+  });
 }
 
 smoe_status smoe_exchange_check(smoe_exchange* exchange, const smoe_exec* exec) {

@@ -34,6 +34,7 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
 }
 
 void exchange_close(Exchange* exchange, const Exec& exec) {
+  if (exchange == nullptr) return;
   checks::exec(exec);
   serve(exec, "exchange_close", &BackendTable::exchange_close)(exchange, exec);
 }

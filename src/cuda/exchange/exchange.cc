@@ -172,7 +172,6 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
 }
 
 void exchange_close(Exchange* exchange, const Exec&) {
-  if (exchange == nullptr) return;
   const CurrentDevice current(*exchange->device);
   cudaDeviceSynchronize();
   Closer()(exchange);
