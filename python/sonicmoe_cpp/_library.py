@@ -24,6 +24,8 @@ def _load() -> str | None:
     if release < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return f"torch is {torch.__version__}, sonicmoe_cpp needs {oldest} or later"
+    if hasattr(torch.ops.sonicmoe_cpp, "version"):  # loading them twice would end the process
+        return "another copy of sonicmoe_cpp has loaded its operators in this process: import one"
     library = path()
     if not library.is_file():
         return f"the library {library} does not exist: install the wheel, or set {VARIABLE}"

@@ -1,6 +1,10 @@
 """Errors are one sentence that names the argument, its value and the allowed values."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import sonicmoe_cpp
@@ -467,3 +471,36 @@ def test_missing_memory_is_an_out_of_memory_error():
         sentence += ": .*DefaultCPUAllocator: can't allocate memory"
     with pytest.raises(torch.OutOfMemoryError, match=sentence):
         sonicmoe_cpp.moe(x, ids, torch.ones(T, K), up, down)
+
+
+def in_a_new_process(program: str, **variables) -> str:
+    environment = os.environ | variables
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return f"{ran.returncode}: {ran.stdout}{ran.stderr}"
+
+
+def test_the_distributed_package_without_a_library():
+    found = in_a_new_process("import sonicmoe_cpp.distributed", SONICMOE_CPP_LIBRARY="/x")
+    assert "ImportError: the library /x does not exist: install the wheel" in found, found
+
+
+SECOND_COPY = """
+import sys
+import sonicmoe_cpp
+assert sonicmoe_cpp.is_available()
+for name in [name for name in sys.modules if name.split(".")[0] == "sonicmoe_cpp"]:
+    del sys.modules[name]
+import sonicmoe_cpp
+print(sonicmoe_cpp.unsupported_reason())
+"""
+
+
+def test_a_second_copy_of_the_package(tmp_path):
+    """Another file of the library, or the same."""
+    other = shutil.copy(sonicmoe_cpp._library.path(), tmp_path)
+    change = f"import os\nos.environ['SONICMOE_CPP_LIBRARY'] = {other!r}\n"
+    last = "import sonicmoe_cpp\nprint"
+    for program in (SECOND_COPY, SECOND_COPY.replace(last, change + last)):
+        found = in_a_new_process(program)
+        assert found.startswith("0: another copy of sonicmoe_cpp has loaded its operators"), found

@@ -1,5 +1,10 @@
 """Expert parallelism: the experts of a layer divided among processes (docs/distributed.md)."""
 
+from .. import _library
+
+if _library.PROBLEM is not None:
+    raise ImportError(_library.PROBLEM)
+
 from . import _compiled as _compiled
 from ._peers import ExpertParallelError
 from .clip import clip_grad_norm_
