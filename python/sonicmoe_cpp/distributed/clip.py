@@ -6,28 +6,49 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .. import _ops
+from ._group import group_of
+from .layer import TIMEOUT
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    timeout: float = TIMEOUT,
 ) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_, but parameters may be DTensors and plain tensors together,
     which torch refuses. Returns the norm of all gradients, the same on every rank.
 
-    Every rank must call it. Gradients of plain parameters must be equal on all ranks: call
-    sum_replicated_gradients() first.
+    Every rank must call it; after `timeout` seconds the ranks that wait raise ExpertParallelError.
+    A part of a DTensor whose gradient is None on its rank counts as 0. Gradients of plain
+    parameters must be equal on all ranks: call sum_replicated_gradients() first.
     """
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    parameters = [p for p in parameters if p.grad is not None]
-    by_mesh: dict = {}
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parts: dict = {}  # local gradients by the mesh and placements of their parameters
     for p in parameters:
-        mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(p.grad)
-    norms = [torch.nn.utils.get_total_norm(part, norm_type) for part in by_mesh.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.nn.utils.get_total_norm(norms, norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=False)
+        place = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        local = p.detach() if place is None else p.to_local()
+        part = parts.setdefault(place, [local.new_zeros(1)])
+        if p.grad is not None and local.numel() > 0:
+            part.append(p.grad if place is None else p.grad.redistribute(*place).to_local())
+    norms = []
+    for place, part in parts.items():
+        norm = torch.nn.utils.get_total_norm(part, norm_type).double()
+        for dimension, placement in enumerate(() if place is None else place[1]):
+            if not isinstance(placement, Replicate):
+                group = group_of(place[0].get_group(dimension))
+                with group.call():
+                    norms_of_ranks = group.all_gather(norm, timeout)
+                norm = torch.linalg.vector_norm(norms_of_ranks, norm_type)
+        norms.append(norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(_ops.score_dtype(local))
+    with_gradient = [p for p in parameters if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total, foreach=False)
     return total
