@@ -1,0 +1,22 @@
+"""A few attacks of attack_ranks.py, of which each run takes others."""
+
+import os
+import time
+
+import attack_ranks
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_some_attacks():
+    """Ends after 20 seconds. The seed is a random one, unless SONICMOE_ATTACK_SEED is given."""
+    first = int(os.environ.get("SONICMOE_ATTACK_SEED", time.time_ns() // 1000 % 10**6))
+    until = time.monotonic() + 20
+    for seed in range(first, first + len(attack_ranks.SENTENCES)):
+        if time.monotonic() > until:
+            break
+        try:
+            attack_ranks.attack(seed)
+        except AssertionError as error:
+            pytest.fail(f"seed {seed}, {attack_ranks.Plan.of(seed)}: {error}")
