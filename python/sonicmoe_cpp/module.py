@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -447,28 +448,47 @@ class MoE(nn.Module):
         shares = counts / counts.sum().clamp(min=1)
         return *plain_losses(logits, shares, "softmax_before_topk", padding), counts
 
-    def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict) -> tuple:
-        """(out, ids) of top-k and token rounding; `factor` is a result of _one_or_nan()."""
+    def _with_losses(self, losses: Callable[[], Tensor]) -> dict:
+        """Computes the losses. A module that computes them inside of the layer's call returns
+        arguments for that call instead."""
+        losses()
+        return {}
+
+    def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict, of_ids) -> tuple:
+        """(out, losses) of top-k and token rounding; `factor` is a result of _one_or_nan(), and
+        of_ids(ids) computes the losses."""
         ids, weights = route(logits, self.top_k, **options)
         pairs = self._rounded(logits, options)
+        found = []
+
+        def losses() -> Tensor:
+            found.extend(of_ids(ids))
+            return found[-1]
+
+        experts |= self._with_losses(losses)
         if pairs is not None:
             out = self._moe_pairs(rows, self._without(padding, pairs), experts)
-            return out * factor.to(out.dtype), ids
+            return out * factor.to(out.dtype), found
         # The factor multiplies the routing weights, which are smaller than the output. All slots of
         # a token with a NaN go to expert 0: if all its logits are NaN, route() gave it no expert,
         # and its output would be 0 instead of NaN.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
         if self.lora is None:
-            return self._moe(rows, chosen, weights, experts), ids
+            return self._moe(rows, chosen, weights, experts), found
         experts |= self.lora()
-        return lora_moe(rows, chosen, weights, *self._weights(), **experts), ids
+        return lora_moe(rows, chosen, weights, *self._weights(), **experts), found
 
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
         """(out, losses), with the losses as router_losses() returns them."""
         pairs = self._without(padding, self._chosen(logits))
-        out = self._moe_pairs(rows, pairs, experts)
-        return out, self._losses_of_choice(logits, pairs, padding)
+        found = []
+
+        def losses() -> Tensor:
+            found.extend(self._losses_of_choice(logits, pairs, padding))
+            return found[-1]
+
+        return self._moe_pairs(rows, pairs, experts | self._with_losses(losses)), found
 
     def _add_shared(self, out: Tensor, rows: Tensor, padding: Tensor | None) -> Tensor:
         begin = torch.zeros(1, dtype=torch.int64, device=rows.device)
@@ -519,9 +539,13 @@ class MoE(nn.Module):
             out, losses = self._expert_choice(rows, routed, padding, experts)
             out = out * factor.to(out.dtype)
         else:
-            out, ids = self._top_k(rows, routed, padding, factor, options, experts)
             mask = None if padding is None else padding.flatten()
-            losses = self._losses(logits, ids, options, mask, x.shape[:-1] or (1,))
+            shape = x.shape[:-1] or (1,)
+
+            def of_ids(ids: Tensor) -> tuple:
+                return self._losses(logits, ids, options, mask, shape)
+
+            out, losses = self._top_k(rows, routed, padding, factor, options, experts, of_ids)
         if self.shared_experts > 0:
             out = self._add_shared(out, rows, padding)
         load_balancing, z, counts = losses

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import expert_parallel_compiled as expert_parallel_compiled
 import expert_parallel_functions as expert_parallel_functions
 import expert_parallel_modules as expert_parallel_modules
 import sonicmoe_cpp as smoe

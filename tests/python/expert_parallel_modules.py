@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 
 import pytest
@@ -11,7 +10,7 @@ import sonicmoe_cpp as smoe
 import torch
 import torch.distributed as dist
 from expert_parallel_base import SPLITS, TRANSPORT, D, E, K, N, T, World, case
-from sonicmoe_cpp.distributed import ExpertParallelMoE, clip_grad_norm_
+from sonicmoe_cpp.distributed import ExpertParallelMoE, clip_grad_norm_, moe_expert_parallel
 
 
 def modules(world: World, **options) -> tuple[ExpertParallelMoE, smoe.MoE]:
@@ -177,6 +176,34 @@ def module_from_the_meta_device(world):
 
 
 @case
+def module_on_a_mesh(world):
+    """Without `device`, a module is on the device of its mesh. Another device is refused."""
+    mesh = dist.init_device_mesh(world.device, (world.size,), mesh_dim_names=("ep",))
+    kind = {"group": mesh["ep"], "score": "sigmoid", "selection_bias": True, **TRANSPORT}
+    kind |= {name: training_kind(world)[name] for name in ("dtype", "router_dtype")}
+    layer = ExpertParallelMoE(E, K, D, N, **kind)
+    parts = [*layer.parameters(), *layer.buffers()]
+    assert {t.device.type for t in parts} == {layer.w_up.device_mesh.device_type} == {world.device}
+    layer(inputs(world, "even"))[0].float().sum().backward()
+    other = "cpu" if world.device == "cuda" else "cuda"
+    with pytest.raises(ValueError, match=f"device is {other}, must be meta or of the type of"):
+        ExpertParallelMoE(E, K, D, N, device=other, **kind)
+    with torch.device("meta"):
+        assert ExpertParallelMoE(E, K, D, N, **kind).w_up.device.type == "meta"
+
+
+@case
+def module_from_the_meta_device_for_gloo(world):
+    """With a gloo group, a module from the meta device is for the CPU, also beside a GPU."""
+    if world.device == "cuda":
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        layer = ExpertParallelMoE(E, K, D, N, device="meta", **TRANSPORT)
+    assert layer.w_up.device_mesh.device_type == "cpu"
+
+
+@case
 def module_refusals(world):
     if world.size > 1:
         with pytest.raises(ValueError, match=f"must be a multiple of the group's {world.size}"):
@@ -185,6 +212,14 @@ def module_refusals(world):
         modules(world)[0].add_lora(4, 8.0)
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         torch.save(modules(world)[0], io.BytesIO())
+    layer, x = modules(world)[0], inputs(world, "even")
+    layer.precision = "fp8"
+    with pytest.raises(NotImplementedError, match='precision is "fp8", expert parallelism needs'):
+        layer(x)
+    none = torch.empty(0, 2 * N, D).to(x), torch.empty(0, D, N).to(x)
+    ids, weights = smoe.route(x[:, :E].float(), K)
+    with pytest.raises(ValueError, match="w_down has 0 experts, must have an equal number on"):
+        moe_expert_parallel(x, ids, weights, *none)
 
 
 @case
@@ -202,6 +237,25 @@ def module_clipping(world):
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
         close(world, name, gradient, parameter.grad, 8)
+
+
+@case
+def module_clipping_of_gradients_that_some_ranks_lack(world):
+    """A part of an expert parameter whose gradient is None counts as 0."""
+    parallel, _ = modules(world)
+    for norm_type in (2.0, float("inf"), 1.0):
+        for name in ("w_up", "w_down"):
+            parameter = parallel.get_parameter(name)
+            parameter.grad = None
+            if name == "w_up" and world.rank == world.size - 1:
+                parameter.grad = torch.ones_like(parameter)
+        count = E // world.size * 2 * N * D
+        want = 1.0 if norm_type == float("inf") else count ** (1 / norm_type)
+        got = clip_grad_norm_(parallel.parameters(), want / 2, norm_type)
+        assert reference.error(got, torch.full_like(got, want)) < 1e-5
+        if world.rank == world.size - 1:
+            clipped = parallel.w_up.grad.to_local()
+            assert reference.error(clipped, torch.full_like(clipped, 0.5)) < 1e-2
 
 
 @case
@@ -273,132 +327,6 @@ def module_checkpointing(world):
     for values in zip(*found, strict=True):
         first, *others = (t.to_local() if hasattr(t, "to_local") else t for t in values)
         assert all(torch.equal(first, other) for other in others)
-
-
-@case
-def compiled(world):
-    if world.size != 2:
-        return
-    torch._dynamo.reset()
-    for options in ({}, {"score": "sigmoid", "renormalize": True, "shared_experts": 1}):
-        parallel, _ = modules(world, bias=True, lb_coef=0.1, z_coef=0.01, **options)
-        whole = torch.compile(parallel, fullgraph=True, backend="aot_eager", dynamic=True)
-        for tokens in (20, 31 + world.rank, 5):
-            x = inputs(world, "even", seed=tokens)[:tokens]
-            found = []
-            for call in (parallel, whole):
-                parallel.zero_grad()
-                leaf = x.clone().requires_grad_()
-                out, aux = call(leaf)
-                (out.float().square().sum() + aux.loss).backward()
-                found.append(
-                    [out, aux.loss, leaf.grad, *(p.grad.clone() for p in parallel.parameters())]
-                )
-            for a, b in zip(*found, strict=True):
-                a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
-                assert torch.equal(a, b)
-        with torch.no_grad():
-            assert torch.equal(whole(x)[0], parallel(x)[0])
-
-
-@case
-def compiled_main_gradients(world):
-    """Micro-batches of a compiled layer add the same bits to main gradients as those of an eager
-    one."""
-    if world.size != 2:
-        return
-    torch._dynamo.reset()
-    parallel, _ = modules(world, bias=True)
-    whole = torch.compile(parallel, fullgraph=True, backend="aot_eager")
-    x = inputs(world, "even")[world.tokens("even")]
-    found = []
-    for call in (parallel, whole):
-        parallel.zero_grad()
-        weights = [parallel._local(name) for name in ("w_up", "w_down")]
-        buffers = [torch.ones_like(w, dtype=torch.float32) for w in weights]
-        leaf = x.clone().requires_grad_()
-        for _ in range(2):
-            out, _ = call(leaf, grad_accum=tuple(buffers))
-            out.float().square().sum().backward()
-        assert parallel.w_up.grad is None and parallel.w_down.grad is None
-        assert all(not torch.equal(b, torch.ones_like(b)) for b in buffers)
-        others = [parallel.router.weight, parallel.b_up, parallel.b_down]
-        gradients = [p.grad.to_local() if hasattr(p, "to_local") else p.grad for p in others]
-        found.append([leaf.grad, *gradients, *buffers])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@case
-def compiled_blocks_share_one_graph(world):
-    """Blocks with selective checkpointing, compiled without fullgraph: one graph for all of them,
-    and what they keep is freed with the ticket."""
-    if world.size != 2:
-        return
-    from sonicmoe_cpp.distributed import _compiled
-    from torch._dynamo.testing import CompileCounterWithBackend
-    from torch.utils import checkpoint
-
-    torch._dynamo.reset()
-    kept = [torch.ops.sonicmoe_cpp.expert_parallel_forward.default]
-    context = functools.partial(checkpoint.create_selective_checkpoint_contexts, kept)
-
-    class Block(torch.nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return x + self.layer(x)[0]
-
-    def block(layer, x):
-        return checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=context)
-
-    blocks = [Block(modules(world)[0]) for _ in range(3)]
-    counter = CompileCounterWithBackend("aot_eager")
-    whole = torch.compile(block, backend=counter)
-    x = inputs(world, "even")[world.tokens("even")]
-    found = []
-    for call in (block, whole):
-        leaf = x.clone().requires_grad_()
-        out = functools.reduce(lambda t, layer: call(layer, t), blocks, leaf)
-        alive = len(_compiled._alive)
-        assert alive == (0 if call is block else len(blocks))
-        out.float().square().sum().backward()
-        found.append([out.detach(), leaf.grad])
-        for layer in blocks:
-            found[-1] += [p.grad.clone() for p in layer.parameters()]
-            layer.zero_grad()
-        del out
-    assert len(_compiled._alive) == 0
-    assert counter.frame_count == 1
-    for a, b in zip(*found, strict=True):
-        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
-        assert torch.equal(a, b)
-
-
-@case
-def a_copied_ticket_is_refused(world):
-    from sonicmoe_cpp.distributed import _compiled
-    from sonicmoe_cpp.distributed.transport import Forward
-
-    ticket = _compiled._ticket(Forward(torch.zeros(1), (torch.ones(2),), (3,)))
-    copy, number = ticket.clone(), int(ticket)
-    memory = _compiled._kept_by(copy)
-    assert memory.kept[0].tolist() == [1, 1] and memory.host == (3,)
-    del ticket, memory
-    with pytest.raises(RuntimeError, match=f"under ticket {number} is gone"):
-        _compiled._kept_by(copy)
-
-
-@case
-def compiled_rounding_breaks_the_graph(world):
-    if world.size != 2:
-        return
-    torch._dynamo.reset()
-    parallel, _ = modules(world, routing="token_rounding", tile=8)
-    x = inputs(world, "even")[world.tokens("even")]
-    call = torch.compile(parallel, backend="aot_eager", dynamic=True)
-    assert torch.equal(call(x)[0], parallel(x)[0])
 
 
 # ---- checkpoints and FSDP2 -----------------------------------------------------------------------
@@ -482,8 +410,11 @@ def fsdp2_over_the_other_dimension(world):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device, (2, 2), mesh_dim_names=("dp", "ep"))
-    parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, group=mesh["ep"], **TRANSPORT)
+    kind = training_kind(world)
+    where = {**kind, "device": None, "group": mesh["ep"], **TRANSPORT}
+    parallel = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **where)
     parallel.load_state_dict(trained_by_one(world, 0)[0].state_dict())
+    fully_shard(parallel.router, mesh=mesh["dp"])
     fully_shard(parallel, mesh=mesh["dp"])
     assert parallel.w_up.to_local().shape[0] == E // 4
     optimizer = adam(parallel)
@@ -492,22 +423,23 @@ def fsdp2_over_the_other_dimension(world):
         out, aux = parallel(x[tokens])
         # FSDP2 averages over dp, hence the factor 2. The load-balancing losses of a pair of ranks
         # cover only the pair's tokens, hence the factor 0.
-        (2 * out.square().sum() + 0 * aux.loss).backward()
+        (2 * out.float().square().sum() + 0 * aux.loss).backward()
         parallel.sum_replicated_gradients()
         optimizer.step()
         optimizer.zero_grad()
     torch.manual_seed(11)
-    one = smoe.MoE(E, K, D, N, bias=True)
+    one = smoe.MoE(E, K, D, N, bias=True, **kind)
     optimizer = adam(one)
     for _ in range(2):
-        one(x)[0].square().sum().backward()
+        one(x)[0].float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         got, want = parallel(x[tokens])[0], one(x)[0][tokens]
-    assert reference.error(got, want) < 1e-4, reference.error(got, want)
+    allowed = 1e-4 if world.device == "cpu" else 0.3  # as in checkpoint()
+    assert reference.error(got, want) < allowed, reference.error(got, want)
     for name, value in parallel.state_dict().items():
-        assert reference.error(value.full_tensor(), one.state_dict()[name]) < 1e-4, name
+        assert reference.error(value.full_tensor(), one.state_dict()[name]) < allowed, name
 
 
 @case
@@ -529,6 +461,7 @@ def checkpoint_with_fsdp2(world):
     def new():
         where = kind | TRANSPORT | {"group": mesh["ep"]}
         module = ExpertParallelMoE(E, K, D, N, bias=True, lb_coef=0.1, **where)
+        fully_shard(module.router, mesh=mesh["dp"])  # it may have another dtype
         fully_shard(module, mesh=mesh["dp"])
         return module, adam(module)
 

@@ -37,6 +37,7 @@ def _group(name: str):
 def _transport(where: str, name: str, limits: Sequence[float], *call) -> Transport:
     group = dist.distributed_c10d._resolve_process_group(where)
     by = layer.make_transport(name, group, Limits.of_numbers(list(limits)))
+    by.refuse(call[0][0])
     return by.chosen(*call)
 
 
@@ -92,11 +93,13 @@ def inference(
     where: str,
     transport: str,
     limits: Sequence[float],
+    after: Tensor | None,
 ) -> Tensor:
     tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
     with _group(where).call():
-        by = _transport(where, transport, limits, tensors, int(number), 0)
-        return by.forward(tensors, _options(numbers), _NO_MAIN_GRADIENTS, int(number), 0).out
+        options = _options(numbers)
+        by = _transport(where, transport, limits, tensors, options, int(number), 0)
+        return by.forward(tensors, options, _NO_MAIN_GRADIENTS, int(number), 0).out
 
 
 @inference.register_fake
@@ -124,13 +127,16 @@ def recorded(
     where: str,
     transport: str,
     limits: Sequence[float],
+    after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output and a ticket. g_gate, g_up and g_down are main gradients (grad_accum)."""
+    """Returns the output and a ticket. g_gate, g_up and g_down are main gradients (grad_accum).
+    `after` is not read: it orders this operator after the one that made it."""
     tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
     main_gradients = (g_gate, g_up, g_down)
     with _group(where).call():
-        by = _transport(where, transport, limits, tensors, int(number), needs)
-        given = by.forward(tensors, _options(numbers), main_gradients, int(number), needs)
+        options = _options(numbers)
+        by = _transport(where, transport, limits, tensors, options, int(number), needs)
+        given = by.forward(tensors, options, main_gradients, int(number), needs)
     return given.out, _ticket(given)
 
 
@@ -160,8 +166,8 @@ def differentiated(
     false. A list of the other gradients would be shorter, but torch cannot compile an operator that
     changes its arguments and returns a list."""
     with _group(where).guarded():
-        by = _transport(where, transport, limits, tuple(tensors), int(number), needs)
         memory, options = _kept_by(ticket), _options(numbers)
+        by = _transport(where, transport, limits, tuple(tensors), options, int(number), needs)
         given = Forward(dout, memory.kept, memory.host)
         main_gradients = (g_gate, g_up, g_down)
         found = by.backward(dout, tuple(tensors), options, main_gradients, given, needs)
@@ -192,7 +198,7 @@ _SAVED = _TENSORS + 4  # the tensors, three main gradients and the layer's numbe
 
 
 def _setup(ctx, inputs, output):
-    ctx.rest = inputs[_SAVED:]
+    ctx.rest = inputs[_SAVED:-1]  # without `after`
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs[:_SAVED], output[1])
 
@@ -208,7 +214,7 @@ def _backward(ctx, dout, _ticket_gradient):
     each = zip(_ops.DIFFERENTIABLE, found, returned, strict=True)
     named = {name: gradient for name, gradient, wanted in each if wanted}
     of_inputs = [named.get(name) for name in _ops.LAYER_TENSORS]
-    return *of_inputs, *[None] * (_SAVED - _TENSORS), *[None] * len(ctx.rest)
+    return *of_inputs, *[None] * (_SAVED - _TENSORS), *[None] * len(ctx.rest), None
 
 
 recorded.register_autograd(_backward, setup_context=_setup)
@@ -218,7 +224,7 @@ recorded.register_autograd(_backward, setup_context=_setup)
 def all_gather(values: Tensor, where: str, timeout: float) -> Tensor:
     group = _group(where)
     with group.guarded():
-        return group.all_gather(values, timeout)
+        return group.gather_losses(values, timeout)
 
 
 @all_gather.register_fake

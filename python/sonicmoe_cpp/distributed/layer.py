@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ def _needs(tensors: tuple) -> int:
     return sum(_ops.NEEDS[name] for name, t in wanted if isinstance(t, Tensor) and t.requires_grad)
 
 
+_W_DOWN = _ops.LAYER_TENSORS.index("w_down")
 _WEIGHTS = sum(_ops.NEEDS[name] for name in _ops.ACCUMULATED)
 
 
@@ -94,10 +96,12 @@ def _differentiated(ctx, dout):
 _record = _ops.function("moe_expert_parallel", _recorded, _differentiated)
 
 
-def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tuple, needs: int):
+def _compiled(
+    place: Place, tensors: tuple, options: tuple, main_gradients: tuple, needs: int, after
+):
     """Calls the layer as one operator (_compiled.py)."""
     by = place.transport
-    rest = (by.group.name, by.name, by.limits_as_numbers())
+    rest = (by.group.name, by.name, by.limits_as_numbers(), after)
     how = (place.number, [float(option) for option in options])
     if needs:
         given = (*tensors, *main_gradients, *how, needs)
@@ -105,16 +109,20 @@ def _compiled(place: Place, tensors: tuple, options: tuple, main_gradients: tupl
     return _ops.ops.expert_parallel_inference(*tensors, *how, *rest)
 
 
-def _run(place: Place, *others) -> Tensor:
+def _run(place: Place, *others, before: Callable[[], Tensor | None]) -> Tensor:
     tensors, options, main_gradients = arguments(*others)
     _ops.refuse_transforms("moe_expert_parallel", *tensors)
+    if tensors[_W_DOWN].shape[0] == 0:
+        raise ValueError("w_down has 0 experts, must have an equal number on all ranks")
     needs = _needs(tensors)
     tensors = _without_gradients(tensors, main_gradients, needs)
     if torch.compiler.is_compiling():
-        return _compiled(place, tensors, options, main_gradients, needs)
+        return _compiled(place, tensors, options, main_gradients, needs, before())
     place.transport.group.check_device("x", tensors[0].device)
+    place.transport.refuse(tensors[0])
+    before()
     layer = int(place.number)
-    transport = place.transport.chosen(tensors, layer, needs)
+    transport = place.transport.chosen(tensors, options, layer, needs)
     if not needs:
         return transport.forward(tensors, options, main_gradients, layer, needs).out
     x, index, second, weights, *experts = tensors
@@ -122,13 +130,16 @@ def _run(place: Place, *others) -> Tensor:
     return _record(x, weights, *experts, rest)
 
 
-def run(place: Place, form: str, *others) -> Tensor:
+def run(place: Place, form: str, *others, before: Callable = lambda: None) -> Tensor:
     """Runs the layer on the arguments of layer.arguments(). Expert ids are in [0, E), over all
-    ranks."""
+    ranks. before() is called when the arguments are checked, before the ranks exchange rows. If it
+    returns a tensor, this order holds in graphs too, where only a tensor that goes from one
+    operator to the other keeps it. Ranks that have different graphs, or none, would otherwise wait
+    for each other in different exchanges."""
     if torch.compiler.is_compiling():
-        return _run(place, form, *others)
+        return _run(place, form, *others, before=before)
     with place.transport.group.call():
-        return _run(place, form, *others)
+        return _run(place, form, *others, before=before)
 
 
 def moe_expert_parallel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,12 +14,35 @@ from .. import _checks, _ops
 from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import GRADIENTS, ROUTING
+from ._memory import number_of
 from .layer import TIMEOUT, Place, make_transport, run
 from .peer import Limits
 from .routing import AllTokens, group_losses, group_sequence_losses
 
 EXPERTS = ("w_up", "w_down", "b_up", "b_down")
 _SEED_BITS = 62
+_PRECISION = 'precision is "{}", expert parallelism needs precision=None'
+# Attributes that must be equal on all ranks.
+_EQUAL = (
+    *("num_experts", "top_k", "hidden_size", "intermediate_size", "gate_layout", "routing"),
+    *("tile", "rounding", "seed", "shared_experts", "balance"),
+)
+_OPTIONS_BYTES = 4096  # of the values of all options as text
+
+
+def _device(group, device):
+    """The device of a module's parameters. With a mesh it has the mesh's type, because DTensors
+    move their local tensors there; on the meta device tensors have no memory to move."""
+    if not isinstance(group, DeviceMesh):
+        return device
+    if device is None:
+        return "meta" if torch.get_default_device().type == "meta" else group.device_type
+    if torch.device(device).type not in (group.device_type, "meta"):
+        raise ValueError(
+            f"device is {device}, must be meta or of the type of the group's mesh, which is "
+            f"{group.device_type}"
+        )
+    return device
 
 
 class ExpertParallelMoE(MoE):
@@ -28,7 +53,8 @@ class ExpertParallelMoE(MoE):
     rank rounds its partial sum of a token to the dtype before it sends the sum. Losses,
     tokens_per_expert, token rounding and expert choice use the tokens of all ranks.
 
-    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. With a mesh,
+    `device` defaults to the type of the mesh, and must be of this type or meta.
     timeout: seconds after which waiting ranks raise ExpertParallelError.
     transport: "all_to_all" is torch.distributed's all-to-all. With "peer" the GPUs of one host
     write rows into each other's memory while products are computed; if this is not possible, a call
@@ -65,9 +91,7 @@ class ExpertParallelMoE(MoE):
     ):
         _checks.integer("num_experts", num_experts)
         if options.get("precision") is not None:
-            raise NotImplementedError(
-                f'precision is "{options["precision"]}", expert parallelism needs precision=None'
-            )
+            raise NotImplementedError(_PRECISION.format(options["precision"]))
         # nn.Module accepts plain attributes before its own constructor has run.
         limits = Limits(timeout, max_tokens, capacity, top_k)
         self.transport = make_transport(transport, group, limits)
@@ -77,6 +101,7 @@ class ExpertParallelMoE(MoE):
                 f"num_experts is {num_experts}, must be a multiple of the group's "
                 f"{self.group.size} ranks"
             )
+        options["device"] = _device(group, options.get("device"))
         self._mesh = group if isinstance(group, DeviceMesh) else None
         self._process_group = group
         super().__init__(num_experts, top_k, hidden_size, intermediate_size, **options)
@@ -93,9 +118,11 @@ class ExpertParallelMoE(MoE):
         mesh = self._mesh
         if mesh is None:
             kind = self.w_up.device.type
+            group = self._process_group or dist.group.WORLD
             if kind == "meta":
-                kind = "cuda" if torch.cuda.is_available() else "cpu"
-            mesh = DeviceMesh.from_group(self._process_group or dist.group.WORLD, kind)
+                by_gloo = dist.get_backend(group) == "gloo"
+                kind = "cuda" if torch.cuda.is_available() and not by_gloo else "cpu"
+            mesh = DeviceMesh.from_group(group, kind)
         for name in EXPERTS:
             local = getattr(self, name)
             if local is not None:
@@ -126,8 +153,12 @@ class ExpertParallelMoE(MoE):
             return
         self.group.check_device("the module", device)
         seed = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
+        options = self._options()
         with self.group.call():
-            found = self.group.read_all(ROUTING, [0, seed], device, self.transport.timeout)
+            mine = [0, seed, number_of(str(options))]
+            found = self.group.read_all(ROUTING, mine, device, self.transport.timeout)
+            if any(row[2] != mine[2] for row in found):
+                self._name_the_option(options, device)
         generator = torch.Generator(device)
 
         def fill(weight: Tensor, number: int) -> None:
@@ -146,6 +177,35 @@ class ExpertParallelMoE(MoE):
                     self._local(name).zero_()
             if self.selection_bias is not None:
                 self.selection_bias.zero_()
+
+    def _options(self) -> dict[str, str]:
+        """The arguments that must be equal on all ranks, as text. `timeout` may differ."""
+        _, max_tokens, capacity, _ = self.transport.limits_as_numbers()
+        values = {
+            **{name: getattr(self, name) for name in _EQUAL},
+            **self.route_options,
+            "scale": float(self.route_options["scale"]),
+            "lb_coef": float(self.lb_coef),
+            "z_coef": float(self.z_coef),
+            "activation": tuple(self.activation),
+            "bias": self.b_up is not None,
+            "selection_bias": self.selection_bias is not None,
+            "router_dtype": self.router.compute_dtype,
+            "dtype": self.w_up.dtype,
+            "device": self._local("w_up").device.type,
+            "transport": self.transport.name,
+            "max_tokens": max_tokens or None,
+            "capacity": capacity or None,
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def _name_the_option(self, options: dict[str, str], device) -> None:
+        """Raises an error that names an option that differs between ranks, and the ranks."""
+        sent = json.dumps(list(options.values())).encode()[:_OPTIONS_BYTES].ljust(_OPTIONS_BYTES)
+        sent = torch.tensor(list(sent), dtype=torch.uint8, device=device)
+        received = self.group.all_gather(sent, self.transport.timeout).tolist()
+        of_ranks = [json.loads(bytes(row)) for row in received]
+        self.group.agree(tuple(options), tuple(options.values()), of_ranks)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """The parameters of which every rank has a whole copy: router and shared experts."""
@@ -181,6 +241,11 @@ class ExpertParallelMoE(MoE):
 
     # ---- forward ---------------------------------------------------------------------------------
 
+    def _precision(self, name: str, weights: tuple) -> dict:
+        if self.precision is not None:  # an attribute that was set after the constructor
+            raise NotImplementedError(_PRECISION.format(self.precision))
+        return {}
+
     def _biases(self) -> dict:
         return {name: self._local(name) for name in ("b_up", "b_down")}
 
@@ -190,7 +255,8 @@ class ExpertParallelMoE(MoE):
     def _experts(self, form: str, rows, routing: tuple, experts: dict) -> Tensor:
         style = experts["activation"], experts["gate_layout"]
         weights = (*self._weights(), experts["b_up"], experts["b_down"])
-        return run(self.place, form, rows, routing, weights, style, experts.get("grad_accum"))
+        rest = rows, routing, weights, style, experts.get("grad_accum")
+        return run(self.place, form, *rest, before=experts["losses"])
 
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
         return self._experts("ids", rows, (ids, None, weights), experts)
@@ -223,6 +289,11 @@ class ExpertParallelMoE(MoE):
             tokens = self._all_tokens(logits, 0)
             capacity = self._capacity(tokens.total)
             return tokens.pairs(logits, lambda t: expert_choice(t, capacity))
+
+    def _with_losses(self, losses) -> dict:
+        """The ranks gather the sums of the losses when all arguments of the layer are checked, and
+        before they exchange rows: run() keeps this order in every graph."""
+        return {"losses": losses}
 
     def _group_losses(self, logits, expert: Tensor, slots: int | None, score: str, padding):
         counts = counted(expert.long().flatten(), self.num_experts)

@@ -16,7 +16,7 @@ from .. import _checks, _ops
 from ._group import FORWARD, RESET, Group, group_of
 from ._peers import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
-from .transport import COMPARED, AllToAll, Forward, Transport, compared
+from .transport import COMPARED, AllToAll, Forward, Transport, compared, style_of
 from .transport import DTYPES as ALL_DTYPES
 
 # The library's fault message ends with advice for C++ callers. ADVICE replaces it.
@@ -81,17 +81,24 @@ class PeerMemory(Transport):
     def limits_as_numbers(self) -> list[float]:
         return self.limits.numbers()
 
-    def chosen(self, tensors, layer, needs) -> Transport:
-        tokens, most = tensors[0].shape[0], self.limits.max_tokens
+    def refuse(self, x) -> None:
+        self._refuse_tokens(x)
+        if not served(x):
+            kind = f"{_checks.names([x.dtype])} on {x.device.type}"
+            raise NotImplementedError(
+                f'transport "peer" serves {_checks.names(DTYPES)} on cuda, and x is {kind}'
+            )
+
+    def _refuse_tokens(self, x: Tensor) -> None:
+        tokens, most = x.shape[0], self.limits.max_tokens
         if most is not None and tokens > most:
             raise ValueError(
                 f"x has {tokens} tokens, must have at most max_tokens, which is {most}"
             )
-        return self
 
     # ---- sizes -----------------------------------------------------------------------------------
 
-    def needed(self, tensors: tuple, layer: int, needs: int) -> Shape:
+    def needed(self, tensors: tuple, options: tuple, layer: int, needs: int) -> Shape:
         """The Shape that this call needs, the same on all ranks. Without max_tokens, or with a list
         of pairs, the ranks exchange their sizes, and the host waits for them."""
         x, index, second, *_ = tensors
@@ -100,14 +107,15 @@ class PeerMemory(Transport):
         if most is not None and second is None:
             return Shape(most, most * max(1, index.shape[1]), hidden)
         not_in_a_graph("without max_tokens, or with a list of pairs, the host reads sizes")
-        experts = tensors[_ops.LAYER_TENSORS.index("w_down")].shape[0]
-        mine = (layer, hidden, experts, ALL_DTYPES.index(x.dtype), int(needs != 0))
+        experts, _, width = tensors[_ops.LAYER_TENSORS.index("w_down")].shape
+        facts = layer, hidden, experts, ALL_DTYPES.index(x.dtype), int(needs != 0)
+        mine = *facts, style_of(options, width)
         values = [*mine, tokens, index.numel()]
         found = self.group.read_all(FORWARD, values, x.device, self.timeout)
-        agreed = [compared(*row[:5]) for row in found]
+        agreed = [compared(*row[:6]) for row in found]
         self.group.agree(COMPARED, compared(*mine), agreed)
-        tokens = most or max(1, *(row[5] for row in found))
-        return Shape(tokens, max(1, *(row[6] for row in found)), hidden)
+        tokens = most or max(1, *(row[6] for row in found))
+        return Shape(tokens, max(1, *(row[7] for row in found)), hidden)
 
     def rows(self, needed: Shape, by_pairs: bool) -> int:
         """The row capacity for this rank's experts, or ROUTED."""
@@ -121,11 +129,6 @@ class PeerMemory(Transport):
         return max(1, math.ceil(capacity * mean))
 
     def buffers(self, x: Tensor) -> PeerBuffers:
-        if not served(x):
-            kind = f"{_checks.names([x.dtype])} on {x.device.type}"
-            raise NotImplementedError(
-                f'transport "peer" serves {_checks.names(DTYPES)} on cuda, and x is {kind}'
-            )
         if x.dtype not in self.group.memory:
             self.group.memory[x.dtype] = PeerBuffers(self.group)
         return self.group.memory[x.dtype]
@@ -135,7 +138,7 @@ class PeerMemory(Transport):
     def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
         x, second = tensors[0], tensors[2]
         buffers = self.buffers(x)
-        needed = self.needed(tensors, layer, needs)
+        needed = self.needed(tensors, options, layer, needs)
         problem = buffers.open(needed, x, self.timeout)
         if problem is not None:
             raise RuntimeError(f'{problem}: use transport="all_to_all"')
@@ -202,14 +205,16 @@ class Auto(PeerMemory):
         super().__init__(group, limits)
         self.by_rows = AllToAll(group, self.timeout)
 
-    def chosen(self, tensors, layer, needs) -> Transport:
-        super().chosen(tensors, layer, needs)
+    def refuse(self, x) -> None:
+        self._refuse_tokens(x)
+
+    def chosen(self, tensors, options, layer, needs) -> Transport:
         x = tensors[0]
         if not served(x):
             return self.by_rows
         buffers = self.buffers(x)
         if not buffers.decided:
-            buffers.open(self.needed(tensors, layer, needs), x, self.timeout)
+            buffers.open(self.needed(tensors, options, layer, needs), x, self.timeout)
         return self if buffers.problem is None else self.by_rows
 
 

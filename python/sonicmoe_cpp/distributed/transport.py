@@ -10,6 +10,7 @@ order of the ranks. Let D be the 0/1 matrix that maps tokens to rows sent. Then
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -19,16 +20,20 @@ from torch import Tensor
 
 from .. import _ops
 from .._checks import names
-from .._names import FORM
+from .._names import ACTIVATION, FORM, LAYOUT
 from .._ops import score_dtype
 from ._group import BACKWARD, FORWARD, Group, from_host
+from ._memory import number_of
 
 TRANSPORTS = ("auto", "all_to_all", "peer")
 # The gradients that are computed from rows of x, which backward sends again.
 _OF_X = _ops.NEEDS["w_gate"] | _ops.NEEDS["w_up"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Names of the values that ranks compare in every forward; see compared().
-COMPARED = ("the layer", "d", "the experts of a rank", "the dtype", "the graph for gradients")
+COMPARED = (
+    *("the layer", "d", "the experts of a rank", "the dtype", "the graph for gradients"),
+    *("activation", "gate_layout", "n", "alpha or limit of activation"),
+)
 
 
 class Routes(NamedTuple):
@@ -70,6 +75,7 @@ class Facts(NamedTuple):
     hidden: int
     dtype: torch.dtype
     needs: int  # bits of _ops.NEEDS
+    style: int  # of style_of()
 
 
 class Forward(NamedTuple):
@@ -110,7 +116,11 @@ class Transport(ABC):
             "its state_dict() instead"
         )
 
-    def chosen(self, tensors: tuple, layer: int, needs: int) -> Transport:
+    def refuse(self, x: Tensor) -> None:  # noqa: B027
+        """Raises if this transport does not serve x. Called before the first exchange of a call, so
+        that an argument that all ranks refuse does not break the group."""
+
+    def chosen(self, tensors: tuple, options: tuple, layer: int, needs: int) -> Transport:
         """The transport that serves tensors like these: this transport, or the choice of "auto".
         All ranks call it at the same point of a forward."""
         return self
@@ -149,7 +159,8 @@ class RowTransport(Transport):
 
     def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
         (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
-        facts = Facts(layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs)
+        style = style_of(tuple(options), experts[2].shape[2])
+        facts = Facts(layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs, style)
         routes = self.routes(token, expert, facts)
         rows = self.dispatch(x, routes)
         row_weights = self.dispatch_weights(weights, routes)
@@ -213,10 +224,22 @@ class RowTransport(Transport):
         weights, 0 for a pair that was not sent."""
 
 
-def compared(layer, hidden, experts, dtype, needs) -> tuple:
+@functools.cache
+def style_of(options: tuple, width: int) -> int:
+    """OPTIONS and n as a number of 63 bits: activation (8), gate layout (2), n (31), and a hash
+    (22) of the activation's parameters."""
+    named = dict(zip(_ops.OPTIONS, options, strict=True))
+    parameters = number_of(f"{float(named['alpha'])} {float(named['limit'])}") % 2**22
+    return named["activation"] | named["gate_layout"] << 8 | width << 10 | parameters << 41
+
+
+def compared(layer, hidden, experts, dtype, needs, style) -> tuple:
     """The values of COMPARED; dtype is an index of DTYPES."""
     recorded = "recorded" if needs else "not recorded"
-    return layer, hidden, experts, names([DTYPES[dtype]]), recorded
+    activation = [name for name, number in ACTIVATION.items() if number == style & 0xFF]
+    layout = [name for name, number in LAYOUT.items() if number == style >> 8 & 3]
+    of_style = *activation, *layout, style >> 10 & 0x7FFFFFFF, f"of hash {style >> 41}"
+    return layer, hidden, experts, names([DTYPES[dtype]]), recorded, *of_style
 
 
 def _starts(counts: list[int]) -> list[int]:
@@ -280,10 +303,11 @@ class AllToAll(RowTransport):
         """Exchanges `counts` and compares `facts`. Returns the numbers (rows, pairs) sent to each
         rank, and (rows, pairs, needs): the numbers received from each rank, and the bits of the
         gradients that at least one rank needs."""
-        mine = (facts.layer, facts.hidden, facts.experts, DTYPES.index(facts.dtype), facts.needs)
+        dtype = DTYPES.index(facts.dtype)
+        mine = (facts.layer, facts.hidden, facts.experts, dtype, facts.needs, facts.style)
         head = from_host(mine, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
-        of_ranks = [compared(*row[2:7]) for row in received]
+        of_ranks = [compared(*row[2:8]) for row in received]
         self.group.agree(COMPARED, compared(*mine), of_ranks)
         needs = 0
         for row in received:
