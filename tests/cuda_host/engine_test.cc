@@ -57,9 +57,14 @@ class Passes : public ::testing::TestWithParam<Schedule> {
 TEST_P(Passes, GiveTheLayer) {
   expect_passed_by("layout/", 24);
   expect_passed_by("grads/", 34);
+  expect_passed_by("lora/grads", 20);
+  expect_passed_by("lora/frozen", 4);
+  expect_passed_by("lora/only", 6);
   if (GetParam().overlap != Overlap::kNone) return;
   expect_passed_by("routing/", 80);
   expect_passed_by("bias/bf16/", 11);
+  expect_passed_by("lora/routing", 40);
+  expect_passed_by("lora/layout", 12);
 }
 
 /// Every gradient alone, and all but one. n = 64 makes dW_gate and dW_up one product.

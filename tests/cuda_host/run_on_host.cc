@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "cuda/layer/checks.h"
 #include "cuda/layer/moe.h"
 #include "elements.h"
 #include "stand_in.h"
@@ -223,7 +224,7 @@ verify::Implementation implementation_of(const Engine& engine, Overlap overlap) 
   i.serves = [&engine](const verify::Case& c) {
     const Problem& p = c.problem;
     if (c.subject != verify::Subject::kLayer || c.cpu_only) return false;
-    if (p.up_rank != 0 || p.down_rank != 0) return false;
+    if (!cuda::refusal(p, engine).empty()) return false;
     const std::int64_t terms = row_capacity(p) * p.hidden * p.width;
     return p.tokens > 0 && terms > 0 && terms <= kMostTerms &&
            engine.service.dtypes.contains(p.dtype);
