@@ -20,6 +20,7 @@
 #include "grouped_gemm.h"
 #include "h_views.h"
 #include "layer.h"
+#include "lora.h"
 #include "routing.h"
 #include "sonicmoe/version.h"
 
@@ -85,6 +86,9 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("moe_forward", &box<&moe_forward>);
   m.impl("moe_backward", &box<&moe_backward>);
   m.impl("moe_backward_accumulate", &box<&moe_backward_accumulate>);
+  m.impl("lora_inference", &box<&lora_inference>);
+  m.impl("lora_forward", &box<&lora_forward>);
+  m.impl("lora_backward", &box<&lora_backward>);
   m.impl("exchange_bytes", &box<&exchange_bytes>);
   m.impl("exchange_open", &box<&exchange_open>);
   m.impl("exchange_check", &box<&exchange_check>);
@@ -132,6 +136,10 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("moe_backward", AloneBackwardCall::schema(),
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("moe_backward_accumulate", AloneAccumulateCall::schema(), "(Tensor, Tensor, Tensor, Tensor)");
+  def("lora_inference", LoraInferenceCall::schema(), "Tensor");
+  def("lora_forward", LoraInferenceCall::schema(), "(Tensor out, Tensor h, Tensor saved)");
+  def("lora_backward", LoraBackwardCall::schema(),
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("exchange_bytes", ShapeCall::schema(), "int");
   def("exchange_open", OpenCall::schema(), "int");
   def("exchange_check", StateCall::schema(), "()");

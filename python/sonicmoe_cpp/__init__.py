@@ -18,7 +18,7 @@ from . import _flops, _library
 from ._library import engines, is_available, unsupported_reason, use_engine
 from .fp8 import Fp8Weights, quantize_weights, share_fp8_weights
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
-from .lora import LoRA, LowRank, lora_moe
+from .lora import LoRA, LowRank, lora_moe, lora_moe_grouped, lora_moe_pairs
 from .module import MoE, MoEAux
 from .routing import Pairs, expert_choice, route, router_losses, token_round
 
@@ -36,6 +36,8 @@ __all__ = [
     "h_views",
     "is_available",
     "lora_moe",
+    "lora_moe_grouped",
+    "lora_moe_pairs",
     "moe",
     "moe_grouped",
     "moe_pairs",

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import _ops
+from . import _lora_ops, _ops
 from ._names import FORM
 
 ops = torch.ops.sonicmoe_cpp
@@ -53,6 +53,26 @@ def _backward(a) -> int:
     return _one_product(a) * products
 
 
+def _low_rank(a) -> tuple[int, ...]:
+    """Flops of all rows times A and times B of the up projection, then of the down projection."""
+    rows = a.x[0] if a.form == FORM["grouped"] else math.prod(a.index)
+    factors = (a.up_a, a.up_b, a.down_a, a.down_b)
+    return tuple(0 if f is None else 2 * rows * math.prod(f[1:]) for f in factors)
+
+
+def _lora_forward(a) -> int:
+    return _forward(a) + sum(_low_rank(a))
+
+
+def _lora_backward(a) -> int:
+    up_a, up_b, down_a, down_b = _low_rank(a)
+    wanted = {name: bool(a.needs & bit) for name, bit in _lora_ops.LORA_NEEDS.items()}
+    flops = _one_product(a) * (1 + _ups(a) * wanted["x"])
+    flops += (down_a + down_b) * (1 + wanted["down_b"]) + down_a * wanted["down_a"]
+    flops += up_a * (wanted["x"] + wanted["up_a"])
+    return flops + up_b * ((wanted["x"] or wanted["up_a"]) + wanted["up_b"])
+
+
 def _grouped_gemm(a) -> int:
     rows = a.a[0] if a.gather is None else a.gather[0]
     return 2 * rows * math.prod(a.b[1:])
@@ -76,6 +96,9 @@ FORMULAS = {
     "moe_forward": _forward,
     "moe_backward": _backward,
     "moe_backward_accumulate": _backward,
+    "lora_inference": _lora_forward,
+    "lora_forward": _lora_forward,
+    "lora_backward": _lora_backward,
     "exchange_inference": _forward,
     "exchange_forward": _forward,
     "exchange_backward": _backward,

@@ -84,11 +84,11 @@ def _fake_quantize_weights(a):
     return a.w_down.new_empty((size,), dtype=torch.uint8)
 
 
-def _fake_inference(a):
+def fake_inference(a):
     return a.x.new_empty(a.x.shape)
 
 
-def _fake_forward(a):
+def fake_forward(a):
     rows = a.x.shape[0] if a.form == FORM["grouped"] else a.index.numel()
     depth = _gates(a) * a.w_down.shape[2]
     if a.precision == PRECISION["fp8"]:
@@ -99,9 +99,9 @@ def _fake_forward(a):
     return a.x.new_empty(a.x.shape), h, a.x.new_empty((size,), dtype=torch.uint8)
 
 
-def _fake_gradient(a, name: str) -> Tensor:
+def fake_gradient(a, name: str, bit: int = 0) -> Tensor:
     value = getattr(a, name)
-    if value is None or not a.needs & NEEDS[name]:
+    if value is None or not a.needs & (bit or NEEDS[name]):
         # An empty CPU tensor in place of a gradient that is not wanted, as nothing() of views.h.
         return torch.empty((0,), dtype=a.x.dtype, device="cpu")
     if name == "x":
@@ -110,12 +110,12 @@ def _fake_gradient(a, name: str) -> Tensor:
 
 
 def _fake_backward(a):
-    return tuple(_fake_gradient(a, name) for name in DIFFERENTIABLE)
+    return tuple(fake_gradient(a, name) for name in DIFFERENTIABLE)
 
 
 def _fake_backward_accumulate(a):
     def fresh(name):
-        gradient = _fake_gradient(a, name)
+        gradient = fake_gradient(a, name)
         if not name.startswith("b_") or gradient.numel() == 0:
             return gradient
         return gradient.new_empty(gradient.shape, dtype=score_dtype(a.x))
@@ -281,7 +281,7 @@ def _begin(ctx, inputs) -> None:
     ctx.inputs = len(inputs)
 
 
-def _of_first_output(setup, backward):
+def of_first_output(setup, backward):
     """setup and backward of an operator of which only the first output is differentiable."""
 
     def setup_once(ctx, inputs, output):
@@ -297,7 +297,7 @@ def _of_first_output(setup, backward):
     return setup_once, differentiate
 
 
-def _once(name: str):
+def once(name: str):
     """The derivative of a backward: raises an error, because there is no second derivative."""
 
     def setup(ctx, inputs, output):
@@ -311,8 +311,8 @@ def _once(name: str):
 
 # The shapes of an operator's results, as a function of its arguments by name.
 FAKES = {
-    "moe_inference": _fake_inference,
-    "moe_forward": _fake_forward,
+    "moe_inference": fake_inference,
+    "moe_forward": fake_forward,
     "moe_backward": _fake_backward,
     "moe_backward_accumulate": _fake_backward_accumulate,
     "quantize_weights": _fake_quantize_weights,
@@ -328,13 +328,13 @@ FAKES = {
     "router_losses_backward": _fake_router_gradient,
 }
 DERIVATIVES = {
-    "moe_forward": _of_first_output(_setup_layer, _layer_backward),
-    "route": _of_first_output(_setup_route, _route_backward),
-    "token_round": _of_first_output(_setup_token_round, _token_round_backward),
-    "expert_choice": _of_first_output(_setup_expert_choice, _expert_choice_backward),
-    "router_losses": _of_first_output(_setup_router_losses, _router_losses_backward),
+    "moe_forward": of_first_output(_setup_layer, _layer_backward),
+    "route": of_first_output(_setup_route, _route_backward),
+    "token_round": of_first_output(_setup_token_round, _token_round_backward),
+    "expert_choice": of_first_output(_setup_expert_choice, _expert_choice_backward),
+    "router_losses": of_first_output(_setup_router_losses, _router_losses_backward),
 } | {
-    name: _once(name)
+    name: once(name)
     for name in (
         "moe_backward",
         "exchange_backward",
@@ -372,11 +372,12 @@ def by_name(name: str, function):
     return run
 
 
-def register() -> None:
-    """Registers the fake implementations and derivatives with torch; needs the loaded library."""
-    for name, fake in FAKES.items():
+def register(fakes: dict, derivatives: dict) -> None:
+    """Registers fake implementations and derivatives with torch; needs the loaded library."""
+    DERIVATIVES.update(derivatives)
+    for name, fake in fakes.items():
         torch.library.register_fake(f"sonicmoe_cpp::{name}", by_name(name, fake))
-    for name, (setup, backward) in DERIVATIVES.items():
+    for name, (setup, backward) in derivatives.items():
         torch.library.register_autograd(f"sonicmoe_cpp::{name}", backward, setup_context=setup)
 
 
@@ -596,4 +597,4 @@ def layer(
 
 
 if _library.PROBLEM is None:
-    register()
+    register(FAKES, DERIVATIVES)

@@ -253,6 +253,32 @@ def _request(precision, keep_h, fp8_weights) -> Request:
     return Request(precision, keep_h, fp8_weights)
 
 
+def pairs_index(pairs) -> tuple:
+    """The routing of arguments() of the argument `pairs` of moe_pairs()."""
+    if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
+        raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
+    return tuple(pairs[:3])
+
+
+def grouped_index(rows, expert_offsets, w_down) -> tuple:
+    """(begin, count) of the argument `expert_offsets` of moe_grouped()."""
+    _checks.tensor("rows", rows)
+    _checks.tensor("w_down", w_down)
+    _checks.shape("w_down", w_down, "(E, d, n)", (None, None, None))
+    number = w_down.shape[0]
+    if isinstance(expert_offsets, (tuple, list)):
+        if len(expert_offsets) != 2:
+            raise ValueError("expert_offsets must be a tensor (E+1,) or a tuple (begin, count)")
+        begin, count = expert_offsets
+        for name, value in (("begin", begin), ("count", count)):
+            _checks.tensor(name, value)
+            _check_routing(name, value, rows, (number,), "(E,)", INDICES)
+        return begin, count
+    _checks.tensor("expert_offsets", expert_offsets)
+    _check_routing("expert_offsets", expert_offsets, rows, (number + 1,), "(E+1,)", INDICES)
+    return expert_offsets[:-1], expert_offsets.diff()
+
+
 def moe(
     x: Tensor,
     topk_ids: Tensor,
@@ -318,9 +344,7 @@ def moe_pairs(
     may have any order and any number of pairs for a token. A pair whose token is outside [0, T) or
     whose expert is outside [0, E) is empty.
     """
-    if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
-        raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
-    routing, experts = tuple(pairs[:3]), (w_up, w_down, b_up, b_down)
+    routing, experts = pairs_index(pairs), (w_up, w_down, b_up, b_down)
     request = _request(precision, keep_h, fp8_weights)
     style = (activation, gate_layout)
     return _run("pairs", x, routing, experts, style, grad_accum, request=request)
@@ -348,22 +372,8 @@ def moe_grouped(
     (begin (E,), count (E,)). Row p of the result is row_weights[p] (1 without row_weights) times
     the expert's output for row p. Rows that belong to no expert are not read; their result is 0.
     """
-    _checks.tensor("rows", rows)
-    _checks.tensor("w_down", w_down)
-    _checks.shape("w_down", w_down, "(E, d, n)", (None, None, None))
-    number = w_down.shape[0]
-    if isinstance(expert_offsets, (tuple, list)):
-        if len(expert_offsets) != 2:
-            raise ValueError("expert_offsets must be a tensor (E+1,) or a tuple (begin, count)")
-        begin, count = expert_offsets
-        for name, value in (("begin", begin), ("count", count)):
-            _checks.tensor(name, value)
-            _check_routing(name, value, rows, (number,), "(E,)", INDICES)
-    else:
-        _checks.tensor("expert_offsets", expert_offsets)
-        _check_routing("expert_offsets", expert_offsets, rows, (number + 1,), "(E+1,)", INDICES)
-        begin, count = expert_offsets[:-1], expert_offsets.diff()
-    routing, experts = (begin, count, row_weights), (w_up, w_down, b_up, b_down)
+    routing = (*grouped_index(rows, expert_offsets, w_down), row_weights)
+    experts = (w_up, w_down, b_up, b_down)
     request = _request(precision, keep_h, fp8_weights)
     style = (activation, gate_layout)
     return _run("grouped", rows, routing, experts, style, grad_accum, request=request)

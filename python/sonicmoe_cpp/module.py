@@ -17,7 +17,7 @@ from . import _checks, _library
 from ._names import GATED
 from .fp8 import Fp8Cache, check_request, kept_weights
 from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
-from .lora import LoRA, lora_moe, new_factors
+from .lora import LoRA, lora_moe, lora_moe_pairs, new_factors
 from .routing import (
     MODES,
     SCORES,
@@ -308,17 +308,8 @@ class MoE(nn.Module):
 
         scale = alpha / rank; a state dict does not have it. dtype: the dtype of the factors;
         default: fp32, in which small steps are not rounded away, or w_up's dtype if it is wider.
-        Raises NotImplementedError unless routing="topk" and precision=None, ValueError if the
-        module has factors already.
+        Raises ValueError if the module has factors already.
         """
-        if self.routing != "topk":
-            raise NotImplementedError(
-                f'routing is "{self.routing}", low-rank factors need routing="topk"'
-            )
-        if self.precision is not None:
-            raise NotImplementedError(
-                f'precision is "{self.precision}", low-rank factors need precision=None'
-            )
         self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype)
         for parameter in (self.w_up, self.w_down, self.b_up, self.b_down, *self._shared()):
             if parameter is not None:
@@ -363,9 +354,13 @@ class MoE(nn.Module):
         return {"b_up": self.b_up, "b_down": self.b_down}
 
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
+        if self.lora is not None:
+            return lora_moe(rows, ids, weights, *self._weights(), **experts, **self.lora())
         return moe(rows, ids, weights, *self._weights(), **experts)
 
     def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
+        if self.lora is not None:
+            return lora_moe_pairs(rows, pairs, *self._weights(), **experts, **self.lora())
         return moe_pairs(rows, pairs, *self._weights(), **experts)
 
     def _rounds(self, tokens) -> bool:
@@ -474,10 +469,7 @@ class MoE(nn.Module):
         # and its output would be 0 instead of NaN.
         chosen = ids.masked_fill(factor.isnan(), 0)
         weights = weights * factor.to(weights.dtype)
-        if self.lora is None:
-            return self._moe(rows, chosen, weights, experts), found
-        experts |= self.lora()
-        return lora_moe(rows, chosen, weights, *self._weights(), **experts), found
+        return self._moe(rows, chosen, weights, experts), found
 
     def _expert_choice(self, rows, logits, padding, experts: dict) -> tuple:
         """(out, losses), with the losses as router_losses() returns them."""

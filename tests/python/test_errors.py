@@ -350,7 +350,7 @@ def transformed():
         "token_round": (lambda t: sonicmoe_cpp.token_round(t, K, tile=2).weight.sum(), logits),
         "expert_choice": (lambda t: sonicmoe_cpp.expert_choice(t, 2).weight.sum(), logits),
         "router_losses": (lambda t: sonicmoe_cpp.router_losses(t, ids)[0], logits),
-        "lora_moe": (lambda t: lora_moe(t, **values, **low).sum(), x),
+        "lora_forward": (lambda t: lora_moe(t, **values, **low).sum(), x),
         "route of a module": (lambda t: layer(t)[0].sum(), x),
     }
 

@@ -286,9 +286,18 @@ def test_under_fsdp2():
     assert [results.get() for _ in range(2)] == [[], []]
 
 
-def test_low_rank_factors_are_refused():
-    with pytest.raises(NotImplementedError, match='precision is "fp8", low-rank factors need'):
-        module().add_lora(8, 16.0)
+def test_low_rank_factors():
+    """Factors add to the fp8 products: nothing while B is zero."""
+    moe, x = module(), batch()
+    plain = moe(x)[0]
+    moe.add_lora(8, 16.0)
+    out = moe(x)[0]
+    assert torch.equal(out, plain)
+    out.float().square().mean().backward()
+    assert moe.w_up.grad is None and moe.lora.up_b.grad.abs().sum() > 0
+    with torch.no_grad():
+        moe.lora.up_b.copy_(moe.lora.up_b.grad)
+    assert not torch.equal(moe(x)[0], plain)
 
 
 def test_auto_quantises_nothing_where_it_takes_bf16():

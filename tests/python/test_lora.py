@@ -1,8 +1,5 @@
 """Low-rank factors beside frozen experts, against merged weights in plain PyTorch."""
 
-import collections
-import copy
-import io
 import itertools
 import math
 
@@ -10,13 +7,17 @@ import pytest
 import reference
 import sonicmoe_cpp
 import torch
+import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
 from reference import Layer, assert_twice
-from sonicmoe_cpp import Activation, LowRank, lora_moe
+from sonicmoe_cpp import Activation, LowRank, _lora_ops, lora_moe
 from torch.autograd.graph import saved_tensors_hooks
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+ops = torch.ops.sonicmoe_cpp
 E, D, N, R = 5, 24, 16, 8
 FACTORS = ("up_a", "up_b", "down_a", "down_b")
 
@@ -162,14 +163,6 @@ def test_layouts_and_strides():
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_several_blocks_are_as_one(monkeypatch):
-    layer = Adapted(bias=True)
-    want = layer.gradients(layer.ours())
-    monkeypatch.setattr("sonicmoe_cpp.lora.BLOCK", 7 * 2 * N)
-    got = layer.gradients(layer.ours())
-    assert all(torch.equal(got[name], want[name]) for name in want)
-
-
 def test_odd_routings():
     layer = Adapted()
     layer.ids = torch.full_like(
@@ -251,7 +244,7 @@ def test_memory_kept_for_backward():
     leaves = [v for n in Adapted.NAMES if (v := getattr(layer, n)) is not None]
     rows = layer.ids.numel()
     h, low = 2 * rows * 2 * N, 2 * rows * R
-    metadata = rows * (8 + 4 + 8 + 8 + 1) + 8 * (E + 1)
+    metadata = 20 * rows + 16 * layer.x.shape[0] + 1024 * E
     assert kept(layer.ours, *leaves, layer.ids) == h + low + metadata
 
 
@@ -301,7 +294,7 @@ def test_autocast_casts_as_in_the_layer():
         for function in (sonicmoe_cpp.moe, lora_moe):
             with pytest.raises(TypeError, match=r"has dtype bfloat16, must be x's float64"):
                 function(x.double(), *inputs)
-    with pytest.raises(TypeError, match=r"w_up has dtype float32, must be x's bfloat16"):
+    with pytest.raises(TypeError, match=r"w_down has dtype float32, must be x's bfloat16"):
         lora_moe(x, *inputs)
 
 
@@ -344,13 +337,111 @@ def test_refusals():
         lora_moe(*inputs, layer.w_up, layer.w_down, down=LowRank(layer.down_a, None))
     with pytest.raises(TypeError, match="w_down has dtype"):
         lora_moe(*inputs, layer.w_up, layer.w_down.float())
+    with pytest.raises(ValueError, match=r"up\.a has rank 0, must be at least 1"):
+        none = LowRank(layer.up_a[:, :0], layer.up_b[:, :, :0])
+        lora_moe(*inputs, layer.w_up, layer.w_down, up=none)
+    with pytest.raises(ValueError, match=r"down\.scale is nan, must be finite"):
+        nan = LowRank(layer.down_a, layer.down_b, math.nan)
+        lora_moe(*inputs, layer.w_up, layer.w_down, down=nan)
+    with pytest.raises(ValueError, match=r"down\.b is on meta, must be on x.s device cpu"):
+        away = LowRank(layer.down_a, layer.down_b.to("meta"))
+        lora_moe(*inputs, layer.w_up, layer.w_down, down=away)
     weights = {"w_up": layer.w_up, "w_down": layer.w_down, "b_up": None, "b_down": None}
     for name in ("w_down", "b_up", "b_down"):
         with pytest.raises(TypeError, match=f"{name} is list, must be a torch.Tensor"):
             lora_moe(*inputs, **weights | {name: [1.0]})
 
 
-# ---- frozen experts and modules ------------------------------------------------------------------
+# ---- the other forms, and fp8 --------------------------------------------------------------------
+
+
+def factors_of(layer):
+    return {
+        "up": LowRank(layer.up_a, layer.up_b, 0.5),
+        "down": LowRank(layer.down_a, layer.down_b, 2.0),
+    }
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "relu2"])
+def test_pairs_and_grouped_rows_are_as_ids(activation):
+    layer = Adapted(bias=True, activation=activation)
+    want = layer.gradients(layer.ours())
+    experts = (layer.w_up, layer.w_down)
+    options = factors_of(layer) | layer.options_with_bias()
+
+    tokens = torch.arange(layer.x.shape[0]).repeat_interleave(2)
+    mixed = torch.randperm(tokens.numel(), generator=torch.Generator().manual_seed(3))
+    chosen = layer.ids.flatten()[mixed], layer.weights.flatten()[mixed]
+    pairs = (tokens[mixed], *chosen)
+    got = layer.gradients(sonicmoe_cpp.lora_moe_pairs(layer.x, pairs, *experts, **options))
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+
+    order = layer.ids.flatten().argsort(stable=True)
+    count = torch.bincount(layer.ids.flatten(), minlength=E + 1)[:E]
+    offsets = F.pad(count.cumsum(0), (1, 0))
+    rows, weights = layer.x[tokens[order]], layer.weights.flatten()[order]
+    y = sonicmoe_cpp.lora_moe_grouped(rows, offsets, *experts, row_weights=weights, **options)
+    got = layer.gradients(torch.zeros_like(layer.x).index_add(0, tokens[order], y))
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize("factors", [torch.bfloat16, torch.float32])
+def test_experts_in_fp8(factors):
+    """Only the products of the frozen weights are quantised: with weights that e4m3 holds exactly,
+    and rows of one block with one magnitude, fp8 and bf16 differ by rounding alone."""
+    g = torch.Generator().manual_seed(2)
+    signs = [torch.randint(0, 2, s, generator=g) * 2.0 - 1 for s in ((3, 256, 128), (3, 128, 128))]
+    w_up, w_down = (s.bfloat16() / 8 for s in signs)
+    x = (torch.randint(0, 2, (20, 128), generator=g) * 2.0 - 1).bfloat16().requires_grad_()
+    ids = torch.randint(0, 3, (20, 2), generator=g)
+    weights = torch.rand(20, 2, generator=g)
+    shapes = ((3, 8, 128), (3, 256, 8), (3, 8, 128), (3, 128, 8))
+    leaves = [torch.randn(s, generator=g).to(factors).div(11).requires_grad_() for s in shapes]
+    low = {"up": LowRank(*leaves[:2], 0.5), "down": LowRank(*leaves[2:], 2.0)}
+    quantised = sonicmoe_cpp.quantize_weights(w_up, w_down)
+
+    def results(**options):
+        out = lora_moe(x, ids, weights, w_up, w_down, **low, **options)
+        return out, *torch.autograd.grad(out.float().square().sum(), (x, *leaves))
+
+    plain, coded = results(), results(precision="fp8")
+    for got, want in zip(coded, plain, strict=True):
+        assert got.dtype == want.dtype
+        assert 0 < reference.error(got, want) < 0.1
+    given = results(precision="fp8", fp8_weights=quantised)
+    assert all(torch.equal(a, b) for a, b in zip(given, coded, strict=True))
+
+
+def test_operators():
+    layer = Adapted(6).on("cpu", torch.bfloat16)
+    layer.ids %= E  # an empty slot would leave a row of H unwritten
+    options = (0, 0, 0.0, 0.0, 0, 0)
+    tensors = (layer.x, layer.ids, None, layer.weights.float(), None, layer.w_up, layer.w_down)
+    factors = tuple(getattr(layer, name) for name in FACTORS)
+    arguments = (*tensors, None, None, *options, *factors, 0.5, 2.0)
+    opcheck(ops.lora_inference, tuple(a.detach() if torch.is_tensor(a) else a for a in arguments))
+    opcheck(ops.lora_forward, arguments)
+    out, h, saved = ops.lora_forward(*arguments)
+    needs = sum(_lora_ops.LORA_NEEDS.values())
+    backward = (out.detach(), *arguments[:-6], h, saved, needs, *factors, 0.5, 2.0)
+    backward = tuple(a.detach() if torch.is_tensor(a) else a for a in backward)
+    opcheck(ops.lora_backward, backward)
+
+
+def test_flops():
+    layer = Adapted(6)
+    rows, up, down = 12, D + 2 * N, N + D
+    with FlopCounterMode(display=False) as counter:
+        out = layer.ours()
+    assert counter.get_total_flops() == 2 * rows * (3 * N * D + R * (up + down))
+    with FlopCounterMode(display=False) as counter:
+        layer.gradients(out)
+    assert counter.get_total_flops() == 2 * rows * (3 * N * D + R * (2 * up + 2 * down + N))
+
+
+# ---- frozen experts and factors ------------------------------------------------------------------
 
 
 class Outputs(TorchDispatchMode):
@@ -377,18 +468,6 @@ def test_frozen_experts_get_no_gradient_and_none_is_computed(device):
     assert seen.shapes == [(40, D), (40, 2), (0,), (0,), (0,), (0,), (0,)]
 
 
-class Calls(TorchDispatchMode):
-    """How often each operator of the package is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.of = collections.Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.of[function.name().removeprefix("sonicmoe_cpp::")] += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("frozen", [*itertools.combinations(FACTORS, 1), FACTORS, ("x", "up_a")])
 def test_gradients_of_frozen_factors_are_not_computed(frozen):
     layer = Adapted(bias=True)
@@ -396,168 +475,10 @@ def test_gradients_of_frozen_factors_are_not_computed(frozen):
     for name in frozen:
         getattr(layer, name).requires_grad_(False)
     out = layer.ours()
-    with Calls() as seen:
+    with Outputs("sonicmoe_cpp::lora_backward") as seen:
         got = layer.gradients(out)
     assert set(want) - set(got) == set(frozen)
     assert all(torch.equal(value, want[name]) for name, value in got.items())
-    assert seen.of["grouped_gemm_k"] == sum(name not in frozen for name in FACTORS)
-    # dA needs three products, the factor's gradient down_b one more. dX needs two, and one that
-    # the gradient of up_a needs, too.
-    both = not set(frozen) >= {"x", "up_a"}
-    products = 3 + ("down_b" not in frozen) + 2 * ("x" not in frozen) + both
-    assert seen.of["grouped_gemm"] == products
-
-
-def test_module_casts_under_autocast_as_without_factors():
-    module = sonicmoe_cpp.MoE(E, 2, D, N)
-    x = torch.randn(16, D).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = module(x)[0]
-        module.add_lora(rank=8, alpha=8.0)
-        out = module(x)[0]
-    assert reference.error(out, plain) < 2e-2
-    out.float().sum().backward()
-    assert module.lora.up_b.grad.abs().sum() > 0
-
-
-def test_module_trains_its_factors_only():
-    torch.manual_seed(0)
-    module = sonicmoe_cpp.MoE(E, 2, D, N, bias=True)
-    x, target = torch.randn(64, D), torch.randn(64, D)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    plain = module(x)[0]
-    module.add_lora(rank=4, alpha=8.0)
-    assert module.lora.scale == 2.0
-    torch.testing.assert_close(module(x)[0], plain)  # B is zero before training
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    assert trained == {"router.weight", *(f"lora.{name}" for name in FACTORS)}
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.02)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = (module(x)[0] - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    for name in ("w_up", "w_down", "b_up", "b_down"):
-        assert torch.equal(getattr(module, name), before[name])
-
-
-def test_module_refuses_distributed_weights():
-    distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.fsdp import fully_shard
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-        module = fully_shard(sonicmoe_cpp.MoE(E, 2, D, N), mesh=mesh)
-        with pytest.raises(ValueError, match="is a DTensor: add_lora must come before fully_shard"):
-            module.add_lora(4, 8)
-        assert module.w_up.requires_grad and getattr(module, "lora", None) is None
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_module_initialises_its_factors_after_the_meta_device():
-    with torch.device("meta"):
-        module = sonicmoe_cpp.MoE(E, 2, D, N)
-        module.add_lora(rank=4, alpha=8)
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in module.lora.parameters():
-            parameter.fill_(float("nan"))  # what memory may hold
-    module.reset_parameters()
-    assert (module.lora.up_b == 0).all() and (module.lora.down_b == 0).all()
-    for a, width in ((module.lora.up_a, D), (module.lora.down_a, N)):
-        assert 0.9 * width**-0.5 < a.abs().max() <= width**-0.5
-    assert module(torch.randn(8, D))[0].isfinite().all()
-
-
-def test_factors_of_a_bf16_module_are_fp32():
-    """An optimizer's step that is smaller than a rounding of bf16 would be lost."""
-    module = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.bfloat16)
-    module.add_lora(4, 8)
-    assert {p.dtype for p in module.lora.parameters()} == {torch.float32}
-    module(torch.randn(8, D).bfloat16())[0].float().sum().backward()
-    assert module.lora.up_b.grad.dtype == torch.float32
-    wide = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.float64)
-    wide.add_lora(4, 8)
-    assert wide.lora.up_a.dtype == torch.float64
-    given = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.bfloat16)
-    given.add_lora(4, 8, dtype=torch.bfloat16)
-    assert given.lora.up_a.dtype == torch.bfloat16
-
-
-def trained_module(seed=3):
-    torch.manual_seed(seed)
-    module = sonicmoe_cpp.MoE(E, 2, D, N)
-    module.add_lora(4, 8)
-    torch.nn.init.normal_(module.lora.up_b)
-    torch.nn.init.normal_(module.lora.down_b)
-    return module, torch.randn(8, D)
-
-
-def test_module_with_factors_is_pickled_and_copied():
-    module, x = trained_module()
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    for other in (torch.load(file, weights_only=False), copy.deepcopy(module)):
-        assert torch.equal(other(x)[0], module(x)[0])
-
-
-@pytest.mark.filterwarnings("ignore:.*on the meta device")
-def test_offloaded_factors_are_brought_back():
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    module, x = trained_module()
-    want = module(x)[0].detach()
-    accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
-    assert module.lora.up_a.is_meta
-    with torch.no_grad():
-        assert torch.equal(module(x)[0], want)
-    assert module.lora.up_a.is_meta
-
-
-def test_factors_are_sharded_with_their_layer():
-    distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.fsdp import fully_shard
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-        module, x = trained_module()
-        want = module(x)[0]
-        fully_shard(module.lora, mesh=mesh)
-        with pytest.raises(TypeError, match=r"lora\.up_a is sharded apart from its layer"):
-            module(x)
-        module, _ = trained_module()
-        fully_shard(module, mesh=mesh)
-        torch.testing.assert_close(module(x)[0], want)
-        half = sonicmoe_cpp.MoE(E, 2, D, N, dtype=torch.bfloat16)
-        half.add_lora(4, 8)
-        fully_shard(half.router, mesh=mesh)
-        fully_shard(half, mesh=mesh)(x.bfloat16())[0].float().sum().backward()
-        assert half.lora.up_b.grad.full_tensor().abs().sum() > 0
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_module_refuses_token_rounding():
-    with pytest.raises(NotImplementedError, match='need routing="topk"'):
-        sonicmoe_cpp.MoE(E, 2, D, N, routing="token_rounding").add_lora(4, 8)
-
-
-def test_module_keeps_the_factors_it_has():
-    module = sonicmoe_cpp.MoE(E, 2, D, N)
-    with pytest.raises(ValueError, match="rank is 0"):
-        module.add_lora(0, 8)
-    with pytest.raises(TypeError, match="rank is bool, must be an int"):
-        module.add_lora(True, 8)
-    with pytest.raises(ValueError, match="alpha is nan, must be finite"):
-        module.add_lora(4, math.nan)
-    assert module.w_up.requires_grad and module.lora is None
-    module.add_lora(4, 8)
-    with pytest.raises(ValueError, match="MoE has low-rank factors already"):
-        module.add_lora(2, 8)
-    assert module.lora.up_a.shape[1] == 4
+    names = ("x", "weights", *FACTORS)
+    shapes = [(0,) if name in frozen else tuple(want[name].shape) for name in names]
+    assert seen.shapes == shapes

@@ -1,0 +1,130 @@
+// The layer with low-rank factors beside frozen weights, as operators: inference, forward,
+// backward.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+
+#include "arguments.h"
+#include "device_scope.h"
+#include "layer.h"
+#include "sonicmoe/moe.h"
+#include "views.h"
+
+namespace sonicmoe_torch {
+
+#define SONICMOE_FACTORS(ARGUMENT)                                             \
+  ARGUMENT(MaybeArray, up_a)   /* (E, r, d) */                                 \
+  ARGUMENT(MaybeArray, up_b)   /* (E, G*n, r), its rows as gate_layout says */ \
+  ARGUMENT(MaybeArray, down_a) /* (E, r, n) */                                 \
+  ARGUMENT(MaybeArray, down_b) /* (E, d, r) */                                 \
+  ARGUMENT(double, up_scale)                                                   \
+  ARGUMENT(double, down_scale)
+struct Factors {
+  SONICMOE_ARGUMENTS(SONICMOE_FACTORS)
+};
+
+inline sonicmoe::Lora lora_of(const Layer& a, const Factors& f) {
+  const bool gated = sonicmoe::is_gated(activation_of(a.activation));
+  const Halves rows = gate_and_up(std::nullopt, f.up_b, gated, gate_layout_of(a.gate_layout));
+  sonicmoe::Lora lora;
+  lora.up = {view(f.up_a, "up.a"), rows.up, rows.gate, f.up_scale};
+  lora.down = {view(f.down_a, "down.a"), view(f.down_b, "down.b"), {}, f.down_scale};
+  return lora;
+}
+
+struct LoraCall {
+  Call layer;
+  sonicmoe::Lora lora;
+};
+
+/// The call of a layer, and the ranks and the dtype of its factors.
+inline LoraCall lora_call_of(Layer& a, const Factors& f) {
+  LoraCall c{call_of(a), {}};
+  for (const MaybeArray* t : {&f.up_a, &f.up_b, &f.down_a, &f.down_b}) {
+    if (!t->has_value()) continue;
+    expect_rank(**t, 3, "a factor");
+    const bool wider = c.layer.problem.dtype != sonicmoe::DType::kF64;
+    c.layer.problem.f32_factors = wider && (*t)->scalar_type() == ScalarType::Float;
+  }
+  if (f.up_a.has_value()) c.layer.problem.up_rank = f.up_a->size(1);
+  if (f.down_a.has_value()) c.layer.problem.down_rank = f.down_a->size(1);
+  c.lora = lora_of(a, f);
+  return c;
+}
+
+using LoraInferenceCall = Joined<Layer, Factors, Fp8Argument>;
+
+inline Array lora_inference(LoraInferenceCall& a) {
+  const DeviceScope device(a.x);
+  const LoraCall c = lora_call_of(a, a);
+  const Call& l = c.layer;
+  const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kInference, device.exec());
+  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  const QuantisedWeights fp8(l, a.fp8_weights, a.x, device.exec());
+  sonicmoe::moe_forward(
+      l.problem,
+      {l.x, l.routing, l.weights, view(out, "out"), {}, {}, scratch.buffer(), fp8.buffer(), c.lora},
+      device.exec());
+  return out;
+}
+
+/// `saved` also holds P; _ops.py has the same formula.
+inline std::tuple<Array, Array, Array> lora_forward(LoraInferenceCall& a) {
+  const DeviceScope device(a.x);
+  const LoraCall c = lora_call_of(a, a);
+  const Call& l = c.layer;
+  const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kForward, device.exec());
+  Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
+  Array h = new_kept_h(a.x, l.problem, sizes.h_bytes);
+  const std::int64_t p = sonicmoe::row_capacity(l.problem) * l.problem.up_rank;
+  Array saved =
+      new_bytes(a.x, saved_capacity(l.problem) + p * sonicmoe::dtype_bytes(l.problem.dtype));
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  const QuantisedWeights fp8(l, a.fp8_weights, a.x, device.exec());
+  sonicmoe::moe_forward(l.problem,
+                        {l.x, l.routing, l.weights, view(out, "out"), lend(h), lend(saved),
+                         scratch.buffer(), fp8.buffer(), c.lora},
+                        device.exec());
+  return {out, h, saved};
+}
+
+using LoraBackwardCall = Joined<BackwardCall, Factors, Fp8Argument>;
+
+/// The bit of `needs` of a factor: after those of the layer's arguments.
+enum class Factor : std::int32_t { up_a, up_b, down_a, down_b };
+
+inline MaybeArray gradient_of(const LoraBackwardCall& a, Factor factor, const MaybeArray& of) {
+  constexpr std::size_t kFirst = std::tuple_size_v<decltype(Layer().fields())>;
+  const std::int64_t bit = static_cast<std::int64_t>(kFirst) + static_cast<std::int64_t>(factor);
+  if ((a.needs >> bit & 1) == 0 || !of.has_value()) return std::nullopt;
+  return empty_beside(*of);
+}
+
+/// The gradients of x, the routing weights, up_a, up_b, down_a and down_b.
+inline std::tuple<Array, Array, Array, Array, Array, Array> lora_backward(LoraBackwardCall& a) {
+  const DeviceScope device(a.x);
+  const LoraCall c = lora_call_of(a, a);
+  const MaybeArray dx = gradient_of_x(a);
+  const MaybeArray dweights = gradient_of(static_cast<BackwardCall&>(a), At::weights, a.weights);
+  Factors grads;
+  grads.up_a = gradient_of(a, Factor::up_a, a.up_a);
+  grads.up_b = gradient_of(a, Factor::up_b, a.up_b);
+  grads.down_a = gradient_of(a, Factor::down_a, a.down_a);
+  grads.down_b = gradient_of(a, Factor::down_b, a.down_b);
+  const QuantisedWeights fp8(c.layer, a.fp8_weights, a.x, device.exec());
+  auto args = backward_args(a, c.layer, {}, dx, dweights, sonicmoe::GradMode::kWrite);
+  args.fp8_weights = fp8.buffer();
+  args.lora = c.lora;
+  args.lora_grads = lora_of(a, grads);
+  const auto sizes = sonicmoe::moe_sizes(c.layer.problem, sonicmoe::Pass::kBackward, device.exec());
+  const Scratch scratch(a.x, sizes.scratch_bytes);
+  args.scratch = scratch.buffer();
+  sonicmoe::moe_backward(c.layer.problem, args, device.exec());
+  return {or_nothing(dx, a.x),           or_nothing(dweights, a.x),
+          or_nothing(grads.up_a, a.x),   or_nothing(grads.up_b, a.x),
+          or_nothing(grads.down_a, a.x), or_nothing(grads.down_b, a.x)};
+}
+
+}  // namespace sonicmoe_torch
