@@ -149,6 +149,9 @@ def train_missing(own: argparse.Namespace, config: Config, planned: list[study.C
                 continue
             if trained is not None:
                 bar.update()
+                if bar.disable:  # no terminal
+                    finished = sum(r.ready() for r in running) + len(planned) - len(jobs)
+                    print(f"{finished} of {len(planned)} runs", file=sys.stderr, flush=True)
     if failure:
         raise failure
     return not stop()

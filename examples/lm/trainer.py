@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,13 @@ class Run:
         tokens = self.step * self.config.batch * self.config.context
         return tokens / self.history.seconds if self.history.seconds else 0.0
 
+    def _time_left(self) -> str:
+        """An estimate for this run, as the end of a line; empty at its first and last step."""
+        if self.step == 0 or self.finished:
+            return ""
+        seconds = self.history.seconds / self.step * (self.config.steps - self.step)
+        return f"  about {timedelta(seconds=round(seconds))} left"
+
     def _kept(self) -> str:
         """The checkpoint that a failed run can continue from, as part of a sentence."""
         path = checkpoint.newest(self.folder)
@@ -280,6 +288,6 @@ class Run:
         if not sys.stderr.isatty():
             print(
                 f"{self.name:>7}  step {self.step:5d} of {self.config.steps}  validation "
-                f"{loss:.3f}  {self.tokens_per_second():7,.0f} tokens/s",
+                f"{loss:.3f}  {self.tokens_per_second():7,.0f} tokens/s{self._time_left()}",
                 flush=True,
             )
