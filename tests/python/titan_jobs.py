@@ -1,6 +1,7 @@
 """Runs torchtitan's own trainer on the CPU: jobs by command line, one after the other in a process.
 
     python titan_jobs.py PHASES.json
+    python titan_jobs.py --module titan_models --config qwen3 ...    one job, on one rank
 
 PHASES.json: a list of phases, one after the other. A phase is a list of worlds that run beside each
 other: {"name": ..., "ranks": ..., "jobs": {name: {"arguments": [...], "kill_at": step}}}. A killed
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -123,6 +125,14 @@ def fork(world: dict, rank: int, stem: str) -> int:
 
 
 def main() -> None:
+    if sys.argv[1].startswith("--"):
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"arguments": sys.argv[1:]}
+            work({"ranks": 1, "jobs": {"job": job}}, 0, f"{folder}/job")
+            found = json.loads(Path(f"{folder}/job.results").read_text())["job"]
+        for step, metrics in found.get("steps", {}).items():
+            print(f"step {step}: loss {metrics['loss']:.3f}")
+        sys.exit(found.get("error"))
     path = Path(sys.argv[1])
     for phase in json.loads(path.read_text()):
         expected = {}
