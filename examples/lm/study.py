@@ -139,7 +139,8 @@ def _scalars(result: dict[str, Any]) -> set[tuple[str, Any]]:
 
 def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each mode and ratio: the mean loss over seeds, the mean distance from top-K's loss
-    with the same seed, and the sample standard deviation of this distance."""
+    with the same seed, and the sample standard deviation of this distance; None where there are too
+    few seeds."""
     topk = {r["seed"]: r["val_loss"] for r in results if not r["ratio"]}
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for r in results:
@@ -157,8 +158,8 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss": statistics.fmean(losses),
                 "lowest": min(losses),
                 "highest": max(losses),
-                "gap": statistics.fmean(gaps) if gaps else math.nan,
-                "gap_std": statistics.stdev(gaps) if len(gaps) > 1 else math.nan,
+                "gap": statistics.fmean(gaps) if gaps else None,
+                "gap_std": statistics.stdev(gaps) if len(gaps) > 1 else None,
             }
         )
     return rows
@@ -173,7 +174,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         place = ["-", "-"] if not r["ratio"] else [str(r["ratio"]), str(r["tile"])]
         loss = f"{r['loss']:.4f} ({r['lowest']:.4f} to {r['highest']:.4f})"
-        gap = f"{r['gap']:+.4f} ± {r['gap_std']:.4f}" if r["ratio"] else "0"
+        gap = "-" if r["gap"] is None else f"{r['gap']:+.4f}" if r["ratio"] else "0"
+        if r["ratio"] and r["gap_std"] is not None:
+            gap += f" ± {r['gap_std']:.4f}"
         lines.append("| " + " | ".join([r["mode"], *place, str(r["seeds"]), loss, gap]) + " |")
     return "\n".join(lines)
 
@@ -192,8 +195,9 @@ def plot(rows: list[dict[str, Any]]) -> bytes:
         points = [r for r in rounded if r["mode"] == mode]
         # Each mode is moved a little sideways, so that the bars do not cover each other.
         x = np.array([r["ratio"] for r in points]) * 1.04 ** (i - (len(modes) - 1) / 2)
-        bars = [0.0 if math.isnan(r["gap_std"]) else r["gap_std"] for r in points]
-        axes.errorbar(x, [r["gap"] for r in points], bars, marker="o", capsize=3, label=mode)
+        gaps = [math.nan if r["gap"] is None else r["gap"] for r in points]
+        bars = [r["gap_std"] or 0.0 for r in points]
+        axes.errorbar(x, gaps, bars, marker="o", capsize=3, label=mode)
     ratios = sorted({r["ratio"] for r in rounded})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ratios, [str(r) for r in ratios])

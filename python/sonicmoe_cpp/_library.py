@@ -53,11 +53,11 @@ def _cuda_problem(ordinal: int) -> str | None:
     return f"{device}, but {problem}" if problem else None
 
 
-def unsupported_reason(device: str | torch.device = "cpu") -> str | None:
+def unsupported_reason(device: str | int | torch.device = "cpu") -> str | None:
     """The reason why tensors on `device` cannot be computed here, or None if they can."""
     if PROBLEM is not None:
         return PROBLEM
-    device = torch.device(device)
+    device = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda":

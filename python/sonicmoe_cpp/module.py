@@ -212,9 +212,15 @@ class MoE(nn.Module):
             raise ValueError(f'balance is "{balance}", but routing is "expert_choice"')
         self.balance = balance
 
-        self._make_parameters(
-            bias, router_dtype, shared_experts, {"device": device, "dtype": dtype}
-        )
+        where = {"device": device, "dtype": dtype}
+        try:
+            self._make_parameters(bias, router_dtype, shared_experts, where)
+        except (AssertionError, RuntimeError) as error:
+            # torch may have no such device; its own message does not name a device.
+            reason = None if device is None else _library.unsupported_reason(device)
+            if reason is None:
+                raise
+            raise NotImplementedError(reason) from error
         buffer = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("selection_bias", buffer if selection_bias else None)
         self.lora: LoRA | None = None

@@ -446,6 +446,15 @@ def test_operators_check_for_themselves():
         ops.exchange_open(x, 2, 1, 1, D, addresses, 0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("device", ["cuda", 0, "xpu"])
+def test_a_module_on_a_device_that_torch_lacks(device):
+    reason = sonicmoe_cpp.unsupported_reason(device)
+    if reason is None:
+        pytest.skip("this machine has the device")
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        sonicmoe_cpp.MoE(E, K, D, N, device=device)
+
+
 def test_seeds_of_all_64_bits():
     logits = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
     options = {"tile": 16, "mode": "stochastic"}

@@ -1,5 +1,7 @@
 """precision="fp8" through transformers and torchtitan, against the functions."""
 
+import warnings
+
 import pytest
 import sonicmoe_cpp
 import torch
@@ -67,6 +69,22 @@ def test_transformers_model_generates_and_trains(model):
     out = model(ids, labels=ids)
     out.loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_transformers_says_where_a_precision_has_no_effect(model):
+    from sonicmoe_cpp.integrations import hf
+
+    dense = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match='precision is "fp8", but Sequential has no experts'):
+        hf.set_precision(dense, "fp8")
+    hf.set_precision(dense, None)
+    model.set_experts_implementation("eager")
+    with pytest.warns(UserWarning, match='precision "fp8" has no effect on .*experts until'):
+        hf.set_precision(model, "fp8")
+    model.set_experts_implementation("sonicmoe_cpp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.set_precision(model, "fp8")
 
 
 def test_transformers_refuses_an_unknown_precision(model):

@@ -58,7 +58,8 @@ def test_gaps_are_taken_seed_by_seed():
     assert (up["loss"], up["lowest"], up["highest"]) == (3.875, 3.5, 4.25)
     assert up["gap"] == 0.375 and up["gap_std"] == pytest.approx(0.25 / math.sqrt(2))
     down = by_name["down", 2]
-    assert down["gap"] == -0.5 and math.isnan(down["gap_std"]) and down["seeds"] == 1
+    assert down["gap"] == -0.5 and down["gap_std"] is None and down["seeds"] == 1
+    assert "| down | 2 | 16 | 1 | 3.5000 (3.5000 to 3.5000) | -0.5000 |" in study.table(rows)
     assert "| up | 2 | 16 | 2 | 3.8750 (3.5000 to 4.2500) | +0.3750 ± 0.1768 |" in study.table(rows)
 
 

@@ -159,9 +159,24 @@ class Precision(NamedTuple):
 
 def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = None) -> None:
     """The precision of all experts of a model, as in sonicmoe_cpp.moe(): "fp8", "auto", or None for
-    the weights' dtype. As in MoE, weights are quantised again only after they have changed."""
+    the weights' dtype. As in MoE, weights are quantised again only after they have changed. Raises
+    ValueError if the model has no experts. Experts of another implementation are not computed in
+    fp8: for these there is a warning."""
     check_request(precision, keep_h)
-    for module in experts_of(model).values():
+    experts = experts_of(model)
+    if precision is not None and not experts:
+        raise ValueError(
+            f'precision is "{precision}", but {type(model).__name__} has no experts that another '
+            "implementation may compute"
+        )
+    other = next((n for n, module in experts.items() if not is_computed_here(module)), None)
+    if precision is not None and other is not None:
+        warnings.warn(
+            f'precision "{precision}" has no effect on {other or "the experts"} until '
+            "set_experts_implementation() chooses sonicmoe_cpp",
+            stacklevel=2,
+        )
+    for module in experts.values():
         chosen = None if precision is None else Precision(precision, keep_h)
         module._sonicmoe_cpp_precision = chosen
         if not caches_of(module):
