@@ -52,7 +52,9 @@ ExitCode print_names(const Options& o) {
     names.push_back(c.name);
     if (!o.json) std::printf("%s\n", c.name.c_str());
   }
-  if (o.json) print_json({{"cases", names}});
+  if (o.json) {
+    print_json({{"cases", names}, {"broken_implementations", verify::negative_control_names()}});
+  }
   return kGood;
 }
 

@@ -6,6 +6,7 @@ python tests/cli_test.py PATH_OF_SONICMOE
 import ctypes.util
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -402,12 +403,21 @@ class CliTest(unittest.TestCase):
                 self.assertTrue(bench["check"]["passed"], (shape, dtype, bench["check"]))
 
     def test_verify_lists_its_cases(self):
-        every = self.document("verify", "--list")["cases"]
+        listed = self.document("verify", "--list")
+        every = listed["cases"]
         self.assertEqual(run("verify", "--list")[1].splitlines(), every)
         some = self.document("verify", "--list", "--filter", "silu", "--precision", "tensors")
         ran = self.document("verify", "--filter", "silu", "--precision", "tensors", "--no-negative")
         self.assertEqual(some["cases"], [case["name"] for case in ran["cases"]])
         self.assertLess(set(some["cases"]), set(every))
+        # The pages that say how many broken implementations there are.
+        broken = listed["broken_implementations"]
+        self.assertEqual(len(broken), len(set(broken)))
+        readme = (ROOT / "README.md").read_text()
+        self.assertEqual(re.findall(r"(\d+) kinds of broken impl", readme), [str(len(broken))])
+        testing = (ROOT / "docs/testing.md").read_text()
+        ways = re.findall(r"breaks a correct implementation in (\d+) ways", testing)
+        self.assertEqual(ways, [str(len(broken))])
 
     def test_list(self):
         for command in ("plan", "bench", "route"):

@@ -360,7 +360,31 @@ void judge(const Control& control, const Implementation& sound, const VerifyOpti
   }
 }
 
+std::vector<Control> joined(std::initializer_list<std::vector<Control>> lists) {
+  std::vector<Control> all;
+  for (const std::vector<Control>& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+// Those that break the implementation under test, and those that break the oracle.
+std::vector<Control> controls_of_any() {
+  return joined({controls_of_values(), controls_of_formulas(), controls_of_memory(),
+                 controls_of_the_router(), controls_of_fp8(), controls_of_batches(),
+                 controls_of_factors()});
+}
+std::vector<Control> controls_of_the_oracle() {
+  return joined({controls_of_roundings(), controls_of_fp8_sums()});
+}
+
 }  // namespace
+
+std::vector<std::string> negative_control_names() {
+  std::vector<std::string> names;
+  for (const Control& control : joined({controls_of_any(), controls_of_the_oracle()})) {
+    names.emplace_back(control.name);
+  }
+  return names;
+}
 
 std::vector<ControlResult> negative_controls(const VerifyOptions& options,
                                              const Implementation& sound,
@@ -372,16 +396,8 @@ std::vector<ControlResult> negative_controls(const VerifyOptions& options,
       judge(control, base, options, progress, results);
     }
   };
-  judge_all(controls_of_values(), sound);
-  judge_all(controls_of_formulas(), sound);
-  judge_all(controls_of_memory(), sound);
-  judge_all(controls_of_the_router(), sound);
-  judge_all(controls_of_fp8(), sound);
-  judge_all(controls_of_batches(), sound);
-  judge_all(controls_of_factors(), sound);
-  const Implementation reference = oracle_implementation(oracle::Precision::kSame);
-  judge_all(controls_of_roundings(), reference);
-  judge_all(controls_of_fp8_sums(), reference);
+  judge_all(controls_of_any(), sound);
+  judge_all(controls_of_the_oracle(), oracle_implementation(oracle::Precision::kSame));
   return results;
 }
 

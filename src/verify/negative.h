@@ -19,6 +19,9 @@ struct ControlResult {
 
 using ControlProgress = std::function<void(const ControlResult&)>;
 
+/// What each control breaks.
+std::vector<std::string> negative_control_names();
+
 /// Breaks `sound` in every known way, and judges each broken implementation on the cases that show
 /// the breakage, as far as `sound` serves them.
 std::vector<ControlResult> negative_controls(const VerifyOptions& options,
