@@ -196,6 +196,12 @@ def _saving_factors(save):
                 f"{len(configs)} parts of {type(self).__name__} have adapters of their own: save "
                 "each by the save_pretrained of its PeftModel"
             )
+        warnings.warn(
+            f"{type(self).__name__} is not the PeftModel of its low-rank factors: they are saved "
+            "in PEFT's format, but Trainer resumes and reloads only the PeftModel (hf.add_lora "
+            "returns it)",
+            stacklevel=2,
+        )
         before = dict(vars(self))
         (self.peft_config,) = configs.values()
         self._hf_peft_config_loaded = True
