@@ -100,6 +100,7 @@ add_emulated_test(
   PortableShapes 80 ${portable}
   "wide/ shape/ grads layout gemm edges sentinels/ shuffled/ repeated/ no_tokens")
 add_emulated_test(Graphs 5 "Each/CudaGraph.*" "")
+add_emulated_test(LowRank 20 "Each/CudaLowRank.*" "")
 add_emulated_test(OneRow 1 "Each/CudaOneRow.*" "")
 add_emulated_test(Nan 5 "Each/CudaNan.*" "")
 add_emulated_test(Accumulate 1 "Each/CudaAccumulate.*" "")
@@ -116,9 +117,9 @@ add_emulated_test(ExchangeOfRanks 70
 # the code for 8.0 with less shared memory, B200 (10.0) and RTX 5090 (12.0). The cases have every
 # product of the layer, gated and not, with weights of both orders, in bf16 and fp16; those of 8.0 and
 # 12.0 also more routings. Top-k routing has its plain form in code for 8.0 only.
-set(some_cases "layout/concatenated wide/n248_transposed wide/n248_paired gemm")
+set(some_cases "layout/concatenated wide/n248_transposed wide/n248_paired gemm lora/frozen")
 set(more_cases
-    "layout/concatenated layout/transposed activation/swiglu_paired/ wide/n248 gemm"
+    "layout/concatenated layout/transposed activation/swiglu_paired/ wide/n248 gemm lora/frozen"
     "routing/ids_sentinels_k11/bf16/integers routing/pairs_many_of_each/bf16/integers"
     "routing/ids_many_experts/bf16/random routing/grouped_gaps/bf16/random")
 list(JOIN more_cases " " more_cases)
