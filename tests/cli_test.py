@@ -396,6 +396,15 @@ class CliTest(unittest.TestCase):
         self.assertEqual("the default where no GPU" in out, "roofline of h200 (" in out)
         self.assertNotIn("the default", run("plan", *SMALL)[1])
 
+    def test_the_default_backend_is_the_gpu_if_it_can_be_used(self):
+        cuda = self.document("info")["cuda"]
+        command = [COMMAND, "bench", *SMALL, "--repeats", "1", "--json"]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.assertEqual(json.loads(out)["backend"], "cuda" if cuda["usable"] else "cpu")
+        if cuda["archs"] and not ctypes.util.find_library("cuda"):
+            refusal = "no NVIDIA driver found (libcuda.so.1)"
+            self.refused(refusal, "verify", "--backend", "cuda")
+
     def test_bench_checks_a_layer_of_one_token(self):
         for dtype in ("f64", "f32", "bf16"):
             for shape in ("1,8,8,1,1", "3,1,1,2,1", "0,8,8,2,1"):
