@@ -18,6 +18,15 @@
 
 namespace sonicmoe_torch {
 
+/// Throws an exception for which torch raises ValueError. torch 2.15 raises RuntimeError for every
+/// exception of an operator. From 2.14 on the message begins with the name, by which _ops.py raises
+/// ValueError in any case.
+[[noreturn]] inline void refuse_argument(const std::string& sentence) {
+  constexpr std::uint64_t kTorch214 = 2ULL << 56 | 14ULL << 48;
+  static const bool named = aoti_torch_abi_version() >= kTorch214;
+  throw std::invalid_argument(named ? "ValueError: " + sentence : sentence);
+}
+
 /// Throws an exception for which torch raises the right Python exception. torch raises
 /// std::invalid_argument as ValueError, from a compiled graph too. It has no C++ exception for
 /// NotImplementedError, so the message begins with that name; _ops.py removes the name and raises
@@ -27,7 +36,7 @@ namespace sonicmoe_torch {
     case sonicmoe::Status::kInvalidArgument:
     case sonicmoe::Status::kOutOfRange:
     case sonicmoe::Status::kWorkspaceTooSmall:
-      throw std::invalid_argument(error.what());
+      refuse_argument(error.what());
     case sonicmoe::Status::kUnsupported:
       throw std::runtime_error(std::string("NotImplementedError: ") + error.what());
     default:
@@ -115,6 +124,8 @@ void box(StableIValue* stack, std::uint64_t num_args, std::uint64_t num_outputs)
       }
     } catch (const sonicmoe::Error& error) {
       rethrow(error);
+    } catch (const std::invalid_argument& error) {
+      refuse_argument(error.what());
     }
   }();
   constexpr std::size_t kResults = std::tuple_size_v<decltype(results)>;

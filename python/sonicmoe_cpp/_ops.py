@@ -18,6 +18,7 @@ ops = torch.ops.sonicmoe_cpp
 # If the message of an operator's error begins with a key, the error is raised as the key's class
 # (boxing.h, views.h).
 ERRORS = {
+    "ValueError: ": ValueError,
     "NotImplementedError: ": NotImplementedError,
     "OutOfMemoryError: ": torch.OutOfMemoryError,
 }
@@ -347,16 +348,14 @@ DERIVATIVES = {
 
 
 def _expect_one_device(given: dict) -> None:
-    """Refuses tensors on different devices, as boxing.h. A single tensor on the meta device, such
-    as one that a hook returns, would make torch call the fake implementation, whose results have no
-    values. A seed is always in host memory."""
+    """Refuses tensors on different devices, as boxing.h. One tensor on the meta device, such as one
+    of a hook, would make torch call the fake implementation. A seed is always in host memory."""
     devices = {n: t.device for n, t in given.items() if isinstance(t, Tensor)}
     if devices.get("seed", torch.device("meta")).type != "meta":
         del devices["seed"]
-    first = next(iter(devices), "")
     for name, device in devices.items():
-        if device != devices[first]:
-            raise ValueError(f"{name} is on {device}, must be on {first}'s device {devices[first]}")
+        if device != (of_first := next(iter(devices.values()))):
+            raise ValueError(f"{name} is on {device}, must be on the others' device {of_first}")
 
 
 def by_name(name: str, function):
@@ -395,7 +394,7 @@ def _kernel(name: str):
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*arguments)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             for argument, value in zip(_arguments(name), arguments, strict=False):
                 _checks.plain(argument.name, value)
             sentence = str(error)

@@ -61,7 +61,7 @@ def check_request(precision, keep_h) -> None:
 
 def _auto_rows(device: torch.device, dtype, activation: int, *sizes: int) -> int:
     like = torch.empty((1, 1, 1), dtype=dtype, device=device).expand(sizes)
-    return _ops.ops.auto_fp8_rows(like, activation)
+    return _ops.run("auto_fp8_rows", like, activation)
 
 
 def _constant_auto_rows(*arguments) -> int:

@@ -406,7 +406,8 @@ def h_views(
     _checks.shape("h", h, "(C, 2*n)" if gated else "(C, n)", (None, width))
     if not h.is_contiguous():
         raise ValueError(f"h has strides {h.stride()}, must be contiguous, as forward made it")
-    begin, row, column = _ops.ops.h_views(h, w_gate, w_up, ACTIVATION[name], LAYOUT[gate_layout])
+    style = ACTIVATION[name], LAYOUT[gate_layout]
+    begin, row, column = _ops.run("h_views", h, w_gate, w_up, *style)
     size = (h.shape[0], width // (2 if gated else 1))
     up = h.as_strided(size, (row, column), h.storage_offset() + begin)
     return h.as_strided(size, (row, column)) if gated else None, up

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import sonicmoe_cpp
@@ -496,6 +497,7 @@ def test_the_distributed_package_without_a_library():
 
 SECOND_COPY = """
 import sys
+import types
 import sonicmoe_cpp
 assert sonicmoe_cpp.is_available()
 for name in [name for name in sys.modules if name.split(".")[0] == "sonicmoe_cpp"]:
@@ -513,3 +515,39 @@ def test_a_second_copy_of_the_package(tmp_path):
     for program in (SECOND_COPY, SECOND_COPY.replace(last, change + last)):
         found = in_a_new_process(program)
         assert found.startswith("0: another copy of sonicmoe_cpp has loaded its operators"), found
+
+
+def test_refusals_by_a_newer_torch(monkeypatch):
+    """torch 2.15 raises RuntimeError for every exception of an operator."""
+    schema = torch.ops.sonicmoe_cpp.route.default._schema
+
+    class Operator:
+        _schema = schema
+
+        def __call__(self, *_):
+            raise RuntimeError("ValueError: k is 0, must be from 1 to E = 8")
+
+    operators = types.SimpleNamespace(route=types.SimpleNamespace(default=Operator()))
+    monkeypatch.setattr(sonicmoe_cpp._ops, "ops", operators)
+    with pytest.raises(ValueError, match=r"^k is 0, must be"):
+        sonicmoe_cpp._ops._kernel.__wrapped__("route")(torch.zeros(4, 8), None, 0)
+
+
+REFUSED = """
+import sonicmoe_cpp, torch
+try:
+    torch.ops.sonicmoe_cpp.route(torch.zeros(4, 8), None, 0, 0, False, 1.0, 1, 1)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_names_of_errors_for_a_newer_torch(tmp_path):
+    """The library sees a torch 2.15: its messages begin with the name of the exception."""
+    source, library = tmp_path / "version.c", tmp_path / "version.so"
+    source.write_text("unsigned long long aoti_torch_abi_version(void) { return 0x20fULL << 48; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    for name, environment in (("", {}), ("ValueError: ", {"LD_PRELOAD": str(library)})):
+        found = in_a_new_process(REFUSED, **environment)
+        assert found == f"0: {name}top_k is 0, must be at least 1\n"
