@@ -65,8 +65,11 @@ struct Problem {
 };
 
 /// C, the number of rows for which buffers have room: T*K (kIds), Problem::capacity (kPairs) or T
-/// (kGrouped). C >= 2^31 throws Status::kOutOfRange.
-SONICMOE_API std::int64_t row_capacity(const Problem& problem);
+/// (kGrouped). Checks nothing; functions that take a problem refuse C >= 2^31.
+constexpr std::int64_t row_capacity(const Problem& problem) {
+  if (problem.form == RoutingForm::kIds) return problem.tokens * problem.top_k;
+  return problem.form == RoutingForm::kPairs ? problem.capacity : problem.tokens;
+}
 
 /// The routing, in memory of the call's device. Tensors of other forms must not be given. The host
 /// does not check values on the device: empty slots are skipped and ranges are clamped. If the row

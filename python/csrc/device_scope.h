@@ -2,7 +2,6 @@
 #pragma once
 
 #include <dlfcn.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -10,7 +9,6 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -65,8 +63,9 @@ inline void* current_stream(std::int32_t ordinal) {
   return stream;
 }
 
-/// Makes the device of `like` current until the end of the scope, because kernel launches need
-/// this. exec() gives the library the device and its stream; on the CPU the number of threads.
+/// The library's view of the place of `like`: the device and torch's current stream of it; on the
+/// CPU the number of threads. The library itself makes the device current while it launches, and so
+/// does torch while it allocates.
 class DeviceScope {
  public:
   explicit DeviceScope(const torch::stable::Tensor& like) {
@@ -75,7 +74,6 @@ class DeviceScope {
       return;
     }
     const std::int32_t ordinal = like.get_device_index();
-    guard_.emplace(ordinal);
     exec_.backend = sonicmoe::Backend::kCuda;
     exec_.device = device_handle(ordinal);
     exec_.stream = current_stream(ordinal);
@@ -83,7 +81,6 @@ class DeviceScope {
   const sonicmoe::Exec& exec() const { return exec_; }
 
  private:
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
   sonicmoe::Exec exec_;
 };
 

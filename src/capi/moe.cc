@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "capi/convert.h"
+#include "core/checks.h"
 
 using namespace sonicmoe;
 
@@ -34,7 +35,9 @@ extern "C" {
 smoe_status smoe_row_capacity(const smoe_problem* problem, int64_t* capacity) {
   return capi::guarded([&] {
     capi::refuse_null(capacity, "capacity");
-    *capacity = row_capacity(capi::problem(problem));
+    const Problem checked = capi::problem(problem);
+    checks::problem(checked);
+    *capacity = row_capacity(checked);
   });
 }
 

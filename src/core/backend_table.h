@@ -69,6 +69,8 @@ struct BackendTable {
   /// function.
   void (*quantize_weights)(const Problem& problem, const Weights& weights, const Buffer& out,
                            const Exec& exec) = nullptr;
+  /// Forward and backward are called only with a problem that moe_sizes has accepted, and with
+  /// buffers of its sizes.
   void (*moe_forward)(const Problem& problem, const ForwardArgs& args, const Exec& exec) = nullptr;
   void (*moe_backward)(const Problem& problem, const BackwardArgs& args,
                        const Exec& exec) = nullptr;

@@ -45,7 +45,7 @@ bool routes_and_forwards() {
 
 bool refuses() {
   try {
-    row_capacity({.tokens = -1});
+    moe_sizes({.tokens = -1}, Pass::kInference);
   } catch (const Error& e) {
     return e.status() == Status::kInvalidArgument;
   }

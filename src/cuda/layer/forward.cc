@@ -115,7 +115,6 @@ Sizes moe_sizes(const Problem& problem, Pass pass, const Engine& engine) {
 
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec) {
   const Device& device = device_of(exec);
-  check_problem(problem, *device.engine);
   check_rows("x", args.x);
   check_rows("out", args.out);
   if (problem.precision != Precision::kFp8) check_weights(problem, args.weights);

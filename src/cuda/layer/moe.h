@@ -5,6 +5,7 @@
 
 namespace sonicmoe::cuda {
 
+/// Refuses a problem that `engine` does not serve. The other functions rely on it.
 Sizes moe_sizes(const Problem& problem, Pass pass, const Engine& engine);
 void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
                       const Exec& exec);
