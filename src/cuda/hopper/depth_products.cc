@@ -1,11 +1,11 @@
 // Depth products on Hopper: the weight gradients.
 #include <algorithm>
 
+#include "cuda/hopper/choices.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
-#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // The tile table's choices for a layer, as text.
+#include "cuda/hopper/choices.h"
 #include "cuda/hopper/products.h"
-#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {

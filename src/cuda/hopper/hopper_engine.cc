@@ -1,9 +1,9 @@
 #include "cuda/hopper/hopper_engine.h"
 
+#include "cuda/hopper/choices.h"
 #include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
-#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <span>
 
-#include "cuda/hopper/tiles.h"
+#include "cuda/hopper/choices.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe::cuda {

@@ -1,12 +1,12 @@
 // Row products on Hopper: A, Y, dH, dX~ and the grouped GEMM.
 #include <algorithm>
 
+#include "cuda/hopper/choices.h"
 #include "cuda/hopper/fp8/products.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/products.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
-#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cuda/hopper/tiles.h"
+#include "cuda/hopper/choices.h"
 
 namespace sonicmoe::cuda {
 

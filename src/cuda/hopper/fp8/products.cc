@@ -3,12 +3,12 @@
 #include <climits>
 
 #include "cuda/device/launch.h"
+#include "cuda/hopper/choices.h"
 #include "cuda/hopper/fp8/kernels.h"
 #include "cuda/hopper/fp8/params.h"
 #include "cuda/hopper/launch.h"
 #include "cuda/hopper/schedules.h"
 #include "cuda/hopper/tensor_maps.h"
-#include "cuda/hopper/tiles.h"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -9,8 +9,8 @@
 #pragma once
 
 #include "cuda/hopper/engine/row_tiles.cuh"
-#include "cuda/hopper/fp8/epilogues/act.cuh"
-#include "cuda/hopper/fp8/epilogues/act_grad.cuh"
+#include "cuda/hopper/fp8/epilogues/activate.cuh"
+#include "cuda/hopper/fp8/epilogues/activate_grad.cuh"
 #include "cuda/hopper/fp8/epilogues/store.cuh"
 #include "cuda/hopper/fp8/gather_rows.cuh"
 #include "cuda/hopper/fp8/kernel.cuh"

@@ -16,7 +16,7 @@
 
 #include "cuda/portable/engine/architecture.cuh"
 #include "cuda/portable/engine/fragments.cuh"
-#include "cuda/portable/engine/ring.cuh"
+#include "cuda/portable/engine/pipeline.cuh"
 #include "cuda/portable/engine/tile_slots.cuh"
 #include "cuda/portable/params.h"
 #include "cuda/portable/shape.h"
@@ -35,7 +35,7 @@ __device__ __forceinline__ void meet_for_racecheck() {
 #endif
 }
 
-/// `Loader` copies k tiles (loaders/). `Epilogue` processes and stores the accumulators of a tile
+/// `Loader` copies k tiles (producers/). `Epilogue` processes and stores the accumulators of a tile
 /// (epilogues/). If an epilogue has prepare(), it is called before the products of each tile.
 template <class Element, class Loader, class Epilogue>
 class Kernel {

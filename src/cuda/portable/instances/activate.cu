@@ -1,6 +1,6 @@
 #include "cuda/portable/epilogues/activate.cuh"
 #include "cuda/portable/epilogues/activate_staged.cuh"
-#include "cuda/portable/row_instances.cuh"
+#include "cuda/portable/instances/row_instances.cuh"
 
 namespace sonicmoe::cuda::portable {
 

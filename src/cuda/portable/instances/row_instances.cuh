@@ -1,8 +1,8 @@
 // For the files of kernels/ with a row product: the choice of a kernel of one epilogue.
 #pragma once
 
-#include "cuda/portable/instances.cuh"
-#include "cuda/portable/loaders/rows.cuh"
+#include "cuda/portable/instances/instances.cuh"
+#include "cuda/portable/producers/rows.cuh"
 
 namespace sonicmoe::cuda::portable {
 

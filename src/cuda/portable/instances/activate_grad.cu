@@ -1,5 +1,5 @@
 #include "cuda/portable/epilogues/activate_grad.cuh"
-#include "cuda/portable/row_instances.cuh"
+#include "cuda/portable/instances/row_instances.cuh"
 
 namespace sonicmoe::cuda::portable {
 namespace {

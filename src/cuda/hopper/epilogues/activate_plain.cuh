@@ -3,7 +3,7 @@
 // not fit in the registers that the next tile's products leave.
 #pragma once
 
-#include "cuda/hopper/epilogues/act.cuh"
+#include "cuda/hopper/epilogues/activate.cuh"
 
 namespace sonicmoe::cuda {
 

@@ -1,6 +1,6 @@
 #include "cuda/portable/epilogues/store_expert.cuh"
-#include "cuda/portable/instances.cuh"
-#include "cuda/portable/loaders/depth.cuh"
+#include "cuda/portable/instances/instances.cuh"
+#include "cuda/portable/producers/depth.cuh"
 
 namespace sonicmoe::cuda::portable {
 namespace {
