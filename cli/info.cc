@@ -51,7 +51,11 @@ Json engines(const BackendTable* cuda) {
   Json list = Json::array();
   if (cuda == nullptr) return list;
   for (const EngineInfo& engine : cuda->engines()) {
-    list.push_back({{"name", engine.name}, {"serves", engine.serves}});
+    Json choices = Json::array();
+    for (const EngineChoice& c : engine.choices) {
+      choices.push_back({{"name", c.name}, {"value", c.value}, {"reason", c.reason}});
+    }
+    list.push_back({{"name", engine.name}, {"serves", engine.serves}, {"choices", choices}});
   }
   return list;
 }

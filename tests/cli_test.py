@@ -82,6 +82,13 @@ class CliTest(unittest.TestCase):
         self.assertEqual(bool(cuda["engines"]), bool(cuda["archs"]))
         names = [engine["name"] for engine in cuda["engines"]]
         self.assertIn(cuda["engine"], [*names, None])
+        for engine in cuda["engines"]:
+            thresholds = [choice["name"] for choice in engine["choices"]]
+            self.assertEqual(len(set(thresholds)), len(thresholds))
+            self.assertIn(
+                {"hopper": "dynamic depth", "portable": "narrow columns"}[engine["name"]],
+                thresholds,
+            )
         listed = " ".join(names) or "none"
         self.refused(f'engine is "abacus", must be one of: {listed}', "info", "--engine", "abacus")
         for command in ("verify", "bench"):

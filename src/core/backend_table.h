@@ -4,6 +4,7 @@
 // src/backends.cc.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,10 +21,18 @@ struct TileChoice {
   std::string tile;
 };
 
+/// A number by which an engine chooses between two ways, with the reason.
+struct EngineChoice {
+  const char* name;
+  std::int64_t value;
+  const char* reason;
+};
+
 /// An engine of a backend: code that computes products on a device. A build may have several.
 struct EngineInfo {
   const char* name;    ///< "hopper"
   std::string serves;  ///< "9.0 (H100, H200)"
+  std::span<const EngineChoice> choices;
 };
 
 /// If a function is null, the backend does not serve its call, and serve() refuses the call by

@@ -47,7 +47,7 @@ const BackendTable* cuda_backend() {
     backend.engines = [] {
       std::vector<EngineInfo> list;
       for (const cuda::Engine* engine : cuda::engines()) {
-        list.push_back({engine->name, cuda::served_by(*engine)});
+        list.push_back({engine->name, cuda::served_by(*engine), engine->choices});
       }
       return list;
     };

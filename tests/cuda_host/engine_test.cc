@@ -167,7 +167,7 @@ TEST(HRows, LieAsTheWeightsDo) {
   w.up = w.gate;
   w.up.data = memory.data() + p.width * p.hidden;
   Tensor h = cuda::h_rows(p, w, nullptr);
-  EXPECT_EQ(cuda::gate_layout(p, w), GateLayout::kSplit);
+  EXPECT_EQ(cuda::gate_layout(p, w), GateLayout::kConcatenated);
   EXPECT_EQ(h.rank, 3);
   EXPECT_EQ(h.shape[1], 2);
   EXPECT_EQ(h.stride[0], 2 * p.width);

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "cuda/portable/launch.h"
+#include "cuda/portable/choices.h"
 
 namespace sonicmoe {
 namespace {

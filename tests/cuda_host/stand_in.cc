@@ -55,7 +55,7 @@ struct GateUp {
 };
 GateUp load(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j) {
   if (layout == GateLayout::kInterleaved) return {get(h, p, 2 * j), get(h, p, 2 * j + 1)};
-  if (layout == GateLayout::kSplit) return {get(h, p, 0, j), get(h, p, 1, j)};
+  if (layout == GateLayout::kConcatenated) return {get(h, p, 0, j), get(h, p, 1, j)};
   return {0.0, get(h, p, 0, j)};
 }
 void store(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j, const GateUp& v) {
@@ -64,8 +64,8 @@ void store(const Tensor& h, GateLayout layout, std::int64_t p, std::int64_t j, c
     put(h, v.up, p, 2 * j + 1);
     return;
   }
-  if (layout == GateLayout::kSplit) put(h, v.gate, p, 0, j);
-  put(h, v.up, p, layout == GateLayout::kSplit ? 1 : 0, j);
+  if (layout == GateLayout::kConcatenated) put(h, v.gate, p, 0, j);
+  put(h, v.up, p, layout == GateLayout::kConcatenated ? 1 : 0, j);
 }
 
 /// The weights of a product, those of its low-rank term, and one of its epilogues, row by row.
@@ -110,10 +110,11 @@ struct RowMultiplier {
       if (out.layout != GateLayout::kNone) {
         h.gate = by_first(interleaved ? 2 * j : j) + bias_at(out.bias_gate, e, j);
       }
-      h.up = (interleaved                        ? by_first(2 * j + 1)
-              : out.layout == GateLayout::kSplit ? second.dot(x, e, j) + outer[1].dot(low, e, j)
-                                                 : by_first(j)) +
-             bias_at(out.bias_up, e, j);
+      h.up =
+          (interleaved                               ? by_first(2 * j + 1)
+           : out.layout == GateLayout::kConcatenated ? second.dot(x, e, j) + outer[1].dot(low, e, j)
+                                                     : by_first(j)) +
+          bias_at(out.bias_up, e, j);
       h = {oracle::round_to(product.dtype, h.gate), oracle::round_to(product.dtype, h.up)};
       if (out.h.elements.data != nullptr) store(out.h.elements, out.layout, p, j, h);
       put(out.a.elements, oracle::activate(out.activation, h.gate, h.up).value, p, j);

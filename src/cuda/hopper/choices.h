@@ -1,8 +1,10 @@
-// The tile table: every tile that is built, why it exists, and when it is chosen.
+// Every choice of the engine: the tiles that are built, why they exist and when they are taken, and
+// all thresholds. `sonicmoe info --json` shows the thresholds (kChoices).
 #pragma once
 
 #include <cstdint>
 
+#include "core/backend_table.h"
 #include "cuda/hopper/engine/shape.h"
 #include "cuda/metadata/tile_record.h"
 #include "sonicmoe/types.h"
@@ -33,15 +35,55 @@ inline constexpr TileShape kCoop128x256Grad{128, 256, 4, 2, 0, Schedule::kCooper
 // For products of at most kFewColumns columns: those with low-rank factors. Memory limits them, so
 // the tile has many stages. A wider tile would fill most of a stage's memory with zeros.
 inline constexpr TileShape kNarrow128x64{128, 64, 7, 2, 2, Schedule::kCooperative};
-inline constexpr std::int64_t kFewColumns = 128;
 
 // A CTA without dynamic shared memory (a sum) must fit beside a CTA of a weight gradient. The
 // hardware reserves 1 KB of shared memory for each CTA.
 static_assert(shared_bytes(kCoop128x256) + 2 * 1024 <= 228 * 1024);
 static_assert(shared_bytes(kNarrow128x64) + 2 * 1024 <= 228 * 1024);
 
-/// Experts with fewer columns of A than this are narrow: memory limits their products.
+// Thresholds; each reason is in kChoices. Rows are the mean number of rows of an expert.
+inline constexpr std::int64_t kFewColumns = 128;
 inline constexpr std::int64_t kNarrowWidth = 512;
+inline constexpr std::int64_t kSplitSumWidth = 768;
+inline constexpr std::int64_t kFewRows = 64;
+inline constexpr std::int64_t kDynamicRows = 256;
+inline constexpr std::int64_t kSumBesideRows = 256;
+inline constexpr std::int64_t kShortDepth = 512;
+inline constexpr std::int64_t kDynamicDepth = 1024;
+inline constexpr std::int64_t kFewColumnTiles = 16;
+inline constexpr std::int64_t kEarlyReleaseWaves = 24;
+inline constexpr std::int64_t kManyClusters = 64;
+inline constexpr std::int64_t kLargeMatrixBytes = std::int64_t{24} << 20;
+
+inline constexpr EngineChoice kChoices[] = {
+    {"few columns", kFewColumns,
+     "products of at most so many columns take the tile 128 x 64: a wider one is mostly zeros"},
+    {"narrow width", kNarrowWidth,
+     "below this n memory limits the products: dX~ does not start beside dH, and weight gradients "
+     "leave multiprocessors to the sum beside them"},
+    {"split sum width", kSplitSumWidth,
+     "below this n part of the sum of dX runs beside dW2: dW1 is too short to hide all of it"},
+    {"few rows", kFewRows,
+     "up to so many rows memory limits the products: the widest tile, and no tile is split"},
+    {"dynamic rows", kDynamicRows,
+     "from so many rows gathering products balance tiles by a counter; with fewer rows the counter "
+     "costs more time than it saves"},
+    {"sum beside rows", kSumBesideRows,
+     "from so many rows sums of dX run beside weight gradients; with fewer rows memory limits "
+     "both"},
+    {"short depth", kShortDepth, "below this K the ping-pong tile is 3 to 7 % faster (H200)"},
+    {"dynamic depth", kDynamicDepth,
+     "from this K products of ordered rows gain up to 5 % from tiles by a counter (H200)"},
+    {"few column tiles", kFewColumnTiles,
+     "up to so many column tiles a weight gradient visits them first, to reuse gathered rows"},
+    {"early release waves", kEarlyReleaseWaves,
+     "below so many waves of tiles dX~ starts beside the last tiles of dH"},
+    {"many clusters", kManyClusters,
+     "only a weight gradient of more clusters leaves two of them to the sum beside it"},
+    {"large matrix bytes", kLargeMatrixBytes,
+     "an expert's matrix above half of L2 is visited by 8 pairs of records at a time (2 to 3 %, "
+     "H200)"},
+};
 
 /// Index of a tile in the list of kernels.
 enum class TileId : int {
@@ -72,7 +114,11 @@ struct Tiling {
 /// experts of different length and clusters of different speed. With few rows the tiles are few or
 /// short, and taking indices from the counter costs more time than the order saves.
 constexpr Order gathered_order(std::int64_t rows) {
-  return rows >= 256 ? Order::kDynamic : Order::kStatic;
+  return rows >= kDynamicRows ? Order::kDynamic : Order::kStatic;
+}
+/// For products over rows in expert order. Dynamic order gains up to 5 % from this depth on.
+constexpr Order ordered_order(std::int64_t depth) {
+  return depth >= kDynamicDepth ? Order::kDynamic : Order::kStatic;
 }
 
 /// A and the gradients of the weights.
@@ -93,7 +139,7 @@ constexpr Tiling hidden_grad_tiling(std::int64_t rows) {
 /// Whether the tiles of dH's last wave may be split in halves of 64 rows, so that more clusters
 /// compute a part of the wave. If experts have at most 64 rows, the second half of every split tile
 /// would be empty, and its weights would be loaded for nothing.
-constexpr bool splits_last_wave(std::int64_t rows) { return rows > 64; }
+constexpr bool splits_last_wave(std::int64_t rows) { return rows > kFewRows; }
 
 /// Whether the tiles of an expert's weight gradient, `row_tiles` along M by `column_tiles` along N,
 /// are numbered with the columns fastest. Neighbouring tiles then read the same gathered rows (A),
@@ -103,7 +149,7 @@ constexpr bool splits_last_wave(std::int64_t rows) { return rows > 64; }
 /// computed at one time would then have only a few row tiles, and B would be loaded again for every
 /// few row tiles.
 constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles) {
-  return column_tiles <= 16 || column_tiles <= row_tiles;
+  return column_tiles <= kFewColumnTiles || column_tiles <= row_tiles;
 }
 
 /// For products over rows in expert order, `columns` wide and `depth` deep; `rows` is the mean
@@ -117,26 +163,23 @@ constexpr bool columns_fastest(std::int64_t row_tiles, std::int64_t column_tiles
 ///   | else                                      | 128 x 256  |                                 |
 ///
 /// A tile divides well if the last tile wastes at most 1/16 of the columns.
-///
-/// Dynamic order gains up to 5 % from a depth of 1024 on.
 constexpr Tiling row_tiling(std::int64_t columns, std::int64_t depth, std::int64_t rows) {
-  if (rows <= 64) return {TileId::kCoop128x256, Order::kStatic};
+  if (rows <= kFewRows) return {TileId::kCoop128x256, Order::kStatic};
   const auto fits = [&](int tile) { return (tile - columns % tile) % tile * 16 <= columns; };
-  const bool ping_pong = fits(192) && (depth < 512 || !fits(256));
-  return {ping_pong ? TileId::kPingPong128x192 : TileId::kCoop128x256,
-          depth >= 1024 ? Order::kDynamic : Order::kStatic};
+  const bool ping_pong = fits(192) && (depth < kShortDepth || !fits(256));
+  return {ping_pong ? TileId::kPingPong128x192 : TileId::kCoop128x256, ordered_order(depth)};
 }
 
 /// As row_tiling(), for rows that are scaled: the ping-pong tile has no registers for the scales.
 constexpr Tiling scaled_row_tiling(std::int64_t depth) {
-  return {TileId::kCoop128x256, depth >= 1024 ? Order::kDynamic : Order::kStatic};
+  return {TileId::kCoop128x256, ordered_order(depth)};
 }
 
 /// The number of record pairs that visit a column tile before any of them visits the next one
 /// (RasterOrder::kGrouped). It is more than 1 if an expert's matrix takes more than half of L2:
 /// each pair would otherwise load much of the matrix again (d = 7168, n = 2048: 2 to 3 %, H200).
 constexpr std::int32_t raster_group(std::int64_t columns, std::int64_t depth) {
-  return columns * depth * kElementBytes > (std::int64_t{24} << 20) ? 8 : 1;
+  return columns * depth * kElementBytes > kLargeMatrixBytes ? 8 : 1;
 }
 
 // One list of tile records serves every tile shape, because a record has the rows of a CTA's tile.

@@ -36,8 +36,7 @@ StoreExpertParams store_params(const Device& device, const DepthProduct& product
 /// The number of clusters by which a launch is smaller than usual, so that a sum runs on their
 /// multiprocessors at the same time. 0 if there are few clusters: the product needs all of them.
 std::int64_t clusters_left(Companion companion, std::int64_t clusters) {
-  constexpr std::int64_t kMany = 64;
-  return companion == Companion::kTokenSum && clusters > kMany ? 2 : 0;
+  return companion == Companion::kTokenSum && clusters > kManyClusters ? 2 : 0;
 }
 
 }  // namespace
@@ -49,7 +48,7 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
   const Tiling tiling =
       columns <= kFewColumns ? narrow_tiling(mean_rows) : gathered_tiling(mean_rows);
   const TileShape shape = tiling.shape();
-  WeightGradParams params{};
+  StoreExpertGemmParams params{};
   params.producer = {product.left.rows.data, product.left.index,
                      static_cast<std::int32_t>(product.left.rows.stride[0] * kElementBytes),
                      static_cast<std::int32_t>(rows)};
@@ -62,7 +61,7 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
   params.release_count = product.hints.arrival;
   params.epilogue = store_params(device, product, params.tiles);
   const KernelEntry& kernel = find_kernel(
-      {Role::kWeightGrad, product.dtype, tiling.tile, major_of(product.out[0]), kNoActivation});
+      {Role::kStoreExpert, product.dtype, tiling.tile, major_of(product.out[0]), kNoActivation});
   const std::int64_t clusters =
       clusters_of(device, shape, product.groups.experts * params.tiles.tiles_per_expert.by);
   launch_product(device, kernel, &params, clusters - clusters_left(product.companion, clusters),

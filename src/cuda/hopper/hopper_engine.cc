@@ -16,18 +16,16 @@ bool has_weight_grads(const Weights& g) {
 /// limit the weight gradients. Memory also limits weight gradients over few rows, because they
 /// mostly write their outputs. Then no sum runs beside them.
 BackwardOrder backward_order(const Problem& p, const BackwardArgs& args) {
-  constexpr std::int64_t kFewRows = 256;
-  constexpr std::int64_t kNarrow = 768;
   const Weights& g = args.grads;
   BackwardOrder order{};
-  order.input_grad_first =
-      args.dx.data != nullptr && has_weight_grads(g) && row_capacity(p) / p.experts >= kFewRows;
+  order.input_grad_first = args.dx.data != nullptr && has_weight_grads(g) &&
+                           row_capacity(p) / p.experts >= kSumBesideRows;
   if (!order.input_grad_first) return order;
   // If experts are narrow, the weight gradients are short: at n = 256 they hide three quarters of
   // the sum beside them. They hide more if they leave some multiprocessors to the sum.
   if (p.width < kNarrowWidth) order.companion = Companion::kTokenSum;
   const bool split = g.down.data != nullptr && (g.gate.data != nullptr || g.up.data != nullptr);
-  if (split && p.width < kNarrow) {
+  if (split && p.width < kSplitSumWidth) {
     order.tokens_beside_down_grad = p.tokens / (p.width < kNarrowWidth ? 4 : 5);
   }
   return order;
@@ -48,6 +46,7 @@ const Engine kHopperEngine = {
     .backward_order = &backward_order,
     .multiply_rows = &hopper_multiply_rows,
     .multiply_depth = &hopper_multiply_depth,
+    .choices = kChoices,
     .describe = &hopper_tiles,
     .quantizers = &kQuantizers,
 };

@@ -9,15 +9,15 @@
 namespace sonicmoe::cuda {
 
 enum class Role : int {
-  kUp = 0,                ///< gathered rows x W1, activation
-  kDown = 1,              ///< rows in expert order x W2 (Y), W1 (dX~), any (grouped GEMM)
-  kDownScaled = 2,        ///< kDown, rows scaled by their weight
-  kHiddenGrad = 3,        ///< gathered rows x W2, derivative of the activation
-  kWeightGrad = 4,        ///< gathered rows^T x rows, for every expert
-  kGather = 5,            ///< gathered rows x weights, without an activation: the grouped GEMM
-  kUpPaired = 6,          ///< kUp where gate and up alternate in W1 and H
-  kHiddenGradPaired = 7,  ///< kHiddenGrad where they alternate in H
-  kGatherScaled = 8,      ///< kGather, rows scaled by a number
+  kActivate = 0,             ///< gathered rows x W1, activation
+  kStore = 1,                ///< rows in expert order x W2 (Y), W1 (dX~), any (grouped GEMM)
+  kStoreScaled = 2,          ///< kStore, rows scaled by their weight
+  kActivateGrad = 3,         ///< gathered rows x W2, derivative of the activation
+  kStoreExpert = 4,          ///< gathered rows^T x rows, for every expert
+  kGatheredStore = 5,        ///< gathered rows x weights, without an activation: the grouped GEMM
+  kActivateInterleaved = 6,  ///< kActivate where gate and up alternate in W1 and H
+  kActivateGradInterleaved = 7,  ///< kActivateGrad where they alternate in H
+  kGatheredStoreScaled = 8,      ///< kGatheredStore, rows scaled by a number
 };
 
 /// Kernels of roles without an activation are listed under this activation.
@@ -27,7 +27,7 @@ struct KernelKey {
   Role role;
   DType dtype;  ///< kBF16 or kF16
   TileId tile;
-  Major b;  ///< contiguous dimension of the weights; kWeightGrad: of the output
+  Major b;  ///< contiguous dimension of the weights; kStoreExpert: of the output
   ActivationKind activation;
   bool operator==(const KernelKey&) const = default;
 };

@@ -100,8 +100,8 @@ struct RaggedMap {
   std::int32_t reach;
 };
 
-/// Arguments of ActRows and ActPlainRows.
-struct ActRowsParams {
+/// Arguments of ActivateRows and ActivatePlainRows.
+struct ActivateRowsParams {
   RaggedMap h;  ///< (column, part, row, base): part 0 is the gate (or the only one), part 1 up;
                 ///< paired: one part of 2n columns
   RaggedMap a;
@@ -114,11 +114,12 @@ struct ActRowsParams {
 /// Columns of A in an input stage of dH, which are also the columns of a box.
 inline constexpr int kGradColumns = 64;
 
-/// Arguments of ActGrad.
-struct ActGradParams {
-  CUtensorMap h_in;  ///< (column, part, row), box 64 x 1 x 128; kPaired: one part of 2n columns
-  RaggedMap dh;      ///< (column, part, row, base), box of 64 rows
-  RaggedMap a;       ///< A'
+/// Arguments of ActivateGradRows.
+struct ActivateGradRowsParams {
+  CUtensorMap
+      h_in;      ///< (column, part, row), box 64 x 1 x 128; kInterleaved: one part of 2n columns
+  RaggedMap dh;  ///< (column, part, row, base), box of 64 rows
+  RaggedMap a;   ///< A'
   const float* row_weight;  ///< (C) s; null: 1
   float* score_parts;       ///< (C, score_tiles): the part of a row's dS from a tile of columns
   std::int32_t score_tiles;
@@ -137,8 +138,6 @@ struct StoreRowsParams {
   float factor;
   std::int32_t width;  ///< output columns
 };
-
-enum class GradStore : std::int32_t { kElement = 0, kFloat = 1, kAccumulate = 2 };
 
 /// fp32 matrices (expert, M, N); strides in elements.
 struct FloatGrad {
@@ -212,10 +211,10 @@ struct GemmParams {
 
 // By role (roles.cuh).
 
-using UpParams = GemmParams<GatherRowsParams, RowTilesParams, ActRowsParams>;
-using DownParams = GemmParams<TmaRowsParams, RowTilesParams, StoreRowsParams>;
-using GatherStoreParams = GemmParams<GatherRowsParams, RowTilesParams, StoreRowsParams>;
-using HiddenGradParams = GemmParams<GatherRowsParams, RowTilesParams, ActGradParams>;
-using WeightGradParams = GemmParams<GatherRowsParams, ExpertTilesParams, StoreExpertParams>;
+using ActivateGemmParams = GemmParams<GatherRowsParams, RowTilesParams, ActivateRowsParams>;
+using StoreGemmParams = GemmParams<TmaRowsParams, RowTilesParams, StoreRowsParams>;
+using GatheredStoreGemmParams = GemmParams<GatherRowsParams, RowTilesParams, StoreRowsParams>;
+using ActivateGradGemmParams = GemmParams<GatherRowsParams, RowTilesParams, ActivateGradRowsParams>;
+using StoreExpertGemmParams = GemmParams<GatherRowsParams, ExpertTilesParams, StoreExpertParams>;
 
 }  // namespace sonicmoe::cuda

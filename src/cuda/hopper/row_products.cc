@@ -30,8 +30,8 @@ struct Launch {
   }
   template <class Params>
   void run(const KernelKey& kernel, const Params& params) const {
-    launch_product(device, find_kernel(kernel), &params, most_tiles(product.groups, params.tiles),
-                   stream);
+    launch_product(device, find_kernel(kernel), &params,
+                   product.groups.most_tiles(params.tiles.column_tiles), stream);
   }
 };
 
@@ -59,10 +59,10 @@ void set_low_rank(const Launch& launch, const TileShape& shape, Params* params) 
 void multiply(const Launch& launch, const Activate& e) {
   const WeightOperand& w = launch.weights();
   const bool interleaved = e.layout == GateLayout::kInterleaved;
-  const bool split = e.layout == GateLayout::kSplit;
+  const bool split = e.layout == GateLayout::kConcatenated;
   const Tiling tiling = gathered_tiling(launch.mean_rows());
   const TileShape shape = tiling.shape();
-  UpParams params{};
+  ActivateGemmParams params{};
   params.producer = gathered(launch.product.rows, launch.depth());
   params.b.map[0] = weight_map(launch.device, w.first, shape);
   if (split) params.b.map[1] = weight_map(launch.device, w.second, shape);
@@ -76,7 +76,8 @@ void multiply(const Launch& launch, const Activate& e) {
   params.epilogue.bias[1] = bias_of(e.bias_up);
   params.epilogue.scalars = scalars_of(e.activation);
   params.epilogue.width = static_cast<std::int32_t>(e.a.elements.shape[1]);
-  launch.run(launch.key(interleaved ? Role::kUpPaired : Role::kUp, tiling, e.activation.kind),
+  launch.run(launch.key(interleaved ? Role::kActivateInterleaved : Role::kActivate, tiling,
+                        e.activation.kind),
              params);
 }
 
@@ -101,15 +102,14 @@ HiddenGradTiles hidden_grad_tiles(const Device& device, const RowProduct& produc
   const TileShape shape = tiles.tiling.shape();
   tiles.params = row_tiles(product.groups, columns, shape.n, product.weights.first.shape[2],
                            tiles.tiling.counter(product.hints.tile_counter));
-  tiles.clusters = clusters_of(device, shape, most_tiles(product.groups, tiles.params));
+  tiles.clusters = clusters_of(device, shape, product.groups.most_tiles(tiles.params.column_tiles));
   if (splits_last_wave(rows)) tiles.params.wave = divisor(tiles.clusters);
   // Early release is faster only if a cluster has few tiles, and if experts are not narrow: with
   // narrow experts dX~ would take the memory bandwidth that the remaining tiles of dH need.
-  constexpr std::int64_t kFewTiles = 24;
   const std::int64_t cta_tiles = product.groups.capacity / kRecordRows * tiles.params.column_tiles;
   const std::int64_t waves = cta_tiles / shape.cluster / tiles.clusters;
-  const bool releases =
-      product.hints.release_counter != nullptr && columns >= kNarrowWidth && waves < kFewTiles;
+  const bool releases = product.hints.release_counter != nullptr && columns >= kNarrowWidth &&
+                        waves < kEarlyReleaseWaves;
   tiles.early_release = releases ? waves / 4 * tiles.clusters : 0;
   return tiles;
 }
@@ -127,7 +127,7 @@ std::int64_t early_tiles(const HiddenGradTiles& grad, const RowTilesParams& tile
 void multiply(const Launch& launch, const ActivateGrad& e) {
   const HiddenGradTiles tiles = hidden_grad_tiles(launch.device, launch.product);
   const TileShape shape = tiles.tiling.shape();
-  HiddenGradParams params{};
+  ActivateGradGemmParams params{};
   params.producer = gathered(launch.product.rows, launch.depth());
   params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
   params.tiles = tiles.params;
@@ -143,12 +143,12 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   params.epilogue.width = static_cast<std::int32_t>(launch.columns());
   params.epilogue.scalars = scalars_of(e.activation);
   const bool interleaved = e.layout == GateLayout::kInterleaved;
-  launch.run(launch.key(interleaved ? Role::kHiddenGradPaired : Role::kHiddenGrad, tiles.tiling,
-                        e.activation.kind),
+  launch.run(launch.key(interleaved ? Role::kActivateGradInterleaved : Role::kActivateGrad,
+                        tiles.tiling, e.activation.kind),
              params);
 }
 
-void set_start(const Launch& launch, const TileShape& shape, DownParams* params) {
+void set_start(const Launch& launch, const TileShape& shape, StoreGemmParams* params) {
   const LaunchHints& hints = launch.product.hints;
   if (hints.start == Start::kIndependent) params->begins = Begins::kIndependent;
   if (hints.start != Start::kWithRowsOf) return;
@@ -181,7 +181,7 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
                         : scaled           ? scaled_row_tiling(depth)
                                  : row_tiling(launch.columns(), depth, launch.mean_rows());
   const TileShape shape = tiling.shape();
-  DownParams params{};
+  StoreGemmParams params{};
   params.producer.rows = rows_map(launch.device, launch.product.rows.rows, shape.m);
   params.b.map[0] = weight_map(launch.device, w.first, shape);
   if (two) params.b.map[1] = weight_map(launch.device, w.second, shape);
@@ -192,7 +192,7 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   params.tiles.raster_group = raster_group(launch.columns(), depth);
   set_start(launch, shape, &params);
   params.epilogue = store_params(launch, e);
-  launch.run(launch.key(scaled ? Role::kDownScaled : Role::kDown, tiling, kNoActivation), params);
+  launch.run(launch.key(scaled ? Role::kStoreScaled : Role::kStore, tiling, kNoActivation), params);
 }
 
 void multiply_gathered(const Launch& launch, const StoreOutput& e) {
@@ -200,15 +200,16 @@ void multiply_gathered(const Launch& launch, const StoreOutput& e) {
   const Tiling tiling =
       scaled ? narrow_tiling(launch.mean_rows()) : gathered_tiling(launch.mean_rows());
   const TileShape shape = tiling.shape();
-  GatherStoreParams params{};
+  GatheredStoreGemmParams params{};
   params.producer = gathered(launch.product.rows, launch.depth());
   params.b.map[0] = weight_map(launch.device, launch.weights().first, shape);
   params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
                            launch.counter(tiling));
   set_low_rank(launch, shape, &params);
   params.epilogue = store_params(launch, e);
-  launch.run(launch.key(scaled ? Role::kGatherScaled : Role::kGather, tiling, kNoActivation),
-             params);
+  launch.run(
+      launch.key(scaled ? Role::kGatheredStoreScaled : Role::kGatheredStore, tiling, kNoActivation),
+      params);
 }
 
 void multiply(const Launch& launch, const StoreOutput& e) {

@@ -1,7 +1,5 @@
 #include "cuda/hopper/schedules.h"
 
-#include <algorithm>
-
 #include "cuda/hopper/choices.h"
 
 namespace sonicmoe::cuda {
@@ -47,12 +45,6 @@ ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::
   tiles.raster_group =
       divisor(tiles.columns_fastest != 0 ? tiles.column_tiles : 2 * tiles.row_tiles + odd);
   return tiles;
-}
-
-std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
-  const std::int64_t rows = groups.capacity;
-  const std::int64_t records = std::min(rows, rows / kRecordRows + groups.experts);
-  return std::max<std::int64_t>(1, records * tiles.column_tiles);
 }
 
 }  // namespace sonicmoe::cuda

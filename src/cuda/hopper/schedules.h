@@ -1,4 +1,4 @@
-// Fills the parameters of the kernels' tile schedulers and of biases.
+// Fills the parameters of the kernels' tile schedulers.
 #pragma once
 
 #include "cuda/hopper/params.h"
@@ -9,8 +9,6 @@ namespace sonicmoe::cuda {
 /// `by` at least 1 and below 2^31.
 Divisor divisor(std::int64_t by);
 
-inline Bias bias_of(const Tensor& bias) { return {bias.data, bias.stride[0], bias.stride[1]}; }
-
 /// Tiles of a row product: the rows of a tile record by `column_step` columns, with K = `depth`.
 RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int column_step,
                          std::int64_t depth, unsigned* counter);
@@ -18,9 +16,5 @@ RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int colu
 /// Tiles of a depth product: one matrix (rows, columns) an expert; K is the expert's rows.
 ExpertTilesParams expert_tiles(const RowGroups& groups, std::int64_t rows, std::int64_t columns,
                                const TileShape& shape);
-
-/// An upper bound of the number of CTA tiles, and so of the clusters' tiles. The host can give only
-/// a bound: it knows C, not R.
-std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles);
 
 }  // namespace sonicmoe::cuda

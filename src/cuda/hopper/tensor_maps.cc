@@ -80,8 +80,6 @@ struct RowDims {
 
 }  // namespace
 
-Major major_of(const Tensor& matrices) { return matrices.stride[2] == 1 ? Major::kK : Major::kMN; }
-
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape) {
   const MapDim experts{weight.shape[0], weight.stride[0], 1};
   if (major_of(weight) == Major::kK) {

@@ -11,9 +11,6 @@
 
 namespace sonicmoe::cuda {
 
-/// The contiguous dimension of matrices (E, rows, depth), as the operand of a product over `depth`.
-Major major_of(const Tensor& matrices);
-
 /// Loads of expert matrices (E, columns, depth). A box is half of a tile's columns if the matrices
 /// are K-major, a group of 64 columns if they are MN-major.
 CUtensorMap weight_map(const Device& device, const Tensor& weight, const TileShape& shape);

@@ -209,7 +209,7 @@ void add_up_grads(const BackwardCall& c, Steps& steps) {
             c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, start_of(second)}));
   }
   if (up.data != nullptr) {
-    const std::int32_t part = c.layout == GateLayout::kSplit ? 1 : 0;
+    const std::int32_t part = c.layout == GateLayout::kConcatenated ? 1 : 0;
     steps.add("dW1", weight_grad_product(c, {c.args.x,
                                              c.dh,
                                              part,
@@ -233,7 +233,7 @@ void add_bias_grads(const BackwardCall& c, Steps& steps) {
     add_hidden(g.b_gate, 0, &g.b_up);
   } else {
     add_hidden(g.b_gate, 0, nullptr);
-    add_hidden(g.b_up, c.layout == GateLayout::kSplit ? p.width : 0, nullptr);
+    add_hidden(g.b_up, c.layout == GateLayout::kConcatenated ? p.width : 0, nullptr);
   }
   if (g.b_down.data != nullptr) {
     steps.add("biases",

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -69,6 +70,8 @@ struct Engine {
   /// Error(kUnsupported) with the epilogue's name.
   void (*multiply_rows)(const Device& device, const RowProduct& product, cudaStream_t stream);
   void (*multiply_depth)(const Device& device, const DepthProduct& product, cudaStream_t stream);
+  /// The thresholds of the engine's choices.h.
+  std::span<const EngineChoice> choices{};
   /// The tile of each product as text, for a layer with split gate and up (`sonicmoe plan`).
   std::vector<TileChoice> (*describe)(const Problem& problem);
   /// Null: the engine has no FP8. No product that it gets then has scales.

@@ -6,11 +6,13 @@
 // memory; the host reads only shapes, strides and addresses.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <variant>
 
 #include "core/fp8_layout.h"
+#include "cuda/math/layouts.h"
 #include "cuda/metadata/metadata.h"
 #include "sonicmoe/moe.h"
 
@@ -23,6 +25,12 @@ struct RowGroups {
   std::int64_t experts;               ///< E
   std::int64_t capacity;              ///< C
   std::int64_t mean_rows() const { return capacity / experts; }
+  /// An upper bound of the tiles of a tile record's rows by one of `column_tiles` parts of the
+  /// columns; at least 1. The host can give only a bound: it knows C, not R.
+  std::int64_t most_tiles(std::int64_t column_tiles) const {
+    const std::int64_t records = std::min(capacity, capacity / kRecordRows + experts);
+    return std::max<std::int64_t>(1, records * column_tiles);
+  }
 };
 
 /// Columns, and along K and N of weights rows and columns, whose codes share a scale. A code is one
@@ -89,13 +97,6 @@ struct WeightOperand {
 struct LowRankTerm {
   Tensor inner;     ///< (C, r), rows in expert order
   Tensor outer[2];  ///< (E, columns, r); [1] only with WeightParts::kSideBySide
-};
-
-/// Layout of gate and up in H and dH.
-enum class GateLayout {
-  kNone,         ///< no gate
-  kSplit,        ///< (C, 2, n): the gate's n columns, then up's
-  kInterleaved,  ///< (C, 2n): gate and up alternate
 };
 
 /// out = r(factor * scale * (D + bias)).

@@ -10,7 +10,7 @@ Tensor hidden_rows(const Problem& problem, GateLayout layout, void* data) {
   if (layout == GateLayout::kInterleaved) {
     return tensor2(data, problem.dtype, capacity, 2 * problem.width);
   }
-  return tensor3(data, problem.dtype, capacity, layout == GateLayout::kSplit ? 2 : 1,
+  return tensor3(data, problem.dtype, capacity, layout == GateLayout::kConcatenated ? 2 : 1,
                  problem.width);
 }
 
@@ -79,13 +79,14 @@ Tensor transposed(const Tensor& matrices) {
 
 GateLayout gate_layout(const Problem& problem, const Weights& weights) {
   if (!is_gated(problem.activation.kind)) return GateLayout::kNone;
-  return is_interleaved(weights.gate, weights.up) ? GateLayout::kInterleaved : GateLayout::kSplit;
+  return is_interleaved(weights.gate, weights.up) ? GateLayout::kInterleaved
+                                                  : GateLayout::kConcatenated;
 }
 
 GateLayout h_layout(const Problem& problem, const Weights& weights) {
   const GateLayout layout = gate_layout(problem, weights);
   const bool alternates = layout == GateLayout::kInterleaved;
-  return problem.precision == Precision::kFp8 && alternates ? GateLayout::kSplit : layout;
+  return problem.precision == Precision::kFp8 && alternates ? GateLayout::kConcatenated : layout;
 }
 
 Tensor h_rows(const Problem& problem, const Weights& weights, void* data) {
@@ -123,7 +124,7 @@ WeightOperand up_operand(const Problem& problem, const Weights& weights) {
   switch (gate_layout(problem, weights)) {
     case GateLayout::kInterleaved:
       return {interleaved_rows(weights.gate), {}, WeightParts::kOne};
-    case GateLayout::kSplit:
+    case GateLayout::kConcatenated:
       return {weights.gate, weights.up, WeightParts::kSideBySide};
     case GateLayout::kNone:
       break;

@@ -5,15 +5,12 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/math/layouts.h"
 #include "cuda/math/scalars.h"
 #include "cuda/ptx/math.cuh"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe::cuda {
-
-/// The order of the columns of H and dH: kSplit has all gates, then all ups; in kPaired gate and up
-/// alternate.
-enum class HLayout { kSplit, kPaired };
 
 inline constexpr float kLog2E = 1.4426950409f;
 

@@ -12,13 +12,13 @@ struct ActivationWords {
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
 
-  /// For HLayout::kSplit: `gate` has the gates and `up` the ups of the two columns.
+  /// For GateLayout::kConcatenated: `gate` has the gates and `up` the ups of the two columns.
   static __device__ __forceinline__ std::uint32_t split(std::uint32_t gate, std::uint32_t up,
                                                         const ActivationScalars& scalars) {
     return Two::pack(Act::value(Two::low(gate), Two::low(up), scalars),
                      Act::value(Two::high(gate), Two::high(up), scalars));
   }
-  /// For HLayout::kPaired: each word has the gate (low) and the up (high) of one column.
+  /// For GateLayout::kInterleaved: each word has the gate (low) and the up (high) of one column.
   static __device__ __forceinline__ std::uint32_t paired(std::uint32_t first, std::uint32_t second,
                                                          const ActivationScalars& scalars) {
     return Two::pack(Act::value(Two::low(first), Two::high(first), scalars),
@@ -34,10 +34,10 @@ struct ActivationWords {
 /// after the call:
 ///
 ///   | layout           | first                   | second                  |
-///   | kSplit, gated    | gates of both columns   | ups of both columns     |
-///   | kPaired, gated   | gate and up of column 0 | gate and up of column 1 |
+///   | concatenated     | gates of both columns   | ups of both columns     |
+///   | interleaved      | gate and up of column 0 | gate and up of column 1 |
 ///   | without a gate   | H of both columns       | unused                  |
-template <class Element, ActivationKind kKind, HLayout kLayout>
+template <class Element, ActivationKind kKind, GateLayout kLayout>
 struct ActivationGradientWords {
   using Act = ActivationOf<kKind>;
   using Two = Pair<Element>;
@@ -53,7 +53,7 @@ struct ActivationGradientWords {
       of[0] = Act::gradient(Two::low(first), s * grad[0]);
       of[1] = Act::gradient(Two::high(first), s * grad[1]);
       first = Two::pack(of[0].by_gate, of[1].by_gate);
-    } else if constexpr (kLayout == HLayout::kPaired) {
+    } else if constexpr (kLayout == GateLayout::kInterleaved) {
       of[0] = Act::gradient(Two::low(first), Two::high(first), s * grad[0], scalars);
       of[1] = Act::gradient(Two::low(second), Two::high(second), s * grad[1], scalars);
       first = Two::pack(of[0].by_gate, of[0].by_up);
@@ -67,8 +67,8 @@ struct ActivationGradientWords {
     return finish(of, grad, s, score);
   }
 
-  /// As run() with kSplit or without a gate, but reads H as fp32 values: h[0] has the gates (or H,
-  /// if there is no gate), h[1] the ups. Writes dH to `first` and `second`.
+  /// As run() with kConcatenated or without a gate, but reads H as fp32 values: h[0] has the gates
+  /// (or H, if there is no gate), h[1] the ups. Writes dH to `first` and `second`.
   static __device__ __forceinline__ std::uint32_t run_values(
       const ActivationScalars& scalars, const float2 (&h)[2], std::uint32_t& first,
       std::uint32_t& second, const float* grad, float s, float& score) {

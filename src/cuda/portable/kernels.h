@@ -1,6 +1,7 @@
 // The compiled kernels. Host only.
 #pragma once
 
+#include "cuda/math/layouts.h"
 #include "cuda/portable/shape.h"
 #include "sonicmoe/types.h"
 
@@ -12,16 +13,14 @@ struct Variant {
   TileShape shape;  ///< narrow only for ActivateGrad
 };
 
-/// For row products: whether the weights are contiguous along the depth K (K-major) or not.
-enum class WeightOrder { kAlongDepth, kAcrossDepth };
-
 /// For depth products: the tensor whose rows are gathered.
 enum class GatheredSide { kLeft, kRight };
 
-/// Row products: with the epilogue Store, Activate or ActivateGrad.
-const void* store_kernel(const Variant& variant, WeightOrder order);
-const void* activate_kernel(const Variant& variant, WeightOrder order);
-const void* activate_grad_kernel(const Variant& variant, WeightOrder order);
+/// Row products, by the contiguous dimension of the weights: with the epilogue Store, Activate or
+/// ActivateGrad.
+const void* store_kernel(const Variant& variant, Major major);
+const void* activate_kernel(const Variant& variant, Major major);
+const void* activate_grad_kernel(const Variant& variant, Major major);
 /// Depth products.
 const void* store_expert_kernel(const Variant& variant, GatheredSide side);
 

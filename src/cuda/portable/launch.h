@@ -16,13 +16,6 @@ struct State {
   std::optional<Depth> narrow_depth;  ///< of the narrow tile, as narrow_depth_for() chose it
 };
 
-/// The largest depth for which the code for a compute capability has kernels and whose shared
-/// memory fits into `shared` bytes; none if there is no such depth.
-std::optional<Depth> depth_for(int capability, int shared);
-/// The same for narrow tiles, two of whose CTAs must fit into the `shared` bytes of a
-/// multiprocessor; a CTA also takes `reserved` bytes.
-std::optional<Depth> narrow_depth_for(int capability, int shared, int reserved);
-
 std::shared_ptr<void> open(int ordinal);
 const State& state_of(const Device& device);
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/math/bias.h"
+#include "cuda/math/layouts.h"
 #include "cuda/math/scalars.h"
 #include "cuda/metadata/tile_record.h"
 #include "sonicmoe/types.h"
@@ -85,14 +86,11 @@ struct StoreParams {
   std::int32_t columns;
 };
 
-/// The layouts of GateLayout (layer/product.h).
-enum class Gates : std::int32_t { kNone, kSplit, kInterleaved };
-
 /// The activation of a call.
 struct Activating {
   ActivationScalars scalars;
   ActivationKind kind;
-  Gates gates;
+  GateLayout layout;
   std::int32_t width;  ///< n
 };
 
@@ -113,8 +111,6 @@ struct ActivateGradParams {
   std::int32_t score_tiles;
   Activating act;
 };
-
-enum class GradStore : std::int32_t { kElement, kFloat, kAccumulate };
 
 /// How D is divided between two outputs: along its rows or its columns, as halves or alternating.
 enum class GradSplit : std::int32_t {

@@ -2,9 +2,9 @@
 
 #include <string>
 
+#include "cuda/portable/choices.h"
 #include "cuda/portable/launch.h"
 #include "cuda/portable/products.h"
-#include "cuda/portable/shape.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -14,8 +14,7 @@ BackwardOrder backward_order(const Problem&, const BackwardArgs&) { return {}; }
 
 std::vector<TileChoice> describe(const Problem& p) {
   const std::string tile = "128x256";
-  const bool may_be_narrow = p.width <= static_cast<int>(portable::Width::k128);
-  const std::string grad_tile = may_be_narrow ? "128x128 or " + tile : tile;
+  const std::string grad_tile = portable::is_narrow(p.width) ? "128x128 or " + tile : tile;
   return {{"A", tile}, {"Y", tile}, {"dH", grad_tile}, {"dW2", tile}, {"dX~", tile}, {"dW1", tile}};
 }
 
@@ -32,6 +31,7 @@ const Engine kPortableEngine = {
     .backward_order = &backward_order,
     .multiply_rows = &portable::multiply_rows,
     .multiply_depth = &portable::multiply_depth,
+    .choices = portable::kChoices,
     .describe = &describe,
 };
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/portable/choices.h"
 #include "cuda/portable/kernels.h"
 #include "cuda/portable/launch.h"
 #include "cuda/portable/params.h"
@@ -15,34 +16,9 @@ std::uint8_t* bytes_of(const Tensor& t) { return static_cast<std::uint8_t*>(t.da
 
 RowsOut rows_out(const Tensor& t) { return {bytes_of(t), t.stride[0] * kElementBytes}; }
 
-Bias bias_of(const Tensor& t) { return {t.data, t.stride[0], t.stride[1]}; }
-
-WeightOrder order_of(const Tensor& weights) {
-  return weights.stride[2] == 1 ? WeightOrder::kAlongDepth : WeightOrder::kAcrossDepth;
-}
-
 Matrices matrices_of(const Tensor& t) {
-  const std::int64_t line = order_of(t) == WeightOrder::kAlongDepth ? t.stride[1] : t.stride[2];
+  const std::int64_t line = major_of(t) == Major::kK ? t.stride[1] : t.stride[2];
   return {bytes_of(t), t.stride[0] * kElementBytes, line * kElementBytes};
-}
-
-Gates gates_of(GateLayout layout) {
-  switch (layout) {
-    case GateLayout::kSplit:
-      return Gates::kSplit;
-    case GateLayout::kInterleaved:
-      return Gates::kInterleaved;
-    case GateLayout::kNone:
-      break;
-  }
-  return Gates::kNone;
-}
-
-/// An upper bound: only the device knows the number of records.
-std::int64_t most_tiles(const RowGroups& groups, const RowTilesParams& tiles) {
-  const std::int64_t rows = groups.capacity;
-  const std::int64_t records = std::min(rows, rows / kRecordRows + groups.experts);
-  return std::max<std::int64_t>(1, records * tiles.column_tiles);
 }
 
 /// Whether a product may have the narrow tile.
@@ -52,7 +28,7 @@ constexpr bool kMayBeNarrow = std::is_same_v<Epilogue, ActivateGrad>;
 template <class Epilogue>
 TileShape shape_of(const State& state, const RowProduct& product, const Epilogue&) {
   const std::int64_t columns = product.weights.first.shape[1];
-  if (kMayBeNarrow<Epilogue> && state.narrow_depth && columns <= static_cast<int>(Width::k128)) {
+  if (kMayBeNarrow<Epilogue> && state.narrow_depth && is_narrow(columns)) {
     return {*state.narrow_depth, Width::k128};
   }
   return {state.depth, Width::k256};
@@ -106,7 +82,7 @@ template <class Epilogue>
 Activating activating_of(const Epilogue& e, const Tensor& a) {
   return {.scalars = scalars_of(e.activation),
           .kind = e.activation.kind,
-          .gates = gates_of(e.layout),
+          .layout = e.layout,
           .width = static_cast<std::int32_t>(a.shape[1])};
 }
 
@@ -129,14 +105,14 @@ ActivateGradParams epilogue_of(const ActivateGrad& e) {
           .act = activating_of(e, e.a)};
 }
 
-const void* kernel_of(const StoreOutput&, const Variant& variant, WeightOrder order) {
-  return store_kernel(variant, order);
+const void* kernel_of(const StoreOutput&, const Variant& variant, Major major) {
+  return store_kernel(variant, major);
 }
-const void* kernel_of(const Activate&, const Variant& variant, WeightOrder order) {
-  return activate_kernel(variant, order);
+const void* kernel_of(const Activate&, const Variant& variant, Major major) {
+  return activate_kernel(variant, major);
 }
-const void* kernel_of(const ActivateGrad&, const Variant& variant, WeightOrder order) {
-  return activate_grad_kernel(variant, order);
+const void* kernel_of(const ActivateGrad&, const Variant& variant, Major major) {
+  return activate_grad_kernel(variant, major);
 }
 
 }  // namespace
@@ -148,11 +124,12 @@ void multiply_rows(const Device& device, const RowProduct& product, cudaStream_t
         ProductParams<RowTilesParams, decltype(epilogue_of(epilogue))> params{
             tiles_of(product, shape), epilogue_of(epilogue)};
         RowTilesParams& tiles = params.tiles;
-        const std::int32_t ctas = ctas_of(device, shape, most_tiles(product.groups, tiles));
+        const std::int32_t ctas =
+            ctas_of(device, shape, product.groups.most_tiles(tiles.column_tiles));
         tiles.records_apart = ctas / tiles.column_tiles;
         tiles.column_tiles_apart = ctas % tiles.column_tiles;
         const void* kernel =
-            kernel_of(epilogue, {product.dtype, shape}, order_of(product.weights.first));
+            kernel_of(epilogue, {product.dtype, shape}, major_of(product.weights.first));
         run({kernel, shape, ctas}, &params, stream);
       },
       product.epilogue);

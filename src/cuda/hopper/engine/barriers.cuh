@@ -15,7 +15,7 @@
 //                    the first CTA is used                             next index in this entry
 //
 // FP8 kernels have two kinds more: card_full (fp8/tile_cards.cuh), and one for each consumer warp's
-// input in Fp8ActGrad.
+// input in Fp8ActivateGrad.
 //
 // Named barriers (bar.sync, bar.arrive): NamedBarrier. The cluster barrier runs twice: after the
 // mbarriers are initialised, and before a CTA exits, because the other CTA of the cluster may still

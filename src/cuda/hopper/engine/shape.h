@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/math/column_order.h"
+#include "cuda/math/layouts.h"
 
 namespace sonicmoe::cuda {
 
@@ -14,9 +15,6 @@ enum class Schedule : int {
   kPingPong = 1,     ///< each computes every second tile, and runs its epilogue under the products
                      ///< of the other
 };
-
-/// The contiguous dimension of an operand in memory.
-enum class Major : int { kK = 0, kMN = 1 };
 
 /// Where the N x K operand comes from.
 enum class BSource : int {

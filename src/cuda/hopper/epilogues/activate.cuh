@@ -15,13 +15,13 @@
 
 namespace sonicmoe::cuda {
 
-template <class Element, ActivationKind kKind, HLayout kLayout>
-struct ActRows {
-  using Params = ActRowsParams;
+template <class Element, ActivationKind kKind, GateLayout kLayout>
+struct ActivateRows {
+  using Params = ActivateRowsParams;
   using Act = ActivationWords<Element, kKind>;
   using State =
       DeferredTile<4>;  ///< H, then A: blocks 0 and 1 become block 0, blocks 2 and 3 block 2
-  static constexpr bool kPaired = kLayout == HLayout::kPaired;
+  static constexpr bool kInterleaved = kLayout == GateLayout::kInterleaved;
   /// Pieces: store two boxes of H, then compute A from them in kParts pieces; the same for the
   /// other two boxes; store two boxes of A. Larger pieces would not fit in the registers that a
   /// tile's products leave.
@@ -46,9 +46,9 @@ struct ActRows {
 #pragma unroll
     for (int part = 0; part < 2; part++) {
       const BiasColumns columns =
-          kPaired ? BiasColumns{part, 2, kEach} : BiasColumns{part * kEach, 1, kEach};
-      stage_bias(staging, p.bias[part], expert, kPaired ? tile.column / 2 : tile.column, p.width,
-                 columns);
+          kInterleaved ? BiasColumns{part, 2, kEach} : BiasColumns{part * kEach, 1, kEach};
+      stage_bias(staging, p.bias[part], expert, kInterleaved ? tile.column / 2 : tile.column,
+                 p.width, columns);
     }
     staging.sync();
     round<BiasUse::kStaged>(state, acc[0], staging);
@@ -73,7 +73,7 @@ struct ActRows {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       // Split: the gates are accumulator blocks 0 and 1, their ups blocks 2 and 3.
-      const int block = kPaired ? i : i / 2 + i % 2 * 2;
+      const int block = kInterleaved ? i : i / 2 + i % 2 * 2;
       round_block<Element, kBias>(state.block[i], acc + block * 32, staging, block * 64);
     }
   }
@@ -86,9 +86,10 @@ struct ActRows {
     staging.write(0, state.block[2 * kBlock]);
     staging.write(1, state.block[2 * kBlock + 1]);
     state.store(staging, [&](const TileOrigin& origin) {
-      const int column = origin.column + kBlock * (kPaired ? 128 : 64);
+      const int column = origin.column + kBlock * (kInterleaved ? 128 : 64);
       store_ragged(p.h, staging.box(0), column, 0, origin);
-      store_ragged(p.h, staging.box(1), kPaired ? column + 64 : column, kPaired ? 0 : 1, origin);
+      store_ragged(p.h, staging.box(1), kInterleaved ? column + 64 : column, kInterleaved ? 0 : 1,
+                   origin);
     });
   }
 
@@ -98,14 +99,14 @@ struct ActRows {
     staging.begin();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if constexpr (kPaired) {
+      if constexpr (kInterleaved) {
         write_paired(staging.box(i), state.block[2 * i]);
       } else {
         staging.write(i, state.block[2 * i]);
       }
     }
     state.store(staging, [&](const TileOrigin& origin) {
-      const int column = kPaired ? origin.column / 2 : origin.column;
+      const int column = kInterleaved ? origin.column / 2 : origin.column;
       store_ragged(p.a, staging.box(0), column, 0, origin);
       store_ragged(p.a, staging.box(1), column + 64, 0, origin);
     });
@@ -121,7 +122,7 @@ struct ActRows {
     Fragment& to = state.block[2 * kBlock];
 #pragma unroll
     for (int i = kWords * kPart; i < kWords * (kPart + 1); i++) {
-      if constexpr (kPaired) {
+      if constexpr (kInterleaved) {
         const Fragment& h = state.block[2 * kBlock + i / 8];
         const std::uint32_t first = ptx::pinned(h[2 * (i % 8)]);
         const std::uint32_t second = ptx::pinned(h[2 * (i % 8) + 1]);

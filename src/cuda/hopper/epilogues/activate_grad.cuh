@@ -28,14 +28,14 @@
 
 namespace sonicmoe::cuda {
 
-template <class Element, ActivationKind kKind, HLayout kLayout>
-struct ActGrad {
-  using Params = ActGradParams;
+template <class Element, ActivationKind kKind, GateLayout kLayout>
+struct ActivateGradRows {
+  using Params = ActivateGradRowsParams;
   using Act = ActivationGradientWords<Element, kKind, kLayout>;
   static constexpr bool kGated = is_gated(kKind);
-  static constexpr bool kPaired = kLayout == HLayout::kPaired;
+  static constexpr bool kInterleaved = kLayout == GateLayout::kInterleaved;
   static constexpr int kParts = kGated ? 2 : 1;
-  static_assert(kGated || !kPaired);
+  static_assert(kGated || !kInterleaved);
 
   static constexpr int kInputTiles = 256 / kGradColumns;
 
@@ -126,9 +126,9 @@ struct ActGrad {
 
   /// First column and part, in H, of box `part` of the stage whose first column of A is `column`.
   static __device__ __forceinline__ int h_column(int column, int part) {
-    return kPaired ? 2 * column + kGradColumns * part : column;
+    return kInterleaved ? 2 * column + kGradColumns * part : column;
   }
-  static constexpr int h_part(int part) { return kPaired ? 0 : part; }
+  static constexpr int h_part(int part) { return kInterleaved ? 0 : part; }
 
   template <TileShape kShape>
   static __device__ __forceinline__ void store(const Params& p, const Staging<kShape>& staging,
@@ -169,7 +169,7 @@ struct ActGrad {
 
   /// Reads sixteen columns of H, in the words that ActivationGradientWords needs.
   static __device__ __forceinline__ void read(std::uint32_t h, int c, Words& first, Words& second) {
-    if constexpr (kPaired) {
+    if constexpr (kInterleaved) {
 #pragma unroll
       for (int i = 0; i < 4; i++) ptx::load_words(first[i], second[i], pair_address(h, c, i));
     } else {
@@ -179,7 +179,7 @@ struct ActGrad {
   }
   static __device__ __forceinline__ void write(std::uint32_t h, int c, const Words& first,
                                                const Words& second) {
-    if constexpr (kPaired) {
+    if constexpr (kInterleaved) {
 #pragma unroll
       for (int i = 0; i < 4; i++) ptx::store_words(pair_address(h, c, i), first[i], second[i]);
     } else {

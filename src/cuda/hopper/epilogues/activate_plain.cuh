@@ -8,8 +8,8 @@
 namespace sonicmoe::cuda {
 
 template <class Element, ActivationKind kKind>
-struct ActPlainRows {
-  using Params = ActRowsParams;
+struct ActivatePlainRows {
+  using Params = ActivateRowsParams;
   using Act = ActivationWords<Element, kKind>;
   struct State {};
 

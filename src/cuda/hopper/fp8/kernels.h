@@ -8,10 +8,10 @@
 namespace sonicmoe::cuda {
 
 enum class Fp8Role : int {
-  kUp = 0,                    ///< gathered rows x W1, activation
-  kDown = 1,                  ///< rows x W2 (Y) or x W1 (dX~)
-  kHiddenGradOfCodes = 2,     ///< gathered rows x W2, gradient of the activation; H in codes
-  kHiddenGradOfElements = 3,  ///< as kHiddenGradOfCodes, with H in bf16
+  kActivate = 0,                ///< gathered rows x W1, activation
+  kStore = 1,                   ///< rows x W2 (Y) or x W1 (dX~)
+  kActivateGradOfCodes = 2,     ///< gathered rows x W2, gradient of the activation; H in codes
+  kActivateGradOfElements = 3,  ///< as kActivateGradOfCodes, with H in bf16
 };
 
 struct Fp8KernelEntry {

@@ -55,8 +55,8 @@ struct Fp8ElementsOut {
 /// How forward keeps H for backward: not at all, as codes and scales, or as bf16 elements.
 enum class Fp8KeptH : std::int32_t { kNone = 0, kCodes = 1, kElements = 2 };
 
-/// Arguments of the epilogue Fp8Act.
-struct Fp8ActParams {
+/// Arguments of the epilogue Fp8Activate.
+struct Fp8ActivateParams {
   static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
   Fp8RowsOut a;
   Fp8RowsOut h;               ///< for kCodes: columns of gate, then of up
@@ -67,22 +67,22 @@ struct Fp8ActParams {
   Fp8KeptH keep;
 };
 
-/// Arguments of the epilogue Fp8ActGrad.
-struct Fp8ActGradParams {
+/// Arguments of the epilogue Fp8ActivateGrad.
+struct Fp8ActivateGradParams {
   static constexpr ColumnOrder kColumns = ColumnOrder::kByLane;
   /// The kept H, in boxes of 64 x 1 x 16. For kCodes the coordinates are (16-bit word, 0, row),
   /// with the columns of gate before those of up; for kElements (column, gate or up, row).
   CUtensorMap h;
   const float* h_scales;    ///< for kCodes: (G n / 128, scale_rows)
   Fp8RowsOut dh_codes;      ///< columns of gate, then of up
-  Fp8ElementsOut dh;        ///< alternating: one part of 2n columns
+  Fp8ElementsOut dh;        ///< interleaved: one part of 2n columns
   Fp8ElementsOut a;         ///< A'
   const float* row_weight;  ///< (C); null: 1
   float* score_parts;       ///< (C, score_tiles)
   std::int32_t score_tiles;
-  std::int32_t width;       ///< n
-  std::int32_t alternates;  ///< 1: gate and up alternate in dH
-  std::uint32_t zero;       ///< always 0, but unknown to the compiler; see Fp8ActGrad::kOrdered
+  std::int32_t width;        ///< n
+  std::int32_t interleaved;  ///< 1: gate and up are interleaved in dH
+  std::uint32_t zero;  ///< always 0, but unknown to the compiler; see Fp8ActivateGrad::kOrdered
   ActivationScalars scalars;
 };
 
@@ -105,8 +105,8 @@ struct Fp8Params {
   EpilogueParams epilogue;
 };
 
-using Fp8UpParams = Fp8Params<Fp8GatherParams, Fp8ActParams>;
-using Fp8DownParams = Fp8Params<Fp8TmaParams, Fp8StoreParams>;
-using Fp8HiddenGradParams = Fp8Params<Fp8GatherParams, Fp8ActGradParams>;
+using Fp8ActivateGemmParams = Fp8Params<Fp8GatherParams, Fp8ActivateParams>;
+using Fp8StoreGemmParams = Fp8Params<Fp8TmaParams, Fp8StoreParams>;
+using Fp8ActivateGradGemmParams = Fp8Params<Fp8GatherParams, Fp8ActivateGradParams>;
 
 }  // namespace sonicmoe::cuda

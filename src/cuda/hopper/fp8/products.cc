@@ -35,9 +35,10 @@ struct Launch {
   void run(Fp8Role role, ActivationKind kind, const Params& params) const {
     const void* function = find(role, kind);
     allow_shared_memory(function);
-    launch_clusters(device, function,
-                    {kFp8Tile, Fp8SharedLayout::kEnd, most_tiles(product.groups, params.tiles)},
-                    &params, stream);
+    launch_clusters(
+        device, function,
+        {kFp8Tile, Fp8SharedLayout::kEnd, product.groups.most_tiles(params.tiles.column_tiles)},
+        &params, stream);
   }
 };
 
@@ -84,7 +85,7 @@ Order order_of(const Launch& launch) {
   if (launch.product.rows.index != nullptr) {
     return gathered_order(launch.product.groups.mean_rows());
   }
-  return launch.depth() >= 1024 ? Order::kDynamic : Order::kStatic;
+  return ordered_order(launch.depth());
 }
 
 /// Fills the parameters that all products have. A tile has `column_step` columns of one matrix.
@@ -106,10 +107,10 @@ void set_operands(const Launch& launch, int column_step, Params* params) {
 }
 
 void multiply(const Launch& launch, const Activate& e) {
-  Fp8UpParams params{};
+  Fp8ActivateGemmParams params{};
   set_operands(launch, launch.two_parts() ? kFp8Block : kFp8Tile.n, &params);
   params.producer = gathered(launch.product.rows);
-  Fp8ActParams& p = params.epilogue;
+  Fp8ActivateParams& p = params.epilogue;
   p.a = rows_out(e.a.codes);
   if (e.h.codes.codes.data != nullptr) {
     p.keep = Fp8KeptH::kCodes;
@@ -122,14 +123,14 @@ void multiply(const Launch& launch, const Activate& e) {
   p.bias[1] = bias_of(e.bias_up);
   p.scalars = scalars_of(e.activation);
   p.width = static_cast<std::int32_t>(launch.columns());
-  launch.run(Fp8Role::kUp, e.activation.kind, params);
+  launch.run(Fp8Role::kActivate, e.activation.kind, params);
 }
 
 void multiply(const Launch& launch, const ActivateGrad& e) {
-  Fp8HiddenGradParams params{};
+  Fp8ActivateGradGemmParams params{};
   set_operands(launch, kFp8Tile.n, &params);
   params.producer = gathered(launch.product.rows);
-  Fp8ActGradParams& p = params.epilogue;
+  Fp8ActivateGradParams& p = params.epilogue;
   const bool codes = e.h.codes.codes.data != nullptr;
   constexpr std::int32_t kBoxRows = 16;  // of a warp
   p.h = rows_map(launch.device, codes ? words_of(e.h.codes.codes) : e.h.elements, kBoxRows);
@@ -141,15 +142,15 @@ void multiply(const Launch& launch, const ActivateGrad& e) {
   p.score_parts = e.score_parts;
   p.score_tiles = e.score_tiles;
   p.width = static_cast<std::int32_t>(launch.columns());
-  p.alternates = e.layout == GateLayout::kInterleaved ? 1 : 0;
+  p.interleaved = e.layout == GateLayout::kInterleaved ? 1 : 0;
   p.scalars = scalars_of(e.activation);
-  launch.run(codes ? Fp8Role::kHiddenGradOfCodes : Fp8Role::kHiddenGradOfElements,
+  launch.run(codes ? Fp8Role::kActivateGradOfCodes : Fp8Role::kActivateGradOfElements,
              e.activation.kind, params);
 }
 
 void multiply(const Launch& launch, const StoreOutput& e) {
   const RowOperand& rows = launch.product.rows;
-  Fp8DownParams params{};
+  Fp8StoreGemmParams params{};
   set_operands(launch, kFp8Tile.n, &params);
   params.tiles.raster_group = raster_group(launch.columns(), launch.depth() / 2);
   params.producer.rows = rows_map(launch.device, words_of(rows.rows), kFp8Tile.m);
@@ -160,7 +161,7 @@ void multiply(const Launch& launch, const StoreOutput& e) {
   params.epilogue.row_scale = static_cast<const float*>(e.scale.data);
   params.epilogue.scale_stride = e.scale.stride[0];
   params.epilogue.width = static_cast<std::int32_t>(launch.columns());
-  launch.run(Fp8Role::kDown, kNoActivation, params);
+  launch.run(Fp8Role::kStore, kNoActivation, params);
 }
 
 }  // namespace

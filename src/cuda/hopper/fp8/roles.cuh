@@ -1,11 +1,11 @@
 // The FP8 kernels and their parts: producer of A, tile order, epilogue, B.
 //
 //   | product | producer      | tile order      | epilogue   | B                         |
-//   | H, A    | Fp8GatherRows | RowTiles        | Fp8Act     | W1: gate and up by halves |
+//   | H, A    | Fp8GatherRows | RowTiles        | Fp8Activate     | W1: gate and up by halves |
 //   | Y       | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W2                        |
 //   | dX~     | Fp8TmaRows    | GroupedRowTiles | Fp8Store   | W1 transposed: K is the n |
 //   |         |               |                 |            | of gate, then the n of up |
-//   | dH      | Fp8GatherRows | RowTiles        | Fp8ActGrad | W2 transposed             |
+//   | dH      | Fp8GatherRows | RowTiles        | Fp8ActivateGrad | W2 transposed             |
 #pragma once
 
 #include "cuda/hopper/engine/row_tiles.cuh"
@@ -20,15 +20,15 @@
 namespace sonicmoe::cuda {
 
 template <ActivationKind kKind>
-using Fp8UpKernel =
-    Fp8Gemm<Fp8GatherRows, RowTiles, Fp8Act<kKind>,
+using Fp8ActivateKernel =
+    Fp8Gemm<Fp8GatherRows, RowTiles, Fp8Activate<kKind>,
             is_gated(kKind) ? BSource::kWeightHalves : BSource::kWeights, Fp8RegisterCodes>;
 
-using Fp8DownKernel =
+using Fp8StoreKernel =
     Fp8Gemm<Fp8TmaRows, GroupedRowTiles, Fp8Store, BSource::kWeights, Fp8SharedCodes<Fp8TmaRows>>;
 
 template <ActivationKind kKind, Fp8KeptH kKept>
-using Fp8HiddenGradKernel = Fp8Gemm<Fp8GatherRows, RowTiles, Fp8ActGrad<kKind, kKept>,
-                                    BSource::kWeights, Fp8SharedCodes<Fp8GatherRows>>;
+using Fp8ActivateGradKernel = Fp8Gemm<Fp8GatherRows, RowTiles, Fp8ActivateGrad<kKind, kKept>,
+                                      BSource::kWeights, Fp8SharedCodes<Fp8GatherRows>>;
 
 }  // namespace sonicmoe::cuda

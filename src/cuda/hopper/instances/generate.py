@@ -8,7 +8,6 @@ longer to read the engine's headers than to compile a kernel, so a file has many
 
 import itertools
 import pathlib
-import re
 import sys
 
 GATED = ("SwiGLU", "SwiGLUOai", "GeGLU", "GeGLUTanh", "ReGLU", "SwiGLUClamped")
@@ -18,35 +17,35 @@ MAJORS = ("Major::kK", "Major::kMN")
 COOPERATIVE = "Coop128x256"
 NARROW = "Narrow128x64"
 
-# (role, kernel, tiles, orders of B): Role::kROLE and the template KERNELKernel of roles.cuh. A row
-# is one kernel for each tile, type, order and activation. Paired weights of the up projection are
-# always MN-major.
+# (name, role, tiles, orders of B): Role::kROLE and the template ROLEKernel of roles.cuh; profiles
+# show the name. A row is one kernel for each tile, type, order and activation. Interleaved weights
+# of the up projection are always MN-major.
 GATED_ROLES = (
-    ("Up", "Up", (COOPERATIVE,), MAJORS),
-    ("UpPaired", "UpPaired", (COOPERATIVE,), MAJORS[1:]),
-    ("HiddenGrad", "HiddenGrad", ("Coop128x256Grad",), MAJORS),
-    ("HiddenGradPaired", "HiddenGradPaired", ("Coop128x256Grad",), MAJORS),
+    ("up", "Activate", (COOPERATIVE,), MAJORS),
+    ("up_interleaved", "ActivateInterleaved", (COOPERATIVE,), MAJORS[1:]),
+    ("hidden_grad", "ActivateGrad", ("Coop128x256Grad",), MAJORS),
+    ("hidden_grad_interleaved", "ActivateGradInterleaved", ("Coop128x256Grad",), MAJORS),
 )
 PLAIN_ROLES = (GATED_ROLES[0], GATED_ROLES[2])
 OTHER_ROLES = (
-    ("Down", "Down", (COOPERATIVE, "PingPong128x192"), MAJORS),
-    ("DownScaled", "DownScaled", (COOPERATIVE, NARROW), MAJORS),
-    ("Gather", "GatherStore", (COOPERATIVE,), MAJORS),
-    ("GatherScaled", "GatherStoreScaled", (NARROW,), MAJORS),
-    ("WeightGrad", "WeightGrad", (COOPERATIVE, NARROW), MAJORS),
+    ("down", "Store", (COOPERATIVE, "PingPong128x192"), MAJORS),
+    ("down_scaled", "StoreScaled", (COOPERATIVE, NARROW), MAJORS),
+    ("gather", "GatheredStore", (COOPERATIVE,), MAJORS),
+    ("gather_scaled", "GatheredStoreScaled", (NARROW,), MAJORS),
+    ("weight_grad", "StoreExpert", (COOPERATIVE, NARROW), MAJORS),
 )
 
 
 def entries(roles, kind=None):
     """(name, kernel type, key) of each kernel; without an activation keys say SwiGLU."""
     activation = f"ActivationKind::k{kind}, " if kind else ""
-    for role, kernel, tiles, majors in roles:
-        stem = re.sub(r"(?<!^)(?=[A-Z])", "_", role).lower() + (f"_{kind}" if kind else "")
+    for name, role, tiles, majors in roles:
+        stem = name + (f"_{kind}" if kind else "")
         variants = itertools.product(tiles, TYPES, majors)
         for i, (tile, (element, dtype), major) in enumerate(variants):
             yield (
                 f"{stem}_{i}",
-                f"{kernel}Kernel<{element}, k{tile}, {activation}{major}>",
+                f"{role}Kernel<{element}, k{tile}, {activation}{major}>",
                 f"{{Role::k{role}, {dtype}, TileId::k{tile}, {major}, "
                 f"ActivationKind::k{kind or 'SwiGLU'}}}",
             )
@@ -65,14 +64,14 @@ def fp8_entries(kinds):
     for kind in kinds:
         yield (
             f"fp8_up_{kind}",
-            f"Fp8UpKernel<ActivationKind::k{kind}>",
-            f"{{Fp8Role::kUp, ActivationKind::k{kind}, ",
+            f"Fp8ActivateKernel<ActivationKind::k{kind}>",
+            f"{{Fp8Role::kActivate, ActivationKind::k{kind}, ",
         )
         for kept in ("Codes", "Elements"):
             yield (
                 f"fp8_grad_{kept}_{kind}",
-                f"Fp8HiddenGradKernel<ActivationKind::k{kind}, Fp8KeptH::k{kept}>",
-                f"{{Fp8Role::kHiddenGradOf{kept}, ActivationKind::k{kind}, ",
+                f"Fp8ActivateGradKernel<ActivationKind::k{kind}, Fp8KeptH::k{kept}>",
+                f"{{Fp8Role::kActivateGradOf{kept}, ActivationKind::k{kind}, ",
             )
 
 
@@ -80,7 +79,7 @@ def fp8_instances():
     """(file stem, [(name, kernel type, key)])"""
     yield "fp8_gated_0", list(fp8_entries(GATED[:3]))
     yield "fp8_gated_1", list(fp8_entries(GATED[3:]))
-    down = ("fp8_down", "Fp8DownKernel", "{Fp8Role::kDown, ActivationKind::kSwiGLU, ")
+    down = ("fp8_down", "Fp8StoreKernel", "{Fp8Role::kStore, ActivationKind::kSwiGLU, ")
     yield "fp8_plain", [*fp8_entries(PLAIN), down]
 
 

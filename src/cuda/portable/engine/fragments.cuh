@@ -14,14 +14,12 @@
 
 #include <cstdint>
 
+#include "cuda/math/layouts.h"
 #include "cuda/portable/ptx/mma.cuh"
 #include "cuda/portable/shape.h"
 #include "cuda/ptx/matrix.cuh"
 
 namespace sonicmoe::cuda::portable {
-
-/// Whether K is the contiguous dimension of an operand in memory (kAlongK) or not (kAcrossK).
-enum class Order { kAlongK, kAcrossK };
 
 /// The position of a thread's warp in the CTA's tile.
 struct Warp {
@@ -40,12 +38,12 @@ struct Warp {
 enum class Columns { kNeighbours, kHalves };
 
 /// Loads the operand of a warp's 64 rows of D: 4 fragments of 16 x 16.
-template <class Shape, Order kOrder>
+template <class Shape, Major kMajor>
 class FragmentsA {
  public:
   __device__ __forceinline__ explicit FragmentsA(const Warp& warp) {
     const int lane = warp.lane;
-    if constexpr (kOrder == Order::kAlongK) {
+    if constexpr (kMajor == Major::kK) {
       const int row = lane & 15;
       base_ = (warp.row * kWarpRows + row) * Shape::kLineBytes +
               (((lane >> 4) ^ Shape::swizzle(row)) << 4);
@@ -60,7 +58,7 @@ class FragmentsA {
   __device__ __forceinline__ void load(std::uint32_t (&a)[4][4], std::uint32_t stage) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      if constexpr (kOrder == Order::kAlongK) {
+      if constexpr (kMajor == Major::kK) {
         ptx::load_matrices(a[i], stage + (base_ ^ (kStep << 5)) + i * 16 * Shape::kLineBytes);
       } else {
         ptx::load_matrices_transposed(
@@ -75,13 +73,13 @@ class FragmentsA {
 
 /// Loads the operand of a warp's 64 columns of D: 8 fragments of 16 x 8; b[i] holds two of them.
 /// With ColumnOrder::kByLane, 4 fragments have 32 neighbouring columns in the order of column_of().
-template <class Shape, Order kOrder, Columns kColumns, ColumnOrder kColumnOrder>
+template <class Shape, Major kMajor, Columns kColumns, ColumnOrder kColumnOrder>
 class FragmentsB {
  public:
   __device__ __forceinline__ explicit FragmentsB(const Warp& warp) {
     const int lane = warp.lane;
     const int first = warp.column * (kColumns == Columns::kHalves ? 32 : 64);
-    if constexpr (kOrder == Order::kAlongK) {
+    if constexpr (kMajor == Major::kK) {
       const int column = first + column_of(lane & 7, lane >> 4);
       base_ = Shape::kBytesA + column * Shape::kLineBytes +
               (((lane >> 3 & 1) ^ Shape::template swizzle<kColumnOrder>(column)) << 4);
@@ -99,7 +97,7 @@ class FragmentsB {
       constexpr bool kHalves = kColumns == Columns::kHalves;
       const int near = kHalves ? i & 1 : i;
       const int far = kHalves ? i >> 1 : 0;
-      if constexpr (kOrder == Order::kAlongK) {
+      if constexpr (kMajor == Major::kK) {
         const int column =
             column_of(0, 2 * (i & 1)) + (i >> 1) * (kHalves ? Shape::kColumns / 2 : 32);
         ptx::load_matrices(b[i], stage + (base_ ^ (kStep << 5)) + column * Shape::kLineBytes);
@@ -112,7 +110,7 @@ class FragmentsB {
   }
 
  private:
-  static_assert(kColumnOrder == ColumnOrder::kAscending || kOrder == Order::kAlongK);
+  static_assert(kColumnOrder == ColumnOrder::kAscending || kMajor == Major::kK);
 
   /// The index, among 32 columns, of column i of fragment j.
   static constexpr int column_of(int i, int j) {

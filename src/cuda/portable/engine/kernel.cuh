@@ -35,28 +35,28 @@ __device__ __forceinline__ void meet_for_racecheck() {
 #endif
 }
 
-/// `Loader` copies k tiles (producers/). `Epilogue` processes and stores the accumulators of a tile
-/// (epilogues/). If an epilogue has prepare(), it is called before the products of each tile.
-template <class Element, class Loader, class Epilogue>
+/// `Producer` copies k tiles (producers/). `Epilogue` processes and stores the accumulators of a
+/// tile (epilogues/). If an epilogue has prepare(), it is called before the products of each tile.
+template <class Element, class Producer, class Epilogue>
 class Kernel {
  public:
-  using Shape = typename Loader::Shape;
-  using Params = ProductParams<typename Loader::Params, typename Epilogue::Params>;
+  using Shape = typename Producer::Shape;
+  using Params = ProductParams<typename Producer::Params, typename Epilogue::Params>;
 
   static __device__ __forceinline__ void run(const Params& p) {
     const std::uint32_t base = ptx::shared_address(shared_memory());
     const std::uint32_t staging = base + kBarrierBytes + kSlotBytes;
-    const Ring<Shape> ring(base, staging + Shape::kWarps * kStagingBytes);
-    if (threadIdx.x == 0) ring.init();
+    const Pipeline<Shape> pipeline(base, staging + Shape::kWarps * kStagingBytes);
+    if (threadIdx.x == 0) pipeline.init();
     __syncthreads();
 
-    Kernel kernel(p, ring);
+    Kernel kernel(p, pipeline);
     for (int i = 0; i < kStages - 1; i++) {
       kernel.template copy<0, Shape::kCopies>();
       kernel.finish_copies();
     }
     for (unsigned tile = 0;; tile++) {
-      ring.full(kernel.read_.stage).wait(kernel.read_.parity);
+      pipeline.full(kernel.read_.stage).wait(kernel.read_.parity);
       meet_for_racecheck();
       const TileSlot& slot = tile_slots()[tile % kTileSlots];
       if (slot.k_tiles == 0) break;
@@ -80,28 +80,28 @@ class Kernel {
   /// still reading the previous k tile; the products of one step cover this wait.
   static constexpr int kFirstCopies = kSteps > 2 ? 1 : 0;
 
-  __device__ __forceinline__ Kernel(const Params& p, const Ring<Shape>& ring)
-      : p_(p), ring_(ring), loader_(p.tiles), a_(warp_), b_(warp_) {}
+  __device__ __forceinline__ Kernel(const Params& p, const Pipeline<Shape>& pipeline)
+      : p_(p), pipeline_(pipeline), producer_(p.tiles), a_(warp_), b_(warp_) {}
 
   template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() {
     if constexpr (kFrom < kTo) {
-      loader_.template copy<kFrom>(p_.tiles, ring_.address(fill_.stage));
+      producer_.template copy<kFrom>(p_.tiles, pipeline_.address(fill_.stage));
       copy<kFrom + 1, kTo>();
     }
   }
 
   __device__ __forceinline__ void finish_copies() {
-    ring_.full(fill_.stage).arrive_after_copies();
-    if (threadIdx.x == 0) ring_.full(fill_.stage).arrive();
+    pipeline_.full(fill_.stage).arrive_after_copies();
+    if (threadIdx.x == 0) pipeline_.full(fill_.stage).arrive();
     fill_.next();
-    loader_.advance(p_.tiles);
+    producer_.advance(p_.tiles);
   }
 
   template <int kStep>
   __device__ __forceinline__ void load(Operands& operands) const {
-    a_.template load<kStep>(operands.a, ring_.address(read_.stage));
-    b_.template load<kStep>(operands.b, ring_.address(read_.stage));
+    a_.template load<kStep>(operands.a, pipeline_.address(read_.stage));
+    b_.template load<kStep>(operands.b, pipeline_.address(read_.stage));
   }
 
   /// Computes the sums of a tile of D. Its first k tile must have arrived.
@@ -120,14 +120,14 @@ class Kernel {
   template <int kStep>
   __device__ __forceinline__ void multiply_steps(Accumulators& acc, Operands (&operands)[2]) {
     if constexpr (kStep == kFirstCopies) {
-      ring_.empty(fill_.stage).wait(fill_.parity ^ 1);
+      pipeline_.empty(fill_.stage).wait(fill_.parity ^ 1);
       meet_for_racecheck();
     }
     if constexpr (kStep + 1 == kSteps) {
       __syncwarp();
-      if (warp_.lane == 0) ring_.empty(read_.stage).arrive();
+      if (warp_.lane == 0) pipeline_.empty(read_.stage).arrive();
       read_.next();
-      ring_.full(read_.stage).wait(read_.parity);
+      pipeline_.full(read_.stage).wait(read_.parity);
     }
     load<(kStep + 1) % kSteps>(operands[(kStep + 1) & 1]);
     multiply_add<Element>(acc, operands[kStep & 1], [&]<int i>() {
@@ -141,13 +141,13 @@ class Kernel {
   }
 
   const Params& p_;
-  Ring<Shape> ring_;
+  Pipeline<Shape> pipeline_;
   Warp warp_{Shape::kWarpsAlongColumns};
   RingPosition fill_;
   RingPosition read_;
-  Loader loader_;
-  FragmentsA<Shape, Loader::kOrderA> a_;
-  FragmentsB<Shape, Loader::kOrderB, Epilogue::kColumns, Epilogue::kColumnOrder> b_;
+  Producer producer_;
+  FragmentsA<Shape, Producer::kMajorA> a_;
+  FragmentsB<Shape, Producer::kMajorB, Epilogue::kColumns, Epilogue::kColumnOrder> b_;
 };
 
 /// The kernel is empty in code for a compute capability that does not have its shape

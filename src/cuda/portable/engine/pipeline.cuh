@@ -14,9 +14,9 @@
 namespace sonicmoe::cuda::portable {
 
 template <class Shape>
-class Ring {
+class Pipeline {
  public:
-  __device__ __forceinline__ Ring(std::uint32_t barriers, std::uint32_t first_stage)
+  __device__ __forceinline__ Pipeline(std::uint32_t barriers, std::uint32_t first_stage)
       : barriers_(barriers), first_stage_(first_stage) {}
 
   /// `full` expects one arrival of each thread, when its copies have landed, and one more of thread

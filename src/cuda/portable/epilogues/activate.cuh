@@ -8,8 +8,8 @@
 //   | split | gate                    | up                       | 8            |
 //   | none  | 8 of H                  | 8 of H                   | 8 and 8      |
 //
-// Gates::kInterleaved does not occur: gate and up alternate only along the contiguous dimension of
-// the weights (layer/views.cc), which is K here.
+// GateLayout::kInterleaved does not occur: gate and up alternate only along the contiguous
+// dimension of the weights (layer/views.cc), which is K here.
 #pragma once
 
 #include "cuda/math/fragment.cuh"
@@ -31,26 +31,26 @@ struct Activate {
                                              std::uint32_t staging) {
     if constexpr (kColumnOrder == ColumnOrder::kAscending) {
       ActivateStaged<Element>::run(p, acc, tile, warp, staging);
-    } else if (p.act.gates == Gates::kSplit && p.act.kind == ActivationKind::kSwiGLU) {
-      store<Gates::kSplit, OneKind<ActivationKind::kSwiGLU>>(p, acc, tile, warp);
-    } else if (p.act.gates == Gates::kSplit) {
-      store<Gates::kSplit, AnyKind>(p, acc, tile, warp);
+    } else if (p.act.layout == GateLayout::kConcatenated && p.act.kind == ActivationKind::kSwiGLU) {
+      store<GateLayout::kConcatenated, OneKind<ActivationKind::kSwiGLU>>(p, acc, tile, warp);
+    } else if (p.act.layout == GateLayout::kConcatenated) {
+      store<GateLayout::kConcatenated, AnyKind>(p, acc, tile, warp);
     } else {
-      store<Gates::kNone, AnyKind>(p, acc, tile, warp);
+      store<GateLayout::kNone, AnyKind>(p, acc, tile, warp);
     }
   }
 
  private:
   /// Pieces of eight columns of A that a lane has in a row.
-  template <Gates kGates>
-  static constexpr int kPieces = kGates == Gates::kNone ? 2 : 1;
+  template <GateLayout kLayout>
+  static constexpr int kPieces = kLayout == GateLayout::kNone ? 2 : 1;
   /// Rows that a lane activates at once. They have two pieces; four would spill registers.
-  template <Gates kGates>
-  static constexpr int kAtOnce = 2 / kPieces<kGates>;
+  template <GateLayout kLayout>
+  static constexpr int kAtOnce = 2 / kPieces<kLayout>;
 
   /// Where a lane's chunks are in memory, in its first row of a part of 16 rows. Its second row is
   /// eight rows further.
-  template <Gates kGates>
+  template <GateLayout kLayout>
   struct Place {
     int rows;        ///< rows of the expert from this row on
     bool exists[2];  ///< of each chunk: whether its columns exist
@@ -63,11 +63,13 @@ struct Activate {
       const int column = tile.column + chunk_column<kColumns>(warp, warp.lane & 3);
       rows = tile.rows - row;
       exists[0] = column < p.act.width;
-      exists[1] = kGates == Gates::kSplit ? exists[0] : column + kHalfColumns < p.act.width;
+      exists[1] =
+          kLayout == GateLayout::kConcatenated ? exists[0] : column + kHalfColumns < p.act.width;
       const std::int64_t at = std::int64_t{tile.row} + row;
       h = p.h.data + at * p.h.row_bytes + column * kElementBytes;
       a = p.a.data + at * p.a.row_bytes + column * kElementBytes;
-      second_h = (kGates == Gates::kSplit ? p.act.width : kHalfColumns) * kElementBytes;
+      second_h =
+          (kLayout == GateLayout::kConcatenated ? p.act.width : kHalfColumns) * kElementBytes;
     }
     /// Moves on to the next part.
     __device__ __forceinline__ void next(const Params& p) {
@@ -87,7 +89,7 @@ struct Activate {
       if (8 * row >= rows) return;
       std::uint8_t* to = a + 8 * row * p.a.row_bytes;
       if (exists[0]) *reinterpret_cast<uint4*>(to) = quad_of(pieces[0]);
-      if constexpr (kGates == Gates::kNone) {
+      if constexpr (kLayout == GateLayout::kNone) {
         if (exists[1]) {
           *reinterpret_cast<uint4*>(to + kHalfColumns * kElementBytes) = quad_of(pieces[1]);
         }
@@ -95,28 +97,28 @@ struct Activate {
     }
   };
 
-  template <Gates kGates, class Kinds>
+  template <GateLayout kLayout, class Kinds>
   static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
                                                const TileSlot& tile, const Warp& warp) {
-    Place<kGates> place(p, tile, warp);
+    Place<kLayout> place(p, tile, warp);
 #pragma unroll 1
     for (int part = 0; part < 4; part++, place.next(p)) {
       Fragment words;
       with_part(acc, part,
-                [&](const float(&values)[8][4]) { round<kGates>(p, values, tile, warp, words); });
+                [&](const float(&values)[8][4]) { round<kLayout>(p, values, tile, warp, words); });
       if (p.h.data != nullptr) {
         place.store_h(p, words, 0);
         place.store_h(p, words, 1);
       }
 #pragma unroll
-      for (int row = 0; row < 2; row += kAtOnce<kGates>) {
-        store_rows<kGates, Kinds>(p, words, row, place);
+      for (int row = 0; row < 2; row += kAtOnce<kLayout>) {
+        store_rows<kLayout, Kinds>(p, words, row, place);
       }
     }
   }
 
   /// Rounds the lane's two rows of H.
-  template <Gates kGates>
+  template <GateLayout kLayout>
   static __device__ __forceinline__ void round(const Params& p, const float (&values)[8][4],
                                                const TileSlot& tile, const Warp& warp,
                                                Fragment& words) {
@@ -129,7 +131,7 @@ struct Activate {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const int within = chunk_column<kColumns>(warp, j / 4 * 4 + chunk) + j % 4 * 2;
-      round_words<Element>(&words[2 * j], values[j], hidden_bias<kGates>(p, tile, within, j / 4));
+      round_words<Element>(&words[2 * j], values[j], hidden_bias<kLayout>(p, tile, within, j / 4));
     }
   }
 
@@ -140,29 +142,29 @@ struct Activate {
   }
 
   /// Activates and stores kAtOnce rows of a lane's words, from `row` on.
-  template <Gates kGates, class Kinds>
+  template <GateLayout kLayout, class Kinds>
   static __device__ __forceinline__ void store_rows(const Params& p, const Fragment& words, int row,
-                                                    const Place<kGates>& place) {
+                                                    const Place<kLayout>& place) {
     HiddenWords hidden[2];
     std::uint32_t activated[2][4];
 #pragma unroll
-    for (int i = 0; i < kAtOnce<kGates>; i++) {
-      load_pieces<kGates>(&hidden[i * kPieces<kGates>], words, row + i);
+    for (int i = 0; i < kAtOnce<kLayout>; i++) {
+      load_pieces<kLayout>(&hidden[i * kPieces<kLayout>], words, row + i);
     }
-    Kinds::template activate<Element, kGates != Gates::kNone>(p.act, hidden, activated);
+    Kinds::template activate<Element, kLayout != GateLayout::kNone>(p.act, hidden, activated);
 #pragma unroll
-    for (int i = 0; i < kAtOnce<kGates>; i++) {
-      place.store_a(p, &activated[i * kPieces<kGates>], row + i);
+    for (int i = 0; i < kAtOnce<kLayout>; i++) {
+      place.store_a(p, &activated[i * kPieces<kLayout>], row + i);
     }
   }
 
-  template <Gates kGates>
+  template <GateLayout kLayout>
   static __device__ __forceinline__ void load_pieces(HiddenWords* pieces, const Fragment& words,
                                                      int row) {
     const uint4 first = chunk_of(words, row, 0);
     const uint4 second = chunk_of(words, row, 1);
     pieces[0].set_gates(first);
-    if constexpr (kGates == Gates::kSplit) {
+    if constexpr (kLayout == GateLayout::kConcatenated) {
       pieces[0].set_ups(second);
     } else {
       pieces[1].set_gates(second);

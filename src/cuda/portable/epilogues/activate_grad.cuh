@@ -40,13 +40,14 @@ struct ActivateGrad {
     constexpr int kThreadsEach = kColumns / 128;  // threads of the CTA for each row
     const int row = threadIdx.x / kThreadsEach;
     if (row >= tile.rows) return;
-    const int gates = p.act.gates == Gates::kNone ? 1 : 2;
-    const int from = tile.column * (p.act.gates == Gates::kInterleaved ? 2 : 1);
+    const int gates = p.act.layout == GateLayout::kNone ? 1 : 2;
+    const int from = tile.column * (p.act.layout == GateLayout::kInterleaved ? 2 : 1);
     const int columns = kColumns * gates;
     const std::uint8_t* at = p.h + (std::int64_t{tile.row} + row) * p.h_row_bytes;
     for (int i = threadIdx.x % kThreadsEach * kLine; i < columns; i += kThreadsEach * kLine) {
       int column = from + i;
-      if (p.act.gates == Gates::kSplit && i >= kColumns) column += p.act.width - kColumns;
+      if (p.act.layout == GateLayout::kConcatenated && i >= kColumns)
+        column += p.act.width - kColumns;
       if (column < p.act.width * gates) ptx::prefetch_l2(at + column * kElementBytes);
     }
   }
@@ -132,7 +133,7 @@ struct ActivateGrad {
   static __device__ __forceinline__ float differentiate_piece(const Params& p, const Place& place,
                                                               int offset, const Inputs& inputs,
                                                               std::uint32_t staged) {
-    const bool interleaved = p.act.gates == Gates::kInterleaved;
+    const bool interleaved = p.act.layout == GateLayout::kInterleaved;
     const bool exists = place.exists(offset);
     const std::int64_t row = place.row + offset;
     const int lane = threadIdx.x & 31;

@@ -26,13 +26,13 @@ struct ActivateStaged {
   static __device__ __forceinline__ void run(const Params& p, const Accumulators& acc,
                                              const TileSlot& tile, const Warp& warp,
                                              std::uint32_t staging) {
-    switch (p.act.gates) {
-      case Gates::kNone:
-        return store<Gates::kNone>(p, acc, tile, warp, staging);
-      case Gates::kSplit:
-        return store<Gates::kSplit>(p, acc, tile, warp, staging);
-      case Gates::kInterleaved:
-        return store<Gates::kInterleaved>(p, acc, tile, warp, staging);
+    switch (p.act.layout) {
+      case GateLayout::kNone:
+        return store<GateLayout::kNone>(p, acc, tile, warp, staging);
+      case GateLayout::kConcatenated:
+        return store<GateLayout::kConcatenated>(p, acc, tile, warp, staging);
+      case GateLayout::kInterleaved:
+        return store<GateLayout::kInterleaved>(p, acc, tile, warp, staging);
     }
   }
 
@@ -40,39 +40,40 @@ struct ActivateStaged {
   /// Pieces that a lane activates at once. Two pieces would spill registers in code for 10.x.
   static constexpr int kAtOnce = kArchitecture >= 100 && kArchitecture < 120 ? 1 : 2;
 
-  template <Gates kGates>
+  template <GateLayout kLayout>
   static __device__ __forceinline__ void store(const Params& p, const Accumulators& acc,
                                                const TileSlot& tile, const Warp& warp,
                                                std::uint32_t staging) {
-    constexpr int kPieces = kGates == Gates::kNone ? kChunks : kChunks / 2;
+    constexpr int kPieces = kLayout == GateLayout::kNone ? kChunks : kChunks / 2;
     constexpr int kRows = 32 / kPieces;  // rows that the warp's lanes process at once
     const int piece = warp.lane % kPieces;
     const int row = warp.lane / kPieces;
     const int chunk =
-        chunk_column<kColumns>(warp, kGates == Gates::kInterleaved ? 2 * piece : piece);
+        chunk_column<kColumns>(warp, kLayout == GateLayout::kInterleaved ? 2 * piece : piece);
     const int column =
-        kGates == Gates::kInterleaved ? (tile.column + chunk) / 2 : tile.column + chunk;
+        kLayout == GateLayout::kInterleaved ? (tile.column + chunk) / 2 : tile.column + chunk;
     int first = tile.row + warp.row * kWarpRows + row;
     int rows = column < p.act.width ? tile.rows - warp.row * kWarpRows - row : 0;
     const std::uint32_t staged = staging + row * kWordsRowBytes;
 #pragma unroll 1
     for (int part = 0; part < 4; part++, first += 16, rows -= 16) {
-      with_part(acc, part,
-                [&](const float(&values)[8][4]) { write<kGates>(p, values, tile, warp, staging); });
+      with_part(acc, part, [&](const float(&values)[8][4]) {
+        write<kLayout>(p, values, tile, warp, staging);
+      });
       __syncwarp();
 #pragma unroll 1
       for (int at = 0; at < 16; at += kAtOnce * kRows) {
         HiddenWords words[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++) {
-          words[i] = read_staged<kGates>(staged + (at + i * kRows) * kWordsRowBytes, piece);
+          words[i] = read_staged<kLayout>(staged + (at + i * kRows) * kWordsRowBytes, piece);
           if (p.h.data != nullptr && at + i * kRows < rows) {
             store_hidden(p.act, words[i], row_of(p.h, first + at + i * kRows), column);
           }
-          if constexpr (kGates == Gates::kInterleaved) words[i].exchange();
+          if constexpr (kLayout == GateLayout::kInterleaved) words[i].exchange();
         }
         std::uint32_t activated[kAtOnce][4];
-        AnyKind::activate<Element, kGates != Gates::kNone>(p.act, words, activated);
+        AnyKind::activate<Element, kLayout != GateLayout::kNone>(p.act, words, activated);
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++) {
           if (at + i * kRows < rows) {
@@ -90,7 +91,7 @@ struct ActivateStaged {
   }
 
   /// Rounds 16 rows of H and writes them to the staging buffer.
-  template <Gates kGates>
+  template <GateLayout kLayout>
   static __device__ __forceinline__ void write(const Params& p, const float (&values)[8][4],
                                                const TileSlot& tile, const Warp& warp,
                                                std::uint32_t staging) {
@@ -101,7 +102,7 @@ struct ActivateStaged {
       std::uint32_t words[2];
       if (biased) {
         const int within = chunk_column<kColumns>(warp, j) + (warp.lane & 3) * 2;
-        round_words<Element>(words, values[j], hidden_bias<kGates>(p, tile, within, j / 4));
+        round_words<Element>(words, values[j], hidden_bias<kLayout>(p, tile, within, j / 4));
       } else {
         round_words<Element>(words, values[j]);
       }
@@ -110,16 +111,17 @@ struct ActivateStaged {
   }
 
   /// Reads a piece of a row from the staging buffer, in the layout of H.
-  template <Gates kGates>
+  template <GateLayout kLayout>
   static __device__ __forceinline__ HiddenWords read_staged(std::uint32_t row, int piece) {
     HiddenWords h{};
-    if constexpr (kGates == Gates::kInterleaved) {
+    if constexpr (kLayout == GateLayout::kInterleaved) {
       h.set_quad(0, ptx::load_shared16(row + piece * 32));
       h.set_quad(1, ptx::load_shared16(row + piece * 32 + 16));
       return h;
     }
     h.set_gates(ptx::load_shared16(row + piece * 16));
-    if constexpr (kGates == Gates::kSplit) h.set_ups(ptx::load_shared16(row + (piece + 4) * 16));
+    if constexpr (kLayout == GateLayout::kConcatenated)
+      h.set_ups(ptx::load_shared16(row + (piece + 4) * 16));
     return h;
   }
 };

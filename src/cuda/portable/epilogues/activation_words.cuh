@@ -134,7 +134,7 @@ template <class Element>
 __device__ __forceinline__ void differentiate(const Activating& act, HiddenWords& h,
                                               GradPiece& piece) {
   with_activation(act.kind, [&]<ActivationKind kKind>() {
-    using Act = ActivationGradientWords<Element, kKind, HLayout::kSplit>;
+    using Act = ActivationGradientWords<Element, kKind, GateLayout::kConcatenated>;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       piece.a[i] =

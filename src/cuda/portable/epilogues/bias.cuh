@@ -25,14 +25,14 @@ __device__ __forceinline__ std::uint32_t bias_word(const Bias& bias, int expert,
 
 /// The biases of a word of H. `within` is the tile's column at which it begins; `half` is 1 if this
 /// column is in the second half of the tile (Columns::kHalves).
-template <Gates kGates>
+template <GateLayout kLayout>
 __device__ __forceinline__ std::uint32_t hidden_bias(const ActivateParams& p, const TileSlot& tile,
                                                      int within, int half) {
-  if constexpr (kGates == Gates::kSplit) {
+  if constexpr (kLayout == GateLayout::kConcatenated) {
     const int column = tile.column + within % kHalfColumns;
     return bias_word(p.bias[half], tile.expert, column, p.act.width);
   }
-  if constexpr (kGates == Gates::kNone) {
+  if constexpr (kLayout == GateLayout::kNone) {
     return bias_word(p.bias[0], tile.expert, tile.column + within, p.act.width);
   }
   const int column = (tile.column + within) / 2;

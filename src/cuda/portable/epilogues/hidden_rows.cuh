@@ -1,4 +1,5 @@
-// Reads H and writes H or dH in memory, for eight columns of A at a time, in the layouts of Gates.
+// Reads H and writes H or dH in memory, for eight columns of A at a time, in the layouts of
+// GateLayout.
 #pragma once
 
 #include "cuda/portable/epilogues/activation_words.cuh"
@@ -17,11 +18,11 @@ struct HiddenQuads {
 /// words, and the copies would wait for the loads.
 __device__ __forceinline__ HiddenQuads read_hidden(const Activating& act, const std::uint8_t* row,
                                                    int column) {
-  const bool interleaved = act.gates == Gates::kInterleaved;
+  const bool interleaved = act.layout == GateLayout::kInterleaved;
   const std::uint8_t* first = row + column * (interleaved ? 2 : 1) * kElementBytes;
   HiddenQuads quads{};
   quads.first = *reinterpret_cast<const uint4*>(first);
-  if (act.gates != Gates::kNone) {
+  if (act.layout != GateLayout::kNone) {
     const int apart = interleaved ? 16 : act.width * kElementBytes;
     quads.second = *reinterpret_cast<const uint4*>(first + apart);
   }
@@ -30,7 +31,7 @@ __device__ __forceinline__ HiddenQuads read_hidden(const Activating& act, const 
 
 __device__ __forceinline__ HiddenWords words_of(const Activating& act, const HiddenQuads& quads) {
   HiddenWords h;
-  if (act.gates == Gates::kInterleaved) {
+  if (act.layout == GateLayout::kInterleaved) {
     h.set_quad(0, quads.first);
     h.set_quad(1, quads.second);
   } else {
@@ -42,14 +43,14 @@ __device__ __forceinline__ HiddenWords words_of(const Activating& act, const Hid
 
 __device__ __forceinline__ void store_hidden(const Activating& act, const HiddenWords& h,
                                              std::uint8_t* row, int column) {
-  if (act.gates == Gates::kInterleaved) {
+  if (act.layout == GateLayout::kInterleaved) {
     auto* to = reinterpret_cast<uint4*>(row + column * 2 * kElementBytes);
     to[0] = h.quad(0);
     to[1] = h.quad(1);
     return;
   }
   *reinterpret_cast<uint4*>(row + column * kElementBytes) = quad_of(h.gate);
-  if (act.gates == Gates::kSplit) {
+  if (act.layout == GateLayout::kConcatenated) {
     *reinterpret_cast<uint4*>(row + (act.width + column) * kElementBytes) = quad_of(h.up);
   }
 }

@@ -4,8 +4,8 @@
 
 namespace sonicmoe::cuda::portable {
 
-const void* activate_kernel(const Variant& variant, WeightOrder order) {
-  return row_kernel<Activate, ActivateStaged>(variant, order);
+const void* activate_kernel(const Variant& variant, Major major) {
+  return row_kernel<Activate, ActivateStaged>(variant, major);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -11,10 +11,10 @@ using Narrow = ActivateGrad<Element, Width::k128>;
 
 }  // namespace
 
-const void* activate_grad_kernel(const Variant& variant, WeightOrder order) {
+const void* activate_grad_kernel(const Variant& variant, Major major) {
   return variant.shape.width == Width::k256
-             ? row_kernel<Wide>(variant, order)
-             : row_kernel<Narrow, Narrow, Width::k128>(variant, order);
+             ? row_kernel<Wide>(variant, major)
+             : row_kernel<Narrow, Narrow, Width::k128>(variant, major);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -6,17 +6,16 @@
 
 namespace sonicmoe::cuda::portable {
 
-template <class Element, class Tile, Order kOrder, class Epilogue>
-using RowKernel = Kernel<Element, RowLoader<Tile, kOrder, Epilogue>, Epilogue>;
+template <class Element, class Tile, Major kMajor, class Epilogue>
+using RowKernel = Kernel<Element, RowProducer<Tile, kMajor, Epilogue>, Epilogue>;
 
-/// `AlongK` and `AcrossK` are the epilogues for the two orders of the weights.
-template <template <class> class AlongK, template <class> class AcrossK = AlongK,
+/// `ForK` and `ForMN` are the epilogues for K-major and for other weights.
+template <template <class> class ForK, template <class> class ForMN = ForK,
           Width kWidth = Width::k256>
-const void* row_kernel(const Variant& variant, WeightOrder order) {
+const void* row_kernel(const Variant& variant, Major major) {
   return for_variant<kWidth>(variant, [&]<class Element, class Tile>() {
-    return order == WeightOrder::kAlongDepth
-               ? address_of<RowKernel<Element, Tile, Order::kAlongK, AlongK<Element>>>()
-               : address_of<RowKernel<Element, Tile, Order::kAcrossK, AcrossK<Element>>>();
+    return major == Major::kK ? address_of<RowKernel<Element, Tile, Major::kK, ForK<Element>>>()
+                              : address_of<RowKernel<Element, Tile, Major::kMN, ForMN<Element>>>();
   });
 }
 

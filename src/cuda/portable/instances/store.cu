@@ -3,8 +3,8 @@
 
 namespace sonicmoe::cuda::portable {
 
-const void* store_kernel(const Variant& variant, WeightOrder order) {
-  return row_kernel<Store>(variant, order);
+const void* store_kernel(const Variant& variant, Major major) {
+  return row_kernel<Store>(variant, major);
 }
 
 }  // namespace sonicmoe::cuda::portable

@@ -9,8 +9,8 @@ template <class Element, class Tile>
 const void* kernel(GatheredSide side) {
   using enum Side;
   return side == GatheredSide::kLeft
-             ? address_of<Kernel<Element, DepthLoader<Tile, kLeft>, StoreExpert<Element>>>()
-             : address_of<Kernel<Element, DepthLoader<Tile, kRight>, StoreExpert<Element>>>();
+             ? address_of<Kernel<Element, DepthProducer<Tile, kLeft>, StoreExpert<Element>>>()
+             : address_of<Kernel<Element, DepthProducer<Tile, kRight>, StoreExpert<Element>>>();
 }
 
 }  // namespace

@@ -16,14 +16,14 @@ namespace sonicmoe::cuda::portable {
 enum class Side { kLeft, kRight };
 
 template <class OfTile, Side kGathered>
-class DepthLoader {
+class DepthProducer {
  public:
   using Shape = OfTile;
   using Params = DepthTilesParams;
-  static constexpr Order kOrderA = Order::kAcrossK;
-  static constexpr Order kOrderB = Order::kAcrossK;
+  static constexpr Major kMajorA = Major::kMN;
+  static constexpr Major kMajorB = Major::kMN;
 
-  __device__ __forceinline__ explicit DepthLoader(const Params& p) {
+  __device__ __forceinline__ explicit DepthProducer(const Params& p) {
     const int each = p.row_tiles * p.column_tiles;
     const int at = blockIdx.x / each;
     next_ = {at, static_cast<int>(blockIdx.x) - at * each, expert_of(p, at)};

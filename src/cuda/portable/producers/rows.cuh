@@ -12,15 +12,15 @@
 namespace sonicmoe::cuda::portable {
 
 /// `ForEpilogue` says in which order its accumulators have the columns of K-major weights.
-template <class OfTile, Order kWeights, class ForEpilogue>
-class RowLoader {
+template <class OfTile, Major kWeights, class ForEpilogue>
+class RowProducer {
  public:
   using Shape = OfTile;
   using Params = RowTilesParams;
-  static constexpr Order kOrderA = Order::kAlongK;
-  static constexpr Order kOrderB = kWeights;
+  static constexpr Major kMajorA = Major::kK;
+  static constexpr Major kMajorB = kWeights;
 
-  __device__ __forceinline__ explicit RowLoader(const Params& p) : records_(*p.record_count) {
+  __device__ __forceinline__ explicit RowProducer(const Params& p) : records_(*p.record_count) {
     const int record = blockIdx.x / p.column_tiles;
     take(record, static_cast<int>(blockIdx.x) - record * p.column_tiles, record_of(p, record));
     find_sources(p);
@@ -46,7 +46,7 @@ class RowLoader {
   /// Moves on to the next k tile, after all copies of this one.
   __device__ __forceinline__ void advance(const Params& p) {
     k_ += Shape::kDepth;
-    if constexpr (kAlongK) {
+    if constexpr (kIsKMajor) {
       b_[0] += Shape::kDepth * kElementBytes;
       b_[1] += Shape::kDepth * kElementBytes;
     } else {
@@ -56,7 +56,7 @@ class RowLoader {
   }
 
  private:
-  static constexpr bool kAlongK = kWeights == Order::kAlongK;
+  static constexpr bool kIsKMajor = kWeights == Major::kK;
   static constexpr ColumnOrder kColumnOrder = ForEpilogue::kColumnOrder;
   static constexpr int kRowsEach = kTileRows * Shape::kLineChunks / Shape::kThreads;
   static constexpr int kLinesEach = Shape::kColumns * Shape::kLineChunks / Shape::kThreads;
@@ -91,7 +91,7 @@ class RowLoader {
 
   template <int i>
   __device__ __forceinline__ void copy_weights(const Params& p, std::uint32_t stage) const {
-    if constexpr (kAlongK) {
+    if constexpr (kIsKMajor) {
       const std::uint32_t at = stage + line() * Shape::kLineBytes +
                                ((chunk() ^ Shape::template swizzle<kColumnOrder>(line())) << 4);
       const std::uint8_t* from = b_[i / kHalf] + i % kHalf * apart_[i / kHalf];
@@ -183,7 +183,7 @@ class RowLoader {
 
   /// Sets the addresses of the weights to the beginning of a part of K.
   __device__ __forceinline__ void open_weights(const Params& p, int expert, int first_column) {
-    if constexpr (kAlongK) {
+    if constexpr (kIsKMajor) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const Matrices& m = matrices(p, half);
@@ -245,8 +245,8 @@ class RowLoader {
   int k_;
   int part_;
   const std::uint8_t* a_[kRowsEach];
-  const std::uint8_t* b_[kAlongK ? 2 : 1];
-  std::int64_t apart_[kAlongK ? 2 : 1];
+  const std::uint8_t* b_[kIsKMajor ? 2 : 1];
+  std::int64_t apart_[kIsKMajor ? 2 : 1];
 };
 
 }  // namespace sonicmoe::cuda::portable

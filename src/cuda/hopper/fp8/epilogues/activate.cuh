@@ -13,8 +13,8 @@
 namespace sonicmoe::cuda {
 
 template <ActivationKind kKind>
-struct Fp8Act {
-  using Params = Fp8ActParams;
+struct Fp8Activate {
+  using Params = Fp8ActivateParams;
   using Element = __nv_bfloat16;
   using Act = ActivationWords<Element, kKind>;
   static constexpr bool kGated = is_gated(kKind);

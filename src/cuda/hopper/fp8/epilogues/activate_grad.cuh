@@ -20,9 +20,9 @@
 namespace sonicmoe::cuda {
 
 template <ActivationKind kKind, Fp8KeptH kKept>
-struct Fp8ActGrad {
-  using Params = Fp8ActGradParams;
-  using Act = ActivationGradientWords<__nv_bfloat16, kKind, HLayout::kSplit>;
+struct Fp8ActivateGrad {
+  using Params = Fp8ActivateGradParams;
+  using Act = ActivationGradientWords<__nv_bfloat16, kKind, GateLayout::kConcatenated>;
   static constexpr bool kCodes = kKept == Fp8KeptH::kCodes;
   /// Whether the words of a unit are computed one after the other. Without this order ptxas
   /// computes several words at once, and many of these kernels spill registers. The kernel of
@@ -106,8 +106,8 @@ struct Fp8ActGrad {
   static __device__ __forceinline__ int units_of(const Params& p, const ConsumerTiles& tiles) {
     return tiles.current().column + kFp8Block < p.width ? 2 : 1;
   }
-  static __device__ __forceinline__ bool alternates(const Params& p) {
-    return kParts == 2 && p.alternates != 0;
+  static __device__ __forceinline__ bool interleaved(const Params& p) {
+    return kParts == 2 && p.interleaved != 0;
   }
   /// The block of 128 columns of H and of dH; the blocks of up follow those of gate.
   static __device__ __forceinline__ int block_of(const Params& p, const CtaTile& tile, int unit,
@@ -202,8 +202,8 @@ struct Fp8ActGrad {
                                                        BlockWords& first, BlockWords& second) {
     const Params& p = h.p;
     const LaneElements to_a(p.a, place, h.column() + place.column);
-    const bool alternate = alternates(p);
-    const LaneElements to_dh(p.dh, place, (h.column() + place.column) * (alternate ? 2 : 1));
+    const bool interleave = interleaved(p);
+    const LaneElements to_dh(p.dh, place, (h.column() + place.column) * (interleave ? 2 : 1));
     const float scores[2] = {h.staging.row_scale(0, 0), h.staging.row_scale(0, 1)};
     float scale[2][2] = {};
 #pragma unroll
@@ -256,7 +256,7 @@ struct Fp8ActGrad {
       }
       const bool present = place.present[which];
       to_a.store(present, which, group * 32, make_uint4(a[0], a[1], a[2], a[3]));
-      if (alternate) {
+      if (interleave) {
         to_dh.store(present, which, group * 64, interleaved(gate, up, 0));
         to_dh.store(present, which, group * 64 + 8, interleaved(gate, up, 2));
       } else {
