@@ -195,16 +195,19 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
     return options | kept_weights(module, "experts", weights, dtype, style)
 
 
-def _low_rank(module: nn.Module, factors: dict) -> dict:
+def _low_rank(module: nn.Module, factors: dict, weights: tuple, plan: Plan) -> dict:
     """The options of lora_moe() for the active factors of a module's experts."""
+    terms = {"up": factors.get(up_name(module)), "down": factors.get("down_proj")}
+    if not weights[0].is_cuda:
+        return terms | _precision_of(module, weights, plan)
     chosen = getattr(module, "_sonicmoe_cpp_precision", None)
     if chosen is not None and chosen.precision == "fp8" and not torch.compiler.is_compiling():
         warnings.warn(
             'precision is "fp8", but experts with low-rank factors are computed in the dtype of '
-            "their weights",
+            "their weights on CUDA",
             stacklevel=2,
         )
-    return {"up": factors.get(up_name(module)), "down": factors.get("down_proj")}
+    return terms
 
 
 def experts_forward(
@@ -221,7 +224,7 @@ def experts_forward(
         x = x.to(w_up.dtype)
     factors = self.__dict__.get(FACTORS)
     if factors:
-        compute, others = lora_moe, _low_rank(self, factors)
+        compute, others = lora_moe, _low_rank(self, factors, (w_up, w_down), plan)
     else:
         compute, others = moe, _precision_of(self, (w_up, w_down), plan)
     out = compute(
