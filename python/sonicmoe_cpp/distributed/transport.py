@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _ops
-from .._checks import names
+from .. import _checks, _ops
 from .._names import ACTIVATION, FORM, LAYOUT
 from .._ops import score_dtype
 from ._group import BACKWARD, FORWARD, Group, from_host
@@ -175,6 +174,8 @@ class RowTransport(Transport):
     def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
         x, _, _, weights, *experts = tensors
         h, saved, row_weights, *rest = given.kept
+        for kept in (weights, *rest):  # torch's indexing takes an index on the meta device
+            _checks.on_device("a tensor kept for backward", kept, dout)
         routes = Routes.of(given.host, rest)
         options = with_option(options, "form", FORM["pairs"])
         self.begin_backward(routes)
@@ -239,7 +240,7 @@ def compared(layer, hidden, experts, dtype, needs, style) -> tuple:
     activation = [name for name, number in ACTIVATION.items() if number == style & 0xFF]
     layout = [name for name, number in LAYOUT.items() if number == style >> 8 & 3]
     of_style = *activation, *layout, style >> 10 & 0x7FFFFFFF, f"of hash {style >> 41}"
-    return layer, hidden, experts, names([DTYPES[dtype]]), recorded, *of_style
+    return layer, hidden, experts, _checks.names([DTYPES[dtype]]), recorded, *of_style
 
 
 def _starts(counts: list[int]) -> list[int]:
