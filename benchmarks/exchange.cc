@@ -248,9 +248,11 @@ Transfers transfer_times(const Options& options, const Config& c) {
       if (combine) {
         cuda::send_partials(e, sums, static_cast<const std::uint8_t*>(marks[r]->data()), part);
       } else if (part.first == 0) {
-        cuda::send_rows(e, tensor2(rows[r]->data(), DType::kBF16, c.tokens, c.hidden), e.layout.x);
+        cuda::send_rows(e, tensor2(rows[r]->data(), DType::kBF16, c.tokens, c.hidden),
+                        {e.layout.x, part.phase});
+      } else {
+        cuda::announce(e, part.phase, e.sending);
       }
-      cuda::announce(e, part.phase, e.sending);
     }
     cuda::follow(e, stream, e.sending);
     for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {

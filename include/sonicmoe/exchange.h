@@ -44,7 +44,7 @@ SONICMOE_API std::int64_t exchange_bytes(const ExchangeShape& shape, const Exec&
 
 /// How rows travel. Results have the same bits for every value.
 enum class ExchangeTransport : std::int32_t {
-  kAuto = 0,  ///< kCopy for one or two ranks, else kPush
+  kAuto = 0,  ///< kCopy for up to four ranks, else kPush
   kPush = 1,  ///< a kernel on few multiprocessors sends each rank the rows that it needs
   kCopy = 2,  ///< the copy engines send all rows to all ranks, without using multiprocessors
 };

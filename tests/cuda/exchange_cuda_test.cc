@@ -304,7 +304,7 @@ TEST(Exchange, AFailedRankSendsNothing) {
     send("slots", [&] { cuda::send_slots(*exchange.device, exchange.peers, s, slots, stream); });
     send("rows", [&] {
       cuda::push_rows(exchange.peers, s, {rows.data(), s.hidden, s.max_tokens, s.hidden},
-                      exchange.layout.x, 8, stream);
+                      {exchange.layout.x, cuda::kPhaseRows}, 8, stream);
     });
     send("partial sums", [&] {
       for (const cuda::TokenPart& part : cuda::token_parts(s)) {

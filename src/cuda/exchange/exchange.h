@@ -56,9 +56,9 @@ void follow(const Exchange& exchange, cudaStream_t stream, cudaStream_t earlier)
 /// engines write the flags: a kernel could not start before running products leave a multiprocessor
 /// free.
 void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
-/// Sends rows (T, d) of this rank's tokens to the array at byte `offset` of the other ranks'
-/// buffers, on the sending stream.
-void send_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
+/// Sends rows (T, d) of this rank's tokens to the other ranks and announces their phase, on the
+/// sending stream.
+void send_rows(const Exchange& exchange, const Tensor& rows, const RowTarget& target);
 /// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's own
 /// buffer, on the sending stream. With kCopy the copy engines read the rows back from another rank:
 /// cudaMemcpyAsync within a GPU would run on the multiprocessors, and could not start before the
@@ -67,8 +67,8 @@ void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t of
 /// Sets this rank's own flag of the phase, after the work that is now on the sending stream. Must
 /// be called after announce().
 void announce_own(const Exchange& exchange, Phase phase);
-/// Sends each rank the partial sums of one part of its tokens, on the sending stream. `sums` is
-/// (W * max_tokens, d).
+/// Sends each rank the partial sums of one part of its tokens and announces the part's phase, on
+/// the sending stream. `sums` is (W * max_tokens, d).
 void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row,
                    const TokenPart& part);
 

@@ -11,7 +11,7 @@
 namespace sonicmoe::cuda {
 
 /// Increments this rank's epoch of each phase in `phases`, a sum of phase_bit(). The other ranks do
-/// not see the new epoch until announce() of exchange.h announces it.
+/// not see the new epoch until announce() of exchange.h or a push kernel announces it.
 void begin_phases(const Device& device, const Peers& peers, std::uint32_t phases,
                   cudaStream_t stream);
 /// As announce() of exchange.h, but always by a kernel.
@@ -93,10 +93,16 @@ struct OwnRows {
   const std::int32_t* expert_rows;
   std::int64_t experts;
 };
-/// Copies row t of `source` to each other rank r whose bit is set in masks[t] (mark_ranks()), into
-/// the array (W, max_tokens, d) at byte `offset` of rank r's buffer.
+/// Where push_rows() sends rows, and the phase that announces them.
+struct RowTarget {
+  std::int64_t offset;  ///< bytes, of an array (W, max_tokens, d) in each rank's buffer
+  Phase phase;
+};
+/// Copies row t of `source` to each other rank whose bit is set in masks[t] (mark_ranks()), then
+/// announces the phase to all other ranks. The kernel announces by itself: a kernel behind it could
+/// not start before running products leave a multiprocessor free.
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
-               std::int64_t offset, int multiprocessors, cudaStream_t stream);
+               const RowTarget& target, int multiprocessors, cudaStream_t stream);
 /// Copies rows of this rank (`own.source`) into the array at byte `offset` of its own buffer: each
 /// row that is among the rows [expert_begin, expert_begin + expert_rows) of an expert. A tile with
 /// rows of several ranks reads all of its rows from this array. An expert's rows are in the order
@@ -111,7 +117,8 @@ struct PartialSource {
   const std::uint8_t* has_row;
   TokenPart part;
 };
-/// Copies the partial sum of each token that has a row to the token's rank.
+/// Copies the partial sum of each token that has a row to the token's rank, then announces the
+/// part's phase to all other ranks.
 void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
                    int multiprocessors, cudaStream_t stream);
 /// Sends the gradient of each pair's routing weight to its slot, on the rank that sent the pair.

@@ -99,7 +99,6 @@ void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
   const Exchange& e = run.exchange;
   follow(e, e.sending, stream);
   send_partials(e, run.rows_at(run.memory.partials), run.memory.pairs.has_row, part);
-  announce(e, part.phase, e.sending);
 }
 
 /// Announces the phases of a rank that has no rows for its experts, because the other ranks wait

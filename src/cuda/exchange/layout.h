@@ -29,6 +29,12 @@ constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
 /// its own rows of dout and x are in its arrays (announce_own()).
 inline constexpr std::uint32_t kOwnPhases = phase_bit(kPhaseAgain);
 
+/// How far a push kernel is.
+struct PushProgress {
+  std::uint32_t taken;     ///< rows that its warps have taken
+  std::uint32_t finished;  ///< blocks that have ended
+};
+
 /// The flags at the beginning of a symmetric buffer. The epoch of a phase is the number of times
 /// that the rank has begun it (begin_phases(), signal()). A flag holds the last epoch that its rank
 /// has announced, and during steps it only grows. A waiting rank waits until the flag has reached
@@ -43,7 +49,8 @@ struct Control {
   /// The value that the copy engines copy to the flags: the epoch, or after a fault the previous
   /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
-  std::uint32_t fault;  ///< FaultCode of this rank
+  std::uint32_t fault;               ///< FaultCode of this rank
+  PushProgress pushes[kPhaseCount];  ///< of the kernel that sends a phase; begin_phases() clears it
 };
 
 /// The kind of a fault; fault_sentence() has the text.

@@ -48,11 +48,6 @@ void end_step(const Run& run) {
   follow(run.exchange, run.stream, run.exchange.aside);
 }
 
-void distribute(const Exchange& e, const Tensor& rows, std::int64_t offset, Phase phase) {
-  send_rows(e, rows, offset);
-  announce(e, phase, e.sending);
-}
-
 const char* part_name(ExchangePart part) {
   return part == ExchangePart::kBegin     ? "kBegin"
          : part == ExchangePart::kCompute ? "kCompute"
@@ -187,7 +182,7 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
     send_slots(*exchange.device, exchange.peers, exchange.shape, slots, run.stream);
     announce_by_kernel(*exchange.device, exchange.peers, kPhaseRouting, run.stream);
     run.wait(kPhaseFree, exchange.sending);
-    distribute(exchange, args.x, exchange.layout.x, kPhaseRows);
+    send_rows(exchange, args.x, {exchange.layout.x, kPhaseRows});
   };
   const auto compute = [&] {
     run.wait(kPhaseRouting, run.stream);
@@ -220,8 +215,8 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
                phase_bit(kPhaseRows) | phase_bit(kPhaseAgain) | phase_bit(kPhasePartials) |
                    phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores));
     run.wait(kPhaseFree, exchange.sending);
-    distribute(exchange, args.dout, exchange.layout.dout, kPhaseRows);
-    distribute(exchange, args.x, exchange.layout.x, kPhaseAgain);
+    send_rows(exchange, args.dout, {exchange.layout.dout, kPhaseRows});
+    send_rows(exchange, args.x, {exchange.layout.x, kPhaseAgain});
     // The weight gradients read the rows of all ranks in one array, also this rank's own.
     copy_own_rows(exchange, args.dout, exchange.layout.dout);
     copy_own_rows(exchange, args.x, exchange.layout.x);

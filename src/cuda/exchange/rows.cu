@@ -12,7 +12,6 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kPushThreads = 1024;
-constexpr int kPushWarps = kPushThreads / 32;
 constexpr int kPieces = 8;
 
 struct PushParams {
@@ -41,23 +40,44 @@ struct Pieces {
   }
 };
 
-__device__ __forceinline__ std::int64_t first_warp() {
-  return static_cast<std::int64_t>(blockIdx.x) * kPushWarps + threadIdx.x / 32;
-}
-__device__ __forceinline__ std::int64_t warps() {
-  return static_cast<std::int64_t>(gridDim.x) * kPushWarps;
+/// Calls copy(i) for the rows i below `count`, then announces the phase. Warps take rows from a
+/// counter, because they do not all start at the same time: a block starts when a product leaves a
+/// multiprocessor free. The block that ends last announces.
+template <class Copy>
+__device__ __forceinline__ void push_all(const Peers& peers, Phase phase, std::int64_t count,
+                                         const Copy& copy) {
+  if (__syncthreads_or(has_fault(peers)) != 0) return;
+  PushProgress* progress = &peers.control(peers.rank)->pushes[phase];
+  const auto take = [&] {
+    unsigned taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(&progress->taken, 1u);
+    return static_cast<std::int64_t>(__shfl_sync(~0u, taken, 0));
+  };
+  for (std::int64_t i = take(); i < count;) {
+    const std::int64_t next = take();  // before the copy, which hides the atomic's latency
+    copy(i);
+    i = next;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ptx::fence_system();
+  if (atomicAdd(&progress->finished, 1u) + 1 != gridDim.x || has_fault(peers)) return;
+  ptx::fence_system();
+  const std::uint32_t epoch = peers.control(peers.rank)->epochs[phase];
+  for (int r = 0; r < peers.ranks; r++) {
+    if (r != peers.rank) ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
+  }
 }
 
 /// Sends rows of x or dout. A warp reads a row once and writes it to all ranks in the row's mask.
 __global__ void __launch_bounds__(kPushThreads)
     push_rows_kernel(const __grid_constant__ Peers peers, const PushParams p,
-                     const std::uint64_t* masks, std::int64_t offset) {
-  if (has_fault(peers)) return;
+                     const std::uint64_t* masks, const RowTarget target) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
-  for (std::int64_t t = first_warp(); t < p.count; t += warps()) {
+  push_all(peers, target.phase, p.count, [&](std::int64_t t) {
     const std::uint64_t mask = masks[t] & ~(std::uint64_t{1} << peers.rank);
-    if (mask == 0) continue;
+    if (mask == 0) return;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + t * p.stride);
     for (int first = lane; first < p.chunks; first += 32 * kPieces) {
       Pieces pieces;
@@ -65,10 +85,10 @@ __global__ void __launch_bounds__(kPushThreads)
       for (std::uint64_t left = mask; left != 0; left &= left - 1) {
         const int r = __ffsll(static_cast<long long>(left)) - 1;
         const std::int64_t row = peers.place(peers.rank, r) * p.max_tokens + t;
-        pieces.store(peers.at<uint4>(r, offset + row * bytes), first, p.chunks);
+        pieces.store(peers.at<uint4>(r, target.offset + row * bytes), first, p.chunks);
       }
     }
-  }
+  });
 }
 
 /// Sends partial sums. Consecutive warps send to different ranks, and each rank begins with the
@@ -76,15 +96,14 @@ __global__ void __launch_bounds__(kPushThreads)
 __global__ void __launch_bounds__(kPushThreads)
     push_partials_kernel(const __grid_constant__ Peers peers, const PushParams p,
                          const std::uint8_t* has_row, const TokenPart part, std::int64_t offset) {
-  if (has_fault(peers)) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
   const int others = peers.ranks - 1;
-  for (std::int64_t i = first_warp(); i < part.count * others; i += warps()) {
+  push_all(peers, part.phase, part.count * others, [&](std::int64_t i) {
     const std::int64_t t = part.first + i / others;
     const int r = static_cast<int>((peers.rank + 1 + i % others) % peers.ranks);
     const std::int64_t row = peers.place(r, peers.rank) * p.max_tokens + t;
-    if (has_row[row] == 0) continue;
+    if (has_row[row] == 0) return;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + row * p.stride);
     auto* to = peers.at<uint4>(r, offset + (peers.rank * p.max_tokens + t) * bytes);
     for (int first = lane; first < p.chunks; first += 32 * kPieces) {
@@ -92,7 +111,7 @@ __global__ void __launch_bounds__(kPushThreads)
       pieces.load(from, first, p.chunks);
       pieces.store(to, first, p.chunks);
     }
-  }
+  });
 }
 
 constexpr int kGatherThreads = 256;
@@ -174,11 +193,10 @@ PushParams push_params(const RowSource& s, const ExchangeShape& shape) {
 }  // namespace
 
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
-               std::int64_t offset, int multiprocessors, cudaStream_t stream) {
-  if (source.rows == 0) return;
+               const RowTarget& target, int multiprocessors, cudaStream_t stream) {
   const auto* masks = peers.own<std::uint64_t>(exchange_layout(shape).rank_masks);
   launch("launching the exchange of rows", push_rows_kernel, static_cast<unsigned>(multiprocessors),
-         kPushThreads, stream, peers, push_params(source, shape), masks, offset);
+         kPushThreads, stream, peers, push_params(source, shape), masks, target);
 }
 
 void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,

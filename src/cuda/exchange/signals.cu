@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(32)
   const unsigned phase = threadIdx.x;
   if ((phases >> phase & 1) == 0) return;
   Control* own = peers.control(peers.rank);
+  own->pushes[phase] = {};
   const std::uint32_t epoch = ++own->epochs[phase];
   if (has_fault(peers)) return;
   own->announced[phase] = epoch;

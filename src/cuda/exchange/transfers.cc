@@ -73,16 +73,17 @@ void announce_own(const Exchange& e, Phase phase) {
   copy_bytes(&own->flags[phase][e.peers.rank], from, sizeof(std::uint32_t), e.sending);
 }
 
-void send_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
+void send_rows(const Exchange& e, const Tensor& rows, const RowTarget& target) {
   if (e.transport == ExchangeTransport::kPush) {
-    push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
+    push_rows(e.peers, e.shape, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, target,
               e.multiprocessors, e.sending);
     return;
   }
   for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
     const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    copy_rows(e.peers.base[r] + offset + place_at(e, r, rows), rows, e.sending);
+    copy_rows(e.peers.base[r] + target.offset + place_at(e, r, rows), rows, e.sending);
   }
+  announce(e, target.phase, e.sending);
 }
 
 void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
@@ -111,6 +112,7 @@ void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* ha
                static_cast<std::uint8_t*>(sums.data) + place(e.peers.place(r, e.peers.rank)),
                part.count * row, e.sending);
   }
+  announce(e, part.phase, e.sending);
 }
 
 }  // namespace sonicmoe::cuda

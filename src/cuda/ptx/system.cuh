@@ -5,6 +5,8 @@
 
 namespace sonicmoe::cuda::ptx {
 
+/// Orders the writes that this thread has made or has seen before all that follow, for every GPU.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 /// Stores a word that another GPU reads by acquire_system(). A thread that reads the value also
 /// sees all earlier writes of this thread, and all writes of kernels that were complete when this
 /// kernel began.
