@@ -4,10 +4,12 @@
 //     alone with E/W experts and as many routed rows. Slices of the two alternate; the times are
 //     medians over the slices.
 //
-//   exchange_bench [--seconds S] [--ranks W] [--transport copy|push] [CONFIG ...]
+//   exchange_bench [--seconds S] [--ranks W] [--tokens T] [--ways WAY,...] [CONFIG ...]
 //
 // S: seconds of load before a config is measured. W: number of ranks, by default the number of
-// GPUs; if there are more ranks than GPUs, ranks share GPUs. All configs and kAuto by default.
+// GPUs; if there are more ranks than GPUs, ranks share GPUs. T: tokens of a rank, by default the
+// config's. WAY: auto, copy or push, with a digit for the groups of other ranks (layer.cc), for
+// example copy2. The ways of a config alternate in one process. All configs and auto by default.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,6 +18,7 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -198,18 +201,26 @@ class Replay {
   std::vector<cudaGraphExec_t> graphs_;
 };
 
+/// How an exchange sends, and in how many groups it multiplies.
+struct Way {
+  std::string name = "auto";
+  ExchangeTransport transport = ExchangeTransport::kAuto;
+  int groups = 0;
+};
+
 struct Options {
   int devices = 0;
   std::int32_t ranks = 0;
   double seconds = 0.7;
-  ExchangeTransport transport = ExchangeTransport::kAuto;
+  std::int64_t tokens = 0;
+  std::vector<Way> ways{Way{}};
   std::vector<std::string> configs;
 };
 
 GroupOptions group_of(const Options& options, const Config& c) {
   GroupOptions o;
   o.shape = {options.ranks, c.tokens, c.tokens * c.top_k, c.hidden, DType::kBF16};
-  o.transport = options.transport;
+  o.transport = options.ways[0].transport;
   o.devices = options.devices;
   return o;
 }
@@ -242,11 +253,13 @@ Transfers transfer_times(const Options& options, const Config& c) {
         *e.device, e.peers,
         cuda::phase_bit(cuda::kPhasePartials) | cuda::phase_bit(cuda::kPhaseMorePartials), stream);
     cuda::follow(e, e.sending, stream);
-    const Tensor sums = tensor2(rows[r]->data(), DType::kBF16, count * c.tokens, c.hidden);
     for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {
       if (part.count == 0) continue;
       if (combine) {
-        cuda::send_partials(e, sums, static_cast<const std::uint8_t*>(marks[r]->data()), part);
+        for (std::int32_t place = 1; place < count; ++place) {
+          cuda::send_partials(e, {rows[r]->data(), c.hidden,
+                                  static_cast<const std::uint8_t*>(marks[r]->data()), part, place});
+        }
       } else if (part.first == 0) {
         cuda::send_rows(e, tensor2(rows[r]->data(), DType::kBF16, c.tokens, c.hidden),
                         {e.layout.x, part.phase});
@@ -256,7 +269,7 @@ Transfers transfer_times(const Options& options, const Config& c) {
     }
     cuda::follow(e, stream, e.sending);
     for (const cuda::TokenPart& part : cuda::token_parts(e.shape)) {
-      if (part.count != 0) cuda::wait_for(*e.device, e.peers, part.phase, e.limits, stream);
+      if (part.count != 0) cuda::wait_for(*e.device, e.peers, {part.phase}, e.limits, stream);
     }
   };
   const Clock clock(ranks);
@@ -280,7 +293,7 @@ const char* name_of(ExchangeTransport transport) {
 
 void bare(Options options, ExchangeTransport transport) {
   const Config c{"rows of 4 KB", 32768, 2048, 0, 0, 1};
-  options.transport = transport;
+  options.ways = {{"", transport, 0}};
   const Transfers t = transfer_times(options, c);
   const double bytes = static_cast<double>(c.tokens * c.hidden * 2 * (options.ranks - 1));
   std::printf("{\"bare\": \"%s\", \"ranks\": %d, \"dispatch_gbs\": %.1f, \"combine_gbs\": %.1f}\n",
@@ -324,6 +337,13 @@ struct Subject {
     if (rows == 0) return moe_backward(l.problem, l.backward, ranks.exec(r));
     exchange_backward(ranks.exchange(r), l.problem, rows, l.backward, part, ranks.exec(r));
   }
+  void use(const Way& way) const {
+    each(ranks, [&](std::int32_t r) {
+      Exchange& e = ranks.exchange(r);
+      if (way.transport != ExchangeTransport::kAuto) e.transport = way.transport;
+      e.groups = way.groups;
+    });
+  }
   /// One thread enqueues for all ranks, so it enqueues each part for all ranks before the next
   /// part.
   template <class Call>
@@ -358,55 +378,82 @@ struct Slices {
   }
 };
 
-void measure(const Options& options, const Config& c) {
-  constexpr int kSlices = 5;
-  constexpr double kSliceMs = 100.0;
-  const Transfers transfers = transfer_times(options, c);
-  const Subject alone(options, c, false), ours(options, c, true);
-  const Subject* subjects[] = {&alone, &ours};
-  Slices slices[2];
-  std::vector<std::unique_ptr<Replay>> replays;
-  double once = 0.0;
-  for (const Subject* s : subjects) {
-    once = s->clock.time(3, [&] { s->step(); });
-    replays.push_back(std::make_unique<Replay>(s->ranks, [&](std::int32_t r) {
-      s->forward(r, ExchangePart::kAll);
-      s->backward(r, ExchangePart::kAll);
-    }));
-  }
-  const int repeats = std::max(3, static_cast<int>(kSliceMs / once));
-  // time() runs twice as many steps as it times, here for both subjects.
-  for (double heated = 0.0; heated < options.seconds * 1e3; heated += 4 * repeats * once) {
-    for (const Subject* s : subjects) s->clock.time(repeats, [&] { s->step(); });
-  }
-  for (int i = 0; i < kSlices; ++i) {
-    for (int j = 0; j < 2; ++j) {
-      // The subjects alternate in being first: a GPU that has just worked is slower.
-      const int k = (i + j) % 2;
-      const Subject& s = *subjects[k];
-      slices[k].both.push_back(s.clock.time(repeats, [&] { s.step(); }));
-      slices[k].forward.push_back(s.clock.time(repeats, [&] { s.forward_step(); }));
-      slices[k].replayed.push_back(s.clock.time(repeats, *replays[k]));
-    }
-  }
-  ours.ranks.wait();
-  const Times a = slices[0].times(), o = slices[1].times();
+void report(const Options& options, const Config& c, const Way& way, const Transfers& transfers,
+            const Slices& alone, const Slices& ours) {
+  const Times a = alone.times(), o = ours.times();
   // Forward sends rows of x and partial sums; backward sends rows of dout, rows of x and partial
   // sums.
   const double sent = 3 * transfers.dispatch + 2 * transfers.combine;
+  const double replayed = median(ours.replayed), replayed_alone = median(alone.replayed);
   std::printf(
       "{\"config\": \"%s\", \"T\": %ld, \"d\": %ld, \"n\": %ld, \"E\": %ld, \"K\": %ld, "
       "\"ranks\": %d, \"devices\": %d, \"transport\": \"%s\", "
       "\"alone\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f, \"replayed_ms\": %.3f}, "
       "\"ours\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f, \"replayed_ms\": %.3f}, "
-      "\"ratio\": %.3f, \"dispatch_ms\": %.3f, \"combine_ms\": %.3f, "
+      "\"ratio\": %.3f, \"replayed_ratio\": %.3f, \"dispatch_ms\": %.3f, \"combine_ms\": %.3f, "
       "\"not_overlapped_ms\": %.3f, \"hidden\": %.3f}\n",
       c.name, static_cast<long>(c.tokens), static_cast<long>(c.hidden), static_cast<long>(c.width),
       static_cast<long>(c.experts), static_cast<long>(c.top_k), options.ranks, options.devices,
-      name_of(options.transport), a.forward, a.backward, median(slices[0].replayed), o.forward,
-      o.backward, median(slices[1].replayed), o.both() / a.both(), transfers.dispatch,
-      transfers.combine, a.both() + sent, 1.0 - (o.both() - a.both()) / sent);
+      way.name.c_str(), a.forward, a.backward, replayed_alone, o.forward, o.backward, replayed,
+      o.both() / a.both(), replayed / replayed_alone, transfers.dispatch, transfers.combine,
+      a.both() + sent, 1.0 - (o.both() - a.both()) / sent);
   std::fflush(stdout);
+}
+
+/// The layer alone (null) or over ranks in some way, and its times.
+struct Contender {
+  const Subject& subject;
+  const Way* way;
+  std::unique_ptr<Replay> replay{};
+  Slices slices{};
+
+  void use() const {
+    if (way != nullptr) subject.use(*way);
+  }
+};
+
+void measure(const Options& options, const Config& c) {
+  constexpr int kSlices = 5;
+  constexpr double kSliceMs = 100.0;
+  const Transfers transfers = transfer_times(options, c);
+  const Subject alone(options, c, false), ours(options, c, true);
+  std::vector<Contender> contenders;
+  contenders.push_back({alone, nullptr});
+  for (const Way& way : options.ways) contenders.push_back({ours, &way});
+  double once = 0.0;
+  for (Contender& contender : contenders) {
+    const Subject& s = contender.subject;
+    contender.use();
+    once = s.clock.time(3, [&] { s.step(); });
+    contender.replay = std::make_unique<Replay>(s.ranks, [&](std::int32_t r) {
+      s.forward(r, ExchangePart::kAll);
+      s.backward(r, ExchangePart::kAll);
+    });
+  }
+  const int repeats = std::max(3, static_cast<int>(kSliceMs / once));
+  // time() runs twice as many steps as it times.
+  for (double heated = 0.0; heated < options.seconds * 1e3;) {
+    for (const Contender& contender : contenders) {
+      contender.use();
+      contender.subject.clock.time(repeats, [&] { contender.subject.step(); });
+      heated += 2 * repeats * once;
+    }
+  }
+  for (int i = 0; i < kSlices; ++i) {
+    for (std::size_t j = 0; j < contenders.size(); ++j) {
+      // The contenders take turns in being first: a GPU that has just worked is slower.
+      Contender& contender = contenders[(i + j) % contenders.size()];
+      const Subject& s = contender.subject;
+      contender.use();
+      contender.slices.both.push_back(s.clock.time(repeats, [&] { s.step(); }));
+      contender.slices.forward.push_back(s.clock.time(repeats, [&] { s.forward_step(); }));
+      contender.slices.replayed.push_back(s.clock.time(repeats, *contender.replay));
+    }
+  }
+  ours.ranks.wait();
+  for (std::size_t i = 1; i < contenders.size(); ++i) {
+    report(options, c, *contenders[i].way, transfers, contenders[0].slices, contenders[i].slices);
+  }
 }
 
 template <class T>
@@ -429,6 +476,24 @@ void check_config(const std::string& name) {
   throw std::runtime_error("the layer is '" + name + "' but must be one of " + names);
 }
 
+std::vector<Way> ways_of(const std::string& list) {
+  std::vector<Way> ways;
+  std::istringstream names(list);
+  for (std::string name; std::getline(names, name, ',');) {
+    const bool push = name.rfind("push", 0) == 0, copy = name.rfind("copy", 0) == 0;
+    if (!push && !copy && name != "auto") {
+      throw std::runtime_error("the way is '" + name + "' but must be auto, copy or push");
+    }
+    const std::string groups = name.substr(4);
+    ways.push_back({name,
+                    push   ? ExchangeTransport::kPush
+                    : copy ? ExchangeTransport::kCopy
+                           : ExchangeTransport::kAuto,
+                    groups.empty() ? 0 : number_of<int>("groups", groups)});
+  }
+  return ways;
+}
+
 Options options_of(int count, char** arguments) {
   Options options;
   must(cudaGetDeviceCount(&options.devices));
@@ -446,8 +511,10 @@ Options options_of(int count, char** arguments) {
       options.seconds = number_of<double>(name, value);
     } else if (name == "--ranks") {
       options.ranks = number_of<std::int32_t>(name, value);
-    } else if (name == "--transport" && (value == "copy" || value == "push")) {
-      options.transport = value == "copy" ? ExchangeTransport::kCopy : ExchangeTransport::kPush;
+    } else if (name == "--tokens") {
+      options.tokens = number_of<std::int64_t>(name, value);
+    } else if (name == "--ways") {
+      options.ways = ways_of(value);
     } else {
       throw std::runtime_error("unknown option " + name + " " + value);
     }
@@ -467,7 +534,8 @@ int main(int count, char** arguments) {
     }
     bare(options, ExchangeTransport::kPush);
     bare(options, ExchangeTransport::kCopy);
-    for (const Config& c : kConfigs) {
+    for (Config c : kConfigs) {
+      if (options.tokens != 0) c.tokens = options.tokens;
       const auto& chosen = options.configs;
       if (chosen.empty() || std::find(chosen.begin(), chosen.end(), c.name) != chosen.end()) {
         measure(options, c);

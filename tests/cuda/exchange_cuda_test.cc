@@ -134,7 +134,8 @@ TEST(Exchange, RowsOfAnyStrideAreCopied) {
   for (const auto& [rows, stride] : cases) {
     Tensor t = tensor2(memory.data(), DType::kBF16, rows, shape.hidden);
     t.stride[0] = stride;
-    cuda::copy_own_rows(ranks.exchange(0), t, layout.x);
+    cuda::copy_own_rows(ranks.exchange(0).peers, {t.data, t.stride[0], rows, shape.hidden},
+                        layout.x, ranks.stream(0));
     ranks.wait();
     std::vector<std::uint16_t> want, got(rows * shape.hidden);
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -310,7 +311,8 @@ TEST(Exchange, AFailedRankSendsNothing) {
       for (const cuda::TokenPart& part : cuda::token_parts(s)) {
         cuda::push_partials(
             exchange.peers, s,
-            {rows.data(), s.hidden, static_cast<std::uint8_t*>(has_row.data()), part}, 8, stream);
+            {rows.data(), s.hidden, static_cast<std::uint8_t*>(has_row.data()), part, 1}, 8,
+            stream);
       }
     });
     for (const ExchangeTransport transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
@@ -433,7 +435,7 @@ TEST(Exchange, ARankThatGivesUpAnnouncesNothing) {
   ranks.wait_quietly();
   EXPECT_EQ(flag(), 1u);
   cuda::begin_phases(*exchange.device, exchange.peers, phases, stream);
-  cuda::wait_for(*exchange.device, exchange.peers, cuda::kPhaseRouting, exchange.limits, stream);
+  cuda::wait_for(*exchange.device, exchange.peers, {cuda::kPhaseRouting}, exchange.limits, stream);
   cuda::announce(exchange, cuda::kPhasePartials, stream);
   ranks.wait_quietly();
   EXPECT_EQ(flag(), 1u);

@@ -41,6 +41,11 @@ void expect_own_records(Group& group) {
   for (auto& layer : group.layers) EXPECT_GT(layer->own_records(Pass::kBackward), 0);
 }
 
+/// In how many launches rows of other ranks are multiplied; 0: as the exchange chooses.
+void set_groups(Group& group, int groups) {
+  for (std::int32_t r = 0; r < group.ranks.size(); ++r) group.ranks.exchange(r).groups = groups;
+}
+
 void route(Group& group) { group.route(1, static_cast<int>(group.shape.experts)); }
 
 TEST(ExchangeRepeats, EqualBitsWhateverArrivesFirst) {
@@ -73,21 +78,52 @@ TEST(ExchangeRepeats, OwnRowsAreMultipliedFirst) {
   expect_repeats(copy, want, 3, 1);
 }
 
-TEST(ExchangeRepeats, TwoGpusEqualPretendedRanks) {
+/// Rows of other ranks may be multiplied in any number of launches. RankShape{} has records with
+/// rows of three ranks; of 7 tokens, all ranks but the first have none.
+TEST(ExchangeRepeats, EqualBitsInAnyGroups) {
+  for (const std::int32_t count : {1, 2, 3, 4, 5}) {
+    RankShape base;
+    base.experts = 6 * count;
+    for (const RankShape& shape :
+         {base, shape_with_own_records(count), RankShape{.tokens = 7, .experts = base.experts}}) {
+      Group push(shape, options_of(shape, count, ExchangeTransport::kPush));
+      Group copy(shape, options_of(shape, count, ExchangeTransport::kCopy));
+      for (const int experts : {static_cast<int>(shape.experts), 1}) {
+        push.route(1, experts);
+        copy.route(1, experts);
+        set_groups(push, 1);
+        const Bits want = push.run();
+        for (const int groups : {0, 1, 2, count - 1}) {
+          set_groups(push, groups);
+          set_groups(copy, groups);
+          EXPECT_TRUE(push.run() == want) << count << " ranks, push, groups " << groups;
+          EXPECT_TRUE(copy.run() == want) << count << " ranks, copy, groups " << groups;
+        }
+      }
+    }
+  }
+}
+
+TEST(ExchangeRepeats, SeveralGpusEqualPretendedRanks) {
   int devices = 0;
   must(cudaGetDeviceCount(&devices));
   if (devices < 2) GTEST_SKIP() << "needs two GPUs";
-  for (const std::int32_t count : {2, 4}) {
-    for (const RankShape& shape : {RankShape{}, shape_with_own_records(count)}) {
+  for (const std::int32_t count : {2, 3, 4}) {
+    RankShape base;
+    base.experts = 6 * count;
+    for (const RankShape& shape : {base, shape_with_own_records(count)}) {
       for (const auto transport : {ExchangeTransport::kPush, ExchangeTransport::kCopy}) {
         GroupOptions options = options_of(shape, count, transport);
         Group pretended(shape, options);
-        options.devices = 2;
-        Group two(shape, options);
+        options.devices = std::min<int>(devices, count);
+        Group several(shape, options);
         route(pretended);
-        route(two);
+        route(several);
         const Bits want = pretended.run();
-        for (unsigned batch = 0; batch < 5; ++batch) expect_repeats(two, want, 20, batch);
+        for (const int groups : {0, 1, 2, 3}) {
+          set_groups(several, groups);
+          expect_repeats(several, want, 20, static_cast<unsigned>(groups));
+        }
       }
     }
   }

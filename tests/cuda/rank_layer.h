@@ -162,7 +162,7 @@ class RankLayer {
     const cuda::StepMemory memory =
         cuda::step_memory(layer, pass, {forward_.saved.data, forward_.scratch.data}, exec());
     std::int32_t count = 0;
-    must(cudaMemcpy(&count, memory.split.first.record_count, 4, cudaMemcpyDeviceToHost));
+    must(cudaMemcpy(&count, memory.split.own.record_count, 4, cudaMemcpyDeviceToHost));
     return count;
   }
   const DeviceArray& out() const { return *out_; }

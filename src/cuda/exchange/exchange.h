@@ -26,8 +26,9 @@ struct Exchange {
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
   std::int64_t* row_count = nullptr;    ///< pinned; the result of exchange_rows()
   cudaStream_t sending = nullptr;       ///< sends rows and partial sums
-  cudaStream_t aside = nullptr;         ///< runs sums of backward beside the weight gradients
+  cudaStream_t aside = nullptr;         ///< copies own rows; runs sums beside weight gradients
   cudaEvent_t reached = nullptr;        ///< the event that follow() records
+  int groups = 0;  ///< launches for rows of other ranks; 0: by the layer's sizes
   Step step{};
 };
 
@@ -59,18 +60,8 @@ void announce(const Exchange& exchange, Phase phase, cudaStream_t stream);
 /// Sends rows (T, d) of this rank's tokens to the other ranks and announces their phase, on the
 /// sending stream.
 void send_rows(const Exchange& exchange, const Tensor& rows, const RowTarget& target);
-/// Copies rows (T, d), which send_rows() has sent, to the array at byte `offset` of this rank's own
-/// buffer, on the sending stream. With kCopy the copy engines read the rows back from another rank:
-/// cudaMemcpyAsync within a GPU would run on the multiprocessors, and could not start before the
-/// products that fill them end.
-void copy_own_rows(const Exchange& exchange, const Tensor& rows, std::int64_t offset);
-/// Sets this rank's own flag of the phase, after the work that is now on the sending stream. Must
-/// be called after announce().
-void announce_own(const Exchange& exchange, Phase phase);
-/// Sends each rank the partial sums of one part of its tokens and announces the part's phase, on
-/// the sending stream. `sums` is (W * max_tokens, d).
-void send_partials(const Exchange& exchange, const Tensor& sums, const std::uint8_t* has_row,
-                   const TokenPart& part);
+/// Sends partial sums to one rank and announces the part's phase to it, on the sending stream.
+void send_partials(const Exchange& exchange, const PartialSource& source);
 
 }  // namespace cuda
 }  // namespace sonicmoe

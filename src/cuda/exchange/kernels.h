@@ -23,17 +23,24 @@ struct WaitLimits {
   std::int64_t nanoseconds;
   FaultRecord* record;  ///< device address of the pinned record
 };
-/// Makes `stream` wait until every rank has announced this rank's current epoch of `phase`. After
-/// the time limit, or if another rank has a fault, the kernel records the fault, alarms all ranks
-/// and ends. The kernel may read the epoch before the previous kernel in `stream` is complete. So
-/// that previous kernel must not be the one that begins the epoch: an earlier kernel must begin it.
+/// What wait_for() waits for.
+struct Awaited {
+  Phase phase;
+  std::uint64_t from = ~std::uint64_t{0};  ///< bit r: the announcement of rank r
+  /// A count in this GPU's memory, 0 before the launch, which the wait increments by a release once
+  /// the announcements have come, before it lets the next kernel start, also after a fault.
+  unsigned* arrival = nullptr;
+};
+/// Makes `stream` wait until the ranks `from` have announced this rank's current epoch of the
+/// phase. After the time limit, or if another rank has a fault, the kernel records the fault,
+/// alarms all ranks and ends. The kernel may read the epoch before the previous kernel in `stream`
+/// is complete. So that previous kernel must not be the one that begins the epoch: an earlier
+/// kernel must begin it.
 ///
-/// The next kernel may start before this kernel is complete. Only if it waits for this kernel may
-/// it read what other ranks have sent, or if it first acquires `arrival`: a count in this GPU's
-/// memory, 0 before the launch. This kernel increments it by a release before it lets the next
-/// kernel start, also after a fault.
-void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
-              cudaStream_t stream, unsigned* arrival = nullptr);
+/// The next kernel may start before this kernel is complete. Only if it waits for this kernel, or
+/// first acquires `arrival`, may it read what other ranks have sent.
+void wait_for(const Device& device, const Peers& peers, const Awaited& awaited,
+              const WaitLimits& limits, cudaStream_t stream);
 
 /// This rank's routing, one entry for each slot.
 struct OwnSlots {
@@ -86,13 +93,6 @@ struct RowSource {
   std::int64_t rows;
   std::int64_t hidden;
 };
-struct OwnRows {
-  RowSource source;
-  const std::int32_t* row_token;  ///< row_token, expert_begin and expert_rows are as in Metadata
-  const std::int32_t* expert_begin;
-  const std::int32_t* expert_rows;
-  std::int64_t experts;
-};
 /// Where push_rows() sends rows, and the phase that announces them.
 struct RowTarget {
   std::int64_t offset;  ///< bytes, of an array (W, max_tokens, d) in each rank's buffer
@@ -103,22 +103,22 @@ struct RowTarget {
 /// not start before running products leave a multiprocessor free.
 void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& source,
                const RowTarget& target, int multiprocessors, cudaStream_t stream);
-/// Copies rows of this rank (`own.source`) into the array at byte `offset` of its own buffer: each
-/// row that is among the rows [expert_begin, expert_begin + expert_rows) of an expert. A tile with
-/// rows of several ranks reads all of its rows from this array. An expert's rows are in the order
-/// of tokens, so this rank's rows come first.
-void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,
-                     std::int64_t offset, cudaStream_t stream);
+/// Copies this rank's rows into the array at byte `offset` of its own buffer. Tiles with rows of
+/// several ranks, and weight gradients, read the rows of all ranks there.
+void copy_own_rows(const Peers& peers, const RowSource& source, std::int64_t offset,
+                   cudaStream_t stream);
 
-/// Partial sums (W * max_tokens, d), and the part of the tokens that is sent.
+/// Partial sums (W * max_tokens, d), and the tokens whose sums are sent: a part of the tokens of
+/// the rank at `place`.
 struct PartialSource {
   const void* data;
   std::int64_t hidden;  ///< d
   const std::uint8_t* has_row;
   TokenPart part;
+  std::int32_t place;
 };
 /// Copies the partial sum of each token that has a row to the token's rank, then announces the
-/// part's phase to all other ranks.
+/// part's phase to that rank.
 void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
                    int multiprocessors, cudaStream_t stream);
 /// Sends the gradient of each pair's routing weight to its slot, on the rank that sent the pair.

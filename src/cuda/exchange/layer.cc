@@ -1,19 +1,23 @@
 // The layer of one rank, between the transfers.
 //
-// Each product over gathered rows is two launches. The first ("own") multiplies the full tile
-// records that have only rows of this rank, while rows of other ranks are being sent. The second
-// ("rest") multiplies the other records.
+// Each product over gathered rows has several launches. The first ("own") multiplies the full tile
+// records that have only rows of this rank, while rows of other ranks are being sent. The others
+// multiply the other records, in groups of the ranks from which their rows come (groups_of()).
 //
-// Sums of other ranks' tokens are computed first, because they must be sent. Sums of this rank's
-// tokens follow in kFinish; they add the partial sums of the other ranks. Sums are computed in the
-// parts of token_parts(), 1 and 2 in this drawing of two ranks. Time runs to the right:
+// Sums of other ranks' tokens are computed first, because they must be sent. Y has groups too: the
+// sums of one rank's tokens are sent while those of the next rank are computed. Sums of this rank's
+// tokens follow in kFinish, and add the partial sums of the other ranks.
 //
-//   forward   A own | A rest  Y rest  O others 1, 2 | Y own | O own 1, 2
-//   sending   x --->                          | 1 ---> 2 --->
+// Time runs to the right. The numbers are three other ranks, for A and dH in one group, for Y in
+// two. With one other rank they are the parts of its tokens (token_parts()).
 //
-//   backward  dH own | dH rest  dX~           | dW2            | dW1
-//   aside                                     | dX others 1, 2  dS  dX own 1, 2
-//   sending   dO --->  x --->  own rows --->               | 1 ---> 2 --->
+//   forward   A own | A 1 2 3 | Y 1  O 1 | Y 2 3  O 2  O 3 | Y own | O own
+//   sending   x 1 2 3 --->               | 1 --->          | 2 3 --->
+//   aside     own rows of x
+//
+//   backward  dH own | dH 1 2 3 | dX~           | dW2          | dW1
+//   aside     own rows of dO, x                 | dX 1 2 3  dS   dX own
+//   sending   dO 1 2 3 ---> x 1 2 3 --->            | 1 ---> 2 ---> 3 --->
 #include <algorithm>
 
 #include "cuda/exchange/step.h"
@@ -44,7 +48,7 @@ class Launch {
 /// The exchange's counters: the second half of the pass's counters. The steps of the pass use only
 /// the first half.
 constexpr int kFirstCounter = kCounterBytes / 4 / 2;
-constexpr int kArrivalCounter = kFirstCounter + 8;  // in another 32-byte sector
+constexpr int kArrivalCounter = kFirstCounter + 16;  // in another 32-byte sector
 
 /// `product`, restricted to the rows of one list. Its tile counter is counter `index` of the
 /// exchange's counters.
@@ -59,26 +63,43 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
   return product;
 }
 
-/// Splits the tile records into the two lists, own and rest. Records of the rest read all of their
-/// rows from the array at byte `offset`. So those of this rank's `rows` that they need are copied
-/// there.
-void split(const Run& run, const Metadata& whole, const Tensor& rows, std::int64_t offset) {
-  const Exchange& e = run.exchange;
-  const Metadata& rest = run.memory.split.rest;
-  split_records(*e.device, run.layer, whole, e.shape.max_tokens, run.memory.split, run.stream);
-  gather_own_rows(*e.device, e.peers,
-                  {{rows.data, rows.stride[0], rows.shape[0], rows.shape[1]},
-                   whole.row_token,
-                   rest.expert_begin,
-                   rest.expert_rows,
-                   run.layer.experts},
-                  offset, run.stream);
+/// The groups in which rows of other ranks are multiplied.
+struct Groups {
+  SourceGroups arrivals;  ///< of A and dH
+  SourceGroups sums;      ///< of Y
+};
+
+SourceGroups divided(const ExchangeShape& shape, int groups) {
+  const int most = std::min<int>(kMostSourceGroups, shape.ranks - 1);
+  SourceGroups g{shape.max_tokens, std::clamp(groups, 1, std::max(most, 1)), {}};
+  for (int i = 0; i <= g.groups; ++i) g.bounds[i] = 1 + (shape.ranks - 1) * i / g.groups;
+  return g;
 }
 
-/// The tokens of other ranks in a part, as rows of the layer's token arrays.
-TokenRange others_of(const Run& run, const TokenPart& part) {
-  const ExchangeShape& s = run.exchange.shape;
-  return {s.max_tokens + part.first, (s.ranks - 1) * part.count};
+/// A launch more costs a product of a wide layer a few percent of its time. In a narrow layer the
+/// transfers take longer than the products, so that each launch should begin when its rows come.
+Groups groups_of(const Run& run) {
+  constexpr std::int64_t kNarrow = 512;
+  const Exchange& e = run.exchange;
+  const bool narrow = run.layer.width < kNarrow;
+  const int arrivals = e.groups != 0 ? e.groups : narrow ? kMostSourceGroups : 1;
+  const int sums = e.groups != 0 ? e.groups : narrow ? kMostSourceGroups : 2;
+  return {divided(e.shape, arrivals), divided(e.shape, sums)};
+}
+
+/// Makes the caller's stream wait for the rows of group `index`.
+void wait_for_rows(const Run& run, const SourceGroups& groups, int index) {
+  const Peers& peers = run.exchange.peers;
+  std::uint64_t from = 0;
+  for (std::int32_t p = groups.bounds[index]; p < groups.bounds[index + 1]; ++p) {
+    from |= std::uint64_t{1} << (peers.rank + p) % peers.ranks;
+  }
+  run.wait({kPhaseRows, from}, run.stream);
+}
+
+/// The tokens of a part of the rank at place `place`, as rows of the layer's token arrays.
+TokenRange tokens_of(const Run& run, std::int32_t place, const TokenPart& part) {
+  return {place * run.exchange.shape.max_tokens + part.first, part.count};
 }
 /// The tokens of this rank in a part.
 TokenRange own_of(const Run& run, const TokenPart& part) {
@@ -94,11 +115,12 @@ void each_part(const Run& run, const F& f) {
   }
 }
 
-/// Sends the partial sums of a part, after the work that is now on `stream` has computed them.
-void send_part(const Run& run, const TokenPart& part, cudaStream_t stream) {
+/// Sends the partial sums of a part of the rank at place `place`, after the work that is now on
+/// `stream` has computed them.
+void send_part(const Run& run, std::int32_t place, const TokenPart& part, cudaStream_t stream) {
   const Exchange& e = run.exchange;
   follow(e, e.sending, stream);
-  send_partials(e, run.rows_at(run.memory.partials), run.memory.pairs.has_row, part);
+  send_partials(e, {run.memory.partials, run.layer.hidden, run.memory.pairs.has_row, part, place});
 }
 
 /// Announces the phases of a rank that has no rows for its experts, because the other ranks wait
@@ -108,14 +130,16 @@ void send_nothing(const Run& run) {
   // signal() begins the next epoch of kPhaseFree. This step's wait for kPhaseFree must read the
   // epoch before that. So both are on the same stream.
   signal(*e.device, e.peers, kPhaseFree, e.sending);
-  each_part(run, [&](const TokenPart& part) { send_part(run, part, run.stream); });
+  for (std::int32_t p = 1; p < e.peers.ranks; ++p) {
+    each_part(run, [&](const TokenPart& part) { send_part(run, p, part, run.stream); });
+  }
 }
 
 /// Adds the partial sums of the other ranks. For a rank that has no rows for its experts, and so no
 /// partial sums of its own.
 void sum_of_others(const Run& run, const Tensor& out, cudaStream_t stream) {
   const Exchange& e = run.exchange;
-  each_part(run, [&](const TokenPart& part) { run.wait(part.phase, stream); });
+  each_part(run, [&](const TokenPart& part) { run.wait({part.phase}, stream); });
   sum_partials(e.peers, e.shape, out, stream);
 }
 
@@ -199,19 +223,22 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   const Launch launch(run, b.pass, run.exec);
   const RowProduct dh = hidden_grad_product(b.call);
   launch([&](Steps& steps) { add_row_lists(b.call, steps); });
-  split(run, b.pass.metadata, dout, e.layout.dout);
-  launch([&](Steps& steps) {
-    const RowProduct own = part_of(dh, m.split.first, b.scratch.counters, 0);
-    steps.add("dH", gathered_from(own, dout));
-  });
-  run.wait(kPhaseRows, run.stream);
-  launch([&](Steps& steps) {
-    const RowProduct& rest = steps.add("dH", part_of(dh, m.split.rest, b.scratch.counters, 1));
-    if (b.args.dx.data == nullptr) return;
-    RowProduct dx = input_grad_product(b.call, rest);
-    dx.hints.start = Start::kAfterPrevious;
-    steps.add("dX~", dx);
-  });
+  const SourceGroups groups = groups_of(run).arrivals;
+  split_records(*e.device, run.layer, b.pass.metadata, groups, {}, m.split, run.stream);
+  const auto multiply = [&](const RowProduct& product) {
+    launch([&](Steps& steps) { steps.add("dH", product); });
+  };
+  multiply(gathered_from(part_of(dh, m.split.own, b.scratch.counters, 0), dout));
+  follow(e, run.stream, e.aside);  // for the copies of own rows
+  for (int g = 0; g < groups.groups; ++g) {
+    wait_for_rows(run, groups, g);
+    multiply(part_of(dh, m.split.arrivals[g], b.scratch.counters, 1 + g));
+  }
+  if (b.args.dx.data == nullptr) return;
+  RowProduct dx = input_grad_product(b.call, dh);
+  dx.hints.start = Start::kAfterPrevious;
+  dx.hints.source = nullptr;
+  launch([&](Steps& steps) { steps.add("dX~", dx); });
 }
 
 /// Computes and sends dX of other ranks' tokens and the gradients of routing weights, at the same
@@ -221,15 +248,16 @@ void send_sums(const Run& run, const Backward& b) {
   const Launch launch(run, b.pass, b.aside);
   follow(e, e.aside, run.stream);
   if (b.args.dx.data != nullptr) {
-    each_part(run, [&](const TokenPart& part) {
-      launch(
-          [&](Steps& steps) { steps.add("dX", b.sum(b.args.dx, others_of(run, part), nullptr)); });
-      send_part(run, part, e.aside);
-    });
+    for (std::int32_t p = 1; p < e.peers.ranks; ++p) {
+      each_part(run, [&](const TokenPart& part) {
+        launch([&](Steps& steps) {
+          steps.add("dX", b.sum(b.args.dx, tokens_of(run, p, part), nullptr));
+        });
+        send_part(run, p, part, e.aside);
+      });
+    }
   }
   if (b.args.dweights.data == nullptr) return;
-  // With a bias, the gradients of routing weights read the rows of dout.
-  if (b.args.weights.b_down.data != nullptr) run.wait(kPhaseAgain, e.aside);
   launch([&](Steps& steps) { add_score_grad(b.call, steps); });
   push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
   announce(e, kPhaseScores, e.aside);
@@ -242,7 +270,7 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
   const StepMemory& m = run.memory;
   const Forward f(run, args);
   if (run.layer.capacity == 0) {
-    run.wait(kPhaseRows, run.stream);
+    run.wait({kPhaseRows}, run.stream);
     cuda::moe_forward(run.layer, f.args, run.exec);
     send_nothing(run);
     return;
@@ -257,21 +285,33 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     steps.add("metadata",
               BuildMetadata{f.args.routing, {f.scratch.metadata, counters, kCounterBytes / 4}});
   });
-  split(run, f.pass.metadata, args.x, e.layout.x);
-  launch([&](Steps& steps) {
-    steps.add("A", gathered_from(part_of(a, m.split.first, counters, 0), args.x));
-  });
-  run.wait(kPhaseRows, run.stream);
-  launch([&](Steps& steps) {
-    steps.add("A", part_of(a, m.split.rest, counters, 1));
-    steps.add("Y", part_of(y, m.split.rest, counters, 2));
-  });
-  each_part(run, [&](const TokenPart& part) {
-    launch([&](Steps& steps) { steps.add("O", f.sum(f.args.out, others_of(run, part), nullptr)); });
-    send_part(run, part, run.stream);
-  });
+  const Groups groups = groups_of(run);
+  split_records(*e.device, run.layer, f.pass.metadata, groups.arrivals, groups.sums, m.split,
+                run.stream);
+  int counter = 0;
+  const auto multiply = [&](const char* name, const RowProduct& product, const Metadata& list) {
+    launch([&](Steps& steps) { steps.add(name, part_of(product, list, counters, counter++)); });
+  };
+  multiply("A", gathered_from(a, args.x), m.split.own);
+  follow(e, run.stream, e.aside);  // for the copy of own rows
+  for (int g = 0; g < groups.arrivals.groups; ++g) {
+    wait_for_rows(run, groups.arrivals, g);
+    multiply("A", a, m.split.arrivals[g]);
+  }
+  for (int g = 0; g < groups.sums.groups; ++g) {
+    multiply("Y", y, m.split.sums[g]);
+    for (std::int32_t p = groups.sums.bounds[g]; p < groups.sums.bounds[g + 1]; ++p) {
+      each_part(run, [&](const TokenPart& part) {
+        launch([&](Steps& steps) {
+          steps.add("O", f.sum(f.args.out, tokens_of(run, p, part), nullptr));
+        });
+        send_part(run, p, part, run.stream);
+      });
+    }
+  }
+  follow(e, e.sending, run.stream);
   signal(*e.device, e.peers, kPhaseFree, e.sending);
-  launch([&](Steps& steps) { steps.add("Y", part_of(y, m.split.first, counters, 3)); });
+  multiply("Y", y, m.split.own);
 }
 
 void finish_forward(const Run& run, const ForwardArgs& args) {
@@ -283,7 +323,7 @@ void finish_forward(const Run& run, const ForwardArgs& args) {
   const Forward f(run, args);
   const Launch launch(run, f.pass, run.exec);
   each_part(run, [&](const TokenPart& part) {
-    run.wait(part.phase, run.stream);
+    run.wait({part.phase}, run.stream);
     launch([&](Steps& steps) { steps.add("O", f.sum(args.out, own_of(run, part), &ranks)); });
   });
 }
@@ -292,8 +332,8 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   const Exchange& e = run.exchange;
   Backward b(run, args);
   if (run.layer.capacity == 0) {
-    run.wait(kPhaseRows, run.stream);
-    run.wait(kPhaseAgain, run.stream);
+    run.wait({kPhaseRows}, run.stream);
+    run.wait({kPhaseAgain}, run.stream);
     cuda::moe_backward(run.layer, b.args, run.exec);
     send_nothing(run);
     announce(e, kPhaseScores, e.sending);
@@ -303,19 +343,20 @@ void compute_backward(const Run& run, const BackwardArgs& args) {
   // Without input_grad_first, dS waits until the launches before it on its stream are complete.
   b.call.order.input_grad_first = false;
   send_sums(run, b);
-  b.call.arrival = b.scratch.counters + kArrivalCounter;
-  run.wait(kPhaseAgain, run.stream, b.call.arrival);
   const Launch launch(run, b.pass, run.exec);
   launch([&](Steps& steps) {
     add_bias_grads(b.call, steps);
-    // dW2 needs dH and the rows, but not dX~. With input_grad_first it may start before dX~ is
-    // complete: dX~ launches the next kernel once dH is complete. The next kernel is the wait for
-    // rows (above). It increments `arrival` once the rows have arrived, then launches dW2.
+    // dW2 needs dH and the rows of dout, but not dX~. With input_grad_first it may start before dX~
+    // is complete: dX~ launches the next kernel once dH is complete.
     b.call.order.input_grad_first = args.dx.data != nullptr;
     add_down_grad(b.call, steps);
     b.call.order.input_grad_first = false;
-    add_up_grads(b.call, steps);
   });
+  // The wait increments `arrival` once the rows of x have come, then launches dW1, which may start
+  // before dW2 is complete.
+  b.call.arrival = b.scratch.counters + kArrivalCounter;
+  run.wait({kPhaseAgain, ~std::uint64_t{0}, b.call.arrival}, run.stream);
+  launch([&](Steps& steps) { add_up_grads(b.call, steps); });
   signal(*e.device, e.peers, kPhaseFree, run.stream);
 }
 
@@ -330,7 +371,7 @@ void finish_backward(const Run& run, const BackwardArgs& args) {
   const Backward b(run, args);
   const Launch launch(run, b.pass, b.aside);
   each_part(run, [&](const TokenPart& part) {
-    run.wait(part.phase, e.aside);
+    run.wait({part.phase}, e.aside);
     launch([&](Steps& steps) { steps.add("dX", b.sum(args.dx, own_of(run, part), &ranks)); });
   });
 }

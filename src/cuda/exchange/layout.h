@@ -16,7 +16,7 @@ namespace sonicmoe::cuda {
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
   kPhaseRows,          ///< rows of x; in backward rows of dout
-  kPhaseAgain,         ///< backward: rows of x; own flag: this rank's own rows of dout and x
+  kPhaseAgain,         ///< backward: rows of x
   kPhasePartials,      ///< partial sums of the first part of the tokens (token_parts())
   kPhaseMorePartials,  ///< partial sums of the other tokens
   kPhaseScores,        ///< gradients of routing weights
@@ -25,11 +25,8 @@ enum Phase : std::int32_t {
 };
 
 constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
-/// Phases whose own flag begin_phases() does not set. The rank announces kPhaseAgain to itself when
-/// its own rows of dout and x are in its arrays (announce_own()).
-inline constexpr std::uint32_t kOwnPhases = phase_bit(kPhaseAgain);
 
-/// How far a push kernel is.
+/// How far a push kernel is; 0 before and after each launch.
 struct PushProgress {
   std::uint32_t taken;     ///< rows that its warps have taken
   std::uint32_t finished;  ///< blocks that have ended
@@ -49,8 +46,8 @@ struct Control {
   /// The value that the copy engines copy to the flags: the epoch, or after a fault the previous
   /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
-  std::uint32_t fault;               ///< FaultCode of this rank
-  PushProgress pushes[kPhaseCount];  ///< of the kernel that sends a phase; begin_phases() clears it
+  std::uint32_t fault;  ///< FaultCode of this rank
+  PushProgress push;
 };
 
 /// The kind of a fault; fault_sentence() has the text.
@@ -108,8 +105,8 @@ struct TokenPart {
 };
 /// Divides a rank's tokens into two parts. With two ranks, the partial sums of the first part are
 /// sent while the partial sums of the second part are computed. With more ranks the first part has
-/// all tokens: the first halves of several ranks' tokens are not contiguous, and one launch of a
-/// sum takes contiguous tokens (TokenRange).
+/// all tokens, because the partial sums of one rank are sent while those of the next rank are
+/// computed.
 inline std::array<TokenPart, 2> token_parts(const ExchangeShape& shape) {
   const std::int64_t first = shape.ranks == 2 ? shape.max_tokens / 2 : shape.max_tokens;
   return {{{0, first, kPhasePartials}, {first, shape.max_tokens - first, kPhaseMorePartials}}};

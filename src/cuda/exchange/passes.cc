@@ -5,7 +5,7 @@
 //
 //   exec.stream   routing | caller   | pairs, layer | caller   | sum
 //   sending               | rows                    | partial sums
-//   aside                                                  | sums of backward
+//   aside                 | own rows                       | sums of backward
 #include <string>
 
 #include "cuda/device/carver.h"
@@ -46,6 +46,13 @@ void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
 void end_step(const Run& run) {
   follow(run.exchange, run.stream, run.exchange.sending);
   follow(run.exchange, run.stream, run.exchange.aside);
+}
+
+/// Copies own rows on the stream `aside`, while the GPU makes the lists of pairs. They have arrived
+/// for work that follows `aside`.
+void copy_own(const Exchange& e, const Tensor& rows, std::int64_t offset) {
+  copy_own_rows(e.peers, {rows.data, rows.stride[0], rows.shape[0], rows.shape[1]}, offset,
+                e.aside);
 }
 
 const char* part_name(ExchangePart part) {
@@ -156,7 +163,7 @@ std::int64_t exchange_rows(Exchange& exchange, const Problem& problem, const Exe
   const cudaStream_t stream = stream_of(exec);
   void* count = nullptr;
   check_cuda(cudaHostGetDevicePointer(&count, exchange.row_count, 0), "mapping pinned memory");
-  wait_for(*exchange.device, exchange.peers, kPhaseRouting, exchange.limits, stream);
+  wait_for(*exchange.device, exchange.peers, {kPhaseRouting}, exchange.limits, stream);
   const PairWork work = pair_work(exchange, problem);
   count_pairs(work, nullptr, stream);
   sum_pairs(work, static_cast<std::int64_t*>(count), stream);
@@ -181,11 +188,12 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
                    phase_bit(kPhaseMorePartials));
     send_slots(*exchange.device, exchange.peers, exchange.shape, slots, run.stream);
     announce_by_kernel(*exchange.device, exchange.peers, kPhaseRouting, run.stream);
-    run.wait(kPhaseFree, exchange.sending);
+    run.wait({kPhaseFree}, exchange.sending);
     send_rows(exchange, args.x, {exchange.layout.x, kPhaseRows});
+    copy_own(exchange, args.x, exchange.layout.x);
   };
   const auto compute = [&] {
-    run.wait(kPhaseRouting, run.stream);
+    run.wait({kPhaseRouting}, run.stream);
     const PairWork work = pair_work(exchange, problem);
     count_pairs(work, &run.memory.pairs, run.stream);
     list_pairs(work, run.memory.pairs, run.stream);
@@ -214,19 +222,17 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
     begin_step(run, slots,
                phase_bit(kPhaseRows) | phase_bit(kPhaseAgain) | phase_bit(kPhasePartials) |
                    phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores));
-    run.wait(kPhaseFree, exchange.sending);
+    run.wait({kPhaseFree}, exchange.sending);
     send_rows(exchange, args.dout, {exchange.layout.dout, kPhaseRows});
     send_rows(exchange, args.x, {exchange.layout.x, kPhaseAgain});
-    // The weight gradients read the rows of all ranks in one array, also this rank's own.
-    copy_own_rows(exchange, args.dout, exchange.layout.dout);
-    copy_own_rows(exchange, args.x, exchange.layout.x);
-    announce_own(exchange, kPhaseAgain);
+    copy_own(exchange, args.dout, exchange.layout.dout);
+    copy_own(exchange, args.x, exchange.layout.x);
   };
   const auto compute = [&] { compute_backward(run, args); };
   const auto finish = [&] {
     finish_backward(run, args);
     if (args.dweights.data != nullptr) {
-      run.wait(kPhaseScores, exchange.aside);
+      run.wait({kPhaseScores}, exchange.aside);
       take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, exchange.aside);
     }
     end_step(run);

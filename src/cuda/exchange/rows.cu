@@ -40,17 +40,17 @@ struct Pieces {
   }
 };
 
-/// Calls copy(i) for the rows i below `count`, then announces the phase. Warps take rows from a
-/// counter, because they do not all start at the same time: a block starts when a product leaves a
-/// multiprocessor free. The block that ends last announces.
+/// Calls copy(i) for the rows i below `count`, then announces the phase to the ranks in `to`. Warps
+/// take rows from a counter, because they do not all start at the same time: a block starts when a
+/// product leaves a multiprocessor free. The block that ends last announces.
 template <class Copy>
-__device__ __forceinline__ void push_all(const Peers& peers, Phase phase, std::int64_t count,
-                                         const Copy& copy) {
+__device__ __forceinline__ void push_all(const Peers& peers, Phase phase, std::uint64_t to,
+                                         std::int64_t count, const Copy& copy) {
   if (__syncthreads_or(has_fault(peers)) != 0) return;
-  PushProgress* progress = &peers.control(peers.rank)->pushes[phase];
+  Control* own = peers.control(peers.rank);
   const auto take = [&] {
     unsigned taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(&progress->taken, 1u);
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(&own->push.taken, 1u);
     return static_cast<std::int64_t>(__shfl_sync(~0u, taken, 0));
   };
   for (std::int64_t i = take(); i < count;) {
@@ -61,11 +61,13 @@ __device__ __forceinline__ void push_all(const Peers& peers, Phase phase, std::i
   __syncthreads();
   if (threadIdx.x != 0) return;
   ptx::fence_system();
-  if (atomicAdd(&progress->finished, 1u) + 1 != gridDim.x || has_fault(peers)) return;
-  ptx::fence_system();
-  const std::uint32_t epoch = peers.control(peers.rank)->epochs[phase];
+  if (atomicAdd(&own->push.finished, 1u) + 1 != gridDim.x) return;
+  own->push = {};
+  if (has_fault(peers)) return;
+  const std::uint32_t epoch = own->epochs[phase];
   for (int r = 0; r < peers.ranks; r++) {
-    if (r != peers.rank) ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
+    if (r == peers.rank || (to >> r & 1) == 0) continue;
+    ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
   }
 }
 
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kPushThreads)
                      const std::uint64_t* masks, const RowTarget target) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
-  push_all(peers, target.phase, p.count, [&](std::int64_t t) {
+  push_all(peers, target.phase, ~std::uint64_t{0}, p.count, [&](std::int64_t t) {
     const std::uint64_t mask = masks[t] & ~(std::uint64_t{1} << peers.rank);
     if (mask == 0) return;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + t * p.stride);
@@ -91,18 +93,17 @@ __global__ void __launch_bounds__(kPushThreads)
   });
 }
 
-/// Sends partial sums. Consecutive warps send to different ranks, and each rank begins with the
-/// next rank. So the ranks do not all send to the same rank at the same time.
+/// Sends the partial sums of the rank at `place`.
 __global__ void __launch_bounds__(kPushThreads)
     push_partials_kernel(const __grid_constant__ Peers peers, const PushParams p,
-                         const std::uint8_t* has_row, const TokenPart part, std::int64_t offset) {
+                         const std::uint8_t* has_row, const TokenPart part, std::int32_t place,
+                         std::int64_t offset) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t bytes = static_cast<std::int64_t>(p.chunks) * 16;
-  const int others = peers.ranks - 1;
-  push_all(peers, part.phase, part.count * others, [&](std::int64_t i) {
-    const std::int64_t t = part.first + i / others;
-    const int r = static_cast<int>((peers.rank + 1 + i % others) % peers.ranks);
-    const std::int64_t row = peers.place(r, peers.rank) * p.max_tokens + t;
+  const int r = (peers.rank + place) % peers.ranks;
+  push_all(peers, part.phase, std::uint64_t{1} << r, part.count, [&](std::int64_t i) {
+    const std::int64_t t = part.first + i;
+    const std::int64_t row = place * p.max_tokens + t;
     if (has_row[row] == 0) return;
     const auto* from = reinterpret_cast<const uint4*>(p.rows + row * p.stride);
     auto* to = peers.at<uint4>(r, offset + (peers.rank * p.max_tokens + t) * bytes);
@@ -114,33 +115,20 @@ __global__ void __launch_bounds__(kPushThreads)
   });
 }
 
-constexpr int kGatherThreads = 256;
-// Blocks for each expert: 128 warps. The rest has fewer than 128 own rows of an expert, because
-// full records with only own rows are not in it. So a warp copies at most one row.
-constexpr int kGatherBlocks = 16;
+constexpr int kOwnWarps = 8;
 
-/// gather_own_rows(), one warp per row. A row may be copied several times, for several experts and
-/// by copy_own_rows(). This is harmless, because all copies write the same bytes.
-__global__ void __launch_bounds__(kGatherThreads)
-    gather_own_rows_kernel(const OwnRows own, uint4* to) {
-  ptx::wait_for_previous_kernel();
-  ptx::launch_next_kernel();
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int begin = own.expert_begin[blockIdx.x];
-  const int end = begin + own.expert_rows[blockIdx.x];
-  const auto chunks = static_cast<std::int32_t>(own.source.hidden / 8);
-  constexpr int kWarps = kGatherThreads / 32;
-  for (int row = begin + static_cast<int>(blockIdx.y * kWarps + threadIdx.x / 32); row < end;
-       row += kGatherBlocks * kWarps) {
-    const std::int64_t token = own.row_token[row];
-    if (token >= own.source.rows) return;  // this row and all later ones belong to other ranks
-    const auto* from = reinterpret_cast<const uint4*>(
-        static_cast<const std::uint16_t*>(own.source.data) + token * own.source.stride);
-    for (int first = lane; first < chunks; first += 32 * kPieces) {
-      Pieces pieces;
-      pieces.load(from, first, chunks);
-      pieces.store(to + token * chunks, first, chunks);
-    }
+/// copy_own_rows(), one warp for each row.
+__global__ void __launch_bounds__(32 * kOwnWarps)
+    copy_own_rows_kernel(const RowSource source, uint4* to) {
+  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kOwnWarps + threadIdx.x / 32;
+  if (t >= source.rows) return;
+  const auto chunks = static_cast<std::int32_t>(source.hidden / 8);
+  const auto* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(source.data) +
+                                                    t * source.stride);
+  for (int first = static_cast<int>(threadIdx.x) % 32; first < chunks; first += 32 * kPieces) {
+    Pieces pieces;
+    pieces.load(from, first, chunks);
+    pieces.store(to + t * chunks, first, chunks);
   }
 }
 
@@ -199,20 +187,21 @@ void push_rows(const Peers& peers, const ExchangeShape& shape, const RowSource& 
          kPushThreads, stream, peers, push_params(source, shape), masks, target);
 }
 
-void gather_own_rows(const Device& device, const Peers& peers, const OwnRows& own,
-                     std::int64_t offset, cudaStream_t stream) {
-  launch_dependent(device, "launching the copy of a rank's own rows", gather_own_rows_kernel,
-                   {dim3(static_cast<unsigned>(own.experts), kGatherBlocks), kGatherThreads},
-                   stream, own, peers.own<uint4>(offset));
+void copy_own_rows(const Peers& peers, const RowSource& source, std::int64_t offset,
+                   cudaStream_t stream) {
+  if (source.rows == 0) return;
+  const auto blocks = static_cast<unsigned>((source.rows + kOwnWarps - 1) / kOwnWarps);
+  launch("launching the copy of a rank's own rows", copy_own_rows_kernel, blocks, 32 * kOwnWarps,
+         stream, source, peers.own<uint4>(offset));
 }
 
 void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
                    int multiprocessors, cudaStream_t stream) {
-  if (peers.ranks == 1) return;
   const RowSource rows{source.data, source.hidden, shape.ranks * shape.max_tokens, source.hidden};
   launch("launching the exchange of partial sums", push_partials_kernel,
          static_cast<unsigned>(multiprocessors), kPushThreads, stream, peers,
-         push_params(rows, shape), source.has_row, source.part, exchange_layout(shape).partials);
+         push_params(rows, shape), source.has_row, source.part, source.place,
+         exchange_layout(shape).partials);
 }
 
 void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
@@ -250,7 +239,7 @@ void sum_partials(const Peers& peers, const ExchangeShape& shape, const Tensor& 
 void load_row_kernels() {
   cudaFuncAttributes attributes;
   for (const void* kernel : {reinterpret_cast<const void*>(push_rows_kernel),
-                             reinterpret_cast<const void*>(gather_own_rows_kernel),
+                             reinterpret_cast<const void*>(copy_own_rows_kernel),
                              reinterpret_cast<const void*>(push_partials_kernel),
                              reinterpret_cast<const void*>(push_score_grads_kernel),
                              reinterpret_cast<const void*>(sum_partials_kernel<__nv_bfloat16>),

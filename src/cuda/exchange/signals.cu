@@ -16,11 +16,10 @@ __global__ void __launch_bounds__(32)
   const unsigned phase = threadIdx.x;
   if ((phases >> phase & 1) == 0) return;
   Control* own = peers.control(peers.rank);
-  own->pushes[phase] = {};
   const std::uint32_t epoch = ++own->epochs[phase];
   if (has_fault(peers)) return;
   own->announced[phase] = epoch;
-  if ((kOwnPhases >> phase & 1) == 0) own->flags[phase][peers.rank] = epoch;
+  own->flags[phase][peers.rank] = epoch;
 }
 static_assert(kPhaseCount <= 32);
 
@@ -54,14 +53,16 @@ __device__ bool has_come(const std::uint32_t* flag, std::uint32_t epoch) {
   return static_cast<std::int32_t>(ptx::acquire_system(flag) - epoch) >= 0;
 }
 
-/// Thread r waits for rank r. If one thread finds a fault, all threads return.
-__device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits& limits) {
+/// Thread r waits for rank r if bit r of `from` is set. If one thread finds a fault, all threads
+/// return.
+__device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits& limits,
+                               std::uint64_t from) {
   __shared__ volatile int first_failed;  // 1 + the thread that gave up first
   const int r = static_cast<int>(threadIdx.x);
   Control* own = peers.control(peers.rank);
   if (r == 0) first_failed = 0;
   __syncthreads();
-  if (r >= peers.ranks || has_fault(peers)) return;
+  if (r >= peers.ranks || (from >> r & 1) == 0 || has_fault(peers)) return;
   const std::uint32_t epoch = *static_cast<const volatile std::uint32_t*>(&own->epochs[phase]);
   const std::uint64_t begin = ptx::nanoseconds();
   while (!has_come(&own->flags[phase][r], epoch)) {
@@ -84,8 +85,8 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
 /// run.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits,
-                unsigned* arrival) {
-  wait_for_ranks(peers, phase, limits);
+                std::uint64_t from, unsigned* arrival) {
+  wait_for_ranks(peers, phase, limits, from);
   __syncthreads();
   if (threadIdx.x == 0 && arrival != nullptr) ptx::release_one(arrival);
   ptx::launch_next_kernel();
@@ -111,10 +112,10 @@ void signal(const Device& device, const Peers& peers, Phase phase, cudaStream_t 
                    stream, peers, phase);
 }
 
-void wait_for(const Device& device, const Peers& peers, Phase phase, const WaitLimits& limits,
-              cudaStream_t stream, unsigned* arrival) {
+void wait_for(const Device& device, const Peers& peers, const Awaited& awaited,
+              const WaitLimits& limits, cudaStream_t stream) {
   launch_dependent(device, "launching a wait for other ranks", wait_kernel, {1, kMaxRanks}, stream,
-                   peers, phase, limits, arrival);
+                   peers, awaited.phase, limits, awaited.from, awaited.arrival);
 }
 
 void load_signal_kernels() {

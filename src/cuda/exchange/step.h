@@ -11,7 +11,7 @@ struct StepMemory {
   PairList pairs;
   Buffer layer_saved;
   Buffer layer_scratch;
-  RecordSplit split;   ///< full tile records with only this rank's rows, and the other records
+  RecordSplit split;
   void* partials;      ///< (W * max_tokens, d), the output of the layer
   float* score_grads;  ///< (rows), backward only
   std::int64_t saved_bytes;
@@ -60,8 +60,8 @@ struct Run {
     routing.weights = tensor1(memory.pairs.weight, DType::kF32, layer.capacity);
     return routing;
   }
-  void wait(Phase phase, cudaStream_t on, unsigned* arrival = nullptr) const {
-    wait_for(*exchange.device, exchange.peers, phase, exchange.limits, on, arrival);
+  void wait(const Awaited& awaited, cudaStream_t on) const {
+    wait_for(*exchange.device, exchange.peers, awaited, exchange.limits, on);
   }
 };
 

@@ -33,11 +33,15 @@ Control* control(const Exchange& e, std::int32_t rank) {
   return reinterpret_cast<Control*>(e.peers.base[rank]);
 }
 
-/// Whether the copy engines send all rows of this rank to the next rank.
-bool next_has_all(const Exchange& e) {
-  return e.transport == ExchangeTransport::kCopy && e.peers.ranks > 1;
+std::int32_t rank_at(const Exchange& e, std::int32_t place) {
+  return (e.peers.rank + place) % e.peers.ranks;
 }
-std::int32_t next_rank(const Exchange& e) { return (e.peers.rank + 1) % e.peers.ranks; }
+
+/// Announces the phase to rank `to` by a copy engine.
+void copy_flag(const Exchange& e, Phase phase, std::int32_t to, cudaStream_t stream) {
+  copy_bytes(&control(e, to)->flags[phase][e.peers.rank],
+             &control(e, e.peers.rank)->announced[phase], sizeof(std::uint32_t), stream);
+}
 
 /// The byte offset of this rank's rows in an array of rank `at` whose rows have the width and dtype
 /// of `rows`.
@@ -58,19 +62,7 @@ void announce(const Exchange& e, Phase phase, cudaStream_t stream) {
     announce_by_kernel(*e.device, e.peers, phase, stream);
     return;
   }
-  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
-    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    copy_bytes(&control(e, r)->flags[phase][e.peers.rank],
-               &control(e, e.peers.rank)->announced[phase], sizeof(std::uint32_t), stream);
-  }
-}
-
-void announce_own(const Exchange& e, Phase phase) {
-  Control* own = control(e, e.peers.rank);
-  const std::uint32_t* from = next_has_all(e)
-                                  ? &control(e, next_rank(e))->flags[phase][e.peers.rank]
-                                  : &own->announced[phase];
-  copy_bytes(&own->flags[phase][e.peers.rank], from, sizeof(std::uint32_t), e.sending);
+  for (std::int32_t i = 1; i < e.peers.ranks; ++i) copy_flag(e, phase, rank_at(e, i), stream);
 }
 
 void send_rows(const Exchange& e, const Tensor& rows, const RowTarget& target) {
@@ -79,40 +71,29 @@ void send_rows(const Exchange& e, const Tensor& rows, const RowTarget& target) {
               e.multiprocessors, e.sending);
     return;
   }
-  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
-    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    copy_rows(e.peers.base[r] + target.offset + place_at(e, r, rows), rows, e.sending);
-  }
-  announce(e, target.phase, e.sending);
-}
-
-void copy_own_rows(const Exchange& e, const Tensor& rows, std::int64_t offset) {
-  auto* own = e.peers.own<std::uint8_t>(offset);
-  if (!next_has_all(e)) {
-    copy_rows(own, rows, e.sending);
-  } else if (rows.shape[0] != 0) {
-    const std::int32_t next = next_rank(e);
-    copy_bytes(own, e.peers.base[next] + offset + place_at(e, next, rows),
-               rows.shape[0] * rows.shape[1] * dtype_bytes(rows.dtype), e.sending);
+  // Each rank sends to the rank before it first, so that at any time each rank receives from one
+  // other rank: a link that two ranks share is half as fast for both.
+  for (std::int32_t i = e.peers.ranks - 1; i > 0; --i) {
+    const std::int32_t to = rank_at(e, i);
+    copy_rows(e.peers.base[to] + target.offset + place_at(e, to, rows), rows, e.sending);
+    copy_flag(e, target.phase, to, e.sending);
   }
 }
 
-void send_partials(const Exchange& e, const Tensor& sums, const std::uint8_t* has_row,
-                   const TokenPart& part) {
+void send_partials(const Exchange& e, const PartialSource& source) {
   if (e.transport == ExchangeTransport::kPush) {
-    push_partials(e.peers, e.shape, {sums.data, sums.shape[1], has_row, part}, e.multiprocessors,
-                  e.sending);
+    push_partials(e.peers, e.shape, source, e.multiprocessors, e.sending);
     return;
   }
-  const std::int64_t row = sums.shape[1] * dtype_bytes(sums.dtype);
-  const auto place = [&](std::int32_t p) { return (p * e.shape.max_tokens + part.first) * row; };
-  for (std::int32_t i = 1; i < e.peers.ranks; ++i) {
-    const std::int32_t r = (e.peers.rank + i) % e.peers.ranks;
-    copy_bytes(e.peers.base[r] + e.layout.partials + place(e.peers.rank),
-               static_cast<std::uint8_t*>(sums.data) + place(e.peers.place(r, e.peers.rank)),
-               part.count * row, e.sending);
-  }
-  announce(e, part.phase, e.sending);
+  const std::int64_t row = source.hidden * dtype_bytes(e.shape.dtype);
+  const auto offset = [&](std::int32_t block) {
+    return (block * e.shape.max_tokens + source.part.first) * row;
+  };
+  const std::int32_t to = rank_at(e, source.place);
+  copy_bytes(e.peers.base[to] + e.layout.partials + offset(e.peers.rank),
+             static_cast<const std::uint8_t*>(source.data) + offset(source.place),
+             source.part.count * row, e.sending);
+  copy_flag(e, source.part.phase, to, e.sending);
 }
 
 }  // namespace sonicmoe::cuda

@@ -68,8 +68,9 @@ WeightGrad interleaved_up_grad(const BackwardCall& c, Start start) {
   const Weights& g = c.args.grads;
   const Tensor gate = transposed(g.gate);
   const Tensor up = transposed(g.up);
-  WeightGrad grad{c.args.x,        c.dh,           0,    {transposed(interleaved_rows(g.gate)), {}},
-                  GradParts::kOne, kCounterUpGrad, start};
+  WeightGrad grad{
+      c.args.x,        c.dh,           0,     {transposed(interleaved_rows(g.gate)), {}},
+      GradParts::kOne, kCounterUpGrad, start, c.arrival};
   if ((gate.data != nullptr ? gate : up).dtype == DType::kF32) {
     grad.out[0] = gate;
     grad.out[1] = up;
@@ -176,8 +177,7 @@ void add_down_grad(const BackwardCall& c, Steps& steps) {
                                            {down, {}},
                                            GradParts::kOne,
                                            kCounterDownGrad,
-                                           start_of(c.order.input_grad_first),
-                                           c.arrival}));
+                                           start_of(c.order.input_grad_first)}));
 }
 
 void add_up_grads(const BackwardCall& c, Steps& steps) {
@@ -199,14 +199,19 @@ void add_up_grads(const BackwardCall& c, Steps& steps) {
                                              {gate, up},
                                              GradParts::kHalves,
                                              kCounterUpGrad,
-                                             start_of(second)}));
+                                             start_of(second),
+                                             c.arrival}));
     return;
   }
   if (gate.data != nullptr) {
-    steps.add(
-        "dW1",
-        weight_grad_product(
-            c, {c.args.x, c.dh, 0, {gate, {}}, GradParts::kOne, kCounterUpGrad, start_of(second)}));
+    steps.add("dW1", weight_grad_product(c, {c.args.x,
+                                             c.dh,
+                                             0,
+                                             {gate, {}},
+                                             GradParts::kOne,
+                                             kCounterUpGrad,
+                                             start_of(second),
+                                             c.arrival}));
   }
   if (up.data != nullptr) {
     const std::int32_t part = c.layout == GateLayout::kConcatenated ? 1 : 0;
@@ -216,7 +221,8 @@ void add_up_grads(const BackwardCall& c, Steps& steps) {
                                              {up, {}},
                                              GradParts::kOne,
                                              kCounterSecondUpGrad,
-                                             start_of(second || gate.data != nullptr)}));
+                                             start_of(second || gate.data != nullptr),
+                                             c.arrival}));
   }
 }
 

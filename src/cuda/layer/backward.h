@@ -17,7 +17,7 @@ struct BackwardCall {
   RowGroups groups;
   Tensor dh;  ///< dh_rows()
   LoraPass lora;
-  unsigned* arrival = nullptr;  ///< LaunchHints::arrival of dW2
+  unsigned* arrival = nullptr;  ///< LaunchHints::arrival of dW1
 
   const Problem& problem() const { return pass.problem; }
   WeightOperands weights() const { return {problem(), args.weights, args.fp8_weights}; }

@@ -6,10 +6,8 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// The row of an expert at which the second list begins. The first list takes the full records
-/// whose tokens are all below `tokens`, so both lists together have as many records as the
-/// undivided one.
-__device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
+/// The number of rows of expert e with tokens below `tokens`.
+__device__ int rows_below(const Metadata& whole, int e, std::int64_t tokens) {
   const int begin = whole.expert_begin[e];
   int low = begin;
   for (int high = begin + whole.expert_rows[e]; low < high;) {
@@ -20,19 +18,48 @@ __device__ int split_row(const Metadata& whole, int e, std::int32_t tokens) {
       high = middle;
     }
   }
-  return begin + (low - begin) / kRecordRows * kRecordRows;
+  return low - begin;
 }
 
-/// Blocks with blockIdx.y = 0 write the first list, those with 1 the second.
+enum class Rounding { kDown, kUp };
+
+/// The end of the records of the sources below `source`, in rows of expert e. A record with rows of
+/// more sources counts (kUp) or does not (kDown).
+__device__ int end_of(const Metadata& whole, int e, std::int64_t tokens, int source,
+                      Rounding rounding) {
+  const int rows = rows_below(whole, e, tokens * source);
+  const int full = rows / kRecordRows * kRecordRows;
+  return rounding == Rounding::kDown || full == rows
+             ? full
+             : min(full + kRecordRows, whole.expert_rows[e]);
+}
+
+/// The rows of expert e in a list of group `group`.
+__device__ RowRange range_of(const Metadata& whole, int e, const SourceGroups& of, int group,
+                             Rounding rounding) {
+  const Rounding first = group == 0 ? Rounding::kDown : rounding;
+  const int begin = end_of(whole, e, of.tokens, of.bounds[group], first);
+  const int end = group + 1 == of.groups
+                      ? whole.expert_rows[e]
+                      : end_of(whole, e, of.tokens, of.bounds[group + 1], rounding);
+  return {whole.expert_begin[e] + begin, end - begin};
+}
+
+/// Blocks with blockIdx.y = 0 write `own`, the next ones `arrivals`, the last ones `sums`.
 __global__ void __launch_bounds__(kMetadataThreads)
-    split_records_kernel(const Metadata whole, std::int32_t tokens, int experts,
-                         const RecordSplit split) {
-  const bool rest = blockIdx.y != 0;
-  take_ranges(rest ? split.rest : split.first, experts, {nullptr, 0}, [&](int e) {
-    const int begin = whole.expert_begin[e];
-    const int middle = split_row(whole, e, tokens);
-    return rest ? RowRange{middle, begin + whole.expert_rows[e] - middle}
-                : RowRange{begin, middle - begin};
+    split_records_kernel(const __grid_constant__ Metadata whole,
+                         const __grid_constant__ SourceGroups arrivals,
+                         const __grid_constant__ SourceGroups sums, int experts,
+                         const __grid_constant__ RecordSplit split) {
+  const int list = static_cast<int>(blockIdx.y) - 1;
+  const int sum = list - arrivals.groups;
+  const Metadata& out = list < 0 ? split.own : sum >= 0 ? split.sums[sum] : split.arrivals[list];
+  take_ranges(out, experts, {nullptr, 0}, [&](int e) {
+    if (list < 0) {
+      return RowRange{whole.expert_begin[e], end_of(whole, e, arrivals.tokens, 1, Rounding::kDown)};
+    }
+    return sum >= 0 ? range_of(whole, e, sums, sum, Rounding::kUp)
+                    : range_of(whole, e, arrivals, list, Rounding::kDown);
   });
 }
 
@@ -41,24 +68,29 @@ __global__ void __launch_bounds__(kMetadataThreads)
 RecordSplit record_split(const Problem& problem, void* base) {
   Carver<256> carver(base);
   RecordSplit split{};
-  for (Metadata* list : {&split.first, &split.rest}) {
-    list->most_records =
+  const auto place = [&](Metadata& list) {
+    list.most_records =
         static_cast<std::int32_t>(row_capacity(problem) / kRecordRows + problem.experts);
-    list->records = carver.take<TileRecord>(list->most_records);
-    list->record_count = carver.take<std::int32_t>(1);
-    list->expert_begin = carver.take<std::int32_t>(problem.experts);
-    list->expert_rows = carver.take<std::int32_t>(problem.experts);
-  }
+    list.records = carver.take<TileRecord>(list.most_records);
+    list.record_count = carver.take<std::int32_t>(1);
+    list.expert_begin = carver.take<std::int32_t>(problem.experts);
+    list.expert_rows = carver.take<std::int32_t>(problem.experts);
+  };
+  place(split.own);
+  for (Metadata& list : split.arrivals) place(list);
+  for (Metadata& list : split.sums) place(list);
   split.bytes = carver.used();
   return split;
 }
 
 void split_records(const Device& device, const Problem& problem, const Metadata& whole,
-                   std::int64_t tokens, const RecordSplit& split, cudaStream_t stream) {
+                   const SourceGroups& arrivals, const SourceGroups& sums, const RecordSplit& split,
+                   cudaStream_t stream) {
   constexpr unsigned kBlocks = 2;
+  const auto lists = static_cast<unsigned>(1 + arrivals.groups + sums.groups);
   launch_dependent(device, "launching the split of tile records", split_records_kernel,
-                   {dim3(kBlocks, 2), kMetadataThreads}, stream, whole,
-                   static_cast<std::int32_t>(tokens), static_cast<int>(problem.experts), split);
+                   {dim3(kBlocks, lists), kMetadataThreads}, stream, whole, arrivals, sums,
+                   static_cast<int>(problem.experts), split);
 }
 
 }  // namespace sonicmoe::cuda
