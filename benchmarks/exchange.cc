@@ -8,8 +8,9 @@
 //
 // S: seconds of load before a config is measured. W: number of ranks, by default the number of
 // GPUs; if there are more ranks than GPUs, ranks share GPUs. T: tokens of a rank, by default the
-// config's. WAY: auto, copy or push, with a digit for the groups of other ranks (layer.cc), for
-// example copy2. The ways of a config alternate in one process. All configs and auto by default.
+// config's. WAY: auto, copy or push, then a digit for the groups of other ranks (layer.cc), then x
+// if tiles must not wait for rows: copy, copy2, copyx, push3. The ways of a config alternate in one
+// process. All configs and auto by default.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -206,6 +207,7 @@ struct Way {
   std::string name = "auto";
   ExchangeTransport transport = ExchangeTransport::kAuto;
   int groups = 0;
+  bool awaits_rows = true;
 };
 
 struct Options {
@@ -293,7 +295,7 @@ const char* name_of(ExchangeTransport transport) {
 
 void bare(Options options, ExchangeTransport transport) {
   const Config c{"rows of 4 KB", 32768, 2048, 0, 0, 1};
-  options.ways = {{"", transport, 0}};
+  options.ways = {{"", transport}};
   const Transfers t = transfer_times(options, c);
   const double bytes = static_cast<double>(c.tokens * c.hidden * 2 * (options.ranks - 1));
   std::printf("{\"bare\": \"%s\", \"ranks\": %d, \"dispatch_gbs\": %.1f, \"combine_gbs\": %.1f}\n",
@@ -342,6 +344,7 @@ struct Subject {
       Exchange& e = ranks.exchange(r);
       if (way.transport != ExchangeTransport::kAuto) e.transport = way.transport;
       e.groups = way.groups;
+      e.awaits_rows = way.awaits_rows && awaits_rows;
     });
   }
   /// One thread enqueues for all ranks, so it enqueues each part for all ranks before the next
@@ -365,6 +368,7 @@ struct Subject {
   PretendedRanks ranks;
   Clock clock;
   std::int64_t rows = 0;
+  bool awaits_rows = ranks.exchange(0).awaits_rows;  ///< by the exchange's own choice
   std::vector<std::unique_ptr<Layer>> layers;
 };
 
@@ -484,12 +488,14 @@ std::vector<Way> ways_of(const std::string& list) {
     if (!push && !copy && name != "auto") {
       throw std::runtime_error("the way is '" + name + "' but must be auto, copy or push");
     }
-    const std::string groups = name.substr(4);
+    std::string groups = name.substr(4);
+    const bool waits_before = !groups.empty() && groups.back() == 'x';
+    if (waits_before) groups.pop_back();
     ways.push_back({name,
                     push   ? ExchangeTransport::kPush
                     : copy ? ExchangeTransport::kCopy
                            : ExchangeTransport::kAuto,
-                    groups.empty() ? 0 : number_of<int>("groups", groups)});
+                    groups.empty() ? 0 : number_of<int>("groups", groups), !waits_before});
   }
   return ways;
 }

@@ -343,6 +343,34 @@ TEST(Exchange, AFailedStepLeavesNaN) {
   EXPECT_TRUE(is_nan(group.layers[0]->out()));
 }
 
+/// As if rank 1 stalled between its start and its rows, for a product whose tiles wait for rows.
+TEST(Exchange, TilesWaitForRowsUntilTheTimeLimit) {
+  const RankShape shape;
+  GroupOptions options = options_of(shape, 2, ExchangeTransport::kCopy);
+  Group sound(shape, options);
+  sound.route(1, 24);
+  const Bits want = sound.run();
+  options.time_limit_ms = limit_of(sound, milliseconds(500)).count();
+  Group group(shape, options);
+  group.route(1, 24);
+  for (auto& layer : group.layers) layer->forward(ExchangePart::kBegin);
+  group.ranks.wait();
+  auto* control = group.ranks.at<cuda::Control>(0, group.ranks.exchange(0).layout.control);
+  must(cudaMemset(&control->flags[cuda::kPhaseRows][1], 0, 4));
+  for (std::int32_t r = 0; r < 2; ++r) group.ranks.exchange(r).awaits_rows = true;
+  for (const ExchangePart part : {ExchangePart::kCompute, ExchangePart::kFinish}) {
+    for (auto& layer : group.layers) layer->forward(part);
+  }
+  const std::string first = group.fault(0), second = group.fault(1);
+  EXPECT_TRUE(contains(first, "rank 1 did not send its rows")) << first;
+  EXPECT_TRUE(contains(second, "rank 1 did not send its rows")) << second;
+  EXPECT_TRUE(is_nan(group.layers[0]->out()));
+  EXPECT_TRUE(is_nan(group.layers[1]->out()));
+  group.ranks.reset();
+  for (std::int32_t r = 0; r < 2; ++r) group.ranks.exchange(r).awaits_rows = false;
+  EXPECT_TRUE(group.run() == want) << "after a reset";
+}
+
 TEST(Exchange, OverflowIsReportedOnEveryRank) {
   const RankShape shape;
   const std::int64_t rows = 1024;  // fewer rows than rank 0 gets below

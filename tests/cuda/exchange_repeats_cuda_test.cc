@@ -78,6 +78,27 @@ TEST(ExchangeRepeats, OwnRowsAreMultipliedFirst) {
   expect_repeats(copy, want, 3, 1);
 }
 
+/// A step in which tiles wait for their rows. Ranks that share a GPU may do so only if all rows
+/// have come before the first product begins.
+Bits run_awaiting(Group& group) {
+  group.poison();
+  const auto each = [&](bool awaits_rows) {
+    for (std::int32_t r = 0; r < group.ranks.size(); ++r) {
+      group.ranks.exchange(r).awaits_rows = awaits_rows;
+    }
+  };
+  for (const bool backward : {false, true}) {
+    for (const ExchangePart part :
+         {ExchangePart::kBegin, ExchangePart::kCompute, ExchangePart::kFinish}) {
+      each(true);
+      for (auto& layer : group.layers) backward ? layer->backward(part) : layer->forward(part);
+      group.ranks.wait();
+    }
+  }
+  each(false);
+  return group.bits();
+}
+
 /// Rows of other ranks may be multiplied in any number of launches. RankShape{} has records with
 /// rows of three ranks; of 7 tokens, all ranks but the first have none.
 TEST(ExchangeRepeats, EqualBitsInAnyGroups) {
@@ -99,6 +120,7 @@ TEST(ExchangeRepeats, EqualBitsInAnyGroups) {
           EXPECT_TRUE(push.run() == want) << count << " ranks, push, groups " << groups;
           EXPECT_TRUE(copy.run() == want) << count << " ranks, copy, groups " << groups;
         }
+        EXPECT_TRUE(run_awaiting(copy) == want) << count << " ranks";
       }
     }
   }

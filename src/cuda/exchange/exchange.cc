@@ -23,6 +23,7 @@ const char* phase_text(std::uint32_t phase) {
   switch (phase) {
     case kPhaseRouting:
       return "send its routing";
+    case kPhaseStarted:
     case kPhaseRows:
       return "send its rows";
     case kPhaseAgain:
@@ -84,6 +85,7 @@ void clear_control(const Exchange& exchange) {
 struct Closer {
   void operator()(Exchange* exchange) const {
     if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);
+    if (exchange->flags != nullptr) cudaStreamDestroy(exchange->flags);
     if (exchange->aside != nullptr) cudaStreamDestroy(exchange->aside);
     if (exchange->reached != nullptr) cudaEventDestroy(exchange->reached);
     cudaFreeHost(exchange->record);
@@ -95,8 +97,10 @@ struct Closer {
 void create_streams(Exchange& exchange) {
   int least = 0, greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "reading stream priorities");
-  check_cuda(cudaStreamCreateWithPriority(&exchange.sending, cudaStreamNonBlocking, greatest),
-             "creating a stream");
+  for (cudaStream_t* stream : {&exchange.sending, &exchange.flags}) {
+    check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest),
+               "creating a stream");
+  }
   check_cuda(cudaStreamCreateWithPriority(&exchange.aside, cudaStreamNonBlocking, least),
              "creating a stream");
   check_cuda(cudaEventCreateWithFlags(&exchange.reached, cudaEventDisableTiming),
@@ -105,6 +109,17 @@ void create_streams(Exchange& exchange) {
 
 std::string handle_text(const Device& device) {
   return "GPU " + std::to_string(device.ordinal) + " with the engine " + device.engine->name;
+}
+
+/// Whether another rank's buffer is on this rank's GPU.
+bool shares_gpu(const Exchange& exchange) {
+  for (std::int32_t r = 0; r < exchange.peers.ranks; ++r) {
+    cudaPointerAttributes attributes{};
+    check_cuda(cudaPointerGetAttributes(&attributes, exchange.peers.base[r]),
+               "looking up a symmetric buffer");
+    if (r != exchange.peers.rank && attributes.device == exchange.device->ordinal) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -163,6 +178,7 @@ Exchange* exchange_open(const ExchangeOptions& options, const Exec& exec) {
   exchange->multiprocessors =
       options.multiprocessors != 0 ? options.multiprocessors : kDefaultMultiprocessors;
   const std::int64_t limit = options.time_limit_ms != 0 ? options.time_limit_ms : kDefaultLimitMs;
+  exchange->awaits_rows = exchange->device->engine->awaits_rows && !shares_gpu(*exchange);
   exchange->record = pinned<FaultRecord>();
   exchange->row_count = pinned<std::int64_t>();
   exchange->limits = {limit * 1'000'000, device_address(exchange->record)};

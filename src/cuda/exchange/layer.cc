@@ -1,8 +1,9 @@
 // The layer of one rank, between the transfers.
 //
-// Each product over gathered rows has several launches. The first ("own") multiplies the full tile
-// records that have only rows of this rank, while rows of other ranks are being sent. The others
-// multiply the other records, in groups of the ranks from which their rows come (groups_of()).
+// Products over gathered rows (A, dH) multiply the records that have only rows of this rank first
+// ("own"), while rows of other ranks are being sent, and then the records with rows of place 1, 2,
+// ... That is one launch, whose tiles wait for their rows, or several launches, each after a wait
+// (GatheredRows).
 //
 // Sums of other ranks' tokens are computed first, because they must be sent. Y has groups too: the
 // sums of one rank's tokens are sent while those of the next rank are computed. Sums of this rank's
@@ -63,39 +64,78 @@ RowProduct gathered_from(RowProduct product, const Tensor& rows) {
   return product;
 }
 
-/// The groups in which rows of other ranks are multiplied.
-struct Groups {
-  SourceGroups arrivals;  ///< of A and dH
-  SourceGroups sums;      ///< of Y
-};
-
 SourceGroups divided(const ExchangeShape& shape, int groups) {
   const int most = std::min<int>(kMostSourceGroups, shape.ranks - 1);
-  SourceGroups g{shape.max_tokens, std::clamp(groups, 1, std::max(most, 1)), {}};
+  SourceGroups g{std::clamp(groups, 1, std::max(most, 1))};
   for (int i = 0; i <= g.groups; ++i) g.bounds[i] = 1 + (shape.ranks - 1) * i / g.groups;
   return g;
 }
 
-/// A launch more costs a product of a wide layer a few percent of its time. In a narrow layer the
-/// transfers take longer than the products, so that each launch should begin when its rows come.
-Groups groups_of(const Run& run) {
-  constexpr std::int64_t kNarrow = 512;
+/// The lists of a pass. A launch more costs a product of a wide layer a few percent of its time. In
+/// a narrow layer the transfers take longer than the products, so each launch should begin when its
+/// rows come and end when its sums can be sent.
+SplitLists lists_of(const Run& run, bool has_sums) {
+  constexpr std::int64_t kNarrow = 1024;
   const Exchange& e = run.exchange;
   const bool narrow = run.layer.width < kNarrow;
-  const int arrivals = e.groups != 0 ? e.groups : narrow ? kMostSourceGroups : 1;
-  const int sums = e.groups != 0 ? e.groups : narrow ? kMostSourceGroups : 2;
-  return {divided(e.shape, arrivals), divided(e.shape, sums)};
+  const int most = kMostSourceGroups;
+  SplitLists lists{e.shape.max_tokens, {}, {}};
+  if (has_sums) lists.sums = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 2);
+  if (e.awaits_rows && e.transport == ExchangeTransport::kCopy && e.shape.ranks <= kMostArrivals &&
+      splits_by_source(run.layer.experts, e.shape.ranks)) {
+    lists.by_source = e.shape.ranks;
+  } else {
+    lists.arrivals = divided(e.shape, e.groups != 0 ? e.groups : narrow ? most : 1);
+  }
+  return lists;
 }
 
-/// Makes the caller's stream wait for the rows of group `index`.
-void wait_for_rows(const Run& run, const SourceGroups& groups, int index) {
-  const Peers& peers = run.exchange.peers;
-  std::uint64_t from = 0;
-  for (std::int32_t p = groups.bounds[index]; p < groups.bounds[index + 1]; ++p) {
-    from |= std::uint64_t{1} << (peers.rank + p) % peers.ranks;
+/// Launches a product over the rows of x or dout of all ranks.
+struct GatheredRows {
+  const Run& run;
+  const SplitLists& lists;
+  const Tensor& own;  ///< this rank's rows, where the caller has them
+
+  /// Calls launch(product) for each launch.
+  template <class F>
+  void multiply(const RowProduct& product, unsigned* counters, const F& launch) const {
+    const Exchange& e = run.exchange;
+    const RecordSplit& split = run.memory.split;
+    if (lists.by_source != 0) {
+      // The tiles wait on all multiprocessors. So the copies that they wait for must not need one
+      // any more, on any rank.
+      run.wait({kPhaseStarted}, run.stream);
+      RowProduct all = part_of(product, split.by_source, counters, 0);
+      all.rows.arrivals = arrivals();
+      launch(all);
+      run.wait({kPhaseRows}, run.stream);
+      return;
+    }
+    launch(gathered_from(part_of(product, split.own, counters, 0), own));
+    for (int g = 0; g < lists.arrivals.groups; ++g) {
+      std::uint64_t from = 0;
+      for (std::int32_t p = lists.arrivals.bounds[g]; p < lists.arrivals.bounds[g + 1]; ++p) {
+        from |= std::uint64_t{1} << (e.peers.rank + p) % e.peers.ranks;
+      }
+      run.wait({kPhaseRows, from}, run.stream);
+      launch(part_of(product, split.arrivals[g], counters, 1 + g));
+    }
   }
-  run.wait({kPhaseRows, from}, run.stream);
-}
+
+ private:
+  RowArrivals arrivals() const {
+    const Exchange& e = run.exchange;
+    auto* control = e.peers.own<Control>(e.layout.control);
+    return {control->flags[kPhaseRows],
+            &control->epochs[kPhaseRows],
+            control->alarms,
+            &control->late,
+            &control->deadline,
+            static_cast<std::int32_t>(e.shape.max_tokens),
+            e.peers.rank,
+            e.peers.ranks};
+  }
+};
 
 /// The tokens of a part of the rank at place `place`, as rows of the layer's token arrays.
 TokenRange tokens_of(const Run& run, std::int32_t place, const TokenPart& part) {
@@ -223,17 +263,12 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   const Launch launch(run, b.pass, run.exec);
   const RowProduct dh = hidden_grad_product(b.call);
   launch([&](Steps& steps) { add_row_lists(b.call, steps); });
-  const SourceGroups groups = groups_of(run).arrivals;
-  split_records(*e.device, run.layer, b.pass.metadata, groups, {}, m.split, run.stream);
-  const auto multiply = [&](const RowProduct& product) {
-    launch([&](Steps& steps) { steps.add("dH", product); });
-  };
-  multiply(gathered_from(part_of(dh, m.split.own, b.scratch.counters, 0), dout));
+  const SplitLists lists = lists_of(run, false);
   follow(e, run.stream, e.aside);  // for the copies of own rows
-  for (int g = 0; g < groups.groups; ++g) {
-    wait_for_rows(run, groups, g);
-    multiply(part_of(dh, m.split.arrivals[g], b.scratch.counters, 1 + g));
-  }
+  split_records(*e.device, run.layer, b.pass.metadata, lists, m.split, run.stream);
+  GatheredRows{run, lists, dout}.multiply(dh, b.scratch.counters, [&](const RowProduct& product) {
+    launch([&](Steps& steps) { steps.add("dH", product); });
+  });
   if (b.args.dx.data == nullptr) return;
   RowProduct dx = input_grad_product(b.call, dh);
   dx.hints.start = Start::kAfterPrevious;
@@ -285,22 +320,19 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
     steps.add("metadata",
               BuildMetadata{f.args.routing, {f.scratch.metadata, counters, kCounterBytes / 4}});
   });
-  const Groups groups = groups_of(run);
-  split_records(*e.device, run.layer, f.pass.metadata, groups.arrivals, groups.sums, m.split,
-                run.stream);
-  int counter = 0;
-  const auto multiply = [&](const char* name, const RowProduct& product, const Metadata& list) {
-    launch([&](Steps& steps) { steps.add(name, part_of(product, list, counters, counter++)); });
-  };
-  multiply("A", gathered_from(a, args.x), m.split.own);
+  const SplitLists lists = lists_of(run, true);
   follow(e, run.stream, e.aside);  // for the copy of own rows
-  for (int g = 0; g < groups.arrivals.groups; ++g) {
-    wait_for_rows(run, groups.arrivals, g);
-    multiply("A", a, m.split.arrivals[g]);
-  }
-  for (int g = 0; g < groups.sums.groups; ++g) {
-    multiply("Y", y, m.split.sums[g]);
-    for (std::int32_t p = groups.sums.bounds[g]; p < groups.sums.bounds[g + 1]; ++p) {
+  split_records(*e.device, run.layer, f.pass.metadata, lists, m.split, run.stream);
+  GatheredRows{run, lists, args.x}.multiply(a, counters, [&](const RowProduct& product) {
+    launch([&](Steps& steps) { steps.add("A", product); });
+  });
+  int counter = 1 + kMostSourceGroups;
+  const auto multiply_down = [&](const Metadata& list) {
+    launch([&](Steps& steps) { steps.add("Y", part_of(y, list, counters, counter++)); });
+  };
+  for (int g = 0; g < lists.sums.groups; ++g) {
+    multiply_down(m.split.sums[g]);
+    for (std::int32_t p = lists.sums.bounds[g]; p < lists.sums.bounds[g + 1]; ++p) {
       each_part(run, [&](const TokenPart& part) {
         launch([&](Steps& steps) {
           steps.add("O", f.sum(f.args.out, tokens_of(run, p, part), nullptr));
@@ -311,7 +343,7 @@ void compute_forward(const Run& run, const ForwardArgs& args) {
   }
   follow(e, e.sending, run.stream);
   signal(*e.device, e.peers, kPhaseFree, e.sending);
-  multiply("Y", y, m.split.own);
+  multiply_down(m.split.own);
 }
 
 void finish_forward(const Run& run, const ForwardArgs& args) {

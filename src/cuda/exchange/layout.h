@@ -15,6 +15,7 @@ namespace sonicmoe::cuda {
 /// sending rank. The comments say which data have then arrived.
 enum Phase : std::int32_t {
   kPhaseRouting,       ///< lists of slots
+  kPhaseStarted,       ///< nothing: the rank's copy engines have begun to send rows (kCopy)
   kPhaseRows,          ///< rows of x; in backward rows of dout
   kPhaseAgain,         ///< backward: rows of x
   kPhasePartials,      ///< partial sums of the first part of the tokens (token_parts())
@@ -48,6 +49,8 @@ struct Control {
   std::uint32_t announced[kPhaseCount];
   std::uint32_t fault;  ///< FaultCode of this rank
   PushProgress push;
+  std::uint64_t deadline;  ///< of the rows of a product that waits for them (RowArrivals)
+  std::uint32_t late;      ///< 1 + the rank for whose rows a product has waited too long; 0: none
 };
 
 /// The kind of a fault; fault_sentence() has the text.

@@ -33,19 +33,28 @@ OwnSlots own_slots(const Exchange& exchange, const Problem& problem, const Routi
           .experts_per_rank = problem.experts / exchange.shape.ranks};
 }
 
-/// Begins the epochs of a step, marks the ranks of each token, and makes the other two streams wait
-/// for the caller's stream.
+/// Begins the epochs of a step, marks the ranks of each token, and makes the other streams wait for
+/// the caller's stream.
 void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
   const Exchange& e = run.exchange;
   begin_phases(*e.device, e.peers, phases, run.stream);
   mark_ranks(*e.device, slots, e.peers.own<std::uint64_t>(e.layout.rank_masks), run.stream);
-  follow(e, e.sending, run.stream);
-  follow(e, e.aside, run.stream);
+  for (cudaStream_t stream : {e.sending, e.flags, e.aside}) follow(e, stream, run.stream);
 }
-/// Makes the caller's stream wait for all work that was enqueued on the other two.
+
+/// Waits until the other ranks have read the rows of the previous step, then says that this rank
+/// sends: its copies are then in the queues of the copy engines, and need no multiprocessor.
+void begin_sending(const Run& run) {
+  const Exchange& e = run.exchange;
+  run.wait({kPhaseFree}, e.sending);
+  if (e.transport != ExchangeTransport::kCopy) return;
+  follow(e, e.flags, e.sending);
+  announce(e, kPhaseStarted, e.flags);
+}
+/// Makes the caller's stream wait for all work that was enqueued on the others.
 void end_step(const Run& run) {
-  follow(run.exchange, run.stream, run.exchange.sending);
-  follow(run.exchange, run.stream, run.exchange.aside);
+  const Exchange& e = run.exchange;
+  for (cudaStream_t stream : {e.sending, e.flags, e.aside}) follow(e, run.stream, stream);
 }
 
 /// Copies own rows on the stream `aside`, while the GPU makes the lists of pairs. They have arrived
@@ -184,11 +193,11 @@ void exchange_forward(Exchange& exchange, const Problem& problem, std::int64_t r
   const auto begin = [&] {
     const OwnSlots slots = own_slots(exchange, problem, args.routing);
     begin_step(run, slots,
-               phase_bit(kPhaseRouting) | phase_bit(kPhaseRows) | phase_bit(kPhasePartials) |
-                   phase_bit(kPhaseMorePartials));
+               phase_bit(kPhaseRouting) | phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) |
+                   phase_bit(kPhasePartials) | phase_bit(kPhaseMorePartials));
     send_slots(*exchange.device, exchange.peers, exchange.shape, slots, run.stream);
     announce_by_kernel(*exchange.device, exchange.peers, kPhaseRouting, run.stream);
-    run.wait({kPhaseFree}, exchange.sending);
+    begin_sending(run);
     send_rows(exchange, args.x, {exchange.layout.x, kPhaseRows});
     copy_own(exchange, args.x, exchange.layout.x);
   };
@@ -220,9 +229,10 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
   const OwnSlots slots = own_slots(exchange, problem, args.routing);
   const auto begin = [&] {
     begin_step(run, slots,
-               phase_bit(kPhaseRows) | phase_bit(kPhaseAgain) | phase_bit(kPhasePartials) |
-                   phase_bit(kPhaseMorePartials) | phase_bit(kPhaseScores));
-    run.wait({kPhaseFree}, exchange.sending);
+               phase_bit(kPhaseStarted) | phase_bit(kPhaseRows) | phase_bit(kPhaseAgain) |
+                   phase_bit(kPhasePartials) | phase_bit(kPhaseMorePartials) |
+                   phase_bit(kPhaseScores));
+    begin_sending(run);
     send_rows(exchange, args.dout, {exchange.layout.dout, kPhaseRows});
     send_rows(exchange, args.x, {exchange.layout.x, kPhaseAgain});
     copy_own(exchange, args.dout, exchange.layout.dout);

@@ -53,6 +53,12 @@ __device__ bool has_come(const std::uint32_t* flag, std::uint32_t epoch) {
   return static_cast<std::int32_t>(ptx::acquire_system(flag) - epoch) >= 0;
 }
 
+/// Whether a product has waited too long for rows (RowArrivals). Then it has used whatever its
+/// buffer held.
+__device__ bool is_late(const Control* own) {
+  return *static_cast<const volatile std::uint32_t*>(&own->late) != 0;
+}
+
 /// Thread r waits for rank r if bit r of `from` is set. If one thread finds a fault, all threads
 /// return.
 __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits& limits,
@@ -67,7 +73,8 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
   const std::uint64_t begin = ptx::nanoseconds();
   while (!has_come(&own->flags[phase][r], epoch)) {
     const std::uint32_t alarm = ptx::acquire_system(&own->alarms[r]);
-    const bool late = ptx::nanoseconds() - begin > static_cast<std::uint64_t>(limits.nanoseconds);
+    const bool late =
+        is_late(own) || ptx::nanoseconds() - begin > static_cast<std::uint64_t>(limits.nanoseconds);
     if (alarm != 0 || late) {
       const std::uint32_t code = alarm != 0 ? alarm : FaultCode::pack(kFaultMissing, phase, r);
       give_up(peers, limits, code, alarm != 0 ? r : peers.rank, 0);
@@ -82,15 +89,24 @@ __device__ void wait_for_ranks(const Peers& peers, Phase phase, const WaitLimits
 /// previous kernel is complete, because an earlier kernel has begun the epoch (wait_for()). It
 /// launches the next kernel only after all flags have arrived. Otherwise the next kernel's blocks
 /// could fill the GPU while they wait, and a rank on the same GPU that must set a flag could not
-/// run.
+/// run. The previous kernel may be a product that waits for rows by itself and was late: that
+/// becomes a fault here.
 __global__ void __launch_bounds__(kMaxRanks)
     wait_kernel(const __grid_constant__ Peers peers, Phase phase, const WaitLimits limits,
                 std::uint64_t from, unsigned* arrival) {
   wait_for_ranks(peers, phase, limits, from);
+  if (threadIdx.x == 0 && phase == kPhaseStarted) {
+    peers.control(peers.rank)->deadline =
+        ptx::nanoseconds() + static_cast<std::uint64_t>(limits.nanoseconds);
+  }
   __syncthreads();
   if (threadIdx.x == 0 && arrival != nullptr) ptx::release_one(arrival);
   ptx::launch_next_kernel();
   ptx::wait_for_previous_kernel();
+  const Control* own = peers.control(peers.rank);
+  if (threadIdx.x != 0 || !is_late(own)) return;
+  const std::uint32_t missing = FaultCode::pack(kFaultMissing, kPhaseRows, own->late - 1);
+  give_up(peers, limits, missing, peers.rank, 0);
 }
 
 }  // namespace

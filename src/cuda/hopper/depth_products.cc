@@ -49,9 +49,11 @@ void hopper_multiply_depth(const Device& device, const DepthProduct& product, cu
       columns <= kFewColumns ? narrow_tiling(mean_rows) : gathered_tiling(mean_rows);
   const TileShape shape = tiling.shape();
   StoreExpertGemmParams params{};
-  params.producer = {product.left.rows.data, product.left.index,
+  params.producer = {product.left.rows.data,
+                     product.left.index,
                      static_cast<std::int32_t>(product.left.rows.stride[0] * kElementBytes),
-                     static_cast<std::int32_t>(rows)};
+                     static_cast<std::int32_t>(rows),
+                     {}};
   params.b.map[0] = rows_map(device, product.right, mn_box_depth(shape));
   params.b.part = product.right_part;
   params.tiles = expert_tiles(product.groups, rows, columns, shape);

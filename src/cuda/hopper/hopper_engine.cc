@@ -49,6 +49,7 @@ const Engine kHopperEngine = {
     .choices = kChoices,
     .describe = &hopper_tiles,
     .quantizers = &kQuantizers,
+    .awaits_rows = true,
 };
 
 }  // namespace sonicmoe::cuda

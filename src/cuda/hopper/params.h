@@ -8,6 +8,7 @@
 #include "cuda/hopper/engine/shape.h"
 #include "cuda/math/bias.h"
 #include "cuda/math/scalars.h"
+#include "cuda/metadata/row_arrivals.h"
 #include "cuda/metadata/tile_record.h"
 
 namespace sonicmoe::cuda {
@@ -19,6 +20,7 @@ struct GatherRowsParams {
   const std::int32_t* index;  ///< row of `source` for row p in expert order; null: p
   std::int32_t row_bytes;     ///< stride of `source`, below 2 GiB
   std::int32_t width;         ///< K (GatherDepth: M), a multiple of 8
+  RowArrivals arrivals;       ///< of `source`; GatherDepth: none
 };
 
 struct TmaRowsParams {

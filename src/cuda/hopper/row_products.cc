@@ -38,7 +38,7 @@ struct Launch {
 GatherRowsParams gathered(const RowOperand& operand, std::int64_t width) {
   return {operand.rows.data, operand.index,
           static_cast<std::int32_t>(operand.rows.stride[0] * kElementBytes),
-          static_cast<std::int32_t>(width)};
+          static_cast<std::int32_t>(width), operand.arrivals};
 }
 
 /// Appends the k tiles of the product's low-rank term, if it has one.

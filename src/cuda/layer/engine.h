@@ -76,6 +76,8 @@ struct Engine {
   std::vector<TileChoice> (*describe)(const Problem& problem);
   /// Null: the engine has no FP8. No product that it gets then has scales.
   const Quantizers* quantizers = nullptr;
+  /// Whether gathered row products take RowOperand::arrivals.
+  bool awaits_rows = false;
 
   /// Number of partial dot products of a row in ActivateGrad.
   std::int32_t score_tiles(const Problem& problem) const {

@@ -14,6 +14,7 @@
 #include "core/fp8_layout.h"
 #include "cuda/math/layouts.h"
 #include "cuda/metadata/metadata.h"
+#include "cuda/metadata/row_arrivals.h"
 #include "sonicmoe/moe.h"
 
 namespace sonicmoe::cuda {
@@ -63,6 +64,7 @@ struct RowOperand {
   Tensor rows;  ///< (T, width), (C, width) or (C, G, width); with scales, codes (T or C, width)
   const std::int32_t* index;
   RowScales scales{};  ///< by row if and only if `index` is given (block_stride is 0)
+  RowArrivals arrivals{};  ///< of `rows`; only for an engine that awaits_rows, in a row product
 };
 
 /// How the gate and up matrices of an expert form one operand.

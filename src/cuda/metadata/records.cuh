@@ -43,10 +43,24 @@ struct RecordIndex {
   int total;
 };
 
+/// The usual list: each expert has one range of rows.
+struct ByExpert {
+  static constexpr bool kHasRanges = true;
+  __device__ int operator()(int e) const { return e; }
+};
+/// A list of several lists, one after the other: entry s * experts + e is expert e of list s. It
+/// has only records.
+struct ByList {
+  static constexpr bool kHasRanges = false;
+  int experts;
+  __device__ int operator()(int entry) const { return entry % experts; }
+};
+
 /// Writes row ranges and tile records. All threads of all blocks call it; thread e passes the rows
-/// and the record index of expert e.
-__device__ inline void write_records(const Metadata& out, int experts, RowRange own,
-                                     RecordIndex index, const ExpertArrays& all) {
+/// and the record index of expert e (with ByList: of an entry).
+template <class ExpertOf = ByExpert>
+__device__ void write_records(const Metadata& out, int experts, RowRange own, RecordIndex index,
+                              const ExpertArrays& all, const ExpertOf& expert_of = {}) {
   const int e = threadIdx.x;
   if (e < experts) {
     all.first_record[e] = index.first;
@@ -56,7 +70,7 @@ __device__ inline void write_records(const Metadata& out, int experts, RowRange 
   __syncthreads();
   if (blockIdx.x == 0) {
     if (e == 0) *out.record_count = min(index.total, out.most_records);
-    if (e < experts) {
+    if (ExpertOf::kHasRanges && e < experts) {
       out.expert_begin[e] = own.begin;
       out.expert_rows[e] = own.rows;
     }
@@ -70,23 +84,24 @@ __device__ inline void write_records(const Metadata& out, int experts, RowRange 
       const int middle = (low + high) / 2;
       (all.first_record[middle] <= i ? low : high) = middle;
     }
-    out.records[i] = {low, all.begin[low], all.rows[low], all.first_record[low]};
+    out.records[i] = {expert_of(low), all.begin[low], all.rows[low], all.first_record[low]};
   }
 }
 
 /// Computes the record indices by a prefix sum and calls write_records.
-__device__ inline void write_experts(const Metadata& out, int experts, RowRange own,
-                                     const ExpertArrays& all) {
+template <class ExpertOf>
+__device__ void write_experts(const Metadata& out, int experts, RowRange own,
+                              const ExpertArrays& all, const ExpertOf& expert_of) {
   RecordIndex index{};
   index.first = block_prefix<kMetadataThreads>(records_of(own.rows), &index.total);
-  write_records(out, experts, own, index, all);
+  write_records(out, experts, own, index, all, expert_of);
 }
 
 /// The body of a kernel whose rows need no sort: waits for the previous kernel, clears the
 /// counters, and writes row ranges and records; expert e has the rows range(e).
-template <class Range>
+template <class Range, class ExpertOf = ByExpert>
 __device__ void take_ranges(const Metadata& out, int experts, const Counters& counters,
-                            const Range& range) {
+                            const Range& range, const ExpertOf& expert_of = {}) {
   __shared__ std::int32_t first_record[kMaxMetadataExperts];
   __shared__ std::int32_t rows[kMaxMetadataExperts];
   __shared__ std::int32_t begin[kMaxMetadataExperts];
@@ -94,7 +109,8 @@ __device__ void take_ranges(const Metadata& out, int experts, const Counters& co
   ptx::launch_next_kernel();
   counters.clear();
   const int e = threadIdx.x;
-  write_experts(out, experts, e < experts ? range(e) : RowRange{0, 0}, {first_record, rows, begin});
+  write_experts(out, experts, e < experts ? range(e) : RowRange{0, 0}, {first_record, rows, begin},
+                expert_of);
 }
 
 }  // namespace sonicmoe::cuda

@@ -35,31 +35,46 @@ __device__ int end_of(const Metadata& whole, int e, std::int64_t tokens, int sou
 }
 
 /// The rows of expert e in a list of group `group`.
-__device__ RowRange range_of(const Metadata& whole, int e, const SourceGroups& of, int group,
-                             Rounding rounding) {
+__device__ RowRange range_of(const Metadata& whole, int e, std::int64_t tokens,
+                             const SourceGroups& of, int group, Rounding rounding) {
   const Rounding first = group == 0 ? Rounding::kDown : rounding;
-  const int begin = end_of(whole, e, of.tokens, of.bounds[group], first);
-  const int end = group + 1 == of.groups
-                      ? whole.expert_rows[e]
-                      : end_of(whole, e, of.tokens, of.bounds[group + 1], rounding);
+  const int begin = end_of(whole, e, tokens, of.bounds[group], first);
+  const int end = group + 1 == of.groups ? whole.expert_rows[e]
+                                         : end_of(whole, e, tokens, of.bounds[group + 1], rounding);
   return {whole.expert_begin[e] + begin, end - begin};
 }
 
-/// Blocks with blockIdx.y = 0 write `own`, the next ones `arrivals`, the last ones `sums`.
+/// Blocks with blockIdx.y = 0 write `own`, the next ones `arrivals`, then `sums`, then `by_source`.
 __global__ void __launch_bounds__(kMetadataThreads)
     split_records_kernel(const __grid_constant__ Metadata whole,
-                         const __grid_constant__ SourceGroups arrivals,
-                         const __grid_constant__ SourceGroups sums, int experts,
+                         const __grid_constant__ SplitLists lists, int experts,
                          const __grid_constant__ RecordSplit split) {
-  const int list = static_cast<int>(blockIdx.y) - 1;
-  const int sum = list - arrivals.groups;
-  const Metadata& out = list < 0 ? split.own : sum >= 0 ? split.sums[sum] : split.arrivals[list];
+  const int arrival = static_cast<int>(blockIdx.y) - 1;
+  const int sum = arrival - lists.arrivals.groups;
+  const std::int64_t tokens = lists.tokens;
+  if (sum == lists.sums.groups) {
+    const int last = lists.by_source - 1;
+    take_ranges(
+        split.by_source, experts * lists.by_source, {nullptr, 0},
+        [&](int entry) {
+          const int source = entry / experts, e = entry - source * experts;
+          const int begin = source == 0 ? 0 : end_of(whole, e, tokens, source, Rounding::kDown);
+          const int end = source == last ? whole.expert_rows[e]
+                                         : end_of(whole, e, tokens, source + 1, Rounding::kDown);
+          return RowRange{whole.expert_begin[e] + begin, end - begin};
+        },
+        ByList{experts});
+    return;
+  }
+  const Metadata& out = arrival < 0 ? split.own
+                        : sum >= 0  ? split.sums[sum]
+                                    : split.arrivals[arrival];
   take_ranges(out, experts, {nullptr, 0}, [&](int e) {
-    if (list < 0) {
-      return RowRange{whole.expert_begin[e], end_of(whole, e, arrivals.tokens, 1, Rounding::kDown)};
+    if (arrival < 0) {
+      return RowRange{whole.expert_begin[e], end_of(whole, e, tokens, 1, Rounding::kDown)};
     }
-    return sum >= 0 ? range_of(whole, e, sums, sum, Rounding::kUp)
-                    : range_of(whole, e, arrivals, list, Rounding::kDown);
+    return sum >= 0 ? range_of(whole, e, tokens, lists.sums, sum, Rounding::kUp)
+                    : range_of(whole, e, tokens, lists.arrivals, arrival, Rounding::kDown);
   });
 }
 
@@ -77,19 +92,24 @@ RecordSplit record_split(const Problem& problem, void* base) {
     list.expert_rows = carver.take<std::int32_t>(problem.experts);
   };
   place(split.own);
+  place(split.by_source);
   for (Metadata& list : split.arrivals) place(list);
   for (Metadata& list : split.sums) place(list);
   split.bytes = carver.used();
   return split;
 }
 
+bool splits_by_source(std::int64_t experts, std::int32_t sources) {
+  return experts * sources <= kMaxMetadataExperts;
+}
+
 void split_records(const Device& device, const Problem& problem, const Metadata& whole,
-                   const SourceGroups& arrivals, const SourceGroups& sums, const RecordSplit& split,
-                   cudaStream_t stream) {
+                   const SplitLists& lists, const RecordSplit& split, cudaStream_t stream) {
   constexpr unsigned kBlocks = 2;
-  const auto lists = static_cast<unsigned>(1 + arrivals.groups + sums.groups);
+  const auto count = static_cast<unsigned>(1 + lists.arrivals.groups + lists.sums.groups +
+                                           (lists.by_source != 0 ? 1 : 0));
   launch_dependent(device, "launching the split of tile records", split_records_kernel,
-                   {dim3(kBlocks, lists), kMetadataThreads}, stream, whole, arrivals, sums,
+                   {dim3(kBlocks, count), kMetadataThreads}, stream, whole, lists,
                    static_cast<int>(problem.experts), split);
 }
 

@@ -11,20 +11,22 @@ namespace sonicmoe::cuda {
 /// The most groups of sources.
 inline constexpr int kMostSourceGroups = 4;
 
-/// How tokens are divided among sources: source s has the tokens [s * tokens, (s + 1) * tokens).
 /// Group g has the sources [bounds[g], bounds[g + 1]); the groups begin at source 1 and end at the
 /// last source.
 struct SourceGroups {
-  std::int64_t tokens;
-  int groups;
-  std::int32_t bounds[kMostSourceGroups + 1];
+  int groups = 0;
+  std::int32_t bounds[kMostSourceGroups + 1] = {};
 };
 
 /// The lists have only records, record_count, expert_begin and expert_rows. Rows have the same
-/// numbers as in the undivided list, and each list of `arrivals` and `sums` together with `own` has
-/// each row once, in the records of the undivided list. Within an expert, rows are in token order.
+/// numbers as in the undivided list. The lists `arrivals` with `own`, `sums` with `own`, and
+/// `by_source` each have the records of the undivided list. Within an expert, rows are in token
+/// order.
 struct RecordSplit {
   Metadata own;  ///< full records whose rows all belong to source 0
+  /// All records, only `records` and `record_count`: first those of `own`, then those that need no
+  /// rows of the sources after source 1, then source 2, ...
+  Metadata by_source;
   /// [g]: records that need no rows of the sources after group g, and that are in no earlier list.
   Metadata arrivals[kMostSourceGroups];
   /// [g]: records with rows of the sources up to group g, and that are in no earlier list. So with
@@ -35,9 +37,17 @@ struct RecordSplit {
 /// Places the arrays from `base` on; a null `base` gives their size only.
 RecordSplit record_split(const Problem& problem, void* base);
 
-/// Writes `own` and the lists of each group of `arrivals` and of `sums`.
+/// What split_records() writes besides `own`. Source s has the tokens [s * tokens, (s + 1) *
+/// tokens).
+struct SplitLists {
+  std::int64_t tokens;
+  SourceGroups arrivals;
+  SourceGroups sums;
+  std::int32_t by_source = 0;  ///< the number of sources; 0: without `by_source`
+};
+/// Whether `by_source` can be written.
+bool splits_by_source(std::int64_t experts, std::int32_t sources);
 void split_records(const Device& device, const Problem& problem, const Metadata& whole,
-                   const SourceGroups& arrivals, const SourceGroups& sums, const RecordSplit& split,
-                   cudaStream_t stream);
+                   const SplitLists& lists, const RecordSplit& split, cudaStream_t stream);
 
 }  // namespace sonicmoe::cuda

@@ -6,6 +6,7 @@
 
 #include "cuda/hopper/engine/concepts.cuh"
 #include "cuda/hopper/engine/operand_b.cuh"
+#include "cuda/hopper/producers/await_rows.cuh"
 #include "cuda/ptx/address.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -68,6 +69,7 @@ struct GatherRows {
     RingPosition<kShape.stages> ring;
     look_up();
     while (!tiles.done()) {
+      if (p.producer.arrivals.flags != nullptr) await_rows(p.producer.arrivals, next_row);
       // 64-bit pointers stay in registers for four k tiles. If they were computed or advanced for
       // each k tile, a register would become free only when a copy has read it, and the copies of a
       // stage would wait for each other (5 to 9 % slower on the H200).

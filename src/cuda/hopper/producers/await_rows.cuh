@@ -1,0 +1,40 @@
+// The wait of a gathering producer for rows of other GPUs.
+#pragma once
+
+#include "cuda/metadata/row_arrivals.h"
+#include "cuda/ptx/system.cuh"
+
+namespace sonicmoe::cuda {
+
+/// Waits until the rows of all lanes have come; called by a whole warp. `row`: the row of the
+/// source that this lane looks up, negative if it has none. Then the copies of any lane may read
+/// the rows. Lane l waits for source l + 1. Nothing is kept in registers from one read of the flag
+/// to the next: the producer of A has none.
+__device__ __forceinline__ void await_rows(const RowArrivals& a, int row) {
+  constexpr unsigned kPause = 100;  // nanoseconds
+  const int last = __reduce_max_sync(~0u, row);
+  if (last < a.tokens) return;
+  const int source = (static_cast<int>(threadIdx.x) & 31) + 1;
+  int rank = a.rank + source;
+  if (rank >= a.ranks) rank -= a.ranks;
+  bool waits = source < a.ranks && last >= source * a.tokens;
+  for (;;) {
+    if (waits) {
+      const auto epoch = *static_cast<const volatile std::uint32_t*>(a.epoch);
+      waits = static_cast<std::int32_t>(ptx::acquire_system(a.flags + rank) - epoch) < 0;
+    }
+    if (!__any_sync(~0u, waits)) break;
+    if (waits) {
+      auto* late = static_cast<volatile std::uint32_t*>(a.late);
+      if (ptx::nanoseconds() > *static_cast<const volatile std::uint64_t*>(a.deadline)) {
+        *late = 1 + rank;
+      }
+      waits = *late == 0 && ptx::acquire_system(a.alarms + rank) == 0;
+    }
+    if (!__any_sync(~0u, waits)) break;
+    __nanosleep(kPause);
+  }
+  __syncwarp();
+}
+
+}  // namespace sonicmoe::cuda
