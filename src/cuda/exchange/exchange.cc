@@ -85,7 +85,6 @@ void clear_control(const Exchange& exchange) {
 struct Closer {
   void operator()(Exchange* exchange) const {
     if (exchange->sending != nullptr) cudaStreamDestroy(exchange->sending);
-    if (exchange->flags != nullptr) cudaStreamDestroy(exchange->flags);
     if (exchange->aside != nullptr) cudaStreamDestroy(exchange->aside);
     if (exchange->reached != nullptr) cudaEventDestroy(exchange->reached);
     cudaFreeHost(exchange->record);
@@ -97,10 +96,8 @@ struct Closer {
 void create_streams(Exchange& exchange) {
   int least = 0, greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "reading stream priorities");
-  for (cudaStream_t* stream : {&exchange.sending, &exchange.flags}) {
-    check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest),
-               "creating a stream");
-  }
+  check_cuda(cudaStreamCreateWithPriority(&exchange.sending, cudaStreamNonBlocking, greatest),
+             "creating a stream");
   check_cuda(cudaStreamCreateWithPriority(&exchange.aside, cudaStreamNonBlocking, least),
              "creating a stream");
   check_cuda(cudaEventCreateWithFlags(&exchange.reached, cudaEventDisableTiming),

@@ -26,7 +26,6 @@ struct Exchange {
   cuda::FaultRecord* record = nullptr;  ///< pinned; limits.record is its device address
   std::int64_t* row_count = nullptr;    ///< pinned; the result of exchange_rows()
   cudaStream_t sending = nullptr;       ///< sends rows and partial sums
-  cudaStream_t flags = nullptr;         ///< with kCopy announces what `sending` has sent
   cudaStream_t aside = nullptr;         ///< copies own rows; runs sums beside weight gradients
   cudaEvent_t reached = nullptr;        ///< the event that follow() records
   /// Whether A and dH may be one launch each, whose tiles wait for their rows (RowArrivals). Not if

@@ -121,7 +121,8 @@ struct PartialSource {
 /// part's phase to that rank.
 void push_partials(const Peers& peers, const ExchangeShape& shape, const PartialSource& source,
                    int multiprocessors, cudaStream_t stream);
-/// Sends the gradient of each pair's routing weight to its slot, on the rank that sent the pair.
+/// Sends the gradient of each pair's routing weight to its slot, on the rank that sent the pair,
+/// then announces kPhaseScores to all other ranks. `list` has room for rows.
 void push_score_grads(const Peers& peers, const ExchangeShape& shape, const PairList& list,
                       const float* grads, cudaStream_t stream);
 

@@ -276,26 +276,37 @@ void add_row_grads(const Run& run, const Backward& b, const Tensor& dout) {
   launch([&](Steps& steps) { steps.add("dX~", dx); });
 }
 
-/// Computes and sends dX of other ranks' tokens and the gradients of routing weights, at the same
-/// time as the weight gradients.
+/// Whether dX of other ranks' tokens is summed before the weight gradients, on the whole GPU. In a
+/// layer with many ranks and narrow experts, the partial sums then travel during dW2 already. Else
+/// it is summed beside the weight gradients.
+bool sums_come_first(const Run& run) {
+  constexpr std::int64_t kNarrow = 512;
+  return run.exchange.shape.ranks > 2 && run.layer.width < kNarrow;
+}
+
+/// Computes and sends dX of other ranks' tokens and the gradients of routing weights.
 void send_sums(const Run& run, const Backward& b) {
   const Exchange& e = run.exchange;
-  const Launch launch(run, b.pass, b.aside);
-  follow(e, e.aside, run.stream);
-  if (b.args.dx.data != nullptr) {
+  const bool first = sums_come_first(run);
+  const auto send_dx = [&](const Exec& exec, cudaStream_t stream) {
+    const Launch launch(run, b.pass, exec);
     for (std::int32_t p = 1; p < e.peers.ranks; ++p) {
       each_part(run, [&](const TokenPart& part) {
-        launch([&](Steps& steps) {
-          steps.add("dX", b.sum(b.args.dx, tokens_of(run, p, part), nullptr));
-        });
-        send_part(run, p, part, e.aside);
+        TokenSum sum = b.sum(b.args.dx, tokens_of(run, p, part), nullptr);
+        if (first) sum.start = Start::kAfterPrevious;
+        launch([&](Steps& steps) { steps.add("dX", sum); });
+        send_part(run, p, part, stream);
       });
     }
-  }
+  };
+  const bool has_dx = b.args.dx.data != nullptr;
+  if (has_dx && first) send_dx(run.exec, run.stream);
+  follow(e, e.aside, run.stream);
+  if (has_dx && !first) send_dx(b.aside, e.aside);
   if (b.args.dweights.data == nullptr) return;
+  const Launch launch(run, b.pass, b.aside);
   launch([&](Steps& steps) { add_score_grad(b.call, steps); });
   push_score_grads(e.peers, e.shape, run.memory.pairs, run.memory.score_grads, e.aside);
-  announce(e, kPhaseScores, e.aside);
 }
 
 }  // namespace

@@ -27,10 +27,10 @@ enum Phase : std::int32_t {
 
 constexpr std::uint32_t phase_bit(Phase phase) { return 1u << phase; }
 
-/// How far a push kernel is; 0 before and after each launch.
+/// How far a kernel is that sends; 0 before and after each launch.
 struct PushProgress {
-  std::uint32_t taken;     ///< rows that its warps have taken
-  std::uint32_t finished;  ///< blocks that have ended
+  std::uint32_t taken;  ///< rows that its warps have taken
+  std::uint32_t ended;  ///< blocks
 };
 
 /// The flags at the beginning of a symmetric buffer. The epoch of a phase is the number of times
@@ -47,10 +47,11 @@ struct Control {
   /// The value that the copy engines copy to the flags: the epoch, or after a fault the previous
   /// epoch, so that nothing is announced.
   std::uint32_t announced[kPhaseCount];
-  std::uint32_t fault;  ///< FaultCode of this rank
-  PushProgress push;
-  std::uint64_t deadline;  ///< of the rows of a product that waits for them (RowArrivals)
-  std::uint32_t late;      ///< 1 + the rank for whose rows a product has waited too long; 0: none
+  std::uint32_t fault;       ///< FaultCode of this rank
+  PushProgress push;         ///< of rows and partial sums, on the sending stream
+  PushProgress push_scores;  ///< of gradients of routing weights, on the stream `aside`
+  std::uint64_t deadline;    ///< of the rows of a product that waits for them (RowArrivals)
+  std::uint32_t late;        ///< 1 + the rank for whose rows a product has waited too long; 0: none
 };
 
 /// The kind of a fault; fault_sentence() has the text.

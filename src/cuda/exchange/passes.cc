@@ -39,22 +39,22 @@ void begin_step(const Run& run, const OwnSlots& slots, std::uint32_t phases) {
   const Exchange& e = run.exchange;
   begin_phases(*e.device, e.peers, phases, run.stream);
   mark_ranks(*e.device, slots, e.peers.own<std::uint64_t>(e.layout.rank_masks), run.stream);
-  for (cudaStream_t stream : {e.sending, e.flags, e.aside}) follow(e, stream, run.stream);
+  for (cudaStream_t stream : {e.sending, e.aside}) follow(e, stream, run.stream);
 }
 
-/// Waits until the other ranks have read the rows of the previous step, then says that this rank
-/// sends: its copies are then in the queues of the copy engines, and need no multiprocessor.
+/// Waits until the other ranks have read the rows of the previous step, then announces that this
+/// rank sends. From then on its rows need copy engines only, no multiprocessor.
 void begin_sending(const Run& run) {
   const Exchange& e = run.exchange;
   run.wait({kPhaseFree}, e.sending);
-  if (e.transport != ExchangeTransport::kCopy) return;
-  follow(e, e.flags, e.sending);
-  announce(e, kPhaseStarted, e.flags);
+  if (e.transport == ExchangeTransport::kCopy) {
+    announce_by_kernel(*e.device, e.peers, kPhaseStarted, e.sending);
+  }
 }
 /// Makes the caller's stream wait for all work that was enqueued on the others.
 void end_step(const Run& run) {
   const Exchange& e = run.exchange;
-  for (cudaStream_t stream : {e.sending, e.flags, e.aside}) follow(e, run.stream, stream);
+  for (cudaStream_t stream : {e.sending, e.aside}) follow(e, run.stream, stream);
 }
 
 /// Copies own rows on the stream `aside`, while the GPU makes the lists of pairs. They have arrived
@@ -240,11 +240,12 @@ void exchange_backward(Exchange& exchange, const Problem& problem, std::int64_t 
   };
   const auto compute = [&] { compute_backward(run, args); };
   const auto finish = [&] {
-    finish_backward(run, args);
+    // The gradients of routing weights arrive first, and are taken while partial sums travel.
     if (args.dweights.data != nullptr) {
       run.wait({kPhaseScores}, exchange.aside);
       take_score_grads(exchange.peers, exchange.shape, slots, args.dweights, exchange.aside);
     }
+    finish_backward(run, args);
     end_step(run);
   };
   run_parts(exchange, Pass::kBackward, part, begin, compute, finish);

@@ -40,17 +40,34 @@ struct Pieces {
   }
 };
 
+/// Called by all threads of a block when their stores are done: the block that ends last announces
+/// the phase to the ranks in `to`.
+__device__ __forceinline__ void announce_at_end(const Peers& peers, Phase phase, std::uint64_t to,
+                                                PushProgress* progress) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ptx::fence_system();
+  if (atomicAdd(&progress->ended, 1u) + 1 != gridDim.x) return;
+  *progress = {};
+  if (has_fault(peers)) return;
+  const std::uint32_t epoch = peers.control(peers.rank)->epochs[phase];
+  for (int r = 0; r < peers.ranks; r++) {
+    if (r == peers.rank || (to >> r & 1) == 0) continue;
+    ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
+  }
+}
+
 /// Calls copy(i) for the rows i below `count`, then announces the phase to the ranks in `to`. Warps
 /// take rows from a counter, because they do not all start at the same time: a block starts when a
-/// product leaves a multiprocessor free. The block that ends last announces.
+/// product leaves a multiprocessor free.
 template <class Copy>
 __device__ __forceinline__ void push_all(const Peers& peers, Phase phase, std::uint64_t to,
                                          std::int64_t count, const Copy& copy) {
   if (__syncthreads_or(has_fault(peers)) != 0) return;
-  Control* own = peers.control(peers.rank);
+  PushProgress* progress = &peers.control(peers.rank)->push;
   const auto take = [&] {
     unsigned taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(&own->push.taken, 1u);
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(&progress->taken, 1u);
     return static_cast<std::int64_t>(__shfl_sync(~0u, taken, 0));
   };
   for (std::int64_t i = take(); i < count;) {
@@ -58,17 +75,7 @@ __device__ __forceinline__ void push_all(const Peers& peers, Phase phase, std::u
     copy(i);
     i = next;
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  ptx::fence_system();
-  if (atomicAdd(&own->push.finished, 1u) + 1 != gridDim.x) return;
-  own->push = {};
-  if (has_fault(peers)) return;
-  const std::uint32_t epoch = own->epochs[phase];
-  for (int r = 0; r < peers.ranks; r++) {
-    if (r == peers.rank || (to >> r & 1) == 0) continue;
-    ptx::release_system(&peers.control(r)->flags[phase][peers.rank], epoch);
-  }
+  announce_at_end(peers, phase, to, progress);
 }
 
 /// Sends rows of x or dout. A warp reads a row once and writes it to all ranks in the row's mask.
@@ -132,12 +139,12 @@ __global__ void __launch_bounds__(32 * kOwnWarps)
   }
 }
 
-/// Sends the gradient of each pair's routing weight. Blocks are small enough to run on a
-/// multiprocessor together with a block of a weight gradient.
+/// Sends the gradient of each pair's routing weight and announces kPhaseScores. Blocks are small
+/// enough to run on a multiprocessor together with a block of a weight gradient.
 __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     push_score_grads_kernel(const __grid_constant__ Peers peers, const PairList list,
                             const float* grads, std::int64_t max_tokens, std::int64_t offset) {
-  if (has_fault(peers)) return;  // rows of the list may not have been written
+  if (__syncthreads_or(has_fault(peers)) != 0) return;  // the list may not have been written
 #pragma unroll 4
   for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kBesideThreads + threadIdx.x;
        row < list.rows; row += static_cast<std::int64_t>(gridDim.x) * kBesideThreads) {
@@ -146,6 +153,7 @@ __global__ void __launch_bounds__(kBesideThreads, kBesideBlocks)
     const auto r = (peers.rank + static_cast<int>(token / max_tokens)) % peers.ranks;
     peers.at<float>(r, offset)[list.slot[row]] = grads[row];
   }
+  announce_at_end(peers, kPhaseScores, ~std::uint64_t{0}, &peers.control(peers.rank)->push_scores);
 }
 
 struct SumParams {

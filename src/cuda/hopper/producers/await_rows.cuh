@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 /// the rows. Lane l waits for source l + 1. Nothing is kept in registers from one read of the flag
 /// to the next: the producer of A has none.
 __device__ __forceinline__ void await_rows(const RowArrivals& a, int row) {
-  constexpr unsigned kPause = 100;  // nanoseconds
+  constexpr unsigned kPause = 500;  // nanoseconds; all warps of the GPU read the same words
   const int last = __reduce_max_sync(~0u, row);
   if (last < a.tokens) return;
   const int source = (static_cast<int>(threadIdx.x) & 31) + 1;
