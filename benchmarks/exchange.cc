@@ -8,9 +8,9 @@
 //
 // S: seconds of load before a config is measured. W: number of ranks, by default the number of
 // GPUs; if there are more ranks than GPUs, ranks share GPUs. T: tokens of a rank, by default the
-// config's. WAY: auto, copy or push, then a digit for the groups of other ranks (layer.cc), then x
-// if tiles must not wait for rows: copy, copy2, copyx, push3. The ways of a config alternate in one
-// process. All configs and auto by default.
+// config's. WAY: auto, copy or push, then a digit for the groups of other ranks (layer.cc), then w
+// if tiles wait for their rows (not with ranks that share GPUs) or x if they do not: copy2, copyw.
+// The ways of a config alternate in one process. All configs and auto by default.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -207,7 +208,7 @@ struct Way {
   std::string name = "auto";
   ExchangeTransport transport = ExchangeTransport::kAuto;
   int groups = 0;
-  bool awaits_rows = true;
+  std::optional<bool> awaits_rows{};
 };
 
 struct Options {
@@ -344,7 +345,7 @@ struct Subject {
       Exchange& e = ranks.exchange(r);
       if (way.transport != ExchangeTransport::kAuto) e.transport = way.transport;
       e.groups = way.groups;
-      e.awaits_rows = way.awaits_rows && awaits_rows;
+      e.awaits_rows = way.awaits_rows.value_or(awaits_rows);
     });
   }
   /// One thread enqueues for all ranks, so it enqueues each part for all ranks before the next
@@ -489,13 +490,16 @@ std::vector<Way> ways_of(const std::string& list) {
       throw std::runtime_error("the way is '" + name + "' but must be auto, copy or push");
     }
     std::string groups = name.substr(4);
-    const bool waits_before = !groups.empty() && groups.back() == 'x';
-    if (waits_before) groups.pop_back();
+    std::optional<bool> awaits_rows;
+    if (!groups.empty() && (groups.back() == 'w' || groups.back() == 'x')) {
+      awaits_rows = groups.back() == 'w';
+      groups.pop_back();
+    }
     ways.push_back({name,
                     push   ? ExchangeTransport::kPush
                     : copy ? ExchangeTransport::kCopy
                            : ExchangeTransport::kAuto,
-                    groups.empty() ? 0 : number_of<int>("groups", groups), !waits_before});
+                    groups.empty() ? 0 : number_of<int>("groups", groups), awaits_rows});
   }
   return ways;
 }

@@ -6,8 +6,9 @@
 
 Each command ends within --seconds (less than ten minutes) and needs no supervision. It measures
 with 2, 4, ... GPUs (training also with 1), the largest number first, and writes the record after
-each measurement. A later call with the same device, commit and torch measures only what the record
-lacks; --again measures all.
+each measurement. Layers over the most GPUs are also written to ranks.json beside the record. A
+later call with the same device, commit and torch measures only what the record lacks; --again
+measures all.
 
 Layers are forward and backward through PyTorch with 8192 tokens on each rank. Each row has the time
 of the same layer alone on one GPU, with as many routed rows and without communication. Training is
@@ -139,7 +140,16 @@ class Driver(ep2.Driver):
         if problem or len(rows) < len(configs):
             self.missing(problem or "no time was left for all layers", f"layers over {ranks} ranks")
         self.write()
+        self.write_ranks()
         return len(rows) == len(configs)
+
+    def write_ranks(self) -> None:
+        """Writes ranks.json: the layers over the most GPUs, each way with forward and backward."""
+        most = max(self.options.ranks)
+        rows = [ranks_row(row) for row in self.record["layers"] if row["ranks"] == most]
+        kept = {key: self.record[key] for key in ("device", "torch", "date", "commit")}
+        path = Path(self.options.out).with_name("ranks.json")
+        path.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -193,6 +203,12 @@ class Driver(ep2.Driver):
             "losses": found["losses"],
             "expert_norms": found["expert_norms"],
         }
+
+
+def ranks_row(row: dict) -> dict:
+    """A row of ranks.json from one of the record."""
+    names = {"alone_torch": "alone", "ours_torch": "ours"}
+    return {names.get(key, key): value for key, value in row.items()}
 
 
 def speed(found: dict) -> str:

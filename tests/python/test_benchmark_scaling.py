@@ -79,6 +79,10 @@ def test_layers(scaling, tmp_path, monkeypatch):
     assert list(made.record["problems"]) == ["layers over 4 ranks"]
     (line,) = scaling.summary(json.loads((tmp_path / "scaling.json").read_text()))
     assert "1.083 of alone (goal 1.12), others 1.50 times ours (goal 1.25)" in line
+    ranks = json.loads((tmp_path / "ranks.json").read_text())
+    (row,) = ranks["rows"]
+    assert (row["ranks"], row["ours"], row["alone"]) == (8, times(13.0), times(12.0))
+    assert row["gather_scatter"] == times(19.5) and ranks["device"] == "cpu"
     resumed = driver(scaling, monkeypatch, tmp_path, *given)
     assert resumed.record["layers"] == made.record["layers"]
     assert driver(scaling, monkeypatch, tmp_path, *given, "--again").record["layers"] == []

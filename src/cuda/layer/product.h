@@ -63,7 +63,7 @@ struct StoredRows {
 struct RowOperand {
   Tensor rows;  ///< (T, width), (C, width) or (C, G, width); with scales, codes (T or C, width)
   const std::int32_t* index;
-  RowScales scales{};  ///< by row if and only if `index` is given (block_stride is 0)
+  RowScales scales{};      ///< by row if and only if `index` is given (block_stride is 0)
   RowArrivals arrivals{};  ///< of `rows`; only for an engine that awaits_rows, in a row product
 };
 
