@@ -35,8 +35,9 @@
 namespace sonicmoe {
 
 /// The factors of a projection as strided views, or their gradients. Both factors are given, or
-/// neither. Their dtype is Problem::dtype, or fp32 with Problem::f32_factors. For CUDA, gate_b and
-/// b of the up-projection must alternate along n if gate and up of the weights do (h_views()).
+/// neither. Experts may share a factor: its stride of experts is then 0. The dtype is
+/// Problem::dtype, or fp32 with Problem::f32_factors. For CUDA, gate_b and b of the up-projection
+/// must alternate along n if gate and up of the weights do (h_views()).
 struct LowRank {
   Tensor a{};          ///< up: A_u (E, r, d); down: A_d (E, r, n)
   Tensor b{};          ///< up: the rows of B_u for up, (E, n, r); down: B_d (E, d, r)

@@ -23,8 +23,8 @@ from .routing import Pairs
 class LowRank(NamedTuple):
     """The term scale * b @ a that is added to a frozen weight (E, out, in)."""
 
-    a: Tensor  # (E, r, in)
-    b: Tensor  # (E, out, r)
+    a: Tensor  # (E, r, in), or (1, r, in): one for all experts
+    b: Tensor  # (E, out, r), or (1, out, r)
     scale: float = 1.0
 
 
@@ -61,11 +61,12 @@ def _check_factors(x: Tensor, w_up: Tensor, w_down: Tensor, up: LowRank, down: L
     ):
         if factors.a is None:
             continue
-        _checks.shape(f"{name}.a", factors.a, f"(E, r, {letters[1]})", (experts, None, columns))
+        a, b = (1 if t.dim() > 0 and t.shape[0] == 1 else experts for t in factors[:2])
+        _checks.shape(f"{name}.a", factors.a, f"(E, r, {letters[1]})", (a, None, columns))
         rank = factors.a.shape[1]
         if rank < 1:
             raise ValueError(f"{name}.a has rank {rank}, must be at least 1")
-        _checks.shape(f"{name}.b", factors.b, f"(E, {letters[0]}, r)", (experts, rows, rank))
+        _checks.shape(f"{name}.b", factors.b, f"(E, {letters[0]}, r)", (b, rows, rank))
         for part, value in (("a", factors.a), ("b", factors.b)):
             _checks.dtype(f"{name}.{part}", value)
             _checks.on_device(f"{name}.{part}", value, x)
@@ -102,6 +103,8 @@ def _run(form: str, x, routing: tuple, experts: tuple, up, down, style: tuple, r
     x = tensors[0]
     _check_factors(x, *tensors[5:7], up, down)
     factors = _padded(_cast([up.a, up.b, down.a, down.b], x.dtype), x.device)
+    experts = tensors[6].shape[0]
+    factors = [None if t is None else t.expand(experts, -1, -1) for t in factors]
     codes = fp8.given_weights(request, tensors, options)
     scales = float(up.scale), float(down.scale)
     return _lora_ops.lora(tensors, options, (*factors, *scales), codes)
@@ -128,7 +131,8 @@ def lora_moe(
 
     Differentiable in x, topk_weights and the factors: up.a (E, r, d), up.b (E, G*n, r), down.a
     (E, r, n), down.b (E, d, r), in x's dtype or fp32 (other float dtypes are cast to x's).
-    gate_layout gives the order of the rows of up.b. The other arguments are those of moe(), except
+    A factor whose first size is 1 belongs to all experts. gate_layout gives the order of the rows
+    of up.b. The other arguments are those of moe(), except
     that w_up must be one tensor.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
@@ -187,9 +191,11 @@ class LoRA(nn.Module):
     and `down` of lora_moe(): a call, unlike a read of its parameters, runs the hooks by which other
     packages bring offloaded parameters back."""
 
-    def __init__(self, w_up: Tensor, w_down: Tensor, rank: int, alpha: float, dtype=None):
+    def __init__(
+        self, w_up: Tensor, w_down: Tensor, rank: int, alpha: float, dtype=None, share_outer=False
+    ):
         """For w_up (E, G*n, d) and w_down (E, d, n); scale = alpha / rank. dtype: default fp32, or
-        the weights' dtype if it is wider."""
+        the weights' dtype if it is wider. share_outer: up_a and down_b are one for all experts."""
         super().__init__()
         _checks.integer("rank", rank)
         _checks.finite("alpha", alpha)
@@ -199,8 +205,10 @@ class LoRA(nn.Module):
         dtype = dtype or torch.promote_types(w_up.dtype, torch.float32)
         for name, w in (("up", w_up), ("down", w_down)):
             experts, outer, inner = w.shape
-            for factor, shape in (("a", (experts, rank, inner)), ("b", (experts, outer, rank))):
-                value = torch.empty(shape, device=w.device, dtype=dtype)
+            for factor, shape in (("a", (rank, inner)), ("b", (outer, rank))):
+                shared = share_outer and name + factor in ("upa", "downb")
+                size = (1 if shared else experts, *shape)
+                value = torch.empty(size, device=w.device, dtype=dtype)
                 setattr(self, f"{name}_{factor}", nn.Parameter(value))
         self.reset_parameters()
 
@@ -228,7 +236,9 @@ class LoRA(nn.Module):
         return f"rank={self.up_a.shape[1]}, scale={self.scale}"
 
 
-def new_factors(module: nn.Module, weights: tuple, rank: int, alpha: float, dtype) -> LoRA:
+def new_factors(
+    module: nn.Module, weights: tuple, rank: int, alpha: float, dtype, share_outer=False
+) -> LoRA:
     """Factors for the weights (w_up, w_down) of a module that has none yet."""
     if getattr(module, "lora", None) is not None:
         raise ValueError(
@@ -240,4 +250,4 @@ def new_factors(module: nn.Module, weights: tuple, rank: int, alpha: float, dtyp
                 f"{name} of {type(module).__name__} is a DTensor: add_lora must come before "
                 "fully_shard and every other distribution of the model"
             )
-    return LoRA(*weights, rank, alpha, dtype)
+    return LoRA(*weights, rank, alpha, dtype, share_outer)

@@ -309,14 +309,16 @@ class MoE(nn.Module):
         counts = tokens_per_expert.to(self.selection_bias)
         self.selection_bias.add_((counts.mean() - counts).sign(), alpha=rate)
 
-    def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
+    def add_lora(self, rank: int, alpha: float, *, dtype=None, share_outer: bool = False) -> None:
         """Freezes the experts and adds trainable low-rank factors (LoRA), the parameters lora.*.
 
         scale = alpha / rank; a state dict does not have it. dtype: the dtype of the factors;
         default: fp32, in which small steps are not rounded away, or w_up's dtype if it is wider.
+        share_outer: all experts share A of the up-projection and B of the down-projection, which
+        makes the factors of small experts several times smaller.
         Raises ValueError if the module has factors already.
         """
-        self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype)
+        self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype, share_outer)
         for parameter in (self.w_up, self.w_down, self.b_up, self.b_down, *self._shared()):
             if parameter is not None:
                 parameter.requires_grad_(False)

@@ -66,7 +66,7 @@ void factors(const Problem& p, const Lora& lora) {
       const std::string reason = std::string(activation_name(p.activation.kind)) + " has no gate";
       absent(t, r.name, reason.c_str());
     } else {
-      parameter(t, r.name, r.shape, dtype);
+      input(t, r.name, r.shape, dtype);
     }
   }
 }

@@ -387,6 +387,21 @@ def test_pairs_and_grouped_rows_are_as_ids(activation):
         torch.testing.assert_close(got[name], value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_experts_share_a_factor(dtype):
+    layer = Adapted(bias=True).on("cpu", dtype)
+    for name in ("up_a", "down_b"):
+        setattr(layer, name, getattr(layer, name).detach()[:1].clone().requires_grad_())
+    got = layer.gradients(layer.ours())
+    shared = {name: getattr(layer, name) for name in ("up_a", "down_b")}
+    for name, value in shared.items():
+        setattr(layer, name, value.detach().expand(E, -1, -1).clone().requires_grad_())
+    want = layer.gradients(layer.ours())
+    for name, value in want.items():
+        summed = value.sum(0, keepdim=True) if name in shared else value
+        assert torch.equal(got[name], summed), name
+
+
 @pytest.mark.parametrize("factors", [torch.bfloat16, torch.float32])
 def test_experts_in_fp8(factors):
     """Only the products of the frozen weights are quantised: with weights that e4m3 holds exactly,

@@ -94,10 +94,10 @@ def test_factors_of_a_bf16_module_are_fp32():
     assert given.lora.up_a.dtype == torch.bfloat16
 
 
-def trained_module(seed=3, **options):
+def trained_module(seed=3, share_outer=False, **options):
     torch.manual_seed(seed)
     module = sonicmoe_cpp.MoE(E, 2, D, N, **options)
-    module.add_lora(4, 8)
+    module.add_lora(4, 8, share_outer=share_outer)
     torch.nn.init.normal_(module.lora.up_b)
     torch.nn.init.normal_(module.lora.down_b)
     return module, torch.randn(8, D)
@@ -148,9 +148,11 @@ def test_factors_are_sharded_with_their_layer():
         distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("share_outer", [False, True])
 @pytest.mark.parametrize("routing", ["topk", "token_rounding", "expert_choice"])
-def test_module_is_as_with_merged_weights(routing):
-    module, _ = trained_module(routing=routing, tile=8, bias=True, dtype=torch.float64)
+def test_module_is_as_with_merged_weights(routing, share_outer):
+    options = {"routing": routing, "tile": 8, "bias": True, "dtype": torch.float64}
+    module, _ = trained_module(share_outer=share_outer, **options)
     merged, lora = copy.deepcopy(module), module.lora
     merged.lora = None
     with torch.no_grad():

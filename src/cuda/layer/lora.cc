@@ -20,7 +20,7 @@ Weights up_b(const LowRank& up) { return {.gate = up.gate_b, .up = up.b}; }
 bool is_usable(const Tensor& t, DType dtype, bool last) {
   const std::int64_t other = last ? t.stride[1] : t.stride[2];
   return t.dtype == dtype && t.stride[last ? 2 : 1] == 1 && other > 0 && other % 8 == 0 &&
-         t.stride[0] >= 0 && t.stride[0] % 8 == 0 &&
+         t.stride[0] % 8 == 0 && (t.stride[0] > 0 || t.shape[0] == 1) &&
          reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
 }
 
