@@ -48,7 +48,6 @@ struct OperandBMaps {
 struct LowRankParams {
   TmaRowsParams inner;
   OperandBMaps outer;
-  std::int32_t k_tiles;  ///< 0: no such term
 };
 
 // Tile schedulers.
@@ -63,14 +62,15 @@ struct Divisor {
 struct RowTilesParams {
   const TileRecord* records;
   const std::int32_t* record_count;
-  unsigned* tile_counter;     ///< dynamic scheduler: 0 before the launch; null: static order
-  std::int32_t columns;       ///< N
-  std::int32_t column_tiles;  ///< tiles along N
-  std::int32_t column_step;   ///< output columns of a tile
-  std::int32_t k_tiles;       ///< of a tile, those of a low-rank term included
-  std::int32_t part_k_tiles;  ///< k tiles of one part of K: of gate, then of up
-  std::int32_t raster_group;  ///< of kGrouped: most pairs of a group, a power of two
-  Divisor wave;               ///< of kSplitLastWave: clusters of the launch, or 1: no split
+  unsigned* tile_counter;         ///< dynamic scheduler: 0 before the launch; null: static order
+  std::int32_t columns;           ///< N
+  std::int32_t column_tiles;      ///< tiles along N
+  std::int32_t column_step;       ///< output columns of a tile
+  std::int32_t k_tiles;           ///< k tiles of one part of K
+  std::int32_t k_parts;           ///< 2: K runs through gate, then up
+  std::int32_t low_rank_k_tiles;  ///< after these parts: k tiles of a low-rank term
+  std::int32_t raster_group;      ///< of kGrouped: most pairs of a group, a power of two
+  Divisor wave;                   ///< of kSplitLastWave: clusters of the launch, or 1: no split
 };
 
 /// Arguments of ExpertTiles: the tiles of one output matrix per expert.

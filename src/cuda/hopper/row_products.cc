@@ -52,8 +52,8 @@ void set_low_rank(const Launch& launch, const TileShape& shape, Params* params) 
     if (term.outer[part].data == nullptr) continue;
     low.outer.map[part] = weight_map(launch.device, term.outer[part], shape);
   }
-  low.k_tiles = static_cast<std::int32_t>((term.inner.shape[1] + kDepth - 1) / kDepth);
-  params->tiles.k_tiles += low.k_tiles;
+  params->tiles.low_rank_k_tiles =
+      static_cast<std::int32_t>((term.inner.shape[1] + kDepth - 1) / kDepth);
 }
 
 void multiply(const Launch& launch, const Activate& e) {
@@ -187,7 +187,7 @@ void multiply_ordered(const Launch& launch, const StoreOutput& e) {
   if (two) params.b.map[1] = weight_map(launch.device, w.second, shape);
   params.tiles = row_tiles(launch.product.groups, launch.columns(), shape.n, launch.depth(),
                            launch.counter(tiling));
-  if (two) params.tiles.k_tiles *= 2;
+  params.tiles.k_parts = two ? 2 : 1;
   set_low_rank(launch, shape, &params);
   params.tiles.raster_group = raster_group(launch.columns(), depth);
   set_start(launch, shape, &params);

@@ -18,8 +18,8 @@ RowTilesParams row_tiles(const RowGroups& groups, std::int64_t columns, int colu
   tiles.columns = static_cast<std::int32_t>(columns);
   tiles.column_tiles = static_cast<std::int32_t>((columns + column_step - 1) / column_step);
   tiles.column_step = column_step;
-  tiles.part_k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
-  tiles.k_tiles = tiles.part_k_tiles;
+  tiles.k_tiles = static_cast<std::int32_t>((depth + kDepth - 1) / kDepth);
+  tiles.k_parts = 1;
   tiles.raster_group = 1;
   tiles.wave = divisor(1);
   return tiles;

@@ -47,7 +47,7 @@ struct RowTilesOf {
     return last.begin + 2 * last.split_tiles;
   }
   static __device__ __forceinline__ int k_tiles(const Params& p, const CtaTile&) {
-    return p.k_tiles;
+    return p.k_tiles * p.k_parts + p.low_rank_k_tiles;
   }
 
   template <TileShape kShape>

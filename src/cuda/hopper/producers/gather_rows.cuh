@@ -87,7 +87,7 @@ struct GatherRows {
       tile.column = tile.own_b ? ~next_column : next_column;
       tile.valid_rows = next_begin < 0 ? 0 : 1;
       tile.row = next_begin;
-      const int k_tiles = p.tiles.part_k_tiles;
+      const int k_tiles = p.tiles.k_tiles;
       for (int kt = 0; kt < k_tiles; kt += kTogether) {
 #pragma unroll
         for (int u = 0; u < kTogether; u++) {
@@ -130,7 +130,7 @@ struct GatherRows {
                                                        RingPosition<Gemm::kShape.stages>& ring,
                                                        const CtaTile& tile) {
 #pragma unroll 1
-    for (int kt = 0; kt < p.low_rank.k_tiles; kt++, ring.next()) {
+    for (int kt = 0; kt < p.tiles.low_rank_k_tiles; kt++, ring.next()) {
       const ptx::Mbarrier full = cta.full(ring.stage);
       cta.empty(ring.stage).wait(ring.parity ^ 1);
       if (threadIdx.x == 0) {

@@ -55,10 +55,10 @@ struct TmaRows {
         const ptx::Mbarrier full = cta.full(ring.stage);
         cta.empty(ring.stage).wait(ring.parity ^ 1);
         full.arrive_expecting(kShape.a_bytes() + kShape.b_bytes());
-        const int low = kt - (k_tiles - p.low_rank.k_tiles);  // k tile of the low-rank term
+        const int low = kt - (k_tiles - p.tiles.low_rank_k_tiles);  // k tile of the low-rank term
         const int at = low >= 0 ? low : kt;
-        const int part = low < 0 && kt >= p.tiles.part_k_tiles ? 1 : 0;
-        const int k = at - part * p.tiles.part_k_tiles;
+        const int part = low < 0 && kt >= p.tiles.k_tiles ? 1 : 0;
+        const int k = at - part * p.tiles.k_tiles;
         ptx::tma_load(cta.a(ring.stage), low >= 0 ? &p.low_rank.inner.rows : &p.producer.rows, full,
                       {k * kDepth, part, tile.row});
         Gemm::B::load(low >= 0 ? p.low_rank.outer : p.b, tile, k, part, cta.b(ring.stage), full,
