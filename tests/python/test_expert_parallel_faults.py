@@ -78,6 +78,11 @@ def killed_1_backward(*world):
     killed(*world, 1, BACKWARD)
 
 
+def killed_0_first(*world):
+    """The store is lost before a rank has read which process rank 0 is."""
+    killed(*world, 0, 1)
+
+
 def killed_0_later(*world):
     """Rank 0's process holds the store of the process group."""
     killed(*world, 0, LATER)
@@ -94,6 +99,13 @@ def test_a_killed_rank(function, victim, tmp_path):
         assert "ExpertParallelError: expert parallelism, call" in each["error"], each
         assert each["seconds"] < SOON
         assert re.search(rf"ranks? (.* )?{victim} \(process \d+\).* ended", each["error"]), each
+
+
+def test_rank_0_killed_before_the_first_exchange(tmp_path):
+    found = worlds.run(killed_0_first, SIZE, tmp_path)
+    for each in found[1:]:
+        assert re.search(r"rank 0 \(.*\) has ended|rank [12] failed|ranks 0", each["error"]), each
+        assert each["seconds"] < SOON
 
 
 def restarted(rank, size, folder, late):
@@ -387,7 +399,11 @@ def other_options(rank, size, folder):
         if rank == 1:
             options[name] = value
         try:
-            ExpertParallelMoE(**options)
+            if name == "scale":  # from the meta device, with weights of a checkpoint
+                layer = ExpertParallelMoE(**options, device="meta").to_empty(device="cpu")
+                layer(torch.zeros(4, 24))
+            else:
+                ExpertParallelMoE(**options)
         except _peers.ExpertParallelError as error:
             found[name] = str(error)
     return found

@@ -102,6 +102,7 @@ class ExpertParallelMoE(MoE):
                 f"{self.group.size} ranks"
             )
         options["device"] = _device(group, options.get("device"))
+        self._compared = False  # whether the ranks have compared their options
         self._mesh = group if isinstance(group, DeviceMesh) else None
         self._process_group = group
         super().__init__(num_experts, top_k, hidden_size, intermediate_size, **options)
@@ -153,16 +154,12 @@ class ExpertParallelMoE(MoE):
             return
         self.group.check_device("the module", device)
         seed = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
-        options = self._options()
         with self.group.call():
-            mine = [0, seed, number_of(str(options))]
-            found = self.group.read_all(ROUTING, mine, device, self.transport.timeout)
-            if any(row[2] != mine[2] for row in found):
-                self._name_the_option(options, device)
+            seed = self._compare_options(seed, device)
         generator = torch.Generator(device)
 
         def fill(weight: Tensor, number: int) -> None:
-            generator.manual_seed((found[0][1] + number) % 2**_SEED_BITS)
+            generator.manual_seed((seed + number) % 2**_SEED_BITS)
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
 
         with torch.no_grad():
@@ -198,6 +195,16 @@ class ExpertParallelMoE(MoE):
             "capacity": capacity or None,
         }
         return {name: str(value) for name, value in values.items()}
+
+    def _compare_options(self, number: int, device) -> int:
+        """Compares the options of all ranks. Returns rank 0's `number`."""
+        options = self._options()
+        mine = [0, number, number_of(str(options))]
+        found = self.group.read_all(ROUTING, mine, device, self.transport.timeout)
+        if any(row[2] != mine[2] for row in found):
+            self._name_the_option(options, device)
+        self._compared = True
+        return found[0][1]
 
     def _name_the_option(self, options: dict[str, str], device) -> None:
         """Raises an error that names an option that differs between ranks, and the ranks."""
@@ -292,8 +299,15 @@ class ExpertParallelMoE(MoE):
 
     def _with_losses(self, losses) -> dict:
         """The ranks gather the sums of the losses when all arguments of the layer are checked, and
-        before they exchange rows: run() keeps this order in every graph."""
-        return {"losses": losses}
+        before they exchange rows: run() keeps this order in every graph. A module from the meta
+        device whose weights were loaded compares its options now."""
+
+        def before() -> Tensor:
+            if not torch.compiler.is_compiling() and not self._compared:
+                self._compare_options(0, self._local("w_up").device)
+            return losses()
+
+        return {"losses": before}
 
     def _group_losses(self, logits, expert: Tensor, slots: int | None, score: str, padding):
         counts = counted(expert.long().flatten(), self.num_experts)
