@@ -218,6 +218,11 @@ class Peers:
         until = time.monotonic() + GRACE
         while (found := self.problem(moment)) is None and time.monotonic() < until:
             time.sleep(0.05)
+        if found is None and self.me != 0 and self.rank_0_holds_store:
+            try:
+                self._ask(lambda: self.store.check(["failed"]))
+            except RuntimeError:
+                return "rank 0 (the store of the process group does not answer) has ended"
         return found
 
     def absent(self, exchange: int, place: str) -> str:
