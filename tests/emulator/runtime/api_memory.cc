@@ -203,6 +203,18 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   });
 }
 
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+  return device_call([&] {
+    const Extent extent = memory().find(address, 1);
+    *attributes = {};
+    if (extent.bytes == 0) return;  // cudaMemoryTypeUnregistered
+    const bool pinned = extent.kind == Extent::Kind::kPinned;
+    attributes->type = pinned ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    attributes->device = extent.owner == kEveryDevice ? current_device().ordinal() : extent.owner;
+    attributes->devicePointer = const_cast<void*>(address);
+  });
+}
+
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return device_call([&] {
     *free = current_device().free_memory();
