@@ -201,7 +201,7 @@ class LoRA(nn.Module):
         _checks.finite("alpha", alpha)
         if rank < 1:
             raise ValueError(f"rank is {rank}, must be at least 1")
-        self.scale = alpha / rank
+        self.rank, self.scale = rank, alpha / rank
         dtype = dtype or torch.promote_types(w_up.dtype, torch.float32)
         for name, w in (("up", w_up), ("down", w_down)):
             experts, outer, inner = w.shape
@@ -233,7 +233,7 @@ class LoRA(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        return f"rank={self.up_a.shape[1]}, scale={self.scale}"
+        return f"rank={self.rank}, scale={self.scale}"
 
 
 def new_factors(

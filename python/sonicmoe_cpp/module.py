@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -74,6 +75,18 @@ def _one_or_nan(logits: Tensor) -> Tensor:
     outputs are multiplied by this factor, because routing treats a NaN as -inf and would hide it.
     """
     return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
+
+
+def _whole(parameters, changed: bool):
+    """A context in which parameters are whole that DeepSpeed's ZeRO-3 (zero.Init) has partitioned:
+    outside of forward and backward they have no elements. With `changed` the values of rank 0 are
+    kept at the end."""
+    parameters = [p for p in parameters if hasattr(p, "ds_id")]
+    if not parameters:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changed else None)
 
 
 class Router(nn.Linear):
@@ -282,6 +295,10 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Weights ~ N(0, 1/fan_in), also the router's; biases 0; low-rank factors as at first."""
+        with _whole(self.parameters(), changed=True):
+            self._reset_whole_parameters()
+
+    def _reset_whole_parameters(self) -> None:
         for weight in (self.router.weight, self.w_up, self.w_down, *self._shared()):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         for bias in (self.b_up, self.b_down, self.selection_bias):
@@ -318,7 +335,9 @@ class MoE(nn.Module):
         makes the factors of small experts several times smaller.
         Raises ValueError if the module has factors already.
         """
-        self.lora = new_factors(self, (self.w_up, self.w_down), rank, alpha, dtype, share_outer)
+        weights = (self.w_up, self.w_down)
+        with _whole(weights, changed=False):
+            self.lora = new_factors(self, weights, rank, alpha, dtype, share_outer)
         for parameter in (self.w_up, self.w_down, self.b_up, self.b_down, *self._shared()):
             if parameter is not None:
                 parameter.requires_grad_(False)
