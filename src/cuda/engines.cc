@@ -58,8 +58,8 @@ EngineRequest engine_request(const char* name, std::span<const Engine* const> ca
     names += (names.empty() ? "" : ", ") + std::string(engine->name);
   }
   if (name == nullptr && request.name.empty()) return request;
-  throw Error(Status::kInvalidArgument, std::string(request.source) + " is \"" + request.name +
-                                            "\" but the engines of this build are: " + names + ".");
+  checks::refuse(std::string(request.source) + " is \"" + request.name +
+                 "\", must be one of: " + names);
 }
 
 const Engine& choose_engine(int capability, const EngineRequest& request,
@@ -73,9 +73,9 @@ const Engine& choose_engine(int capability, const EngineRequest& request,
     serving += (serving.empty() ? "" : ", ") + std::string(engine->name);
   }
   if (request.name.empty() && first != nullptr) return *first;
-  throw Error(Status::kUnsupported, std::string(request.source) + " is \"" + request.name +
-                                        "\" but compute capability " + dotted(capability) +
-                                        " is served by: " + serving + ".");
+  checks::refuse(Status::kUnsupported, std::string(request.source) + " is \"" + request.name +
+                                           "\", must be one of: " + serving +
+                                           " for compute capability " + dotted(capability));
 }
 
 const Device* open_device(int ordinal, const char* engine) {

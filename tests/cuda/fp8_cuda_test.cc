@@ -453,7 +453,7 @@ TEST_F(CudaFp8, MoreCodesThanOffsetsReachAreRefused) {
       p.tokens++;
       expect_refusal(p, pass, exec_,
                      "tokens * hidden is " + std::to_string((std::int64_t{1} << 36) + hidden) +
-                         " but CUDA takes at most 68719476736 for fp8.");
+                         ", must be at most 68719476736 for fp8 on CUDA");
       p.precision = Precision::kTensors;
       EXPECT_NO_THROW(moe_sizes(p, pass, exec_)) << "hidden " << hidden << " in bf16";
     }

@@ -77,15 +77,15 @@ TEST(EngineChoice, TheOptionComesBeforeTheEnvironment) {
 TEST(EngineChoice, AnUnknownNameIsRefusedByTheNamesThatExist) {
   const Environment abacus("abacus");
   EXPECT_EQ(refusal([] { engine_request(nullptr, kBoth); }, Status::kInvalidArgument),
-            "SONICMOE_ENGINE is \"abacus\" but the engines of this build are: narrow, wide.");
+            "SONICMOE_ENGINE is \"abacus\", must be one of: narrow, wide");
   EXPECT_EQ(refusal([] { engine_request("", kBoth); }, Status::kInvalidArgument),
-            "engine is \"\" but the engines of this build are: narrow, wide.");
+            "engine is \"\", must be one of: narrow, wide");
 }
 
 TEST(EngineChoice, OneThatDoesNotServeTheDeviceIsRefusedByThoseThatDo) {
   const auto choose = [] { choose_engine(86, engine_request("narrow", kBoth), kBoth); };
   EXPECT_EQ(refusal(choose, Status::kUnsupported),
-            "engine is \"narrow\" but compute capability 8.6 is served by: wide.");
+            "engine is \"narrow\", must be one of: wide for compute capability 8.6");
 }
 
 // An unknown name is refused before the device is opened, so this test needs no GPU.

@@ -190,7 +190,7 @@ TEST(Engines, DeclareWhatTheyServe) {
   p.width = 20;
   p.experts = 2;
   p.dtype = DType::kF64;
-  EXPECT_NE(cuda::refusal(p, stand_in_engine()).find("takes f32"), std::string::npos);
+  EXPECT_NE(cuda::refusal(p, stand_in_engine()).find("must be f32"), std::string::npos);
   p.dtype = DType::kBF16;
   EXPECT_EQ(cuda::refusal(p, stand_in_engine()), "");
   for (const cuda::Engine* engine : cuda::engines()) {
@@ -203,7 +203,7 @@ TEST(Engines, DeclareWhatTheyServe) {
     EXPECT_EQ(cuda::refusal(p, *engine), "") << engine->name;
     p.tokens++;
     EXPECT_EQ(cuda::refusal(p, *engine),
-              "row capacity C is 2147221506 but CUDA takes at most 2147221504.")
+              "row capacity C is 2147221506, must be at most 2147221504 on CUDA")
         << engine->name;
     p.tokens = 0;
   }

@@ -17,27 +17,28 @@ constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - (std::int64_t{1} << 
 /// arrays of codes are addressed by 64-bit offsets or by TMA.
 constexpr std::int64_t kMaxGatheredCodes = (std::int64_t{1} << 32) * 16;
 
-[[noreturn]] void refuse(const std::string& sentence, Status status = Status::kUnsupported) {
-  throw Error(status, sentence);
+[[noreturn]] void refuse(const std::string& sentence) {
+  checks::refuse(Status::kUnsupported, sentence);
 }
 
 std::string too_many_rows(const char* name, std::int64_t rows) {
   if (rows <= kMaxRows) return {};
-  return std::string(name) + " is " + std::to_string(rows) + " but CUDA takes at most " +
-         std::to_string(kMaxRows) + ".";
+  return std::string(name) + " is " + std::to_string(rows) + ", must be at most " +
+         std::to_string(kMaxRows) + " on CUDA";
 }
 
 std::string too_many_codes(const Problem& p) {
   const std::int64_t codes = p.tokens * p.hidden;
   if (p.precision != Precision::kFp8 || codes <= kMaxGatheredCodes) return {};
-  return "tokens * hidden is " + std::to_string(codes) + " but CUDA takes at most " +
-         std::to_string(kMaxGatheredCodes) + " for fp8.";
+  return "tokens * hidden is " + std::to_string(codes) + ", must be at most " +
+         std::to_string(kMaxGatheredCodes) + " for fp8 on CUDA";
 }
 
 void check_aligned(const char* name, const Tensor& t) {
-  if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) {
-    refuse(std::string(name) + " is not 16-byte aligned but CUDA tensors must be.");
-  }
+  const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(t.data) % 16;
+  if (past == 0) return;
+  refuse(std::string(name) + " begins " + std::to_string(past) +
+         " bytes past a multiple of 16, must be aligned to 16 bytes on CUDA");
 }
 
 }  // namespace
@@ -49,11 +50,11 @@ void check_matrices(const char* name, const Tensor& t) {
   const std::int64_t other = last ? t.stride[1] : t.stride[2];
   if (!last && !middle) {
     refuse(std::string(name) + " has strides " + std::to_string(t.stride[1]) + " and " +
-           std::to_string(t.stride[2]) + " but CUDA needs one of its last two to be 1.");
+           std::to_string(t.stride[2]) + ", one of the two must be 1 on CUDA");
   }
   if (other <= 0 || other % 8 != 0 || (t.shape[0] > 1 && (t.stride[0] <= 0 || t.stride[0] % 8))) {
     refuse(std::string(name) + " has strides " + std::to_string(t.stride[0]) + " and " +
-           std::to_string(other) + " but CUDA needs both to be positive multiples of 8.");
+           std::to_string(other) + ", must be positive multiples of 8 on CUDA");
   }
 }
 
@@ -66,7 +67,7 @@ namespace {
 
 /// Checks the gradients of interleaved gate and up. The columns of dH alternate, so 16-bit
 /// gradients must alternate too.
-void check_paired_grads(const Weights& grads) {
+void check_interleaved_grads(const Weights& grads) {
   const Tensor& gate = grads.gate;
   const Tensor& up = grads.up;
   const bool absent = gate.data == nullptr || up.data == nullptr;
@@ -77,7 +78,7 @@ void check_paired_grads(const Weights& grads) {
     refuse("grads.gate has strides " + std::to_string(gate.stride[1]) + " and " +
            std::to_string(gate.stride[2]) + " and grads.up " + std::to_string(up.stride[1]) +
            " and " + std::to_string(up.stride[2]) +
-           " but CUDA needs them to alternate along n as the paired weights do, or to be fp32.");
+           ", must alternate along n as the weights do, or be fp32, on CUDA");
   }
   check_matrices("grads.gate", interleaved_rows(gate));
 }
@@ -87,20 +88,20 @@ void check_paired_grads(const Weights& grads) {
 std::string refusal(const Problem& p, const Engine& engine) {
   const Service& service = engine.service;
   if (!service.dtypes.contains(p.dtype)) {
-    return std::string("dtype is ") + dtype_name(p.dtype) + " but CUDA takes " +
-           service.dtypes.text() + ".";
+    return std::string("dtype is ") + dtype_name(p.dtype) + ", must be " + service.dtypes.text() +
+           " on CUDA";
   }
   if (p.precision == Precision::kFp8 && engine.quantizers == nullptr) {
-    return std::string("precision is fp8 but the engine ") + engine.name +
-           " has no FP8: it needs an H100 or H200 and the engine hopper.";
+    return std::string("precision is fp8, must be tensors: the engine ") + engine.name +
+           " has no FP8, which needs an H100 or H200 and the engine hopper";
   }
   if (p.hidden % service.multiple != 0 || p.width % service.multiple != 0) {
     return "hidden is " + std::to_string(p.hidden) + " and width " + std::to_string(p.width) +
-           " but CUDA needs multiples of " + std::to_string(service.multiple) + ".";
+           ", must be multiples of " + std::to_string(service.multiple) + " on CUDA";
   }
   if (p.experts > kMaxExperts) {
-    return "experts is " + std::to_string(p.experts) + " but CUDA takes at most " +
-           std::to_string(kMaxExperts) + ".";
+    return "experts is " + std::to_string(p.experts) + ", must be at most " +
+           std::to_string(kMaxExperts) + " on CUDA";
   }
   if (std::string sentence = lora_refusal(p); !sentence.empty()) return sentence;
   const std::string sentence = too_many_rows("row capacity C", checks::rows(p));
@@ -116,20 +117,20 @@ void check_product(const char* name, DType dtype, std::initializer_list<std::int
                    const Engine& engine) {
   const Service& service = engine.service;
   if (!service.dtypes.contains(dtype)) {
-    refuse(std::string(name) + " is " + dtype_name(dtype) + " but CUDA takes " +
-           service.dtypes.text() + ".");
+    refuse(std::string(name) + " is " + dtype_name(dtype) + ", must be " + service.dtypes.text() +
+           " on CUDA");
   }
   for (const std::int64_t extent : extents) {
     if (extent % service.multiple == 0) continue;
-    refuse("an extent is " + std::to_string(extent) + " but CUDA needs multiples of " +
-           std::to_string(service.multiple) + " for k, m and n.");
+    refuse("an extent (k, m or n) is " + std::to_string(extent) + ", must be a multiple of " +
+           std::to_string(service.multiple) + " on CUDA");
   }
 }
 
 void check_experts(const char* name, std::int64_t experts) {
   if (experts <= kMaxExperts) return;
-  refuse(std::string(name) + " is " + std::to_string(experts) + " but CUDA takes at most " +
-         std::to_string(kMaxExperts) + ".");
+  refuse(std::string(name) + " is " + std::to_string(experts) + ", must be at most " +
+         std::to_string(kMaxExperts) + " on CUDA");
 }
 
 void check_row_count(const char* name, std::int64_t rows) {
@@ -144,7 +145,7 @@ void check_rows(const char* name, const Tensor& rows) {
        (rows.stride[0] <= 0 || rows.stride[0] % 8 != 0 || rows.stride[0] >= kMaxRowStride))) {
     refuse(std::string(name) + " has strides " + std::to_string(rows.stride[0]) + " and " +
            std::to_string(rows.stride[1]) +
-           " but CUDA needs a positive multiple of 8 below 2^30 and a last stride of 1.");
+           ", must be a positive multiple of 8 below 2^30, and 1, on CUDA");
   }
 }
 
@@ -162,14 +163,14 @@ void check_weights(const Problem& p, const Weights& w) {
     refuse("gate has strides " + std::to_string(w.gate.stride[1]) + " and " +
            std::to_string(w.gate.stride[2]) + " and up " + std::to_string(w.up.stride[1]) +
            " and " + std::to_string(w.up.stride[2]) +
-           " but CUDA needs both to have stride 1 in the same dimension.");
+           ", must have stride 1 in the same dimension on CUDA");
   }
 }
 
 void check_grads(const Problem& p, const Weights& weights, const Weights& grads) {
   check_grad("grads.down", grads.down);
   if (is_gated(p.activation.kind) && is_interleaved(weights.gate, weights.up)) {
-    check_paired_grads(grads);
+    check_interleaved_grads(grads);
     return;
   }
   check_grad("grads.gate", grads.gate);

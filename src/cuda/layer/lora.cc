@@ -317,10 +317,10 @@ void add_up_factor_grads(const BackwardCall& c, bool independent, Steps& steps) 
 std::string lora_refusal(const Problem& p) {
   if (p.up_rank % 8 != 0 || p.down_rank % 8 != 0) {
     return "up_rank is " + std::to_string(p.up_rank) + " and down_rank " +
-           std::to_string(p.down_rank) + " but CUDA needs multiples of 8.";
+           std::to_string(p.down_rank) + ", must be multiples of 8 on CUDA";
   }
   if (p.precision == Precision::kFp8 && (p.up_rank != 0 || p.down_rank != 0)) {
-    return "precision is fp8 but CUDA has no low-rank factors in fp8 yet.";
+    return "precision is fp8, must be tensors for low-rank factors on CUDA";
   }
   return {};
 }
