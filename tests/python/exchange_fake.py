@@ -97,7 +97,7 @@ class Fake:
         tensors = tuple(arguments[:TENSORS])
         options = tuple(arguments[TENSORS : TENSORS + OPTIONS])
         _, saved, needs, *main = arguments[TENSORS + OPTIONS :]
-        given = self.kept[int(saved.view(torch.int64))]
+        given = self.kept[int(saved.clone(memory_format=torch.contiguous_format).view(torch.int64))]
         by = self.of(tensors, number)
         found = by.backward(dout, tensors, options, tuple(main) or (None,) * 3, given, needs)
         return [torch.empty(0) if g is None else g for g in found]
