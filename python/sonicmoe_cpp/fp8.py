@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _checks, _ops
@@ -195,8 +196,12 @@ def _parts_of(parameter: Tensor) -> tuple:
     return (parameter, *local)
 
 
-def _address(tensor: Tensor) -> int:
-    return 0 if _checks.is_distributed(tensor) else tensor.data_ptr()  # a DTensor has no address
+def _memory_of(tensor: Tensor) -> tuple:
+    """The storage and address of a tensor; () for a DTensor, which has none. While the weak
+    reference lives, no other storage gets the same key, even at the same address."""
+    if _checks.is_distributed(tensor):
+        return ()
+    return StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()
 
 
 class Fp8Cache:
@@ -223,12 +228,12 @@ class Fp8Cache:
 
     def _state_of(self, watched: tuple, device: torch.device) -> tuple:
         """A key that changes with every change of the parameters that the module can see: an
-        optimizer's step, a change in place, or a new address. A write to `parameter.data` outside
+        optimizer's step, a change in place, or other memory. A write to `parameter.data` outside
         of an optimizer does not change the key: call MoE.forget_fp8_weights() after it. The CUDA
         stream is a part of the key, because work on another stream would not wait until the
         quantised weights are written."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return _Steps.count, stream, *((t._version, _address(t)) for t in watched)
+        return _Steps.count, stream, *((t._version, _memory_of(t)) for t in watched)
 
     def __deepcopy__(self, memo) -> Fp8Cache:
         return Fp8Cache(*self.names)  # a copy of the module has parameters of its own
