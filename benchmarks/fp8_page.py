@@ -1,9 +1,11 @@
-"""The tables of docs/fp8.md#speed, from benchmarks/results/h200/fp8.json."""
+"""The tables of docs/fp8.md on speed and on the scale of x, from their records."""
 
 from __future__ import annotations
 
+import json
+
 from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PEERS, PRODUCTS, TINY, speeds_over, summary
-from h200_figures import extra, fp8_speeds, grid, shape_text
+from h200_figures import ROOT, extra, fp8_speeds, grid, shape_text
 from h200_page import source
 
 
@@ -96,4 +98,21 @@ def products():
     return grid(["layer", "T,d,n,E,K", *PRODUCTS], rows, words=2)
 
 
-TABLES = {"fp8-layers": layers, "fp8-products": products}
+def scales():
+    """The cosine of dx with fp64 by activation and scale of x, from fp8_scales.py."""
+    path = ROOT / "benchmarks/results/study/fp8_scales.json"
+    found = {(r["activation"], r["scale"]): r for r in json.loads(path.read_text())["rows"]}
+    activations = dict.fromkeys(activation for activation, _ in found)
+    widths = dict.fromkeys(scale for _, scale in found)
+    cells = [
+        [f"`{name}`"]
+        + [
+            f"{found[name, s]['fp8']['dx']:.3f} ({found[name, s]['bf16']['dx']:.3f})"
+            for s in widths
+        ]
+        for name in activations
+    ]
+    return grid(["activation", *(f"x at {scale} times unit scale" for scale in widths)], cells)
+
+
+TABLES = {"fp8-layers": layers, "fp8-products": products, "fp8-scales": scales}
