@@ -130,5 +130,16 @@ TEST(Target, ADeviceRunsTheLatestCodeThatServesIt) {
   EXPECT_EQ(status("missing", 90), cudaErrorInvalidDeviceFunction);
 }
 
+TEST(Target, AKernelIsFoundWhateverTheFolderOfItsObject) {
+  static constexpr char kText[] =
+      "\n.target sm_80\n.entry _ZN1a43_GLOBAL__N__2b36f7db_10_factors_cu_c9e643074copyEv(){ret;}\n";
+  PtxTexts texts;
+  texts.add(kText, kText + sizeof kText);
+  const std::string other = "_ZN1a43_GLOBAL__N__313793cc_10_factors_cu_c9e643074copyEv";
+  EXPECT_NO_THROW(texts.with(other, 80).build(other));
+  EXPECT_THROW(texts.with("_ZN1a43_GLOBAL__N__313793cc_10_factors_cu_c9e643075otherEv", 80),
+               ApiError);
+}
+
 }  // namespace
 }  // namespace sonicmoe::emulator

@@ -38,6 +38,20 @@ void remove_instruction(const std::string& spot, Function* function) {
   }
 }
 
+/// The name of a kernel without the hash that nvcc adds to anonymous namespaces. The hash depends
+/// on the folder of the build, so it differs if ccache gives an object that was built in another
+/// one.
+std::string without_hash(std::string name) {
+  static constexpr std::string_view kBefore = "_GLOBAL__N__";
+  static constexpr std::size_t kDigits = 8;
+  for (auto at = name.find(kBefore); at != name.npos; at = name.find(kBefore, at)) {
+    at += kBefore.size();
+    if (name.size() < at + kDigits) break;
+    name.replace(at, kDigits, kDigits, '0');
+  }
+  return name;
+}
+
 }  // namespace
 
 void PtxText::place_variables() {
@@ -57,8 +71,9 @@ Program PtxText::build(const std::string& kernel) {
     place_variables();
     is_parsed_ = true;
   }
-  const auto found = std::find_if(module_.kernels.begin(), module_.kernels.end(),
-                                  [&](const Function& f) { return f.name == kernel; });
+  const auto found = std::find_if(
+      module_.kernels.begin(), module_.kernels.end(),
+      [name = without_hash(kernel)](const Function& f) { return without_hash(f.name) == name; });
   require(found != module_.kernels.end(), cudaErrorInvalidDeviceFunction);
   Function function = *found;
   remove_instruction(configuration().without, &function);
@@ -74,7 +89,7 @@ void PtxTexts::add(const char* begin, const char* end) {
     for (auto at = text.find(kEntry); at != text.npos; at = text.find(kEntry, at)) {
       at += kEntry.size();
       const std::string kernel(text.substr(at, text.find_first_of("( \n", at) - at));
-      by_kernel_[kernel].try_emplace(added.target(), &added);
+      by_kernel_[without_hash(kernel)].try_emplace(added.target(), &added);
     }
     begin += text.size() + 1;
   }
@@ -82,7 +97,7 @@ void PtxTexts::add(const char* begin, const char* end) {
 
 PtxText& PtxTexts::with(const std::string& kernel, int capability) {
   const std::lock_guard lock(mutex_);
-  const auto found = by_kernel_.find(kernel);
+  const auto found = by_kernel_.find(without_hash(kernel));
   require(found != by_kernel_.end(), cudaErrorInvalidDeviceFunction);
   PtxText* latest = nullptr;
   for (const auto& [target, text] : found->second) {
