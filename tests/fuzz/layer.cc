@@ -262,8 +262,8 @@ void fuzz_backward(LayerCall& l) {
   smoe_tensor ran = sized<smoe_tensor>();
   ran = {ran.size, l.problem.dtype, 2, 0, dense.data(), {T, d, 0}, {d, 1, 0}};
   smoe_forward_args f = sized<smoe_forward_args>();
-  f = {f.size,  0,          l.x->pointer(), &l.routing,   &l.weights,    &ran,    h.data,
-       h.bytes, saved.data, saved.bytes,    scratch.data, scratch.bytes, nullptr, 0};
+  f = {f.size,     0,           l.x->pointer(), &l.routing,    &l.weights, &ran, h.data, h.bytes,
+       saved.data, saved.bytes, scratch.data,   scratch.bytes, nullptr,    0,    nullptr};
   if (smoe_moe_forward(&l.problem, &f, &w.exec) != SMOE_OK) throw Fault(smoe_last_error());
   ForwardArgs ours{l.x->view(), l.cpp_routing(), l.cpp_weights(), {}, {}, {}, {}};
   ours.out = tensor2(dense.data(), static_cast<DType>(l.problem.dtype), T, d);
