@@ -81,9 +81,9 @@ void expect_one_device(Args& args) {
     if (device.type == first->type && device.index == first->index) return;
     const std::string name = argument_name(Args::schema(), index);
     if (name == "seed" || name == "addresses") return;
-    throw std::invalid_argument(name + " is on another device than " +
-                                argument_name(Args::schema(), first_index) +
-                                ", must be on the same");
+    throw std::invalid_argument(name + " is on " + text_of(device) + ", must be on " +
+                                text_of(*first) + " as " +
+                                argument_name(Args::schema(), first_index));
   };
   const auto visit = [&](const auto& field) {
     using Field = std::remove_cvref_t<decltype(field)>;

@@ -151,6 +151,13 @@ inline DeviceId device_of(const Array& t) {
   return id;
 }
 
+/// "cpu", "cuda:1", or "device type 2" for other devices.
+inline std::string text_of(const DeviceId& device) {
+  if (device.type == aoti_torch_device_type_cpu()) return "cpu";
+  if (device.type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(device.index);
+  return "device type " + std::to_string(device.type);
+}
+
 /// Throws the error of an allocation that failed, with torch's reason if torch gives one. _ops.py
 /// raises a torch.OutOfMemoryError for a message that begins with that name.
 [[noreturn]] inline void throw_not_allocated(std::initializer_list<std::int64_t> shape,

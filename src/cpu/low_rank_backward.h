@@ -59,30 +59,18 @@ class LowRankBackward {
     if (kernel) kernel->run(group);
   }
   static InnerRowsJob describe_q(const Backward& b) {
-    const LowRank& down = b.lora.down;
-    const Problem& p = b.problem;
-    return {{&b.kernels,
-             b.dout_rows(),
-             {transposed_expert_matrix(down.b), {}},
-             1,
-             1,
-             p.down_rank,
-             p.hidden},
-            down.scale,
-            b.q};
+    return of_down(b, b.dout_rows(), transposed_expert_matrix(b.lora.down.b), b.problem.hidden,
+                   b.q);
   }
   static InnerRowsJob describe_u(const Backward& b) {
-    const LowRank& down = b.lora.down;
-    const Problem& p = b.problem;
-    return {{&b.kernels,
-             dense_rows(b.scaled, p.width),
-             {expert_matrix(down.a), {}},
-             1,
-             1,
-             p.down_rank,
-             p.width},
-            down.scale,
-            b.u};
+    const std::int64_t n = b.problem.width;
+    return of_down(b, dense_rows(b.scaled, n), expert_matrix(b.lora.down.a), n, b.u);
+  }
+  /// out = r(scale * rows * factor), of the down-projection; `depth` columns of rows are summed.
+  static InnerRowsJob of_down(const Backward& b, const Operand& rows, const ExpertMatrix& factor,
+                              std::int64_t depth, void* out) {
+    return {
+        {&b.kernels, rows, {factor, {}}, 1, 1, b.problem.down_rank, depth}, b.lora.down.scale, out};
   }
   static InnerRowsJob describe_v(const Backward& b) {
     const LowRank& up = b.lora.up;

@@ -15,8 +15,8 @@ bool has(const Tensor& t) { return t.data != nullptr; }
 /// B of the up-projection as weights, so that the views of weights serve it too.
 Weights up_b(const LowRank& up) { return {.gate = up.gate_b, .up = up.b}; }
 
-/// Whether products can read a factor as it is. `last`: they need a contiguous last dimension, else
-/// a contiguous middle one.
+/// Whether a product can load the factor (E, rows, columns) by TMA without a copy. With `last` its
+/// columns must be contiguous, without it its rows.
 bool is_usable(const Tensor& t, DType dtype, bool last) {
   const std::int64_t other = last ? t.stride[1] : t.stride[2];
   return t.dtype == dtype && t.stride[last ? 2 : 1] == 1 && other > 0 && other % 8 == 0 &&
@@ -341,7 +341,7 @@ void check_factor_grads(const Problem& p, const BackwardArgs& args) {
   if (!has(joint) && (needs_joint(up.gate_b) || needs_joint(up.b))) {
     throw Error(Status::kUnsupported,
                 "lora_grads.up.gate_b and lora_grads.up.b must alternate along n, as gate and up "
-                "do, or be fp32: CUDA stores them as one tensor.");
+                "do, or be fp32 on CUDA, which stores them as one tensor");
   }
   check_grad("lora_grads.up.b", joint);
 }

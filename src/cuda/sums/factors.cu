@@ -12,8 +12,9 @@ namespace {
 constexpr int kBlock = 256;
 constexpr int kTogether = 8;  // elements of a line that a thread copies
 
-/// A copy as `lines` lines of `length` elements; a matrix has `matrix_lines` of them. Strides count
-/// elements: from one matrix to the next, from line to line, and within a line.
+/// A copy of `lines` lines of `length` elements each; the matrix of an expert has `matrix_lines`
+/// lines. Strides count elements: from one expert's matrix to the next, from line to line, and from
+/// one element of a line to the next.
 struct Lines {
   const void* from;
   void* to;
@@ -54,7 +55,8 @@ __global__ void copy_factors_kernel(const __grid_constant__ AllLines all) {
   }
 }
 
-/// Lines run along the dimension in which `to` is closest to contiguous.
+/// A line runs along the last or the middle dimension of `to`: the one with the smaller stride, so
+/// that a thread writes neighbouring elements.
 Lines lines_of(const CopyFactors::Copy& copy) {
   const Tensor& to = copy.to;
   const int along = to.stride[2] <= to.stride[1] ? 2 : 1;

@@ -6,10 +6,10 @@
 
 namespace sonicmoe::cuda {
 
-/// Waits until the rows of all lanes have come; called by a whole warp. `row`: the row of the
-/// source that this lane looks up, negative if it has none. Then the copies of any lane may read
-/// the rows. Lane l waits for source l + 1. Nothing is kept in registers from one read of the flag
-/// to the next: the producer of A has none.
+/// Waits until the rows that a warp is about to copy are in this GPU's memory. All 32 lanes call
+/// it. `row`: the row that this lane will copy, negative if it copies none. Lane l polls the flag
+/// of source l + 1; when the function returns, every lane may copy. The pointers are read again in
+/// each round of the loop, because the producer of A has no free register to keep them in.
 __device__ __forceinline__ void await_rows(const RowArrivals& a, int row) {
   constexpr unsigned kPause = 500;  // nanoseconds; all warps of the GPU read the same words
   const int last = __reduce_max_sync(~0u, row);
