@@ -145,6 +145,24 @@ def test_conversions_and_loading(quantised_times, swap):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+def test_other_memory_at_the_same_address_is_noticed(quantised_times):
+    moe, x = module(), batch()
+    memory = bytearray(2 * moe.w_up.numel())
+
+    def memory_of_its_own():
+        return torch.frombuffer(memory, dtype=BF16).view(moe.w_up.shape)
+
+    moe.w_up.data = memory_of_its_own().copy_(moe.w_up.detach())
+    before = moe(x)[0].detach()
+    times, version = quantised_times[0], moe.w_up._version
+    memory_of_its_own().mul_(2)
+    moe.w_up.data = memory_of_its_own()  # another storage, as Module.to() sets it
+    assert moe.w_up._version == version
+    got = moe(x)[0].detach()
+    assert quantised_times[0] == times + 1
+    assert torch.equal(got, fresh_output(moe, x)) and not torch.equal(got, before)
+
+
 def test_replaced_parameters_are_freed():
     moe, x = module(), batch()
     moe(x)
