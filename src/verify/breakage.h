@@ -82,6 +82,18 @@ inline Break after_forward(ForwardHook hook) {
   };
 }
 
+/// Gradients replace what they are to be added to.
+inline Break writing_where_to_add() {
+  return [](const Implementation& sound) {
+    Implementation broken = sound;
+    broken.moe_backward = [sound](const Problem& p, BackwardArgs args) {
+      args.grad_mode = GradMode::kWrite;
+      sound.moe_backward(p, args);
+    };
+    return broken;
+  };
+}
+
 inline Break after_backward(BackwardHook hook) {
   return [hook](const Implementation& sound) {
     Implementation broken = sound;

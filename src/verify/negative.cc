@@ -208,14 +208,7 @@ std::vector<Control> controls_of_formulas() {
        })},
       {"dW is written where it is to be added",
        {{kAccumulated, Fault::kInaccurate}},
-       [](const Implementation& sound) {
-         Implementation broken = sound;
-         broken.moe_backward = [sound](const Problem& p, BackwardArgs args) {
-           args.grad_mode = GradMode::kWrite;
-           sound.moe_backward(p, args);
-         };
-         return broken;
-       }},
+       writing_where_to_add()},
   };
 }
 

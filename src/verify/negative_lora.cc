@@ -100,14 +100,7 @@ std::vector<Control> controls_of_factors() {
        with_other_gradients(&LowRank::b, down)},
       {"gradients of factors are written where they are to be added",
        {{kAdded, Fault::kInaccurate}},
-       [](const Implementation& sound) {
-         Implementation broken = sound;
-         broken.moe_backward = [sound](const Problem& p, BackwardArgs args) {
-           args.grad_mode = GradMode::kWrite;
-           sound.moe_backward(p, args);
-         };
-         return broken;
-       }},
+       writing_where_to_add()},
   };
 }
 

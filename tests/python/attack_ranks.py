@@ -26,7 +26,7 @@ from typing import NamedTuple
 import sonicmoe_cpp as smoe
 import torch
 import worlds
-from sonicmoe_cpp.distributed import ExpertParallelMoE, _group, moe_expert_parallel
+from sonicmoe_cpp.distributed import ExpertParallelMoE, moe_expert_parallel
 
 STEPS, EXCHANGES = 2, 26  # exchanges of two steps, with the two before the first step
 SOON = 30.0  # seconds within which the others end; less than the limit of 60 s of most attacks
@@ -70,17 +70,6 @@ SENTENCES = {
 CONSEQUENCE = r"|rank \d+ failed|\d .*(has|have) ended"
 
 
-def at_exchange(number: int, action) -> None:
-    launch = _group.Group._launch
-
-    def counted(self, *arguments):
-        if self.exchanges + 1 == number:
-            action()
-        return launch(self, *arguments)
-
-    _group.Group._launch = counted
-
-
 def kill_later(seconds: float) -> None:
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -KILL {os.getpid()}"])
 
@@ -106,7 +95,7 @@ def attacked(seed: int, rank: int, size: int, folder: Path) -> str:
     here = rank == plan.victim
     if here and plan.event in ACTIONS:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        at_exchange(plan.exchange, ACTIONS[plan.event])
+        worlds.at_exchange(plan.exchange, ACTIONS[plan.event])
     torch.manual_seed(seed)
     timeout = SHORT if plan.event in ("stop", "late") else 60.0
     options = {"timeout": timeout, "lb_coef": 0.1}

@@ -18,7 +18,7 @@ import torch
 import worlds
 from cuda_support import needs_cuda
 from sonicmoe_cpp.distributed import ExpertParallelMoE
-from test_expert_parallel_faults import BACKWARD, FORWARD, TIMEOUT, at_exchange, die, steps
+from test_expert_parallel_faults import BACKWARD, FORWARD, TIMEOUT, die, steps
 
 pytestmark = [
     needs_cuda,
@@ -52,19 +52,19 @@ def training(timeout):
 
 def killed_forward(rank, size, folder):
     if rank == 1:
-        at_exchange(FORWARD, die)
+        worlds.at_exchange(FORWARD, die)
     training(60.0)
 
 
 def killed_backward(rank, size, folder):
     if rank == 1:
-        at_exchange(BACKWARD, die)
+        worlds.at_exchange(BACKWARD, die)
     training(60.0)
 
 
 def never_comes(rank, size, folder):
     if rank == 1:
-        at_exchange(2, lambda: time.sleep(4 * TIMEOUT))
+        worlds.at_exchange(2, lambda: time.sleep(4 * TIMEOUT))
     training(TIMEOUT)
 
 

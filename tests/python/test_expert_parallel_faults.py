@@ -37,18 +37,6 @@ def steps(layer, count=3, **kind):
         out.square().sum().backward()
 
 
-def at_exchange(number, action):
-    """Calls action() before the exchange of this number."""
-    launch = _group.Group._launch
-
-    def counted(self, *arguments):
-        if self.exchanges + 1 == number:
-            action()
-        return launch(self, *arguments)
-
-    _group.Group._launch = counted
-
-
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,7 +49,7 @@ FORWARD, BACKWARD, LATER = 6, 11, 23
 
 def killed(rank, size, folder, victim, number):
     if rank == victim:
-        at_exchange(number, die)
+        worlds.at_exchange(number, die)
     steps(module())
 
 
@@ -148,7 +136,7 @@ def test_restart_with_the_same_store(function, tmp_path):
 def stalls(rank, size, folder):
     layer = module(TIMEOUT)
     if rank == 2:
-        at_exchange(FORWARD, lambda: time.sleep(2 * TIMEOUT))
+        worlds.at_exchange(FORWARD, lambda: time.sleep(2 * TIMEOUT))
     steps(layer)
 
 
@@ -169,7 +157,7 @@ def stops(rank, size, folder):
     wait = f"for i in $(seq 600); do {files} && break; sleep 0.1; done"
     kill = ["sh", "-c", f"{wait}; kill -KILL {os.getpid()}"]
     if rank == 0:
-        at_exchange(FORWARD, lambda: subprocess.Popen(kill) and stop())
+        worlds.at_exchange(FORWARD, lambda: subprocess.Popen(kill) and stop())
     steps(layer)
 
 
@@ -259,7 +247,7 @@ def interrupted(rank, size, folder, **options):
         # A test that a shell started in the background has inherited that SIGINT is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        at_exchange(layer.transport.group.exchanges + 1, interrupt.start)
+        worlds.at_exchange(layer.transport.group.exchanges + 1, interrupt.start)
     ended = [folder / f"{other}-of-{size}.json" for other in (0, 1)]
     while rank == 2 and not all(file.is_file() for file in ended):
         time.sleep(0.05)

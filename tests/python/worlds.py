@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sonicmoe_cpp.distributed import _group
 
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.checkpoint", "pytest", "sonicmoe_cpp.distributed"]
@@ -26,6 +27,18 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def at_exchange(number: int, action) -> None:
+    """Calls action() before the exchange of this number of a group."""
+    launch = _group.Group._launch
+
+    def counted(self, *arguments):
+        if self.exchanges + 1 == number:
+            action()
+        return launch(self, *arguments)
+
+    _group.Group._launch = counted
 
 
 def leave() -> None:
