@@ -1,6 +1,7 @@
 """Attacks ranks of expert parallelism over gloo: at a random exchange of two steps one rank is
-killed, stopped, interrupted, late, raises, or does something else than the others. The other ranks
-must end soon, by a sentence that names it. Without an attack the results are those of one process.
+killed, stopped, interrupted, late, raises, never begins, or does something else than the others.
+The other ranks must end soon, by a sentence that names it. Without an attack the results are those
+of one process.
 
     python tests/python/attack_ranks.py --minutes 60 [--seed 7]
 
@@ -63,6 +64,7 @@ SENTENCES = {
     "option": r"all ranks must make the same calls, but {option} is",
     "layer": r"all ranks must make the same calls, but the layer is",
     "no_grad": r"all ranks must make the same calls, but the graph for gradients is",
+    "absent": r"rank {v} did not come to the group's first exchange",
     "leave": r"all ranks must make the same calls, but it is",
 }
 # A rank whose error is the consequence of another one's, or of the end of the attacked rank, which
@@ -98,11 +100,14 @@ def attacked(seed: int, rank: int, size: int, folder: Path) -> str:
         worlds.at_exchange(plan.exchange, ACTIONS[plan.event])
     torch.manual_seed(seed)
     timeout = SHORT if plan.event in ("stop", "late") else 60.0
-    options = {"timeout": timeout, "lb_coef": 0.1}
+    options = {"top_k": 3, "timeout": timeout, "lb_coef": 0.1}
+    if here and plan.event == "absent":
+        raise ValueError("before the first layer")
     if here and plan.event == "option":
         options[OPTIONS[plan.option]] = VALUES[plan.option]
-    layer = ExpertParallelMoE(12, 3, 24, 16, **options)
-    other = ExpertParallelMoE(12, 3, 24, 16, **options) if plan.event == "layer" else layer
+    sizes = {"num_experts": 12, "hidden_size": 24, "intermediate_size": 16}
+    layer = ExpertParallelMoE(**sizes, **options)
+    other = ExpertParallelMoE(**sizes, **options) if plan.event == "layer" else layer
     for step in range(STEPS):
         now = here and step == STEPS - 1
         x = torch.randn(random.Random(seed + rank + step).randrange(40), 24, requires_grad=True)

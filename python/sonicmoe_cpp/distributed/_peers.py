@@ -218,12 +218,19 @@ class Peers:
         until = time.monotonic() + GRACE
         while (found := self.problem(moment)) is None and time.monotonic() < until:
             time.sleep(0.05)
-        if found is None and self.me != 0 and self.rank_0_holds_store:
-            try:
-                self._ask(lambda: self.store.check(["failed"]))
-            except RuntimeError:
-                return "rank 0 (the store of the process group does not answer) has ended"
-        return found
+        if found is not None:
+            return found
+        try:
+            missing = self._ask(lambda: [r for r in self.others() if not self._has_begun(r)])
+        except RuntimeError:
+            if self.me == 0 or not self.rank_0_holds_store:
+                return None
+            return "rank 0 (the store of the process group does not answer) has ended"
+        return f"{_listed(missing)} did not come to the group's first exchange" if missing else None
+
+    def _has_begun(self, rank: int) -> bool:
+        """Whether a rank has made its group. One that raised before did not, and named nothing."""
+        return self._met or self.store.check([f"process/{rank}"])
 
     def absent(self, exchange: int, place: str) -> str:
         """The ranks that have not come to this exchange, as the beginning of a sentence."""
