@@ -1,4 +1,4 @@
-# The CUDA tests without a GPU: the kernels' PTX runs on the CPU (tests/emulator).
+# The CUDA tests without a GPU: the kernels' PTX runs on the CPU (emulator).
 if(NOT SONICMOE_EMULATOR OR NOT SONICMOE_BUILD_TESTS OR NOT SONICMOE_WITH_CUDA)
   return()
 endif()
@@ -10,19 +10,16 @@ find_package(GTest REQUIRED)
 
 # Stands in for the CUDA runtime, and under its file name for the driver, which the library opens at
 # run time. It is in a folder of its own, so that other programs do not find it.
-file(GLOB emulator_sources CONFIGURE_DEPENDS tests/emulator/*.cc tests/emulator/runtime/*.cc)
-set(emulator_tests ${emulator_sources})
-list(FILTER emulator_tests INCLUDE REGEX "_test\\.cc$")
-list(REMOVE_ITEM emulator_sources ${emulator_tests})
+file(GLOB emulator_sources CONFIGURE_DEPENDS emulator/*.cc emulator/runtime/*.cc)
+file(GLOB emulator_tests CONFIGURE_DEPENDS emulator/tests/*.cc)
 add_library(sonicmoe_emulator SHARED ${emulator_sources})
-target_include_directories(sonicmoe_emulator PUBLIC tests/emulator
-                                                    ${CUDAToolkit_INCLUDE_DIRS})
+target_include_directories(sonicmoe_emulator PUBLIC emulator ${CUDAToolkit_INCLUDE_DIRS})
 # GCC 12 warns of overlapping copies in sums of strings, which do not overlap.
 set(no_restrict $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>)
 # No other library replaces its functions, so calls among them are direct or inlined.
 target_compile_options(sonicmoe_emulator PRIVATE -O3 -fno-semantic-interposition ${no_restrict})
 # Products of matrices need not round each term.
-set_source_files_properties(tests/emulator/matrix_product.cc PROPERTIES COMPILE_OPTIONS
+set_source_files_properties(emulator/matrix_product.cc PROPERTIES COMPILE_OPTIONS
                                                                         -ffp-contract=fast)
 target_link_libraries(sonicmoe_emulator PRIVATE sonicmoe_options Threads::Threads)
 target_link_options(sonicmoe_emulator PRIVATE -Wl,--no-undefined -Wl,-Bsymbolic-functions)

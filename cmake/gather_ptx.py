@@ -1,4 +1,4 @@
-"""Writes a C file that gives the emulator the PTX of objects (tests/emulator/runtime/module.h).
+"""Writes a C file that gives the emulator the PTX of objects (emulator/runtime/module.h).
 
 usage: gather_ptx.py FILE.c OBJECT... The PTX of an object is OBJECT.ptx, from ptxas_gate.py --ptx.
 """

@@ -78,7 +78,7 @@ FUNCTION = re.compile(
     r"(?:\s*:\s*[^;{}]*(?:\{[^{}]*\}[^;{}]*)*(?<=[)}]))?\s*\{$",
     re.S,
 )
-# Functions whose parameters CUDA prescribes; the emulator of the tests implements them.
+# Functions whose parameters CUDA prescribes; emulator/ implements them.
 CUDA_PROTOTYPES = {"cuTensorMapEncodeTiled", "__cudaRegisterFunction"}
 NOT_FUNCTIONS = {"if", "for", "while", "switch", "catch", "return", "sizeof", "decltype"}
 

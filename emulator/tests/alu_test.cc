@@ -1,5 +1,5 @@
 // Integer arithmetic, comparisons and moves, against values worked out from the PTX ISA.
-#include "alu_bench.h"
+#include "alu_fixture.h"
 
 namespace sonicmoe::emulator {
 namespace {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Asks a test whether it notices that a kernel lacks one of its waits, fences or arrivals.
 
-    python tests/emulator/removals.py build/release/sonicmoe_emulated_tests KERNEL 'GTEST_FILTER'
+    python emulator/removals.py build/release/sonicmoe_emulated_tests KERNEL 'GTEST_FILTER'
 
 Takes the first kernel whose mangled name contains KERNEL. Removes one synchronising instruction of
 its PTX at a time and runs the tests with each of a few seeds. Prints a line for each removal, and

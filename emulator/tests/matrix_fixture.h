@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "bench.h"
+#include "kernel_fixture.h"
 #include "small_floats.h"
 #include "wgmma.h"
 

@@ -3,7 +3,7 @@
 
 #include <bit>
 
-#include "matrix_bench.h"
+#include "matrix_fixture.h"
 
 namespace sonicmoe::emulator {
 namespace {

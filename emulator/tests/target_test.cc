@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "bench.h"
+#include "kernel_fixture.h"
 #include "runtime/error.h"
 #include "runtime/module.h"
 

@@ -3,7 +3,7 @@
 
 #include <numeric>
 
-#include "bench.h"
+#include "kernel_fixture.h"
 
 namespace sonicmoe::emulator {
 namespace {

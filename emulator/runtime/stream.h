@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "neighbours.h"
+#include "dependent_launch.h"
 
 namespace sonicmoe::emulator {
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <utility>
 
-#include "alu_bench.h"
+#include "alu_fixture.h"
 
 namespace sonicmoe::emulator {
 namespace {

@@ -7,7 +7,7 @@
 #include <array>
 #include <numeric>
 
-#include "bench.h"
+#include "kernel_fixture.h"
 #include "tensor_copy.h"
 
 namespace sonicmoe::emulator {

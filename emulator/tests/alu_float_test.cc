@@ -2,7 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "alu_bench.h"
+#include "alu_fixture.h"
 
 namespace sonicmoe::emulator {
 namespace {

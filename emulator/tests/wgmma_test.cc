@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "matrix_bench.h"
+#include "matrix_fixture.h"
 
 namespace sonicmoe::emulator {
 namespace {

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "dependent_launch.h"
 #include "lane_copies.h"
-#include "neighbours.h"
 #include "pool.h"
 #include "program.h"
 

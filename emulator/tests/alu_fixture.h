@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "bench.h"
+#include "kernel_fixture.h"
 
 namespace sonicmoe::emulator {
 
