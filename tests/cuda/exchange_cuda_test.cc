@@ -363,7 +363,10 @@ TEST(Exchange, TilesWaitForRowsUntilTheTimeLimit) {
   }
   const std::string first = group.fault(0), second = group.fault(1);
   EXPECT_TRUE(contains(first, "rank 1 did not send its rows")) << first;
-  EXPECT_TRUE(contains(second, "rank 1 did not send its rows")) << second;
+  // Rank 1 waits for rank 0 meanwhile, and its own limit may end first.
+  EXPECT_TRUE(contains(second, "rank 1 did not send its rows") ||
+              contains(second, "rank 0 did not send its partial sums"))
+      << second;
   EXPECT_TRUE(is_nan(group.layers[0]->out()));
   EXPECT_TRUE(is_nan(group.layers[1]->out()));
   group.ranks.reset();

@@ -307,10 +307,30 @@ def test_autograd_grad_returns_gradients_and_adds_none(device, separate):
     assert all((buffer == 0).all() for buffer in buffers.values())
 
 
+def splits_backward_of_custom_functions():
+    """Whether torch tells the shapes of a custom function's outputs: torch 2.11 does not."""
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout
+
+    try:
+        return Copy.apply(torch.ones(1, requires_grad=True)).grad_fn._input_metadata is not None
+    except RuntimeError:
+        return False
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_two_backwards_of_a_zero_bubble_schedule(device):
     from torch.distributed.pipelining import _backward
 
+    if not splits_backward_of_custom_functions():
+        pytest.skip("this torch's stage_backward_input cannot pass a custom autograd function")
     leaves, every, loss = main_gradients_and_leaves(device)
     loss.backward()
     dx = leaves.pop("x").grad
