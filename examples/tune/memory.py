@@ -1,0 +1,70 @@
+"""The memory of a fine-tune, predicted before it starts. A model, not a measurement: `sonicmoe plan
+--finetune` has the same items for a model that is not loaded."""
+
+import torch
+from torch import nn
+
+from tune.settings import Settings
+
+CHUNK = 256  # tokens whose logits exist at a time
+# Bytes of optimizer state for a parameter of one byte. Others are counted like AdamW.
+STATES = {"sgd": 0.0, "adafactor": 0.0}
+
+
+def _bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def trained(model: nn.Module) -> dict[str, float]:
+    """What is trained: tensors, parameters, and their share of all parameters."""
+    parameters = list(model.parameters())
+    some = [p for p in parameters if p.requires_grad]
+    count, every = sum(p.numel() for p in some), sum(p.numel() for p in parameters)
+    return {"tensors": len(some), "parameters": count, "of": every, "share": count / every}
+
+
+def predict(model: nn.Module, experts: list[nn.Module], s: Settings) -> dict[str, int]:
+    """Bytes by item; "peak" is the most that exists at the same time.
+
+    Exact are weights, factors, gradients and optimizer. In backward a layer has H, dH, A' and dX~
+    of its experts, 2C(2Gn + n + d) bytes in 16 bits, and its attention and norms have about
+    T(20d + 14q + 10kv): q and kv are the widths of queries and of keys.
+    """
+    config = model.config.get_text_config()
+    trains = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    own = {id(p) for module in experts for p in module.parameters()}
+    element = model.get_input_embeddings().weight.element_size()
+    d, layers, T = config.hidden_size, config.num_hidden_layers, s.tokens
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or d // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    C = T * config.num_experts_per_tok
+    n = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    attention = T * (20 * d + 14 * heads * head + 10 * kv_heads * head) * element // 2
+    kept = T * d * element
+    if not s.checkpointing:
+        kept += attention + C * 2 * n * element
+    items = {
+        "experts": _bytes(p for p in frozen if id(p) in own),
+        "other weights": _bytes(p for p in frozen if id(p) not in own),
+        "factors": _bytes(trains),
+        "gradients": _bytes(trains),
+        "optimizer": int(_bytes(trains) * STATES.get(s.optim, 2.0)),
+        "kept of layers": layers * kept,
+        "one layer in backward": C * (5 * n + d) * element + attention,
+        "logits": min(T, CHUNK) * config.vocab_size * (8 + 2 * element),
+    }
+    # Backward frees what layers kept while it makes gradients, unless an earlier micro-batch has.
+    growing = items["kept of layers"], items["gradients"]
+    items["peak"] = (
+        sum(items[name] for name in ("experts", "other weights", "factors", "optimizer"))
+        + (max(growing) if s.accumulate == 1 else sum(growing))
+        + max(items["one layer in backward"], items["logits"])
+    )
+    return items
+
+
+def peak_bytes(device: str) -> int | None:
+    """The most that tensors took since the last reset; None on the CPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None

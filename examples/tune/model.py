@@ -1,0 +1,147 @@
+"""The model with its factors, and the text as rows of tokens."""
+
+from pathlib import Path
+
+import torch
+from lm.data import find_files, read_texts
+from lm.errors import UserError, first_line
+from sonicmoe_cpp.integrations import hf
+from torch import nn
+from torch.utils.data import Dataset
+
+from tune.settings import CONFIGS, Settings
+
+try:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+except ImportError as error:
+    raise UserError(f"fine-tuning needs transformers, accelerate and peft: {error}") from error
+
+LARGEST_TEXT = 1 << 26  # characters that are tokenised
+
+
+def _config(s: Settings):
+    if s.config:
+        kind, sizes = CONFIGS[s.config]
+        config = AutoConfig.for_model(kind, **sizes)
+    else:
+        config = AutoConfig.from_pretrained(s.model, local_files_only=True)
+    config.use_cache = False
+    if s.layers:
+        inner = config.get_text_config()
+        if s.layers > inner.num_hidden_layers:
+            raise UserError(f"layers is {s.layers}; the model has {inner.num_hidden_layers}")
+        inner.num_hidden_layers = s.layers
+        if getattr(inner, "layer_types", None):
+            inner.layer_types = inner.layer_types[: s.layers]
+    return config
+
+
+def _attention(s: Settings, config) -> dict[str, str]:
+    if s.attention:
+        return {"attn_implementation": s.attention}
+    # Models with attention sinks have no SDPA, and eager attention makes T x T scores.
+    sinks = config.model_type == "gpt_oss" and s.device == "cuda"
+    return {"attn_implementation": "flex_attention"} if sinks else {}
+
+
+def build(s: Settings) -> nn.Module:
+    """The model on its device, in bf16 on a GPU and in fp32 on the CPU."""
+    hf.register()
+    try:
+        config = _config(s)
+        options = _attention(s, config) | {
+            "dtype": torch.bfloat16 if s.device == "cuda" else torch.float32,
+            "experts_implementation": s.experts,
+        }
+        if s.config:
+            torch.manual_seed(s.seed)
+            with torch.device(s.device):
+                return AutoModelForCausalLM.from_config(config, **options)
+        options |= {"local_files_only": True, "device_map": {"": s.device}}
+        return AutoModelForCausalLM.from_pretrained(s.model, config=config, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(f"cannot build the model: {first_line(error)}") from error
+
+
+def experts_of(model: nn.Module, s: Settings) -> list[nn.Module]:
+    """The experts modules of a model; refuses a model whose experts are not computed here."""
+    found = hf.supports(model)
+    for name, reason in found.refused.items():
+        raise UserError(f"{name} is not served: {reason}")
+    if not found:
+        raise UserError(f"{s.model or s.config} has no experts that sonicmoe_cpp computes")
+    return [model.get_submodule(name) for name in found.served]
+
+
+def _projections(model: nn.Module) -> list[str]:
+    """The names of the linear layers of attention."""
+    names = (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    found = sorted({name.rpartition(".")[2] for name in names if "attn" in name})
+    if not found:
+        raise UserError("the model has no linear layers whose names contain attn")
+    return found
+
+
+def add_factors(model: nn.Module, s: Settings):
+    """The PeftModel with factors on all experts and on the projections of attention."""
+    torch.manual_seed(s.seed + 1)
+    return hf.add_lora(
+        model,
+        s.rank,
+        s.alpha,
+        target_modules=_projections(model),
+        autocast_adapter_dtype=s.factors == "fp32",
+    )
+
+
+class Rows(Dataset):
+    """Sequences of equal length. Labels are the same tokens: the loss shifts them."""
+
+    def __init__(self, tokens: torch.Tensor, sequence: int):
+        self.rows = tokens[: len(tokens) // sequence * sequence].view(-1, sequence)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
+
+
+def _encode(text: str, s: Settings) -> torch.Tensor:
+    if s.config:  # random weights have no tokenizer: a token is a byte
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(s.model, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{s.model} has no tokenizer: {first_line(error)}") from error
+    if len(tokenizer) < 256:  # without a file transformers makes an empty tokenizer
+        raise UserError(f"{s.model} has no tokenizer.json, or one of less than 256 entries")
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def load_rows(s: Settings, limit: int) -> tuple[Rows, Rows]:
+    """At most `limit` rows to train on, and one row in 20 (at most 8) to measure the loss on."""
+    path = Path(s.data)
+    files = [path] if s.data and path.is_file() else find_files(s.data, "")
+    text = "\n".join(read_texts(files))[:LARGEST_TEXT]
+    # No tokenizer of a model makes more than one token of a byte, and few less than one of 16.
+    text = text[: 16 * s.sequence * (limit + 8)]
+    rows = Rows(_encode(text, s), s.sequence).rows
+    if len(rows) < 2:
+        raise UserError(
+            f"the text has {len(rows)} sequence(s) of {s.sequence} tokens, and needs 2: give more "
+            "text or a smaller --sequence"
+        )
+    held = min(8, max(1, len(rows) // 20))
+    parts = rows[:held], rows[held : held + limit]
+    measured, train = (Rows(part.flatten(), s.sequence) for part in parts)
+    return train, measured
+
+
+def merge(model, folder: Path) -> None:
+    """Writes the model with the factors added to its weights, as from_pretrained reads it."""
+    model.merge_and_unload().save_pretrained(folder)
+
+
+__all__ = ["Rows", "add_factors", "build", "experts_of", "load_rows", "merge", "peft"]
