@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 import transformers
 from sonicmoe_cpp.integrations import hf
+from sonicmoe_cpp.integrations._hf_adopted import KNOWN, Known, adopt_classes
 from sonicmoe_cpp.integrations._hf_experts import weights_of
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 MODELS = Path(transformers.__path__[0]) / "models"
 COUNTS = re.compile(r"config\.(num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
@@ -45,7 +47,8 @@ class Found(NamedTuple):
 
 def architectures() -> tuple[list[str], list[str]]:
     """(architectures whose experts use transformers' interface for implementations, architectures
-    with experts that do not use it)."""
+    with experts that do not use it). An architecture without a model of its own, such as
+    sarvam_moe, is in a row with the one whose model it uses."""
     asking, silent = [], []
     for file in sorted(MODELS.glob("*/modeling_*.py")):
         code, name = file.read_text(), file.parent.name
@@ -121,6 +124,51 @@ def run(experts: nn.Module, implementation: str, scale: float) -> list[torch.Ten
     return [out, *torch.autograd.grad(out, [x, weights, *experts.parameters()], dout)]
 
 
+def borrowers() -> dict[str, list[str]]:
+    """Architectures that have a config only, by the architecture whose model they use."""
+    found: dict[str, list[str]] = {}
+    for name, model in MODEL_MAPPING_NAMES.items():
+        if not isinstance(model, str) or not (MODELS / name).is_dir():
+            continue
+        owner = getattr(transformers, model, None).__module__.split(".")[2]
+        if not list((MODELS / name).glob("modeling_*.py")):
+            found.setdefault(owner, []).append(name)
+    return found
+
+
+def look_at_adopted(known: Known) -> str:
+    """Runs a block whose experts hf.register() makes ask; a difference from eager raises."""
+    module = importlib.import_module(
+        f"transformers.models.{known.architecture}.modeling_{known.architecture}"
+    )
+    adopt_classes()
+    experts = build(getattr(module, known.experts), module)
+    plan = hf.plan_of(experts)
+    hidden = weights_of(experts)[0].shape[2]
+    g = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(23, hidden, generator=g) for _ in range(2))
+    results = []
+    for implementation in ("sonicmoe_cpp", "eager"):
+        experts.config._experts_implementation = implementation
+        leaf = x.clone().requires_grad_()
+        if known.block is None:
+            count = getattr(experts, "total_experts", len(experts.down_proj))
+            ids = torch.rand(23, count, generator=g.manual_seed(2))
+            weights = torch.rand(23, 2, generator=g)
+            out = experts(leaf, ids.topk(2).indices, weights)
+        else:
+            block = getattr(module, known.block)(experts.config)
+            block.experts = experts
+            for key, value in block.named_parameters():
+                if not key.startswith("experts."):
+                    value.data = torch.randn(value.shape, generator=g.manual_seed(3)) / 6
+            out = block(leaf)[0]
+        results.append([out, *torch.autograd.grad(out, [leaf, *experts.parameters()], dout)])
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    return label(Found(known.architecture, known.experts, plan, ""))
+
+
 def look_at(architecture: str) -> list[Found]:
     """Runs the experts of an architecture; a difference from eager raises."""
     found = []
@@ -152,11 +200,16 @@ def table() -> str:
     """Rows of a Markdown table: result, architectures with this result."""
     asking, silent = architectures()
     rows: dict[str, list[str]] = {}
+    others = borrowers()
     for architecture in asking:
         for name in dict.fromkeys(map(label, look_at(architecture))):
-            rows.setdefault(name, []).append(architecture)
+            rows.setdefault(name, []).extend([architecture, *others.get(architecture, [])])
+    for known in KNOWN:
+        if known.architecture in silent:
+            silent.remove(known.architecture)
+            rows.setdefault(look_at_adopted(known), []).append(known.architecture)
     served = sorted((name for name in rows if name != "refused"), key=lambda n: -len(rows[n]))
-    lines = [(name, rows[name]) for name in (*served, "refused")] + [("never ask", silent)]
+    lines = [(name, sorted(rows[name])) for name in (*served, "refused")] + [("never ask", silent)]
     return "\n".join(f"| {name} | {', '.join(names)} |" for name, names in lines)
 
 

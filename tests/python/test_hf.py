@@ -115,10 +115,10 @@ def test_supports():
 
 
 NEVER_ASK = {
-    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 40},
     "jetmoe": {"num_local_experts": 4, "kv_channels": 8},
     "doge": {"num_experts": 16, "is_moe": True},
 }
+OWN_EXPERTS = {"jetmoe": "JetMoeParallelExperts", "doge": "DogeCDMoE"}
 
 
 @pytest.mark.parametrize("architecture", NEVER_ASK)
@@ -130,6 +130,7 @@ def test_a_model_that_never_asks_is_warned_of(architecture):
         model = build(copy.deepcopy(config), **options)
     found = hf.supports(model)
     assert not found and not found.served and type(model).__name__ in found.never_asked
+    assert OWN_EXPERTS[architecture] in found.own_experts
     model = build(config, experts_implementation="eager")
     with pytest.warns(UserWarning, match="does not let its experts be replaced"):
         model.set_experts_implementation("sonicmoe_cpp")
@@ -400,7 +401,7 @@ def test_weights_that_become_quantised_tensors_are_refused_by_name(name):
     assert hf.supports(nn.Sequential(experts))
 
 
-def test_post_expert_norm_is_refused():
+def test_a_post_expert_norm_of_another_name_is_refused():
     experts = make_experts()
     experts.has_post_expert_norm = True
     with pytest.raises(NotImplementedError, match="has_post_expert_norm"):

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from .. import _checks, _ops
 from ..fp8 import Fp8Cache, caches_of, check_request, kept_weights
 from ..layer import LAYOUTS, Activation, autocast_dtype, moe
-from ..lora import lora_moe
+from ..lora import LowRank, lora_moe
 from . import _recognise
 from ._recognise import local
 
 # An attribute of experts during forward: {parameter: LowRank}, the active low-rank factors.
 FACTORS = "_sonicmoe_cpp_factors"
+# The norm of every expert's output in experts whose flag has_post_expert_norm is set.
+NORM = "post_expert_norm"
+# An attribute of experts that _hf_adopted.py makes ask: whether their weights are transposed.
+TRANSPOSED = "_sonicmoe_cpp_is_transposed"
 
 
 class Plan(NamedTuple):
@@ -89,8 +93,9 @@ def _facts(module: nn.Module) -> tuple:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers allows another implementation for modules of this kind."""
-    return hasattr(module, "down_proj") and hasattr(module, "is_transposed")
+    """Whether another implementation may compute modules of this kind."""
+    asks = hasattr(module, "is_transposed") or hasattr(module, TRANSPOSED)
+    return asks and getattr(module, "down_proj", None) is not None
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -117,9 +122,10 @@ def _refuse_unsupported(module: nn.Module) -> None:
     quantised = _quantised(module)
     if quantised is not None:
         raise NotImplementedError(f"{quantised}, which {other}, or load it dequantised")
-    if getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False) and not hasattr(module, NORM):
         raise NotImplementedError(
-            f"{kind} normalises every expert's output (has_post_expert_norm), which {other}"
+            f"{kind} normalises every expert's output (has_post_expert_norm) without a {NORM}, "
+            f"which {other}"
         )
 
 
@@ -145,9 +151,20 @@ def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
     if module.has_bias:
         b_up, b_down = local(getattr(module, f"{up}_bias")), local(module.down_proj_bias)
         b_up, b_down = b_up.to(w_up.dtype), b_down.to(w_up.dtype)
-    if module.is_transposed:
+    if getattr(module, TRANSPOSED, getattr(module, "is_transposed", False)):
         w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+    # LongCat-Flash's gate_up_proj has unused weights for its identity experts.
+    w_up = _first(w_up, _identity_experts(module))
     return w_up, w_down, b_up, b_down
+
+
+def _identity_experts(module: nn.Module) -> int:
+    return getattr(module, "zero_expert_num", 0)
+
+
+def _first(of_experts: Tensor, left_out: int) -> Tensor:
+    """Without the last `left_out` experts."""
+    return of_experts[:-left_out] if left_out else of_experts
 
 
 class Precision(NamedTuple):
@@ -198,6 +215,10 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
 def _low_rank(module: nn.Module, factors: dict, weights: tuple, plan: Plan) -> dict:
     """The options of lora_moe() for the active factors of a module's experts."""
     terms = {"up": factors.get(up_name(module)), "down": factors.get("down_proj")}
+    identity = _identity_experts(module)
+    if identity and terms["up"] is not None:
+        a, b, scale = terms["up"]
+        terms["up"] = LowRank(_first(a, identity), _first(b, identity), scale)
     if not weights[0].is_cuda:
         return terms | _precision_of(module, weights, plan)
     chosen = getattr(module, "_sonicmoe_cpp_precision", None)
@@ -217,6 +238,18 @@ def experts_forward(
 
     Ids outside of the module's experts are empty slots; expert parallelism makes such ids.
     """
+    if not getattr(self, "has_post_expert_norm", False):
+        return _compute(self, hidden_states, top_k_index, top_k_weights)
+    # The norm needs each expert's output: each choice of a token is a row of its own.
+    k = top_k_index.shape[1]
+    rows = hidden_states.unsqueeze(1).expand(-1, k, -1).flatten(0, 1)
+    ids = top_k_index.reshape(-1, 1)
+    out = _compute(self, rows, ids, torch.ones_like(ids, dtype=top_k_weights.dtype))
+    out = getattr(self, NORM)(out).unflatten(0, top_k_index.shape)
+    return (out * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _compute(self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     plan = plan_of(self)
     w_up, w_down, b_up, b_down = weights_of(self)
     x = hidden_states
@@ -229,8 +262,8 @@ def experts_forward(
         compute, others = moe, _precision_of(self, (w_up, w_down), plan)
     out = compute(
         x,
-        top_k_index,
-        top_k_weights,
+        ids,
+        weights,
         w_up,
         w_down,
         b_up=b_up,

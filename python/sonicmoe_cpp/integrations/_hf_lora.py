@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..lora import LowRank
-from ._hf_experts import FACTORS, experts_of, is_computed_here, is_experts, plan_of, up_name
+from ._hf_experts import (
+    FACTORS,
+    TRANSPOSED,
+    experts_of,
+    is_computed_here,
+    is_experts,
+    plan_of,
+    up_name,
+)
 
 # The release whose ParamWrapper is known. With another one PEFT forms W + B A, which is as correct.
 PEFT = "0.21."
@@ -81,6 +89,8 @@ def _takes_factors(wrapper) -> bool:
     the experts are trained too, PEFT gives them W + B A as their weight."""
     module = wrapper.get_base_layer()
     if not is_experts(module) or wrapper.parameter_name not in (up_name(module), "down_proj"):
+        return False
+    if getattr(module, TRANSPOSED, False):  # PEFT does not know that these are transposed
         return False
     if hasattr(module, "parametrizations") or not is_computed_here(module):
         return False

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ._hf_adopted import adopt_classes, belongs, is_too_old
 from ._hf_experts import Plan, experts_forward, experts_of, plan_of, set_precision
 from ._hf_lora import add_lora, adopt_factors, save_factors_of_parts
 
@@ -54,9 +55,10 @@ def _interfaces() -> list:
 def register(name: str = NAME) -> str:
     """Makes `experts_implementation=name` known to transformers; returns the name.
 
-    A second call changes nothing. The name "sonicmoe" replaces transformers' own implementation. If
-    a model gets this name but its experts cannot be replaced, there is a warning. Raises
-    ImportError without transformers 5.7 or later.
+    A second call changes nothing. The name "sonicmoe" replaces transformers' own implementation.
+    The classes of Step-3.7, LongCat-Flash and Llama 4, which do not ask for an implementation, ask
+    for this one. If a model gets this name but its experts cannot be replaced, there is a warning.
+    Raises ImportError without transformers 5.7 or later.
     """
     try:
         version = metadata.version("transformers")
@@ -67,7 +69,8 @@ def register(name: str = NAME) -> str:
         raise ImportError(f"{_NEEDS}: {version} is installed, which knows only its own experts")
     for interface in interfaces:
         interface.register(name, experts_forward)
-    _warn_of_models_that_never_ask()
+    adopt_classes()
+    _watch_models()
     adopt_factors()
     save_factors_of_parts()
     return name
@@ -85,10 +88,27 @@ def never_asks(model: nn.Module) -> bool:
     """Whether a transformers model has experts that another implementation cannot compute."""
     config = getattr(model, "config", None)
     can_choose = getattr(model, "_can_set_experts_implementation", None)
-    return can_choose is not None and _count_of_experts(config) > 1 and not can_choose()
+    if can_choose is None or _count_of_experts(config) <= 1:
+        return False
+    return not can_choose() or is_too_old(model)
 
 
-def _warn_of_models_that_never_ask() -> None:
+# Names of classes that compute experts, in models that never ask.
+_OWN = re.compile(r"Experts?$|Expert|MoE|Moe|MoeSparse|SparseMLP")
+
+
+def _own_experts(model: nn.Module) -> list[str]:
+    """Names of the classes that compute a model's experts: innermost modules with such a name."""
+    from transformers import PreTrainedModel
+
+    def fits(module):
+        return not isinstance(module, PreTrainedModel) and _OWN.search(type(module).__name__)
+
+    found = (m for m in model.modules() if fits(m) and not any(map(fits, list(m.modules())[1:])))
+    return list(dict.fromkeys(type(m).__name__ for m in found))
+
+
+def _watch_models() -> None:
     """Wraps the method of PreTrainedModel that every model calls with the implementation's name:
     when the model is built, and in set_experts_implementation. No other method gets both the model
     and the name."""
@@ -102,13 +122,25 @@ def _warn_of_models_that_never_ask() -> None:
     def checked(self, requested_experts):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+        adopt_classes()
         ours = ALL_EXPERTS_FUNCTIONS.get(requested_experts, None) is experts_forward
         if ours and never_asks(self):
+            own = ", ".join(_own_experts(self))
             warnings.warn(
                 f'experts_implementation="{requested_experts}" has no effect on '
-                f"{type(self).__name__}: transformers does not let its experts be replaced",
+                f"{type(self).__name__}: "
+                + (
+                    "it was built before hf.register()"
+                    if is_too_old(self)
+                    else "transformers does not let its experts be replaced"
+                )
+                + (f" ({own})" if own else ""),
                 stacklevel=3,
             )
+        if belongs(self) and requested_experts in (None, "grouped_mm"):
+            if requested_experts is not None:
+                raise ValueError(f"{type(self).__name__} has no experts for grouped_mm")
+            requested_experts = "eager"  # the default, which its class would not know
         return check(self, requested_experts)
 
     checked._sonicmoe_cpp_warns = True
@@ -121,6 +153,7 @@ class Support(NamedTuple):
     served: dict[str, Plan]  # by the module's name
     refused: dict[str, str]  # by the module's name: the reason
     never_asked: list[str]  # names of the models whose experts cannot be replaced
+    own_experts: list[str]  # names of the classes that compute these models' experts
 
     def __bool__(self) -> bool:
         return bool(self.served) and not self.refused and not self.never_asked
@@ -135,4 +168,6 @@ def supports(model: nn.Module) -> Support:
         except (NotImplementedError, RuntimeError) as error:
             refused[name] = str(error)
     models = {name: m for name, m in model.named_modules() if never_asks(m)}
-    return Support(served, refused, [name or type(m).__name__ for name, m in models.items()])
+    own = dict.fromkeys(kind for m in models.values() for kind in _own_experts(m))
+    names = [name or type(m).__name__ for name, m in models.items()]
+    return Support(served, refused, names, list(own))
