@@ -254,6 +254,20 @@ inline MaybeArray gradient_of_x(const BackwardCall& a) {
   return empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
 }
 
+/// Refuses an H or metadata of another size than the forward of these sizes has kept: a hook of
+/// saved tensors, or one that changes the routing, would make kernels use rows that do not exist.
+inline void expect_kept(const BackwardCall& a, std::int64_t h_bytes, std::int64_t saved_bytes) {
+  const auto expect = [](const char* name, const Array& t, std::int64_t bytes) {
+    const std::int64_t have = t.numel() * static_cast<std::int64_t>(t.element_size());
+    if (have == bytes) return;
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(have) +
+                                " bytes, must have the " + std::to_string(bytes) +
+                                " that forward has kept for this routing");
+  };
+  expect("h", a.h, h_bytes);
+  expect("saved", a.saved, saved_bytes);
+}
+
 /// All arguments of a backward except its scratch.
 inline sonicmoe::BackwardArgs backward_args(BackwardCall& a, const Call& c,
                                             const sonicmoe::Weights& grads, const MaybeArray& dx,
@@ -288,6 +302,7 @@ struct RunAlone {
     auto args = backward_args(a, c, grads, dx, dweights, mode);
     args.fp8_weights = fp8.buffer();
     const auto sizes = sonicmoe::moe_sizes(c.problem, sonicmoe::Pass::kBackward, device.exec());
+    expect_kept(a, sizes.h_bytes, saved_capacity(c.problem));
     const Scratch scratch(a.x, sizes.scratch_bytes);
     args.scratch = scratch.buffer();
     sonicmoe::moe_backward(c.problem, args, device.exec());

@@ -70,7 +70,12 @@ inline Array lora_inference(LoraInferenceCall& a) {
   return out;
 }
 
-/// `saved` also holds P; _ops.py has the same formula.
+/// Bytes of `saved`, which also holds P; _lora_ops.py has the same formula.
+inline std::int64_t lora_saved_bytes(const sonicmoe::Problem& p) {
+  const std::int64_t inner = sonicmoe::row_capacity(p) * p.up_rank;
+  return saved_capacity(p) + inner * sonicmoe::dtype_bytes(p.dtype);
+}
+
 inline std::tuple<Array, Array, Array> lora_forward(LoraInferenceCall& a) {
   const DeviceScope device(a.x);
   const LoraCall c = lora_call_of(a, a);
@@ -78,9 +83,7 @@ inline std::tuple<Array, Array, Array> lora_forward(LoraInferenceCall& a) {
   const auto sizes = sonicmoe::moe_sizes(l.problem, sonicmoe::Pass::kForward, device.exec());
   Array out = empty(a.x, {a.x.size(0), a.x.size(1)}, a.x.scalar_type());
   Array h = new_kept_h(a.x, l.problem, sizes.h_bytes);
-  const std::int64_t p = sonicmoe::row_capacity(l.problem) * l.problem.up_rank;
-  Array saved =
-      new_bytes(a.x, saved_capacity(l.problem) + p * sonicmoe::dtype_bytes(l.problem.dtype));
+  Array saved = new_bytes(a.x, lora_saved_bytes(l.problem));
   const Scratch scratch(a.x, sizes.scratch_bytes);
   const QuantisedWeights fp8(l, a.fp8_weights, a.x, device.exec());
   sonicmoe::moe_forward(l.problem,
@@ -119,6 +122,7 @@ inline std::tuple<Array, Array, Array, Array, Array, Array> lora_backward(LoraBa
   args.lora = c.lora;
   args.lora_grads = lora_of(a, grads);
   const auto sizes = sonicmoe::moe_sizes(c.layer.problem, sonicmoe::Pass::kBackward, device.exec());
+  expect_kept(a, sizes.h_bytes, lora_saved_bytes(c.layer.problem));
   const Scratch scratch(a.x, sizes.scratch_bytes);
   args.scratch = scratch.buffer();
   sonicmoe::moe_backward(c.layer.problem, args, device.exec());

@@ -134,6 +134,19 @@ def on_device(name: str, value: Facts | Tensor, x: Facts | Tensor) -> None:
         raise ValueError(f"{name} is on {value.device}, must be on x's device {x.device}")
 
 
+def memory(name: str, value: Tensor) -> None:
+    """Refuses a tensor whose storage was freed, as expect_memory() of views.h. torch's own
+    indexing would read other memory."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    end = value.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    have = value.untyped_storage().nbytes()
+    if value.numel() > 0 and end * value.element_size() > have:
+        raise ValueError(
+            f"{name} has freed memory: its storage has {have} bytes, must have at least "
+            f"{end * value.element_size()}"
+        )
+
+
 def supported(device: torch.device) -> None:
     # While a graph is traced nothing is refused: the graph refuses a device without kernels when it
     # runs.

@@ -136,7 +136,7 @@ def a_copied_ticket_is_refused(world):
     from sonicmoe_cpp.distributed import _compiled
     from sonicmoe_cpp.distributed.transport import Forward
 
-    ticket = _compiled._ticket(Forward(torch.zeros(1), (torch.ones(2),), (3,)))
+    ticket = _compiled._ticket(Forward(torch.zeros(1), (torch.ones(2),), (3,)), ())
     copy, number = ticket.clone(), int(ticket)
     memory = _compiled._kept_by(copy)
     assert memory.kept[0].tolist() == [1, 1] and memory.host == (3,)

@@ -235,6 +235,18 @@ def test_each_saved_tensor_changed(device, call):
             assert all(g is None or g.device.type == device for g in found)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", [by_ids, factors], ids=lambda f: f.__name__)
+def test_routing_with_fewer_slots(device, call):
+    """The kept metadata names slots that would be outside of the routing weights."""
+
+    def one_slot(t):
+        return t[:, :1].contiguous() if t.shape == (T, K) else t
+
+    with pytest.raises(ValueError, match=r"h has \d+ bytes, must have the \d+ that forward"):
+        differentiated(call, device, one_slot)
+
+
 # ---- tuples --------------------------------------------------------------------------------------
 
 

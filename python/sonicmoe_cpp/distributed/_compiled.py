@@ -52,16 +52,18 @@ class _Kept(bytearray):
 
     kept: tuple
     host: tuple
+    places: list  # of the tensors that autograd saves
 
 
 _alive: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 _tickets = itertools.count()
 
 
-def _ticket(forward: Forward) -> Tensor:
+def _ticket(forward: Forward, tensors: tuple) -> Tensor:
     number = next(_tickets)
     memory = _Kept(number.to_bytes(8, sys.byteorder))
     memory.kept, memory.host = forward.kept, forward.host
+    memory.places = layer.places_of(tensors)
     _alive[number] = memory
     return torch.frombuffer(memory, dtype=torch.int64)  # the tensor's storage refers to `memory`
 
@@ -137,7 +139,7 @@ def recorded(
         options = _options(numbers)
         by = _transport(where, transport, limits, tensors, options, int(number), needs)
         given = by.forward(tensors, options, main_gradients, int(number), needs)
-    return given.out, _ticket(given)
+    return given.out, _ticket(given, tensors)
 
 
 @recorded.register_fake
@@ -167,6 +169,7 @@ def differentiated(
     changes its arguments and returns a list."""
     with _group(where).guarded():
         memory, options = _kept_by(ticket), _options(numbers)
+        layer.expect_places(tensors, memory.places)
         by = _transport(where, transport, limits, tuple(tensors), options, int(number), needs)
         given = Forward(dout, memory.kept, memory.host)
         main_gradients = (g_gate, g_up, g_down)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,23 +67,44 @@ def _without_gradients(tensors: tuple, main_gradients: tuple, needs: int) -> tup
     )
 
 
+def places_of(tensors: Sequence[Tensor | None]) -> list:
+    """Shape and device of each tensor."""
+    return [None if t is None else (t.shape, t.device) for t in tensors]
+
+
+def expect_places(tensors: Sequence[Tensor | None], places: list) -> None:
+    """Refuses tensors that a hook of saved tensors has replaced by others of another shape or on
+    another device. An exchange takes its number of rows from the shape of H, and index arithmetic
+    of torch would take an index on the meta device."""
+    for at, (have, want) in enumerate(zip(places_of(tensors), places, strict=True)):
+        if have != want:
+            found, kept = ([*each[0]] if each else None for each in (have, want))
+            name = (_ops.LAYER_TENSORS[at : at + 1] or ["a tensor kept for backward"])[0]
+            raise ValueError(
+                f"{name} has shape {found} on {have and have[1]} in backward, must have {kept} on "
+                f"{want and want[1]} as in forward"
+            )
+
+
 def _recorded(ctx, x, weights, *others):
     *experts, (transport, layer, routing, options, main_gradients, needs) = others
     tensors = (x, *routing, weights, *experts)
     with transport.group.guarded():
         given = transport.forward(tensors, options, main_gradients, layer, needs)
     ctx.set_materialize_grads(False)
-    ctx.rest = transport, options, main_gradients, needs, given.host
-    ctx.save_for_backward(*tensors, *given.kept)
+    saved = (*tensors, *given.kept)
+    ctx.rest = transport, options, main_gradients, needs, given.host, places_of(saved)
+    ctx.save_for_backward(*saved)
     return given.out
 
 
 # Autograd does not record the communication, so a second derivative would silently be wrong.
 @once_differentiable
 def _differentiated(ctx, dout):
-    transport, options, main_gradients, needs, host = ctx.rest
+    transport, options, main_gradients, needs, host, places = ctx.rest
     with transport.group.guarded():
         saved = ctx.saved_tensors
+        expect_places(saved, places)
         count = len(_ops.LAYER_TENSORS)
         tensors, kept = saved[:count], saved[count:]
         if dout is None:

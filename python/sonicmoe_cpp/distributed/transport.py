@@ -174,8 +174,8 @@ class RowTransport(Transport):
     def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
         x, _, _, weights, *experts = tensors
         h, saved, row_weights, *rest = given.kept
-        for kept in (weights, *rest):  # torch's indexing takes an index on the meta device
-            _checks.on_device("a tensor kept for backward", kept, dout)
+        for kept in (x, row_weights, *rest):  # read by torch; the library checks the other ones
+            _checks.memory("a tensor kept for backward", kept)
         routes = Routes.of(given.host, rest)
         options = with_option(options, "form", FORM["pairs"])
         self.begin_backward(routes)
