@@ -9,6 +9,7 @@
 #include "core/backend_table.h"
 #include "core/check_tensor.h"
 #include "peak.h"
+#include "plan_finetune.h"
 #include "target.h"
 
 namespace sonicmoe::cli {
@@ -20,6 +21,7 @@ constexpr const char* kFallback = "h200";
 struct Options {
   ShapeOptions shape;
   LayerOptions layer;
+  FinetuneOptions finetune;
   std::string device;   ///< empty: this machine's GPU, else kFallback
   std::string engine;   ///< empty: the engine that serves the device
   std::string backend;  ///< empty: the backend of the device
@@ -342,6 +344,7 @@ Command add_plan(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->shape.add_to(command);
   o->layer.add_to(command);
+  o->finetune.add_to(command);
   command.option(
       "--device", o->device,
       "A GPU, whose rates are those of its data sheet: h200, a100, rtx-4090, ... (an "
@@ -356,6 +359,12 @@ Command add_plan(CLI::App& app) {
   command.flag("--json", o->json, "Print one JSON document to stdout");
   command.run = [o] {
     if (o->shape.list) return print_configs(o->json);
+    if (!o->finetune.model.empty()) {
+      if (!o->shape.config.empty() || !o->shape.shape.empty()) {
+        checks::refuse("finetune is given, so config and shape must be absent");
+      }
+      return print_finetune(o->finetune, o->device, o->engine, o->json);
+    }
     const Plan p = make_plan(*o);
     o->json ? print_json(document(*o, p)) : print_text(*o, p);
     return kGood;

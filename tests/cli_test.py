@@ -11,6 +11,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -179,6 +180,47 @@ class CliTest(unittest.TestCase):
             code, out, err = run(*arguments)
             self.assertEqual((code, out), (2, ""))
             self.assertIn(sentence, err)
+
+    def test_plan_of_a_finetune(self):
+        """The sizes of a config.json are those of the named model; memory in another format."""
+        config = {"num_hidden_layers": 48, "hidden_size": 2048, "vocab_size": 151936}
+        config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+        config |= {"num_experts": 128, "num_experts_per_tok": 8, "intermediate_size": 6144}
+        config |= {"moe_intermediate_size": 768, "tie_word_embeddings": False}
+        plan = ("plan", "--device", "rtx-4090", "--finetune")
+        named = self.document(*plan, "qwen3-30b")
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "config.json")
+            for content in (config, {"text_config": config}):
+                with open(file, "w") as out:
+                    json.dump(content, out)
+                self.assertEqual(named | {"model": file}, self.document(*plan, file))
+            del config["vocab_size"]
+            with open(file, "w") as out:
+                json.dump(config, out)
+            sentence = f"model is {file}, which has no positive integer vocab_size"
+            self.refused(sentence, *plan, file)
+            none = os.path.join(folder, "none.json")
+            self.refused(f"model is {none}, must be a JSON file with sizes", *plan, none)
+        self.assertEqual(named["memory_bytes"]["experts"], 48 * 128 * 3 * 768 * 2048 * 2)
+        self.assertFalse(named["fits"])
+        options = ("--weights", "nf4-nested", "--factors", "bf16", "--optimizer", "adamw-8bit")
+        packed = self.document(*plan, "qwen3-30b", *options)
+        self.assertTrue(packed["fits"])
+        self.assertGreater(packed["step_roofline_ms"]["unpacking"], 0)
+        text = run(*plan, "qwen3-30b", *options)[1]
+        for part in ("643 million parameters", "a model, not a measurement", "it fits"):
+            self.assertIn(part, text)
+        for sentence, more in (
+            ('factors is "f16", must be one of: fp32, bf16', ("olmoe", "--factors", "f16")),
+            (
+                'optimizer is "lion", must be one of: adamw, adamw-8bit',
+                ("olmoe", "--optimizer", "lion"),
+            ),
+            ("rank is 0, must be at least 1", ("olmoe", "--rank", "0")),
+            ("finetune is given, so config and shape must be absent", ("olmoe", *SMALL)),
+        ):
+            self.refused(sentence, *plan, *more)
 
     def test_plan_says_what_was_measured(self):
         def plan(*arguments):
