@@ -26,6 +26,17 @@ def test_first_example(page):
     assert torch.isfinite(out).all() and out.abs().sum() > 0
 
 
+@pytest.mark.parametrize("page, has", [("docs/porting.md", "def score_on_input(")])
+def test_example_that_compares_itself(page, has):
+    if not (ROOT / page).is_file():
+        pytest.skip("this copy has no documentation")
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    (example,) = (e for e in examples if has in e)
+    assert "assert_close(found, expected" in example
+    torch.manual_seed(0)
+    exec(compile(example, page, "exec"), {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page, has",
