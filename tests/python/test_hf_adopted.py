@@ -254,3 +254,32 @@ assert hf.supports(Llama4ForCausalLM(Llama4TextConfig(**sizes)))
 
 def test_a_model_that_was_built_before_register_is_named():
     in_a_new_process(OLD)
+
+
+def test_two_modules_of_experts_of_different_width():
+    """ERNIE-4.5-VL: a layer has experts for text and narrower ones for images."""
+    module = pytest.importorskip("transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe")
+    config = transformers.Ernie4_5_VLMoeConfig().text_config
+    config.hidden_size, config.moe_num_experts, config.moe_intermediate_size = 32, 6, [24, 8]
+    config.moe_k = config.num_experts_per_tok = 2
+    block = module.Ernie4_5_VLMoeMoeBlock(config).double()
+    g = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for value in block.parameters():
+            value.copy_(torch.randn(value.shape, generator=g) * value.shape[-1] ** -0.5)
+    found = hf.supports(block)
+    assert sorted(found.served) == ["text_moe.experts", "vision_moe.experts"] and found
+    x = torch.randn(2, 9, 32, generator=g, dtype=torch.float64)
+    image = torch.rand(2, 9, generator=g) < 0.5
+    rows = []
+    for implementation in ("eager", "sonicmoe_cpp"):
+        config._experts_implementation = implementation
+        leaf = x.clone().requires_grad_()
+        out = block(leaf, image.int())[0]
+        leaves = [
+            leaf,
+            *block.text_moe.experts.parameters(),
+            *block.vision_moe.experts.parameters(),
+        ]
+        rows.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(error(ours, eager) < 1e-6 for eager, ours in zip(*rows, strict=True))

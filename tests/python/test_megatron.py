@@ -221,6 +221,57 @@ def test_checkpoints_are_those_of_megatrons_own_experts(one_rank, gated):
     assert all(torch.equal(p, wanted[name]) for name, p in new.named_parameters())
 
 
+class Projection(torch.nn.Linear):
+    """TransformerEngine's linear layer, as MoELayer makes it for latent experts."""
+
+    def __init__(self, rows, columns, *, init_method, **_):
+        super().__init__(rows, columns, bias=False)
+        init_method(self.weight)
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+@pytest.fixture
+def projections(monkeypatch):
+    from megatron.core.transformer.moe import moe_layer
+
+    monkeypatch.setattr(moe_layer, "HAVE_TE", True)
+    monkeypatch.setattr(moe_layer, "TELinear", Projection, raising=False)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("latent", [16, 48])
+def test_latent_experts(one_rank, projections, dispatcher, latent):
+    """Nemotron-3's experts, whose tokens have another width than the model."""
+    config = support.config_of(
+        moe_latent_size=latent,
+        moe_token_dispatcher_type=dispatcher,
+        gated_linear_unit=False,
+        activation_func=squared_relu,
+    )
+    ours, theirs = pair(config)
+    with torch.no_grad():
+        for name in ("fc1_latent_proj", "fc2_latent_proj"):
+            getattr(ours, name).load_state_dict(getattr(theirs, name).state_dict())
+    assert ours.experts.weight1.shape == (latent, support.N * support.E)
+    assert ours.config.hidden_size == support.D  # the layer's own
+    for got, want in zip(train(ours), train(theirs), strict=True):
+        assert error(got, want) < 1e-4
+
+
+def test_checkpoints_of_latent_experts(one_rank, projections):
+    config = support.config_of(moe_latent_size=16)
+    ours, theirs = pair(config)
+    by_ours, by_theirs = saved(ours.experts), saved(theirs.experts)
+    assert by_ours.keys() == by_theirs.keys() and len(by_ours) == 2
+    assert all(torch.equal(by_ours[key], by_theirs[key]) for key in by_ours)
+    new = support.layer_of(megatron.with_experts(support.own_spec()), config, seed=1)
+    load(new.experts, by_theirs)
+    wanted = dict(ours.experts.named_parameters())
+    assert all(torch.equal(p, wanted[name]) for name, p in new.experts.named_parameters())
+
+
 # How two ranks divide the experts: half of the experts each, or half of every expert's width.
 SPLITS = {
     "experts": {"expert_model_parallel_size": 2},
@@ -345,7 +396,7 @@ def test_a_spec_is_copied_and_a_dense_one_refused():
 
 REFUSED = {
     "add_bias_linear is set": {"add_bias_linear": True},
-    "moe_latent_size is set": {"moe_latent_size": 16},
+    r"moe_ffn_hidden_size=\[24, 8\] is set": {"moe_ffn_hidden_size": [24, 8]},
     r"activation \(silu_and_more": {"activation_func": lambda x: F.silu(x) + 1},
     "fp8 or fp4 is set": {"fp8": "hybrid"},
     "delay_wgrad_compute is set": {"delay_wgrad_compute": True},

@@ -8,6 +8,7 @@ Parameters and distributed checkpoints are as in GroupedMLP. See docs/adapters.m
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -64,7 +65,10 @@ def _refuse_unsupported(config) -> None:
         offloaded = {"expert_fc1", "moe_act"} & set(config.offload_modules)
     for asked, option in (
         (config.add_bias_linear, "add_bias_linear"),
-        (config.moe_latent_size is not None, "moe_latent_size"),
+        (
+            not isinstance(config.moe_ffn_hidden_size, int),
+            f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}",
+        ),
         (config.fp8 or config.fp4, "fp8 or fp4"),
         (config.delay_wgrad_compute, "delay_wgrad_compute"),
         (offloaded, f"offload_modules={sorted(offloaded)}"),
@@ -111,8 +115,13 @@ class SonicMoECppExperts(GroupedMLP):
 
     def __init__(self, num_local_experts: int, config, pg_collection=None) -> None:
         # GroupedMLP's constructor is left out: it requires the package grouped_gemm.
-        MegatronModule.__init__(self, config=config)
         _refuse_unsupported(config)
+        if config.moe_latent_size is not None:
+            # Nemotron-3: the MoE layer projects tokens to this width before it dispatches them. The
+            # methods of GroupedMLP read hidden_size as the experts' width.
+            config = copy.copy(config)
+            config.hidden_size = config.moe_latent_size
+        MegatronModule.__init__(self, config=config)
         self.activation = _activation(config)
         self.num_local_experts = num_local_experts
         self.expert_parallel = config.expert_model_parallel_size > 1
@@ -211,10 +220,10 @@ def with_experts(spec: Any) -> Any:
     """A copy of a Megatron-Core spec of a layer or a block, with experts of this library. Raises
     ValueError if the spec has no MoE layer."""
     found: list = []
-    copy = _replaced(spec, found)
+    replaced = _replaced(spec, found)
     if not found:
         raise ValueError("the spec has no MoE layer whose experts could be replaced")
-    return copy
+    return replaced
 
 
 def gpt_layer_spec(*, transformer_engine: bool = gpt_layer_specs.HAVE_TE, **options) -> ModuleSpec:
