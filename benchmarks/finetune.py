@@ -1,11 +1,12 @@
 """Times a fine-tuned layer on one CUDA device: frozen weights, with low-rank factors, and the same
-in compiled PyTorch.
+in compiled PyTorch, in two ways.
 
     python benchmarks/finetune.py --out records
     python benchmarks/finetune.py --configs qwen3-30b --tokens 4096 --ranks 16
 
 frozen is moe() with gradients of x and of the routing weights, lora is lora_moe(), torch is the
-layer of torch_layer() with grouped_mm. All are hot, interleaved in one process. Before the timing
+layer of torch_layer() with grouped_mm for weights and factors, and merged is the same layer with
+grouped_mm of W + s B A, which PEFT 0.21's target_parameters compute. All are hot, interleaved in one process. Before the timing
 the results of lora and torch are compared with those of a loop over experts in fp32. The record
 finetune.json is written after each row; rows that an earlier run of the same commit on the same
 device measured are kept.
@@ -91,12 +92,22 @@ def act(name, h):
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def torch_layer(data):
-    """LoRA as written in PyTorch: rows sorted by expert, four products with the weights' and the
-    factors' grouped_mm, a sum by index_add."""
+def beside(rows, offsets, w, a, b, s):
+    """Products of their own for the factors."""
+    low = torch._grouped_mm(rows, a.mT, offs=offsets) * s
+    out = torch._grouped_mm(rows, w.mT, offs=offsets)
+    return out + torch._grouped_mm(low, b.mT, offs=offsets)
+
+
+def merged(rows, offsets, w, a, b, s):
+    """One product with W + s B A."""
+    return torch._grouped_mm(rows, torch.baddbmm(w, b, a, alpha=s).mT, offs=offsets)
+
+
+def torch_layer(data, product):
+    """LoRA as written in PyTorch: rows sorted by expert, two products beside() or merged(), a sum
+    by index_add."""
     top_k, experts, s = data.config.K, data.config.E, data.scale
-    name, w_up, w_down, b_up, b_down = (
-        data.activation, data.w_up.mT, data.w_down.mT, data.b_up, data.b_down)  # fmt: skip
 
     @torch.compile(dynamic=False)
     def layer(x, weights, up_a, up_b, down_a, down_b):
@@ -106,13 +117,11 @@ def torch_layer(data):
         offsets = torch.searchsorted(expert, ends).int()
 
         def project(rows, w, a, b, bias):
-            low = torch._grouped_mm(rows, a.mT, offs=offsets) * s
-            out = torch._grouped_mm(rows, w, offs=offsets)
-            out = out + torch._grouped_mm(low, b.mT, offs=offsets)
+            out = product(rows, offsets, w, a, b, s)
             return out if bias is None else out + bias[expert]
 
-        a = act(name, project(x[token], w_up, up_a, up_b, b_up))
-        y = project(a, w_down, down_a, down_b, b_down)
+        a = act(data.activation, project(x[token], data.w_up, up_a, up_b, data.b_up))
+        y = project(a, data.w_down, down_a, down_b, data.b_down)
         y = y * weights.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(x).index_add(0, token, y)
 
@@ -194,8 +203,13 @@ def memory(layer, leaves, dout):
 def measure(name, tokens, rank, burst):
     config = CONFIGS[name]
     data = Data(config, tokens, rank)
-    layers = {"frozen": frozen_layer(data), "lora": lora_layer(data), "torch": torch_layer(data)}
-    errors = check(data, {key: layers[key] for key in ("lora", "torch")})
+    layers = {
+        "frozen": frozen_layer(data),
+        "lora": lora_layer(data),
+        "torch": torch_layer(data, beside),
+        "merged": torch_layer(data, merged),
+    }
+    errors = check(data, {key: layer for key, layer in layers.items() if key != "frozen"})
     free()
     runs = {}
     row = {"config": name, "T": tokens, "d": config.d, "n": config.n, "E": config.E, "K": config.K,
@@ -224,7 +238,7 @@ def summary(row):
     return (
         f"{row['config']} T {row['T']} r {row['r']}: frozen {total(row, 'frozen'):.3f} ms, lora "
         f"{lora:.3f} ({lora / total(row, 'frozen'):.3f}), torch {total(row, 'torch'):.3f} "
-        f"({total(row, 'torch') / lora:.2f} times lora)"
+        f"({total(row, 'torch') / lora:.2f} times lora), merged {total(row, 'merged') / lora:.2f}"
     )
 
 
