@@ -119,6 +119,7 @@ const BackendTable* cpu_backend() {
     };
     backend.fast_fp8 = true;
     backend.quantize_weights = &test::count_call;
+    backend.unpack_weights = &test::count_call;
     backend.moe_forward = &test::count_call;
     backend.moe_backward = &test::count_call;
     backend.grouped_gemm_scratch_bytes = no_scratch;

@@ -1,8 +1,8 @@
 /* The C interface (C99): all of sonicmoe without C++ types.
  *
  * A function smoe_NAME does what the C++ function NAME does, with the same shapes, units, letters
- * (T, d, n, E, K, C) and errors. The C++ headers describe it: moe.h, routing.h, grouped_gemm.h,
- * exchange.h. The comments here add only what differs.
+ * (T, d, n, E, K, C) and errors. The C++ headers describe it: moe.h, packed.h, routing.h,
+ * grouped_gemm.h, exchange.h. The comments here add only what differs.
  *
  * Rules for every struct and call:
  * - A struct begins with `size`. Set it to sizeof the struct, and the fields that you do not use to
@@ -62,6 +62,9 @@ enum {
   SMOE_RELU2 = 9,
   SMOE_SWIGLU_CLAMPED = 10
 };
+
+/* Values of smoe_packed_weights.format. */
+enum { SMOE_NF4 = 0, SMOE_MXFP4 = 1, SMOE_FP8_BLOCKS = 2 };
 
 /* Values of the fields and arguments backend, form, pass, grad_mode, precision, kept_h, score and
  * mode. */
@@ -258,6 +261,31 @@ SMOE_API smoe_status smoe_moe_forward(const smoe_problem* problem, const smoe_fo
                                       const smoe_exec* exec);
 SMOE_API smoe_status smoe_moe_backward(const smoe_problem* problem, const smoe_backward_args* args,
                                        const smoe_exec* exec);
+
+/* Packed weights, as PackedWeights in packed.h. */
+typedef struct smoe_packed_weights {
+  uint32_t size;
+  int32_t format;
+  int64_t experts;
+  int64_t rows;
+  int64_t columns;
+  int64_t block; /* SMOE_NF4: elements that share an absmax; else 0 */
+  const void* codes;
+  int64_t codes_bytes;
+  const void* scales;
+  int64_t scales_bytes;
+  const void* nested_map; /* SMOE_NF4, optional; without it the other nested_* are NULL too */
+  int64_t nested_map_bytes;
+  const void* nested_scales;
+  int64_t nested_scales_bytes;
+  const void* nested_offset;
+  int64_t nested_offset_bytes;
+} smoe_packed_weights;
+
+/* Writes the unpacked weights to `out` (E, rows, columns), which smoe_moe_forward and
+ * smoe_moe_backward take as weights. */
+SMOE_API smoe_status smoe_unpack_weights(const smoe_packed_weights* packed, const smoe_tensor* out,
+                                         const smoe_exec* exec);
 
 /* Options of top-k, as RouteOptions in routing.h. */
 typedef struct smoe_route_options {

@@ -123,6 +123,22 @@ Weights weights(const smoe_weights* given, const char* name) {
           member(w.b_gate, ".b_gate"), member(w.b_up, ".b_up"), member(w.b_down, ".b_down")};
 }
 
+PackedWeights packed_weights(const smoe_packed_weights* given) {
+  const smoe_packed_weights p = read(given, "packed");
+  PackedWeights result;
+  result.format = static_cast<PackedFormat>(p.format);
+  result.experts = p.experts;
+  result.rows = p.rows;
+  result.columns = p.columns;
+  result.block = p.block;
+  result.codes = input_buffer(p.codes, p.codes_bytes);
+  result.scales = input_buffer(p.scales, p.scales_bytes);
+  result.nested_map = input_buffer(p.nested_map, p.nested_map_bytes);
+  result.nested_scales = input_buffer(p.nested_scales, p.nested_scales_bytes);
+  result.nested_offset = input_buffer(p.nested_offset, p.nested_offset_bytes);
+  return result;
+}
+
 namespace {
 
 LowRank low_rank(const smoe_low_rank* given, const std::string& name) {

@@ -13,6 +13,7 @@
 #include "sonicmoe/c_api.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "sonicmoe/routing.h"
 #include "sonicmoe/version.h"
 
@@ -86,6 +87,7 @@ Exec exec(const smoe_exec* given);
 Problem problem(const smoe_problem* given);
 Routing routing(const smoe_routing* given);
 Weights weights(const smoe_weights* given, const char* name);
+PackedWeights packed_weights(const smoe_packed_weights* given);
 /// Null becomes no factors.
 Lora lora(const smoe_lora* given, const char* name);
 ForwardArgs forward_args(const smoe_forward_args* given);

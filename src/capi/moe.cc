@@ -80,6 +80,13 @@ smoe_status smoe_quantize_weights(const smoe_problem* problem, const smoe_weight
   });
 }
 
+smoe_status smoe_unpack_weights(const smoe_packed_weights* packed, const smoe_tensor* out,
+                                const smoe_exec* exec) {
+  return capi::guarded([&] {
+    unpack_weights(capi::packed_weights(packed), capi::required(out, "out"), capi::exec(exec));
+  });
+}
+
 smoe_status smoe_auto_precision(const smoe_problem* problem, const smoe_exec* exec,
                                 int32_t* precision) {
   return capi::guarded([&] {

@@ -11,6 +11,7 @@
 #include "sonicmoe/exchange.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "sonicmoe/routing.h"
 
 namespace sonicmoe {
@@ -78,6 +79,8 @@ struct BackendTable {
   /// function.
   void (*quantize_weights)(const Problem& problem, const Weights& weights, const Buffer& out,
                            const Exec& exec) = nullptr;
+  void (*unpack_weights)(const PackedWeights& packed, const Tensor& out,
+                         const Exec& exec) = nullptr;
   /// Forward and backward are called only with a problem that moe_sizes has accepted, and with
   /// buffers of its sizes.
   void (*moe_forward)(const Problem& problem, const ForwardArgs& args, const Exec& exec) = nullptr;

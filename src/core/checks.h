@@ -10,6 +10,7 @@
 #include "sonicmoe/exchange.h"
 #include "sonicmoe/grouped_gemm.h"
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "sonicmoe/routing.h"
 
 namespace sonicmoe::checks {
@@ -38,6 +39,8 @@ void quantize_weights(const Problem& problem, const Weights& weights, const Exec
 /// any other problem.
 void fp8_weights(const Problem& problem, const Buffer& given, const Exec& exec);
 void quantize_weights_overlap(const Weights& weights, const Buffer& out);
+void unpack_weights(const PackedWeights& packed, const Tensor& out, const Exec& exec);
+void unpack_weights_overlap(const PackedWeights& packed, const Tensor& out);
 /// Of the weights, checks gate and up only.
 void h_views(const Problem& problem, const Weights& weights, const Exec& exec);
 /// The pass that the buffers of a forward ask for: training if h or saved is given, else inference.

@@ -96,6 +96,22 @@ void backward_overlap(const BackwardArgs& args) {
   lent.refuse_shared_memory();
 }
 
+void unpack_weights_overlap(const PackedWeights& packed, const Tensor& out) {
+  const Tensor codes = read_only(packed.codes);
+  const Tensor scales = read_only(packed.scales);
+  const Tensor nested_map = read_only(packed.nested_map);
+  const Tensor nested_scales = read_only(packed.nested_scales);
+  const Tensor nested_offset = read_only(packed.nested_offset);
+  Lent lent;
+  lent.add("out", out, Use::kWritten);
+  lent.add("codes", codes);
+  lent.add("scales", scales);
+  lent.add("nested_map", nested_map);
+  lent.add("nested_scales", nested_scales);
+  lent.add("nested_offset", nested_offset);
+  lent.refuse_shared_memory();
+}
+
 void quantize_weights_overlap(const Weights& weights, const Buffer& out) {
   Lent lent;
   lent.add("fp8_weights", out);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "sonicmoe/moe.h"
+#include "sonicmoe/packed.h"
 #include "sonicmoe/routing.h"
 #include "sonicmoe/types.h"
 #include "sonicmoe/version.h"
@@ -22,6 +23,7 @@ constexpr auto kActivations = [] {
 static_assert(kActivations.back() != nullptr);
 constexpr std::array kDTypes = {"f32", "bf16", "f16", "f64", "i32", "i64"};
 constexpr std::array kPrecisions = {"tensors", "fp8"};
+constexpr std::array kPackedFormats = {"nf4", "mxfp4", "fp8_blocks"};
 constexpr std::array kScoreModes = {"softmax_after_topk", "softmax_before_topk", "sigmoid"};
 constexpr std::array kRoundingModes = {"nearest", "up", "down", "score", "stochastic", "balanced"};
 
@@ -57,6 +59,12 @@ const char* precision_name(Precision precision) {
 }
 Precision precision_from_name(const char* name) {
   return static_cast<Precision>(index_of(kPrecisions, "precision", name));
+}
+const char* packed_format_name(PackedFormat format) {
+  return name_at(kPackedFormats, static_cast<std::int32_t>(format));
+}
+PackedFormat packed_format_from_name(const char* name) {
+  return static_cast<PackedFormat>(index_of(kPackedFormats, "format", name));
 }
 const char* score_mode_name(ScoreMode mode) {
   return name_at(kScoreModes, static_cast<std::int32_t>(mode));

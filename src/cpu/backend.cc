@@ -16,6 +16,7 @@ const BackendTable* cpu_backend() {
     backend.moe_sizes = &cpu::moe_sizes;
     backend.h_rows = &cpu::h_rows;
     backend.quantize_weights = &cpu::quantize_weights;
+    backend.unpack_weights = &cpu::unpack_weights;
     backend.moe_forward = &cpu::moe_forward;
     backend.moe_backward = &cpu::moe_backward;
     backend.grouped_gemm_scratch_bytes = &no_scratch;

@@ -14,6 +14,7 @@ namespace sonicmoe::cpu {
 Sizes moe_sizes(const Problem& problem, Pass pass, const Exec& exec);
 void quantize_weights(const Problem& problem, const Weights& weights, const Buffer& out,
                       const Exec& exec);
+void unpack_weights(const PackedWeights& packed, const Tensor& out, const Exec& exec);
 /// H at `data`: (C, G, n).
 Tensor h_rows(const Problem& problem, const Weights& weights, void* data);
 void moe_forward(const Problem& problem, const ForwardArgs& args, const Exec& exec);
