@@ -30,18 +30,18 @@ class Budget:
 
 # By folder of src/cuda. The folders of REST_FOLDERS share the row REST. An engine without a row
 # fails.
-REST = "metadata, routing, sums"
+REST = "metadata, routing, sums, packed"
 # Measured values stand above each row; kernels are those of one architecture.
 BUDGETS = {
     # 192 kernels (34 products and 2 quantisers of FP8), 12.7 MiB
     "hopper": Budget(200, 17),
     # 40 kernels, 11.9 MiB on 4 architectures
     "portable": Budget(44, 14),
-    # 98 kernels, 15.8 MiB on 4 architectures
-    REST: Budget(105, 18),
+    # 110 kernels (12 that unpack weights), 16.5 MiB on 4 architectures
+    REST: Budget(115, 18),
 }
 CPU_MINUTES = 45.0  # measured 16 to 24 on two machines
-REST_FOLDERS = {"metadata", "routing", "sums", "device", "layer", "exchange"}
+REST_FOLDERS = {"metadata", "routing", "sums", "device", "layer", "exchange", "packed"}
 CACHED_SECONDS = 1.0  # a faster compilation came from the ccache
 
 

@@ -62,6 +62,7 @@ INCLUDES = {
     "cuda/metadata": "cuda/ptx cuda/device",
     "cuda/routing": "core cuda/ptx cuda/device cuda/metadata",
     "cuda/sums": "cuda/ptx cuda/device cuda/math cuda/metadata",
+    "cuda/packed": "core cuda/device cuda/math",
     "cuda/layer": "core cuda/device cuda/math cuda/metadata cuda/sums",
     "cuda/portable": "core cuda/ptx cuda/device cuda/math cuda/metadata cuda/layer",
     "cuda/hopper": "core cuda/ptx cuda/device cuda/math cuda/metadata cuda/layer",

@@ -9,6 +9,7 @@
 #include "cuda/layer/grouped_gemm.h"
 #include "cuda/layer/moe.h"
 #include "cuda/layer/views.h"
+#include "cuda/packed/unpack.h"
 #include "cuda/routing/routing.h"
 
 namespace sonicmoe {
@@ -67,6 +68,7 @@ const BackendTable* cuda_backend() {
     backend.h_rows = &cuda::h_rows;
     backend.fast_fp8 = true;
     backend.quantize_weights = on_device<&cuda::quantize_weights>;
+    backend.unpack_weights = on_device<&cuda::unpack_weights>;
     backend.moe_forward = on_device<&cuda::moe_forward>;
     backend.moe_backward = on_device<&cuda::moe_backward>;
     backend.grouped_gemm_scratch_bytes = &cuda::grouped_gemm_scratch_bytes;
