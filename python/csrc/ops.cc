@@ -21,6 +21,7 @@
 #include "h_views.h"
 #include "layer.h"
 #include "lora.h"
+#include "packed.h"
 #include "routing.h"
 #include "sonicmoe/version.h"
 
@@ -98,6 +99,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("exchange_backward", &box<&exchange_backward>);
   m.impl("exchange_backward_accumulate", &box<&exchange_backward_accumulate>);
   m.impl("quantize_weights", &box<&quantize_weights>);
+  m.impl("unpack_weights", &box<&unpack_weights>);
   m.impl("auto_fp8_rows", &box<&auto_fp8_rows>);
   m.impl("h_views", &box<&h_views>);
   m.impl("grouped_gemm", &box<&grouped_gemm>);
@@ -151,6 +153,7 @@ STABLE_TORCH_LIBRARY(sonicmoe_cpp, m) {
   def("exchange_backward_accumulate", ExchangeAccumulateCall::schema(),
       "(Tensor, Tensor, Tensor, Tensor)");
   def("quantize_weights", WeightsCall::schema(), "Tensor");
+  def("unpack_weights", UnpackCall::schema(), "()");
   def("auto_fp8_rows", AutoRowsCall::schema(), "int");
   def("h_views", HViewsCall::schema(), "(int, int, int)");
   def("grouped_gemm", GroupedGemmCall::schema(), "Tensor");

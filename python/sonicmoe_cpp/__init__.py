@@ -14,12 +14,13 @@ except ImportError as error:
 
 from importlib import metadata
 
-from . import _flops, _library
+from . import _flops, _library, packed
 from ._library import engines, is_available, unsupported_reason, use_engine
 from .fp8 import Fp8Weights, quantize_weights, share_fp8_weights
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
 from .lora import LoRA, LowRank, lora_moe, lora_moe_grouped, lora_moe_pairs
 from .module import MoE, MoEAux
+from .packed import PackedWeights
 from .routing import Pairs, expert_choice, route, router_losses, token_round
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "LowRank",
     "MoE",
     "MoEAux",
+    "PackedWeights",
     "Pairs",
     "__version__",
     "engines",
@@ -41,6 +43,7 @@ __all__ = [
     "moe",
     "moe_grouped",
     "moe_pairs",
+    "packed",
     "quantize_weights",
     "route",
     "router_losses",

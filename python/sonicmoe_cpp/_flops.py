@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import _lora_ops, _ops
+from . import _lora_ops, _ops, _packed_ops
 from ._names import FORM
 
 ops = torch.ops.sonicmoe_cpp
@@ -73,6 +73,23 @@ def _lora_backward(a) -> int:
     return flops + up_b * ((wanted["x"] or wanted["up_a"]) + wanted["up_b"])
 
 
+def _unpacked(a):
+    """The arguments of an operator with packed weights as those of an operator of the layer."""
+    shapes = {"w_gate": None, "w_up": a.up_form[4:7], "w_down": a.down_form[4:7]}
+    return SimpleNamespace(**vars(a), **shapes)
+
+
+def _packed_forward(a) -> int:
+    return _lora_forward(_unpacked(a))
+
+
+def _packed_backward(a) -> int:
+    backward = _lora_backward if _packed_ops.with_factors(a) else _backward
+    layer = _unpacked(a)
+    layer.needs = _packed_ops.needs_of(a)[1]
+    return backward(layer)
+
+
 def _grouped_gemm(a) -> int:
     rows = a.a[0] if a.gather is None else a.gather[0]
     return 2 * rows * math.prod(a.b[1:])
@@ -99,6 +116,9 @@ FORMULAS = {
     "lora_inference": _lora_forward,
     "lora_forward": _lora_forward,
     "lora_backward": _lora_backward,
+    "packed_inference": _packed_forward,
+    "packed_forward": _packed_forward,
+    "packed_backward": _packed_backward,
     "exchange_inference": _forward,
     "exchange_forward": _forward,
     "exchange_backward": _backward,

@@ -23,5 +23,6 @@ LAYOUT = {"concatenated": 0, "interleaved": 1}  # views.h
 # The operators' argument `precision`: products in the tensors' dtype, products in fp8, or products
 # in fp8 with H kept in bf16.
 PRECISION = {"tensors": 0, "fp8": 1, "fp8_keeps_bf16": 2}  # layer.h
+PACKED = {"nf4": 0, "mxfp4": 1, "fp8_blocks": 2}  # packed.h
 SCORE = {"softmax_after_topk": 0, "softmax_before_topk": 1, "sigmoid": 2}
 ROUNDING = {"nearest": 0, "up": 1, "down": 2, "score": 3, "stochastic": 4, "balanced": 5}

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, _library, _ops, fp8
+from . import _checks, _library, _ops, _packed_ops, fp8, packed
 from ._checks import FLOATS, INDICES, Facts
 from ._formulas import PARAMETERS
 from ._names import ACTIVATION, FORM, GATED, LAYOUT
 from .fp8 import NOTHING, Fp8Weights, Request
+from .packed import PackedWeights
 from .routing import Pairs
 
 LAYOUTS = tuple(LAYOUT)
@@ -238,8 +239,27 @@ def arguments(
     return (x, index, second, weights, *experts), plan.options, main_gradients
 
 
+def packed_arguments(
+    form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum, request: Request
+) -> tuple[tuple, tuple] | None:
+    """(weights, the arguments of _ops.layer() without main gradients) of a call whose weights are
+    packed, None of another call. Stand-ins of the weights are checked in their place."""
+    weights = packed.of_experts(*experts[:2])
+    if weights is None:
+        return None
+    packed.refuse_unpacked_options(grad_accum, request.fp8_weights)
+    _checks.tensor(_FORMS[form].names[0], x)
+    stand_ins = [w.like(autocast_dtype(x) or w.dtype) for w in weights]
+    experts = (*stand_ins, *experts[2:])
+    return weights, arguments(form, x, routing, experts, style, None, request)[:2]
+
+
 def _run(*form_and_tensors, request: Request) -> Tensor:
     """Runs the layer on the arguments of arguments()."""
+    of_packed = packed_arguments(*form_and_tensors, request)
+    if of_packed is not None:
+        weights, (tensors, options) = of_packed
+        return _packed_ops.layer(tensors, options, weights, _packed_ops.NO_FACTORS)
     tensors, options, main_gradients = arguments(*form_and_tensors, request)
     if request.precision is None and request.fp8_weights is None:
         return _ops.layer(tensors, options, main_gradients)
@@ -263,7 +283,8 @@ def pairs_index(pairs) -> tuple:
 def grouped_index(rows, expert_offsets, w_down) -> tuple:
     """(begin, count) of the argument `expert_offsets` of moe_grouped()."""
     _checks.tensor("rows", rows)
-    _checks.tensor("w_down", w_down)
+    if not isinstance(w_down, PackedWeights):
+        _checks.tensor("w_down", w_down)
     _checks.shape("w_down", w_down, "(E, d, n)", (None, None, None))
     number = w_down.shape[0]
     if isinstance(expert_offsets, (tuple, list)):
@@ -283,8 +304,8 @@ def moe(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w_up: Tensor | tuple[Tensor, Tensor],
-    w_down: Tensor,
+    w_up: Tensor | tuple[Tensor, Tensor] | PackedWeights,
+    w_down: Tensor | PackedWeights,
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
@@ -302,7 +323,8 @@ def moe(
     topk_weights (T, K) of any float dtype, cast to fp32 (fp64 if x is fp64); w_up (E, G*n, d), or a
     tuple (gate, up) of (E, n, d); w_down (E, d, n); b_up (E, G*n); b_down (E, d). Weights are never
     copied. Their elements must not overlap. The CPU takes all other strides; for CUDA,
-    docs/pytorch.md gives the strides and sizes.
+    docs/pytorch.md gives the strides and sizes. Or both weights are PackedWeights: then they are
+    frozen, and grad_accum and fp8_weights must be None.
 
     grad_accum=(g_up, g_down): buffers of the weights' shapes, fp32 (fp64 if the weights are fp64).
     Backward adds the weights' gradients to them, except those of frozen weights, and gives the
@@ -326,8 +348,8 @@ def moe(
 def moe_pairs(
     x: Tensor,
     pairs: Pairs,
-    w_up: Tensor | tuple[Tensor, Tensor],
-    w_down: Tensor,
+    w_up: Tensor | tuple[Tensor, Tensor] | PackedWeights,
+    w_down: Tensor | PackedWeights,
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
@@ -353,8 +375,8 @@ def moe_pairs(
 def moe_grouped(
     rows: Tensor,
     expert_offsets: Tensor | tuple[Tensor, Tensor],
-    w_up: Tensor | tuple[Tensor, Tensor],
-    w_down: Tensor,
+    w_up: Tensor | tuple[Tensor, Tensor] | PackedWeights,
+    w_down: Tensor | PackedWeights,
     *,
     row_weights: Tensor | None = None,
     b_up: Tensor | None = None,

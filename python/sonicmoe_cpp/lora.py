@@ -14,9 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _checks, _lora_ops, fp8
+from . import _checks, _lora_ops, _packed_ops, fp8
 from .fp8 import NOTHING, Fp8Weights, Request
-from .layer import Activation, _request, arguments, grouped_index, pairs_index
+from .layer import (
+    Activation,
+    _request,
+    arguments,
+    grouped_index,
+    packed_arguments,
+    pairs_index,
+)
+from .packed import PackedWeights
 from .routing import Pairs
 
 
@@ -99,14 +107,18 @@ def _run(form: str, x, routing: tuple, experts: tuple, up, down, style: tuple, r
     _check_frozen(dict(zip(("w_up", "w_down", "b_up", "b_down"), experts, strict=True)))
     if request.precision == "auto" and getattr(x, "is_cuda", False):
         request = NOTHING  # CUDA has no factors in fp8
-    tensors, options, _ = arguments(form, x, routing, experts, style, None, request)
+    call = (form, x, routing, experts, style, None, request)
+    of_packed = packed_arguments(*call)
+    packed, (tensors, options) = of_packed or (None, arguments(*call)[:2])
     x = tensors[0]
     _check_factors(x, *tensors[5:7], up, down)
     factors = _padded(_cast([up.a, up.b, down.a, down.b], x.dtype), x.device)
     experts = tensors[6].shape[0]
     factors = [None if t is None else t.expand(experts, -1, -1) for t in factors]
-    codes = fp8.given_weights(request, tensors, options)
     scales = float(up.scale), float(down.scale)
+    if packed is not None:
+        return _packed_ops.layer(tensors, options, packed, (*factors, *scales))
+    codes = fp8.given_weights(request, tensors, options)
     return _lora_ops.lora(tensors, options, (*factors, *scales), codes)
 
 
@@ -114,8 +126,8 @@ def lora_moe(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_up: Tensor | PackedWeights,
+    w_down: Tensor | PackedWeights,
     *,
     up: LowRank | None = None,
     down: LowRank | None = None,
@@ -133,7 +145,7 @@ def lora_moe(
     (E, r, n), down.b (E, d, r), in x's dtype or fp32 (other float dtypes are cast to x's).
     A factor whose first size is 1 belongs to all experts. gate_layout gives the order of the rows
     of up.b. The other arguments are those of moe(), except
-    that w_up must be one tensor.
+    that w_up must be one tensor, or PackedWeights.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     request = _request(precision, keep_h, fp8_weights)
@@ -143,8 +155,8 @@ def lora_moe(
 def lora_moe_pairs(
     x: Tensor,
     pairs: Pairs,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_up: Tensor | PackedWeights,
+    w_down: Tensor | PackedWeights,
     *,
     up: LowRank | None = None,
     down: LowRank | None = None,
@@ -165,8 +177,8 @@ def lora_moe_pairs(
 def lora_moe_grouped(
     rows: Tensor,
     expert_offsets: Tensor | tuple[Tensor, Tensor],
-    w_up: Tensor,
-    w_down: Tensor,
+    w_up: Tensor | PackedWeights,
+    w_down: Tensor | PackedWeights,
     *,
     row_weights: Tensor | None = None,
     up: LowRank | None = None,

@@ -19,6 +19,7 @@ from ._names import GATED
 from .fp8 import Fp8Cache, check_request, kept_weights
 from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
 from .lora import LoRA, lora_moe, lora_moe_pairs, new_factors
+from .packed import PackedExperts, pack_parameters
 from .routing import (
     MODES,
     SCORES,
@@ -240,6 +241,8 @@ class MoE(nn.Module):
         self._try_routing()
         self.reset_parameters()
 
+    _NAMES = ("w_up", "w_down")
+
     def _held_experts(self) -> int:
         """The number of experts whose weights this module holds."""
         return self.num_experts
@@ -299,6 +302,8 @@ class MoE(nn.Module):
             self._reset_whole_parameters()
 
     def _reset_whole_parameters(self) -> None:
+        if isinstance(self.w_up, PackedExperts):
+            raise ValueError("w_up is packed, must be a parameter to be reset")
         for weight in (self.router.weight, self.w_up, self.w_down, *self._shared()):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         for bias in (self.b_up, self.b_down, self.selection_bias):
@@ -342,6 +347,11 @@ class MoE(nn.Module):
             if parameter is not None:
                 parameter.requires_grad_(False)
 
+    def pack(self, format: str, **options) -> None:
+        """Replaces w_up and w_down by frozen weights of 4 bits: packed.pack() with these arguments.
+        They become PackedExperts, whose codes and scales are in the state dict."""
+        pack_parameters(self, self._NAMES, format, **options)
+
     def extra_repr(self) -> str:
         text = (
             f"num_experts={self.num_experts}, top_k={self.top_k}, hidden_size={self.hidden_size}, "
@@ -358,8 +368,10 @@ class MoE(nn.Module):
 
     def _weights(self) -> tuple:
         """(w_up, w_down) as moe() takes them; refuses DTensors."""
-        for name in ("w_up", "w_down"):
+        for name in self._NAMES:
             _checks.not_distributed(name, getattr(self, name))
+        if isinstance(self.w_up, PackedExperts):
+            return self.w_up(), self.w_down()
         return self.w_up, self.w_down
 
     def forget_fp8_weights(self) -> None:

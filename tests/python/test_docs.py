@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/pytorch.md", "docs/porting.md", "docs/determinism.md", "docs/fp8.md"],
+    [
+        "README.md",
+        "docs/pytorch.md",
+        "docs/porting.md",
+        "docs/determinism.md",
+        "docs/fp8.md",
+        "docs/packed.md",
+    ],
 )
 def test_first_example(page):
     if not (ROOT / page).is_file():

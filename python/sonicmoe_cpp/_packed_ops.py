@@ -1,0 +1,255 @@
+"""The operators of the layer with packed weights, and the memory into which they unpack.
+
+The operators packed_* unpack both weights and call the operators of the layer on them, so their
+results have the layer's bits. The unpacked weights are not tensors of autograd: a forward keeps the
+packed tensors, and its backward unpacks them again. In graphs of torch.compile each of these
+operators is one node, so a graph keeps no unpacked weights either.
+
+Memory: a device has one buffer for w_up and one for w_down, which all layers share.
+- Forward unpacks into it. Backward does so only if the buffer holds other weights by then; after a
+  recomputation of the layer (checkpointing) it holds the right ones.
+- A call takes the buffer out of the table while it uses it, so that a call of another thread makes
+  a buffer of its own. Work on another CUDA stream would not wait for the kernels that read the
+  buffer, so a call on another stream makes a new buffer too.
+- While a CUDA graph is captured the buffers are not used: a replay would write to memory that may
+  have been freed, and would not unpack again. The memory is the graph's then.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import _library, _lora_ops, _ops
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The tensors of packed weights, and the numbers that describe them: the place of the format in
+# _names.PACKED, that of the dtype in DTYPES, the shape (E, out, in).
+PARTS = ("codes", "scales", "nested_map", "nested_scales", "nested_offset")
+FORM = ("format", "block", "dtype", "transposed", "experts", "out", "in")
+OPERANDS = ("up", "down")
+FACTORS = _lora_ops.FACTORS
+NO_FACTORS = (None, None, None, None, 1.0, 1.0)
+# The arguments that have a derivative. Bit i of `needs` of packed_backward asks for the gradient of
+# argument i of this list.
+DIFFERENTIABLE = ("x", "weights", "b_up", "b_down", *FACTORS)
+_LAYER_TENSORS = {"x": "Tensor", "index": "Tensor", "second": "Tensor?", "weights": "Tensor?"}
+_LAYER_TENSORS |= {"b_up": "Tensor?", "b_down": "Tensor?"}
+_PACKED = {
+    f"{operand}_{part}": "Tensor" if part in ("codes", "scales") else "Tensor?"
+    for operand in OPERANDS
+    for part in PARTS
+}
+_FORWARD = (
+    _LAYER_TENSORS
+    | _PACKED
+    | dict.fromkeys(FACTORS, "Tensor?")
+    | {name: "float" if name in ("alpha", "limit") else "int" for name in _ops.OPTIONS}
+    | {"up_scale": "float", "down_scale": "float", "up_form": "int[]", "down_form": "int[]"}
+)
+_TENSORS = [name for name, kind in _FORWARD.items() if kind.startswith("Tensor")]
+_BACKWARD = {"dout": "Tensor"} | _FORWARD | {"h": "Tensor", "saved": "Tensor", "needs": "int"}
+
+
+class _Kept(NamedTuple):
+    memory: Tensor  # (bytes,) uint8
+    stream: int
+    content: tuple | None  # what was unpacked into it; None: unknown
+
+
+_kept: dict[tuple[torch.device, str], _Kept] = {}
+
+
+def release_buffers() -> None:
+    """Frees the memory into which calls with packed weights unpack. The next call allocates it
+    again."""
+    _kept.clear()
+
+
+def _content(tensors: tuple, form: tuple) -> tuple | None:
+    """A key of the unpacked values, or None if a change of the packed tensors cannot be seen."""
+    if any(t.is_inference() for t in tensors):
+        return None
+    memory = ((StorageWeakRef(t.untyped_storage()), t.data_ptr(), t._version) for t in tensors)
+    return tuple(form), *memory
+
+
+def stored_shape(form) -> tuple[int, int, int]:
+    """The shape of the tensor of which the codes are: (E, out, in) or (E, in, out)."""
+    experts, rows, columns = form[4:7]
+    return (experts, columns, rows) if form[3] else (experts, rows, columns)
+
+
+class _Unpacked:
+    """The unpacked weights of an operand, while a call uses them: tensor() unpacks, keep() puts the
+    memory back for the next call."""
+
+    def __init__(self, a, operand: str):
+        """`a` has the arguments of an operator packed_*."""
+        self.parts = tuple(getattr(a, f"{operand}_{part}") for part in PARTS)
+        self.given = tuple(t for t in self.parts if t is not None)
+        self.form = tuple(getattr(a, f"{operand}_form"))
+        device = self.given[0].device
+        self.key = device, operand
+        cuda = device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
+        self.captured = cuda and torch.cuda.is_current_stream_capturing()
+
+    def tensor(self, may_hold: bool) -> Tensor:
+        """The weight (E, out, in). `may_hold`: it need not be unpacked again if the memory still
+        holds it."""
+        dtype = DTYPES[self.form[2]]
+        shape = stored_shape(self.form)
+        size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        before = None if self.captured else _kept.pop(self.key, None)
+        content = _content(self.given, self.form)
+        fits = before is not None and before.stream == self.stream
+        if fits and before.memory.numel() >= size:
+            memory = before.memory
+        else:
+            before = None  # is freed first
+            # An inference tensor could not be used by a later call with autograd.
+            with torch.inference_mode(False):
+                memory = torch.empty((size,), dtype=torch.uint8, device=self.key[0])
+        out = memory[:size].view(dtype).view(shape)
+        holds = before is not None and content is not None and before.content == content
+        if not (may_hold and holds):
+            _ops.run("unpack_weights", out, *self.parts, *self.form[:2])
+        self.kept = _Kept(memory, self.stream, content)
+        return out.transpose(1, 2) if self.form[3] else out
+
+    def keep(self) -> None:
+        if not self.captured:
+            _kept[self.key] = self.kept
+
+
+def _call(by: str, a, before: tuple, after: tuple, may_hold: bool):
+    """Runs an operator of the layer, or that with factors, on the unpacked weights. before and
+    after are the first and last arguments of a backward."""
+    operands = [_Unpacked(a, operand) for operand in OPERANDS]
+    up, down = (o.tensor(may_hold).to(a.x.dtype) for o in operands)
+    layer = (a.x, a.index, a.second, a.weights, None, up, down, a.b_up, a.b_down)
+    layer += tuple(getattr(a, option) for option in _ops.OPTIONS)
+    factors = tuple(getattr(a, name) for name in FACTORS)
+    if with_factors(a):
+        family, rest = "lora", (*factors, a.up_scale, a.down_scale, None)
+    elif by == "forward":
+        family, rest = "moe", (None, None, None, None)
+    else:
+        family, rest = "moe", (None,)
+    result = _ops.run(f"{family}_{by}", *before, *layer, *after, *rest)
+    for operand in operands:
+        operand.keep()
+    return result
+
+
+def with_factors(a) -> bool:
+    return a.up_a is not None or a.down_a is not None
+
+
+def _inference(a):
+    return _call("inference", a, (), (), may_hold=False)
+
+
+def _forward(a):
+    return _call("forward", a, (), (), may_hold=False)
+
+
+def needs_of(a) -> tuple[dict[str, int], int]:
+    """The bits of `needs` of the operator that packed_backward calls, and its `needs`."""
+    bits = _lora_ops.LORA_NEEDS if with_factors(a) else _ops.NEEDS
+    wanted = [name for i, name in enumerate(DIFFERENTIABLE) if a.needs >> i & 1]
+    return bits, sum(bits.get(name, 0) for name in wanted)
+
+
+def _backward(a):
+    bits, needs = needs_of(a)
+    found = _call("backward", a, (a.dout,), (a.h, a.saved, needs), may_hold=True)
+    named = dict(zip(bits, found, strict=True))
+    nothing = torch.empty((0,), dtype=a.x.dtype, device="cpu")
+    return tuple(named.get(name, nothing) for name in DIFFERENTIABLE)
+
+
+def _fake_forward(a):
+    a.w_down = SimpleNamespace(shape=tuple(a.down_form[4:7]))
+    return _lora_ops.fake_lora_forward(a)
+
+
+def _fake_backward(a):
+    return tuple(_ops.fake_gradient(a, name, 1 << i) for i, name in enumerate(DIFFERENTIABLE))
+
+
+def _setup(ctx, inputs, output):
+    count = len(_TENSORS)
+    ctx.numbers = inputs[count:]
+    ctx.save_for_backward(*inputs[:count], *output[1:])
+
+
+def _differentiate(ctx, dout):
+    *tensors, h, saved = ctx.saved_tensors
+    at = [_TENSORS.index(name) for name in DIFFERENTIABLE]
+    wanted = [ctx.needs_input_grad[i] for i in at]
+    needs = sum(1 << i for i, want in enumerate(wanted) if want)
+    found = _ops.call("packed_backward", dout, *tensors, *ctx.numbers, h, saved, needs)
+    of_inputs = [None] * ctx.inputs
+    for i, want, gradient in zip(at, wanted, found, strict=True):
+        of_inputs[i] = gradient if want else None
+    return tuple(of_inputs)
+
+
+def parts_of(packed) -> tuple[tuple, tuple]:
+    """(tensors, numbers) of packed weights, as the operators take them."""
+    return tuple(getattr(packed, part) for part in PARTS), packed.form()
+
+
+def layer(tensors: tuple, options: tuple, packed: tuple, factors: tuple) -> Tensor:
+    """As _lora_ops.lora(), with packed weights (w_up, w_down); the weights in `tensors` are not
+    read."""
+    x, index, second, weights, _, _, _, b_up, b_down = tensors
+    (up, up_form), (down, down_form) = map(parts_of, packed)
+    *factors, up_scale, down_scale = factors
+    numbers = (*options, up_scale, down_scale, up_form, down_form)
+    arguments = (x, index, second, weights, b_up, b_down, *up, *down, *factors, *numbers)
+    if not _ops.records(*arguments):
+        _ops.refuse_transforms("packed_forward", *arguments)
+        return _ops.run("packed_inference", *arguments)
+    return _ops.call("packed_forward", *arguments)[0]
+
+
+def unpack(packed, out: Tensor) -> None:
+    """Unpacks into a contiguous tensor of the shape of which the codes are."""
+    parts, form = parts_of(packed)
+    _ops.run("unpack_weights", out, *parts, *form[:2])
+
+
+def _define(name: str, arguments: dict, results: str, function) -> None:
+    schema = ", ".join(f"{kind} {argument}" for argument, kind in arguments.items())
+    torch.library.define(f"sonicmoe_cpp::{name}", f"({schema}) -> {results}")
+
+    def run(*given):
+        return function(SimpleNamespace(**dict(zip(arguments, given, strict=True))))
+
+    torch.library.impl(f"sonicmoe_cpp::{name}", "CompositeExplicitAutograd")(run)
+
+
+if _library.PROBLEM is None:
+    _define("packed_inference", _FORWARD, "Tensor", _inference)
+    _define("packed_forward", _FORWARD, "(Tensor out, Tensor h, Tensor saved)", _forward)
+    gradients = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
+    _define("packed_backward", _BACKWARD, f"({gradients})", _backward)
+    _ops.register(
+        {
+            "unpack_weights": lambda a: None,
+            "packed_inference": _ops.fake_inference,
+            "packed_forward": _fake_forward,
+            "packed_backward": _fake_backward,
+        },
+        {
+            "packed_forward": _ops.of_first_output(_setup, _differentiate),
+            "packed_backward": _ops.once("packed_backward"),
+        },
+    )
