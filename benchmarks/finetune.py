@@ -6,10 +6,10 @@ in compiled PyTorch, in two ways.
 
 frozen is moe() with gradients of x and of the routing weights, lora is lora_moe(), torch is the
 layer of torch_layer() with grouped_mm for weights and factors, and merged is the same layer with
-grouped_mm of W + s B A, which PEFT 0.21's target_parameters compute. All are hot, interleaved in one process. Before the timing
-the results of lora and torch are compared with those of a loop over experts in fp32. The record
-finetune.json is written after each row; rows that an earlier run of the same commit on the same
-device measured are kept.
+grouped_mm of W + s B A, which PEFT 0.21's target_parameters compute. All are hot, interleaved in
+one process. Before the timing the results of lora and torch are compared with those of a loop over
+experts in fp32. The record finetune.json is written after each row; rows that an earlier run of the
+same commit on the same device measured are kept.
 """
 
 from __future__ import annotations
