@@ -9,12 +9,14 @@ layer of torch_layer() with grouped_mm for weights and factors, and merged is th
 grouped_mm of W + s B A, which PEFT 0.21's target_parameters compute. All are hot, interleaved in
 one process. Before the timing the results of lora and torch are compared with those of a loop over
 experts in fp32. The record finetune.json is written after each row; rows that an earlier run of the
-same commit on the same device measured are kept.
+same commit on the same device measured are kept. At last come rows of packed weights: the rate of
+unpacking beside that of a copy, and moe() on them beside moe() on the unpacked weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -26,7 +28,7 @@ import torch.nn.functional as F
 from h200 import header
 from h200_bench import timing
 from h200_extra import free, medians
-from sonicmoe_cpp import LowRank, lora_moe, moe
+from sonicmoe_cpp import LowRank, lora_moe, moe, packed
 
 CUDA = torch.device("cuda")
 BF = torch.bfloat16
@@ -229,6 +231,76 @@ def measure(name, tokens, rank, burst):
     return row
 
 
+def packings(config):
+    """Both weights of a layer in each packed format."""
+    data = Data(config, 1, 1)
+    pair = data.w_up, data.w_down
+
+    def fp8(w):
+        grid = torch.ones(w.shape[0], *(-(-size // 128) for size in w.shape[1:]), device=CUDA)
+        return packed.from_fp8_blocks(w.to(torch.float8_e4m3fn), grid)
+
+    yield "nf4", [packed.pack_nf4(w) for w in pair]
+    yield "nf4 nested", [packed.pack_nf4(w, nested=True) for w in pair]
+    yield "mxfp4", [packed.pack_mxfp4(w) for w in pair]
+    yield "fp8_blocks", [fp8(w) for w in pair]
+
+
+def measure_packed(name, tokens, burst):
+    """Rows of packed weights; their results must be those of the unpacked weights."""
+    config = CONFIGS[name]
+    data = Data(config, tokens, 1)
+    leaves = data.leaves[:2]
+    for kind, (up, down) in packings(config):
+        data.w_up, data.w_down = plain = up.unpack(), down.unpack()
+        bits = both(frozen_layer(data), leaves, data.dout)
+        data.w_up, data.w_down = up, down
+        layer = frozen_layer(data)
+        again = both(layer, leaves, data.dout)
+        same = torch.equal(bits[0], again[0]) and all(map(torch.equal, bits[1], again[1]))
+        if not same:
+            raise SystemExit(f"{kind} differs from its unpacked weights")
+        del bits, again
+
+        def unpack(up=up, down=down, plain=plain):
+            up.unpack(plain[0])
+            down.unpack(plain[1])
+
+        def frozen(plain=plain):
+            data.w_up, data.w_down = plain
+            both(frozen_layer(data), leaves, data.dout)
+
+        def on_packed(up=up, down=down):
+            data.w_up, data.w_down = up, down
+            both(frozen_layer(data), leaves, data.dout)
+
+        copied = [torch.empty_like(w) for w in plain]
+        runs = {
+            "unpack": unpack,
+            "copy": lambda plain=plain, copied=copied: torch._foreach_copy_(copied, plain),
+            "frozen": frozen,
+            "packed": on_packed,
+        }
+        times = {}
+        for _ in range(ROUNDS):
+            timing.hot_round(runs, burst, times)
+        ms = medians(times)
+        elements = sum(w.numel() for w in plain)
+        read = up.nbytes() + down.nbytes()
+        yield {
+            "config": name,
+            "T": tokens,
+            "format": kind,
+            "bytes_a_weight": round(read / elements, 4),
+            "unpack_gbs": round((read + 2 * elements) / ms["unpack"] / 1e6),
+            "copy_gbs": round(4 * elements / ms["copy"] / 1e6),
+            **{f"{key}_ms": round(ms[key], 4) for key in ("unpack", "frozen", "packed")},
+        }
+        del plain, copied, runs
+        packed.release_buffers()
+        free()
+
+
 def total(row, key):
     return row[key]["fwd_ms"] + row[key]["bwd_ms"]
 
@@ -258,22 +330,31 @@ def main():
         earlier = json.loads(path.read_text())
         if all(earlier.get(key) == record[key] for key in ("device", "commit")):
             record["rows"] = earlier["rows"]
+    def write():
+        if arguments.out:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+    names, tokens_of, ranks = (
+        value.split(",") for value in (arguments.configs, arguments.tokens, arguments.ranks)
+    )
     done = {(row["config"], row["T"], row["r"]) for row in record["rows"]}
-    for name in arguments.configs.split(","):
-        for tokens in map(int, arguments.tokens.split(",")):
-            for rank in map(int, arguments.ranks.split(",")):
-                if (name, tokens, rank) in done:
-                    continue
-                began = time.perf_counter()
-                torch._dynamo.reset()
-                row = measure(name, tokens, rank, arguments.burst)
-                record["rows"].append(row)
-                print(f"{summary(row)} [{time.perf_counter() - began:.0f} s]", flush=True)
-                print(json.dumps(row), flush=True)
-                if arguments.out:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps(record, indent=1) + "\n")
-                free()
+    for name, tokens, rank in itertools.product(names, map(int, tokens_of), map(int, ranks)):
+        if (name, tokens, rank) in done:
+            continue
+        began = time.perf_counter()
+        torch._dynamo.reset()
+        row = measure(name, tokens, rank, arguments.burst)
+        record["rows"].append(row)
+        print(f"{summary(row)} [{time.perf_counter() - began:.0f} s]", flush=True)
+        write()
+        free()
+    record["packed"] = []
+    for name in names:
+        for row in measure_packed(name, int(tokens_of[0]), arguments.burst):
+            record["packed"].append(row)
+            print(json.dumps(row), flush=True)
+            write()
     return 0
 
 
