@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 
 import packed_support
 import pytest
@@ -243,6 +244,25 @@ def test_unpack(device):
         assert turned.mT.shape == weights.shape
         both = weights.to(dtype=torch.float32)
         assert torch.equal(both.unpack().to(torch.bfloat16), values)
+
+
+def test_threads_have_buffers_of_their_own():
+    problems = [Problem(seed=seed) for seed in range(4)]
+    weights = [p.weights(format) for p, format in zip(problems, FORMATS, strict=True)]
+    expected = [p.run("ids", *unpacked(w)) for p, w in zip(problems, weights, strict=True)]
+    wrong = []
+
+    def work(i):
+        for _ in range(30):
+            if not same_bits(problems[i].run("ids", *weights[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 # ---- modules -------------------------------------------------------------------------------------
