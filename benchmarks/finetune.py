@@ -330,6 +330,7 @@ def main():
         earlier = json.loads(path.read_text())
         if all(earlier.get(key) == record[key] for key in ("device", "commit")):
             record["rows"] = earlier["rows"]
+
     def write():
         if arguments.out:
             path.parent.mkdir(parents=True, exist_ok=True)
