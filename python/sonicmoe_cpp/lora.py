@@ -199,9 +199,7 @@ def lora_moe_grouped(
 
 
 class LoRA(nn.Module):
-    """Trainable factors for both projections of E experts. Calling it returns the arguments `up`
-    and `down` of lora_moe(): a call, unlike a read of its parameters, runs the hooks by which other
-    packages bring offloaded parameters back."""
+    """Trainable factors for both projections of E experts."""
 
     def __init__(
         self, w_up: Tensor, w_down: Tensor, rank: int, alpha: float, dtype=None, share_outer=False
@@ -243,6 +241,14 @@ class LoRA(nn.Module):
             "up": LowRank(self.up_a, self.up_b, self.scale),
             "down": LowRank(self.down_a, self.down_b, self.scale),
         }
+
+    def arguments(self) -> dict[str, LowRank]:
+        """The arguments `up` and `down` of lora_moe(), for the forward of the layer. A call of this
+        module, unlike a read of its parameters, runs the hooks by which other packages bring
+        offloaded parameters back. DeepSpeed's ZeRO-3 partitions the parameters again at the end of
+        that call, but gathers those that another module's forward reads, for that module."""
+        called = self()
+        return self.forward() if hasattr(self.up_a, "ds_id") else called
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}"

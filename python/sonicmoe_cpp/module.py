@@ -394,12 +394,14 @@ class MoE(nn.Module):
 
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
         if self.lora is not None:
-            return lora_moe(rows, ids, weights, *self._weights(), **experts, **self.lora())
+            return lora_moe(
+                rows, ids, weights, *self._weights(), **experts, **self.lora.arguments()
+            )
         return moe(rows, ids, weights, *self._weights(), **experts)
 
     def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
         if self.lora is not None:
-            return lora_moe_pairs(rows, pairs, *self._weights(), **experts, **self.lora())
+            return lora_moe_pairs(rows, pairs, *self._weights(), **experts, **self.lora.arguments())
         return moe_pairs(rows, pairs, *self._weights(), **experts)
 
     def _rounds(self, tokens) -> bool:

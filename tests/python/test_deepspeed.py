@@ -71,3 +71,38 @@ def test_a_partitioned_layer(deepspeed):
     for parameter in layer.lora.parameters():
         partition(parameter)
     assert repr(layer) == repr(want)  # DeepSpeed prints the model
+
+
+class Gathering(dict):
+    """ZeRO-3's replacement of _parameters: during the engine's forward a read gathers."""
+
+    def __getitem__(self, name):
+        parameter = super().__getitem__(name)
+        if parameter is not None and parameter.numel() == 0:
+            parameter.data = parameter.whole.clone()
+        return parameter
+
+
+def test_factors_are_read_after_their_module_was_partitioned_again(deepspeed):
+    want, layer = make(), make()
+    for moe in (want, layer):
+        torch.manual_seed(3)
+        moe.add_lora(2, 4.0)
+        torch.nn.init.normal_(moe.lora.up_b)
+        torch.nn.init.normal_(moe.lora.down_b)
+    for parameter in layer.lora.parameters():
+        partition(parameter)
+
+    def after(module, inputs, output):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    layer.lora._parameters = Gathering(layer.lora._parameters)
+    layer.lora.register_forward_hook(after)
+    x = torch.randn(5, D, requires_grad=True)
+    results = []
+    for moe in (layer, want):
+        out = moe(x)[0]
+        factors = list(moe.lora.parameters())
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *factors])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
