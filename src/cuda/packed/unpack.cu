@@ -24,6 +24,22 @@ constexpr int kElements = 8;  // of a unit
 constexpr int kChunk = kThreads * kUnits;
 constexpr int kBlocks = 6;  // of a multiprocessor: 1536 threads, which every architecture runs
 
+/// Division of numbers below 2^31 by a number from 2 on, in two instructions. With s the bits of
+/// the divisor and m = 2^(31 + s) / d, rounded up, n * m / 2^(31 + s) is too large by less than
+/// n / 2^31 / d, so by less than 1 / d.
+struct Division {
+  explicit Division(std::uint32_t divisor) {
+    while ((std::uint64_t{1} << shift) < divisor) ++shift;
+    multiplier =
+        static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+  }
+  __device__ __forceinline__ std::uint32_t quotient(std::uint32_t n) const {
+    return __umulhi(n, multiplier) >> (shift - 1);
+  }
+  std::uint32_t multiplier = 0;
+  std::uint32_t shift = 0;
+};
+
 enum class Source { kNF4, kNestedNF4, kMXFP4, kFP8Blocks };
 
 struct Args {
@@ -37,6 +53,7 @@ struct Args {
   std::uint32_t expert_chunks;  ///< of one expert; the last may have fewer units
   std::uint32_t expert_units;
   std::uint32_t row_units;
+  Division row_of;             ///< by row_units
   std::uint32_t down, across;  ///< kFP8Blocks: scales of an expert
   int unit_shift;              ///< kNF4: log2 of the units of a block
 };
@@ -80,32 +97,49 @@ __device__ __forceinline__ float scale_of(const Tables& tables, const Args& p, s
     return packed::e8m0_of(static_cast<const std::uint8_t*>(p.scales)[unit / kUnitsOfScale]);
   } else {
     constexpr std::uint32_t kUnitsOfScale = packed::kFP8Block / kElements;
-    const std::uint32_t row = local / p.row_units;
+    const std::uint32_t row = p.row_of.quotient(local);
     const std::uint32_t across = (local - row * p.row_units) / kUnitsOfScale;
     const std::int64_t band = static_cast<std::int64_t>(expert) * p.down + row / packed::kFP8Block;
     return static_cast<const float*>(p.scales)[band * p.across + across];
   }
 }
 
-/// The value of an e4m3 code, without a branch. As bits of fp32 a code has the exponent of e4m3,
-/// which 2^120 makes that of fp32; subnormal codes become subnormal fp32 numbers first.
-__device__ __forceinline__ float e4m3_of(std::uint32_t code) {
-  const std::uint32_t magnitude = code & 0x7fu;
-  const float value = key::mul32(key::float_of(magnitude << 20), 0x1p120f);
-  const std::uint32_t bits = magnitude == fp8::kNaNCode ? 0x7fc00000u : key::bits_of(value);
-  return key::float_of(bits | ((code & 0x80u) << 24));
+/// Two e4m3 codes as halves: `codes` has them in its bytes 1 and 3, `nans` has bit 7 of these bytes
+/// set if the code is NaN. The bits of a code become those of a half with the same exponent field,
+/// whose bias is larger by 8: the value times 2^-8, exactly, also if it is subnormal.
+__device__ __forceinline__ float2 e4m3_pair(std::uint32_t codes, std::uint32_t nans) {
+  std::uint32_t halves = (codes & 0x80008000u) | ((codes >> 1) & 0x3f803f80u);
+  halves |= nans - (nans >> 7);  // 0x8000 becomes 0x7f00: NaN
+  const float low = Pair<__half>::low(halves), high = Pair<__half>::high(halves);
+  return make_float2(key::mul32(low, 256.0f), key::mul32(high, 256.0f));
 }
 
-/// Element i of a unit, without its scale.
+/// The values of the e4m3 codes of a word.
+__device__ __forceinline__ void e4m3_values(std::uint32_t word, float* values) {
+  // A code is NaN if its low 7 bits are ones, so that adding 1 to them carries into bit 7.
+  const std::uint32_t nans = ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+  const float2 even = e4m3_pair(word << 8, (nans << 8) & 0x80008000u);
+  const float2 odd = e4m3_pair(word, nans & 0x80008000u);
+  values[0] = even.x;
+  values[1] = odd.x;
+  values[2] = even.y;
+  values[3] = odd.y;
+}
+
+/// The elements of a unit, without their scale.
 template <Source kSource>
-__device__ __forceinline__ float value_of(const Tables& tables, uint2 codes, int i) {
+__device__ __forceinline__ void values_of(const Tables& tables, uint2 codes,
+                                          float (&values)[kElements]) {
   if constexpr (kSource == Source::kFP8Blocks) {
-    const std::uint32_t word = i < 4 ? codes.x : codes.y;
-    return e4m3_of(word >> 8 * (i % 4));
+    e4m3_values(codes.x, values);
+    e4m3_values(codes.y, values + 4);
   } else {
-    // Of the two codes of a byte, that of the even element is the high one in NF4.
-    const int half = kSource == Source::kMXFP4 ? i % 2 : 1 - i % 2;
-    return tables.values[codes.x >> (i / 2 * 8 + half * 4) & 15u];
+#pragma unroll
+    for (int i = 0; i < kElements; i++) {
+      // Of the two codes of a byte, that of the even element is the high one in NF4.
+      const int half = kSource == Source::kMXFP4 ? i % 2 : 1 - i % 2;
+      values[i] = tables.values[codes.x >> (i / 2 * 8 + half * 4) & 15u];
+    }
   }
 }
 
@@ -143,10 +177,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) unpack_kernel(const Args p)
     for (int i = 0; i < kUnits; i++) {
       if (local + i * kThreads >= p.expert_units) break;
       float values[kElements];
+      values_of<kSource>(tables, codes[i], values);
 #pragma unroll
-      for (int j = 0; j < kElements; j++) {
-        values[j] = key::mul32(value_of<kSource>(tables, codes[i], j), scales[i]);
-      }
+      for (float& value : values) value = key::mul32(value, scales[i]);
       store(static_cast<Out*>(p.out) + (unit + i * kThreads) * kElements, values);
     }
   }
@@ -186,7 +219,8 @@ Args args_of(const PackedWeights& packed, const Tensor& out) {
            std::to_string(packed.rows) + " * " + std::to_string(packed.columns) +
            ", must be below 2^34 for an expert and 2^44 for all on CUDA");
   }
-  Args args{};
+  const auto row_units = static_cast<std::uint32_t>(packed.columns / kElements);
+  Args args{.row_units = row_units, .row_of = Division(row_units)};
   args.codes = static_cast<const std::uint8_t*>(packed.codes.data);
   args.scales = packed.scales.data;
   args.nested_map = static_cast<const float*>(packed.nested_map.data);
@@ -196,7 +230,6 @@ Args args_of(const PackedWeights& packed, const Tensor& out) {
   args.chunks = static_cast<std::uint32_t>(chunks);
   args.expert_chunks = static_cast<std::uint32_t>(chunks / packed.experts);
   args.expert_units = static_cast<std::uint32_t>(units);
-  args.row_units = static_cast<std::uint32_t>(packed.columns / kElements);
   args.down = static_cast<std::uint32_t>(packed::divide_up(packed.rows, packed::kFP8Block));
   args.across = static_cast<std::uint32_t>(packed::divide_up(packed.columns, packed::kFP8Block));
   for (std::int64_t block = packed.block / kElements; block > 1; block /= 2) ++args.unit_shift;
