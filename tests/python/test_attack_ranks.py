@@ -9,14 +9,15 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def test_some_attacks():
-    """Ends after 20 seconds. The seed is a random one, unless SONICMOE_ATTACK_SEED is given."""
+@pytest.mark.parametrize("over", ["gloo", "stand-in"])
+def test_some_attacks(over):
+    """Ends after 15 seconds. The seed is a random one, unless SONICMOE_ATTACK_SEED is given."""
     first = int(os.environ.get("SONICMOE_ATTACK_SEED", time.time_ns() // 1000 % 10**6))
-    until = time.monotonic() + 20
+    until = time.monotonic() + 15
     for seed in range(first, first + len(attack_ranks.SENTENCES)):
         if time.monotonic() > until:
             break
         try:
-            attack_ranks.attack(seed)
+            attack_ranks.attack(seed, over)
         except AssertionError as error:
-            pytest.fail(f"seed {seed}, {attack_ranks.Plan.of(seed)}: {error}")
+            pytest.fail(f"seed {seed}, {attack_ranks.Plan.of(seed, over)}: {error}")
