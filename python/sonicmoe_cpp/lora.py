@@ -100,22 +100,27 @@ def _padded(factors: list, device: torch.device) -> list:
     return padded
 
 
+def arguments_of(tensors: tuple, up: LowRank | None, down: LowRank | None) -> tuple[tuple, tuple]:
+    """(factors, scales) as operators take them, checked against the layer's arguments `tensors`."""
+    up, down = _given("up", up), _given("down", down)
+    _check_frozen(dict(zip(("w_up", "w_down", "b_up", "b_down"), tensors[5:], strict=True)))
+    x, w_down = tensors[0], tensors[6]
+    _check_factors(x, tensors[5], w_down, up, down)
+    factors = _padded(_cast([up.a, up.b, down.a, down.b], x.dtype), x.device)
+    experts = w_down.shape[0]
+    factors = tuple(None if t is None else t.expand(experts, -1, -1) for t in factors)
+    return factors, (float(up.scale), float(down.scale))
+
+
 def _run(form: str, x, routing: tuple, experts: tuple, up, down, style: tuple, request: Request):
     if isinstance(experts[0], (tuple, list)):
         raise TypeError("w_up is a pair (gate, up), must be one tensor with low-rank factors")
-    up, down = _given("up", up), _given("down", down)
-    _check_frozen(dict(zip(("w_up", "w_down", "b_up", "b_down"), experts, strict=True)))
     if request.precision == "auto" and getattr(x, "is_cuda", False):
         request = NOTHING  # CUDA has no factors in fp8
     call = (form, x, routing, experts, style, None, request)
     of_packed = packed_arguments(*call)
     packed, (tensors, options) = of_packed or (None, arguments(*call)[:2])
-    x = tensors[0]
-    _check_factors(x, *tensors[5:7], up, down)
-    factors = _padded(_cast([up.a, up.b, down.a, down.b], x.dtype), x.device)
-    experts = tensors[6].shape[0]
-    factors = [None if t is None else t.expand(experts, -1, -1) for t in factors]
-    scales = float(up.scale), float(down.scale)
+    factors, scales = arguments_of(tensors, up, down)
     if packed is not None:
         return _packed_ops.layer(tensors, options, packed, (*factors, *scales))
     codes = fp8.given_weights(request, tensors, options)
@@ -198,6 +203,13 @@ def lora_moe_grouped(
     return _run("grouped", rows, routing, experts, up, down, style, request)
 
 
+_APART = (
+    "lora.{} is sharded apart from its layer, which would not gather it: call fully_shard(layer), "
+    "not fully_shard(layer.lora) (before it fully_shard(layer.router), if the router's dtype is "
+    "another)"
+)
+
+
 class LoRA(nn.Module):
     """Trainable factors for both projections of E experts."""
 
@@ -229,18 +241,20 @@ class LoRA(nn.Module):
             nn.init.uniform_(a, -bound, bound)
             nn.init.zeros_(b)
 
+    def _factor(self, name: str) -> Tensor:
+        value = getattr(self, name)
+        if _checks.is_distributed(value):
+            raise TypeError(_APART.format(name))
+        return value
+
     def forward(self) -> dict[str, LowRank]:
-        for name, value in self.named_parameters():
-            if hasattr(self, "unshard") or _checks.is_distributed(value):
-                raise TypeError(
-                    f"lora.{name} is sharded apart from its layer, which would not gather it: call "
-                    "fully_shard(layer), not fully_shard(layer.lora) (before it "
-                    "fully_shard(layer.router), if the router's dtype is another)"
-                )
-        return {
-            "up": LowRank(self.up_a, self.up_b, self.scale),
-            "down": LowRank(self.down_a, self.down_b, self.scale),
-        }
+        if hasattr(self, "unshard"):
+            raise TypeError(_APART.format("up_a"))
+        up, down = (
+            LowRank(self._factor(f"{of}_a"), self._factor(f"{of}_b"), self.scale)
+            for of in ("up", "down")
+        )
+        return {"up": up, "down": down}
 
     def arguments(self) -> dict[str, LowRank]:
         """The arguments `up` and `down` of lora_moe(), for the forward of the layer. A call of this
@@ -254,14 +268,18 @@ class LoRA(nn.Module):
         return f"rank={self.rank}, scale={self.scale}"
 
 
-def new_factors(
-    module: nn.Module, weights: tuple, rank: int, alpha: float, dtype, share_outer=False
-) -> LoRA:
-    """Factors for the weights (w_up, w_down) of a module that has none yet."""
+def refuse_second(module: nn.Module) -> None:
     if getattr(module, "lora", None) is not None:
         raise ValueError(
             f"{type(module).__name__} has low-rank factors already, which would be lost"
         )
+
+
+def new_factors(
+    module: nn.Module, weights: tuple, rank: int, alpha: float, dtype, share_outer=False
+) -> LoRA:
+    """Factors for the weights (w_up, w_down) of a module that has none yet."""
+    refuse_second(module)
     for name, parameter in module.named_parameters(recurse=False):
         if hasattr(parameter, "to_local"):
             raise ValueError(

@@ -343,6 +343,9 @@ class MoE(nn.Module):
         weights = (self.w_up, self.w_down)
         with _whole(weights, changed=False):
             self.lora = new_factors(self, weights, rank, alpha, dtype, share_outer)
+        self._freeze_experts()
+
+    def _freeze_experts(self) -> None:
         for parameter in (self.w_up, self.w_down, self.b_up, self.b_down, *self._shared()):
             if parameter is not None:
                 parameter.requires_grad_(False)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import expert_parallel_compiled as expert_parallel_compiled
 import expert_parallel_functions as expert_parallel_functions
+import expert_parallel_lora as expert_parallel_lora
 import expert_parallel_modules as expert_parallel_modules
 import sonicmoe_cpp as smoe
 import torch

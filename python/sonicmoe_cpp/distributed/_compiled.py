@@ -37,7 +37,7 @@ def _group(name: str):
 def _transport(where: str, name: str, limits: Sequence[float], *call) -> Transport:
     group = dist.distributed_c10d._resolve_process_group(where)
     by = layer.make_transport(name, group, Limits.of_numbers(list(limits)))
-    by.refuse(call[0][0])
+    by.refuse(call[0])
     return by.chosen(*call)
 
 
@@ -169,7 +169,7 @@ def differentiated(
     changes its arguments and returns a list."""
     with _group(where).guarded():
         memory, options = _kept_by(ticket), _options(numbers)
-        layer.expect_places(tensors, memory.places)
+        layer.expect_places(tensors, memory.places, len(tensors))
         by = _transport(where, transport, limits, tuple(tensors), options, int(number), needs)
         given = Forward(dout, memory.kept, memory.host)
         main_gradients = (g_gate, g_up, g_down)

@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, _ops
 from ..layer import Activation, arguments
+from ..lora import arguments_of
 from ..routing import Pairs
+from . import own_experts
 from ._group import group_of
 from .peer import Auto, Limits, PeerMemory
 from .transport import TRANSPORTS, AllToAll, Forward, Transport
@@ -43,11 +45,12 @@ def make_transport(name: str, group, limits: Limits) -> Transport:
 
 
 def _needs(tensors: tuple) -> int:
-    """The gradients that this rank needs, as bits of _ops.NEEDS."""
+    """The gradients that this rank needs, as bits of NEEDS."""
     if not torch.is_grad_enabled():
         return 0
-    wanted = zip(_ops.LAYER_TENSORS, tensors, strict=True)
-    return sum(_ops.NEEDS[name] for name, t in wanted if isinstance(t, Tensor) and t.requires_grad)
+    wanted = zip(own_experts.TENSORS, tensors, strict=False)
+    needs = own_experts.NEEDS
+    return sum(needs[name] for name, t in wanted if isinstance(t, Tensor) and t.requires_grad)
 
 
 _W_DOWN = _ops.LAYER_TENSORS.index("w_down")
@@ -72,14 +75,14 @@ def places_of(tensors: Sequence[Tensor | None]) -> list:
     return [None if t is None else (t.shape, t.device) for t in tensors]
 
 
-def expect_places(tensors: Sequence[Tensor | None], places: list) -> None:
+def expect_places(tensors: Sequence[Tensor | None], places: list, count: int) -> None:
     """Refuses tensors that a hook of saved tensors has replaced by others of another shape or on
     another device. An exchange takes its number of rows from the shape of H, and index arithmetic
-    of torch would take an index on the meta device."""
+    of torch would take an index on the meta device. The first `count` are the layer's arguments."""
     for at, (have, want) in enumerate(zip(places_of(tensors), places, strict=True)):
         if have != want:
             found, kept = ([*each[0]] if each else None for each in (have, want))
-            name = (_ops.LAYER_TENSORS[at : at + 1] or ["a tensor kept for backward"])[0]
+            name = "a tensor kept for backward" if at >= count else own_experts.TENSORS[at]
             raise ValueError(
                 f"{name} has shape {found} on {have and have[1]} in backward, must have {kept} on "
                 f"{want and want[1]} as in forward"
@@ -93,7 +96,8 @@ def _recorded(ctx, x, weights, *others):
         given = transport.forward(tensors, options, main_gradients, layer, needs)
     ctx.set_materialize_grads(False)
     saved = (*tensors, *given.kept)
-    ctx.rest = transport, options, main_gradients, needs, given.host, places_of(saved)
+    places = places_of(saved), len(tensors)
+    ctx.rest = transport, options, main_gradients, needs, given.host, places
     ctx.save_for_backward(*saved)
     return given.out
 
@@ -104,8 +108,8 @@ def _differentiated(ctx, dout):
     transport, options, main_gradients, needs, host, places = ctx.rest
     with transport.group.guarded():
         saved = ctx.saved_tensors
-        expect_places(saved, places)
-        count = len(_ops.LAYER_TENSORS)
+        expect_places(saved, *places)
+        count = places[1]
         tensors, kept = saved[:count], saved[count:]
         if dout is None:
             dout = torch.zeros_like(tensors[0])  # the other ranks wait for this rank's rows
@@ -130,8 +134,11 @@ def _compiled(
     return _ops.ops.expert_parallel_inference(*tensors, *how, *rest)
 
 
-def _run(place: Place, *others, before: Callable[[], Tensor | None]) -> Tensor:
+def _run(place: Place, *others, factors: dict | None, before: Callable) -> Tensor:
     tensors, options, main_gradients = arguments(*others)
+    if factors is not None:
+        given, scales = arguments_of(tensors, **factors)
+        tensors, options = (*tensors, *given), (*options, *scales)
     _ops.refuse_transforms("moe_expert_parallel", *tensors)
     if tensors[_W_DOWN].shape[0] == 0:
         raise ValueError("w_down has 0 experts, must have an equal number on all ranks")
@@ -140,7 +147,7 @@ def _run(place: Place, *others, before: Callable[[], Tensor | None]) -> Tensor:
     if torch.compiler.is_compiling():
         return _compiled(place, tensors, options, main_gradients, needs, before())
     place.transport.group.check_device("x", tensors[0].device)
-    place.transport.refuse(tensors[0])
+    place.transport.refuse(tensors)
     before()
     layer = int(place.number)
     transport = place.transport.chosen(tensors, options, layer, needs)
@@ -151,16 +158,22 @@ def _run(place: Place, *others, before: Callable[[], Tensor | None]) -> Tensor:
     return _record(x, weights, *experts, rest)
 
 
-def run(place: Place, form: str, *others, before: Callable = lambda: None) -> Tensor:
+def run(
+    place: Place,
+    form: str,
+    *others,
+    factors: dict | None = None,
+    before: Callable[[], Tensor | None] = lambda: None,
+) -> Tensor:
     """Runs the layer on the arguments of layer.arguments(). Expert ids are in [0, E), over all
-    ranks. before() is called when the arguments are checked, before the ranks exchange rows. If it
-    returns a tensor, this order holds in graphs too, where only a tensor that goes from one
-    operator to the other keeps it. Ranks that have different graphs, or none, would otherwise wait
-    for each other in different exchanges."""
+    ranks. `factors` are the arguments `up` and `down` of lora_moe(). before() is called when the
+    arguments are checked, before the ranks exchange rows. If it returns a tensor, this order holds
+    in graphs too, where only a tensor that goes from one operator to the other keeps it. Ranks that
+    have different graphs, or none, would otherwise wait for each other in different exchanges."""
     if torch.compiler.is_compiling():
-        return _run(place, form, *others, before=before)
+        return _run(place, form, *others, factors=factors, before=before)
     with place.transport.group.call():
-        return _run(place, form, *others, before=before)
+        return _run(place, form, *others, factors=factors, before=before)
 
 
 def moe_expert_parallel(

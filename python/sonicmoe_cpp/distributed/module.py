@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from .. import _checks, _ops
+from ..lora import refuse_second
 from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
 from ._group import GRADIENTS, ROUTING
 from ._memory import number_of
 from .layer import TIMEOUT, Place, make_transport, run
+from .lora import DividedLoRA, divide, divided_state, local
 from .peer import Limits
 from .routing import AllTokens, group_losses, group_sequence_losses
 
@@ -124,26 +125,16 @@ class ExpertParallelMoE(MoE):
                 by_gloo = dist.get_backend(group) == "gloo"
                 kind = "cuda" if torch.cuda.is_available() and not by_gloo else "cpu"
             mesh = DeviceMesh.from_group(group, kind)
-        for name in EXPERTS:
-            local = getattr(self, name)
-            if local is not None:
-                whole = DTensor.from_local(local.data, mesh, [Shard(0)], run_check=False)
-                setattr(self, name, nn.Parameter(whole))
+        divide(self, EXPERTS, mesh)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *others) -> None:
         """As nn.Module. Also accepts whole tensors with all experts, as MoE has them."""
-        given = dict(state_dict)
-        for name in EXPERTS:
-            own, value = getattr(self, name), given.get(prefix + name)
-            if own is not None and value is not None and not isinstance(value, DTensor):
-                where = (own.device_mesh, own.placements)
-                given[prefix + name] = distribute_tensor(value, *where, src_data_rank=None)
+        given = divided_state(self, EXPERTS, state_dict, prefix)
         super()._load_from_state_dict(given, prefix, *others)
 
     def _local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter of the experts."""
-        value = getattr(self, name)
-        return value.to_local() if isinstance(value, DTensor) else value
+        return local(getattr(self, name))
 
     def reset_parameters(self) -> None:
         """As in MoE, but every expert has its own seed, computed from a seed of rank 0. So the
@@ -174,6 +165,8 @@ class ExpertParallelMoE(MoE):
                     self._local(name).zero_()
             if self.selection_bias is not None:
                 self.selection_bias.zero_()
+            if self.lora is not None:
+                self.lora.fill(seed + 3 + 2 * self.num_experts)
 
     def _options(self) -> dict[str, str]:
         """The arguments that must be equal on all ranks, as text. `timeout` may differ."""
@@ -193,6 +186,7 @@ class ExpertParallelMoE(MoE):
             "transport": self.transport.name,
             "max_tokens": max_tokens or None,
             "capacity": capacity or None,
+            "lora": None if self.lora is None else self.lora.options(),
         }
         return {name: str(value) for name, value in values.items()}
 
@@ -215,8 +209,11 @@ class ExpertParallelMoE(MoE):
         self.group.agree(tuple(options), tuple(options.values()), of_ranks)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """The parameters of which every rank has a whole copy: router and shared experts."""
-        return [p for name, p in self.named_parameters() if name not in EXPERTS]
+        """The parameters of which every rank has a whole copy: router, shared experts, and the
+        factors that add_lora(share_outer=True) makes for all experts."""
+        of_lora = () if self.lora is None else self.lora.names
+        divided = {*EXPERTS, *(f"lora.{name}" for name in of_lora)}
+        return [p for name, p in self.named_parameters() if name not in divided]
 
     @torch.no_grad()
     def sum_replicated_gradients(self) -> None:
@@ -236,15 +233,30 @@ class ExpertParallelMoE(MoE):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = parameter.grad
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                values = local.to(_ops.score_dtype(local))
+                part = local(gradient)
+                values = part.to(_ops.score_dtype(part))
                 total, *others = self.group.all_gather(values, timeout).unbind()
                 for other in others:
                     total = total + other
-                local.copy_(total)
+                part.copy_(total)
 
-    def add_lora(self, rank: int, alpha: float, *, dtype=None) -> None:
-        raise NotImplementedError("low-rank factors need the experts of one process: use MoE")
+    def add_lora(self, rank: int, alpha: float, *, dtype=None, share_outer: bool = False) -> None:
+        """As MoE. All ranks must call it, before fully_shard; the host waits for them. The factors
+        have the names and shapes of MoE's, and are DTensors as the experts. Their values do not
+        depend on the number of ranks. Rows travel by all-to-all: transport="peer" serves no
+        factors. torch.compile runs the layer eagerly."""
+        refuse_second(self)
+        if len(self.w_up.placements) > 1:
+            raise ValueError("add_lora must come before fully_shard of the layer")
+        seed = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
+        first = self.group.rank * self._held_experts()
+        factors = DividedLoRA((self.w_up, self.w_down), rank, alpha, dtype, share_outer, first)
+        self.lora = factors
+        device = self._local("w_up").device
+        if device.type != "meta":
+            with self.group.call():
+                factors.fill(self._compare_options(seed, device))
+        self._freeze_experts()
 
     # ---- forward ---------------------------------------------------------------------------------
 
@@ -263,7 +275,8 @@ class ExpertParallelMoE(MoE):
         style = experts["activation"], experts["gate_layout"]
         weights = (*self._weights(), experts["b_up"], experts["b_down"])
         rest = rows, routing, weights, style, experts.get("grad_accum")
-        return run(self.place, form, *rest, before=experts["losses"])
+        factors = None if self.lora is None else self.lora()
+        return run(self.place, form, *rest, factors=factors, before=experts["losses"])
 
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
         return self._experts("ids", rows, (ids, None, weights), experts)
@@ -328,7 +341,14 @@ class ExpertParallelMoE(MoE):
 
     def forward(self, x: Tensor, **options):
         """As MoE. x (..., d) and aux.logits belong to this rank's tokens."""
+        if self.lora is not None:
+            return self._forward_eagerly(x, **options)
         if torch.compiler.is_compiling():
             return super().forward(x, **options)
+        with self.group.call():
+            return super().forward(x, **options)
+
+    @torch.compiler.disable
+    def _forward_eagerly(self, x: Tensor, **options):
         with self.group.call():
             return super().forward(x, **options)

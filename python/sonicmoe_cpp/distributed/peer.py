@@ -16,6 +16,7 @@ from .. import _checks, _ops
 from ._group import FORWARD, RESET, Group, group_of
 from ._peers import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
+from .own_experts import has_factors
 from .transport import COMPARED, AllToAll, Forward, Transport, compared, style_of
 from .transport import DTYPES as ALL_DTYPES
 
@@ -81,8 +82,13 @@ class PeerMemory(Transport):
     def limits_as_numbers(self) -> list[float]:
         return self.limits.numbers()
 
-    def refuse(self, x) -> None:
+    def refuse(self, tensors: tuple) -> None:
+        x = tensors[0]
         self._refuse_tokens(x)
+        if has_factors(tensors):
+            raise NotImplementedError(
+                'transport "peer" serves no low-rank factors: use "auto" or "all_to_all"'
+            )
         if not served(x):
             kind = f"{_checks.names([x.dtype])} on {x.device.type}"
             raise NotImplementedError(
@@ -197,7 +203,8 @@ class PeerMemory(Transport):
 
 class Auto(PeerMemory):
     """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, in the
-    first call with CUDA tensors of each dtype of DTYPES. Other tensors use all-to-all."""
+    first call with CUDA tensors of each dtype of DTYPES. Other tensors, and layers with low-rank
+    factors, use all-to-all."""
 
     name = "auto"
 
@@ -205,12 +212,12 @@ class Auto(PeerMemory):
         super().__init__(group, limits)
         self.by_rows = AllToAll(group, self.timeout)
 
-    def refuse(self, x) -> None:
-        self._refuse_tokens(x)
+    def refuse(self, tensors: tuple) -> None:
+        self._refuse_tokens(tensors[0])
 
     def chosen(self, tensors, options, layer, needs) -> Transport:
         x = tensors[0]
-        if not served(x):
+        if not served(x) or has_factors(tensors):
             return self.by_rows
         buffers = self.buffers(x)
         if not buffers.decided:

@@ -21,12 +21,11 @@ from torch import Tensor
 from .. import _checks, _ops
 from .._names import ACTIVATION, FORM, LAYOUT
 from .._ops import score_dtype
+from . import own_experts
 from ._group import BACKWARD, FORWARD, Group, from_host
 from ._memory import number_of
 
 TRANSPORTS = ("auto", "all_to_all", "peer")
-# The gradients that are computed from rows of x, which backward sends again.
-_OF_X = _ops.NEEDS["w_gate"] | _ops.NEEDS["w_up"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Names of the values that ranks compare in every forward; see compared().
 COMPARED = (
@@ -44,7 +43,7 @@ class Routes(NamedTuple):
     received_rows: list[int]  # (W,) rows received from each rank
     sent_pairs: list[int]  # (W,) pairs sent to each rank
     received_pairs: list[int]  # (W,) pairs received from each rank
-    needs: int  # bits of _ops.NEEDS: the gradients that at least one rank needs
+    needs: int  # bits of NEEDS: the gradients that at least one rank needs
     call: int  # Group.calls
     token: Tensor  # (rows sent,) int64: the token of each row
     slot: Tensor  # (pairs sent,) int64: the position of each pair in the caller's list
@@ -73,7 +72,7 @@ class Facts(NamedTuple):
     tokens: int  # T of this rank
     hidden: int
     dtype: torch.dtype
-    needs: int  # bits of _ops.NEEDS
+    needs: int  # bits of NEEDS
     style: int  # of style_of()
 
 
@@ -115,9 +114,9 @@ class Transport(ABC):
             "its state_dict() instead"
         )
 
-    def refuse(self, x: Tensor) -> None:  # noqa: B027
-        """Raises if this transport does not serve x. Called before the first exchange of a call, so
-        that an argument that all ranks refuse does not break the group."""
+    def refuse(self, tensors: tuple) -> None:  # noqa: B027
+        """Raises if this transport does not serve these tensors. Called before the first exchange
+        of a call, so that an argument that all ranks refuse does not break the group."""
 
     def chosen(self, tensors: tuple, options: tuple, layer: int, needs: int) -> Transport:
         """The transport that serves tensors like these: this transport, or the choice of "auto".
@@ -126,15 +125,15 @@ class Transport(ABC):
 
     @abstractmethod
     def forward(self, tensors, options, main_gradients, layer: int, needs: int) -> Forward:
-        """Computes the output for this rank's tokens. `tensors` are LAYER_TENSORS in the form "ids"
-        or "pairs": this rank's tokens, expert ids in [0, E), and the weights of this rank's
-        experts. `options` are OPTIONS, `layer` is the layer's number in the model, and `needs` are
-        the bits of the gradients that this rank needs."""
+        """Computes the output for this rank's tokens. `tensors` and `options` are those of
+        own_experts.py in the form "ids" or "pairs": this rank's tokens, expert ids in [0, E), and
+        the weights of this rank's experts. `layer` is the layer's number in the model, and `needs`
+        are the bits of the gradients that this rank needs."""
 
     @abstractmethod
     def backward(self, dout, tensors, options, main_gradients, given: Forward, needs: int) -> list:
-        """The gradients of _ops.DIFFERENTIABLE, None for a gradient that is not in `needs`. `given`
-        is the result of forward; `given.out` is not read."""
+        """The gradients of own_experts.differentiable(tensors), None for a gradient that is not in
+        `needs`. `given` is the result of forward; `given.out` is not read."""
 
 
 def with_option(options: tuple, name: str, value) -> tuple:
@@ -143,7 +142,7 @@ def with_option(options: tuple, name: str, value) -> tuple:
 
 
 def as_pairs(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
-    """LAYER_TENSORS and OPTIONS, converted to the form "pairs"."""
+    """Tensors and options, converted to the form "pairs"."""
     x, index, second, weights, *experts = tensors
     if second is not None:
         return tensors, options
@@ -158,16 +157,16 @@ class RowTransport(Transport):
 
     def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
         (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
-        style = style_of(tuple(options), experts[2].shape[2])
+        style = style_of(tuple(options[: len(_ops.OPTIONS)]), experts[2].shape[2])
         facts = Facts(layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs, style)
         routes = self.routes(token, expert, facts)
         rows = self.dispatch(x, routes)
         row_weights = self.dispatch_weights(weights, routes)
         local = (rows, routes.row, routes.expert, row_weights, *experts)
         if not routes.needs:
-            partial = _ops.run("moe_inference", *local, *options)
+            partial = own_experts.inference(local, options)
             return Forward(self.combine(partial, routes, x.shape[0]))
-        partial, h, saved = _ops.run("moe_forward", *local, *options, *main_gradients)
+        partial, h, saved = own_experts.forward(local, options, main_gradients)
         out = self.combine(partial, routes, x.shape[0])
         return Forward(out, (h, saved, row_weights, *routes.tensors()), routes.numbers())
 
@@ -180,20 +179,21 @@ class RowTransport(Transport):
         options = with_option(options, "form", FORM["pairs"])
         self.begin_backward(routes)
         drows = self.dispatch(dout, routes)
-        rows = self.dispatch(x, routes) if routes.needs & _OF_X else torch.empty_like(drows)
+        of_x = routes.needs & own_experts.OF_X
+        rows = self.dispatch(x, routes) if of_x else torch.empty_like(drows)
         local = (rows, routes.row, routes.expert, row_weights, *experts)
         # If any rank needs the gradient of x or of the routing weights, all ranks compute it: the
         # parts of a rank's gradient come from the other ranks.
         shared = routes.needs & (_ops.NEEDS["x"] | _ops.NEEDS["weights"])
-        wanted = tuple(bool((needs | shared) & bit) for bit in _ops.NEEDS.values())
-        found = _ops.gradients(drows, (*local, *options), wanted, h, saved, main_gradients)
-        gradients = dict(zip(_ops.DIFFERENTIABLE, found, strict=True))
+        rest = (h, saved), main_gradients
+        gradients = own_experts.backward(drows, local, options, needs | shared, *rest)
         if shared & _ops.NEEDS["x"]:
             gradients["x"] = self.combine(gradients["x"], routes, x.shape[0])
         if shared & _ops.NEEDS["weights"]:
             back = self.return_weights(gradients["weights"], routes, weights.numel())
             gradients["weights"] = back.view(weights.shape)
-        return [gradients[name] if needs & bit else None for name, bit in _ops.NEEDS.items()]
+        each = own_experts.differentiable(tensors).items()
+        return [gradients[name] if needs & bit else None for name, bit in each]
 
     @abstractmethod
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
