@@ -26,14 +26,21 @@ from typing import Any, TextIO
 import matplotlib
 import sonicmoe_cpp
 import torch
-import transformers
 from lm.device import choose
 from lm.errors import UserError, exit_code
 from lm.files import claim, write_file
 from lm.trainer import StopSignal
-from tune import memory, model, run
-from tune.loss import use_chunks
-from tune.settings import FREE, Settings, parse
+
+try:
+    import accelerate  # noqa: F401 (Trainer needs it)
+    import peft
+    import transformers
+    from tune import memory, model, run
+    from tune.loss import use_chunks
+    from tune.settings import FREE, Settings, parse
+except ImportError as error:
+    print(f"error: fine-tuning needs transformers, accelerate, peft: {error}", file=sys.stderr)
+    sys.exit(2)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -100,7 +107,7 @@ def describe(s: Settings) -> dict[str, Any]:
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "peft": model.peft.__version__,
+            "peft": peft.__version__,
             "sonicmoe_cpp": sonicmoe_cpp.__version__,
         },
     }
@@ -113,6 +120,8 @@ def prepare(s: Settings, report: dict[str, Any]):
     except torch.OutOfMemoryError as error:
         raise UserError("the weights alone do not fit into the GPU's memory") from error
     experts = model.experts_of(net, s)
+    if s.offload_embedding:
+        model.offload_embedding(net)
     report["loss_in_chunks"] = use_chunks(net, memory.CHUNK)
     net = model.add_factors(net, s)
     report["trained"] = memory.trained(net)

@@ -7,12 +7,17 @@ from torch import nn
 from tune.settings import Settings
 
 CHUNK = 256  # tokens whose logits exist at a time
-# Bytes of optimizer state for a parameter of one byte. Others are counted like AdamW.
-STATES = {"sgd": 0.0, "adafactor": 0.0}
+# Bytes of optimizer state for a parameter. Others have two moments in the parameter's dtype.
+STATES = {"sgd": 0, "adafactor": 0, "adamw_8bit": 2, "paged_adamw_8bit": 2}
+
+ALWAYS = ("experts", "other weights", "factors", "optimizer", "unpacked weights")
 
 
 def _bytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Bytes on the model's device; packed weights have less than their shape says."""
+    return sum(
+        t.packed.nbytes() if hasattr(t, "packed") else t.numel() * t.element_size() for t in tensors
+    )
 
 
 def trained(model: nn.Module) -> dict[str, float]:
@@ -45,20 +50,23 @@ def predict(model: nn.Module, experts: list[nn.Module], s: Settings) -> dict[str
     kept = T * d * element
     if not s.checkpointing:
         kept += attention + C * 2 * n * element
+    packed = [p for module in experts for p in module.parameters() if hasattr(p, "packed")]
+    unpacked = sum(p.numel() * element for p in packed[:2])  # both projections of one layer
     items = {
         "experts": _bytes(p for p in frozen if id(p) in own),
         "other weights": _bytes(p for p in frozen if id(p) not in own),
         "factors": _bytes(trains),
         "gradients": _bytes(trains),
-        "optimizer": int(_bytes(trains) * STATES.get(s.optim, 2.0)),
+        "optimizer": sum(p.numel() * STATES.get(s.optim, 2 * p.element_size()) for p in trains),
         "kept of layers": layers * kept,
         "one layer in backward": C * (5 * n + d) * element + attention,
+        "unpacked weights": unpacked,
         "logits": min(T, CHUNK) * config.vocab_size * (8 + 2 * element),
     }
     # Backward frees what layers kept while it makes gradients, unless an earlier micro-batch has.
     growing = items["kept of layers"], items["gradients"]
     items["peak"] = (
-        sum(items[name] for name in ("experts", "other weights", "factors", "optimizer"))
+        sum(items[name] for name in ALWAYS)
         + (max(growing) if s.accumulate == 1 else sum(growing))
         + max(items["one layer in backward"], items["logits"])
     )

@@ -3,19 +3,16 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from lm.data import find_files, read_texts
 from lm.errors import UserError, first_line
+from sonicmoe_cpp import packed
 from sonicmoe_cpp.integrations import hf
 from torch import nn
 from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
-from tune.settings import CONFIGS, Settings
-
-try:
-    import peft
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-except ImportError as error:
-    raise UserError(f"fine-tuning needs transformers, accelerate and peft: {error}") from error
+from tune.settings import CONFIGS, PACKED, Settings
 
 LARGEST_TEXT = 1 << 26  # characters that are tokenised
 
@@ -45,6 +42,89 @@ def _attention(s: Settings, config) -> dict[str, str]:
     return {"attn_implementation": "flex_attention"} if sinks else {}
 
 
+def _quantisation(s: Settings, config) -> dict:
+    """The option of from_pretrained for --weights. A checkpoint of gpt-oss is in MXFP4 already."""
+    found = getattr(config, "quantization_config", None) or {}
+    if found.get("quant_method") == "mxfp4":
+        if s.weights == "mxfp4":
+            hf.keep_mxfp4()
+            return {}
+        if s.weights:
+            raise UserError(f"weights is '{s.weights}'; the checkpoint is in MXFP4: give mxfp4")
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if not s.weights:
+        return {}
+    if found:
+        raise UserError(f"weights is '{s.weights}'; the checkpoint is quantised already: omit it")
+    format, more = PACKED[s.weights]
+    return {"quantization_config": hf.experts_config(format, **more)}
+
+
+def _random_packed(shape, s: Settings, dtype: torch.dtype) -> packed.PackedWeights:
+    """Packed weights (E, out, in) of random codes, with about 0.02 as standard deviation. They are
+    made as codes: unpacked they would need four times the memory."""
+    experts, out, inner = shape
+    kind, more = PACKED[s.weights]
+
+    def codes(*sizes):
+        return torch.randint(0, 256, sizes, dtype=torch.uint8, device=s.device)
+
+    if kind == "mxfp4":
+        scales = torch.full((experts, out, inner // 32), 120, dtype=torch.uint8, device=s.device)
+        return packed.from_mxfp4(codes(experts, out, inner // 32, 16), scales, dtype=dtype)
+    blocks = experts * out * inner // 64
+    if more:
+        steps = torch.linspace(-1, 1, 256, device=s.device)
+        scales = torch.full((-(-blocks // 256),), 0.005, device=s.device)
+        nested = steps, scales, torch.full((1,), 0.035, device=s.device)
+        return packed.from_nf4(
+            codes(experts, out, inner // 2), codes(blocks), shape, nested=nested, dtype=dtype
+        )
+    absmax = torch.full((blocks,), 0.035, device=s.device)
+    return packed.from_nf4(codes(experts, out, inner // 2), absmax, shape, dtype=dtype)
+
+
+def _random(s: Settings, config, options: dict) -> nn.Module:
+    torch.manual_seed(s.seed)
+    if not s.weights:
+        with torch.device(s.device):
+            return AutoModelForCausalLM.from_config(config, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    hf.set_packed(model, lambda _, shape: _random_packed(shape, s, options["dtype"]))
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is not None and value.is_meta:
+                    empty = torch.empty_like(value, device=s.device)
+                    tensors[name] = nn.Parameter(empty) if tensors is module._parameters else empty
+    model.initialize_weights()
+    return model
+
+
+class HostEmbedding(nn.Module):
+    """An embedding whose weight stays in the memory of the CPU."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self._weight = [weight.detach().cpu()]  # in a list, so that no move of the model finds it
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._weight[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids.cpu(), self.weight).to(ids.device)
+
+
+def offload_embedding(model: nn.Module) -> None:
+    weight = model.get_input_embeddings().weight
+    if weight is model.get_output_embeddings().weight:
+        raise UserError("offload_embedding: the head of this model is its embedding; omit it")
+    model.set_input_embeddings(HostEmbedding(weight))
+
+
 def build(s: Settings) -> nn.Module:
     """The model on its device, in bf16 on a GPU and in fp32 on the CPU."""
     hf.register()
@@ -55,10 +135,9 @@ def build(s: Settings) -> nn.Module:
             "experts_implementation": s.experts,
         }
         if s.config:
-            torch.manual_seed(s.seed)
-            with torch.device(s.device):
-                return AutoModelForCausalLM.from_config(config, **options)
+            return _random(s, config, options)
         options |= {"local_files_only": True, "device_map": {"": s.device}}
+        options |= _quantisation(s, config)
         return AutoModelForCausalLM.from_pretrained(s.model, config=config, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UserError(f"cannot build the model: {first_line(error)}") from error
@@ -142,6 +221,3 @@ def load_rows(s: Settings, limit: int) -> tuple[Rows, Rows]:
 def merge(model, folder: Path) -> None:
     """Writes the model with the factors added to its weights, as from_pretrained reads it."""
     model.merge_and_unload().save_pretrained(folder)
-
-
-__all__ = ["Rows", "add_factors", "build", "experts_of", "load_rows", "merge", "peft"]

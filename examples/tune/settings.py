@@ -44,13 +44,16 @@ CONFIGS = {
             "head_dim": 16,
             "num_experts": 16,
             "num_experts_per_tok": 4,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": 64,
             "norm_topk_prob": True,
             "max_position_embeddings": 4096,
         },
     ),
 }
 OWN = "sonicmoe_cpp"
+# Arguments of sonicmoe_cpp.packed.pack() by the name of --weights.
+PACKED = {"nf4": ("nf4", {}), "nf4-nested": ("nf4", {"nested": True}), "mxfp4": ("mxfp4", {})}
+WEIGHTS = ("", *PACKED)
 
 
 def _option(default: Any, text: str, low: float | None = None, choices: tuple = ()) -> Any:
@@ -68,6 +71,9 @@ class Settings:
     out: str = _option("out/finetune", "folder of checkpoints, adapter, plot and report")
     rank: int = _option(16, "rank of the factors of experts and attention", 1)
     alpha: float = _option(32.0, "scale of the factors, times rank", 0)
+    weights: str = _option(
+        "", "format of the experts; empty: bf16 (fp32 on the CPU)", None, WEIGHTS
+    )
     factors: str = _option("fp32", "dtype of the factors", choices=("fp32", "bf16"))
     experts: str = _option(OWN, "transformers' experts_implementation, for a comparison")
     attention: str = _option("", "transformers' attn_implementation; empty: by model and device")
@@ -81,6 +87,7 @@ class Settings:
     save_every: int = _option(50, "steps between checkpoints", 1)
     seed: int = _option(0, "seed of random weights, factors and order of the text", 0)
     device: str = _option("", "cpu or cuda; empty: cuda where sonicmoe_cpp computes there")
+    offload_embedding: bool = _option(False, "keep the embedding in the memory of the CPU")
     cap_gib: float = _option(0.0, "limit of the GPU's memory for tensors; 0: none", 0)
     beside: str = _option("", "afterwards time these experts of transformers too (grouped_mm)")
     merge: bool = _option(False, "write the merged model to OUT/merged")
@@ -101,6 +108,14 @@ class Settings:
 FREE = {"out", "save_every", "cap_gib", "beside", "merge", "resume", "json"}
 
 
+# Flags that exclude each other, and why.
+EITHER = (
+    ("merge", "beside", "merging takes away the factors that it times"),
+    ("merge", "offload_embedding", "a merged model has its embedding"),
+    ("beside", "weights", "transformers' experts take no packed weights"),
+)
+
+
 def _check(s: Settings) -> Settings:
     if bool(s.model) == bool(s.config):
         raise UserError(f"give --model DIR or --config NAME: {', '.join(CONFIGS)}")
@@ -113,9 +128,12 @@ def _check(s: Settings) -> Settings:
         if low is not None and not low <= value < 2**31:  # also refuses NaN
             raise UserError(f"{f.name} is {value}; it must be at least {low} and below 2^31")
         if choices and value not in choices:
-            raise UserError(f"{f.name} is '{value}'; it must be one of {', '.join(choices)}")
-    if s.merge and s.beside:
-        raise UserError("give --merge or --beside: merging takes away the factors that it times")
+            raise UserError(
+                f"{f.name} is '{value}'; it must be one of {', '.join(filter(None, choices))}"
+            )
+    for one, other, reason in EITHER:
+        if getattr(s, one) and getattr(s, other):
+            raise UserError(f"give --{one} or --{other.replace('_', '-')}: {reason}")
     if not s.out:
         raise UserError("out is empty; it must name a folder")
     return s

@@ -106,7 +106,7 @@ void add_memory(const ModelShape& m, const FinetunePlan& p, const Letters& s, Fi
                  {"kept of layers", inputs},
                  {"one layer in backward", layer},
                  {"logits", logits},
-                 {"unpacked weights", p.weights == "bf16" ? 0.0 : s.E * 2 * s.n * s.d * 2}};
+                 {"unpacked weights", p.weights == "bf16" ? 0.0 : s.E * 3 * s.n * s.d * 2}};
   // Backward frees what layers kept while it makes gradients. Logits are gone before the first
   // layer's backward.
   cost.peak = std::max(gradients, inputs) + std::max(layer, logits);

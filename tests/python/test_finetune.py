@@ -66,14 +66,14 @@ def test_a_run_trains_factors_of_experts_and_attention(whole):
 
 
 def test_the_predicted_memory_is_the_sum_of_the_page(whole):
-    """d 64, 2 layers, q 64, kv 32, E 16, K 4, n 32, vocabulary 256, T 64, fp32."""
+    """d 64, 2 layers, q 64, kv 32, E 16, K 4, n 64, vocabulary 256, T 64, fp32."""
     found, saved = report(whole)["predicted_bytes"], factors(whole)
-    assert found["experts"] == 4 * 2 * 16 * 3 * 32 * 64
+    assert found["experts"] == 4 * 2 * 16 * 3 * 64 * 64
     assert found["factors"] == found["gradients"] == 4 * sum(t.numel() for t in saved.values())
     assert found["optimizer"] == 2 * found["factors"]
     assert found["kept of layers"] == 2 * 64 * 64 * 4
     attention = 64 * (20 * 64 + 14 * 64 + 10 * 32) * 2
-    assert found["one layer in backward"] == 4 * 64 * (5 * 32 + 64) * 4 + attention
+    assert found["one layer in backward"] == 4 * 64 * (5 * 64 + 64) * 4 + attention
     assert found["logits"] == 64 * 256 * 16
     weights = found["experts"] + found["other weights"] + 3 * found["factors"]
     most = max(found["one layer in backward"], found["logits"])
@@ -124,6 +124,30 @@ def test_a_model_of_a_folder_with_its_tokenizer(text, tmp_path, capsys):
     assert found["beside"]["fits"] and found["beside"]["tokens_per_s"] > 0
 
 
+@pytest.mark.parametrize("weights", ["nf4", "nf4-nested", "mxfp4"])
+def test_packed_weights_of_a_config_and_of_a_folder(weights, text, tmp_path):
+    """Random codes, and the experts of a folder packed while they are loaded; the embedding on the
+    CPU; the merged model has unpacked weights."""
+    options = {"weights": weights, "steps": 2}
+    assert finetune(text, tmp_path / "a", "--offload-embedding", **options) == 0
+    found = report(tmp_path / "a")["predicted_bytes"]
+    count = 2 * 16 * 3 * 64 * 64
+    # Nested: a byte for 64, 4 bytes for 64 * 256, and in each of 4 tensors a map and an offset.
+    scales = {"nf4": count // 16, "mxfp4": count // 32}
+    scales["nf4-nested"] = count // 64 + count // 4096 + 4 * 257 * 4
+    assert found["experts"] == count // 2 + scales[weights]
+    assert found["unpacked weights"] == 4 * count // 2
+    assert len(factors(tmp_path / "a")) == 24
+    folder = tmp_path / "model"
+    tune_model.build(parse(flags(**OPTIONS))).save_pretrained(folder)
+    settings = parse(flags(**OPTIONS | options | {"config": "", "model": folder}))
+    model = tune_model.add_factors(tune_model.build(settings), settings)
+    assert sum(hasattr(p, "packed") for p in model.parameters()) == 4
+    tune_model.merge(model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
+
+
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_the_loss_in_chunks_has_the_gradients_of_the_whole(chunk):
     grads = []
@@ -156,6 +180,8 @@ def test_a_loss_of_scaled_logits_stays_the_models_own():
         ("rank is 0; it must be at least 1", {"rank": 0}),
         ("lr is nan; it must be at least 0", {"lr": "nan"}),
         ("factors is 'fp8'; it must be one of fp32, bf16", {"factors": "fp8"}),
+        ("give --beside or --weights", {"weights": "nf4", "beside": "eager"}),
+        ("weights is 'int8'; it must be one of nf4, nf4-nested, mxfp4", {"weights": "int8"}),
         ("layers is 3; the model has 2", {"layers": 3}),
         ("folder {tmp} has no config.json", {"config": "", "model": "{tmp}"}),
         ("does not exist or is not a folder", {"data": "/nowhere"}),

@@ -202,7 +202,7 @@ def test_a_model_in_fp8(calls):
     hf.set_precision(model, "fp8")
     _, experts = hf_models.experts_of(model)[0]
     with pytest.warns(UserWarning, match="computed in the dtype of their weights on CUDA"):
-        on_cuda = types.SimpleNamespace(is_cuda=True)
+        on_cuda = types.SimpleNamespace(device=torch.device("cuda"))
         options = _hf_experts._low_rank(experts, {"down_proj": 1}, (on_cuda,), None)
     assert options == {"up": None, "down": 1}
 

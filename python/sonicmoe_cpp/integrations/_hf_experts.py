@@ -12,7 +12,8 @@ from .. import _checks, _ops
 from ..fp8 import Fp8Cache, caches_of, check_request, kept_weights
 from ..layer import LAYOUTS, Activation, autocast_dtype, moe
 from ..lora import LowRank, lora_moe
-from . import _recognise
+from ..packed import PackedWeights
+from . import _hf_packed, _recognise
 from ._recognise import local
 
 # An attribute of experts during forward: {parameter: LowRank}, the active low-rank factors.
@@ -75,6 +76,8 @@ def _quantised(module: nn.Module) -> str | None:
     """The first quantised weight of a module and its dtype or class, None if there is none."""
     for name in (up_name(module), "down_proj"):
         weight = getattr(module, name)
+        if _hf_packed.packed_of(module, name) is not None:
+            continue
         if _checks.is_wrapped(weight):
             return f"{name} of {type(module).__name__} is quantised ({type(weight).__name__})"
         if weight.dtype not in _checks.FLOATS:
@@ -146,19 +149,29 @@ def weights_of(module: nn.Module) -> tuple[Tensor | None, ...]:
     """(w_up (E, G*n, d), w_down (E, d, n), b_up, b_down): the weights as views, the biases cast to
     the dtype of w_up. The biases are None if the module has none."""
     up = up_name(module)
-    w_up, w_down = local(getattr(module, up)), local(module.down_proj)
+    w_up, w_down = (
+        weight
+        if (weight := _hf_packed.packed_of(module, name)) is not None
+        else local(getattr(module, name))
+        for name in (up, "down_proj")
+    )
     b_up = b_down = None
     if module.has_bias:
         b_up, b_down = local(getattr(module, f"{up}_bias")), local(module.down_proj_bias)
         b_up, b_down = b_up.to(w_up.dtype), b_down.to(w_up.dtype)
-    if getattr(module, TRANSPOSED, getattr(module, "is_transposed", False)):
-        w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+    if is_transposed(module):
+        w_up, w_down = w_up.mT, w_down.mT
     # LongCat-Flash's gate_up_proj has unused weights for its identity experts.
-    w_up = _first(w_up, _identity_experts(module))
+    w_up = _first(w_up, identity_experts(module))
     return w_up, w_down, b_up, b_down
 
 
-def _identity_experts(module: nn.Module) -> int:
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weights are stored as (E, in, out)."""
+    return getattr(module, TRANSPOSED, getattr(module, "is_transposed", False))
+
+
+def identity_experts(module: nn.Module) -> int:
     return getattr(module, "zero_expert_num", 0)
 
 
@@ -207,6 +220,8 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
     if chosen is None:
         return {}
     options = {"precision": chosen.precision, "keep_h": chosen.keep_h}
+    if isinstance(weights[0], PackedWeights):
+        return options
     dtype = autocast_dtype(weights[0]) or weights[0].dtype
     style = {"activation": plan.activation, "gate_layout": plan.gate_layout}
     return options | kept_weights(module, "experts", weights, dtype, style)
@@ -215,11 +230,11 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
 def _low_rank(module: nn.Module, factors: dict, weights: tuple, plan: Plan) -> dict:
     """The options of lora_moe() for the active factors of a module's experts."""
     terms = {"up": factors.get(up_name(module)), "down": factors.get("down_proj")}
-    identity = _identity_experts(module)
+    identity = identity_experts(module)
     if identity and terms["up"] is not None:
         a, b, scale = terms["up"]
         terms["up"] = LowRank(_first(a, identity), _first(b, identity), scale)
-    if not weights[0].is_cuda:
+    if weights[0].device.type != "cuda":
         return terms | _precision_of(module, weights, plan)
     chosen = getattr(module, "_sonicmoe_cpp_precision", None)
     if chosen is not None and chosen.precision == "fp8" and not torch.compiler.is_compiling():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..lora import LowRank
+from . import _hf_packed
 from ._hf_experts import (
     FACTORS,
     TRANSPOSED,
@@ -98,6 +99,14 @@ def _takes_factors(wrapper) -> bool:
     return not any(p.requires_grad or _checks.is_distributed(p) for p in parameters)
 
 
+def _refuse_packed(wrapper) -> None:
+    if isinstance(wrapper.get_param(), _hf_packed.PackedTensor):
+        raise NotImplementedError(
+            f"{wrapper.parameter_name} is packed, and only sonicmoe_cpp computes factors on packed "
+            'experts: call set_experts_implementation("sonicmoe_cpp"), or hf.unpack_experts(model)'
+        )
+
+
 def _handing_over(fold):
     """Instead of ParamWrapper._activate_lora, which changes a parameter during forward. It runs
     only for active, enabled and unmerged adapters."""
@@ -106,6 +115,7 @@ def _handing_over(fold):
     def activate(self, active_adapters):
         adapters = [a for a in active_adapters if a in self.lora_A]
         if not adapters or not _takes_factors(self):
+            _refuse_packed(self)
             with fold(self, active_adapters):
                 yield
             return
@@ -141,7 +151,9 @@ def _merging_whole(merge):
 
     def merge_whole(self, safe_merge=False, adapter_names=None):
         with _uninterrupted():
-            safe_merge = safe_merge or is_experts(self.get_base_layer())
+            base = self.get_base_layer()
+            safe_merge = safe_merge or is_experts(base)
+            _hf_packed.unpack_parameter(base, self.parameter_name)
             merge(self, safe_merge=safe_merge, adapter_names=adapter_names)
 
     return merge_whole
@@ -166,6 +178,8 @@ def _refusing_a_second_adapter(init):
                 "second adapter's config would not name: unload() first, or adapt other layers by "
                 "hf.add_lora(..., target_modules=)"
             )
+        for module in experts_of(model).values():
+            _hf_packed.keep_packed(module, (up_name(module), "down_proj"))
         init(self, model, *arguments, **options)
 
     return refuse
@@ -198,7 +212,14 @@ def _saving_factors(save):
     model with an adapter: in PEFT's format."""
 
     def saving(self, *arguments, **options):
-        if getattr(self, "_hf_peft_config_loaded", False) or not _has_factors(self):
+        if getattr(self, "_hf_peft_config_loaded", False):
+            return save(self, *arguments, **options)
+        if not _has_factors(self):
+            if _hf_packed.has_packed(self):
+                raise ValueError(
+                    f"the experts of {type(self).__name__} are packed: call "
+                    "hf.unpack_experts(model) before save_pretrained"
+                )
             return save(self, *arguments, **options)
         configs = {id(c): c for m in self.modules() if (c := vars(m).get("peft_config"))}
         if len(configs) != 1:

@@ -18,19 +18,37 @@ from typing import NamedTuple
 from torch import nn
 
 from ._hf_adopted import adopt_classes, belongs, is_too_old
-from ._hf_experts import Plan, experts_forward, experts_of, plan_of, set_precision
+from ._hf_experts import (
+    Plan,
+    experts_forward,
+    experts_of,
+    plan_of,
+    set_precision,
+)
 from ._hf_lora import add_lora, adopt_factors, save_factors_of_parts
+from ._hf_quantize import (
+    experts_config,
+    keep_mxfp4,
+    quantize_experts,
+    set_packed,
+    unpack_experts,
+)
 
 __all__ = [
     "NAME",
     "Plan",
     "Support",
     "add_lora",
+    "experts_config",
     "experts_forward",
+    "keep_mxfp4",
     "plan_of",
+    "quantize_experts",
     "register",
+    "set_packed",
     "set_precision",
     "supports",
+    "unpack_experts",
 ]
 
 NAME = "sonicmoe_cpp"
