@@ -103,6 +103,8 @@ std::string describe(const LayerSpec& spec);
 CallPtr layer_call(const LayerSpec& spec, std::int32_t pass);
 /// Quantising the weights of a layer in fp8.
 CallPtr quantize_call(const LayerSpec& spec);
+/// Unpacking weights of NF4 on three threads.
+CallPtr unpack_call();
 /// A forward call that must be refused: its output has one row too many.
 CallPtr refused_call(const LayerSpec& spec);
 

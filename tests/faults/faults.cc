@@ -184,6 +184,7 @@ int inject(std::int64_t wanted) {
   injector.print();
   fixed_routers(injector);
   fixed_gemms(injector);
+  injector.all_faults(*unpack_call());
   injector.print();
   if (!injector.injected_both()) {
     std::puts("FAILED: no allocation or no thread start was seen");
