@@ -174,6 +174,14 @@ def _check_finite(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} has NaN or infinite values, must be finite")
 
 
+def _taken(name: str, value) -> Tensor:
+    """`value` without its history, as a plain contiguous tensor: bitsandbytes' parameters are of a
+    class of their own."""
+    _checks.tensor(name, value)
+    _checks.plain(name, value)
+    return value.detach().as_subclass(Tensor).contiguous()
+
+
 def _fp32(name: str, value, count: int, meaning: str) -> Tensor:
     """`value` as `count` contiguous fp32 numbers; other float dtypes are converted."""
     if value is None:
@@ -183,15 +191,16 @@ def _fp32(name: str, value, count: int, meaning: str) -> Tensor:
     if value.numel() != count:
         raise ValueError(f"{name} has {value.numel()} values, must have {count}: {meaning}")
     _check_finite(name, value)
-    return value.detach().to(torch.float32).contiguous()
+    return _taken(name, value).to(torch.float32)
 
 
 def _bytes(name: str, value, count: int, meaning: str) -> Tensor:
     if value is None:
         raise ValueError(f"{name} is missing, must have {count} bytes: {meaning}")
-    _checks.tensor(name, value)
-    value = value.detach().contiguous().view(torch.uint8) if value.dim() else value
-    _checks.dtype(name, value, (torch.uint8,))
+    value = _taken(name, value)
+    if value.dim() == 0:
+        value = value.reshape(1)
+    value = value.view(torch.uint8)
     if value.numel() != count:
         raise ValueError(f"{name} has {value.numel()} bytes, must have {count}: {meaning}")
     return value
@@ -291,7 +300,7 @@ def from_mxfp4(
     _checks.shape("scales", scales, "(E, out, in/32)", tuple(blocks.shape[:3]))
     if scales.device.type != "meta" and bool((scales == 255).any()):
         raise ValueError("scales has the value 255 (NaN), must be at most 254")
-    parts = blocks.detach().contiguous(), scales.detach().contiguous()
+    parts = _taken("blocks", blocks), _taken("scales", scales)
     return _one_device(PackedWeights("mxfp4", shape, dtype, *parts))
 
 
@@ -310,7 +319,7 @@ def from_fp8_blocks(
     grid = (shape[0], -(-shape[1] // FP8_BLOCK), -(-shape[2] // FP8_BLOCK))
     _checks.shape("scale_inv", scale_inv, "(E, out/128, in/128)", grid)
     scales = _fp32("scale_inv", scale_inv, math.prod(grid), "one for 128 x 128 elements")
-    codes = codes.detach().contiguous()
+    codes = _taken("codes", codes)
     return _one_device(PackedWeights("fp8_blocks", shape, dtype, codes, scales))
 
 

@@ -66,6 +66,17 @@ def test_bitsandbytes(block, nested, dtype):
         assert torch.equal(ours.unpack(), theirs)
 
 
+def test_bitsandbytes_parameters():
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(1)
+    weights = torch.randn(2 * 64, 128).bfloat16()
+    made = bnb.nn.Params4bit(weights, quant_type="nf4", requires_grad=False).to("cpu")
+    ours = packed.from_bitsandbytes(made, made.quant_state, (2, 64, 128))
+    assert type(ours.codes) is torch.Tensor
+    theirs = bnb.functional.dequantize_4bit(made, made.quant_state)
+    assert torch.equal(ours.unpack().reshape(128, 128), theirs)
+
+
 @pytest.mark.parametrize("nested", (False, True))
 def test_bitsandbytes_reads_what_we_pack(nested):
     functional = pytest.importorskip("bitsandbytes.functional")
