@@ -13,6 +13,8 @@ Memory: a device has one buffer for w_up and one for w_down, which all layers sh
   buffer, so a call on another stream makes a new buffer too.
 - While a CUDA graph is captured the buffers are not used: a replay would write to memory that may
   have been freed, and would not unpack again. The memory is the graph's then.
+- In graphs of torch.compile they are not used either, and backward always unpacks: with
+  mode="reduce-overhead" torch refuses memory of a graph's pool that outlives the call.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ _FORWARD = (
     | dict.fromkeys(FACTORS, "Tensor?")
     | {name: "float" if name in ("alpha", "limit") else "int" for name in _ops.OPTIONS}
     | {"up_scale": "float", "down_scale": "float", "up_form": "int[]", "down_form": "int[]"}
+    | {"shares": "bool"}  # whether the call uses the buffers
 )
 _TENSORS = [name for name, kind in _FORWARD.items() if kind.startswith("Tensor")]
 _BACKWARD = {"dout": "Tensor"} | _FORWARD | {"h": "Tensor", "saved": "Tensor", "needs": "int"}
@@ -97,7 +100,7 @@ class _Unpacked:
         self.key = device, operand
         cuda = device.type == "cuda"
         self.stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
-        self.captured = cuda and torch.cuda.is_current_stream_capturing()
+        self.shares = a.shares and not (cuda and torch.cuda.is_current_stream_capturing())
 
     def tensor(self, may_hold: bool) -> Tensor:
         """The weight (E, out, in). `may_hold`: it need not be unpacked again if the memory still
@@ -105,7 +108,7 @@ class _Unpacked:
         dtype = DTYPES[self.form[2]]
         shape = stored_shape(self.form)
         size = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        before = None if self.captured else _kept.pop(self.key, None)
+        before = _kept.pop(self.key, None) if self.shares else None
         content = _content(self.given, self.form)
         fits = before is not None and before.stream == self.stream
         if fits and before.memory.numel() >= size:
@@ -123,7 +126,7 @@ class _Unpacked:
         return out.transpose(1, 2) if self.form[3] else out
 
     def keep(self) -> None:
-        if not self.captured:
+        if self.shares:
             _kept[self.key] = self.kept
 
 
@@ -212,7 +215,8 @@ def layer(tensors: tuple, options: tuple, packed: tuple, factors: tuple) -> Tens
     x, index, second, weights, _, _, _, b_up, b_down = tensors
     (up, up_form), (down, down_form) = map(parts_of, packed)
     *factors, up_scale, down_scale = factors
-    numbers = (*options, up_scale, down_scale, up_form, down_form)
+    shares = not torch.compiler.is_compiling()
+    numbers = (*options, up_scale, down_scale, up_form, down_form, shares)
     arguments = (x, index, second, weights, b_up, b_down, *up, *down, *factors, *numbers)
     if not _ops.records(*arguments):
         _ops.refuse_transforms("packed_forward", *arguments)

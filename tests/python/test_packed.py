@@ -144,6 +144,15 @@ def test_checkpointing_and_compile(device, lora):
         assert same_bits(problem.run("ids", *weights, lora=lora, wrap=wrap), expected)
 
 
+def test_a_compiled_layer_keeps_no_buffer(unpackings):
+    problem = Problem()
+    weights = problem.weights("nf4")
+    compiled = torch.compile(sonicmoe_cpp.moe, backend="aot_eager", fullgraph=True)
+    problem.run("ids", *weights, wrap=lambda _: compiled)
+    assert not _packed_ops._kept
+    assert len(unpackings) == 4  # in forward and in backward
+
+
 def test_unpack_in_a_graph():
     weights = make("nf4_nested", (2, 4, 128)).mT
     compiled = torch.compile(lambda w: w.unpack() * 2, backend="aot_eager", fullgraph=True)

@@ -88,6 +88,19 @@ def test_cuda_graph_unpacks_in_every_replay(lora):
         assert same_bits(got, problem.run("ids", *unpacked(weights), lora=lora))
 
 
+def test_cuda_reduce_overhead():
+    problem = Problem("cuda")
+    weights = problem.weights("nf4_nested")
+    expected = problem.run("ids", *unpacked(weights), lora=True)
+
+    def wrap(call):
+        return torch.compile(call, mode="reduce-overhead", fullgraph=True)
+
+    for _ in range(4):  # warm-up, capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same_bits(problem.run("ids", *weights, lora=True, wrap=wrap), expected)
+
+
 def test_cuda_streams_and_threads():
     problems = [Problem("cuda", seed=seed) for seed in range(4)]
     weights = [p.weights(format) for p, format in zip(problems, FORMATS, strict=True)]
