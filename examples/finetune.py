@@ -147,7 +147,8 @@ def finetune(s: Settings, stdout: TextIO) -> int:
         done = run.train(trainer, progress, checkpoint)
         report["peak_bytes"] = memory.peak_bytes(s.device)
         if not done:
-            print(f"stopped: saved at step {trainer.state.global_step} of {s.steps}; --resume")
+            saved = "saved; --resume" if s.save_every else "not saved (--save-every 0)"
+            print(f"stopped at step {trainer.state.global_step} of {s.steps}, {saved}")
             return 128 + stop.number
         after = trainer.evaluate()["eval_loss"]
         net.save_pretrained(out / "adapter")

@@ -165,13 +165,14 @@ def _projections(model: nn.Module) -> list[str]:
 def add_factors(model: nn.Module, s: Settings):
     """The PeftModel with factors on all experts and on the projections of attention."""
     torch.manual_seed(s.seed + 1)
-    return hf.add_lora(
-        model,
-        s.rank,
-        s.alpha,
-        target_modules=_projections(model),
-        autocast_adapter_dtype=s.factors == "fp32",
-    )
+    with torch.device(s.device):  # PEFT would draw them on the CPU
+        return hf.add_lora(
+            model,
+            s.rank,
+            s.alpha,
+            target_modules=_projections(model),
+            autocast_adapter_dtype=s.factors == "fp32",
+        )
 
 
 class Rows(Dataset):

@@ -35,7 +35,8 @@ class Progress(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._began)
         if self.stop():
-            control.should_save = control.should_training_stop = True
+            control.should_training_stop = True
+            control.should_save = self.settings.save_every > 0
 
     def on_log(self, args, state, control, logs=None, **others):
         loss = (logs or {}).get("loss")
@@ -96,7 +97,8 @@ def arguments(s: Settings, **others) -> TrainingArguments:
             "use_cpu": s.device == "cpu",
             "logging_steps": 1,
             "logging_nan_inf_filter": False,  # Trainer would log another number
-            "save_steps": s.save_every,
+            "save_strategy": "steps" if s.save_every else "no",
+            "save_steps": s.save_every or s.steps,
             "save_total_limit": 2,
             "prediction_loss_only": True,
             "report_to": [],

@@ -84,7 +84,7 @@ class Settings:
     checkpointing: bool = _option(True, "keep only the inputs of layers for backward")
     steps: int = _option(100, "optimizer steps", 1)
     lr: float = _option(2e-4, "learning rate after the warm-up; it falls to 0", 0)
-    save_every: int = _option(50, "steps between checkpoints", 1)
+    save_every: int = _option(50, "steps between checkpoints; 0: none", 0)
     seed: int = _option(0, "seed of random weights, factors and order of the text", 0)
     device: str = _option("", "cpu or cuda; empty: cuda where sonicmoe_cpp computes there")
     offload_embedding: bool = _option(False, "keep the embedding in the memory of the CPU")
