@@ -15,6 +15,7 @@ except ImportError as error:
 from importlib import metadata
 
 from . import _flops, _library, packed
+from ._fake import fake_quantize
 from ._library import engines, is_available, unsupported_reason, use_engine
 from .fp8 import Fp8Weights, quantize_weights, share_fp8_weights
 from .layer import Activation, h_views, moe, moe_grouped, moe_pairs
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "engines",
     "expert_choice",
+    "fake_quantize",
     "h_views",
     "is_available",
     "lora_moe",

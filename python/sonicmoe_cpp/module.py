@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from . import _checks, _library
+from ._fake import check_format, fake_quantize
 from ._names import GATED
 from .fp8 import Fp8Cache, check_request, kept_weights
 from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
@@ -136,6 +137,7 @@ class MoE(nn.Module):
     writing to `parameter.data` outside of an optimizer. In graphs of torch.compile, during and
     after a CUDA graph capture, under DeepSpeed, and under fully_shard without share_fp8_weights(),
     every call quantises the weights.
+    fake_quantize: a format, to whose values every call rounds w_up and w_down (fake_quantize()).
 
     Parameters: router.weight (E, d), w_up (E, G*n, d), w_down (E, d, n); with bias=True also
     b_up (E, G*n) and b_down (E, d); with S shared experts also shared_up (1, G*S*n, d) and
@@ -173,6 +175,7 @@ class MoE(nn.Module):
         selection_bias: bool = False,
         precision: str | None = None,
         keep_h: str | None = None,
+        fake_quantize: str | None = None,
         device=None,
         dtype=None,
     ):
@@ -202,8 +205,8 @@ class MoE(nn.Module):
         if selection_bias and score != "sigmoid":
             raise ValueError(f'selection_bias is True, needs score="sigmoid", not "{score}"')
         check_request(precision, keep_h)
-        self.precision = precision
-        self.keep_h = keep_h
+        self.fake_quantize = check_format(fake_quantize, precision)
+        self.precision, self.keep_h = precision, keep_h
         self._fp8 = {
             "experts": Fp8Cache("w_up", "w_down"),
             "shared": Fp8Cache("shared_up", "shared_down"),
@@ -363,10 +366,9 @@ class MoE(nn.Module):
         )
         if self.routing == "token_rounding":
             text += f", tile={self.tile}, rounding={self.rounding}"
-        if self.shared_experts > 0:
-            text += f", shared_experts={self.shared_experts}"
-        if self.precision is not None:
-            text += f", precision={self.precision}"
+        for name in ("shared_experts", "precision", "fake_quantize"):
+            if getattr(self, name):
+                text += f", {name}={getattr(self, name)}"
         return text
 
     def _weights(self) -> tuple:
@@ -376,6 +378,11 @@ class MoE(nn.Module):
         if isinstance(self.w_up, PackedExperts):
             return self.w_up(), self.w_down()
         return self.w_up, self.w_down
+
+    def _operands(self) -> tuple:
+        format, weights = self.fake_quantize, self._weights()
+        packed = isinstance(self.w_up, PackedExperts)
+        return tuple(w if packed or not format else fake_quantize(w, format) for w in weights)
 
     def forget_fp8_weights(self) -> None:
         """Drops the quantised weights: the next call quantises the parameters again."""
@@ -395,17 +402,16 @@ class MoE(nn.Module):
     def _biases(self) -> dict:
         return {"b_up": self.b_up, "b_down": self.b_down}
 
+    def _factors(self) -> dict:
+        return {} if self.lora is None else self.lora.arguments()
+
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
-        if self.lora is not None:
-            return lora_moe(
-                rows, ids, weights, *self._weights(), **experts, **self.lora.arguments()
-            )
-        return moe(rows, ids, weights, *self._weights(), **experts)
+        compute = moe if self.lora is None else lora_moe
+        return compute(rows, ids, weights, *self._operands(), **experts, **self._factors())
 
     def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
-        if self.lora is not None:
-            return lora_moe_pairs(rows, pairs, *self._weights(), **experts, **self.lora.arguments())
-        return moe_pairs(rows, pairs, *self._weights(), **experts)
+        compute = moe_pairs if self.lora is None else lora_moe_pairs
+        return compute(rows, pairs, *self._operands(), **experts, **self._factors())
 
     def _rounds(self, tokens) -> bool:
         if not self.training or self.routing != "token_rounding":

@@ -129,6 +129,11 @@ def module_activations(world):
 
 
 @case
+def module_fake_quantisation(world):
+    check_module(world, fake_quantize="fp8_blocks")
+
+
+@case
 def module_rounding_modes(world):
     """Rounding is decided over the whole group, as in one process; stochastic rounding takes its
     random numbers from rank 0."""

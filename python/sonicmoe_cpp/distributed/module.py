@@ -183,6 +183,7 @@ class ExpertParallelMoE(MoE):
             "router_dtype": self.router.compute_dtype,
             "dtype": self.w_up.dtype,
             "device": self._local("w_up").device.type,
+            "fake_quantize": self.fake_quantize,
             "transport": self.transport.name,
             "max_tokens": max_tokens or None,
             "capacity": capacity or None,
@@ -273,7 +274,7 @@ class ExpertParallelMoE(MoE):
 
     def _experts(self, form: str, rows, routing: tuple, experts: dict) -> Tensor:
         style = experts["activation"], experts["gate_layout"]
-        weights = (*self._weights(), experts["b_up"], experts["b_down"])
+        weights = (*self._operands(), experts["b_up"], experts["b_down"])
         rest = rows, routing, weights, style, experts.get("grad_accum")
         factors = None if self.lora is None else self.lora()
         return run(self.place, form, *rest, factors=factors, before=experts["losses"])

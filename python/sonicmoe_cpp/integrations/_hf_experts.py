@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks, _ops
+from .._fake import check_format, fake_quantize
 from ..fp8 import Fp8Cache, caches_of, check_request, kept_weights
 from ..layer import LAYOUTS, Activation, autocast_dtype, moe
 from ..lora import LowRank, lora_moe
@@ -183,7 +184,7 @@ def _first(of_experts: Tensor, left_out: int) -> Tensor:
 class Precision(NamedTuple):
     """The choice of set_precision(), stored on each experts module."""
 
-    precision: str
+    precision: str | None
     keep_h: str | None
 
 
@@ -207,11 +208,42 @@ def set_precision(model: nn.Module, precision: str | None, keep_h: str | None = 
             stacklevel=2,
         )
     for module in experts.values():
+        check_format(getattr(module, "_sonicmoe_cpp_fake_quantize", None), precision)
         chosen = None if precision is None else Precision(precision, keep_h)
         module._sonicmoe_cpp_precision = chosen
         if not caches_of(module):
             module._fp8 = {"experts": Fp8Cache(up_name(module), "down_proj")}
         module._fp8["experts"].forget()
+
+
+def set_fake_quantize(model: nn.Module, format: str | None) -> None:
+    """The format to whose values the weights of all experts of a model are rounded in every call
+    (sonicmoe_cpp.fake_quantize()), or None. Raises ValueError if the model has no experts, or if
+    their precision is set. Call it after set_experts_implementation(): experts of another
+    implementation are refused."""
+    experts = experts_of(model)
+    if not experts:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that another implementation may compute"
+        )
+    for name, module in experts.items():
+        check_format(format, _chosen(module).precision)
+        if format is not None and not is_computed_here(module):
+            raise ValueError(
+                f"{name or 'the module'} is not computed by sonicmoe_cpp: choose it by "
+                "set_experts_implementation() first"
+            )
+    for module in experts.values():
+        module._sonicmoe_cpp_fake_quantize = format
+
+
+def _chosen(module: nn.Module) -> Precision:
+    return getattr(module, "_sonicmoe_cpp_precision", None) or Precision(None, None)
+
+
+def _fake_quantised(module: nn.Module, weights: tuple) -> tuple:
+    format = getattr(module, "_sonicmoe_cpp_fake_quantize", None)
+    return weights if format is None else tuple(fake_quantize(w, format) for w in weights)
 
 
 def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
@@ -267,6 +299,7 @@ def experts_forward(
 def _compute(self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     plan = plan_of(self)
     w_up, w_down, b_up, b_down = weights_of(self)
+    w_up, w_down = _fake_quantised(self, (w_up, w_down))
     x = hidden_states
     if autocast_dtype(x) is None:
         x = x.to(w_up.dtype)

@@ -23,6 +23,7 @@ from ._hf_experts import (
     experts_forward,
     experts_of,
     plan_of,
+    set_fake_quantize,
     set_precision,
 )
 from ._hf_lora import add_lora, adopt_factors, save_factors_of_parts
@@ -45,6 +46,7 @@ __all__ = [
     "plan_of",
     "quantize_experts",
     "register",
+    "set_fake_quantize",
     "set_packed",
     "set_precision",
     "supports",
