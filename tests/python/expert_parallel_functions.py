@@ -12,6 +12,7 @@ import torch.distributed as dist
 from expert_parallel_base import TRANSPORT, D, E, K, N, T, World, case
 from reference import Layer
 from sonicmoe_cpp.distributed import moe_expert_parallel, moe_pairs_expert_parallel
+from sonicmoe_cpp.distributed._group import Group
 
 
 def of_one_process(layer: Layer, split: str) -> Layer:
@@ -23,8 +24,9 @@ def of_one_process(layer: Layer, split: str) -> Layer:
     return layer
 
 
-def by_ids(mine: Layer, group=None) -> torch.Tensor:
-    options = {"b_up": mine.b_up, "b_down": mine.b_down} | mine.options | TRANSPORT
+def by_ids(mine: Layer, group=None, options=None) -> torch.Tensor:
+    options = TRANSPORT | (options or {}) | mine.options
+    options |= {"b_up": mine.b_up, "b_down": mine.b_down}
     arguments = (mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down)
     return moe_expert_parallel(*arguments, group=group, **options)
 
@@ -342,6 +344,8 @@ def refusals(world):
         moe_expert_parallel(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, timeout=-1)
     with pytest.raises(TypeError, match="group is str, must be a ProcessGroup"):
         moe_expert_parallel(mine.x, mine.ids, mine.weights, mine.w_up, mine.w_down, group="ep")
+    with pytest.raises(ValueError, match='keep_rows is True, but transport is "peer"'):
+        by_ids(mine, options={"transport": "peer", "keep_rows": True})
     by_ids(mine)
 
 
@@ -360,6 +364,44 @@ def keeps_no_rows_of_others(world):
     wide = [shape for shape, dtype in kept.values() if shape[-1:] == (D,) and len(shape) == 2]
     assert wide == [tuple(mine.x.shape)], kept
     out.backward(mine.dout)
+
+
+@case
+def kept_rows(world):
+    """Ranks that keep rows of x do not send them again, and have the same bits; if one rank does
+    not keep its rows, all ranks send them."""
+    if TRANSPORT.get("transport") == "peer":
+        return
+    sent, all_to_all = [], Group.all_to_all
+
+    def counted(self, rows, *rest):
+        sent.append(rows.dim())
+        return all_to_all(self, rows, *rest)
+
+    def by_kept(keep):
+        rows = {"transport": "all_to_all", "keep_rows": keep}
+        return lambda mine: by_ids(mine, options=rows)
+
+    for dtype in world.mean_dtypes():
+        mine = mine_of(world, random_layer(bias=True), dtype, "uneven")
+        want = results(mine, by_kept(False))
+        # X, partial sums, dO and dX; X again.
+        for keep, rows in ((False, 5), (True, 4), (world.rank == 0, 4 if world.size == 1 else 5)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Group, "all_to_all", counted)
+                sent.clear()
+                got = results(mine, by_kept(keep))
+            for name, value in got.items():
+                assert torch.equal(value, want[name]), (name, keep)
+            of_pairs = 3  # rows and experts, weights, and their gradients
+            assert len(sent) == rows + of_pairs, (keep, sent)
+    for name in ("w_up", "w_gate"):  # frozen: nothing needs x, so nothing is kept
+        if getattr(mine, name, None) is not None:
+            getattr(mine, name).requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        by_kept(True)(mine)
+    assert sum(len(shape) == 2 and shape[1] == D for shape in kept) == 2, kept  # x and b_down
 
 
 @case

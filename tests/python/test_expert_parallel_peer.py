@@ -334,7 +334,7 @@ def test_limits():
     ):
         with pytest.raises(ValueError, match=sentence):
             limits.check()
-    limits = peer.Limits(1.5, 7, 1.25, 3)
+    limits = peer.Limits(1.5, 7, 1.25, 3, True)
     assert peer.Limits.of_numbers(limits.numbers()) == limits
     assert peer.Limits.of_numbers(peer.Limits(2.0).numbers()) == peer.Limits(2.0)
 

@@ -40,7 +40,9 @@ def make_transport(name: str, group, limits: Limits) -> Transport:
     limits.check()
     group = group_of(group)
     if name == "all_to_all":
-        return AllToAll(group, limits.timeout)
+        return AllToAll(group, limits.timeout, limits.keep_rows)
+    if name == "peer" and limits.keep_rows:
+        raise ValueError('keep_rows is True, but transport is "peer", which sends rows again')
     return (PeerMemory if name == "peer" else Auto)(group, limits)
 
 
@@ -188,6 +190,7 @@ def moe_expert_parallel(
     timeout: float = TIMEOUT,
     max_tokens: int | None = None,
     capacity: float | None = None,
+    keep_rows: bool = False,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: str | Activation = "swiglu",
@@ -203,10 +206,10 @@ def moe_expert_parallel(
     An expert's gradient is the gradient of the sum of all ranks' losses.
 
     If a rank ends, fails, or does not make the call within `timeout` seconds, the other ranks raise
-    ExpertParallelError. transport, max_tokens and capacity are as in ExpertParallelMoE; capacity is
-    relative to max_tokens * K rows.
+    ExpertParallelError. transport, max_tokens, capacity and keep_rows are as in ExpertParallelMoE;
+    capacity is relative to max_tokens * K rows.
     """
-    limits = Limits(timeout, max_tokens, capacity)
+    limits = Limits(timeout, max_tokens, capacity, keep_rows=keep_rows)
     place = Place(make_transport(transport, group, limits), _NO_MODULE)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
     return run(place, "ids", x, routing, experts, (activation, gate_layout), grad_accum)
@@ -223,6 +226,7 @@ def moe_pairs_expert_parallel(
     timeout: float = TIMEOUT,
     max_tokens: int | None = None,
     capacity: float | None = None,
+    keep_rows: bool = False,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: str | Activation = "swiglu",
@@ -234,7 +238,7 @@ def moe_pairs_expert_parallel(
     longest list of a rank."""
     if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
         raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
-    limits = Limits(timeout, max_tokens, capacity)
+    limits = Limits(timeout, max_tokens, capacity, keep_rows=keep_rows)
     place = Place(make_transport(transport, group, limits), _NO_MODULE)
     experts = (w_up, w_down, b_up, b_down)
     return run(place, "pairs", x, tuple(pairs[:3]), experts, (activation, gate_layout), grad_accum)

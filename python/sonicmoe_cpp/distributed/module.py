@@ -67,6 +67,9 @@ class ExpertParallelMoE(MoE):
     capacity, for peer memory: a rank's experts may get at most capacity * max_tokens * top_k rows.
     If they get more, the step fails (ExpertParallelError). Without it the host reads the number of
     rows in each forward.
+    keep_rows, for all-to-all: for backward a rank keeps the rows of x that it has received, d
+    elements each. Otherwise, or if any other rank does not keep its rows, all ranks send them
+    again.
     The other arguments are those of MoE.
 
     Parameters have the names and shapes of MoE. w_up, w_down, b_up and b_down are DTensors, sharded
@@ -88,13 +91,14 @@ class ExpertParallelMoE(MoE):
         timeout: float = TIMEOUT,
         max_tokens: int | None = None,
         capacity: float | None = None,
+        keep_rows: bool = False,
         **options,
     ):
         _checks.integer("num_experts", num_experts)
         if options.get("precision") is not None:
             raise NotImplementedError(_PRECISION.format(options["precision"]))
         # nn.Module accepts plain attributes before its own constructor has run.
-        limits = Limits(timeout, max_tokens, capacity, top_k)
+        limits = Limits(timeout, max_tokens, capacity, top_k, keep_rows)
         self.transport = make_transport(transport, group, limits)
         self.group = self.transport.group
         if num_experts % self.group.size != 0:
@@ -169,8 +173,9 @@ class ExpertParallelMoE(MoE):
                 self.lora.fill(seed + 3 + 2 * self.num_experts)
 
     def _options(self) -> dict[str, str]:
-        """The arguments that must be equal on all ranks, as text. `timeout` may differ."""
-        _, max_tokens, capacity, _ = self.transport.limits_as_numbers()
+        """The arguments that must be equal on all ranks, as text. `timeout` and `keep_rows` may
+        differ."""
+        _, max_tokens, capacity, *_ = self.transport.limits_as_numbers()
         values = {
             **{name: getattr(self, name) for name in _EQUAL},
             **self.route_options,

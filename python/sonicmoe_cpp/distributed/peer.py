@@ -44,6 +44,7 @@ class Limits(NamedTuple):
     max_tokens: int | None = None  # the largest T of one rank in any call
     capacity: float | None = None  # rows for a rank's experts / (max_tokens * top_k)
     top_k: int = 0  # K of a module that routes by lists of pairs; 0: not known
+    keep_rows: bool = False  # of x that other ranks have sent, by all-to-all
 
     def check(self) -> None:
         _checks.number("timeout", self.timeout)
@@ -62,12 +63,14 @@ class Limits(NamedTuple):
 
     def numbers(self) -> list[float]:
         """The limits as an argument of operators; of_numbers() converts them back."""
-        return [float(self.timeout), self.max_tokens or 0, self.capacity or 0, self.top_k]
+        limits = (self.max_tokens or 0, self.capacity or 0, self.top_k, self.keep_rows)
+        return [float(self.timeout), *map(float, limits)]
 
     @classmethod
     def of_numbers(cls, numbers: list[float]) -> Limits:
-        timeout, max_tokens, capacity, top_k = numbers
-        return cls(timeout, int(max_tokens) or None, capacity or None, int(top_k))
+        timeout, max_tokens, capacity, top_k, keep_rows = numbers
+        limits = (int(max_tokens) or None, capacity or None, int(top_k), bool(keep_rows))
+        return cls(timeout, *limits)
 
 
 class PeerMemory(Transport):
@@ -210,7 +213,7 @@ class Auto(PeerMemory):
 
     def __init__(self, group: Group, limits: Limits):
         super().__init__(group, limits)
-        self.by_rows = AllToAll(group, self.timeout)
+        self.by_rows = AllToAll(group, self.timeout, limits.keep_rows)
 
     def refuse(self, tensors: tuple) -> None:
         self._refuse_tokens(tensors[0])

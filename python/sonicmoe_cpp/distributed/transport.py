@@ -34,6 +34,10 @@ COMPARED = (
 )
 
 
+# A bit beside those of NEEDS: in backward this rank needs rows of x that it has not kept.
+AGAIN = 1 << 40
+
+
 class Routes(NamedTuple):
     """The rows and pairs that a call sends and receives, with W ranks. Sent rows and pairs are
     ordered by destination rank, received rows and pairs by source rank; within a rank they are
@@ -43,7 +47,7 @@ class Routes(NamedTuple):
     received_rows: list[int]  # (W,) rows received from each rank
     sent_pairs: list[int]  # (W,) pairs sent to each rank
     received_pairs: list[int]  # (W,) pairs received from each rank
-    needs: int  # bits of NEEDS: the gradients that at least one rank needs
+    needs: int  # bits of NEEDS and AGAIN: what at least one rank needs
     call: int  # Group.calls
     token: Tensor  # (rows sent,) int64: the token of each row
     slot: Tensor  # (pairs sent,) int64: the position of each pair in the caller's list
@@ -72,7 +76,7 @@ class Facts(NamedTuple):
     tokens: int  # T of this rank
     hidden: int
     dtype: torch.dtype
-    needs: int  # bits of NEEDS
+    needs: int  # bits of NEEDS and AGAIN
     style: int  # of style_of()
 
 
@@ -99,7 +103,7 @@ class Transport(ABC):
 
     def limits_as_numbers(self) -> list[float]:
         """As Limits.numbers() of peer.py, for operators."""
-        return [self.timeout, 0.0, 0.0, 0.0]
+        return [self.timeout, 0.0, 0.0, 0.0, 0.0]
 
     @abstractmethod
     def check(self) -> None:
@@ -155,9 +159,13 @@ class RowTransport(Transport):
     """Moves rows and routing weights between the ranks. Each rank runs the layer of one process on
     the rows that it has received."""
 
+    keep_rows: bool  # see ExpertParallelMoE
+
     def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
         (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
         style = style_of(tuple(options[: len(_ops.OPTIONS)]), experts[2].shape[2])
+        if needs & own_experts.OF_X and not self.keep_rows:
+            needs |= AGAIN
         facts = Facts(layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs, style)
         routes = self.routes(token, expert, facts)
         rows = self.dispatch(x, routes)
@@ -168,19 +176,24 @@ class RowTransport(Transport):
             return Forward(self.combine(partial, routes, x.shape[0]))
         partial, h, saved = own_experts.forward(local, options, main_gradients)
         out = self.combine(partial, routes, x.shape[0])
-        return Forward(out, (h, saved, row_weights, *routes.tensors()), routes.numbers())
+        kept = (h, saved, row_weights, *routes.tensors())
+        if needs & own_experts.OF_X and not routes.needs & AGAIN:
+            kept = (*kept, rows)
+        return Forward(out, kept, routes.numbers())
 
     def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
         x, _, _, weights, *experts = tensors
         h, saved, row_weights, *rest = given.kept
         for kept in (x, row_weights, *rest):  # read by torch; the library checks the other ones
             _checks.memory("a tensor kept for backward", kept)
-        routes = Routes.of(given.host, rest)
+        routes = Routes.of(given.host, rest[:4])
         options = with_option(options, "form", FORM["pairs"])
         self.begin_backward(routes)
         drows = self.dispatch(dout, routes)
-        of_x = routes.needs & own_experts.OF_X
-        rows = self.dispatch(x, routes) if of_x else torch.empty_like(drows)
+        if routes.needs & AGAIN:
+            rows = self.dispatch(x, routes)
+        else:
+            rows = rest[4] if len(rest) > 4 else torch.empty_like(drows)
         local = (rows, routes.row, routes.expert, row_weights, *experts)
         # If any rank needs the gradient of x or of the routing weights, all ranks compute it: the
         # parts of a rank's gradient come from the other ranks.
@@ -260,8 +273,11 @@ class AllToAll(RowTransport):
 
     name = "all_to_all"
 
-    def __init__(self, group: Group, timeout: float):
-        self.group, self.timeout = group, timeout
+    def __init__(self, group: Group, timeout: float, keep_rows: bool = False):
+        self.group, self.timeout, self.keep_rows = group, timeout, keep_rows
+
+    def limits_as_numbers(self) -> list[float]:
+        return [*super().limits_as_numbers()[:-1], float(self.keep_rows)]
 
     def check(self) -> None:
         """Does nothing: a failed step raises an error itself, at the latest in the next forward."""
