@@ -92,7 +92,7 @@ echo '{PASSED}'; echo '{CLEAN}'"""
         self.assertEqual(self.verdict(f"echo '{PASSED}'; echo '{CLEAN}'"), 0)
         # Seven groups on two engines and three without, by three tools; seven on Hopper and one
         # without an engine by racecheck.
-        self.assertEqual(len(self.rows()), 3 * (2 * 7 + 3) + 7 + 1)
+        self.assertEqual(len(self.rows()), 3 * (2 * 7 + 4) + 7 + 2)
         self.assertTrue(all(row["findings"] == 0 and row["passed"] == 1 for row in self.rows()))
 
     def test_racecheck_has_a_summary_of_its_own(self):

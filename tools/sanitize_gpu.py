@@ -48,8 +48,8 @@ class Group:
 
 
 # Together these launch every kind of kernel: all layouts, activations and gradient modes of the
-# layer, the grouped GEMMs, routing, rounding, the metadata of every form, and expert parallelism
-# over ranks that share the GPU.
+# layer, the grouped GEMMs, routing, rounding, the metadata of every form, the unpacking of
+# weights, and expert parallelism over ranks that share the GPU.
 GROUPS = (
     Group(HARNESS, "layout"),
     Group(HARNESS, "activation"),
@@ -58,6 +58,7 @@ GROUPS = (
     Group(HARNESS, "pairs"),
     Group(HARNESS, "route"),
     Group(HARNESS, "round"),
+    Group("CudaPacked.EveryCode*"),
     # Without racecheck, which takes minutes for these tests; the groups above run the same kernels
     # under racecheck.
     Group("CudaMetadata*", tools=WITHOUT_RACECHECK),

@@ -496,6 +496,8 @@ def pack_parameters(module: nn.Module, names, format: str, **options) -> None:
 
 def of_experts(w_up, w_down) -> tuple[PackedWeights, PackedWeights] | None:
     """The weights of a call if they are packed, None if they are tensors."""
+    if isinstance(w_up, Tensor) and isinstance(w_down, Tensor):  # in most calls
+        return None
     if isinstance(w_up, (tuple, list)) and any(isinstance(w, PackedWeights) for w in w_up):
         raise TypeError("w_up is a pair (gate, up), must be one PackedWeights with gate and up")
     packed = [isinstance(w, PackedWeights) for w in (w_up, w_down)]

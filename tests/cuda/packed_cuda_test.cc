@@ -2,8 +2,8 @@
 #include <memory>
 
 #include "device_array.h"
-#include "each_engine.h"
 #include "packed_cases.h"
+#include "test_device.h"
 #include "verify/convert.h"
 #include "verify/oracle_packed.h"
 
@@ -13,25 +13,23 @@ namespace {
 using testing::DeviceArray;
 using testing::PackedCase;
 
-class CudaPacked : public testing::EachEngine {
- protected:
-  std::vector<double> unpack(const PackedCase& c, DType dtype) {
-    std::vector<std::unique_ptr<DeviceArray>> arrays;
-    const PackedWeights packed = c.with([&arrays](const std::vector<std::uint8_t>& bytes) {
-      if (bytes.empty()) return Buffer{};
-      arrays.push_back(std::make_unique<DeviceArray>(static_cast<std::int64_t>(bytes.size())));
-      arrays.back()->set(bytes);
-      return arrays.back()->buffer();
-    });
-    DeviceArray out(c.elements() * dtype_bytes(dtype));
-    unpack_weights(packed, tensor3(out.data(), dtype, c.experts, c.rows, c.columns), exec());
-    DeviceArray::wait();
-    std::vector<std::uint8_t> bytes = out.get();
-    return oracle::read(tensor3(bytes.data(), dtype, c.experts, c.rows, c.columns));
-  }
-};
+std::vector<double> unpack(const PackedCase& c, DType dtype) {
+  std::vector<std::unique_ptr<DeviceArray>> arrays;
+  const PackedWeights packed = c.with([&arrays](const std::vector<std::uint8_t>& bytes) {
+    if (bytes.empty()) return Buffer{};
+    arrays.push_back(std::make_unique<DeviceArray>(static_cast<std::int64_t>(bytes.size())));
+    arrays.back()->set(bytes);
+    return arrays.back()->buffer();
+  });
+  DeviceArray out(c.elements() * dtype_bytes(dtype));
+  unpack_weights(packed, tensor3(out.data(), dtype, c.experts, c.rows, c.columns),
+                 testing::test_exec());
+  DeviceArray::wait();
+  std::vector<std::uint8_t> bytes = out.get();
+  return oracle::read(tensor3(bytes.data(), dtype, c.experts, c.rows, c.columns));
+}
 
-TEST_P(CudaPacked, EveryCodeAndScaleHasTheOraclesValue) {
+TEST(CudaPacked, EveryCodeAndScaleHasTheOraclesValue) {
   for (const PackedCase& c : testing::packed_cases()) {
     for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
       SCOPED_TRACE(c.name + " " + dtype_name(dtype));
@@ -41,7 +39,7 @@ TEST_P(CudaPacked, EveryCodeAndScaleHasTheOraclesValue) {
   }
 }
 
-TEST_P(CudaPacked, TheComparisonRejectsMistakes) {
+TEST(CudaPacked, TheComparisonRejectsMistakes) {
   for (const PackedCase& sound : testing::packed_cases()) {
     const auto expected = oracle::unpack_weights(sound.on_host(), DType::kBF16);
     for (const auto& mistake : testing::packed_mistakes()) {
@@ -54,7 +52,7 @@ TEST_P(CudaPacked, TheComparisonRejectsMistakes) {
   }
 }
 
-TEST_P(CudaPacked, RefusesWhatCudaCannotAddress) {
+TEST(CudaPacked, RefusesWhatCudaCannotAddress) {
   PackedCase c = testing::fp8_case(1, 4, 24);
   try {
     unpack(c, DType::kBF16);
@@ -64,8 +62,6 @@ TEST_P(CudaPacked, RefusesWhatCudaCannotAddress) {
     EXPECT_EQ(error.status(), Status::kUnsupported);
   }
 }
-
-SONICMOE_FOR_EACH_ENGINE(CudaPacked);
 
 }  // namespace
 }  // namespace sonicmoe
