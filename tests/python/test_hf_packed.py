@@ -210,6 +210,34 @@ def test_experts_are_packed_at_load(architecture, format, options, tmp_path):
     with_factors(loaded)
 
 
+def test_linear_layers_are_packed_by_bitsandbytes(tmp_path):
+    """In one load with the experts; equal to packing each part alone."""
+    pytest.importorskip("bitsandbytes")
+    build("qwen3_moe").save_pretrained(tmp_path)
+    linear = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, experts_implementation="sonicmoe_cpp", quantization_config=config
+        )
+        for config in (hf.experts_config("nf4", linear=linear), linear)
+    ]
+    hf.quantize_experts(models[1], "nf4")
+    got, want = (results(with_factors(model).train()) for model in models)
+    assert_same_bits(got, want)
+    attention = models[0].model.layers[0].self_attn
+    assert attention.k_proj.weight.dtype == torch.uint8
+    with pytest.raises(ValueError, match="linear must be a BitsAndBytesConfig"):
+        hf.experts_config("nf4", linear=transformers.BitsAndBytesConfig(load_in_8bit=True))
+
+
+def test_experts_are_packed_in_the_dtype_of_the_load(tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=hf.experts_config("nf4")
+    )
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+
+
 def mxfp4_checkpoint(folder):
     """A gpt-oss checkpoint as it is published; returns the model with unpacked weights."""
     model, unpacked = pair("gpt_oss", "mxfp4")

@@ -95,6 +95,7 @@ def unpack_experts(model: nn.Module) -> None:
 # ---- at load -------------------------------------------------------------------------------------
 
 METHOD = "sonicmoe_cpp"
+METHOD_OF_BOTH = "sonicmoe_cpp_and_bitsandbytes"
 
 
 def _packing(quantizer):
@@ -107,8 +108,8 @@ def _packing(quantizer):
             for name, value in input_dict.items():
                 value = value[0] if isinstance(value, list) else value
                 module = model.get_submodule(name.rpartition(".")[0])
-                options = quantizer.quantization_config.options
-                done[name] = _pack(module, value, quantizer.quantization_config.format, options)
+                config, dtype = quantizer.quantization_config, model.get_parameter(name).dtype
+                done[name] = _pack(module, value.to(dtype), config.format, config.options)
             return done
 
     return Pack()
@@ -129,6 +130,44 @@ def _reading_mxfp4(quantizer):
             return {full_layer_name: parameter_of(weights.mT)}
 
     return Read()
+
+
+@functools.cache
+def _of_both() -> tuple[type, type]:
+    """A config and a quantiser that pack experts here and linear layers by bitsandbytes."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.utils.quantization_config import BitsAndBytesConfig
+
+    class ExpertsAndLinearConfig(BitsAndBytesConfig):
+        pass
+
+    class Either(ConversionOps):
+        def __init__(self, quantizer, linear):
+            self.quantizer, self.linear = quantizer, linear
+
+        def convert(self, input_dict, **others):
+            of_experts = any(name in self.quantizer.names for name in input_dict)
+            step = _packing(self.quantizer) if of_experts else self.linear
+            return step.convert(input_dict, **others)
+
+    class PacksBoth(Bnb4BitHfQuantizer):
+        def _process_model_before_weight_loading(self, model, **others):
+            self.names = set(checked_names(model))
+            super()._process_model_before_weight_loading(model, **others)
+
+        def param_needs_quantization(self, model, param_name, **others):
+            of_experts = param_name in self.names
+            return of_experts or super().param_needs_quantization(model, param_name, **others)
+
+        def get_quantize_ops(self):
+            return Either(self, super().get_quantize_ops())
+
+        def _process_model_after_weight_loading(self, model, **others):
+            model.config.quantization_config = self.quantization_config.linear
+            return super()._process_model_after_weight_loading(model, **others)
+
+    return ExpertsAndLinearConfig, PacksBoth
 
 
 @functools.cache
@@ -186,23 +225,39 @@ def _classes() -> tuple[type, type, type]:
     return ExpertsConfig, PacksExperts, KeepsMxfp4
 
 
-def experts_config(format: str = "nf4", **options):
+def _register(method: str, config: type, quantizer: type) -> None:
+    from transformers.quantizers import auto
+
+    if method not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(method)(config)
+        auto.register_quantizer(method)(quantizer)
+
+
+def experts_config(format: str = "nf4", *, linear=None, **options):
     """A quantization_config of from_pretrained(), which packs experts while they are loaded: never
     more than one projection of a layer exists unpacked. Arguments as of quantize_experts().
 
         from_pretrained(name, quantization_config=hf.experts_config("nf4"),
                         experts_implementation="sonicmoe_cpp")
 
-    All other weights stay as they are. The loaded model is as after quantize_experts().
+    linear: a BitsAndBytesConfig with load_in_4bit, by which bitsandbytes packs linear layers
+    (attention); without it all other weights stay as they are, and the loaded model is as after
+    quantize_experts().
     """
-    from transformers.quantizers import auto
-
     _checks.one_of("format", format, ("nf4", "mxfp4"))
-    config, packs, _ = _classes()
-    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-        auto.register_quantization_config(METHOD)(config)
-        auto.register_quantizer(METHOD)(packs)
-    return config(format, **options)
+    if linear is None:
+        config, packs, _ = _classes()
+        _register(METHOD, config, packs)
+        return config(format, **options)
+    if not getattr(linear, "load_in_4bit", False):
+        raise ValueError("linear must be a BitsAndBytesConfig with load_in_4bit=True")
+    kind, packs = _of_both()
+    _register(METHOD_OF_BOTH, kind, packs)
+    config = kind()
+    vars(config).update(vars(linear))
+    config.quant_method, config.linear = METHOD_OF_BOTH, linear
+    config.format, config.options = format, options
+    return config
 
 
 def keep_mxfp4() -> None:
