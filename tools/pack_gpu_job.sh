@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs stripped libraries, the Python package and the benchmarks, to measure this build on a GPU
+# Packs stripped libraries, the Python package, benchmarks and examples, to measure this build on a GPU
 # machine without a network, a compiler or this repository. That machine needs torch with its CUDA:
 #
 #   tools/pack_gpu_job.sh build/release job && rsync -a job/ gpu:job/
@@ -23,6 +23,7 @@ else
   echo "$operators does not exist: the PyTorch path is left out" >&2
 fi
 cp -r benchmarks/*.py benchmarks/*_bench benchmarks/data "$job/benchmarks/"
+rm -rf "$job/examples" && cp -r examples "$job/"
 find "$job" -name __pycache__ -prune -exec rm -rf {} +
 echo "${SONICMOE_COMMIT:-$(git rev-parse --short HEAD)}" >"$job/commit"
 cat >"$job/run.sh" <<'RUN'

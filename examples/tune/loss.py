@@ -34,7 +34,7 @@ def use_chunks(model: nn.Module, chunk: int) -> bool:
     """Makes the model compute its loss in chunks, unless its own loss is another function (because
     it scales or clamps logits): then nothing changes, and the result is False."""
     head = model.get_output_embeddings()
-    ids = torch.arange(8, device=head.weight.device)[None]
+    ids = torch.arange(128, device=head.weight.device)[None]
     model.eval()
     with torch.no_grad():
         want = model(input_ids=ids, labels=ids).loss
