@@ -23,7 +23,8 @@ SIZE = 2
 # memory only changes are tried that the code around it sees.
 SEEN = (saved_tensors.truncated, saved_tensors.empty, saved_tensors.flat, saved_tensors.on_meta)
 # After these a gradient is equal, if there is one: the tensor was not changed, or is not read.
-UNREAD = (*SEEN, saved_tensors.freed, saved_tensors.half_freed)
+FREED = (saved_tensors.freed, saved_tensors.half_freed)
+UNREAD = (*SEEN, *FREED)
 
 
 def layer(rank: int, group, transport: str, pairs: bool):
@@ -92,6 +93,37 @@ def test_each_saved_tensor_changed(function, tmp_path):
     for found in worlds.run(function, SIZE, tmp_path):
         assert "error" not in found, found["traceback"]
         assert found["result"]["refused"] > 20, found["result"]
+
+
+def pairs_changed(rank, size, folder):
+    """As saved_tensors.test_pairs_changed()."""
+    torch.manual_seed(rank)
+    x = torch.randn(T, 24)
+    experts = torch.randn(E // SIZE, 32, 24), torch.randn(E // SIZE, 24, 16)
+    ids, weights = smoe.route(torch.randn(T, E), K)
+    pairs = torch.arange(T).repeat_interleave(K), ids.flatten(), weights.flatten()
+
+    def run(at=0, change=lambda t: t, of_x=lambda t: t):
+        changed = [change(t) if i == at else t for i, t in enumerate(pairs)]
+        return moe_pairs_expert_parallel(of_x(x), changed, *experts, timeout=10.0)
+
+    want = run()
+    for at in range(3):
+        for change in SAME:
+            assert torch.equal(run(at, change), want), (at, change.__name__)
+        for change in (saved_tensors.truncated, *FREED, saved_tensors.on_meta):
+            with pytest.raises(REFUSED):
+                run(at, change)
+    for change in FREED:
+        with pytest.raises(ValueError, match="x has freed memory"):
+            run(of_x=change)
+    assert torch.equal(run(), want)  # no refusal broke the group
+    return "done"
+
+
+def test_pairs_changed(tmp_path):
+    for found in worlds.run(pairs_changed, SIZE, tmp_path):
+        assert "error" not in found, found["traceback"]
 
 
 def shortens_h(rank, size, folder):

@@ -162,6 +162,9 @@ class RowTransport(Transport):
     keep_rows: bool  # see ExpertParallelMoE
 
     def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
+        for name, given in zip(own_experts.TENSORS, tensors[:4], strict=False):
+            if given is not None:
+                _checks.memory(name, given)
         (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
         style = style_of(tuple(options[: len(_ops.OPTIONS)]), experts[2].shape[2])
         if needs & own_experts.OF_X and not self.keep_rows:
