@@ -165,7 +165,7 @@ def quantize_weights(
         for t in (w_gate, w_up, w_down)
     ]
     _check_weights(hidden, [*facts, None, None], name in GATED, facts[2])
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # backward may read the codes
         codes = _ops.run(
             "quantize_weights", w_gate, w_up, w_down, ACTIVATION[name], LAYOUT[gate_layout]
         )

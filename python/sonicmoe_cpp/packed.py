@@ -362,6 +362,7 @@ def _nested(absmax: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     return codes.to(torch.uint8).flatten()[: absmax.numel()], (values, scales, offset)
 
 
+@torch.inference_mode(False)  # backward may read the codes
 @torch.no_grad()
 def pack_nf4(weights: Tensor, *, block: int = 64, nested: bool = False) -> PackedWeights:
     """Weights (E, out, in) in bf16, fp16 or fp32 to the nearest NF4 codes; `block` divides `in`.
@@ -390,6 +391,7 @@ def pack_nf4(weights: Tensor, *, block: int = 64, nested: bool = False) -> Packe
     return from_nf4(codes, coded, shape, block=block, nested=rest, dtype=weights.dtype)
 
 
+@torch.inference_mode(False)  # backward may read the codes
 @torch.no_grad()
 def pack_mxfp4(weights: Tensor) -> PackedWeights:
     """Weights (E, out, in) in bf16, fp16 or fp32 to MXFP4; 32 divides `in`. The scale is the power

@@ -17,7 +17,8 @@ from ..packed import PackedWeights
 from . import _hf_packed, _recognise
 from ._recognise import local
 
-# An attribute of experts during forward: {parameter: LowRank}, the active low-rank factors.
+# An attribute of experts: {parameter: [LowRank]}, the active low-rank factors. The lists are empty
+# outside of forward.
 FACTORS = "_sonicmoe_cpp_factors"
 # The norm of every expert's output in experts whose flag has_post_expert_norm is set.
 NORM = "post_expert_norm"
@@ -259,6 +260,12 @@ def _precision_of(module: nn.Module, weights: tuple, plan: Plan) -> dict:
     return options | kept_weights(module, "experts", weights, dtype, style)
 
 
+def _active_factors(module: nn.Module) -> dict[str, LowRank]:
+    stacks = module.__dict__.get(FACTORS, {})
+    found = {name: stacks.get(name) for name in (up_name(module), "down_proj")}
+    return {name: stack[-1] for name, stack in found.items() if stack}
+
+
 def _low_rank(module: nn.Module, factors: dict, weights: tuple, plan: Plan) -> dict:
     """The options of lora_moe() for the active factors of a module's experts."""
     terms = {"up": factors.get(up_name(module)), "down": factors.get("down_proj")}
@@ -303,7 +310,7 @@ def _compute(self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tenso
     x = hidden_states
     if autocast_dtype(x) is None:
         x = x.to(w_up.dtype)
-    factors = self.__dict__.get(FACTORS)
+    factors = _active_factors(self)
     if factors:
         compute, others = lora_moe, _low_rank(self, factors, (w_up, w_down), plan)
     else:

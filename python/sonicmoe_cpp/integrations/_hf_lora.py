@@ -119,12 +119,14 @@ def _handing_over(fold):
             with fold(self, active_adapters):
                 yield
             return
+        # A stack, because threads may compute with one module at the same time.
         factors = self.get_base_layer().__dict__.setdefault(FACTORS, {})
-        factors[self.parameter_name] = _sum_of([_factors_of(self, a) for a in adapters])
+        stack = factors.setdefault(self.parameter_name, [])
+        stack.append(_sum_of([_factors_of(self, a) for a in adapters]))
         try:
             yield
         finally:
-            del factors[self.parameter_name]
+            stack.pop()
 
     return activate
 
