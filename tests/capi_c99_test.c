@@ -503,7 +503,9 @@ int main(void) {
   expect(smoe_activation_is_gated(SMOE_SILU) == 0, "silu is not gated");
   expect(smoe_activation_is_gated(SMOE_RELU2) == 0, "relu2 is not gated");
   expect(smoe_activation_is_gated(SMOE_SWIGLU_CLAMPED) == 1, "swiglu_clamped is gated");
-  expect(smoe_activation_is_gated(SMOE_SWIGLU_CLAMPED + 1) == -1, "an unknown activation");
+  expect(smoe_activation_is_gated(SMOE_SITU) == 1, "situ is gated");
+  expect(smoe_activation_is_gated(SMOE_SWIGLU_STEP) == 1, "swiglu_step is gated");
+  expect(smoe_activation_is_gated(SMOE_SWIGLU_STEP + 1) == -1, "an unknown activation");
   test_forward_and_backward();
   test_refusals();
   test_struct_sizes();

@@ -118,10 +118,11 @@ TEST_P(CpuActivation, ClampsPassTheirGradientAtEqualityAndNanIsKept) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const Activation act : {Activation{ActivationKind::kSwiGLUOai, 0.0, 2.0},
                                Activation{ActivationKind::kSwiGLUClamped, 0.0, 2.0},
+                               Activation{ActivationKind::kSwiGLUStep, 0.0, 2.0},
                                Activation{ActivationKind::kSwiGLUClamped, 0.0, 0.0}}) {
     const auto limit = static_cast<float>(with_defaults(act).limit);
     const float beyond = std::nextafter(limit, 2 * limit);
-    for (const float gate : {-1e30f, -beyond, -limit, 0.5f, limit, beyond, 1e30f, nan}) {
+    for (const float gate : {-1e30f, -beyond, -limit, 0.5f, limit, beyond, 3.0f, 1e30f, nan}) {
       const std::vector<float> ups = {-1e30f, -beyond, -limit, 0.5f, limit, beyond, 1e30f, nan};
       const Gated got = gated(k, act, gate, ups);
       for (std::size_t i = 0; i < ups.size(); ++i) {
@@ -137,6 +138,37 @@ TEST_P(CpuActivation, ClampsPassTheirGradientAtEqualityAndNanIsKept) {
         EXPECT_NEAR(got.by_up[i], exact.by_up, 1e-6 * std::abs(exact.by_up)) << at;
       }
     }
+  }
+}
+
+TEST_P(CpuActivation, SituKeepsItsRelativeAccuracyForEveryCap) {
+  const Kernels& k = kernels(DType::kF32, GetParam());
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const auto& [alpha, limit] : {std::pair{4.0, 25.0}, {0.02, 0.01}, {1e9, 1e9}}) {
+    const Activation act{ActivationKind::kSiTU, alpha, limit};
+    for (const float gate : dense(-30.0f, 30.0f, 241)) {
+      for (const float height : {1e-4f, 0.3f, 10.0f, 1e4f}) {
+        const std::vector<float> ups = dense(-height, height, kCols);
+        const Gated got = gated(k, act, gate, ups);
+        for (std::size_t i = 0; i < ups.size(); ++i) {
+          const auto exact = oracle::activate<double>(act, gate, ups[i]);
+          const std::string at = std::to_string(gate) + ", " + std::to_string(ups[i]) + " caps " +
+                                 std::to_string(alpha) + ", " + std::to_string(limit);
+          const double of_up = std::abs(oracle::capped<double>(ups[i], limit).value);
+          const double smallest = std::numeric_limits<float>::min();
+          ASSERT_NEAR(got.value[i], exact.value, 1e-6 * std::abs(exact.value) + smallest) << at;
+          ASSERT_NEAR(got.by_gate[i], exact.by_gate, 2e-6 * of_up + smallest) << at;
+          // The exponential of a large number has the number's error as its relative error.
+          const double stretched = 1e-6 * (1.0 + std::abs(ups[i] / limit));
+          ASSERT_NEAR(got.by_up[i], exact.by_up, stretched * std::abs(exact.by_up) + smallest)
+              << at;
+        }
+      }
+    }
+    EXPECT_EQ(gated(k, act, inf, {inf}).value[0], static_cast<float>(alpha * limit));
+    EXPECT_EQ(gated(k, act, -inf, {inf}).value[0], 0.0f);
+    EXPECT_TRUE(std::isnan(gated(k, act, NAN, {1.0f}).value[0]));
+    EXPECT_TRUE(std::isnan(gated(k, act, 1.0f, {NAN}).value[0]));
   }
 }
 

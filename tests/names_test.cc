@@ -43,6 +43,8 @@ TEST(ActivationTraits, BelongToTheirKind) {
       {ActivationKind::kReLU, "relu", false},
       {ActivationKind::kReLU2, "relu2", false},
       {ActivationKind::kSwiGLUClamped, "swiglu_clamped", true},
+      {ActivationKind::kSiTU, "situ", true},
+      {ActivationKind::kSwiGLUStep, "swiglu_step", true},
   };
   ASSERT_EQ(std::size(rows), static_cast<std::size_t>(kActivationCount));
   for (const Row& row : rows) {
@@ -59,6 +61,10 @@ TEST(ActivationTraits, GiveDefaultsOnlyForWhatAKindHas) {
   const Activation clamped = with_defaults({ActivationKind::kSwiGLUClamped});
   EXPECT_EQ(clamped.alpha, 0.0);
   EXPECT_EQ(clamped.limit, 10.0);
+  const Activation situ = with_defaults({ActivationKind::kSiTU, 2.0, 0.0});
+  EXPECT_EQ(situ.alpha, 2.0);
+  EXPECT_EQ(situ.limit, 25.0);
+  EXPECT_EQ(with_defaults({ActivationKind::kSwiGLUStep}).limit, 7.0);
   const Activation silu = with_defaults({ActivationKind::kSiLU});
   EXPECT_EQ(silu.alpha, 0.0);
   EXPECT_EQ(silu.limit, 0.0);
@@ -72,7 +78,7 @@ TEST(Names, UnknownIsRefusedByName) {
     EXPECT_EQ(e.status(), Status::kInvalidArgument);
     EXPECT_STREQ(e.what(),
                  "activation is \"swish\", must be one of: swiglu, swiglu_oai, geglu, geglu_tanh, "
-                 "reglu, silu, gelu, gelu_tanh, relu, relu2, swiglu_clamped");
+                 "reglu, silu, gelu, gelu_tanh, relu, relu2, swiglu_clamped, situ, swiglu_step");
   }
 }
 

@@ -43,6 +43,10 @@ TEST(OracleActivation, KnownValues) {
   EXPECT_NEAR(at(ActivationKind::kSwiGLUOai, 8.0, -9.0).value,
               7.0 / (1.0 + std::exp(-11.914)) * -6.0, 1e-13);
   EXPECT_NEAR(at(ActivationKind::kSwiGLUClamped, 12.0, -11.0).value, -99.99546021312978, 1e-12);
+  EXPECT_EQ(at(ActivationKind::kSwiGLUStep, 8.0, -9.0).value, -49.0);
+  EXPECT_NEAR(at(ActivationKind::kSwiGLUStep, 1.5, 2.0).value, 2.452723428580931, 1e-14);
+  EXPECT_NEAR(at(ActivationKind::kSiTU, 1.5, 2.0).value, 2.3388834076446425, 1e-14);
+  EXPECT_NEAR(at(ActivationKind::kSiTU, -3.0, 40.0).value, -2.776295519113946, 1e-14);
 }
 
 TEST(OracleActivation, KinksAsTorch) {
@@ -67,6 +71,11 @@ TEST(OracleActivation, KinksAsTorch) {
 TEST(OracleActivation, AlphaAndLimitAreParameters) {
   const Activation act{ActivationKind::kSwiGLUOai, 2.0, 3.0};
   EXPECT_NEAR(activate(act, 5.0, -4.0).value, 3.0 / (1.0 + std::exp(-6.0)) * -2.0, 1e-14);
+  const Activation situ{ActivationKind::kSiTU, 2.0, 3.0};
+  EXPECT_NEAR(activate(situ, 5.0, -4.0).value,
+              2.0 * std::tanh(2.5) / (1.0 + std::exp(-5.0)) * 3.0 * std::tanh(-4.0 / 3.0), 1e-14);
+  const Activation step{ActivationKind::kSwiGLUStep, 0.0, 3.0};
+  EXPECT_EQ(activate(step, 5.0, -4.0).value, -9.0);
   const Activation clamped{ActivationKind::kSwiGLUClamped, 0.0, 3.0};
   EXPECT_NEAR(activate(clamped, 5.0, -4.0).value, 3.0 / (1.0 + std::exp(-3.0)) * -3.0, 1e-14);
 }

@@ -33,8 +33,8 @@ class Budget:
 REST = "metadata, routing, sums, packed"
 # Measured values stand above each row; kernels are those of one architecture.
 BUDGETS = {
-    # 192 kernels (34 products and 2 quantisers of FP8), 12.7 MiB
-    "hopper": Budget(200, 17),
+    # 209 kernels (37 products and 2 quantisers of FP8), 15.2 MiB
+    "hopper": Budget(217, 17),
     # 40 kernels, 11.9 MiB on 4 architectures
     "portable": Budget(44, 14),
     # 110 kernels (12 that unpack weights), 16.5 MiB on 4 architectures

@@ -60,7 +60,9 @@ enum {
   SMOE_GELU_TANH = 7,
   SMOE_RELU = 8,
   SMOE_RELU2 = 9,
-  SMOE_SWIGLU_CLAMPED = 10
+  SMOE_SWIGLU_CLAMPED = 10,
+  SMOE_SITU = 11,
+  SMOE_SWIGLU_STEP = 12
 };
 
 /* Values of smoe_packed_weights.format. */
@@ -134,8 +136,9 @@ typedef struct smoe_problem {
   int64_t experts;  /* E */
   int64_t top_k;    /* K; ids form only */
   int64_t capacity; /* C; pairs form only */
-  double alpha;     /* swiglu_oai only; 0 = 1.702 */
-  double limit;     /* swiglu_oai, 0 = 7, and swiglu_clamped, 0 = 10 */
+  double alpha;     /* 0: the default. swiglu_oai: 1.702; situ (cap of gate): 4 */
+  double limit;     /* 0: the default. swiglu_oai, swiglu_step: 7; swiglu_clamped: 10;
+                       situ (cap of up): 25 */
   int32_t precision;
   int32_t kept_h;
   int64_t up_rank;     /* rank of low-rank factors; 0: none */

@@ -71,11 +71,14 @@ enum class ActivationKind : std::int32_t {
   kReLU = 8,            ///< max(x, 0)
   kReLU2 = 9,           ///< max(x, 0)^2
   kSwiGLUClamped = 10,  ///< silu(g') u'
+  kSiTU = 11,           ///< alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit)
+  kSwiGLUStep = 12,     ///< min(silu(gate), limit) u'
 };
-inline constexpr std::int32_t kActivationCount = 11;
+inline constexpr std::int32_t kActivationCount = 13;
 
 /// A kind and its parameters. 0 means the kind's default. A parameter that the kind does not have
-/// must be 0. Parameters must be finite, and limit must not be negative.
+/// must be 0. Parameters must be finite, and limit must not be negative. For situ, alpha and limit
+/// are the caps of gate and up, from 1e-9 to 1e9.
 struct Activation {
   ActivationKind kind = ActivationKind::kSwiGLU;
   double alpha = 0.0;
@@ -105,6 +108,8 @@ constexpr ActivationTraits activation_traits(ActivationKind kind) {
       {"relu", false, 0.0, 0.0},            // 8
       {"relu2", false, 0.0, 0.0},           // 9
       {"swiglu_clamped", true, 0.0, 10.0},  // 10
+      {"situ", true, 4.0, 25.0},            // 11
+      {"swiglu_step", true, 0.0, 7.0},      // 12
   };
   const auto index = static_cast<std::int32_t>(kind);
   return index >= 0 && index < kActivationCount ? kTable[index]

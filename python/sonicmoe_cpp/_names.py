@@ -16,8 +16,13 @@ ACTIVATION = {
     "relu": 8,
     "relu2": 9,
     "swiglu_clamped": 10,
+    "situ": 11,
+    "swiglu_step": 12,
 }
-GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu", "swiglu_clamped")
+GATED = (
+    *("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu"),
+    *("swiglu_clamped", "situ", "swiglu_step"),
+)
 UNGATED = tuple(name for name in ACTIVATION if name not in GATED)
 LAYOUT = {"concatenated": 0, "interleaved": 1}  # views.h
 # The operators' argument `precision`: products in the tensors' dtype, products in fp8, or products

@@ -20,8 +20,11 @@ LAYOUTS = tuple(LAYOUT)
 
 
 class Activation(NamedTuple):
-    """An activation and its parameters. swiglu_oai has alpha (default 1.702) and limit (default
-    7), swiglu_clamped has limit (default 10). The others have none."""
+    """An activation and its parameters:
+
+    swiglu_oai: alpha (default 1.702), limit (7). swiglu_clamped: limit (10). swiglu_step: limit
+    (7). situ: alpha, the cap of the gate (4), and limit, the cap of up (25), each 1e-9 to 1e9. The
+    others have none."""
 
     name: str
     alpha: float | None = None

@@ -28,6 +28,13 @@ void activation_parameter(const char* name, const Activation& a, double value,
          activation_name(a.kind) + ", must be 0: only " + owners + " has it");
 }
 
+// A cap of situ. Beyond these bounds fp32 would overflow in cap * tanh(x / cap).
+void cap(const char* name, double value) {
+  if (value == 0.0 || (value >= 1e-9 && value <= 1e9)) return;
+  refuse(std::string(name) + " is " + number_text(value) +
+         " for situ, must be 1e-9 to 1e9, or 0 for the default");
+}
+
 void activation(const Activation& a) {
   known("activation", static_cast<std::int32_t>(a.kind), kActivationCount);
   finite("activation alpha", a.alpha);
@@ -37,6 +44,10 @@ void activation(const Activation& a) {
   if (a.limit < 0.0) {
     refuse("activation limit is " + number_text(a.limit) +
            ", must be above 0, or 0 for the default");
+  }
+  if (a.kind == ActivationKind::kSiTU) {
+    cap("activation alpha", a.alpha);
+    cap("activation limit", a.limit);
   }
 }
 

@@ -1,5 +1,5 @@
-// exp, sigmoid and erf on vectors: polynomials in fp32, the C library in fp64. Included once for
-// each instruction set, in that set's namespace (gemm_simd.h).
+// exp, sigmoid, erf and tanh on vectors: polynomials in fp32, the C library in fp64. Included once
+// for each instruction set, in that set's namespace (gemm_simd.h).
 //
 // The polynomials are Chebyshev fits computed in 40 digits. With them silu differs from fp64 by at
 // most 4 ulp for |x| <= 80, and gelu by at most 2 ulp of its argument for |x| <= 9
@@ -68,6 +68,21 @@ inline F32V erf(F32V x) {
 }
 inline F64V erf(F64V x) {
   for (int i = 0; i < kLanes64; ++i) x[i] = std::erf(x[i]);
+  return x;
+}
+
+/// tanh(x): an odd polynomial for |x| < 0.35; else (1 - e^-2|x|) / (1 + e^-2|x|) with x's sign.
+inline F32V tanh(F32V x) {
+  constexpr float kSmall[] = {9.999999648e-1f, -3.333241632e-1f, 1.329566690e-1f, -4.895104864e-2f};
+  const F32V magnitude = (F32V)((I32V)x & 0x7fffffff);
+  const F32V small = x * polynomial(x * x, kSmall);
+  const F32V tail = exp(-2 * magnitude);
+  const F32V large = (1 - tail) / (1 + tail);
+  const F32V signed_large = (F32V)((I32V)large | ((I32V)x & static_cast<std::int32_t>(0x80000000)));
+  return magnitude < splat(0.35f) ? small : signed_large;
+}
+inline F64V tanh(F64V x) {
+  for (int i = 0; i < kLanes64; ++i) x[i] = std::tanh(x[i]);
   return x;
 }
 

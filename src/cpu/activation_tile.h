@@ -133,6 +133,51 @@ struct SwigluClamped {
   double limit;
 };
 
+/// The limit of the gate is applied after silu.
+struct SwigluStep {
+  static constexpr std::int64_t kGates = 2;
+  explicit SwigluStep(const Activation& a) : limit(with_defaults(a).limit) {}
+  template <class V>
+  Activated<V> operator()(V gate, V up) const {
+    const V zero{};
+    const V top = splat_as<V>(limit);
+    const V bottom = -top;
+    const Slope<V> f = Silu::at(gate);
+    const V value = f.value > top ? top : f.value;
+    const V u = up > top ? top : (up < bottom ? bottom : up);
+    return {value * u, f.value > top ? zero : f.derivative * u,
+            up > top ? zero : (up < bottom ? zero : value)};
+  }
+  double limit;
+};
+
+struct Situ {
+  static constexpr std::int64_t kGates = 2;
+  explicit Situ(const Activation& a)
+      : cap_gate(with_defaults(a).alpha), cap_up(with_defaults(a).limit) {}
+  template <class V>
+  Activated<V> operator()(V gate, V up) const {
+    const V s = sigmoid(gate);
+    const Slope<V> g = capped(gate, cap_gate);
+    const Slope<V> u = capped(up, cap_up);
+    const V f = g.value * s;
+    return {f * u.value, s * (g.derivative + g.value * (1 - s)) * u.value, f * u.derivative};
+  }
+  double cap_gate;
+  double cap_up;
+
+ private:
+  /// cap tanh(x / cap). The derivative 1 - tanh^2 is computed as 4 e / (1 + e)^2, e = e^-2|x /
+  /// cap|, which keeps its relative accuracy where tanh is near 1.
+  template <class V>
+  static Slope<V> capped(V x, double cap) {
+    const V z = x / splat_as<V>(cap);
+    const V tail = exp(z > V{} ? -2 * z : 2 * z);
+    const V inverse = 1 / (1 + tail);
+    return {splat_as<V>(cap) * tanh(z), 4 * tail * inverse * inverse};
+  }
+};
+
 /// Calls body(functor) with the functor of the activation's kind.
 template <class Body>
 inline void with_activation(const Activation& a, Body&& body) {
@@ -159,6 +204,10 @@ inline void with_activation(const Activation& a, Body&& body) {
       return body(Plain<Relu2>(a));
     case ActivationKind::kSwiGLUClamped:
       return body(SwigluClamped(a));
+    case ActivationKind::kSiTU:
+      return body(Situ(a));
+    case ActivationKind::kSwiGLUStep:
+      return body(SwigluStep(a));
   }
 }
 

@@ -235,22 +235,25 @@ void add_activations(std::vector<Case>& cases) {
       }
     }
   }
-  // A limit that clamps many values, and an alpha other than the default.
   for (const DType dtype : kDTypes) {
-    Case c = make_case(std::string("activation/swiglu_oai_limits/") + dtype_name(dtype) + "/random",
-                       {150, 40, 24, 5, 2}, dtype, ActivationKind::kSwiGLUOai, Data::kRandom);
-    c.problem.activation.alpha = 1.25;
-    c.problem.activation.limit = 0.8;
-    c.bias = true;
-    cases.push_back(c);
-    c.name = std::string("activation/swiglu_clamped_limits/") + dtype_name(dtype) + "/random";
-    c.problem.activation = {ActivationKind::kSwiGLUClamped, 0.0, 0.8};
-    cases.push_back(c);
-    // Gates on both sides of the default limit.
-    c.name = std::string("activation/swiglu_clamped_default/") + dtype_name(dtype) + "/random";
-    c.problem.activation.limit = 0.0;
-    c.bias_shift = 9.8;
-    cases.push_back(c);
+    const auto add = [&](const char* name, const Activation& activation, double bias_shift) {
+      Case c = make_case(std::string("activation/") + name + "/" + dtype_name(dtype) + "/random",
+                         {150, 40, 24, 5, 2}, dtype, activation.kind, Data::kRandom);
+      c.problem.activation = activation;
+      c.bias = true;
+      c.bias_shift = bias_shift;
+      cases.push_back(c);
+    };
+    // Limits and caps that change many values, and an alpha other than the default.
+    add("swiglu_oai_limits", {ActivationKind::kSwiGLUOai, 1.25, 0.8}, 0.0);
+    add("swiglu_clamped_limits", {ActivationKind::kSwiGLUClamped, 0.0, 0.8}, 0.0);
+    add("swiglu_step_limits", {ActivationKind::kSwiGLUStep, 0.0, 0.8}, 0.0);
+    add("situ_small_caps", {ActivationKind::kSiTU, 0.4, 0.2}, 0.0);
+    add("situ_caps", {ActivationKind::kSiTU, 1.5, 0.7}, 0.0);
+    // Gates on both sides of the default limit, or about the default cap.
+    add("swiglu_clamped_default", {ActivationKind::kSwiGLUClamped}, 9.8);
+    add("swiglu_step_default", {ActivationKind::kSwiGLUStep}, 6.8);
+    add("situ_default", {ActivationKind::kSiTU}, 4.0);
   }
   // Large biases make H and Y large enough to be rounded.
   for (const DType dtype : {DType::kBF16, DType::kF16}) {

@@ -152,6 +152,12 @@ void add_activations(std::vector<Case>& cases) {
   limits.problem.activation = {ActivationKind::kSwiGLUOai, 1.25, 0.8};
   limits.bias = true;
   cases.push_back(limits);
+  limits.name = "fp8/activation/swiglu_step_limits/random";
+  limits.problem.activation = {ActivationKind::kSwiGLUStep, 0.0, 0.8};
+  cases.push_back(limits);
+  limits.name = "fp8/activation/situ_caps/random";
+  limits.problem.activation = {ActivationKind::kSiTU, 1.5, 0.7};
+  cases.push_back(limits);
 }
 
 void add_grads(std::vector<Case>& cases) {

@@ -157,11 +157,33 @@ std::vector<Control> controls_of_formulas() {
       {"clamps are dropped",
        {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate},
         {"activation/swiglu_clamped_limits/bf16/random", Fault::kInaccurate},
-        {"activation/swiglu_clamped_default/bf16/random", Fault::kInaccurate}},
+        {"activation/swiglu_clamped_default/bf16/random", Fault::kInaccurate},
+        {"activation/swiglu_step_limits/bf16/random", Fault::kInaccurate},
+        {"activation/swiglu_step_default/bf16/random", Fault::kInaccurate},
+        {"activation/situ_small_caps/bf16/random", Fault::kInaccurate},
+        {"activation/situ_caps/bf16/random", Fault::kInaccurate}},
        with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.limit = 1e9; })},
       {"alpha is ignored",
-       {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate}},
+       {{"activation/swiglu_oai_limits/bf16/random", Fault::kInaccurate},
+        {"activation/situ_small_caps/bf16/random", Fault::kInaccurate},
+        {"activation/situ_caps/bf16/random", Fault::kInaccurate}},
        with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.alpha = 0.0; })},
+      {"the caps of gate and up are exchanged",
+       {{"activation/situ_caps/bf16/random", Fault::kInaccurate},
+        {"activation/situ_default/bf16/random", Fault::kInaccurate}},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) {
+         const Activation full = with_defaults(p.activation);
+         p.activation.alpha = full.limit;
+         p.activation.limit = full.alpha;
+       })},
+      {"the gate is clamped before silu",
+       {{"activation/swiglu_step_limits/bf16/random", Fault::kInaccurate}},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) {
+         p.activation.kind = ActivationKind::kSwiGLUClamped;
+       })},
+      {"the limit is swiglu_clamped's",
+       {{"activation/swiglu_step_default/bf16/random", Fault::kInaccurate}},
+       with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.limit = 10.0; })},
       {"the limit is swiglu_oai's",
        {{"activation/swiglu_clamped_default/bf16/random", Fault::kInaccurate}},
        with_inputs([](DeviceCopies&, Problem& p, auto&) { p.activation.limit = 7.0; })},

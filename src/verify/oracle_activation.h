@@ -96,6 +96,37 @@ Activated<Real> swiglu_clamped(const Activation& activation, Real gate, Real up)
   return {f.value * u, gate_passes * f.derivative * u, up_passes * f.value};
 }
 
+/// min(silu(gate), limit) u' with u' = clamp(up, -limit, limit).
+template <class Real>
+Activated<Real> swiglu_step(const Activation& activation, Real gate, Real up) {
+  const Real limit = static_cast<Real>(activation.limit != 0.0 ? activation.limit : 7.0);
+  const Slope<Real> f = silu(gate);
+  const Real value = std::min(f.value, limit);
+  const Real u = std::clamp(up, -limit, limit);
+  const Real gate_passes = f.value <= limit ? Real(1) : Real(0);
+  const Real up_passes = up >= -limit && up <= limit ? Real(1) : Real(0);
+  return {value * u, gate_passes * f.derivative * u, up_passes * value};
+}
+
+/// cap * tanh(x / cap).
+template <class Real>
+Slope<Real> capped(Real x, Real cap) {
+  const Real cosine = std::cosh(x / cap);
+  return {cap * std::tanh(x / cap), Real(1) / (cosine * cosine)};
+}
+
+/// capped(gate) sigmoid(gate) capped(up), with the caps alpha and limit.
+template <class Real>
+Activated<Real> situ(const Activation& activation, Real gate, Real up) {
+  const Real cap_gate = static_cast<Real>(activation.alpha != 0.0 ? activation.alpha : 4.0);
+  const Real cap_up = static_cast<Real>(activation.limit != 0.0 ? activation.limit : 25.0);
+  const Slope<Real> g = capped(gate, cap_gate);
+  const Slope<Real> u = capped(up, cap_up);
+  const Real s = sigmoid(gate);
+  return {g.value * s * u.value, (g.derivative * s + g.value * s * (Real(1) - s)) * u.value,
+          g.value * s * u.derivative};
+}
+
 template <class Real>
 Activated<Real> activate(const Activation& activation, Real gate, Real up) {
   const auto gated = [up](Slope<Real> f) {
@@ -125,6 +156,10 @@ Activated<Real> activate(const Activation& activation, Real gate, Real up) {
       return plain(relu2(up));
     case ActivationKind::kSwiGLUClamped:
       return swiglu_clamped(activation, gate, up);
+    case ActivationKind::kSiTU:
+      return situ(activation, gate, up);
+    case ActivationKind::kSwiGLUStep:
+      return swiglu_step(activation, gate, up);
   }
   throw Error(Status::kInvalidArgument, "activation kind is out of range, must be 0 to " +
                                             std::to_string(kActivationCount - 1));

@@ -144,7 +144,7 @@ LayerSpec random_layer(Random& random) {
   LayerSpec s;
   s.form = pick(random, {SMOE_FORM_IDS, SMOE_FORM_PAIRS, SMOE_FORM_GROUPED});
   s.dtype = pick(random, {SMOE_F32, SMOE_BF16, SMOE_F16, SMOE_F64});
-  s.activation = static_cast<std::int32_t>(random.between(SMOE_SWIGLU, SMOE_SWIGLU_CLAMPED));
+  s.activation = static_cast<std::int32_t>(random.between(SMOE_SWIGLU, SMOE_SWIGLU_STEP));
   s.grad_mode = pick(random, {SMOE_GRAD_WRITE, SMOE_GRAD_ACCUMULATE});
   s.threads = static_cast<std::int32_t>(random.between(1, 5));
   s.tokens = random.between(0, 300);

@@ -208,8 +208,9 @@ def table() -> str:
         if known.architecture in silent:
             silent.remove(known.architecture)
             rows.setdefault(look_at_adopted(known), []).append(known.architecture)
-    served = sorted((name for name in rows if name != "refused"), key=lambda n: -len(rows[n]))
-    lines = [(name, sorted(rows[name])) for name in (*served, "refused")] + [("never ask", silent)]
+    # Refused experts come last.
+    names = sorted(rows, key=lambda name: (name == "refused", -len(rows[name])))
+    lines = [(name, sorted(rows[name])) for name in names] + [("never ask", silent)]
     return "\n".join(f"| {name} | {', '.join(names)} |" for name, names in lines)
 
 

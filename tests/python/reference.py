@@ -19,7 +19,7 @@ UNGATED = {
     "relu": F.relu,
     "relu2": lambda u: F.relu(u).square(),
 }
-LIMITS = {"swiglu_oai": 7.0, "swiglu_clamped": 10.0}
+LIMITS = {"swiglu_oai": 7.0, "swiglu_clamped": 10.0, "situ": 25.0, "swiglu_step": 7.0}
 ACTIVATIONS = (*GATED, *LIMITS, *UNGATED)
 
 
@@ -27,12 +27,18 @@ def is_gated(name: str) -> bool:
     return name in GATED or name in LIMITS
 
 
-def activate(name: str, gate: Tensor | None, up: Tensor, alpha=1.702, limit=None) -> Tensor:
+def activate(name: str, gate: Tensor | None, up: Tensor, alpha=None, limit=None) -> Tensor:
+    limit = limit or LIMITS.get(name)
+    if name == "situ":
+        cap = alpha or 4.0
+        soft = cap * torch.tanh(gate / cap) * torch.sigmoid(gate)
+        return soft * limit * torch.tanh(up / limit)
+    if name == "swiglu_step":
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if name in LIMITS:
-        limit = limit or LIMITS[name]
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if name == "swiglu_oai":
-        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        return gate * torch.sigmoid((alpha or 1.702) * gate) * (up + 1)
     if name == "swiglu_clamped":
         return F.silu(gate) * up
     return GATED[name](gate) * up if name in GATED else UNGATED[name](up)
@@ -74,7 +80,7 @@ def experts(x, token, expert, weight, w_up, w_down, **options) -> Tensor:
         xe = x[token[rows].long()]
         he = product(xe, up[e], None if b_up is None else b_up[e])
         ge = None if gate is None else product(xe, gate[e], None if b_gate is None else b_gate[e])
-        a = activate(name, ge, he, options.get("alpha", 1.702), options.get("limit"))
+        a = activate(name, ge, he, options.get("alpha"), options.get("limit"))
         y = product(a, w_down[e], None if b_down is None else b_down[e])
         out = out.index_add(0, token[rows].long(), y * weight[rows, None].to(y.dtype))
     return out

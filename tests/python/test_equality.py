@@ -46,7 +46,13 @@ def test_interleaved(dtype):
 
 @pytest.mark.parametrize(
     "name,parameters",
-    [("swiglu_oai", {"alpha": 1.1, "limit": 0.75}), ("swiglu_clamped", {"limit": 0.75})],
+    [
+        ("swiglu_oai", {"alpha": 1.1, "limit": 0.75}),
+        ("swiglu_clamped", {"limit": 0.75}),
+        ("swiglu_step", {"limit": 0.75}),
+        ("situ", {"alpha": 1.5, "limit": 0.75}),
+        ("situ", {"alpha": 0.02, "limit": 1e9}),
+    ],
 )
 def test_alpha_and_limit(name, parameters):
     layer = Layer(50, 16, 12, 4, 2, dtype=torch.float32, activation=name, bias=True)
@@ -59,12 +65,14 @@ def test_alpha_and_limit(name, parameters):
         assert_twice(name, got[name], plain[name], exact[name], layer.x.dtype)
 
 
-@pytest.mark.parametrize("name", ["swiglu_oai", "swiglu_clamped"])
+@pytest.mark.parametrize("name", ["swiglu_oai", "swiglu_clamped", "swiglu_step"])
 @pytest.mark.parametrize("path", [sonicmoe_cpp.moe, sonicmoe_cpp.lora_moe])
 @pytest.mark.parametrize("device,dtype", DTYPES)
 def test_clamps_pass_their_gradient_at_equality_as_torch(device, dtype, path, name):
     """W1 copies one input each to gate and up, at, inside and beyond the limit, so H is exact."""
-    values = torch.tensor([-2.125, -2.0, -1.875, 0.5, 1.875, 2.0, 2.125], dtype=torch.float64)
+    # silu exceeds the limit of 2 from 2.2179 on.
+    values = [-2.125, -2.0, -1.875, 0.5, 1.875, 2.0, 2.125, 2.203125, 2.25]
+    values = torch.tensor(values, dtype=torch.float64)
     points = torch.cartesian_prod(values, values)
     x = F.pad(points, (0, 6)).to(device, dtype).requires_grad_()
     w_up, w_down = torch.zeros(1, 16, 8), torch.zeros(1, 8, 8)

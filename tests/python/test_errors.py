@@ -138,23 +138,24 @@ CASES = [
         moe(activation="swish"),
         ValueError,
         'activation is "swish", must be one of: swiglu, swiglu_oai, geglu, geglu_tanh, reglu, '
-        "silu, gelu, gelu_tanh, relu, relu2, swiglu_clamped",
+        "silu, gelu, gelu_tanh, relu, relu2, swiglu_clamped, situ, swiglu_step",
     ),
     (moe(activation=3), TypeError, "activation is int, must be a name or an Activation"),
     (
         moe(activation=oai("swiglu", alpha=1.5)),
         ValueError,
-        "activation.alpha is 1.5 for swiglu, must be None: only swiglu_oai has it",
+        "activation.alpha is 1.5 for swiglu, must be None: only swiglu_oai or situ has it",
     ),
     (
         moe(activation=oai("relu", limit=2.0)),
         ValueError,
-        "activation.limit is 2.0 for relu, must be None: only swiglu_oai or swiglu_clamped has it",
+        "activation.limit is 2.0 for relu, must be None: only swiglu_oai or swiglu_clamped or situ "
+        "or swiglu_step has it",
     ),
     (
         moe(activation=oai("swiglu_clamped", alpha=1.5)),
         ValueError,
-        "activation.alpha is 1.5 for swiglu_clamped, must be None: only swiglu_oai has it",
+        "activation.alpha is 1.5 for swiglu_clamped, must be None: only swiglu_oai or situ has it",
     ),
     (
         moe(activation=oai("swiglu_clamped", limit=0.0)),
@@ -170,6 +171,11 @@ CASES = [
         moe(activation=oai("swiglu_oai", limit=-1.0)),
         ValueError,
         "activation.limit is -1.0, must be positive and finite",
+    ),
+    (
+        moe(activation=oai("situ", limit=2e9)),
+        ValueError,
+        "activation limit is 2e+09 for situ, must be 1e-9 to 1e9, or 0 for the default",
     ),
     (
         moe(gate_layout="halves"),
@@ -427,7 +433,7 @@ def test_operators_check_for_themselves():
         bad = weights[:, :1]
         ops.moe_inference(x, ids, None, bad, None, w_up, w_down, None, None, *tail)
     layer = (x, ids, None, weights, None, w_up, w_down, None, None)
-    lasts = ((0, "form", 2), (1, "activation", 10), (4, "gate_layout", 1), (5, "precision", 2))
+    lasts = ((0, "form", 2), (1, "activation", 12), (4, "gate_layout", 1), (5, "precision", 2))
     for position, name, last in lasts:
         for number in (-1, last + 1, 2**40):
             options = [*tail[:position], number, *tail[position + 1 :]]

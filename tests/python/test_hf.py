@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
 from quantised_tensor import CodedTensor
-from reference import assert_twice, error
+from reference import activate, assert_twice, error
 from sonicmoe_cpp import Activation
 from sonicmoe_cpp.integrations import hf
 from torch import nn
@@ -334,11 +334,34 @@ def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
     assert hf.plan_of(experts).activation == Activation(name, alpha=alpha, limit=3.0)
 
 
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize(
+    "name,alpha,limit",
+    [
+        ("situ", 4.0, 25.0),
+        ("situ", 0.3, 1500.0),
+        ("situ", 95.0, 2e-3),
+        ("swiglu_step", None, 7.0),
+        ("swiglu_step", None, 0.5),
+    ],
+)
+def test_caps_and_late_clamps_are_solved_for(name, alpha, limit, in_fp32):
+    def gate(self, gate, up):
+        dtype = gate.dtype
+        if in_fp32:
+            gate, up = gate.float(), up.float()
+        return activate(name, gate, up, alpha, limit).to(dtype)
+
+    experts = make_experts(gate=gate)
+    assert hf.plan_of(experts).activation == Activation(name, alpha=alpha, limit=limit)
+    compare(experts, *routing())
+
+
 @pytest.mark.parametrize(
     "gate",
     [
         lambda self, gate, up: self.act_fn(gate).clamp(max=10) * up,
-        lambda self, gate, up: self.act_fn(gate).clamp(max=7) * up.clamp(-7, 7),
+        lambda self, gate, up: 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * up,
         lambda self, gate, up: self.act_fn(gate.clamp(-7, 7)) * up.clamp(-7, 7),
         lambda self, gate, up: self.act_fn(gate.clamp(max=7)) * up,
         lambda self, gate, up: self.act_fn(gate) * up.clamp(-7, 7),
@@ -352,7 +375,7 @@ def test_clamped_swiglu_is_solved_for_its_parameters(alpha, limit, in_fp32):
     ],
     ids=[
         "late clamp",
-        "late clamp, and up's",
+        "capped gate only",
         "gate clamped below too",
         "gate clamped only",
         "up clamped only",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from reference import assert_twice, error
+from sonicmoe_cpp import Activation
 from sonicmoe_cpp.integrations import hf
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -194,12 +195,10 @@ def test_a_token_of_identity_experts_only():
     assert error(dweights, x.sum(-1, keepdim=True).expand(-1, 3)) < 1e-6
 
 
-def test_a_limited_layer_of_step_is_served_or_refused_by_name():
+def test_a_limited_layer_of_step_is_clamped_after_silu():
     model = build("step3p7", swiglu_limits=[0, 0.5]).double()
-    found = hf.supports(model)
-    if not found:
-        assert "activation of Step3p7Experts" in next(iter(found.refused.values()))
-        return
+    activations = {plan.activation for plan in hf.supports(model).served.values()}
+    assert Activation("swiglu_step", limit=0.5) in activations
     eager, ours = results(model, "eager"), results(model, "sonicmoe_cpp")
     assert all(error(ours[key], want) < 1e-6 for key, want in eager.items())
 

@@ -134,6 +134,8 @@ def test_without_factors_it_is_the_layer():
         ("swiglu", None),
         ("swiglu_oai", 0.75),
         ("swiglu_clamped", 0.75),
+        ("swiglu_step", 0.75),
+        ("situ", 0.75),
         ("geglu", None),
         ("gelu_tanh", None),
         ("relu2", None),

@@ -58,38 +58,51 @@ def _six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _swiglu_clamped(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
-    """silu(gate) * up, clamped at limit. Solves for the limit at gate = -1, which is not
-    clamped, and `up` beyond any clamp."""
+def _swiglu_clamped(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
+    """silu(gate) * up, clamped at limit before or after silu. Solves for the limit at gate = -1,
+    which is not clamped, and `up` beyond any clamp."""
     silu = -1 / (1 + math.e)  # silu(-1)
     limit = _six_digits(_value(function, -1.0, _BEYOND_ANY_CLAMP) / silu)
-    return Activation("swiglu_clamped", limit=limit) if 0 < limit < _NO_CLAMP else None
+    if 0 < limit < _NO_CLAMP:
+        yield Activation("swiglu_clamped", limit=limit)
+        yield Activation("swiglu_step", limit=limit)
 
 
-def _swiglu_oai(function: Callable[[Tensor, Tensor], Tensor]) -> Activation | None:
+def _situ(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
+    """alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit). Gate and up beyond any cap
+    give alpha * limit. Of the values with smaller ups, one where tanh is neither small nor near 1
+    gives the limit."""
+    product = _value(function, _BEYOND_ANY_CLAMP, _BEYOND_ANY_CLAMP)
+    if not 0 < product < _NO_CLAMP**2:
+        return
+    for up in (10.0**power for power in range(-4, 6)):
+        share = _value(function, _BEYOND_ANY_CLAMP, up) / product
+        if 0.07 < share < 0.8:
+            limit = up / math.atanh(share)
+            yield Activation("situ", _six_digits(product / limit), _six_digits(limit))
+
+
+def _swiglu_oai(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
     """gate * sigmoid(alpha * gate) * (up + 1), clamped at limit. Solves for the limit, then
     alpha."""
     one = _value(function, 1.0, 0.0)
     if not 0 < one < 1:
-        return None
+        return
     limit = _six_digits(_value(function, 1.0, _BEYOND_ANY_CLAMP) / one - 1)
     if not 0 < limit < _NO_CLAMP:
-        return None
+        return
     gate = min(1.0, limit)
     share = one / gate
-    if not 0.5 < share < 1:
-        return None
-    alpha = _six_digits(math.log(share / (1 - share)) / gate)
-    return Activation("swiglu_oai", alpha=alpha, limit=limit)
+    if 0.5 < share < 1:
+        alpha = _six_digits(math.log(share / (1 - share)) / gate)
+        yield Activation("swiglu_oai", alpha=alpha, limit=limit)
 
 
 def _candidates(function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Activation]:
     # Activations with solved parameters come first: if the limit lies outside of the grid, only the
     # solution for the limit shows it.
-    for solve in (_swiglu_clamped, _swiglu_oai):
-        solved = solve(function)
-        if solved is not None:
-            yield solved
+    for solve in (_swiglu_clamped, _swiglu_oai, _situ):
+        yield from solve(function)
     yield from (Activation(name) for name in _formulas.GATE_OF if name not in _formulas.PARAMETERS)
 
 

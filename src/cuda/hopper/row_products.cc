@@ -26,7 +26,7 @@ struct Launch {
     return tiling.counter(product.hints.tile_counter);
   }
   KernelKey key(Role role, const Tiling& tiling, ActivationKind kind) const {
-    return {role, product.dtype, tiling.tile, major_of(weights().first), kind};
+    return {role, product.dtype, tiling.tile, major_of(weights().first), kernel_kind(kind)};
   }
   template <class Params>
   void run(const KernelKey& kernel, const Params& params) const {

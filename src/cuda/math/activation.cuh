@@ -148,19 +148,62 @@ struct GatedOai {
   }
 };
 
-/// silu(x) u, with x = min(gate, limit) and u = up clamped to [-limit, limit].
+/// silu(x) u, with x = min(gate, alpha) and u = up clamped to [-limit, limit].
 struct GatedClamped {
   static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars& c) {
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
-    return Silu::value(ptx::smaller(gate, c.limit)) * u;
+    return Silu::value(ptx::smaller(gate, c.alpha)) * u;
   }
   /// If a value equals its limit, the clamp passes the gradient.
   static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
                                                       const ActivationScalars& c) {
     const float u = ptx::smaller(ptx::larger(up, -c.limit), c.limit);
-    const Slope slope = Silu::slope(ptx::smaller(gate, c.limit), g);
-    return {slope.value * u, gate > c.limit ? 0.0f : slope.times * u,
+    const Slope slope = Silu::slope(ptx::smaller(gate, c.alpha), g);
+    return {slope.value * u, gate > c.alpha ? 0.0f : slope.times * u,
             fabsf(up) > c.limit ? 0.0f : slope.value * g};
+  }
+};
+
+/// tanh(z) and its derivative 1 - tanh(z)^2.
+struct Tanh {
+  float value;
+  float slope;
+
+  /// At z = y ln 2 / 2. With e = 2^-|y| = e^-2|z|, tanh(|z|) is (1 - e) / (1 + e), and the
+  /// derivative 4 e / (1 + e)^2 keeps its relative accuracy where tanh is near 1. For |y| < 1,
+  /// where 1 - e would cancel, tanh is an odd polynomial (relative error 7e-8).
+  static __device__ __forceinline__ Tanh at(float y) {
+    const float e = ptx::exp2(-fabsf(y));
+    const float r = ptx::reciprocal(1.0f + e);
+    const float square = y * y;
+    float p = fmaf(square, -2.945385174e-5f, 6.648642691e-4f);
+    p = fmaf(square, p, -1.387566668e-2f);
+    p = fmaf(square, p, 3.465735790e-1f);
+    const float large = copysignf((1.0f - e) * r, y);
+    return {fabsf(y) < 1.0f ? y * p : large, 4.0f * e * r * r};
+  }
+};
+
+/// c_g tanh(gate / c_g) sigmoid(gate) c_u tanh(up / c_u), with the caps c_g and c_u.
+/// ActivationScalars has 2 / (c_g ln 2), 2 / (c_u ln 2) and c_g c_u, of which c_g and c_u are
+/// products.
+struct GatedCapped {
+  static __device__ __forceinline__ float value(float gate, float up, const ActivationScalars& c) {
+    return Tanh::at(gate * c.alpha).value * Silu::sigmoid(gate) * Tanh::at(up * c.limit).value *
+           c.power;
+  }
+  static __device__ __forceinline__ Gradient gradient(float gate, float up, float g,
+                                                      const ActivationScalars& c) {
+    constexpr float kHalfLn2 = 0.34657359f;
+    const float cap_gate = kHalfLn2 * c.limit * c.power;
+    const float cap_up = kHalfLn2 * c.alpha * c.power;
+    const Tanh t = Tanh::at(gate * c.alpha);
+    const Tanh u = Tanh::at(up * c.limit);
+    const float s = Silu::sigmoid(gate);
+    const float f = t.value * s;
+    const float slope = fmaf(cap_gate * t.value, 1.0f - s, t.slope);
+    return {f * u.value * c.power, slope * s * (cap_up * u.value) * g,
+            f * u.slope * (cap_gate * g)};
   }
 };
 
@@ -198,5 +241,7 @@ template <>
 struct ActivationOf<ActivationKind::kReLU2> : Plain<Relu2> {};
 template <>
 struct ActivationOf<ActivationKind::kSwiGLUClamped> : GatedClamped {};
+template <>
+struct ActivationOf<ActivationKind::kSiTU> : GatedCapped {};
 
 }  // namespace sonicmoe::cuda

@@ -81,7 +81,7 @@ StoreParams epilogue_of(const StoreOutput& e) {
 template <class Epilogue>
 Activating activating_of(const Epilogue& e, const Tensor& a) {
   return {.scalars = scalars_of(e.activation),
-          .kind = e.activation.kind,
+          .kind = kernel_kind(e.activation.kind),
           .layout = e.layout,
           .width = static_cast<std::int32_t>(a.shape[1])};
 }

@@ -33,7 +33,7 @@ struct Launch {
 
   template <class Params>
   void run(Fp8Role role, ActivationKind kind, const Params& params) const {
-    const void* function = find(role, kind);
+    const void* function = find(role, kernel_kind(kind));
     allow_shared_memory(function);
     launch_clusters(
         device, function,

@@ -1,5 +1,5 @@
 // Applies the activation to words of H. The activation is a kernel argument: kernels branch on it
-// for every eight columns. As a template argument it would make 11 times as many kernels necessary.
+// for every eight columns. As a template argument it would make 12 times as many kernels necessary.
 // Only the epilogue of A has a loop without this branch, for SwiGLU: A is 1 to 3 % faster (H100,
 // hot). Such a loop for each activation would compile ten times as long.
 #pragma once
@@ -37,6 +37,10 @@ __device__ __forceinline__ void with_activation(ActivationKind kind, const Call&
       return call.template operator()<ActivationKind::kReLU2>();
     case ActivationKind::kSwiGLUClamped:
       return call.template operator()<ActivationKind::kSwiGLUClamped>();
+    case ActivationKind::kSiTU:
+      return call.template operator()<ActivationKind::kSiTU>();
+    case ActivationKind::kSwiGLUStep:
+      return;  // kernel_kind() gives kSwiGLUClamped instead
   }
 }
 
@@ -129,16 +133,43 @@ struct GradPiece {
   std::uint32_t a[4];
 };
 
+template <class T, int kCount>
+__device__ __forceinline__ void rotate(T (&values)[kCount], int by) {
+#pragma unroll
+  for (int turn = 0; turn < by; turn++) {
+    const T first = values[0];
+#pragma unroll
+    for (int i = 0; i + 1 < kCount; i++) values[i] = values[i + 1];
+    values[kCount - 1] = first;
+  }
+}
+
 /// For eight columns: replaces H by dH, sets A' and adds to the score (ActivationGradientWords).
+///
+/// situ needs so many registers that eight columns at once would spill. So its loop is not
+/// unrolled: each iteration takes the first word, and rotates the arrays, whose indices must be
+/// constants.
 template <class Element>
 __device__ __forceinline__ void differentiate(const Activating& act, HiddenWords& h,
                                               GradPiece& piece) {
   with_activation(act.kind, [&]<ActivationKind kKind>() {
     using Act = ActivationGradientWords<Element, kKind, GateLayout::kConcatenated>;
+    if constexpr (kKind == ActivationKind::kSiTU) {
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) {
+        piece.a[0] =
+            Act::run(act.scalars, h.gate[0], h.up[0], &piece.grad[0], piece.weight, piece.score);
+        rotate(h.gate, 1);
+        rotate(h.up, 1);
+        rotate(piece.a, 1);
+        rotate(piece.grad, 2);
+      }
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      piece.a[i] =
-          Act::run(act.scalars, h.gate[i], h.up[i], &piece.grad[2 * i], piece.weight, piece.score);
+      for (int i = 0; i < 4; i++) {
+        piece.a[i] = Act::run(act.scalars, h.gate[i], h.up[i], &piece.grad[2 * i], piece.weight,
+                              piece.score);
+      }
     }
   });
 }
