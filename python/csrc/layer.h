@@ -13,7 +13,7 @@
 
 namespace sonicmoe_torch {
 
-// The arguments that every operator of the layer takes. _ops.py reads this list from the schemas.
+// The arguments that every operator of the layer takes. _call.py has the same list.
 #define SONICMOE_LAYER(ARGUMENT)                                                \
   ARGUMENT(Array, x)                                                            \
   ARGUMENT(Array, index)       /* ids (T, K), or token (C), or row_begin (E) */ \
@@ -190,7 +190,7 @@ struct MainGradients {
 using ForwardCall = Joined<Layer, MainGradients, Fp8Argument>;
 
 /// Bytes of metadata kept for backward: an upper limit for every backend. So fake implementations
-/// know the shape without asking a backend, also with symbolic T. _ops.py has the same formula.
+/// know the shape without asking a backend, also with symbolic T. _fakes.py has the same formula.
 inline std::int64_t saved_capacity(const sonicmoe::Problem& p) {
   return 20 * sonicmoe::row_capacity(p) + 16 * p.tokens + 1024 * p.experts;
 }

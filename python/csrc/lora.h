@@ -70,7 +70,7 @@ inline Array lora_inference(LoraInferenceCall& a) {
   return out;
 }
 
-/// Bytes of `saved`, which also holds P; _lora_ops.py has the same formula.
+/// Bytes of `saved`, which also holds P; _fakes.py has the same formula.
 inline std::int64_t lora_saved_bytes(const sonicmoe::Problem& p) {
   const std::int64_t inner = sonicmoe::row_capacity(p) * p.up_rank;
   return saved_capacity(p) + inner * sonicmoe::dtype_bytes(p.dtype);

@@ -74,7 +74,7 @@ inline Array route_backward(RouteBackwardCall& a) {
   return dlogits;
 }
 
-/// The weight comes first, because _ops.py differentiates only the first result of an operator.
+/// The weight comes first: _autograd.py differentiates only the first result of an operator.
 #define SONICMOE_PAIRS(ARGUMENT) \
   ARGUMENT(Array, weight)        \
   ARGUMENT(Array, token)         \

@@ -18,7 +18,9 @@ from types import SimpleNamespace
 
 import torch
 
-from . import _lora_ops, _ops, _packed_ops
+from . import _packed_ops
+from ._call import LAYER_TENSORS, LORA_NEEDS, NEEDS
+from ._fakes import by_name
 from ._names import FORM
 
 ops = torch.ops.sonicmoe_cpp
@@ -43,7 +45,7 @@ def _forward(a) -> int:
 
 def _backward(a) -> int:
     def wanted(*names):
-        return any(a.needs & _ops.NEEDS[name] for name in names)
+        return any(a.needs & NEEDS[name] for name in names)
 
     products = 0
     if wanted("x", "weights", "w_gate", "w_up", "b_up"):
@@ -66,7 +68,7 @@ def _lora_forward(a) -> int:
 
 def _lora_backward(a) -> int:
     up_a, up_b, down_a, down_b = _low_rank(a)
-    wanted = {name: bool(a.needs & bit) for name, bit in _lora_ops.LORA_NEEDS.items()}
+    wanted = {name: bool(a.needs & bit) for name, bit in LORA_NEEDS.items()}
     flops = _one_product(a) * (1 + _ups(a) * wanted["x"])
     flops += (down_a + down_b) * (1 + wanted["down_b"]) + down_a * wanted["down_a"]
     flops += up_a * (wanted["x"] + wanted["up_a"])
@@ -104,7 +106,7 @@ def _compiled_forward(a) -> int:
 
 
 def _compiled_backward(a) -> int:
-    layer = dict(zip(_ops.LAYER_TENSORS, a.tensors, strict=True))
+    layer = dict(zip(LAYER_TENSORS, a.tensors, strict=True))
     return _backward(SimpleNamespace(**layer, needs=a.needs, form=FORM["ids"]))
 
 
@@ -138,10 +140,10 @@ def _register(formulas: dict) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for name, formula in formulas.items():
-        by_name = _ops.by_name(name, formula)
+        named = by_name(name, formula)
 
-        def flops(*shapes, out_shape=None, by_name=by_name, **keywords):
-            return by_name(*shapes, **keywords)
+        def flops(*shapes, out_shape=None, named=named, **keywords):
+            return named(*shapes, **keywords)
 
         register_flop_formula(getattr(ops, name))(flops)
 

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import _library, _lora_ops, _ops
+from . import _autograd, _fakes, _library, _ops
+from ._call import FACTORS, LORA_NEEDS, NEEDS, OPTIONS, Call, Factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The tensors of packed weights, and the numbers that describe them: the place of the format in
@@ -34,10 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARTS = ("codes", "scales", "nested_map", "nested_scales", "nested_offset")
 FORM = ("format", "block", "dtype", "transposed", "experts", "out", "in")
 OPERANDS = ("up", "down")
-FACTORS = _lora_ops.FACTORS
-NO_FACTORS = (None, None, None, None, 1.0, 1.0)
-# The arguments that have a derivative. Bit i of `needs` of packed_backward asks for the gradient of
-# argument i of this list.
+_NO_FACTORS = Factors(None, None, None, None, 1.0, 1.0)
+# The arguments that have a derivative.
 DIFFERENTIABLE = ("x", "weights", "b_up", "b_down", *FACTORS)
 _LAYER_TENSORS = {"x": "Tensor", "index": "Tensor", "second": "Tensor?", "weights": "Tensor?"}
 _LAYER_TENSORS |= {"b_up": "Tensor?", "b_down": "Tensor?"}
@@ -50,11 +49,12 @@ _FORWARD = (
     _LAYER_TENSORS
     | _PACKED
     | dict.fromkeys(FACTORS, "Tensor?")
-    | {name: "float" if name in ("alpha", "limit") else "int" for name in _ops.OPTIONS}
+    | {name: "float" if name in ("alpha", "limit") else "int" for name in OPTIONS}
     | {"up_scale": "float", "down_scale": "float", "up_form": "int[]", "down_form": "int[]"}
     | {"shares": "bool"}  # whether the call uses the buffers
 )
-_TENSORS = [name for name, kind in _FORWARD.items() if kind.startswith("Tensor")]
+# Bit i of `needs` of packed_backward asks for the gradient of argument i of packed_forward.
+PACKED_NEEDS = {name: 1 << list(_FORWARD).index(name) for name in DIFFERENTIABLE}
 _BACKWARD = {"dout": "Tensor"} | _FORWARD | {"h": "Tensor", "saved": "Tensor", "needs": "int"}
 
 
@@ -136,7 +136,7 @@ def _call(by: str, a, before: tuple, after: tuple, may_hold: bool):
     operands = [_Unpacked(a, operand) for operand in OPERANDS]
     up, down = (o.tensor(may_hold).to(a.x.dtype) for o in operands)
     layer = (a.x, a.index, a.second, a.weights, None, up, down, a.b_up, a.b_down)
-    layer += tuple(getattr(a, option) for option in _ops.OPTIONS)
+    layer += tuple(getattr(a, option) for option in OPTIONS)
     factors = tuple(getattr(a, name) for name in FACTORS)
     if with_factors(a):
         family, rest = "lora", (*factors, a.up_scale, a.down_scale, None)
@@ -164,8 +164,8 @@ def _forward(a):
 
 def needs_of(a) -> tuple[dict[str, int], int]:
     """The bits of `needs` of the operator that packed_backward calls, and its `needs`."""
-    bits = _lora_ops.LORA_NEEDS if with_factors(a) else _ops.NEEDS
-    wanted = [name for i, name in enumerate(DIFFERENTIABLE) if a.needs >> i & 1]
+    bits = LORA_NEEDS if with_factors(a) else NEEDS
+    wanted = [name for name, bit in PACKED_NEEDS.items() if a.needs & bit]
     return bits, sum(bits.get(name, 0) for name in wanted)
 
 
@@ -179,29 +179,11 @@ def _backward(a):
 
 def _fake_forward(a):
     a.w_down = SimpleNamespace(shape=tuple(a.down_form[4:7]))
-    return _lora_ops.fake_lora_forward(a)
+    return _fakes.lora_forward(a)
 
 
 def _fake_backward(a):
-    return tuple(_ops.fake_gradient(a, name, 1 << i) for i, name in enumerate(DIFFERENTIABLE))
-
-
-def _setup(ctx, inputs, output):
-    count = len(_TENSORS)
-    ctx.numbers = inputs[count:]
-    ctx.save_for_backward(*inputs[:count], *output[1:])
-
-
-def _differentiate(ctx, dout):
-    *tensors, h, saved = ctx.saved_tensors
-    at = [_TENSORS.index(name) for name in DIFFERENTIABLE]
-    wanted = [ctx.needs_input_grad[i] for i in at]
-    needs = sum(1 << i for i, want in enumerate(wanted) if want)
-    found = _ops.call("packed_backward", dout, *tensors, *ctx.numbers, h, saved, needs)
-    of_inputs = [None] * ctx.inputs
-    for i, want, gradient in zip(at, wanted, found, strict=True):
-        of_inputs[i] = gradient if want else None
-    return tuple(of_inputs)
+    return tuple(_fakes.gradient(a, name, bit) for name, bit in PACKED_NEEDS.items())
 
 
 def parts_of(packed) -> tuple[tuple, tuple]:
@@ -209,19 +191,16 @@ def parts_of(packed) -> tuple[tuple, tuple]:
     return tuple(getattr(packed, part) for part in PARTS), packed.form()
 
 
-def layer(tensors: tuple, options: tuple, packed: tuple, factors: tuple) -> Tensor:
-    """As _lora_ops.lora(), with packed weights (w_up, w_down); the weights in `tensors` are not
+def layer(call: Call, packed: tuple) -> Tensor:
+    """As _autograd.layer() or lora(), with packed weights (w_up, w_down). Those of the call are not
     read."""
-    x, index, second, weights, _, _, _, b_up, b_down = tensors
+    x, index, second, weights, _, _, _, b_up, b_down = call.tensors
     (up, up_form), (down, down_form) = map(parts_of, packed)
-    *factors, up_scale, down_scale = factors
+    *factors, up_scale, down_scale = call.factors or _NO_FACTORS
     shares = not torch.compiler.is_compiling()
-    numbers = (*options, up_scale, down_scale, up_form, down_form, shares)
-    arguments = (x, index, second, weights, b_up, b_down, *up, *down, *factors, *numbers)
-    if not _ops.records(*arguments):
-        _ops.refuse_transforms("packed_forward", *arguments)
-        return _ops.run("packed_inference", *arguments)
-    return _ops.call("packed_forward", *arguments)[0]
+    numbers = (*call.options, up_scale, down_scale, up_form, down_form, shares)
+    tensors = (x, index, second, weights, b_up, b_down, *up, *down, *factors)
+    return _autograd.output_of("packed", (*tensors, *numbers))
 
 
 def unpack(packed, out: Tensor) -> None:
@@ -245,15 +224,15 @@ if _library.PROBLEM is None:
     _define("packed_forward", _FORWARD, "(Tensor out, Tensor h, Tensor saved)", _forward)
     gradients = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
     _define("packed_backward", _BACKWARD, f"({gradients})", _backward)
-    _ops.register(
+    _fakes.register(
         {
             "unpack_weights": lambda a: None,
-            "packed_inference": _ops.fake_inference,
+            "packed_inference": _fakes.inference,
             "packed_forward": _fake_forward,
             "packed_backward": _fake_backward,
-        },
-        {
-            "packed_forward": _ops.of_first_output(_setup, _differentiate),
-            "packed_backward": _ops.once("packed_backward"),
-        },
+        }
     )
+    by = "packed_backward"
+    backward = _autograd.plain_backward(by)
+    derivative = _autograd.of_operator("packed_forward", DIFFERENTIABLE, by, backward)
+    _autograd.add({"packed_forward": derivative}, (by,))

@@ -14,7 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _checks, _ops
+from ._call import Call
+from ._fakes import GATED_NUMBERS
 from ._names import ACTIVATION, GATED, LAYOUT, PRECISION
+from ._weights import LAYOUTS, activation_of, check_weights, gate_and_up
 
 PRECISIONS = ("fp8", "auto")
 KEEP_H = ("bf16",)
@@ -46,6 +49,12 @@ class Request(NamedTuple):
 
 
 NOTHING = Request()
+
+
+def request_of(precision, keep_h, fp8_weights) -> Request:
+    if precision is None and keep_h is None and fp8_weights is None:
+        return NOTHING
+    return Request(precision, keep_h, fp8_weights)
 
 
 def check_request(precision, keep_h) -> None:
@@ -108,13 +117,11 @@ def capacity(form: str, x, index):
     return rows
 
 
-def given_weights(request: Request, tensors: tuple, options: tuple) -> Tensor | None:
+def given_weights(request: Request, call: Call) -> Tensor | None:
     """Checks a call's quantised weights and returns their codes. Returns None if the call does not
-    compute in fp8, or if the operator must quantise the weights. `tensors` are _ops.LAYER_TENSORS,
-    `options` are _ops.OPTIONS."""
-    named = dict(zip(_ops.OPTIONS, options, strict=True))
+    compute in fp8, or if the operator must quantise the weights."""
     weights = request.fp8_weights
-    if named["precision"] == PRECISION["tensors"]:
+    if call.options.precision == PRECISION["tensors"]:
         if weights is not None and request.precision is None:
             raise ValueError("fp8_weights is given, must be None: precision is None")
         return None
@@ -126,9 +133,9 @@ def given_weights(request: Request, tensors: tuple, options: tuple) -> Tensor | 
         raise TypeError(
             f"fp8_weights is {type(weights).__name__}, must be what quantize_weights() returned"
         )
-    w_down = tensors[6]
+    w_down = call.tensors.w_down
     experts, hidden, width = w_down.shape
-    gates = 2 if named["activation"] in _ops.GATED_NUMBERS else 1
+    gates = 2 if call.options.activation in GATED_NUMBERS else 1
     if tuple(weights[1:]) != (experts, gates, width, hidden):
         raise ValueError(
             f"fp8_weights are of (E, G, n, d) = {tuple(weights[1:])}, must be of "
@@ -150,11 +157,9 @@ def quantize_weights(
     and moe_grouped() with precision="fp8" or "auto". Call it again after w_up or w_down have
     changed. w_up and w_down are as in moe(). Raises NotImplementedError unless they are bf16, and d
     and n multiples of 128; other errors as in moe()."""
-    from .layer import _activation, _check_weights, _pair
-
-    w_gate, w_up = _pair("w_up", w_up)
-    name = _activation(activation).name
-    _checks.one_of("gate_layout", gate_layout, LAYOUT)
+    w_gate, w_up = gate_and_up("w_up", w_up)
+    name = activation_of(activation).name
+    _checks.one_of("gate_layout", gate_layout, LAYOUTS)
     for what, value in (("w_up", w_up), ("w_down", w_down)):
         _checks.tensor(what, value)
     _checks.shape("w_down", w_down, "(E, d, n)", (None, None, None))
@@ -164,7 +169,7 @@ def quantize_weights(
         None if t is None else _checks.Facts(t.dtype, t.device, t.shape)
         for t in (w_gate, w_up, w_down)
     ]
-    _check_weights(hidden, [*facts, None, None], name in GATED, facts[2])
+    check_weights(hidden, [*facts, None, None], name in GATED, facts[2])
     with torch.inference_mode(False), torch.no_grad():  # backward may read the codes
         codes = _ops.run(
             "quantize_weights", w_gate, w_up, w_down, ACTIVATION[name], LAYOUT[gate_layout]

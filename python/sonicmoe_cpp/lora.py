@@ -14,16 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _checks, _lora_ops, _packed_ops, fp8
-from .fp8 import NOTHING, Fp8Weights, Request
-from .layer import (
-    Activation,
-    _request,
-    arguments,
-    grouped_index,
-    packed_arguments,
-    pairs_index,
-)
+from . import _autograd, _checks, _packed_ops, fp8
+from ._arguments import call_of, grouped_index, packed_call, pairs_index
+from ._call import Call, Factors
+from ._weights import Activation
+from .fp8 import NOTHING, Fp8Weights, Request, request_of
 from .packed import PackedWeights
 from .routing import Pairs
 
@@ -100,16 +95,16 @@ def _padded(factors: list, device: torch.device) -> list:
     return padded
 
 
-def arguments_of(tensors: tuple, up: LowRank | None, down: LowRank | None) -> tuple[tuple, tuple]:
-    """(factors, scales) as operators take them, checked against the layer's arguments `tensors`."""
+def with_factors(call: Call, up: LowRank | None, down: LowRank | None) -> Call:
+    """The call with factors, which are checked against its other arguments."""
     up, down = _given("up", up), _given("down", down)
-    _check_frozen(dict(zip(("w_up", "w_down", "b_up", "b_down"), tensors[5:], strict=True)))
-    x, w_down = tensors[0], tensors[6]
-    _check_factors(x, tensors[5], w_down, up, down)
+    x, _, _, _, _, w_up, w_down, b_up, b_down = call.tensors
+    _check_frozen({"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down})
+    _check_factors(x, w_up, w_down, up, down)
     factors = _padded(_cast([up.a, up.b, down.a, down.b], x.dtype), x.device)
     experts = w_down.shape[0]
-    factors = tuple(None if t is None else t.expand(experts, -1, -1) for t in factors)
-    return factors, (float(up.scale), float(down.scale))
+    factors = [None if t is None else t.expand(experts, -1, -1) for t in factors]
+    return call._replace(factors=Factors(*factors, float(up.scale), float(down.scale)))
 
 
 def _run(form: str, x, routing: tuple, experts: tuple, up, down, style: tuple, request: Request):
@@ -117,14 +112,12 @@ def _run(form: str, x, routing: tuple, experts: tuple, up, down, style: tuple, r
         raise TypeError("w_up is a pair (gate, up), must be one tensor with low-rank factors")
     if request.precision == "auto" and getattr(x, "is_cuda", False):
         request = NOTHING  # CUDA has no factors in fp8
-    call = (form, x, routing, experts, style, None, request)
-    of_packed = packed_arguments(*call)
-    packed, (tensors, options) = of_packed or (None, arguments(*call)[:2])
-    factors, scales = arguments_of(tensors, up, down)
+    arguments = (form, x, routing, experts, style, None, request)
+    call, packed = packed_call(*arguments) or (call_of(*arguments), None)
+    call = with_factors(call, up, down)
     if packed is not None:
-        return _packed_ops.layer(tensors, options, packed, (*factors, *scales))
-    codes = fp8.given_weights(request, tensors, options)
-    return _lora_ops.lora(tensors, options, (*factors, *scales), codes)
+        return _packed_ops.layer(call, packed)
+    return _autograd.lora(call, fp8.given_weights(request, call))
 
 
 def lora_moe(
@@ -153,7 +146,7 @@ def lora_moe(
     that w_up must be one tensor, or PackedWeights.
     """
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
-    request = _request(precision, keep_h, fp8_weights)
+    request = request_of(precision, keep_h, fp8_weights)
     return _run("ids", x, routing, experts, up, down, (activation, gate_layout), request)
 
 
@@ -175,7 +168,7 @@ def lora_moe_pairs(
 ) -> Tensor:
     """As lora_moe(), routed by a list of (token, expert, weight) as moe_pairs()."""
     experts, style = (w_up, w_down, b_up, b_down), (activation, gate_layout)
-    request = _request(precision, keep_h, fp8_weights)
+    request = request_of(precision, keep_h, fp8_weights)
     return _run("pairs", x, pairs_index(pairs), experts, up, down, style, request)
 
 
@@ -198,7 +191,7 @@ def lora_moe_grouped(
 ) -> Tensor:
     """As lora_moe(), on rows that are already grouped by expert as in moe_grouped()."""
     experts, style = (w_up, w_down, b_up, b_down), (activation, gate_layout)
-    request = _request(precision, keep_h, fp8_weights)
+    request = request_of(precision, keep_h, fp8_weights)
     routing = (*grouped_index(rows, expert_offsets, w_down), row_weights)
     return _run("grouped", rows, routing, experts, up, down, style, request)
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from . import _checks, _library
+from ._arguments import autocast_dtype
 from ._fake import check_format, fake_quantize
 from ._names import GATED
+from ._weights import LAYOUTS, Activation, activation_of
 from .fp8 import Fp8Cache, check_request, kept_weights
-from .layer import LAYOUTS, Activation, _activation, autocast_dtype, moe, moe_grouped, moe_pairs
+from .layer import moe, moe_grouped, moe_pairs
 from .lora import LoRA, lora_moe, lora_moe_pairs, new_factors
 from .packed import PackedExperts, pack_parameters
 from .routing import (
@@ -27,6 +29,7 @@ from .routing import (
     Pairs,
     counted,
     expert_choice,
+    one_or_nan,
     plain_losses,
     route,
     router_losses,
@@ -70,13 +73,6 @@ def _memory_budget() -> float:
 
 # torch.compiler.assume_constant_result() sets the same attribute, but imports the compiler.
 _memory_budget._dynamo_marked_constant = True
-
-
-def _one_or_nan(logits: Tensor) -> Tensor:
-    """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) for a bias (E,). The
-    outputs are multiplied by this factor, because routing treats a NaN as -inf and would hide it.
-    """
-    return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
 
 
 def _whole(parameters, changed: bool):
@@ -215,7 +211,7 @@ class MoE(nn.Module):
         self.top_k = top_k
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.activation = _activation(activation)
+        self.activation = activation_of(activation)
         self.gate_layout = gate_layout
         self.routing = routing
         self.route_options = {"score": score, "renormalize": renormalize, "scale": scale}
@@ -500,7 +496,7 @@ class MoE(nn.Module):
         return {}
 
     def _top_k(self, rows, logits, padding, factor, options: dict, experts: dict, of_ids) -> tuple:
-        """(out, losses) of top-k and token rounding; `factor` is a result of _one_or_nan(), and
+        """(out, losses) of top-k and token rounding; `factor` is a result of one_or_nan(), and
         of_ids(ids) computes the losses."""
         ids, weights = route(logits, self.top_k, **options)
         pairs = self._rounded(logits, options)
@@ -564,12 +560,12 @@ class MoE(nn.Module):
             routed = logits.masked_fill(padding, -math.inf)
         bias = self.selection_bias if selection_bias is None else selection_bias
         options = self.route_options | {"bias": bias}
-        factor = _one_or_nan(routed)
+        factor = one_or_nan(routed)
         if bias is not None:
             _checks.tensor("selection_bias", bias)
             if self.routing == "expert_choice":
                 raise ValueError('selection_bias is given, but routing is "expert_choice"')
-            factor = factor * _one_or_nan(bias)
+            factor = factor * one_or_nan(bias)
         experts = self._biases() | {"activation": self.activation}
         experts |= {"gate_layout": self.gate_layout}
         experts |= self._precision("experts", self._weights())

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _checks, _ops
+from . import _autograd, _checks
+from ._call import score_dtype
 from ._checks import Facts
 from ._names import ROUNDING, SCORE
 
@@ -99,7 +100,7 @@ def route(
     the selection; it needs score="sigmoid". Errors are as in moe(); CUDA takes E <= 1024, k <= 32.
     """
     options = _router_options(logits, k, score, renormalize, bias, scale, n_group, topk_group)
-    weights, ids = _ops.route(*options)
+    weights, ids = _autograd.call("route", *options)
     return ids, weights
 
 
@@ -129,7 +130,7 @@ def token_round(
     _checks.one_of("mode", mode, MODES)
     if not isinstance(seed, Tensor):
         seed = torch.full((), _checks.seed("seed", seed), dtype=torch.int64, device="cpu")
-    return _pairs(*_ops.call("token_round", *options, seed, tile, ROUNDING[mode]))
+    return _pairs(*_autograd.call("token_round", *options, seed, tile, ROUNDING[mode]))
 
 
 def expert_choice(logits: Tensor, capacity: int) -> Pairs:
@@ -142,7 +143,14 @@ def expert_choice(logits: Tensor, capacity: int) -> Pairs:
     _checks.tensor("logits", logits)
     _check_logits(logits)
     _checks.integer("capacity", capacity)
-    return _pairs(*_ops.call("expert_choice", logits, capacity))
+    return _pairs(*_autograd.call("expert_choice", logits, capacity))
+
+
+def one_or_nan(logits: Tensor) -> Tensor:
+    """(T, 1): NaN for a token that has a NaN among its logits, else 1; (1,) for a bias (E,). The
+    outputs are multiplied by this factor, because routing treats a NaN as -inf and would hide it.
+    """
+    return logits.detach().amax(-1, keepdim=True).clamp(1, 1)
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
@@ -158,7 +166,7 @@ def _loss_rows(logits: Tensor, score: str, padding: Tensor | None) -> tuple:
     """(real (T, 1), p (T, E), logsumexp^2 (T, 1)): `real` is 1, and 0 in padding, where the others
     are 0 too. p is the softmax of logits (T, E), or their sigmoid over its sum; padding is (T, 1)
     bool."""
-    values = logits.to(_ops.score_dtype(logits))
+    values = logits.to(score_dtype(logits))
     real = values.new_ones((values.shape[0], 1))
     if padding is not None:  # first, so that a NaN in padding does not reach the gradients
         values, real = values.masked_fill(padding, 0.0), real.masked_fill(padding, 0.0)
@@ -231,7 +239,7 @@ def router_losses(
     arguments |= {"topk_group": None, "score": score} | options
     packed = _router_options(logits, ids.shape[1], **arguments)
     if padding is None:
-        values, counts = _ops.call("router_losses", ids, *packed)
+        values, counts = _autograd.call("router_losses", ids, *packed)
         load_balancing, z = values.unbind()
         return load_balancing, z, counts
     _checks.tensor("padding", padding)

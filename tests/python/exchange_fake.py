@@ -8,13 +8,24 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from sonicmoe_cpp import _ops
+from sonicmoe_cpp import _autograd, _ops
+from sonicmoe_cpp._call import (
+    DIFFERENTIABLE,
+    FRESH,
+    LAYER_TENSORS,
+    NEEDS,
+    OPTIONS,
+    Call,
+    MainGradients,
+    Options,
+    Tensors,
+)
 from sonicmoe_cpp.distributed import _memory, buffers, peer
 from sonicmoe_cpp.distributed._group import Group
 from sonicmoe_cpp.distributed.transport import AllToAll, Forward
 
-TENSORS, OPTIONS = len(_ops.LAYER_TENSORS), len(_ops.OPTIONS)
-ALL = sum(_ops.NEEDS.values())
+TENSORS, LAYER = len(LAYER_TENSORS), len(LAYER_TENSORS) + len(OPTIONS)
+ALL = sum(NEEDS.values())
 OVERFLOW = (
     "rank 1 got more rows for its experts than its capacity ({rows} rows came). The outputs of "
     "this step are not valid; exchange_reset on all ranks makes the exchange usable again."
@@ -29,6 +40,11 @@ class Opened(NamedTuple):
     group: Group
     shape: buffers.Shape
     limit_ms: int
+
+
+def call_of(arguments, main_gradients=()) -> Call:
+    options = Options(*arguments[TENSORS:LAYER])
+    return Call(Tensors(*arguments[:TENSORS]), options, MainGradients(*main_gradients))
 
 
 class Fake:
@@ -67,22 +83,20 @@ class Fake:
     def reset(self, like, number) -> None:
         self.fault = None
 
-    def of(self, tensors: tuple, number: int) -> AllToAll:
+    def of(self, call: Call, number: int) -> AllToAll:
         self.check(None, number)
-        opened, (x, index, *_) = self.opened[number], tensors
+        opened, (x, index, *_) = self.opened[number], call.tensors
         assert opened.shape.holds(buffers.Shape(x.shape[0], index.numel(), x.shape[1]))
         return AllToAll(opened.group, opened.limit_ms / 1e3)
 
     def inference(self, *arguments):
-        tensors, options = arguments[:TENSORS], arguments[TENSORS : TENSORS + OPTIONS]
-        by = self.of(tensors, arguments[-2])
-        return by.forward(tensors, options, (None,) * 3, 0, 0).out
+        call = call_of(arguments)
+        return self.of(call, arguments[-2]).forward(call, 0, 0).out
 
     def forward(self, *arguments):
         *arguments, number, rows = arguments
-        tensors, rest = tuple(arguments[:TENSORS]), arguments[TENSORS:]
-        by = self.of(tensors, number)
-        given = by.forward(tensors, rest[:OPTIONS], rest[OPTIONS:], 0, ALL)
+        call = call_of(arguments, arguments[LAYER:])
+        given = self.of(call, number).forward(call, 0, ALL)
         h = given.kept[0]
         came = h.shape[0]
         if rows != peer.ROUTED and came > rows:
@@ -94,19 +108,18 @@ class Fake:
 
     def backward(self, *arguments):
         dout, *arguments, number = arguments
-        tensors = tuple(arguments[:TENSORS])
-        options = tuple(arguments[TENSORS : TENSORS + OPTIONS])
-        _, saved, needs, *main = arguments[TENSORS + OPTIONS :]
+        _, saved, needs, *main_gradients = arguments[LAYER:]
+        call = call_of(arguments, main_gradients)
         given = self.kept[int(saved.clone(memory_format=torch.contiguous_format).view(torch.int64))]
-        by = self.of(tensors, number)
-        found = by.backward(dout, tensors, options, tuple(main) or (None,) * 3, given, needs)
-        return [torch.empty(0) if g is None else g for g in found]
+        found = self.of(call, number).backward(dout, call, given, needs)
+        gradients = [found.get(name) for name in DIFFERENTIABLE]
+        return [torch.empty(0) if g is None else g for g in gradients]
 
     def backward_accumulate(self, *arguments):
         *arguments, number = arguments
         found = self.backward(*arguments, number)
-        named = dict(zip(_ops.DIFFERENTIABLE, found, strict=True))
-        return [named[name] for name in _ops._FRESH]
+        named = dict(zip(DIFFERENTIABLE, found, strict=True))
+        return [named[name] for name in FRESH]
 
 
 class FakeMemory:
@@ -134,7 +147,7 @@ class FakeMemory:
 
 _keys = itertools.count(1)
 _run = _ops.run
-_call = _ops.call
+_call = _autograd.call
 
 
 def install() -> Fake:
@@ -151,7 +164,7 @@ def install() -> Fake:
             fake.run(name, *arguments) if name.startswith("exchange_") else _call(name, *arguments)
         )
 
-    _ops.run, _ops.call = fake.run, call
+    _ops.run, _autograd.call = fake.run, call
     buffers.PeerBuffers._open_by = opens
     peer.served = lambda x: x.device.type == "cpu" and x.dtype != torch.float64
     _memory.WAYS = (FakeMemory,)

@@ -537,7 +537,7 @@ def test_refusals_by_a_newer_torch(monkeypatch):
     operators = types.SimpleNamespace(route=types.SimpleNamespace(default=Operator()))
     monkeypatch.setattr(sonicmoe_cpp._ops, "ops", operators)
     with pytest.raises(ValueError, match=r"^k is 0, must be"):
-        sonicmoe_cpp._ops._kernel.__wrapped__("route")(torch.zeros(4, 8), None, 0)
+        sonicmoe_cpp._ops.kernel.__wrapped__("route")(torch.zeros(4, 8), None, 0)
 
 
 REFUSED = """

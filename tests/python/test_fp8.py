@@ -6,7 +6,8 @@ import reference
 import sonicmoe_cpp
 import torch
 from reference import Layer
-from sonicmoe_cpp import _ops
+from sonicmoe_cpp._call import NEEDS
+from sonicmoe_cpp._fakes import fp8_weights_bytes
 from sonicmoe_cpp._names import PRECISION
 from torch.library import opcheck
 
@@ -179,7 +180,7 @@ def test_quantised_weights_are_those_of_the_call():
     quantised = sonicmoe_cpp.quantize_weights(layer.w_up, layer.w_down)
     assert quantised.codes.dtype == torch.uint8 and not quantised.codes.requires_grad
     assert tuple(quantised[1:]) == (E, 2, N, D)
-    assert quantised.codes.shape == (_ops.fp8_weights_bytes(E, 2, N, D),)
+    assert quantised.codes.shape == (fp8_weights_bytes(E, 2, N, D),)
     want = layer.step(with_options(precision="fp8"))
     for options in ({}, {"keep_h": "bf16"}):
         got = layer.step(with_options(precision="fp8", fp8_weights=quantised, **options))
@@ -238,7 +239,7 @@ def test_operators(precision):
     arguments = tuple(
         t.detach() if isinstance(t, torch.Tensor) else t for t in (*tensors, *options)
     )
-    ops = _ops.ops
+    ops = torch.ops.sonicmoe_cpp
     weights = (None, layer.w_up.detach(), layer.w_down.detach(), 0, 0)
     opcheck(ops.quantize_weights, weights)
     codes = ops.quantize_weights(*weights)
@@ -246,7 +247,7 @@ def test_operators(precision):
         opcheck(ops.moe_inference, (*arguments, quantised))
         opcheck(ops.moe_forward, (*tensors, *options, None, None, None, quantised))
         out, h, saved = ops.moe_forward(*arguments, None, None, None, quantised)
-        needs = sum(_ops.NEEDS.values())
+        needs = sum(NEEDS.values())
         backward = (torch.randn_like(out), *arguments, h, saved, needs)
         opcheck(ops.moe_backward, (*backward, quantised))
         main = (None, torch.zeros(layer.w_up.shape), torch.zeros(layer.w_down.shape))

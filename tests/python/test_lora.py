@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from devices import DEVICES, DTYPES, Waits
 from reference import Layer, assert_twice
-from sonicmoe_cpp import Activation, LowRank, _lora_ops, lora_moe
+from sonicmoe_cpp import Activation, LowRank, lora_moe
+from sonicmoe_cpp._fakes import LORA_NEEDS
 from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -441,7 +442,7 @@ def test_operators():
     opcheck(ops.lora_inference, tuple(a.detach() if torch.is_tensor(a) else a for a in arguments))
     opcheck(ops.lora_forward, arguments)
     out, h, saved = ops.lora_forward(*arguments)
-    needs = sum(_lora_ops.LORA_NEEDS.values())
+    needs = sum(LORA_NEEDS.values())
     backward = (out.detach(), *arguments[:-6], h, saved, needs, *factors, 0.5, 2.0)
     backward = tuple(a.detach() if torch.is_tensor(a) else a for a in backward)
     opcheck(ops.lora_backward, backward)

@@ -9,8 +9,8 @@ import pytest
 import sonicmoe_cpp
 import torch
 from reference import Layer
+from sonicmoe_cpp._call import DIFFERENTIABLE, LAYER, NEEDS, MainGradients
 from sonicmoe_cpp._names import ACTIVATION, FORM, LAYOUT, ROUNDING, SCORE
-from sonicmoe_cpp._ops import DIFFERENTIABLE, NEEDS
 from torch.library import opcheck
 
 ops = torch.ops.sonicmoe_cpp
@@ -159,6 +159,14 @@ def test_calls_leave_no_memory_behind():
     for _ in range(1000):  # other threads of the process allocate a few thousand bytes, once
         step()
     assert allocated() - before < 1000 * 8
+
+
+def test_calls_have_the_names_and_order_of_the_operators():
+    arguments = [a.name for a in ops.moe_forward.default._schema.arguments]
+    assert arguments == [*LAYER, *MainGradients._fields, "fp8_weights"]
+    for name in ("moe_backward", "lora_backward", "exchange_backward"):
+        schema = getattr(ops, name).default._schema
+        assert [a.name for a in schema.arguments[1 : 1 + len(LAYER)]] == list(LAYER)
 
 
 def test_no_operator_takes_a_string():

@@ -20,30 +20,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _flops, _ops
-from . import layer
+from .. import _flops
+from .._autograd import Derivative, register
+from .._call import (
+    ACCUMULATED,
+    DIFFERENTIABLE,
+    LAYER_TENSORS,
+    NEEDS,
+    NO_MAIN_GRADIENTS,
+    Call,
+    MainGradients,
+    Options,
+    Tensors,
+)
+from .._ops import ops
 from ._group import group_of
+from .layer import expect_places, make_transport, places_of
 from .peer import Limits
 from .transport import Forward, Transport
-
-OPTION_TYPES = {"alpha": float, "limit": float}
-_NO_MAIN_GRADIENTS = (None,) * 3
 
 
 def _group(name: str):
     return group_of(dist.distributed_c10d._resolve_process_group(name))
 
 
-def _transport(where: str, name: str, limits: Sequence[float], *call) -> Transport:
-    group = dist.distributed_c10d._resolve_process_group(where)
-    by = layer.make_transport(name, group, Limits.of_numbers(list(limits)))
-    by.refuse(call[0])
-    return by.chosen(*call)
+def _call(tensors: Sequence, options: Sequence[float], main_gradients=NO_MAIN_GRADIENTS) -> Call:
+    form, activation, alpha, limit, gate_layout, precision = options
+    named = Options(int(form), int(activation), alpha, limit, int(gate_layout), int(precision))
+    return Call(Tensors(*tensors), named, MainGradients(*main_gradients))
 
 
-def _options(numbers: Sequence[float]) -> tuple:
-    named = zip(_ops.OPTIONS, numbers, strict=True)
-    return tuple(OPTION_TYPES.get(name, int)(value) for name, value in named)
+def _transport(where: tuple, call: Call, layer: int, needs: int) -> Transport:
+    group, transport, limits = where
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    by = make_transport(transport, process_group, Limits.of_numbers(list(limits)))
+    by.refuse(call)
+    return by.chosen(call, layer, needs)
 
 
 class _Kept(bytearray):
@@ -63,7 +75,7 @@ def _ticket(forward: Forward, tensors: tuple) -> Tensor:
     number = next(_tickets)
     memory = _Kept(number.to_bytes(8, sys.byteorder))
     memory.kept, memory.host = forward.kept, forward.host
-    memory.places = layer.places_of(tensors)
+    memory.places = places_of(tensors)
     _alive[number] = memory
     return torch.frombuffer(memory, dtype=torch.int64)  # the tensor's storage refers to `memory`
 
@@ -79,29 +91,27 @@ def _kept_by(ticket: Tensor) -> _Kept:
     return memory
 
 
-@torch.library.custom_op("sonicmoe_cpp::expert_parallel_inference", mutates_args=())
-def inference(
-    x: Tensor,
-    index: Tensor,
-    second: Tensor | None,
-    weights: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    number: Tensor,
-    numbers: Sequence[float],
-    where: str,
-    transport: str,
-    limits: Sequence[float],
-    after: Tensor | None,
-) -> Tensor:
-    tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
-    with _group(where).call():
-        options = _options(numbers)
-        by = _transport(where, transport, limits, tensors, options, int(number), 0)
-        return by.forward(tensors, options, _NO_MAIN_GRADIENTS, int(number), 0).out
+_TENSORS = len(LAYER_TENSORS)
+_REQUIRED = ("x", "index", "weights", "w_up", "w_down")
+_LAYER = ", ".join(f"Tensor{'' if name in _REQUIRED else '?'} {name}" for name in LAYER_TENSORS)
+_MAIN = ", ".join(f"Tensor? {name}" for name in MainGradients._fields)
+_CHANGED = "Tensor(a!)? g_gate, Tensor(b!)? g_up, Tensor(c!)? g_down"
+# The arguments after the tensors: the layer's number in the model, Options, Place. `after` is not
+# read: it orders an operator after the one that made the tensor.
+_NUMBERS = "Tensor layer, float[] options"
+_WHERE = "str group, str transport, float[] limits"
+
+
+@torch.library.custom_op(
+    "sonicmoe_cpp::expert_parallel_inference",
+    mutates_args=(),
+    schema=f"({_LAYER}, {_NUMBERS}, {_WHERE}, Tensor? after) -> Tensor",
+)
+def inference(*given):
+    tensors, (layer, options, *where, _) = given[:_TENSORS], given[_TENSORS:]
+    with _group(where[0]).call():
+        call, layer = _call(tensors, options), int(layer)
+        return _transport(where, call, layer, 0).forward(call, layer, 0).out
 
 
 @inference.register_fake
@@ -109,85 +119,57 @@ def _(x, *_others):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("sonicmoe_cpp::expert_parallel_forward", mutates_args=())
-def recorded(
-    x: Tensor,
-    index: Tensor,
-    second: Tensor | None,
-    weights: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    g_gate: Tensor | None,
-    g_up: Tensor | None,
-    g_down: Tensor | None,
-    number: Tensor,
-    numbers: Sequence[float],
-    needs: int,
-    where: str,
-    transport: str,
-    limits: Sequence[float],
-    after: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the output and a ticket. g_gate, g_up and g_down are main gradients (grad_accum).
-    `after` is not read: it orders this operator after the one that made it."""
-    tensors = (x, index, second, weights, w_gate, w_up, w_down, b_up, b_down)
-    main_gradients = (g_gate, g_up, g_down)
-    with _group(where).call():
-        options = _options(numbers)
-        by = _transport(where, transport, limits, tensors, options, int(number), needs)
-        given = by.forward(tensors, options, main_gradients, int(number), needs)
-    return given.out, _ticket(given, tensors)
+@torch.library.custom_op(
+    "sonicmoe_cpp::expert_parallel_forward",
+    mutates_args=(),
+    schema=f"({_LAYER}, {_MAIN}, {_NUMBERS}, int needs, {_WHERE}, Tensor? after)"
+    " -> (Tensor out, Tensor ticket)",
+)
+def forward(*given):
+    tensors, main_gradients = given[:_TENSORS], given[_TENSORS : _TENSORS + 3]
+    layer, options, needs, *where, _ = given[_TENSORS + 3 :]
+    with _group(where[0]).call():
+        call, layer = _call(tensors, options, main_gradients), int(layer)
+        result = _transport(where, call, layer, needs).forward(call, layer, needs)
+    return result.out, _ticket(result, tensors)
 
 
-@recorded.register_fake
+@forward.register_fake
 def _(x, *_others):
     return x.new_empty(x.shape), torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op(
-    "sonicmoe_cpp::expert_parallel_backward", mutates_args=("g_gate", "g_up", "g_down")
+    "sonicmoe_cpp::expert_parallel_backward",
+    mutates_args=MainGradients._fields,
+    schema=f"(Tensor dout, Tensor?[] tensors, {_CHANGED}, Tensor ticket, {_NUMBERS}, int needs,"
+    f" {_WHERE}) -> ({', '.join(['Tensor'] * len(DIFFERENTIABLE))})",
 )
-def differentiated(
-    dout: Tensor,
-    tensors: Sequence[Tensor | None],
-    g_gate: Tensor | None,
-    g_up: Tensor | None,
-    g_down: Tensor | None,
-    ticket: Tensor,
-    number: Tensor,
-    numbers: Sequence[float],
-    needs: int,
-    where: str,
-    transport: str,
-    limits: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns a gradient for each of _ops.DIFFERENTIABLE, an empty tensor where _returned() is
-    false. A list of the other gradients would be shorter, but torch cannot compile an operator that
-    changes its arguments and returns a list."""
-    with _group(where).guarded():
-        memory, options = _kept_by(ticket), _options(numbers)
-        layer.expect_places(tensors, memory.places, len(tensors))
-        by = _transport(where, transport, limits, tuple(tensors), options, int(number), needs)
-        given = Forward(dout, memory.kept, memory.host)
-        main_gradients = (g_gate, g_up, g_down)
-        found = by.backward(dout, tuple(tensors), options, main_gradients, given, needs)
-    return tuple(dout.new_empty(0) if g is None else g for g in found)
+def backward(dout, tensors, *given):
+    """Returns a gradient for each of DIFFERENTIABLE, an empty tensor where _returned() is false. A
+    list of the other gradients would be shorter, but torch cannot compile an operator that changes
+    its arguments and returns a list."""
+    main_gradients, (ticket, layer, options, needs, *where) = given[:3], given[3:]
+    with _group(where[0]).guarded():
+        kept, call = _kept_by(ticket), _call(tensors, options, main_gradients)
+        expect_places(tensors, kept.places)
+        by = _transport(where, call, int(layer), needs)
+        found = by.backward(dout, call, Forward(dout, kept.kept, kept.host), needs)
+    gradients = [found.get(name) for name in DIFFERENTIABLE]
+    return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
 
 def _returned(needs: int, main_gradients: bool) -> list[bool]:
-    """For each of _ops.DIFFERENTIABLE: true if its gradient is returned, false if it is added to a
-    main gradient or not needed."""
-    added = _ops.ACCUMULATED if main_gradients else ()
-    return [bool(needs & bit) and name not in added for name, bit in _ops.NEEDS.items()]
+    """For each of DIFFERENTIABLE: true if its gradient is returned, false if it is added to a main
+    gradient or not needed."""
+    added = ACCUMULATED if main_gradients else ()
+    return [bool(needs & bit) and name not in added for name, bit in NEEDS.items()]
 
 
-@differentiated.register_fake
-def _(dout, tensors, g_gate, g_up, g_down, ticket, number, numbers, needs, *_rest):
-    like = dict(zip(_ops.LAYER_TENSORS, tensors, strict=True))
-    wanted = zip(_ops.DIFFERENTIABLE, _returned(needs, g_down is not None), strict=True)
+@backward.register_fake
+def _(dout, tensors, _g_gate, _g_up, g_down, _ticket, _layer, _options, needs, *_where):
+    like = dict(zip(LAYER_TENSORS, tensors, strict=True))
+    wanted = zip(DIFFERENTIABLE, _returned(needs, g_down is not None), strict=True)
     return tuple(
         torch.empty_like(like[name], memory_format=torch.preserve_format)
         if want
@@ -196,43 +178,39 @@ def _(dout, tensors, g_gate, g_up, g_down, ticket, number, numbers, needs, *_res
     )
 
 
-_TENSORS = len(_ops.LAYER_TENSORS)
-_SAVED = _TENSORS + 4  # the tensors, three main gradients and the layer's number
+def _gradients(dout, *given) -> list:
+    found = ops.expert_parallel_backward(dout, given[:_TENSORS], *given[_TENSORS:])
+    g_down, needs = given[_TENSORS + 2], given[_TENSORS + 6]
+    each = zip(found, _returned(needs, g_down is not None), strict=True)
+    return [gradient if returned else None for gradient, returned in each]
 
 
-def _setup(ctx, inputs, output):
-    ctx.rest = inputs[_SAVED:-1]  # without `after`
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:_SAVED], output[1])
-
-
-def _backward(ctx, dout, _ticket_gradient):
-    *tensors, number, ticket = ctx.saved_tensors
-    tensors, main_gradients = tensors[:_TENSORS], tensors[_TENSORS:]
-    numbers, needs, *place = ctx.rest
-    found = torch.ops.sonicmoe_cpp.expert_parallel_backward(
-        dout, tensors, *main_gradients, ticket, number, numbers, needs, *place
-    )
-    returned = _returned(needs, main_gradients[-1] is not None)
-    each = zip(_ops.DIFFERENTIABLE, found, returned, strict=True)
-    named = {name: gradient for name, gradient, wanted in each if wanted}
-    of_inputs = [named.get(name) for name in _ops.LAYER_TENSORS]
-    return *of_inputs, *[None] * (_SAVED - _TENSORS), *[None] * len(ctx.rest), None
-
-
-recorded.register_autograd(_backward, setup_context=_setup)
+_NAMES = (*LAYER_TENSORS, *MainGradients._fields)
+_AFTER_TENSORS = ("layer", "options", "needs", "group", "transport", "limits")
+register(
+    "expert_parallel_forward",
+    Derivative(
+        inputs=(*_NAMES, *_AFTER_TENSORS, "after"),
+        outputs=("out", "ticket"),
+        gradients=DIFFERENTIABLE,
+        takes=(*_NAMES, "ticket", *_AFTER_TENSORS),
+        backward=_gradients,
+        saved=frozenset((*_NAMES, "ticket", "layer")),
+        always=True,
+    ),
+)
 
 
 @torch.library.custom_op("sonicmoe_cpp::expert_parallel_all_gather", mutates_args=())
-def all_gather(values: Tensor, where: str, timeout: float) -> Tensor:
-    group = _group(where)
-    with group.guarded():
-        return group.gather_losses(values, timeout)
+def all_gather(values: Tensor, group: str, timeout: float) -> Tensor:
+    found = _group(group)
+    with found.guarded():
+        return found.gather_losses(values, timeout)
 
 
 @all_gather.register_fake
-def _(values, where, timeout):
-    size = dist.distributed_c10d._resolve_process_group(where).size()
+def _(values, group, timeout):
+    size = dist.distributed_c10d._resolve_process_group(group).size()
     return values.new_empty((size, *values.shape))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .. import _ops
+from .._call import score_dtype
 from ._group import group_of
 from .layer import TIMEOUT
 
@@ -48,7 +48,7 @@ def clip_grad_norm_(
         norms.append(norm)
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(_ops.score_dtype(local))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(score_dtype(local))
     with_gradient = [p for p in parameters if p.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total, foreach=False)
     return total

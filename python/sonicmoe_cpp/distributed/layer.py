@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import _checks, _ops
-from ..layer import Activation, arguments
-from ..lora import arguments_of
+from .. import _arguments, _checks
+from .._autograd import Derivative, recorded
+from .._call import ACCUMULATED, LAYER_TENSORS, NEEDS, Call, Tensors
+from .._ops import ops, refuse_transforms
+from .._weights import Activation
+from ..lora import with_factors
 from ..routing import Pairs
-from . import own_experts
 from ._group import group_of
+from .own_experts import ALL_NEEDS, TENSORS, call_of, tensors_of
 from .peer import Auto, Limits, PeerMemory
 from .transport import TRANSPORTS, AllToAll, Forward, Transport
 
@@ -46,30 +49,27 @@ def make_transport(name: str, group, limits: Limits) -> Transport:
     return (PeerMemory if name == "peer" else Auto)(group, limits)
 
 
-def _needs(tensors: tuple) -> int:
-    """The gradients that this rank needs, as bits of NEEDS."""
+def _needs(call: Call) -> int:
+    """The gradients that this rank needs, as bits of ALL_NEEDS."""
     if not torch.is_grad_enabled():
         return 0
-    wanted = zip(own_experts.TENSORS, tensors, strict=False)
-    needs = own_experts.NEEDS
-    return sum(needs[name] for name, t in wanted if isinstance(t, Tensor) and t.requires_grad)
+    named = zip(TENSORS, tensors_of(call), strict=True)
+    return sum(ALL_NEEDS[name] for name, t in named if isinstance(t, Tensor) and t.requires_grad)
 
 
-_W_DOWN = _ops.LAYER_TENSORS.index("w_down")
-_WEIGHTS = sum(_ops.NEEDS[name] for name in _ops.ACCUMULATED)
+_WEIGHTS = sum(NEEDS[name] for name in ACCUMULATED)
 
 
-def _without_gradients(tensors: tuple, main_gradients: tuple, needs: int) -> tuple:
-    """The tensors, but weights that have a main gradient are detached, so that autograd records no
+def _without_gradients(call: Call, needs: int) -> Call:
+    """The call, but weights that have a main gradient are detached, so that autograd records no
     gradient for them. Otherwise, in torch 2.11, the backward of a DTensor's to_local() would
     replace the missing gradient by zeros as large as the weight. If no other tensor needs a
     gradient, nothing is detached, because autograd would then not call backward."""
-    if main_gradients[-1] is None or not needs & ~_WEIGHTS:
-        return tensors
-    named = zip(_ops.LAYER_TENSORS, tensors, strict=True)
-    return tuple(
-        t.detach() if name in _ops.ACCUMULATED and t is not None else t for name, t in named
-    )
+    if call.main_gradients.g_down is None or not needs & ~_WEIGHTS:
+        return call
+    named = zip(LAYER_TENSORS, call.tensors, strict=True)
+    detached = [t.detach() if n in ACCUMULATED and t is not None else t for n, t in named]
+    return call._replace(tensors=Tensors(*detached))
 
 
 def places_of(tensors: Sequence[Tensor | None]) -> list:
@@ -77,87 +77,100 @@ def places_of(tensors: Sequence[Tensor | None]) -> list:
     return [None if t is None else (t.shape, t.device) for t in tensors]
 
 
-def expect_places(tensors: Sequence[Tensor | None], places: list, count: int) -> None:
+def expect_places(tensors: Sequence[Tensor | None], places: list) -> None:
     """Refuses tensors that a hook of saved tensors has replaced by others of another shape or on
     another device. An exchange takes its number of rows from the shape of H, and index arithmetic
-    of torch would take an index on the meta device. The first `count` are the layer's arguments."""
+    of torch would take an index on the meta device."""
     for at, (have, want) in enumerate(zip(places_of(tensors), places, strict=True)):
         if have != want:
             found, kept = ([*each[0]] if each else None for each in (have, want))
-            name = "a tensor kept for backward" if at >= count else own_experts.TENSORS[at]
+            name = TENSORS[at] if at < len(TENSORS) else "a tensor kept for backward"
             raise ValueError(
                 f"{name} has shape {found} on {have and have[1]} in backward, must have {kept} on "
                 f"{want and want[1]} as in forward"
             )
 
 
-def _recorded(ctx, x, weights, *others):
-    *experts, (transport, layer, routing, options, main_gradients, needs) = others
-    tensors = (x, *routing, weights, *experts)
+def _forward(*values):
+    tensors, rest = values[: len(TENSORS)], values[len(TENSORS) :]
+    options, main_gradients, scales, needs, transport, layer = rest
     with transport.group.guarded():
-        given = transport.forward(tensors, options, main_gradients, layer, needs)
-    ctx.set_materialize_grads(False)
-    saved = (*tensors, *given.kept)
-    places = places_of(saved), len(tensors)
-    ctx.rest = transport, options, main_gradients, needs, given.host, places
-    ctx.save_for_backward(*saved)
-    return given.out
+        call = call_of(tensors, options, main_gradients, scales)
+        given = transport.forward(call, layer, needs)
+    return given.out, given.host, places_of((*tensors, *given.kept)), *given.kept
 
 
-# Autograd does not record the communication, so a second derivative would silently be wrong.
-@once_differentiable
-def _differentiated(ctx, dout):
-    transport, options, main_gradients, needs, host, places = ctx.rest
-    with transport.group.guarded():
-        saved = ctx.saved_tensors
-        expect_places(saved, *places)
-        count = places[1]
-        tensors, kept = saved[:count], saved[count:]
-        if dout is None:
-            dout = torch.zeros_like(tensors[0])  # the other ranks wait for this rank's rows
-        given = Forward(dout, kept, host)
-        found = transport.backward(dout, tensors, options, main_gradients, given, needs)
-    return *found, None
+def _backward(dout, *values):
+    tensors, rest = values[: len(TENSORS)], values[len(TENSORS) :]
+    options, main_gradients, scales, needs, transport, host, places, *kept = rest
+    expect_places((*tensors, *kept), places)
+    call = call_of(tensors, options, main_gradients, scales)
+    found = transport.backward(dout, call, Forward(dout, tuple(kept), host), needs)
+    return [found.get(name) for name in ALL_NEEDS]
 
 
-_record = _ops.function("moe_expert_parallel", _recorded, _differentiated)
+def _guarded(backward: Callable) -> Callable:
+    """Guards the whole backward, in which saved tensors may be recomputed. Autograd does not record
+    the communication, so a second derivative would silently be wrong."""
+
+    @once_differentiable
+    def run(ctx, dout):
+        transport = next(value for value in ctx.rest if isinstance(value, Transport))
+        with transport.group.guarded():
+            return backward(ctx, dout)
+
+    return run
 
 
-def _compiled(
-    place: Place, tensors: tuple, options: tuple, main_gradients: tuple, needs: int, after
-):
+_NAMES = (*TENSORS, "options", "main_gradients", "scales", "needs", "transport")
+_record = recorded(
+    "moe_expert_parallel",
+    Derivative(
+        inputs=(*_NAMES, "layer"),
+        outputs=("out", "host", "places"),  # and the tensors that the transport keeps
+        gradients=tuple(ALL_NEEDS),
+        takes=(*_NAMES, "host", "places"),
+        backward=_backward,
+        saved=frozenset(TENSORS),
+        always=True,  # the other ranks wait for this rank's rows
+    ),
+    _forward,
+    _guarded,
+)
+
+
+def _compiled(place: Place, call: Call, needs: int, after) -> Tensor:
     """Calls the layer as one operator (_compiled.py)."""
     by = place.transport
-    rest = (by.group.name, by.name, by.limits_as_numbers(), after)
-    how = (place.number, [float(option) for option in options])
+    where = (by.group.name, by.name, by.limits_as_numbers(), after)
+    options = [float(option) for option in call.options]
     if needs:
-        given = (*tensors, *main_gradients, *how, needs)
-        return _ops.ops.expert_parallel_forward(*given, *rest)[0]
-    return _ops.ops.expert_parallel_inference(*tensors, *how, *rest)
+        given = (*call.tensors, *call.main_gradients, place.number, options, needs)
+        return ops.expert_parallel_forward(*given, *where)[0]
+    return ops.expert_parallel_inference(*call.tensors, place.number, options, *where)
 
 
-def _run(place: Place, *others, factors: dict | None, before: Callable) -> Tensor:
-    tensors, options, main_gradients = arguments(*others)
+def _run(place: Place, *arguments, factors: dict | None, before: Callable) -> Tensor:
+    call = _arguments.call_of(*arguments)
     if factors is not None:
-        given, scales = arguments_of(tensors, **factors)
-        tensors, options = (*tensors, *given), (*options, *scales)
-    _ops.refuse_transforms("moe_expert_parallel", *tensors)
-    if tensors[_W_DOWN].shape[0] == 0:
+        call = with_factors(call, **factors)
+    refuse_transforms("moe_expert_parallel", tensors_of(call))
+    if call.tensors.w_down.shape[0] == 0:
         raise ValueError("w_down has 0 experts, must have an equal number on all ranks")
-    needs = _needs(tensors)
-    tensors = _without_gradients(tensors, main_gradients, needs)
+    needs = _needs(call)
+    call = _without_gradients(call, needs)
     if torch.compiler.is_compiling():
-        return _compiled(place, tensors, options, main_gradients, needs, before())
-    place.transport.group.check_device("x", tensors[0].device)
-    place.transport.refuse(tensors)
+        return _compiled(place, call, needs, before())
+    place.transport.group.check_device("x", call.tensors.x.device)
+    place.transport.refuse(call)
     before()
     layer = int(place.number)
-    transport = place.transport.chosen(tensors, options, layer, needs)
+    transport = place.transport.chosen(call, layer, needs)
     if not needs:
-        return transport.forward(tensors, options, main_gradients, layer, needs).out
-    x, index, second, weights, *experts = tensors
-    rest = (transport, layer, (index, second), options, main_gradients, needs)
-    return _record(x, weights, *experts, rest)
+        return transport.forward(call, layer, needs).out
+    scales = None if call.factors is None else call.factors[4:]
+    rest = (call.options, call.main_gradients, scales, needs, transport, layer)
+    return _record(*tensors_of(call), *rest)
 
 
 def run(
@@ -167,7 +180,7 @@ def run(
     factors: dict | None = None,
     before: Callable[[], Tensor | None] = lambda: None,
 ) -> Tensor:
-    """Runs the layer on the arguments of layer.arguments(). Expert ids are in [0, E), over all
+    """Runs the layer on the arguments of call_of(). Expert ids are in [0, E), over all
     ranks. `factors` are the arguments `up` and `down` of lora_moe(). before() is called when the
     arguments are checked, before the ranks exchange rows. If it returns a tensor, this order holds
     in graphs too, where only a tensor that goes from one operator to the other keeps it. Ranks that
@@ -236,9 +249,8 @@ def moe_pairs_expert_parallel(
     """moe_pairs() with the experts divided over ranks, as in moe_expert_parallel(). The pairs name
     tokens of this rank and experts in [0, E). capacity is relative to the number of pairs in the
     longest list of a rank."""
-    if not isinstance(pairs, (tuple, list)) or len(pairs) < 3:
-        raise TypeError("pairs must be Pairs, or a tuple (token, expert, weight)")
+    routing = _arguments.pairs_index(pairs)
     limits = Limits(timeout, max_tokens, capacity, keep_rows=keep_rows)
     place = Place(make_transport(transport, group, limits), _NO_MODULE)
     experts = (w_up, w_down, b_up, b_down)
-    return run(place, "pairs", x, tuple(pairs[:3]), experts, (activation, gate_layout), grad_accum)
+    return run(place, "pairs", x, routing, experts, (activation, gate_layout), grad_accum)

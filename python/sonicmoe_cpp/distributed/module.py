@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _checks, _ops
+from .. import _checks
+from .._call import score_dtype
 from ..lora import refuse_second
 from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
@@ -240,7 +241,7 @@ class ExpertParallelMoE(MoE):
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = parameter.grad
                 part = local(gradient)
-                values = part.to(_ops.score_dtype(part))
+                values = part.to(score_dtype(part))
                 total, *others = self.group.all_gather(values, timeout).unbind()
                 for other in others:
                     total = total + other

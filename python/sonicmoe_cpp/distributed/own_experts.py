@@ -1,61 +1,64 @@
 """How a rank computes its own experts: by the operators of one process, with or without low-rank
-factors. With factors, `tensors` are TENSORS and `options` are OPTIONS and the factors' two scales;
-without, they are LAYER_TENSORS and OPTIONS."""
+factors."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from .. import _lora_ops, _ops
+from .. import _autograd, _ops
+from .._call import (
+    DIFFERENTIABLE,
+    FACTORS,
+    LAYER_TENSORS,
+    LORA_NEEDS,
+    NEEDS,
+    Call,
+    Factors,
+    Tensors,
+)
 
-TENSORS = (*_ops.LAYER_TENSORS, *_lora_ops.FACTORS)
-# The bit of each gradient in `needs`, in the order of the tensors.
-NEEDS = _ops.NEEDS | _lora_ops.LORA_NEEDS
+TENSORS = (*LAYER_TENSORS, *FACTORS)
+# The arguments that have a derivative, with their bits in `needs`.
+ALL_NEEDS = NEEDS | LORA_NEEDS
 # The gradients that are computed from rows of x, which backward sends again.
-OF_X = sum(NEEDS[name] for name in ("w_gate", "w_up", "up_a") if NEEDS)
-_COUNT = len(_ops.LAYER_TENSORS)
+OF_X = sum(ALL_NEEDS[name] for name in ("w_gate", "w_up", "up_a"))
+_NO_FACTORS = (None,) * len(FACTORS)
 
 
-def has_factors(tensors: tuple) -> bool:
-    return len(tensors) > _COUNT
+def tensors_of(call: Call) -> tuple:
+    """The values of TENSORS; None for the factors of a call without factors."""
+    return (*call.tensors, *(_NO_FACTORS if call.factors is None else call.factors[:4]))
 
 
-def differentiable(tensors: tuple) -> dict[str, int]:
-    """Names and bits of the gradients of `tensors`."""
-    return NEEDS if has_factors(tensors) else _ops.NEEDS
+def call_of(tensors: tuple, options, main_gradients, scales: tuple | None) -> Call:
+    """The call of the values of TENSORS. `scales` are the scales of the factors, if it has any."""
+    layer, factors = tensors[: len(LAYER_TENSORS)], tensors[len(LAYER_TENSORS) :]
+    factors = None if scales is None else Factors(*factors, *scales)
+    return Call(Tensors(*layer), options, main_gradients, factors)
 
 
-def _lora(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
-    """The arguments of the layer, and those of the factors."""
-    layer = (*tensors[:_COUNT], *options[: len(_ops.OPTIONS)])
-    return layer, (*tensors[_COUNT:], *options[len(_ops.OPTIONS) :])
+def inference(call: Call) -> Tensor:
+    layer = (*call.tensors, *call.options)
+    if call.factors is None:
+        return _ops.run("moe_inference", *layer)
+    return _ops.run("lora_inference", *layer, *call.factors, None)
 
 
-def inference(tensors: tuple, options: tuple) -> Tensor:
-    if not has_factors(tensors):
-        return _ops.run("moe_inference", *tensors, *options)
-    layer, factors = _lora(tensors, options)
-    return _ops.run("lora_inference", *layer, *factors, None)
-
-
-def forward(tensors: tuple, options: tuple, main_gradients: tuple) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, H, metadata)."""
-    if not has_factors(tensors):
-        return _ops.run("moe_forward", *tensors, *options, *main_gradients)
-    layer, factors = _lora(tensors, options)
-    return _ops.run("lora_forward", *layer, *factors, None)
+    layer = (*call.tensors, *call.options)
+    if call.factors is None:
+        return _ops.run("moe_forward", *layer, *call.main_gradients)
+    return _ops.run("lora_forward", *layer, *call.factors, None)
 
 
-def backward(
-    dout: Tensor, tensors: tuple, options: tuple, needs: int, kept: tuple, main_gradients: tuple
-) -> dict[str, Tensor | None]:
+def backward(dout: Tensor, call: Call, needs: int, kept: tuple) -> dict[str, Tensor | None]:
     """The gradients that `needs` asks for, by name; `kept` are H and metadata."""
-    if not has_factors(tensors):
-        wanted = tuple(bool(needs & bit) for bit in _ops.NEEDS.values())
-        found = _ops.gradients(dout, (*tensors, *options), wanted, *kept, main_gradients)
-        return dict(zip(_ops.NEEDS, found, strict=True))
-    layer, factors = _lora(tensors, options)
-    needs &= sum(_lora_ops.LORA_NEEDS.values())
-    found = _ops.run("lora_backward", dout, *layer, *kept, needs, *factors, None)
-    each = zip(_lora_ops.LORA_NEEDS.items(), found, strict=True)
+    arguments = (dout, *call.tensors, *call.options, *kept)
+    if call.factors is None:
+        found = _autograd.layer_gradients("moe", arguments, needs, call.main_gradients)
+        return dict(zip(DIFFERENTIABLE, found, strict=True))
+    needs &= sum(LORA_NEEDS.values())
+    found = _ops.run("lora_backward", *arguments, needs, *call.factors, None)
+    each = zip(LORA_NEEDS.items(), found, strict=True)
     return {name: gradient for (name, bit), gradient in each if needs & bit}

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, _ops
+from .. import _autograd, _checks, _ops
+from .._call import NEEDS, Call
 from ._group import FORWARD, RESET, Group, group_of
 from ._peers import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
-from .own_experts import has_factors
 from .transport import COMPARED, AllToAll, Forward, Transport, compared, style_of
 from .transport import DTYPES as ALL_DTYPES
 
@@ -30,7 +30,7 @@ _RANK = re.compile(r"\brank (\d+)")
 ROUTED = -1  # as a number of rows: exactly the rows that are routed to this rank
 # The exchange requires all ranks to ask for the same gradients among dx and dweights. So each rank
 # always asks for both.
-_ALWAYS = _ops.NEEDS["x"] | _ops.NEEDS["weights"]
+_ALWAYS = NEEDS["x"] | NEEDS["weights"]
 
 
 def served(x: Tensor) -> bool:
@@ -85,10 +85,10 @@ class PeerMemory(Transport):
     def limits_as_numbers(self) -> list[float]:
         return self.limits.numbers()
 
-    def refuse(self, tensors: tuple) -> None:
-        x = tensors[0]
+    def refuse(self, call: Call) -> None:
+        x = call.tensors.x
         self._refuse_tokens(x)
-        if has_factors(tensors):
+        if call.factors is not None:
             raise NotImplementedError(
                 'transport "peer" serves no low-rank factors: use "auto" or "all_to_all"'
             )
@@ -107,18 +107,18 @@ class PeerMemory(Transport):
 
     # ---- sizes -----------------------------------------------------------------------------------
 
-    def needed(self, tensors: tuple, options: tuple, layer: int, needs: int) -> Shape:
+    def needed(self, call: Call, layer: int, needs: int) -> Shape:
         """The Shape that this call needs, the same on all ranks. Without max_tokens, or with a list
         of pairs, the ranks exchange their sizes, and the host waits for them."""
-        x, index, second, *_ = tensors
+        x, index, second, *_ = call.tensors
         tokens, hidden = x.shape
         most = self.limits.max_tokens
         if most is not None and second is None:
             return Shape(most, most * max(1, index.shape[1]), hidden)
         not_in_a_graph("without max_tokens, or with a list of pairs, the host reads sizes")
-        experts, _, width = tensors[_ops.LAYER_TENSORS.index("w_down")].shape
+        experts, _, width = call.tensors.w_down.shape
         facts = layer, hidden, experts, ALL_DTYPES.index(x.dtype), int(needs != 0)
-        mine = *facts, style_of(options, width)
+        mine = *facts, style_of(call.options, width)
         values = [*mine, tokens, index.numel()]
         found = self.group.read_all(FORWARD, values, x.device, self.timeout)
         agreed = [compared(*row[:6]) for row in found]
@@ -144,14 +144,14 @@ class PeerMemory(Transport):
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
-        x, second = tensors[0], tensors[2]
-        buffers = self.buffers(x)
-        needed = self.needed(tensors, options, layer, needs)
-        problem = buffers.open(needed, x, self.timeout)
+    def forward(self, call, layer, needs) -> Forward:
+        tensors, options, main_gradients, _ = call
+        buffers = self.buffers(tensors.x)
+        needed = self.needed(call, layer, needs)
+        problem = buffers.open(needed, tensors.x, self.timeout)
         if problem is not None:
             raise RuntimeError(f'{problem}: use transport="all_to_all"')
-        place = (buffers.number, self.rows(needed, second is not None))
+        place = (buffers.number, self.rows(needed, tensors.second is not None))
         with self.faults():
             if not needs:
                 return Forward(_ops.run("exchange_inference", *tensors, *options, *place))
@@ -159,16 +159,15 @@ class PeerMemory(Transport):
             out, *kept = _ops.run("exchange_forward", *given)
         return Forward(out, tuple(kept), place[:1])
 
-    def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
+    def backward(self, dout, call, given, needs) -> dict:
         h, saved, *_ = given.kept
-        wanted = tuple(bool((needs | _ALWAYS) & bit) for bit in _ops.NEEDS.values())
-        layer = (*tensors, *options)
+        arguments = (dout, *call.tensors, *call.options, h, saved)
         with self.faults():
-            found = _ops.gradients(
-                dout, layer, wanted, h, saved, main_gradients, "exchange", given.host
+            found = _autograd.layer_gradients(
+                "exchange", arguments, needs | _ALWAYS, call.main_gradients, given.host
             )
-        bits = _ops.NEEDS.values()
-        return [g if needs & bit else None for g, bit in zip(found, bits, strict=True)]
+        each = zip(NEEDS.items(), found, strict=True)
+        return {name: gradient for (name, bit), gradient in each if needs & bit}
 
     # ---- faults ----------------------------------------------------------------------------------
 
@@ -215,16 +214,16 @@ class Auto(PeerMemory):
         super().__init__(group, limits)
         self.by_rows = AllToAll(group, self.timeout, limits.keep_rows)
 
-    def refuse(self, tensors: tuple) -> None:
-        self._refuse_tokens(tensors[0])
+    def refuse(self, call: Call) -> None:
+        self._refuse_tokens(call.tensors.x)
 
-    def chosen(self, tensors, options, layer, needs) -> Transport:
-        x = tensors[0]
-        if not served(x) or has_factors(tensors):
+    def chosen(self, call, layer, needs) -> Transport:
+        x = call.tensors.x
+        if not served(x) or call.factors is not None:
             return self.by_rows
         buffers = self.buffers(x)
         if not buffers.decided:
-            buffers.open(self.needed(tensors, options, layer, needs), x, self.timeout)
+            buffers.open(self.needed(call, layer, needs), x, self.timeout)
         return self if buffers.problem is None else self.by_rows
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
+from .._call import score_dtype
 from ..routing import Pairs, counted, loss_sums, losses_of_sums, sequence_sums
 from ._group import ROUTING, Group
 
@@ -93,7 +94,7 @@ def group_sequence_losses(
     mine = torch.cat((counts.double(), torch.stack([t.double() for t in sums])))
     counts, (sequences, balance, tokens, z) = _total(group, mine, timeout).split([experts, 4])
     losses = balance / sequences.clamp(min=1), z / tokens.clamp(min=1)
-    load_balancing, z = (t.to(_ops.score_dtype(logits)) for t in losses)
+    load_balancing, z = (t.to(score_dtype(logits)) for t in losses)
     return load_balancing, z, counts.detach().long()
 
 
@@ -120,5 +121,5 @@ def group_losses(
     rows = counts.sum() if slots is None else tokens * slots
     shares = counts.detach() / rows.clamp(min=1)
     losses = losses_of_sums(shares, tokens, p, z)
-    load_balancing, z = (t.reshape(()).to(_ops.score_dtype(logits)) for t in losses)
+    load_balancing, z = (t.reshape(()).to(score_dtype(logits)) for t in losses)
     return load_balancing, z, counts.detach().long()

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, _ops
+from .. import _checks
+from .._call import NEEDS, Call, Options, Tensors, score_dtype
 from .._names import ACTIVATION, FORM, LAYOUT
-from .._ops import score_dtype
 from . import own_experts
 from ._group import BACKWARD, FORWARD, Group, from_host
 from ._memory import number_of
@@ -118,41 +118,43 @@ class Transport(ABC):
             "its state_dict() instead"
         )
 
-    def refuse(self, tensors: tuple) -> None:  # noqa: B027
-        """Raises if this transport does not serve these tensors. Called before the first exchange
-        of a call, so that an argument that all ranks refuse does not break the group."""
+    def refuse(self, call: Call) -> None:  # noqa: B027
+        """Raises if this transport does not serve the call. Called before the first exchange of a
+        call, so that an argument that all ranks refuse does not break the group."""
 
-    def chosen(self, tensors: tuple, options: tuple, layer: int, needs: int) -> Transport:
-        """The transport that serves tensors like these: this transport, or the choice of "auto".
-        All ranks call it at the same point of a forward."""
+    def chosen(self, call: Call, layer: int, needs: int) -> Transport:
+        """The transport that serves a call like this: this transport, or the choice of "auto". All
+        ranks call it at the same point of a forward."""
         return self
 
     @abstractmethod
-    def forward(self, tensors, options, main_gradients, layer: int, needs: int) -> Forward:
-        """Computes the output for this rank's tokens. `tensors` and `options` are those of
-        own_experts.py in the form "ids" or "pairs": this rank's tokens, expert ids in [0, E), and
-        the weights of this rank's experts. `layer` is the layer's number in the model, and `needs`
-        are the bits of the gradients that this rank needs."""
+    def forward(self, call: Call, layer: int, needs: int) -> Forward:
+        """Computes the output for this rank's tokens. The call has the form "ids" or "pairs": this
+        rank's tokens, expert ids in [0, E), and the weights of this rank's experts. `layer` is the
+        layer's number in the model, and `needs` are the bits of the gradients that this rank
+        needs."""
 
     @abstractmethod
-    def backward(self, dout, tensors, options, main_gradients, given: Forward, needs: int) -> list:
-        """The gradients of own_experts.differentiable(tensors), None for a gradient that is not in
-        `needs`. `given` is the result of forward; `given.out` is not read."""
+    def backward(self, dout: Tensor, call: Call, given: Forward, needs: int) -> dict:
+        """The gradients by name, those in `needs`. A gradient that was added to a main gradient is
+        None. `given` is the result of forward; `given.out` is not read."""
 
 
-def with_option(options: tuple, name: str, value) -> tuple:
-    at = _ops.OPTIONS.index(name)
-    return (*options[:at], value, *options[at + 1 :])
+def as_pairs(tensors: Tensors) -> Tensors:
+    """The tensors of the form "pairs" for those of "ids" or "pairs"."""
+    if tensors.second is not None:
+        return tensors
+    index = tensors.index
+    token = torch.arange(index.shape[0], device=index.device).unsqueeze(1).expand(index.shape)
+    return tensors._replace(
+        index=token.reshape(-1), second=index.reshape(-1), weights=tensors.weights.reshape(-1)
+    )
 
 
-def as_pairs(tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
-    """Tensors and options, converted to the form "pairs"."""
-    x, index, second, weights, *experts = tensors
-    if second is not None:
-        return tensors, options
-    token = torch.arange(index.shape[0], device=x.device).unsqueeze(1).expand(index.shape)
-    routing = token.reshape(-1), index.reshape(-1), weights.reshape(-1)
-    return (x, *routing, *experts), with_option(options, "form", FORM["pairs"])
+def _of_rows(call: Call, rows: Tensor, routes: Routes, weights: Tensor) -> Call:
+    """The call of the layer of one process on rows that this rank has received."""
+    local = call.tensors._replace(x=rows, index=routes.row, second=routes.expert, weights=weights)
+    return call._replace(tensors=local, options=call.options._replace(form=FORM["pairs"]))
 
 
 class RowTransport(Transport):
@@ -161,55 +163,54 @@ class RowTransport(Transport):
 
     keep_rows: bool  # see ExpertParallelMoE
 
-    def forward(self, tensors, options, main_gradients, layer, needs) -> Forward:
-        for name, given in zip(own_experts.TENSORS, tensors[:4], strict=False):
+    def forward(self, call, layer, needs) -> Forward:
+        for name, given in zip(own_experts.TENSORS, call.tensors[:4], strict=False):
             if given is not None:
                 _checks.memory(name, given)
-        (x, token, expert, weights, *experts), options = as_pairs(tensors, options)
-        style = style_of(tuple(options[: len(_ops.OPTIONS)]), experts[2].shape[2])
+        x, token, expert, weights, *_ = as_pairs(call.tensors)
+        experts, _, width = call.tensors.w_down.shape
+        style = style_of(call.options, width)
         if needs & own_experts.OF_X and not self.keep_rows:
             needs |= AGAIN
-        facts = Facts(layer, experts[2].shape[0], x.shape[0], x.shape[1], x.dtype, needs, style)
+        facts = Facts(layer, experts, x.shape[0], x.shape[1], x.dtype, needs, style)
         routes = self.routes(token, expert, facts)
         rows = self.dispatch(x, routes)
         row_weights = self.dispatch_weights(weights, routes)
-        local = (rows, routes.row, routes.expert, row_weights, *experts)
+        local = _of_rows(call, rows, routes, row_weights)
         if not routes.needs:
-            partial = own_experts.inference(local, options)
+            partial = own_experts.inference(local)
             return Forward(self.combine(partial, routes, x.shape[0]))
-        partial, h, saved = own_experts.forward(local, options, main_gradients)
+        partial, h, saved = own_experts.forward(local)
         out = self.combine(partial, routes, x.shape[0])
         kept = (h, saved, row_weights, *routes.tensors())
         if needs & own_experts.OF_X and not routes.needs & AGAIN:
             kept = (*kept, rows)
         return Forward(out, kept, routes.numbers())
 
-    def backward(self, dout, tensors, options, main_gradients, given, needs) -> list:
-        x, _, _, weights, *experts = tensors
+    def backward(self, dout, call, given, needs) -> dict:
+        x, weights = call.tensors.x, call.tensors.weights
         h, saved, row_weights, *rest = given.kept
         for kept in (x, row_weights, *rest):  # read by torch; the library checks the other ones
             _checks.memory("a tensor kept for backward", kept)
         routes = Routes.of(given.host, rest[:4])
-        options = with_option(options, "form", FORM["pairs"])
         self.begin_backward(routes)
         drows = self.dispatch(dout, routes)
         if routes.needs & AGAIN:
             rows = self.dispatch(x, routes)
         else:
             rows = rest[4] if len(rest) > 4 else torch.empty_like(drows)
-        local = (rows, routes.row, routes.expert, row_weights, *experts)
+        local = _of_rows(call, rows, routes, row_weights)
         # If any rank needs the gradient of x or of the routing weights, all ranks compute it: the
         # parts of a rank's gradient come from the other ranks.
-        shared = routes.needs & (_ops.NEEDS["x"] | _ops.NEEDS["weights"])
-        rest = (h, saved), main_gradients
-        gradients = own_experts.backward(drows, local, options, needs | shared, *rest)
-        if shared & _ops.NEEDS["x"]:
+        shared = routes.needs & (NEEDS["x"] | NEEDS["weights"])
+        gradients = own_experts.backward(drows, local, needs | shared, (h, saved))
+        if shared & NEEDS["x"]:
             gradients["x"] = self.combine(gradients["x"], routes, x.shape[0])
-        if shared & _ops.NEEDS["weights"]:
+        if shared & NEEDS["weights"]:
             back = self.return_weights(gradients["weights"], routes, weights.numel())
             gradients["weights"] = back.view(weights.shape)
-        each = own_experts.differentiable(tensors).items()
-        return [gradients[name] if needs & bit else None for name, bit in each]
+        wanted = [name for name, bit in own_experts.ALL_NEEDS.items() if needs & bit]
+        return {name: gradients[name] for name in wanted}
 
     @abstractmethod
     def routes(self, token: Tensor, expert: Tensor, facts: Facts) -> Routes:
@@ -242,12 +243,11 @@ class RowTransport(Transport):
 
 
 @functools.cache
-def style_of(options: tuple, width: int) -> int:
-    """OPTIONS and n as a number of 63 bits: activation (8), gate layout (2), n (31), and a hash
+def style_of(options: Options, width: int) -> int:
+    """The options and n as a number of 63 bits: activation (8), gate layout (2), n (31), and a hash
     (22) of the activation's parameters."""
-    named = dict(zip(_ops.OPTIONS, options, strict=True))
-    parameters = number_of(f"{float(named['alpha'])} {float(named['limit'])}") % 2**22
-    return named["activation"] | named["gate_layout"] << 8 | width << 10 | parameters << 41
+    parameters = number_of(f"{float(options.alpha)} {float(options.limit)}") % 2**22
+    return options.activation | options.gate_layout << 8 | width << 10 | parameters << 41
 
 
 def compared(layer, hidden, experts, dtype, needs, style) -> tuple:

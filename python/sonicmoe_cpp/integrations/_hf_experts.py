@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import _checks, _ops
+from .. import _checks
+from .._arguments import autocast_dtype
 from .._fake import check_format, fake_quantize
+from .._names import GATED, UNGATED
+from .._weights import LAYOUTS, Activation
 from ..fp8 import Fp8Cache, caches_of, check_request, kept_weights
-from ..layer import LAYOUTS, Activation, autocast_dtype, moe
+from ..layer import moe
 from ..lora import LowRank, lora_moe
 from ..packed import PackedWeights
 from . import _hf_packed, _recognise
@@ -66,7 +69,7 @@ def _recognise_plan(module: nn.Module) -> Plan | None:
 
 
 def _refusal(module: nn.Module) -> NotImplementedError:
-    supported = ", ".join(_ops.GATED if module.has_gate else _ops.UNGATED)
+    supported = ", ".join(GATED if module.has_gate else UNGATED)
     return NotImplementedError(
         f"the activation of {type(module).__name__} ({_name_of_activation(module)}) is not one "
         f"that sonicmoe_cpp computes ({supported}): use another experts_implementation for this "

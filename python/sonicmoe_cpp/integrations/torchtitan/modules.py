@@ -26,8 +26,7 @@ from ...distributed.peer import Limits
 from ...distributed.routing import pairs_of_equal_ranks
 from ...fp8 import Fp8Cache, kept_weights
 from ...layer import moe, moe_grouped, moe_pairs
-from ...module import _one_or_nan
-from ...routing import Pairs, route, token_round
+from ...routing import Pairs, one_or_nan, route, token_round
 from .._grouped import offsets_of
 from .._recognise import local
 
@@ -240,7 +239,7 @@ def _choice(router: TokenChoiceTopKRouter, logits: Tensor, options: dict) -> tup
     ids, weights = route(logits, router.top_k, **options)
     first = torch.arange(router.top_k, dtype=ids.dtype, device=ids.device)
     ids = torch.where((ids < 0).any(-1, keepdim=True), first, ids)
-    return ids, weights * _one_or_nan(logits).to(weights.dtype)
+    return ids, weights * one_or_nan(logits).to(weights.dtype)
 
 
 class SonicRouter(TokenChoiceTopKRouter):
@@ -331,7 +330,7 @@ class SonicRoundedMoE(MoE):
             chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, True)
             self.tokens_per_expert_E.add_(chosen.sum(0))
         out = self._experts(x, self._pairs(logits, options))
-        out = (out * _one_or_nan(logits).to(out.dtype)).type_as(x).view(x_BLD.shape)
+        out = (out * one_or_nan(logits).to(out.dtype)).type_as(x).view(x_BLD.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x_BLD)
 
 

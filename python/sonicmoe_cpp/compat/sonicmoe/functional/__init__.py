@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .... import _checks
-from ...._ops import GATED
+from ...._names import GATED
 from ....layer import moe, moe_pairs
 from ....routing import route
 from ..count_cumsum import count_cumsum, frequency
