@@ -22,10 +22,10 @@ RECORD = Path(__file__).parent / "results/study/fp8_scales.json"
 T, D, N, E, K = 512, 256, 256, 8, 2
 SCALES = (1, 30, 2000)
 ACTIVATIONS = (
-    *("swiglu", "swiglu_oai", "swiglu_clamped", "geglu", "reglu"),
+    *("swiglu", "swiglu_oai", "swiglu_clamped", "swiglu_step", "situ", "geglu", "reglu"),
     *("silu", "gelu", "relu", "relu2"),
 )
-GATED = ACTIVATIONS[:5]
+GATED = ACTIVATIONS[:7]
 KINDS = {"bf16": {}, "fp8": {"precision": "fp8"}, "keep_h": {"precision": "fp8", "keep_h": "bf16"}}
 
 
