@@ -47,6 +47,8 @@ def predict(model: nn.Module, experts: list[nn.Module], s: Settings) -> dict[str
     C = T * config.num_experts_per_tok
     n = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     attention = T * (20 * d + 14 * heads * head + 10 * kv_heads * head) * element // 2
+    if model.config._attn_implementation == "eager":  # T x T scores, softmax and a gradient
+        attention += 3 * heads * T * s.sequence * element
     kept = T * d * element
     if not s.checkpointing:
         kept += attention + C * 2 * n * element

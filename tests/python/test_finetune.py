@@ -80,6 +80,16 @@ def test_the_predicted_memory_is_the_sum_of_the_page(whole):
     assert found["peak"] == weights + max(found["kept of layers"], found["gradients"]) + most
 
 
+def test_eager_attention_has_scores_of_all_pairs():
+    layer = []
+    for attention in ("sdpa", "eager"):
+        settings = parse(flags(**OPTIONS | {"attention": attention}))
+        model = tune_model.build(settings)
+        found = memory.predict(model, tune_model.experts_of(model, settings), settings)
+        layer.append(found["one layer in backward"])
+    assert layer[1] - layer[0] == 3 * 4 * (2 * 32) * 32 * 4  # heads, T, sequence, bytes
+
+
 def test_an_interrupted_run_resumes_with_equal_bits(whole, text, tmp_path, monkeypatch):
     begin = run.Progress.on_step_begin
 
