@@ -26,6 +26,21 @@ class PackedTensor(Tensor):
     def __init__(self, weights: PackedWeights):
         self.packed = weights
 
+    # With these two a move of a module replaces the parameter instead of its storage, which it does
+    # not have.
+    def __tensor_flatten__(self):
+        parts = self.packed.tensors()
+        for name, tensor in parts.items():
+            setattr(self, name, tensor)
+        w = self.packed
+        return list(parts), (w.format, w.shape, w.dtype, w.block, w.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(parts, numbers, size, stride):
+        format, shape, dtype, block, transposed = numbers
+        options = {"block": block, "transposed": transposed}
+        return PackedTensor(PackedWeights(format, shape, dtype, **parts, **options))
+
     def __repr__(self, *, tensor_contents=None):
         return repr(self.packed)
 
