@@ -160,7 +160,7 @@ def finetune(s: Settings, stdout: TextIO) -> int:
             "losses": [entry["loss"] for entry in losses],
         }
         if s.beside:
-            trainer.optimizer = trainer.lr_scheduler = None  # their memory is not beside's
+            run.free_optimizer(trainer)
             report["beside"] = run.beside(net, s, rows, stop)
     if s.merge:
         model.merge(net, out / "merged")

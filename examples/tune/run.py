@@ -1,5 +1,6 @@
 """A run of transformers' Trainer: progress, checkpoints, interruption, resuming."""
 
+import gc
 import statistics
 import time
 from datetime import timedelta
@@ -129,6 +130,16 @@ def train(trainer: Trainer, progress: Progress, checkpoint: str | None) -> bool:
     if progress.failed:
         raise TrainingFailed(f"the loss is not finite at step {progress.failed}: lower --lr")
     return trainer.state.global_step >= trainer.args.max_steps
+
+
+def free_optimizer(trainer: Trainer) -> None:
+    """Frees the optimizer's state and the gradients, which would count to the next run's peak."""
+    trainer.accelerator.free_memory()
+    trainer.model.zero_grad()
+    handler = trainer.callback_handler
+    trainer.optimizer = trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
+    trainer.model_wrapped = trainer.model
+    gc.collect()
 
 
 def beside(model, s: Settings, rows, stop: StopSignal) -> dict:

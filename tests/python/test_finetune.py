@@ -1,5 +1,6 @@
 """examples/finetune.py: trains, stops, resumes with equal bits, merges; one sentence an error."""
 
+import gc
 import json
 import signal
 
@@ -119,7 +120,7 @@ def test_the_merged_model_has_the_loss_of_the_run(whole, text):
     assert got == pytest.approx(report(whole)["held_out"]["after"], abs=1e-4)
 
 
-def test_a_model_of_a_folder_with_its_tokenizer(text, tmp_path, capsys):
+def test_a_model_of_a_folder_with_its_tokenizer(text, tmp_path, capsys, monkeypatch):
     """The first layer of a saved model; afterwards the same steps with other experts."""
     tune_model.build(parse(flags(**OPTIONS))).save_pretrained(tmp_path / "model")
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -127,10 +128,19 @@ def test_a_model_of_a_folder_with_its_tokenizer(text, tmp_path, capsys):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    alive = []
+    beside = run.beside
+
+    def watched(model, settings, rows, stop):
+        alive.extend(o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer))
+        return beside(model, settings, rows, stop)
+
+    monkeypatch.setattr(run, "beside", watched)
     options = {"config": "", "model": tmp_path / "model", "layers": 1, "beside": "eager"}
     assert finetune(text, tmp_path / "out", "--json", **options) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == report(tmp_path / "out") and found["trained"]["tensors"] == 12
+    assert not alive  # the first run's optimizer does not count to the second one's memory
     assert found["beside"]["fits"] and found["beside"]["tokens_per_s"] > 0
 
 
