@@ -101,6 +101,15 @@ def test_deepseek_v4_in_fp64():
     assert all(error(ours[name], eager[name]) <= 1e-12 for name in eager)
 
 
+@pytest.mark.skipif(
+    "inkling2" not in transformers.CONFIG_MAPPING, reason="this transformers has no Inkling-2"
+)
+def test_inkling2_has_the_caps_of_its_config():
+    """look_at() compares output and gradients with eager."""
+    (found,) = hf_architectures.look_at("inkling2")
+    assert found.plan.activation == Activation("situ", alpha=4.0, limit=25.0)
+
+
 def test_supports():
     model = hf_models.build("gpt_oss")
     found = hf.supports(model)
