@@ -1,5 +1,5 @@
 // Every activation with its exact derivatives; no other file of the oracle has these formulas.
-// docs/method.md derives them. At kinks as in torch: clamp passes its gradient at equality,
+// docs/method.md derives them. At kinks as in torch 2.13: clamp passes its gradient at equality,
 // relu'(0) = 0.
 #pragma once
 

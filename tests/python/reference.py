@@ -27,6 +27,12 @@ def is_gated(name: str) -> bool:
     return name in GATED or name in LIMITS
 
 
+def clamped(t: Tensor, least: float, most: float) -> Tensor:
+    """torch.clamp, whose gradient is 0 at equality since torch 2.14. Here it passes, as before."""
+    t = torch.where(t > most, most, t)
+    return torch.where(t < least, least, t)
+
+
 def activate(name: str, gate: Tensor | None, up: Tensor, alpha=None, limit=None) -> Tensor:
     limit = limit or LIMITS.get(name)
     if name == "situ":
@@ -34,9 +40,9 @@ def activate(name: str, gate: Tensor | None, up: Tensor, alpha=None, limit=None)
         soft = cap * torch.tanh(gate / cap) * torch.sigmoid(gate)
         return soft * limit * torch.tanh(up / limit)
     if name == "swiglu_step":
-        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+        return clamped(F.silu(gate), -float("inf"), limit) * clamped(up, -limit, limit)
     if name in LIMITS:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate, up = clamped(gate, -float("inf"), limit), clamped(up, -limit, limit)
     if name == "swiglu_oai":
         return gate * torch.sigmoid((alpha or 1.702) * gate) * (up + 1)
     if name == "swiglu_clamped":

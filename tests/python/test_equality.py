@@ -68,7 +68,7 @@ def test_alpha_and_limit(name, parameters):
 @pytest.mark.parametrize("name", ["swiglu_oai", "swiglu_clamped", "swiglu_step"])
 @pytest.mark.parametrize("path", [sonicmoe_cpp.moe, sonicmoe_cpp.lora_moe])
 @pytest.mark.parametrize("device,dtype", DTYPES)
-def test_clamps_pass_their_gradient_at_equality_as_torch(device, dtype, path, name):
+def test_clamps_pass_their_gradient_at_equality(device, dtype, path, name):
     """W1 copies one input each to gate and up, at, inside and beyond the limit, so H is exact."""
     # silu exceeds the limit of 2 from 2.2179 on.
     values = [-2.125, -2.0, -1.875, 0.5, 1.875, 2.0, 2.125, 2.203125, 2.25]
