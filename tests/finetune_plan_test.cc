@@ -51,7 +51,7 @@ TEST(FinetunePlan, OptionsChangeTheirItems) {
   EXPECT_EQ(memory["other weights"], 2 * (384 + 100 * 8 + 64));
   EXPECT_EQ(memory["factors"], 1248 * 2);
   EXPECT_EQ(memory["optimizer"], 1248 * 2);
-  EXPECT_EQ(memory["kept of layers"], 2 * (32 * 8 * 2 + 9984 + 64 * 2 * 16 * 2));
+  EXPECT_EQ(memory["kept of layers"], 1 * (32 * 8 * 2 + 9984 + 64 * 2 * 16 * 2));
   const std::map<std::string, double> bytes = {{"nf4-nested", 3072 * (0.5 + (1 + 4.0 / 256) / 64)},
                                                {"mxfp4", 1632},
                                                {"fp8", 3072 * (1 + 4.0 / 16384)}};

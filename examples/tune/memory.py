@@ -49,9 +49,9 @@ def predict(model: nn.Module, experts: list[nn.Module], s: Settings) -> dict[str
     attention = T * (20 * d + 14 * heads * head + 10 * kv_heads * head) * element // 2
     if model.config._attn_implementation == "eager":  # T x T scores, softmax and a gradient
         attention += 3 * heads * T * s.sequence * element
-    kept = T * d * element
-    if not s.checkpointing:
-        kept += attention + C * 2 * n * element
+    kept = layers * T * d * element
+    if not s.checkpointing:  # of all layers but the one in backward
+        kept = (layers - 1) * (T * d * element + attention + C * 2 * n * element)
     packed = [p for module in experts for p in module.parameters() if hasattr(p, "packed")]
     unpacked = sum(p.numel() * element for p in packed[:2])  # both projections of one layer
     items = {
@@ -60,7 +60,7 @@ def predict(model: nn.Module, experts: list[nn.Module], s: Settings) -> dict[str
         "factors": _bytes(trains),
         "gradients": _bytes(trains),
         "optimizer": sum(p.numel() * STATES.get(s.optim, 2 * p.element_size()) for p in trains),
-        "kept of layers": layers * kept,
+        "kept of layers": kept,
         "one layer in backward": C * (5 * n + d) * element + attention,
         "unpacked weights": unpacked,
         "logits": min(T, CHUNK) * config.vocab_size * (8 + 2 * element),

@@ -93,23 +93,25 @@ void add_memory(const ModelShape& m, const FinetunePlan& p, const Letters& s, Fi
   const auto [weight, factor, moment] = element_bytes(p);
   // Of one layer, in bf16: tensors of attention and norms, and of experts: H, dH, A' and dX~.
   const double attention = s.T * (20 * s.d + 14 * s.q + 10 * s.kv);
-  const double kept = s.T * s.d * 2 + (p.checkpointing ? 0.0 : attention + s.C * 2 * s.n * 2);
+  // Without checkpointing all layers but the one in backward keep what it needs.
+  const double input = s.T * s.d * 2, needed = input + attention + s.C * 2 * s.n * 2;
+  const double kept = p.checkpointing ? s.L * input : (s.L - 1) * needed;
   const double layer = s.C * (5 * s.n + s.d) * 2 + attention;
   const double logits = std::min(s.T, static_cast<double>(kChunk)) * s.V * 12;
   const double others = s.attention() + s.V * s.d * (m.tied ? 1 : 2) + s.L * s.E * s.d;
-  const double gradients = s.factors() * factor, inputs = s.L * kept;
+  const double gradients = s.factors() * factor;
   cost.memory = {{"experts", s.weights() * weight},
                  {"other weights", others * 2},
                  {"factors", s.factors() * factor},
                  {"gradients", gradients},
                  {"optimizer", s.factors() * 2 * moment},
-                 {"kept of layers", inputs},
+                 {"kept of layers", kept},
                  {"one layer in backward", layer},
                  {"logits", logits},
                  {"unpacked weights", p.weights == "bf16" ? 0.0 : s.E * 3 * s.n * s.d * 2}};
   // Backward frees what layers kept while it makes gradients. Logits are gone before the first
   // layer's backward.
-  cost.peak = std::max(gradients, inputs) + std::max(layer, logits);
+  cost.peak = std::max(gradients, kept) + std::max(layer, logits);
   for (const char* name :
        {"experts", "other weights", "factors", "optimizer", "unpacked weights"}) {
     for (const FinetuneCost::Bytes& item : cost.memory) {

@@ -81,6 +81,14 @@ def test_the_predicted_memory_is_the_sum_of_the_page(whole):
     assert found["peak"] == weights + max(found["kept of layers"], found["gradients"]) + most
 
 
+def test_without_checkpointing_all_layers_but_one_keep_what_they_need():
+    settings = parse([*flags(**OPTIONS), "--no-checkpointing"])
+    model = tune_model.build(settings)
+    found = memory.predict(model, tune_model.experts_of(model, settings), settings)
+    attention = 64 * (20 * 64 + 14 * 64 + 10 * 32) * 2
+    assert found["kept of layers"] == 64 * 64 * 4 + attention + 4 * 64 * 2 * 64 * 4
+
+
 def test_eager_attention_has_scores_of_all_pairs():
     layer = []
     for attention in ("sdpa", "eager"):
