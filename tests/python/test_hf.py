@@ -157,12 +157,25 @@ def test_no_other_model_is_warned_of(recwarn):
 MADE_WITH = re.compile(r"with transformers ([0-9.]+)")
 
 
+def rows_of(table):
+    """{result: set of architectures}."""
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {row[0]: set(row[1].split(", ")) for row in rows if len(row) == 2}
+
+
 def test_the_table_of_architectures_is_what_running_them_gives():
+    """With another release than the table's, its architectures must be in the same rows."""
     page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
     version = MADE_WITH.search(page).group(1)
-    if transformers.__version__ != version:
+    found = hf_architectures.table()
+    if transformers.__version__ == version:
+        assert found in page
+    elif tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
         pytest.skip(f"the table was made with transformers {version}")
-    assert hf_architectures.table() in page
+    else:
+        shown, known = rows_of(page), set().union(*rows_of(page).values())
+        for result, names in rows_of(found).items():
+            assert names & known <= shown.get(result, set()), result
 
 
 def test_models_are_built_with_it_and_generate():
