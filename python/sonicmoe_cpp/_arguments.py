@@ -65,6 +65,9 @@ _FORMS = {
 }
 
 
+_PLAIN = (None, None, 0, 0)  # the wish of calls in the tensors' dtype, which depends on nothing
+
+
 @_checks.remembered
 def _plan(form: str, activation, gate_layout, wish: tuple, facts: tuple) -> _Plan:
     """Checks all arguments except main gradients and quantised weights. `facts` are the
@@ -151,11 +154,14 @@ def call_of(
     and shapes is in _plan(), whose results are cached."""
     names = _FORMS[form].names
     _checks.tensor(names[0], x)
-    w_up, w_down, b_up, b_down = experts
-    experts = (*gate_and_up("w_up", w_up), w_down, b_up, b_down)
+    w_up, *others = experts
+    gate_up = (None, w_up) if isinstance(w_up, Tensor) else gate_and_up("w_up", w_up)
+    experts = (*gate_up, *others)
     if _ops.may_autocast():
         x, experts = _autocast(x, experts)
-    wish = (*request[:2], request.quantisations(), _library.choices())
+    wish = _PLAIN
+    if request is not NOTHING:
+        wish = (*request[:2], request.quantisations(), _library.choices())
     plan = _plan(form, *style, wish, _checks.keys(names, (x, *routing, *experts)))
     index, second, weights = routing
     if weights is not None and weights.dtype != plan.scores:

@@ -46,9 +46,10 @@ class Derivative(NamedTuple):
 def _picker(names: tuple, wanted: tuple) -> Callable:
     """A function that returns the values of `wanted` from the values of `names`, quickly."""
     at = [names.index(name) for name in wanted]
-    if len(at) > 1:
-        return operator.itemgetter(*at)
-    return lambda values: tuple([values[i] for i in at])
+    first = at[0] if at else 0
+    if at == list(range(first, first + len(at))):
+        return operator.itemgetter(slice(first, first + len(at)))
+    return operator.itemgetter(*at)
 
 
 class _Places:
@@ -74,14 +75,6 @@ class _Places:
         self.differentiated = _picker(values, d.gradients) if d.main_gradients else None
 
 
-def _keep(ctx, d: Derivative, places: _Places, values: tuple) -> None:
-    """Keeps what backward needs of `values`, the arguments and outputs of a call."""
-    # Otherwise autograd makes a zero gradient for every unused output, also for H.
-    ctx.set_materialize_grads(d.always)
-    ctx.rest = places.rest(values)
-    ctx.save_for_backward(*places.saved(values), *values[places.outputs_end :])
-
-
 def _differentiate(d: Derivative, places: _Places, wanted: tuple, values: tuple) -> list:
     """The gradients, None for those that are not wanted."""
     further = values[places.values_end :]
@@ -98,8 +91,12 @@ def register(name: str, d: Derivative) -> None:
     positions = [d.inputs.index(gradient) for gradient in d.gradients]
 
     def setup(ctx, inputs, output):
+        values = (*inputs, *output)
         ctx.mark_non_differentiable(*output[1:])
-        _keep(ctx, d, places, (*inputs, *output))
+        # Otherwise autograd makes a zero gradient for every unused output, also for H.
+        ctx.set_materialize_grads(d.always)
+        ctx.rest = places.rest(values)
+        ctx.save_for_backward(*places.saved(values))
 
     def backward(ctx, gradient, *_):
         of_inputs = [None] * len(d.inputs)
@@ -159,17 +156,23 @@ def recorded(
     others = tuple(argument for argument in d.inputs if argument not in d.gradients)
     # The Function takes the arguments that have a gradient, and one tuple with the others: each
     # argument and output of a Function costs host time.
-    apart = _picker(d.inputs, d.gradients), _picker(d.inputs, others)
+    of_gradients, of_others = _picker(d.inputs, d.gradients), _picker(d.inputs, others)
     together = _picker((*d.gradients, *others), d.inputs)
+    # Names of this function are faster to read than attributes.
+    always, returns_all, end = d.always, d.returned is None, places.outputs_end
+    saved_of, rest_of = places.saved, places.rest
 
     def forward(ctx, *arguments):
         inputs = together((*arguments[:-1], *arguments[-1]))
         outputs = kernel(*inputs)
-        _keep(ctx, d, places, (*inputs, *outputs))
-        if d.returned == 1:
-            return outputs[0]
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
+        values = (*inputs, *outputs)
+        ctx.set_materialize_grads(always)
+        ctx.rest = rest_of(values)
+        ctx.save_for_backward(*saved_of(values), *values[end:])
+        if returns_all:
+            ctx.mark_non_differentiable(*outputs[1:])
+            return outputs
+        return outputs[0]
 
     def backward(ctx, gradient, *_):
         wanted = ctx.needs_input_grad[:-1]
@@ -187,7 +190,6 @@ def recorded(
         return *_differentiate(d, places, wanted, values), None
 
     apply = _function(name, forward, around(backward))
-    of_gradients, of_others = apart
 
     def run(*inputs):
         return apply(*of_gradients(inputs), of_others(inputs))

@@ -8,18 +8,21 @@ from . import _autograd, _checks, _ops, _packed_ops, fp8
 from ._arguments import call_of, grouped_index, packed_call, pairs_index
 from ._names import ACTIVATION, GATED, LAYOUT
 from ._weights import Activation, activation_of, gate_and_up
-from .fp8 import Fp8Weights, Request, request_of
+from .fp8 import NOTHING, Fp8Weights, Request, request_of
 from .packed import PackedWeights
 from .routing import Pairs
 
 
-def _run(*arguments, request: Request) -> Tensor:
+def _run(
+    form: str, x, routing: tuple, experts: tuple, style: tuple, grad_accum, *, request: Request
+) -> Tensor:
     """Runs the layer on the arguments of call_of()."""
-    of_packed = packed_call(*arguments, request)
-    if of_packed is not None:
-        return _packed_ops.layer(*of_packed)
-    call = call_of(*arguments, request)
-    if request.precision is None and request.fp8_weights is None:
+    if not isinstance(experts[1], Tensor) or not isinstance(experts[0], Tensor):
+        of_packed = packed_call(form, x, routing, experts, style, grad_accum, request)
+        if of_packed is not None:
+            return _packed_ops.layer(*of_packed)
+    call = call_of(form, x, routing, experts, style, grad_accum, request)
+    if request is NOTHING:
         return _autograd.layer(call)
     return _autograd.layer(call, fp8.given_weights(request, call))
 
