@@ -57,6 +57,9 @@ class StructureTest(unittest.TestCase):
         self.expect("src/cuda/engines.cc", '#include "cuda/hopper/a.h"\n')
         self.expect("src/backends.cc", '#include "cpu/backend.h"\n#include "cuda/backend.h"\n')
         self.expect("src/cuda/hopper/a.cuh", '#include "generated.cuh"\n')
+        self.expect("emulator/runtime/a.cc", '#include "machine.h"\n#include "runtime/api.h"\n')
+        core = '\n#include "core/checks.h"\n'
+        self.expect("emulator/a.cc", core, "2: the emulator must not include core/checks.h")
         for path, header in (
             ("src/cuda/device/a.cc", "cuda/layer/engine.h"),
             ("src/cuda/ptx/a.cuh", "cuda/hopper/ptx/b.cuh"),

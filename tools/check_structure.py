@@ -5,7 +5,7 @@
 
 Prints one line per finding and exits 1 if there is any. Rules:
   - Torch headers only in python/, asm only in ptx/ folders of src/cuda, no CUDA in src/core;
-  - folders of src/ include only those that INCLUDES allows them;
+  - folders of src/ include only those that INCLUDES allows them, emulator/ nothing of the library;
   - files of at most 600 lines, functions of at most 100 (200 under src/cuda), 8 parameters;
   - no paths of one machine, no TODO notes, no commented-out code;
   - every record in benchmarks/results/ parses and names a commit of the history.
@@ -215,6 +215,13 @@ def folder_of(header):
     return "" if len(parts) <= 2 and parts[0] in ("cuda", Path(header).name) else None
 
 
+def check_emulator(path, text):
+    for found in INCLUDE.finditer(text) if path.startswith("emulator/") else ():
+        if "/" in found.group(1) and not found.group(1).startswith("runtime/"):
+            line = text.count("\n", 0, found.start()) + 1
+            yield Finding(path, line, f"the emulator must not include {found.group(1)}")
+
+
 def check_includes(path, text):
     if Path(path).suffix not in CPP or not path.startswith("src/"):
         return
@@ -285,6 +292,7 @@ def check_file(root, path):
         yield from check_sizes(path, text)
         yield from check_layers(path, text)
         yield from check_includes(path, text)
+        yield from check_emulator(path, text)
     if suffix in TEXT and path not in SELF:
         yield from check_words(path, text)
 
