@@ -224,6 +224,10 @@ def test_experts_of_transformers():
     with pytest.raises(ValueError, match="one of them must be None"):
         hf.set_fake_quantize(model, "mxfp4")
     hf.set_precision(model, None)
+    packed_model = hf_models.build("qwen3_moe", hidden_size=32, moe_intermediate_size=32)
+    hf.quantize_experts(packed_model, "mxfp4")
+    with pytest.raises(ValueError, match="is packed, must be unpacked to be trained"):
+        hf.set_fake_quantize(packed_model, "mxfp4")
     model.set_experts_implementation("eager")
     with pytest.raises(ValueError, match="is not computed by sonicmoe_cpp"):
         hf.set_fake_quantize(model, "mxfp4")

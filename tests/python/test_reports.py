@@ -144,7 +144,7 @@ def test_forwards_keep_nothing():
     before = tensors()
     for _ in range(20):
         moe(x)
-    assert tensors() == before
+    assert tensors() <= before  # fewer, if garbage of other tests is collected
 
 
 def test_a_forked_process_computes():

@@ -232,6 +232,8 @@ def set_fake_quantize(model: nn.Module, format: str | None) -> None:
         )
     for name, module in experts.items():
         check_format(format, _chosen(module).precision)
+        if format is not None and _hf_packed.packed_of(module, "down_proj") is not None:
+            raise ValueError(f"{name or 'the module'} is packed, must be unpacked to be trained")
         if format is not None and not is_computed_here(module):
             raise ValueError(
                 f"{name or 'the module'} is not computed by sonicmoe_cpp: choose it by "
