@@ -11,6 +11,10 @@ constexpr std::size_t kGranule = SharedMemory::kGranule;
 /// Each byte of shared memory when a CTA starts. It gives a NaN in every format.
 constexpr int kGarbage = 0xff;
 
+std::string place_of_unit(std::size_t unit) {
+  return "byte " + std::to_string(unit * SharedMemory::kUnit) + " of shared memory";
+}
+
 }  // namespace
 
 Cta::Cta(Cluster& cluster, std::uint32_t rank, Dim index)
@@ -20,7 +24,10 @@ Cta::Cta(Cluster& cluster, std::uint32_t rank, Dim index)
       shared_bytes_(cluster.grid().launch().program->static_shared +
                     cluster.grid().launch().dynamic_shared),
       shared_(Pool<SharedMemory>::pool().take(shared_bytes_)),
-      start_(shared_->time) {
+      start_(shared_->time),
+      history_(shared_->states.data(),
+               (shared_bytes_ + SharedMemory::kUnit - 1) / SharedMemory::kUnit, &place_of_unit,
+               cluster.agents) {
   const Launch& launch = cluster.grid().launch();
   std::memset(shared_->bytes(), kGarbage, shared_bytes_);
   const std::uint32_t threads = launch.block.count();
@@ -75,7 +82,10 @@ bool Cta::is_done() const {
   return std::all_of(warps.begin(), warps.end(), [](const auto& w) { return w->is_done(); });
 }
 
-Cluster::Cluster(Grid& grid, Dim first) : index(first), grid_(grid) {
+Cluster::Cluster(Grid& grid, Dim first)
+    : index(first),
+      agents((grid.launch().block.count() + kLanes - 1) / kLanes, grid.launch().cluster.count()),
+      grid_(grid) {
   const Dim size = grid.launch().cluster;
   for (std::uint32_t rank = 0; rank < size.count(); ++rank) {
     const Dim cta{index.x * size.x + rank % size.x, index.y * size.y + rank / size.x % size.y,

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -36,8 +37,14 @@ class LaneCopies {
   /// The copy that was issued last, of those that some lane has not waited for; null: none.
   CopyTask last() const { return issues_.empty() ? nullptr : issues_.back().task; }
 
-  void issue(CopyTask task, std::uint32_t lanes) {
-    issues_.push_back({std::move(task), lanes, kOpen});
+  /// `number`: of the issue, ascending.
+  void issue(CopyTask task, std::uint32_t lanes, std::uint32_t number) {
+    issues_.push_back({std::move(task), lanes, kOpen, number});
+  }
+
+  /// The number of the oldest issue that some lane has not waited for.
+  std::optional<std::uint32_t> oldest() const {
+    return issues_.empty() ? std::nullopt : std::optional(issues_.front().number);
   }
 
   /// commit_group.
@@ -49,7 +56,7 @@ class LaneCopies {
         if (committed == 0) continue;
         if (const std::uint32_t rest = issues_[i].lanes & ~some; rest != 0) {
           issues_.insert(issues_.begin() + static_cast<std::ptrdiff_t>(i),
-                         {issues_[i].task, rest, kOpen});
+                         {issues_[i].task, rest, kOpen, issues_[i].number});
           ++i;
         }
         issues_[i].lanes = committed;
@@ -93,6 +100,7 @@ class LaneCopies {
     CopyTask task;
     std::uint32_t lanes;
     std::int64_t group;  ///< its number in these lanes, or kOpen
+    std::uint32_t number;
   };
 
   /// Calls f(lanes) once if all lanes have committed equally many groups, else once for each lane.

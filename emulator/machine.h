@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "clocks.h"
 #include "dependent_launch.h"
 #include "lane_copies.h"
 #include "pool.h"
@@ -58,6 +59,7 @@ inline constexpr std::uint64_t kSharedWindow = 0x0100'0000'0000'0000;
 inline constexpr std::uint64_t kLocalWindow = 0x0200'0000'0000'0000;
 inline constexpr std::uint64_t kWindowMask = 0xff00'0000'0000'0000;
 inline constexpr int kRankShift = 24;
+inline constexpr std::uint32_t kOffsetMask = (1u << kRankShift) - 1;
 
 class Cta;
 class Cluster;
@@ -115,6 +117,11 @@ class Warp {
   void jump(std::uint32_t lanes, std::uint32_t target);  ///< other lanes go on behind the branch
   void exit(std::uint32_t lanes);
 
+  WarpClock& clock() { return clock_; }
+  /// wait_group of the copies, bulk copies or products: all groups of the lanes but the last
+  /// `keep`.
+  void wait_for_group(Agent agent, std::uint32_t lanes, std::int64_t keep);
+
   std::int64_t cluster_phase = -1;  ///< phase of barrier.cluster in which the warp has arrived
   /// Copies that the lanes have issued and not waited for. cp.async and bulk copies have separate
   /// groups.
@@ -143,6 +150,7 @@ class Warp {
   LaneCopies copies_;
   LaneCopies bulk_copies_;
   LaneCopies products_;
+  WarpClock clock_;
 };
 
 /// bar.sync and bar.arrive: one of the sixteen barriers of a CTA.
@@ -152,6 +160,8 @@ struct NamedBarrier {
   std::uint32_t expected = 0;  ///< 0: every thread of the CTA that is alive
   std::uint32_t count = 0;     ///< bar.red: threads of this phase whose predicate holds
   std::uint32_t result = 0;    ///< the count of the last complete phase
+  VectorClock clock_arrived;   ///< of the warps that have arrived, in all phases
+  VectorClock clock_complete;  ///< of complete phases
 };
 
 class Cta {
@@ -169,7 +179,7 @@ class Cta {
   }
   /// The host address of shared memory of any CTA of the cluster, by a 32-bit address.
   std::byte* shared(std::uint32_t address, std::size_t bytes) {
-    return owner(address).own_shared(address & ((1u << kRankShift) - 1), bytes);
+    return owner(address).own_shared(address & kOffsetMask, bytes);
   }
   Cta& owner(std::uint32_t address) {  ///< of a 32-bit shared address
     return address >> kRankShift == 0 ? *this : other_owner(address >> kRankShift);
@@ -190,6 +200,8 @@ class Cta {
   /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence.
   void check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const;
 
+  History& history() { return history_; }  ///< of its shared memory
+
   bool has_launched_next = false;  ///< griddepcontrol.launch_dependents
   std::array<NamedBarrier, 16> barriers;
   std::vector<std::unique_ptr<Warp>> warps;
@@ -207,6 +219,28 @@ class Cta {
   Pooled<SharedMemory> shared_;
   std::vector<std::uint64_t> fences_;  ///< time of each warp's last one
   std::uint64_t start_;                ///< SharedMemory::time before this CTA
+  History history_;
+};
+
+/// Accesses with one stamp to the shared memory of a CTA. Throws Fault for those that are not
+/// ordered.
+class SharedPass {
+ public:
+  SharedPass(Cta& cta, Stamp by, const VectorClock& known) : pass_(cta.history(), by, known) {}
+  /// Of an instruction of the warp that has the clock. now() comes first: known() may change by it.
+  SharedPass(Cta& cta, WarpClock& clock) : pass_{cta.history(), clock.now(), clock.known()} {}
+  void read(std::uint32_t offset, std::size_t bytes) {
+    pass_.read(offset / SharedMemory::kUnit, units(offset, bytes));
+  }
+  void write(std::uint32_t offset, std::size_t bytes) {
+    pass_.write(offset / SharedMemory::kUnit, units(offset, bytes));
+  }
+
+ private:
+  static std::size_t units(std::uint32_t offset, std::size_t bytes) {
+    return (offset + bytes - 1) / SharedMemory::kUnit - offset / SharedMemory::kUnit + 1;
+  }
+  History::Pass pass_;
 };
 
 class Cluster {
@@ -217,8 +251,11 @@ class Cluster {
 
   Dim index;
   std::vector<std::unique_ptr<Cta>> ctas;
-  std::int64_t phase = 0;     ///< of barrier.cluster
-  std::uint32_t arrived = 0;  ///< threads
+  Agents agents;
+  std::int64_t phase = 0;      ///< of barrier.cluster
+  std::uint32_t arrived = 0;   ///< threads
+  VectorClock clock_arrived;   ///< of the warps that have arrived, in all phases
+  VectorClock clock_complete;  ///< of complete phases
 
  private:
   Grid& grid_;
@@ -270,18 +307,21 @@ class Grid {
 Grid& Warp::grid() { return cta_.cluster().grid(); }
 const Program& Warp::program() { return *grid().launch().program; }
 
-/// mbarrier objects: 8 bytes of shared memory in a format of the emulator's own.
+/// mbarrier objects: 8 bytes of shared memory of a CTA of the cluster, in a format of the
+/// emulator's own. Functions throw Fault if the object is not initialised.
 namespace mbarrier {
 void init(std::byte* at, std::uint32_t count);
 void invalidate(std::byte* at);
 void expect(std::byte* at, std::uint32_t bytes);
 /// `bytes` of copies have arrived. Throws Fault if the count leaves its range.
-void complete(Grid& grid, std::byte* at, std::uint32_t bytes);
-void arrive(Grid& grid, std::byte* at, std::uint32_t count);
+void complete(Cluster& cluster, std::byte* at, std::uint32_t bytes);
+void arrive(Cluster& cluster, std::byte* at, std::uint32_t count);
 /// One more arrival is needed in this phase: cp.async.mbarrier.arrive without .noinc.
 void expect_arrival(std::byte* at);
 /// Whether the phase with this parity is complete.
 bool is_complete(const std::byte* at, std::uint32_t parity);
+/// The clock of an initialised object. Throws Fault unless `known` has the initialisation.
+BarrierClock& clock_of(Cluster& cluster, std::byte* at, const VectorClock& known);
 }  // namespace mbarrier
 
 }  // namespace sonicmoe::emulator

@@ -56,11 +56,12 @@ void store(std::byte* at, const State& s) {
 }
 
 /// Stores the state, in its next phase if this one is complete.
-void settle(Grid& grid, std::byte* at, State s) {
+void settle(Cluster& cluster, std::byte* at, State s) {
   if (s.missing == 0 && s.bytes == 0) {
     s.parity ^= 1;
     s.missing = s.expected;
-    grid.note_progress();
+    cluster.agents.barrier(at).complete_phase();
+    cluster.grid().note_progress();
   }
   store(at, s);
 }
@@ -83,16 +84,16 @@ void expect(std::byte* at, std::uint32_t bytes) {
   store(at, s);
 }
 
-void complete(Grid& grid, std::byte* at, std::uint32_t bytes) {
+void complete(Cluster& cluster, std::byte* at, std::uint32_t bytes) {
   State s = load(at);
   s.bytes -= bytes;
-  settle(grid, at, s);
+  settle(cluster, at, s);
 }
 
-void arrive(Grid& grid, std::byte* at, std::uint32_t count) {
+void arrive(Cluster& cluster, std::byte* at, std::uint32_t count) {
   State s = load(at);
   s.missing -= count;
-  settle(grid, at, s);
+  settle(cluster, at, s);
 }
 
 void expect_arrival(std::byte* at) {
@@ -102,5 +103,15 @@ void expect_arrival(std::byte* at) {
 }
 
 bool is_complete(const std::byte* at, std::uint32_t parity) { return load(at).parity != parity; }
+
+BarrierClock& clock_of(Cluster& cluster, std::byte* at, const VectorClock& known) {
+  load(at);
+  BarrierClock& clock = cluster.agents.barrier(at);
+  if (!known.has(clock.initialised)) {
+    throw Fault("an mbarrier is used by a warp that has not waited for its initialisation by " +
+                cluster.agents.name(clock.initialised));
+  }
+  return clock;
+}
 
 }  // namespace sonicmoe::emulator::mbarrier

@@ -31,6 +31,7 @@ void complete_if_all_arrived(Warp& warp, NamedBarrier& barrier) {
   if (barrier.arrived == 0 || barrier.arrived < expected) return;
   if (barrier.arrived > expected) throw Fault("more threads arrive at a barrier than it expects");
   ++barrier.phase;
+  barrier.clock_complete = barrier.clock_arrived;
   barrier.result = barrier.count;
   barrier.arrived = barrier.expected = barrier.count = 0;
   warp.grid().note_progress();
@@ -84,6 +85,7 @@ Next run_named(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   Fragment& f = warp.fragment();
   if (f.ticket == -1) {
     const std::int64_t phase = barrier.phase;
+    warp.clock().release(&barrier.clock_arrived);
     arrive(warp, i, barrier, lanes);
     complete_if_all_arrived(warp, barrier);
     if (static_cast<Named>(i.detail) == Named::kArrive) return Next::kAdvance;
@@ -93,6 +95,7 @@ Next run_named(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   }
   if (barrier.phase == f.ticket) return Next::kWait;
   f.ticket = -1;
+  warp.clock().acquire(barrier.clock_complete);
   store_result(warp, i, barrier, lanes);
   return Next::kAdvance;
 }
@@ -126,6 +129,7 @@ void complete_cluster_phase(Warp& warp) {
   if (cluster.arrived == 0 || cluster.arrived < cluster_threads(cluster)) return;
   cluster.arrived = 0;
   ++cluster.phase;
+  cluster.clock_complete = cluster.clock_arrived;
   warp.grid().note_progress();
 }
 
@@ -134,6 +138,7 @@ Next run_cluster_arrive(Warp& warp, const Instruction&, std::uint32_t) {
   if (warp.cluster_phase != -1) throw Fault("a warp arrives twice at the cluster's barrier");
   Cluster& cluster = warp.cta().cluster();
   warp.cluster_phase = cluster.phase;
+  warp.clock().release(&cluster.clock_arrived);
   cluster.arrived += static_cast<std::uint32_t>(std::popcount(warp.live()));
   complete_cluster_phase(warp);
   return Next::kAdvance;
@@ -145,6 +150,7 @@ Next run_cluster_wait(Warp& warp, const Instruction&, std::uint32_t) {
   if (warp.cta().cluster().phase == warp.cluster_phase) complete_cluster_phase(warp);
   if (warp.cta().cluster().phase == warp.cluster_phase) return Next::kWait;
   warp.cluster_phase = -1;
+  warp.clock().acquire(warp.cta().cluster().clock_complete);
   return Next::kAdvance;
 }
 
@@ -176,7 +182,9 @@ constexpr std::uint32_t kInShared = 1 << 9;
 
 /// Slots: result, address, operand.
 Next run_object(Warp& warp, const Instruction& i, std::uint32_t lanes) {
+  Cluster& cluster = warp.cta().cluster();
   bool waits = false;
+  const std::byte* last = nullptr;  // whose clock has been asked: that of all lanes in most cases
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
     const std::uint64_t address =
@@ -190,9 +198,16 @@ Next run_object(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     const std::uint32_t operand =
         i.slots[2] == kNoSlot ? 1 : warp.lanes_of<std::uint32_t>(i.slots[2])[lane];
     const Slot result = i.slots[0];
-    switch (static_cast<Object>(i.detail & 0xff)) {
+    const auto object = static_cast<Object>(i.detail & 0xff);
+    BarrierClock* clock = nullptr;
+    if (object != Object::kInit && at != last) {
+      clock = &mbarrier::clock_of(cluster, at, warp.clock().known());
+      last = at;
+    }
+    switch (object) {
       case Object::kInit:
         mbarrier::init(at, operand);
+        cluster.agents.initialise(at, warp.clock().now());
         break;
       case Object::kInvalidate:
         mbarrier::invalidate(at);
@@ -201,21 +216,23 @@ Next run_object(Warp& warp, const Instruction& i, std::uint32_t lanes) {
         mbarrier::expect(at, operand);
         break;
       case Object::kComplete:
-        mbarrier::complete(warp.grid(), at, operand);
+        mbarrier::complete(cluster, at, operand);
         break;
       case Object::kTest: {
         const bool done = mbarrier::is_complete(at, operand & 1);
         waits = waits || !done;
+        if (done && clock != nullptr) warp.clock().acquire(clock->complete);
         write_predicate_bit(warp, result, lane, done);
         break;
       }
       case Object::kArriveExpect:
       case Object::kArrive: {
-        const bool expects = static_cast<Object>(i.detail & 0xff) == Object::kArriveExpect;
+        const bool expects = object == Object::kArriveExpect;
+        if (clock != nullptr) warp.clock().release(&clock->arrived);
         // The token is the parity of the phase in which the thread arrives.
         const std::uint64_t parity = mbarrier::is_complete(at, 0) ? 1 : 0;
         if (expects) mbarrier::expect(at, operand);
-        mbarrier::arrive(warp.grid(), at, expects ? 1 : operand);
+        mbarrier::arrive(cluster, at, expects ? 1 : operand);
         if (result != kNoSlot) warp.lanes_of<std::uint64_t>(result)[lane] = parity;
         break;
       }

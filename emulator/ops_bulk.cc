@@ -34,13 +34,12 @@ Landing landing(Cta& runs, std::uint32_t target, std::uint32_t barrier, std::uin
   if (&runs.owner(barrier) != &cta) {
     throw Fault("a bulk copy has its target and its mbarrier in different CTAs");
   }
-  return {&cta, target & ((1u << kRankShift) - 1), runs.shared(target, bytes),
+  return {&cta, target & kOffsetMask, runs.shared(target, bytes),
           runs.shared(barrier, kBarrierBytes)};
 }
 
 /// One for each CTA that the copy of a lane writes to.
 std::vector<Landing> landings(Warp& warp, const Slot* list, int lane, std::uint32_t bytes) {
-  constexpr std::uint32_t kOffset = (1u << kRankShift) - 1;
   Cta& cta = warp.cta();
   const std::uint32_t target = shared_address_at(warp, list + kTarget, lane);
   const std::uint32_t barrier = shared_address_at(warp, list + kBarrier, lane);
@@ -50,37 +49,52 @@ std::vector<Landing> landings(Warp& warp, const Slot* list, int lane, std::uint3
   std::uint32_t mask = warp.lanes_of<std::uint16_t>(list[kMask])[lane];
   for (; mask != 0; mask &= mask - 1) {
     const std::uint32_t rank = static_cast<std::uint32_t>(std::countr_zero(mask) + 1) << kRankShift;
-    all.push_back(landing(cta, (target & kOffset) | rank, (barrier & kOffset) | rank, bytes));
+    all.push_back(
+        landing(cta, (target & kOffsetMask) | rank, (barrier & kOffsetMask) | rank, bytes));
   }
   return all;
 }
 
-/// Defers write(landing), which puts `bytes` into shared memory, for each CTA on its own.
+/// Defers write(landing, stamp, known), which puts `bytes` into shared memory, for each CTA on its
+/// own. The stamp is that of the copy, and `known` is what its warp knew.
 template <class Write>
 void defer_landings(Warp& warp, const Instruction& i, const std::vector<Landing>& all,
                     std::uint32_t bytes, const Write& write) {
-  Grid& grid = warp.grid();
+  const ClockCopy known = warp.clock().release();
   for (const Landing& to : all) {
-    defer(warp, i, [&grid, to, bytes, write] {
+    defer(warp, i, [to, bytes, write, known] {
       if (to.cta->is_done()) {
         throw Fault("a bulk copy arrives in shared memory of a CTA that has ended");
       }
-      write(to);
+      Cluster& cluster = to.cta->cluster();
+      const Stamp copied = mbarrier::clock_of(cluster, to.barrier, *known).copy();
+      SharedPass pass(*to.cta, copied, *known);
+      pass.write(to.offset, bytes);
+      write(to, copied, *known);
       to.cta->note_async_write(to.offset, bytes);
-      mbarrier::complete(grid, to.barrier, bytes);
+      mbarrier::complete(cluster, to.barrier, bytes);
     });
   }
 }
 
-/// Defers read(), which takes bytes of this CTA's shared memory, into the lane's open bulk group.
+/// Bytes of this CTA's shared memory.
+struct Span {
+  std::uint32_t offset, bytes;
+};
+
+/// Defers read(), which takes `span`, into the lane's open bulk group.
 template <class Read>
-void defer_store(Warp& warp, const Instruction& i, int lane, Read read) {
+void defer_store(Warp& warp, const Instruction& i, int lane, Span span, Read read) {
   Cta& cta = warp.cta();
-  CopyTask copy = defer(warp, i, [&cta, read = std::move(read)] {
-    if (cta.is_done()) throw Fault("a bulk copy reads shared memory of a CTA that has ended");
-    read();
-  });
-  warp.bulk_copies().issue(std::move(copy), 1u << lane);
+  const Stamp stored = warp.clock().issue(Agent::kBulkStores);
+  CopyTask copy =
+      defer(warp, i, [&cta, span, stored, known = warp.clock().release(), read = std::move(read)] {
+        if (cta.is_done()) throw Fault("a bulk copy reads shared memory of a CTA that has ended");
+        SharedPass pass(cta, stored, *known);
+        pass.read(span.offset, span.bytes);
+        read();
+      });
+  warp.bulk_copies().issue(std::move(copy), 1u << lane, stored.number);
 }
 
 std::uint32_t bulk_bytes(Warp& warp, const Slot* list, int lane) {
@@ -101,9 +115,10 @@ Next run_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
       check_aligned(to.offset, kBulkAlignment, "the target of a bulk copy");
     }
     warp.grid().memory().check(source, bytes);
-    defer_landings(warp, i, all, bytes, [source, bytes](const Landing& to) {
-      std::memcpy(to.data, reinterpret_cast<const std::byte*>(source), bytes);
-    });
+    defer_landings(warp, i, all, bytes,
+                   [source, bytes](const Landing& to, Stamp, const VectorClock&) {
+                     std::memcpy(to.data, reinterpret_cast<const std::byte*>(source), bytes);
+                   });
   });
   return Next::kAdvance;
 }
@@ -119,8 +134,14 @@ Next run_shared_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     check_aligned(all.front().offset, kBulkAlignment, "the target of a bulk copy");
     const std::byte* from = warp.cta().own_shared(source, bytes);
     warp.cta().check_async_read(source, bytes, warp.index());
-    defer_landings(warp, i, all, bytes,
-                   [from, bytes](const Landing& to) { std::memmove(to.data, from, bytes); });
+    Cta& cta = warp.cta();
+    defer_landings(
+        warp, i, all, bytes,
+        [from, bytes, &cta, source](const Landing& to, Stamp by, const VectorClock& known) {
+          SharedPass pass(cta, by, known);
+          pass.read(source, bytes);
+          std::memmove(to.data, from, bytes);
+        });
   });
   return Next::kAdvance;
 }
@@ -137,7 +158,7 @@ Next run_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     const std::byte* from = warp.cta().own_shared(source, bytes);
     warp.cta().check_async_read(source, bytes, warp.index());
     warp.grid().memory().check(target, bytes);
-    defer_store(warp, i, lane, [target, from, bytes] {
+    defer_store(warp, i, lane, {source, bytes}, [target, from, bytes] {
       std::memcpy(reinterpret_cast<std::byte*>(target), from, bytes);
     });
   });
@@ -177,8 +198,9 @@ Next run_tensor_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     for (const Landing& to : all) {
       check_aligned(to.offset, kTensorAlignment, "the target of a tensor copy");
     }
-    defer_landings(warp, i, all, box.bytes(),
-                   [box](const Landing& to) { box.load(to.data, to.offset); });
+    defer_landings(warp, i, all, box.bytes(), [box](const Landing& to, Stamp, const VectorClock&) {
+      box.load(to.data, to.offset);
+    });
   });
   return Next::kAdvance;
 }
@@ -191,7 +213,8 @@ Next run_tensor_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     check_aligned(source, kTensorAlignment, "the source of a tensor copy");
     const std::byte* from = warp.cta().own_shared(source, box.bytes());
     warp.cta().check_async_read(source, box.bytes(), warp.index());
-    defer_store(warp, i, lane, [box, source, from] { box.store(from, source); });
+    defer_store(warp, i, lane, {source, box.bytes()},
+                [box, source, from] { box.store(from, source); });
   });
   return Next::kAdvance;
 }
@@ -204,7 +227,7 @@ Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
 /// wait_group with and without .read, which are equal here because a copy reads and writes in one
 /// step. Value: the number of groups that may stay.
 Next run_wait(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  warp.bulk_copies().wait(lanes, i.value);
+  warp.wait_for_group(Agent::kBulkStores, lanes, i.value);
   return Next::kAdvance;
 }
 

@@ -55,14 +55,19 @@ Next run_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   });
   Cta& cta = warp.cta();
   const int index = warp.index();
-  CopyTask copy = defer(warp, i, [&cta, index, pieces = std::move(pieces), size] {
-    for (const Piece& p : pieces) {
-      cta.note_write(p.target_offset, size, index);
-      if (p.bytes > 0) std::memcpy(p.target, p.source, p.bytes);
-      std::memset(p.target + p.bytes, 0, size - p.bytes);
-    }
-  });
-  warp.copies().issue(std::move(copy), lanes);
+  const Stamp written = warp.clock().issue(Agent::kCopies);
+  CopyTask copy = defer(
+      warp, i,
+      [&cta, index, pieces = std::move(pieces), size, written, known = warp.clock().release()] {
+        SharedPass pass(cta, written, *known);
+        for (const Piece& p : pieces) {
+          pass.write(p.target_offset, size);
+          cta.note_write(p.target_offset, size, index);
+          if (p.bytes > 0) std::memcpy(p.target, p.source, p.bytes);
+          std::memset(p.target + p.bytes, 0, size - p.bytes);
+        }
+      });
+  warp.copies().issue(std::move(copy), lanes, written.number);
   return Next::kAdvance;
 }
 
@@ -96,13 +101,13 @@ Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
 
 /// Value: the number of groups that may stay.
 Next run_wait_group(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  warp.copies().wait(lanes, i.value);
+  warp.wait_for_group(Agent::kCopies, lanes, i.value);
   return Next::kAdvance;
 }
 
 Next run_wait_all(Warp& warp, const Instruction&, std::uint32_t lanes) {
   warp.copies().commit(lanes);
-  warp.copies().wait(lanes, 0);
+  warp.wait_for_group(Agent::kCopies, lanes, 0);
   return Next::kAdvance;
 }
 
@@ -125,13 +130,24 @@ Next run_arrive(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     if ((i.detail & kIsCounted) == 0) mbarrier::expect_arrival(at);
     barriers.push_back(at);
   });
-  Grid& grid = warp.grid();
-  CopyTask arrival =
-      defer(warp, i, [&grid, barriers = std::move(barriers), earlier = warp.copies().take(lanes)] {
-        for (const CopyTask& copy : earlier) copy->finish();
-        for (std::byte* barrier : barriers) mbarrier::arrive(grid, barrier, 1);
-      });
-  warp.copies().issue(std::move(arrival), lanes);
+  Cluster& cluster = warp.cta().cluster();
+  const Stamp copied = warp.clock().issue(Agent::kCopies);
+  CopyTask arrival = defer(warp, i,
+                           [&cluster, barriers = std::move(barriers), copied,
+                            known = warp.clock().release(), earlier = warp.copies().take(lanes)] {
+                             for (const CopyTask& copy : earlier) copy->finish();
+                             const std::byte* last = nullptr;
+                             for (std::byte* barrier : barriers) {
+                               if (barrier != last) {
+                                 BarrierClock& clock = mbarrier::clock_of(cluster, barrier, *known);
+                                 clock.arrived.merge(*known);
+                                 clock.arrived.add(copied);
+                                 last = barrier;
+                               }
+                               mbarrier::arrive(cluster, barrier, 1);
+                             }
+                           });
+  warp.copies().issue(std::move(arrival), lanes, copied.number);
   return Next::kAdvance;
 }
 
@@ -185,12 +201,16 @@ Next run_store_async(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     }
     std::byte* to = warp.cta().shared(target, total);
     std::byte* at = warp.cta().shared(barrier, sizeof(std::uint64_t));
-    Grid& grid = warp.grid();
-    defer(warp, i, [&grid, &cta, to, at, values = std::move(values)] {
-      if (cta.is_done()) throw Fault("a word arrives in shared memory of a CTA that has ended");
-      std::memcpy(to, values.data(), values.size());
-      mbarrier::complete(grid, at, static_cast<std::uint32_t>(values.size()));
-    });
+    defer(warp, i,
+          [&cta, target, to, at, values = std::move(values), known = warp.clock().release()] {
+            if (cta.is_done())
+              throw Fault("a word arrives in shared memory of a CTA that has ended");
+            const BarrierClock& clock = mbarrier::clock_of(cta.cluster(), at, *known);
+            SharedPass pass(cta, clock.copy(), *known);
+            pass.write(target & kOffsetMask, values.size());
+            std::memcpy(to, values.data(), values.size());
+            mbarrier::complete(cta.cluster(), at, static_cast<std::uint32_t>(values.size()));
+          });
   });
   return Next::kAdvance;
 }

@@ -140,8 +140,11 @@ struct Wgmma {
   SharedMatrix b;
   std::optional<SharedMatrix> a;
   std::array<std::uint32_t, kRegistersOfA * kLanes> a_words;  ///< if A is in registers
+  Stamp read;                                                 ///< of shared memory
+  ClockCopy known;
 
   void run() const {
+    SharedPass pass(warp->cta(), read, *known);
     constexpr int kMostFloats = kMostDepth * kMostColumns;
     alignas(64) float left[kMostDepth * kProductRows];
     alignas(64) float right[kMostFloats];
@@ -149,14 +152,14 @@ struct Wgmma {
     const int depth = kDepthBytes / bytes_of(form.type_b);
     if (a) {
       const int first = warp->index() % kWarpgroupWarps * kProductRows;
-      read_matrix(*a, first, kProductRows, left);
+      read_matrix(*a, pass, first, kProductRows, left);
     } else {
       widen_fragment(form.type_a, a_words.data(), kDepthBytes / 4, kProductRows, left);
     }
     if (form.is_negative) {
       for (int i = 0; i < depth * kProductRows; ++i) left[i] = -left[i];
     }
-    read_matrix(b, 0, form.columns, right);
+    read_matrix(b, pass, 0, form.columns, right);
     if (accumulates) {
       load_sums(*warp, accumulators, form.columns, sums);
     } else {
@@ -185,7 +188,9 @@ Next run_wgmma(Warp& warp, const Instruction& i, std::uint32_t lanes) {
                 (scale_d != 0) != form.negates_scale_d,
                 shared_matrix(warp, uniform_descriptor(warp, slot_b[0]), form.major_b, form.type_b),
                 std::nullopt,
-                {}};
+                {},
+                warp.clock().issue(Agent::kProducts),
+                warp.clock().release()};
   if (form.a_in_registers) {
     words_of_a(warp, slot_a, kRegistersOfA, product.a_words.data());
   } else {
@@ -195,7 +200,7 @@ Next run_wgmma(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     if (previous != nullptr) previous->finish();
     product.run();
   });
-  warp.products().issue(std::move(task), lanes);
+  warp.products().issue(std::move(task), lanes, product.read.number);
   return Next::kAdvance;
 }
 
@@ -262,7 +267,7 @@ Next run_commit(Warp& warp, const Instruction&, std::uint32_t lanes) {
 Next run_wait(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   if (!warp.has_all(kAllLanes)) return Next::kWait;
   check_whole_warp(lanes);
-  warp.products().wait(lanes, i.value);
+  warp.wait_for_group(Agent::kProducts, lanes, i.value);
   return Next::kAdvance;
 }
 
@@ -344,6 +349,7 @@ void decode_mma(const Statement& s, Builder& b, Instruction* i) {
 /// Bits of Instruction::detail.
 constexpr std::uint32_t kTransposes = 1;
 constexpr std::uint32_t kIsGeneric = 2;  // the address
+constexpr std::uint32_t kStores = 4;
 
 /// The host addresses of the rows of all matrices; lane i gives that of row i % 8 of matrix i / 8.
 std::array<std::byte*, kLanes> matrix_rows(Warp& warp, const Instruction& i, int matrices) {
@@ -373,6 +379,20 @@ void for_each_element(std::byte* const* rows, std::uint32_t* lanes, bool transpo
   }
 }
 
+/// Notes the accesses to the rows, which are in shared memory.
+void note_rows(Warp& warp, const Instruction& i, int rows) {
+  SharedPass pass(warp.cta(), warp.clock());
+  for (int lane = 0; lane < rows; ++lane) {
+    const std::uint32_t offset = shared_address_at(warp, list_of(warp, i), lane);
+    if ((i.detail & kStores) == 0) {
+      pass.read(offset, kRowBytes);
+    } else {
+      pass.write(offset, kRowBytes);
+      warp.cta().note_write(offset, kRowBytes, warp.index());
+    }
+  }
+}
+
 template <class Move>
 Next run_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes, const Move& move) {
   if (!warp.has_all(kAllLanes)) return Next::kWait;
@@ -381,6 +401,7 @@ Next run_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes, const M
   const int matrices = static_cast<int>(i.count - kAddressEntries);
   // All addresses are read before a register is written: one of them may be the address.
   const std::array<std::byte*, kLanes> rows = matrix_rows(warp, i, matrices);
+  if ((i.detail & kIsGeneric) == 0) note_rows(warp, i, matrices * kMatrixRows);
   for (int m = 0; m < matrices; ++m) {
     for_each_element(rows.data() + m * kMatrixRows, warp.lanes_of<std::uint32_t>(registers[m]),
                      (i.detail & kTransposes) != 0, move);
@@ -395,15 +416,9 @@ Next run_load_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes) {
 }
 
 Next run_store_matrices(Warp& warp, const Instruction& i, std::uint32_t lanes) {
-  const Next next = run_matrices(warp, i, lanes, [](const std::byte* half, std::byte* element) {
+  return run_matrices(warp, i, lanes, [](const std::byte* half, std::byte* element) {
     std::memcpy(element, half, 2);
   });
-  if (next == Next::kWait || (i.detail & kIsGeneric) != 0) return next;
-  const int rows = static_cast<int>(i.count - kAddressEntries) * kMatrixRows;
-  for (int lane = 0; lane < rows; ++lane) {
-    warp.cta().note_write(shared_address_at(warp, list_of(warp, i), lane), kRowBytes, warp.index());
-  }
-  return next;
 }
 
 /// ldmatrix registers, [address]; stmatrix [address], registers
@@ -421,7 +436,8 @@ void decode_matrices(const Statement& s, Builder& b, Instruction* i) {
   for (const Operand& r : registers) list.push_back(loads ? result(b, r) : b.source(r, 4));
   b.set_list(i, list);
   const bool is_shared = s.has("shared") || s.has("shared::cta");
-  i->detail = (s.has("trans") ? kTransposes : 0) | (is_shared ? 0 : kIsGeneric);
+  i->detail =
+      (s.has("trans") ? kTransposes : 0) | (is_shared ? 0 : kIsGeneric) | (loads ? 0 : kStores);
   i->run = loads ? &run_load_matrices : &run_store_matrices;
 }
 

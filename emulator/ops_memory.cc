@@ -4,6 +4,7 @@
 #include <bit>
 #include <charconv>
 #include <cstring>
+#include <optional>
 
 #include "lanes.h"
 #include "ops_copy.h"
@@ -64,13 +65,39 @@ Access access_of(const Statement& s) {
   return a;
 }
 
-/// Whether an instruction reads or writes.
-enum class Use { kRead, kWrite };
+/// Whether an instruction reads or writes, and whether it may race with other threads: atomics,
+/// volatile, relaxed, acquire and release may.
+enum class Use { kRead, kWrite, kRacingRead, kRacingWrite };
+
+/// Notes the accesses of an instruction to shared memory.
+template <Use kUse>
+class Notes {
+ public:
+  explicit Notes(Warp& warp) : warp_(warp) {}
+  void add(std::uint32_t address, std::size_t bytes) {
+    if (kUse == Use::kRacingRead || kUse == Use::kRacingWrite) return;
+    if (bytes < SharedMemory::kUnit) return;  // others may write the rest of the unit
+    if (address >> kRankShift == 0) {
+      if (!own_) own_.emplace(warp_.cta(), warp_.clock());
+      return note(*own_, address, bytes);
+    }
+    SharedPass other(warp_.cta().owner(address), warp_.clock());
+    note(other, address & kOffsetMask, bytes);
+  }
+
+ private:
+  static void note(SharedPass& pass, std::uint32_t offset, std::size_t bytes) {
+    kUse == Use::kRead ? pass.read(offset, bytes) : pass.write(offset, bytes);
+  }
+
+  Warp& warp_;
+  std::optional<SharedPass> own_;
+};
 
 /// The host address that a lane accesses.
 template <Use kUse>
-std::byte* locate(Warp& warp, const Instruction& i, const Access& a, Slot base, int lane,
-                  std::size_t bytes) {
+std::byte* locate(Warp& warp, Notes<kUse>& notes, const Instruction& i, const Access& a, Slot base,
+                  int lane, std::size_t bytes) {
   const std::uint64_t address = (a.wide_address ? warp.lanes_of<std::uint64_t>(base)[lane]
                                                 : warp.lanes_of<std::uint32_t>(base)[lane]) +
                                 static_cast<std::uint64_t>(i.value);
@@ -81,9 +108,11 @@ std::byte* locate(Warp& warp, const Instruction& i, const Access& a, Slot base, 
     case Space::kShared: {
       const auto shared = static_cast<std::uint32_t>(address);
       std::byte* at = warp.cta().shared(shared, bytes);
-      if (kUse == Use::kWrite && shared >> kRankShift == 0) {
+      const bool writes = kUse == Use::kWrite || kUse == Use::kRacingWrite;
+      if (writes && shared >> kRankShift == 0) {
         warp.cta().note_write(shared, bytes, warp.index());
       }
+      notes.add(shared, bytes);
       return at;
     }
     case Space::kLocal:
@@ -157,9 +186,10 @@ template <class T>
 Next run_plain_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Access a = Access::unpack(i.detail);
   const Slot* targets = list_of(warp, i);
+  Notes<Use::kRead> notes(warp);
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
-    const std::byte* at = locate<Use::kRead>(warp, i, a, i.slots[0], lane, sizeof(T) * i.count);
+    const std::byte* at = locate(warp, notes, i, a, i.slots[0], lane, sizeof(T) * i.count);
     for (std::uint32_t k = 0; k < i.count; ++k, at += sizeof(T)) {
       if (targets[k] != kNoSlot) std::memcpy(warp.lanes_of<T>(targets[k]) + lane, at, sizeof(T));
     }
@@ -171,9 +201,10 @@ template <class T>
 Next run_plain_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Access a = Access::unpack(i.detail);
   const Slot* sources = list_of(warp, i);
+  Notes<Use::kWrite> notes(warp);
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
-    std::byte* at = locate<Use::kWrite>(warp, i, a, i.slots[0], lane, sizeof(T) * i.count);
+    std::byte* at = locate(warp, notes, i, a, i.slots[0], lane, sizeof(T) * i.count);
     for (std::uint32_t k = 0; k < i.count; ++k, at += sizeof(T)) {
       std::memcpy(at, warp.lanes_of<T>(sources[k]) + lane, sizeof(T));
     }
@@ -182,13 +213,14 @@ Next run_plain_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   return Next::kAdvance;
 }
 
+template <Use kUse>
 Next run_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Access a = Access::unpack(i.detail);
   const Slot* targets = list_of(warp, i);
+  Notes<kUse> notes(warp);
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
-    const std::byte* at =
-        locate<Use::kRead>(warp, i, a, i.slots[0], lane, a.element_bytes * i.count);
+    const std::byte* at = locate(warp, notes, i, a, i.slots[0], lane, a.element_bytes * i.count);
     for (std::uint32_t k = 0; k < i.count; ++k, at += a.element_bytes) {
       if (targets[k] == kNoSlot) continue;
       std::uint64_t value = load_single(at, a.element_bytes);
@@ -199,12 +231,14 @@ Next run_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   return Next::kAdvance;
 }
 
+template <Use kUse>
 Next run_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Access a = Access::unpack(i.detail);
   const Slot* sources = list_of(warp, i);
+  Notes<kUse> notes(warp);
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
-    std::byte* at = locate<Use::kWrite>(warp, i, a, i.slots[0], lane, a.element_bytes * i.count);
+    std::byte* at = locate(warp, notes, i, a, i.slots[0], lane, a.element_bytes * i.count);
     for (std::uint32_t k = 0; k < i.count; ++k, at += a.element_bytes) {
       store_single(at, get(warp, sources[k], lane, a.register_bytes), a.element_bytes);
     }
@@ -214,7 +248,8 @@ Next run_store(Warp& warp, const Instruction& i, std::uint32_t lanes) {
 }
 
 Handler load_handler(const Access& a) {
-  if (a.single_copy || a.element_bytes != a.register_bytes) return &run_load;
+  if (a.single_copy) return &run_load<Use::kRacingRead>;
+  if (a.element_bytes != a.register_bytes) return &run_load<Use::kRead>;
   switch (a.element_bytes) {
     case 1:
       return &run_plain_load<std::uint8_t>;
@@ -228,7 +263,8 @@ Handler load_handler(const Access& a) {
 }
 
 Handler store_handler(const Access& a) {
-  if (a.single_copy || a.element_bytes != a.register_bytes) return &run_store;
+  if (a.single_copy) return &run_store<Use::kRacingWrite>;
+  if (a.element_bytes != a.register_bytes) return &run_store<Use::kWrite>;
   switch (a.element_bytes) {
     case 1:
       return &run_plain_store<std::uint8_t>;
@@ -330,9 +366,10 @@ template <Exchange kExchange>
 Next run_atomic(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Access a = Access::unpack(i.detail);
   const auto operation = static_cast<Atomic>(i.count);
+  Notes<Use::kRacingWrite> notes(warp);
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
-    std::byte* at = locate<Use::kWrite>(warp, i, a, i.slots[1], lane, a.element_bytes);
+    std::byte* at = locate(warp, notes, i, a, i.slots[1], lane, a.element_bytes);
     const std::uint64_t b = get(warp, i.slots[2], lane, a.element_bytes);
     const std::uint64_t c =
         i.slots[3] == kNoSlot ? 0 : get(warp, i.slots[3], lane, a.element_bytes);

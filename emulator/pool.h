@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "clocks.h"
+
 namespace sonicmoe::emulator {
 
 struct FreeMemory {
@@ -42,15 +44,18 @@ using RegisterFile = AlignedMemory;
 /// Shared memory of a CTA, and who wrote it last.
 struct SharedMemory : AlignedMemory {
   static constexpr std::size_t kGranule = 16;  ///< bytes whose last write is known
+  static constexpr std::size_t kUnit = 4;      ///< bytes that share a state of the history
   struct Write {
     std::uint64_t time = 0;  ///< at or before the start of the CTA: never
     int warp = 0;
   };
 
-  explicit SharedMemory(std::size_t bytes) : AlignedMemory(bytes), writes(bytes / kGranule) {}
+  explicit SharedMemory(std::size_t bytes)
+      : AlignedMemory(bytes), writes(bytes / kGranule), states(bytes / kUnit) {}
 
-  std::vector<Write> writes;  ///< the last one to each granule
-  std::uint64_t time = 0;     ///< counts writes and fences of all CTAs that have used the memory
+  std::vector<Write> writes;           ///< the last one to each granule
+  std::vector<History::State> states;  ///< of each unit: clocks.h
+  std::uint64_t time = 0;  ///< counts writes and fences of all CTAs that have used the memory
 };
 
 /// Unused objects of T, by their size.

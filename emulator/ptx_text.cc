@@ -342,6 +342,18 @@ bool Statement::has(std::string_view part) const {
   return std::find(parts.begin() + 1, parts.end(), part) != parts.end();
 }
 
+void Statement::leave_out() {
+  if (opcode() == "mbarrier" && (has("try_wait") || has("test_wait"))) {
+    Operand zero;
+    zero.kind = Operand::Kind::kInteger;
+    parts = {"setp", "eq", "u32"};
+    operands = {operands.at(0), zero, zero};
+  } else {
+    parts = {"discard"};
+    operands.clear();
+  }
+}
+
 std::string Statement::text() const {
   std::string text = parts[0];
   for (std::size_t i = 1; i < parts.size(); ++i) text += "." + parts[i];

@@ -40,6 +40,8 @@ struct Statement {
   const std::string& opcode() const { return parts[0]; }
   /// Whether a part after the first is `part`.
   bool has(std::string_view part) const;
+  /// Makes it an instruction without an effect. A wait for an mbarrier succeeds at once.
+  void leave_out();
   std::string text() const;  ///< the opcode with its parts, for messages
 };
 

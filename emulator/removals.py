@@ -15,9 +15,10 @@ import re
 import subprocess
 import sys
 
-# mbarrier.try_wait is left out: what it would have returned is not known, so its loop never ends.
+# A wait for an mbarrier that is removed succeeds at once.
 SYNCHRONISES = re.compile(
-    r"^\s*(?:@!?%\w+\s+)?((?:fence\.proxy|bar\.(?!warp)|barrier|mbarrier\.arrive|wgmma\.wait_group"
+    r"^\s*(?:@!?%\w+\s+)?((?:fence\.proxy|bar\.(?!warp)|barrier|wgmma\.wait_group"
+    r"|mbarrier\.(?:arrive|try_wait|test_wait)|tcgen05\.(?:fence|wait|commit|dealloc|relinquish)"
     r"|cp\.async\.(?:wait|mbarrier|bulk\.wait)|griddepcontrol\.wait)[\w.:]*)"
 )
 

@@ -85,13 +85,19 @@ Special special_register(const std::string& name) {
   return found->second;
 }
 
+std::uint32_t warps_of_a_cta(const Launch& launch) {
+  return (launch.block.count() + kLanes - 1) / kLanes;
+}
+
 }  // namespace
 
 Warp::Warp(Cta& cta, int index, std::uint32_t lanes)
     : cta_(cta),
       index_(index),
       live_(lanes),
-      file_(Pool<RegisterFile>::pool().take(cta.cluster().grid().launch().program->file_bytes)) {
+      file_(Pool<RegisterFile>::pool().take(cta.cluster().grid().launch().program->file_bytes)),
+      clock_(cta.rank() * warps_of_a_cta(cta.cluster().grid().launch()) +
+             static_cast<std::uint32_t>(index)) {
   const Program& program = *cta.cluster().grid().launch().program;
   local_ = std::make_unique_for_overwrite<std::byte[]>(program.local_bytes * kLanes);
   std::memset(local_.get(), 0xa5, program.local_bytes * kLanes);
@@ -223,6 +229,7 @@ bool Warp::run_fragment(int* left) {
 }
 
 Turn Warp::run_turn() {
+  cta_.history().tidy();
   for (Fragment& f : fragments_) f.waits = false;
   const bool at_random = ++turns_ % kRandomTurns == 0 && fragments_.size() > 1;
   bool ran = false;
@@ -257,6 +264,14 @@ void Warp::exit(std::uint32_t lanes) {
     fragments_.erase(fragments_.begin() + static_cast<std::ptrdiff_t>(current_));
     current_ = 0;
   }
+}
+
+void Warp::wait_for_group(Agent agent, std::uint32_t lanes, std::int64_t keep) {
+  LaneCopies& copies = agent == Agent::kCopies       ? copies_
+                       : agent == Agent::kBulkStores ? bulk_copies_
+                                                     : products_;
+  copies.wait(lanes, keep);
+  clock_.complete(agent, copies.oldest().value_or(clock_.last(agent).number + 1) - 1);
 }
 
 std::string Warp::where() const {

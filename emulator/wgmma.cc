@@ -14,12 +14,14 @@ constexpr int kChunkWords = kChunk / 4;
 constexpr int kDepthWords = kDepthBytes / 4;
 constexpr int kGroup = 8;  // rows, or k, of a core matrix
 
-void read_chunk(const SharedMatrix& m, std::uint32_t address, std::uint32_t (&words)[kChunkWords]) {
+void read_chunk(const SharedMatrix& m, SharedPass& pass, std::uint32_t address,
+                std::uint32_t (&words)[kChunkWords]) {
   const std::uint32_t at = swizzled(address, m.descriptor.span);
   if (at + kChunk > m.memory_bytes) {
-    throw Fault("wgmma reads shared memory at byte " + std::to_string(at) + " of " +
+    throw Fault("a product reads shared memory at byte " + std::to_string(at) + " of " +
                 std::to_string(m.memory_bytes));
   }
+  pass.read(at, kChunk);
   m.cta->check_async_read(at, kChunk, m.warp);
   std::memcpy(words, m.memory + at, kChunk);
 }
@@ -41,13 +43,13 @@ std::uint32_t address_in_mn(const MatrixDescriptor& d, std::uint32_t row, std::u
          k / kGroup * d.stride + k % kGroup * d.span;
 }
 
-void read_k_major(const SharedMatrix& m, int first, int count, float* out) {
+void read_k_major(const SharedMatrix& m, SharedPass& pass, int first, int count, float* out) {
   std::uint32_t words[kDepthWords][kMostColumns];
   for (int i = 0; i < count; ++i) {
     const int at = position_of(i, count);
     for (int chunk = 0; chunk < kDepthWords / kChunkWords; ++chunk) {
       std::uint32_t read[kChunkWords];
-      read_chunk(m, address_in_k(m.descriptor, first + i, chunk), read);
+      read_chunk(m, pass, address_in_k(m.descriptor, first + i, chunk), read);
       for (int w = 0; w < kChunkWords; ++w) words[chunk * kChunkWords + w][at] = read[w];
     }
   }
@@ -57,12 +59,12 @@ void read_k_major(const SharedMatrix& m, int first, int count, float* out) {
 }
 
 /// Of elements of 16 bits: a word has two neighbouring rows.
-void read_mn_major(const SharedMatrix& m, int first, int count, float* out) {
+void read_mn_major(const SharedMatrix& m, SharedPass& pass, int first, int count, float* out) {
   std::uint32_t words[kMostColumns / 2];
   for (int k = 0; k < kDepthBytes / 2; ++k) {
     for (int i = 0; i < count / 2; i += kChunkWords) {
       std::uint32_t read[kChunkWords];
-      read_chunk(m, address_in_mn(m.descriptor, first + 2 * i, k), read);
+      read_chunk(m, pass, address_in_mn(m.descriptor, first + 2 * i, k), read);
       std::memcpy(words + i, read, kChunk);
     }
     widen_words(m.type, words, count / 2, count / 2, out + k * count);
@@ -81,11 +83,11 @@ MatrixDescriptor MatrixDescriptor::decode(std::uint64_t bits) {
   return {field(0), field(16), field(32), kSpans[bits >> 62]};
 }
 
-void read_matrix(const SharedMatrix& matrix, int first, int count, float* out) {
+void read_matrix(const SharedMatrix& matrix, SharedPass& pass, int first, int count, float* out) {
   if (matrix.major == Major::kK) {
-    read_k_major(matrix, first, count, out);
+    read_k_major(matrix, pass, first, count, out);
   } else {
-    read_mn_major(matrix, first, count, out);
+    read_mn_major(matrix, pass, first, count, out);
   }
 }
 

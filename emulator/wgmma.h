@@ -37,7 +37,7 @@ struct SharedMatrix {
 inline constexpr int kDepthBytes = 32;
 
 /// Rows [first, first + count) of an operand, over all of K, as floats: out is (K, count), the rows
-/// in the order of position_of(). Throws Fault outside of shared memory.
-void read_matrix(const SharedMatrix& matrix, int first, int count, float* out);
+/// in the order of position_of(). Throws Fault outside of shared memory. `pass`: of matrix.cta.
+void read_matrix(const SharedMatrix& matrix, SharedPass& pass, int first, int count, float* out);
 
 }  // namespace sonicmoe::emulator

@@ -28,8 +28,7 @@ void remove_instruction(const std::string& spot, Function* function) {
   bool is_found = false;
   for (Statement& s : function->statements) {
     if (s.line != line) continue;
-    s.parts = {"discard"};  // which has no effect
-    s.operands.clear();
+    s.leave_out();
     is_found = true;
   }
   if (!is_found) {

@@ -159,8 +159,10 @@ again:
 .visible .entry limited() .maxntid 64, 1, 1
 {
   .shared .align 4 .b8 words[4096];
-  .reg .b32 %r<2>;
+  .reg .b32 %r<3>;
   mov.u32 %r1, words;
+  mov.u32 %r2, %tid.x;
+  mad.lo.u32 %r1, %r2, 4, %r1;
   st.shared.u32 [%r1], %r1;
   ret;
 }
