@@ -37,6 +37,18 @@ target_compile_options(emulator_test PRIVATE -O1 ${no_restrict})
 target_link_libraries(emulator_test PRIVATE sonicmoe_options sonicmoe_emulator GTest::gtest
                                             GTest::gtest_main)
 target_link_options(emulator_test PRIVATE -Wl,--disable-new-dtags)
+# A kernel with tcgen05, for 10.0 and 10.3.
+set(pair_product ${CMAKE_CURRENT_BINARY_DIR}/emulator/pair_product.ptx)
+set(pair_product_source ${CMAKE_CURRENT_SOURCE_DIR}/emulator/tests/ptx/pair_product.cu)
+add_custom_command(
+  OUTPUT ${pair_product}
+  COMMAND ${CMAKE_CUDA_COMPILER} -std=c++20 -arch=sm_100f -ptx -o ${pair_product}
+          ${pair_product_source}
+  DEPENDS ${pair_product_source})
+target_sources(emulator_test PRIVATE ${pair_product})
+set_source_files_properties(
+  emulator/tests/pair_product_test.cc PROPERTIES COMPILE_DEFINITIONS
+                                                 PAIR_PRODUCT_PTX="${pair_product}")
 gtest_discover_tests(emulator_test DISCOVERY_TIMEOUT 120)
 foreach(capability 8.0 8.6 10.0 12.0) # and 9.0, the default
   add_test(NAME Capability.Is${capability} COMMAND emulator_test --gtest_filter=Capability.*)

@@ -11,6 +11,9 @@ constexpr std::size_t kGranule = SharedMemory::kGranule;
 /// Each byte of shared memory when a CTA starts. It gives a NaN in every format.
 constexpr int kGarbage = 0xff;
 
+/// By which one CTA of each cluster starts later: its warps' turns.
+constexpr std::uint64_t kLateTurns = 30;
+
 std::string place_of_unit(std::size_t unit) {
   return "byte " + std::to_string(unit * SharedMemory::kUnit) + " of shared memory";
 }
@@ -39,6 +42,22 @@ Cta::Cta(Cluster& cluster, std::uint32_t rank, Dim index)
   fences_.resize(warps.size());
 }
 
+TensorMemory& Cta::tensor() {
+  if (tensor_ == nullptr) tensor_ = std::make_unique<TensorMemory>(cluster_.agents);
+  return *tensor_;
+}
+
+void Cta::check_end() const {
+  if (tensor_ == nullptr) return;
+  if (!tensor_->is_empty()) throw Fault("a CTA ends and has not freed its tensor memory");
+  if (!tensor_->is_relinquished) {
+    throw Fault("a CTA ends without tcgen05.relinquish_alloc_permit, for which others may wait");
+  }
+  for (const auto& warp : warps) {
+    if (!warp->tensor.loads.empty()) throw Fault("a warp ends without tcgen05.wait::ld");
+  }
+}
+
 void Cta::refuse_shared(std::uint32_t offset) const {
   throw Fault("shared memory is accessed at byte " + std::to_string(offset) + " of " +
               std::to_string(shared_bytes_));
@@ -64,7 +83,7 @@ void Cta::check_async_read(std::uint32_t offset, std::size_t bytes, int warp) co
   for (std::size_t i = offset / kGranule; i <= last; ++i) {
     const SharedMemory::Write& w = shared_->writes[i];
     if (w.time <= start_ || fences_[static_cast<std::size_t>(w.warp)] > w.time ||
-        fences_[static_cast<std::size_t>(warp)] > w.time) {
+        (warp >= 0 && fences_[static_cast<std::size_t>(warp)] > w.time)) {
       continue;
     }
     throw Fault("byte " + std::to_string(i * kGranule) + " of shared memory, written by warp " +
@@ -92,6 +111,7 @@ Cluster::Cluster(Grid& grid, Dim first)
                   index.z * size.z + rank / size.x / size.y};
     ctas.push_back(std::make_unique<Cta>(*this, rank, cta));
   }
+  if (ctas.size() > 1) ctas[grid.random()() % ctas.size()]->late_turns = kLateTurns;
 }
 
 bool Cluster::is_done() const {

@@ -76,7 +76,10 @@ void Grid::retire_clusters() {
   finish_pending();  // copies that nobody waited for still use the cluster's memory
   for (const auto& cluster : resident_) {
     if (!cluster->is_done()) continue;
-    for (const auto& cta : cluster->ctas) launch_next(*cta);
+    for (const auto& cta : cluster->ctas) {
+      cta->check_end();
+      launch_next(*cta);
+    }
   }
   std::erase_if(resident_, is_done);
 }

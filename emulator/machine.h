@@ -21,6 +21,7 @@
 #include "lane_copies.h"
 #include "pool.h"
 #include "program.h"
+#include "tensor_memory.h"
 
 namespace sonicmoe::emulator {
 
@@ -129,6 +130,8 @@ class Warp {
   LaneCopies& bulk_copies() { return bulk_copies_; }
   /// Products of wgmma that the warp has issued and not waited for.
   LaneCopies& products() { return products_; }
+  /// What the warp does with tensor memory.
+  TensorWarp tensor;
 
  private:
   void preset_file();
@@ -197,10 +200,22 @@ class Cta {
   }
   void note_async_write(std::uint32_t offset, std::size_t bytes);
   void note_proxy_fence(int warp);
-  /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence.
+  /// Throws Fault if an asynchronous read by `warp` meets a write without such a fence. A negative
+  /// `warp` has no fences.
   void check_async_read(std::uint32_t offset, std::size_t bytes, int warp) const;
 
   History& history() { return history_; }  ///< of its shared memory
+  void tidy_histories() {
+    history_.tidy();
+    if (tensor_ != nullptr) tensor_->history().tidy();
+  }
+  /// The accesses to this CTA's tensor memory and the memory itself, which exists from the first
+  /// use.
+  TensorMemory& tensor();
+  /// Throws Fault if a CTA may not end so.
+  void check_end() const;
+  /// Turns that pass before its warps begin.
+  std::uint64_t late_turns = 0;
 
   bool has_launched_next = false;  ///< griddepcontrol.launch_dependents
   std::array<NamedBarrier, 16> barriers;
@@ -219,6 +234,7 @@ class Cta {
   Pooled<SharedMemory> shared_;
   std::vector<std::uint64_t> fences_;  ///< time of each warp's last one
   std::uint64_t start_;                ///< SharedMemory::time before this CTA
+  std::unique_ptr<TensorMemory> tensor_;
   History history_;
 };
 

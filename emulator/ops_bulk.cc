@@ -29,9 +29,15 @@ struct Landing {
   std::byte* barrier;
 };
 
-Landing landing(Cta& runs, std::uint32_t target, std::uint32_t barrier, std::uint32_t bytes) {
+/// Which CTA may have the mbarrier of a copy, besides that of the target: with .cta_group::2 the
+/// other one of its pair.
+enum class BarrierOf : std::uint32_t { kTarget, kPair };
+
+Landing landing(Cta& runs, std::uint32_t target, std::uint32_t barrier, std::uint32_t bytes,
+                BarrierOf where) {
   Cta& cta = runs.owner(target);
-  if (&runs.owner(barrier) != &cta) {
+  const std::uint32_t ranks = runs.owner(barrier).rank() ^ cta.rank();
+  if (ranks > (where == BarrierOf::kPair ? 1 : 0)) {
     throw Fault("a bulk copy has its target and its mbarrier in different CTAs");
   }
   return {&cta, target & kOffsetMask, runs.shared(target, bytes),
@@ -39,18 +45,20 @@ Landing landing(Cta& runs, std::uint32_t target, std::uint32_t barrier, std::uin
 }
 
 /// One for each CTA that the copy of a lane writes to.
-std::vector<Landing> landings(Warp& warp, const Slot* list, int lane, std::uint32_t bytes) {
+std::vector<Landing> landings(Warp& warp, const Instruction& i, int lane, std::uint32_t bytes) {
+  const Slot* list = list_of(warp, i);
+  const auto where = static_cast<BarrierOf>(i.detail);
   Cta& cta = warp.cta();
   const std::uint32_t target = shared_address_at(warp, list + kTarget, lane);
   const std::uint32_t barrier = shared_address_at(warp, list + kBarrier, lane);
   check_aligned(barrier, kBarrierBytes, "the address of an mbarrier");
-  if (list[kMask] == kNoSlot) return {landing(cta, target, barrier, bytes)};
+  if (list[kMask] == kNoSlot) return {landing(cta, target, barrier, bytes, where)};
   std::vector<Landing> all;
   std::uint32_t mask = warp.lanes_of<std::uint16_t>(list[kMask])[lane];
   for (; mask != 0; mask &= mask - 1) {
     const std::uint32_t rank = static_cast<std::uint32_t>(std::countr_zero(mask) + 1) << kRankShift;
     all.push_back(
-        landing(cta, (target & kOffsetMask) | rank, (barrier & kOffsetMask) | rank, bytes));
+        landing(cta, (target & kOffsetMask) | rank, (barrier & kOffsetMask) | rank, bytes, where));
   }
   return all;
 }
@@ -110,7 +118,7 @@ Next run_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     const std::uint32_t bytes = bulk_bytes(warp, list, lane);
     const std::uint64_t source = address_at(warp, list + kSource, lane);
     check_aligned(source, kBulkAlignment, "the source of a bulk copy");
-    const std::vector<Landing> all = landings(warp, list, lane, bytes);
+    const std::vector<Landing> all = landings(warp, i, lane, bytes);
     for (const Landing& to : all) {
       check_aligned(to.offset, kBulkAlignment, "the target of a bulk copy");
     }
@@ -130,7 +138,7 @@ Next run_shared_copy(Warp& warp, const Instruction& i, std::uint32_t lanes) {
     const std::uint32_t bytes = bulk_bytes(warp, list, lane);
     const std::uint32_t source = shared_address_at(warp, list + kSource, lane);
     check_aligned(source, kBulkAlignment, "the source of a bulk copy");
-    const std::vector<Landing> all = landings(warp, list, lane, bytes);
+    const std::vector<Landing> all = landings(warp, i, lane, bytes);
     check_aligned(all.front().offset, kBulkAlignment, "the target of a bulk copy");
     const std::byte* from = warp.cta().own_shared(source, bytes);
     warp.cta().check_async_read(source, bytes, warp.index());
@@ -194,13 +202,46 @@ Next run_tensor_load(Warp& warp, const Instruction& i, std::uint32_t lanes) {
   const Slot* list = list_of(warp, i);
   for_each_lane(lanes, [&](int lane) {
     const TensorBox box = box_of(warp, i, list + kSource, lane);
-    const std::vector<Landing> all = landings(warp, list, lane, box.bytes());
+    const std::vector<Landing> all = landings(warp, i, lane, box.bytes());
     for (const Landing& to : all) {
       check_aligned(to.offset, kTensorAlignment, "the target of a tensor copy");
     }
     defer_landings(warp, i, all, box.bytes(), [box](const Landing& to, Stamp, const VectorClock&) {
       box.load(to.data, to.offset);
     });
+  });
+  return Next::kAdvance;
+}
+
+/// tile::gather4: four rows by their coordinates. The coordinates are a column and the rows; a row
+/// outside of the tensor is zeros.
+Next run_gather(Warp& warp, const Instruction& i, std::uint32_t lanes) {
+  static constexpr std::uint32_t kRows = 4;
+  const Slot* list = list_of(warp, i);
+  for_each_lane(lanes, [&](int lane) {
+    const TensorMap map = tensor_map_at(warp, address_at(warp, list + kSource, lane), lane);
+    if (map.rank != 2 || map.boxes[1] != 1) {
+      throw Fault("gather4 needs a tensor map of two dimensions with boxes of one row");
+    }
+    const auto at = [&](std::size_t k) {
+      return warp.lanes_of<std::int32_t>(list[kCoordinates + k])[lane];
+    };
+    std::vector<TensorBox> rows;
+    for (std::uint32_t r = 0; r < kRows; ++r) {
+      rows.emplace_back(map, Coordinates{at(0), at(1 + r)});
+      rows.back().check(warp.grid().memory());
+    }
+    const std::uint32_t row_bytes = rows[0].bytes();
+    const std::vector<Landing> all = landings(warp, i, lane, kRows * row_bytes);
+    for (const Landing& to : all) {
+      check_aligned(to.offset, kTensorAlignment, "the target of gather4");
+    }
+    defer_landings(warp, i, all, kRows * row_bytes,
+                   [rows, row_bytes](const Landing& to, Stamp, const VectorClock&) {
+                     for (std::uint32_t r = 0; r < kRows; ++r) {
+                       rows[r].load(to.data + r * row_bytes, to.offset + r * row_bytes);
+                     }
+                   });
   });
   return Next::kAdvance;
 }
@@ -247,9 +288,11 @@ void append_nothing(std::size_t entries, std::vector<Slot>* list) {
 void append_coordinates(const Statement& s, const Operand& tensor, Builder& b,
                         std::vector<Slot>* list) {
   const std::vector<Operand>& coordinates = tensor.elements.at(1).elements;
-  if (s.parts.at(4) != std::to_string(coordinates.size()) + "d") {
-    throw Fault("the tensor has another number of coordinates");
-  }
+  constexpr std::size_t kGathered = 5;  // a column and four rows
+  const bool fits = s.has("tile::gather4")
+                        ? s.parts.at(4) == "2d" && coordinates.size() == kGathered
+                        : s.parts.at(4) == std::to_string(coordinates.size()) + "d";
+  if (!fits) throw Fault("the tensor has another number of coordinates");
   for (const Operand& o : coordinates) list->push_back(b.source(o, 4));
 }
 
@@ -257,10 +300,9 @@ bool is_multicast(const Statement& s) { return s.has("multicast::cluster"); }
 
 /// shared, [map, {coordinates}], [mbarrier] {, mask} {, policy}  or  [map, {coordinates}], [shared]
 void decode_tensor(const Statement& s, Builder& b, Instruction* i) {
-  if (s.has("im2col") || s.has("tile::gather4") || s.has("tile::scatter4")) {
-    return decode_unknown(s, b, i);
-  }
+  if (s.has("im2col") || s.has("tile::scatter4")) return decode_unknown(s, b, i);
   const bool loads = s.parts.at(5) != "global";
+  const bool gathers = s.has("tile::gather4");
   std::vector<Slot> list;
   append_address(b, s.operands.at(0), &list);
   append_address(b, s.operands.at(1), &list);
@@ -273,7 +315,9 @@ void decode_tensor(const Statement& s, Builder& b, Instruction* i) {
   list.push_back(is_multicast(s) ? b.source(s.operands.at(3), 2) : kNoSlot);
   append_coordinates(s, s.operands[loads ? 1 : 0], b, &list);
   b.set_list(i, list);
-  i->run = loads ? &run_tensor_load : &run_tensor_store;
+  i->detail =
+      static_cast<std::uint32_t>(s.has("cta_group::2") ? BarrierOf::kPair : BarrierOf::kTarget);
+  i->run = gathers ? &run_gather : loads ? &run_tensor_load : &run_tensor_store;
 }
 
 /// [target], [source], size {, [mbarrier]} {, mask} {, policy}

@@ -43,6 +43,7 @@ const OpcodeTable& opcode_table() {
     add_barrier_opcodes(t);
     add_copy_opcodes(t);
     add_matrix_opcodes(t);
+    add_tensor_opcodes(t);
     return table;
   }();
   return table;

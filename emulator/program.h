@@ -133,6 +133,7 @@ void add_lane_opcodes(OpcodeTable& table);
 void add_barrier_opcodes(OpcodeTable& table);
 void add_copy_opcodes(OpcodeTable& table);
 void add_matrix_opcodes(OpcodeTable& table);
+void add_tensor_opcodes(OpcodeTable& table);
 const OpcodeTable& opcode_table();
 
 /// A statement that no decoder knows. The instruction faults when it is run, not before: a kernel

@@ -52,6 +52,7 @@ constexpr Requirement kRequirements[] = {
     {"mbarrier", "complete_tx", 90},
     {"prefetch", "tensormap", 90},
     {"stmatrix", "", 90},
+    {"", "tile::gather4", 100},
     {"add", "f32x2", 100},
     {"mul", "f32x2", 100},
     {"fma", "f32x2", 100},
@@ -70,7 +71,12 @@ bool reads_cluster(const Operand& operand) {
 bool is_met(const Statement& s, const Target& target) {
   const bool is_wgmma = s.opcode() == "wgmma";
   if (is_wgmma) return target == Target{90, true};
-  if (s.opcode() == "setmaxnreg") return target.is_specific;
+  const bool has_features = target.is_specific || target.is_family;
+  // 10.0 and 10.3; 11.0 has them too, but no engine is made for it.
+  if (s.opcode() == "tcgen05" || s.has("cta_group::1") || s.has("cta_group::2")) {
+    return has_features && target.capability / 10 == 10;
+  }
+  if (s.opcode() == "setmaxnreg") return has_features;
   if (target.capability < 90 && std::any_of(s.operands.begin(), s.operands.end(), &reads_cluster)) {
     return false;
   }
@@ -83,12 +89,13 @@ bool is_met(const Statement& s, const Target& target) {
 }  // namespace
 
 std::string Target::name() const {
-  return "sm_" + std::to_string(capability) + (is_specific ? "a" : "");
+  return "sm_" + std::to_string(capability) + (is_specific ? "a" : is_family ? "f" : "");
 }
 
 bool Target::runs_on(int device_capability) const {
   if (is_specific) return device_capability == capability;
   if (device_capability < capability) return false;
+  if (is_family) return device_capability / 10 == capability / 10;
   return device_capability / 10 == capability / 10 || capability == 80;
 }
 
@@ -105,6 +112,7 @@ Target target_of(std::string_view text) {
   const char* const end = text.data() + text.size();
   const char* const after = std::from_chars(text.data(), end, target.capability).ptr;
   target.is_specific = after != end && *after == 'a';
+  target.is_family = after != end && *after == 'f';
   return target;
 }
 

@@ -9,10 +9,11 @@
 
 namespace sonicmoe::emulator {
 
-/// sm_80 is {80, false}, sm_90a is {90, true}.
+/// sm_80 is {80}, sm_90a is {90, true}, sm_100f is {100, false, true}.
 struct Target {
   int capability = 90;       ///< major * 10 + minor
   bool is_specific = false;  ///< only devices of this capability run the code
+  bool is_family = false;    ///< only devices of this major version run the code
   auto operator<=>(const Target&) const = default;
 
   std::string name() const;

@@ -229,7 +229,11 @@ bool Warp::run_fragment(int* left) {
 }
 
 Turn Warp::run_turn() {
-  cta_.history().tidy();
+  if (turns_ < cta_.late_turns) {
+    ++turns_;
+    return Turn::kBusy;
+  }
+  cta_.tidy_histories();
   for (Fragment& f : fragments_) f.waits = false;
   const bool at_random = ++turns_ % kRandomTurns == 0 && fragments_.size() > 1;
   bool ran = false;

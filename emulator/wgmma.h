@@ -1,4 +1,4 @@
-// Operands of wgmma in shared memory.
+// Operands of wgmma and tcgen05.mma in shared memory.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,14 @@ struct MatrixDescriptor {
   static MatrixDescriptor decode(std::uint64_t bits);
 };
 
+/// For reads whose warp has no fences that count in the CTA.
+inline constexpr int kNoReader = -1;
+
 struct SharedMatrix {
   const Cta* cta;
   const std::byte* memory;  ///< shared memory of the CTA
   std::size_t memory_bytes;
-  int warp;  ///< that reads
+  int warp;  ///< that reads, or kNoReader
   MatrixDescriptor descriptor;
   Major major;
   ElementType type;

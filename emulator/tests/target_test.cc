@@ -72,6 +72,31 @@ TEST(Target, OnlyCodeForHopperAloneHasWgmma) {
   EXPECT_FALSE(has({120, false}, registers));
 }
 
+TEST(Target, TensorMemoryIsOfOneFamily) {
+  const char* const free = "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;";
+  const char* const gather =
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes "
+      "[%r0], [%rd0, {%r0, %r1, %r2, %r3, %r0}], [%r1];";
+  EXPECT_TRUE(has({100, true}, free));
+  EXPECT_TRUE(has({103, true}, free));
+  EXPECT_TRUE(has({100, false, true}, free));
+  EXPECT_FALSE(has({100}, free));
+  EXPECT_FALSE(has({120, true}, free));
+  EXPECT_FALSE(has({90, true}, free));
+  EXPECT_TRUE(has({100}, gather));
+  EXPECT_FALSE(has({90, true}, gather));
+}
+
+TEST(Target, AFamilyHasOneMajorVersion) {
+  const Target family{100, false, true};
+  EXPECT_EQ(target_of(".version 9.0\n.target sm_100f\n"), family);
+  EXPECT_EQ(family.name(), "sm_100f");
+  EXPECT_TRUE(family.runs_on(100));
+  EXPECT_TRUE(family.runs_on(103));
+  EXPECT_FALSE(family.runs_on(120));
+  EXPECT_FALSE((Target{103, false, true}).runs_on(100));
+}
+
 TEST(Target, IsReadFromTheText) {
   EXPECT_EQ(target_of("// a\n.version 9.0\n.target sm_90a\n"), (Target{90, true}));
   EXPECT_EQ(target_of(".version 9.0\n.target sm_120, debug\n"), (Target{120, false}));
