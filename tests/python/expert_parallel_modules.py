@@ -255,7 +255,8 @@ def module_clipping_of_gradients_that_some_ranks_lack(world):
         count = E // world.size * 2 * N * D
         want = 1.0 if norm_type == float("inf") else count ** (1 / norm_type)
         got = clip_grad_norm_(parallel.parameters(), want / 2, norm_type)
-        assert reference.error(got, torch.full_like(got, want)) < 1e-5
+        allowed = 1e-2 if got.dtype == torch.bfloat16 else 1e-5
+        assert reference.error(got, torch.full_like(got, want)) < allowed
         if world.rank == world.size - 1:
             clipped = parallel.w_up.grad.to_local()
             assert reference.error(clipped, torch.full_like(clipped, 0.5)) < 1e-2
