@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import ep2_figures
+import finetune_page
 import fp8_page
 import h200_page
 import readme_page
@@ -81,6 +82,10 @@ def pytorch_parts():
     yield from tables_of({"host-calls": h200_page.host_calls})
 
 
+def finetune_parts():
+    yield from tables_of(finetune_page.TABLES)
+
+
 def training_parts():
     yield from tables_of(training_figures.TABLES)
 
@@ -96,6 +101,7 @@ DOCUMENTS = {
     "docs/demo.md": demo_parts,
     "docs/fp8.md": fp8_parts,
     "docs/pytorch.md": pytorch_parts,
+    "docs/finetune.md": finetune_parts,
     "docs/torchtitan.md": training_parts,
     "docs/distributed.md": distributed_parts,
 }

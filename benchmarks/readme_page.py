@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import finetune_page
 import training_figures
 from h200_figures import (
     PASSES,
@@ -88,6 +89,7 @@ def reasons():
         f"{first[0]:.2f} s, those of compiled `grouped_mm` {first[2]:.1f} s.",
         f"**FP8**: {min(fp8):.2f} to {max(fp8):.2f} times the speed of bf16 and "
         f"{min(halves):.2f} to {max(halves):.2f} of its kept memory ({len(fp8)} layers, H200).",
+        finetune_page.sentence(),
         "**In training**: " + training_figures.sentence().replace("\n", " "),
     ]
     return "\n".join(f"- {line}" for line in lines)
