@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .. import _autograd, _checks, _ops
 from .._call import NEEDS, Call
+from .._checks import FLOATS
 from ._group import FORWARD, RESET, Group, group_of
 from ._peers import ExpertParallelError
 from .buffers import DTYPES, PeerBuffers, Shape, not_in_a_graph
 from .transport import COMPARED, AllToAll, Forward, Transport, compared, style_of
-from .transport import DTYPES as ALL_DTYPES
 
 # The library's fault message ends with advice for C++ callers. ADVICE replaces it.
 _ADVICE = re.compile(r"\. The outputs of this step are not valid; exchange_reset .*", re.DOTALL)
@@ -117,7 +117,7 @@ class PeerMemory(Transport):
             return Shape(most, most * max(1, index.shape[1]), hidden)
         not_in_a_graph("without max_tokens, or with a list of pairs, the host reads sizes")
         experts, _, width = call.tensors.w_down.shape
-        facts = layer, hidden, experts, ALL_DTYPES.index(x.dtype), int(needs != 0)
+        facts = layer, hidden, experts, FLOATS.index(x.dtype), int(needs != 0)
         mine = *facts, style_of(call.options, width)
         values = [*mine, tokens, index.numel()]
         found = self.group.read_all(FORWARD, values, x.device, self.timeout)

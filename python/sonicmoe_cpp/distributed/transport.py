@@ -20,13 +20,13 @@ from torch import Tensor
 
 from .. import _checks
 from .._call import NEEDS, Call, Options, Tensors, score_dtype
+from .._checks import FLOATS
 from .._names import ACTIVATION, FORM, LAYOUT
 from . import own_experts
 from ._group import BACKWARD, FORWARD, Group, from_host
 from ._memory import number_of
 
 TRANSPORTS = ("auto", "all_to_all", "peer")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Names of the values that ranks compare in every forward; see compared().
 COMPARED = (
     *("the layer", "d", "the experts of a rank", "the dtype", "the graph for gradients"),
@@ -251,12 +251,12 @@ def style_of(options: Options, width: int) -> int:
 
 
 def compared(layer, hidden, experts, dtype, needs, style) -> tuple:
-    """The values of COMPARED; dtype is an index of DTYPES."""
+    """The values of COMPARED; dtype is an index of FLOATS."""
     recorded = "recorded" if needs else "not recorded"
     activation = [name for name, number in ACTIVATION.items() if number == style & 0xFF]
     layout = [name for name, number in LAYOUT.items() if number == style >> 8 & 3]
     of_style = *activation, *layout, style >> 10 & 0x7FFFFFFF, f"of hash {style >> 41}"
-    return layer, hidden, experts, _checks.names([DTYPES[dtype]]), recorded, *of_style
+    return layer, hidden, experts, _checks.names([FLOATS[dtype]]), recorded, *of_style
 
 
 def _starts(counts: list[int]) -> list[int]:
@@ -323,7 +323,7 @@ class AllToAll(RowTransport):
         """Exchanges `counts` and compares `facts`. Returns the numbers (rows, pairs) sent to each
         rank, and (rows, pairs, needs): the numbers received from each rank, and the bits of the
         gradients that at least one rank needs."""
-        dtype = DTYPES.index(facts.dtype)
+        dtype = FLOATS.index(facts.dtype)
         mine = (facts.layer, facts.hidden, facts.experts, dtype, facts.needs, facts.style)
         head = from_host(mine, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
