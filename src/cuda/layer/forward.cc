@@ -35,12 +35,6 @@ ForwardScratch forward_scratch(const Problem& p, Pass pass, void* base) {
   return s;
 }
 
-LoraPass forward_lora(const Problem& p, const ForwardArgs& args, const ForwardScratch& scratch) {
-  void* kept = args.saved.data == nullptr ? scratch.lora.p : saved_p(p, args.saved.data);
-  return lora_pass(p, args.weights, args.lora, scratch.lora, kept,
-                   scratch.counters + kLoraCounters);
-}
-
 RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
                       const ForwardScratch& scratch) {
   const Problem& p = pass.problem;
@@ -50,7 +44,6 @@ RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
           .groups = {&pass.metadata, nullptr, p.experts, row_capacity(p)},
           .rows = coded ? operand_of(scratch.x, token) : RowOperand{args.x, token},
           .weights = WeightOperands(p, args.weights, args.fp8_weights).up(),
-          .low_rank = up_term(p, forward_lora(p, args, scratch)),
           .epilogue =
               Activate{.h = kept_h(p, args.weights, args.h.data),
                        .a = scratch.a,
@@ -71,7 +64,6 @@ RowProduct down_product(const PassContext& pass, const ForwardArgs& args,
           .rows = coded ? operand_of(scratch.a.codes, nullptr)
                         : RowOperand{scratch.a.elements, nullptr},
           .weights = WeightOperands(p, args.weights, args.fp8_weights).down(),
-          .low_rank = down_term(forward_lora(p, args, scratch)),
           .epilogue = StoreOutput{.out = out,
                                   .bias = args.weights.b_down,
                                   .scale = scaled ? args.routing.weights : Tensor{}},
@@ -84,18 +76,26 @@ void add_forward_steps(const PassContext& pass, const ForwardArgs& args,
   steps.add("metadata",
             BuildMetadata{args.routing, {scratch.metadata, scratch.counters, kCounterBytes / 4}});
   if (p.precision == Precision::kFp8) steps.add("q(X)", QuantizeRows{args.x, scratch.x});
-  const LoraPass lora = forward_lora(p, args, scratch);
+  void* kept = args.saved.data == nullptr ? scratch.lora.p : saved_p(p, args.saved.data);
+  const LoraPass lora =
+      lora_pass(p, args.weights, args.lora, scratch.lora, kept, scratch.counters + kLoraCounters);
   add_up_inner(pass, args, lora, steps);
-  steps.add("A", up_product(pass, args, scratch));
+  RowProduct a = up_product(pass, args, scratch);
+  a.low_rank = up_term(p, lora);
+  steps.add("A", a);
   add_down_inner(pass, scratch.a.elements, lora, steps);
-  if (p.form == RoutingForm::kGrouped) {
+  const bool grouped = p.form == RoutingForm::kGrouped;
+  RowProduct y =
+      down_product(pass, args, scratch,
+                   grouped ? args.out : tensor2(scratch.y, p.dtype, row_capacity(p), p.hidden));
+  y.low_rank = down_term(lora);
+  if (grouped) {
     // Row p of Y is row p of the output; rows in no group are zero.
     steps.add("Y", ClearRows{args.out});
-    steps.add("Y", down_product(pass, args, scratch, args.out));
+    steps.add("Y", y);
     return;
   }
-  steps.add("Y", down_product(pass, args, scratch,
-                              tensor2(scratch.y, p.dtype, row_capacity(p), p.hidden)));
+  steps.add("Y", y);
   steps.add(
       "O",
       TokenSum{scratch.y, args.routing.weights, args.out, {0, p.tokens}, Start::kAfterPrevious});

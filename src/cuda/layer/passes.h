@@ -42,13 +42,10 @@ struct BackwardScratch {
 };
 BackwardScratch backward_scratch(const Problem& problem, const Engine& engine, void* base);
 
-/// The low-rank products of a forward.
-LoraPass forward_lora(const Problem& problem, const ForwardArgs& args,
-                      const ForwardScratch& scratch);
-/// A = act(X W1), of all rows.
+/// A = act(X W1), of all rows, without a low-rank term.
 RowProduct up_product(const PassContext& pass, const ForwardArgs& args,
                       const ForwardScratch& scratch);
-/// Y = A W2 to `out` (C, d), of all rows.
+/// Y = A W2 to `out` (C, d), of all rows, without a low-rank term.
 RowProduct down_product(const PassContext& pass, const ForwardArgs& args,
                         const ForwardScratch& scratch, const Tensor& out);
 
