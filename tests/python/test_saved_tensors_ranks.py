@@ -22,8 +22,8 @@ SIZE = 2
 # The stand-in for the exchange does not read H, and it would read freed metadata. So over peer
 # memory only changes are tried that the code around it sees.
 SEEN = (saved_tensors.truncated, saved_tensors.empty, saved_tensors.flat, saved_tensors.on_meta)
-# After these a gradient is equal, if there is one: the tensor was not changed, or is not read.
 FREED = (saved_tensors.freed, saved_tensors.half_freed)
+# After these a gradient is equal, if there is one: the tensor was not changed, or is not read.
 UNREAD = (*SEEN, *FREED)
 
 
