@@ -14,22 +14,25 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 FIRST_PAGE = "index.md"
-MOVED = {"README.md": FIRST_PAGE}  # pages of the site that are not in docs/
+# Pages of the site that are not in docs/: where they are in the repository, and in the site.
+MOVED = {
+    "README.md": FIRST_PAGE,
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "emulator/README.md": "emulator-sources.md",
+}
 
 
 def on_files(files, config):
-    text = (ROOT / "README.md").read_text()
-    files.append(File.generated(config, FIRST_PAGE, content=text))
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
-        MOVED[name] = name.lower()
-        files.append(File.generated(config, name.lower(), content=(ROOT / name).read_text()))
+    for path, site in MOVED.items():
+        files.append(File.generated(config, site, content=(ROOT / path).read_text()))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
-    moved = uri in MOVED.values()
-    folder = "" if moved else posixpath.join("docs", posixpath.dirname(uri))
+    source = next((path for path, site in MOVED.items() if site == uri), f"docs/{uri}")
+    folder = posixpath.dirname(source)
 
     def rewritten(match):
         opening, target, rest = match.groups()
