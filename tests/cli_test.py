@@ -209,7 +209,12 @@ class CliTest(unittest.TestCase):
         self.assertTrue(packed["fits"])
         self.assertGreater(packed["step_roofline_ms"]["unpacking"], 0)
         text = run(*plan, "qwen3-30b", *options)[1]
-        for part in ("643 million parameters", "a model, not a measurement", "it fits"):
+        for part in (
+            "643 million parameters",
+            "a model, not a measurement",
+            "it fits",
+            "times as long",
+        ):
             self.assertIn(part, text)
         for sentence, more in (
             ('factors is "f16", must be one of: fp32, bf16', ("olmoe", "--factors", "f16")),
