@@ -102,6 +102,12 @@ class LateClamped:
         return F.silu(gate).clamp(max=7) * up.clamp(-7, 7)
 
 
+class TanhGated:
+    @staticmethod
+    def apply(gate, up):
+        return torch.tanh(gate) * up
+
+
 class PrimeExperts(nn.Module):
     """prime-rl's GroupedExperts: fused or separate projections, biases or none."""
 
@@ -249,8 +255,10 @@ def test_prime_rl_activations():
     assert prime_rl.activation_of(PrimeExperts("ungated", Relu2)) == Activation("relu2")
     clamped = Activation("swiglu_clamped", limit=7.0)
     assert prime_rl.activation_of(PrimeExperts("separate", Clamped)) == clamped
+    late = Activation("swiglu_step", limit=7.0)
+    assert prime_rl.activation_of(PrimeExperts("separate", LateClamped)) == late
     compute = prime_rl.SonicMoECppExpertCompute()
-    for form, activation in (("fused", LateClamped), ("separate", Relu2)):
+    for form, activation in (("fused", TanhGated), ("separate", Relu2)):
         with pytest.raises(NotImplementedError, match=f"activation {activation.__name__} is not"):
             compute.validate(PrimeExperts(form, activation))
 
