@@ -363,7 +363,15 @@ Command add_plan(CLI::App& app) {
       if (!o->shape.config.empty() || !o->shape.shape.empty()) {
         checks::refuse("finetune is given, so config and shape must be absent");
       }
+      if (!o->backend.empty()) {
+        checks::refuse("finetune is given, so backend must be absent, is \"" + o->backend + "\"");
+      }
       return print_finetune(o->finetune, o->device, o->engine, o->json);
+    }
+    if (o->finetune.plan != FinetunePlan{}) {
+      checks::refuse(
+          "finetune is absent, so sequence, batch, rank, weights, factors, optimizer and "
+          "no-checkpointing must be absent");
     }
     const Plan p = make_plan(*o);
     o->json ? print_json(document(*o, p)) : print_text(*o, p);

@@ -224,8 +224,14 @@ class CliTest(unittest.TestCase):
             ),
             ("rank is 0, must be at least 1", ("olmoe", "--rank", "0")),
             ("finetune is given, so config and shape must be absent", ("olmoe", *SMALL)),
+            (
+                'finetune is given, so backend must be absent, is "cuda"',
+                ("olmoe", "--backend", "cuda"),
+            ),
         ):
             self.refused(sentence, *plan, *more)
+        for more in (("--rank", "8"), ("--no-checkpointing",)):
+            self.refused("finetune is absent, so sequence, batch, rank", "plan", *more)
 
     def test_plan_says_what_was_measured(self):
         def plan(*arguments):

@@ -33,6 +33,8 @@ struct FinetunePlan {
   std::string factors = "fp32";     ///< dtype of factors and gradients: fp32, bf16
   std::string optimizer = "adamw";  ///< adamw: two moments in the factors' dtype; adamw-8bit
   bool checkpointing = true;        ///< layers keep only their inputs
+
+  bool operator==(const FinetunePlan&) const = default;
 };
 
 struct FinetuneCost {
