@@ -312,8 +312,16 @@ class Interrupt(TorchDispatchMode):
         return result
 
 
+@pytest.fixture
+def interrupts():
+    """SIGINT raises KeyboardInterrupt, also in a job that a shell started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("unmerge", [False, True])
-def test_an_interrupted_merge_is_continued(unmerge):
+def test_an_interrupted_merge_is_continued(unmerge, interrupts):
     """Ctrl-C at any operator of a merge, then the merge again: as without it."""
 
     def run(model):
