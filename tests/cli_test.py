@@ -230,8 +230,12 @@ class CliTest(unittest.TestCase):
             ),
         ):
             self.refused(sentence, *plan, *more)
+        sentence = (
+            "finetune is absent, so sequence, batch, rank, weights, factors, optimizer and "
+            "no-checkpointing must be absent"
+        )
         for more in (("--rank", "8"), ("--no-checkpointing",)):
-            self.refused("finetune is absent, so sequence, batch, rank", "plan", *more)
+            self.refused(sentence, "plan", *more)
 
     def test_plan_says_what_was_measured(self):
         def plan(*arguments):
