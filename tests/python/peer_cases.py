@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Expert parallelism over peer memory on two GPUs: all cases against one process, ranks that are
-killed, stall or raise, and a table of what failed.
+"""Expert parallelism over peer memory: all cases against one process, ranks that are killed, stall
+or raise, and a table of what failed.
 
-    python tests/python/peer_cases.py               everything, two to three minutes
+    python tests/python/peer_cases.py               everything on two GPUs, two to three minutes
+    python tests/python/peer_cases.py --ranks 4     on four GPUs
     python tests/python/peer_cases.py --smoke       one step of each kind, 20 seconds
     python tests/python/peer_cases.py graphs pairs  cases whose names contain one of these
 
@@ -29,7 +30,6 @@ sys.path.insert(0, str(HERE))
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-RANKS = 2
 CASE_LIMIT = 40.0  # seconds
 SOON = 20.0  # seconds in which a fault must be reported; the time limit is TIMEOUT
 TIMEOUT = 5.0
@@ -155,6 +155,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", help="of the cases' names")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--faults", action="store_true", help="only the parts with faults")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--seconds", type=float, default=180.0, help="no part begins after")
     options = parser.parse_args()
@@ -178,15 +179,15 @@ def run_part(part: Part, options, folder: Path, done: list[str]) -> list[dict | 
     (folder / "job.json").write_text(json.dumps(job))
     backend = "nccl" if options.device == "cuda" else "gloo"
     try:
-        return worlds.run(globals()[part.job], RANKS, folder, part.limit, backend)
+        return worlds.run(globals()[part.job], options.ranks, folder, part.limit, backend)
     except AssertionError as hang:
-        return [{"error": str(hang)}] * RANKS
+        return [{"error": str(hang)}] * options.ranks
 
 
 def unfinished(folder: Path, found: list) -> dict[str, str]:
     """{case that failed: its problem}."""
     problems = {}
-    for rank in range(RANKS):
+    for rank in range(len(found)):
         for name, (seconds, problem) in read_log(folder, rank).items():
             if problem is not None:
                 problems.setdefault(name, f"rank {rank}: {problem}")
