@@ -14,8 +14,8 @@ Three programs add their results to the record. A program that runs out of --sec
    measures the memory kept for backward with uneven routings.
 2. exchange_bench: the layer in C++ over peer memory, the layer alone, and transfers alone; then the
    same with eight ranks that share the GPUs.
-3. ep2_bench/worker.py --peers nvshmem: torch's all_to_all_vdev_2d, if torch has NVSHMEM. It runs in
-   its own processes, because a process can use only one backend of symmetric memory.
+3. ep2_bench/worker.py --rivals nvshmem: torch's all_to_all_vdev_2d, if torch has NVSHMEM. It runs
+   in its own processes, because a process can use only one backend of symmetric memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 CONFIGS = ("7B-n256", "30B-n256", "qwen3-30b", "qwen3-235b", "gpt-oss-20b")
 GOAL = {"7B-n256": 1.15, "30B-n256": 1.12, "qwen3-30b": 1.08, "qwen3-235b": 1.05}
-PEERS = ("nccl_grouped", "nccl_grouped_mm", "gather_scatter", "vdev_2d")
+RIVALS = ("nccl_grouped", "nccl_grouped_mm", "gather_scatter", "vdev_2d")
 RATES = ("dispatch_gbs", "combine_gbs")
 # The measurements that exchange_bench prints for a layer.
 OF_CPP = ("alone", "ours", "hidden", "not_overlapped_ms", "dispatch_ms", "combine_ms")
@@ -158,7 +158,7 @@ class Driver:
 
     # ---- the programs ----------------------------------------------------------------------------
 
-    def worker(self, peers: str, configs: list[str], seconds: float) -> tuple[list[dict], str]:
+    def worker(self, rivals: str, configs: list[str], seconds: float) -> tuple[list[dict], str]:
         """Runs worker.py. Returns the lines that it wrote, and its problem or ""."""
         options = self.options
         with tempfile.TemporaryDirectory() as folder:
@@ -166,13 +166,13 @@ class Driver:
             torchrun = ["-m", "torch.distributed.run", "--standalone"]
             torchrun += [f"--nproc-per-node={options.gpus}", "-m", "ep2_bench.worker"]
             given = {"device": options.device, "burst": options.burst, "rounds": options.rounds}
-            given |= {"peers": peers, "out": str(out), "until": time.time() + seconds - SPARE}
+            given |= {"rivals": rivals, "out": str(out), "until": time.time() + seconds - SPARE}
             command = [sys.executable, *torchrun, "--configs", *configs]
             command += [f"--{name}={value}" for name, value in given.items()]
             _, problem = run(command, seconds)
             return (json_lines(out.read_text()) if out.exists() else []), problem
 
-    def beside_peers(self, seconds: float) -> None:
+    def beside_rivals(self, seconds: float) -> None:
         lines, problem = self.worker("torch", self.options.configs, seconds)
         for line in lines:
             if "kept" in line:
@@ -243,8 +243,8 @@ def total(times: dict) -> float:
 
 
 def complete(row: dict) -> bool:
-    """Whether a row has our times, and for each peer its times or the reason why it is absent."""
-    missing = [name for name in PEERS if name not in row and name not in row.get("absent", {})]
+    """Whether a row has our times, and for each rival its times or the reason why it is absent."""
+    missing = [name for name in RIVALS if name not in row and name not in row.get("absent", {})]
     return not missing and "ours" in row and "ours_torch" in row
 
 
@@ -258,8 +258,8 @@ def summary(record: dict) -> None:
         if "ours_torch" in row:
             ours = total(row["ours_torch"])
             text.append(f"torch {ours:.2f} ms, {ours / total(row['alone_torch']):.3f} of alone")
-            peers = {name: total(row[name]) / ours for name in PEERS if name in row}
-            text += [f"{name} {ratio:.2f}x" for name, ratio in peers.items()]
+            rivals = {name: total(row[name]) / ours for name in RIVALS if name in row}
+            text += [f"{name} {ratio:.2f}x" for name, ratio in rivals.items()]
             for name in ("ours_exact", "ours_all_to_all"):
                 text += [f"{name} {total(row[name]) / ours:.2f}x"] if name in row else []
         for name, reason in row.get("absent", {}).items():
@@ -272,7 +272,7 @@ def main() -> int:
     options = arguments()
     driver = Driver(options)
     driver.write()
-    driver.beside_peers(0.55 * options.seconds)
+    driver.beside_rivals(0.55 * options.seconds)
     if options.device == "cuda":
         driver.in_cpp(0.5 * driver.left())
         driver.pretended(0.4 * driver.left())

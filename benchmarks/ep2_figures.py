@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from ep2 import GOAL, PEERS, total
+from ep2 import GOAL, RIVALS, total
 from ep2_bench.data import CAPACITY
 from h200_figures import COLOURS, OURS, RECORDS, grid, shape_text
 from plots import save_plots
@@ -45,14 +45,14 @@ def over_alone(row: dict) -> float:
     return total(row["ours"]) / total(row["alone"])
 
 
-def best_peer(row: dict) -> float | None:
-    """The time of the fastest peer divided by our time in the same run."""
-    ratios = [total(row[name]) / of_run(row, name) for name in PEERS if name in row]
+def best_rival(row: dict) -> float | None:
+    """The time of the fastest rival divided by our time in the same run."""
+    ratios = [total(row[name]) / of_run(row, name) for name in RIVALS if name in row]
     return min(ratios, default=None)
 
 
 def of_run(row: dict, name: str) -> float:
-    """Our time in the run in which the peer `name` was timed."""
+    """Our time in the run in which the rival `name` was timed."""
     return total(row["ours_beside_vdev_2d" if name == "vdev_2d" else "ours_torch"])
 
 
@@ -103,7 +103,7 @@ def cost_part() -> str:
     )
 
 
-def peers_part() -> str:
+def rivals_part() -> str:
     """The table that compares our layer through PyTorch with other implementations."""
     found = record()
     rows = [row for row in found["rows"] if "ours_torch" in row] if found else []
@@ -113,7 +113,7 @@ def peers_part() -> str:
     cells = []
     for row in rows:
         times = [f"{total(row[name]):.2f}" if name in row else "-" for name in names]
-        best = best_peer(row)
+        best = best_rival(row)
         alone = total(row["alone_torch"])
         cost = f"{total(row['ours_torch']) / alone:.3f}"
         best = "-" if best is None else f"{best:.2f}"
@@ -135,7 +135,7 @@ def peers_part() -> str:
         f"{NAMES.get(name, name)} is absent at {', '.join(layers)}: {why}."
         for (name, why), layers in absent.items()
     ]
-    parts = [grid(columns, cells), " ".join(notes), "![Time beside others](images/ep2-peers.svg)"]
+    parts = [grid(columns, cells), " ".join(notes), "![Time beside others](images/ep2-rivals.svg)"]
     return "\n\n".join(parts)
 
 
@@ -155,7 +155,7 @@ def memory_part() -> str:
     )
 
 
-TABLES = {"ep2-cost": cost_part, "ep2-peers": peers_part, "ep2-memory": memory_part}
+TABLES = {"ep2-cost": cost_part, "ep2-rivals": rivals_part, "ep2-memory": memory_part}
 
 
 def plot(plt, found: dict):
@@ -193,7 +193,7 @@ def main() -> int:
     if found is None or not any("ours_torch" in row for row in found["rows"]):
         print(ABSENT, file=sys.stderr)
         return 0
-    save_plots({"ep2-peers": lambda plt: plot(plt, found)})
+    save_plots({"ep2-rivals": lambda plt: plot(plt, found)})
     return 0
 
 

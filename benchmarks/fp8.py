@@ -35,7 +35,8 @@ from pathlib import Path
 
 import h200
 import torch
-from h200_bench import blocks, check, packages, rivals, timing
+from h200_bench import blocks, check, packages, timing
+from h200_bench.contenders import Autograd
 from h200_bench.layer import Data, Shape
 from h200_bench.scaled import scaled_layer
 
@@ -48,10 +49,10 @@ CONFIGS = {
 } | TINY
 PRECISIONS = {"bf16": None, "fp8": "fp8", "auto": "auto"}
 # The other implementations: make(shape, device) returns a layer.
-PEERS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": blocks.BlocksLayer}
+RIVALS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": blocks.BlocksLayer}
 MICRO_BATCHES = (1, 4)
 # The least cosine with torch's bf16 layer that shows a correct layer.
-LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99} | dict.fromkeys(PEERS, 0.99)
+LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99} | dict.fromkeys(RIVALS, 0.99)
 # (N, K) of a product over C rows, by the name of fp8_bench's step.
 PRODUCTS = {
     "A": lambda s: (2 * s.n, s.d),
@@ -71,7 +72,7 @@ class Ours:
         import sonicmoe_cpp as smoe
 
         self.smoe, self.precision, self.codes = smoe, precision, None
-        self.autograd = rivals.Autograd(data, self.layer)
+        self.autograd = Autograd(data, self.layer)
         self.forward, self.both = self.autograd.forward, self.autograd.both
         self.results = self.autograd.results
 
@@ -110,8 +111,8 @@ class Ours:
         return total
 
 
-class Peer(rivals.Autograd):
-    """A layer of PEERS. If it has a method quantise, its weights are quantised before a call."""
+class Rival(Autograd):
+    """A layer of RIVALS. If it has a method quantise, its weights are quantised before a call."""
 
     def quantise(self):
         quantise = getattr(self.layer, "quantise", None)
@@ -123,9 +124,9 @@ def contenders(data):
     """({name: contender}, {name: reason})"""
     found = {name: Ours(data, precision) for name, precision in PRECISIONS.items()}
     left_out = {}
-    for name, make in PEERS.items():
+    for name, make in RIVALS.items():
         try:
-            found[name] = Peer(data, make(data.shape, data.device))
+            found[name] = Rival(data, make(data.shape, data.device))
         except Exception as error:
             left_out[name] = packages.first_line(error)
     return found, left_out
@@ -141,7 +142,7 @@ def cosines(want, out, gradients):
 
 
 def checked(found, data, left_out):
-    """Quantises the weights of all contenders. Returns {name: cosines}. A peer with wrong results
+    """Quantises the weights of all contenders. Returns {name: cosines}. A rival with wrong results
     is left out; a wrong layer of ours raises."""
     want = check.Checker(data).want
     result = {}
@@ -152,7 +153,7 @@ def checked(found, data, left_out):
             if not min(got.values()) >= LEAST_COSINE[name]:
                 raise SystemExit(f"{name} is wrong: cosines {got}")
         except (Exception, SystemExit) as error:
-            if name not in PEERS:
+            if name not in RIVALS:
                 raise
             left_out[name] = packages.first_line(error)
             del found[name]
@@ -264,8 +265,8 @@ def total(row, name):
     return row[name]["fwd_ms"] + row[name]["bwd_ms"]
 
 
-def speeds_over(peer, rows):
-    return (total(row, peer) / total(row, "fp8") for row in rows if peer in row)
+def speeds_over(rival, rows):
+    return (total(row, rival) / total(row, "fp8") for row in rows if rival in row)
 
 
 def spread(values):
@@ -299,7 +300,7 @@ def summary(record):
         (total(row, "bf16") / total(row, "fp8") for row in wide),
         (total(row, "bf16") / total(row, "fp8") for row in narrow),
         (total(row, "bf16") / total(row, "auto") for row in rows),
-        *(speeds_over(name, rows) for name in PEERS),
+        *(speeds_over(name, rows) for name in RIVALS),
         (row["kept_mib"]["bf16"] / row["kept_mib"]["fp8"] for row in rows),
         (product["of_cublas"] for product in products),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PEERS, PRODUCTS, TINY, speeds_over, summary
+from fp8 import CONFIGS, GOALS, MICRO_BATCHES, PRODUCTS, RIVALS, TINY, speeds_over, summary
 from h200_figures import ROOT, extra, fp8_speeds, grid, shape_text
 from h200_page import source
 
@@ -14,14 +14,14 @@ def step_speeds(row):
     return [step["bf16"] / step["fp8"] for step in steps]
 
 
-def over(peer, row):
+def over(rival, row):
     """How many times as fast fp8 is, as text."""
-    return "".join(f"{speed:.2f}" for speed in speeds_over(peer, [row])) or "-"
+    return "".join(f"{speed:.2f}" for speed in speeds_over(rival, [row])) or "-"
 
 
 def layer_cells(row):
     over_bf16 = [*fp8_speeds(row), *step_speeds(row)]
-    beside = (over(name, row) for name in PEERS)
+    beside = (over(name, row) for name in RIVALS)
     kept = f"{row['kept_mib']['bf16']:.0f} -> {row['kept_mib']['fp8']:.0f}"
     rows = row["T"] * row["K"] // row["E"]
     speeds = (f"{value:.2f}" for value in over_bf16)

@@ -1,7 +1,7 @@
 """Times the layer on one CUDA device, with the cuBLAS reference and the compiled grouped_mm layer.
 
     python benchmarks/h200.py --library build/cuda/libsonicmoe.so --out build/records
-    python benchmarks/h200.py --library old=A.so --library new=B.so --peers bound --configs olmoe
+    python benchmarks/h200.py --library old=A.so --library new=B.so --rivals bound --configs olmoe
     python benchmarks/h200.py --merge DIR DIR...         merges the parts of one run
 
 Forward includes top-k routing and its metadata, backward the router's gradient; neither includes
@@ -34,14 +34,14 @@ import time
 from pathlib import Path
 
 import torch
-from h200_bench import capi, check, packages, rivals, timing
+from h200_bench import capi, check, contenders, packages, timing
 from h200_bench.layer import Data, Ours, Shape
 
 HERE = Path(__file__).resolve().parent
-PEERS_MEASURED = json.loads((HERE / "data/peers-h200.json").read_text())
+RIVALS_MEASURED = json.loads((HERE / "data/rivals-h200.json").read_text())
 CONFIGS = {
     row["config"]: Shape(*(row[k] for k in ("T", "d", "n", "E", "K")))
-    for row in PEERS_MEASURED["rows"]
+    for row in RIVALS_MEASURED["rows"]
 }
 SMALL = ("7B-T2048", "olmoe-T64")
 DEFAULT = [name for name in CONFIGS if name != "qwen3-235b-T4096"]
@@ -60,18 +60,18 @@ class Contenders:
         self.ours = {name: Ours(library, self.data) for name, library in libraries.items()}
         self.rivals = {}
         self.left_out = {}  # name -> reason
-        if "bound" in arguments.peers:
-            self.rivals["bound"] = rivals.Bound(self.data)
-        for name in rivals.LAYERS.keys() & set(arguments.peers):
+        if "bound" in arguments.rivals:
+            self.rivals["bound"] = contenders.Bound(self.data)
+        for name in contenders.LAYERS.keys() & set(arguments.rivals):
             try:
-                layer = rivals.LAYERS[name](shape)
+                layer = contenders.LAYERS[name](shape)
             except Exception as error:
                 if name not in packages.LAYERS and not isinstance(error, ImportError):
                     raise
                 self.left_out[name] = packages.problem(name, error)
                 print(f"{name} is left out: {self.left_out[name]}", file=sys.stderr)
             else:
-                self.rivals[name] = rivals.contender(self.data, layer)
+                self.rivals[name] = contenders.contender(self.data, layer)
 
     def sample(self, seed):
         self.data.sample(seed)
@@ -102,7 +102,9 @@ class Contenders:
 
     def without_autograd(self, runs):
         """The runs of contenders whose backward is a call of its own."""
-        layers = {name for name, rival in self.rivals.items() if isinstance(rival, rivals.Forward)}
+        layers = {
+            name for name, rival in self.rivals.items() if isinstance(rival, contenders.Forward)
+        }
         return {key: run for key, run in runs.items() if key[0] not in layers}
 
     def runs(self, passes):
@@ -201,7 +203,7 @@ def header():
 
 def sonic_ratio(config, which):
     """sonic-moe's speed over the cuBLAS reference's, from an earlier record."""
-    row = next(row for row in PEERS_MEASURED["rows"] if row["config"] == config)
+    row = next(row for row in RIVALS_MEASURED["rows"] if row["config"] == config)
     return row["sonicmoe"][f"{which}_tflops"] / row["bound"][f"{which}_tflops"]
 
 
@@ -286,7 +288,7 @@ def parse():
     )
     parser.add_argument("--configs", default=",".join(DEFAULT))
     parser.add_argument(
-        "--peers", default="bound,torch,ours_torch", help="other contenders to time"
+        "--rivals", default="bound,torch,ours_torch", help="other contenders to time"
     )
     parser.add_argument("--states", default="hot,cool")
     parser.add_argument("--passes", default="fwd,bwd")
@@ -294,10 +296,10 @@ def parse():
     parser.add_argument("--out", default="", help="folder for hot.json and cool.json")
     parser.add_argument("--merge", nargs="+", metavar="DIR")
     arguments = parser.parse_args()
-    for name in ("configs", "peers", "states", "passes"):
+    for name in ("configs", "rivals", "states", "passes"):
         setattr(arguments, name, [v for v in getattr(arguments, name).split(",") if v])
-    for peer in set(arguments.peers) - {"bound", *rivals.LAYERS}:
-        parser.error(f'peers has "{peer}", must be of: bound, {", ".join(rivals.LAYERS)}')
+    for rival in set(arguments.rivals) - {"bound", *contenders.LAYERS}:
+        parser.error(f'rivals has "{rival}", must be of: bound, {", ".join(contenders.LAYERS)}')
     if not arguments.merge:
         paths = [text.rpartition("=")[2] for text in arguments.library]
         check_machine(parser, paths, arguments.configs)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from h200 import CONFIGS, SEEDS, SMALL, check_machine, header, open_libraries
-from h200_bench import capi, kernels, rivals, timing
+from h200_bench import capi, contenders, kernels, timing
 from h200_bench.layer import Data, Ours, Rounded, Shape
 
 CUDA = torch.device("cuda")
@@ -54,7 +54,7 @@ def measure_kernels(arguments, library):
         torch._dynamo.reset()
         data = Data(CONFIGS[config], CUDA)
         data.sample(SEEDS[0])
-        bound = rivals.Bound(data)
+        bound = contenders.Bound(data)
         bound.sample()
         found = kernels.kernel_rates(Ours(library, data), bound, arguments.burst)
         rows.append({"config": config, "kernels": found})
@@ -170,7 +170,7 @@ def measure_rounding(arguments, library):
 def kept_by(layer, data):
     """MiB that an autograd layer keeps after its forward (without the output), and the peak during
     the forward."""
-    contender = rivals.contender(data, layer)
+    contender = contenders.contender(data, layer)
     contender.forward()
     free()
     torch.cuda.synchronize()
@@ -229,9 +229,9 @@ def measure_memory(arguments, library):
         }
         del ours
         free()
-        row["torch"] = kept_by(rivals.grouped_mm_layer(shape), data)
+        row["torch"] = kept_by(contenders.grouped_mm_layer(shape), data)
         try:
-            row["ours_torch"] = kept_by(rivals.torch_front_end(shape), data)
+            row["ours_torch"] = kept_by(contenders.torch_front_end(shape), data)
         except ImportError as absent:
             print(f"ours_torch is absent: {absent}", file=sys.stderr)
         # ScatterMoE keeps Y, H, A and the factors of the activation, according to its source.
@@ -249,14 +249,14 @@ def token_runs(shape, library):
     """(contender, pass) -> call, for every installed contender."""
     data = Data(shape, CUDA)
     data.sample(SEEDS[0])
-    ours, bound = Ours(library, data), rivals.Bound(data)
+    ours, bound = Ours(library, data), contenders.Bound(data)
     bound.sample()
     runs = {}
     for name, contender in (("ours_cpp", ours), ("bound", bound)):
         runs[name, "fwd"], runs[name, "bwd"] = contender.forward, contender.backward
     for name in ("ours_torch", "torch"):
         try:
-            layer = rivals.Autograd(data, rivals.LAYERS[name](shape))
+            layer = contenders.Autograd(data, contenders.LAYERS[name](shape))
         except ImportError as absent:
             print(f"{name} is absent: {absent}", file=sys.stderr)
         else:

@@ -17,7 +17,7 @@ from plots import save_plots
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks/results/h200"
 DATA = ROOT / "benchmarks/data"
-PEERS = {row["config"]: row for row in json.loads((DATA / "peers-h200.json").read_text())["rows"]}
+RIVALS = {row["config"]: row for row in json.loads((DATA / "rivals-h200.json").read_text())["rows"]}
 # The cuBLAS reference, sonic-moe and our PyTorch front end, timed alternately in one process.
 TOGETHER = json.loads((DATA / "side-by-side-h200.json").read_text())
 TOGETHER_ROWS = {row["config"]: row for row in TOGETHER["rows"]}
@@ -78,9 +78,9 @@ def ratio(row, which, name="ours_cpp"):
 
 
 def earlier_ratio(row, which, name):
-    """A peer's speed over the reference's, from an earlier run without our layer."""
-    peer = PEERS[row["config"]]
-    return peer[name][f"{which}_tflops"] / peer["bound"][f"{which}_tflops"]
+    """A rival's speed over the reference's, from an earlier run without our layer."""
+    rival = RIVALS[row["config"]]
+    return rival[name][f"{which}_tflops"] / rival["bound"][f"{which}_tflops"]
 
 
 def over_sonic(row, which, state="hot"):
@@ -164,7 +164,7 @@ def hot_table(hot):
     if hot is None:
         return "No record yet."
     means = [mean_over_sonic(hot, which) for which in PASSES]
-    rows = sorted(hot["rows"], key=lambda row: list(PEERS).index(row["config"]))
+    rows = sorted(hot["rows"], key=lambda row: list(RIVALS).index(row["config"]))
     cells = [
         [marked(row["config"]), shape_text(row)]
         + [pair(row, name) for name in ("bound", "ours_cpp", "ours_torch")]
@@ -271,7 +271,7 @@ def plot_tokens(plt, record):
     return figure
 
 
-def plot_peers(plt, record):
+def plot_rivals(plt, record):
     rows, names = record["rows"], timed(record)
     figure, panels = plt.subplots(3, 1, figsize=(9, 10), layout="constrained")
     kinds = {f"{which}_tflops": f"{title}, TFLOP/s" for which, title in PASSES.items()}
@@ -320,7 +320,7 @@ def plot_portable(plt, record):
     layers.axhline(goal, color="black", linewidth=0.8, linestyle=":")
     layers.set(ylabel="TFLOP/s", title=f"forward + backward, one {record['device']}, hot")
     for row, marker in zip(record["roles"], "osD^vP*X", strict=False):
-        ratios = {role: part["of_best_peer"] for role, part in row["kernels"].items()}
+        ratios = {role: part["of_best_rival"] for role, part in row["kernels"].items()}
         style = {"color": OURS, "alpha": 0.7, "linestyle": "", "label": row["config"]}
         products.plot(list(ratios), list(ratios.values()), marker, **style)
     products.axhline(summary.GOALS["roles"], color="black", linewidth=0.8, linestyle=":")
@@ -364,7 +364,7 @@ def main():
         "h200-throughput": (plot_throughput, newest("hot")),
         "h200-memory": (plot_memory, extra("memory")),
         "h200-tokens": (plot_tokens, extra("tokens")),
-        "h200-peers": (plot_peers, extra("peers")),
+        "h200-rivals": (plot_rivals, extra("rivals")),
         "h200-rounding": (plot_rounding, extra("rounding")),
         "h200-portable": (plot_portable, extra("portable")),
         "h200-fp8": (plot_fp8, extra("fp8")),

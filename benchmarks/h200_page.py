@@ -121,8 +121,8 @@ def tokens():
     return f"{shape}; ms forward/backward.\n\n{table}\n\n{source(record)}\n\n{plot}"
 
 
-def peers():
-    record = extra("peers")
+def rivals():
+    record = extra("rivals")
     names = timed(record)
     columns = ["layer", *(CONTENDERS[n] for n in names)]
     speed = [[row["config"], *(pair(row, n) for n in names)] for row in record["rows"]]
@@ -133,7 +133,7 @@ def peers():
     ]
     first = record["first_call"]
     calls = ", ".join(f"{CONTENDERS[n]} {s:.2f} s" for n, s in first["seconds"].items())
-    absent = {n: state for n, state in record["peers"].items() if not state.startswith("timed")}
+    absent = {n: state for n, state in record["rivals"].items() if not state.startswith("timed")}
     missing = ", ".join(f"{n} ({state.split(':')[0]})" for n, state in absent.items())
     failed = "".join(f" {sentence}" for sentence in left_out(record["rows"]))
     return "\n\n".join(
@@ -144,7 +144,7 @@ def peers():
             grid(["layer", *(CONTENDERS[n] for n in keeping)], memory),
             f"Time of the first forward and backward in a process, {first['config']}, with nothing "
             f"compiled before: {calls}. Not timed: {missing or 'none'}.{failed} {source(record)}",
-            "![Beside other implementations](images/h200-peers.svg)",
+            "![Beside other implementations](images/h200-rivals.svg)",
         ]
     )
 
@@ -195,9 +195,9 @@ def products_beside(record):
     for row in record["roles"]:
         cells = []
         for part in row["kernels"].values():
-            ours, *peers = (part[who]["tflops"] for who in ("ours", "triton", "cublas")
+            ours, *rivals = (part[who]["tflops"] for who in ("ours", "triton", "cublas")
                             if who in part)  # fmt: skip
-            cells.append(f"{ours:.0f} of {max(peers):.0f} ({part['of_best_peer']:.2f})")
+            cells.append(f"{ours:.0f} of {max(rivals):.0f} ({part['of_best_rival']:.2f})")
         rows.append([row["config"], *cells])
     roles = record["roles"][0]["kernels"] if record["roles"] else ()
     return grid(["layer", *roles], rows)
@@ -230,7 +230,7 @@ def portable():
             'TFLOP/s forward/backward. Columns "over": the other\'s time of forward + backward '
             "divided by the portable engine's.",
             layers_beside(record),
-            "TFLOP/s of each product: ours, the best peer's, and in brackets ours divided by it:",
+            "TFLOP/s of each product: ours, the best rival's, and in brackets ours divided by it:",
             products_beside(record),
             f"{kept_text(record)}{' Not timed: ' + ' '.join(missing) if missing else ''} "
             f"Triton {record['triton']}. {source(record)}",
@@ -282,7 +282,7 @@ TABLES = {
     "rounding": rounding,
     "memory": memory,
     "tokens": tokens,
-    "peers": peers,
+    "rivals": rivals,
     "portable": portable,
     "host": host,
 }

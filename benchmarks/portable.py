@@ -42,7 +42,7 @@ QUICK = {"quick-n256": Shape(2048, 768, 256, 16, 4), "quick-n1024": Shape(2048, 
 LARGE = [name for name in h200.CONFIGS if name not in (*h200.SMALL, "qwen3-235b-T4096")]
 CONFIGS = {name: h200.CONFIGS[name] for name in LARGE} | QUICK
 PRODUCTS = {"fwd": {"A", "Y"}, "bwd": {"dH", "dX~", "dW"}}  # roles of kernels.role_of
-CONTENDERS = ("portable", "hopper", *summary.PEERS)
+CONTENDERS = ("portable", "hopper", *summary.RIVALS)
 
 
 def launched(library):
@@ -94,10 +94,12 @@ def memory_of(library, shape):
     return {"kept_bytes": kept, "formula_bytes": formula, "promised_bytes": promised}
 
 
-def measure_row(libraries, config, peers, burst):
+def measure_row(libraries, config, rivals, burst):
     """A row of the record: milliseconds of each contender, hot."""
     shape = CONFIGS[config]
-    arguments = types.SimpleNamespace(peers=peers, states=["hot"], passes=h200.PASSES, burst=burst)
+    arguments = types.SimpleNamespace(
+        rivals=rivals, states=["hot"], passes=h200.PASSES, burst=burst
+    )
     medians, _, left_out = h200.measure(arguments, config, shape, libraries)
     row = {"config": config, **vars(shape)}
     for name in CONTENDERS:
@@ -110,10 +112,10 @@ def measure_row(libraries, config, peers, burst):
     return row | ({"left_out": left_out} if left_out else {})
 
 
-def measure_roles(library, config, burst, peers):
+def measure_roles(library, config, burst, rivals):
     from h200_bench import roles
 
-    return {"config": config} | roles.measure(library, CONFIGS[config], burst, peers)
+    return {"config": config} | roles.measure(library, CONFIGS[config], burst, rivals)
 
 
 def check_memory(library):
@@ -153,8 +155,8 @@ class Record:
 
 
 def plan(arguments):
-    """(part, config) in the order of measuring: the layers with peers, the others, the products."""
-    configs = sorted(arguments.configs, key=lambda c: c not in arguments.peer_configs)
+    """(part, config) in this order: layers with rivals, other layers, products."""
+    configs = sorted(arguments.configs, key=lambda c: c not in arguments.rival_configs)
     jobs = [("rows", config) for config in configs]
     jobs += [("roles", config) for config in arguments.role_configs]
     return [job for job in jobs if job[0] in arguments.parts]
@@ -172,11 +174,11 @@ def run(arguments, libraries, record):
             continue
         try:
             if part == "rows":
-                peers = list(summary.PEERS) if config in arguments.peer_configs else []
-                row = measure_row(libraries, config, peers, arguments.burst)
+                rivals = list(summary.RIVALS) if config in arguments.rival_configs else []
+                row = measure_row(libraries, config, rivals, arguments.burst)
             else:
                 row = measure_roles(
-                    libraries["portable"], config, arguments.burst, arguments.role_peers
+                    libraries["portable"], config, arguments.burst, arguments.role_rivals
                 )
         except (Exception, SystemExit) as wrong:  # go on with the other layers
             failed.append(f"{part} of {config}: {wrong}")
@@ -199,9 +201,9 @@ def parse():
     parser.add_argument("--library", default="", help="libsonicmoe.so of a CUDA build")
     parser.add_argument("--hopper", default="", help="another library for the Hopper engine")
     parser.add_argument("--configs", default=names(LARGE))
-    parser.add_argument("--peer-configs", default=names(summary.PEER_CONFIGS))
-    parser.add_argument("--role-configs", default=names(summary.PEER_CONFIGS))
-    parser.add_argument("--role-peers", default="triton,cublas")
+    parser.add_argument("--rival-configs", default=names(summary.RIVAL_CONFIGS))
+    parser.add_argument("--role-configs", default=names(summary.RIVAL_CONFIGS))
+    parser.add_argument("--role-rivals", default="triton,cublas")
     parser.add_argument("--parts", default="rows,roles")
     parser.add_argument("--quick", action="store_true", help="two small layers, all parts")
     parser.add_argument("--burst", type=float, default=120.0, help="milliseconds of a hot burst")
@@ -209,9 +211,9 @@ def parse():
     parser.add_argument("--out", default="", help="folder for portable.json")
     arguments = parser.parse_args()
     if arguments.quick:
-        for name in ("configs", "peer_configs", "role_configs"):
+        for name in ("configs", "rival_configs", "role_configs"):
             setattr(arguments, name, names(QUICK))
-    for name in ("configs", "peer_configs", "role_configs", "role_peers", "parts"):
+    for name in ("configs", "rival_configs", "role_configs", "role_rivals", "parts"):
         setattr(arguments, name, [v for v in getattr(arguments, name).split(",") if v])
     if not arguments.summary:
         check_machine(parser, arguments)
@@ -220,7 +222,7 @@ def parse():
 
 def check_machine(parser, arguments):
     """Exits with a message if nothing can be measured."""
-    for config in (*arguments.configs, *arguments.peer_configs, *arguments.role_configs):
+    for config in (*arguments.configs, *arguments.rival_configs, *arguments.role_configs):
         if config not in CONFIGS:
             parser.error(f'configs has "{config}", must be of: {", ".join(CONFIGS)}')
     arguments.hopper = arguments.hopper or arguments.library

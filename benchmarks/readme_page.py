@@ -8,7 +8,7 @@ import finetune_page
 import training_figures
 from h200_figures import (
     PASSES,
-    PEERS,
+    RIVALS,
     TOGETHER,
     TOGETHER_ROWS,
     earlier_ratio,
@@ -50,7 +50,7 @@ def over_sonic():
 
 def over_scatter():
     def other(row, which):
-        timed = "scattermoe" in PEERS[row["config"]]
+        timed = "scattermoe" in RIVALS[row["config"]]
         return earlier_ratio(row, which, "scattermoe") if timed else None
 
     return mean_over(other)
@@ -58,15 +58,15 @@ def over_scatter():
 
 def kept():
     """MiB kept for backward by this layer, sonic-moe, ScatterMoE and compiled grouped_mm."""
-    peers = PEERS[LAYER]
-    ours = next(row for row in extra("memory")["rows"] if row["n"] == PEERS[LAYER]["n"])
+    rivals = RIVALS[LAYER]
+    ours = next(row for row in extra("memory")["rows"] if row["n"] == RIVALS[LAYER]["n"])
     names = ("sonicmoe", "scattermoe", "torch")
-    return [ours["ours_torch"]["kept_MiB"], *(peers[name]["act_MiB"] for name in names)]
+    return [ours["ours_torch"]["kept_MiB"], *(rivals[name]["act_MiB"] for name in names)]
 
 
 def first_calls():
     """Seconds of the first forward and backward: this layer, sonic-moe, compiled grouped_mm."""
-    seconds = extra("peers")["first_call"]["seconds"]
+    seconds = extra("rivals")["first_call"]["seconds"]
     sonic = TOGETHER_ROWS[FIRST]["sonicmoe"]["first_call_s"]
     return [seconds["ours_torch"], sonic, seconds["torch"]]
 
@@ -168,11 +168,11 @@ def ranks():
         found = [row for row in rows if name in row and "alone_torch" in row]
         return [sum(row[name].values()) / sum(row["alone_torch"].values()) for row in found]
 
-    peer = [row for row in rows if "ours_torch" in row]
+    rival = [row for row in rows if "ours_torch" in row]
     return (
         f"**What to expect**: over peer memory on two H200, forward and backward take "
         f"{span(times('ours_torch'))} times as long as the layer alone with as many rows "
-        f"({len(peer)} layers, `max_tokens` and `capacity` given), over NCCL's all-to-all "
+        f"({len(rival)} layers, `max_tokens` and `capacity` given), over NCCL's all-to-all "
         f"{span(times('ours_all_to_all'))} times ([table](#what-it-costs))."
     )
 

@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 LAYERS = ("qwen3-235b-8k", "qwen3-30b-8k", "7B-n256-8k", "30B-n256-8k")
 # With eight ranks: time over the layer alone.
 OVER_ALONE = {"qwen3-235b-8k": 1.12, "qwen3-30b-8k": 1.25}
-OVER_PEERS = 1.25
+OVER_RIVALS = 1.25
 SCALING = ("weak", "strong")
 FACTS = ("model", "sequence", "policy", "settle", "warm_up")  # options that a row of training has
 # As in training.py. Memory that peers map may not come from expandable segments.
@@ -218,9 +218,9 @@ def speed(found: dict) -> str:
     return f"{found['tokens_per_s']:,} tokens/s, {a_day:.2f} billion a day and GPU"
 
 
-def best_peer(row: dict) -> float:
+def best_rival(row: dict) -> float:
     """The time of the fastest other implementation."""
-    return min((ep2.total(row[name]) for name in ep2.PEERS if name in row), default=float("nan"))
+    return min((ep2.total(row[name]) for name in ep2.RIVALS if name in row), default=float("nan"))
 
 
 def summary(record: dict) -> list[str]:
@@ -231,8 +231,8 @@ def summary(record: dict) -> list[str]:
         name, eight = row["config"], row["ranks"] == 8
         line = f"{name} over {row['ranks']}: {ours:.2f} ms, {ours / alone:.3f} of alone"
         line += f" (goal {OVER_ALONE[name]})" if eight and name in OVER_ALONE else ""
-        line += f", others {best_peer(row) / ours:.2f} times ours"
-        lines.append(line + (f" (goal {OVER_PEERS})" if eight else ""))
+        line += f", others {best_rival(row) / ours:.2f} times ours"
+        lines.append(line + (f" (goal {OVER_RIVALS})" if eight else ""))
     for row in record["training"]:
         what = f"{row['model']} {row['scaling']} {row['parallel']} over {row['ranks']}"
         lines.append(f"{what}: {speed(row)}")

@@ -12,7 +12,7 @@ import sys
 from ep2 import total
 from h200_figures import COLOURS, OURS, RECORDS, grid
 from plots import save_plots
-from scaling import best_peer
+from scaling import best_rival
 
 RECORD = RECORDS / "scaling.json"
 ABSENT = (
@@ -39,7 +39,7 @@ def layers(found: dict) -> str:
     for row in sorted(found["layers"], key=lambda row: (row["config"], row["ranks"])):
         ours, alone = total(row["ours_torch"]), total(row["alone_torch"])
         figures = [f"{alone:.2f}", f"{ours:.2f}", f"{ours / alone:.3f}"]
-        cells.append([row["config"], row["ranks"], *figures, f"{best_peer(row) / ours:.2f}"])
+        cells.append([row["config"], row["ranks"], *figures, f"{best_rival(row) / ours:.2f}"])
     return grid(columns, cells, words=1)
 
 

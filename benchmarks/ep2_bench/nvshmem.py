@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ep2_bench.data import Data
-from ep2_bench.peers import Combine, Order, Spread
+from ep2_bench.rivals import Combine, Order, Spread
 
 
 def absent() -> str | None:

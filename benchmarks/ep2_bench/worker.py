@@ -17,7 +17,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from ep2_bench import nvshmem, peers, timing
+from ep2_bench import nvshmem, rivals, timing
 from ep2_bench.data import CAPACITY, CONFIGS, Data
 
 LARGEST_ERROR = 0.02  # of a result: norm of the difference from ours / norm of ours
@@ -28,7 +28,7 @@ SKEWS = (0.6, 0.4, 0.55, 0.45)  # part of the choices that falls on rank 0, one 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, required=True)
-    parser.add_argument("--peers", choices=("torch", "nvshmem"), default="torch")
+    parser.add_argument("--rivals", choices=("torch", "nvshmem"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--burst", type=float, default=60.0, help="milliseconds")
     parser.add_argument("--rounds", type=int, default=3)
@@ -97,8 +97,8 @@ class Rank:
     def layer(self, config: str) -> dict:
         shape = CONFIGS[config]
         data = Data(shape, self.rank, self.ranks, self.device)
-        calls = peers.contenders(data, self.transport, CAPACITY if self.ranks > 1 else 2.0)
-        if self.options.peers == "nvshmem":
+        calls = rivals.contenders(data, self.transport, CAPACITY if self.ranks > 1 else 2.0)
+        if self.options.rivals == "nvshmem":
             buffers = nvshmem.Buffers(data, 1.1)
             calls = {"ours_torch": calls["ours_torch"], "alone_torch": calls["alone_torch"]}
             calls["vdev_2d"] = functools.partial(nvshmem.step, data, buffers)
@@ -137,10 +137,10 @@ class Rank:
 
     def kept_by(self, datas: list, options: dict) -> float:
         for data in datas:  # makes the allocations that happen only once
-            peers.ours(data, **options)
+            rivals.ours(data, **options)
         self.free()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        outs = [peers.ours(data, **options) for data in datas]
+        outs = [rivals.ours(data, **options) for data in datas]
         torch.cuda.synchronize()
         now = torch.cuda.memory_stats()["requested_bytes.all.current"]
         kept = now - before - sum(out.numel() * out.element_size() for out in outs)
@@ -162,7 +162,7 @@ def run(options) -> None:
         torch._dynamo.reset()
         rank.write(rank.layer(config))
         rank.free()
-    if options.peers == "torch" and rank.device.type == "cuda" and not rank.late():
+    if options.rivals == "torch" and rank.device.type == "cuda" and not rank.late():
         rank.write({"kept": rank.kept(options.configs[0])})
 
 
@@ -172,8 +172,8 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        peers.compiled = lambda function: function
-    if options.peers == "nvshmem":
+        rivals.compiled = lambda function: function
+    if options.rivals == "nvshmem":
         import torch.distributed._symmetric_memory as symmetric
         from sonicmoe_cpp.distributed import _memory
 

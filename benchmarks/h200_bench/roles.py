@@ -1,6 +1,6 @@
 """Compares every matrix product of the layer with the best mma.sync product of the same shape.
 
-Our kernels gather rows, apply activations and write all that the layer needs. A peer's product
+Our kernels gather rows, apply activations and write all that the layer needs. A rival's product
 reads rows that are already gathered and writes only the product, on the same number of rows an
 expert. Both are hot: bursts of whole passes in random order, times by CUPTI.
 """
@@ -16,7 +16,7 @@ from .capi import in_turn
 from .layer import Data, Ours
 
 FLOPS = {"A": 4, "Y": 2, "dH": 2, "dX~": 4, "dW2": 2, "dW1": 4}  # times rows, n and d
-PEERS = {"triton": triton_gemm, "cublas": cublaslt}
+RIVALS = {"triton": triton_gemm, "cublas": cublaslt}
 PASSES = {"fwd": ("A", "Y"), "bwd": ("dH", "dX~", "dW2", "dW1")}
 
 
@@ -65,8 +65,8 @@ def our_passes(ours):
     }
 
 
-def peer_passes(who, calls):
-    """The peer's products in the order of our passes, so that the chip has the same clock."""
+def rival_passes(who, calls):
+    """The rival's products in the order of our passes, so that the chip has the same clock."""
     passes = {}
     for which, roles in PASSES.items():
         found = [role for role in roles if role in calls]
@@ -81,7 +81,7 @@ def rate(work, us):
 
 
 def rates(shape, times, variants):
-    """role -> ours and every peer, and the fastest peer's time over ours."""
+    """role -> ours and every rival, and the fastest rival's time over ours."""
     result = {}
     for role, flops in FLOPS.items():
         work = flops * shape.rows * shape.n * shape.d
@@ -91,12 +91,12 @@ def rates(shape, times, variants):
         for who, part in parts.items():
             part |= {"variant": variants[who][role]} if who in variants else {}
         best = min(part["us"] for who, part in parts.items() if who != "ours")
-        result[role] = parts | {"of_best_peer": round(best / parts["ours"]["us"], 3)}
+        result[role] = parts | {"of_best_rival": round(best / parts["ours"]["us"], 3)}
     return result
 
 
-def measure(library, shape, burst_ms, peers=PEERS):
-    """{"kernels": role -> figures, "left_out": peer -> reason} of one layer shape. Every result is
+def measure(library, shape, burst_ms, rivals=RIVALS):
+    """{"kernels": role -> figures, "left_out": rival -> reason} of one layer shape. Every result is
     compared with torch's first."""
     data = Data(shape, torch.device("cuda"))
     data.sample(0)
@@ -107,15 +107,15 @@ def measure(library, shape, burst_ms, peers=PEERS):
     check.Checker(data).check_ours("ours")
     products = products_of(data, data.ids.flatten().bincount(minlength=shape.E).tolist())
     passes, variants, left_out = our_passes(ours), {}, {}
-    for who in peers:
+    for who in rivals:
         try:
-            found = {role: PEERS[who].tuned(role, product) for role, product in products.items()}
+            found = {role: RIVALS[who].tuned(role, product) for role, product in products.items()}
         except (OSError, RuntimeError) as error:
             left_out[who] = packages.first_line(error)
             continue
         found = {role: pair for role, pair in found.items() if pair is not None}
         variants[who] = {role: variant for role, (variant, _) in found.items()}
-        passes |= peer_passes(who, {role: run for role, (_, run) in found.items()})
+        passes |= rival_passes(who, {role: run for role, (_, run) in found.items()})
     times = kernels.times_by_role(passes, burst_ms)
     result = {"kernels": rates(shape, times, variants)}
     return result | ({"left_out": left_out} if left_out else {})

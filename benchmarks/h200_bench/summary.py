@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 
 WIDE = 1024  # the goal in TFLOP/s is for layers of at least this width
-PEER_CONFIGS = ("7B-n256", "olmoe", "qwen3-next", "gpt-oss-20b", "30B-n1024")
-PEERS = {"scattermoe": "ScatterMoE", "loop": "the loop over experts"}
+RIVAL_CONFIGS = ("7B-n256", "olmoe", "qwen3-next", "gpt-oss-20b", "30B-n1024")
+RIVALS = {"scattermoe": "ScatterMoE", "loop": "the loop over experts"}
 GOALS = {"tflops": 380.0, "hopper": 0.60, "scattermoe": 1.5, "loop": 2.0, "roles": 0.80}
 
 
@@ -41,9 +41,9 @@ def spread(values):
 
 
 def role_figures(record):
-    """{(config, role): the best peer's time over ours}"""
+    """{(config, role): the best rival's time over ours}"""
     return {
-        (row["config"], role): part["of_best_peer"]
+        (row["config"], role): part["of_best_rival"]
         for row in record.get("roles", [])
         for role, part in row["kernels"].items()
     }
@@ -57,9 +57,9 @@ def summary(record):
         "tflops": spread([tflops(row) for row in wide]),
         "hopper": spread([speedup(row, "hopper") for row in both(rows, "portable", "hopper")]),
     }
-    judged = [row for row in rows if row["config"] in PEER_CONFIGS]
-    for peer in PEERS:
-        found[peer] = spread([speedup(row, peer) for row in both(judged, "portable", peer)])
+    judged = [row for row in rows if row["config"] in RIVAL_CONFIGS]
+    for rival in RIVALS:
+        found[rival] = spread([speedup(row, rival) for row in both(judged, "portable", rival)])
     return found | {"roles": spread(list(role_figures(record).values()))}
 
 
@@ -84,7 +84,7 @@ def met(goal, found):
 TITLES = {
     "tflops": f"TFLOP/s, forward + backward, n >= {WIDE}",
     "hopper": "speed over the Hopper engine's",
-    **{peer: f"speed over {title}" for peer, title in PEERS.items()},
+    **{rival: f"speed over {title}" for rival, title in RIVALS.items()},
     "roles": "speed of a product over the best mma.sync product's",
 }
 

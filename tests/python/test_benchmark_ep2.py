@@ -48,7 +48,7 @@ def a_record():
 
 
 @pytest.mark.slow
-def test_every_peer_has_our_results(tmp_path, ep2):
+def test_every_rival_has_our_results(tmp_path, ep2):
     out = tmp_path / "ep2.json"
     program = [sys.executable, str(BENCHMARKS / "ep2.py"), "--device=cpu", f"--out={out}"]
     ran = subprocess.run([*program, "--seconds=120"], capture_output=True, text=True, timeout=200)
@@ -59,7 +59,7 @@ def test_every_peer_has_our_results(tmp_path, ep2):
         assert row[name]["fwd_ms"] > 0
     for name in ("nccl_grouped", "nccl_grouped_mm", "gather_scatter"):
         assert row[name]["fwd_ms"] > 0, row
-    assert "absent" not in row  # a peer with wrong results
+    assert "absent" not in row  # a rival with wrong results
     assert ran.returncode == 1  # no exchange_bench ran, and no NVSHMEM
 
 
@@ -128,9 +128,9 @@ def test_parts_of_the_page(ep2, tmp_path, monkeypatch):
     figures.RECORD.write_text(json.dumps(record))
     assert "7B-n256 with 8 ranks that share the GPUs: 1.300 times alone" in figures.cost_part()
     assert "| 2.00 | 2.40 | 1.200 | 1.15 | 3.00 | 0.60 | 2.30 |" in figures.cost_part()
-    peers = figures.peers_part()
-    assert "| 2.00 | 2.50 | 4.00 | 6.00 | 7.00 | 5.00 | 1.250 | 2.00 |" in peers
-    assert "all_to_all_vdev_2d, moe_grouped is absent at 7B-n256: no NVSHMEM." in peers
+    rivals = figures.rivals_part()
+    assert "| 2.00 | 2.50 | 4.00 | 6.00 | 7.00 | 5.00 | 1.250 | 2.00 |" in rivals
+    assert "all_to_all_vdev_2d, moe_grouped is absent at 7B-n256: no NVSHMEM." in rivals
     assert "`capacity=1.25` 1.25 and 1.24 times as much" in figures.memory_part()
 
 

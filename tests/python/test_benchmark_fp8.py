@@ -45,12 +45,12 @@ def a_record():
 
 
 def test_the_summary_is_right(fp8):
-    forward, both, narrow, auto, *peers, kept, products = fp8.summary(a_record()).values()
+    forward, both, narrow, auto, *rivals, kept, products = fp8.summary(a_record()).values()
     assert forward == both == {"mean": pytest.approx((2 / 0.8) ** 0.5), "least": 1.25, "of": 2}
     assert narrow["least"] == pytest.approx(1 / 0.9) and narrow["of"] == 1
     assert auto["of"] == 3 and auto["least"] == 1.0
-    for peer, speed in zip(peers, (1.5, 0.9), strict=True):
-        assert peer == {"mean": pytest.approx(speed), "least": pytest.approx(speed), "of": 1}
+    for rival, speed in zip(rivals, (1.5, 0.9), strict=True):
+        assert rival == {"mean": pytest.approx(speed), "least": pytest.approx(speed), "of": 1}
     assert kept["least"] == pytest.approx(100 / 52)
     assert products["least"] == 0.9
     lines = fp8.summary_lines(a_record())
@@ -129,7 +129,7 @@ def test_the_smallest_layer(fp8, tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (found,) = json.loads(out.read_text())["rows"]
     assert "left_out" not in found
-    for name in (*fp8.PRECISIONS, *fp8.PEERS):
+    for name in (*fp8.PRECISIONS, *fp8.RIVALS):
         assert found[name]["fwd_ms"] > 0
         assert min(found["cosine"][name].values()) >= fp8.LEAST_COSINE[name]
     assert max(found["cosine"]["fp8"].values()) < fp8.LEAST_COSINE["bf16"]
@@ -141,11 +141,11 @@ def test_the_smallest_layer(fp8, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_layer_is_not_timed(fp8, monkeypatch):
-    """A wrong result of ours ends the run; a peer with one is left out with the reason."""
+    """A wrong result of ours ends the run; a rival with one is left out with the reason."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
     data = fp8.Data(fp8.TINY["tiny"], torch.device("cpu"))
     data.sample(0)
-    for wrong, ends in (*((peer, False) for peer in fp8.PEERS), ("fp8", True)):
+    for wrong, ends in (*((rival, False) for rival in fp8.RIVALS), ("fp8", True)):
         found, left_out = fp8.contenders(data)
         results = found[wrong].results
 

@@ -1,4 +1,4 @@
-"""benchmarks/portable.py: its arithmetic, its record, and the products of the peers."""
+"""benchmarks/portable.py: its arithmetic, its record, and the products of the rivals."""
 
 import importlib
 import json
@@ -43,14 +43,14 @@ def row(config, n, **total_ms):
     return {"config": config, **shape, **times, "memory": memory}
 
 
-def roles(config, **of_best_peer):
+def roles(config, **of_best_rival):
     ours = {"us": 10.0, "tflops": 400.0}
     kernels = {
-        role: {"ours": ours, "triton": ours | {"tflops": 390.0}, "of_best_peer": 1.0}
+        role: {"ours": ours, "triton": ours | {"tflops": 390.0}, "of_best_rival": 1.0}
         for role in ROLES
     }
-    for role, ratio in of_best_peer.items():
-        kernels[role]["of_best_peer"] = ratio
+    for role, ratio in of_best_rival.items():
+        kernels[role]["of_best_rival"] = ratio
     return {"config": config, "kernels": kernels}
 
 
@@ -81,7 +81,7 @@ def test_the_summary_is_right(bench, record):
     assert found["tflops"] == {"mean": close(400), "least": close(400), "of": 2}
     mean = (1 / 1.8 * 0.8 * 0.5 / 0.9216) ** (1 / 3)
     assert found["hopper"] == {"mean": close(mean), "least": close(0.5 / 0.9216), "of": 3}
-    # kimi-linear is not one of the layers that the peers are compared on
+    # kimi-linear is not one of the layers that the rivals are compared on
     assert found["scattermoe"] == {
         "mean": close((1.6 * 1.51) ** 0.5),
         "least": close(1.51),
@@ -165,14 +165,14 @@ def test_an_interrupted_run_goes_on(script, tmp_path):
 
 def test_a_failure_or_the_end_of_the_time_ends_no_run(script, monkeypatch):
     arguments = types.SimpleNamespace(
-        configs=["1.4B-n256", "olmoe", "qwen3-next"], peer_configs=["olmoe", "qwen3-next"],
+        configs=["1.4B-n256", "olmoe", "qwen3-next"], rival_configs=["olmoe", "qwen3-next"],
         role_configs=["olmoe"], parts=["rows", "roles"], burst=1.0, seconds=100.0,
-        role_peers=["triton"],
+        role_rivals=["triton"],
     )  # fmt: skip
     now, seen = [0.0], []
 
-    def measure_row(libraries, config, peers, burst):
-        seen.append((config, peers))
+    def measure_row(libraries, config, rivals, burst):
+        seen.append((config, rivals))
         now[0] += 60
         if config == "olmoe":
             raise RuntimeError("out of memory")
@@ -185,7 +185,7 @@ def test_a_failure_or_the_end_of_the_time_ends_no_run(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 1))
     record = script.Record(None, HEADER)
     failed = script.run(arguments, {"portable": None}, record)
-    # layers with peers come first
+    # layers with rivals come first
     assert seen == [("olmoe", ["scattermoe", "loop"]), ("qwen3-next", ["scattermoe", "loop"])]
     assert failed == [
         "rows of olmoe: out of memory",
@@ -282,14 +282,14 @@ def test_kernels_of_both_weight_gradients_are_told_apart(role_module):
     assert role_module.ours_by_role("bwd", names) == ["dW2", "dW2", "dW1", "dW1"]
 
 
-def test_a_product_is_compared_with_its_fastest_peer(bench, role_module):
+def test_a_product_is_compared_with_its_fastest_rival(bench, role_module):
     shape = bench("h200_bench.layer").Shape(T=1000, d=100, n=50, E=4, K=2)
     times = {("ours", role): 10.0 for role in ROLES}
     times |= {("triton", role): 9.0 for role in ROLES} | {("cublas", "dH"): 8.0}
     variants = {"triton": dict.fromkeys(ROLES, "128x128"), "cublas": {"dH": "s16816"}}
     found = role_module.rates(shape, times, variants)
     assert list(found) == list(ROLES)
-    assert found["A"]["of_best_peer"] == 0.9 and found["dH"]["of_best_peer"] == 0.8
+    assert found["A"]["of_best_rival"] == 0.9 and found["dH"]["of_best_rival"] == 0.8
     assert found["A"]["ours"] == {"us": 10.0, "tflops": 4.0}
     assert found["dH"]["cublas"] == {"us": 8.0, "tflops": 2.5, "variant": "s16816"}
     del times["ours", "dW1"]

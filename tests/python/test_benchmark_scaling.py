@@ -68,7 +68,7 @@ def test_layers(scaling, tmp_path, monkeypatch):
     made = driver(scaling, monkeypatch, tmp_path, *given)
     asked = []
 
-    def worker(peers, configs, seconds):
+    def worker(rivals, configs, seconds):
         asked.append((made.options.gpus, configs))
         late = {"config": configs[0], "late": True}
         return ([a_layer()], "") if made.options.gpus == 8 else ([late], "")

@@ -1,6 +1,6 @@
 """Compares this library with every other installed implementation on one CUDA device.
 
-    python benchmarks/peers.py --library build/cuda/libsonicmoe.so --out DIR
+    python benchmarks/rivals.py --library build/cuda/libsonicmoe.so --out DIR
 
 Results are compared with torch first. Then forward and backward are timed hot (small layers: with
 L2 flushed), the memory kept for backward is measured, and the first call of each on the smallest
@@ -18,7 +18,7 @@ import time
 import h200
 import torch
 import torch._inductor.config
-from h200_bench import check, packages, rivals
+from h200_bench import check, contenders, packages
 from h200_bench.layer import Data
 from h200_extra import free, kept_by, write
 
@@ -29,7 +29,7 @@ FIRST = "7B-T2048"
 def availability(shape):
     """name -> "timed", "timed, forward only: ...", or the reason why it is not timed."""
     found = {}
-    for name, make in rivals.LAYERS.items():
+    for name, make in contenders.LAYERS.items():
         try:
             layer = make(shape)
         except Exception as error:  # an unexpected version of a package may raise anything
@@ -40,25 +40,27 @@ def availability(shape):
     return found
 
 
-def timed(peers):
-    return [name for name, state in peers.items() if state.startswith("timed")]
+def timed(rivals):
+    return [name for name, state in rivals.items() if state.startswith("timed")]
 
 
-def first_calls(peers, shape, device="cuda"):
+def first_calls(rivals, shape, device="cuda"):
     """Seconds of each layer's first forward and backward, with empty compilation caches. A package
-    whose calls fail or give wrong results is removed from timing; `peers` gets the reason."""
+    whose calls fail or give wrong results is removed from timing; `rivals` gets the reason."""
     found = {}
     with torch._inductor.config.patch(force_disable_caches=True):
-        for name in timed(peers):
+        for name in timed(rivals):
             torch._dynamo.reset()
             data = Data(shape, torch.device(device))
             data.sample(0)
             try:
-                found[name] = first_call(rivals.contender(data, rivals.LAYERS[name](shape)), name)
+                found[name] = first_call(
+                    contenders.contender(data, contenders.LAYERS[name](shape)), name
+                )
             except (Exception, SystemExit) as error:
                 if name not in packages.LAYERS:
                     raise
-                peers[name] = packages.problem(name, error)
+                rivals[name] = packages.problem(name, error)
             del data
             free()
     return found
@@ -82,7 +84,7 @@ def kept(names, shape):
     found = {}
     for name in names:
         try:
-            found[name] = kept_by(rivals.LAYERS[name](shape), data)
+            found[name] = kept_by(contenders.LAYERS[name](shape), data)
         except RuntimeError as error:  # includes out of memory
             print(f"{name} has no memory figure: {packages.first_line(error)}")
     return found
@@ -99,12 +101,12 @@ def main():
     arguments = parser.parse_args()
     configs = arguments.configs.split(",")
     h200.check_machine(parser, [arguments.library], configs)
-    peers = availability(h200.CONFIGS[FIRST])
-    first = first_calls(peers, h200.CONFIGS[FIRST])
-    for name, state in peers.items():
+    rivals = availability(h200.CONFIGS[FIRST])
+    first = first_calls(rivals, h200.CONFIGS[FIRST])
+    for name, state in rivals.items():
         print(f"{name}: {state}")
-    names = timed(peers)
-    arguments.peers, arguments.states, arguments.passes = ["bound", *names], ["hot"], h200.PASSES
+    names = timed(rivals)
+    arguments.rivals, arguments.states, arguments.passes = ["bound", *names], ["hot"], h200.PASSES
     print(f"first call, s: {json.dumps(first)}", flush=True)
     libraries = h200.open_libraries([arguments.library])
     rows = []
@@ -121,9 +123,9 @@ def main():
                 row.setdefault(name, {}).update(part)
             rows.append(row)
             h200.print_row(state, row, time.perf_counter() - began)
-        record = {"state": "hot", "peers": peers, "rows": rows}
+        record = {"state": "hot", "rivals": rivals, "rows": rows}
         record |= {"first_call": {"config": FIRST, "seconds": first}}
-        write(arguments.out, "peers", record)  # so that an interrupted run leaves a record
+        write(arguments.out, "rivals", record)  # so that an interrupted run leaves a record
         free()
     return 0
 

@@ -1,4 +1,4 @@
-"""The peers of benchmarks/ on the CPU: they compute what the checker expects, and the checker
+"""The rivals of benchmarks/ on the CPU: they compute what the checker expects, and the checker
 rejects wrong results."""
 
 import importlib
@@ -16,51 +16,51 @@ SHAPE = (96, 64, 32, 8, 2)
 
 @pytest.fixture
 def bench(monkeypatch):
-    """(rivals, a checker over drawn data)"""
+    """(contenders, a checker over drawn data)"""
     if not BENCHMARKS.is_dir():
         pytest.skip("this copy has no benchmarks/")
     monkeypatch.syspath_prepend(BENCHMARKS)
-    from h200_bench import check, layer, rivals
+    from h200_bench import check, contenders, layer
 
     data = layer.Data(layer.Shape(*SHAPE), torch.device("cpu"))
     data.sample(0)
-    return rivals, check.Checker(data)
+    return contenders, check.Checker(data)
 
 
-def run(rivals, checker, layer):
-    checker.check_autograd("layer", *rivals.contender(checker.data, layer).results())
+def run(contenders, checker, layer):
+    checker.check_autograd("layer", *contenders.contender(checker.data, layer).results())
 
 
 def test_our_front_end_agrees(bench):
-    rivals, checker = bench
-    run(rivals, checker, rivals.torch_front_end(checker.data.shape, "cpu"))
+    contenders, checker = bench
+    run(contenders, checker, contenders.torch_front_end(checker.data.shape, "cpu"))
 
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_the_loop_over_experts_agrees(bench, unused):
-    rivals, checker = bench
+    contenders, checker = bench
     data = checker.data
     if unused:  # no token goes to expert 3
         data.logits[:, 3] = -50.0
         checker = type(checker)(data)
-    run(rivals, checker, rivals.LAYERS["loop"](data.shape))
+    run(contenders, checker, contenders.LAYERS["loop"](data.shape))
 
 
 def test_the_stand_in_for_sonicmoe_agrees(bench, monkeypatch):
     import sonicmoe_cpp.compat.sonicmoe as stand_in
     from sonicmoe_cpp.compat.sonicmoe import enums, functional
 
-    rivals, checker = bench
+    contenders, checker = bench
     modules = {"sonicmoe": stand_in, "sonicmoe.enums": enums, "sonicmoe.functional": functional}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    run(rivals, checker, rivals.LAYERS["sonicmoe"](checker.data.shape))
+    run(contenders, checker, contenders.LAYERS["sonicmoe"](checker.data.shape))
 
 
 def test_transformers_agrees(bench):
     pytest.importorskip("transformers.integrations.moe")
-    rivals, checker = bench
-    run(rivals, checker, rivals.LAYERS["transformers"](checker.data.shape))
+    contenders, checker = bench
+    run(contenders, checker, contenders.LAYERS["transformers"](checker.data.shape))
 
 
 def sorted_pairs(expert_idxs, num_experts):
@@ -86,14 +86,14 @@ def products_by_expert(
 
 
 def test_the_layer_around_scattermoe_agrees(bench, monkeypatch):
-    rivals, checker = bench
+    contenders, checker = bench
     with pytest.raises(ImportError):
-        rivals.LAYERS["scattermoe"](checker.data.shape)
+        contenders.LAYERS["scattermoe"](checker.data.shape)
     products = types.ModuleType("scattermoe.parallel_experts")
     products.flatten_sort_count, products.parallel_linear = sorted_pairs, products_by_expert
     monkeypatch.setitem(sys.modules, "scattermoe", types.ModuleType("scattermoe"))
     monkeypatch.setitem(sys.modules, "scattermoe.parallel_experts", products)
-    run(rivals, checker, rivals.LAYERS["scattermoe"](checker.data.shape))
+    run(contenders, checker, contenders.LAYERS["scattermoe"](checker.data.shape))
 
 
 class MoMoE(torch.nn.Module):
@@ -122,11 +122,11 @@ class MoMoE(torch.nn.Module):
 
 @pytest.mark.parametrize("name", ["momoe", "momoe_saving"])
 def test_the_layer_around_momoe_agrees(bench, monkeypatch, name):
-    rivals, checker = bench
+    contenders, checker = bench
     with pytest.raises(ImportError):
-        rivals.LAYERS[name](checker.data.shape)
+        contenders.LAYERS[name](checker.data.shape)
     monkeypatch.setitem(sys.modules, "momoe", types.SimpleNamespace(MoMoE=MoMoE))
-    run(rivals, checker, rivals.LAYERS[name](checker.data.shape))
+    run(contenders, checker, contenders.LAYERS[name](checker.data.shape))
 
 
 ALIGNMENT = 64
@@ -179,8 +179,8 @@ def deep_gemm(monkeypatch):
 
 
 def test_the_layer_around_deep_gemm_agrees(bench, deep_gemm):
-    rivals, checker = bench
-    run(rivals, checker, rivals.LAYERS["deep_gemm"](checker.data.shape))
+    contenders, checker = bench
+    run(contenders, checker, contenders.LAYERS["deep_gemm"](checker.data.shape))
 
 
 def test_the_layer_around_deep_gemm_takes_any_routing(bench, deep_gemm):
@@ -195,32 +195,32 @@ def test_the_layer_around_deep_gemm_takes_any_routing(bench, deep_gemm):
         assert (rows.expert >= 0).sum() == rows.sizes.sum()
 
 
-def test_without_weight_gradients_deep_gemm_is_timed_forward_only(bench, deep_gemm, peers):
-    rivals, checker = bench
+def test_without_weight_gradients_deep_gemm_is_timed_forward_only(bench, deep_gemm, rivals):
+    contenders, checker = bench
     del deep_gemm.k_grouped_bf16_gemm_tn_contiguous
-    layer = rivals.LAYERS["deep_gemm"](checker.data.shape)
-    found = rivals.contender(checker.data, layer)
+    layer = contenders.LAYERS["deep_gemm"](checker.data.shape)
+    found = contenders.contender(checker.data, layer)
     assert not hasattr(found, "both")
     checker.check_autograd("deep_gemm", *found.results())
-    state = peers.availability(checker.data.shape)["deep_gemm"]
+    state = rivals.availability(checker.data.shape)["deep_gemm"]
     assert state.startswith("timed, forward only: it has no k_grouped_bf16_gemm_tn_contiguous")
 
 
 @pytest.fixture
-def peers(bench, monkeypatch):
-    """benchmarks/peers.py, with our layer and those of other packages on the CPU."""
-    import peers
+def rivals(bench, monkeypatch):
+    """benchmarks/rivals.py, with our layer and those of other packages on the CPU."""
+    import rivals
 
-    rivals, _ = bench
-    ours = {"ours_torch": lambda shape: rivals.torch_front_end(shape, "cpu")}
-    monkeypatch.setattr(rivals, "LAYERS", ours | rivals.packages.LAYERS)
-    return peers
+    contenders, _ = bench
+    ours = {"ours_torch": lambda shape: contenders.torch_front_end(shape, "cpu")}
+    monkeypatch.setattr(contenders, "LAYERS", ours | contenders.packages.LAYERS)
+    return rivals
 
 
-def test_absent_peers_are_named(bench, peers):
-    rivals, checker = bench
-    found = peers.availability(checker.data.shape)
-    assert found.keys() == rivals.LAYERS.keys()
+def test_absent_rivals_are_named(bench, rivals):
+    contenders, checker = bench
+    found = rivals.availability(checker.data.shape)
+    assert found.keys() == contenders.LAYERS.keys()
     assert found["momoe"] == found["momoe_saving"] == found["deep_gemm"] == "absent"
     assert found["ours_torch"] == "timed"
 
@@ -238,14 +238,14 @@ def other_signature(a, b, d):
     ],
     ids=["a name is missing", "other arguments", "wrong results"],
 )
-def test_versions_that_do_not_fit_are_named(bench, deep_gemm, peers, changes, reason):
+def test_versions_that_do_not_fit_are_named(bench, deep_gemm, rivals, changes, reason):
     _, checker = bench
     for name, value in changes.items():
         delattr(deep_gemm, name)
         if value is not None:
             setattr(deep_gemm, name, value)
-    found = peers.availability(checker.data.shape)
-    seconds = peers.first_calls(found, checker.data.shape, "cpu")
+    found = rivals.availability(checker.data.shape)
+    seconds = rivals.first_calls(found, checker.data.shape, "cpu")
     sentence = "installed, but this version does not fit: "
     assert found["deep_gemm"].startswith(sentence + reason)
     assert "ours_torch" in seconds and "deep_gemm" not in seconds
@@ -261,47 +261,53 @@ def test_the_page_tells_who_was_not_timed(bench, monkeypatch):
     record = {"rows": [row], "first_call": {"config": "small", "seconds": {"ours_torch": 0.01}}}
     states = {"ours_torch": "timed", "deep_gemm": "timed, forward only: no k", "momoe": "timed"}
     states |= {"scattermoe": "absent", "sonicmoe": "installed, but it does not fit: TypeError: f()"}
-    record |= {"peers": states, "device": "H200", "torch": "2", "date": "2026-11-21", "commit": "c"}
+    record |= {
+        "rivals": states,
+        "device": "H200",
+        "torch": "2",
+        "date": "2026-11-21",
+        "commit": "c",
+    }
     monkeypatch.setattr(h200_page, "extra", lambda what: record)
-    text = h200_page.peers()
+    text = h200_page.rivals()
     assert "| small | 90/81 | 70/- |" in text
     assert "Not timed: scattermoe (absent), sonicmoe (installed, but it does not fit)." in text
     assert "momoe on small: RuntimeError: out of memory." in text
 
 
-def test_our_own_failure_ends_the_run(bench, peers, monkeypatch):
-    rivals, checker = bench
+def test_our_own_failure_ends_the_run(bench, rivals, monkeypatch):
+    contenders, checker = bench
 
     def zeros(x, logits, w_up, w_down):
         return 0 * (x + (logits.sum() + w_up.sum() + w_down.sum()))
 
-    monkeypatch.setitem(rivals.LAYERS, "ours_torch", lambda shape: zeros)
-    found = peers.availability(checker.data.shape)
+    monkeypatch.setitem(contenders.LAYERS, "ours_torch", lambda shape: zeros)
+    found = rivals.availability(checker.data.shape)
     with pytest.raises(SystemExit, match="ours_torch: out is wrong"):
-        peers.first_calls(found, checker.data.shape, "cpu")
+        rivals.first_calls(found, checker.data.shape, "cpu")
 
 
-def test_a_peer_that_fails_on_one_layer_is_left_out_of_it(bench, deep_gemm, monkeypatch):
+def test_a_rival_that_fails_on_one_layer_is_left_out_of_it(bench, deep_gemm, monkeypatch):
     import h200
 
-    rivals, checker = bench
-    contenders = h200.Contenders.__new__(h200.Contenders)
-    contenders.data, contenders.ours, contenders.left_out = checker.data, {}, {}
-    layers = {"ours_torch": rivals.torch_front_end(checker.data.shape, "cpu")}
-    layers["deep_gemm"] = rivals.LAYERS["deep_gemm"](checker.data.shape)
-    contenders.rivals = {n: rivals.contender(checker.data, it) for n, it in layers.items()}
+    contenders, checker = bench
+    layer = h200.Contenders.__new__(h200.Contenders)
+    layer.data, layer.ours, layer.left_out = checker.data, {}, {}
+    layers = {"ours_torch": contenders.torch_front_end(checker.data.shape, "cpu")}
+    layers["deep_gemm"] = contenders.LAYERS["deep_gemm"](checker.data.shape)
+    layer.rivals = {n: contenders.contender(checker.data, it) for n, it in layers.items()}
 
     def refuse(*_):
         raise AssertionError("k % 64 == 0")
 
-    monkeypatch.setattr(contenders.rivals["deep_gemm"], "layer", refuse)
-    contenders.check()
-    assert contenders.rivals.keys() == {"ours_torch"}
-    assert contenders.left_out == {"deep_gemm": "AssertionError: k % 64 == 0"}
-    assert {name for name, _ in contenders.runs(("fwd", "bwd"))} == {"ours_torch"}
+    monkeypatch.setattr(layer.rivals["deep_gemm"], "layer", refuse)
+    layer.check()
+    assert layer.rivals.keys() == {"ours_torch"}
+    assert layer.left_out == {"deep_gemm": "AssertionError: k % 64 == 0"}
+    assert {name for name, _ in layer.runs(("fwd", "bwd"))} == {"ours_torch"}
 
 
-@pytest.mark.parametrize("script", ["h200", "h200_extra", "peers"])
+@pytest.mark.parametrize("script", ["h200", "h200_extra", "rivals"])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -409,9 +415,9 @@ def test_kernels_are_timed_by_role(bench, monkeypatch):
 
 @pytest.mark.parametrize("which", range(5))
 def test_one_wrong_result_is_rejected(bench, which):
-    rivals, checker = bench
-    layer = rivals.torch_front_end(checker.data.shape, "cpu")
-    out, grads = rivals.contender(checker.data, layer).results()
+    contenders, checker = bench
+    layer = contenders.torch_front_end(checker.data.shape, "cpu")
+    out, grads = contenders.contender(checker.data, layer).results()
     results = [t.detach().clone() for t in (out, *grads)]
     rows = results[which].view(-1, results[which].shape[-1])
     rows[: rows.shape[0] // 2] = rows[: rows.shape[0] // 2].flip(0)
