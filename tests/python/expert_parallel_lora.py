@@ -21,7 +21,7 @@ def pair(world: World, group=None, adapt=None, **options) -> tuple[ExpertParalle
     dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
     kind = {"device": world.device, "dtype": dtype, "router_dtype": torch.float32} | options
     parallel = ExpertParallelMoE(E, K, D, N, group=group, **kind, **rows())
-    one = smoe.MoE(E, K, D, N, **kind)
+    one = smoe.MoE(E, K, D, N, **kind | {"device": world.device})
     for module in (parallel, one):
         module.add_lora(RANK, ALPHA, **(adapt or {}))
     state = {n: whole(v) for n, v in parallel.state_dict().items()}
@@ -158,8 +158,8 @@ def lora_training(world):
     assert whole(other.lora.up_a).std() > 0.4 * D**-0.5 and not whole(other.lora.up_b).any()
 
     x, tokens = inputs(world, "uneven"), world.tokens("uneven")
-    optimizers = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)
+    optimizers = [  # foreach refuses the router's plain tensors beside DTensors
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1, foreach=False)
         for m in (parallel, one)
     ]
     for _ in range(2):

@@ -6,9 +6,11 @@ takes a fraction of a second to start.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -64,6 +66,7 @@ def _enter(function, backend: str, rank: int, size: int, port: int, folder: Path
     if backend == "nccl":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, _stack_file(folder, rank, size).open("w"))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     began, found = time.monotonic(), {}
     try:
@@ -92,6 +95,17 @@ def _result_file(folder: Path, rank: int, size: int) -> Path:
     return folder / f"{rank}-of-{size}.json"
 
 
+def _stack_file(folder: Path, rank: int, size: int) -> Path:
+    return folder / f"{rank}-of-{size}.stack"
+
+
+def _what_hangs(folder: Path, rank: int, size: int) -> str:
+    """What a rank that does not end has raised, and where its threads are."""
+    result, stack = _result_file(folder, rank, size), _stack_file(folder, rank, size)
+    raised = result.read_text() if result.is_file() else "no result yet"
+    return f"rank {rank}: {raised}\n{stack.read_text() if stack.is_file() else ''}"
+
+
 def _wait_for_results(folder: Path, size: int, limit=60.0) -> None:
     """Waits until every rank has its result, so that no rank closes a connection that another rank
     uses. Not by a barrier: ranks whose cases failed at different places would wait in it forever,
@@ -117,8 +131,12 @@ def run(function, size: int, folder: Path, limit=150.0, backend="gloo") -> list[
     for process in ranks:
         process.join(max(0.1, until - time.monotonic()))
     hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in hanging:
+        os.kill(ranks[rank].pid, signal.SIGUSR1)
+    time.sleep(1.0 if hanging else 0.0)  # in which they write their stacks
     for process in ranks:
         process.kill()
-    assert not hanging, f"ranks {hanging} of {size} still ran after {limit} s"
+    found = "\n".join(_what_hangs(folder, rank, size) for rank in hanging)
+    assert not hanging, f"ranks {hanging} of {size} still ran after {limit} s\n{found}"
     files = [_result_file(folder, rank, size) for rank in range(size)]
     return [json.loads(file.read_text()) if file.is_file() else None for file in files]
