@@ -52,7 +52,8 @@ class Place(NamedTuple):
 
 # Two steps have 26 exchanges over gloo, 14 over peer memory. On GPUs a rank that is lost in the
 # first one, in which NCCL starts, or in the last one is noticed by NCCL's own time limit alone, and
-# a rank that does something else by the limit of the exchange.
+# a rank that does something else by the limit of the exchange. A late rank whose last collective
+# waits on the GPU for ranks that have ended waits until NCCL's time limit, too: it is killed.
 PLACES = {
     "gloo": Place((1, 26), 60.0, 4.0, 80.0, "all_to_all", waits=""),
     "stand-in": Place((1, 14), 60.0, 4.0, 80.0),
@@ -113,11 +114,17 @@ def stop(place: Place) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def late(place: Place) -> None:
+    if place.device == "cuda":
+        kill_later(2 * place.short + SOON)
+    time.sleep(2 * place.short)
+
+
 ACTIONS = {
     "kill": lambda place: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda place: os.kill(os.getpid(), signal.SIGINT),
     "stop": stop,
-    "late": lambda place: time.sleep(2 * place.short),
+    "late": late,
 }
 
 

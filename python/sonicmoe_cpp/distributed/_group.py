@@ -277,6 +277,8 @@ class Group:
             self.peers.meet(
                 self.read_all(MEETING, self.peers.introduction(), values.device, timeout)
             )
+            if values.device.type == "cuda":
+                self._connect(values.device, timeout)
         call = 0 if what in NOT_NUMBERED else self.calls
         head = from_host([what, call], values.device).expand(self.size, -1)
         values = torch.nn.functional.pad(values, (0, WIDTH - values.shape[1]))
@@ -291,6 +293,14 @@ class Group:
         names = [(_place(*row[:2]),) for row in received]
         self.agree(("it",), (_place(what, call),), names)
         return [row[2:] for row in sent], [row[2:] for row in received]
+
+    def _connect(self, device: torch.device, timeout: float) -> None:
+        """Gathers a number. NCCL connects the ranks for gathers when the first one runs, and there
+        the host would wait without a time limit for a rank that has ended. Here all have come."""
+        mine = torch.zeros(1, dtype=torch.int64, device=device)
+        found = list(mine.new_empty(self.size, 1).unbind())
+        group = self.process_group()
+        self._wait(dist.all_gather(found, mine, group=group, async_op=True), device, timeout)
 
     def read_all(self, what: int, values: list[int], device, timeout: float) -> list[list[int]]:
         """Like read(), but sends equal values to every rank. Returns the values of every rank."""
