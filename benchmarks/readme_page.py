@@ -21,6 +21,7 @@ from h200_figures import (
     newest,
     ratio,
 )
+from scaling import best_rival
 
 LAYER = "7B-n256"  # of the memory
 FIRST = "7B-T2048"  # of the first call
@@ -173,7 +174,21 @@ def ranks():
         f"**What to expect**: over peer memory on two H200, forward and backward take "
         f"{span(times('ours_torch'))} times as long as the layer alone with as many rows "
         f"({len(rival)} layers, `max_tokens` and `capacity` given), over NCCL's all-to-all "
-        f"{span(times('ours_all_to_all'))} times ([table](#what-it-costs))."
+        f"{span(times('ours_all_to_all'))} times. {over_more_gpus()} ([tables](#what-it-costs))."
+    )
+
+
+def over_more_gpus():
+    rows = extra("scaling")["layers"]
+    most = max(row["ranks"] for row in rows)
+    rows = [row for row in rows if row["ranks"] == most]
+    ours = [sum(row["ours_torch"].values()) for row in rows]
+    alone = [sum(row["alone_torch"].values()) for row in rows]
+    over = [mine / one for mine, one in zip(ours, alone, strict=True)]
+    rivals = [best_rival(row) / mine for row, mine in zip(rows, ours, strict=True)]
+    return (
+        f"On {most} of them with {rows[0]['T']} tokens each it takes {span(over)} times as long as "
+        f"alone, and is {span(rivals)} times as fast as the fastest way over NCCL"
     )
 
 
