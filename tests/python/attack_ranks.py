@@ -47,7 +47,9 @@ class Place(NamedTuple):
     device: str = "cpu"
     backend: str = "gloo"
     # What may also be said of a rank that the GPUs wait for.
-    waits: str = r"|rank {v} did not send .*within the time limit|ranks .*\b{v}\b.* did not come within"
+    waits: str = (
+        r"|rank {v} did not send .*within the time limit|ranks .*\b{v}\b.* did not come within"
+    )
 
 
 # Two steps have 26 exchanges over gloo, 14 over peer memory. On GPUs a rank that is lost in the
