@@ -1,0 +1,145 @@
+"""The studies of quality: their plan, their model, and a small one from begin to end."""
+
+import json
+
+import demo_support  # noqa: F401 (finds the examples)
+import numpy as np
+import pytest
+import quality_study
+import torch
+from lm.errors import UserError
+from quality import report, text, train
+from quality.model import Model, Rule, changed_rows
+from quality.settings import ARCHITECTURES, SIZES, Job
+from test_make_text import make_parts
+
+TINY = ["--size", "tiny", "--tune-size", "tiny", "--device", "cpu", "--seeds", "1"]
+TINY += ["--tokens", "6144", "--pretrain-tokens", "6144", "--tune-tokens", "6144"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return make_parts(tmp_path_factory.mktemp("text"))
+
+
+def test_an_epoch_takes_every_window_once_in_the_order_of_the_seed():
+    tokens = np.arange(8 * 10 + 1, dtype=np.int32)
+    windows = [text.Windows(tokens, 8, torch.device("cpu"), seed) for seed in (0, 0, 1)]
+    rows = [w.batch(0, 10)[0][:, 0].tolist() for w in windows]
+    assert rows[0] == rows[1] != rows[2] and sorted(rows[0]) == list(range(0, 80, 8))
+    again = [windows[0].batch(first, 5)[0][:, 0].tolist() for first in (0, 5, 8)]
+    assert again[0] + again[1] == rows[0] and again[2][:2] == rows[0][8:]
+    inputs, targets = windows[0].batch(3, 2)
+    assert torch.equal(inputs + 1, targets)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rounding_of_micro_batches_is_that_of_separate_calls(name):
+    """The pairs of a step's micro-batches in one call of the layer compute what a call for each
+    micro-batch computes, and the loads of rounding are whole tiles in each."""
+    torch.manual_seed(0)
+    model = Model("tiny", name, 300)
+    size = SIZES["tiny"]
+    inputs, targets = torch.randint(300, (2, size.batch, size.context))
+    torch.nn.init.normal_(model.head)
+    group = 2 * size.context
+    rule = Rule("nearest", size.tile, group)
+    loss, layers = model(inputs, targets, rule)
+    each = [model(a, b, rule)[0] for a, b in zip(inputs.split(2), targets.split(2), strict=True)]
+    assert loss.item() == pytest.approx(torch.stack(each).mean().item(), abs=2e-6)
+    plain, _ = model(inputs, targets, None)
+    assert abs(loss.item() - plain.item()) > 1e-5
+    for layer in layers:
+        assert len(layer.parts) == inputs.numel() // group
+        rows = torch.stack([pairs.offsets.diff() for pairs in layer.parts])
+        assert ((rows % size.tile == 0) | (rows == group)).all()
+        added, dropped = changed_rows(layer).tolist()
+        assert rows.sum() - layer.counts.sum() == added - dropped and added > 0 and dropped > 0
+
+
+def test_selection_bias_moves_and_weights_learn(parts, tmp_path):
+    place = train.Place.make("cpu", parts, tmp_path, float("inf"))
+    job = Job("rounding", "deepseek", "tiny", 0, 6144, 1e-2)
+    record = train.train(job, place)
+    assert record["val_loss"] < record["curve"][0]["loss"] - 0.05
+    assert record["steps"] == 12 and record["loads"].keys() == {"largest", "deviation"}
+    run = train.Run(job, place, train.new_model(job, place), "sources")
+    run.train()
+    assert run.model.blocks[0].moe.selection_bias.abs().max() > 0
+
+
+def test_a_run_past_the_deadline_is_dropped(parts, tmp_path):
+    place = train.Place.make("cpu", parts, tmp_path, 0.0)
+    with pytest.raises(train.OutOfTime):
+        train.train(Job("rounding", "olmoe", "tiny", 0, 6144, 1e-3), place)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--architectures", "olmoe,mixtral"], "architectures has 'mixtral'; each must be one of"),
+        (["--modes", "best"], "modes has 'best'"),
+        (["--ratios", "a"], "ratios are 'a'; they must be integers"),
+        (["--ratios", "0"], r"ratios are \[0\]; each must be at least 1"),
+        (["--ratios", "3"], "ratio is 3; with olmoe this is 192 tokens, which must divide the 512"),
+        (["--seeds", "0"], "seeds is 0; it must be from 1 to 1000"),
+        (["--tokens", "100"], "tokens is 100; it must be at least 5120"),
+    ],
+)
+def test_refusals(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        quality_study.plan(quality_study.options(["rounding", *TINY, *given]))
+
+
+def test_pretraining_is_first_and_every_seed_has_its_topk_first():
+    own = quality_study.options(["rounding", "finetune", "--begins", "start,tenth"])
+    jobs = quality_study.plan(own)
+    assert jobs[0].study == "pretrain" and len(jobs) == 1 + 3 * (3 * (1 + 2 * 3) + 5)
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert [job.seed for job in jobs[1:]] == sorted(job.seed for job in jobs[1:])
+    assert not jobs[1].ratio and jobs[2].ratio
+
+
+def record(seed, loss, ratio=0, **more):
+    settings = {"study": "rounding", "architecture": "olmoe", "size": "tiny", "seed": seed}
+    settings |= {"ratio": ratio, "mode": "nearest" if ratio else "topk", "begin": "start"}
+    return {"settings": settings, "val_loss": loss, "loads": {"largest": [2.0]}} | more
+
+
+def test_differences_are_taken_seed_by_seed():
+    found = [record(0, 3.0), record(1, 4.0)]
+    found += [record(s, 3.5 + s / 2, 2, val_loss_rounded=4.0 + s) for s in (0, 1)]
+    topk, nearest = report.rounding_rows(found)
+    assert topk["gaps"] == [0, 0] and nearest["gaps"] == [0.5, 0]
+    assert nearest["gaps_rounded"] == [1.0, 1.0]
+    assert "| nearest | 2 | 2 | 3.7500 ± 0.3536 | +0.2500 ± 0.3536 |" in report.rounding_table(
+        [nearest]
+    )
+
+
+def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
+    out = tmp_path / "study"
+    given = ["rounding", "finetune", "--text", str(parts), "--out", str(out), *TINY]
+    given += ["--architectures", "qwen3", "--ratios", "1", "--gpus", "2"]
+    assert quality_study.run_studies(given) == 0
+    records = {r["name"]: r for r in map(json.loads, (out / "runs.jsonl").open())}
+    assert len(records) == 1 + 2 + 5
+    nearest = records["rounding-qwen3-tiny-nearest1-seed0"]
+    assert nearest["val_loss_rounded"] != nearest["val_loss"]
+    assert min(nearest["loads"]["added"]) > 0
+    full, nf4 = (records[f"finetune-fp8-study-tiny-{v}-seed0"] for v in ("full", "lora-nf4"))
+    assert full["parameters"]["trained"] == full["parameters"]["total"]
+    assert 0 < nf4["parameters"]["trained"] < nf4["parameters"]["total"]
+    assert full["curve"][0]["loss"] != nf4["curve"][0]["loss"]  # the experts were rounded to NF4
+    assert nf4["val_loss"] < nf4["curve"][0]["loss"]
+    assert nf4["val_loss_merged"] == pytest.approx(nf4["val_loss"], abs=1e-5)
+    for name in ("rounding.png", "finetune.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "| lora-nf4 | 0.3 M | 1 |" in (out / "quality.md").read_text()
+    before = (out / "runs.jsonl").read_bytes()
+    assert quality_study.run_studies(given) == 0
+    assert (out / "runs.jsonl").read_bytes() == before  # nothing was trained again
+    assert quality_study.run_studies([*given, "--seeds", "2", "--limit", "1"]) == 3
+    assert "7 of 15 runs are left" in capsys.readouterr().out
+    with pytest.raises(UserError, match="with other settings; choose another --out"):
+        quality_study.run_studies([*given, "--lr", "0.1"])
