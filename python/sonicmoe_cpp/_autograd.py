@@ -315,7 +315,7 @@ def call(name: str, *arguments):
 def layer(call: Call, fp8_weights: Tensor | None = None) -> Tensor:
     """The output of the layer. If autograd records the call, it keeps the tensors that backward
     needs."""
-    tensors, options, main_gradients, _ = call
+    tensors, options, main_gradients, *_ = call
     refuse_transforms("moe_forward", tensors)
     if not records(tensors):
         return _ops.run("moe_inference", *tensors, *options, fp8_weights)

@@ -57,11 +57,24 @@ class Factors(NamedTuple):
 NO_MAIN_GRADIENTS = MainGradients()
 
 
+class Fp8(NamedTuple):
+    """What a call over ranks needs to compute in fp8: its Options have the precision of fp8, also
+    for "auto", because the ranks choose together."""
+
+    least: int  # "auto": the rows from which this rank's experts are faster in fp8; "fp8": 0
+    weights: object  # codes of quantised weights, None, or a function that returns codes or None
+    lists: int = 1  # in this number of ranks the list of pairs is the same
+
+    def codes(self) -> Tensor | None:
+        return self.weights() if callable(self.weights) else self.weights
+
+
 class Call(NamedTuple):
     tensors: Tensors
     options: Options
     main_gradients: MainGradients = NO_MAIN_GRADIENTS
     factors: Factors | None = None
+    fp8: Fp8 | None = None  # only over ranks
 
 
 LAYER_TENSORS = Tensors._fields

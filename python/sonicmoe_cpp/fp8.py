@@ -14,13 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _checks, _ops
-from ._call import Call
+from ._call import Call, Fp8
 from ._fakes import GATED_NUMBERS
 from ._names import ACTIVATION, GATED, LAYOUT, PRECISION
 from ._weights import LAYOUTS, activation_of, check_weights, gate_and_up
 
 PRECISIONS = ("fp8", "auto")
 KEEP_H = ("bf16",)
+NEVER = 1 << 48  # more rows than any call has
 
 
 class Fp8Weights(NamedTuple):
@@ -144,6 +145,22 @@ def given_weights(request: Request, call: Call) -> Tensor | None:
     _checks.tensor("fp8_weights.codes", weights.codes)
     _checks.on_device("fp8_weights", weights.codes, w_down)
     return weights.codes
+
+
+def over_ranks(request: Request, call: Call, lists: int = 1) -> Call:
+    """The call, made with precision "fp8" if the request's is "auto", with what the ranks need to
+    choose the precision and to compute in it."""
+    if request.precision is None:
+        given_weights(request, call)  # refuses weights without a precision
+        return call
+    least, weights = 0, request.fp8_weights
+    if request.precision == "auto":
+        least = request.quantisations() * auto_rows(call.tensors.w_down, call.options.activation)
+    if callable(weights):
+        weights = functools.partial(given_weights, request, call)
+    else:
+        weights = given_weights(request, call)
+    return call._replace(fp8=Fp8(min(least, NEVER), weights, lists))
 
 
 def quantize_weights(

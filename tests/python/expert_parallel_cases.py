@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import expert_parallel_compiled as expert_parallel_compiled
+import expert_parallel_fp8 as expert_parallel_fp8
 import expert_parallel_functions as expert_parallel_functions
 import expert_parallel_lora as expert_parallel_lora
 import expert_parallel_modules as expert_parallel_modules

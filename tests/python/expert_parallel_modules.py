@@ -215,10 +215,7 @@ def module_refusals(world):
             ExpertParallelMoE(E + 1, K, D, N)
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         torch.save(modules(world)[0], io.BytesIO())
-    layer, x = modules(world)[0], inputs(world, "even")
-    layer.precision = "fp8"
-    with pytest.raises(NotImplementedError, match='precision is "fp8", expert parallelism needs'):
-        layer(x)
+    x = inputs(world, "even")
     none = torch.empty(0, 2 * N, D).to(x), torch.empty(0, D, N).to(x)
     ids, weights = smoe.route(x[:, :E].float(), K)
     with pytest.raises(ValueError, match="w_down has 0 experts, must have an equal number on"):

@@ -354,6 +354,18 @@ def test_ranks_with_other_sizes(tmp_path):
     assert "but d is 16 on rank 1 and 24 on rank 0" in found[0]["error"], found[0]
 
 
+def other_precision(rank, size, folder):
+    """As the attribute of a module that is set after the constructor."""
+    layer = module()
+    layer.precision = "auto" if rank == 1 else None
+    layer(torch.randn(5, 24))
+
+
+def test_ranks_with_another_precision(tmp_path):
+    found = worlds.run(other_precision, SIZE, tmp_path)
+    assert 'but precision is "auto" on rank 1 and None on rank 0' in found[0]["error"], found[0]
+
+
 DIFFERENT = {
     "top_k": 2,
     "hidden_size": 32,
@@ -373,6 +385,7 @@ DIFFERENT = {
     "router_dtype": torch.float64,
     "dtype": torch.float64,
     "shared_experts": 1,
+    "precision": "auto",
     "transport": "all_to_all",
 }
 SIZES = {"num_experts": 12, "top_k": 3, "hidden_size": 24, "intermediate_size": 16}

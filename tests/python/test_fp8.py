@@ -342,11 +342,3 @@ def test_refusals_of_weights_dtypes_and_sizes():
         odd.call(with_options(precision="fp8"))
     with pytest.raises(NotImplementedError, match="width is 64, must be a multiple of 128"):
         sonicmoe_cpp.quantize_weights(odd.w_up, odd.w_down)
-
-
-def test_expert_parallelism_is_refused():
-    from sonicmoe_cpp.distributed import ExpertParallelMoE
-
-    sentence = 'precision is "fp8", expert parallelism needs precision=None'
-    with pytest.raises(NotImplementedError, match=sentence):
-        ExpertParallelMoE(E, K, D, N, precision="fp8")

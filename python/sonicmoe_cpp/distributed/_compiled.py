@@ -29,6 +29,7 @@ from .._call import (
     NEEDS,
     NO_MAIN_GRADIENTS,
     Call,
+    Fp8,
     MainGradients,
     Options,
     Tensors,
@@ -36,6 +37,7 @@ from .._call import (
 from .._ops import ops
 from ._group import group_of
 from .layer import expect_places, make_transport, places_of
+from .own_experts import refuse_fp8
 from .peer import Limits
 from .transport import Forward, Transport
 
@@ -44,10 +46,17 @@ def _group(name: str):
     return group_of(dist.distributed_c10d._resolve_process_group(name))
 
 
-def _call(tensors: Sequence, options: Sequence[float], main_gradients=NO_MAIN_GRADIENTS) -> Call:
-    form, activation, alpha, limit, gate_layout, precision = options
+def _call(
+    tensors: Sequence,
+    options: Sequence[float],
+    main_gradients=NO_MAIN_GRADIENTS,
+    codes: Tensor | None = None,
+) -> Call:
+    """`options` are Options, and Fp8.least or -1 for a call without a precision."""
+    form, activation, alpha, limit, gate_layout, precision, least = options
     named = Options(int(form), int(activation), alpha, limit, int(gate_layout), int(precision))
-    return Call(Tensors(*tensors), named, MainGradients(*main_gradients))
+    fp8 = None if least < 0 else Fp8(int(least), codes)
+    return Call(Tensors(*tensors), named, MainGradients(*main_gradients), None, fp8)
 
 
 def _transport(where: tuple, call: Call, layer: int, needs: int) -> Transport:
@@ -55,6 +64,7 @@ def _transport(where: tuple, call: Call, layer: int, needs: int) -> Transport:
     process_group = dist.distributed_c10d._resolve_process_group(group)
     by = make_transport(transport, process_group, Limits.of_numbers(list(limits)))
     by.refuse(call)
+    refuse_fp8(call)
     return by.chosen(call, layer, needs)
 
 
@@ -96,8 +106,9 @@ _REQUIRED = ("x", "index", "weights", "w_up", "w_down")
 _LAYER = ", ".join(f"Tensor{'' if name in _REQUIRED else '?'} {name}" for name in LAYER_TENSORS)
 _MAIN = ", ".join(f"Tensor? {name}" for name in MainGradients._fields)
 _CHANGED = "Tensor(a!)? g_gate, Tensor(b!)? g_up, Tensor(c!)? g_down"
-# The arguments after the tensors: the layer's number in the model, Options, Place. `after` is not
-# read: it orders an operator after the one that made the tensor.
+_CODES = "Tensor? fp8_weights"
+# The arguments after the tensors: the layer's number in the model, those of _call(), Place. `after`
+# is not read: it orders an operator after the one that made the tensor.
 _NUMBERS = "Tensor layer, float[] options"
 _WHERE = "str group, str transport, float[] limits"
 
@@ -105,12 +116,12 @@ _WHERE = "str group, str transport, float[] limits"
 @torch.library.custom_op(
     "sonicmoe_cpp::expert_parallel_inference",
     mutates_args=(),
-    schema=f"({_LAYER}, {_NUMBERS}, {_WHERE}, Tensor? after) -> Tensor",
+    schema=f"({_LAYER}, {_CODES}, {_NUMBERS}, {_WHERE}, Tensor? after) -> Tensor",
 )
 def inference(*given):
-    tensors, (layer, options, *where, _) = given[:_TENSORS], given[_TENSORS:]
+    tensors, (codes, layer, options, *where, _) = given[:_TENSORS], given[_TENSORS:]
     with _group(where[0]).call():
-        call, layer = _call(tensors, options), int(layer)
+        call, layer = _call(tensors, options, codes=codes), int(layer)
         return _transport(where, call, layer, 0).forward(call, layer, 0).out
 
 
@@ -122,14 +133,14 @@ def _(x, *_others):
 @torch.library.custom_op(
     "sonicmoe_cpp::expert_parallel_forward",
     mutates_args=(),
-    schema=f"({_LAYER}, {_MAIN}, {_NUMBERS}, int needs, {_WHERE}, Tensor? after)"
+    schema=f"({_LAYER}, {_MAIN}, {_CODES}, {_NUMBERS}, int needs, {_WHERE}, Tensor? after)"
     " -> (Tensor out, Tensor ticket)",
 )
 def forward(*given):
     tensors, main_gradients = given[:_TENSORS], given[_TENSORS : _TENSORS + 3]
-    layer, options, needs, *where, _ = given[_TENSORS + 3 :]
+    codes, layer, options, needs, *where, _ = given[_TENSORS + 3 :]
     with _group(where[0]).call():
-        call, layer = _call(tensors, options, main_gradients), int(layer)
+        call, layer = _call(tensors, options, main_gradients, codes), int(layer)
         result = _transport(where, call, layer, needs).forward(call, layer, needs)
     return result.out, _ticket(result, tensors)
 
@@ -190,7 +201,7 @@ _AFTER_TENSORS = ("layer", "options", "needs", "group", "transport", "limits")
 register(
     "expert_parallel_forward",
     Derivative(
-        inputs=(*_NAMES, *_AFTER_TENSORS, "after"),
+        inputs=(*_NAMES, "fp8_weights", *_AFTER_TENSORS, "after"),
         outputs=("out", "ticket"),
         gradients=DIFFERENTIABLE,
         takes=(*_NAMES, "ticket", *_AFTER_TENSORS),

@@ -40,7 +40,7 @@ READS = (
 # In these the number of the call may differ between ranks: after a fault, and because in a compiled
 # module only the layer itself is a call.
 NOT_NUMBERED = (RESET, MEETING, LOSSES)
-WIDTH = 8
+WIDTH = 10
 
 
 def from_host(numbers: list, device: torch.device) -> Tensor:

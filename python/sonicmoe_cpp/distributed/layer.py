@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import _arguments, _checks
+from .. import _arguments, _checks, fp8
 from .._autograd import Derivative, recorded
 from .._call import ACCUMULATED, LAYER_TENSORS, NEEDS, Call, Tensors
 from .._ops import ops, refuse_transforms
 from .._weights import Activation
+from ..fp8 import NOTHING, Fp8Weights, Request, request_of
 from ..lora import with_factors
 from ..routing import Pairs
 from ._group import group_of
-from .own_experts import ALL_NEEDS, TENSORS, call_of, tensors_of
+from .own_experts import ALL_NEEDS, TENSORS, call_of, refuse_fp8, tensors_of
 from .peer import Auto, Limits, PeerMemory
 from .transport import TRANSPORTS, AllToAll, Forward, Transport
 
@@ -93,9 +94,9 @@ def expect_places(tensors: Sequence[Tensor | None], places: list) -> None:
 
 def _forward(*values):
     tensors, rest = values[: len(TENSORS)], values[len(TENSORS) :]
-    options, main_gradients, scales, needs, transport, layer = rest
+    options, main_gradients, scales, needs, transport, layer, of_fp8 = rest
     with transport.group.guarded():
-        call = call_of(tensors, options, main_gradients, scales)
+        call = call_of(tensors, options, main_gradients, scales)._replace(fp8=of_fp8)
         given = transport.forward(call, layer, needs)
     return given.out, given.host, places_of((*tensors, *given.kept)), *given.kept
 
@@ -126,7 +127,7 @@ _NAMES = (*TENSORS, "options", "main_gradients", "scales", "needs", "transport")
 _record = recorded(
     "moe_expert_parallel",
     Derivative(
-        inputs=(*_NAMES, "layer"),
+        inputs=(*_NAMES, "layer", "fp8"),
         outputs=("out", "host", "places"),  # and the tensors that the transport keeps
         gradients=tuple(ALL_NEEDS),
         takes=(*_NAMES, "host", "places"),
@@ -144,16 +145,32 @@ def _compiled(place: Place, call: Call, needs: int, after) -> Tensor:
     by = place.transport
     where = (by.group.name, by.name, by.limits_as_numbers(), after)
     options = [float(option) for option in call.options]
+    least, codes = -1.0, None
+    if call.fp8 is not None:
+        least, codes = float(call.fp8.least), call.fp8.codes()
+    options.append(least)
     if needs:
-        given = (*call.tensors, *call.main_gradients, place.number, options, needs)
+        given = (*call.tensors, *call.main_gradients, codes, place.number, options, needs)
         return ops.expert_parallel_forward(*given, *where)[0]
-    return ops.expert_parallel_inference(*call.tensors, place.number, options, *where)
+    return ops.expert_parallel_inference(*call.tensors, codes, place.number, options, *where)
 
 
-def _run(place: Place, *arguments, factors: dict | None, before: Callable) -> Tensor:
-    call = _arguments.call_of(*arguments)
-    if factors is not None:
-        call = with_factors(call, **factors)
+def _call(arguments: tuple, request: Request, factors: dict | None, lists: int) -> Call:
+    """The call of the arguments of run()."""
+    if factors is not None and request.precision == "auto" and arguments[1].is_cuda:
+        request = NOTHING  # as in one process: CUDA has no factors in fp8
+    # The ranks choose what "auto" is; until then the call has the options of fp8.
+    asked = request._replace(precision="fp8") if request.precision == "auto" else request
+    call = _arguments.call_of(*arguments, asked)
+    if request is not NOTHING:
+        call = fp8.over_ranks(request, call, lists)
+    return call if factors is None else with_factors(call, **factors)
+
+
+def _run(
+    place: Place, *arguments, request: Request, factors: dict | None, lists: int, before: Callable
+) -> Tensor:
+    call = _call(arguments, request, factors, lists)
     refuse_transforms("moe_expert_parallel", tensors_of(call))
     if call.tensors.w_down.shape[0] == 0:
         raise ValueError("w_down has 0 experts, must have an equal number on all ranks")
@@ -163,13 +180,14 @@ def _run(place: Place, *arguments, factors: dict | None, before: Callable) -> Te
         return _compiled(place, call, needs, before())
     place.transport.group.check_device("x", call.tensors.x.device)
     place.transport.refuse(call)
+    refuse_fp8(call)
     before()
     layer = int(place.number)
     transport = place.transport.chosen(call, layer, needs)
     if not needs:
         return transport.forward(call, layer, needs).out
     scales = None if call.factors is None else call.factors[4:]
-    rest = (call.options, call.main_gradients, scales, needs, transport, layer)
+    rest = (call.options, call.main_gradients, scales, needs, transport, layer, call.fp8)
     return _record(*tensors_of(call), *rest)
 
 
@@ -177,18 +195,22 @@ def run(
     place: Place,
     form: str,
     *others,
+    request: Request = NOTHING,
     factors: dict | None = None,
+    lists: int = 1,
     before: Callable[[], Tensor | None] = lambda: None,
 ) -> Tensor:
     """Runs the layer on the arguments of call_of(). Expert ids are in [0, E), over all
-    ranks. `factors` are the arguments `up` and `down` of lora_moe(). before() is called when the
+    ranks. `factors` are the arguments `up` and `down` of lora_moe(). `lists` is the number of ranks
+    that give the same list of pairs. before() is called when the
     arguments are checked, before the ranks exchange rows. If it returns a tensor, this order holds
     in graphs too, where only a tensor that goes from one operator to the other keeps it. Ranks that
     have different graphs, or none, would otherwise wait for each other in different exchanges."""
+    rest = {"request": request, "factors": factors, "lists": lists, "before": before}
     if torch.compiler.is_compiling():
-        return _run(place, form, *others, factors=factors, before=before)
+        return _run(place, form, *others, **rest)
     with place.transport.group.call():
-        return _run(place, form, *others, factors=factors, before=before)
+        return _run(place, form, *others, **rest)
 
 
 def moe_expert_parallel(
@@ -209,6 +231,9 @@ def moe_expert_parallel(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
+    precision: str | None = None,
+    keep_h: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
     """moe() with the E experts divided over W ranks. Returns (T, d).
 
@@ -220,12 +245,15 @@ def moe_expert_parallel(
 
     If a rank ends, fails, or does not make the call within `timeout` seconds, the other ranks raise
     ExpertParallelError. transport, max_tokens, capacity and keep_rows are as in ExpertParallelMoE;
-    capacity is relative to max_tokens * K rows.
+    capacity is relative to max_tokens * K rows. precision, keep_h and fp8_weights (of this rank's
+    experts) are as in moe(); all ranks pass the same precision and keep_h.
     """
     limits = Limits(timeout, max_tokens, capacity, keep_rows=keep_rows)
     place = Place(make_transport(transport, group, limits), _NO_MODULE)
     routing, experts = (topk_ids, None, topk_weights), (w_up, w_down, b_up, b_down)
-    return run(place, "ids", x, routing, experts, (activation, gate_layout), grad_accum)
+    request = request_of(precision, keep_h, fp8_weights)
+    style = (activation, gate_layout)
+    return run(place, "ids", x, routing, experts, style, grad_accum, request=request)
 
 
 def moe_pairs_expert_parallel(
@@ -245,6 +273,9 @@ def moe_pairs_expert_parallel(
     activation: str | Activation = "swiglu",
     gate_layout: str = "concatenated",
     grad_accum: tuple | None = None,
+    precision: str | None = None,
+    keep_h: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> Tensor:
     """moe_pairs() with the experts divided over ranks, as in moe_expert_parallel(). The pairs name
     tokens of this rank and experts in [0, E). capacity is relative to the number of pairs in the
@@ -253,4 +284,6 @@ def moe_pairs_expert_parallel(
     limits = Limits(timeout, max_tokens, capacity, keep_rows=keep_rows)
     place = Place(make_transport(transport, group, limits), _NO_MODULE)
     experts = (w_up, w_down, b_up, b_down)
-    return run(place, "pairs", x, routing, experts, (activation, gate_layout), grad_accum)
+    request = request_of(precision, keep_h, fp8_weights)
+    style = (activation, gate_layout)
+    return run(place, "pairs", x, routing, experts, style, grad_accum, request=request)

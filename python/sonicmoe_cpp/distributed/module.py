@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _checks
 from .._call import score_dtype
+from ..fp8 import Request, request_of
 from ..lora import refuse_second
 from ..module import MoE
 from ..routing import Pairs, counted, expert_choice, token_round
@@ -23,11 +24,10 @@ from .routing import AllTokens, group_losses, group_sequence_losses
 
 EXPERTS = ("w_up", "w_down", "b_up", "b_down")
 _SEED_BITS = 62
-_PRECISION = 'precision is "{}", expert parallelism needs precision=None'
 # Attributes that must be equal on all ranks.
 _EQUAL = (
     *("num_experts", "top_k", "hidden_size", "intermediate_size", "gate_layout", "routing"),
-    *("tile", "rounding", "seed", "shared_experts", "balance"),
+    *("tile", "rounding", "seed", "shared_experts", "balance", "precision", "keep_h"),
 )
 _OPTIONS_BYTES = 4096  # of the values of all options as text
 
@@ -71,6 +71,7 @@ class ExpertParallelMoE(MoE):
     keep_rows, for all-to-all: for backward a rank keeps the rows of x that it has received, d
     elements each. Otherwise, or if any other rank does not keep its rows, all ranks send them
     again.
+    precision="auto": the ranks choose together, by the rows of all ranks.
     The other arguments are those of MoE.
 
     Parameters have the names and shapes of MoE. w_up, w_down, b_up and b_down are DTensors, sharded
@@ -96,8 +97,6 @@ class ExpertParallelMoE(MoE):
         **options,
     ):
         _checks.integer("num_experts", num_experts)
-        if options.get("precision") is not None:
-            raise NotImplementedError(_PRECISION.format(options["precision"]))
         # nn.Module accepts plain attributes before its own constructor has run.
         limits = Limits(timeout, max_tokens, capacity, top_k, keep_rows)
         self.transport = make_transport(transport, group, limits)
@@ -267,29 +266,26 @@ class ExpertParallelMoE(MoE):
 
     # ---- forward ---------------------------------------------------------------------------------
 
-    def _precision(self, name: str, weights: tuple) -> dict:
-        if self.precision is not None:  # an attribute that was set after the constructor
-            raise NotImplementedError(_PRECISION.format(self.precision))
-        return {}
-
     def _biases(self) -> dict:
         return {name: self._local(name) for name in ("b_up", "b_down")}
 
     def _weights(self) -> tuple:
         return self._local("w_up"), self._local("w_down")
 
-    def _experts(self, form: str, rows, routing: tuple, experts: dict) -> Tensor:
+    def _experts(self, form: str, rows, routing: tuple, experts: dict, lists: int = 1) -> Tensor:
         style = experts["activation"], experts["gate_layout"]
         weights = (*self._operands(), experts["b_up"], experts["b_down"])
         rest = rows, routing, weights, style, experts.get("grad_accum")
-        factors = None if self.lora is None else self.lora()
-        return run(self.place, form, *rest, factors=factors, before=experts["losses"])
+        request = request_of(*map(experts.get, Request._fields))
+        more = {"factors": None if self.lora is None else self.lora(), "before": experts["losses"]}
+        return run(self.place, form, *rest, request=request, lists=lists, **more)
 
     def _moe(self, rows, ids, weights, experts: dict) -> Tensor:
         return self._experts("ids", rows, (ids, None, weights), experts)
 
     def _moe_pairs(self, rows, pairs: Pairs, experts: dict) -> Tensor:
-        return self._experts("pairs", rows, tuple(pairs[:3]), experts)
+        # Every rank has the list of all ranks' tokens (AllTokens).
+        return self._experts("pairs", rows, tuple(pairs[:3]), experts, lists=self.group.size)
 
     def _all_tokens(self, logits: Tensor, seed: int) -> AllTokens:
         rest = (logits.device, self.transport.timeout)

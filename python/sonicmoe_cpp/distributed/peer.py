@@ -92,6 +92,10 @@ class PeerMemory(Transport):
             raise NotImplementedError(
                 'transport "peer" serves no low-rank factors: use "auto" or "all_to_all"'
             )
+        if call.fp8 is not None:
+            raise NotImplementedError(
+                'transport "peer" serves no fp8: use "auto" or "all_to_all", or precision=None'
+            )
         if not served(x):
             kind = f"{_checks.names([x.dtype])} on {x.device.type}"
             raise NotImplementedError(
@@ -118,7 +122,7 @@ class PeerMemory(Transport):
         not_in_a_graph("without max_tokens, or with a list of pairs, the host reads sizes")
         experts, _, width = call.tensors.w_down.shape
         facts = layer, hidden, experts, FLOATS.index(x.dtype), int(needs != 0)
-        mine = *facts, style_of(call.options, width)
+        mine = *facts, style_of(call.options, width, False)
         values = [*mine, tokens, index.numel()]
         found = self.group.read_all(FORWARD, values, x.device, self.timeout)
         agreed = [compared(*row[:6]) for row in found]
@@ -145,7 +149,7 @@ class PeerMemory(Transport):
     # ---- calls -----------------------------------------------------------------------------------
 
     def forward(self, call, layer, needs) -> Forward:
-        tensors, options, main_gradients, _ = call
+        tensors, options, main_gradients, *_ = call
         buffers = self.buffers(tensors.x)
         needed = self.needed(call, layer, needs)
         problem = buffers.open(needed, tensors.x, self.timeout)
@@ -206,7 +210,7 @@ class PeerMemory(Transport):
 class Auto(PeerMemory):
     """Uses peer memory if it serves the group, else all-to-all. The ranks decide together, in the
     first call with CUDA tensors of each dtype of DTYPES. Other tensors, and layers with low-rank
-    factors, use all-to-all."""
+    factors or a precision, use all-to-all."""
 
     name = "auto"
 
@@ -219,7 +223,7 @@ class Auto(PeerMemory):
 
     def chosen(self, call, layer, needs) -> Transport:
         x = call.tensors.x
-        if not served(x) or call.factors is not None:
+        if not served(x) or call.factors is not None or call.fp8 is not None:
             return self.by_rows
         buffers = self.buffers(x)
         if not buffers.decided:

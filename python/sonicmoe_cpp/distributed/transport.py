@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from .. import _checks
 from .._call import NEEDS, Call, Options, Tensors, score_dtype
 from .._checks import FLOATS
-from .._names import ACTIVATION, FORM, LAYOUT
+from .._names import ACTIVATION, FORM, LAYOUT, PRECISION
 from . import own_experts
 from ._group import BACKWARD, FORWARD, Group, from_host
 from ._memory import number_of
@@ -30,7 +31,7 @@ TRANSPORTS = ("auto", "all_to_all", "peer")
 # Names of the values that ranks compare in every forward; see compared().
 COMPARED = (
     *("the layer", "d", "the experts of a rank", "the dtype", "the graph for gradients"),
-    *("activation", "gate_layout", "n", "alpha or limit of activation"),
+    *("activation", "gate_layout", "n", "precision", "alpha or limit of activation"),
 )
 
 
@@ -49,23 +50,26 @@ class Routes(NamedTuple):
     received_pairs: list[int]  # (W,) pairs received from each rank
     needs: int  # bits of NEEDS and AGAIN: what at least one rank needs
     call: int  # Group.calls
+    precision: int  # of PRECISION: what the ranks have chosen
     token: Tensor  # (rows sent,) int64: the token of each row
     slot: Tensor  # (pairs sent,) int64: the position of each pair in the caller's list
     row: Tensor  # (pairs received,) int32: the received row of each pair
     expert: Tensor  # (pairs received,) int32: index among this rank's experts
 
     def tensors(self) -> tuple:
-        return self[6:]
+        return self[7:]
 
     def numbers(self) -> tuple:
         """The other fields, flattened to one tuple of int."""
-        return (*itertools.chain(*self[:4]), self.needs, self.call)
+        return (*itertools.chain(*self[:4]), *self[4:7])
 
     @classmethod
     def of(cls, numbers: tuple, tensors: tuple) -> Routes:
-        *counts, needs, call = numbers
+        *counts, needs, call, precision = numbers
         size = len(counts) // 4
-        return cls(*(counts[i * size : (i + 1) * size] for i in range(4)), needs, call, *tensors)
+        return cls(
+            *(counts[i * size : (i + 1) * size] for i in range(4)), needs, call, precision, *tensors
+        )
 
 
 class Facts(NamedTuple):
@@ -78,6 +82,30 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     needs: int  # bits of NEEDS and AGAIN
     style: int  # of style_of()
+    precision: int  # of PRECISION, if the ranks choose fp8
+    slots: int  # this rank's part of the row capacity of all ranks together
+    least: int  # Fp8.least
+
+    def compared(self) -> tuple:
+        """The numbers of which compared() makes the values of COMPARED."""
+        dtype = FLOATS.index(self.dtype)
+        return self.layer, self.hidden, self.experts, dtype, self.needs, self.style
+
+    @classmethod
+    def of(cls, call: Call, layer: int, needs: int, rank: int) -> Facts:
+        x, index = call.tensors.x, call.tensors.index
+        experts, _, width = call.tensors.w_down.shape
+        least, lists = (call.fp8.least, call.fp8.lists) if call.fp8 else (0, 1)
+        slots, more = divmod(index.numel(), lists)
+        style = style_of(call.options, width, least > 0)
+        sizes = layer, experts, x.shape[0], x.shape[1], x.dtype
+        return cls(*sizes, needs, style, call.options.precision, slots + (rank < more), least)
+
+
+def chosen_precision(precision: int, slots: Iterable[int], least: Iterable[int]) -> int:
+    """The precision that the ranks choose, as the layer of one process with all their experts and
+    rows does. The ranks give `slots` and `least` of Facts."""
+    return precision if sum(slots) >= sum(least) else PRECISION["tensors"]
 
 
 class Forward(NamedTuple):
@@ -154,7 +182,8 @@ def as_pairs(tensors: Tensors) -> Tensors:
 def _of_rows(call: Call, rows: Tensor, routes: Routes, weights: Tensor) -> Call:
     """The call of the layer of one process on rows that this rank has received."""
     local = call.tensors._replace(x=rows, index=routes.row, second=routes.expert, weights=weights)
-    return call._replace(tensors=local, options=call.options._replace(form=FORM["pairs"]))
+    options = call.options._replace(form=FORM["pairs"], precision=routes.precision)
+    return call._replace(tensors=local, options=options)
 
 
 class RowTransport(Transport):
@@ -168,28 +197,26 @@ class RowTransport(Transport):
             if given is not None:
                 _checks.memory(name, given)
         x, token, expert, weights, *_ = as_pairs(call.tensors)
-        experts, _, width = call.tensors.w_down.shape
-        style = style_of(call.options, width)
         if needs & own_experts.OF_X and not self.keep_rows:
             needs |= AGAIN
-        facts = Facts(layer, experts, x.shape[0], x.shape[1], x.dtype, needs, style)
-        routes = self.routes(token, expert, facts)
+        routes = self.routes(token, expert, Facts.of(call, layer, needs, self.group.rank))
+        codes = None if routes.precision == PRECISION["tensors"] else call.fp8.codes()
         rows = self.dispatch(x, routes)
         row_weights = self.dispatch_weights(weights, routes)
         local = _of_rows(call, rows, routes, row_weights)
         if not routes.needs:
-            partial = own_experts.inference(local)
+            partial = own_experts.inference(local, codes)
             return Forward(self.combine(partial, routes, x.shape[0]))
-        partial, h, saved = own_experts.forward(local)
+        partial, h, saved = own_experts.forward(local, codes)
         out = self.combine(partial, routes, x.shape[0])
-        kept = (h, saved, row_weights, *routes.tensors())
+        kept = (h, saved, codes, row_weights, *routes.tensors())
         if needs & own_experts.OF_X and not routes.needs & AGAIN:
             kept = (*kept, rows)
         return Forward(out, kept, routes.numbers())
 
     def backward(self, dout, call, given, needs) -> dict:
         x, weights = call.tensors.x, call.tensors.weights
-        h, saved, row_weights, *rest = given.kept
+        h, saved, codes, row_weights, *rest = given.kept
         for kept in (x, row_weights, *rest):  # read by torch; the library checks the other ones
             _checks.memory("a tensor kept for backward", kept)
         routes = Routes.of(given.host, rest[:4])
@@ -203,7 +230,7 @@ class RowTransport(Transport):
         # If any rank needs the gradient of x or of the routing weights, all ranks compute it: the
         # parts of a rank's gradient come from the other ranks.
         shared = routes.needs & (NEEDS["x"] | NEEDS["weights"])
-        gradients = own_experts.backward(drows, local, needs | shared, (h, saved))
+        gradients = own_experts.backward(drows, local, needs | shared, (h, saved), codes)
         if shared & NEEDS["x"]:
             gradients["x"] = self.combine(gradients["x"], routes, x.shape[0])
         if shared & NEEDS["weights"]:
@@ -243,11 +270,21 @@ class RowTransport(Transport):
 
 
 @functools.cache
-def style_of(options: Options, width: int) -> int:
-    """The options and n as a number of 63 bits: activation (8), gate layout (2), n (31), and a hash
-    (22) of the activation's parameters."""
-    parameters = number_of(f"{float(options.alpha)} {float(options.limit)}") % 2**22
-    return options.activation | options.gate_layout << 8 | width << 10 | parameters << 41
+def style_of(options: Options, width: int, auto: bool) -> int:
+    """The options and n as a number of 63 bits: activation (8), gate layout (2), n (31), precision
+    (2), whether it is "auto" (1), and a hash (19) of the activation's parameters."""
+    parameters = number_of(f"{float(options.alpha)} {float(options.limit)}") % 2**19
+    precision = options.precision | auto << 2
+    layer = options.activation | options.gate_layout << 8 | width << 10
+    return layer | precision << 41 | parameters << 44
+
+
+_PRECISIONS = {
+    1: '"fp8"',
+    2: '"fp8" with keep_h="bf16"',
+    5: '"auto"',
+    6: '"auto" with keep_h="bf16"',
+}
 
 
 def compared(layer, hidden, experts, dtype, needs, style) -> tuple:
@@ -255,7 +292,8 @@ def compared(layer, hidden, experts, dtype, needs, style) -> tuple:
     recorded = "recorded" if needs else "not recorded"
     activation = [name for name, number in ACTIVATION.items() if number == style & 0xFF]
     layout = [name for name, number in LAYOUT.items() if number == style >> 8 & 3]
-    of_style = *activation, *layout, style >> 10 & 0x7FFFFFFF, f"of hash {style >> 41}"
+    width, precision = style >> 10 & 0x7FFFFFFF, _PRECISIONS.get(style >> 41 & 7)
+    of_style = *activation, *layout, width, precision, f"of hash {style >> 44}"
     return layer, hidden, experts, _checks.names([FLOATS[dtype]]), recorded, *of_style
 
 
@@ -315,17 +353,18 @@ class AllToAll(RowTransport):
         row, local = numbers.unbind(1)
         row = row + source.int()
         return Routes(
-            *(sent[0], received[0], sent[1], received[1], received[2], self.group.calls),
+            *(sent[0], received[0], sent[1], received[1]),
+            *(received[2], self.group.calls, received[3]),
             *(of_row, slot, row, local.contiguous()),
         )
 
     def _agree(self, counts: Tensor, facts: Facts) -> tuple[tuple, tuple]:
         """Exchanges `counts` and compares `facts`. Returns the numbers (rows, pairs) sent to each
-        rank, and (rows, pairs, needs): the numbers received from each rank, and the bits of the
-        gradients that at least one rank needs."""
-        dtype = FLOATS.index(facts.dtype)
-        mine = (facts.layer, facts.hidden, facts.experts, dtype, facts.needs, facts.style)
-        head = from_host(mine, counts.device).expand(self.group.size, -1)
+        rank, and (rows, pairs, needs, precision): the numbers received from each rank, the bits of
+        the gradients that at least one rank needs, and the precision that the ranks choose."""
+        mine = facts.compared()
+        numbers = (*mine, facts.slots, facts.least)
+        head = from_host(numbers, counts.device).expand(self.group.size, -1)
         sent, received = self.group.read(FORWARD, torch.cat((counts, head), 1), self.timeout)
         of_ranks = [compared(*row[2:8]) for row in received]
         self.group.agree(COMPARED, compared(*mine), of_ranks)
@@ -334,7 +373,9 @@ class AllToAll(RowTransport):
             needs |= row[6]
         sent_rows, sent_pairs = ([row[i] for row in sent] for i in (0, 1))
         received_rows, received_pairs = ([row[i] for row in received] for i in (0, 1))
-        return (sent_rows, sent_pairs), (received_rows, received_pairs, needs)
+        slots, least = ([row[i] for row in received] for i in (8, 9))
+        precision = chosen_precision(facts.precision, slots, least)
+        return (sent_rows, sent_pairs), (received_rows, received_pairs, needs, precision)
 
     def begin_backward(self, routes: Routes) -> None:
         """On the CPU the ranks check that they differentiate the same call. On CUDA they do not,
