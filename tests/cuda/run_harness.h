@@ -7,14 +7,15 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <functional>
 #include <iostream>
 #include <iterator>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "parts.h"
 #include "verify/device.h"
 #include "verify/harness.h"
 
@@ -36,8 +37,7 @@ inline std::vector<CaseResult> verify_words(VerifyOptions options, const std::st
   return results;
 }
 
-/// The implementation, for the cases of a part such as "2/3". A case's part depends on its name
-/// alone.
+/// The implementation, for the cases of a part such as "2/3".
 inline Implementation for_part(Implementation implementation, const std::string& part) {
   std::istringstream text(part);
   std::size_t number = 0, parts = 0;
@@ -46,10 +46,7 @@ inline Implementation for_part(Implementation implementation, const std::string&
   if (slash != '/' || number < 1 || number > parts || !text.eof()) {
     throw std::invalid_argument("SONICMOE_PART is '" + part + "' but must be like 2/3");
   }
-  implementation.serves = [=, serves = implementation.serves](const Case& c) {
-    return std::hash<std::string>()(c.name) % parts + 1 == number && (!serves || serves(c));
-  };
-  return implementation;
+  return for_part(std::move(implementation), number, parts);
 }
 
 inline void expect_harness_passes(const Exec& exec) {
