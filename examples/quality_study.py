@@ -60,9 +60,10 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tune-tokens", type=float, default=8e6)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--tune-lr", type=float, default=2e-4, help="of weights")
-    parser.add_argument("--lora-lr", type=float, default=2e-3, help="of factors")
+    parser.add_argument("--lora-lr", type=float, default=1e-3, help="of factors")
     parser.add_argument("--gpus", type=int, default=0, help="0: all")
     parser.add_argument("--device", default="", help="cuda or cpu")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of this call")
     own = parser.parse_args(argv)
     for name, known in (
@@ -114,7 +115,7 @@ def rounding_jobs(own: argparse.Namespace, seed: int) -> list[Job]:
         given |= {"tokens": own.tokens, "lr": own.lr}
         jobs.append(Job("rounding", **given))
         for begin, mode, ratio in rounded:
-            timed = seed == 0 and (begin, mode) == (own.begins[0], own.modes[0])
+            timed = seed == 0 and ratio == 2 and (begin, mode) == (own.begins[0], own.modes[0])
             rule = {"mode": mode, "ratio": ratio, "begin": begin, "timed": timed}
             jobs.append(Job("rounding", **given, **rule))
     return jobs
@@ -159,7 +160,7 @@ def run_studies(argv: list[str]) -> int:
     gpus = max(1, min(gpus, len(left)))
     threads = max(1, len(os.sched_getaffinity(0)) // gpus)
     failed = torch.multiprocessing.get_context("spawn").Event()
-    task = pool.Task(device, folder, out, began + own.limit, threads, failed)
+    task = pool.Task(device, folder, out, began + own.limit, threads, own.eager, failed)
     facts = origin(argparse.Namespace(device=device))
 
     def save(record: dict[str, Any]) -> None:

@@ -17,9 +17,10 @@ import torch
 from lm.errors import UserError
 
 from quality import train, tune
+from quality.model import EAGER, compiled
 from quality.settings import Job
 
-SLOWER = 1.1  # a run is begun if this many times its expected time is left
+SLOWER = 1.3  # a run is begun if this many times its expected time of training is left
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,19 @@ class Task:
     out: Path
     deadline: float
     threads: int
+    eager: bool  # the dense parts are not compiled
     failed: Event  # the pretraining failed: no run that needs it can begin
 
 
+def kind(job: Job) -> tuple:
+    """Runs of one kind take as long as each other."""
+    return job.study, job.architecture, job.ratio, job.tokens
+
+
 def expected(job: Job, seen: dict[tuple, float]) -> float:
-    """Seconds that a run takes: those of the last run of its kind, or of the longest run; 0 if none
-    was seen."""
-    kind = (job.study, job.architecture, job.ratio, job.tokens)
-    return seen.get(kind, max(seen.values(), default=0.0)) * SLOWER
+    """Seconds that a run takes: those of the last run of its kind, or of the shortest run; 0 if
+    none was seen."""
+    return seen.get(kind(job), min(seen.values(), default=0.0)) * SLOWER
 
 
 def await_pretrained(job: Job, place: train.Place, failed: Event) -> bool:
@@ -51,12 +57,24 @@ def await_pretrained(job: Job, place: train.Place, failed: Event) -> bool:
     return True
 
 
+def usable(place: train.Place) -> bool:
+    """Whether the device still computes: after some errors every call of a process fails, and it
+    would take all runs that are left."""
+    try:
+        place.wait()
+        return bool(torch.ones(1, device=place.device).item())
+    except RuntimeError:
+        return False
+
+
 def work(task: Task, jobs: Any, results: Any) -> None:
     """Takes runs until none is left or none fits into the time left. Sends (job, record or a
     sentence on why there is none)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the processes
     torch.set_num_threads(task.threads)
-    place = train.Place.make(task.device, task.text, task.out, task.deadline)
+    parts = EAGER if task.eager or task.device == "cpu" else compiled()
+    device = torch.device(task.device)
+    place = train.Place(device, task.text, task.out, task.deadline, parts)
     seen: dict[tuple, float] = {}
     while True:
         try:
@@ -67,7 +85,6 @@ def work(task: Task, jobs: Any, results: Any) -> None:
             continue
         if not await_pretrained(job, place, task.failed):
             continue
-        began = time.monotonic()
         try:
             found = (tune.tune if job.study == "finetune" else train.train)(job, place)
         except train.OutOfTime:
@@ -78,9 +95,11 @@ def work(task: Task, jobs: Any, results: Any) -> None:
             found = f"{job.name}: {error}"
             if job.study == "pretrain":
                 task.failed.set()
+            if not usable(place):
+                results.put((job, f"{job.name}: the process ends, because its GPU has failed"))
+                break
         else:
-            kind = (job.study, job.architecture, job.ratio, job.tokens)
-            seen[kind] = time.monotonic() - began
+            seen[kind(job)] = found["seconds"]
         results.put((job, found))
     results.put((None, None))
 
@@ -94,7 +113,7 @@ def start(tasks: list[Task], waiting: Any, results: Any) -> list[Any]:
     for i, task in enumerate(tasks):
         if task.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = names[i]
-        process = context.Process(target=work, args=(task, waiting, results), daemon=True)
+        process = context.Process(target=work, args=(task, waiting, results))
         process.start()
         processes.append(process)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)

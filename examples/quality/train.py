@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,11 @@ from torch import nn
 
 from quality import text, times
 from quality.model import (
-    EAGER,
     Model,
     Parts,
     Routed,
     Rule,
     changed_rows,
-    compiled,
     count_parameters,
 )
 from quality.settings import ARCHITECTURES, ROUNDING_BEGINS, SIZES, Job
@@ -44,12 +42,7 @@ class Place:
     out: Path
     deadline: float  # time.monotonic() after which a run is dropped
     parts: Parts
-    loaded: dict[tuple, Any]
-
-    @staticmethod
-    def make(device: str, folder: Path, out: Path, deadline: float) -> "Place":
-        found = torch.device(device)
-        return Place(found, folder, out, deadline, compiled() if device == "cuda" else EAGER, {})
+    loaded: dict[str, Any] = field(default_factory=dict)  # text that was read before
 
     def tokens(self, name: str, context: int):
         if name not in self.loaded:

@@ -9,10 +9,11 @@ import quality_study
 import torch
 from lm.errors import UserError
 from quality import report, text, train
-from quality.model import Model, Rule, changed_rows
+from quality.model import EAGER, Model, Rule, changed_rows
 from quality.settings import ARCHITECTURES, SIZES, Job
 from test_make_text import make_parts
 
+CPU = torch.device("cpu")
 TINY = ["--size", "tiny", "--tune-size", "tiny", "--device", "cpu", "--seeds", "1"]
 TINY += ["--tokens", "6144", "--pretrain-tokens", "6144", "--tune-tokens", "6144"]
 
@@ -24,7 +25,7 @@ def parts(tmp_path_factory):
 
 def test_an_epoch_takes_every_window_once_in_the_order_of_the_seed():
     tokens = np.arange(8 * 10 + 1, dtype=np.int32)
-    windows = [text.Windows(tokens, 8, torch.device("cpu"), seed) for seed in (0, 0, 1)]
+    windows = [text.Windows(tokens, 8, CPU, seed) for seed in (0, 0, 1)]
     rows = [w.batch(0, 10)[0][:, 0].tolist() for w in windows]
     assert rows[0] == rows[1] != rows[2] and sorted(rows[0]) == list(range(0, 80, 8))
     again = [windows[0].batch(first, 5)[0][:, 0].tolist() for first in (0, 5, 8)]
@@ -58,7 +59,7 @@ def test_rounding_of_micro_batches_is_that_of_separate_calls(name):
 
 
 def test_selection_bias_moves_and_weights_learn(parts, tmp_path):
-    place = train.Place.make("cpu", parts, tmp_path, float("inf"))
+    place = train.Place(CPU, parts, tmp_path, float("inf"), EAGER)
     job = Job("rounding", "deepseek", "tiny", 0, 6144, 1e-2)
     record = train.train(job, place)
     assert record["val_loss"] < record["curve"][0]["loss"] - 0.05
@@ -69,7 +70,7 @@ def test_selection_bias_moves_and_weights_learn(parts, tmp_path):
 
 
 def test_a_run_past_the_deadline_is_dropped(parts, tmp_path):
-    place = train.Place.make("cpu", parts, tmp_path, 0.0)
+    place = train.Place(CPU, parts, tmp_path, 0.0, EAGER)
     with pytest.raises(train.OutOfTime):
         train.train(Job("rounding", "olmoe", "tiny", 0, 6144, 1e-3), place)
 
