@@ -101,7 +101,7 @@ def times_table(records: list[Record]) -> str:
             a, b = t["topk"][name], t["rounded"][name]
             cells += [f"{a:.2f}, {b:.2f}", f"{a / b:.3f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+    return "\n".join(lines)
 
 
 def finetune_table(records: list[Record]) -> str:
@@ -210,17 +210,25 @@ def finetune_plot(records: list[Record]) -> bytes:
     return _image(figure)
 
 
-def write(out: Path, records: list[Record]) -> None:
-    """Writes quality.md and the plots of the studies that have records, and prints the tables."""
-    tables, contents = [], {}
+def tables(records: list[Record]) -> dict[str, str]:
+    """Tables by the names of their files, of what has records."""
+    found = {}
     if of(records, "rounding"):
-        rows = rounding_rows(records)
-        tables += [rounding_table(rows), times_table(records)]
-        contents["rounding.png"] = rounding_plot(rows)
+        found["rounding.md"] = rounding_table(rounding_rows(records))
+    if any("times" in record for record in records):
+        found["times.md"] = times_table(records)
     if of(records, "finetune"):
-        tables.append(finetune_table(records))
+        found["finetune.md"] = finetune_table(records)
+    return {name: text + "\n" for name, text in found.items()}
+
+
+def write(out: Path, records: list[Record]) -> None:
+    """Writes the tables and plots of what has records, and prints the tables."""
+    texts = tables(records)
+    contents = {name: text.encode() for name, text in texts.items()}
+    if "rounding.md" in texts:
+        contents["rounding.png"] = rounding_plot(rounding_rows(records))
+    if "finetune.md" in texts:
         contents["finetune.png"] = finetune_plot(records)
-    text = "\n\n".join(filter(None, tables)) + "\n"
-    contents["quality.md"] = text.encode()
     write_report(out, contents)
-    print(text)
+    print("\n".join(texts.values()))

@@ -136,7 +136,7 @@ def test_a_study_is_trained_once_and_reported(parts, tmp_path, capsys):
     assert nf4["val_loss_merged"] == pytest.approx(nf4["val_loss"], abs=1e-5)
     for name in ("rounding.png", "finetune.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    assert "| lora-nf4 | 0.3 M | 1 |" in (out / "quality.md").read_text()
+    assert "| lora-nf4 | 0.3 M | 1 |" in (out / "finetune.md").read_text()
     before = (out / "runs.jsonl").read_bytes()
     assert quality_study.run_studies(given) == 0
     assert (out / "runs.jsonl").read_bytes() == before  # nothing was trained again
