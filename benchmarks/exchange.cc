@@ -4,13 +4,13 @@
 //     alone with E/W experts and as many routed rows. Slices of the two alternate; the times are
 //     medians over the slices.
 //
-//   exchange_bench [--seconds S] [--ranks W] [--tokens T] [--ways WAY,...] [CONFIG ...]
+//   exchange_bench [--seconds S] [--ranks W] [--ways WAY,...] [CONFIG ...]
 //
 // S: seconds of load before a config is measured. W: number of ranks, by default the number of
-// GPUs; if there are more ranks than GPUs, ranks share GPUs. T: tokens of a rank, by default the
-// config's. WAY: auto, copy or push, then a digit for the groups of other ranks (layer.cc), then w
-// if tiles wait for their rows (not with ranks that share GPUs) or x if they do not: copy2, copyw.
-// The ways of a config alternate in one process. All configs and auto by default.
+// GPUs; if there are more ranks than GPUs, ranks share GPUs. WAY: auto (the default), copy or push,
+// then a digit for the groups of other ranks (layer.cc), then w if tiles wait for their rows (not
+// with ranks that share GPUs) or x if they do not: copy2, copyw. The ways of a config alternate in
+// one process. CONFIG: a layer of core/named_shapes.inc, whose T are the tokens of one rank.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "core/configs.h"
 #include "cuda/pretended_ranks.h"
 #include "device_memory.h"
 
@@ -35,15 +36,10 @@ using sonicmoe::testing::GroupOptions;
 using sonicmoe::testing::must;
 using sonicmoe::testing::PretendedRanks;
 
-struct Config {
-  const char* name;
-  std::int64_t tokens, hidden, width, experts, top_k;
+/// A named layer with the tokens of one rank.
+struct Config : LayerShape {
+  std::string name;
 };
-constexpr Config kConfigs[] = {{"7B-n256", 24576, 1536, 256, 128, 8},
-                               {"30B-n256", 16384, 4096, 256, 256, 16},
-                               {"qwen3-30b", 16384, 2048, 768, 128, 8},
-                               {"qwen3-235b", 16384, 4096, 1536, 128, 8},
-                               {"gpt-oss-20b", 16384, 2880, 2880, 32, 4}};
 
 /// The tensors and buffers of one rank, or of a layer alone (E/W experts, no exchange). `experts`:
 /// experts that the rank has; `named`: experts that its ids may name.
@@ -215,9 +211,8 @@ struct Options {
   int devices = 0;
   std::int32_t ranks = 0;
   double seconds = 0.7;
-  std::int64_t tokens = 0;
   std::vector<Way> ways{Way{}};
-  std::vector<std::string> configs;
+  std::vector<Config> configs;
 };
 
 GroupOptions group_of(const Options& options, const Config& c) {
@@ -295,7 +290,7 @@ const char* name_of(ExchangeTransport transport) {
 }
 
 void bare(Options options, ExchangeTransport transport) {
-  const Config c{"rows of 4 KB", 32768, 2048, 0, 0, 1};
+  const Config c{{32768, 2048, 0, 0, 1}, "rows of 4 KB"};
   options.ways = {{"", transport}};
   const Transfers t = transfer_times(options, c);
   const double bytes = static_cast<double>(c.tokens * c.hidden * 2 * (options.ranks - 1));
@@ -313,7 +308,7 @@ struct Times {
 /// exchange; otherwise each rank has a layer alone.
 struct Subject {
   Subject(const Options& options, const Config& c, bool parallel)
-      : ranks(parallel ? group_of(options, c) : group_of(options, {c.name, 1, 8, 0, 0, 1})),
+      : ranks(parallel ? group_of(options, c) : group_of(options, {{1, 8, 0, 0, 1}, c.name})),
         clock(ranks) {
     const std::int64_t own = c.experts / options.ranks;
     // The average rank's experts get as many rows as its tokens have. This routing is even: no rank
@@ -397,11 +392,11 @@ void report(const Options& options, const Config& c, const Way& way, const Trans
       "\"ours\": {\"fwd_ms\": %.3f, \"bwd_ms\": %.3f, \"replayed_ms\": %.3f}, "
       "\"ratio\": %.3f, \"replayed_ratio\": %.3f, \"dispatch_ms\": %.3f, \"combine_ms\": %.3f, "
       "\"not_overlapped_ms\": %.3f, \"hidden\": %.3f}\n",
-      c.name, static_cast<long>(c.tokens), static_cast<long>(c.hidden), static_cast<long>(c.width),
-      static_cast<long>(c.experts), static_cast<long>(c.top_k), options.ranks, options.devices,
-      way.name.c_str(), a.forward, a.backward, replayed_alone, o.forward, o.backward, replayed,
-      o.both() / a.both(), replayed / replayed_alone, transfers.dispatch, transfers.combine,
-      a.both() + sent, 1.0 - (o.both() - a.both()) / sent);
+      c.name.c_str(), static_cast<long>(c.tokens), static_cast<long>(c.hidden),
+      static_cast<long>(c.width), static_cast<long>(c.experts), static_cast<long>(c.top_k),
+      options.ranks, options.devices, way.name.c_str(), a.forward, a.backward, replayed_alone,
+      o.forward, o.backward, replayed, o.both() / a.both(), replayed / replayed_alone,
+      transfers.dispatch, transfers.combine, a.both() + sent, 1.0 - (o.both() - a.both()) / sent);
   std::fflush(stdout);
 }
 
@@ -472,15 +467,6 @@ T number_of(const std::string& name, const std::string& value) {
   return number;
 }
 
-void check_config(const std::string& name) {
-  std::string names;
-  for (const Config& c : kConfigs) {
-    if (name == c.name) return;
-    names += std::string(names.empty() ? "" : ", ") + c.name;
-  }
-  throw std::runtime_error("the layer is '" + name + "' but must be one of " + names);
-}
-
 std::vector<Way> ways_of(const std::string& list) {
   std::vector<Way> ways;
   std::istringstream names(list);
@@ -512,8 +498,7 @@ Options options_of(int count, char** arguments) {
     const std::string name = arguments[i];
     const std::string value = i + 1 < count ? arguments[i + 1] : "";
     if (name.rfind("--", 0) != 0) {
-      check_config(name);
-      options.configs.push_back(name);
+      options.configs.push_back({config_from_name(name), name});
       continue;
     }
     ++i;
@@ -521,8 +506,6 @@ Options options_of(int count, char** arguments) {
       options.seconds = number_of<double>(name, value);
     } else if (name == "--ranks") {
       options.ranks = number_of<std::int32_t>(name, value);
-    } else if (name == "--tokens") {
-      options.tokens = number_of<std::int64_t>(name, value);
     } else if (name == "--ways") {
       options.ways = ways_of(value);
     } else {
@@ -544,13 +527,7 @@ int main(int count, char** arguments) {
     }
     bare(options, ExchangeTransport::kPush);
     bare(options, ExchangeTransport::kCopy);
-    for (Config c : kConfigs) {
-      if (options.tokens != 0) c.tokens = options.tokens;
-      const auto& chosen = options.configs;
-      if (chosen.empty() || std::find(chosen.begin(), chosen.end(), c.name) != chosen.end()) {
-        measure(options, c);
-      }
-    }
+    for (const Config& c : options.configs) measure(options, c);
     return 0;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "%s\n", e.what());

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from h200 import header
 from h200_bench import timing
 from h200_extra import free, medians
+from shapes import NAMED, Shape
 from sonicmoe_cpp import LowRank, lora_moe, moe, packed
 
 CUDA = torch.device("cuda")
@@ -37,17 +38,14 @@ LEAST_LIMIT = 2**-8  # an error that is always allowed: one ulp of bf16
 
 
 class Config(NamedTuple):
-    d: int
-    n: int
-    E: int
-    K: int
+    shape: Shape  # its T is not used
     activation: str
     bias: bool
 
 
 CONFIGS = {
-    "qwen3-30b": Config(2048, 768, 128, 8, "swiglu", False),
-    "gpt-oss-20b": Config(2880, 2880, 32, 4, "swiglu_oai", True),
+    "qwen3-30b": Config(NAMED["qwen3-30b"], "swiglu", False),
+    "gpt-oss-20b": Config(NAMED["gpt-oss-20b"], "swiglu_oai", True),
 }
 
 
@@ -56,7 +54,8 @@ class Data:
 
     def __init__(self, config, tokens, rank):
         self.config, self.rank, self.scale = config, rank, 2.0
-        d, n, experts, top_k, self.activation, bias = config
+        shape, self.activation, bias = config
+        d, n, experts, top_k = shape.d, shape.n, shape.E, shape.K
         generator = torch.Generator(CUDA).manual_seed(7)
 
         def random(*shape, fan_in=1):
@@ -109,7 +108,7 @@ def merged(rows, offsets, w, a, b, s):
 def torch_layer(data, product):
     """LoRA as written in PyTorch: rows sorted by expert, two products beside() or merged(), a sum
     by index_add."""
-    top_k, experts, s = data.config.K, data.config.E, data.scale
+    top_k, experts, s = data.config.shape.K, data.config.shape.E, data.scale
 
     @torch.compile(dynamic=False)
     def layer(x, weights, up_a, up_b, down_a, down_b):
@@ -151,7 +150,7 @@ def reference(data):
     leaves = [t.detach().float().requires_grad_() for t in data.leaves]
     x, weights, up_a, up_b, down_a, down_b = leaves
     out = torch.zeros_like(x, requires_grad=False)
-    for e in range(data.config.E):
+    for e in range(data.config.shape.E):
         token, slot = (data.ids == e).nonzero(as_tuple=True)
 
         def project(rows, w, a, b, bias, e=e):
@@ -214,7 +213,7 @@ def measure(name, tokens, rank, burst):
     errors = check(data, {key: layer for key, layer in layers.items() if key != "frozen"})
     free()
     runs = {}
-    row = {"config": name, "T": tokens, "d": config.d, "n": config.n, "E": config.E, "K": config.K,
+    row = {"config": name, **vars(config.shape), "T": tokens,
            "r": rank, "errors": errors}  # fmt: skip
     for key, layer in layers.items():
         leaves = data.leaves[:2] if key == "frozen" else data.leaves

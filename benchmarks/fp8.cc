@@ -2,7 +2,7 @@
 // run. Each output line is a JSON object: milliseconds of forward, of forward + backward, of each
 // step of both passes and of quantising the weights, and MiB kept for backward.
 //
-//   fp8_bench [SECONDS_PER_CONFIG] [CONFIG ...]     all configs by default
+//   fp8_bench SECONDS_PER_CONFIG CONFIG ...     layers of core/named_shapes.inc
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "core/configs.h"
 #include "core/observer.h"
 #include "cuda/engines.h"
 #include "device_memory.h"
@@ -27,14 +28,9 @@ using namespace sonicmoe;
 using bench::Memory;
 using bench::must;
 
-struct Config {
-  const char* name;
-  std::int64_t tokens, hidden, width, experts, top_k;
+struct Config : LayerShape {
+  std::string name;
 };
-constexpr Config kConfigs[] = {
-    {"30B-n1024", 32768, 4096, 1024, 64, 4},   {"qwen3-235b", 32768, 4096, 1536, 128, 8},
-    {"d2048-n1024", 32768, 2048, 1024, 64, 8}, {"d2048-n2048", 16384, 2048, 2048, 64, 8},
-    {"7B-n512", 24576, 1536, 512, 64, 4},      {"d7168-n2048", 16384, 7168, 2048, 64, 4}};
 
 /// Inputs and outputs of a layer; the layers of both precisions use the same tensors.
 struct Tensors {
@@ -245,13 +241,13 @@ void measure(const Config& c, double seconds, const Exec& exec) {
       "\"fp8\": {\"fwd_ms\": %.4f, \"fwd_bwd_ms\": %.4f}, "
       "\"fwd_ratio\": %.3f, \"fwd_bwd_ratio\": %.3f, \"quantise_ms\": %.4f, "
       "\"kept_mib\": {\"bf16\": %.1f, \"fp8\": %.1f}}\n",
-      c.name, static_cast<long long>(c.tokens), static_cast<long long>(c.hidden),
+      c.name.c_str(), static_cast<long long>(c.tokens), static_cast<long long>(c.hidden),
       static_cast<long long>(c.width), static_cast<long long>(c.experts),
       static_cast<long long>(c.top_k), median(forward[0]), median(both[0]), median(forward[1]),
       median(both[1]), median(forward[0]) / median(forward[1]), median(both[0]) / median(both[1]),
       quantize, layers[0].kept_mib(), layers[1].kept_mib());
   for (int i = 0; i < 2; ++i) {
-    std::printf("{\"config\": \"%s\", \"precision\": \"%s\", \"steps_ms\": %s}\n", c.name,
+    std::printf("{\"config\": \"%s\", \"precision\": \"%s\", \"steps_ms\": %s}\n", c.name.c_str(),
                 i == 0 ? "bf16" : "fp8", step_times(layers[i]).c_str());
   }
   std::fflush(stdout);
@@ -261,16 +257,13 @@ void measure(const Config& c, double seconds, const Exec& exec) {
 
 int main(int argc, char** argv) {
   try {
-    const double seconds = argc > 1 ? std::atof(argv[1]) : 2.0;
+    if (argc < 3) throw std::runtime_error("usage: fp8_bench SECONDS_PER_CONFIG CONFIG ...");
+    const double seconds = std::atof(argv[1]);
     const cuda::Device* device = cuda::open_device(0);
     Exec exec;
     exec.backend = Backend::kCuda;
     exec.device = device;
-    for (const Config& c : kConfigs) {
-      const auto named = [&](const char* name) { return std::string(name) == c.name; };
-      if (argc > 2 && std::none_of(argv + 2, argv + argc, named)) continue;
-      measure(c, seconds, exec);
-    }
+    for (int i = 2; i < argc; ++i) measure({config_from_name(argv[i]), argv[i]}, seconds, exec);
     cuda::close_device(device);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "fp8_bench: %s\n", e.what());

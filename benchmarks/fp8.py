@@ -37,8 +37,9 @@ import h200
 import torch
 from h200_bench import blocks, check, packages, timing
 from h200_bench.contenders import Autograd
-from h200_bench.layer import Data, Shape
+from h200_bench.layer import Data
 from h200_bench.scaled import scaled_layer
+from shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"tiny": Shape(96, 128, 128, 4, 2)}
@@ -53,6 +54,7 @@ RIVALS = {"torch_scaled": lambda shape, _: scaled_layer(shape), "deep_gemm": blo
 MICRO_BATCHES = (1, 4)
 # The least cosine with torch's bf16 layer that shows a correct layer.
 LEAST_COSINE = {"bf16": 0.9995, "fp8": 0.99, "auto": 0.99} | dict.fromkeys(RIVALS, 0.99)
+PRODUCT_CONFIGS = ("30B-n1024", "qwen3-235b", "olmoe", "d2048-n2048", "7B-n512", "d7168-n2048")
 # (N, K) of a product over C rows, by the name of fp8_bench's step.
 PRODUCTS = {
     "A": lambda s: (2 * s.n, s.d),
@@ -242,7 +244,10 @@ def steps_of(lines):
 def measure_products(options):
     """Rows of the record: {config, T, d, n, E, K, products: {name: ours_ms, cublas_ms, ...}}"""
     done = subprocess.run(
-        [options.bench, str(options.bench_seconds)], capture_output=True, text=True, check=False
+        [options.bench, str(options.bench_seconds), *PRODUCT_CONFIGS],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"{options.bench} exited {done.returncode}")

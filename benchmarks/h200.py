@@ -35,14 +35,12 @@ from pathlib import Path
 
 import torch
 from h200_bench import capi, check, contenders, packages, timing
-from h200_bench.layer import Data, Ours, Shape
+from h200_bench.layer import Data, Ours
+from shapes import named
 
 HERE = Path(__file__).resolve().parent
 RIVALS_MEASURED = json.loads((HERE / "data/rivals-h200.json").read_text())
-CONFIGS = {
-    row["config"]: Shape(*(row[k] for k in ("T", "d", "n", "E", "K")))
-    for row in RIVALS_MEASURED["rows"]
-}
+CONFIGS = {row["config"]: named(row["config"]) for row in RIVALS_MEASURED["rows"]}
 SMALL = ("7B-T2048", "olmoe-T64")
 DEFAULT = [name for name in CONFIGS if name != "qwen3-235b-T4096"]
 SEEDS = (0, 1, 2)

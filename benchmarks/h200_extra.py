@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from h200 import CONFIGS, SEEDS, SMALL, check_machine, header, open_libraries
 from h200_bench import capi, contenders, kernels, timing
-from h200_bench.layer import Data, Ours, Rounded, Shape
+from h200_bench.layer import Data, Ours, Rounded
+from shapes import Shape
 
 CUDA = torch.device("cuda")
 LARGE = [name for name in CONFIGS if name not in SMALL and name != "qwen3-235b-T4096"]

@@ -1,6 +1,6 @@
 // Times routing on one CUDA device: top-k, metadata and token rounding, alone and in sequence.
 //
-// usage: h200_routing [ROUNDS [NAME...]]
+// usage: h200_routing [ROUNDS [CONFIG...]]     layers of core/named_shapes.inc
 // Prints one line for each shape and kind of logits: microseconds of every stage, hot (20 calls in
 // a graph, without a pause) and cool (5 ms idle, one warm-up call, one timed call). The times are
 // medians over ROUNDS rounds; in a round every stage runs once, in random order. Logits in bf16:
@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/configs.h"
 #include "cuda/engines.h"
 #include "cuda/metadata/metadata.h"
 #include "cuda/routing/routing.h"
@@ -31,13 +32,8 @@ namespace {
 
 using namespace sonicmoe;
 
-struct Shape {
-  const char* name;
-  std::int64_t tokens, experts, top_k;
-};
-constexpr Shape kShapes[] = {{"target", 32768, 256, 8},    {"1.4B-n256", 40960, 128, 8},
-                             {"30B-n256", 32768, 256, 16}, {"qwen3-next", 32768, 512, 10},
-                             {"7B-T2048", 2048, 128, 8},   {"olmoe-T64", 64, 64, 8}};
+constexpr const char* kConfigs[] = {"kimi-linear", "1.4B-n256", "30B-n256",
+                                    "qwen3-next",  "7B-T2048",  "olmoe-T64"};
 
 void must(cudaError_t status) { cuda::check_cuda(status, "a CUDA call"); }
 
@@ -61,7 +57,7 @@ class DeviceBuffer {
 enum class Skew { kUniform, kHotExpert, kZipf };
 constexpr const char* kSkewNames[] = {"uniform", "hot-expert", "zipf"};
 
-std::vector<std::uint16_t> logits_of(const Shape& s, Skew skew) {
+std::vector<std::uint16_t> logits_of(const LayerShape& s, Skew skew) {
   std::mt19937 random(11);
   std::normal_distribution<float> normal(0.0f, 1.0f);
   std::uniform_real_distribution<float> uniform(1e-7f, 1.0f);
@@ -156,7 +152,7 @@ struct Stage {
 /// The memory and the stages of one shape.
 class Bench {
  public:
-  Bench(const Shape& s, Skew skew)
+  Bench(const LayerShape& s, Skew skew)
       : shape_(s),
         logits_(s.tokens * s.experts * 2),
         dlogits_(s.tokens * s.experts * 2),
@@ -318,13 +314,13 @@ class Bench {
   }
 
   std::shared_ptr<const cuda::Device> device_{cuda::open_device(0), cuda::close_device};
-  Shape shape_;
+  LayerShape shape_;
   DeviceBuffer logits_, dlogits_, ids_, weights_, list_, offsets_, round_scratch_, saved_, scratch_,
       counters_;
 };
 
-void measure(const Shape& shape, Skew skew, int rounds) {
-  Bench bench(shape, skew);
+void measure(const char* config, Skew skew, int rounds) {
+  Bench bench(config_from_name(config), skew);
   bench.prepare();
   const auto stages = bench.stages();
   std::vector<Replay*> replays;
@@ -347,7 +343,7 @@ void measure(const Shape& shape, Skew skew, int rounds) {
       cool[i].push_back(timer.microseconds(1, [&] { replays[i]->one(); }));
     }
   }
-  std::printf("%s %s (us hot, cool):", shape.name, kSkewNames[static_cast<int>(skew)]);
+  std::printf("%s %s (us hot, cool):", config, kSkewNames[static_cast<int>(skew)]);
   for (std::size_t i = 0; i < stages.size(); ++i) {
     std::printf("  %s %.1f %.1f", stages[i].name.c_str(), median(hot[i]), median(cool[i]));
     delete replays[i];
@@ -360,16 +356,12 @@ void measure(const Shape& shape, Skew skew, int rounds) {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 7;
-  const auto wanted = [&](const char* name) {
-    return argc <= 2 || std::any_of(argv + 2, argv + argc, [&](const char* argument) {
-             return std::string(name) == argument;
-           });
-  };
-  for (const Shape& shape : kShapes) {
-    if (!wanted(shape.name)) continue;
+  std::vector<const char*> configs(std::begin(kConfigs), std::end(kConfigs));
+  if (argc > 2) configs.assign(argv + 2, argv + argc);
+  for (const char* config : configs) {
     for (const Skew skew : {Skew::kUniform, Skew::kHotExpert, Skew::kZipf}) {
-      if (skew != Skew::kUniform && shape.tokens < 10000) continue;
-      measure(shape, skew, rounds);
+      if (skew != Skew::kUniform && config_from_name(config).tokens < 10000) continue;
+      measure(config, skew, rounds);
     }
   }
   return 0;

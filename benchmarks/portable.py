@@ -34,8 +34,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import h200
 import torch
 from h200_bench import capi, kernels, summary
-from h200_bench.layer import Data, Ours, Shape
+from h200_bench.layer import Data, Ours
 from h200_extra import check_allocates_nothing, free
+from shapes import Shape
 
 CUDA = torch.device("cuda")
 QUICK = {"quick-n256": Shape(2048, 768, 256, 16, 4), "quick-n1024": Shape(2048, 768, 1024, 8, 2)}

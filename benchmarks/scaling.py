@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ep2
-from ep2_bench.data import CONFIGS
+import shapes
 from training import DAY, MEMORY, PEAK
 
 HERE = Path(__file__).parent
-LAYERS = ("qwen3-235b-8k", "qwen3-30b-8k", "7B-n256-8k", "30B-n256-8k")
+LAYERS = ("qwen3-235b-T8192", "qwen3-30b-T8192", "7B-n256-T8192", "30B-n256-T8192")
 # With eight ranks: time over the layer alone.
-OVER_ALONE = {"qwen3-235b-8k": 1.12, "qwen3-30b-8k": 1.25}
+OVER_ALONE = {"qwen3-235b-T8192": 1.12, "qwen3-30b-T8192": 1.25}
 OVER_RIVALS = 1.25
 SCALING = ("weak", "strong")
 FACTS = ("model", "sequence", "policy", "settle", "warm_up")  # options that a row of training has
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("layers", "training", "summary"))
     parser.add_argument("--ranks", nargs="+", type=int, help="default: 1, 2, 4, ... GPUs")
-    parser.add_argument("--layers", nargs="+", choices=CONFIGS, default=list(LAYERS))
+    parser.add_argument("--layers", nargs="+", type=shapes.argument, default=list(LAYERS))
     parser.add_argument("--model", default="7B-n256")
     parser.add_argument("--scaling", nargs="+", choices=SCALING, default=list(SCALING))
     parser.add_argument("--tokens", type=int, default=16384, help="of a GPU in a step (weak)")

@@ -156,6 +156,13 @@ TEST(Plan, Refusals) {
             "top_k is 5, must be at most E = 4");
   EXPECT_EQ(refusal([] { config_from_name("tiny"); }).substr(0, 47),
             "config is \"tiny\", must be one of: 1.4B-n256, 1.");
+  for (const char* name : {"olmoe-T", "olmoe-T0", "olmoe-T64x", "tiny-T64", "-T64"}) {
+    EXPECT_THROW(config_from_name(name), Error) << name;
+  }
+  const LayerShape few = config_from_name("olmoe-T64");
+  EXPECT_EQ(few.tokens, 64);
+  EXPECT_EQ(few.hidden, config_from_name("olmoe").hidden);
+  EXPECT_EQ(config_from_name("7B-T2048").tokens, 2048);  // a name of its own
   EXPECT_EQ(shape_from_text("4096,512,256,64,8").top_k, 8);
 }
 

@@ -1,33 +1,16 @@
-"""The sizes of the timed layers, and the tensors of a rank."""
+"""The layers that are timed, and the tensors of a rank."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+from shapes import Shape, named
+
+TINY = {"tiny": Shape(96, 64, 32, 8, 2)}  # for a test without GPUs
 
 
-class Shape(NamedTuple):
-    T: int  # tokens of one rank
-    d: int
-    n: int
-    E: int
-    K: int
-
-
-CONFIGS = {
-    "7B-n256": Shape(24576, 1536, 256, 128, 8),
-    "30B-n256": Shape(16384, 4096, 256, 256, 16),
-    "qwen3-30b": Shape(16384, 2048, 768, 128, 8),
-    "qwen3-235b": Shape(16384, 4096, 1536, 128, 8),
-    "gpt-oss-20b": Shape(16384, 2880, 2880, 32, 4),  # with two ranks small enough for vdev_2d
-    # For nodes of four and eight GPUs (scaling.py).
-    "qwen3-235b-8k": Shape(8192, 4096, 1536, 128, 8),
-    "qwen3-30b-8k": Shape(8192, 2048, 768, 128, 8),
-    "7B-n256-8k": Shape(8192, 1536, 256, 128, 8),
-    "30B-n256-8k": Shape(8192, 4096, 256, 256, 16),
-    "tiny": Shape(96, 64, 32, 8, 2),  # for a test without GPUs
-}
+def shape_of(config: str) -> Shape:
+    """A named layer with the tokens of one rank, or a tiny one."""
+    return TINY[config] if config in TINY else named(config)
 
 
 CAPACITY = 1.05  # enough: an even routing has at most 1 % more rows than the mean

@@ -18,7 +18,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from ep2_bench import nvshmem, rivals, timing
-from ep2_bench.data import CAPACITY, CONFIGS, Data
+from ep2_bench.data import CAPACITY, Data, shape_of
 
 LARGEST_ERROR = 0.02  # of a result: norm of the difference from ours / norm of ours
 NAMES = ("out", "dx", "dweights", "dw_up", "dw_down")
@@ -27,7 +27,7 @@ SKEWS = (0.6, 0.4, 0.55, 0.45)  # part of the choices that falls on rank 0, one 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, required=True)
+    parser.add_argument("--configs", nargs="+", required=True)
     parser.add_argument("--rivals", choices=("torch", "nvshmem"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--burst", type=float, default=60.0, help="milliseconds")
@@ -95,14 +95,14 @@ class Rank:
         return reasons
 
     def layer(self, config: str) -> dict:
-        shape = CONFIGS[config]
+        shape = shape_of(config)
         data = Data(shape, self.rank, self.ranks, self.device)
         calls = rivals.contenders(data, self.transport, CAPACITY if self.ranks > 1 else 2.0)
         if self.options.rivals == "nvshmem":
             buffers = nvshmem.Buffers(data, 1.1)
             calls = {"ours_torch": calls["ours_torch"], "alone_torch": calls["alone_torch"]}
             calls["vdev_2d"] = functools.partial(nvshmem.step, data, buffers)
-        row = {"config": config, **shape._asdict(), "ranks": self.ranks}
+        row = {"config": config, **vars(shape), "ranks": self.ranks}
         reasons = self.checked(calls, data)
         both = {name: functools.partial(results, call, data) for name, call in calls.items()}
         runs = {(name, "fwd"): call for name, call in calls.items()}
@@ -116,7 +116,7 @@ class Rank:
     def kept(self, config: str) -> dict:
         """MiB that layers with uneven routings keep for backward on each rank: with as many rows as
         are routed (exact), and with `capacity` (arena)."""
-        shape = CONFIGS[config]
+        shape = shape_of(config)
         datas = [Data(shape, self.rank, self.ranks, self.device, share) for share in SKEWS]
         held = shape.E // self.ranks
         chosen = torch.stack([(data.ids < held).sum() for data in datas])

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
+from shapes import Shape
 
 from . import capi
 
 BF = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Shape:
-    T: int
-    d: int
-    n: int
-    E: int
-    K: int
-
-    @property
-    def rows(self):
-        return self.T * self.K
-
-    def flops(self, which):
-        return {"fwd": 6, "bwd": 12}[which] * self.rows * self.n * self.d
-
-    def least_bytes(self, which):
-        """Bytes that any implementation must move: used weights, x, out, and their gradients."""
-        weights = 3 * min(self.E, self.rows) * self.n * self.d * 2
-        tokens = 2 * self.T * self.d * 2
-        return {"fwd": weights + tokens, "bwd": 2 * (weights + tokens)}[which]
 
 
 class Data:

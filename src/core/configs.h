@@ -18,7 +18,8 @@ struct NamedConfig {
 };
 
 std::span<const NamedConfig> named_configs();
-/// Refuses an unknown name with the list of known ones.
+/// The layer of a name, with T tokens if -T<tokens> follows it ("olmoe-T64"). Refuses an unknown
+/// name with the list of known ones.
 LayerShape config_from_name(const std::string& name);
 /// "24576,1536,256,128,8", the order T,d,n,E,K; refuses anything else.
 LayerShape shape_from_text(const std::string& text);

@@ -29,7 +29,7 @@ def times(whole):
 
 
 def a_layer(ranks=8):
-    row = {"config": "qwen3-235b-8k", "T": 8192, "d": 4096, "n": 1536, "E": 128, "K": 8}
+    row = {"config": "qwen3-235b-T8192", "T": 8192, "d": 4096, "n": 1536, "E": 128, "K": 8}
     row |= {"ranks": ranks, "ours_torch": times(13.0), "alone_torch": times(12.0)}
     return row | {"nccl_grouped": times(20.0), "gather_scatter": times(19.5)}
 
@@ -64,7 +64,7 @@ def test_both_ways_of_dividing_train_alike(tmp_path, scaling):
 
 def test_layers(scaling, tmp_path, monkeypatch):
     scaling, _ = scaling
-    given = ["layers", "--ranks", "1", "4", "8", "--layers=qwen3-235b-8k"]
+    given = ["layers", "--ranks", "1", "4", "8", "--layers=qwen3-235b-T8192"]
     made = driver(scaling, monkeypatch, tmp_path, *given)
     asked = []
 
@@ -75,7 +75,7 @@ def test_layers(scaling, tmp_path, monkeypatch):
 
     monkeypatch.setattr(made, "worker", worker)
     assert not made.layers()  # four ranks had no time
-    assert asked == [(8, ["qwen3-235b-8k"]), (4, ["qwen3-235b-8k"])]
+    assert asked == [(8, ["qwen3-235b-T8192"]), (4, ["qwen3-235b-T8192"])]
     assert list(made.record["problems"]) == ["layers over 4 ranks"]
     (line,) = scaling.summary(json.loads((tmp_path / "scaling.json").read_text()))
     assert "1.083 of alone (goal 1.12), others 1.50 times ours (goal 1.25)" in line

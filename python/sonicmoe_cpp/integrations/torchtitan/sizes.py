@@ -12,7 +12,7 @@ VOCABULARY = 50304
 
 
 class Size(NamedTuple):
-    """A model's dimensions; d, n, E and K as in src/core/configs.cc."""
+    """A model's dimensions; d, n, E and K as in src/core/named_shapes.inc."""
 
     layers: int
     d: int
